@@ -1,0 +1,1 @@
+"""The lab's parallel library: runtime, traffic, data parallelism."""
