@@ -1,0 +1,43 @@
+"""Data parallelism with torch's DistributedDataParallel: the same run, with the averaging inside the library.
+
+    python DP/ddp/intro_DP_DDP.py <rank>              in three terminals, with the ranks 0, 1 and 2
+    ./launch.sh ddp --world-size 4                    all ranks at once
+
+What `intro_DP_GA.py` spells out, buckets of gradients and an all-reduce of each while the backward pass still runs, is
+what this wrapper does (Li et al., arXiv 2006.15704). The loop is that of one process.
+"""
+
+from torch.nn.parallel import DistributedDataParallel
+
+from distlab.main import main
+from distlab.runtime import TrainingRun
+from distlab.settings import DataParallelSettings
+from simplellm.dataloaders import TinyStories
+from simplellm.llama import CausalLLama, LLama
+from simplellm.losses import causalLLMLoss
+from simplellm.tokenizers import SPTokenizer
+
+DEFAULTS = DataParallelSettings(batch_size=1)
+
+
+def train(run: TrainingRun[DataParallelSettings]) -> None:
+    args = run.settings
+    tokenizer = SPTokenizer(args.tokenizer)
+    net = LLama(CausalLLama, tokenizer.vocab_size, padding_idx=tokenizer.pad_id, **run.model_options())
+    net = DistributedDataParallel(net)
+    stories = TinyStories(tokenizer, **run.data_options(), rank=run.rank, num_replicas=run.world_size)
+    optimizer = run.optimizer(net.parameters())
+
+    for step, batch in run.steps(stories):
+        optimizer.zero_grad()
+        losses = []
+        for x in batch.chunk(args.micro_batches):
+            loss = causalLLMLoss(net(x), x, tokenizer.vocab_size) / args.micro_batches
+            loss.backward()  # returns with averaged gradients
+            losses.append(loss)
+        run.log(step, losses)
+        optimizer.step()
+
+
+if __name__ == "__main__":
+    main(train, DEFAULTS, __doc__)

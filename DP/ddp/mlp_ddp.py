@@ -1,0 +1,56 @@
+"""The classifier of primer/mlp.py on several ranks, with torch's DistributedDataParallel.
+
+    python DP/ddp/mlp_ddp.py <rank>             in three terminals, with the ranks 0, 1 and 2
+    ./launch.sh mlp-ddp --world-size 2
+
+The ranks start from different weights: the wrapper gives all of them rank 0's. `diff primer/mlp.py DP/ddp/mlp_ddp.py` shows
+what it takes to make a loop data-parallel.
+"""
+
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+from distlab.data_parallel import check_parameter_closeness
+from distlab.main import main
+from distlab.runtime import Run
+from distlab.settings import WorldSize
+
+sys.path.append(str(Path(__file__).resolve().parents[2]))
+from primer.mlp import MLP, REPORT_EVERY, MLPSettings, batches, gen_dataset, report
+
+
+@dataclass
+class ParallelMLPSettings(WorldSize, MLPSettings):
+    """The exercise on several ranks."""
+
+
+DEFAULTS = ParallelMLPSettings()
+
+
+def train(run: Run[ParallelMLPSettings]) -> None:
+    config = run.settings
+    train_set, test_set = gen_dataset(config)
+    model = DistributedDataParallel(MLP(config))
+    optimizer = torch.optim.SGD(model.parameters(), lr=config.lr)
+
+    mine = batches(train_set, config.batch_size, run.rank, run.world_size)
+    for step, (points, labels) in zip(range(config.niters), mine, strict=False):
+        started = time.perf_counter()
+        _, loss = model(points, labels)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        seconds = time.perf_counter() - started
+        if step % REPORT_EVERY == 0:
+            assert check_parameter_closeness(model), f"the ranks' weights differ after step {step}"
+        if step % REPORT_EVERY == 0 and run.rank == 0:
+            report(step, model.module, train_set, test_set, seconds)
+
+
+if __name__ == "__main__":
+    main(train, DEFAULTS, __doc__)

@@ -1,0 +1,53 @@
+"""Data parallelism: the ranks average their gradients at every step.
+
+    python DP/gradient_aggr/intro_DP_GA.py <rank>     in three terminals, with the ranks 0, 1 and 2
+    ./launch.sh dp-ga --world-size 4                  all ranks at once
+
+Each rank holds the whole model and takes its own sequences of the global batch. The mean of the ranks' gradients is the
+gradient of the whole batch; so after the same update every rank holds the same weights again, as one process would.
+"""
+
+from distlab.data_parallel import Bucket, GradientBuckets
+from distlab.main import main
+from distlab.runtime import TrainingRun
+from distlab.settings import DataParallelSettings
+from distlab.traffic import Transfer, traffic
+from simplellm.dataloaders import TinyStories
+from simplellm.llama import CausalLLama, LLama
+from simplellm.losses import causalLLMLoss
+from simplellm.tokenizers import SPTokenizer
+
+DEFAULTS = DataParallelSettings(batch_size=1)
+
+
+def train(run: TrainingRun[DataParallelSettings]) -> None:
+    args = run.settings
+    tokenizer = SPTokenizer(args.tokenizer)
+    net = LLama(CausalLLama, tokenizer.vocab_size, padding_idx=tokenizer.pad_id, **run.model_options())
+    stories = TinyStories(tokenizer, **run.data_options(), rank=run.rank, num_replicas=run.world_size)
+    optimizer = run.optimizer(net.parameters())
+    transfers: list[Transfer] = []
+
+    def average(bucket: Bucket) -> None:
+        """Start the all-reduce of gradients that are complete, while the backward pass goes on to earlier layers."""
+        transfers.append(traffic.all_reduce(bucket.flat, str(bucket), kind="gradients"))
+
+    buckets = GradientBuckets(net.parameters(), on_full=average, backward_passes=args.micro_batches)
+
+    for step, batch in run.steps(stories):
+        optimizer.zero_grad()
+        losses = []
+        for x in batch.chunk(args.micro_batches):
+            loss = causalLLMLoss(net(x), x, tokenizer.vocab_size) / args.micro_batches
+            loss.backward()  # calls average() for one bucket after the other
+            losses.append(loss)
+        buckets.flush()
+        for transfer in transfers:
+            transfer.wait()
+        transfers.clear()
+        run.log(step, losses)
+        optimizer.step()
+
+
+if __name__ == "__main__":
+    main(train, DEFAULTS, __doc__)

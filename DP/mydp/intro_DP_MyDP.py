@@ -1,0 +1,48 @@
+"""Data parallelism with a wrapper of our own: the same run, with the averaging in the backward pass's hooks.
+
+    python DP/mydp/intro_DP_MyDP.py <rank>            in three terminals, with the ranks 0, 1 and 2
+    ./launch.sh mydp --world-size 4                   all ranks at once
+
+`MyDP` (in src/distlab/data_parallel.py, 50 lines) starts all ranks from rank 0's weights and averages the gradients as
+`intro_DP_GA.py` does, but from hooks, so that the loop is that of one process. `check_parameter_closeness` shows that
+the ranks' weights stay the same.
+"""
+
+from distlab.data_parallel import MyDP, check_parameter_closeness
+from distlab.logs import say
+from distlab.main import main
+from distlab.runtime import TrainingRun
+from distlab.settings import DataParallelSettings
+from simplellm.dataloaders import TinyStories
+from simplellm.llama import CausalLLama, LLama
+from simplellm.losses import causalLLMLoss
+from simplellm.tokenizers import SPTokenizer
+
+DEFAULTS = DataParallelSettings(batch_size=1)
+
+
+def train(run: TrainingRun[DataParallelSettings]) -> None:
+    args = run.settings
+    tokenizer = SPTokenizer(args.tokenizer)
+    net = LLama(CausalLLama, tokenizer.vocab_size, padding_idx=tokenizer.pad_id, **run.model_options())
+    net = MyDP(net)
+    stories = TinyStories(tokenizer, **run.data_options(), rank=run.rank, num_replicas=run.world_size)
+    optimizer = run.optimizer(net.parameters())
+
+    for step, batch in run.steps(stories):
+        optimizer.zero_grad()
+        losses = []
+        for x in batch.chunk(args.micro_batches):
+            loss = causalLLMLoss(net(x), x, tokenizer.vocab_size) / args.micro_batches
+            loss.backward()  # returns with averaged gradients
+            losses.append(loss)
+        run.log(step, losses)
+        optimizer.step()
+
+    close = check_parameter_closeness(net)
+    if run.rank == 0:
+        say(f"after the last step all ranks hold {'the same' if close else 'DIFFERENT'} weights")
+
+
+if __name__ == "__main__":
+    main(train, DEFAULTS, __doc__)

@@ -1,0 +1,63 @@
+"""Data parallelism: the ranks average their weights, every step or every few steps.
+
+    python DP/weight_aggr/intro_DP_WA.py <rank>       in three terminals, with the ranks 0, 1 and 2
+    ./launch.sh dp-wa --sync-every 16                 all ranks at once, 16 steps on their own between two averages
+
+Each rank updates its own copy with its own gradients, and then all take the mean of the copies. With plain SGD and an
+average after every step that is the gradient-aggregated run: the mean of w - lr * g over the ranks is w - lr * (mean
+of g), as long as all start the step from the same w. With more steps in between it is local SGD, known as federated
+averaging (McMahan et al., arXiv 1602.05629): less traffic, but the copies drift apart in the meantime.
+"""
+
+from dataclasses import dataclass
+
+from distlab.data_parallel import flatten_weights
+from distlab.logs import say
+from distlab.main import main
+from distlab.runtime import TrainingRun
+from distlab.settings import DataParallelSettings, require_positive
+from distlab.traffic import traffic
+from simplellm.dataloaders import TinyStories
+from simplellm.llama import CausalLLama, LLama
+from simplellm.losses import causalLLMLoss
+from simplellm.tokenizers import SPTokenizer
+
+
+@dataclass
+class WeightAggregationSettings(DataParallelSettings):
+    sync_every: int = 1
+    """steps that each rank takes on its own before the weights are averaged"""
+
+    def check(self) -> None:
+        super().check()
+        require_positive(self, "sync_every")
+
+
+DEFAULTS = WeightAggregationSettings(batch_size=1)
+
+
+def train(run: TrainingRun[WeightAggregationSettings]) -> None:
+    args = run.settings
+    tokenizer = SPTokenizer(args.tokenizer)
+    net = LLama(CausalLLama, tokenizer.vocab_size, padding_idx=tokenizer.pad_id, **run.model_options())
+    stories = TinyStories(tokenizer, **run.data_options(), rank=run.rank, num_replicas=run.world_size)
+    weights = flatten_weights(net)  # the parameters are views of it: to average it is to average them
+    optimizer = run.optimizer(net.parameters())
+    if args.optimizer != "sgd" and run.rank == 0:
+        say(f"only weights are averaged: each rank keeps {args.optimizer}'s moments of its own gradients")
+
+    for step, batch in run.steps(stories):
+        optimizer.zero_grad()
+        losses = []
+        for x in batch.chunk(args.micro_batches):
+            loss = causalLLMLoss(net(x), x, tokenizer.vocab_size) / args.micro_batches
+            loss.backward()
+            losses.append(loss)
+        run.log(step, losses)
+        optimizer.step()
+        if (step + 1) % args.sync_every == 0 or step + 1 == args.steps:
+            traffic.all_reduce(weights, f"the weights after step {step}", kind="weights").wait()
+
+
+if __name__ == "__main__":
+    main(train, DEFAULTS, __doc__)

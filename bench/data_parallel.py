@@ -1,0 +1,168 @@
+"""One data-parallel training step: the lab's two ways, torch's, the source document's listing, and no communication.
+
+    python bench/data_parallel.py                 worlds 2 and 3, 24 rounds
+
+All variants run in the same processes, one step of each in turn, in an order that rotates; so they see the same machine at
+the same time. A step is timed from a barrier before it to a barrier after it. Ratios are taken round by round.
+"""
+
+import os
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+import tyro
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from distlab.data_parallel import Bucket, GradientBuckets, MyDP
+from distlab.devices import keep_to_loopback
+from distlab.optimizers import build_optimizer
+from distlab.traffic import Transfer, traffic
+from simplellm.llama import CausalLLama, LLama
+from simplellm.losses import causalLLMLoss
+
+VOCAB_SIZE = 4096
+BASELINE = "torch DDP"
+
+
+@dataclass
+class Settings:
+    worlds: tuple[int, ...] = (2, 3)
+    """numbers of ranks"""
+    rounds: int = 24
+    """steps of each variant that are counted"""
+    batch_size: int = 1
+    """sequences per rank"""
+    seq_len: int = 256
+    """tokens per sequence"""
+    port: int = 29555
+    """where the ranks meet, on localhost"""
+
+
+Step = Callable[[Tensor], None]
+
+
+def fused_adam(net: nn.Module) -> torch.optim.Optimizer:
+    return build_optimizer("adam", net.parameters(), lr=8e-4)
+
+
+def no_communication(net: nn.Module) -> Step:
+    optimizer = fused_adam(net)
+
+    def step(x: Tensor) -> None:
+        optimizer.zero_grad()
+        causalLLMLoss(net(x), x, VOCAB_SIZE).backward()
+        optimizer.step()
+
+    return step
+
+
+def torch_ddp(net: nn.Module) -> Step:
+    return no_communication(DistributedDataParallel(net))
+
+
+def mydp(net: nn.Module) -> Step:
+    return no_communication(MyDP(net))
+
+
+def gradient_aggregation(net: nn.Module) -> Step:
+    """As in DP/gradient_aggr/intro_DP_GA.py."""
+    optimizer = fused_adam(net)
+    transfers: list[Transfer] = []
+
+    def average(bucket: Bucket) -> None:
+        transfers.append(traffic.all_reduce(bucket.flat, str(bucket), kind="gradients"))
+
+    buckets = GradientBuckets(net.parameters(), on_full=average)
+
+    def step(x: Tensor) -> None:
+        optimizer.zero_grad()
+        causalLLMLoss(net(x), x, VOCAB_SIZE).backward()
+        buckets.flush()
+        for transfer in transfers:
+            transfer.wait()
+        transfers.clear()
+        optimizer.step()
+
+    return step
+
+
+def document_listing(net: nn.Module) -> Step:
+    """The aggregation of the source document: a barrier, one concatenation, one sum, a division a parameter."""
+    optimizer = torch.optim.Adam(net.parameters(), lr=8e-4)
+    shapes = [p.shape for p in net.parameters()]
+    lengths = [p.numel() for p in net.parameters()]
+
+    def step(x: Tensor) -> None:
+        optimizer.zero_grad()
+        causalLLMLoss(net(x), x, VOCAB_SIZE).backward()
+        dist.barrier()
+        gradients = []
+        for p in net.parameters():
+            assert p.grad is not None
+            gradients.append(p.grad.view(-1))
+            p.grad = None
+        flat = torch.cat(gradients).to("cpu")
+        dist.all_reduce(flat, op=dist.ReduceOp.SUM)
+        for p, shape, part in zip(net.parameters(), shapes, torch.split(flat, lengths), strict=True):
+            p.grad = part.view(shape) / dist.get_world_size()
+        optimizer.step()
+
+    return step
+
+
+VARIANTS: dict[str, Callable[[nn.Module], Step]] = {
+    BASELINE: torch_ddp,
+    "gradient aggregation (dp-ga)": gradient_aggregation,
+    "MyDP": mydp,
+    "the document's listing": document_listing,
+    "no communication": no_communication,
+}
+
+
+def measure(rank: int, world_size: int, settings: Settings) -> None:
+    """One rank: all variants in turn; rank 0 prints the table."""
+    keep_to_loopback()
+    torch.set_num_threads(1)
+    store = dist.TCPStore("localhost", settings.port, is_master=rank == 0)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
+    steps = {name: build(LLama(CausalLLama, VOCAB_SIZE, ctx_size=settings.seq_len)) for name, build in VARIANTS.items()}
+    seconds: dict[str, list[float]] = {name: [] for name in VARIANTS}
+    names, warm_up = list(VARIANTS), 2
+    for turn in range(warm_up + settings.rounds):
+        x = torch.randint(VOCAB_SIZE, (settings.batch_size, settings.seq_len))
+        for name in names[turn % len(names) :] + names[: turn % len(names)]:
+            dist.barrier()
+            started = time.perf_counter()
+            steps[name](x)
+            dist.barrier()
+            if turn >= warm_up:
+                seconds[name].append(time.perf_counter() - started)
+    if rank == 0:
+        for name in VARIANTS:
+            ratios = [own / baseline for own, baseline in zip(seconds[name], seconds[BASELINE], strict=True)]
+            low, middle, high = statistics.quantiles(ratios, n=4) if name != BASELINE else (1.0, 1.0, 1.0)
+            print(
+                f"| {world_size} | {name} | {statistics.median(seconds[name]) * 1000:.0f} | {middle:.3f} | "
+                f"{low:.3f} to {high:.3f} |",
+                flush=True,
+            )
+    dist.destroy_process_group()
+
+
+def main() -> None:
+    settings = tyro.cli(Settings, description=__doc__)
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    print(f"| ranks | variant | ms a step (median) | time over {BASELINE} (median) | quartiles |")
+    print("|---|---|---|---|---|", flush=True)
+    for world_size in settings.worlds:
+        mp.spawn(measure, args=(world_size, settings), nprocs=world_size)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,160 @@
+"""A small classifier, trained by one process: the exercise that DP/ddp/mlp_ddp.py and DP/mydp/mlp_mydp.py make parallel.
+
+python primer/mlp.py                          or: ./launch.sh mlp
+python primer/mlp.py --niters 300 --d-hidden 64
+"""
+
+import itertools
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
+
+from distlab.logs import say
+from distlab.main import main
+from distlab.runtime import Run
+from distlab.settings import RunSettings, require_positive
+from simplellm.errors import InputError
+
+REPORT_EVERY = 100
+EVALUATED_BATCHES = 20
+
+
+@dataclass
+class ModelConfig:
+    """The classifier and its training."""
+
+    n_layers: int = 4
+    """linear layers"""
+    d_in: int = 1024
+    """features of an input"""
+    n_classes: int = 32
+    """classes to tell apart"""
+    d_hidden: int = 256
+    """width between the layers"""
+    batch_size: int = 64
+    """inputs per step and rank"""
+    train_size: int = 10_000
+    """inputs to learn from"""
+    niters: int = 1000
+    """steps"""
+    lr: float = 0.1
+    """learning rate"""
+
+
+@dataclass
+class MLPSettings(ModelConfig, RunSettings):
+    """The exercise's command line."""
+
+    def check(self) -> None:
+        super().check()
+        require_positive(self, *(field.name for field in fields(ModelConfig)))
+
+
+DEFAULTS = MLPSettings()
+
+
+class MLP(nn.Module):
+    """Linear layers without biases, tanh between them; weights kaiming-uniform (He et al., arXiv 1502.01852)."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        widths = [config.d_in, *[config.d_hidden] * (config.n_layers - 1), config.n_classes]
+        self.layers = nn.ModuleList(nn.Linear(a, b, bias=False) for a, b in zip(widths, widths[1:], strict=False))
+        for parameter in self.parameters():
+            nn.init.kaiming_uniform_(parameter, nonlinearity="tanh")
+
+    def forward(self, data: Tensor, targets: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+        """Logits (batch, n_classes) of `data` (batch, d_in), and the mean cross-entropy against `targets` (batch,)."""
+        *hidden, last = self.layers
+        for layer in hidden:
+            data = torch.tanh(layer(data))
+        logits = last(data)
+        return logits, None if targets is None else F.cross_entropy(logits, targets)
+
+
+def gen_dataset(config: ModelConfig, rand_state: int = 0) -> tuple[TensorDataset, TensorDataset]:
+    """A train and a test set of noisy points around one centre a class; the same on every rank for one `rand_state`.
+
+    One label in thirty is wrong, so that no model can bring the loss to zero.
+    """
+    generator = torch.Generator().manual_seed(rand_state)
+    centres = torch.randn(config.n_classes, config.d_in, generator=generator)
+
+    def draw(size: int) -> TensorDataset:
+        classes = torch.randint(config.n_classes, (size,), generator=generator)
+        points = 0.2 * centres[classes] + torch.randn(size, config.d_in, generator=generator)
+        wrong = torch.rand(size, generator=generator) < 1 / 30
+        labels = torch.where(wrong, torch.randint(config.n_classes, (size,), generator=generator), classes)
+        return TensorDataset(points, labels)
+
+    return draw(config.train_size), draw(max(1, config.train_size // 5))
+
+
+def batches(
+    dataset: TensorDataset, batch_size: int, rank: int = 0, world_size: int = 1
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """This rank's batches, epoch after epoch: of each `world_size` batches in a row, rank r takes the r-th.
+
+    An epoch ends where not every rank would get a full batch, so all ranks take the same number of steps.
+
+    Raises:
+        InputError: the data set has fewer than `world_size` batches.
+    """
+    points, labels = dataset.tensors
+    group = batch_size * world_size
+    if group > len(dataset):
+        raise InputError(f"--train-size {len(dataset)}: {world_size} ranks need {group} inputs for one batch each")
+    for epoch in itertools.count():
+        order = torch.randperm(len(dataset), generator=torch.Generator().manual_seed(epoch))
+        for first in range(0, len(dataset) - group + 1, group):
+            mine = order[first + rank * batch_size :][:batch_size]
+            yield points[mine], labels[mine]
+
+
+@torch.no_grad()
+def evaluate(model: nn.Module, dataset: TensorDataset, batch_size: int = 50, max_batches: int | None = None) -> float:
+    """Mean loss of `model` over `dataset`, or over its first `max_batches` batches."""
+    total, count = 0.0, 0
+    for index, (points, labels) in enumerate(zip(*(t.split(batch_size) for t in dataset.tensors), strict=True)):
+        if index == max_batches:
+            break
+        _, loss = model(points, labels)
+        total, count = total + loss.item() * len(points), count + len(points)
+    return total / count
+
+
+def report(step: int, model: nn.Module, train_set: TensorDataset, test_set: TensorDataset, seconds: float) -> None:
+    """Print the exercise's line: both losses, each on its own data, and how long the step took."""
+    train_loss = evaluate(model, train_set, max_batches=EVALUATED_BATCHES)
+    test_loss = evaluate(model, test_set, max_batches=EVALUATED_BATCHES)
+    print(
+        f"step {step} | train_loss {train_loss:.4f} | test_loss {test_loss:.4f} | step time {seconds * 1000:.2f}ms",
+        flush=True,
+    )
+
+
+def train(run: Run[MLPSettings]) -> None:
+    config = run.settings
+    say(str({field.name: getattr(config, field.name) for field in fields(ModelConfig)}))
+    train_set, test_set = gen_dataset(config)
+    model = MLP(config)
+    optimizer = torch.optim.SGD(model.parameters(), lr=config.lr)
+
+    for step, (points, labels) in zip(range(config.niters), batches(train_set, config.batch_size), strict=False):
+        started = time.perf_counter()
+        _, loss = model(points, labels)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        seconds = time.perf_counter() - started
+        if step % REPORT_EVERY == 0:
+            report(step, model, train_set, test_set, seconds)
+
+
+if __name__ == "__main__":
+    main(train, DEFAULTS, __doc__)

@@ -1,0 +1,151 @@
+"""./launch.sh <topology> [flags]: starts all ranks of a script through torchrun, and ends them all when one fails."""
+
+import ast
+import importlib.util
+import logging
+import os
+import signal
+import socket
+import sys
+import tempfile
+from pathlib import Path
+from typing import NoReturn
+
+from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs, SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+from distlab.settings import RunSettings, parse, world_size
+from simplellm.errors import InputError
+
+LAB = Path(__file__).resolve().parents[2]
+
+TOPOLOGIES = {
+    "primer": "primer/intro.py",
+    "dp-ga": "DP/gradient_aggr/intro_DP_GA.py",
+    "dp-wa": "DP/weight_aggr/intro_DP_WA.py",
+    "ddp": "DP/ddp/intro_DP_DDP.py",
+    "mydp": "DP/mydp/intro_DP_MyDP.py",
+    "mlp": "primer/mlp.py",
+    "mlp-ddp": "DP/ddp/mlp_ddp.py",
+    "mlp-mydp": "DP/mydp/mlp_mydp.py",
+}
+
+
+def launch(args: list[str]) -> int:
+    """Start the topology that `args` name, wait for its end, and return the exit status.
+
+    Raises:
+        InputError: there is no such topology, or its flags cannot work.
+    """
+    if not args or args[0] in ("-h", "--help"):
+        print("./launch.sh <topology> [flags]   starts all ranks; --help after a topology's name lists its flags\n")
+        for name, path in TOPOLOGIES.items():
+            print(f"  {name:<10} {first_line(LAB / path)}")
+        return 0
+    script = find_script(args[0])
+    settings = read_settings(script, args[1:])
+    if settings.rank >= 0:
+        raise InputError(f"rank {settings.rank}: launch.sh starts all ranks; leave the rank out")
+    return run_ranks(script, args[1:], settings)
+
+
+def find_script(name: str) -> Path:
+    """The script of a topology, or the path of any script."""
+    if name in TOPOLOGIES:
+        return LAB / TOPOLOGIES[name]
+    if Path(name).is_file() and name.endswith(".py"):
+        return Path(name)
+    raise InputError(f"{name}: no such topology or script; there are {', '.join(TOPOLOGIES)}")
+
+
+def first_line(script: Path) -> str:
+    """The first line of a script's docstring."""
+    return (ast.get_docstring(ast.parse(script.read_text())) or "").partition("\n")[0]
+
+
+def read_settings(script: Path, args: list[str]) -> RunSettings:
+    """What a script's own defaults and `args` come to; so a wrong flag ends here, before any rank starts."""
+    spec = importlib.util.spec_from_file_location("launched_script", script)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # where its settings' annotations are looked up
+    sys.path.insert(0, str(script.parent))
+    spec.loader.exec_module(module)
+    defaults = getattr(module, "DEFAULTS", None)
+    if not isinstance(defaults, RunSettings):
+        raise InputError(f"{script}: launch.sh starts scripts that have DEFAULTS, a distlab.settings.RunSettings")
+    return parse(defaults, module.__doc__ or script.stem, args, prog=f"./launch.sh {script.name}")
+
+
+def run_ranks(script: Path, args: list[str], settings: RunSettings) -> int:
+    """Run all ranks of `script` to their end under torchrun's agent.
+
+    Returns:
+        The exit status: 0 if all ranks finished. Otherwise the last line on stderr says which rank failed, and why.
+    """
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # says at length what we say in a line
+    ranks = world_size(settings.layout)
+    port = settings.master_port if "--master-port" in " ".join(args) else 0
+    check_port(settings.master_addr, port)
+    os.environ.setdefault("OMP_NUM_THREADS", "1" if ranks > 1 else str(os.cpu_count()))
+    with tempfile.TemporaryDirectory() as errors:
+        config = LaunchConfig(
+            min_nodes=1,
+            max_nodes=1,
+            nproc_per_node=ranks,
+            rdzv_backend="c10d",
+            rdzv_endpoint=f"{settings.master_addr}:{port}",
+            run_id="lab",
+            max_restarts=0,
+            monitor_interval=0.1,
+            logs_specs=DefaultLogsSpecs(log_dir=errors),
+        )
+        try:
+            elastic_launch(config, sys.executable)("-u", str(script), *args)
+        except ChildFailedError as error:
+            print(f"# {root_cause(error)}", file=sys.stderr)
+            return 1
+        except SignalException as end:
+            print(f"# ended by {signal.Signals(end.sigval).name}", file=sys.stderr)
+            return 128 + end.sigval
+    return 0
+
+
+def check_port(address: str, port: int) -> None:
+    """Raise `InputError` if something listens there already; port 0 means any free one."""
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((address, port))
+        except OSError as error:
+            raise InputError(
+                f"--master-port {port}: cannot listen at {address}:{port} ({error.strerror}); give another port, or leave "
+                "the flag out for a free one"
+            ) from error
+
+
+def root_cause(error: ChildFailedError) -> str:
+    """One sentence on the rank that failed first: not on those that only lost a peer by it."""
+    failures = [(bool(f.error_file_data.get("lost_a_peer")), f.timestamp, rank) for rank, f in error.failures.items()]
+    rank = min(failures)[2]
+    failure = error.failures[rank]
+    if failure.exitcode < 0:
+        return f"rank {rank} failed: it was ended by {failure.signal_name()}"
+    if failure.error_file_data.get("message"):
+        return f"rank {rank} failed: {failure.error_file_data['message']}"
+    return f"rank {rank} failed with exit status {failure.exitcode}"
+
+
+def main() -> NoReturn:
+    try:
+        status = launch(sys.argv[1:])
+    except InputError as error:
+        print(f"# {error}", file=sys.stderr)
+        status = 2
+    sys.exit(status)
+
+
+if __name__ == "__main__":
+    main()

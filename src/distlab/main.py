@@ -1,0 +1,94 @@
+"""What stands around every script: from the command line to the exit status.
+
+def train(run: TrainingRun[DataParallelSettings]) -> None: ...
+
+if __name__ == "__main__":
+    main(train, DEFAULTS, __doc__)
+"""
+
+import contextlib
+import ctypes
+import json
+import os
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NoReturn, TypeVar
+
+from distlab import meeting
+from distlab.runtime import Run, TrainingRun
+from distlab.settings import RunSettings, TrainSettings, WorldSize, parse
+from distlab.traffic import TrafficError
+from simplellm.errors import InputError
+
+SettingsT = TypeVar("SettingsT", bound=RunSettings)
+
+
+def main(work: Callable[[Any], None], defaults: RunSettings, description: str | None) -> NoReturn:
+    """Run a script from its command line to its exit status.
+
+    Args:
+        work: takes the `TrainingRun` (or `Run`, where the settings are no `TrainSettings`).
+        defaults: the script's settings, which the command line changes.
+        description: the script's docstring.
+
+    The exit status is 0 if all went well, 2 for what the user can mend, 130 for Ctrl-C, else 1.
+    """
+    script = Path(sys.argv[0])
+    run: Run[Any] | None = None
+    try:
+        end_with_launcher()
+        settings = parse(with_torchrun_world(defaults), description or script.stem)
+        kind = TrainingRun if isinstance(settings, TrainSettings) else Run
+        run = kind(settings, script)
+        work(run)
+        run.close()
+    except InputError as error:
+        fail(str(error), 2)
+    except TrafficError as error:
+        fail(str(error), 1, lost_a_peer=True)
+    except KeyboardInterrupt:
+        if isinstance(run, TrainingRun):
+            run.summarize()
+        fail("interrupted", 130)
+    except Exception as error:
+        traceback.print_exc()
+        fail(f"{type(error).__name__}: {error}".splitlines()[0], 1)
+    leave(0)
+
+
+def fail(reason: str, status: int, lost_a_peer: bool = False) -> NoReturn:
+    """End this process, and leave the reason where it is looked for: on the terminal and in torchrun's error file."""
+    print(f"# {reason}", file=sys.stderr)
+    error_file = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if error_file:
+        record = {"message": reason, "timestamp": int(time.time()), "lost_a_peer": lost_a_peer, "status": status}
+        Path(error_file).write_text(json.dumps(record))
+    if lost_a_peer and meeting.started_by_torchrun():
+        time.sleep(1)  # torchrun reports what ends first: the first word is the peer's
+    leave(status)
+
+
+def leave(status: int) -> NoReturn:
+    """Exit without waiting for gloo's threads, which may sit in a message that never comes."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
+
+
+def with_torchrun_world(defaults: SettingsT) -> SettingsT:
+    """`defaults` with the world size that torchrun's environment gives, where the script has that flag."""
+    if meeting.started_by_torchrun() and isinstance(defaults, WorldSize):
+        defaults.world_size = int(os.environ["WORLD_SIZE"])
+    return defaults
+
+
+def end_with_launcher() -> None:
+    """Have Linux end this rank when the launcher that started it dies, even by SIGKILL: no orphans."""
+    if meeting.started_by_torchrun() and sys.platform == "linux":
+        with contextlib.suppress(OSError, AttributeError):
+            set_parent_death_signal = 1
+            ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGTERM)

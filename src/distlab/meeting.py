@@ -1,0 +1,115 @@
+"""How the ranks of a run find each other, and agree before they train.
+
+Each process of a run may be started by hand, in a terminal of its own. Before they train, all ranks compare the
+settings that they were started with, and rank 0 tells what it decided for all (where the stories come from, where the
+run keeps its files). So a mistake in one terminal ends with a sentence instead of a run that hangs or trains
+something else.
+"""
+
+import json
+import os
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+from simplellm.errors import InputError
+
+Say = Callable[[str], None]
+
+
+def open_store(rank: int, address: str, port: int, timeout_seconds: float, say: Say) -> dist.Store:
+    """The key-value store where ranks meet: torchrun's if it started us, else one in rank 0's process.
+
+    Raises:
+        InputError: the port is in use, or rank 0 does not listen within the timeout.
+    """
+    timeout = timedelta(seconds=timeout_seconds)
+    if started_by_torchrun():
+        store, _, _ = next(dist.rendezvous("env://", timeout=timeout))
+        return store
+    if rank > 0:
+        say(f"looking for rank 0 at {address}:{port}")
+    try:
+        return dist.TCPStore(address, port, is_master=rank == 0, timeout=timeout, wait_for_workers=False)
+    except dist.DistError as error:
+        if rank > 0:
+            raise InputError(
+                f"rank 0 did not listen at {address}:{port} within {timeout_seconds:g} s: start it there, or give its "
+                "--master-addr and --master-port"
+            ) from error
+        raise InputError(
+            f"--master-port {port}: cannot listen at {address}:{port}, most likely because another run uses the port; "
+            "give another one to every rank"
+        ) from error
+
+
+def started_by_torchrun() -> bool:
+    """True in a process that torchrun (or launch.sh) started: its environment tells rank, world size and address."""
+    return "TORCHELASTIC_RUN_ID" in os.environ
+
+
+def agree(
+    store: dist.Store,
+    rank: int,
+    size: int,
+    settings: dict[str, Any],
+    decide: Callable[[], dict[str, Any]],
+    timeout_seconds: float,
+    say: Say,
+) -> dict[str, Any]:
+    """Wait for all ranks, compare their settings, and return what rank 0's `decide()` returned.
+
+    Raises:
+        InputError: two processes have the same rank, a rank was started with other settings, or one did not come
+            within the timeout.
+    """
+    if store.add(f"seat/{rank}", 1) > 1:
+        raise InputError(f"rank {rank} is taken: another process joined this run with it; give each a rank of its own")
+    store.set(f"settings/{rank}", json.dumps(settings))
+    if rank == 0:
+        verdict: dict[str, Any] = {"settings": settings}
+        try:
+            for other in range(1, size):
+                answer = _wait(store, f"settings/{other}", f"rank {other} to join", timeout_seconds, say)
+                _compare(settings, json.loads(answer), other)
+            verdict["decided"] = decide()
+        except InputError as error:
+            verdict["error"] = str(error)
+        store.set("verdict", json.dumps(verdict))
+    else:
+        verdict = json.loads(_wait(store, "verdict", "rank 0's word that all have joined", timeout_seconds, say))
+        _compare(verdict["settings"], settings, rank)
+    if "error" in verdict:
+        raise InputError(verdict["error"])
+    return verdict["decided"]
+
+
+def _wait(store: dist.Store, key: str, what: str, timeout_seconds: float, say: Say) -> bytes:
+    """The value of `key` once it is set; says for whom it waits when that takes longer than a start takes."""
+    notice_seconds = 5.0
+    started = time.monotonic()
+    try:
+        try:
+            store.wait([key], timedelta(seconds=min(notice_seconds, timeout_seconds)))
+        except dist.DistError:
+            say(f"waiting for {what}")
+            rest = max(timeout_seconds - (time.monotonic() - started), 0.001)
+            store.wait([key], timedelta(seconds=rest))
+        return store.get(key)
+    except dist.DistError as error:
+        raise InputError(
+            f"waited {timeout_seconds:g} s for {what}: is it running? (--timeout sets how long)"
+        ) from error
+
+
+def _compare(rank_0: dict[str, Any], other: dict[str, Any], rank: int) -> None:
+    """Raise `InputError` that names the first flag in which a rank's settings differ from rank 0's."""
+    for name in {**rank_0, **other}:
+        if rank_0.get(name) != other.get(name):
+            raise InputError(
+                f"--{name.replace('_', '-')}: rank 0 was started with {rank_0.get(name)}, rank {rank} with "
+                f"{other.get(name)}; start all ranks with the same flags"
+            )

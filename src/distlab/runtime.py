@@ -1,0 +1,198 @@
+"""A rank's part of a run: who it is, where it computes, the steps it takes, what it says."""
+
+import json
+import os
+import sys
+import time
+from collections.abc import Iterable, Iterator
+from datetime import datetime, timedelta
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from distlab import meeting
+from distlab.devices import keep_to_loopback, pick_backend, pick_device, threads_per_rank
+from distlab.logs import RankOutput, RunLog, say, take_over_output
+from distlab.optimizers import build_optimizer
+from distlab.settings import RunSettings, TrainSettings, as_json, layout_flags, world_size
+from distlab.traffic import traffic
+from simplellm.dataloaders import choose_source
+from simplellm.errors import InputError
+
+SettingsT = TypeVar("SettingsT", bound=RunSettings)
+TrainSettingsT = TypeVar("TrainSettingsT", bound=TrainSettings)
+
+
+class Run(Generic[SettingsT]):
+    """One rank's part of a run: who it is, where it computes, where its files go.
+
+    Attributes:
+        settings: the command line.
+        rank: of this process, 0 to `world_size` - 1.
+        world_size: number of ranks.
+        device: where this rank computes.
+        out: the run's folder.
+    """
+
+    def __init__(self, settings: SettingsT, script: Path) -> None:
+        self.settings = settings
+        self.rank, self.world_size = identity(settings)
+        take_over_output(self.rank, shares_terminal=meeting.started_by_torchrun())
+        self.device = pick_device(settings.device, self.rank)
+        self._decided = self._join(script) if settings.layout else self._decide(script)
+        self.out = Path(self._decided["out"])
+        self._keep_files()
+        torch.manual_seed(settings.seed + self.rank)  # weights and data do not depend on it; dropout would
+        if self.rank == 0:
+            self._introduce(script)
+
+    def _join(self, script: Path) -> dict[str, Any]:
+        """Meet the other ranks, agree, and set up the process group."""
+        settings, timeout = self.settings, timedelta(seconds=self.settings.timeout)
+        local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", self.world_size))
+        backend = pick_backend(settings.backend, self.device, local_ranks)
+        torch.set_num_threads(threads_per_rank(local_ranks))
+        if settings.master_addr == "localhost":
+            keep_to_loopback()
+        store = meeting.open_store(self.rank, settings.master_addr, settings.master_port, settings.timeout, say)
+        decided = meeting.agree(
+            store, self.rank, self.world_size, as_json(settings), lambda: self._decide(script), settings.timeout, say
+        )
+        dist.init_process_group(backend, store=store, rank=self.rank, world_size=self.world_size, timeout=timeout)
+        traffic.timeout_seconds = settings.timeout
+        return decided
+
+    def _decide(self, script: Path) -> dict[str, Any]:
+        """What rank 0 decides for all."""
+        now = datetime.now().strftime("%Y-%m-%d_%H-%M-%S")
+        out = self.settings.out or Path("runs") / script.stem / now
+        return {"out": str(out.absolute())}
+
+    def _keep_files(self) -> None:
+        try:
+            self.out.mkdir(parents=True, exist_ok=True)
+            log = (self.out / f"rank{self.rank}.log").open("w")
+        except OSError as error:
+            raise InputError(f"--out {self.out}: cannot write there ({error.strerror}); give another folder") from error
+        for stream in (sys.stdout, sys.stderr):
+            assert isinstance(stream, RankOutput)
+            stream.file = log
+        if self.rank == 0:
+            config = {"settings": as_json(self.settings), "layout": self.settings.layout, "world_size": self.world_size}
+            config |= {name: value for name, value in self._decided.items() if name != "out"}
+            (self.out / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+
+    def _introduce(self, script: Path) -> None:
+        ranks = f"{self.world_size} ranks over {dist.get_backend()}" if dist.is_initialized() else "one process"
+        say(f"{script.stem}: {ranks} on {self.device.type}, {torch.get_num_threads()} threads each")
+
+    def close(self) -> None:
+        """Part from the other ranks when all have finished."""
+        if dist.is_initialized():
+            traffic.all_reduce(torch.zeros((), device=self.device), "the end of the run", kind="control").wait()
+            dist.destroy_process_group()
+
+
+class TrainingRun(Run[TrainSettingsT]):
+    """A run that trains the lab's Llama on stories.
+
+    Attributes:
+        data: where the stories come from, as rank 0 decided for all.
+    """
+
+    def __init__(self, settings: TrainSettingsT, script: Path) -> None:
+        super().__init__(settings, script)
+        self.data: str = self._decided["data"]
+        replicas = settings.layout.get("dp", 1)
+        self.tokens_per_step = replicas * settings.batch_size * settings.seq_len
+        self._log = RunLog(
+            self.out,
+            self.rank,
+            shows_steps=self.rank == 0 or not meeting.started_by_torchrun(),
+            tokens_per_step=self.tokens_per_step,
+            device=self.device,
+        )
+
+    def _decide(self, script: Path) -> dict[str, Any]:
+        source, why = choose_source(self.settings.data)
+        return {**super()._decide(script), "data": source, "data_because": why}
+
+    def _introduce(self, script: Path) -> None:
+        super()._introduce(script)
+        say(f"stories from {self._decided['data_because']}")
+
+    def model_options(self) -> dict[str, Any]:
+        """Keyword arguments of `simplellm.llama`'s models, as the flags ask for."""
+        args = self.settings
+        return {
+            "n_layers": args.n_layers,
+            "dmodel": args.dmodel,
+            "num_heads": args.num_heads,
+            "ctx_size": args.seq_len,
+            "device": self.device,
+            "dtype": getattr(torch, args.dtype),
+            "seed": args.seed,
+        }
+
+    def data_options(self) -> dict[str, Any]:
+        """Keyword arguments of `simplellm.dataloaders.TinyStories`, as the flags ask for and rank 0 decided."""
+        args = self.settings
+        return {"batch_size": args.batch_size, "seq_l": args.seq_len, "data": self.data, "seed": args.seed}
+
+    def optimizer(self, parameters: Iterable[Tensor]) -> torch.optim.Optimizer:
+        """The optimizer that `--optimizer` and `--lr` name."""
+        return build_optimizer(self.settings.optimizer, parameters, self.settings.lr)
+
+    def steps(self, batches: Iterable[Tensor]) -> Iterator[tuple[int, Tensor]]:
+        """Number the steps and give each its batch of token ids, (batch, seq), on the run's device."""
+        source = iter(batches)
+        for step in range(self.settings.steps):
+            started = time.perf_counter()
+            yield step, next(source).to(self.device, non_blocking=True)
+            self._log.end_step(step, time.perf_counter() - started)
+
+    def log(self, step: int, losses: Iterable[Tensor]) -> None:
+        """Print the loss of the global batch.
+
+        Args:
+            step: the optimizer step, from 0.
+            losses: this rank's micro-batch losses, scalars, each already divided by the number of micro-batches.
+        """
+        loss = torch.stack([loss.detach() for loss in losses]).sum(dtype=torch.float64)
+        traffic.all_reduce(loss, f"the loss of step {step}", kind="loss").wait()
+        self._log.loss(step, loss.item())
+
+    def close(self) -> None:
+        super().close()
+        self.summarize()
+
+    def summarize(self) -> None:
+        """Say, on rank 0, what the run came to."""
+        if self.rank == 0:
+            self._log.summary()
+        self._log.close()
+
+
+def identity(settings: RunSettings) -> tuple[int, int]:
+    """This process's rank and the world size: from torchrun's environment, else from the command line.
+
+    Raises:
+        InputError: the rank is missing or outside the world, or the flags and torchrun disagree on the world.
+    """
+    asked = world_size(settings.layout)
+    if meeting.started_by_torchrun():
+        rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        if size != asked:
+            raise InputError(f"{layout_flags(settings.layout)}: torchrun started {size} ranks; make the two agree")
+        return rank, size
+    rank = 0 if settings.rank < 0 and asked == 1 else settings.rank
+    if not 0 <= rank < asked:
+        given = "no rank given" if rank < 0 else f"rank {rank}"
+        raise InputError(
+            f"{given}: {layout_flags(settings.layout)} has the ranks 0 to {asked - 1}; give each process its own as "
+            "the first argument, or start them all with launch.sh"
+        )
+    return rank, asked

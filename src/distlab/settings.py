@@ -1,0 +1,183 @@
+"""What a run is asked to do: the flags that the scripts share, read and checked before any process waits."""
+
+import contextlib
+import io
+import re
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal, TypeVar
+
+import tyro
+
+from simplellm.errors import InputError
+
+Layout = dict[str, int]
+
+
+@dataclass
+class RunSettings:
+    """What every script needs, whatever it computes: who takes part, on which device, how to meet."""
+
+    rank: Annotated[
+        int, tyro.conf.Positional, tyro.conf.arg(metavar="RANK", help_behavior_hint="(needed without torchrun)")
+    ] = -1
+    """rank of this process, from 0; torchrun and launch.sh give it themselves"""
+    seed: int = 0
+    """seed of the initial weights and of the data"""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """where to compute; auto: CUDA if present"""
+    backend: Literal["auto", "gloo", "nccl"] = "auto"
+    """how ranks talk; auto: NCCL when every rank has a GPU of its own, else gloo"""
+    timeout: float = 120
+    """seconds that any wait for another rank may take"""
+    master_addr: str = "localhost"
+    """host where rank 0 listens"""
+    master_port: int = 29500
+    """port where rank 0 listens"""
+    out: Annotated[Path | None, tyro.conf.arg(metavar="DIR", help_behavior_hint="(default: runs/<script>/<time>)")] = (
+        None
+    )
+    """folder for the run's files"""
+
+    @property
+    def layout(self) -> Layout:
+        """Ranks along each kind of parallelism, e.g. ``{"dp": 3}``; their product is the world size."""
+        return {}
+
+    def check(self) -> None:
+        """Raise `InputError` for a value that cannot work, before any process waits for another."""
+        require_positive(self, "timeout")
+        for size in self.layout.values():
+            if size < 1:
+                raise InputError(f"{layout_flags(self.layout)}: every size must be at least 1")
+        if not 0 < self.master_port < 65536:
+            raise InputError(f"--master-port {self.master_port}: a port is a number from 1 to 65535")
+        if self.device == "cpu" and self.backend == "nccl":
+            raise InputError("--backend nccl with --device cpu: NCCL moves CUDA tensors only; use --backend gloo")
+        if self.out is not None and self.out.exists() and not self.out.is_dir():
+            raise InputError(f"--out {self.out}: is a file; give a folder")
+
+
+@dataclass
+class TrainSettings(RunSettings):
+    """A training run of the lab's Llama."""
+
+    steps: int = 5000
+    """optimizer steps"""
+    batch_size: int = 3
+    """sequences per step for one model replica"""
+    micro_batches: int = 1
+    """parts that the batch is split into"""
+    seq_len: int = 256
+    """tokens per sequence"""
+    dmodel: int = 288
+    """width of the model"""
+    num_heads: int = 6
+    """attention heads"""
+    n_layers: int = 6
+    """transformer layers"""
+    lr: float = 8e-4
+    """learning rate"""
+    optimizer: Literal["adam", "adamw", "sgd"] = "adam"
+    """update rule"""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """bfloat16 computes in mixed precision"""
+    data: Annotated[str, tyro.conf.arg(metavar="auto|sample|tinystories|FILE")] = "auto"
+    """stories: the generator (sample), the hub's data set (tinystories), or a .txt, .jsonl or .parquet file"""
+    tokenizer: Annotated[
+        Path | None, tyro.conf.arg(metavar="FILE", help_behavior_hint="(default: the shipped one)")
+    ] = None
+    """a SentencePiece model"""
+
+    def check(self) -> None:
+        super().check()
+        require_positive(self, "steps", "batch_size", "micro_batches", "dmodel", "num_heads", "n_layers", "lr")
+        if self.seq_len < 2:
+            raise InputError(f"--seq-len {self.seq_len}: predicting the next token needs at least 2")
+        if self.dmodel % (2 * self.num_heads):
+            raise InputError(
+                f"--dmodel {self.dmodel} with --num-heads {self.num_heads}: each head needs the same, even number of "
+                f"dimensions; give a multiple of {2 * self.num_heads}"
+            )
+        if self.batch_size % self.micro_batches:
+            raise InputError(
+                f"--batch-size {self.batch_size} with --micro-batches {self.micro_batches}: the batch must divide into "
+                f"equal micro-batches; give a multiple of {self.micro_batches}"
+            )
+
+
+@dataclass
+class WorldSize:
+    """The topology of plain data parallelism: every rank is a replica (mixed into a script's settings)."""
+
+    world_size: int = 3
+    """ranks, each with the whole model"""
+
+    @property
+    def layout(self) -> Layout:
+        return {"dp": self.world_size}
+
+
+@dataclass
+class DataParallelSettings(WorldSize, TrainSettings):
+    """A data-parallel training run: `--batch-size` sequences per rank."""
+
+    batch_size: int = 1
+
+
+def world_size(layout: Layout) -> int:
+    """Number of ranks of a layout: the product of its sizes (1 for one process)."""
+    size = 1
+    for ranks in layout.values():
+        size *= ranks
+    return size
+
+
+def layout_flags(layout: Layout) -> str:
+    """The flags that asked for a layout, as the user wrote them."""
+    if list(layout) == ["dp"]:
+        return f"--world-size {layout['dp']}"
+    return " ".join(f"--{name} {size}" for name, size in layout.items()) or "one process"
+
+
+def require_positive(settings: Any, *names: str) -> None:
+    """Raise `InputError` unless each named field is greater than zero."""
+    for name in names:
+        value = getattr(settings, name)
+        if not value > 0:
+            raise InputError(f"--{name.replace('_', '-')} {value}: must be greater than 0")
+
+
+SettingsT = TypeVar("SettingsT", bound=RunSettings)
+
+
+def parse(defaults: SettingsT, description: str, args: list[str] | None = None, prog: str | None = None) -> SettingsT:
+    """Read the command line over a script's defaults and check it.
+
+    Raises:
+        InputError: with one sentence, for a flag or value that cannot work.
+    """
+    errors = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(errors):
+            settings = tyro.cli(type(defaults), default=defaults, args=args, prog=prog, description=description)
+    except SystemExit as end:
+        if end.code in (0, None):  # --help
+            raise
+        raise InputError(_one_sentence(errors.getvalue())) from None
+    settings.check()
+    return settings
+
+
+def _one_sentence(panel: str) -> str:
+    """tyro frames its errors as a panel of lines; ours are one sentence."""
+    lines = [line.strip("│╭╮╰╯─ ") for line in panel.splitlines()]
+    text = " ".join(line for line in lines[1:] if line)
+    return re.split(r" ?(?:For full helptext|Argument helptext:)", text)[0] + " (--help lists the flags)"
+
+
+def as_json(settings: RunSettings) -> dict[str, Any]:
+    """All settings but the rank, as plain values: what `config.json` keeps and what ranks compare."""
+    values = {name: str(value) if isinstance(value, Path) else value for name, value in asdict(settings).items()}
+    del values["rank"]
+    return values

@@ -1,0 +1,156 @@
+"""The one door for training traffic.
+
+Whatever the ranks tell each other while they train goes through `traffic`: it counts messages and bytes by kind
+(gradients, weights, loss, …), gives every wait a name and a deadline, and moves a CUDA tensor through pinned host
+memory where the backend is gloo. Bytes are what a bandwidth-optimal algorithm sends from this rank (a ring for
+`all_reduce`: Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations", 2009).
+"""
+
+import re
+import time
+from collections import Counter
+from dataclasses import dataclass, field
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+class TrafficError(RuntimeError):
+    """A wait for other ranks that failed: they ended, or did not answer within the deadline."""
+
+
+@dataclass
+class Ledger:
+    """What this rank has sent and how long it has waited.
+
+    Attributes:
+        sent_bytes: by kind.
+        messages: number of collectives and messages started, by kind.
+        waited_seconds: time spent in `Transfer.wait`.
+    """
+
+    sent_bytes: Counter[str] = field(default_factory=Counter)
+    messages: Counter[str] = field(default_factory=Counter)
+    waited_seconds: float = 0.0
+
+
+class Transfer:
+    """A message or collective under way. The tensor is its own again after `wait`."""
+
+    def __init__(
+        self, door: "Traffic", name: str, work: "dist.Work | None", tensor: Tensor, staged: "Tensor | None" = None
+    ) -> None:
+        self._door, self._name, self._work, self._tensor, self._staged = door, name, work, tensor, staged
+
+    def wait(self) -> None:
+        """Return when the tensor holds the result.
+
+        Raises:
+            TrafficError: "rank 1 waited 120 s for …", after `Traffic.timeout_seconds` or when a peer has gone.
+        """
+        if self._work is None:
+            return
+        started = time.perf_counter()
+        try:
+            self._work.wait(timedelta(seconds=self._door.timeout_seconds))
+        except RuntimeError as error:
+            seconds = time.perf_counter() - started
+            raise TrafficError(
+                f"rank {dist.get_rank()} waited {seconds:.1f} s for {self._name}: {_reason(error)}"
+            ) from error
+        finally:
+            self._door.ledger.waited_seconds += time.perf_counter() - started
+        if self._staged is not None:
+            self._tensor.copy_(self._staged, non_blocking=True)
+        self._work = None
+
+
+class Traffic:
+    """Collectives with a ledger, names and deadlines, over `torch.distributed`'s process group.
+
+    Without a process group, or in a world of one, there is nobody to talk to: every call is complete at once and
+    counts nothing.
+
+    Attributes:
+        ledger: what has been sent so far.
+        timeout_seconds: the deadline of every wait.
+    """
+
+    def __init__(self) -> None:
+        self.ledger = Ledger()
+        self.timeout_seconds = 120.0
+
+    def all_reduce(
+        self, tensor: Tensor, what: str, *, kind: str, op: "dist.ReduceOp.RedOpType" = dist.ReduceOp.AVG
+    ) -> Transfer:
+        """Start to combine `tensor` (any shape, contiguous, changed in place) over all ranks; by default, average it.
+
+        Args:
+            tensor: this rank's part; the result on every rank after `Transfer.wait`.
+            what: name for a wait's error message, e.g. "the gradients of bucket 2".
+            kind: the ledger's column.
+            op: how to combine.
+        """
+        size = world_size()
+        if size == 1:
+            return Transfer(self, what, None, tensor)
+        self._count(kind, 2 * (size - 1) * tensor.nbytes // size)
+        staged = self._stage(tensor)
+        work = dist.all_reduce(tensor if staged is None else staged, op=op, async_op=True)
+        return Transfer(self, f"{what} from {other_ranks(range(size))}", work, tensor, staged)
+
+    def broadcast(self, tensor: Tensor, what: str, *, kind: str, src: int = 0) -> Transfer:
+        """Start to copy rank `src`'s `tensor` (any shape, contiguous) into every rank's."""
+        size = world_size()
+        if size == 1:
+            return Transfer(self, what, None, tensor)
+        self._count(kind, tensor.nbytes if dist.get_rank() == src else 0)
+        staged = self._stage(tensor)
+        work = dist.broadcast(tensor if staged is None else staged, src=src, async_op=True)
+        return Transfer(self, f"{what} from rank {src}", work, tensor, staged)
+
+    def _count(self, kind: str, sent_bytes: int) -> None:
+        self.ledger.sent_bytes[kind] += sent_bytes
+        self.ledger.messages[kind] += 1
+
+    def _stage(self, tensor: Tensor) -> Tensor | None:
+        """A pinned host copy of a CUDA tensor that gloo shall send; None where the tensor itself can travel."""
+        if not tensor.is_cuda or dist.get_backend() == "nccl":
+            return None
+        staged = torch.empty_like(tensor, device="cpu", pin_memory=True)
+        staged.copy_(tensor, non_blocking=True)
+        torch.cuda.current_stream(tensor.device).synchronize()
+        return staged
+
+
+def world_size() -> int:
+    """Ranks in the process group; 1 without one."""
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def rank() -> int:
+    """This process's rank; 0 without a process group."""
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def other_ranks(ranks: range) -> str:
+    """ "rank 2", "ranks 0 and 2", "ranks 0, 1 and 3": all of `ranks` but this one."""
+    others = [str(other) for other in ranks if other != rank()]
+    if len(others) < 2:
+        return f"rank {''.join(others)}"
+    return f"ranks {', '.join(others[:-1])} and {others[-1]}"
+
+
+def _reason(error: RuntimeError) -> str:
+    """What gloo's or NCCL's error says, in a few words."""
+    text = str(error)
+    if re.search(r"closed by peer|reset by peer|broken pipe|socket closed|connection.*closed", text, re.IGNORECASE):
+        return "a rank has ended and closed its connection"
+    if re.search(r"timed? ?out", text, re.IGNORECASE):
+        return "no answer (--timeout sets how long to wait)"
+    return text.splitlines()[0]
+
+
+traffic = Traffic()

@@ -1,0 +1,65 @@
+"""Ranks compare what they were started with before any of them trains."""
+
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+from processes import free_port, run_ranks
+
+from distlab.meeting import agree
+from simplellm.errors import InputError
+
+Settings = dict[str, Any]
+
+
+def join(rank: int, port: int, size: list[int], settings: list[Settings], seats: list[int]) -> tuple[str, list[str]]:
+    """What one process learns: rank 0's decision, or the sentence that ended its run; and what it said meanwhile."""
+    store = dist.TCPStore("localhost", port, is_master=rank == 0, wait_for_workers=False, timeout=timedelta(seconds=20))
+    remarks: list[str] = []
+    try:
+        decided = agree(store, seats[rank], size[rank], settings[rank], lambda: {"data": "sample"}, 3, remarks.append)
+        outcome = f"agreed on {decided['data']}"
+    except InputError as error:
+        outcome = str(error)
+    if rank == 0:  # whose process holds the store
+        for other in range(1, len(seats)):
+            store.wait([f"left/{other}"], timedelta(seconds=15))
+    else:
+        store.set(f"left/{rank}", "")
+    return outcome, remarks
+
+
+def meet(settings: list[Settings], size: list[int] | None = None, seats: list[int] | None = None) -> list[str]:
+    count = len(settings)
+    ended = run_ranks(count, join, free_port(), size or [count] * count, settings, seats or list(range(count)))
+    return [outcome for outcome, _ in ended]
+
+
+def test_equal_settings_agree_on_what_rank_0_decided() -> None:
+    assert meet([{"steps": 3}] * 3) == ["agreed on sample"] * 3
+
+
+def test_different_settings_end_every_rank_with_the_flag_and_both_values() -> None:
+    sentence = "--batch-size: rank 0 was started with 1, rank 2 with 4; start all ranks with the same flags"
+    assert meet([{"batch_size": 1}, {"batch_size": 1}, {"batch_size": 4}]) == [sentence] * 3
+
+
+def test_different_worlds_are_told_apart_before_the_missing_rank_is_waited_for() -> None:
+    outcomes = meet([{"world_size": 3}, {"world_size": 2}], size=[3, 2])
+    assert (
+        outcomes == ["--world-size: rank 0 was started with 3, rank 1 with 2; start all ranks with the same flags"] * 2
+    )
+
+
+def test_two_processes_with_one_rank() -> None:
+    outcomes = meet([{"steps": 3}] * 3, size=[2, 2, 2], seats=[0, 1, 1])
+    assert outcomes[0] == "agreed on sample"
+    assert sorted(outcomes[1:]) == [
+        "agreed on sample",
+        "rank 1 is taken: another process joined this run with it; give each a rank of its own",
+    ]
+
+
+def test_a_rank_that_never_comes_is_named() -> None:
+    outcomes = meet([{"steps": 3}] * 2, size=[3, 3])
+    assert outcomes[0] == "waited 3 s for rank 2 to join: is it running? (--timeout sets how long)"

@@ -1,0 +1,81 @@
+"""The door for traffic: results, the ledger, and waits that end with a sentence."""
+
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+from processes import free_port, process_group, run_ranks
+
+from distlab.traffic import TrafficError, traffic
+
+
+def exchange(rank: int, world_size: int, port: int) -> tuple[list[float], float, float, dict[str, int], dict[str, int]]:
+    with process_group(rank, world_size, port):
+        tensor = torch.tensor([float(rank), 10.0 * rank])
+        traffic.all_reduce(tensor, "the gradients", kind="gradients").wait()
+        most = torch.tensor(float(rank))
+        traffic.all_reduce(most, "the most", kind="loss", op=dist.ReduceOp.MAX).wait()
+        sent = torch.full((3,), float(rank))
+        traffic.broadcast(sent, "the weights", kind="weights", src=world_size - 1).wait()
+        ledger = traffic.ledger
+        return tensor.tolist(), most.item(), sent[2].item(), dict(ledger.sent_bytes), dict(ledger.messages)
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_results_and_ledger(world_size: int) -> None:
+    ended = run_ranks(world_size, exchange, world_size, free_port())
+    mean = (world_size - 1) / 2
+    for rank, (averaged, most, sent, sent_bytes, messages) in enumerate(ended):
+        assert averaged == pytest.approx([mean, 10 * mean])
+        assert most == sent == world_size - 1
+        assert messages == {"gradients": 1, "loss": 1, "weights": 1}
+        ring = 2 * (world_size - 1) / world_size
+        assert sent_bytes["gradients"] == int(8 * ring)
+        assert sent_bytes["loss"] == int(4 * ring)
+        assert sent_bytes["weights"] == (12 if rank == world_size - 1 else 0)
+
+
+def test_without_a_process_group_there_is_nobody_to_talk_to() -> None:
+    before = dict(traffic.ledger.messages)
+    tensor = torch.tensor([1.0, 2.0])
+    traffic.all_reduce(tensor, "the gradients", kind="gradients").wait()
+    traffic.broadcast(tensor, "the weights", kind="weights").wait()
+    assert tensor.tolist() == [1.0, 2.0]
+    assert dict(traffic.ledger.messages) == before
+
+
+def wait_for_a_silent_rank(rank: int, port: int) -> str:
+    store = dist.TCPStore("localhost", port, is_master=rank == 0)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=3)
+    traffic.timeout_seconds = 1
+    if rank == 2:
+        time.sleep(3)
+        return ""
+    with pytest.raises(TrafficError) as caught:
+        traffic.all_reduce(torch.zeros(4), "the gradients of bucket 7", kind="gradients").wait()
+    return str(caught.value)
+
+
+def test_a_wait_ends_at_the_deadline_and_says_who_waited_for_what() -> None:
+    first, second, _ = run_ranks(3, wait_for_a_silent_rank, free_port())
+    assert first.startswith("rank 0 waited 1.0 s for the gradients of bucket 7 from ranks 1 and 2: no answer")
+    assert second.startswith("rank 1 waited 1.0 s for the gradients of bucket 7 from ranks 0 and 2: no answer")
+
+
+def lose_a_rank(rank: int, port: int) -> tuple[str, float]:
+    store = dist.TCPStore("localhost", port, is_master=rank == 0)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
+    dist.barrier()
+    if rank == 1:
+        return "", 0.0  # and the process ends
+    started = time.monotonic()
+    with pytest.raises(TrafficError) as caught:
+        traffic.all_reduce(torch.zeros(4), "the weights", kind="weights").wait()
+    return str(caught.value), time.monotonic() - started
+
+
+def test_a_wait_ends_at_once_when_the_other_rank_is_gone() -> None:
+    (message, seconds), _ = run_ranks(2, lose_a_rank, free_port())
+    assert "for the weights from rank 1: a rank has ended" in message
+    assert seconds < 10

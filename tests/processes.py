@@ -1,0 +1,140 @@
+"""Real processes for tests: the ranks of a world, and commands, each with a deadline after which it is killed."""
+
+import io
+import multiprocessing
+import os
+import signal
+import socket
+import subprocess
+import sys
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+LAB = Path(__file__).resolve().parents[1]
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("localhost", 0))
+        return probe.getsockname()[1]
+
+
+def run_ranks(world_size: int, work: Callable[..., Any], *args: Any, deadline: float = 60) -> list[Any]:
+    """Run `work(rank, *args)` in one forked process a rank, and return what each returned, by rank.
+
+    A fork takes milliseconds where a new interpreter takes seconds to import torch. It is safe because the tests' own
+    process computes with one thread.
+
+    Raises:
+        AssertionError: a rank raised (with its traceback), died, or did not finish by the deadline.
+    """
+    context = multiprocessing.get_context("fork")
+    pipes = [context.Pipe(duplex=False) for _ in range(world_size)]
+    ranks = [
+        context.Process(target=_run_rank, args=(sender, work, rank, *args)) for rank, (_, sender) in enumerate(pipes)
+    ]
+    for rank in ranks:
+        rank.start()
+    for _, sender in pipes:
+        sender.close()
+    try:
+        results: dict[int, Any] = {}
+        waiting: dict[Any, int] = {receiver: rank for rank, (receiver, _) in enumerate(pipes)}
+        while waiting:
+            ready = wait(list(waiting), timeout=deadline)
+            assert ready, f"ranks {sorted(waiting.values())} did not finish within {deadline} s"
+            for receiver in ready:
+                assert isinstance(receiver, Connection)
+                rank_number = waiting.pop(receiver)
+                try:
+                    error, results[rank_number] = torch.load(io.BytesIO(receiver.recv_bytes()), weights_only=False)
+                except EOFError:
+                    raise AssertionError(f"rank {rank_number} died") from None
+                assert not error, f"rank {rank_number}:\n{error}"
+        return [results[rank] for rank in range(world_size)]
+    finally:
+        for process in ranks:
+            process.kill()
+            process.join()
+
+
+def _run_rank(sender: Connection, work: Callable[..., Any], rank: int, *args: Any) -> None:
+    try:
+        ended = None, work(rank, *args)
+    except BaseException:
+        ended = traceback.format_exc(), None
+    answer = io.BytesIO()
+    torch.save(ended, answer)  # whole tensors: what torch sends over a pipe stays in the memory of this process
+    sender.send_bytes(answer.getvalue())
+    os._exit(0)
+
+
+@contextmanager
+def process_group(rank: int, world_size: int, port: int, timeout_seconds: float = 30) -> Iterator[None]:
+    """A gloo process group over loopback, in a process of `run_ranks`; the ranks are seeded differently."""
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    torch.manual_seed(1000 + rank)
+    timeout = timedelta(seconds=timeout_seconds)
+    store = dist.TCPStore("localhost", port, is_master=rank == 0, timeout=timeout)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timeout)
+    yield
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+@dataclass
+class Ended:
+    """How a command ended."""
+
+    status: int
+    out: str
+    err: str
+
+
+def start(*command: str | Path, cwd: Path = LAB, **environment: str) -> "subprocess.Popen[str]":
+    """Start a command in a process group of its own."""
+    env = {**os.environ, "PYTHONPATH": str(LAB / "src"), "OMP_NUM_THREADS": "1", **environment}
+    return subprocess.Popen(
+        [str(part) for part in command],
+        cwd=cwd,
+        env=env,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def finish(process: "subprocess.Popen[str]", deadline: float = 60) -> Ended:
+    """Wait for a started command; kill it and all its children when the deadline has passed.
+
+    Raises:
+        AssertionError: it did not end by the deadline.
+    """
+    try:
+        out, err = process.communicate(timeout=deadline)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        out, err = process.communicate()
+        raise AssertionError(f"did not end within {deadline} s:\n{out}\n{err}") from None
+    return Ended(process.returncode, out, err)
+
+
+def run(*command: str | Path, deadline: float = 60, **environment: str) -> Ended:
+    """Run a command to its end."""
+    return finish(start(*command, **environment), deadline)
+
+
+def run_script(script: str, *flags: str | Path, deadline: float = 60, **environment: str) -> Ended:
+    """Run one of the lab's scripts, in one process, to its end."""
+    return run(sys.executable, LAB / script, *flags, deadline=deadline, **environment)
