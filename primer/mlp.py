@@ -1,4 +1,4 @@
-"""A small classifier, trained by one process: the exercise that DP/ddp/mlp_ddp.py and DP/mydp/mlp_mydp.py make parallel.
+"""One process trains a small classifier: the exercise that DP/ddp/mlp_ddp.py and DP/mydp/mlp_mydp.py make parallel.
 
 python primer/mlp.py                          or: ./launch.sh mlp
 python primer/mlp.py --niters 300 --d-hidden 64
@@ -64,7 +64,7 @@ class MLP(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         widths = [config.d_in, *[config.d_hidden] * (config.n_layers - 1), config.n_classes]
-        self.layers = nn.ModuleList(nn.Linear(a, b, bias=False) for a, b in zip(widths, widths[1:], strict=False))
+        self.layers = nn.ModuleList(nn.Linear(a, b, bias=False) for a, b in itertools.pairwise(widths))
         for parameter in self.parameters():
             nn.init.kaiming_uniform_(parameter, nonlinearity="tanh")
 
@@ -77,20 +77,23 @@ class MLP(nn.Module):
         return logits, None if targets is None else F.cross_entropy(logits, targets)
 
 
-def gen_dataset(config: ModelConfig, rand_state: int = 0) -> tuple[TensorDataset, TensorDataset]:
+def gen_dataset(
+    config: ModelConfig, rand_state: int = 0, device: torch.device | str = "cpu"
+) -> tuple[TensorDataset, TensorDataset]:
     """A train and a test set of noisy points around one centre a class; the same on every rank for one `rand_state`.
 
-    One label in thirty is wrong, so that no model can bring the loss to zero.
+    The points vary in a few directions only and neighbouring classes overlap there, so that a model can learn the
+    classes, but not the points by heart: the test loss stays near the train loss, and both above zero.
     """
+    directions = 8
     generator = torch.Generator().manual_seed(rand_state)
-    centres = torch.randn(config.n_classes, config.d_in, generator=generator)
+    centres = 2.2 * torch.randn(config.n_classes, directions, generator=generator)
+    to_features = torch.randn(directions, config.d_in, generator=generator) / directions**0.5
 
     def draw(size: int) -> TensorDataset:
-        classes = torch.randint(config.n_classes, (size,), generator=generator)
-        points = 0.2 * centres[classes] + torch.randn(size, config.d_in, generator=generator)
-        wrong = torch.rand(size, generator=generator) < 1 / 30
-        labels = torch.where(wrong, torch.randint(config.n_classes, (size,), generator=generator), classes)
-        return TensorDataset(points, labels)
+        labels = torch.randint(config.n_classes, (size,), generator=generator)
+        points = (centres[labels] + torch.randn(size, directions, generator=generator)) @ to_features
+        return TensorDataset(points.to(device), labels.to(device))
 
     return draw(config.train_size), draw(max(1, config.train_size // 5))
 
@@ -141,8 +144,8 @@ def report(step: int, model: nn.Module, train_set: TensorDataset, test_set: Tens
 def train(run: Run[MLPSettings]) -> None:
     config = run.settings
     say(str({field.name: getattr(config, field.name) for field in fields(ModelConfig)}))
-    train_set, test_set = gen_dataset(config)
-    model = MLP(config)
+    train_set, test_set = gen_dataset(config, device=run.device)
+    model = MLP(config).to(run.device)
     optimizer = torch.optim.SGD(model.parameters(), lr=config.lr)
 
     for step, (points, labels) in zip(range(config.niters), batches(train_set, config.batch_size), strict=False):

@@ -3,8 +3,8 @@
     python DP/ddp/mlp_ddp.py <rank>             in three terminals, with the ranks 0, 1 and 2
     ./launch.sh mlp-ddp --world-size 2
 
-The ranks start from different weights: the wrapper gives all of them rank 0's. `diff primer/mlp.py DP/ddp/mlp_ddp.py` shows
-what it takes to make a loop data-parallel.
+The ranks start from different weights: the wrapper gives all of them rank 0's. `diff primer/mlp.py
+DP/ddp/mlp_ddp.py` shows what it takes to make a loop data-parallel.
 """
 
 import sys
@@ -34,8 +34,8 @@ DEFAULTS = ParallelMLPSettings()
 
 def train(run: Run[ParallelMLPSettings]) -> None:
     config = run.settings
-    train_set, test_set = gen_dataset(config)
-    model = DistributedDataParallel(MLP(config))
+    train_set, test_set = gen_dataset(config, device=run.device)
+    model = DistributedDataParallel(MLP(config).to(run.device))
     optimizer = torch.optim.SGD(model.parameters(), lr=config.lr)
 
     mine = batches(train_set, config.batch_size, run.rank, run.world_size)

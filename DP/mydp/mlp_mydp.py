@@ -3,8 +3,8 @@
     python DP/mydp/mlp_mydp.py <rank>             in three terminals, with the ranks 0, 1 and 2
     ./launch.sh mlp-mydp --world-size 2
 
-The ranks start from different weights: the wrapper gives all of them rank 0's. `diff DP/ddp/mlp_ddp.py DP/mydp/mlp_mydp.py`
-shows that it is used as torch's is.
+The ranks start from different weights: the wrapper gives all of them rank 0's. `diff DP/ddp/mlp_ddp.py
+DP/mydp/mlp_mydp.py` shows that it is used as torch's is.
 """
 
 import sys
@@ -33,8 +33,8 @@ DEFAULTS = ParallelMLPSettings()
 
 def train(run: Run[ParallelMLPSettings]) -> None:
     config = run.settings
-    train_set, test_set = gen_dataset(config)
-    model = MyDP(MLP(config))
+    train_set, test_set = gen_dataset(config, device=run.device)
+    model = MyDP(MLP(config).to(run.device))
     optimizer = torch.optim.SGD(model.parameters(), lr=config.lr)
 
     mine = batches(train_set, config.batch_size, run.rank, run.world_size)

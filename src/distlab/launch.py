@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs, SignalException
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from distlab.settings import RunSettings, parse, world_size
@@ -105,8 +105,9 @@ def run_ranks(script: Path, args: list[str], settings: RunSettings) -> int:
         try:
             elastic_launch(config, sys.executable)("-u", str(script), *args)
         except ChildFailedError as error:
-            print(f"# {root_cause(error)}", file=sys.stderr)
-            return 1
+            status, sentence = root_cause(error)
+            print(f"# {sentence}", file=sys.stderr)
+            return status
         except SignalException as end:
             print(f"# ended by {signal.Signals(end.sigval).name}", file=sys.stderr)
             return 128 + end.sigval
@@ -126,16 +127,18 @@ def check_port(address: str, port: int) -> None:
             ) from error
 
 
-def root_cause(error: ChildFailedError) -> str:
-    """One sentence on the rank that failed first: not on those that only lost a peer by it."""
-    failures = [(bool(f.error_file_data.get("lost_a_peer")), f.timestamp, rank) for rank, f in error.failures.items()]
-    rank = min(failures)[2]
-    failure = error.failures[rank]
+def root_cause(error: ChildFailedError) -> tuple[int, str]:
+    """The exit status and one sentence for the rank that failed first, and not by losing a peer or by our SIGTERM."""
+
+    def is_consequence(failure: ProcessFailure) -> bool:
+        return failure.exitcode == -signal.SIGTERM or bool(failure.error_file_data.get("lost_a_peer"))
+
+    rank, failure = min(error.failures.items(), key=lambda item: (is_consequence(item[1]), item[1].timestamp, item[0]))
     if failure.exitcode < 0:
-        return f"rank {rank} failed: it was ended by {failure.signal_name()}"
-    if failure.error_file_data.get("message"):
-        return f"rank {rank} failed: {failure.error_file_data['message']}"
-    return f"rank {rank} failed with exit status {failure.exitcode}"
+        return 1, f"rank {rank} failed: it was ended by {failure.signal_name()}"
+    if "status" in failure.error_file_data:  # written by distlab.main
+        return failure.exitcode, f"rank {rank} failed: {failure.message}"
+    return failure.exitcode, f"rank {rank} failed with exit status {failure.exitcode}"
 
 
 def main() -> NoReturn:

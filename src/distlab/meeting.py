@@ -6,6 +6,7 @@ run keeps its files). So a mistake in one terminal ends with a sentence instead 
 something else.
 """
 
+import contextlib
 import json
 import os
 import time
@@ -64,13 +65,17 @@ def agree(
 
     Raises:
         InputError: two processes have the same rank, a rank was started with other settings, or one did not come
-            within the timeout.
+            within the timeout. All ranks raise it.
     """
     if store.add(f"seat/{rank}", 1) > 1:
         raise InputError(f"rank {rank} is taken: another process joined this run with it; give each a rank of its own")
     store.set(f"settings/{rank}", json.dumps(settings))
-    if rank == 0:
-        verdict: dict[str, Any] = {"settings": settings}
+    if rank > 0:
+        verdict = json.loads(_wait(store, "verdict", "rank 0's word that all have joined", timeout_seconds, say))
+        store.set(f"heard/{rank}", "")
+        _compare(verdict["settings"], settings, rank)
+    else:
+        verdict = {"settings": settings}
         try:
             for other in range(1, size):
                 answer = _wait(store, f"settings/{other}", f"rank {other} to join", timeout_seconds, say)
@@ -79,12 +84,18 @@ def agree(
         except InputError as error:
             verdict["error"] = str(error)
         store.set("verdict", json.dumps(verdict))
-    else:
-        verdict = json.loads(_wait(store, "verdict", "rank 0's word that all have joined", timeout_seconds, say))
-        _compare(verdict["settings"], settings, rank)
+        if "error" in verdict:
+            _let_hear(store, size)
     if "error" in verdict:
         raise InputError(verdict["error"])
     return verdict["decided"]
+
+
+def _let_hear(store: dist.Store, size: int) -> None:
+    """Give the ranks that have joined time to read the verdict: the store ends with rank 0's process."""
+    joined = [f"heard/{rank}" for rank in range(1, size) if store.check([f"settings/{rank}"])]
+    with contextlib.suppress(dist.DistError):
+        store.wait(joined, timedelta(seconds=5))
 
 
 def _wait(store: dist.Store, key: str, what: str, timeout_seconds: float, say: Say) -> bytes:
@@ -94,15 +105,15 @@ def _wait(store: dist.Store, key: str, what: str, timeout_seconds: float, say: S
     try:
         try:
             store.wait([key], timedelta(seconds=min(notice_seconds, timeout_seconds)))
-        except dist.DistError:
+        except dist.DistStoreError:
             say(f"waiting for {what}")
             rest = max(timeout_seconds - (time.monotonic() - started), 0.001)
             store.wait([key], timedelta(seconds=rest))
         return store.get(key)
-    except dist.DistError as error:
-        raise InputError(
-            f"waited {timeout_seconds:g} s for {what}: is it running? (--timeout sets how long)"
-        ) from error
+    except dist.DistStoreError as error:
+        raise InputError(f"waited {timeout_seconds:g} s for {what}: is it running? --timeout sets how long") from error
+    except dist.DistNetworkError as error:
+        raise InputError(f"rank 0 ended while this rank waited for {what}: see rank 0's last line") from error
 
 
 def _compare(rank_0: dict[str, Any], other: dict[str, Any], rank: int) -> None:

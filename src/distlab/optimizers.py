@@ -17,9 +17,9 @@ def build_optimizer(name: str, parameters: Iterable[Tensor], lr: float) -> Optim
 def _without_compiler(kind: type[Optimizer]) -> type[Optimizer]:
     """`kind` without the import of torch's compiler, which takes longer than the first training steps.
 
-    torch imports it at an optimizer's first use, only to exempt the optimizer from compilation. So the methods are marked
-    as exempt already, and `step` is the plain one under `no_grad`. Where a release of torch does this in another way, the
-    import happens and nothing else changes.
+    torch imports it at an optimizer's first use, only to exempt the optimizer from compilation. So the methods are
+    marked as exempt already, and `step` is the plain one under `no_grad`. Where a release of torch does this in
+    another way, the import happens and nothing else changes.
     """
     for method in (Optimizer.add_param_group, Optimizer.zero_grad):
         plain = getattr(method, "__wrapped__", None)

@@ -9,7 +9,9 @@ from typing import Annotated, Any, Literal, TypeVar
 
 import tyro
 
+from simplellm.dataloaders import open_source
 from simplellm.errors import InputError
+from simplellm.tokenizers import SPTokenizer
 
 Layout = dict[str, int]
 
@@ -104,6 +106,9 @@ class TrainSettings(RunSettings):
                 f"--batch-size {self.batch_size} with --micro-batches {self.micro_batches}: the batch must divide into "
                 f"equal micro-batches; give a multiple of {self.micro_batches}"
             )
+        SPTokenizer(self.tokenizer)
+        if self.data not in ("auto", "tinystories"):
+            open_source(self.data, "train", self.seed)
 
 
 @dataclass

@@ -1,5 +1,6 @@
 """Ranks compare what they were started with before any of them trains."""
 
+import contextlib
 from datetime import timedelta
 from typing import Any
 
@@ -21,11 +22,10 @@ def join(rank: int, port: int, size: list[int], settings: list[Settings], seats:
         outcome = f"agreed on {decided['data']}"
     except InputError as error:
         outcome = str(error)
-    if rank == 0:  # whose process holds the store
-        for other in range(1, len(seats)):
-            store.wait([f"left/{other}"], timedelta(seconds=15))
-    else:
-        store.set(f"left/{rank}", "")
+    with contextlib.suppress(dist.DistError):
+        store.set(f"done/{rank}", "")
+        if rank == 0 and outcome.startswith("agreed"):  # training follows: the process that holds the store stays
+            store.wait([f"done/{other}" for other in range(len(seats))], timedelta(seconds=15))
     return outcome, remarks
 
 
@@ -62,4 +62,4 @@ def test_two_processes_with_one_rank() -> None:
 
 def test_a_rank_that_never_comes_is_named() -> None:
     outcomes = meet([{"steps": 3}] * 2, size=[3, 3])
-    assert outcomes[0] == "waited 3 s for rank 2 to join: is it running? (--timeout sets how long)"
+    assert outcomes[0] == "waited 3 s for rank 2 to join: is it running? --timeout sets how long"

@@ -1,0 +1,265 @@
+"""./launch.sh and the scripts' command lines, as a user meets them: what they print, how they end, what they leave."""
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from processes import LAB, Ended, finish, free_port, run, run_script, start
+
+from distlab.launch import launch as launch_command
+from simplellm.errors import InputError
+
+TINY = "--dmodel 16 --num-heads 2 --n-layers 1 --seq-len 16 --data sample --device cpu".split()
+GA = "DP/gradient_aggr/intro_DP_GA.py"
+
+
+def launch(*args: str | Path, deadline: float = 60) -> Ended:
+    return run("./launch.sh", *args, deadline=deadline)
+
+
+def children(pid: int) -> list[int]:
+    """The processes below `pid`."""
+    listing = subprocess.run(["ps", "-eo", "pid=,ppid="], capture_output=True, text=True, check=True).stdout
+    parents = {int(line.split()[0]): int(line.split()[1]) for line in listing.splitlines()}
+    below = [child for child, parent in parents.items() if parent == pid]
+    return below + [deeper for child in below for deeper in children(child)]
+
+
+def alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def wait_for(condition: Callable[[], bool], seconds: float = 30) -> bool:
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        if condition():
+            return True
+        time.sleep(0.05)
+    return False
+
+
+def test_without_arguments_it_lists_the_topologies_with_a_line_each() -> None:
+    ended = launch()
+    assert ended.status == 0
+    for name in ("primer", "dp-ga", "dp-wa", "ddp", "mydp", "mlp", "mlp-ddp", "mlp-mydp"):
+        (line,) = [line for line in ended.out.splitlines() if line.split()[:1] == [name]]
+        assert len(line.split()) > 5
+
+
+def test_a_run_prints_a_line_a_step_and_leaves_its_records(tmp_path: Path) -> None:
+    ended = launch("dp-ga", *TINY, "--steps", "3", "--world-size", "2", "--out", tmp_path)
+    assert ended.status == 0, ended.err
+    lines = ended.out.splitlines()
+    steps = [line.split() for line in lines if not line.startswith("#")]
+    assert [step[0] for step in steps] == ["0", "1", "2"]
+    assert any("the generator" in line for line in lines[:4]), "the first lines say where the stories come from"
+    records = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    for number, (step, record) in enumerate(zip(steps, records, strict=True)):
+        assert record["step"] == number
+        assert float(step[1]) == pytest.approx(record["loss"], abs=1e-7)
+        assert record["tokens"] == (number + 1) * 2 * 16
+        assert record["seconds"] > 0
+        assert record["tokens_per_second"] == pytest.approx(32 / record["seconds"], rel=0.01)
+        assert record["peak_memory_bytes"] > 50e6
+        assert record["sent_bytes"]["gradients"] > 0
+    config = json.loads((tmp_path / "config.json").read_text())
+    assert config["settings"]["steps"] == 3
+    assert config["layout"] == {"dp": 2}
+    assert config["data"] == "sample"
+    for rank in range(2):
+        log = (tmp_path / f"rank{rank}.log").read_text().splitlines()
+        assert [line.split()[:2] for line in log if not line.startswith("#")] == [step[:2] for step in steps]
+    summary = "\n".join(line for line in lines if line.startswith("#"))
+    for part in ("tokens/s", "computed for", "waited", "of gradients in", "of memory at the peak"):
+        assert part in summary
+
+
+def test_ranks_in_separate_terminals(tmp_path: Path) -> None:
+    port = str(free_port())
+    flags = [*TINY, "--steps", "2", "--master-port", port, "--out", str(tmp_path)]
+    ranks = [start(sys.executable, GA, str(rank), *flags) for rank in (2, 1, 0)]
+    ended = [finish(rank) for rank in ranks]
+    assert [end.status for end in ended] == [0, 0, 0], [end.err for end in ended]
+    losses = [[line.split()[:2] for line in end.out.splitlines() if not line.startswith("#")] for end in ended]
+    assert losses[0] == losses[1] == losses[2]
+    assert len(losses[0]) == 2
+
+
+def test_plain_torchrun_gives_rank_and_world(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", GA]
+    ended = run(*command, *TINY, "--steps", "2", "--out", tmp_path)
+    assert ended.status == 0, ended.err
+    assert json.loads((tmp_path / "config.json").read_text())["world_size"] == 2
+    assert len([line for line in ended.out.splitlines() if not line.startswith("#")]) == 2
+
+
+FAILING = """
+'''A script whose rank 1 fails.'''
+import os, signal, sys
+from distlab.main import main
+from distlab.settings import DataParallelSettings
+DEFAULTS = DataParallelSettings()
+def train(run):
+    for step, batch in run.steps(iter(lambda: __import__("torch").zeros(1, 2), None)):
+        if step == 2 and run.rank == 1:
+            {failure}
+        run.log(step, [batch.sum()])
+if __name__ == "__main__":
+    main(train, DEFAULTS, __doc__)
+"""
+
+
+@pytest.mark.parametrize(
+    ("failure", "last_line"),
+    [
+        ("raise RuntimeError('the disk is on fire')", "# rank 1 failed: RuntimeError: the disk is on fire"),
+        ("os.kill(os.getpid(), signal.SIGKILL)", "# rank 1 failed: it was ended by SIGKILL"),
+        ("os._exit(7)", "# rank 1 failed with exit status 7"),
+    ],
+)
+def test_a_failed_rank_ends_all_and_is_named_in_the_last_line(failure: str, last_line: str, tmp_path: Path) -> None:
+    script = tmp_path / "failing.py"
+    script.write_text(FAILING.format(failure=failure))
+    started = time.monotonic()
+    process = start("./launch.sh", script, "--data", "sample", "--out", tmp_path / "run")
+    ended = finish(process)
+    assert ended.status not in (0, 2)
+    assert ended.err.splitlines()[-1] == last_line
+    assert time.monotonic() - started < 40
+    assert not [pid for pid in _processes_of_group(process.pid) if alive(pid)]
+
+
+def _processes_of_group(group: int) -> list[int]:
+    listing = subprocess.run(["ps", "-eo", "pid=,pgid="], capture_output=True, text=True, check=True).stdout
+    return [int(line.split()[0]) for line in listing.splitlines() if int(line.split()[1]) == group]
+
+
+@pytest.mark.parametrize(("sent", "to_all"), [(signal.SIGINT, True), (signal.SIGTERM, False), (signal.SIGKILL, False)])
+def test_ending_the_launcher_leaves_no_process_behind(sent: signal.Signals, to_all: bool, tmp_path: Path) -> None:
+    launcher = start("./launch.sh", "dp-ga", *TINY, "--steps", "1000000", "--out", tmp_path)
+    try:
+        metrics = tmp_path / "metrics.jsonl"
+        assert wait_for(lambda: metrics.exists() and metrics.stat().st_size > 0), "training began"
+        ranks = children(launcher.pid)
+        assert len(ranks) >= 3
+        if to_all:
+            os.killpg(launcher.pid, sent)  # what Ctrl-C does
+        else:
+            launcher.send_signal(sent)
+        ended = finish(launcher, 30)
+        assert ended.status != 0
+        assert wait_for(lambda: not any(alive(pid) for pid in ranks), 10)
+        assert "Traceback" not in ended.err
+    finally:
+        if launcher.poll() is None:
+            os.killpg(launcher.pid, signal.SIGKILL)
+
+
+@pytest.mark.parametrize(
+    ("command", "sentence"),
+    [
+        ("dp-ga --world-size 0", "--world-size 0: every size must be at least 1"),
+        ("dp-ga --steps 0", "--steps 0: must be greater than 0"),
+        ("dp-ga --lr nan", "--lr nan: must be greater than 0"),
+        ("dp-ga --seq-len 1", "--seq-len 1: predicting the next token needs at least 2"),
+        ("dp-ga --num-heads 5", "--dmodel 288 with --num-heads 5"),
+        ("dp-ga --batch-size 3 --micro-batches 2", "--batch-size 3 with --micro-batches 2"),
+        ("dp-ga --stepz 3", "Unrecognized options: --stepz, 3"),
+        ("dp-ga --steps x", "Error parsing --steps"),
+        ("dp-ga --optimizer lion", "invalid choice 'lion' for argument '--optimizer'"),
+        ("dp-ga --data missing.jsonl", "--data missing.jsonl"),
+        ("dp-ga --tokenizer missing.model", "--tokenizer missing.model"),
+        ("dp-ga --tokenizer README.md", "--tokenizer README.md"),
+        ("dp-ga --backend nccl --device cpu", "--backend nccl"),
+        ("dp-ga --out README.md", "--out README.md: is a file"),
+        ("dp-ga --master-port 70000", "--master-port 70000: a port is a number from 1 to 65535"),
+        ("dp-wa --sync-every 0", "--sync-every 0: must be greater than 0"),
+        ("mlp-ddp --d-in 0", "--d-in 0: must be greater than 0"),
+        ("dp-ga 1", "rank 1: launch.sh starts all ranks"),
+        ("dp-gaa", "dp-gaa: no such topology or script"),
+        ("src/distlab/figures.py", "launch.sh starts scripts that have DEFAULTS"),
+    ],
+)
+def test_a_wrong_value_is_refused_before_any_rank_starts(
+    command: str, sentence: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_rank(*_: object) -> int:
+        raise AssertionError("ranks were started")
+
+    monkeypatch.setattr("distlab.launch.run_ranks", no_rank)
+    monkeypatch.chdir(LAB)
+    with pytest.raises(InputError, match=re.escape(sentence)) as caught:
+        launch_command(command.split())
+    assert "\n" not in str(caught.value)
+
+
+def test_a_refusal_is_the_last_line_and_exit_status_2() -> None:
+    ended = launch("dp-ga", "--steps", "0")
+    assert ended.status == 2
+    assert ended.err.splitlines()[-1] == "# --steps 0: must be greater than 0"
+    assert not ended.out
+
+
+def test_a_port_in_use_is_named_by_the_launcher_and_by_rank_0(tmp_path: Path) -> None:
+    with socket.socket() as busy:
+        busy.bind(("localhost", 0))
+        busy.listen()
+        port = str(busy.getsockname()[1])
+        flags = [*TINY, "--master-port", port, "--out", tmp_path]
+        for ended in (launch("dp-ga", *flags), run_script(GA, "0", *flags)):
+            assert ended.status == 2
+            assert f"--master-port {port}: cannot listen" in ended.err.splitlines()[-1]
+            assert "Traceback" not in ended.err
+
+
+@pytest.mark.parametrize(
+    ("script", "flags", "sentence"),
+    [
+        (GA, ["3"], "rank 3: --world-size 3 has the ranks 0 to 2"),
+        (GA, [], "no rank given: --world-size 3 has the ranks 0 to 2"),
+        ("primer/intro.py", ["1"], "rank 1: one process has the ranks 0 to 0"),
+        ("primer/intro.py", ["--device", "cuda"], "--device cuda"),
+    ],
+)
+def test_a_wrong_value_in_a_terminal(script: str, flags: list[str], sentence: str) -> None:
+    ended = run_script(script, *flags, CUDA_VISIBLE_DEVICES="")
+    assert ended.status == 2
+    assert sentence in ended.err.splitlines()[-1]
+    assert "Traceback" not in ended.err
+
+
+def test_a_rank_that_is_missing_is_waited_for_until_the_timeout(tmp_path: Path) -> None:
+    flags = [*TINY, "--timeout", "6", "--master-port", str(free_port()), "--out", tmp_path, "--world-size", "2"]
+    alone = run_script(GA, "0", *flags)
+    assert alone.status == 2
+    assert "waiting for rank 1 to join" in alone.out
+    assert "waited 6 s for rank 1 to join" in alone.err.splitlines()[-1]
+    other = run_script(GA, "1", *flags)
+    assert other.status == 2
+    assert "rank 0 did not listen" in other.err.splitlines()[-1]
+
+
+def test_ranks_started_with_different_flags_both_end(tmp_path: Path) -> None:
+    flags = [*TINY, "--world-size", "2", "--master-port", str(free_port()), "--out", tmp_path]
+    ranks = [start(sys.executable, GA, "0", *flags), start(sys.executable, GA, "1", *flags, "--lr", "0.5")]
+    for ended in [finish(rank) for rank in ranks]:
+        assert ended.status == 2
+        assert "--lr: rank 0 was started with 0.0008, rank 1 with 0.5" in ended.err.splitlines()[-1]
+
+
+def test_the_scripts_of_the_listing_exist() -> None:
+    from distlab.launch import TOPOLOGIES
+
+    for path in TOPOLOGIES.values():
+        assert (LAB / path).is_file()

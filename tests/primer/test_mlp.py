@@ -1,0 +1,93 @@
+"""The MLP exercises: in one process, with torch's wrapper, with ours."""
+
+import re
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from processes import LAB, finish, free_port, run_script, start
+from torch.utils.data import TensorDataset
+
+from simplellm.errors import InputError
+
+sys.path.append(str(LAB))
+from primer.mlp import MLP, ModelConfig, batches, evaluate, gen_dataset
+
+LINE = re.compile(r"step (\d+) \| train_loss (\d+\.\d{4}) \| test_loss (\d+\.\d{4}) \| step time \d+\.\d\dms")
+SMALL = "--n-layers 2 --d-in 16 --n-classes 4 --d-hidden 8 --train-size 500 --niters 301".split()
+
+
+def reports(out: str) -> list[tuple[str, float, float]]:
+    """Step, train loss and test loss of each line."""
+    lines = [line for line in out.splitlines() if not line.startswith("#")]
+    matches = [LINE.fullmatch(line) for line in lines]
+    assert all(matches), lines
+    return [(match[1], float(match[2]), float(match[3])) for match in matches if match]
+
+
+def test_learns_and_prints_the_exercises_line() -> None:
+    ended = run_script("primer/mlp.py")
+    assert ended.status == 0, ended.err
+    steps = reports(ended.out)
+    assert [step for step, _, _ in steps] == [str(100 * i) for i in range(10)]
+    assert steps[0][1] > 2
+    assert steps[-1][1] < 0.3
+    assert steps[-1][2] < 0.4
+    assert all(train != test for _, train, test in steps), "the test loss is that of other data"
+
+
+@pytest.mark.parametrize("script", ["DP/ddp/mlp_ddp.py", "DP/mydp/mlp_mydp.py"])
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_is_the_run_of_one_process_at_the_same_global_batch(script: str, world_size: int, tmp_path: Path) -> None:
+    flags = [*SMALL, "--out", tmp_path]
+    expected = reports(run_script("primer/mlp.py", *flags, "--batch-size", str(7 * world_size)).out)
+    flags += ["--batch-size", "7", "--world-size", str(world_size), "--master-port", str(free_port())]
+    ranks = [start(sys.executable, script, str(rank), *flags) for rank in range(world_size)]
+    ended = [finish(rank) for rank in ranks]
+    assert [end.status for end in ended] == [0] * world_size, [end.err for end in ended]
+    own = reports(ended[0].out)
+    assert own[-1][1] < own[0][1] - 0.3
+    for (step, train, test), (expected_step, expected_train, expected_test) in zip(own, expected, strict=True):
+        assert step == expected_step
+        assert (train, test) == pytest.approx((expected_train, expected_test), abs=2e-4)
+
+
+def test_logits_and_loss() -> None:
+    config = ModelConfig(n_layers=3, d_in=5, n_classes=4, d_hidden=6)
+    model = MLP(config)
+    assert [tuple(p.shape) for p in model.parameters()] == [(6, 5), (6, 6), (4, 6)]
+    data, targets = torch.randn(8, 5), torch.arange(8) % 4
+    logits, loss = model(data)
+    assert logits.shape == (8, 4)
+    assert loss is None
+    logits, loss = model(data, targets)
+    a, b, c = model.parameters()
+    assert torch.allclose(logits, torch.tanh(torch.tanh(data @ a.T) @ b.T) @ c.T, atol=1e-6)
+    assert loss.item() == pytest.approx(-logits.log_softmax(-1)[range(8), targets].mean().item())
+
+
+def test_evaluate_weighs_every_sample_alike() -> None:
+    train_set, _ = gen_dataset(ModelConfig(d_in=5, n_classes=3, train_size=103))
+    model = MLP(ModelConfig(n_layers=1, d_in=5, n_classes=3))
+    points, labels = train_set.tensors
+    assert evaluate(model, train_set, batch_size=50) == pytest.approx(model(points, labels)[1].item(), rel=1e-5)
+    first_two = model(points[:20], labels[:20])[1].item()
+    assert evaluate(model, train_set, batch_size=10, max_batches=2) == pytest.approx(first_two, rel=1e-5)
+
+
+@pytest.mark.parametrize(("world_size", "size"), [(1, 10), (2, 23), (3, 31), (5, 47)])
+def test_ranks_take_the_parts_of_the_one_process_batch(world_size: int, size: int) -> None:
+    data = TensorDataset(torch.arange(size).unsqueeze(1), torch.arange(size))
+    one = batches(data, 2 * world_size)
+    many = [batches(data, 2, rank, world_size) for rank in range(world_size)]
+    for _ in range(3 * size):
+        _, expected = next(one)
+        assert torch.cat([next(rank)[1] for rank in many]).tolist() == expected.tolist()
+        assert len(set(expected.tolist())) == 2 * world_size
+
+
+def test_too_little_data_for_one_batch_a_rank() -> None:
+    data = TensorDataset(torch.zeros(5, 1), torch.zeros(5))
+    with pytest.raises(InputError, match="--train-size 5: 3 ranks need 6 inputs"):
+        next(batches(data, 2, 0, 3))
