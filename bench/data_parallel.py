@@ -2,8 +2,9 @@
 
     python bench/data_parallel.py                 worlds 2 and 3, 24 rounds
 
-All variants run in the same processes, one step of each in turn, in an order that rotates; so they see the same machine at
-the same time. A step is timed from a barrier before it to a barrier after it. Ratios are taken round by round.
+All variants run in the same processes, one step of each in turn, in an order that rotates; so they see the same
+machine at the same time. A step is timed from a barrier before it to a barrier after it. Ratios are taken round by
+round.
 """
 
 import os
@@ -75,14 +76,14 @@ def gradient_aggregation(net: nn.Module) -> Step:
     optimizer = fused_adam(net)
     transfers: list[Transfer] = []
 
-    def average(bucket: Bucket) -> None:
-        transfers.append(traffic.all_reduce(bucket.flat, str(bucket), kind="gradients"))
+    def add_up(bucket: Bucket) -> None:
+        transfers.append(traffic.all_reduce(bucket.flat, str(bucket), kind="gradients", op=dist.ReduceOp.SUM))
 
-    buckets = GradientBuckets(net.parameters(), on_full=average)
+    buckets = GradientBuckets(net.parameters(), on_full=add_up)
 
     def step(x: Tensor) -> None:
         optimizer.zero_grad()
-        causalLLMLoss(net(x), x, VOCAB_SIZE).backward()
+        (causalLLMLoss(net(x), x, VOCAB_SIZE) / dist.get_world_size()).backward()
         buckets.flush()
         for transfer in transfers:
             transfer.wait()

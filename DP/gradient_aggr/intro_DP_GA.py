@@ -4,8 +4,11 @@
     ./launch.sh dp-ga --world-size 4                  all ranks at once
 
 Each rank holds the whole model and takes its own sequences of the global batch. The mean of the ranks' gradients is the
-gradient of the whole batch; so after the same update every rank holds the same weights again, as one process would.
+gradient of the whole batch; so after the same update every rank holds the same weights again, as one process would. The
+mean is a sum of shares: dividing one loss by the world size divides all its gradients, and they need no division later.
 """
+
+from torch.distributed import ReduceOp
 
 from distlab.data_parallel import Bucket, GradientBuckets
 from distlab.main import main
@@ -28,18 +31,18 @@ def train(run: TrainingRun[DataParallelSettings]) -> None:
     optimizer = run.optimizer(net.parameters())
     transfers: list[Transfer] = []
 
-    def average(bucket: Bucket) -> None:
+    def add_up(bucket: Bucket) -> None:
         """Start the all-reduce of gradients that are complete, while the backward pass goes on to earlier layers."""
-        transfers.append(traffic.all_reduce(bucket.flat, str(bucket), kind="gradients"))
+        transfers.append(traffic.all_reduce(bucket.flat, str(bucket), kind="gradients", op=ReduceOp.SUM))
 
-    buckets = GradientBuckets(net.parameters(), on_full=average, backward_passes=args.micro_batches)
+    buckets = GradientBuckets(net.parameters(), on_full=add_up, backward_passes=args.micro_batches)
 
     for step, batch in run.steps(stories):
         optimizer.zero_grad()
         losses = []
         for x in batch.chunk(args.micro_batches):
             loss = causalLLMLoss(net(x), x, tokenizer.vocab_size) / args.micro_batches
-            loss.backward()  # calls average() for one bucket after the other
+            (loss / run.world_size).backward()  # calls add_up() for one bucket after the other
             losses.append(loss)
         buckets.flush()
         for transfer in transfers:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from distlab.traffic import Transfer, traffic
 
-BUCKET_BYTES = 8_000_000
+BUCKET_BYTES = 25_000_000
 
 
 class Bucket:

@@ -1,0 +1,136 @@
+"""One process: a training step of the lab's model against the same step of transformers' LlamaForCausalLM.
+
+    python bench/single.py --steps 20 --threads 1
+
+Both models start from the same weights and take the same batches and the same Adam, in turns within one run, so that
+whatever else the machine does falls on both; the ratio of each pair of steps is taken before the median. Times are
+wall-clock times of a whole step: zero_grad, forward, loss, backward, optimizer.
+"""
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Adam
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from simplellm.llama import CausalLLama, LLama
+from simplellm.losses import causalLLMLoss
+
+VOCAB_SIZE, DMODEL, NUM_HEADS, N_LAYERS, SEQ_LEN, BATCH_SIZE = 4096, 288, 6, 6, 256, 4
+
+Step = Callable[[Tensor], float]
+
+
+def training_step(model: nn.Module, loss_of: Callable[[Tensor], Tensor]) -> Step:
+    """A function that trains `model` on one batch (batch, seq) and returns the loss."""
+    optimizer = Adam(model.parameters(), lr=8e-4)
+
+    def step(ids: Tensor) -> float:
+        optimizer.zero_grad()
+        loss = loss_of(ids)
+        loss.backward()
+        optimizer.step()
+        return loss.item()
+
+    return step
+
+
+def ours(dtype: torch.dtype) -> Step:
+    model = build(dtype)
+    return training_step(model, lambda ids: causalLLMLoss(model(ids), ids, VOCAB_SIZE))
+
+
+def theirs(parameters: torch.dtype, autocast: bool) -> Step:
+    settings: dict[str, Any] = {
+        "vocab_size": VOCAB_SIZE,
+        "hidden_size": DMODEL,
+        "intermediate_size": 4 * DMODEL,
+        "num_hidden_layers": N_LAYERS,
+        "num_attention_heads": NUM_HEADS,
+        "max_position_embeddings": SEQ_LEN,
+        "rms_norm_eps": 1e-6,
+        "tie_word_embeddings": False,
+        "attn_implementation": "sdpa",
+    }
+    model: nn.Module = LlamaForCausalLM(LlamaConfig(**settings))
+    model.load_state_dict(build(torch.float32).state_dict())
+    model.to(parameters)
+
+    def loss_of(ids: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            loss: Tensor = model(ids, labels=ids, use_cache=False).loss
+        return loss
+
+    return training_step(model, loss_of)
+
+
+def build(dtype: torch.dtype) -> CausalLLama:
+    sizes = {"dmodel": DMODEL, "num_heads": NUM_HEADS, "n_layers": N_LAYERS, "ctx_size": SEQ_LEN}
+    return LLama(CausalLLama, VOCAB_SIZE, **sizes, device="cpu", dtype=dtype)
+
+
+def in_turns(steps: dict[str, Step], warm_up: int, measured: int) -> dict[str, list[float]]:
+    """Seconds of each measured step, by name; every round runs each of `steps` on the same batch."""
+    generator = torch.Generator().manual_seed(0)
+    seconds: dict[str, list[float]] = {name: [] for name in steps}
+    for round_ in range(warm_up + measured):
+        ids = torch.randint(VOCAB_SIZE, (BATCH_SIZE, SEQ_LEN), generator=generator)
+        losses = {}
+        # Reversed every other round, so that none always runs in another's wake.
+        for name in list(steps)[:: 1 if round_ % 2 == 0 else -1]:
+            start = time.perf_counter()
+            losses[name] = steps[name](ids)
+            if round_ >= warm_up:
+                seconds[name].append(time.perf_counter() - start)
+        if round_ == 0 and max(losses.values()) - min(losses.values()) > 0.01:
+            raise RuntimeError(f"these do not compute the same loss: {losses}")
+    return seconds
+
+
+def print_table(title: str, seconds: dict[str, list[float]]) -> None:
+    """A Markdown table: medians of `seconds`, and how many times as fast the first is as each of the others."""
+    print(f"\n**{title}**\n")
+    print("| model | step, ms | tokens/s | speed of ours to this one: median (quartiles) |")
+    print("|---|---:|---:|---:|")
+    reference = next(iter(seconds.values()))
+    for name, theirs_ in seconds.items():
+        median = statistics.median(theirs_)
+        row = f"| {name} | {median * 1e3:.0f} | {BATCH_SIZE * SEQ_LEN / median:.0f} |"
+        if theirs_ is reference:
+            print(row, "|")
+            continue
+        ratios = [other / own for own, other in zip(reference, theirs_, strict=True)]
+        low, middle, high = statistics.quantiles(ratios, method="inclusive")
+        print(row, f"{middle:.2f} ({low:.2f} to {high:.2f}) |")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=20, help="measured steps of each model, at least 2")
+    parser.add_argument("--warm-up", type=int, default=3, help="steps before the measured ones")
+    parser.add_argument("--threads", type=int, default=1, help="threads of torch")
+    arguments = parser.parse_args()
+    if arguments.steps < 2:
+        parser.error(f"--steps {arguments.steps} gives no quartiles: it must be at least 2")
+    torch.set_num_threads(arguments.threads)
+    print(
+        f"Batch {BATCH_SIZE}, sequence {SEQ_LEN}, vocabulary {VOCAB_SIZE}, dmodel {DMODEL}, {NUM_HEADS} heads, "
+        f"{N_LAYERS} layers, {arguments.threads} thread(s), {arguments.steps} steps, torch {torch.__version__}"
+    )
+    float32 = {"ours": ours(torch.float32), "transformers": theirs(torch.float32, autocast=False)}
+    print_table("float32", in_turns(float32, arguments.warm_up, arguments.steps))
+    bfloat16 = {
+        "ours, mixed": ours(torch.bfloat16),
+        "transformers, autocast": theirs(torch.float32, autocast=True),
+        "transformers, parameters in bfloat16 too": theirs(torch.bfloat16, autocast=False),
+    }
+    print_table("bfloat16", in_turns(bfloat16, arguments.warm_up, arguments.steps))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,384 @@
+"""Llama, whole or as the stages of a pipeline.
+
+The model is that of Touvron et al. (arXiv 2302.13971): pre-norm blocks with RMSNorm, rotary positions, causal
+attention (grouped-query if asked for) and SwiGLU, without biases, and with an untied head. Parameters carry the names
+of Hugging Face's ``LlamaForCausalLM``, and a stage's parameters the names that they have in the whole model: state
+dicts load both ways, and the stages' together are the whole model's.
+
+With `dtype` bfloat16 the model computes in mixed precision by itself: parameters, their gradients, the residual stream,
+the statistics of the norms and the logits are float32; what lies between a norm and the next residual sum is bfloat16.
+"""
+
+import functools
+from collections.abc import Mapping
+from typing import Any, ClassVar, TypeVar
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from simplellm.errors import InputError
+from simplellm.initial_weights import initialize
+
+
+class Linear(nn.Linear):
+    """x @ weight.T in the dtype of `x`; the weight is float32."""
+
+    def reset_parameters(self) -> None:
+        """Leave the weight as it is: `initialize` sets it, and the global random generator is not to be drawn from."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.dtype == self.weight.dtype:
+            return F.linear(x, self.weight)
+        y: Tensor = _MixedLinear.apply(x, self.weight)
+        return y
+
+
+class _MixedLinear(torch.autograd.Function):
+    """A linear map of a bfloat16 input by a float32 weight, which is cast once for forward and backward together."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        weight = weight.to(x.dtype)
+        ctx.save_for_backward(x, weight)
+        return F.linear(_widen(x), _widen(weight)).to(x.dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        x, weight = ctx.saved_tensors
+        grad = _widen(grad)
+        grad_weight = grad.flatten(0, -2).T @ _widen(x).flatten(0, -2)
+        return (grad @ _widen(weight)).to(x.dtype), grad_weight.float()
+
+
+def _widen(x: Tensor) -> Tensor:
+    """The factor of a product in float32 if this is bfloat16 on a CPU without bfloat16 products, else `x` itself.
+
+    A bfloat16 product is one of bfloat16 factors, summed in float32 and rounded at the end. A CPU without instructions
+    for it computes the same from widened factors about five times faster than it emulates the instructions.
+    """
+    if x.dtype == torch.bfloat16 and x.device.type == "cpu" and not _cpu_multiplies_bfloat16():
+        return x.float()
+    return x
+
+
+@functools.cache
+def _cpu_multiplies_bfloat16() -> bool:
+    # torch 2.11 cannot tell: there float32, never bad, is used on every CPU.
+    capabilities: Mapping[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()
+    return any(capabilities.get(name, False) for name in ("avx512_bf16", "amx_bf16", "bf16"))
+
+
+class RMSNorm(nn.Module):
+    """x / rms(x) * weight over the last dimension (Zhang and Sennrich, arXiv 1910.07467).
+
+    Takes the float32 residual stream and hands it on in `dtype`.
+    """
+
+    def __init__(self, dmodel: int, eps: float, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(dmodel))
+        self.eps = eps
+        self.dtype = dtype
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = _RMSNormFunction.apply(x, self.weight, self.eps)
+        return y.to(self.dtype)
+
+
+class _RMSNormFunction(torch.autograd.Function):
+    """By hand, because the derivative that autograd derives goes over the activations twice as often."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        mean_square = torch.linalg.vector_norm(x, dim=-1, keepdim=True).square_().div_(x.shape[-1])
+        inverse_rms = mean_square.add_(eps).rsqrt_()
+        ctx.save_for_backward(x, weight, inverse_rms)
+        return (x * inverse_rms).mul_(weight)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+        # With r = 1 / rms(x) and n = dmodel: dr/dx = -r^3 x / n. Both sums are matrix-vector products of grad * x.
+        x, weight, inverse_rms = ctx.saved_tensors
+        products = (grad * x).flatten(0, -2)
+        grad_weight = products.T @ inverse_rms.flatten()
+        dot = (products @ weight).view_as(inverse_rms)
+        grad_x = (grad * weight).mul_(inverse_rms)
+        return grad_x.addcmul_(x, dot * inverse_rms.pow(3), value=-1 / x.shape[-1]), grad_weight, None
+
+
+@functools.lru_cache(maxsize=8)
+def rotary_tables(ctx_size: int, head_dim: int, theta: float, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Cosine (ctx, 1, head_dim) and sine (ctx, 1, head_dim / 2) of each position's angles, in float32.
+
+    Pair i of a head turns by theta^(-2i / head_dim) per position (Su et al., arXiv 2104.09864). The cosine comes twice,
+    once for each half of the head.
+    """
+    with torch.inference_mode(False):  # a table first made while generating text must also serve training
+        frequencies = theta ** (-torch.arange(0, head_dim, 2, dtype=torch.float32, device=device) / head_dim)
+        angles = torch.outer(torch.arange(ctx_size, dtype=torch.float32, device=device), frequencies).unsqueeze(1)
+        return angles.cos().repeat(1, 1, 2), angles.sin()
+
+
+class _Rotate(torch.autograd.Function):
+    """Rotary positions on x (batch, seq, heads, head_dim); the derivative is the opposite rotation."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        ctx.save_for_backward(cos, sin)
+        return _rotate(x, cos, sin, 1)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        cos, sin = ctx.saved_tensors
+        return _rotate(grad, cos, sin, -1), None, None
+
+
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor, direction: int) -> Tensor:
+    # A head's halves are the two coordinates ("rotate-half"). Views of them save the usual concatenation and negation.
+    y = x * cos
+    first, second = x.chunk(2, dim=-1)
+    y_first, y_second = y.chunk(2, dim=-1)
+    y_first.addcmul_(second, sin, value=-direction)
+    y_second.addcmul_(first, sin, value=direction)
+    return y.to(x.dtype)
+
+
+class Attention(nn.Module):
+    """Causal self-attention with rotary positions.
+
+    With fewer heads of keys and values than of queries it is grouped-query (Ainslie et al., arXiv 2305.13245).
+    torch computes it block by block, without the (seq, seq) scores (FlashAttention: Dao et al., arXiv 2205.14135). The
+    number of heads is read from the projections' output, so that the projections may hold only some of the heads.
+    """
+
+    def __init__(self, dmodel: int, num_heads: int, num_kv_heads: int) -> None:
+        super().__init__()
+        self.head_dim = dmodel // num_heads
+        self.q_proj = Linear(dmodel, num_heads * self.head_dim, bias=False)
+        self.k_proj = Linear(dmodel, num_kv_heads * self.head_dim, bias=False)
+        self.v_proj = Linear(dmodel, num_kv_heads * self.head_dim, bias=False)
+        self.o_proj = Linear(num_heads * self.head_dim, dmodel, bias=False)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """(batch, seq, dmodel) -> the same; `cos` and `sin` are the seq rows of the tables for these positions."""
+        batch, seq, _ = x.shape
+        q = _Rotate.apply(self.q_proj(x).view(batch, seq, -1, self.head_dim), cos, sin)
+        k = _Rotate.apply(self.k_proj(x).view(batch, seq, -1, self.head_dim), cos, sin)
+        v = self.v_proj(x).view(batch, seq, -1, self.head_dim)
+        grouped = k.shape[2] != q.shape[2]
+        q, k, v = (_widen(heads).transpose(1, 2) for heads in (q, k, v))
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
+        return self.o_proj(mixed.transpose(1, 2).reshape(batch, seq, -1).to(x.dtype))
+
+
+class MLP(nn.Module):
+    """SwiGLU: down(silu(gate(x)) * up(x)) (Shazeer, arXiv 2002.05202)."""
+
+    def __init__(self, dmodel: int, hidden_dim: int) -> None:
+        super().__init__()
+        self.gate_proj = Linear(dmodel, hidden_dim, bias=False)
+        self.up_proj = Linear(dmodel, hidden_dim, bias=False)
+        self.down_proj = Linear(hidden_dim, dmodel, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class Block(nn.Module):
+    """One layer: attention and MLP, each behind a norm and added to the residual stream (batch, seq, dmodel)."""
+
+    def __init__(
+        self, dmodel: int, num_heads: int, num_kv_heads: int, hidden_dim: int, norm_eps: float, dtype: torch.dtype
+    ) -> None:
+        super().__init__()
+        self.input_layernorm = RMSNorm(dmodel, norm_eps, dtype)
+        self.self_attn = Attention(dmodel, num_heads, num_kv_heads)
+        self.post_attention_layernorm = RMSNorm(dmodel, norm_eps, dtype)
+        self.mlp = MLP(dmodel, hidden_dim)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        x = x + self.self_attn(self.input_layernorm(x), cos, sin)
+        return x + self.mlp(self.post_attention_layernorm(x))
+
+
+class _Decoder(nn.Module):
+    """What Hugging Face's layout keeps under ``model.``; the layers' keys are their indices in the whole model."""
+
+    def __init__(self, embed_tokens: nn.Embedding | None, layers: dict[str, nn.Module], norm: RMSNorm | None) -> None:
+        super().__init__()
+        self.embed_tokens = embed_tokens
+        self.layers = nn.ModuleDict(layers)
+        self.norm = norm
+
+
+class LLamaPart(nn.Module):
+    """A run of consecutive layers of the model, with the embedding, the head or both where the subclass has them.
+
+    Args:
+        vocab_size: tokens in the vocabulary; a middle stage does not use it.
+        dmodel: width of the residual stream.
+        num_heads: attention heads, each of the even width dmodel / num_heads.
+        device: where the parameters live; torch's default device if None.
+        n_layers: layers of this part; a stage may have none.
+        ctx_size: the longest sequence, in tokens.
+        padding_idx: a token whose embedding is not trained; None or a negative number for none.
+        num_kv_heads: heads of keys and values, a divisor of `num_heads`, which is the default.
+        hidden_dim: width inside the MLP; 4 * dmodel if None.
+        rope_theta: base of the rotary positions' wavelengths.
+        norm_eps: added to the mean square in the norms.
+        dtype: torch.float32, or torch.bfloat16 to compute in mixed precision; parameters are float32 in either.
+        seed: the run's seed; weights follow from it and the parameters' names alone (see `initial_weights`).
+        first_layer: the index in the whole model of this part's first layer. The default is right for a pipeline whose
+            stages hold `n_layers` layers each, one stage a rank in the order of ranks: rank * n_layers where
+            torch.distributed is initialised, else 0. A part with an embedding starts with layer 0.
+
+    Raises:
+        InputError: the sizes do not fit together; on a call, the input is longer than `ctx_size`.
+    """
+
+    has_embedding: ClassVar[bool] = False
+    has_head: ClassVar[bool] = False
+
+    def __init__(
+        self,
+        vocab_size: int = 0,
+        dmodel: int = 288,
+        num_heads: int = 6,
+        device: torch.device | str | None = None,
+        n_layers: int = 6,
+        ctx_size: int = 256,
+        padding_idx: int | None = None,
+        *,
+        num_kv_heads: int | None = None,
+        hidden_dim: int | None = None,
+        rope_theta: float = 1e4,
+        norm_eps: float = 1e-6,
+        dtype: torch.dtype = torch.float32,
+        seed: int = 0,
+        first_layer: int | None = None,
+    ) -> None:
+        super().__init__()
+        num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+        hidden_dim = 4 * dmodel if hidden_dim is None else hidden_dim
+        if first_layer is None:
+            ranked = not self.has_embedding and dist.is_available() and dist.is_initialized()
+            first_layer = dist.get_rank() * n_layers if ranked else 0
+        if padding_idx is not None and padding_idx < 0:
+            padding_idx = None  # SentencePiece's "no such token"; nn.Embedding would count from the end
+        if self.has_embedding or self.has_head:
+            _check_vocabulary(vocab_size, padding_idx)
+        _check_sizes(dmodel, num_heads, num_kv_heads, hidden_dim, n_layers, ctx_size, dtype)
+        if n_layers == 0 and self.has_embedding and self.has_head:
+            raise InputError("--n-layers 0 leaves no model: it must be at least 1")
+
+        self.ctx_size = ctx_size
+        self.head_dim = dmodel // num_heads
+        self.rope_theta = rope_theta
+        device = torch.get_default_device() if device is None else torch.device(device)
+        with device:
+            layers: dict[str, nn.Module] = {
+                str(index): Block(dmodel, num_heads, num_kv_heads, hidden_dim, norm_eps, dtype)
+                for index in range(first_layer, first_layer + n_layers)
+            }
+            embed_tokens = norm = None
+            if self.has_embedding:
+                rows = torch.empty(vocab_size, dmodel)  # nn.Embedding's own would be random numbers
+                embed_tokens = nn.Embedding.from_pretrained(rows, freeze=False, padding_idx=padding_idx)
+            if self.has_head:
+                norm = RMSNorm(dmodel, norm_eps, dtype)
+            self.model = _Decoder(embed_tokens, layers, norm)
+            self.lm_head = Linear(dmodel, vocab_size, bias=False) if self.has_head else None
+        initialize(self, seed)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Token ids (batch, seq) or float32 activations (batch, seq, dmodel) -> logits or activations, float32."""
+        seq = x.shape[1]
+        if seq > self.ctx_size:
+            raise InputError(f"--seq-len {seq} is too long for a model built for at most {self.ctx_size} tokens")
+        cos, sin = rotary_tables(self.ctx_size, self.head_dim, self.rope_theta, x.device)
+        if self.model.embed_tokens is not None:
+            x = self.model.embed_tokens(x)
+        for layer in self.model.layers.values():
+            x = layer(x, cos[:seq], sin[:seq])
+        if self.model.norm is not None and self.lm_head is not None:
+            x = self.lm_head(self.model.norm(x)).float()
+        return x.contiguous()
+
+
+class CausalLLama(LLamaPart):
+    """The whole model: token ids (batch, seq) -> logits (batch, seq, vocab)."""
+
+    has_embedding = True
+    has_head = True
+
+
+class LLamaFirstStage(LLamaPart):
+    """The embedding and the first layers: token ids (batch, seq) -> activations (batch, seq, dmodel)."""
+
+    has_embedding = True
+
+    def embed(self, ids: Tensor) -> Tensor:
+        """The same as calling the stage, under the name that the pipeline's scripts use."""
+        activations: Tensor = self(ids)
+        return activations
+
+
+class LLamaStage(LLamaPart):
+    """Layers from the middle: activations (batch, seq, dmodel) -> the same."""
+
+
+class LLamaLastStage(LLamaPart):
+    """The last layers, the norm and the head: activations (batch, seq, dmodel) -> logits (batch, seq, vocab)."""
+
+    has_head = True
+
+
+Part = TypeVar("Part", bound=LLamaPart)
+
+
+def LLama(model_class: type[Part], vocab_size: int, **options: Any) -> Part:
+    """Build `model_class`, e.g. ``LLama(CausalLLama, tokenizer.vocab_size, dmodel=288)``; options as in `LLamaPart`."""
+    return model_class(vocab_size, **options)
+
+
+def _check_vocabulary(vocab_size: int, padding_idx: int | None) -> None:
+    if vocab_size < 1:
+        raise InputError(f"--tokenizer has a vocabulary of {vocab_size} tokens: it must have at least 1")
+    if padding_idx is not None and padding_idx >= vocab_size:
+        raise InputError(f"--tokenizer has the pad id {padding_idx}: it must be below its vocabulary of {vocab_size}")
+
+
+def _check_sizes(
+    dmodel: int, num_heads: int, num_kv_heads: int, hidden_dim: int, n_layers: int, ctx_size: int, dtype: torch.dtype
+) -> None:
+    least = {
+        "--dmodel": (dmodel, 1),
+        "--num-heads": (num_heads, 1),
+        "--num-kv-heads": (num_kv_heads, 1),
+        "--hidden-dim": (hidden_dim, 1),
+        "--n-layers": (n_layers, 0),
+        "--seq-len": (ctx_size, 1),
+    }
+    for flag, (value, smallest) in least.items():
+        if value < smallest:
+            raise InputError(f"{flag} {value} is too small: it must be at least {smallest}")
+    if dmodel % num_heads:
+        raise InputError(f"--num-heads {num_heads} does not divide --dmodel {dmodel}: each head must be equally wide")
+    if dmodel // num_heads % 2:
+        raise InputError(
+            f"--num-heads {num_heads} gives heads of width {dmodel // num_heads} at --dmodel {dmodel}: "
+            "rotary positions need an even width"
+        )
+    if num_heads % num_kv_heads:
+        raise InputError(
+            f"--num-kv-heads {num_kv_heads} does not divide --num-heads {num_heads}: "
+            "each must serve as many query heads as the others"
+        )
+    if dtype not in (torch.float32, torch.bfloat16):
+        raise InputError(f"--dtype {str(dtype).removeprefix('torch.')} is not supported: use float32 or bfloat16")

@@ -1,0 +1,56 @@
+"""The loss of a causal language model."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from simplellm.errors import InputError
+
+
+def causalLLMLoss(logits: Tensor, target: Tensor, vocab_size: int) -> Tensor:
+    """Mean cross-entropy, in nats, of each token given those before it.
+
+    The shift is inside: position t of `logits` predicts token t + 1 of `target`, so a caller passes the very sequences
+    that went into the model.
+
+    Args:
+        logits: (batch, seq, vocab), in any floating dtype; the loss is computed in float32.
+        target: (batch, seq), int64, on any device.
+        vocab_size: the size of the vocabulary, the last dimension of `logits`.
+
+    Returns:
+        A float32 scalar: the mean over the batch * (seq - 1) predictions.
+
+    Raises:
+        InputError: the sequences are too short to predict anything.
+    """
+    batch, seq = target.shape
+    if seq < 2:
+        raise InputError(f"--seq-len {seq} leaves no token to predict: it must be at least 2")
+    loss: Tensor = _NextTokenLoss.apply(logits.float().reshape(batch, seq, vocab_size), target.to(logits.device))
+    return loss
+
+
+class _NextTokenLoss(torch.autograd.Function):
+    """What F.cross_entropy computes, with two buffers of the logits' size instead of four."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, target: Tensor) -> Tensor:
+        log_probabilities = logits.log_softmax(dim=-1)
+        # The last position, whose next token wraps round to the first, is left out of the result rather than cut off
+        # the logits, which would copy them.
+        next_token = target.roll(-1, dims=1).unsqueeze(-1)
+        ctx.save_for_backward(log_probabilities, next_token)
+        return -log_probabilities.gather(-1, next_token)[:, :-1].mean()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_loss: Tensor) -> tuple[Tensor, None]:
+        log_probabilities, next_token = ctx.saved_tensors
+        # The derivative of a prediction's cross-entropy is softmax(logits) - one_hot(next token).
+        grad = log_probabilities.exp()
+        grad.scatter_(-1, next_token, grad.gather(-1, next_token) - 1)
+        grad[:, -1] = 0
+        return grad.mul_(grad_loss / next_token[:, 1:].numel()), None

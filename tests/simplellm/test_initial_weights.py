@@ -1,0 +1,84 @@
+"""Initial weights follow from seed, name and shape, and from nothing else."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from simplellm.initial_weights import initial_weight, initialize
+from simplellm.llama import CausalLLama, LLama, LLamaStage
+
+NAME = "model.layers.1.mlp.up_proj.weight"
+SIZES: dict[str, Any] = {"dmodel": 32, "num_heads": 4, "n_layers": 3, "ctx_size": 8}
+
+
+def weights(seed: int) -> dict[str, Tensor]:
+    return dict(LLama(CausalLLama, 64, **SIZES, seed=seed).state_dict())
+
+
+def test_matrices_are_normal_and_vectors_ones() -> None:
+    weight = initial_weight(0, NAME, (300, 500))
+    assert weight.dtype == torch.float32
+    assert weight.shape == (300, 500)
+    assert weight.mean().abs() < 0.0005
+    assert (weight.std() - 0.02).abs() < 0.0005
+    assert (weight.abs() > 0.04).float().mean().sub(0.0455).abs() < 0.005  # beyond two standard deviations
+    assert torch.equal(initial_weight(0, "model.norm.weight", (5,)), torch.ones(5))
+
+
+def test_seed_name_and_shape_decide() -> None:
+    weight = initial_weight(0, NAME, (6, 20))
+    assert torch.equal(weight, initial_weight(0, NAME, torch.Size([6, 20])))
+    assert not torch.equal(weight, initial_weight(1, NAME, (6, 20)))
+    assert not torch.equal(weight, initial_weight(0, NAME.replace("1", "2"), (6, 20)))
+    assert not torch.equal(weight.flatten(), initial_weight(0, NAME, (20, 6)).flatten())
+    # Seed and name must not run into each other.
+    assert not torch.equal(initial_weight(1, "2", (6, 20)), initial_weight(12, "", (6, 20)))
+
+
+@pytest.mark.parametrize(
+    "build", [lambda: weights(0), lambda: initial_weight(0, NAME, (6, 20))], ids=["model", "weight"]
+)
+def test_the_global_random_generator_stays_where_it_is(build: Any) -> None:
+    torch.manual_seed(11)
+    before = torch.get_rng_state()
+    first = build()
+    assert torch.equal(torch.get_rng_state(), before)
+    torch.manual_seed(12)
+    torch.testing.assert_close(build(), first, rtol=0, atol=0)
+
+
+def test_seeds_and_layers_differ() -> None:
+    one, other = weights(0), weights(1)
+    for name, weight in one.items():
+        assert torch.equal(weight, other[name]) == (weight.dim() == 1), name
+        twin = name.replace("layers.1.", "layers.2.")
+        if twin != name and weight.dim() == 2:
+            assert not torch.equal(weight, one[twin]), name
+
+
+def test_a_stage_takes_the_weights_of_its_layers() -> None:
+    stage = LLamaStage(**SIZES | {"n_layers": 1}, first_layer=2)
+    expected = weights(0)
+    assert stage.state_dict()
+    for name, weight in stage.state_dict().items():
+        assert torch.equal(weight, initial_weight(0, name, weight.shape))
+        assert torch.equal(weight, expected[name])
+
+
+def test_initialize_overwrites_every_parameter() -> None:
+    model = LLama(CausalLLama, 64, **SIZES, seed=0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(torch.nan)
+    initialize(model, 3)
+    torch.testing.assert_close(dict(model.state_dict()), weights(3), rtol=0, atol=0)
+    assert all(parameter.requires_grad and parameter.grad_fn is None for parameter in model.parameters())
+
+
+@pytest.mark.gpu
+def test_the_device_does_not_matter() -> None:
+    model = LLama(CausalLLama, 64, **SIZES, device="cuda")
+    on_cpu = {name: weight.cpu() for name, weight in model.state_dict().items()}
+    torch.testing.assert_close(on_cpu, weights(0), rtol=0, atol=0)

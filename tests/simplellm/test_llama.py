@@ -1,0 +1,351 @@
+"""The model against transformers' Llama, its stages against the whole, and what it refuses."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from simplellm import llama
+from simplellm.errors import InputError
+from simplellm.llama import CausalLLama, LLama, LLamaFirstStage, LLamaLastStage, LLamaStage
+from simplellm.losses import causalLLMLoss
+
+VOCAB_SIZE = 50
+SIZES: dict[str, Any] = {"dmodel": 24, "num_heads": 4, "n_layers": 4, "ctx_size": 16}
+
+
+def tokens(batch: int = 3, seq: int = 11) -> Tensor:
+    return torch.randint(VOCAB_SIZE, (batch, seq), generator=torch.Generator().manual_seed(5))
+
+
+@torch.no_grad()
+def enliven(model: nn.Module) -> None:
+    """Weights as after training: fresh ones give almost uniform predictions and gains of one, which hide mistakes."""
+    generator = torch.Generator().manual_seed(7)
+    for parameter in model.parameters():
+        if parameter.dim() == 1:
+            parameter.add_(torch.randn(parameter.shape, generator=generator), alpha=0.3)
+        else:
+            parameter.mul_(8)
+
+
+def whole(**options: Any) -> CausalLLama:
+    model = LLama(CausalLLama, VOCAB_SIZE, **{**SIZES, **options})
+    enliven(model)
+    return model
+
+
+def gradients(model: nn.Module) -> dict[str, Tensor]:
+    found = {}
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is not None, name
+        assert parameter.grad.abs().max() > 0, name
+        found[name] = parameter.grad
+    return found
+
+
+# ---------------------------------------------------------------------------------------------- against transformers
+
+
+def transformers_llama(attention: str, theta: float, eps: float, num_kv_heads: int, hidden_dim: int) -> nn.Module:
+    settings: dict[str, Any] = {
+        "vocab_size": VOCAB_SIZE,
+        "hidden_size": SIZES["dmodel"],
+        "intermediate_size": hidden_dim,
+        "num_hidden_layers": SIZES["n_layers"],
+        "num_attention_heads": SIZES["num_heads"],
+        "num_key_value_heads": num_kv_heads,
+        "max_position_embeddings": SIZES["ctx_size"],
+        "rms_norm_eps": eps,
+        "rope_parameters": {"rope_type": "default", "rope_theta": theta},
+        "tie_word_embeddings": False,
+        "attn_implementation": attention,
+    }
+    return LlamaForCausalLM(LlamaConfig(**settings))
+
+
+@pytest.mark.parametrize(
+    ("attention", "theta", "eps", "num_kv_heads", "hidden_dim", "batch", "seq"),
+    [
+        ("sdpa", 1e4, 1e-6, 4, 96, 3, 11),
+        ("eager", 1e4, 1e-6, 4, 96, 2, 16),
+        ("sdpa", 10.0, 1e-6, 2, 96, 1, 13),
+        ("eager", 1e4, 1e-2, 1, 40, 5, 7),
+    ],
+)
+def test_it_is_transformers_llama(
+    attention: str, theta: float, eps: float, num_kv_heads: int, hidden_dim: int, batch: int, seq: int
+) -> None:
+    theirs = transformers_llama(attention, theta, eps, num_kv_heads, hidden_dim)
+    ours = whole(rope_theta=theta, norm_eps=eps, num_kv_heads=num_kv_heads, hidden_dim=hidden_dim)
+    theirs.load_state_dict(ours.state_dict(), strict=True)
+    ids = tokens(batch, seq)
+
+    logits = ours(ids)
+    loss = causalLLMLoss(logits, ids, VOCAB_SIZE)
+    loss.backward()
+    expected = theirs(ids, labels=ids, use_cache=False)
+    expected.loss.backward()
+
+    assert logits.std() > 0.5  # predictions that differ
+    torch.testing.assert_close(logits, expected.logits, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(loss, expected.loss, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(gradients(ours), gradients(theirs), rtol=1e-5, atol=1e-5)
+
+
+def test_state_dicts_load_from_transformers() -> None:
+    theirs = transformers_llama("sdpa", 1e4, 1e-6, 2, 96)
+    ours = whole(num_kv_heads=2)
+    ours.load_state_dict(theirs.state_dict(), strict=True)
+    torch.testing.assert_close(ours(tokens()), theirs(tokens()).logits, rtol=1e-5, atol=1e-5)
+
+
+def test_a_later_token_does_not_change_earlier_logits() -> None:
+    model = whole()
+    ids = tokens()
+    changed = ids.clone()
+    changed[:, 6] = (ids[:, 6] + 1) % VOCAB_SIZE
+    before, after = model(ids), model(changed)
+    torch.testing.assert_close(before[:, :6], after[:, :6], rtol=0, atol=0)
+    assert (before[:, 6:] != after[:, 6:]).any(dim=-1).all()
+
+
+# --------------------------------------------------------------------------------------------------------- in stages
+
+
+def build_stages(layers: list[int], **options: Any) -> list[nn.Module]:
+    """A pipeline whose stages hold `layers` layers each, with the weights of `whole`."""
+    options = {**SIZES, **options}
+    stages: list[nn.Module] = []
+    for number, n_layers in enumerate(layers):
+        options |= {"n_layers": n_layers, "first_layer": sum(layers[:number])}
+        if number == 0:
+            stages.append(LLamaFirstStage(VOCAB_SIZE, **options))
+        elif number == len(layers) - 1:
+            stages.append(LLamaLastStage(VOCAB_SIZE, **options))
+        else:
+            stages.append(LLamaStage(**options))
+    return stages
+
+
+@pytest.mark.parametrize("layers", [[1, 2, 1], [2, 2], [0, 4, 0], [1, 0, 3]])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_stages_are_the_whole_model(layers: list[int], dtype: torch.dtype) -> None:
+    model = LLama(CausalLLama, VOCAB_SIZE, **SIZES, dtype=dtype)
+    stages = build_stages(layers, dtype=dtype)
+    joined: dict[str, Tensor] = {}
+    for stage in stages:
+        assert not joined.keys() & stage.state_dict().keys()
+        joined |= stage.state_dict()
+    assert joined.keys() == model.state_dict().keys()
+    torch.testing.assert_close(joined, dict(model.state_dict()), rtol=0, atol=0)
+
+    enliven(model)
+    for stage in stages:
+        stage.load_state_dict({name: model.state_dict()[name] for name in stage.state_dict()}, strict=True)
+    ids = tokens()
+    logits = model(ids)
+    causalLLMLoss(logits, ids, VOCAB_SIZE).backward()
+
+    received: list[Tensor] = [ids]
+    sent: list[Tensor] = []
+    for stage in stages:
+        sent.append(stage(received[-1]))
+        assert sent[-1].dtype == torch.float32
+        assert sent[-1].is_contiguous()
+        received.append(sent[-1].detach().requires_grad_())
+    torch.testing.assert_close(received[-1], logits, rtol=0, atol=0)
+    causalLLMLoss(received[-1], ids, VOCAB_SIZE).backward()
+    for activations, above in zip(reversed(sent), reversed(received), strict=False):
+        activations.backward(above.grad)
+
+    joined_gradients = {name: grad for stage in stages for name, grad in gradients(stage).items()}
+    torch.testing.assert_close(joined_gradients, gradients(model), rtol=0, atol=1e-7)
+
+
+def test_stages_hold_only_what_they_use() -> None:
+    first, middle, last = build_stages([1, 1, 1])
+    prefixes = [
+        sorted({name.split(".")[-2] for name in part.state_dict() if ".layers." not in name})
+        for part in (first, middle, last)
+    ]
+    assert prefixes == [["embed_tokens"], [], ["lm_head", "norm"]]
+
+
+@pytest.mark.parametrize("n_layers", [0, 1])
+def test_what_a_stage_sends_is_contiguous(n_layers: int) -> None:
+    stage = LLamaStage(**SIZES | {"n_layers": n_layers})
+    activations = torch.ones(11, 3, 24).transpose(0, 1)
+    assert not activations.is_contiguous()
+    assert stage(activations).is_contiguous()
+
+
+def test_embed_is_the_first_stage() -> None:
+    first = LLamaFirstStage(VOCAB_SIZE, **SIZES)
+    activations = first.embed(tokens())
+    assert activations.shape == (3, 11, 24)
+    torch.testing.assert_close(activations, first(tokens()), rtol=0, atol=0)
+    assert not torch.equal(activations, first.model.embed_tokens(tokens()))  # its layers have run
+
+
+def test_by_default_a_stage_holds_the_layers_of_its_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    def layers(stage: nn.Module) -> set[str]:
+        return {name.split(".")[2] for name in stage.state_dict() if ".layers." in name}
+
+    options = SIZES | {"n_layers": 2}
+    assert layers(LLamaStage(**options)) == {"0", "1"}
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "get_rank", lambda: 3)
+    assert layers(LLamaStage(**options)) == {"6", "7"}
+    assert layers(LLamaLastStage(VOCAB_SIZE, **options)) == {"6", "7"}
+    assert layers(LLamaLastStage(VOCAB_SIZE, **options, first_layer=4)) == {"4", "5"}
+    assert layers(LLamaFirstStage(VOCAB_SIZE, **options)) == {"0", "1"}
+    assert layers(CausalLLama(VOCAB_SIZE, **options)) == {"0", "1"}
+
+
+def test_attention_over_some_of_the_heads() -> None:
+    """Narrower projections in place of the full ones compute those heads' share of the output."""
+    attention = whole(num_kv_heads=2).get_submodule("model.layers.1.self_attn")
+    x = torch.randn(2, 9, 24, generator=torch.Generator().manual_seed(1))
+    cos, sin = llama.rotary_tables(9, 6, 1e4, x.device)
+    expected = attention(x, cos, sin)
+    weights = attention.state_dict()
+    parts = []
+    for half in range(2):
+        for name in ("q_proj", "k_proj", "v_proj"):
+            rows = weights[f"{name}.weight"].chunk(2)[half]
+            projection = llama.Linear(24, len(rows), bias=False)
+            projection.load_state_dict({"weight": rows})
+            setattr(attention, name, projection)
+        attention.o_proj = llama.Linear(12, 24, bias=False)
+        attention.o_proj.load_state_dict({"weight": weights["o_proj.weight"].chunk(2, dim=1)[half]})
+        parts.append(attention(x, cos, sin))
+    assert parts[0].std() > 0.01
+    torch.testing.assert_close(parts[0] + parts[1], expected)
+
+
+# ------------------------------------------------------------------------------------------------- padding, precision
+
+
+def embedding_gradient(padding_idx: int | None) -> Tensor:
+    model = LLama(CausalLLama, VOCAB_SIZE, **SIZES, padding_idx=padding_idx)
+    weight = model.get_parameter("model.embed_tokens.weight")
+    assert (weight.abs().sum(dim=1) > 0).all()
+    ids = torch.arange(VOCAB_SIZE).view(5, 10)
+    causalLLMLoss(model(ids), ids, VOCAB_SIZE).backward()
+    assert weight.grad is not None
+    return weight.grad.abs().sum(dim=1)
+
+
+@pytest.mark.parametrize("padding_idx", [-1, None])
+def test_without_a_padding_token_every_row_is_trained(padding_idx: int | None) -> None:
+    trained = embedding_gradient(padding_idx) > 0
+    trained[9::10] = True  # the last positions predict nothing
+    assert trained.all()
+    ids = torch.full((1, 4), VOCAB_SIZE - 1)
+    model = LLama(CausalLLama, VOCAB_SIZE, **SIZES, padding_idx=padding_idx)
+    causalLLMLoss(model(ids), ids, VOCAB_SIZE).backward()
+    assert model.get_parameter("model.embed_tokens.weight").grad[-1].abs().sum() > 0
+
+
+def test_the_padding_token_is_not_trained() -> None:
+    untrained = embedding_gradient(3) == 0
+    assert untrained.nonzero().flatten().tolist() == [3, 9, 19, 29, 39, 49]
+
+
+@pytest.mark.parametrize("native", [True, False], ids=["native", "widened"])
+def test_bfloat16_is_mixed_precision(native: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(llama, "_cpu_multiplies_bfloat16", lambda: native)
+    exact, mixed = whole(num_kv_heads=2), whole(num_kv_heads=2, dtype=torch.bfloat16)
+    ids = tokens()
+    seen = set()
+    for module in mixed.modules():
+        if isinstance(module, nn.Linear | llama.MLP | llama.Attention):
+            module.register_forward_hook(lambda _, inputs, output: seen.add((inputs[0].dtype, output.dtype)))
+    logits = mixed(ids)
+    assert seen == {(torch.bfloat16, torch.bfloat16)}
+    assert logits.dtype == torch.float32
+    assert torch.equal(logits, logits.bfloat16().float())  # a bfloat16 product made them
+    expected = exact(ids)
+    assert not torch.equal(logits, expected)
+    assert (logits - expected).norm() < 0.03 * expected.norm()
+
+    causalLLMLoss(logits, ids, VOCAB_SIZE).backward()
+    causalLLMLoss(expected, ids, VOCAB_SIZE).backward()
+    expected_gradients = gradients(exact)
+    for name, grad in gradients(mixed).items():
+        assert mixed.get_parameter(name).dtype == grad.dtype == torch.float32
+        # Up to 0.07 were seen, and as much in transformers' model under autocast.
+        assert (grad - expected_gradients[name]).norm() < 0.15 * expected_gradients[name].norm(), name
+
+
+def test_training_after_generating_without_gradients() -> None:
+    llama.rotary_tables.cache_clear()
+    model = whole()
+    with torch.inference_mode():
+        model(tokens())
+    causalLLMLoss(model(tokens()), tokens(), VOCAB_SIZE).backward()
+    assert gradients(model)
+
+
+# ----------------------------------------------------------------------------------------------------- what it refuses
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ({"num_heads": 5}, "--num-heads 5 does not divide --dmodel 24: each head must be equally wide"),
+        (
+            {"num_heads": 8},
+            "--num-heads 8 gives heads of width 3 at --dmodel 24: rotary positions need an even width",
+        ),
+        (
+            {"num_kv_heads": 3},
+            "--num-kv-heads 3 does not divide --num-heads 4: each must serve as many query heads as the others",
+        ),
+        ({"dmodel": 0}, "--dmodel 0 is too small: it must be at least 1"),
+        ({"num_heads": 0}, "--num-heads 0 is too small: it must be at least 1"),
+        ({"num_kv_heads": 0}, "--num-kv-heads 0 is too small: it must be at least 1"),
+        ({"hidden_dim": -4}, "--hidden-dim -4 is too small: it must be at least 1"),
+        ({"n_layers": -1}, "--n-layers -1 is too small: it must be at least 0"),
+        ({"n_layers": 0}, "--n-layers 0 leaves no model: it must be at least 1"),
+        ({"ctx_size": 0}, "--seq-len 0 is too small: it must be at least 1"),
+        ({"vocab_size": 0}, "--tokenizer has a vocabulary of 0 tokens: it must have at least 1"),
+        ({"padding_idx": 50}, "--tokenizer has the pad id 50: it must be below its vocabulary of 50"),
+        ({"dtype": torch.float16}, "--dtype float16 is not supported: use float32 or bfloat16"),
+    ],
+)
+def test_wrong_values_are_named(options: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(InputError) as error:
+        LLama(CausalLLama, **{"vocab_size": VOCAB_SIZE, **SIZES, **options})
+    assert str(error.value) == sentence
+
+
+@pytest.mark.parametrize("build", [CausalLLama, LLamaFirstStage, LLamaStage, LLamaLastStage])
+def test_too_long_an_input_is_refused(build: Callable[..., nn.Module]) -> None:
+    part = build(VOCAB_SIZE, **SIZES)
+    takes_ids = build in (CausalLLama, LLamaFirstStage)
+    with pytest.raises(InputError) as error:
+        part(tokens(1, 17) if takes_ids else torch.zeros(1, 17, 24))
+    assert str(error.value) == "--seq-len 17 is too long for a model built for at most 16 tokens"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_gpu_computes_what_the_cpu_computes(dtype: torch.dtype) -> None:
+    results = []
+    for device in ("cpu", "cuda"):
+        model = whole(device=device, dtype=dtype, num_kv_heads=2)
+        ids = tokens()
+        logits = model(ids.to(device))
+        causalLLMLoss(logits, ids, VOCAB_SIZE).backward()  # the targets stay on the CPU
+        results.append((logits.cpu(), {name: grad.cpu() for name, grad in gradients(model).items()}))
+    (logits, grads), (gpu_logits, gpu_grads) = results
+    tolerance = 1e-4 if dtype == torch.float32 else 0.15
+    assert (logits - gpu_logits).norm() < tolerance * logits.norm()
+    for name, grad in grads.items():
+        assert (grad - gpu_grads[name]).norm() < tolerance * grad.norm(), name

@@ -1,0 +1,85 @@
+"""The loss against torch's own cross-entropy."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from simplellm.errors import InputError
+from simplellm.losses import causalLLMLoss
+
+VOCAB_SIZE = 17
+
+
+def random_pair(batch: int, seq: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    logits = torch.randn(batch, seq, VOCAB_SIZE, generator=generator).mul(4).to(dtype)
+    return logits.requires_grad_(), torch.randint(VOCAB_SIZE, (batch, seq), generator=generator)
+
+
+def expected_loss(logits: Tensor, target: Tensor) -> Tensor:
+    return F.cross_entropy(logits[:, :-1].float().flatten(0, 1), target[:, 1:].flatten())
+
+
+@pytest.mark.parametrize(("batch", "seq"), [(3, 7), (1, 2), (4, 1 + VOCAB_SIZE)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_it_is_the_cross_entropy_of_the_next_tokens(batch: int, seq: int, dtype: torch.dtype) -> None:
+    logits, target = random_pair(batch, seq, dtype)
+    loss = causalLLMLoss(logits, target, VOCAB_SIZE)
+    expected = expected_loss(logits, target)
+    assert loss.dtype == torch.float32
+    torch.testing.assert_close(loss, expected)
+    # Scaled, as the parts of a divided batch scale it.
+    (grad,) = torch.autograd.grad(loss / 3, logits)
+    (expected_grad,) = torch.autograd.grad(expected / 3, logits)
+    assert grad.dtype == dtype
+    assert grad.abs().max() > 0.001
+    torch.testing.assert_close(grad, expected_grad, rtol=1e-5, atol=1e-7)
+
+
+def test_it_neither_changes_its_inputs_nor_wears_out() -> None:
+    logits, target = random_pair(2, 5)
+    before = logits.detach().clone(), target.clone()
+    loss = causalLLMLoss(logits, target, VOCAB_SIZE)
+    (once,) = torch.autograd.grad(loss, logits, retain_graph=True)
+    (twice,) = torch.autograd.grad(loss, logits)
+    torch.testing.assert_close(once, twice, rtol=0, atol=0)
+    torch.testing.assert_close((logits.detach(), target), before, rtol=0, atol=0)
+
+
+def test_far_fetched_logits_stay_finite() -> None:
+    logits = torch.zeros(1, 2, VOCAB_SIZE)
+    logits[0, 0, 4] = 1e4
+    logits.requires_grad_()
+    loss = causalLLMLoss(logits, torch.tensor([[0, 5]]), VOCAB_SIZE)
+    loss.backward()
+    assert loss.item() == 1e4
+    assert logits.grad is not None
+    assert logits.grad[0, 0, [4, 5]].tolist() == [1, -1]
+
+
+def test_logits_in_another_memory_order() -> None:
+    logits, target = random_pair(3, 7)
+    transposed = logits.detach().transpose(0, 1).contiguous().transpose(0, 1).requires_grad_()
+    causalLLMLoss(transposed, target, VOCAB_SIZE).backward()
+    torch.testing.assert_close(transposed.grad, torch.autograd.grad(expected_loss(logits, target), logits)[0])
+
+
+def test_a_sequence_of_one_token_is_refused() -> None:
+    logits, target = random_pair(3, 1)
+    with pytest.raises(InputError) as error:
+        causalLLMLoss(logits, target, VOCAB_SIZE)
+    assert str(error.value) == "--seq-len 1 leaves no token to predict: it must be at least 2"
+
+
+def test_logits_of_another_vocabulary_are_refused() -> None:
+    logits, target = random_pair(3, 7)
+    with pytest.raises(RuntimeError):
+        causalLLMLoss(logits, target, VOCAB_SIZE + 1)
+
+
+@pytest.mark.gpu
+def test_the_target_may_lie_on_another_device() -> None:
+    logits, target = random_pair(3, 7)
+    loss = causalLLMLoss(logits.detach().cuda(), target, VOCAB_SIZE)
+    torch.testing.assert_close(loss.cpu(), expected_loss(logits, target))
