@@ -24,8 +24,7 @@ DEFAULTS = DataParallelSettings(batch_size=1)
 def train(run: TrainingRun[DataParallelSettings]) -> None:
     args = run.settings
     tokenizer = SPTokenizer(args.tokenizer)
-    net = LLama(CausalLLama, tokenizer.vocab_size, padding_idx=tokenizer.pad_id, **run.model_options())
-    net = MyDP(net)
+    net = MyDP(LLama(CausalLLama, tokenizer.vocab_size, padding_idx=tokenizer.pad_id, **run.model_options()))
     stories = TinyStories(tokenizer, **run.data_options(), rank=run.rank, num_replicas=run.world_size)
     optimizer = run.optimizer(net.parameters())
 

@@ -187,7 +187,7 @@ def flatten_weights(model: nn.Module) -> Tensor:
 
 
 def check_parameter_closeness(model: nn.Module) -> bool:
-    """True on every rank if all parameters, tied and frozen ones too, are close to rank 0's; else False on every rank."""
+    """True on every rank if all ranks' parameters, also tied and frozen ones, are close to rank 0's; else False."""
     parameters = list(model.named_parameters())
     shape = torch.tensor([len(parameters), sum(p.numel() for _, p in parameters)], device=parameters[0][1].device)
     if not _same_everywhere(shape):

@@ -122,8 +122,8 @@ def check_port(address: str, port: int) -> None:
             probe.bind((address, port))
         except OSError as error:
             raise InputError(
-                f"--master-port {port}: cannot listen at {address}:{port} ({error.strerror}); give another port, or leave "
-                "the flag out for a free one"
+                f"--master-port {port}: cannot listen at {address}:{port} ({error.strerror}); give another "
+                "port, or leave the flag out for a free one"
             ) from error
 
 

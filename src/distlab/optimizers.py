@@ -1,4 +1,4 @@
-"""The optimizers that `--optimizer` names, built so that a run starts quickly and a step is one pass over the weights."""
+"""The optimizers that `--optimizer` names, built so that a run starts quickly and a step is one pass."""
 
 from collections.abc import Iterable
 

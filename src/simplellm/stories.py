@@ -1,0 +1,211 @@
+"""A generator of small stories for small models, so that the lab needs no download.
+
+The idea is that of TinyStories (Eldan and Li, arXiv 2305.07759): a language model of a few million parameters can learn
+to tell a story that makes sense if the stories keep to the words and plots that a four-year-old understands. The text
+here is the project's own: each story follows a plot of `story_plots`, with a cast of its own, in one of many wordings.
+
+The notation of plots and phrases:
+
+    [smiled|laughed|]      one of these, the earlier the likelier; they may be nested
+    {hero}, {friend.his}   a word that stays the same through the story, or a phrase from `story_words.PHRASES`
+    {His}                  the same with a capital letter
+    {a toy}, {A toy}       the same after the article that it needs
+    ¶, or a blank line     a new paragraph
+
+White space runs together; a line break beside a bar or just inside a bracket counts for nothing.
+"""
+
+import re
+from collections.abc import Callable, Iterator, Sequence
+from random import Random
+from typing import NamedTuple, TypeVar
+
+from simplellm import story_words
+from simplellm.story_plots import PLOTS
+
+
+class Slot(NamedTuple):
+    """A place in a template for a word of the scene, or for one of the shared phrases."""
+
+    name: str
+    article: bool
+    capital: bool
+
+
+class Choice(NamedTuple):
+    """A place in a template for one of several wordings."""
+
+    options: "tuple[Template, ...]"
+
+
+Template = tuple["str | Slot | Choice", ...]
+Row = dict[str, Template]  # one line of a table: column name -> value
+Scene = dict[str, str]  # what the slots stand for in one story
+Chance = Callable[[], float]  # uniform in [0, 1)
+T = TypeVar("T")
+
+# How uneven the choices are, as powers for `pick`.
+WORDINGS = 2
+NAMES = 3
+
+
+def story(index: int, seed: int = 0, split: str = "train") -> str:
+    """Story number `index` of an endless series: about 200 words in 3 to 6 paragraphs, with a blank line between two.
+
+    A pure function of its arguments, the same on every machine and in every version of Python: any story can be had
+    without those before it. Another `seed` or `split` ("train", "validation") gives other stories.
+    """
+    # Of all that `random` offers, only the sequence of random() is promised to stay the same in later Pythons.
+    chance = Random(f"{seed}/{split}/{index}").random
+    hero, table, text = pick(_PLOTS, chance)
+    scene = cast(hero, chance)
+    add_row(scene, table, chance)
+    return "\n\n".join(" ".join(paragraph.split()) for paragraph in tell(text, scene, chance).split("¶"))
+
+
+def pick(options: Sequence[T], chance: Chance, power: int = 1) -> T:
+    """One of the options, each as likely as the others; with a higher power, the earlier the likelier.
+
+    Of three options, power 2 gives 58, 24 and 18 percent; of 80, power 3 gives 23 percent to the first and 0.4 to the
+    last. Real text is as uneven (Zipf's law): a few words do most of the work, and many are rare.
+    """
+    x = position = chance()
+    for _ in range(power - 1):
+        position *= x  # exact on every machine, which x**power need not be
+    return options[int(len(options) * position)]
+
+
+def tell(template: Template, scene: Scene, chance: Chance) -> str:
+    """The template in one of its wordings, with the words of the scene in its slots."""
+    told = []
+    for part in template:
+        if isinstance(part, str):
+            told.append(part)
+        elif isinstance(part, Choice):
+            told.append(tell(pick(part.options, chance, WORDINGS), scene, chance))
+        else:
+            text = scene[part.name] if part.name in scene else tell(_PHRASES[part.name], scene, chance)
+            if part.article:
+                text = f"{article(text)} {text}"
+            told.append(text[:1].upper() + text[1:] if part.capital else text)
+    return "".join(told)
+
+
+def article(word: str) -> str:
+    """The indefinite article before a word of these stories: "a" or "an"."""
+    return "an" if word[0] in "aeio" or word.startswith(("um", "un", "up")) else "a"
+
+
+# ------------------------------------------------------------------------------------------------ who is in the story
+
+_PRONOUNS = {
+    "girl": {"he": "she", "him": "her", "his": "her", "himself": "herself"},
+    "boy": {"he": "he", "him": "him", "his": "his", "himself": "himself"},
+}
+_GENDERS = tuple(_PRONOUNS)
+
+
+def cast(hero: str, chance: Chance) -> Scene:
+    """The words for the people of a story: the hero, a friend, somebody other, and a grown-up.
+
+    `{hero}` is the hero's name, and `{he}`, `{him}`, `{his}`, `{himself}`, `{kind}` (girl, rabbit, ...) are the hero's;
+    those of the others carry their role: `{friend}`, `{friend.he}`, `{elder.his}` and so on.
+    """
+    if hero == "either":
+        hero = pick(("child", "animal"), chance)
+    scene: Scene = {}
+
+    def add_person(role: str, name: str, kind: str, gender: str) -> None:
+        prefix = "" if role == "hero" else f"{role}."
+        scene[role] = name
+        scene[f"{prefix}kind"] = kind
+        for he, she in _PRONOUNS[gender].items():
+            scene[f"{prefix}{he}"] = she
+
+    names: list[str] = []
+    kinds: list[str] = []
+    for role in ("hero", "friend", "other"):
+        gender = pick(_GENDERS, chance)
+        name = _another(_NAMES[gender if hero == "child" else hero], names, chance, NAMES)
+        kind = gender if hero == "child" else _another(_ANIMALS, kinds, chance, WORDINGS)
+        add_person(role, name, kind, gender)
+    name, gender = pick(story_words.ELDERS, chance)
+    add_person("elder", name, name.lower(), gender)
+
+    scene["trait"] = pick(_TRAITS, chance, WORDINGS)
+    if hero == "child":
+        scene["hair"] = "hair"
+        scene["home"] = pick(story_words.CHILD_HOMES, chance, WORDINGS)
+        scene["hobby"] = pick(story_words.CHILD_HOBBIES, chance, WORDINGS)
+    else:
+        scene["hair"] = "fur"
+        scene["home"] = story_words.ANIMALS[kinds[0]]
+        scene["hobby"] = pick(story_words.ANIMAL_HOBBIES, chance, WORDINGS)
+    return scene
+
+
+def add_row(scene: Scene, table: Sequence[Row], chance: Chance) -> None:
+    """Draw a row of a plot's table; a later column may speak of an earlier one."""
+    for column, value in pick(table, chance, WORDINGS).items():
+        scene[column] = tell(value, scene, chance)
+
+
+def _another(options: Sequence[str], taken: list[str], chance: Chance, power: int) -> str:
+    """An option that is not taken yet, and now is."""
+    while (option := pick(options, chance, power)) in taken:
+        pass
+    taken.append(option)
+    return option
+
+
+# --------------------------------------------------------------------------------------------- from text to templates
+
+
+def parse(text: str) -> Template:
+    """A template from its notation; ValueError if the brackets do not match."""
+    text = re.sub(r"\n\s*\n", "¶", text.strip())
+    text = re.sub(r"(?<=[\[|])\s*\n\s*|\s*\n\s*(?=[|\]])", "", text)
+    tokens = re.findall(r"[\[|\]]|\{[^{}]*\}|[^\[|\]{}]+", re.sub(r"\s+", " ", text))
+    options = _options(iter([*tokens, "]"]))
+    if len(options) != 1 or tokens.count("[") != tokens.count("]"):
+        raise ValueError(f"brackets or bars that do not match in: {text}")
+    return options[0]
+
+
+def _options(tokens: Iterator[str]) -> tuple[Template, ...]:
+    """The wordings up to the closing bracket."""
+    options: list[Template] = []
+    parts: list[str | Slot | Choice] = []
+    for token in tokens:
+        if token == "[":
+            parts.append(Choice(_options(tokens)))
+        elif token in "|]":
+            options.append(tuple(parts))
+            if token == "]":
+                break
+            parts = []
+        elif token[0] == "{":
+            name = token[1:-1].lower()
+            parts.append(Slot(name.removeprefix("a "), name.startswith("a "), token[1:-1] != name))
+        else:
+            parts.append(token)
+    return tuple(options)
+
+
+def parse_table(text: str) -> tuple[Row, ...]:
+    """The rows of a table whose first line names its columns."""
+    header, *lines = (line.split(";") for line in text.strip().splitlines())
+    columns = [column.strip() for column in header]
+    return tuple(dict(zip(columns, (parse(cell.strip()) for cell in line), strict=True)) for line in lines)
+
+
+_NAMES = {
+    "girl": story_words.GIRLS.split(),
+    "boy": story_words.BOYS.split(),
+    "animal": story_words.ANIMAL_NAMES.split(),
+    "thing": story_words.OBJECT_NAMES.split(),
+}
+_ANIMALS = tuple(story_words.ANIMALS)
+_TRAITS = story_words.TRAITS.split()
+_PHRASES = {name: parse(text) for name, text in story_words.PHRASES.items()}
+_PLOTS = tuple((plot.hero, parse_table(plot.table), parse(plot.text)) for plot in PLOTS)

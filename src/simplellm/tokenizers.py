@@ -1,0 +1,84 @@
+"""Text to token ids and back, with a SentencePiece model (Kudo and Richardson, arXiv 1808.06226).
+
+The shipped model has 4,096 pieces, made from stories by byte pair encoding (Sennrich, Haddow and Birch, arXiv
+1508.07909); `train_tokenizer` shows how. What it has no piece for it spells in bytes, as Llama's tokenizer does.
+"""
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from sentencepiece import SentencePieceProcessor
+
+from simplellm.errors import InputError
+
+SHIPPED_MODEL = Path(__file__).with_name("tokenizer.model")
+
+# SentencePiece writes a space as this character, and so reads the character itself as a space.
+_META_SPACE = "\u2581"
+
+
+class SPTokenizer:
+    """A SentencePiece model as a tokenizer.
+
+    With the shipped model `decode(encode(text)) == text` for every text that is valid Unicode; another model treats
+    text as it was trained to (Llama's, for instance, puts a space before it).
+
+    Args:
+        path: a SentencePiece model (.model); None for the shipped one.
+
+    Attributes:
+        vocab_size: the number of ids, which are 0 to vocab_size - 1.
+        bos_id, eos_id, pad_id: the ids of the beginning and the end of a document and of padding; -1 where the model
+            has none. No text encodes to them: "</s>" in a text is four characters like any others.
+
+    Raises:
+        InputError: the path leads to no SentencePiece model.
+    """
+
+    def __init__(self, path: str | os.PathLike[str] | None = None) -> None:
+        self._model = _load(SHIPPED_MODEL if path is None else Path(path))
+        self.vocab_size: int = self._model.vocab_size()
+        self.bos_id: int = self._model.bos_id()
+        self.eos_id: int = self._model.eos_id()
+        self.pad_id: int = self._model.pad_id()
+        self._meta_space_bytes = self._bytes_of_meta_space()
+
+    def encode(self, text: str) -> list[int]:
+        """The ids of a text, without a beginning or an end of document."""
+        if self._meta_space_bytes is None or _META_SPACE not in text:
+            ids: list[int] = self._model.encode(text)
+            return ids
+        first, *others = (self._model.encode(part) for part in text.split(_META_SPACE))
+        return [*first, *(id for part in others for id in (*self._meta_space_bytes, *part))]
+
+    def decode(self, ids: Sequence[int] | Any) -> str:
+        """The text of ids: a list, or a one-dimensional tensor or array. Beginning, end and padding leave no trace."""
+        text: str = self._model.decode(ids.tolist() if hasattr(ids, "tolist") else list(ids))
+        return text
+
+    def _bytes_of_meta_space(self) -> list[int] | None:
+        """The ids that spell U+2581 without being taken for a space; None if this model could not tell the two apart.
+
+        That is so if it has no pieces for bytes, or if it puts a space before a text: then a text cannot be encoded in
+        parts.
+        """
+        ids: list[int] = [self._model.piece_to_id(f"<0x{byte:02X}>") for byte in _META_SPACE.encode()]
+        adds_space = self._model.encode("a", out_type=str)[0].startswith(_META_SPACE)
+        return ids if all(map(self._model.is_byte, ids)) and not adds_space else None
+
+
+def _load(path: Path) -> SentencePieceProcessor:
+    wanted = "give the path of a SentencePiece model (.model), or leave the flag out for the shipped one"
+    try:
+        model = path.read_bytes()
+    except FileNotFoundError:
+        raise InputError(f"--tokenizer {path}: there is no such file; {wanted}") from None
+    except OSError as error:
+        raise InputError(f"--tokenizer {path}: cannot be read ({error.strerror}); {wanted}") from None
+    try:
+        # SentencePiece takes an empty file for a model, and fails later.
+        return SentencePieceProcessor(model_proto=model or b"?")
+    except RuntimeError:
+        raise InputError(f"--tokenizer {path}: is no SentencePiece model; {wanted}") from None

@@ -1,0 +1,165 @@
+"""The tokenizer: lossless for any text, and what it says of a path that leads to no model."""
+
+import io
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from sentencepiece import SentencePieceProcessor, SentencePieceTrainer
+
+from simplellm import train_tokenizer
+from simplellm.errors import InputError
+from simplellm.stories import story
+from simplellm.tokenizers import SHIPPED_MODEL, SPTokenizer
+
+SHIPPED = SPTokenizer()
+
+TRICKY = [
+    "",
+    " ",
+    "  leading, inner  and trailing   ",
+    "\u2581",
+    "a\u2581b \u2581 \u2581\u2581 c\u2581",
+    "\x00",
+    "before\x00after",
+    "\r\n \r \n\n\n \t\v\f\x85\u2028\u2029",
+    "<s> </s> <unk> <pad> <0x0A> <0xE2><0x96><0x81>",
+    "\ufeffbyte order mark",
+    "é e\u0301 ﬁ Ⅳ ½ \uff21\uff22",
+    "👩‍👩‍👧 🇨🇭 ☃️",
+    "日本語 العربية हिन्दी",
+    "\ue000 \U000f0000 \u0378 \ufffe \uffff \U0010ffff",
+    "\ufffd \u2047 ⁇",
+]
+
+
+@pytest.mark.parametrize("text", TRICKY)
+def test_decoding_gives_back_tricky_text(text: str) -> None:
+    assert SHIPPED.decode(SHIPPED.encode(text)) == text
+
+
+@settings(deadline=None, max_examples=200)
+@given(st.text(st.characters(codec="utf-8") | st.sampled_from(" \u2581\n\r\t\x00<>s/"), max_size=60))
+def test_decoding_gives_back_any_text(text: str) -> None:
+    ids = SHIPPED.encode(text)
+    assert SHIPPED.decode(ids) == text
+    assert all(0 <= id < SHIPPED.vocab_size for id in ids)
+    assert not {SHIPPED.bos_id, SHIPPED.eos_id, SHIPPED.pad_id, 0} & set(ids)
+
+
+def test_ids() -> None:
+    assert (SHIPPED.vocab_size, SHIPPED.bos_id, SHIPPED.eos_id, SHIPPED.pad_id) == (4096, 1, 2, 3)
+    assert SHIPPED.encode("") == []
+    assert SHIPPED.decode([1, *SHIPPED.encode("the end"), 2, 3, 3]) == "the end"
+
+
+def test_decode_takes_tensors_and_arrays() -> None:
+    ids = SHIPPED.encode("Once upon a time")
+    assert (
+        SHIPPED.decode(torch.tensor(ids))
+        == SHIPPED.decode(np.array(ids))
+        == SHIPPED.decode(tuple(ids))
+        == "Once upon a time"
+    )
+
+
+def test_stories_take_few_tokens_and_paragraphs_one() -> None:
+    text = story(0)
+    assert len(text) / len(SHIPPED.encode(text)) > 3.7
+    assert len(SHIPPED.encode("\n\n")) == 1
+    assert len(SHIPPED.encode("One.\n\nTwo.")) < len(SHIPPED.encode("One.")) + len(SHIPPED.encode("Two.")) + 1
+
+
+def test_the_shipped_model_is_small_and_carries_no_path() -> None:
+    model = SHIPPED_MODEL.read_bytes()
+    assert len(model) < 100_000
+    assert not re.search(rb"/(home|root|tmp|usr|work|Users)\b|\.jsonl|\.txt", model)
+
+
+def small_model(**options: Any) -> bytes:
+    model = io.BytesIO()
+    SentencePieceTrainer.train(
+        sentence_iterator=iter([story(index) for index in range(30)]),
+        model_writer=model,
+        model_type="bpe",
+        vocab_size=500,
+        minloglevel=2,
+        **options,
+    )
+    return model.getvalue()
+
+
+def test_another_model_works_as_it_does_by_itself(tmp_path: Path) -> None:
+    """One with SentencePiece's defaults: a space before the text, no bytes, no padding, white space run together."""
+    path = tmp_path / "other.model"
+    path.write_bytes(small_model())
+    model = SentencePieceProcessor(model_file=str(path))
+    tokenizer = SPTokenizer(path)
+    assert (tokenizer.vocab_size, tokenizer.pad_id, tokenizer.bos_id, tokenizer.eos_id) == (500, -1, 1, 2)
+    for text in TRICKY:
+        assert tokenizer.encode(text) == model.encode(text)
+        assert tokenizer.decode(tokenizer.encode(text)) == model.decode(model.encode(text))
+    assert tokenizer.decode(tokenizer.encode("one  two ")) == "one two"
+
+
+def test_a_space_before_the_text_is_not_put_into_its_middle(tmp_path: Path) -> None:
+    """As in Llama's model: it has bytes, but encoding the parts around U+2581 would add a space to each."""
+    path = tmp_path / "llama-like.model"
+    path.write_bytes(
+        small_model(byte_fallback=True, normalization_rule_name="identity", remove_extra_whitespaces=False)
+    )
+    model = SentencePieceProcessor(model_file=str(path))
+    for text in TRICKY:
+        assert SPTokenizer(path).encode(text) == model.encode(text)
+
+
+def test_training_is_deterministic(tmp_path: Path) -> None:
+    text = tmp_path / "stories.jsonl"
+    lines = [
+        f'{{"text": "Number {index} met {index * index} cats. They said hello.\\n\\nThe end."}}\n'
+        for index in range(300)
+    ]
+    text.write_text("".join(lines), encoding="utf-8")
+    first, second = (train_tokenizer.train(train_tokenizer.training_text(text)) for _ in range(2))
+    assert first == second
+    (tmp_path / "new.model").write_bytes(first)
+    tokenizer = SPTokenizer(tmp_path / "new.model")
+    assert tokenizer.vocab_size == 4096
+    for tricky in TRICKY:
+        assert tokenizer.decode(tokenizer.encode(tricky)) == tricky
+
+
+@pytest.mark.parametrize("content", [b"", b"{}", b"hello\n", b"\x00" * 100, b"\x08\x01", bytes(range(256))])
+def test_a_file_that_is_no_model(tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "no.model"
+    path.write_bytes(content)
+    with pytest.raises(InputError) as error:
+        SPTokenizer(path)
+    assert str(error.value) == (
+        f"--tokenizer {path}: is no SentencePiece model; "
+        "give the path of a SentencePiece model (.model), or leave the flag out for the shipped one"
+    )
+
+
+def test_a_model_cut_short(tmp_path: Path) -> None:
+    path = tmp_path / "half.model"
+    path.write_bytes(SHIPPED_MODEL.read_bytes()[:30_000])
+    with pytest.raises(InputError, match="is no SentencePiece model"):
+        SPTokenizer(path)
+
+
+def test_a_path_that_cannot_be_read(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"^--tokenizer \S+/none\.model: there is no such file; give the path of a"):
+        SPTokenizer(tmp_path / "none.model")
+    with pytest.raises(InputError, match=r"^--tokenizer \S+: cannot be read \(Is a directory\); give the path of a"):
+        SPTokenizer(str(tmp_path))
+    if os.getuid():
+        (tmp_path / "secret.model").touch(mode=0)
+        with pytest.raises(InputError, match="Permission denied"):
+            SPTokenizer(tmp_path / "secret.model")
