@@ -166,8 +166,8 @@ class TrainingRun(Run[TrainSettingsT]):
         self._log.loss(step, loss.item())
 
     def close(self) -> None:
-        super().close()
         self.summarize()
+        super().close()
 
     def summarize(self) -> None:
         """Say, on rank 0, what the run came to."""

@@ -48,7 +48,8 @@ class RunSettings:
 
     def check(self) -> None:
         """Raise `InputError` for a value that cannot work, before any process waits for another."""
-        require_positive(self, "timeout")
+        if not 0 < self.timeout <= 1e6:
+            raise InputError(f"--timeout {self.timeout}: give seconds, more than 0 and at most a million")
         for size in self.layout.values():
             if size < 1:
                 raise InputError(f"{layout_flags(self.layout)}: every size must be at least 1")

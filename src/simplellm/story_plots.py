@@ -499,7 +499,7 @@ PLOTS = (
 
         "Ready, set, go!" [called|cried|shouted] the [old owl|crow|big toad]. [Off they went!|Everyone began to run.
         |Dust flew, and feet drummed on the ground.] {hero} was [fast as the wind|ahead of everyone
-        |in front]. [{He} was going to win!|{He} could already see the finish.
+        |in front]. [{He} ran past {passed}.|] [{He} was going to win!|{He} could already see the finish.
         |Behind {him}, {friend} got smaller and smaller.]
         [|¶] Then {he} heard a small voice. "Help! Please help me!" It was {other}, {a one}. {stuck}.
 
@@ -1220,7 +1220,7 @@ PLOTS = (
         [{elder.He} gave {him} a smooth little stone for {his} pocket. "It knows that you are brave," {elder.he} said.
         |{elder.He} drew a tiny heart on {his} hand. "Look at it when you need me," {elder.he} said.
         |{elder} tied {his} shoes. "You can be brave and afraid at the same time," {elder.he} said.]
-        So they went, hand in hand.
+        So they went, hand in hand. [On the way they saw {passed}.|]
 
         At first {hero} [looked at {his} shoes|hid behind {elder}|held on very tight]. Then {person} [came and knelt
         down|smiled at {him}|winked at {him}]. ["You must be {hero}," was the greeting. "I am so glad that you are
@@ -1306,7 +1306,7 @@ PLOTS = (
         |There was a dotted line, and at the end of it there was a red cross.] ["A treasure map!" whispered {friend}.
         |"It must be gold!" said {friend}.]
         [|¶] [|They packed a lunch and a little spade.|They took a rope, a spade and two apples.]
-        Then they set off. {weather}
+        Then they set off. {weather} [On the way they saw {passed}.|]
 
         First the map said: [ten steps from the gate to the left|across the stream, over the three flat stones
         |through the tall grass to the broken fence]. [|That was easy.|They counted out loud.]
@@ -1356,7 +1356,8 @@ PLOTS = (
         """[It was a good day for kites.|{once} One windy day, {he} took {his} new {kite} up the hill.
         |The wind was strong, and the clouds were running. "Today it will fly!" said {hero}, {a trait} little {kind}.]
         {hero} [had made the kite with {elder}|had painted the kite {himself}
-        |had wished for a kite all year], and {his} friend {friend} came along to [help|run with it]. [
+        |had wished for a kite all year], and {his} friend {friend} came along to [help
+        |run with it]. [On the hill there were {passed}.|] [
         |First it fell down. Then it fell down again.|"Run!" shouted {hero}, and {friend} ran.]
         Then the wind took hold of it, and up it went! [It danced in the sky.|It got smaller and smaller.
         |Its tail waved to them.]
@@ -1542,7 +1543,7 @@ PLOTS = (
         it in the mud|got hungry and stayed among the berries|wanted to take the short way and got stuck in the reeds
         |was scared of the rain and hid]. Now it was Friday, and nothing had been done. "I can," said {hero}.
 
-        {He} put the {letter} on {his} back and set off. [It rained. {hero} went on.
+        {He} put the {letter} on {his} back and set off. [{He} passed {passed}.|] [It rained. {hero} went on.
         |It grew dark. {hero} followed the moon.|It rained, and it grew dark. {hero} went on.]
         [There was a stone as big as a house, and {he} went around it.|There was a puddle as wide as a sea, and {he}
         crossed it on a leaf.|There was a wall, and {he} went up, and {he} went down.]

@@ -112,7 +112,7 @@ PHRASES = {
         |Let me tell you about {hero}, {a trait} little {kind} who loved {hobby}.
         |This is the story of {hero}, {a trait} little {kind}.] {about}""",
     "about": """[|{He} had [brown|soft|dark|red|black|thick] {hair} and [brown|big|bright|dark|green] eyes.
-        |{He} lived with {his} [mom and dad|mom and dad and {his} grandma|grandpa].
+        |{He} lived with {his} [mom and dad|mom and dad and {his} grandma|mom and dad and two big brothers].
         |{His} favorite color was [red|blue|yellow|green|purple|orange].
         |{He} liked [soup|apples|honey|bread|carrots|cake|berries|nuts] better than [anything|any other food].
         |{He} always wore a [red|blue|green|yellow|striped] [scarf|coat|sweater|ribbon].
@@ -124,6 +124,9 @@ PHRASES = {
     "weather": """[|The sun was shining.|The birds were singing.|The sky was blue.|A soft wind was blowing.
         |White clouds floated by.|The air smelled of [flowers|grass|summer|rain].|There was not a cloud in the sky.
         |The [grass|moss|path] was still wet.]""",
+    "passed": """[two|three|some|four|a row of] [white|brown|black|tiny|fat|sleepy|yellow]
+        [ducks|goats|butterflies|geese|snails|ladybugs|frogs|sparrows|bees|ants]
+        [in the grass|by the fence|under a tree|on a wall|beside the path|near the water|among the flowers]""",
     # --- feelings
     "glad": "[happy|glad|pleased|delighted|full of joy]",
     "proud": "[proud|happy and proud]",
@@ -149,10 +152,13 @@ PHRASES = {
     "learned": """[{hero} learned that|Now {hero} knew that|And {hero} never forgot that
         |From then on, {hero} knew that]""",
     # --- the last lines
-    "asleep": """[|That night, {hero} fell asleep with a smile on {his} face.
+    "asleep": """[That night, {hero} dreamed of {dream}.||That night, {hero} fell asleep with a smile on {his} face.
         |That night, {hero} slept well and had sweet dreams.|When the moon came up, {hero} was already fast asleep.
         |In bed that night, {hero} thought about it all and smiled.
         |That night, {hero} was so tired that {he} fell asleep in the middle of a yawn.]""",
+    "dream": """[two|three|seven|ten|a hundred] [little|golden|singing|dancing|sleepy|flying|very polite]
+        [bears|ducks|fish|cats|frogs|whales|horses|owls|mice|dragons]
+        [in a boat|on the moon|in a green field|under a big tree|with tiny hats|on a long train|in the snow]""",
     "friends": """[From that day on, {hero} and {friend} were the best of friends.
         |After that, {hero} and {friend} played together every day.|They were friends from that day on.
         |Then {hero} and {friend} went home side by side, laughing all the way.
