@@ -9,6 +9,7 @@ what this wrapper does (Li et al., arXiv 2006.15704). The loop is that of one pr
 
 from torch.nn.parallel import DistributedDataParallel
 
+from distlab.data_parallel import average_bucket
 from distlab.main import main
 from distlab.runtime import TrainingRun
 from distlab.settings import DataParallelSettings
@@ -26,6 +27,7 @@ def train(run: TrainingRun[DataParallelSettings]) -> None:
     net = DistributedDataParallel(
         LLama(CausalLLama, tokenizer.vocab_size, padding_idx=tokenizer.pad_id, **run.model_options())
     )
+    net.register_comm_hook(None, average_bucket)  # the same average, counted in the run's ledger
     stories = TinyStories(tokenizer, **run.data_options(), rank=run.rank, num_replicas=run.world_size)
     optimizer = run.optimizer(net.parameters())
 

@@ -47,7 +47,8 @@ def train(run: Run[ParallelMLPSettings]) -> None:
         optimizer.step()
         seconds = time.perf_counter() - started
         if step % REPORT_EVERY == 0:
-            assert check_parameter_closeness(model), f"the ranks' weights differ after step {step}"
+            close = check_parameter_closeness(model)
+            assert close, f"the ranks' weights differ after step {step}"
         if step % REPORT_EVERY == 0 and run.rank == 0:
             report(step, model.module, train_set, test_set, seconds)
 

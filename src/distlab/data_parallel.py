@@ -5,6 +5,7 @@ Accelerating Data Parallel Training", VLDB 2020, arXiv 2006.15704, for buckets a
 then instead is local SGD or federated averaging (McMahan et al., arXiv 1602.05629).
 """
 
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
@@ -69,7 +70,7 @@ class GradientBuckets:
         for bucket in self._buckets:
             for parameter, view in zip(bucket.parameters, bucket.views, strict=True):
                 parameter.register_post_accumulate_grad_hook(self._collector(bucket, view))
-        self._expect_gradients()
+        self.expect_gradients()
 
     def __iter__(self) -> Iterator[Bucket]:
         return iter(self._buckets)
@@ -81,9 +82,10 @@ class GradientBuckets:
                 if parameter.grad is None:
                     parameter.grad = view.zero_()
             self._on_full(bucket)
-        self._expect_gradients()
+        self.expect_gradients()
 
-    def _expect_gradients(self) -> None:
+    def expect_gradients(self) -> None:
+        """Begin a step: no bucket has anything yet."""
         self._full = 0  # the buckets before this index have been handed over
         for bucket in self._buckets:
             bucket.missing = self._backward_passes * len(bucket.parameters)
@@ -125,7 +127,8 @@ class MyDP(nn.Module):
     """Wraps a model so that its backward pass averages the gradients over all ranks, as DistributedDataParallel does.
 
     All ranks start from rank 0's weights and buffers. `loss.backward()` starts the average of each bucket as soon as
-    it is full, and returns when all have arrived; so the loop of one process needs no change.
+    it is full, and returns when all have arrived; so the loop of one process needs no change. Every backward pass
+    averages: m micro-batches send m times what one average at the end of the step would.
 
     Args:
         model: on every rank the same architecture; the weights may differ.
@@ -144,6 +147,10 @@ class MyDP(nn.Module):
 
     def forward(self, data: Tensor, target: Tensor | None = None) -> object:
         """What the model returns for `data`, or for `(data, target)` where a target is given."""
+        if self._in_backward_pass:  # the last one ended with an exception
+            self._in_backward_pass = False
+            self._transfers.clear()
+            self._buckets.expect_gradients()
         return self.model(data) if target is None else self.model(data, target)
 
     def _average(self, bucket: Bucket) -> None:
@@ -160,6 +167,12 @@ class MyDP(nn.Module):
             transfer.wait()
         self._transfers.clear()
         self._in_backward_pass = False
+
+
+def average_bucket(_: object, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+    """DistributedDataParallel's communication hook: its average, but through `traffic`, which counts what is sent."""
+    name = f"the gradients of bucket {bucket.index()}"
+    return traffic.all_reduce(bucket.buffer(), name, kind="gradients").future()
 
 
 def broadcast_weights(model: nn.Module) -> None:
@@ -189,21 +202,22 @@ def flatten_weights(model: nn.Module) -> Tensor:
 def check_parameter_closeness(model: nn.Module) -> bool:
     """True on every rank if all ranks' parameters, also tied and frozen ones, are close to rank 0's; else False."""
     parameters = list(model.named_parameters())
-    shape = torch.tensor([len(parameters), sum(p.numel() for _, p in parameters)], device=parameters[0][1].device)
-    if not _same_everywhere(shape):
+    kinds = repr([(name, parameter.shape, parameter.dtype) for name, parameter in parameters])
+    device = parameters[0][1].device
+    if not _same_everywhere(torch.tensor(zlib.crc32(kinds.encode()), device=device)):
         return False
     close = True
     for name, parameter in parameters:
         rank_0s = parameter.detach().clone(memory_format=torch.contiguous_format)
         traffic.broadcast(rank_0s, f"the weights {name}", kind="check").wait()
-        close = close and torch.allclose(parameter, rank_0s)
-    verdict = torch.tensor(int(close), device=shape.device)
+        close = close and torch.allclose(parameter, rank_0s, equal_nan=True)
+    verdict = torch.tensor(int(close), device=device)
     traffic.all_reduce(verdict, "the ranks' verdicts", kind="check", op=dist.ReduceOp.MIN).wait()
     return bool(verdict)
 
 
 def _same_everywhere(values: Tensor) -> bool:
     least, most = values.clone(), values.clone()
-    traffic.all_reduce(least, "the smallest model", kind="check", op=dist.ReduceOp.MIN).wait()
-    traffic.all_reduce(most, "the largest model", kind="check", op=dist.ReduceOp.MAX).wait()
+    traffic.all_reduce(least, "the shapes of a model", kind="check", op=dist.ReduceOp.MIN).wait()
+    traffic.all_reduce(most, "the shapes of a model", kind="check", op=dist.ReduceOp.MAX).wait()
     return torch.equal(least, most)

@@ -46,7 +46,8 @@ def pick_backend(name: str, device: torch.device, local_ranks: int) -> str:
 def threads_per_rank(local_ranks: int) -> int:
     """Threads for each of the ranks that share this host's cores; OMP_NUM_THREADS overrides."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return int(os.environ.get("OMP_NUM_THREADS", max(1, cores // local_ranks)))
+    asked = os.environ.get("OMP_NUM_THREADS", "")
+    return int(asked) if asked.isdigit() and int(asked) > 0 else max(1, cores // local_ranks)
 
 
 def keep_to_loopback() -> None:

@@ -33,6 +33,8 @@ def draw_losses(figure: LossFigure) -> None:
     Raises:
         InputError: a run is not given as NAME=RUN, or has no readable metrics.
     """
+    if figure.smooth < 1:
+        raise InputError(f"--smooth {figure.smooth}: the mean is of at least 1 step")
     import matplotlib
 
     matplotlib.use("Agg")

@@ -44,7 +44,7 @@ def launch(args: list[str]) -> int:
             print(f"  {name:<10} {first_line(LAB / path)}")
         return 0
     script = find_script(args[0])
-    settings = read_settings(script, args[1:])
+    settings = read_settings(script, args[1:], prog=f"./launch.sh {args[0]}")
     if settings.rank >= 0:
         raise InputError(f"rank {settings.rank}: launch.sh starts all ranks; leave the rank out")
     return run_ranks(script, args[1:], settings)
@@ -64,7 +64,7 @@ def first_line(script: Path) -> str:
     return (ast.get_docstring(ast.parse(script.read_text())) or "").partition("\n")[0]
 
 
-def read_settings(script: Path, args: list[str]) -> RunSettings:
+def read_settings(script: Path, args: list[str], prog: str) -> RunSettings:
     """What a script's own defaults and `args` come to; so a wrong flag ends here, before any rank starts."""
     spec = importlib.util.spec_from_file_location("launched_script", script)
     assert spec is not None
@@ -76,7 +76,7 @@ def read_settings(script: Path, args: list[str]) -> RunSettings:
     defaults = getattr(module, "DEFAULTS", None)
     if not isinstance(defaults, RunSettings):
         raise InputError(f"{script}: launch.sh starts scripts that have DEFAULTS, a distlab.settings.RunSettings")
-    return parse(defaults, module.__doc__ or script.stem, args, prog=f"./launch.sh {script.name}")
+    return parse(defaults, module.__doc__ or script.stem, args, prog=prog)
 
 
 def run_ranks(script: Path, args: list[str], settings: RunSettings) -> int:
@@ -87,9 +87,9 @@ def run_ranks(script: Path, args: list[str], settings: RunSettings) -> int:
     """
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # says at length what we say in a line
     ranks = world_size(settings.layout)
-    port = settings.master_port if "--master-port" in " ".join(args) else 0
+    port = settings.master_port or 0
     check_port(settings.master_addr, port)
-    os.environ.setdefault("OMP_NUM_THREADS", "1" if ranks > 1 else str(os.cpu_count()))
+    os.environ["LAB_LAUNCHER"] = str(os.getpid())
     with tempfile.TemporaryDirectory() as errors:
         config = LaunchConfig(
             min_nodes=1,

@@ -2,6 +2,7 @@
 
 import io
 import json
+import math
 import statistics
 import sys
 from collections import Counter
@@ -14,7 +15,7 @@ from distlab.traffic import traffic
 
 
 class RankOutput(io.TextIOBase):
-    """A rank's standard output: goes to its terminal and, once `file` is set, to its log.
+    """A rank's standard output: goes to its terminal and to its log.
 
     Ranks that share a terminal would mix their words: with a `prefix`, each line is written whole, in one piece, and
     says whose it is.
@@ -22,12 +23,21 @@ class RankOutput(io.TextIOBase):
 
     def __init__(self, terminal: TextIO, prefix: str = "") -> None:
         self.terminal, self.prefix = terminal, prefix
-        self.file: TextIO | None = None
+        self._file: TextIO = io.StringIO()  # until the run's folder is known
         self._rest = ""
 
+    def keep_in(self, file: TextIO) -> None:
+        """From now on write to `file`, beginning with what has been written so far."""
+        assert isinstance(self._file, io.StringIO)
+        file.write(self._file.getvalue())
+        self._file = file
+
+    def keep(self, text: str) -> None:
+        """Write to the log alone."""
+        self._file.write(text)
+
     def write(self, text: str) -> int:
-        if self.file is not None:
-            self.file.write(text)
+        self.keep(text)
         if not self.prefix:
             self.terminal.write(text)
         else:
@@ -39,8 +49,7 @@ class RankOutput(io.TextIOBase):
 
     def flush(self) -> None:
         self.terminal.flush()
-        if self.file is not None:
-            self.file.flush()
+        self._file.flush()
 
     def isatty(self) -> bool:
         return self.terminal.isatty()
@@ -73,10 +82,10 @@ class RunLog:
 
     def __init__(self, out: Path, rank: int, shows_steps: bool, tokens_per_step: int, device: torch.device) -> None:
         self._rank, self._shows_steps, self._tokens_per_step, self._device = rank, shows_steps, tokens_per_step, device
-        self._out = out
         self._metrics = (out / "metrics.jsonl").open("w") if rank == 0 else None
         self._sent_before: Counter[str] = Counter()
         self._seconds: list[float] = []
+        self._waited_seconds, self._waited_before = 0.0, traffic.ledger.waited_seconds
         self._loss = float("nan")
 
     def loss(self, step: int, loss: float) -> None:
@@ -87,18 +96,20 @@ class RunLog:
             line += f"  {self._tokens_per_step / self._seconds[-1]:,.0f} tokens/s"
         if self._shows_steps:
             print(line, flush=True)
-        elif isinstance(sys.stdout, RankOutput) and sys.stdout.file is not None:
-            sys.stdout.file.write(line + "\n")
+        elif isinstance(sys.stdout, RankOutput):
+            sys.stdout.keep(line + "\n")
 
     def end_step(self, step: int, seconds: float) -> None:
         """Record a step that took `seconds` from its batch to its update."""
         self._seconds.append(seconds)
+        self._waited_seconds += traffic.ledger.waited_seconds - self._waited_before
+        self._waited_before = traffic.ledger.waited_seconds
         sent = traffic.ledger.sent_bytes.copy()
         sent_now, self._sent_before = sent - self._sent_before, sent
         if self._metrics is not None:
             record = {
                 "step": step,
-                "loss": self._loss,
+                "loss": self._loss if math.isfinite(self._loss) else None,  # JSON has no number for it
                 "tokens": (step + 1) * self._tokens_per_step,
                 "seconds": round(seconds, 6),
                 "tokens_per_second": round(self._tokens_per_step / seconds, 1),
@@ -109,23 +120,21 @@ class RunLog:
             self._metrics.flush()
 
     def summary(self) -> None:
-        """Say what the run came to: speed, where the time went, what was sent, how much memory it took."""
+        """Say how fast the run was, and where the time went."""
         if not self._seconds:
             return
-        steps, seconds, waited = len(self._seconds), sum(self._seconds), traffic.ledger.waited_seconds
+        steps, seconds, waited = len(self._seconds), sum(self._seconds), self._waited_seconds
         tokens = steps * self._tokens_per_step
         say(f"{steps} steps, {tokens:,} tokens in {seconds:.1f} s: {tokens / seconds:,.0f} tokens/s")
         say(f"a step took {statistics.median(self._seconds):.3f} s at the median")
         say(f"rank {self._rank} computed for {seconds - waited:.1f} s and waited {waited:.1f} s for other ranks")
-        for kind, sent in traffic.ledger.sent_bytes.items():
-            messages = traffic.ledger.messages[kind]
-            say(f"rank {self._rank} sent {human_bytes(sent)} of {kind} in {messages:,} messages")
-        say(f"rank {self._rank} had {human_bytes(peak_memory_bytes(self._device))} of memory at the peak")
-        say(f"logs and metrics are in {self._out}")
 
-    def close(self) -> None:
-        if self._metrics is not None:
-            self._metrics.close()
+
+def say_costs(rank: int, device: torch.device) -> None:
+    """Say what this rank has sent, by kind, and how much memory it took."""
+    for kind, sent in traffic.ledger.sent_bytes.items():
+        say(f"rank {rank} sent {human_bytes(sent)} of {kind} in {traffic.ledger.messages[kind]:,} messages")
+    say(f"rank {rank} had {human_bytes(peak_memory_bytes(device))} of memory at the peak")
 
 
 def peak_memory_bytes(device: torch.device) -> int:

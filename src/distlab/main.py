@@ -21,7 +21,7 @@ from typing import Any, NoReturn, TypeVar
 from distlab import meeting
 from distlab.runtime import Run, TrainingRun
 from distlab.settings import RunSettings, TrainSettings, WorldSize, parse
-from distlab.traffic import TrafficError
+from distlab.traffic import TrafficError, is_lost_peer, reason
 from simplellm.errors import InputError
 
 SettingsT = TypeVar("SettingsT", bound=RunSettings)
@@ -54,18 +54,22 @@ def main(work: Callable[[Any], None], defaults: RunSettings, description: str | 
         if isinstance(run, TrainingRun):
             run.summarize()
         fail("interrupted", 130)
+    except BrokenPipeError:
+        leave(1)  # the reader of this output has gone, as `head` does
     except Exception as error:
+        if is_lost_peer(error):  # met by a library that talks to other ranks itself
+            fail(reason(error), 1, lost_a_peer=True)
         traceback.print_exc()
         fail(f"{type(error).__name__}: {error}".splitlines()[0], 1)
     leave(0)
 
 
-def fail(reason: str, status: int, lost_a_peer: bool = False) -> NoReturn:
-    """End this process, and leave the reason where it is looked for: on the terminal and in torchrun's error file."""
-    print(f"# {reason}", file=sys.stderr)
+def fail(sentence: str, status: int, lost_a_peer: bool = False) -> NoReturn:
+    """End this process, and leave a sentence where it is looked for: on the terminal and in torchrun's error file."""
+    print(f"# {sentence}", file=sys.stderr)
     error_file = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if error_file:
-        record = {"message": reason, "timestamp": int(time.time()), "lost_a_peer": lost_a_peer, "status": status}
+        record = {"message": sentence, "timestamp": int(time.time()), "lost_a_peer": lost_a_peer, "status": status}
         Path(error_file).write_text(json.dumps(record))
     if lost_a_peer and meeting.started_by_torchrun():
         time.sleep(1)  # torchrun reports what ends first: the first word is the peer's
@@ -74,8 +78,9 @@ def fail(reason: str, status: int, lost_a_peer: bool = False) -> NoReturn:
 
 def leave(status: int) -> NoReturn:
     """Exit without waiting for gloo's threads, which may sit in a message that never comes."""
-    sys.stdout.flush()
-    sys.stderr.flush()
+    with contextlib.suppress(BrokenPipeError):
+        sys.stdout.flush()
+        sys.stderr.flush()
     os._exit(status)
 
 
@@ -92,3 +97,5 @@ def end_with_launcher() -> None:
         with contextlib.suppress(OSError, AttributeError):
             set_parent_death_signal = 1
             ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGTERM)
+        if os.environ.get("LAB_LAUNCHER", str(os.getppid())) != str(os.getppid()):
+            leave(1)  # it died while this rank was starting

@@ -9,6 +9,7 @@ something else.
 import contextlib
 import json
 import os
+import socket
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -33,18 +34,36 @@ def open_store(rank: int, address: str, port: int, timeout_seconds: float, say: 
         return store
     if rank > 0:
         say(f"looking for rank 0 at {address}:{port}")
+        _wait_until(
+            lambda: _listens(address, port),
+            timeout_seconds,
+            f"rank 0 did not listen at {address}:{port} within {timeout_seconds:g} s: start it there, or give its "
+            "--master-addr and --master-port",
+        )
     try:
         return dist.TCPStore(address, port, is_master=rank == 0, timeout=timeout, wait_for_workers=False)
     except dist.DistError as error:
         if rank > 0:
-            raise InputError(
-                f"rank 0 did not listen at {address}:{port} within {timeout_seconds:g} s: start it there, or give its "
-                "--master-addr and --master-port"
-            ) from error
+            raise InputError(f"--master-port {port}: what listens at {address}:{port} is not rank 0") from error
         raise InputError(
             f"--master-port {port}: cannot listen at {address}:{port}, most likely because another run uses the port; "
             "give another one to every rank"
         ) from error
+
+
+def _listens(address: str, port: int) -> bool:
+    with contextlib.suppress(OSError), socket.create_connection((address, port), timeout=1):
+        return True
+    return False
+
+
+def _wait_until(condition: Callable[[], bool], seconds: float, sentence: str) -> None:
+    """Poll, because torch's own waits cannot be interrupted; raise `InputError` with `sentence` when time is up."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() > deadline:
+            raise InputError(sentence)
+        time.sleep(0.05)
 
 
 def started_by_torchrun() -> bool:
@@ -68,7 +87,10 @@ def agree(
             within the timeout. All ranks raise it.
     """
     if store.add(f"seat/{rank}", 1) > 1:
-        raise InputError(f"rank {rank} is taken: another process joined this run with it; give each a rank of its own")
+        raise InputError(
+            f"rank {rank} is taken: another process joined this run with it, and may have ended since; give each rank "
+            "one process, and after a failure start all ranks again"
+        )
     store.set(f"settings/{rank}", json.dumps(settings))
     if rank > 0:
         verdict = json.loads(_wait(store, "verdict", "rank 0's word that all have joined", timeout_seconds, say))
@@ -94,33 +116,30 @@ def agree(
 def _let_hear(store: dist.Store, size: int) -> None:
     """Give the ranks that have joined time to read the verdict: the store ends with rank 0's process."""
     joined = [f"heard/{rank}" for rank in range(1, size) if store.check([f"settings/{rank}"])]
-    with contextlib.suppress(dist.DistError):
-        store.wait(joined, timedelta(seconds=5))
+    with contextlib.suppress(InputError):
+        _wait_until(lambda: store.check(joined), 5, "a rank has gone")
 
 
 def _wait(store: dist.Store, key: str, what: str, timeout_seconds: float, say: Say) -> bytes:
     """The value of `key` once it is set; says for whom it waits when that takes longer than a start takes."""
     notice_seconds = 5.0
-    started = time.monotonic()
+    sentence = f"waited {timeout_seconds:g} s for {what}: is it running? --timeout sets how long"
     try:
         try:
-            store.wait([key], timedelta(seconds=min(notice_seconds, timeout_seconds)))
-        except dist.DistStoreError:
+            _wait_until(lambda: store.check([key]), min(notice_seconds, timeout_seconds), sentence)
+        except InputError:
             say(f"waiting for {what}")
-            rest = max(timeout_seconds - (time.monotonic() - started), 0.001)
-            store.wait([key], timedelta(seconds=rest))
+            _wait_until(lambda: store.check([key]), timeout_seconds - notice_seconds, sentence)
         return store.get(key)
-    except dist.DistStoreError as error:
-        raise InputError(f"waited {timeout_seconds:g} s for {what}: is it running? --timeout sets how long") from error
-    except dist.DistNetworkError as error:
+    except dist.DistError as error:
         raise InputError(f"rank 0 ended while this rank waited for {what}: see rank 0's last line") from error
 
 
 def _compare(rank_0: dict[str, Any], other: dict[str, Any], rank: int) -> None:
-    """Raise `InputError` that names the first flag in which a rank's settings differ from rank 0's."""
+    """Raise `InputError` that names the first setting in which a rank's settings differ from rank 0's."""
     for name in {**rank_0, **other}:
         if rank_0.get(name) != other.get(name):
             raise InputError(
-                f"--{name.replace('_', '-')}: rank 0 was started with {rank_0.get(name)}, rank {rank} with "
+                f"{name}: rank 0 was started with {rank_0.get(name)}, rank {rank} with "
                 f"{other.get(name)}; start all ranks with the same flags"
             )

@@ -1,5 +1,7 @@
 """A rank's part of a run: who it is, where it computes, the steps it takes, what it says."""
 
+import contextlib
+import itertools
 import json
 import os
 import sys
@@ -15,10 +17,10 @@ from torch import Tensor
 
 from distlab import meeting
 from distlab.devices import keep_to_loopback, pick_backend, pick_device, threads_per_rank
-from distlab.logs import RankOutput, RunLog, say, take_over_output
+from distlab.logs import RankOutput, RunLog, say, say_costs, take_over_output
 from distlab.optimizers import build_optimizer
 from distlab.settings import RunSettings, TrainSettings, as_json, layout_flags, world_size
-from distlab.traffic import traffic
+from distlab.traffic import TrafficError, reason, traffic
 from simplellm.dataloaders import choose_source
 from simplellm.errors import InputError
 
@@ -42,6 +44,8 @@ class Run(Generic[SettingsT]):
         self.rank, self.world_size = identity(settings)
         take_over_output(self.rank, shares_terminal=meeting.started_by_torchrun())
         self.device = pick_device(settings.device, self.rank)
+        self._local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", self.world_size))
+        torch.set_num_threads(threads_per_rank(self._local_ranks))
         self._decided = self._join(script) if settings.layout else self._decide(script)
         self.out = Path(self._decided["out"])
         self._keep_files()
@@ -52,34 +56,38 @@ class Run(Generic[SettingsT]):
     def _join(self, script: Path) -> dict[str, Any]:
         """Meet the other ranks, agree, and set up the process group."""
         settings, timeout = self.settings, timedelta(seconds=self.settings.timeout)
-        local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", self.world_size))
-        backend = pick_backend(settings.backend, self.device, local_ranks)
-        torch.set_num_threads(threads_per_rank(local_ranks))
-        if settings.master_addr == "localhost":
+        backend = pick_backend(settings.backend, self.device, self._local_ranks)
+        alone = self._local_ranks == self.world_size  # all ranks are on this host
+        if alone and (meeting.started_by_torchrun() or settings.master_addr == "localhost"):
             keep_to_loopback()
-        store = meeting.open_store(self.rank, settings.master_addr, settings.master_port, settings.timeout, say)
-        decided = meeting.agree(
-            store, self.rank, self.world_size, as_json(settings), lambda: self._decide(script), settings.timeout, say
+        store = meeting.open_store(
+            self.rank, settings.master_addr, settings.master_port or 29500, settings.timeout, say
         )
-        dist.init_process_group(backend, store=store, rank=self.rank, world_size=self.world_size, timeout=timeout)
+        same = {"the script": script.name} | {f"--{name.replace('_', '-')}": v for name, v in as_json(settings).items()}
+        decided = meeting.agree(
+            store, self.rank, self.world_size, same, lambda: self._decide(script), settings.timeout, say
+        )
+        try:
+            dist.init_process_group(backend, store=store, rank=self.rank, world_size=self.world_size, timeout=timeout)
+        except (dist.DistError, RuntimeError) as error:
+            raise TrafficError(f"rank {self.rank} could not connect to all other ranks: {reason(error)}") from error
         traffic.timeout_seconds = settings.timeout
         return decided
 
     def _decide(self, script: Path) -> dict[str, Any]:
         """What rank 0 decides for all."""
-        now = datetime.now().strftime("%Y-%m-%d_%H-%M-%S")
-        out = self.settings.out or Path("runs") / script.stem / now
+        out = self.settings.out or new_folder(Path("runs") / script.stem)
         return {"out": str(out.absolute())}
 
     def _keep_files(self) -> None:
         try:
             self.out.mkdir(parents=True, exist_ok=True)
-            log = (self.out / f"rank{self.rank}.log").open("w")
+            log = (self.out / f"rank{self.rank}.log").open("w", buffering=1)
         except OSError as error:
             raise InputError(f"--out {self.out}: cannot write there ({error.strerror}); give another folder") from error
         for stream in (sys.stdout, sys.stderr):
             assert isinstance(stream, RankOutput)
-            stream.file = log
+            stream.keep_in(log)
         if self.rank == 0:
             config = {"settings": as_json(self.settings), "layout": self.settings.layout, "world_size": self.world_size}
             config |= {name: value for name, value in self._decided.items() if name != "out"}
@@ -90,10 +98,17 @@ class Run(Generic[SettingsT]):
         say(f"{script.stem}: {ranks} on {self.device.type}, {torch.get_num_threads()} threads each")
 
     def close(self) -> None:
-        """Part from the other ranks when all have finished."""
+        """Say what the run came to, and part from the other ranks when all have finished."""
+        self.summarize()
         if dist.is_initialized():
             traffic.all_reduce(torch.zeros((), device=self.device), "the end of the run", kind="control").wait()
             dist.destroy_process_group()
+
+    def summarize(self) -> None:
+        """Say, on rank 0, what the run cost."""
+        if self.rank == 0:
+            say_costs(self.rank, self.device)
+            say(f"logs and metrics are in {self.out}")
 
 
 class TrainingRun(Run[TrainSettingsT]):
@@ -165,15 +180,21 @@ class TrainingRun(Run[TrainSettingsT]):
         traffic.all_reduce(loss, f"the loss of step {step}", kind="loss").wait()
         self._log.loss(step, loss.item())
 
-    def close(self) -> None:
-        self.summarize()
-        super().close()
-
     def summarize(self) -> None:
-        """Say, on rank 0, what the run came to."""
         if self.rank == 0:
             self._log.summary()
-        self._log.close()
+        super().summarize()
+
+
+def new_folder(parent: Path) -> Path:
+    """Make a folder named after the time, and after nothing else that is there already."""
+    now = datetime.now().strftime("%Y-%m-%d_%H-%M-%S")
+    for number in itertools.count(1):
+        folder = parent / (now if number == 1 else f"{now}-{number}")
+        with contextlib.suppress(FileExistsError):
+            folder.mkdir(parents=True)
+            return folder
+    raise AssertionError
 
 
 def identity(settings: RunSettings) -> tuple[int, int]:
@@ -187,6 +208,8 @@ def identity(settings: RunSettings) -> tuple[int, int]:
         rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         if size != asked:
             raise InputError(f"{layout_flags(settings.layout)}: torchrun started {size} ranks; make the two agree")
+        if settings.rank not in (-1, rank):
+            raise InputError(f"rank {settings.rank}: torchrun made this process rank {rank}; leave the rank out")
         return rank, size
     rank = 0 if settings.rank < 0 and asked == 1 else settings.rank
     if not 0 <= rank < asked:

@@ -2,6 +2,8 @@
 
 import contextlib
 import io
+import math
+import os
 import re
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -11,6 +13,7 @@ import tyro
 
 from simplellm.dataloaders import open_source
 from simplellm.errors import InputError
+from simplellm.llama import check_heads
 from simplellm.tokenizers import SPTokenizer
 
 Layout = dict[str, int]
@@ -34,7 +37,9 @@ class RunSettings:
     """seconds that any wait for another rank may take"""
     master_addr: str = "localhost"
     """host where rank 0 listens"""
-    master_port: int = 29500
+    master_port: Annotated[
+        int | None, tyro.conf.arg(metavar="INT", help_behavior_hint="(default: 29500; with launch.sh, a free one)")
+    ] = None
     """port where rank 0 listens"""
     out: Annotated[Path | None, tyro.conf.arg(metavar="DIR", help_behavior_hint="(default: runs/<script>/<time>)")] = (
         None
@@ -53,12 +58,16 @@ class RunSettings:
         for size in self.layout.values():
             if size < 1:
                 raise InputError(f"{layout_flags(self.layout)}: every size must be at least 1")
-        if not 0 < self.master_port < 65536:
+        if self.master_port is not None and not 0 < self.master_port < 65536:
             raise InputError(f"--master-port {self.master_port}: a port is a number from 1 to 65535")
         if self.device == "cpu" and self.backend == "nccl":
             raise InputError("--backend nccl with --device cpu: NCCL moves CUDA tensors only; use --backend gloo")
-        if self.out is not None and self.out.exists() and not self.out.is_dir():
-            raise InputError(f"--out {self.out}: is a file; give a folder")
+        if not -(2**63) <= self.seed < 2**63:
+            raise InputError(f"--seed {self.seed}: give a number of at most 63 bits")
+        if self.out is not None:
+            there = next(path for path in (self.out, *self.out.absolute().parents) if path.exists())
+            if not there.is_dir() or not os.access(there, os.W_OK):
+                raise InputError(f"--out {self.out}: {there} is no folder that can be written to; give another one")
 
 
 @dataclass
@@ -97,11 +106,7 @@ class TrainSettings(RunSettings):
         require_positive(self, "steps", "batch_size", "micro_batches", "dmodel", "num_heads", "n_layers", "lr")
         if self.seq_len < 2:
             raise InputError(f"--seq-len {self.seq_len}: predicting the next token needs at least 2")
-        if self.dmodel % (2 * self.num_heads):
-            raise InputError(
-                f"--dmodel {self.dmodel} with --num-heads {self.num_heads}: each head needs the same, even number of "
-                f"dimensions; give a multiple of {2 * self.num_heads}"
-            )
+        check_heads(self.dmodel, self.num_heads)
         if self.batch_size % self.micro_batches:
             raise InputError(
                 f"--batch-size {self.batch_size} with --micro-batches {self.micro_batches}: the batch must divide into "
@@ -109,7 +114,7 @@ class TrainSettings(RunSettings):
             )
         SPTokenizer(self.tokenizer)
         if self.data not in ("auto", "tinystories"):
-            open_source(self.data, "train", self.seed)
+            next(open_source(self.data, "train", self.seed).documents(0))
 
 
 @dataclass
@@ -150,7 +155,7 @@ def require_positive(settings: Any, *names: str) -> None:
     """Raise `InputError` unless each named field is greater than zero."""
     for name in names:
         value = getattr(settings, name)
-        if not value > 0:
+        if not 0 < value < math.inf:
             raise InputError(f"--{name.replace('_', '-')} {value}: must be greater than 0")
 
 

@@ -58,13 +58,27 @@ class Transfer:
         except RuntimeError as error:
             seconds = time.perf_counter() - started
             raise TrafficError(
-                f"rank {dist.get_rank()} waited {seconds:.1f} s for {self._name}: {_reason(error)}"
+                f"rank {dist.get_rank()} waited {seconds:.1f} s for {self._name}: {reason(error)}"
             ) from error
         finally:
             self._door.ledger.waited_seconds += time.perf_counter() - started
         if self._staged is not None:
             self._tensor.copy_(self._staged, non_blocking=True)
         self._work = None
+
+    def future(self) -> "torch.futures.Future[Tensor]":
+        """The tensor once it holds the result, for callers that wait themselves; such waits are not in the ledger."""
+
+        def finish(_: object) -> Tensor:
+            if self._staged is not None:
+                self._tensor.copy_(self._staged)
+            return self._tensor
+
+        if self._work is None:
+            done: torch.futures.Future[Tensor] = torch.futures.Future()
+            done.set_result(self._tensor)
+            return done
+        return self._work.get_future().then(finish)
 
 
 class Traffic:
@@ -143,14 +157,19 @@ def other_ranks(ranks: range) -> str:
     return f"ranks {', '.join(others[:-1])} and {others[-1]}"
 
 
-def _reason(error: RuntimeError) -> str:
+def reason(error: Exception) -> str:
     """What gloo's or NCCL's error says, in a few words."""
-    text = str(error)
-    if re.search(r"closed by peer|reset by peer|broken pipe|socket closed|connection.*closed", text, re.IGNORECASE):
+    if is_lost_peer(error):
         return "a rank has ended and closed its connection"
-    if re.search(r"timed? ?out", text, re.IGNORECASE):
+    if re.search(r"timed? ?out", str(error), re.IGNORECASE):
         return "no answer (--timeout sets how long to wait)"
-    return text.splitlines()[0]
+    return (str(error).splitlines() or [type(error).__name__])[0]
+
+
+def is_lost_peer(error: Exception) -> bool:
+    """Whether an error says that another rank is gone."""
+    signs = r"closed by peer|reset by peer|broken pipe|socket closed|connection.*(closed|refused)"
+    return isinstance(error, RuntimeError) and re.search(signs, str(error), re.IGNORECASE) is not None
 
 
 traffic = Traffic()

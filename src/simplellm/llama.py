@@ -354,6 +354,17 @@ def _check_vocabulary(vocab_size: int, padding_idx: int | None) -> None:
         raise InputError(f"--tokenizer has the pad id {padding_idx}: it must be below its vocabulary of {vocab_size}")
 
 
+def check_heads(dmodel: int, num_heads: int) -> None:
+    """Raise `InputError` unless the heads divide the width into equal, even parts."""
+    if dmodel % num_heads:
+        raise InputError(f"--num-heads {num_heads} does not divide --dmodel {dmodel}: each head must be equally wide")
+    if dmodel // num_heads % 2:
+        raise InputError(
+            f"--num-heads {num_heads} gives heads of width {dmodel // num_heads} at --dmodel {dmodel}: "
+            "rotary positions need an even width"
+        )
+
+
 def _check_sizes(
     dmodel: int, num_heads: int, num_kv_heads: int, hidden_dim: int, n_layers: int, ctx_size: int, dtype: torch.dtype
 ) -> None:
@@ -368,13 +379,7 @@ def _check_sizes(
     for flag, (value, smallest) in least.items():
         if value < smallest:
             raise InputError(f"{flag} {value} is too small: it must be at least {smallest}")
-    if dmodel % num_heads:
-        raise InputError(f"--num-heads {num_heads} does not divide --dmodel {dmodel}: each head must be equally wide")
-    if dmodel // num_heads % 2:
-        raise InputError(
-            f"--num-heads {num_heads} gives heads of width {dmodel // num_heads} at --dmodel {dmodel}: "
-            "rotary positions need an even width"
-        )
+    check_heads(dmodel, num_heads)
     if num_heads % num_kv_heads:
         raise InputError(
             f"--num-kv-heads {num_kv_heads} does not divide --num-heads {num_heads}: "

@@ -94,7 +94,7 @@ def many_processes(
 def assert_equal(own: State, expected: State) -> None:
     assert own.keys() == expected.keys()
     for name, tensor in expected.items():
-        torch.testing.assert_close(own[name], tensor, rtol=1e-5, atol=1e-6, msg=lambda m, name=name: f"{name}: {m}")
+        torch.testing.assert_close(own[name], tensor, rtol=0, atol=1e-6, msg=lambda m, name=name: f"{name}: {m}")
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 5])
@@ -133,3 +133,6 @@ def test_weights_that_are_averaged_rarely_drift_and_meet_again(tmp_path: Path) -
         for other in rarely[1:]:
             assert torch.equal(other[name], weight), f"{name}: the last average leaves all ranks with the same weights"
     assert any(not torch.allclose(every_step[0][name], weight, atol=1e-5) for name, weight in rarely[0].items())
+    records = [json.loads(line) for line in (tmp_path / "h3" / "metrics.jsonl").read_text().splitlines()]
+    synced = [record["step"] for record in records if record["sent_bytes"].get("weights")]
+    assert synced == [2, STEPS - 1], "after every third step, and at the end"

@@ -121,7 +121,9 @@ def test_closeness_sees_a_weight_that_differs_on_one_rank(what: str) -> None:
 
 def differ_in_shape(rank: int, port: int) -> bool:
     with process_group(rank, 2, port):
-        return check_parameter_closeness(nn.Linear(2 + rank, 2))
+        other_size = check_parameter_closeness(nn.Linear(2 + rank, 2))
+        transposed = check_parameter_closeness(nn.Linear(2 + rank, 3 - rank, bias=False))
+        return other_size or transposed
 
 
 def test_closeness_of_models_of_different_shapes_is_false_and_does_not_hang() -> None:

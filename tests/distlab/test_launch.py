@@ -111,6 +111,7 @@ from distlab.main import main
 from distlab.settings import DataParallelSettings
 DEFAULTS = DataParallelSettings()
 def train(run):
+    open(__file__ + f".{{run.rank}}.pid", "w").write(str(os.getpid()))
     for step, batch in run.steps(iter(lambda: __import__("torch").zeros(1, 2), None)):
         if step == 2 and run.rank == 1:
             {failure}
@@ -137,12 +138,24 @@ def test_a_failed_rank_ends_all_and_is_named_in_the_last_line(failure: str, last
     assert ended.status not in (0, 2)
     assert ended.err.splitlines()[-1] == last_line
     assert time.monotonic() - started < 40
-    assert not [pid for pid in _processes_of_group(process.pid) if alive(pid)]
+    ranks = [int(pid.read_text()) for pid in tmp_path.glob("*.pid")]
+    assert len(ranks) == 3
+    assert not any(alive(pid) for pid in ranks)
 
 
-def _processes_of_group(group: int) -> list[int]:
-    listing = subprocess.run(["ps", "-eo", "pid=,pgid="], capture_output=True, text=True, check=True).stdout
-    return [int(line.split()[0]) for line in listing.splitlines() if int(line.split()[1]) == group]
+def test_a_killed_rank_is_named_also_where_a_library_does_the_talking(tmp_path: Path) -> None:
+    launcher = start("./launch.sh", "ddp", *TINY, "--steps", "1000000", "--out", tmp_path)
+    metrics = tmp_path / "metrics.jsonl"
+    assert wait_for(lambda: metrics.exists() and metrics.stat().st_size > 0), "training began"
+    (rank_1,) = [pid for pid in children(launcher.pid) if b"RANK=1" in environment(pid)]
+    os.kill(rank_1, signal.SIGKILL)
+    ended = finish(launcher, 30)
+    assert ended.err.splitlines()[-1] == "# rank 1 failed: it was ended by SIGKILL"
+    assert "Traceback" not in ended.err
+
+
+def environment(pid: int) -> list[bytes]:
+    return Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
 
 
 @pytest.mark.parametrize(("sent", "to_all"), [(signal.SIGINT, True), (signal.SIGTERM, False), (signal.SIGKILL, False)])
@@ -173,7 +186,10 @@ def test_ending_the_launcher_leaves_no_process_behind(sent: signal.Signals, to_a
         ("dp-ga --steps 0", "--steps 0: must be greater than 0"),
         ("dp-ga --lr nan", "--lr nan: must be greater than 0"),
         ("dp-ga --seq-len 1", "--seq-len 1: predicting the next token needs at least 2"),
-        ("dp-ga --num-heads 5", "--dmodel 288 with --num-heads 5"),
+        ("dp-ga --num-heads 5", "--num-heads 5 does not divide --dmodel 288"),
+        ("dp-ga --seed 99999999999999999999", "--seed 99999999999999999999: give a number of at most 63 bits"),
+        ("dp-ga --lr inf", "--lr inf: must be greater than 0"),
+        ("dp-ga --timeout inf", "--timeout inf: give seconds"),
         ("dp-ga --batch-size 3 --micro-batches 2", "--batch-size 3 with --micro-batches 2"),
         ("dp-ga --stepz 3", "Unrecognized options: --stepz, 3"),
         ("dp-ga --steps x", "Error parsing --steps"),
@@ -182,7 +198,7 @@ def test_ending_the_launcher_leaves_no_process_behind(sent: signal.Signals, to_a
         ("dp-ga --tokenizer missing.model", "--tokenizer missing.model"),
         ("dp-ga --tokenizer README.md", "--tokenizer README.md"),
         ("dp-ga --backend nccl --device cpu", "--backend nccl"),
-        ("dp-ga --out README.md", "--out README.md: is a file"),
+        ("dp-ga --out README.md", "--out README.md: "),
         ("dp-ga --master-port 70000", "--master-port 70000: a port is a number from 1 to 65535"),
         ("dp-wa --sync-every 0", "--sync-every 0: must be greater than 0"),
         ("mlp-ddp --d-in 0", "--d-in 0: must be greater than 0"),

@@ -41,11 +41,11 @@ def test_equal_settings_agree_on_what_rank_0_decided() -> None:
 
 def test_different_settings_end_every_rank_with_the_flag_and_both_values() -> None:
     sentence = "--batch-size: rank 0 was started with 1, rank 2 with 4; start all ranks with the same flags"
-    assert meet([{"batch_size": 1}, {"batch_size": 1}, {"batch_size": 4}]) == [sentence] * 3
+    assert meet([{"--batch-size": 1}, {"--batch-size": 1}, {"--batch-size": 4}]) == [sentence] * 3
 
 
 def test_different_worlds_are_told_apart_before_the_missing_rank_is_waited_for() -> None:
-    outcomes = meet([{"world_size": 3}, {"world_size": 2}], size=[3, 2])
+    outcomes = meet([{"--world-size": 3}, {"--world-size": 2}], size=[3, 2])
     assert (
         outcomes == ["--world-size: rank 0 was started with 3, rank 1 with 2; start all ranks with the same flags"] * 2
     )
@@ -56,7 +56,8 @@ def test_two_processes_with_one_rank() -> None:
     assert outcomes[0] == "agreed on sample"
     assert sorted(outcomes[1:]) == [
         "agreed on sample",
-        "rank 1 is taken: another process joined this run with it; give each a rank of its own",
+        "rank 1 is taken: another process joined this run with it, and may have ended since; give each rank "
+        "one process, and after a failure start all ranks again",
     ]
 
 
