@@ -158,6 +158,8 @@ def measure(rank: int, world_size: int, settings: Settings) -> None:
 
 def main() -> None:
     settings = tyro.cli(Settings, description=__doc__)
+    if settings.rounds < 2:
+        raise SystemExit(f"--rounds {settings.rounds}: quartiles need at least 2")
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     print(f"| ranks | variant | ms a step (median) | time over {BASELINE} (median) | quartiles |")
     print("|---|---|---|---|---|", flush=True)

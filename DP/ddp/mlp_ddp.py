@@ -3,8 +3,8 @@
     python DP/ddp/mlp_ddp.py <rank>             in three terminals, with the ranks 0, 1 and 2
     ./launch.sh mlp-ddp --world-size 2
 
-The ranks start from different weights: the wrapper gives all of them rank 0's. `diff primer/mlp.py
-DP/ddp/mlp_ddp.py` shows what it takes to make a loop data-parallel.
+The ranks start from different weights: the wrapper gives all of them rank 0's. Compare `train` with that of
+primer/mlp.py: that is what it takes to make a loop data-parallel.
 """
 
 import sys
