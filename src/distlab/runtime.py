@@ -95,7 +95,8 @@ class Run(Generic[SettingsT]):
 
     def _introduce(self, script: Path) -> None:
         ranks = f"{self.world_size} ranks over {dist.get_backend()}" if dist.is_initialized() else "one process"
-        say(f"{script.stem}: {ranks} on {self.device.type}, {torch.get_num_threads()} threads each")
+        threads = torch.get_num_threads()
+        say(f"{script.stem}: {ranks} on {self.device.type}, {threads} thread{'s' * (threads > 1)} each")
 
     def close(self) -> None:
         """Say what the run came to, and part from the other ranks when all have finished."""
