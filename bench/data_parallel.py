@@ -22,6 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from distlab.data_parallel import Bucket, GradientBuckets, MyDP
 from distlab.devices import keep_to_loopback
+from distlab.main import leave
 from distlab.optimizers import build_optimizer
 from distlab.traffic import Transfer, traffic
 from simplellm.llama import CausalLLama, LLama
@@ -153,7 +154,7 @@ def measure(rank: int, world_size: int, settings: Settings) -> None:
                 f"{low:.3f} to {high:.3f} |",
                 flush=True,
             )
-    dist.destroy_process_group()
+    leave(0)  # without the process group's destructor, which can hang: see distlab.runtime.Run.close
 
 
 def main() -> None:

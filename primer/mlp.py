@@ -148,13 +148,15 @@ def train(run: Run[MLPSettings]) -> None:
     model = MLP(config).to(run.device)
     optimizer = torch.optim.SGD(model.parameters(), lr=config.lr)
 
-    for step, (points, labels) in zip(range(config.niters), batches(train_set, config.batch_size), strict=False):
+    mine = batches(train_set, config.batch_size)
+    for step, (points, labels) in run.count_steps(mine, config.niters, config.batch_size, "inputs"):
         started = time.perf_counter()
         _, loss = model(points, labels)
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
         seconds = time.perf_counter() - started
+        run.global_loss(step, [loss])
         if step % REPORT_EVERY == 0:
             report(step, model, train_set, test_set, seconds)
 

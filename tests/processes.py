@@ -80,7 +80,10 @@ def _run_rank(sender: Connection, work: Callable[..., Any], rank: int, *args: An
 
 @contextmanager
 def process_group(rank: int, world_size: int, port: int, timeout_seconds: float = 30) -> Iterator[None]:
-    """A gloo process group over loopback, in a process of `run_ranks`; the ranks are seeded differently."""
+    """A gloo process group over loopback, in a process of `run_ranks`; the ranks are seeded differently.
+
+    The group is not destroyed, it ends with the process: see `distlab.runtime.Run.close`.
+    """
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.manual_seed(1000 + rank)
     timeout = timedelta(seconds=timeout_seconds)
@@ -88,7 +91,6 @@ def process_group(rank: int, world_size: int, port: int, timeout_seconds: float 
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timeout)
     yield
     dist.barrier()
-    dist.destroy_process_group()
 
 
 @dataclass

@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from distlab.data_parallel import check_parameter_closeness
+from distlab.data_parallel import average_bucket, check_parameter_closeness
 from distlab.main import main
 from distlab.runtime import Run
 from distlab.settings import WorldSize
@@ -36,16 +36,19 @@ def train(run: Run[ParallelMLPSettings]) -> None:
     config = run.settings
     train_set, test_set = gen_dataset(config, device=run.device)
     model = DistributedDataParallel(MLP(config).to(run.device))
+    model.register_comm_hook(None, average_bucket)  # the same average, counted in the run's ledger
     optimizer = torch.optim.SGD(model.parameters(), lr=config.lr)
 
     mine = batches(train_set, config.batch_size, run.rank, run.world_size)
-    for step, (points, labels) in zip(range(config.niters), mine, strict=False):
+    global_batch = run.world_size * config.batch_size
+    for step, (points, labels) in run.count_steps(mine, config.niters, global_batch, "inputs"):
         started = time.perf_counter()
         _, loss = model(points, labels)
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
         seconds = time.perf_counter() - started
+        run.global_loss(step, [loss])
         if step % REPORT_EVERY == 0:
             close = check_parameter_closeness(model)
             assert close, f"the ranks' weights differ after step {step}"

@@ -38,13 +38,15 @@ def train(run: Run[ParallelMLPSettings]) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=config.lr)
 
     mine = batches(train_set, config.batch_size, run.rank, run.world_size)
-    for step, (points, labels) in zip(range(config.niters), mine, strict=False):
+    global_batch = run.world_size * config.batch_size
+    for step, (points, labels) in run.count_steps(mine, config.niters, global_batch, "inputs"):
         started = time.perf_counter()
         _, loss = model(points, labels)
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
         seconds = time.perf_counter() - started
+        run.global_loss(step, [loss])
         if step % REPORT_EVERY == 0:
             close = check_parameter_closeness(model)
             assert close, f"the ranks' weights differ after step {step}"

@@ -172,7 +172,8 @@ class MyDP(nn.Module):
 def average_bucket(_: object, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
     """DistributedDataParallel's communication hook: its average, but through `traffic`, which counts what is sent."""
     name = f"the gradients of bucket {bucket.index()}"
-    return traffic.all_reduce(bucket.buffer(), name, kind="gradients").future()
+    transfer = traffic.all_reduce(bucket.buffer(), name, kind="gradients")
+    return transfer.future(is_waited_for=bucket.is_last())
 
 
 def broadcast_weights(model: nn.Module) -> None:

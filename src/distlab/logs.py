@@ -70,34 +70,36 @@ def say(text: str) -> None:
 
 
 class RunLog:
-    """The line a step and the records of a training run.
+    """The records of a run's steps: `metrics.jsonl`, and what they come to at the end.
 
     Args:
         out: the run's folder, which exists.
         rank: of this process; rank 0 writes `metrics.jsonl`.
-        shows_steps: whether this rank's step lines appear on its terminal (they always go to its log).
-        tokens_per_step: of the global batch.
         device: whose memory is reported.
+
+    Attributes:
+        loss: of the global batch, in the current step.
     """
 
-    def __init__(self, out: Path, rank: int, shows_steps: bool, tokens_per_step: int, device: torch.device) -> None:
-        self._rank, self._shows_steps, self._tokens_per_step, self._device = rank, shows_steps, tokens_per_step, device
-        self._metrics = (out / "metrics.jsonl").open("w") if rank == 0 else None
-        self._sent_before: Counter[str] = Counter()
+    def __init__(self, out: Path, rank: int, device: torch.device) -> None:
+        self._out, self._rank, self._device = out, rank, device
+        self._metrics: TextIO | None = None
+        self._per_step, self._unit = 0, ""
         self._seconds: list[float] = []
-        self._waited_seconds, self._waited_before = 0.0, traffic.ledger.waited_seconds
-        self._loss = float("nan")
+        self._sent_before: Counter[str] = Counter()
+        self._waited_seconds, self._waited_before = 0.0, 0.0
+        self.loss = float("nan")
 
-    def loss(self, step: int, loss: float) -> None:
-        """Print the line of a step; its speed is that of the step before, since this one is not over yet."""
-        self._loss = loss
-        line = f"{step} {loss:.8f}"
-        if self._seconds:
-            line += f"  {self._tokens_per_step / self._seconds[-1]:,.0f} tokens/s"
-        if self._shows_steps:
-            print(line, flush=True)
-        elif isinstance(sys.stdout, RankOutput):
-            sys.stdout.keep(line + "\n")
+    def expect_steps(self, per_step: int, unit: str) -> None:
+        """Begin: each step takes `per_step` of `unit` ("tokens", "inputs") in the global batch."""
+        self._per_step, self._unit = per_step, unit
+        self._waited_before = traffic.ledger.waited_seconds
+        if self._rank == 0:
+            self._metrics = (self._out / "metrics.jsonl").open("w")
+
+    def speed(self) -> str:
+        """The end of a step's line: the speed of the step before, since this one is not over yet."""
+        return f"  {self._per_step / self._seconds[-1]:,.0f} {self._unit}/s" if self._seconds else ""
 
     def end_step(self, step: int, seconds: float) -> None:
         """Record a step that took `seconds` from its batch to its update."""
@@ -109,10 +111,10 @@ class RunLog:
         if self._metrics is not None:
             record = {
                 "step": step,
-                "loss": self._loss if math.isfinite(self._loss) else None,  # JSON has no number for it
-                "tokens": (step + 1) * self._tokens_per_step,
+                "loss": self.loss if math.isfinite(self.loss) else None,  # JSON has no number for it
+                self._unit: (step + 1) * self._per_step,
                 "seconds": round(seconds, 6),
-                "tokens_per_second": round(self._tokens_per_step / seconds, 1),
+                f"{self._unit}_per_second": round(self._per_step / seconds, 1),
                 "peak_memory_bytes": peak_memory_bytes(self._device),
                 "sent_bytes": dict(sent_now),
             }
@@ -124,9 +126,9 @@ class RunLog:
         if not self._seconds:
             return
         steps, seconds, waited = len(self._seconds), sum(self._seconds), self._waited_seconds
-        tokens = steps * self._tokens_per_step
-        say(f"{steps} steps, {tokens:,} tokens in {seconds:.1f} s: {tokens / seconds:,.0f} tokens/s")
-        say(f"a step took {statistics.median(self._seconds):.3f} s at the median")
+        count = steps * self._per_step
+        say(f"{steps} steps, {count:,} {self._unit} in {seconds:.1f} s: {count / seconds:,.0f} {self._unit}/s")
+        say(f"a step took {statistics.median(self._seconds):.3g} s at the median")
         say(f"rank {self._rank} computed for {seconds - waited:.1f} s and waited {waited:.1f} s for other ranks")
 
 

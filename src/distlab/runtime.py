@@ -21,10 +21,11 @@ from distlab.logs import RankOutput, RunLog, say, say_costs, take_over_output
 from distlab.optimizers import build_optimizer
 from distlab.settings import RunSettings, TrainSettings, as_json, layout_flags, world_size
 from distlab.traffic import TrafficError, reason, traffic
-from simplellm.dataloaders import choose_source
 from simplellm.errors import InputError
+from simplellm.sources import choose_source
 
 SettingsT = TypeVar("SettingsT", bound=RunSettings)
+BatchT = TypeVar("BatchT")
 TrainSettingsT = TypeVar("TrainSettingsT", bound=TrainSettings)
 
 
@@ -49,6 +50,7 @@ class Run(Generic[SettingsT]):
         self._decided = self._join(script) if settings.layout else self._decide(script)
         self.out = Path(self._decided["out"])
         self._keep_files()
+        self._log = RunLog(self.out, self.rank, self.device)
         torch.manual_seed(settings.seed + self.rank)  # weights and data do not depend on it; dropout would
         if self.rank == 0:
             self._introduce(script)
@@ -98,16 +100,51 @@ class Run(Generic[SettingsT]):
         threads = torch.get_num_threads()
         say(f"{script.stem}: {ranks} on {self.device.type}, {threads} thread{'s' * (threads > 1)} each")
 
+    def count_steps(
+        self, batches: Iterable[BatchT], steps: int, per_step: int, unit: str
+    ) -> Iterator[tuple[int, BatchT]]:
+        """Number the steps, give each its batch, and keep the records of each.
+
+        Args:
+            batches: at least `steps` of them.
+            steps: how many to take.
+            per_step: what the global batch holds, counted in `unit` ("tokens", "inputs").
+        """
+        self._log.expect_steps(per_step, unit)
+        source = iter(batches)
+        for step in range(steps):
+            started = time.perf_counter()
+            yield step, next(source)
+            self._log.end_step(step, time.perf_counter() - started)
+
+    def global_loss(self, step: int, losses: Iterable[Tensor]) -> float:
+        """The loss of the global batch, on every rank and in the records.
+
+        Args:
+            step: the optimizer step, from 0.
+            losses: this rank's micro-batch losses, scalars, each already divided by the number of micro-batches.
+        """
+        loss = torch.stack([loss.detach() for loss in losses]).sum(dtype=torch.float64)
+        traffic.all_reduce(loss, f"the loss of step {step}", kind="loss").wait()
+        self._log.loss = loss.item()
+        return self._log.loss
+
     def close(self) -> None:
-        """Say what the run came to, and part from the other ranks when all have finished."""
+        """Say what the run came to, and wait until all ranks have finished.
+
+        The process group is left to end with the process. To destroy it would risk a hang: the destructor joins gloo's
+        thread while it holds Python's lock, which that thread may be waiting for to let go of its last message.
+        """
         self.summarize()
         if dist.is_initialized():
             traffic.all_reduce(torch.zeros((), device=self.device), "the end of the run", kind="control").wait()
-            dist.destroy_process_group()
+            if self.device.type == "cuda":
+                torch.cuda.synchronize(self.device)  # NCCL's wait() only orders the stream
 
     def summarize(self) -> None:
         """Say, on rank 0, what the run cost."""
         if self.rank == 0:
+            self._log.summary()
             say_costs(self.rank, self.device)
             say(f"logs and metrics are in {self.out}")
 
@@ -122,15 +159,6 @@ class TrainingRun(Run[TrainSettingsT]):
     def __init__(self, settings: TrainSettingsT, script: Path) -> None:
         super().__init__(settings, script)
         self.data: str = self._decided["data"]
-        replicas = settings.layout.get("dp", 1)
-        self.tokens_per_step = replicas * settings.batch_size * settings.seq_len
-        self._log = RunLog(
-            self.out,
-            self.rank,
-            shows_steps=self.rank == 0 or not meeting.started_by_torchrun(),
-            tokens_per_step=self.tokens_per_step,
-            device=self.device,
-        )
 
     def _decide(self, script: Path) -> dict[str, Any]:
         source, why = choose_source(self.settings.data)
@@ -164,27 +192,18 @@ class TrainingRun(Run[TrainSettingsT]):
 
     def steps(self, batches: Iterable[Tensor]) -> Iterator[tuple[int, Tensor]]:
         """Number the steps and give each its batch of token ids, (batch, seq), on the run's device."""
-        source = iter(batches)
-        for step in range(self.settings.steps):
-            started = time.perf_counter()
-            yield step, next(source).to(self.device, non_blocking=True)
-            self._log.end_step(step, time.perf_counter() - started)
+        args = self.settings
+        tokens = args.layout.get("dp", 1) * args.batch_size * args.seq_len
+        for step, batch in self.count_steps(batches, args.steps, tokens, "tokens"):
+            yield step, batch.to(self.device, non_blocking=True)
 
     def log(self, step: int, losses: Iterable[Tensor]) -> None:
-        """Print the loss of the global batch.
-
-        Args:
-            step: the optimizer step, from 0.
-            losses: this rank's micro-batch losses, scalars, each already divided by the number of micro-batches.
-        """
-        loss = torch.stack([loss.detach() for loss in losses]).sum(dtype=torch.float64)
-        traffic.all_reduce(loss, f"the loss of step {step}", kind="loss").wait()
-        self._log.loss(step, loss.item())
-
-    def summarize(self) -> None:
-        if self.rank == 0:
-            self._log.summary()
-        super().summarize()
+        """Print the loss of the global batch; the arguments are those of `global_loss`."""
+        line = f"{step} {self.global_loss(step, losses):.8f}{self._log.speed()}"
+        if self.rank == 0 or not meeting.started_by_torchrun():
+            print(line, flush=True)
+        elif isinstance(sys.stdout, RankOutput):
+            sys.stdout.keep(line + "\n")  # ranks that share a terminal print it once
 
 
 def new_folder(parent: Path) -> Path:

@@ -11,9 +11,9 @@ from typing import Annotated, Any, Literal, TypeVar
 
 import tyro
 
-from simplellm.dataloaders import open_source
 from simplellm.errors import InputError
 from simplellm.llama import check_heads
+from simplellm.sources import open_source
 from simplellm.tokenizers import SPTokenizer
 
 Layout = dict[str, int]

@@ -66,10 +66,17 @@ class Transfer:
             self._tensor.copy_(self._staged, non_blocking=True)
         self._work = None
 
-    def future(self) -> "torch.futures.Future[Tensor]":
-        """The tensor once it holds the result, for callers that wait themselves; such waits are not in the ledger."""
+    def future(self, is_waited_for: bool = False) -> "torch.futures.Future[Tensor]":
+        """The tensor once it holds the result, for callers that wait themselves.
+
+        Args:
+            is_waited_for: nothing is left to compute meanwhile, so the ledger counts the time until then as waiting.
+        """
+        started = time.perf_counter()
 
         def finish(_: object) -> Tensor:
+            if is_waited_for:
+                self._door.ledger.waited_seconds += time.perf_counter() - started
             if self._staged is not None:
                 self._tensor.copy_(self._staged)
             return self._tensor

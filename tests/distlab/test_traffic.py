@@ -45,6 +45,26 @@ def test_without_a_process_group_there_is_nobody_to_talk_to() -> None:
     assert dict(traffic.ledger.messages) == before
 
 
+def come_late(rank: int, port: int) -> list[float]:
+    """Seconds in the ledger after each of two futures whose result the other rank delays by half a second."""
+    with process_group(rank, 2, port):
+        waited = []
+        for is_waited_for in (False, True):
+            dist.barrier()
+            time.sleep(0.5 * rank)
+            average = traffic.all_reduce(torch.ones(4), "the gradients", kind="gradients")
+            assert average.future(is_waited_for).wait().tolist() == [1.0] * 4
+            waited.append(traffic.ledger.waited_seconds)
+        return waited
+
+
+def test_a_future_counts_as_waiting_where_nothing_else_is_left_to_do() -> None:
+    first, second = run_ranks(2, come_late, free_port())
+    assert first[0] == second[0] == 0
+    assert 0.4 < first[1] < 2
+    assert second[1] < 0.3
+
+
 def wait_for_a_silent_rank(rank: int, port: int) -> str:
     store = dist.TCPStore("localhost", port, is_master=rank == 0)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=3)

@@ -1,5 +1,6 @@
 """The MLP exercises: in one process, with torch's wrapper, with ours."""
 
+import json
 import re
 import sys
 from pathlib import Path
@@ -46,6 +47,12 @@ def test_is_the_run_of_one_process_at_the_same_global_batch(script: str, world_s
     ranks = [start(sys.executable, script, str(rank), *flags) for rank in range(world_size)]
     ended = [finish(rank) for rank in ranks]
     assert [end.status for end in ended] == [0] * world_size, [end.err for end in ended]
+    records = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [record["inputs"] for record in records] == [7 * world_size * (step + 1) for step in range(301)]
+    assert records[-1]["loss"] < records[0]["loss"] - 0.3
+    assert all(record["sent_bytes"].get("gradients", 0) > 0 for record in records) == (world_size > 1)
+    assert "inputs/s" in ended[0].out
+    assert "rank 0 computed for" in ended[0].out
     own = reports(ended[0].out)
     assert own[-1][1] < own[0][1] - 0.3
     for (step, train, test), (expected_step, expected_train, expected_test) in zip(own, expected, strict=True):

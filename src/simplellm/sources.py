@@ -1,0 +1,329 @@
+"""Where the stories come from: the generator, the hub's TinyStories, or a file; one order, two splits."""
+
+import json
+import os
+import queue
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from itertools import chain, count, islice
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from simplellm.errors import InputError
+from simplellm.stories import story
+
+HUB_REPOSITORY = "roneneldan/TinyStories"  # or a folder with the same files
+SPLITS = ("train", "validation")
+
+
+def choose_source(data: str) -> tuple[str, str]:
+    """What `data` stands for, and why.
+
+    Args:
+        data: as for `TinyStories`.
+
+    Returns:
+        "sample", "tinystories" or a path, never "auto"; and a phrase for the log that names the source and the reason.
+        "auto" is the hub's TinyStories if it can be reached or is cached, else the generator; without a network the
+        answer takes 2 seconds at most.
+    """
+    if data == "sample":
+        return data, "the generator, as --data asks"
+    if data == "tinystories":
+        return data, "the hub's TinyStories, as --data asks"
+    if data != "auto":
+        return data, f"{data}, as --data asks"
+    if cached_files("train"):
+        return "tinystories", "the hub's TinyStories: it is in the local cache"
+    problem = hub_problem()
+    if problem is None:
+        return "tinystories", "the hub's TinyStories: the hub answers"
+    return "sample", f"the generator: the hub's TinyStories cannot be reached ({problem})"
+
+
+class Source(ABC):
+    """Documents in an order that never changes."""
+
+    @abstractmethod
+    def read(self, start: int) -> Iterator[str]:
+        """The documents from number `start` to the last; none if there are not so many."""
+
+    def count(self) -> int:
+        """How many documents there are."""
+        return sum(1 for _ in self.read(0))
+
+    def why_empty(self) -> str:
+        """The sentence for a source without a document."""
+        return "there is no document to read"
+
+    def documents(self, start: int) -> Iterator[str]:
+        """The documents from number `start` on, endlessly: after the last comes the first.
+
+        Raises:
+            InputError: there are none.
+        """
+        while True:
+            past_the_end = True
+            for document in self.read(start):
+                past_the_end = False
+                yield document
+            if not past_the_end:
+                start = 0
+            elif total := self.count():
+                start %= total
+            else:
+                raise InputError(self.why_empty())
+
+
+def open_source(data: str, split: str, seed: int) -> Source:
+    """The documents of a split, from what `choose_source` returned.
+
+    Raises:
+        InputError: `data` is nothing to read from.
+    """
+    if data == "sample":
+        return Generator(split, seed)
+    if data == "tinystories":
+        files = cached_files(split)
+        return Parquet(files) if files else Hub(split)
+    path = Path(os.path.expanduser(data))
+    wanted = "give sample, tinystories, or the path of a .txt, .jsonl or .parquet file"
+    if os.path.isdir(path):
+        raise InputError(f"--data {data}: is a folder; {wanted}")
+    if not os.path.exists(path):
+        raise InputError(f"--data {data}: there is no such file; {wanted}")
+    ending = path.suffix.lower()
+    if ending == ".txt":
+        return Part(Text(path), path, split)
+    if ending == ".jsonl":
+        return Part(JsonLines(path), path, split)
+    if ending == ".parquet":
+        return Part(Parquet([path]), path, split)
+    raise InputError(f"--data {data}: its name does not tell its format; {wanted}")
+
+
+class Generator(Source):
+    """The stories that come with the project."""
+
+    def __init__(self, split: str, seed: int) -> None:
+        self._split = split
+        self._seed = seed
+
+    def read(self, start: int) -> Iterator[str]:
+        return (story(index, self._seed, self._split) for index in count(start))
+
+
+class Part(Source):
+    """One split of a file's documents: every 20th is for validation, the others are for training."""
+
+    def __init__(self, file: Source, path: Path, split: str) -> None:
+        self._file = file
+        self._path = path
+        self._validates = split == "validation"
+
+    def read(self, start: int) -> Iterator[str]:
+        first = 20 * start + 19 if self._validates else start + start // 19
+        for index, document in enumerate(self._file.read(first), first):
+            if (index % 20 == 19) == self._validates:
+                yield document
+
+    def count(self) -> int:
+        total = self._file.count()
+        return total // 20 if self._validates else total - total // 20
+
+    def why_empty(self) -> str:
+        total = self._file.count()
+        if not total:
+            return f"--data {self._path}: the file holds no document; give one with text in it"
+        return (
+            f"--data {self._path}: validation takes every 20th document and there are only {total}; give a longer file"
+        )
+
+
+class Text(Source):
+    """A .txt file: documents between lines "<|endoftext|>", or between blank lines if there is no such line."""
+
+    MARKER = b"<|endoftext|>"
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        with _opened(path) as lines:
+            marked = any(self.MARKER in line and line.strip() == self.MARKER for line in lines)
+        self._between = self.MARKER if marked else b""
+
+    def read(self, start: int) -> Iterator[str]:
+        for line_number, lines in islice(self._blocks(), start, None):
+            text = "".join(_decoded(line, self._path, line_number + i) for i, line in enumerate(lines))
+            yield text.replace("\r\n", "\n").strip()
+
+    def _blocks(self) -> Iterator[tuple[int, list[bytes]]]:
+        """The lines of each document that is not blank, after the number of the first of them."""
+        block: list[bytes] = []
+        with _opened(self._path) as lines:
+            for line_number, line in enumerate(chain(lines, [self._between]), 1):
+                if line.strip() != self._between:
+                    block.append(line)
+                    continue
+                if any(not line.isspace() for line in block):
+                    yield line_number - len(block), block
+                block = []
+
+
+class JsonLines(Source):
+    """A .jsonl file: each line is an object whose field "text" is a document. Blank lines count for nothing."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def read(self, start: int) -> Iterator[str]:
+        with _opened(self._path) as file:
+            lines = ((number, line) for number, line in enumerate(file, 1) if not line.isspace())
+            for line_number, line in islice(lines, start, None):
+                yield self._document(_decoded(line, self._path, line_number), line_number)
+
+    def _document(self, line: str, line_number: int) -> str:
+        try:
+            text = json.loads(line)["text"]
+            text.encode()  # JSON can spell half a surrogate pair, which is no text
+        except (ValueError, TypeError, LookupError, AttributeError, RecursionError):
+            raise InputError(
+                f'--data {self._path}: line {line_number} is no JSON object with a string "text"; '
+                'every line is to be like {"text": "Once upon a time, ..."}'
+            ) from None
+        return str(text)
+
+
+class Parquet(Source):
+    """Parquet files, one after the other, whose column "text" holds the documents."""
+
+    def __init__(self, paths: Sequence[Path]) -> None:
+        self._paths = paths
+
+    def read(self, start: int) -> Iterator[str]:
+        for path in self._paths:
+            with _parquet(path) as file:
+                for group in range(file.num_row_groups):
+                    rows = file.metadata.row_group(group).num_rows
+                    if start >= rows:  # passed over unread
+                        start -= rows
+                        continue
+                    for batch in file.iter_batches(row_groups=[group], columns=["text"], batch_size=256):
+                        for text in batch.column(0)[start:].to_pylist():
+                            if not isinstance(text, str):
+                                raise InputError(
+                                    f'--data {path}: the column "text" holds {text!r:.50}; it is to hold text'
+                                )
+                            yield text
+                        start = max(0, start - batch.num_rows)
+
+    def count(self) -> int:
+        total = 0
+        for path in self._paths:
+            with _parquet(path) as file:
+                total += file.metadata.num_rows
+        return total
+
+
+class Hub(Source):
+    """The hub's TinyStories (Eldan and Li, arXiv 2305.07759), read over the network while it is used."""
+
+    def __init__(self, split: str) -> None:
+        if not os.path.isdir(HUB_REPOSITORY) and (problem := hub_problem()):
+            raise self._unreadable(f"the hub cannot be reached and nothing is cached: {problem}")
+        from datasets import load_dataset  # takes seconds, which nobody else should wait for
+
+        try:
+            self._rows = load_dataset(HUB_REPOSITORY, split=split, streaming=True)
+        except Exception as error:  # of many kinds, from several libraries
+            raise self._unreadable(_line(error)) from error
+
+    def read(self, start: int) -> Iterator[str]:
+        try:
+            for row in self._rows.skip(start) if start else self._rows:
+                yield row["text"]
+        except Exception as error:
+            raise self._unreadable(_line(error)) from error
+
+    def why_empty(self) -> str:
+        return str(self._unreadable("it holds no document"))
+
+    def _unreadable(self, why: str) -> InputError:
+        return InputError(
+            f"--data tinystories: {HUB_REPOSITORY} cannot be read ({why}); "
+            "give sample, or the path of a .txt, .jsonl or .parquet file"
+        )
+
+
+def cached_files(split: str) -> list[Path]:
+    """The Parquet files of the hub's TinyStories in the local cache, in order; [] if they are not all there."""
+    from huggingface_hub.constants import HF_HUB_CACHE
+
+    snapshots = Path(HF_HUB_CACHE, "datasets--" + HUB_REPOSITORY.replace("/", "--"), "snapshots")
+    for snapshot in sorted(snapshots.glob("*"), key=lambda path: path.stat().st_mtime, reverse=True):
+        files = sorted(snapshot.rglob(f"{split}-*-of-*.parquet"))  # train-00000-of-00004-2d5a1467fff1081b.parquet
+        if files and len(files) == int(files[0].name.split("-of-")[1][:5]):
+            return files
+    return []
+
+
+def hub_problem(seconds: float = 2.0) -> str | None:
+    """Why the hub's TinyStories cannot be reached; None if it can. Takes `seconds` at most."""
+    from huggingface_hub.constants import HF_HUB_OFFLINE
+
+    if HF_HUB_OFFLINE:
+        return "HF_HUB_OFFLINE is set"
+    answer: queue.SimpleQueue[str | None] = queue.SimpleQueue()
+
+    def ask() -> None:
+        try:
+            from huggingface_hub import HfApi
+
+            HfApi().dataset_info(HUB_REPOSITORY, timeout=seconds)
+            answer.put(None)
+        except Exception as error:
+            answer.put(_line(error))
+
+    # In a thread of its own, for no time limit covers everything: a look-up of the host's name can take a minute.
+    threading.Thread(target=ask, daemon=True).start()
+    try:
+        return answer.get(timeout=seconds)
+    except queue.Empty:
+        return f"no answer within {seconds:g} seconds"
+
+
+def _line(error: Exception) -> str:
+    """An exception as one short line."""
+    first = str(error).strip().partition("\n")[0]
+    return first[:150] or type(error).__name__
+
+
+def _opened(path: Path) -> BinaryIO:
+    try:
+        return path.open("rb")
+    except OSError as error:
+        raise InputError(f"--data {path}: cannot be read ({error.strerror}); give a file that can") from None
+
+
+def _decoded(line: bytes, path: Path, line_number: int) -> str:
+    try:
+        return line.decode("utf-8-sig" if line_number == 1 else "utf-8")
+    except UnicodeDecodeError:
+        raise InputError(f"--data {path}: line {line_number} is not UTF-8; give a file in UTF-8") from None
+
+
+@contextmanager
+def _parquet(path: Path) -> Iterator[Any]:
+    """A Parquet file with a column "text"; what is wrong with it, now or when it is read, becomes an InputError."""
+    from pyarrow import ArrowException, parquet  # type: ignore[import-untyped]  # a fifth of a second
+
+    wanted = 'give a .parquet file with a string column "text"'
+    try:
+        with parquet.ParquetFile(path) as file:
+            columns = file.schema_arrow.names
+            if "text" not in columns:
+                raise InputError(f'--data {path}: has no column "text", only {", ".join(columns)}; {wanted}')
+            yield file
+    except (ArrowException, OSError) as error:
+        raise InputError(f"--data {path}: is broken or no Parquet file ({_line(error)}); {wanted}") from error
