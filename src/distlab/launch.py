@@ -20,12 +20,16 @@ from simplellm.errors import InputError
 
 LAB = Path(__file__).resolve().parents[2]
 
-TOPOLOGIES = {
+TOPOLOGIES = {  # a script, and flags that come before the user's own
     "primer": "primer/intro.py",
     "dp-ga": "DP/gradient_aggr/intro_DP_GA.py",
     "dp-wa": "DP/weight_aggr/intro_DP_WA.py",
     "ddp": "DP/ddp/intro_DP_DDP.py",
     "mydp": "DP/mydp/intro_DP_MyDP.py",
+    "pp-1f1b": "PP/1F1B/intro_PP_1F1B.py",
+    "pp-gpipe": "PP/microbatches/intro_PP_microbatches.py --schedule gpipe",
+    "pp-dapple": "PP/microbatches/intro_PP_microbatches.py --schedule dapple",
+    "hybrid": "hybrid/intro_hybrid.py",
     "mlp": "primer/mlp.py",
     "mlp-ddp": "DP/ddp/mlp_ddp.py",
     "mlp-mydp": "DP/mydp/mlp_mydp.py",
@@ -40,22 +44,25 @@ def launch(args: list[str]) -> int:
     """
     if not args or args[0] in ("-h", "--help"):
         print("./launch.sh <topology> [flags]   starts all ranks; --help after a topology's name lists its flags\n")
-        for name, path in TOPOLOGIES.items():
-            print(f"  {name:<10} {first_line(LAB / path)}")
+        for name in TOPOLOGIES:
+            script, flags = find_script(name)
+            print(f"  {name:<10} {' '.join([first_line(script), *flags])}")
         return 0
-    script = find_script(args[0])
-    settings = read_settings(script, args[1:], prog=f"./launch.sh {args[0]}")
+    script, flags = find_script(args[0])
+    prog, args = f"./launch.sh {args[0]}", [*flags, *args[1:]]
+    settings = read_settings(script, args, prog)
     if settings.rank >= 0:
         raise InputError(f"rank {settings.rank}: launch.sh starts all ranks; leave the rank out")
-    return run_ranks(script, args[1:], settings)
+    return run_ranks(script, args, settings)
 
 
-def find_script(name: str) -> Path:
-    """The script of a topology, or the path of any script."""
+def find_script(name: str) -> tuple[Path, list[str]]:
+    """The script of a topology and its flags, or the path of any script."""
     if name in TOPOLOGIES:
-        return LAB / TOPOLOGIES[name]
+        script, *flags = TOPOLOGIES[name].split()
+        return LAB / script, flags
     if Path(name).is_file() and name.endswith(".py"):
-        return Path(name)
+        return Path(name), []
     raise InputError(f"{name}: no such topology or script; there are {', '.join(TOPOLOGIES)}")
 
 

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from distlab import meeting
 from distlab.devices import keep_to_loopback, pick_backend, pick_device, threads_per_rank
+from distlab.grid import Grid
 from distlab.logs import RankOutput, RunLog, say, say_costs, take_over_output
 from distlab.optimizers import build_optimizer
 from distlab.settings import RunSettings, TrainSettings, as_json, layout_flags, world_size
@@ -36,6 +37,7 @@ class Run(Generic[SettingsT]):
         settings: the command line.
         rank: of this process, 0 to `world_size` - 1.
         world_size: number of ranks.
+        grid: this rank's place among replicas and stages.
         device: where this rank computes.
         out: the run's folder.
     """
@@ -43,6 +45,8 @@ class Run(Generic[SettingsT]):
     def __init__(self, settings: SettingsT, script: Path) -> None:
         self.settings = settings
         self.rank, self.world_size = identity(settings)
+        self.grid = Grid.of(self.rank, settings.layout)
+        traffic.describe = self.grid.describe
         take_over_output(self.rank, shares_terminal=meeting.started_by_torchrun())
         self.device = pick_device(settings.device, self.rank)
         self._local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", self.world_size))
@@ -122,11 +126,12 @@ class Run(Generic[SettingsT]):
 
         Args:
             step: the optimizer step, from 0.
-            losses: this rank's micro-batch losses, scalars, each already divided by the number of micro-batches.
+            losses: this rank's micro-batch losses, scalars whose sum is the loss of its replica; none where another
+                rank of the replica computes it.
         """
-        loss = torch.stack([loss.detach() for loss in losses]).sum(dtype=torch.float64)
-        traffic.all_reduce(loss, f"the loss of step {step}", kind="loss").wait()
-        self._log.loss = loss.item()
+        own = sum((loss.detach().double() for loss in losses), torch.zeros((), dtype=torch.float64, device=self.device))
+        traffic.all_reduce(own, f"the loss of step {step}", kind="loss", op=dist.ReduceOp.SUM).wait()
+        self._log.loss = own.item() / self.grid.dp
         return self._log.loss
 
     def close(self) -> None:
@@ -193,7 +198,7 @@ class TrainingRun(Run[TrainSettingsT]):
     def steps(self, batches: Iterable[Tensor]) -> Iterator[tuple[int, Tensor]]:
         """Number the steps and give each its batch of token ids, (batch, seq), on the run's device."""
         args = self.settings
-        tokens = args.layout.get("dp", 1) * args.batch_size * args.seq_len
+        tokens = self.grid.dp * args.batch_size * args.seq_len
         for step, batch in self.count_steps(batches, args.steps, tokens, "tokens"):
             yield step, batch.to(self.device, non_blocking=True)
 

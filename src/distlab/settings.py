@@ -11,6 +11,8 @@ from typing import Annotated, Any, Literal, TypeVar
 
 import tyro
 
+from distlab.schedules import SCHEDULES
+from distlab.stages import Split, balance, read_split
 from simplellm.errors import InputError
 from simplellm.llama import check_heads
 from simplellm.sources import open_source
@@ -100,6 +102,8 @@ class TrainSettings(RunSettings):
         Path | None, tyro.conf.arg(metavar="FILE", help_behavior_hint="(default: the shipped one)")
     ] = None
     """a SentencePiece model"""
+    trace: bool = False
+    """record and draw the timeline"""
 
     def check(self) -> None:
         super().check()
@@ -136,6 +140,78 @@ class DataParallelSettings(WorldSize, TrainSettings):
     batch_size: int = 1
 
 
+@dataclass
+class StageSettings(TrainSettings):
+    """A training run in which the model is cut into stages, each with some of the layers."""
+
+    layers_per_stage: Annotated[
+        str | None, tyro.conf.arg(metavar="N,N,...", help_behavior_hint="(default: balanced)")
+    ] = None
+    """layers of each stage, e.g. 3,2,1"""
+
+    def check(self) -> None:
+        super().check()
+        self.split(SPTokenizer(self.tokenizer).vocab_size)
+
+    def split(self, vocab_size: int) -> Split:
+        """The layers of each stage: as `--layers-per-stage` gives them, else balanced."""
+        stages = self.layout["pp"]
+        if self.layers_per_stage is not None:
+            return read_split(self.layers_per_stage, self.n_layers, stages)
+        return balance(self.n_layers, stages, vocab_size=vocab_size, dmodel=self.dmodel, seq_len=self.seq_len)
+
+
+@dataclass
+class Pipeline(WorldSize):
+    """The topology of one pipeline: every rank is a stage (mixed into a script's settings)."""
+
+    world_size: int = 3
+    """ranks, each a stage of the model"""
+
+    @property
+    def layout(self) -> Layout:
+        return {"pp": self.world_size}
+
+
+@dataclass
+class PipelineSettings(Pipeline, StageSettings):
+    """A run of one pipeline whose order of passes is the script's own."""
+
+
+@dataclass
+class ScheduleSettings(StageSettings):
+    """A run of stages that follow a schedule."""
+
+    schedule: Annotated[str, tyro.conf.arg(metavar="|".join(SCHEDULES))] = "dapple"
+    """order of the forward and backward passes"""
+    micro_batches: int = 3
+    """parts that the batch is split into"""
+
+    def check(self) -> None:
+        super().check()
+        if self.schedule not in SCHEDULES:
+            raise InputError(f"--schedule {self.schedule}: there are {', '.join(SCHEDULES)}")
+
+
+@dataclass
+class ScheduledPipelineSettings(Pipeline, ScheduleSettings):
+    """A run of one pipeline that follows a schedule."""
+
+
+@dataclass
+class HybridSettings(ScheduleSettings):
+    """A run of several equal pipelines: `--batch-size` sequences for each."""
+
+    dp: int = 2
+    """replicas of the pipeline"""
+    pp: int = 3
+    """stages of each pipeline"""
+
+    @property
+    def layout(self) -> Layout:
+        return {"dp": self.dp, "pp": self.pp}
+
+
 def world_size(layout: Layout) -> int:
     """Number of ranks of a layout: the product of its sizes (1 for one process)."""
     size = 1
@@ -146,8 +222,8 @@ def world_size(layout: Layout) -> int:
 
 def layout_flags(layout: Layout) -> str:
     """The flags that asked for a layout, as the user wrote them."""
-    if list(layout) == ["dp"]:
-        return f"--world-size {layout['dp']}"
+    if len(layout) == 1:
+        return f"--world-size {world_size(layout)}"
     return " ".join(f"--{name} {size}" for name, size in layout.items()) or "one process"
 
 

@@ -9,12 +9,15 @@ memory where the backend is gloo. Bytes are what a bandwidth-optimal algorithm s
 import re
 import time
 from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from distlab.trace import MESSAGE, WAIT, recorder
 
 
 class TrafficError(RuntimeError):
@@ -43,9 +46,10 @@ class Transfer:
         self, door: "Traffic", name: str, work: "dist.Work | None", tensor: Tensor, staged: "Tensor | None" = None
     ) -> None:
         self._door, self._name, self._work, self._tensor, self._staged = door, name, work, tensor, staged
+        self._started = time.perf_counter()
 
     def wait(self) -> None:
-        """Return when the tensor holds the result.
+        """Return when the tensor holds the result, or has been sent.
 
         Raises:
             TrafficError: "rank 1 waited 120 s for …", after `Traffic.timeout_seconds` or when a peer has gone.
@@ -57,13 +61,14 @@ class Transfer:
             self._work.wait(timedelta(seconds=self._door.timeout_seconds))
         except RuntimeError as error:
             seconds = time.perf_counter() - started
-            raise TrafficError(
-                f"rank {dist.get_rank()} waited {seconds:.1f} s for {self._name}: {reason(error)}"
-            ) from error
+            who = self._door.describe(dist.get_rank())
+            raise TrafficError(f"{who} waited {seconds:.1f} s for {self._name}: {reason(error)}") from error
         finally:
             self._door.ledger.waited_seconds += time.perf_counter() - started
         if self._staged is not None:
             self._tensor.copy_(self._staged, non_blocking=True)
+        recorder.add(WAIT, self._name, started)
+        recorder.add(MESSAGE, self._name, self._started)
         self._work = None
 
     def future(self, is_waited_for: bool = False) -> "torch.futures.Future[Tensor]":
@@ -72,11 +77,12 @@ class Transfer:
         Args:
             is_waited_for: nothing is left to compute meanwhile, so the ledger counts the time until then as waiting.
         """
-        started = time.perf_counter()
 
         def finish(_: object) -> Tensor:
             if is_waited_for:
-                self._door.ledger.waited_seconds += time.perf_counter() - started
+                self._door.ledger.waited_seconds += time.perf_counter() - self._started
+                recorder.add(WAIT, self._name, self._started)
+            recorder.add(MESSAGE, self._name, self._started)
             if self._staged is not None:
                 self._tensor.copy_(self._staged)
             return self._tensor
@@ -89,22 +95,30 @@ class Transfer:
 
 
 class Traffic:
-    """Collectives with a ledger, names and deadlines, over `torch.distributed`'s process group.
+    """Messages and collectives with a ledger, names and deadlines, over `torch.distributed`'s process group.
 
-    Without a process group, or in a world of one, there is nobody to talk to: every call is complete at once and
+    Without a process group, or in a world of one, there is nobody to talk to: every collective is complete at once and
     counts nothing.
 
     Attributes:
         ledger: what has been sent so far.
         timeout_seconds: the deadline of every wait.
+        describe: what a rank is called in messages, e.g. "rank 4 (stage 1 of replica 1)".
     """
 
     def __init__(self) -> None:
         self.ledger = Ledger()
         self.timeout_seconds = 120.0
+        self.describe: Callable[[int], str] = "rank {}".format
 
     def all_reduce(
-        self, tensor: Tensor, what: str, *, kind: str, op: "dist.ReduceOp.RedOpType" = dist.ReduceOp.AVG
+        self,
+        tensor: Tensor,
+        what: str,
+        *,
+        kind: str,
+        op: "dist.ReduceOp.RedOpType" = dist.ReduceOp.AVG,
+        group: "dist.ProcessGroup | None" = None,
     ) -> Transfer:
         """Start to combine `tensor` (any shape, contiguous, changed in place) over all ranks; by default, average it.
 
@@ -113,24 +127,51 @@ class Traffic:
             what: name for a wait's error message, e.g. "the gradients of bucket 2".
             kind: the ledger's column.
             op: how to combine.
+            group: the ranks that take part; by default, all.
         """
-        size = world_size()
+        ranks = members(group)
+        size = len(ranks)
         if size == 1:
             return Transfer(self, what, None, tensor)
         self._count(kind, 2 * (size - 1) * tensor.nbytes // size)
         staged = self._stage(tensor)
-        work = dist.all_reduce(tensor if staged is None else staged, op=op, async_op=True)
-        return Transfer(self, f"{what} from {other_ranks(range(size))}", work, tensor, staged)
+        work = dist.all_reduce(tensor if staged is None else staged, op=op, group=group, async_op=True)
+        return Transfer(self, f"{what} from {other_ranks(ranks)}", work, tensor, staged)
 
     def broadcast(self, tensor: Tensor, what: str, *, kind: str, src: int = 0) -> Transfer:
         """Start to copy rank `src`'s `tensor` (any shape, contiguous) into every rank's."""
-        size = world_size()
-        if size == 1:
+        if world_size() == 1:
             return Transfer(self, what, None, tensor)
         self._count(kind, tensor.nbytes if dist.get_rank() == src else 0)
         staged = self._stage(tensor)
         work = dist.broadcast(tensor if staged is None else staged, src=src, async_op=True)
-        return Transfer(self, f"{what} from rank {src}", work, tensor, staged)
+        return Transfer(self, f"{what} from {self.describe(src)}", work, tensor, staged)
+
+    def send(
+        self, tensor: Tensor, what: str, *, to: int, kind: str, group: "dist.ProcessGroup | None" = None
+    ) -> Transfer:
+        """Start to send `tensor` (any shape, contiguous) to another rank; it must not change until `Transfer.wait`.
+
+        Messages between two ranks arrive in the order in which they were sent.
+
+        Args:
+            tensor: what to send.
+            what: name for a wait's error message, e.g. "the activations of micro-batch 2".
+            to: the rank that receives it.
+            kind: the ledger's column.
+            group: the channel; NCCL carries out one channel's messages in turn, in both directions together.
+        """
+        self._count(kind, tensor.nbytes)
+        staged = self._stage(tensor)
+        work = dist.isend(tensor if staged is None else staged, dst=to, group=group)
+        return Transfer(self, f"{self.describe(to)} to take {what}", work, tensor)
+
+    def receive(self, tensor: Tensor, what: str, *, source: int, group: "dist.ProcessGroup | None" = None) -> Transfer:
+        """Start to receive into `tensor` (any shape, contiguous) what rank `source` sends next in `group`."""
+        through_host = tensor.is_cuda and dist.get_backend(group) != "nccl"
+        staged = torch.empty_like(tensor, device="cpu", pin_memory=True) if through_host else None
+        work = dist.irecv(tensor if staged is None else staged, src=source, group=group)
+        return Transfer(self, f"{what} from {self.describe(source)}", work, tensor, staged)
 
     def _count(self, kind: str, sent_bytes: int) -> None:
         self.ledger.sent_bytes[kind] += sent_bytes
@@ -156,7 +197,12 @@ def rank() -> int:
     return dist.get_rank() if dist.is_initialized() else 0
 
 
-def other_ranks(ranks: range) -> str:
+def members(group: "dist.ProcessGroup | None") -> Sequence[int]:
+    """The ranks of a process group; of all by default, and rank 0 alone without one."""
+    return range(world_size()) if group is None else dist.get_process_group_ranks(group)
+
+
+def other_ranks(ranks: Sequence[int]) -> str:
     """ "rank 2", "ranks 0 and 2", "ranks 0, 1 and 3": all of `ranks` but this one."""
     others = [str(other) for other in ranks if other != rank()]
     if len(others) < 2:

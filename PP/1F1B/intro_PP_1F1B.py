@@ -1,0 +1,65 @@
+"""Model parallelism: a batch passes through the stages of the model, all the way forward and all the way back.
+
+    python PP/1F1B/intro_PP_1F1B.py <rank>            in three terminals, with the ranks 0, 1 and 2
+    ./launch.sh pp-1f1b --layers-per-stage 3,2,1      all ranks at once
+
+Each rank holds some of the layers. Forward, a stage receives activations from the stage before, computes, and sends
+its Each rank holds some of the layers. Forward, a stage receives activations from the stage before, computes, and
+sends its here means this strict back and forth. (In the literature, 1F1B is the schedule that PP/microbatches calls
+DAPPLE.)
+"""
+
+import torch
+
+from distlab.main import main
+from distlab.runtime import TrainingRun
+from distlab.settings import PipelineSettings
+from distlab.stages import build_stage
+from distlab.traffic import traffic
+from simplellm.dataloaders import TinyStories
+from simplellm.losses import causalLLMLoss
+from simplellm.tokenizers import SPTokenizer
+
+DEFAULTS = PipelineSettings(batch_size=3)
+
+
+def train(run: TrainingRun[PipelineSettings]) -> None:
+    args, stage, last = run.settings, run.rank, run.world_size - 1
+    tokenizer = SPTokenizer(args.tokenizer)
+    split = args.split(tokenizer.vocab_size)
+    net = build_stage(stage, split, tokenizer.vocab_size, padding_idx=tokenizer.pad_id, **run.model_options())
+    stories = TinyStories(tokenizer, **run.data_options())  # the first stage reads them; the last has them as targets
+    optimizer = run.optimizer(net.parameters())
+
+    for step, batch in run.steps(stories):
+        optimizer.zero_grad()
+        losses = []
+        for x in batch.chunk(args.micro_batches):
+            # Forward: ids at the first stage, activations (batch, seq, dmodel) from there on.
+            inputs = x
+            if stage > 0:
+                inputs = torch.empty(*x.shape, args.dmodel, device=run.device)
+                traffic.receive(inputs, "the activations", source=stage - 1).wait()
+                inputs.requires_grad_()  # its gradient is what the stage before waits for
+            outputs = net(inputs)
+            if stage < last:
+                traffic.send(outputs.detach(), "the activations", to=stage + 1, kind="activations").wait()
+
+            # Backward: the loss starts it at the last stage, the gradient of its outputs at the others.
+            if stage == last:
+                loss = causalLLMLoss(outputs, x, tokenizer.vocab_size) / args.micro_batches
+                loss.backward()
+                losses.append(loss)
+            else:
+                gradient = torch.empty_like(outputs)
+                traffic.receive(gradient, "the gradients", source=stage + 1).wait()
+                outputs.backward(gradient)
+            if stage > 0:
+                assert inputs.grad is not None
+                traffic.send(inputs.grad, "the gradients", to=stage - 1, kind="gradients of activations").wait()
+        optimizer.step()
+        run.log(step, losses)
+
+
+if __name__ == "__main__":
+    main(train, DEFAULTS, __doc__)

@@ -1,0 +1,47 @@
+"""Pipeline parallelism: the batch is split into micro-batches, so that the stages compute at the same time.
+
+    python PP/microbatches/intro_PP_microbatches.py <rank> --schedule gpipe      in three terminals, ranks 0, 1 and 2
+    ./launch.sh pp-gpipe --micro-batches 6 --batch-size 6                        all ranks at once
+    ./launch.sh pp-dapple --micro-batches 6 --batch-size 6 --trace               and draw what each stage did when
+
+While stage 1 computes on micro-batch 0, stage 0 is already on micro-batch 1. In which order a stage does its forward
+and backward passes is its schedule: a list, which a function in distlab.schedules returns and a pipeline follows.
+`python -m distlab.show_schedule dapple --stages 3 --micro-batches 6` shows it.
+"""
+
+from functools import partial
+
+from distlab.main import main
+from distlab.pipeline import Pipeline
+from distlab.runtime import TrainingRun
+from distlab.schedules import all_stages
+from distlab.settings import ScheduledPipelineSettings
+from distlab.stages import build_stage
+from simplellm.dataloaders import TinyStories
+from simplellm.losses import causalLLMLoss
+from simplellm.tokenizers import SPTokenizer
+
+DEFAULTS = ScheduledPipelineSettings(batch_size=3)
+
+
+def train(run: TrainingRun[ScheduledPipelineSettings]) -> None:
+    args, stage, stages = run.settings, run.grid.stage, run.grid.pp
+    tokenizer = SPTokenizer(args.tokenizer)
+    split = args.split(tokenizer.vocab_size)
+    net = build_stage(stage, split, tokenizer.vocab_size, padding_idx=tokenizer.pad_id, **run.model_options())
+    stories = TinyStories(tokenizer, **run.data_options())  # the first stage reads them; the last has them as targets
+    optimizer = run.optimizer(net.parameters())
+
+    loss = partial(causalLLMLoss, vocab_size=tokenizer.vocab_size)
+    programs = all_stages(args.schedule, stages, args.micro_batches)  # [F0, F1, F2, B0, B1, B2] for each stage, say
+    pipeline = Pipeline(net, programs, run.grid, loss, width=args.dmodel)
+
+    for step, batch in run.steps(stories):
+        optimizer.zero_grad()
+        losses = pipeline.step(batch.chunk(args.micro_batches))
+        optimizer.step()
+        run.log(step, losses)
+
+
+if __name__ == "__main__":
+    main(train, DEFAULTS, __doc__)

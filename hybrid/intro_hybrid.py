@@ -1,0 +1,64 @@
+"""Data and pipeline parallelism together: several pipelines of several stages, as large models are trained.
+
+    python hybrid/intro_hybrid.py <rank>                                in six terminals, with the ranks 0 to 5
+    ./launch.sh hybrid                                                  2 pipelines of 3 stages, 3 micro-batches
+    ./launch.sh hybrid --dp 3 --pp 2 --micro-batches 4 --batch-size 4   any other
+
+Within a pipeline, activations and gradients pass between neighbours for each micro-batch. Across pipelines, the ranks
+that hold the same stage average its gradients once a step: as soon as the last micro-batch has left them, bucket by
+bucket.
+"""
+
+from functools import partial
+
+from torch.distributed import ReduceOp
+
+from distlab.data_parallel import Bucket, GradientBuckets
+from distlab.main import main
+from distlab.pipeline import Pipeline
+from distlab.runtime import TrainingRun
+from distlab.schedules import all_stages
+from distlab.settings import HybridSettings
+from distlab.stages import build_stage
+from distlab.traffic import Transfer, traffic
+from simplellm.dataloaders import TinyStories
+from simplellm.losses import causalLLMLoss
+from simplellm.tokenizers import SPTokenizer
+
+DEFAULTS = HybridSettings(batch_size=3)
+
+
+def train(run: TrainingRun[HybridSettings]) -> None:
+    args, stage, stages = run.settings, run.grid.stage, run.grid.pp
+    tokenizer = SPTokenizer(args.tokenizer)
+    split = args.split(tokenizer.vocab_size)
+    net = build_stage(stage, split, tokenizer.vocab_size, padding_idx=tokenizer.pad_id, **run.model_options())
+    stories = TinyStories(tokenizer, **run.data_options(), rank=run.grid.replica, num_replicas=run.grid.dp)
+    optimizer = run.optimizer(net.parameters())
+
+    loss = partial(causalLLMLoss, vocab_size=tokenizer.vocab_size)
+    programs = all_stages(args.schedule, stages, args.micro_batches)
+    pipeline = Pipeline(net, programs, run.grid, loss, width=args.dmodel)
+    replicas = run.grid.replicas_group(run.device.type)
+    transfers: list[Transfer] = []
+
+    def add_up(bucket: Bucket) -> None:
+        """Start the all-reduce of gradients that are complete, while the last backward pass goes on."""
+        what = f"{bucket} of stage {stage}"
+        transfers.append(traffic.all_reduce(bucket.flat, what, kind="gradients", op=ReduceOp.SUM, group=replicas))
+
+    buckets = GradientBuckets(net.parameters(), on_full=add_up, backward_passes=args.micro_batches)
+
+    for step, batch in run.steps(stories):
+        optimizer.zero_grad()
+        losses = pipeline.step(batch.chunk(args.micro_batches))
+        buckets.flush()
+        for transfer in transfers:
+            transfer.wait()
+        transfers.clear()
+        optimizer.step()
+        run.log(step, losses)
+
+
+if __name__ == "__main__":
+    main(train, DEFAULTS, __doc__)
