@@ -38,7 +38,7 @@ def train(run: TrainingRun[HybridSettings]) -> None:
 
     loss = partial(causalLLMLoss, vocab_size=tokenizer.vocab_size)
     programs = all_stages(args.schedule, stages, args.micro_batches)
-    pipeline = Pipeline(net, programs, run.grid, loss, width=args.dmodel)
+    pipeline = Pipeline(net, programs, run.grid, loss, width=args.dmodel, cores=run.shared_cores)
     replicas = run.grid.replicas_group(run.device.type)
     transfers: list[Transfer] = []
 

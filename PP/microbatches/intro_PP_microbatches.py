@@ -34,7 +34,7 @@ def train(run: TrainingRun[ScheduledPipelineSettings]) -> None:
 
     loss = partial(causalLLMLoss, vocab_size=tokenizer.vocab_size)
     programs = all_stages(args.schedule, stages, args.micro_batches)  # [F0, F1, F2, B0, B1, B2] for each stage, say
-    pipeline = Pipeline(net, programs, run.grid, loss, width=args.dmodel)
+    pipeline = Pipeline(net, programs, run.grid, loss, width=args.dmodel, cores=run.shared_cores)
 
     for step, batch in run.steps(stories):
         optimizer.zero_grad()

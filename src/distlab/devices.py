@@ -45,9 +45,16 @@ def pick_backend(name: str, device: torch.device, local_ranks: int) -> str:
 
 def threads_per_rank(local_ranks: int) -> int:
     """Threads for each of the ranks that share this host's cores; OMP_NUM_THREADS overrides."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return cores_to_share(local_ranks) or int(os.environ["OMP_NUM_THREADS"])
+
+
+def cores_to_share(parties: int) -> int | None:
+    """This host's cores for each of `parties`, at least 1; None where OMP_NUM_THREADS sets the number of threads."""
     asked = os.environ.get("OMP_NUM_THREADS", "")
-    return int(asked) if asked.isdigit() and int(asked) > 0 else max(1, cores // local_ranks)
+    if asked.isdigit() and int(asked) > 0:
+        return None
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, cores // parties)
 
 
 def keep_to_loopback() -> None:

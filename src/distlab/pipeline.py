@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from distlab.activations import KeptActivations
 from distlab.grid import Grid
-from distlab.plan import Program, play
+from distlab.plan import Program, busy_workers, play
 from distlab.schedules import Action, Backward, Forward, message, needs
 from distlab.trace import COMPUTE, recorder
 from distlab.traffic import Transfer, traffic
@@ -33,6 +33,8 @@ class Pipeline:
         grid: where this rank stands.
         loss: (output of the last stage, micro-batch) -> mean loss over the micro-batch's targets.
         width: of the activations between stages: (batch, seq, `width`), float32.
+        cores: which the stages of this pipeline share, if they do: an action then takes those of the stages that the
+            plan says are idle meanwhile. None leaves the number of threads alone.
 
     Raises:
         ScheduleError: the schedule cannot run.
@@ -45,13 +47,17 @@ class Pipeline:
         grid: Grid,
         loss: Callable[[Tensor, Tensor], Tensor],
         width: int,
+        cores: int | None = None,
     ) -> None:
-        play(programs)
+        plan = play(programs)
         self.net, self.grid, self.loss, self.width = net, grid, loss, width
         self.program = programs[grid.stage]
         self.is_first, self.is_last = grid.stage == 0, grid.is_last_stage
         self.kept = KeptActivations(net.parameters()) if recorder.enabled else None
         self._channels = _channels()
+        busy = busy_workers(plan)[grid.stage]
+        self._usual_threads = torch.get_num_threads()
+        self._threads = {action: max(1, cores // busy[action]) for action in self.program} if cores else {}
         self._live: dict[int, tuple[Tensor, Tensor, object]] = {}  # by micro-batch: input, output, hold on both
         self._sent: dict[Action, Transfer] = {}
         recorder.programs = programs
@@ -76,10 +82,14 @@ class Pipeline:
         self._settle(list(self._sent))
         inboxes: dict[type[Action], _Inbox] = {kind: self._open_inbox(kind) for kind in (Forward, Backward)}
         for action in self.program:
+            if self._threads:
+                torch.set_num_threads(self._threads[action])
             run = self._forward if isinstance(action, Forward) else self._backward
             run(action, inboxes[type(action)])
             if self.kept is not None:
                 recorder.keeps(self.kept.now_bytes)
+        if self._threads:
+            torch.set_num_threads(self._usual_threads)
         return self._losses
 
     def _forward(self, action: Action, inbox: "_Inbox") -> None:

@@ -102,6 +102,21 @@ def play(programs: Sequence[Program], costs: Costs | None = None) -> Plan:
     )
 
 
+def busy_workers(plan: Plan) -> list[dict[Action, int]]:
+    """Per worker and action, the most workers that compute at a time while it does, itself included."""
+    everything = [span for line in plan.spans for span in line]
+    return [
+        {
+            own.action: max(
+                sum(other.start <= moment < other.end for other in everything)
+                for moment in [own.start, *(o.start for o in everything if own.start < o.start < own.end)]
+            )
+            for own in line
+        }
+        for line in plan.spans
+    ]
+
+
 def ideal_bubble(stages: int, micro_batches: int) -> float:
     """The idle fraction of GPipe and DAPPLE with equal stages and free messages: (p - 1) / (m + p - 1)."""
     return (stages - 1) / (micro_batches + stages - 1)

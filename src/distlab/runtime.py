@@ -16,11 +16,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from distlab import meeting
-from distlab.devices import keep_to_loopback, pick_backend, pick_device, threads_per_rank
+from distlab.devices import cores_to_share, keep_to_loopback, pick_backend, pick_device, threads_per_rank
 from distlab.grid import Grid
 from distlab.logs import RankOutput, RunLog, say, say_costs, take_over_output
 from distlab.optimizers import build_optimizer
 from distlab.settings import RunSettings, TrainSettings, as_json, layout_flags, world_size
+from distlab.trace import STEP, recorder
 from distlab.traffic import TrafficError, reason, traffic
 from simplellm.errors import InputError
 from simplellm.sources import choose_source
@@ -55,9 +56,15 @@ class Run(Generic[SettingsT]):
         self.out = Path(self._decided["out"])
         self._keep_files()
         self._log = RunLog(self.out, self.rank, self.device)
+        recorder.enabled = getattr(settings, "trace", False)
         torch.manual_seed(settings.seed + self.rank)  # weights and data do not depend on it; dropout would
         if self.rank == 0:
             self._introduce(script)
+
+    @property
+    def shared_cores(self) -> int | None:
+        """Cores of this host for each of the pipelines that it runs; None where threads are not ours to set."""
+        return None if self.device.type == "cuda" else cores_to_share(max(1, self._local_ranks // self.grid.pp))
 
     def _join(self, script: Path) -> dict[str, Any]:
         """Meet the other ranks, agree, and set up the process group."""
@@ -66,7 +73,7 @@ class Run(Generic[SettingsT]):
         alone = self._local_ranks == self.world_size  # all ranks are on this host
         if alone and (meeting.started_by_torchrun() or settings.master_addr == "localhost"):
             keep_to_loopback()
-        store = meeting.open_store(
+        store = self._store = meeting.open_store(
             self.rank, settings.master_addr, settings.master_port or 29500, settings.timeout, say
         )
         same = {"the script": script.name} | {f"--{name.replace('_', '-')}": v for name, v in as_json(settings).items()}
@@ -118,7 +125,8 @@ class Run(Generic[SettingsT]):
         source = iter(batches)
         for step in range(steps):
             started = time.perf_counter()
-            yield step, next(source)
+            with recorder.span(STEP, f"step {step}"):
+                yield step, next(source)
             self._log.end_step(step, time.perf_counter() - started)
 
     def global_loss(self, step: int, losses: Iterable[Tensor]) -> float:
@@ -140,11 +148,28 @@ class Run(Generic[SettingsT]):
         The process group is left to end with the process. To destroy it would risk a hang: the destructor joins gloo's
         thread while it holds Python's lock, which that thread may be waiting for to let go of its last message.
         """
+        if recorder.enabled:
+            self._keep_trace()
         self.summarize()
         if dist.is_initialized():
             traffic.all_reduce(torch.zeros((), device=self.device), "the end of the run", kind="control").wait()
             if self.device.type == "cuda":
                 torch.cuda.synchronize(self.device)  # NCCL's wait() only orders the stream
+
+    def _keep_trace(self) -> None:
+        """Write what all ranks recorded into rank 0's folder, draw it, and say what it comes to."""
+        from distlab.timeline import draw, measured_panel
+        from distlab.trace_report import merge, write_chrome
+
+        if self.rank > 0:
+            self._store.set(f"trace/{self.rank}", json.dumps(recorder.as_json()))
+            return
+        others = [json.loads(self._store.get(f"trace/{rank}")) for rank in range(1, self.world_size)]
+        trace = merge([recorder.as_json(), *others], self.grid.dp, self.grid.pp, recorder.programs)
+        write_chrome(trace, self.out / "trace.json")
+        for line in trace.report():
+            say(line)
+        draw(self.out / "timeline.png", [measured_panel("A step as measured, under the plan", trace)])
 
     def summarize(self) -> None:
         """Say, on rank 0, what the run cost."""

@@ -1,0 +1,134 @@
+"""Pipeline schedules beside torch.distributed.pipelining: the same stages, in one run, step by step in turn.
+
+python bench/pipeline.py
+python bench/pipeline.py --stages 3 --micro-batches 6 12 --rounds 20
+"""
+
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+import tyro
+from torch import Tensor, nn
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
+
+from distlab.devices import keep_to_loopback
+from distlab.grid import Grid
+from distlab.main import leave
+from distlab.pipeline import Pipeline
+from distlab.schedules import all_stages
+from distlab.stages import balance, build_stage
+from simplellm.losses import causalLLMLoss
+
+VOCAB_SIZE, DMODEL = 4096, 288
+TORCHS = {"gpipe": ScheduleGPipe, "dapple": Schedule1F1B}
+
+Step = Callable[[Tensor], object]
+Build = Callable[[str, nn.Module, Grid, int], Step]
+
+
+@dataclass
+class Settings:
+    """What to measure."""
+
+    stages: list[int] = field(default_factory=lambda: [2, 3])
+    """numbers of pipeline stages"""
+    micro_batches: list[int] = field(default_factory=lambda: [3, 6, 12])
+    """micro-batches to a step, each of one sequence"""
+    rounds: int = 16
+    """timed steps of each"""
+    seq_len: int = 256
+    """tokens to a sequence"""
+    port: int = 29555
+    """where rank 0 listens"""
+
+
+def one_thread(schedule: str, net: nn.Module, grid: Grid, micro_batches: int, cores: int | None = None) -> Step:
+    loss = partial(causalLLMLoss, vocab_size=VOCAB_SIZE)
+    programs = all_stages(schedule, grid.pp, micro_batches)
+    pipeline = Pipeline(net, programs, grid, loss, width=DMODEL, cores=cores)
+    return lambda x: pipeline.step(x.chunk(micro_batches))
+
+
+def ours(schedule: str, net: nn.Module, grid: Grid, micro_batches: int) -> Step:
+    return one_thread(schedule, net, grid, micro_batches, cores=cores_to_share(1))
+
+
+def torchs(schedule: str, net: nn.Module, grid: Grid, micro_batches: int) -> Step:
+    loss = partial(causalLLMLoss, vocab_size=VOCAB_SIZE)
+    runner = TORCHS[schedule](
+        PipelineStage(net, grid.stage, grid.pp, torch.device("cpu")), n_microbatches=micro_batches, loss_fn=loss
+    )
+    inputs = (lambda x: [x]) if grid.stage == 0 else (lambda x: [])
+    return lambda x: runner.step(*inputs(x), target=x if grid.is_last_stage else None)
+
+
+VARIANTS: list[Build] = [torchs, one_thread, ours]
+
+
+def measure(rank: int, stages: int, settings: Settings) -> None:
+    """One rank: the variants in turn, for each number of micro-batches and each schedule."""
+    keep_to_loopback()
+    torch.set_num_threads(1)
+    store = dist.TCPStore("localhost", settings.port, is_master=rank == 0)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=stages)
+    grid = Grid(rank, dp=1, pp=stages)
+    split = balance(6, stages, vocab_size=VOCAB_SIZE, dmodel=DMODEL, seq_len=settings.seq_len)
+    net = build_stage(rank, split, VOCAB_SIZE, ctx_size=settings.seq_len)
+    for micro_batches in settings.micro_batches:
+        for schedule in TORCHS:
+            steps = {build: build(schedule, net, grid, micro_batches) for build in VARIANTS}
+            seconds = time_in_turn(steps, net, micro_batches, settings)
+            if rank == 0:
+                report(f"| {stages} | {micro_batches} | {schedule} ", micro_batches * settings.seq_len, seconds)
+    leave(0)
+
+
+def time_in_turn(
+    steps: dict[Build, Step], net: nn.Module, micro_batches: int, settings: Settings
+) -> dict[Build, list[float]]:
+    """Seconds of each round, for each of the variants."""
+    seconds: dict[Build, list[float]] = {build: [] for build in steps}
+    names, warm_up = list(steps), 2
+    for turn in range(warm_up + settings.rounds):
+        x = torch.randint(VOCAB_SIZE, (micro_batches, settings.seq_len), generator=torch.Generator().manual_seed(turn))
+        for name in names[turn % len(names) :] + names[: turn % len(names)]:
+            net.zero_grad()
+            dist.barrier()
+            started = time.perf_counter()
+            steps[name](x)
+            dist.barrier()
+            if turn >= warm_up:
+                seconds[name].append(time.perf_counter() - started)
+    return seconds
+
+
+def report(cell: str, tokens: int, seconds: dict[Build, list[float]]) -> None:
+    """One line of the table."""
+    line = cell + f"| {tokens / statistics.median(seconds[torchs]):,.0f} "
+    for build in (one_thread, ours):
+        ratios = [theirs / own for own, theirs in zip(seconds[build], seconds[torchs], strict=True)]
+        low, middle, high = statistics.quantiles(ratios, n=4)
+        line += f"| {tokens / statistics.median(seconds[build]):,.0f} | {middle:.3f} | {low:.3f} to {high:.3f} "
+    print(line + "|", flush=True)
+
+
+def main() -> None:
+    settings = tyro.cli(Settings, description=__doc__)
+    if settings.rounds < 2:
+        raise SystemExit(f"--rounds {settings.rounds}: quartiles need at least 2")
+    heads = ["stages", "micro-batches", "schedule", "torch, tokens/s"]
+    for name in ("one thread a stage", "ours"):
+        heads += [f"{name}, tokens/s", "to torch (median)", "quartiles"]
+    print(f"| {' | '.join(heads)} |\n{'|---' * len(heads)}|", flush=True)
+    for stages in settings.stages:
+        mp.spawn(measure, args=(stages, settings), nprocs=stages)
+
+
+if __name__ == "__main__":
+    main()

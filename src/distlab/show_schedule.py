@@ -1,0 +1,91 @@
+"""Show a pipeline schedule: a table of clock ticks, what it costs, and a figure if asked for.
+
+python -m distlab.show_schedule dapple --stages 3 --micro-batches 8
+python -m distlab.show_schedule gpipe --stages 4 --micro-batches 8 --png gpipe.png
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+
+from distlab.plan import Costs, Plan, ideal_bubble, play
+from distlab.schedules import SCHEDULES, all_stages
+from simplellm.errors import InputError
+
+
+@dataclass
+class Request:
+    """What to show."""
+
+    schedule: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="|".join(SCHEDULES))]
+    """name of the schedule"""
+    stages: int = 3
+    """stages of the pipeline"""
+    micro_batches: int = 3
+    """parts that the batch is split into"""
+    forward: int = 1
+    """ticks of a forward pass"""
+    backward: int = 2
+    """ticks of a backward pass"""
+    transfer: int = 0
+    """ticks that a message travels"""
+    png: Path | None = None
+    """figure to draw"""
+
+    def check(self) -> None:
+        """Raise `InputError` for what cannot be shown."""
+        if self.schedule not in SCHEDULES:
+            raise InputError(f"{self.schedule}: no such schedule; there are {', '.join(SCHEDULES)}")
+        for name in ("stages", "micro_batches", "forward", "backward"):
+            if getattr(self, name) < 1:
+                raise InputError(f"--{name.replace('_', '-')} {getattr(self, name)}: must be at least 1")
+        if self.transfer < 0:
+            raise InputError(f"--transfer {self.transfer}: must be at least 0")
+
+
+def show(request: Request) -> Iterator[str]:
+    """The lines of the table and of the costs; draws the figure, too."""
+    request.check()
+    p, m = request.stages, request.micro_batches
+    costs = Costs(request.forward, request.backward, request.transfer)
+    plan = play(all_stages(request.schedule, p, m), costs)
+    yield f"# {request.schedule}, {p} stages, {m} micro-batches; ticks: forward {request.forward}, backward " + (
+        f"{request.backward}, message {request.transfer}"
+    )
+    yield from table(plan)
+    for stage in range(p):
+        keeps = f"keeps the activations of {plan.peak_live[stage]} micro-batches at most"
+        yield f"# stage {stage}: idle {plan.bubble[stage]:.1%}, {keeps}"
+    yield f"# {plan.makespan:.0f} ticks; {sum(map(len, plan.messages.values()))} messages"
+    if request.schedule in ("gpipe", "dapple") and not request.transfer:
+        yield f"# idle by the formula (p - 1) / (m + p - 1): {ideal_bubble(p, m):.1%}"
+    if request.png is not None:
+        from distlab.timeline import draw, planned_panel
+
+        draw(request.png, [planned_panel(f"{request.schedule}, {p} stages, {m} micro-batches", plan)])
+        yield f"# drawn to {request.png}"
+
+
+def table(plan: Plan) -> Iterator[str]:
+    """A row for each stage, a column for each tick; a pass that goes on is marked by a dash."""
+    ticks = round(plan.makespan)
+    width = 1 + max(len(str(span.action)) for spans in plan.spans for span in spans)
+    width = max(width, 1 + len(str(ticks - 1)))
+    yield f"{'tick':<9}" + "".join(f"{tick:>{width}}" for tick in range(ticks))
+    for stage, spans in enumerate(plan.spans):
+        cells = ["."] * ticks
+        for span in spans:
+            start, end = round(span.start), round(span.end)
+            cells[start:end] = [str(span.action)] + ["-"] * (end - start - 1)
+        yield f"stage {stage:<3}" + "".join(f"{cell:>{width}}" for cell in cells)
+
+
+if __name__ == "__main__":
+    try:
+        for line in show(tyro.cli(Request, description=__doc__)):
+            print(line)
+    except InputError as error:
+        raise SystemExit(f"# {error}") from None
