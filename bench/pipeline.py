@@ -17,7 +17,7 @@ import tyro
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 
-from distlab.devices import keep_to_loopback
+from distlab.devices import cores_to_share, keep_to_loopback
 from distlab.grid import Grid
 from distlab.main import leave
 from distlab.pipeline import Pipeline
