@@ -6,6 +6,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
 import torch
+from chapters import OneProcess, train_alone
 
 torch.set_num_threads(1)
 
@@ -13,3 +14,9 @@ torch.set_num_threads(1)
 def pytest_runtest_setup(item: pytest.Item) -> None:
     if item.get_closest_marker("gpu") and not torch.cuda.is_available():
         pytest.skip("needs a CUDA device")
+
+
+@pytest.fixture(scope="session")
+def one_process(tmp_path_factory: pytest.TempPathFactory) -> OneProcess:
+    """The run that every topology has to equal, by the size of its batch."""
+    return train_alone(tmp_path_factory.mktemp("one"))

@@ -53,9 +53,7 @@ class Grid:
         replica = f" of replica {rank // self.pp}" if self.dp > 1 else ""
         return f"rank {rank} (stage {rank % self.pp}{replica})"
 
-    def replicas_group(self, device_type: str) -> "dist.ProcessGroup | None":
-        """The process group of the ranks that hold this stage; None without replicas. Every rank must call it."""
-        if self.dp == 1:
-            return None
+    def replicas_group(self, device_type: str) -> dist.ProcessGroup:
+        """The process group of the ranks that hold this stage. Every rank must call it."""
         mesh = init_device_mesh(device_type, (self.dp, self.pp), mesh_dim_names=("dp", "pp"))
         return mesh.get_group("dp")

@@ -11,7 +11,7 @@ import tempfile
 from pathlib import Path
 from typing import NoReturn
 
-from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs, SignalException
+from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs, PContext, SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
@@ -34,6 +34,9 @@ TOPOLOGIES = {  # a script, and flags that come before the user's own
     "mlp-ddp": "DP/ddp/mlp_ddp.py",
     "mlp-mydp": "DP/mydp/mlp_mydp.py",
 }
+
+
+SECONDS_TO_END = 4  # for ranks that are asked to, when one has failed; a stopped process cannot hear it
 
 
 def launch(args: list[str]) -> int:
@@ -93,6 +96,7 @@ def run_ranks(script: Path, args: list[str], settings: RunSettings) -> int:
         The exit status: 0 if all ranks finished. Otherwise the last line on stderr says which rank failed, and why.
     """
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # says at length what we say in a line
+    PContext.close.__defaults__ = (None, SECONDS_TO_END)  # torchrun's own 30 are no setting
     ranks = world_size(settings.layout)
     port = settings.master_port or 0
     check_port(settings.master_addr, port)

@@ -49,7 +49,7 @@ def main(work: Callable[[Any], None], defaults: RunSettings, description: str | 
     except InputError as error:
         fail(str(error), 2)
     except TrafficError as error:
-        fail(str(error), 1, lost_a_peer=True)
+        fail(str(error), 1, lost_a_peer=error.lost_a_peer, linger=True)
     except KeyboardInterrupt:
         if isinstance(run, TrainingRun):
             run.summarize()
@@ -58,21 +58,28 @@ def main(work: Callable[[Any], None], defaults: RunSettings, description: str | 
         leave(1)  # the reader of this output has gone, as `head` does
     except Exception as error:
         if is_lost_peer(error):  # met by a library that talks to other ranks itself
-            fail(reason(error), 1, lost_a_peer=True)
+            fail(reason(error), 1, lost_a_peer=True, linger=True)
         traceback.print_exc()
         fail(f"{type(error).__name__}: {error}".splitlines()[0], 1)
     leave(0)
 
 
-def fail(sentence: str, status: int, lost_a_peer: bool = False) -> NoReturn:
-    """End this process, and leave a sentence where it is looked for: on the terminal and in torchrun's error file."""
+def fail(sentence: str, status: int, lost_a_peer: bool = False, linger: bool = False) -> NoReturn:
+    """End this process, and leave a sentence where it is looked for: on the terminal and in torchrun's error file.
+
+    Args:
+        sentence: what went wrong.
+        status: the exit status.
+        lost_a_peer: this is the consequence of another rank's end.
+        linger: give the other ranks a second for their own words, since torchrun ends all when one has failed.
+    """
     print(f"# {sentence}", file=sys.stderr)
     error_file = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if error_file:
         record = {"message": sentence, "timestamp": int(time.time()), "lost_a_peer": lost_a_peer, "status": status}
         Path(error_file).write_text(json.dumps(record))
-    if lost_a_peer and meeting.started_by_torchrun():
-        time.sleep(1)  # torchrun reports what ends first: the first word is the peer's
+    if linger and meeting.started_by_torchrun():
+        time.sleep(1)
     leave(status)
 
 

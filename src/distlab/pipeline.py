@@ -79,7 +79,6 @@ class Pipeline:
         targets = [x[:, 1:].numel() for x in micro_batches]
         self._shares = [count / sum(targets) / self.grid.dp for count in targets]
         self._losses: list[Tensor] = []
-        self._settle(list(self._sent))
         inboxes: dict[type[Action], _Inbox] = {kind: self._open_inbox(kind) for kind in (Forward, Backward)}
         for action in self.program:
             if self._threads:
@@ -90,6 +89,7 @@ class Pipeline:
                 recorder.keeps(self.kept.now_bytes)
         if self._threads:
             torch.set_num_threads(self._usual_threads)
+        self._settle(list(self._sent))  # a send that is dropped before it has ended never arrives
         return self._losses
 
     def _forward(self, action: Action, inbox: "_Inbox") -> None:

@@ -131,7 +131,11 @@ def _check_complete(programs: Sequence[Program]) -> dict[int, int]:
     owners: dict[int, int] = {}
     done: set[Action] = set()
     for worker, program in enumerate(programs):
+        if not program:
+            raise ScheduleError(f"worker {worker} has no actions; give every worker a stage and micro-batches")
         for action in program:
+            if action.stage < 0 or action.micro_batch < 0:
+                raise ScheduleError(f"stage {action.stage} runs {action}; stages and micro-batches count from 0")
             if owners.setdefault(action.stage, worker) != worker:
                 raise ScheduleError(
                     f"stage {action.stage} belongs to one worker, and {owners[action.stage]} and {worker} both run it"
@@ -141,8 +145,8 @@ def _check_complete(programs: Sequence[Program]) -> dict[int, int]:
             if isinstance(action, Backward) and Forward(action.stage, action.micro_batch) not in done:
                 raise ScheduleError(f"stage {action.stage} runs {action} before F{action.micro_batch}")
             done.add(action)
-    if not done:
-        raise ScheduleError("a schedule without actions trains nothing; give at least 1 stage and 1 micro-batch")
+    if not programs:
+        raise ScheduleError("a schedule without workers trains nothing; give at least 1 stage")
     stages, micro_batches = 1 + max(owners), 1 + max(action.micro_batch for action in done)
     for stage in range(stages):
         for micro_batch in range(micro_batches):

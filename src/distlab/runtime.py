@@ -83,7 +83,8 @@ class Run(Generic[SettingsT]):
         try:
             dist.init_process_group(backend, store=store, rank=self.rank, world_size=self.world_size, timeout=timeout)
         except (dist.DistError, RuntimeError) as error:
-            raise TrafficError(f"rank {self.rank} could not connect to all other ranks: {reason(error)}") from error
+            sentence = f"rank {self.rank} could not connect to all other ranks: {reason(error)}"
+            raise TrafficError(sentence, error) from error
         traffic.timeout_seconds = settings.timeout
         return decided
 

@@ -57,7 +57,8 @@ def show(request: Request) -> Iterator[str]:
     )
     yield from table(plan)
     for stage in range(p):
-        keeps = f"keeps the activations of {plan.peak_live[stage]} micro-batches at most"
+        live = plan.peak_live[stage]
+        keeps = f"keeps the activations of {live} micro-batch{'es' * (live > 1)} at most"
         yield f"# stage {stage}: idle {plan.bubble[stage]:.1%}, {keeps}"
     yield f"# {plan.makespan:.0f} ticks; {sum(map(len, plan.messages.values()))} messages"
     if request.schedule in ("gpipe", "dapple") and not request.transfer:

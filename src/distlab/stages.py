@@ -1,6 +1,5 @@
 """The parts of the model that a pipeline's stages hold."""
 
-import functools
 from typing import Any
 
 from simplellm.errors import InputError
@@ -41,7 +40,9 @@ def read_split(text: str, n_layers: int, stages: int) -> Split:
         raise InputError(f"{flag}: give a number for each stage, like 3,2,1") from None
     if len(split) != stages:
         raise InputError(f"{flag}: {len(split)} numbers for {stages} stages; give one for each")
-    if sum(split) != n_layers or min(split) < 0:
+    if min(split) < 0:
+        raise InputError(f"{flag}: a stage has 0 layers or more")
+    if sum(split) != n_layers:
         raise InputError(
             f"{flag}: the stages must share all of --n-layers {n_layers}, and these add up to {sum(split)}"
         )
@@ -65,24 +66,21 @@ def balance(
     layer = 4 * dmodel**2 + 3 * dmodel * hidden + dmodel * seq_len  # projections, MLP, causal scores and mixing
     embedding, head = dmodel, dmodel * vocab_size
 
-    @functools.cache
-    def best(stage: int, left: int) -> tuple[float, float, Split] | None:
-        """For the stages from `stage` on with `left` layers: cost of the slowest, sum of squares, the split."""
-        last = stage == stages - 1
-        candidates = []
-        for count in [left] if last else range(left + 1):
-            if count == 0 and (0 < stage < stages - 1 or stages == 1):
-                continue
-            cost = count * layer + (embedding if stage == 0 else 0) + (head if last else 0)
-            rest = (0.0, 0.0, ()) if last else best(stage + 1, left - count)
-            if rest is not None:
-                candidates.append((max(cost, rest[0]), cost**2 + rest[1], (count, *rest[2])))
-        return min(candidates, default=None)
-
-    found = best(0, n_layers)
-    if found is None:
+    # For the stages from one on, by the layers that are left for them: cost of the slowest, sum of squares, the split.
+    best: dict[int, tuple[float, float, Split]] = {0: (0.0, 0.0, ())}
+    for stage in reversed(range(stages)):
+        ends = (embedding if stage == 0 else 0) + (head if stage == stages - 1 else 0)
+        least = 1 if 0 < stage < stages - 1 or stages == 1 else 0
+        candidates: dict[int, list[tuple[float, float, Split]]] = {}
+        for left, (slowest, squares, split) in best.items():
+            for count in range(least, n_layers - left + 1):
+                cost = count * layer + ends
+                found = (max(cost, slowest), cost**2 + squares, (count, *split))
+                candidates.setdefault(left + count, []).append(found)
+        best = {left: min(found) for left, found in candidates.items()}
+    if n_layers not in best:
         raise InputError(
             f"{stages} stages for --n-layers {n_layers}: all stages but the first and the last need a layer; "
             f"give at most {n_layers + 2} stages, or more layers"
         )
-    return found[2]
+    return best[n_layers][2]

@@ -8,6 +8,7 @@ from typing import Any
 from distlab.plan import Plan
 from distlab.trace import COMPUTE, WAIT
 from distlab.trace_report import Trace
+from simplellm.errors import InputError
 
 COLORS = {"F": "#8db4dd", "B": "#f0b267", "wait": "#ececec", "compute": "#8db4dd"}
 
@@ -71,7 +72,11 @@ def measured_panel(title: str, trace: Trace) -> Panel:
 
 
 def draw(png: Path, panels: Sequence[Panel]) -> None:
-    """Write a figure with one panel below the other."""
+    """Write a figure with one panel below the other.
+
+    Raises:
+        InputError: the file cannot be written, or its name does not tell a format that there is.
+    """
     plt = pyplot()
     heights = [0.5 * len(panel.rows) + 0.9 for panel in panels]
     figure, grid = plt.subplots(
@@ -79,9 +84,7 @@ def draw(png: Path, panels: Sequence[Panel]) -> None:
     )
     for axes, panel in zip(grid[:, 0], panels, strict=True):
         _draw_panel(axes, panel)
-    png.parent.mkdir(parents=True, exist_ok=True)
-    plt.savefig(png, dpi=100)
-    plt.close(figure)
+    save(figure, png)
 
 
 def _draw_panel(axes: Any, panel: Panel) -> None:
@@ -106,6 +109,19 @@ def _draw_panel(axes: Any, panel: Panel) -> None:
     axes.set_ylim(len(panel.rows), 0)
     axes.title.set_size(10)
     axes.tick_params(axis="y", length=0)
+
+
+def save(figure: Any, png: Path) -> None:
+    """Write a figure to a file.
+
+    Raises:
+        InputError: the file cannot be written, or its name does not tell a format that there is.
+    """
+    try:
+        png.parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(png, dpi=100)
+    except (OSError, ValueError) as error:
+        raise InputError(f"{png}: cannot be drawn ({error}); give the path of a .png file") from error
 
 
 def pyplot() -> Any:

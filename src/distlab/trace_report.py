@@ -175,9 +175,11 @@ def read_chrome(path: Path) -> Trace:
         programs: list[Program] | None = None
         if about["programs"] is not None:
             programs = [[_action(name, stage) for name in line] for stage, line in enumerate(about["programs"])]
-        return Trace(ranks, about["dp"], about["pp"], programs)
+        trace = Trace(ranks, about["dp"], about["pp"], programs)
+        trace.typical_step()
     except (OSError, ValueError, LookupError, TypeError) as error:
         raise InputError(f"{path}: no trace of a run; --trace makes one") from error
+    return trace
 
 
 def _action(name: str, stage: int) -> Action:

@@ -6,10 +6,11 @@ memory where the backend is gloo. Bytes are what a bandwidth-optimal algorithm s
 `all_reduce`: Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations", 2009).
 """
 
+import contextlib
 import re
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 
@@ -21,7 +22,15 @@ from distlab.trace import MESSAGE, WAIT, recorder
 
 
 class TrafficError(RuntimeError):
-    """A wait for other ranks that failed: they ended, or did not answer within the deadline."""
+    """A wait for other ranks that failed.
+
+    Attributes:
+        lost_a_peer: they ended; otherwise they did not answer within the deadline.
+    """
+
+    def __init__(self, sentence: str, cause: Exception) -> None:
+        super().__init__(sentence)
+        self.lost_a_peer = is_lost_peer(cause)
 
 
 @dataclass
@@ -58,11 +67,8 @@ class Transfer:
             return
         started = time.perf_counter()
         try:
-            self._work.wait(timedelta(seconds=self._door.timeout_seconds))
-        except RuntimeError as error:
-            seconds = time.perf_counter() - started
-            who = self._door.describe(dist.get_rank())
-            raise TrafficError(f"{who} waited {seconds:.1f} s for {self._name}: {reason(error)}") from error
+            with self._door.named(self._name):
+                self._work.wait(timedelta(seconds=self._door.timeout_seconds))
         finally:
             self._door.ledger.waited_seconds += time.perf_counter() - started
         if self._staged is not None:
@@ -135,8 +141,10 @@ class Traffic:
             return Transfer(self, what, None, tensor)
         self._count(kind, 2 * (size - 1) * tensor.nbytes // size)
         staged = self._stage(tensor)
-        work = dist.all_reduce(tensor if staged is None else staged, op=op, group=group, async_op=True)
-        return Transfer(self, f"{what} from {other_ranks(ranks)}", work, tensor, staged)
+        name = f"{what} from {other_ranks(ranks)}"
+        with self.named(name):
+            work = dist.all_reduce(tensor if staged is None else staged, op=op, group=group, async_op=True)
+        return Transfer(self, name, work, tensor, staged)
 
     def broadcast(self, tensor: Tensor, what: str, *, kind: str, src: int = 0) -> Transfer:
         """Start to copy rank `src`'s `tensor` (any shape, contiguous) into every rank's."""
@@ -144,15 +152,18 @@ class Traffic:
             return Transfer(self, what, None, tensor)
         self._count(kind, tensor.nbytes if dist.get_rank() == src else 0)
         staged = self._stage(tensor)
-        work = dist.broadcast(tensor if staged is None else staged, src=src, async_op=True)
-        return Transfer(self, f"{what} from {self.describe(src)}", work, tensor, staged)
+        name = f"{what} from {self.describe(src)}"
+        with self.named(name):
+            work = dist.broadcast(tensor if staged is None else staged, src=src, async_op=True)
+        return Transfer(self, name, work, tensor, staged)
 
     def send(
         self, tensor: Tensor, what: str, *, to: int, kind: str, group: "dist.ProcessGroup | None" = None
     ) -> Transfer:
-        """Start to send `tensor` (any shape, contiguous) to another rank; it must not change until `Transfer.wait`.
+        """Start to send `tensor` (any shape, contiguous) to another rank.
 
-        Messages between two ranks arrive in the order in which they were sent.
+        Until `Transfer.wait` has returned the tensor must not change, and the transfer must not be dropped: gloo then
+        drops the message. Messages between two ranks arrive in the order in which they were sent.
 
         Args:
             tensor: what to send.
@@ -163,15 +174,30 @@ class Traffic:
         """
         self._count(kind, tensor.nbytes)
         staged = self._stage(tensor)
-        work = dist.isend(tensor if staged is None else staged, dst=to, group=group)
-        return Transfer(self, f"{self.describe(to)} to take {what}", work, tensor)
+        name = f"{self.describe(to)} to take {what}"
+        with self.named(name):
+            work = dist.isend(tensor if staged is None else staged, dst=to, group=group)
+        return Transfer(self, name, work, tensor)
 
     def receive(self, tensor: Tensor, what: str, *, source: int, group: "dist.ProcessGroup | None" = None) -> Transfer:
         """Start to receive into `tensor` (any shape, contiguous) what rank `source` sends next in `group`."""
         through_host = tensor.is_cuda and dist.get_backend(group) != "nccl"
         staged = torch.empty_like(tensor, device="cpu", pin_memory=True) if through_host else None
-        work = dist.irecv(tensor if staged is None else staged, src=source, group=group)
-        return Transfer(self, f"{what} from {self.describe(source)}", work, tensor, staged)
+        name = f"{what} from {self.describe(source)}"
+        with self.named(name):
+            work = dist.irecv(tensor if staged is None else staged, src=source, group=group)
+        return Transfer(self, name, work, tensor, staged)
+
+    @contextlib.contextmanager
+    def named(self, name: str) -> Iterator[None]:
+        """Turn what goes wrong inside into a `TrafficError` that says who waited how long for `name`."""
+        started = time.perf_counter()
+        try:
+            yield
+        except RuntimeError as error:
+            seconds = time.perf_counter() - started
+            who = self.describe(rank())
+            raise TrafficError(f"{who} waited {seconds:.1f} s for {name}: {reason(error)}", error) from error
 
     def _count(self, kind: str, sent_bytes: int) -> None:
         self.ledger.sent_bytes[kind] += sent_bytes

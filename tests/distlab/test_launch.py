@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 from processes import LAB, Ended, finish, free_port, run, run_script, start
 
+from distlab.launch import TOPOLOGIES
 from distlab.launch import launch as launch_command
 from simplellm.errors import InputError
 
@@ -52,7 +53,7 @@ def wait_for(condition: Callable[[], bool], seconds: float = 30) -> bool:
 def test_without_arguments_it_lists_the_topologies_with_a_line_each() -> None:
     ended = launch()
     assert ended.status == 0
-    for name in ("primer", "dp-ga", "dp-wa", "ddp", "mydp", "mlp", "mlp-ddp", "mlp-mydp"):
+    for name in TOPOLOGIES:
         (line,) = [line for line in ended.out.splitlines() if line.split()[:1] == [name]]
         assert len(line.split()) > 5
 
@@ -201,6 +202,15 @@ def test_ending_the_launcher_leaves_no_process_behind(sent: signal.Signals, to_a
         ("dp-ga --out README.md", "--out README.md: "),
         ("dp-ga --master-port 70000", "--master-port 70000: a port is a number from 1 to 65535"),
         ("dp-wa --sync-every 0", "--sync-every 0: must be greater than 0"),
+        ("pp-gpipe --schedule zigzag", "--schedule zigzag: there are naive, gpipe, dapple"),
+        ("pp-dapple --layers-per-stage 3,3", "--layers-per-stage 3,3: 2 numbers for 3 stages"),
+        (
+            "pp-1f1b --layers-per-stage 3,2,2",
+            "--layers-per-stage 3,2,2: the stages must share all of --n-layers 6, and these add up to 7",
+        ),
+        ("pp-1f1b --world-size 9", "9 stages for --n-layers 6"),
+        ("pp-gpipe --batch-size 4", "--batch-size 4 with --micro-batches 3"),
+        ("hybrid --dp 0", "--dp 0 --pp 3: every size must be at least 1"),
         ("mlp-ddp --d-in 0", "--d-in 0: must be greater than 0"),
         ("dp-ga 1", "rank 1: launch.sh starts all ranks"),
         ("dp-gaa", "dp-gaa: no such topology or script"),
@@ -275,7 +285,5 @@ def test_ranks_started_with_different_flags_both_end(tmp_path: Path) -> None:
 
 
 def test_the_scripts_of_the_listing_exist() -> None:
-    from distlab.launch import TOPOLOGIES
-
-    for path in TOPOLOGIES.values():
-        assert (LAB / path).is_file()
+    for command in TOPOLOGIES.values():
+        assert (LAB / command.split()[0]).is_file()

@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 from processes import free_port, process_group, run_ranks
 
+from distlab.grid import Grid
 from distlab.traffic import TrafficError, traffic
 
 
@@ -43,6 +44,42 @@ def test_without_a_process_group_there_is_nobody_to_talk_to() -> None:
     traffic.broadcast(tensor, "the weights", kind="weights").wait()
     assert tensor.tolist() == [1.0, 2.0]
     assert dict(traffic.ledger.messages) == before
+
+
+def pass_on(rank: int, port: int) -> tuple[list[float], dict[str, int], dict[str, int]]:
+    """Three messages round a ring of three, receives posted before anything is sent."""
+    with process_group(rank, 3, port):
+        received = [torch.empty(2) for _ in range(3)]
+        before, after = (rank - 1) % 3, (rank + 1) % 3
+        posted = [traffic.receive(tensor, f"message {k}", source=before) for k, tensor in enumerate(received)]
+        sent = [
+            traffic.send(torch.full((2,), 10.0 * rank + k), f"message {k}", to=after, kind="activations")
+            for k in range(3)
+        ]
+        for transfer in [*posted, *sent]:
+            transfer.wait()
+        return [tensor[1].item() for tensor in received], dict(traffic.ledger.sent_bytes), dict(traffic.ledger.messages)
+
+
+def test_messages_arrive_in_order_and_are_counted_where_they_are_sent() -> None:
+    for rank, (received, sent_bytes, messages) in enumerate(run_ranks(3, pass_on, free_port())):
+        before = (rank - 1) % 3
+        assert received == [10.0 * before, 10.0 * before + 1, 10.0 * before + 2]
+        assert sent_bytes == {"activations": 24}
+        assert messages == {"activations": 3}
+
+
+def average_in_groups(rank: int, port: int) -> tuple[float, int]:
+    """Ranks 0 and 2 average, and ranks 1 and 3; the mean and the bytes sent."""
+    with process_group(rank, 4, port):
+        group = Grid(rank, dp=2, pp=2).replicas_group("cpu")
+        tensor = torch.full((8,), float(rank))
+        traffic.all_reduce(tensor, "the gradients", kind="gradients", group=group).wait()
+        return tensor[0].item(), traffic.ledger.sent_bytes["gradients"]
+
+
+def test_an_average_over_the_replicas_of_a_stage() -> None:
+    assert run_ranks(4, average_in_groups, free_port()) == [(1, 32), (2, 32), (1, 32), (2, 32)]
 
 
 def come_late(rank: int, port: int) -> list[float]:

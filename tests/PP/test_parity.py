@@ -1,0 +1,67 @@
+"""Every pipeline chapter gives the training run of one process: losses, gradients, parameters, under plain SGD."""
+
+from pathlib import Path
+
+import pytest
+from chapters import OneProcess, State, assert_equal, train_on
+
+NAIVE = "PP/1F1B/intro_PP_1F1B.py"
+MICRO_BATCHES = "PP/microbatches/intro_PP_microbatches.py"
+HYBRID = "hybrid/intro_hybrid.py"
+
+
+def together(stages: list[State]) -> State:
+    """The parts of all stages; no parameter belongs to two."""
+    whole: State = {}
+    for stage in stages:
+        assert not whole.keys() & stage.keys()
+        whole |= stage
+    return whole
+
+
+@pytest.mark.parametrize(
+    ("script", "flags"),
+    [
+        (NAIVE, "--world-size 1"),
+        (NAIVE, "--world-size 2 --micro-batches 3"),
+        (NAIVE, "--world-size 3"),
+        (NAIVE, "--world-size 3 --layers-per-stage 0,2,0"),
+        (MICRO_BATCHES, "--world-size 1 --schedule gpipe"),
+        (MICRO_BATCHES, "--world-size 3 --schedule gpipe --micro-batches 6"),
+        (MICRO_BATCHES, "--world-size 3 --schedule dapple --micro-batches 2 --layers-per-stage 1,1,0"),
+        (MICRO_BATCHES, "--world-size 4 --schedule dapple --micro-batches 6"),
+        (MICRO_BATCHES, "--world-size 4 --schedule naive --micro-batches 1"),
+    ],
+)
+def test_a_pipeline_is_the_run_of_one_process(script: str, flags: str, one_process: OneProcess, tmp_path: Path) -> None:
+    expected_parameters, expected_gradients, expected_losses = one_process(6)
+    world_size = int(flags.split()[1])
+    parameters, gradients, own_losses = train_on(world_size, script, tmp_path, "--batch-size", "6", *flags.split())
+    assert own_losses == pytest.approx(expected_losses, rel=1e-6)
+    assert_equal(together(parameters), expected_parameters)
+    assert_equal(together(gradients), expected_gradients)
+
+
+@pytest.mark.parametrize(
+    ("dp", "pp", "flags"),
+    [
+        (2, 2, "--micro-batches 3"),
+        (2, 3, "--micro-batches 3 --schedule gpipe"),
+        (3, 2, "--micro-batches 2 --layers-per-stage 2,0"),
+        (3, 1, "--micro-batches 2"),
+        (1, 2, "--micro-batches 6 --schedule naive"),
+    ],
+)
+def test_a_hybrid_is_the_run_of_one_process(
+    dp: int, pp: int, flags: str, one_process: OneProcess, tmp_path: Path
+) -> None:
+    expected_parameters, expected_gradients, expected_losses = one_process(dp * 6)
+    layout = ["--dp", str(dp), "--pp", str(pp)]
+    parameters, gradients, own_losses = train_on(
+        dp * pp, HYBRID, tmp_path, "--batch-size", "6", *layout, *flags.split()
+    )
+    assert own_losses == pytest.approx(expected_losses, rel=1e-6)
+    for replica in range(dp):
+        ranks = slice(replica * pp, (replica + 1) * pp)
+        assert_equal(together(parameters[ranks]), expected_parameters)
+        assert_equal(together(gradients[ranks]), expected_gradients)

@@ -1,0 +1,93 @@
+"""Runs chapters' own `train` in forked ranks, so that tests can compare what they come to with one process."""
+
+import functools
+import importlib.util
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from processes import LAB, free_port, run_ranks
+from torch import Tensor, nn
+
+from distlab.runtime import TrainingRun
+from distlab.settings import parse
+from simplellm.llama import CausalLLama, LLama
+from simplellm.tokenizers import SPTokenizer
+
+STEPS = 4
+MODEL = "--dmodel 32 --num-heads 2 --n-layers 2 --seq-len 24 --device cpu".split()
+TRAINING = f"--steps {STEPS} --optimizer sgd --lr 0.5 --data sample".split()
+
+State = dict[str, Tensor]
+OneProcess = Callable[[int], tuple[State, State, list[float]]]
+
+
+def train(rank: int, script: str, flags: list[str]) -> tuple[State, State]:
+    """Run a chapter's own `train` in this process.
+
+    Returns:
+        Its parameters, and its gradients of the last step.
+    """
+    path = LAB / script
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    built: list[nn.Module] = []
+    builder = "LLama" if hasattr(module, "LLama") else "build_stage"
+    build = getattr(module, builder)
+
+    def build_and_keep(*args: Any, **options: Any) -> nn.Module:
+        built.append(build(*args, **options))
+        return built[-1]
+
+    setattr(module, builder, build_and_keep)
+    settings = parse(module.DEFAULTS, "", [str(rank), *MODEL, *TRAINING, *flags])
+    run: TrainingRun[Any] = TrainingRun(settings, path)
+    module.train(run)
+    run.close()
+    (net,) = built
+    gradients = {name: p.grad.clone() for name, p in net.named_parameters() if p.grad is not None}
+    return {name: p.detach().clone() for name, p in net.named_parameters()}, gradients
+
+
+def train_on(world_size: int, script: str, out: Path, *flags: str) -> tuple[list[State], list[State], list[float]]:
+    """A chapter on several ranks: each rank's parameters and gradients, and the run's losses."""
+    arguments = ["--out", str(out), *flags, "--master-port", str(free_port())]
+    ended = run_ranks(world_size, train, script, arguments)
+    return [parameters for parameters, _ in ended], [gradients for _, gradients in ended], losses(out)
+
+
+def losses(out: Path) -> list[float]:
+    return [json.loads(line)["loss"] for line in (out / "metrics.jsonl").read_text().splitlines()]
+
+
+def train_alone(folder: Path) -> OneProcess:
+    """The run of `primer/intro.py` that the others have to equal, by the size of its batch."""
+
+    @functools.cache
+    def run(batch_size: int) -> tuple[State, State, list[float]]:
+        out = folder / str(batch_size)
+        flags = ["--batch-size", str(batch_size), "--out", str(out)]
+        [(parameters, gradients)] = run_ranks(1, train, "primer/intro.py", flags)
+        for name, weight in initial_weights().items():
+            assert (parameters[name] - weight).abs().max() > 1e-4, f"{name} was trained"
+        return parameters, gradients, losses(out)
+
+    return run
+
+
+def initial_weights() -> State:
+    net = LLama(CausalLLama, SPTokenizer().vocab_size, dmodel=32, num_heads=2, n_layers=2, ctx_size=24, seed=0)
+    return {name: weight.detach() for name, weight in net.named_parameters()}
+
+
+def assert_equal(own: State, expected: State) -> None:
+    assert own.keys() == expected.keys()
+    for name, tensor in expected.items():
+        torch.testing.assert_close(own[name], tensor, rtol=0, atol=1e-6, msg=lambda m, name=name: f"{name}: {m}")

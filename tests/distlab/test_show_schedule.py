@@ -1,0 +1,88 @@
+"""The table and the figure of a schedule."""
+
+import re
+import sys
+from pathlib import Path
+
+import pytest
+from processes import run
+
+from distlab.schedules import SCHEDULES
+from distlab.show_schedule import Request, show
+from simplellm.errors import InputError
+
+
+def test_table_and_costs() -> None:
+    assert list(show(Request("dapple", stages=2, micro_batches=2))) == [
+        "# dapple, 2 stages, 2 micro-batches; ticks: forward 1, backward 2, message 0",
+        "tick       0  1  2  3  4  5  6  7  8",
+        "stage 0   F0 F1  .  . B0  -  . B1  -",
+        "stage 1    . F0 B0  - F1 B1  -  .  .",
+        "# stage 0: idle 33.3%, keeps the activations of 2 micro-batches at most",
+        "# stage 1: idle 33.3%, keeps the activations of 1 micro-batch at most",
+        "# 9 ticks; 4 messages",
+        "# idle by the formula (p - 1) / (m + p - 1): 33.3%",
+    ]
+
+
+def test_ticks_of_passes_and_messages_as_asked_for() -> None:
+    request = Request("naive", stages=2, micro_batches=1, forward=2, backward=3, transfer=1)
+    assert list(show(request))[1:4] == [
+        "tick       0  1  2  3  4  5  6  7  8  9 10 11",
+        "stage 0   F0  -  .  .  .  .  .  .  . B0  -  -",
+        "stage 1    .  .  . F0  - B0  -  -  .  .  .  .",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("name", "transfer", "shown"), [("gpipe", 0, True), ("dapple", 0, True), ("gpipe", 1, False), ("naive", 0, False)]
+)
+def test_the_formula_is_shown_where_it_holds(name: str, transfer: int, shown: bool) -> None:
+    lines = show(Request(name, transfer=transfer))
+    assert any(line.startswith("# idle by the formula") for line in lines) == shown
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize(("stages", "micro_batches"), [(1, 1), (2, 40), (12, 3), (3, 120)])
+def test_columns_are_aligned(name: str, stages: int, micro_batches: int) -> None:
+    ticks, *rows = [line for line in show(Request(name, stages=stages, micro_batches=micro_batches)) if line[0] != "#"]
+    assert len(rows) == stages
+    assert {len(row) for row in rows} == {len(ticks)}
+    ends = {match.end() for match in re.finditer(r"\d+", ticks)}
+    for stage, row in enumerate(rows):
+        assert row.startswith(f"stage {stage} ")
+        cells = list(re.finditer(r"\S+", row))[2:]
+        assert {cell.end() for cell in cells} == ends
+        assert sum(cell[0] != "." for cell in cells) == 3 * micro_batches
+
+
+@pytest.mark.parametrize(
+    ("request_", "sentence"),
+    [
+        (Request("pipe"), "pipe: no such schedule; there are naive, gpipe, dapple"),
+        (Request("gpipe", stages=0), "--stages 0: must be at least 1"),
+        (Request("gpipe", micro_batches=-1), "--micro-batches -1: must be at least 1"),
+        (Request("gpipe", forward=0), "--forward 0: must be at least 1"),
+        (Request("gpipe", backward=0), "--backward 0: must be at least 1"),
+        (Request("gpipe", transfer=-1), "--transfer -1: must be at least 0"),
+    ],
+)
+def test_what_cannot_be_shown_is_refused_with_its_sentence(request_: Request, sentence: str) -> None:
+    with pytest.raises(InputError, match=f"^{re.escape(sentence)}$"):
+        list(show(request_))
+
+
+def test_draws_a_png_that_depends_on_the_schedule(tmp_path: Path) -> None:
+    pictures = []
+    for name in ("gpipe", "dapple"):
+        png = tmp_path / "new" / f"{name}.png"
+        *_, last = show(Request(name, png=png))
+        assert last == f"# drawn to {png}"
+        pictures.append(png.read_bytes())
+        assert pictures[-1].startswith(b"\x89PNG")
+    assert pictures[0] != pictures[1]
+
+
+def test_the_command_ends_with_a_sentence() -> None:
+    ended = run(sys.executable, "-m", "distlab.show_schedule", "dapple", "--stages", "0")
+    assert (ended.status, ended.out, ended.err) == (1, "", "# --stages 0: must be at least 1\n")
