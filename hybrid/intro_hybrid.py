@@ -11,8 +11,6 @@ bucket.
 
 from functools import partial
 
-from torch.distributed import ReduceOp
-
 from distlab.data_parallel import Bucket, GradientBuckets
 from distlab.main import main
 from distlab.pipeline import Pipeline
@@ -42,12 +40,12 @@ def train(run: TrainingRun[HybridSettings]) -> None:
     replicas = run.grid.replicas_group(run.device.type)
     transfers: list[Transfer] = []
 
-    def add_up(bucket: Bucket) -> None:
-        """Start the all-reduce of gradients that are complete, while the last backward pass goes on."""
+    def average(bucket: Bucket) -> None:
+        """Start to average gradients that are complete, while the last backward pass goes on."""
         what = f"{bucket} of stage {stage}"
-        transfers.append(traffic.all_reduce(bucket.flat, what, kind="gradients", op=ReduceOp.SUM, group=replicas))
+        transfers.append(traffic.all_reduce(bucket.flat, what, kind="gradients", group=replicas))
 
-    buckets = GradientBuckets(net.parameters(), on_full=add_up, backward_passes=args.micro_batches)
+    buckets = GradientBuckets(net.parameters(), on_full=average, backward_passes=args.micro_batches)
 
     for step, batch in run.steps(stories):
         optimizer.zero_grad()

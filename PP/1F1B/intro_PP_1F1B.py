@@ -3,10 +3,10 @@
     python PP/1F1B/intro_PP_1F1B.py <rank>            in three terminals, with the ranks 0, 1 and 2
     ./launch.sh pp-1f1b --layers-per-stage 3,2,1      all ranks at once
 
-Each rank holds some of the layers. Forward, a stage receives activations from the stage before, computes, and sends
-its Each rank holds some of the layers. Forward, a stage receives activations from the stage before, computes, and
-sends its here means this strict back and forth. (In the literature, 1F1B is the schedule that PP/microbatches calls
-DAPPLE.)
+Each rank holds some of the layers. Forward, a stage receives activations from the stage before, computes, and sends its
+own to the stage after; backward, gradients go the other way. All other stages wait meanwhile: "one forward, one
+backward" here means this strict back and forth. (In the literature, 1F1B is the schedule that PP/microbatches calls
+DAPPLE. There, `--schedule naive --trace` draws the order that is spelled out here.)
 """
 
 import torch

@@ -1,62 +1,131 @@
 """Figures drawn from runs.
 
-python -m distlab.figures imgs/dp_loss.png "one process=runs/a" "GA=runs/b" --title "Loss of the global batch"
+python -m distlab.figures losses imgs/dp_loss.png "one process=runs/a" "GA=runs/b"
+python -m distlab.figures timelines imgs/schedules.png "GPipe=runs/a" "DAPPLE=runs/b"
+python -m distlab.figures memory imgs/memory.png "GPipe=runs/a" "DAPPLE=runs/b"
+python -m distlab.figures layout imgs/hybrid.png --dp 2 --pp 3
 """
 
 import json
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
 import tyro
 
+from distlab.grid import Grid
+from distlab.timeline import COLORS, draw, measured_panel, pyplot, save
+from distlab.trace_report import Trace, read_chrome
 from simplellm.errors import InputError
 
-
-@dataclass
-class LossFigure:
-    """Draw the loss of several runs against their steps."""
-
-    png: tyro.conf.Positional[Path]
-    """file to write"""
-    runs: Annotated[tyro.conf.Positional[list[str]], tyro.conf.arg(metavar="NAME=RUN [NAME=RUN ...]")]
-    """what to call each run, and its folder"""
-    title: str = "Loss of the global batch"
-    """line above the figure"""
-    smooth: int = 15
-    """steps of the moving average"""
+Png = Annotated[Path, tyro.conf.Positional]
+NamedRuns = Annotated[tyro.conf.Positional[list[str]], tyro.conf.arg(metavar="NAME=RUN [NAME=RUN ...]")]
+PALETTE = ["#c9d6e8", "#2f6db3", "#e08a1e", "#b23a48", "#4c9a6a", "#7a5ba6"]
 
 
-def draw_losses(figure: LossFigure) -> None:
-    """Write the PNG: one curve a run; later runs are drawn thinner, so that curves which coincide are all seen.
+def losses(png: Png, runs: NamedRuns, /, title: str = "Loss of the global batch", smooth: int = 15) -> None:
+    """The loss of several runs against their steps; later runs are thinner, so that curves which coincide are all seen.
+
+    Args:
+        png: file to write.
+        runs: what to call each run, and its folder.
+        title: line above the figure.
+        smooth: steps of the moving average.
 
     Raises:
         InputError: a run is not given as NAME=RUN, or has no readable metrics.
     """
-    if figure.smooth < 1:
-        raise InputError(f"--smooth {figure.smooth}: the mean is of at least 1 step")
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-
-    plt.rcParams.update({"axes.spines.top": False, "axes.spines.right": False, "font.size": 10})
-    _, axes = plt.subplots(figsize=(8, 4.2), layout="constrained")
-    colors = ["#c9d6e8", "#2f6db3", "#e08a1e", "#b23a48", "#4c9a6a", "#7a5ba6"]
-    for index, (name, run) in enumerate(named_run.partition("=")[::2] for named_run in figure.runs):
-        losses = moving_average(read_losses(Path(run)), figure.smooth)
+    if smooth < 1:
+        raise InputError(f"--smooth {smooth}: the mean is of at least 1 step")
+    figure, axes = pyplot().subplots(figsize=(8, 4.2), layout="constrained")
+    for index, (name, run) in enumerate(_named(runs)):
         axes.plot(
-            losses,
+            moving_average(read_losses(run), smooth),
             label=name,
-            color=colors[index % len(colors)],
+            color=PALETTE[index % len(PALETTE)],
             linewidth=max(1.4, 6 - 3 * index),
             linestyle="--" if index == 2 else "-",
         )
-    axes.set(title=figure.title, xlabel="step", ylabel=f"loss (mean of {figure.smooth} steps)")
+    axes.set(title=title, xlabel="step", ylabel=f"loss (mean of {smooth} steps)")
     axes.grid(alpha=0.25)
     axes.legend(frameon=False)
-    figure.png.parent.mkdir(parents=True, exist_ok=True)
-    plt.savefig(figure.png, dpi=110)
+    save(figure, png)
+
+
+def timelines(png: Png, runs: NamedRuns, /) -> None:
+    """A measured step of each run, under the plan for the times that its passes took.
+
+    Args:
+        png: file to write.
+        runs: what to call each run, and its folder or its trace file; they were started with --trace.
+    """
+    draw(png, [measured_panel(name, _read_trace(run)) for name, run in _named(runs)])
+
+
+def memory(png: Png, runs: NamedRuns, /) -> None:
+    """The activations that each stage keeps during a step of each run.
+
+    Args:
+        png: file to write.
+        runs: what to call each run, and its folder or its trace file; they were started with --trace.
+    """
+    traces = [(name, _read_trace(run)) for name, run in _named(runs)]
+    figure, grid = pyplot().subplots(
+        1, len(traces), figsize=(10, 3.2), layout="constrained", squeeze=False, sharey=True
+    )
+    for axes, (name, trace) in zip(grid[0], traces, strict=True):
+        step = trace.typical_step()
+        for rank, recorded in enumerate(trace.ranks):
+            kept = [(t, size) for t, size in recorded.kept_bytes if step[rank].start <= t <= step[rank].end]
+            times = [(t - step[rank].start) * 1e3 for t, _ in kept]
+            axes.step(
+                [0.0, *times],
+                [0.0, *(size / 1e6 for _, size in kept)],
+                where="post",
+                label=f"stage {rank % trace.pp}",
+                color=PALETTE[1 + rank % (len(PALETTE) - 1)],
+            )
+        axes.set(title=name, xlabel="ms since the step began")
+        axes.grid(alpha=0.25)
+        axes.legend(frameon=False)
+    grid[0, 0].set_ylabel("activations kept, MB")
+    save(figure, png)
+
+
+def layout(png: Png, /, dp: int = 2, pp: int = 3) -> None:
+    """Which rank holds which stage of which replica, and who talks to whom.
+
+    Args:
+        png: file to write.
+        dp: replicas of the pipeline.
+        pp: stages of each.
+    """
+    figure, axes = pyplot().subplots(figsize=(1.2 + 2.9 * pp, 0.8 + 1.6 * dp), layout="constrained")
+    arrow = {"arrowstyle": "<->", "linewidth": 1.6, "shrinkA": 0, "shrinkB": 0}
+    for rank in range(dp * pp):
+        grid = Grid(rank, dp, pp)
+        x, y = 2.9 * grid.stage, -1.6 * grid.replica
+        axes.add_patch(pyplot().Rectangle((x, y), 1.7, 0.9, facecolor=COLORS["F"], edgecolor="#2f6db3"))
+        axes.text(x + 0.85, y + 0.45, f"rank {rank}\nstage {grid.stage}", ha="center", va="center", size=11)
+        if grid.stage == 0:
+            axes.text(x - 0.2, y + 0.45, f"replica {grid.replica}", ha="right", va="center", size=11)
+        if not grid.is_last_stage:
+            axes.annotate("", (x + 2.85, y + 0.45), (x + 1.75, y + 0.45), arrowprops={**arrow, "color": "#2f6db3"})
+            if grid.replica == 0:
+                axes.text(x + 2.3, y + 0.6, "activations,\ntheir gradients", ha="center", va="bottom", size=8)
+        if grid.replica < dp - 1:
+            axes.annotate("", (x + 0.85, y - 0.65), (x + 0.85, y - 0.05), arrowprops={**arrow, "color": "#c97a1c"})
+            axes.text(x + 0.95, y - 0.35, "average of weights' gradients", ha="left", va="center", size=8)
+    axes.set(xlim=(-1.2, 2.9 * pp - 0.5), ylim=(-1.6 * (dp - 1) - 0.2, 1.5), aspect="equal")
+    axes.axis("off")
+    save(figure, png)
+
+
+def _named(runs: list[str]) -> list[tuple[str, Path]]:
+    return [(name, Path(run)) for name, _, run in (run.partition("=") for run in runs)]
+
+
+def _read_trace(run: Path) -> Trace:
+    return read_chrome(run / "trace.json" if run.is_dir() else run)
 
 
 def read_losses(run: Path) -> list[float]:
@@ -80,6 +149,8 @@ def moving_average(values: list[float], width: int) -> list[float]:
 
 if __name__ == "__main__":
     try:
-        draw_losses(tyro.cli(LossFigure, description=__doc__))
+        tyro.extras.subcommand_cli_from_dict(
+            {figure.__name__: figure for figure in (losses, timelines, memory, layout)}, description=__doc__
+        )
     except InputError as error:
         raise SystemExit(f"# {error}") from None

@@ -96,7 +96,7 @@ def run_ranks(script: Path, args: list[str], settings: RunSettings) -> int:
         The exit status: 0 if all ranks finished. Otherwise the last line on stderr says which rank failed, and why.
     """
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # says at length what we say in a line
-    PContext.close.__defaults__ = (None, SECONDS_TO_END)  # torchrun's own 30 are no setting
+    shorten_shutdown()
     ranks = world_size(settings.layout)
     port = settings.master_port or 0
     check_port(settings.master_addr, port)
@@ -123,6 +123,13 @@ def run_ranks(script: Path, args: list[str], settings: RunSettings) -> int:
             print(f"# ended by {signal.Signals(end.sigval).name}", file=sys.stderr)
             return 128 + end.sigval
     return 0
+
+
+def shorten_shutdown() -> None:
+    """Give ranks `SECONDS_TO_END` instead of torchrun's 30, which are a setting in one place and fixed in another."""
+    os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(SECONDS_TO_END))
+    if PContext.close.__defaults__ == (None, 30):
+        PContext.close.__defaults__ = (None, SECONDS_TO_END)
 
 
 def check_port(address: str, port: int) -> None:

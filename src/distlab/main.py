@@ -51,7 +51,7 @@ def main(work: Callable[[Any], None], defaults: RunSettings, description: str | 
     except TrafficError as error:
         fail(str(error), 1, lost_a_peer=error.lost_a_peer, linger=True)
     except KeyboardInterrupt:
-        if isinstance(run, TrainingRun):
+        if run is not None:
             run.summarize()
         fail("interrupted", 130)
     except BrokenPipeError:

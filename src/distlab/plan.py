@@ -8,7 +8,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from distlab.schedules import Action, Backward, Forward, message, needs
+from distlab.schedules import Action, Backward, Forward, message, needs, receiver
 from simplellm.errors import InputError
 
 Program = Sequence[Action]  # what one worker does, in order
@@ -162,17 +162,17 @@ def _check_links(programs: Sequence[Program], owners: dict[int, int]) -> dict[tu
     received: dict[tuple[int, int], list[Action]] = defaultdict(list)
     for worker, program in enumerate(programs):
         for action in program:
-            following = action.stage + (1 if isinstance(action, Forward) else -1)
-            if owners.get(following, worker) != worker:
-                sent[worker, owners[following]].append(action)
+            to = owners.get(receiver(action), worker)
+            if to != worker:
+                sent[worker, to].append(action)
             for source in needs(action, len(owners)):
                 if owners[source.stage] != worker:
                     received[owners[source.stage], worker].append(source)
-    for (sender, receiver), order in sent.items():
-        for given, expected in zip(order, received[sender, receiver], strict=True):
+    for link, order in sent.items():
+        for given, expected in zip(order, received[link], strict=True):
             if given != expected:
                 raise ScheduleError(
-                    f"stage {given.stage} sends {message(given)} where its neighbour on worker {receiver} "
+                    f"stage {given.stage} sends {message(given)} where its neighbour on worker {link[1]} "
                     f"expects {message(expected)}; both ends of a link must agree on the order"
                 )
     return dict(sent)

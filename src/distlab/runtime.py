@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterable, Iterator
 from datetime import datetime, timedelta
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -20,11 +20,15 @@ from distlab.devices import cores_to_share, keep_to_loopback, pick_backend, pick
 from distlab.grid import Grid
 from distlab.logs import RankOutput, RunLog, say, say_costs, take_over_output
 from distlab.optimizers import build_optimizer
-from distlab.settings import RunSettings, TrainSettings, as_json, layout_flags, world_size
+from distlab.settings import RunSettings, StageSettings, TrainSettings, as_json, layout_flags, world_size
 from distlab.trace import STEP, recorder
 from distlab.traffic import TrafficError, reason, traffic
 from simplellm.errors import InputError
 from simplellm.sources import choose_source
+from simplellm.tokenizers import SPTokenizer
+
+if TYPE_CHECKING:
+    from distlab.trace_report import Trace
 
 SettingsT = TypeVar("SettingsT", bound=RunSettings)
 BatchT = TypeVar("BatchT")
@@ -149,28 +153,45 @@ class Run(Generic[SettingsT]):
         The process group is left to end with the process. To destroy it would risk a hang: the destructor joins gloo's
         thread while it holds Python's lock, which that thread may be waiting for to let go of its last message.
         """
-        if recorder.enabled:
-            self._keep_trace()
-        self.summarize()
+        trace = self._gather_trace() if recorder.enabled else None
         if dist.is_initialized():
             traffic.all_reduce(torch.zeros((), device=self.device), "the end of the run", kind="control").wait()
             if self.device.type == "cuda":
                 torch.cuda.synchronize(self.device)  # NCCL's wait() only orders the stream
+        if trace is not None:
+            self._keep_trace(trace)
+        self.summarize()
 
-    def _keep_trace(self) -> None:
-        """Write what all ranks recorded into rank 0's folder, draw it, and say what it comes to."""
-        from distlab.timeline import draw, measured_panel
-        from distlab.trace_report import merge, write_chrome
+    def _gather_trace(self) -> "Trace | None":
+        """On rank 0, what all ranks recorded; the others hand theirs over, through the store where they met."""
+        from distlab.trace_report import merge
 
+        piece = 1_000_000  # characters to a value of the store, which takes 8 MiB at most
         if self.rank > 0:
-            self._store.set(f"trace/{self.rank}", json.dumps(recorder.as_json()))
-            return
-        others = [json.loads(self._store.get(f"trace/{rank}")) for rank in range(1, self.world_size)]
-        trace = merge([recorder.as_json(), *others], self.grid.dp, self.grid.pp, recorder.programs)
+            text = json.dumps(recorder.as_json())
+            pieces = [text[start : start + piece] for start in range(0, len(text), piece)]
+            for number, part in enumerate(pieces):
+                self._store.set(f"trace/{self.rank}/{number}", part)
+            self._store.set(f"trace/{self.rank}", str(len(pieces)))
+            return None
+        recorded = [recorder.as_json()]
+        for rank in range(1, self.world_size):
+            with traffic.named(f"the trace of {self.grid.describe(rank)}"):
+                count = int(self._store.get(f"trace/{rank}"))
+                text = "".join(self._store.get(f"trace/{rank}/{number}").decode() for number in range(count))
+            recorded.append(json.loads(text))
+        return merge(recorded, self.grid.dp, self.grid.pp, recorder.programs)
+
+    def _keep_trace(self, trace: "Trace") -> None:
+        """Write and draw what all ranks recorded, and say what it comes to."""
+        from distlab.timeline import draw, measured_panel
+        from distlab.trace_report import write_chrome
+
         write_chrome(trace, self.out / "trace.json")
         for line in trace.report():
             say(line)
-        draw(self.out / "timeline.png", [measured_panel("A step as measured, under the plan", trace)])
+        title = "A step as measured" + (", under the plan" if trace.programs is not None else "")
+        draw(self.out / "timeline.png", [measured_panel(title, trace)])
 
     def summarize(self) -> None:
         """Say, on rank 0, what the run cost."""
@@ -193,11 +214,16 @@ class TrainingRun(Run[TrainSettingsT]):
 
     def _decide(self, script: Path) -> dict[str, Any]:
         source, why = choose_source(self.settings.data)
-        return {**super()._decide(script), "data": source, "data_because": why}
+        decided = {**super()._decide(script), "data": source, "data_because": why}
+        if isinstance(self.settings, StageSettings):
+            decided["layers_per_stage"] = self.settings.split(SPTokenizer(self.settings.tokenizer).vocab_size)
+        return decided
 
     def _introduce(self, script: Path) -> None:
         super()._introduce(script)
         say(f"stories from {self._decided['data_because']}")
+        if "layers_per_stage" in self._decided:
+            say(f"layers of each stage: {', '.join(map(str, self._decided['layers_per_stage']))}")
 
     def model_options(self) -> dict[str, Any]:
         """Keyword arguments of `simplellm.llama`'s models, as the flags ask for."""

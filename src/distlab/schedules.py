@@ -89,6 +89,11 @@ def needs(action: Action, stages: int) -> list[Action]:
     return [own, Backward(action.stage + 1, action.micro_batch)] if action.stage < stages - 1 else [own]
 
 
+def receiver(action: Action) -> int:
+    """The stage that an action's result goes to; outside the pipeline for the last forward and the first backward."""
+    return action.stage + (1 if isinstance(action, Forward) else -1)
+
+
 def message(action: Action) -> str:
     """What the result of an action is called when it travels to the next stage."""
     content = "activations" if isinstance(action, Forward) else "gradients"

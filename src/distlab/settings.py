@@ -103,7 +103,7 @@ class TrainSettings(RunSettings):
     ] = None
     """a SentencePiece model"""
     trace: bool = False
-    """record and draw the timeline"""
+    """record and draw the timeline, when the run ends by itself"""
 
     def check(self) -> None:
         super().check()
@@ -123,7 +123,7 @@ class TrainSettings(RunSettings):
 
 @dataclass
 class WorldSize:
-    """The topology of plain data parallelism: every rank is a replica (mixed into a script's settings)."""
+    """A topology of one kind, mixed into a script's settings; by default every rank is a replica."""
 
     world_size: int = 3
     """ranks, each with the whole model"""
@@ -162,8 +162,8 @@ class StageSettings(TrainSettings):
 
 
 @dataclass
-class Pipeline(WorldSize):
-    """The topology of one pipeline: every rank is a stage (mixed into a script's settings)."""
+class StagePerRank(WorldSize):
+    """The topology of one pipeline: every rank is a stage."""
 
     world_size: int = 3
     """ranks, each a stage of the model"""
@@ -174,7 +174,7 @@ class Pipeline(WorldSize):
 
 
 @dataclass
-class PipelineSettings(Pipeline, StageSettings):
+class PipelineSettings(StagePerRank, StageSettings):
     """A run of one pipeline whose order of passes is the script's own."""
 
 
@@ -194,7 +194,7 @@ class ScheduleSettings(StageSettings):
 
 
 @dataclass
-class ScheduledPipelineSettings(Pipeline, ScheduleSettings):
+class ScheduledPipelineSettings(StagePerRank, ScheduleSettings):
     """A run of one pipeline that follows a schedule."""
 
 

@@ -6,6 +6,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from distlab.plan import Program
 
 STEP, COMPUTE, WAIT, MESSAGE = "step", "compute", "wait", "message"
@@ -16,7 +18,8 @@ class Event:
     """Something that a rank did.
 
     Attributes:
-        kind: `STEP`, `COMPUTE`, `WAIT`, or `MESSAGE` (from its start until it is known to have arrived).
+        kind: `STEP`, `COMPUTE`, `WAIT`, or `MESSAGE`: a collective from its start, or a receive from its posting, until
+            it is known to be complete.
         name: "F2", "the gradients of micro-batch 1 from rank 2", …
         start, end: seconds of the host's clock.
     """
@@ -48,6 +51,8 @@ class Recorder:
         """Record what happens inside."""
         started = time.perf_counter()
         yield
+        if self.enabled and kind == COMPUTE and torch.cuda.is_initialized():
+            torch.cuda.current_stream().synchronize()  # what has been launched has not been computed
         self.add(kind, name, started)
 
     def add(self, kind: str, name: str, started: float) -> None:

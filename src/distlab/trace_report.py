@@ -4,8 +4,11 @@ chrome://tracing and https://ui.perfetto.dev show a `trace.json`: a process for 
 waiting, its messages, and the bytes of activations that it keeps.
 """
 
+import bisect
+import functools
 import json
 import statistics
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -34,7 +37,17 @@ class RankTrace:
 
     def within(self, step: Event, kind: str) -> list[Event]:
         """The events of a kind that began in a step."""
-        return [event for event in self.events if event.kind == kind and step.start <= event.start < step.end]
+        return self._by_step[step.start, kind]
+
+    @functools.cached_property
+    def _by_step(self) -> dict[tuple[float, str], list[Event]]:
+        starts = sorted(event.start for event in self.events if event.kind == STEP)
+        by_step: dict[tuple[float, str], list[Event]] = defaultdict(list)
+        for event in self.events:
+            number = bisect.bisect(starts, event.start) - 1
+            if number >= 0:
+                by_step[starts[number], event.kind].append(event)
+        return by_step
 
 
 @dataclass
@@ -143,8 +156,8 @@ def write_chrome(trace: Trace, path: Path) -> None:
             base = {"name": event.name, "cat": event.kind, "pid": rank, "tid": 0}
             start, end = event.start * MICROSECONDS, event.end * MICROSECONDS
             if event.kind == MESSAGE:  # messages overlap each other
-                events.append({**base, "ph": "b", "id": number, "ts": start})
-                events.append({**base, "ph": "e", "id": number, "ts": end})
+                events.append({**base, "ph": "b", "id2": {"local": number}, "ts": start})
+                events.append({**base, "ph": "e", "id2": {"local": number}, "ts": end})
             else:
                 events.append({**base, "ph": "X", "ts": start, "dur": end - start})
         for seconds, kept in recorded.kept_bytes:

@@ -52,10 +52,17 @@ class Transfer:
     """A message or collective under way. The tensor is its own again after `wait`."""
 
     def __init__(
-        self, door: "Traffic", name: str, work: "dist.Work | None", tensor: Tensor, staged: "Tensor | None" = None
+        self,
+        door: "Traffic",
+        name: str,
+        work: "dist.Work | None",
+        tensor: Tensor,
+        staged: "Tensor | None" = None,
+        is_send: bool = False,
     ) -> None:
         self._door, self._name, self._work, self._tensor, self._staged = door, name, work, tensor, staged
         self._started = time.perf_counter()
+        self._is_send = is_send  # whose completion tells nothing of its arrival
 
     def wait(self) -> None:
         """Return when the tensor holds the result, or has been sent.
@@ -74,7 +81,8 @@ class Transfer:
         if self._staged is not None:
             self._tensor.copy_(self._staged, non_blocking=True)
         recorder.add(WAIT, self._name, started)
-        recorder.add(MESSAGE, self._name, self._started)
+        if not self._is_send:
+            recorder.add(MESSAGE, self._name, self._started)
         self._work = None
 
     def future(self, is_waited_for: bool = False) -> "torch.futures.Future[Tensor]":
@@ -177,7 +185,7 @@ class Traffic:
         name = f"{self.describe(to)} to take {what}"
         with self.named(name):
             work = dist.isend(tensor if staged is None else staged, dst=to, group=group)
-        return Transfer(self, name, work, tensor)
+        return Transfer(self, name, work, tensor, is_send=True)
 
     def receive(self, tensor: Tensor, what: str, *, source: int, group: "dist.ProcessGroup | None" = None) -> Transfer:
         """Start to receive into `tensor` (any shape, contiguous) what rank `source` sends next in `group`."""

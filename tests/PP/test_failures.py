@@ -18,6 +18,10 @@ SCRIPTS = {
     "dapple": "PP/microbatches/intro_PP_microbatches.py",
 }
 TIMEOUT = 5
+# What is missing while stage 1 does nothing: its message, its taking one, or its part in the loss of all.
+WAITED_FOR = (
+    r"(the .+ from rank 1 \(stage 1\)|rank 1 \(stage 1\) to take the .+|the loss of step \d+ from ranks \d and \d)"
+)
 
 
 def wait_for_steps(out: Path) -> None:
@@ -46,17 +50,16 @@ def test_a_stopped_stage(pipeline: "list[subprocess.Popen[str]]") -> None:
     stopped = time.monotonic()
     ended = [finish(pipeline[rank], deadline=TIMEOUT + 10) for rank in (0, 2)]
     assert time.monotonic() - stopped < TIMEOUT + 4
+    waits = []
     for rank, end in zip((0, 2), ended, strict=True):
         assert end.status == 1
-        sentence = end.err.splitlines()[-1]
         match = re.fullmatch(
-            rf"# rank {rank} \(stage {rank}\) waited (\d+\.\d) s for (.+) from (.+): (no answer|a rank has ended).*",
-            sentence.replace("rank 1 (stage 1) to take ", "taking from rank 1 (stage 1), "),
+            rf"# rank {rank} \(stage {rank}\) waited (\d+\.\d) s for {WAITED_FOR}: (no answer|a rank has ended).*",
+            end.err.splitlines()[-1],
         )
-        assert match, sentence
-        assert float(match[1]) <= TIMEOUT + 1
-    assert any("waited 5.0 s" in end.err for end in ended)
-    assert any("from rank 1 (stage 1)" in end.err for end in ended)
+        assert match, end.err
+        waits.append(float(match[1]))
+    assert TIMEOUT <= max(waits) < TIMEOUT + 1
 
 
 def test_a_killed_stage(pipeline: "list[subprocess.Popen[str]]") -> None:
@@ -80,7 +83,7 @@ def test_a_stopped_stage_under_the_launcher(tmp_path: Path) -> None:
     assert time.monotonic() - stopped < TIMEOUT + 10
     assert ended.status == 1
     assert re.match(
-        r"# rank [02] failed: rank [02] \(stage [02]\) waited 5\.\d s for .* from rank 1 \(stage 1\): no answer",
+        rf"# rank [02] failed: rank [02] \(stage [02]\) waited 5\.\d s for {WAITED_FOR}: no answer",
         ended.err.splitlines()[-1],
     ), ended.err
     assert not Path(f"/proc/{stage_1}").exists()

@@ -1,4 +1,4 @@
-"""The loss figure."""
+"""Figures of runs: losses, timelines, memory, and the layout of a hybrid."""
 
 import json
 import sys
@@ -7,13 +7,16 @@ from pathlib import Path
 import pytest
 from processes import run
 
-from distlab.figures import LossFigure, draw_losses, moving_average, read_losses
+from distlab.figures import layout, losses, memory, moving_average, read_losses, timelines
+from distlab.schedules import all_stages
+from distlab.trace import COMPUTE, STEP, Event
+from distlab.trace_report import RankTrace, Trace, write_chrome
 from simplellm.errors import InputError
 
 
-def record(run_folder: Path, losses: list[float]) -> Path:
+def record(run_folder: Path, values: list[float]) -> Path:
     run_folder.mkdir()
-    lines = (json.dumps({"step": step, "loss": loss}) for step, loss in enumerate(losses))
+    lines = (json.dumps({"step": step, "loss": loss}) for step, loss in enumerate(values))
     (run_folder / "metrics.jsonl").write_text("\n".join(lines))
     return run_folder
 
@@ -23,10 +26,33 @@ def test_draws_a_png_that_depends_on_the_runs(tmp_path: Path) -> None:
     flat = record(tmp_path / "b", [4.0, 4.0, 4.0])
     pictures = []
     for name, runs in {"both": [f"a={falling}", f"b={flat}"], "one": [f"a={falling}"]}.items():
-        draw_losses(LossFigure(png=tmp_path / f"{name}.png", runs=runs))
+        losses(tmp_path / f"{name}.png", runs)
         pictures.append((tmp_path / f"{name}.png").read_bytes())
         assert pictures[-1].startswith(b"\x89PNG")
     assert pictures[0] != pictures[1]
+
+
+def test_figures_of_traces_and_of_the_layout(tmp_path: Path) -> None:
+    ranks = [
+        RankTrace(
+            [
+                Event(STEP, "step 0", 0, 4),
+                Event(COMPUTE, "F0", stage, stage + 1),
+                Event(COMPUTE, "B0", 3 - stage, 4 - stage),
+            ],
+            [(stage + 1, 100), (4 - stage, 0)],
+        )
+        for stage in (0, 1)
+    ]
+    write_chrome(Trace(ranks, 1, 2, all_stages("gpipe", 2, 1)), tmp_path / "trace.json")
+    timelines(tmp_path / "a.png", [f"run={tmp_path}"])
+    memory(tmp_path / "b.png", [f"run={tmp_path / 'trace.json'}"])
+    layout(tmp_path / "c.png", dp=2, pp=2)
+    pictures = {(tmp_path / name).read_bytes() for name in ("a.png", "b.png", "c.png")}
+    assert len(pictures) == 3
+    assert all(picture.startswith(b"\x89PNG") for picture in pictures)
+    with pytest.raises(InputError, match="no trace of a run; --trace makes one"):
+        memory(tmp_path / "d.png", [f"run={tmp_path / 'nothing'}"])
 
 
 def test_moving_average() -> None:
@@ -38,7 +64,7 @@ def test_a_folder_that_holds_no_run_is_named(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="no metrics of a run"):
         read_losses(tmp_path)
     (tmp_path / "metrics.jsonl").write_text("{not json")
-    ended = run(sys.executable, "-m", "distlab.figures", tmp_path / "x.png", f"a={tmp_path}")
+    ended = run(sys.executable, "-m", "distlab.figures", "losses", tmp_path / "x.png", f"a={tmp_path}")
     assert ended.status == 1
     assert "no metrics of a run" in ended.err
     assert "Traceback" not in ended.err

@@ -13,6 +13,7 @@ from distlab.pipeline import Pipeline
 from distlab.schedules import SCHEDULES, all_stages
 from distlab.stages import build_stage
 from distlab.trace import recorder
+from simplellm.errors import InputError
 from simplellm.llama import CausalLLama, LLama
 from simplellm.losses import causalLLMLoss
 
@@ -87,6 +88,29 @@ def test_every_schedule_gives_the_gradients_of_one_process(split: tuple[int, ...
     stages = len(split)
     compared = run_ranks(stages, compare_with_one_process, free_port(), stages, split, list(SCHEDULES), deadline=120)
     assert all(count >= 5 * len(SCHEDULES) for count in compared)
+
+
+def compare_in_bfloat16(rank: int, port: int) -> bool:
+    """One micro-batch of the same shape through two stages: the very numbers of one process."""
+    with process_group(rank, 2, port):
+        options = {**OPTIONS, "dtype": torch.bfloat16}
+        net, whole = build_stage(rank, (1, 1), VOCAB, **options), LLama(CausalLLama, VOCAB, n_layers=2, **options)
+        pipeline = Pipeline(net, all_stages("dapple", 2, 1), Grid(rank, dp=1, pp=2), LOSS, WIDTH)
+        pipeline.step([batch(0)])
+        LOSS(whole(batch(0)), batch(0)).backward()
+        of_whole = dict(whole.named_parameters())
+        return all(torch.equal(p.grad, of_whole[name].grad) for name, p in net.named_parameters() if p.grad is not None)
+
+
+def test_mixed_precision() -> None:
+    assert run_ranks(2, compare_in_bfloat16, free_port()) == [True, True]
+
+
+def test_a_schedule_for_another_number_of_micro_batches_is_refused() -> None:
+    net = build_stage(0, (1,), VOCAB, **OPTIONS)
+    pipeline = Pipeline(net, all_stages("gpipe", 1, 3), Grid(0, dp=1, pp=1), LOSS, WIDTH)
+    with pytest.raises(InputError, match="2 micro-batches: the schedule is for 3"):
+        pipeline.step(batch(0).chunk(2))
 
 
 def test_eight_stages() -> None:

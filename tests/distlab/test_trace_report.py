@@ -135,7 +135,7 @@ def test_chromes_format_names_ranks_and_lets_messages_overlap(pipelines: Trace, 
     assert [event["args"]["name"] for event in events if event["ph"] == "M"] == [
         pipelines.describe(rank) for rank in range(4)
     ]
-    begun, ended = ([(e["pid"], e["id"], e["ts"]) for e in events if e["ph"] == letter] for letter in "be")
+    begun, ended = ([(e["pid"], e["id2"]["local"], e["ts"]) for e in events if e["ph"] == letter] for letter in "be")
     assert len(begun) == len({(pid, number) for pid, number, _ in begun}) == 2 * len(SCALES)
     assert [key[:2] for key in begun] == [key[:2] for key in ended]
     assert (begun[0][2], ended[0][2]) == (2e6, 3e6)
