@@ -4,6 +4,7 @@ python bench/bubble.py
 python bench/bubble.py --stages 4 --micro-batches 8 --trace-to runs/bubble
 """
 
+import statistics
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -36,11 +37,11 @@ class Settings:
     """numbers of pipeline stages"""
     micro_batches: list[int] = field(default_factory=lambda: [4, 8, 16])
     """micro-batches to a step"""
-    steps: int = 3
-    """measured steps, after one to warm up"""
-    forward: float = 0.03
+    steps: int = 5
+    """measured steps, after one to warm up; the median counts"""
+    forward: float = 0.04
     """seconds of a forward pass"""
-    backward: float = 0.06
+    backward: float = 0.08
     """seconds of a backward pass"""
     port: int = 29556
     """where rank 0 listens"""
@@ -97,7 +98,10 @@ def measure(rank: int, stages: int, settings: Settings) -> None:
             dist.all_gather_object(recorded, recorder.as_json())
             if rank == 0:
                 trace = merge(recorded, 1, stages, programs)
-                bubble = 1 - sum(trace.busy(stage)[0] for stage in range(stages)) / stages
+                bubble = statistics.median(
+                    1 - statistics.fmean(trace.busy(stage, [step])[0] for stage in range(stages))
+                    for step in trace.steps()
+                )
                 theory = ideal_bubble(stages, micro_batches)
                 print(
                     f"| {stages} | {micro_batches} | {schedule} | {theory:.1%} | {bubble:.1%} | "

@@ -101,14 +101,14 @@ class Trace:
         """The schedule as it would run with the measured costs and free messages; None without a pipeline."""
         return play(self.programs, self.costs()) if self.programs is not None else None
 
-    def busy(self, rank: int) -> tuple[float, float]:
-        """The fractions of its steps in which a rank computes, and in which it waits for others.
+    def busy(self, rank: int, steps: "Sequence[Sequence[Event]] | None" = None) -> tuple[float, float]:
+        """The fractions of some steps (by default all) in which a rank computes, and in which it waits for others.
 
         In a pipeline a step's time is that of the schedule: from the first pass to the last one of the rank's replica.
         """
         computed = waited = total = 0.0
         replica = range(rank // self.pp * self.pp, (rank // self.pp + 1) * self.pp)
-        for step in self.steps():
+        for step in steps or self.steps():
             waits = self.ranks[rank].within(step[rank], WAIT)
             if self.programs is None:
                 start, end = step[rank].start, step[rank].end

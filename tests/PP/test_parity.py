@@ -52,8 +52,6 @@ def test_ranks_that_share_a_gpu(dtype: str, tmp_path: Path) -> None:
         assert ended.status == 0, ended.err
     expected = pytest.approx(losses(tmp_path / "primer"), rel=1e-5 if dtype == "float32" else 1e-2)
     assert losses(tmp_path / "hybrid") == expected
-        losses(tmp_path / "primer"), rel=1e-5 if dtype == "float32" else 1e-2
-    )
 
 
 @pytest.mark.parametrize(

@@ -55,4 +55,4 @@ def test_the_measured_bubble_is_that_of_theory() -> None:
     rows = [line.split("|")[1:-1] for line in ended.out.splitlines()[2:]]
     assert len(rows) == 4
     for row in rows:
-        assert abs(float(row[-1])) < 6, row  # the benchmark's own bound is 3, without other tests beside it
+        assert abs(float(row[-1])) < 5, row  # the benchmark itself keeps to 3, without other tests beside it

@@ -1,0 +1,300 @@
+"""Collective operations by hand: how broadcast, reduce, all-reduce and gather travel over several topologies.
+
+All work in place on the caller's tensor, of any dtype and shape, for every world size and root. Apart from the ring
+all-reduce they use only `send`, `recv`, `get_rank`, `get_world_size` and `barrier`, which they look up on
+`torch.distributed` when they are called: a stand-in with the same five functions can take its place
+(`distlab.simulation`). `send` may return only when its receiver has taken the message, so wherever two ranks give each
+other something, one gives first and the other takes first.
+
+Latency and bandwidth of these algorithms: Thakur, Rabenseifner and Gropp, "Optimization of collective communication
+operations in MPICH", 2005; the ring: Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of
+workstations", 2009.
+"""
+
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ReduceOp
+
+Op = ReduceOp.RedOpType
+COMBINE: dict[Op, Callable[..., Tensor]] = {
+    ReduceOp.SUM: torch.add,
+    ReduceOp.PRODUCT: torch.mul,
+    ReduceOp.MAX: torch.maximum,
+    ReduceOp.MIN: torch.minimum,
+}
+
+
+def broadcast_naive(tensor: Tensor, src: int) -> None:
+    """Copy rank `src`'s tensor to all: the root sends to one rank after the other, world size - 1 times."""
+    with InPlace(tensor) as data:
+        if dist.get_rank() != src:
+            dist.recv(data, src)
+            return
+        for other in range(dist.get_world_size()):
+            if other != src:
+                dist.send(data, other)
+
+
+def broadcast_tree(tensor: Tensor, src: int) -> None:
+    """Copy rank `src`'s tensor to all: who has it passes it on, so that in each round twice as many ranks have it."""
+    size, place, rank_at = _places(src)
+    with InPlace(tensor) as data:
+        for distance in _powers_of_two(size):
+            if place < distance and place + distance < size:
+                dist.send(data, rank_at(place + distance))
+            elif distance <= place < 2 * distance:
+                dist.recv(data, rank_at(place - distance))
+
+
+def broadcast_ring(tensor: Tensor, src: int) -> None:
+    """Copy rank `src`'s tensor to all: each rank passes it on to the next one."""
+    size, place, rank_at = _places(src)
+    with InPlace(tensor) as data:
+        if place > 0:
+            dist.recv(data, rank_at(place - 1))
+        if place < size - 1:
+            dist.send(data, rank_at(place + 1))
+
+
+def reduce_naive(tensor: Tensor, dst: int, op: Op = ReduceOp.SUM) -> None:
+    """Combine all tensors in rank `dst`'s; it receives one after the other. The other ranks' stay as they are."""
+    combine = _combination(op)
+    with InPlace(tensor) as data:
+        if dist.get_rank() != dst:
+            dist.send(data, dst)
+            return
+        received = torch.empty_like(data)
+        for other in range(dist.get_world_size()):
+            if other != dst:
+                dist.recv(received, other)
+                combine(data, received, out=data)
+
+
+def reduce_tree(tensor: Tensor, dst: int, op: Op = ReduceOp.SUM) -> None:
+    """Combine all tensors in rank `dst`'s: in each round half of the ranks hand theirs over to the other half."""
+    combine = _combination(op)
+    size, place, rank_at = _places(dst)
+    with InPlace(tensor) as data:
+        partial = data if place == 0 else data.clone()  # only the root's tensor is the caller's to change
+        received = torch.empty_like(data)
+        for distance in reversed(_powers_of_two(size)):
+            if place < distance and place + distance < size:
+                dist.recv(received, rank_at(place + distance))
+                combine(partial, received, out=partial)
+            elif distance <= place < 2 * distance:
+                dist.send(partial, rank_at(place - distance))
+
+
+def allreduce_naive(tensor: Tensor, op: Op = ReduceOp.SUM) -> None:
+    """Combine all tensors on every rank: all send to rank 0, which sends the result to all."""
+    reduce_naive(tensor, 0, op)
+    broadcast_naive(tensor, 0)
+
+
+def allreduce_tree(tensor: Tensor, op: Op = ReduceOp.SUM) -> None:
+    """Combine all tensors on every rank: up a tree to rank 0, and down again."""
+    reduce_tree(tensor, 0, op)
+    broadcast_tree(tensor, 0)
+
+
+def allreduce_butterfly(tensor: Tensor, op: Op = ReduceOp.SUM) -> None:
+    """Combine all tensors on every rank: in round k the ranks whose numbers differ in bit k exchange what they have.
+
+    In a world that is no power of two, the ranks beyond the largest one hand theirs over first and get the result back.
+    """
+    combine = _combination(op)
+    rank, size = dist.get_rank(), dist.get_world_size()
+    core = 1 << (size.bit_length() - 1)
+    with InPlace(tensor) as data:
+        if rank >= core:
+            dist.send(data, rank - core)
+            dist.recv(data, rank - core)
+            return
+        received = torch.empty_like(data)
+        if rank + core < size:
+            dist.recv(received, rank + core)
+            combine(data, received, out=data)
+        for distance in _powers_of_two(core):
+            _exchange(data, received, rank ^ distance)
+            combine(data, received, out=data)
+        if rank + core < size:
+            dist.send(data, rank + core)
+
+
+def allreduce_ring(tensor: Tensor, op: Op = ReduceOp.SUM) -> None:
+    """Combine all tensors on every rank: chunks go round a ring, first to be combined, then to be handed out.
+
+    Each rank sends 2 (n - 1) / n of the tensor, whatever the world size n. One half of the tensor goes round in either
+    direction, so that both directions of every link are busy.
+    """
+    combine = _combination(op)
+    rank, size = dist.get_rank(), dist.get_world_size()
+    if size == 1:
+        return
+    with InPlace(tensor) as data:
+        flat = data.view(-1)
+        middle = flat.numel() // 2
+        # Per direction: whom to send to, whom to receive from, the chunks of this half, space for one.
+        rings = []
+        for step, half in ((1, flat[:middle]), (-1, flat[middle:])):
+            chunks = list(half.tensor_split(size))
+            rings.append((step, (rank + step) % size, (rank - step) % size, chunks, torch.empty_like(chunks[0])))
+        for turn in range(2 * (size - 1)):
+            reducing = turn < size - 1
+            pending, arriving = [], []
+            for step, following, preceding, chunks, space in rings:
+                out, into = chunks[(rank - step * turn) % size], chunks[(rank - step * (turn + 1)) % size]
+                target = space[: into.numel()] if reducing else into
+                if out.numel():
+                    pending.append(dist.isend(out, following))
+                if into.numel():
+                    arriving.append((dist.irecv(target, preceding), into, target))
+            for receive, into, target in arriving:
+                receive.wait()
+                if reducing:
+                    combine(into, target, out=into)
+            for send in pending:
+                send.wait()
+
+
+def gather_naive(tensor: Tensor, gathered: Tensor | None, dst: int) -> None:
+    """Collect all tensors on rank `dst`, which receives one after the other.
+
+    Args:
+        tensor: this rank's part.
+        gathered: on rank `dst` (world size, *shape of `tensor`), one part a rank; None elsewhere.
+        dst: the rank that collects.
+    """
+    if dist.get_rank() != dst:
+        dist.send(tensor.contiguous(), dst)
+        return
+    with InPlace(_required(gathered)) as parts:
+        for other in range(dist.get_world_size()):
+            if other == dst:
+                parts[other] = tensor
+            else:
+                dist.recv(parts[other], other)
+
+
+def gather_tree(tensor: Tensor, gathered: Tensor | None, dst: int) -> None:
+    """Collect all tensors on rank `dst`: in each round half of the ranks hand over all that they have collected."""
+    size, place, rank_at = _places(dst)
+    parts = torch.empty((size - place, *tensor.shape), dtype=tensor.dtype, device=tensor.device)  # from this place on
+    parts[0] = tensor
+    for distance in _powers_of_two(size):
+        if place % (2 * distance):
+            dist.send(parts[: min(distance, size - place)], rank_at(place - distance))
+            return
+        if place + distance < size:
+            dist.recv(parts[distance : 2 * distance], rank_at(place + distance))
+    _required(gathered).copy_(parts.roll(dst, 0))
+
+
+def allgather_naive(tensor: Tensor, gathered: Tensor) -> None:
+    """Collect all tensors on every rank, `gathered` (world size, *shape of `tensor`): through rank 0."""
+    gather_naive(tensor, gathered, 0)
+    broadcast_naive(gathered, 0)
+
+
+def allgather_tree(tensor: Tensor, gathered: Tensor) -> None:
+    """Collect all tensors on every rank, `gathered` (world size, *shape of `tensor`): up a tree and down again."""
+    gather_tree(tensor, gathered, 0)
+    broadcast_tree(gathered, 0)
+
+
+def reducescatter_naive(tensor: Tensor, scattered: Tensor, op: Op = ReduceOp.SUM) -> None:
+    """Combine all tensors and give each rank its block: rank 0 combines all and sends the blocks.
+
+    Args:
+        tensor: (world size, *shape of `scattered`), a block for each rank; stays as it is.
+        scattered: this rank's block of the result.
+        op: how to combine.
+    """
+    combined = tensor.clone()
+    reduce_naive(combined, 0, op)
+    with InPlace(scattered) as block:
+        if dist.get_rank() > 0:
+            dist.recv(block, 0)
+            return
+        for other in range(1, dist.get_world_size()):
+            dist.send(combined[other].contiguous(), other)
+        block.copy_(combined[0])
+
+
+def reducescatter_ring(tensor: Tensor, scattered: Tensor, op: Op = ReduceOp.SUM) -> None:
+    """Combine all tensors and give each rank its block: partial sums go round the ring to the rank that keeps them.
+
+    The arguments are those of `reducescatter_naive`.
+    """
+    combine = _combination(op)
+    rank, size = dist.get_rank(), dist.get_world_size()
+    with InPlace(scattered) as block:
+        partial = tensor[(rank - 1) % size].clone(memory_format=torch.contiguous_format)
+        received = torch.empty_like(partial)
+        for turn in range(size - 1):
+            _exchange(partial, received, (rank + 1) % size, (rank - 1) % size)
+            combine(received, tensor[(rank - turn - 2) % size], out=partial)
+        block.copy_(partial)
+
+
+class InPlace:
+    """A contiguous view or copy of a tensor, since messages are contiguous; a copy is written back at the end."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._tensor = tensor
+
+    def __enter__(self) -> Tensor:
+        self._data = self._tensor.contiguous()
+        return self._data
+
+    def __exit__(self, *_: object) -> None:
+        if self._data is not self._tensor:
+            self._tensor.copy_(self._data)
+
+
+def _exchange(data: Tensor, received: Tensor, to: int, source: int | None = None) -> None:
+    """Send to one rank and receive from another (by default the same), though a send may wait for its receiver.
+
+    Two ranks: the lower one gives first. A ring: the even ranks give first; with an odd number of ranks the last one
+    and rank 0 both give first, and the chain of waits resolves from rank 1 on.
+    """
+    source = to if source is None else source
+    rank = dist.get_rank()
+    gives_first = rank < to if to == source else rank % 2 == 0
+    if gives_first:
+        dist.send(data, to)
+    dist.recv(received, source)
+    if not gives_first:
+        dist.send(data, to)
+
+
+def _places(root: int) -> tuple[int, int, Callable[[int], int]]:
+    """The world size, this rank's place when counting begins at the root, and the rank at a place."""
+    size = dist.get_world_size()
+    return size, (dist.get_rank() - root) % size, lambda place: (place + root) % size
+
+
+def _powers_of_two(below: int) -> list[int]:
+    """1, 2, 4, ... as far as they are less than `below`."""
+    return [1 << exponent for exponent in range((below - 1).bit_length())]
+
+
+def _combination(op: Op) -> Callable[..., Tensor]:
+    """The element-wise function of an operation.
+
+    Raises:
+        ValueError: it is none of `COMBINE`.
+    """
+    for known, function in COMBINE.items():
+        if op == known:
+            return function
+    raise ValueError(f"{op}: the collectives combine with SUM, PRODUCT, MAX or MIN")
+
+
+def _required(gathered: Tensor | None) -> Tensor:
+    if gathered is None:
+        raise ValueError("the rank that collects must give a tensor (world size, *shape) for the parts")
+    return gathered

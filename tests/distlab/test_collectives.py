@@ -1,0 +1,150 @@
+"""Collectives by hand: the library's results, on gloo and in the simulated world, with the messages they promise."""
+
+from collections.abc import Callable
+from functools import partial
+
+import pytest
+import torch
+import torch.distributed as dist
+from processes import free_port, process_group, run_ranks
+from torch import Tensor
+from torch.distributed import ReduceOp
+
+from distlab import collectives
+from distlab.simulation import SimulatedWorld
+
+OPS = [ReduceOp.SUM, ReduceOp.PRODUCT, ReduceOp.MAX, ReduceOp.MIN]
+DTYPES = [torch.float32, torch.int64, torch.bfloat16]
+BROADCASTS = [collectives.broadcast_naive, collectives.broadcast_tree, collectives.broadcast_ring]
+REDUCES = [collectives.reduce_naive, collectives.reduce_tree]
+ALL_REDUCES = [
+    collectives.allreduce_naive,
+    collectives.allreduce_tree,
+    collectives.allreduce_butterfly,
+    collectives.allreduce_ring,
+]
+GATHERS = [collectives.gather_naive, collectives.gather_tree]
+ALL_GATHERS = [collectives.allgather_naive, collectives.allgather_tree]
+REDUCE_SCATTERS = [collectives.reducescatter_naive, collectives.reducescatter_ring]
+
+
+def part(rank: int, dtype: torch.dtype) -> Tensor:
+    """A rank's tensor, strided; small whole numbers, so that all orders of adding are exact in every dtype."""
+    values = torch.randint(1, 3, (3, 5), generator=torch.Generator().manual_seed(rank)).to(dtype)
+    return values.T
+
+
+def check_all(rank: int, size: int) -> int:
+    """Every function with every root, operation and dtype, on this rank; how many were compared."""
+    compared = 0
+
+    def equal(own: Tensor, expected: Tensor, what: object) -> None:
+        nonlocal compared
+        assert torch.equal(own, expected), f"rank {rank} of {size}: {what}: {own} instead of {expected}"
+        compared += 1
+
+    for dtype in DTYPES:
+        parts = torch.stack([part(other, dtype) for other in range(size)])
+        for root in range(size):
+            for broadcast in BROADCASTS:
+                tensor = part(rank, dtype)
+                broadcast(tensor, root)
+                equal(tensor, parts[root], broadcast)
+            for gather in GATHERS:
+                gathered = torch.full_like(parts, 7) if rank == root else None
+                gather(part(rank, dtype), gathered, root)
+                if gathered is not None:
+                    equal(gathered, parts, gather)
+        for all_gather in ALL_GATHERS:
+            gathered = torch.full_like(parts, 7)
+            all_gather(part(rank, dtype), gathered)
+            equal(gathered, parts, all_gather)
+        for op in OPS:
+            combined = {
+                ReduceOp.SUM: parts.sum(0).to(dtype),
+                ReduceOp.PRODUCT: parts.prod(0),
+                ReduceOp.MAX: parts.amax(0),
+                ReduceOp.MIN: parts.amin(0),
+            }[op]
+            for root in range(size):
+                for reduce in REDUCES:
+                    tensor = part(rank, dtype)
+                    reduce(tensor, root, op)
+                    equal(tensor, combined if rank == root else part(rank, dtype), (reduce, op))
+            for all_reduce in ALL_REDUCES:
+                tensor = part(rank, dtype)
+                all_reduce(tensor, op)
+                equal(tensor, combined, (all_reduce, op))
+            for reduce_scatter in REDUCE_SCATTERS:
+                mine = torch.stack([part(rank, dtype) + block for block in range(size)]).to(dtype)
+                theirs = torch.stack([part(other, dtype) + rank for other in range(size)]).to(dtype)
+                block = torch.empty(3, 5, dtype=dtype).T
+                reduce_scatter(mine, block, op)
+                expected = {
+                    ReduceOp.SUM: theirs.double().sum(0),
+                    ReduceOp.PRODUCT: theirs.double().prod(0),
+                    ReduceOp.MAX: theirs.double().amax(0),
+                    ReduceOp.MIN: theirs.double().amin(0),
+                }[op]
+                tolerance = 0.05 if dtype == torch.bfloat16 else 1e-6
+                assert torch.allclose(block.double(), expected, rtol=tolerance), (reduce_scatter, op)
+                compared += 1
+    return compared
+
+
+@pytest.mark.parametrize("size", range(1, 10))
+def test_in_the_simulated_world(size: int) -> None:
+    assert all(SimulatedWorld(size).run(lambda rank: check_all(rank, size)))
+
+
+def check_on_gloo(rank: int, size: int, port: int) -> int:
+    with process_group(rank, size, port):
+        compared = check_all(rank, size)
+        for op in OPS:  # the library's own results, also where the order of adding matters
+            values = torch.rand(1000, generator=torch.Generator().manual_seed(rank)) + 0.5
+            expected = values.clone()
+            dist.all_reduce(expected, op)
+            for all_reduce in ALL_REDUCES:
+                tensor = values.clone()
+                all_reduce(tensor, op)
+                torch.testing.assert_close(tensor, expected)
+                compared += 1
+        return compared
+
+
+@pytest.mark.parametrize("size", range(1, 10))
+def test_on_gloo(size: int) -> None:
+    assert all(run_ranks(size, check_on_gloo, size, free_port(), deadline=120))
+
+
+def counts(size: int, work: Callable[[Tensor], object]) -> SimulatedWorld:
+    world = SimulatedWorld(size)
+    world.run(lambda rank: work(torch.ones(8)))
+    return world
+
+
+def test_messages_are_those_that_the_topologies_promise() -> None:
+    naive = counts(8, partial(collectives.broadcast_naive, src=2))
+    assert [rank.sends for rank in naive.counts] == [0, 0, 7, 0, 0, 0, 0, 0]
+    reduced = counts(8, partial(collectives.reduce_naive, dst=2))
+    assert [rank.receives for rank in reduced.counts] == [0, 0, 7, 0, 0, 0, 0, 0]
+    assert counts(4, partial(collectives.broadcast_tree, src=0)).counts[0].sends == 2
+    ring = counts(5, partial(collectives.broadcast_ring, src=1))
+    assert [rank.sends for rank in ring.counts] == [0, 1, 1, 1, 1]
+    assert counts(8, partial(collectives.reduce_tree, dst=0)).counts[0].receives == 3
+    butterfly = counts(8, collectives.allreduce_butterfly)
+    for rank, own in enumerate(butterfly.counts):
+        assert own.sends == own.receives == 3
+        assert own.sent_to == [rank ^ 1, rank ^ 2, rank ^ 4]
+    through_0 = counts(4, collectives.allreduce_naive)
+    assert [rank.sends for rank in through_0.counts] == [3, 1, 1, 1]
+    assert [rank.sent_to for rank in through_0.counts[1:]] == [[0], [0], [0]]
+    ring = counts(4, collectives.allreduce_ring)
+    assert all(rank.sent_bytes == 2 * 3 * 32 // 4 for rank in ring.counts)
+
+
+def test_an_unknown_operation_is_refused_before_anything_is_sent() -> None:
+    world = SimulatedWorld(2)
+    with pytest.raises(ValueError, match="combine with SUM, PRODUCT, MAX or MIN"):
+        world.run(lambda rank: collectives.allreduce_naive(torch.ones(2), ReduceOp.BAND))
+    assert world.counts[0].sends == world.counts[1].sends == 0

@@ -1,0 +1,111 @@
+"""The simulated world: copies, a virtual clock, deadlocks that name their cycle, exceptions that reach the caller."""
+
+import threading
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from distlab.collectives import allreduce_ring, broadcast_naive, broadcast_ring, broadcast_tree
+from distlab.simulation import Deadlock, Link, SimulatedWorld
+
+
+def test_messages_are_copies_and_ranks_know_who_they_are() -> None:
+    def pass_on(rank: int) -> tuple[int, int, list[float]]:
+        tensor = torch.full((2,), float(rank))
+        if rank == 0:
+            dist.send(tensor, 1)
+            tensor += 100
+        elif rank == 1:
+            dist.recv(tensor, 0)
+            tensor += 1
+        dist.barrier()
+        return dist.get_rank(), dist.get_world_size(), tensor.tolist()
+
+    usual = dist.send
+    assert SimulatedWorld(3).run(pass_on) == [(0, 3, [100, 100]), (1, 3, [1, 1]), (2, 3, [2, 2])]
+    assert dist.send is usual
+
+
+def test_two_ranks_that_send_first_are_a_deadlock_at_once() -> None:
+    def both_send(rank: int) -> None:
+        dist.send(torch.ones(1), 1 - rank)
+        dist.recv(torch.ones(1), 1 - rank)
+
+    started = time.monotonic()
+    with pytest.raises(Deadlock, match="rank 0 waits to send to rank 1; rank 1 waits to send to rank 0"):
+        SimulatedWorld(2).run(both_send)
+    assert time.monotonic() - started < 2
+    assert threading.active_count() < 5
+
+
+def test_a_cycle_of_three_is_named_without_those_who_only_wait_for_it() -> None:
+    def wait_in_a_circle(rank: int) -> None:
+        dist.recv(torch.ones(1), {0: 2, 1: 3, 2: 1, 3: 2}[rank])
+
+    with pytest.raises(Deadlock) as caught:
+        SimulatedWorld(4).run(wait_in_a_circle)
+    assert "rank 0" not in str(caught.value)
+    for sentence in (
+        "rank 2 waits for a message from rank 1",
+        "rank 1 waits for a message from rank 3",
+        "rank 3 waits for a message from rank 2",
+    ):
+        assert sentence in str(caught.value)
+
+
+def test_a_rank_that_leaves_others_waiting_is_a_deadlock() -> None:
+    def skip_the_barrier(rank: int) -> None:
+        if rank > 0:
+            dist.barrier()
+
+    with pytest.raises(Deadlock, match="rank 1 waits in the barrier; rank 2 waits in the barrier"):
+        SimulatedWorld(3).run(skip_the_barrier)
+
+
+def test_exceptions_reach_the_caller() -> None:
+    def fail(rank: int) -> None:
+        if rank == 2:
+            raise KeyError("lost")
+        dist.barrier()
+
+    with pytest.raises(KeyError, match="lost"):
+        SimulatedWorld(3).run(fail)
+
+
+def test_sizes_that_differ_are_refused() -> None:
+    def mismatch(rank: int) -> None:
+        if rank == 0:
+            dist.send(torch.ones(2), 1)
+        else:
+            dist.recv(torch.ones(3), 0)
+
+    with pytest.raises(ValueError, match="rank 0 sends 8 bytes and rank 1 receives 12"):
+        SimulatedWorld(2).run(mismatch)
+
+
+def seconds(size: int, link: Link, collective: object, elements: int) -> float:
+    world = SimulatedWorld(size, link)
+    world.run(lambda rank: collective(torch.ones(elements), 0))  # type: ignore[operator]
+    return world.makespan
+
+
+def test_the_clock_gives_the_formulas() -> None:
+    link = Link(latency_seconds=1.0, bytes_per_second=4.0)  # a message of one element takes 2 seconds
+    assert seconds(8, link, broadcast_naive, 1) == pytest.approx(7 * 2)
+    assert seconds(8, link, broadcast_tree, 1) == pytest.approx(3 * 2)
+    assert seconds(8, link, broadcast_ring, 1) == pytest.approx(7 * 2)
+    world = SimulatedWorld(4, link)
+    world.run(lambda rank: allreduce_ring(torch.ones(80)))
+    assert world.makespan == pytest.approx(6 * (1 + 10))  # six turns of two messages at a time, of ten elements each
+
+
+def test_a_slow_link_costs_what_it_costs() -> None:
+    world = SimulatedWorld(3, Link(1.0), links={(0, 2): Link(10.0)})
+    world.run(lambda rank: broadcast_naive(torch.ones(1), 0))
+    assert world.seconds == [11.0, 1.0, 11.0]
+
+
+def test_a_thousand_ranks() -> None:
+    assert seconds(1024, Link(1.0), broadcast_tree, 4) == pytest.approx(10)
