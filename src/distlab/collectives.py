@@ -149,9 +149,9 @@ def allreduce_ring(tensor: Tensor, op: Op = ReduceOp.SUM) -> None:
                 out, into = chunks[(rank - step * turn) % size], chunks[(rank - step * (turn + 1)) % size]
                 target = space[: into.numel()] if reducing else into
                 if out.numel():
-                    pending.append(dist.isend(out, following))
+                    pending.append(_started(dist.isend(out, following)))
                 if into.numel():
-                    arriving.append((dist.irecv(target, preceding), into, target))
+                    arriving.append((_started(dist.irecv(target, preceding)), into, target))
             for receive, into, target in arriving:
                 receive.wait()
                 if reducing:
@@ -269,6 +269,11 @@ def _exchange(data: Tensor, received: Tensor, to: int, source: int | None = None
     dist.recv(received, source)
     if not gives_first:
         dist.send(data, to)
+
+
+def _started(work: dist.Work | None) -> dist.Work:
+    assert work is not None, "only a rank outside the process group gets None"
+    return work
 
 
 def _places(root: int) -> tuple[int, int, Callable[[int], int]]:

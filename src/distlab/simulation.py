@@ -148,7 +148,7 @@ class SimulatedWorld:
     @contextmanager
     def _stand_in(self) -> Iterator[None]:
         """`torch.distributed` with this world in its place."""
-        functions = {
+        functions: dict[str, Any] = {
             "send": lambda tensor, dst, *_, **__: self._post(dst, True, tensor).wait(),
             "recv": lambda tensor, src, *_, **__: self._post(src, False, tensor).wait(),
             "isend": lambda tensor, dst, *_, **__: self._post(dst, True, tensor),
