@@ -33,11 +33,11 @@ def test_two_ranks_that_send_first_are_a_deadlock_at_once() -> None:
         dist.send(torch.ones(1), 1 - rank)
         dist.recv(torch.ones(1), 1 - rank)
 
-    started = time.monotonic()
+    started, threads = time.monotonic(), threading.active_count()
     with pytest.raises(Deadlock, match="rank 0 waits to send to rank 1; rank 1 waits to send to rank 0"):
         SimulatedWorld(2).run(both_send)
     assert time.monotonic() - started < 2
-    assert threading.active_count() < 5
+    assert threading.active_count() <= threads
 
 
 def test_a_cycle_of_three_is_named_without_those_who_only_wait_for_it() -> None:
