@@ -112,7 +112,9 @@ class Run(Generic[SettingsT]):
             (self.out / "config.json").write_text(json.dumps(config, indent=2) + "\n")
 
     def _introduce(self, script: Path) -> None:
-        ranks = f"{self.world_size} ranks over {dist.get_backend()}" if dist.is_initialized() else "one process"
+        ranks = "one process"
+        if dist.is_initialized():
+            ranks = f"{self.world_size} rank{'s' * (self.world_size > 1)} over {dist.get_backend()}"
         threads = torch.get_num_threads()
         say(f"{script.stem}: {ranks} on {self.device.type}, {threads} thread{'s' * (threads > 1)} each")
 

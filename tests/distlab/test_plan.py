@@ -184,6 +184,28 @@ def test_every_action_of_any_valid_schedule_starts_as_early_as_it_can(random: Ra
 def test_no_mutation_of_a_valid_schedule_passes(random: Random, mutate: Callable[[Random, list[Action]], None]) -> None:
     programs = any_schedule(random)
     play(programs)
-    mutate(random, random.choice(programs))
-    with pytest.raises(ScheduleError):
+    stage = random.randrange(len(programs))
+    mutate(random, programs[stage])
+    with pytest.raises(ScheduleError, match=rf"\bstage {stage}\b"):
         play(programs)
+
+
+@settings(derandomize=True, deadline=None)
+@given(st.randoms(use_true_random=False))
+def test_any_order_is_either_played_as_it_stands_or_refused_by_name(random: Random) -> None:
+    programs = any_schedule(random)
+    stage = random.randrange(len(programs))
+    random.shuffle(programs[stage])
+    refusal, plan = "", None
+    try:
+        plan = play(programs)
+    except ScheduleError as error:
+        refusal = str(error)
+    if plan is None:
+        assert re.search(r"\bstage \d", refusal)
+        return
+    ended = {span.action: span.end for line in plan.spans for span in line}
+    assert [[span.action for span in line] for line in plan.spans] == programs
+    for line in plan.spans:
+        for span in line:
+            assert all(ended[source] <= span.start for source in needs(span.action, len(programs)))
