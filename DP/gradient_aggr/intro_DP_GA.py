@@ -2,38 +2,61 @@
 
     python DP/gradient_aggr/intro_DP_GA.py <rank>     in three terminals, with the ranks 0, 1 and 2
     ./launch.sh dp-ga --world-size 4                  all ranks at once
+    ./launch.sh dp-ga --all-reduce ring               added up by our own all-reduce instead of the library's
 
 Each rank holds the whole model and takes its own sequences of the global batch. The mean of the ranks' gradients is the
 gradient of the whole batch; so after the same update every rank holds the same weights again, as one process would. The
 mean is a sum of shares: dividing one loss by the world size divides all its gradients, and they need no division later.
 """
 
+from dataclasses import dataclass
+from typing import Literal
+
 from torch.distributed import ReduceOp
 
+from distlab.collectives import ALL_REDUCES
 from distlab.data_parallel import Bucket, GradientBuckets
 from distlab.main import main
 from distlab.runtime import TrainingRun
 from distlab.settings import DataParallelSettings
 from distlab.traffic import Transfer, traffic
 from simplellm.dataloaders import TinyStories
+from simplellm.errors import InputError
 from simplellm.llama import CausalLLama, LLama
 from simplellm.losses import causalLLMLoss
 from simplellm.tokenizers import SPTokenizer
 
-DEFAULTS = DataParallelSettings(batch_size=1)
+
+@dataclass
+class GradientAggregationSettings(DataParallelSettings):
+    all_reduce: Literal["library", "naive", "tree", "butterfly", "ring"] = "library"
+    """who adds up the gradients: the library, or our own collective of this topology, over gloo"""
+
+    def check(self) -> None:
+        super().check()
+        if self.all_reduce != "library":
+            if self.backend == "nccl":
+                raise InputError(f"--all-reduce {self.all_reduce} with --backend nccl: our own work over gloo only")
+            self.backend = "gloo"
 
 
-def train(run: TrainingRun[DataParallelSettings]) -> None:
+DEFAULTS = GradientAggregationSettings(batch_size=1)
+
+
+def train(run: TrainingRun[GradientAggregationSettings]) -> None:
     args = run.settings
     tokenizer = SPTokenizer(args.tokenizer)
     net = LLama(CausalLLama, tokenizer.vocab_size, padding_idx=tokenizer.pad_id, **run.model_options())
     stories = TinyStories(tokenizer, **run.data_options(), rank=run.rank, num_replicas=run.world_size)
     optimizer = run.optimizer(net.parameters())
+    by_hand = ALL_REDUCES.get(args.all_reduce)
     transfers: list[Transfer] = []
 
     def add_up(bucket: Bucket) -> None:
         """Start the all-reduce of gradients that are complete, while the backward pass goes on to earlier layers."""
-        transfers.append(traffic.all_reduce(bucket.flat, str(bucket), kind="gradients", op=ReduceOp.SUM))
+        transfers.append(
+            traffic.all_reduce(bucket.flat, str(bucket), kind="gradients", op=ReduceOp.SUM, by_hand=by_hand)
+        )
 
     buckets = GradientBuckets(net.parameters(), on_full=add_up, backward_passes=args.micro_batches)
 

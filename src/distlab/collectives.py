@@ -11,7 +11,8 @@ operations in MPICH", 2005; the ring: Patarasuk and Yuan, "Bandwidth optimal all
 workstations", 2009.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from itertools import zip_longest
 
 import torch
 import torch.distributed as dist
@@ -25,6 +26,7 @@ COMBINE: dict[Op, Callable[..., Tensor]] = {
     ReduceOp.MAX: torch.maximum,
     ReduceOp.MIN: torch.minimum,
 }
+BOTH_WAYS_BYTES = 4_000_000
 
 
 def broadcast_naive(tensor: Tensor, src: int) -> None:
@@ -124,40 +126,63 @@ def allreduce_butterfly(tensor: Tensor, op: Op = ReduceOp.SUM) -> None:
             dist.send(data, rank + core)
 
 
-def allreduce_ring(tensor: Tensor, op: Op = ReduceOp.SUM) -> None:
+def allreduce_ring(tensor: Tensor, op: Op = ReduceOp.SUM, both_ways_bytes: int = BOTH_WAYS_BYTES) -> None:
     """Combine all tensors on every rank: chunks go round a ring, first to be combined, then to be handed out.
 
-    Each rank sends 2 (n - 1) / n of the tensor, whatever the world size n. One half of the tensor goes round in either
-    direction, so that both directions of every link are busy.
+    Each rank sends 2 (n - 1) / n of the tensor, whatever the world size n. Half of a large tensor goes round in either
+    direction, so that both directions of every link are busy; a small one is not worth twice as many messages.
+
+    Args:
+        tensor: this rank's; the result on every rank.
+        op: how to combine.
+        both_ways_bytes: large is a tensor with at least this much for each rank.
     """
     combine = _combination(op)
-    rank, size = dist.get_rank(), dist.get_world_size()
-    if size == 1:
-        return
+    size = dist.get_world_size()
     with InPlace(tensor) as data:
         flat = data.view(-1)
-        middle = flat.numel() // 2
-        # Per direction: whom to send to, whom to receive from, the chunks of this half, space for one.
-        rings = []
-        for step, half in ((1, flat[:middle]), (-1, flat[middle:])):
-            chunks = list(half.tensor_split(size))
-            rings.append((step, (rank + step) % size, (rank - step) % size, chunks, torch.empty_like(chunks[0])))
-        for turn in range(2 * (size - 1)):
-            reducing = turn < size - 1
-            pending, arriving = [], []
-            for step, following, preceding, chunks, space in rings:
-                out, into = chunks[(rank - step * turn) % size], chunks[(rank - step * (turn + 1)) % size]
-                target = space[: into.numel()] if reducing else into
-                if out.numel():
-                    pending.append(_started(dist.isend(out, following)))
-                if into.numel():
-                    arriving.append((_started(dist.irecv(target, preceding)), into, target))
-            for receive, into, target in arriving:
-                receive.wait()
-                if reducing:
-                    combine(into, target, out=into)
-            for send in pending:
-                send.wait()
+        halves = flat.tensor_split(1 if flat.nbytes < size * both_ways_bytes else 2)
+        # One allocation: of several, the C library hands the pages back after each call, and fresh ones are slow.
+        spaces = torch.empty_like(flat[: len(halves) * -(-len(halves[0]) // size)]).tensor_split(len(halves))
+        rings = [_around(*ring, combine) for ring in zip(halves, spaces, (1, -1), strict=False)]
+        for _ in zip_longest(*rings):
+            pass
+
+
+def _around(flat: Tensor, space: Tensor, step: int, combine: Callable[..., Tensor]) -> Iterator[None]:
+    """All-reduce `flat` around the ring in one direction; yields when the messages of a turn are under way.
+
+    Args:
+        flat: (elements,), changed in place.
+        space: for one chunk of it.
+        step: 1 to send to the next rank, -1 to the one before.
+        combine: the element-wise function.
+    """
+    rank, size = dist.get_rank(), dist.get_world_size()
+    following, preceding = (rank + step) % size, (rank - step) % size
+    chunks = flat.tensor_split(size)
+    for turn in range(2 * (size - 1)):
+        own, arriving = chunks[(rank - step * turn) % size], chunks[(rank - step * (turn + 1)) % size]
+        is_combining = turn < size - 1
+        received = space[: len(arriving)] if is_combining else arriving
+        under_way = []
+        if len(arriving):
+            under_way.append(_started(dist.irecv(received, preceding)))
+        if len(own):
+            under_way.append(_started(dist.isend(own, following)))
+        yield
+        for message in under_way:
+            message.wait()
+        if is_combining:
+            combine(arriving, received, out=arriving)
+
+
+ALL_REDUCES = {
+    "naive": allreduce_naive,
+    "tree": allreduce_tree,
+    "butterfly": allreduce_butterfly,
+    "ring": allreduce_ring,
+}
 
 
 def gather_naive(tensor: Tensor, gathered: Tensor | None, dst: int) -> None:

@@ -11,8 +11,11 @@ import re
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from datetime import timedelta
+from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -48,6 +51,19 @@ class Ledger:
     waited_seconds: float = 0.0
 
 
+class Background:
+    """A collective by hand that runs in a thread, with the part of `dist.Work` that a `Transfer` needs.
+
+    It ends by itself when a rank does not answer: each of its messages has the process group's deadline.
+    """
+
+    def __init__(self, ended: Future[None]) -> None:
+        self._ended = ended
+
+    def wait(self, _: timedelta) -> None:
+        self._ended.result()
+
+
 class Transfer:
     """A message or collective under way. The tensor is its own again after `wait`."""
 
@@ -55,7 +71,7 @@ class Transfer:
         self,
         door: "Traffic",
         name: str,
-        work: "dist.Work | None",
+        work: dist.Work | Background | None,
         tensor: Tensor,
         staged: "Tensor | None" = None,
         is_send: bool = False,
@@ -105,6 +121,7 @@ class Transfer:
             done: torch.futures.Future[Tensor] = torch.futures.Future()
             done.set_result(self._tensor)
             return done
+        assert not isinstance(self._work, Background), "what is made by hand is waited for with wait()"
         return self._work.get_future().then(finish)
 
 
@@ -124,6 +141,7 @@ class Traffic:
         self.ledger = Ledger()
         self.timeout_seconds = 120.0
         self.describe: Callable[[int], str] = "rank {}".format
+        self._thread: ThreadPoolExecutor | None = None
 
     def all_reduce(
         self,
@@ -133,6 +151,7 @@ class Traffic:
         kind: str,
         op: "dist.ReduceOp.RedOpType" = dist.ReduceOp.AVG,
         group: "dist.ProcessGroup | None" = None,
+        by_hand: "Callable[[Tensor, dist.ReduceOp.RedOpType], None] | None" = None,
     ) -> Transfer:
         """Start to combine `tensor` (any shape, contiguous, changed in place) over all ranks; by default, average it.
 
@@ -142,16 +161,21 @@ class Traffic:
             kind: the ledger's column.
             op: how to combine.
             group: the ranks that take part; by default, all.
+            by_hand: one of `distlab.collectives.ALL_REDUCES`, over all ranks, instead of the library's; the ledger then
+                has the bytes that it really sends from this rank.
         """
         ranks = members(group)
         size = len(ranks)
         if size == 1:
             return Transfer(self, what, None, tensor)
-        self._count(kind, 2 * (size - 1) * tensor.nbytes // size)
         staged = self._stage(tensor)
+        carried = tensor if staged is None else staged
         name = f"{what} from {other_ranks(ranks)}"
+        if by_hand is not None:
+            return Transfer(self, name, self._in_background(lambda: by_hand(carried, op), kind), tensor, staged)
+        self._count(kind, 2 * (size - 1) * tensor.nbytes // size)
         with self.named(name):
-            work = dist.all_reduce(tensor if staged is None else staged, op=op, group=group, async_op=True)
+            work = dist.all_reduce(carried, op=op, group=group, async_op=True)
         return Transfer(self, name, work, tensor, staged)
 
     def broadcast(self, tensor: Tensor, what: str, *, kind: str, src: int = 0) -> Transfer:
@@ -207,6 +231,18 @@ class Traffic:
             who = self.describe(rank())
             raise TrafficError(f"{who} waited {seconds:.1f} s for {name}: {reason(error)}", error) from error
 
+    def _in_background(self, collective: Callable[[], None], kind: str) -> Background:
+        """Run a collective made of sends and receives, after those before it, while this thread goes on."""
+
+        def counted() -> None:
+            with counting_sends() as sent_bytes:
+                collective()
+            self._count(kind, sum(sent_bytes))
+
+        if self._thread is None:
+            self._thread = ThreadPoolExecutor(1)
+        return Background(self._thread.submit(counted))
+
     def _count(self, kind: str, sent_bytes: int) -> None:
         self.ledger.sent_bytes[kind] += sent_bytes
         self.ledger.messages[kind] += 1
@@ -219,6 +255,22 @@ class Traffic:
         staged.copy_(tensor, non_blocking=True)
         torch.cuda.current_stream(tensor.device).synchronize()
         return staged
+
+
+@contextlib.contextmanager
+def counting_sends() -> Iterator[list[int]]:
+    """The sizes in bytes of what is sent meanwhile through `torch.distributed`'s `send` and `isend`."""
+    sent_bytes: list[int] = []
+
+    def counting(send: Callable[..., Any]) -> Callable[..., Any]:
+        def count(tensor: Tensor, *args: Any, **options: Any) -> Any:
+            sent_bytes.append(tensor.nbytes)
+            return send(tensor, *args, **options)
+
+        return count
+
+    with mock.patch.multiple(dist, send=counting(dist.send), isend=counting(dist.isend)):
+        yield sent_bytes
 
 
 def world_size() -> int:

@@ -7,6 +7,8 @@ import pytest
 import torch
 from chapters import STEPS, OneProcess, State, assert_equal, train_on
 
+from distlab.collectives import ALL_REDUCES
+
 GRADIENT_AGGREGATION = "DP/gradient_aggr/intro_DP_GA.py"
 WEIGHT_AGGREGATION = "DP/weight_aggr/intro_DP_WA.py"
 SCRIPTS = [GRADIENT_AGGREGATION, WEIGHT_AGGREGATION, "DP/ddp/intro_DP_DDP.py", "DP/mydp/intro_DP_MyDP.py"]
@@ -45,6 +47,21 @@ def test_micro_batches_change_nothing(script: str, one_process: OneProcess, tmp_
     assert own_losses == pytest.approx(expected_losses, rel=1e-6)
     assert_equal(parameters[0], expected_parameters)
     assert_equal(parameters[1], expected_parameters)
+
+
+@pytest.mark.parametrize("topology", ALL_REDUCES)
+def test_our_own_all_reduce_gives_the_same_run(topology: str, one_process: OneProcess, tmp_path: Path) -> None:
+    expected_parameters, expected_gradients, expected_losses = one_process(3)
+    flags = ["--batch-size", "1", "--all-reduce", topology]
+    parameters, gradients, own_losses = many_processes(GRADIENT_AGGREGATION, tmp_path, 3, *flags)
+    assert own_losses == pytest.approx(expected_losses, rel=1e-6)
+    for rank in range(3):
+        assert_equal(parameters[rank], expected_parameters)
+        assert_equal(gradients[rank], expected_gradients)
+    first = json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[0])
+    size_bytes = sum(weight.nbytes for weight in expected_parameters.values())
+    sent_by_rank_0 = {"naive": 2, "tree": 2, "butterfly": 2, "ring": 2 * 2 / 3}[topology]  # times the gradients
+    assert first["sent_bytes"]["gradients"] == pytest.approx(sent_by_rank_0 * size_bytes, rel=1e-4)
 
 
 def test_weights_that_are_averaged_rarely_drift_and_meet_again(tmp_path: Path) -> None:

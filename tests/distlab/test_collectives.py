@@ -17,12 +17,14 @@ OPS = [ReduceOp.SUM, ReduceOp.PRODUCT, ReduceOp.MAX, ReduceOp.MIN]
 DTYPES = [torch.float32, torch.int64, torch.bfloat16]
 BROADCASTS = [collectives.broadcast_naive, collectives.broadcast_tree, collectives.broadcast_ring]
 REDUCES = [collectives.reduce_naive, collectives.reduce_tree]
-ALL_REDUCES = [
-    collectives.allreduce_naive,
-    collectives.allreduce_tree,
-    collectives.allreduce_butterfly,
-    collectives.allreduce_ring,
-]
+
+
+def allreduce_ring_both_ways(tensor: Tensor, op: collectives.Op = ReduceOp.SUM) -> None:
+    """The ring as it treats large tensors."""
+    collectives.allreduce_ring(tensor, op, both_ways_bytes=0)
+
+
+ALL_REDUCES = [*collectives.ALL_REDUCES.values(), allreduce_ring_both_ways]
 GATHERS = [collectives.gather_naive, collectives.gather_tree]
 ALL_GATHERS = [collectives.allgather_naive, collectives.allgather_tree]
 REDUCE_SCATTERS = [collectives.reducescatter_naive, collectives.reducescatter_ring]
@@ -139,8 +141,13 @@ def test_messages_are_those_that_the_topologies_promise() -> None:
     through_0 = counts(4, collectives.allreduce_naive)
     assert [rank.sends for rank in through_0.counts] == [3, 1, 1, 1]
     assert [rank.sent_to for rank in through_0.counts[1:]] == [[0], [0], [0]]
-    ring = counts(4, collectives.allreduce_ring)
-    assert all(rank.sent_bytes == 2 * 3 * 32 // 4 for rank in ring.counts)
+    for all_reduce, to_each in ((collectives.allreduce_ring, 6), (allreduce_ring_both_ways, 12)):
+        ring = counts(4, all_reduce)
+        assert all(rank.sent_bytes == 2 * 3 * 32 // 4 for rank in ring.counts)
+        assert all(rank.sends == rank.receives == to_each for rank in ring.counts)
+    one_way, both_ways = counts(4, collectives.allreduce_ring), counts(4, allreduce_ring_both_ways)
+    assert [set(rank.sent_to) for rank in one_way.counts] == [{1}, {2}, {3}, {0}]
+    assert [set(rank.sent_to) for rank in both_ways.counts] == [{1, 3}, {0, 2}, {1, 3}, {0, 2}]
 
 
 def test_an_unknown_operation_is_refused_before_anything_is_sent() -> None:

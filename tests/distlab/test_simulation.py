@@ -97,7 +97,7 @@ def test_the_clock_gives_the_formulas() -> None:
     assert seconds(8, link, broadcast_tree, 1) == pytest.approx(3 * 2)
     assert seconds(8, link, broadcast_ring, 1) == pytest.approx(7 * 2)
     world = SimulatedWorld(4, link)
-    world.run(lambda rank: allreduce_ring(torch.ones(80)))
+    world.run(lambda rank: allreduce_ring(torch.ones(80), both_ways_bytes=0))
     assert world.makespan == pytest.approx(6 * (1 + 10))  # six turns of two messages at a time, of ten elements each
 
 
