@@ -11,6 +11,8 @@ operations in MPICH", 2005; the ring: Patarasuk and Yuan, "Bandwidth optimal all
 workstations", 2009.
 """
 
+import functools
+import threading
 from collections.abc import Callable, Iterator
 from itertools import zip_longest
 
@@ -26,7 +28,7 @@ COMBINE: dict[Op, Callable[..., Tensor]] = {
     ReduceOp.MAX: torch.maximum,
     ReduceOp.MIN: torch.minimum,
 }
-BOTH_WAYS_BYTES = 4_000_000
+BOTH_WAYS_BYTES = 16_000_000
 
 
 def broadcast_naive(tensor: Tensor, src: int) -> None:
@@ -68,7 +70,7 @@ def reduce_naive(tensor: Tensor, dst: int, op: Op = ReduceOp.SUM) -> None:
         if dist.get_rank() != dst:
             dist.send(data, dst)
             return
-        received = torch.empty_like(data)
+        received = _space(data)
         for other in range(dist.get_world_size()):
             if other != dst:
                 dist.recv(received, other)
@@ -80,12 +82,13 @@ def reduce_tree(tensor: Tensor, dst: int, op: Op = ReduceOp.SUM) -> None:
     combine = _combination(op)
     size, place, rank_at = _places(dst)
     with InPlace(tensor) as data:
-        partial = data if place == 0 else data.clone()  # only the root's tensor is the caller's to change
-        received = torch.empty_like(data)
+        partial = data
         for distance in reversed(_powers_of_two(size)):
             if place < distance and place + distance < size:
+                received = _space(data)
                 dist.recv(received, rank_at(place + distance))
-                combine(partial, received, out=partial)
+                # Only the root's tensor is the caller's to change.
+                partial = combine(partial, received, out=data if place == 0 else _space(data, 1))
             elif distance <= place < 2 * distance:
                 dist.send(partial, rank_at(place - distance))
 
@@ -115,7 +118,7 @@ def allreduce_butterfly(tensor: Tensor, op: Op = ReduceOp.SUM) -> None:
             dist.send(data, rank - core)
             dist.recv(data, rank - core)
             return
-        received = torch.empty_like(data)
+        received = _space(data)
         if rank + core < size:
             dist.recv(received, rank + core)
             combine(data, received, out=data)
@@ -129,8 +132,9 @@ def allreduce_butterfly(tensor: Tensor, op: Op = ReduceOp.SUM) -> None:
 def allreduce_ring(tensor: Tensor, op: Op = ReduceOp.SUM, both_ways_bytes: int = BOTH_WAYS_BYTES) -> None:
     """Combine all tensors on every rank: chunks go round a ring, first to be combined, then to be handed out.
 
-    Each rank sends 2 (n - 1) / n of the tensor, whatever the world size n. Half of a large tensor goes round in either
-    direction, so that both directions of every link are busy; a small one is not worth twice as many messages.
+    Each rank sends 2 (n - 1) / n of the tensor, whatever the world size n, and receives as much at the same time. Of a
+    large tensor one half goes round the other way, so that between any two neighbours, too, both directions are busy; a
+    smaller one is not worth twice as many messages.
 
     Args:
         tensor: this rank's; the result on every rank.
@@ -142,39 +146,40 @@ def allreduce_ring(tensor: Tensor, op: Op = ReduceOp.SUM, both_ways_bytes: int =
     with InPlace(tensor) as data:
         flat = data.view(-1)
         halves = flat.tensor_split(1 if flat.nbytes < size * both_ways_bytes else 2)
-        # One allocation: of several, the C library hands the pages back after each call, and fresh ones are slow.
-        spaces = torch.empty_like(flat[: len(halves) * -(-len(halves[0]) // size)]).tensor_split(len(halves))
-        rings = [_around(*ring, combine) for ring in zip(halves, spaces, (1, -1), strict=False)]
+        rings = [_around(half, step, combine) for half, step in zip(halves, (1, -1), strict=False)]
         for _ in zip_longest(*rings):
             pass
 
 
-def _around(flat: Tensor, space: Tensor, step: int, combine: Callable[..., Tensor]) -> Iterator[None]:
+def _around(flat: Tensor, step: int, combine: Callable[..., Tensor]) -> Iterator[None]:
     """All-reduce `flat` around the ring in one direction; yields when the messages of a turn are under way.
 
     Args:
         flat: (elements,), changed in place.
-        space: for one chunk of it.
         step: 1 to send to the next rank, -1 to the one before.
         combine: the element-wise function.
     """
     rank, size = dist.get_rank(), dist.get_world_size()
     following, preceding = (rank + step) % size, (rank - step) % size
     chunks = flat.tensor_split(size)
+    sends = []
     for turn in range(2 * (size - 1)):
         own, arriving = chunks[(rank - step * turn) % size], chunks[(rank - step * (turn + 1)) % size]
         is_combining = turn < size - 1
-        received = space[: len(arriving)] if is_combining else arriving
-        under_way = []
-        if len(arriving):
-            under_way.append(_started(dist.irecv(received, preceding)))
+        received = _space(arriving, step) if is_combining else arriving
+        # Sent before received: then gloo's thread writes, as soon as the other end is ready. Were it this thread,
+        # gloo's would spin on its lock meanwhile, for a whole time slice if there are fewer cores than threads.
         if len(own):
-            under_way.append(_started(dist.isend(own, following)))
+            sends.append(_started(dist.isend(own, following)))
+        receive = _started(dist.irecv(received, preceding)) if len(arriving) else None
         yield
-        for message in under_way:
-            message.wait()
+        if receive is not None:
+            receive.wait()
         if is_combining:
             combine(arriving, received, out=arriving)
+    # Not earlier: a chunk is written again only when it has been round the ring, and so has been sent.
+    for send in sends:
+        send.wait()
 
 
 ALL_REDUCES = {
@@ -207,7 +212,7 @@ def gather_naive(tensor: Tensor, gathered: Tensor | None, dst: int) -> None:
 def gather_tree(tensor: Tensor, gathered: Tensor | None, dst: int) -> None:
     """Collect all tensors on rank `dst`: in each round half of the ranks hand over all that they have collected."""
     size, place, rank_at = _places(dst)
-    parts = torch.empty((size - place, *tensor.shape), dtype=tensor.dtype, device=tensor.device)  # from this place on
+    parts = _space(tensor, count=size - place)  # from this place on
     parts[0] = tensor
     for distance in _powers_of_two(size):
         if place % (2 * distance):
@@ -215,7 +220,8 @@ def gather_tree(tensor: Tensor, gathered: Tensor | None, dst: int) -> None:
             return
         if place + distance < size:
             dist.recv(parts[distance : 2 * distance], rank_at(place + distance))
-    _required(gathered).copy_(parts.roll(dst, 0))
+    gathered = _required(gathered)
+    gathered[dst:], gathered[:dst] = parts[: size - dst], parts[size - dst :]
 
 
 def allgather_naive(tensor: Tensor, gathered: Tensor) -> None:
@@ -230,6 +236,16 @@ def allgather_tree(tensor: Tensor, gathered: Tensor) -> None:
     broadcast_tree(gathered, 0)
 
 
+def allgather_ring(tensor: Tensor, gathered: Tensor) -> None:
+    """Collect all tensors on every rank, `gathered` (world size, *shape of `tensor`): they go round the ring."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    with InPlace(gathered) as parts:
+        parts[rank] = tensor
+        for turn in range(size - 1):
+            known, missing = (rank - turn) % size, (rank - turn - 1) % size
+            _exchange(parts[known], parts[missing], (rank + 1) % size, (rank - 1) % size)
+
+
 def reducescatter_naive(tensor: Tensor, scattered: Tensor, op: Op = ReduceOp.SUM) -> None:
     """Combine all tensors and give each rank its block: rank 0 combines all and sends the blocks.
 
@@ -238,7 +254,7 @@ def reducescatter_naive(tensor: Tensor, scattered: Tensor, op: Op = ReduceOp.SUM
         scattered: this rank's block of the result.
         op: how to combine.
     """
-    combined = tensor.clone()
+    combined = _space(tensor, 1).copy_(tensor) if dist.get_rank() == 0 else tensor
     reduce_naive(combined, 0, op)
     with InPlace(scattered) as block:
         if dist.get_rank() > 0:
@@ -257,8 +273,8 @@ def reducescatter_ring(tensor: Tensor, scattered: Tensor, op: Op = ReduceOp.SUM)
     combine = _combination(op)
     rank, size = dist.get_rank(), dist.get_world_size()
     with InPlace(scattered) as block:
-        partial = tensor[(rank - 1) % size].clone(memory_format=torch.contiguous_format)
-        received = torch.empty_like(partial)
+        partial, received = _space(block), _space(block, 1)
+        partial.copy_(tensor[(rank - 1) % size])
         for turn in range(size - 1):
             _exchange(partial, received, (rank + 1) % size, (rank - 1) % size)
             combine(received, tensor[(rank - turn - 2) % size], out=partial)
@@ -278,6 +294,21 @@ class InPlace:
     def __exit__(self, *_: object) -> None:
         if self._data is not self._tensor:
             self._tensor.copy_(self._data)
+
+
+def _space(like: Tensor, number: int = 0, count: int | None = None) -> Tensor:
+    """Memory to receive into: like a tensor, or like `count` of them; another one for another number.
+
+    The last few are kept for the next call: the operating system clears fresh memory page by page when it is first
+    written to, which takes as long as a message does.
+    """
+    shape = like.shape if count is None else torch.Size((count, *like.shape))
+    return _kept_space(shape, like.dtype, like.device, number, threading.get_ident())
+
+
+@functools.lru_cache(maxsize=4)
+def _kept_space(shape: torch.Size, dtype: torch.dtype, device: torch.device, number: int, thread: int) -> Tensor:
+    return torch.empty(shape, dtype=dtype, device=device)
 
 
 def _exchange(data: Tensor, received: Tensor, to: int, source: int | None = None) -> None:

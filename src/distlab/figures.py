@@ -4,15 +4,23 @@ python -m distlab.figures losses imgs/dp_loss.png "one process=runs/a" "GA=runs/
 python -m distlab.figures timelines imgs/schedules.png "GPipe=runs/a" "DAPPLE=runs/b"
 python -m distlab.figures memory imgs/memory.png "GPipe=runs/a" "DAPPLE=runs/b"
 python -m distlab.figures layout imgs/hybrid.png --dp 2 --pp 3
+python -m distlab.figures topologies imgs/topologies.png --world-size 8
+python -m distlab.figures collectives imgs/collectives.png runs/intro_collectives/a
 """
 
 import json
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
+import torch
 import tyro
+from torch import Tensor
 
+from distlab.collectives import ALL_REDUCES, broadcast_naive, broadcast_ring, broadcast_tree
 from distlab.grid import Grid
+from distlab.simulation import Link, SimulatedWorld
 from distlab.timeline import COLORS, draw, measured_panel, pyplot, save
 from distlab.trace_report import Trace, read_chrome
 from simplellm.errors import InputError
@@ -141,16 +149,109 @@ def read_losses(run: Path) -> list[float]:
         raise InputError(f"{path}: no metrics of a run; give NAME=RUN with a run's folder") from error
 
 
+def topologies(png: Png, /, world_size: int = 8) -> None:
+    """Who sends to whom, and when: broadcasts and all-reduces in a simulated world.
+
+    A message's latency is a tenth of the time that the whole tensor takes; chunks take less, and are drawn thinner.
+
+    Args:
+        png: file to write.
+        world_size: ranks.
+
+    Raises:
+        InputError: there are fewer than 2 ranks, or more than can be drawn.
+    """
+    if not 2 <= world_size <= 32:
+        raise InputError(f"--world-size {world_size}: give 2 to 32 ranks")
+    tensor_bytes = 4 * 840
+    link = Link(latency_seconds=0.1, bytes_per_second=tensor_bytes)
+    panels: dict[str, Callable[[Tensor], object]] = {
+        "broadcast, naive": lambda tensor: broadcast_naive(tensor, 0),
+        "broadcast, tree": lambda tensor: broadcast_tree(tensor, 0),
+        "broadcast, ring": lambda tensor: broadcast_ring(tensor, 0),
+        **{f"all-reduce, {name}": all_reduce for name, all_reduce in ALL_REDUCES.items()},
+    }
+    figure, grid = pyplot().subplots(1, len(panels), figsize=(13, 5.4), layout="constrained", sharey=True)
+    for axes, (title, collective) in zip(grid, panels.items(), strict=True):
+        world = SimulatedWorld(world_size, link, keep_messages=True)
+        world.run(partial(_run_on_nothing, collective, tensor_bytes))
+        for message in world.messages:
+            axes.annotate(
+                "",
+                (message.receiver, message.ended_seconds),
+                (message.sender, message.started_seconds),
+                arrowprops={
+                    "arrowstyle": "-|>",
+                    "color": PALETTE[1] if message.sender < message.receiver else PALETTE[2],
+                    "linewidth": 0.6 + 1.4 * message.size_bytes / tensor_bytes,
+                    "shrinkA": 0,
+                    "shrinkB": 0,
+                },
+            )
+        for rank, seconds in enumerate(world.seconds):
+            axes.plot([rank, rank], [0, seconds], color=PALETTE[0], linewidth=3, zorder=0)
+        axes.set(title=title.replace(", ", "\n"), xlabel="rank", xticks=range(0, world_size, max(1, world_size // 4)))
+        axes.spines[["top", "right"]].set_visible(False)
+    grid[0].set_ylabel("time, in transmissions of the whole tensor")
+    grid[0].invert_yaxis()
+    save(figure, png)
+
+
+def _run_on_nothing(collective: Callable[[Tensor], object], size_bytes: int, _: int) -> None:
+    """Run it on a tensor that has a size and no content."""
+    collective(torch.empty(size_bytes // 4, device="meta"))
+
+
+def collectives(png: Png, run: Annotated[Path, tyro.conf.Positional], /) -> None:
+    """What each topology of each collective took against the size of the tensor, beside what was predicted.
+
+    Args:
+        png: file to write.
+        run: folder of a run of `collectives/intro_collectives.py`.
+
+    Raises:
+        InputError: there is no readable table in the folder.
+    """
+    try:
+        rows = [json.loads(line) for line in (run / "collectives.jsonl").read_text().splitlines()]
+    except (OSError, ValueError) as error:
+        raise InputError(f"{run}: no table of collectives there ({error})") from error
+    operations = list(dict.fromkeys(row["operation"] for row in rows))
+    topologies = ["naive", "tree", "butterfly", "ring", "library"]
+    figure, grid = pyplot().subplots(2, 3, figsize=(11, 6.2), layout="constrained", sharex=True, sharey=True)
+    for axes, operation in zip(grid.flat, operations, strict=False):
+        for index, topology in enumerate(topologies):
+            curve = [row for row in rows if (row["operation"], row["topology"]) == (operation, topology)]
+            sizes, color = [row["size_bytes"] for row in curve], PALETTE[1 + index % (len(PALETTE) - 1)]
+            if not curve:
+                continue
+            axes.plot(sizes, [row["measured_seconds"] * 1e3 for row in curve], "o-", ms=3, label=topology, color=color)
+            if all(row["predicted_seconds"] for row in curve):
+                axes.plot(sizes, [row["predicted_seconds"] * 1e3 for row in curve], ":", color=color)
+        axes.set(title=operation, xscale="log", yscale="log")
+        axes.grid(alpha=0.25)
+    handles = {
+        label: handle for axes in grid.flat for handle, label in zip(*axes.get_legend_handles_labels(), strict=True)
+    }
+    figure.legend(handles.values(), handles.keys(), loc="outside upper center", ncols=len(handles), frameon=False)
+    figure.supxlabel("bytes of the tensor, or of all the parts")
+    figure.supylabel("ms (dotted: predicted)")
+    save(figure, png)
+
+
 def moving_average(values: list[float], width: int) -> list[float]:
     """Each value's mean with those up to `width` - 1 steps before it."""
     windows = (values[max(0, end - width) : end] for end in range(1, len(values) + 1))
     return [sum(window) / len(window) for window in windows]
 
 
+FIGURES = (losses, timelines, memory, layout, topologies, collectives)
+
 if __name__ == "__main__":
     try:
         tyro.extras.subcommand_cli_from_dict(
-            {figure.__name__: figure for figure in (losses, timelines, memory, layout)}, description=__doc__
+            {figure.__name__: figure for figure in FIGURES},
+            description=__doc__,
         )
     except InputError as error:
         raise SystemExit(f"# {error}") from None

@@ -1,9 +1,15 @@
-"""./launch.sh <topology> [flags]: starts all ranks of a script through torchrun, and ends them all when one fails."""
+"""./launch.sh <topology> [flags]: starts all ranks of a script through torchrun, and ends them all when one fails.
 
+A script that imports mpi4py is started through mpirun, which does the same.
+"""
+
+import argparse
 import ast
 import importlib.util
 import logging
 import os
+import re
+import shutil
 import signal
 import socket
 import sys
@@ -29,10 +35,15 @@ TOPOLOGIES = {  # a script, and flags that come before the user's own
     "pp-1f1b": "PP/1F1B/intro_PP_1F1B.py",
     "pp-gpipe": "PP/microbatches/intro_PP_microbatches.py --schedule gpipe",
     "pp-dapple": "PP/microbatches/intro_PP_microbatches.py --schedule dapple",
+    "tp": "TP/intro_TP.py",
     "hybrid": "hybrid/intro_hybrid.py",
+    "collectives": "collectives/intro_collectives.py",
     "mlp": "primer/mlp.py",
     "mlp-ddp": "DP/ddp/mlp_ddp.py",
     "mlp-mydp": "DP/mydp/mlp_mydp.py",
+    "race": "primer/race.py",
+    "dist": "primer/dist.py",
+    "mpi": "mpi/mpi-test.py",
 }
 
 
@@ -53,6 +64,8 @@ def launch(args: list[str]) -> int:
         return 0
     script, flags = find_script(args[0])
     prog, args = f"./launch.sh {args[0]}", [*flags, *args[1:]]
+    if re.search(r"^(from|import) mpi4py", script.read_text(), re.MULTILINE):
+        become_mpirun(script, args)
     settings = read_settings(script, args, prog)
     if settings.rank >= 0:
         raise InputError(f"rank {settings.rank}: launch.sh starts all ranks; leave the rank out")
@@ -87,6 +100,27 @@ def read_settings(script: Path, args: list[str], prog: str) -> RunSettings:
     if not isinstance(defaults, RunSettings):
         raise InputError(f"{script}: launch.sh starts scripts that have DEFAULTS, a distlab.settings.RunSettings")
     return parse(defaults, module.__doc__ or script.stem, args, prog=prog)
+
+
+def become_mpirun(script: Path, args: list[str]) -> NoReturn:
+    """Run all ranks of `script` under mpirun, which takes this process's place: its signals and its exit status.
+
+    Raises:
+        InputError: MPI is not installed, or `--world-size`, the one flag that is not the script's own, is no number.
+    """
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    parser.add_argument("--world-size", "--world_size", type=int, default=8)
+    try:
+        ours, flags = parser.parse_known_args(args)
+    except argparse.ArgumentError as error:
+        raise InputError(str(error)) from error
+    if ours.world_size < 1:
+        raise InputError(f"--world-size {ours.world_size}: every size must be at least 1")
+    beside_python = str(Path(sys.executable).parent)
+    mpirun = shutil.which("mpirun", path=os.pathsep.join([beside_python, os.environ.get("PATH", "")]))
+    if mpirun is None or importlib.util.find_spec("mpi4py") is None:
+        raise InputError(f"{script.name} needs MPI, with mpirun on the PATH: pip install mpi4py mpich")
+    os.execv(mpirun, [mpirun, "-n", str(ours.world_size), sys.executable, str(script), *flags])
 
 
 def run_ranks(script: Path, args: list[str], settings: RunSettings) -> int:

@@ -6,12 +6,13 @@ algorithm is known for more ranks than there are machines (the postal model; Hoc
 MPP", 1994).
 """
 
+import math
 import threading
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 import torch.distributed as dist
@@ -32,30 +33,54 @@ class Link:
     """
 
     latency_seconds: float = 0.0
-    bytes_per_second: float = float("inf")
-
-    def seconds(self, size_bytes: int) -> float:
-        return self.latency_seconds + size_bytes / self.bytes_per_second
+    bytes_per_second: float = math.inf
 
 
-@dataclass
+@dataclass(eq=False)
 class Message:
-    """A send or a receive under way; `done_seconds` is set when both ends have met."""
+    """A send or a receive that a rank has begun."""
 
     world: "SimulatedWorld"
     rank: int
     peer: int
     is_send: bool
     tensor: Tensor
-    ready_seconds: float
-    done_seconds: float | None = None
+    is_done: bool = False
 
     def wait(self) -> None:
-        """Return when the message has been passed on; the rank's clock then shows that time."""
+        """Return when the message has been passed on."""
         self.world.wait_for(self)
 
     def __str__(self) -> str:
         return f"to send to rank {self.peer}" if self.is_send else f"for a message from rank {self.peer}"
+
+
+@dataclass(eq=False)
+class Flow:
+    """A message on its way, which both ends have begun.
+
+    Attributes:
+        started_seconds: when the second end began.
+        flows_from_seconds: when its bytes begin to flow.
+        left_bytes: what has not arrived yet.
+    """
+
+    send: Message
+    receive: Message
+    bytes_per_second: float
+    started_seconds: float
+    flows_from_seconds: float
+    left_bytes: float
+
+
+class Passed(NamedTuple):
+    """A message that has arrived."""
+
+    sender: int
+    receiver: int
+    size_bytes: int
+    started_seconds: float
+    ended_seconds: float
 
 
 @dataclass
@@ -64,13 +89,14 @@ class Counts:
 
     Attributes:
         sends, receives: messages.
-        sent_bytes: their content.
+        sent_bytes, received_bytes: their content.
         sent_to: the ranks that it sent to, in order.
     """
 
     sends: int = 0
     receives: int = 0
     sent_bytes: int = 0
+    received_bytes: int = 0
     sent_to: list[int] = field(default_factory=list)
 
 
@@ -78,29 +104,44 @@ class SimulatedWorld:
     """`size` ranks that run the same function, each in a thread of its own.
 
     A send returns when its receiver has taken the message: the strictest behaviour that `torch.distributed` allows.
+    One thread runs at a time, until it waits. When all wait, time passes, up to the next moment at which one can go on;
+    so it does not depend on how long the threads take.
 
     Args:
         size: number of ranks.
         link: what a message costs.
         links: what it costs on single links, by (sender, receiver).
+        shared_bytes_per_second: what all messages under way share, as those do whose ranks are on one computer; their
+            latency, which is work for its cores, too, then counts like the bytes that could go meanwhile.
+        keep_messages: whether to remember all messages.
 
     Attributes:
         counts: by rank.
-        seconds: by rank, what its virtual clock shows.
+        seconds: by rank, the virtual time at which it finished.
+        messages: in the order in which they arrived, if they are kept.
     """
 
     def __init__(
-        self, size: int, link: Link | None = None, links: Mapping[tuple[int, int], Link] | None = None
+        self,
+        size: int,
+        link: Link | None = None,
+        links: Mapping[tuple[int, int], Link] | None = None,
+        shared_bytes_per_second: float = math.inf,
+        keep_messages: bool = False,
     ) -> None:
         self.size, self._link, self._links = size, link or Link(), dict(links or {})
+        self._shared_bytes_per_second, self._keep_messages = shared_bytes_per_second, keep_messages
         self.counts = [Counts() for _ in range(size)]
         self.seconds = [0.0] * size
+        self.messages: list[Passed] = []
+        self._clock = 0.0
         self._here = threading.local()
-        self._lock = threading.Lock()
-        self._changed = [threading.Condition(self._lock) for _ in range(size)]
+        self._turns = [threading.Semaphore(0) for _ in range(size)]
+        self._ready: deque[int] = deque(range(size))
+        self._waiting: dict[int, Message | None] = {}  # None: in the barrier, or computing
         self._unmatched: dict[tuple[int, int, bool], deque[Message]] = defaultdict(deque)
-        self._waiting: dict[int, Message | None] = {}  # None: in the barrier
-        self._running = 0
+        self._flows: list[Flow] = []
+        self._computing: dict[int, float] = {}  # until when
         self._in_barrier: set[int] = set()
         self._failure: BaseException | None = None
 
@@ -120,23 +161,21 @@ class SimulatedWorld:
 
         def run_rank(rank: int) -> None:
             self._here.rank = rank
+            self._turns[rank].acquire()
             try:
                 results[rank] = work(rank)
             except BaseException as error:
-                with self._lock:
-                    self._fail(error)
-            finally:
-                with self._lock:
-                    self._running -= 1
-                    self._check_for_deadlock()
+                self._fail(error)
+            self.seconds[rank] = self._clock
+            self._hand_over()
 
-        self._running = self.size
         usual = threading.stack_size(512 * 1024)  # a thousand ranks fit
         try:
             with self._stand_in():
                 ranks = [threading.Thread(target=run_rank, args=(rank,), daemon=True) for rank in range(self.size)]
                 for thread in ranks:
                     thread.start()
+                self._hand_over()
                 for thread in ranks:
                     thread.join()
         finally:
@@ -161,76 +200,117 @@ class SimulatedWorld:
             yield
 
     def _post(self, peer: int, is_send: bool, tensor: Tensor) -> Message:
-        """Begin to send or receive; if the other end has begun, too, the message passes over."""
+        """Begin to send or receive; if the other end has begun, too, the message is on its way."""
         rank = self._here.rank
         if not 0 <= peer < self.size or peer == rank:
             raise ValueError(f"rank {rank} cannot exchange a message with rank {peer} in a world of {self.size}")
-        with self._lock:
-            own = Message(self, rank, peer, is_send, tensor, self.seconds[rank])
-            others = self._unmatched[peer, rank, not is_send]
-            if others:
-                self._pass_over(own, others.popleft())
-            else:
-                self._unmatched[rank, peer, is_send].append(own)
-            return own
+        own = Message(self, rank, peer, is_send, tensor)
+        others = self._unmatched[peer, rank, not is_send]
+        if others:
+            send, receive = (own, others.popleft()) if is_send else (others.popleft(), own)
+            self._set_out(send, receive)
+        else:
+            self._unmatched[rank, peer, is_send].append(own)
+        return own
 
-    def _pass_over(self, own: Message, other: Message) -> None:
-        send, receive = (own, other) if own.is_send else (other, own)
-        if send.tensor.nbytes != receive.tensor.nbytes:
+    def _set_out(self, send: Message, receive: Message) -> None:
+        size_bytes = send.tensor.nbytes
+        if size_bytes != receive.tensor.nbytes:
             raise ValueError(
-                f"rank {send.rank} sends {send.tensor.nbytes} bytes and rank {receive.rank} receives "
-                f"{receive.tensor.nbytes}"
+                f"rank {send.rank} sends {size_bytes} bytes and rank {receive.rank} receives {receive.tensor.nbytes}"
             )
         receive.tensor.copy_(send.tensor.detach().clone())
         link = self._links.get((send.rank, receive.rank), self._link)
-        done = max(send.ready_seconds, receive.ready_seconds) + link.seconds(send.tensor.nbytes)
-        send.done_seconds = receive.done_seconds = done
-        counts = self.counts[send.rank]
-        counts.sends += 1
-        counts.sent_bytes += send.tensor.nbytes
-        counts.sent_to.append(receive.rank)
-        self.counts[receive.rank].receives += 1
-        self._changed[other.rank].notify()
+        if math.isinf(self._shared_bytes_per_second):
+            flows_from, left_bytes = self._clock + link.latency_seconds, float(size_bytes)
+        else:
+            flows_from, left_bytes = self._clock, size_bytes + link.latency_seconds * link.bytes_per_second
+        self._flows.append(Flow(send, receive, link.bytes_per_second, self._clock, flows_from, left_bytes))
+        sender, receiver = self.counts[send.rank], self.counts[receive.rank]
+        sender.sends += 1
+        sender.sent_bytes += size_bytes
+        sender.sent_to.append(receive.rank)
+        receiver.receives += 1
+        receiver.received_bytes += size_bytes
 
     def wait_for(self, message: Message) -> None:
-        """Return when both ends of a message have met."""
-        rank = message.rank
-        with self._lock:
-            self._waiting[rank] = message
-            if message.done_seconds is None:
-                self._check_for_deadlock()
-            while message.done_seconds is None:
-                self._raise_failure()
-                self._changed[rank].wait()
-            del self._waiting[rank]
-            self.seconds[rank] = max(self.seconds[rank], message.done_seconds)
+        """Return when a message has arrived."""
+        if not message.is_done:
+            self._wait(message)
+
+    def compute(self, seconds: float) -> None:
+        """Spend time on this rank's own work."""
+        self._computing[self._here.rank] = self._clock + seconds
+        self._wait(None)
 
     def _barrier(self) -> None:
+        self._in_barrier.add(self._here.rank)
+        if len(self._in_barrier) < self.size:
+            self._wait(None)
+            return
+        self._in_barrier.clear()
+        for rank in range(self.size):
+            if rank != self._here.rank:
+                self._release(rank)
+
+    def _wait(self, message: Message | None) -> None:
+        """Let others go on, until this rank is released and has its turn."""
         rank = self._here.rank
-        with self._lock:
-            self._in_barrier.add(rank)
-            if len(self._in_barrier) == self.size:
-                self.seconds = [max(self.seconds)] * self.size
-                self._in_barrier.clear()
-                for condition in self._changed:
-                    condition.notify()
-                return
-            self._waiting[rank] = None
-            self._check_for_deadlock()
-            while rank in self._in_barrier:
-                self._raise_failure()
-                self._changed[rank].wait()
-            del self._waiting[rank]
+        if self._failure is None:
+            self._waiting[rank] = message
+            self._hand_over()
+            self._turns[rank].acquire()
+        if self._failure is not None:
+            raise Deadlock("another rank failed") from self._failure
 
-    def _check_for_deadlock(self) -> None:
-        stuck = [rank for rank, message in self._waiting.items() if message is None or message.done_seconds is None]
-        if stuck and len(stuck) == self._running and self._failure is None:
-            if all(self._waiting[rank] is None and rank not in self._in_barrier for rank in stuck):
-                return  # they are about to leave the barrier
-            self._fail(Deadlock(f"deadlock: {self._describe(stuck)}"))
+    def _release(self, rank: int) -> None:
+        del self._waiting[rank]
+        self._ready.append(rank)
 
-    def _describe(self, stuck: list[int]) -> str:
+    def _hand_over(self) -> None:
+        """Give the turn to the next rank that can go on."""
+        while self._waiting and not self._ready:
+            self._let_time_pass()
+        if self._ready:
+            self._turns[self._ready.popleft()].release()
+
+    def _let_time_pass(self) -> None:
+        """Go to the next moment at which something begins or ends."""
+        if not self._flows and not self._computing:
+            self._fail(Deadlock(f"deadlock: {self._describe()}"))
+            return
+        flowing = [flow for flow in self._flows if flow.flows_from_seconds <= self._clock]
+        share = self._shared_bytes_per_second / max(1, len(flowing))
+        rates = [min(flow.bytes_per_second, share) for flow in flowing]
+        ends = [self._clock + flow.left_bytes / rate for flow, rate in zip(flowing, rates, strict=True)]
+        starts = [flow.flows_from_seconds for flow in self._flows if flow.flows_from_seconds > self._clock]
+        now = min([*ends, *starts, *self._computing.values()])
+        for flow, rate, end in zip(flowing, rates, ends, strict=True):
+            arrives = math.isclose(end, now, rel_tol=1e-12)
+            flow.left_bytes = 0 if arrives else flow.left_bytes - rate * (now - self._clock)
+        self._clock = now
+        self._flows = [flow for flow in self._flows if not self._has_arrived(flow)]
+        for rank in [rank for rank, end in self._computing.items() if end <= now]:
+            del self._computing[rank]
+            self._release(rank)
+
+    def _has_arrived(self, flow: Flow) -> bool:
+        """Whether a message has arrived; its ends then go on."""
+        if flow.left_bytes > 0 or flow.flows_from_seconds > self._clock:
+            return False
+        if self._keep_messages:
+            size_bytes = flow.send.tensor.nbytes
+            ends = flow.send.rank, flow.receive.rank
+            self.messages.append(Passed(*ends, size_bytes, flow.started_seconds, self._clock))
+        for message in (flow.send, flow.receive):
+            message.is_done = True
+            if self._waiting.get(message.rank) is message:
+                self._release(message.rank)
+        return True
+
+    def _describe(self) -> str:
         """Who waits for whom: the cycle, if there is one."""
+        stuck = list(self._waiting)
         path: list[int] = []
         rank: int | None = stuck[0]
         while rank is not None and rank in stuck and rank not in path:
@@ -247,9 +327,5 @@ class SimulatedWorld:
     def _fail(self, error: BaseException) -> None:
         if self._failure is None:
             self._failure = error
-        for condition in self._changed:
-            condition.notify()
-
-    def _raise_failure(self) -> None:
-        if self._failure is not None:
-            raise Deadlock("another rank failed") from self._failure
+        for rank in list(self._waiting):
+            self._release(rank)

@@ -26,7 +26,7 @@ def allreduce_ring_both_ways(tensor: Tensor, op: collectives.Op = ReduceOp.SUM) 
 
 ALL_REDUCES = [*collectives.ALL_REDUCES.values(), allreduce_ring_both_ways]
 GATHERS = [collectives.gather_naive, collectives.gather_tree]
-ALL_GATHERS = [collectives.allgather_naive, collectives.allgather_tree]
+ALL_GATHERS = [collectives.allgather_naive, collectives.allgather_tree, collectives.allgather_ring]
 REDUCE_SCATTERS = [collectives.reducescatter_naive, collectives.reducescatter_ring]
 
 

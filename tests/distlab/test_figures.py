@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from processes import run
 
-from distlab.figures import layout, losses, memory, moving_average, read_losses, timelines
+from distlab.figures import collectives, layout, losses, memory, moving_average, read_losses, timelines, topologies
 from distlab.schedules import all_stages
 from distlab.trace import COMPUTE, STEP, Event
 from distlab.trace_report import RankTrace, Trace, write_chrome
@@ -53,6 +53,17 @@ def test_figures_of_traces_and_of_the_layout(tmp_path: Path) -> None:
     assert all(picture.startswith(b"\x89PNG") for picture in pictures)
     with pytest.raises(InputError, match="no trace of a run; --trace makes one"):
         memory(tmp_path / "d.png", [f"run={tmp_path / 'nothing'}"])
+
+
+def test_topologies_are_drawn_from_a_simulated_world(tmp_path: Path) -> None:
+    topologies(tmp_path / "five.png", world_size=5)
+    topologies(tmp_path / "two.png", world_size=2)
+    assert (tmp_path / "five.png").read_bytes().startswith(b"\x89PNG")
+    assert (tmp_path / "five.png").read_bytes() != (tmp_path / "two.png").read_bytes()
+    with pytest.raises(InputError, match="--world-size 1: give 2 to 32 ranks"):
+        topologies(tmp_path / "one.png", world_size=1)
+    with pytest.raises(InputError, match="no table of collectives there"):
+        collectives(tmp_path / "none.png", tmp_path)
 
 
 def test_moving_average() -> None:

@@ -1,0 +1,113 @@
+"""Collectives by hand: our ring all-reduce beside the library's, in turn; and every topology beside its prediction.
+
+python bench/collectives.py
+python bench/collectives.py --worlds 3 --rounds 100
+"""
+
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+import tyro
+
+from distlab.collective_costs import LIBRARY, fit_costs, measure, operations, predict
+from distlab.collectives import allreduce_ring
+from distlab.devices import keep_to_loopback
+from distlab.main import leave
+
+AllReduce = Callable[[torch.Tensor], object]
+
+
+@dataclass
+class Settings:
+    """What to measure."""
+
+    worlds: list[int] = field(default_factory=lambda: [2, 4])
+    """numbers of ranks for the all-reduces"""
+    megabytes: list[int] = field(default_factory=lambda: [4, 40])
+    """sizes of the all-reduces"""
+    rounds: int = 30
+    """timed turns of each"""
+    in_a_row: int = 5
+    """all-reduces to a turn"""
+    predicted_world: int = 4
+    """ranks for the comparison with the predictions"""
+    predicted_megabytes: list[int] = field(default_factory=lambda: [1, 4, 16, 64])
+    """sizes for it"""
+    port: int = 29556
+    """where rank 0 listens"""
+
+
+def join(rank: int, world_size: int, port: int) -> None:
+    keep_to_loopback()
+    torch.set_num_threads(1)
+    store = dist.TCPStore("localhost", port, is_master=rank == 0)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
+
+
+def compare_with_library(rank: int, world_size: int, settings: Settings) -> None:
+    """One rank: the two all-reduces in turn, for each size."""
+    join(rank, world_size, settings.port)
+    for megabytes in settings.megabytes:
+        tensor = torch.zeros(megabytes * 250_000)
+        seconds: dict[AllReduce, list[float]] = {dist.all_reduce: [], allreduce_ring: []}
+        for turn in range(2 + settings.rounds):
+            for all_reduce in list(seconds) if turn % 2 else list(seconds)[::-1]:
+                seconds[all_reduce].append(seconds_of_one(all_reduce, tensor, in_a_row=settings.in_a_row))
+        if rank == 0:
+            library, ring = (of_one[2:] for of_one in seconds.values())
+            low, middle, high = statistics.quantiles([a / b for a, b in zip(library, ring, strict=True)], n=4)
+            cell = f"| {world_size} | {megabytes} MB | {1e3 * statistics.median(library):.2f} "
+            print(f"{cell}| {1e3 * statistics.median(ring):.2f} | {middle:.2f} | {low:.2f} to {high:.2f} |", flush=True)
+    leave(0)
+
+
+def seconds_of_one(all_reduce: AllReduce, tensor: torch.Tensor, in_a_row: int) -> float:
+    """Of several in a row, as the buckets of a training step follow each other; until the slowest rank is through."""
+    dist.barrier()
+    started = time.perf_counter()
+    for _ in range(in_a_row):
+        all_reduce(tensor)
+    slowest = torch.tensor(time.perf_counter() - started, dtype=torch.float64)
+    dist.all_reduce(slowest, dist.ReduceOp.MAX)
+    return slowest.item() / in_a_row
+
+
+def compare_with_prediction(rank: int, world_size: int, settings: Settings) -> None:
+    """One rank: every operation in every topology, beside what the simulated world says."""
+    join(rank, world_size, settings.port)
+    if rank == 0:
+        print()
+        print("| operation | topology | MB | predicted, ms | measured, ms | measured / predicted |")
+        print("|---|---|---|---|---|---|", flush=True)
+    for operation in operations(0):
+        for megabytes in settings.predicted_megabytes:
+            costs = fit_costs()  # again and again, since a computer's speed drifts
+            for topology, work in operations(megabytes * 1_000_000)[operation].items():
+                if topology == LIBRARY:
+                    continue
+                measured = measure(work, settings.rounds // 2)
+                if rank == 0:
+                    world = predict(operation, topology, megabytes * 1_000_000, world_size, costs)
+                    times = f"{world.makespan * 1e3:.2f} | {measured * 1e3:.2f} | {measured / world.makespan:.2f}"
+                    print(f"| {operation} | {topology} | {megabytes} | {times} |", flush=True)
+    leave(0)
+
+
+def main() -> None:
+    settings = tyro.cli(Settings, description=__doc__)
+    if settings.rounds < 4:
+        raise SystemExit(f"--rounds {settings.rounds}: quartiles need at least 4")
+    print("| ranks | size | library, ms | our ring, ms | speed of ours to the library's (median) | quartiles |")
+    print("|---|---|---|---|---|---|", flush=True)
+    for world_size in settings.worlds:
+        mp.spawn(compare_with_library, args=(world_size, settings), nprocs=world_size)
+    mp.spawn(compare_with_prediction, args=(settings.predicted_world, settings), nprocs=settings.predicted_world)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,106 @@
+"""Broadcast, reduce, all-reduce, gather: each in several topologies, counted, predicted and measured.
+
+    python collectives/intro_collectives.py <rank>    in four terminals, with the ranks 0 to 3
+    ./launch.sh collectives --world-size 8            all ranks at once
+
+What does it cost to tell all ranks something? A message costs a latency, whatever it carries, and a time for each of
+its bytes. A short ping-pong measures both. Played in a simulated world, they predict the time of every algorithm in
+distlab.collectives; then the algorithms run, beside the library's own.
+"""
+
+import json
+from dataclasses import asdict, dataclass, field
+
+from distlab.collective_costs import LIBRARY, Costs, fit_costs, measure, operations, predict
+from distlab.logs import human_bytes, say
+from distlab.main import main
+from distlab.runtime import Run
+from distlab.settings import RunSettings, WorldSize, require_positive
+from distlab.traffic import traffic
+from simplellm.errors import InputError
+
+
+@dataclass
+class CollectivesSettings(WorldSize, RunSettings):
+    world_size: int = 4
+    """ranks"""
+    sizes: list[int] = field(
+        default_factory=lambda: [k * 1000 for k in (1, 4, 16, 64, 250, 1000, 4000, 16_000, 64_000)]
+    )
+    """bytes of the tensors"""
+    rounds: int = 5
+    """how often each is measured; the median counts"""
+
+    def check(self) -> None:
+        super().check()
+        require_positive(self, "rounds")
+        if not self.sizes or min(self.sizes) < 1:
+            raise InputError(f"--sizes {' '.join(map(str, self.sizes))}: give one or more numbers of bytes, from 1 up")
+        if self.device != "cpu" or self.backend != "gloo":
+            raise InputError("the collectives by hand travel over gloo, from the CPU: leave --device and --backend out")
+
+
+DEFAULTS = CollectivesSettings(device="cpu", backend="gloo")
+
+
+@dataclass
+class Row:
+    """One operation in one topology at one size; what the library sends is not known."""
+
+    operation: str
+    topology: str
+    size_bytes: int
+    measured_seconds: float
+    predicted_seconds: float | None = None
+    busiest_messages: int | None = None
+    busiest_bytes: int | None = None
+
+    def __str__(self) -> str:
+        line = f"{human_bytes(self.size_bytes):>9}  {self.topology:<10}"
+        if self.predicted_seconds is None or self.busiest_bytes is None:
+            return f"{line}{'':32}{self.measured_seconds * 1e3:9.2f} ms       "
+        sent = f"{self.busiest_messages:8} {human_bytes(self.busiest_bytes):>10}"
+        ratio = f"{self.measured_seconds / self.predicted_seconds:7.2f}" if self.predicted_seconds else f"{'':7}"
+        return f"{line}{sent}{self.predicted_seconds * 1e3:10.2f} ms{self.measured_seconds * 1e3:9.2f} ms{ratio}"
+
+
+def compare(run: Run[CollectivesSettings]) -> None:
+    args = run.settings
+    with traffic.named("the ping-pong"):
+        costs = fit_costs()
+    rows: list[Row] = []
+    if run.rank == 0:
+        say(str(costs))
+    for operation in operations(0):
+        if run.rank == 0:
+            say(f"{operation}: messages and bytes of the busiest rank; * marks the fastest")
+            say(f"{'':21}messages      bytes    predicted    measured  ratio")
+        for size_bytes in args.sizes:
+            measured = []
+            for topology, work in operations(size_bytes)[operation].items():
+                with traffic.named(f"the {operation} of {human_bytes(size_bytes)} ({topology})"):
+                    measured.append(Row(operation, topology, size_bytes, measure(work, args.rounds)))
+            rows += measured
+            if run.rank == 0:
+                show(measured, run.world_size, costs)
+    if run.rank == 0:
+        from distlab.figures import collectives as draw
+
+        (run.out / "collectives.jsonl").write_text("".join(json.dumps(asdict(row)) + "\n" for row in rows))
+        draw(run.out / "collectives.png", run.out)
+
+
+def show(rows: list[Row], world_size: int, costs: Costs) -> None:
+    """Predict what can be predicted, and print a line for each topology."""
+    fastest = min(rows, key=lambda row: row.measured_seconds)
+    for row in rows:
+        if row.topology != LIBRARY:
+            world = predict(row.operation, row.topology, row.size_bytes, world_size, costs)
+            row.predicted_seconds = world.makespan
+            row.busiest_messages = max(rank.sends + rank.receives for rank in world.counts)
+            row.busiest_bytes = max(rank.sent_bytes + rank.received_bytes for rank in world.counts)
+        say(f"{row}{' *' if row is fastest else ''}")
+
+
+if __name__ == "__main__":
+    main(compare, DEFAULTS, __doc__)

@@ -1,0 +1,207 @@
+"""One matrix product on several ranks: cut along the rows, or along the dimension that is summed over.
+
+    python primer/dist.py <rank>                in three terminals, with the ranks 0, 1 and 2
+    ./launch.sh dist --world-size 2 --shapes 1024x1024x1024,1024x64x1024
+
+Rank 0 has A (m, k) and B (k, n) and wants C = A B (m, n). The rows of C are the rows of A times B: a rank needs all of
+B to compute some of them. Or C is a sum over k: a rank takes some columns of A and the same rows of B, and its product
+is a C of full size that still has to be added to the others'. The table shows the milliseconds of both beside those of
+rank 0 alone, with as many threads, and the bytes that all ranks sent. (Exercise 2 of "Data parallelism from scratch",
+Jinyang Li, pathway2ai.)
+"""
+
+import re
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Annotated
+
+import torch
+import torch.distributed as dist
+import tyro
+from torch import Tensor
+
+from distlab.logs import human_bytes, say
+from distlab.main import main
+from distlab.runtime import Run
+from distlab.settings import RunSettings, WorldSize, require_positive
+from distlab.traffic import rank, traffic, world_size
+from simplellm.errors import InputError
+
+Matrix = Tensor | None  # None where only rank 0 has it
+Product = Callable[[Matrix, Matrix], Matrix]
+DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
+DTYPES += [torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64]
+
+
+@dataclass
+class MatmulSettings(WorldSize, RunSettings):
+    """The exercise's command line."""
+
+    world_size: int = 3
+    """ranks that share the product"""
+    shapes: Annotated[str, tyro.conf.arg(metavar="MxKxN,...")] = (
+        "256x256x256,1024x1024x1024,2048x2048x2048,4096x256x256,256x8192x256"
+    )
+    """products to time: A has M rows and K columns, B has K rows and N columns"""
+    rounds: int = 5
+    """how often each product is timed; the median counts"""
+
+    def check(self) -> None:
+        super().check()
+        require_positive(self, "rounds")
+        for shape in self.shapes.split(","):
+            if not re.fullmatch(r"[1-9]\d*x[1-9]\d*x[1-9]\d*", shape):
+                raise InputError(f"--shapes {shape}: give rows of A, columns of A and columns of B, like 512x256x128")
+
+
+DEFAULTS = MatmulSettings()
+
+
+@torch.no_grad()
+def par_matmul_by_row(A: Matrix, B: Matrix) -> Matrix:
+    """The product of rank 0's matrices, of which each rank computes some rows; without gradients.
+
+    Args:
+        A: (m, k) on rank 0; what the others give is not read.
+        B: (k, n) on rank 0, of the same dtype and device.
+
+    Returns:
+        C (m, n) on rank 0, None elsewhere.
+
+    Raises:
+        ValueError: the matrices do not fit. All ranks raise it.
+    """
+    A, B = agree_on_shapes(A, B)
+    rows_of_A = scatter(A, 0, "A")
+    B = B.clone(memory_format=torch.contiguous_format)  # to send from, or to receive into
+    traffic.broadcast(B.view(-1).view(torch.uint8), "B", kind="B").wait()  # as bytes: gloo broadcasts no int16
+    return gather_rows(rows_of_A @ B, len(A), "C")
+
+
+@torch.no_grad()
+def par_matmul_by_reduction(A: Matrix, B: Matrix) -> Tensor:
+    """The product of rank 0's matrices as a sum of products, one from each rank; without gradients.
+
+    Args:
+        A: (m, k) on rank 0; what the others give is not read.
+        B: (k, n) on rank 0, of the same dtype and device.
+
+    Returns:
+        C (m, n), on every rank.
+
+    Raises:
+        ValueError: the matrices do not fit. All ranks raise it.
+    """
+    A, B = agree_on_shapes(A, B)
+    part = scatter(A, 1, "A") @ scatter(B, 0, "B")
+    C = part.int() if part.dtype == torch.int16 else part  # gloo adds no int16; the sum's low 16 bits are the same
+    traffic.all_reduce(C, "C", kind="C", op=dist.ReduceOp.SUM).wait()
+    return C.to(part.dtype)
+
+
+def agree_on_shapes(A: Matrix, B: Matrix) -> tuple[Tensor, Tensor]:
+    """Rank 0's matrices; elsewhere stand-ins of the same shape, dtype and kind of device, without memory of their own.
+
+    All ranks make the same check on the same facts, so either all of them raise or none does, and nobody waits.
+    """
+    through = "cuda" if dist.is_initialized() and dist.get_backend() == "nccl" else "cpu"
+    facts = torch.tensor([facts_of(A), facts_of(B)] if rank() == 0 else [[0] * 4] * 2, device=through)
+    traffic.broadcast(facts, "the shapes of A and B", kind="shapes").wait()
+    (m, k, *kind_of_A), (k_of_B, n, *kind_of_B) = facts.tolist()
+    if min(m, n) < 0:
+        names = ", ".join(str(dtype).removeprefix("torch.") for dtype in DTYPES)
+        raise ValueError(f"A and B must be matrices on rank 0, of one of the dtypes {names}")
+    if k != k_of_B:
+        raise ValueError(f"A ({m}, {k}) times B ({k_of_B}, {n}): A needs as many columns as B has rows")
+    if kind_of_A != kind_of_B:
+        raise ValueError("A and B must have the same dtype and be on the same device")
+    if rank() == 0:
+        assert A is not None
+        assert B is not None
+        return A, B
+    dtype, on_cuda = kind_of_A
+    nothing = torch.zeros((2,), dtype=DTYPES[dtype], device="cuda" if on_cuda else "cpu")
+    return nothing[0].expand(m, k), nothing[1].expand(k, n)
+
+
+def facts_of(matrix: Matrix) -> list[int]:
+    """What the other ranks have to know of a matrix: rows, columns, dtype, whether it is on a GPU; else four -1."""
+    if not isinstance(matrix, Tensor) or matrix.ndim != 2 or matrix.dtype not in DTYPES:
+        return [-1] * 4
+    return [*matrix.shape, DTYPES.index(matrix.dtype), int(matrix.is_cuda)]
+
+
+def scatter(matrix: Tensor, dim: int, name: str) -> Tensor:
+    """This rank's piece of rank 0's matrix, which is cut along `dim` into nearly equal pieces, one a rank."""
+    pieces = matrix.tensor_split(world_size(), dim)
+    what = f"a piece of {name}"
+    if rank() > 0:
+        piece = pieces[rank()].contiguous()  # memory to receive into
+        traffic.receive(piece, what, source=0).wait()
+        return piece
+    sends = [traffic.send(pieces[to].contiguous(), what, to=to, kind=name) for to in range(1, world_size())]
+    for send in sends:
+        send.wait()
+    return pieces[0]
+
+
+def gather_rows(rows: Tensor, count: int, name: str) -> Matrix:
+    """On rank 0, the matrix of `count` rows whose pieces, as `scatter` cuts them, the ranks hold; None elsewhere."""
+    what = f"rows of {name}"
+    if rank() > 0:
+        traffic.send(rows, what, to=0, kind=name).wait()
+        return None
+    matrix = rows.new_empty(count, rows.shape[1])
+    first, *others = matrix.tensor_split(world_size())
+    first.copy_(rows)
+    arriving = [traffic.receive(piece, what, source=source) for source, piece in enumerate(others, start=1)]
+    for piece in arriving:
+        piece.wait()
+    return matrix
+
+
+def matmul_alone(A: Matrix, B: Matrix) -> Matrix:
+    """C on rank 0, which computes it alone; None elsewhere."""
+    return None if A is None or B is None else A @ B
+
+
+def compare(run: Run[MatmulSettings]) -> None:
+    if run.rank == 0:
+        say(f"{'m x k x n':<18}{'alone':>12}{'by row':>12} {'sent':>8}{'by reduction':>15} {'sent':>8}")
+    for shape in run.settings.shapes.split(","):
+        m, k, n = map(int, shape.split("x"))
+        A = B = None
+        if run.rank == 0:
+            A, B = torch.randn(m, k, device=run.device), torch.randn(k, n, device=run.device)
+        expected, alone_ms, _ = measure(run, matmul_alone, A, B)
+        by_row, by_row_ms, by_row_bytes = measure(run, par_matmul_by_row, A, B)
+        by_reduction, by_reduction_ms, by_reduction_bytes = measure(run, par_matmul_by_reduction, A, B)
+        if expected is None or by_row is None or by_reduction is None:
+            continue
+        for C in by_row, by_reduction:
+            assert torch.dist(C, expected) <= 1e-5 * expected.norm(), f"{shape}: another product than one process's"
+        say(
+            f"{shape:<18}{alone_ms:>9.1f} ms{by_row_ms:>9.1f} ms {human_bytes(by_row_bytes):>8}"
+            f"{by_reduction_ms:>12.1f} ms {human_bytes(by_reduction_bytes):>8}"
+        )
+
+
+def measure(run: Run[MatmulSettings], product: Product, A: Matrix, B: Matrix) -> tuple[Matrix, float, int]:
+    """What `product` returns, the median of its milliseconds on this rank, and the bytes that all ranks sent for it."""
+    sent_before = traffic.ledger.sent_bytes.total()
+    milliseconds = []
+    for _ in range(1 + run.settings.rounds):
+        started = time.perf_counter()
+        C = product(A, B)
+        if run.device.type == "cuda":
+            torch.cuda.synchronize()
+        milliseconds.append(1000 * (time.perf_counter() - started))
+    sent = torch.tensor((traffic.ledger.sent_bytes.total() - sent_before) // len(milliseconds), device=run.device)
+    traffic.all_reduce(sent, "the bytes sent", kind="control", op=dist.ReduceOp.SUM).wait()
+    return C, statistics.median(milliseconds[1:]), int(sent)  # the first one warms up
+
+
+if __name__ == "__main__":
+    main(compare, DEFAULTS, __doc__)

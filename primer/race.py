@@ -1,0 +1,154 @@
+"""A race: processes that update one number in shared memory lose updates; two cures, and what they cost.
+
+    python primer/race.py                         or: ./launch.sh race
+    python primer/race.py --processes 2 --repeats 3000000
+
+`value += 1` is three things: read the value, add one, write the result. What another process writes in between is
+overwritten. Nothing fails, and the result is a different one each time. Either only one process at a time may read and
+write (a lock), or each has a number of its own and they are added up at the end: that is what an all-reduce does.
+"""
+
+import contextlib
+import multiprocessing
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from multiprocessing.synchronize import Lock
+from typing import Any
+
+from distlab.logs import say
+from distlab.main import main
+from distlab.runtime import Run
+from distlab.settings import RunSettings, require_positive
+from simplellm.errors import InputError
+
+PROCESSES = multiprocessing.Process, multiprocessing.Barrier
+THREADS = threading.Thread, threading.Barrier
+
+
+@dataclass
+class RaceSettings(RunSettings):
+    """The demonstration's command line."""
+
+    processes: int = 3
+    """how many processes, and then threads, add to one number"""
+    repeats: int = 1_000_000
+    """how often each of them adds 1"""
+
+    def check(self) -> None:
+        super().check()
+        require_positive(self, "repeats")
+        if self.processes < 2:
+            raise InputError(f"--processes {self.processes}: a race needs at least 2")
+
+
+DEFAULTS = RaceSettings()
+
+
+@dataclass
+class Number:
+    """A plain int, which threads share. Processes share a `RawValue` instead: eight bytes of common memory."""
+
+    value: int = 0
+
+
+def add(number: Number, repeats: int) -> None:
+    for _ in range(repeats):
+        number.value += 1
+
+
+def add_under_lock(number: Number, repeats: int, lock: Lock) -> None:
+    for _ in range(repeats):
+        with lock:
+            number.value += 1
+
+
+def add_by_call(number: Number, repeats: int) -> None:
+    for _ in range(repeats):
+        number.value = plus_one(number.value)
+
+
+def plus_one(value: int) -> int:
+    return value + 1
+
+
+def side_by_side(
+    kind: tuple[Any, Any], work: Callable[..., None], jobs: list[tuple[Any, ...]], timeout: float
+) -> float:
+    """Seconds for `work(*job)` of all jobs at once, each in a process or thread (`kind`) of its own.
+
+    Raises:
+        InputError: they were not done after `timeout` seconds.
+    """
+    worker, barrier = kind
+    together = barrier(len(jobs) + 1, timeout=timeout)
+    workers = [worker(target=work_together, args=(together, work, *job)) for job in jobs]
+    for each in workers:
+        each.start()
+    try:
+        together.wait()
+        started = time.perf_counter()
+        together.wait()
+        seconds = time.perf_counter() - started
+        for each in workers:
+            each.join()
+    except threading.BrokenBarrierError:
+        raise InputError(
+            f"--timeout {timeout:g}: {work.__name__} takes longer; give more, or fewer --repeats"
+        ) from None
+    finally:
+        for each in workers:
+            if isinstance(each, multiprocessing.Process):
+                each.kill()  # if it still computes; threads end with this process
+    return seconds
+
+
+def work_together(together: threading.Barrier, work: Callable[..., None], *job: Any) -> None:
+    with contextlib.suppress(threading.BrokenBarrierError, KeyboardInterrupt):  # `side_by_side` tells of it
+        together.wait()
+        work(*job)
+        together.wait()
+
+
+def race(run: Run[RaceSettings]) -> None:
+    args = run.settings
+    count, repeats = args.processes, args.repeats
+    meant = count * repeats
+
+    def report(what: str, result: int, seconds: float) -> int:
+        say(f"{what:<40} {result:>13,} {meant - result:>13,} {seconds:>8.2f}")
+        return meant - result
+
+    say(f"{count} processes or threads add 1, {repeats:,} times each: {meant:,} is meant")
+    say(f"{'':<40} {'result':>13} {'lost':>13} {'seconds':>8}")
+
+    for _ in range(3):  # to see that it ends differently each time
+        shared = multiprocessing.RawValue("q")
+        seconds = side_by_side(PROCESSES, add, [(shared, repeats)] * count, args.timeout)
+        if not report("processes, one number", shared.value, seconds):
+            say("nothing was lost this time; the race is there all the same, and more --repeats will show it")
+
+    shared, lock = multiprocessing.RawValue("q"), multiprocessing.Lock()
+    seconds_with_lock = side_by_side(PROCESSES, add_under_lock, [(shared, repeats, lock)] * count, args.timeout)
+    report("processes, one number, a lock", shared.value, seconds_with_lock)
+
+    own = [multiprocessing.RawValue("q") for _ in range(count)]
+    seconds = side_by_side(PROCESSES, add, [(number, repeats) for number in own], args.timeout)
+    report("processes, a number each, added up", sum(number.value for number in own), seconds)
+    say(f"the lock takes {seconds_with_lock / seconds:.1f} times as long as a number each; both are exact")
+
+    plain = Number()
+    seconds = side_by_side(THREADS, add, [(plain, repeats)] * count, args.timeout)
+    if not report("threads, one number", plain.value, seconds):
+        say(
+            "luck: CPython since 3.10 changes threads where a loop turns back or a function is called, not between this"
+        )
+        say("read and this write; no promise, and without its global lock it may. With a call in between:")
+    plain = Number()
+    seconds = side_by_side(THREADS, add_by_call, [(plain, repeats)] * count, args.timeout)
+    report("threads, one number, a call in between", plain.value, seconds)
+
+
+if __name__ == "__main__":
+    main(race, DEFAULTS, __doc__)

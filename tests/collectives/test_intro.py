@@ -1,0 +1,67 @@
+"""The chapter on collectives as a reader runs it."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+from processes import Ended, run, run_script
+
+
+def launch(*flags: str | Path) -> Ended:
+    return run(sys.executable, "-m", "distlab.launch", "collectives", *flags, deadline=90)
+
+
+def test_every_topology_is_counted_predicted_and_measured(tmp_path: Path) -> None:
+    ended = launch("--world-size", "3", "--sizes", "1000", "300000", "--rounds", "2", "--out", tmp_path)
+    assert ended.status == 0, ended.err
+    assert all(line.startswith("#") for line in ended.out.splitlines())
+    rows = [json.loads(line) for line in (tmp_path / "collectives.jsonl").read_text().splitlines()]
+    assert len(rows) == 2 * (4 + 3 + 5 + 3 + 4 + 3)
+    assert sum(line.endswith("*") for line in ended.out.splitlines()) == 2 * 6, "the fastest of each size"
+    for row in rows:
+        assert row["measured_seconds"] > 0
+        assert (row["predicted_seconds"] is None) == (row["topology"] == "library")
+    busiest = {
+        (row["operation"], row["topology"]): (row["busiest_messages"], row["busiest_bytes"])
+        for row in rows
+        if row["size_bytes"] == 300_000
+    }
+    assert busiest["broadcast", "naive"] == (2, 600_000)
+    assert busiest["broadcast", "ring"] == (2, 600_000)  # the rank in the middle receives it and sends it on
+    assert busiest["all-reduce", "naive"] == (4, 1_200_000)
+    assert busiest["all-reduce", "ring"] == (8, 800_000)
+    assert busiest["gather", "naive"] == (2, 200_000)
+    assert (tmp_path / "collectives.png").stat().st_size > 10_000
+
+
+def test_a_world_of_one_has_nobody_to_talk_to(tmp_path: Path) -> None:
+    ended = run_script(
+        "collectives/intro_collectives.py",
+        "0",
+        "--world-size",
+        "1",
+        "--sizes",
+        "1000",
+        "--rounds",
+        "1",
+        "--out",
+        tmp_path,
+    )
+    assert ended.status == 0, ended.err
+
+
+@pytest.mark.parametrize(
+    ("flags", "sentence"),
+    [
+        (["--sizes", "0"], "--sizes 0: give one or more numbers of bytes"),
+        (["--rounds", "0"], "--rounds 0: must be greater than 0"),
+        (["--backend", "nccl"], "--backend nccl with --device cpu"),
+        (["--device", "cuda"], "travel over gloo"),
+    ],
+)
+def test_bad_flags_end_with_a_sentence(flags: list[str], sentence: str) -> None:
+    ended = launch(*flags)
+    assert ended.status == 2
+    assert sentence in ended.err
+    assert "Traceback" not in ended.err
