@@ -1,12 +1,13 @@
-"""Data and pipeline parallelism together: several pipelines of several stages, as large models are trained.
+"""Data, pipeline and tensor parallelism together: several pipelines of several stages, as large models are trained.
 
     python hybrid/intro_hybrid.py <rank>                                in six terminals, with the ranks 0 to 5
     ./launch.sh hybrid                                                  2 pipelines of 3 stages, 3 micro-batches
     ./launch.sh hybrid --dp 3 --pp 2 --micro-batches 4 --batch-size 4   any other
+    ./launch.sh hybrid --dp 2 --pp 2 --tp 2                             each stage split over 2 ranks
 
 Within a pipeline, activations and gradients pass between neighbours for each micro-batch. Across pipelines, the ranks
 that hold the same stage average its gradients once a step: as soon as the last micro-batch has left them, bucket by
-bucket.
+bucket. With `--tp`, neighbouring ranks share a stage, and exchange activations within every layer.
 """
 
 from functools import partial
@@ -18,6 +19,7 @@ from distlab.runtime import TrainingRun
 from distlab.schedules import all_stages
 from distlab.settings import HybridSettings
 from distlab.stages import build_stage
+from distlab.tensor_parallel import shard, vocabulary_parallel_loss
 from distlab.traffic import Transfer, traffic
 from simplellm.dataloaders import TinyStories
 from simplellm.losses import causalLLMLoss
@@ -32,12 +34,15 @@ def train(run: TrainingRun[HybridSettings]) -> None:
     split = args.split(tokenizer.vocab_size)
     net = build_stage(stage, split, tokenizer.vocab_size, padding_idx=tokenizer.pad_id, **run.model_options())
     stories = TinyStories(tokenizer, **run.data_options(), rank=run.grid.replica, num_replicas=run.grid.dp)
-    optimizer = run.optimizer(net.parameters())
 
+    replicas, sharers = run.grid.groups(run.device.type)
     loss = partial(causalLLMLoss, vocab_size=tokenizer.vocab_size)
+    if args.tp > 1:
+        shard(net, group=sharers)
+        loss = partial(vocabulary_parallel_loss, vocab_size=tokenizer.vocab_size, group=sharers)
     programs = all_stages(args.schedule, stages, args.micro_batches)
+    optimizer = run.optimizer(net.parameters())
     pipeline = Pipeline(net, programs, run.grid, loss, width=args.dmodel, cores=run.shared_cores)
-    replicas = run.grid.replicas_group(run.device.type)
     transfers: list[Transfer] = []
 
     def average(bucket: Bucket) -> None:

@@ -10,6 +10,7 @@ write (a lock), or each has a number of its own and they are added up at the end
 
 import contextlib
 import multiprocessing
+import signal
 import threading
 import time
 from collections.abc import Callable
@@ -18,7 +19,7 @@ from multiprocessing.synchronize import Lock
 from typing import Any
 
 from distlab.logs import say
-from distlab.main import main
+from distlab.main import end_with_parent, main
 from distlab.runtime import Run
 from distlab.settings import RunSettings, require_positive
 from simplellm.errors import InputError
@@ -84,9 +85,9 @@ def side_by_side(
     worker, barrier = kind
     together = barrier(len(jobs) + 1, timeout=timeout)
     workers = [worker(target=work_together, args=(together, work, *job)) for job in jobs]
-    for each in workers:
-        each.start()
     try:
+        for each in workers:
+            each.start()
         together.wait()
         started = time.perf_counter()
         together.wait()
@@ -99,12 +100,14 @@ def side_by_side(
         ) from None
     finally:
         for each in workers:
-            if isinstance(each, multiprocessing.Process):
+            if isinstance(each, multiprocessing.Process) and each.pid is not None:
                 each.kill()  # if it still computes; threads end with this process
     return seconds
 
 
 def work_together(together: threading.Barrier, work: Callable[..., None], *job: Any) -> None:
+    if multiprocessing.parent_process() is not None:
+        end_with_parent(signal.SIGKILL)
     with contextlib.suppress(threading.BrokenBarrierError, KeyboardInterrupt):  # `side_by_side` tells of it
         together.wait()
         work(*job)

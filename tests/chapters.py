@@ -6,6 +6,7 @@ import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from processes import LAB, free_port, run_ranks
 from torch import Tensor, nn
 
 from distlab.runtime import TrainingRun
-from distlab.settings import parse
+from distlab.settings import TrainSettings, parse
 from simplellm.llama import CausalLLama, LLama
 from simplellm.tokenizers import SPTokenizer
 
@@ -22,7 +23,19 @@ MODEL = "--dmodel 32 --num-heads 2 --n-layers 2 --seq-len 24 --device cpu".split
 TRAINING = f"--steps {STEPS} --optimizer sgd --lr 0.5 --data sample".split()
 
 State = dict[str, Tensor]
-OneProcess = Callable[[int], tuple[State, State, list[float]]]
+OneProcess = Callable[..., tuple[State, State, list[float]]]
+
+
+def load(script: str) -> ModuleType:
+    """A chapter's script as a module."""
+    path = LAB / script
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
 
 
 def train(rank: int, script: str, flags: list[str]) -> tuple[State, State]:
@@ -31,13 +44,7 @@ def train(rank: int, script: str, flags: list[str]) -> tuple[State, State]:
     Returns:
         Its parameters, and its gradients of the last step.
     """
-    path = LAB / script
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
+    module = load(script)
     built: list[nn.Module] = []
     builder = "LLama" if hasattr(module, "LLama") else "build_stage"
     build = getattr(module, builder)
@@ -48,7 +55,7 @@ def train(rank: int, script: str, flags: list[str]) -> tuple[State, State]:
 
     setattr(module, builder, build_and_keep)
     settings = parse(module.DEFAULTS, "", [str(rank), *MODEL, *TRAINING, *flags])
-    run: TrainingRun[Any] = TrainingRun(settings, path)
+    run: TrainingRun[Any] = TrainingRun(settings, LAB / script)
     module.train(run)
     run.close()
     (net,) = built
@@ -68,26 +75,28 @@ def losses(out: Path) -> list[float]:
 
 
 def train_alone(folder: Path) -> OneProcess:
-    """The run of `primer/intro.py` that the others have to equal, by the size of its batch."""
+    """The run of `primer/intro.py` that the others have to equal, by the size of its batch and other flags."""
 
     @functools.cache
-    def run(batch_size: int) -> tuple[State, State, list[float]]:
-        out = folder / str(batch_size)
-        flags = ["--batch-size", str(batch_size), "--out", str(out)]
+    def run(batch_size: int, *model: str) -> tuple[State, State, list[float]]:
+        out = folder / " ".join([str(batch_size), *model])
+        flags = ["--batch-size", str(batch_size), "--out", str(out), *model]
         [(parameters, gradients)] = run_ranks(1, train, "primer/intro.py", flags)
-        for name, weight in initial_weights().items():
+        for name, weight in initial_weights(*model).items():
             assert (parameters[name] - weight).abs().max() > 1e-4, f"{name} was trained"
         return parameters, gradients, losses(out)
 
     return run
 
 
-def initial_weights() -> State:
-    net = LLama(CausalLLama, SPTokenizer().vocab_size, dmodel=32, num_heads=2, n_layers=2, ctx_size=24, seed=0)
+def initial_weights(*model: str) -> State:
+    args = parse(TrainSettings(), "", [*MODEL, *model])
+    sizes = {"dmodel": args.dmodel, "num_heads": args.num_heads, "n_layers": args.n_layers}
+    net = LLama(CausalLLama, SPTokenizer().vocab_size, **sizes, ctx_size=args.seq_len, seed=args.seed)
     return {name: weight.detach() for name, weight in net.named_parameters()}
 
 
-def assert_equal(own: State, expected: State) -> None:
+def assert_equal(own: State, expected: State, rtol: float = 0) -> None:
     assert own.keys() == expected.keys()
     for name, tensor in expected.items():
-        torch.testing.assert_close(own[name], tensor, rtol=0, atol=1e-6, msg=lambda m, name=name: f"{name}: {m}")
+        torch.testing.assert_close(own[name], tensor, rtol=rtol, atol=1e-6, msg=lambda m, name=name: f"{name}: {m}")

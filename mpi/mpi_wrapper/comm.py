@@ -1,8 +1,9 @@
 """A communicator that counts what it moves, and that can do all-reduce and all-to-all by hand.
 
 All arrays are NumPy's, of any shape, memory order and dtype that MPI knows; `src` and `dst` may be the same array. All
-ranks of a communicator call the same method with the same sizes, dtype and operation. What cannot work is refused with
-a ValueError on every rank, before anything is sent, so that no rank waits for one that has given up.
+ranks of a communicator call the same method with the same sizes, dtype and operation. What cannot work is refused on
+every rank, before anything is sent, so that no rank waits for one that has given up: sizes and dtypes that do not fit,
+and operations that ours do not know, with a ValueError; what MPI itself cannot do, with MPI's exception.
 """
 
 from collections.abc import Callable, Iterator

@@ -29,15 +29,17 @@ COMBINE: dict[Op, Callable[..., Tensor]] = {
     ReduceOp.MIN: torch.minimum,
 }
 BOTH_WAYS_BYTES = 16_000_000
+KEPT_BYTES = 64_000_000
 
 
 def broadcast_naive(tensor: Tensor, src: int) -> None:
     """Copy rank `src`'s tensor to all: the root sends to one rank after the other, world size - 1 times."""
+    size = _places(src)[0]
     with InPlace(tensor) as data:
         if dist.get_rank() != src:
             dist.recv(data, src)
             return
-        for other in range(dist.get_world_size()):
+        for other in range(size):
             if other != src:
                 dist.send(data, other)
 
@@ -66,12 +68,13 @@ def broadcast_ring(tensor: Tensor, src: int) -> None:
 def reduce_naive(tensor: Tensor, dst: int, op: Op = ReduceOp.SUM) -> None:
     """Combine all tensors in rank `dst`'s; it receives one after the other. The other ranks' stay as they are."""
     combine = _combination(op)
-    with InPlace(tensor) as data:
+    size = _places(dst)[0]
+    with InPlace(tensor, is_changed=dist.get_rank() == dst) as data:
         if dist.get_rank() != dst:
             dist.send(data, dst)
             return
         received = _space(data)
-        for other in range(dist.get_world_size()):
+        for other in range(size):
             if other != dst:
                 dist.recv(received, other)
                 combine(data, received, out=data)
@@ -81,7 +84,7 @@ def reduce_tree(tensor: Tensor, dst: int, op: Op = ReduceOp.SUM) -> None:
     """Combine all tensors in rank `dst`'s: in each round half of the ranks hand theirs over to the other half."""
     combine = _combination(op)
     size, place, rank_at = _places(dst)
-    with InPlace(tensor) as data:
+    with InPlace(tensor, is_changed=place == 0) as data:
         partial = data
         for distance in reversed(_powers_of_two(size)):
             if place < distance and place + distance < size:
@@ -198,13 +201,14 @@ def gather_naive(tensor: Tensor, gathered: Tensor | None, dst: int) -> None:
         gathered: on rank `dst` (world size, *shape of `tensor`), one part a rank; None elsewhere.
         dst: the rank that collects.
     """
+    size = _places(dst)[0]
     if dist.get_rank() != dst:
-        dist.send(tensor.contiguous(), dst)
+        dist.send(tensor.detach().contiguous(), dst)
         return
-    with InPlace(_required(gathered)) as parts:
-        for other in range(dist.get_world_size()):
+    with InPlace(_for_all(gathered, tensor)) as parts:
+        for other in range(size):
             if other == dst:
-                parts[other] = tensor
+                parts[other] = tensor.detach()
             else:
                 dist.recv(parts[other], other)
 
@@ -212,35 +216,37 @@ def gather_naive(tensor: Tensor, gathered: Tensor | None, dst: int) -> None:
 def gather_tree(tensor: Tensor, gathered: Tensor | None, dst: int) -> None:
     """Collect all tensors on rank `dst`: in each round half of the ranks hand over all that they have collected."""
     size, place, rank_at = _places(dst)
+    if place == 0:
+        gathered = _for_all(gathered, tensor)
     parts = _space(tensor, count=size - place)  # from this place on
-    parts[0] = tensor
+    parts[0] = tensor.detach()
     for distance in _powers_of_two(size):
         if place % (2 * distance):
             dist.send(parts[: min(distance, size - place)], rank_at(place - distance))
             return
         if place + distance < size:
             dist.recv(parts[distance : 2 * distance], rank_at(place + distance))
-    gathered = _required(gathered)
-    gathered[dst:], gathered[:dst] = parts[: size - dst], parts[size - dst :]
+    with InPlace(_for_all(gathered, tensor)) as whole:
+        whole[dst:], whole[:dst] = parts[: size - dst], parts[size - dst :]
 
 
 def allgather_naive(tensor: Tensor, gathered: Tensor) -> None:
     """Collect all tensors on every rank, `gathered` (world size, *shape of `tensor`): through rank 0."""
-    gather_naive(tensor, gathered, 0)
+    gather_naive(tensor, _for_all(gathered, tensor), 0)
     broadcast_naive(gathered, 0)
 
 
 def allgather_tree(tensor: Tensor, gathered: Tensor) -> None:
     """Collect all tensors on every rank, `gathered` (world size, *shape of `tensor`): up a tree and down again."""
-    gather_tree(tensor, gathered, 0)
+    gather_tree(tensor, _for_all(gathered, tensor), 0)
     broadcast_tree(gathered, 0)
 
 
 def allgather_ring(tensor: Tensor, gathered: Tensor) -> None:
     """Collect all tensors on every rank, `gathered` (world size, *shape of `tensor`): they go round the ring."""
     rank, size = dist.get_rank(), dist.get_world_size()
-    with InPlace(gathered) as parts:
-        parts[rank] = tensor
+    with InPlace(_for_all(gathered, tensor)) as parts:
+        parts[rank] = tensor.detach()
         for turn in range(size - 1):
             known, missing = (rank - turn) % size, (rank - turn - 1) % size
             _exchange(parts[known], parts[missing], (rank + 1) % size, (rank - 1) % size)
@@ -254,6 +260,7 @@ def reducescatter_naive(tensor: Tensor, scattered: Tensor, op: Op = ReduceOp.SUM
         scattered: this rank's block of the result.
         op: how to combine.
     """
+    tensor = _for_all(tensor, scattered).detach()
     combined = _space(tensor, 1).copy_(tensor) if dist.get_rank() == 0 else tensor
     reduce_naive(combined, 0, op)
     with InPlace(scattered) as block:
@@ -272,6 +279,7 @@ def reducescatter_ring(tensor: Tensor, scattered: Tensor, op: Op = ReduceOp.SUM)
     """
     combine = _combination(op)
     rank, size = dist.get_rank(), dist.get_world_size()
+    tensor = _for_all(tensor, scattered).detach()
     with InPlace(scattered) as block:
         partial, received = _space(block), _space(block, 1)
         partial.copy_(tensor[(rank - 1) % size])
@@ -282,31 +290,39 @@ def reducescatter_ring(tensor: Tensor, scattered: Tensor, op: Op = ReduceOp.SUM)
 
 
 class InPlace:
-    """A contiguous view or copy of a tensor, since messages are contiguous; a copy is written back at the end."""
+    """A contiguous view or copy of a tensor, since messages are contiguous; a copy is written back at the end.
 
-    def __init__(self, tensor: Tensor) -> None:
-        self._tensor = tensor
+    Args:
+        tensor: the caller's; the gradients of what becomes of it are not of interest.
+        is_changed: whether to write back.
+    """
+
+    def __init__(self, tensor: Tensor, is_changed: bool = True) -> None:
+        self._tensor, self._is_changed = tensor.detach(), is_changed
 
     def __enter__(self) -> Tensor:
         self._data = self._tensor.contiguous()
         return self._data
 
-    def __exit__(self, *_: object) -> None:
-        if self._data is not self._tensor:
+    def __exit__(self, error: object, *_: object) -> None:
+        if self._is_changed and error is None and self._data is not self._tensor:
             self._tensor.copy_(self._data)
 
 
 def _space(like: Tensor, number: int = 0, count: int | None = None) -> Tensor:
     """Memory to receive into: like a tensor, or like `count` of them; another one for another number.
 
-    The last few are kept for the next call: the operating system clears fresh memory page by page when it is first
-    written to, which takes as long as a message does.
+    The last few, if they are not very large, are kept for the next call: the operating system clears fresh memory page
+    by page when it is first written to, which takes as long as a message does.
     """
     shape = like.shape if count is None else torch.Size((count, *like.shape))
+    if shape.numel() * like.element_size() > KEPT_BYTES:
+        return torch.empty(shape, dtype=like.dtype, device=like.device)
     return _kept_space(shape, like.dtype, like.device, number, threading.get_ident())
 
 
 @functools.lru_cache(maxsize=4)
+@torch.inference_mode(False)  # the next call may be outside of what this one is in
 def _kept_space(shape: torch.Size, dtype: torch.dtype, device: torch.device, number: int, thread: int) -> Tensor:
     return torch.empty(shape, dtype=dtype, device=device)
 
@@ -333,8 +349,14 @@ def _started(work: dist.Work | None) -> dist.Work:
 
 
 def _places(root: int) -> tuple[int, int, Callable[[int], int]]:
-    """The world size, this rank's place when counting begins at the root, and the rank at a place."""
+    """The world size, this rank's place when counting begins at the root, and the rank at a place.
+
+    Raises:
+        ValueError: there is no such root; on every rank, so that none waits.
+    """
     size = dist.get_world_size()
+    if not 0 <= root < size:
+        raise ValueError(f"root {root}: the world has the ranks 0 to {size - 1}")
     return size, (dist.get_rank() - root) % size, lambda place: (place + root) % size
 
 
@@ -355,7 +377,14 @@ def _combination(op: Op) -> Callable[..., Tensor]:
     raise ValueError(f"{op}: the collectives combine with SUM, PRODUCT, MAX or MIN")
 
 
-def _required(gathered: Tensor | None) -> Tensor:
-    if gathered is None:
-        raise ValueError("the rank that collects must give a tensor (world size, *shape) for the parts")
-    return gathered
+def _for_all(parts: Tensor | None, part: Tensor) -> Tensor:
+    """`parts`, if it holds one of `part`'s shape for each rank.
+
+    Raises:
+        ValueError: it does not; before anything is sent.
+    """
+    shape = (dist.get_world_size(), *part.shape)
+    if parts is None or parts.shape != shape:
+        given = "none" if parts is None else f"one {tuple(parts.shape)}"
+        raise ValueError(f"a part {tuple(part.shape)} for each rank needs a tensor {shape} on this rank, not {given}")
+    return parts

@@ -3,6 +3,7 @@
 python -m distlab.figures losses imgs/dp_loss.png "one process=runs/a" "GA=runs/b"
 python -m distlab.figures timelines imgs/schedules.png "GPipe=runs/a" "DAPPLE=runs/b"
 python -m distlab.figures memory imgs/memory.png "GPipe=runs/a" "DAPPLE=runs/b"
+python -m distlab.figures holdings imgs/holdings.png "one process=runs/a" "tp 2=runs/b"
 python -m distlab.figures layout imgs/hybrid.png --dp 2 --pp 3
 python -m distlab.figures topologies imgs/topologies.png --world-size 8
 python -m distlab.figures collectives imgs/collectives.png runs/intro_collectives/a
@@ -18,8 +19,9 @@ import torch
 import tyro
 from torch import Tensor
 
-from distlab.collectives import ALL_REDUCES, broadcast_naive, broadcast_ring, broadcast_tree
+from distlab.collectives import ALL_REDUCES, allreduce_ring, broadcast_naive, broadcast_ring, broadcast_tree
 from distlab.grid import Grid
+from distlab.memory import KINDS, read_largest
 from distlab.simulation import Link, SimulatedWorld
 from distlab.timeline import COLORS, draw, measured_panel, pyplot, save
 from distlab.trace_report import Trace, read_chrome
@@ -89,13 +91,33 @@ def memory(png: Png, runs: NamedRuns, /) -> None:
                 [0.0, *times],
                 [0.0, *(size / 1e6 for _, size in kept)],
                 where="post",
-                label=f"stage {rank % trace.pp}",
+                label=f"stage {trace.place(rank).stage}",
                 color=PALETTE[1 + rank % (len(PALETTE) - 1)],
             )
         axes.set(title=name, xlabel="ms since the step began")
         axes.grid(alpha=0.25)
         axes.legend(frameon=False)
     grid[0, 0].set_ylabel("activations kept, MB")
+    save(figure, png)
+
+
+def holdings(png: Png, runs: NamedRuns, /) -> None:
+    """What the fullest rank of each run holds: parameters, gradients, optimizer state, activations.
+
+    Args:
+        png: file to write.
+        runs: what to call each run, and its folder.
+    """
+    names, counts = zip(*((name, read_largest(run)) for name, run in _named(runs)), strict=True)
+    figure, axes = pyplot().subplots(figsize=(1.6 + 1.3 * len(names), 3.6), layout="constrained")
+    below = [0.0] * len(names)
+    for kind, color, bars in zip(KINDS, PALETTE, zip(*counts, strict=True), strict=False):
+        heights = [size / 1e6 for size in bars]
+        axes.bar(names, heights, 0.6, below, label=kind, color=color)
+        below = [low + height for low, height in zip(below, heights, strict=True)]
+    axes.set(ylabel="MB on the fullest rank")
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.legend(loc="outside right center", frameon=False, reverse=True)
     save(figure, png)
 
 
@@ -170,6 +192,7 @@ def topologies(png: Png, /, world_size: int = 8) -> None:
         "broadcast, tree": lambda tensor: broadcast_tree(tensor, 0),
         "broadcast, ring": lambda tensor: broadcast_ring(tensor, 0),
         **{f"all-reduce, {name}": all_reduce for name, all_reduce in ALL_REDUCES.items()},
+        "all-reduce, ring": partial(allreduce_ring, both_ways_bytes=0),
     }
     figure, grid = pyplot().subplots(1, len(panels), figsize=(13, 5.4), layout="constrained", sharey=True)
     for axes, (title, collective) in zip(grid, panels.items(), strict=True):
@@ -214,9 +237,9 @@ def collectives(png: Png, run: Annotated[Path, tyro.conf.Positional], /) -> None
     """
     try:
         rows = [json.loads(line) for line in (run / "collectives.jsonl").read_text().splitlines()]
-    except (OSError, ValueError) as error:
+        operations = list(dict.fromkeys(row["operation"] for row in rows))
+    except (OSError, ValueError, KeyError) as error:
         raise InputError(f"{run}: no table of collectives there ({error})") from error
-    operations = list(dict.fromkeys(row["operation"] for row in rows))
     topologies = ["naive", "tree", "butterfly", "ring", "library"]
     figure, grid = pyplot().subplots(2, 3, figsize=(11, 6.2), layout="constrained", sharex=True, sharey=True)
     for axes, operation in zip(grid.flat, operations, strict=False):
@@ -245,7 +268,7 @@ def moving_average(values: list[float], width: int) -> list[float]:
     return [sum(window) / len(window) for window in windows]
 
 
-FIGURES = (losses, timelines, memory, layout, topologies, collectives)
+FIGURES = (losses, timelines, memory, holdings, layout, topologies, collectives)
 
 if __name__ == "__main__":
     try:

@@ -101,8 +101,13 @@ def with_torchrun_world(defaults: SettingsT) -> SettingsT:
 def end_with_launcher() -> None:
     """Have Linux end this rank when the launcher that started it dies, even by SIGKILL: no orphans."""
     if meeting.started_by_torchrun() and sys.platform == "linux":
-        with contextlib.suppress(OSError, AttributeError):
-            set_parent_death_signal = 1
-            ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGTERM)
+        end_with_parent(signal.SIGTERM)
         if os.environ.get("LAB_LAUNCHER", str(os.getppid())) != str(os.getppid()):
             leave(1)  # it died while this rank was starting
+
+
+def end_with_parent(by: signal.Signals) -> None:
+    """Have Linux send this process a signal when its parent dies."""
+    with contextlib.suppress(OSError, AttributeError):
+        set_parent_death_signal = 1
+        ctypes.CDLL(None).prctl(set_parent_death_signal, by)

@@ -15,7 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from distlab import meeting
+from distlab import meeting, memory
+from distlab.activations import KeptActivations
 from distlab.devices import cores_to_share, keep_to_loopback, pick_backend, pick_device, threads_per_rank
 from distlab.grid import Grid
 from distlab.logs import RankOutput, RunLog, say, say_costs, take_over_output
@@ -142,11 +143,11 @@ class Run(Generic[SettingsT]):
         Args:
             step: the optimizer step, from 0.
             losses: this rank's micro-batch losses, scalars whose sum is the loss of its replica; none where another
-                rank of the replica computes it.
+                stage of the replica computes it. Ranks that hold slices of a stage all compute the same.
         """
         own = sum((loss.detach().double() for loss in losses), torch.zeros((), dtype=torch.float64, device=self.device))
         traffic.all_reduce(own, f"the loss of step {step}", kind="loss", op=dist.ReduceOp.SUM).wait()
-        self._log.loss = own.item() / self.grid.dp
+        self._log.loss = own.item() / (self.grid.dp * self.grid.tp)
         return self._log.loss
 
     def close(self) -> None:
@@ -182,7 +183,7 @@ class Run(Generic[SettingsT]):
                 count = int(self._store.get(f"trace/{rank}"))
                 text = "".join(self._store.get(f"trace/{rank}/{number}").decode() for number in range(count))
             recorded.append(json.loads(text))
-        return merge(recorded, self.grid.dp, self.grid.pp, recorder.programs)
+        return merge(recorded, self.grid.dp, self.grid.pp, recorder.programs, self.grid.tp)
 
     def _keep_trace(self, trace: "Trace") -> None:
         """Write and draw what all ranks recorded, and say what it comes to."""
@@ -213,6 +214,8 @@ class TrainingRun(Run[TrainSettingsT]):
     def __init__(self, settings: TrainSettingsT, script: Path) -> None:
         super().__init__(settings, script)
         self.data: str = self._decided["data"]
+        self._optimizer: torch.optim.Optimizer | None = None
+        self._memory: list[list[int]] = []
 
     def _decide(self, script: Path) -> dict[str, Any]:
         source, why = choose_source(self.settings.data)
@@ -246,15 +249,35 @@ class TrainingRun(Run[TrainSettingsT]):
         return {"batch_size": args.batch_size, "seq_l": args.seq_len, "data": self.data, "seed": args.seed}
 
     def optimizer(self, parameters: Iterable[Tensor]) -> torch.optim.Optimizer:
-        """The optimizer that `--optimizer` and `--lr` name."""
-        return build_optimizer(self.settings.optimizer, parameters, self.settings.lr)
+        """The optimizer that `--optimizer` and `--lr` name, of all the parameters that this rank holds."""
+        parameters = list(parameters)
+        self._kept = KeptActivations(parameters)
+        self._optimizer = build_optimizer(self.settings.optimizer, parameters, self.settings.lr)
+        return self._optimizer
 
     def steps(self, batches: Iterable[Tensor]) -> Iterator[tuple[int, Tensor]]:
         """Number the steps and give each its batch of token ids, (batch, seq), on the run's device."""
         args = self.settings
         tokens = self.grid.dp * args.batch_size * args.seq_len
         for step, batch in self.count_steps(batches, args.steps, tokens, "tokens"):
-            yield step, batch.to(self.device, non_blocking=True)
+            counting = self._kept.counting() if step == 0 and self._optimizer is not None else contextlib.nullcontext()
+            with counting:  # each tensor that autograd keeps; every step keeps as many
+                yield step, batch.to(self.device, non_blocking=True)
+
+    def close(self) -> None:
+        if self._optimizer is not None:
+            by_rank = torch.zeros(self.world_size, len(memory.KINDS), dtype=torch.int64, device=self.device)
+            by_rank[self.rank] = torch.tensor(memory.count_bytes(self._optimizer, self._kept))
+            traffic.all_reduce(by_rank, "what each rank holds", kind="control", op=dist.ReduceOp.SUM).wait()
+            self._memory = by_rank.tolist()
+        super().close()
+
+    def summarize(self) -> None:
+        if self.rank == 0 and self._memory:
+            for line in memory.as_table(self._memory):
+                say(line)
+            memory.keep(self.out / "memory.json", self._memory)
+        super().summarize()
 
     def log(self, step: int, losses: Iterable[Tensor]) -> None:
         """Print the loss of the global batch; the arguments are those of `global_loss`."""

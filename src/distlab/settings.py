@@ -13,6 +13,7 @@ import tyro
 
 from distlab.schedules import SCHEDULES
 from distlab.stages import Split, balance, read_split
+from distlab.tensor_parallel import check_division
 from simplellm.errors import InputError
 from simplellm.llama import check_heads
 from simplellm.sources import open_source
@@ -206,10 +207,16 @@ class HybridSettings(ScheduleSettings):
     """replicas of the pipeline"""
     pp: int = 3
     """stages of each pipeline"""
+    tp: int = 1
+    """ranks that share each stage; each has a slice of every layer"""
 
     @property
     def layout(self) -> Layout:
-        return {"dp": self.dp, "pp": self.pp}
+        return {"dp": self.dp, "pp": self.pp, "tp": self.tp}
+
+    def check(self) -> None:
+        super().check()
+        check_division(self.num_heads, self.num_heads, self.tp)
 
 
 def world_size(layout: Layout) -> int:

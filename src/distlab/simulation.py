@@ -8,7 +8,7 @@ MPP", 1994).
 
 import math
 import threading
-from collections import defaultdict, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -47,7 +47,7 @@ class Message:
     tensor: Tensor
     is_done: bool = False
 
-    def wait(self) -> None:
+    def wait(self, *_: object) -> None:
         """Return when the message has been passed on."""
         self.world.wait_for(self)
 
@@ -67,6 +67,7 @@ class Flow:
 
     send: Message
     receive: Message
+    content: Tensor
     bytes_per_second: float
     started_seconds: float
     flows_from_seconds: float
@@ -113,6 +114,8 @@ class SimulatedWorld:
         links: what it costs on single links, by (sender, receiver).
         shared_bytes_per_second: what all messages under way share, as those do whose ranks are on one computer; their
             latency, which is work for its cores, too, then counts like the bytes that could go meanwhile.
+        one_card: whether what a rank sends at the same time shares its link's bytes per second, and what it receives,
+            as with one network card; otherwise there is a link for each pair.
         keep_messages: whether to remember all messages.
 
     Attributes:
@@ -127,17 +130,20 @@ class SimulatedWorld:
         link: Link | None = None,
         links: Mapping[tuple[int, int], Link] | None = None,
         shared_bytes_per_second: float = math.inf,
+        one_card: bool = False,
         keep_messages: bool = False,
     ) -> None:
         self.size, self._link, self._links = size, link or Link(), dict(links or {})
-        self._shared_bytes_per_second, self._keep_messages = shared_bytes_per_second, keep_messages
+        self._shared_bytes_per_second = shared_bytes_per_second
+        self._one_card, self._keep_messages = one_card, keep_messages
         self.counts = [Counts() for _ in range(size)]
         self.seconds = [0.0] * size
         self.messages: list[Passed] = []
         self._clock = 0.0
+        self._has_run = False
         self._here = threading.local()
         self._turns = [threading.Semaphore(0) for _ in range(size)]
-        self._ready: deque[int] = deque(range(size))
+        self._ready: deque[int] = deque()
         self._waiting: dict[int, Message | None] = {}  # None: in the barrier, or computing
         self._unmatched: dict[tuple[int, int, bool], deque[Message]] = defaultdict(deque)
         self._flows: list[Flow] = []
@@ -157,6 +163,9 @@ class SimulatedWorld:
             Deadlock: all ranks wait; the sentence says who waits for whom.
             Exception: what the first rank that failed raised.
         """
+        if self._has_run:
+            raise RuntimeError("a simulated world runs once; make another one")
+        self._has_run = True
         results: list[Any] = [None] * self.size
 
         def run_rank(rank: int) -> None:
@@ -175,6 +184,7 @@ class SimulatedWorld:
                 ranks = [threading.Thread(target=run_rank, args=(rank,), daemon=True) for rank in range(self.size)]
                 for thread in ranks:
                     thread.start()
+                self._ready.extend(range(self.size))
                 self._hand_over()
                 for thread in ranks:
                     thread.join()
@@ -193,8 +203,8 @@ class SimulatedWorld:
             "isend": lambda tensor, dst, *_, **__: self._post(dst, True, tensor),
             "irecv": lambda tensor, src, *_, **__: self._post(src, False, tensor),
             "barrier": lambda *_, **__: self._barrier(),
-            "get_rank": lambda *_: self._here.rank,
-            "get_world_size": lambda *_: self.size,
+            "get_rank": lambda *_, **__: self._here.rank,
+            "get_world_size": lambda *_, **__: self.size,
         }
         with mock.patch.multiple(dist, **functions):
             yield
@@ -204,6 +214,8 @@ class SimulatedWorld:
         rank = self._here.rank
         if not 0 <= peer < self.size or peer == rank:
             raise ValueError(f"rank {rank} cannot exchange a message with rank {peer} in a world of {self.size}")
+        if not tensor.is_contiguous():
+            raise ValueError(f"rank {rank} gives a tensor that is not contiguous; messages are")
         own = Message(self, rank, peer, is_send, tensor)
         others = self._unmatched[peer, rank, not is_send]
         if others:
@@ -215,17 +227,18 @@ class SimulatedWorld:
 
     def _set_out(self, send: Message, receive: Message) -> None:
         size_bytes = send.tensor.nbytes
-        if size_bytes != receive.tensor.nbytes:
+        if (send.tensor.dtype, size_bytes) != (receive.tensor.dtype, receive.tensor.nbytes):
             raise ValueError(
-                f"rank {send.rank} sends {size_bytes} bytes and rank {receive.rank} receives {receive.tensor.nbytes}"
+                f"rank {send.rank} sends {size_bytes} bytes of {send.tensor.dtype} and rank {receive.rank} receives "
+                f"{receive.tensor.nbytes} of {receive.tensor.dtype}"
             )
-        receive.tensor.copy_(send.tensor.detach().clone())
         link = self._links.get((send.rank, receive.rank), self._link)
         if math.isinf(self._shared_bytes_per_second):
             flows_from, left_bytes = self._clock + link.latency_seconds, float(size_bytes)
         else:
             flows_from, left_bytes = self._clock, size_bytes + link.latency_seconds * link.bytes_per_second
-        self._flows.append(Flow(send, receive, link.bytes_per_second, self._clock, flows_from, left_bytes))
+        content = send.tensor.detach().clone()
+        self._flows.append(Flow(send, receive, content, link.bytes_per_second, self._clock, flows_from, left_bytes))
         sender, receiver = self.counts[send.rank], self.counts[receive.rank]
         sender.sends += 1
         sender.sent_bytes += size_bytes
@@ -282,6 +295,12 @@ class SimulatedWorld:
         flowing = [flow for flow in self._flows if flow.flows_from_seconds <= self._clock]
         share = self._shared_bytes_per_second / max(1, len(flowing))
         rates = [min(flow.bytes_per_second, share) for flow in flowing]
+        if self._one_card:
+            out, into = Counter(flow.send.rank for flow in flowing), Counter(flow.receive.rank for flow in flowing)
+            rates = [
+                rate / max(out[flow.send.rank], into[flow.receive.rank])
+                for rate, flow in zip(rates, flowing, strict=True)
+            ]
         ends = [self._clock + flow.left_bytes / rate for flow, rate in zip(flowing, rates, strict=True)]
         starts = [flow.flows_from_seconds for flow in self._flows if flow.flows_from_seconds > self._clock]
         now = min([*ends, *starts, *self._computing.values()])
@@ -302,6 +321,7 @@ class SimulatedWorld:
             size_bytes = flow.send.tensor.nbytes
             ends = flow.send.rank, flow.receive.rank
             self.messages.append(Passed(*ends, size_bytes, flow.started_seconds, self._clock))
+        flow.receive.tensor.detach().view(-1).copy_(flow.content.view(-1))
         for message in (flow.send, flow.receive):
             message.is_done = True
             if self._waiting.get(message.rank) is message:

@@ -66,7 +66,7 @@ def measured_panel(title: str, trace: Trace) -> Panel:
     bars = [Bar(b.row, (b.start - origin) * 1e3, (b.end - origin) * 1e3, b.label, b.low, b.high) for b in bars]
     if plan is not None:
         for row in range(len(trace.ranks)):
-            for span in plan.spans[row % trace.pp]:
+            for span in plan.spans[trace.place(row).stage]:
                 bars.append(Bar(row, span.start * 1e3, span.end * 1e3, str(span.action), 0.1, 0.34))
     return Panel(title, [trace.describe(rank).replace(" (", "\n(") for rank in range(len(trace.ranks))], bars, "ms")
 

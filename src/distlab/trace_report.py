@@ -56,7 +56,7 @@ class Trace:
 
     Attributes:
         ranks: by rank.
-        dp, pp: replicas and stages.
+        dp, pp, tp: replicas, stages of each, and ranks of each stage.
         programs: the pipeline's schedule, a list for each stage; None without a pipeline.
     """
 
@@ -64,6 +64,7 @@ class Trace:
     dp: int
     pp: int
     programs: "Sequence[Program] | None" = None
+    tp: int = 1
 
     def steps(self) -> list[list[Event]]:
         """The steps, each as every rank recorded it; without the first, which also sets up connections."""
@@ -78,13 +79,17 @@ class Trace:
 
     def describe(self, rank: int) -> str:
         """ "rank 4 (stage 1 of replica 1)"."""
-        return Grid(rank, self.dp, self.pp).describe(rank)
+        return self.place(rank).describe(rank)
+
+    def place(self, rank: int) -> Grid:
+        """Where a rank stands."""
+        return Grid(rank, self.dp, self.pp, self.tp)
 
     def costs(self) -> Costs:
         """The mean time of each stage's forward and backward passes."""
 
         def mean(stage: int, letter: str) -> float:
-            ranks = range(stage, len(self.ranks), self.pp)
+            ranks = [rank for rank in range(len(self.ranks)) if self.place(rank).stage == stage]
             passes = [
                 event.end - event.start
                 for step in self.steps()
@@ -107,7 +112,7 @@ class Trace:
         In a pipeline a step's time is that of the schedule: from the first pass to the last one of the rank's replica.
         """
         computed = waited = total = 0.0
-        replica = range(rank // self.pp * self.pp, (rank // self.pp + 1) * self.pp)
+        replica = [r for r in range(len(self.ranks)) if self.place(r).replica == self.place(rank).replica]
         for step in steps or self.steps():
             waits = self.ranks[rank].within(step[rank], WAIT)
             if self.programs is None:
@@ -129,11 +134,13 @@ class Trace:
         plan = self.plan()
         for rank in range(len(self.ranks)):
             busy, waiting = self.busy(rank)
-            theory = f", bubble in theory {plan.bubble[rank % self.pp]:.0%}" if plan else ""
+            theory = f", bubble in theory {plan.bubble[self.place(rank).stage]:.0%}" if plan else ""
             yield f"{self.describe(rank)}: busy {busy:.0%}, waiting {waiting:.0%}{theory}"
 
 
-def merge(recorded: Sequence[dict[str, Any]], dp: int, pp: int, programs: "Sequence[Program] | None") -> Trace:
+def merge(
+    recorded: Sequence[dict[str, Any]], dp: int, pp: int, programs: "Sequence[Program] | None", tp: int = 1
+) -> Trace:
     """One trace of what the ranks' recorders gave with `as_json`."""
     origin = min((event[2] for rank in recorded for event in rank["events"]), default=0.0)
     ranks = [
@@ -143,7 +150,7 @@ def merge(recorded: Sequence[dict[str, Any]], dp: int, pp: int, programs: "Seque
         )
         for rank in recorded
     ]
-    return Trace(ranks, dp, pp, programs)
+    return Trace(ranks, dp, pp, programs, tp)
 
 
 def write_chrome(trace: Trace, path: Path) -> None:
@@ -164,7 +171,7 @@ def write_chrome(trace: Trace, path: Path) -> None:
             counter = {"name": "kept activations", "pid": rank, "ts": seconds * MICROSECONDS, "args": {"bytes": kept}}
             events.append({"ph": "C", "tid": 0, **counter})
     programs = None if trace.programs is None else [[str(action) for action in line] for line in trace.programs]
-    about = {"dp": trace.dp, "pp": trace.pp, "ranks": len(trace.ranks), "programs": programs}
+    about = {"dp": trace.dp, "pp": trace.pp, "tp": trace.tp, "ranks": len(trace.ranks), "programs": programs}
     path.write_text(json.dumps({"traceEvents": events, "otherData": about}) + "\n")
 
 
@@ -188,7 +195,7 @@ def read_chrome(path: Path) -> Trace:
         programs: list[Program] | None = None
         if about["programs"] is not None:
             programs = [[_action(name, stage) for name in line] for stage, line in enumerate(about["programs"])]
-        trace = Trace(ranks, about["dp"], about["pp"], programs)
+        trace = Trace(ranks, about["dp"], about["pp"], programs, about.get("tp", 1))
         trace.typical_step()
     except (OSError, ValueError, LookupError, TypeError) as error:
         raise InputError(f"{path}: no trace of a run; --trace makes one") from error

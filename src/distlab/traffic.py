@@ -3,11 +3,13 @@
 Whatever the ranks tell each other while they train goes through `traffic`: it counts messages and bytes by kind
 (gradients, weights, loss, …), gives every wait a name and a deadline, and moves a CUDA tensor through pinned host
 memory where the backend is gloo. Bytes are what a bandwidth-optimal algorithm sends from this rank (a ring for
-`all_reduce`: Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations", 2009).
+all-reduce, all-gather and reduce-scatter: Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of
+workstations", 2009).
 """
 
 import contextlib
 import re
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -172,11 +174,39 @@ class Traffic:
         carried = tensor if staged is None else staged
         name = f"{what} from {other_ranks(ranks)}"
         if by_hand is not None:
+            if group is not None:
+                raise ValueError("the collectives by hand are for all ranks, not for a group of them")
             return Transfer(self, name, self._in_background(lambda: by_hand(carried, op), kind), tensor, staged)
         self._count(kind, 2 * (size - 1) * tensor.nbytes // size)
         with self.named(name):
             work = dist.all_reduce(carried, op=op, group=group, async_op=True)
         return Transfer(self, name, work, tensor, staged)
+
+    def all_gather(
+        self, parts: Tensor, own: Tensor, what: str, *, kind: str, group: "dist.ProcessGroup | None" = None
+    ) -> Transfer:
+        """Start to collect every rank's `own` (any shape, contiguous) in `parts` (ranks, *own.shape), contiguous.
+
+        Until `Transfer.wait` has returned neither may change.
+        """
+
+        def start(to: Tensor, carried: Tensor) -> dist.Work | None:
+            return dist.all_gather(list(to.unbind()), carried, group=group, async_op=True)
+
+        return self._pass_round(parts, own, start, what, kind, group)
+
+    def reduce_scatter(
+        self, own: Tensor, parts: Tensor, what: str, *, kind: str, group: "dist.ProcessGroup | None" = None
+    ) -> Transfer:
+        """Start to add up all ranks' `parts` (ranks, *own.shape), contiguous; a group's r-th rank gets row r in `own`.
+
+        Until `Transfer.wait` has returned neither may change.
+        """
+
+        def start(to: Tensor, carried: Tensor) -> dist.Work | None:
+            return dist.reduce_scatter(to, list(carried.unbind()), group=group, async_op=True)
+
+        return self._pass_round(own, parts, start, what, kind, group)
 
     def broadcast(self, tensor: Tensor, what: str, *, kind: str, src: int = 0) -> Transfer:
         """Start to copy rank `src`'s `tensor` (any shape, contiguous) into every rank's."""
@@ -213,8 +243,7 @@ class Traffic:
 
     def receive(self, tensor: Tensor, what: str, *, source: int, group: "dist.ProcessGroup | None" = None) -> Transfer:
         """Start to receive into `tensor` (any shape, contiguous) what rank `source` sends next in `group`."""
-        through_host = tensor.is_cuda and dist.get_backend(group) != "nccl"
-        staged = torch.empty_like(tensor, device="cpu", pin_memory=True) if through_host else None
+        staged = _host_space(tensor)
         name = f"{what} from {self.describe(source)}"
         with self.named(name):
             work = dist.irecv(tensor if staged is None else staged, src=source, group=group)
@@ -230,6 +259,30 @@ class Traffic:
             seconds = time.perf_counter() - started
             who = self.describe(rank())
             raise TrafficError(f"{who} waited {seconds:.1f} s for {name}: {reason(error)}", error) from error
+
+    def _pass_round(
+        self,
+        result: Tensor,
+        tensor: Tensor,
+        start: "Callable[[Tensor, Tensor], dist.Work | None]",
+        what: str,
+        kind: str,
+        group: "dist.ProcessGroup | None",
+    ) -> Transfer:
+        """Start a collective in which a part for, or of, each other rank goes round a ring.
+
+        One of `tensor`, which it takes, and `result`, which it fills, is such a part; the other has one of each rank.
+        """
+        ranks = members(group)
+        if len(ranks) == 1:
+            result.copy_(tensor.view_as(result))
+            return Transfer(self, what, None, result)
+        self._count(kind, (len(ranks) - 1) * min(tensor.nbytes, result.nbytes))
+        carried, staged = self._stage(tensor), _host_space(result)
+        name = f"{what} from {other_ranks(ranks)}"
+        with self.named(name):
+            work = start(result if staged is None else staged, tensor if carried is None else carried)
+        return Transfer(self, name, work, result, staged)
 
     def _in_background(self, collective: Callable[[], None], kind: str) -> Background:
         """Run a collective made of sends and receives, after those before it, while this thread goes on."""
@@ -249,22 +302,30 @@ class Traffic:
 
     def _stage(self, tensor: Tensor) -> Tensor | None:
         """A pinned host copy of a CUDA tensor that gloo shall send; None where the tensor itself can travel."""
-        if not tensor.is_cuda or dist.get_backend() == "nccl":
-            return None
-        staged = torch.empty_like(tensor, device="cpu", pin_memory=True)
-        staged.copy_(tensor, non_blocking=True)
-        torch.cuda.current_stream(tensor.device).synchronize()
+        staged = _host_space(tensor)
+        if staged is not None:
+            staged.copy_(tensor, non_blocking=True)
+            torch.cuda.current_stream(tensor.device).synchronize()
         return staged
+
+
+def _host_space(tensor: Tensor) -> Tensor | None:
+    """Pinned host memory for the contents of a CUDA tensor under gloo; None where the tensor itself can travel."""
+    if not tensor.is_cuda or dist.get_backend() == "nccl":
+        return None
+    return torch.empty_like(tensor, device="cpu", pin_memory=True)
 
 
 @contextlib.contextmanager
 def counting_sends() -> Iterator[list[int]]:
-    """The sizes in bytes of what is sent meanwhile through `torch.distributed`'s `send` and `isend`."""
+    """The sizes in bytes of what this thread sends meanwhile through `torch.distributed`'s `send` and `isend`."""
     sent_bytes: list[int] = []
+    thread = threading.get_ident()
 
     def counting(send: Callable[..., Any]) -> Callable[..., Any]:
         def count(tensor: Tensor, *args: Any, **options: Any) -> Any:
-            sent_bytes.append(tensor.nbytes)
+            if threading.get_ident() == thread:
+                sent_bytes.append(tensor.nbytes)
             return send(tensor, *args, **options)
 
         return count

@@ -88,8 +88,8 @@ def check_all(rank: int, size: int) -> int:
                     ReduceOp.MAX: theirs.double().amax(0),
                     ReduceOp.MIN: theirs.double().amin(0),
                 }[op]
-                tolerance = 0.05 if dtype == torch.bfloat16 else 1e-6
-                assert torch.allclose(block.double(), expected, rtol=tolerance), (reduce_scatter, op)
+                tolerance = {torch.bfloat16: 0.05, torch.float32: 1e-6, torch.int64: 0.0}[dtype]
+                assert torch.allclose(block.double(), expected, rtol=tolerance, atol=0), (reduce_scatter, op)
                 compared += 1
     return compared
 
@@ -155,3 +155,68 @@ def test_an_unknown_operation_is_refused_before_anything_is_sent() -> None:
     with pytest.raises(ValueError, match="combine with SUM, PRODUCT, MAX or MIN"):
         world.run(lambda rank: collectives.allreduce_naive(torch.ones(2), ReduceOp.BAND))
     assert world.counts[0].sends == world.counts[1].sends == 0
+
+
+def test_a_root_that_is_none_is_refused_on_every_rank() -> None:
+    x = torch.ones(2)
+    calls: list[Callable[[int], object]] = [partial(broadcast, x) for broadcast in BROADCASTS]
+    calls += [partial(reduce, x) for reduce in REDUCES]
+    calls += [partial(gather, x, torch.ones(3, 2)) for gather in GATHERS]
+    for call in calls:
+        for root in (3, -1):
+            refused = SimulatedWorld(3).run(partial(raises, ValueError, call, root))
+            assert refused == [f"root {root}: the world has the ranks 0 to 2"] * 3
+
+
+def raises(kind: type[Exception], call: Callable[..., object], root: int, _: int) -> str:
+    with pytest.raises(kind) as caught:
+        call(root)
+    return str(caught.value)
+
+
+def test_parts_that_do_not_fit_are_refused_before_anything_is_sent() -> None:
+    x, too_many = torch.ones(2), torch.ones(5, 2)
+    calls: list[Callable[[], object]] = [partial(all_gather, x, too_many) for all_gather in ALL_GATHERS]
+    calls += [partial(reduce_scatter, too_many, x) for reduce_scatter in REDUCE_SCATTERS]
+    for call in calls:
+        world = SimulatedWorld(3)
+        refused = world.run(lambda rank, call=call: raises(ValueError, lambda _: call(), 0, rank))
+        assert set(refused) == {"a part (2,) for each rank needs a tensor (3, 2) on this rank, not one (5, 2)"}
+        assert all(rank.sends == 0 for rank in world.counts)
+
+
+def test_tensors_that_need_a_gradient_and_calls_in_inference_mode() -> None:
+    def everything(rank: int) -> None:
+        for call in (torch.inference_mode(), torch.enable_grad()):
+            with call:
+                own = torch.full((3,), rank + 1.0).requires_grad_(not torch.is_inference_mode_enabled())
+                for all_reduce in ALL_REDUCES:
+                    tensor = own.detach().clone()
+                    all_reduce(tensor)
+                    assert torch.equal(tensor, torch.full((3,), 6.0))
+                for gather in GATHERS:
+                    gathered = torch.zeros(3, 3)
+                    gather(own, gathered, 1)
+                    assert not gathered.requires_grad
+                    assert rank != 1 or torch.equal(gathered[:, 0], torch.tensor([1.0, 2.0, 3.0]))
+                for reduce_scatter in REDUCE_SCATTERS:
+                    block = torch.zeros(3)
+                    reduce_scatter(torch.stack([own] * 3), block)
+                    assert torch.equal(block, torch.full((3,), 6.0))
+        leaf = torch.full((3,), float(rank), requires_grad=True)
+        collectives.allreduce_ring(leaf)
+        collectives.broadcast_tree(leaf, 0)
+        assert leaf.requires_grad
+        assert leaf.tolist() == [3.0] * 3
+
+    SimulatedWorld(3).run(everything)
+
+
+def test_ranks_that_only_give_may_give_what_cannot_be_written() -> None:
+    def give(rank: int) -> None:
+        tensor = torch.ones(4) if rank == 0 else torch.ones(1).expand(4)
+        for reduce in REDUCES:
+            reduce(tensor, 0)
+        assert rank > 0 or tensor.tolist() == [5.0] * 4
+
+    SimulatedWorld(3).run(give)

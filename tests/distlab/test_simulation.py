@@ -81,7 +81,7 @@ def test_sizes_that_differ_are_refused() -> None:
         else:
             dist.recv(torch.ones(3), 0)
 
-    with pytest.raises(ValueError, match="rank 0 sends 8 bytes and rank 1 receives 12"):
+    with pytest.raises(ValueError, match=r"rank 0 sends 8 bytes of .*float32 and rank 1 receives 12"):
         SimulatedWorld(2).run(mismatch)
 
 
@@ -109,3 +109,50 @@ def test_a_slow_link_costs_what_it_costs() -> None:
 
 def test_a_thousand_ranks() -> None:
     assert seconds(1024, Link(1.0), broadcast_tree, 4) == pytest.approx(10)
+
+
+def test_what_gloo_refuses_is_refused() -> None:
+    for sent, received, sentence in (
+        (torch.ones(2), torch.ones(2, dtype=torch.int32), "of torch.float32 and rank 1 receives 8 of torch.int32"),
+        (torch.ones(2, 2).T, torch.ones(2, 2), "not contiguous"),
+    ):
+        exchange = lambda rank, a=sent, b=received: dist.recv(b, 0) if rank else dist.send(a, 1)  # noqa: E731
+        with pytest.raises(ValueError, match=sentence):
+            SimulatedWorld(2).run(exchange)
+
+
+def test_a_message_arrives_when_its_time_has_come_and_not_before() -> None:
+    def early(rank: int) -> list[float]:
+        if rank == 0:
+            dist.send(torch.ones(1), 1)
+            return []
+        tensor = torch.zeros(1)
+        arriving = dist.irecv(tensor, 0)
+        before = tensor.item()
+        assert arriving is not None
+        arriving.wait()
+        return [before, tensor.item()]
+
+    assert SimulatedWorld(2, Link(1.0)).run(early)[1] == [0.0, 1.0]
+
+
+def test_one_card_is_shared_by_what_goes_out_at_the_same_time() -> None:
+    def send_to_all(rank: int) -> None:
+        if rank > 0:
+            dist.recv(torch.ones(1), 0)
+            return
+        for message in [dist.isend(torch.ones(1), other) for other in (1, 2, 3)]:
+            assert message is not None
+            message.wait()
+
+    for one_card, expected in ((False, 1.0), (True, 3.0)):
+        world = SimulatedWorld(4, Link(0.0, 4.0), one_card=one_card)
+        world.run(send_to_all)
+        assert world.makespan == pytest.approx(expected)
+
+
+def test_a_world_runs_once() -> None:
+    world = SimulatedWorld(2)
+    world.run(lambda rank: None)
+    with pytest.raises(RuntimeError, match="runs once"):
+        world.run(lambda rank: None)

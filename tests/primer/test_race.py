@@ -2,6 +2,8 @@
 
 import os
 import re
+import signal
+import subprocess
 import sys
 import time
 from multiprocessing import RawValue
@@ -10,7 +12,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from processes import LAB, run_ranks, run_script
+from processes import LAB, run_ranks, run_script, start
 
 from simplellm.errors import InputError
 
@@ -80,3 +82,21 @@ def test_work_that_is_not_done_in_time_ends_the_run(work: Any) -> None:
 def test_flags_that_cannot_work(flag: str, value: int) -> None:
     with pytest.raises(InputError, match=f"--{flag} {value}: "):
         lesson.RaceSettings(**{flag: value}).check()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux ends the processes of a parent that was killed")
+def test_no_process_outlives_the_script() -> None:
+    script = start(sys.executable, LAB / "primer/race.py", "--repeats", "1000000000")
+
+    def processes() -> int:
+        return len(subprocess.run(["ps", "-o", "pid=", "-s", str(script.pid)], capture_output=True).stdout.split())
+
+    deadline = time.monotonic() + 30
+    while processes() < 4 and time.monotonic() < deadline:  # itself and three that count
+        time.sleep(0.1)
+    assert processes() >= 4
+    os.kill(script.pid, signal.SIGKILL)
+    script.wait()
+    while processes() and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert processes() == 0

@@ -1,0 +1,91 @@
+"""Tensor parallelism: every rank holds a slice of each layer, and all of them work on the same batch.
+
+    python TP/intro_TP.py <rank>                      in three terminals, with the ranks 0, 1 and 2
+    ./launch.sh tp --world-size 2                     all ranks at once
+    ./launch.sh tp --tp-style naive                   every layer split on its own
+    ./launch.sh tp --sequence-parallel                norms and residuals on slices of the sequence
+
+The first matrix of a pair is split by its outputs, the second by its inputs: attention heads, or hidden units, stay on
+the rank that has them from the one to the other, and one sum over the ranks ends the pair. `shard` in
+src/distlab/tensor_parallel.py does this to the ordinary model. The loss too is computed from slices. It is the same on
+every rank, and so are the gradients of what every rank holds, the gains of the norms: nothing has to be averaged before
+the update.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from distlab.logs import say
+from distlab.main import main
+from distlab.runtime import TrainingRun
+from distlab.settings import Layout, TrainSettings, WorldSize
+from distlab.tensor_parallel import Style, bytes_per_layer, check_division, shard, vocabulary_parallel_loss
+from distlab.traffic import traffic
+from simplellm.dataloaders import TinyStories
+from simplellm.errors import InputError
+from simplellm.llama import CausalLLama, LLama
+from simplellm.losses import causalLLMLoss
+from simplellm.tokenizers import SPTokenizer
+
+
+@dataclass
+class TensorParallelSettings(WorldSize, TrainSettings):
+    world_size: int = 3
+    """ranks, each with a slice of every layer"""
+    tp_style: Style = "megatron"
+    """megatron: layers split in pairs, one sum for each pair; naive: every layer split by its outputs and gathered"""
+    sequence_parallel: bool = False
+    """give each rank a slice of the sequence for norms and residuals"""
+
+    @property
+    def layout(self) -> Layout:
+        return {"tp": self.world_size}
+
+    def check(self) -> None:
+        super().check()
+        if self.tp_style == "megatron":
+            check_division(self.num_heads, self.num_heads, self.world_size)
+        elif self.sequence_parallel:
+            raise InputError("--sequence-parallel with --tp-style naive: only --tp-style megatron has layers in pairs")
+
+
+DEFAULTS = TensorParallelSettings(batch_size=3)
+
+
+def train(run: TrainingRun[TensorParallelSettings]) -> None:
+    args = run.settings
+    tokenizer = SPTokenizer(args.tokenizer)
+    net = LLama(CausalLLama, tokenizer.vocab_size, padding_idx=tokenizer.pad_id, **run.model_options())
+    shard(net, args.tp_style, sequence_parallel=args.sequence_parallel)
+    loss_of = causalLLMLoss if args.tp_style == "naive" else vocabulary_parallel_loss
+    stories = TinyStories(tokenizer, **run.data_options())  # all ranks read the same
+    optimizer = run.optimizer(net.parameters())
+
+    for step, batch in run.steps(stories):
+        optimizer.zero_grad()
+        losses = []
+        for x in batch.chunk(args.micro_batches):
+            loss = loss_of(net(x), x, tokenizer.vocab_size) / args.micro_batches
+            loss.backward()
+            losses.append(loss)
+        run.log(step, losses)
+        optimizer.step()
+    compare_with_formula(run)
+
+
+def compare_with_formula(run: TrainingRun[TensorParallelSettings]) -> None:
+    """Say what this rank has sent for each layer in a step, and what the formula gives."""
+    args = run.settings
+    batch, element_bytes = args.batch_size // args.micro_batches, getattr(torch, args.dtype).itemsize
+    formula = bytes_per_layer(
+        args.tp_style, run.world_size, batch, args.seq_len, args.dmodel, element_bytes, args.sequence_parallel
+    )
+    for kind, expected in zip(("layer activations", "layer gradients"), formula, strict=True):
+        sent = traffic.ledger.sent_bytes[kind] / (args.steps * args.n_layers)
+        if run.rank == 0:
+            say(f"{kind}: {sent:,.0f} bytes per layer and step; the formula gives {args.micro_batches * expected:,}")
+
+
+if __name__ == "__main__":
+    main(train, DEFAULTS, __doc__)

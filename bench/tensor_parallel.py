@@ -1,0 +1,143 @@
+"""Tensor parallelism beside torch's own: the same model split by both, in one run, step by step in turn.
+
+python bench/tensor_parallel.py
+python bench/tensor_parallel.py --ranks 3 --rounds 40
+"""
+
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+import torch.nn.functional as F
+import tyro
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, loss_parallel, parallelize_module
+from torch.distributed.tensor.parallel.style import ParallelStyle
+
+from distlab.devices import keep_to_loopback
+from distlab.main import leave
+from distlab.tensor_parallel import shard, vocabulary_parallel_loss
+from simplellm.llama import CausalLLama, LLama
+from simplellm.losses import causalLLMLoss
+
+VOCAB_SIZE = 4096
+Step = Callable[[Tensor], None]
+
+
+@dataclass
+class Settings:
+    """What to measure."""
+
+    ranks: int = 2
+    """ranks that share the model"""
+    batch_size: int = 3
+    """sequences to a step"""
+    seq_len: int = 256
+    """tokens to a sequence"""
+    rounds: int = 20
+    """timed steps of each"""
+    port: int = 29557
+    """where rank 0 listens"""
+
+
+def build() -> CausalLLama:
+    return LLama(CausalLLama, VOCAB_SIZE)
+
+
+def ours(_: int) -> Step:
+    net = build()
+    shard(net, "megatron")
+    return lambda x: vocabulary_parallel_loss(net(x), x, VOCAB_SIZE).backward()
+
+
+def by_torch(ranks: int, logits: ColwiseParallel) -> nn.Module:
+    """The lab's model, split by `parallelize_module` in the same pairs."""
+    net = build()
+    plan: dict[str, ParallelStyle] = {
+        "model.embed_tokens": RowwiseParallel(input_layouts=Replicate()),
+        "lm_head": logits,
+    }
+    for name in ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj"):
+        plan[f"model.layers.*.{name}"] = ColwiseParallel()
+    for name in ("self_attn.o_proj", "mlp.down_proj"):
+        plan[f"model.layers.*.{name}"] = RowwiseParallel()
+    return parallelize_module(net, init_device_mesh("cpu", (ranks,)), plan)
+
+
+def torch_whole_logits(ranks: int) -> Step:
+    net = by_torch(ranks, ColwiseParallel(output_layouts=Replicate()))
+    return lambda x: causalLLMLoss(net(x), x, VOCAB_SIZE).backward()
+
+
+def torch_loss_parallel(ranks: int) -> Step:
+    """The loss, too, from slices of the logits, by torch's own context."""
+    net = by_torch(ranks, ColwiseParallel(output_layouts=Shard(-1), use_local_output=False))
+
+    def step(x: Tensor) -> None:
+        with loss_parallel():
+            F.cross_entropy(net(x)[:, :-1].flatten(0, 1), x[:, 1:].flatten()).backward()
+
+    return step
+
+
+VARIANTS = {
+    "torch, whole logits": torch_whole_logits,
+    "torch, loss_parallel": torch_loss_parallel,
+    "ours": ours,
+}
+
+
+def measure(rank: int, settings: Settings) -> None:
+    """One rank: the variants in turn."""
+    keep_to_loopback()
+    torch.set_num_threads(1)
+    store = dist.TCPStore("localhost", settings.port, is_master=rank == 0)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=settings.ranks)
+    steps = {name: build_step(settings.ranks) for name, build_step in VARIANTS.items()}
+    seconds: dict[str, list[float]] = {name: [] for name in steps}
+    names, warm_up = list(steps), 2
+    for turn in range(warm_up + settings.rounds):
+        generator = torch.Generator().manual_seed(turn)
+        x = torch.randint(VOCAB_SIZE, (settings.batch_size, settings.seq_len), generator=generator)
+        for name in names[turn % len(names) :] + names[: turn % len(names)]:
+            dist.barrier()
+            started = time.perf_counter()
+            steps[name](x)
+            dist.barrier()
+            if turn >= warm_up:
+                seconds[name].append(time.perf_counter() - started)
+    if rank == 0:
+        report(settings, seconds)
+    leave(0)
+
+
+def report(settings: Settings, seconds: dict[str, list[float]]) -> None:
+    tokens = settings.batch_size * settings.seq_len
+    better = seconds[min(list(VARIANTS)[:-1], key=lambda name: statistics.median(seconds[name]))]
+    for name, own in seconds.items():
+        ratios = [theirs / mine for theirs, mine in zip(better, own, strict=True)]
+        low, middle, high = statistics.quantiles(ratios, n=4)
+        median = statistics.median(own)
+        print(
+            f"| {settings.ranks} | {name} | {median * 1e3:.0f} | {tokens / median:,.0f} "
+            f"| {middle:.3f} | {low:.3f} to {high:.3f} |"
+        )
+
+
+def main() -> None:
+    settings = tyro.cli(Settings, description=__doc__)
+    if settings.rounds < 2:
+        raise SystemExit(f"--rounds {settings.rounds}: quartiles need at least 2")
+    print("| ranks | variant | ms a step (median) | tokens/s | speed to the better torch (median) | quartiles |")
+    print("|---|---|---|---|---|---|", flush=True)
+    mp.spawn(measure, args=(settings,), nprocs=settings.ranks)
+
+
+if __name__ == "__main__":
+    main()

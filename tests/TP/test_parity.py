@@ -1,0 +1,137 @@
+"""The tensor-parallel chapter gives the training run of one process: losses, gradients, parameters, under plain SGD."""
+
+import json
+from pathlib import Path
+
+import pytest
+from chapters import OneProcess, State, assert_equal, load, losses, train_on
+from processes import run
+
+from distlab.settings import parse
+from distlab.tensor_parallel import Style, bytes_per_layer
+from simplellm.errors import InputError
+
+SCRIPT = "TP/intro_TP.py"
+LAYERS = 2
+# 25 tokens divide among no number of ranks, the vocabulary of 4,096 pieces not among 3 and 6.
+MODEL = f"--dmodel 48 --num-heads 6 --n-layers {LAYERS} --seq-len 25".split()
+ROUNDING = 2e-6  # relative: sums over ranks are added up in another order
+SPLIT = {  # the dimension along which a weight is split, by the end of its module's name
+    "megatron": {
+        **dict.fromkeys(("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "embed_tokens", "lm_head"), 0),
+        **dict.fromkeys(("o_proj", "down_proj"), 1),
+    },
+    "naive": dict.fromkeys("q_proj k_proj v_proj o_proj gate_proj up_proj down_proj lm_head".split(), 0),
+}
+
+
+def slices(whole: State, style: str, place: int, ranks: int) -> State:
+    """What one rank has to hold of the one process's tensors."""
+    dims = {name: SPLIT[style].get(name.split(".")[-2]) for name in whole}
+    return {
+        name: tensor if dims[name] is None else tensor.tensor_split(ranks, dim=dims[name])[place]
+        for name, tensor in whole.items()
+    }
+
+
+def style_of(flags: str) -> Style:
+    return "naive" if "naive" in flags else "megatron"
+
+
+def assert_sent(out: Path, forward: int, backward: int) -> None:
+    """The ledger has these bytes for each layer in each step, and the run says so beside the formula."""
+    said = (out / "rank0.log").read_text()
+    for kind, expected in (("layer activations", forward), ("layer gradients", backward)):
+        for line in (out / "metrics.jsonl").read_text().splitlines():
+            assert json.loads(line)["sent_bytes"].get(kind, 0) == LAYERS * expected
+        assert f"{kind}: {expected:,} bytes per layer and step; the formula gives {expected:,}\n" in said
+
+
+@pytest.mark.parametrize("flags", ["--tp-style naive", "--tp-style megatron", "--sequence-parallel"])
+@pytest.mark.parametrize("ranks", [1, 2, 3, 6])
+def test_is_the_run_of_one_process(ranks: int, flags: str, one_process: OneProcess, tmp_path: Path) -> None:
+    expected_parameters, expected_gradients, expected_losses = one_process(2, *MODEL)
+    parameters, gradients, own_losses = train_on(
+        ranks, SCRIPT, tmp_path, "--world-size", str(ranks), "--batch-size", "2", *MODEL, *flags.split()
+    )
+    style = style_of(flags)
+    assert own_losses == pytest.approx(expected_losses, rel=1e-6)
+    for place in range(ranks):
+        assert_equal(parameters[place], slices(expected_parameters, style, place, ranks), ROUNDING)
+        assert_equal(gradients[place], slices(expected_gradients, style, place, ranks), ROUNDING)
+    assert_sent(tmp_path, *bytes_per_layer(style, ranks, 2, 25, 48, 4, "sequence" in flags))
+
+
+@pytest.mark.parametrize(("dp", "pp", "tp"), [(2, 2, 1), (2, 1, 2), (2, 2, 2), (1, 3, 2)])
+def test_three_dimensions_are_the_run_of_one_process(
+    dp: int, pp: int, tp: int, one_process: OneProcess, tmp_path: Path
+) -> None:
+    expected_parameters, expected_gradients, expected_losses = one_process(3 * dp, *MODEL)
+    ranks, flags = dp * pp * tp, f"--dp {dp} --pp {pp} --tp {tp} --batch-size 3 --micro-batches 3".split()
+    parameters, gradients, own_losses = train_on(ranks, "hybrid/intro_hybrid.py", tmp_path, *MODEL, *flags)
+    assert own_losses == pytest.approx(expected_losses, rel=1e-6)
+    for own, expected in ((parameters, expected_parameters), (gradients, expected_gradients)):
+        for place in range(tp):
+            mine = slices(expected, "megatron", place, tp)
+            for replica in range(dp):
+                stages = [own[(replica * pp + stage) * tp + place] for stage in range(pp)]
+                together = {name: tensor for stage in stages for name, tensor in stage.items()}
+                assert len(together) == sum(map(len, stages)), "no parameter belongs to two stages"
+                assert_equal(together, mine, ROUNDING)
+
+
+def test_micro_batches_change_nothing(one_process: OneProcess, tmp_path: Path) -> None:
+    expected_parameters, _, expected_losses = one_process(6)
+    parameters, _, own_losses = train_on(
+        2, SCRIPT, tmp_path, *"--world-size 2 --batch-size 6 --micro-batches 3 --sequence-parallel".split()
+    )
+    assert own_losses == pytest.approx(expected_losses, rel=1e-6)
+    for place in range(2):
+        assert_equal(parameters[place], slices(expected_parameters, "megatron", place, 2), ROUNDING)
+    forward, backward = bytes_per_layer("megatron", 2, 2, 24, 32, 4, sequence_parallel=True)
+    assert_sent(tmp_path, 3 * forward, 3 * backward)
+
+
+def test_the_ledger_tells_three_kinds_of_parallelism_apart(tmp_path: Path) -> None:
+    flags = "--dp 2 --pp 2 --tp 2 --batch-size 2 --micro-batches 2 --layers-per-stage 1,1".split()
+    train_on(8, "hybrid/intro_hybrid.py", tmp_path, *MODEL, *flags)
+    sent_bytes = json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[0])["sent_bytes"]
+    activations = 25 * 48 * 4  # of a micro-batch of one sequence, which two ranks halve and add up twice in a layer
+    assert sent_bytes["layer activations"] == sent_bytes["layer gradients"] == 2 * 2 * activations
+    assert sent_bytes["activations"] == 2 * activations, "to the next stage"
+    held = json.loads((tmp_path / "memory.json").read_text())[0]["gradients"]
+    assert sent_bytes["gradients"] == held, "averaged over two replicas"
+
+
+@pytest.mark.parametrize("flags", ["--tp-style naive", "--sequence-parallel"])
+def test_mixed_precision_stays_near_float32(flags: str, one_process: OneProcess, tmp_path: Path) -> None:
+    _, _, expected_losses = one_process(2, *MODEL)
+    shape = [*MODEL, *"--world-size 2 --batch-size 2 --dtype bfloat16".split()]
+    _, _, own_losses = train_on(2, SCRIPT, tmp_path, *shape, *flags.split())
+    assert own_losses == pytest.approx(expected_losses, rel=2e-3)
+    assert_sent(tmp_path, *bytes_per_layer(style_of(flags), 2, 2, 25, 48, 2, "sequence" in flags))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("style", ["--tp-style naive", "--tp-style megatron", "--sequence-parallel"])
+def test_ranks_that_share_a_gpu(style: str, tmp_path: Path) -> None:
+    flags = f"--steps 3 --optimizer sgd --data sample --device cuda --batch-size 2 {' '.join(MODEL)}".split()
+    for topology, own in (("primer", []), ("tp", ["--backend", "gloo", "--world-size", "3", *style.split()])):
+        ended = run("./launch.sh", topology, *flags, *own, "--out", tmp_path / topology, deadline=180)
+        assert ended.status == 0, ended.err
+    assert losses(tmp_path / "tp") == pytest.approx(losses(tmp_path / "primer"), rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("flags", "sentence"),
+    [
+        ("--world-size 4", "--num-heads 6 among 4 tensor-parallel ranks"),
+        ("--world-size 2 --tp-style naive --sequence-parallel", "--sequence-parallel with --tp-style naive"),
+        ("--dp 1 --pp 1 --tp 5", "--num-heads 6 among 5 tensor-parallel ranks"),
+        ("--tp 0", "--dp 2 --pp 3 --tp 0: every size must be at least 1"),
+    ],
+)
+def test_what_cannot_work_ends_with_a_sentence_before_anyone_waits(flags: str, sentence: str) -> None:
+    script = "hybrid/intro_hybrid.py" if "--tp " in flags else SCRIPT
+    with pytest.raises(InputError, match=f"^{sentence}"):
+        parse(load(script).DEFAULTS, "", ["1", *flags.split()])
