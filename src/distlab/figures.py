@@ -5,6 +5,7 @@ python -m distlab.figures timelines imgs/schedules.png "GPipe=runs/a" "DAPPLE=ru
 python -m distlab.figures memory imgs/memory.png "GPipe=runs/a" "DAPPLE=runs/b"
 python -m distlab.figures holdings imgs/holdings.png "one process=runs/a" "tp 2=runs/b"
 python -m distlab.figures layout imgs/hybrid.png --dp 2 --pp 3
+python -m distlab.figures splits imgs/splits.png
 python -m distlab.figures topologies imgs/topologies.png --world-size 8
 python -m distlab.figures collectives imgs/collectives.png runs/intro_collectives/a
 """
@@ -13,7 +14,7 @@ import json
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import torch
 import tyro
@@ -26,6 +27,9 @@ from distlab.simulation import Link, SimulatedWorld
 from distlab.timeline import COLORS, draw, measured_panel, pyplot, save
 from distlab.trace_report import Trace, read_chrome
 from simplellm.errors import InputError
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 Png = Annotated[Path, tyro.conf.Positional]
 NamedRuns = Annotated[tyro.conf.Positional[list[str]], tyro.conf.arg(metavar="NAME=RUN [NAME=RUN ...]")]
@@ -171,6 +175,55 @@ def read_losses(run: Path) -> list[float]:
         raise InputError(f"{path}: no metrics of a run; give NAME=RUN with a run's folder") from error
 
 
+def splits(png: Png, /, ranks: int = 3) -> None:
+    """The two ways to split a matrix product over ranks, and what each has to exchange; a color is a rank.
+
+    Args:
+        png: file to write.
+        ranks: how many share the product.
+
+    Raises:
+        InputError: there are more ranks than colors.
+    """
+    if not 2 <= ranks < len(PALETTE):
+        raise InputError(f"--ranks {ranks}: give 2 to {len(PALETTE) - 1}")
+    figure, grid = pyplot().subplots(2, 1, figsize=(8, 3.8), layout="constrained")
+    for axes, by_inputs in zip(grid, (False, True), strict=True):
+
+        def matrix(x: float, width: float, height: float, name: str, cut: str, axes: "Axes" = axes) -> None:
+            """A rectangle, whole or cut into a color for each rank: by "columns", by "rows", or into terms of a sum."""
+            for rank in range(ranks if cut else 1):
+                part_x, part_y, part_width, part_height = x, -height / 2, width, height
+                if cut == "columns":
+                    part_x, part_width = x + rank * width / ranks, width / ranks
+                elif cut == "rows":
+                    part_y, part_height = height / 2 - (rank + 1) * height / ranks, height / ranks
+                elif cut == "terms":
+                    part_x, part_y = x + rank * 0.28, part_y - rank * 0.14
+                color = PALETTE[1 + rank] if cut else PALETTE[0]
+                patch = pyplot().Rectangle(
+                    (part_x, part_y), part_width, part_height, facecolor=color, edgecolor="white"
+                )
+                axes.add_patch(patch)
+            axes.text(x + width / 2, height / 2 + 0.15, name, ha="center", va="bottom", size=10)
+
+        matrix(0, 2, 1.2, "input (tokens, in)", "columns" if by_inputs else "")
+        axes.text(2.35, 0, "\N{MULTIPLICATION SIGN}", ha="center", va="center", size=16)
+        matrix(2.7, 2, 2, "weight (in, out)", "rows" if by_inputs else "columns")
+        axes.text(5.05, 0, "=", ha="center", va="center", size=16)
+        matrix(5.4, 2, 1.2, "output (tokens, out)", "terms" if by_inputs else "columns")
+        title, exchange = (
+            ("by inputs", "the terms are added up\n(all-reduce)")
+            if by_inputs
+            else ("by outputs", "slices: gathered, or\nthe inputs of the next product")
+        )
+        axes.text(-0.3, 0, title, ha="right", va="center", size=12)
+        axes.text(8.3, 0, exchange, ha="left", va="center", size=10)
+        axes.set(xlim=(-1.9, 11.2), ylim=(-1.3, 1.6), aspect="equal")
+        axes.axis("off")
+    save(figure, png)
+
+
 def topologies(png: Png, /, world_size: int = 8) -> None:
     """Who sends to whom, and when: broadcasts and all-reduces in a simulated world.
 
@@ -268,7 +321,7 @@ def moving_average(values: list[float], width: int) -> list[float]:
     return [sum(window) / len(window) for window in windows]
 
 
-FIGURES = (losses, timelines, memory, holdings, layout, topologies, collectives)
+FIGURES = (losses, timelines, memory, holdings, layout, splits, topologies, collectives)
 
 if __name__ == "__main__":
     try:

@@ -36,6 +36,7 @@ TOPOLOGIES = {  # a script, and flags that come before the user's own
     "pp-gpipe": "PP/microbatches/intro_PP_microbatches.py --schedule gpipe",
     "pp-dapple": "PP/microbatches/intro_PP_microbatches.py --schedule dapple",
     "tp": "TP/intro_TP.py",
+    "sentiment": "TP/sentiment/tp_tensor_parallel.py",
     "hybrid": "hybrid/intro_hybrid.py",
     "collectives": "collectives/intro_collectives.py",
     "mlp": "primer/mlp.py",

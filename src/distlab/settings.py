@@ -229,7 +229,7 @@ def world_size(layout: Layout) -> int:
 
 def layout_flags(layout: Layout) -> str:
     """The flags that asked for a layout, as the user wrote them."""
-    if len(layout) == 1:
+    if len(layout) == 1 or "pp" not in layout:
         return f"--world-size {world_size(layout)}"
     return " ".join(f"--{name} {size}" for name, size in layout.items()) or "one process"
 

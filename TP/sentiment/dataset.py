@@ -1,0 +1,106 @@
+"""Film reviews and whether they praise: IMDb's from the hub, or the generator's; dealt out to replicas of a model."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from reviews import review
+from torch import Tensor
+
+from simplellm.errors import InputError
+from simplellm.tokenizers import SPTokenizer
+
+HUB_REPOSITORY = "stanfordnlp/imdb"  # Maas et al., "Learning word vectors for sentiment analysis", ACL 2011
+HUB_SPLITS = {"train": "train", "validation": "test"}
+
+
+@dataclass
+class Batch:
+    """Some reviews, filled up at their end to the length of the longest of the whole batch.
+
+    Attributes:
+        tokens: (rows, seq), ids; each review begins with the id for a beginning, from which the model classifies.
+        is_padding: (rows, seq), where a review has ended.
+        labels: (rows,), 1 for praise and 0 for blame.
+    """
+
+    tokens: Tensor
+    is_padding: Tensor
+    labels: Tensor
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def rows_of(self, replica: int, replicas: int) -> "Batch":
+        """One replica's share: the rows one after the other, as evenly as they divide."""
+        parts = (x.tensor_split(replicas)[replica] for x in (self.tokens, self.is_padding, self.labels))
+        return Batch(*parts)
+
+    def to(self, device: torch.device) -> "Batch":
+        return Batch(self.tokens.to(device), self.is_padding.to(device), self.labels.to(device))
+
+
+class Reviews:
+    """One split of the reviews as token ids, the same on every rank.
+
+    Args:
+        data: "sample" for the generator, "imdb" for the hub's, or a folder with a data set like the hub's.
+        split: "train" or "validation", of which IMDb calls the latter "test".
+        samples: how many reviews; fewer if there are not so many.
+        tokenizer: makes ids of texts.
+        seq_len: longer reviews lose their end.
+        seed: of the generator, and of the order.
+
+    Raises:
+        InputError: the data set cannot be read.
+    """
+
+    def __init__(
+        self, data: str, split: str, samples: int, tokenizer: SPTokenizer, seq_len: int = 128, seed: int = 0
+    ) -> None:
+        if data == "sample":
+            texts = [review(index, seed, split) for index in range(samples)]
+        else:
+            texts = read_hub(HUB_REPOSITORY if data == "imdb" else data, split, samples, seed)
+        self.ids = [torch.tensor([tokenizer.bos_id, *tokenizer.encode(text)][:seq_len]) for text, _ in texts]
+        self.labels = torch.tensor([label for _, label in texts])
+        self._pad_id, self._seed = max(tokenizer.pad_id, 0), seed
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def batch(self, rows: Tensor) -> Batch:
+        """The reviews of these numbers, (rows,)."""
+        ids = [self.ids[row] for row in rows.tolist()]
+        tokens = torch.nn.utils.rnn.pad_sequence(ids, batch_first=True, padding_value=self._pad_id)
+        lengths = torch.tensor([len(review_ids) for review_ids in ids])
+        return Batch(tokens, torch.arange(tokens.shape[1]) >= lengths[:, None], self.labels[rows])
+
+    def training_batches(self, batch_size: int, epoch: int) -> Iterator[Batch]:
+        """The full batches of an epoch, in an order that depends on the seed and the epoch alone."""
+        generator = torch.Generator().manual_seed((self._seed + epoch) % 2**63)
+        order = torch.randperm(len(self), generator=generator)
+        for rows in order[: len(self) // batch_size * batch_size].split(batch_size):
+            yield self.batch(rows)
+
+    def evaluation_batches(self, batch_size: int, replica: int, replicas: int) -> Iterator[Batch]:
+        """One replica's part of all reviews, each of which is in exactly one part; the last batch may be smaller."""
+        for rows in torch.arange(len(self)).tensor_split(replicas)[replica].split(batch_size):
+            if len(rows):
+                yield self.batch(rows)
+
+
+def read_hub(repository: str, split: str, samples: int, seed: int) -> list[tuple[str, int]]:
+    """Texts and labels of a data set on the hub, or of its copy in a folder, mixed: IMDb's come sorted by label."""
+    from datasets import load_dataset  # takes seconds, which nobody else should wait for
+
+    try:
+        rows = load_dataset(repository, split=HUB_SPLITS[split]).shuffle(seed=seed % 2**32)
+        rows = rows.select(range(min(samples, len(rows))))
+        return list(zip(rows["text"], rows["label"], strict=True))
+    except Exception as error:  # of many kinds, from several libraries
+        why = str(error).strip().partition("\n")[0][:150] or type(error).__name__
+        raise InputError(
+            f"--data: the reviews of {repository} cannot be read ({why}); give sample, or a folder with a copy "
+            "of it: the splits train and test, the columns text and label"
+        ) from error

@@ -1,0 +1,183 @@
+"""The classifier of model.py, split over the ranks of a tensor-parallel group.
+
+Every rank has the full input and the full output of each layer; between the two it computes with its own slice of the
+weights (Megatron-LM: Shoeybi et al., arXiv 1909.08053, figure 3). Slice r of n is the r-th of n equal slices of the
+matrix that one process makes from the same seed: so the group starts from the one process's weights, provided that its
+ranks are seeded alike.
+
+Building a layer leaves torch's generator where it was. Two layers built one after the other are therefore equal,
+unless they are parts of a larger one, like the blocks of a `Transformer`, or the generator is seeded in between.
+"""
+
+import contextlib
+from collections.abc import Iterator
+
+import model
+import pcomm
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from simplellm.errors import InputError
+
+ResNorm = model.ResNorm  # norms and residuals are computed by every rank, in full
+
+_building = False
+
+
+@contextlib.contextmanager
+def unmoved_generator() -> Iterator[None]:
+    """Draw weights as one process does, and put the generator back when the outermost layer is built."""
+    global _building
+    if _building:
+        yield
+        return
+    _building = True
+    try:
+        with torch.random.fork_rng(devices=[]):
+            yield
+    finally:
+        _building = False
+
+
+def check_division(count: int, what: str) -> None:
+    """Raise `InputError` unless the group's ranks can share `count` of something evenly."""
+    if count % pcomm.tp_degree:
+        raise InputError(
+            f"{what} {count} does not divide among {pcomm.tp_degree} ranks of tensor parallelism; "
+            f"give a multiple of {pcomm.tp_degree}"
+        )
+
+
+def keep_slice(layer: nn.Module, dim: int) -> None:
+    """Replace a layer's weight by this rank's slice along `dim`: 0 its outputs (columns of W in xW), 1 its inputs."""
+    whole = layer.get_parameter("weight").detach()
+    layer.weight = nn.Parameter(whole.chunk(pcomm.tp_degree, dim)[pcomm.tp_rank].clone())
+
+
+class ColWiseLinear(nn.Module):
+    """A linear layer split by its outputs: `linear.weight` is (out / degree, in).
+
+    Raises:
+        InputError: the outputs do not divide among the ranks.
+    """
+
+    def __init__(self, in_dim: int, out_dim: int) -> None:
+        super().__init__()
+        check_division(out_dim, "a layer's output width of")
+        with unmoved_generator():
+            self.linear = nn.Linear(in_dim, out_dim, bias=False)
+        keep_slice(self.linear, 0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(…, in) to (…, out)."""
+        y: Tensor = pcomm.AllGather.apply(self.linear(pcomm.Duplication.apply(x)))
+        return y
+
+
+class Embedding(nn.Module):
+    """An embedding split by its width: `mod.weight` is (vocab, hidden / degree).
+
+    Raises:
+        InputError: the width does not divide among the ranks.
+    """
+
+    def __init__(self, vocab_size: int, hidden_dim: int) -> None:
+        super().__init__()
+        check_division(hidden_dim, "an embedding's width of")
+        with unmoved_generator():
+            self.mod = nn.Embedding(vocab_size, hidden_dim)
+        keep_slice(self.mod, 1)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Token ids (…) to (…, hidden)."""
+        x: Tensor = pcomm.AllGather.apply(self.mod(tokens))
+        return x
+
+
+class HeadDropout(nn.Dropout):
+    """Dropout of this rank's heads (batch, heads / degree, …), with the mask that one process draws for all heads.
+
+    Each rank draws it in full: so the generators of a group stay equal, as the dropout behind the layer needs.
+    """
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.training or self.p == 0:
+            return x
+        batch, heads, *rest = x.shape
+        factors = functional.dropout(x.new_ones(batch, heads * pcomm.tp_degree, *rest), self.p)
+        return x * factors.chunk(pcomm.tp_degree, 1)[pcomm.tp_rank]
+
+
+class MultiHeadSelfAttention(model.MultiHeadSelfAttention):
+    """Attention split by heads: `q|k|v.weight` are (hidden / degree, hidden), `output.weight` is the reverse.
+
+    Raises:
+        InputError: the heads do not divide among the ranks.
+    """
+
+    def __init__(self, hidden_dim: int, num_heads: int, dropout_prob: float) -> None:
+        check_division(num_heads, "a number of attention heads of")
+        with unmoved_generator():
+            super().__init__(hidden_dim, num_heads, dropout_prob)
+        for linear in (self.q, self.k, self.v):
+            keep_slice(linear, 0)
+        keep_slice(self.output, 1)
+        self.dropout = HeadDropout(dropout_prob)
+
+    def forward(self, x: Tensor, attention_mask: Tensor) -> Tensor:
+        y: Tensor = pcomm.AllReduce.apply(super().forward(pcomm.Duplication.apply(x), attention_mask))
+        return y
+
+
+class ColRowLinearPair(model.LinearPair):
+    """Two linear layers, the first split by its outputs, the second by its inputs: one sum instead of two gathers.
+
+    `first_linear.weight` is (mid / degree, in), `second_linear.weight` (out, mid / degree). `modules` run between the
+    two, on this rank's slice of the middle: they must treat each element on its own.
+
+    Raises:
+        InputError: the middle does not divide among the ranks.
+    """
+
+    def __init__(self, in_dim: int, mid_dim: int, out_dim: int, modules: nn.Module | list[nn.Module]) -> None:
+        check_division(mid_dim, "the inner width of a pair of layers of")
+        with unmoved_generator():
+            super().__init__(in_dim, mid_dim, out_dim, modules)
+        keep_slice(self.first_linear, 0)
+        keep_slice(self.second_linear, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = pcomm.AllReduce.apply(super().forward(pcomm.Duplication.apply(x)))
+        return y
+
+
+class FeedForwardBlock(ColRowLinearPair):
+    """A linear layer, GELU, a linear layer."""
+
+    def __init__(self, in_dim: int, mid_dim: int, out_dim: int) -> None:
+        super().__init__(in_dim, mid_dim, out_dim, nn.GELU())
+
+
+class Block(model.Block):
+    """Attention and a feed-forward block, each of which ends with one sum over the ranks."""
+
+    attention_type = MultiHeadSelfAttention
+    pair_type = FeedForwardBlock
+    __init__ = unmoved_generator()(model.Block.__init__)
+
+
+class Classifier(model.Classifier):
+    """From the first position to a score for each class."""
+
+    pair_type = FeedForwardBlock
+    __init__ = unmoved_generator()(model.Classifier.__init__)
+
+
+class Transformer(model.Transformer):
+    """Embedding, blocks, classifier."""
+
+    embedding_type = Embedding
+    block_type = Block
+    classifier_type = Classifier
+    __init__ = unmoved_generator()(model.Transformer.__init__)

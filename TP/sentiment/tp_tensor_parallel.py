@@ -1,0 +1,158 @@
+"""A classifier of film reviews whose layers are split over ranks, and whose batch over groups of such ranks.
+
+    python TP/sentiment/tp_tensor_parallel.py <rank> --tp 2      in four terminals, with the ranks 0 to 3
+    ./launch.sh sentiment --world-size 4 --tp 2 --epochs 3       all ranks at once
+
+`--tp` neighbours share the layers (tp_model.py) and work on the same rows; the groups share the rows of the batch and
+average their gradients. `--bsz` counts the rows of all groups: so every `--tp` gives the same training run.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Literal
+
+import pcomm
+import torch
+import torch.nn.functional as F
+import tyro
+from dataset import Reviews
+from torch import nn
+from torch.distributed import ReduceOp
+from tp_model import Transformer
+
+from distlab.data_parallel import Bucket, GradientBuckets
+from distlab.logs import say
+from distlab.main import main
+from distlab.optimizers import build_optimizer
+from distlab.runtime import Run
+from distlab.settings import Layout, RunSettings, WorldSize, require_positive
+from distlab.traffic import Transfer, traffic
+from simplellm.errors import InputError
+from simplellm.tokenizers import SPTokenizer
+
+
+@dataclass
+class SentimentSettings(WorldSize, RunSettings):
+    """The classifier, its training, and its ranks."""
+
+    world_size: int = 2
+    """ranks"""
+    tp: int = 2
+    """ranks that share the layers of one replica of the model"""
+    epochs: int = 3
+    """passes over the training reviews"""
+    samples: int = 2048
+    """reviews to learn from; a quarter as many others are for validation"""
+    layers: int = 2
+    """transformer blocks"""
+    dim: int = 64
+    """width of the model"""
+    heads: int = 4
+    """attention heads"""
+    bsz: int = 32
+    """reviews per step, over all replicas"""
+    seq_len: int = 128
+    """tokens of a review that are read"""
+    dropout: float = 0.0
+    """share of activations left out in training"""
+    lr: float = 1e-3
+    """learning rate"""
+    optimizer: Literal["adam", "adamw", "sgd"] = "adam"
+    """update rule"""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """bfloat16 computes in mixed precision"""
+    data: Annotated[str, tyro.conf.arg(metavar="sample|imdb|DIR")] = "sample"
+    """reviews: the generator's (sample), the hub's (imdb), or a folder with a copy of the hub's"""
+
+    @property
+    def layout(self) -> Layout:
+        return {"dp": self.world_size // self.tp, "tp": self.tp}
+
+    def check(self) -> None:
+        require_positive(self, *"world_size tp epochs samples layers dim heads bsz seq_len lr".split())
+        if self.world_size % self.tp:
+            raise InputError(f"--world-size {self.world_size} with --tp {self.tp}: give a multiple of {self.tp} ranks")
+        super().check()
+        if self.heads % self.tp:
+            raise InputError(f"--heads {self.heads} with --tp {self.tp}: the heads must divide among {self.tp} ranks")
+        if self.dim % self.heads:
+            raise InputError(f"--dim {self.dim} with --heads {self.heads}: give a width that divides into the heads")
+        if not self.world_size // self.tp <= self.bsz <= self.samples:
+            raise InputError(
+                f"--bsz {self.bsz}: give at least a review for each of {self.world_size // self.tp} replicas, and at "
+                f"most the {self.samples} of --samples"
+            )
+        if self.data not in ("sample", "imdb") and not Path(self.data).is_dir():
+            raise InputError(f"--data {self.data}: give sample, imdb, or a folder with a copy of the hub's data set")
+        if not 0 <= self.dropout < 1:
+            raise InputError(f"--dropout {self.dropout}: give a share from 0 up to, but not including, 1")
+
+
+DEFAULTS = SentimentSettings()
+
+
+def train(run: Run[SentimentSettings]) -> None:
+    args = run.settings
+    pcomm.init(args.tp)
+    tokenizer = SPTokenizer()
+    reviews = Reviews(args.data, "train", args.samples, tokenizer, args.seq_len, args.seed)
+    held_out = Reviews(args.data, "validation", max(1, args.samples // 4), tokenizer, args.seq_len, args.seed)
+    torch.manual_seed(args.seed)  # the slices are those of one matrix
+    net = Transformer(tokenizer.vocab_size, args.dim, args.layers, args.heads, dropout_prob=args.dropout)
+    net.to(run.device)
+    torch.manual_seed(args.seed + pcomm.dp_rank)  # dropout: the same within a group, for it has the same activations
+    optimizer = build_optimizer(args.optimizer, net.parameters(), args.lr)
+    transfers: list[Transfer] = []
+
+    def add_up(bucket: Bucket) -> None:
+        """Start to add up gradients that are complete, over the ranks that hold the same slices."""
+        transfers.append(
+            traffic.all_reduce(bucket.flat, str(bucket), kind="gradients", op=ReduceOp.SUM, group=pcomm.dp_grp)
+        )
+
+    buckets = GradientBuckets(net.parameters(), on_full=add_up)
+    batches = (batch for epoch in range(args.epochs) for batch in reviews.training_batches(args.bsz, epoch))
+    steps_per_epoch = len(reviews) // args.bsz
+
+    for step, batch in run.count_steps(batches, args.epochs * steps_per_epoch, args.bsz, "reviews"):
+        own = batch.rows_of(pcomm.dp_rank, pcomm.dp_degree).to(run.device)
+        optimizer.zero_grad()
+        with mixed_precision(run):
+            logits = net(own.tokens, own.is_padding)
+        share = F.cross_entropy(logits.float(), own.labels, reduction="sum") / args.bsz  # of the batch's mean loss
+        share.backward()
+        buckets.flush()
+        for transfer in transfers:
+            transfer.wait()
+        transfers.clear()
+        optimizer.step()
+        loss = run.global_loss(step, [share * pcomm.dp_degree])  # which takes the mean over replicas
+        if run.rank == 0:
+            print(f"{step} {loss:.8f}", flush=True)
+        if (step + 1) % steps_per_epoch == 0:
+            validate(run, net, held_out, (step + 1) // steps_per_epoch)
+
+
+@torch.no_grad()
+def validate(run: Run[SentimentSettings], net: nn.Module, reviews: Reviews, epoch: int) -> None:
+    """Say which share of the validation reviews the model tells right: each counts once, whoever looks at it."""
+    right = torch.zeros((), dtype=torch.int64, device=run.device)
+    net.eval()
+    for batch in reviews.evaluation_batches(run.settings.bsz, pcomm.dp_rank, pcomm.dp_degree):
+        own = batch.to(run.device)
+        with mixed_precision(run):
+            right += (net(own.tokens, own.is_padding).argmax(dim=-1) == own.labels).sum()
+    net.train()
+    traffic.all_reduce(right, "the right answers", kind="check", op=ReduceOp.SUM, group=pcomm.dp_grp).wait()
+    if run.rank == 0:
+        accuracy = right.item() / len(reviews)
+        say(f"epoch {epoch}: validation accuracy {accuracy:.4f} ({right.item()} of {len(reviews)} reviews)")
+
+
+def mixed_precision(run: Run[SentimentSettings]) -> torch.autocast:
+    """Where `--dtype bfloat16` asks for it, matrix products in bfloat16; weights and sums of loss stay float32."""
+    return torch.autocast(run.device.type, torch.bfloat16, enabled=run.settings.dtype == "bfloat16")
+
+
+if __name__ == "__main__":
+    main(train, DEFAULTS, __doc__)
