@@ -229,9 +229,11 @@ def world_size(layout: Layout) -> int:
 
 def layout_flags(layout: Layout) -> str:
     """The flags that asked for a layout, as the user wrote them."""
+    if not layout:
+        return "one process"
     if len(layout) == 1 or "pp" not in layout:
         return f"--world-size {world_size(layout)}"
-    return " ".join(f"--{name} {size}" for name, size in layout.items()) or "one process"
+    return " ".join(f"--{name} {size}" for name, size in layout.items())
 
 
 def require_positive(settings: Any, *names: str) -> None:

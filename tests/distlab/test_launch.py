@@ -210,7 +210,7 @@ def test_ending_the_launcher_leaves_no_process_behind(sent: signal.Signals, to_a
         ),
         ("pp-1f1b --world-size 9", "9 stages for --n-layers 6"),
         ("pp-gpipe --batch-size 4", "--batch-size 4 with --micro-batches 3"),
-        ("hybrid --dp 0", "--dp 0 --pp 3: every size must be at least 1"),
+        ("hybrid --dp 0", "--dp 0 --pp 3 --tp 1: every size must be at least 1"),
         ("mlp-ddp --d-in 0", "--d-in 0: must be greater than 0"),
         ("dp-ga 1", "rank 1: launch.sh starts all ranks"),
         ("dp-gaa", "dp-gaa: no such topology or script"),
