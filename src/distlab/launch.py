@@ -61,7 +61,7 @@ def launch(args: list[str]) -> int:
         print("./launch.sh <topology> [flags]   starts all ranks; --help after a topology's name lists its flags\n")
         for name in TOPOLOGIES:
             script, flags = find_script(name)
-            print(f"  {name:<10} {' '.join([first_line(script), *flags])}")
+            print(f"  {name:<12} {' '.join([first_line(script), *flags])}")
         return 0
     script, flags = find_script(args[0])
     prog, args = f"./launch.sh {args[0]}", [*flags, *args[1:]]

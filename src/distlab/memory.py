@@ -6,18 +6,22 @@ from pathlib import Path
 
 import torch
 
-from distlab.activations import KeptActivations
 from simplellm.errors import InputError
 
 KINDS = ("parameters", "gradients", "optimizer state", "activations")
 
 
-def count_bytes(optimizer: torch.optim.Optimizer, kept: KeptActivations) -> list[int]:
-    """Bytes of each of `KINDS` on this rank; of the activations, the most that a step kept for its backward pass."""
+def count_bytes(optimizer: torch.optim.Optimizer, kept_bytes: int) -> list[int]:
+    """Bytes of each of `KINDS` on this rank.
+
+    Args:
+        optimizer: of all the parameters that this rank holds.
+        kept_bytes: of activations, the most that a step keeps for its backward pass.
+    """
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     state = [value for values in optimizer.state.values() for value in values.values() if torch.is_tensor(value)]
-    return [*(sum(tensor.nbytes for tensor in kind) for kind in (parameters, gradients, state)), kept.peak_bytes]
+    return [*(sum(tensor.nbytes for tensor in kind) for kind in (parameters, gradients, state)), kept_bytes]
 
 
 def as_table(by_rank: Sequence[Sequence[int]]) -> list[str]:

@@ -267,7 +267,9 @@ class TrainingRun(Run[TrainSettingsT]):
     def close(self) -> None:
         if self._optimizer is not None:
             by_rank = torch.zeros(self.world_size, len(memory.KINDS), dtype=torch.int64, device=self.device)
-            by_rank[self.rank] = torch.tensor(memory.count_bytes(self._optimizer, self._kept))
+            # A pipeline that is traced counts its activations itself.
+            kept_bytes = max([self._kept.peak_bytes, *(kept for _, kept in recorder.kept_bytes)])
+            by_rank[self.rank] = torch.tensor(memory.count_bytes(self._optimizer, kept_bytes))
             traffic.all_reduce(by_rank, "what each rank holds", kind="control", op=dist.ReduceOp.SUM).wait()
             self._memory = by_rank.tolist()
         super().close()

@@ -124,6 +124,10 @@ class Trace:
                 start, end = min(event.start for event in passes), max(event.end for event in passes)
                 own = self.ranks[rank].within(step[rank], COMPUTE)
                 computed += sum(event.end - event.start for event in own)
+                # Ranks that share a stage also wait for each other within its passes.
+                computed -= sum(
+                    event.end - event.start for event in waits if any(p.start <= event.start < p.end for p in own)
+                )
                 waiting = sum(max(0.0, min(event.end, end) - max(event.start, start)) for event in waits)
             waited += waiting
             total += end - start

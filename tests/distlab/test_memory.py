@@ -22,7 +22,7 @@ def test_every_kind_is_counted() -> None:
         loss = (x @ weight).exp().sum()
     loss.backward()
     optimizer.step()
-    parameters, gradients, state, activations = memory.count_bytes(optimizer, kept)
+    parameters, gradients, state, activations = memory.count_bytes(optimizer, kept.peak_bytes)
     assert (parameters, gradients) == (400 + 12, 400)
     assert state == 2 * 400 + 4  # two moments, and the number of steps
     assert activations == 2 * 280  # the input, and the result of exp()
@@ -35,6 +35,16 @@ def test_ranks_that_hold_the_same_share_a_line() -> None:
         "ranks 0, 2 1.00 0.00 0.00 0.00".split(),
         "rank 1 2.00 0.00 0.00 0.00".split(),
     ]
+
+
+def test_a_traced_pipeline_counts_the_same(tmp_path: Path) -> None:
+    script, held = "PP/microbatches/intro_PP_microbatches.py", []
+    for flags in ([], ["--trace"]):
+        out = tmp_path / f"run{len(flags)}"
+        train_on(2, script, out, "--world-size", "2", "--batch-size", "3", *flags)
+        held.append([rank["activations"] for rank in json.loads((out / "memory.json").read_text())])
+    assert held[0] == pytest.approx(held[1], rel=0.05)
+    assert min(held[0]) > 0
 
 
 def test_a_run_says_what_its_ranks_hold(tmp_path: Path) -> None:
