@@ -193,8 +193,14 @@ def shard(
             for the whole model.
 
     Raises:
-        InputError: the attention heads do not divide among the ranks.
+        InputError: the attention heads do not divide among the ranks, the head and the embedding are one tensor, or
+            sequence parallelism is asked for where there is none.
     """
+    if sequence_parallel and (style == "naive" or net.model.embed_tokens is None or net.lm_head is None):
+        raise InputError("sequence parallelism is for a whole model whose layers are split in pairs")
+    if net.lm_head is not None and net.model.embed_tokens is not None:
+        if net.lm_head.weight is net.model.embed_tokens.weight:
+            raise InputError("the head and the embedding are one tensor, which would become two: untie them first")
     if style == "naive":
         _split_naively(net, group)
     else:
@@ -248,14 +254,16 @@ def _split_sequence(net: LLamaPart, group: "dist.ProcessGroup | None") -> tuple[
 
     net.register_forward_pre_hook(remember_length)
     for name, module in net.named_modules():
-        if isinstance(module, RMSNorm):  # each rank sees the gradient of its own positions only
+        if (
+            isinstance(module, RMSNorm) and module.weight.requires_grad
+        ):  # each rank sees the gradient of its own positions only
             module.weight.register_hook(partial(Team(name, NORMS, group).all_reduce, what=BACKWARD))
     return lambda x, team: gather_to(x, team, seq), reduce_scatter
 
 
 def check_division(num_heads: int, num_kv_heads: int, ranks: int) -> None:
     """Raise `InputError` unless each rank can hold as many heads, of queries and of keys and values, as the others."""
-    for flag, heads in (("--num-heads", num_heads), ("--num-kv-heads", num_kv_heads)):
+    for flag, heads in (("--num-heads", num_heads), ("num_kv_heads", num_kv_heads)):
         if heads % ranks:
             raise InputError(
                 f"{flag} {heads} among {ranks} tensor-parallel ranks: each must hold as many heads as the others; "
@@ -265,7 +273,8 @@ def check_division(num_heads: int, num_kv_heads: int, ranks: int) -> None:
 
 def _keep_slice(linear: Linear, team: Team, dim: int) -> None:
     """Cut the weight (outputs, inputs) down to this rank's slice along `dim`, a copy: the whole can be forgotten."""
-    linear.weight = nn.Parameter(team.own_slice(linear.weight.detach(), dim).clone())
+    whole = linear.weight
+    linear.weight = nn.Parameter(team.own_slice(whole.detach(), dim).clone(), requires_grad=whole.requires_grad)
     linear.out_features, linear.in_features = linear.weight.shape
 
 
@@ -292,6 +301,7 @@ class VocabularyParallelEmbedding(nn.Embedding):
             padding_idx = padding_idx - self.first if self.first <= padding_idx < last else None
         rows = whole.weight.detach()[self.first : last].clone()
         super().__init__(len(rows), whole.embedding_dim, padding_idx, _weight=rows)
+        self.weight.requires_grad_(whole.weight.requires_grad)
 
     def forward(self, ids: Tensor) -> Tensor:
         """Token ids (batch, seq) -> this rank's part of their embeddings (batch, seq, dmodel)."""

@@ -103,7 +103,7 @@ def test_the_ledger_tells_three_kinds_of_parallelism_apart(tmp_path: Path) -> No
     assert sent_bytes["gradients"] == held, "averaged over two replicas"
 
 
-@pytest.mark.parametrize("flags", ["--tp-style naive", "--sequence-parallel"])
+@pytest.mark.parametrize("flags", ["--tp-style naive", "--tp-style megatron", "--sequence-parallel"])
 def test_mixed_precision_stays_near_float32(flags: str, one_process: OneProcess, tmp_path: Path) -> None:
     _, _, expected_losses = one_process(2, *MODEL)
     shape = [*MODEL, *"--world-size 2 --batch-size 2 --dtype bfloat16".split()]

@@ -28,7 +28,7 @@ from distlab.tensor_parallel import (
 )
 from distlab.traffic import traffic
 from simplellm.errors import InputError
-from simplellm.llama import CausalLLama, LLama, rotary_tables
+from simplellm.llama import CausalLLama, LLama, LLamaFirstStage, rotary_tables
 from simplellm.losses import causalLLMLoss
 
 STYLES = {"naive": False, "megatron": False, "sequence": True}
@@ -276,7 +276,7 @@ def refuse(rank: int, sizes: dict[str, int], port: int) -> str:
 
 @pytest.mark.parametrize(
     ("sizes", "flag"),
-    [({"num_heads": 4}, "--num-heads 4"), ({"num_heads": 6, "num_kv_heads": 2}, "--num-kv-heads 2")],
+    [({"num_heads": 4}, "--num-heads 4"), ({"num_heads": 6, "num_kv_heads": 2}, "num_kv_heads 2")],
 )
 def test_heads_that_do_not_divide_are_refused_before_anyone_waits(sizes: dict[str, int], flag: str) -> None:
     sentences = run_ranks(3, refuse, sizes, free_port())
@@ -302,3 +302,23 @@ def test_ranks_that_share_a_stage_are_neighbours() -> None:
     assert [place.rank_of(1) for place in places] == [2, 3, 2, 3, 6, 7, 6, 7]
     assert places[0].describe(7) == "rank 7 (stage 1 of replica 1)"
     assert Grid.of(0, {"tp": 3}).describe(2) == "rank 2"
+
+
+def test_frozen_weights_stay_frozen_and_what_cannot_be_split_is_refused() -> None:
+    net = LLama(CausalLLama, 10, dmodel=16, num_heads=2, n_layers=1, ctx_size=8)
+    frozen = {"model.embed_tokens.weight", "model.layers.0.mlp.up_proj.weight", "model.norm.weight"}
+    for name, parameter in net.named_parameters():
+        parameter.requires_grad_(name not in frozen)
+    shard(net, sequence_parallel=True)
+    assert {name for name, parameter in net.named_parameters() if not parameter.requires_grad} == frozen
+
+    stage = LLama(LLamaFirstStage, 10, dmodel=16, num_heads=2, n_layers=1, ctx_size=8)
+    tied = LLama(CausalLLama, 10, dmodel=16, num_heads=2, n_layers=1, ctx_size=8)
+    assert tied.lm_head is not None
+    assert tied.model.embed_tokens is not None
+    for arguments in ({"style": "naive", "sequence_parallel": True}, {"sequence_parallel": True}):
+        with pytest.raises(InputError, match="sequence parallelism is for a whole model"):
+            shard(stage, **arguments)
+    tied.lm_head.weight = tied.model.embed_tokens.weight
+    with pytest.raises(InputError, match="untie them first"):
+        shard(tied)
