@@ -198,9 +198,9 @@ def shard(
     """
     if sequence_parallel and (style == "naive" or net.model.embed_tokens is None or net.lm_head is None):
         raise InputError("sequence parallelism is for a whole model whose layers are split in pairs")
-    if net.lm_head is not None and net.model.embed_tokens is not None:
-        if net.lm_head.weight is net.model.embed_tokens.weight:
-            raise InputError("the head and the embedding are one tensor, which would become two: untie them first")
+    head, embedding = net.lm_head, net.model.embed_tokens
+    if head is not None and embedding is not None and head.weight is embedding.weight:
+        raise InputError("the head and the embedding are one tensor, which would become two: untie them first")
     if style == "naive":
         _split_naively(net, group)
     else:
