@@ -13,15 +13,17 @@ the update.
 """
 
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
 from distlab.logs import say
 from distlab.main import main
-from distlab.runtime import TrainingRun
 from distlab.settings import Layout, TrainSettings, WorldSize
-from distlab.tensor_parallel import Style, bytes_per_layer, check_division, shard, vocabulary_parallel_loss
+from distlab.tensor_parallel import Style, bytes_per_layer, check_division, shard
 from distlab.traffic import traffic
+from distlab.training import TrainingRun
+from distlab.vocabulary_parallel import vocabulary_parallel_loss
 from simplellm.dataloaders import TinyStories
 from simplellm.errors import InputError
 from simplellm.llama import CausalLLama, LLama
@@ -45,7 +47,7 @@ class TensorParallelSettings(WorldSize, TrainSettings):
     def check(self) -> None:
         super().check()
         if self.tp_style == "megatron":
-            check_division(self.num_heads, self.num_heads, self.world_size)
+            check_division(self.num_heads, self.num_kv_heads, self.world_size)
         elif self.sequence_parallel:
             raise InputError("--sequence-parallel with --tp-style naive: only --tp-style megatron has layers in pairs")
 
@@ -58,15 +60,17 @@ def train(run: TrainingRun[TensorParallelSettings]) -> None:
     tokenizer = SPTokenizer(args.tokenizer)
     net = LLama(CausalLLama, tokenizer.vocab_size, padding_idx=tokenizer.pad_id, **run.model_options())
     shard(net, args.tp_style, sequence_parallel=args.sequence_parallel)
-    loss_of = causalLLMLoss if args.tp_style == "naive" else vocabulary_parallel_loss
+    loss_of = partial(
+        causalLLMLoss if args.tp_style == "naive" else vocabulary_parallel_loss, vocab_size=tokenizer.vocab_size
+    )
     stories = TinyStories(tokenizer, **run.data_options())  # all ranks read the same
-    optimizer = run.optimizer(net.parameters())
+    optimizer = run.optimizer(net, loss_of)
 
     for step, batch in run.steps(stories):
         optimizer.zero_grad()
         losses = []
         for x in batch.chunk(args.micro_batches):
-            loss = loss_of(net(x), x, tokenizer.vocab_size) / args.micro_batches
+            loss = loss_of(net(x), x) / args.micro_batches
             loss.backward()
             losses.append(loss)
         run.log(step, losses)
@@ -77,12 +81,12 @@ def train(run: TrainingRun[TensorParallelSettings]) -> None:
 def compare_with_formula(run: TrainingRun[TensorParallelSettings]) -> None:
     """Say what this rank has sent for each layer in a step, and what the formula gives."""
     args = run.settings
-    batch, element_bytes = args.batch_size // args.micro_batches, getattr(torch, args.dtype).itemsize
-    formula = bytes_per_layer(
-        args.tp_style, run.world_size, batch, args.seq_len, args.dmodel, element_bytes, args.sequence_parallel
-    )
+    shape = args.batch_size // args.micro_batches, args.seq_len, args.dmodel
+    element_bytes = getattr(torch, args.dtype).itemsize
+    kv_width = (args.num_kv_heads or args.num_heads) * (args.dmodel // args.num_heads)
+    formula = bytes_per_layer(args.tp_style, run.world_size, *shape, element_bytes, args.sequence_parallel, kv_width)
     for kind, expected in zip(("layer activations", "layer gradients"), formula, strict=True):
-        sent = traffic.ledger.sent_bytes[kind] / (args.steps * args.n_layers)
+        sent = traffic.ledger.sent_bytes[kind] / ((args.steps - run.first_step) * args.n_layers)
         if run.rank == 0:
             say(f"{kind}: {sent:,.0f} bytes per layer and step; the formula gives {args.micro_batches * expected:,}")
 

@@ -16,18 +16,19 @@ import torch.nn.functional as F
 import tyro
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, loss_parallel, parallelize_module
 from torch.distributed.tensor.parallel.style import ParallelStyle
 
 from distlab.devices import keep_to_loopback
 from distlab.main import leave
-from distlab.tensor_parallel import shard, vocabulary_parallel_loss
+from distlab.tensor_parallel import shard
+from distlab.vocabulary_parallel import vocabulary_parallel_loss
 from simplellm.llama import CausalLLama, LLama
 from simplellm.losses import causalLLMLoss
 
 VOCAB_SIZE = 4096
-Step = Callable[[Tensor], None]
+Step = Callable[[Tensor], Tensor]  # token ids (batch, seq) to their loss, after the backward pass
 
 
 @dataclass
@@ -50,10 +51,19 @@ def build() -> CausalLLama:
     return LLama(CausalLLama, VOCAB_SIZE)
 
 
+def backward(loss_of: Step) -> Step:
+    def step(x: Tensor) -> Tensor:
+        loss = loss_of(x)
+        loss.backward()
+        return loss.detach()
+
+    return step
+
+
 def ours(_: int) -> Step:
     net = build()
     shard(net, "megatron")
-    return lambda x: vocabulary_parallel_loss(net(x), x, VOCAB_SIZE).backward()
+    return backward(lambda x: vocabulary_parallel_loss(net(x), x, VOCAB_SIZE))
 
 
 def by_torch(ranks: int, logits: ColwiseParallel) -> nn.Module:
@@ -72,18 +82,15 @@ def by_torch(ranks: int, logits: ColwiseParallel) -> nn.Module:
 
 def torch_whole_logits(ranks: int) -> Step:
     net = by_torch(ranks, ColwiseParallel(output_layouts=Replicate()))
-    return lambda x: causalLLMLoss(net(x), x, VOCAB_SIZE).backward()
+    return backward(lambda x: causalLLMLoss(net(x), x, VOCAB_SIZE))
 
 
 def torch_loss_parallel(ranks: int) -> Step:
     """The loss, too, from slices of the logits, by torch's own context."""
     net = by_torch(ranks, ColwiseParallel(output_layouts=Shard(-1), use_local_output=False))
 
-    def step(x: Tensor) -> None:
-        with loss_parallel():
-            F.cross_entropy(net(x)[:, :-1].flatten(0, 1), x[:, 1:].flatten()).backward()
-
-    return step
+    step = backward(lambda x: F.cross_entropy(net(x)[:, :-1].flatten(0, 1), x[:, 1:].flatten()))
+    return loss_parallel()(step)
 
 
 VARIANTS = {
@@ -100,11 +107,11 @@ def measure(rank: int, settings: Settings) -> None:
     store = dist.TCPStore("localhost", settings.port, is_master=rank == 0)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=settings.ranks)
     steps = {name: build_step(settings.ranks) for name, build_step in VARIANTS.items()}
+    compare(steps, settings)
     seconds: dict[str, list[float]] = {name: [] for name in steps}
     names, warm_up = list(steps), 2
     for turn in range(warm_up + settings.rounds):
-        generator = torch.Generator().manual_seed(turn)
-        x = torch.randint(VOCAB_SIZE, (settings.batch_size, settings.seq_len), generator=generator)
+        x = tokens(settings, turn)
         for name in names[turn % len(names) :] + names[: turn % len(names)]:
             dist.barrier()
             started = time.perf_counter()
@@ -117,15 +124,30 @@ def measure(rank: int, settings: Settings) -> None:
     leave(0)
 
 
+def tokens(settings: Settings, turn: int) -> Tensor:
+    """Token ids (batch, seq), the same on all ranks."""
+    generator = torch.Generator().manual_seed(turn)
+    return torch.randint(VOCAB_SIZE, (settings.batch_size, settings.seq_len), generator=generator)
+
+
+def compare(steps: dict[str, Step], settings: Settings) -> None:
+    """Make sure that the variants compute the same: a speed tells something only then."""
+    losses = {name: step(tokens(settings, 0)) for name, step in steps.items()}
+    for name, loss in losses.items():
+        whole = loss.full_tensor() if isinstance(loss, DTensor) else loss
+        if not torch.isclose(whole, losses["ours"], rtol=1e-6, atol=0):
+            raise AssertionError(f"{name}: a loss of {whole.item():.8f}, where ours is {losses['ours'].item():.8f}")
+
+
 def report(settings: Settings, seconds: dict[str, list[float]]) -> None:
-    tokens = settings.batch_size * settings.seq_len
+    count = settings.batch_size * settings.seq_len
     better = seconds[min(list(VARIANTS)[:-1], key=lambda name: statistics.median(seconds[name]))]
     for name, own in seconds.items():
         ratios = [theirs / mine for theirs, mine in zip(better, own, strict=True)]
         low, middle, high = statistics.quantiles(ratios, n=4)
         median = statistics.median(own)
         print(
-            f"| {settings.ranks} | {name} | {median * 1e3:.0f} | {tokens / median:,.0f} "
+            f"| {settings.ranks} | {name} | {median * 1e3:.0f} | {count / median:,.0f} "
             f"| {middle:.3f} | {low:.3f} to {high:.3f} |"
         )
 

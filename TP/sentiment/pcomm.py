@@ -6,7 +6,8 @@
     AllGather      slices side by side   own slice
 
 A layer between the first two computes a share of its result on each rank: all ranks have the same input, and what each
-contributes to the output, and to the gradient of the input, has to be added up.
+contributes to the output, and to the gradient of the input, has to be added up. Sums and slices are tensors of their
+own: autograd or the layer before may still need the input.
 """
 
 from typing import Any
@@ -14,8 +15,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
-from distlab.traffic import rank, traffic, world_size
+from distlab.grid import Grid
+from distlab.team import BACKWARD, FORWARD, Team
+from distlab.traffic import rank, world_size
 from simplellm.errors import InputError
 
 tp_grp: dist.ProcessGroup | None = None  # the ranks that share each layer; neighbours, for they talk most
@@ -28,10 +32,11 @@ def init(tp: int) -> None:
     """Divide the ranks into groups of `tp` neighbours; every rank calls it, after `init_process_group`.
 
     Of 4 ranks with `tp` = 2, ranks 0 and 1 share the layers, and so do 2 and 3; ranks 0 and 2 average their gradients,
-    and so do 1 and 3.
+    and so do 1 and 3. Without it each rank is a group of its own.
 
     Raises:
         InputError: the ranks do not divide into such groups.
+        TrafficError: a rank does not come.
     """
     global tp_grp, tp_rank, tp_degree, dp_grp, dp_rank, dp_degree
     ranks = world_size()
@@ -39,9 +44,8 @@ def init(tp: int) -> None:
         raise InputError(f"--tp {tp}: the {ranks} ranks do not divide into groups of {tp}; give a divisor of {ranks}")
     tp_degree, dp_degree = tp, ranks // tp
     dp_rank, tp_rank = divmod(rank(), tp)
-    # Every rank takes part in making every group, also of those that it is not in.
-    tp_grp, _ = dist.new_subgroups_by_enumeration([list(range(i, i + tp)) for i in range(0, ranks, tp)])
-    dp_grp, _ = dist.new_subgroups_by_enumeration([list(range(i, ranks, tp)) for i in range(tp)])
+    mesh = Grid(rank(), dp_degree, 1, tp).mesh()
+    dp_grp, tp_grp = mesh.get_group("dp"), mesh.get_group("tp")
 
 
 class Duplication(torch.autograd.Function):
@@ -52,8 +56,9 @@ class Duplication(torch.autograd.Function):
         return x.view_as(x)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> Tensor:
-        return _sum(grad, "the gradients of an input", "tp gradients")
+        return _sum(grad, BACKWARD)
 
 
 class AllReduce(torch.autograd.Function):
@@ -61,9 +66,10 @@ class AllReduce(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
-        return _sum(x, "the parts of an output", "tp activations")
+        return _sum(x, FORWARD)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> Tensor:
         return grad.view_as(grad)
 
@@ -73,19 +79,19 @@ class AllGather(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
-        own = x.contiguous()
-        parts = own.new_empty(tp_degree, *own.shape)
-        traffic.all_gather(parts, own, "the slices of an output", kind="tp activations", group=tp_grp).wait()
-        return torch.cat(parts.unbind(), dim=-1)
+        if tp_degree == 1:
+            return x.clone()
+        return _team().all_gather(x, FORWARD, dim=-1, length=x.shape[-1] * tp_degree)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> Tensor:
         return grad.chunk(tp_degree, dim=-1)[tp_rank].contiguous()
 
 
-def _sum(x: Tensor, what: str, kind: str) -> Tensor:
-    """The sum of the ranks' `x`, as a tensor of its own: autograd or the layer before may still need `x`."""
-    total = x.clone(memory_format=torch.contiguous_format)
-    if tp_degree > 1:  # without init() each rank is a group of its own
-        traffic.all_reduce(total, what, kind=kind, op=dist.ReduceOp.SUM, group=tp_grp).wait()
-    return total
+def _team() -> Team:
+    return Team("a layer", "tp", tp_grp)
+
+
+def _sum(x: Tensor, what: str) -> Tensor:
+    return x.clone() if tp_degree == 1 else _team().all_reduce(x, what)

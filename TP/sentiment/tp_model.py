@@ -10,6 +10,7 @@ unless they are parts of a larger one, like the blocks of a `Transformer`, or th
 """
 
 import contextlib
+import copy
 from collections.abc import Iterator
 
 import model
@@ -17,6 +18,7 @@ import pcomm
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.nn.modules.dropout import _DropoutNd
 
 from simplellm.errors import InputError
 
@@ -95,18 +97,42 @@ class Embedding(nn.Module):
         return x
 
 
-class HeadDropout(nn.Dropout):
-    """Dropout of this rank's heads (batch, heads / degree, …), with the mask that one process draws for all heads.
+class SliceDropout(nn.Dropout):
+    """Dropout of this rank's slice along `dim`, with the mask that one process draws for the whole.
 
     Each rank draws it in full: so the generators of a group stay equal, as the dropout behind the layer needs.
     """
 
+    def __init__(self, p: float, dim: int) -> None:
+        super().__init__(p)
+        self.dim = dim
+
     def forward(self, x: Tensor) -> Tensor:
         if not self.training or self.p == 0:
             return x
-        batch, heads, *rest = x.shape
-        factors = functional.dropout(x.new_ones(batch, heads * pcomm.tp_degree, *rest), self.p)
-        return x * factors.chunk(pcomm.tp_degree, 1)[pcomm.tp_rank]
+        shape = list(x.shape)
+        shape[self.dim] *= pcomm.tp_degree
+        return x * functional.dropout(x.new_ones(shape), self.p).chunk(pcomm.tp_degree, self.dim)[pcomm.tp_rank]
+
+
+def for_slices(module: nn.Module) -> nn.Module:
+    """`module`, or where it has dropout a copy, that does to slices along the last dimension what it does to the whole.
+
+    Raises:
+        InputError: it has weights, or draws at random in another way.
+    """
+    if next(module.parameters(), None) is not None:
+        raise InputError(f"{module} between a pair of layers has weights: each rank would train its own; give it none")
+    if isinstance(module, nn.Dropout):
+        return SliceDropout(module.p, dim=-1)
+    if isinstance(module, (_DropoutNd, nn.RReLU)):
+        raise InputError(f"{module} between a pair of layers would draw otherwise than in one process; give nn.Dropout")
+    changed = {name: for_slices(child) for name, child in module.named_children()}
+    if any(child is not module.get_submodule(name) for name, child in changed.items()):
+        module = copy.deepcopy(module)
+        for name, child in changed.items():
+            setattr(module, name, child)
+    return module
 
 
 class MultiHeadSelfAttention(model.MultiHeadSelfAttention):
@@ -120,13 +146,20 @@ class MultiHeadSelfAttention(model.MultiHeadSelfAttention):
         check_division(num_heads, "a number of attention heads of")
         with unmoved_generator():
             super().__init__(hidden_dim, num_heads, dropout_prob)
+        self.num_heads = num_heads
         for linear in (self.q, self.k, self.v):
             keep_slice(linear, 0)
         keep_slice(self.output, 1)
-        self.dropout = HeadDropout(dropout_prob)
+        self.dropout = SliceDropout(dropout_prob, dim=1)
 
     def forward(self, x: Tensor, attention_mask: Tensor) -> Tensor:
-        y: Tensor = pcomm.AllReduce.apply(super().forward(pcomm.Duplication.apply(x), attention_mask))
+        """`x` (batch, seq, hidden) to the same shape; of a mask with heads, each rank takes the part of its own."""
+        mask: Tensor = pcomm.Duplication.apply(attention_mask)  # which may be trained
+        if mask.dim() > 2 and mask.shape[-3] != 1:
+            if mask.shape[-3] != self.num_heads:
+                raise ValueError(f"a mask for {mask.shape[-3]} heads, and {self.num_heads} attention heads")
+            mask = mask.chunk(pcomm.tp_degree, -3)[pcomm.tp_rank]
+        y: Tensor = pcomm.AllReduce.apply(super().forward(pcomm.Duplication.apply(x), mask))
         return y
 
 
@@ -134,16 +167,18 @@ class ColRowLinearPair(model.LinearPair):
     """Two linear layers, the first split by its outputs, the second by its inputs: one sum instead of two gathers.
 
     `first_linear.weight` is (mid / degree, in), `second_linear.weight` (out, mid / degree). `modules` run between the
-    two, on this rank's slice of the middle: they must treat each element on its own.
+    two, on this rank's slice of the middle: they must treat each element on its own, and have no weights.
 
     Raises:
-        InputError: the middle does not divide among the ranks.
+        InputError: the middle does not divide among the ranks, or the modules cannot run on slices.
     """
 
     def __init__(self, in_dim: int, mid_dim: int, out_dim: int, modules: nn.Module | list[nn.Module]) -> None:
         check_division(mid_dim, "the inner width of a pair of layers of")
         with unmoved_generator():
             super().__init__(in_dim, mid_dim, out_dim, modules)
+        for number, module in enumerate(self.between):
+            self.between[number] = for_slices(module)
         keep_slice(self.first_linear, 0)
         keep_slice(self.second_linear, 1)
 

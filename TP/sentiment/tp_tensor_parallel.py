@@ -82,7 +82,9 @@ class SentimentSettings(WorldSize, RunSettings):
                 f"--bsz {self.bsz}: give at least a review for each of {self.world_size // self.tp} replicas, and at "
                 f"most the {self.samples} of --samples"
             )
-        if self.data not in ("sample", "imdb") and not Path(self.data).is_dir():
+        if self.layers > MOST_LAYERS:
+            raise InputError(f"--layers {self.layers}: give at most {MOST_LAYERS:,}")
+        if self.data not in ("sample", "imdb") and not os.path.isdir(self.data):
             raise InputError(f"--data {self.data}: give sample, imdb, or a folder with a copy of the hub's data set")
         if not 0 <= self.dropout < 1:
             raise InputError(f"--dropout {self.dropout}: give a share from 0 up to, but not including, 1")
@@ -113,8 +115,13 @@ def train(run: Run[SentimentSettings]) -> None:
     buckets = GradientBuckets(net.parameters(), on_full=add_up)
     batches = (batch for epoch in range(args.epochs) for batch in reviews.training_batches(args.bsz, epoch))
     steps_per_epoch = len(reviews) // args.bsz
+    steps = args.epochs * steps_per_epoch
 
-    for step, batch in run.count_steps(batches, args.epochs * steps_per_epoch, args.bsz, "reviews"):
+    def end_of_epoch(step: int) -> None:
+        if (step + 1) % steps_per_epoch == 0:
+            validate(run, net, held_out, (step + 1) // steps_per_epoch)
+
+    for step, batch in run.count_steps(batches, steps, args.bsz, "reviews", after_step=end_of_epoch):
         own = batch.rows_of(pcomm.dp_rank, pcomm.dp_degree).to(run.device)
         optimizer.zero_grad()
         with mixed_precision(run):
@@ -129,8 +136,6 @@ def train(run: Run[SentimentSettings]) -> None:
         loss = run.global_loss(step, [share * pcomm.dp_degree])  # which takes the mean over replicas
         if run.rank == 0:
             print(f"{step} {loss:.8f}", flush=True)
-        if (step + 1) % steps_per_epoch == 0:
-            validate(run, net, held_out, (step + 1) // steps_per_epoch)
 
 
 @torch.no_grad()

@@ -1,11 +1,14 @@
 """Where each rank stands when pipelines are replicated and layers are split: replica, stage, slice, neighbours."""
 
 from dataclasses import dataclass, replace
+from datetime import timedelta
 
+import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 
 from distlab.settings import Layout
+from distlab.traffic import traffic
 
 
 @dataclass(frozen=True)
@@ -57,10 +60,26 @@ class Grid:
         replica = f" of replica {place.replica}" if self.dp > 1 else ""
         return f"rank {rank} (stage {place.stage}{replica})"
 
-    def groups(self, device_type: str) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
-        """The ranks that hold what this one holds, in all replicas, and the ranks that share this stage with it.
+    def mesh(self) -> DeviceMesh:
+        """The ranks as a mesh with the dimensions "dp", "pp" and "tp"; `get_group` gives the group along each.
 
-        Every rank must call it.
+        Along "dp" are the ranks that hold what this one holds, in all replicas, along "tp" those that share this stage
+        with it. Every rank must call it, after `init_process_group`. The groups have the deadline of `traffic`, which
+        torch's `init_device_mesh` could not give them: it leaves them torch's 30 minutes.
+
+        Raises:
+            TrafficError: a rank does not come to make the groups.
         """
-        mesh = init_device_mesh(device_type, (self.dp, self.pp, self.tp), mesh_dim_names=("dp", "pp", "tp"))
-        return mesh.get_group("dp"), mesh.get_group("tp")
+        ranks = torch.arange(self.dp * self.pp * self.tp).view(self.dp, self.pp, self.tp)
+        timeout = timedelta(seconds=traffic.timeout_seconds)
+
+        def along(dim: int) -> dist.ProcessGroup:
+            # A rank takes part in making every group, also of those that it is not in.
+            groups = ranks.movedim(dim, -1).flatten(0, 1).tolist()
+            own, _ = dist.new_subgroups_by_enumeration(groups, timeout=timeout)
+            assert own is not None
+            return own
+
+        with traffic.named("all ranks to make the groups of replicas, stages and slices"):
+            groups = [along(dim) for dim in range(3)]
+        return DeviceMesh.from_group(groups, "cpu", ranks, mesh_dim_names=("dp", "pp", "tp"))

@@ -10,7 +10,7 @@ the statistics of the norms and the logits are float32; what lies between a norm
 """
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, TypeVar
 
 import torch
@@ -149,6 +149,30 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor, direction: int) -> Tensor:
     return y.to(x.dtype)
 
 
+class LayerCache:
+    """The keys and values that one layer's attention has computed so far, so that no token need go through it twice.
+
+    Args:
+        ctx_size: positions to make room for.
+    """
+
+    def __init__(self, ctx_size: int) -> None:
+        self.ctx_size = ctx_size
+        self.length = 0  # positions so far
+        self._keys: Tensor | None = None
+        self._values: Tensor | None = None
+
+    def append(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Keep those of the next positions, (batch, heads, seq, head_dim); returns those of all positions so far."""
+        if self._keys is None or self._values is None:
+            batch, heads, _, head_dim = keys.shape
+            self._keys, self._values = keys.new_empty(2, batch, heads, self.ctx_size, head_dim)
+        start, self.length = self.length, self.length + keys.shape[2]
+        self._keys[:, :, start : self.length] = keys
+        self._values[:, :, start : self.length] = values
+        return self._keys[:, :, : self.length], self._values[:, :, : self.length]
+
+
 class Attention(nn.Module):
     """Causal self-attention with rotary positions.
 
@@ -165,7 +189,7 @@ class Attention(nn.Module):
         self.v_proj = Linear(dmodel, num_kv_heads * self.head_dim, bias=False)
         self.o_proj = Linear(num_heads * self.head_dim, dmodel, bias=False)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, cache: LayerCache | None = None) -> Tensor:
         """(batch, seq, dmodel) -> the same; `cos` and `sin` are the seq rows of the tables for these positions."""
         batch, seq, _ = x.shape
         q = _Rotate.apply(self.q_proj(x).view(batch, seq, -1, self.head_dim), cos, sin)
@@ -173,7 +197,13 @@ class Attention(nn.Module):
         v = self.v_proj(x).view(batch, seq, -1, self.head_dim)
         grouped = k.shape[2] != q.shape[2]
         q, k, v = (_widen(heads).transpose(1, 2) for heads in (q, k, v))
-        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
+        past, mask = 0, None
+        if cache is not None:
+            past = cache.length
+            k, v = cache.append(k, v)
+            if past and seq > 1:  # each position sees all that came before, and its own
+                mask = torch.ones(seq, past + seq, dtype=torch.bool, device=x.device).tril(past)
+        mixed = F.scaled_dot_product_attention(q, k, v, mask, is_causal=past == 0, enable_gqa=grouped)
         return self.o_proj(mixed.transpose(1, 2).reshape(batch, seq, -1).to(x.dtype))
 
 
@@ -202,8 +232,8 @@ class Block(nn.Module):
         self.post_attention_layernorm = RMSNorm(dmodel, norm_eps, dtype)
         self.mlp = MLP(dmodel, hidden_dim)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        x = x + self.self_attn(self.input_layernorm(x), cos, sin)
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, cache: LayerCache | None = None) -> Tensor:
+        x = x + self.self_attn(self.input_layernorm(x), cos, sin, cache)
         return x + self.mlp(self.post_attention_layernorm(x))
 
 
@@ -237,6 +267,9 @@ class LLamaPart(nn.Module):
         first_layer: the index in the whole model of this part's first layer. The default is right for a pipeline whose
             stages hold `n_layers` layers each, one stage a rank in the order of ranks: rank * n_layers where
             torch.distributed is initialised, else 0. A part with an embedding starts with layer 0.
+
+    Attributes:
+        options: the arguments that make the same model again, but for weights and device.
 
     Raises:
         InputError: the sizes do not fit together; on a call, the input is longer than `ctx_size`.
@@ -277,6 +310,18 @@ class LLamaPart(nn.Module):
         if n_layers == 0 and self.has_embedding and self.has_head:
             raise InputError("--n-layers 0 leaves no model: it must be at least 1")
 
+        self.options: dict[str, Any] = {
+            "vocab_size": vocab_size,
+            "dmodel": dmodel,
+            "num_heads": num_heads,
+            "n_layers": n_layers,
+            "ctx_size": ctx_size,
+            "padding_idx": padding_idx,
+            "num_kv_heads": num_kv_heads,
+            "hidden_dim": hidden_dim,
+            "rope_theta": rope_theta,
+            "norm_eps": norm_eps,
+        }
         self.ctx_size = ctx_size
         self.head_dim = dmodel // num_heads
         self.rope_theta = rope_theta
@@ -296,19 +341,29 @@ class LLamaPart(nn.Module):
             self.lm_head = Linear(dmodel, vocab_size, bias=False) if self.has_head else None
         initialize(self, seed)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Token ids (batch, seq) or float32 activations (batch, seq, dmodel) -> logits or activations, float32."""
-        seq = x.shape[1]
-        if seq > self.ctx_size:
-            raise InputError(f"--seq-len {seq} is too long for a model built for at most {self.ctx_size} tokens")
-        cos, sin = rotary_tables(self.ctx_size, self.head_dim, self.rope_theta, x.device)
+    def forward(self, x: Tensor, cache: list[LayerCache] | None = None) -> Tensor:
+        """Token ids (batch, seq) or float32 activations (batch, seq, dmodel) -> logits or activations, float32.
+
+        With a `cache` (see `new_cache`), `x` goes on where the calls with the same cache before it ended.
+        """
+        start = cache[0].length if cache else 0
+        end = start + x.shape[1]
+        if end > self.ctx_size:
+            raise InputError(f"--seq-len {end} is too long for a model built for at most {self.ctx_size} tokens")
+        tables = rotary_tables(self.ctx_size, self.head_dim, self.rope_theta, x.device)
+        cos, sin = (table[start:end] for table in tables)
         if self.model.embed_tokens is not None:
             x = self.model.embed_tokens(x)
-        for layer in self.model.layers.values():
-            x = layer(x, cos[:seq], sin[:seq])
+        caches: Sequence[LayerCache | None] = cache or [None] * len(self.model.layers)
+        for layer, layer_cache in zip(self.model.layers.values(), caches, strict=True):
+            x = layer(x, cos, sin, layer_cache)
         if self.model.norm is not None and self.lm_head is not None:
             x = self.lm_head(self.model.norm(x)).float()
         return x.contiguous()
+
+    def new_cache(self) -> list[LayerCache]:
+        """An empty cache of keys and values, a part for each layer: for generating text, without gradients."""
+        return [LayerCache(self.ctx_size) for _ in self.model.layers]
 
 
 class CausalLLama(LLamaPart):
@@ -354,14 +409,19 @@ def _check_vocabulary(vocab_size: int, padding_idx: int | None) -> None:
         raise InputError(f"--tokenizer has the pad id {padding_idx}: it must be below its vocabulary of {vocab_size}")
 
 
-def check_heads(dmodel: int, num_heads: int) -> None:
-    """Raise `InputError` unless the heads divide the width into equal, even parts."""
+def check_heads(dmodel: int, num_heads: int, num_kv_heads: int | None = None) -> None:
+    """Raise `InputError` unless the heads divide the width into equal, even parts, and those of keys the heads."""
     if dmodel % num_heads:
         raise InputError(f"--num-heads {num_heads} does not divide --dmodel {dmodel}: each head must be equally wide")
     if dmodel // num_heads % 2:
         raise InputError(
             f"--num-heads {num_heads} gives heads of width {dmodel // num_heads} at --dmodel {dmodel}: "
             "rotary positions need an even width"
+        )
+    if num_kv_heads is not None and num_heads % num_kv_heads:
+        raise InputError(
+            f"--num-kv-heads {num_kv_heads} does not divide --num-heads {num_heads}: "
+            "each must serve as many query heads as the others"
         )
 
 
@@ -379,11 +439,6 @@ def _check_sizes(
     for flag, (value, smallest) in least.items():
         if value < smallest:
             raise InputError(f"{flag} {value} is too small: it must be at least {smallest}")
-    check_heads(dmodel, num_heads)
-    if num_heads % num_kv_heads:
-        raise InputError(
-            f"--num-kv-heads {num_kv_heads} does not divide --num-heads {num_heads}: "
-            "each must serve as many query heads as the others"
-        )
+    check_heads(dmodel, num_heads, num_kv_heads)
     if dtype not in (torch.float32, torch.bfloat16):
         raise InputError(f"--dtype {str(dtype).removeprefix('torch.')} is not supported: use float32 or bfloat16")

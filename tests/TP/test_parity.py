@@ -62,7 +62,7 @@ def test_is_the_run_of_one_process(ranks: int, flags: str, one_process: OneProce
     assert_sent(tmp_path, *bytes_per_layer(style, ranks, 2, 25, 48, 4, "sequence" in flags))
 
 
-@pytest.mark.parametrize(("dp", "pp", "tp"), [(2, 2, 1), (2, 1, 2), (2, 2, 2), (1, 3, 2)])
+@pytest.mark.parametrize(("dp", "pp", "tp"), [(2, 2, 1), (2, 1, 2), (2, 2, 2), (1, 3, 2), (1, 2, 3)])
 def test_three_dimensions_are_the_run_of_one_process(
     dp: int, pp: int, tp: int, one_process: OneProcess, tmp_path: Path
 ) -> None:
@@ -78,6 +78,24 @@ def test_three_dimensions_are_the_run_of_one_process(
                 together = {name: tensor for stage in stages for name, tensor in stage.items()}
                 assert len(together) == sum(map(len, stages)), "no parameter belongs to two stages"
                 assert_equal(together, mine, ROUNDING)
+
+
+GROUPED = ["--num-kv-heads", "3"]
+
+
+@pytest.mark.parametrize("flags", ["--tp-style naive", "--sequence-parallel"])
+def test_fewer_heads_of_keys_and_values(flags: str, one_process: OneProcess, tmp_path: Path) -> None:
+    """Two query heads share one of keys: 24 of 48 columns, which 2 ranks split evenly for "naive" and 3 in pairs."""
+    expected_parameters, _, expected_losses = one_process(2, *MODEL, *GROUPED)
+    assert expected_losses != one_process(2, *MODEL)[2]
+    ranks, style = (2, "naive") if "naive" in flags else (3, "megatron")
+    parameters, _, own_losses = train_on(
+        ranks, SCRIPT, tmp_path, "--world-size", str(ranks), "--batch-size", "2", *MODEL, *GROUPED, *flags.split()
+    )
+    assert own_losses == pytest.approx(expected_losses, rel=1e-6)
+    for place in range(ranks):
+        assert_equal(parameters[place], slices(expected_parameters, style, place, ranks), ROUNDING)
+    assert_sent(tmp_path, *bytes_per_layer(style_of(flags), ranks, 2, 25, 48, 4, "sequence" in flags, kv_width=24))
 
 
 def test_micro_batches_change_nothing(one_process: OneProcess, tmp_path: Path) -> None:
@@ -127,6 +145,10 @@ def test_ranks_that_share_a_gpu(style: str, tmp_path: Path) -> None:
     [
         ("--world-size 4", "--num-heads 6 among 4 tensor-parallel ranks"),
         ("--world-size 2 --tp-style naive --sequence-parallel", "--sequence-parallel with --tp-style naive"),
+        ("--world-size 2 --num-kv-heads 3", "--num-kv-heads 3 among 2 tensor-parallel ranks"),
+        ("--dp 1 --pp 1 --tp 3 --num-kv-heads 2", "--num-kv-heads 2 among 3 tensor-parallel ranks"),
+        ("--world-size 3 --num-kv-heads 4", "--num-kv-heads 4 does not divide --num-heads 6"),
+        ("--world-size 3 --num-kv-heads 0", "--num-kv-heads 0: must be greater than 0"),
         ("--dp 1 --pp 1 --tp 5", "--num-heads 6 among 5 tensor-parallel ranks"),
         ("--tp 0", "--dp 2 --pp 3 --tp 0: every size must be at least 1"),
     ],

@@ -1,108 +1,27 @@
 """Slices of layers on several ranks compute what the whole layer does, forward and backward."""
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from processes import free_port, process_group, run_ranks
-from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
+from torch import Tensor, nn
 
 from distlab.grid import Grid
 from distlab.optimizers import build_optimizer
-from distlab.tensor_parallel import (
-    LAYERS,
-    Team,
-    bytes_per_layer,
-    copy_to,
-    gather,
-    gather_to,
-    own_range,
-    reduce_from,
-    reduce_scatter,
-    shard,
-    shares,
-    vocabulary_parallel_loss,
-)
+from distlab.team import LAYERS, Team
+from distlab.tensor_parallel import Style, bytes_per_layer, shard
 from distlab.traffic import traffic
+from distlab.vocabulary_parallel import vocabulary_parallel_loss
 from simplellm.errors import InputError
-from simplellm.llama import CausalLLama, LLama, LLamaFirstStage, rotary_tables
+from simplellm.initial_weights import initialize
+from simplellm.llama import Block, CausalLLama, Linear, LLama, LLamaFirstStage, rotary_tables
 from simplellm.losses import causalLLMLoss
 
 STYLES = {"naive": False, "megatron": False, "sequence": True}
 VOCAB, PADDING = 50, 20  # 50 divides by neither 3 nor 4; the padding is in the middle of a slice
 SIZES = dict(dmodel=48, num_heads=6, n_layers=2, ctx_size=11, padding_idx=PADDING, hidden_dim=40, device="cpu")
-
-
-def test_shares_are_those_of_tensor_split() -> None:
-    for total in (0, 1, 5, 4096):
-        for ranks in (1, 2, 3, 6, 7):
-            assert shares(total, ranks) == [len(part) for part in torch.arange(total).tensor_split(ranks)]
-
-
-def collect(rank: int, port: int) -> tuple[list[float], list[float], dict[str, int], dict[str, int]]:
-    with process_group(rank, 3, port):
-        parts, own = torch.empty(3, 2, 2), torch.full((2, 2), float(rank))
-        traffic.all_gather(parts, own, "the activations", kind="gathered").wait()
-        rows = torch.arange(3.0).add(10.0 * rank).unsqueeze(1).repeat(1, 4)
-        before, total = rows.clone(), torch.empty(4)
-        traffic.reduce_scatter(total, rows, "the sums", kind="scattered").wait()
-        assert torch.equal(rows, before)
-        return parts[:, 1, 1].tolist(), total.tolist(), dict(traffic.ledger.sent_bytes), dict(traffic.ledger.messages)
-
-
-def test_all_gather_and_reduce_scatter_in_the_ledger() -> None:
-    for rank, (gathered, total, sent_bytes, messages) in enumerate(run_ranks(3, collect, free_port())):
-        assert gathered == [0, 1, 2]
-        assert total == [30.0 + 3 * rank] * 4
-        assert sent_bytes == {"gathered": 2 * 16, "scattered": 2 * 16}
-        assert messages == {"gathered": 1, "scattered": 1}
-
-
-def test_a_rank_alone_gathers_and_scatters_at_once() -> None:
-    before = dict(traffic.ledger.messages)
-    own, parts = torch.arange(4.0), torch.empty(1, 4)
-    traffic.all_gather(parts, own, "the activations", kind="gathered").wait()
-    assert parts.tolist() == [own.tolist()]
-    traffic.reduce_scatter(own, parts.add_(1), "the sums", kind="scattered").wait()
-    assert own.tolist() == [1, 2, 3, 4]
-    assert dict(traffic.ledger.messages) == before
-
-
-def exchange(rank: int, ranks: int, port: int) -> None:
-    """Each function on slices of 7 rows, against what one process would compute from all ranks' inputs."""
-    with process_group(rank, ranks, port):
-        team, length = Team("a layer", LAYERS), 7
-        generator = torch.Generator().manual_seed(0)
-        wholes = torch.randn(ranks, 2, length, 4, generator=generator)  # what each rank has before the function
-        factors = torch.randn(ranks, 2, length, 4, generator=generator)  # each rank's gradient of what comes after
-        first, last = own_range(length, team)
-        mine = slice(None), slice(first, last)
-        total, total_factor = wholes.sum(0), factors.sum(0)
-        whole, factor = wholes[rank], factors[rank]
-        cases: list[tuple[Callable[[Tensor], Tensor], Tensor, Tensor, Tensor, Tensor]] = [
-            # the function, its input and what it gives; the gradient of that and what it gives
-            (lambda x: copy_to(x, team), whole, whole, factor, total_factor),
-            (lambda x: reduce_from(x, team), whole, total, factor, factor),
-            (lambda x: gather(x, team, length, dim=1), wholes[0][mine], wholes[0], factors[0], factors[0][mine]),
-            (lambda x: gather_to(x, team, length), wholes[0][mine], wholes[0], factor, total_factor[mine]),
-            (lambda x: reduce_scatter(x, team), whole, total[mine], factors[0][mine], factors[0]),
-        ]
-        for function, x, y, grad_y, grad_x in cases:
-            own, grad = x.clone().requires_grad_(), grad_y.clone()
-            result = function(own)
-            result.backward(grad)
-            torch.testing.assert_close(result, y)
-            torch.testing.assert_close(own.grad, grad_x)
-            assert torch.equal(own, x), "the input is unchanged"
-            assert torch.equal(grad, grad_y), "the gradient is unchanged"
-
-
-@pytest.mark.parametrize("ranks", [1, 3])
-def test_functions_forward_and_backward(ranks: int) -> None:
-    run_ranks(ranks, exchange, ranks, free_port())
 
 
 def split_like(own: Tensor, whole: Tensor, place: int, ranks: int) -> Tensor:
@@ -178,7 +97,7 @@ def input_gradients(rank: int, style: str, port: int) -> None:
         sliced(torch.zeros(2, 11, dtype=torch.int64))  # so that sequence parallelism knows the length
         generator = torch.Generator().manual_seed(0)
         x, grad = torch.randn(2, 2, 11, 48, generator=generator)
-        rows = slice(*own_range(11, Team("", LAYERS))) if STYLES[style] else slice(None)
+        rows = slice(*Team("", LAYERS).own_range(11)) if STYLES[style] else slice(None)
         tables = rotary_tables(11, 8, 1e4, x.device)
         for part, others in (("self_attn", tables), ("mlp", ())):
             expected, own = x.clone().requires_grad_(), x[:, rows].clone().requires_grad_()
@@ -195,33 +114,6 @@ def input_gradients(rank: int, style: str, port: int) -> None:
 @pytest.mark.parametrize("style", STYLES)
 def test_input_gradients_of_single_layers(style: str) -> None:
     run_ranks(3, input_gradients, style, free_port())
-
-
-def slices_of_logits(rank: int, ranks: int, port: int) -> int:
-    with process_group(rank, ranks, port):
-        generator = torch.Generator().manual_seed(0)
-        whole = (100 * torch.randn(2, 5, VOCAB, generator=generator)).requires_grad_()
-        target = torch.randint(VOCAB, (2, 5), generator=generator)
-        own = whole.detach().tensor_split(ranks, dim=-1)[rank].requires_grad_()
-        expected, loss = causalLLMLoss(whole, target, VOCAB), vocabulary_parallel_loss(own, target, VOCAB)
-        (3 * expected).backward()
-        (3 * loss).backward()
-        torch.testing.assert_close(loss, expected)
-        assert whole.grad is not None
-        assert_same(own.grad, whole.grad.tensor_split(ranks, dim=-1)[rank], "the gradient of the logits")
-        return traffic.ledger.sent_bytes["vocabulary activations"]
-
-
-@pytest.mark.parametrize("ranks", [1, 3])
-def test_the_loss_of_slices_is_the_loss_of_the_whole(ranks: int) -> None:
-    tokens_bytes = 2 * 5 * 4
-    sent = 2 * (ranks - 1) * tokens_bytes // ranks + 2 * (ranks - 1) * 2 * tokens_bytes // ranks
-    assert run_ranks(ranks, slices_of_logits, ranks, free_port()) == [sent] * ranks
-
-
-def test_a_loss_needs_a_token_to_predict() -> None:
-    with pytest.raises(InputError, match="--seq-len 1 leaves no token to predict"):
-        vocabulary_parallel_loss(torch.zeros(2, 1, VOCAB), torch.zeros(2, 1, dtype=torch.int64), VOCAB)
 
 
 def no_whole_logits(rank: int, port: int) -> list[tuple[int, ...]]:
@@ -247,7 +139,7 @@ def test_no_rank_holds_whole_logits() -> None:
 def two_teams(rank: int, port: int) -> None:
     """Two replicas of two ranks, each with its own sequences: nothing passes from one to the other."""
     with process_group(rank, 4, port):
-        team = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp")).get_group("tp")
+        team = Grid(rank, dp=2, pp=1, tp=2).mesh().get_group("tp")
         whole, sliced = twins("megatron", team)
         ids = torch.randint(VOCAB, (2, 11), generator=torch.Generator().manual_seed(rank // 2))
         expected, loss = causalLLMLoss(whole(ids), ids, VOCAB), vocabulary_parallel_loss(sliced(ids), ids, VOCAB, team)
@@ -276,7 +168,7 @@ def refuse(rank: int, sizes: dict[str, int], port: int) -> str:
 
 @pytest.mark.parametrize(
     ("sizes", "flag"),
-    [({"num_heads": 4}, "--num-heads 4"), ({"num_heads": 6, "num_kv_heads": 2}, "num_kv_heads 2")],
+    [({"num_heads": 4}, "--num-heads 4"), ({"num_heads": 6, "num_kv_heads": 2}, "--num-kv-heads 2")],
 )
 def test_heads_that_do_not_divide_are_refused_before_anyone_waits(sizes: dict[str, int], flag: str) -> None:
     sentences = run_ranks(3, refuse, sizes, free_port())
@@ -289,19 +181,96 @@ def test_bytes_per_layer_as_worked_out_by_hand() -> None:
     assert bytes_per_layer("megatron", 4, 1, 256, 288, 4, sequence_parallel=True) == (2 * 442_368, 2 * 442_368)
     # Thirteen times 288 columns are gathered; ten times 288 are the inputs of layers.
     assert bytes_per_layer("naive", 4, 1, 256, 288, 4) == (13 * 221_184, 10 * 442_368)
+    # With a third of the heads for keys and values, 11 2/3 times 288.
+    assert bytes_per_layer("naive", 4, 1, 256, 288, 4, kv_width=96) == (2 * 221_184 * 35 // 6, 10 * 442_368)
     assert bytes_per_layer("megatron", 1, 1, 256, 288, 4) == (0, 0)
     # Three ranks: 17 of 49 outputs and 66 of 196 in the longest slice, 9 of 25 tokens.
     assert bytes_per_layer("naive", 3, 1, 25, 49, 4)[0] == 2 * 25 * 4 * (5 * 17 + 2 * 66)
     assert bytes_per_layer("megatron", 3, 1, 25, 48, 4, sequence_parallel=True)[0] == 2 * 4 * 9 * 48 * 4
 
 
-def test_ranks_that_share_a_stage_are_neighbours() -> None:
-    places = [Grid.of(rank, {"dp": 2, "pp": 2, "tp": 2}) for rank in range(8)]
-    assert [place.replica for place in places] == [0, 0, 0, 0, 1, 1, 1, 1]
-    assert [place.stage for place in places] == [0, 0, 1, 1, 0, 0, 1, 1]
-    assert [place.rank_of(1) for place in places] == [2, 3, 2, 3, 6, 7, 6, 7]
-    assert places[0].describe(7) == "rank 7 (stage 1 of replica 1)"
-    assert Grid.of(0, {"tp": 3}).describe(2) == "rank 2"
+class Written(nn.Module):
+    """A model by hand of the library's blocks, one of them inside another container, and a norm of torch's."""
+
+    def __init__(self, vocab_size: int = VOCAB, num_heads: int = 6) -> None:
+        super().__init__()
+        self.tokens = nn.ModuleList([nn.Embedding(vocab_size, 48)])
+        self.first = Block(48, 6, 3, 40, 1e-6, torch.float32)
+        self.rest = nn.ModuleDict({"deep": nn.ModuleList([Block(48, num_heads, num_heads, 41, 1e-6, torch.float32)])})
+        self.norm = nn.LayerNorm(48)
+        self.scores = Linear(48, vocab_size, bias=False)
+        initialize(self, seed=1)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        seq, x = ids.shape[1], self.tokens[0](ids)
+        x = self.first(x, *rotary_tables(seq, 8, 1e4, x.device))
+        last = self.rest["deep"][0]
+        x = last(x, *rotary_tables(seq, last.self_attn.head_dim, 1e4, x.device))
+        return self.scores(self.norm(x))
+
+
+def train_written(rank: int, style: str, port: int) -> None:
+    with process_group(rank, 3, port):
+        whole, sliced = Written(), Written()
+        shard(sliced, "naive" if style == "naive" else "megatron", sequence_parallel=STYLES[style])
+        loss_of = causalLLMLoss if style == "naive" else vocabulary_parallel_loss
+        optimizers = [build_optimizer("sgd", net.parameters(), 0.5) for net in (whole, sliced)]
+        for step in range(2):
+            ids = torch.randint(VOCAB, (2, 11), generator=torch.Generator().manual_seed(step))
+            losses = causalLLMLoss(whole(ids), ids, VOCAB), loss_of(sliced(ids), ids, VOCAB)
+            torch.testing.assert_close(losses[1], losses[0])
+            for loss, optimizer in zip(losses, optimizers, strict=True):
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()
+            wholes = dict(whole.named_parameters())
+            assert wholes.keys() == dict(sliced.named_parameters()).keys()
+            for name, own in sliced.named_parameters():
+                assert_same(own.grad, split_like(own, wholes[name].grad, rank, 3), f"the gradient of {name}")
+                assert_same(own, split_like(own, wholes[name], rank, 3), name)
+        if style != "naive":
+            assert sliced.tokens[0].weight.shape[0] < VOCAB
+        assert sliced.rest["deep"][0].mlp.up_proj.weight.shape[0] < 41
+
+
+@pytest.mark.parametrize("style", STYLES)
+def test_any_module_of_the_librarys_blocks_can_be_split(style: str) -> None:
+    run_ranks(3, train_written, style, free_port())
+
+
+def refused(rank: int, port: int) -> None:
+    """Nothing is cut before all is known to fit: what is refused still computes what it did."""
+    two_heads, limited, tied = Written(), Written(), Written()
+    two_heads.other = Linear(48, 48, bias=False)
+    limited.tokens[0].max_norm = 1.0
+    tied.rest["deep"][0].mlp.up_proj.weight = tied.rest["deep"][0].mlp.gate_proj.weight
+    cases: list[tuple[nn.Module, Style, bool, str]] = [
+        (Written(num_heads=4), "megatron", False, "--num-heads 4 among 3 tensor-parallel ranks"),
+        (Written(vocab_size=2), "megatron", False, "scores has 2 rows, which 3 tensor-parallel ranks cannot share"),
+        (two_heads, "megatron", False, "scores and other: one linear layer outside attention and MLP can be the head"),
+        (limited, "megatron", False, "tokens.0: an embedding with max_norm"),
+        (tied, "naive", False, "rest.deep.0.mlp.gate_proj and rest.deep.0.mlp.up_proj have one weight"),
+        (Written().first, "megatron", True, "sequence parallelism is for a whole model"),
+        (nn.Sequential(nn.Linear(4, 4)), "megatron", False, "nothing in this module can be split"),
+    ]
+    with process_group(rank, 3, port):
+        for net, style, sequence_parallel, sentence in cases:
+            before = {name: weight.clone() for name, weight in net.named_parameters()}
+            with pytest.raises(InputError, match=f"^{sentence}"):
+                shard(net, style, sequence_parallel=sequence_parallel)
+            assert before.keys() == dict(net.named_parameters()).keys()
+            assert all(torch.equal(weight, before[name]) for name, weight in net.named_parameters())
+            if isinstance(net, Written):
+                net(torch.ones(1, 4, dtype=torch.int64))
+            assert not traffic.ledger.messages, "no hook talks"
+        split = Written()
+        shard(split)
+        with pytest.raises(InputError, match="is split already"):
+            shard(split)
+
+
+def test_what_is_refused_stays_whole() -> None:
+    run_ranks(3, refused, free_port())
 
 
 def test_frozen_weights_stay_frozen_and_what_cannot_be_split_is_refused() -> None:

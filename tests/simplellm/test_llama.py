@@ -292,6 +292,56 @@ def test_training_after_generating_without_gradients() -> None:
     assert gradients(model)
 
 
+# ------------------------------------------------------------------------------------------- the key and value cache
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("num_kv_heads", [4, 2, 1])
+@pytest.mark.parametrize("parts", [[1] * 16, [5, 1, 1, 1], [15, 1], [16], [4, 3, 1, 6]])
+def test_with_a_cache_the_logits_are_the_same(parts: list[int], num_kv_heads: int) -> None:
+    model = whole(num_kv_heads=num_kv_heads)
+    ids = tokens(batch=3, seq=sum(parts))
+    cache = model.new_cache()
+    logits = torch.cat([model(part, cache) for part in ids.split(parts, dim=1)], dim=1)
+    assert [layer.length for layer in cache] == [sum(parts)] * SIZES["n_layers"]
+    assert logits.std() > 0.5
+    torch.testing.assert_close(logits, model(ids), rtol=1e-5, atol=1e-5)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("native", [True, False], ids=["native", "widened"])
+def test_the_cache_in_bfloat16(native: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(llama, "_cpu_multiplies_bfloat16", lambda: native)
+    model = whole(num_kv_heads=2, dtype=torch.bfloat16)
+    ids, cache = tokens(), model.new_cache()
+    logits = torch.cat([model(part, cache) for part in ids.split([6, 1, 4], dim=1)], dim=1)
+    expected = model(ids)
+    assert (logits - expected).norm() < 0.03 * expected.norm()
+
+
+@torch.no_grad()
+def test_stages_have_caches_of_their_own() -> None:
+    model, stages = whole(), build_stages([1, 0, 3])
+    for stage in stages:
+        stage.load_state_dict({name: model.state_dict()[name] for name in stage.state_dict()}, strict=True)
+    caches = [stage.new_cache() for stage in stages]
+    ids, logits = tokens(), []
+    for x in ids.split([7, 1, 1, 2], dim=1):
+        for stage, cache in zip(stages, caches, strict=True):
+            x = stage(x, cache)
+        logits.append(x)
+    torch.testing.assert_close(torch.cat(logits, dim=1), model(ids), rtol=1e-5, atol=1e-5)
+
+
+@torch.no_grad()
+def test_a_cache_holds_no_more_than_the_context() -> None:
+    model = whole()
+    cache = model.new_cache()
+    model(tokens(1, 16), cache)
+    with pytest.raises(InputError, match="--seq-len 17 is too long for a model built for at most 16 tokens"):
+        model(tokens(1, 1), cache)
+
+
 # ----------------------------------------------------------------------------------------------------- what it refuses
 
 

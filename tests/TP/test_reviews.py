@@ -1,0 +1,106 @@
+"""The film reviews: generated, read, filled up, dealt out."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from sentiment_ranks import in_a_fork, load
+
+from simplellm.errors import InputError
+from simplellm.tokenizers import SPTokenizer
+
+
+def test_reviews_are_pure_balanced_and_not_repeated_in_validation() -> None:
+    def work() -> None:
+        review = load("reviews").review
+        train = [review(index) for index in range(600)]
+        assert train == [review(index) for index in range(600)]
+        validation = [review(index, split="validation") for index in range(200)]
+        assert sum(label for _, label in train) == 300
+        assert not {text for text, _ in train} & {text for text, _ in validation}
+        assert len({text for text, _ in train}) == 600
+        assert review(3, seed=1) != review(3, seed=0)
+        assert any(re.search("was (not|never)", text) for text, _ in train)
+
+    in_a_fork(work)
+
+
+def test_batches_pad_and_mask() -> None:
+    def work() -> None:
+        tokenizer = SPTokenizer()
+        reviews = load("dataset").Reviews("sample", "train", 20, tokenizer, seq_len=60)
+        batch = reviews.batch(torch.tensor([3, 11, 8]))
+        lengths = (~batch.is_padding).sum(1).tolist()
+        assert max(lengths) == batch.tokens.shape[1] <= 60
+        assert min(lengths) < max(lengths)
+        assert (batch.tokens[:, 0] == tokenizer.bos_id).all()
+        text, label = load("reviews").review(11)
+        assert tokenizer.decode(batch.tokens[1][: lengths[1]]) == tokenizer.decode(tokenizer.encode(text)[:59])
+        assert (batch.tokens[batch.is_padding] == tokenizer.pad_id).all()
+        assert batch.labels[1] == label
+
+        model = load("model").Transformer(tokenizer.vocab_size, 16, 2, 4)
+        shortest = lengths.index(min(lengths))
+        alone = batch.tokens[shortest, : min(lengths)][None]
+        logits = model(alone, torch.zeros_like(alone, dtype=torch.bool))
+        assert torch.allclose(model(batch.tokens, batch.is_padding)[shortest], logits[0], atol=1e-5)
+
+    in_a_fork(work)
+
+
+@pytest.mark.parametrize(("samples", "batch_size", "replicas"), [(20, 6, 4), (7, 5, 3), (2, 2, 3)])
+def test_replicas_share_the_rows(samples: int, batch_size: int, replicas: int) -> None:
+    def work() -> None:
+        reviews = load("dataset").Reviews("sample", "train", samples, SPTokenizer())
+        numbers = {tuple(ids.tolist()): number for number, ids in enumerate(reviews.ids)}
+
+        def rows(batch: Any) -> list[int]:
+            texts = zip(batch.tokens, batch.is_padding, strict=True)
+            return [numbers[tuple(tokens[~padding].tolist())] for tokens, padding in texts]
+
+        batches = list(reviews.training_batches(batch_size, epoch=0))
+        assert len(batches) == samples // batch_size
+        for batch in batches:
+            parts = [rows(batch.rows_of(replica, replicas)) for replica in range(replicas)]
+            assert [row for part in parts for row in part] == rows(batch)
+            assert max(map(len, parts)) - min(map(len, parts)) <= 1
+        orders = [[rows(b) for b in reviews.training_batches(batch_size, epoch)] for epoch in (0, 0, 1)]
+        assert orders[0] == orders[1]
+        assert orders[0] != orders[2] or samples == 2
+        seen = [
+            number
+            for replica in range(replicas)
+            for batch in reviews.evaluation_batches(batch_size, replica, replicas)
+            for number in rows(batch)
+        ]
+        assert seen == list(range(samples)), "each once"
+
+    in_a_fork(work)
+
+
+def test_reads_a_data_set_like_the_hubs(tmp_path: Path) -> None:
+    folder = tmp_path / "imdb"
+    folder.mkdir()
+    for split, count in (("train", 30), ("test", 12)):
+        rows = [json.dumps({"text": f"{split} {i}", "label": int(i >= count / 2)}) for i in range(count)]
+        (folder / f"{split}.jsonl").write_text("\n".join(rows))
+
+    def work() -> None:
+        import datasets
+
+        datasets.config.HF_DATASETS_CACHE = tmp_path / "cache"
+        read_hub = load("dataset").read_hub
+        rows = read_hub(str(folder), "train", 20, seed=0)
+        assert len(rows) == 20
+        assert rows == read_hub(str(folder), "train", 20, seed=0)
+        assert rows != read_hub(str(folder), "train", 20, seed=1)
+        assert 0 < sum(label for _, label in rows[:8]) < 8, "mixed, not sorted by label"
+        assert all(label == (int(text.split()[1]) >= 15) for text, label in rows)
+        assert len(read_hub(str(folder), "validation", 100, seed=0)) == 12
+        with pytest.raises(InputError, match="cannot be read"):
+            read_hub(str(tmp_path / "nowhere"), "train", 1, seed=0)
+
+    in_a_fork(work)
