@@ -15,12 +15,13 @@ from functools import partial
 from distlab.data_parallel import Bucket, GradientBuckets
 from distlab.main import main
 from distlab.pipeline import Pipeline
-from distlab.runtime import TrainingRun
 from distlab.schedules import all_stages
 from distlab.settings import HybridSettings
 from distlab.stages import build_stage
-from distlab.tensor_parallel import shard, vocabulary_parallel_loss
+from distlab.tensor_parallel import shard
 from distlab.traffic import Transfer, traffic
+from distlab.training import TrainingRun
+from distlab.vocabulary_parallel import vocabulary_parallel_loss
 from simplellm.dataloaders import TinyStories
 from simplellm.losses import causalLLMLoss
 from simplellm.tokenizers import SPTokenizer
@@ -35,13 +36,14 @@ def train(run: TrainingRun[HybridSettings]) -> None:
     net = build_stage(stage, split, tokenizer.vocab_size, padding_idx=tokenizer.pad_id, **run.model_options())
     stories = TinyStories(tokenizer, **run.data_options(), rank=run.grid.replica, num_replicas=run.grid.dp)
 
-    replicas, sharers = run.grid.groups(run.device.type)
+    mesh = run.grid.mesh()
+    replicas, sharers = mesh.get_group("dp"), mesh.get_group("tp")
     loss = partial(causalLLMLoss, vocab_size=tokenizer.vocab_size)
     if args.tp > 1:
         shard(net, group=sharers)
         loss = partial(vocabulary_parallel_loss, vocab_size=tokenizer.vocab_size, group=sharers)
     programs = all_stages(args.schedule, stages, args.micro_batches)
-    optimizer = run.optimizer(net.parameters())
+    optimizer = run.optimizer(net, loss)
     pipeline = Pipeline(net, programs, run.grid, loss, width=args.dmodel, cores=run.shared_cores)
     transfers: list[Transfer] = []
 
@@ -59,8 +61,8 @@ def train(run: TrainingRun[HybridSettings]) -> None:
         for transfer in transfers:
             transfer.wait()
         transfers.clear()
-        optimizer.step()
         run.log(step, losses)
+        optimizer.step()
 
 
 if __name__ == "__main__":

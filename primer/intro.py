@@ -7,8 +7,8 @@ This is the run that every other chapter repeats on many ranks: the same weights
 """
 
 from distlab.main import main
-from distlab.runtime import TrainingRun
 from distlab.settings import TrainSettings
+from distlab.training import TrainingRun
 from simplellm.dataloaders import TinyStories
 from simplellm.llama import CausalLLama, LLama
 from simplellm.losses import causalLLMLoss
@@ -22,7 +22,7 @@ def train(run: TrainingRun[TrainSettings]) -> None:
     tokenizer = SPTokenizer(args.tokenizer)
     net = LLama(CausalLLama, tokenizer.vocab_size, padding_idx=tokenizer.pad_id, **run.model_options())
     stories = TinyStories(tokenizer, **run.data_options())
-    optimizer = run.optimizer(net.parameters())
+    optimizer = run.optimizer(net)
 
     for step, batch in run.steps(stories):
         optimizer.zero_grad()

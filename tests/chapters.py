@@ -13,14 +13,26 @@ import torch
 from processes import LAB, free_port, run_ranks
 from torch import Tensor, nn
 
-from distlab.runtime import TrainingRun
 from distlab.settings import TrainSettings, parse
+from distlab.training import TrainingRun
 from simplellm.llama import CausalLLama, LLama
 from simplellm.tokenizers import SPTokenizer
 
 STEPS = 4
 MODEL = "--dmodel 32 --num-heads 2 --n-layers 2 --seq-len 24 --device cpu".split()
 TRAINING = f"--steps {STEPS} --optimizer sgd --lr 0.5 --data sample".split()
+BATCH = 6  # sequences to a step in each of the layouts, of all replicas together
+LAYOUTS = {  # ranks, script, flags
+    "primer": (1, "primer/intro.py", "--batch-size 6"),
+    "dp-ga": (3, "DP/gradient_aggr/intro_DP_GA.py", "--world-size 3 --batch-size 2"),
+    "ddp": (2, "DP/ddp/intro_DP_DDP.py", "--world-size 2 --batch-size 3"),
+    "mydp": (2, "DP/mydp/intro_DP_MyDP.py", "--world-size 2 --batch-size 3"),
+    "pp-1f1b": (2, "PP/1F1B/intro_PP_1F1B.py", "--world-size 2 --batch-size 6"),
+    "pp-dapple": (3, "PP/microbatches/intro_PP_microbatches.py", "--world-size 3 --batch-size 6"),
+    "hybrid": (4, "hybrid/intro_hybrid.py", "--dp 2 --pp 2 --batch-size 3"),
+    "tp": (2, "TP/intro_TP.py", "--world-size 2 --batch-size 6"),
+    "3d": (4, "hybrid/intro_hybrid.py", "--dp 1 --pp 2 --tp 2 --batch-size 6"),
+}
 
 State = dict[str, Tensor]
 OneProcess = Callable[..., tuple[State, State, list[float]]]
@@ -91,7 +103,12 @@ def train_alone(folder: Path) -> OneProcess:
 
 def initial_weights(*model: str) -> State:
     args = parse(TrainSettings(), "", [*MODEL, *model])
-    sizes = {"dmodel": args.dmodel, "num_heads": args.num_heads, "n_layers": args.n_layers}
+    sizes = {
+        "dmodel": args.dmodel,
+        "num_heads": args.num_heads,
+        "num_kv_heads": args.num_kv_heads,
+        "n_layers": args.n_layers,
+    }
     net = LLama(CausalLLama, SPTokenizer().vocab_size, **sizes, ctx_size=args.seq_len, seed=args.seed)
     return {name: weight.detach() for name, weight in net.named_parameters()}
 

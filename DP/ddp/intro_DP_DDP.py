@@ -11,8 +11,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from distlab.data_parallel import average_bucket
 from distlab.main import main
-from distlab.runtime import TrainingRun
 from distlab.settings import DataParallelSettings
+from distlab.training import TrainingRun
 from simplellm.dataloaders import TinyStories
 from simplellm.llama import CausalLLama, LLama
 from simplellm.losses import causalLLMLoss
@@ -29,7 +29,7 @@ def train(run: TrainingRun[DataParallelSettings]) -> None:
     )
     net.register_comm_hook(None, average_bucket)  # the same average, counted in the run's ledger
     stories = TinyStories(tokenizer, **run.data_options(), rank=run.rank, num_replicas=run.world_size)
-    optimizer = run.optimizer(net.parameters())
+    optimizer = run.optimizer(net)
 
     for step, batch in run.steps(stories):
         optimizer.zero_grad()

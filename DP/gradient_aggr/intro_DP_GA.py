@@ -17,9 +17,9 @@ from torch.distributed import ReduceOp
 from distlab.collectives import ALL_REDUCES
 from distlab.data_parallel import Bucket, GradientBuckets
 from distlab.main import main
-from distlab.runtime import TrainingRun
 from distlab.settings import DataParallelSettings
 from distlab.traffic import Transfer, traffic
+from distlab.training import TrainingRun
 from simplellm.dataloaders import TinyStories
 from simplellm.errors import InputError
 from simplellm.llama import CausalLLama, LLama
@@ -48,7 +48,7 @@ def train(run: TrainingRun[GradientAggregationSettings]) -> None:
     tokenizer = SPTokenizer(args.tokenizer)
     net = LLama(CausalLLama, tokenizer.vocab_size, padding_idx=tokenizer.pad_id, **run.model_options())
     stories = TinyStories(tokenizer, **run.data_options(), rank=run.rank, num_replicas=run.world_size)
-    optimizer = run.optimizer(net.parameters())
+    optimizer = run.optimizer(net)
     by_hand = ALL_REDUCES.get(args.all_reduce)
     transfers: list[Transfer] = []
 

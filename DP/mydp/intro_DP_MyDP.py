@@ -11,8 +11,8 @@ the ranks' weights stay the same.
 from distlab.data_parallel import MyDP, check_parameter_closeness
 from distlab.logs import say
 from distlab.main import main
-from distlab.runtime import TrainingRun
 from distlab.settings import DataParallelSettings
+from distlab.training import TrainingRun
 from simplellm.dataloaders import TinyStories
 from simplellm.llama import CausalLLama, LLama
 from simplellm.losses import causalLLMLoss
@@ -26,7 +26,7 @@ def train(run: TrainingRun[DataParallelSettings]) -> None:
     tokenizer = SPTokenizer(args.tokenizer)
     net = MyDP(LLama(CausalLLama, tokenizer.vocab_size, padding_idx=tokenizer.pad_id, **run.model_options()))
     stories = TinyStories(tokenizer, **run.data_options(), rank=run.rank, num_replicas=run.world_size)
-    optimizer = run.optimizer(net.parameters())
+    optimizer = run.optimizer(net)
 
     for step, batch in run.steps(stories):
         optimizer.zero_grad()

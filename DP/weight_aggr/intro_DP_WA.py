@@ -14,10 +14,11 @@ from dataclasses import dataclass
 from distlab.data_parallel import flatten_weights
 from distlab.logs import say
 from distlab.main import main
-from distlab.runtime import TrainingRun
 from distlab.settings import DataParallelSettings, require_positive
 from distlab.traffic import traffic
+from distlab.training import TrainingRun
 from simplellm.dataloaders import TinyStories
+from simplellm.errors import InputError
 from simplellm.llama import CausalLLama, LLama
 from simplellm.losses import causalLLMLoss
 from simplellm.tokenizers import SPTokenizer
@@ -28,9 +29,18 @@ class WeightAggregationSettings(DataParallelSettings):
     sync_every: int = 1
     """steps that each rank takes on its own before the weights are averaged"""
 
+    @property
+    def own_moments(self) -> bool:
+        return self.optimizer != "sgd" and self.world_size > 1
+
     def check(self) -> None:
         super().check()
         require_positive(self, "sync_every")
+        if self.save_every and self.save_every % self.sync_every:
+            raise InputError(
+                f"--save-every {self.save_every} with --sync-every {self.sync_every}: a checkpoint holds one copy of "
+                f"the weights, so it must come with an average; give a multiple of {self.sync_every}"
+            )
 
 
 DEFAULTS = WeightAggregationSettings(batch_size=1)
@@ -42,7 +52,7 @@ def train(run: TrainingRun[WeightAggregationSettings]) -> None:
     net = LLama(CausalLLama, tokenizer.vocab_size, padding_idx=tokenizer.pad_id, **run.model_options())
     stories = TinyStories(tokenizer, **run.data_options(), rank=run.rank, num_replicas=run.world_size)
     weights = flatten_weights(net)  # the parameters are views of it: to average it is to average them
-    optimizer = run.optimizer(net.parameters())
+    optimizer = run.optimizer(net)
     if args.optimizer != "sgd" and run.rank == 0:
         say(f"only weights are averaged: each rank keeps {args.optimizer}'s moments of its own gradients")
 

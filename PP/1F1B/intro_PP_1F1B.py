@@ -12,10 +12,10 @@ DAPPLE. There, `--schedule naive --trace` draws the order that is spelled out he
 import torch
 
 from distlab.main import main
-from distlab.runtime import TrainingRun
 from distlab.settings import PipelineSettings
 from distlab.stages import build_stage
 from distlab.traffic import traffic
+from distlab.training import TrainingRun
 from simplellm.dataloaders import TinyStories
 from simplellm.losses import causalLLMLoss
 from simplellm.tokenizers import SPTokenizer
@@ -29,7 +29,7 @@ def train(run: TrainingRun[PipelineSettings]) -> None:
     split = args.split(tokenizer.vocab_size)
     net = build_stage(stage, split, tokenizer.vocab_size, padding_idx=tokenizer.pad_id, **run.model_options())
     stories = TinyStories(tokenizer, **run.data_options())  # the first stage reads them; the last has them as targets
-    optimizer = run.optimizer(net.parameters())
+    optimizer = run.optimizer(net)
     torch.set_num_threads(run.shared_cores or torch.get_num_threads())  # only one stage computes at a time
 
     for step, batch in run.steps(stories):
@@ -58,8 +58,8 @@ def train(run: TrainingRun[PipelineSettings]) -> None:
             if stage > 0:
                 assert inputs.grad is not None
                 traffic.send(inputs.grad, "the gradients", to=stage - 1, kind="gradients of activations").wait()
-        optimizer.step()
         run.log(step, losses)
+        optimizer.step()
 
 
 if __name__ == "__main__":

@@ -13,10 +13,10 @@ from functools import partial
 
 from distlab.main import main
 from distlab.pipeline import Pipeline
-from distlab.runtime import TrainingRun
 from distlab.schedules import all_stages
 from distlab.settings import ScheduledPipelineSettings
 from distlab.stages import build_stage
+from distlab.training import TrainingRun
 from simplellm.dataloaders import TinyStories
 from simplellm.losses import causalLLMLoss
 from simplellm.tokenizers import SPTokenizer
@@ -30,7 +30,7 @@ def train(run: TrainingRun[ScheduledPipelineSettings]) -> None:
     split = args.split(tokenizer.vocab_size)
     net = build_stage(stage, split, tokenizer.vocab_size, padding_idx=tokenizer.pad_id, **run.model_options())
     stories = TinyStories(tokenizer, **run.data_options())  # the first stage reads them; the last has them as targets
-    optimizer = run.optimizer(net.parameters())
+    optimizer = run.optimizer(net)
 
     loss = partial(causalLLMLoss, vocab_size=tokenizer.vocab_size)
     programs = all_stages(args.schedule, stages, args.micro_batches)  # [F0, F1, F2, B0, B1, B2] for each stage, say
@@ -39,8 +39,8 @@ def train(run: TrainingRun[ScheduledPipelineSettings]) -> None:
     for step, batch in run.steps(stories):
         optimizer.zero_grad()
         losses = pipeline.step(batch.chunk(args.micro_batches))
-        optimizer.step()
         run.log(step, losses)
+        optimizer.step()
 
 
 if __name__ == "__main__":

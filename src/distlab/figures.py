@@ -1,6 +1,6 @@
 """Figures drawn from runs.
 
-python -m distlab.figures losses imgs/dp_loss.png "one process=runs/a" "GA=runs/b"
+python -m distlab.figures losses imgs/dp_loss.png "one process=runs/a" "GA=runs/b" --against tokens
 python -m distlab.figures timelines imgs/schedules.png "GPipe=runs/a" "DAPPLE=runs/b"
 python -m distlab.figures memory imgs/memory.png "GPipe=runs/a" "DAPPLE=runs/b"
 python -m distlab.figures holdings imgs/holdings.png "one process=runs/a" "tp 2=runs/b"
@@ -10,11 +10,14 @@ python -m distlab.figures topologies imgs/topologies.png --world-size 8
 python -m distlab.figures collectives imgs/collectives.png runs/intro_collectives/a
 """
 
+import itertools
 import json
+import math
+import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import torch
 import tyro
@@ -32,18 +35,24 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 Png = Annotated[Path, tyro.conf.Positional]
-NamedRuns = Annotated[tyro.conf.Positional[list[str]], tyro.conf.arg(metavar="NAME=RUN [NAME=RUN ...]")]
+NamedRuns = Annotated[tyro.conf.Positional[list[str]], tyro.conf.arg(metavar="[NAME=]RUN [[NAME=]RUN ...]")]
+Against = Literal["steps", "tokens", "seconds"]
 PALETTE = ["#c9d6e8", "#2f6db3", "#e08a1e", "#b23a48", "#4c9a6a", "#7a5ba6"]
 
 
-def losses(png: Png, runs: NamedRuns, /, title: str = "Loss of the global batch", smooth: int = 15) -> None:
-    """The loss of several runs against their steps; later runs are thinner, so that curves which coincide are all seen.
+def losses(
+    png: Png, runs: NamedRuns, /, title: str = "Loss of the global batch", smooth: int = 15, against: Against = "steps"
+) -> None:
+    """The loss of several runs, and where they looked at it the loss of stories that they did not train on (dots).
+
+    Later runs are thinner, so that curves which coincide are all seen.
 
     Args:
         png: file to write.
         runs: what to call each run, and its folder.
         title: line above the figure.
         smooth: steps of the moving average.
+        against: what the curves run over; seconds are those of the steps, tokens those of all ranks.
 
     Raises:
         InputError: a run is not given as NAME=RUN, or has no readable metrics.
@@ -52,14 +61,23 @@ def losses(png: Png, runs: NamedRuns, /, title: str = "Loss of the global batch"
         raise InputError(f"--smooth {smooth}: the mean is of at least 1 step")
     figure, axes = pyplot().subplots(figsize=(8, 4.2), layout="constrained")
     for index, (name, run) in enumerate(_named(runs)):
+        color = PALETTE[index % len(PALETTE)]
+        records = read_metrics(run)
+        where = places(records, against, run)
         axes.plot(
-            moving_average(read_losses(run), smooth),
+            where,
+            moving_average([record["loss"] for record in records], smooth),
             label=name,
-            color=PALETTE[index % len(PALETTE)],
+            color=color,
             linewidth=max(1.4, 6 - 3 * index),
             linestyle="--" if index == 2 else "-",
         )
-    axes.set(title=title, xlabel="step", ylabel=f"loss (mean of {smooth} steps)")
+        looked = [(x, r["validation_loss"]) for x, r in zip(where, records, strict=True) if "validation_loss" in r]
+        if looked:
+            axes.plot(
+                *zip(*looked, strict=True), "o", ms=4, color=color, mec="black", mew=0.5, label=f"{name}: validation"
+            )
+    axes.set(title=title, xlabel=against.rstrip("s"), ylabel=f"loss (mean of {smooth} steps)")
     axes.grid(alpha=0.25)
     axes.legend(frameon=False)
     save(figure, png)
@@ -155,24 +173,43 @@ def layout(png: Png, /, dp: int = 2, pp: int = 3) -> None:
 
 
 def _named(runs: list[str]) -> list[tuple[str, Path]]:
-    return [(name, Path(run)) for name, _, run in (run.partition("=") for run in runs)]
+    """What to call each run, and where it is: "NAME=RUN", or a run's folder, whose name it then has."""
+    pairs = (run.partition("=") for run in runs)
+    return [(name, Path(run)) if equals else (Path(name).name, Path(name)) for name, equals, run in pairs]
 
 
 def _read_trace(run: Path) -> Trace:
     return read_chrome(run / "trace.json" if run.is_dir() else run)
 
 
-def read_losses(run: Path) -> list[float]:
-    """The losses that a run recorded, step by step.
+def read_metrics(run: Path) -> list[dict[str, Any]]:
+    """The records of a run, step by step.
 
     Raises:
         InputError: the folder holds no metrics that can be read.
     """
     path = run / "metrics.jsonl"
     try:
-        return [json.loads(line)["loss"] for line in path.read_text().splitlines()]
-    except (OSError, ValueError, KeyError) as error:
+        records = [json.loads(line) for line in path.read_text().splitlines()]
+        for record in records:
+            record["loss"] = math.nan if record["loss"] is None else float(record["loss"])
+        return records
+    except (OSError, ValueError, KeyError, TypeError) as error:
         raise InputError(f"{path}: no metrics of a run; give NAME=RUN with a run's folder") from error
+
+
+def places(records: list[dict[str, Any]], against: Against, run: Path) -> list[float]:
+    """Where each record stands on the axis, after its step.
+
+    Raises:
+        InputError: the records do not have it.
+    """
+    try:
+        if against == "seconds":
+            return list(itertools.accumulate(float(record["seconds"]) for record in records))
+        return [float(record["tokens"] if against == "tokens" else record["step"] + 1) for record in records]
+    except (KeyError, TypeError, ValueError) as error:
+        raise InputError(f"{run / 'metrics.jsonl'}: its records have no {against}, which --against asks for") from error
 
 
 def splits(png: Png, /, ranks: int = 3) -> None:
@@ -330,4 +367,5 @@ if __name__ == "__main__":
             description=__doc__,
         )
     except InputError as error:
-        raise SystemExit(f"# {error}") from None
+        print(f"# {error}", file=sys.stderr)
+        sys.exit(2)

@@ -1,17 +1,24 @@
 """What a run prints and keeps: a line a step, `metrics.jsonl`, each rank's log, the summary at the end."""
 
+import contextlib
 import io
 import json
 import math
 import statistics
 import sys
+import time
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 import torch
 
 from distlab.traffic import traffic
+from simplellm.errors import InputError
+
+if TYPE_CHECKING:
+    from torch.utils.tensorboard import SummaryWriter
 
 
 class RankOutput(io.TextIOBase):
@@ -76,53 +83,82 @@ class RunLog:
         out: the run's folder, which exists.
         rank: of this process; rank 0 writes `metrics.jsonl`.
         device: whose memory is reported.
+        tensorboard: keep the records for TensorBoard too.
 
     Attributes:
         loss: of the global batch, in the current step.
+        validation_loss: after the current step; None where it was not looked at.
     """
 
-    def __init__(self, out: Path, rank: int, device: torch.device) -> None:
+    def __init__(self, out: Path, rank: int, device: torch.device, tensorboard: bool = False) -> None:
         self._out, self._rank, self._device = out, rank, device
+        self._tensorboard = open_tensorboard(out) if tensorboard and rank == 0 else None
         self._metrics: TextIO | None = None
-        self._per_step, self._unit = 0, ""
+        self._per_step, self._unit, self._count = 0, "", 0
         self._seconds: list[float] = []
         self._sent_before: Counter[str] = Counter()
-        self._waited_seconds, self._waited_before = 0.0, 0.0
+        self._waited_seconds = 0.0
         self.loss = float("nan")
+        self.validation_loss: float | None = None
 
-    def expect_steps(self, per_step: int, unit: str) -> None:
-        """Begin: each step takes `per_step` of `unit` ("tokens", "inputs") in the global batch."""
-        self._per_step, self._unit = per_step, unit
-        self._waited_before = traffic.ledger.waited_seconds
+    def expect_steps(self, per_step: int, unit: str, before: int = 0, go_on_at: int | None = None) -> None:
+        """Begin: each step takes `per_step` of `unit` ("tokens", "inputs") in the global batch.
+
+        Args:
+            per_step: of the unit.
+            unit: what is counted.
+            before: how many of it were taken before.
+            go_on_at: a step; the records of those before it, which are there already, are kept.
+        """
+        self._per_step, self._unit, self._count = per_step, unit, before
         if self._rank == 0:
-            self._metrics = (self._out / "metrics.jsonl").open("w")
+            path = self._out / "metrics.jsonl"
+            if go_on_at is not None:
+                keep_records(path, before=go_on_at)
+            self._metrics = path.open("w" if go_on_at is None else "a")
 
     def speed(self) -> str:
         """The end of a step's line: the speed of the step before, since this one is not over yet."""
         return f"  {self._per_step / self._seconds[-1]:,.0f} {self._unit}/s" if self._seconds else ""
 
-    def end_step(self, step: int, seconds: float) -> None:
-        """Record a step that took `seconds` from its batch to its update."""
-        self._seconds.append(seconds)
-        self._waited_seconds += traffic.ledger.waited_seconds - self._waited_before
-        self._waited_before = traffic.ledger.waited_seconds
+    @contextlib.contextmanager
+    def timing_a_step(self) -> Iterator[None]:
+        """Inside is a step, from its batch to its update."""
+        started, waited = time.perf_counter(), traffic.ledger.waited_seconds
+        yield
+        self._seconds.append(time.perf_counter() - started)
+        self._waited_seconds += traffic.ledger.waited_seconds - waited
+        self._count += self._per_step
+
+    def record(self, step: int) -> None:
+        """Put the step that has just been timed on record."""
+        seconds = self._seconds[-1]
         sent = traffic.ledger.sent_bytes.copy()
         sent_now, self._sent_before = sent - self._sent_before, sent
         if self._metrics is not None:
-            record = {
+            record: dict[str, Any] = {
                 "step": step,
                 "loss": self.loss if math.isfinite(self.loss) else None,  # JSON has no number for it
-                self._unit: (step + 1) * self._per_step,
+                self._unit: self._count,
                 "seconds": round(seconds, 6),
                 f"{self._unit}_per_second": round(self._per_step / seconds, 1),
                 "peak_memory_bytes": peak_memory_bytes(self._device),
                 "sent_bytes": dict(sent_now),
             }
+            if self.validation_loss is not None:
+                record["validation_loss"] = self.validation_loss
             self._metrics.write(json.dumps(record) + "\n")
             self._metrics.flush()
+            if self._tensorboard is not None:
+                for name in ("loss", "validation_loss", f"{self._unit}_per_second", "peak_memory_bytes"):
+                    if record.get(name) is not None:
+                        self._tensorboard.add_scalar(name, record[name], step)
+        self.validation_loss = None
 
     def summary(self) -> None:
         """Say how fast the run was, and where the time went."""
+        if self._tensorboard is not None:
+            self._tensorboard.flush()
         if not self._seconds:
             return
         steps, seconds, waited = len(self._seconds), sum(self._seconds), self._waited_seconds
@@ -130,6 +166,27 @@ class RunLog:
         say(f"{steps} steps, {count:,} {self._unit} in {seconds:.1f} s: {count / seconds:,.0f} {self._unit}/s")
         say(f"a step took {statistics.median(self._seconds):.3g} s at the median")
         say(f"rank {self._rank} computed for {seconds - waited:.1f} s and waited {waited:.1f} s for other ranks")
+
+
+def open_tensorboard(out: Path) -> "SummaryWriter":
+    """A writer of TensorBoard's event files, into a run's folder; `tensorboard --logdir runs` shows them.
+
+    Raises:
+        InputError: TensorBoard is not installed.
+    """
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError as error:
+        raise InputError("--tensorboard needs TensorBoard: pip install tensorboard") from error
+    return SummaryWriter(out, flush_secs=10)
+
+
+def keep_records(path: Path, before: int) -> None:
+    """Leave in a run's `metrics.jsonl` the whole lines about steps before this one, at every moment."""
+    lines = path.read_text().splitlines(keepends=True) if path.exists() else []
+    kept = path.with_suffix(".kept")
+    kept.write_text("".join(line for line in lines if line.endswith("\n") and json.loads(line)["step"] < before))
+    kept.replace(path)
 
 
 def say_costs(rank: int, device: torch.device) -> None:

@@ -3,10 +3,10 @@
 import contextlib
 import itertools
 import json
+import math
 import os
 import sys
-import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from datetime import datetime, timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
@@ -15,25 +15,22 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from distlab import meeting, memory
-from distlab.activations import KeptActivations
-from distlab.devices import cores_to_share, keep_to_loopback, pick_backend, pick_device, threads_per_rank
+from distlab import meeting
+from distlab.devices import cores_to_share, host_name, keep_to_interface, pick_backend, pick_device, threads_per_rank
 from distlab.grid import Grid
 from distlab.logs import RankOutput, RunLog, say, say_costs, take_over_output
-from distlab.optimizers import build_optimizer
-from distlab.settings import RunSettings, StageSettings, TrainSettings, as_json, layout_flags, world_size
+from distlab.not_finite import NotFiniteError
+from distlab.notices import notices
+from distlab.settings import RunSettings, as_json, layout_flags, world_size
 from distlab.trace import STEP, recorder
 from distlab.traffic import TrafficError, reason, traffic
 from simplellm.errors import InputError
-from simplellm.sources import choose_source
-from simplellm.tokenizers import SPTokenizer
 
 if TYPE_CHECKING:
     from distlab.trace_report import Trace
 
 SettingsT = TypeVar("SettingsT", bound=RunSettings)
 BatchT = TypeVar("BatchT")
-TrainSettingsT = TypeVar("TrainSettingsT", bound=TrainSettings)
 
 
 class Run(Generic[SettingsT]):
@@ -60,7 +57,7 @@ class Run(Generic[SettingsT]):
         self._decided = self._join(script) if settings.layout else self._decide(script)
         self.out = Path(self._decided["out"])
         self._keep_files()
-        self._log = RunLog(self.out, self.rank, self.device)
+        self._log = RunLog(self.out, self.rank, self.device, getattr(settings, "tensorboard", False))
         recorder.enabled = getattr(settings, "trace", False)
         torch.manual_seed(settings.seed + self.rank)  # weights and data do not depend on it; dropout would
         if self.rank == 0:
@@ -74,13 +71,14 @@ class Run(Generic[SettingsT]):
     def _join(self, script: Path) -> dict[str, Any]:
         """Meet the other ranks, agree, and set up the process group."""
         settings, timeout = self.settings, timedelta(seconds=self.settings.timeout)
+        by_torchrun = meeting.started_by_torchrun()
         backend = pick_backend(settings.backend, self.device, self._local_ranks)
-        alone = self._local_ranks == self.world_size  # all ranks are on this host
-        if alone and (meeting.started_by_torchrun() or settings.master_addr == "localhost"):
-            keep_to_loopback()
+        address = os.environ.get("MASTER_ADDR", settings.master_addr) if by_torchrun else settings.master_addr
+        keep_to_interface(address, on_one_host=by_torchrun and self._local_ranks == self.world_size)
         store = self._store = meeting.open_store(
             self.rank, settings.master_addr, settings.master_port or 29500, settings.timeout, say
         )
+        meeting.leave_host(store, self.rank, host_name(address))
         same = {"the script": script.name} | {f"--{name.replace('_', '-')}": v for name, v in as_json(settings).items()}
         decided = meeting.agree(
             store, self.rank, self.world_size, same, lambda: self._decide(script), settings.timeout, say
@@ -91,7 +89,13 @@ class Run(Generic[SettingsT]):
             sentence = f"rank {self.rank} could not connect to all other ranks: {reason(error)}"
             raise TrafficError(sentence, error) from error
         traffic.timeout_seconds = settings.timeout
+        notices.open(store, self.rank, self.world_size, traffic, is_rank_0s=not meeting.started_by_torchrun())
         return decided
+
+    @property
+    def _goes_on(self) -> bool:
+        """True if the run's folder has the earlier part of this run."""
+        return False
 
     def _decide(self, script: Path) -> dict[str, Any]:
         """What rank 0 decides for all."""
@@ -101,7 +105,7 @@ class Run(Generic[SettingsT]):
     def _keep_files(self) -> None:
         try:
             self.out.mkdir(parents=True, exist_ok=True)
-            log = (self.out / f"rank{self.rank}.log").open("w", buffering=1)
+            log = (self.out / f"rank{self.rank}.log").open("a" if self._goes_on else "w", buffering=1)
         except OSError as error:
             raise InputError(f"--out {self.out}: cannot write there ({error.strerror}); give another folder") from error
         for stream in (sys.stdout, sys.stderr):
@@ -118,24 +122,43 @@ class Run(Generic[SettingsT]):
             ranks = f"{self.world_size} rank{'s' * (self.world_size > 1)} over {dist.get_backend()}"
         threads = torch.get_num_threads()
         say(f"{script.stem}: {ranks} on {self.device.type}, {threads} thread{'s' * (threads > 1)} each")
+        if dist.is_initialized():
+            meeting.say_hosts(self._store, self.world_size, self.grid.tp, say)
 
     def count_steps(
-        self, batches: Iterable[BatchT], steps: int, per_step: int, unit: str
+        self,
+        batches: Iterable[BatchT],
+        steps: int,
+        per_step: int,
+        unit: str,
+        *,
+        first: int = 0,
+        before: int = 0,
+        after_step: "Callable[[int], None] | None" = None,
+        after_record: "Callable[[int], None] | None" = None,
     ) -> Iterator[tuple[int, BatchT]]:
         """Number the steps, give each its batch, and keep the records of each.
 
         Args:
-            batches: at least `steps` of them.
-            steps: how many to take.
+            batches: as many as there are steps to take.
+            steps: how many there are, with those before `first`.
             per_step: what the global batch holds, counted in `unit` ("tokens", "inputs").
+            unit: see `per_step`.
+            first: the step to begin with.
+            before: how much of `unit` the steps before that one took.
+            after_step, after_record: called with each step's number before and after it is put on record; the time that
+                they take is not the step's.
         """
-        self._log.expect_steps(per_step, unit)
+        self._log.expect_steps(per_step, unit, before, go_on_at=first if self._goes_on else None)
         source = iter(batches)
-        for step in range(steps):
-            started = time.perf_counter()
-            with recorder.span(STEP, f"step {step}"):
+        for step in range(first, steps):
+            with self._log.timing_a_step(), recorder.span(STEP, f"step {step}"):
                 yield step, next(source)
-            self._log.end_step(step, time.perf_counter() - started)
+            if after_step is not None:
+                after_step(step)
+            self._log.record(step)
+            if after_record is not None:
+                after_record(step)
 
     def global_loss(self, step: int, losses: Iterable[Tensor]) -> float:
         """The loss of the global batch, on every rank and in the records.
@@ -148,7 +171,13 @@ class Run(Generic[SettingsT]):
         own = sum((loss.detach().double() for loss in losses), torch.zeros((), dtype=torch.float64, device=self.device))
         traffic.all_reduce(own, f"the loss of step {step}", kind="loss", op=dist.ReduceOp.SUM).wait()
         self._log.loss = own.item() / (self.grid.dp * self.grid.tp)
+        if not math.isfinite(self._log.loss):
+            raise NotFiniteError(f"the loss of step {step} is {self._log.loss}{self._why_not_finite()}")
         return self._log.loss
+
+    def _why_not_finite(self) -> str:
+        """What is known of a loss that is not finite."""
+        return ""
 
     def close(self) -> None:
         """Say what the run came to, and wait until all ranks have finished.
@@ -202,92 +231,6 @@ class Run(Generic[SettingsT]):
             self._log.summary()
             say_costs(self.rank, self.device)
             say(f"logs and metrics are in {self.out}")
-
-
-class TrainingRun(Run[TrainSettingsT]):
-    """A run that trains the lab's Llama on stories.
-
-    Attributes:
-        data: where the stories come from, as rank 0 decided for all.
-    """
-
-    def __init__(self, settings: TrainSettingsT, script: Path) -> None:
-        super().__init__(settings, script)
-        self.data: str = self._decided["data"]
-        self._optimizer: torch.optim.Optimizer | None = None
-        self._memory: list[list[int]] = []
-
-    def _decide(self, script: Path) -> dict[str, Any]:
-        source, why = choose_source(self.settings.data)
-        decided = {**super()._decide(script), "data": source, "data_because": why}
-        if isinstance(self.settings, StageSettings):
-            decided["layers_per_stage"] = self.settings.split(SPTokenizer(self.settings.tokenizer).vocab_size)
-        return decided
-
-    def _introduce(self, script: Path) -> None:
-        super()._introduce(script)
-        say(f"stories from {self._decided['data_because']}")
-        if "layers_per_stage" in self._decided:
-            say(f"layers of each stage: {', '.join(map(str, self._decided['layers_per_stage']))}")
-
-    def model_options(self) -> dict[str, Any]:
-        """Keyword arguments of `simplellm.llama`'s models, as the flags ask for."""
-        args = self.settings
-        return {
-            "n_layers": args.n_layers,
-            "dmodel": args.dmodel,
-            "num_heads": args.num_heads,
-            "ctx_size": args.seq_len,
-            "device": self.device,
-            "dtype": getattr(torch, args.dtype),
-            "seed": args.seed,
-        }
-
-    def data_options(self) -> dict[str, Any]:
-        """Keyword arguments of `simplellm.dataloaders.TinyStories`, as the flags ask for and rank 0 decided."""
-        args = self.settings
-        return {"batch_size": args.batch_size, "seq_l": args.seq_len, "data": self.data, "seed": args.seed}
-
-    def optimizer(self, parameters: Iterable[Tensor]) -> torch.optim.Optimizer:
-        """The optimizer that `--optimizer` and `--lr` name, of all the parameters that this rank holds."""
-        parameters = list(parameters)
-        self._kept = KeptActivations(parameters)
-        self._optimizer = build_optimizer(self.settings.optimizer, parameters, self.settings.lr)
-        return self._optimizer
-
-    def steps(self, batches: Iterable[Tensor]) -> Iterator[tuple[int, Tensor]]:
-        """Number the steps and give each its batch of token ids, (batch, seq), on the run's device."""
-        args = self.settings
-        tokens = self.grid.dp * args.batch_size * args.seq_len
-        for step, batch in self.count_steps(batches, args.steps, tokens, "tokens"):
-            counting = self._kept.counting() if step == 0 and self._optimizer is not None else contextlib.nullcontext()
-            with counting:  # each tensor that autograd keeps; every step keeps as many
-                yield step, batch.to(self.device, non_blocking=True)
-
-    def close(self) -> None:
-        if self._optimizer is not None:
-            by_rank = torch.zeros(self.world_size, len(memory.KINDS), dtype=torch.int64, device=self.device)
-            # A pipeline that is traced counts its activations itself.
-            kept_bytes = max([self._kept.peak_bytes, *(kept for _, kept in recorder.kept_bytes)])
-            by_rank[self.rank] = torch.tensor(memory.count_bytes(self._optimizer, kept_bytes))
-            traffic.all_reduce(by_rank, "what each rank holds", kind="control", op=dist.ReduceOp.SUM).wait()
-            self._memory = by_rank.tolist()
-        super().close()
-
-    def summarize(self) -> None:
-        if self.rank == 0 and self._memory:
-            for line in memory.as_table(self._memory):
-                say(line)
-            memory.keep(self.out / "memory.json", self._memory)
-        super().summarize()
-
-    def log(self, step: int, losses: Iterable[Tensor]) -> None:
-        """Print the loss of the global batch; the arguments are those of `global_loss`."""
-        line = f"{step} {self.global_loss(step, losses):.8f}{self._log.speed()}"
-        if self.rank == 0 or not meeting.started_by_torchrun():
-            print(line, flush=True)
-        elif isinstance(sys.stdout, RankOutput):
-            sys.stdout.keep(line + "\n")  # ranks that share a terminal print it once
 
 
 def new_folder(parent: Path) -> Path:

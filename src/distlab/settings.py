@@ -4,22 +4,27 @@ import contextlib
 import io
 import math
 import os
-import re
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
 import tyro
 
+from distlab import resume
+from distlab.checkpoints import candidates, latest
 from distlab.schedules import SCHEDULES
 from distlab.stages import Split, balance, read_split
 from distlab.tensor_parallel import check_division
+from simplellm.command_line import one_sentence
 from simplellm.errors import InputError
 from simplellm.llama import check_heads
 from simplellm.sources import open_source
 from simplellm.tokenizers import SPTokenizer
 
 Layout = dict[str, int]
+
+# Beyond these a wish is a slip of the finger, which would keep a computer busy until it is out of memory.
+MOST_RANKS, MOST_LAYERS, MOST_TOKENS = 1024, 1000, 2**24
 
 
 @dataclass
@@ -58,9 +63,18 @@ class RunSettings:
         """Raise `InputError` for a value that cannot work, before any process waits for another."""
         if not 0 < self.timeout <= 1e6:
             raise InputError(f"--timeout {self.timeout}: give seconds, more than 0 and at most a million")
+        for field in fields(self):
+            value = getattr(self, field.name)
+            for number in value if isinstance(value, list) else [value]:
+                if field.name != "seed" and isinstance(number, int) and abs(number) >= 2**31:
+                    raise InputError(f"{as_flag(field.name)} {number}: give a number of at most 31 bits")
         for size in self.layout.values():
             if size < 1:
                 raise InputError(f"{layout_flags(self.layout)}: every size must be at least 1")
+        if world_size(self.layout) > MOST_RANKS:
+            raise InputError(
+                f"{layout_flags(self.layout)}: these are {world_size(self.layout):,} ranks; give at most {MOST_RANKS:,}"
+            )
         if self.master_port is not None and not 0 < self.master_port < 65536:
             raise InputError(f"--master-port {self.master_port}: a port is a number from 1 to 65535")
         if self.device == "cpu" and self.backend == "nccl":
@@ -68,7 +82,10 @@ class RunSettings:
         if not -(2**63) <= self.seed < 2**63:
             raise InputError(f"--seed {self.seed}: give a number of at most 63 bits")
         if self.out is not None:
-            there = next(path for path in (self.out, *self.out.absolute().parents) if path.exists())
+            try:
+                there = next(path for path in (self.out, *self.out.absolute().parents) if path.exists())
+            except OSError as error:
+                raise InputError(f"--out {self.out}: {error.strerror}; give another folder") from None
             if not there.is_dir() or not os.access(there, os.W_OK):
                 raise InputError(f"--out {self.out}: {there} is no folder that can be written to; give another one")
 
@@ -89,6 +106,10 @@ class TrainSettings(RunSettings):
     """width of the model"""
     num_heads: int = 6
     """attention heads"""
+    num_kv_heads: Annotated[
+        int | None, tyro.conf.arg(metavar="INT", help_behavior_hint="(default: as many as --num-heads)")
+    ] = None
+    """heads of keys and values, each of which serves as many attention heads as the others (grouped-query attention)"""
     n_layers: int = 6
     """transformer layers"""
     lr: float = 8e-4
@@ -103,15 +124,46 @@ class TrainSettings(RunSettings):
         Path | None, tyro.conf.arg(metavar="FILE", help_behavior_hint="(default: the shipped one)")
     ] = None
     """a SentencePiece model"""
+    save_every: Annotated[int | None, tyro.conf.arg(metavar="INT", help_behavior_hint="(default: never)")] = None
+    """steps between two checkpoints; the last step is saved too"""
+    keep: int = 3
+    """checkpoints to keep, the last ones"""
+    resume: Annotated[Path | None, tyro.conf.arg(metavar="DIR", help_behavior_hint="(default: begin)")] = None
+    """a run, or one of its checkpoints, to go on from: model, data and optimizer are its own by default"""
+    eval_every: Annotated[int | None, tyro.conf.arg(metavar="INT", help_behavior_hint="(default: never)")] = None
+    """steps between two looks at the loss of stories that are not trained on"""
+    eval_sequences: int = 24
+    """sequences of such stories"""
     trace: bool = False
     """record and draw the timeline, when the run ends by itself"""
+    tensorboard: bool = False
+    """keep the records for TensorBoard too, in the run's folder"""
+
+    @property
+    def own_moments(self) -> bool:
+        """True if the optimizer's state is not the same on all replicas."""
+        return False
 
     def check(self) -> None:
         super().check()
         require_positive(self, "steps", "batch_size", "micro_batches", "dmodel", "num_heads", "n_layers", "lr")
+        require_positive(self, "keep", "eval_sequences")
+        for name in ("save_every", "eval_every"):
+            if getattr(self, name) is not None:
+                require_positive(self, name)
+        if self.n_layers > MOST_LAYERS:
+            raise InputError(f"--n-layers {self.n_layers}: give at most {MOST_LAYERS:,}")
+        for flag, sequences in (("--batch-size", self.batch_size), ("--eval-sequences", self.eval_sequences)):
+            if sequences * self.seq_len > MOST_TOKENS:
+                raise InputError(
+                    f"{flag} {sequences} with --seq-len {self.seq_len}: these are {sequences * self.seq_len:,} tokens at "
+                    f"a time; give at most {MOST_TOKENS:,}"
+                )
         if self.seq_len < 2:
             raise InputError(f"--seq-len {self.seq_len}: predicting the next token needs at least 2")
-        check_heads(self.dmodel, self.num_heads)
+        if self.num_kv_heads is not None:
+            require_positive(self, "num_kv_heads")
+        check_heads(self.dmodel, self.num_heads, self.num_kv_heads)
         if self.batch_size % self.micro_batches:
             raise InputError(
                 f"--batch-size {self.batch_size} with --micro-batches {self.micro_batches}: the batch must divide into "
@@ -119,7 +171,18 @@ class TrainSettings(RunSettings):
             )
         SPTokenizer(self.tokenizer)
         if self.data not in ("auto", "tinystories"):
-            next(open_source(self.data, "train", self.seed).documents(0))
+            for split in ("train", "validation") if self.eval_every else ("train",):
+                next(open_source(self.data, split, self.seed).documents(0))
+        if self.resume is not None:
+            resume.check(latest(self.resume), self)
+        if self.save_every and self.out is not None and any(candidates(self.out)):
+            goes_on = self.resume is not None and latest(self.resume).folder.resolve().is_relative_to(
+                self.out.resolve()
+            )
+            if not goes_on:
+                raise InputError(
+                    f"--out {self.out}: has checkpoints of another run; give another folder, or --resume {self.out}"
+                )
 
 
 @dataclass
@@ -216,7 +279,7 @@ class HybridSettings(ScheduleSettings):
 
     def check(self) -> None:
         super().check()
-        check_division(self.num_heads, self.num_heads, self.tp)
+        check_division(self.num_heads, self.num_kv_heads, self.tp)
 
 
 def world_size(layout: Layout) -> int:
@@ -241,7 +304,12 @@ def require_positive(settings: Any, *names: str) -> None:
     for name in names:
         value = getattr(settings, name)
         if not 0 < value < math.inf:
-            raise InputError(f"--{name.replace('_', '-')} {value}: must be greater than 0")
+            raise InputError(f"{as_flag(name)} {value}: must be greater than 0")
+
+
+def as_flag(name: str) -> str:
+    """The flag of a setting."""
+    return f"--{name.replace('_', '-')}"
 
 
 SettingsT = TypeVar("SettingsT", bound=RunSettings)
@@ -257,19 +325,15 @@ def parse(defaults: SettingsT, description: str, args: list[str] | None = None, 
     try:
         with contextlib.redirect_stderr(errors):
             settings = tyro.cli(type(defaults), default=defaults, args=args, prog=prog, description=description)
+            if isinstance(settings, TrainSettings) and settings.resume is not None:  # once more, with other defaults
+                defaults = replace(defaults, **resume.inherited(latest(settings.resume), settings))
+                settings = tyro.cli(type(defaults), default=defaults, args=args, prog=prog, description=description)
     except SystemExit as end:
         if end.code in (0, None):  # --help
             raise
-        raise InputError(_one_sentence(errors.getvalue())) from None
+        raise InputError(one_sentence(errors.getvalue())) from None
     settings.check()
     return settings
-
-
-def _one_sentence(panel: str) -> str:
-    """tyro frames its errors as a panel of lines; ours are one sentence."""
-    lines = [line.strip("│╭╮╰╯─ ") for line in panel.splitlines()]
-    text = " ".join(line for line in lines[1:] if line)
-    return re.split(r" ?(?:For full helptext|Argument helptext:)", text)[0] + " (--help lists the flags)"
 
 
 def as_json(settings: RunSettings) -> dict[str, Any]:

@@ -1,13 +1,24 @@
 """Figures of runs: losses, timelines, memory, and the layout of a hybrid."""
 
 import json
+import math
 import sys
 from pathlib import Path
 
 import pytest
 from processes import run
 
-from distlab.figures import collectives, layout, losses, memory, moving_average, read_losses, timelines, topologies
+from distlab.figures import (
+    collectives,
+    layout,
+    losses,
+    memory,
+    moving_average,
+    places,
+    read_metrics,
+    timelines,
+    topologies,
+)
 from distlab.schedules import all_stages
 from distlab.trace import COMPUTE, STEP, Event
 from distlab.trace_report import RankTrace, Trace, write_chrome
@@ -30,6 +41,34 @@ def test_draws_a_png_that_depends_on_the_runs(tmp_path: Path) -> None:
         pictures.append((tmp_path / f"{name}.png").read_bytes())
         assert pictures[-1].startswith(b"\x89PNG")
     assert pictures[0] != pictures[1]
+
+
+def test_curves_run_over_steps_tokens_or_seconds(tmp_path: Path) -> None:
+    """From where the run began, which may be a checkpoint, and with the validation loss where there is one."""
+    keys = ("step", "loss", "tokens", "seconds")
+    rows = [
+        dict(zip(keys, row, strict=True)) for row in ((20, 4.0, 900, 0.5), (21, 3.0, 1000, 0.25), (22, None, 1100, 1))
+    ]
+    run_folder = tmp_path / "run"
+    run_folder.mkdir()
+    (run_folder / "metrics.jsonl").write_text("\n".join(json.dumps(row) for row in rows))
+    records = read_metrics(run_folder)
+    assert [record["loss"] for record in records[:2]] == [4.0, 3.0]
+    assert math.isnan(records[2]["loss"])
+    assert places(records, "steps", run_folder) == [21, 22, 23]
+    assert places(records, "tokens", run_folder) == [900, 1000, 1100]
+    assert places(records, "seconds", run_folder) == [0.5, 0.75, 1.75]
+    pictures = set()
+    for against in ("steps", "tokens", "seconds"):
+        losses(tmp_path / "a.png", [str(run_folder)], against=against)
+        pictures.add((tmp_path / "a.png").read_bytes())
+    rows[1]["validation_loss"] = 3.5
+    (run_folder / "metrics.jsonl").write_text("\n".join(json.dumps(row) for row in rows))
+    losses(tmp_path / "a.png", [str(run_folder)])
+    pictures.add((tmp_path / "a.png").read_bytes())
+    assert len(pictures) == 4
+    with pytest.raises(InputError, match="its records have no tokens, which --against asks for"):
+        losses(tmp_path / "a.png", [str(record(tmp_path / "b", [1.0]))], against="tokens")
 
 
 def test_figures_of_traces_and_of_the_layout(tmp_path: Path) -> None:
@@ -73,9 +112,9 @@ def test_moving_average() -> None:
 
 def test_a_folder_that_holds_no_run_is_named(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="no metrics of a run"):
-        read_losses(tmp_path)
+        read_metrics(tmp_path)
     (tmp_path / "metrics.jsonl").write_text("{not json")
     ended = run(sys.executable, "-m", "distlab.figures", "losses", tmp_path / "x.png", f"a={tmp_path}")
-    assert ended.status == 1
+    assert ended.status == 2
     assert "no metrics of a run" in ended.err
     assert "Traceback" not in ended.err

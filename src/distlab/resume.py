@@ -1,0 +1,94 @@
+"""What a run that goes on takes over from its checkpoint, and what has to be as it was.
+
+The layout, the batch size and all that concerns speed may change: what a checkpoint holds says nothing of them.
+"""
+
+import hashlib
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from distlab.checkpoints import TOKENIZER, Checkpoint, checksum
+from simplellm.errors import InputError
+from simplellm.tokenizers import SHIPPED_MODEL
+
+if TYPE_CHECKING:
+    from distlab.settings import TrainSettings
+
+MODEL = ("dmodel", "num_heads", "n_layers")
+TRAINING = ("seq_len", "seed", "optimizer", "lr", "dtype")
+
+
+def inherited(checkpoint: Checkpoint, defaults: "TrainSettings") -> dict[str, Any]:
+    """Settings, by name, for which the checkpoint's values take the place of the script's defaults."""
+    model, settings = checkpoint.record["model"], checkpoint.record["settings"]
+    values = {name: model[name] for name in MODEL}
+    values["num_kv_heads"] = None if model["num_kv_heads"] == model["num_heads"] else model["num_kv_heads"]
+    values["seq_len"] = min(defaults.seq_len, model["ctx_size"])
+    values |= {name: settings[name] for name in TRAINING if name in settings}
+    if checkpoint.record.get("data"):
+        values["data"] = checkpoint.record["data"]["source"]
+    if checksum(SHIPPED_MODEL) != _tokenizer_checksum(checkpoint):
+        values["tokenizer"] = checkpoint.tokenizer
+    return values
+
+
+def check(checkpoint: Checkpoint, settings: "TrainSettings") -> None:
+    """Raise `InputError` if a run with these settings would not be the one that the checkpoint was taken from."""
+    resume, record = f"--resume {settings.resume}", checkpoint.record
+    model = record["model"]
+    own = {name: getattr(settings, name) for name in MODEL}
+    own["num_kv_heads"] = settings.num_kv_heads or settings.num_heads
+    for name, value in own.items():
+        if value != model[name]:
+            flag = f"--{name.replace('_', '-')}"
+            raise InputError(f"{resume}: its model has {flag} {model[name]}, not {value}; leave that flag out")
+    if settings.seq_len > model["ctx_size"]:
+        raise InputError(
+            f"{resume}: its model reads {model['ctx_size']} tokens at most, not --seq-len {settings.seq_len}"
+        )
+    if checksum(settings.tokenizer or SHIPPED_MODEL) != _tokenizer_checksum(checkpoint):
+        given = f"--tokenizer {settings.tokenizer}" if settings.tokenizer else "the one that comes with the lab"
+        raise InputError(f"{resume}: it was trained with another tokenizer than {given}; leave --tokenizer out")
+    data = record.get("data")
+    if data and settings.data != "auto" and _content(data) != _content(identity(settings.data, settings.seed)):
+        seed = f" and --seed {data['seed']}" if "seed" in data else ""
+        raise InputError(f"{resume}: it was trained on --data {data['source']}{seed}; leave out the flags that differ")
+    trained_with = record["settings"].get("optimizer", settings.optimizer)
+    if settings.optimizer != trained_with:
+        raise InputError(f"{resume}: it was trained with --optimizer {trained_with}, not {settings.optimizer}")
+    if settings.steps <= checkpoint.step:
+        raise InputError(
+            f"--steps {settings.steps}: {checkpoint.folder} has taken {checkpoint.step} steps already; give more"
+        )
+    ranks = record.get("world_size")
+    if record.get("own_moments") and not (settings.own_moments and settings.layout == record["layout"]):
+        raise InputError(
+            f"{resume}: each of its {ranks} ranks kept {trained_with}'s moments of its own gradients, which mean "
+            f"nothing to another layout; resume with dp-wa and --world-size {ranks}"
+        )
+
+
+def identity(data: str, seed: int) -> dict[str, Any]:
+    """What tells one source of stories from another.
+
+    Args:
+        data: "sample", "tinystories" or a path.
+        seed: the generator's.
+    """
+    if data == "sample":
+        return {"source": data, "seed": seed}
+    if data == "tinystories":
+        return {"source": data}
+    path = Path(data).expanduser()
+    with path.open("rb") as file:
+        beginning = hashlib.sha256(file.read(1 << 20)).hexdigest()
+    return {"source": str(path.absolute()), "bytes": path.stat().st_size, "sha256_of_first_mib": beginning}
+
+
+def _content(data: dict[str, Any]) -> dict[str, Any]:
+    """A file is the same wherever it lies."""
+    return {key: value for key, value in data.items() if key != "source" or "bytes" not in data}
+
+
+def _tokenizer_checksum(checkpoint: Checkpoint) -> str:
+    return str(checkpoint.record["files"][TOKENIZER]["sha256"])

@@ -1,0 +1,33 @@
+"""With --tensorboard a run's records are in its folder for TensorBoard too."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+from chapters import train_on
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from distlab.logs import open_tensorboard
+from simplellm.errors import InputError
+
+
+def test_holds_what_the_metrics_hold(tmp_path: Path) -> None:
+    flags = "--world-size 2 --batch-size 1 --eval-every 2 --tensorboard".split()
+    train_on(2, "DP/gradient_aggr/intro_DP_GA.py", tmp_path, *flags)
+    assert len(list(tmp_path.glob("events.out.tfevents.*"))) == 1, "one rank writes"
+    events = EventAccumulator(str(tmp_path)).Reload()
+    records = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    for name in ("loss", "validation_loss", "tokens_per_second"):
+        kept = [(event.step, event.value) for event in events.Scalars(name)]
+        expected = [(record["step"], pytest.approx(record[name], rel=1e-6)) for record in records if name in record]
+        assert kept == expected
+        assert kept
+
+
+def test_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in [name for name in sys.modules if name.startswith("torch.utils.tensorboard")]:
+        monkeypatch.delitem(sys.modules, module)
+    monkeypatch.setitem(sys.modules, "tensorboard", None)
+    with pytest.raises(InputError, match="pip install tensorboard"):
+        open_tensorboard(tmp_path)
