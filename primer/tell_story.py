@@ -1,0 +1,124 @@
+"""A trained model tells a story, one token after the other.
+
+    python primer/tell_story.py RUN --prompt "Once upon a time"      # RUN: a run's folder, or an exported model's
+    python primer/tell_story.py RUN --temperature 0.8 --top-p 0.9 --seed 3
+
+A language model gives a score to every token that may come next. To tell a story, pick one, put it after the text, and
+ask again. Compare `--no-cache`: the same story, but every token of the text goes through the model again each time.
+"""
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Literal
+
+import torch
+import tyro
+from torch import Tensor
+
+from distlab.devices import pick_device
+from simplellm import command_line
+from simplellm.errors import InputError
+from simplellm.generation import TextStream, build, prompt_ids, read_saved
+from simplellm.llama import CausalLLama
+from simplellm.tokenizers import SPTokenizer
+
+
+@dataclass
+class Settings:
+    """What to tell, and how."""
+
+    model: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="RUN")]
+    """folder of a run, of a checkpoint, or of an exported model"""
+    prompt: str = "Once upon a time"
+    """how the text begins; "" for a new document"""
+    temperature: float = 0.8
+    """1: as probable as the model says; less: bolder choices are rarer; 0: always the most probable token (greedy)"""
+    top_k: int | None = None
+    """choose among this many of the most probable tokens"""
+    top_p: float = 1.0
+    """choose among the fewest tokens that are this probable together"""
+    seed: int = 0
+    """another seed, another story"""
+    max_tokens: int | None = None
+    """tokens after the prompt; by default, until the story ends or the model's context is full"""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """where to compute; auto: CUDA if present"""
+    cache: bool = True
+    """keep the keys and values of the text so far"""
+
+    def check(self) -> None:
+        """Raise `InputError` for a value that cannot work."""
+        for flag, value, is_right, wanted in (
+            ("--temperature", self.temperature, 0 <= self.temperature < float("inf"), "must be 0 or more"),
+            ("--top-k", self.top_k, self.top_k is None or self.top_k >= 1, "must be at least 1"),
+            ("--top-p", self.top_p, 0 < self.top_p <= 1, "must be greater than 0 and at most 1"),
+            ("--max-tokens", self.max_tokens, self.max_tokens is None or self.max_tokens >= 1, "must be at least 1"),
+            ("--seed", self.seed, -(2**63) <= self.seed < 2**63, "must have at most 63 bits"),
+        ):
+            if not is_right:
+                raise InputError(f"{flag} {value}: {wanted}")
+
+
+def pick(logits: Tensor, args: Settings, generator: torch.Generator) -> int:
+    """Draw the next token by its logits (vocab,)."""
+    if args.temperature == 0:
+        return int(logits.argmax())
+    logits, tokens = ((logits - logits.max()) / args.temperature).sort(descending=True, stable=True)
+    logits, tokens = logits[: args.top_k], tokens[: args.top_k]
+    probabilities = logits.softmax(dim=0)
+    before = probabilities.cumsum(dim=0) - probabilities  # of all more probable tokens together
+    probabilities[before >= args.top_p] = 0  # without these the others have top_p already
+    return int(tokens[torch.multinomial(probabilities, 1, generator=generator)])
+
+
+@torch.inference_mode()
+def tell(net: CausalLLama, ids: list[int], args: Settings, end: int, device: torch.device) -> Iterator[int]:
+    """The tokens after `ids`, until the `end` of the document, `--max-tokens`, or the end of the model's context."""
+    generator = torch.Generator().manual_seed(args.seed)
+    room = net.ctx_size - len(ids)
+    cache = net.new_cache() if args.cache else None
+    text = list(ids)
+    x = text
+    for _ in range(room if args.max_tokens is None else min(room, args.max_tokens)):
+        logits = net(torch.tensor([x], device=device), cache)[0, -1]
+        token = pick(logits.float().cpu(), args, generator)
+        yield token
+        if token == end:
+            return
+        text.append(token)
+        # The cache has the keys and values of the text: what is new to the model is the last token alone.
+        x = text if cache is None else [token]
+
+
+def main(args: Settings) -> None:
+    args.check()
+    device = pick_device(args.device, rank=0)
+    saved = read_saved(args.model)
+    tokenizer = SPTokenizer(saved.tokenizer)
+    net = build(saved, device)
+    ids = prompt_ids(args.prompt, tokenizer, net.ctx_size)
+    count = sum(parameter.numel() for parameter in net.parameters())
+    print(f"# {args.model}: {count:,} parameters, at most {net.ctx_size} tokens of text, on {device.type}")
+
+    stream, told = TextStream(tokenizer), 0
+    print(*(stream.add(id) for id in ids), sep="", end="", flush=True)
+    started, token = time.perf_counter(), None
+    for token in tell(net, ids, args, tokenizer.eos_id, device):
+        told += 1
+        print(stream.add(token), end="", flush=True)
+    seconds = time.perf_counter() - started
+    print(stream.rest())
+
+    ending = f"stopped where the text has the {net.ctx_size} tokens that the model can read"
+    if token == tokenizer.eos_id:
+        ending = "the model ended its story"
+    elif told == args.max_tokens:
+        ending = f"stopped after --max-tokens {told}"
+    how = "with" if args.cache else "without"
+    print(f"# {ending}\n# {told} tokens in {seconds:.2f} s: {told / seconds:.1f} tokens/s, {how} a cache")
+
+
+if __name__ == "__main__":
+    command_line.run(main, Settings, __doc__)

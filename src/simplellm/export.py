@@ -1,0 +1,125 @@
+"""Write a run's model as a folder that Hugging Face's transformers loads.
+
+    python -m simplellm.export RUN DIR
+
+    AutoModelForCausalLM.from_pretrained("DIR"), AutoTokenizer.from_pretrained("DIR")
+
+These give our logits and our token ids. The weights need no conversion: parameters carry that library's names already.
+"""
+
+import json
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import tyro
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+from sentencepiece import SentencePieceProcessor
+
+from distlab.checkpoints import SavedModel
+from simplellm import command_line
+from simplellm.errors import InputError
+from simplellm.generation import read_saved
+from simplellm.tokenizer_json import as_tokenizer_json
+from simplellm.tokenizers import SPTokenizer
+
+
+@dataclass
+class Request:
+    """What to export."""
+
+    run: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="RUN")]
+    """folder of a run with checkpoints, or of one checkpoint"""
+    folder: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="DIR")]
+    """folder to make"""
+
+
+def export(model: SavedModel, folder: Path) -> None:
+    """Write config.json, model.safetensors and the tokenizer's files.
+
+    Args:
+        model: what to write.
+        folder: a new or an empty one.
+
+    Raises:
+        InputError: the folder holds files already or cannot be written to, or the tokenizer cannot be exported.
+    """
+    tokenizer = as_tokenizer_json(model.tokenizer)
+    ids = token_ids(SPTokenizer(model.tokenizer))
+    command_line.check_free(folder)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        _write(folder / "config.json", llama_config(model.options) | ids)
+        _write(folder / "generation_config.json", {"_from_model_config": True} | ids)
+        _write(folder / "tokenizer.json", tokenizer)
+        _write(folder / "tokenizer_config.json", tokenizer_config(model.tokenizer, model.options["ctx_size"]))
+        shutil.copyfile(model.tokenizer, folder / "tokenizer.model")
+        weights = {name: parameter.contiguous() for name, parameter in model.parameters.items()}
+        save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+        # safetensors lets nobody else read its file; these are to be given away.
+        (folder / "model.safetensors").chmod((folder / "config.json").stat().st_mode)
+    except (OSError, SafetensorError) as error:
+        why = getattr(error, "strerror", None) or error
+        raise InputError(f"{folder}: cannot be written ({why}); give another folder") from error
+
+
+def llama_config(options: dict[str, Any]) -> dict[str, Any]:
+    """The model's sizes in the words of transformers' LlamaConfig."""
+    theta = options["rope_theta"]
+    return {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "vocab_size": options["vocab_size"],
+        "hidden_size": options["dmodel"],
+        "intermediate_size": options["hidden_dim"],
+        "num_hidden_layers": options["n_layers"],
+        "num_attention_heads": options["num_heads"],
+        "num_key_value_heads": options["num_kv_heads"],
+        "head_dim": options["dmodel"] // options["num_heads"],
+        "max_position_embeddings": options["ctx_size"],
+        "rms_norm_eps": options["norm_eps"],
+        "rope_theta": theta,  # where transformers 4 looks
+        "rope_parameters": {"rope_type": "default", "rope_theta": theta},  # and where 5 does
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "mlp_bias": False,
+        "tie_word_embeddings": False,
+        "dtype": "float32",
+    }
+
+
+def token_ids(tokenizer: SPTokenizer) -> dict[str, int | None]:
+    """The ids of the tokens that stand for no text; None for one that the tokenizer has not."""
+    ids = {"bos_token_id": tokenizer.bos_id, "eos_token_id": tokenizer.eos_id, "pad_token_id": tokenizer.pad_id}
+    return {name: id if id >= 0 else None for name, id in ids.items()}
+
+
+def tokenizer_config(model: Path, ctx_size: int) -> dict[str, Any]:
+    """What makes transformers use tokenizer.json as `SPTokenizer.encode` works."""
+    pieces = SentencePieceProcessor(model_file=str(model))
+    names = {"bos": pieces.bos_id(), "eos": pieces.eos_id(), "pad": pieces.pad_id(), "unk": pieces.unk_id()}
+    return {
+        "tokenizer_class": "PreTrainedTokenizerFast",  # the one that adds nothing of its own to tokenizer.json
+        "model_max_length": ctx_size,
+        "model_input_names": ["input_ids", "attention_mask"],
+        "clean_up_tokenization_spaces": False,
+        "split_special_tokens": True,  # "</s>" in a text is four characters like any others
+    } | {f"{name}_token": pieces.id_to_piece(id) for name, id in names.items() if id >= 0}
+
+
+def _write(path: Path, content: dict[str, Any]) -> None:
+    path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def main(request: Request) -> None:
+    command_line.check_free(request.folder)
+    model = read_saved(request.run)
+    export(model, request.folder)
+    count = sum(parameter.numel() for parameter in model.parameters.values())
+    print(f"# {request.folder}: {count:,} parameters, config.json and the tokenizer, for transformers to load")
+
+
+if __name__ == "__main__":
+    command_line.run(main, Request, __doc__)

@@ -1,0 +1,79 @@
+"""What telling a story needs around its loop: a model to read, and text out of tokens that come one by one."""
+
+from pathlib import Path
+
+import torch
+
+from distlab.checkpoints import SavedModel, read_model
+from simplellm.errors import InputError
+from simplellm.import_hf import is_llama, read_llama
+from simplellm.llama import CausalLLama, LLama
+from simplellm.tokenizers import SPTokenizer
+
+
+def read_saved(path: Path) -> SavedModel:
+    """The model of a run, of a checkpoint, or of a folder in Hugging Face's format.
+
+    Raises:
+        InputError: there is none that can be read.
+    """
+    return read_llama(path) if is_llama(path) else read_model(path)
+
+
+def build(saved: SavedModel, device: torch.device | str = "cpu") -> CausalLLama:
+    """The whole model with the saved parameters.
+
+    Raises:
+        InputError: the parameters are no numbers any more, as after a loss that was none.
+    """
+    for name, parameter in saved.parameters.items():
+        if not parameter.isfinite().all():
+            raise InputError(f"{name} is not finite: the run has diverged; give an earlier checkpoint")
+    model = LLama(CausalLLama, **saved.options, device=device)
+    model.load_state_dict(saved.parameters, strict=True)
+    return model
+
+
+def prompt_ids(prompt: str, tokenizer: SPTokenizer, ctx_size: int) -> list[int]:
+    """The prompt's tokens; for an empty one, the end of a document, after which the next one begins.
+
+    Raises:
+        InputError: there are none, or so many that the model could say nothing after them.
+    """
+    if any("\ud800" <= character <= "\udfff" for character in prompt):
+        raise InputError("--prompt is no valid text in the terminal's encoding; give UTF-8")
+    ids = tokenizer.encode(prompt) or [id for id in (tokenizer.eos_id, tokenizer.bos_id) if id >= 0][:1]
+    if not ids:
+        raise InputError("--prompt is empty, and the tokenizer marks no end of a document: give at least a word")
+    if len(ids) >= ctx_size:
+        raise InputError(
+            f"--prompt is of {len(ids)} tokens: the model reads {ctx_size} at most, story included; give a shorter one"
+        )
+    return ids
+
+
+class TextStream:
+    """The text of tokens as they come: joined, its pieces are the text of all tokens together.
+
+    A token alone does not tell its text: a character may be spelled in several tokens, a byte each, and some tokenizers
+    drop the space at the beginning of a text. So the last tokens are decoded again with each new one, and what is new
+    is the text.
+    """
+
+    def __init__(self, tokenizer: SPTokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._ids: list[int] = []  # those of the last text that was given out, and what has come since
+        self._given = 0  # how many of them have been given out
+
+    def add(self, id: int) -> str:
+        """The text that a token completes; nothing in the middle of a character."""
+        self._ids.append(id)
+        before, now = self._tokenizer.decode(self._ids[: self._given]), self._tokenizer.decode(self._ids)
+        if now.endswith("\ufffd") or len(now) <= len(before):  # the replacement of what is no character, so far
+            return ""
+        self._ids, self._given = self._ids[self._given :], len(self._ids) - self._given
+        return now[len(before) :]
+
+    def rest(self) -> str:
+        """What the tokens so far end with and `add` has held back."""
+        return self._tokenizer.decode(self._ids)[len(self._tokenizer.decode(self._ids[: self._given])) :]

@@ -1,0 +1,244 @@
+"""Turn a Llama in Hugging Face's format into a run that every script goes on from.
+
+    python -m simplellm.import_hf DIR OUT
+    ./launch.sh hybrid --resume OUT
+
+DIR holds config.json, model.safetensors (or its parts and their index) and tokenizer.model. What the lab's Llama cannot
+be is refused, and nothing is ever unpickled: a pytorch_model.bin may hold any program.
+"""
+
+import contextlib
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import tyro
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from distlab.checkpoints import SavedModel, write_model
+from simplellm import command_line
+from simplellm.errors import InputError
+from simplellm.llama import CausalLLama, LLama
+from simplellm.tokenizers import SPTokenizer
+
+WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+
+
+@dataclass
+class Request:
+    """What to import."""
+
+    folder: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="DIR")]
+    """folder with config.json, model.safetensors and tokenizer.model"""
+    out: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="OUT")]
+    """the run's folder, to make"""
+
+
+def is_llama(folder: Path) -> bool:
+    """Whether a folder is in Hugging Face's format; a run's config.json names no kind of model."""
+    if (folder / WEIGHTS).exists() or (folder / INDEX).exists():
+        return True
+    with contextlib.suppress(InputError):
+        return "model_type" in _read_json(folder / "config.json")
+    return False
+
+
+def read_llama(folder: Path) -> SavedModel:
+    """The model in a folder in Hugging Face's format, in float32, with a head of its own.
+
+    Raises:
+        InputError: a file is missing or damaged, or says what the lab's Llama cannot be.
+    """
+    if not folder.is_dir():
+        raise InputError(f"{folder}: there is no such folder; give one with config.json and {WEIGHTS}")
+    path = folder / "config.json"
+    config = _read_json(path)
+    _check_kind(path, config)
+    options = _options(path, config)
+    tokenizer = _tokenizer(folder, options["vocab_size"])
+    options["padding_idx"] = tokenizer.pad_id if tokenizer.pad_id >= 0 else None
+    empty = LLama(CausalLLama, **options, device="meta")
+    shapes = {name: tuple(parameter.shape) for name, parameter in empty.named_parameters()}
+    parameters = _parameters(folder, shapes, tied=config.get("tie_word_embeddings") is True)
+    return SavedModel(options, parameters, folder / "tokenizer.model")
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise InputError(f"{path}: there is no such file, which a model in Hugging Face's format has") from None
+    except OSError as error:
+        raise InputError(f"{path}: cannot be read ({error.strerror})") from None
+    except ValueError as error:
+        raise InputError(f"{path}: is no JSON ({error}); copy the file again") from None
+    if not isinstance(content, dict):
+        raise InputError(f"{path}: is a JSON {type(content).__name__}, not an object; copy the file again")
+    return content
+
+
+def _refuse(path: Path, key: str, value: Any, wanted: str) -> InputError:
+    return InputError(f"{path}: {key} is {json.dumps(value)}: {wanted}")
+
+
+def _check_kind(path: Path, config: dict[str, Any]) -> None:
+    """Raise `InputError` for what the lab's Llama has no words for."""
+    if config.get("model_type") != "llama":
+        raise _refuse(path, "model_type", config.get("model_type"), 'only a "llama" can be imported')
+    if config.get("hidden_act", "silu") != "silu":
+        raise _refuse(path, "hidden_act", config["hidden_act"], 'the lab\'s Llama computes "silu"')
+    for key in ("attention_bias", "mlp_bias"):
+        if config.get(key):
+            raise _refuse(path, key, config[key], "the lab's Llama has no biases; it must be false")
+    if config.get("quantization_config"):
+        raise _refuse(path, "quantization_config", config["quantization_config"], "give a model that is not quantized")
+    for key in ("rope_scaling", "rope_parameters"):
+        rope = config.get(key)
+        if rope is None:
+            continue
+        kind = rope.get("rope_type", rope.get("type", "default")) if isinstance(rope, dict) else None
+        if kind != "default":
+            raise _refuse(path, key, rope, 'the lab\'s Llama does not scale positions; rope_type must be "default"')
+
+
+def _options(path: Path, config: dict[str, Any]) -> dict[str, Any]:
+    """Keyword arguments of `simplellm.llama`'s models; where config.json may be silent, what transformers assumes."""
+
+    def size(key: str, default: int | None = None) -> int:
+        value = default if config.get(key) is None else config[key]
+        if value is None:
+            raise InputError(f"{path}: has no {key}; it must be there, a positive integer")
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise _refuse(path, key, value, "it must be a positive integer")
+        return value
+
+    def positive(key: str, default: float) -> float:
+        value = (config.get("rope_parameters") or {}).get(key, config.get(key))
+        value = default if value is None else value
+        if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < float("inf"):
+            raise _refuse(path, key, value, "it must be a number greater than 0")
+        return float(value)
+
+    dmodel, num_heads = size("hidden_size"), size("num_attention_heads")
+    num_kv_heads = size("num_key_value_heads", num_heads)
+    if dmodel % (2 * num_heads):
+        wanted = f"it must divide hidden_size {dmodel} into heads of an even width"
+        raise _refuse(path, "num_attention_heads", num_heads, wanted)
+    if num_heads % num_kv_heads:
+        raise _refuse(path, "num_key_value_heads", num_kv_heads, f"it must divide num_attention_heads {num_heads}")
+    head_dim = size("head_dim", dmodel // num_heads)
+    if head_dim != dmodel // num_heads:
+        wanted = f"it must be hidden_size / num_attention_heads = {dmodel // num_heads}"
+        raise _refuse(path, "head_dim", head_dim, wanted)
+    return {
+        "vocab_size": size("vocab_size"),
+        "dmodel": dmodel,
+        "num_heads": num_heads,
+        "num_kv_heads": num_kv_heads,
+        "hidden_dim": size("intermediate_size"),
+        "n_layers": size("num_hidden_layers"),
+        "ctx_size": size("max_position_embeddings", 2048),
+        "rope_theta": positive("rope_theta", 1e4),
+        "norm_eps": positive("rms_norm_eps", 1e-6),
+    }
+
+
+def _tokenizer(folder: Path, vocab_size: int) -> SPTokenizer:
+    path = folder / "tokenizer.model"
+    if not path.exists():
+        raise InputError(
+            f"{path}: there is no such file; the lab reads SentencePiece models only, and a tokenizer.json cannot be "
+            "turned into one"
+        )
+    try:
+        tokenizer = SPTokenizer(path)
+    except InputError:
+        raise InputError(f"{path}: is no SentencePiece model that can be read; copy the file again") from None
+    if tokenizer.vocab_size != vocab_size:
+        wanted = f"it must be the number of pieces of tokenizer.model, {tokenizer.vocab_size}"
+        raise _refuse(folder / "config.json", "vocab_size", vocab_size, wanted)
+    return tokenizer
+
+
+def _parameters(folder: Path, shapes: dict[str, tuple[int, ...]], tied: bool) -> dict[str, Tensor]:
+    """The tensors of all parameters, each read from its file and widened to float32."""
+    where = _files_of(folder)
+    parameters: dict[str, Tensor] = {}
+    for path in dict.fromkeys(where.values()):
+        try:
+            with safe_open(path, framework="pt") as file:
+                there = set(file.keys())
+                for name in (name for name, holder in where.items() if holder == path):
+                    if name not in there:
+                        raise InputError(f"{path}: has no tensor {name}, which {INDEX} says is in it")
+                    if _is_ours(path, name, shapes, tied):
+                        parameters[name] = _widened(path, name, file.get_tensor(name), shapes[name])
+        except (SafetensorError, OSError) as error:
+            raise InputError(f"{path}: is no whole safetensors file ({error}); copy the file again") from None
+    if tied and EMBEDDING in parameters:
+        # A tensor of its own: in a pipeline, embedding and head are on different ranks.
+        parameters[HEAD] = parameters[EMBEDDING].clone()
+    for name, shape in shapes.items():
+        if name not in parameters:
+            raise InputError(f"{folder}: has no tensor {name}, which must be there in the shape {list(shape)}")
+    return {name: parameters[name] for name in shapes}
+
+
+def _files_of(folder: Path) -> dict[str, Path]:
+    """The file of each tensor."""
+    path, index = folder / WEIGHTS, folder / INDEX
+    if path.exists():
+        try:
+            with safe_open(path, framework="pt") as file:
+                return dict.fromkeys(file.keys(), path)
+        except (SafetensorError, OSError) as error:
+            raise InputError(f"{path}: is no whole safetensors file ({error}); copy the file again") from None
+    if not index.exists():
+        pickled = folder / "pytorch_model.bin"
+        why = "pickled weights may hold any program and are not read; " if pickled.exists() else ""
+        raise InputError(f"{path}: there is no such file; {why}save the model as safetensors")
+    weight_map = _read_json(index).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise _refuse(index, "weight_map", weight_map, "it must name the file of each tensor")
+    for name, file_name in weight_map.items():
+        if not isinstance(file_name, str) or Path(file_name).name != file_name:
+            raise _refuse(index, name, file_name, "it must be the name of a file in the same folder")
+        if not (folder / file_name).exists():
+            raise InputError(f"{folder / file_name}: there is no such file, but {INDEX} names it; copy it as well")
+    return {name: folder / file_name for name, file_name in weight_map.items()}
+
+
+def _is_ours(path: Path, name: str, shapes: dict[str, tuple[int, ...]], tied: bool) -> bool:
+    """Whether to read a tensor; raises `InputError` for one that would change what the model computes."""
+    if name.endswith(".rotary_emb.inv_freq") or (tied and name == HEAD):
+        return False  # old files keep the frequencies, which follow from rope_theta; a tied head is the embedding
+    if name not in shapes:
+        raise InputError(f"{path}: has a tensor {name}, for which the lab's Llama has no place")
+    return True
+
+
+def _widened(path: Path, name: str, tensor: Tensor, shape: tuple[int, ...]) -> Tensor:
+    if tuple(tensor.shape) != shape:
+        raise InputError(
+            f"{path}: {name} has the shape {list(tensor.shape)}; by config.json it must have {list(shape)}"
+        )
+    if tensor.dtype not in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
+        kind = str(tensor.dtype).removeprefix("torch.")
+        raise InputError(f"{path}: {name} is of {kind}; it must be of float32, bfloat16 or float16")
+    return tensor.float()
+
+
+def main(request: Request) -> None:
+    command_line.check_free(request.out)
+    model = read_llama(request.folder)
+    write_model(request.out, model)
+    count = sum(parameter.numel() for parameter in model.parameters.values())
+    print(f"# {request.out}: {count:,} parameters; go on with --resume {request.out}")
+
+
+if __name__ == "__main__":
+    command_line.run(main, Request, __doc__)

@@ -1,0 +1,217 @@
+"""Stories: how a token is picked, transformers' greedy text against ours, and the command."""
+
+import dataclasses
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from processes import LAB, finish, run_script, start
+from small_models import saved_model, status_of
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from distlab.checkpoints import write_model
+from simplellm.export import export
+from simplellm.generation import build
+from simplellm.tokenizers import SPTokenizer
+
+sys.path.append(str(LAB))
+from primer.tell_story import Settings, main, pick, tell
+
+CPU = torch.device("cpu")
+GREEDY = Settings(Path(), temperature=0)
+PROMPTS = ["Once upon a time", "The little dog", "\n\n", "One day, Tom", "é 🐭"]
+
+
+@pytest.fixture(scope="module")
+def exported(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("exported") / "model"
+    export(saved_model(num_kv_heads=2), folder)
+    return folder
+
+
+def story(args: Settings, prompt: str = PROMPTS[0], **options: Any) -> list[int]:
+    net = build(saved_model(num_kv_heads=2, **options))
+    return list(tell(net, SPTokenizer().encode(prompt), args, SPTokenizer().eos_id, CPU))
+
+
+# ------------------------------------------------------------------------------------------------------------ sampling
+
+
+def picked(probabilities: list[float], draws: int = 300, **options: Any) -> set[int]:
+    """The tokens that come up in many draws."""
+    args, generator = Settings(Path(), **{"temperature": 1.0, **options}), torch.Generator().manual_seed(1)
+    logits = torch.tensor(probabilities).log() + 5  # what is added to all logits changes nothing
+    return {pick(logits, args, generator) for _ in range(draws)}
+
+
+def test_top_p_keeps_the_fewest_tokens_that_are_probable_enough() -> None:
+    probabilities = [0.1, 0.5, 0.15, 0.25]
+    assert picked(probabilities, top_p=0.45) == {1}
+    assert picked(probabilities, top_p=0.55) == {1, 3}
+    assert picked(probabilities, top_p=0.74) == {1, 3}
+    assert picked(probabilities, top_p=0.76) == {1, 2, 3}
+    assert picked(probabilities, top_p=0.95) == picked(probabilities) == {0, 1, 2, 3}
+    assert picked([0.25] * 4, top_p=1e-9) == {0}
+
+
+def test_top_k_keeps_so_many() -> None:
+    probabilities = [0.1, 0.5, 0.15, 0.25]
+    assert picked(probabilities, top_k=1) == {1}
+    assert picked(probabilities, top_k=3) == {1, 2, 3}
+    assert picked(probabilities, top_k=9) == {0, 1, 2, 3}
+    assert picked(probabilities, top_k=2, top_p=0.6) == {1}  # the two have 2/3 and 1/3 of what is left
+
+
+def test_temperature() -> None:
+    assert picked([0.1, 0.5, 0.4], temperature=0) == picked([0.1, 0.5, 0.4], temperature=1e-30) == {1}
+    counts = {}
+    for temperature in (0.5, 1.0, 2.0):
+        args, generator = Settings(Path(), temperature=temperature), torch.Generator().manual_seed(1)
+        logits = torch.tensor([0.8, 0.2]).log()
+        counts[temperature] = sum(pick(logits, args, generator) for _ in range(2000)) / 2000
+    # Probabilities to the power of 1 / temperature, made to add up to 1 again.
+    assert counts == pytest.approx({0.5: 0.04 / 0.68, 1.0: 0.2, 2.0: 0.2**0.5 / (0.2**0.5 + 0.8**0.5)}, abs=0.03)
+
+
+def test_the_most_probable_only_is_greedy() -> None:
+    assert story(Settings(Path(), temperature=3, top_k=1)) == story(GREEDY)
+
+
+def test_a_seed_is_a_story() -> None:
+    first, again, other = (story(Settings(Path(), temperature=1, seed=seed)) for seed in (1, 1, 2))
+    assert first == again != other
+
+
+# ------------------------------------------------------------------------------------------------------------ the loop
+
+
+@pytest.mark.parametrize("args", [GREEDY, Settings(Path(), temperature=1, top_p=0.9)])
+def test_without_the_cache_the_story_is_the_same(args: Settings) -> None:
+    told = story(args)
+    assert len(set(told)) > 5
+    assert story(dataclasses.replace(args, cache=False)) == told
+
+
+def test_the_greedy_story_is_that_of_transformers(exported: Path) -> None:
+    theirs, tokenizer = (kind.from_pretrained(exported) for kind in (AutoModelForCausalLM, AutoTokenizer))
+    told = []
+    for prompt in PROMPTS:
+        inputs = tokenizer(prompt, return_tensors="pt")
+        prompt_length = inputs["input_ids"].shape[1]
+        expected = theirs.generate(**inputs, do_sample=False, max_new_tokens=64 - prompt_length)[0, prompt_length:]
+        told.append(story(GREEDY, prompt))
+        assert told[-1] == expected.tolist()
+    assert len({tuple(ids) for ids in told}) == len(PROMPTS)
+
+
+def test_it_ends_where_the_document_does() -> None:
+    net = build(saved_model())
+    whole = list(tell(net, [2], GREEDY, -1, CPU))
+    end = whole[5]
+    assert list(tell(net, [2], GREEDY, end, CPU)) == whole[: whole.index(end) + 1]
+    assert list(tell(net, [2], dataclasses.replace(GREEDY, max_tokens=3), -1, CPU)) == whole[:3]
+    assert len(whole) == 63  # with the prompt, as many as the model can read
+
+
+# --------------------------------------------------------------------------------------------------------- the command
+
+
+def test_the_command_tells_the_same_from_a_run_and_from_an_export(exported: Path, tmp_path: Path) -> None:
+    write_model(tmp_path / "run", saved_model(num_kv_heads=2))
+    texts = []
+    for model in (tmp_path / "run", exported):
+        flags = ["--prompt", "One day, Tom", "--temperature", "0", "--device", "cpu"]
+        ended = run_script("primer/tell_story.py", model, *flags)
+        assert (ended.status, ended.err) == (0, "")
+        first, *text, ending, speed = ended.out.splitlines()
+        assert re.fullmatch(rf"# {model}: [\d,]+ parameters, at most 64 tokens of text, on cpu", first)
+        assert ending == "# stopped where the text has the 64 tokens that the model can read"
+        assert re.fullmatch(r"# \d+ tokens in \d+\.\d\d s: \d+\.\d tokens/s, with a cache", speed)
+        texts.append("\n".join(text))
+    ids = SPTokenizer().encode("One day, Tom")
+    assert texts[0] == texts[1] == SPTokenizer().decode(ids + story(GREEDY, "One day, Tom"))
+
+
+def test_flags(exported: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["--prompt", "", "--max-tokens", "4", "--no-cache", "--top-k", "5", "--top-p", "0.5", "--seed", "3"]
+    assert status_of(monkeypatch, main, Settings, exported, *flags) == 0
+    *_, ending, speed = capsys.readouterr().out.splitlines()
+    assert ending == "# stopped after --max-tokens 4"
+    assert speed.startswith("# 4 tokens in ")
+    assert speed.endswith(" without a cache")
+
+
+def test_it_comes_token_by_token_and_ends_quietly_on_control_c(exported: Path) -> None:
+    story_teller = start(sys.executable, "-u", "-c", STALLING, exported)
+    assert story_teller.stdout is not None
+    assert story_teller.stdout.readline().startswith("# ")
+    assert story_teller.stdout.read(len("One day")) == "One day"
+    assert story_teller.stdout.read(1)  # the first token, while the second has not been computed
+    story_teller.send_signal(signal.SIGINT)
+    ended = finish(story_teller)
+    assert (ended.status, ended.err.strip()) == (130, "")
+
+
+# The command as it is, but its second token takes long.
+STALLING = f"""
+import sys, time
+sys.path.insert(0, {str(LAB)!r})
+from primer import tell_story
+from simplellm import command_line
+
+tell = tell_story.tell
+
+def tell_slowly(*args):
+    tokens = tell(*args)
+    yield next(tokens)
+    time.sleep(60)
+
+tell_story.tell = tell_slowly
+sys.argv = ["tell_story.py", sys.argv[1], "--prompt", "One day"]
+command_line.run(tell_story.main, tell_story.Settings, None)
+"""
+
+
+def test_a_reader_that_goes_away(exported: Path) -> None:
+    command = [sys.executable, LAB / "primer/tell_story.py", exported, "--temperature", "0"]
+    shell = subprocess.run(
+        ["bash", "-c", '"$@" | head -c 1', "-", *map(str, command)], capture_output=True, text=True, timeout=60
+    )
+    assert (shell.stdout, shell.stderr) == ("#", "")
+
+
+@pytest.mark.parametrize(
+    ("flags", "sentence"),
+    [
+        ("--temperature -1", "--temperature -1.0: must be 0 or more"),
+        ("--temperature nan", "--temperature nan: must be 0 or more"),
+        ("--top-k 0", "--top-k 0: must be at least 1"),
+        ("--top-p 1.5", "--top-p 1.5: must be greater than 0 and at most 1"),
+        ("--max-tokens 0", "--max-tokens 0: must be at least 1"),
+        ("--seed 99999999999999999999", "--seed 99999999999999999999: must have at most 63 bits"),
+        ("--no-such", "Unrecognized options: --no-such (--help lists the flags)"),
+        (f"--prompt {'x' * 100}", "--prompt is of 100 tokens: the model reads 64 at most, story included; give a"),
+    ],
+)
+def test_bad_flags(
+    flags: str, sentence: str, exported: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    status = status_of(monkeypatch, main, Settings, exported, *flags.split())
+    out, err = capsys.readouterr()
+    assert (status, out) == (2, "")
+    assert err.startswith(f"# {sentence}")
+    assert err.count("\n") == 1
+
+
+def test_bad_models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    for folder in (tmp_path, tmp_path / "none"):
+        status = status_of(monkeypatch, main, Settings, folder)
+        out, err = capsys.readouterr()
+        assert (status, out) == (2, "")
+        assert err.startswith(f"# {folder}: ")
+        assert err.count("\n") == 1

@@ -1,0 +1,319 @@
+"""Models to Hugging Face's format and back: against transformers itself, and what cannot be taken over."""
+
+import json
+import os
+import shutil
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from processes import run
+from safetensors.torch import load_file, save_file
+from small_models import SIZES, saved_model, status_of
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+
+from distlab.checkpoints import read_model, write_model
+from simplellm import import_hf
+from simplellm.errors import InputError
+from simplellm.export import Request, export, main
+from simplellm.generation import build, read_saved
+from simplellm.import_hf import read_llama
+from simplellm.stories import story
+from simplellm.tokenizers import SHIPPED_MODEL, SPTokenizer
+
+GROUPED = {"num_kv_heads": 2, "hidden_dim": 72, "rope_theta": 5e5, "norm_eps": 1e-3}
+
+
+@torch.no_grad()
+def assert_same_logits(ours: torch.nn.Module, theirs: Any) -> None:
+    ids = torch.tensor([SPTokenizer().encode(story(index))[:60] for index in range(3)])
+    expected = theirs(ids).logits
+    assert expected.std() > 0.5
+    torch.testing.assert_close(ours(ids), expected, rtol=1e-5, atol=5e-5)
+
+
+@pytest.mark.parametrize("options", [{}, GROUPED], ids=["multi-head", "grouped-query"])
+def test_transformers_loads_an_export(options: dict[str, Any], tmp_path: Path) -> None:
+    saved = saved_model(**options)
+    export(saved, tmp_path / "there")
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "there")
+    assert type(theirs).__name__ == "LlamaForCausalLM"
+    assert theirs.dtype == torch.float32
+    assert_same_logits(build(saved), theirs)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "there")
+    assert tokenizer(story(3))["input_ids"] == SPTokenizer().encode(story(3))
+    modes = {path.name: path.stat().st_mode for path in (tmp_path / "there").iterdir()}
+    assert len(set(modes.values())) == 1, modes
+
+
+def transformers_llama(**options: Any) -> Any:
+    """A Llama as transformers saves it, with the shipped tokenizer, and weights as after training."""
+    config: dict[str, Any] = {
+        "vocab_size": SIZES["vocab_size"],
+        "hidden_size": 32,
+        "intermediate_size": 72,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "max_position_embeddings": 64,
+    }
+    torch.manual_seed(3)
+    model = LlamaForCausalLM(LlamaConfig(**config | options))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(8 if parameter.dim() == 2 else 1.2)
+    return model
+
+
+def save(model: Any, folder: Path, **options: Any) -> Path:
+    model.save_pretrained(folder, **options)
+    shutil.copyfile(SHIPPED_MODEL, folder / "tokenizer.model")
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("options", "how"),
+    [
+        ({}, {}),
+        ({"tie_word_embeddings": True}, {}),
+        ({"num_key_value_heads": 1, "head_dim": 8, "rms_norm_eps": 1e-3}, {}),
+        ({"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}, "pad_token_id": 0}, {}),
+        ({"tie_word_embeddings": True, "num_key_value_heads": 2}, {"max_shard_size": "100KB"}),
+    ],
+    ids=["multi-head", "tied", "multi-query", "theta", "sharded"],
+)
+def test_a_llama_of_transformers(options: dict[str, Any], how: dict[str, Any], tmp_path: Path) -> None:
+    theirs = transformers_llama(**options)
+    folder = save(theirs, tmp_path / "theirs", **how)
+    assert (folder / "model.safetensors").exists() != bool(how)
+    saved = read_llama(folder)
+    assert_same_logits(build(saved), theirs)
+    embedding, head = (saved.parameters[name] for name in ("model.embed_tokens.weight", "lm_head.weight"))
+    assert embedding.data_ptr() != head.data_ptr()
+    assert torch.equal(embedding, head) == options.get("tie_word_embeddings", False)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_weights_of_half_the_width(dtype: torch.dtype, tmp_path: Path) -> None:
+    folder = save(transformers_llama().to(dtype), tmp_path / "theirs")
+    saved = read_llama(folder)
+    assert {parameter.dtype for parameter in saved.parameters.values()} == {torch.float32}
+    assert_same_logits(build(saved), AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32))
+
+
+def test_a_config_in_the_words_of_transformers_4(tmp_path: Path) -> None:
+    """It has rope_theta and rope_scaling beside the rest, and frequencies among the tensors."""
+    theirs = transformers_llama(rope_parameters={"rope_type": "default", "rope_theta": 777.0})
+    folder = save(theirs, tmp_path / "theirs")
+    change_config(folder, rope_parameters=..., rope_theta=777.0, rope_scaling=None, head_dim=..., torch_dtype="float32")
+    change_tensors(folder, lambda tensors: {**tensors, "model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)})
+    saved = read_llama(folder)
+    assert saved.options["rope_theta"] == 777.0
+    assert_same_logits(build(saved), theirs)
+
+
+def test_out_and_in_again(tmp_path: Path) -> None:
+    saved = saved_model(**GROUPED)
+    write_model(tmp_path / "run", saved)
+    for command in ("simplellm.export run one", "simplellm.import_hf one back", "simplellm.export back two"):
+        module, *folders = command.split()
+        ended = run(sys.executable, "-m", module, *(tmp_path / folder for folder in folders))
+        assert ended.status == 0, ended.err
+        assert ended.out.startswith(f"# {tmp_path / folders[1]}: {sum(p.numel() for p in saved.parameters.values()):,}")
+    again = read_model(tmp_path / "back")
+    assert again.options == saved.options
+    torch.testing.assert_close(again.parameters, saved.parameters, rtol=0, atol=0)
+    assert again.tokenizer.read_bytes() == SHIPPED_MODEL.read_bytes()
+    names = sorted(path.name for path in (tmp_path / "one").iterdir())
+    assert names == sorted(path.name for path in (tmp_path / "two").iterdir())
+    for name in names:
+        assert (tmp_path / "one" / name).read_bytes() == (tmp_path / "two" / name).read_bytes(), name
+
+
+# ------------------------------------------------------------------------------------------- what cannot be taken over
+
+
+def change_config(folder: Path, **values: Any) -> None:
+    """Set keys of config.json; `...` removes one."""
+    path = folder / "config.json"
+    config = json.loads(path.read_text()) | values
+    path.write_text(json.dumps({key: value for key, value in config.items() if value is not ...}))
+
+
+def change_tensors(folder: Path, change: Callable[[dict[str, Tensor]], dict[str, Tensor]]) -> None:
+    path = folder / "model.safetensors"
+    save_file(change(load_file(path)), path, metadata={"format": "pt"})
+
+
+@pytest.fixture(scope="module")
+def exported(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("exported") / "model"
+    export(saved_model(), folder)
+    return folder
+
+
+@pytest.fixture
+def folder(exported: Path, tmp_path: Path) -> Path:
+    """A copy to spoil."""
+    return Path(shutil.copytree(exported, tmp_path / "model"))
+
+
+def refusal(folder: Path) -> str:
+    with pytest.raises(InputError) as error:
+        read_saved(folder)
+    return str(error.value).replace(str(folder), "DIR")
+
+
+@pytest.mark.parametrize(
+    ("values", "sentence"),
+    [
+        ({"model_type": "mistral"}, 'model_type is "mistral": only a "llama" can be imported'),
+        ({"hidden_act": "gelu"}, 'hidden_act is "gelu": the lab\'s Llama computes "silu"'),
+        ({"attention_bias": True}, "attention_bias is true: the lab's Llama has no biases; it must be false"),
+        ({"mlp_bias": True}, "mlp_bias is true: the lab's Llama has no biases; it must be false"),
+        (
+            {"rope_scaling": {"type": "linear", "factor": 2.0}},
+            'rope_scaling is {"type": "linear", "factor": 2.0}: the lab\'s Llama does not scale positions; rope_type '
+            'must be "default"',
+        ),
+        (
+            {"rope_parameters": {"rope_type": "llama3", "rope_theta": 1e4}},
+            'rope_parameters is {"rope_type": "llama3", "rope_theta": 10000.0}: the lab\'s Llama does not scale '
+            'positions; rope_type must be "default"',
+        ),
+        (
+            {"quantization_config": {"bits": 4}},
+            'quantization_config is {"bits": 4}: give a model that is not quantized',
+        ),
+        ({"head_dim": 16}, "head_dim is 16: it must be hidden_size / num_attention_heads = 8"),
+        (
+            {"num_attention_heads": 5},
+            "num_attention_heads is 5: it must divide hidden_size 32 into heads of an even width",
+        ),
+        ({"num_key_value_heads": 3}, "num_key_value_heads is 3: it must divide num_attention_heads 4"),
+        ({"num_hidden_layers": "two"}, 'num_hidden_layers is "two": it must be a positive integer'),
+        ({"hidden_size": ...}, "has no hidden_size; it must be there, a positive integer"),
+        ({"rms_norm_eps": -1}, "rms_norm_eps is -1: it must be a number greater than 0"),
+        ({"vocab_size": 32000}, "vocab_size is 32000: it must be the number of pieces of tokenizer.model, 4096"),
+    ],
+)
+def test_a_config_of_another_model(values: dict[str, Any], sentence: str, folder: Path) -> None:
+    change_config(folder, **values)
+    refused = refusal(folder)
+    assert refused in (f"DIR/config.json: {sentence}", f"DIR/config.json {sentence}")
+
+
+NORM = "model.norm.weight"
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        (
+            lambda tensors: {name: tensor for name, tensor in tensors.items() if name != NORM},
+            f"DIR: has no tensor {NORM}, which must be there in the shape [32]",
+        ),
+        (
+            lambda tensors: {**tensors, NORM: torch.ones(31)},
+            f"DIR/model.safetensors: {NORM} has the shape [31]; by config.json it must have [32]",
+        ),
+        (
+            lambda tensors: {**tensors, NORM: torch.ones(32, dtype=torch.int8)},
+            f"DIR/model.safetensors: {NORM} is of int8; it must be of float32, bfloat16 or float16",
+        ),
+        (
+            lambda tensors: {**tensors, "model.layers.0.self_attn.q_proj.bias": torch.ones(32)},
+            "DIR/model.safetensors: has a tensor model.layers.0.self_attn.q_proj.bias, for which the lab's Llama has "
+            "no place",
+        ),
+    ],
+    ids=["missing", "shape", "dtype", "bias"],
+)
+def test_tensors_of_another_model(change: Any, sentence: str, folder: Path) -> None:
+    change_tensors(folder, change)
+    assert refusal(folder) == sentence
+
+
+def test_damaged_files(folder: Path) -> None:
+    weights, config = folder / "model.safetensors", folder / "config.json"
+    content = weights.read_bytes()
+    for damaged in (content[: len(content) // 2], content[:100], b"", b"\xff" * 200):
+        weights.write_bytes(damaged)
+        assert refusal(folder).startswith("DIR/model.safetensors: is no whole safetensors file (")
+    for damaged in (config.read_bytes()[:50], b"\xff\xfe"):
+        config.write_bytes(damaged)
+        assert refusal(folder).startswith("DIR/config.json: is no JSON (")
+    config.write_text("[]")
+    assert refusal(folder) == "DIR/config.json: is a JSON list, not an object; copy the file again"
+
+
+def test_files_that_are_not_there(folder: Path) -> None:
+    (folder / "tokenizer.model").write_bytes(b"{}")
+    assert refusal(folder) == "DIR/tokenizer.model: is no SentencePiece model that can be read; copy the file again"
+    (folder / "tokenizer.model").unlink()
+    assert refusal(folder) == (
+        "DIR/tokenizer.model: there is no such file; the lab reads SentencePiece models only, and a tokenizer.json "
+        "cannot be turned into one"
+    )
+    shutil.copyfile(SHIPPED_MODEL, folder / "tokenizer.model")
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+    assert refusal(folder) == (
+        "DIR/model.safetensors: there is no such file; pickled weights may hold any program and are not read; save the "
+        "model as safetensors"
+    )
+    with pytest.raises(InputError, match=r"none: there is no such folder"):
+        read_llama(folder / "none")
+
+
+@pytest.mark.parametrize(
+    ("weight_map", "sentence"),
+    [
+        ({}, "DIR/model.safetensors.index.json: weight_map is {}: it must name the file of each tensor"),
+        (
+            {NORM: "../model.safetensors"},
+            f'DIR/model.safetensors.index.json: {NORM} is "../model.safetensors": it must be the name of a file in the '
+            "same folder",
+        ),
+        (
+            {NORM: "other.safetensors"},
+            "DIR/other.safetensors: there is no such file, but model.safetensors.index.json names it; copy it as well",
+        ),
+        (
+            {"model.other": "part.safetensors"},
+            "DIR/part.safetensors: has no tensor model.other, which model.safetensors.index.json says is in it",
+        ),
+    ],
+)
+def test_an_index_that_leads_nowhere(weight_map: dict[str, str], sentence: str, folder: Path) -> None:
+    (folder / "model.safetensors").rename(folder / "part.safetensors")
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    assert refusal(folder) == sentence
+
+
+def test_nothing_is_replaced(
+    exported: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = sorted((path.name, path.stat().st_mtime_ns) for path in exported.iterdir())
+    assert status_of(monkeypatch, import_hf.main, import_hf.Request, exported, exported) == 2
+    assert capsys.readouterr().err == f"# {exported}: is there already, and not an empty folder; give a new one\n"
+    with pytest.raises(InputError, match="is there already, and not an empty folder"):
+        export(saved_model(), exported)
+    assert before == sorted((path.name, path.stat().st_mtime_ns) for path in exported.iterdir())
+    (tmp_path / "file").touch()
+    with pytest.raises(InputError, match=r"file/model: cannot be written \(Not a directory\); give another folder"):
+        export(saved_model(), tmp_path / "file" / "model")
+    if os.getuid():
+        (tmp_path / "locked").mkdir(mode=0o500)
+        with pytest.raises(InputError, match="Permission denied"):
+            export(saved_model(), tmp_path / "locked" / "model")
+
+
+def test_a_run_without_checkpoints(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert status_of(monkeypatch, main, Request, tmp_path, tmp_path / "out") == 2
+    assert capsys.readouterr().err.startswith(f"# {tmp_path}: no whole checkpoint is there")
+    assert not (tmp_path / "out").exists()

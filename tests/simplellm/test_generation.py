@@ -1,0 +1,91 @@
+"""Text out of tokens that come one by one, and models that have come to nothing."""
+
+import io
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from sentencepiece import SentencePieceTrainer
+from small_models import saved_model
+
+from simplellm.errors import InputError
+from simplellm.generation import TextStream, build, prompt_ids
+from simplellm.stories import story
+from simplellm.tokenizers import SPTokenizer
+
+SHIPPED = SPTokenizer()
+
+
+@pytest.fixture(scope="module")
+def llama_like(tmp_path_factory: pytest.TempPathFactory) -> SPTokenizer:
+    """One that puts a space before a text, and takes it away again."""
+    model = io.BytesIO()
+    SentencePieceTrainer.train(
+        sentence_iterator=iter([story(index) for index in range(40)]),
+        model_writer=model,
+        model_type="bpe",
+        vocab_size=600,
+        byte_fallback=True,
+        normalization_rule_name="identity",
+        remove_extra_whitespaces=False,
+        minloglevel=2,
+    )
+    path = tmp_path_factory.mktemp("tokenizer") / "llama-like.model"
+    path.write_bytes(model.getvalue())
+    return SPTokenizer(path)
+
+
+def pieces(tokenizer: SPTokenizer, ids: list[int]) -> list[str]:
+    stream = TextStream(tokenizer)
+    return [*(stream.add(id) for id in ids), stream.rest()]
+
+
+def test_a_character_comes_when_its_last_byte_has_come() -> None:
+    ids = SHIPPED.encode("é🐭!")
+    assert len(ids) == 7
+    assert pieces(SHIPPED, ids) == ["", "é", "", "", "", "🐭", "!", ""]
+
+
+def test_what_is_no_character_comes_at_the_end() -> None:
+    ids = SHIPPED.encode("a🐭")[:-1]
+    assert pieces(SHIPPED, ids) == ["a", "", "", "", "\ufffd\ufffd\ufffd"]
+
+
+def test_spaces_are_kept_but_for_the_first(llama_like: SPTokenizer) -> None:
+    text = "Once upon a  time.\n The cat"
+    given = pieces(llama_like, llama_like.encode(text))
+    assert "".join(given) == text
+    assert all(given[:-1])
+
+
+@settings(deadline=None, max_examples=200)
+@given(data=st.data(), text=st.text(max_size=30))
+def test_joined_it_is_the_text_of_all(llama_like: SPTokenizer, data: st.DataObject, text: str) -> None:
+    for tokenizer in (SHIPPED, llama_like):
+        ids = tokenizer.encode(text)
+        assert "".join(pieces(tokenizer, ids)) == tokenizer.decode(ids)
+        any_ids = data.draw(st.lists(st.integers(0, tokenizer.vocab_size - 1) | st.integers(1, 260), max_size=30))
+        assert "".join(pieces(tokenizer, any_ids)) == tokenizer.decode(any_ids)
+
+
+def test_the_prompt() -> None:
+    assert prompt_ids("Once upon", SHIPPED, 10) == SHIPPED.encode("Once upon")
+    assert prompt_ids("", SHIPPED, 10) == [SHIPPED.eos_id]
+    ids = SHIPPED.encode(story(0))
+    assert prompt_ids(story(0), SHIPPED, len(ids) + 1) == ids
+    with pytest.raises(InputError) as error:
+        prompt_ids(story(0), SHIPPED, len(ids))
+    assert str(error.value) == (
+        f"--prompt is of {len(ids)} tokens: the model reads {len(ids)} at most, story included; give a shorter one"
+    )
+    with pytest.raises(InputError, match="--prompt is no valid text in the terminal's encoding; give UTF-8"):
+        prompt_ids("a\udcff", SHIPPED, 10)
+
+
+def test_a_model_that_has_diverged() -> None:
+    saved = saved_model()
+    saved.parameters["model.norm.weight"][3] = torch.nan
+    with pytest.raises(InputError) as error:
+        build(saved)
+    assert str(error.value) == "model.norm.weight is not finite: the run has diverged; give an earlier checkpoint"
