@@ -10,6 +10,7 @@ import contextlib
 import ctypes
 import json
 import os
+import re
 import signal
 import sys
 import time
@@ -18,10 +19,16 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
+import torch
+
 from distlab import meeting
-from distlab.runtime import Run, TrainingRun
+from distlab.logs import RankOutput, human_bytes, say
+from distlab.not_finite import NotFiniteError
+from distlab.notices import notices
+from distlab.runtime import Run
 from distlab.settings import RunSettings, TrainSettings, WorldSize, parse
-from distlab.traffic import TrafficError, is_lost_peer, reason
+from distlab.traffic import TrafficError, rank, traffic
+from distlab.training import TrainingRun
 from simplellm.errors import InputError
 
 SettingsT = TypeVar("SettingsT", bound=RunSettings)
@@ -47,24 +54,59 @@ def main(work: Callable[[Any], None], defaults: RunSettings, description: str | 
         work(run)
         run.close()
     except InputError as error:
+        notices.leave_word(str(error))
         fail(str(error), 2)
     except TrafficError as error:
-        fail(str(error), 1, lost_a_peer=error.lost_a_peer, linger=True)
+        fail_waiting(error)
+    except NotFiniteError as error:
+        fail(str(error), 1, linger=True, names_the_rank=True)
     except KeyboardInterrupt:
+        notices.leave_word("interrupted")
         if run is not None:
             run.summarize()
         fail("interrupted", 130)
     except BrokenPipeError:
         leave(1)  # the reader of this output has gone, as `head` does
     except Exception as error:
-        if is_lost_peer(error):  # met by a library that talks to other ranks itself
-            fail(reason(error), 1, lost_a_peer=True, linger=True)
-        traceback.print_exc()
-        fail(f"{type(error).__name__}: {error}".splitlines()[0], 1)
+        failed_wait = traffic.failure_of(error)  # of a library that talks to other ranks itself
+        if failed_wait is not None:
+            fail_waiting(failed_wait)
+        cause = out_of_memory(error)
+        if cause is None:
+            traceback.print_exc()
+            cause = f"{type(error).__name__}: {error}".splitlines()[0]
+        notices.leave_word(cause)
+        fail(f"{traffic.describe(rank())} failed: {cause}", 1, names_the_rank=True)
     leave(0)
 
 
-def fail(sentence: str, status: int, lost_a_peer: bool = False, linger: bool = False) -> NoReturn:
+def fail_waiting(error: TrafficError) -> NoReturn:
+    """End this process because a wait for other ranks has failed: say so, draw who waits for whom, name the cause."""
+    found = notices.explain(error)
+    if found is None:
+        fail(str(error), 1, error.lost_a_peer, linger=True)
+    print(f"# {error}", file=sys.stderr)
+    if found.picture and (not meeting.started_by_torchrun() or notices.may_draw()):
+        for line in found.picture:
+            say(line)
+    notices.stay_for_readers()
+    fail(found.sentence, 1, error.lost_a_peer, linger=True, names_the_rank=True)
+
+
+def out_of_memory(error: Exception) -> str | None:
+    """What an error says if memory ran out, in Python, in torch on the CPU, or on a GPU; else None."""
+    told = str(error).partition("\n")[0]
+    if isinstance(error, torch.OutOfMemoryError):
+        return f"out of memory on the GPU: {told}"
+    asked = re.search(r"can't allocate memory: you tried to allocate (\d+) bytes", str(error))
+    if asked:
+        return f"out of memory: it asked for {human_bytes(int(asked[1]))} more"
+    return f"out of memory{told and ': '}{told}" if isinstance(error, MemoryError) else None
+
+
+def fail(
+    sentence: str, status: int, lost_a_peer: bool = False, linger: bool = False, names_the_rank: bool = False
+) -> NoReturn:
     """End this process, and leave a sentence where it is looked for: on the terminal and in torchrun's error file.
 
     Args:
@@ -72,12 +114,16 @@ def fail(sentence: str, status: int, lost_a_peer: bool = False, linger: bool = F
         status: the exit status.
         lost_a_peer: this is the consequence of another rank's end.
         linger: give the other ranks a second for their own words, since torchrun ends all when one has failed.
+        names_the_rank: the sentence says which rank failed, and launch.sh prints it last, once for all ranks.
     """
-    print(f"# {sentence}", file=sys.stderr)
+    if names_the_rank and "LAB_LAUNCHER" in os.environ and isinstance(sys.stderr, RankOutput):
+        sys.stderr.keep(f"# {sentence}\n")
+    else:
+        print(f"# {sentence}", file=sys.stderr)
     error_file = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if error_file:
         record = {"message": sentence, "timestamp": int(time.time()), "lost_a_peer": lost_a_peer, "status": status}
-        Path(error_file).write_text(json.dumps(record))
+        Path(error_file).write_text(json.dumps({**record, "names_the_rank": names_the_rank}))
     if linger and meeting.started_by_torchrun():
         time.sleep(1)
     leave(status)

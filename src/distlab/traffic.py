@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from distlab.diagnosis import Wait, group_key
 from distlab.trace import MESSAGE, WAIT, recorder
 
 
@@ -31,11 +32,13 @@ class TrafficError(RuntimeError):
 
     Attributes:
         lost_a_peer: they ended; otherwise they did not answer within the deadline.
+        wait: what was waited for; None where the lab does not know it.
     """
 
-    def __init__(self, sentence: str, cause: Exception) -> None:
+    def __init__(self, sentence: str, cause: Exception, wait: Wait | None = None) -> None:
         super().__init__(sentence)
         self.lost_a_peer = is_lost_peer(cause)
+        self.wait = wait
 
 
 @dataclass
@@ -72,15 +75,14 @@ class Transfer:
     def __init__(
         self,
         door: "Traffic",
-        name: str,
+        wait: Wait,
         work: dist.Work | Background | None,
         tensor: Tensor,
         staged: "Tensor | None" = None,
-        is_send: bool = False,
     ) -> None:
-        self._door, self._name, self._work, self._tensor, self._staged = door, name, work, tensor, staged
+        self._door, self._work, self._tensor, self._staged = door, work, tensor, staged
+        self.waits_for = wait
         self._started = time.perf_counter()
-        self._is_send = is_send  # whose completion tells nothing of its arrival
 
     def wait(self) -> None:
         """Return when the tensor holds the result, or has been sent.
@@ -92,15 +94,17 @@ class Transfer:
             return
         started = time.perf_counter()
         try:
-            with self._door.named(self._name):
+            with self._door.named(self.waits_for):
                 self._work.wait(timedelta(seconds=self._door.timeout_seconds))
         finally:
             self._door.ledger.waited_seconds += time.perf_counter() - started
         if self._staged is not None:
             self._tensor.copy_(self._staged, non_blocking=True)
-        recorder.add(WAIT, self._name, started)
-        if not self._is_send:
-            recorder.add(MESSAGE, self._name, self._started)
+        if recorder.enabled:
+            name = self.waits_for.sentence(self._door.describe)
+            recorder.add(WAIT, name, started)
+            if self.waits_for.way != "send":  # whose completion tells nothing of its arrival
+                recorder.add(MESSAGE, name, self._started)
         self._work = None
 
     def future(self, is_waited_for: bool = False) -> "torch.futures.Future[Tensor]":
@@ -110,11 +114,14 @@ class Transfer:
             is_waited_for: nothing is left to compute meanwhile, so the ledger counts the time until then as waiting.
         """
 
-        def finish(_: object) -> Tensor:
+        def finish(ended: "torch.futures.Future[object]") -> Tensor:
+            ended.value()  # raises if it has failed; the door then still waits for it
+            self._door.left_to_others.pop(id(self), None)
+            name = self.waits_for.sentence(self._door.describe)
             if is_waited_for:
                 self._door.ledger.waited_seconds += time.perf_counter() - self._started
-                recorder.add(WAIT, self._name, self._started)
-            recorder.add(MESSAGE, self._name, self._started)
+                recorder.add(WAIT, name, self._started)
+            recorder.add(MESSAGE, name, self._started)
             if self._staged is not None:
                 self._tensor.copy_(self._staged)
             return self._tensor
@@ -124,6 +131,7 @@ class Transfer:
             done.set_result(self._tensor)
             return done
         assert not isinstance(self._work, Background), "what is made by hand is waited for with wait()"
+        self._door.left_to_others[id(self)] = (self.waits_for, self._started)
         return self._work.get_future().then(finish)
 
 
@@ -137,13 +145,19 @@ class Traffic:
         ledger: what has been sent so far.
         timeout_seconds: the deadline of every wait.
         describe: what a rank is called in messages, e.g. "rank 4 (stage 1 of replica 1)".
+        begun: how many collectives this rank has begun, by their ranks ("0,1,2").
+        left_to_others: what a library waits for, with the moment from which on, oldest first.
     """
 
     def __init__(self) -> None:
         self.ledger = Ledger()
         self.timeout_seconds = 120.0
         self.describe: Callable[[int], str] = "rank {}".format
+        self.begun: Counter[str] = Counter()
+        self.left_to_others: dict[int, tuple[Wait, float]] = {}
+        self._waiting: tuple[Wait, float] | None = None
         self._thread: ThreadPoolExecutor | None = None
+        self._counted_as: str | None = None
 
     def all_reduce(
         self,
@@ -169,18 +183,18 @@ class Traffic:
         ranks = members(group)
         size = len(ranks)
         if size == 1:
-            return Transfer(self, what, None, tensor)
+            return Transfer(self, Wait(what, "collective"), None, tensor)
         staged = self._stage(tensor)
         carried = tensor if staged is None else staged
-        name = f"{what} from {other_ranks(ranks)}"
+        wait = self._begin(what, ranks)
         if by_hand is not None:
             if group is not None:
                 raise ValueError("the collectives by hand are for all ranks, not for a group of them")
-            return Transfer(self, name, self._in_background(lambda: by_hand(carried, op), kind), tensor, staged)
+            return Transfer(self, wait, self._in_background(lambda: by_hand(carried, op), kind), tensor, staged)
         self._count(kind, 2 * (size - 1) * tensor.nbytes // size)
-        with self.named(name):
+        with self.named(wait):
             work = dist.all_reduce(carried, op=op, group=group, async_op=True)
-        return Transfer(self, name, work, tensor, staged)
+        return Transfer(self, wait, work, tensor, staged)
 
     def all_gather(
         self, parts: Tensor, own: Tensor, what: str, *, kind: str, group: "dist.ProcessGroup | None" = None
@@ -211,13 +225,13 @@ class Traffic:
     def broadcast(self, tensor: Tensor, what: str, *, kind: str, src: int = 0) -> Transfer:
         """Start to copy rank `src`'s `tensor` (any shape, contiguous) into every rank's."""
         if world_size() == 1:
-            return Transfer(self, what, None, tensor)
+            return Transfer(self, Wait(what, "collective"), None, tensor)
         self._count(kind, tensor.nbytes if dist.get_rank() == src else 0)
         staged = self._stage(tensor)
-        name = f"{what} from {self.describe(src)}"
-        with self.named(name):
+        wait = self._begin(f"{what} of {self.describe(src)}", members(None))
+        with self.named(wait):
             work = dist.broadcast(tensor if staged is None else staged, src=src, async_op=True)
-        return Transfer(self, name, work, tensor, staged)
+        return Transfer(self, wait, work, tensor, staged)
 
     def send(
         self, tensor: Tensor, what: str, *, to: int, kind: str, group: "dist.ProcessGroup | None" = None
@@ -236,29 +250,63 @@ class Traffic:
         """
         self._count(kind, tensor.nbytes)
         staged = self._stage(tensor)
-        name = f"{self.describe(to)} to take {what}"
-        with self.named(name):
+        wait = Wait(what, "send", (to,))
+        with self.named(wait):
             work = dist.isend(tensor if staged is None else staged, dst=to, group=group)
-        return Transfer(self, name, work, tensor, is_send=True)
+        return Transfer(self, wait, work, tensor)
 
     def receive(self, tensor: Tensor, what: str, *, source: int, group: "dist.ProcessGroup | None" = None) -> Transfer:
         """Start to receive into `tensor` (any shape, contiguous) what rank `source` sends next in `group`."""
         staged = _host_space(tensor)
-        name = f"{what} from {self.describe(source)}"
-        with self.named(name):
+        wait = Wait(what, "receive", (source,))
+        with self.named(wait):
             work = dist.irecv(tensor if staged is None else staged, src=source, group=group)
-        return Transfer(self, name, work, tensor, staged)
+        return Transfer(self, wait, work, tensor, staged)
 
     @contextlib.contextmanager
-    def named(self, name: str) -> Iterator[None]:
-        """Turn what goes wrong inside into a `TrafficError` that says who waited how long for `name`."""
+    def named(self, name: str | Wait) -> Iterator[None]:
+        """Turn what goes wrong inside into a `TrafficError` that says who waited how long for `name`.
+
+        `waits_for` answers with it meanwhile, and after a failure.
+        """
+        wait = name if isinstance(name, Wait) else Wait(name, "other", tuple(r for r in members(None) if r != rank()))
         started = time.perf_counter()
+        self._waiting = (wait, started)
         try:
             yield
         except RuntimeError as error:
-            seconds = time.perf_counter() - started
-            who = self.describe(rank())
-            raise TrafficError(f"{who} waited {seconds:.1f} s for {name}: {reason(error)}", error) from error
+            raise self._failed(wait, started, error) from error
+        self._waiting = None
+
+    def waits_for(self, at_least_seconds: float = 0.0) -> Wait | None:
+        """What this rank has been waiting for, itself or through a library; None if not for so long."""
+        under_way = self._waiting or next(iter(list(self.left_to_others.values())), None)
+        if under_way is None or time.perf_counter() - under_way[1] < at_least_seconds:
+            return None
+        return under_way[0]
+
+    def failure_of(self, error: Exception) -> TrafficError | None:
+        """What a library raised, as the failure of the wait that was left to it; None if it was no such failure."""
+        if is_lost_peer(error) and not self.left_to_others:
+            return TrafficError(f"{self.describe(rank())} lost its connection: {reason(error)}", error)
+        of_a_wait = isinstance(error, RuntimeError) and (is_lost_peer(error) or is_timeout(error))
+        if not of_a_wait or not self.left_to_others:
+            return None
+        return self._failed(*next(iter(self.left_to_others.values())), error)
+
+    def _failed(self, wait: Wait, started: float, error: Exception) -> TrafficError:
+        seconds = time.perf_counter() - started
+        name = wait.sentence(self.describe)
+        return TrafficError(f"{self.describe(rank())} waited {seconds:.1f} s for {name}: {reason(error)}", error, wait)
+
+    @contextlib.contextmanager
+    def counted_as(self, kind: str) -> Iterator[None]:
+        """Put all that is sent meanwhile in this one column of the ledger, whatever it is."""
+        self._counted_as = kind
+        try:
+            yield
+        finally:
+            self._counted_as = None
 
     def _pass_round(
         self,
@@ -276,13 +324,19 @@ class Traffic:
         ranks = members(group)
         if len(ranks) == 1:
             result.copy_(tensor.view_as(result))
-            return Transfer(self, what, None, result)
+            return Transfer(self, Wait(what, "collective"), None, result)
         self._count(kind, (len(ranks) - 1) * min(tensor.nbytes, result.nbytes))
         carried, staged = self._stage(tensor), _host_space(result)
-        name = f"{what} from {other_ranks(ranks)}"
-        with self.named(name):
+        wait = self._begin(what, ranks)
+        with self.named(wait):
             work = start(result if staged is None else staged, tensor if carried is None else carried)
-        return Transfer(self, name, work, result, staged)
+        return Transfer(self, wait, work, result, staged)
+
+    def _begin(self, what: str, ranks: Sequence[int]) -> Wait:
+        """Count a collective of `ranks`, and name the wait for it."""
+        key = group_key(ranks)
+        self.begun[key] += 1
+        return Wait(what, "collective", tuple(r for r in ranks if r != rank()), self.begun[key] - 1)
 
     def _in_background(self, collective: Callable[[], None], kind: str) -> Background:
         """Run a collective made of sends and receives, after those before it, while this thread goes on."""
@@ -297,6 +351,7 @@ class Traffic:
         return Background(self._thread.submit(counted))
 
     def _count(self, kind: str, sent_bytes: int) -> None:
+        kind = self._counted_as or kind
         self.ledger.sent_bytes[kind] += sent_bytes
         self.ledger.messages[kind] += 1
 
@@ -349,21 +404,18 @@ def members(group: "dist.ProcessGroup | None") -> Sequence[int]:
     return range(world_size()) if group is None else dist.get_process_group_ranks(group)
 
 
-def other_ranks(ranks: Sequence[int]) -> str:
-    """ "rank 2", "ranks 0 and 2", "ranks 0, 1 and 3": all of `ranks` but this one."""
-    others = [str(other) for other in ranks if other != rank()]
-    if len(others) < 2:
-        return f"rank {''.join(others)}"
-    return f"ranks {', '.join(others[:-1])} and {others[-1]}"
-
-
 def reason(error: Exception) -> str:
     """What gloo's or NCCL's error says, in a few words."""
     if is_lost_peer(error):
         return "a rank has ended and closed its connection"
-    if re.search(r"timed? ?out", str(error), re.IGNORECASE):
+    if is_timeout(error):
         return "no answer (--timeout sets how long to wait)"
     return (str(error).splitlines() or [type(error).__name__])[0]
+
+
+def is_timeout(error: Exception) -> bool:
+    """Whether an error says that a wait took longer than its deadline."""
+    return re.search(r"timed? ?out", str(error), re.IGNORECASE) is not None
 
 
 def is_lost_peer(error: Exception) -> bool:

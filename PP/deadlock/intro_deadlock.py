@@ -1,0 +1,108 @@
+"""Deadlocks: three ways in which ranks wait for each other for ever, how the lab shows them, and the cures.
+
+    python PP/deadlock/intro_deadlock.py <rank> --case order      in three terminals, with the ranks 0, 1 and 2
+    ./launch.sh deadlock --case both-send                         neighbours that both send first
+    ./launch.sh deadlock --case order                             a pipeline that mixes up its order
+    ./launch.sh deadlock --case skipped                           a collective that one rank skips
+    ./launch.sh deadlock --case order --cure                      any of them, mended
+
+Nothing crashes in a deadlock, and no rank knows of it: each only sees that it waits. Every wait in the lab has a name
+and a deadline, `--timeout`, which is short here. When it has passed, the ranks tell each other what they wait for.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from distlab.logs import say
+from distlab.main import main
+from distlab.plan import ScheduleError, play
+from distlab.runtime import Run
+from distlab.schedules import Backward, Forward, all_stages, message, needs, receiver
+from distlab.settings import Layout, RunSettings, WorldSize
+from distlab.traffic import traffic
+from simplellm.errors import InputError
+
+
+@dataclass
+class DeadlockSettings(WorldSize, RunSettings):
+    case: Literal["both-send", "order", "skipped"] = "both-send"
+    """which deadlock"""
+    cure: bool = False
+    """run the version that ends"""
+
+    @property
+    def layout(self) -> Layout:
+        return {"pp" if self.case == "order" else "dp": self.world_size}
+
+    def check(self) -> None:
+        super().check()
+        if self.world_size < 2:
+            raise InputError(f"--world-size {self.world_size}: waiting for each other takes at least 2")
+
+
+DEFAULTS = DeadlockSettings(timeout=5)
+
+
+def both_send(run: Run[DeadlockSettings]) -> None:
+    """Each rank gives its neighbours a tensor and takes theirs; a send lasts until the other side receives."""
+    mine, theirs = torch.full((1000,), float(run.rank)), torch.empty(1000)
+    for lower in range(run.world_size - 1):
+        if run.rank not in (lower, lower + 1):
+            continue
+        other = 2 * lower + 1 - run.rank
+        if run.settings.cure and run.rank == lower + 1:  # one of the two receives first
+            traffic.receive(theirs, "the tensor", source=other).wait()
+            traffic.send(mine, "the tensor", to=other, kind="tensors").wait()
+        else:
+            traffic.send(mine, "the tensor", to=other, kind="tensors").wait()
+            traffic.receive(theirs, "the tensor", source=other).wait()
+
+
+def order(run: Run[DeadlockSettings]) -> None:
+    """A pipeline whose first stage wants a gradient back before it has sent what the last stage wants next."""
+    programs = all_stages("gpipe", run.world_size, micro_batches=2)
+    if not run.settings.cure:
+        programs[0] = [Forward(0, 0), Backward(0, 0), Forward(0, 1), Backward(0, 1)]  # naive; the others do gpipe
+    try:
+        play(programs)  # what every pipeline of the lab asks before it starts
+    except ScheduleError as error:
+        if run.rank == 0:
+            say(f"checked before the run: {error}")
+            say("and now the run all the same, without the check:")
+    sent = []
+    for action in programs[run.rank]:
+        for source in needs(action, run.world_size):
+            if source.stage != run.rank:
+                traffic.receive(torch.empty(1000), message(source), source=source.stage).wait()
+        to = receiver(action)
+        if 0 <= to < run.world_size:
+            sent.append(traffic.send(torch.zeros(1000), message(action), to=to, kind="messages"))
+    for transfer in sent:
+        transfer.wait()
+
+
+def skipped(run: Run[DeadlockSettings]) -> None:
+    """Ranks average something at every step, but the data of the last rank ends a step early; then rank 0 collects."""
+    value, steps = torch.zeros(1000), 3
+    last = run.world_size - 1
+    for step in range(steps):
+        if step == steps - 1 and run.rank == last and not run.settings.cure:
+            continue  # "no data, so nothing to average": but the others wait for this rank's part
+        traffic.all_reduce(value, f"the gradients of step {step}", kind="gradients").wait()
+    if run.rank == last:
+        traffic.send(value, "the result", to=0, kind="results").wait()
+    elif run.rank == 0:
+        traffic.receive(value, "the result", source=last).wait()
+
+
+def try_case(run: Run[DeadlockSettings]) -> None:
+    case = run.settings.case
+    {"both-send": both_send, "order": order, "skipped": skipped}[case](run)
+    if run.rank == 0:
+        say(f"{case}: all ranks have come to the end")
+
+
+if __name__ == "__main__":
+    main(try_case, DEFAULTS, __doc__)

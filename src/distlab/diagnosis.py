@@ -1,0 +1,198 @@
+"""Who waits for whom, when a run stands still: drawn from what each rank says it waits for.
+
+Ranks are the nodes of a graph, an edge goes from a rank to one without which its wait does not end. A circle is a
+deadlock (Holt, "Some deadlock properties of computer systems", 1972); without one, all paths end at a rank that waits
+for nobody: it is stopped, still computes, or has ended, and holds up all others.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal
+
+
+@dataclass(frozen=True)
+class Wait:
+    """What a rank waits for.
+
+    Attributes:
+        what: e.g. "the activations of micro-batch 2".
+        way: what the rank does; "other" where only the name is known.
+        peers: the other ranks that have to do their part.
+        number: of a collective, counted from 0 among those of its ranks.
+    """
+
+    what: str
+    way: Literal["send", "receive", "collective", "other"]
+    peers: tuple[int, ...] = ()
+    number: int = 0
+
+    def sentence(self, describe: Callable[[int], str]) -> str:
+        """ "the gradients from ranks 0 and 2", "rank 1 (stage 1) to take the activations": what one waits for."""
+        if self.way == "send":
+            return f"{describe(self.peers[0])} to take {self.what}"
+        if self.way == "receive":
+            return f"{self.what} from {describe(self.peers[0])}"
+        return f"{self.what} from {list_ranks(self.peers)}" if self.way == "collective" else self.what
+
+
+@dataclass
+class Notice:
+    """What a rank tells the others about its wait.
+
+    Attributes:
+        rank: whose it is.
+        wait: None if it waits for nothing.
+        begun: how many collectives it has begun, by their ranks ("0,1,2").
+        place: of its wait among those that failed, from 1; 0 while it goes on.
+        lost_a_peer: its wait failed because a connection was closed.
+    """
+
+    rank: int
+    wait: Wait | None
+    begun: dict[str, int] = field(default_factory=dict)
+    place: int = 0
+    lost_a_peer: bool = False
+
+    def as_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, fields: dict[str, Any]) -> "Notice":
+        wait = fields["wait"]
+        return cls(**{**fields, "wait": wait and Wait(**{**wait, "peers": tuple(wait["peers"])})})
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """Why a run stands still.
+
+    Attributes:
+        picture: lines that show every rank and whom it waits for.
+        sentence: the circle, or the rank that all others end up waiting for.
+        is_deadlock: ranks wait for each other, and no one of them has failed.
+    """
+
+    picture: list[str]
+    sentence: str
+    is_deadlock: bool = False
+
+
+def diagnose(
+    notices: Mapping[int, Notice],
+    ended: Mapping[int, str],
+    world_size: int,
+    describe: Callable[[int], str],
+    timeout_seconds: float,
+) -> Diagnosis:
+    """Draw who waits for whom, and name who holds up the others.
+
+    Args:
+        notices: by rank; of those that say what they wait for, at least one.
+        ended: by rank, why it ended, from those that said so.
+        world_size: number of ranks.
+        describe: what a rank is called, e.g. "rank 4 (stage 1 of replica 1)".
+        timeout_seconds: how long a wait may take.
+    """
+    waits = {rank: notice.wait for rank, notice in notices.items() if notice.wait is not None and rank not in ended}
+    edges = {rank: list(_held_up_by(rank, wait, waits, notices)) for rank, wait in waits.items()}
+    width = max(len(describe(rank)) for rank in range(world_size))
+    picture = ["who waits for whom:"]
+    for rank in range(world_size):
+        if rank in ended:
+            state = f"has ended: {ended[rank]}"
+        elif rank not in waits:
+            state = "waits for nothing that it has named: it computes, is stopped, or has ended"
+        else:
+            to_send = "to send " if waits[rank].way == "send" else "for "
+            arrow = f"  -> {list_ranks(edges[rank])}" if edges[rank] else ""
+            state = f"waits {to_send}{waits[rank].what}{arrow}"
+        picture.append(f"  {describe(rank):<{width}}  {state}")
+
+    ends = sorted({peer for peers in edges.values() for peer in peers if peer not in waits})
+    failed = [rank for rank in ends if rank in ended]
+    circle = find_circle(edges)
+    if failed:
+        sentence = "; ".join(f"{describe(rank)} failed: {ended[rank]}" for rank in failed)
+        return Diagnosis(picture, sentence)
+    if ends:
+        return Diagnosis(picture, _blame(ends, notices, describe, timeout_seconds))
+    if circle:
+        picture.append(f"  a circle: {' -> '.join(f'rank {rank}' for rank in [*circle, circle[0]])}")
+        first, *others = circle
+        chain = "".join(f" waits for {describe(rank)}, which" for rank in others)
+        return Diagnosis(picture, f"deadlock: {describe(first)}{chain} waits for {describe(first)}", is_deadlock=True)
+    what = next(iter(waits.values())).what if waits else "each other"
+    return Diagnosis(
+        picture, f"all ranks do their part of {what}, and it does not end: is the network between them up?"
+    )
+
+
+def _held_up_by(rank: int, wait: Wait, waits: Mapping[int, Wait], notices: Mapping[int, Notice]) -> Iterator[int]:
+    """The ranks that have not done their part of what `rank` waits for."""
+    group = group_key([rank, *wait.peers])
+    for peer in wait.peers:
+        if wait.way == "other" and peer in waits:
+            continue
+        if wait.way == "collective" and peer in waits:
+            own = waits[peer]
+            elsewhere = own.way == "collective" and own.number == wait.number and own.what != wait.what
+            same_ranks = group_key([peer, *own.peers]) == group
+            if notices[peer].begun.get(group, 0) > wait.number and not (same_ranks and elsewhere):
+                continue
+        yield peer
+
+
+def _blame(
+    ends: Sequence[int],
+    notices: Mapping[int, Notice],
+    describe: Callable[[int], str],
+    timeout_seconds: float,
+) -> str:
+    """A sentence on ranks that hold up the others and have not said why."""
+    names = " and ".join(describe(rank) for rank in ends)
+    # gloo closes a rank's connections when its wait fails, so only the first failure tells how it began.
+    first = min((notice for notice in notices.values() if notice.place), key=lambda notice: notice.place, default=None)
+    if first is not None and first.lost_a_peer:
+        which = names if len(ends) == 1 else f"one of {names}"
+        return f"{which} has ended without a word: it was killed, or left the run too early"
+    return (
+        f"{names} {'does' if len(ends) == 1 else 'do'} not answer, and the others wait: stopped, cut off, or computing "
+        f"for longer than --timeout {timeout_seconds:g}"
+    )
+
+
+def find_circle(edges: Mapping[int, Sequence[int]]) -> list[int]:
+    """Ranks each of which waits for the next, and the last for the first; from the smallest one; [] if there is none.
+
+    Args:
+        edges: by rank, those it waits for.
+    """
+    finished: set[int] = set()
+
+    def follow(path: list[int]) -> list[int]:
+        for peer in edges.get(path[-1], ()):
+            if peer in path:
+                return path[path.index(peer) :]
+            if peer not in finished and (circle := follow([*path, peer])):
+                return circle
+        finished.add(path[-1])
+        return []
+
+    for rank in sorted(edges):
+        if rank not in finished and (circle := follow([rank])):
+            start = circle.index(min(circle))
+            return circle[start:] + circle[:start]
+    return []
+
+
+def group_key(ranks: Sequence[int]) -> str:
+    """The ranks of a collective, as a key: "0,1,2"."""
+    return ",".join(map(str, sorted(ranks)))
+
+
+def list_ranks(ranks: Sequence[int]) -> str:
+    """ "rank 2", "ranks 0 and 2", "ranks 0, 1 and 3"."""
+    names = [str(rank) for rank in ranks]
+    if len(names) < 2:
+        return f"rank {''.join(names)}"
+    return f"ranks {', '.join(names[:-1])} and {names[-1]}"
