@@ -1,6 +1,8 @@
 #!/usr/bin/env bash
-# ./launch.sh <topology> [flags]: all ranks of a topology on this machine. Without arguments: the list of topologies.
+# ./launch.sh <topology> [flags]: all ranks of a topology, on this machine or, started on each, on several.
+# Without arguments: the list of topologies, and the flags for several machines.
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 prepare requirements.txt
+export TORCH_CPP_LOG_LEVEL=${TORCH_CPP_LOG_LEVEL:-ERROR}  # it warns of every address without a name
 exec "$python" -m distlab.launch "$@"

@@ -1,7 +1,12 @@
 """Where a rank computes and what it talks over: device, backend, threads."""
 
+import array
+import ipaddress
 import os
 import socket
+import struct
+import sys
+from pathlib import Path
 
 import torch
 
@@ -62,3 +67,60 @@ def keep_to_loopback() -> None:
     names = [name for _, name in socket.if_nameindex() if name.startswith("lo")]
     if names:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", names[0])
+
+
+def keep_to_interface(master_addr: str, on_one_host: bool) -> None:
+    """Have gloo and NCCL listen on the interface that leads to the master alone; on one host, on loopback.
+
+    The variables that choose it otherwise, GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME, are respected where they are set.
+
+    Args:
+        master_addr: where rank 0, or torchrun's rendezvous, listens.
+        on_one_host: all ranks are known to be here.
+    """
+    address = "127.0.0.1" if on_one_host else own_address(master_addr)
+    if address is not None and ipaddress.ip_address(address).is_loopback:
+        keep_to_loopback()
+        return
+    name = interface_of(address) if address is not None else None
+    if name is not None:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={name}")  # exactly this one; a bare name is a prefix
+
+
+def own_address(towards: str) -> str | None:
+    """The address of this host from which it would talk to another, as the routing table has it; nothing is sent."""
+    try:
+        family, kind, _, _, where = socket.getaddrinfo(towards, 1, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind) as probe:
+            probe.connect(where)
+            return str(probe.getsockname()[0]).partition("%")[0]
+    except (OSError, UnicodeError):
+        return None
+
+
+def interface_of(address: str) -> str | None:
+    """The name of the interface that has an address; None where there is none, or no Linux to tell."""
+    if sys.platform != "linux":
+        return None
+    wanted = ipaddress.ip_address(address)
+    if wanted.version == 6:
+        lines = Path("/proc/net/if_inet6").read_text().splitlines()
+        return next((line.split()[-1] for line in lines if int(line.split()[0], 16) == int(wanted)), None)
+    import fcntl
+
+    get_configuration, entry = 0x8912, 40  # SIOCGIFCONF; sizeof(struct ifreq): a name of 16 bytes, a sockaddr
+    buffer = array.array("B", bytes(entry * 1024))
+    start, capacity = buffer.buffer_info()
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        answer = fcntl.ioctl(probe, get_configuration, struct.pack("iP", capacity, start))
+    used, _ = struct.unpack("iP", answer)
+    for at in range(0, used, entry):
+        if bytes(buffer[at + 20 : at + 24]) == wanted.packed:
+            return bytes(buffer[at : at + 16]).partition(b"\0")[0].decode()
+    return None
+
+
+def host_name(master_addr: str) -> str:
+    """What this host is called among those of a run: its name, and the address from which it talks to the master."""
+    return f"{socket.gethostname()} ({own_address(master_addr) or 'no way to the master'})"

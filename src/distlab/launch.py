@@ -11,17 +11,21 @@ import os
 import re
 import shutil
 import signal
-import socket
 import sys
 import tempfile
 from pathlib import Path
 from typing import NoReturn
 
+import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs, PContext, SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from distlab.settings import RunSettings, parse, world_size
+from distlab import nodes
+from distlab.grid import Grid
+from distlab.logs import say
+from distlab.nodes import Nodes
+from distlab.settings import Layout, RunSettings, parse
 from simplellm.errors import InputError
 
 LAB = Path(__file__).resolve().parents[2]
@@ -45,9 +49,11 @@ TOPOLOGIES = {  # a script, and flags that come before the user's own
     "race": "primer/race.py",
     "dist": "primer/dist.py",
     "mpi": "mpi/mpi-test.py",
+    "deadlock": "PP/deadlock/intro_deadlock.py",
 }
 
 
+DEFAULT_PORT = 29500  # where node 0 listens, when there are several machines
 SECONDS_TO_END = 4  # for ranks that are asked to, when one has failed; a stopped process cannot hear it
 
 
@@ -62,15 +68,17 @@ def launch(args: list[str]) -> int:
         for name in TOPOLOGIES:
             script, flags = find_script(name)
             print(f"  {name:<12} {' '.join([first_line(script), *flags])}")
+        print(f"\non several machines, with --master-addr, besides a topology's own flags:\n{nodes.FLAGS}", end="")
         return 0
     script, flags = find_script(args[0])
     prog, args = f"./launch.sh {args[0]}", [*flags, *args[1:]]
     if re.search(r"^(from|import) mpi4py", script.read_text(), re.MULTILINE):
         become_mpirun(script, args)
+    own_flags, args = nodes.read_flags(args)
     settings = read_settings(script, args, prog)
     if settings.rank >= 0:
         raise InputError(f"rank {settings.rank}: launch.sh starts all ranks; leave the rank out")
-    return run_ranks(script, args, settings)
+    return run_ranks(script, args, settings, nodes.place(own_flags, settings.layout, settings.master_addr))
 
 
 def find_script(name: str) -> tuple[Path, list[str]]:
@@ -124,40 +132,66 @@ def become_mpirun(script: Path, args: list[str]) -> NoReturn:
     os.execv(mpirun, [mpirun, "-n", str(ours.world_size), sys.executable, str(script), *flags])
 
 
-def run_ranks(script: Path, args: list[str], settings: RunSettings) -> int:
-    """Run all ranks of `script` to their end under torchrun's agent.
+def run_ranks(script: Path, args: list[str], settings: RunSettings, machines: Nodes) -> int:
+    """Run this machine's ranks of `script` to the end of the run under torchrun's agent.
 
     Returns:
         The exit status: 0 if all ranks finished. Otherwise the last line on stderr says which rank failed, and why.
+
+    Raises:
+        InputError: the machines do not come together.
     """
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # says at length what we say in a line
+    for name in list(logging.root.manager.loggerDict):
+        if name.startswith("torch.distributed.elastic"):  # says at length what we say in a line
+            logging.getLogger(name).setLevel(logging.CRITICAL)
     shorten_shutdown()
-    ranks = world_size(settings.layout)
-    port = settings.master_port or 0
-    check_port(settings.master_addr, port)
+    port = settings.master_port or (0 if machines.count == 1 else DEFAULT_PORT)
+    max_restarts = 0
+    meeting = nodes.Meeting(machines, settings.master_addr, port, settings.timeout, max_restarts, say)
+    watch = nodes.Watch(meeting, SECONDS_TO_END)
     os.environ["LAB_LAUNCHER"] = str(os.getpid())
+    told = ""  # to the other machines, if not what is said here
     with tempfile.TemporaryDirectory() as errors:
         config = LaunchConfig(
-            min_nodes=1,
-            max_nodes=1,
-            nproc_per_node=ranks,
-            rdzv_backend="c10d",
-            rdzv_endpoint=f"{settings.master_addr}:{port}",
-            run_id="lab",
-            max_restarts=0,
+            min_nodes=machines.count,
+            max_nodes=machines.count,
+            nproc_per_node=machines.ranks_of[machines.rank],
+            rdzv_backend=nodes.BACKEND,
+            rdzv_endpoint="",
+            rdzv_configs={"meeting": meeting},
+            run_id=meeting.get_run_id(),
+            max_restarts=max_restarts,
             monitor_interval=0.1,
             logs_specs=DefaultLogsSpecs(log_dir=errors),
         )
         try:
-            elastic_launch(config, sys.executable)("-u", str(script), *args)
+            try:
+                elastic_launch(config, sys.executable)("-u", str(script), *args)
+            finally:
+                watch.agent_ended()
         except ChildFailedError as error:
-            status, sentence = root_cause(error)
-            print(f"# {sentence}", file=sys.stderr)
-            return status
+            status, sentence, is_cause = root_cause(error, settings.layout)
+            if not is_cause and watch.hear():
+                status, sentence = 1, watch.word
+            elif not is_cause and machines.count > 1:
+                sentence += "; no word from the other machines"
         except SignalException as end:
-            print(f"# ended by {signal.Signals(end.sigval).name}", file=sys.stderr)
-            return 128 + end.sigval
-    return 0
+            status, sentence = 128 + end.sigval, f"ended by {signal.Signals(end.sigval).name}"
+            told = f"the launcher was {sentence}"
+            if watch.word:
+                status, sentence = 1, watch.word
+        except InputError as error:
+            status, sentence = 2, str(error)
+        except dist.DistError as error:
+            status, sentence = 1, watch.hear() or f"lost the other machines: {error}".splitlines()[0]
+        else:
+            status, sentence = 0, ""
+    if sentence:
+        print(f"# {sentence}", file=sys.stderr, flush=True)
+        if not watch.word:
+            watch.tell(told or sentence)
+    watch.leave()
+    return status
 
 
 def shorten_shutdown() -> None:
@@ -167,31 +201,26 @@ def shorten_shutdown() -> None:
         PContext.close.__defaults__ = (None, SECONDS_TO_END)
 
 
-def check_port(address: str, port: int) -> None:
-    """Raise `InputError` if something listens there already; port 0 means any free one."""
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((address, port))
-        except OSError as error:
-            raise InputError(
-                f"--master-port {port}: cannot listen at {address}:{port} ({error.strerror}); give another "
-                "port, or leave the flag out for a free one"
-            ) from error
+def root_cause(error: ChildFailedError, layout: Layout) -> tuple[int, str, bool]:
+    """The exit status and one sentence for the rank that failed first, and not by losing a peer or by our SIGTERM.
 
+    And whether there is such a rank here; otherwise the sentence is on the first that lost one.
+    """
 
-def root_cause(error: ChildFailedError) -> tuple[int, str]:
-    """The exit status and one sentence for the rank that failed first, and not by losing a peer or by our SIGTERM."""
+    first = min(failure.timestamp for failure in error.failures.values())
 
     def is_consequence(failure: ProcessFailure) -> bool:
-        return failure.exitcode == -signal.SIGTERM or bool(failure.error_file_data.get("lost_a_peer"))
+        by_us = failure.exitcode == -signal.SIGKILL and failure.timestamp > first + SECONDS_TO_END / 2  # it was stopped
+        return by_us or failure.exitcode == -signal.SIGTERM or bool(failure.error_file_data.get("lost_a_peer"))
 
     rank, failure = min(error.failures.items(), key=lambda item: (is_consequence(item[1]), item[1].timestamp, item[0]))
+    who, is_cause = Grid.of(rank, layout).describe(rank), not is_consequence(failure)
     if failure.exitcode < 0:
-        return 1, f"rank {rank} failed: it was ended by {failure.signal_name()}"
+        return 1, f"{who} failed: it was ended by {failure.signal_name()}", is_cause
     if "status" in failure.error_file_data:  # written by distlab.main
-        return failure.exitcode, f"rank {rank} failed: {failure.message}"
-    return failure.exitcode, f"rank {rank} failed with exit status {failure.exitcode}"
+        named = failure.error_file_data.get("names_the_rank")
+        return failure.exitcode, str(failure.message) if named else f"{who} failed: {failure.message}", is_cause
+    return failure.exitcode, f"{who} failed with exit status {failure.exitcode}", is_cause
 
 
 def main() -> NoReturn:

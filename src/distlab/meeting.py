@@ -7,6 +7,7 @@ something else.
 """
 
 import contextlib
+import errno
 import json
 import os
 import socket
@@ -32,32 +33,80 @@ def open_store(rank: int, address: str, port: int, timeout_seconds: float, say: 
     if started_by_torchrun():
         store, _, _ = next(dist.rendezvous("env://", timeout=timeout))
         return store
-    if rank > 0:
-        say(f"looking for rank 0 at {address}:{port}")
-        _wait_until(
-            lambda: _listens(address, port),
-            timeout_seconds,
-            f"rank 0 did not listen at {address}:{port} within {timeout_seconds:g} s: start it there, or give its "
-            "--master-addr and --master-port",
-        )
+    if rank == 0:
+        return open_bound_store(address, port, timeout_seconds)[0]
+    say(f"looking for rank 0 at {address}:{port}")
+    wait_until(
+        lambda: listens(address, port),
+        timeout_seconds,
+        f"rank 0 did not listen at {address}:{port} within {timeout_seconds:g} s: start it there, or give its "
+        "--master-addr and --master-port",
+    )
     try:
-        return dist.TCPStore(address, port, is_master=rank == 0, timeout=timeout, wait_for_workers=False)
+        return dist.TCPStore(address, port, is_master=False, timeout=timeout, wait_for_workers=False)
     except dist.DistError as error:
-        if rank > 0:
-            raise InputError(f"--master-port {port}: what listens at {address}:{port} is not rank 0") from error
+        raise InputError(f"--master-port {port}: what listens at {address}:{port} is not rank 0") from error
+
+
+def open_bound_store(address: str, port: int, timeout_seconds: float) -> tuple[dist.Store, int]:
+    """A key-value store in this process that listens at one address; left to itself, torch's listens at all.
+
+    Args:
+        address: of this machine, or a name for it.
+        port: there; 0 for a free one.
+        timeout_seconds: the store's own, of waits.
+
+    Returns:
+        the store, and its port.
+
+    Raises:
+        InputError: it cannot listen there.
+    """
+    listener = listen_at(address, port)
+    port = listener.getsockname()[1]
+    timeout = timedelta(seconds=timeout_seconds)
+    store = dist.TCPStore(
+        address, port, is_master=True, timeout=timeout, wait_for_workers=False, master_listen_fd=listener.detach()
+    )
+    return store, port
+
+
+def listen_at(address: str, port: int) -> socket.socket:
+    """A socket that listens at one address of this machine.
+
+    Raises:
+        InputError: the port is in use, or the address is not this machine's.
+    """
+    try:
+        family, kind, _, _, where = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
+    except (socket.gaierror, UnicodeError) as error:
+        raise InputError(f"--master-addr {address}: no such host ({getattr(error, 'strerror', error)})") from error
+    listener = socket.socket(family, kind)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind(where)
+        listener.listen(1024)
+    except OSError as error:
+        listener.close()
+        if error.errno == errno.EADDRNOTAVAIL:
+            raise InputError(
+                f"--master-addr {address}: this machine does not have that address, and rank 0 runs where it is"
+            ) from error
         raise InputError(
-            f"--master-port {port}: cannot listen at {address}:{port}, most likely because another run uses the port; "
-            "give another one to every rank"
+            f"--master-port {port}: cannot listen at {address}:{port} ({error.strerror}); most likely another run uses "
+            "the port: give another one to all"
         ) from error
+    return listener
 
 
-def _listens(address: str, port: int) -> bool:
+def listens(address: str, port: int) -> bool:
+    """True if somebody does."""
     with contextlib.suppress(OSError), socket.create_connection((address, port), timeout=1):
         return True
     return False
 
 
-def _wait_until(condition: Callable[[], bool], seconds: float, sentence: str) -> None:
+def wait_until(condition: Callable[[], bool], seconds: float, sentence: str) -> None:
     """Poll, because torch's own waits cannot be interrupted; raise `InputError` with `sentence` when time is up."""
     deadline = time.monotonic() + seconds
     while not condition():
@@ -113,11 +162,39 @@ def agree(
     return verdict["decided"]
 
 
+def leave_host(store: dist.Store, rank: int, host: str) -> None:
+    """Tell rank 0 on which host this rank is; before they agree."""
+    store.set(f"host/{rank}", host)
+
+
+def say_hosts(store: dist.Store, size: int, tp: int, say: Say) -> None:
+    """Say which ranks are on which host, where they are on several; after they have agreed.
+
+    Args:
+        store: where the ranks met.
+        size: number of ranks.
+        tp: that many ranks in a row share a stage.
+        say: prints a remark.
+    """
+    hosts = [store.get(f"host/{rank}").decode() for rank in range(size)]
+    if len(set(hosts)) == 1:
+        return
+    for host in dict.fromkeys(hosts):
+        ranks = [str(rank) for rank in range(size) if hosts[rank] == host]
+        say(f"on {host}: rank{'s' * (len(ranks) > 1)} {', '.join(ranks)}")
+    split = next((first for first in range(0, size, tp) if len(set(hosts[first : first + tp])) > 1), None)
+    if split is not None:
+        say(
+            f"warning: ranks {split} to {split + tp - 1} share the same layers and are on different hosts, so every "
+            f"layer waits for the network; give each host a multiple of {tp} ranks"
+        )
+
+
 def _let_hear(store: dist.Store, size: int) -> None:
     """Give the ranks that have joined time to read the verdict: the store ends with rank 0's process."""
     joined = [f"heard/{rank}" for rank in range(1, size) if store.check([f"settings/{rank}"])]
     with contextlib.suppress(InputError):
-        _wait_until(lambda: store.check(joined), 5, "a rank has gone")
+        wait_until(lambda: store.check(joined), 5, "a rank has gone")
 
 
 def _wait(store: dist.Store, key: str, what: str, timeout_seconds: float, say: Say) -> bytes:
@@ -126,10 +203,10 @@ def _wait(store: dist.Store, key: str, what: str, timeout_seconds: float, say: S
     sentence = f"waited {timeout_seconds:g} s for {what}: is it running? --timeout sets how long"
     try:
         try:
-            _wait_until(lambda: store.check([key]), min(notice_seconds, timeout_seconds), sentence)
+            wait_until(lambda: store.check([key]), min(notice_seconds, timeout_seconds), sentence)
         except InputError:
             say(f"waiting for {what}")
-            _wait_until(lambda: store.check([key]), timeout_seconds - notice_seconds, sentence)
+            wait_until(lambda: store.check([key]), timeout_seconds - notice_seconds, sentence)
         return store.get(key)
     except dist.DistError as error:
         raise InputError(f"rank 0 ended while this rank waited for {what}: see rank 0's last line") from error
