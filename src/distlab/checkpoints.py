@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -66,6 +67,9 @@ class Checkpoint:
                 return f"{name} has {path.stat().st_size:,} bytes instead of {expected['bytes']:,}"
             if checksum(path) != expected["sha256"]:
                 return f"{name} is damaged: its checksum is not the recorded one"
+        for path in self.folder.glob("*.safetensors"):
+            if path.name not in self.record["files"]:  # it would be read along with the others
+                return f"{path.name} is none of its files"
         return None
 
 
@@ -92,7 +96,8 @@ def candidates(path: Path) -> Iterator[Checkpoint | str]:
     Args:
         path: a run's folder, or that of one checkpoint.
     """
-    folders = [path] if os.path.exists(path / RECORD) else sorted((path / FOLDER).glob("step-*"), reverse=True)
+    in_run = (path / FOLDER).glob("step-*") if os.path.isdir(path / FOLDER) else ()
+    folders = [path] if os.path.exists(path / RECORD) else sorted(in_run, reverse=True)
     for folder in folders:
         try:
             record = json.loads((folder / RECORD).read_text())
@@ -137,6 +142,11 @@ def _check(record: Record) -> None:
         require(is_right, name, value)
     data = record.get("data") or {"source": ""}
     require(isinstance(data.get("source"), str), "data", data)
+
+
+def has_checkpoints(run: Path) -> bool:
+    """True if a run has kept one whose record can be read."""
+    return any(isinstance(found, Checkpoint) for found in candidates(run))
 
 
 def latest(path: Path) -> Checkpoint:
@@ -337,7 +347,10 @@ def _tensors_in(checkpoint: Checkpoint) -> dict[str, Any]:
     """What is known of each tensor without reading it."""
     from torch.distributed import checkpoint as dcp
 
-    return dict(dcp.HuggingFaceStorageReader(str(checkpoint.folder)).read_metadata().state_dict_metadata)
+    try:
+        return dict(dcp.HuggingFaceStorageReader(str(checkpoint.folder)).read_metadata().state_dict_metadata)
+    except (SafetensorError, OSError, ValueError, LookupError) as error:
+        raise InputError(f"--resume {checkpoint.folder}: its tensors cannot be read ({_root_of(error)})") from error
 
 
 def _read_into(tensors: dict[str, Any], checkpoint: Checkpoint) -> None:
@@ -347,7 +360,7 @@ def _read_into(tensors: dict[str, Any], checkpoint: Checkpoint) -> None:
         with _without_warnings():
             reader = dcp.HuggingFaceStorageReader(str(checkpoint.folder))
             dcp.load(tensors, storage_reader=reader, no_dist=True)
-    except dcp.CheckpointException as error:
+    except (dcp.CheckpointException, SafetensorError) as error:
         raise InputError(f"--resume {checkpoint.folder}: that of another model ({_root_of(error)})") from error
 
 

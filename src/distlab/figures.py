@@ -29,6 +29,7 @@ from distlab.memory import KINDS, read_largest
 from distlab.simulation import Link, SimulatedWorld
 from distlab.timeline import COLORS, draw, measured_panel, pyplot, save
 from distlab.trace_report import Trace, read_chrome
+from simplellm import command_line
 from simplellm.errors import InputError
 
 if TYPE_CHECKING:
@@ -150,7 +151,13 @@ def layout(png: Png, /, dp: int = 2, pp: int = 3) -> None:
         png: file to write.
         dp: replicas of the pipeline.
         pp: stages of each.
+
+    Raises:
+        InputError: there are none, or more than can be drawn.
     """
+    for flag, count in (("--dp", dp), ("--pp", pp)):
+        if not 1 <= count <= 32:
+            raise InputError(f"{flag} {count}: give 1 to 32")
     figure, axes = pyplot().subplots(figsize=(1.2 + 2.9 * pp, 0.8 + 1.6 * dp), layout="constrained")
     arrow = {"arrowstyle": "<->", "linewidth": 1.6, "shrinkA": 0, "shrinkB": 0}
     for rank in range(dp * pp):
@@ -193,6 +200,8 @@ def read_metrics(run: Path) -> list[dict[str, Any]]:
         records = [json.loads(line) for line in path.read_text().splitlines()]
         for record in records:
             record["loss"] = math.nan if record["loss"] is None else float(record["loss"])
+        if not records:
+            raise ValueError("no step has been recorded")
         return records
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise InputError(f"{path}: no metrics of a run; give NAME=RUN with a run's folder") from error
@@ -328,7 +337,10 @@ def collectives(png: Png, run: Annotated[Path, tyro.conf.Positional], /) -> None
     try:
         rows = [json.loads(line) for line in (run / "collectives.jsonl").read_text().splitlines()]
         operations = list(dict.fromkeys(row["operation"] for row in rows))
-    except (OSError, ValueError, KeyError) as error:
+        columns = {"topology", "size_bytes", "measured_seconds", "predicted_seconds"}
+        if not rows or not all(columns <= row.keys() for row in rows):
+            raise ValueError("rows or columns are missing")
+    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
         raise InputError(f"{run}: no table of collectives there ({error})") from error
     topologies = ["naive", "tree", "butterfly", "ring", "library"]
     figure, grid = pyplot().subplots(2, 3, figsize=(11, 6.2), layout="constrained", sharex=True, sharey=True)
@@ -362,10 +374,8 @@ FIGURES = (losses, timelines, memory, holdings, layout, splits, topologies, coll
 
 if __name__ == "__main__":
     try:
-        tyro.extras.subcommand_cli_from_dict(
-            {figure.__name__: figure for figure in FIGURES},
-            description=__doc__,
-        )
+        figures = {figure.__name__: figure for figure in FIGURES}
+        command_line.read(lambda: tyro.extras.subcommand_cli_from_dict(figures, description=__doc__))
     except InputError as error:
         print(f"# {error}", file=sys.stderr)
         sys.exit(2)

@@ -23,7 +23,7 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from distlab import nodes
 from distlab.grid import Grid
-from distlab.logs import say
+from distlab.logs import new_folder, say
 from distlab.nodes import Nodes
 from distlab.settings import Layout, RunSettings, parse
 from simplellm.errors import InputError
@@ -68,7 +68,7 @@ def launch(args: list[str]) -> int:
         for name in TOPOLOGIES:
             script, flags = find_script(name)
             print(f"  {name:<12} {' '.join([first_line(script), *flags])}")
-        print(f"\non several machines, with --master-addr, besides a topology's own flags:\n{nodes.FLAGS}", end="")
+        print(f"\nbesides a topology's own flags:\n{nodes.FLAGS}", end="")
         return 0
     script, flags = find_script(args[0])
     prog, args = f"./launch.sh {args[0]}", [*flags, *args[1:]]
@@ -78,7 +78,12 @@ def launch(args: list[str]) -> int:
     settings = read_settings(script, args, prog)
     if settings.rank >= 0:
         raise InputError(f"rank {settings.rank}: launch.sh starts all ranks; leave the rank out")
-    return run_ranks(script, args, settings, nodes.place(own_flags, settings.layout, settings.master_addr))
+    machines = nodes.place(own_flags, settings.layout, settings.master_addr)
+    if own_flags.max_restarts and settings.out is None:  # the ranks that start again have to find what was saved
+        if machines.count > 1:
+            raise InputError("--max-restarts on several machines: give --out, a folder that all of them see")
+        args = [*args, "--out", str(new_folder(Path("runs") / script.stem))]
+    return run_ranks(script, args, settings, machines, own_flags.max_restarts)
 
 
 def find_script(name: str) -> tuple[Path, list[str]]:
@@ -132,8 +137,11 @@ def become_mpirun(script: Path, args: list[str]) -> NoReturn:
     os.execv(mpirun, [mpirun, "-n", str(ours.world_size), sys.executable, str(script), *flags])
 
 
-def run_ranks(script: Path, args: list[str], settings: RunSettings, machines: Nodes) -> int:
+def run_ranks(script: Path, args: list[str], settings: RunSettings, machines: Nodes, max_restarts: int) -> int:
     """Run this machine's ranks of `script` to the end of the run under torchrun's agent.
+
+    When a rank fails, the agent ends all and starts them again, `max_restarts` times; they then go on from the last
+    checkpoint (see `distlab.main`).
 
     Returns:
         The exit status: 0 if all ranks finished. Otherwise the last line on stderr says which rank failed, and why.
@@ -146,7 +154,6 @@ def run_ranks(script: Path, args: list[str], settings: RunSettings, machines: No
             logging.getLogger(name).setLevel(logging.CRITICAL)
     shorten_shutdown()
     port = settings.master_port or (0 if machines.count == 1 else DEFAULT_PORT)
-    max_restarts = 0
     meeting = nodes.Meeting(machines, settings.master_addr, port, settings.timeout, max_restarts, say)
     watch = nodes.Watch(meeting, SECONDS_TO_END)
     os.environ["LAB_LAUNCHER"] = str(os.getpid())

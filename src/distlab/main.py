@@ -6,6 +6,7 @@ if __name__ == "__main__":
     main(train, DEFAULTS, __doc__)
 """
 
+import argparse
 import contextlib
 import ctypes
 import json
@@ -22,6 +23,7 @@ from typing import Any, NoReturn, TypeVar
 import torch
 
 from distlab import meeting
+from distlab.checkpoints import has_checkpoints
 from distlab.logs import RankOutput, human_bytes, say
 from distlab.not_finite import NotFiniteError
 from distlab.notices import notices
@@ -48,7 +50,8 @@ def main(work: Callable[[Any], None], defaults: RunSettings, description: str | 
     run: Run[Any] | None = None
     try:
         end_with_launcher()
-        settings = parse(with_torchrun_world(defaults), description or script.stem)
+        args = [*sys.argv[1:], *flags_to_go_on()]
+        settings = parse(with_torchrun_world(defaults), description or script.stem, args)
         kind = TrainingRun if isinstance(settings, TrainSettings) else Run
         run = kind(settings, script)
         work(run)
@@ -111,12 +114,14 @@ def fail(
 
     Args:
         sentence: what went wrong.
-        status: the exit status.
+        status: the exit status; what the user can mend (2) is often seen by all ranks, and launch.sh prints it once.
         lost_a_peer: this is the consequence of another rank's end.
         linger: give the other ranks a second for their own words, since torchrun ends all when one has failed.
         names_the_rank: the sentence says which rank failed, and launch.sh prints it last, once for all ranks.
     """
-    if names_the_rank and "LAB_LAUNCHER" in os.environ and isinstance(sys.stderr, RankOutput):
+    starts_again = os.environ.get("TORCHELASTIC_RESTART_COUNT") != os.environ.get("TORCHELASTIC_MAX_RESTARTS")
+    is_printed_last = "LAB_LAUNCHER" in os.environ and not starts_again and (names_the_rank or status == 2)
+    if is_printed_last and isinstance(sys.stderr, RankOutput):
         sys.stderr.keep(f"# {sentence}\n")
     else:
         print(f"# {sentence}", file=sys.stderr)
@@ -142,6 +147,18 @@ def with_torchrun_world(defaults: SettingsT) -> SettingsT:
     if meeting.started_by_torchrun() and isinstance(defaults, WorldSize):
         defaults.world_size = int(os.environ["WORLD_SIZE"])
     return defaults
+
+
+def flags_to_go_on() -> list[str]:
+    """`--resume` with the run's own folder, if torchrun has started the ranks again and there is something to resume.
+
+    torchrun, or `launch.sh --max-restarts`, does so when a rank has failed.
+    """
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--out", type=Path)
+    out = parser.parse_known_args()[0].out
+    restarts = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+    return ["--resume", str(out)] if restarts and out is not None and has_checkpoints(out) else []
 
 
 def end_with_launcher() -> None:

@@ -33,7 +33,8 @@ from simplellm.errors import InputError
 
 BACKEND = "lab"  # this module's rendezvous, among torchrun's
 FLAGS = """
-  --nnodes N            machines; the same command runs on each (default: 1)
+  --max-restarts N      how often to start all ranks again, from the last checkpoint, when one has failed (default: 0)
+  --nnodes N            machines; the same command runs on each, with --master-addr (default: 1)
   --node-rank R         this machine's, from 0; node 0 is at --master-addr
   --ranks-per-node A,B  ranks of each machine, by node rank (default: the same number on each)
 """
@@ -73,10 +74,14 @@ def read_flags(args: list[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--nnodes", type=int, default=1)
     parser.add_argument("--node-rank", "--node_rank", type=int)
     parser.add_argument("--ranks-per-node", "--ranks_per_node")
+    parser.add_argument("--max-restarts", "--max_restarts", type=int, default=0)
     try:
-        return parser.parse_known_args(args)
+        flags, rest = parser.parse_known_args(args)
     except argparse.ArgumentError as error:
         raise InputError(str(error)) from error
+    if flags.max_restarts < 0:
+        raise InputError(f"--max-restarts {flags.max_restarts}: give 0 or more")
+    return flags, rest
 
 
 def place(flags: argparse.Namespace, layout: Layout, master_addr: str) -> Nodes:
@@ -209,6 +214,8 @@ class Meeting(RendezvousHandler):
         return True
 
     def next_rendezvous(self) -> RendezvousInfo:
+        if self._round > 0:
+            self._say(f"a rank has failed: starting all ranks again, {self._round} of {self._max_restarts} times")
         prefix, self._round = f"round/{self._round}", self._round + 1
         if self.nodes.rank == 0:
             self._ranks_store, port = open_bound_store(self.address, 0, self._timeout_seconds)

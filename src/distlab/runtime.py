@@ -1,13 +1,11 @@
 """A rank's part of a run: who it is, where it computes, the steps it takes, what it says."""
 
-import contextlib
-import itertools
 import json
 import math
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from datetime import datetime, timedelta
+from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
@@ -18,7 +16,7 @@ from torch import Tensor
 from distlab import meeting
 from distlab.devices import cores_to_share, host_name, keep_to_interface, pick_backend, pick_device, threads_per_rank
 from distlab.grid import Grid
-from distlab.logs import RankOutput, RunLog, say, say_costs, take_over_output
+from distlab.logs import RankOutput, RunLog, new_folder, say, say_costs, take_over_output
 from distlab.not_finite import NotFiniteError
 from distlab.notices import notices
 from distlab.settings import RunSettings, as_json, layout_flags, world_size
@@ -231,17 +229,6 @@ class Run(Generic[SettingsT]):
             self._log.summary()
             say_costs(self.rank, self.device)
             say(f"logs and metrics are in {self.out}")
-
-
-def new_folder(parent: Path) -> Path:
-    """Make a folder named after the time, and after nothing else that is there already."""
-    now = datetime.now().strftime("%Y-%m-%d_%H-%M-%S")
-    for number in itertools.count(1):
-        folder = parent / (now if number == 1 else f"{now}-{number}")
-        with contextlib.suppress(FileExistsError):
-            folder.mkdir(parents=True)
-            return folder
-    raise AssertionError
 
 
 def identity(settings: RunSettings) -> tuple[int, int]:

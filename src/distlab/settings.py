@@ -6,12 +6,12 @@ import math
 import os
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 import tyro
 
 from distlab import resume
-from distlab.checkpoints import candidates, latest
+from distlab.checkpoints import has_checkpoints, latest
 from distlab.schedules import SCHEDULES
 from distlab.stages import Split, balance, read_split
 from distlab.tensor_parallel import check_division
@@ -63,8 +63,12 @@ class RunSettings:
         """Raise `InputError` for a value that cannot work, before any process waits for another."""
         if not 0 < self.timeout <= 1e6:
             raise InputError(f"--timeout {self.timeout}: give seconds, more than 0 and at most a million")
+        kinds = get_type_hints(type(self))
         for field in fields(self):
             value = getattr(self, field.name)
+            choices = get_args(kinds[field.name]) if get_origin(kinds[field.name]) is Literal else (value,)
+            if value not in choices:  # out of a checkpoint, whose values become defaults
+                raise InputError(f"{as_flag(field.name)} {value}: there are {', '.join(choices)}")
             for number in value if isinstance(value, list) else [value]:
                 if field.name != "seed" and isinstance(number, int) and abs(number) >= 2**31:
                     raise InputError(f"{as_flag(field.name)} {number}: give a number of at most 31 bits")
@@ -155,9 +159,9 @@ class TrainSettings(RunSettings):
             raise InputError(f"--n-layers {self.n_layers}: give at most {MOST_LAYERS:,}")
         for flag, sequences in (("--batch-size", self.batch_size), ("--eval-sequences", self.eval_sequences)):
             if sequences * self.seq_len > MOST_TOKENS:
+                tokens = f"{sequences * self.seq_len:,} tokens at a time"
                 raise InputError(
-                    f"{flag} {sequences} with --seq-len {self.seq_len}: these are {sequences * self.seq_len:,} tokens at "
-                    f"a time; give at most {MOST_TOKENS:,}"
+                    f"{flag} {sequences} with --seq-len {self.seq_len}: {tokens}; give at most {MOST_TOKENS:,}"
                 )
         if self.seq_len < 2:
             raise InputError(f"--seq-len {self.seq_len}: predicting the next token needs at least 2")
@@ -175,11 +179,13 @@ class TrainSettings(RunSettings):
                 next(open_source(self.data, split, self.seed).documents(0))
         if self.resume is not None:
             resume.check(latest(self.resume), self)
-        if self.save_every and self.out is not None and any(candidates(self.out)):
-            goes_on = self.resume is not None and latest(self.resume).folder.resolve().is_relative_to(
-                self.out.resolve()
-            )
-            if not goes_on:
+        if (
+            self.save_every
+            and self.out is not None
+            and has_checkpoints(self.out)
+        ):
+            begun_in = None if self.resume is None else latest(self.resume).folder.resolve()
+            if begun_in is None or self.out.resolve() not in begun_in.parents:
                 raise InputError(
                     f"--out {self.out}: has checkpoints of another run; give another folder, or --resume {self.out}"
                 )

@@ -4,6 +4,7 @@ python -m distlab.show_schedule dapple --stages 3 --micro-batches 8
 python -m distlab.show_schedule gpipe --stages 4 --micro-batches 8 --png gpipe.png
 """
 
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +14,7 @@ import tyro
 
 from distlab.plan import Costs, Plan, ideal_bubble, play
 from distlab.schedules import SCHEDULES, all_stages
+from simplellm import command_line
 from simplellm.errors import InputError
 
 
@@ -86,7 +88,8 @@ def table(plan: Plan) -> Iterator[str]:
 
 if __name__ == "__main__":
     try:
-        for line in show(tyro.cli(Request, description=__doc__)):
+        for line in show(command_line.read(lambda: tyro.cli(Request, description=__doc__))):
             print(line)
     except InputError as error:
-        raise SystemExit(f"# {error}") from None
+        print(f"# {error}", file=sys.stderr)
+        sys.exit(2)
