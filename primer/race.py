@@ -21,7 +21,7 @@ from typing import Any
 from distlab.logs import say
 from distlab.main import end_with_parent, main
 from distlab.runtime import Run
-from distlab.settings import RunSettings, require_positive
+from distlab.settings import MOST_RANKS, RunSettings, require_positive
 from simplellm.errors import InputError
 
 PROCESSES = multiprocessing.Process, multiprocessing.Barrier
@@ -42,6 +42,8 @@ class RaceSettings(RunSettings):
         require_positive(self, "repeats")
         if self.processes < 2:
             raise InputError(f"--processes {self.processes}: a race needs at least 2")
+        if self.processes > MOST_RANKS:
+            raise InputError(f"--processes {self.processes}: give at most {MOST_RANKS:,}")
 
 
 DEFAULTS = RaceSettings()

@@ -7,8 +7,8 @@
 average their gradients. `--bsz` counts the rows of all groups: so every `--tp` gives the same training run.
 """
 
+import os
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Annotated, Literal
 
 import pcomm
@@ -25,7 +25,7 @@ from distlab.logs import say
 from distlab.main import main
 from distlab.optimizers import build_optimizer
 from distlab.runtime import Run
-from distlab.settings import Layout, RunSettings, WorldSize, require_positive
+from distlab.settings import MOST_LAYERS, Layout, RunSettings, WorldSize, require_positive
 from distlab.traffic import Transfer, traffic
 from simplellm.errors import InputError
 from simplellm.tokenizers import SPTokenizer

@@ -216,7 +216,7 @@ def save(run: Path, tensors: dict[str, Any], record: Record, tokenizer: Path, ke
     try:
         if rank == 0:
             shutil.rmtree(unfinished, ignore_errors=True)
-            unfinished.mkdir(parents=True)
+            unfinished.mkdir(parents=True, exist_ok=True)  # another rank may have been quicker
         writer = dcp.HuggingFaceStorageWriter(str(unfinished), save_distributed=True)
         with traffic.named(f"the checkpoint of step {record['step']}"), _without_warnings():
             dcp.save(tensors, storage_writer=writer, no_dist=not dist.is_initialized())

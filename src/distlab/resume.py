@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from distlab.checkpoints import TOKENIZER, Checkpoint, checksum
 from simplellm.errors import InputError
-from simplellm.tokenizers import SHIPPED_MODEL
+from simplellm.tokenizers import SHIPPED_MODEL, SPTokenizer
 
 if TYPE_CHECKING:
     from distlab.settings import TrainSettings
@@ -49,6 +49,9 @@ def check(checkpoint: Checkpoint, settings: "TrainSettings") -> None:
     if checksum(settings.tokenizer or SHIPPED_MODEL) != _tokenizer_checksum(checkpoint):
         given = f"--tokenizer {settings.tokenizer}" if settings.tokenizer else "the one that comes with the lab"
         raise InputError(f"{resume}: it was trained with another tokenizer than {given}; leave --tokenizer out")
+    vocab_size = SPTokenizer(settings.tokenizer).vocab_size
+    if vocab_size != model["vocab_size"]:
+        raise InputError(f"{resume}: its model has {model['vocab_size']} tokens, and its tokenizer {vocab_size}")
     data = record.get("data")
     if data and settings.data != "auto" and _content(data) != _content(identity(settings.data, settings.seed)):
         seed = f" and --seed {data['seed']}" if "seed" in data else ""

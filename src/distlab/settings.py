@@ -179,11 +179,7 @@ class TrainSettings(RunSettings):
                 next(open_source(self.data, split, self.seed).documents(0))
         if self.resume is not None:
             resume.check(latest(self.resume), self)
-        if (
-            self.save_every
-            and self.out is not None
-            and has_checkpoints(self.out)
-        ):
+        if self.save_every and self.out is not None and has_checkpoints(self.out):
             begun_in = None if self.resume is None else latest(self.resume).folder.resolve()
             if begun_in is None or self.out.resolve() not in begun_in.parents:
                 raise InputError(

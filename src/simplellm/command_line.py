@@ -27,7 +27,7 @@ def run(work: Callable[[RequestT], None], request: type[RequestT], description: 
     the reader of the output has gone, as `head` does.
     """
     try:
-        work(_parse(request, description))
+        work(read(lambda: tyro.cli(request, description=description)))
         sys.stdout.flush()
     except InputError as error:
         print(f"# {error}", file=sys.stderr)
@@ -47,11 +47,16 @@ def check_free(folder: Path) -> None:
         raise InputError(f"{folder}: is there already, and not an empty folder; give a new one")
 
 
-def _parse(request: type[RequestT], description: str | None) -> RequestT:
+def read(cli: Callable[[], RequestT]) -> RequestT:
+    """What tyro makes of the command line.
+
+    Raises:
+        InputError: with one sentence in place of tyro's panel of lines.
+    """
     errors = io.StringIO()
     try:
         with contextlib.redirect_stderr(errors):
-            return tyro.cli(request, description=description)
+            return cli()
     except SystemExit as end:
         if end.code in (0, None):  # --help
             raise

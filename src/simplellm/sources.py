@@ -94,6 +94,8 @@ def open_source(data: str, split: str, seed: int) -> Source:
         raise InputError(f"--data {data}: is a folder; {wanted}")
     if not os.path.exists(path):
         raise InputError(f"--data {data}: there is no such file; {wanted}")
+    if not os.path.isfile(path):  # a pipe can be read once only, a device perhaps for ever
+        raise InputError(f"--data {data}: is a pipe or a device; {wanted}")
     ending = path.suffix.lower()
     if ending == ".txt":
         return Part(Text(path), path, split)

@@ -72,6 +72,8 @@ class SPTokenizer:
 def _load(path: Path) -> SentencePieceProcessor:
     wanted = "give the path of a SentencePiece model (.model), or leave the flag out for the shipped one"
     try:
+        if path.is_fifo() or path.is_char_device():  # reading it might never end
+            raise InputError(f"--tokenizer {path}: is no file; {wanted}")
         model = path.read_bytes()
     except FileNotFoundError:
         raise InputError(f"--tokenizer {path}: there is no such file; {wanted}") from None

@@ -85,4 +85,4 @@ def test_draws_a_png_that_depends_on_the_schedule(tmp_path: Path) -> None:
 
 def test_the_command_ends_with_a_sentence() -> None:
     ended = run(sys.executable, "-m", "distlab.show_schedule", "dapple", "--stages", "0")
-    assert (ended.status, ended.out, ended.err) == (1, "", "# --stages 0: must be at least 1\n")
+    assert (ended.status, ended.out, ended.err) == (2, "", "# --stages 0: must be at least 1\n")

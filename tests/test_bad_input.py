@@ -1,0 +1,40 @@
+"""What cannot work ends with one sentence: a sample of `bad_input.py`, and every flag of every script."""
+
+import dataclasses
+import random
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+from bad_input import LATER, SCRIPTS, defaults_of, flag_cases, generate, run, shown
+
+from distlab.settings import parse
+from simplellm.errors import InputError
+
+VALUES = 2  # of each flag of each script that are tried; bad_input.py tries more
+
+
+@pytest.mark.parametrize("script", sorted(set(SCRIPTS.values())))
+def test_each_flag_refuses_what_it_cannot_be(script: str) -> None:
+    defaults, chance = defaults_of(script), random.Random(script)
+    cases: dict[str, list[list[str]]] = {}
+    for flag, args in flag_cases(script):
+        cases.setdefault(flag, []).append(args)
+    for flag, values in cases.items():
+        if flag == "rank" or flag[2:].replace("-", "_") in LATER:
+            continue
+        for args in chance.sample(values, min(VALUES, len(values))):
+            with pytest.raises(InputError) as refused:
+                parse(dataclasses.replace(defaults), "", args)
+            sentence = str(refused.value)
+            assert "\n" not in sentence, args
+            assert flag in sentence or (args[-1] and args[-1] in sentence), (args, sentence)
+
+
+def test_bad_input_ends_with_a_sentence(tmp_path: Path) -> None:
+    inputs = generate(20, seed=3, folder=tmp_path)
+    assert len({bad.kind for bad in inputs}) == 10
+    with ThreadPoolExecutor(2) as pool:
+        outcomes = list(pool.map(lambda bad: run(bad, tmp_path), inputs))
+    for outcome in outcomes:
+        assert not outcome.problems, ([shown(command) for command in outcome.bad.commands], outcome.problems)
