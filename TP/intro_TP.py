@@ -86,7 +86,7 @@ def compare_with_formula(run: TrainingRun[TensorParallelSettings]) -> None:
     kv_width = (args.num_kv_heads or args.num_heads) * (args.dmodel // args.num_heads)
     formula = bytes_per_layer(args.tp_style, run.world_size, *shape, element_bytes, args.sequence_parallel, kv_width)
     for kind, expected in zip(("layer activations", "layer gradients"), formula, strict=True):
-        sent = traffic.ledger.sent_bytes[kind] / ((args.steps - run.first_step) * args.n_layers)
+        sent = traffic.ledger.sent_bytes[kind] / max(1, (args.steps - run.first_step) * args.n_layers)
         if run.rank == 0:
             say(f"{kind}: {sent:,.0f} bytes per layer and step; the formula gives {args.micro_batches * expected:,}")
 

@@ -36,11 +36,12 @@ class WeightAggregationSettings(DataParallelSettings):
     def check(self) -> None:
         super().check()
         require_positive(self, "sync_every")
-        if self.save_every and self.save_every % self.sync_every:
-            raise InputError(
-                f"--save-every {self.save_every} with --sync-every {self.sync_every}: a checkpoint holds one copy of "
-                f"the weights, so it must come with an average; give a multiple of {self.sync_every}"
-            )
+        for name, every in (("--save-every", self.save_every), ("--eval-every", self.eval_every)):
+            if every and every % self.sync_every:
+                raise InputError(
+                    f"{name} {every} with --sync-every {self.sync_every}: between two averages there is no one model; "
+                    f"give a multiple of {self.sync_every}"
+                )
 
 
 DEFAULTS = WeightAggregationSettings(batch_size=1)

@@ -32,6 +32,7 @@ from simplellm.errors import InputError
 from simplellm.llama import LLamaPart
 
 FOLDER, RECORD, TOKENIZER, UNFINISHED = "checkpoints", "checkpoint.json", "tokenizer.model", ".unfinished"
+SUPERSEDED = "superseded"  # beside the others: what a run that goes on from an earlier step leaves behind
 OPTIMIZER, RANDOM = "optimizer.", "random."
 Record = dict[str, Any]
 
@@ -57,16 +58,20 @@ class Checkpoint:
     def tokenizer(self) -> Path:
         return self.folder / TOKENIZER
 
-    def problem(self) -> str | None:
-        """What is wrong with its files, by size and checksum; None if it is whole."""
+    def problem(self, at_a_glance: bool = False) -> str | None:
+        """What is wrong with its files; None if it is whole. `at_a_glance`, sizes are looked at, but not contents."""
         for name, expected in self.record["files"].items():
             path = self.folder / name
             if not path.is_file():
                 return f"{name} is missing"
-            if path.stat().st_size != expected["bytes"]:
-                return f"{name} has {path.stat().st_size:,} bytes instead of {expected['bytes']:,}"
-            if checksum(path) != expected["sha256"]:
-                return f"{name} is damaged: its checksum is not the recorded one"
+            try:
+                size = path.stat().st_size
+                if size != expected["bytes"]:
+                    return f"{name} has {size:,} bytes instead of {expected['bytes']:,}"
+                if not at_a_glance and checksum(path) != expected["sha256"]:
+                    return f"{name} is damaged: its checksum is not the recorded one"
+            except OSError as error:
+                return f"{name} cannot be read ({error.strerror})"
         for path in self.folder.glob("*.safetensors"):
             if path.name not in self.record["files"]:  # it would be read along with the others
                 return f"{path.name} is none of its files"
@@ -94,9 +99,10 @@ def candidates(path: Path) -> Iterator[Checkpoint | str]:
     """The checkpoints of a run, the last one first; a sentence in place of each that is incomplete or unreadable.
 
     Args:
-        path: a run's folder, or that of one checkpoint.
+        path: a run's folder, that of its checkpoints, or that of one checkpoint.
     """
-    in_run = (path / FOLDER).glob("step-*") if os.path.isdir(path / FOLDER) else ()
+    parent = path if path.name == FOLDER else path / FOLDER
+    in_run = parent.glob("step-*") if os.path.isdir(parent) else ()
     folders = [path] if os.path.exists(path / RECORD) else sorted(in_run, reverse=True)
     for folder in folders:
         try:
@@ -149,24 +155,13 @@ def has_checkpoints(run: Path) -> bool:
     return any(isinstance(found, Checkpoint) for found in candidates(run))
 
 
-def latest(path: Path) -> Checkpoint:
-    """The last checkpoint of a run (or the one at `path`) whose record can be read; its files are not looked at.
-
-    Raises:
-        InputError: there is none.
-    """
-    for candidate in candidates(path):
-        if isinstance(candidate, Checkpoint):
-            return candidate
-    raise InputError(_none_at(path))
-
-
-def last_whole(path: Path, say: Callable[[str], None] = lambda _: None) -> Checkpoint:
+def last_whole(path: Path, say: Callable[[str], None] = lambda _: None, at_a_glance: bool = False) -> Checkpoint:
     """The last checkpoint of a run (or the one at `path`) all of whose files are there as they were written.
 
     Args:
-        path: a run's folder, or that of one checkpoint.
+        path: a run's folder, that of its checkpoints, or that of one checkpoint.
         say: told about each one that is passed over, and why.
+        at_a_glance: look at the files' sizes alone, not at their contents.
 
     Raises:
         InputError: there is none.
@@ -175,7 +170,7 @@ def last_whole(path: Path, say: Callable[[str], None] = lambda _: None) -> Check
     for candidate in candidates(path):
         problem: str | None
         if isinstance(candidate, Checkpoint):
-            problem = candidate.problem()
+            problem = candidate.problem(at_a_glance)
             if problem is None:
                 return candidate
             problem = f"{candidate.folder.name}: {problem}"
@@ -195,18 +190,18 @@ def _none_at(path: Path) -> str:
 # To write one
 
 
-def save(run: Path, tensors: dict[str, Any], record: Record, tokenizer: Path, keep: int) -> None:
+def save(run: Path, tensors: dict[str, Any], record: Record, tokenizer: bytes, keep: int) -> None:
     """Write a checkpoint of all ranks' tensors; every rank must call it.
 
     Args:
         run: the run's folder, which all ranks see.
         tensors: what this rank holds, by name, whole or as a `Slice`; what several ranks hold is written by one.
         record: rank 0's goes to `checkpoint.json`, with the list of files.
-        tokenizer: to copy.
+        tokenizer: the SentencePiece model.
         keep: how many of the run's checkpoints to leave, this one included.
 
     Raises:
-        InputError: the files cannot be written.
+        InputError: the files cannot be written, or rank 0 does not see what other ranks have written.
         TrafficError: another rank was lost.
     """
     from torch.distributed import checkpoint as dcp
@@ -219,8 +214,10 @@ def save(run: Path, tensors: dict[str, Any], record: Record, tokenizer: Path, ke
             unfinished.mkdir(parents=True, exist_ok=True)  # another rank may have been quicker
         writer = dcp.HuggingFaceStorageWriter(str(unfinished), save_distributed=True)
         with traffic.named(f"the checkpoint of step {record['step']}"), _without_warnings():
-            dcp.save(tensors, storage_writer=writer, no_dist=not dist.is_initialized())
+            written = dcp.save(tensors, storage_writer=writer, no_dist=not dist.is_initialized())
         if rank == 0:
+            if _parts(_tensors_in(unfinished)) != _parts(written.state_dict_metadata):
+                raise InputError(f"--out {run}: not all ranks' files are there; give a folder that all machines share")
             _complete(run, record, tokenizer, keep)
     except (OSError, dcp.CheckpointException) as error:
         raise InputError(f"--save-every: cannot write {unfinished} ({_root_of(error)})") from error
@@ -230,26 +227,48 @@ def _place(run: Path, step: int, ending: str = "") -> Path:
     return run / FOLDER / f"step-{step:08}{ending}"
 
 
-def _complete(run: Path, record: Record, tokenizer: Path, keep: int) -> None:
+def _parts(tensors: dict[str, Any]) -> set[tuple[Any, ...]]:
+    """Each part of each tensor that has been written, by where it begins in the whole."""
+    return {(name, tuple(part.offsets)) for name, tensor in tensors.items() for part in tensor.chunks}
+
+
+def _complete(run: Path, record: Record, tokenizer: bytes, keep: int) -> None:
     """Add to an unfinished checkpoint what makes it whole, and put it in its place."""
     unfinished, place = (_place(run, record["step"], ending) for ending in (UNFINISHED, ""))
-    shutil.copyfile(tokenizer, unfinished / TOKENIZER)
+    _write(unfinished / TOKENIZER, tokenizer)
     files = {path.name: {"bytes": path.stat().st_size, "sha256": checksum(path)} for path in unfinished.iterdir()}
     record = {**record, "files": files}
-    with (unfinished / RECORD).open("w") as file:
-        file.write(json.dumps({**record, "sha256": _checksum_of(record)}, indent=2) + "\n")
-        file.flush()
-        os.fsync(file.fileno())
-    old = place.with_name(place.name + ".old")
-    with contextlib.suppress(FileNotFoundError):  # a run that goes on from an earlier step comes to this one again
-        shutil.rmtree(old, ignore_errors=True)
-        place.rename(old)
+    _write(unfinished / RECORD, (json.dumps({**record, "sha256": _checksum_of(record)}, indent=2) + "\n").encode())
+    _sync(unfinished)
     unfinished.rename(place)
     _sync(place.parent)
-    shutil.rmtree(old, ignore_errors=True)
     whole = sorted(path for path in place.parent.glob("step-*") if path.suffix == "")
     for path in [*whole[: max(0, len(whole) - keep)], *place.parent.glob(f"step-*{UNFINISHED}")]:
         shutil.rmtree(path, ignore_errors=True)
+
+
+def supersede(run: Path, step: int) -> None:
+    """Set aside a run's checkpoints of later steps than this one, from which it goes on in another way.
+
+    What was not finished is removed.
+    """
+    aside = run / FOLDER / SUPERSEDED
+    for path in (run / FOLDER).glob("step-*"):
+        number = path.name[len("step-") :].partition(".")[0]
+        if not (path / RECORD).exists():
+            shutil.rmtree(path, ignore_errors=True)
+        elif number.isdigit() and int(number) > step:
+            aside.mkdir(exist_ok=True)
+            shutil.rmtree(aside / path.name, ignore_errors=True)
+            path.rename(aside / path.name)
+
+
+def _write(path: Path, content: bytes) -> None:
+    """Write a file, and have it reach the disk."""
+    with path.open("wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
 
 
 def _sync(folder: Path) -> None:
@@ -316,7 +335,8 @@ def _owner(rank: int, own_moments: bool) -> str:
 def restore(checkpoint: Checkpoint, net: nn.Module, optimizer: Optimizer, rank: int) -> None:
     """Give parameters, optimizer state and, where a rank of this number saved them, random generators their values.
 
-    Each rank reads what it needs, whoever wrote it: a whole tensor, or its slice out of other slices.
+    Each rank reads what it needs, whoever wrote it: a whole tensor, or its slice out of other slices. What is read
+    needs a place first, and an optimizer has no state before its first step.
 
     Args:
         checkpoint: a whole one.
@@ -325,7 +345,7 @@ def restore(checkpoint: Checkpoint, net: nn.Module, optimizer: Optimizer, rank: 
     Raises:
         InputError: the checkpoint is that of another model.
     """
-    there = _tensors_in(checkpoint)
+    there = _tensors_in(checkpoint.folder)
     own_moments = bool(checkpoint.record.get("own_moments"))
     for name, parameter in part_of(net).named_parameters():
         prefix = _owner(rank, own_moments) + f"{OPTIMIZER}{name}."
@@ -343,14 +363,14 @@ def restore(checkpoint: Checkpoint, net: nn.Module, optimizer: Optimizer, rank: 
         torch.cuda.set_rng_state(tensors[f"{random}.cuda"])
 
 
-def _tensors_in(checkpoint: Checkpoint) -> dict[str, Any]:
+def _tensors_in(folder: Path) -> dict[str, Any]:
     """What is known of each tensor without reading it."""
     from torch.distributed import checkpoint as dcp
 
     try:
-        return dict(dcp.HuggingFaceStorageReader(str(checkpoint.folder)).read_metadata().state_dict_metadata)
+        return dict(dcp.HuggingFaceStorageReader(str(folder)).read_metadata().state_dict_metadata)
     except (SafetensorError, OSError, ValueError, LookupError) as error:
-        raise InputError(f"--resume {checkpoint.folder}: its tensors cannot be read ({_root_of(error)})") from error
+        raise InputError(f"{folder}: its tensors cannot be read ({_root_of(error)})") from error
 
 
 def _read_into(tensors: dict[str, Any], checkpoint: Checkpoint) -> None:
@@ -361,7 +381,7 @@ def _read_into(tensors: dict[str, Any], checkpoint: Checkpoint) -> None:
             reader = dcp.HuggingFaceStorageReader(str(checkpoint.folder))
             dcp.load(tensors, storage_reader=reader, no_dist=True)
     except (dcp.CheckpointException, SafetensorError) as error:
-        raise InputError(f"--resume {checkpoint.folder}: that of another model ({_root_of(error)})") from error
+        raise InputError(f"{checkpoint.folder}: its tensors are not those of this model ({_root_of(error)})") from error
 
 
 # A model alone, as it is exchanged
@@ -375,27 +395,33 @@ class SavedModel:
         options: keyword arguments of `simplellm.llama`'s models, but for device, dtype and seed.
         parameters: by name, float32.
         tokenizer: a SentencePiece model.
+        step: steps that it has been trained for; None if that is not known.
     """
 
     options: dict[str, Any]
     parameters: dict[str, Tensor]
     tokenizer: Path
+    step: int | None = None
 
 
-def read_model(run: Path) -> SavedModel:
+def read_model(run: Path, say: Callable[[str], None] = lambda _: None) -> SavedModel:
     """The model of a run's last whole checkpoint (or of the one at `run`), whatever the layout that saved it.
+
+    Args:
+        run: a run's folder, that of its checkpoints, or that of one checkpoint.
+        say: told about each checkpoint that is passed over, and why.
 
     Raises:
         InputError: there is none.
     """
-    checkpoint = last_whole(run)
+    checkpoint = last_whole(run, say)
     parameters = {
         name: torch.empty(tensor.size, dtype=tensor.properties.dtype)
-        for name, tensor in _tensors_in(checkpoint).items()
+        for name, tensor in _tensors_in(checkpoint.folder).items()
         if RANDOM not in name and OPTIMIZER not in name
     }
     _read_into(parameters, checkpoint)
-    return SavedModel(checkpoint.record["model"], parameters, checkpoint.tokenizer)
+    return SavedModel(checkpoint.record["model"], parameters, checkpoint.tokenizer, checkpoint.step)
 
 
 def write_model(run: Path, model: SavedModel) -> None:
@@ -405,4 +431,4 @@ def write_model(run: Path, model: SavedModel) -> None:
         InputError: the files cannot be written.
     """
     record = {"step": 0, "tokens": 0, "model": model.options, "settings": {}}
-    save(run, dict(model.parameters), record, model.tokenizer, keep=1)
+    save(run, dict(model.parameters), record, model.tokenizer.read_bytes(), keep=1)

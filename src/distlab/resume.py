@@ -1,6 +1,7 @@
 """What a run that goes on takes over from its checkpoint, and what has to be as it was.
 
-The layout, the batch size and all that concerns speed may change: what a checkpoint holds says nothing of them.
+The layout, the batch size and all that concerns speed may change: what a checkpoint holds says nothing of them. So may
+learning rate, precision and sequence length, which are the checkpoint's unless other ones are given.
 """
 
 import hashlib
@@ -16,15 +17,22 @@ if TYPE_CHECKING:
 
 MODEL = ("dmodel", "num_heads", "n_layers")
 TRAINING = ("seq_len", "seed", "optimizer", "lr", "dtype")
+OF_THE_LAYOUT = ("batch_size", "micro_batches", "schedule", "layers_per_stage", "sync_every")
 
 
-def inherited(checkpoint: Checkpoint, defaults: "TrainSettings") -> dict[str, Any]:
-    """Settings, by name, for which the checkpoint's values take the place of the script's defaults."""
+def inherited(checkpoint: Checkpoint, given: "TrainSettings") -> dict[str, Any]:
+    """Settings, by name, for which the checkpoint's values take the place of the script's defaults.
+
+    In the layout that the checkpoint comes from, those of the batch and its order too: so the same command goes on bit
+    for bit.
+    """
     model, settings = checkpoint.record["model"], checkpoint.record["settings"]
     values = {name: model[name] for name in MODEL}
     values["num_kv_heads"] = None if model["num_kv_heads"] == model["num_heads"] else model["num_kv_heads"]
-    values["seq_len"] = min(defaults.seq_len, model["ctx_size"])
-    values |= {name: settings[name] for name in TRAINING if name in settings}
+    values["seq_len"] = min(given.seq_len, model["ctx_size"])
+    same_layout = checkpoint.record.get("layout") == given.layout
+    names = TRAINING + (OF_THE_LAYOUT if same_layout else ())
+    values |= {name: settings[name] for name in names if name in settings and hasattr(given, name)}
     if checkpoint.record.get("data"):
         values["data"] = checkpoint.record["data"]["source"]
     if checksum(SHIPPED_MODEL) != _tokenizer_checksum(checkpoint):
@@ -52,17 +60,11 @@ def check(checkpoint: Checkpoint, settings: "TrainSettings") -> None:
     vocab_size = SPTokenizer(settings.tokenizer).vocab_size
     if vocab_size != model["vocab_size"]:
         raise InputError(f"{resume}: its model has {model['vocab_size']} tokens, and its tokenizer {vocab_size}")
-    data = record.get("data")
-    if data and settings.data != "auto" and _content(data) != _content(identity(settings.data, settings.seed)):
-        seed = f" and --seed {data['seed']}" if "seed" in data else ""
-        raise InputError(f"{resume}: it was trained on --data {data['source']}{seed}; leave out the flags that differ")
+    if settings.data != "auto":
+        check_data(checkpoint, data_identity(settings.data, settings.seed))
     trained_with = record["settings"].get("optimizer", settings.optimizer)
     if settings.optimizer != trained_with:
         raise InputError(f"{resume}: it was trained with --optimizer {trained_with}, not {settings.optimizer}")
-    if settings.steps <= checkpoint.step:
-        raise InputError(
-            f"--steps {settings.steps}: {checkpoint.folder} has taken {checkpoint.step} steps already; give more"
-        )
     ranks = record.get("world_size")
     if record.get("own_moments") and not (settings.own_moments and settings.layout == record["layout"]):
         raise InputError(
@@ -71,7 +73,17 @@ def check(checkpoint: Checkpoint, settings: "TrainSettings") -> None:
         )
 
 
-def identity(data: str, seed: int) -> dict[str, Any]:
+def check_data(checkpoint: Checkpoint, own: dict[str, Any]) -> None:
+    """Raise `InputError` unless a run's stories, by their `data_identity`, are those of the checkpoint."""
+    data = checkpoint.record.get("data")
+    if data and _content(data) != _content(own):
+        seed = f" and --seed {data['seed']}" if "seed" in data else ""
+        raise InputError(
+            f"{checkpoint.folder}: it was trained on --data {data['source']}{seed}; leave out the flags that differ"
+        )
+
+
+def data_identity(data: str, seed: int) -> dict[str, Any]:
     """What tells one source of stories from another.
 
     Args:

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin, get_t
 import tyro
 
 from distlab import resume
-from distlab.checkpoints import has_checkpoints, latest
+from distlab.checkpoints import has_checkpoints, last_whole
 from distlab.schedules import SCHEDULES
 from distlab.stages import Split, balance, read_split
 from distlab.tensor_parallel import check_division
@@ -178,9 +178,9 @@ class TrainSettings(RunSettings):
             for split in ("train", "validation") if self.eval_every else ("train",):
                 next(open_source(self.data, split, self.seed).documents(0))
         if self.resume is not None:
-            resume.check(latest(self.resume), self)
+            resume.check(last_whole(self.resume, at_a_glance=True), self)
         if self.save_every and self.out is not None and has_checkpoints(self.out):
-            begun_in = None if self.resume is None else latest(self.resume).folder.resolve()
+            begun_in = None if self.resume is None else last_whole(self.resume, at_a_glance=True).folder.resolve()
             if begun_in is None or self.out.resolve() not in begun_in.parents:
                 raise InputError(
                     f"--out {self.out}: has checkpoints of another run; give another folder, or --resume {self.out}"
@@ -328,7 +328,8 @@ def parse(defaults: SettingsT, description: str, args: list[str] | None = None, 
         with contextlib.redirect_stderr(errors):
             settings = tyro.cli(type(defaults), default=defaults, args=args, prog=prog, description=description)
             if isinstance(settings, TrainSettings) and settings.resume is not None:  # once more, with other defaults
-                defaults = replace(defaults, **resume.inherited(latest(settings.resume), settings))
+                checkpoint = last_whole(settings.resume, at_a_glance=True)
+                defaults = replace(defaults, **resume.inherited(checkpoint, settings))
                 settings = tyro.cli(type(defaults), default=defaults, args=args, prog=prog, description=description)
     except SystemExit as end:
         if end.code in (0, None):  # --help

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from distlab import meeting, memory, resume
 from distlab.activations import KeptActivations
-from distlab.checkpoints import Checkpoint, last_whole, latest, part_of, restore, save, state_of
+from distlab.checkpoints import Checkpoint, last_whole, part_of, restore, save, state_of, supersede
 from distlab.logs import RankOutput, say
 from distlab.not_finite import find_cause
 from distlab.optimizers import build_optimizer
@@ -25,6 +25,7 @@ from distlab.trace import recorder
 from distlab.traffic import traffic
 from distlab.validation import Loss, Validation, perplexity
 from simplellm.dataloaders import TinyStories
+from simplellm.errors import InputError
 from simplellm.losses import causalLLMLoss
 from simplellm.sources import choose_source
 from simplellm.tokenizers import SHIPPED_MODEL, SPTokenizer
@@ -46,13 +47,14 @@ class TrainingRun(Run[TrainSettingsT]):
         self._optimizer: torch.optim.Optimizer | None = None
         self._memory: list[list[int]] = []
         self._validation: Validation | None = None
+        self._tokenizer = Path(settings.tokenizer or SHIPPED_MODEL).read_bytes()  # it may lie in a checkpoint that goes
         self._besides_seconds: defaultdict[str, float] = defaultdict(float)
 
     @cached_property
     def _checkpoint(self) -> Checkpoint | None:
         """The one to go on from, as rank 0 chose it."""
         folder = self._decided.get("resume")
-        return None if folder is None else latest(Path(folder))
+        return None if folder is None else last_whole(Path(folder), at_a_glance=True)
 
     @property
     def first_step(self) -> int:
@@ -60,17 +62,24 @@ class TrainingRun(Run[TrainSettingsT]):
 
     @property
     def _goes_on(self) -> bool:
-        return self._checkpoint is not None and self._checkpoint.folder.resolve().is_relative_to(self.out.resolve())
+        return self._checkpoint is not None and self.out.resolve() in self._checkpoint.folder.resolve().parents
 
     def _decide(self, script: Path) -> dict[str, Any]:
         args = self.settings
         source, why = choose_source(args.data)
         decided = {**super()._decide(script), "data": source, "data_because": why}
+        decided["data_identity"] = resume.data_identity(source, args.seed)
         if isinstance(args, StageSettings):
             decided["layers_per_stage"] = args.split(SPTokenizer(args.tokenizer).vocab_size)
         if args.resume is not None:
             checkpoint = last_whole(args.resume, say)
             resume.check(checkpoint, args)
+            resume.check_data(checkpoint, decided["data_identity"])
+            goes_on = Path(decided["out"]).resolve() in checkpoint.folder.resolve().parents
+            if args.steps < checkpoint.step + (not goes_on):  # in its own folder, a run may find that all is done
+                raise InputError(
+                    f"--steps {args.steps}: {checkpoint.folder} has taken {checkpoint.step} steps already; give more"
+                )
             decided["resume"] = str(checkpoint.folder.absolute())
         return decided
 
@@ -130,6 +139,10 @@ class TrainingRun(Run[TrainSettingsT]):
             restore(self._checkpoint, self._net, self._optimizer, self.rank)
             if self._checkpoint.record.get("position"):
                 stories.load_state_dict(self._checkpoint.record["position"])
+            if self._goes_on and self.rank == 0:
+                supersede(self.out, first)
+        if args.eval_every:
+            self._validation = self._look_at_others()
         numbered = self.count_steps(
             stories,
             args.steps,
@@ -167,16 +180,19 @@ class TrainingRun(Run[TrainSettingsT]):
         cause = find_cause(self._net, lambda: again.loss(-1), self.grid, self.device)
         return f": {cause} (is --lr {args.lr:g} too large?)"
 
+    def _look_at_others(self) -> Validation:
+        """The stories that are not trained on."""
+        args = self.settings
+        options = {**self.data_options(), "batch_size": args.eval_sequences, "split": "validation"}
+        sequences = next(TinyStories(SPTokenizer(args.tokenizer), **options)).to(self.device)
+        rows = max(1, args.batch_size // args.micro_batches)
+        return Validation(self._net, self._loss_of, self.grid, sequences, rows, args.dmodel)
+
     def _validate(self, step: int) -> None:
         """With `--eval-every`, look at the loss of stories that are not trained on."""
         args = self.settings
-        if not args.eval_every or (step + 1) % args.eval_every:
+        if self._validation is None or not args.eval_every or (step + 1) % args.eval_every:
             return
-        if self._validation is None:
-            options = {**self.data_options(), "batch_size": args.eval_sequences, "split": "validation"}
-            sequences = next(TinyStories(SPTokenizer(args.tokenizer), **options)).to(self.device)
-            rows = max(1, args.batch_size // args.micro_batches)
-            self._validation = Validation(self._net, self._loss_of, self.grid, sequences, rows, args.dmodel)
         with self._besides_the_steps("validation"):
             loss = self._log.validation_loss = self._validation.loss(step)
         if self.rank == 0:
@@ -192,7 +208,7 @@ class TrainingRun(Run[TrainSettingsT]):
             "tokens": self._tokens(step + 1),
             "position": self._stories.state_dict(),
             "model": {**self._net.options, "n_layers": args.n_layers},
-            "data": resume.identity(self.data, args.seed),
+            "data": self._decided["data_identity"],
             "settings": as_json(args),
             "layout": args.layout,
             "world_size": self.world_size,
@@ -201,7 +217,7 @@ class TrainingRun(Run[TrainSettingsT]):
         }
         with self._besides_the_steps("checkpoints"):
             tensors = state_of(self._net, self._optimizer, self.rank, args.own_moments)
-            save(self.out, tensors, record, args.tokenizer or SHIPPED_MODEL, args.keep)
+            save(self.out, tensors, record, self._tokenizer, args.keep)
 
     @contextlib.contextmanager
     def _besides_the_steps(self, what: str) -> Iterator[None]:

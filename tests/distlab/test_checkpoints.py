@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from chapters import MODEL, TRAINING, load, train
-from processes import run_ranks, run_script
+from processes import free_port, process_group, run_ranks, run_script
 
 from distlab import checkpoints
 from distlab.checkpoints import SavedModel, last_whole, read_model, write_model
@@ -117,13 +117,12 @@ def test_settings_are_the_checkpoints_by_default(run: Path) -> None:
         ("--num-kv-heads 1", "--resume {run}: its model has --num-kv-heads 2, not 1; leave that flag out"),
         ("--seq-len 25", "--resume {run}: its model reads 24 tokens at most, not --seq-len 25"),
         ("--optimizer adam", "--resume {run}: it was trained with --optimizer sgd, not adam"),
-        ("--seed 1", "--resume {run}: it was trained on --data sample and --seed 0; leave out the flags that differ"),
+        ("--seed 1", "{run}/checkpoints/step-00000004: it was trained on --data sample and --seed 0; leave out"),
         (
             "--data {text}",
-            "--resume {run}: it was trained on --data sample and --seed 0; leave out the flags that differ",
+            "{run}/checkpoints/step-00000004: it was trained on --data sample and --seed 0; leave out",
         ),
         ("--tokenizer {other}", "--resume {run}: it was trained with another tokenizer than --tokenizer {other}"),
-        ("--steps 4", "--steps 4: {run}/checkpoints/step-00000004 has taken 4 steps already; give more"),
         ("--keep 0", "--keep 0: must be greater than 0"),
         ("--save-every 0", "--save-every 0: must be greater than 0"),
         ("--eval-every -1", "--eval-every -1: must be greater than 0"),
@@ -162,6 +161,8 @@ def test_a_checkpoint_comes_with_an_average_of_the_weights() -> None:
     defaults = load("DP/weight_aggr/intro_DP_WA.py").DEFAULTS
     with pytest.raises(InputError, match=r"--save-every 3 with --sync-every 2: .* give a multiple of 2"):
         parse(defaults, "", "0 --save-every 3 --sync-every 2".split())
+    with pytest.raises(InputError, match=r"--eval-every 3 with --sync-every 2: .* give a multiple of 2"):
+        parse(defaults, "", "0 --eval-every 3 --sync-every 2".split())
 
 
 def test_nothing_in_it_can_run_code(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -256,3 +257,72 @@ def test_an_imported_model_is_a_run_to_go_on_from(settings: TrainSettings, tmp_p
     batch = ["--optimizer", "sgd", "--data", "sample", "--steps", "1", "--out", tmp_path / "on"]
     ended = run_script("primer/intro.py", "--resume", tmp_path / "run", *batch)
     assert ended.status == 0, ended.err
+
+
+def gone_on(_: int, *flags: str) -> list[str]:
+    """Go on with a run, and say what checkpoints it then has; or why it could not."""
+    try:
+        train(0, "primer/intro.py", list(flags))
+    except InputError as error:
+        return [str(error)]
+    out = Path(flags[flags.index("--out") + 1])
+    return sorted(path.name for path in (out / "checkpoints").iterdir())
+
+
+def test_from_an_earlier_step_a_run_leaves_later_ones_aside(run: Path) -> None:
+    """Nothing that belongs to another course of the run is resumed, and what has just been written is not pruned."""
+    flip_a_bit(step(run, 4))
+    flags = ["--resume", str(step(run, 2)), "--steps", "3", "--save-every", "1", "--keep", "1", "--out", str(run)]
+    assert run_ranks(1, gone_on, *flags) == [["step-00000003", "superseded"]]
+    assert [path.name for path in (run / "checkpoints" / "superseded").iterdir()] == ["step-00000004"]
+    assert last_whole(run).folder == step(run, 3)
+
+
+def test_a_run_that_has_taken_its_steps(run: Path, tmp_path: Path) -> None:
+    """Elsewhere that is a mistake; in its own folder, as after a restart, all is done."""
+    asked = ["--resume", str(run), "--steps", "4", "--out"]
+    sentence = f"--steps 4: {step(run, 4)} has taken 4 steps already; give more"
+    assert run_ranks(1, gone_on, *asked, str(tmp_path / "elsewhere")) == [[sentence]]
+    assert run_ranks(1, gone_on, *asked, str(run)) == [["step-00000002", "step-00000004"]]
+    flip_a_bit(step(run, 4))  # then there is something to do
+    assert run_ranks(1, gone_on, *asked, str(run), "--save-every", "2")[0][:2] == ["step-00000002", "step-00000004"]
+    assert last_whole(run).folder == step(run, 4)
+
+
+def test_a_tokenizer_of_ones_own_outlives_the_checkpoint_that_it_came_from(tmp_path: Path) -> None:
+    own, run = tmp_path / "own.model", tmp_path / "run"
+    own.write_bytes(SHIPPED_MODEL.read_bytes() + b"\xa0\x06\x00")
+    flags = ["--out", str(run), "--save-every", "1", "--keep", "1", "--eval-every", "3"]
+    run_ranks(1, train, "primer/intro.py", [*flags, "--steps", "2", "--tokenizer", str(own)])
+    own.unlink()
+    assert run_ranks(1, gone_on, *flags, "--steps", "6", "--resume", str(run)) == [["step-00000006"]]
+    assert last_whole(run).tokenizer.read_bytes().endswith(b"\xa0\x06\x00")
+
+
+def test_auto_data_has_to_be_the_same_too(tmp_path: Path) -> None:
+    stories = tmp_path / "a.txt"
+    stories.write_text("Once upon a time there was a dog.\n<|endoftext|>\n" * 40)
+    out = str(tmp_path / "run")
+    run_ranks(1, train, "primer/intro.py", ["--data", str(stories), "--save-every", "2", "--out", out])
+    resume = ["--resume", out, "--steps", "6", "--data", "auto", "--out", str(tmp_path / "on")]
+    [[sentence]] = run_ranks(1, gone_on, *resume)
+    assert f"it was trained on --data {stories}" in sentence
+
+
+def sees_only_its_own_files(rank: int, out: Path, port: int) -> str:
+    """As two machines do without a shared folder: rank 1 writes somewhere else."""
+    with process_group(rank, 2, port):
+        own = out if rank == 0 else out / "elsewhere"
+        tensors = {f"weight {rank}": torch.ones(3), "both": torch.ones(2)}
+        record = {"step": 1, "tokens": 0, "model": {}, "settings": {}}
+        try:
+            checkpoints.save(own, tensors, record, b"", keep=1)
+        except InputError as error:
+            return str(error)
+        return ""
+
+
+def test_half_a_checkpoint_is_not_declared_whole(tmp_path: Path) -> None:
+    sentences = run_ranks(2, sees_only_its_own_files, tmp_path, free_port())
+    assert sentences[0] == f"--out {tmp_path}: not all ranks' files are there; give a folder that all machines share"
+    assert not (tmp_path / "checkpoints" / "step-00000001").exists()
