@@ -18,9 +18,10 @@ import tyro
 from torch import Tensor
 
 from distlab.devices import pick_device
+from distlab.logs import say
 from simplellm import command_line
 from simplellm.errors import InputError
-from simplellm.generation import TextStream, build, prompt_ids, read_saved
+from simplellm.generation import TextStream, after_steps, build, prompt_ids, read_saved
 from simplellm.llama import CausalLLama
 from simplellm.tokenizers import SPTokenizer
 
@@ -65,7 +66,9 @@ def pick(logits: Tensor, args: Settings, generator: torch.Generator) -> int:
     """Draw the next token by its logits (vocab,)."""
     if args.temperature == 0:
         return int(logits.argmax())
-    logits, tokens = ((logits - logits.max()) / args.temperature).sort(descending=True, stable=True)
+    # In float64, since float32 would round a tiny temperature to 0.
+    logits = ((logits - logits.max()).double() / args.temperature).float()
+    logits, tokens = logits.sort(descending=True, stable=True)
     logits, tokens = logits[: args.top_k], tokens[: args.top_k]
     probabilities = logits.softmax(dim=0)
     before = probabilities.cumsum(dim=0) - probabilities  # of all more probable tokens together
@@ -95,12 +98,13 @@ def tell(net: CausalLLama, ids: list[int], args: Settings, end: int, device: tor
 def main(args: Settings) -> None:
     args.check()
     device = pick_device(args.device, rank=0)
-    saved = read_saved(args.model)
+    saved = read_saved(args.model, say)
     tokenizer = SPTokenizer(saved.tokenizer)
     net = build(saved, device)
     ids = prompt_ids(args.prompt, tokenizer, net.ctx_size)
     count = sum(parameter.numel() for parameter in net.parameters())
-    print(f"# {args.model}: {count:,} parameters, at most {net.ctx_size} tokens of text, on {device.type}")
+    size = f"{count:,} parameters{after_steps(saved)}"
+    say(f"{args.model}: {size}, at most {net.ctx_size} tokens of text, on {device.type}")
 
     stream, told = TextStream(tokenizer), 0
     print(*(stream.add(id) for id in ids), sep="", end="", flush=True)

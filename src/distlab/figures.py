@@ -199,7 +199,8 @@ def read_metrics(run: Path) -> list[dict[str, Any]]:
     try:
         records = [json.loads(line) for line in path.read_text().splitlines()]
         for record in records:
-            record["loss"] = math.nan if record["loss"] is None else float(record["loss"])
+            for name in ("loss", "validation_loss") if "validation_loss" in record else ("loss",):
+                record[name] = math.nan if record[name] is None else float(record[name])
         if not records:
             raise ValueError("no step has been recorded")
         return records

@@ -105,7 +105,9 @@ class RunLog:
 
     def __init__(self, out: Path, rank: int, device: torch.device, tensorboard: bool = False) -> None:
         self._out, self._rank, self._device = out, rank, device
-        self._tensorboard = open_tensorboard(out) if tensorboard and rank == 0 else None
+        # Whether TensorBoard is installed is seen now; where the run begins, in `expect_steps`.
+        self._new_tensorboard = tensorboard_writer() if tensorboard and rank == 0 else None
+        self._tensorboard: SummaryWriter | None = None
         self._metrics: TextIO | None = None
         self._per_step, self._unit, self._count = 0, "", 0
         self._seconds: list[float] = []
@@ -129,6 +131,9 @@ class RunLog:
             if go_on_at is not None:
                 keep_records(path, before=go_on_at)
             self._metrics = path.open("w" if go_on_at is None else "a")
+            if self._new_tensorboard is not None:
+                # TensorBoard, too, is to forget what is recorded there of the steps that are taken again.
+                self._tensorboard = self._new_tensorboard(self._out, purge_step=go_on_at, flush_secs=10)
 
     def speed(self) -> str:
         """The end of a step's line: the speed of the step before, since this one is not over yet."""
@@ -151,7 +156,7 @@ class RunLog:
         if self._metrics is not None:
             record: dict[str, Any] = {
                 "step": step,
-                "loss": self.loss if math.isfinite(self.loss) else None,  # JSON has no number for it
+                "loss": _finite(self.loss),
                 self._unit: self._count,
                 "seconds": round(seconds, 6),
                 f"{self._unit}_per_second": round(self._per_step / seconds, 1),
@@ -159,7 +164,7 @@ class RunLog:
                 "sent_bytes": dict(sent_now),
             }
             if self.validation_loss is not None:
-                record["validation_loss"] = self.validation_loss
+                record["validation_loss"] = _finite(self.validation_loss)
             self._metrics.write(json.dumps(record) + "\n")
             self._metrics.flush()
             if self._tensorboard is not None:
@@ -181,8 +186,13 @@ class RunLog:
         say(f"rank {self._rank} computed for {seconds - waited:.1f} s and waited {waited:.1f} s for other ranks")
 
 
-def open_tensorboard(out: Path) -> "SummaryWriter":
-    """A writer of TensorBoard's event files, into a run's folder; `tensorboard --logdir runs` shows them.
+def _finite(value: float) -> float | None:
+    """The number for a record; None for what JSON has no number for."""
+    return value if math.isfinite(value) else None
+
+
+def tensorboard_writer() -> "type[SummaryWriter]":
+    """What writes TensorBoard's event files into a run's folder; `tensorboard --logdir runs` shows them.
 
     Raises:
         InputError: TensorBoard is not installed.
@@ -191,15 +201,23 @@ def open_tensorboard(out: Path) -> "SummaryWriter":
         from torch.utils.tensorboard import SummaryWriter
     except ImportError as error:
         raise InputError("--tensorboard needs TensorBoard: pip install tensorboard") from error
-    return SummaryWriter(out, flush_secs=10)
+    return SummaryWriter
 
 
 def keep_records(path: Path, before: int) -> None:
     """Leave in a run's `metrics.jsonl` the whole lines about steps before this one, at every moment."""
-    lines = path.read_text().splitlines(keepends=True) if path.exists() else []
+    lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
     kept = path.with_suffix(".kept")
-    kept.write_text("".join(line for line in lines if line.endswith("\n") and json.loads(line)["step"] < before))
+    kept.write_bytes(b"".join(line for line in lines if line.endswith(b"\n") and _is_before(line, before)))
     kept.replace(path)
+
+
+def _is_before(line: bytes, step: int) -> bool:
+    """Whether a line is the record of an earlier step; one that is none at all may be left of a power cut."""
+    try:
+        return bool(json.loads(line)["step"] < step)
+    except (ValueError, LookupError, TypeError, RecursionError):
+        return False
 
 
 def say_costs(rank: int, device: torch.device) -> None:

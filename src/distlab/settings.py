@@ -1,7 +1,5 @@
 """What a run is asked to do: the flags that the scripts share, read and checked before any process waits."""
 
-import contextlib
-import io
 import math
 import os
 from dataclasses import asdict, dataclass, fields, replace
@@ -15,7 +13,7 @@ from distlab.checkpoints import has_checkpoints, last_whole
 from distlab.schedules import SCHEDULES
 from distlab.stages import Split, balance, read_split
 from distlab.tensor_parallel import check_division
-from simplellm.command_line import one_sentence
+from simplellm import command_line
 from simplellm.errors import InputError
 from simplellm.llama import check_heads
 from simplellm.sources import open_source
@@ -323,18 +321,16 @@ def parse(defaults: SettingsT, description: str, args: list[str] | None = None, 
     Raises:
         InputError: with one sentence, for a flag or value that cannot work.
     """
-    errors = io.StringIO()
-    try:
-        with contextlib.redirect_stderr(errors):
-            settings = tyro.cli(type(defaults), default=defaults, args=args, prog=prog, description=description)
-            if isinstance(settings, TrainSettings) and settings.resume is not None:  # once more, with other defaults
-                checkpoint = last_whole(settings.resume, at_a_glance=True)
-                defaults = replace(defaults, **resume.inherited(checkpoint, settings))
-                settings = tyro.cli(type(defaults), default=defaults, args=args, prog=prog, description=description)
-    except SystemExit as end:
-        if end.code in (0, None):  # --help
-            raise
-        raise InputError(one_sentence(errors.getvalue())) from None
+
+    def read(defaults: SettingsT) -> SettingsT:
+        return command_line.read(
+            lambda: tyro.cli(type(defaults), default=defaults, args=args, prog=prog, description=description)
+        )
+
+    settings = read(defaults)
+    if isinstance(settings, TrainSettings) and settings.resume is not None:  # once more, with other defaults
+        checkpoint = last_whole(settings.resume, at_a_glance=True)
+        settings = read(replace(settings, **resume.inherited(checkpoint, settings)))
     settings.check()
     return settings
 

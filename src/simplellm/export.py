@@ -7,8 +7,10 @@
 These give our logits and our token ids. The weights need no conversion: parameters carry that library's names already.
 """
 
+import contextlib
 import json
 import shutil
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -19,9 +21,10 @@ from safetensors.torch import save_file
 from sentencepiece import SentencePieceProcessor
 
 from distlab.checkpoints import SavedModel
+from distlab.logs import say
 from simplellm import command_line
 from simplellm.errors import InputError
-from simplellm.generation import read_saved
+from simplellm.generation import after_steps, read_saved
 from simplellm.tokenizer_json import as_tokenizer_json
 from simplellm.tokenizers import SPTokenizer
 
@@ -50,19 +53,42 @@ def export(model: SavedModel, folder: Path) -> None:
     ids = token_ids(SPTokenizer(model.tokenizer))
     command_line.check_free(folder)
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        _write(folder / "config.json", llama_config(model.options) | ids)
-        _write(folder / "generation_config.json", {"_from_model_config": True} | ids)
-        _write(folder / "tokenizer.json", tokenizer)
-        _write(folder / "tokenizer_config.json", tokenizer_config(model.tokenizer, model.options["ctx_size"]))
-        shutil.copyfile(model.tokenizer, folder / "tokenizer.model")
-        weights = {name: parameter.contiguous() for name, parameter in model.parameters.items()}
-        save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-        # safetensors lets nobody else read its file; these are to be given away.
-        (folder / "model.safetensors").chmod((folder / "config.json").stat().st_mode)
+        with _all_or_nothing(folder) as place:
+            _write(place / "config.json", llama_config(model.options) | ids)
+            _write(place / "generation_config.json", {"_from_model_config": True} | ids)
+            _write(place / "tokenizer.json", tokenizer)
+            _write(place / "tokenizer_config.json", tokenizer_config(model.tokenizer, model.options["ctx_size"]))
+            shutil.copyfile(model.tokenizer, place / "tokenizer.model")
+            weights = {name: parameter.contiguous() for name, parameter in model.parameters.items()}
+            save_file(weights, place / "model.safetensors", metadata={"format": "pt"})
+            # safetensors lets nobody else read its file; these are to be given away.
+            (place / "model.safetensors").chmod((place / "config.json").stat().st_mode)
     except (OSError, SafetensorError) as error:
         why = getattr(error, "strerror", None) or error
         raise InputError(f"{folder}: cannot be written ({why}); give another folder") from error
+
+
+@contextlib.contextmanager
+def _all_or_nothing(folder: Path) -> Iterator[Path]:
+    """Where to write the files of a folder: beside a new one, which is renamed when all are there.
+
+    An empty folder that is there may be a mounted one, or where the user is: it stays, and gets the files directly.
+    What ends the writing early, such as a full disk, leaves no files.
+    """
+    is_new = not folder.exists()
+    place = folder.with_name(f"{folder.name}.unfinished") if is_new else folder
+    try:
+        place.mkdir(parents=True, exist_ok=True)
+        yield place
+        if is_new:
+            place.rename(folder)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            for path in place.iterdir():
+                path.unlink()
+            if is_new:
+                place.rmdir()
+        raise
 
 
 def llama_config(options: dict[str, Any]) -> dict[str, Any]:
@@ -115,10 +141,11 @@ def _write(path: Path, content: dict[str, Any]) -> None:
 
 def main(request: Request) -> None:
     command_line.check_free(request.folder)
-    model = read_saved(request.run)
+    model = read_saved(request.run, say)
     export(model, request.folder)
     count = sum(parameter.numel() for parameter in model.parameters.values())
-    print(f"# {request.folder}: {count:,} parameters, config.json and the tokenizer, for transformers to load")
+    size = f"{count:,} parameters{after_steps(model)}"
+    say(f"{request.folder}: {size}, config.json and the tokenizer, for transformers to load")
 
 
 if __name__ == "__main__":

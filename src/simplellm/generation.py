@@ -1,5 +1,6 @@
 """What telling a story needs around its loop: a model to read, and text out of tokens that come one by one."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -11,13 +12,22 @@ from simplellm.llama import CausalLLama, LLama
 from simplellm.tokenizers import SPTokenizer
 
 
-def read_saved(path: Path) -> SavedModel:
+def read_saved(path: Path, say: Callable[[str], None] = lambda _: None) -> SavedModel:
     """The model of a run, of a checkpoint, or of a folder in Hugging Face's format.
+
+    Args:
+        path: of the folder.
+        say: told about each checkpoint that is passed over, and why.
 
     Raises:
         InputError: there is none that can be read.
     """
-    return read_llama(path) if is_llama(path) else read_model(path)
+    return read_llama(path) if is_llama(path) else read_model(path, say)
+
+
+def after_steps(saved: SavedModel) -> str:
+    """How long a model has been trained, to follow the number of its parameters; nothing if that is not known."""
+    return "" if saved.step is None else f" after {saved.step:,} steps"
 
 
 def build(saved: SavedModel, device: torch.device | str = "cpu") -> CausalLLama:

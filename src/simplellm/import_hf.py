@@ -9,6 +9,8 @@ be is refused, and nothing is ever unpickled: a pytorch_model.bin may hold any p
 
 import contextlib
 import json
+import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -26,6 +28,10 @@ from simplellm.tokenizers import SPTokenizer
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+LAYERS, GATE = "model.layers.", "model.layers.0.mlp.gate_proj.weight"
+MOST_POSITIONS = 2**24  # beyond it the tables of rotary positions alone would fill the memory
+
+Shape = tuple[int, ...]
 
 
 @dataclass
@@ -61,9 +67,11 @@ def read_llama(folder: Path) -> SavedModel:
     options = _options(path, config)
     tokenizer = _tokenizer(folder, options["vocab_size"])
     options["padding_idx"] = tokenizer.pad_id if tokenizer.pad_id >= 0 else None
+    stored = _stored(folder)
+    _check_sizes(path, options, stored)
     empty = LLama(CausalLLama, **options, device="meta")
     shapes = {name: tuple(parameter.shape) for name, parameter in empty.named_parameters()}
-    parameters = _parameters(folder, shapes, tied=config.get("tie_word_embeddings") is True)
+    parameters = _parameters(folder, stored, shapes, tied=config.get("tie_word_embeddings") is True)
     return SavedModel(options, parameters, folder / "tokenizer.model")
 
 
@@ -74,7 +82,7 @@ def _read_json(path: Path) -> dict[str, Any]:
         raise InputError(f"{path}: there is no such file, which a model in Hugging Face's format has") from None
     except OSError as error:
         raise InputError(f"{path}: cannot be read ({error.strerror})") from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise InputError(f"{path}: is no JSON ({error}); copy the file again") from None
     if not isinstance(content, dict):
         raise InputError(f"{path}: is a JSON {type(content).__name__}, not an object; copy the file again")
@@ -116,10 +124,9 @@ def _options(path: Path, config: dict[str, Any]) -> dict[str, Any]:
             raise _refuse(path, key, value, "it must be a positive integer")
         return value
 
-    def positive(key: str, default: float) -> float:
-        value = (config.get("rope_parameters") or {}).get(key, config.get(key))
+    def positive(key: str, value: Any, default: float) -> float:
         value = default if value is None else value
-        if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < float("inf"):
+        if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value <= sys.float_info.max:
             raise _refuse(path, key, value, "it must be a number greater than 0")
         return float(value)
 
@@ -134,6 +141,10 @@ def _options(path: Path, config: dict[str, Any]) -> dict[str, Any]:
     if head_dim != dmodel // num_heads:
         wanted = f"it must be hidden_size / num_attention_heads = {dmodel // num_heads}"
         raise _refuse(path, "head_dim", head_dim, wanted)
+    ctx_size = size("max_position_embeddings", 2048)
+    if ctx_size > MOST_POSITIONS:
+        raise _refuse(path, "max_position_embeddings", ctx_size, f"it must be at most {MOST_POSITIONS:,}")
+    rope_theta = (config.get("rope_parameters") or {}).get("rope_theta", config.get("rope_theta"))
     return {
         "vocab_size": size("vocab_size"),
         "dmodel": dmodel,
@@ -141,9 +152,9 @@ def _options(path: Path, config: dict[str, Any]) -> dict[str, Any]:
         "num_kv_heads": num_kv_heads,
         "hidden_dim": size("intermediate_size"),
         "n_layers": size("num_hidden_layers"),
-        "ctx_size": size("max_position_embeddings", 2048),
-        "rope_theta": positive("rope_theta", 1e4),
-        "norm_eps": positive("rms_norm_eps", 1e-6),
+        "ctx_size": ctx_size,
+        "rope_theta": positive("rope_theta", rope_theta, 1e4),
+        "norm_eps": positive("rms_norm_eps", config.get("rms_norm_eps"), 1e-6),
     }
 
 
@@ -164,21 +175,56 @@ def _tokenizer(folder: Path, vocab_size: int) -> SPTokenizer:
     return tokenizer
 
 
-def _parameters(folder: Path, shapes: dict[str, tuple[int, ...]], tied: bool) -> dict[str, Tensor]:
-    """The tensors of all parameters, each read from its file and widened to float32."""
+def _stored(folder: Path) -> dict[str, tuple[Path, Shape]]:
+    """The file and the shape of each tensor, as the files' headers say; no tensor is read."""
     where = _files_of(folder)
-    parameters: dict[str, Tensor] = {}
+    stored: dict[str, tuple[Path, Shape]] = {}
     for path in dict.fromkeys(where.values()):
-        try:
-            with safe_open(path, framework="pt") as file:
-                there = set(file.keys())
-                for name in (name for name, holder in where.items() if holder == path):
-                    if name not in there:
-                        raise InputError(f"{path}: has no tensor {name}, which {INDEX} says is in it")
-                    if _is_ours(path, name, shapes, tied):
-                        parameters[name] = _widened(path, name, file.get_tensor(name), shapes[name])
-        except (SafetensorError, OSError) as error:
-            raise InputError(f"{path}: is no whole safetensors file ({error}); copy the file again") from None
+        with _opened(path) as file:
+            there = set(file.keys())
+            for name in (name for name, holder in where.items() if holder == path):
+                if name not in there:
+                    raise InputError(f"{path}: has no tensor {name}, which {INDEX} says is in it")
+                stored[name] = path, tuple(file.get_slice(name).get_shape())
+    return stored
+
+
+def _check_sizes(path: Path, options: dict[str, Any], stored: dict[str, tuple[Path, Shape]]) -> None:
+    """Raise `InputError` for sizes that the tensors do not have, before a model of such sizes is built."""
+    layers = len({name.removeprefix(LAYERS).partition(".")[0] for name in stored if name.startswith(LAYERS)})
+    if options["n_layers"] != layers:
+        wanted = f"the files have the tensors of {layers} layers"
+        raise _refuse(path, "num_hidden_layers", options["n_layers"], wanted)
+    for key, option, name, dimension in (
+        ("hidden_size", "dmodel", EMBEDDING, 1),
+        ("intermediate_size", "hidden_dim", GATE, 0),
+    ):
+        if name not in stored:
+            raise InputError(f"{path.parent}: has no tensor {name}, which must be there")
+        shape = stored[name][1]
+        if len(shape) != 2 or shape[dimension] != options[option]:
+            raise _refuse(path, key, options[option], f"{name} has the shape {list(shape)}")
+
+
+@contextlib.contextmanager
+def _opened(path: Path) -> Iterator[Any]:
+    try:
+        with safe_open(path, framework="pt") as file:
+            yield file
+    except (SafetensorError, OSError) as error:
+        raise InputError(f"{path}: is no whole safetensors file ({error}); copy the file again") from None
+
+
+def _parameters(
+    folder: Path, stored: dict[str, tuple[Path, Shape]], shapes: dict[str, Shape], tied: bool
+) -> dict[str, Tensor]:
+    """The tensors of all parameters, each read from its file and widened to float32."""
+    parameters: dict[str, Tensor] = {}
+    for path in dict.fromkeys(path for path, _ in stored.values()):
+        with _opened(path) as file:
+            for name in (name for name, (holder, _) in stored.items() if holder == path):
+                if _is_ours(path, name, shapes, tied):
+                    parameters[name] = _widened(path, name, file.get_tensor(name), shapes[name])
     if tied and EMBEDDING in parameters:
         # A tensor of its own: in a pipeline, embedding and head are on different ranks.
         parameters[HEAD] = parameters[EMBEDDING].clone()
@@ -192,11 +238,8 @@ def _files_of(folder: Path) -> dict[str, Path]:
     """The file of each tensor."""
     path, index = folder / WEIGHTS, folder / INDEX
     if path.exists():
-        try:
-            with safe_open(path, framework="pt") as file:
-                return dict.fromkeys(file.keys(), path)
-        except (SafetensorError, OSError) as error:
-            raise InputError(f"{path}: is no whole safetensors file ({error}); copy the file again") from None
+        with _opened(path) as file:
+            return dict.fromkeys(file.keys(), path)
     if not index.exists():
         pickled = folder / "pytorch_model.bin"
         why = "pickled weights may hold any program and are not read; " if pickled.exists() else ""
@@ -212,7 +255,7 @@ def _files_of(folder: Path) -> dict[str, Path]:
     return {name: folder / file_name for name, file_name in weight_map.items()}
 
 
-def _is_ours(path: Path, name: str, shapes: dict[str, tuple[int, ...]], tied: bool) -> bool:
+def _is_ours(path: Path, name: str, shapes: dict[str, Shape], tied: bool) -> bool:
     """Whether to read a tensor; raises `InputError` for one that would change what the model computes."""
     if name.endswith(".rotary_emb.inv_freq") or (tied and name == HEAD):
         return False  # old files keep the frequencies, which follow from rope_theta; a tied head is the embedding
@@ -221,7 +264,7 @@ def _is_ours(path: Path, name: str, shapes: dict[str, tuple[int, ...]], tied: bo
     return True
 
 
-def _widened(path: Path, name: str, tensor: Tensor, shape: tuple[int, ...]) -> Tensor:
+def _widened(path: Path, name: str, tensor: Tensor, shape: Shape) -> Tensor:
     if tuple(tensor.shape) != shape:
         raise InputError(
             f"{path}: {name} has the shape {list(tensor.shape)}; by config.json it must have {list(shape)}"

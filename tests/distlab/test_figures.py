@@ -46,7 +46,7 @@ def test_draws_a_png_that_depends_on_the_runs(tmp_path: Path) -> None:
 def test_curves_run_over_steps_tokens_or_seconds(tmp_path: Path) -> None:
     """From where the run began, which may be a checkpoint, and with the validation loss where there is one."""
     keys = ("step", "loss", "tokens", "seconds")
-    rows = [
+    rows: list[dict[str, object]] = [
         dict(zip(keys, row, strict=True)) for row in ((20, 4.0, 900, 0.5), (21, 3.0, 1000, 0.25), (22, None, 1100, 1))
     ]
     run_folder = tmp_path / "run"
@@ -67,6 +67,15 @@ def test_curves_run_over_steps_tokens_or_seconds(tmp_path: Path) -> None:
     losses(tmp_path / "a.png", [str(run_folder)])
     pictures.add((tmp_path / "a.png").read_bytes())
     assert len(pictures) == 4
+    rows[0]["validation_loss"] = None  # as that of a run that has diverged
+    (run_folder / "metrics.jsonl").write_text("\n".join(json.dumps(row) for row in rows))
+    assert math.isnan(read_metrics(run_folder)[0]["validation_loss"])
+    losses(tmp_path / "a.png", [str(run_folder)])
+    for no_number in ("low", [1.0]):
+        rows[0]["validation_loss"] = no_number
+        (run_folder / "metrics.jsonl").write_text("\n".join(json.dumps(row) for row in rows))
+        with pytest.raises(InputError, match="no metrics of a run"):
+            losses(tmp_path / "a.png", [str(run_folder)])
     with pytest.raises(InputError, match="its records have no tokens, which --against asks for"):
         losses(tmp_path / "a.png", [str(record(tmp_path / "b", [1.0]))], against="tokens")
 

@@ -1,11 +1,13 @@
 """What a rank prints, where ranks share a terminal."""
 
 import io
+import json
 from pathlib import Path
 
 import pytest
+import torch
 
-from distlab.logs import RankOutput, human_bytes
+from distlab.logs import RankOutput, RunLog, human_bytes, keep_records
 
 
 def test_a_prefixed_rank_writes_whole_lines_and_says_whose_they_are() -> None:
@@ -29,6 +31,28 @@ def test_the_log_holds_everything_also_what_came_before_its_file(tmp_path: Path)
         output.keep("in the log alone\n")
         assert (tmp_path / "rank0.log").read_text() == "before\nafter\nin the log alone\n"
     assert terminal.getvalue() == "before\nafter\n"
+
+
+def test_keeps_the_records_of_earlier_steps_and_drops_what_is_none(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    lines = [b'{"step": %d, "loss": 1.0}\n' % step for step in range(5)]
+    rubbish = [b"\0" * 30 + b"\n", b"\xff\xfe\n", b"{}\n", b"[1]\n", b'{"step": null}\n', b"\n"]
+    path.write_bytes(b"".join([lines[0], *rubbish, *lines[1:], b'{"step": 1']))
+    keep_records(path, before=3)
+    assert path.read_bytes() == b"".join(lines[:3])
+
+
+@pytest.mark.parametrize("loss", [float("nan"), float("inf")])
+def test_a_loss_that_is_no_number_is_null(loss: float, tmp_path: Path) -> None:
+    log = RunLog(tmp_path, 0, torch.device("cpu"))
+    log.expect_steps(10, "tokens")
+    for log.validation_loss in (loss, None):
+        with log.timing_a_step():
+            log.loss = loss
+        log.record(0)
+    looked, other = (json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines())
+    assert looked["loss"] is looked["validation_loss"] is other["loss"] is None
+    assert "validation_loss" not in other
 
 
 @pytest.mark.parametrize(

@@ -2,9 +2,12 @@
 
 import dataclasses
 import re
+import shutil
 import signal
 import subprocess
 import sys
+import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +35,14 @@ def exported(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("exported") / "model"
     export(saved_model(num_kv_heads=2), folder)
     return folder
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
 def story(args: Settings, prompt: str = PROMPTS[0], **options: Any) -> list[int]:
@@ -68,7 +79,8 @@ def test_top_k_keeps_so_many() -> None:
 
 
 def test_temperature() -> None:
-    assert picked([0.1, 0.5, 0.4], temperature=0) == picked([0.1, 0.5, 0.4], temperature=1e-30) == {1}
+    for temperature in (0, 1e-30, 1e-50, 5e-324):  # the last ones are 0 in float32
+        assert picked([0.1, 0.5, 0.4], draws=20, temperature=temperature) == {1}
     counts = {}
     for temperature in (0.5, 1.0, 2.0):
         args, generator = Settings(Path(), temperature=temperature), torch.Generator().manual_seed(1)
@@ -95,6 +107,31 @@ def test_without_the_cache_the_story_is_the_same(args: Settings) -> None:
     told = story(args)
     assert len(set(told)) > 5
     assert story(dataclasses.replace(args, cache=False)) == told
+
+
+@torch.inference_mode()
+def test_with_the_cache_a_token_is_several_times_faster(one_thread: None) -> None:
+    """The newest of 256 tokens against all of them, in seconds of the processor, whoever else uses it."""
+    net = build(saved_model(dmodel=512, hidden_dim=2048, n_layers=1, ctx_size=256))
+    ids = torch.arange(256)[None]
+    seconds: dict[bool, list[float]] = {True: [], False: []}
+    for _ in range(5):
+        cache = net.new_cache()
+        net(ids[:, :-1], cache)
+        for cached in (True, False):
+            started = time.process_time()
+            net(*((ids[:, -1:], cache) if cached else (ids,)))
+            seconds[cached].append(time.process_time() - started)
+    assert min(seconds[False]) > 5 * min(seconds[True]), seconds
+
+
+@pytest.mark.parametrize("cache", [True, False])
+def test_the_cache_lets_each_token_through_once(cache: bool) -> None:
+    net = build(saved_model())
+    seen: list[int] = []
+    net.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0].numel()))
+    list(tell(net, [2] * 5, dataclasses.replace(GREEDY, max_tokens=4, cache=cache), -1, CPU))
+    assert seen == ([5, 1, 1, 1] if cache else [5, 6, 7, 8])
 
 
 def test_the_greedy_story_is_that_of_transformers(exported: Path) -> None:
@@ -129,12 +166,26 @@ def test_the_command_tells_the_same_from_a_run_and_from_an_export(exported: Path
         ended = run_script("primer/tell_story.py", model, *flags)
         assert (ended.status, ended.err) == (0, "")
         first, *text, ending, speed = ended.out.splitlines()
-        assert re.fullmatch(rf"# {model}: [\d,]+ parameters, at most 64 tokens of text, on cpu", first)
+        steps = " after 0 steps" if model == tmp_path / "run" else ""
+        assert re.fullmatch(rf"# {model}: [\d,]+ parameters{steps}, at most 64 tokens of text, on cpu", first)
         assert ending == "# stopped where the text has the 64 tokens that the model can read"
         assert re.fullmatch(r"# \d+ tokens in \d+\.\d\d s: \d+\.\d tokens/s, with a cache", speed)
         texts.append("\n".join(text))
     ids = SPTokenizer().encode("One day, Tom")
     assert texts[0] == texts[1] == SPTokenizer().decode(ids + story(GREEDY, "One day, Tom"))
+
+
+def test_it_says_which_checkpoint_it_takes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_model(tmp_path, saved_model())
+    checkpoints = tmp_path / "checkpoints"
+    shutil.copytree(checkpoints / "step-00000000", checkpoints / "step-00000006")
+    (checkpoints / "step-00000006/tokenizer.model").unlink()
+    assert status_of(monkeypatch, main, Settings, tmp_path, "--max-tokens", "1", "--temperature", "1e-50") == 0
+    passed_over, loaded, *_ = capsys.readouterr().out.splitlines()
+    assert passed_over == "# passed over a checkpoint: step-00000006: tokenizer.model is missing"
+    assert " parameters after 0 steps, at most 64 tokens of text" in loaded
 
 
 def test_flags(exported: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

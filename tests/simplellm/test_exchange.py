@@ -1,5 +1,6 @@
 """Models to Hugging Face's format and back: against transformers itself, and what cannot be taken over."""
 
+import errno
 import json
 import os
 import shutil
@@ -94,6 +95,12 @@ def test_a_llama_of_transformers(options: dict[str, Any], how: dict[str, Any], t
     embedding, head = (saved.parameters[name] for name in ("model.embed_tokens.weight", "lm_head.weight"))
     assert embedding.data_ptr() != head.data_ptr()
     assert torch.equal(embedding, head) == options.get("tie_word_embeddings", False)
+
+
+def test_only_theta_is_among_the_rope_parameters(folder: Path) -> None:
+    change_config(folder, rope_parameters={"rope_theta": 99.0, "rms_norm_eps": 0.5}, rms_norm_eps=1e-3)
+    options = read_llama(folder).options
+    assert (options["rope_theta"], options["norm_eps"]) == (99.0, 1e-3)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -197,6 +204,20 @@ def refusal(folder: Path) -> str:
         ({"num_hidden_layers": "two"}, 'num_hidden_layers is "two": it must be a positive integer'),
         ({"hidden_size": ...}, "has no hidden_size; it must be there, a positive integer"),
         ({"rms_norm_eps": -1}, "rms_norm_eps is -1: it must be a number greater than 0"),
+        ({"rope_parameters": {"rope_theta": 0}}, "rope_theta is 0: it must be a number greater than 0"),
+        (
+            {"hidden_size": 2**40, "head_dim": ...},
+            "hidden_size is 1099511627776: model.embed_tokens.weight has the shape [4096, 32]",
+        ),
+        (
+            {"intermediate_size": 2**63 - 1},
+            "intermediate_size is 9223372036854775807: model.layers.0.mlp.gate_proj.weight has the shape [128, 32]",
+        ),
+        ({"num_hidden_layers": 10**9}, "num_hidden_layers is 1000000000: the files have the tensors of 2 layers"),
+        (
+            {"max_position_embeddings": 2**40},
+            "max_position_embeddings is 1099511627776: it must be at most 16,777,216",
+        ),
         ({"vocab_size": 32000}, "vocab_size is 32000: it must be the number of pieces of tokenizer.model, 4096"),
     ],
 )
@@ -309,6 +330,40 @@ def test_nothing_is_replaced(
         (tmp_path / "locked").mkdir(mode=0o500)
         with pytest.raises(InputError, match="Permission denied"):
             export(saved_model(), tmp_path / "locked" / "model")
+
+
+def test_says_which_checkpoint_it_takes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_model(tmp_path / "run", saved_model())
+    checkpoints = tmp_path / "run/checkpoints"
+    shutil.copytree(checkpoints / "step-00000000", checkpoints / "step-00000006")
+    (checkpoints / "step-00000006/tokenizer.model").unlink()
+    assert status_of(monkeypatch, main, Request, tmp_path / "run", tmp_path / "out") == 0
+    passed_over, written = capsys.readouterr().out.splitlines()
+    assert passed_over == "# passed over a checkpoint: step-00000006: tokenizer.model is missing"
+    assert " parameters after 0 steps, config.json" in written
+
+
+@pytest.mark.parametrize("is_there", [False, True], ids=["new", "empty"])
+def test_a_full_disk_leaves_no_half_model(is_there: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "model"
+    if is_there:
+        folder.mkdir()
+
+    def fill_the_disk(tensors: object, path: Path, **_: object) -> None:
+        path.write_bytes(b"half")
+        assert (folder / "config.json").exists() == is_there
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as full:
+        full.setattr("simplellm.export.save_file", fill_the_disk)
+        with pytest.raises(InputError, match=r"model: cannot be written \(No space left on device\)"):
+            export(saved_model(), folder)
+    assert [path.name for path in tmp_path.rglob("*")] == (["model"] if is_there else [])
+    export(saved_model(), folder)
+    read_llama(folder)
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
 
 
 def test_a_run_without_checkpoints(

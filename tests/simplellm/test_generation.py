@@ -1,5 +1,6 @@
 """Text out of tokens that come one by one, and models that have come to nothing."""
 
+import dataclasses
 import io
 
 import pytest
@@ -10,7 +11,7 @@ from sentencepiece import SentencePieceTrainer
 from small_models import saved_model
 
 from simplellm.errors import InputError
-from simplellm.generation import TextStream, build, prompt_ids
+from simplellm.generation import TextStream, after_steps, build, prompt_ids
 from simplellm.stories import story
 from simplellm.tokenizers import SPTokenizer
 
@@ -81,6 +82,11 @@ def test_the_prompt() -> None:
     )
     with pytest.raises(InputError, match="--prompt is no valid text in the terminal's encoding; give UTF-8"):
         prompt_ids("a\udcff", SHIPPED, 10)
+
+
+def test_how_long_a_model_has_been_trained() -> None:
+    assert after_steps(dataclasses.replace(saved_model(), step=1200)) == " after 1,200 steps"
+    assert after_steps(saved_model()) == ""
 
 
 def test_a_model_that_has_diverged() -> None:
