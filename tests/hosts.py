@@ -52,13 +52,21 @@ def _run(*command: str) -> str:
 
 
 def why_not() -> str:
-    """Why hosts cannot be made here; "" if they can."""
-    name = f"lab-{os.getpid()}-try"
+    """Why hosts with a cable between them cannot be made here; "" if they can."""
     try:
-        _run("ip", "netns", "add", name)
+        with two_hosts() as (a, _):
+            a.listening()
     except OSError as error:
-        return f"network namespaces cannot be made here: {error}"
-    _run("ip", "netns", "delete", name)
+        return f"two hosts cannot be made here: {error}"
+    return ""
+
+
+def why_no_tun() -> str:
+    """Why a link that can be shaped cannot be made here; "" if it can."""
+    try:
+        os.close(os.open("/dev/net/tun", os.O_RDWR))
+    except OSError as error:
+        return f"no TUN devices here: {error}"
     return ""
 
 

@@ -7,9 +7,10 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 import traceback
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
@@ -140,3 +141,42 @@ def run(*command: str | Path, deadline: float = 60, **environment: str) -> Ended
 def run_script(script: str, *flags: str | Path, deadline: float = 60, **environment: str) -> Ended:
     """Run one of the lab's scripts, in one process, to its end."""
     return run(sys.executable, LAB / script, *flags, deadline=deadline, **environment)
+
+
+def wait_for(condition: Callable[[], bool], seconds: float = 60) -> bool:
+    """True as soon as the condition is, False if it is not within that time."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.02)
+    return True
+
+
+def children(pid: int) -> list[int]:
+    """The processes below `pid`."""
+    below: list[int] = []
+    with suppress(OSError):
+        for task in Path(f"/proc/{pid}/task").iterdir():  # a thread's children are its own
+            below += map(int, (task / "children").read_text().split())
+    return below + [deeper for child in below for deeper in children(child)]
+
+
+def environment(pid: int) -> dict[str, str]:
+    """A process's environment; {} if it has ended."""
+    with suppress(OSError):
+        entries = Path(f"/proc/{pid}/environ").read_text(errors="replace").split("\0")
+        return dict(entry.split("=", 1) for entry in entries if "=" in entry)
+    return {}
+
+
+def process_of(rank: int, pids: Iterable[int]) -> int:
+    """The one of some processes that is a rank."""
+    (pid,) = [pid for pid in pids if environment(pid).get("RANK") == str(rank)]
+    return pid
+
+
+def steps_taken(out: Path) -> int:
+    """How many steps the records of a run hold, which may be going on."""
+    metrics = out / "metrics.jsonl"
+    return metrics.read_bytes().count(b"\n") if metrics.exists() else 0

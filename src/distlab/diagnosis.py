@@ -5,7 +5,7 @@ deadlock (Holt, "Some deadlock properties of computer systems", 1972); without o
 for nobody: it is stopped, still computes, or has ended, and holds up all others.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
@@ -37,11 +37,11 @@ class Wait:
 
 @dataclass
 class Notice:
-    """What a rank tells the others about its wait.
+    """What a rank tells the others when one asks: a sign of life, and its wait.
 
     Attributes:
         rank: whose it is.
-        wait: None if it waits for nothing.
+        wait: None if it has not waited for anything for long.
         begun: how many collectives it has begun, by their ranks ("0,1,2").
         place: of its wait among those that failed, from 1; 0 while it goes on.
         lost_a_peer: its wait failed because a connection was closed.
@@ -70,11 +70,13 @@ class Diagnosis:
         picture: lines that show every rank and whom it waits for.
         sentence: the circle, or the rank that all others end up waiting for.
         is_deadlock: ranks wait for each other, and no one of them has failed.
+        is_partial: the other ranks' words could not be read.
     """
 
     picture: list[str]
     sentence: str
     is_deadlock: bool = False
+    is_partial: bool = False
 
 
 def diagnose(
@@ -87,7 +89,7 @@ def diagnose(
     """Draw who waits for whom, and name who holds up the others.
 
     Args:
-        notices: by rank; of those that say what they wait for, at least one.
+        notices: by rank, of those that gave a sign of life after the first wait had failed; at least one waits.
         ended: by rank, why it ended, from those that said so.
         world_size: number of ranks.
         describe: what a rank is called, e.g. "rank 4 (stage 1 of replica 1)".
@@ -100,8 +102,10 @@ def diagnose(
     for rank in range(world_size):
         if rank in ended:
             state = f"has ended: {ended[rank]}"
-        elif rank not in waits:
+        elif rank not in notices:
             state = "waits for nothing that it has named: it computes, is stopped, or has ended"
+        elif rank not in waits:
+            state = "answers, and waits for nothing that it has named: it computes"
         else:
             to_send = "to send " if waits[rank].way == "send" else "for "
             arrow = f"  -> {list_ranks(edges[rank])}" if edges[rank] else ""
@@ -109,18 +113,30 @@ def diagnose(
         picture.append(f"  {describe(rank):<{width}}  {state}")
 
     ends = sorted({peer for peers in edges.values() for peer in peers if peer not in waits})
-    failed = [rank for rank in ends if rank in ended]
+    # gloo closes a rank's connections when its wait fails, so only the first failure tells how it began.
+    first = min((notice for notice in notices.values() if notice.place), key=lambda notice: notice.place, default=None)
+    lost_a_peer = first is not None and first.lost_a_peer
+    silent = [rank for rank in range(world_size) if rank not in notices and rank not in ended]
+    failed = [rank for rank in ends if rank in ended] or (sorted(ended) if lost_a_peer else [])
+    gone = [rank for rank in ends if rank in silent] or (silent if lost_a_peer else [])
     circle = find_circle(edges)
     if failed:
-        sentence = "; ".join(f"{describe(rank)} failed: {ended[rank]}" for rank in failed)
-        return Diagnosis(picture, sentence)
+        return Diagnosis(picture, tell_causes(ended, failed, describe))
+    if gone:
+        return Diagnosis(picture, _blame_silent(gone, lost_a_peer, describe, timeout_seconds))
+    if first is not None and first.wait is not None and lost_a_peer:
+        lost = f"{describe(first.rank)} lost its connection to {list_ranks(first.wait.peers)}"
+        return Diagnosis(picture, f"{lost}, though all ranks answer: see their last lines")
     if ends:
-        return Diagnosis(picture, _blame(ends, notices, describe, timeout_seconds))
+        names = " and ".join(describe(rank) for rank in ends)
+        answer = "answers, but has" if len(ends) == 1 else "answer, but have"
+        computes = f"computing for longer than --timeout {timeout_seconds:g}"
+        return Diagnosis(picture, f"{names} {answer} not come so far, and the others wait: {computes}")
     if circle:
         picture.append(f"  a circle: {' -> '.join(f'rank {rank}' for rank in [*circle, circle[0]])}")
-        first, *others = circle
+        start, *others = circle
         chain = "".join(f" waits for {describe(rank)}, which" for rank in others)
-        return Diagnosis(picture, f"deadlock: {describe(first)}{chain} waits for {describe(first)}", is_deadlock=True)
+        return Diagnosis(picture, f"deadlock: {describe(start)}{chain} waits for {describe(start)}", is_deadlock=True)
     what = next(iter(waits.values())).what if waits else "each other"
     return Diagnosis(
         picture, f"all ranks do their part of {what}, and it does not end: is the network between them up?"
@@ -142,23 +158,23 @@ def _held_up_by(rank: int, wait: Wait, waits: Mapping[int, Wait], notices: Mappi
         yield peer
 
 
-def _blame(
-    ends: Sequence[int],
-    notices: Mapping[int, Notice],
-    describe: Callable[[int], str],
-    timeout_seconds: float,
+def _blame_silent(
+    ranks: Sequence[int], lost_a_peer: bool, describe: Callable[[int], str], timeout_seconds: float
 ) -> str:
-    """A sentence on ranks that hold up the others and have not said why."""
-    names = " and ".join(describe(rank) for rank in ends)
-    # gloo closes a rank's connections when its wait fails, so only the first failure tells how it began.
-    first = min((notice for notice in notices.values() if notice.place), key=lambda notice: notice.place, default=None)
-    if first is not None and first.lost_a_peer:
-        which = names if len(ends) == 1 else f"one of {names}"
+    """A sentence on ranks that hold up the others, have not said why, and give no sign of life."""
+    names = " and ".join(describe(rank) for rank in ranks)
+    if lost_a_peer:
+        which = names if len(ranks) == 1 else f"one of {names}"
         return f"{which} has ended without a word: it was killed, or left the run too early"
     return (
-        f"{names} {'does' if len(ends) == 1 else 'do'} not answer, and the others wait: stopped, cut off, or computing "
-        f"for longer than --timeout {timeout_seconds:g}"
+        f"{names} {'does' if len(ranks) == 1 else 'do'} not answer, and the others wait: stopped, cut off, or "
+        f"computing for longer than --timeout {timeout_seconds:g}"
     )
+
+
+def tell_causes(ended: Mapping[int, str], ranks: Iterable[int], describe: Callable[[int], str]) -> str:
+    """ "rank 1 failed: out of memory": the words of ranks that have ended."""
+    return "; ".join(f"{describe(rank)} failed: {ended[rank]}" for rank in ranks)
 
 
 def find_circle(edges: Mapping[int, Sequence[int]]) -> list[int]:

@@ -54,9 +54,9 @@ class Grid:
 
     def describe(self, rank: int) -> str:
         """A rank as it is called in messages: "rank 4 (stage 1 of replica 1)"."""
-        if self.pp == 1:
-            return f"rank {rank}"
         place = replace(self, rank=rank)
+        if self.pp == 1:
+            return f"rank {rank} (replica {place.replica})" if self.dp > 1 and self.tp > 1 else f"rank {rank}"
         replica = f" of replica {place.replica}" if self.dp > 1 else ""
         return f"rank {rank} (stage {place.stage}{replica})"
 

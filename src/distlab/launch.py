@@ -19,9 +19,11 @@ from typing import NoReturn
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs, PContext, SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+from torch.distributed.launcher import api as launcher_api
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from distlab import nodes
+from distlab.checkpoints import has_checkpoints
 from distlab.grid import Grid
 from distlab.logs import new_folder, say
 from distlab.nodes import Nodes
@@ -79,11 +81,25 @@ def launch(args: list[str]) -> int:
     if settings.rank >= 0:
         raise InputError(f"rank {settings.rank}: launch.sh starts all ranks; leave the rank out")
     machines = nodes.place(own_flags, settings.layout, settings.master_addr)
-    if own_flags.max_restarts and settings.out is None:  # the ranks that start again have to find what was saved
+    if own_flags.max_restarts and settings.out is not None:
+        refuse_checkpoints_of_another_run(settings)
+    elif own_flags.max_restarts:  # the ranks that start again have to find what was saved
         if machines.count > 1:
             raise InputError("--max-restarts on several machines: give --out, a folder that all of them see")
         args = [*args, "--out", str(new_folder(Path("runs") / script.stem))]
     return run_ranks(script, args, settings, machines, own_flags.max_restarts)
+
+
+def refuse_checkpoints_of_another_run(settings: RunSettings) -> None:
+    """Ranks that start again go on from the last checkpoint in `--out`, so that has to be one of their own run."""
+    out, resume = settings.out, getattr(settings, "resume", None)
+    assert out is not None
+    goes_on_there = resume is not None and Path(resume).resolve().is_relative_to(out.resolve())
+    if has_checkpoints(out) and not goes_on_there:
+        raise InputError(
+            f"--max-restarts with --out {out}: has checkpoints of another run, from which the ranks would go on; give "
+            f"another folder, or --resume {out}"
+        )
 
 
 def find_script(name: str) -> tuple[Path, list[str]]:
@@ -156,6 +172,7 @@ def run_ranks(script: Path, args: list[str], settings: RunSettings, machines: No
     port = settings.master_port or (0 if machines.count == 1 else DEFAULT_PORT)
     meeting = nodes.Meeting(machines, settings.master_addr, port, settings.timeout, max_restarts, say)
     watch = nodes.Watch(meeting, SECONDS_TO_END)
+    launcher_api.LocalElasticAgent = nodes.Agent  # type: ignore[misc]  # `elastic_launch` takes no other
     os.environ["LAB_LAUNCHER"] = str(os.getpid())
     told = ""  # to the other machines, if not what is said here
     with tempfile.TemporaryDirectory() as errors:

@@ -58,15 +58,17 @@ def main(work: Callable[[Any], None], defaults: RunSettings, description: str | 
         run.close()
     except InputError as error:
         notices.leave_word(str(error))
+        notices.stay_for_readers()
         fail(str(error), 2)
     except TrafficError as error:
         fail_waiting(error)
     except NotFiniteError as error:
-        fail(str(error), 1, linger=True, names_the_rank=True)
+        fail(str(error), 1, linger=True, names_the_rank=True, comes_again=True)
     except KeyboardInterrupt:
         notices.leave_word("interrupted")
         if run is not None:
             run.summarize()
+        notices.stay_for_readers()
         fail("interrupted", 130)
     except BrokenPipeError:
         leave(1)  # the reader of this output has gone, as `head` does
@@ -79,6 +81,7 @@ def main(work: Callable[[Any], None], defaults: RunSettings, description: str | 
             traceback.print_exc()
             cause = f"{type(error).__name__}: {error}".splitlines()[0]
         notices.leave_word(cause)
+        notices.stay_for_readers()
         fail(f"{traffic.describe(rank())} failed: {cause}", 1, names_the_rank=True)
     leave(0)
 
@@ -92,8 +95,9 @@ def fail_waiting(error: TrafficError) -> NoReturn:
     if found.picture and (not meeting.started_by_torchrun() or notices.may_draw()):
         for line in found.picture:
             say(line)
+    notices.conclude(found)
     notices.stay_for_readers()
-    fail(found.sentence, 1, error.lost_a_peer, linger=True, names_the_rank=True)
+    fail(found.sentence, 1, error.lost_a_peer or found.is_partial, linger=True, names_the_rank=True)
 
 
 def out_of_memory(error: Exception) -> str | None:
@@ -108,7 +112,12 @@ def out_of_memory(error: Exception) -> str | None:
 
 
 def fail(
-    sentence: str, status: int, lost_a_peer: bool = False, linger: bool = False, names_the_rank: bool = False
+    sentence: str,
+    status: int,
+    lost_a_peer: bool = False,
+    linger: bool = False,
+    names_the_rank: bool = False,
+    comes_again: bool = False,
 ) -> NoReturn:
     """End this process, and leave a sentence where it is looked for: on the terminal and in torchrun's error file.
 
@@ -118,8 +127,12 @@ def fail(
         lost_a_peer: this is the consequence of another rank's end.
         linger: give the other ranks a second for their own words, since torchrun ends all when one has failed.
         names_the_rank: the sentence says which rank failed, and launch.sh prints it last, once for all ranks.
+        comes_again: it would, in the same step of a run that starts again, so launch.sh does not start it again; nor
+            where the user can mend it.
     """
-    starts_again = os.environ.get("TORCHELASTIC_RESTART_COUNT") != os.environ.get("TORCHELASTIC_MAX_RESTARTS")
+    comes_again = comes_again or status == 2
+    restarts, allowed = (os.environ.get(f"TORCHELASTIC_{name}") for name in ("RESTART_COUNT", "MAX_RESTARTS"))
+    starts_again = restarts != allowed and not comes_again
     is_printed_last = "LAB_LAUNCHER" in os.environ and not starts_again and (names_the_rank or status == 2)
     if is_printed_last and isinstance(sys.stderr, RankOutput):
         sys.stderr.keep(f"# {sentence}\n")
@@ -128,7 +141,8 @@ def fail(
     error_file = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if error_file:
         record = {"message": sentence, "timestamp": int(time.time()), "lost_a_peer": lost_a_peer, "status": status}
-        Path(error_file).write_text(json.dumps({**record, "names_the_rank": names_the_rank}))
+        record |= {"names_the_rank": names_the_rank, "comes_again": comes_again}
+        Path(error_file).write_text(json.dumps(record))
     if linger and meeting.started_by_torchrun():
         time.sleep(1)
     leave(status)
@@ -164,7 +178,7 @@ def flags_to_go_on() -> list[str]:
 def end_with_launcher() -> None:
     """Have Linux end this rank when the launcher that started it dies, even by SIGKILL: no orphans."""
     if meeting.started_by_torchrun() and sys.platform == "linux":
-        end_with_parent(signal.SIGTERM)
+        end_with_parent(signal.SIGKILL)  # a rank that is stopped would not hear SIGTERM
         if os.environ.get("LAB_LAUNCHER", str(os.getppid())) != str(os.getppid()):
             leave(1)  # it died while this rank was starting
 

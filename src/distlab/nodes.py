@@ -15,11 +15,14 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any, TypeVar
 
 import torch.distributed as dist
+from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.rendezvous import (
     RendezvousHandler,
     RendezvousInfo,
@@ -28,6 +31,7 @@ from torch.distributed.elastic.rendezvous import (
 )
 
 from distlab.meeting import Say, listens, open_bound_store, wait_until
+from distlab.notices import within
 from distlab.settings import Layout, layout_flags, world_size
 from simplellm.errors import InputError
 
@@ -39,7 +43,10 @@ FLAGS = """
   --ranks-per-node A,B  ranks of each machine, by node rank (default: the same number on each)
 """
 SECONDS_TO_HEAR = 6.0  # that a launcher whose ranks have only lost a peer waits for word of the cause
+SECONDS_OF_SILENCE = 10.0  # from node 0's launcher, after which it counts as lost: it is stopped, or its machine is
 SECONDS_TO_LEAVE = 8.0  # that node 0, with whose launcher the store ends, waits for the others to have read it
+
+ResultT = TypeVar("ResultT")
 
 
 @dataclass(frozen=True)
@@ -140,6 +147,18 @@ def is_loopback(address: str) -> bool:
     return all(ipaddress.ip_address(str(where[0]).partition("%")[0]).is_loopback for *_, where in found)
 
 
+def ask(call: Callable[[], ResultT]) -> ResultT:
+    """What a call to node 0's store returns; torch's own calls wait without end where nobody answers.
+
+    Raises:
+        DistError: there was no answer, or the store has gone.
+    """
+    answer = within(SECONDS_OF_SILENCE, lambda: (call(),))
+    if answer is None:
+        raise dist.DistNetworkError(f"the launcher of node 0 has not answered for {SECONDS_OF_SILENCE:g} s")
+    return answer[0]
+
+
 class Meeting(RendezvousHandler):
     """torchrun's rendezvous with fixed node ranks and no open port but those at the given address.
 
@@ -163,7 +182,7 @@ class Meeting(RendezvousHandler):
     ) -> None:
         self.nodes, self.address, self._timeout_seconds, self._say = nodes, address, timeout_seconds, say
         self._max_restarts = max_restarts
-        self._round = 0
+        self._rounds = 0  # that have begun here, the same number on all machines as soon as they have met
         self._ranks_store: dist.Store | None = None
         if nodes.rank == 0:
             self._store, self.port = open_bound_store(address, port, timeout_seconds)
@@ -171,17 +190,25 @@ class Meeting(RendezvousHandler):
             self.port = port
             self._await_node_0()
             self._store = self.connect()
-        if self._store.add(f"seat/{nodes.rank}", 1) > 1:
+        self._compare()  # before it takes a seat: a machine that is refused may come again with other flags
+        if ask(lambda: self._store.add(f"seat/{nodes.rank}", 1)) > 1:
             raise InputError(f"--node-rank {nodes.rank} is taken: give each machine of the run its own")
-        self._compare()
+
+    @property
+    def restarts(self) -> int:
+        """How often all ranks have been started again."""
+        return max(0, self._rounds - 1)
 
     def connect(self) -> dist.Store:
         """A connection of one's own to node 0's store: what waits on another one cannot hold it up."""
         timeout = timedelta(seconds=self._timeout_seconds)
         try:
-            return dist.TCPStore(self.address, self.port, is_master=False, timeout=timeout, wait_for_workers=False)
+            return ask(
+                lambda: dist.TCPStore(self.address, self.port, is_master=False, timeout=timeout, wait_for_workers=False)
+            )
         except dist.DistError as error:
-            sentence = f"--master-port {self.port}: what listens at {self.address}:{self.port} is not node 0's launcher"
+            where = f"--master-port {self.port}: what listens at {self.address}:{self.port}"
+            sentence = f"{where} is not node 0's launcher, or it is stopped"
             raise InputError(sentence) from error
 
     def _await_node_0(self) -> None:
@@ -198,8 +225,8 @@ class Meeting(RendezvousHandler):
         own = json.dumps(self.nodes.ranks_of)
         if self.nodes.rank == 0:
             self._store.set("ranks of nodes", own)
-        wait_until(lambda: self._store.check(["ranks of nodes"]), self._timeout_seconds, "node 0 did not say a word")
-        agreed = self._store.get("ranks of nodes").decode()
+        wait_until(lambda: self._has("ranks of nodes"), self._timeout_seconds, "node 0 did not say a word")
+        agreed = ask(lambda: self._store.get("ranks of nodes")).decode()
         if agreed != own:
             raise InputError(
                 f"--nnodes and --ranks-per-node: node 0 was started with each node's ranks as {agreed}, node "
@@ -214,18 +241,22 @@ class Meeting(RendezvousHandler):
         return True
 
     def next_rendezvous(self) -> RendezvousInfo:
-        if self._round > 0:
-            self._say(f"a rank has failed: starting all ranks again, {self._round} of {self._max_restarts} times")
-        prefix, self._round = f"round/{self._round}", self._round + 1
+        prefix, self._rounds = f"round/{self._rounds}", self._rounds + 1
+        assert self.restarts <= self._max_restarts, "the agent restarts by this count"
         if self.nodes.rank == 0:
             self._ranks_store, port = open_bound_store(self.address, 0, self._timeout_seconds)
             self._store.set(f"{prefix}/port", str(port))
-        self._store.set(f"{prefix}/node/{self.nodes.rank}", "")
+        ask(lambda: self._store.set(f"{prefix}/node/{self.nodes.rank}", ""))
         for node in self.nodes.others:
             self._await_node(f"{prefix}/node/{node}", node)
-        port = int(self._store.get(f"{prefix}/port"))
+        if self.restarts:
+            self._say(f"a rank has failed: starting all ranks again, {self.restarts} of {self._max_restarts} times")
+        port = int(ask(lambda: self._store.get(f"{prefix}/port")))
         store = dist.PrefixStore(prefix, self._store)
         return RendezvousInfo(store, self.nodes.rank, self.nodes.count, RendezvousStoreInfo(self.address, port))
+
+    def _has(self, key: str) -> bool:
+        return ask(lambda: self._store.check([key]))
 
     def _await_node(self, key: str, node: int) -> None:
         seconds = f"{self._timeout_seconds:g} s"
@@ -233,18 +264,19 @@ class Meeting(RendezvousHandler):
         notice_seconds = min(5.0, self._timeout_seconds)
         try:
             try:
-                wait_until(lambda: self._store.check([key]), notice_seconds, sentence)
+                wait_until(lambda: self._has(key), notice_seconds, sentence)
             except InputError:
                 self._say(f"waiting for node {node}")
-                wait_until(lambda: self._store.check([key]), self._timeout_seconds - notice_seconds, sentence)
+                wait_until(lambda: self._has(key), self._timeout_seconds - notice_seconds, sentence)
         except dist.DistError as error:
-            raise InputError(f"node 0 ended while this machine waited for node {node}: see its last line") from error
+            sentence = f"node 0 ended, or was stopped, while this machine waited for node {node}: see its last line"
+            raise InputError(sentence) from error
 
     def num_nodes_waiting(self) -> int:
         """Machines that have begun the next round, because ranks of theirs have failed: the others follow."""
         if self._max_restarts == 0 or self.nodes.count == 1:
             return 0
-        return sum(self._store.check([f"round/{self._round}/node/{node}"]) for node in self.nodes.others)
+        return sum(self._has(f"round/{self._rounds}/node/{node}") for node in self.nodes.others)
 
     def is_closed(self) -> bool:
         return False
@@ -275,6 +307,7 @@ class Watch:
         self._lock = threading.Lock()
         self._agent_runs = True
         self._heard = threading.Event()
+        self._lost_node_0 = False
         self.word = ""  # of the first failure elsewhere
         if self._nodes.count > 1:
             self._store = meeting.connect()
@@ -295,15 +328,15 @@ class Watch:
         """Say why the ranks here ended."""
         with self._reaching() as store:
             if store is not None:
-                store.set(f"failed/{self._nodes.rank}", sentence)
+                ask(lambda: store.set(f"failed/{self._nodes.rank}", sentence))
 
     def leave(self) -> None:
         """Return when this launcher may end: node 0's is the last, since the store ends with it."""
         with self._reaching() as store:
             if store is None:
                 return
-            store.set(f"left/{self._nodes.rank}", "")
-            if self._nodes.rank == 0:
+            ask(lambda: store.set(f"left/{self._nodes.rank}", ""))
+            if self._nodes.rank == 0:  # whose own store answers
                 came = [node for node in self._nodes.others if store.check([f"seat/{node}"])]
                 wait_until(lambda: store.check([f"left/{node}" for node in came]), SECONDS_TO_LEAVE, "")
 
@@ -311,17 +344,17 @@ class Watch:
     def _reaching(self) -> Iterator[dist.Store | None]:
         """A connection to the store; None, and no waiting, if it has gone, or there is one machine."""
         with contextlib.suppress(dist.DistError, InputError):
-            reached = self._nodes.count > 1 and listens(self._meeting.address, self._meeting.port)
+            expected = self._nodes.count > 1 and not self._lost_node_0
+            reached = expected and listens(self._meeting.address, self._meeting.port)
             yield self._meeting.connect() if reached else None
 
     def _listen(self) -> None:
         while not self.word:
             time.sleep(0.3)
             try:
-                for node in self._nodes.others:
-                    if self._store.check([f"failed/{node}"]):
-                        self.word = f"on another machine, node {node}, {self._store.get(f'failed/{node}').decode()}"
+                self.word = ask(self._word_of_others)
             except dist.DistError:
+                self._lost_node_0 = True
                 self.word = "the launcher of another machine, node 0, has ended or is not reached any more"
         self._heard.set()
         with self._lock:
@@ -333,6 +366,32 @@ class Watch:
             if self._agent_runs:  # it sits in a wait of torch's, which no signal interrupts
                 print(f"# {self.word}", file=sys.stderr, flush=True)
                 os._exit(1)  # the ranks end with their launcher
+
+    def _word_of_others(self) -> str:
+        for node in self._nodes.others:
+            if self._store.check([f"failed/{node}"]):
+                return f"on another machine, node {node}, {self._store.get(f'failed/{node}').decode()}"
+        return ""
+
+
+class Agent(LocalElasticAgent):
+    """torchrun's agent, which counts restarts by the rounds of the `Meeting`, where its own counts local failures.
+
+    So they are the same number on all machines, also for the ranks, in TORCHELASTIC_RESTART_COUNT. A failure that would
+    come again, in the words of `distlab.main`, is none to start again for.
+    """
+
+    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+        meeting = worker_group.spec.rdzv_handler
+        assert isinstance(meeting, Meeting)
+        self._remaining_restarts = worker_group.spec.max_restarts - meeting.restarts
+        return super()._start_workers(worker_group)
+
+    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        result = super()._monitor_workers(worker_group)
+        if any(failure.error_file_data.get("comes_again") for failure in result.failures.values()):
+            self._remaining_restarts = 0
+        return result
 
 
 rendezvous_handler_registry.register(BACKEND, lambda parameters: parameters.config["meeting"])

@@ -1,24 +1,31 @@
 """Where ranks leave word of what they wait for, so that a run that stands still can be explained.
 
-The place is the store where the ranks met: in torchrun's agent, or in rank 0's process. A rank writes there when it has
-waited for a second, when a wait has failed, and when it ends by an error of its own; short waits cost nothing.
+The place is the store where the ranks met: in torchrun's agent, or in rank 0's process. While all goes well, each rank
+only looks there now and then whether one asks. When a wait fails, its rank asks, and every rank that still can answers
+with a fresh notice. What a rank said earlier would not count: it may have been killed or stopped since.
 """
 
 import contextlib
 import json
+import select
 import socket
 import threading
 import time
 from collections.abc import Callable
+from datetime import timedelta
 from typing import TypeVar
 
 import torch.distributed as dist
 
-from distlab.diagnosis import Diagnosis, Notice, Wait, diagnose
+from distlab.diagnosis import Diagnosis, Notice, Wait, diagnose, list_ranks, tell_causes
 from distlab.traffic import Traffic, TrafficError
 
 LONG_SECONDS = 1.0  # from when on a wait is worth a notice
-SECONDS_FOR_OTHERS = 2.0  # to leave word, when a wait of this rank has failed: longer than `LONG_SECONDS`
+SECONDS_BETWEEN_LOOKS = 0.5  # at the store, whether a rank asks
+SECONDS_FOR_OTHERS = 2.0  # to answer, when a wait of this rank has failed: longer than the two above together
+SECONDS_FOR_A_DEADLINE = (
+    0.2  # that a lost peer asks later: a rank past its deadline closes its connections, and is first
+)
 SECONDS_FOR_THE_STORE = 2.0  # to answer: it may be in a process that is stopped
 SECONDS_FOR_READERS = 3.0  # that rank 0, with whose process the store ends, stays for them
 
@@ -30,7 +37,9 @@ class NoticeBoard:
 
     def __init__(self) -> None:
         self._store: dist.Store | None = None
+        self._lifeline: socket.socket | None = None
         self._has_failed = False
+        self._heard = ""  # why the run has failed, as other ranks say
 
     def open(self, store: dist.Store, rank: int, world_size: int, traffic: Traffic, is_rank_0s: bool) -> None:
         """Begin to watch this rank's waits.
@@ -42,8 +51,16 @@ class NoticeBoard:
             traffic: whose waits are watched.
             is_rank_0s: the store ends with rank 0's process.
         """
-        self._store, self._rank, self._world_size, self._traffic = store, rank, world_size, traffic
+        self._rank, self._world_size, self._traffic = rank, world_size, traffic
         self._is_rank_0s = is_rank_0s
+        # What waits on the ranks' own connection cannot hold up this one.
+        own = store.clone()  # type: ignore[attr-defined]  # torch's annotations lack it
+        self._store = dist.PrefixStore("notices", own)
+        self._store.set_timeout(timedelta(seconds=SECONDS_FOR_THE_STORE))
+        bare = store.underlying_store if isinstance(store, dist.PrefixStore) else store
+        if isinstance(bare, dist.TCPStore):
+            with contextlib.suppress(OSError):
+                self._lifeline = socket.create_connection((bare.host, bare.port), SECONDS_FOR_THE_STORE)
         threading.Thread(target=self._watch, daemon=True).start()
 
     def leave_word(self, cause: str) -> None:
@@ -51,6 +68,7 @@ class NoticeBoard:
         if self._store is not None:
             with contextlib.suppress(RuntimeError, OSError):
                 within(SECONDS_FOR_THE_STORE / 2, lambda: self._put(f"ended/{self._rank}", cause))
+                within(SECONDS_FOR_THE_STORE / 2, lambda: self._put("asked", ""))  # has them look for it
 
     def explain(self, error: TrafficError) -> Diagnosis | None:
         """Collect all ranks' notices; None if a wait failed that is not between ranks of this run.
@@ -60,16 +78,21 @@ class NoticeBoard:
         if self._store is None or error.wait is None:
             return None
         self._has_failed = True
-        own = self._notice(error.wait)
-        own.lost_a_peer = error.lost_a_peer
+        own = Notice(self._rank, error.wait, dict(self._traffic.begun), lost_a_peer=error.lost_a_peer)
         try:
             answer = within(SECONDS_FOR_OTHERS + SECONDS_FOR_THE_STORE, lambda: self._collect(own))
         except (RuntimeError, OSError):  # the store's process is gone
-            return self._without_store("has ended: see its last line")
+            return self._without_store("has ended: see its last line", error.wait)
         if answer is None:
-            return self._without_store("does not answer: it is stopped, or its machine or network is gone")
+            return self._without_store("does not answer: it is stopped, or its machine or network is gone", error.wait)
         notices, ended = answer
         return diagnose(notices, ended, self._world_size, self._traffic.describe, self._traffic.timeout_seconds)
+
+    def conclude(self, diagnosis: Diagnosis) -> None:
+        """Tell ranks that find out later; with rank 0 the store may have gone by then."""
+        if not diagnosis.is_partial:
+            with contextlib.suppress(RuntimeError, OSError):
+                within(SECONDS_FOR_THE_STORE / 2, lambda: self._put("concluded", diagnosis.sentence))
 
     def may_draw(self) -> bool:
         """True on the first rank that asks, where all share a terminal."""
@@ -80,22 +103,28 @@ class NoticeBoard:
         return True
 
     def stay_for_readers(self) -> None:
-        """On rank 0, keep the store open until the others have read it."""
-        if self._is_rank_0s and self._rank == 0:
-            deadline = time.monotonic() + SECONDS_FOR_READERS
-            waiting = [f"read/{rank}" for rank in range(1, self._world_size)]
-            with contextlib.suppress(RuntimeError):
-                while time.monotonic() < deadline and not self._has(*waiting):
-                    time.sleep(0.05)
+        """On rank 0, keep the store open until the others have read what they need."""
+        if self._store is None or not self._is_rank_0s or self._rank > 0:
+            return
+        deadline = time.monotonic() + SECONDS_FOR_READERS
+        with contextlib.suppress(RuntimeError, OSError):
+            while time.monotonic() < deadline and not all(
+                any(self._has(f"{key}/{rank}") for key in ("read", "heard", "ended"))
+                for rank in range(1, self._world_size)
+            ):
+                time.sleep(0.05)
 
-    def _without_store(self, state: str) -> Diagnosis | None:
-        """What can be said of rank 0 if the notices, which were in its process, cannot be read."""
-        if not self._is_rank_0s or self._rank == 0:
+    def _without_store(self, state: str, wait: Wait) -> Diagnosis | None:
+        """What can be said if the notices cannot be read, because the process that has them is gone or stopped."""
+        describe = self._traffic.describe
+        if self._heard:
+            return Diagnosis([], self._heard, is_partial=True)
+        if self._is_rank_0s and self._rank > 0:
+            return Diagnosis([], f"{describe(0)} {state}", is_partial=True)
+        if not wait.peers:
             return None
-        return Diagnosis([], f"{self._traffic.describe(0)} {state}")
-
-    def _notice(self, wait: Wait | None) -> Notice:
-        return Notice(self._rank, wait, dict(self._traffic.begun))
+        who = describe(wait.peers[0]) if len(wait.peers) == 1 else f"one of {list_ranks(wait.peers)}"
+        return Diagnosis([], f"{who} does not answer, nor does the store where ranks leave word", is_partial=True)
 
     def _put(self, key: str, text: str) -> None:
         assert self._store is not None
@@ -103,50 +132,67 @@ class NoticeBoard:
         self._store.set(key, text)
 
     def _reach_store(self) -> None:
-        """Raise `OSError` if it has gone."""
-        if self._is_rank_0s and self._rank > 0:  # torch would report a store that has gone at length, from C++
-            assert isinstance(self._store, dist.TCPStore)
-            with socket.create_connection((self._store.host, self._store.port), SECONDS_FOR_THE_STORE):
-                pass
+        """Raise `OSError` if it has gone; torch would report that at length, from C++."""
+        if self._lifeline is not None and select.select([self._lifeline], [], [], 0)[0]:
+            raise ConnectionResetError("the store has gone")
 
     def _has(self, *keys: str) -> bool:
         assert self._store is not None
+        self._reach_store()
         return self._store.check(list(keys))
 
+    def _read(self, key: str) -> str | None:
+        """What was put there, if anything."""
+        assert self._store is not None
+        return self._store.get(key).decode() if self._has(key) else None
+
+    def _words(self) -> dict[int, str]:
+        """By rank, why it ended, from those that said so."""
+        words = {rank: self._read(f"ended/{rank}") for rank in range(self._world_size)}
+        return {rank: word for rank, word in words.items() if word is not None}
+
     def _collect(self, own: Notice) -> tuple[dict[int, Notice], dict[int, str]]:
-        """Post the own notice, and return all after some seconds, or as soon as every rank has left word."""
+        """Ask, and return all notices after some seconds, or as soon as every rank has said what it waits for."""
         store = self._store
         assert store is not None
+        if own.lost_a_peer:
+            time.sleep(SECONDS_FOR_A_DEADLINE)
         self._reach_store()
         own.place = store.add("failed", 1)
-        self._put(f"waits/{self._rank}", json.dumps(own.as_json()))
+        # Not the key of an answer, so a late one of the watch cannot take the place of it.
+        self._put(f"failed/{self._rank}", json.dumps(own.as_json()))
+        self._put("asked", "")
         deadline = time.monotonic() + SECONDS_FOR_OTHERS
         while True:
-            notices, ended = {self._rank: own}, {}
-            for rank in range(self._world_size):
-                if self._has(f"ended/{rank}"):
-                    ended[rank] = store.get(f"ended/{rank}").decode()
-                elif rank != self._rank and self._has(f"waits/{rank}"):
-                    notices[rank] = Notice.from_json(json.loads(store.get(f"waits/{rank}")))
+            notices, ended = {self._rank: own}, self._words()
+            for rank in {*range(self._world_size)} - {self._rank, *ended}:
+                told = self._read(f"failed/{rank}") or self._read(f"answers/{rank}")
+                if told is not None:
+                    notices[rank] = Notice.from_json(json.loads(told))
             silent = self._world_size - len(ended) - sum(notice.wait is not None for notice in notices.values())
-            if not silent or time.monotonic() > deadline:
-                store.set(f"read/{self._rank}", "")
+            if silent <= 0 or time.monotonic() > deadline:
+                self._put(f"read/{self._rank}", "")
                 return notices, ended
             time.sleep(0.05)
 
     def _watch(self) -> None:
-        """Post a wait that has become long, and take it back when it has ended after all."""
-        posted = None
+        """Answer when one asks, again when the answer has changed, and listen to why other ranks end."""
+        told = None
         long_seconds = min(LONG_SECONDS, self._traffic.timeout_seconds / 2)
         with contextlib.suppress(RuntimeError, OSError):  # the store has gone, and the run with it
-            while True:
-                time.sleep(long_seconds / 4)
-                wait = self._traffic.waits_for(long_seconds)
-                if self._has_failed:
-                    return  # `explain` has the last word
-                if wait != posted:
-                    self._put(f"waits/{self._rank}", json.dumps(self._notice(wait).as_json()))
-                    posted = wait
+            while not self._has("asked"):
+                time.sleep(min(SECONDS_BETWEEN_LOOKS, long_seconds / 2))
+            while not self._has_failed:  # then `explain` has the last word
+                notice = Notice(self._rank, self._traffic.waits_for(long_seconds), dict(self._traffic.begun))
+                if notice != told:
+                    self._put(f"answers/{self._rank}", json.dumps(notice.as_json()))
+                    told = notice
+                words = self._words() if not self._heard else {}
+                heard = tell_causes(words, words, self._traffic.describe) or self._read("concluded") or ""
+                if heard and not self._heard:
+                    self._heard = heard
+                    self._put(f"heard/{self._rank}", "")
+                time.sleep(0.1)
 
 
 def within(seconds: float, call: Callable[[], ResultT]) -> ResultT | None:

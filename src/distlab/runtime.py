@@ -87,7 +87,8 @@ class Run(Generic[SettingsT]):
             sentence = f"rank {self.rank} could not connect to all other ranks: {reason(error)}"
             raise TrafficError(sentence, error) from error
         traffic.timeout_seconds = settings.timeout
-        notices.open(store, self.rank, self.world_size, traffic, is_rank_0s=not meeting.started_by_torchrun())
+        in_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+        notices.open(store, self.rank, self.world_size, traffic, is_rank_0s=not (by_torchrun and in_agent))
         return decided
 
     @property
@@ -167,15 +168,22 @@ class Run(Generic[SettingsT]):
                 stage of the replica computes it. Ranks that hold slices of a stage all compute the same.
         """
         own = sum((loss.detach().double() for loss in losses), torch.zeros((), dtype=torch.float64, device=self.device))
+        own_loss = own.clone()
         traffic.all_reduce(own, f"the loss of step {step}", kind="loss", op=dist.ReduceOp.SUM).wait()
         self._log.loss = own.item() / (self.grid.dp * self.grid.tp)
         if not math.isfinite(self._log.loss):
+            self._own_loss = own_loss.item()
             raise NotFiniteError(f"the loss of step {step} is {self._log.loss}{self._why_not_finite()}")
         return self._log.loss
 
     def _why_not_finite(self) -> str:
-        """What is known of a loss that is not finite."""
-        return ""
+        """What is known of a loss that is not finite: the first rank that computed it; all must call it."""
+        first = torch.tensor(self.world_size if math.isfinite(self._own_loss) else self.rank, device=self.device)
+        traffic.all_reduce(
+            first, "the first rank whose loss is not finite", kind="control", op=dist.ReduceOp.MIN
+        ).wait()
+        where = f", first on {self.grid.describe(int(first))}" if first < self.world_size > 1 else ""
+        return f"{where} (is --lr {self.settings.lr:g} too large?)" if hasattr(self.settings, "lr") else where
 
     def close(self) -> None:
         """Say what the run came to, and wait until all ranks have finished.

@@ -267,16 +267,21 @@ class Traffic:
     def named(self, name: str | Wait) -> Iterator[None]:
         """Turn what goes wrong inside into a `TrafficError` that says who waited how long for `name`.
 
-        `waits_for` answers with it meanwhile, and after a failure.
+        `waits_for` answers with it meanwhile. An error that is not about other ranks is let through as it is.
         """
         wait = name if isinstance(name, Wait) else Wait(name, "other", tuple(r for r in members(None) if r != rank()))
         started = time.perf_counter()
-        self._waiting = (wait, started)
+        outer, self._waiting = self._waiting, (wait, started)
         try:
             yield
+        except TrafficError:
+            raise  # of a wait inside this one, which knows more
         except RuntimeError as error:
-            raise self._failed(wait, started, error) from error
-        self._waiting = None
+            if is_lost_peer(error) or is_timeout(error):
+                raise self._failed(wait, started, error) from error
+            raise
+        finally:
+            self._waiting = outer
 
     def waits_for(self, at_least_seconds: float = 0.0) -> Wait | None:
         """What this rank has been waiting for, itself or through a library; None if not for so long."""
@@ -420,7 +425,10 @@ def is_timeout(error: Exception) -> bool:
 
 def is_lost_peer(error: Exception) -> bool:
     """Whether an error says that another rank is gone."""
-    signs = r"closed by peer|reset by peer|broken pipe|socket closed|connection.*(closed|refused)"
+    signs = (
+        r"closed by peer|reset by peer|broken pipe|socket closed|connection.*(closed|refused)|no route to host|"
+        r"unreachable|ncclRemoteError|remote process"
+    )
     return isinstance(error, RuntimeError) and re.search(signs, str(error), re.IGNORECASE) is not None
 
 

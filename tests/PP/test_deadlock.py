@@ -8,7 +8,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from processes import LAB, finish, free_port, process_group, run, run_ranks, start
+from processes import LAB, Ended, free_port, process_group, run, run_ranks
+from terminals import terminals
 
 from simplellm.errors import InputError
 
@@ -16,7 +17,7 @@ sys.path.append(str(LAB))
 from PP.deadlock import intro_deadlock as lesson
 
 SCRIPT = "PP/deadlock/intro_deadlock.py"
-TIMEOUT = 4
+TIMEOUT = 3
 CASES = {  # what the pictures say, and the circle
     "both-send": (["rank 0  waits to send the tensor  -> rank 1", "rank 1  waits to send the tensor  -> rank 0"], 1),
     "order": (
@@ -38,13 +39,8 @@ CASES = {  # what the pictures say, and the circle
 }
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_a_deadlock_ends_with_who_waits_for_whom(case: str, tmp_path: Path) -> None:
+def check(case: str, ended: Ended) -> None:
     lines, other = CASES[case]
-    started = time.monotonic()
-    flags = ["--case", case, "--device", "cpu", "--timeout", str(TIMEOUT), "--out", tmp_path]
-    ended = run("./launch.sh", "deadlock", *flags, deadline=40)
-    assert time.monotonic() - started < TIMEOUT + 20
     assert ended.status == 1
     shown = ended.out.replace("# rank 1: ", "# ").replace("# rank 2: ", "# ")  # whoever draws it
     for line in [*lines, f"a circle: rank 0 -> rank {other} -> rank 0"]:
@@ -55,8 +51,22 @@ def test_a_deadlock_ends_with_who_waits_for_whom(case: str, tmp_path: Path) -> N
         ended.err.splitlines()[-1],
     ), ended.err
     assert "Traceback" not in ended.err
-    if case == "order":
-        assert "# checked before the run: deadlock: stage 0, before B0, waits for" in ended.out
+
+
+def test_under_the_launcher_one_rank_shows_who_waits_for_whom(tmp_path: Path) -> None:
+    started = time.monotonic()
+    flags = ["--case", "order", "--device", "cpu", "--timeout", "5", "--out", tmp_path]
+    ended = run("./launch.sh", "deadlock", *flags, deadline=40)
+    assert time.monotonic() - started < 25
+    check("order", ended)
+    assert "# checked before the run: deadlock: stage 0, before B0, waits for" in ended.out
+
+
+@pytest.mark.parametrize("case", ["both-send", "skipped"])
+def test_in_separate_terminals_every_rank_shows_it(case: str, tmp_path: Path) -> None:
+    with terminals(SCRIPT, 3, tmp_path, "--case", case, "--device", "cpu", "--timeout", str(TIMEOUT)) as ranks:
+        for rank in ranks:
+            check(case, rank.finish(TIMEOUT + 20))
 
 
 def to_the_end(rank: int, port: int, case: str) -> bool:
@@ -70,16 +80,6 @@ def to_the_end(rank: int, port: int, case: str) -> bool:
 def test_the_cure(case: str, capfd: pytest.CaptureFixture[str]) -> None:
     assert all(run_ranks(3, to_the_end, free_port(), case))
     assert capfd.readouterr().out == f"# {case}: all ranks have come to the end\n"
-
-
-def test_in_separate_terminals_every_rank_shows_it(tmp_path: Path) -> None:
-    flags = ["--case", "skipped", "--device", "cpu", "--timeout", str(TIMEOUT), "--out", tmp_path]
-    port = str(free_port())
-    ranks = [start(sys.executable, SCRIPT, str(rank), "--master-port", port, *flags) for rank in range(3)]
-    for ended in [finish(rank, deadline=40) for rank in ranks]:
-        assert ended.status == 1
-        assert "#   a circle: rank 0 -> rank 2 -> rank 0" in ended.out
-        assert ended.err.splitlines()[-1] == "# deadlock: rank 0 waits for rank 2, which waits for rank 0"
 
 
 def test_a_world_of_one_has_nobody_to_wait_for() -> None:

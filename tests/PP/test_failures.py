@@ -11,23 +11,17 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from processes import LAB, Ended, finish, free_port, run, run_script, start
+from processes import Ended, finish, run, start
+from terminals import Rank, terminals
 
 TINY = "--dmodel 16 --num-heads 2 --n-layers 3 --seq-len 16 --data sample --device cpu --steps 1000000".split()
 NAIVE, MICRO_BATCHES = "PP/1F1B/intro_PP_1F1B.py", "PP/microbatches/intro_PP_microbatches.py"
 DDP = "DP/ddp/intro_DP_DDP.py"
 HYBRID = "hybrid/intro_hybrid.py"
-TIMEOUT = 5
+FOUR_RANKS = "--dp 2 --pp 2".split()
+TIMEOUT = 4
 TO_SAY_SO = 9  # seconds for the ranks to tell each other, and to end; the computer may be busy
 LAUNCHER_ENDS_IN = 10
-
-# Python runs this before a script: SIGUSR1 then stands for an allocation that fails.
-NO_MEMORY = """
-import signal
-def no_memory(*_):
-    raise MemoryError("3 TB")
-signal.signal(signal.SIGUSR1, no_memory)
-"""
 
 
 def wait_for_steps(out: Path) -> None:
@@ -40,19 +34,11 @@ def wait_for_steps(out: Path) -> None:
 
 
 @contextmanager
-def terminals(script: str, world_size: int, tmp_path: Path) -> "Iterator[list[subprocess.Popen[str]]]":
+def training(script: str, world_size: int, tmp_path: Path, *flags: str) -> Iterator[list[Rank]]:
     """All ranks of a script, started as in terminals of their own, that train for ever."""
-    (tmp_path / "sitecustomize.py").write_text(NO_MEMORY)
-    flags = [*TINY, "--timeout", str(TIMEOUT), "--master-port", str(free_port()), "--out", str(tmp_path / "run")]
-    path = f"{LAB / 'src'}{os.pathsep}{tmp_path}"
-    ranks = [start(sys.executable, script, str(rank), *flags, PYTHONPATH=path) for rank in range(world_size)]
-    try:
+    with terminals(script, world_size, tmp_path, *TINY, "--timeout", str(TIMEOUT), *flags) as ranks:
         wait_for_steps(tmp_path / "run")
         yield ranks
-    finally:
-        for rank in ranks:
-            rank.kill()
-            rank.communicate()
 
 
 def last_line(ended: Ended) -> str:
@@ -62,12 +48,11 @@ def last_line(ended: Ended) -> str:
     return ended.err.splitlines()[-1]
 
 
-@pytest.mark.parametrize("script", [MICRO_BATCHES, DDP])
-def test_a_stopped_rank_in_terminals(script: str, tmp_path: Path) -> None:
-    with terminals(script, 3, tmp_path) as ranks:
+def test_a_stopped_rank_in_terminals(tmp_path: Path) -> None:
+    with training(MICRO_BATCHES, 3, tmp_path) as ranks:
         os.kill(ranks[1].pid, signal.SIGSTOP)
         waits = []
-        for end in [finish(ranks[rank], deadline=TIMEOUT + TO_SAY_SO) for rank in (0, 2)]:
+        for end in [ranks[rank].finish(TIMEOUT + TO_SAY_SO) for rank in (0, 2)]:
             assert re.fullmatch(
                 r"# rank 1( \(stage 1\))? does not answer, and the others wait: stopped, cut off, or computing for "
                 f"longer than --timeout {TIMEOUT}",
@@ -82,46 +67,97 @@ def test_a_stopped_rank_in_terminals(script: str, tmp_path: Path) -> None:
         assert TIMEOUT <= max(waits) < TIMEOUT + 2
 
 
-@pytest.mark.parametrize(("script", "world_size", "killed"), [(NAIVE, 3, 1), (HYBRID, 6, 4)])
-def test_a_killed_rank_in_terminals(script: str, world_size: int, killed: int, tmp_path: Path) -> None:
-    place = {NAIVE: r" \(stage 1\)", HYBRID: r" \(stage 1 of replica 1\)"}[script]
-    with terminals(script, world_size, tmp_path) as ranks:
-        ranks[killed].kill()
-        for rank in sorted({*range(world_size)} - {killed}):
-            sentence = last_line(finish(ranks[rank], deadline=TIMEOUT + TO_SAY_SO))
-            assert re.match(f"# rank {killed}{place} has ended without a word", sentence), sentence
+@pytest.mark.parametrize(
+    ("script", "flags", "world_size", "killed"),
+    [(NAIVE, [], 3, "1 (stage 1)"), (HYBRID, FOUR_RANKS, 4, "3 (stage 1 of replica 1)")],
+)
+def test_a_killed_rank_in_terminals(
+    script: str, flags: list[str], world_size: int, killed: str, tmp_path: Path
+) -> None:
+    victim = int(killed[0])
+    with training(script, world_size, tmp_path, *flags) as ranks:
+        os.kill(ranks[victim].pid, signal.SIGKILL)
+        for rank in sorted({*range(world_size)} - {victim}):
+            sentence = last_line(ranks[rank].finish(TIMEOUT + TO_SAY_SO))
+            assert sentence.startswith(f"# rank {killed} has ended without a word"), sentence
+
+
+WAITING = """
+'''Rank 2 computes for long, and the others wait for it, in a chain or all together.'''
+import sys, time
+from pathlib import Path
+import torch
+from distlab.main import main
+from distlab.settings import DataParallelSettings
+from distlab.traffic import traffic
+DEFAULTS = DataParallelSettings()
+def train(run):
+    x = torch.zeros(1)
+    (Path(__file__).parent / f"begun.{{run.rank}}").touch()
+    if run.rank == 2:
+        time.sleep(3)
+    {work}
+if __name__ == "__main__":
+    main(train, DEFAULTS, __doc__)
+"""
+CHAIN = """
+    if run.rank < 2:
+        traffic.receive(x, "the chain", source=run.rank + 1).wait()
+    if run.rank > 0:
+        traffic.send(x, "the chain", to=run.rank - 1, kind="check").wait()
+"""
+AVERAGE = 'traffic.all_reduce(x, "the average", kind="check").wait()'
+
+
+@pytest.mark.parametrize("work", [CHAIN, AVERAGE], ids=["chain", "average"])
+@pytest.mark.parametrize("sent", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_rank_that_is_lost_while_it_waits_is_not_taken_for_one_that_waits(
+    work: str, sent: signal.Signals, tmp_path: Path
+) -> None:
+    script = tmp_path / "waiting.py"
+    script.write_text(WAITING.format(work=work))
+    with terminals(script, 3, tmp_path, "--timeout", "3", "--data", "sample") as ranks:
+        while not all((tmp_path / f"begun.{rank}").exists() for rank in range(3)):
+            time.sleep(0.05)
+        time.sleep(1.7)  # longer than a wait needs to be worth a notice
+        os.kill(ranks[1].pid, sent)
+        state = "has ended without a word" if sent == signal.SIGKILL else "does not answer, and the others wait"
+        for end in [ranks[rank].finish(2 * TIMEOUT + TO_SAY_SO) for rank in (0, 2)]:
+            assert last_line(end).startswith(f"# rank 1 {state}"), (end.out, end.err)
 
 
 @pytest.mark.parametrize("sent", [signal.SIGKILL, signal.SIGSTOP])
 def test_rank_0_takes_the_notices_with_it(sent: signal.Signals, tmp_path: Path) -> None:
-    with terminals(MICRO_BATCHES, 3, tmp_path) as ranks:
+    with training(MICRO_BATCHES, 3, tmp_path) as ranks:
         os.kill(ranks[0].pid, sent)
         for rank in (1, 2):
-            sentence = last_line(finish(ranks[rank], deadline=TIMEOUT + TO_SAY_SO))
+            sentence = last_line(ranks[rank].finish(TIMEOUT + TO_SAY_SO))
             assert re.match(r"# rank 0 \(stage 0\) (has ended|does not answer)", sentence), sentence
 
 
-def test_a_rank_without_memory_in_terminals(tmp_path: Path) -> None:
-    with terminals(MICRO_BATCHES, 3, tmp_path) as ranks:
-        os.kill(ranks[1].pid, signal.SIGUSR1)
-        for end in [finish(rank, deadline=TIMEOUT + TO_SAY_SO) for rank in ranks]:
-            assert last_line(end) == "# rank 1 (stage 1) failed: out of memory: 3 TB"
+@pytest.mark.parametrize("victim", [0, 1])  # rank 0 takes the store with it, but first waits until all have heard it
+def test_a_rank_without_memory_in_terminals(victim: int, tmp_path: Path) -> None:
+    with training(MICRO_BATCHES, 3, tmp_path) as ranks:
+        os.kill(ranks[victim].pid, signal.SIGUSR1)
+        for end in [rank.finish(TIMEOUT + TO_SAY_SO) for rank in ranks]:
+            assert last_line(end) == f"# rank {victim} (stage {victim}) failed: out of memory: 3 TB", end.err
+
+
+def rank_under(launcher: int, victim: int) -> int:
+    """The process of one of the ranks that a launcher has started."""
+    children = subprocess.run(["pgrep", "-P", str(launcher)], capture_output=True, text=True).stdout.split()
+    named = f"\0RANK={victim}\0".encode()
+    return next(pid for pid in map(int, children) if named in b"\0" + Path(f"/proc/{pid}/environ").read_bytes())
 
 
 @contextmanager
-def launched(topology: str, tmp_path: Path, victim: int) -> "Iterator[tuple[subprocess.Popen[str], int]]":
-    """A topology that trains for ever under launch.sh, and the process of one of its ranks."""
-    launcher = start("./launch.sh", topology, *TINY, "--timeout", str(TIMEOUT), "--out", str(tmp_path))
+def launched(tmp_path: Path, victim: int, *command: str) -> "Iterator[tuple[subprocess.Popen[str], int]]":
+    """A run that trains for ever, by default under launch.sh, and the process of one of its ranks."""
+    command = command or ("./launch.sh", "hybrid", *FOUR_RANKS)
+    launcher = start(*command, *TINY, "--timeout", str(TIMEOUT + 2), "--out", str(tmp_path))
     try:
         wait_for_steps(tmp_path)
-        children = subprocess.run(["pgrep", "-P", str(launcher.pid)], capture_output=True, text=True).stdout.split()
-        named = f"RANK={victim}\0".encode()
-        yield (
-            launcher,
-            next(
-                pid for pid in map(int, children) if b"\0" + named in b"\0" + Path(f"/proc/{pid}/environ").read_bytes()
-            ),
-        )
+        yield launcher, rank_under(launcher.pid, victim)
     finally:
         if launcher.poll() is None:
             os.killpg(launcher.pid, signal.SIGKILL)
@@ -129,37 +165,55 @@ def launched(topology: str, tmp_path: Path, victim: int) -> "Iterator[tuple[subp
 
 
 def test_a_stopped_rank_under_the_launcher(tmp_path: Path) -> None:
-    with launched("hybrid", tmp_path, victim=4) as (launcher, rank_4):
-        os.kill(rank_4, signal.SIGSTOP)
-        end = finish(launcher, deadline=TIMEOUT + LAUNCHER_ENDS_IN + 5)
-        sentence = last_line(end)
-        assert sentence.startswith("# rank 4 (stage 1 of replica 1) does not answer, and the others wait"), end.err
+    with launched(tmp_path, 0) as (launcher, rank):
+        os.kill(rank, signal.SIGSTOP)
+        end = finish(launcher, deadline=TIMEOUT + 2 + LAUNCHER_ENDS_IN + 5)
+        assert last_line(end).startswith("# rank 0 (stage 0 of replica 0) does not answer, and the others wait"), (
+            end.err
+        )
         assert end.out.count("who waits for whom:") == 1
-        assert not Path(f"/proc/{rank_4}").exists()
+        assert not Path(f"/proc/{rank}").exists()
 
 
 def test_a_killed_rank_under_the_launcher(tmp_path: Path) -> None:
-    with launched("hybrid", tmp_path, victim=4) as (launcher, rank_4):
-        os.kill(rank_4, signal.SIGKILL)
+    with launched(tmp_path, 3) as (launcher, rank):
+        os.kill(rank, signal.SIGKILL)
         killed = time.monotonic()
         sentence = last_line(finish(launcher, deadline=LAUNCHER_ENDS_IN))
         assert time.monotonic() - killed < LAUNCHER_ENDS_IN
-        assert sentence == "# rank 4 (stage 1 of replica 1) failed: it was ended by SIGKILL"
+        assert sentence == "# rank 3 (stage 1 of replica 1) failed: it was ended by SIGKILL"
+
+
+def test_a_killed_rank_under_plain_torchrun(tmp_path: Path) -> None:
+    torchrun = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", DDP)
+    with launched(tmp_path, 1, *torchrun) as (launcher, rank):
+        os.kill(rank, signal.SIGKILL)
+        end = finish(launcher, deadline=LAUNCHER_ENDS_IN)
+        assert end.status == 1
+        assert "Signal 9 (SIGKILL) received" in end.err  # torchrun's own words; it ends the others at once
+        assert "frame #" not in end.err
+
+
+def test_a_stopped_rank_ends_with_a_launcher_that_is_killed(tmp_path: Path) -> None:
+    torchrun = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "1", DDP)
+    with launched(tmp_path, 0, *torchrun) as (launcher, rank):
+        os.kill(rank, signal.SIGSTOP)
+        launcher.kill()
+        launcher.wait()
+        for _ in range(100):
+            if not Path(f"/proc/{rank}").exists() or " Z " in Path(f"/proc/{rank}/stat").read_text():
+                return
+            time.sleep(0.05)
+        os.kill(rank, signal.SIGKILL)
+        raise AssertionError("it was left behind")
 
 
 FIRST = r"first not finite is the output of model\.layers\.\d\.\S+ \(\w+\)"
 
 
-@pytest.mark.parametrize(
-    ("topology", "where"),
-    [
-        ("dp-ga", ", on rank 0"),
-        ("pp-dapple", r", on rank 0 \(stage 0\)"),
-        ("hybrid", r", on rank 0 \(stage 0 of replica 0\)"),
-    ],
-)
-def test_a_loss_that_is_no_number_ends_all_ranks(topology: str, where: str, tmp_path: Path) -> None:
-    end = run("./launch.sh", topology, *TINY, "--lr", "1e30", "--out", tmp_path, deadline=60)
+def test_a_loss_that_is_no_number_ends_all_ranks(tmp_path: Path) -> None:
+    end = run("./launch.sh", "hybrid", *FOUR_RANKS, *TINY, "--lr", "1e30", "--out", tmp_path, deadline=60)
+    where = r", on rank 0 \(stage 0 of replica 0\)"
     sentence = last_line(end)
     assert re.fullmatch(rf"# the loss of step 1 is nan: {FIRST}{where} \(is --lr 1e\+30 too large\?\)", sentence), (
         end.err
@@ -168,8 +222,26 @@ def test_a_loss_that_is_no_number_ends_all_ranks(topology: str, where: str, tmp_
     assert steps == ["0"]
 
 
-def test_a_loss_that_is_no_number_in_one_process(tmp_path: Path) -> None:
-    end = run_script("primer/intro.py", *TINY, "--lr", "1e30", "--out", tmp_path)
-    assert re.fullmatch(rf"# the loss of step 1 is nan: {FIRST} \(is --lr 1e\+30 too large\?\)", last_line(end)), (
-        end.err
-    )
+@pytest.mark.parametrize(
+    ("script", "world_size", "where"),
+    [
+        ("primer/intro.py", 1, ""),
+        ("DP/gradient_aggr/intro_DP_GA.py", 3, ", on rank 0"),
+        (MICRO_BATCHES, 3, r", on rank 0 \(stage 0\)"),
+    ],
+)
+def test_a_loss_that_is_no_number_in_terminals(script: str, world_size: int, where: str, tmp_path: Path) -> None:
+    with terminals(script, world_size, tmp_path, *TINY, "--lr", "1e30") as ranks:
+        for end in [rank.finish(30) for rank in ranks]:
+            assert re.fullmatch(
+                rf"# the loss of step 1 is nan: {FIRST}{where} \(is --lr 1e\+30 too large\?\)", last_line(end)
+            ), end.err
+
+
+def test_a_loss_that_is_no_number_where_only_the_loss_is_known(tmp_path: Path) -> None:
+    flags = "--world-size 2 --tp 2 --dim 16 --heads 2 --layers 1 --samples 64 --seq-len 16 --data sample --device cpu"
+    with terminals("TP/sentiment/tp_tensor_parallel.py", 2, tmp_path, *flags.split(), "--lr", "1e30") as ranks:
+        for end in [rank.finish(30) for rank in ranks]:
+            assert re.fullmatch(
+                r"# the loss of step \d+ is nan, first on rank 0 \(is --lr 1e\+30 too large\?\)", last_line(end)
+            ), end.err

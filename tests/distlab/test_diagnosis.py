@@ -16,7 +16,7 @@ from distlab.launch import root_cause
 from distlab.main import out_of_memory
 from distlab.not_finite import find_cause
 from distlab.notices import within
-from distlab.traffic import Traffic
+from distlab.traffic import Traffic, TrafficError
 
 ALL = {0, 1, 2}
 
@@ -133,6 +133,32 @@ def test_where_all_do_their_part_it_is_the_network() -> None:
     assert not found.is_deadlock
 
 
+def test_a_rank_that_answers_is_not_the_one_that_has_ended() -> None:
+    first = collective(0, "the loss", 4, 5, lost_a_peer=True)
+    assert explain(first, Notice(2, None)).sentence.startswith("rank 1 has ended without a word")
+    assert (
+        "  rank 2  answers, and waits for nothing that it has named: it computes"
+        in explain(first, Notice(2, None)).picture
+    )
+
+
+def test_a_rank_that_computes_for_long_is_alive() -> None:
+    found = explain(receives(0, 1), Notice(1, None), receives(2, 0))
+    assert found.sentence.startswith("rank 1 answers, but has not come so far")
+
+
+def test_after_a_lost_connection_there_is_no_word_of_deadlock_or_network() -> None:
+    circle = explain(receives(0, 1, lost_a_peer=True), receives(1, 0), receives(2, 0))
+    assert circle.sentence == "rank 0 lost its connection to rank 1, though all ranks answer: see their last lines"
+    together = explain(*(collective(rank, "the loss", 7, 8, lost_a_peer=rank == 0) for rank in ALL))
+    assert together.sentence.startswith("rank 0 lost its connection to ranks 1 and 2")
+
+
+def test_a_silent_rank_is_blamed_before_one_that_computes() -> None:
+    found = explain(collective(0, "the loss", 4, 5), Notice(2, None))
+    assert found.sentence.startswith("rank 1 does not answer")
+
+
 def test_notices_survive_the_store() -> None:
     for notice in (collective(1, "the loss", 3, 4, lost_a_peer=True), Notice(0, None)):
         assert Notice.from_json(notice.as_json()) == notice
@@ -149,6 +175,25 @@ def test_a_door_tells_what_it_waits_for_only_after_a_while() -> None:
         assert door.waits_for() == wait
         assert door.waits_for(at_least_seconds=10) is None
     assert door.waits_for() is None
+
+
+def test_an_error_that_is_not_about_other_ranks_is_let_through() -> None:
+    door, outer = Traffic(), Wait("the checkpoint", "other", (1,))
+    with door.named(outer):
+        for error in (RuntimeError("unsupported type int16"), ValueError("no such operation")):
+            with pytest.raises(type(error), match=str(error)), door.named("the average"):
+                raise error
+        assert door.waits_for() == outer
+        with pytest.raises(TrafficError, match="s for the average: no answer"), door.named("the average"):
+            raise RuntimeError("Timed out waiting 5000ms for recv operation to complete")
+        assert door.waits_for() == outer
+    assert door.waits_for() is None
+
+
+def test_a_failure_inside_a_longer_wait_keeps_its_own_name() -> None:
+    door = Traffic()
+    with pytest.raises(TrafficError, match="the average"), door.named("the checkpoint"), door.named("the average"):
+        raise RuntimeError("Connection closed by peer")
 
 
 def test_a_call_that_does_not_return_is_left_behind() -> None:

@@ -19,6 +19,7 @@ def test_ranks_that_share_a_stage_are_neighbours() -> None:
     assert [place.rank_of(1) for place in places] == [2, 3, 2, 3, 6, 7, 6, 7]
     assert places[0].describe(7) == "rank 7 (stage 1 of replica 1)"
     assert Grid.of(0, {"tp": 3}).describe(2) == "rank 2"
+    assert Grid.of(0, {"dp": 2, "tp": 2}).describe(3) == "rank 3 (replica 1)"
 
 
 def groups_of(rank: int, sizes: tuple[int, int, int], port: int) -> tuple[list[int], ...]:

@@ -1,6 +1,5 @@
 """A run on two hosts, which are network namespaces here: the training run of one machine, and how it ends."""
 
-import json
 import os
 import signal
 import subprocess
@@ -10,15 +9,20 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from hosts import Host, two_hosts, two_hosts_with_a_link, why_not
-from processes import LAB, Ended, finish, run, start
+from chapters import losses
+from hosts import Host, two_hosts, two_hosts_with_a_link, why_no_tun, why_not
+from processes import LAB, Ended, environment, finish, process_of, run, start, steps_taken, wait_for
+
+from distlab.nodes import SECONDS_OF_SILENCE
 
 WHY_NOT = why_not()
 pytestmark = pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT)
 
 # As SGD: Adam hides a wrong scale of the gradients.
 TINY = "--dmodel 16 --num-heads 2 --n-layers 3 --seq-len 16 --data sample --device cpu --optimizer sgd --lr 0.5".split()
-SECONDS_TO_END = 10
+# Word of a failure takes a second, the end of ranks that do not hear four; what more there is, is for machines whose
+# few cores are shared. It is far below --timeout, and a run that hangs is found all the same.
+SECONDS_TO_END = 30
 
 
 @pytest.fixture(scope="module")
@@ -33,15 +37,8 @@ def launch(host: Host, node: int, *flags: str | Path, master: str, steps: int = 
     return start(*host.command(LAB / "launch.sh", "hybrid", *TINY, "--steps", str(steps), *several, *flags))
 
 
-def losses(out: Path) -> list[float]:
-    return [json.loads(line)["loss"] for line in (out / "metrics.jsonl").read_text().splitlines()]
-
-
-def wait_for_steps(out: Path) -> None:
-    deadline = time.monotonic() + 40
-    while not (out / "metrics.jsonl").exists() or len((out / "metrics.jsonl").read_text().splitlines()) < 3:
-        assert time.monotonic() < deadline, "no steps"
-        time.sleep(0.05)
+def wait_for_steps(out: Path, steps: int = 3) -> None:
+    assert wait_for(lambda: steps_taken(out) >= steps), "no steps"
 
 
 def pids(host: Host) -> list[int]:
@@ -50,14 +47,9 @@ def pids(host: Host) -> list[int]:
     return [int(pid) for pid in listing.stdout.split()]
 
 
-def rank_of(host: Host, rank: int) -> int:
-    """The process of a rank."""
-    (pid,) = [pid for pid in pids(host) if f"RANK={rank}".encode() in environment(pid)]
-    return pid
-
-
-def environment(pid: int) -> list[bytes]:
-    return Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+def launcher_on(host: Host, rank: int) -> int:
+    """The launcher that has started a rank."""
+    return int(environment(process_of(rank, pids(host)))["LAB_LAUNCHER"])
 
 
 def kill_all(*hosts: Host) -> None:
@@ -109,7 +101,7 @@ def test_a_killed_rank_ends_both_hosts(hosts: tuple[Host, Host], tmp_path: Path)
     try:
         wait_for_steps(tmp_path)
         there = rank // 3
-        os.kill(rank_of(hosts[there], rank), signal.SIGKILL)
+        os.kill(process_of(rank, pids(hosts[there])), signal.SIGKILL)
         sentences, ended = last_lines(nodes)
         cause = f"rank {rank} (stage 1 of replica {there}) failed: it was ended by SIGKILL"
         assert sentences[there] == f"# {cause}"
@@ -124,14 +116,66 @@ def test_a_killed_launcher_ends_both_hosts(hosts: tuple[Host, Host], tmp_path: P
     nodes = [launch(host, node, "--out", tmp_path, master=hosts[0].address) for node, host in enumerate(hosts)]
     try:
         wait_for_steps(tmp_path)
-        (launcher,) = [entry for entry in environment(rank_of(hosts[0], 0)) if entry.startswith(b"LAB_LAUNCHER=")]
-        os.kill(int(launcher.partition(b"=")[2]), signal.SIGKILL)
+        os.kill(launcher_on(hosts[0], 0), signal.SIGKILL)
         end = finish(nodes[1], SECONDS_TO_END)
         assert end.status == 1
         sentence = "# the launcher of another machine, node 0, has ended or is not reached any more"
         assert end.err.splitlines()[-1] == sentence
         finish(nodes[0], 5)
         assert not pids(hosts[0]) + pids(hosts[1]), "no orphans"
+    finally:
+        kill_all(*hosts)
+
+
+def test_a_stopped_launcher_ends_the_other_host(hosts: tuple[Host, Host], tmp_path: Path) -> None:
+    nodes = [launch(host, node, "--out", tmp_path, master=hosts[0].address) for node, host in enumerate(hosts)]
+    try:
+        wait_for_steps(tmp_path)
+        os.kill(launcher_on(hosts[0], 0), signal.SIGSTOP)
+        end = finish(nodes[1], SECONDS_OF_SILENCE + SECONDS_TO_END)
+        assert end.status == 1
+        sentence = "# the launcher of another machine, node 0, has ended or is not reached any more"
+        assert end.err.splitlines()[-1] == sentence
+        assert not pids(hosts[1]), "no orphans"
+    finally:
+        kill_all(*hosts)
+        finish(nodes[0], 5)
+
+
+@pytest.mark.parametrize("rank", [0, 4])
+def test_both_hosts_start_again_when_a_rank_was_killed(rank: int, hosts: tuple[Host, Host], tmp_path: Path) -> None:
+    flags = ["--out", tmp_path / "restarted", "--save-every", "10", "--max-restarts", "1"]
+    nodes = [launch(host, node, *flags, master=hosts[0].address, steps=30) for node, host in enumerate(hosts)]
+    try:
+        wait_for_steps(tmp_path / "restarted", 13)
+        os.kill(process_of(rank, pids(hosts[rank // 3])), signal.SIGKILL)
+        ended = [finish(node, 90) for node in nodes]
+        assert [end.status for end in ended] == [0, 0], [end.err for end in ended]
+        for end in ended:
+            assert end.out.count("# a rank has failed: starting all ranks again, 1 of 1 times\n") == 1
+        assert f"# going on from {tmp_path}/restarted/checkpoints/step-00000010, after 10 steps\n" in ended[0].out
+    finally:
+        kill_all(*hosts)
+    alone = run("./launch.sh", "hybrid", *TINY, "--steps", "30", "--out", tmp_path / "alone")
+    assert alone.status == 0, alone.err
+    assert losses(tmp_path / "restarted") == pytest.approx(losses(tmp_path / "alone"), rel=1e-6)
+
+
+def test_restarts_that_are_used_up_end_both_hosts(hosts: tuple[Host, Host], tmp_path: Path) -> None:
+    """One kill on each host: the restart after the first counts on both."""
+    flags = ["--out", tmp_path, "--max-restarts", "1"]
+    nodes = [launch(host, node, *flags, master=hosts[0].address) for node, host in enumerate(hosts)]
+    try:
+        wait_for_steps(tmp_path, 10)
+        os.kill(process_of(4, pids(hosts[1])), signal.SIGKILL)
+        assert wait_for(lambda: steps_taken(tmp_path) < 5), "it began again"
+        wait_for_steps(tmp_path)
+        os.kill(process_of(0, pids(hosts[0])), signal.SIGKILL)
+        sentences, ended = last_lines(nodes)
+        assert [end.status for end in ended] == [1, 1]
+        cause = "rank 0 (stage 0 of replica 0) failed: it was ended by SIGKILL"
+        assert sentences == [f"# {cause}", f"# on another machine, node 0, {cause}"]
+        assert not any("2 of 1" in end.out for end in ended)
     finally:
         kill_all(*hosts)
 
@@ -174,7 +218,7 @@ for size in (1, 1_000_000):
 """
 
 
-@pytest.mark.skipif(not Path("/dev/net/tun").exists(), reason="no TUN devices here")
+@pytest.mark.skipif(bool(why_no_tun()), reason=why_no_tun())
 def test_a_shaped_link_has_its_latency_and_its_bandwidth() -> None:
     with two_hosts_with_a_link() as ((a, b), link):
         link.shape(mbit_per_second=20, one_way_ms=30)
@@ -183,8 +227,9 @@ def test_a_shaped_link_has_its_latency_and_its_bandwidth() -> None:
             assert server.stdout is not None
             assert server.stdout.readline() == "listening\n"
             round_trip, megabyte = map(float, b.run(sys.executable, "-c", CLIENT, a.address).split())
-            assert 0.060 <= round_trip < 0.150
-            assert 0.460 <= megabyte < 0.800, "0.4 s for the bits, and a round trip"
+            # The link owes the lower bounds; above them is what the machine, with other work on few cores, adds.
+            assert 0.060 <= round_trip < 1
+            assert 0.460 <= megabyte < 3, "0.4 s for the bits, and a round trip"
         finally:
             finish(server, 10)
     assert a.namespace not in subprocess.run(["ip", "netns", "list"], capture_output=True, text=True).stdout

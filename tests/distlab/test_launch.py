@@ -5,14 +5,12 @@ import os
 import re
 import signal
 import socket
-import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from processes import LAB, Ended, finish, free_port, run, run_script, start
+from processes import LAB, Ended, children, finish, free_port, process_of, run, run_script, start, steps_taken, wait_for
 
 from distlab.launch import TOPOLOGIES
 from distlab.launch import launch as launch_command
@@ -26,28 +24,11 @@ def launch(*args: str | Path, deadline: float = 60) -> Ended:
     return run("./launch.sh", *args, deadline=deadline)
 
 
-def children(pid: int) -> list[int]:
-    """The processes below `pid`."""
-    listing = subprocess.run(["ps", "-eo", "pid=,ppid="], capture_output=True, text=True, check=True).stdout
-    parents = {int(line.split()[0]): int(line.split()[1]) for line in listing.splitlines()}
-    below = [child for child, parent in parents.items() if parent == pid]
-    return below + [deeper for child in below for deeper in children(child)]
-
-
 def alive(pid: int) -> bool:
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except FileNotFoundError:
         return False
-
-
-def wait_for(condition: Callable[[], bool], seconds: float = 30) -> bool:
-    deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline:
-        if condition():
-            return True
-        time.sleep(0.05)
-    return False
 
 
 def test_without_arguments_it_lists_the_topologies_with_a_line_each() -> None:
@@ -146,25 +127,18 @@ def test_a_failed_rank_ends_all_and_is_named_in_the_last_line(failure: str, last
 
 def test_a_killed_rank_is_named_also_where_a_library_does_the_talking(tmp_path: Path) -> None:
     launcher = start("./launch.sh", "ddp", *TINY, "--steps", "1000000", "--out", tmp_path)
-    metrics = tmp_path / "metrics.jsonl"
-    assert wait_for(lambda: metrics.exists() and metrics.stat().st_size > 0), "training began"
-    (rank_1,) = [pid for pid in children(launcher.pid) if b"RANK=1" in environment(pid)]
-    os.kill(rank_1, signal.SIGKILL)
+    assert wait_for(lambda: steps_taken(tmp_path) > 0), "training began"
+    os.kill(process_of(1, children(launcher.pid)), signal.SIGKILL)
     ended = finish(launcher, 30)
     assert ended.err.splitlines()[-1] == "# rank 1 failed: it was ended by SIGKILL"
     assert "Traceback" not in ended.err
-
-
-def environment(pid: int) -> list[bytes]:
-    return Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
 
 
 @pytest.mark.parametrize(("sent", "to_all"), [(signal.SIGINT, True), (signal.SIGTERM, False), (signal.SIGKILL, False)])
 def test_ending_the_launcher_leaves_no_process_behind(sent: signal.Signals, to_all: bool, tmp_path: Path) -> None:
     launcher = start("./launch.sh", "dp-ga", *TINY, "--steps", "1000000", "--out", tmp_path)
     try:
-        metrics = tmp_path / "metrics.jsonl"
-        assert wait_for(lambda: metrics.exists() and metrics.stat().st_size > 0), "training began"
+        assert wait_for(lambda: steps_taken(tmp_path) > 0), "training began"
         ranks = children(launcher.pid)
         assert len(ranks) >= 3
         if to_all:

@@ -127,6 +127,15 @@ def test_a_failed_machine_is_followed_into_the_next_round() -> None:
             time.sleep(0.01)
         assert first.next_rendezvous().rank == 0
         assert restarted.result(5).rank == 1
+    assert first.restarts == second.restarts == 1
+
+
+def test_a_store_that_does_not_answer_is_not_waited_for_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("distlab.nodes.SECONDS_OF_SILENCE", 0.5)
+    with listen_at("127.0.0.1", 0) as silent:  # accepts connections, as the kernel does for a process that is stopped
+        port = silent.getsockname()[1]
+        with pytest.raises(InputError, match=f"what listens at 127.0.0.1:{port} is not node 0's launcher, or it is st"):
+            meet(1, (3, 3), port)
 
 
 def test_machines_that_do_not_fit_together() -> None:
@@ -135,6 +144,7 @@ def test_machines_that_do_not_fit_together() -> None:
         InputError, match=re.escape("each node's ranks as [3, 3], node 1 as [4, 2]; start all machines")
     ):
         meet(1, (4, 2), first.port)
+    meet(1, (3, 3), first.port)  # with the flags mended
     with pytest.raises(InputError, match="--node-rank 1 is taken: give each machine of the run its own"):
         meet(1, (3, 3), first.port)
     with pytest.raises(InputError, match=f"--master-port {first.port}: cannot listen at 127.0.0.1:{first.port}"):

@@ -3,13 +3,12 @@
 import os
 import signal
 import subprocess
-import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from chapters import losses
-from processes import LAB, finish, start
+from processes import LAB, children, finish, process_of, run, start, steps_taken, wait_for
 
 SHAPE = "--data sample --dmodel 32 --num-heads 2 --n-layers 2 --seq-len 24 --steps 30".split()
 LAUNCH = (LAB / "launch.sh", "dp-ga", "--world-size", "2", *SHAPE)
@@ -23,25 +22,13 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
     return losses(out)
 
 
-def steps_taken(out: Path) -> int:
-    return len((out / "metrics.jsonl").read_bytes().splitlines()) if (out / "metrics.jsonl").exists() else 0
-
-
 def await_that(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    assert wait_for(condition)
 
 
 def kill_rank(rank: int, launcher: "subprocess.Popen[str]") -> None:
     """SIGKILL to one of the ranks that a launcher has started."""
-    children = Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children").read_text().split()
-    mine = [
-        pid for pid in children if f"RANK={rank}".encode() in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-    ]
-    assert len(mine) == 1
-    os.kill(int(mine[0]), signal.SIGKILL)
+    os.kill(process_of(rank, children(launcher.pid)), signal.SIGKILL)
 
 
 def test_the_losses_are_those_of_an_undisturbed_run(expected: list[float], tmp_path: Path) -> None:
@@ -74,6 +61,52 @@ def test_without_a_checkpoint_the_run_begins_again_and_ends_when_restarts_are_us
     assert ended.err.splitlines()[-1] == "# rank 0 failed: it was ended by SIGKILL"
     assert "going on from" not in ended.out
     assert ended.out.count("\n0 ") == 2
+
+
+FAILING = """
+'''A script whose rank 0 fails.'''
+from distlab.main import main
+from distlab.not_finite import NotFiniteError
+from distlab.settings import DataParallelSettings
+from simplellm.errors import InputError
+DEFAULTS = DataParallelSettings()
+def train(run):
+    print("# rank", run.rank, "starts", flush=True)
+    if run.rank == 0:
+        raise {error}
+    run.log(0, [])
+if __name__ == "__main__":
+    main(train, DEFAULTS, __doc__)
+"""
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "said"),
+    [
+        ("InputError('--lr 3: give less')", 2, "rank 0 failed: --lr 3: give less"),
+        ("NotFiniteError('step 0: the loss is nan, on rank 0')", 1, "step 0: the loss is nan, on rank 0"),
+    ],
+)
+def test_a_failure_that_would_come_again_ends_the_run(error: str, status: int, said: str, tmp_path: Path) -> None:
+    script = tmp_path / "failing.py"
+    script.write_text(FAILING.format(error=error))
+    ended = run("./launch.sh", script, "--world-size", "2", "--max-restarts", "2", "--out", tmp_path / "run")
+    assert ended.status == status
+    assert ended.err.splitlines()[-1] == f"# {said}"
+    assert ended.err.count(said) == 1, "the launcher says it, once"
+    assert ended.out.count("# rank 0 starts") == 1
+    assert "starting all ranks again" not in ended.out
+
+
+def test_checkpoints_of_another_run_are_none_to_go_on_from(tmp_path: Path) -> None:
+    begun = run(*LAUNCH, "--steps", "2", "--save-every", "1", "--out", tmp_path)
+    assert begun.status == 0, begun.err
+    again = [*LAUNCH, "--max-restarts", "1", "--out", tmp_path]
+    refused = run(*again)
+    assert refused.status == 2
+    assert refused.err.splitlines()[-1].startswith(f"# --max-restarts with --out {tmp_path}: has checkpoints of anoth")
+    gone_on = run(*again, "--steps", "3", "--resume", tmp_path)
+    assert gone_on.status == 0, gone_on.err
 
 
 def test_less_than_none_is_refused() -> None:
