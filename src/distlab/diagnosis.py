@@ -130,8 +130,8 @@ def diagnose(
     if ends:
         names = " and ".join(describe(rank) for rank in ends)
         answer = "answers, but has" if len(ends) == 1 else "answer, but have"
-        computes = f"computing for longer than --timeout {timeout_seconds:g}"
-        return Diagnosis(picture, f"{names} {answer} not come so far, and the others wait: {computes}")
+        late = f"not come so far, and the others wait: computing for longer than --timeout {timeout_seconds:g}"
+        return Diagnosis(picture, f"{names} {answer} {late}")
     if circle:
         picture.append(f"  a circle: {' -> '.join(f'rank {rank}' for rank in [*circle, circle[0]])}")
         start, *others = circle
