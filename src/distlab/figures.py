@@ -78,7 +78,7 @@ def losses(
             axes.plot(
                 *zip(*looked, strict=True), "o", ms=4, color=color, mec="black", mew=0.5, label=f"{name}: validation"
             )
-    axes.set(title=title, xlabel=against.rstrip("s"), ylabel=f"loss (mean of {smooth} steps)")
+    axes.set(title=title, xlabel=against, ylabel=f"loss (mean of {smooth} steps)")
     axes.grid(alpha=0.25)
     axes.legend(frameon=False)
     save(figure, png)
