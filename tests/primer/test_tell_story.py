@@ -210,7 +210,8 @@ def test_it_comes_token_by_token_and_ends_quietly_on_control_c(exported: Path) -
 
 # The command as it is, but its second token takes long.
 STALLING = f"""
-import sys, time
+import signal, sys, time
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs begin with Ctrl-C ignored
 sys.path.insert(0, {str(LAB)!r})
 from primer import tell_story
 from simplellm import command_line
