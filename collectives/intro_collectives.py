@@ -11,7 +11,7 @@ distlab.collectives; then the algorithms run, beside the library's own.
 import json
 from dataclasses import asdict, dataclass, field
 
-from distlab.collective_costs import LIBRARY, Costs, fit_costs, measure, operations, predict
+from distlab.collective_costs import LIBRARY, Costs, fit_costs, measure, operations, predict, whole_numbers
 from distlab.logs import human_bytes, say
 from distlab.main import main
 from distlab.runtime import Run
@@ -27,7 +27,7 @@ class CollectivesSettings(WorldSize, RunSettings):
     sizes: list[int] = field(
         default_factory=lambda: [k * 1000 for k in (1, 4, 16, 64, 250, 1000, 4000, 16_000, 64_000)]
     )
-    """bytes of the tensors"""
+    """bytes of the tensors, rounded up to the same count of numbers for each rank"""
     rounds: int = 5
     """how often each is measured; the median counts"""
 
@@ -66,16 +66,20 @@ class Row:
 
 def compare(run: Run[CollectivesSettings]) -> None:
     args = run.settings
+    sizes = [whole_numbers(size_bytes, run.world_size) for size_bytes in args.sizes]
     with traffic.named("the ping-pong"):
         costs = fit_costs()
     rows: list[Row] = []
     if run.rank == 0:
         say(str(costs))
+        for asked, size_bytes in zip(map(human_bytes, args.sizes), map(human_bytes, sizes), strict=True):
+            if size_bytes != asked:
+                say(f"instead of {asked}, {size_bytes}: each rank has the same count of numbers, of 4 bytes each")
     for operation in operations(0):
         if run.rank == 0:
             say(f"{operation}: messages and bytes of the busiest rank; * marks the fastest")
             say(f"{'':21}messages      bytes    predicted    measured  ratio")
-        for size_bytes in args.sizes:
+        for size_bytes in sizes:
             measured = []
             for topology, work in operations(size_bytes)[operation].items():
                 with traffic.named(f"the {operation} of {human_bytes(size_bytes)} ({topology})"):

@@ -4,7 +4,7 @@
     mpirun -n 8 python mpi-test.py --test_case allreduce            one of them
     ./launch.sh mpi --world-size 4 --test_case myallreduce          the same with another number of ranks
 
-The exit status is 0 only if every result is right.
+The exit status is 0 only if every result is right. Lines that hold no results begin with "#".
 """
 
 import contextlib
@@ -162,7 +162,7 @@ def compare(
         f"{small.nbytes:,} bytes": [[small]] * TIMED_RUNS,
         f"{large.nbytes:,} bytes": [[large]] * TIMED_RUNS,
     }
-    table = [["", *columns], *([method.__name__] for method in (of_mpi, *by_hand))]
+    table = [["#", *columns], *([method.__name__] for method in (of_mpi, *by_hand))]
     all_right = True
     for runs in columns.values():
         right = np.ones((1 + len(by_hand), len(runs)), int)
@@ -251,10 +251,10 @@ def main() -> int:
     all_right = True
     for name, case in CASES.items():
         if request.test_case in ("all", name):
-            say(comm, f"{case.__doc__}")
+            say(comm, f"# {case.__doc__}")
             comm.total_bytes_transferred = 0
             all_right = case(comm, request.seed) and all_right
-            say(comm, f"bytes counted on rank 0: {comm.total_bytes_transferred:,}\n")
+            say(comm, f"# bytes counted on rank 0: {comm.total_bytes_transferred:,}")
     return 0 if all_right else 1
 
 

@@ -22,9 +22,12 @@ from torch import Tensor
 
 from distlab import collectives as by_hand
 from distlab.simulation import Link, SimulatedWorld
+from simplellm import command_line
+from simplellm.errors import InputError
 
 LIBRARY = "library"
 FITTED_BYTES = 4_000_000
+NUMBER_BYTES = 4  # float32
 
 
 @dataclass(frozen=True)
@@ -52,16 +55,22 @@ class Costs:
         )
 
 
+def whole_numbers(size_bytes: int, world_size: int) -> int:
+    """The bytes of the smallest tensor of at least so many that gives each rank the same count of numbers, not none."""
+    share = NUMBER_BYTES * world_size
+    return max(1, math.ceil(size_bytes / share)) * share
+
+
 def operations(size_bytes: int, device: str = "cpu") -> dict[str, dict[str, Callable[[], object]]]:
     """What this rank can run: by operation and topology, with root 0.
 
     Args:
         size_bytes: of the tensor that is broadcast or combined; of all the parts together that are gathered, or that a
-            reduce-scatter hands out.
+            reduce-scatter hands out; rounded up to `whole_numbers`.
         device: where the tensors are; on "meta" they have a size and no content.
     """
     rank, size = dist.get_rank(), dist.get_world_size()
-    whole = torch.ones(size, max(1, size_bytes // 4 // size), device=device)
+    whole = torch.ones(size, whole_numbers(size_bytes, size) // (NUMBER_BYTES * size), device=device)
     part, at_root = whole[0].clone(), whole if rank == 0 else None
     return {
         "broadcast": {
@@ -134,14 +143,11 @@ def predict(operation: str, topology: str, size_bytes: int, world_size: int, cos
         world_size, costs.link, shared_bytes_per_second=costs.shared_bytes_per_second, one_card=costs.one_card
     )
 
-    def charged(combine: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        def combine_in_time(own: Tensor, received: Tensor, out: Tensor) -> Tensor:
-            world.compute(out.nbytes / costs.combined_bytes_per_second)
-            return combine(own, received, out=out)
+    def take_the_time_to_combine(own: Tensor, received: Tensor, out: Tensor) -> Tensor:
+        world.compute(out.nbytes / costs.combined_bytes_per_second)
+        return out  # of tensors without content, nothing more
 
-        return combine_in_time
-
-    with mock.patch.dict(by_hand.COMBINE, {op: charged(combine) for op, combine in by_hand.COMBINE.items()}):
+    with mock.patch.dict(by_hand.COMBINE, dict.fromkeys(by_hand.COMBINE, take_the_time_to_combine)):
         world.run(lambda _: operations(size_bytes, device="meta")[operation][topology]())
     return world
 
@@ -161,34 +167,49 @@ def measure(
     return typical(seconds[1:])
 
 
-def table(
-    world_size: tyro.conf.Positional[int],
-    latency_us: float = 20,
-    gigabytes_per_second: float = 1.25,
-    kilobytes: tuple[int, ...] = (1, 32, 1000, 32_000),
-) -> None:
+@dataclass
+class Request:
+    """What to predict."""
+
+    world_size: tyro.conf.Positional[int]
+    """computers, a rank each"""
+    latency_us: float = 20
+    """of a message, in microseconds"""
+    gigabytes_per_second: float = 1.25
+    """that go through a computer's link in either direction"""
+    kilobytes: tuple[int, ...] = (1, 32, 1000, 32_000)
+    """sizes of the tensors, or of all the parts"""
+
+    def check(self) -> None:
+        """Raise `InputError` for what cannot be predicted."""
+        if not 1 <= self.world_size <= 1024:
+            raise InputError(f"{self.world_size} computers: give 1 to 1024")
+        if not 0 <= self.latency_us < math.inf:
+            raise InputError(f"--latency-us {self.latency_us:g}: give 0 or more")
+        if not 0 < self.gigabytes_per_second < math.inf:
+            raise InputError(f"--gigabytes-per-second {self.gigabytes_per_second:g}: must be greater than 0")
+        if not self.kilobytes or min(self.kilobytes) < 1:
+            raise InputError(f"--kilobytes {' '.join(map(str, self.kilobytes))}: give one or more sizes, from 1 up")
+
+
+def table(request: Request) -> None:
     """Print the predicted milliseconds of every operation between computers with a network card each.
 
-    Each message is simulated: that takes seconds for dozens of computers, and some minutes for rings of a thousand.
-
-    Args:
-        world_size: computers, a rank each.
-        latency_us: of a message, in microseconds.
-        gigabytes_per_second: that go through a computer's link in either direction.
-        kilobytes: sizes of the tensors, or of all the parts.
+    Each message is simulated: that takes seconds for dozens of computers, and minutes for rings of a thousand.
     """
-    if not (1 <= world_size <= 1024 and latency_us >= 0 and gigabytes_per_second > 0 and min(kilobytes) >= 0):
-        raise SystemExit("# give 1 to 1024 computers, a latency and sizes of 0 or more, and a bandwidth above 0")
-    costs = Costs(Link(latency_us * 1e-6, gigabytes_per_second * 1e9), math.inf, math.inf, one_card=True)
-    print(f"{'ms':<26}" + "".join(f"{size:>10,} kB" for size in kilobytes))
+    request.check()
+    link = Link(request.latency_us * 1e-6, request.gigabytes_per_second * 1e9)
+    costs = Costs(link, math.inf, math.inf, one_card=True)
+    print(f"{'ms':<26}" + "".join(f"{size:>10,} kB" for size in request.kilobytes))
     [known] = SimulatedWorld(1).run(lambda _: operations(0, device="meta"))
     for operation, topologies in known.items():
         for topology in list(topologies)[:-1]:
-            times = [predict(operation, topology, 1000 * size, world_size, costs).makespan for size in kilobytes]
-            print(
-                f"{operation:<16}{topology:<10}" + "".join(f"{1e3 * seconds:>13.2f}" for seconds in times), flush=True
-            )
+            worlds = [
+                predict(operation, topology, 1000 * size, request.world_size, costs) for size in request.kilobytes
+            ]
+            milliseconds = "".join(f"{1e3 * world.makespan:>13.2f}" for world in worlds)
+            print(f"{operation:<16}{topology:<10}{milliseconds}", flush=True)
 
 
 if __name__ == "__main__":
-    tyro.cli(table)
+    command_line.run(table, Request, __doc__)

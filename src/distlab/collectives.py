@@ -13,6 +13,7 @@ workstations", 2009.
 
 import functools
 import threading
+from collections import deque
 from collections.abc import Callable, Iterator
 from itertools import zip_longest
 
@@ -22,13 +23,16 @@ from torch import Tensor
 from torch.distributed import ReduceOp
 
 Op = ReduceOp.RedOpType
-COMBINE: dict[Op, Callable[..., Tensor]] = {
+ELEMENT_WISE: dict[Op, Callable[..., Tensor]] = {
     ReduceOp.SUM: torch.add,
     ReduceOp.PRODUCT: torch.mul,
     ReduceOp.MAX: torch.maximum,
     ReduceOp.MIN: torch.minimum,
 }
+COMBINE = dict(ELEMENT_WISE)  # as the collectives do it; a stand-in may take their place
 BOTH_WAYS_BYTES = 16_000_000
+SEGMENT_BYTES = 1_000_000
+IN_FLIGHT = 2  # messages that each rank waits for at a time
 KEPT_BYTES = 64_000_000
 
 
@@ -67,7 +71,7 @@ def broadcast_ring(tensor: Tensor, src: int) -> None:
 
 def reduce_naive(tensor: Tensor, dst: int, op: Op = ReduceOp.SUM) -> None:
     """Combine all tensors in rank `dst`'s; it receives one after the other. The other ranks' stay as they are."""
-    combine = _combination(op)
+    combine = _combination(op, tensor.dtype)
     size = _places(dst)[0]
     with InPlace(tensor, is_changed=dist.get_rank() == dst) as data:
         if dist.get_rank() != dst:
@@ -82,7 +86,7 @@ def reduce_naive(tensor: Tensor, dst: int, op: Op = ReduceOp.SUM) -> None:
 
 def reduce_tree(tensor: Tensor, dst: int, op: Op = ReduceOp.SUM) -> None:
     """Combine all tensors in rank `dst`'s: in each round half of the ranks hand theirs over to the other half."""
-    combine = _combination(op)
+    combine = _combination(op, tensor.dtype)
     size, place, rank_at = _places(dst)
     with InPlace(tensor, is_changed=place == 0) as data:
         partial = data
@@ -113,7 +117,7 @@ def allreduce_butterfly(tensor: Tensor, op: Op = ReduceOp.SUM) -> None:
 
     In a world that is no power of two, the ranks beyond the largest one hand theirs over first and get the result back.
     """
-    combine = _combination(op)
+    combine = _combination(op, tensor.dtype)
     rank, size = dist.get_rank(), dist.get_world_size()
     core = 1 << (size.bit_length() - 1)
     with InPlace(tensor) as data:
@@ -132,55 +136,76 @@ def allreduce_butterfly(tensor: Tensor, op: Op = ReduceOp.SUM) -> None:
             dist.send(data, rank + core)
 
 
-def allreduce_ring(tensor: Tensor, op: Op = ReduceOp.SUM, both_ways_bytes: int = BOTH_WAYS_BYTES) -> None:
+def allreduce_ring(
+    tensor: Tensor,
+    op: Op = ReduceOp.SUM,
+    both_ways_bytes: int = BOTH_WAYS_BYTES,
+    segment_bytes: int = SEGMENT_BYTES,
+) -> None:
     """Combine all tensors on every rank: chunks go round a ring, first to be combined, then to be handed out.
 
     Each rank sends 2 (n - 1) / n of the tensor, whatever the world size n, and receives as much at the same time. Of a
-    large tensor one half goes round the other way, so that between any two neighbours, too, both directions are busy; a
-    smaller one is not worth twice as many messages.
+    large tensor one half goes round the other way, so that between any two neighbours, too, both directions are busy
+    (between two ranks they are anyway); a smaller one is not worth twice as many messages.
 
     Args:
         tensor: this rank's; the result on every rank.
         op: how to combine.
         both_ways_bytes: large is a tensor with at least this much for each rank.
+        segment_bytes: a chunk travels in messages of about this much.
     """
-    combine = _combination(op)
+    combine = _combination(op, tensor.dtype)
     size = dist.get_world_size()
     with InPlace(tensor) as data:
         flat = data.view(-1)
-        halves = flat.tensor_split(1 if flat.nbytes < size * both_ways_bytes else 2)
-        rings = [_around(half, step, combine) for half, step in zip(halves, (1, -1), strict=False)]
+        halves = flat.tensor_split(2 if size > 2 and flat.nbytes >= size * both_ways_bytes else 1)
+        rings = [_around(half, step, combine, segment_bytes) for half, step in zip(halves, (1, -1), strict=False)]
         for _ in zip_longest(*rings):
             pass
 
 
-def _around(flat: Tensor, step: int, combine: Callable[..., Tensor]) -> Iterator[None]:
+def _around(flat: Tensor, step: int, combine: Callable[..., Tensor], segment_bytes: int) -> Iterator[None]:
     """All-reduce `flat` around the ring in one direction; yields when the messages of a turn are under way.
+
+    While a segment of a chunk is combined and passed on, the next one arrives. They are small enough to be combined
+    before they leave the processor's cache.
 
     Args:
         flat: (elements,), changed in place.
         step: 1 to send to the next rank, -1 to the one before.
         combine: the element-wise function.
+        segment_bytes: what a message is to have, about.
     """
     rank, size = dist.get_rank(), dist.get_world_size()
     following, preceding = (rank + step) % size, (rank - step) % size
     chunks = flat.tensor_split(size)
-    sends = []
-    for turn in range(2 * (size - 1)):
-        own, arriving = chunks[(rank - step * turn) % size], chunks[(rank - step * (turn + 1)) % size]
-        is_combining = turn < size - 1
-        received = _space(arriving, step) if is_combining else arriving
-        # Sent before received: then gloo's thread writes, as soon as the other end is ready. Were it this thread,
-        # gloo's would spin on its lock meanwhile, for a whole time slice if there are fewer cores than threads.
-        if len(own):
-            sends.append(_started(dist.isend(own, following)))
-        receive = _started(dist.irecv(received, preceding)) if len(arriving) else None
+    segments = [chunk.tensor_split(max(1, round(chunks[0].nbytes / segment_bytes))) for chunk in chunks]
+    combining, turns = size - 1, 2 * (size - 1)
+    arriving = [(turn, x) for turn in range(turns) for x in segments[(rank - step * (turn + 1)) % size] if len(x)]
+
+    spaces = [_space(segments[0][0], step * (1 + number)) for number in range(IN_FLIGHT)]
+
+    def receive(number: int) -> tuple[dist.Work, Tensor]:
+        turn, segment = arriving[number]
+        into = spaces[number % IN_FLIGHT][: len(segment)] if turn < combining else segment
+        return _started(dist.irecv(into, preceding)), into
+
+    leaving = segments[rank] if turns else ()
+    sends = [_started(dist.isend(own, following)) for own in leaving if len(own)]
+    receives = deque(receive(number) for number in range(min(IN_FLIGHT, len(arriving))))
+    for number, (turn, segment) in enumerate(arriving):
         yield
-        if receive is not None:
-            receive.wait()
-        if is_combining:
-            combine(arriving, received, out=arriving)
-    # Not earlier: a chunk is written again only when it has been round the ring, and so has been sent.
+        work, received = receives.popleft()
+        work.wait()
+        if turn < combining:
+            combine(segment, received, out=segment)
+        # Sent before the next is received: then gloo's thread writes, as soon as the other end is ready. Were it this
+        # thread, gloo's would spin on its lock meanwhile, for a whole time slice if there are fewer cores than threads.
+        if turn < turns - 1:
+            sends.append(_started(dist.isend(segment, following)))
+        if number + IN_FLIGHT < len(arriving):
+            receives.append(receive(number + IN_FLIGHT))
+    # Not earlier: a segment is written again only when it has been round the ring, and so has been sent.
     for send in sends:
         send.wait()
 
@@ -277,7 +302,7 @@ def reducescatter_ring(tensor: Tensor, scattered: Tensor, op: Op = ReduceOp.SUM)
 
     The arguments are those of `reducescatter_naive`.
     """
-    combine = _combination(op)
+    combine = _combination(op, tensor.dtype)
     rank, size = dist.get_rank(), dist.get_world_size()
     tensor = _for_all(tensor, scattered).detach()
     with InPlace(scattered) as block:
@@ -316,7 +341,7 @@ def _space(like: Tensor, number: int = 0, count: int | None = None) -> Tensor:
     by page when it is first written to, which takes as long as a message does.
     """
     shape = like.shape if count is None else torch.Size((count, *like.shape))
-    if shape.numel() * like.element_size() > KEPT_BYTES:
+    if like.is_meta or shape.numel() * like.element_size() > KEPT_BYTES:
         return torch.empty(shape, dtype=like.dtype, device=like.device)
     return _kept_space(shape, like.dtype, like.device, number, threading.get_ident())
 
@@ -365,16 +390,29 @@ def _powers_of_two(below: int) -> list[int]:
     return [1 << exponent for exponent in range((below - 1).bit_length())]
 
 
-def _combination(op: Op) -> Callable[..., Tensor]:
+def _combination(op: Op, dtype: torch.dtype) -> Callable[..., Tensor]:
     """The element-wise function of an operation.
 
     Raises:
-        ValueError: it is none of `COMBINE`.
+        ValueError: it is none of `COMBINE`, or torch has none for the type; on every rank, so that none waits.
     """
     for known, function in COMBINE.items():
-        if op == known:
+        if op == known and _can_combine(known, dtype):
             return function
-    raise ValueError(f"{op}: the collectives combine with SUM, PRODUCT, MAX or MIN")
+    raise ValueError(
+        f"{op} of {dtype}: the collectives combine with SUM, PRODUCT, MAX or MIN, as far as torch has them for a type"
+    )
+
+
+@functools.cache
+def _can_combine(op: Op, dtype: torch.dtype) -> bool:
+    """Whether torch can: the greatest of complex numbers, for one, is not defined."""
+    try:
+        number = torch.zeros(1, dtype=dtype)
+        ELEMENT_WISE[op](number, number)
+    except RuntimeError:
+        return False
+    return True
 
 
 def _for_all(parts: Tensor | None, part: Tensor) -> Tensor:

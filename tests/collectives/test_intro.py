@@ -13,15 +13,19 @@ def launch(*flags: str | Path) -> Ended:
 
 
 def test_every_topology_is_counted_predicted_and_measured(tmp_path: Path) -> None:
-    ended = launch("--world-size", "3", "--sizes", "1000", "300000", "--rounds", "2", "--out", tmp_path)
+    ended = launch("--world-size", "3", "--sizes", "1", "300000", "--rounds", "2", "--out", tmp_path)
     assert ended.status == 0, ended.err
     assert all(line.startswith("#") for line in ended.out.splitlines())
     rows = [json.loads(line) for line in (tmp_path / "collectives.jsonl").read_text().splitlines()]
     assert len(rows) == 2 * (4 + 3 + 5 + 3 + 4 + 3)
+    assert {row["size_bytes"] for row in rows} == {12, 300_000}
+    assert "# instead of 1 B, 12 B: each rank has the same count of numbers, of 4 bytes each\n" in ended.out
+    assert ended.out.count("# instead of ") == 1
     assert sum(line.endswith("*") for line in ended.out.splitlines()) == 2 * 6, "the fastest of each size"
     for row in rows:
         assert row["measured_seconds"] > 0
         assert (row["predicted_seconds"] is None) == (row["topology"] == "library")
+    assert rows[0]["busiest_bytes"] == 24, "what is sent is what is shown"
     busiest = {
         (row["operation"], row["topology"]): (row["busiest_messages"], row["busiest_bytes"])
         for row in rows

@@ -1,12 +1,24 @@
 """The cost model: predictions are the formulas where formulas exist, and costs are fitted on real ranks."""
 
 import math
+import sys
 
 import pytest
 import torch.distributed as dist
-from processes import free_port, process_group, run_ranks
+from processes import free_port, process_group, run, run_ranks
+from small_models import status_of
 
-from distlab.collective_costs import LIBRARY, Costs, fit_costs, measure, operations, predict
+from distlab.collective_costs import (
+    LIBRARY,
+    Costs,
+    Request,
+    fit_costs,
+    measure,
+    operations,
+    predict,
+    table,
+    whole_numbers,
+)
 from distlab.collectives import COMBINE
 from distlab.simulation import Link
 
@@ -63,3 +75,44 @@ def test_costs_are_fitted_and_everything_runs_on_gloo(size: int) -> None:
             assert 1e6 < costs.shared_bytes_per_second < 1e12
         assert all(topologies[-1] == LIBRARY for topologies in names.values())
         assert names["all-reduce"] == ["naive", "tree", "butterfly", "ring", LIBRARY]
+
+
+def test_sizes_are_rounded_up_to_whole_numbers_for_each_rank() -> None:
+    assert [whole_numbers(size, 4) for size in (0, 1, 16, 17, 1000)] == [16, 16, 16, 32, 1008]
+    assert predict("broadcast", "naive", 1, 2, COSTS).counts[0].sent_bytes == 8
+
+
+def test_the_table(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    asked = "4 --latency-us 1000 --gigabytes-per-second 1 --kilobytes 4000".split()
+    assert status_of(monkeypatch, table, Request, *asked) == 0
+    head, *rows = capsys.readouterr().out.splitlines()
+    assert head.split() == ["ms", "4,000", "kB"]
+    assert ["broadcast", "tree", "10.00"] in [row.split() for row in rows]
+
+
+@pytest.mark.parametrize(
+    ("flags", "sentence"),
+    [
+        ("0", "# 0 computers: give 1 to 1024"),
+        ("2000", "# 2000 computers: give 1 to 1024"),
+        ("4 --latency-us -1", "# --latency-us -1: give 0 or more"),
+        ("4 --gigabytes-per-second 0", "# --gigabytes-per-second 0: must be greater than 0"),
+        ("4 --kilobytes 1 0", "# --kilobytes 1 0: give one or more sizes, from 1 up"),
+        ("4 --no-such-flag 1", "# Unrecognized options: --no-such-flag"),
+        ("", "# Missing from command: INT computers"),
+    ],
+)
+def test_a_wrong_flag_ends_the_table_with_a_sentence(
+    flags: str, sentence: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert status_of(monkeypatch, table, Request, *flags.split()) == 2
+    told = capsys.readouterr().err
+    assert told.startswith(sentence)
+    assert told.count("\n") == 1
+
+
+def test_the_table_as_a_command() -> None:
+    ended = run(sys.executable, "-m", "distlab.collective_costs", "4", "--latency", "20")
+    assert ended.status == 2
+    assert ended.err.startswith("# Unrecognized options: --latency")
+    assert ended.err.count("\n") == 1

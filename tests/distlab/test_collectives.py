@@ -1,5 +1,6 @@
 """Collectives by hand: the library's results, on gloo and in the simulated world, with the messages they promise."""
 
+import itertools
 from collections.abc import Callable
 from functools import partial
 
@@ -24,7 +25,12 @@ def allreduce_ring_both_ways(tensor: Tensor, op: collectives.Op = ReduceOp.SUM) 
     collectives.allreduce_ring(tensor, op, both_ways_bytes=0)
 
 
-ALL_REDUCES = [*collectives.ALL_REDUCES.values(), allreduce_ring_both_ways]
+def allreduce_ring_in_segments(tensor: Tensor, op: collectives.Op = ReduceOp.SUM) -> None:
+    """The ring as it treats large tensors, with more segments than are under way at a time."""
+    collectives.allreduce_ring(tensor, op, both_ways_bytes=1_000_000, segment_bytes=tensor.element_size())
+
+
+ALL_REDUCES = [*collectives.ALL_REDUCES.values(), allreduce_ring_both_ways, allreduce_ring_in_segments]
 GATHERS = [collectives.gather_naive, collectives.gather_tree]
 ALL_GATHERS = [collectives.allgather_naive, collectives.allgather_tree, collectives.allgather_ring]
 REDUCE_SCATTERS = [collectives.reducescatter_naive, collectives.reducescatter_ring]
@@ -141,7 +147,8 @@ def test_messages_are_those_that_the_topologies_promise() -> None:
     through_0 = counts(4, collectives.allreduce_naive)
     assert [rank.sends for rank in through_0.counts] == [3, 1, 1, 1]
     assert [rank.sent_to for rank in through_0.counts[1:]] == [[0], [0], [0]]
-    for all_reduce, to_each in ((collectives.allreduce_ring, 6), (allreduce_ring_both_ways, 12)):
+    rings = ((collectives.allreduce_ring, 6), (allreduce_ring_both_ways, 12), (allreduce_ring_in_segments, 12))
+    for all_reduce, to_each in rings:
         ring = counts(4, all_reduce)
         assert all(rank.sent_bytes == 2 * 3 * 32 // 4 for rank in ring.counts)
         assert all(rank.sends == rank.receives == to_each for rank in ring.counts)
@@ -220,3 +227,30 @@ def test_ranks_that_only_give_may_give_what_cannot_be_written() -> None:
         assert rank > 0 or tensor.tolist() == [5.0] * 4
 
     SimulatedWorld(3).run(give)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "ops"),
+    [(torch.complex64, [ReduceOp.MAX, ReduceOp.MIN]), (torch.uint16, [ReduceOp.SUM, ReduceOp.MAX, ReduceOp.MIN])],
+)
+def test_what_torch_cannot_combine_is_refused_on_every_rank(dtype: torch.dtype, ops: list[collectives.Op]) -> None:
+    x, blocks = torch.ones(2).to(dtype), torch.ones(3, 2).to(dtype)
+    calls: list[Callable[..., object]] = [partial(reduce, x, 0) for reduce in REDUCES]
+    calls += [partial(all_reduce, x) for all_reduce in ALL_REDUCES]
+    calls += [partial(reduce_scatter, blocks, x) for reduce_scatter in REDUCE_SCATTERS]
+    for call, op in itertools.product(calls, ops):
+        world = SimulatedWorld(3)
+        refused = world.run(partial(raises, ValueError, lambda _, call=call, op=op: call(op=op), 0))
+        assert len(set(refused)) == 1
+        assert f"of {dtype}: the collectives combine with SUM, PRODUCT, MAX or MIN" in refused[0]
+        assert all(rank.sends == 0 for rank in world.counts)
+
+
+def test_complex_numbers_are_added_and_multiplied() -> None:
+    def combine(rank: int) -> list[complex]:
+        total, product = torch.full((3,), 1j + rank), torch.full((3,), 1j + rank)
+        collectives.allreduce_ring(total)
+        collectives.allreduce_butterfly(product, ReduceOp.PRODUCT)
+        return [total[0].item(), product[0].item()]
+
+    assert SimulatedWorld(3).run(combine) == [[3 + 3j, -3 + 1j]] * 3

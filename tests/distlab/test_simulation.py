@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from distlab.collectives import allreduce_ring, broadcast_naive, broadcast_ring, broadcast_tree
-from distlab.simulation import Deadlock, Link, SimulatedWorld
+from distlab.simulation import Deadlock, HalfMessage, Link, SimulatedWorld
 
 
 def test_messages_are_copies_and_ranks_know_who_they_are() -> None:
@@ -28,6 +28,7 @@ def test_messages_are_copies_and_ranks_know_who_they_are() -> None:
     assert dist.send is usual
 
 
+@pytest.mark.alone
 def test_two_ranks_that_send_first_are_a_deadlock_at_once() -> None:
     def both_send(rank: int) -> None:
         dist.send(torch.ones(1), 1 - rank)
@@ -156,3 +157,40 @@ def test_a_world_runs_once() -> None:
     world.run(lambda rank: None)
     with pytest.raises(RuntimeError, match="runs once"):
         world.run(lambda rank: None)
+
+
+@pytest.mark.parametrize(
+    ("is_send", "sentence"),
+    [
+        (True, "rank 0 began to send to rank 1, which never received it"),
+        (False, "rank 0 began to receive from rank 1, which never sent anything"),
+    ],
+)
+def test_half_a_message_is_reported_at_the_end(is_send: bool, sentence: str) -> None:
+    def begin(rank: int) -> None:
+        if rank == 0:
+            (dist.isend if is_send else dist.irecv)(torch.ones(1), 1)
+        dist.barrier()
+
+    with pytest.raises(HalfMessage, match=f"^{sentence}$"):
+        SimulatedWorld(2).run(begin)
+
+
+def test_messages_meet_by_their_tags() -> None:
+    def exchange(rank: int) -> list[float]:
+        tensors = [torch.full((1,), 10.0 * rank + tag) for tag in (0, 1)]
+        tags = (0, 1) if rank == 0 else (1, 0)
+        call = dist.isend if rank == 0 else dist.irecv
+        for message in [call(tensors[tag], 1 - rank, tag=tag) for tag in tags]:
+            assert message is not None
+            message.wait()
+        return [tensor.item() for tensor in tensors]
+
+    assert SimulatedWorld(2).run(exchange) == [[0.0, 1.0], [0.0, 1.0]]
+
+    def miss(rank: int) -> None:
+        call = dist.send if rank == 0 else dist.recv
+        call(torch.ones(1), 1 - rank, tag=2 + rank)
+
+    with pytest.raises(Deadlock, match="to send to rank 1 with tag 2; rank 1 waits for a message from rank 0 with tag"):
+        SimulatedWorld(2).run(miss)
