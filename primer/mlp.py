@@ -6,7 +6,6 @@ python primer/mlp.py --niters 300 --d-hidden 64
 
 import itertools
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass, fields
 
 import torch
@@ -16,9 +15,11 @@ from torch.utils.data import TensorDataset
 
 from distlab.logs import say
 from distlab.main import main
-from distlab.runtime import Run
-from distlab.settings import RunSettings, require_positive
+from distlab.resumable import ResumableRun
+from distlab.resume import Inheritance
+from distlab.settings import ResumableSettings, require_positive, world_size
 from simplellm.errors import InputError
+from simplellm.samplers import BatchSampler
 
 REPORT_EVERY = 100
 EVALUATED_BATCHES = 20
@@ -47,12 +48,28 @@ class ModelConfig:
 
 
 @dataclass
-class MLPSettings(ModelConfig, RunSettings):
+class MLPSettings(ModelConfig, ResumableSettings):
     """The exercise's command line."""
+
+    inheritance = Inheritance(
+        "mlp",
+        sizes=("n_layers", "d_in", "n_classes", "d_hidden"),
+        fixed=("seed", "train_size"),
+        defaults=("lr",),
+        layout_defaults=("batch_size",),
+    )
+
+    @property
+    def length(self) -> tuple[str, int]:
+        return f"--niters {self.niters}", self.niters
 
     def check(self) -> None:
         super().check()
         require_positive(self, *(field.name for field in fields(ModelConfig)))
+        ranks = world_size(self.layout)
+        if ranks * self.batch_size > self.train_size:
+            needed = ranks * self.batch_size
+            raise InputError(f"--train-size {self.train_size}: one batch for each of the ranks, {ranks}, takes {needed} inputs")
 
 
 DEFAULTS = MLPSettings()
@@ -98,27 +115,6 @@ def gen_dataset(
     return draw(config.train_size), draw(max(1, config.train_size // 5))
 
 
-def batches(
-    dataset: TensorDataset, batch_size: int, rank: int = 0, world_size: int = 1
-) -> Iterator[tuple[Tensor, Tensor]]:
-    """This rank's batches, epoch after epoch: of each `world_size` batches in a row, rank r takes the r-th.
-
-    An epoch ends where not every rank would get a full batch, so all ranks take the same number of steps.
-
-    Raises:
-        InputError: the data set has fewer than `world_size` batches.
-    """
-    points, labels = dataset.tensors
-    group = batch_size * world_size
-    if group > len(dataset):
-        raise InputError(f"--train-size {len(dataset)}: {world_size} ranks need {group} inputs for one batch each")
-    for epoch in itertools.count():
-        order = torch.randperm(len(dataset), generator=torch.Generator().manual_seed(epoch))
-        for first in range(0, len(dataset) - group + 1, group):
-            mine = order[first + rank * batch_size :][:batch_size]
-            yield points[mine], labels[mine]
-
-
 @torch.no_grad()
 def evaluate(model: nn.Module, dataset: TensorDataset, batch_size: int = 50, max_batches: int | None = None) -> float:
     """Mean loss of `model` over `dataset`, or over its first `max_batches` batches."""
@@ -141,15 +137,17 @@ def report(step: int, model: nn.Module, train_set: TensorDataset, test_set: Tens
     )
 
 
-def train(run: Run[MLPSettings]) -> None:
+def train(run: ResumableRun[MLPSettings]) -> None:
     config = run.settings
     say(str({field.name: getattr(config, field.name) for field in fields(ModelConfig)}))
     train_set, test_set = gen_dataset(config, device=run.device)
     model = MLP(config).to(run.device)
     optimizer = torch.optim.SGD(model.parameters(), lr=config.lr)
 
-    mine = batches(train_set, config.batch_size)
-    for step, (points, labels) in run.count_steps(mine, config.niters, config.batch_size, "inputs"):
+    sampler = BatchSampler(len(train_set), config.batch_size)
+    run.keep_in_checkpoints(model, optimizer, sampler)
+    for step, rows in run.count_steps(sampler, config.niters, config.batch_size, "inputs"):
+        points, labels = train_set[rows]
         started = time.perf_counter()
         _, loss = model(points, labels)
         optimizer.zero_grad()

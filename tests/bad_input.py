@@ -217,6 +217,8 @@ COMBINATIONS = [
     ("sentiment", "--dim 10 --heads 4", "--dim"),
     ("sentiment", "--samples 8 --bsz 16", "--bsz"),
     ("sentiment", "--dropout 1", "--dropout"),
+    ("mlp", "--batch-size 200 --train-size 100", "--train-size"),
+    ("mlp-mydp", "--batch-size 40 --train-size 100", "--train-size"),
     ("deadlock", "--world-size 1", "--world-size"),
     ("race", "--processes 1", "--processes"),
     ("primer", "--seq-len 1", "--seq-len"),
@@ -568,7 +570,7 @@ def checkpoints(chance: random.Random, count: int, folder: Path) -> Iterator[Bad
     ]
     chance.shuffle(makers)
     more = ["--steps", "6", "--data", "sample", "--device", "cpu"]
-    for number, maker in enumerate(itertools.islice(itertools.cycle(makers), count - 6)):
+    for number, maker in enumerate(itertools.islice(itertools.cycle(makers), count - 8)):
         run = folder / str(number)
 
         def prepare(run: Path = run, maker: Callable[[Path], Any] = maker) -> None:
@@ -583,6 +585,8 @@ def checkpoints(chance: random.Random, count: int, folder: Path) -> Iterator[Bad
     for text in (*("--steps 4", "--dmodel 32", "--seq-len 64", "--optimizer sgd", "--seed 5", "--n-layers 5"),):
         command = [PYTHON, str(LAB / PRIMER), *more, "--resume", str(whole), *text.split()]
         yield BadInput("checkpoints", [command], ("--resume", text.split()[0]))
+    for name in ("mlp", "sentiment"):
+        yield BadInput("checkpoints", [command_of(SCRIPTS[name], ["--resume", str(whole)])], ("architecture",))
 
 
 # Models that are told from, exported and imported

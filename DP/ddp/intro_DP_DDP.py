@@ -7,9 +7,10 @@ What `intro_DP_GA.py` spells out, buckets of gradients and an all-reduce of each
 what this wrapper does (Li et al., arXiv 2006.15704). The loop is that of one process.
 """
 
+import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from distlab.data_parallel import average_bucket
+from distlab.data_parallel import average_bucket, settle_buckets
 from distlab.main import main
 from distlab.settings import DataParallelSettings
 from distlab.training import TrainingRun
@@ -30,6 +31,8 @@ def train(run: TrainingRun[DataParallelSettings]) -> None:
     net.register_comm_hook(None, average_bucket)  # the same average, counted in the run's ledger
     stories = TinyStories(tokenizer, **run.data_options(), rank=run.rank, num_replicas=run.world_size)
     optimizer = run.optimizer(net)
+    if run.first_step > 0:  # with --resume
+        settle_buckets(net, lambda: net(torch.zeros(1, 1, dtype=torch.int64, device=run.device)).mean())
 
     for step, batch in run.steps(stories):
         optimizer.zero_grad()

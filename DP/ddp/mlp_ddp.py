@@ -15,13 +15,14 @@ from pathlib import Path
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from distlab.data_parallel import average_bucket, check_parameter_closeness
+from distlab.data_parallel import average_bucket, check_parameter_closeness, settle_buckets
 from distlab.main import main
-from distlab.runtime import Run
+from distlab.resumable import ResumableRun
 from distlab.settings import WorldSize
+from simplellm.samplers import BatchSampler
 
 sys.path.append(str(Path(__file__).resolve().parents[2]))
-from primer.mlp import MLP, REPORT_EVERY, MLPSettings, batches, gen_dataset, report
+from primer.mlp import MLP, REPORT_EVERY, MLPSettings, gen_dataset, report
 
 
 @dataclass
@@ -32,16 +33,21 @@ class ParallelMLPSettings(WorldSize, MLPSettings):
 DEFAULTS = ParallelMLPSettings()
 
 
-def train(run: Run[ParallelMLPSettings]) -> None:
+def train(run: ResumableRun[ParallelMLPSettings]) -> None:
     config = run.settings
     train_set, test_set = gen_dataset(config, device=run.device)
-    model = DistributedDataParallel(MLP(config).to(run.device))
+    net = MLP(config).to(run.device)
+    model = DistributedDataParallel(net)
     model.register_comm_hook(None, average_bucket)  # the same average, counted in the run's ledger
     optimizer = torch.optim.SGD(model.parameters(), lr=config.lr)
 
-    mine = batches(train_set, config.batch_size, run.rank, run.world_size)
     global_batch = run.world_size * config.batch_size
-    for step, (points, labels) in run.count_steps(mine, config.niters, global_batch, "inputs"):
+    sampler = BatchSampler(len(train_set), global_batch)
+    run.keep_in_checkpoints(net, optimizer, sampler)
+    if run.first_step > 0:  # with --resume
+        settle_buckets(model, lambda: model(train_set[:1][0])[0].mean())
+    for step, rows in run.count_steps(sampler, config.niters, global_batch, "inputs"):
+        points, labels = train_set[rows.chunk(run.world_size)[run.rank]]
         started = time.perf_counter()
         _, loss = model(points, labels)
         optimizer.zero_grad()
@@ -53,7 +59,7 @@ def train(run: Run[ParallelMLPSettings]) -> None:
             close = check_parameter_closeness(model)
             assert close, f"the ranks' weights differ after step {step}"
         if step % REPORT_EVERY == 0 and run.rank == 0:
-            report(step, model.module, train_set, test_set, seconds)
+            report(step, net, train_set, test_set, seconds)
 
 
 if __name__ == "__main__":

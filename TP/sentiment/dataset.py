@@ -49,7 +49,7 @@ class Reviews:
         samples: how many reviews; fewer if there are not so many.
         tokenizer: makes ids of texts.
         seq_len: longer reviews lose their end.
-        seed: of the generator, and of the order.
+        seed: of the generator, and of the hub's reviews that are chosen.
 
     Raises:
         InputError: the data set cannot be read.
@@ -64,7 +64,7 @@ class Reviews:
             texts = read_hub(HUB_REPOSITORY if data == "imdb" else data, split, samples, seed)
         self.ids = [torch.tensor([tokenizer.bos_id, *tokenizer.encode(text)][:seq_len]) for text, _ in texts]
         self.labels = torch.tensor([label for _, label in texts])
-        self._pad_id, self._seed = max(tokenizer.pad_id, 0), seed
+        self._pad_id = max(tokenizer.pad_id, 0)
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -75,13 +75,6 @@ class Reviews:
         tokens = torch.nn.utils.rnn.pad_sequence(ids, batch_first=True, padding_value=self._pad_id)
         lengths = torch.tensor([len(review_ids) for review_ids in ids])
         return Batch(tokens, torch.arange(tokens.shape[1]) >= lengths[:, None], self.labels[rows])
-
-    def training_batches(self, batch_size: int, epoch: int) -> Iterator[Batch]:
-        """The full batches of an epoch, in an order that depends on the seed and the epoch alone."""
-        generator = torch.Generator().manual_seed((self._seed + epoch) % 2**63)
-        order = torch.randperm(len(self), generator=generator)
-        for rows in order[: len(self) // batch_size * batch_size].split(batch_size):
-            yield self.batch(rows)
 
     def evaluation_batches(self, batch_size: int, replica: int, replicas: int) -> Iterator[Batch]:
         """One replica's part of all reviews, each of which is in exactly one part; the last batch may be smaller."""

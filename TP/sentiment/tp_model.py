@@ -52,9 +52,13 @@ def check_division(count: int, what: str) -> None:
 
 
 def keep_slice(layer: nn.Module, dim: int) -> None:
-    """Replace a layer's weight by this rank's slice along `dim`: 0 its outputs (columns of W in xW), 1 its inputs."""
+    """Replace a layer's weight by this rank's slice along `dim`: 0 its outputs (columns of W in xW), 1 its inputs.
+
+    The slice says where it belongs, as that of `Team.own_parameter` does.
+    """
     whole = layer.get_parameter("weight").detach()
-    layer.weight = nn.Parameter(whole.chunk(pcomm.tp_degree, dim)[pcomm.tp_rank].clone())
+    layer.weight = own = nn.Parameter(whole.chunk(pcomm.tp_degree, dim)[pcomm.tp_rank].clone())
+    own.held_slice = dim, pcomm.tp_rank * own.shape[dim], whole.shape[dim]  # type: ignore[attr-defined]
 
 
 class ColWiseLinear(nn.Module):

@@ -9,7 +9,8 @@ average their gradients. `--bsz` counts the rows of all groups: so every `--tp` 
 
 import os
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from pathlib import Path
+from typing import Annotated, Any, Literal
 
 import pcomm
 import torch
@@ -24,16 +25,25 @@ from distlab.data_parallel import Bucket, GradientBuckets
 from distlab.logs import say
 from distlab.main import main
 from distlab.optimizers import build_optimizer
-from distlab.runtime import Run
-from distlab.settings import MOST_LAYERS, Layout, RunSettings, WorldSize, require_positive
+from distlab.resumable import ResumableRun
+from distlab.resume import Inheritance, data_identity
+from distlab.settings import MOST_LAYERS, Layout, ResumableSettings, WorldSize, require_positive
 from distlab.traffic import Transfer, traffic
 from simplellm.errors import InputError
-from simplellm.tokenizers import SPTokenizer
+from simplellm.samplers import BatchSampler
+from simplellm.tokenizers import SHIPPED_MODEL, SPTokenizer
 
 
 @dataclass
-class SentimentSettings(WorldSize, RunSettings):
+class SentimentSettings(WorldSize, ResumableSettings):
     """The classifier, its training, and its ranks."""
+
+    inheritance = Inheritance(
+        "sentiment",
+        sizes=("layers", "dim", "heads"),
+        fixed=("seed", "samples", "bsz", "seq_len", "optimizer"),
+        defaults=("lr", "dropout", "dtype"),
+    )
 
     world_size: int = 2
     """ranks"""
@@ -66,7 +76,19 @@ class SentimentSettings(WorldSize, RunSettings):
 
     @property
     def layout(self) -> Layout:
-        return {"dp": self.world_size // self.tp, "tp": self.tp}
+        return {"dp": self.world_size // max(1, self.tp), "tp": self.tp}
+
+    @property
+    def length(self) -> tuple[str, int]:
+        return f"--epochs {self.epochs}", self.epochs * (self.samples // self.bsz)
+
+    @property
+    def tokenizer_model(self) -> Path:
+        return SHIPPED_MODEL
+
+    @property
+    def data_identity(self) -> dict[str, Any]:
+        return data_identity(self.data, self.seed)
 
     def check(self) -> None:
         require_positive(self, *"world_size tp epochs samples layers dim heads bsz seq_len lr".split())
@@ -93,7 +115,7 @@ class SentimentSettings(WorldSize, RunSettings):
 DEFAULTS = SentimentSettings()
 
 
-def train(run: Run[SentimentSettings]) -> None:
+def train(run: ResumableRun[SentimentSettings]) -> None:
     args = run.settings
     pcomm.init(args.tp)
     tokenizer = SPTokenizer()
@@ -113,7 +135,8 @@ def train(run: Run[SentimentSettings]) -> None:
         )
 
     buckets = GradientBuckets(net.parameters(), on_full=add_up)
-    batches = (batch for epoch in range(args.epochs) for batch in reviews.training_batches(args.bsz, epoch))
+    sampler = BatchSampler(len(reviews), args.bsz, args.seed)
+    run.keep_in_checkpoints(net, optimizer, sampler)
     steps_per_epoch = len(reviews) // args.bsz
     steps = args.epochs * steps_per_epoch
 
@@ -121,8 +144,8 @@ def train(run: Run[SentimentSettings]) -> None:
         if (step + 1) % steps_per_epoch == 0:
             validate(run, net, held_out, (step + 1) // steps_per_epoch)
 
-    for step, batch in run.count_steps(batches, steps, args.bsz, "reviews", after_step=end_of_epoch):
-        own = batch.rows_of(pcomm.dp_rank, pcomm.dp_degree).to(run.device)
+    for step, rows in run.count_steps(sampler, steps, args.bsz, "reviews", after_step=end_of_epoch):
+        own = reviews.batch(rows).rows_of(pcomm.dp_rank, pcomm.dp_degree).to(run.device)
         optimizer.zero_grad()
         with mixed_precision(run):
             logits = net(own.tokens, own.is_padding)
@@ -139,7 +162,7 @@ def train(run: Run[SentimentSettings]) -> None:
 
 
 @torch.no_grad()
-def validate(run: Run[SentimentSettings], net: nn.Module, reviews: Reviews, epoch: int) -> None:
+def validate(run: ResumableRun[SentimentSettings], net: nn.Module, reviews: Reviews, epoch: int) -> None:
     """Say which share of the validation reviews the model tells right: each counts once, whoever looks at it."""
     right = torch.zeros((), dtype=torch.int64, device=run.device)
     net.eval()
@@ -154,7 +177,7 @@ def validate(run: Run[SentimentSettings], net: nn.Module, reviews: Reviews, epoc
         say(f"epoch {epoch}: validation accuracy {accuracy:.4f} ({right.item()} of {len(reviews)} reviews)")
 
 
-def mixed_precision(run: Run[SentimentSettings]) -> torch.autocast:
+def mixed_precision(run: ResumableRun[SentimentSettings]) -> torch.autocast:
     """Where `--dtype bfloat16` asks for it, matrix products in bfloat16; weights and sums of loss stay float32."""
     return torch.autocast(run.device.type, torch.bfloat16, enabled=run.settings.dtype == "bfloat16")
 

@@ -2,7 +2,7 @@
 
     <run>/checkpoints/step-00000020/
         *.safetensors       written by torch.distributed.checkpoint: a file a rank, no tensor twice
-        tokenizer.model
+        tokenizer.model     of a model that reads text
         checkpoint.json     the record: step, place in the data, model, settings; size and checksum of every other file
 
 The tensors are ``<parameter>``, ``optimizer.<parameter>.<its state>`` and ``random.<rank>.<device>``. A checkpoint is
@@ -29,11 +29,11 @@ from torch.optim import Optimizer
 
 from distlab.traffic import traffic
 from simplellm.errors import InputError
-from simplellm.llama import LLamaPart
 
 FOLDER, RECORD, TOKENIZER, UNFINISHED = "checkpoints", "checkpoint.json", "tokenizer.model", ".unfinished"
 SUPERSEDED = "superseded"  # beside the others: what a run that goes on from an earlier step leaves behind
 OPTIMIZER, RANDOM = "optimizer.", "random."
+LLAMA = "llama"  # the architecture of a record that names none; all others are classifiers
 Record = dict[str, Any]
 
 
@@ -53,6 +53,16 @@ class Checkpoint:
     def step(self) -> int:
         """Steps that were taken before it."""
         return int(self.record["step"])
+
+    @property
+    def count(self) -> int:
+        """What those steps were taken on, in the run's unit: tokens, inputs."""
+        return int(self.record[_unit(self.record)])
+
+    @property
+    def architecture(self) -> str:
+        """Of its model."""
+        return _architecture(self.record)
 
     @property
     def tokenizer(self) -> Path:
@@ -92,6 +102,14 @@ def _checksum_of(record: Record) -> str:
     return hashlib.sha256(json.dumps(record, sort_keys=True).encode()).hexdigest()
 
 
+def _unit(record: Record) -> str:
+    return str(record.get("unit", "tokens"))
+
+
+def _architecture(record: Record) -> str:
+    return str(record.get("architecture", LLAMA))
+
+
 # To find one
 
 
@@ -117,6 +135,15 @@ def candidates(path: Path) -> Iterator[Checkpoint | str]:
             yield f"{folder.name} is damaged: {RECORD} cannot be read ({error})"
 
 
+# What a record says of a Llama's sizes, all at least 1, and of settings that a run takes over from it.
+LLAMA_SIZES = ("vocab_size", "dmodel", "num_heads", "num_kv_heads", "hidden_dim", "n_layers", "ctx_size")
+SETTINGS: dict[str, type | tuple[type, ...]] = {
+    "seq_len seed batch_size train_size samples bsz": int,
+    "lr dropout": (int, float),
+    "optimizer dtype": str,
+}
+
+
 def _check(record: Record) -> None:
     """Raise `ValueError` unless a record has what every reader of one relies on: it may be written by hand."""
 
@@ -127,22 +154,24 @@ def _check(record: Record) -> None:
     def is_count(value: Any, least: int = 0) -> bool:
         return isinstance(value, int) and not isinstance(value, bool) and least <= value < 2**63
 
-    for name in ("step", "tokens"):
+    for name in ("step", _unit(record)):
         require(is_count(record.get(name)), name, record.get(name))
     for name in ("model", "settings", "files"):
         require(isinstance(record.get(name), dict), name, record.get(name))
     model, settings, files = record["model"], record["settings"], record["files"]
-    for name in ("vocab_size", "dmodel", "num_heads", "num_kv_heads", "hidden_dim", "n_layers", "ctx_size"):
+    is_llama = _architecture(record) == LLAMA
+    for name in LLAMA_SIZES if is_llama else model:
         require(is_count(model.get(name), least=1), name, model.get(name))
-    for name in ("rope_theta", "norm_eps"):
+    for name in ("rope_theta", "norm_eps") if is_llama else ():
         require(isinstance(model.get(name), int | float) and model[name] > 0, name, model.get(name))
-    for name, kind in (("seq_len", int), ("seed", int), ("lr", (int, float)), ("optimizer", str), ("dtype", str)):
-        require(name not in settings or isinstance(settings[name], kind), name, settings.get(name))
-    require(TOKENIZER in files, "list of files", [*files])
+    for names, kind in SETTINGS.items():
+        for name in names.split():
+            require(name not in settings or isinstance(settings[name], kind), name, settings.get(name))
+    require(TOKENIZER in files or not is_llama, "list of files", [*files])
     for name, about in files.items():
         is_right = Path(name).name == name and isinstance(about, dict) and is_count(about.get("bytes"))
         require(is_right and isinstance(about.get("sha256"), str), f"entry for the file {name}", about)
-    for name, parts in (("position", ("document", "offset")), ("data", ())):
+    for name, parts in (("position", ("document" if is_llama else "epoch", "offset")), ("data", ())):
         value = record.get(name)
         is_right = value is None or (isinstance(value, dict) and all(is_count(value.get(part)) for part in parts))
         require(is_right, name, value)
@@ -190,14 +219,14 @@ def _none_at(path: Path) -> str:
 # To write one
 
 
-def save(run: Path, tensors: dict[str, Any], record: Record, tokenizer: bytes, keep: int) -> None:
+def save(run: Path, tensors: dict[str, Any], record: Record, tokenizer: bytes | None, keep: int) -> None:
     """Write a checkpoint of all ranks' tensors; every rank must call it.
 
     Args:
         run: the run's folder, which all ranks see.
         tensors: what this rank holds, by name, whole or as a `Slice`; what several ranks hold is written by one.
         record: rank 0's goes to `checkpoint.json`, with the list of files.
-        tokenizer: the SentencePiece model.
+        tokenizer: the SentencePiece model; None for a model that reads no text.
         keep: how many of the run's checkpoints to leave, this one included.
 
     Raises:
@@ -232,10 +261,11 @@ def _parts(tensors: dict[str, Any]) -> set[tuple[Any, ...]]:
     return {(name, tuple(part.offsets)) for name, tensor in tensors.items() for part in tensor.chunks}
 
 
-def _complete(run: Path, record: Record, tokenizer: bytes, keep: int) -> None:
+def _complete(run: Path, record: Record, tokenizer: bytes | None, keep: int) -> None:
     """Add to an unfinished checkpoint what makes it whole, and put it in its place."""
     unfinished, place = (_place(run, record["step"], ending) for ending in (UNFINISHED, ""))
-    _write(unfinished / TOKENIZER, tokenizer)
+    if tokenizer is not None:
+        _write(unfinished / TOKENIZER, tokenizer)
     files = {path.name: {"bytes": path.stat().st_size, "sha256": checksum(path)} for path in unfinished.iterdir()}
     record = {**record, "files": files}
     _write(unfinished / RECORD, (json.dumps({**record, "sha256": _checksum_of(record)}, indent=2) + "\n").encode())
@@ -299,16 +329,12 @@ def _root_of(error: BaseException) -> str:
 # What is in one
 
 
-def part_of(net: nn.Module) -> LLamaPart:
-    """The model, or the stage of it, inside of what wraps it."""
-    return next(module for module in net.modules() if isinstance(module, LLamaPart))
-
-
 def state_of(net: nn.Module, optimizer: Optimizer, rank: int, own_moments: bool) -> dict[str, Any]:
     """All tensors of this rank that a checkpoint holds, by name; to write them, or to read into.
 
     Args:
-        net: the model or a stage of it; parameters that are a slice say so (see `Team.own_parameter`).
+        net: the model or a stage of it, without what wraps it; parameters that are a slice say so (see
+            `Team.own_parameter`).
         optimizer: of all its parameters.
         rank: of this process.
         own_moments: the optimizer's state is this rank's own, not that of all replicas.
@@ -318,7 +344,7 @@ def state_of(net: nn.Module, optimizer: Optimizer, rank: int, own_moments: bool)
     tensors: dict[str, Any] = {f"{RANDOM}{rank}.cpu": torch.get_rng_state()}
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         tensors[f"{RANDOM}{rank}.cuda"] = torch.cuda.get_rng_state()
-    for name, parameter in part_of(net).named_parameters():
+    for name, parameter in net.named_parameters():
         tensors[name] = as_held(parameter.detach(), parameter)
         for key, value in optimizer.state[parameter].items() if parameter in optimizer.state else ():
             tensors[f"{_owner(rank, own_moments)}{OPTIMIZER}{name}.{key}"] = as_held(value, parameter)
@@ -332,8 +358,8 @@ def _owner(rank: int, own_moments: bool) -> str:
 # To read one
 
 
-def restore(checkpoint: Checkpoint, net: nn.Module, optimizer: Optimizer, rank: int) -> None:
-    """Give parameters, optimizer state and, where a rank of this number saved them, random generators their values.
+def restore(checkpoint: Checkpoint, net: nn.Module, optimizer: Optimizer, rank: int, layout: dict[str, int]) -> None:
+    """Give parameters, optimizer state and, in the layout that saved them, random generators their values.
 
     Each rank reads what it needs, whoever wrote it: a whole tensor, or its slice out of other slices. What is read
     needs a place first, and an optimizer has no state before its first step.
@@ -341,13 +367,14 @@ def restore(checkpoint: Checkpoint, net: nn.Module, optimizer: Optimizer, rank: 
     Args:
         checkpoint: a whole one.
         net, optimizer, rank: as for `state_of`.
+        layout: that of the run; in another one, ranks that have to draw the same would not be the same ranks.
 
     Raises:
         InputError: the checkpoint is that of another model.
     """
     there = _tensors_in(checkpoint.folder)
     own_moments = bool(checkpoint.record.get("own_moments"))
-    for name, parameter in part_of(net).named_parameters():
+    for name, parameter in net.named_parameters():
         prefix = _owner(rank, own_moments) + f"{OPTIMIZER}{name}."
         for key in there:
             if key.startswith(prefix):
@@ -355,11 +382,13 @@ def restore(checkpoint: Checkpoint, net: nn.Module, optimizer: Optimizer, rank: 
                 state = torch.zeros(shape, dtype=there[key].properties.dtype, device=parameter.device)
                 optimizer.state[parameter][key.removeprefix(prefix)] = state
     tensors = state_of(net, optimizer, rank, own_moments)
-    _read_into({name: tensor for name, tensor in tensors.items() if name in there or RANDOM not in name}, checkpoint)
+    generators = there.keys() if checkpoint.record.get("layout") == layout else ()
+    tensors = {name: tensor for name, tensor in tensors.items() if name in generators or not name.startswith(RANDOM)}
+    _read_into(tensors, checkpoint)
     random = f"{RANDOM}{rank}"
-    if f"{random}.cpu" in there:
+    if f"{random}.cpu" in tensors:
         torch.set_rng_state(tensors[f"{random}.cpu"])
-    if f"{random}.cuda" in there and f"{random}.cuda" in tensors:
+    if f"{random}.cuda" in tensors:
         torch.cuda.set_rng_state(tensors[f"{random}.cuda"])
 
 
@@ -412,9 +441,14 @@ def read_model(run: Path, say: Callable[[str], None] = lambda _: None) -> SavedM
         say: told about each checkpoint that is passed over, and why.
 
     Raises:
-        InputError: there is none.
+        InputError: there is none, or it is that of a classifier.
     """
     checkpoint = last_whole(run, say)
+    if checkpoint.architecture != LLAMA:
+        raise InputError(
+            f"{checkpoint.folder}: its model is of the architecture {checkpoint.architecture}; only a {LLAMA} can tell "
+            "stories and be exported"
+        )
     parameters = {
         name: torch.empty(tensor.size, dtype=tensor.properties.dtype)
         for name, tensor in _tensors_in(checkpoint.folder).items()
@@ -427,8 +461,22 @@ def read_model(run: Path, say: Callable[[str], None] = lambda _: None) -> SavedM
 def write_model(run: Path, model: SavedModel) -> None:
     """Make a run's folder with one checkpoint, of a model that took no steps here: to go on from with `--resume`.
 
+    What ends the writing early, such as a full disk, leaves nothing.
+
     Raises:
         InputError: the files cannot be written.
     """
     record = {"step": 0, "tokens": 0, "model": model.options, "settings": {}}
-    save(run, dict(model.parameters), record, model.tokenizer.read_bytes(), keep=1)
+    tokenizer, unfinished = model.tokenizer.read_bytes(), _place(run, 0, UNFINISHED)
+    made = [path for path in unfinished.parents if not path.exists()]
+    try:
+        save(run, dict(model.parameters), record, tokenizer, keep=1)
+    except BaseException as error:
+        shutil.rmtree(unfinished, ignore_errors=True)
+        with contextlib.suppress(OSError):
+            for path in made:
+                path.rmdir()
+        if isinstance(error, InputError):
+            why = _root_of(error.__cause__ or error)
+            raise InputError(f"{run}: cannot be written ({why}); give another folder") from error
+        raise

@@ -176,6 +176,20 @@ def average_bucket(_: object, bucket: dist.GradBucket) -> torch.futures.Future[T
     return transfer.future(is_waited_for=bucket.is_last())
 
 
+def settle_buckets(wrapped: nn.Module, loss: Callable[[], Tensor]) -> None:
+    """Have torch's wrapper put the gradients into the buckets that it uses from the second step of a run on.
+
+    It forms them anew after its first backward pass, in the order in which the gradients came. A sum that is rounded
+    depends on the place that it has in a bucket, so a run that goes on has made a pass before, too.
+
+    Args:
+        wrapped: the model in its wrapper; its gradients are none afterwards.
+        loss: of any input.
+    """
+    loss().backward()
+    wrapped.zero_grad(set_to_none=True)
+
+
 def broadcast_weights(model: nn.Module) -> None:
     """Overwrite every rank's parameters and buffers with rank 0's."""
     transfers = []

@@ -101,6 +101,8 @@ class RunLog:
     Attributes:
         loss: of the global batch, in the current step.
         validation_loss: after the current step; None where it was not looked at.
+        unit: what is counted of the batches: "tokens", "inputs".
+        count: how much of it the run has taken so far.
     """
 
     def __init__(self, out: Path, rank: int, device: torch.device, tensorboard: bool = False) -> None:
@@ -109,7 +111,7 @@ class RunLog:
         self._new_tensorboard = tensorboard_writer() if tensorboard and rank == 0 else None
         self._tensorboard: SummaryWriter | None = None
         self._metrics: TextIO | None = None
-        self._per_step, self._unit, self._count = 0, "", 0
+        self._per_step, self.unit, self.count = 0, "", 0
         self._seconds: list[float] = []
         self._sent_before: Counter[str] = Counter()
         self._waited_seconds = 0.0
@@ -125,7 +127,8 @@ class RunLog:
             before: how many of it were taken before.
             go_on_at: a step; the records of those before it, which are there already, are kept.
         """
-        self._per_step, self._unit, self._count = per_step, unit, before
+        self._per_step, self.unit, self.count = per_step, unit, before
+        self._sent_before = traffic.ledger.sent_bytes.copy()
         if self._rank == 0:
             path = self._out / "metrics.jsonl"
             if go_on_at is not None:
@@ -137,7 +140,7 @@ class RunLog:
 
     def speed(self) -> str:
         """The end of a step's line: the speed of the step before, since this one is not over yet."""
-        return f"  {self._per_step / self._seconds[-1]:,.0f} {self._unit}/s" if self._seconds else ""
+        return f"  {self._per_step / self._seconds[-1]:,.0f} {self.unit}/s" if self._seconds else ""
 
     @contextlib.contextmanager
     def timing_a_step(self) -> Iterator[None]:
@@ -146,7 +149,7 @@ class RunLog:
         yield
         self._seconds.append(time.perf_counter() - started)
         self._waited_seconds += traffic.ledger.waited_seconds - waited
-        self._count += self._per_step
+        self.count += self._per_step
 
     def record(self, step: int) -> None:
         """Put the step that has just been timed on record."""
@@ -157,9 +160,9 @@ class RunLog:
             record: dict[str, Any] = {
                 "step": step,
                 "loss": _finite(self.loss),
-                self._unit: self._count,
+                self.unit: self.count,
                 "seconds": round(seconds, 6),
-                f"{self._unit}_per_second": round(self._per_step / seconds, 1),
+                f"{self.unit}_per_second": round(self._per_step / seconds, 1),
                 "peak_memory_bytes": peak_memory_bytes(self._device),
                 "sent_bytes": dict(sent_now),
             }
@@ -168,7 +171,7 @@ class RunLog:
             self._metrics.write(json.dumps(record) + "\n")
             self._metrics.flush()
             if self._tensorboard is not None:
-                for name in ("loss", "validation_loss", f"{self._unit}_per_second", "peak_memory_bytes"):
+                for name in ("loss", "validation_loss", f"{self.unit}_per_second", "peak_memory_bytes"):
                     if record.get(name) is not None:
                         self._tensorboard.add_scalar(name, record[name], step)
         self.validation_loss = None
@@ -181,7 +184,7 @@ class RunLog:
             return
         steps, seconds, waited = len(self._seconds), sum(self._seconds), self._waited_seconds
         count = steps * self._per_step
-        say(f"{steps} steps, {count:,} {self._unit} in {seconds:.1f} s: {count / seconds:,.0f} {self._unit}/s")
+        say(f"{steps} steps, {count:,} {self.unit} in {seconds:.1f} s: {count / seconds:,.0f} {self.unit}/s")
         say(f"a step took {statistics.median(self._seconds):.3g} s at the median")
         say(f"rank {self._rank} computed for {seconds - waited:.1f} s and waited {waited:.1f} s for other ranks")
 

@@ -27,8 +27,9 @@ from distlab.checkpoints import has_checkpoints
 from distlab.logs import RankOutput, human_bytes, say
 from distlab.not_finite import NotFiniteError
 from distlab.notices import notices
+from distlab.resumable import ResumableRun
 from distlab.runtime import Run
-from distlab.settings import RunSettings, TrainSettings, WorldSize, parse
+from distlab.settings import ResumableSettings, RunSettings, TrainSettings, WorldSize, parse
 from distlab.traffic import TrafficError, rank, traffic
 from distlab.training import TrainingRun
 from simplellm.errors import InputError
@@ -40,7 +41,7 @@ def main(work: Callable[[Any], None], defaults: RunSettings, description: str | 
     """Run a script from its command line to its exit status.
 
     Args:
-        work: takes the `TrainingRun` (or `Run`, where the settings are no `TrainSettings`).
+        work: takes the `TrainingRun`, `ResumableRun` or `Run`, as its settings are of the same kind.
         defaults: the script's settings, which the command line changes.
         description: the script's docstring.
 
@@ -52,8 +53,7 @@ def main(work: Callable[[Any], None], defaults: RunSettings, description: str | 
         end_with_launcher()
         args = [*sys.argv[1:], *flags_to_go_on()]
         settings = parse(with_torchrun_world(defaults), description or script.stem, args)
-        kind = TrainingRun if isinstance(settings, TrainSettings) else Run
-        run = kind(settings, script)
+        run = kind_of_run(settings)(settings, script)
         work(run)
         run.close()
     except InputError as error:
@@ -84,6 +84,13 @@ def main(work: Callable[[Any], None], defaults: RunSettings, description: str | 
         notices.stay_for_readers()
         fail(f"{traffic.describe(rank())} failed: {cause}", 1, names_the_rank=True)
     leave(0)
+
+
+def kind_of_run(settings: RunSettings) -> type[Run[Any]]:
+    """Which run has settings of this kind."""
+    if isinstance(settings, TrainSettings):
+        return TrainingRun
+    return ResumableRun if isinstance(settings, ResumableSettings) else Run
 
 
 def fail_waiting(error: TrafficError) -> NoReturn:

@@ -21,7 +21,7 @@ from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch.distributed as dist
-from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup
+from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.rendezvous import (
     RendezvousHandler,
@@ -278,6 +278,12 @@ class Meeting(RendezvousHandler):
             return 0
         return sum(self._has(f"round/{self._rounds}/node/{node}") for node in self.nodes.others)
 
+    def all_finished(self) -> bool:
+        """Say that this machine's ranks have finished; whether those of the others have, too."""
+        key = f"round/{self._rounds - 1}/finished"
+        ask(lambda: self._store.set(f"{key}/{self.nodes.rank}", ""))
+        return all(self._has(f"{key}/{node}") for node in self.nodes.others)
+
     def is_closed(self) -> bool:
         return False
 
@@ -378,7 +384,8 @@ class Agent(LocalElasticAgent):
     """torchrun's agent, which counts restarts by the rounds of the `Meeting`, where its own counts local failures.
 
     So they are the same number on all machines, also for the ranks, in TORCHELASTIC_RESTART_COUNT. A failure that would
-    come again, in the words of `distlab.main`, is none to start again for.
+    come again, in the words of `distlab.main`, is none to start again for; and ranks that have finished are started
+    again if one of another machine fails after them.
     """
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
@@ -388,7 +395,12 @@ class Agent(LocalElasticAgent):
         return super()._start_workers(worker_group)
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        meeting = worker_group.spec.rdzv_handler
+        assert isinstance(meeting, Meeting)
         result = super()._monitor_workers(worker_group)
+        if result.state is WorkerState.SUCCEEDED and not meeting.all_finished():
+            # torchrun's own wait for the others neither hears of a failure there nor starts again with them.
+            return RunResult(WorkerState.HEALTHY)
         if any(failure.error_file_data.get("comes_again") for failure in result.failures.values()):
             self._remaining_restarts = 0
         return result

@@ -1,82 +1,125 @@
 """What a run that goes on takes over from its checkpoint, and what has to be as it was.
 
 The layout, the batch size and all that concerns speed may change: what a checkpoint holds says nothing of them. So may
-learning rate, precision and sequence length, which are the checkpoint's unless other ones are given.
+learning rate and precision, which are the checkpoint's unless other ones are given.
 """
 
 import hashlib
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from distlab.checkpoints import TOKENIZER, Checkpoint, checksum
 from simplellm.errors import InputError
 from simplellm.tokenizers import SHIPPED_MODEL, SPTokenizer
 
 if TYPE_CHECKING:
-    from distlab.settings import TrainSettings
+    from distlab.settings import ResumableSettings, TrainSettings
 
-MODEL = ("dmodel", "num_heads", "n_layers")
-TRAINING = ("seq_len", "seed", "optimizer", "lr", "dtype")
-OF_THE_LAYOUT = ("batch_size", "micro_batches", "schedule", "layers_per_stage", "sync_every")
+SettingsT = TypeVar("SettingsT", bound="ResumableSettings")
 
 
-def inherited(checkpoint: Checkpoint, given: "TrainSettings") -> dict[str, Any]:
-    """Settings, by name, for which the checkpoint's values take the place of the script's defaults.
+@dataclass(frozen=True)
+class Inheritance(Generic[SettingsT]):
+    """Which of a script's settings, by name, are those of the checkpoint that a run goes on from.
 
-    In the layout that the checkpoint comes from, those of the batch and its order too: so the same command goes on bit
-    for bit.
+    Attributes:
+        architecture: of the model that the script trains, as checkpoints call it.
+        sizes: of that model; they have to be the checkpoint's.
+        fixed: others that have to be.
+        defaults: those that are the checkpoint's unless other values are given.
+        layout_defaults: the same, but only in the layout that the checkpoint comes from: those of the batch and its
+            order, so that the same command goes on bit for bit.
     """
-    model, settings = checkpoint.record["model"], checkpoint.record["settings"]
-    values = {name: model[name] for name in MODEL}
-    values["num_kv_heads"] = None if model["num_kv_heads"] == model["num_heads"] else model["num_kv_heads"]
-    values["seq_len"] = min(given.seq_len, model["ctx_size"])
-    same_layout = checkpoint.record.get("layout") == given.layout
-    names = TRAINING + (OF_THE_LAYOUT if same_layout else ())
-    values |= {name: settings[name] for name in names if name in settings and hasattr(given, name)}
-    if checkpoint.record.get("data"):
-        values["data"] = checkpoint.record["data"]["source"]
-    if checksum(SHIPPED_MODEL) != _tokenizer_checksum(checkpoint):
-        values["tokenizer"] = checkpoint.tokenizer
-    return values
+
+    architecture: str
+    sizes: tuple[str, ...]
+    fixed: tuple[str, ...] = ()
+    defaults: tuple[str, ...] = ()
+    layout_defaults: tuple[str, ...] = ()
+
+    def values(self, checkpoint: Checkpoint, given: SettingsT) -> dict[str, Any]:
+        """Settings, by name, for which the checkpoint's values take the place of the script's defaults.
+
+        Raises:
+            InputError: the checkpoint is that of another architecture.
+        """
+        self._check_architecture(checkpoint, given)
+        model, settings = checkpoint.record["model"], checkpoint.record["settings"]
+        values = {name: model[name] for name in self.sizes if name in model}
+        same_layout = checkpoint.record.get("layout") == given.layout
+        names = self.fixed + self.defaults + (self.layout_defaults if same_layout else ())
+        values |= {name: settings[name] for name in names if name in settings and hasattr(given, name)}
+        if checkpoint.record.get("data") and hasattr(given, "data"):
+            values["data"] = checkpoint.record["data"]["source"]
+        return values
+
+    def check(self, checkpoint: Checkpoint, settings: SettingsT) -> None:
+        """Raise `InputError` if a run with these settings would not be the one that the checkpoint was taken from."""
+        self._check_architecture(checkpoint, settings)
+        resume, record = f"--resume {settings.resume}", checkpoint.record
+        for name in self.sizes:
+            require_same(f"{resume}: its model has", name, record["model"].get(name), getattr(settings, name))
+        for name in self.fixed:
+            own = getattr(settings, name)
+            require_same(f"{resume}: it was trained with", name, record["settings"].get(name, own), own)
+        tokenizer = settings.tokenizer_model
+        if tokenizer is not None and checksum(tokenizer) != _tokenizer_checksum(checkpoint):
+            given = "the one that comes with the lab"
+            if tokenizer != SHIPPED_MODEL:
+                given = f"--tokenizer {tokenizer}; leave --tokenizer out"
+            raise InputError(f"{resume}: it was trained with another tokenizer than {given}")
+        check_data(checkpoint, settings.data_identity)
+
+    def _check_architecture(self, checkpoint: Checkpoint, settings: SettingsT) -> None:
+        if checkpoint.architecture != self.architecture:
+            raise InputError(
+                f"--resume {settings.resume}: its model is of the architecture {checkpoint.architecture}, not "
+                f"{self.architecture}; give a run of the same model"
+            )
 
 
-def check(checkpoint: Checkpoint, settings: "TrainSettings") -> None:
-    """Raise `InputError` if a run with these settings would not be the one that the checkpoint was taken from."""
-    resume, record = f"--resume {settings.resume}", checkpoint.record
-    model = record["model"]
-    own = {name: getattr(settings, name) for name in MODEL}
-    own["num_kv_heads"] = settings.num_kv_heads or settings.num_heads
-    for name, value in own.items():
-        if value != model[name]:
-            flag = f"--{name.replace('_', '-')}"
-            raise InputError(f"{resume}: its model has {flag} {model[name]}, not {value}; leave that flag out")
-    if settings.seq_len > model["ctx_size"]:
-        raise InputError(
-            f"{resume}: its model reads {model['ctx_size']} tokens at most, not --seq-len {settings.seq_len}"
-        )
-    if checksum(settings.tokenizer or SHIPPED_MODEL) != _tokenizer_checksum(checkpoint):
-        given = f"--tokenizer {settings.tokenizer}" if settings.tokenizer else "the one that comes with the lab"
-        raise InputError(f"{resume}: it was trained with another tokenizer than {given}; leave --tokenizer out")
-    vocab_size = SPTokenizer(settings.tokenizer).vocab_size
-    if vocab_size != model["vocab_size"]:
-        raise InputError(f"{resume}: its model has {model['vocab_size']} tokens, and its tokenizer {vocab_size}")
-    if settings.data != "auto":
-        check_data(checkpoint, data_identity(settings.data, settings.seed))
-    trained_with = record["settings"].get("optimizer", settings.optimizer)
-    if settings.optimizer != trained_with:
-        raise InputError(f"{resume}: it was trained with --optimizer {trained_with}, not {settings.optimizer}")
-    ranks = record.get("world_size")
-    if record.get("own_moments") and not (settings.own_moments and settings.layout == record["layout"]):
-        raise InputError(
-            f"{resume}: each of its {ranks} ranks kept {trained_with}'s moments of its own gradients, which mean "
-            f"nothing to another layout; resume with dp-wa and --world-size {ranks}"
-        )
+class LlamaInheritance(Inheritance["TrainSettings"]):
+    """That of the scripts that train the lab's Llama, which may have been imported: then no settings come with it."""
+
+    def values(self, checkpoint: Checkpoint, given: "TrainSettings") -> dict[str, Any]:
+        values, model = super().values(checkpoint, given), checkpoint.record["model"]
+        values.setdefault("seq_len", min(given.seq_len, model["ctx_size"]))
+        values["num_kv_heads"] = None if model["num_kv_heads"] == model["num_heads"] else model["num_kv_heads"]
+        if checksum(SHIPPED_MODEL) != _tokenizer_checksum(checkpoint):
+            values["tokenizer"] = checkpoint.tokenizer
+        return values
+
+    def check(self, checkpoint: Checkpoint, settings: "TrainSettings") -> None:
+        super().check(checkpoint, settings)
+        resume, record = f"--resume {settings.resume}", checkpoint.record
+        model, num_kv_heads = record["model"], settings.num_kv_heads or settings.num_heads
+        require_same(f"{resume}: its model has", "num_kv_heads", model["num_kv_heads"], num_kv_heads)
+        if settings.seq_len > model["ctx_size"]:
+            raise InputError(
+                f"{resume}: its model reads {model['ctx_size']} tokens at most, not --seq-len {settings.seq_len}"
+            )
+        vocab_size = SPTokenizer(settings.tokenizer).vocab_size
+        if vocab_size != model["vocab_size"]:
+            raise InputError(f"{resume}: its model has {model['vocab_size']} tokens, and its tokenizer {vocab_size}")
+        if record.get("own_moments") and not (settings.own_moments and settings.layout == record["layout"]):
+            ranks, optimizer = record.get("world_size"), settings.optimizer
+            raise InputError(
+                f"{resume}: each of its {ranks} ranks kept {optimizer}'s moments of its own gradients, which mean "
+                f"nothing to another layout; resume with dp-wa and --world-size {ranks}"
+            )
 
 
-def check_data(checkpoint: Checkpoint, own: dict[str, Any]) -> None:
-    """Raise `InputError` unless a run's stories, by their `data_identity`, are those of the checkpoint."""
+def require_same(what: str, name: str, saved: Any, own: Any) -> None:
+    """Raise `InputError` unless a setting has the checkpoint's value; `what` begins the sentence."""
+    if saved != own:
+        raise InputError(f"{what} --{name.replace('_', '-')} {saved}, not {own}; leave that flag out")
+
+
+def check_data(checkpoint: Checkpoint, own: dict[str, Any] | None) -> None:
+    """Raise `InputError` unless a run's data, by their `data_identity` if it is known, are those of the checkpoint."""
     data = checkpoint.record.get("data")
-    if data and _content(data) != _content(own):
+    if data and own and _content(data) != _content(own):
         seed = f" and --seed {data['seed']}" if "seed" in data else ""
         raise InputError(
             f"{checkpoint.folder}: it was trained on --data {data['source']}{seed}; leave out the flags that differ"
@@ -84,17 +127,19 @@ def check_data(checkpoint: Checkpoint, own: dict[str, Any]) -> None:
 
 
 def data_identity(data: str, seed: int) -> dict[str, Any]:
-    """What tells one source of stories from another.
+    """What tells one source of texts from another.
 
     Args:
-        data: "sample", "tinystories" or a path.
+        data: "sample", a data set's name on the hub, or a path.
         seed: the generator's.
     """
     if data == "sample":
         return {"source": data, "seed": seed}
-    if data == "tinystories":
+    if data in ("tinystories", "imdb"):
         return {"source": data}
     path = Path(data).expanduser()
+    if path.is_dir():
+        return {"source": str(path.absolute())}
     with path.open("rb") as file:
         beginning = hashlib.sha256(file.read(1 << 20)).hexdigest()
     return {"source": str(path.absolute()), "bytes": path.stat().st_size, "sha256_of_first_mib": beginning}
@@ -105,5 +150,6 @@ def _content(data: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in data.items() if key != "source" or "bytes" not in data}
 
 
-def _tokenizer_checksum(checkpoint: Checkpoint) -> str:
-    return str(checkpoint.record["files"][TOKENIZER]["sha256"])
+def _tokenizer_checksum(checkpoint: Checkpoint) -> str | None:
+    file = checkpoint.record["files"].get(TOKENIZER)
+    return file and str(file["sha256"])

@@ -130,24 +130,19 @@ class Run(Generic[SettingsT]):
         steps: int,
         per_step: int,
         unit: str,
-        *,
-        first: int = 0,
-        before: int = 0,
         after_step: "Callable[[int], None] | None" = None,
-        after_record: "Callable[[int], None] | None" = None,
     ) -> Iterator[tuple[int, BatchT]]:
         """Number the steps, give each its batch, and keep the records of each.
 
         Args:
             batches: as many as there are steps to take.
-            steps: how many there are, with those before `first`.
+            steps: how many there are, with those that an earlier part of the run took.
             per_step: what the global batch holds, counted in `unit` ("tokens", "inputs").
             unit: see `per_step`.
-            first: the step to begin with.
-            before: how much of `unit` the steps before that one took.
-            after_step, after_record: called with each step's number before and after it is put on record; the time that
-                they take is not the step's.
+            after_step: called with each step's number before it is put on record; the time that it takes is not the
+                step's.
         """
+        first, before = self._begin()
         self._log.expect_steps(per_step, unit, before, go_on_at=first if self._goes_on else None)
         source = iter(batches)
         for step in range(first, steps):
@@ -156,8 +151,14 @@ class Run(Generic[SettingsT]):
             if after_step is not None:
                 after_step(step)
             self._log.record(step)
-            if after_record is not None:
-                after_record(step)
+            self._end_step(step, is_last=step + 1 == steps)
+
+    def _begin(self) -> tuple[int, int]:
+        """Before the first step: its number, and how much of the unit those before it took."""
+        return 0, 0
+
+    def _end_step(self, step: int, is_last: bool) -> None:
+        """After a step has been put on record."""
 
     def global_loss(self, step: int, losses: Iterable[Tensor]) -> float:
         """The loss of the global batch, on every rank and in the records.

@@ -4,12 +4,12 @@ import math
 import os
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, ClassVar, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 import tyro
 
 from distlab import resume
-from distlab.checkpoints import has_checkpoints, last_whole
+from distlab.checkpoints import LLAMA, has_checkpoints, last_whole
 from distlab.schedules import SCHEDULES
 from distlab.stages import Split, balance, read_split
 from distlab.tensor_parallel import check_division
@@ -17,7 +17,7 @@ from simplellm import command_line
 from simplellm.errors import InputError
 from simplellm.llama import check_heads
 from simplellm.sources import open_source
-from simplellm.tokenizers import SPTokenizer
+from simplellm.tokenizers import SHIPPED_MODEL, SPTokenizer
 
 Layout = dict[str, int]
 
@@ -93,8 +93,71 @@ class RunSettings:
 
 
 @dataclass
-class TrainSettings(RunSettings):
+class ResumableSettings(RunSettings):
+    """A training run that keeps checkpoints, and goes on from one."""
+
+    inheritance: ClassVar[resume.Inheritance[Any]]
+    """which settings are those of the checkpoint that it goes on from"""
+
+    save_every: Annotated[int | None, tyro.conf.arg(metavar="INT", help_behavior_hint="(default: never)")] = None
+    """steps between two checkpoints; the last step is saved too"""
+    keep: int = 3
+    """checkpoints to keep, the last ones"""
+    resume: Annotated[Path | None, tyro.conf.arg(metavar="DIR", help_behavior_hint="(default: begin)")] = None
+    """a run, or one of its checkpoints, to go on from: model, data and optimizer are its own by default"""
+
+    @property
+    def length(self) -> tuple[str, int]:
+        """The flag that says how long the run is, as the user wrote it, and how many steps that makes."""
+        raise NotImplementedError
+
+    @property
+    def tokenizer_model(self) -> Path | None:
+        """The SentencePiece model; None where the data is no text."""
+        return None
+
+    @property
+    def data_identity(self) -> dict[str, Any] | None:
+        """What tells the data from others, if it is known before the run begins and if other settings do not."""
+        return None
+
+    @property
+    def own_moments(self) -> bool:
+        """True if the optimizer's state is not the same on all replicas."""
+        return False
+
+    def check(self) -> None:
+        super().check()
+        require_positive(self, "keep")
+        if self.save_every is not None:
+            require_positive(self, "save_every")
+
+    def check_checkpoints(self) -> None:
+        """Raise `InputError` if the run cannot go on from `--resume`, or `--out` has the checkpoints of another run.
+
+        All other settings have been checked.
+        """
+        if self.resume is not None:
+            self.inheritance.check(last_whole(self.resume, at_a_glance=True), self)
+        if self.save_every and self.out is not None and has_checkpoints(self.out):
+            begun_in = None if self.resume is None else last_whole(self.resume, at_a_glance=True).folder.resolve()
+            if begun_in is None or self.out.resolve() not in begun_in.parents:
+                raise InputError(
+                    f"--out {self.out}: has checkpoints of another run; give another folder, or --resume {self.out}"
+                )
+
+
+@dataclass
+class TrainSettings(ResumableSettings):
     """A training run of the lab's Llama."""
+
+    inheritance = resume.LlamaInheritance(
+        LLAMA,
+        sizes=("dmodel", "num_heads", "n_layers"),
+        fixed=("optimizer",),
+        defaults=("seq_len", "seed", "lr", "dtype"),
+        layout_defaults=("batch_size", "micro_batches", "schedule", "layers_per_stage", "sync_every"),
+    )
 
     steps: int = 5000
     """optimizer steps"""
@@ -126,12 +189,6 @@ class TrainSettings(RunSettings):
         Path | None, tyro.conf.arg(metavar="FILE", help_behavior_hint="(default: the shipped one)")
     ] = None
     """a SentencePiece model"""
-    save_every: Annotated[int | None, tyro.conf.arg(metavar="INT", help_behavior_hint="(default: never)")] = None
-    """steps between two checkpoints; the last step is saved too"""
-    keep: int = 3
-    """checkpoints to keep, the last ones"""
-    resume: Annotated[Path | None, tyro.conf.arg(metavar="DIR", help_behavior_hint="(default: begin)")] = None
-    """a run, or one of its checkpoints, to go on from: model, data and optimizer are its own by default"""
     eval_every: Annotated[int | None, tyro.conf.arg(metavar="INT", help_behavior_hint="(default: never)")] = None
     """steps between two looks at the loss of stories that are not trained on"""
     eval_sequences: int = 24
@@ -142,17 +199,23 @@ class TrainSettings(RunSettings):
     """keep the records for TensorBoard too, in the run's folder"""
 
     @property
-    def own_moments(self) -> bool:
-        """True if the optimizer's state is not the same on all replicas."""
-        return False
+    def length(self) -> tuple[str, int]:
+        return f"--steps {self.steps}", self.steps
+
+    @property
+    def tokenizer_model(self) -> Path:
+        return self.tokenizer or SHIPPED_MODEL
+
+    @property
+    def data_identity(self) -> dict[str, Any] | None:
+        return None if self.data == "auto" else resume.data_identity(self.data, self.seed)
 
     def check(self) -> None:
         super().check()
         require_positive(self, "steps", "batch_size", "micro_batches", "dmodel", "num_heads", "n_layers", "lr")
-        require_positive(self, "keep", "eval_sequences")
-        for name in ("save_every", "eval_every"):
-            if getattr(self, name) is not None:
-                require_positive(self, name)
+        require_positive(self, "eval_sequences")
+        if self.eval_every is not None:
+            require_positive(self, "eval_every")
         if self.n_layers > MOST_LAYERS:
             raise InputError(f"--n-layers {self.n_layers}: give at most {MOST_LAYERS:,}")
         for flag, sequences in (("--batch-size", self.batch_size), ("--eval-sequences", self.eval_sequences)):
@@ -175,14 +238,6 @@ class TrainSettings(RunSettings):
         if self.data not in ("auto", "tinystories"):
             for split in ("train", "validation") if self.eval_every else ("train",):
                 next(open_source(self.data, split, self.seed).documents(0))
-        if self.resume is not None:
-            resume.check(last_whole(self.resume, at_a_glance=True), self)
-        if self.save_every and self.out is not None and has_checkpoints(self.out):
-            begun_in = None if self.resume is None else last_whole(self.resume, at_a_glance=True).folder.resolve()
-            if begun_in is None or self.out.resolve() not in begun_in.parents:
-                raise InputError(
-                    f"--out {self.out}: has checkpoints of another run; give another folder, or --resume {self.out}"
-                )
 
 
 @dataclass
@@ -222,7 +277,9 @@ class StageSettings(TrainSettings):
         stages = self.layout["pp"]
         if self.layers_per_stage is not None:
             return read_split(self.layers_per_stage, self.n_layers, stages)
-        return balance(self.n_layers, stages, vocab_size=vocab_size, dmodel=self.dmodel, seq_len=self.seq_len)
+        sizes = {"vocab_size": vocab_size, "dmodel": self.dmodel, "seq_len": self.seq_len}
+        kv_heads = self.num_kv_heads or self.num_heads
+        return balance(self.n_layers, stages, **sizes, kv_width=self.dmodel // self.num_heads * kv_heads)
 
 
 @dataclass
@@ -328,10 +385,12 @@ def parse(defaults: SettingsT, description: str, args: list[str] | None = None, 
         )
 
     settings = read(defaults)
-    if isinstance(settings, TrainSettings) and settings.resume is not None:  # once more, with other defaults
+    if isinstance(settings, ResumableSettings) and settings.resume is not None:  # once more, with other defaults
         checkpoint = last_whole(settings.resume, at_a_glance=True)
-        settings = read(replace(settings, **resume.inherited(checkpoint, settings)))
+        settings = read(replace(settings, **settings.inheritance.values(checkpoint, settings)))
     settings.check()
+    if isinstance(settings, ResumableSettings):
+        settings.check_checkpoints()
     return settings
 
 

@@ -52,35 +52,48 @@ def read_split(text: str, n_layers: int, stages: int) -> Split:
 
 
 def balance(
-    n_layers: int, stages: int, *, vocab_size: int, dmodel: int, seq_len: int, hidden_dim: int | None = None
+    n_layers: int,
+    stages: int,
+    *,
+    vocab_size: int,
+    dmodel: int,
+    seq_len: int,
+    hidden_dim: int | None = None,
+    kv_width: int | None = None,
 ) -> Split:
     """The layers of each stage such that the slowest stage is as fast as it can be.
 
     Costs are estimated in multiply-adds per token of a forward pass; a backward pass takes twice as many everywhere,
     so it changes nothing. The embedding is a look-up, and costs almost nothing beside a layer.
 
+    Args:
+        n_layers: of the model.
+        stages: of the pipeline.
+        vocab_size, dmodel, seq_len, hidden_dim: the model's sizes.
+        kv_width: of the keys of all heads together, or of the values; less than `dmodel` where heads share them.
+
     Raises:
         InputError: there are more stages than parts to give them.
     """
     hidden = 4 * dmodel if hidden_dim is None else hidden_dim
-    layer = 4 * dmodel**2 + 3 * dmodel * hidden + dmodel * seq_len  # projections, MLP, causal scores and mixing
+    projections = 2 * dmodel**2 + 2 * dmodel * (dmodel if kv_width is None else kv_width)
+    layer = projections + 3 * dmodel * hidden + dmodel * seq_len  # the last: causal scores and mixing
     embedding, head = dmodel, dmodel * vocab_size
 
-    # For the stages from one on, by the layers that are left for them: cost of the slowest, sum of squares, the split.
-    best: dict[int, tuple[float, float, Split]] = {0: (0.0, 0.0, ())}
-    for stage in reversed(range(stages)):
-        ends = (embedding if stage == 0 else 0) + (head if stage == stages - 1 else 0)
-        least = 1 if 0 < stage < stages - 1 or stages == 1 else 0
-        candidates: dict[int, list[tuple[float, float, Split]]] = {}
-        for left, (slowest, squares, split) in best.items():
-            for count in range(least, n_layers - left + 1):
-                cost = count * layer + ends
-                found = (max(cost, slowest), cost**2 + squares, (count, *split))
-                candidates.setdefault(left + count, []).append(found)
-        best = {left: min(found) for left, found in candidates.items()}
-    if n_layers not in best:
+    # Only the last stage has something that can be as dear as a layer: try what is left for it, and share out the rest
+    # evenly, the first stage being none of those that get one more.
+    found: list[tuple[int, int, Split]] = []  # cost of the slowest, sum of squares, the split
+    for last in range(1 if stages == 1 else 0, n_layers + 1):
+        share, more = divmod(n_layers - last, max(1, stages - 1))
+        split = ((share,) * (stages - 1 - more) + (share + 1,) * more + (last,))[-stages:]
+        costs = [count * layer for count in split]
+        costs[0] += embedding
+        costs[-1] += head
+        if sum(split) == n_layers and 0 not in split[1:-1]:
+            found.append((max(costs), sum(cost**2 for cost in costs), split))
+    if not found:
         raise InputError(
             f"{stages} stages for --n-layers {n_layers}: all stages but the first and the last need a layer; "
             f"give at most {n_layers + 2} stages, or more layers"
         )
-    return best[n_layers][2]
+    return min(found)[2]

@@ -2,11 +2,14 @@
 
 import itertools
 import re
+import time
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
+from distlab.settings import PipelineSettings, parse
 from distlab.stages import Split, balance, build_stage, read_split
 from simplellm.errors import InputError
 from simplellm.llama import CausalLLama
@@ -110,3 +113,25 @@ def test_the_stages_together_are_the_whole_model(split: Split) -> None:
     for part in parts:
         x = part(x)
     assert torch.equal(x, whole(ids))
+
+
+def test_keys_and_values_that_heads_share_make_layers_cheaper() -> None:
+    """So the head is worth more of them."""
+    for num_kv_heads in (8, 1):
+        model = CausalLLama(11, dmodel=64, num_heads=8, num_kv_heads=num_kv_heads, hidden_dim=8, n_layers=1)
+        matrices = sum(weight.numel() for weight in model.model.layers.parameters() if weight.dim() == 2)
+        of_a_layer = {"dmodel": 64, "seq_len": 8, "hidden_dim": 8, "kv_width": 64 * num_kv_heads // 8}
+        # A head that costs as much as three layers leaves its stage without any.
+        vocab_size = 3 * (matrices + 64 * 8) // 64
+        assert balance(4, 2, vocab_size=vocab_size - 8, **of_a_layer) == (3, 1)
+        assert balance(4, 2, vocab_size=vocab_size + 8, **of_a_layer) == (4, 0)
+    settings = parse(PipelineSettings(), "", "0 --dmodel 64 --num-heads 8 --n-layers 4 --world-size 2".split())
+    assert settings.split(3700) == (3, 1)
+    assert replace(settings, num_kv_heads=1).split(3700) == (4, 0)
+
+
+def test_a_thousand_layers_on_hundreds_of_stages() -> None:
+    started = time.monotonic()
+    split = balance(1000, 300, vocab_size=4096, dmodel=288, seq_len=256)
+    assert (len(split), sum(split)) == (300, 1000)
+    assert time.monotonic() - started < 2

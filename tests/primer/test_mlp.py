@@ -7,13 +7,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from processes import LAB, finish, free_port, run_script, start
-from torch.utils.data import TensorDataset
+from processes import LAB, run_script
+from terminals import terminals
 
 from simplellm.errors import InputError
 
 sys.path.append(str(LAB))
-from primer.mlp import MLP, ModelConfig, batches, evaluate, gen_dataset
+from DP.ddp.mlp_ddp import ParallelMLPSettings
+from primer.mlp import MLP, ModelConfig, evaluate, gen_dataset
 
 LINE = re.compile(r"step (\d+) \| train_loss (\d+\.\d{4}) \| test_loss (\d+\.\d{4}) \| step time \d+\.\d\dms")
 SMALL = "--n-layers 2 --d-in 16 --n-classes 4 --d-hidden 8 --train-size 500 --niters 301".split()
@@ -41,13 +42,14 @@ def test_learns_and_prints_the_exercises_line() -> None:
 @pytest.mark.parametrize("script", ["DP/ddp/mlp_ddp.py", "DP/mydp/mlp_mydp.py"])
 @pytest.mark.parametrize("world_size", [1, 3])
 def test_is_the_run_of_one_process_at_the_same_global_batch(script: str, world_size: int, tmp_path: Path) -> None:
-    flags = [*SMALL, "--out", tmp_path]
-    expected = reports(run_script("primer/mlp.py", *flags, "--batch-size", str(7 * world_size)).out)
-    flags += ["--batch-size", "7", "--world-size", str(world_size), "--master-port", str(free_port())]
-    ranks = [start(sys.executable, script, str(rank), *flags) for rank in range(world_size)]
-    ended = [finish(rank) for rank in ranks]
+    (tmp_path / "one").mkdir()
+    with terminals("primer/mlp.py", 1, tmp_path / "one", *SMALL, "--batch-size", str(7 * world_size)) as [one]:
+        expected = reports(one.finish(60).out)
+    flags = [*SMALL, "--batch-size", "7", "--world-size", str(world_size)]
+    with terminals(script, world_size, tmp_path, *flags) as ranks:
+        ended = [rank.finish(60) for rank in ranks]
     assert [end.status for end in ended] == [0] * world_size, [end.err for end in ended]
-    records = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    records = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert [record["inputs"] for record in records] == [7 * world_size * (step + 1) for step in range(301)]
     assert records[-1]["loss"] < records[0]["loss"] - 0.3
     assert all(record["sent_bytes"].get("gradients", 0) > 0 for record in records) == (world_size > 1)
@@ -83,18 +85,6 @@ def test_evaluate_weighs_every_sample_alike() -> None:
     assert evaluate(model, train_set, batch_size=10, max_batches=2) == pytest.approx(first_two, rel=1e-5)
 
 
-@pytest.mark.parametrize(("world_size", "size"), [(1, 10), (2, 23), (3, 31), (5, 47)])
-def test_ranks_take_the_parts_of_the_one_process_batch(world_size: int, size: int) -> None:
-    data = TensorDataset(torch.arange(size).unsqueeze(1), torch.arange(size))
-    one = batches(data, 2 * world_size)
-    many = [batches(data, 2, rank, world_size) for rank in range(world_size)]
-    for _ in range(3 * size):
-        _, expected = next(one)
-        assert torch.cat([next(rank)[1] for rank in many]).tolist() == expected.tolist()
-        assert len(set(expected.tolist())) == 2 * world_size
-
-
 def test_too_little_data_for_one_batch_a_rank() -> None:
-    data = TensorDataset(torch.zeros(5, 1), torch.zeros(5))
     with pytest.raises(InputError, match="--train-size 5: 3 ranks need 6 inputs"):
-        next(batches(data, 2, 0, 3))
+        ParallelMLPSettings(world_size=3, train_size=5, batch_size=2).check()

@@ -19,6 +19,8 @@ from simplellm.errors import InputError
 sys.path.append(str(LAB))
 from primer import race as lesson
 
+pytestmark = pytest.mark.alone
+
 ROW = re.compile(r"# (.+?) {2,}([\d,]+) +([\d,]+) +(\d+\.\d\d)")
 HAS_GLOBAL_LOCK = getattr(sys, "_is_gil_enabled", lambda: True)()
 

@@ -110,6 +110,7 @@ def test_without_the_cache_the_story_is_the_same(args: Settings) -> None:
 
 
 @torch.inference_mode()
+@pytest.mark.alone
 def test_with_the_cache_a_token_is_several_times_faster(one_thread: None) -> None:
     """The newest of 256 tokens against all of them, in seconds of the processor, whoever else uses it."""
     net = build(saved_model(dmodel=512, hidden_dim=2048, n_layers=1, ctx_size=256))

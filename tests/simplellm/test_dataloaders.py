@@ -127,6 +127,7 @@ def test_skip_and_iter_and_seed_and_split() -> None:
     assert validation == stream([story(index, split="validation") for index in range(4)])[:256]
 
 
+@pytest.mark.alone
 def test_it_starts_at_once() -> None:
     started = time.perf_counter()
     next(sample(batch_size=3))

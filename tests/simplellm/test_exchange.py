@@ -372,3 +372,25 @@ def test_a_run_without_checkpoints(
     assert status_of(monkeypatch, main, Request, tmp_path, tmp_path / "out") == 2
     assert capsys.readouterr().err.startswith(f"# {tmp_path}: no whole checkpoint is there")
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("is_there", [False, True], ids=["new", "empty"])
+def test_a_full_disk_leaves_no_half_run(
+    is_there: bool, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before, out = set(tmp_path.rglob("*")), tmp_path / "some" / "run"
+    if is_there:
+        out.mkdir(parents=True)
+        before |= {out, out.parent}
+
+    def fill_the_disk(_: int) -> None:
+        assert list(out.glob("checkpoints/*.unfinished/*"))
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as full:
+        full.setattr(os, "fsync", fill_the_disk)
+        assert status_of(monkeypatch, import_hf.main, import_hf.Request, folder, out) == 2
+    sentence = f"# {out}: cannot be written (No space left on device); give another folder\n"
+    assert capsys.readouterr().err == sentence
+    assert set(tmp_path.rglob("*")) == before
+    assert status_of(monkeypatch, import_hf.main, import_hf.Request, folder, out) == 0

@@ -24,6 +24,8 @@ from simplellm.errors import InputError
 from simplellm.sources import choose_source
 from simplellm.tokenizers import SPTokenizer
 
+pytestmark = pytest.mark.alone
+
 TOKENIZER = SPTokenizer()
 
 

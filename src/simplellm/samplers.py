@@ -1,0 +1,60 @@
+"""Which rows of a data set a step trains on, where the data has an end: epoch after epoch, in random order."""
+
+import torch
+from torch import Tensor
+
+from simplellm.errors import InputError
+
+
+class BatchSampler:
+    """An endless iterator over the row numbers of each step's global batch, int64 of shape (batch,).
+
+    An epoch goes through all rows once, in an order that depends on the seed and its number alone: so every rank knows
+    which rows are its own. What is left at its end, less than a batch, is left out.
+
+    Args:
+        rows: how many the data set has.
+        batch_size: rows to a step, of all replicas together.
+        seed: of the order.
+
+    Raises:
+        InputError: the data set has less than a batch.
+    """
+
+    def __init__(self, rows: int, batch_size: int, seed: int = 0) -> None:
+        if rows < batch_size:
+            raise InputError(f"the data set has {rows} rows, which do not make a batch of {batch_size}")
+        self._rows, self._batch_size, self._seed = rows, batch_size, seed
+        self._go_to(epoch=0, offset=0)
+
+    def __iter__(self) -> "BatchSampler":
+        return self
+
+    def __next__(self) -> Tensor:
+        if self._offset + self._batch_size > self._rows:
+            self._go_to(self._epoch + 1, offset=0)
+        batch = self._order[self._offset :][: self._batch_size]
+        self._offset += self._batch_size
+        return batch
+
+    def state_dict(self) -> dict[str, int]:
+        """The position: `offset` rows of epoch number `epoch` have been used.
+
+        It is the same on every rank, and says nothing of layout or batch size: a run may go on with others.
+        """
+        return {"epoch": self._epoch, "offset": self._offset}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        """Go to a position that `state_dict` gave.
+
+        Raises:
+            InputError: there is no such position in this data.
+        """
+        if state["offset"] > self._rows:
+            raise InputError(f"--resume: there is no row {state['offset']} in a data set of {self._rows}")
+        self._go_to(state["epoch"], state["offset"])
+
+    def _go_to(self, epoch: int, offset: int) -> None:
+        self._epoch, self._offset = epoch, offset
+        generator = torch.Generator().manual_seed((self._seed + epoch) % 2**63)
+        self._order = torch.randperm(self._rows, generator=generator)
