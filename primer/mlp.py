@@ -69,7 +69,7 @@ class MLPSettings(ModelConfig, ResumableSettings):
         ranks = world_size(self.layout)
         if ranks * self.batch_size > self.train_size:
             needed = ranks * self.batch_size
-            raise InputError(f"--train-size {self.train_size}: one batch for each of the ranks, {ranks}, takes {needed} inputs")
+            raise InputError(f"--train-size {self.train_size}: a batch for each of {ranks} ranks takes {needed} inputs")
 
 
 DEFAULTS = MLPSettings()

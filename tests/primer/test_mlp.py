@@ -86,5 +86,5 @@ def test_evaluate_weighs_every_sample_alike() -> None:
 
 
 def test_too_little_data_for_one_batch_a_rank() -> None:
-    with pytest.raises(InputError, match="--train-size 5: 3 ranks need 6 inputs"):
+    with pytest.raises(InputError, match="--train-size 5: a batch for each of 3 ranks takes 6 inputs"):
         ParallelMLPSettings(world_size=3, train_size=5, batch_size=2).check()
