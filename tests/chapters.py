@@ -25,8 +25,8 @@ BATCH = 6  # sequences to a step in each of the layouts, of all replicas togethe
 LAYOUTS = {  # ranks, script, flags
     "primer": (1, "primer/intro.py", "--batch-size 6"),
     "dp-ga": (3, "DP/gradient_aggr/intro_DP_GA.py", "--world-size 3 --batch-size 2"),
-    # On three ranks it goes on to rounding: the wrapper regroups its buckets after its first step.
-    "ddp": (2, "DP/ddp/intro_DP_DDP.py", "--world-size 2 --batch-size 3"),
+    "dp-wa": (2, "DP/weight_aggr/intro_DP_WA.py", "--world-size 2 --batch-size 3"),
+    "ddp": (3, "DP/ddp/intro_DP_DDP.py", "--world-size 3 --batch-size 2"),
     "mydp": (3, "DP/mydp/intro_DP_MyDP.py", "--world-size 3 --batch-size 2"),
     "pp-1f1b": (2, "PP/1F1B/intro_PP_1F1B.py", "--world-size 2 --batch-size 6"),
     "pp-dapple": (3, "PP/microbatches/intro_PP_microbatches.py", "--world-size 3 --batch-size 6"),

@@ -120,6 +120,8 @@ def train(run: ResumableRun[SentimentSettings]) -> None:
     pcomm.init(args.tp)
     tokenizer = SPTokenizer()
     reviews = Reviews(args.data, "train", args.samples, tokenizer, args.seq_len, args.seed)
+    if len(reviews) < args.samples:
+        raise InputError(f"--samples {args.samples}: {args.data} has {len(reviews)} to train on; give at most as many")
     held_out = Reviews(args.data, "validation", max(1, args.samples // 4), tokenizer, args.seq_len, args.seed)
     torch.manual_seed(args.seed)  # the slices are those of one matrix
     net = Transformer(tokenizer.vocab_size, args.dim, args.layers, args.heads, dropout_prob=args.dropout)

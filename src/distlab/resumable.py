@@ -68,6 +68,8 @@ class ResumableRun(Run[ResumableSettingsT]):
             asked, steps = args.length
             if steps < checkpoint.step + (not goes_on):  # in its own folder, a run may find that all is done
                 raise InputError(f"{asked}: {checkpoint.folder} has taken {checkpoint.step} steps already; give more")
+            if goes_on:  # already now: a run that is started again goes on from the last one that is left
+                supersede(Path(decided["out"]), checkpoint.step)
             decided["resume"] = str(checkpoint.folder.absolute())
         return decided
 
@@ -100,8 +102,6 @@ class ResumableRun(Run[ResumableSettingsT]):
             restore(self._checkpoint, net, optimizer, self.rank, self.settings.layout)
             if self._checkpoint.record.get("position"):
                 batches.load_state_dict(self._checkpoint.record["position"])
-            if self._goes_on and self.rank == 0:
-                supersede(self.out, self.first_step)
         return self.first_step, self._checkpoint.count
 
     def _end_step(self, step: int, is_last: bool) -> None:

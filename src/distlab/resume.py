@@ -1,7 +1,8 @@
 """What a run that goes on takes over from its checkpoint, and what has to be as it was.
 
-The layout, the batch size and all that concerns speed may change: what a checkpoint holds says nothing of them. So may
-learning rate and precision, which are the checkpoint's unless other ones are given.
+The layout and all that concerns speed may change: what a checkpoint holds says nothing of them. So may learning rate
+and precision, which are the checkpoint's unless other ones are given, and the batch size, where steps are not counted
+in epochs.
 """
 
 import hashlib
@@ -138,15 +139,19 @@ def data_identity(data: str, seed: int) -> dict[str, Any]:
     if data in ("tinystories", "imdb"):
         return {"source": data}
     path = Path(data).expanduser()
-    if path.is_dir():
-        return {"source": str(path.absolute())}
-    with path.open("rb") as file:
-        beginning = hashlib.sha256(file.read(1 << 20)).hexdigest()
-    return {"source": str(path.absolute()), "bytes": path.stat().st_size, "sha256_of_first_mib": beginning}
+    files = sorted(file for file in path.rglob("*") if file.is_file()) if path.is_dir() else [path]
+    beginnings, size_bytes = hashlib.sha256(), 0
+    for part in files:
+        size_bytes += part.stat().st_size
+        if part != path:
+            beginnings.update(f"{part.relative_to(path)} {part.stat().st_size} ".encode())
+        with part.open("rb") as file:
+            beginnings.update(file.read(1 << 20))
+    return {"source": str(path.absolute()), "bytes": size_bytes, "sha256_of_first_mib": beginnings.hexdigest()}
 
 
 def _content(data: dict[str, Any]) -> dict[str, Any]:
-    """A file is the same wherever it lies."""
+    """A file, or a folder of them, is the same wherever it lies."""
     return {key: value for key, value in data.items() if key != "source" or "bytes" not in data}
 
 

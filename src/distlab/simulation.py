@@ -25,7 +25,7 @@ class Deadlock(RuntimeError):
 
 
 class HalfMessage(RuntimeError):
-    """All ranks have ended, and of a message only one end was begun: a real one is lost, or waited for in vain."""
+    """All ranks have ended, but a message has not: its other end was never begun, or nobody waited for it."""
 
 
 @dataclass(frozen=True)
@@ -123,7 +123,7 @@ class SimulatedWorld:
         shared_bytes_per_second: what all messages under way share, as those do whose ranks are on one computer; their
             latency, which is work for its cores, too, then counts like the bytes that could go meanwhile.
         one_card: whether what a rank sends at the same time shares its link's bytes per second, and what it receives,
-            as with one network card; otherwise there is a link for each pair.
+            as with one network card; otherwise there is a link for each pair and direction.
         keep_messages: whether to remember all messages.
 
     Attributes:
@@ -206,7 +206,10 @@ class SimulatedWorld:
             raise self._failure
         for message in (message for begun in self._unmatched.values() for message in begun):
             began, never = ("to send to", "received it") if message.is_send else ("to receive from", "sent anything")
-            raise HalfMessage(f"rank {message.rank} began {began} rank {message.peer}, which never {never}")
+            tagged = f" with tag {message.tag}" if message.tag else ""
+            raise HalfMessage(f"rank {message.rank} began {began} rank {message.peer}{tagged}, which never {never}")
+        for flow in self._flows:
+            raise HalfMessage(f"a message from rank {flow.send.rank} to rank {flow.receive.rank} was not waited for")
         return results
 
     @contextmanager
@@ -251,7 +254,8 @@ class SimulatedWorld:
         if math.isinf(self._shared_bytes_per_second):
             flows_from, left_bytes = self._clock + link.latency_seconds, float(size_bytes)
         else:
-            flows_from, left_bytes = self._clock, size_bytes + link.latency_seconds * link.bytes_per_second
+            bytes_per_second = min(link.bytes_per_second, self._shared_bytes_per_second)
+            flows_from, left_bytes = self._clock, size_bytes + link.latency_seconds * bytes_per_second
         self._flows.append(Flow(send, receive, link.bytes_per_second, self._clock, flows_from, left_bytes))
         sender, receiver = self.counts[send.rank], self.counts[receive.rank]
         sender.sends += 1
@@ -310,13 +314,7 @@ class SimulatedWorld:
             return
         flowing = [flow for flow in self._flows if flow.flows_from_seconds <= self._clock]
         share = self._shared_bytes_per_second / max(1, len(flowing))
-        rates = [min(flow.bytes_per_second, share) for flow in flowing]
-        if self._one_card:
-            out, into = Counter(flow.send.rank for flow in flowing), Counter(flow.receive.rank for flow in flowing)
-            rates = [
-                rate / max(out[flow.send.rank], into[flow.receive.rank])
-                for rate, flow in zip(rates, flowing, strict=True)
-            ]
+        rates = [min(flow.bytes_per_second / on_link, share) for flow, on_link in self._with_messages_on_link(flowing)]
         ends = [self._clock + flow.left_bytes / rate for flow, rate in zip(flowing, rates, strict=True)]
         starts = [flow.flows_from_seconds for flow in self._flows if flow.flows_from_seconds > self._clock]
         now = min([*ends, *starts, *self._computing.values()])
@@ -328,6 +326,15 @@ class SimulatedWorld:
         for rank in [rank for rank, end in self._computing.items() if end <= now]:
             del self._computing[rank]
             self._release(rank)
+
+    def _with_messages_on_link(self, flowing: list[Flow]) -> Iterator[tuple[Flow, int]]:
+        """Each message, and how many share the bandwidth of its link, itself included."""
+        if self._one_card:
+            out, into = Counter(flow.send.rank for flow in flowing), Counter(flow.receive.rank for flow in flowing)
+            yield from ((flow, max(out[flow.send.rank], into[flow.receive.rank])) for flow in flowing)
+        else:
+            pairs = Counter((flow.send.rank, flow.receive.rank) for flow in flowing)
+            yield from ((flow, pairs[flow.send.rank, flow.receive.rank]) for flow in flowing)
 
     def _has_arrived(self, flow: Flow) -> bool:
         """Whether a message has arrived; its ends then go on."""

@@ -194,3 +194,32 @@ def test_messages_meet_by_their_tags() -> None:
 
     with pytest.raises(Deadlock, match="to send to rank 1 with tag 2; rank 1 waits for a message from rank 0 with tag"):
         SimulatedWorld(2).run(miss)
+
+
+def test_messages_on_one_link_share_its_bandwidth() -> None:
+    def give(rank: int) -> None:
+        begun = [(dist.isend if rank == 0 else dist.irecv)(torch.zeros(250_000), 1 - rank) for _ in range(4)]
+        for message in begun:
+            assert message is not None
+            message.wait()
+
+    world = SimulatedWorld(2, Link(0, 1e9))
+    world.run(give)
+    assert world.makespan == pytest.approx(4e-3)
+    ring = SimulatedWorld(4, Link(0, 1e9))
+    ring.run(lambda rank: allreduce_ring(torch.zeros(10_000_000, device="meta")))
+    assert ring.makespan == pytest.approx(2 * 3 / 4 * 0.04), "in segments, too, 2 (n - 1) / n of the tensor goes"
+
+
+def test_a_computer_that_moves_so_many_bytes_needs_no_bandwidth_of_its_links() -> None:
+    world = SimulatedWorld(2, Link(1e-3), shared_bytes_per_second=1e9)
+    world.run(lambda rank: broadcast_naive(torch.zeros(250_000), 0))
+    assert world.makespan == pytest.approx(2e-3)
+
+
+def test_a_message_that_nobody_waits_for_is_named() -> None:
+    def begin(rank: int) -> None:
+        (dist.isend if rank == 0 else dist.irecv)(torch.ones(1), 1 - rank)
+
+    with pytest.raises(HalfMessage, match="a message from rank 0 to rank 1 was not waited for"):
+        SimulatedWorld(2).run(begin)
