@@ -3,9 +3,10 @@
     python bench/kills.py                       60 kills, all topologies
     python bench/kills.py --kills 5 --seed 7 --topologies hybrid tp
 
-Each run saves checkpoints. One of its ranks gets SIGKILL: while the ranks start, between two steps, or while they save.
+Each run saves checkpoints. One of its ranks gets SIGKILL: while the ranks start, after some step, or while they save.
 The run has to end by itself, with a status that is not 0 and a last line that names the rank; no process and no whole
-checkpoint may be left or lost; and gone on with, its losses have to be those of a run that nobody disturbed.
+checkpoint may be left or lost; and gone on with (from the start, where there was no checkpoint yet), its losses have to
+be those of a run that nobody disturbed.
 """
 
 import contextlib

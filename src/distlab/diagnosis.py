@@ -127,16 +127,16 @@ def diagnose(
     if first is not None and first.wait is not None and lost_a_peer:
         lost = f"{describe(first.rank)} lost its connection to {list_ranks(first.wait.peers)}"
         return Diagnosis(picture, f"{lost}, though all ranks answer: see their last lines")
+    if circle:  # none of its ranks goes on, whatever the others come to
+        picture.append(f"  a circle: {' -> '.join(f'rank {rank}' for rank in [*circle, circle[0]])}")
+        start, *others = circle
+        chain = "".join(f" waits for {describe(rank)}, which" for rank in others)
+        return Diagnosis(picture, f"deadlock: {describe(start)}{chain} waits for {describe(start)}", is_deadlock=True)
     if ends:
         names = " and ".join(describe(rank) for rank in ends)
         answer = "answers, but has" if len(ends) == 1 else "answer, but have"
         late = f"not come so far, and the others wait: computing for longer than --timeout {timeout_seconds:g}"
         return Diagnosis(picture, f"{names} {answer} {late}")
-    if circle:
-        picture.append(f"  a circle: {' -> '.join(f'rank {rank}' for rank in [*circle, circle[0]])}")
-        start, *others = circle
-        chain = "".join(f" waits for {describe(rank)}, which" for rank in others)
-        return Diagnosis(picture, f"deadlock: {describe(start)}{chain} waits for {describe(start)}", is_deadlock=True)
     what = next(iter(waits.values())).what if waits else "each other"
     return Diagnosis(
         picture, f"all ranks do their part of {what}, and it does not end: is the network between them up?"

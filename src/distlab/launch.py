@@ -14,6 +14,7 @@ import signal
 import sys
 import tempfile
 from pathlib import Path
+from types import FrameType
 from typing import NoReturn
 
 import torch.distributed as dist
@@ -170,31 +171,34 @@ def run_ranks(script: Path, args: list[str], settings: RunSettings, machines: No
             logging.getLogger(name).setLevel(logging.CRITICAL)
     shorten_shutdown()
     port = settings.master_port or (0 if machines.count == 1 else DEFAULT_PORT)
-    meeting = nodes.Meeting(machines, settings.master_addr, port, settings.timeout, max_restarts, say)
-    watch = nodes.Watch(meeting, SECONDS_TO_END)
+    watch: nodes.Watch | None = None  # until this launcher has met node 0's
     launcher_api.LocalElasticAgent = nodes.Agent  # type: ignore[misc]  # `elastic_launch` takes no other
     os.environ["LAB_LAUNCHER"] = str(os.getpid())
     told = ""  # to the other machines, if not what is said here
     with tempfile.TemporaryDirectory() as errors:
-        config = LaunchConfig(
-            min_nodes=machines.count,
-            max_nodes=machines.count,
-            nproc_per_node=machines.ranks_of[machines.rank],
-            rdzv_backend=nodes.BACKEND,
-            rdzv_endpoint="",
-            rdzv_configs={"meeting": meeting},
-            run_id=meeting.get_run_id(),
-            max_restarts=max_restarts,
-            monitor_interval=0.1,
-            logs_specs=DefaultLogsSpecs(log_dir=errors),
-        )
         try:
+            raise_signals()
+            meeting = nodes.Meeting(machines, settings.master_addr, port, settings.timeout, max_restarts, say)
+            watch = nodes.Watch(meeting, SECONDS_TO_END)
+            config = LaunchConfig(
+                min_nodes=machines.count,
+                max_nodes=machines.count,
+                nproc_per_node=machines.ranks_of[machines.rank],
+                rdzv_backend=nodes.BACKEND,
+                rdzv_endpoint="",
+                rdzv_configs={"meeting": meeting},
+                run_id=meeting.get_run_id(),
+                max_restarts=max_restarts,
+                monitor_interval=0.1,
+                logs_specs=DefaultLogsSpecs(log_dir=errors),
+            )
             try:
                 elastic_launch(config, sys.executable)("-u", str(script), *args)
             finally:
                 watch.agent_ended()
         except ChildFailedError as error:
             status, sentence, is_cause = root_cause(error, settings.layout)
+            assert watch is not None
             if not is_cause and watch.hear():
                 status, sentence = 1, watch.word
             elif not is_cause and machines.count > 1:
@@ -202,20 +206,32 @@ def run_ranks(script: Path, args: list[str], settings: RunSettings, machines: No
         except SignalException as end:
             status, sentence = 128 + end.sigval, f"ended by {signal.Signals(end.sigval).name}"
             told = f"the launcher was {sentence}"
-            if watch.word:
+            if watch and watch.word:
                 status, sentence = 1, watch.word
         except InputError as error:
             status, sentence = 2, str(error)
         except dist.DistError as error:
-            status, sentence = 1, watch.hear() or f"lost the other machines: {error}".splitlines()[0]
+            status, sentence = 1, (watch and watch.hear()) or f"lost the other machines: {error}".splitlines()[0]
         else:
             status, sentence = 0, ""
     if sentence:
         print(f"# {sentence}", file=sys.stderr, flush=True)
-        if not watch.word:
+        if watch and not watch.word:
             watch.tell(told or sentence)
-    watch.leave()
+    if watch:
+        watch.leave()
     return status
+
+
+def raise_signals() -> None:
+    """Let what asks this process to end raise `SignalException`; torchrun's agent does so from its first ranks on."""
+
+    def end(number: int, _: FrameType | None) -> NoReturn:
+        sent = signal.Signals(number)
+        raise SignalException(f"got {sent.name}", sent)
+
+    for sent in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(sent, end)
 
 
 def shorten_shutdown() -> None:
@@ -237,8 +253,10 @@ def root_cause(error: ChildFailedError, layout: Layout) -> tuple[int, str, bool]
         by_us = failure.exitcode == -signal.SIGKILL and failure.timestamp > first + SECONDS_TO_END / 2  # it was stopped
         return by_us or failure.exitcode == -signal.SIGTERM or bool(failure.error_file_data.get("lost_a_peer"))
 
-    rank, failure = min(error.failures.items(), key=lambda item: (is_consequence(item[1]), item[1].timestamp, item[0]))
-    who, is_cause = Grid.of(rank, layout).describe(rank), not is_consequence(failure)
+    # Of failures in the same second the one that torchrun came upon first counts, and before that we sent no SIGTERM.
+    rank, failure = min(error.failures.items(), key=lambda item: (is_consequence(item[1]), item[1].timestamp))
+    who = Grid.of(rank, layout).describe(rank)
+    is_cause = not is_consequence(failure) or failure.exitcode == -signal.SIGTERM
     if failure.exitcode < 0:
         return 1, f"{who} failed: it was ended by {failure.signal_name()}", is_cause
     if "status" in failure.error_file_data:  # written by distlab.main

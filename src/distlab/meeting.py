@@ -14,13 +14,16 @@ import socket
 import time
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 
+from distlab.notices import within
+from distlab.traffic import TrafficError
 from simplellm.errors import InputError
 
 Say = Callable[[str], None]
+ResultT = TypeVar("ResultT")
 
 
 def open_store(rank: int, address: str, port: int, timeout_seconds: float, say: Say) -> dist.Store:
@@ -28,10 +31,11 @@ def open_store(rank: int, address: str, port: int, timeout_seconds: float, say: 
 
     Raises:
         InputError: the port is in use, or rank 0 does not listen within the timeout.
+        TrafficError: it listens, and does not answer.
     """
     timeout = timedelta(seconds=timeout_seconds)
     if started_by_torchrun():
-        store, _, _ = next(dist.rendezvous("env://", timeout=timeout))
+        store, _, _ = _ask(lambda: next(dist.rendezvous("env://", timeout=timeout)), timeout_seconds)
         return store
     if rank == 0:
         return open_bound_store(address, port, timeout_seconds)[0]
@@ -43,7 +47,10 @@ def open_store(rank: int, address: str, port: int, timeout_seconds: float, say: 
         "--master-addr and --master-port",
     )
     try:
-        return dist.TCPStore(address, port, is_master=False, timeout=timeout, wait_for_workers=False)
+        return _ask(
+            lambda: dist.TCPStore(address, port, is_master=False, timeout=timeout, wait_for_workers=False),
+            timeout_seconds,
+        )
     except dist.DistError as error:
         raise InputError(f"--master-port {port}: what listens at {address}:{port} is not rank 0") from error
 
@@ -134,16 +141,17 @@ def agree(
     Raises:
         InputError: two processes have the same rank, a rank was started with other settings, or one did not come
             within the timeout. All ranks raise it.
+        TrafficError: the store where the ranks meet does not answer.
     """
-    if store.add(f"seat/{rank}", 1) > 1:
+    if _ask(lambda: store.add(f"seat/{rank}", 1), timeout_seconds) > 1:
         raise InputError(
             f"rank {rank} is taken: another process joined this run with it, and may have ended since; give each rank "
             "one process, and after a failure start all ranks again"
         )
-    store.set(f"settings/{rank}", json.dumps(settings))
+    _ask(lambda: store.set(f"settings/{rank}", json.dumps(settings)), timeout_seconds)
     if rank > 0:
         verdict = json.loads(_wait(store, "verdict", "rank 0's word that all have joined", timeout_seconds, say))
-        store.set(f"heard/{rank}", "")
+        _ask(lambda: store.set(f"heard/{rank}", ""), timeout_seconds)
         _compare(verdict["settings"], settings, rank)
     else:
         verdict = {"settings": settings}
@@ -154,7 +162,7 @@ def agree(
             verdict["decided"] = decide()
         except InputError as error:
             verdict["error"] = str(error)
-        store.set("verdict", json.dumps(verdict))
+        _ask(lambda: store.set("verdict", json.dumps(verdict)), timeout_seconds)
         if "error" in verdict:
             _let_hear(store, size)
     if "error" in verdict:
@@ -164,7 +172,8 @@ def agree(
 
 def leave_host(store: dist.Store, rank: int, host: str) -> None:
     """Tell rank 0 on which host this rank is; before they agree."""
-    store.set(f"host/{rank}", host)
+    seconds = store.timeout.total_seconds()  # type: ignore[attr-defined]  # torch's annotations lack it
+    _ask(lambda: store.set(f"host/{rank}", host), seconds)
 
 
 def say_hosts(store: dist.Store, size: int, tp: int, say: Say) -> None:
@@ -190,11 +199,32 @@ def say_hosts(store: dist.Store, size: int, tp: int, say: Say) -> None:
         )
 
 
+def _ask(call: Callable[[], ResultT], seconds: float) -> ResultT:
+    """What a call to the store where the ranks meet returns, or raises.
+
+    The kernel accepts connections also for a process that is stopped, and torch's calls wait there without end.
+
+    Raises:
+        TrafficError: there was no answer for `seconds`.
+    """
+    answer = within(seconds, lambda: (call(),))
+    if answer is None:
+        who = "the launcher" if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" else "rank 0"
+        sentence = f"{who} does not answer: it is stopped, or its machine or network is gone"
+        raise TrafficError(f"{sentence}; waited {seconds:g} s, which --timeout sets", TimeoutError())
+    return answer[0]
+
+
 def _let_hear(store: dist.Store, size: int) -> None:
     """Give the ranks that have joined time to read the verdict: the store ends with rank 0's process."""
-    joined = [f"heard/{rank}" for rank in range(1, size) if store.check([f"settings/{rank}"])]
-    with contextlib.suppress(InputError):
-        wait_until(lambda: store.check(joined), 5, "a rank has gone")
+    seconds = 5.0
+    with contextlib.suppress(InputError, TrafficError):
+        came = [rank for rank in range(1, size) if _has(store, f"settings/{rank}", seconds)]
+        wait_until(lambda: all(_has(store, f"heard/{rank}", seconds) for rank in came), seconds, "a rank has gone")
+
+
+def _has(store: dist.Store, key: str, seconds: float) -> bool:
+    return _ask(lambda: store.check([key]), seconds)
 
 
 def _wait(store: dist.Store, key: str, what: str, timeout_seconds: float, say: Say) -> bytes:
@@ -203,11 +233,11 @@ def _wait(store: dist.Store, key: str, what: str, timeout_seconds: float, say: S
     sentence = f"waited {timeout_seconds:g} s for {what}: is it running? --timeout sets how long"
     try:
         try:
-            wait_until(lambda: store.check([key]), min(notice_seconds, timeout_seconds), sentence)
+            wait_until(lambda: _has(store, key, timeout_seconds), min(notice_seconds, timeout_seconds), sentence)
         except InputError:
             say(f"waiting for {what}")
-            wait_until(lambda: store.check([key]), timeout_seconds - notice_seconds, sentence)
-        return store.get(key)
+            wait_until(lambda: _has(store, key, timeout_seconds), timeout_seconds - notice_seconds, sentence)
+        return _ask(lambda: store.get(key), timeout_seconds)
     except dist.DistError as error:
         raise InputError(f"rank 0 ended while this rank waited for {what}: see rank 0's last line") from error
 

@@ -221,17 +221,21 @@ class Meeting(RendezvousHandler):
         )
 
     def _compare(self) -> None:
-        """The machines must agree on how the ranks are shared, before any rank gets a number."""
-        own = json.dumps(self.nodes.ranks_of)
+        """The machines must agree on how the ranks are shared and restarted, before any rank gets a number."""
+        own = {
+            "--nnodes and --ranks-per-node: node 0 was started with each node's ranks as": self.nodes.ranks_of,
+            "--max-restarts: node 0 was started with it as": self._max_restarts,
+        }
         if self.nodes.rank == 0:
-            self._store.set("ranks of nodes", own)
-        wait_until(lambda: self._has("ranks of nodes"), self._timeout_seconds, "node 0 did not say a word")
-        agreed = ask(lambda: self._store.get("ranks of nodes")).decode()
-        if agreed != own:
-            raise InputError(
-                f"--nnodes and --ranks-per-node: node 0 was started with each node's ranks as {agreed}, node "
-                f"{self.nodes.rank} as {own}; start all machines with the same flags"
-            )
+            self._store.set("flags", json.dumps([*own.values()]))
+        wait_until(lambda: self._has("flags"), self._timeout_seconds, "node 0 did not say a word")
+        agreed = json.loads(ask(lambda: self._store.get("flags")))
+        for (sentence, value), node_0s in zip(own.items(), agreed, strict=True):
+            if json.loads(json.dumps(value)) != node_0s:
+                raise InputError(
+                    f"{sentence} {node_0s}, node {self.nodes.rank} as {json.dumps(value)}; start all machines with the "
+                    "same flags"
+                )
 
     def get_backend(self) -> str:
         return BACKEND
@@ -393,6 +397,9 @@ class Agent(LocalElasticAgent):
         assert isinstance(meeting, Meeting)
         self._remaining_restarts = worker_group.spec.max_restarts - meeting.restarts
         return super()._start_workers(worker_group)
+
+    def _stop_workers(self, worker_group: WorkerGroup) -> None:
+        self._shutdown(timeout=self._shutdown_timeout)  # torchrun's own takes 30 s here, whatever it was told
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         meeting = worker_group.spec.rdzv_handler

@@ -196,6 +196,7 @@ def test_a_failure_inside_a_longer_wait_keeps_its_own_name() -> None:
         raise RuntimeError("Connection closed by peer")
 
 
+@pytest.mark.alone
 def test_a_call_that_does_not_return_is_left_behind() -> None:
     started, forever = time.monotonic(), threading.Event()
     assert within(0.1, forever.wait) is None
@@ -229,6 +230,7 @@ LOST = failure(1, 100, "rank 4 has ended", status=1, lost_a_peer=True, names_the
         ({4: failure(-9, 100), 3: LOST}, "rank 4 (stage 1 of replica 1) failed: it was ended by SIGKILL"),
         ({4: failure(-9, 106), 3: LOST}, "rank 4 has ended"),  # the launcher killed it, since it was stopped
         ({4: failure(-15, 100), 3: failure(7, 101)}, "rank 3 (stage 0 of replica 1) failed with exit status 7"),
+        ({4: failure(-15, 100), 3: failure(-15, 100)}, "rank 4 (stage 1 of replica 1) failed: it was ended by SIGTERM"),
         ({3: LOST, 4: failure(1, 101, "no disk", status=1)}, "rank 4 (stage 1 of replica 1) failed: no disk"),
     ],
 )
@@ -260,3 +262,10 @@ def test_a_parameter_comes_before_what_it_leads_to() -> None:
 
 def test_a_loss_of_finite_activations() -> None:
     assert "in the loss itself" in find_in(nn.Linear(2, 2))
+
+
+def test_a_circle_is_named_though_another_rank_is_late() -> None:
+    """None of its ranks goes on, whatever rank 3 comes to."""
+    found = explain(sends(0, 1), sends(1, 0), receives(2, 3), Notice(3, None), world_size=4)
+    assert found.is_deadlock
+    assert found.sentence.startswith("deadlock: rank 0 waits for rank 1, which waits for rank 0")

@@ -1,13 +1,19 @@
 """Ranks compare what they were started with before any of them trains."""
 
 import contextlib
+import multiprocessing
+import os
+import signal
+import time
 from datetime import timedelta
 from typing import Any
 
+import pytest
 import torch.distributed as dist
 from processes import free_port, run_ranks
 
-from distlab.meeting import agree
+from distlab.meeting import agree, listen_at, open_store
+from distlab.traffic import TrafficError
 from simplellm.errors import InputError
 
 Settings = dict[str, Any]
@@ -64,3 +70,36 @@ def test_two_processes_with_one_rank() -> None:
 def test_a_rank_that_never_comes_is_named() -> None:
     outcomes = meet([{"steps": 3}] * 2, size=[3, 3])
     assert outcomes[0] == "waited 3 s for rank 2 to join: is it running? --timeout sets how long"
+
+
+@pytest.mark.alone
+def test_a_rank_0_that_is_stopped_is_not_waited_for_without_end() -> None:
+    with listen_at("127.0.0.1", 0) as silent:  # accepts connections, as the kernel does for a process that is stopped
+        started = time.monotonic()
+        with pytest.raises(TrafficError, match=r"rank 0 does not answer: it is stopped, .*; waited 2 s, which --timeo"):
+            open_store(1, "127.0.0.1", silent.getsockname()[1], 2, lambda _: None)
+        assert time.monotonic() - started < 5
+
+
+@pytest.mark.alone
+def test_a_rank_0_that_stops_after_another_has_connected_is_not_waited_for() -> None:
+    port = free_port()
+    holder = multiprocessing.get_context("fork").Process(target=hold_store, args=(port,))
+    holder.start()
+    try:
+        store = open_store(1, "localhost", port, 10, lambda _: None)
+        assert holder.pid is not None
+        os.kill(holder.pid, signal.SIGSTOP)
+        with pytest.raises(TrafficError, match="rank 0 does not answer: it is stopped"):
+            agree(store, 1, 2, {}, dict, 1, lambda _: None)
+        os.kill(holder.pid, signal.SIGCONT)
+        assert store.check(["seat/1"]), "the call that was left behind has ended"
+    finally:
+        holder.kill()
+        holder.join()
+
+
+def hold_store(port: int) -> None:
+    store = open_store(0, "localhost", port, 10, lambda _: None)
+    time.sleep(60)
+    del store

@@ -1,18 +1,28 @@
 """Several machines: how ranks are shared among them, and what is refused before anything starts."""
 
+import contextlib
+import multiprocessing
+import os
 import re
+import signal
 import socket
+import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 import torch.distributed as dist
+from processes import free_port, wait_for
 
 from distlab.devices import interface_of, own_address
-from distlab.launch import launch
-from distlab.meeting import listen_at, say_hosts
+from distlab.launch import launch, run_ranks
+from distlab.meeting import listen_at, listens, say_hosts
 from distlab.nodes import Meeting, Nodes, place, read_flags
+from distlab.settings import RunSettings
 from simplellm.errors import InputError
+
+pytestmark = pytest.mark.alone
 
 LAYOUT = {"dp": 2, "pp": 3, "tp": 1}
 ELSEWHERE = "192.0.2.7"  # reserved for documentation (RFC 5737)
@@ -93,9 +103,9 @@ def test_the_interface_is_that_of_the_way_to_the_master() -> None:
         assert interface_of("::1") in ("lo", None)
 
 
-def meet(rank: int, ranks_of: tuple[int, ...], port: int, timeout_seconds: float = 5) -> Meeting:
+def meet(rank: int, ranks_of: tuple[int, ...], port: int, timeout_seconds: float = 5, max_restarts: int = 1) -> Meeting:
     """A launcher's part, at loopback."""
-    return Meeting(Nodes(rank, ranks_of), "127.0.0.1", port, timeout_seconds, max_restarts=1, say=lambda _: None)
+    return Meeting(Nodes(rank, ranks_of), "127.0.0.1", port, timeout_seconds, max_restarts, say=lambda _: None)
 
 
 def test_machines_meet_again_in_every_round() -> None:
@@ -144,6 +154,8 @@ def test_machines_that_do_not_fit_together() -> None:
         InputError, match=re.escape("each node's ranks as [3, 3], node 1 as [4, 2]; start all machines")
     ):
         meet(1, (4, 2), first.port)
+    with pytest.raises(InputError, match="--max-restarts: node 0 was started with it as 1, node 1 as 2"):
+        meet(1, (3, 3), first.port, max_restarts=2)
     meet(1, (3, 3), first.port)  # with the flags mended
     with pytest.raises(InputError, match="--node-rank 1 is taken: give each machine of the run its own"):
         meet(1, (3, 3), first.port)
@@ -184,3 +196,34 @@ def test_rank_0_says_who_is_where(hosts: str, tp: int, said: list[str]) -> None:
     lines: list[str] = []
     say_hosts(store, len(hosts), tp, lines.append)  # type: ignore[arg-type]
     assert lines == said
+
+
+@pytest.mark.parametrize(("node", "sent"), [(0, signal.SIGTERM), (0, signal.SIGINT), (1, signal.SIGHUP)])
+def test_a_launcher_that_waits_for_the_others_ends_with_a_sentence(
+    node: int, sent: signal.Signals, tmp_path: Path
+) -> None:
+    port, out = free_port(), tmp_path / "out"
+    launcher = multiprocessing.get_context("fork").Process(target=wait_for_the_others, args=(node, port, out))
+    launcher.start()
+    try:
+        looks = f"looking for node 0 at 127.0.0.1:{port}"
+        assert wait_for(lambda: listens("127.0.0.1", port) if node == 0 else looks in written(out), 30)
+        assert launcher.pid is not None
+        os.kill(launcher.pid, sent)
+        launcher.join(5)
+        assert launcher.exitcode == 128 + sent
+        assert [line for line in written(out).splitlines() if looks not in line] == [f"# ended by {sent.name}"]
+    finally:
+        launcher.kill()
+        launcher.join()
+
+
+def wait_for_the_others(node: int, port: int, out: Path) -> None:
+    """`./launch.sh` at loopback, which the command line refuses."""
+    with out.open("w", buffering=1) as sys.stdout, contextlib.redirect_stderr(sys.stdout):
+        settings = RunSettings(master_addr="127.0.0.1", master_port=port)
+        sys.exit(run_ranks(Path("never_started.py"), [], settings, Nodes(node, (1, 1)), max_restarts=0))
+
+
+def written(out: Path) -> str:
+    return out.read_text() if out.exists() else ""
