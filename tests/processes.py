@@ -1,8 +1,10 @@
 """Real processes for tests: the ranks of a world, and commands, each with a deadline after which it is killed."""
 
 import io
+import itertools
 import multiprocessing
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -21,12 +23,17 @@ import torch
 import torch.distributed as dist
 
 LAB = Path(__file__).resolve().parents[1]
+PORTS = range(10_000, 29_000)  # below those that the kernel hands out, and --master-port's default
+_next_ports = itertools.islice(itertools.cycle(PORTS), random.SystemRandom().randrange(len(PORTS)), None)
 
 
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("localhost", 0))
-        return probe.getsockname()[1]
+    """A port at which nothing listens: another each time, and none that the kernel gives to a socket meanwhile."""
+    for port in itertools.islice(_next_ports, len(PORTS)):
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("localhost", port))
+            return port
+    raise AssertionError(f"no port of {PORTS} is free")
 
 
 def run_ranks(world_size: int, work: Callable[..., Any], *args: Any, deadline: float = 60) -> list[Any]:

@@ -31,6 +31,7 @@ def test_each_flag_refuses_what_it_cannot_be(script: str) -> None:
             assert flag in sentence or (args[-1] and args[-1] in sentence), (args, sentence)
 
 
+@pytest.mark.alone
 def test_bad_input_ends_with_a_sentence(tmp_path: Path) -> None:
     inputs = generate(20, seed=3, folder=tmp_path)
     assert len({bad.kind for bad in inputs}) == 10

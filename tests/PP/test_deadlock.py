@@ -53,6 +53,7 @@ def check(case: str, ended: Ended) -> None:
     assert "Traceback" not in ended.err
 
 
+@pytest.mark.alone
 def test_under_the_launcher_one_rank_shows_who_waits_for_whom(tmp_path: Path) -> None:
     started = time.monotonic()
     flags = ["--case", "order", "--device", "cpu", "--timeout", "5", "--out", tmp_path]

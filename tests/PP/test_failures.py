@@ -1,5 +1,7 @@
 """A rank that stops, dies, runs out of memory or computes no number: every run ends soon, and says who and why."""
 
+import contextlib
+import itertools
 import os
 import re
 import signal
@@ -11,7 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from processes import Ended, finish, run, start
+from processes import Ended, finish, run, start, wait_for
 from terminals import Rank, terminals
 
 TINY = "--dmodel 16 --num-heads 2 --n-layers 3 --seq-len 16 --data sample --device cpu --steps 1000000".split()
@@ -48,6 +50,7 @@ def last_line(ended: Ended) -> str:
     return ended.err.splitlines()[-1]
 
 
+@pytest.mark.alone
 def test_a_stopped_rank_in_terminals(tmp_path: Path) -> None:
     with training(MICRO_BATCHES, 3, tmp_path) as ranks:
         os.kill(ranks[1].pid, signal.SIGSTOP)
@@ -109,21 +112,26 @@ CHAIN = """
 AVERAGE = 'traffic.all_reduce(x, "the average", kind="check").wait()'
 
 
-@pytest.mark.parametrize("work", [CHAIN, AVERAGE], ids=["chain", "average"])
-@pytest.mark.parametrize("sent", [signal.SIGKILL, signal.SIGSTOP])
-def test_a_rank_that_is_lost_while_it_waits_is_not_taken_for_one_that_waits(
-    work: str, sent: signal.Signals, tmp_path: Path
-) -> None:
-    script = tmp_path / "waiting.py"
-    script.write_text(WAITING.format(work=work))
-    with terminals(script, 3, tmp_path, "--timeout", "3", "--data", "sample") as ranks:
-        while not all((tmp_path / f"begun.{rank}").exists() for rank in range(3)):
-            time.sleep(0.05)
+@pytest.mark.alone
+def test_a_rank_that_is_lost_while_it_waits_is_not_taken_for_one_that_waits(tmp_path: Path) -> None:
+    """Four runs at once, as they do nothing but wait."""
+    cases = list(itertools.product({"chain": CHAIN, "average": AVERAGE}.items(), (signal.SIGKILL, signal.SIGSTOP)))
+    with contextlib.ExitStack() as stack:
+        worlds = []
+        for (name, work), sent in cases:
+            folder = tmp_path / f"{name}-{sent.name}"
+            folder.mkdir()
+            script = folder / "waiting.py"
+            script.write_text(WAITING.format(work=work))
+            worlds.append(stack.enter_context(terminals(script, 3, folder, "--timeout", "3", "--data", "sample")))
+        assert wait_for(lambda: len(list(tmp_path.glob("*/begun.*"))) == 3 * len(cases))
         time.sleep(1.7)  # longer than a wait needs to be worth a notice
-        os.kill(ranks[1].pid, sent)
-        state = "has ended without a word" if sent == signal.SIGKILL else "does not answer, and the others wait"
-        for end in [ranks[rank].finish(2 * TIMEOUT + TO_SAY_SO) for rank in (0, 2)]:
-            assert last_line(end).startswith(f"# rank 1 {state}"), (end.out, end.err)
+        for ranks, (_, sent) in zip(worlds, cases, strict=True):
+            os.kill(ranks[1].pid, sent)
+        for ranks, (_, sent) in zip(worlds, cases, strict=True):
+            state = "has ended without a word" if sent == signal.SIGKILL else "does not answer, and the others wait"
+            for end in [ranks[rank].finish(2 * TIMEOUT + TO_SAY_SO) for rank in (0, 2)]:
+                assert last_line(end).startswith(f"# rank 1 {state}"), (ranks[1].out, end.out, end.err)
 
 
 @pytest.mark.parametrize("sent", [signal.SIGKILL, signal.SIGSTOP])
@@ -164,6 +172,7 @@ def launched(tmp_path: Path, victim: int, *command: str) -> "Iterator[tuple[subp
             launcher.communicate()
 
 
+@pytest.mark.alone
 def test_a_stopped_rank_under_the_launcher(tmp_path: Path) -> None:
     with launched(tmp_path, 0) as (launcher, rank):
         os.kill(rank, signal.SIGSTOP)
@@ -175,6 +184,7 @@ def test_a_stopped_rank_under_the_launcher(tmp_path: Path) -> None:
         assert not Path(f"/proc/{rank}").exists()
 
 
+@pytest.mark.alone
 def test_a_killed_rank_under_the_launcher(tmp_path: Path) -> None:
     with launched(tmp_path, 3) as (launcher, rank):
         os.kill(rank, signal.SIGKILL)
@@ -184,6 +194,7 @@ def test_a_killed_rank_under_the_launcher(tmp_path: Path) -> None:
         assert sentence == "# rank 3 (stage 1 of replica 1) failed: it was ended by SIGKILL"
 
 
+@pytest.mark.alone
 def test_a_killed_rank_under_plain_torchrun(tmp_path: Path) -> None:
     torchrun = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", DDP)
     with launched(tmp_path, 1, *torchrun) as (launcher, rank):
@@ -194,6 +205,7 @@ def test_a_killed_rank_under_plain_torchrun(tmp_path: Path) -> None:
         assert "frame #" not in end.err
 
 
+@pytest.mark.alone
 def test_a_stopped_rank_ends_with_a_launcher_that_is_killed(tmp_path: Path) -> None:
     torchrun = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "1", DDP)
     with launched(tmp_path, 0, *torchrun) as (launcher, rank):

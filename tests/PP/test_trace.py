@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 
+import pytest
 from processes import Ended, free_port, run, run_script
 
 from distlab.trace_report import read_chrome
@@ -49,8 +50,11 @@ def test_without_the_flag_nothing_is_recorded(tmp_path: Path) -> None:
     assert not (tmp_path / "trace.json").exists()
 
 
+@pytest.mark.alone
 def test_the_measured_bubble_is_that_of_theory() -> None:
-    ended = run_script("bench/bubble.py", "--stages", "4", "--micro-batches", "4", "8", "--port", str(free_port()))
+    ended = run_script(
+        "bench/bubble.py", "--stages", "3", "--micro-batches", "2", "6", "--steps", "3", "--port", str(free_port())
+    )
     assert ended.status == 0, ended.err
     rows = [line.split("|")[1:-1] for line in ended.out.splitlines()[2:]]
     assert len(rows) == 4

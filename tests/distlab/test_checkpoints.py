@@ -4,18 +4,22 @@ import os
 import pickle
 import re
 import resource
+import shutil
 import signal
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint  # once, and not in each rank that is forked
 from chapters import MODEL, TRAINING, load, train
-from processes import free_port, process_group, run_ranks, run_script
+from processes import LAB, free_port, process_group, run_ranks, run_script
+from processes import run as command
 
 from distlab import checkpoints
-from distlab.checkpoints import SavedModel, last_whole, read_model, write_model
+from distlab.checkpoints import SavedModel, last_whole, read_model, restore, write_model
 from distlab.settings import DataParallelSettings, HybridSettings, TrainSettings, parse
 from distlab.training import TrainingRun
 from simplellm.errors import InputError
@@ -26,11 +30,18 @@ SHAPE = {"dmodel": 32, "num_heads": 4, "num_kv_heads": 2, "hidden_dim": 40, "n_l
 SENTENCE = "no whole checkpoint is there"
 
 
-@pytest.fixture
-def run(tmp_path: Path) -> Path:
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run with checkpoints after its steps 2 and 4."""
-    run_ranks(1, train, "primer/intro.py", ["--save-every", "2", "--out", str(tmp_path / "run")])
-    return tmp_path / "run"
+    out = tmp_path_factory.mktemp("whole") / "run"
+    run_ranks(1, train, "primer/intro.py", ["--save-every", "2", "--out", str(out)])
+    return out
+
+
+@pytest.fixture
+def run(whole: Path, tmp_path: Path) -> Path:
+    """A copy of it, to damage and to go on from."""
+    return Path(shutil.copytree(whole, tmp_path / "run"))
 
 
 def step(run: Path, number: int) -> Path:
@@ -165,19 +176,30 @@ def test_a_checkpoint_comes_with_an_average_of_the_weights() -> None:
         parse(defaults, "", "0 --eval-every 3 --sync-every 2".split())
 
 
-def test_nothing_in_it_can_run_code(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_in_it_can_run_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It holds JSON, safetensors and a tokenizer; and no reader of pickles is called on the way back."""
-    endings = {path.suffix for path in step(run, 4).iterdir()}
+    run = tmp_path / "run"
+    run_ranks(1, train, "primer/intro.py", ["--save-every", "2", "--optimizer", "adam", "--out", str(run)])
+    checkpoint = last_whole(run)
+    endings = {path.suffix for path in checkpoint.folder.iterdir()}
     assert endings == {".json", ".safetensors", ".model"}
-    before = read_model(run).parameters
+
+    def read() -> list[torch.Tensor]:
+        model = read_model(run)
+        net = LLama(CausalLLama, **model.options, seed=1)
+        optimizer = torch.optim.Adam(net.parameters())
+        restore(checkpoint, net, optimizer, 0, checkpoint.record["layout"])
+        moments = [state for parameter in net.parameters() for state in optimizer.state[parameter].values()]
+        assert all(moment.any() for moment in moments)
+        return [*model.parameters.values(), *net.parameters(), *moments]
 
     def refuse(*_: object, **__: object) -> None:
         raise AssertionError("unpickled")
 
+    before = read()  # and with it import what defines unpicklers of its own
     for module, name in ((pickle, "load"), (pickle, "loads"), (pickle, "Unpickler"), (torch, "load")):
         monkeypatch.setattr(module, name, refuse)
-    after = read_model(run).parameters
-    assert all(torch.equal(before[name], after[name]) for name in before)
+    assert all(torch.equal(*pair) for pair in zip(before, read(), strict=True))
 
 
 def draws(_: int, *flags: str) -> torch.Tensor:
@@ -283,7 +305,10 @@ def test_a_run_that_has_taken_its_steps(run: Path, tmp_path: Path) -> None:
     asked = ["--resume", str(run), "--steps", "4", "--out"]
     sentence = f"--steps 4: {step(run, 4)} has taken 4 steps already; give more"
     assert run_ranks(1, gone_on, *asked, str(tmp_path / "elsewhere")) == [[sentence]]
+    held = (run / "memory.json").read_text()
     assert run_ranks(1, gone_on, *asked, str(run)) == [["step-00000002", "step-00000004"]]
+    assert (run / "rank0.log").read_text().count("# memory, MB") == 1, "of no steps there is nothing to tell"
+    assert (run / "memory.json").read_text() == held
     flip_a_bit(step(run, 4))  # then there is something to do
     assert run_ranks(1, gone_on, *asked, str(run), "--save-every", "2")[0][:2] == ["step-00000002", "step-00000004"]
     assert last_whole(run).folder == step(run, 4)
@@ -326,3 +351,43 @@ def test_half_a_checkpoint_is_not_declared_whole(tmp_path: Path) -> None:
     sentences = run_ranks(2, sees_only_its_own_files, tmp_path, free_port())
     assert sentences[0] == f"--out {tmp_path}: not all ranks' files are there; give a folder that all machines share"
     assert not (tmp_path / "checkpoints" / "step-00000001").exists()
+
+
+# Rank 1 dies as it has written its file of the second checkpoint, which is not on the disk yet.
+DIES_AS_IT_SAVES = """
+import os, signal
+from chapters import load
+from distlab.main import main
+
+script = load("DP/gradient_aggr/intro_DP_GA.py")
+DEFAULTS, fsync = script.DEFAULTS, os.fsync
+
+def sync_or_die(descriptor):
+    if os.environ["RANK"] == "1" and "step-00000004.unfinished" in os.readlink(f"/proc/self/fd/{descriptor}"):
+        os.kill(os.getpid(), signal.SIGKILL)
+    fsync(descriptor)
+
+if __name__ == "__main__":
+    os.fsync = sync_or_die
+    main(script.train, DEFAULTS, "")
+"""
+
+
+def test_a_rank_that_dies_as_all_save_ends_the_run_and_takes_nothing_with_it(tmp_path: Path) -> None:
+    driver, out = tmp_path / "driver.py", tmp_path / "run"
+    driver.write_text(DIES_AS_IT_SAVES)
+    flags = [*MODEL, *TRAINING, "--steps", "6", "--world-size", "3", "--save-every", "2", "--out", out]
+    paths = os.pathsep.join(str(LAB / folder) for folder in ("src", "tests"))
+    ended = command(sys.executable, "-m", "distlab.launch", driver, *flags, deadline=45, PYTHONPATH=paths)
+    assert ended.status == 1
+    assert ended.err.splitlines()[-1] == "# rank 1 failed: it was ended by SIGKILL"
+    assert "Traceback" not in ended.err
+    assert sorted(path.name for path in (out / "checkpoints").iterdir()) == [
+        "step-00000002",
+        "step-00000004.unfinished",
+    ]
+    said: list[str] = []
+    assert last_whole(out, said.append).folder == step(out, 2)
+    assert said[0].startswith("passed over a checkpoint: step-00000004.unfinished is incomplete")
+    on = ["--resume", str(out), "--out", str(out), "--save-every", "2"]
+    assert run_ranks(1, gone_on, *on) == [["step-00000002", "step-00000004"]]

@@ -184,6 +184,7 @@ def run_ahead(rank: int, port: int) -> float:
         return net.ended - started
 
 
+@pytest.mark.alone
 def test_sends_do_not_hold_up_the_stage_that_sends() -> None:
     first, second = run_ranks(2, run_ahead, free_port())
     assert first < 0.8 < 1.0 < second

@@ -7,19 +7,18 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from chapters import losses
+from chapters import losses, train_on
 from processes import LAB, children, finish, process_of, run, start, steps_taken, wait_for
 
-SHAPE = "--data sample --dmodel 32 --num-heads 2 --n-layers 2 --seq-len 24 --steps 30".split()
-LAUNCH = (LAB / "launch.sh", "dp-ga", "--world-size", "2", *SHAPE)
+SHAPE = "--data sample --dmodel 32 --num-heads 2 --n-layers 2 --seq-len 24 --steps 150".split()
+FLAGS = ["--world-size", "2", *SHAPE, "--optimizer", "adam", "--lr", "1e-3"]
+SCRIPT = "DP/gradient_aggr/intro_DP_GA.py"
+LAUNCH = (LAB / "launch.sh", "dp-ga", *FLAGS)
 
 
 @pytest.fixture(scope="module")
 def expected(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
-    out = tmp_path_factory.mktemp("undisturbed")
-    ended = finish(start(*LAUNCH, "--out", out), deadline=60)
-    assert ended.status == 0, ended.err
-    return losses(out)
+    return train_on(2, SCRIPT, tmp_path_factory.mktemp("undisturbed"), *FLAGS)[-1]
 
 
 def await_that(condition: Callable[[], bool]) -> None:
@@ -31,10 +30,11 @@ def kill_rank(rank: int, launcher: "subprocess.Popen[str]") -> None:
     os.kill(process_of(rank, children(launcher.pid)), signal.SIGKILL)
 
 
+@pytest.mark.alone
 def test_the_losses_are_those_of_an_undisturbed_run(expected: list[float], tmp_path: Path) -> None:
     """Killed twice: after the first checkpoint, and again after the second."""
-    process = start(*LAUNCH, "--save-every", "10", "--max-restarts", "2", "--out", tmp_path)
-    for steps in (14, 24):
+    process = start(*LAUNCH, "--save-every", "50", "--max-restarts", "2", "--out", tmp_path)
+    for steps in (54, 104):
         await_that(lambda steps=steps: steps_taken(tmp_path) >= steps)  # type: ignore[misc]
         kill_rank(1, process)
         await_that(lambda steps=steps: steps_taken(tmp_path) < steps or process.poll() is not None)  # type: ignore[misc]
@@ -43,13 +43,14 @@ def test_the_losses_are_those_of_an_undisturbed_run(expected: list[float], tmp_p
     assert losses(tmp_path) == expected
     for line in (
         "# a rank has failed: starting all ranks again, 1 of 2 times\n",
-        f"# going on from {tmp_path}/checkpoints/step-00000010, after 10 steps\n",
+        f"# going on from {tmp_path}/checkpoints/step-00000050, after 50 steps\n",
         "# a rank has failed: starting all ranks again, 2 of 2 times\n",
-        f"# going on from {tmp_path}/checkpoints/step-00000020, after 20 steps\n",
+        f"# going on from {tmp_path}/checkpoints/step-00000100, after 100 steps\n",
     ):
         assert line in ended.out
 
 
+@pytest.mark.alone
 def test_without_a_checkpoint_the_run_begins_again_and_ends_when_restarts_are_used_up(tmp_path: Path) -> None:
     process = start(*LAUNCH, "--steps", "1000000", "--max-restarts", "1", "--out", tmp_path)
     for _ in range(2):
@@ -99,8 +100,7 @@ def test_a_failure_that_would_come_again_ends_the_run(error: str, status: int, s
 
 
 def test_checkpoints_of_another_run_are_none_to_go_on_from(tmp_path: Path) -> None:
-    begun = run(*LAUNCH, "--steps", "2", "--save-every", "1", "--out", tmp_path)
-    assert begun.status == 0, begun.err
+    train_on(2, SCRIPT, tmp_path, *FLAGS, "--steps", "2", "--save-every", "1")
     again = [*LAUNCH, "--max-restarts", "1", "--out", tmp_path]
     refused = run(*again)
     assert refused.status == 2

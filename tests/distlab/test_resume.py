@@ -4,14 +4,15 @@ import json
 import os
 import shutil
 import signal
-import sys
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from chapters import BATCH, LAYOUTS, State, assert_equal, losses, train_on
+import torch._dynamo  # once, and not in each rank that is forked: DDP imports it
+import torch.distributed.checkpoint
+from chapters import BATCH, LAYOUTS, MODEL, State, assert_equal, losses, train_on
 from processes import LAB, finish, start
 
 from distlab.settings import TrainSettings, parse
@@ -61,8 +62,8 @@ def test_the_same_layout_goes_on_bit_for_bit(layout: str, saved: Any, tmp_path: 
 @pytest.mark.parametrize(
     ("before", "after"),
     [
-        *((layout, "primer") for layout in LAYOUTS if layout != "primer"),
-        *(("primer", layout) for layout in ("dp-ga", "pp-dapple", "hybrid", "tp", "3d")),
+        *((layout, "primer") for layout in LAYOUTS if layout not in ("primer", "dp-wa")),
+        *(("primer", layout) for layout in LAYOUTS if layout not in ("primer", "dp-wa")),
         ("pp-dapple", "dp-ga"),
         ("dp-ga", "tp"),
         ("hybrid", "3d"),
@@ -73,6 +74,25 @@ def test_another_layout_goes_on(before: str, after: str, saved: Any, tmp_path: P
     folder, _, expected = saved[before]
     _, own = run(after, tmp_path, "--resume", half_way(folder))
     assert own == pytest.approx(expected[HALF:], rel=1e-5)
+
+
+@pytest.mark.parametrize(("before", "after"), [("primer", "dp-wa"), ("dp-wa", "primer")])
+def test_averaged_weights_go_on_elsewhere(before: str, after: str, tmp_path: Path) -> None:
+    """Where no rank has moments of its own gradients."""
+    flags = ["--optimizer", "sgd", "--lr", "0.5"]
+    _, expected = run(before, tmp_path / "before", *flags, "--save-every", str(HALF))
+    _, own = run(after, tmp_path / "after", *flags, "--resume", half_way(tmp_path / "before"))
+    assert own == pytest.approx(expected[HALF:], rel=1e-5)
+
+
+def test_bfloat16_goes_on(tmp_path: Path) -> None:
+    """Bit for bit in its layout, and in another to what bfloat16 rounds."""
+    _, expected = run("hybrid", tmp_path / "before", "--dtype", "bfloat16", "--save-every", str(HALF))
+    for layout, rel in (("hybrid", 0), ("3d", 1e-3), ("primer", 1e-3)):
+        _, own = run(layout, tmp_path / layout, "--resume", half_way(tmp_path / "before"))
+        assert own == pytest.approx(expected[HALF:], rel=rel, abs=0), layout
+    settings = json.loads((tmp_path / "primer" / "config.json").read_text())["settings"]
+    assert settings["dtype"] == "bfloat16", "as the checkpoint has it"
 
 
 def test_an_uneven_split_goes_on_whole(tmp_path: Path) -> None:
@@ -123,27 +143,39 @@ def test_moments_of_replicas_that_differ_stay_theirs(tmp_path: Path) -> None:
         parse(TrainSettings(), "", resume)
 
 
+def test_torchs_wrapper_goes_on_bit_for_bit(tmp_path: Path) -> None:
+    """On three ranks, and with several buckets: then it matters where in a bucket a gradient lies."""
+    script = "DP/ddp/intro_DP_DDP.py"
+    flags = [*TRAINING, *"--world-size 3 --batch-size 1 --dmodel 96 --num-heads 6 --save-every 2".split()]
+    expected_parameters, _, expected = train_on(3, script, tmp_path / "a", *flags)
+    parameters, _, own = train_on(3, script, tmp_path / "b", *flags, "--resume", str(half_way(tmp_path / "a")))
+    assert own == expected[HALF:]
+    for ours, theirs in zip(parameters, expected_parameters, strict=True):
+        assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+    first, other = (json.loads((tmp_path / run / "metrics.jsonl").read_text().splitlines()[-2]) for run in "ab")
+    assert first["sent_bytes"] == other["sent_bytes"], "what is sent before the first step is not the step's"
+
+
 def test_a_run_that_is_killed_goes_on_bit_for_bit(tmp_path: Path) -> None:
-    """Every rank and the launcher at once, by SIGKILL, between two checkpoints."""
-    shape = "--data sample --steps 40 --save-every 20 --dmodel 32 --num-heads 2 --n-layers 3 --seq-len 24".split()
+    """Every rank and the launcher at once, by SIGKILL, whatever step they have come to."""
     whole, killed = tmp_path / "whole", tmp_path / "killed"
-    ended = finish(start(LAB / "launch.sh", "hybrid", *shape, "--out", whole), deadline=90)
-    assert ended.status == 0, ended.err
-    process = start(LAB / "launch.sh", "hybrid", *shape, "--steps", "1000000", "--out", killed)
+    _, _, own = LAYOUTS["hybrid"]
+    launch = [LAB / "launch.sh", "hybrid", *MODEL, "--data", "sample", *TRAINING, *own.split(), "--save-every", "20"]
+    process = start(*launch, "--steps", "1000000", "--out", killed)
     deadline = time.monotonic() + 60
     while not (killed / "metrics.jsonl").exists() or len(losses(killed)) < 30:
         assert time.monotonic() < deadline
         time.sleep(0.01)
     kill_all(process.pid)
     process.communicate()
-    assert len(losses(killed)) < 40
-    ended = finish(start(LAB / "launch.sh", "hybrid", *shape, "--resume", killed, "--out", killed), deadline=90)
+    saved_at = len(losses(killed)) // 20 * 20  # at the latest
+    steps = ["--steps", str(saved_at + 20)]
+    _, expected = run("hybrid", whole, *steps, "--save-every", "20")
+    ended = finish(start(*launch, *steps, "--resume", killed, "--out", killed), deadline=90)
     assert ended.status == 0, ended.err
-    assert losses(killed) == losses(whole)
-    one = [sys.executable, LAB / "primer/intro.py", "--batch-size", "6", "--steps", "40", "--out", tmp_path / "one"]
-    ended = finish(start(*one, "--resume", whole / "checkpoints" / "step-00000020"), deadline=60)
-    assert ended.status == 0, ended.err
-    assert losses(tmp_path / "one") == pytest.approx(losses(whole)[20:], rel=1e-5)
+    assert losses(killed) == expected
+    _, own_losses = run("primer", tmp_path / "one", *steps, "--resume", whole / "checkpoints" / f"step-{saved_at:08}")
+    assert own_losses == pytest.approx(expected[saved_at:], rel=1e-5)
 
 
 def kill_all(launcher: int) -> None:

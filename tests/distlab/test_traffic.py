@@ -10,6 +10,8 @@ from processes import free_port, process_group, run_ranks
 from distlab.grid import Grid
 from distlab.traffic import TrafficError, traffic
 
+pytestmark = pytest.mark.alone
+
 
 def exchange(rank: int, world_size: int, port: int) -> tuple[list[float], float, float, dict[str, int], dict[str, int]]:
     with process_group(rank, world_size, port):

@@ -42,6 +42,14 @@ def test_is_the_same_number_in_every_layout(layout: str, expected: list[float], 
     assert validate(layout, tmp_path) == pytest.approx(expected, rel=1e-6)
 
 
+def test_in_bfloat16_too(expected: list[float], tmp_path: Path) -> None:
+    """To what bfloat16 rounds: between its layouts, and beside float32."""
+    one = validate("primer", tmp_path / "primer", "--dtype", "bfloat16")
+    assert one == pytest.approx(expected, rel=1e-2)
+    assert one != expected
+    assert validate("3d", tmp_path / "3d", "--dtype", "bfloat16") == pytest.approx(one, rel=1e-3)
+
+
 def test_more_replicas_than_sequences(expected: list[float], tmp_path: Path) -> None:
     one, many = "--batch-size 3", "--world-size 3 --batch-size 1"
     for name, (ranks, script, flags) in {
@@ -80,9 +88,10 @@ def test_changes_nothing_and_is_counted_apart(tmp_path: Path) -> None:
         assert record["sent_bytes"] == other["sent_bytes"]
 
 
+@pytest.mark.alone
 def test_and_saving_are_no_part_of_a_steps_seconds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Validation, "loss", lambda *_: time.sleep(0.6) or 1.0)
-    monkeypatch.setattr("distlab.training.save", lambda *_: time.sleep(0.6))
+    monkeypatch.setattr("distlab.resumable.save", lambda *_: time.sleep(0.6))
     train_on(1, "primer/intro.py", tmp_path, "--eval-every", "1", "--save-every", "1")
     assert all(record["seconds"] < 0.5 for record in records(tmp_path))
 

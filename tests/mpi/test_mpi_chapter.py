@@ -15,6 +15,8 @@ from processes import LAB, Ended, finish, start
 from distlab.launch import launch as launch_command
 from simplellm.errors import InputError
 
+pytestmark = pytest.mark.alone
+
 MPI = LAB / "mpi"
 HERE = Path(__file__).parent
 MPIRUN = str(Path(sys.executable).with_name("mpirun"))
@@ -68,6 +70,8 @@ def test_all_cases(ranks: int) -> None:
         assert had.split() == [str(10 * int(rank) + index) for index in range(4)]
         assert got.split() == [str(5 * ranks * (ranks - 1) + ranks * index) for index in range(4)]
     assert "WRONG" not in ended.out
+    results = [line for line in ended.out.splitlines() if not line.startswith("#")]
+    assert len(results) == len(shown) + 3 + 2, "what ranks had and got, and the rows of two tables"
 
 
 @pytest.mark.parametrize(
