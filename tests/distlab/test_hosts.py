@@ -76,13 +76,12 @@ def last_lines(nodes: "list[subprocess.Popen[str]]") -> tuple[list[str], list[En
 
 
 def test_two_hosts_give_the_losses_of_one_and_listen_on_their_link_alone(
-    hosts: tuple[Host, Host], expected: list[float], tmp_path: Path
+    hosts: tuple[Host, Host], tmp_path: Path
 ) -> None:
     a, b = hosts
-    steps = 6
-    nodes = [
-        launch(host, node, "--out", tmp_path / "two", master=a.address, steps=steps) for node, host in enumerate(hosts)
-    ]
+    steps, shape = 6, ["--pp", "3"]
+    flags = [*shape, "--out", tmp_path / "two"]
+    nodes = [launch(host, node, *flags, master=a.address, steps=steps) for node, host in enumerate(hosts)]
     listened_at: dict[Host, set[str]] = {a: set(), b: set()}
     while any(node.poll() is None for node in nodes):
         for host in hosts:
@@ -92,16 +91,18 @@ def test_two_hosts_give_the_losses_of_one_and_listen_on_their_link_alone(
     assert [end.status for end in ended] == [0, 0], [end.err for end in ended]
     assert listened_at == {a: {a.address}, b: {b.address}}
     said = ended[0].out.splitlines()
-    assert any(line.endswith(f"({a.address}): ranks 0, 1") for line in said[:4])
-    assert any(line.endswith(f"({b.address}): ranks 2, 3") for line in said[:4])
+    assert any(line.endswith(f"({a.address}): ranks 0, 1, 2") for line in said[:4])
+    assert any(line.endswith(f"({b.address}): ranks 3, 4, 5") for line in said[:4])
     assert not any(line[:1].isdigit() for line in ended[1].out.splitlines()), "rank 0 prints the steps"
     assert "Traceback" not in ended[0].err + ended[1].err
 
     own = losses(tmp_path / "two")
     assert len(own) == steps
-    assert own == pytest.approx(expected[:steps], rel=1e-6)
-    flags = [*MODEL, "--batch-size", "6", "--steps", str(steps)]
-    assert own == pytest.approx(train_on(1, "primer/intro.py", tmp_path / "one", *flags)[-1], rel=1e-5)
+    model = [*MODEL, "--steps", str(steps)]
+    one_host = train_on(6, "hybrid/intro_hybrid.py", tmp_path / "alone", *model, "--dp", "2", *shape)[-1]
+    assert own == pytest.approx(one_host, rel=1e-6)
+    one_process = train_on(1, "primer/intro.py", tmp_path / "one", *model, "--batch-size", "6")[-1]
+    assert own == pytest.approx(one_process, rel=1e-5)
     assert abs(own[-1] - own[0]) > 0.01, "training changed something"
 
 
