@@ -194,7 +194,8 @@ def kill_one(topology: str, folder: Path, mark: str, expected: list[float], rand
 def main(settings: Settings) -> int:
     random_numbers = random.Random(settings.seed)
     outcomes: list[Outcome] = []
-    with tempfile.TemporaryDirectory() as name:
+    # Ctrl-C: then the table is of the kills so far.
+    with contextlib.suppress(KeyboardInterrupt), tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as name:
         folder = Path(name)
         expected: dict[str, list[float]] = {}
         for number in range(settings.kills):
@@ -205,7 +206,9 @@ def main(settings: Settings) -> int:
                 assert status == 0, f"{topology} does not run: {err}"
             outcome = kill_one(topology, folder, f"kill {number}", expected[topology], random_numbers)
             outcomes.append(outcome)
-            if not outcome.is_good:
+            if outcome.is_good:
+                print(f"# {number + 1} of {settings.kills}: {outcome.seconds:.1f} s", file=sys.stderr, flush=True)
+            else:
                 print(f"# look at kill {number}: {outcome}", flush=True)
     print("| topology | kills | good | clean ends | seconds to it: median, worst | orphans | lost | went on equal |")
     print("|---|---:|---:|---:|---|---:|---:|---:|")
