@@ -18,9 +18,9 @@ from torch import Tensor, nn
 
 from distlab.devices import keep_to_loopback
 from distlab.grid import Grid
-from distlab.main import leave
 from distlab.pipeline import Pipeline
 from distlab.plan import ideal_bubble
+from distlab.processes import leave
 from distlab.schedules import all_stages
 from distlab.trace import STEP, recorder
 from distlab.trace_report import merge, write_chrome

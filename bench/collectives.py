@@ -17,7 +17,7 @@ import tyro
 from distlab.collective_costs import LIBRARY, fit_costs, measure, operations, predict
 from distlab.collectives import allreduce_ring
 from distlab.devices import keep_to_loopback
-from distlab.main import leave
+from distlab.processes import leave
 
 AllReduce = Callable[[torch.Tensor], object]
 

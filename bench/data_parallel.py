@@ -22,8 +22,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from distlab.data_parallel import Bucket, GradientBuckets, MyDP
 from distlab.devices import keep_to_loopback
-from distlab.main import leave
 from distlab.optimizers import build_optimizer
+from distlab.processes import leave
 from distlab.traffic import Transfer, traffic
 from simplellm.llama import CausalLLama, LLama
 from simplellm.losses import causalLLMLoss

@@ -19,8 +19,8 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGP
 
 from distlab.devices import cores_to_share, keep_to_loopback
 from distlab.grid import Grid
-from distlab.main import leave
 from distlab.pipeline import Pipeline
+from distlab.processes import leave
 from distlab.schedules import all_stages
 from distlab.stages import balance, build_stage
 from simplellm.losses import causalLLMLoss

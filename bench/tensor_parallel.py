@@ -21,7 +21,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.distributed.tensor.parallel.style import ParallelStyle
 
 from distlab.devices import keep_to_loopback
-from distlab.main import leave
+from distlab.processes import leave
 from distlab.tensor_parallel import shard
 from distlab.vocabulary_parallel import vocabulary_parallel_loss
 from simplellm.llama import CausalLLama, LLama

@@ -19,7 +19,8 @@ from multiprocessing.synchronize import Lock
 from typing import Any
 
 from distlab.logs import say
-from distlab.main import end_with_parent, main
+from distlab.main import main
+from distlab.processes import end_with_parent
 from distlab.runtime import Run
 from distlab.settings import MOST_RANKS, RunSettings, require_positive
 from simplellm.errors import InputError

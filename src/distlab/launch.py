@@ -28,6 +28,7 @@ from distlab.checkpoints import has_checkpoints
 from distlab.grid import Grid
 from distlab.logs import new_folder, say
 from distlab.nodes import Nodes
+from distlab.processes import leave
 from distlab.settings import Layout, RunSettings, parse
 from simplellm.errors import InputError
 
@@ -57,6 +58,7 @@ TOPOLOGIES = {  # a script, and flags that come before the user's own
 
 
 DEFAULT_PORT = 29500  # where node 0 listens, when there are several machines
+ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # what asks a launcher to end
 SECONDS_TO_END = 4  # for ranks that are asked to, when one has failed; a stopped process cannot hear it
 
 
@@ -214,6 +216,8 @@ def run_ranks(script: Path, args: list[str], settings: RunSettings, machines: No
             status, sentence = 1, (watch and watch.hear()) or f"lost the other machines: {error}".splitlines()[0]
         else:
             status, sentence = 0, ""
+    for sent in ENDING:  # the ranks have ended; who cannot wait for the goodbye to the other machines need not
+        signal.signal(sent, signal.SIG_DFL)
     if sentence:
         print(f"# {sentence}", file=sys.stderr, flush=True)
         if watch and not watch.word:
@@ -230,7 +234,7 @@ def raise_signals() -> None:
         sent = signal.Signals(number)
         raise SignalException(f"got {sent.name}", sent)
 
-    for sent in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+    for sent in ENDING:
         signal.signal(sent, end)
 
 
@@ -271,7 +275,7 @@ def main() -> NoReturn:
     except InputError as error:
         print(f"# {error}", file=sys.stderr)
         status = 2
-    sys.exit(status)
+    leave(status)  # a thread of `distlab.nodes` may sit in a call to the store
 
 
 if __name__ == "__main__":

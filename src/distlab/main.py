@@ -7,8 +7,6 @@ if __name__ == "__main__":
 """
 
 import argparse
-import contextlib
-import ctypes
 import json
 import os
 import re
@@ -27,6 +25,7 @@ from distlab.checkpoints import has_checkpoints
 from distlab.logs import RankOutput, human_bytes, say
 from distlab.not_finite import NotFiniteError
 from distlab.notices import notices
+from distlab.processes import end_with_parent, leave, silence_torch_warnings
 from distlab.resumable import ResumableRun
 from distlab.runtime import Run
 from distlab.settings import ResumableSettings, RunSettings, TrainSettings, WorldSize, parse
@@ -51,6 +50,7 @@ def main(work: Callable[[Any], None], defaults: RunSettings, description: str | 
     run: Run[Any] | None = None
     try:
         end_with_launcher()
+        silence_torch_warnings()
         args = [*sys.argv[1:], *flags_to_go_on()]
         settings = parse(with_torchrun_world(defaults), description or script.stem, args)
         run = kind_of_run(settings)(settings, script)
@@ -155,14 +155,6 @@ def fail(
     leave(status)
 
 
-def leave(status: int) -> NoReturn:
-    """Exit without waiting for gloo's threads, which may sit in a message that never comes."""
-    with contextlib.suppress(BrokenPipeError):
-        sys.stdout.flush()
-        sys.stderr.flush()
-    os._exit(status)
-
-
 def with_torchrun_world(defaults: SettingsT) -> SettingsT:
     """`defaults` with the world size that torchrun's environment gives, where the script has that flag."""
     if meeting.started_by_torchrun() and isinstance(defaults, WorldSize):
@@ -188,10 +180,3 @@ def end_with_launcher() -> None:
         end_with_parent(signal.SIGKILL)  # a rank that is stopped would not hear SIGTERM
         if os.environ.get("LAB_LAUNCHER", str(os.getppid())) != str(os.getppid()):
             leave(1)  # it died while this rank was starting
-
-
-def end_with_parent(by: signal.Signals) -> None:
-    """Have Linux send this process a signal when its parent dies."""
-    with contextlib.suppress(OSError, AttributeError):
-        set_parent_death_signal = 1
-        ctypes.CDLL(None).prctl(set_parent_death_signal, by)

@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from distlab.notices import within
+from distlab.processes import within
 from distlab.traffic import TrafficError
 from simplellm.errors import InputError
 

@@ -31,7 +31,7 @@ from torch.distributed.elastic.rendezvous import (
 )
 
 from distlab.meeting import Say, listens, open_bound_store, wait_until
-from distlab.notices import within
+from distlab.processes import within
 from distlab.settings import Layout, layout_flags, world_size
 from simplellm.errors import InputError
 

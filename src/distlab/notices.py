@@ -11,13 +11,12 @@ import select
 import socket
 import threading
 import time
-from collections.abc import Callable
 from datetime import timedelta
-from typing import TypeVar
 
 import torch.distributed as dist
 
 from distlab.diagnosis import Diagnosis, Notice, Wait, diagnose, list_ranks, tell_causes
+from distlab.processes import within
 from distlab.traffic import Traffic, TrafficError
 
 LONG_SECONDS = 1.0  # from when on a wait is worth a notice
@@ -28,8 +27,6 @@ SECONDS_FOR_A_DEADLINE = (
 )
 SECONDS_FOR_THE_STORE = 2.0  # to answer: it may be in a process that is stopped
 SECONDS_FOR_READERS = 3.0  # that rank 0, with whose process the store ends, stays for them
-
-ResultT = TypeVar("ResultT")
 
 
 class NoticeBoard:
@@ -193,25 +190,6 @@ class NoticeBoard:
                     self._heard = heard
                     self._put(f"heard/{self._rank}", "")
                 time.sleep(0.1)
-
-
-def within(seconds: float, call: Callable[[], ResultT]) -> ResultT | None:
-    """What `call()` returns or raises; None if it has not ended after `seconds`: it is left behind then."""
-    results: list[ResultT] = []
-    errors: list[Exception] = []
-
-    def run() -> None:
-        try:
-            results.append(call())
-        except Exception as error:
-            errors.append(error)
-
-    thread = threading.Thread(target=run, daemon=True)
-    thread.start()
-    thread.join(seconds)
-    if errors:
-        raise errors[0]
-    return results[0] if results else None
 
 
 notices = NoticeBoard()

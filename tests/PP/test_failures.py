@@ -16,6 +16,8 @@ import pytest
 from processes import Ended, finish, run, start, wait_for
 from terminals import Rank, terminals
 
+from distlab.notices import SECONDS_BETWEEN_LOOKS
+
 TINY = "--dmodel 16 --num-heads 2 --n-layers 3 --seq-len 16 --data sample --device cpu --steps 1000000".split()
 NAIVE, MICRO_BATCHES = "PP/1F1B/intro_PP_1F1B.py", "PP/microbatches/intro_PP_microbatches.py"
 DDP = "DP/ddp/intro_DP_DDP.py"
@@ -141,6 +143,16 @@ def test_rank_0_takes_the_notices_with_it(sent: signal.Signals, tmp_path: Path) 
         for rank in (1, 2):
             sentence = last_line(ranks[rank].finish(TIMEOUT + TO_SAY_SO))
             assert re.match(r"# rank 0 \(stage 0\) (has ended|does not answer)", sentence), sentence
+
+
+def test_the_store_goes_while_it_is_asked(tmp_path: Path) -> None:
+    with training(NAIVE, 3, tmp_path) as ranks:
+        os.kill(ranks[0].pid, signal.SIGSTOP)
+        time.sleep(SECONDS_BETWEEN_LOOKS + 0.5)  # by now the others wait for an answer
+        os.kill(ranks[0].pid, signal.SIGKILL)
+        for rank in (1, 2):
+            sentence = last_line(ranks[rank].finish(TIMEOUT + TO_SAY_SO))  # and no trace of torch's, from C++
+            assert re.match(r"# rank 0( \(stage 0\))? (has ended|does not answer)", sentence), sentence
 
 
 @pytest.mark.parametrize("victim", [0, 1])  # rank 0 takes the store with it, but first waits until all have heard it

@@ -1,7 +1,6 @@
 """Who waits for whom: circles, culprits and pictures, from what ranks say; and the search for what is not finite."""
 
 import signal
-import threading
 import time
 from types import SimpleNamespace
 from typing import Any
@@ -15,7 +14,6 @@ from distlab.grid import Grid
 from distlab.launch import root_cause
 from distlab.main import out_of_memory
 from distlab.not_finite import find_cause
-from distlab.notices import within
 from distlab.traffic import Traffic, TrafficError
 
 ALL = {0, 1, 2}
@@ -194,16 +192,6 @@ def test_a_failure_inside_a_longer_wait_keeps_its_own_name() -> None:
     door = Traffic()
     with pytest.raises(TrafficError, match="the average"), door.named("the checkpoint"), door.named("the average"):
         raise RuntimeError("Connection closed by peer")
-
-
-@pytest.mark.alone
-def test_a_call_that_does_not_return_is_left_behind() -> None:
-    started, forever = time.monotonic(), threading.Event()
-    assert within(0.1, forever.wait) is None
-    assert time.monotonic() - started < 1
-    assert within(1, lambda: 3) == 3
-    with pytest.raises(ZeroDivisionError):
-        within(1, lambda: 1 // 0)
 
 
 def test_a_lack_of_memory_is_told_from_other_errors() -> None:

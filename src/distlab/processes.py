@@ -1,0 +1,68 @@
+"""How a process of the lab ends, and how it is not held up before: by threads that sit in a call into torch.
+
+Such a call, to a store or through gloo, may never return, and no signal interrupts it. So it is made in a thread that
+can be left behind, and the process ends without waiting for it.
+"""
+
+import contextlib
+import ctypes
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import NoReturn, TypeVar
+
+import torch
+
+ResultT = TypeVar("ResultT")
+
+
+def within(seconds: float, call: Callable[[], ResultT]) -> ResultT | None:
+    """What `call()` returns or raises; None if it has not ended after `seconds`: it is left behind then."""
+    results: list[ResultT] = []
+    errors: list[Exception] = []
+
+    def run() -> None:
+        try:
+            results.append(call())
+        except Exception as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join(seconds)
+    if errors:
+        raise errors[0]
+    return results[0] if results else None
+
+
+def leave(status: int) -> NoReturn:
+    """Exit without a wait for threads, and without the interpreter's end, at which those inside of torch abort."""
+    with contextlib.suppress(BrokenPipeError):
+        sys.stdout.flush()
+        sys.stderr.flush()
+    os._exit(status)
+
+
+def end_with_parent(by: signal.Signals) -> None:
+    """Have Linux send this process a signal when its parent dies."""
+    with contextlib.suppress(OSError, AttributeError):
+        set_parent_death_signal = 1
+        ctypes.CDLL(None).prctl(set_parent_death_signal, by)
+
+
+def silence_torch_warnings() -> None:
+    """Keep torch's C++ code from printing a trace where a connection is lost, which our own sentence tells.
+
+    It is what `TORCH_CPP_LOG_LEVEL=ERROR` does, but torch reads that while it is imported, which most scripts do first.
+    If the user has set it, that counts.
+    """
+    if "TORCH_CPP_LOG_LEVEL" in os.environ:
+        return
+    name = {"linux": "libc10.so", "darwin": "libc10.dylib"}.get(sys.platform, "c10.dll")
+    errors = 2
+    with contextlib.suppress(OSError, ValueError):
+        library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / name))
+        ctypes.c_int.in_dll(library, "FLAGS_caffe2_log_level").value = errors
