@@ -1,7 +1,6 @@
 """Who waits for whom: circles, culprits and pictures, from what ranks say; and the search for what is not finite."""
 
 import signal
-import time
 from types import SimpleNamespace
 from typing import Any
 
