@@ -24,6 +24,8 @@ from simplellm.errors import InputError
 
 Say = Callable[[str], None]
 ResultT = TypeVar("ResultT")
+ITS_ANSWER = "its answer"
+SECONDS_OF_A_START = 5.0  # what ranks and machines usually take to come, so that nobody need say that he waits
 
 
 def open_store(rank: int, address: str, port: int, timeout_seconds: float, say: Say) -> dist.Store:
@@ -47,12 +49,34 @@ def open_store(rank: int, address: str, port: int, timeout_seconds: float, say: 
         "--master-addr and --master-port",
     )
     try:
-        return _ask(
-            lambda: dist.TCPStore(address, port, is_master=False, timeout=timeout, wait_for_workers=False),
-            timeout_seconds,
-        )
+        store = connect(address, port, timeout_seconds, timeout_seconds)
     except dist.DistError as error:
         raise InputError(f"--master-port {port}: what listens at {address}:{port} is not rank 0") from error
+    if store is not None:
+        return store
+    raise _no_answer(timeout_seconds) if listens(address, port) else InputError(_ended_while(ITS_ANSWER))
+
+
+def connect(address: str, port: int, timeout_seconds: float, seconds: float) -> dist.Store | None:
+    """A connection to a store in another process.
+
+    Args:
+        address, port: where it listens.
+        timeout_seconds: the store's own, of waits.
+        seconds: to connect. torch tries for as long where nobody listens any more; then this ends at once.
+
+    Returns:
+        None if there was no answer.
+
+    Raises:
+        DistError: what answers is no store.
+    """
+    timeout = timedelta(seconds=timeout_seconds)
+    return within(
+        seconds,
+        lambda: dist.TCPStore(address, port, is_master=False, timeout=timeout, wait_for_workers=False),
+        as_long_as=lambda: listens(address, port),
+    )
 
 
 def open_bound_store(address: str, port: int, timeout_seconds: float) -> tuple[dist.Store, int]:
@@ -113,12 +137,25 @@ def listens(address: str, port: int) -> bool:
     return False
 
 
-def wait_until(condition: Callable[[], bool], seconds: float, sentence: str) -> None:
-    """Poll, because torch's own waits cannot be interrupted; raise `InputError` with `sentence` when time is up."""
-    deadline = time.monotonic() + seconds
+def wait_until(
+    condition: Callable[[], bool], seconds: float, sentence: str, notice: Callable[[], None] = lambda: None
+) -> None:
+    """Poll, because torch's own waits cannot be interrupted.
+
+    Args:
+        condition: what to wait for.
+        seconds: how long.
+        sentence: of the `InputError` when time is up.
+        notice: called once, when it takes longer than a start takes.
+    """
+    began, is_noticed = time.monotonic(), False
     while not condition():
-        if time.monotonic() > deadline:
+        waited = time.monotonic() - began
+        if waited > seconds:
             raise InputError(sentence)
+        if waited > SECONDS_OF_A_START and not is_noticed:
+            notice()
+            is_noticed = True
         time.sleep(0.05)
 
 
@@ -199,20 +236,32 @@ def say_hosts(store: dist.Store, size: int, tp: int, say: Say) -> None:
         )
 
 
-def _ask(call: Callable[[], ResultT], seconds: float) -> ResultT:
-    """What a call to the store where the ranks meet returns, or raises.
+def _ask(call: Callable[[], ResultT], seconds: float, what: str = ITS_ANSWER) -> ResultT:
+    """What a call to the store where the ranks meet returns.
 
     The kernel accepts connections also for a process that is stopped, and torch's calls wait there without end.
 
     Raises:
+        InputError: the store ended meanwhile; it says what this rank waited for.
         TrafficError: there was no answer for `seconds`.
     """
-    answer = within(seconds, lambda: (call(),))
+    try:
+        answer = within(seconds, lambda: (call(),))
+    except dist.DistError as error:
+        raise InputError(_ended_while(what)) from error
     if answer is None:
-        who = "the launcher" if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" else "rank 0"
-        sentence = f"{who} does not answer: it is stopped, or its machine or network is gone"
-        raise TrafficError(f"{sentence}; waited {seconds:g} s, which --timeout sets", TimeoutError())
+        raise _no_answer(seconds)
     return answer[0]
+
+
+def _ended_while(what: str) -> str:
+    return f"rank 0 ended while this rank waited for {what}: see rank 0's last line"
+
+
+def _no_answer(seconds: float) -> TrafficError:
+    who = "the launcher" if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" else "rank 0"
+    sentence = f"{who} does not answer: it is stopped, or its machine or network is gone"
+    return TrafficError(f"{sentence}; waited {seconds:g} s, which --timeout sets", TimeoutError())
 
 
 def _let_hear(store: dist.Store, size: int) -> None:
@@ -223,23 +272,19 @@ def _let_hear(store: dist.Store, size: int) -> None:
         wait_until(lambda: all(_has(store, f"heard/{rank}", seconds) for rank in came), seconds, "a rank has gone")
 
 
-def _has(store: dist.Store, key: str, seconds: float) -> bool:
-    return _ask(lambda: store.check([key]), seconds)
+def _has(store: dist.Store, key: str, seconds: float, what: str = ITS_ANSWER) -> bool:
+    return _ask(lambda: store.check([key]), seconds, what)
 
 
 def _wait(store: dist.Store, key: str, what: str, timeout_seconds: float, say: Say) -> bytes:
     """The value of `key` once it is set; says for whom it waits when that takes longer than a start takes."""
-    notice_seconds = 5.0
-    sentence = f"waited {timeout_seconds:g} s for {what}: is it running? --timeout sets how long"
-    try:
-        try:
-            wait_until(lambda: _has(store, key, timeout_seconds), min(notice_seconds, timeout_seconds), sentence)
-        except InputError:
-            say(f"waiting for {what}")
-            wait_until(lambda: _has(store, key, timeout_seconds), timeout_seconds - notice_seconds, sentence)
-        return _ask(lambda: store.get(key), timeout_seconds)
-    except dist.DistError as error:
-        raise InputError(f"rank 0 ended while this rank waited for {what}: see rank 0's last line") from error
+    wait_until(
+        lambda: _has(store, key, timeout_seconds, what),
+        timeout_seconds,
+        f"waited {timeout_seconds:g} s for {what}: is it running? --timeout sets how long",
+        notice=lambda: say(f"waiting for {what}"),
+    )
+    return _ask(lambda: store.get(key), timeout_seconds, what)
 
 
 def _compare(rank_0: dict[str, Any], other: dict[str, Any], rank: int) -> None:

@@ -17,7 +17,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch.distributed as dist
@@ -30,7 +29,7 @@ from torch.distributed.elastic.rendezvous import (
     rendezvous_handler_registry,
 )
 
-from distlab.meeting import Say, listens, open_bound_store, wait_until
+from distlab.meeting import Say, connect, listens, open_bound_store, wait_until
 from distlab.processes import within
 from distlab.settings import Layout, layout_flags, world_size
 from simplellm.errors import InputError
@@ -201,15 +200,13 @@ class Meeting(RendezvousHandler):
 
     def connect(self) -> dist.Store:
         """A connection of one's own to node 0's store: what waits on another one cannot hold it up."""
-        timeout = timedelta(seconds=self._timeout_seconds)
-        try:
-            return ask(
-                lambda: dist.TCPStore(self.address, self.port, is_master=False, timeout=timeout, wait_for_workers=False)
-            )
-        except dist.DistError as error:
+        store = None
+        with contextlib.suppress(dist.DistError):
+            store = connect(self.address, self.port, self._timeout_seconds, SECONDS_OF_SILENCE)
+        if store is None:
             where = f"--master-port {self.port}: what listens at {self.address}:{self.port}"
-            sentence = f"{where} is not node 0's launcher, or it is stopped"
-            raise InputError(sentence) from error
+            raise InputError(f"{where} is not node 0's launcher, or it is stopped")
+        return store
 
     def _await_node_0(self) -> None:
         self._say(f"looking for node 0 at {self.address}:{self.port}")
@@ -265,13 +262,13 @@ class Meeting(RendezvousHandler):
     def _await_node(self, key: str, node: int) -> None:
         seconds = f"{self._timeout_seconds:g} s"
         sentence = f"waited {seconds} for node {node}: is ./launch.sh running there, with --node-rank {node}?"
-        notice_seconds = min(5.0, self._timeout_seconds)
         try:
-            try:
-                wait_until(lambda: self._has(key), notice_seconds, sentence)
-            except InputError:
-                self._say(f"waiting for node {node}")
-                wait_until(lambda: self._has(key), self._timeout_seconds - notice_seconds, sentence)
+            wait_until(
+                lambda: self._has(key),
+                self._timeout_seconds,
+                sentence,
+                notice=lambda: self._say(f"waiting for node {node}"),
+            )
         except dist.DistError as error:
             sentence = f"node 0 ended, or was stopped, while this machine waited for node {node}: see its last line"
             raise InputError(sentence) from error

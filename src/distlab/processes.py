@@ -10,6 +10,7 @@ import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn, TypeVar
@@ -17,10 +18,20 @@ from typing import NoReturn, TypeVar
 import torch
 
 ResultT = TypeVar("ResultT")
+SECONDS_BETWEEN_LOOKS = 0.5  # at whether it is worth while to wait any longer
 
 
-def within(seconds: float, call: Callable[[], ResultT]) -> ResultT | None:
-    """What `call()` returns or raises; None if it has not ended after `seconds`: it is left behind then."""
+def within(
+    seconds: float, call: Callable[[], ResultT], as_long_as: Callable[[], bool] = lambda: True
+) -> ResultT | None:
+    """What `call()` returns or raises; None if it has not ended after `seconds`: it is left behind then.
+
+    Args:
+        seconds: how long to wait.
+        call: what may not return.
+        as_long_as: looked at now and then; where it is false there is nothing to wait for.
+    """
+    deadline = time.monotonic() + seconds
     results: list[ResultT] = []
     errors: list[Exception] = []
 
@@ -32,7 +43,8 @@ def within(seconds: float, call: Callable[[], ResultT]) -> ResultT | None:
 
     thread = threading.Thread(target=run, daemon=True)
     thread.start()
-    thread.join(seconds)
+    while thread.is_alive() and time.monotonic() < deadline and as_long_as():
+        thread.join(min(SECONDS_BETWEEN_LOOKS, max(0, deadline - time.monotonic())))
     if errors:
         raise errors[0]
     return results[0] if results else None

@@ -4,6 +4,7 @@ import contextlib
 import multiprocessing
 import os
 import signal
+import threading
 import time
 from datetime import timedelta
 from typing import Any
@@ -17,6 +18,7 @@ from distlab.traffic import TrafficError
 from simplellm.errors import InputError
 
 Settings = dict[str, Any]
+ENDED = "rank 0 ended while this rank waited for its answer: see rank 0's last line"
 
 
 def join(rank: int, port: int, size: list[int], settings: list[Settings], seats: list[int]) -> tuple[str, list[str]]:
@@ -97,6 +99,34 @@ def test_a_rank_0_that_stops_after_another_has_connected_is_not_waited_for() -> 
     finally:
         holder.kill()
         holder.join()
+
+
+def test_a_rank_0_that_ends_while_another_connects() -> None:
+    listener = listen_at("127.0.0.1", 0)
+    port = listener.getsockname()[1]
+
+    def be_seen_and_end() -> None:
+        listener.accept()[0].close()
+        listener.close()
+
+    threading.Thread(target=be_seen_and_end, daemon=True).start()
+    started = time.monotonic()
+    with pytest.raises(InputError, match=ENDED):
+        open_store(1, "127.0.0.1", port, 60, lambda _: None)
+    assert time.monotonic() - started < 30, "far below the timeout"
+
+
+def test_a_rank_0_that_ends_after_another_has_connected() -> None:
+    port = free_port()
+    holder = multiprocessing.get_context("fork").Process(target=hold_store, args=(port,))
+    holder.start()
+    try:
+        store = open_store(1, "localhost", port, 10, lambda _: None)
+    finally:
+        holder.kill()
+        holder.join()
+    with pytest.raises(InputError, match=ENDED):
+        agree(store, 1, 2, {}, dict, 10, lambda _: None)
 
 
 def hold_store(port: int) -> None:
