@@ -241,18 +241,27 @@ def gather_naive(tensor: Tensor, gathered: Tensor | None, dst: int) -> None:
 def gather_tree(tensor: Tensor, gathered: Tensor | None, dst: int) -> None:
     """Collect all tensors on rank `dst`: in each round half of the ranks hand over all that they have collected."""
     size, place, rank_at = _places(dst)
-    if place == 0:
-        gathered = _for_all(gathered, tensor)
-    parts = _space(tensor, count=size - place)  # from this place on
-    parts[0] = tensor.detach()
-    for distance in _powers_of_two(size):
-        if place % (2 * distance):
-            dist.send(parts[: min(distance, size - place)], rank_at(place - distance))
-            return
-        if place + distance < size:
-            dist.recv(parts[distance : 2 * distance], rank_at(place + distance))
+    if place > 0:
+        _collect(tensor, _space(tensor, count=size - place), place, rank_at)
+        return
     with InPlace(_for_all(gathered, tensor)) as whole:
+        if dst == 0:  # places are ranks
+            _collect(tensor, whole, place, rank_at)
+            return
+        parts = _space(tensor, count=size)
+        _collect(tensor, parts, place, rank_at)
         whole[dst:], whole[:dst] = parts[: size - dst], parts[size - dst :]
+
+
+def _collect(tensor: Tensor, parts: Tensor, place: int, rank_at: Callable[[int], int]) -> None:
+    """One rank of `gather_tree`: collect the parts from its own place on, and hand them over if it is not the root."""
+    parts[0] = tensor.detach()
+    for distance in _powers_of_two(place + len(parts)):
+        if place % (2 * distance):
+            dist.send(parts[:distance], rank_at(place - distance))
+            return
+        if distance < len(parts):
+            dist.recv(parts[distance : 2 * distance], rank_at(place + distance))
 
 
 def allgather_naive(tensor: Tensor, gathered: Tensor) -> None:
@@ -306,12 +315,12 @@ def reducescatter_ring(tensor: Tensor, scattered: Tensor, op: Op = ReduceOp.SUM)
     rank, size = dist.get_rank(), dist.get_world_size()
     tensor = _for_all(tensor, scattered).detach()
     with InPlace(scattered) as block:
-        partial, received = _space(block), _space(block, 1)
-        partial.copy_(tensor[(rank - 1) % size])
+        partial, received = tensor[(rank - 1) % size].contiguous(), _space(block)
         for turn in range(size - 1):
             _exchange(partial, received, (rank + 1) % size, (rank - 1) % size)
-            combine(received, tensor[(rank - turn - 2) % size], out=partial)
-        block.copy_(partial)
+            partial = combine(received, tensor[(rank - turn - 2) % size], out=block)
+        if size == 1:
+            block.copy_(partial)
 
 
 class InPlace:
