@@ -31,8 +31,8 @@ ELEMENT_WISE: dict[Op, Callable[..., Tensor]] = {
 }
 COMBINE = dict(ELEMENT_WISE)  # as the collectives do it; a stand-in may take their place
 BOTH_WAYS_BYTES = 16_000_000
-SEGMENT_BYTES = 1_000_000
-IN_FLIGHT = 2  # messages that each rank waits for at a time
+SEGMENT_BYTES = 2_000_000
+SPACES = 2  # for segments that are to be combined, so that one arrives while another one is
 KEPT_BYTES = 64_000_000
 
 
@@ -182,18 +182,23 @@ def _around(flat: Tensor, step: int, combine: Callable[..., Tensor], segment_byt
     segments = [chunk.tensor_split(max(1, round(chunks[0].nbytes / segment_bytes))) for chunk in chunks]
     combining, turns = size - 1, 2 * (size - 1)
     arriving = [(turn, x) for turn in range(turns) for x in segments[(rank - step * (turn + 1)) % size] if len(x)]
-
-    spaces = [_space(segments[0][0], step * (1 + number)) for number in range(IN_FLIGHT)]
+    to_combine = sum(turn < combining for turn, _ in arriving)
+    spaces = [_space(segments[0][0], step * (1 + number)) for number in range(SPACES)]
 
     def receive(number: int) -> tuple[dist.Work, Tensor]:
         turn, segment = arriving[number]
-        into = spaces[number % IN_FLIGHT][: len(segment)] if turn < combining else segment
+        into = spaces[number % SPACES][: len(segment)] if turn < combining else segment
         return _started(dist.irecv(into, preceding)), into
 
     leaving = segments[rank] if turns else ()
     sends = [_started(dist.isend(own, following)) for own in leaving if len(own)]
-    receives = deque(receive(number) for number in range(min(IN_FLIGHT, len(arriving))))
+    receives: deque[tuple[dist.Work, Tensor]] = deque()
+    begun = 0
     for number, (turn, segment) in enumerate(arriving):
+        # As many as there is memory for; what is not to be combined goes where it belongs.
+        while begun < len(arriving) and (begun < number + SPACES or begun >= to_combine):
+            receives.append(receive(begun))
+            begun += 1
         yield
         work, received = receives.popleft()
         work.wait()
@@ -203,8 +208,6 @@ def _around(flat: Tensor, step: int, combine: Callable[..., Tensor], segment_byt
         # thread, gloo's would spin on its lock meanwhile, for a whole time slice if there are fewer cores than threads.
         if turn < turns - 1:
             sends.append(_started(dist.isend(segment, following)))
-        if number + IN_FLIGHT < len(arriving):
-            receives.append(receive(number + IN_FLIGHT))
     # Not earlier: a segment is written again only when it has been round the ring, and so has been sent.
     for send in sends:
         send.wait()
