@@ -107,10 +107,21 @@ def operations(size_bytes: int, device: str = "cpu") -> dict[str, dict[str, Call
     }
 
 
-def fit_costs(rounds: int = 20) -> Costs:
-    """Measure the model's numbers, on all ranks together; in a world of one there is nothing to send."""
+def fit_costs(
+    rounds: int = 20,
+    message_bytes: int = FITTED_BYTES,
+    typical: Callable[[list[float]], float] = statistics.median,
+) -> Costs:
+    """Measure the model's numbers, on all ranks together; in a world of one there is nothing to send.
+
+    Args:
+        rounds: how often each is measured.
+        message_bytes: of the large messages, and of the tensors that are added.
+        typical: what counts of the rounds where all ranks are busy at once.
+    """
     rank, size = dist.get_rank(), dist.get_world_size()
-    tiny, large, other = torch.ones(1), torch.ones(FITTED_BYTES // 4), torch.ones(FITTED_BYTES // 4)
+    tiny, large, other = torch.ones(1), torch.ones(message_bytes // 4), torch.ones(message_bytes // 4)
+    message_bytes = large.nbytes
 
     def ping_pong(tensor: Tensor) -> None:
         if rank == 0:
@@ -126,15 +137,15 @@ def fit_costs(rounds: int = 20) -> Costs:
             assert message is not None
             message.wait()
 
-    combining = measure(lambda: torch.add(large, other, out=large), rounds)
+    combining = typical(seconds_of(lambda: torch.add(large, other, out=large), rounds))
     if size == 1:
-        return Costs(Link(), math.inf, FITTED_BYTES / combining)
-    alone = measure(lambda: ping_pong(large), rounds, min) / 2
-    latency = min(measure(lambda: ping_pong(tiny), rounds, min), alone) / 2  # on a busy computer, either may be unlucky
-    together = measure(shift, rounds)
-    link = Link(latency, FITTED_BYTES / (alone - latency))
-    moved = size * (FITTED_BYTES + latency * link.bytes_per_second)
-    return Costs(link, moved / together, FITTED_BYTES / combining)
+        return Costs(Link(), math.inf, message_bytes / combining)
+    alone = min(seconds_of(lambda: ping_pong(large), rounds)) / 2
+    latency = min(*seconds_of(lambda: ping_pong(tiny), rounds), alone) / 2  # on a busy computer, either may be unlucky
+    together = typical(seconds_of(shift, rounds))
+    link = Link(latency, message_bytes / (alone - latency))
+    moved = size * (message_bytes + latency * link.bytes_per_second)
+    return Costs(link, moved / together, message_bytes / combining)
 
 
 def predict(operation: str, topology: str, size_bytes: int, world_size: int, costs: Costs) -> SimulatedWorld:
@@ -152,10 +163,20 @@ def predict(operation: str, topology: str, size_bytes: int, world_size: int, cos
     return world
 
 
-def measure(
-    work: Callable[[], object], rounds: int, typical: Callable[[list[float]], float] = statistics.median
-) -> float:
-    """Seconds until the slowest rank has finished: by default the median of `rounds`, after one that does not count."""
+def bytes_of_a_message(operation: str, topology: str, size_bytes: int, world_size: int) -> int:
+    """What a message of the busiest rank carries, on average."""
+    counts = predict(operation, topology, size_bytes, world_size, Costs(Link(), math.inf, math.inf)).counts
+    busiest = max(counts, key=lambda rank: rank.sent_bytes + rank.received_bytes)
+    return (busiest.sent_bytes + busiest.received_bytes) // (busiest.sends + busiest.receives)
+
+
+def measure(work: Callable[[], object], rounds: int) -> float:
+    """Seconds until the slowest rank has finished, the median of `rounds`."""
+    return statistics.median(seconds_of(work, rounds))
+
+
+def seconds_of(work: Callable[[], object], rounds: int) -> list[float]:
+    """Seconds until the slowest rank has finished, in each round, after one that does not count."""
     seconds = []
     for _ in range(1 + rounds):
         dist.barrier()
@@ -164,7 +185,7 @@ def measure(
         slowest = torch.tensor(time.perf_counter() - started, dtype=torch.float64)
         dist.all_reduce(slowest, dist.ReduceOp.MAX)
         seconds.append(slowest.item())
-    return typical(seconds[1:])
+    return seconds[1:]
 
 
 @dataclass

@@ -181,6 +181,9 @@ def _around(flat: Tensor, step: int, combine: Callable[..., Tensor], segment_byt
     chunks = flat.tensor_split(size)
     segments = [chunk.tensor_split(max(1, round(chunks[0].nbytes / segment_bytes))) for chunk in chunks]
     combining, turns = size - 1, 2 * (size - 1)
+    leaving = segments[rank] if turns else ()  # at once, and on their way while the rest is prepared
+    sends = [_started(dist.isend(own, following)) for own in leaving if len(own)]
+
     arriving = [(turn, x) for turn in range(turns) for x in segments[(rank - step * (turn + 1)) % size] if len(x)]
     to_combine = sum(turn < combining for turn, _ in arriving)
     spaces = [_space(segments[0][0], step * (1 + number)) for number in range(SPACES)]
@@ -190,8 +193,6 @@ def _around(flat: Tensor, step: int, combine: Callable[..., Tensor], segment_byt
         into = spaces[number % SPACES][: len(segment)] if turn < combining else segment
         return _started(dist.irecv(into, preceding)), into
 
-    leaving = segments[rank] if turns else ()
-    sends = [_started(dist.isend(own, following)) for own in leaving if len(own)]
     receives: deque[tuple[dist.Work, Tensor]] = deque()
     begun = 0
     for number, (turn, segment) in enumerate(arriving):
