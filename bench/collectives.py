@@ -1,13 +1,14 @@
 """Collectives by hand: our ring all-reduce beside the library's, in turn; and every topology beside its prediction.
 
 python bench/collectives.py
-python bench/collectives.py --worlds 3 --rounds 100
+python bench/collectives.py --worlds 3 --starts 2 --rounds 100
 """
 
 import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from multiprocessing.queues import SimpleQueue
 
 import torch
 import torch.distributed as dist
@@ -28,6 +29,7 @@ from distlab.devices import keep_to_loopback
 from distlab.processes import leave
 
 AllReduce = Callable[[torch.Tensor], object]
+Seconds = tuple[int, list[float], list[float]]  # megabytes; of the library's turns; of our ring's
 
 
 @dataclass
@@ -38,8 +40,10 @@ class Settings:
     """numbers of ranks for the all-reduces"""
     megabytes: list[int] = field(default_factory=lambda: [4, 40])
     """sizes of the all-reduces"""
+    starts: int = 5
+    """how often the ranks are started anew: which memory they get makes a difference of a tenth for all their turns"""
     rounds: int = 30
-    """timed turns of each"""
+    """timed turns of each in each start"""
     in_a_row: int = 5
     """all-reduces to a turn"""
     predicted_rounds: int = 20
@@ -59,8 +63,8 @@ def join(rank: int, world_size: int, port: int) -> None:
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
 
 
-def compare_with_library(rank: int, world_size: int, settings: Settings) -> None:
-    """One rank: the two all-reduces in turn, for each size."""
+def compare_with_library(rank: int, world_size: int, settings: Settings, results: "SimpleQueue[Seconds]") -> None:
+    """One rank: the two all-reduces in turn, for each size; rank 0 puts the seconds of all turns into `results`."""
     join(rank, world_size, settings.port)
     for megabytes in settings.megabytes:
         tensor = torch.zeros(megabytes * 250_000)
@@ -70,10 +74,26 @@ def compare_with_library(rank: int, world_size: int, settings: Settings) -> None
                 seconds[all_reduce].append(seconds_of_one(all_reduce, tensor, in_a_row=settings.in_a_row))
         if rank == 0:
             library, ring = (of_one[2:] for of_one in seconds.values())
-            low, middle, high = statistics.quantiles([a / b for a, b in zip(library, ring, strict=True)], n=4)
-            cell = f"| {world_size} | {megabytes} MB | {1e3 * statistics.median(library):.2f} "
-            print(f"{cell}| {1e3 * statistics.median(ring):.2f} | {middle:.2f} | {low:.2f} to {high:.2f} |", flush=True)
+            results.put((megabytes, library, ring))
     leave(0)
+
+
+def show_all_reduces(world_size: int, settings: Settings) -> None:
+    """Start the ranks several times, and print a line for each size."""
+    results: SimpleQueue[Seconds] = mp.get_context("spawn").SimpleQueue()
+    libraries: dict[int, list[float]] = {megabytes: [] for megabytes in settings.megabytes}
+    rings: dict[int, list[float]] = {megabytes: [] for megabytes in settings.megabytes}
+    for _ in range(settings.starts):
+        mp.spawn(compare_with_library, args=(world_size, settings, results), nprocs=world_size)
+        while not results.empty():
+            megabytes, library, ring = results.get()
+            libraries[megabytes] += library
+            rings[megabytes] += ring
+    for megabytes, library in libraries.items():
+        ring = rings[megabytes]
+        low, middle, high = statistics.quantiles([a / b for a, b in zip(library, ring, strict=True)], n=4)
+        cell = f"| {world_size} | {megabytes} MB | {1e3 * statistics.median(library):.2f} "
+        print(f"{cell}| {1e3 * statistics.median(ring):.2f} | {middle:.2f} | {low:.2f} to {high:.2f} |", flush=True)
 
 
 def seconds_of_one(all_reduce: AllReduce, tensor: torch.Tensor, in_a_row: int) -> float:
@@ -127,7 +147,7 @@ def main() -> None:
     print("| ranks | size | library, ms | our ring, ms | speed of ours to the library's (median) | quartiles |")
     print("|---|---|---|---|---|---|", flush=True)
     for world_size in settings.worlds:
-        mp.spawn(compare_with_library, args=(world_size, settings), nprocs=world_size)
+        show_all_reduces(world_size, settings)
     mp.spawn(compare_with_prediction, args=(settings.predicted_world, settings), nprocs=settings.predicted_world)
 
 
