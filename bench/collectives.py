@@ -29,7 +29,7 @@ from distlab.devices import keep_to_loopback
 from distlab.processes import leave
 
 AllReduce = Callable[[torch.Tensor], object]
-Seconds = tuple[int, list[float], list[float]]  # megabytes; of the library's turns; of our ring's
+Turns = tuple[int, list[float], list[float]]  # megabytes; the seconds of the library's turns, and of our ring's
 
 
 @dataclass
@@ -63,7 +63,7 @@ def join(rank: int, world_size: int, port: int) -> None:
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
 
 
-def compare_with_library(rank: int, world_size: int, settings: Settings, results: "SimpleQueue[Seconds]") -> None:
+def compare_with_library(rank: int, world_size: int, settings: Settings, results: "SimpleQueue[Turns]") -> None:
     """One rank: the two all-reduces in turn, for each size; rank 0 puts the seconds of all turns into `results`."""
     join(rank, world_size, settings.port)
     for megabytes in settings.megabytes:
@@ -80,15 +80,18 @@ def compare_with_library(rank: int, world_size: int, settings: Settings, results
 
 def show_all_reduces(world_size: int, settings: Settings) -> None:
     """Start the ranks several times, and print a line for each size."""
-    results: SimpleQueue[Seconds] = mp.get_context("spawn").SimpleQueue()
+    results: SimpleQueue[Turns] = mp.get_context("spawn").SimpleQueue()
     libraries: dict[int, list[float]] = {megabytes: [] for megabytes in settings.megabytes}
     rings: dict[int, list[float]] = {megabytes: [] for megabytes in settings.megabytes}
     for _ in range(settings.starts):
-        mp.spawn(compare_with_library, args=(world_size, settings, results), nprocs=world_size)
-        while not results.empty():
-            megabytes, library, ring = results.get()
-            libraries[megabytes] += library
-            rings[megabytes] += ring
+        ranks = mp.spawn(compare_with_library, args=(world_size, settings, results), nprocs=world_size, join=False)
+        have_ended = False
+        while not have_ended:
+            have_ended = ranks.join(timeout=0.1)
+            while not results.empty():
+                megabytes, library, ring = results.get()
+                libraries[megabytes] += library
+                rings[megabytes] += ring
     for megabytes, library in libraries.items():
         ring = rings[megabytes]
         low, middle, high = statistics.quantiles([a / b for a, b in zip(library, ring, strict=True)], n=4)
@@ -122,7 +125,8 @@ def compare_with_prediction(rank: int, world_size: int, settings: Settings) -> N
                 if topology == LIBRARY:
                     continue
                 message_bytes = bytes_of_a_message(operation, topology, size_bytes, world_size)
-                # Anew for each, since a computer's speed drifts, and depends on the size of what is copied.
+                # Anew for each: a computer's speed drifts, and what is large leaves its caches. A small message is
+                # all latency, and tells no bandwidth.
                 costs = fit_costs(settings.predicted_rounds, max(message_bytes, FITTED_BYTES), typical=min)
                 predicted = predict(operation, topology, size_bytes, world_size, costs).makespan
                 measured = seconds_of(work, settings.predicted_rounds)
@@ -144,6 +148,8 @@ def main() -> None:
     settings = tyro.cli(Settings, description=__doc__)
     if settings.rounds < 4:
         raise SystemExit(f"--rounds {settings.rounds}: quartiles need at least 4")
+    if min(settings.starts, settings.predicted_rounds) < 1:
+        raise SystemExit("--starts and --predicted-rounds: give at least 1")
     print("| ranks | size | library, ms | our ring, ms | speed of ours to the library's (median) | quartiles |")
     print("|---|---|---|---|---|---|", flush=True)
     for world_size in settings.worlds:

@@ -32,7 +32,7 @@ ELEMENT_WISE: dict[Op, Callable[..., Tensor]] = {
 COMBINE = dict(ELEMENT_WISE)  # as the collectives do it; a stand-in may take their place
 BOTH_WAYS_BYTES = 16_000_000
 SEGMENT_BYTES = 2_000_000
-SPACES = 2  # for segments that are to be combined, so that one arrives while another one is
+SPACES = 2  # to receive segments into that are to be combined, so that one arrives while another one is
 KEPT_BYTES = 64_000_000
 
 
@@ -165,10 +165,9 @@ def allreduce_ring(
 
 
 def _around(flat: Tensor, step: int, combine: Callable[..., Tensor], segment_bytes: int) -> Iterator[None]:
-    """All-reduce `flat` around the ring in one direction; yields when the messages of a turn are under way.
+    """All-reduce `flat` around the ring in one direction; yields when the messages of a segment are under way.
 
-    While a segment of a chunk is combined and passed on, the next one arrives. They are small enough to be combined
-    before they leave the processor's cache.
+    While a segment of a chunk is combined and passed on, the next one arrives.
 
     Args:
         flat: (elements,), changed in place.
@@ -177,39 +176,54 @@ def _around(flat: Tensor, step: int, combine: Callable[..., Tensor], segment_byt
         segment_bytes: what a message is to have, about.
     """
     rank, size = dist.get_rank(), dist.get_world_size()
+    if size == 1:
+        return
     following, preceding = (rank + step) % size, (rank - step) % size
     chunks = flat.tensor_split(size)
     segments = [chunk.tensor_split(max(1, round(chunks[0].nbytes / segment_bytes))) for chunk in chunks]
-    combining, turns = size - 1, 2 * (size - 1)
-    leaving = segments[rank] if turns else ()  # at once, and on their way while the rest is prepared
-    sends = [_started(dist.isend(own, following)) for own in leaving if len(own)]
+    last_turn = size - 2
 
-    arriving = [(turn, x) for turn in range(turns) for x in segments[(rank - step * (turn + 1)) % size] if len(x)]
-    to_combine = sum(turn < combining for turn, _ in arriving)
+    def leave(chunk: int) -> list[dist.Work]:
+        return [_started(dist.isend(segment, following)) for segment in segments[chunk % size] if len(segment)]
+
+    def arriving(chunk: int) -> list[tuple[int, Tensor]]:
+        """A turn after the other: which it is, and a segment; of `chunk` in the first one."""
+        turns = range(size - 1)
+        return [(turn, segment) for turn in turns for segment in segments[(chunk - step * turn) % size] if len(segment)]
+
+    # Each rank's chunk sets out, to be combined with that of every rank that it passes.
+    sends = leave(rank)
+    partial = arriving(rank - step)
     spaces = [_space(segments[0][0], step * (1 + number)) for number in range(SPACES)]
 
     def receive(number: int) -> tuple[dist.Work, Tensor]:
-        turn, segment = arriving[number]
-        into = spaces[number % SPACES][: len(segment)] if turn < combining else segment
-        return _started(dist.irecv(into, preceding)), into
+        received = spaces[number % SPACES][: len(partial[number][1])]
+        return _started(dist.irecv(received, preceding)), received
 
-    receives: deque[tuple[dist.Work, Tensor]] = deque()
-    begun = 0
-    for number, (turn, segment) in enumerate(arriving):
-        # As many as there is memory for; what is not to be combined goes where it belongs.
-        while begun < len(arriving) and (begun < number + SPACES or begun >= to_combine):
-            receives.append(receive(begun))
-            begun += 1
+    receives = deque(receive(number) for number in range(min(SPACES, len(partial))))
+    for number, (turn, segment) in enumerate(partial):
         yield
         work, received = receives.popleft()
         work.wait()
-        if turn < combining:
-            combine(segment, received, out=segment)
+        combine(segment, received, out=segment)
         # Sent before the next is received: then gloo's thread writes, as soon as the other end is ready. Were it this
         # thread, gloo's would spin on its lock meanwhile, for a whole time slice if there are fewer cores than threads.
-        if turn < turns - 1:
+        if turn < last_turn:
             sends.append(_started(dist.isend(segment, following)))
-    # Not earlier: a segment is written again only when it has been round the ring, and so has been sent.
+        if number + SPACES < len(partial):
+            receives.append(receive(number + SPACES))
+    for send in sends:  # their segments are written again below
+        send.wait()
+
+    # Now each rank has one chunk of the result. Handed out, they go to where they belong.
+    sends = leave(rank + step)
+    results = arriving(rank)
+    works = [_started(dist.irecv(segment, preceding)) for _, segment in results]
+    for (turn, segment), work in zip(results, works, strict=True):
+        yield
+        work.wait()
+        if turn < last_turn:
+            sends.append(_started(dist.isend(segment, following)))
     for send in sends:
         send.wait()
 
@@ -260,7 +274,7 @@ def gather_tree(tensor: Tensor, gathered: Tensor | None, dst: int) -> None:
 def _collect(tensor: Tensor, parts: Tensor, place: int, rank_at: Callable[[int], int]) -> None:
     """One rank of `gather_tree`: collect the parts from its own place on, and hand them over if it is not the root."""
     parts[0] = tensor.detach()
-    for distance in _powers_of_two(place + len(parts)):
+    for distance in _powers_of_two(dist.get_world_size()):
         if place % (2 * distance):
             dist.send(parts[:distance], rank_at(place - distance))
             return
@@ -322,7 +336,9 @@ def reducescatter_ring(tensor: Tensor, scattered: Tensor, op: Op = ReduceOp.SUM)
         partial, received = tensor[(rank - 1) % size].contiguous(), _space(block)
         for turn in range(size - 1):
             _exchange(partial, received, (rank + 1) % size, (rank - 1) % size)
-            partial = combine(received, tensor[(rank - turn - 2) % size], out=block)
+            is_last = turn == size - 2  # `scattered` may be a part of `tensor`: it is not changed before
+            into = block if is_last else _space(block, 1)
+            partial = combine(received, tensor[(rank - turn - 2) % size], out=into)
         if size == 1:
             block.copy_(partial)
 

@@ -198,6 +198,8 @@ def run_ranks(script: Path, args: list[str], settings: RunSettings, machines: No
                 elastic_launch(config, sys.executable)("-u", str(script), *args)
             finally:
                 watch.agent_ended()
+                for sent in ENDING:  # the ranks have ended; who cannot wait for the other machines' words need not
+                    signal.signal(sent, signal.SIG_DFL)
         except ChildFailedError as error:
             status, sentence, is_cause = root_cause(error, settings.layout)
             assert watch is not None
@@ -216,8 +218,6 @@ def run_ranks(script: Path, args: list[str], settings: RunSettings, machines: No
             status, sentence = 1, (watch and watch.hear()) or f"lost the other machines: {error}".splitlines()[0]
         else:
             status, sentence = 0, ""
-    for sent in ENDING:  # the ranks have ended; who cannot wait for the goodbye to the other machines need not
-        signal.signal(sent, signal.SIG_DFL)
     if sentence:
         print(f"# {sentence}", file=sys.stderr, flush=True)
         if watch and not watch.word:

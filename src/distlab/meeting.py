@@ -25,7 +25,7 @@ from simplellm.errors import InputError
 Say = Callable[[str], None]
 ResultT = TypeVar("ResultT")
 ITS_ANSWER = "its answer"
-SECONDS_OF_A_START = 5.0  # what ranks and machines usually take to come, so that nobody need say that he waits
+SECONDS_OF_A_START = 5.0  # within which others usually come; after that one says for whom one waits
 
 
 def open_store(rank: int, address: str, port: int, timeout_seconds: float, say: Say) -> dist.Store:
@@ -33,12 +33,18 @@ def open_store(rank: int, address: str, port: int, timeout_seconds: float, say: 
 
     Raises:
         InputError: the port is in use, or rank 0 does not listen within the timeout.
-        TrafficError: it listens, and does not answer.
+        TrafficError: it listens, and does not answer, or ends.
     """
     timeout = timedelta(seconds=timeout_seconds)
     if started_by_torchrun():
-        store, _, _ = _ask(lambda: next(dist.rendezvous("env://", timeout=timeout)), timeout_seconds)
-        return store
+        where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+        try:
+            met = within(timeout_seconds, lambda: next(dist.rendezvous("env://", timeout=timeout)))
+        except dist.DistError as error:
+            raise InputError(f"the ranks cannot meet at {where}: {error}".splitlines()[0]) from error
+        if met is None:
+            raise _no_answer(timeout_seconds)
+        return met[0]
     if rank == 0:
         return open_bound_store(address, port, timeout_seconds)[0]
     say(f"looking for rank 0 at {address}:{port}")
@@ -52,9 +58,11 @@ def open_store(rank: int, address: str, port: int, timeout_seconds: float, say: 
         store = connect(address, port, timeout_seconds, timeout_seconds)
     except dist.DistError as error:
         raise InputError(f"--master-port {port}: what listens at {address}:{port} is not rank 0") from error
-    if store is not None:
-        return store
-    raise _no_answer(timeout_seconds) if listens(address, port) else InputError(_ended_while(ITS_ANSWER))
+    except ConnectionRefusedError as error:
+        raise _ended_while(ITS_ANSWER, error) from error
+    if store is None:
+        raise _no_answer(timeout_seconds)
+    return store
 
 
 def connect(address: str, port: int, timeout_seconds: float, seconds: float) -> dist.Store | None:
@@ -63,19 +71,29 @@ def connect(address: str, port: int, timeout_seconds: float, seconds: float) -> 
     Args:
         address, port: where it listens.
         timeout_seconds: the store's own, of waits.
-        seconds: to connect. torch tries for as long where nobody listens any more; then this ends at once.
+        seconds: to connect.
 
     Returns:
         None if there was no answer.
 
     Raises:
         DistError: what answers is no store.
+        ConnectionRefusedError: nobody listens there any more; torch would go on trying.
     """
     timeout = timedelta(seconds=timeout_seconds)
+
+    def look() -> None:
+        try:
+            socket.create_connection((address, port), timeout=1).close()
+        except ConnectionRefusedError:
+            raise
+        except OSError:  # a network that loses a packet may deliver the next one
+            pass
+
     return within(
         seconds,
         lambda: dist.TCPStore(address, port, is_master=False, timeout=timeout, wait_for_workers=False),
-        as_long_as=lambda: listens(address, port),
+        meanwhile=look,
     )
 
 
@@ -178,7 +196,7 @@ def agree(
     Raises:
         InputError: two processes have the same rank, a rank was started with other settings, or one did not come
             within the timeout. All ranks raise it.
-        TrafficError: the store where the ranks meet does not answer.
+        TrafficError: the store where the ranks meet has ended, or does not answer.
     """
     if _ask(lambda: store.add(f"seat/{rank}", 1), timeout_seconds) > 1:
         raise InputError(
@@ -242,25 +260,30 @@ def _ask(call: Callable[[], ResultT], seconds: float, what: str = ITS_ANSWER) ->
     The kernel accepts connections also for a process that is stopped, and torch's calls wait there without end.
 
     Raises:
-        InputError: the store ended meanwhile; it says what this rank waited for.
-        TrafficError: there was no answer for `seconds`.
+        TrafficError: the store ended meanwhile, while this rank waited for `what`; or there was no answer.
     """
     try:
         answer = within(seconds, lambda: (call(),))
     except dist.DistError as error:
-        raise InputError(_ended_while(what)) from error
+        raise _ended_while(what, error) from error
     if answer is None:
         raise _no_answer(seconds)
     return answer[0]
 
 
-def _ended_while(what: str) -> str:
-    return f"rank 0 ended while this rank waited for {what}: see rank 0's last line"
+def _holder() -> str:
+    """Where the store is."""
+    return "the launcher" if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" else "rank 0"
+
+
+def _ended_while(what: str, error: Exception) -> TrafficError:
+    ended = TrafficError(f"{_holder()} ended while this rank waited for {what}: see its last line", error)
+    ended.lost_a_peer = True
+    return ended
 
 
 def _no_answer(seconds: float) -> TrafficError:
-    who = "the launcher" if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" else "rank 0"
-    sentence = f"{who} does not answer: it is stopped, or its machine or network is gone"
+    sentence = f"{_holder()} does not answer: it is stopped, or its machine or network is gone"
     return TrafficError(f"{sentence}; waited {seconds:g} s, which --timeout sets", TimeoutError())
 
 

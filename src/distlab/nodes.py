@@ -200,12 +200,16 @@ class Meeting(RendezvousHandler):
 
     def connect(self) -> dist.Store:
         """A connection of one's own to node 0's store: what waits on another one cannot hold it up."""
+        where = f"{self.address}:{self.port}"
         store = None
-        with contextlib.suppress(dist.DistError):
-            store = connect(self.address, self.port, self._timeout_seconds, SECONDS_OF_SILENCE)
+        try:
+            with contextlib.suppress(dist.DistError):
+                store = connect(self.address, self.port, self._timeout_seconds, SECONDS_OF_SILENCE)
+        except ConnectionRefusedError as error:
+            raise InputError(f"node 0 does not listen at {where} any more: see its last line") from error
         if store is None:
-            where = f"--master-port {self.port}: what listens at {self.address}:{self.port}"
-            raise InputError(f"{where} is not node 0's launcher, or it is stopped")
+            sentence = f"--master-port {self.port}: what listens at {where} is not node 0's launcher, or it is stopped"
+            raise InputError(sentence)
         return store
 
     def _await_node_0(self) -> None:

@@ -7,8 +7,6 @@ with a fresh notice. What a rank said earlier would not count: it may have been 
 
 import contextlib
 import json
-import select
-import socket
 import threading
 import time
 from datetime import timedelta
@@ -34,7 +32,6 @@ class NoticeBoard:
 
     def __init__(self) -> None:
         self._store: dist.Store | None = None
-        self._lifeline: socket.socket | None = None
         self._has_failed = False
         self._heard = ""  # why the run has failed, as other ranks say
 
@@ -54,16 +51,12 @@ class NoticeBoard:
         own = store.clone()  # type: ignore[attr-defined]  # torch's annotations lack it
         self._store = dist.PrefixStore("notices", own)
         self._store.set_timeout(timedelta(seconds=SECONDS_FOR_THE_STORE))
-        bare = store.underlying_store if isinstance(store, dist.PrefixStore) else store
-        if isinstance(bare, dist.TCPStore):
-            with contextlib.suppress(OSError):
-                self._lifeline = socket.create_connection((bare.host, bare.port), SECONDS_FOR_THE_STORE)
         threading.Thread(target=self._watch, daemon=True).start()
 
     def leave_word(self, cause: str) -> None:
         """Tell the others why this rank ends."""
         if self._store is not None:
-            with contextlib.suppress(RuntimeError, OSError):
+            with contextlib.suppress(RuntimeError):
                 within(SECONDS_FOR_THE_STORE / 2, lambda: self._put(f"ended/{self._rank}", cause))
                 within(SECONDS_FOR_THE_STORE / 2, lambda: self._put("asked", ""))  # has them look for it
 
@@ -78,7 +71,7 @@ class NoticeBoard:
         own = Notice(self._rank, error.wait, dict(self._traffic.begun), lost_a_peer=error.lost_a_peer)
         try:
             answer = within(SECONDS_FOR_OTHERS + SECONDS_FOR_THE_STORE, lambda: self._collect(own))
-        except (RuntimeError, OSError):  # the store's process is gone
+        except RuntimeError:  # the store's process is gone
             return self._without_store("has ended: see its last line", error.wait)
         if answer is None:
             return self._without_store("does not answer: it is stopped, or its machine or network is gone", error.wait)
@@ -88,7 +81,7 @@ class NoticeBoard:
     def conclude(self, diagnosis: Diagnosis) -> None:
         """Tell ranks that find out later; with rank 0 the store may have gone by then."""
         if not diagnosis.is_partial:
-            with contextlib.suppress(RuntimeError, OSError):
+            with contextlib.suppress(RuntimeError):
                 within(SECONDS_FOR_THE_STORE / 2, lambda: self._put("concluded", diagnosis.sentence))
 
     def may_draw(self) -> bool:
@@ -104,7 +97,7 @@ class NoticeBoard:
         if self._store is None or not self._is_rank_0s or self._rank > 0:
             return
         deadline = time.monotonic() + SECONDS_FOR_READERS
-        with contextlib.suppress(RuntimeError, OSError):
+        with contextlib.suppress(RuntimeError):
             while time.monotonic() < deadline and not all(
                 any(self._has(f"{key}/{rank}") for key in ("read", "heard", "ended"))
                 for rank in range(1, self._world_size)
@@ -125,17 +118,10 @@ class NoticeBoard:
 
     def _put(self, key: str, text: str) -> None:
         assert self._store is not None
-        self._reach_store()
         self._store.set(key, text)
-
-    def _reach_store(self) -> None:
-        """Raise `OSError` if it has gone; torch would report that at length, from C++."""
-        if self._lifeline is not None and select.select([self._lifeline], [], [], 0)[0]:
-            raise ConnectionResetError("the store has gone")
 
     def _has(self, *keys: str) -> bool:
         assert self._store is not None
-        self._reach_store()
         return self._store.check(list(keys))
 
     def _read(self, key: str) -> str | None:
@@ -154,7 +140,6 @@ class NoticeBoard:
         assert store is not None
         if own.lost_a_peer:
             time.sleep(SECONDS_FOR_A_DEADLINE)
-        self._reach_store()
         own.place = store.add("failed", 1)
         # Not the key of an answer, so a late one of the watch cannot take the place of it.
         self._put(f"failed/{self._rank}", json.dumps(own.as_json()))
@@ -176,7 +161,7 @@ class NoticeBoard:
         """Answer when one asks, again when the answer has changed, and listen to why other ranks end."""
         told = None
         long_seconds = min(LONG_SECONDS, self._traffic.timeout_seconds / 2)
-        with contextlib.suppress(RuntimeError, OSError):  # the store has gone, and the run with it
+        with contextlib.suppress(RuntimeError):  # the store has gone, and the run with it
             while not self._has("asked"):
                 time.sleep(min(SECONDS_BETWEEN_LOOKS, long_seconds / 2))
             while not self._has_failed:  # then `explain` has the last word

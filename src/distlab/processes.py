@@ -18,18 +18,18 @@ from typing import NoReturn, TypeVar
 import torch
 
 ResultT = TypeVar("ResultT")
-SECONDS_BETWEEN_LOOKS = 0.5  # at whether it is worth while to wait any longer
+SECONDS_OF_A_CALL = 0.5  # usually it takes less; after each of these one may see whether to wait any longer
 
 
 def within(
-    seconds: float, call: Callable[[], ResultT], as_long_as: Callable[[], bool] = lambda: True
+    seconds: float, call: Callable[[], ResultT], meanwhile: Callable[[], object] = lambda: None
 ) -> ResultT | None:
     """What `call()` returns or raises; None if it has not ended after `seconds`: it is left behind then.
 
     Args:
         seconds: how long to wait.
         call: what may not return.
-        as_long_as: looked at now and then; where it is false there is nothing to wait for.
+        meanwhile: called now and then; what it raises ends the wait.
     """
     deadline = time.monotonic() + seconds
     results: list[ResultT] = []
@@ -43,8 +43,10 @@ def within(
 
     thread = threading.Thread(target=run, daemon=True)
     thread.start()
-    while thread.is_alive() and time.monotonic() < deadline and as_long_as():
-        thread.join(min(SECONDS_BETWEEN_LOOKS, max(0, deadline - time.monotonic())))
+    thread.join(min(seconds, SECONDS_OF_A_CALL))
+    while thread.is_alive() and time.monotonic() < deadline:
+        meanwhile()
+        thread.join(min(SECONDS_OF_A_CALL, max(0, deadline - time.monotonic())))
     if errors:
         raise errors[0]
     return results[0] if results else None
@@ -52,9 +54,9 @@ def within(
 
 def leave(status: int) -> NoReturn:
     """Exit without a wait for threads, and without the interpreter's end, at which those inside of torch abort."""
-    with contextlib.suppress(BrokenPipeError):
-        sys.stdout.flush()
-        sys.stderr.flush()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):  # its reader has gone, the disk is full, it is closed
+            stream.flush()
     os._exit(status)
 
 
@@ -73,7 +75,7 @@ def silence_torch_warnings() -> None:
     """
     if "TORCH_CPP_LOG_LEVEL" in os.environ:
         return
-    name = {"linux": "libc10.so", "darwin": "libc10.dylib"}.get(sys.platform, "c10.dll")
+    name = "libc10.dylib" if sys.platform == "darwin" else "libc10.so"
     errors = 2
     with contextlib.suppress(OSError, ValueError):
         library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / name))

@@ -12,6 +12,7 @@ from distlab.collective_costs import (
     LIBRARY,
     Costs,
     Request,
+    bytes_of_a_message,
     fit_costs,
     measure,
     operations,
@@ -19,7 +20,7 @@ from distlab.collective_costs import (
     table,
     whole_numbers,
 )
-from distlab.collectives import COMBINE
+from distlab.collectives import COMBINE, SEGMENT_BYTES
 from distlab.simulation import Link
 
 SIZE_BYTES = 4_000_000
@@ -55,9 +56,27 @@ def test_messages_at_the_same_time_share_what_the_computer_moves() -> None:
     assert predict("broadcast", "tree", SIZE_BYTES, 8, latency).makespan == pytest.approx(0.005 * (1 + 1 + 2))
 
 
+@pytest.mark.parametrize(
+    ("operation", "topology", "size_bytes", "message_bytes"),
+    [
+        ("broadcast", "naive", SIZE_BYTES, SIZE_BYTES),
+        ("all-reduce", "ring", SIZE_BYTES, SIZE_BYTES // 8),
+        ("all-reduce", "ring", 8 * 5 * SEGMENT_BYTES, SEGMENT_BYTES),
+        ("gather", "naive", SIZE_BYTES, SIZE_BYTES // 8),
+        ("gather", "tree", SIZE_BYTES, (1 + 2 + 4) * SIZE_BYTES // 8 // 3),
+    ],
+)
+def test_what_a_message_carries(operation: str, topology: str, size_bytes: int, message_bytes: int) -> None:
+    assert bytes_of_a_message(operation, topology, size_bytes, 8) == message_bytes
+
+
 def fit_on_gloo(rank: int, size: int, port: int) -> tuple[Costs, dict[str, list[str]]]:
     with process_group(rank, size, port):
         costs = fit_costs(rounds=3)
+        given: list[list[float]] = []
+        fitted = fit_costs(rounds=2, message_bytes=1_000_000, typical=lambda seconds: given.append(seconds) or 0.5)
+        assert fitted.combined_bytes_per_second == 1_000_000 / 0.5
+        assert {len(seconds) for seconds in given} == {2}
         for topologies in operations(10_000).values():
             for work in topologies.values():
                 assert measure(work, rounds=1) > 0

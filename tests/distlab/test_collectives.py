@@ -22,11 +22,11 @@ REDUCES = [collectives.reduce_naive, collectives.reduce_tree]
 
 def allreduce_ring_both_ways(tensor: Tensor, op: collectives.Op = ReduceOp.SUM) -> None:
     """The ring as it treats large tensors."""
-    collectives.allreduce_ring(tensor, op, both_ways_bytes=0)
+    collectives.allreduce_ring(tensor, op, both_ways_bytes=0, segment_bytes=tensor.element_size())
 
 
 def allreduce_ring_in_segments(tensor: Tensor, op: collectives.Op = ReduceOp.SUM) -> None:
-    """The ring as it treats large tensors, with more segments than are under way at a time."""
+    """The ring, with more segments than there are spaces."""
     collectives.allreduce_ring(tensor, op, both_ways_bytes=1_000_000, segment_bytes=tensor.element_size())
 
 
@@ -96,6 +96,9 @@ def check_all(rank: int, size: int) -> int:
                 }[op]
                 tolerance = {torch.bfloat16: 0.05, torch.float32: 1e-6, torch.int64: 0.0}[dtype]
                 assert torch.allclose(block.double(), expected, rtol=tolerance, atol=0), (reduce_scatter, op)
+                within = mine[rank]
+                reduce_scatter(mine, within, op)
+                assert torch.allclose(within.double(), expected, rtol=tolerance, atol=0), "of a part of the tensor"
                 compared += 1
     return compared
 

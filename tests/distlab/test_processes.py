@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+import threading
 import time
 
 import pytest
@@ -34,9 +35,26 @@ def test_a_process_leaves_while_threads_are_inside_of_torch(attempt: int) -> Non
 
 
 def test_a_call_that_does_not_return_is_left_behind() -> None:
-    began = time.monotonic()
-    assert within(0.2, lambda: time.sleep(30)) is None
-    assert time.monotonic() - began < 5
+    began, released = time.monotonic(), threading.Event()
+    try:
+        assert within(0.2, lambda: released.wait(30)) is None
+        assert time.monotonic() - began < 5
+    finally:
+        released.set()
+
+
+def test_what_is_found_meanwhile_ends_the_wait() -> None:
+    began, released = time.monotonic(), threading.Event()
+
+    def look() -> None:
+        raise ConnectionRefusedError
+
+    try:
+        with pytest.raises(ConnectionRefusedError):
+            within(30, lambda: released.wait(30), meanwhile=look)
+        assert time.monotonic() - began < 10
+    finally:
+        released.set()
 
 
 def test_a_call_in_time_gives_its_answer_or_its_error() -> None:
