@@ -800,7 +800,7 @@ def meeting(chance: random.Random, count: int, folder: Path) -> Iterator[BadInpu
     ga, ddp = SCRIPTS["dp-ga"], SCRIPTS["ddp"]
     differing = chance.choice([("--seed", "1"), ("--lr", "0.5"), ("--micro-batches", "1"), ("--steps", "9")])
 
-    def cases() -> Iterator[tuple[list[list[str]], str]]:
+    def cases() -> Iterator[tuple[list[list[str]], str | tuple[str, ...]]]:
         two = ("--world-size", "2")
         p = free_port()
         other = [*differing] if differing[0] != "--micro-batches" else ["--batch-size", "2"]
@@ -810,8 +810,8 @@ def meeting(chance: random.Random, count: int, folder: Path) -> Iterator[BadInpu
         p = free_port()
         yield [rank(ga, 1, p, "--world-size", "3"), rank(ga, 0, p, *two)], "--world-size"
         p = free_port()
-        taken = [rank(ga, 1, p, "--world-size", "3", "--timeout", "9"), rank(ga, 1, p, "--world-size", "3")]
-        yield [rank(ga, 0, p, "--world-size", "3"), *taken], "rank 1 is taken"
+        three = [rank(ga, number, p, "--world-size", "3") for number in (0, 1, 1)]
+        yield three, ("rank 1 is taken", "rank 2 to join", "rank 0's word")  # whichever of the two came first
         yield [rank(ga, 1, free_port(), *two, "--timeout", "2")], "rank 0 did not listen"
         yield [rank(ga, 0, free_port(), *two, "--timeout", "2")], "rank 1"
         holder = socket.socket()
@@ -825,7 +825,7 @@ def meeting(chance: random.Random, count: int, folder: Path) -> Iterator[BadInpu
         yield [rank(ga, 0, 80, *two, "--master-addr", "198.51.100.7")], "--master-addr"
 
     for commands, name in itertools.islice(itertools.cycle(cases()), count):
-        yield BadInput("meeting", commands, (name,))
+        yield BadInput("meeting", commands, (name,) if isinstance(name, str) else name)
 
 
 _held: list[socket.socket] = []  # ports in use

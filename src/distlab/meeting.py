@@ -205,8 +205,11 @@ def agree(
         )
     _ask(lambda: store.set(f"settings/{rank}", json.dumps(settings)), timeout_seconds)
     if rank > 0:
-        verdict = json.loads(_wait(store, "verdict", "rank 0's word that all have joined", timeout_seconds, say))
-        _ask(lambda: store.set(f"heard/{rank}", ""), timeout_seconds)
+        try:
+            verdict = json.loads(_wait(store, "verdict", "rank 0's word that all have joined", timeout_seconds, say))
+        finally:  # also where this rank ends without it: rank 0 need not stay for it
+            with contextlib.suppress(TrafficError):
+                _ask(lambda: store.set(f"heard/{rank}", ""), min(1, timeout_seconds))
         _compare(verdict["settings"], settings, rank)
     else:
         verdict = {"settings": settings}

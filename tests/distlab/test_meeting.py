@@ -70,8 +70,10 @@ def test_two_processes_with_one_rank() -> None:
 
 
 def test_a_rank_that_never_comes_is_named() -> None:
+    started = time.monotonic()
     outcomes = meet([{"steps": 3}] * 2, size=[3, 3])
     assert outcomes[0] == "waited 3 s for rank 2 to join: is it running? --timeout sets how long"
+    assert time.monotonic() - started < 7, "rank 0 does not stay for rank 1, which has waited for as long"
 
 
 @pytest.mark.alone
