@@ -164,16 +164,16 @@ def wait_until(
         condition: what to wait for.
         seconds: how long.
         sentence: of the `InputError` when time is up.
-        notice: called once, when it takes longer than a start takes.
+        notice: called once, when it takes longer than a start takes, or time is up.
     """
     began, is_noticed = time.monotonic(), False
     while not condition():
         waited = time.monotonic() - began
-        if waited > seconds:
-            raise InputError(sentence)
-        if waited > SECONDS_OF_A_START and not is_noticed:
+        if waited > min(SECONDS_OF_A_START, seconds) and not is_noticed:
             notice()
             is_noticed = True
+        if waited > seconds:
+            raise InputError(sentence)
         time.sleep(0.05)
 
 
