@@ -21,6 +21,7 @@ import tyro
 from torch import Tensor
 
 from distlab import collectives as by_hand
+from distlab.operands import COMBINE
 from distlab.simulation import Link, SimulatedWorld
 from simplellm import command_line
 from simplellm.errors import InputError
@@ -158,7 +159,7 @@ def predict(operation: str, topology: str, size_bytes: int, world_size: int, cos
         world.compute(out.nbytes / costs.combined_bytes_per_second)
         return out  # of tensors without content, nothing more
 
-    with mock.patch.dict(by_hand.COMBINE, dict.fromkeys(by_hand.COMBINE, take_the_time_to_combine)):
+    with mock.patch.dict(COMBINE, dict.fromkeys(COMBINE, take_the_time_to_combine)):
         world.run(lambda _: operations(size_bytes, device="meta")[operation][topology]())
     return world
 

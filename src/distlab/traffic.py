@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from datetime import timedelta
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -378,19 +379,22 @@ def _host_space(tensor: Tensor) -> Tensor | None:
 
 @contextlib.contextmanager
 def counting_sends() -> Iterator[list[int]]:
-    """The sizes in bytes of what this thread sends meanwhile through `torch.distributed`'s `send` and `isend`."""
+    """The sizes in bytes of what this thread sends meanwhile: with `send`, `isend` or the `send` of `group.WORLD`."""
     sent_bytes: list[int] = []
     thread = threading.get_ident()
 
     def counting(send: Callable[..., Any]) -> Callable[..., Any]:
-        def count(tensor: Tensor, *args: Any, **options: Any) -> Any:
+        def count(message: Tensor | list[Tensor], *args: Any, **options: Any) -> Any:
             if threading.get_ident() == thread:
-                sent_bytes.append(tensor.nbytes)
-            return send(tensor, *args, **options)
+                sent_bytes.extend(tensor.nbytes for tensor in ([message] if isinstance(message, Tensor) else message))
+            return send(message, *args, **options)
 
         return count
 
-    with mock.patch.multiple(dist, send=counting(dist.send), isend=counting(dist.isend)):
+    world = dist.group.WORLD
+    assert world is not None, "without others nothing is sent"
+    group = SimpleNamespace(WORLD=SimpleNamespace(send=counting(world.send), recv=world.recv))
+    with mock.patch.multiple(dist, send=counting(dist.send), isend=counting(dist.isend), group=group):
         yield sent_bytes
 
 

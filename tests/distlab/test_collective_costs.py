@@ -20,7 +20,8 @@ from distlab.collective_costs import (
     table,
     whole_numbers,
 )
-from distlab.collectives import COMBINE, SEGMENT_BYTES
+from distlab.operands import COMBINE
+from distlab.ring import SEGMENT_BYTES
 from distlab.simulation import Link
 
 SIZE_BYTES = 4_000_000

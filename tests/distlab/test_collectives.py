@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.distributed import ReduceOp
 
 from distlab import collectives
+from distlab.operands import Op
 from distlab.simulation import SimulatedWorld
 
 OPS = [ReduceOp.SUM, ReduceOp.PRODUCT, ReduceOp.MAX, ReduceOp.MIN]
@@ -20,12 +21,12 @@ BROADCASTS = [collectives.broadcast_naive, collectives.broadcast_tree, collectiv
 REDUCES = [collectives.reduce_naive, collectives.reduce_tree]
 
 
-def allreduce_ring_both_ways(tensor: Tensor, op: collectives.Op = ReduceOp.SUM) -> None:
+def allreduce_ring_both_ways(tensor: Tensor, op: Op = ReduceOp.SUM) -> None:
     """The ring as it treats large tensors."""
     collectives.allreduce_ring(tensor, op, both_ways_bytes=0, segment_bytes=tensor.element_size())
 
 
-def allreduce_ring_in_segments(tensor: Tensor, op: collectives.Op = ReduceOp.SUM) -> None:
+def allreduce_ring_in_segments(tensor: Tensor, op: Op = ReduceOp.SUM) -> None:
     """The ring, with more segments than there are spaces."""
     collectives.allreduce_ring(tensor, op, both_ways_bytes=1_000_000, segment_bytes=tensor.element_size())
 
@@ -236,7 +237,7 @@ def test_ranks_that_only_give_may_give_what_cannot_be_written() -> None:
     ("dtype", "ops"),
     [(torch.complex64, [ReduceOp.MAX, ReduceOp.MIN]), (torch.uint16, [ReduceOp.SUM, ReduceOp.MAX, ReduceOp.MIN])],
 )
-def test_what_torch_cannot_combine_is_refused_on_every_rank(dtype: torch.dtype, ops: list[collectives.Op]) -> None:
+def test_what_torch_cannot_combine_is_refused_on_every_rank(dtype: torch.dtype, ops: list[Op]) -> None:
     x, blocks = torch.ones(2).to(dtype), torch.ones(3, 2).to(dtype)
     calls: list[Callable[..., object]] = [partial(reduce, x, 0) for reduce in REDUCES]
     calls += [partial(all_reduce, x) for all_reduce in ALL_REDUCES]

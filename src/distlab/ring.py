@@ -1,0 +1,170 @@
+"""The ring all-reduce by hand, as fast as the library's: chunks go round a ring of ranks, in messages of about 1 MB.
+
+The algorithm: Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations", 2009.
+
+Most of the time is that of copying, in the kernel, what ranks send each other. What is left to save is in between:
+whenever a rank is woken up for a message, the copying has emptied the caches, and each Python or torch function that it
+calls for the first time since then costs tens of microseconds. So all that depends only on the sizes is worked out once
+(`_route`), the segments are made in one call, and messages go through the process group's own methods.
+"""
+
+import functools
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator
+from itertools import zip_longest
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ReduceOp
+
+from distlab.operands import InPlace, Op, combination
+
+BOTH_WAYS_BYTES = 16_000_000
+SEGMENT_BYTES = 1_000_000
+SPACES = 2  # to receive segments into that are to be combined, so that one arrives while another one is
+
+
+def allreduce_ring(
+    tensor: Tensor,
+    op: Op = ReduceOp.SUM,
+    both_ways_bytes: int = BOTH_WAYS_BYTES,
+    segment_bytes: int = SEGMENT_BYTES,
+) -> None:
+    """Combine all tensors on every rank: chunks go round a ring, first to be combined, then to be handed out.
+
+    Each rank sends 2 (n - 1) / n of the tensor, whatever the world size n, and receives as much at the same time. Of a
+    large tensor one half goes round the other way, so that between any two neighbours, too, both directions are busy
+    (between two ranks they are anyway); a smaller one is not worth twice as many messages.
+
+    Args:
+        tensor: this rank's; the result on every rank.
+        op: how to combine.
+        both_ways_bytes: large is a tensor with at least this much for each rank.
+        segment_bytes: a chunk travels in messages of about this much.
+    """
+    combine = combination(op, tensor.dtype)
+    size = dist.get_world_size()
+    with InPlace(tensor) as data:
+        flat = data.view(-1)
+        halves = flat.tensor_split(2) if size > 2 and flat.nbytes >= size * both_ways_bytes else (flat,)
+        rings = [_around(half, step, combine, segment_bytes) for half, step in zip(halves, (1, -1), strict=False)]
+        for _ in zip_longest(*rings):
+            pass
+
+
+def _around(flat: Tensor, step: int, combine: Callable[..., Tensor], segment_bytes: int) -> Iterator[None]:
+    """All-reduce `flat` around the ring in one direction; yields when the messages of a segment are under way.
+
+    While a segment of a chunk is combined and passed on, the next one arrives.
+
+    Args:
+        flat: (elements,), changed in place.
+        step: 1 to send to the next rank, -1 to the one before.
+        combine: the element-wise function.
+        segment_bytes: what a message is to have, about.
+    """
+    rank, size = dist.get_rank(), dist.get_world_size()
+    if size == 1:
+        return
+    group, following, preceding = dist.group.WORLD, (rank + step) % size, (rank - step) % size
+    assert group is not None, "there are several ranks"
+    route = _route(flat.numel(), flat.element_size(), rank, size, step, segment_bytes)
+    segments = flat.split_with_sizes(route.sizes)
+    spaces = _spaces(route.sizes[0], flat.dtype, flat.device, step, threading.get_ident())
+
+    # Each rank's chunk sets out, to be combined with that of every rank that it passes.
+    leg = route.combining
+    sends = [group.send([segments[number]], following, 0) for number in leg.departing]
+
+    def receive(turn: int) -> tuple[dist.Work, Tensor]:
+        received, elements = spaces[turn % SPACES], route.sizes[leg.arriving[turn]]
+        if elements < route.sizes[0]:
+            received = received[:elements]
+        return group.recv([received], preceding, 0), received
+
+    receives = deque(receive(turn) for turn in range(min(SPACES, len(leg.arriving))))
+    for turn, number in enumerate(leg.arriving):
+        yield
+        work, received = receives.popleft()
+        work.wait()
+        segment = segments[number]
+        combine(segment, received, out=segment)
+        # Sent before the next is received: then gloo's thread writes, as soon as the other end is ready. Were it this
+        # thread, gloo's would spin on its lock meanwhile, for a whole time slice if there are fewer cores than threads.
+        if turn < leg.passed_on:
+            sends.append(group.send([segment], following, 0))
+        if turn + SPACES < len(leg.arriving):
+            receives.append(receive(turn + SPACES))
+    for send in sends:  # their segments are written again below
+        send.wait()
+
+    # Now each rank has one chunk of the result. Handed out, they go to where they belong.
+    leg = route.handing_out
+    sends = [group.send([segments[number]], following, 0) for number in leg.departing]
+    works = [group.recv([segments[number]], preceding, 0) for number in leg.arriving]
+    for turn, (number, work) in enumerate(zip(leg.arriving, works, strict=True)):
+        yield
+        work.wait()
+        if turn < leg.passed_on:
+            sends.append(group.send([segments[number]], following, 0))
+    for send in sends:
+        send.wait()
+
+
+class Leg(NamedTuple):
+    """What a rank sends and receives while chunks go round once, in order; segments have numbers.
+
+    Attributes:
+        departing: the segments of the chunk that sets out here.
+        arriving: those that come by.
+        passed_on: how many of those, the first ones, go on to the next rank.
+    """
+
+    departing: list[int]
+    arriving: list[int]
+    passed_on: int
+
+
+class Route(NamedTuple):
+    """How a tensor goes round the ring.
+
+    Attributes:
+        sizes: elements of each segment; the first one has the most.
+        combining, handing_out: its two ways round.
+    """
+
+    sizes: list[int]
+    combining: Leg
+    handing_out: Leg
+
+
+@functools.lru_cache(maxsize=64)  # of a model's buckets of gradients
+def _route(elements: int, element_bytes: int, rank: int, size: int, step: int, segment_bytes: int) -> Route:
+    chunks = _shares(elements, size)
+    in_chunk = max(1, round(chunks[0] * element_bytes / segment_bytes))
+    sizes = [share for chunk in chunks for share in _shares(chunk, in_chunk)]
+
+    def segments(chunk: int) -> list[int]:
+        first = chunk % size * in_chunk
+        return [number for number in range(first, first + in_chunk) if sizes[number]]
+
+    def leg(own: int) -> Leg:
+        arriving = [number for turn in range(1, size) for number in segments(own - step * turn)]
+        return Leg(segments(own), arriving, len(arriving) - len(segments(own + step)))
+
+    return Route(sizes, leg(rank), leg(rank + step))
+
+
+def _shares(elements: int, parts: int) -> list[int]:
+    """As equal as they can be, the larger ones first."""
+    return [elements // parts + (part < elements % parts) for part in range(parts)]
+
+
+@functools.lru_cache(maxsize=16)  # fresh memory is cleared page by page, which takes as long as a message does
+@torch.inference_mode(False)  # the next call may be outside of what this one is in
+def _spaces(elements: int, dtype: torch.dtype, device: torch.device, step: int, thread: int) -> list[Tensor]:
+    """Memory to receive segments into; of its own for either direction, and for threads that play ranks."""
+    return [torch.empty(elements, dtype=dtype, device=device) for _ in range(SPACES)]
