@@ -6,9 +6,11 @@ python bench/collectives.py --worlds 3 --starts 2 --rounds 100
 
 import statistics
 import time
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from multiprocessing.queues import SimpleQueue
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -16,19 +18,23 @@ import torch.multiprocessing as mp
 import tyro
 
 from distlab.collective_costs import (
-    FITTED_BYTES,
     LIBRARY,
     bytes_of_a_message,
-    fit_costs,
+    costs_from,
     operations,
     predict,
-    seconds_of,
+    seconds_in_turn,
+    yardsticks,
 )
-from distlab.collectives import allreduce_ring
 from distlab.devices import keep_to_loopback
 from distlab.processes import leave
+from distlab.ring import allreduce_ring
 
 AllReduce = Callable[[torch.Tensor], object]
+TYPICAL: dict[str, Callable[[list[float]], float]] = {"fastest": min, "median": statistics.median}
+Cell = tuple[str, str, int]  # operation, topology, megabytes
+Comparison = dict[str, tuple[float, float]]  # by what is typical: the predicted and the measured seconds
+SMALLEST_FITTED_BYTES = 1_000_000
 Turns = tuple[int, list[float], list[float]]  # megabytes; the seconds of the library's turns, and of our ring's
 
 
@@ -46,8 +52,8 @@ class Settings:
     """timed turns of each in each start"""
     in_a_row: int = 5
     """all-reduces to a turn"""
-    predicted_rounds: int = 20
-    """timed turns of each operation that is compared with its prediction, and of what that is fitted from"""
+    predicted_rounds: int = 10
+    """timed turns, in each start, of what is compared with its prediction, and of what that is fitted from"""
     predicted_world: int = 4
     """ranks for the comparison with the predictions"""
     predicted_megabytes: list[int] = field(default_factory=lambda: [1, 4, 16, 64])
@@ -78,20 +84,25 @@ def compare_with_library(rank: int, world_size: int, settings: Settings, results
     leave(0)
 
 
-def show_all_reduces(world_size: int, settings: Settings) -> None:
-    """Start the ranks several times, and print a line for each size."""
-    results: SimpleQueue[Turns] = mp.get_context("spawn").SimpleQueue()
-    libraries: dict[int, list[float]] = {megabytes: [] for megabytes in settings.megabytes}
-    rings: dict[int, list[float]] = {megabytes: [] for megabytes in settings.megabytes}
+def results_of(rank_of_a_world: Callable[..., None], world_size: int, settings: Settings) -> Iterator[Any]:
+    """Start the ranks several times; what rank 0 puts into its queue."""
+    results: SimpleQueue[Any] = mp.get_context("spawn").SimpleQueue()
     for _ in range(settings.starts):
-        ranks = mp.spawn(compare_with_library, args=(world_size, settings, results), nprocs=world_size, join=False)
+        ranks = mp.spawn(rank_of_a_world, args=(world_size, settings, results), nprocs=world_size, join=False)
         have_ended = False
         while not have_ended:
             have_ended = ranks.join(timeout=0.1)
             while not results.empty():
-                megabytes, library, ring = results.get()
-                libraries[megabytes] += library
-                rings[megabytes] += ring
+                yield results.get()
+
+
+def show_all_reduces(world_size: int, settings: Settings) -> None:
+    """A line for each size."""
+    libraries: dict[int, list[float]] = {megabytes: [] for megabytes in settings.megabytes}
+    rings: dict[int, list[float]] = {megabytes: [] for megabytes in settings.megabytes}
+    for megabytes, library, ring in results_of(compare_with_library, world_size, settings):
+        libraries[megabytes] += library
+        rings[megabytes] += ring
     for megabytes, library in libraries.items():
         ring = rings[megabytes]
         low, middle, high = statistics.quantiles([a / b for a, b in zip(library, ring, strict=True)], n=4)
@@ -110,38 +121,53 @@ def seconds_of_one(all_reduce: AllReduce, tensor: torch.Tensor, in_a_row: int) -
     return slowest.item() / in_a_row
 
 
-def compare_with_prediction(rank: int, world_size: int, settings: Settings) -> None:
+def compare_with_prediction(
+    rank: int, world_size: int, settings: Settings, results: "SimpleQueue[tuple[Cell, Comparison]]"
+) -> None:
     """One rank: every operation in every topology, beside what the simulated world says."""
     join(rank, world_size, settings.port)
-    if rank == 0:
-        print()
-        print("| operation | topology | MB | predicted, ms | fastest, ms | fastest / predicted | median, ms |")
-        print("|---|---|---|---|---|---|---|", flush=True)
-    ratios: dict[str, list[float]] = {"fastest": [], "median": []}
     for operation in operations(0):
         for megabytes in settings.predicted_megabytes:
             size_bytes = megabytes * 1_000_000
             for topology, work in operations(size_bytes)[operation].items():
                 if topology == LIBRARY:
                     continue
-                message_bytes = bytes_of_a_message(operation, topology, size_bytes, world_size)
-                # Anew for each: a computer's speed drifts, and what is large leaves its caches. A small message is
-                # all latency, and tells no bandwidth.
-                costs = fit_costs(settings.predicted_rounds, max(message_bytes, FITTED_BYTES), typical=min)
-                predicted = predict(operation, topology, size_bytes, world_size, costs).makespan
-                measured = seconds_of(work, settings.predicted_rounds)
-                fastest, median = min(measured), statistics.median(measured)
-                ratios["fastest"].append(fastest / predicted)
-                ratios["median"].append(median / predicted)
+                # Anew for each, and in turn with it: a computer's speed drifts, and what is large leaves its caches. A
+                # small message is all latency, and tells no bandwidth.
+                message_bytes = max(
+                    SMALLEST_FITTED_BYTES, bytes_of_a_message(operation, topology, size_bytes, world_size)
+                )
+                seconds = seconds_in_turn({"work": work, **yardsticks(message_bytes)}, settings.predicted_rounds)
+                comparison: Comparison = {}
+                for which, typical in TYPICAL.items():
+                    costs = costs_from(seconds, message_bytes, typical)
+                    predicted = predict(operation, topology, size_bytes, world_size, costs).makespan
+                    comparison[which] = predicted, typical(seconds["work"])
                 if rank == 0:
-                    times = f"{1e3 * predicted:.2f} | {1e3 * fastest:.2f} | {fastest / predicted:.2f}"
-                    print(f"| {operation} | {topology} | {megabytes} | {times} | {1e3 * median:.2f} |", flush=True)
-    if rank == 0:
-        print()
-        for which, of_all in ratios.items():
-            within = sum(1 / 1.3 <= ratio <= 1.3 for ratio in of_all)
-            print(f"{which}: {within} of {len(of_all)} within 30 % of the prediction", flush=True)
+                    results.put(((operation, topology, megabytes), comparison))
     leave(0)
+
+
+def show_predictions(settings: Settings) -> None:
+    """A line for each operation, topology and size: the medians of all starts."""
+    comparisons: dict[Cell, list[Comparison]] = defaultdict(list)
+    for cell, comparison in results_of(compare_with_prediction, settings.predicted_world, settings):
+        comparisons[cell].append(comparison)
+    heads = "".join(f" {which}: predicted, ms | measured | ratio |" for which in TYPICAL)
+    print(f"\n| operation | topology | MB |{heads}\n{'|---' * (3 + 3 * len(TYPICAL))}|")
+    ratios: dict[str, list[float]] = {which: [] for which in TYPICAL}
+    for cell, of_starts in comparisons.items():
+        line = "".join(f"| {name} " for name in cell)
+        for which, of_all in ratios.items():
+            predicted, measured = zip(*(comparison[which] for comparison in of_starts), strict=True)
+            of_all.append(statistics.median(b / a for a, b in zip(predicted, measured, strict=True)))
+            seconds = statistics.median(predicted), statistics.median(measured)
+            line += f"| {1e3 * seconds[0]:.2f} | {1e3 * seconds[1]:.2f} | {of_all[-1]:.2f} "
+        print(f"{line}|")
+    print()
+    for which, of_all in ratios.items():
+        within = sum(1 / 1.3 <= ratio <= 1.3 for ratio in of_all)
+        print(f"{which}: {within} of {len(of_all)} within 30 % of the prediction")
 
 
 def main() -> None:
@@ -154,7 +180,7 @@ def main() -> None:
     print("|---|---|---|---|---|---|", flush=True)
     for world_size in settings.worlds:
         show_all_reduces(world_size, settings)
-    mp.spawn(compare_with_prediction, args=(settings.predicted_world, settings), nprocs=settings.predicted_world)
+    show_predictions(settings)
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
 """What a collective costs: fitted on this computer, predicted in a simulated world, measured.
 
 The model is that of Thakur, Rabenseifner and Gropp, "Optimization of collective communication operations in MPICH",
-2005: a message costs a latency and a time for each byte, combining two tensors a time for each byte. One thing is
-added: ranks of one computer share what it can move.
+2005: a message costs a latency and a time for each byte, combining two tensors a time for each byte. Two things are
+added: ranks of one computer share what it can move, and copying a tensor costs a time for each byte, too.
 
 python -m distlab.collective_costs 64 --latency-us 20 --gigabytes-per-second 1.25     # 64 computers with 10 Gbit/s each
 """
@@ -10,15 +10,16 @@ python -m distlab.collective_costs 64 --latency-us 20 --gigabytes-per-second 1.2
 import math
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from unittest import mock
+from typing import Any
 
 import torch
 import torch.distributed as dist
 import tyro
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from distlab import collectives as by_hand
 from distlab.operands import COMBINE
@@ -27,8 +28,8 @@ from simplellm import command_line
 from simplellm.errors import InputError
 
 LIBRARY = "library"
-FITTED_BYTES = 4_000_000
 NUMBER_BYTES = 4  # float32
+COMBINING = [getattr(torch.ops.aten, combine.__name__).out for combine in COMBINE.values()]
 
 
 @dataclass(frozen=True)
@@ -39,20 +40,22 @@ class Costs:
         link: a message that travels alone.
         shared_bytes_per_second: all messages together, when every rank sends at once.
         combined_bytes_per_second: adding one tensor to another, on every rank at once.
+        copied_bytes_per_second: copying one to another, on every rank at once.
     """
 
     link: Link
     shared_bytes_per_second: float
     combined_bytes_per_second: float
+    copied_bytes_per_second: float = math.inf
     one_card: bool = False
     """whether a rank's messages at the same time share its link, as those of a computer on a network do"""
 
     def __str__(self) -> str:
-        rates = self.link.bytes_per_second, self.shared_bytes_per_second, self.combined_bytes_per_second
-        alone, together, combined = (f"{rate / 1e9:.1f} GB/s" for rate in rates)
+        rates = self.shared_bytes_per_second, self.combined_bytes_per_second, self.copied_bytes_per_second
+        alone, together, combined, copied = (f"{rate / 1e9:.1f} GB/s" for rate in (self.link.bytes_per_second, *rates))
         return (
             f"a message takes {self.link.latency_seconds * 1e6:.0f} µs and goes at {alone}, "
-            f"or {together} for all together; adding goes at {combined}"
+            f"or {together} for all together; adding goes at {combined}, copying at {copied}"
         )
 
 
@@ -108,21 +111,19 @@ def operations(size_bytes: int, device: str = "cpu") -> dict[str, dict[str, Call
     }
 
 
-def fit_costs(
-    rounds: int = 20,
-    message_bytes: int = FITTED_BYTES,
-    typical: Callable[[list[float]], float] = statistics.median,
-) -> Costs:
-    """Measure the model's numbers, on all ranks together; in a world of one there is nothing to send.
+def fit_costs(rounds: int = 20, message_bytes: int = 4_000_000) -> Costs:
+    """Measure the model's numbers, on all ranks together, in the median of `rounds`; see `yardsticks`."""
+    return costs_from(seconds_in_turn(yardsticks(message_bytes), rounds), message_bytes, statistics.median)
+
+
+def yardsticks(message_bytes: int) -> dict[str, Callable[[], object]]:
+    """What this rank runs to measure the model's numbers; in a world of one there is nothing to send.
 
     Args:
-        rounds: how often each is measured.
-        message_bytes: of the large messages, and of the tensors that are added.
-        typical: what counts of the rounds where all ranks are busy at once.
+        message_bytes: of the large messages, and of the tensors that are added and copied; whole numbers.
     """
     rank, size = dist.get_rank(), dist.get_world_size()
     tiny, large, other = torch.ones(1), torch.ones(message_bytes // 4), torch.ones(message_bytes // 4)
-    message_bytes = large.nbytes
 
     def ping_pong(tensor: Tensor) -> None:
         if rank == 0:
@@ -132,21 +133,37 @@ def fit_costs(
             dist.recv(tensor, 0)
             dist.send(tensor, 0)
 
-    def shift() -> None:
-        messages = [dist.irecv(other, (rank - 1) % size), dist.isend(large, (rank + 1) % size)]
-        for message in messages:
-            assert message is not None
-            message.wait()
-
-    combining = typical(seconds_of(lambda: torch.add(large, other, out=large), rounds))
+    computing: dict[str, Callable[[], object]] = {
+        "adding": lambda: torch.add(large, other, out=large),
+        "copying": lambda: large.copy_(other),
+    }
     if size == 1:
-        return Costs(Link(), math.inf, message_bytes / combining)
-    alone = min(seconds_of(lambda: ping_pong(large), rounds)) / 2
-    latency = min(*seconds_of(lambda: ping_pong(tiny), rounds), alone) / 2  # on a busy computer, either may be unlucky
-    together = typical(seconds_of(shift, rounds))
+        return computing
+    return {
+        "tiny": lambda: ping_pong(tiny),
+        "alone": lambda: ping_pong(large),
+        "together": lambda: by_hand.shift(large, other),
+        **computing,
+    }
+
+
+def costs_from(
+    seconds: Mapping[str, list[float]], message_bytes: int, typical: Callable[[list[float]], float]
+) -> Costs:
+    """The model's numbers.
+
+    Args:
+        seconds: of each round of `yardsticks(message_bytes)`.
+        typical: which of the rounds counts.
+    """
+    combined, copied = (message_bytes / typical(seconds[computing]) for computing in ("adding", "copying"))
+    if "alone" not in seconds:
+        return Costs(Link(), math.inf, combined, copied)
+    alone = typical(seconds["alone"]) / 2
+    latency = min(typical(seconds["tiny"]), alone) / 2  # on a busy computer, either may be unlucky
     link = Link(latency, message_bytes / (alone - latency))
-    moved = size * (message_bytes + latency * link.bytes_per_second)
-    return Costs(link, moved / together, message_bytes / combining)
+    moved = dist.get_world_size() * (message_bytes + latency * link.bytes_per_second)
+    return Costs(link, moved / typical(seconds["together"]), combined, copied)
 
 
 def predict(operation: str, topology: str, size_bytes: int, world_size: int, costs: Costs) -> SimulatedWorld:
@@ -155,13 +172,30 @@ def predict(operation: str, topology: str, size_bytes: int, world_size: int, cos
         world_size, costs.link, shared_bytes_per_second=costs.shared_bytes_per_second, one_card=costs.one_card
     )
 
-    def take_the_time_to_combine(own: Tensor, received: Tensor, out: Tensor) -> Tensor:
-        world.compute(out.nbytes / costs.combined_bytes_per_second)
-        return out  # of tensors without content, nothing more
+    def run_and_charge(_: int) -> None:
+        work = operations(size_bytes, device="meta")[operation][topology]
+        with _Computing(world, costs):
+            work()
 
-    with mock.patch.dict(COMBINE, dict.fromkeys(COMBINE, take_the_time_to_combine)):
-        world.run(lambda _: operations(size_bytes, device="meta")[operation][topology]())
+    world.run(run_and_charge)
     return world
+
+
+class _Computing(TorchDispatchMode):
+    """Lets what the tensors of a simulated rank have to compute take its time: combining them, and copying."""
+
+    def __init__(self, world: SimulatedWorld, costs: Costs) -> None:
+        super().__init__()
+        self._world, self._bytes_per_second = world, dict.fromkeys(COMBINING, costs.combined_bytes_per_second)
+        self._bytes_per_second[torch.ops.aten.copy_.default] = costs.copied_bytes_per_second
+
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func in self._bytes_per_second:
+            self._world.compute(result.nbytes / self._bytes_per_second[func])
+        return result
 
 
 def bytes_of_a_message(operation: str, topology: str, size_bytes: int, world_size: int) -> int:
@@ -173,20 +207,25 @@ def bytes_of_a_message(operation: str, topology: str, size_bytes: int, world_siz
 
 def measure(work: Callable[[], object], rounds: int) -> float:
     """Seconds until the slowest rank has finished, the median of `rounds`."""
-    return statistics.median(seconds_of(work, rounds))
+    [seconds] = seconds_in_turn({"work": work}, rounds).values()
+    return statistics.median(seconds)
 
 
-def seconds_of(work: Callable[[], object], rounds: int) -> list[float]:
-    """Seconds until the slowest rank has finished, in each round, after one that does not count."""
-    seconds = []
+def seconds_in_turn(works: Mapping[str, Callable[[], object]], rounds: int) -> dict[str, list[float]]:
+    """Seconds until the slowest rank has finished, of each in each round, after a round that does not count.
+
+    In each round one follows the other: what a computer does besides, and how fast it is just then, concerns them all.
+    """
+    seconds: dict[str, list[float]] = {name: [] for name in works}
     for _ in range(1 + rounds):
-        dist.barrier()
-        started = time.perf_counter()
-        work()
-        slowest = torch.tensor(time.perf_counter() - started, dtype=torch.float64)
-        dist.all_reduce(slowest, dist.ReduceOp.MAX)
-        seconds.append(slowest.item())
-    return seconds[1:]
+        for name, work in works.items():
+            dist.barrier()
+            started = time.perf_counter()
+            work()
+            slowest = torch.tensor(time.perf_counter() - started, dtype=torch.float64)
+            dist.all_reduce(slowest, dist.ReduceOp.MAX)
+            seconds[name].append(slowest.item())
+    return {name: of_one[1:] for name, of_one in seconds.items()}
 
 
 @dataclass

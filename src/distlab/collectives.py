@@ -1,10 +1,10 @@
 """Collective operations by hand: how broadcast, reduce, all-reduce and gather travel over several topologies.
 
-All work in place on the caller's tensor, of any dtype and shape, for every world size and root. Apart from the ring
-all-reduce (`distlab.ring`) they use only `send`, `recv`, `get_rank`, `get_world_size` and `barrier`, which they look up
-on `torch.distributed` when they are called: a stand-in with the same five functions can take its place
+All work in place on the caller's tensor, of any dtype and shape, for every world size and root. Apart from the rings in
+which all give at the same time, they use only `send`, `recv`, `get_rank`, `get_world_size` and `barrier`, which they
+look up on `torch.distributed` when they are called: a stand-in with the same five functions can take its place
 (`distlab.simulation`). `send` may return only when its receiver has taken the message, so wherever two ranks give each
-other something, one gives first and the other takes first.
+other something with it, one gives first and the other takes first.
 
 Latency and bandwidth of these algorithms: Thakur, Rabenseifner and Gropp, "Optimization of collective communication
 operations in MPICH", 2005.
@@ -193,7 +193,7 @@ def allgather_ring(tensor: Tensor, gathered: Tensor) -> None:
         parts[rank] = tensor.detach()
         for turn in range(size - 1):
             known, missing = (rank - turn) % size, (rank - turn - 1) % size
-            _exchange(parts[known], parts[missing], (rank + 1) % size, (rank - 1) % size)
+            shift(parts[known], parts[missing])
 
 
 def reducescatter_naive(tensor: Tensor, scattered: Tensor, op: Op = ReduceOp.SUM) -> None:
@@ -225,30 +225,33 @@ def reducescatter_ring(tensor: Tensor, scattered: Tensor, op: Op = ReduceOp.SUM)
     rank, size = dist.get_rank(), dist.get_world_size()
     tensor = one_for_each_rank(tensor, scattered).detach()
     with InPlace(scattered) as block:
-        partial, received = tensor[(rank - 1) % size].contiguous(), space(block)
+        partial = tensor[(rank - 1) % size].contiguous()
         for turn in range(size - 1):
-            _exchange(partial, received, (rank + 1) % size, (rank - 1) % size)
+            received = space(block, turn % 2)
+            shift(partial, received)
             is_last = turn == size - 2  # `scattered` may be a part of `tensor`: it is not changed before
-            into = block if is_last else space(block, 1)
-            partial = combine(received, tensor[(rank - turn - 2) % size], out=into)
+            partial = combine(received, tensor[(rank - turn - 2) % size], out=block if is_last else received)
         if size == 1:
             block.copy_(partial)
 
 
-def _exchange(data: Tensor, received: Tensor, to: int, source: int | None = None) -> None:
-    """Send to one rank and receive from another (by default the same), though a send may wait for its receiver.
-
-    Two ranks: the lower one gives first. A ring: the even ranks give first; with an odd number of ranks the last one
-    and rank 0 both give first, and the chain of waits resolves from rank 1 on.
-    """
-    source = to if source is None else source
-    rank = dist.get_rank()
-    gives_first = rank < to if to == source else rank % 2 == 0
+def _exchange(data: Tensor, received: Tensor, other: int) -> None:
+    """Send to a rank and receive from it, though a send may wait for its receiver: the lower rank gives first."""
+    gives_first = dist.get_rank() < other
     if gives_first:
-        dist.send(data, to)
-    dist.recv(received, source)
+        dist.send(data, other)
+    dist.recv(received, other)
     if not gives_first:
-        dist.send(data, to)
+        dist.send(data, other)
+
+
+def shift(data: Tensor, received: Tensor) -> None:
+    """Send to the next rank of the ring and receive from the one before, at the same time."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    messages = [dist.irecv(received, (rank - 1) % size), dist.isend(data, (rank + 1) % size)]
+    for message in messages:
+        assert message is not None, "only a rank outside the process group gets None"
+        message.wait()
 
 
 def _started(work: dist.Work | None) -> dist.Work:

@@ -10,13 +10,12 @@ from torch import Tensor
 from torch.distributed import ReduceOp
 
 Op = ReduceOp.RedOpType
-ELEMENT_WISE: dict[Op, Callable[..., Tensor]] = {
+COMBINE: dict[Op, Callable[..., Tensor]] = {
     ReduceOp.SUM: torch.add,
     ReduceOp.PRODUCT: torch.mul,
     ReduceOp.MAX: torch.maximum,
     ReduceOp.MIN: torch.minimum,
 }
-COMBINE = dict(ELEMENT_WISE)  # as the collectives do it; a stand-in may take their place
 KEPT_BYTES = 64_000_000
 
 
@@ -58,20 +57,16 @@ def _kept_space(shape: torch.Size, dtype: torch.dtype, device: torch.device, num
     return torch.empty(shape, dtype=dtype, device=device)
 
 
+@functools.cache
 def combination(op: Op, dtype: torch.dtype) -> Callable[..., Tensor]:
     """The element-wise function of an operation.
 
     Raises:
         ValueError: it is none of `COMBINE`, or torch has none for the type; on every rank, so that none waits.
     """
-    return COMBINE[_known(op, dtype)]
-
-
-@functools.cache
-def _known(op: Op, dtype: torch.dtype) -> Op:
-    for known, function in ELEMENT_WISE.items():
+    for known, function in COMBINE.items():
         if op == known and _can_combine(function, dtype):
-            return known
+            return function
     raise ValueError(
         f"{op} of {dtype}: the collectives combine with SUM, PRODUCT, MAX or MIN, as far as torch has them for a type"
     )
