@@ -138,18 +138,19 @@ def compare_with_prediction(
                     SMALLEST_FITTED_BYTES, bytes_of_a_message(operation, topology, size_bytes, world_size)
                 )
                 seconds = seconds_in_turn({"work": work, **yardsticks(message_bytes)}, settings.predicted_rounds)
+                if rank > 0:
+                    continue
                 comparison: Comparison = {}
                 for which, typical in TYPICAL.items():
-                    costs = costs_from(seconds, message_bytes, typical)
+                    costs = costs_from(seconds, message_bytes, world_size, typical)
                     predicted = predict(operation, topology, size_bytes, world_size, costs).makespan
                     comparison[which] = predicted, typical(seconds["work"])
-                if rank == 0:
-                    results.put(((operation, topology, megabytes), comparison))
+                results.put(((operation, topology, megabytes), comparison))
     leave(0)
 
 
 def show_predictions(settings: Settings) -> None:
-    """A line for each operation, topology and size: the medians of all starts."""
+    """A line for each operation, topology and size: the medians over the starts, of the ratios, too."""
     comparisons: dict[Cell, list[Comparison]] = defaultdict(list)
     for cell, comparison in results_of(compare_with_prediction, settings.predicted_world, settings):
         comparisons[cell].append(comparison)

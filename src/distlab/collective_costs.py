@@ -22,14 +22,13 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from distlab import collectives as by_hand
-from distlab.operands import COMBINE
 from distlab.simulation import Link, SimulatedWorld
 from simplellm import command_line
 from simplellm.errors import InputError
 
 LIBRARY = "library"
 NUMBER_BYTES = 4  # float32
-COMBINING = [getattr(torch.ops.aten, combine.__name__).out for combine in COMBINE.values()]
+FITTED_BYTES = 4_000_000
 
 
 @dataclass(frozen=True)
@@ -111,19 +110,19 @@ def operations(size_bytes: int, device: str = "cpu") -> dict[str, dict[str, Call
     }
 
 
-def fit_costs(rounds: int = 20, message_bytes: int = 4_000_000) -> Costs:
+def fit_costs(rounds: int = 20) -> Costs:
     """Measure the model's numbers, on all ranks together, in the median of `rounds`; see `yardsticks`."""
-    return costs_from(seconds_in_turn(yardsticks(message_bytes), rounds), message_bytes, statistics.median)
+    return costs_from(seconds_in_turn(yardsticks(FITTED_BYTES), rounds), FITTED_BYTES, dist.get_world_size())
 
 
 def yardsticks(message_bytes: int) -> dict[str, Callable[[], object]]:
     """What this rank runs to measure the model's numbers; in a world of one there is nothing to send.
 
     Args:
-        message_bytes: of the large messages, and of the tensors that are added and copied; whole numbers.
+        message_bytes: of the large messages, and of the tensors that are added and copied.
     """
-    rank, size = dist.get_rank(), dist.get_world_size()
-    tiny, large, other = torch.ones(1), torch.ones(message_bytes // 4), torch.ones(message_bytes // 4)
+    rank, size, numbers = dist.get_rank(), dist.get_world_size(), message_bytes // NUMBER_BYTES
+    tiny, large, other = torch.ones(1), torch.ones(numbers), torch.ones(numbers)
 
     def ping_pong(tensor: Tensor) -> None:
         if rank == 0:
@@ -148,13 +147,18 @@ def yardsticks(message_bytes: int) -> dict[str, Callable[[], object]]:
 
 
 def costs_from(
-    seconds: Mapping[str, list[float]], message_bytes: int, typical: Callable[[list[float]], float]
+    seconds: Mapping[str, list[float]],
+    message_bytes: int,
+    world_size: int,
+    typical: Callable[[list[float]], float] = statistics.median,
 ) -> Costs:
     """The model's numbers.
 
     Args:
         seconds: of each round of `yardsticks(message_bytes)`.
-        typical: which of the rounds counts.
+        message_bytes: what was given to them.
+        world_size: ranks that ran them.
+        typical: what counts of the rounds.
     """
     combined, copied = (message_bytes / typical(seconds[computing]) for computing in ("adding", "copying"))
     if "alone" not in seconds:
@@ -162,7 +166,7 @@ def costs_from(
     alone = typical(seconds["alone"]) / 2
     latency = min(typical(seconds["tiny"]), alone) / 2  # on a busy computer, either may be unlucky
     link = Link(latency, message_bytes / (alone - latency))
-    moved = dist.get_world_size() * (message_bytes + latency * link.bytes_per_second)
+    moved = world_size * (message_bytes + latency * link.bytes_per_second)
     return Costs(link, moved / typical(seconds["together"]), combined, copied)
 
 
@@ -182,12 +186,15 @@ def predict(operation: str, topology: str, size_bytes: int, world_size: int, cos
 
 
 class _Computing(TorchDispatchMode):
-    """Lets what the tensors of a simulated rank have to compute take its time: combining them, and copying."""
+    """Lets a simulated rank's additions, and its copies from tensor to tensor, take their time."""
 
     def __init__(self, world: SimulatedWorld, costs: Costs) -> None:
         super().__init__()
-        self._world, self._bytes_per_second = world, dict.fromkeys(COMBINING, costs.combined_bytes_per_second)
-        self._bytes_per_second[torch.ops.aten.copy_.default] = costs.copied_bytes_per_second
+        self._world = world
+        self._bytes_per_second = {
+            torch.ops.aten.add.out: costs.combined_bytes_per_second,
+            torch.ops.aten.copy_.default: costs.copied_bytes_per_second,
+        }
 
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None

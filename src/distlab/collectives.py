@@ -226,8 +226,9 @@ def reducescatter_ring(tensor: Tensor, scattered: Tensor, op: Op = ReduceOp.SUM)
     tensor = one_for_each_rank(tensor, scattered).detach()
     with InPlace(scattered) as block:
         partial = tensor[(rank - 1) % size].contiguous()
+        spaces = space(block), space(block, 1)  # what is sent on was received the turn before
         for turn in range(size - 1):
-            received = space(block, turn % 2)
+            received = spaces[turn % 2]
             shift(partial, received)
             is_last = turn == size - 2  # `scattered` may be a part of `tensor`: it is not changed before
             partial = combine(received, tensor[(rank - turn - 2) % size], out=block if is_last else received)
@@ -252,11 +253,6 @@ def shift(data: Tensor, received: Tensor) -> None:
     for message in messages:
         assert message is not None, "only a rank outside the process group gets None"
         message.wait()
-
-
-def _started(work: dist.Work | None) -> dist.Work:
-    assert work is not None, "only a rank outside the process group gets None"
-    return work
 
 
 def _places(root: int) -> tuple[int, int, Callable[[int], int]]:

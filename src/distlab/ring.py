@@ -1,4 +1,4 @@
-"""The ring all-reduce by hand, as fast as the library's: chunks go round a ring of ranks, in messages of about 1 MB.
+"""The ring all-reduce by hand: chunks go round a ring of ranks, in messages of about 1 MB.
 
 The algorithm: Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations", 2009.
 
@@ -123,8 +123,8 @@ class Leg(NamedTuple):
         passed_on: how many of those, the first ones, go on to the next rank.
     """
 
-    departing: list[int]
-    arriving: list[int]
+    departing: tuple[int, ...]
+    arriving: tuple[int, ...]
     passed_on: int
 
 
@@ -136,34 +136,35 @@ class Route(NamedTuple):
         combining, handing_out: its two ways round.
     """
 
-    sizes: list[int]
+    sizes: tuple[int, ...]
     combining: Leg
     handing_out: Leg
 
 
 @functools.lru_cache(maxsize=64)  # of a model's buckets of gradients
 def _route(elements: int, element_bytes: int, rank: int, size: int, step: int, segment_bytes: int) -> Route:
-    chunks = _shares(elements, size)
+    """The segments' sizes and order; a chunk has as many segments as make them about `segment_bytes` each."""
+    chunks = _sizes_of_parts(elements, size)
     in_chunk = max(1, round(chunks[0] * element_bytes / segment_bytes))
-    sizes = [share for chunk in chunks for share in _shares(chunk, in_chunk)]
+    sizes = tuple(part for chunk in chunks for part in _sizes_of_parts(chunk, in_chunk))
 
-    def segments(chunk: int) -> list[int]:
+    def segments(chunk: int) -> tuple[int, ...]:
         first = chunk % size * in_chunk
-        return [number for number in range(first, first + in_chunk) if sizes[number]]
+        return tuple(number for number in range(first, first + in_chunk) if sizes[number])
 
     def leg(own: int) -> Leg:
-        arriving = [number for turn in range(1, size) for number in segments(own - step * turn)]
+        arriving = tuple(number for turn in range(1, size) for number in segments(own - step * turn))
         return Leg(segments(own), arriving, len(arriving) - len(segments(own + step)))
 
     return Route(sizes, leg(rank), leg(rank + step))
 
 
-def _shares(elements: int, parts: int) -> list[int]:
-    """As equal as they can be, the larger ones first."""
+def _sizes_of_parts(elements: int, parts: int) -> list[int]:
+    """So many elements in parts as equal as they can be, the larger ones first."""
     return [elements // parts + (part < elements % parts) for part in range(parts)]
 
 
-@functools.lru_cache(maxsize=16)  # fresh memory is cleared page by page, which takes as long as a message does
+@functools.lru_cache(maxsize=16)  # kept for the next call, as `operands.space` is
 @torch.inference_mode(False)  # the next call may be outside of what this one is in
 def _spaces(elements: int, dtype: torch.dtype, device: torch.device, step: int, thread: int) -> list[Tensor]:
     """Memory to receive segments into; of its own for either direction, and for threads that play ranks."""

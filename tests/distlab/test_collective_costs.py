@@ -2,6 +2,7 @@
 
 import math
 import sys
+from functools import partial
 
 import pytest
 import torch.distributed as dist
@@ -18,11 +19,12 @@ from distlab.collective_costs import (
     measure,
     operations,
     predict,
+    seconds_in_turn,
     table,
     whole_numbers,
 )
 from distlab.ring import SEGMENT_BYTES
-from distlab.simulation import Link, SimulatedWorld
+from distlab.simulation import Link
 
 SIZE_BYTES = 4_000_000
 COSTS = Costs(Link(0.001, 1e9), math.inf, 4e9)  # of this size: a message takes 5 ms, an addition 1 ms
@@ -38,6 +40,8 @@ MESSAGE, ADDITION, LATENCY = 0.005, 0.001, 0.001
         ("reduce", "tree", 3 * (MESSAGE + ADDITION)),
         ("all-reduce", "butterfly", 3 * (2 * MESSAGE + ADDITION)),  # in each round one gives first, then the other
         ("all-reduce", "ring", 7 * (LATENCY + 0.0005 + ADDITION / 8) + 7 * (LATENCY + 0.0005)),
+        ("all-gather", "ring", 7 * (LATENCY + 0.0005)),  # all give and take at the same time
+        ("reduce-scatter", "ring", 7 * (LATENCY + 0.0005 + ADDITION / 8)),
         ("gather", "naive", 7 * (LATENCY + 0.0005)),
         ("gather", "tree", 3 * LATENCY + (1 + 2 + 4) * 0.0005),
     ],
@@ -69,6 +73,20 @@ def test_what_a_message_carries(operation: str, topology: str, size_bytes: int, 
     assert bytes_of_a_message(operation, topology, size_bytes, 8) == message_bytes
 
 
+def two_in_turn(rank: int, size: int, port: int) -> tuple[list[str], dict[str, list[float]]]:
+    with process_group(rank, size, port):
+        calls: list[str] = []
+        return calls, seconds_in_turn({name: partial(calls.append, name) for name in ("a", "b")}, rounds=2)
+
+
+def test_what_is_compared_runs_in_turn() -> None:
+    outcomes = run_ranks(2, two_in_turn, 2, free_port())
+    for calls, seconds in outcomes:
+        assert calls == ["a", "b"] * 3
+        assert [len(of_one) for of_one in seconds.values()] == [2, 2]
+        assert seconds == outcomes[0][1], "the slowest rank's, on all ranks"
+
+
 def fit_on_gloo(rank: int, size: int, port: int) -> tuple[Costs, dict[str, list[str]]]:
     with process_group(rank, size, port):
         costs = fit_costs(rounds=3)
@@ -82,7 +100,8 @@ def fit_on_gloo(rank: int, size: int, port: int) -> tuple[Costs, dict[str, list[
 @pytest.mark.parametrize("size", [1, 2, 3])
 def test_costs_are_fitted_and_everything_runs_on_gloo(size: int) -> None:
     for costs, names in run_ranks(size, fit_on_gloo, size, free_port()):
-        assert costs.combined_bytes_per_second > 0
+        assert 1e6 < costs.combined_bytes_per_second < 1e12
+        assert 1e6 < costs.copied_bytes_per_second < 1e12
         if size > 1:
             assert 0 < costs.link.latency_seconds < 1
             assert 1e6 < costs.link.bytes_per_second < 1e12
@@ -91,7 +110,7 @@ def test_costs_are_fitted_and_everything_runs_on_gloo(size: int) -> None:
         assert names["all-reduce"] == ["naive", "tree", "butterfly", "ring", LIBRARY]
 
 
-def costs_of(rank: int) -> Costs:
+def test_costs_follow_from_the_seconds_of_the_yardsticks() -> None:
     seconds = {
         "tiny": [0.004, 9, 0.002],
         "alone": [9, 0.012, 0.010],
@@ -99,11 +118,7 @@ def costs_of(rank: int) -> Costs:
         "adding": [0.002],
         "copying": [0.001],
     }
-    return costs_from(seconds, 4_000_000, min)
-
-
-def test_costs_follow_from_the_seconds_of_the_yardsticks() -> None:
-    costs = SimulatedWorld(4).run(costs_of)[0]
+    costs = costs_from(seconds, 4_000_000, world_size=4, typical=min)
     # A message of 4 MB takes 5 ms, 1 ms of which is its latency; four at once, latencies included, take 20 ms.
     assert costs.link.latency_seconds == pytest.approx(0.001)
     assert costs.link.bytes_per_second == pytest.approx(1e9)

@@ -1,5 +1,6 @@
 """The door for traffic: results, the ledger, and waits that end with a sentence."""
 
+import threading
 import time
 
 import pytest
@@ -8,7 +9,8 @@ import torch.distributed as dist
 from processes import free_port, process_group, run_ranks
 
 from distlab.grid import Grid
-from distlab.traffic import TrafficError, traffic
+from distlab.ring import allreduce_ring
+from distlab.traffic import TrafficError, counting_sends, traffic
 
 pytestmark = pytest.mark.alone
 
@@ -46,6 +48,31 @@ def test_without_a_process_group_there_is_nobody_to_talk_to() -> None:
     traffic.broadcast(tensor, "the weights", kind="weights").wait()
     assert tensor.tolist() == [1.0, 2.0]
     assert dict(traffic.ledger.messages) == before
+
+
+def count_sends(rank: int, port: int) -> list[list[int]]:
+    with process_group(rank, 2, port):
+        other, received = 1 - rank, torch.empty(3)
+        counted = []
+        for in_another_thread in (False, True):
+            with counting_sends() as sent_bytes:
+                if in_another_thread:
+                    thread = threading.Thread(target=allreduce_ring, args=(torch.ones(10),))
+                    thread.start()
+                    thread.join()
+                else:
+                    allreduce_ring(torch.ones(10))
+                    sent = dist.isend(torch.ones(3), other)
+                    dist.recv(received, other)
+                    assert sent is not None
+                    sent.wait()
+            allreduce_ring(torch.ones(2))
+            counted.append(sent_bytes)
+        return counted
+
+
+def test_what_a_thread_sends_is_counted_once_and_only_meanwhile() -> None:
+    assert run_ranks(2, count_sends, free_port()) == [[[20, 20, 12], []]] * 2
 
 
 def pass_on(rank: int, port: int) -> tuple[list[float], dict[str, int], dict[str, int]]:

@@ -1,0 +1,48 @@
+"""The ring all-reduce: its route, and tensors of odd sizes; test_collectives compares it with the other all-reduces."""
+
+import itertools
+
+import pytest
+import torch
+import torch.distributed as dist
+from processes import free_port, process_group, run_ranks
+
+from distlab.ring import SPACES, _route, allreduce_ring
+
+
+@pytest.mark.parametrize(("size", "elements", "step"), [*itertools.product((2, 3, 5), (0, 1, 7, 41, 60), (1, -1))])
+def test_a_rank_receives_what_the_one_before_it_sends(size: int, elements: int, step: int) -> None:
+    routes = [_route(elements, 4, rank, size, step, segment_bytes=12) for rank in range(size)]
+    for rank, route in enumerate(routes):
+        before = routes[(rank - step) % size]
+        assert sum(route.sizes) == elements
+        assert route.sizes == before.sizes
+        assert max(route.sizes) == route.sizes[0] <= 4  # as near to three as equal parts can be
+        for leg, leg_before in ((route.combining, before.combining), (route.handing_out, before.handing_out)):
+            assert leg.arriving == leg_before.departing + leg_before.arriving[: leg_before.passed_on]
+            assert all(route.sizes[number] for number in leg.departing + leg.arriving)
+        combined = route.combining.arriving[route.combining.passed_on :]
+        assert combined == route.handing_out.departing, "what has been all the way round is handed out"
+
+
+def all_reduce_odd_sizes(rank: int, size: int, port: int) -> None:
+    with process_group(rank, size, port):
+        for elements in (size * (2 * SPACES + 1) * 3 - 2, size * 3 - 1, 1, 0):
+            for both_ways_bytes in (0, 1_000_000):
+                tensor = torch.arange(elements) + rank
+                allreduce_ring(tensor, both_ways_bytes=both_ways_bytes, segment_bytes=3 * tensor.element_size())
+                assert torch.equal(tensor, size * torch.arange(elements) + sum(range(size)))
+        numbers = torch.full((5,), complex(rank, 1 + rank))
+        expected = numbers.conj().clone()
+        dist.all_reduce(torch.view_as_real(expected))
+        conjugate = numbers.conj()
+        allreduce_ring(conjugate)
+        assert torch.equal(conjugate, expected)
+        imaginary = torch.full((5,), complex(rank, 1 + rank)).conj().imag
+        allreduce_ring(imaginary)
+        assert torch.equal(imaginary, expected.imag)
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_uneven_segments_and_complex_numbers_on_gloo(size: int) -> None:
+    run_ranks(size, all_reduce_odd_sizes, size, free_port())
