@@ -31,7 +31,8 @@ class InPlace:
         self._tensor, self._is_changed = tensor.detach(), is_changed
 
     def __enter__(self) -> Tensor:
-        self._data = self._tensor.contiguous().resolve_conj().resolve_neg()  # else not what its memory holds is meant
+        # Conjugates may be marked only, and memory is sent without its marks.
+        self._data = self._tensor.contiguous().resolve_conj().resolve_neg()
         return self._data
 
     def __exit__(self, error: object, *_: object) -> None:

@@ -24,7 +24,7 @@ from distlab.operands import InPlace, Op, combination
 
 BOTH_WAYS_BYTES = 16_000_000
 SEGMENT_BYTES = 1_000_000
-SPACES = 2  # to receive segments into that are to be combined, so that one arrives while another one is
+SPACES = 3  # to receive segments into that are to be combined, so that some arrive while another one is
 
 
 def allreduce_ring(
