@@ -13,7 +13,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator
 from itertools import zip_longest
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -69,21 +69,21 @@ def _around(flat: Tensor, step: int, combine: Callable[..., Tensor], segment_byt
     rank, size = dist.get_rank(), dist.get_world_size()
     if size == 1:
         return
-    group, following, preceding = dist.group.WORLD, (rank + step) % size, (rank - step) % size
-    assert group is not None, "there are several ranks"
+    following, preceding = (rank + step) % size, (rank - step) % size
+    begin_to_send, begin_to_receive = _messages()
     route = _route(flat.numel(), flat.element_size(), rank, size, step, segment_bytes)
     segments = flat.split_with_sizes(route.sizes)
     spaces = _spaces(route.sizes[0], flat.dtype, flat.device, step, threading.get_ident())
 
     # Each rank's chunk sets out, to be combined with that of every rank that it passes.
     leg = route.combining
-    sends = [group.send([segments[number]], following, 0) for number in leg.departing]
+    sends = [begin_to_send(segments[number], following) for number in leg.departing]
 
     def receive(turn: int) -> tuple[dist.Work, Tensor]:
         received, elements = spaces[turn % SPACES], route.sizes[leg.arriving[turn]]
         if elements < route.sizes[0]:
             received = received[:elements]
-        return group.recv([received], preceding, 0), received
+        return begin_to_receive(received, preceding), received
 
     receives = deque(receive(turn) for turn in range(min(SPACES, len(leg.arriving))))
     for turn, number in enumerate(leg.arriving):
@@ -95,7 +95,7 @@ def _around(flat: Tensor, step: int, combine: Callable[..., Tensor], segment_byt
         # Sent before the next is received: then gloo's thread writes, as soon as the other end is ready. Were it this
         # thread, gloo's would spin on its lock meanwhile, for a whole time slice if there are fewer cores than threads.
         if turn < leg.passed_on:
-            sends.append(group.send([segment], following, 0))
+            sends.append(begin_to_send(segment, following))
         if turn + SPACES < len(leg.arriving):
             receives.append(receive(turn + SPACES))
     for send in sends:  # their segments are written again below
@@ -103,15 +103,26 @@ def _around(flat: Tensor, step: int, combine: Callable[..., Tensor], segment_byt
 
     # Now each rank has one chunk of the result. Handed out, they go to where they belong.
     leg = route.handing_out
-    sends = [group.send([segments[number]], following, 0) for number in leg.departing]
-    works = [group.recv([segments[number]], preceding, 0) for number in leg.arriving]
+    sends = [begin_to_send(segments[number], following) for number in leg.departing]
+    works = [begin_to_receive(segments[number], preceding) for number in leg.arriving]
     for turn, (number, work) in enumerate(zip(leg.arriving, works, strict=True)):
         yield
         work.wait()
         if turn < leg.passed_on:
-            sends.append(group.send([segments[number]], following, 0))
+            sends.append(begin_to_send(segments[number], following))
     for send in sends:
         send.wait()
+
+
+def _messages() -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """What `dist.isend` and `dist.irecv` do, without their checks; and they themselves, where a stand-in took over."""
+    group = dist.group.WORLD
+    if group is None:
+        return dist.isend, dist.irecv
+    return (
+        lambda tensor, to: group.send([tensor], to, 0),
+        lambda tensor, source: group.recv([tensor], source, 0),
+    )
 
 
 class Leg(NamedTuple):
