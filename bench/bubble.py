@@ -14,9 +14,9 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 import tyro
+from ranks import join
 from torch import Tensor, nn
 
-from distlab.devices import keep_to_loopback
 from distlab.grid import Grid
 from distlab.pipeline import Pipeline
 from distlab.plan import ideal_bubble
@@ -77,10 +77,7 @@ class _Sleep(torch.autograd.Function):
 
 def measure(rank: int, stages: int, settings: Settings) -> None:
     """One rank: each schedule with each number of micro-batches; rank 0 prints the table."""
-    keep_to_loopback()
-    torch.set_num_threads(1)
-    store = dist.TCPStore("localhost", settings.port, is_master=rank == 0)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=stages)
+    join(rank, stages, settings.port)
     recorder.enabled = True
     net = SleepingStage(settings.forward, settings.backward)
     for micro_batches in settings.micro_batches:

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 import tyro
+from ranks import join
 
 from distlab.collective_costs import (
     LIBRARY,
@@ -26,7 +27,6 @@ from distlab.collective_costs import (
     seconds_in_turn,
     yardsticks,
 )
-from distlab.devices import keep_to_loopback
 from distlab.processes import leave
 from distlab.ring import allreduce_ring
 
@@ -60,13 +60,6 @@ class Settings:
     """sizes for it"""
     port: int = 29556
     """where rank 0 listens"""
-
-
-def join(rank: int, world_size: int, port: int) -> None:
-    keep_to_loopback()
-    torch.set_num_threads(1)
-    store = dist.TCPStore("localhost", port, is_master=rank == 0)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
 
 
 def compare_with_library(rank: int, world_size: int, settings: Settings, results: "SimpleQueue[Turns]") -> None:

@@ -17,11 +17,11 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 import tyro
+from ranks import join
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from distlab.data_parallel import Bucket, GradientBuckets, MyDP
-from distlab.devices import keep_to_loopback
 from distlab.optimizers import build_optimizer
 from distlab.processes import leave
 from distlab.traffic import Transfer, traffic
@@ -129,10 +129,7 @@ VARIANTS: dict[str, Callable[[nn.Module], Step]] = {
 
 def measure(rank: int, world_size: int, settings: Settings) -> None:
     """One rank: all variants in turn; rank 0 prints the table."""
-    keep_to_loopback()
-    torch.set_num_threads(1)
-    store = dist.TCPStore("localhost", settings.port, is_master=rank == 0)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
+    join(rank, world_size, settings.port)
     steps = {name: build(LLama(CausalLLama, VOCAB_SIZE, ctx_size=settings.seq_len)) for name, build in VARIANTS.items()}
     seconds: dict[str, list[float]] = {name: [] for name in VARIANTS}
     names, warm_up = list(VARIANTS), 2

@@ -14,10 +14,11 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 import tyro
+from ranks import join
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 
-from distlab.devices import cores_to_share, keep_to_loopback
+from distlab.devices import cores_to_share
 from distlab.grid import Grid
 from distlab.pipeline import Pipeline
 from distlab.processes import leave
@@ -85,10 +86,7 @@ VARIANTS: list[Build] = [torch_one_thread, torch_all_cores, one_thread, ours]
 
 def measure(rank: int, stages: int, settings: Settings) -> None:
     """One rank: the variants in turn, for each number of micro-batches and each schedule."""
-    keep_to_loopback()
-    torch.set_num_threads(1)
-    store = dist.TCPStore("localhost", settings.port, is_master=rank == 0)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=stages)
+    join(rank, stages, settings.port)
     grid = Grid(rank, dp=1, pp=stages)
     split = balance(6, stages, vocab_size=VOCAB_SIZE, dmodel=DMODEL, seq_len=settings.seq_len)
     net = build_stage(rank, split, VOCAB_SIZE, ctx_size=settings.seq_len)

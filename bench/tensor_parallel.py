@@ -14,13 +14,13 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 import torch.nn.functional as F
 import tyro
+from ranks import join
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, loss_parallel, parallelize_module
 from torch.distributed.tensor.parallel.style import ParallelStyle
 
-from distlab.devices import keep_to_loopback
 from distlab.processes import leave
 from distlab.tensor_parallel import shard
 from distlab.vocabulary_parallel import vocabulary_parallel_loss
@@ -102,10 +102,7 @@ VARIANTS = {
 
 def measure(rank: int, settings: Settings) -> None:
     """One rank: the variants in turn."""
-    keep_to_loopback()
-    torch.set_num_threads(1)
-    store = dist.TCPStore("localhost", settings.port, is_master=rank == 0)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=settings.ranks)
+    join(rank, settings.ranks, settings.port)
     steps = {name: build_step(settings.ranks) for name, build_step in VARIANTS.items()}
     compare(steps, settings)
     seconds: dict[str, list[float]] = {name: [] for name in steps}

@@ -22,6 +22,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from distlab.devices import patient_threads
+
 LAB = Path(__file__).resolve().parents[1]
 PORTS = range(10_000, 29_000)  # below those that the kernel hands out, and --master-port's default
 _next_ports = itertools.islice(itertools.cycle(PORTS), random.SystemRandom().randrange(len(PORTS)), None)
@@ -96,7 +98,8 @@ def process_group(rank: int, world_size: int, port: int, timeout_seconds: float 
     torch.manual_seed(1000 + rank)
     timeout = timedelta(seconds=timeout_seconds)
     store = dist.TCPStore("localhost", port, is_master=rank == 0, timeout=timeout)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timeout)
+    with patient_threads():
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timeout)
     yield
     dist.barrier()
 

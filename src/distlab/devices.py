@@ -6,6 +6,8 @@ import os
 import socket
 import struct
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -60,6 +62,24 @@ def cores_to_share(parties: int) -> int | None:
         return None
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, cores // parties)
+
+
+@contextmanager
+def patient_threads() -> Iterator[None]:
+    """Have threads that start in this context wait for a free core, not take one from a running thread (SCHED_BATCH).
+
+    Meant for gloo's. While another thread of its rank writes to a connection, gloo's tries again and again to get hold
+    of it. Where ranks share cores, it often wakes up on the core of just that other thread; if it took it, it would try
+    in vain until its time slice is over: milliseconds, for a message that takes a tenth of one.
+    """
+    is_usual = hasattr(os, "sched_setscheduler") and os.sched_getscheduler(0) == os.SCHED_OTHER
+    if is_usual:
+        os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+    try:
+        yield
+    finally:
+        if is_usual:
+            os.sched_setscheduler(0, os.SCHED_OTHER, os.sched_param(0))
 
 
 def keep_to_loopback() -> None:

@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from distlab.devices import patient_threads
 from distlab.settings import Layout
 from distlab.traffic import traffic
 
@@ -76,7 +77,8 @@ class Grid:
         def along(dim: int) -> dist.ProcessGroup:
             # A rank takes part in making every group, also of those that it is not in.
             groups = ranks.movedim(dim, -1).flatten(0, 1).tolist()
-            own, _ = dist.new_subgroups_by_enumeration(groups, timeout=timeout)
+            with patient_threads():
+                own, _ = dist.new_subgroups_by_enumeration(groups, timeout=timeout)
             assert own is not None
             return own
 

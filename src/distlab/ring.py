@@ -10,7 +10,6 @@ calls for the first time since then costs tens of microseconds. So all that depe
 
 import functools
 import threading
-from collections import deque
 from collections.abc import Callable, Iterator
 from itertools import zip_longest
 from typing import Any, NamedTuple
@@ -24,7 +23,7 @@ from distlab.operands import InPlace, Op, combination
 
 BOTH_WAYS_BYTES = 16_000_000
 SEGMENT_BYTES = 1_000_000
-SPACES = 3  # to receive segments into that are to be combined, so that some arrive while another one is
+AHEAD = 3  # segments that may be under way: all of a chunk would not find room in the caches
 
 
 def allreduce_ring(
@@ -58,7 +57,7 @@ def allreduce_ring(
 def _around(flat: Tensor, step: int, combine: Callable[..., Tensor], segment_bytes: int) -> Iterator[None]:
     """All-reduce `flat` around the ring in one direction; yields when the messages of a segment are under way.
 
-    While a segment of a chunk is combined and passed on, the next one arrives.
+    Few segments are under way at a time, and all arrive in the same memory, which therefore stays in the caches.
 
     Args:
         flat: (elements,), changed in place.
@@ -73,43 +72,32 @@ def _around(flat: Tensor, step: int, combine: Callable[..., Tensor], segment_byt
     begin_to_send, begin_to_receive = _messages()
     route = _route(flat.numel(), flat.element_size(), rank, size, step, segment_bytes)
     segments = flat.split_with_sizes(route.sizes)
-    spaces = _spaces(route.sizes[0], flat.dtype, flat.device, step, threading.get_ident())
+    space = _space(route.sizes[0], flat.dtype, flat.device, step, threading.get_ident())
 
     # Each rank's chunk sets out, to be combined with that of every rank that it passes.
-    leg = route.combining
-    sends = [begin_to_send(segments[number], following) for number in leg.departing]
-
-    def receive(turn: int) -> tuple[dist.Work, Tensor]:
-        received, elements = spaces[turn % SPACES], route.sizes[leg.arriving[turn]]
-        if elements < route.sizes[0]:
-            received = received[:elements]
-        return begin_to_receive(received, preceding), received
-
-    receives = deque(receive(turn) for turn in range(min(SPACES, len(leg.arriving))))
-    for turn, number in enumerate(leg.arriving):
+    sends = []
+    for outgoing, arriving in route.combining.turns:
+        elements = route.sizes[arriving]
+        received = space if elements == route.sizes[0] else space[:elements]
+        # Received first, sent then: where the other end is known to be ready, this thread writes the message, while its
+        # content is still in the caches; otherwise gloo's does, later.
+        work = begin_to_receive(received, preceding)
+        sends += [begin_to_send(segments[number], following) for number in outgoing]
         yield
-        work, received = receives.popleft()
         work.wait()
-        segment = segments[number]
-        combine(segment, received, out=segment)
-        # Sent before the next is received: then gloo's thread writes, as soon as the other end is ready. Were it this
-        # thread, gloo's would spin on its lock meanwhile, for a whole time slice if there are fewer cores than threads.
-        if turn < leg.passed_on:
-            sends.append(begin_to_send(segment, following))
-        if turn + SPACES < len(leg.arriving):
-            receives.append(receive(turn + SPACES))
+        combine(segments[arriving], received, out=segments[arriving])
+    sends += [begin_to_send(segments[number], following) for number in route.combining.rest]
     for send in sends:  # their segments are written again below
         send.wait()
 
     # Now each rank has one chunk of the result. Handed out, they go to where they belong.
-    leg = route.handing_out
-    sends = [begin_to_send(segments[number], following) for number in leg.departing]
-    works = [begin_to_receive(segments[number], preceding) for number in leg.arriving]
-    for turn, (number, work) in enumerate(zip(leg.arriving, works, strict=True)):
+    works = [begin_to_receive(segments[arriving], preceding) for _, arriving in route.handing_out.turns]
+    sends = []
+    for (outgoing, _), work in zip(route.handing_out.turns, works, strict=True):
+        sends += [begin_to_send(segments[number], following) for number in outgoing]
         yield
         work.wait()
-        if turn < leg.passed_on:
-            sends.append(begin_to_send(segments[number], following))
+    sends += [begin_to_send(segments[number], following) for number in route.handing_out.rest]
     for send in sends:
         send.wait()
 
@@ -129,14 +117,12 @@ class Leg(NamedTuple):
     """What a rank sends and receives while chunks go round once, in order; segments have numbers.
 
     Attributes:
-        departing: the segments of the chunk that sets out here.
-        arriving: those that come by.
-        passed_on: how many of those, the first ones, go on to the next rank.
+        turns: what to send, and then the one that arrives.
+        rest: what to send when all have arrived.
     """
 
-    departing: tuple[int, ...]
-    arriving: tuple[int, ...]
-    passed_on: int
+    turns: tuple[tuple[tuple[int, ...], int], ...]
+    rest: tuple[int, ...]
 
 
 class Route(NamedTuple):
@@ -165,7 +151,11 @@ def _route(elements: int, element_bytes: int, rank: int, size: int, step: int, s
 
     def leg(own: int) -> Leg:
         arriving = tuple(number for turn in range(1, size) for number in segments(own - step * turn))
-        return Leg(segments(own), arriving, len(arriving) - len(segments(own + step)))
+        outgoing = segments(own) + arriving[: len(arriving) - len(segments(own + step))]
+        ahead = min(AHEAD, len(segments(own)))
+        ends = [ahead + turn for turn in range(len(arriving))]
+        sent = [outgoing[start:end] for start, end in zip([0, *ends], ends, strict=False)]
+        return Leg(tuple(zip(sent, arriving, strict=True)), outgoing[ends[-1] :] if ends else outgoing)
 
     return Route(sizes, leg(rank), leg(rank + step))
 
@@ -177,6 +167,6 @@ def _sizes_of_parts(elements: int, parts: int) -> list[int]:
 
 @functools.lru_cache(maxsize=16)  # kept for the next call, as `operands.space` is
 @torch.inference_mode(False)  # the next call may be outside of what this one is in
-def _spaces(elements: int, dtype: torch.dtype, device: torch.device, step: int, thread: int) -> list[Tensor]:
-    """Memory to receive segments into; of its own for either direction, and for threads that play ranks."""
-    return [torch.empty(elements, dtype=dtype, device=device) for _ in range(SPACES)]
+def _space(elements: int, dtype: torch.dtype, device: torch.device, step: int, thread: int) -> Tensor:
+    """Memory to receive a segment into; of its own for either direction, and for threads that play ranks."""
+    return torch.empty(elements, dtype=dtype, device=device)

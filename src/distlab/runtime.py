@@ -14,7 +14,15 @@ import torch.distributed as dist
 from torch import Tensor
 
 from distlab import meeting
-from distlab.devices import cores_to_share, host_name, keep_to_interface, pick_backend, pick_device, threads_per_rank
+from distlab.devices import (
+    cores_to_share,
+    host_name,
+    keep_to_interface,
+    patient_threads,
+    pick_backend,
+    pick_device,
+    threads_per_rank,
+)
 from distlab.grid import Grid
 from distlab.logs import RankOutput, RunLog, new_folder, say, say_costs, take_over_output
 from distlab.not_finite import NotFiniteError
@@ -82,7 +90,10 @@ class Run(Generic[SettingsT]):
             store, self.rank, self.world_size, same, lambda: self._decide(script), settings.timeout, say
         )
         try:
-            dist.init_process_group(backend, store=store, rank=self.rank, world_size=self.world_size, timeout=timeout)
+            with patient_threads():
+                dist.init_process_group(
+                    backend, store=store, rank=self.rank, world_size=self.world_size, timeout=timeout
+                )
         except (dist.DistError, RuntimeError) as error:
             sentence = f"rank {self.rank} could not connect to all other ranks: {reason(error)}"
             raise TrafficError(sentence, error) from error
