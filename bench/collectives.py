@@ -58,13 +58,15 @@ class Settings:
     """ranks for the comparison with the predictions"""
     predicted_megabytes: list[int] = field(default_factory=lambda: [1, 4, 16, 64])
     """sizes for it"""
+    patient: bool = True
+    """let gloo's threads wait for a free core, as in the lab's runs; otherwise they run as torch has them"""
     port: int = 29556
     """where rank 0 listens"""
 
 
 def compare_with_library(rank: int, world_size: int, settings: Settings, results: "SimpleQueue[Turns]") -> None:
     """One rank: the two all-reduces in turn, for each size; rank 0 puts the seconds of all turns into `results`."""
-    join(rank, world_size, settings.port)
+    join(rank, world_size, settings.port, settings.patient)
     for megabytes in settings.megabytes:
         tensor = torch.zeros(megabytes * 250_000)
         seconds: dict[AllReduce, list[float]] = {dist.all_reduce: [], allreduce_ring: []}
@@ -118,7 +120,7 @@ def compare_with_prediction(
     rank: int, world_size: int, settings: Settings, results: "SimpleQueue[tuple[Cell, Comparison]]"
 ) -> None:
     """One rank: every operation in every topology, beside what the simulated world says."""
-    join(rank, world_size, settings.port)
+    join(rank, world_size, settings.port, settings.patient)
     for operation in operations(0):
         for megabytes in settings.predicted_megabytes:
             size_bytes = megabytes * 1_000_000

@@ -1,21 +1,24 @@
 """How a rank of a benchmark joins the others."""
 
+from contextlib import nullcontext
+
 import torch
 import torch.distributed as dist
 
 from distlab.devices import keep_to_loopback, patient_threads
 
 
-def join(rank: int, world_size: int, port: int) -> None:
+def join(rank: int, world_size: int, port: int, patient: bool = True) -> None:
     """Set up a process group over gloo, as a run of the lab does on a CPU: on loopback, with one thread a rank.
 
     Args:
         rank: of this process.
         world_size: number of ranks, all on this computer.
         port: where rank 0 listens.
+        patient: whether gloo's threads wait for a free core, as in the lab's runs.
     """
     keep_to_loopback()
     torch.set_num_threads(1)
     store = dist.TCPStore("localhost", port, is_master=rank == 0)
-    with patient_threads():
+    with patient_threads() if patient else nullcontext():
         dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
