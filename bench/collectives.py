@@ -57,7 +57,7 @@ class Settings:
     predicted_world: int = 4
     """ranks for the comparison with the predictions"""
     predicted_megabytes: list[int] = field(default_factory=lambda: [1, 4, 16, 64])
-    """sizes for it"""
+    """sizes for it; none for no comparison"""
     patient: bool = True
     """let gloo's threads wait for a free core, as in the lab's runs; otherwise they run as torch has them"""
     port: int = 29556
@@ -176,7 +176,8 @@ def main() -> None:
     print("|---|---|---|---|---|---|", flush=True)
     for world_size in settings.worlds:
         show_all_reduces(world_size, settings)
-    show_predictions(settings)
+    if settings.predicted_megabytes:
+        show_predictions(settings)
 
 
 if __name__ == "__main__":

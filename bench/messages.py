@@ -53,9 +53,8 @@ def measure(rank: int, world_size: int, patient: bool, settings: Settings, resul
 
 def main() -> None:
     settings = tyro.cli(Settings, description=__doc__)
-    print(
-        "| ranks | message | usual threads, \u00b5s | patient ones | times as fast (median) | range |\n|---|---|---|---|---|---|"
-    )
+    print("| ranks | message | usual threads, µs | patient ones | times as fast (median) | range |")
+    print("|---|---|---|---|---|---|", flush=True)
     for world_size in settings.worlds:
         seconds: dict[bool, list[list[float]]] = {False: [], True: []}
         for start in range(settings.starts):

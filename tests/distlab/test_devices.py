@@ -1,9 +1,19 @@
 """Which backend and how many threads, without the hardware."""
 
+import os
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
 import pytest
 import torch
+from chapters import MODEL, TRAINING, load
+from processes import LAB, free_port, run_ranks
 
-from distlab.devices import pick_backend, pick_device, threads_per_rank
+from distlab.devices import patient_threads, pick_backend, pick_device, threads_per_rank
+from distlab.settings import parse
+from distlab.training import TrainingRun
 from simplellm.errors import InputError
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
@@ -49,3 +59,60 @@ def test_ranks_share_the_cores_unless_told_otherwise(monkeypatch: pytest.MonkeyP
     assert threads_per_rank(3) == 5
     monkeypatch.setenv("OMP_NUM_THREADS", "4,2")
     assert threads_per_rank(8) == 1
+
+
+linux = pytest.mark.skipif(not hasattr(os, "sched_setscheduler"), reason="the scheduler's policies are Linux's")
+
+
+def in_a_thread(work: Callable[[], int]) -> int:
+    results: list[int] = []
+    thread = threading.Thread(target=lambda: results.append(work()))
+    thread.start()
+    thread.join()
+    return results[0]
+
+
+@linux
+def test_threads_are_patient_that_start_in_the_context() -> None:
+    def policy() -> int:
+        return os.sched_getscheduler(0)
+
+    def fail() -> None:
+        assert in_a_thread(policy) == os.SCHED_BATCH
+        raise ValueError
+
+    with pytest.raises(ValueError), patient_threads():  # noqa: PT011, it has no message
+        fail()
+    assert policy() == in_a_thread(policy) == os.SCHED_OTHER
+
+
+@linux
+def test_a_policy_that_the_user_has_chosen_stays() -> None:
+    def policies() -> int:
+        os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+        with patient_threads():
+            pass
+        return os.sched_getscheduler(0)
+
+    assert in_a_thread(policies) == os.SCHED_BATCH
+
+
+def policies_in_a_run(rank: int, out: Path, port: int) -> list[tuple[str, int]]:
+    script = "hybrid/intro_hybrid.py"
+    flags = [*MODEL, *TRAINING, "--dp", "1", "--pp", "1", "--tp", "2", "--out", str(out), "--master-port", str(port)]
+    run: TrainingRun[Any] = TrainingRun(parse(load(script).DEFAULTS, "", [str(rank), *flags]), LAB / script)
+    run.grid.mesh()
+    threads = Path("/proc/self/task").iterdir()
+    policies = [((thread / "comm").read_text().strip(), os.sched_getscheduler(int(thread.name))) for thread in threads]
+    run.close()
+    return policies
+
+
+@linux
+def test_gloos_threads_are_patient_in_a_run_and_those_that_compute_are_not(tmp_path: Path) -> None:
+    for policies in run_ranks(2, policies_in_a_run, tmp_path, free_port()):
+        gloos = [policy for name, policy in policies if "gloo" in name]
+        others = [policy for name, policy in policies if "gloo" not in name]
+        assert len(gloos) >= 4, "of the process group, and of the groups along each dimension"
+        assert set(gloos) == {os.SCHED_BATCH}
+        assert set(others) == {os.SCHED_OTHER}
