@@ -72,13 +72,16 @@ def patient_threads() -> Iterator[None]:
     of it. Where ranks share cores, it often wakes up on the core of just that other thread; if it took it, it would try
     in vain until its time slice is over: milliseconds, for a message that takes a tenth of one.
     """
-    is_usual = hasattr(os, "sched_setscheduler") and os.sched_getscheduler(0) == os.SCHED_OTHER
-    if is_usual:
-        os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+    try:
+        is_changed = os.sched_getscheduler(0) == os.SCHED_OTHER  # what a user has chosen stays
+        if is_changed:
+            os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+    except (AttributeError, OSError):  # not Linux, or a container that forbids it
+        is_changed = False
     try:
         yield
     finally:
-        if is_usual:
+        if is_changed:
             os.sched_setscheduler(0, os.SCHED_OTHER, os.sched_param(0))
 
 

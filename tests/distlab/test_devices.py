@@ -97,6 +97,18 @@ def test_a_policy_that_the_user_has_chosen_stays() -> None:
     assert in_a_thread(policies) == os.SCHED_BATCH
 
 
+def test_a_computer_without_policies_or_that_forbids_them_leaves_all_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    def forbid(*_: object) -> None:
+        raise PermissionError
+
+    monkeypatch.setattr(os, "sched_setscheduler", forbid, raising=False)
+    with patient_threads():
+        pass
+    monkeypatch.delattr(os, "sched_getscheduler", raising=False)
+    with patient_threads():
+        pass
+
+
 def policies_in_a_run(rank: int, out: Path, port: int) -> list[tuple[str, int]]:
     script = "hybrid/intro_hybrid.py"
     flags = [*MODEL, *TRAINING, "--dp", "1", "--pp", "1", "--tp", "2", "--out", str(out), "--master-port", str(port)]
