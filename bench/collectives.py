@@ -162,8 +162,8 @@ def show_predictions(settings: Settings) -> None:
         print(f"{line}|")
     print()
     for which, of_all in ratios.items():
-        within = sum(1 / 1.3 <= ratio <= 1.3 for ratio in of_all)
-        print(f"{which}: {within} of {len(of_all)} within 30 % of the prediction")
+        within = sum(abs(1 / ratio - 1) <= 0.3 for ratio in of_all)
+        print(f"{which}: {within} of {len(of_all)} predictions within 30 % of what was measured")
 
 
 def main() -> None:

@@ -7,7 +7,7 @@ import socket
 import struct
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import torch
@@ -66,11 +66,12 @@ def cores_to_share(parties: int) -> int | None:
 
 @contextmanager
 def patient_threads() -> Iterator[None]:
-    """Have threads that start in this context wait for a free core, not take one from a running thread (SCHED_BATCH).
+    """Have threads that start in this context not take a core from a running thread when they wake up (SCHED_BATCH).
 
-    Meant for gloo's. While another thread of its rank writes to a connection, gloo's tries again and again to get hold
-    of it. Where ranks share cores, it often wakes up on the core of just that other thread; if it took it, it would try
-    in vain until its time slice is over: milliseconds, for a message that takes a tenth of one.
+    Meant for gloo's, and those of torch that run its collectives. While another thread of its rank writes to a
+    connection, gloo's tries again and again to get hold of it. Where ranks share cores, it often wakes up on the core
+    of just that other thread; if it took it, it would try in vain until its time slice is over: milliseconds, for a
+    message that takes a tenth of one. (NCCL's threads, which only watch, may be patient, too.)
     """
     try:
         is_changed = os.sched_getscheduler(0) == os.SCHED_OTHER  # what a user has chosen stays
@@ -82,7 +83,8 @@ def patient_threads() -> Iterator[None]:
         yield
     finally:
         if is_changed:
-            os.sched_setscheduler(0, os.SCHED_OTHER, os.sched_param(0))
+            with suppress(OSError):
+                os.sched_setscheduler(0, os.SCHED_OTHER, os.sched_param(0))
 
 
 def keep_to_loopback() -> None:

@@ -23,7 +23,7 @@ from distlab.operands import InPlace, Op, combination
 
 BOTH_WAYS_BYTES = 16_000_000
 SEGMENT_BYTES = 1_000_000
-AHEAD = 3  # segments that may be under way: all of a chunk would not find room in the caches
+AHEAD = 3  # segments that a rank sends more than it has received: all of a chunk would not find room in the caches
 
 
 def allreduce_ring(
@@ -57,7 +57,8 @@ def allreduce_ring(
 def _around(flat: Tensor, step: int, combine: Callable[..., Tensor], segment_bytes: int) -> Iterator[None]:
     """All-reduce `flat` around the ring in one direction; yields when the messages of a segment are under way.
 
-    Few segments are under way at a time, and all arrive in the same memory, which therefore stays in the caches.
+    Segments are sent few at a time. Those to be combined all arrive in the same memory, which therefore stays in the
+    caches.
 
     Args:
         flat: (elements,), changed in place.
@@ -118,7 +119,7 @@ class Leg(NamedTuple):
 
     Attributes:
         turns: what to send, and then the one that arrives.
-        rest: what to send when all have arrived.
+        rest: what to send when all have arrived; none, but where chunks are empty.
     """
 
     turns: tuple[tuple[tuple[int, ...], int], ...]
@@ -153,7 +154,7 @@ def _route(elements: int, element_bytes: int, rank: int, size: int, step: int, s
         arriving = tuple(number for turn in range(1, size) for number in segments(own - step * turn))
         outgoing = segments(own) + arriving[: len(arriving) - len(segments(own + step))]
         ahead = min(AHEAD, len(segments(own)))
-        ends = [ahead + turn for turn in range(len(arriving))]
+        ends = [ahead + turn for turn in range(len(arriving))]  # what is to be sent before each turn's arrival
         sent = [outgoing[start:end] for start, end in zip([0, *ends], ends, strict=False)]
         return Leg(tuple(zip(sent, arriving, strict=True)), outgoing[ends[-1] :] if ends else outgoing)
 

@@ -61,7 +61,10 @@ def test_ranks_share_the_cores_unless_told_otherwise(monkeypatch: pytest.MonkeyP
     assert threads_per_rank(8) == 1
 
 
-linux = pytest.mark.skipif(not hasattr(os, "sched_setscheduler"), reason="the scheduler's policies are Linux's")
+usual_policy = pytest.mark.skipif(
+    not hasattr(os, "sched_getscheduler") or os.sched_getscheduler(0) != os.SCHED_OTHER,
+    reason="needs Linux, and a process whose scheduling nobody has changed",
+)
 
 
 def in_a_thread(work: Callable[[], int]) -> int:
@@ -72,7 +75,7 @@ def in_a_thread(work: Callable[[], int]) -> int:
     return results[0]
 
 
-@linux
+@usual_policy
 def test_threads_are_patient_that_start_in_the_context() -> None:
     def policy() -> int:
         return os.sched_getscheduler(0)
@@ -86,15 +89,14 @@ def test_threads_are_patient_that_start_in_the_context() -> None:
     assert policy() == in_a_thread(policy) == os.SCHED_OTHER
 
 
-@linux
+@usual_policy
 def test_a_policy_that_the_user_has_chosen_stays() -> None:
-    def policies() -> int:
-        os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+    def policy_inside() -> int:
+        os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
         with patient_threads():
-            pass
-        return os.sched_getscheduler(0)
+            return os.sched_getscheduler(0)
 
-    assert in_a_thread(policies) == os.SCHED_BATCH
+    assert in_a_thread(policy_inside) == os.SCHED_IDLE
 
 
 def test_a_computer_without_policies_or_that_forbids_them_leaves_all_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -109,22 +111,26 @@ def test_a_computer_without_policies_or_that_forbids_them_leaves_all_as_it_is(mo
         pass
 
 
-def policies_in_a_run(rank: int, out: Path, port: int) -> list[tuple[str, int]]:
+def policies_in_a_run(rank: int, out: Path, port: int) -> tuple[list[int], int]:
+    """Those of gloo's threads, and that of the thread that computes."""
     script = "hybrid/intro_hybrid.py"
     flags = [*MODEL, *TRAINING, "--dp", "1", "--pp", "1", "--tp", "2", "--out", str(out), "--master-port", str(port)]
     run: TrainingRun[Any] = TrainingRun(parse(load(script).DEFAULTS, "", [str(rank), *flags]), LAB / script)
-    run.grid.mesh()
-    threads = Path("/proc/self/task").iterdir()
-    policies = [((thread / "comm").read_text().strip(), os.sched_getscheduler(int(thread.name))) for thread in threads]
+    mesh = run.grid.mesh()
+    for group in [None, mesh.get_group("dp"), mesh.get_group("pp"), mesh.get_group("tp")]:
+        torch.distributed.barrier(group)  # a thread has its name when it has done something
+    loops = [
+        int(thread.name)
+        for thread in Path("/proc/self/task").iterdir()
+        if (thread / "comm").read_text().strip() == "gloo_tcp_loop"
+    ]
+    policies = [os.sched_getscheduler(loop) for loop in loops], os.sched_getscheduler(0)
     run.close()
     return policies
 
 
-@linux
-def test_gloos_threads_are_patient_in_a_run_and_those_that_compute_are_not(tmp_path: Path) -> None:
-    for policies in run_ranks(2, policies_in_a_run, tmp_path, free_port()):
-        gloos = [policy for name, policy in policies if "gloo" in name]
-        others = [policy for name, policy in policies if "gloo" not in name]
-        assert len(gloos) >= 4, "of the process group, and of the groups along each dimension"
-        assert set(gloos) == {os.SCHED_BATCH}
-        assert set(others) == {os.SCHED_OTHER}
+@usual_policy
+def test_gloos_threads_are_patient_in_a_run_and_the_one_that_computes_is_not(tmp_path: Path) -> None:
+    for of_gloo, own in run_ranks(2, policies_in_a_run, tmp_path, free_port()):
+        assert own == os.SCHED_OTHER
+        assert of_gloo == [os.SCHED_BATCH] * 4, "of the run's group, and of the one along each dimension"

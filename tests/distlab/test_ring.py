@@ -22,6 +22,7 @@ def test_a_rank_receives_what_the_one_before_it_sends(size: int, elements: int, 
             assert arriving_at(leg) == sent_by(leg_before)
             assert all(route.sizes[number] for number in arriving_at(leg) + sent_by(leg))
             for turn, (outgoing, _) in enumerate(leg.turns):
+                assert len(outgoing) <= (1 if turn else AHEAD), "few at a time"
                 assert not set(outgoing) & set(arriving_at(leg)[turn:]), "sent before it has arrived"
         whole_way_round = [number for number in arriving_at(route.combining) if number not in sent_by(route.combining)]
         assert sent_by(route.handing_out)[: len(whole_way_round)] == whole_way_round, "what has been all the way round"
