@@ -2,6 +2,7 @@
 
 import os
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -116,14 +117,13 @@ def policies_in_a_run(rank: int, out: Path, port: int) -> tuple[list[int], int]:
     script = "hybrid/intro_hybrid.py"
     flags = [*MODEL, *TRAINING, "--dp", "1", "--pp", "1", "--tp", "2", "--out", str(out), "--master-port", str(port)]
     run: TrainingRun[Any] = TrainingRun(parse(load(script).DEFAULTS, "", [str(rank), *flags]), LAB / script)
-    mesh = run.grid.mesh()
-    for group in [None, mesh.get_group("dp"), mesh.get_group("pp"), mesh.get_group("tp")]:
-        torch.distributed.barrier(group)  # a thread has its name when it has done something
-    loops = [
-        int(thread.name)
-        for thread in Path("/proc/self/task").iterdir()
-        if (thread / "comm").read_text().strip() == "gloo_tcp_loop"
-    ]
+    run.grid.mesh()
+    loops: list[int] = []
+    deadline = time.monotonic() + 10
+    while len(loops) < 4 and time.monotonic() < deadline:  # a thread gives itself its name when it first runs
+        time.sleep(0.05)
+        names = {int(thread.name): (thread / "comm").read_text() for thread in Path("/proc/self/task").iterdir()}
+        loops = [thread for thread, name in names.items() if name.strip() == "gloo_tcp_loop"]
     policies = [os.sched_getscheduler(loop) for loop in loops], os.sched_getscheduler(0)
     run.close()
     return policies
