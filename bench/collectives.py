@@ -59,7 +59,7 @@ class Settings:
     predicted_megabytes: list[int] = field(default_factory=lambda: [1, 4, 16, 64])
     """sizes for it; none for no comparison"""
     patient: bool = True
-    """let gloo's threads wait for a free core, as in the lab's runs; otherwise they run as torch has them"""
+    """have gloo's threads be patient, as in the lab's runs; otherwise they run as torch has them"""
     port: int = 29556
     """where rank 0 listens"""
 

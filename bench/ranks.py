@@ -15,7 +15,7 @@ def join(rank: int, world_size: int, port: int, patient: bool = True) -> None:
         rank: of this process.
         world_size: number of ranks, all on this computer.
         port: where rank 0 listens.
-        patient: whether gloo's threads wait for a free core, as in the lab's runs.
+        patient: whether gloo's threads are patient (`patient_threads`), as in the lab's runs.
     """
     keep_to_loopback()
     torch.set_num_threads(1)
