@@ -9,17 +9,15 @@ calls for the first time since then costs tens of microseconds. So all that depe
 """
 
 import functools
-import threading
 from collections.abc import Callable, Iterator
 from itertools import zip_longest
 from typing import Any, NamedTuple
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ReduceOp
 
-from distlab.operands import InPlace, Op, combination
+from distlab.operands import InPlace, Op, combination, space
 
 BOTH_WAYS_BYTES = 16_000_000
 SEGMENT_BYTES = 1_000_000
@@ -55,10 +53,7 @@ def allreduce_ring(
 
 
 def _around(flat: Tensor, step: int, combine: Callable[..., Tensor], segment_bytes: int) -> Iterator[None]:
-    """All-reduce `flat` around the ring in one direction; yields when the messages of a segment are under way.
-
-    Segments are sent few at a time. Those to be combined all arrive in the same memory, which therefore stays in the
-    caches.
+    """All-reduce `flat` around the ring in one direction; yields when the messages of a turn are under way.
 
     Args:
         flat: (elements,), changed in place.
@@ -67,39 +62,28 @@ def _around(flat: Tensor, step: int, combine: Callable[..., Tensor], segment_byt
         segment_bytes: what a message is to have, about.
     """
     rank, size = dist.get_rank(), dist.get_world_size()
-    if size == 1:
-        return
     following, preceding = (rank + step) % size, (rank - step) % size
     begin_to_send, begin_to_receive = _messages()
-    route = _route(flat.numel(), flat.element_size(), rank, size, step, segment_bytes)
-    segments = flat.split_with_sizes(route.sizes)
-    space = _space(route.sizes[0], flat.dtype, flat.device, step, threading.get_ident())
-
-    # Each rank's chunk sets out, to be combined with that of every rank that it passes.
-    sends = []
-    for outgoing, arriving in route.combining.turns:
-        elements = route.sizes[arriving]
-        received = space if elements == route.sizes[0] else space[:elements]
+    sizes, turns = _route(flat.numel(), flat.element_size(), rank, size, step, segment_bytes)
+    segments = flat.split_with_sizes(sizes)
+    to_combine = space(segments[0], number=step)  # always the same memory, which therefore stays in the caches
+    sends: dict[int, Any] = {}
+    for outgoing, arriving, is_combined in turns:
+        if is_combined:
+            received = to_combine if sizes[arriving] == sizes[0] else to_combine[: sizes[arriving]]
+        else:
+            received = segments[arriving]
+            sends.pop(arriving).wait()  # of what it held before
         # Received first, sent then: where the other end is known to be ready, this thread writes the message, while its
         # content is still in the caches; otherwise gloo's does, later.
         work = begin_to_receive(received, preceding)
-        sends += [begin_to_send(segments[number], following) for number in outgoing]
+        for number in outgoing:
+            sends[number] = begin_to_send(segments[number], following)
         yield
         work.wait()
-        combine(segments[arriving], received, out=segments[arriving])
-    sends += [begin_to_send(segments[number], following) for number in route.combining.rest]
-    for send in sends:  # their segments are written again below
-        send.wait()
-
-    # Now each rank has one chunk of the result. Handed out, they go to where they belong.
-    works = [begin_to_receive(segments[arriving], preceding) for _, arriving in route.handing_out.turns]
-    sends = []
-    for (outgoing, _), work in zip(route.handing_out.turns, works, strict=True):
-        sends += [begin_to_send(segments[number], following) for number in outgoing]
-        yield
-        work.wait()
-    sends += [begin_to_send(segments[number], following) for number in route.handing_out.rest]
-    for send in sends:
+        if is_combined:
+            combine(segments[arriving], received, out=segments[arriving])
+    for send in sends.values():
         send.wait()
 
 
@@ -114,60 +98,45 @@ def _messages() -> tuple[Callable[..., Any], Callable[..., Any]]:
     )
 
 
-class Leg(NamedTuple):
-    """What a rank sends and receives while chunks go round once, in order; segments have numbers.
+class Turn(NamedTuple):
+    """A step of a rank's work; segments have numbers.
 
     Attributes:
-        turns: what to send, and then the one that arrives.
-        rest: what to send when all have arrived; none, but where chunks are empty.
+        outgoing: the segments to send first.
+        arriving: the one to receive then.
+        is_combined: with what this rank has of it; otherwise it is part of the result, and takes its place.
     """
 
-    turns: tuple[tuple[tuple[int, ...], int], ...]
-    rest: tuple[int, ...]
-
-
-class Route(NamedTuple):
-    """How a tensor goes round the ring.
-
-    Attributes:
-        sizes: elements of each segment; the first one has the most.
-        combining, handing_out: its two ways round.
-    """
-
-    sizes: tuple[int, ...]
-    combining: Leg
-    handing_out: Leg
+    outgoing: tuple[int, ...]
+    arriving: int
+    is_combined: bool
 
 
 @functools.lru_cache(maxsize=64)  # of a model's buckets of gradients
-def _route(elements: int, element_bytes: int, rank: int, size: int, step: int, segment_bytes: int) -> Route:
-    """The segments' sizes and order; a chunk has as many segments as make them about `segment_bytes` each."""
+def _route(
+    elements: int, element_bytes: int, rank: int, size: int, step: int, segment_bytes: int
+) -> tuple[tuple[int, ...], tuple[Turn, ...]]:
+    """How a tensor goes round the ring: its segments' sizes, of which the first is the greatest, and the turns.
+
+    Each rank has a chunk that sets out from it and goes round nearly twice: first to be combined with those of the
+    other ranks, then to be handed out. So what arrives is what the rank before had a chunk ago, and what goes out is
+    what arrived a chunk ago. A chunk has as many segments as make them about `segment_bytes` each.
+    """
     chunks = _sizes_of_parts(elements, size)
     in_chunk = max(1, round(chunks[0] * element_bytes / segment_bytes))
     sizes = tuple(part for chunk in chunks for part in _sizes_of_parts(chunk, in_chunk))
-
-    def segments(chunk: int) -> tuple[int, ...]:
-        first = chunk % size * in_chunk
-        return tuple(number for number in range(first, first + in_chunk) if sizes[number])
-
-    def leg(own: int) -> Leg:
-        arriving = tuple(number for turn in range(1, size) for number in segments(own - step * turn))
-        outgoing = segments(own) + arriving[: len(arriving) - len(segments(own + step))]
-        ahead = min(AHEAD, len(segments(own)))
-        ends = [ahead + turn for turn in range(len(arriving))]  # what is to be sent before each turn's arrival
-        sent = [outgoing[start:end] for start, end in zip([0, *ends], ends, strict=False)]
-        return Leg(tuple(zip(sent, arriving, strict=True)), outgoing[ends[-1] :] if ends else outgoing)
-
-    return Route(sizes, leg(rank), leg(rank + step))
+    passing = [
+        (rank - step * away) % size * in_chunk + number for away in range(2 * size - 1) for number in range(in_chunk)
+    ]
+    outgoing, arriving = passing[:-in_chunk], passing[in_chunk:]
+    ahead = min(AHEAD, in_chunk)
+    turns = []
+    for turn, number in enumerate(arriving):
+        sent_now = outgoing[turn + ahead - 1 if turn else 0 : turn + ahead]
+        turns.append(Turn(tuple(sent_now), number, is_combined=turn < (size - 1) * in_chunk))
+    return sizes, tuple(turns)
 
 
 def _sizes_of_parts(elements: int, parts: int) -> list[int]:
     """So many elements in parts as equal as they can be, the larger ones first."""
     return [elements // parts + (part < elements % parts) for part in range(parts)]
-
-
-@functools.lru_cache(maxsize=16)  # kept for the next call, as `operands.space` is
-@torch.inference_mode(False)  # the next call may be outside of what this one is in
-def _space(elements: int, dtype: torch.dtype, device: torch.device, step: int, thread: int) -> Tensor:
-    """Memory to receive a segment into; of its own for either direction, and for threads that play ranks."""
-    return torch.empty(elements, dtype=dtype, device=device)

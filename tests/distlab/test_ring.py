@@ -1,39 +1,39 @@
 """The ring all-reduce: its route, and tensors of odd sizes; test_collectives compares it with the other all-reduces."""
 
 import itertools
+from collections.abc import Sequence
 
 import pytest
 import torch
 import torch.distributed as dist
 from processes import free_port, process_group, run_ranks
 
-from distlab.ring import AHEAD, Leg, _route, allreduce_ring
+from distlab.ring import AHEAD, Turn, _route, allreduce_ring
 
 
 @pytest.mark.parametrize(("size", "elements", "step"), [*itertools.product((2, 3, 5), (0, 1, 7, 41, 60), (1, -1))])
 def test_a_rank_receives_what_the_one_before_it_sends(size: int, elements: int, step: int) -> None:
     routes = [_route(elements, 4, rank, size, step, segment_bytes=12) for rank in range(size)]
-    for rank, route in enumerate(routes):
-        before = routes[(rank - step) % size]
-        assert sum(route.sizes) == elements
-        assert route.sizes == before.sizes
-        assert max(route.sizes) == route.sizes[0] <= 4  # as near to three as equal parts can be
-        for leg, leg_before in ((route.combining, before.combining), (route.handing_out, before.handing_out)):
-            assert arriving_at(leg) == sent_by(leg_before)
-            assert all(route.sizes[number] for number in arriving_at(leg) + sent_by(leg))
-            for turn, (outgoing, _) in enumerate(leg.turns):
-                assert len(outgoing) <= (1 if turn else AHEAD), "few at a time"
-                assert not set(outgoing) & set(arriving_at(leg)[turn:]), "sent before it has arrived"
-        whole_way_round = [number for number in arriving_at(route.combining) if number not in sent_by(route.combining)]
-        assert sent_by(route.handing_out)[: len(whole_way_round)] == whole_way_round, "what has been all the way round"
+    for rank, (sizes, turns) in enumerate(routes):
+        sizes_before, turns_before = routes[(rank - step) % size]
+        assert sum(sizes) == elements
+        assert sizes == sizes_before
+        assert max(sizes) == sizes[0] <= 4  # as near to three as equal parts can be
+        arriving, combined = [turn.arriving for turn in turns], [turn.arriving for turn in turns if turn.is_combined]
+        assert arriving == sent_in(turns_before)
+        for number, turn in enumerate(turns):
+            assert len(turn.outgoing) <= (1 if number else AHEAD), "few at a time"
+            assert not set(turn.outgoing) & set(combined[number:]), "sent before it has been combined"
+            assert turn.is_combined or turn.arriving in sent_in(turns[:number]), "what it replaces has been sent"
+        own = turns[0].outgoing[0]
+        assert own not in combined
+        assert sorted([*combined, *range(own, own + len(sizes) // size)]) == [*range(len(sizes))]
+        handed_out = arriving[len(combined) :]
+        assert len(handed_out) == len(set(handed_out)) == len(combined)
 
 
-def arriving_at(leg: Leg) -> list[int]:
-    return [number for _, number in leg.turns]
-
-
-def sent_by(leg: Leg) -> list[int]:
-    return [number for outgoing, _ in leg.turns for number in outgoing] + list(leg.rest)
+def sent_in(turns: Sequence[Turn]) -> list[int]:
+    return [number for turn in turns for number in turn.outgoing]
 
 
 def all_reduce_odd_sizes(rank: int, size: int, port: int) -> None:
