@@ -5,10 +5,10 @@ python bench/collectives.py --worlds 3 --starts 2 --rounds 100
 """
 
 import statistics
-import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from multiprocessing.queues import SimpleQueue
 from typing import Any
 
@@ -30,7 +30,6 @@ from distlab.collective_costs import (
 from distlab.processes import leave
 from distlab.ring import allreduce_ring
 
-AllReduce = Callable[[torch.Tensor], object]
 TYPICAL: dict[str, Callable[[list[float]], float]] = {"fastest": min, "median": statistics.median}
 Cell = tuple[str, str, int]  # operation, topology, megabytes
 Comparison = dict[str, tuple[float, float]]  # by what is typical: the predicted and the measured seconds
@@ -51,7 +50,7 @@ class Settings:
     rounds: int = 30
     """timed turns of each in each start"""
     in_a_row: int = 5
-    """all-reduces to a turn"""
+    """what is measured runs so many times to a turn, as the buckets of a training step follow each other"""
     predicted_rounds: int = 10
     """timed turns, in each start, of what is compared with its prediction, and of what that is fitted from"""
     predicted_world: int = 4
@@ -69,13 +68,10 @@ def compare_with_library(rank: int, world_size: int, settings: Settings, results
     join(rank, world_size, settings.port, settings.patient)
     for megabytes in settings.megabytes:
         tensor = torch.zeros(megabytes * 250_000)
-        seconds: dict[AllReduce, list[float]] = {dist.all_reduce: [], allreduce_ring: []}
-        for turn in range(2 + settings.rounds):
-            for all_reduce in list(seconds) if turn % 2 else list(seconds)[::-1]:
-                seconds[all_reduce].append(seconds_of_one(all_reduce, tensor, in_a_row=settings.in_a_row))
+        all_reduces = {"library": partial(dist.all_reduce, tensor), "ring": partial(allreduce_ring, tensor)}
+        seconds = seconds_in_turn(all_reduces, settings.rounds, settings.in_a_row)
         if rank == 0:
-            library, ring = (of_one[2:] for of_one in seconds.values())
-            results.put((megabytes, library, ring))
+            results.put((megabytes, seconds["library"], seconds["ring"]))
     leave(0)
 
 
@@ -105,17 +101,6 @@ def show_all_reduces(world_size: int, settings: Settings) -> None:
         print(f"{cell}| {1e3 * statistics.median(ring):.2f} | {middle:.2f} | {low:.2f} to {high:.2f} |", flush=True)
 
 
-def seconds_of_one(all_reduce: AllReduce, tensor: torch.Tensor, in_a_row: int) -> float:
-    """Of several in a row, as the buckets of a training step follow each other; until the slowest rank is through."""
-    dist.barrier()
-    started = time.perf_counter()
-    for _ in range(in_a_row):
-        all_reduce(tensor)
-    slowest = torch.tensor(time.perf_counter() - started, dtype=torch.float64)
-    dist.all_reduce(slowest, dist.ReduceOp.MAX)
-    return slowest.item() / in_a_row
-
-
 def compare_with_prediction(
     rank: int, world_size: int, settings: Settings, results: "SimpleQueue[tuple[Cell, Comparison]]"
 ) -> None:
@@ -132,14 +117,15 @@ def compare_with_prediction(
                 message_bytes = max(
                     SMALLEST_FITTED_BYTES, bytes_of_a_message(operation, topology, size_bytes, world_size)
                 )
-                seconds = seconds_in_turn({"work": work, **yardsticks(message_bytes)}, settings.predicted_rounds)
+                works = {"work": work, **yardsticks(message_bytes)}
+                seconds = seconds_in_turn(works, settings.predicted_rounds, settings.in_a_row)
                 if rank > 0:
                     continue
                 comparison: Comparison = {}
                 for which, typical in TYPICAL.items():
                     costs = costs_from(seconds, message_bytes, world_size, typical)
-                    predicted = predict(operation, topology, size_bytes, world_size, costs).makespan
-                    comparison[which] = predicted, typical(seconds["work"])
+                    world = predict(operation, topology, size_bytes, world_size, costs, settings.in_a_row)
+                    comparison[which] = world.makespan / settings.in_a_row, typical(seconds["work"])
                 results.put(((operation, topology, megabytes), comparison))
     leave(0)
 

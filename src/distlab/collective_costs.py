@@ -2,7 +2,7 @@
 
 The model is that of Thakur, Rabenseifner and Gropp, "Optimization of collective communication operations in MPICH",
 2005: a message costs a latency and a time for each byte, combining two tensors a time for each byte. Two things are
-added: ranks of one computer share what it can move, and copying a tensor costs a time for each byte, too.
+added: ranks of one computer share what it can move and compute, and copying a tensor costs a time for each byte, too.
 
 python -m distlab.collective_costs 64 --latency-us 20 --gigabytes-per-second 1.25     # 64 computers with 10 Gbit/s each
 """
@@ -29,6 +29,7 @@ from simplellm.errors import InputError
 LIBRARY = "library"
 NUMBER_BYTES = 4  # float32
 FITTED_BYTES = 4_000_000
+SHIFTS_AT_ONCE = 2  # while a rank waits for one, it can be busy with the other
 
 
 @dataclass(frozen=True)
@@ -38,14 +39,16 @@ class Costs:
     Attributes:
         link: a message that travels alone.
         shared_bytes_per_second: all messages together, when every rank sends at once.
-        combined_bytes_per_second: adding one tensor to another, on every rank at once.
-        copied_bytes_per_second: copying one to another, on every rank at once.
+        combined_bytes_per_second: adding one tensor to another, on one rank alone.
+        copied_bytes_per_second: copying one to another, on one rank alone.
+        ranks_at_once: how many can add or copy at that speed at the same time; more of them share it.
     """
 
     link: Link
     shared_bytes_per_second: float
     combined_bytes_per_second: float
     copied_bytes_per_second: float = math.inf
+    ranks_at_once: float = math.inf
     one_card: bool = False
     """whether a rank's messages at the same time share its link, as those of a computer on a network do"""
 
@@ -113,10 +116,10 @@ def operations(size_bytes: int, device: str = "cpu") -> dict[str, dict[str, Call
 def fit_costs(rounds: int = 20) -> Costs:
     """Measure the model's numbers, on all ranks together, each in some rounds in a row.
 
-    Of a ping-pong, which is to be undisturbed, the fastest round counts; of the others, where all are busy, the median.
+    Of what is to be undisturbed, the fastest round counts; of what keeps all ranks busy, the median.
     """
     seconds = {name: seconds_in_turn({name: work}, rounds)[name] for name, work in yardsticks(FITTED_BYTES).items()}
-    for name in seconds.keys() & {"tiny", "alone"}:
+    for name in seconds.keys() - {"together", "all_adding"}:
         seconds[name] = [min(seconds[name])]
     return costs_from(seconds, FITTED_BYTES, dist.get_world_size())
 
@@ -138,16 +141,24 @@ def yardsticks(message_bytes: int) -> dict[str, Callable[[], object]]:
             dist.recv(tensor, 0)
             dist.send(tensor, 0)
 
+    def shifts() -> None:
+        for message in [message for _ in range(SHIFTS_AT_ONCE) for message in by_hand.begin_shift(large, other)]:
+            message.wait()
+
+    def add() -> None:
+        torch.add(large, other, out=large)
+
     computing: dict[str, Callable[[], object]] = {
-        "adding": lambda: torch.add(large, other, out=large),
-        "copying": lambda: large.copy_(other),
+        "adding": lambda: add() if rank == 0 else None,
+        "copying": lambda: large.copy_(other) if rank == 0 else None,
     }
     if size == 1:
         return computing
     return {
         "tiny": lambda: ping_pong(tiny),
         "alone": lambda: ping_pong(large),
-        "together": lambda: by_hand.shift(large, other),
+        "together": shifts,
+        "all_adding": add,
         **computing,
     }
 
@@ -172,20 +183,28 @@ def costs_from(
     alone = typical(seconds["alone"]) / 2
     latency = min(typical(seconds["tiny"]), alone) / 2  # on a busy computer, either may be unlucky
     link = Link(latency, message_bytes / (alone - latency))
-    moved = world_size * (message_bytes + latency * link.bytes_per_second)
-    return Costs(link, moved / typical(seconds["together"]), combined, copied)
+    moved = SHIFTS_AT_ONCE * world_size * (message_bytes + latency * link.bytes_per_second)
+    ranks_at_once = max(1, world_size * typical(seconds["adding"]) / typical(seconds["all_adding"]))
+    return Costs(link, moved / typical(seconds["together"]), combined, copied, ranks_at_once)
 
 
-def predict(operation: str, topology: str, size_bytes: int, world_size: int, costs: Costs) -> SimulatedWorld:
-    """A simulated world in which the operation has run; its `makespan` is the predicted time."""
+def predict(
+    operation: str, topology: str, size_bytes: int, world_size: int, costs: Costs, in_a_row: int = 1
+) -> SimulatedWorld:
+    """A simulated world in which the operation has run so many times; its `makespan` is the predicted time of all."""
     world = SimulatedWorld(
-        world_size, costs.link, shared_bytes_per_second=costs.shared_bytes_per_second, one_card=costs.one_card
+        world_size,
+        costs.link,
+        shared_bytes_per_second=costs.shared_bytes_per_second,
+        ranks_at_once=costs.ranks_at_once,
+        one_card=costs.one_card,
     )
 
     def run_and_charge(_: int) -> None:
         work = operations(size_bytes, device="meta")[operation][topology]
         with _Computing(world, costs):
-            work()
+            for _ in range(in_a_row):
+                work()
 
     world.run(run_and_charge)
     return world
@@ -224,20 +243,29 @@ def measure(work: Callable[[], object], rounds: int) -> float:
     return statistics.median(seconds)
 
 
-def seconds_in_turn(works: Mapping[str, Callable[[], object]], rounds: int) -> dict[str, list[float]]:
+def seconds_in_turn(
+    works: Mapping[str, Callable[[], object]], rounds: int, in_a_row: int = 1
+) -> dict[str, list[float]]:
     """Seconds until the slowest rank has finished, of each in each round, after a round that does not count.
 
     In each round one follows the other: what a computer does besides, and how fast it is just then, concerns them all.
+
+    Args:
+        works: what each rank runs, by name.
+        rounds: how often each is measured.
+        in_a_row: how often it runs each time; the seconds are those of one. Ranks that share cores leave the barrier
+            one after the other; of several in a row, only the first has to wait for the last rank to come.
     """
     seconds: dict[str, list[float]] = {name: [] for name in works}
     for _ in range(1 + rounds):
         for name, work in works.items():
             dist.barrier()
             started = time.perf_counter()
-            work()
+            for _ in range(in_a_row):
+                work()
             slowest = torch.tensor(time.perf_counter() - started, dtype=torch.float64)
             dist.all_reduce(slowest, dist.ReduceOp.MAX)
-            seconds[name].append(slowest.item())
+            seconds[name].append(slowest.item() / in_a_row)
     return {name: of_one[1:] for name, of_one in seconds.items()}
 
 

@@ -248,11 +248,15 @@ def _exchange(data: Tensor, received: Tensor, other: int) -> None:
 
 def shift(data: Tensor, received: Tensor) -> None:
     """Send to the next rank of the ring and receive from the one before, at the same time."""
+    for message in begin_shift(data, received):
+        message.wait()
+
+
+def begin_shift(data: Tensor, received: Tensor) -> list[dist.Work]:
+    """Begin to send to the next rank of the ring, and to receive from the one before."""
     rank, size = dist.get_rank(), dist.get_world_size()
     messages = [dist.irecv(received, (rank - 1) % size), dist.isend(data, (rank + 1) % size)]
-    for message in messages:
-        assert message is not None, "only a rank outside the process group gets None"
-        message.wait()
+    return [message for message in messages if message is not None]  # None is for ranks outside the process group
 
 
 def _places(root: int) -> tuple[int, int, Callable[[int], int]]:

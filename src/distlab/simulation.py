@@ -123,6 +123,7 @@ class SimulatedWorld:
         links: what it costs on single links, by (sender, receiver).
         shared_bytes_per_second: what all messages under way share, as those do whose ranks are on one computer; their
             latency, which is work for its cores, too, then counts like the bytes that could go meanwhile.
+        ranks_at_once: how many can `compute` at full speed at the same time; more of them share it.
         one_card: whether what a rank sends at the same time shares its link's bytes per second, and what it receives,
             as with one network card; otherwise there is a link for each pair and direction.
         keep_messages: whether to remember all messages.
@@ -139,11 +140,12 @@ class SimulatedWorld:
         link: Link | None = None,
         links: Mapping[tuple[int, int], Link] | None = None,
         shared_bytes_per_second: float = math.inf,
+        ranks_at_once: float = math.inf,
         one_card: bool = False,
         keep_messages: bool = False,
     ) -> None:
         self.size, self._link, self._links = size, link or Link(), dict(links or {})
-        self._shared_bytes_per_second = shared_bytes_per_second
+        self._shared_bytes_per_second, self._ranks_at_once = shared_bytes_per_second, ranks_at_once
         self._one_card, self._keep_messages = one_card, keep_messages
         self.counts = [Counts() for _ in range(size)]
         self.seconds = [0.0] * size
@@ -156,7 +158,7 @@ class SimulatedWorld:
         self._waiting: dict[int, Message | None] = {}  # None: in the barrier, or computing
         self._unmatched: dict[tuple[int, int, bool, int], deque[Message]] = defaultdict(deque)
         self._flows: list[Flow] = []
-        self._computing: dict[int, float] = {}  # until when
+        self._computing: dict[int, float] = {}  # the seconds left, at full speed
         self._in_barrier: set[int] = set()
         self._failure: BaseException | None = None
 
@@ -272,10 +274,10 @@ class SimulatedWorld:
             self._wait(message)
 
     def compute(self, seconds: float) -> None:
-        """Spend time on this rank's own work."""
+        """Spend time on this rank's own work: so many seconds at full speed."""
         if seconds <= 0:
             return
-        self._computing[self._here.rank] = self._clock + seconds
+        self._computing[self._here.rank] = seconds
         self._wait(None)
 
     def _barrier(self) -> None:
@@ -319,15 +321,20 @@ class SimulatedWorld:
         rates = [min(flow.bytes_per_second / on_link, share) for flow, on_link in self._with_messages_on_link(flowing)]
         ends = [self._clock + flow.left_bytes / rate for flow, rate in zip(flowing, rates, strict=True)]
         starts = [flow.flows_from_seconds for flow in self._flows if flow.flows_from_seconds > self._clock]
-        now = min([*ends, *starts, *self._computing.values()])
+        speed = min(1, self._ranks_at_once / max(1, len(self._computing)))
+        finishes = {rank: self._clock + left / speed for rank, left in self._computing.items()}
+        now = min([*ends, *starts, *finishes.values()])
         for flow, rate, end in zip(flowing, rates, ends, strict=True):
             arrives = math.isclose(end, now, rel_tol=1e-12)
             flow.left_bytes = 0 if arrives else flow.left_bytes - rate * (now - self._clock)
+        for rank in finishes:
+            self._computing[rank] -= speed * (now - self._clock)
         self._clock = now
         self._flows = [flow for flow in self._flows if not self._has_arrived(flow)]
-        for rank in [rank for rank, end in self._computing.items() if end <= now]:
-            del self._computing[rank]
-            self._release(rank)
+        for rank, finish in finishes.items():
+            if math.isclose(finish, now, rel_tol=1e-12):
+                del self._computing[rank]
+                self._release(rank)
 
     def _with_messages_on_link(self, flowing: list[Flow]) -> Iterator[tuple[Flow, int]]:
         """Each message, and how many share the bandwidth of its link, itself included."""

@@ -76,13 +76,14 @@ def test_what_a_message_carries(operation: str, topology: str, size_bytes: int, 
 def two_in_turn(rank: int, size: int, port: int) -> tuple[list[str], dict[str, list[float]]]:
     with process_group(rank, size, port):
         calls: list[str] = []
-        return calls, seconds_in_turn({name: partial(calls.append, name) for name in ("a", "b")}, rounds=2)
+        works = {name: partial(calls.append, name) for name in ("a", "b")}
+        return calls, seconds_in_turn(works, rounds=2, in_a_row=2)
 
 
 def test_what_is_compared_runs_in_turn() -> None:
     outcomes = run_ranks(2, two_in_turn, 2, free_port())
     for calls, seconds in outcomes:
-        assert calls == ["a", "b"] * 3
+        assert calls == ["a", "a", "b", "b"] * 3
         assert [len(of_one) for of_one in seconds.values()] == [2, 2]
         assert seconds == outcomes[0][1], "the slowest rank's, on all ranks"
 
@@ -106,6 +107,7 @@ def test_costs_are_fitted_and_everything_runs_on_gloo(size: int) -> None:
             assert 0 < costs.link.latency_seconds < 1
             assert 1e6 < costs.link.bytes_per_second < 1e12
             assert 1e6 < costs.shared_bytes_per_second < 1e12
+            assert costs.ranks_at_once >= 1
         assert all(topologies[-1] == LIBRARY for topologies in names.values())
         assert names["all-reduce"] == ["naive", "tree", "butterfly", "ring", LIBRARY]
 
@@ -114,16 +116,28 @@ def test_costs_follow_from_the_seconds_of_the_yardsticks() -> None:
     seconds = {
         "tiny": [0.004, 9, 0.002],
         "alone": [9, 0.012, 0.010],
-        "together": [0.025, 9, 0.020],
+        "together": [0.045, 9, 0.040],
         "adding": [0.002],
+        "all_adding": [0.005, 0.004],
         "copying": [0.001],
     }
     costs = costs_from(seconds, 4_000_000, world_size=4, typical=min)
-    # A message of 4 MB takes 5 ms, 1 ms of which is its latency; four at once, latencies included, take 20 ms.
+    # A message of 4 MB takes 5 ms, 1 ms of which is its latency; two from each of four, latencies included, take 40 ms.
     assert costs.link.latency_seconds == pytest.approx(0.001)
     assert costs.link.bytes_per_second == pytest.approx(1e9)
     assert costs.shared_bytes_per_second == pytest.approx(4 * 5_000_000 / 0.020)
     assert (costs.combined_bytes_per_second, costs.copied_bytes_per_second) == pytest.approx((2e9, 4e9))
+    assert costs.ranks_at_once == pytest.approx(2), "four that add at the same time take twice as long as one"
+
+
+def test_several_in_a_row_are_predicted_one_after_the_other() -> None:
+    costs = Costs(Link(1e-3, 1e9), math.inf, math.inf)
+    one, three = (predict("broadcast", "naive", SIZE_BYTES, 2, costs, in_a_row=count).makespan for count in (1, 3))
+    assert three == pytest.approx(3 * one)
+    shared = Costs(Link(), math.inf, 1e9, ranks_at_once=2)
+    alone = Costs(Link(), math.inf, 1e9)
+    times = [predict("all-reduce", "ring", SIZE_BYTES, 4, costs).makespan for costs in (alone, shared)]
+    assert times[1] == pytest.approx(2 * times[0]), "four add at the same time, on two cores"
 
 
 def test_a_part_that_is_copied_takes_its_time() -> None:

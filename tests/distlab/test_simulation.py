@@ -217,6 +217,16 @@ def test_a_computer_that_moves_so_many_bytes_needs_no_bandwidth_of_its_links() -
     assert world.makespan == pytest.approx(2e-3)
 
 
+def test_ranks_that_compute_at_the_same_time_share_the_cores() -> None:
+    world = SimulatedWorld(4, ranks_at_once=2)
+    world.run(lambda rank: world.compute(3e-3 if rank == 3 else 1e-3))
+    # Three are done when each has had half a core for 2 ms; the last one has 2 ms of its own left, on a whole core.
+    assert world.seconds == pytest.approx([2e-3, 2e-3, 2e-3, 4e-3])
+    one = SimulatedWorld(2, ranks_at_once=1)
+    one.run(lambda rank: one.compute(1e-3) if rank == 0 else None)
+    assert one.makespan == pytest.approx(1e-3), "the other one needs none"
+
+
 def test_a_message_that_nobody_waits_for_is_named() -> None:
     def begin(rank: int) -> None:
         (dist.isend if rank == 0 else dist.irecv)(torch.ones(1), 1 - rank)
