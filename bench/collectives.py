@@ -156,8 +156,8 @@ def main() -> None:
     settings = tyro.cli(Settings, description=__doc__)
     if settings.rounds < 4:
         raise SystemExit(f"--rounds {settings.rounds}: quartiles need at least 4")
-    if min(settings.starts, settings.predicted_rounds) < 1:
-        raise SystemExit("--starts and --predicted-rounds: give at least 1")
+    if min(settings.starts, settings.predicted_rounds, settings.in_a_row) < 1:
+        raise SystemExit("--starts, --predicted-rounds and --in-a-row: give at least 1")
     print("| ranks | size | library, ms | our ring, ms | speed of ours to the library's (median) | quartiles |")
     print("|---|---|---|---|---|---|", flush=True)
     for world_size in settings.worlds:

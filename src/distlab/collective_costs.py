@@ -29,7 +29,8 @@ from simplellm.errors import InputError
 LIBRARY = "library"
 NUMBER_BYTES = 4  # float32
 FITTED_BYTES = 4_000_000
-SHIFTS_AT_ONCE = 2  # while a rank waits for one, it can be busy with the other
+SHIFTS_AT_ONCE = 2  # so that no rank is idle, and all messages together get all that there is
+ADDED_BYTES = 100_000_000  # enough for all ranks to be at it together, though they leave the barrier one by one
 
 
 @dataclass(frozen=True)
@@ -41,7 +42,7 @@ class Costs:
         shared_bytes_per_second: all messages together, when every rank sends at once.
         combined_bytes_per_second: adding one tensor to another, on one rank alone.
         copied_bytes_per_second: copying one to another, on one rank alone.
-        ranks_at_once: how many can add or copy at that speed at the same time; more of them share it.
+        ranks_at_once: how many can add at that speed at the same time; more of them share what these can do.
     """
 
     link: Link
@@ -55,9 +56,10 @@ class Costs:
     def __str__(self) -> str:
         rates = self.shared_bytes_per_second, self.combined_bytes_per_second, self.copied_bytes_per_second
         alone, together, combined, copied = (f"{rate / 1e9:.1f} GB/s" for rate in (self.link.bytes_per_second, *rates))
+        at_once = "" if math.isinf(self.ranks_at_once) else f", on {self.ranks_at_once:.1f} ranks at once"
         return (
             f"a message takes {self.link.latency_seconds * 1e6:.0f} µs and goes at {alone}, "
-            f"or {together} for all together; adding goes at {combined}, copying at {copied}"
+            f"or {together} for all together; adding goes at {combined}{at_once}, copying at {copied}"
         )
 
 
@@ -132,6 +134,7 @@ def yardsticks(message_bytes: int) -> dict[str, Callable[[], object]]:
     """
     rank, size, numbers = dist.get_rank(), dist.get_world_size(), message_bytes // NUMBER_BYTES
     tiny, large, other = torch.ones(1), torch.ones(numbers), torch.ones(numbers)
+    received = [other, *(torch.ones(numbers) for _ in range(SHIFTS_AT_ONCE - 1))]
 
     def ping_pong(tensor: Tensor) -> None:
         if rank == 0:
@@ -142,11 +145,13 @@ def yardsticks(message_bytes: int) -> dict[str, Callable[[], object]]:
             dist.send(tensor, 0)
 
     def shifts() -> None:
-        for message in [message for _ in range(SHIFTS_AT_ONCE) for message in by_hand.begin_shift(large, other)]:
-            message.wait()
+        for messages in [by_hand.begin_shift(large, space) for space in received]:
+            for message in messages:
+                message.wait()
 
     def add() -> None:
-        torch.add(large, other, out=large)
+        for _ in range(_additions(message_bytes)):
+            torch.add(large, other, out=large)
 
     computing: dict[str, Callable[[], object]] = {
         "adding": lambda: add() if rank == 0 else None,
@@ -177,7 +182,8 @@ def costs_from(
         world_size: ranks that ran them.
         typical: what counts of the rounds.
     """
-    combined, copied = (message_bytes / typical(seconds[computing]) for computing in ("adding", "copying"))
+    combined = _additions(message_bytes) * message_bytes / typical(seconds["adding"])
+    copied = message_bytes / typical(seconds["copying"])
     if "alone" not in seconds:
         return Costs(Link(), math.inf, combined, copied)
     alone = typical(seconds["alone"]) / 2
@@ -186,6 +192,11 @@ def costs_from(
     moved = SHIFTS_AT_ONCE * world_size * (message_bytes + latency * link.bytes_per_second)
     ranks_at_once = max(1, world_size * typical(seconds["adding"]) / typical(seconds["all_adding"]))
     return Costs(link, moved / typical(seconds["together"]), combined, copied, ranks_at_once)
+
+
+def _additions(message_bytes: int) -> int:
+    """How many the yardsticks make."""
+    return max(1, ADDED_BYTES // message_bytes)
 
 
 def predict(
@@ -246,9 +257,10 @@ def measure(work: Callable[[], object], rounds: int) -> float:
 def seconds_in_turn(
     works: Mapping[str, Callable[[], object]], rounds: int, in_a_row: int = 1
 ) -> dict[str, list[float]]:
-    """Seconds until the slowest rank has finished, of each in each round, after a round that does not count.
+    """Seconds that the slowest rank takes, from when it left a barrier, of each in each round; the first is left out.
 
-    In each round one follows the other: what a computer does besides, and how fast it is just then, concerns them all.
+    In each round one follows the other, to and fro: what a computer does besides, and how fast it is just then,
+    concerns them all.
 
     Args:
         works: what each rank runs, by name.
@@ -257,12 +269,12 @@ def seconds_in_turn(
             one after the other; of several in a row, only the first has to wait for the last rank to come.
     """
     seconds: dict[str, list[float]] = {name: [] for name in works}
-    for _ in range(1 + rounds):
-        for name, work in works.items():
+    for turn in range(1 + rounds):
+        for name in list(works)[:: -1 if turn % 2 else 1]:
             dist.barrier()
             started = time.perf_counter()
             for _ in range(in_a_row):
-                work()
+                works[name]()
             slowest = torch.tensor(time.perf_counter() - started, dtype=torch.float64)
             dist.all_reduce(slowest, dist.ReduceOp.MAX)
             seconds[name].append(slowest.item() / in_a_row)

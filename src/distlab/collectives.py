@@ -252,11 +252,13 @@ def shift(data: Tensor, received: Tensor) -> None:
         message.wait()
 
 
-def begin_shift(data: Tensor, received: Tensor) -> list[dist.Work]:
+def begin_shift(data: Tensor, received: Tensor) -> tuple[dist.Work, dist.Work]:
     """Begin to send to the next rank of the ring, and to receive from the one before."""
     rank, size = dist.get_rank(), dist.get_world_size()
-    messages = [dist.irecv(received, (rank - 1) % size), dist.isend(data, (rank + 1) % size)]
-    return [message for message in messages if message is not None]  # None is for ranks outside the process group
+    receive, send = dist.irecv(received, (rank - 1) % size), dist.isend(data, (rank + 1) % size)
+    assert receive is not None, "only a rank outside the process group gets None"
+    assert send is not None
+    return receive, send
 
 
 def _places(root: int) -> tuple[int, int, Callable[[int], int]]:

@@ -44,6 +44,8 @@ def allreduce_ring(
     """
     combine = combination(op, tensor.dtype)
     size = dist.get_world_size()
+    if size == 1:
+        return
     with InPlace(tensor) as data:
         flat = data.view(-1)
         halves = flat.tensor_split(2) if size > 2 and flat.nbytes >= size * both_ways_bytes else (flat,)
@@ -67,23 +69,22 @@ def _around(flat: Tensor, step: int, combine: Callable[..., Tensor], segment_byt
     sizes, turns = _route(flat.numel(), flat.element_size(), rank, size, step, segment_bytes)
     segments = flat.split_with_sizes(sizes)
     to_combine = space(segments[0], number=step)  # always the same memory, which therefore stays in the caches
-    sends: dict[int, Any] = {}
+    sends = []
     for outgoing, arriving, is_combined in turns:
         if is_combined:
             received = to_combine if sizes[arriving] == sizes[0] else to_combine[: sizes[arriving]]
         else:
-            received = segments[arriving]
-            sends.pop(arriving).wait()  # of what it held before
+            received = segments[arriving]  # sent long ago: what arrives was made from what this rank sent of it
         # Received first, sent then: where the other end is known to be ready, this thread writes the message, while its
         # content is still in the caches; otherwise gloo's does, later.
         work = begin_to_receive(received, preceding)
         for number in outgoing:
-            sends[number] = begin_to_send(segments[number], following)
+            sends.append(begin_to_send(segments[number], following))
         yield
         work.wait()
         if is_combined:
             combine(segments[arriving], received, out=segments[arriving])
-    for send in sends.values():
+    for send in sends:
         send.wait()
 
 
@@ -102,8 +103,8 @@ class Turn(NamedTuple):
     """A step of a rank's work; segments have numbers.
 
     Attributes:
-        outgoing: the segments to send first.
-        arriving: the one to receive then.
+        outgoing: the segments to send.
+        arriving: the one to receive meanwhile.
         is_combined: with what this rank has of it; otherwise it is part of the result, and takes its place.
     """
 
@@ -120,10 +121,11 @@ def _route(
 
     Each rank has a chunk that sets out from it and goes round nearly twice: first to be combined with those of the
     other ranks, then to be handed out. So what arrives is what the rank before had a chunk ago, and what goes out is
-    what arrived a chunk ago. A chunk has as many segments as make them about `segment_bytes` each.
+    what arrived a chunk ago. A chunk has as many segments as make them about `segment_bytes` each. A tensor of fewer
+    elements than ranks has empty ones, which travel all the same.
     """
     chunks = _sizes_of_parts(elements, size)
-    in_chunk = max(1, round(chunks[0] * element_bytes / segment_bytes))
+    in_chunk = max(1, min(chunks[0], round(chunks[0] * element_bytes / segment_bytes)))
     sizes = tuple(part for chunk in chunks for part in _sizes_of_parts(chunk, in_chunk))
     passing = [
         (rank - step * away) % size * in_chunk + number for away in range(2 * size - 1) for number in range(in_chunk)

@@ -123,7 +123,7 @@ class SimulatedWorld:
         links: what it costs on single links, by (sender, receiver).
         shared_bytes_per_second: what all messages under way share, as those do whose ranks are on one computer; their
             latency, which is work for its cores, too, then counts like the bytes that could go meanwhile.
-        ranks_at_once: how many can `compute` at full speed at the same time; more of them share it.
+        ranks_at_once: how many can `compute` at full speed at the same time; more of them share what these can do.
         one_card: whether what a rank sends at the same time shares its link's bytes per second, and what it receives,
             as with one network card; otherwise there is a link for each pair and direction.
         keep_messages: whether to remember all messages.
