@@ -121,8 +121,9 @@ class SimulatedWorld:
         size: number of ranks.
         link: what a message costs.
         links: what it costs on single links, by (sender, receiver).
-        shared_bytes_per_second: what all messages under way share, as those do whose ranks are on one computer; their
-            latency, which is work for its cores, too, then counts like the bytes that could go meanwhile.
+        shared_bytes_per_second: what one message from every rank at the same time share, as those do whose ranks are on
+            one computer; fewer hinder each other less. Their latency, which is work for its cores, too, then counts
+            like the bytes that could go meanwhile.
         ranks_at_once: how many can `compute` at full speed at the same time; more of them share what these can do.
         one_card: whether what a rank sends at the same time shares its link's bytes per second, and what it receives,
             as with one network card; otherwise there is a link for each pair and direction.
@@ -317,8 +318,10 @@ class SimulatedWorld:
             self._fail(Deadlock(f"deadlock: {self._describe()}"))
             return
         flowing = [flow for flow in self._flows if flow.flows_from_seconds <= self._clock]
-        share = self._shared_bytes_per_second / max(1, len(flowing))
-        rates = [min(flow.bytes_per_second / on_link, share) for flow, on_link in self._with_messages_on_link(flowing)]
+        rates = [
+            min(flow.bytes_per_second / on_link, self._share(flow, len(flowing)))
+            for flow, on_link in self._with_messages_on_link(flowing)
+        ]
         ends = [self._clock + flow.left_bytes / rate for flow, rate in zip(flowing, rates, strict=True)]
         starts = [flow.flows_from_seconds for flow in self._flows if flow.flows_from_seconds > self._clock]
         speed = min(1, self._ranks_at_once / max(1, len(self._computing)))
@@ -335,6 +338,14 @@ class SimulatedWorld:
             if math.isclose(finish, now, rel_tol=1e-12):
                 del self._computing[rank]
                 self._release(rank)
+
+    def _share(self, flow: Flow, at_once: int) -> float:
+        """Bytes per second of a message among so many: from alone to one of each rank, a byte's time grows evenly."""
+        if math.isinf(self._shared_bytes_per_second):
+            return math.inf
+        alone = 1 / min(flow.bytes_per_second, self._shared_bytes_per_second)
+        of_each_rank = max(alone, self.size / self._shared_bytes_per_second)
+        return 1 / (alone + (at_once - 1) / (self.size - 1) * (of_each_rank - alone))
 
     def _with_messages_on_link(self, flowing: list[Flow]) -> Iterator[tuple[Flow, int]]:
         """Each message, and how many share the bandwidth of its link, itself included."""

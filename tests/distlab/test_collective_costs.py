@@ -54,8 +54,9 @@ def test_predictions_are_the_formulas(operation: str, topology: str, seconds: fl
 
 def test_messages_at_the_same_time_share_what_the_computer_moves() -> None:
     shared = Costs(Link(0, 1e9), 2e9, math.inf)
-    # The tree's rounds have one, two and four messages: the first two go at full speed, the last four at half of it.
-    assert predict("broadcast", "tree", SIZE_BYTES, 8, shared).makespan == pytest.approx(0.004 * (1 + 1 + 2))
+    # One of 4 MB takes 4 ms alone, and one from each of eight ranks 16 ms: 12 / 7 ms for each further one. The tree's
+    # rounds have one, two and four.
+    assert predict("broadcast", "tree", SIZE_BYTES, 8, shared).makespan == pytest.approx(0.012 + (1 + 3) * 0.012 / 7)
     assert predict("broadcast", "naive", SIZE_BYTES, 8, shared).makespan == pytest.approx(0.004 * 7)
     latency = Costs(Link(0.001, 1e9), 2e9, math.inf)
     assert predict("broadcast", "tree", SIZE_BYTES, 8, latency).makespan == pytest.approx(0.005 * (1 + 1 + 2))
@@ -127,13 +128,13 @@ def test_costs_follow_from_the_seconds_of_the_yardsticks() -> None:
     seconds = {
         "tiny": [0.004, 9, 0.002],
         "alone": [9, 0.012, 0.010],
-        "together": [0.045, 9, 0.040],
+        "together": [0.065, 9, 0.060],
         "adding": [0.050],
         "all_adding": [0.120, 0.100],
         "copying": [0.001],
     }
     costs = costs_from(seconds, 4_000_000, world_size=4, typical=min)
-    # A message of 4 MB takes 5 ms, 1 ms of which is its latency; two from each of four, latencies included, take 40 ms.
+    # A message of 4 MB takes 5 ms, 1 ms of which is its latency; three from each of four, with theirs, take 60 ms.
     assert costs.link.latency_seconds == pytest.approx(0.001)
     assert costs.link.bytes_per_second == pytest.approx(1e9)
     assert costs.shared_bytes_per_second == pytest.approx(4 * 5_000_000 / 0.020)

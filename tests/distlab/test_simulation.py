@@ -217,6 +217,23 @@ def test_a_computer_that_moves_so_many_bytes_needs_no_bandwidth_of_its_links() -
     assert world.makespan == pytest.approx(2e-3)
 
 
+def test_the_more_messages_are_under_way_the_more_they_hinder_each_other() -> None:
+    def seconds(pairs: int) -> float:
+        world = SimulatedWorld(6, Link(0, 1e9), shared_bytes_per_second=2e9)
+
+        def give(rank: int) -> None:
+            if rank < pairs:
+                dist.send(torch.zeros(250_000), 3 + rank)
+            elif 3 <= rank < 3 + pairs:
+                dist.recv(torch.zeros(250_000), rank - 3)
+
+        world.run(give)
+        return world.makespan
+
+    # A message of 1 MB takes 1 ms alone, and one from each of six ranks would take 3 ms: 0.4 ms for each further one.
+    assert [seconds(pairs) for pairs in (1, 2, 3)] == pytest.approx([1e-3, 1.4e-3, 1.8e-3])
+
+
 def test_ranks_that_compute_at_the_same_time_share_the_cores() -> None:
     world = SimulatedWorld(4, ranks_at_once=2)
     world.run(lambda rank: world.compute(3e-3 if rank == 3 else 1e-3))
