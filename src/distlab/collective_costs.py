@@ -29,7 +29,7 @@ from simplellm.errors import InputError
 LIBRARY = "library"
 NUMBER_BYTES = 4  # float32
 FITTED_BYTES = 4_000_000
-SHIFTS_AT_ONCE = 3  # so that no rank is idle, and all messages together get all that there is
+SHIFTS_AT_ONCE = 4  # so that no rank is idle, and all messages together get all that there is
 ADDED_BYTES = 100_000_000  # enough for all ranks to be at it together, though they leave the barrier one by one
 
 
