@@ -18,22 +18,15 @@ import torch.multiprocessing as mp
 import tyro
 from ranks import join
 
-from distlab.collective_costs import (
-    LIBRARY,
-    bytes_of_a_message,
-    costs_from,
-    operations,
-    predict,
-    seconds_in_turn,
-    yardsticks,
-)
+from distlab.collective_costs import LIBRARY, bytes_of_a_message, operations, predict
 from distlab.processes import leave
 from distlab.ring import allreduce_ring
+from distlab.yardsticks import Yardsticks, seconds_in_turn
 
-TYPICAL: dict[str, Callable[[list[float]], float]] = {"fastest": min, "median": statistics.median}
 Cell = tuple[str, str, int]  # operation, topology, megabytes
-Comparison = dict[str, tuple[float, float]]  # by what is typical: the predicted and the measured seconds
+Comparison = tuple[float, float]  # the predicted and the measured seconds
 SMALLEST_FITTED_BYTES = 1_000_000
+SMALL_MEGABYTES = 16  # of what is smaller there are more turns, so that they take as long
 Turns = tuple[int, list[float], list[float]]  # megabytes; the seconds of the library's turns, and of our ring's
 
 
@@ -52,7 +45,8 @@ class Settings:
     in_a_row: int = 5
     """what is measured runs so many times to a turn, as the buckets of a training step follow each other"""
     predicted_rounds: int = 10
-    """timed turns, in each start, of what is compared with its prediction, and of what that is fitted from"""
+    """timed turns, in each start, of what is compared with its prediction, and of what that is fitted from; of sizes
+    below 16 MB as many more as they are smaller"""
     predicted_world: int = 4
     """ranks for the comparison with the predictions"""
     predicted_megabytes: list[int] = field(default_factory=lambda: [1, 4, 16, 64])
@@ -117,16 +111,14 @@ def compare_with_prediction(
                 message_bytes = max(
                     SMALLEST_FITTED_BYTES, bytes_of_a_message(operation, topology, size_bytes, world_size)
                 )
-                works = {"work": work, **yardsticks(message_bytes)}
-                seconds = seconds_in_turn(works, settings.predicted_rounds, settings.in_a_row)
-                if rank > 0:
-                    continue
-                comparison: Comparison = {}
-                for which, typical in TYPICAL.items():
-                    costs = costs_from(seconds, message_bytes, world_size, typical)
+                yardsticks = Yardsticks(message_bytes, size_bytes)
+                rounds = settings.predicted_rounds * max(1, SMALL_MEGABYTES // megabytes)
+                seconds = seconds_in_turn({"work": work, **yardsticks.works()}, rounds, settings.in_a_row)
+                if rank == 0:
+                    costs = yardsticks.costs(seconds, world_size)
                     world = predict(operation, topology, size_bytes, world_size, costs, settings.in_a_row)
-                    comparison[which] = world.makespan / settings.in_a_row, typical(seconds["work"])
-                results.put(((operation, topology, megabytes), comparison))
+                    comparison = world.makespan / settings.in_a_row, statistics.median(seconds["work"])
+                    results.put(((operation, topology, megabytes), comparison))
     leave(0)
 
 
@@ -135,21 +127,15 @@ def show_predictions(settings: Settings) -> None:
     comparisons: dict[Cell, list[Comparison]] = defaultdict(list)
     for cell, comparison in results_of(compare_with_prediction, settings.predicted_world, settings):
         comparisons[cell].append(comparison)
-    heads = "".join(f" {which}: predicted, ms | measured | ratio |" for which in TYPICAL)
-    print(f"\n| operation | topology | MB |{heads}\n{'|---' * (3 + 3 * len(TYPICAL))}|")
-    ratios: dict[str, list[float]] = {which: [] for which in TYPICAL}
-    for cell, of_starts in comparisons.items():
-        line = "".join(f"| {name} " for name in cell)
-        for which, of_all in ratios.items():
-            predicted, measured = zip(*(comparison[which] for comparison in of_starts), strict=True)
-            of_all.append(statistics.median(b / a for a, b in zip(predicted, measured, strict=True)))
-            seconds = statistics.median(predicted), statistics.median(measured)
-            line += f"| {1e3 * seconds[0]:.2f} | {1e3 * seconds[1]:.2f} | {of_all[-1]:.2f} "
-        print(f"{line}|")
-    print()
-    for which, of_all in ratios.items():
-        within = sum(abs(1 / ratio - 1) <= 0.3 for ratio in of_all)
-        print(f"{which}: {within} of {len(of_all)} predictions within 30 % of what was measured")
+    print("\n| operation | topology | size | predicted, ms | measured, ms | ratio |\n|---|---|---|---|---|---|")
+    ratios: list[float] = []
+    for (operation, topology, megabytes), of_starts in comparisons.items():
+        ratios.append(statistics.median(measured / predicted for predicted, measured in of_starts))
+        predicted, measured = (1e3 * statistics.median(seconds) for seconds in zip(*of_starts, strict=True))
+        cell = f"| {operation} | {topology} | {megabytes} MB "
+        print(f"{cell}| {predicted:.2f} | {measured:.2f} | {ratios[-1]:.2f} |", flush=True)
+    within = sum(abs(1 / ratio - 1) <= 0.3 for ratio in ratios)
+    print(f"\n{within} of {len(ratios)} predictions are within 30 % of what was measured")
 
 
 def main() -> None:

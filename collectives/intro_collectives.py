@@ -11,12 +11,13 @@ distlab.collectives; then the algorithms run, beside the library's own.
 import json
 from dataclasses import asdict, dataclass, field
 
-from distlab.collective_costs import LIBRARY, Costs, fit_costs, measure, operations, predict, whole_numbers
+from distlab.collective_costs import LIBRARY, Costs, operations, predict, whole_numbers
 from distlab.logs import human_bytes, say
 from distlab.main import main
 from distlab.runtime import Run
 from distlab.settings import RunSettings, WorldSize, require_positive
 from distlab.traffic import traffic
+from distlab.yardsticks import fit_costs, measure
 from simplellm.errors import InputError
 
 

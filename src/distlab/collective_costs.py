@@ -1,4 +1,4 @@
-"""What a collective costs: fitted on this computer, predicted in a simulated world, measured.
+"""What a collective costs, predicted in a simulated world.
 
 The model is that of Thakur, Rabenseifner and Gropp, "Optimization of collective communication operations in MPICH",
 2005: a message costs a latency and a time for each byte, combining two tensors a time for each byte. Two things are
@@ -8,9 +8,7 @@ python -m distlab.collective_costs 64 --latency-us 20 --gigabytes-per-second 1.2
 """
 
 import math
-import statistics
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -18,7 +16,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import tyro
-from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from distlab import collectives as by_hand
@@ -28,9 +25,6 @@ from simplellm.errors import InputError
 
 LIBRARY = "library"
 NUMBER_BYTES = 4  # float32
-FITTED_BYTES = 4_000_000
-SHIFTS_AT_ONCE = 4  # so that no rank is idle, and all messages together get all that there is
-ADDED_BYTES = 100_000_000  # enough for all ranks to be at it together, though they leave the barrier one by one
 
 
 @dataclass(frozen=True)
@@ -115,90 +109,6 @@ def operations(size_bytes: int, device: str = "cpu") -> dict[str, dict[str, Call
     }
 
 
-def fit_costs(rounds: int = 20) -> Costs:
-    """Measure the model's numbers, on all ranks together, each in some rounds in a row.
-
-    Of what is to be undisturbed, the fastest round counts; of what keeps all ranks busy, the median.
-    """
-    seconds = {name: seconds_in_turn({name: work}, rounds)[name] for name, work in yardsticks(FITTED_BYTES).items()}
-    for name in seconds.keys() - {"together", "all_adding"}:
-        seconds[name] = [min(seconds[name])]
-    return costs_from(seconds, FITTED_BYTES, dist.get_world_size())
-
-
-def yardsticks(message_bytes: int) -> dict[str, Callable[[], object]]:
-    """What this rank runs to measure the model's numbers; in a world of one there is nothing to send.
-
-    Args:
-        message_bytes: of the large messages, and of the tensors that are added and copied.
-    """
-    rank, size, numbers = dist.get_rank(), dist.get_world_size(), message_bytes // NUMBER_BYTES
-    tiny, large, other = torch.ones(1), torch.ones(numbers), torch.ones(numbers)
-    received = [other, *(torch.ones(numbers) for _ in range(SHIFTS_AT_ONCE - 1))]
-
-    def ping_pong(tensor: Tensor) -> None:
-        if rank == 0:
-            dist.send(tensor, 1)
-            dist.recv(tensor, 1)
-        elif rank == 1:
-            dist.recv(tensor, 0)
-            dist.send(tensor, 0)
-
-    def shifts() -> None:
-        for messages in [by_hand.begin_shift(large, space) for space in received]:
-            for message in messages:
-                message.wait()
-
-    def add() -> None:
-        for _ in range(_additions(message_bytes)):
-            torch.add(large, other, out=large)
-
-    computing: dict[str, Callable[[], object]] = {
-        "adding": lambda: add() if rank == 0 else None,
-        "copying": lambda: large.copy_(other) if rank == 0 else None,
-    }
-    if size == 1:
-        return computing
-    return {
-        "tiny": lambda: ping_pong(tiny),
-        "alone": lambda: ping_pong(large),
-        "together": shifts,
-        "all_adding": add,
-        **computing,
-    }
-
-
-def costs_from(
-    seconds: Mapping[str, list[float]],
-    message_bytes: int,
-    world_size: int,
-    typical: Callable[[list[float]], float] = statistics.median,
-) -> Costs:
-    """The model's numbers.
-
-    Args:
-        seconds: of each round of `yardsticks(message_bytes)`.
-        message_bytes: what was given to them.
-        world_size: ranks that ran them.
-        typical: what counts of the rounds.
-    """
-    combined = _additions(message_bytes) * message_bytes / typical(seconds["adding"])
-    copied = message_bytes / typical(seconds["copying"])
-    if "alone" not in seconds:
-        return Costs(Link(), math.inf, combined, copied)
-    alone = typical(seconds["alone"]) / 2
-    latency = min(typical(seconds["tiny"]), alone) / 2  # on a busy computer, either may be unlucky
-    link = Link(latency, message_bytes / (alone - latency))
-    moved = SHIFTS_AT_ONCE * world_size * (message_bytes + latency * link.bytes_per_second)
-    ranks_at_once = max(1, world_size * typical(seconds["adding"]) / typical(seconds["all_adding"]))
-    return Costs(link, moved / typical(seconds["together"]), combined, copied, ranks_at_once)
-
-
-def _additions(message_bytes: int) -> int:
-    """How many the yardsticks make."""
-    return max(1, ADDED_BYTES // message_bytes)
-
-
 def predict(
     operation: str, topology: str, size_bytes: int, world_size: int, costs: Costs, in_a_row: int = 1
 ) -> SimulatedWorld:
@@ -246,39 +156,6 @@ def bytes_of_a_message(operation: str, topology: str, size_bytes: int, world_siz
     counts = predict(operation, topology, size_bytes, world_size, Costs(Link(), math.inf, math.inf)).counts
     busiest = max(counts, key=lambda rank: rank.sent_bytes + rank.received_bytes)
     return (busiest.sent_bytes + busiest.received_bytes) // (busiest.sends + busiest.receives)
-
-
-def measure(work: Callable[[], object], rounds: int) -> float:
-    """Seconds until the slowest rank has finished, the median of `rounds`."""
-    [seconds] = seconds_in_turn({"work": work}, rounds).values()
-    return statistics.median(seconds)
-
-
-def seconds_in_turn(
-    works: Mapping[str, Callable[[], object]], rounds: int, in_a_row: int = 1
-) -> dict[str, list[float]]:
-    """Seconds that the slowest rank takes, from when it left a barrier, of each in each round; the first is left out.
-
-    In each round one follows the other, to and fro: what a computer does besides, and how fast it is just then,
-    concerns them all.
-
-    Args:
-        works: what each rank runs, by name.
-        rounds: how often each is measured.
-        in_a_row: how often it runs each time; the seconds are those of one. Ranks that share cores leave the barrier
-            one after the other; of several in a row, only the first has to wait for the last rank to come.
-    """
-    seconds: dict[str, list[float]] = {name: [] for name in works}
-    for turn in range(1 + rounds):
-        for name in list(works)[:: -1 if turn % 2 else 1]:
-            dist.barrier()
-            started = time.perf_counter()
-            for _ in range(in_a_row):
-                works[name]()
-            slowest = torch.tensor(time.perf_counter() - started, dtype=torch.float64)
-            dist.all_reduce(slowest, dist.ReduceOp.MAX)
-            seconds[name].append(slowest.item() / in_a_row)
-    return {name: of_one[1:] for name, of_one in seconds.items()}
 
 
 @dataclass

@@ -248,17 +248,11 @@ def _exchange(data: Tensor, received: Tensor, other: int) -> None:
 
 def shift(data: Tensor, received: Tensor) -> None:
     """Send to the next rank of the ring and receive from the one before, at the same time."""
-    for message in begin_shift(data, received):
-        message.wait()
-
-
-def begin_shift(data: Tensor, received: Tensor) -> tuple[dist.Work, dist.Work]:
-    """Begin to send to the next rank of the ring, and to receive from the one before."""
     rank, size = dist.get_rank(), dist.get_world_size()
     receive, send = dist.irecv(received, (rank - 1) % size), dist.isend(data, (rank + 1) % size)
-    assert receive is not None, "only a rank outside the process group gets None"
-    assert send is not None
-    return receive, send
+    for message in (receive, send):
+        assert message is not None, "only a rank outside the process group gets None"
+        message.wait()
 
 
 def _places(root: int) -> tuple[int, int, Callable[[int], int]]:

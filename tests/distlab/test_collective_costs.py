@@ -1,30 +1,13 @@
-"""The cost model: predictions are the formulas where formulas exist, and costs are fitted on real ranks."""
+"""The cost model: predictions are the formulas where formulas exist."""
 
 import math
 import sys
-import time
-from functools import partial
 
 import pytest
-import torch.distributed as dist
-from processes import free_port, process_group, run, run_ranks
+from processes import run
 from small_models import status_of
 
-from distlab.collective_costs import (
-    ADDED_BYTES,
-    LIBRARY,
-    Costs,
-    Request,
-    bytes_of_a_message,
-    costs_from,
-    fit_costs,
-    measure,
-    operations,
-    predict,
-    seconds_in_turn,
-    table,
-    whole_numbers,
-)
+from distlab.collective_costs import Costs, Request, bytes_of_a_message, predict, table, whole_numbers
 from distlab.ring import SEGMENT_BYTES
 from distlab.simulation import Link
 
@@ -74,73 +57,6 @@ def test_messages_at_the_same_time_share_what_the_computer_moves() -> None:
 )
 def test_what_a_message_carries(operation: str, topology: str, size_bytes: int, message_bytes: int) -> None:
     assert bytes_of_a_message(operation, topology, size_bytes, 8) == message_bytes
-
-
-def two_in_turn(rank: int, size: int, port: int) -> tuple[list[str], dict[str, list[float]]]:
-    with process_group(rank, size, port):
-        calls: list[str] = []
-        works = {name: partial(calls.append, name) for name in ("a", "b")}
-        return calls, seconds_in_turn(works, rounds=2, in_a_row=2)
-
-
-def test_what_is_compared_runs_in_turn() -> None:
-    outcomes = run_ranks(2, two_in_turn, 2, free_port())
-    for calls, seconds in outcomes:
-        assert calls == ["a", "a", "b", "b", "b", "b", "a", "a", "a", "a", "b", "b"]
-        assert [len(of_one) for of_one in seconds.values()] == [2, 2]
-        assert seconds == outcomes[0][1], "the slowest rank's, on all ranks"
-
-
-def two_naps_in_a_row(rank: int, size: int, port: int) -> list[float]:
-    with process_group(rank, size, port):
-        return seconds_in_turn({"nap": partial(time.sleep, 0.1)}, rounds=1, in_a_row=2)["nap"]
-
-
-def test_the_seconds_are_those_of_one_of_several_in_a_row() -> None:
-    for [seconds] in run_ranks(2, two_naps_in_a_row, 2, free_port()):
-        assert 0.1 <= seconds < 0.2
-
-
-def fit_on_gloo(rank: int, size: int, port: int) -> tuple[Costs, dict[str, list[str]]]:
-    with process_group(rank, size, port):
-        costs = fit_costs(rounds=3)
-        for topologies in operations(10_000).values():
-            for work in topologies.values():
-                assert measure(work, rounds=1) > 0
-        dist.barrier()
-        return costs, {operation: list(topologies) for operation, topologies in operations(0).items()}
-
-
-@pytest.mark.parametrize("size", [1, 2, 3])
-def test_costs_are_fitted_and_everything_runs_on_gloo(size: int) -> None:
-    for costs, names in run_ranks(size, fit_on_gloo, size, free_port()):
-        assert 1e6 < costs.combined_bytes_per_second < 1e12
-        assert 1e6 < costs.copied_bytes_per_second < 1e12
-        if size > 1:
-            assert 0 < costs.link.latency_seconds < 1
-            assert 1e6 < costs.link.bytes_per_second < 1e12
-            assert 1e6 < costs.shared_bytes_per_second < 1e12
-        assert all(topologies[-1] == LIBRARY for topologies in names.values())
-        assert names["all-reduce"] == ["naive", "tree", "butterfly", "ring", LIBRARY]
-
-
-def test_costs_follow_from_the_seconds_of_the_yardsticks() -> None:
-    seconds = {
-        "tiny": [0.004, 9, 0.002],
-        "alone": [9, 0.012, 0.010],
-        "together": [0.085, 9, 0.080],
-        "adding": [0.050],
-        "all_adding": [0.120, 0.100],
-        "copying": [0.001],
-    }
-    costs = costs_from(seconds, 4_000_000, world_size=4, typical=min)
-    # A message of 4 MB takes 5 ms, 1 ms of which is its latency; four from each of four, with theirs, take 80 ms.
-    assert costs.link.latency_seconds == pytest.approx(0.001)
-    assert costs.link.bytes_per_second == pytest.approx(1e9)
-    assert costs.shared_bytes_per_second == pytest.approx(4 * 5_000_000 / 0.020)
-    assert costs.combined_bytes_per_second == pytest.approx(ADDED_BYTES / 0.050)
-    assert costs.copied_bytes_per_second == pytest.approx(4e9)
-    assert costs.ranks_at_once == pytest.approx(2), "four that add at the same time take twice as long as one"
 
 
 def test_several_in_a_row_are_predicted_one_after_the_other() -> None:

@@ -1,0 +1,147 @@
+"""How fast this computer moves and computes: the numbers of the model in `distlab.collective_costs`, measured."""
+
+import itertools
+import math
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from distlab.collective_costs import NUMBER_BYTES, Costs
+from distlab.collectives import shift
+from distlab.simulation import Link
+
+FITTED_BYTES = 4_000_000
+ADDED_BYTES = 100_000_000  # enough for all ranks to be at it together, though they leave the barrier one by one
+
+
+def fit_costs(rounds: int = 20) -> Costs:
+    """Measure the model's numbers, on all ranks together, each in some rounds in a row.
+
+    Of what is to be undisturbed, the fastest round counts; of what keeps all ranks busy, the median.
+    """
+    yardsticks = Yardsticks(FITTED_BYTES, FITTED_BYTES)
+    seconds = {name: seconds_in_turn({name: work}, rounds)[name] for name, work in yardsticks.works().items()}
+    for name in seconds.keys() - {"together", "all_adding"}:
+        seconds[name] = [min(seconds[name])]
+    return yardsticks.costs(seconds, dist.get_world_size())
+
+
+@dataclass(frozen=True)
+class Yardsticks:
+    """What all ranks run to measure the model's numbers.
+
+    Attributes:
+        message_bytes: of the large messages, and of the tensors that are added and copied.
+        tensor_bytes: of what these are parts of, one after the other: what the caches hold goes faster.
+    """
+
+    message_bytes: int
+    tensor_bytes: int
+
+    @property
+    def parts(self) -> int:
+        """How many make a tensor, at least one."""
+        return max(1, self.tensor_bytes // self.message_bytes)
+
+    @property
+    def additions(self) -> int:
+        """How many a rank makes."""
+        return max(1, ADDED_BYTES // self.message_bytes)
+
+    def works(self) -> dict[str, Callable[[], object]]:
+        """What this rank runs, by name; in a world of one there is nothing to send."""
+        rank, size = dist.get_rank(), dist.get_world_size()
+        tiny = torch.ones(1)
+        parts, others = (list(torch.ones(self.parts, self.message_bytes // NUMBER_BYTES)) for _ in range(2))
+
+        def ping_pong(tensor: Tensor) -> None:
+            if rank == 0:
+                dist.send(tensor, 1)
+                dist.recv(tensor, 1)
+            elif rank == 1:
+                dist.recv(tensor, 0)
+                dist.send(tensor, 0)
+
+        def shift_all() -> None:
+            for part, received in zip(parts, others, strict=True):
+                shift(part, received)
+
+        def add() -> None:
+            for part, other in itertools.islice(itertools.cycle(zip(parts, others, strict=True)), self.additions):
+                torch.add(part, other, out=part)
+
+        computing: dict[str, Callable[[], object]] = {
+            "adding": lambda: add() if rank == 0 else None,
+            "copying": lambda: parts[0].copy_(others[0]) if rank == 0 else None,
+        }
+        if size == 1:
+            return computing
+        return {
+            "tiny": lambda: ping_pong(tiny),
+            "alone": lambda: ping_pong(parts[0]),
+            "together": shift_all,
+            "all_adding": add,
+            **computing,
+        }
+
+    def costs(
+        self,
+        seconds: Mapping[str, list[float]],
+        world_size: int,
+        typical: Callable[[list[float]], float] = statistics.median,
+    ) -> Costs:
+        """The model's numbers.
+
+        Args:
+            seconds: of each round of `works`.
+            world_size: ranks that ran them.
+            typical: what counts of the rounds.
+        """
+        combined = self.additions * self.message_bytes / typical(seconds["adding"])
+        copied = self.message_bytes / typical(seconds["copying"])
+        if "alone" not in seconds:
+            return Costs(Link(), math.inf, combined, copied)
+        alone = typical(seconds["alone"]) / 2
+        latency = min(typical(seconds["tiny"]), alone) / 2  # on a busy computer, either may be unlucky
+        link = Link(latency, self.message_bytes / (alone - latency))
+        moved = self.parts * world_size * (self.message_bytes + latency * link.bytes_per_second)
+        ranks_at_once = max(1, world_size * typical(seconds["adding"]) / typical(seconds["all_adding"]))
+        return Costs(link, moved / typical(seconds["together"]), combined, copied, ranks_at_once)
+
+
+def measure(work: Callable[[], object], rounds: int) -> float:
+    """Seconds until the slowest rank has finished, the median of `rounds`."""
+    [seconds] = seconds_in_turn({"work": work}, rounds).values()
+    return statistics.median(seconds)
+
+
+def seconds_in_turn(
+    works: Mapping[str, Callable[[], object]], rounds: int, in_a_row: int = 1
+) -> dict[str, list[float]]:
+    """Seconds that the slowest rank takes, from when it left a barrier, of each in each round; the first is left out.
+
+    In each round one follows the other, to and fro: what a computer does besides, and how fast it is just then,
+    concerns them all.
+
+    Args:
+        works: what each rank runs, by name.
+        rounds: how often each is measured.
+        in_a_row: how often it runs each time; the seconds are those of one. Ranks that share cores leave the barrier
+            one after the other; of several in a row, only the first has to wait for the last rank to come.
+    """
+    seconds: dict[str, list[float]] = {name: [] for name in works}
+    for turn in range(1 + rounds):
+        for name in list(works)[:: -1 if turn % 2 else 1]:
+            dist.barrier()
+            started = time.perf_counter()
+            for _ in range(in_a_row):
+                works[name]()
+            slowest = torch.tensor(time.perf_counter() - started, dtype=torch.float64)
+            dist.all_reduce(slowest, dist.ReduceOp.MAX)
+            seconds[name].append(slowest.item() / in_a_row)
+    return {name: of_one[1:] for name, of_one in seconds.items()}
