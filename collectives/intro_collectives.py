@@ -11,13 +11,13 @@ distlab.collectives; then the algorithms run, beside the library's own.
 import json
 from dataclasses import asdict, dataclass, field
 
-from distlab.collective_costs import LIBRARY, Costs, operations, predict, whole_numbers
+from distlab.collective_costs import LIBRARY, Costs, bytes_of_a_message, operations, predict, whole_numbers
 from distlab.logs import human_bytes, say
 from distlab.main import main
 from distlab.runtime import Run
 from distlab.settings import RunSettings, WorldSize, require_positive
 from distlab.traffic import traffic
-from distlab.yardsticks import fit_costs, measure
+from distlab.yardsticks import costs_for, fit_costs, measure
 from simplellm.errors import InputError
 
 
@@ -69,10 +69,11 @@ def compare(run: Run[CollectivesSettings]) -> None:
     args = run.settings
     sizes = [whole_numbers(size_bytes, run.world_size) for size_bytes in args.sizes]
     with traffic.named("the ping-pong"):
-        costs = fit_costs()
+        fitted = fit_costs()
     rows: list[Row] = []
     if run.rank == 0:
-        say(str(costs))
+        for message_bytes, costs in fitted.items():
+            say(f"messages of {human_bytes(message_bytes)}: {costs}")
         for asked, size_bytes in zip(map(human_bytes, args.sizes), map(human_bytes, sizes), strict=True):
             if size_bytes != asked:
                 say(f"instead of {asked}, {size_bytes}: each rank has the same count of numbers, of 4 bytes each")
@@ -87,7 +88,7 @@ def compare(run: Run[CollectivesSettings]) -> None:
                     measured.append(Row(operation, topology, size_bytes, measure(work, args.rounds)))
             rows += measured
             if run.rank == 0:
-                show(measured, run.world_size, costs)
+                show(measured, run.world_size, fitted)
     if run.rank == 0:
         from distlab.figures import collectives as draw
 
@@ -95,12 +96,13 @@ def compare(run: Run[CollectivesSettings]) -> None:
         draw(run.out / "collectives.png", run.out)
 
 
-def show(rows: list[Row], world_size: int, costs: Costs) -> None:
+def show(rows: list[Row], world_size: int, fitted: dict[int, Costs]) -> None:
     """Predict what can be predicted, and print a line for each topology."""
     fastest = min(rows, key=lambda row: row.measured_seconds)
     for row in rows:
         if row.topology != LIBRARY:
-            world = predict(row.operation, row.topology, row.size_bytes, world_size, costs)
+            what = row.operation, row.topology, row.size_bytes, world_size
+            world = predict(*what, costs_for(bytes_of_a_message(*what), fitted))
             row.predicted_seconds = world.makespan
             row.busiest_messages = max(rank.sends + rank.receives for rank in world.counts)
             row.busiest_bytes = max(rank.sent_bytes + rank.received_bytes for rank in world.counts)

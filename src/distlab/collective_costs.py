@@ -50,11 +50,11 @@ class Costs:
     def __str__(self) -> str:
         rates = self.shared_bytes_per_second, self.combined_bytes_per_second, self.copied_bytes_per_second
         alone, together, combined, copied = (f"{rate / 1e9:.1f} GB/s" for rate in (self.link.bytes_per_second, *rates))
-        at_once = "" if math.isinf(self.ranks_at_once) else f", on {self.ranks_at_once:.1f} ranks at once"
-        return (
-            f"a message takes {self.link.latency_seconds * 1e6:.0f} µs and goes at {alone}, "
-            f"or {together} for all together; adding goes at {combined}{at_once}, copying at {copied}"
-        )
+        at_once = "" if math.isinf(self.ranks_at_once) else f" on {self.ranks_at_once:.1f} ranks at once"
+        computing = f"adding at {combined}{at_once}, copying at {copied}"
+        if math.isinf(self.link.bytes_per_second):
+            return computing
+        return f"{self.link.latency_seconds * 1e6:.0f} µs each, {alone} alone, {together} all together; {computing}"
 
 
 def whole_numbers(size_bytes: int, world_size: int) -> int:
@@ -152,10 +152,10 @@ class _Computing(TorchDispatchMode):
 
 
 def bytes_of_a_message(operation: str, topology: str, size_bytes: int, world_size: int) -> int:
-    """What a message of the busiest rank carries, on average."""
+    """What a message of the busiest rank carries, on average; 0 in a world of one, where there is none."""
     counts = predict(operation, topology, size_bytes, world_size, Costs(Link(), math.inf, math.inf)).counts
     busiest = max(counts, key=lambda rank: rank.sent_bytes + rank.received_bytes)
-    return (busiest.sent_bytes + busiest.received_bytes) // (busiest.sends + busiest.receives)
+    return (busiest.sent_bytes + busiest.received_bytes) // max(1, busiest.sends + busiest.receives)
 
 
 @dataclass

@@ -1,4 +1,4 @@
-"""How fast this computer moves and computes: the numbers of the model in `distlab.collective_costs`, measured."""
+"""How fast this computer moves, adds and copies: the numbers of the model in `distlab.collective_costs`, measured."""
 
 import itertools
 import math
@@ -15,20 +15,22 @@ from distlab.collective_costs import NUMBER_BYTES, Costs
 from distlab.collectives import shift
 from distlab.simulation import Link
 
-FITTED_BYTES = 4_000_000
+FITTED_BYTES = 1_000_000, 4_000_000, 16_000_000
 ADDED_BYTES = 100_000_000  # enough for all ranks to be at it together, though they leave the barrier one by one
 
 
-def fit_costs(rounds: int = 20) -> Costs:
-    """Measure the model's numbers, on all ranks together, each in some rounds in a row.
+def fit_costs(rounds: int = 10) -> dict[int, Costs]:
+    """Measure the model's numbers, on all ranks together, by the bytes of the messages they are measured with."""
+    fitted = {}
+    for message_bytes in FITTED_BYTES:
+        yardsticks = Yardsticks(message_bytes, max(FITTED_BYTES))
+        fitted[message_bytes] = yardsticks.costs(seconds_in_turn(yardsticks.works(), rounds), dist.get_world_size())
+    return fitted
 
-    Of what is to be undisturbed, the fastest round counts; of what keeps all ranks busy, the median.
-    """
-    yardsticks = Yardsticks(FITTED_BYTES, FITTED_BYTES)
-    seconds = {name: seconds_in_turn({name: work}, rounds)[name] for name, work in yardsticks.works().items()}
-    for name in seconds.keys() - {"together", "all_adding"}:
-        seconds[name] = [min(seconds[name])]
-    return yardsticks.costs(seconds, dist.get_world_size())
+
+def costs_for(message_bytes: int, fitted: Mapping[int, Costs]) -> Costs:
+    """Those that were fitted with the messages that are most alike: short ones find room in the caches."""
+    return fitted[min(fitted, key=lambda fitted_bytes: abs(math.log(fitted_bytes / max(1, message_bytes))))]
 
 
 @dataclass(frozen=True)
@@ -54,7 +56,11 @@ class Yardsticks:
         return max(1, ADDED_BYTES // self.message_bytes)
 
     def works(self) -> dict[str, Callable[[], object]]:
-        """What this rank runs, by name; in a world of one there is nothing to send."""
+        """What this rank runs, by name; in a world of one there is nothing to send.
+
+        "tiny" and "alone" are a number and a large message to and fro between ranks 0 and 1; "together" has every rank
+        send its tensor to the next one. "adding" and "copying" are rank 0 alone at it, "all_adding" all ranks.
+        """
         rank, size = dist.get_rank(), dist.get_world_size()
         tiny = torch.ones(1)
         parts, others = (list(torch.ones(self.parts, self.message_bytes // NUMBER_BYTES)) for _ in range(2))
@@ -89,29 +95,24 @@ class Yardsticks:
             **computing,
         }
 
-    def costs(
-        self,
-        seconds: Mapping[str, list[float]],
-        world_size: int,
-        typical: Callable[[list[float]], float] = statistics.median,
-    ) -> Costs:
+    def costs(self, rounds: Mapping[str, list[float]], world_size: int) -> Costs:
         """The model's numbers.
 
         Args:
-            seconds: of each round of `works`.
+            rounds: the seconds of each round of `works`, whose medians count.
             world_size: ranks that ran them.
-            typical: what counts of the rounds.
         """
-        combined = self.additions * self.message_bytes / typical(seconds["adding"])
-        copied = self.message_bytes / typical(seconds["copying"])
-        if "alone" not in seconds:
+        seconds = {name: statistics.median(of_one) for name, of_one in rounds.items()}
+        combined = self.additions * self.message_bytes / seconds["adding"]
+        copied = self.message_bytes / seconds["copying"]
+        if world_size == 1:
             return Costs(Link(), math.inf, combined, copied)
-        alone = typical(seconds["alone"]) / 2
-        latency = min(typical(seconds["tiny"]), alone) / 2  # on a busy computer, either may be unlucky
+        alone = seconds["alone"] / 2
+        latency = min(seconds["tiny"], alone) / 2  # on a busy computer, either may be unlucky
         link = Link(latency, self.message_bytes / (alone - latency))
         moved = self.parts * world_size * (self.message_bytes + latency * link.bytes_per_second)
-        ranks_at_once = max(1, world_size * typical(seconds["adding"]) / typical(seconds["all_adding"]))
-        return Costs(link, moved / typical(seconds["together"]), combined, copied, ranks_at_once)
+        ranks_at_once = max(1, world_size * seconds["adding"] / seconds["all_adding"])
+        return Costs(link, moved / seconds["together"], combined, copied, ranks_at_once)
 
 
 def measure(work: Callable[[], object], rounds: int) -> float:

@@ -19,6 +19,9 @@ def test_every_topology_is_counted_predicted_and_measured(tmp_path: Path) -> Non
     rows = [json.loads(line) for line in (tmp_path / "collectives.jsonl").read_text().splitlines()]
     assert len(rows) == 2 * (4 + 3 + 5 + 3 + 4 + 3)
     assert {row["size_bytes"] for row in rows} == {12, 300_000}
+    assert [line.split(":")[0] for line in ended.out.splitlines() if " µs each, " in line] == [
+        f"# messages of {size} MB" for size in (1, 4, 16)
+    ]
     assert "# instead of 1 B, 12 B: each rank has the same count of numbers, of 4 bytes each\n" in ended.out
     assert ended.out.count("# instead of ") == 1
     assert sum(line.endswith("*") for line in ended.out.splitlines()) == 2 * 6, "the fastest of each size"

@@ -1,5 +1,6 @@
 """The numbers of the cost model are measured on real ranks."""
 
+import math
 import time
 from functools import partial
 
@@ -8,8 +9,8 @@ import torch.distributed as dist
 from processes import free_port, process_group, run_ranks
 
 from distlab.collective_costs import LIBRARY, Costs, operations
-from distlab.simulation import SimulatedWorld
-from distlab.yardsticks import ADDED_BYTES, Yardsticks, fit_costs, measure, seconds_in_turn
+from distlab.simulation import Link, SimulatedWorld
+from distlab.yardsticks import ADDED_BYTES, FITTED_BYTES, Yardsticks, costs_for, fit_costs, measure, seconds_in_turn
 
 
 def two_in_turn(rank: int, size: int, port: int) -> tuple[list[str], dict[str, list[float]]]:
@@ -37,27 +38,35 @@ def test_the_seconds_are_those_of_one_of_several_in_a_row() -> None:
         assert 0.1 <= seconds < 0.2
 
 
-def fit_on_gloo(rank: int, size: int, port: int) -> tuple[Costs, dict[str, list[str]]]:
+def fit_on_gloo(rank: int, size: int, port: int) -> tuple[dict[int, Costs], dict[str, list[str]]]:
     with process_group(rank, size, port):
-        costs = fit_costs(rounds=3)
+        fitted = fit_costs(rounds=3)
         for topologies in operations(10_000).values():
             for work in topologies.values():
                 assert measure(work, rounds=1) > 0
         dist.barrier()
-        return costs, {operation: list(topologies) for operation, topologies in operations(0).items()}
+        return fitted, {operation: list(topologies) for operation, topologies in operations(0).items()}
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])
 def test_costs_are_fitted_and_everything_runs_on_gloo(size: int) -> None:
-    for costs, names in run_ranks(size, fit_on_gloo, size, free_port()):
-        assert 1e6 < costs.combined_bytes_per_second < 1e12
-        assert 1e6 < costs.copied_bytes_per_second < 1e12
-        if size > 1:
-            assert 0 < costs.link.latency_seconds < 1
-            assert 1e6 < costs.link.bytes_per_second < 1e12
-            assert 1e6 < costs.shared_bytes_per_second < 1e12
+    for fitted, names in run_ranks(size, fit_on_gloo, size, free_port()):
+        assert list(fitted) == list(FITTED_BYTES)
+        for costs in fitted.values():
+            assert 1e6 < costs.combined_bytes_per_second < 1e12
+            assert 1e6 < costs.copied_bytes_per_second < 1e12
+            if size > 1:
+                assert 0 < costs.link.latency_seconds < 1
+                assert 1e6 < costs.link.bytes_per_second < 1e12
+                assert 1e6 < costs.shared_bytes_per_second < 1e12
         assert all(topologies[-1] == LIBRARY for topologies in names.values())
         assert names["all-reduce"] == ["naive", "tree", "butterfly", "ring", LIBRARY]
+
+
+@pytest.mark.parametrize(("message_bytes", "fitted_bytes"), [(0, 1), (4, 4), (7, 4), (9, 16), (1000, 16)])
+def test_a_message_costs_what_those_cost_that_are_most_alike(message_bytes: int, fitted_bytes: int) -> None:
+    fitted = {size: Costs(Link(), math.inf, size) for size in (1, 4, 16)}
+    assert costs_for(message_bytes, fitted) is fitted[fitted_bytes]
 
 
 def test_what_the_yardsticks_send() -> None:
@@ -76,14 +85,14 @@ def test_what_the_yardsticks_send() -> None:
 
 def test_costs_follow_from_the_seconds_of_the_yardsticks() -> None:
     seconds = {
-        "tiny": [0.004, 9, 0.002],
-        "alone": [9, 0.012, 0.010],
-        "together": [0.085, 9, 0.080],
+        "tiny": [0.001, 9, 0.002],
+        "alone": [9, 0.009, 0.010],
+        "together": [0.070, 9, 0.080],
         "adding": [0.050],
-        "all_adding": [0.120, 0.100],
+        "all_adding": [0.120, 0.080],
         "copying": [0.001],
     }
-    costs = Yardsticks(4_000_000, 18_000_000).costs(seconds, world_size=4, typical=min)
+    costs = Yardsticks(4_000_000, 18_000_000).costs(seconds, world_size=4)
     # A message of 4 MB takes 5 ms, 1 ms of which is its latency; four from each of four, with theirs, take 80 ms.
     assert costs.link.latency_seconds == pytest.approx(0.001)
     assert costs.link.bytes_per_second == pytest.approx(1e9)
