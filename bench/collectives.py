@@ -38,13 +38,13 @@ class Settings:
     """numbers of ranks for the all-reduces"""
     megabytes: list[int] = field(default_factory=lambda: [4, 40])
     """sizes of the all-reduces"""
-    starts: int = 5
+    starts: int = 3
     """how often the ranks are started anew: which memory they get makes a difference of a tenth for all their turns"""
     rounds: int = 30
     """timed turns of each in each start"""
     in_a_row: int = 5
     """what is measured runs so many times to a turn, as the buckets of a training step follow each other"""
-    predicted_rounds: int = 10
+    predicted_rounds: int = 3
     """timed turns, in each start, of what is compared with its prediction, and of what that is fitted from; of sizes
     below 16 MB as many more as they are smaller"""
     predicted_world: int = 4

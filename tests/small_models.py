@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from distlab.checkpoints import SavedModel
+from distlab.saved_models import SavedModel
 from simplellm import command_line
 from simplellm.llama import CausalLLama, LLama
 from simplellm.tokenizers import SHIPPED_MODEL, SPTokenizer

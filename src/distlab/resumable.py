@@ -12,10 +12,11 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from distlab.checkpoints import Checkpoint, last_whole, restore, save, state_of, supersede
+from distlab.checkpoints import Checkpoint, last_whole
 from distlab.logs import say
 from distlab.resume import check_data
 from distlab.runtime import Run
+from distlab.saving import restore, save, state_of, supersede
 from distlab.settings import ResumableSettings, as_json
 from simplellm.errors import InputError
 

@@ -20,8 +20,8 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from sentencepiece import SentencePieceProcessor
 
-from distlab.checkpoints import SavedModel
 from distlab.logs import say
+from distlab.saved_models import SavedModel
 from simplellm import command_line
 from simplellm.errors import InputError
 from simplellm.generation import after_steps, read_saved

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import torch
 
-from distlab.checkpoints import SavedModel, read_model
+from distlab.saved_models import SavedModel, read_model
 from simplellm.errors import InputError
 from simplellm.import_hf import is_llama, read_llama
 from simplellm.llama import CausalLLama, LLama

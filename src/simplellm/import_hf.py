@@ -20,7 +20,7 @@ import tyro
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from distlab.checkpoints import SavedModel, write_model
+from distlab.saved_models import SavedModel, write_model
 from simplellm import command_line
 from simplellm.errors import InputError
 from simplellm.llama import CausalLLama, LLama

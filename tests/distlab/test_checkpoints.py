@@ -18,8 +18,10 @@ from chapters import MODEL, TRAINING, load, train
 from processes import LAB, free_port, process_group, run_ranks, run_script
 from processes import run as command
 
-from distlab import checkpoints
-from distlab.checkpoints import SavedModel, last_whole, read_model, restore, write_model
+from distlab import saving
+from distlab.checkpoints import last_whole
+from distlab.saved_models import SavedModel, read_model, write_model
+from distlab.saving import restore
 from distlab.settings import DataParallelSettings, HybridSettings, TrainSettings, parse
 from distlab.training import TrainingRun
 from simplellm.errors import InputError
@@ -226,14 +228,14 @@ def test_random_numbers_go_on(tmp_path: Path) -> None:
 
 def killed_while_saving(_: int, out: Path) -> None:
     """Die where the files are written, and the record is not."""
-    written = checkpoints._complete
+    written = saving._complete
 
     def die_at_the_second(run: Path, record: Any, *rest: Any) -> None:
         if record["step"] == 4:
             os.kill(os.getpid(), signal.SIGKILL)
         written(run, record, *rest)
 
-    checkpoints._complete = die_at_the_second
+    saving._complete = die_at_the_second
     train(0, "primer/intro.py", ["--save-every", "2", "--out", str(out)])
 
 
@@ -341,7 +343,7 @@ def sees_only_its_own_files(rank: int, out: Path, port: int) -> str:
         tensors = {f"weight {rank}": torch.ones(3), "both": torch.ones(2)}
         record = {"step": 1, "tokens": 0, "model": {}, "settings": {}}
         try:
-            checkpoints.save(own, tensors, record, b"", keep=1)
+            saving.save(own, tensors, record, b"", keep=1)
         except InputError as error:
             return str(error)
         return ""

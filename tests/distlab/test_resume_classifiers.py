@@ -21,8 +21,9 @@ from processes import LAB, children, finish, free_port, process_of, run_ranks, r
 from safetensors.torch import load_file
 from small_models import saved_model
 
-from distlab.checkpoints import last_whole, read_model, write_model
+from distlab.checkpoints import last_whole
 from distlab.resumable import ResumableRun
+from distlab.saved_models import read_model, write_model
 from distlab.settings import TrainSettings, parse
 from simplellm import export
 from simplellm.errors import InputError

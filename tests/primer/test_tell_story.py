@@ -17,7 +17,7 @@ from processes import LAB, finish, run_script, start
 from small_models import saved_model, status_of
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from distlab.checkpoints import write_model
+from distlab.saved_models import write_model
 from simplellm.export import export
 from simplellm.generation import build
 from simplellm.tokenizers import SPTokenizer

@@ -17,7 +17,7 @@ from small_models import SIZES, saved_model, status_of
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
-from distlab.checkpoints import read_model, write_model
+from distlab.saved_models import read_model, write_model
 from simplellm import import_hf
 from simplellm.errors import InputError
 from simplellm.export import Request, export, main
