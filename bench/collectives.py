@@ -18,7 +18,7 @@ import torch.multiprocessing as mp
 import tyro
 from ranks import join
 
-from distlab.collective_costs import LIBRARY, bytes_of_a_message, operations, predict
+from distlab.collective_costs import LIBRARY, bytes_of_a_message, operations, predict, whole_numbers
 from distlab.processes import leave
 from distlab.ring import allreduce_ring
 from distlab.yardsticks import Yardsticks, seconds_in_turn
@@ -102,7 +102,7 @@ def compare_with_prediction(
     join(rank, world_size, settings.port, settings.patient)
     for operation in operations(0):
         for megabytes in settings.predicted_megabytes:
-            size_bytes = megabytes * 1_000_000
+            size_bytes = whole_numbers(megabytes * 1_000_000, world_size)
             for topology, work in operations(size_bytes)[operation].items():
                 if topology == LIBRARY:
                     continue
@@ -144,6 +144,10 @@ def main() -> None:
         raise SystemExit(f"--rounds {settings.rounds}: quartiles need at least 4")
     if min(settings.starts, settings.predicted_rounds, settings.in_a_row) < 1:
         raise SystemExit("--starts, --predicted-rounds and --in-a-row: give at least 1")
+    if settings.predicted_world < 2:
+        raise SystemExit(f"--predicted-world {settings.predicted_world}: in a world of one there is nothing to send")
+    if min([*settings.megabytes, *settings.predicted_megabytes], default=1) < 1:
+        raise SystemExit("--megabytes and --predicted-megabytes: give at least 1")
     print("| ranks | size | library, ms | our ring, ms | speed of ours to the library's (median) | quartiles |")
     print("|---|---|---|---|---|---|", flush=True)
     for world_size in settings.worlds:

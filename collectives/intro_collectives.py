@@ -4,8 +4,8 @@
     ./launch.sh collectives --world-size 8            all ranks at once
 
 What does it cost to tell all ranks something? A message costs a latency, whatever it carries, and a time for each of
-its bytes. A short ping-pong measures both. Played in a simulated world, they predict the time of every algorithm in
-distlab.collectives; then the algorithms run, beside the library's own.
+its bytes; adding and copying cost a time for each byte, too. Yardsticks measure that. With it, the algorithms in
+distlab.collectives run in a simulated world, which predicts their times; then on gloo, beside the library's own.
 """
 
 import json
@@ -68,12 +68,12 @@ class Row:
 def compare(run: Run[CollectivesSettings]) -> None:
     args = run.settings
     sizes = [whole_numbers(size_bytes, run.world_size) for size_bytes in args.sizes]
-    with traffic.named("the ping-pong"):
+    with traffic.named("the yardsticks"):
         fitted = fit_costs()
     rows: list[Row] = []
     if run.rank == 0:
         for message_bytes, costs in fitted.items():
-            say(f"messages of {human_bytes(message_bytes)}: {costs}")
+            say(f"{human_bytes(message_bytes)} at a time: {costs}")
         for asked, size_bytes in zip(map(human_bytes, args.sizes), map(human_bytes, sizes), strict=True):
             if size_bytes != asked:
                 say(f"instead of {asked}, {size_bytes}: each rank has the same count of numbers, of 4 bytes each")

@@ -22,7 +22,7 @@ from typing import Any
 
 from simplellm.errors import InputError
 
-FOLDER, RECORD, TOKENIZER, UNFINISHED = "checkpoints", "checkpoint.json", "tokenizer.model", ".unfinished"
+FOLDER, RECORD, TOKENIZER = "checkpoints", "checkpoint.json", "tokenizer.model"
 LLAMA = "llama"  # the architecture of a record that names none; all others are classifiers
 Record = dict[str, Any]
 

@@ -113,6 +113,13 @@ def predict(
     operation: str, topology: str, size_bytes: int, world_size: int, costs: Costs, in_a_row: int = 1
 ) -> SimulatedWorld:
     """A simulated world in which the operation has run so many times; its `makespan` is the predicted time of all."""
+    return simulate(lambda: operations(size_bytes, device="meta")[operation][topology], world_size, costs, in_a_row)
+
+
+def simulate(
+    work: Callable[[], Callable[[], object]], world_size: int, costs: Costs, in_a_row: int = 1
+) -> SimulatedWorld:
+    """A simulated world in which each rank has run, so many times, what `work` gives it; its tensors are on "meta"."""
     world = SimulatedWorld(
         world_size,
         costs.link,
@@ -122,10 +129,10 @@ def predict(
     )
 
     def run_and_charge(_: int) -> None:
-        work = operations(size_bytes, device="meta")[operation][topology]
+        run = work()
         with _Computing(world, costs):
             for _ in range(in_a_row):
-                work()
+                run()
 
     world.run(run_and_charge)
     return world

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from distlab.checkpoints import LLAMA, UNFINISHED, last_whole
-from distlab.saving import OPTIMIZER, RANDOM, place_of, read_into, root_of, save, tensors_in
+from distlab.checkpoints import LLAMA, last_whole
+from distlab.saving import OPTIMIZER, RANDOM, UNFINISHED, place_of, read_into, root_of, save, tensors_in
 from simplellm.errors import InputError
 
 

@@ -18,10 +18,11 @@ from safetensors import SafetensorError
 from torch import nn
 from torch.optim import Optimizer
 
-from distlab.checkpoints import FOLDER, RECORD, TOKENIZER, UNFINISHED, Checkpoint, Record, checksum, sealed
+from distlab.checkpoints import FOLDER, RECORD, TOKENIZER, Checkpoint, Record, checksum, sealed
 from distlab.traffic import traffic
 from simplellm.errors import InputError
 
+UNFINISHED = ".unfinished"  # where one is written, beside its place
 SUPERSEDED = "superseded"  # beside the others: what a run that goes on from an earlier step leaves behind
 OPTIMIZER, RANDOM = "optimizer.", "random."
 

@@ -20,7 +20,10 @@ ADDED_BYTES = 100_000_000  # enough for all ranks to be at it together, though t
 
 
 def fit_costs(rounds: int = 10) -> dict[int, Costs]:
-    """Measure the model's numbers, on all ranks together, by the bytes of the messages they are measured with."""
+    """Measure the model's numbers, on all ranks together, by the bytes of the messages they are measured with.
+
+    These are parts of a tensor as large as the largest of them.
+    """
     fitted = {}
     for message_bytes in FITTED_BYTES:
         yardsticks = Yardsticks(message_bytes, max(FITTED_BYTES))
@@ -29,7 +32,7 @@ def fit_costs(rounds: int = 10) -> dict[int, Costs]:
 
 
 def costs_for(message_bytes: int, fitted: Mapping[int, Costs]) -> Costs:
-    """Those that were fitted with the messages that are most alike: short ones find room in the caches."""
+    """Those that were fitted with the messages that are most alike."""
     return fitted[min(fitted, key=lambda fitted_bytes: abs(math.log(fitted_bytes / max(1, message_bytes))))]
 
 
@@ -39,15 +42,15 @@ class Yardsticks:
 
     Attributes:
         message_bytes: of the large messages, and of the tensors that are added and copied.
-        tensor_bytes: of what these are parts of, one after the other: what the caches hold goes faster.
+        tensor_bytes: of what these are parts of: what the caches hold goes faster.
     """
 
     message_bytes: int
     tensor_bytes: int
 
     @property
-    def parts(self) -> int:
-        """How many make a tensor, at least one."""
+    def messages(self) -> int:
+        """How many make the tensor, at least one."""
         return max(1, self.tensor_bytes // self.message_bytes)
 
     @property
@@ -55,15 +58,22 @@ class Yardsticks:
         """How many a rank makes."""
         return max(1, ADDED_BYTES // self.message_bytes)
 
-    def works(self) -> dict[str, Callable[[], object]]:
+    def works(self, device: str = "cpu") -> dict[str, Callable[[], object]]:
         """What this rank runs, by name; in a world of one there is nothing to send.
 
         "tiny" and "alone" are a number and a large message to and fro between ranks 0 and 1; "together" has every rank
-        send its tensor to the next one. "adding" and "copying" are rank 0 alone at it, "all_adding" all ranks.
+        send its tensor to the next one, message by message. "adding" and "copying" are rank 0 alone at it, "all_adding"
+        all ranks. Where one message follows another they go through the tensor; the ping-pong is played with the same
+        one again, as a rank of a naive topology sends the same tensor again.
+
+        Args:
+            device: where the tensors are; on "meta" they have a size and no content.
         """
         rank, size = dist.get_rank(), dist.get_world_size()
-        tiny = torch.ones(1)
-        parts, others = (list(torch.ones(self.parts, self.message_bytes // NUMBER_BYTES)) for _ in range(2))
+        tiny = torch.ones(1, device=device)
+        shape = self.messages, self.message_bytes // NUMBER_BYTES
+        parts, others = (list(torch.ones(shape, device=device)) for _ in range(2))
+        pairs = list(zip(parts, others, strict=True))
 
         def ping_pong(tensor: Tensor) -> None:
             if rank == 0:
@@ -74,16 +84,20 @@ class Yardsticks:
                 dist.send(tensor, 0)
 
         def shift_all() -> None:
-            for part, received in zip(parts, others, strict=True):
+            for part, received in pairs:
                 shift(part, received)
 
         def add() -> None:
-            for part, other in itertools.islice(itertools.cycle(zip(parts, others, strict=True)), self.additions):
+            for part, other in itertools.islice(itertools.cycle(pairs), self.additions):
                 torch.add(part, other, out=part)
+
+        def copy() -> None:
+            for part, other in pairs:
+                part.copy_(other)
 
         computing: dict[str, Callable[[], object]] = {
             "adding": lambda: add() if rank == 0 else None,
-            "copying": lambda: parts[0].copy_(others[0]) if rank == 0 else None,
+            "copying": lambda: copy() if rank == 0 else None,
         }
         if size == 1:
             return computing
@@ -95,24 +109,24 @@ class Yardsticks:
             **computing,
         }
 
-    def costs(self, rounds: Mapping[str, list[float]], world_size: int) -> Costs:
+    def costs(self, seconds: Mapping[str, list[float]], world_size: int) -> Costs:
         """The model's numbers.
 
         Args:
-            rounds: the seconds of each round of `works`, whose medians count.
+            seconds: of each round of `works`; the medians count.
             world_size: ranks that ran them.
         """
-        seconds = {name: statistics.median(of_one) for name, of_one in rounds.items()}
-        combined = self.additions * self.message_bytes / seconds["adding"]
-        copied = self.message_bytes / seconds["copying"]
+        typical = {name: statistics.median(of_rounds) for name, of_rounds in seconds.items()}
+        combined = self.additions * self.message_bytes / typical["adding"]
+        copied = self.messages * self.message_bytes / typical["copying"]
         if world_size == 1:
             return Costs(Link(), math.inf, combined, copied)
-        alone = seconds["alone"] / 2
-        latency = min(seconds["tiny"], alone) / 2  # on a busy computer, either may be unlucky
+        alone = typical["alone"] / 2
+        latency = min(typical["tiny"], alone) / 2  # on a busy computer, either may be unlucky
         link = Link(latency, self.message_bytes / (alone - latency))
-        moved = self.parts * world_size * (self.message_bytes + latency * link.bytes_per_second)
-        ranks_at_once = max(1, world_size * seconds["adding"] / seconds["all_adding"])
-        return Costs(link, moved / seconds["together"], combined, copied, ranks_at_once)
+        moved = self.messages * world_size * (self.message_bytes + latency * link.bytes_per_second)
+        ranks_at_once = max(1, world_size * typical["adding"] / typical["all_adding"])
+        return Costs(link, moved / typical["together"], combined, copied, ranks_at_once)
 
 
 def measure(work: Callable[[], object], rounds: int) -> float:

@@ -20,7 +20,7 @@ def test_every_topology_is_counted_predicted_and_measured(tmp_path: Path) -> Non
     assert len(rows) == 2 * (4 + 3 + 5 + 3 + 4 + 3)
     assert {row["size_bytes"] for row in rows} == {12, 300_000}
     assert [line.split(":")[0] for line in ended.out.splitlines() if " µs each, " in line] == [
-        f"# messages of {size} MB" for size in (1, 4, 16)
+        f"# {size} MB at a time" for size in (1, 4, 16)
     ]
     assert "# instead of 1 B, 12 B: each rank has the same count of numbers, of 4 bytes each\n" in ended.out
     assert ended.out.count("# instead of ") == 1
@@ -56,6 +56,8 @@ def test_a_world_of_one_has_nobody_to_talk_to(tmp_path: Path) -> None:
         tmp_path,
     )
     assert ended.status == 0, ended.err
+    assert "# 1 MB at a time: adding at " in ended.out
+    assert " µs each" not in ended.out, "nothing is sent"
 
 
 @pytest.mark.parametrize(

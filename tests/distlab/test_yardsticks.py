@@ -8,7 +8,7 @@ import pytest
 import torch.distributed as dist
 from processes import free_port, process_group, run_ranks
 
-from distlab.collective_costs import LIBRARY, Costs, operations
+from distlab.collective_costs import LIBRARY, Costs, operations, simulate
 from distlab.simulation import Link, SimulatedWorld
 from distlab.yardsticks import ADDED_BYTES, FITTED_BYTES, Yardsticks, costs_for, fit_costs, measure, seconds_in_turn
 
@@ -83,6 +83,25 @@ def test_what_the_yardsticks_send() -> None:
     }
 
 
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+def test_the_costs_of_a_simulated_world_are_found_again(size: int) -> None:
+    ranks_at_once = math.inf if size == 1 else 2
+    link, shared = (Link(), math.inf) if size == 1 else (Link(0.001, 1e9), 1.5e9)
+    costs = Costs(link, shared, 4e9, 3e9, ranks_at_once)
+    yardsticks = Yardsticks(message_bytes=1_000_000, tensor_bytes=3_500_000)
+    names = SimulatedWorld(size).run(lambda _: list(yardsticks.works("meta")))[0]
+    seconds = {
+        name: [simulate(lambda name=name: yardsticks.works("meta")[name], size, costs).makespan] * 3 for name in names
+    }
+    found = yardsticks.costs(seconds, size)
+    assert found.link.latency_seconds == pytest.approx(link.latency_seconds, rel=1e-4)
+    assert found.link.bytes_per_second == pytest.approx(link.bytes_per_second, rel=1e-4)
+    assert found.shared_bytes_per_second == pytest.approx(shared, rel=1e-4)
+    assert found.combined_bytes_per_second == pytest.approx(4e9)
+    assert found.copied_bytes_per_second == pytest.approx(3e9)
+    assert found.ranks_at_once == pytest.approx(ranks_at_once)
+
+
 def test_costs_follow_from_the_seconds_of_the_yardsticks() -> None:
     seconds = {
         "tiny": [0.001, 9, 0.002],
@@ -90,7 +109,7 @@ def test_costs_follow_from_the_seconds_of_the_yardsticks() -> None:
         "together": [0.070, 9, 0.080],
         "adding": [0.050],
         "all_adding": [0.120, 0.080],
-        "copying": [0.001],
+        "copying": [0.004],
     }
     costs = Yardsticks(4_000_000, 18_000_000).costs(seconds, world_size=4)
     # A message of 4 MB takes 5 ms, 1 ms of which is its latency; four from each of four, with theirs, take 80 ms.
