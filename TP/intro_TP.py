@@ -17,13 +17,14 @@ from functools import partial
 
 import torch
 
-from distlab.logs import say
-from distlab.main import main
-from distlab.settings import Layout, TrainSettings, WorldSize
-from distlab.tensor_parallel import Style, bytes_per_layer, check_division, shard
-from distlab.traffic import traffic
-from distlab.training import TrainingRun
-from distlab.vocabulary_parallel import vocabulary_parallel_loss
+from distlab.comm.grid import Layout
+from distlab.comm.traffic import traffic
+from distlab.parallel.tensor import Style, bytes_per_layer, check_division, shard
+from distlab.parallel.vocabulary import vocabulary_parallel_loss
+from distlab.run.logs import say
+from distlab.run.main import main
+from distlab.run.settings import TrainSettings, WorldSize
+from distlab.run.training import TrainingRun
 from simplellm.dataloaders import TinyStories
 from simplellm.errors import InputError
 from simplellm.llama import CausalLLama, LLama

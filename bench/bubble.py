@@ -17,13 +17,13 @@ import tyro
 from ranks import join
 from torch import Tensor, nn
 
-from distlab.grid import Grid
-from distlab.pipeline import Pipeline
-from distlab.plan import ideal_bubble
-from distlab.processes import leave
-from distlab.schedules import all_stages
-from distlab.trace import STEP, recorder
-from distlab.trace_report import merge, write_chrome
+from distlab.comm.grid import Grid
+from distlab.comm.processes import leave
+from distlab.comm.recorder import STEP, recorder
+from distlab.pipeline.executor import Pipeline
+from distlab.pipeline.plan import ideal_bubble
+from distlab.pipeline.schedules import all_stages
+from distlab.reports.trace import merge, write_chrome
 
 SCHEDULES = ("gpipe", "dapple")
 WIDTH, SEQ = 16, 8

@@ -18,10 +18,10 @@ import torch.multiprocessing as mp
 import tyro
 from ranks import join
 
-from distlab.collective_costs import LIBRARY, bytes_of_a_message, operations, predict, whole_numbers
-from distlab.processes import leave
-from distlab.ring import allreduce_ring
-from distlab.yardsticks import Yardsticks, seconds_in_turn
+from distlab.collectives.calibration import Yardsticks, seconds_in_turn
+from distlab.collectives.costs import LIBRARY, bytes_of_a_message, operations, predict, whole_numbers
+from distlab.collectives.ring import allreduce_ring
+from distlab.comm.processes import leave
 
 Cell = tuple[str, str, int]  # operation, topology, megabytes
 Comparison = tuple[float, float]  # the predicted and the measured seconds

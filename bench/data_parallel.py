@@ -21,10 +21,10 @@ from ranks import join
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from distlab.data_parallel import Bucket, GradientBuckets, MyDP
-from distlab.optimizers import build_optimizer
-from distlab.processes import leave
-from distlab.traffic import Transfer, traffic
+from distlab.comm.processes import leave
+from distlab.comm.traffic import Transfer, traffic
+from distlab.parallel.data import Bucket, GradientBuckets, MyDP
+from distlab.run.optimizers import build_optimizer
 from simplellm.llama import CausalLLama, LLama
 from simplellm.losses import causalLLMLoss
 
@@ -151,7 +151,7 @@ def measure(rank: int, world_size: int, settings: Settings) -> None:
                 f"{low:.3f} to {high:.3f} |",
                 flush=True,
             )
-    leave(0)  # without the process group's destructor, which can hang: see distlab.runtime.Run.close
+    leave(0)  # without the process group's destructor, which can hang: see distlab.run.run.Run.close
 
 
 def main() -> None:

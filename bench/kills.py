@@ -25,7 +25,7 @@ from pathlib import Path
 
 import tyro
 
-from distlab.checkpoints import Checkpoint, candidates
+from distlab.checkpoints.format import Checkpoint, candidates
 
 LAB = Path(__file__).resolve().parents[1]
 SHAPE = "--data sample --device cpu --dmodel 32 --num-heads 2 --n-layers 3 --seq-len 24".split()

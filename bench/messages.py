@@ -14,8 +14,8 @@ import torch.multiprocessing as mp
 import tyro
 from ranks import join
 
-from distlab.collectives import shift
-from distlab.processes import leave
+from distlab.collectives.algorithms import shift
+from distlab.comm.processes import leave
 
 
 @dataclass

@@ -9,10 +9,10 @@ the steps are read from its records. Latency is one-way: a round trip takes twic
 
 Beside it stands what a simple model predicts: the seconds of a step without shaping, and the latency of the messages
 that wait for each other, and the bytes that cross the link in one direction over its bandwidth. For pipelines,
-`distlab.plan` plays the schedule with messages that take that long. The model leaves out what overlaps with computing
-(its gradients are sent after the backward pass), the pieces in which gloo sends a large tensor, a few at a time, TCP's
-windows and acknowledgements, and the queues that messages of different kinds form before the link. TCP is Reno's, and
-the link loses nothing.
+`distlab.pipeline.plan` simulates the schedule with messages that take that long. The model leaves out what overlaps
+with computing (its gradients are sent after the backward pass), the pieces in which gloo sends a large tensor, a few
+at a time, TCP's windows and acknowledgements, and the queues that messages of different kinds form before the link.
+TCP is Reno's, and the link loses nothing.
 """
 
 import json
@@ -31,9 +31,9 @@ from typing import Any
 
 import tyro
 
-from distlab.plan import Costs, play
-from distlab.schedules import all_stages
-from distlab.timeline import pyplot, save
+from distlab.pipeline.plan import Costs, simulate
+from distlab.pipeline.schedules import all_stages
+from distlab.reports.timeline import pyplot, save
 from simplellm.llama import CausalLLama, LLama
 from simplellm.tokenizers import SPTokenizer
 
@@ -48,7 +48,7 @@ MODEL = f"--dmodel 96 --num-heads 6 --n-layers 4 --seq-len {SEQ_LEN} --optimizer
 # Each rank logs the loss of its own batch, where the lab's scripts add up that of all ranks in every step.
 OWN_LOSS = """
 import runpy, sys
-from distlab.runtime import Run
+from distlab.run.run import Run
 Run.global_loss = lambda run, step, losses: float(sum(losses))
 sys.argv = sys.argv[1:]
 runpy.run_path(sys.argv[0], run_name="__main__")
@@ -113,9 +113,9 @@ def pipeline_seconds(wire: Wire, message_bytes: float, micro_batches: int, step_
     Stages take equally long, and a backward pass twice as long as a forward pass.
     """
     programs = all_stages("dapple", 2, micro_batches)
-    forward = step_seconds / play(programs, Costs(1, 2)).makespan
+    forward = step_seconds / simulate(programs, Costs(1, 2)).makespan
     slow = Costs(forward, 2 * forward, transfer=wire.seconds(1, message_bytes))
-    return play(programs, slow).makespan - step_seconds
+    return simulate(programs, slow).makespan - step_seconds
 
 
 # An all-reduce over two hosts is two messages, one after another: the halves that each adds up, and the sums. Among

@@ -18,12 +18,12 @@ from ranks import join
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 
-from distlab.devices import cores_to_share
-from distlab.grid import Grid
-from distlab.pipeline import Pipeline
-from distlab.processes import leave
-from distlab.schedules import all_stages
-from distlab.stages import balance, build_stage
+from distlab.comm.devices import cores_to_share
+from distlab.comm.grid import Grid
+from distlab.comm.processes import leave
+from distlab.pipeline.executor import Pipeline
+from distlab.pipeline.schedules import all_stages
+from distlab.pipeline.stages import balance, build_stage
 from simplellm.losses import causalLLMLoss
 
 VOCAB_SIZE, DMODEL = 4096, 288

@@ -5,7 +5,7 @@ from contextlib import nullcontext
 import torch
 import torch.distributed as dist
 
-from distlab.devices import keep_to_loopback, patient_threads
+from distlab.comm.devices import keep_to_loopback, patient_threads
 
 
 def join(rank: int, world_size: int, port: int, patient: bool = True) -> None:

@@ -21,9 +21,9 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, loss_parallel, parallelize_module
 from torch.distributed.tensor.parallel.style import ParallelStyle
 
-from distlab.processes import leave
-from distlab.tensor_parallel import shard
-from distlab.vocabulary_parallel import vocabulary_parallel_loss
+from distlab.comm.processes import leave
+from distlab.parallel.tensor import shard
+from distlab.parallel.vocabulary import vocabulary_parallel_loss
 from simplellm.llama import CausalLLama, LLama
 from simplellm.losses import causalLLMLoss
 

@@ -11,13 +11,13 @@ distlab.collectives run in a simulated world, which predicts their times; then o
 import json
 from dataclasses import asdict, dataclass, field
 
-from distlab.collective_costs import LIBRARY, Costs, bytes_of_a_message, operations, predict, whole_numbers
-from distlab.logs import human_bytes, say
-from distlab.main import main
-from distlab.runtime import Run
-from distlab.settings import RunSettings, WorldSize, require_positive
-from distlab.traffic import traffic
-from distlab.yardsticks import costs_for, fit_costs, measure
+from distlab.collectives.calibration import costs_for, fit_costs, measure
+from distlab.collectives.costs import LIBRARY, Costs, bytes_of_a_message, operations, predict, whole_numbers
+from distlab.comm.traffic import traffic
+from distlab.run.logs import human_bytes, say
+from distlab.run.main import main
+from distlab.run.run import Run
+from distlab.run.settings import RunSettings, WorldSize, require_positive
 from simplellm.errors import InputError
 
 
@@ -90,7 +90,7 @@ def compare(run: Run[CollectivesSettings]) -> None:
             if run.rank == 0:
                 show(measured, run.world_size, fitted)
     if run.rank == 0:
-        from distlab.figures import collectives as draw
+        from distlab.reports.figures import collectives as draw
 
         (run.out / "collectives.jsonl").write_text("".join(json.dumps(asdict(row)) + "\n" for row in rows))
         draw(run.out / "collectives.png", run.out)

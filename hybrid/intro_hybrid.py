@@ -12,16 +12,16 @@ bucket. With `--tp`, neighbouring ranks share a stage, and exchange activations 
 
 from functools import partial
 
-from distlab.data_parallel import Bucket, GradientBuckets
-from distlab.main import main
-from distlab.pipeline import Pipeline
-from distlab.schedules import all_stages
-from distlab.settings import HybridSettings
-from distlab.stages import build_stage
-from distlab.tensor_parallel import shard
-from distlab.traffic import Transfer, traffic
-from distlab.training import TrainingRun
-from distlab.vocabulary_parallel import vocabulary_parallel_loss
+from distlab.comm.traffic import Transfer, traffic
+from distlab.parallel.data import Bucket, GradientBuckets
+from distlab.parallel.tensor import shard
+from distlab.parallel.vocabulary import vocabulary_parallel_loss
+from distlab.pipeline.executor import Pipeline
+from distlab.pipeline.schedules import all_stages
+from distlab.pipeline.stages import build_stage
+from distlab.run.main import main
+from distlab.run.settings import HybridSettings
+from distlab.run.training import TrainingRun
 from simplellm.dataloaders import TinyStories
 from simplellm.losses import causalLLMLoss
 from simplellm.tokenizers import SPTokenizer
@@ -37,11 +37,11 @@ def train(run: TrainingRun[HybridSettings]) -> None:
     stories = TinyStories(tokenizer, **run.data_options(), rank=run.grid.replica, num_replicas=run.grid.dp)
 
     mesh = run.grid.mesh()
-    replicas, sharers = mesh.get_group("dp"), mesh.get_group("tp")
+    replicas, tp_group = mesh.get_group("dp"), mesh.get_group("tp")
     loss = partial(causalLLMLoss, vocab_size=tokenizer.vocab_size)
     if args.tp > 1:
-        shard(net, group=sharers)
-        loss = partial(vocabulary_parallel_loss, vocab_size=tokenizer.vocab_size, group=sharers)
+        shard(net, group=tp_group)
+        loss = partial(vocabulary_parallel_loss, vocab_size=tokenizer.vocab_size, group=tp_group)
     programs = all_stages(args.schedule, stages, args.micro_batches)
     optimizer = run.optimizer(net, loss)
     pipeline = Pipeline(net, programs, run.grid, loss, width=args.dmodel, cores=run.shared_cores)

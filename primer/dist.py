@@ -22,11 +22,11 @@ import torch.distributed as dist
 import tyro
 from torch import Tensor
 
-from distlab.logs import human_bytes, say
-from distlab.main import main
-from distlab.runtime import Run
-from distlab.settings import RunSettings, WorldSize, require_positive
-from distlab.traffic import rank, traffic, world_size
+from distlab.comm.traffic import rank, traffic, world_size
+from distlab.run.logs import human_bytes, say
+from distlab.run.main import main
+from distlab.run.run import Run
+from distlab.run.settings import RunSettings, WorldSize, require_positive
 from simplellm.errors import InputError
 
 Matrix = Tensor | None  # None where only rank 0 has it

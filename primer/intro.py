@@ -6,9 +6,9 @@
 This is the run that every other chapter repeats on many ranks: the same weights, the same stories, the same losses.
 """
 
-from distlab.main import main
-from distlab.settings import TrainSettings
-from distlab.training import TrainingRun
+from distlab.run.main import main
+from distlab.run.settings import TrainSettings
+from distlab.run.training import TrainingRun
 from simplellm.dataloaders import TinyStories
 from simplellm.llama import CausalLLama, LLama
 from simplellm.losses import causalLLMLoss

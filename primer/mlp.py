@@ -13,11 +13,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
-from distlab.logs import say
-from distlab.main import main
-from distlab.resumable import ResumableRun
-from distlab.resume import Inheritance
-from distlab.settings import ResumableSettings, require_positive, world_size
+from distlab.comm.grid import layout_size
+from distlab.run.logs import say
+from distlab.run.main import main
+from distlab.run.resumable import ResumableRun
+from distlab.run.resume import ResumePolicy
+from distlab.run.settings import ResumableSettings, require_positive
 from simplellm.errors import InputError
 from simplellm.samplers import BatchSampler
 
@@ -51,7 +52,7 @@ class ModelConfig:
 class MLPSettings(ModelConfig, ResumableSettings):
     """The exercise's command line."""
 
-    inheritance = Inheritance(
+    resume_policy = ResumePolicy(
         "mlp",
         sizes=("n_layers", "d_in", "n_classes", "d_hidden"),
         fixed=("seed", "train_size"),
@@ -66,7 +67,7 @@ class MLPSettings(ModelConfig, ResumableSettings):
     def check(self) -> None:
         super().check()
         require_positive(self, *(field.name for field in fields(ModelConfig)))
-        ranks = world_size(self.layout)
+        ranks = layout_size(self.layout)
         if ranks * self.batch_size > self.train_size:
             needed = ranks * self.batch_size
             raise InputError(f"--train-size {self.train_size}: a batch for each of {ranks} ranks takes {needed} inputs")
@@ -145,7 +146,7 @@ def train(run: ResumableRun[MLPSettings]) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=config.lr)
 
     sampler = BatchSampler(len(train_set), config.batch_size)
-    run.keep_in_checkpoints(model, optimizer, sampler)
+    run.register_state(model, optimizer, sampler)
     for step, rows in run.count_steps(sampler, config.niters, config.batch_size, "inputs"):
         points, labels = train_set[rows]
         started = time.perf_counter()

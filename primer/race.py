@@ -18,11 +18,11 @@ from dataclasses import dataclass
 from multiprocessing.synchronize import Lock
 from typing import Any
 
-from distlab.logs import say
-from distlab.main import main
-from distlab.processes import end_with_parent
-from distlab.runtime import Run
-from distlab.settings import MOST_RANKS, RunSettings, require_positive
+from distlab.comm.processes import end_with_parent
+from distlab.run.logs import say
+from distlab.run.main import main
+from distlab.run.run import Run
+from distlab.run.settings import MOST_RANKS, RunSettings, require_positive
 from simplellm.errors import InputError
 
 PROCESSES = multiprocessing.Process, multiprocessing.Barrier

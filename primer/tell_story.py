@@ -17,11 +17,12 @@ import torch
 import tyro
 from torch import Tensor
 
-from distlab.devices import pick_device
-from distlab.logs import say
-from simplellm import command_line
+from distlab.comm.devices import pick_device
+from distlab.exchange.reading import read_saved
+from distlab.run import command_line
+from distlab.run.logs import say
 from simplellm.errors import InputError
-from simplellm.generation import TextStream, after_steps, build, prompt_ids, read_saved
+from simplellm.generation import TextStream, prompt_ids
 from simplellm.llama import CausalLLama
 from simplellm.tokenizers import SPTokenizer
 
@@ -100,10 +101,9 @@ def main(args: Settings) -> None:
     device = pick_device(args.device, rank=0)
     saved = read_saved(args.model, say)
     tokenizer = SPTokenizer(saved.tokenizer)
-    net = build(saved, device)
+    net = saved.build(device)
     ids = prompt_ids(args.prompt, tokenizer, net.ctx_size)
-    count = sum(parameter.numel() for parameter in net.parameters())
-    size = f"{count:,} parameters{after_steps(saved)}"
+    size = f"{saved.parameter_count:,} parameters{saved.after_steps}"
     say(f"{args.model}: {size}, at most {net.ctx_size} tokens of text, on {device.type}")
 
     stream, told = TextStream(tokenizer), 0

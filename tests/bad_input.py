@@ -44,7 +44,7 @@ from pyarrow import parquet
 from safetensors.torch import load_file, save_file
 
 from distlab.launch import TOPOLOGIES
-from distlab.settings import RunSettings
+from distlab.run.settings import RunSettings
 from simplellm.tokenizers import SHIPPED_MODEL
 
 SECONDS = 15.0  # within which each has to end

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from distlab.devices import patient_threads
+from distlab.comm.devices import patient_threads
 
 LAB = Path(__file__).resolve().parents[1]
 PORTS = range(10_000, 29_000)  # below those that the kernel hands out, and --master-port's default
@@ -92,7 +92,7 @@ def _run_rank(sender: Connection, work: Callable[..., Any], rank: int, *args: An
 def process_group(rank: int, world_size: int, port: int, timeout_seconds: float = 30) -> Iterator[None]:
     """A gloo process group over loopback, in a process of `run_ranks`; the ranks are seeded differently.
 
-    The group is not destroyed, it ends with the process: see `distlab.runtime.Run.close`.
+    The group is not destroyed, it ends with the process: see `distlab.run.run.Run.close`.
     """
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.manual_seed(1000 + rank)

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from distlab.saved_models import SavedModel
-from simplellm import command_line
+from distlab.checkpoints.models import SavedModel
+from distlab.run import command_line
 from simplellm.llama import CausalLLama, LLama
 from simplellm.tokenizers import SHIPPED_MODEL, SPTokenizer
 

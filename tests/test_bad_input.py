@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from bad_input import LATER, SCRIPTS, defaults_of, flag_cases, generate, run, shown
 
-from distlab.settings import parse
+from distlab.run.settings import parse
 from simplellm.errors import InputError
 
 VALUES = 2  # of each flag of each script that are tried; bad_input.py tries more

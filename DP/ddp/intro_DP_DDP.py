@@ -10,10 +10,10 @@ what this wrapper does (Li et al., arXiv 2006.15704). The loop is that of one pr
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from distlab.data_parallel import average_bucket, settle_buckets
-from distlab.main import main
-from distlab.settings import DataParallelSettings
-from distlab.training import TrainingRun
+from distlab.parallel.data import average_bucket, settle_buckets
+from distlab.run.main import main
+from distlab.run.settings import DataParallelSettings
+from distlab.run.training import TrainingRun
 from simplellm.dataloaders import TinyStories
 from simplellm.llama import CausalLLama, LLama
 from simplellm.losses import causalLLMLoss

@@ -15,10 +15,10 @@ from pathlib import Path
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from distlab.data_parallel import average_bucket, check_parameter_closeness, settle_buckets
-from distlab.main import main
-from distlab.resumable import ResumableRun
-from distlab.settings import WorldSize
+from distlab.parallel.data import average_bucket, check_parameter_closeness, settle_buckets
+from distlab.run.main import main
+from distlab.run.resumable import ResumableRun
+from distlab.run.settings import WorldSize
 from simplellm.samplers import BatchSampler
 
 sys.path.append(str(Path(__file__).resolve().parents[2]))
@@ -43,7 +43,7 @@ def train(run: ResumableRun[ParallelMLPSettings]) -> None:
 
     global_batch = run.world_size * config.batch_size
     sampler = BatchSampler(len(train_set), global_batch)
-    run.keep_in_checkpoints(net, optimizer, sampler)
+    run.register_state(net, optimizer, sampler)
     if run.first_step > 0:  # with --resume
         settle_buckets(model, lambda: model(train_set[:1][0])[0].mean())
     for step, rows in run.count_steps(sampler, config.niters, global_batch, "inputs"):

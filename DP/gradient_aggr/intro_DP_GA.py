@@ -14,12 +14,12 @@ from typing import Literal
 
 from torch.distributed import ReduceOp
 
-from distlab.collectives import ALL_REDUCES
-from distlab.data_parallel import Bucket, GradientBuckets
-from distlab.main import main
-from distlab.settings import DataParallelSettings
-from distlab.traffic import Transfer, traffic
-from distlab.training import TrainingRun
+from distlab.collectives.algorithms import ALL_REDUCES
+from distlab.comm.traffic import Transfer, traffic
+from distlab.parallel.data import Bucket, GradientBuckets
+from distlab.run.main import main
+from distlab.run.settings import DataParallelSettings
+from distlab.run.training import TrainingRun
 from simplellm.dataloaders import TinyStories
 from simplellm.errors import InputError
 from simplellm.llama import CausalLLama, LLama

@@ -8,11 +8,11 @@
 the ranks' weights stay the same.
 """
 
-from distlab.data_parallel import MyDP, check_parameter_closeness
-from distlab.logs import say
-from distlab.main import main
-from distlab.settings import DataParallelSettings
-from distlab.training import TrainingRun
+from distlab.parallel.data import MyDP, check_parameter_closeness
+from distlab.run.logs import say
+from distlab.run.main import main
+from distlab.run.settings import DataParallelSettings
+from distlab.run.training import TrainingRun
 from simplellm.dataloaders import TinyStories
 from simplellm.llama import CausalLLama, LLama
 from simplellm.losses import causalLLMLoss

@@ -14,10 +14,10 @@ from pathlib import Path
 
 import torch
 
-from distlab.data_parallel import MyDP, check_parameter_closeness
-from distlab.main import main
-from distlab.resumable import ResumableRun
-from distlab.settings import WorldSize
+from distlab.parallel.data import MyDP, check_parameter_closeness
+from distlab.run.main import main
+from distlab.run.resumable import ResumableRun
+from distlab.run.settings import WorldSize
 from simplellm.samplers import BatchSampler
 
 sys.path.append(str(Path(__file__).resolve().parents[2]))
@@ -41,7 +41,7 @@ def train(run: ResumableRun[ParallelMLPSettings]) -> None:
 
     global_batch = run.world_size * config.batch_size
     sampler = BatchSampler(len(train_set), global_batch)
-    run.keep_in_checkpoints(net, optimizer, sampler)
+    run.register_state(net, optimizer, sampler)
     for step, rows in run.count_steps(sampler, config.niters, global_batch, "inputs"):
         points, labels = train_set[rows.chunk(run.world_size)[run.rank]]
         started = time.perf_counter()

@@ -11,12 +11,12 @@ averaging (McMahan et al., arXiv 1602.05629): less traffic, but the copies drift
 
 from dataclasses import dataclass
 
-from distlab.data_parallel import flatten_weights
-from distlab.logs import say
-from distlab.main import main
-from distlab.settings import DataParallelSettings, require_positive
-from distlab.traffic import traffic
-from distlab.training import TrainingRun
+from distlab.comm.traffic import traffic
+from distlab.parallel.data import flatten_weights
+from distlab.run.logs import say
+from distlab.run.main import main
+from distlab.run.settings import DataParallelSettings, require_positive
+from distlab.run.training import TrainingRun
 from simplellm.dataloaders import TinyStories
 from simplellm.errors import InputError
 from simplellm.llama import CausalLLama, LLama
@@ -30,7 +30,7 @@ class WeightAggregationSettings(DataParallelSettings):
     """steps that each rank takes on its own before the weights are averaged"""
 
     @property
-    def own_moments(self) -> bool:
+    def per_rank_optimizer_state(self) -> bool:
         return self.optimizer != "sgd" and self.world_size > 1
 
     def check(self) -> None:

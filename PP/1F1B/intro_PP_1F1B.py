@@ -11,11 +11,11 @@ DAPPLE. There, `--schedule naive --trace` draws the order that is spelled out he
 
 import torch
 
-from distlab.main import main
-from distlab.settings import PipelineSettings
-from distlab.stages import build_stage
-from distlab.traffic import traffic
-from distlab.training import TrainingRun
+from distlab.comm.traffic import traffic
+from distlab.pipeline.stages import build_stage
+from distlab.run.main import main
+from distlab.run.settings import PipelineSettings
+from distlab.run.training import TrainingRun
 from simplellm.dataloaders import TinyStories
 from simplellm.losses import causalLLMLoss
 from simplellm.tokenizers import SPTokenizer

@@ -15,13 +15,14 @@ from typing import Literal
 
 import torch
 
-from distlab.logs import say
-from distlab.main import main
-from distlab.plan import ScheduleError, play
-from distlab.runtime import Run
-from distlab.schedules import Backward, Forward, all_stages, message, needs, receiver
-from distlab.settings import Layout, RunSettings, WorldSize
-from distlab.traffic import traffic
+from distlab.comm.grid import Layout
+from distlab.comm.traffic import traffic
+from distlab.pipeline.plan import ScheduleError, simulate
+from distlab.pipeline.schedules import Backward, Forward, all_stages, message, needs, receiver
+from distlab.run.logs import say
+from distlab.run.main import main
+from distlab.run.run import Run
+from distlab.run.settings import RunSettings, WorldSize
 from simplellm.errors import InputError
 
 
@@ -66,7 +67,7 @@ def order(run: Run[DeadlockSettings]) -> None:
     if not run.settings.cure:
         programs[0] = [Forward(0, 0), Backward(0, 0), Forward(0, 1), Backward(0, 1)]  # naive; the others do gpipe
     try:
-        play(programs)  # what every pipeline of the lab asks before it starts
+        simulate(programs)  # what every pipeline of the lab asks before it starts
     except ScheduleError as error:
         if run.rank == 0:
             say(f"checked before the run: {error}")

@@ -5,18 +5,18 @@
     ./launch.sh pp-dapple --micro-batches 6 --batch-size 6 --trace               and draw what each stage did when
 
 While stage 1 computes on micro-batch 0, stage 0 is already on micro-batch 1. In which order a stage does its forward
-and backward passes is its schedule: a list, which a function in distlab.schedules returns and a pipeline follows.
-`python -m distlab.show_schedule dapple --stages 3 --micro-batches 6` shows it.
+and backward passes is its schedule: a list, which a function in distlab.pipeline.schedules returns and the executor
+follows. `python -m distlab.show_schedule dapple --stages 3 --micro-batches 6` shows it.
 """
 
 from functools import partial
 
-from distlab.main import main
-from distlab.pipeline import Pipeline
-from distlab.schedules import all_stages
-from distlab.settings import ScheduledPipelineSettings
-from distlab.stages import build_stage
-from distlab.training import TrainingRun
+from distlab.pipeline.executor import Pipeline
+from distlab.pipeline.schedules import all_stages
+from distlab.pipeline.stages import build_stage
+from distlab.run.main import main
+from distlab.run.settings import ScheduledPipelineSettings
+from distlab.run.training import TrainingRun
 from simplellm.dataloaders import TinyStories
 from simplellm.losses import causalLLMLoss
 from simplellm.tokenizers import SPTokenizer

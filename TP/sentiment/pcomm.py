@@ -17,9 +17,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from distlab.grid import Grid
-from distlab.team import BACKWARD, FORWARD, Team
-from distlab.traffic import rank, world_size
+from distlab.comm.grid import Grid
+from distlab.comm.traffic import rank, world_size
+from distlab.parallel.tp_group import BACKWARD, FORWARD, TPGroup
 from simplellm.errors import InputError
 
 tp_grp: dist.ProcessGroup | None = None  # the ranks that share each layer; neighbours, for they talk most
@@ -81,7 +81,7 @@ class AllGather(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor) -> Tensor:
         if tp_degree == 1:
             return x.clone()
-        return _team().all_gather(x, FORWARD, dim=-1, length=x.shape[-1] * tp_degree)
+        return _tp_group().all_gather(x, FORWARD, dim=-1, length=x.shape[-1] * tp_degree)
 
     @staticmethod
     @once_differentiable
@@ -89,9 +89,9 @@ class AllGather(torch.autograd.Function):
         return grad.chunk(tp_degree, dim=-1)[tp_rank].contiguous()
 
 
-def _team() -> Team:
-    return Team("a layer", "tp", tp_grp)
+def _tp_group() -> TPGroup:
+    return TPGroup("a layer", "tp", tp_grp)
 
 
 def _sum(x: Tensor, what: str) -> Tensor:
-    return x.clone() if tp_degree == 1 else _team().all_reduce(x, what)
+    return x.clone() if tp_degree == 1 else _tp_group().all_reduce(x, what)

@@ -54,7 +54,7 @@ def check_division(count: int, what: str) -> None:
 def keep_slice(layer: nn.Module, dim: int) -> None:
     """Replace a layer's weight by this rank's slice along `dim`: 0 its outputs (columns of W in xW), 1 its inputs.
 
-    The slice says where it belongs, as that of `Team.own_parameter` does.
+    The slice says where it belongs, as that of `TPGroup.own_parameter` does.
     """
     whole = layer.get_parameter("weight").detach()
     layer.weight = own = nn.Parameter(whole.chunk(pcomm.tp_degree, dim)[pcomm.tp_rank].clone())

@@ -21,14 +21,15 @@ from torch import nn
 from torch.distributed import ReduceOp
 from tp_model import Transformer
 
-from distlab.data_parallel import Bucket, GradientBuckets
-from distlab.logs import say
-from distlab.main import main
-from distlab.optimizers import build_optimizer
-from distlab.resumable import ResumableRun
-from distlab.resume import Inheritance, data_identity
-from distlab.settings import MOST_LAYERS, Layout, ResumableSettings, WorldSize, require_positive
-from distlab.traffic import Transfer, traffic
+from distlab.comm.grid import Layout
+from distlab.comm.traffic import Transfer, traffic
+from distlab.parallel.data import Bucket, GradientBuckets
+from distlab.run.logs import say
+from distlab.run.main import main
+from distlab.run.optimizers import build_optimizer
+from distlab.run.resumable import ResumableRun
+from distlab.run.resume import ResumePolicy, data_identity
+from distlab.run.settings import MOST_LAYERS, ResumableSettings, WorldSize, require_positive
 from simplellm.errors import InputError
 from simplellm.samplers import BatchSampler
 from simplellm.tokenizers import SHIPPED_MODEL, SPTokenizer
@@ -38,7 +39,7 @@ from simplellm.tokenizers import SHIPPED_MODEL, SPTokenizer
 class SentimentSettings(WorldSize, ResumableSettings):
     """The classifier, its training, and its ranks."""
 
-    inheritance = Inheritance(
+    resume_policy = ResumePolicy(
         "sentiment",
         sizes=("layers", "dim", "heads"),
         fixed=("seed", "samples", "bsz", "seq_len", "optimizer"),
@@ -138,7 +139,7 @@ def train(run: ResumableRun[SentimentSettings]) -> None:
 
     buckets = GradientBuckets(net.parameters(), on_full=add_up)
     sampler = BatchSampler(len(reviews), args.bsz, args.seed)
-    run.keep_in_checkpoints(net, optimizer, sampler)
+    run.register_state(net, optimizer, sampler)
     steps_per_epoch = len(reviews) // args.bsz
     steps = args.epochs * steps_per_epoch
 

@@ -88,7 +88,7 @@ class Communicator:
 
         Counts what it sends and receives: 2 B bytes, and 2 B (n - 1) on rank 0, where all messages meet.
         """
-        combine = combination(op)
+        combine = reduce_function(op)
         with buffers(src, dst, src.size) as (send, receive):
             if self.Get_rank() > 0:
                 self.comm.Send(send, 0, TAG)
@@ -114,7 +114,7 @@ class Communicator:
 
         Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations", 2009.
         """
-        combine = combination(op)
+        combine = reduce_function(op)
         rank, size = self.Get_rank(), self.Get_size()
         with buffers(src, dst, src.size) as (send, receive):
             receive[:] = send
@@ -171,7 +171,7 @@ def buffers(src: Array, dst: Array, size: int) -> Iterator[tuple[Array, Array]]:
         dst[...] = receive.reshape(dst.shape)
 
 
-def combination(op: MPI.Op) -> Callable[..., Array]:
+def reduce_function(op: MPI.Op) -> Callable[..., Array]:
     """NumPy's function of an MPI operation.
 
     Raises:

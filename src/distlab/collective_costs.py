@@ -1,168 +1,17 @@
-"""What a collective costs, predicted in a simulated world.
-
-The model is that of Thakur, Rabenseifner and Gropp, "Optimization of collective communication operations in MPICH",
-2005: a message costs a latency and a time for each byte, combining two tensors a time for each byte. Two things are
-added: ranks of one computer share what it can move and compute, and copying a tensor costs a time for each byte, too.
+"""Predict what the collectives by hand cost between computers with a network card each.
 
 python -m distlab.collective_costs 64 --latency-us 20 --gigabytes-per-second 1.25     # 64 computers with 10 Gbit/s each
 """
 
 import math
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
-from typing import Any
 
-import torch
-import torch.distributed as dist
 import tyro
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from distlab import collectives as by_hand
-from distlab.simulation import Link, SimulatedWorld
-from simplellm import command_line
+from distlab.collectives.costs import Costs, operations, predict
+from distlab.collectives.simulation import Link, SimulatedWorld
+from distlab.run import command_line
 from simplellm.errors import InputError
-
-LIBRARY = "library"
-NUMBER_BYTES = 4  # float32
-
-
-@dataclass(frozen=True)
-class Costs:
-    """What the model knows of a computer.
-
-    Attributes:
-        link: a message that travels alone.
-        shared_bytes_per_second: all messages together, when every rank sends at once.
-        combined_bytes_per_second: adding one tensor to another, on one rank alone.
-        copied_bytes_per_second: copying one to another, on one rank alone.
-        ranks_at_once: how many can add at that speed at the same time; more of them share what these can do.
-    """
-
-    link: Link
-    shared_bytes_per_second: float
-    combined_bytes_per_second: float
-    copied_bytes_per_second: float = math.inf
-    ranks_at_once: float = math.inf
-    one_card: bool = False
-    """whether a rank's messages at the same time share its link, as those of a computer on a network do"""
-
-    def __str__(self) -> str:
-        rates = self.shared_bytes_per_second, self.combined_bytes_per_second, self.copied_bytes_per_second
-        alone, together, combined, copied = (f"{rate / 1e9:.1f} GB/s" for rate in (self.link.bytes_per_second, *rates))
-        at_once = "" if math.isinf(self.ranks_at_once) else f" on {self.ranks_at_once:.1f} ranks at once"
-        computing = f"adding at {combined}{at_once}, copying at {copied}"
-        if math.isinf(self.link.bytes_per_second):
-            return computing
-        return f"{self.link.latency_seconds * 1e6:.0f} µs each, {alone} alone, {together} all together; {computing}"
-
-
-def whole_numbers(size_bytes: int, world_size: int) -> int:
-    """The bytes of the smallest tensor of at least so many that gives each rank the same count of numbers, not none."""
-    share = NUMBER_BYTES * world_size
-    return max(1, math.ceil(size_bytes / share)) * share
-
-
-def operations(size_bytes: int, device: str = "cpu") -> dict[str, dict[str, Callable[[], object]]]:
-    """What this rank can run: by operation and topology, with root 0.
-
-    Args:
-        size_bytes: of the tensor that is broadcast or combined; of all the parts together that are gathered, or that a
-            reduce-scatter hands out; rounded up to `whole_numbers`.
-        device: where the tensors are; on "meta" they have a size and no content.
-    """
-    rank, size = dist.get_rank(), dist.get_world_size()
-    whole = torch.ones(size, whole_numbers(size_bytes, size) // (NUMBER_BYTES * size), device=device)
-    part, at_root = whole[0].clone(), whole if rank == 0 else None
-    return {
-        "broadcast": {
-            "naive": partial(by_hand.broadcast_naive, whole, 0),
-            "tree": partial(by_hand.broadcast_tree, whole, 0),
-            "ring": partial(by_hand.broadcast_ring, whole, 0),
-            LIBRARY: lambda: dist.broadcast(whole, 0),
-        },
-        "reduce": {
-            "naive": partial(by_hand.reduce_naive, whole, 0),
-            "tree": partial(by_hand.reduce_tree, whole, 0),
-            LIBRARY: lambda: dist.reduce(whole, 0),
-        },
-        "all-reduce": {
-            **{topology: partial(all_reduce, whole) for topology, all_reduce in by_hand.ALL_REDUCES.items()},
-            LIBRARY: lambda: dist.all_reduce(whole),
-        },
-        "gather": {
-            "naive": partial(by_hand.gather_naive, part, at_root, 0),
-            "tree": partial(by_hand.gather_tree, part, at_root, 0),
-            LIBRARY: lambda: dist.gather(part, None if at_root is None else list(at_root), 0),
-        },
-        "all-gather": {
-            "naive": partial(by_hand.allgather_naive, part, whole),
-            "tree": partial(by_hand.allgather_tree, part, whole),
-            "ring": partial(by_hand.allgather_ring, part, whole),
-            LIBRARY: lambda: dist.all_gather(list(whole), part),
-        },
-        "reduce-scatter": {
-            "naive": partial(by_hand.reducescatter_naive, whole, part),
-            "ring": partial(by_hand.reducescatter_ring, whole, part),
-            LIBRARY: lambda: dist.reduce_scatter(part, list(whole)),
-        },
-    }
-
-
-def predict(
-    operation: str, topology: str, size_bytes: int, world_size: int, costs: Costs, in_a_row: int = 1
-) -> SimulatedWorld:
-    """A simulated world in which the operation has run so many times; its `makespan` is the predicted time of all."""
-    return simulate(lambda: operations(size_bytes, device="meta")[operation][topology], world_size, costs, in_a_row)
-
-
-def simulate(
-    work: Callable[[], Callable[[], object]], world_size: int, costs: Costs, in_a_row: int = 1
-) -> SimulatedWorld:
-    """A simulated world in which each rank has run, so many times, what `work` gives it; its tensors are on "meta"."""
-    world = SimulatedWorld(
-        world_size,
-        costs.link,
-        shared_bytes_per_second=costs.shared_bytes_per_second,
-        ranks_at_once=costs.ranks_at_once,
-        one_card=costs.one_card,
-    )
-
-    def run_and_charge(_: int) -> None:
-        run = work()
-        with _Computing(world, costs):
-            for _ in range(in_a_row):
-                run()
-
-    world.run(run_and_charge)
-    return world
-
-
-class _Computing(TorchDispatchMode):
-    """Lets a simulated rank's additions, and its copies from tensor to tensor, take their time."""
-
-    def __init__(self, world: SimulatedWorld, costs: Costs) -> None:
-        super().__init__()
-        self._world = world
-        self._bytes_per_second = {
-            torch.ops.aten.add.out: costs.combined_bytes_per_second,
-            torch.ops.aten.copy_.default: costs.copied_bytes_per_second,
-        }
-
-    def __torch_dispatch__(
-        self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        result = func(*args, **(kwargs or {}))
-        if func in self._bytes_per_second:
-            self._world.compute(result.nbytes / self._bytes_per_second[func])
-        return result
-
-
-def bytes_of_a_message(operation: str, topology: str, size_bytes: int, world_size: int) -> int:
-    """What a message of the busiest rank carries, on average; 0 in a world of one, where there is none."""
-    counts = predict(operation, topology, size_bytes, world_size, Costs(Link(), math.inf, math.inf)).counts
-    busiest = max(counts, key=lambda rank: rank.sent_bytes + rank.received_bytes)
-    return (busiest.sent_bytes + busiest.received_bytes) // max(1, busiest.sends + busiest.receives)
 
 
 @dataclass

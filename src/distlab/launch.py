@@ -23,13 +23,13 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 from torch.distributed.launcher import api as launcher_api
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from distlab import nodes
-from distlab.checkpoints import has_checkpoints
-from distlab.grid import Grid
-from distlab.logs import new_folder, say
-from distlab.nodes import Nodes
-from distlab.processes import leave
-from distlab.settings import Layout, RunSettings, parse
+from distlab.checkpoints.format import has_checkpoints
+from distlab.comm.grid import Grid, Layout
+from distlab.comm.processes import leave
+from distlab.rendezvous import nodes
+from distlab.rendezvous.nodes import Nodes
+from distlab.run.logs import new_folder, say
+from distlab.run.settings import RunSettings, parse
 from simplellm.errors import InputError
 
 LAB = Path(__file__).resolve().parents[2]
@@ -131,7 +131,7 @@ def read_settings(script: Path, args: list[str], prog: str) -> RunSettings:
     spec.loader.exec_module(module)
     defaults = getattr(module, "DEFAULTS", None)
     if not isinstance(defaults, RunSettings):
-        raise InputError(f"{script}: launch.sh starts scripts that have DEFAULTS, a distlab.settings.RunSettings")
+        raise InputError(f"{script}: launch.sh starts scripts that have DEFAULTS, a distlab.run.settings.RunSettings")
     return parse(defaults, module.__doc__ or script.stem, args, prog=prog)
 
 
@@ -160,7 +160,7 @@ def run_ranks(script: Path, args: list[str], settings: RunSettings, machines: No
     """Run this machine's ranks of `script` to the end of the run under torchrun's agent.
 
     When a rank fails, the agent ends all and starts them again, `max_restarts` times; they then go on from the last
-    checkpoint (see `distlab.main`).
+    checkpoint (see `distlab.run.main`).
 
     Returns:
         The exit status: 0 if all ranks finished. Otherwise the last line on stderr says which rank failed, and why.
@@ -180,7 +180,7 @@ def run_ranks(script: Path, args: list[str], settings: RunSettings, machines: No
     with tempfile.TemporaryDirectory() as errors:
         try:
             raise_signals()
-            meeting = nodes.Meeting(machines, settings.master_addr, port, settings.timeout, max_restarts, say)
+            meeting = nodes.NodeRendezvous(machines, settings.master_addr, port, settings.timeout, max_restarts, say)
             watch = nodes.Watch(meeting, SECONDS_TO_END)
             config = LaunchConfig(
                 min_nodes=machines.count,
@@ -263,8 +263,8 @@ def root_cause(error: ChildFailedError, layout: Layout) -> tuple[int, str, bool]
     is_cause = not is_consequence(failure) or failure.exitcode == -signal.SIGTERM
     if failure.exitcode < 0:
         return 1, f"{who} failed: it was ended by {failure.signal_name()}", is_cause
-    if "status" in failure.error_file_data:  # written by distlab.main
-        named = failure.error_file_data.get("names_the_rank")
+    if "status" in failure.error_file_data:  # written by distlab.run.main
+        named = failure.error_file_data.get("names_rank")
         return failure.exitcode, str(failure.message) if named else f"{who} failed: {failure.message}", is_cause
     return failure.exitcode, f"{who} failed with exit status {failure.exitcode}", is_cause
 
@@ -275,7 +275,7 @@ def main() -> NoReturn:
     except InputError as error:
         print(f"# {error}", file=sys.stderr)
         status = 2
-    leave(status)  # a thread of `distlab.nodes` may sit in a call to the store
+    leave(status)  # a thread of `distlab.rendezvous.nodes` may sit in a call to the store
 
 
 if __name__ == "__main__":

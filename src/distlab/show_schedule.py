@@ -12,9 +12,9 @@ from typing import Annotated
 
 import tyro
 
-from distlab.plan import Costs, Plan, ideal_bubble, play
-from distlab.schedules import SCHEDULES, all_stages
-from simplellm import command_line
+from distlab.pipeline.plan import Costs, Plan, ideal_bubble, simulate
+from distlab.pipeline.schedules import SCHEDULES, all_stages
+from distlab.run import command_line
 from simplellm.errors import InputError
 
 
@@ -53,7 +53,7 @@ def show(request: Request) -> Iterator[str]:
     request.check()
     p, m = request.stages, request.micro_batches
     costs = Costs(request.forward, request.backward, request.transfer)
-    plan = play(all_stages(request.schedule, p, m), costs)
+    plan = simulate(all_stages(request.schedule, p, m), costs)
     yield f"# {request.schedule}, {p} stages, {m} micro-batches; ticks: forward {request.forward}, backward " + (
         f"{request.backward}, message {request.transfer}"
     )
@@ -66,7 +66,7 @@ def show(request: Request) -> Iterator[str]:
     if request.schedule in ("gpipe", "dapple") and not request.transfer:
         yield f"# idle by the formula (p - 1) / (m + p - 1): {ideal_bubble(p, m):.1%}"
     if request.png is not None:
-        from distlab.timeline import draw, planned_panel
+        from distlab.reports.timeline import draw, planned_panel
 
         draw(request.png, [planned_panel(f"{request.schedule}, {p} stages, {m} micro-batches", plan)])
         yield f"# drawn to {request.png}"

@@ -1,6 +1,4 @@
-"""Write a run's model as a folder that Hugging Face's transformers loads.
-
-    python -m simplellm.export RUN DIR
+"""Write a model as a folder that Hugging Face's transformers loads.
 
     AutoModelForCausalLM.from_pretrained("DIR"), AutoTokenizer.from_pretrained("DIR")
 
@@ -9,34 +7,20 @@ These give our logits and our token ids. The weights need no conversion: paramet
 
 import contextlib
 import json
+import runpy
 import shutil
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-import tyro
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 from sentencepiece import SentencePieceProcessor
 
-from distlab.logs import say
-from distlab.saved_models import SavedModel
-from simplellm import command_line
 from simplellm.errors import InputError
-from simplellm.generation import after_steps, read_saved
+from simplellm.saved_model import SavedModel
 from simplellm.tokenizer_json import as_tokenizer_json
 from simplellm.tokenizers import SPTokenizer
-
-
-@dataclass
-class Request:
-    """What to export."""
-
-    run: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="RUN")]
-    """folder of a run with checkpoints, or of one checkpoint"""
-    folder: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="DIR")]
-    """folder to make"""
 
 
 def export(model: SavedModel, folder: Path) -> None:
@@ -51,7 +35,7 @@ def export(model: SavedModel, folder: Path) -> None:
     """
     tokenizer = as_tokenizer_json(model.tokenizer)
     ids = token_ids(SPTokenizer(model.tokenizer))
-    command_line.check_free(folder)
+    check_free(folder)
     try:
         with _all_or_nothing(folder) as place:
             _write(place / "config.json", llama_config(model.options) | ids)
@@ -66,6 +50,12 @@ def export(model: SavedModel, folder: Path) -> None:
     except (OSError, SafetensorError) as error:
         why = getattr(error, "strerror", None) or error
         raise InputError(f"{folder}: cannot be written ({why}); give another folder") from error
+
+
+def check_free(folder: Path) -> None:
+    """Raise `InputError` unless files can be put there without replacing any."""
+    if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
+        raise InputError(f"{folder}: is there already, and not an empty folder; give a new one")
 
 
 @contextlib.contextmanager
@@ -139,14 +129,5 @@ def _write(path: Path, content: dict[str, Any]) -> None:
     path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
-def main(request: Request) -> None:
-    command_line.check_free(request.folder)
-    model = read_saved(request.run, say)
-    export(model, request.folder)
-    count = sum(parameter.numel() for parameter in model.parameters.values())
-    size = f"{count:,} parameters{after_steps(model)}"
-    say(f"{request.folder}: {size}, config.json and the tokenizer, for transformers to load")
-
-
-if __name__ == "__main__":
-    command_line.run(main, Request, __doc__)
+if __name__ == "__main__":  # the command knows runs, which this library does not
+    runpy.run_module("distlab.exchange.export", run_name="__main__")

@@ -1,47 +1,7 @@
-"""What telling a story needs around its loop: a model to read, and text out of tokens that come one by one."""
+"""What telling a story needs around its loop: the tokens of a prompt, and text out of tokens that come one by one."""
 
-from collections.abc import Callable
-from pathlib import Path
-
-import torch
-
-from distlab.saved_models import SavedModel, read_model
 from simplellm.errors import InputError
-from simplellm.import_hf import is_llama, read_llama
-from simplellm.llama import CausalLLama, LLama
 from simplellm.tokenizers import SPTokenizer
-
-
-def read_saved(path: Path, say: Callable[[str], None] = lambda _: None) -> SavedModel:
-    """The model of a run, of a checkpoint, or of a folder in Hugging Face's format.
-
-    Args:
-        path: of the folder.
-        say: told about each checkpoint that is passed over, and why.
-
-    Raises:
-        InputError: there is none that can be read.
-    """
-    return read_llama(path) if is_llama(path) else read_model(path, say)
-
-
-def after_steps(saved: SavedModel) -> str:
-    """How long a model has been trained, to follow the number of its parameters; nothing if that is not known."""
-    return "" if saved.step is None else f" after {saved.step:,} steps"
-
-
-def build(saved: SavedModel, device: torch.device | str = "cpu") -> CausalLLama:
-    """The whole model with the saved parameters.
-
-    Raises:
-        InputError: the parameters are no numbers any more, as after a loss that was none.
-    """
-    for name, parameter in saved.parameters.items():
-        if not parameter.isfinite().all():
-            raise InputError(f"{name} is not finite: the run has diverged; give an earlier checkpoint")
-    model = LLama(CausalLLama, **saved.options, device=device)
-    model.load_state_dict(saved.parameters, strict=True)
-    return model
 
 
 def prompt_ids(prompt: str, tokenizer: SPTokenizer, ctx_size: int) -> list[int]:

@@ -1,29 +1,24 @@
-"""Turn a Llama in Hugging Face's format into a run that every script goes on from.
+"""Read a Llama in Hugging Face's format.
 
-    python -m simplellm.import_hf DIR OUT
-    ./launch.sh hybrid --resume OUT
-
-DIR holds config.json, model.safetensors (or its parts and their index) and tokenizer.model. What the lab's Llama cannot
-be is refused, and nothing is ever unpickled: a pytorch_model.bin may hold any program.
+The folder holds config.json, model.safetensors (or its parts and their index) and tokenizer.model. What the lab's Llama
+cannot be is refused, and nothing is ever unpickled: a pytorch_model.bin may hold any program.
 """
 
 import contextlib
 import json
+import runpy
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import torch
-import tyro
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from distlab.saved_models import SavedModel, write_model
-from simplellm import command_line
 from simplellm.errors import InputError
 from simplellm.llama import CausalLLama, LLama
+from simplellm.saved_model import SavedModel
 from simplellm.tokenizers import SPTokenizer
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -32,16 +27,6 @@ LAYERS, GATE = "model.layers.", "model.layers.0.mlp.gate_proj.weight"
 MOST_POSITIONS = 2**24  # beyond it the tables of rotary positions alone would fill the memory
 
 Shape = tuple[int, ...]
-
-
-@dataclass
-class Request:
-    """What to import."""
-
-    folder: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="DIR")]
-    """folder with config.json, model.safetensors and tokenizer.model"""
-    out: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="OUT")]
-    """the run's folder, to make"""
 
 
 def is_llama(folder: Path) -> bool:
@@ -275,13 +260,5 @@ def _widened(path: Path, name: str, tensor: Tensor, shape: Shape) -> Tensor:
     return tensor.float()
 
 
-def main(request: Request) -> None:
-    command_line.check_free(request.out)
-    model = read_llama(request.folder)
-    write_model(request.out, model)
-    count = sum(parameter.numel() for parameter in model.parameters.values())
-    print(f"# {request.out}: {count:,} parameters; go on with --resume {request.out}")
-
-
-if __name__ == "__main__":
-    command_line.run(main, Request, __doc__)
+if __name__ == "__main__":  # the command knows runs, which this library does not
+    runpy.run_module("distlab.exchange.import_hf", run_name="__main__")

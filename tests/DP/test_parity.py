@@ -7,7 +7,7 @@ import pytest
 import torch
 from chapters import STEPS, OneProcess, State, assert_equal, train_on
 
-from distlab.collectives import ALL_REDUCES
+from distlab.collectives.algorithms import ALL_REDUCES
 
 GRADIENT_AGGREGATION = "DP/gradient_aggr/intro_DP_GA.py"
 WEIGHT_AGGREGATION = "DP/weight_aggr/intro_DP_WA.py"

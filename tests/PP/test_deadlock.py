@@ -18,7 +18,7 @@ from PP.deadlock import intro_deadlock as lesson
 
 SCRIPT = "PP/deadlock/intro_deadlock.py"
 TIMEOUT = 3
-CASES = {  # what the pictures say, and the circle
+CASES = {  # what the pictures say, and the cycle
     "both-send": (["rank 0  waits to send the tensor  -> rank 1", "rank 1  waits to send the tensor  -> rank 0"], 1),
     "order": (
         [
@@ -43,7 +43,7 @@ def check(case: str, ended: Ended) -> None:
     lines, other = CASES[case]
     assert ended.status == 1
     shown = ended.out.replace("# rank 1: ", "# ").replace("# rank 2: ", "# ")  # whoever draws it
-    for line in [*lines, f"a circle: rank 0 -> rank {other} -> rank 0"]:
+    for line in [*lines, f"a cycle: rank 0 -> rank {other} -> rank 0"]:
         assert shown.count(line) == 1, ended.out
     place = r"( \(stage \d\))?"
     assert re.fullmatch(

@@ -16,7 +16,7 @@ import pytest
 from processes import Ended, finish, run, start, wait_for
 from terminals import Rank, terminals
 
-from distlab.notices import SECONDS_BETWEEN_LOOKS
+from distlab.rendezvous.notices import SECONDS_BETWEEN_LOOKS
 
 TINY = "--dmodel 16 --num-heads 2 --n-layers 3 --seq-len 16 --data sample --device cpu --steps 1000000".split()
 NAIVE, MICRO_BATCHES = "PP/1F1B/intro_PP_1F1B.py", "PP/microbatches/intro_PP_microbatches.py"
@@ -92,9 +92,9 @@ WAITING = """
 import sys, time
 from pathlib import Path
 import torch
-from distlab.main import main
-from distlab.settings import DataParallelSettings
-from distlab.traffic import traffic
+from distlab.run.main import main
+from distlab.run.settings import DataParallelSettings
+from distlab.comm.traffic import traffic
 DEFAULTS = DataParallelSettings()
 def train(run):
     x = torch.zeros(1)

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from processes import Ended, free_port, run, run_script
 
-from distlab.trace_report import read_chrome
+from distlab.reports.trace import read_chrome
 
 TINY = "--dmodel 16 --num-heads 2 --n-layers 3 --seq-len 16 --data sample --device cpu --steps 3".split()
 

@@ -7,8 +7,8 @@ import pytest
 from chapters import OneProcess, State, assert_equal, load, losses, train_on
 from processes import run
 
-from distlab.settings import parse
-from distlab.tensor_parallel import Style, bytes_per_layer
+from distlab.parallel.tensor import Style, bytes_per_layer
+from distlab.run.settings import parse
 from simplellm.errors import InputError
 
 SCRIPT = "TP/intro_TP.py"

@@ -13,8 +13,8 @@ from processes import free_port, run, run_ranks
 from sentiment_ranks import in_a_fork, load, split_dim
 from torch import Tensor, nn
 
-from distlab.resumable import ResumableRun
-from distlab.settings import parse
+from distlab.run.resumable import ResumableRun
+from distlab.run.settings import parse
 from simplellm.errors import InputError
 from simplellm.tokenizers import SPTokenizer
 

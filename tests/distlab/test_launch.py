@@ -89,8 +89,8 @@ def test_plain_torchrun_gives_rank_and_world(tmp_path: Path) -> None:
 FAILING = """
 '''A script whose rank 1 fails.'''
 import os, signal, sys
-from distlab.main import main
-from distlab.settings import DataParallelSettings
+from distlab.run.main import main
+from distlab.run.settings import DataParallelSettings
 DEFAULTS = DataParallelSettings()
 def train(run):
     open(__file__ + f".{{run.rank}}.pid", "w").write(str(os.getpid()))

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from processes import run
 
-from distlab.schedules import SCHEDULES
+from distlab.pipeline.schedules import SCHEDULES
 from distlab.show_schedule import Request, show
 from simplellm.errors import InputError
 

@@ -17,9 +17,8 @@ from processes import LAB, finish, run_script, start
 from small_models import saved_model, status_of
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from distlab.saved_models import write_model
+from distlab.checkpoints.models import write_model
 from simplellm.export import export
-from simplellm.generation import build
 from simplellm.tokenizers import SPTokenizer
 
 sys.path.append(str(LAB))
@@ -46,7 +45,7 @@ def one_thread() -> Iterator[None]:
 
 
 def story(args: Settings, prompt: str = PROMPTS[0], **options: Any) -> list[int]:
-    net = build(saved_model(num_kv_heads=2, **options))
+    net = saved_model(num_kv_heads=2, **options).build()
     return list(tell(net, SPTokenizer().encode(prompt), args, SPTokenizer().eos_id, CPU))
 
 
@@ -113,7 +112,7 @@ def test_without_the_cache_the_story_is_the_same(args: Settings) -> None:
 @pytest.mark.alone
 def test_with_the_cache_a_token_is_several_times_faster(one_thread: None) -> None:
     """The newest of 256 tokens against all of them, in seconds of the processor, whoever else uses it."""
-    net = build(saved_model(dmodel=512, hidden_dim=2048, n_layers=1, ctx_size=256))
+    net = saved_model(dmodel=512, hidden_dim=2048, n_layers=1, ctx_size=256).build()
     ids = torch.arange(256)[None]
     seconds: dict[bool, list[float]] = {True: [], False: []}
     for _ in range(5):
@@ -128,7 +127,7 @@ def test_with_the_cache_a_token_is_several_times_faster(one_thread: None) -> Non
 
 @pytest.mark.parametrize("cache", [True, False])
 def test_the_cache_lets_each_token_through_once(cache: bool) -> None:
-    net = build(saved_model())
+    net = saved_model().build()
     seen: list[int] = []
     net.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0].numel()))
     list(tell(net, [2] * 5, dataclasses.replace(GREEDY, max_tokens=4, cache=cache), -1, CPU))
@@ -148,7 +147,7 @@ def test_the_greedy_story_is_that_of_transformers(exported: Path) -> None:
 
 
 def test_it_ends_where_the_document_does() -> None:
-    net = build(saved_model())
+    net = saved_model().build()
     whole = list(tell(net, [2], GREEDY, -1, CPU))
     end = whole[5]
     assert list(tell(net, [2], GREEDY, end, CPU)) == whole[: whole.index(end) + 1]
@@ -215,7 +214,7 @@ import signal, sys, time
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs begin with Ctrl-C ignored
 sys.path.insert(0, {str(LAB)!r})
 from primer import tell_story
-from simplellm import command_line
+from distlab.run import command_line
 
 tell = tell_story.tell
 

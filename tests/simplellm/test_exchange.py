@@ -17,11 +17,12 @@ from small_models import SIZES, saved_model, status_of
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
-from distlab.saved_models import read_model, write_model
-from simplellm import import_hf
+from distlab.checkpoints.models import read_model, write_model
+from distlab.exchange import import_hf
+from distlab.exchange.export import Request, main
+from distlab.exchange.reading import read_saved
 from simplellm.errors import InputError
-from simplellm.export import Request, export, main
-from simplellm.generation import build, read_saved
+from simplellm.export import export
 from simplellm.import_hf import read_llama
 from simplellm.stories import story
 from simplellm.tokenizers import SHIPPED_MODEL, SPTokenizer
@@ -44,7 +45,7 @@ def test_transformers_loads_an_export(options: dict[str, Any], tmp_path: Path) -
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "there")
     assert type(theirs).__name__ == "LlamaForCausalLM"
     assert theirs.dtype == torch.float32
-    assert_same_logits(build(saved), theirs)
+    assert_same_logits(saved.build(), theirs)
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "there")
     assert tokenizer(story(3))["input_ids"] == SPTokenizer().encode(story(3))
     modes = {path.name: path.stat().st_mode for path in (tmp_path / "there").iterdir()}
@@ -91,7 +92,7 @@ def test_a_llama_of_transformers(options: dict[str, Any], how: dict[str, Any], t
     folder = save(theirs, tmp_path / "theirs", **how)
     assert (folder / "model.safetensors").exists() != bool(how)
     saved = read_llama(folder)
-    assert_same_logits(build(saved), theirs)
+    assert_same_logits(saved.build(), theirs)
     embedding, head = (saved.parameters[name] for name in ("model.embed_tokens.weight", "lm_head.weight"))
     assert embedding.data_ptr() != head.data_ptr()
     assert torch.equal(embedding, head) == options.get("tie_word_embeddings", False)
@@ -108,7 +109,7 @@ def test_weights_of_half_the_width(dtype: torch.dtype, tmp_path: Path) -> None:
     folder = save(transformers_llama().to(dtype), tmp_path / "theirs")
     saved = read_llama(folder)
     assert {parameter.dtype for parameter in saved.parameters.values()} == {torch.float32}
-    assert_same_logits(build(saved), AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32))
+    assert_same_logits(saved.build(), AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32))
 
 
 def test_a_config_in_the_words_of_transformers_4(tmp_path: Path) -> None:
@@ -119,7 +120,7 @@ def test_a_config_in_the_words_of_transformers_4(tmp_path: Path) -> None:
     change_tensors(folder, lambda tensors: {**tensors, "model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)})
     saved = read_llama(folder)
     assert saved.options["rope_theta"] == 777.0
-    assert_same_logits(build(saved), theirs)
+    assert_same_logits(saved.build(), theirs)
 
 
 def test_out_and_in_again(tmp_path: Path) -> None:

@@ -1,0 +1,62 @@
+"""A model alone, whole, out of a checkpoint or to be one: as it tells stories, and as it is exchanged."""
+
+import contextlib
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from distlab.checkpoints.format import LLAMA, latest_valid
+from distlab.checkpoints.saving import OPTIMIZER, RANDOM, UNFINISHED, place_of, read_into, root_of, save, tensors_in
+from simplellm.errors import InputError
+from simplellm.saved_model import SavedModel
+
+
+def read_model(run: Path, say: Callable[[str], None] = lambda _: None) -> SavedModel:
+    """The model of a run's last whole checkpoint (or of the one at `run`), whatever the layout that saved it.
+
+    Args:
+        run: a run's folder, that of its checkpoints, or that of one checkpoint.
+        say: told about each checkpoint that is passed over, and why.
+
+    Raises:
+        InputError: there is none, or it is that of a classifier.
+    """
+    checkpoint = latest_valid(run, say)
+    if checkpoint.architecture != LLAMA:
+        raise InputError(
+            f"{checkpoint.folder}: its model is of the architecture {checkpoint.architecture}; only a {LLAMA} can tell "
+            "stories and be exported"
+        )
+    parameters = {
+        name: torch.empty(tensor.size, dtype=tensor.properties.dtype)
+        for name, tensor in tensors_in(checkpoint.folder).items()
+        if RANDOM not in name and OPTIMIZER not in name
+    }
+    read_into(parameters, checkpoint)
+    return SavedModel(checkpoint.record["model"], parameters, checkpoint.tokenizer, checkpoint.step)
+
+
+def write_model(run: Path, model: SavedModel) -> None:
+    """Make a run's folder with one checkpoint, of a model that took no steps here: to go on from with `--resume`.
+
+    What ends the writing early, such as a full disk, leaves nothing.
+
+    Raises:
+        InputError: the files cannot be written.
+    """
+    record = {"step": 0, "tokens": 0, "model": model.options, "settings": {}}
+    tokenizer, unfinished = model.tokenizer.read_bytes(), place_of(run, 0, UNFINISHED)
+    made = [path for path in unfinished.parents if not path.exists()]
+    try:
+        save(run, dict(model.parameters), record, tokenizer, keep=1)
+    except BaseException as error:
+        shutil.rmtree(unfinished, ignore_errors=True)
+        with contextlib.suppress(OSError):
+            for path in made:
+                path.rmdir()
+        if isinstance(error, InputError):
+            why = root_of(error.__cause__ or error)
+            raise InputError(f"{run}: cannot be written ({why}); give another folder") from error
+        raise

@@ -1,0 +1,96 @@
+"""What the collectives by hand work with: contiguous memory, and an element-wise operation."""
+
+import functools
+import threading
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ReduceOp
+
+Op = ReduceOp.RedOpType
+COMBINE: dict[Op, Callable[..., Tensor]] = {
+    ReduceOp.SUM: torch.add,
+    ReduceOp.PRODUCT: torch.mul,
+    ReduceOp.MAX: torch.maximum,
+    ReduceOp.MIN: torch.minimum,
+}
+KEPT_BYTES = 64_000_000
+
+
+class InPlace:
+    """A contiguous view or copy of a tensor, since messages are contiguous; a copy is written back at the end.
+
+    Args:
+        tensor: the caller's; the gradients of what becomes of it are not of interest.
+        is_changed: whether to write back.
+    """
+
+    def __init__(self, tensor: Tensor, is_changed: bool = True) -> None:
+        self._tensor, self._is_changed = tensor.detach(), is_changed
+
+    def __enter__(self) -> Tensor:
+        # Conjugates may be marked only, and memory is sent without its marks.
+        self._data = self._tensor.contiguous().resolve_conj().resolve_neg()
+        return self._data
+
+    def __exit__(self, error: object, *_: object) -> None:
+        if self._is_changed and error is None and self._data is not self._tensor:
+            self._tensor.copy_(self._data)
+
+
+def scratch_buffer(like: Tensor, number: int = 0, count: int | None = None) -> Tensor:
+    """Memory to receive into: like a tensor, or like `count` of them; another one for another number.
+
+    The last few, if they are not very large, are kept for the next call: the operating system clears fresh memory page
+    by page when it is first written to, which takes as long as a message does.
+    """
+    shape = like.shape if count is None else torch.Size((count, *like.shape))
+    if like.is_meta or shape.numel() * like.element_size() > KEPT_BYTES:
+        return torch.empty(shape, dtype=like.dtype, device=like.device)
+    return _kept_buffer(shape, like.dtype, like.device, number, threading.get_ident())
+
+
+@functools.lru_cache(maxsize=4)
+@torch.inference_mode(False)  # the next call may be outside of what this one is in
+def _kept_buffer(shape: torch.Size, dtype: torch.dtype, device: torch.device, number: int, thread: int) -> Tensor:
+    return torch.empty(shape, dtype=dtype, device=device)
+
+
+@functools.cache
+def reduce_function(op: Op, dtype: torch.dtype) -> Callable[..., Tensor]:
+    """The element-wise function of an operation.
+
+    Raises:
+        ValueError: it is none of `COMBINE`, or torch has none for the type; on every rank, so that none waits.
+    """
+    for known, function in COMBINE.items():
+        if op == known and _can_combine(function, dtype):
+            return function
+    raise ValueError(
+        f"{op} of {dtype}: the collectives combine with SUM, PRODUCT, MAX or MIN, as far as torch has them for a type"
+    )
+
+
+def _can_combine(function: Callable[..., Tensor], dtype: torch.dtype) -> bool:
+    """Whether torch can: the greatest of complex numbers, for one, is not defined."""
+    try:
+        number = torch.zeros(1, dtype=dtype)
+        function(number, number)
+    except RuntimeError:
+        return False
+    return True
+
+
+def one_for_each_rank(parts: Tensor | None, part: Tensor) -> Tensor:
+    """`parts`, if it holds one of `part`'s shape for each rank.
+
+    Raises:
+        ValueError: it does not; before anything is sent.
+    """
+    shape = (dist.get_world_size(), *part.shape)
+    if parts is None or parts.shape != shape:
+        given = "none" if parts is None else f"one {tuple(parts.shape)}"
+        raise ValueError(f"a part {tuple(part.shape)} for each rank needs a tensor {shape} on this rank, not {given}")
+    return parts

@@ -1,0 +1,162 @@
+"""How fast this computer moves, adds and copies: the numbers of the model in `distlab.collectives.costs`, measured."""
+
+import itertools
+import math
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from distlab.collectives.algorithms import shift
+from distlab.collectives.costs import NUMBER_BYTES, Costs
+from distlab.collectives.simulation import Link
+
+FITTED_BYTES = 1_000_000, 4_000_000, 16_000_000
+ADDED_BYTES = 100_000_000  # enough for all ranks to be at it together, though they leave the barrier one by one
+
+
+def fit_costs(rounds: int = 10) -> dict[int, Costs]:
+    """Measure the model's numbers, on all ranks together, by the bytes of the messages they are measured with.
+
+    These are parts of a tensor as large as the largest of them.
+    """
+    fitted = {}
+    for message_bytes in FITTED_BYTES:
+        yardsticks = Yardsticks(message_bytes, max(FITTED_BYTES))
+        fitted[message_bytes] = yardsticks.costs(seconds_in_turn(yardsticks.works(), rounds), dist.get_world_size())
+    return fitted
+
+
+def costs_for(message_bytes: int, fitted: Mapping[int, Costs]) -> Costs:
+    """Those that were fitted with the messages that are most alike."""
+    return fitted[min(fitted, key=lambda fitted_bytes: abs(math.log(fitted_bytes / max(1, message_bytes))))]
+
+
+@dataclass(frozen=True)
+class Yardsticks:
+    """What all ranks run to measure the model's numbers.
+
+    Attributes:
+        message_bytes: of the large messages, and of the tensors that are added and copied.
+        tensor_bytes: of what these are parts of: what the caches hold goes faster.
+    """
+
+    message_bytes: int
+    tensor_bytes: int
+
+    @property
+    def messages(self) -> int:
+        """How many make the tensor, at least one."""
+        return max(1, self.tensor_bytes // self.message_bytes)
+
+    @property
+    def additions(self) -> int:
+        """How many a rank makes."""
+        return max(1, ADDED_BYTES // self.message_bytes)
+
+    def works(self, device: str = "cpu") -> dict[str, Callable[[], object]]:
+        """What this rank runs, by name; in a world of one there is nothing to send.
+
+        "tiny" and "alone" are a number and a large message to and fro between ranks 0 and 1; "together" has every rank
+        send its tensor to the next one, message by message. "adding" and "copying" are rank 0 alone at it, "all_adding"
+        all ranks. Where one message follows another they go through the tensor; the ping-pong is played with the same
+        one again, as a rank of a naive topology sends the same tensor again.
+
+        Args:
+            device: where the tensors are; on "meta" they have a size and no content.
+        """
+        rank, size = dist.get_rank(), dist.get_world_size()
+        tiny = torch.ones(1, device=device)
+        shape = self.messages, self.message_bytes // NUMBER_BYTES
+        parts, others = (list(torch.ones(shape, device=device)) for _ in range(2))
+        pairs = list(zip(parts, others, strict=True))
+
+        def ping_pong(tensor: Tensor) -> None:
+            if rank == 0:
+                dist.send(tensor, 1)
+                dist.recv(tensor, 1)
+            elif rank == 1:
+                dist.recv(tensor, 0)
+                dist.send(tensor, 0)
+
+        def shift_all() -> None:
+            for part, received in pairs:
+                shift(part, received)
+
+        def add() -> None:
+            for part, other in itertools.islice(itertools.cycle(pairs), self.additions):
+                torch.add(part, other, out=part)
+
+        def copy() -> None:
+            for part, other in pairs:
+                part.copy_(other)
+
+        computing: dict[str, Callable[[], object]] = {
+            "adding": lambda: add() if rank == 0 else None,
+            "copying": lambda: copy() if rank == 0 else None,
+        }
+        if size == 1:
+            return computing
+        return {
+            "tiny": lambda: ping_pong(tiny),
+            "alone": lambda: ping_pong(parts[0]),
+            "together": shift_all,
+            "all_adding": add,
+            **computing,
+        }
+
+    def costs(self, seconds: Mapping[str, list[float]], world_size: int) -> Costs:
+        """The model's numbers.
+
+        Args:
+            seconds: of each round of `works`; the medians count.
+            world_size: ranks that ran them.
+        """
+        typical = {name: statistics.median(of_rounds) for name, of_rounds in seconds.items()}
+        combined = self.additions * self.message_bytes / typical["adding"]
+        copied = self.messages * self.message_bytes / typical["copying"]
+        if world_size == 1:
+            return Costs(Link(), math.inf, combined, copied)
+        alone = typical["alone"] / 2
+        latency = min(typical["tiny"], alone) / 2  # on a busy computer, either may be unlucky
+        link = Link(latency, self.message_bytes / (alone - latency))
+        moved = self.messages * world_size * (self.message_bytes + latency * link.bytes_per_second)
+        ranks_at_once = max(1, world_size * typical["adding"] / typical["all_adding"])
+        return Costs(link, moved / typical["together"], combined, copied, ranks_at_once)
+
+
+def measure(work: Callable[[], object], rounds: int) -> float:
+    """Seconds until the slowest rank has finished, the median of `rounds`."""
+    [seconds] = seconds_in_turn({"work": work}, rounds).values()
+    return statistics.median(seconds)
+
+
+def seconds_in_turn(
+    works: Mapping[str, Callable[[], object]], rounds: int, in_a_row: int = 1
+) -> dict[str, list[float]]:
+    """Seconds that the slowest rank takes, from when it left a barrier, of each in each round; the first is left out.
+
+    In each round one follows the other, to and fro: what a computer does besides, and how fast it is just then,
+    concerns them all.
+
+    Args:
+        works: what each rank runs, by name.
+        rounds: how often each is measured.
+        in_a_row: how often it runs each time; the seconds are those of one. Ranks that share cores leave the barrier
+            one after the other; of several in a row, only the first has to wait for the last rank to come.
+    """
+    seconds: dict[str, list[float]] = {name: [] for name in works}
+    for turn in range(1 + rounds):
+        for name in list(works)[:: -1 if turn % 2 else 1]:
+            dist.barrier()
+            started = time.perf_counter()
+            for _ in range(in_a_row):
+                works[name]()
+            slowest = torch.tensor(time.perf_counter() - started, dtype=torch.float64)
+            dist.all_reduce(slowest, dist.ReduceOp.MAX)
+            seconds[name].append(slowest.item() / in_a_row)
+    return {name: of_one[1:] for name, of_one in seconds.items()}

@@ -1,0 +1,144 @@
+"""The ring all-reduce by hand: chunks go round a ring of ranks, in messages of about 1 MB.
+
+The algorithm: Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations", 2009.
+
+Most of the time is that of copying, in the kernel, what ranks send each other. What is left to save is in between:
+whenever a rank is woken up for a message, the copying has emptied the caches, and each Python or torch function that it
+calls for the first time since then costs tens of microseconds. So all that depends only on the sizes is worked out once
+(`_route`), the segments are made in one call, and messages go through the process group's own methods.
+"""
+
+import functools
+from collections.abc import Callable, Iterator
+from itertools import zip_longest
+from typing import Any, NamedTuple
+
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ReduceOp
+
+from distlab.collectives.buffers import InPlace, Op, reduce_function, scratch_buffer
+
+BOTH_WAYS_BYTES = 16_000_000
+SEGMENT_BYTES = 1_000_000
+AHEAD = 3  # segments that a rank sends more than it has received: all of a chunk would not find room in the caches
+
+
+def allreduce_ring(
+    tensor: Tensor,
+    op: Op = ReduceOp.SUM,
+    both_ways_bytes: int = BOTH_WAYS_BYTES,
+    segment_bytes: int = SEGMENT_BYTES,
+) -> None:
+    """Combine all tensors on every rank: chunks go round a ring, first to be combined, then to be handed out.
+
+    Each rank sends 2 (n - 1) / n of the tensor, whatever the world size n, and receives as much at the same time. Of a
+    large tensor one half goes round the other way, so that between any two neighbours, too, both directions are busy
+    (between two ranks they are anyway); a smaller one is not worth twice as many messages.
+
+    Args:
+        tensor: this rank's; the result on every rank.
+        op: how to combine.
+        both_ways_bytes: large is a tensor with at least this much for each rank.
+        segment_bytes: a chunk travels in messages of about this much.
+    """
+    combine = reduce_function(op, tensor.dtype)
+    size = dist.get_world_size()
+    if size == 1:
+        return
+    with InPlace(tensor) as data:
+        flat = data.view(-1)
+        halves = flat.tensor_split(2) if size > 2 and flat.nbytes >= size * both_ways_bytes else (flat,)
+        rings = [_around(half, step, combine, segment_bytes) for half, step in zip(halves, (1, -1), strict=False)]
+        for _ in zip_longest(*rings):
+            pass
+
+
+def _around(flat: Tensor, step: int, combine: Callable[..., Tensor], segment_bytes: int) -> Iterator[None]:
+    """All-reduce `flat` around the ring in one direction; yields when the messages of a turn are under way.
+
+    Args:
+        flat: (elements,), changed in place.
+        step: 1 to send to the next rank, -1 to the one before.
+        combine: the element-wise function.
+        segment_bytes: what a message is to have, about.
+    """
+    rank, size = dist.get_rank(), dist.get_world_size()
+    following, preceding = (rank + step) % size, (rank - step) % size
+    begin_to_send, begin_to_receive = _messages()
+    sizes, turns = _route(flat.numel(), flat.element_size(), rank, size, step, segment_bytes)
+    segments = flat.split_with_sizes(sizes)
+    to_combine = scratch_buffer(segments[0], number=step)  # always the same memory, which therefore stays in the caches
+    sends = []
+    for outgoing, arriving, is_combined in turns:
+        if is_combined:
+            received = to_combine if sizes[arriving] == sizes[0] else to_combine[: sizes[arriving]]
+        else:
+            received = segments[arriving]  # sent long ago: what arrives was made from what this rank sent of it
+        # Received first, sent then: where the other end is known to be ready, this thread writes the message, while its
+        # content is still in the caches; otherwise gloo's does, later.
+        work = begin_to_receive(received, preceding)
+        for number in outgoing:
+            sends.append(begin_to_send(segments[number], following))
+        yield
+        work.wait()
+        if is_combined:
+            combine(segments[arriving], received, out=segments[arriving])
+    for send in sends:
+        send.wait()
+
+
+def _messages() -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """What `dist.isend` and `dist.irecv` do, without their checks; and they themselves, where a stand-in took over."""
+    group = dist.group.WORLD
+    if group is None:
+        return dist.isend, dist.irecv
+    return (
+        lambda tensor, to: group.send([tensor], to, 0),
+        lambda tensor, source: group.recv([tensor], source, 0),
+    )
+
+
+class Turn(NamedTuple):
+    """A step of a rank's work; segments have numbers.
+
+    Attributes:
+        outgoing: the segments to send.
+        arriving: the one to receive meanwhile.
+        is_combined: with what this rank has of it; otherwise it is part of the result, and takes its place.
+    """
+
+    outgoing: tuple[int, ...]
+    arriving: int
+    is_combined: bool
+
+
+@functools.lru_cache(maxsize=64)  # of a model's buckets of gradients
+def _route(
+    elements: int, element_bytes: int, rank: int, size: int, step: int, segment_bytes: int
+) -> tuple[tuple[int, ...], tuple[Turn, ...]]:
+    """How a tensor goes round the ring: its segments' sizes, of which the first is the greatest, and the turns.
+
+    Each rank has a chunk that sets out from it and goes round nearly twice: first to be combined with those of the
+    other ranks, then to be handed out. So what arrives is what the rank before had a chunk ago, and what goes out is
+    what arrived a chunk ago. A chunk has as many segments as make them about `segment_bytes` each. A tensor of fewer
+    elements than ranks has empty ones, which travel all the same.
+    """
+    chunks = _sizes_of_parts(elements, size)
+    in_chunk = max(1, min(chunks[0], round(chunks[0] * element_bytes / segment_bytes)))
+    sizes = tuple(part for chunk in chunks for part in _sizes_of_parts(chunk, in_chunk))
+    passing = [
+        (rank - step * away) % size * in_chunk + number for away in range(2 * size - 1) for number in range(in_chunk)
+    ]
+    outgoing, arriving = passing[:-in_chunk], passing[in_chunk:]
+    ahead = min(AHEAD, in_chunk)
+    turns = []
+    for turn, number in enumerate(arriving):
+        sent_now = outgoing[turn + ahead - 1 if turn else 0 : turn + ahead]
+        turns.append(Turn(tuple(sent_now), number, is_combined=turn < (size - 1) * in_chunk))
+    return sizes, tuple(turns)
+
+
+def _sizes_of_parts(elements: int, parts: int) -> list[int]:
+    """So many elements in parts as equal as they can be, the larger ones first."""
+    return [elements // parts + (part < elements % parts) for part in range(parts)]

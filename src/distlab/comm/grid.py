@@ -1,0 +1,105 @@
+"""Where each rank stands when pipelines are replicated and layers are split: replica, stage, slice, neighbours."""
+
+from dataclasses import dataclass, replace
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from distlab.comm.devices import patient_threads
+from distlab.comm.traffic import traffic
+
+Layout = dict[str, int]  # ranks along each kind of parallelism; what is left out is 1
+
+
+@dataclass(frozen=True)
+class Grid:
+    """A rank's place among `dp` replicas of a pipeline of `pp` stages, each of them split over `tp` ranks.
+
+    Who talks most is next to each other in the order of ranks, so that most messages stay on one machine where they
+    can: the ranks that share each layer, then the stages, which talk once a micro-batch, then the replicas, which talk
+    once a step.
+
+    Attributes:
+        rank: of this process.
+        dp: replicas.
+        pp: stages of each.
+        tp: ranks that hold slices of each stage.
+    """
+
+    rank: int
+    dp: int
+    pp: int
+    tp: int = 1
+
+    @classmethod
+    def of(cls, rank: int, layout: Layout) -> "Grid":
+        """A rank's place in a run's layout; what the layout leaves out is 1."""
+        return cls(rank, layout.get("dp", 1), layout.get("pp", 1), layout.get("tp", 1))
+
+    @property
+    def replica(self) -> int:
+        return self.rank // (self.pp * self.tp)
+
+    @property
+    def stage(self) -> int:
+        return self.rank // self.tp % self.pp
+
+    @property
+    def is_last_stage(self) -> bool:
+        return self.stage == self.pp - 1
+
+    def rank_of(self, stage: int) -> int:
+        """The rank of the same slice of another stage of this replica's pipeline."""
+        return self.rank + (stage - self.stage) * self.tp
+
+    def describe(self, rank: int) -> str:
+        """A rank as it is called in messages: "rank 4 (stage 1 of replica 1)"."""
+        place = replace(self, rank=rank)
+        if self.pp == 1:
+            return f"rank {rank} (replica {place.replica})" if self.dp > 1 and self.tp > 1 else f"rank {rank}"
+        replica = f" of replica {place.replica}" if self.dp > 1 else ""
+        return f"rank {rank} (stage {place.stage}{replica})"
+
+    def mesh(self) -> DeviceMesh:
+        """The ranks as a mesh with the dimensions "dp", "pp" and "tp"; `get_group` gives the group along each.
+
+        Along "dp" are the ranks that hold what this one holds, in all replicas, along "tp" those that share this stage
+        with it. Every rank must call it, after `init_process_group`. The groups have the deadline of `traffic`, which
+        torch's `init_device_mesh` could not give them: it leaves them torch's 30 minutes.
+
+        Raises:
+            TrafficError: a rank does not come to make the groups.
+        """
+        ranks = torch.arange(self.dp * self.pp * self.tp).view(self.dp, self.pp, self.tp)
+        timeout = timedelta(seconds=traffic.timeout_seconds)
+
+        def along(dim: int) -> dist.ProcessGroup:
+            # A rank takes part in making every group, also of those that it is not in.
+            groups = ranks.movedim(dim, -1).flatten(0, 1).tolist()
+            with patient_threads():
+                own, _ = dist.new_subgroups_by_enumeration(groups, timeout=timeout)
+            assert own is not None
+            return own
+
+        with traffic.named("all ranks to make the groups of replicas, stages and slices"):
+            groups = [along(dim) for dim in range(3)]
+        return DeviceMesh.from_group(groups, "cpu", ranks, mesh_dim_names=("dp", "pp", "tp"))
+
+
+def layout_size(layout: Layout) -> int:
+    """Number of ranks of a layout: the product of its sizes (1 for one process)."""
+    size = 1
+    for ranks in layout.values():
+        size *= ranks
+    return size
+
+
+def layout_flags(layout: Layout) -> str:
+    """The flags that asked for a layout, as the user wrote them."""
+    if not layout:
+        return "one process"
+    if len(layout) == 1 or "pp" not in layout:
+        return f"--world-size {layout_size(layout)}"
+    return " ".join(f"--{name} {size}" for name, size in layout.items())

@@ -1,0 +1,37 @@
+"""Write a run's model as a folder that Hugging Face's transformers loads (see `simplellm.export`).
+
+python -m distlab.exchange.export RUN DIR
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+
+from distlab.exchange.reading import read_saved
+from distlab.run import command_line
+from distlab.run.logs import say
+from simplellm.export import check_free, export
+
+
+@dataclass
+class Request:
+    """What to export."""
+
+    run: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="RUN")]
+    """folder of a run with checkpoints, or of one checkpoint"""
+    folder: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="DIR")]
+    """folder to make"""
+
+
+def main(request: Request) -> None:
+    check_free(request.folder)
+    model = read_saved(request.run, say)
+    export(model, request.folder)
+    size = f"{model.parameter_count:,} parameters{model.after_steps}"
+    say(f"{request.folder}: {size}, config.json and the tokenizer, for transformers to load")
+
+
+if __name__ == "__main__":
+    command_line.run(main, Request, __doc__)

@@ -1,0 +1,38 @@
+"""Turn a Llama in Hugging Face's format into a run from which every script resumes (see `simplellm.import_hf`).
+
+python -m distlab.exchange.import_hf DIR OUT
+./launch.sh hybrid --resume OUT
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+
+from distlab.checkpoints.models import write_model
+from distlab.run import command_line
+from distlab.run.logs import say
+from simplellm.export import check_free
+from simplellm.import_hf import read_llama
+
+
+@dataclass
+class Request:
+    """What to import."""
+
+    folder: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="DIR")]
+    """folder with config.json, model.safetensors and tokenizer.model"""
+    out: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="OUT")]
+    """the run's folder, to make"""
+
+
+def main(request: Request) -> None:
+    check_free(request.out)
+    model = read_llama(request.folder)
+    write_model(request.out, model)
+    say(f"{request.out}: {model.parameter_count:,} parameters; go on with --resume {request.out}")
+
+
+if __name__ == "__main__":
+    command_line.run(main, Request, __doc__)

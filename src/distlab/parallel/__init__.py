@@ -1,0 +1,4 @@
+"""Data and tensor parallelism: gradients in buckets, layers in slices.
+
+May import `distlab.comm`.
+"""

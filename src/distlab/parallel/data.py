@@ -1,0 +1,238 @@
+"""Data parallelism: every rank holds the whole model and its own part of the batch.
+
+Gradients averaged over the ranks are those of the whole batch (Li et al., "PyTorch Distributed: Experiences on
+Accelerating Data Parallel Training", VLDB 2020, arXiv 2006.15704, for buckets and overlap); averaging weights now and
+then instead is local SGD or federated averaging (McMahan et al., arXiv 1602.05629).
+"""
+
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from distlab.comm.traffic import Transfer, traffic
+
+BUCKET_BYTES = 25_000_000
+
+
+class Bucket:
+    """Some parameters' gradients, side by side in one flat buffer, so that one message carries them all.
+
+    Attributes:
+        index: place in the order in which the backward pass fills the buckets.
+        flat: (elements,), the gradients.
+        views: per parameter, its part of `flat` in the parameter's shape.
+    """
+
+    def __init__(self, index: int, parameters: Sequence[Tensor]) -> None:
+        self.index = index
+        self.parameters = parameters
+        first = parameters[0]
+        self.flat = torch.zeros(sum(p.numel() for p in parameters), dtype=first.dtype, device=first.device)
+        self.views = [
+            part.view_as(p)
+            for p, part in zip(parameters, self.flat.split([p.numel() for p in parameters]), strict=True)
+        ]
+        self.missing = 0
+
+    def __str__(self) -> str:
+        return f"the gradients of bucket {self.index}"
+
+
+class GradientBuckets:
+    """Collects gradients into buckets while the backward pass computes them, and says when each bucket is full.
+
+    The backward pass reaches the last layers first, so buckets are filled from the model's end, and handed to
+    `on_full` in that order on every rank. After it, each `parameter.grad` is a view of its bucket: what happens to
+    the flat buffer (an average, say) has happened to the gradient, without a copy back. Tied parameters count once,
+    frozen ones not at all.
+
+    Args:
+        parameters: the model's, in the order of the model.
+        on_full: called with a bucket when its last gradient is there, from within the backward pass.
+        backward_passes: gradients are accumulated over this many backward passes before a bucket is full.
+        bucket_bytes: a bucket is closed when it holds this much; small ones start early, large ones are few messages.
+    """
+
+    def __init__(
+        self,
+        parameters: Iterable[Tensor],
+        on_full: Callable[[Bucket], None],
+        backward_passes: int = 1,
+        bucket_bytes: int = BUCKET_BYTES,
+    ) -> None:
+        self._on_full, self._backward_passes = on_full, backward_passes
+        self._buckets = [
+            Bucket(index, group) for index, group in enumerate(_split(list(parameters)[::-1], bucket_bytes))
+        ]
+        for bucket in self._buckets:
+            for parameter, view in zip(bucket.parameters, bucket.views, strict=True):
+                parameter.register_post_accumulate_grad_hook(self._collector(bucket, view))
+        self.expect_gradients()
+
+    def __iter__(self) -> Iterator[Bucket]:
+        return iter(self._buckets)
+
+    def flush(self) -> None:
+        """Hand over what the backward pass left incomplete; parameters that took no part get a gradient of zero."""
+        for bucket in self._buckets[self._full :]:
+            for parameter, view in zip(bucket.parameters, bucket.views, strict=True):
+                if parameter.grad is None:
+                    parameter.grad = view.zero_()
+            self._on_full(bucket)
+        self.expect_gradients()
+
+    def expect_gradients(self) -> None:
+        """Begin a step: no bucket has anything yet."""
+        self._full = 0  # the buckets before this index have been handed over
+        for bucket in self._buckets:
+            bucket.missing = self._backward_passes * len(bucket.parameters)
+
+    def _collector(self, bucket: Bucket, view: Tensor) -> Callable[[Tensor], None]:
+        """The hook that runs when a parameter's gradient has been accumulated."""
+
+        def collect(parameter: Tensor) -> None:
+            if parameter.grad is not view:  # the first gradient after zero_grad() is a tensor of its own
+                assert parameter.grad is not None
+                view.copy_(parameter.grad)
+                parameter.grad = view
+            bucket.missing -= 1
+            # In order: on ranks that fill bucket 1 first, it waits for bucket 0, or the ranks' messages would not
+            # match.
+            while self._full < len(self._buckets) and self._buckets[self._full].missing == 0:
+                self._full += 1
+                self._on_full(self._buckets[self._full - 1])
+
+        return collect
+
+
+def _split(parameters: Sequence[Tensor], bucket_bytes: int) -> Iterator[list[Tensor]]:
+    """Consecutive parameters of one dtype and device, closed at `bucket_bytes`; frozen ones are left out."""
+    group: list[Tensor] = []
+    for parameter in parameters:
+        if not parameter.requires_grad:
+            continue
+        full = sum(p.nbytes for p in group) >= bucket_bytes
+        if group and (full or (parameter.dtype, parameter.device) != (group[0].dtype, group[0].device)):
+            yield group
+            group = []
+        group.append(parameter)
+    if group:
+        yield group
+
+
+class MyDP(nn.Module):
+    """Wraps a model so that its backward pass averages the gradients over all ranks, as DistributedDataParallel does.
+
+    All ranks start from rank 0's weights and buffers. `loss.backward()` starts the average of each bucket as soon as
+    it is full, and returns when all have arrived; so the loop of one process needs no change. Every backward pass
+    averages: m micro-batches send m times what one average at the end of the step would.
+
+    Args:
+        model: on every rank the same architecture; the weights may differ.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+        broadcast_weights(model)
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.register_post_accumulate_grad_hook(self._finish_after_this_pass)
+        self._buckets = GradientBuckets(model.parameters(), on_full=self._average)
+        self._transfers: list[Transfer] = []
+        self._in_backward_pass = False
+
+    def forward(self, data: Tensor, target: Tensor | None = None) -> object:
+        """What the model returns for `data`, or for `(data, target)` where a target is given."""
+        if self._in_backward_pass:  # the last one ended with an exception
+            self._in_backward_pass = False
+            self._transfers.clear()
+            self._buckets.expect_gradients()
+        return self.model(data) if target is None else self.model(data, target)
+
+    def _average(self, bucket: Bucket) -> None:
+        self._transfers.append(traffic.all_reduce(bucket.flat, str(bucket), kind="gradients"))
+
+    def _finish_after_this_pass(self, _: Tensor) -> None:
+        if not self._in_backward_pass:
+            self._in_backward_pass = True
+            torch.autograd.Variable._execution_engine.queue_callback(self._finish)
+
+    def _finish(self) -> None:
+        self._buckets.flush()
+        for transfer in self._transfers:
+            transfer.wait()
+        self._transfers.clear()
+        self._in_backward_pass = False
+
+
+def average_bucket(_: object, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+    """DistributedDataParallel's communication hook: its average, but through `traffic`, which counts what is sent."""
+    name = f"the gradients of bucket {bucket.index()}"
+    transfer = traffic.all_reduce(bucket.buffer(), name, kind="gradients")
+    return transfer.future(is_waited_for=bucket.is_last())
+
+
+def settle_buckets(wrapped: nn.Module, loss: Callable[[], Tensor]) -> None:
+    """Have torch's wrapper put the gradients into the buckets that it uses from the second step of a run on.
+
+    It forms them anew after its first backward pass, in the order in which the gradients came. A sum that is rounded
+    depends on the place that it has in a bucket, so a run that goes on has made a pass before, too.
+
+    Args:
+        wrapped: the model in its wrapper; its gradients are none afterwards.
+        loss: of any input.
+    """
+    loss().backward()
+    wrapped.zero_grad(set_to_none=True)
+
+
+def broadcast_weights(model: nn.Module) -> None:
+    """Overwrite every rank's parameters and buffers with rank 0's."""
+    transfers = []
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        weights = tensor.detach().contiguous()
+        transfers.append((traffic.broadcast(weights, f"the weights {name}", kind="weights"), tensor.detach(), weights))
+    for transfer, own, received in transfers:
+        transfer.wait()
+        if own.data_ptr() != received.data_ptr():
+            own.copy_(received)
+
+
+def flatten_weights(model: nn.Module) -> Tensor:
+    """Move a model's parameters into one buffer, of which they become views, and return it: (elements,).
+
+    What happens to the buffer has then happened to the parameters, and one message carries them all.
+    """
+    parameters = list(model.parameters())
+    flat = torch.cat([p.detach().flatten() for p in parameters])
+    for parameter, part in zip(parameters, flat.split([p.numel() for p in parameters]), strict=True):
+        parameter.data = part.view_as(parameter)
+    return flat
+
+
+def check_parameter_closeness(model: nn.Module) -> bool:
+    """True on every rank if all ranks' parameters, also tied and frozen ones, are close to rank 0's; else False."""
+    parameters = list(model.named_parameters())
+    kinds = repr([(name, parameter.shape, parameter.dtype) for name, parameter in parameters])
+    device = parameters[0][1].device
+    if not _same_everywhere(torch.tensor(zlib.crc32(kinds.encode()), device=device)):
+        return False
+    close = True
+    for name, parameter in parameters:
+        rank_0s = parameter.detach().clone(memory_format=torch.contiguous_format)
+        traffic.broadcast(rank_0s, f"the weights {name}", kind="check").wait()
+        close = close and torch.allclose(parameter, rank_0s, equal_nan=True)
+    verdict = torch.tensor(int(close), device=device)
+    traffic.all_reduce(verdict, "the ranks' verdicts", kind="check", op=dist.ReduceOp.MIN).wait()
+    return bool(verdict)
+
+
+def _same_everywhere(values: Tensor) -> bool:
+    least, most = values.clone(), values.clone()
+    traffic.all_reduce(least, "the shapes of a model", kind="check", op=dist.ReduceOp.MIN).wait()
+    traffic.all_reduce(most, "the shapes of a model", kind="check", op=dist.ReduceOp.MAX).wait()
+    return torch.equal(least, most)

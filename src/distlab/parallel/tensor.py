@@ -1,0 +1,262 @@
+"""Tensor parallelism: every rank holds a slice of each layer, and all of them work on the same batch.
+
+Split the first matrix of a pair by its outputs (columns) and the second by its inputs (rows): each rank then computes
+its share of what lies between them, attention heads or hidden units, on its own, and the ranks' results only have to be
+added up (Megatron-LM: Shoeybi et al., arXiv 1909.08053). Norms and residuals are computed by every rank, or, with
+sequence parallelism, by each for its slice of the sequence (Korthikanti et al., arXiv 2205.05198). What the ranks
+exchange is in distlab.parallel.tp_group.
+"""
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Literal
+
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from distlab.comm.traffic import members
+from distlab.parallel.tp_group import (
+    BACKWARD,
+    LAYERS,
+    NORMS,
+    SEQUENCE,
+    VOCABULARY,
+    TPGroup,
+    copy_to,
+    gather,
+    gather_to,
+    reduce_from,
+    reduce_scatter,
+    shard_sizes,
+)
+from distlab.parallel.vocabulary import VocabularyParallelEmbedding
+from simplellm.errors import InputError
+from simplellm.llama import MLP, Attention, Linear
+
+Style = Literal["naive", "megatron"]
+Exchange = Callable[[Tensor, TPGroup], Tensor]
+
+
+def shard(
+    net: nn.Module,
+    style: Style = "megatron",
+    group: "dist.ProcessGroup | None" = None,
+    sequence_parallel: bool = False,
+) -> None:
+    """Leave this rank's slices of the layers in `net`, which so far holds the whole of each, on every rank the same.
+
+    Weights keep their names, and become slices of what they were; nothing random happens. The model's code stays what
+    it is: what the ranks have to exchange hangs before and after its modules, as hooks.
+
+    With the style "megatron", `copy_to` comes before each `Attention` and `MLP`, and `reduce_from` after it. Embeddings
+    and the head, the one `Linear` outside of these, are split over the vocabulary; the loss of the head's slice of the
+    logits is `vocabulary_parallel_loss`. The rest, such as the gains of the norms, is on every rank, with the same
+    gradients.
+
+    With the style "naive" every `Linear` is split by its outputs, which are gathered at once; embeddings are whole, and
+    so are the logits.
+
+    Every rank builds the whole model first, and each whole weight is let go as it is cut. An initial weight is drawn in
+    one piece, whatever part of it a rank keeps; and before there are gradients, optimizer and activations, one copy of
+    the weights is less memory than a training step takes, on the lab's few ranks. A model that no host can hold would
+    be built on the meta device and drawn layer by layer.
+
+    Args:
+        net: any module with simplellm's `Attention`, `MLP` or `Linear`, or an `nn.Embedding` in it: the model, a stage.
+        style: what is split, and how.
+        group: the ranks that share the model; by default, all.
+        sequence_parallel: between attention and MLP, each rank has a slice of the sequence; "megatron" only, and only
+            for a whole model, which takes token ids (batch, seq) first.
+
+    Raises:
+        InputError: the module cannot be split so; it is then as it was.
+    """
+    parts = _Parts(net)
+    parts.check(style, len(members(group)), sequence_parallel)
+    if style == "naive":
+        _split_naively(parts, group)
+    else:
+        _split_in_pairs(parts, group, sequence_parallel)
+
+
+class _Parts:
+    """What there is to split in a module.
+
+    Attributes:
+        net: the module.
+        pairs: by name, what is built of two linear layers, or rows of such, one after the other.
+        heads: by name, the linear layers outside of them.
+        embeddings: by name.
+    """
+
+    def __init__(self, net: nn.Module) -> None:
+        self.net = net
+        modules = dict(net.named_modules())
+        self.pairs = {name: module for name, module in modules.items() if isinstance(module, Attention | MLP)}
+        inner = {layer for pair in self.pairs.values() for layer in pair.modules()}
+        self.heads = {
+            name: module for name, module in modules.items() if isinstance(module, Linear) and module not in inner
+        }
+        self.embeddings = {name: module for name, module in modules.items() if isinstance(module, nn.Embedding)}
+
+    def linears(self) -> Iterator[tuple[str, Linear]]:
+        """Every linear layer, in the model's order."""
+        for name, module in self.net.named_modules():
+            if isinstance(module, Linear):
+                yield name, module
+
+    def check(self, style: Style, ranks: int, sequence_parallel: bool) -> None:
+        """Raise `InputError` unless all of it can be split."""
+        if not (self.pairs or self.heads or self.embeddings) or "" in self.embeddings:
+            raise InputError("nothing in this module can be split: it needs layers of simplellm's, or embeddings")
+        if sequence_parallel and (style == "naive" or not self.heads or not self.embeddings):
+            raise InputError("sequence parallelism is for a whole model whose layers are split in pairs")
+        split: set[nn.Module] = {linear for _, linear in self.linears()}
+        if style == "megatron":
+            split.update(self.embeddings.values())
+        owners: dict[nn.Parameter, list[str]] = {}
+        for name, module in self.net.named_modules():
+            for parameter in module.parameters(recurse=False):
+                owners.setdefault(parameter, []).append(name)
+        for module in split:
+            weight = module.get_parameter("weight")
+            names = owners[weight]
+            if hasattr(weight, "held_slice"):
+                raise InputError(f"{names[0]} is split already: give the whole model")
+            if len(names) > 1:
+                raise InputError(f"{' and '.join(names)} have one weight, which would become two: untie them first")
+        if style == "megatron":
+            self._check_pairs_and_ends(ranks)
+
+    def _check_pairs_and_ends(self, ranks: int) -> None:
+        for pair in self.pairs.values():
+            if isinstance(pair, Attention):
+                queries, keys = pair.q_proj.out_features, pair.k_proj.out_features
+                check_division(queries // pair.head_dim, keys // pair.head_dim, ranks)
+        if len(self.heads) > 1:
+            raise InputError(f"{' and '.join(self.heads)}: one linear layer outside attention and MLP can be the head")
+        rows = {name: head.out_features for name, head in self.heads.items()}
+        rows |= {name: embedding.num_embeddings for name, embedding in self.embeddings.items()}
+        for name, vocab_size in rows.items():
+            if vocab_size < ranks:
+                raise InputError(f"{name} has {vocab_size} rows, which {ranks} tensor-parallel ranks cannot share")
+        for name, embedding in self.embeddings.items():
+            if embedding.max_norm is not None or embedding.scale_grad_by_freq or embedding.sparse:
+                raise InputError(f"{name}: an embedding with max_norm, scale_grad_by_freq or sparse cannot be split")
+
+
+def _split_naively(parts: _Parts, group: "dist.ProcessGroup | None") -> None:
+    """Split each linear layer on its own by its outputs: its input comes whole, its output leaves whole."""
+    for name, linear in parts.linears():
+        tp_group = TPGroup(name, VOCABULARY if name in parts.heads else LAYERS, group)
+        whole = partial(gather, length=linear.out_features)
+        _keep_slice(linear, tp_group, dim=0)
+        _around(linear, tp_group, before=copy_to, after=whole)
+
+
+def _split_in_pairs(parts: _Parts, group: "dist.ProcessGroup | None", sequence_parallel: bool) -> None:
+    """Split by their outputs the layers that begin attention and MLP, by its inputs the one that ends them."""
+    enter, leave = _split_sequence(parts, group) if sequence_parallel else (copy_to, reduce_from)
+    for name, pair in parts.pairs.items():
+        tp_group = TPGroup(name, LAYERS, group)
+        if isinstance(pair, Attention):
+            columns, row = [pair.q_proj, pair.k_proj, pair.v_proj], pair.o_proj
+        else:
+            columns, row = [pair.gate_proj, pair.up_proj], pair.down_proj
+        for column in columns:
+            _keep_slice(column, tp_group, dim=0)
+        _keep_slice(row, tp_group, dim=1)
+        _around(pair, tp_group, before=enter, after=leave)
+    for name, embedding in parts.embeddings.items():
+        tp_group = TPGroup(name, VOCABULARY, group)
+        split = VocabularyParallelEmbedding(embedding, tp_group)
+        _around(split, tp_group, after=leave)
+        for path, module in list(parts.net.named_modules(remove_duplicate=False)):
+            if module is embedding:
+                parent, _, attribute = path.rpartition(".")
+                setattr(parts.net.get_submodule(parent), attribute, split)
+    for name, head in parts.heads.items():
+        tp_group = TPGroup(name, VOCABULARY, group)
+        _keep_slice(head, tp_group, dim=0)
+        _around(head, tp_group, before=enter)
+
+
+def _split_sequence(parts: _Parts, group: "dist.ProcessGroup | None") -> tuple[Exchange, Exchange]:
+    """Hand out slices of the sequence between layers; returns what to do before and after these, which take it whole.
+
+    What is not split, the norms' gains, then gets on each rank the gradient of its own positions only.
+    """
+    seq = 0  # a slice does not tell the length of the whole, if the ranks do not divide it
+
+    def remember_length(_: nn.Module, args: tuple[Tensor, ...]) -> None:
+        nonlocal seq
+        seq = args[0].shape[SEQUENCE]
+
+    parts.net.register_forward_pre_hook(remember_length)
+    split = {linear.weight for _, linear in parts.linears()} | {e.weight for e in parts.embeddings.values()}
+    for name, parameter in parts.net.named_parameters():
+        if parameter not in split and parameter.requires_grad:
+            tp_group = TPGroup(name.rpartition(".")[0], NORMS, group)
+            parameter.register_hook(partial(tp_group.all_reduce, what=BACKWARD))
+    return lambda x, tp_group: gather_to(x, tp_group, seq), reduce_scatter
+
+
+def check_division(num_heads: int, num_kv_heads: int | None, ranks: int) -> None:
+    """Raise `InputError` unless each rank can hold as many heads, of queries and of keys and values, as the others."""
+    for flag, heads in (("--num-heads", num_heads), ("--num-kv-heads", num_kv_heads)):
+        if heads is not None and heads % ranks:
+            raise InputError(
+                f"{flag} {heads} among {ranks} tensor-parallel ranks: each must hold as many heads as the others; "
+                f"give a multiple of {ranks}, or a number of ranks that divides {heads}"
+            )
+
+
+def _keep_slice(linear: Linear, tp_group: TPGroup, dim: int) -> None:
+    """Cut the weight (outputs, inputs) down to this rank's slice along `dim`, a copy: the whole can be forgotten."""
+    linear.weight = tp_group.own_parameter(linear.weight, dim)
+    linear.out_features, linear.in_features = linear.weight.shape
+
+
+def _around(
+    module: nn.Module, tp_group: TPGroup, before: Exchange | None = None, after: Exchange | None = None
+) -> None:
+    """Have a module's first input go through `before`, and its output through `after`."""
+    if before is not None:
+        module.register_forward_pre_hook(lambda _, args: (before(args[0], tp_group), *args[1:]))
+    if after is not None:
+        module.register_forward_hook(lambda _module, _args, output: after(output, tp_group))
+
+
+def bytes_per_layer(
+    style: Style,
+    ranks: int,
+    batch: int,
+    seq: int,
+    dmodel: int,
+    element_bytes: int,
+    sequence_parallel: bool = False,
+    kv_width: int | None = None,
+) -> tuple[int, int]:
+    """What a rank sends for one layer of the lab's Llama, forward and backward, for activations (batch, seq, dmodel).
+
+    `kv_width` is the width of the keys, dmodel unless they have fewer heads; for "megatron" it makes no difference.
+    Round a ring, an all-reduce sends 2 (ranks - 1) / ranks times the tensor's bytes from each rank; an all-gather or a
+    reduce-scatter (ranks - 1) times the bytes of the longest slice, about half as much.
+    """
+    token_bytes = batch * seq * element_bytes
+
+    def all_reduce(width: int) -> int:
+        return 2 * (ranks - 1) * width * token_bytes // ranks
+
+    def all_gather(width: int) -> int:
+        return (ranks - 1) * shard_sizes(width, ranks)[0] * token_bytes
+
+    if style == "naive":
+        hidden, keys = 4 * dmodel, dmodel if kv_width is None else kv_width
+        attention = [(dmodel, dmodel), (dmodel, keys), (dmodel, keys), (dmodel, dmodel)]  # q, k, v, o
+        shapes = [*attention, (dmodel, hidden), (dmodel, hidden), (hidden, dmodel)]  # gate, up, down
+        return sum(all_gather(outputs) for _, outputs in shapes), sum(all_reduce(inputs) for inputs, _ in shapes)
+    pair = all_reduce(dmodel)
+    if sequence_parallel:  # an all-gather before the pair and a reduce-scatter after it, or the other way round
+        pair = 2 * (ranks - 1) * shard_sizes(seq, ranks)[0] * batch * dmodel * element_bytes
+    return 2 * pair, 2 * pair

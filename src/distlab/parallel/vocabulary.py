@@ -1,0 +1,101 @@
+"""An embedding and a loss of which each rank holds its slice of the vocabulary: no rank has whole logits."""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.distributed import ReduceOp
+
+from distlab.parallel.tp_group import FORWARD, VOCABULARY, TPGroup
+from simplellm.errors import InputError
+
+
+def own_rows(ids: Tensor, vocab_size: int, tp_group: TPGroup) -> tuple[Tensor, Tensor]:
+    """Where this rank's slice has the tokens `ids` (any shape), and which of them other ranks have: row 0, masked.
+
+    A token outside the vocabulary gets a row that no rank has, so that torch refuses it on all ranks as it does in the
+    whole model: with an exception on the CPU; on CUDA, where to look at the ids would stop the stream, by an assertion
+    in the kernel.
+    """
+    first, end = tp_group.own_range(vocab_size)
+    elsewhere = ((ids >= 0) & (ids < first)) | ((ids >= end) & (ids < vocab_size))
+    return (ids - first).masked_fill(elsewhere, 0), elsewhere
+
+
+class VocabularyParallelEmbedding(nn.Embedding):
+    """The embeddings of this rank's slice of the vocabulary; zero for all other tokens, so that the ranks' add up.
+
+    Args:
+        whole: the embedding of the whole vocabulary.
+        tp_group: the ranks that share it.
+    """
+
+    def __init__(self, whole: nn.Embedding, tp_group: TPGroup) -> None:
+        self.vocab_size, self.tp_group = whole.num_embeddings, tp_group
+        first, end = tp_group.own_range(self.vocab_size)
+        padding_idx = whole.padding_idx
+        if padding_idx is not None:
+            padding_idx = padding_idx - first if first <= padding_idx < end else None
+        super().__init__(end - first, whole.embedding_dim, padding_idx, _weight=whole.weight.detach()[first:end])
+        self.weight = tp_group.own_parameter(whole.weight, dim=0)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """Token ids (batch, seq) -> this rank's part of their embeddings (batch, seq, dmodel).
+
+        Raises:
+            IndexError: a token is outside the vocabulary, on the CPU; see `own_rows`.
+        """
+        rows, elsewhere = own_rows(ids, self.vocab_size, self.tp_group)
+        return super().forward(rows).masked_fill(elsewhere.unsqueeze(-1), 0)
+
+
+def vocabulary_parallel_loss(
+    logits: Tensor, target: Tensor, vocab_size: int, group: "dist.ProcessGroup | None" = None
+) -> Tensor:
+    """What `causalLLMLoss` is for whole logits, on every rank, from the ranks' slices of them.
+
+    The ranks exchange three numbers for each token, and nothing in the backward pass.
+
+    Args:
+        logits: (batch, seq, own slice of vocab), in any floating dtype.
+        target: (batch, seq), int64.
+        vocab_size: of the whole vocabulary.
+        group: the ranks that share the head; by default, all.
+
+    Raises:
+        InputError: the sequences are too short to predict anything.
+        RuntimeError: a token is outside the vocabulary, on the CPU; see `own_rows`.
+    """
+    if target.shape[1] < 2:
+        raise InputError(f"--seq-len {target.shape[1]} leaves no token to predict: it must be at least 2")
+    tp_group = TPGroup("the loss", VOCABULARY, group)
+    next_token = target.to(logits.device).roll(-1, dims=1).unsqueeze(-1)
+    loss: Tensor = _VocabularyParallelLoss.apply(logits.float(), *own_rows(next_token, vocab_size, tp_group), tp_group)
+    return loss
+
+
+class _VocabularyParallelLoss(torch.autograd.Function):
+    """Cross-entropy is log(sum of exp(logits)) - the logit of the next token: a maximum and two sums over the ranks."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, next_token: Tensor, elsewhere: Tensor, tp_group: TPGroup) -> Tensor:
+        greatest = tp_group.all_reduce(logits.amax(-1, keepdim=True), FORWARD, ReduceOp.MAX)
+        shifted = logits - greatest  # no logit is above 0, so that exp() cannot overflow
+        own_logit = shifted.gather(-1, next_token).masked_fill(elsewhere, 0)
+        probabilities = shifted.exp_()
+        sums = torch.stack([probabilities.sum(-1, keepdim=True), own_logit])
+        total, logit = tp_group.all_reduce(sums, FORWARD)
+        ctx.save_for_backward(probabilities.div_(total), next_token, elsewhere)
+        # The last position has no next token, as in causalLLMLoss.
+        return (total.log() - logit)[:, :-1].mean()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_loss: Tensor) -> tuple[Tensor, None, None, None]:
+        probabilities, next_token, elsewhere = ctx.saved_tensors
+        own = (~elsewhere).to(probabilities.dtype)
+        grad = probabilities.scatter_add(-1, next_token, -own)  # softmax - one_hot, this rank's slice of both
+        grad[:, -1] = 0
+        return grad.mul_(grad_loss / next_token[:, 1:].numel()), None, None, None

@@ -1,0 +1,52 @@
+"""Counts the bytes that autograd keeps between a forward and its backward pass."""
+
+import contextlib
+from collections import Counter
+from collections.abc import Iterable, Iterator
+
+import torch
+from torch import Tensor
+
+
+class SavedActivations:
+    """Counts what is saved for backward passes that have not come yet, each storage once, parameters not.
+
+    Attributes:
+        now_bytes: kept at the moment.
+        peak_bytes: the most that was ever kept.
+    """
+
+    def __init__(self, parameters: Iterable[Tensor]) -> None:
+        self._not_counted = {p.untyped_storage().data_ptr() for p in parameters}
+        self._users: Counter[int] = Counter()
+        self.now_bytes = self.peak_bytes = 0
+
+    @contextlib.contextmanager
+    def counting(self) -> Iterator[None]:
+        """Count what the forward passes inside save."""
+        with torch.autograd.graph.saved_tensors_hooks(lambda tensor: _Kept(self, tensor), lambda kept: kept.tensor):
+            yield
+
+    def keep(self, tensor: Tensor) -> "_Kept":
+        """Count a tensor that is kept by hand, for as long as the returned object lives."""
+        return _Kept(self, tensor)
+
+    def _add(self, storage: torch.UntypedStorage, users: int) -> None:
+        address = storage.data_ptr()
+        if address in self._not_counted or storage.nbytes() == 0:
+            return
+        was_kept = self._users[address] > 0
+        self._users[address] += users
+        self.now_bytes += storage.nbytes() * ((self._users[address] > 0) - was_kept)
+        self.peak_bytes = max(self.peak_bytes, self.now_bytes)
+
+
+class _Kept:
+    """A saved tensor, counted from its making until it is dropped."""
+
+    def __init__(self, counter: SavedActivations, tensor: Tensor) -> None:
+        self._counter, self.tensor = counter, tensor.detach()
+        counter._add(tensor.untyped_storage(), 1)
+
+    def __del__(self) -> None:
+        self._counter._add(self.tensor.untyped_storage(), -1)

@@ -1,0 +1,135 @@
+"""Draws who does what when: planned schedules, measured runs, and one laid over the other."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from distlab.comm.recorder import COMPUTE, WAIT
+from distlab.pipeline.plan import Plan
+from distlab.reports.trace import Trace
+from simplellm.errors import InputError
+
+COLORS = {"F": "#8db4dd", "B": "#f0b267", "wait": "#ececec", "compute": "#8db4dd"}
+
+
+@dataclass(frozen=True)
+class Bar:
+    """A stretch of time in a row.
+
+    Attributes:
+        row: from 0, at the top.
+        start, end: on the panel's axis.
+        label: written into the bar; its first letter, or the whole, gives the colour (see `COLORS`).
+        low, high: the part of the row's height that the bar takes.
+    """
+
+    row: int
+    start: float
+    end: float
+    label: str
+    low: float = 0.08
+    high: float = 0.92
+
+
+@dataclass(frozen=True)
+class Panel:
+    """One picture of several rows."""
+
+    title: str
+    rows: list[str]
+    bars: list[Bar]
+    unit: str
+
+
+def planned_panel(title: str, plan: Plan, unit: str = "ticks") -> Panel:
+    """A plan alone."""
+    bars = [Bar(row, span.start, span.end, str(span.action)) for row, spans in enumerate(plan.spans) for span in spans]
+    return Panel(title, [f"stage {row}" for row in range(len(plan.spans))], bars, unit)
+
+
+def measured_panel(title: str, trace: Trace) -> Panel:
+    """The typical step of a run; for a pipeline, with the plan for the measured costs above each rank's bars."""
+    step, plan = trace.typical_step(), trace.plan()
+    if plan is None:
+        origin = min(event.start for event in step)
+    else:
+        passes = [event for r, rank in enumerate(trace.ranks) for event in rank.within(step[r], COMPUTE)]
+        origin = min(event.start for event in passes)
+    bars = []
+    for row, rank in enumerate(trace.ranks):
+        low, high = (0.08, 0.92) if plan is None else (0.4, 0.95)
+        if plan is None:
+            bars.append(Bar(row, step[row].start, step[row].end, "compute", low, high))
+        for event in [*rank.within(step[row], WAIT), *rank.within(step[row], COMPUTE)]:
+            bars.append(Bar(row, event.start, event.end, "wait" if event.kind == WAIT else event.name, low, high))
+    bars = [Bar(b.row, (b.start - origin) * 1e3, (b.end - origin) * 1e3, b.label, b.low, b.high) for b in bars]
+    if plan is not None:
+        for row in range(len(trace.ranks)):
+            for span in plan.spans[trace.place(row).stage]:
+                bars.append(Bar(row, span.start * 1e3, span.end * 1e3, str(span.action), 0.1, 0.34))
+    return Panel(title, [trace.describe(rank).replace(" (", "\n(") for rank in range(len(trace.ranks))], bars, "ms")
+
+
+def draw(png: Path, panels: Sequence[Panel]) -> None:
+    """Write a figure with one panel below the other.
+
+    Raises:
+        InputError: the file cannot be written, or its name does not tell a format that there is.
+    """
+    plt = pyplot()
+    heights = [0.5 * len(panel.rows) + 0.9 for panel in panels]
+    figure, grid = plt.subplots(
+        len(panels), figsize=(10, sum(heights)), layout="constrained", squeeze=False, height_ratios=heights
+    )
+    for axes, panel in zip(grid[:, 0], panels, strict=True):
+        _draw_panel(axes, panel)
+    save(figure, png)
+
+
+def _draw_panel(axes: Any, panel: Panel) -> None:
+    end = max(bar.end for bar in panel.bars)
+    for bar in panel.bars:
+        color = COLORS.get(bar.label, COLORS.get(bar.label[0]))
+        width, height = bar.end - bar.start, bar.high - bar.low
+        edge = "none" if bar.label == "wait" else "white"
+        axes.barh(bar.row + bar.low, width, height, bar.start, align="edge", color=color, edgecolor=edge, linewidth=0.6)
+        if bar.label not in COLORS and width > 0.013 * end * len(bar.label):
+            size = 8 if height > 0.3 else 6
+            axes.text(
+                (bar.start + bar.end) / 2,
+                bar.row + (bar.low + bar.high) / 2,
+                bar.label,
+                size=size,
+                ha="center",
+                va="center",
+            )
+    axes.set(title=panel.title, xlabel=panel.unit, xlim=(min(0.0, *(bar.start for bar in panel.bars)), end * 1.01))
+    axes.set_yticks([row + 0.5 for row in range(len(panel.rows))], panel.rows)
+    axes.set_ylim(len(panel.rows), 0)
+    axes.title.set_size(10)
+    axes.tick_params(axis="y", length=0)
+
+
+def save(figure: Any, png: Path) -> None:
+    """Write a figure to a file.
+
+    Raises:
+        InputError: the file cannot be written, or its name does not tell a format that there is.
+    """
+    try:
+        png.parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(png, dpi=100)
+    except (OSError, ValueError) as error:
+        raise InputError(f"{png}: cannot be drawn ({error}); give the path of a .png file") from error
+
+
+def pyplot() -> Any:
+    """matplotlib's pyplot, without a screen and in the project's style."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    plt.rcParams.update({"axes.spines.top": False, "axes.spines.right": False, "font.size": 9})
+    return plt

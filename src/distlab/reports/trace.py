@@ -1,0 +1,211 @@
+"""What `--trace` leaves behind: all ranks' events in one Chrome trace, a figure, and three numbers per stage.
+
+chrome://tracing and https://ui.perfetto.dev show a `trace.json`: a process for each rank, with its computing and its
+waiting, its messages, and the bytes of activations that it keeps.
+"""
+
+import bisect
+import functools
+import json
+import statistics
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from distlab.comm.grid import Grid
+from distlab.comm.recorder import COMPUTE, MESSAGE, STEP, WAIT, Event
+from distlab.pipeline.plan import Costs, Plan, simulate
+from distlab.pipeline.schedules import Action, Backward, Forward, Program
+from simplellm.errors import InputError
+
+MICROSECONDS = 1e6
+
+
+@dataclass
+class RankTrace:
+    """What one rank recorded; times are seconds from the beginning of the trace.
+
+    Attributes:
+        events: in the order in which they ended.
+        kept_bytes: (seconds, bytes of activations kept), in order.
+    """
+
+    events: list[Event]
+    kept_bytes: list[tuple[float, int]] = field(default_factory=list)
+
+    def within(self, step: Event, kind: str) -> list[Event]:
+        """The events of a kind that began in a step."""
+        return self._by_step[step.start, kind]
+
+    @functools.cached_property
+    def _by_step(self) -> dict[tuple[float, str], list[Event]]:
+        starts = sorted(event.start for event in self.events if event.kind == STEP)
+        by_step: dict[tuple[float, str], list[Event]] = defaultdict(list)
+        for event in self.events:
+            number = bisect.bisect(starts, event.start) - 1
+            if number >= 0:
+                by_step[starts[number], event.kind].append(event)
+        return by_step
+
+
+@dataclass
+class Trace:
+    """What all ranks of a run recorded.
+
+    Attributes:
+        ranks: by rank.
+        dp, pp, tp: replicas, stages of each, and ranks of each stage.
+        programs: the pipeline's schedule, a list for each stage; None without a pipeline.
+    """
+
+    ranks: list[RankTrace]
+    dp: int
+    pp: int
+    programs: "Sequence[Program] | None" = None
+    tp: int = 1
+
+    def steps(self) -> list[list[Event]]:
+        """The steps, each as every rank recorded it; without the first, which also sets up connections."""
+        by_rank = [[event for event in rank.events if event.kind == STEP] for rank in self.ranks]
+        steps = [list(step) for step in zip(*by_rank, strict=True)]
+        return steps[1:] or steps
+
+    def typical_step(self) -> list[Event]:
+        """The step of median length."""
+        ordered = sorted(self.steps(), key=lambda step: step[0].end - step[0].start)
+        return ordered[len(ordered) // 2]
+
+    def describe(self, rank: int) -> str:
+        """ "rank 4 (stage 1 of replica 1)"."""
+        return self.place(rank).describe(rank)
+
+    def place(self, rank: int) -> Grid:
+        """Where a rank stands."""
+        return Grid(rank, self.dp, self.pp, self.tp)
+
+    def costs(self) -> Costs:
+        """The mean time of each stage's forward and backward passes."""
+
+        def mean(stage: int, letter: str) -> float:
+            ranks = [rank for rank in range(len(self.ranks)) if self.place(rank).stage == stage]
+            passes = [
+                event.end - event.start
+                for step in self.steps()
+                for rank in ranks
+                for event in self.ranks[rank].within(step[rank], COMPUTE)
+                if event.name.startswith(letter)
+            ]
+            return statistics.fmean(passes)
+
+        stages = range(self.pp)
+        return Costs([mean(stage, "F") for stage in stages], [mean(stage, "B") for stage in stages])
+
+    def plan(self) -> Plan | None:
+        """The schedule as it would run with the measured costs and free messages; None without a pipeline."""
+        return simulate(self.programs, self.costs()) if self.programs is not None else None
+
+    def busy(self, rank: int, steps: "Sequence[Sequence[Event]] | None" = None) -> tuple[float, float]:
+        """The fractions of some steps (by default all) in which a rank computes, and in which it waits for others.
+
+        In a pipeline a step's time is that of the schedule: from the first pass to the last one of the rank's replica.
+        """
+        computed = waited = total = 0.0
+        replica = [r for r in range(len(self.ranks)) if self.place(r).replica == self.place(rank).replica]
+        for step in steps or self.steps():
+            waits = self.ranks[rank].within(step[rank], WAIT)
+            if self.programs is None:
+                start, end = step[rank].start, step[rank].end
+                waiting = sum(event.end - event.start for event in waits)
+                computed += end - start - waiting
+            else:
+                passes = [event for r in replica for event in self.ranks[r].within(step[r], COMPUTE)]
+                start, end = min(event.start for event in passes), max(event.end for event in passes)
+                own = self.ranks[rank].within(step[rank], COMPUTE)
+                computed += sum(event.end - event.start for event in own)
+                # Ranks that share a stage also wait for each other within its passes.
+                computed -= sum(
+                    event.end - event.start for event in waits if any(p.start <= event.start < p.end for p in own)
+                )
+                waiting = sum(max(0.0, min(event.end, end) - max(event.start, start)) for event in waits)
+            waited += waiting
+            total += end - start
+        return computed / total, waited / total
+
+    def report(self) -> Iterator[str]:
+        """A line for each rank: busy, waiting, and the bubble in theory."""
+        plan = self.plan()
+        for rank in range(len(self.ranks)):
+            busy, waiting = self.busy(rank)
+            theory = f", bubble in theory {plan.bubble[self.place(rank).stage]:.0%}" if plan else ""
+            yield f"{self.describe(rank)}: busy {busy:.0%}, waiting {waiting:.0%}{theory}"
+
+
+def merge(
+    recorded: Sequence[dict[str, Any]], dp: int, pp: int, programs: "Sequence[Program] | None", tp: int = 1
+) -> Trace:
+    """One trace of what the ranks' recorders gave with `as_json`."""
+    origin = min((event[2] for rank in recorded for event in rank["events"]), default=0.0)
+    ranks = [
+        RankTrace(
+            [Event(kind, name, start - origin, end - origin) for kind, name, start, end in rank["events"]],
+            [(seconds - origin, kept) for seconds, kept in rank["kept_bytes"]],
+        )
+        for rank in recorded
+    ]
+    return Trace(ranks, dp, pp, programs, tp)
+
+
+def write_chrome(trace: Trace, path: Path) -> None:
+    """Write a trace in Chrome's format."""
+    events: list[dict[str, Any]] = []
+    for rank, recorded in enumerate(trace.ranks):
+        name = {"name": trace.describe(rank)}
+        events.append({"ph": "M", "name": "process_name", "pid": rank, "tid": 0, "args": name})
+        for number, event in enumerate(recorded.events):
+            base = {"name": event.name, "cat": event.kind, "pid": rank, "tid": 0}
+            start, end = event.start * MICROSECONDS, event.end * MICROSECONDS
+            if event.kind == MESSAGE:  # messages overlap each other
+                events.append({**base, "ph": "b", "id2": {"local": number}, "ts": start})
+                events.append({**base, "ph": "e", "id2": {"local": number}, "ts": end})
+            else:
+                events.append({**base, "ph": "X", "ts": start, "dur": end - start})
+        for seconds, kept in recorded.kept_bytes:
+            counter = {"name": "kept activations", "pid": rank, "ts": seconds * MICROSECONDS, "args": {"bytes": kept}}
+            events.append({"ph": "C", "tid": 0, **counter})
+    programs = None if trace.programs is None else [[str(action) for action in line] for line in trace.programs]
+    about = {"dp": trace.dp, "pp": trace.pp, "tp": trace.tp, "ranks": len(trace.ranks), "programs": programs}
+    path.write_text(json.dumps({"traceEvents": events, "otherData": about}) + "\n")
+
+
+def read_chrome(path: Path) -> Trace:
+    """Read what `write_chrome` wrote.
+
+    Raises:
+        InputError: the file is not there, or is no trace of a run.
+    """
+    try:
+        content = json.loads(path.read_text())
+        about = content["otherData"]
+        ranks = [RankTrace([]) for _ in range(about["ranks"])]
+        for event in content["traceEvents"]:
+            rank = ranks[event["pid"]]
+            if event["ph"] == "X":
+                start = event["ts"] / MICROSECONDS
+                rank.events.append(Event(event["cat"], event["name"], start, start + event["dur"] / MICROSECONDS))
+            elif event["ph"] == "C":
+                rank.kept_bytes.append((event["ts"] / MICROSECONDS, event["args"]["bytes"]))
+        programs: list[Program] | None = None
+        if about["programs"] is not None:
+            programs = [[_action(name, stage) for name in line] for stage, line in enumerate(about["programs"])]
+        trace = Trace(ranks, about["dp"], about["pp"], programs, about.get("tp", 1))
+        trace.typical_step()
+    except (OSError, ValueError, LookupError, TypeError) as error:
+        raise InputError(f"{path}: no trace of a run; --trace makes one") from error
+    return trace
+
+
+def _action(name: str, stage: int) -> Action:
+    kinds = {"F": Forward, "B": Backward}
+    return kinds[name[0]](stage, int(name[1:]))

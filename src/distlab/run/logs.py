@@ -1,0 +1,249 @@
+"""What a run prints and keeps: a line a step, `metrics.jsonl`, each rank's log, the summary at the end."""
+
+import contextlib
+import io
+import itertools
+import json
+import math
+import statistics
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator
+from datetime import datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TextIO
+
+import torch
+
+from distlab.comm.traffic import traffic
+from simplellm.errors import InputError
+
+if TYPE_CHECKING:
+    from torch.utils.tensorboard import SummaryWriter
+
+
+def new_folder(parent: Path) -> Path:
+    """Make a folder named after the time, and after nothing else that is there already."""
+    now = datetime.now().strftime("%Y-%m-%d_%H-%M-%S")
+    for number in itertools.count(1):
+        folder = parent / (now if number == 1 else f"{now}-{number}")
+        with contextlib.suppress(FileExistsError):
+            folder.mkdir(parents=True)
+            return folder
+    raise AssertionError
+
+
+class RankOutput(io.TextIOBase):
+    """A rank's standard output: goes to its terminal and to its log.
+
+    Ranks that share a terminal would mix their words: with a `prefix`, each line is written whole, in one piece, and
+    says whose it is.
+    """
+
+    def __init__(self, terminal: TextIO, prefix: str = "") -> None:
+        self.terminal, self.prefix = terminal, prefix
+        self._file: TextIO = io.StringIO()  # until the run's folder is known
+        self._rest = ""
+
+    def keep_in(self, file: TextIO) -> None:
+        """From now on write to `file`, beginning with what has been written so far."""
+        assert isinstance(self._file, io.StringIO)
+        file.write(self._file.getvalue())
+        self._file = file
+
+    def keep(self, text: str) -> None:
+        """Write to the log alone."""
+        self._file.write(text)
+
+    def write(self, text: str) -> int:
+        self.keep(text)
+        if not self.prefix:
+            self.terminal.write(text)
+        else:
+            *lines, self._rest = (self._rest + text).split("\n")
+            self.terminal.write("".join(f"{self.prefix}{line.removeprefix('# ')}\n" for line in lines))
+        if "\n" in text:
+            self.flush()
+        return len(text)
+
+    def flush(self) -> None:
+        self.terminal.flush()
+        self._file.flush()
+
+    def isatty(self) -> bool:
+        return self.terminal.isatty()
+
+    def fileno(self) -> int:
+        return self.terminal.fileno()
+
+
+def take_over_output(rank: int, shares_terminal: bool) -> None:
+    """Send what this process prints through `RankOutput`; where ranks share a terminal, rank 0's lines are bare."""
+    prefix = f"# rank {rank}: " if shares_terminal and rank > 0 else ""
+    sys.stdout, sys.stderr = RankOutput(sys.stdout, prefix), RankOutput(sys.stderr, prefix)
+
+
+def say(text: str) -> None:
+    """Print a remark: every line that is not a step's begins with `#`."""
+    print(f"# {text}", flush=True)
+
+
+class RunLog:
+    """The records of a run's steps: `metrics.jsonl`, and what they come to at the end.
+
+    Args:
+        out: the run's folder, which exists.
+        rank: of this process; rank 0 writes `metrics.jsonl`.
+        device: whose memory is reported.
+        tensorboard: keep the records for TensorBoard too.
+
+    Attributes:
+        loss: of the global batch, in the current step.
+        validation_loss: after the current step; None where it was not looked at.
+        unit: what is counted of the batches: "tokens", "inputs".
+        count: how much of it the run has taken so far.
+    """
+
+    def __init__(self, out: Path, rank: int, device: torch.device, tensorboard: bool = False) -> None:
+        self._out, self._rank, self._device = out, rank, device
+        # Whether TensorBoard is installed is seen now; where the run begins, in `expect_steps`.
+        self._new_tensorboard = tensorboard_writer() if tensorboard and rank == 0 else None
+        self._tensorboard: SummaryWriter | None = None
+        self._metrics: TextIO | None = None
+        self._per_step, self.unit, self.count = 0, "", 0
+        self._seconds: list[float] = []
+        self._sent_before: Counter[str] = Counter()
+        self._waited_seconds = 0.0
+        self.loss = float("nan")
+        self.validation_loss: float | None = None
+
+    def expect_steps(self, per_step: int, unit: str, before: int = 0, go_on_at: int | None = None) -> None:
+        """Begin: each step takes `per_step` of `unit` ("tokens", "inputs") in the global batch.
+
+        Args:
+            per_step: of the unit.
+            unit: what is counted.
+            before: how many of it were taken before.
+            go_on_at: a step; the records of those before it, which are there already, are kept.
+        """
+        self._per_step, self.unit, self.count = per_step, unit, before
+        self._sent_before = traffic.ledger.sent_bytes.copy()
+        if self._rank == 0:
+            path = self._out / "metrics.jsonl"
+            if go_on_at is not None:
+                keep_records(path, before=go_on_at)
+            self._metrics = path.open("w" if go_on_at is None else "a")
+            if self._new_tensorboard is not None:
+                # TensorBoard, too, is to forget what is recorded there of the steps that are taken again.
+                self._tensorboard = self._new_tensorboard(self._out, purge_step=go_on_at, flush_secs=10)
+
+    def speed(self) -> str:
+        """The end of a step's line: the speed of the step before, since this one is not over yet."""
+        return f"  {self._per_step / self._seconds[-1]:,.0f} {self.unit}/s" if self._seconds else ""
+
+    @contextlib.contextmanager
+    def timing_a_step(self) -> Iterator[None]:
+        """Inside is a step, from its batch to its update."""
+        started, waited = time.perf_counter(), traffic.ledger.waited_seconds
+        yield
+        self._seconds.append(time.perf_counter() - started)
+        self._waited_seconds += traffic.ledger.waited_seconds - waited
+        self.count += self._per_step
+
+    def record(self, step: int) -> None:
+        """Put the step that has just been timed on record."""
+        seconds = self._seconds[-1]
+        sent = traffic.ledger.sent_bytes.copy()
+        sent_now, self._sent_before = sent - self._sent_before, sent
+        if self._metrics is not None:
+            record: dict[str, Any] = {
+                "step": step,
+                "loss": _finite(self.loss),
+                self.unit: self.count,
+                "seconds": round(seconds, 6),
+                f"{self.unit}_per_second": round(self._per_step / seconds, 1),
+                "peak_memory_bytes": peak_memory_bytes(self._device),
+                "sent_bytes": dict(sent_now),
+            }
+            if self.validation_loss is not None:
+                record["validation_loss"] = _finite(self.validation_loss)
+            self._metrics.write(json.dumps(record) + "\n")
+            self._metrics.flush()
+            if self._tensorboard is not None:
+                for name in ("loss", "validation_loss", f"{self.unit}_per_second", "peak_memory_bytes"):
+                    if record.get(name) is not None:
+                        self._tensorboard.add_scalar(name, record[name], step)
+        self.validation_loss = None
+
+    def summary(self) -> None:
+        """Say how fast the run was, and where the time went."""
+        if self._tensorboard is not None:
+            self._tensorboard.flush()
+        if not self._seconds:
+            return
+        steps, seconds, waited = len(self._seconds), sum(self._seconds), self._waited_seconds
+        count = steps * self._per_step
+        say(f"{steps} steps, {count:,} {self.unit} in {seconds:.1f} s: {count / seconds:,.0f} {self.unit}/s")
+        say(f"a step took {statistics.median(self._seconds):.3g} s at the median")
+        say(f"rank {self._rank} computed for {seconds - waited:.1f} s and waited {waited:.1f} s for other ranks")
+
+
+def _finite(value: float) -> float | None:
+    """The number for a record; None for what JSON has no number for."""
+    return value if math.isfinite(value) else None
+
+
+def tensorboard_writer() -> "type[SummaryWriter]":
+    """What writes TensorBoard's event files into a run's folder; `tensorboard --logdir runs` shows them.
+
+    Raises:
+        InputError: TensorBoard is not installed.
+    """
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError as error:
+        raise InputError("--tensorboard needs TensorBoard: pip install tensorboard") from error
+    return SummaryWriter
+
+
+def keep_records(path: Path, before: int) -> None:
+    """Leave in a run's `metrics.jsonl` the whole lines about steps before this one, at every moment."""
+    lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
+    kept = path.with_suffix(".kept")
+    kept.write_bytes(b"".join(line for line in lines if line.endswith(b"\n") and _is_before(line, before)))
+    kept.replace(path)
+
+
+def _is_before(line: bytes, step: int) -> bool:
+    """Whether a line is the record of an earlier step; one that is none at all may be left of a power cut."""
+    try:
+        return bool(json.loads(line)["step"] < step)
+    except (ValueError, LookupError, TypeError, RecursionError):
+        return False
+
+
+def say_costs(rank: int, device: torch.device) -> None:
+    """Say what this rank has sent, by kind, and how much memory it took."""
+    for kind, sent in traffic.ledger.sent_bytes.items():
+        say(f"rank {rank} sent {human_bytes(sent)} of {kind} in {traffic.ledger.messages[kind]:,} messages")
+    say(f"rank {rank} had {human_bytes(peak_memory_bytes(device))} of memory at the peak")
+
+
+def peak_memory_bytes(device: torch.device) -> int:
+    """The most memory that this process has held: on the GPU for CUDA, else resident in main memory."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    import resource
+
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+def human_bytes(count: int) -> str:
+    """12.3 MB and the like, in powers of ten."""
+    value, units = float(count), ["B", "kB", "MB", "GB", "TB"]
+    while value >= 1000 and len(units) > 1:
+        value /= 1000
+        units.pop(0)
+    return f"{value:.3g} {units[0]}"

@@ -1,0 +1,395 @@
+"""What checkpoints hold, and how those are told that are damaged, or not meant for a run."""
+
+import os
+import pickle
+import re
+import resource
+import shutil
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint  # once, and not in each rank that is forked
+from chapters import MODEL, TRAINING, load, train
+from processes import LAB, free_port, process_group, run_ranks, run_script
+from processes import run as command
+
+from distlab.checkpoints import saving
+from distlab.checkpoints.format import latest_valid
+from distlab.checkpoints.models import SavedModel, read_model, write_model
+from distlab.checkpoints.saving import restore
+from distlab.run.settings import DataParallelSettings, HybridSettings, TrainSettings, parse
+from distlab.run.training import TrainingRun
+from simplellm.errors import InputError
+from simplellm.llama import CausalLLama, LLama
+from simplellm.tokenizers import SHIPPED_MODEL
+
+SHAPE = {"dmodel": 32, "num_heads": 4, "num_kv_heads": 2, "hidden_dim": 40, "n_layers": 2, "ctx_size": 30}
+SENTENCE = "no whole checkpoint is there"
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run with checkpoints after its steps 2 and 4."""
+    out = tmp_path_factory.mktemp("whole") / "run"
+    run_ranks(1, train, "primer/intro.py", ["--save-every", "2", "--out", str(out)])
+    return out
+
+
+@pytest.fixture
+def run(whole: Path, tmp_path: Path) -> Path:
+    """A copy of it, to damage and to go on from."""
+    return Path(shutil.copytree(whole, tmp_path / "run"))
+
+
+def step(run: Path, number: int) -> Path:
+    return run / "checkpoints" / f"step-{number:08}"
+
+
+def a_file_of_weights(folder: Path) -> Path:
+    return next(folder.glob("*.safetensors"))
+
+
+def cut_short(folder: Path) -> None:
+    path = a_file_of_weights(folder)
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+def flip_a_bit(folder: Path) -> None:
+    path = a_file_of_weights(folder)
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+def change_record(folder: Path) -> None:
+    record = folder / "checkpoint.json"
+    record.write_text(re.sub(r'"step": \d', '"step": 9', record.read_text()))
+
+
+DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
+    "cut short": (cut_short, r"\.safetensors has [\d,]+ bytes instead of [\d,]+"),
+    "a flipped bit": (flip_a_bit, r"\.safetensors is damaged: its checksum"),
+    "a file gone": (lambda folder: a_file_of_weights(folder).unlink(), r"\.safetensors is missing"),
+    "no tokenizer": (lambda folder: (folder / "tokenizer.model").unlink(), "tokenizer.model is missing"),
+    "no record": (lambda folder: (folder / "checkpoint.json").unlink(), "is incomplete: it has no checkpoint.json"),
+    "half a record": (lambda folder: (folder / "checkpoint.json").write_text('{"step": 4,'), "cannot be read"),
+    "a record of nothing": (lambda folder: (folder / "checkpoint.json").write_text("[]"), "cannot be read"),
+    "a record of bytes": (lambda folder: (folder / "checkpoint.json").write_bytes(b"\xff\xfe"), "cannot be read"),
+    "another step": (change_record, "cannot be read .its checksum is not the recorded one"),
+}
+
+
+@pytest.mark.parametrize("how", DAMAGE)
+def test_a_damaged_one_is_named_and_passed_over(how: str, run: Path) -> None:
+    damage, sentence = DAMAGE[how]
+    damage(step(run, 4))
+    said: list[str] = []
+    assert latest_valid(run, said.append).folder == step(run, 2)
+    [remark] = said
+    assert remark.startswith("passed over a checkpoint: step-00000004"), remark
+    assert re.search(sentence, remark), remark
+    damage(step(run, 2))
+    with pytest.raises(InputError, match=f"^{run}: {SENTENCE}.*{sentence}"):
+        latest_valid(run)
+
+
+def test_a_run_says_which_one_it_passed_over(run: Path) -> None:
+    flip_a_bit(step(run, 4))
+    ended = run_script("primer/intro.py", "--resume", run, "--steps", "6", "--out", run / "on")
+    assert ended.status == 0, ended.err
+    assert "# passed over a checkpoint: step-00000004: shard-" in ended.out
+    assert f"# going on from {step(run, 2)}, after 2 steps\n" in ended.out
+
+
+@pytest.mark.parametrize("where", ["nowhere", "."])
+def test_a_folder_without_any(where: str, tmp_path: Path) -> None:
+    sentence = "there is no such folder" if where == "nowhere" else SENTENCE
+    with pytest.raises(InputError, match=f"^{tmp_path / where}: {sentence}"):
+        parse(TrainSettings(), "", ["--resume", str(tmp_path / where)])
+
+
+def test_settings_are_the_checkpoints_by_default(run: Path) -> None:
+    settings = parse(HybridSettings(), "", ["0", "--resume", str(run), "--tp", "2"])
+    assert (settings.dmodel, settings.num_heads, settings.n_layers, settings.seq_len) == (32, 2, 2, 24)
+    assert (settings.optimizer, settings.lr, settings.data, settings.tokenizer) == ("sgd", 0.5, "sample", None)
+    assert settings.batch_size == HybridSettings().batch_size
+    assert parse(HybridSettings(), "", ["0", "--resume", str(run), "--lr", "0.1"]).lr == 0.1
+
+
+@pytest.mark.parametrize(
+    ("flags", "sentence"),
+    [
+        ("--dmodel 64", "--resume {run}: its model has --dmodel 32, not 64; leave that flag out"),
+        ("--n-layers 3", "--resume {run}: its model has --n-layers 2, not 3; leave that flag out"),
+        ("--num-heads 4", "--resume {run}: its model has --num-heads 2, not 4; leave that flag out"),
+        ("--num-kv-heads 1", "--resume {run}: its model has --num-kv-heads 2, not 1; leave that flag out"),
+        ("--seq-len 25", "--resume {run}: its model reads 24 tokens at most, not --seq-len 25"),
+        ("--optimizer adam", "--resume {run}: it was trained with --optimizer sgd, not adam"),
+        ("--seed 1", "{run}/checkpoints/step-00000004: it was trained on --data sample and --seed 0; leave out"),
+        (
+            "--data {text}",
+            "{run}/checkpoints/step-00000004: it was trained on --data sample and --seed 0; leave out",
+        ),
+        ("--tokenizer {other}", "--resume {run}: it was trained with another tokenizer than --tokenizer {other}"),
+        ("--keep 0", "--keep 0: must be greater than 0"),
+        ("--save-every 0", "--save-every 0: must be greater than 0"),
+        ("--eval-every -1", "--eval-every -1: must be greater than 0"),
+    ],
+)
+def test_what_is_another_run_is_refused(flags: str, sentence: str, run: Path, tmp_path: Path) -> None:
+    names = {"run": run, "text": tmp_path / "stories.txt", "other": tmp_path / "other.model"}
+    names["text"].write_text("Once upon a time there was a dog.\n" * 40)
+    names["other"].write_bytes(SHIPPED_MODEL.read_bytes() + b"\xa0\x06\x00")  # a field that means nothing
+    with pytest.raises(InputError) as refused:
+        parse(TrainSettings(), "", ["--resume", str(run), *flags.format(**names).split()])
+    assert str(refused.value).startswith(sentence.format(**names))
+
+
+def test_a_file_of_stories_may_move_but_not_change(tmp_path: Path) -> None:
+    stories, moved = tmp_path / "a.txt", tmp_path / "b.txt"
+    stories.write_text("Once upon a time there was a dog.\n<|endoftext|>\n" * 40)
+    flags = ["--data", str(stories), "--save-every", "2", "--out", str(tmp_path / "run")]
+    run_ranks(1, train, "primer/intro.py", flags)
+    stories.rename(moved)
+    resume = ["--resume", str(tmp_path / "run"), "--data", str(moved)]
+    assert parse(TrainSettings(), "", resume).data == str(moved)
+    moved.write_text(moved.read_text().replace("dog", "cat"))
+    with pytest.raises(InputError, match=f"it was trained on --data {stories}; leave out"):
+        parse(TrainSettings(), "", resume)
+
+
+def test_a_folder_with_another_runs_checkpoints_is_not_written_to(run: Path) -> None:
+    with pytest.raises(InputError, match=f"^--out {run}: has checkpoints of another run"):
+        parse(TrainSettings(), "", ["--save-every", "2", "--out", str(run)])
+    parse(TrainSettings(), "", ["--save-every", "2", "--out", str(run), "--resume", str(run)])
+    parse(TrainSettings(), "", ["--out", str(run)])
+
+
+def test_a_checkpoint_comes_with_an_average_of_the_weights() -> None:
+    defaults = load("DP/weight_aggr/intro_DP_WA.py").DEFAULTS
+    with pytest.raises(InputError, match=r"--save-every 3 with --sync-every 2: .* give a multiple of 2"):
+        parse(defaults, "", "0 --save-every 3 --sync-every 2".split())
+    with pytest.raises(InputError, match=r"--eval-every 3 with --sync-every 2: .* give a multiple of 2"):
+        parse(defaults, "", "0 --eval-every 3 --sync-every 2".split())
+
+
+def test_nothing_in_it_can_run_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It holds JSON, safetensors and a tokenizer; and no reader of pickles is called on the way back."""
+    run = tmp_path / "run"
+    run_ranks(1, train, "primer/intro.py", ["--save-every", "2", "--optimizer", "adam", "--out", str(run)])
+    checkpoint = latest_valid(run)
+    endings = {path.suffix for path in checkpoint.folder.iterdir()}
+    assert endings == {".json", ".safetensors", ".model"}
+
+    def read() -> list[torch.Tensor]:
+        model = read_model(run)
+        net = LLama(CausalLLama, **model.options, seed=1)
+        optimizer = torch.optim.Adam(net.parameters())
+        restore(checkpoint, net, optimizer, 0, checkpoint.record["layout"])
+        moments = [state for parameter in net.parameters() for state in optimizer.state[parameter].values()]
+        assert all(moment.any() for moment in moments)
+        return [*model.parameters.values(), *net.parameters(), *moments]
+
+    def refuse(*_: object, **__: object) -> None:
+        raise AssertionError("unpickled")
+
+    before = read()  # and with it import what defines unpicklers of its own
+    for module, name in ((pickle, "load"), (pickle, "loads"), (pickle, "Unpickler"), (torch, "load")):
+        monkeypatch.setattr(module, name, refuse)
+    assert all(torch.equal(*pair) for pair in zip(before, read(), strict=True))
+
+
+def draws(_: int, *flags: str) -> torch.Tensor:
+    """What the random generator gives after three random numbers in each step of a run."""
+    module = load("primer/intro.py")
+    run: TrainingRun[Any] = TrainingRun(parse(module.DEFAULTS, "", [*MODEL, *TRAINING, *flags]), Path("intro.py"))
+    take_steps = run.steps
+
+    def steps(stories: Any) -> Any:
+        for number, batch in take_steps(stories):
+            torch.rand(3)
+            yield number, batch
+
+    run.steps = steps  # type: ignore[method-assign]
+    module.train(run)
+    return torch.rand(3)
+
+
+def test_random_numbers_go_on(tmp_path: Path) -> None:
+    [expected] = run_ranks(1, draws, "--save-every", "2", "--out", str(tmp_path / "a"))
+    [own] = run_ranks(1, draws, "--resume", str(step(tmp_path / "a", 2)), "--out", str(tmp_path / "b"))
+    assert torch.equal(own, expected)
+
+
+def killed_while_saving(_: int, out: Path) -> None:
+    """Die where the files are written, and the record is not."""
+    written = saving._complete
+
+    def die_at_the_second(run: Path, record: Any, *rest: Any) -> None:
+        if record["step"] == 4:
+            os.kill(os.getpid(), signal.SIGKILL)
+        written(run, record, *rest)
+
+    saving._complete = die_at_the_second
+    train(0, "primer/intro.py", ["--save-every", "2", "--out", str(out)])
+
+
+def test_a_run_killed_while_it_saves_loses_nothing_that_was_there(tmp_path: Path) -> None:
+    with pytest.raises(AssertionError, match="rank 0 died"):
+        run_ranks(1, killed_while_saving, tmp_path)
+    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == [
+        "step-00000002",
+        "step-00000004.unfinished",
+    ]
+    said: list[str] = []
+    assert latest_valid(tmp_path, said.append).folder == step(tmp_path, 2)
+    assert said[0].startswith("passed over a checkpoint: step-00000004.unfinished is incomplete")
+    run_ranks(1, train, "primer/intro.py", ["--resume", str(tmp_path), "--out", str(tmp_path), "--save-every", "2"])
+    assert [path.name for path in sorted((tmp_path / "checkpoints").iterdir())] == ["step-00000002", "step-00000004"]
+    assert latest_valid(tmp_path).folder == step(tmp_path, 4)
+
+
+def without_room(_: int, out: Path) -> str:
+    """A checkpoint on a disk that has no room for it, as far as this process can tell."""
+    resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, 200_000))
+    with pytest.raises(InputError) as refused:
+        train(0, "primer/intro.py", ["--save-every", "2", "--out", str(out)])
+    return str(refused.value)
+
+
+def test_a_full_disk_is_told_in_a_sentence(tmp_path: Path) -> None:
+    [sentence] = run_ranks(1, without_room, tmp_path)
+    unfinished = tmp_path / "checkpoints" / "step-00000002.unfinished"
+    assert sentence == f"--save-every: cannot write {unfinished} (File too large)"
+
+
+@pytest.mark.parametrize("settings", [TrainSettings(), DataParallelSettings(), HybridSettings()])
+def test_an_imported_model_is_a_run_to_go_on_from(settings: TrainSettings, tmp_path: Path) -> None:
+    net = LLama(CausalLLama, 4096, **SHAPE, rope_theta=500.0, norm_eps=1e-5, padding_idx=0)
+    parameters = {name: parameter.detach() for name, parameter in net.named_parameters()}
+    write_model(tmp_path / "run", SavedModel(net.options, parameters, SHIPPED_MODEL))
+    read = read_model(tmp_path / "run")
+    assert read.options == net.options
+    assert all(torch.equal(read.parameters[name], parameters[name]) for name in parameters)
+    given = parse(settings, "", ["0", "--resume", str(tmp_path / "run"), "--optimizer", "adamw"])
+    assert (given.num_kv_heads, given.dmodel, given.seq_len) == (2, 32, 30)
+    batch = ["--optimizer", "sgd", "--data", "sample", "--steps", "1", "--out", tmp_path / "on"]
+    ended = run_script("primer/intro.py", "--resume", tmp_path / "run", *batch)
+    assert ended.status == 0, ended.err
+
+
+def gone_on(_: int, *flags: str) -> list[str]:
+    """Go on with a run, and say what checkpoints it then has; or why it could not."""
+    try:
+        train(0, "primer/intro.py", list(flags))
+    except InputError as error:
+        return [str(error)]
+    out = Path(flags[flags.index("--out") + 1])
+    return sorted(path.name for path in (out / "checkpoints").iterdir())
+
+
+def test_from_an_earlier_step_a_run_leaves_later_ones_aside(run: Path) -> None:
+    """Nothing that belongs to another course of the run is resumed, and what has just been written is not pruned."""
+    flip_a_bit(step(run, 4))
+    flags = ["--resume", str(step(run, 2)), "--steps", "3", "--save-every", "1", "--keep", "1", "--out", str(run)]
+    assert run_ranks(1, gone_on, *flags) == [["step-00000003", "superseded"]]
+    assert [path.name for path in (run / "checkpoints" / "superseded").iterdir()] == ["step-00000004"]
+    assert latest_valid(run).folder == step(run, 3)
+
+
+def test_a_run_that_has_taken_its_steps(run: Path, tmp_path: Path) -> None:
+    """Elsewhere that is a mistake; in its own folder, as after a restart, all is done."""
+    asked = ["--resume", str(run), "--steps", "4", "--out"]
+    sentence = f"--steps 4: {step(run, 4)} has taken 4 steps already; give more"
+    assert run_ranks(1, gone_on, *asked, str(tmp_path / "elsewhere")) == [[sentence]]
+    held = (run / "memory.json").read_text()
+    assert run_ranks(1, gone_on, *asked, str(run)) == [["step-00000002", "step-00000004"]]
+    assert (run / "rank0.log").read_text().count("# memory, MB") == 1, "of no steps there is nothing to tell"
+    assert (run / "memory.json").read_text() == held
+    flip_a_bit(step(run, 4))  # then there is something to do
+    assert run_ranks(1, gone_on, *asked, str(run), "--save-every", "2")[0][:2] == ["step-00000002", "step-00000004"]
+    assert latest_valid(run).folder == step(run, 4)
+
+
+def test_a_tokenizer_of_ones_own_outlives_the_checkpoint_that_it_came_from(tmp_path: Path) -> None:
+    own, run = tmp_path / "own.model", tmp_path / "run"
+    own.write_bytes(SHIPPED_MODEL.read_bytes() + b"\xa0\x06\x00")
+    flags = ["--out", str(run), "--save-every", "1", "--keep", "1", "--eval-every", "3"]
+    run_ranks(1, train, "primer/intro.py", [*flags, "--steps", "2", "--tokenizer", str(own)])
+    own.unlink()
+    assert run_ranks(1, gone_on, *flags, "--steps", "6", "--resume", str(run)) == [["step-00000006"]]
+    assert latest_valid(run).tokenizer.read_bytes().endswith(b"\xa0\x06\x00")
+
+
+def test_auto_data_has_to_be_the_same_too(tmp_path: Path) -> None:
+    stories = tmp_path / "a.txt"
+    stories.write_text("Once upon a time there was a dog.\n<|endoftext|>\n" * 40)
+    out = str(tmp_path / "run")
+    run_ranks(1, train, "primer/intro.py", ["--data", str(stories), "--save-every", "2", "--out", out])
+    resume = ["--resume", out, "--steps", "6", "--data", "auto", "--out", str(tmp_path / "on")]
+    [[sentence]] = run_ranks(1, gone_on, *resume)
+    assert f"it was trained on --data {stories}" in sentence
+
+
+def sees_only_its_own_files(rank: int, out: Path, port: int) -> str:
+    """As two machines do without a shared folder: rank 1 writes somewhere else."""
+    with process_group(rank, 2, port):
+        own = out if rank == 0 else out / "elsewhere"
+        tensors = {f"weight {rank}": torch.ones(3), "both": torch.ones(2)}
+        record = {"step": 1, "tokens": 0, "model": {}, "settings": {}}
+        try:
+            saving.save(own, tensors, record, b"", keep=1)
+        except InputError as error:
+            return str(error)
+        return ""
+
+
+def test_half_a_checkpoint_is_not_declared_whole(tmp_path: Path) -> None:
+    sentences = run_ranks(2, sees_only_its_own_files, tmp_path, free_port())
+    assert sentences[0] == f"--out {tmp_path}: not all ranks' files are there; give a folder that all machines share"
+    assert not (tmp_path / "checkpoints" / "step-00000001").exists()
+
+
+# Rank 1 dies as it has written its file of the second checkpoint, which is not on the disk yet.
+DIES_AS_IT_SAVES = """
+import os, signal
+from chapters import load
+from distlab.run.main import main
+
+script = load("DP/gradient_aggr/intro_DP_GA.py")
+DEFAULTS, fsync = script.DEFAULTS, os.fsync
+
+def sync_or_die(descriptor):
+    if os.environ["RANK"] == "1" and "step-00000004.unfinished" in os.readlink(f"/proc/self/fd/{descriptor}"):
+        os.kill(os.getpid(), signal.SIGKILL)
+    fsync(descriptor)
+
+if __name__ == "__main__":
+    os.fsync = sync_or_die
+    main(script.train, DEFAULTS, "")
+"""
+
+
+def test_a_rank_that_dies_as_all_save_ends_the_run_and_takes_nothing_with_it(tmp_path: Path) -> None:
+    driver, out = tmp_path / "driver.py", tmp_path / "run"
+    driver.write_text(DIES_AS_IT_SAVES)
+    flags = [*MODEL, *TRAINING, "--steps", "6", "--world-size", "3", "--save-every", "2", "--out", out]
+    paths = os.pathsep.join(str(LAB / folder) for folder in ("src", "tests"))
+    ended = command(sys.executable, "-m", "distlab.launch", driver, *flags, deadline=45, PYTHONPATH=paths)
+    assert ended.status == 1
+    assert ended.err.splitlines()[-1] == "# rank 1 failed: it was ended by SIGKILL"
+    assert "Traceback" not in ended.err
+    assert sorted(path.name for path in (out / "checkpoints").iterdir()) == [
+        "step-00000002",
+        "step-00000004.unfinished",
+    ]
+    said: list[str] = []
+    assert latest_valid(out, said.append).folder == step(out, 2)
+    assert said[0].startswith("passed over a checkpoint: step-00000004.unfinished is incomplete")
+    on = ["--resume", str(out), "--out", str(out), "--save-every", "2"]
+    assert run_ranks(1, gone_on, *on) == [["step-00000002", "step-00000004"]]

@@ -1,0 +1,136 @@
+"""Which backend and how many threads, without the hardware."""
+
+import os
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from chapters import MODEL, TRAINING, load
+from processes import LAB, free_port, run_ranks
+
+from distlab.comm.devices import patient_threads, pick_backend, pick_device, threads_per_rank
+from distlab.run.settings import parse
+from distlab.run.training import TrainingRun
+from simplellm.errors import InputError
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
+
+
+@pytest.mark.parametrize(
+    ("asked", "device", "local_ranks", "gpus", "backend"),
+    [
+        ("auto", CPU, 3, 0, "gloo"),
+        ("auto", CUDA, 3, 1, "gloo"),
+        ("auto", CUDA, 2, 2, "nccl"),
+        ("gloo", CUDA, 1, 1, "gloo"),
+        ("nccl", CUDA, 1, 1, "nccl"),
+    ],
+)
+def test_backend(
+    asked: str, device: torch.device, local_ranks: int, gpus: int, backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    assert pick_backend(asked, device, local_ranks) == backend
+
+
+def test_nccl_with_two_ranks_on_one_gpu_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    with pytest.raises(InputError, match="--backend nccl: 2 ranks share 1 GPU"):
+        pick_backend("nccl", CUDA, 2)
+    with pytest.raises(InputError, match="--backend nccl: NCCL moves CUDA tensors only"):
+        pick_backend("nccl", CPU, 2)
+
+
+def test_cuda_that_is_not_there_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert pick_device("auto", 0) == CPU
+    with pytest.raises(InputError, match="--device cuda"):
+        pick_device("cuda", 0)
+
+
+def test_ranks_share_the_cores_unless_told_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(8)), raising=False)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    assert [threads_per_rank(ranks) for ranks in (1, 3, 8, 20)] == [8, 2, 1, 1]
+    monkeypatch.setenv("OMP_NUM_THREADS", "5")
+    assert threads_per_rank(3) == 5
+    monkeypatch.setenv("OMP_NUM_THREADS", "4,2")
+    assert threads_per_rank(8) == 1
+
+
+usual_policy = pytest.mark.skipif(
+    not hasattr(os, "sched_getscheduler") or os.sched_getscheduler(0) != os.SCHED_OTHER,
+    reason="needs Linux, and a process whose scheduling nobody has changed",
+)
+
+
+def in_a_thread(work: Callable[[], int]) -> int:
+    results: list[int] = []
+    thread = threading.Thread(target=lambda: results.append(work()))
+    thread.start()
+    thread.join()
+    return results[0]
+
+
+@usual_policy
+def test_threads_are_patient_that_start_in_the_context() -> None:
+    def policy() -> int:
+        return os.sched_getscheduler(0)
+
+    def fail() -> None:
+        assert in_a_thread(policy) == os.SCHED_BATCH
+        raise ValueError
+
+    with pytest.raises(ValueError), patient_threads():  # noqa: PT011, it has no message
+        fail()
+    assert policy() == in_a_thread(policy) == os.SCHED_OTHER
+
+
+@usual_policy
+def test_a_policy_that_the_user_has_chosen_stays() -> None:
+    def policy_inside() -> int:
+        os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
+        with patient_threads():
+            return os.sched_getscheduler(0)
+
+    assert in_a_thread(policy_inside) == os.SCHED_IDLE
+
+
+def test_a_computer_without_policies_or_that_forbids_them_leaves_all_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    def forbid(*_: object) -> None:
+        raise PermissionError
+
+    monkeypatch.setattr(os, "sched_setscheduler", forbid, raising=False)
+    with patient_threads():
+        pass
+    monkeypatch.delattr(os, "sched_getscheduler", raising=False)
+    with patient_threads():
+        pass
+
+
+def policies_in_a_run(rank: int, out: Path, port: int) -> tuple[list[int], int]:
+    """Those of gloo's threads, and that of the thread that computes."""
+    script = "hybrid/intro_hybrid.py"
+    flags = [*MODEL, *TRAINING, "--dp", "1", "--pp", "1", "--tp", "2", "--out", str(out), "--master-port", str(port)]
+    run: TrainingRun[Any] = TrainingRun(parse(load(script).DEFAULTS, "", [str(rank), *flags]), LAB / script)
+    run.grid.mesh()
+    loops: list[int] = []
+    deadline = time.monotonic() + 10
+    while len(loops) < 4 and time.monotonic() < deadline:  # a thread gives itself its name when it first runs
+        time.sleep(0.05)
+        names = {int(thread.name): (thread / "comm").read_text() for thread in Path("/proc/self/task").iterdir()}
+        loops = [thread for thread, name in names.items() if name.strip() == "gloo_tcp_loop"]
+    policies = [os.sched_getscheduler(loop) for loop in loops], os.sched_getscheduler(0)
+    run.close()
+    return policies
+
+
+@usual_policy
+def test_gloos_threads_are_patient_in_a_run_and_the_one_that_computes_is_not(tmp_path: Path) -> None:
+    for of_gloo, own in run_ranks(2, policies_in_a_run, tmp_path, free_port()):
+        assert own == os.SCHED_OTHER
+        assert of_gloo == [os.SCHED_BATCH] * 4, "of the run's group, and of the one along each dimension"

@@ -1,0 +1,167 @@
+"""The door for traffic: results, the ledger, and waits that end with a sentence."""
+
+import threading
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+from processes import free_port, process_group, run_ranks
+
+from distlab.collectives.ring import allreduce_ring
+from distlab.comm.grid import Grid
+from distlab.comm.traffic import TrafficError, counting_sends, traffic
+
+pytestmark = pytest.mark.alone
+
+
+def exchange(rank: int, world_size: int, port: int) -> tuple[list[float], float, float, dict[str, int], dict[str, int]]:
+    with process_group(rank, world_size, port):
+        tensor = torch.tensor([float(rank), 10.0 * rank])
+        traffic.all_reduce(tensor, "the gradients", kind="gradients").wait()
+        most = torch.tensor(float(rank))
+        traffic.all_reduce(most, "the most", kind="loss", op=dist.ReduceOp.MAX).wait()
+        sent = torch.full((3,), float(rank))
+        traffic.broadcast(sent, "the weights", kind="weights", src=world_size - 1).wait()
+        ledger = traffic.ledger
+        return tensor.tolist(), most.item(), sent[2].item(), dict(ledger.sent_bytes), dict(ledger.messages)
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_results_and_ledger(world_size: int) -> None:
+    ended = run_ranks(world_size, exchange, world_size, free_port())
+    mean = (world_size - 1) / 2
+    for rank, (averaged, most, sent, sent_bytes, messages) in enumerate(ended):
+        assert averaged == pytest.approx([mean, 10 * mean])
+        assert most == sent == world_size - 1
+        assert messages == {"gradients": 1, "loss": 1, "weights": 1}
+        ring = 2 * (world_size - 1) / world_size
+        assert sent_bytes["gradients"] == int(8 * ring)
+        assert sent_bytes["loss"] == int(4 * ring)
+        assert sent_bytes["weights"] == (12 if rank == world_size - 1 else 0)
+
+
+def test_without_a_process_group_there_is_nobody_to_talk_to() -> None:
+    before = dict(traffic.ledger.messages)
+    tensor = torch.tensor([1.0, 2.0])
+    traffic.all_reduce(tensor, "the gradients", kind="gradients").wait()
+    traffic.broadcast(tensor, "the weights", kind="weights").wait()
+    assert tensor.tolist() == [1.0, 2.0]
+    assert dict(traffic.ledger.messages) == before
+
+
+def count_sends(rank: int, port: int) -> list[list[int]]:
+    with process_group(rank, 2, port):
+        other, received = 1 - rank, torch.empty(3)
+        counted = []
+        for in_another_thread in (False, True):
+            with counting_sends() as sent_bytes:
+                if in_another_thread:
+                    thread = threading.Thread(target=allreduce_ring, args=(torch.ones(10),))
+                    thread.start()
+                    thread.join()
+                else:
+                    allreduce_ring(torch.ones(10))
+                    sent = dist.isend(torch.ones(3), other)
+                    dist.recv(received, other)
+                    assert sent is not None
+                    sent.wait()
+            allreduce_ring(torch.ones(2))
+            counted.append(sent_bytes)
+        return counted
+
+
+def test_what_a_thread_sends_is_counted_once_and_only_meanwhile() -> None:
+    assert run_ranks(2, count_sends, free_port()) == [[[20, 20, 12], []]] * 2
+
+
+def pass_on(rank: int, port: int) -> tuple[list[float], dict[str, int], dict[str, int]]:
+    """Three messages round a ring of three, receives posted before anything is sent."""
+    with process_group(rank, 3, port):
+        received = [torch.empty(2) for _ in range(3)]
+        before, after = (rank - 1) % 3, (rank + 1) % 3
+        posted = [traffic.receive(tensor, f"message {k}", source=before) for k, tensor in enumerate(received)]
+        sent = [
+            traffic.send(torch.full((2,), 10.0 * rank + k), f"message {k}", to=after, kind="activations")
+            for k in range(3)
+        ]
+        for transfer in [*posted, *sent]:
+            transfer.wait()
+        return [tensor[1].item() for tensor in received], dict(traffic.ledger.sent_bytes), dict(traffic.ledger.messages)
+
+
+def test_messages_arrive_in_order_and_are_counted_where_they_are_sent() -> None:
+    for rank, (received, sent_bytes, messages) in enumerate(run_ranks(3, pass_on, free_port())):
+        before = (rank - 1) % 3
+        assert received == [10.0 * before, 10.0 * before + 1, 10.0 * before + 2]
+        assert sent_bytes == {"activations": 24}
+        assert messages == {"activations": 3}
+
+
+def average_in_groups(rank: int, port: int) -> tuple[float, int]:
+    """Ranks 0 and 2 average, and ranks 1 and 3; the mean and the bytes sent."""
+    with process_group(rank, 4, port):
+        group = Grid(rank, dp=2, pp=2).mesh().get_group("dp")
+        tensor = torch.full((8,), float(rank))
+        traffic.all_reduce(tensor, "the gradients", kind="gradients", group=group).wait()
+        return tensor[0].item(), traffic.ledger.sent_bytes["gradients"]
+
+
+def test_an_average_over_the_replicas_of_a_stage() -> None:
+    assert run_ranks(4, average_in_groups, free_port()) == [(1, 32), (2, 32), (1, 32), (2, 32)]
+
+
+def come_late(rank: int, port: int) -> list[float]:
+    """Seconds in the ledger after each of two futures whose result the other rank delays by half a second."""
+    with process_group(rank, 2, port):
+        waited = []
+        for is_waited_for in (False, True):
+            dist.barrier()
+            time.sleep(0.5 * rank)
+            average = traffic.all_reduce(torch.ones(4), "the gradients", kind="gradients")
+            assert average.future(is_waited_for).wait().tolist() == [1.0] * 4
+            waited.append(traffic.ledger.waited_seconds)
+        return waited
+
+
+def test_a_future_counts_as_waiting_where_nothing_else_is_left_to_do() -> None:
+    first, second = run_ranks(2, come_late, free_port())
+    assert first[0] == second[0] == 0
+    assert 0.4 < first[1] < 2
+    assert second[1] < 0.3
+
+
+def wait_for_a_silent_rank(rank: int, port: int) -> str:
+    store = dist.TCPStore("localhost", port, is_master=rank == 0)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=3)
+    traffic.timeout_seconds = 1
+    if rank == 2:
+        time.sleep(3)
+        return ""
+    with pytest.raises(TrafficError) as caught:
+        traffic.all_reduce(torch.zeros(4), "the gradients of bucket 7", kind="gradients").wait()
+    return str(caught.value)
+
+
+def test_a_wait_ends_at_the_deadline_and_says_who_waited_for_what() -> None:
+    first, second, _ = run_ranks(3, wait_for_a_silent_rank, free_port())
+    assert first.startswith("rank 0 waited 1.0 s for the gradients of bucket 7 from ranks 1 and 2: no answer")
+    assert second.startswith("rank 1 waited 1.0 s for the gradients of bucket 7 from ranks 0 and 2: no answer")
+
+
+def lose_a_rank(rank: int, port: int) -> tuple[str, float]:
+    store = dist.TCPStore("localhost", port, is_master=rank == 0)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
+    dist.barrier()
+    if rank == 1:
+        return "", 0.0  # and the process ends
+    started = time.monotonic()
+    with pytest.raises(TrafficError) as caught:
+        traffic.all_reduce(torch.zeros(4), "the weights", kind="weights").wait()
+    return str(caught.value), time.monotonic() - started
+
+
+def test_a_wait_ends_at_once_when_the_other_rank_is_gone() -> None:
+    (message, seconds), _ = run_ranks(2, lose_a_rank, free_port())
+    assert "for the weights from rank 1: a rank has ended" in message
+    assert seconds < 10

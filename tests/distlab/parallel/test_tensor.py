@@ -1,0 +1,296 @@
+"""Slices of layers on several ranks compute what the whole layer does, forward and backward."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from processes import free_port, process_group, run_ranks
+from torch import Tensor, nn
+
+from distlab.comm.grid import Grid
+from distlab.comm.traffic import traffic
+from distlab.parallel.tensor import Style, bytes_per_layer, shard
+from distlab.parallel.tp_group import LAYERS, TPGroup
+from distlab.parallel.vocabulary import vocabulary_parallel_loss
+from distlab.run.optimizers import build_optimizer
+from simplellm.errors import InputError
+from simplellm.initial_weights import initialize
+from simplellm.llama import Block, CausalLLama, Linear, LLama, LLamaFirstStage, rotary_tables
+from simplellm.losses import causalLLMLoss
+
+STYLES = {"naive": False, "megatron": False, "sequence": True}
+VOCAB, PADDING = 50, 20  # 50 divides by neither 3 nor 4; the padding is in the middle of a slice
+SIZES = dict(dmodel=48, num_heads=6, n_layers=2, ctx_size=11, padding_idx=PADDING, hidden_dim=40, device="cpu")
+
+
+def split_like(own: Tensor, whole: Tensor, place: int, ranks: int) -> Tensor:
+    """The slice of `whole` that has the place and the shape of `own`."""
+    for dim in range(whole.dim()):
+        piece = whole.tensor_split(ranks, dim)[place]
+        if own.shape != whole.shape and own.shape == piece.shape:
+            return piece
+    assert own.shape == whole.shape
+    return whole
+
+
+def twins(style: str, group: "dist.ProcessGroup | None" = None, **sizes: Any) -> tuple[CausalLLama, CausalLLama]:
+    """The whole model, and this rank's slices of it."""
+    whole, sliced = (LLama(CausalLLama, VOCAB, **{**SIZES, **sizes}) for _ in range(2))
+    states = torch.get_rng_state()
+    shard(sliced, "naive" if style == "naive" else "megatron", group, sequence_parallel=STYLES[style])
+    assert torch.equal(torch.get_rng_state(), states), "nothing random happens"
+    return whole, sliced
+
+
+def assert_same(sliced: Tensor | None, whole: Tensor | None, what: str) -> None:
+    assert sliced is not None
+    assert whole is not None
+    assert whole.abs().max() > 0, what
+    torch.testing.assert_close(sliced, whole, rtol=1e-4, atol=1e-6, msg=lambda text: f"{what}: {text}")
+
+
+def train_both(rank: int, ranks: int, style: str, sizes: dict[str, Any], port: int) -> None:
+    """Three steps of SGD on the whole model and on the slices: losses, gradients and parameters, slice by slice."""
+    with process_group(rank, ranks, port):
+        whole, sliced = twins(style, **sizes)
+        before = {name: weight.detach().clone() for name, weight in whole.named_parameters()}
+        loss_of = causalLLMLoss if style == "naive" else vocabulary_parallel_loss
+        optimizers = [build_optimizer("sgd", net.parameters(), lr=0.5) for net in (whole, sliced)]
+        generator = torch.Generator().manual_seed(0)
+        for _ in range(3):
+            ids = torch.randint(VOCAB, (2, 11), generator=generator)
+            ids[0, 3] = PADDING
+            losses = causalLLMLoss(whole(ids), ids, VOCAB), loss_of(sliced(ids), ids, VOCAB)
+            torch.testing.assert_close(losses[1], losses[0])
+            for loss, optimizer in zip(losses, optimizers, strict=True):
+                optimizer.zero_grad()
+                loss.backward()
+            wholes = dict(whole.named_parameters())
+            assert wholes.keys() == dict(sliced.named_parameters()).keys()
+            for name, own in sliced.named_parameters():
+                assert own.grad is not None
+                expected = wholes[name].grad
+                assert expected is not None
+                assert_same(own.grad, split_like(own, expected, rank, ranks), f"the gradient of {name}")
+            for optimizer in optimizers:
+                optimizer.step()
+            for name, own in sliced.named_parameters():
+                assert_same(own, split_like(own, wholes[name], rank, ranks), name)
+        for name, weight in whole.named_parameters():
+            assert (weight - before[name]).abs().max() > 1e-4, f"{name} was trained"
+
+
+@pytest.mark.parametrize("style", STYLES)
+@pytest.mark.parametrize(
+    ("ranks", "sizes"),
+    [(1, {}), (3, {"num_kv_heads": 3}), (2, {"num_kv_heads": 2, "hidden_dim": 41})],
+)
+def test_sliced_models_train_like_whole_ones(ranks: int, sizes: dict[str, Any], style: str) -> None:
+    run_ranks(ranks, train_both, ranks, style, sizes, free_port())
+
+
+def input_gradients(rank: int, style: str, port: int) -> None:
+    """The gradient of the input of single layers: nothing after them hides an error."""
+    with process_group(rank, 3, port):
+        whole, sliced = twins(style, num_kv_heads=3)
+        sliced(torch.zeros(2, 11, dtype=torch.int64))  # so that sequence parallelism knows the length
+        generator = torch.Generator().manual_seed(0)
+        x, grad = torch.randn(2, 2, 11, 48, generator=generator)
+        rows = slice(*TPGroup("", LAYERS).own_range(11)) if STYLES[style] else slice(None)
+        tables = rotary_tables(11, 8, 1e4, x.device)
+        for part, others in (("self_attn", tables), ("mlp", ())):
+            expected, own = x.clone().requires_grad_(), x[:, rows].clone().requires_grad_()
+            y = whole.model.layers["1"].get_submodule(part)(expected, *others)
+            own_y = sliced.model.layers["1"].get_submodule(part)(own, *others)
+            y.backward(grad)
+            own_y.backward(grad[:, rows])
+            assert_same(own_y, y[:, rows], f"the output of {part}")
+            assert expected.grad is not None
+            assert_same(own.grad, expected.grad[:, rows], f"the gradient of the input of {part}")
+            assert torch.equal(own, x[:, rows])
+
+
+@pytest.mark.parametrize("style", STYLES)
+def test_input_gradients_of_single_layers(style: str) -> None:
+    run_ranks(3, input_gradients, style, free_port())
+
+
+def no_whole_logits(rank: int, port: int) -> list[tuple[int, ...]]:
+    with process_group(rank, 3, port):
+        _, sliced = twins("megatron")
+        ids = torch.zeros(2, 11, dtype=torch.int64)
+        kept: list[tuple[int, ...]] = []
+
+        def keep(tensor: Tensor) -> Tensor:
+            kept.append(tuple(tensor.shape))
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            logits = sliced(ids)
+            vocabulary_parallel_loss(logits, ids, VOCAB)
+        return [shape for shape in kept if VOCAB in shape] + [tuple(logits.shape)]
+
+
+def test_no_rank_holds_whole_logits() -> None:
+    assert run_ranks(3, no_whole_logits, free_port()) == [[(2, 11, 17)], [(2, 11, 17)], [(2, 11, 16)]]
+
+
+def two_teams(rank: int, port: int) -> None:
+    """Two replicas of two ranks, each with its own sequences: nothing passes from one to the other."""
+    with process_group(rank, 4, port):
+        tp_group = Grid(rank, dp=2, pp=1, tp=2).mesh().get_group("tp")
+        whole, sliced = twins("megatron", tp_group)
+        ids = torch.randint(VOCAB, (2, 11), generator=torch.Generator().manual_seed(rank // 2))
+        expected, loss = (
+            causalLLMLoss(whole(ids), ids, VOCAB),
+            vocabulary_parallel_loss(sliced(ids), ids, VOCAB, tp_group),
+        )
+        expected.backward()
+        loss.backward()
+        torch.testing.assert_close(loss, expected)
+        wholes = dict(whole.named_parameters())
+        for name, own in sliced.named_parameters():
+            expected_grad = wholes[name].grad
+            assert expected_grad is not None
+            assert_same(own.grad, split_like(own, expected_grad, rank % 2, 2), name)
+
+
+def test_groups_keep_to_themselves() -> None:
+    run_ranks(4, two_teams, free_port())
+
+
+def refuse(rank: int, sizes: dict[str, int], port: int) -> str:
+    with process_group(rank, 3, port):
+        net = LLama(CausalLLama, VOCAB, **{**SIZES, **sizes})
+        with pytest.raises(InputError) as caught:
+            shard(net)
+        assert not traffic.ledger.messages
+        return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "flag"),
+    [({"num_heads": 4}, "--num-heads 4"), ({"num_heads": 6, "num_kv_heads": 2}, "--num-kv-heads 2")],
+)
+def test_heads_that_do_not_divide_are_refused_before_anyone_waits(sizes: dict[str, int], flag: str) -> None:
+    sentences = run_ranks(3, refuse, sizes, free_port())
+    assert all(sentence.startswith(f"{flag} among 3 tensor-parallel ranks: ") for sentence in sentences)
+
+
+def test_bytes_per_layer_as_worked_out_by_hand() -> None:
+    # 256 tokens of 288 float32: 294,912 bytes. Four ranks send 3/4 of them twice in each all-reduce.
+    assert bytes_per_layer("megatron", 4, 1, 256, 288, 4) == (2 * 442_368, 2 * 442_368)
+    assert bytes_per_layer("megatron", 4, 1, 256, 288, 4, sequence_parallel=True) == (2 * 442_368, 2 * 442_368)
+    # Thirteen times 288 columns are gathered; ten times 288 are the inputs of layers.
+    assert bytes_per_layer("naive", 4, 1, 256, 288, 4) == (13 * 221_184, 10 * 442_368)
+    # With a third of the heads for keys and values, 11 2/3 times 288.
+    assert bytes_per_layer("naive", 4, 1, 256, 288, 4, kv_width=96) == (2 * 221_184 * 35 // 6, 10 * 442_368)
+    assert bytes_per_layer("megatron", 1, 1, 256, 288, 4) == (0, 0)
+    # Three ranks: 17 of 49 outputs and 66 of 196 in the longest slice, 9 of 25 tokens.
+    assert bytes_per_layer("naive", 3, 1, 25, 49, 4)[0] == 2 * 25 * 4 * (5 * 17 + 2 * 66)
+    assert bytes_per_layer("megatron", 3, 1, 25, 48, 4, sequence_parallel=True)[0] == 2 * 4 * 9 * 48 * 4
+
+
+class Written(nn.Module):
+    """A model by hand of the library's blocks, one of them inside another container, and a norm of torch's."""
+
+    def __init__(self, vocab_size: int = VOCAB, num_heads: int = 6) -> None:
+        super().__init__()
+        self.tokens = nn.ModuleList([nn.Embedding(vocab_size, 48)])
+        self.first = Block(48, 6, 3, 40, 1e-6, torch.float32)
+        self.rest = nn.ModuleDict({"deep": nn.ModuleList([Block(48, num_heads, num_heads, 41, 1e-6, torch.float32)])})
+        self.norm = nn.LayerNorm(48)
+        self.scores = Linear(48, vocab_size, bias=False)
+        initialize(self, seed=1)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        seq, x = ids.shape[1], self.tokens[0](ids)
+        x = self.first(x, *rotary_tables(seq, 8, 1e4, x.device))
+        last = self.rest["deep"][0]
+        x = last(x, *rotary_tables(seq, last.self_attn.head_dim, 1e4, x.device))
+        return self.scores(self.norm(x))
+
+
+def train_written(rank: int, style: str, port: int) -> None:
+    with process_group(rank, 3, port):
+        whole, sliced = Written(), Written()
+        shard(sliced, "naive" if style == "naive" else "megatron", sequence_parallel=STYLES[style])
+        loss_of = causalLLMLoss if style == "naive" else vocabulary_parallel_loss
+        optimizers = [build_optimizer("sgd", net.parameters(), 0.5) for net in (whole, sliced)]
+        for step in range(2):
+            ids = torch.randint(VOCAB, (2, 11), generator=torch.Generator().manual_seed(step))
+            losses = causalLLMLoss(whole(ids), ids, VOCAB), loss_of(sliced(ids), ids, VOCAB)
+            torch.testing.assert_close(losses[1], losses[0])
+            for loss, optimizer in zip(losses, optimizers, strict=True):
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()
+            wholes = dict(whole.named_parameters())
+            assert wholes.keys() == dict(sliced.named_parameters()).keys()
+            for name, own in sliced.named_parameters():
+                assert_same(own.grad, split_like(own, wholes[name].grad, rank, 3), f"the gradient of {name}")
+                assert_same(own, split_like(own, wholes[name], rank, 3), name)
+        if style != "naive":
+            assert sliced.tokens[0].weight.shape[0] < VOCAB
+        assert sliced.rest["deep"][0].mlp.up_proj.weight.shape[0] < 41
+
+
+@pytest.mark.parametrize("style", STYLES)
+def test_any_module_of_the_librarys_blocks_can_be_split(style: str) -> None:
+    run_ranks(3, train_written, style, free_port())
+
+
+def refused(rank: int, port: int) -> None:
+    """Nothing is cut before all is known to fit: what is refused still computes what it did."""
+    two_heads, limited, tied = Written(), Written(), Written()
+    two_heads.other = Linear(48, 48, bias=False)
+    limited.tokens[0].max_norm = 1.0
+    tied.rest["deep"][0].mlp.up_proj.weight = tied.rest["deep"][0].mlp.gate_proj.weight
+    cases: list[tuple[nn.Module, Style, bool, str]] = [
+        (Written(num_heads=4), "megatron", False, "--num-heads 4 among 3 tensor-parallel ranks"),
+        (Written(vocab_size=2), "megatron", False, "scores has 2 rows, which 3 tensor-parallel ranks cannot share"),
+        (two_heads, "megatron", False, "scores and other: one linear layer outside attention and MLP can be the head"),
+        (limited, "megatron", False, "tokens.0: an embedding with max_norm"),
+        (tied, "naive", False, "rest.deep.0.mlp.gate_proj and rest.deep.0.mlp.up_proj have one weight"),
+        (Written().first, "megatron", True, "sequence parallelism is for a whole model"),
+        (nn.Sequential(nn.Linear(4, 4)), "megatron", False, "nothing in this module can be split"),
+    ]
+    with process_group(rank, 3, port):
+        for net, style, sequence_parallel, sentence in cases:
+            before = {name: weight.clone() for name, weight in net.named_parameters()}
+            with pytest.raises(InputError, match=f"^{sentence}"):
+                shard(net, style, sequence_parallel=sequence_parallel)
+            assert before.keys() == dict(net.named_parameters()).keys()
+            assert all(torch.equal(weight, before[name]) for name, weight in net.named_parameters())
+            if isinstance(net, Written):
+                net(torch.ones(1, 4, dtype=torch.int64))
+            assert not traffic.ledger.messages, "no hook talks"
+        split = Written()
+        shard(split)
+        with pytest.raises(InputError, match="is split already"):
+            shard(split)
+
+
+def test_what_is_refused_stays_whole() -> None:
+    run_ranks(3, refused, free_port())
+
+
+def test_frozen_weights_stay_frozen_and_what_cannot_be_split_is_refused() -> None:
+    net = LLama(CausalLLama, 10, dmodel=16, num_heads=2, n_layers=1, ctx_size=8)
+    frozen = {"model.embed_tokens.weight", "model.layers.0.mlp.up_proj.weight", "model.norm.weight"}
+    for name, parameter in net.named_parameters():
+        parameter.requires_grad_(name not in frozen)
+    shard(net, sequence_parallel=True)
+    assert {name for name, parameter in net.named_parameters() if not parameter.requires_grad} == frozen
+
+    stage = LLama(LLamaFirstStage, 10, dmodel=16, num_heads=2, n_layers=1, ctx_size=8)
+    tied = LLama(CausalLLama, 10, dmodel=16, num_heads=2, n_layers=1, ctx_size=8)
+    assert tied.lm_head is not None
+    assert tied.model.embed_tokens is not None
+    for arguments in ({"style": "naive", "sequence_parallel": True}, {"sequence_parallel": True}):
+        with pytest.raises(InputError, match="sequence parallelism is for a whole model"):
+            shard(stage, **arguments)
+    tied.lm_head.weight = tied.model.embed_tokens.weight
+    with pytest.raises(InputError, match="untie them first"):
+        shard(tied)

@@ -1,0 +1,89 @@
+"""What the ranks of a tp_group tell each other: forward and backward, and in the ledger."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from processes import free_port, process_group, run_ranks
+from torch import Tensor
+
+from distlab.comm.traffic import traffic
+from distlab.parallel.tp_group import (
+    LAYERS,
+    TPGroup,
+    copy_to,
+    gather,
+    gather_to,
+    reduce_from,
+    reduce_scatter,
+    shard_sizes,
+)
+
+
+def test_shares_are_those_of_tensor_split() -> None:
+    for total in (0, 1, 5, 4096):
+        for ranks in (1, 2, 3, 6, 7):
+            assert shard_sizes(total, ranks) == [len(part) for part in torch.arange(total).tensor_split(ranks)]
+
+
+def collect(rank: int, port: int) -> tuple[list[float], list[float], dict[str, int], dict[str, int]]:
+    with process_group(rank, 3, port):
+        parts, own = torch.empty(3, 2, 2), torch.full((2, 2), float(rank))
+        traffic.all_gather(parts, own, "the activations", kind="gathered").wait()
+        rows = torch.arange(3.0).add(10.0 * rank).unsqueeze(1).repeat(1, 4)
+        before, total = rows.clone(), torch.empty(4)
+        traffic.reduce_scatter(total, rows, "the sums", kind="scattered").wait()
+        assert torch.equal(rows, before)
+        return parts[:, 1, 1].tolist(), total.tolist(), dict(traffic.ledger.sent_bytes), dict(traffic.ledger.messages)
+
+
+def test_all_gather_and_reduce_scatter_in_the_ledger() -> None:
+    for rank, (gathered, total, sent_bytes, messages) in enumerate(run_ranks(3, collect, free_port())):
+        assert gathered == [0, 1, 2]
+        assert total == [30.0 + 3 * rank] * 4
+        assert sent_bytes == {"gathered": 2 * 16, "scattered": 2 * 16}
+        assert messages == {"gathered": 1, "scattered": 1}
+
+
+def test_a_rank_alone_gathers_and_scatters_at_once() -> None:
+    before = dict(traffic.ledger.messages)
+    own, parts = torch.arange(4.0), torch.empty(1, 4)
+    traffic.all_gather(parts, own, "the activations", kind="gathered").wait()
+    assert parts.tolist() == [own.tolist()]
+    traffic.reduce_scatter(own, parts.add_(1), "the sums", kind="scattered").wait()
+    assert own.tolist() == [1, 2, 3, 4]
+    assert dict(traffic.ledger.messages) == before
+
+
+def exchange(rank: int, ranks: int, port: int) -> None:
+    """Each function on slices of 7 rows, against what one process would compute from all ranks' inputs."""
+    with process_group(rank, ranks, port):
+        tp_group, length = TPGroup("a layer", LAYERS), 7
+        generator = torch.Generator().manual_seed(0)
+        wholes = torch.randn(ranks, 2, length, 4, generator=generator)  # what each rank has before the function
+        factors = torch.randn(ranks, 2, length, 4, generator=generator)  # each rank's gradient of what comes after
+        first, last = tp_group.own_range(length)
+        mine = slice(None), slice(first, last)
+        total, total_factor = wholes.sum(0), factors.sum(0)
+        whole, factor = wholes[rank], factors[rank]
+        cases: list[tuple[Callable[[Tensor], Tensor], Tensor, Tensor, Tensor, Tensor]] = [
+            # the function, its input and what it gives; the gradient of that and what it gives
+            (lambda x: copy_to(x, tp_group), whole, whole, factor, total_factor),
+            (lambda x: reduce_from(x, tp_group), whole, total, factor, factor),
+            (lambda x: gather(x, tp_group, length, dim=1), wholes[0][mine], wholes[0], factors[0], factors[0][mine]),
+            (lambda x: gather_to(x, tp_group, length), wholes[0][mine], wholes[0], factor, total_factor[mine]),
+            (lambda x: reduce_scatter(x, tp_group), whole, total[mine], factors[0][mine], factors[0]),
+        ]
+        for function, x, y, grad_y, grad_x in cases:
+            own, grad = x.clone().requires_grad_(), grad_y.clone()
+            result = function(own)
+            result.backward(grad)
+            torch.testing.assert_close(result, y)
+            torch.testing.assert_close(own.grad, grad_x)
+            assert torch.equal(own, x), "the input is unchanged"
+            assert torch.equal(grad, grad_y), "the gradient is unchanged"
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_functions_forward_and_backward(ranks: int) -> None:
+    run_ranks(ranks, exchange, ranks, free_port())

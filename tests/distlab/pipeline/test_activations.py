@@ -1,0 +1,86 @@
+"""The count of what autograd keeps, by hand on small graphs of float32."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from distlab.pipeline.activations import SavedActivations
+
+WEIGHT = nn.Parameter(torch.ones(8, 8))
+
+
+GRAPHS: dict[str, tuple[Callable[[Tensor], Tensor], int]] = {
+    "the factor and the result": (lambda x: (x * x).exp(), 8 + 8),
+    "nothing for a sum": (lambda x: x + x, 0),
+    "both results": (lambda x: x.exp().exp(), 8 + 8),
+    "views of one storage": (lambda x: x[:4] * x[4:], 8),
+    "the whole storage of a view": (lambda x: x[:2] * x[:2], 8),
+    "the constant factor only": (lambda x: x * torch.ones(3, 8), 24),
+    "no parameter": (lambda x: x @ WEIGHT, 8),
+    "no view of a parameter": (lambda x: x @ WEIGHT.T @ WEIGHT, 8 + 8),
+    "nothing where nothing is differentiated": (lambda x: x.detach().exp() + x, 0),
+}
+
+
+@pytest.mark.parametrize(("graph", "kept_elements"), GRAPHS.values(), ids=GRAPHS.keys())
+def test_each_saved_storage_counts_once_and_parameters_do_not(
+    graph: Callable[[Tensor], Tensor], kept_elements: int
+) -> None:
+    kept = SavedActivations([WEIGHT])
+    x = torch.ones(8, requires_grad=True)
+    with kept.counting():
+        y = graph(x)
+    assert kept.now_bytes == kept.peak_bytes == 4 * kept_elements
+    y.sum().backward()
+    assert (kept.now_bytes, kept.peak_bytes) == (0, 4 * kept_elements)
+
+
+def test_counts_several_forward_passes_until_their_backward_passes() -> None:
+    kept = SavedActivations([])
+    x = torch.ones(8, requires_grad=True)
+    now = []
+    with kept.counting():
+        outputs = [(x * x).exp() for _ in range(3)]
+    now.append(kept.now_bytes)
+    for y in outputs:
+        y.sum().backward()
+        now.append(kept.now_bytes)
+    x.exp()
+    assert now == [32 * 4, 32 * 3, 32 * 2, 0], "the input, and each pass's result"
+    assert kept.peak_bytes == 32 * 4
+
+
+def test_gradients_are_those_without_counting() -> None:
+    x, y = (torch.linspace(0, 1, 8, requires_grad=True) for _ in range(2))
+    kept = SavedActivations([])
+    with kept.counting():
+        counted = (x * x).exp().sum()
+    counted.backward()
+    (y * y).exp().sum().backward()
+    assert x.grad is not None
+    assert torch.equal(x.grad, torch.as_tensor(y.grad))
+
+
+def test_what_is_dropped_without_a_backward_pass_is_no_longer_kept() -> None:
+    kept = SavedActivations([])
+    with kept.counting():
+        y = torch.ones(8, requires_grad=True).exp()
+    assert kept.now_bytes == 32
+    del y
+    assert (kept.now_bytes, kept.peak_bytes) == (0, 32)
+
+
+def test_a_tensor_kept_by_hand_counts_while_it_is_held_and_once() -> None:
+    kept = SavedActivations([WEIGHT])
+    with kept.counting():
+        y = torch.ones(8, requires_grad=True).exp()
+    holds = [kept.keep(y), kept.keep(WEIGHT), kept.keep(torch.ones(2)), kept.keep(y[:3])]
+    assert kept.now_bytes == 32 + 8
+    y.sum().backward()
+    assert kept.now_bytes == 32 + 8
+    del holds[2]
+    assert kept.now_bytes == 32
+    del holds
+    assert (kept.now_bytes, kept.peak_bytes) == (0, 32 + 8)

@@ -1,0 +1,217 @@
+"""The executor: gradients of one process for every schedule, what it keeps, whom it never holds up."""
+
+import time
+from functools import partial
+
+import pytest
+import torch
+from processes import free_port, process_group, run_ranks
+from torch import Tensor, nn
+
+from distlab.comm.grid import Grid
+from distlab.comm.recorder import recorder
+from distlab.pipeline.executor import Pipeline
+from distlab.pipeline.schedules import SCHEDULES, all_stages
+from distlab.pipeline.stages import build_stage
+from simplellm.errors import InputError
+from simplellm.llama import CausalLLama, LLama
+from simplellm.losses import causalLLMLoss
+
+VOCAB, WIDTH, SEQ = 11, 16, 6
+LOSS = partial(causalLLMLoss, vocab_size=VOCAB)
+OPTIONS = {"dmodel": WIDTH, "num_heads": 2, "ctx_size": SEQ, "seed": 3}
+LEARNING_RATE = 0.1
+
+
+def batch(step: int, rows: int = 8) -> Tensor:
+    return torch.randint(VOCAB, (rows, SEQ), generator=torch.Generator().manual_seed(step))
+
+
+def louder(net: nn.Module) -> nn.Module:
+    """Weights five times larger, for gradients that no tolerance hides."""
+    with torch.no_grad():
+        for parameter in net.parameters():
+            if parameter.dim() > 1:
+                parameter *= 5
+    return net
+
+
+def update(net: nn.Module) -> None:
+    with torch.no_grad():
+        for parameter in net.parameters():
+            assert parameter.grad is not None
+            parameter -= LEARNING_RATE * parameter.grad
+
+
+def assert_near(own: Tensor, expected: Tensor | None, name: str) -> None:
+    """Equal to a millionth of the largest element, or of 1 where that is larger."""
+    assert expected is not None
+    difference = (own - expected).abs().max().item()
+    assert difference <= 1e-6 * max(1.0, expected.abs().max().item()), f"{name}: {difference}"
+
+
+def compare_with_one_process(rank: int, port: int, stages: int, split: tuple[int, ...], schedules: list[str]) -> int:
+    """Train with every schedule and number of micro-batches, next to the whole model; the number of comparisons."""
+    compared = 0
+    with process_group(rank, stages, port):
+        for schedule in schedules:
+            for micro_batches in (1, 2, 3, 5, 8):
+                net = louder(build_stage(rank, split, VOCAB, **OPTIONS))
+                whole = louder(LLama(CausalLLama, VOCAB, n_layers=sum(split), **OPTIONS))
+                before = {name: p.detach().clone() for name, p in net.named_parameters()}
+                grid = Grid(rank, dp=1, pp=stages)
+                pipeline = Pipeline(net, all_stages(schedule, stages, micro_batches), grid, LOSS, WIDTH)
+                for step in range(3):
+                    net.zero_grad()
+                    whole.zero_grad()
+                    losses = pipeline.step(batch(step).tensor_split(micro_batches))  # 8 rows: not all equally many
+                    expected = LOSS(whole(batch(step)), batch(step))
+                    expected.backward()
+                    assert len(losses) == (micro_batches if grid.is_last_stage else 0)
+                    if losses:
+                        assert sum(losses).item() == pytest.approx(expected.item(), rel=1e-6)
+                    of_whole = dict(whole.named_parameters())
+                    for name, parameter in net.named_parameters():
+                        assert parameter.grad is not None
+                        assert_near(parameter.grad, of_whole[name].grad, name)
+                    update(net)
+                    update(whole)
+                for name, parameter in net.named_parameters():
+                    assert_near(parameter, of_whole[name], name)
+                    assert (parameter - before[name]).abs().max() > 1e-4, f"{name} was trained"
+                    compared += 1
+    return compared
+
+
+@pytest.mark.parametrize("split", [(3,), (1, 3), (0, 2, 1), (1, 1, 1, 1)], ids=str)
+def test_every_schedule_gives_the_gradients_of_one_process(split: tuple[int, ...]) -> None:
+    stages = len(split)
+    compared = run_ranks(stages, compare_with_one_process, free_port(), stages, split, list(SCHEDULES), deadline=120)
+    assert all(count >= 5 * len(SCHEDULES) for count in compared)
+
+
+def compare_in_bfloat16(rank: int, port: int) -> bool:
+    """One micro-batch of the same shape through two stages: the very numbers of one process."""
+    with process_group(rank, 2, port):
+        options = {**OPTIONS, "dtype": torch.bfloat16}
+        net, whole = build_stage(rank, (1, 1), VOCAB, **options), LLama(CausalLLama, VOCAB, n_layers=2, **options)
+        pipeline = Pipeline(net, all_stages("dapple", 2, 1), Grid(rank, dp=1, pp=2), LOSS, WIDTH)
+        pipeline.step([batch(0)])
+        LOSS(whole(batch(0)), batch(0)).backward()
+        of_whole = dict(whole.named_parameters())
+        return all(torch.equal(p.grad, of_whole[name].grad) for name, p in net.named_parameters() if p.grad is not None)
+
+
+def test_mixed_precision() -> None:
+    assert run_ranks(2, compare_in_bfloat16, free_port()) == [True, True]
+
+
+def test_a_schedule_for_another_number_of_micro_batches_is_refused() -> None:
+    net = build_stage(0, (1,), VOCAB, **OPTIONS)
+    pipeline = Pipeline(net, all_stages("gpipe", 1, 3), Grid(0, dp=1, pp=1), LOSS, WIDTH)
+    with pytest.raises(InputError, match="2 micro-batches: the schedule is for 3"):
+        pipeline.step(batch(0).chunk(2))
+
+
+def test_eight_stages() -> None:
+    split = (1,) * 8
+    assert all(run_ranks(8, compare_with_one_process, free_port(), 8, split, ["dapple"], deadline=120))
+
+
+def train_replica(rank: int, port: int) -> list[float]:
+    """Two pipelines of two stages: losses are those of each replica's own batch."""
+    with process_group(rank, 4, port):
+        grid = Grid(rank, dp=2, pp=2)
+        net = build_stage(grid.stage, (1, 1), VOCAB, **OPTIONS)
+        pipeline = Pipeline(net, all_stages("gpipe", 2, 2), grid, LOSS, WIDTH)
+        losses = pipeline.step(batch(grid.replica).chunk(2))
+        return [loss.item() for loss in losses]
+
+
+def test_replicas_do_not_mix() -> None:
+    ended = run_ranks(4, train_replica, free_port())
+    whole = LLama(CausalLLama, VOCAB, n_layers=2, **OPTIONS)
+    assert ended[0] == ended[2] == []
+    for replica in (0, 1):
+        expected = LOSS(whole(batch(replica)), batch(replica)).item()
+        assert sum(ended[2 * replica + 1]) == pytest.approx(expected, rel=1e-6)
+
+
+def keep(rank: int, port: int, schedule: str) -> int:
+    with process_group(rank, 3, port):
+        recorder.enabled = True
+        net = build_stage(rank, (2, 2, 2), VOCAB, **OPTIONS)
+        pipeline = Pipeline(net, all_stages(schedule, 3, 12), Grid(rank, dp=1, pp=3), LOSS, WIDTH)
+        for step in range(2):
+            pipeline.step(batch(step, rows=12).chunk(12))
+        assert pipeline.kept is not None
+        assert pipeline.kept.now_bytes == 0, "nothing is kept after a step"
+        return pipeline.kept.peak_bytes
+
+
+def test_dapple_keeps_a_fraction_of_what_gpipe_keeps() -> None:
+    gpipe = run_ranks(3, keep, free_port(), "gpipe")
+    dapple = run_ranks(3, keep, free_port(), "dapple")
+    for stage, (ours, all_of_them) in enumerate(zip(dapple, gpipe, strict=True)):
+        assert ours / all_of_them == pytest.approx((3 - stage) / 12, rel=0.1), f"stage {stage}"
+    assert dapple[0] <= 0.30 * gpipe[0]
+
+
+def run_ahead(rank: int, port: int) -> float:
+    """Stage 1 begins a second late; the seconds that stage 0 took for its forward passes, 8 MB of activations each."""
+    width, micro_batches = 4096, 6
+
+    class Timed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(width))
+            self.ended = 0.0
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.weight.expand(*x.shape[:2], width) if x.dim() == 2 else x * self.weight
+            self.ended = time.monotonic()
+            return y * 1.0
+
+    with process_group(rank, 2, port):
+        net = Timed()
+        programs = all_stages("gpipe", 2, micro_batches)
+        pipeline = Pipeline(net, programs, Grid(rank, dp=1, pp=2), lambda y, _: y.mean(), width)
+        torch.distributed.barrier()
+        started = time.monotonic()
+        time.sleep(float(rank))
+        pipeline.step(torch.zeros(micro_batches, 512, dtype=torch.int64).chunk(micro_batches))
+        assert net.weight.grad is not None
+        return net.ended - started
+
+
+@pytest.mark.alone
+def test_sends_do_not_hold_up_the_stage_that_sends() -> None:
+    first, second = run_ranks(2, run_ahead, free_port())
+    assert first < 0.8 < 1.0 < second
+
+
+def count_threads(rank: int, port: int) -> list[int]:
+    """The threads of each action of a stage of GPipe with two stages and two micro-batches on four cores."""
+    seen: list[int] = []
+
+    class Watched(nn.Module):
+        def __init__(self, net: nn.Module) -> None:
+            super().__init__()
+            self.net = net
+
+        def forward(self, x: Tensor) -> Tensor:
+            seen.append(torch.get_num_threads())
+            y: Tensor = self.net(x)
+            y.register_hook(lambda _: seen.append(torch.get_num_threads()))
+            return y
+
+    with process_group(rank, 2, port):
+        net = Watched(build_stage(rank, (1, 1), VOCAB, **OPTIONS))
+        pipeline = Pipeline(net, all_stages("gpipe", 2, 2), Grid(rank, dp=1, pp=2), LOSS, WIDTH, cores=4)
+        pipeline.step(batch(0).chunk(2))
+        return [*seen, torch.get_num_threads()]
+
+
+def test_a_stage_takes_the_cores_of_idle_stages() -> None:
+    # Ticks: F0 of stage 0 alone; F1 beside F0 of stage 1; its F1 and B0 alone; B1 beside B0; B1 of stage 0 alone.
+    assert run_ranks(2, count_threads, free_port()) == [[4, 2, 2, 4, 1], [2, 4, 4, 2, 1]]

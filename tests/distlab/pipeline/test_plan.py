@@ -1,0 +1,211 @@
+"""Played schedules: times, bubbles and bytes by formula and by hand; broken schedules, each with its sentence."""
+
+import re
+from collections.abc import Callable
+from random import Random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from distlab.pipeline.plan import Costs, ScheduleError, busy_workers, ideal_bubble, simulate
+from distlab.pipeline.schedules import SCHEDULES, Action, Backward, Forward, Program, all_stages, needs
+
+SIZES = [(1, 1), (1, 4), (2, 1), (2, 5), (3, 3), (3, 8), (5, 2), (4, 12)]
+
+
+def passes(stage: int, text: str) -> list[Action]:
+    """ "F0 B0" as a stage's actions."""
+    kinds = {"F": Forward, "B": Backward}
+    return [kinds[name[0]](stage, int(name[1:])) for name in text.split()]
+
+
+@pytest.mark.parametrize("name", ["gpipe", "dapple"])
+@pytest.mark.parametrize(("stages", "micro_batches"), SIZES)
+@pytest.mark.parametrize(("forward", "backward"), [(1.0, 1.0), (1.0, 2.0), (3.0, 1.0), (2.0, 7.0)])
+def test_bubble_by_the_formula(name: str, stages: int, micro_batches: int, forward: float, backward: float) -> None:
+    plan = simulate(all_stages(name, stages, micro_batches), Costs(forward, backward))
+    bubble = (stages - 1) / (micro_batches + stages - 1)
+    assert plan.makespan == pytest.approx((micro_batches + stages - 1) * (forward + backward))
+    assert plan.bubble == pytest.approx([bubble] * stages)
+    assert ideal_bubble(stages, micro_batches) == pytest.approx(bubble)
+
+
+@pytest.mark.parametrize(("stages", "micro_batches"), SIZES)
+def test_peaks_and_traffic(stages: int, micro_batches: int) -> None:
+    live = {
+        "naive": [1] * stages,
+        "gpipe": [micro_batches] * stages,
+        "dapple": [min(stages - stage, micro_batches) for stage in range(stages)],
+    }
+    sizes = [10.0 * (stage + 1) for stage in range(stages)]
+    links = [(stage > 0) + (stage < stages - 1) for stage in range(stages)]
+    for name in SCHEDULES:
+        plan = simulate(all_stages(name, stages, micro_batches), Costs(activation_bytes=sizes, message_bytes=7.0))
+        assert plan.peak_live == live[name]
+        assert plan.peak_bytes == [count * size for count, size in zip(live[name], sizes, strict=True)]
+        assert plan.sent_bytes == [7.0 * micro_batches * count for count in links]
+
+
+@pytest.mark.parametrize(("stages", "micro_batches"), SIZES)
+def test_messages_delay_a_step_by_their_way_there_and_back(stages: int, micro_batches: int) -> None:
+    ways = 2 * (stages - 1) * 0.5
+    naive, gpipe = (
+        simulate(all_stages(name, stages, micro_batches), Costs(1.0, 2.0, transfer=0.5)) for name in ("naive", "gpipe")
+    )
+    assert naive.makespan == micro_batches * (3.0 * stages + ways)
+    assert gpipe.makespan == 3.0 * (micro_batches + stages - 1) + ways
+    assert naive.bubble == pytest.approx([1 - 3.0 * micro_batches / naive.makespan] * stages)
+
+
+def test_unequal_stages_and_a_slow_link_by_hand() -> None:
+    plan = simulate(all_stages("gpipe", 2, 2), Costs(forward=[1.0, 3.0], backward=[2.0, 4.0], transfer=1.0))
+    assert [[(str(span.action), span.start, span.end) for span in line] for line in plan.spans] == [
+        [("F0", 0, 1), ("F1", 1, 2), ("B0", 13, 15), ("B1", 17, 19)],
+        [("F0", 2, 5), ("F1", 5, 8), ("B0", 8, 12), ("B1", 12, 16)],
+    ]
+    assert plan.makespan == 19
+    assert plan.bubble == pytest.approx([13 / 19, 5 / 19])
+    assert plan.messages == {(0, 1): passes(0, "F0 F1"), (1, 0): passes(1, "B0 B1")}
+    busy = [{str(action): count for action, count in line.items()} for line in busy_workers(plan)]
+    assert busy == [{"F0": 1, "F1": 1, "B0": 2, "B1": 1}, {"F0": 1, "F1": 1, "B0": 1, "B1": 2}]
+
+
+def test_two_stages_per_worker_halve_the_bubble() -> None:
+    """Worker 0 holds the stages 0 and 2, worker 1 the stages 1 and 3."""
+    programs = [passes(first, "F0 F1") + passes(first + 2, "F0 F1 B0 B1") + passes(first, "B0 B1") for first in (0, 1)]
+    plan = simulate(programs, Costs(1.0, 2.0, activation_bytes=[1.0, 10.0, 100.0, 1000.0], message_bytes=1.0))
+    assert plan.makespan == 15
+    assert plan.bubble == pytest.approx([3 / 15, 3 / 15])
+    assert plan.peak_live == [4, 4]
+    assert plan.peak_bytes == [202, 2020]
+    assert plan.sent_bytes == [6, 6]
+    assert plan.messages[1, 0] == passes(1, "F0 F1") + passes(3, "B0 B1") + passes(1, "B0 B1")
+
+
+@pytest.mark.parametrize(
+    ("programs", "sentence"),
+    [
+        ([passes(0, "F0 B0"), passes(1, "F0")], "stage 1 never runs B0"),
+        ([passes(0, "F0 B0"), passes(2, "F0 B0")], "stage 1 never runs F0"),
+        ([passes(0, "F0 F1 B0 B1"), passes(1, "F0 B0")], "stage 1 never runs F1"),
+        ([passes(0, "F0 B0 B0")], "stage 0 runs B0 twice; every pass runs once"),
+        ([passes(0, "F0 B1 F1 B0")], "stage 0 runs B1 before F1"),
+        (
+            [passes(0, "F0 B0"), passes(0, "F1 B1")],
+            "stage 0 belongs to one worker, and 0 and 1 both run it",
+        ),
+        ([], "a schedule without workers trains nothing; give at least 1 stage"),
+        ([passes(0, "F0 B0"), []], "worker 1 has no actions; give every worker a stage and micro-batches"),
+        (
+            [[Forward(0, 0), Backward(0, 0), Forward(0, -1), Backward(0, -1)]],
+            "stage 0 runs F-1; stages and micro-batches count from 0",
+        ),
+        (
+            [passes(0, "F0 F1 B0 B1"), passes(1, "F1 F0 B0 B1")],
+            "stage 0 sends the activations of micro-batch 0 where its neighbour on worker 1 expects "
+            "the activations of micro-batch 1; both ends of a link must agree on the order",
+        ),
+        (
+            [passes(0, "F0 F1 B1 B0"), passes(1, "F0 F1 B0 B1")],
+            "stage 1 sends the gradients of micro-batch 0 where its neighbour on worker 0 expects "
+            "the gradients of micro-batch 1; both ends of a link must agree on the order",
+        ),
+        (
+            [passes(0, "F0 B0 F1 B1"), passes(1, "F0 F1 B0 B1")],
+            "deadlock: stage 0, before B0, waits for the gradients of micro-batch 0 from stage 1; "
+            "stage 1, before F1, waits for the activations of micro-batch 1 from stage 0",
+        ),
+        (
+            [passes(0, "F0 F1 B0 B1"), passes(1, "F0 B0 F1 B1"), passes(2, "F0 F1 B0 B1")],
+            "deadlock: stage 1, before B0, waits for the gradients of micro-batch 0 from stage 2; "
+            "stage 2, before F1, waits for the activations of micro-batch 1 from stage 1",
+        ),
+        (
+            [passes(1, "F0 B0") + passes(0, "F0 B0")],
+            "deadlock: stage 1, before F0, waits for the activations of micro-batch 0 from stage 0",
+        ),
+    ],
+)
+def test_a_broken_schedule_is_refused_with_its_sentence(programs: list[Program], sentence: str) -> None:
+    with pytest.raises(ScheduleError, match=f"^{re.escape(sentence)}$"):
+        simulate(programs)
+
+
+def drop(random: Random, program: list[Action]) -> None:
+    """Leave an action out."""
+    program.pop(random.randrange(len(program)))
+
+
+def repeat(random: Random, program: list[Action]) -> None:
+    """Do an action once more, somewhere."""
+    program.insert(random.randint(0, len(program)), random.choice(program))
+
+
+def go_back_too_early(random: Random, program: list[Action]) -> None:
+    """Move a backward pass to just before its forward pass."""
+    backward = random.choice([action for action in program if isinstance(action, Backward)])
+    program.remove(backward)
+    program.insert(program.index(Forward(backward.stage, backward.micro_batch)), backward)
+
+
+def any_schedule(random: Random) -> list[list[Action]]:
+    """What stages do that take whatever is ready, each kind of pass in one order on all of them."""
+    stages, micro_batches = random.randint(1, 5), random.randint(1, 6)
+    orders = [(kind, random.sample(range(micro_batches), micro_batches)) for kind in (Forward, Backward)]
+    todo = [[kind(stage, k) for k in order] for stage in range(stages) for kind, order in orders]
+    programs: list[list[Action]] = [[] for _ in range(stages)]
+    done: set[Action] = set()
+    while any(todo):
+        line = random.choice([line for line in todo if line and done.issuperset(needs(line[0], stages))])
+        programs[line[0].stage].append(line[0])
+        done.add(line.pop(0))
+    return programs
+
+
+@settings(derandomize=True, deadline=None)
+@given(st.randoms(use_true_random=False), st.sampled_from([0.0, 0.5]))
+def test_every_action_of_any_valid_schedule_starts_as_early_as_it_can(random: Random, transfer: float) -> None:
+    programs = any_schedule(random)
+    plan = simulate(programs, Costs(transfer=transfer))
+    assert [[span.action for span in line] for line in plan.spans] == programs
+    ended = {span.action: span.end for line in plan.spans for span in line}
+    for line in plan.spans:
+        free = 0.0
+        for span in line:
+            sources = needs(span.action, len(programs))
+            arrivals = [ended[s] + transfer * (s.stage != span.action.stage) for s in sources]
+            assert span.start == max([free, *arrivals])
+            free = span.end
+
+
+@settings(derandomize=True, deadline=None)
+@given(st.randoms(use_true_random=False), st.sampled_from([drop, repeat, go_back_too_early]))
+def test_no_mutation_of_a_valid_schedule_passes(random: Random, mutate: Callable[[Random, list[Action]], None]) -> None:
+    programs = any_schedule(random)
+    simulate(programs)
+    stage = random.randrange(len(programs))
+    mutate(random, programs[stage])
+    with pytest.raises(ScheduleError, match=rf"\bstage {stage}\b"):
+        simulate(programs)
+
+
+@settings(derandomize=True, deadline=None)
+@given(st.randoms(use_true_random=False))
+def test_any_order_is_either_played_as_it_stands_or_refused_by_name(random: Random) -> None:
+    programs = any_schedule(random)
+    stage = random.randrange(len(programs))
+    random.shuffle(programs[stage])
+    refusal, plan = "", None
+    try:
+        plan = simulate(programs)
+    except ScheduleError as error:
+        refusal = str(error)
+    if plan is None:
+        assert re.search(r"\bstage \d", refusal)
+        return
+    ended = {span.action: span.end for line in plan.spans for span in line}
+    assert [[span.action for span in line] for line in plan.spans] == programs
+    for line in plan.spans:
+        for span in line:
+            assert all(ended[source] <= span.start for source in needs(span.action, len(programs)))

@@ -1,0 +1,259 @@
+"""Who waits for whom: circles, culprits and pictures, from what ranks say; and the search for what is not finite."""
+
+import signal
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from distlab.comm.grid import Grid
+from distlab.comm.traffic import Traffic, TrafficError
+from distlab.comm.waits import Wait, find_cycle, list_ranks
+from distlab.launch import root_cause
+from distlab.rendezvous.diagnosis import Diagnosis, Notice, diagnose
+from distlab.run.main import out_of_memory
+from distlab.run.not_finite import find_cause
+
+ALL = {0, 1, 2}
+
+
+def explain(*notices: Notice, world_size: int = 3, **ended: str) -> Diagnosis:
+    by_rank = {notice.rank: notice for notice in notices}
+    causes = {int(name.removeprefix("rank")): cause for name, cause in ended.items()}
+    return diagnose(by_rank, causes, world_size, "rank {}".format, timeout_seconds=5)
+
+
+def sends(rank: int, to: int, what: str = "the tensor", lost_a_peer: bool = False) -> Notice:
+    return Notice(rank, Wait(what, "send", (to,)), place=int(lost_a_peer), lost_a_peer=lost_a_peer)
+
+
+def receives(rank: int, source: int, what: str = "the tensor", lost_a_peer: bool = False) -> Notice:
+    return Notice(rank, Wait(what, "receive", (source,)), place=int(lost_a_peer), lost_a_peer=lost_a_peer)
+
+
+def collective(rank: int, what: str, number: int, begun: int, lost_a_peer: bool = False) -> Notice:
+    others = tuple(sorted(ALL - {rank}))
+    return Notice(rank, Wait(what, "collective", others, number), {"0,1,2": begun}, int(lost_a_peer), lost_a_peer)
+
+
+@pytest.mark.parametrize(
+    ("edges", "cycle"),
+    [
+        ({}, []),
+        ({0: [1], 1: [2]}, []),
+        ({0: [1], 1: [0]}, [0, 1]),
+        ({0: [1], 1: [2], 2: [3], 3: [1]}, [1, 2, 3]),
+        ({3: [5], 5: [4], 4: [3], 0: [3]}, [3, 5, 4]),
+        ({0: [1, 2], 1: [3], 2: [0]}, [0, 2]),
+        ({0: [1, 2], 1: [3], 2: [3]}, []),
+    ],
+)
+def test_circles(edges: dict[int, list[int]], cycle: list[int]) -> None:
+    assert find_cycle(edges) == cycle
+
+
+def test_two_ranks_that_both_send_first_are_a_circle() -> None:
+    found = explain(sends(0, 1), sends(1, 0), receives(2, 1, "the rest"))
+    assert found.is_deadlock
+    assert found.sentence == "deadlock: rank 0 waits for rank 1, which waits for rank 0"
+    assert found.picture == [
+        "who waits for whom:",
+        "  rank 0  waits to send the tensor  -> rank 1",
+        "  rank 1  waits to send the tensor  -> rank 0",
+        "  rank 2  waits for the rest  -> rank 1",
+        "  a cycle: rank 0 -> rank 1 -> rank 0",
+    ]
+
+
+def test_a_longer_circle_names_all_its_ranks() -> None:
+    found = explain(receives(0, 2), receives(1, 0), receives(2, 1))
+    assert found.sentence == "deadlock: rank 0 waits for rank 2, which waits for rank 1, which waits for rank 0"
+
+
+def test_a_rank_that_says_nothing_holds_up_the_others() -> None:
+    found = explain(receives(0, 1), receives(2, 0))
+    assert not found.is_deadlock
+    assert found.sentence.startswith("rank 1 does not answer, and the others wait")
+    assert "--timeout 5" in found.sentence
+    assert "  rank 1  waits for nothing that it has named: it computes, is stopped, or has ended" in found.picture
+
+
+def test_a_closed_connection_means_that_the_silent_rank_has_ended_also_where_others_pass_it_on() -> None:
+    found = explain(receives(0, 1, lost_a_peer=True), receives(1, 2, lost_a_peer=True))
+    assert found.sentence.startswith("rank 2 has ended without a word")
+
+
+def test_a_connection_that_was_closed_after_a_deadline_had_passed_accuses_nobody() -> None:
+    late = receives(0, 1, lost_a_peer=True)
+    late.place = 2
+    first = Notice(2, Wait("the tensor", "receive", (1,)), place=1)
+    assert explain(late, first).sentence.startswith("rank 1 does not answer")
+
+
+def test_with_several_silent_ranks_a_closed_connection_accuses_one_of_them() -> None:
+    found = explain(collective(0, "the loss", 4, 5, lost_a_peer=True))
+    assert found.sentence.startswith("one of rank 1 and rank 2 has ended")
+
+
+def test_a_rank_that_said_why_it_ended_is_the_cause() -> None:
+    found = explain(receives(0, 1, lost_a_peer=True), receives(2, 0), rank1="MemoryError: 3 GB")
+    assert found.sentence == "rank 1 failed: MemoryError: 3 GB"
+    assert "  rank 1  has ended: MemoryError: 3 GB" in found.picture
+
+
+def test_a_collective_that_one_rank_skips() -> None:
+    found = explain(
+        collective(0, "the loss", 7, 8),
+        collective(1, "the loss", 7, 8),
+        Notice(2, Wait("the result", "send", (0,)), {"0,1,2": 7}),
+    )
+    assert found.sentence == "deadlock: rank 0 waits for rank 2, which waits for rank 0"
+    assert "  rank 1  waits for the loss  -> rank 2" in found.picture
+
+
+def test_ranks_in_different_collectives_wait_for_each_other() -> None:
+    found = explain(collective(0, "the loss", 7, 8), collective(1, "the loss", 7, 8), collective(2, "the end", 7, 8))
+    assert found.is_deadlock
+    assert found.sentence == "deadlock: rank 0 waits for rank 2, which waits for rank 0"
+
+
+def test_a_rank_that_has_begun_a_later_collective_has_done_its_part() -> None:
+    found = explain(collective(0, "bucket 0", 7, 10), collective(1, "bucket 1", 8, 10))
+    assert found.sentence.startswith("rank 2 does not answer")
+    assert "  rank 0  waits for bucket 0  -> rank 2" in found.picture
+
+
+def test_where_all_do_their_part_it_is_the_network() -> None:
+    found = explain(*(collective(rank, "the loss", 7, 8) for rank in ALL))
+    assert "the network" in found.sentence
+    assert not found.is_deadlock
+
+
+def test_a_rank_that_answers_is_not_the_one_that_has_ended() -> None:
+    first = collective(0, "the loss", 4, 5, lost_a_peer=True)
+    assert explain(first, Notice(2, None)).sentence.startswith("rank 1 has ended without a word")
+    assert (
+        "  rank 2  answers, and waits for nothing that it has named: it computes"
+        in explain(first, Notice(2, None)).picture
+    )
+
+
+def test_a_rank_that_computes_for_long_is_alive() -> None:
+    found = explain(receives(0, 1), Notice(1, None), receives(2, 0))
+    assert found.sentence.startswith("rank 1 answers, but has not come so far")
+
+
+def test_after_a_lost_connection_there_is_no_word_of_deadlock_or_network() -> None:
+    cycle = explain(receives(0, 1, lost_a_peer=True), receives(1, 0), receives(2, 0))
+    assert cycle.sentence == "rank 0 lost its connection to rank 1, though all ranks answer: see their last lines"
+    together = explain(*(collective(rank, "the loss", 7, 8, lost_a_peer=rank == 0) for rank in ALL))
+    assert together.sentence.startswith("rank 0 lost its connection to ranks 1 and 2")
+
+
+def test_a_silent_rank_is_blamed_before_one_that_computes() -> None:
+    found = explain(collective(0, "the loss", 4, 5), Notice(2, None))
+    assert found.sentence.startswith("rank 1 does not answer")
+
+
+def test_notices_survive_the_store() -> None:
+    for notice in (collective(1, "the loss", 3, 4, lost_a_peer=True), Notice(0, None)):
+        assert Notice.from_json(notice.as_json()) == notice
+
+
+def test_lists_of_ranks() -> None:
+    assert [list_ranks(ranks) for ranks in ([2], [0, 2], [0, 1, 3])] == ["rank 2", "ranks 0 and 2", "ranks 0, 1 and 3"]
+
+
+def test_a_door_tells_what_it_waits_for_only_after_a_while() -> None:
+    door, wait = Traffic(), Wait("the loss", "collective", (1,))
+    assert door.waits_for() is None
+    with door.named(wait):
+        assert door.waits_for() == wait
+        assert door.waits_for(at_least_seconds=10) is None
+    assert door.waits_for() is None
+
+
+def test_an_error_that_is_not_about_other_ranks_is_let_through() -> None:
+    door, outer = Traffic(), Wait("the checkpoint", "other", (1,))
+    with door.named(outer):
+        for error in (RuntimeError("unsupported type int16"), ValueError("no such operation")):
+            with pytest.raises(type(error), match=str(error)), door.named("the average"):
+                raise error
+        assert door.waits_for() == outer
+        with pytest.raises(TrafficError, match="s for the average: no answer"), door.named("the average"):
+            raise RuntimeError("Timed out waiting 5000ms for recv operation to complete")
+        assert door.waits_for() == outer
+    assert door.waits_for() is None
+
+
+def test_a_failure_inside_a_longer_wait_keeps_its_own_name() -> None:
+    door = Traffic()
+    with pytest.raises(TrafficError, match="the average"), door.named("the checkpoint"), door.named("the average"):
+        raise RuntimeError("Connection closed by peer")
+
+
+def test_a_lack_of_memory_is_told_from_other_errors() -> None:
+    with pytest.raises(RuntimeError) as caught:
+        torch.empty(10**15)
+    assert out_of_memory(caught.value) == "out of memory: it asked for 4e+03 TB more"
+    assert out_of_memory(MemoryError()) == "out of memory"
+    assert out_of_memory(RuntimeError("anything")) is None
+
+
+def failure(exitcode: int, timestamp: int, message: str = "", **data: Any) -> SimpleNamespace:
+    name = signal.Signals(-exitcode).name if exitcode < 0 else ""
+    return SimpleNamespace(
+        exitcode=exitcode, timestamp=timestamp, message=message, error_file_data=data, signal_name=lambda: name
+    )
+
+
+LOST = failure(1, 100, "rank 4 has ended", status=1, lost_a_peer=True, names_rank=True)
+
+
+@pytest.mark.parametrize(
+    ("failures", "sentence"),
+    [
+        ({4: failure(-9, 100), 3: LOST}, "rank 4 (stage 1 of replica 1) failed: it was ended by SIGKILL"),
+        ({4: failure(-9, 106), 3: LOST}, "rank 4 has ended"),  # the launcher killed it, since it was stopped
+        ({4: failure(-15, 100), 3: failure(7, 101)}, "rank 3 (stage 0 of replica 1) failed with exit status 7"),
+        ({4: failure(-15, 100), 3: failure(-15, 100)}, "rank 4 (stage 1 of replica 1) failed: it was ended by SIGTERM"),
+        ({3: LOST, 4: failure(1, 101, "no disk", status=1)}, "rank 4 (stage 1 of replica 1) failed: no disk"),
+    ],
+)
+def test_the_launcher_names_the_rank_that_failed_first_with_its_place(failures: Any, sentence: str) -> None:
+    error: Any = SimpleNamespace(failures=failures)
+    assert root_cause(error, {"dp": 2, "pp": 3, "tp": 1})[1] == sentence
+
+
+class Overflowing(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * 1e30
+
+
+def find_in(net: nn.Module) -> str:
+    return find_cause(net, lambda: net(torch.full((1, 2), 1e10)), Grid(0, 1, 1), torch.device("cpu"))
+
+
+def test_the_first_output_that_is_not_finite_is_named() -> None:
+    net = nn.Sequential(nn.Identity(), Overflowing(), nn.Identity())
+    assert find_in(net) == "first not finite is the output of 1 (Overflowing)"
+
+
+def test_a_parameter_comes_before_what_it_leads_to() -> None:
+    net = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    with torch.no_grad():
+        net[1].bias[1] = torch.nan
+    assert find_in(net) == "first not finite is the parameter 1.bias, since the update before"
+
+
+def test_a_loss_of_finite_activations() -> None:
+    assert "in the loss itself" in find_in(nn.Linear(2, 2))
+
+
+def test_a_circle_is_named_though_another_rank_is_late() -> None:
+    """None of its ranks goes on, whatever rank 3 comes to."""
+    found = explain(sends(0, 1), sends(1, 0), receives(2, 3), Notice(3, None), world_size=4)
+    assert found.is_deadlock
+    assert found.sentence.startswith("deadlock: rank 0 waits for rank 1, which waits for rank 0")

@@ -1,0 +1,300 @@
+"""A run on two hosts, which are network namespaces here: the training run of one machine, and how it ends."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from chapters import losses, train_on
+from hosts import Host, two_hosts, two_hosts_with_a_link, why_no_tun, why_not
+from processes import LAB, Ended, environment, finish, process_of, start, steps_taken, wait_for
+
+from distlab.rendezvous.nodes import SECONDS_OF_SILENCE
+
+WHY_NOT = why_not()
+pytestmark = [pytest.mark.alone, pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT)]
+
+# As SGD: Adam hides a wrong scale of the gradients.
+MODEL = (
+    "--dmodel 16 --num-heads 2 --n-layers 3 --seq-len 16 --data sample --device cpu --optimizer sgd --lr 0.5".split()
+)
+TINY = [*MODEL, *"--dp 2 --pp 2".split()]
+RANKS_OF_A_HOST = 2  # a replica
+STEPS = 50
+# Word of a failure takes a second, the end of ranks that do not hear four; what more there is, is for machines whose
+# few cores are shared. It is far below --timeout, and a run that hangs is found all the same.
+SECONDS_TO_END = 30
+
+
+@pytest.fixture(scope="module")
+def hosts() -> Iterator[tuple[Host, Host]]:
+    with two_hosts() as hosts:
+        yield hosts
+
+
+@pytest.fixture(scope="module")
+def expected(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
+    """The losses of one host."""
+    out = tmp_path_factory.mktemp("alone")
+    return train_on(4, "hybrid/intro_hybrid.py", out, *TINY, "--steps", str(STEPS))[-1]
+
+
+def launch(host: Host, node: int, *flags: str | Path, master: str, steps: int = 1_000_000) -> "subprocess.Popen[str]":
+    """Node `node` of a hybrid run on two machines."""
+    several = ["--nnodes", "2", "--node-rank", str(node), "--master-addr", master]
+    return start(*host.command(LAB / "launch.sh", "hybrid", *TINY, "--steps", str(steps), *several, *flags))
+
+
+def wait_for_steps(out: Path, steps: int = 3) -> None:
+    assert wait_for(lambda: steps_taken(out) >= steps), "no steps"
+
+
+def pids(host: Host) -> list[int]:
+    """The processes on a host."""
+    listing = subprocess.run(["ip", "netns", "pids", host.namespace], capture_output=True, text=True, check=True)
+    return [int(pid) for pid in listing.stdout.split()]
+
+
+def launcher_on(host: Host, rank: int) -> int:
+    """The launcher that has started a rank."""
+    return int(environment(process_of(rank, pids(host)))["LAB_LAUNCHER"])
+
+
+def kill_all(*hosts: Host) -> None:
+    for host in hosts:
+        for pid in pids(host):
+            os.kill(pid, signal.SIGKILL)
+
+
+def last_lines(nodes: "list[subprocess.Popen[str]]") -> tuple[list[str], list[Ended]]:
+    ended = [finish(node, SECONDS_TO_END) for node in nodes]
+    return [end.err.splitlines()[-1] for end in ended], ended
+
+
+def test_two_hosts_give_the_losses_of_one_and_listen_on_their_link_alone(
+    hosts: tuple[Host, Host], tmp_path: Path
+) -> None:
+    a, b = hosts
+    steps, shape = 6, ["--pp", "3"]
+    flags = [*shape, "--out", tmp_path / "two"]
+    nodes = [launch(host, node, *flags, master=a.address, steps=steps) for node, host in enumerate(hosts)]
+    listened_at: dict[Host, set[str]] = {a: set(), b: set()}
+    while any(node.poll() is None for node in nodes):
+        for host in hosts:
+            listened_at[host] |= host.listening()
+        time.sleep(0.01)
+    ended = [finish(node) for node in nodes]
+    assert [end.status for end in ended] == [0, 0], [end.err for end in ended]
+    assert listened_at == {a: {a.address}, b: {b.address}}
+    said = ended[0].out.splitlines()
+    assert any(line.endswith(f"({a.address}): ranks 0, 1, 2") for line in said[:4])
+    assert any(line.endswith(f"({b.address}): ranks 3, 4, 5") for line in said[:4])
+    assert not any(line[:1].isdigit() for line in ended[1].out.splitlines()), "rank 0 prints the steps"
+    assert "Traceback" not in ended[0].err + ended[1].err
+
+    own = losses(tmp_path / "two")
+    assert len(own) == steps
+    model = [*MODEL, "--steps", str(steps)]
+    one_host = train_on(6, "hybrid/intro_hybrid.py", tmp_path / "alone", *model, "--dp", "2", *shape)[-1]
+    assert own == pytest.approx(one_host, rel=1e-6)
+    one_process = train_on(1, "primer/intro.py", tmp_path / "one", *model, "--batch-size", "6")[-1]
+    assert own == pytest.approx(one_process, rel=1e-5)
+    assert abs(own[-1] - own[0]) > 0.01, "training changed something"
+
+
+def test_a_killed_rank_ends_both_hosts(hosts: tuple[Host, Host], tmp_path: Path) -> None:
+    rank = 3
+    nodes = [launch(host, node, "--out", tmp_path, master=hosts[0].address) for node, host in enumerate(hosts)]
+    try:
+        wait_for_steps(tmp_path)
+        there = rank // RANKS_OF_A_HOST
+        os.kill(process_of(rank, pids(hosts[there])), signal.SIGKILL)
+        sentences, ended = last_lines(nodes)
+        cause = f"rank {rank} (stage 1 of replica {there}) failed: it was ended by SIGKILL"
+        assert sentences[there] == f"# {cause}"
+        assert sentences[1 - there] == f"# on another machine, node {there}, {cause}"
+        assert all(end.status == 1 for end in ended)
+        assert not pids(hosts[0]) + pids(hosts[1]), "no orphans"
+    finally:
+        kill_all(*hosts)
+
+
+def test_a_killed_launcher_ends_both_hosts(hosts: tuple[Host, Host], tmp_path: Path) -> None:
+    nodes = [launch(host, node, "--out", tmp_path, master=hosts[0].address) for node, host in enumerate(hosts)]
+    try:
+        wait_for_steps(tmp_path)
+        os.kill(launcher_on(hosts[0], 0), signal.SIGKILL)
+        end = finish(nodes[1], SECONDS_TO_END)
+        assert end.status == 1
+        sentence = "# the launcher of another machine, node 0, has ended or is not reached any more"
+        assert end.err.splitlines()[-1] == sentence
+        finish(nodes[0], 5)
+        assert not pids(hosts[0]) + pids(hosts[1]), "no orphans"
+    finally:
+        kill_all(*hosts)
+
+
+def test_a_stopped_launcher_ends_the_other_host(hosts: tuple[Host, Host], tmp_path: Path) -> None:
+    nodes = [launch(host, node, "--out", tmp_path, master=hosts[0].address) for node, host in enumerate(hosts)]
+    try:
+        wait_for_steps(tmp_path)
+        os.kill(launcher_on(hosts[0], 0), signal.SIGSTOP)
+        end = finish(nodes[1], SECONDS_OF_SILENCE + SECONDS_TO_END)
+        assert end.status == 1
+        sentence = "# the launcher of another machine, node 0, has ended or is not reached any more"
+        assert end.err.splitlines()[-1] == sentence
+        assert not pids(hosts[1]), "no orphans"
+    finally:
+        kill_all(*hosts)
+        finish(nodes[0], 5)
+
+
+@pytest.mark.parametrize("rank", [0, 3])
+def test_both_hosts_start_again_when_a_rank_was_killed(
+    rank: int, hosts: tuple[Host, Host], expected: list[float], tmp_path: Path
+) -> None:
+    flags = ["--out", tmp_path / "restarted", "--save-every", "25", "--max-restarts", "1"]
+    nodes = [launch(host, node, *flags, master=hosts[0].address, steps=STEPS) for node, host in enumerate(hosts)]
+    try:
+        wait_for_steps(tmp_path / "restarted", 28)
+        os.kill(process_of(rank, pids(hosts[rank // RANKS_OF_A_HOST])), signal.SIGKILL)
+        ended = [finish(node, 90) for node in nodes]
+        assert [end.status for end in ended] == [0, 0], [end.err for end in ended]
+        for end in ended:
+            assert end.out.count("# a rank has failed: starting all ranks again, 1 of 1 times\n") == 1
+        assert f"# going on from {tmp_path}/restarted/checkpoints/step-00000025, after 25 steps\n" in ended[0].out
+    finally:
+        kill_all(*hosts)
+    assert losses(tmp_path / "restarted") == pytest.approx(expected, rel=1e-6)
+
+
+def test_restarts_that_are_used_up_end_both_hosts(hosts: tuple[Host, Host], tmp_path: Path) -> None:
+    """One kill on each host: the restart after the first counts on both."""
+    flags = ["--out", tmp_path, "--max-restarts", "1"]
+    nodes = [launch(host, node, *flags, master=hosts[0].address) for node, host in enumerate(hosts)]
+    try:
+        wait_for_steps(tmp_path, 10)
+        os.kill(process_of(3, pids(hosts[1])), signal.SIGKILL)
+        assert wait_for(lambda: steps_taken(tmp_path) < 5), "it began again"
+        wait_for_steps(tmp_path)
+        os.kill(process_of(0, pids(hosts[0])), signal.SIGKILL)
+        sentences, ended = last_lines(nodes)
+        assert [end.status for end in ended] == [1, 1]
+        cause = "rank 0 (stage 0 of replica 0) failed: it was ended by SIGKILL"
+        assert sentences == [f"# {cause}", f"# on another machine, node 0, {cause}"]
+        assert not any("2 of 1" in end.out for end in ended)
+    finally:
+        kill_all(*hosts)
+
+
+def test_node_0_that_is_not_reached(hosts: tuple[Host, Host], tmp_path: Path) -> None:
+    a, b = hosts
+    ended = finish(launch(b, 1, "--timeout", "1", "--out", tmp_path, master=a.address), 30)
+    assert ended.status == 2
+    sentence = f"# node 0 did not listen at {a.address}:29500 within 1 s: start it there, and see whether this machine"
+    assert ended.err.splitlines()[-1].startswith(sentence)
+    assert "Traceback" not in ended.err
+
+
+def test_a_wrong_node_rank(hosts: tuple[Host, Host], tmp_path: Path) -> None:
+    ended = finish(launch(hosts[1], 2, "--out", tmp_path, master=hosts[0].address), 30)
+    assert ended.status == 2
+    assert ended.err.splitlines() == ["# --node-rank 2: --nnodes 2 has the node ranks 0 to 1"]
+
+
+SERVER = """
+import socket, sys
+listener = socket.create_server((sys.argv[1], 4000))
+print("listening", flush=True)
+connection, _ = listener.accept()
+received = 0
+while chunk := connection.recv(1 << 20):
+    received += len(chunk)
+    if received in (1, 1_000_001):
+        connection.send(b"!")
+"""
+CLIENT = """
+import socket, sys, time
+connection = socket.create_connection((sys.argv[1], 4000))
+connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+for size in (1, 1_000_000):
+    started = time.monotonic()
+    connection.sendall(bytes(size))
+    connection.recv(1)
+    print(time.monotonic() - started)
+"""
+
+
+@pytest.mark.skipif(bool(why_no_tun()), reason=why_no_tun())
+def test_a_shaped_link_has_its_latency_and_its_bandwidth() -> None:
+    with two_hosts_with_a_link() as ((a, b), link):
+        link.shape(mbit_per_second=20, one_way_ms=30)
+        server = start(*a.command(sys.executable, "-c", SERVER, a.address))
+        try:
+            assert server.stdout is not None
+            assert server.stdout.readline() == "listening\n"
+            round_trip, megabyte = map(float, b.run(sys.executable, "-c", CLIENT, a.address).split())
+            # The link owes the lower bounds; above them is what the machine, with other work on few cores, adds.
+            assert 0.060 <= round_trip < 1
+            assert 0.460 <= megabyte < 3, "0.4 s for the bits, and a round trip"
+        finally:
+            finish(server, 10)
+    assert a.namespace not in subprocess.run(["ip", "netns", "list"], capture_output=True, text=True).stdout
+
+
+# Both ranks take their last step together; then rank 0 has something left to do, at which it fails at first.
+FAILS_LATE = """
+import os, time
+from distlab.run.main import main
+from distlab.run.settings import RunSettings, WorldSize
+from dataclasses import dataclass
+
+@dataclass
+class Settings(WorldSize, RunSettings):
+    world_size: int = 2
+
+DEFAULTS = Settings(device="cpu", backend="gloo")
+
+def fail_late():
+    time.sleep(1)
+    if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+        raise OSError("no room for the figure")
+    print("# drawn", flush=True)
+
+def work(run):
+    if run.rank == 0:
+        run.summarize = fail_late
+
+if __name__ == "__main__":
+    main(work, DEFAULTS, "")
+"""
+
+
+@pytest.mark.parametrize("restarts", [0, 1])
+def test_a_rank_that_fails_when_the_other_hosts_have_finished(
+    restarts: int, hosts: tuple[Host, Host], tmp_path: Path
+) -> None:
+    script = tmp_path / "late.py"
+    script.write_text(FAILS_LATE)
+    flags = ["--nnodes", "2", "--master-addr", hosts[0].address, "--max-restarts", str(restarts), "--out", tmp_path]
+    nodes = [
+        start(*host.command(LAB / "launch.sh", script, *flags, "--node-rank", str(node)))
+        for node, host in enumerate(hosts)
+    ]
+    try:
+        if restarts:
+            ended = [finish(node, SECONDS_TO_END) for node in nodes]
+            assert [end.status for end in ended] == [0, 0], [end.err for end in ended]
+            assert "# drawn\n" in ended[0].out
+        else:
+            sentences, ended = last_lines(nodes)
+            cause = "rank 0 failed: OSError: no room for the figure"
+            assert sentences == [f"# {cause}", f"# on another machine, node 0, {cause}"]
+            assert [end.status for end in ended] == [1, 1]
+        assert not pids(hosts[0]) + pids(hosts[1]), "no orphans"
+    finally:
+        kill_all(*hosts)

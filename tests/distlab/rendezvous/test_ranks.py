@@ -1,0 +1,137 @@
+"""Ranks compare what they were started with before any of them trains."""
+
+import contextlib
+import multiprocessing
+import os
+import signal
+import threading
+import time
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from processes import free_port, run_ranks
+
+from distlab.comm.traffic import TrafficError
+from distlab.rendezvous.ranks import agree, listen_at, open_store
+from simplellm.errors import InputError
+
+Settings = dict[str, Any]
+ENDED = "rank 0 ended while this rank waited for its answer: see its last line"
+
+
+def join(rank: int, port: int, size: list[int], settings: list[Settings], seats: list[int]) -> tuple[str, list[str]]:
+    """What one process learns: rank 0's decision, or the sentence that ended its run; and what it said meanwhile."""
+    store = dist.TCPStore("localhost", port, is_master=rank == 0, wait_for_workers=False, timeout=timedelta(seconds=20))
+    remarks: list[str] = []
+    try:
+        decided = agree(store, seats[rank], size[rank], settings[rank], lambda: {"data": "sample"}, 3, remarks.append)
+        outcome = f"agreed on {decided['data']}"
+    except InputError as error:
+        outcome = str(error)
+    with contextlib.suppress(dist.DistError):
+        store.set(f"done/{rank}", "")
+        if rank == 0 and outcome.startswith("agreed"):  # training follows: the process that holds the store stays
+            store.wait([f"done/{other}" for other in range(len(seats))], timedelta(seconds=15))
+    return outcome, remarks
+
+
+def meet(settings: list[Settings], size: list[int] | None = None, seats: list[int] | None = None) -> list[str]:
+    count = len(settings)
+    ended = run_ranks(count, join, free_port(), size or [count] * count, settings, seats or list(range(count)))
+    return [outcome for outcome, _ in ended]
+
+
+def test_equal_settings_agree_on_what_rank_0_decided() -> None:
+    assert meet([{"steps": 3}] * 3) == ["agreed on sample"] * 3
+
+
+def test_different_settings_end_every_rank_with_the_flag_and_both_values() -> None:
+    sentence = "--batch-size: rank 0 was started with 1, rank 2 with 4; start all ranks with the same flags"
+    assert meet([{"--batch-size": 1}, {"--batch-size": 1}, {"--batch-size": 4}]) == [sentence] * 3
+
+
+def test_different_worlds_are_told_apart_before_the_missing_rank_is_waited_for() -> None:
+    outcomes = meet([{"--world-size": 3}, {"--world-size": 2}], size=[3, 2])
+    assert (
+        outcomes == ["--world-size: rank 0 was started with 3, rank 1 with 2; start all ranks with the same flags"] * 2
+    )
+
+
+def test_two_processes_with_one_rank() -> None:
+    outcomes = meet([{"steps": 3}] * 3, size=[2, 2, 2], seats=[0, 1, 1])
+    assert outcomes[0] == "agreed on sample"
+    assert sorted(outcomes[1:]) == [
+        "agreed on sample",
+        "rank 1 is taken: another process joined this run with it, and may have ended since; give each rank "
+        "one process, and after a failure start all ranks again",
+    ]
+
+
+def test_a_rank_that_never_comes_is_named() -> None:
+    started = time.monotonic()
+    outcomes = meet([{"steps": 3}] * 2, size=[3, 3])
+    assert outcomes[0] == "waited 3 s for rank 2 to join: is it running? --timeout sets how long"
+    assert time.monotonic() - started < 7, "rank 0 does not stay for rank 1, which has waited for as long"
+
+
+@pytest.mark.alone
+def test_a_rank_0_that_is_stopped_is_not_waited_for_without_end() -> None:
+    with listen_at("127.0.0.1", 0) as silent:  # accepts connections, as the kernel does for a process that is stopped
+        started = time.monotonic()
+        with pytest.raises(TrafficError, match=r"rank 0 does not answer: it is stopped, .*; waited 2 s, which --timeo"):
+            open_store(1, "127.0.0.1", silent.getsockname()[1], 2, lambda _: None)
+        assert time.monotonic() - started < 5
+
+
+@pytest.mark.alone
+def test_a_rank_0_that_stops_after_another_has_connected_is_not_waited_for() -> None:
+    port = free_port()
+    holder = multiprocessing.get_context("fork").Process(target=hold_store, args=(port,))
+    holder.start()
+    try:
+        store = open_store(1, "localhost", port, 10, lambda _: None)
+        assert holder.pid is not None
+        os.kill(holder.pid, signal.SIGSTOP)
+        with pytest.raises(TrafficError, match="rank 0 does not answer: it is stopped"):
+            agree(store, 1, 2, {}, dict, 1, lambda _: None)
+        os.kill(holder.pid, signal.SIGCONT)
+        assert store.check(["seat/1"]), "the call that was left behind has ended"
+    finally:
+        holder.kill()
+        holder.join()
+
+
+def test_a_rank_0_that_ends_while_another_connects() -> None:
+    listener = listen_at("127.0.0.1", 0)
+    port = listener.getsockname()[1]
+
+    def be_seen_and_end() -> None:
+        listener.accept()[0].close()
+        listener.close()
+
+    threading.Thread(target=be_seen_and_end, daemon=True).start()
+    started = time.monotonic()
+    with pytest.raises(TrafficError, match=ENDED):
+        open_store(1, "127.0.0.1", port, 4, lambda _: None)
+    assert time.monotonic() - started < 3, "before the timeout"
+
+
+def test_a_rank_0_that_ends_after_another_has_connected() -> None:
+    port = free_port()
+    holder = multiprocessing.get_context("fork").Process(target=hold_store, args=(port,))
+    holder.start()
+    try:
+        store = open_store(1, "localhost", port, 10, lambda _: None)
+    finally:
+        holder.kill()
+        holder.join()
+    with pytest.raises(TrafficError, match=ENDED):
+        agree(store, 1, 2, {}, dict, 10, lambda _: None)
+
+
+def hold_store(port: int) -> None:
+    store = open_store(0, "localhost", port, 10, lambda _: None)
+    time.sleep(60)
+    del store

@@ -1,0 +1,62 @@
+"""The table of what ranks hold: counted tensor by tensor, and equal to what is known of the model."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from chapters import train_on
+
+from distlab.pipeline.activations import SavedActivations
+from distlab.reports import memory
+from distlab.reports.figures import holdings
+from simplellm.errors import InputError
+
+
+def test_every_kind_is_counted() -> None:
+    weight, frozen = torch.zeros(10, 10, requires_grad=True), torch.zeros(3)
+    kept = SavedActivations([weight, frozen])
+    optimizer = torch.optim.Adam([weight, frozen])
+    x = torch.ones(7, 10)
+    with kept.counting():
+        loss = (x @ weight).exp().sum()
+    loss.backward()
+    optimizer.step()
+    parameters, gradients, state, activations = memory.count_bytes(optimizer, kept.peak_bytes)
+    assert (parameters, gradients) == (400 + 12, 400)
+    assert state == 2 * 400 + 4  # two moments, and the number of steps
+    assert activations == 2 * 280  # the input, and the result of exp()
+
+
+def test_ranks_that_hold_the_same_share_a_line() -> None:
+    head, *lines = memory.as_table([[1_000_000, 0, 0, 5], [2_000_000, 0, 0, 5], [1_000_000, 0, 0, 5]])
+    assert head.split() == "memory, MB parameters gradients optimizer state activations".split()
+    assert [line.split() for line in lines] == [
+        "ranks 0, 2 1.00 0.00 0.00 0.00".split(),
+        "rank 1 2.00 0.00 0.00 0.00".split(),
+    ]
+
+
+def test_a_traced_pipeline_counts_the_same(tmp_path: Path) -> None:
+    script, held = "PP/microbatches/intro_PP_microbatches.py", []
+    for flags in ([], ["--trace"]):
+        out = tmp_path / f"run{len(flags)}"
+        train_on(2, script, out, "--world-size", "2", "--batch-size", "3", *flags)
+        held.append([rank["activations"] for rank in json.loads((out / "memory.json").read_text())])
+    assert held[0] == pytest.approx(held[1], rel=0.05)
+    assert min(held[0]) > 0
+
+
+def test_a_run_says_what_its_ranks_hold(tmp_path: Path) -> None:
+    parameters, _, _ = train_on(3, "PP/microbatches/intro_PP_microbatches.py", tmp_path, "--batch-size", "3")
+    by_rank = json.loads((tmp_path / "memory.json").read_text())
+    for rank, own in enumerate(parameters):
+        size = sum(tensor.nbytes for tensor in own.values())
+        assert by_rank[rank]["parameters"] == by_rank[rank]["gradients"] == size
+        assert by_rank[rank]["optimizer state"] == 0, "plain SGD has none"
+        assert by_rank[rank]["activations"] > 0
+    assert "# memory, MB" in (tmp_path / "rank0.log").read_text()
+    holdings(tmp_path / "held.png", [f"run={tmp_path}"])
+    assert (tmp_path / "held.png").read_bytes().startswith(b"\x89PNG")
+    with pytest.raises(InputError, match="no counts of a run's memory there"):
+        holdings(tmp_path / "none.png", [f"run={tmp_path / 'nothing'}"])

@@ -1,0 +1,187 @@
+"""What is computed and drawn from a trace: shares of time, the plan for measured costs, Chrome's format."""
+
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from distlab.comm.recorder import COMPUTE, MESSAGE, STEP, WAIT, Event
+from distlab.pipeline.schedules import all_stages
+from distlab.reports.timeline import draw, measured_panel
+from distlab.reports.trace import RankTrace, Trace, merge, read_chrome, write_chrome
+from simplellm.errors import InputError
+
+UNIT = 0.125
+"""Seconds; sums of its multiples are exact."""
+
+SCALES = [8, 1, 3, 2]
+"""Of the lengths of the steps: a first one, and three others."""
+
+STAGES = [
+    [
+        (STEP, "step", -1, 14),
+        (COMPUTE, "F0", 0, 1),
+        (COMPUTE, "F1", 1, 2),
+        (WAIT, "B0", 2, 8),
+        (COMPUTE, "B0", 8, 10),
+        (WAIT, "B1", 10, 11),
+        (COMPUTE, "B1", 11, 13),
+        (MESSAGE, "activations", 1, 2),
+    ],
+    [
+        (STEP, "step", -1, 14),
+        (WAIT, "F0", 0, 2),
+        (COMPUTE, "F0", 2, 3),
+        (COMPUTE, "F1", 3, 4),
+        (COMPUTE, "B0", 4, 7),
+        (COMPUTE, "B1", 7, 10),
+        (WAIT, "step", 10, 14),
+    ],
+]
+"""GPipe with two micro-batches and slow messages; from the first pass to the last one it takes 13."""
+
+
+def rank_trace(events: list[tuple[str, str, int, int]], begin: float) -> RankTrace:
+    """The steps one after the other, each with these events."""
+    rank = RankTrace([], [(begin, 0), (begin + UNIT, 4096)])
+    for scale in SCALES:
+        rank.events += [
+            Event(kind, name, begin + start * scale * UNIT, begin + end * scale * UNIT)
+            for kind, name, start, end in events
+        ]
+        begin += 20 * scale * UNIT
+    return rank
+
+
+@pytest.fixture
+def pipelines() -> Trace:
+    """Two replicas, one later than the other."""
+    ranks = [rank_trace(events, begin) for begin in (1.0, 1.5) for events in STAGES]
+    return Trace(ranks, 2, 2, all_stages("gpipe", 2, 2))
+
+
+@pytest.fixture
+def replicas() -> Trace:
+    """No pipeline: the second rank waits longer."""
+    ranks = [[(STEP, "step", 0, 8), (WAIT, "gradients", start, 8)] for start in (6, 3)]
+    return Trace([rank_trace(events, 1.0) for events in ranks], 2, 1)
+
+
+def test_shares_of_a_pipelines_time(pipelines: Trace) -> None:
+    for rank in range(4):
+        assert pipelines.busy(rank) == pytest.approx([(6 / 13, 7 / 13), (8 / 13, 5 / 13)][rank % 2])
+
+
+def test_shares_of_a_replicas_time(replicas: Trace) -> None:
+    assert [replicas.busy(rank) for rank in range(2)] == [(6 / 8, 2 / 8), (3 / 8, 5 / 8)]
+    assert replicas.plan() is None
+
+
+def test_the_plan_has_the_mean_costs_and_free_messages(pipelines: Trace) -> None:
+    costs, plan = pipelines.costs(), pipelines.plan()
+    assert (costs.forward, costs.backward) == ([0.25, 0.25], [0.5, 0.75]), "twice the events' units, without step 0"
+    assert plan is not None
+    assert plan.makespan == 11 * 0.25
+    assert plan.bubble == pytest.approx([5 / 11, 3 / 11])
+
+
+def test_report(pipelines: Trace, replicas: Trace) -> None:
+    assert list(pipelines.report()) == [
+        "rank 0 (stage 0 of replica 0): busy 46%, waiting 54%, bubble in theory 45%",
+        "rank 1 (stage 1 of replica 0): busy 62%, waiting 38%, bubble in theory 27%",
+        "rank 2 (stage 0 of replica 1): busy 46%, waiting 54%, bubble in theory 45%",
+        "rank 3 (stage 1 of replica 1): busy 62%, waiting 38%, bubble in theory 27%",
+    ]
+    assert list(replicas.report()) == [
+        "rank 0: busy 75%, waiting 25%",
+        "rank 1: busy 38%, waiting 62%",
+    ]
+
+
+def test_events_may_come_in_the_order_of_their_ends(pipelines: Trace) -> None:
+    in_order = [RankTrace(sorted(rank.events, key=lambda event: event.end)) for rank in pipelines.ranks]
+    by_end = replace(pipelines, ranks=in_order)
+    assert by_end.ranks[0].events[0].kind != STEP
+    assert list(by_end.report()) == list(pipelines.report())
+    assert by_end.costs() == pipelines.costs()
+    assert by_end.typical_step() == pipelines.typical_step()
+
+
+def test_the_typical_step_is_the_median_without_the_first(pipelines: Trace) -> None:
+    for kept, scale in ((4, 2), (2, 1), (1, 8)):
+        ranks = [RankTrace([e for e in rank.events if e.kind == STEP][:kept]) for rank in pipelines.ranks]
+        typical = replace(pipelines, ranks=ranks).typical_step()
+        assert [event.end - event.start for event in typical] == [15 * scale * UNIT] * 4
+
+
+@pytest.mark.parametrize("name", ["pipelines", "replicas"])
+def test_chromes_format_gives_the_trace_back_without_its_messages(
+    name: str, request: pytest.FixtureRequest, tmp_path: Path
+) -> None:
+    trace: Trace = request.getfixturevalue(name)
+    write_chrome(trace, tmp_path / "trace.json")
+    again = read_chrome(tmp_path / "trace.json")
+    for rank in trace.ranks:
+        rank.events = [event for event in rank.events if event.kind != MESSAGE]
+    assert again == trace
+    assert list(again.report()) == list(trace.report())
+
+
+def test_chromes_format_names_ranks_and_lets_messages_overlap(pipelines: Trace, tmp_path: Path) -> None:
+    write_chrome(pipelines, tmp_path / "trace.json")
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    assert [event["args"]["name"] for event in events if event["ph"] == "M"] == [
+        pipelines.describe(rank) for rank in range(4)
+    ]
+    begun, ended = ([(e["pid"], e["id2"]["local"], e["ts"]) for e in events if e["ph"] == letter] for letter in "be")
+    assert len(begun) == len({(pid, number) for pid, number, _ in begun}) == 2 * len(SCALES)
+    assert [key[:2] for key in begun] == [key[:2] for key in ended]
+    assert (begun[0][2], ended[0][2]) == (2e6, 3e6)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        None,
+        "",
+        "{not json",
+        "[]",
+        "{}",
+        '{"traceEvents": [], "otherData": {}}',
+        '{"traceEvents": [], "otherData": {"ranks": 1, "dp": 1, "pp": 1, "programs": [["X0"]]}}',
+        '{"traceEvents": [{"ph": "X", "pid": 1}], "otherData": {"ranks": 1, "dp": 1, "pp": 1, "programs": null}}',
+    ],
+)
+def test_a_file_that_is_no_trace_is_named(content: str | None, tmp_path: Path) -> None:
+    path = tmp_path / "trace.json"
+    if content is not None:
+        path.write_text(content)
+    with pytest.raises(InputError, match=f"^{re.escape(f'{path}: no trace of a run; --trace makes one')}$"):
+        read_chrome(path)
+
+
+def test_merged_ranks_share_an_origin() -> None:
+    late = {"events": [[STEP, "step", 12.0, 13.0]], "kept_bytes": [[12.5, 8]]}
+    early = {"events": [[WAIT, "w", 10.5, 11.0], [STEP, "step", 10.0, 11.0]], "kept_bytes": []}
+    trace = merge([late, early], 2, 1, None)
+    assert trace.ranks[0] == RankTrace([Event(STEP, "step", 2.0, 3.0)], [(2.5, 8)])
+    assert trace.ranks[1].events == [Event(WAIT, "w", 0.5, 1.0), Event(STEP, "step", 0.0, 1.0)]
+
+
+def test_the_measured_panel_lays_the_plan_over_the_typical_step(pipelines: Trace) -> None:
+    panel = measured_panel("run", pipelines)
+    assert panel.rows[3] == "rank 3\n(stage 1 of replica 1)"
+    last = [(bar.label, bar.start, bar.end) for bar in panel.bars if bar.row == 3 and bar.label == "B1"]
+    assert last == [("B1", 500 + 7 * 250, 500 + 10 * 250), ("B1", 6 * 250, 9 * 250)], "measured, planned"
+    assert min(bar.start for bar in panel.bars) == 0
+
+
+def test_figures_with_and_without_a_pipeline(pipelines: Trace, replicas: Trace, tmp_path: Path) -> None:
+    pictures = []
+    for number, trace in enumerate((pipelines, replicas)):
+        draw(tmp_path / f"{number}.png", [measured_panel("run", trace)])
+        pictures.append((tmp_path / f"{number}.png").read_bytes())
+        assert pictures[-1].startswith(b"\x89PNG")
+    assert pictures[0] != pictures[1]

@@ -1,0 +1,62 @@
+"""What a rank prints, where ranks share a terminal."""
+
+import io
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from distlab.run.logs import RankOutput, RunLog, human_bytes, keep_records
+
+
+def test_a_prefixed_rank_writes_whole_lines_and_says_whose_they_are() -> None:
+    terminal = io.StringIO()
+    output = RankOutput(terminal, "# rank 2: ")
+    output.write("hel")
+    assert terminal.getvalue() == ""
+    output.write("lo\n# a remark\nres")
+    assert terminal.getvalue() == "# rank 2: hello\n# rank 2: a remark\n"
+    output.write("t\n")
+    assert terminal.getvalue().endswith("# rank 2: rest\n")
+
+
+def test_the_log_holds_everything_also_what_came_before_its_file(tmp_path: Path) -> None:
+    terminal = io.StringIO()
+    output = RankOutput(terminal)
+    output.write("before\n")
+    with (tmp_path / "rank0.log").open("w", buffering=1) as log:
+        output.keep_in(log)
+        output.write("after\n")
+        output.keep("in the log alone\n")
+        assert (tmp_path / "rank0.log").read_text() == "before\nafter\nin the log alone\n"
+    assert terminal.getvalue() == "before\nafter\n"
+
+
+def test_keeps_the_records_of_earlier_steps_and_drops_what_is_none(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    lines = [b'{"step": %d, "loss": 1.0}\n' % step for step in range(5)]
+    rubbish = [b"\0" * 30 + b"\n", b"\xff\xfe\n", b"{}\n", b"[1]\n", b'{"step": null}\n', b"\n"]
+    path.write_bytes(b"".join([lines[0], *rubbish, *lines[1:], b'{"step": 1']))
+    keep_records(path, before=3)
+    assert path.read_bytes() == b"".join(lines[:3])
+
+
+@pytest.mark.parametrize("loss", [float("nan"), float("inf")])
+def test_a_loss_that_is_no_number_is_null(loss: float, tmp_path: Path) -> None:
+    log = RunLog(tmp_path, 0, torch.device("cpu"))
+    log.expect_steps(10, "tokens")
+    for log.validation_loss in (loss, None):
+        with log.timing_a_step():
+            log.loss = loss
+        log.record(0)
+    looked, other = (json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines())
+    assert looked["loss"] is looked["validation_loss"] is other["loss"] is None
+    assert "validation_loss" not in other
+
+
+@pytest.mark.parametrize(
+    ("count", "text"), [(0, "0 B"), (999, "999 B"), (1500, "1.5 kB"), (16_500_000_000, "16.5 GB"), (10**16, "1e+04 TB")]
+)
+def test_human_bytes(count: int, text: str) -> None:
+    assert human_bytes(count) == text

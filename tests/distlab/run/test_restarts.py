@@ -1,0 +1,114 @@
+"""`launch.sh --max-restarts`: all start again from the last checkpoint, and the run is that of no failure."""
+
+import os
+import signal
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from chapters import losses, train_on
+from processes import LAB, children, finish, process_of, run, start, steps_taken, wait_for
+
+SHAPE = "--data sample --dmodel 32 --num-heads 2 --n-layers 2 --seq-len 24 --steps 150".split()
+FLAGS = ["--world-size", "2", *SHAPE, "--optimizer", "adam", "--lr", "1e-3"]
+SCRIPT = "DP/gradient_aggr/intro_DP_GA.py"
+LAUNCH = (LAB / "launch.sh", "dp-ga", *FLAGS)
+
+
+@pytest.fixture(scope="module")
+def expected(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
+    return train_on(2, SCRIPT, tmp_path_factory.mktemp("undisturbed"), *FLAGS)[-1]
+
+
+def await_that(condition: Callable[[], bool]) -> None:
+    assert wait_for(condition)
+
+
+def kill_rank(rank: int, launcher: "subprocess.Popen[str]") -> None:
+    """SIGKILL to one of the ranks that a launcher has started."""
+    os.kill(process_of(rank, children(launcher.pid)), signal.SIGKILL)
+
+
+@pytest.mark.alone
+def test_the_losses_are_those_of_an_undisturbed_run(expected: list[float], tmp_path: Path) -> None:
+    """Killed twice: after the first checkpoint, and again after the second."""
+    process = start(*LAUNCH, "--save-every", "50", "--max-restarts", "2", "--out", tmp_path)
+    for steps in (54, 104):
+        await_that(lambda steps=steps: steps_taken(tmp_path) >= steps)  # type: ignore[misc]
+        kill_rank(1, process)
+        await_that(lambda steps=steps: steps_taken(tmp_path) < steps or process.poll() is not None)  # type: ignore[misc]
+    ended = finish(process, deadline=60)
+    assert ended.status == 0, ended.err
+    assert losses(tmp_path) == expected
+    for line in (
+        "# a rank has failed: starting all ranks again, 1 of 2 times\n",
+        f"# going on from {tmp_path}/checkpoints/step-00000050, after 50 steps\n",
+        "# a rank has failed: starting all ranks again, 2 of 2 times\n",
+        f"# going on from {tmp_path}/checkpoints/step-00000100, after 100 steps\n",
+    ):
+        assert line in ended.out
+
+
+@pytest.mark.alone
+def test_without_a_checkpoint_the_run_begins_again_and_ends_when_restarts_are_used_up(tmp_path: Path) -> None:
+    process = start(*LAUNCH, "--steps", "1000000", "--max-restarts", "1", "--out", tmp_path)
+    for _ in range(2):
+        await_that(lambda: steps_taken(tmp_path) >= 5)
+        kill_rank(0, process)
+        await_that(lambda: steps_taken(tmp_path) < 5 or process.poll() is not None)
+    ended = finish(process, deadline=30)
+    assert ended.status == 1
+    assert ended.err.splitlines()[-1] == "# rank 0 failed: it was ended by SIGKILL"
+    assert "going on from" not in ended.out
+    assert ended.out.count("\n0 ") == 2
+
+
+FAILING = """
+'''A script whose rank 0 fails.'''
+from distlab.run.main import main
+from distlab.run.not_finite import NotFiniteError
+from distlab.run.settings import DataParallelSettings
+from simplellm.errors import InputError
+DEFAULTS = DataParallelSettings()
+def train(run):
+    print("# rank", run.rank, "starts", flush=True)
+    if run.rank == 0:
+        raise {error}
+    run.log(0, [])
+if __name__ == "__main__":
+    main(train, DEFAULTS, __doc__)
+"""
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "said"),
+    [
+        ("InputError('--lr 3: give less')", 2, "rank 0 failed: --lr 3: give less"),
+        ("NotFiniteError('step 0: the loss is nan, on rank 0')", 1, "step 0: the loss is nan, on rank 0"),
+    ],
+)
+def test_a_failure_that_would_come_again_ends_the_run(error: str, status: int, said: str, tmp_path: Path) -> None:
+    script = tmp_path / "failing.py"
+    script.write_text(FAILING.format(error=error))
+    ended = run("./launch.sh", script, "--world-size", "2", "--max-restarts", "2", "--out", tmp_path / "run")
+    assert ended.status == status
+    assert ended.err.splitlines()[-1] == f"# {said}"
+    assert ended.err.count(said) == 1, "the launcher says it, once"
+    assert ended.out.count("# rank 0 starts") == 1
+    assert "starting all ranks again" not in ended.out
+
+
+def test_checkpoints_of_another_run_are_none_to_go_on_from(tmp_path: Path) -> None:
+    train_on(2, SCRIPT, tmp_path, *FLAGS, "--steps", "2", "--save-every", "1")
+    again = [*LAUNCH, "--max-restarts", "1", "--out", tmp_path]
+    refused = run(*again)
+    assert refused.status == 2
+    assert refused.err.splitlines()[-1].startswith(f"# --max-restarts with --out {tmp_path}: has checkpoints of anoth")
+    gone_on = run(*again, "--steps", "3", "--resume", tmp_path)
+    assert gone_on.status == 0, gone_on.err
+
+
+def test_less_than_none_is_refused() -> None:
+    ended = finish(start(*LAUNCH, "--max-restarts", "-1"), deadline=30)
+    assert (ended.status, ended.err) == (2, "# --max-restarts -1: give 0 or more\n")

@@ -1,0 +1,189 @@
+"""A run goes on from a checkpoint as if nothing had happened: bit for bit in its layout, to rounding in another."""
+
+import json
+import os
+import shutil
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch._dynamo  # once, and not in each rank that is forked: DDP imports it
+import torch.distributed.checkpoint
+from chapters import BATCH, LAYOUTS, MODEL, State, assert_equal, losses, train_on
+from processes import LAB, finish, start
+
+from distlab.run.settings import TrainSettings, parse
+from simplellm.errors import InputError
+
+HALF, STEPS = 2, 4
+TRAINING = "--optimizer adam --lr 1e-2 --num-heads 2 --n-layers 2".split()
+
+
+def run(layout: str, out: Path, *flags: str | Path) -> tuple[list[State], list[float]]:
+    """Each rank's parameters after a run of a layout, and the losses."""
+    ranks, script, own = LAYOUTS[layout]
+    parameters, _, its_losses = train_on(
+        ranks, script, out, *TRAINING, "--steps", str(STEPS), *own.split(), *map(str, flags)
+    )
+    return parameters, its_losses
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, list[State], list[float]]]:
+    """Runs by layout, as they are first asked for: the folder with its checkpoints, final parameters, losses."""
+    folder = tmp_path_factory.mktemp("saved")
+
+    class Runs(dict[str, tuple[Path, list[State], list[float]]]):
+        def __missing__(self, layout: str) -> tuple[Path, list[State], list[float]]:
+            self[layout] = (folder / layout, *run(layout, folder / layout, "--save-every", str(HALF)))
+            return self[layout]
+
+    return Runs()
+
+
+def half_way(run: Path) -> Path:
+    return run / "checkpoints" / f"step-{HALF:08}"
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_same_layout_goes_on_bit_for_bit(layout: str, saved: Any, tmp_path: Path) -> None:
+    folder, expected_parameters, expected_losses = saved[layout]
+    assert len(set(expected_losses)) == STEPS, "it learns something in every step"
+    parameters, own_losses = run(layout, tmp_path, "--resume", half_way(folder))
+    assert own_losses == expected_losses[HALF:]
+    for own, expected in zip(parameters, expected_parameters, strict=True):
+        assert own.keys() == expected.keys()
+        assert all(torch.equal(own[name], expected[name]) for name in own)
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        *((layout, "primer") for layout in LAYOUTS if layout not in ("primer", "dp-wa")),
+        *(("primer", layout) for layout in LAYOUTS if layout not in ("primer", "dp-wa")),
+        ("pp-dapple", "dp-ga"),
+        ("dp-ga", "tp"),
+        ("hybrid", "3d"),
+        ("tp", "hybrid"),
+    ],
+)
+def test_another_layout_goes_on(before: str, after: str, saved: Any, tmp_path: Path) -> None:
+    folder, _, expected = saved[before]
+    _, own = run(after, tmp_path, "--resume", half_way(folder))
+    assert own == pytest.approx(expected[HALF:], rel=1e-5)
+
+
+@pytest.mark.parametrize(("before", "after"), [("primer", "dp-wa"), ("dp-wa", "primer")])
+def test_averaged_weights_go_on_elsewhere(before: str, after: str, tmp_path: Path) -> None:
+    """Where no rank has moments of its own gradients."""
+    flags = ["--optimizer", "sgd", "--lr", "0.5"]
+    _, expected = run(before, tmp_path / "before", *flags, "--save-every", str(HALF))
+    _, own = run(after, tmp_path / "after", *flags, "--resume", half_way(tmp_path / "before"))
+    assert own == pytest.approx(expected[HALF:], rel=1e-5)
+
+
+def test_bfloat16_goes_on(tmp_path: Path) -> None:
+    """Bit for bit in its layout, and in another to what bfloat16 rounds."""
+    _, expected = run("hybrid", tmp_path / "before", "--dtype", "bfloat16", "--save-every", str(HALF))
+    for layout, rel in (("hybrid", 0), ("3d", 1e-3), ("primer", 1e-3)):
+        _, own = run(layout, tmp_path / layout, "--resume", half_way(tmp_path / "before"))
+        assert own == pytest.approx(expected[HALF:], rel=rel, abs=0), layout
+    settings = json.loads((tmp_path / "primer" / "config.json").read_text())["settings"]
+    assert settings["dtype"] == "bfloat16", "as the checkpoint has it"
+
+
+def test_an_uneven_split_goes_on_whole(tmp_path: Path) -> None:
+    """4,096 pieces and six heads over three and six ranks, and back."""
+    flags = "--dmodel 48 --num-heads 6 --batch-size 2 --optimizer adam --lr 1e-2".split()
+    script = "TP/intro_TP.py"
+    saving = [*flags, "--world-size", "3", "--save-every", "2"]
+    _, _, expected = train_on(3, script, tmp_path / "three", *saving)
+    for ranks, script_after in ((6, script), (1, "primer/intro.py")):
+        size = ["--world-size", str(ranks)] if ranks > 1 else []
+        resume = ["--resume", str(half_way(tmp_path / "three"))]
+        _, _, own = train_on(ranks, script_after, tmp_path / str(ranks), *flags, *size, *resume)
+        assert own == pytest.approx(expected[HALF:], rel=1e-5)
+
+
+def test_it_goes_on_where_it_was(saved: Any, tmp_path: Path) -> None:
+    """With the run's own folder for --out its records are continued, and what came after the checkpoint replaced."""
+    folder, _, expected = saved["primer"]
+    shutil.copytree(folder, tmp_path / "run")
+    shutil.rmtree(tmp_path / "run" / "checkpoints" / f"step-{STEPS:08}")
+    _, own = run("primer", tmp_path / "run", "--resume", tmp_path / "run", "--save-every", "1")
+    assert own == expected
+    records = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [record["step"] for record in records] == list(range(STEPS))
+    assert [record["tokens"] for record in records] == [(step + 1) * BATCH * 24 for step in range(STEPS)]
+    assert (tmp_path / "run" / "rank0.log").read_text().count("# intro: one process") == 2
+    kept = sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir())
+    assert kept == [f"step-{step:08}" for step in (2, 3, 4)]
+
+
+def test_only_the_last_ones_are_kept(tmp_path: Path) -> None:
+    run("primer", tmp_path, *"--save-every 1 --keep 2".split())
+    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["step-00000003", "step-00000004"]
+
+
+def test_moments_of_replicas_that_differ_stay_theirs(tmp_path: Path) -> None:
+    script, flags = (
+        "DP/weight_aggr/intro_DP_WA.py",
+        [*TRAINING, *"--world-size 2 --batch-size 1 --sync-every 2".split()],
+    )
+    expected_parameters, _, expected = train_on(2, script, tmp_path / "a", *flags, "--save-every", "2")
+    resume = ["--resume", str(half_way(tmp_path / "a"))]
+    parameters, _, own = train_on(2, script, tmp_path / "b", *flags, *resume)
+    assert own == expected[HALF:]
+    for ours, theirs in zip(parameters, expected_parameters, strict=True):
+        assert_equal(ours, theirs, rtol=0)
+    with pytest.raises(InputError, match=r"2 ranks kept adam's moments .* resume with dp-wa and"):
+        parse(TrainSettings(), "", resume)
+
+
+def test_torchs_wrapper_goes_on_bit_for_bit(tmp_path: Path) -> None:
+    """On three ranks, and with several buckets: then it matters where in a bucket a gradient lies."""
+    script = "DP/ddp/intro_DP_DDP.py"
+    flags = [*TRAINING, *"--world-size 3 --batch-size 1 --dmodel 96 --num-heads 6 --save-every 2".split()]
+    expected_parameters, _, expected = train_on(3, script, tmp_path / "a", *flags)
+    parameters, _, own = train_on(3, script, tmp_path / "b", *flags, "--resume", str(half_way(tmp_path / "a")))
+    assert own == expected[HALF:]
+    for ours, theirs in zip(parameters, expected_parameters, strict=True):
+        assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+    first, other = (json.loads((tmp_path / run / "metrics.jsonl").read_text().splitlines()[-2]) for run in "ab")
+    assert first["sent_bytes"] == other["sent_bytes"], "what is sent before the first step is not the step's"
+
+
+def test_a_run_that_is_killed_goes_on_bit_for_bit(tmp_path: Path) -> None:
+    """Every rank and the launcher at once, by SIGKILL, whatever step they have come to."""
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    _, _, own = LAYOUTS["hybrid"]
+    launch = [LAB / "launch.sh", "hybrid", *MODEL, "--data", "sample", *TRAINING, *own.split(), "--save-every", "20"]
+    process = start(*launch, "--steps", "1000000", "--out", killed)
+    deadline = time.monotonic() + 60
+    while not (killed / "metrics.jsonl").exists() or len(losses(killed)) < 30:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    kill_all(process.pid)
+    process.communicate()
+    saved_at = len(losses(killed)) // 20 * 20  # at the latest
+    steps = ["--steps", str(saved_at + 20)]
+    _, expected = run("hybrid", whole, *steps, "--save-every", "20")
+    ended = finish(start(*launch, *steps, "--resume", killed, "--out", killed), deadline=90)
+    assert ended.status == 0, ended.err
+    assert losses(killed) == expected
+    _, own_losses = run("primer", tmp_path / "one", *steps, "--resume", whole / "checkpoints" / f"step-{saved_at:08}")
+    assert own_losses == pytest.approx(expected[saved_at:], rel=1e-5)
+
+
+def kill_all(launcher: int) -> None:
+    """SIGKILL to a launcher and all processes below it."""
+    below, found = [launcher], 0
+    while found < len(below):
+        for children in Path(f"/proc/{below[found]}/task").glob("*/children"):
+            below += map(int, children.read_text().split())
+        found += 1
+    for pid in below:
+        os.kill(pid, signal.SIGKILL)

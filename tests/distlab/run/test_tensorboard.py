@@ -1,0 +1,50 @@
+"""With --tensorboard a run's records are in its folder for TensorBoard too."""
+
+import json
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from chapters import train_on
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from distlab.run.logs import RunLog, tensorboard_writer
+from simplellm.errors import InputError
+
+
+def test_holds_what_the_metrics_hold(tmp_path: Path) -> None:
+    flags = "--world-size 2 --batch-size 1 --eval-every 2 --tensorboard".split()
+    train_on(2, "DP/gradient_aggr/intro_DP_GA.py", tmp_path, *flags)
+    assert len(list(tmp_path.glob("events.out.tfevents.*"))) == 1, "one rank writes"
+    events = EventAccumulator(str(tmp_path)).Reload()
+    records = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    for name in ("loss", "validation_loss", "tokens_per_second"):
+        kept = [(event.step, event.value) for event in events.Scalars(name)]
+        expected = [(record["step"], pytest.approx(record[name], rel=1e-6)) for record in records if name in record]
+        assert kept == expected
+        assert kept
+
+
+def test_steps_that_are_taken_again_are_there_once(tmp_path: Path) -> None:
+    for first, last, go_on_at in ((0, 6, None), (3, 8, 3)):
+        log = RunLog(tmp_path, 0, torch.device("cpu"), tensorboard=True)
+        log.expect_steps(10, "tokens", go_on_at=go_on_at)
+        for step in range(first, last):
+            with log.timing_a_step():
+                log.loss = 10 * first + step
+            log.record(step)
+        log.summary()
+        time.sleep(1.1)  # a name of its own for the next file, which has the seconds of the time in it
+    kept = [(event.step, event.value) for event in EventAccumulator(str(tmp_path)).Reload().Scalars("loss")]
+    assert kept == [(0, 0), (1, 1), (2, 2), (3, 33), (4, 34), (5, 35), (6, 36), (7, 37)]
+    assert [json.loads(line)["step"] for line in (tmp_path / "metrics.jsonl").open()] == [*range(8)]
+
+
+def test_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in [name for name in sys.modules if name.startswith("torch.utils.tensorboard")]:
+        monkeypatch.delitem(sys.modules, module)
+    monkeypatch.setitem(sys.modules, "tensorboard", None)
+    with pytest.raises(InputError, match="pip install tensorboard"):
+        tensorboard_writer()

@@ -1,0 +1,111 @@
+"""The loss of stories that are not trained on is the same number in every layout, and costs the training nothing."""
+
+import functools
+import json
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from chapters import LAYOUTS, train_on
+from processes import run_script
+
+from distlab.comm.grid import Grid
+from distlab.run.validation import Validation, perplexity
+from simplellm.dataloaders import TinyStories
+from simplellm.llama import CausalLLama, LLama
+from simplellm.losses import causalLLMLoss
+from simplellm.tokenizers import SPTokenizer
+
+FLAGS = "--num-heads 2 --n-layers 2 --optimizer sgd --lr 0.5".split()
+
+
+def records(out: Path) -> list[dict[str, float]]:
+    return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+
+
+def validate(layout: str, out: Path, *flags: str) -> list[float]:
+    ranks, script, own = LAYOUTS[layout]
+    train_on(ranks, script, out, *FLAGS, *own.split(), "--eval-every", "2", "--eval-sequences", "7", *flags)
+    assert ["validation_loss" in record for record in records(out)] == [False, True, False, True]
+    return [record["validation_loss"] for record in records(out) if "validation_loss" in record]
+
+
+@pytest.fixture(scope="module")
+def expected(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
+    return validate("primer", tmp_path_factory.mktemp("one"))
+
+
+@pytest.mark.parametrize("layout", [layout for layout in LAYOUTS if layout != "primer"])
+def test_is_the_same_number_in_every_layout(layout: str, expected: list[float], tmp_path: Path) -> None:
+    assert expected[1] < expected[0]
+    assert validate(layout, tmp_path) == pytest.approx(expected, rel=1e-6)
+
+
+def test_in_bfloat16_too(expected: list[float], tmp_path: Path) -> None:
+    """To what bfloat16 rounds: between its layouts, and beside float32."""
+    one = validate("primer", tmp_path / "primer", "--dtype", "bfloat16")
+    assert one == pytest.approx(expected, rel=1e-2)
+    assert one != expected
+    assert validate("3d", tmp_path / "3d", "--dtype", "bfloat16") == pytest.approx(one, rel=1e-3)
+
+
+def test_more_replicas_than_sequences(expected: list[float], tmp_path: Path) -> None:
+    one, many = "--batch-size 3", "--world-size 3 --batch-size 1"
+    for name, (ranks, script, flags) in {
+        "one": (1, "primer/intro.py", one),
+        "many": (3, "DP/gradient_aggr/intro_DP_GA.py", many),
+    }.items():
+        train_on(ranks, script, tmp_path / name, *FLAGS, *flags.split(), *"--eval-every 4 --eval-sequences 2".split())
+    both = [records(tmp_path / name)[-1]["validation_loss"] for name in ("one", "many")]
+    assert both[1] == pytest.approx(both[0], rel=1e-6)
+
+
+def test_is_the_mean_over_other_stories_than_those_trained_on(tmp_path: Path) -> None:
+    tokenizer = SPTokenizer()
+    net = LLama(CausalLLama, tokenizer.vocab_size, dmodel=32, num_heads=2, n_layers=1)
+    of_split = functools.partial(TinyStories, tokenizer, 5, 24, data="sample")
+    sequences, trained_on = next(of_split(split="validation")), next(of_split(split="train"))
+    assert not torch.equal(sequences, trained_on)
+    loss_of = functools.partial(causalLLMLoss, vocab_size=tokenizer.vocab_size)
+    own = Validation(net, loss_of, Grid(0, 1, 1), sequences, rows=2, width=32).loss(0)
+    with torch.no_grad():
+        assert own == pytest.approx(loss_of(net(sequences), sequences).item(), rel=1e-6)
+    assert all(parameter.grad is None for parameter in net.parameters())
+    assert perplexity(0) == 1
+    assert perplexity(1e9) > 1e300
+
+
+def test_changes_nothing_and_is_counted_apart(tmp_path: Path) -> None:
+    """What the layers of a tensor-parallel run send to validate is not taken for training."""
+    ranks, script, flags = LAYOUTS["tp"]
+    for name, every in (("with", "1"), ("without", "1000")):
+        train_on(ranks, script, tmp_path / name, *FLAGS, *flags.split(), "--eval-every", every)
+    ours, plain = records(tmp_path / "with"), records(tmp_path / "without")
+    assert [record["loss"] for record in ours] == [record["loss"] for record in plain]
+    for record, other in zip(ours, plain, strict=True):
+        assert record["sent_bytes"].pop("validation") > 0  # type: ignore[attr-defined]
+        assert record["sent_bytes"] == other["sent_bytes"]
+
+
+@pytest.mark.alone
+def test_and_saving_are_no_part_of_a_steps_seconds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Validation, "loss", lambda *_: time.sleep(0.6) or 1.0)
+    monkeypatch.setattr("distlab.run.resumable.save", lambda *_: time.sleep(0.6))
+    train_on(1, "primer/intro.py", tmp_path, "--eval-every", "1", "--save-every", "1")
+    assert all(record["seconds"] < 0.5 for record in records(tmp_path))
+
+
+def test_is_said(tmp_path: Path) -> None:
+    shape = "--dmodel 32 --num-heads 2 --n-layers 1 --seq-len 24 --data sample --steps 3 --eval-every 3".split()
+    ended = run_script("primer/intro.py", *shape, "--out", tmp_path)
+    loss = records(tmp_path)[-1]["validation_loss"]
+    assert f"# validation after 3 steps: loss {loss:.6f}, perplexity {perplexity(loss):,.2f}\n" in ended.out
+
+
+def test_a_file_without_stories_to_validate_on(tmp_path: Path) -> None:
+    few = tmp_path / "few.txt"
+    few.write_text("One day.\n<|endoftext|>\nAnother day.\n")
+    ended = run_script("primer/intro.py", "--data", few, "--eval-every", "2", "--out", tmp_path / "run")
+    assert ended.status == 2
+    assert ended.err.startswith(f"# --data {few}: ")
