@@ -1,6 +1,6 @@
-"""What a rank waits for, and who waits for whom."""
+"""What a rank waits for, and how it is named."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -28,30 +28,6 @@ class Wait:
         if self.way == "receive":
             return f"{self.what} from {describe(self.peers[0])}"
         return f"{self.what} from {list_ranks(self.peers)}" if self.way == "collective" else self.what
-
-
-def find_cycle(edges: Mapping[int, Sequence[int]]) -> list[int]:
-    """Ranks each of which waits for the next, and the last for the first; from the smallest one; [] if there is none.
-
-    Args:
-        edges: by rank, those it waits for.
-    """
-    finished: set[int] = set()
-
-    def follow(path: list[int]) -> list[int]:
-        for peer in edges.get(path[-1], ()):
-            if peer in path:
-                return path[path.index(peer) :]
-            if peer not in finished and (cycle := follow([*path, peer])):
-                return cycle
-        finished.add(path[-1])
-        return []
-
-    for rank in sorted(edges):
-        if rank not in finished and (cycle := follow([rank])):
-            start = cycle.index(min(cycle))
-            return cycle[start:] + cycle[:start]
-    return []
 
 
 def group_key(ranks: Sequence[int]) -> str:

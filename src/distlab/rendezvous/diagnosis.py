@@ -9,7 +9,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from distlab.comm.waits import Wait, find_cycle, group_key, list_ranks
+from distlab.comm.wait_graph import find_cycle
+from distlab.comm.waits import Wait, group_key, list_ranks
 
 
 @dataclass
