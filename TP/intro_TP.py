@@ -65,7 +65,8 @@ def train(run: TrainingRun[TensorParallelSettings]) -> None:
         causalLLMLoss if args.tp_style == "naive" else vocabulary_parallel_loss, vocab_size=tokenizer.vocab_size
     )
     stories = TinyStories(tokenizer, **run.data_options())  # all ranks read the same
-    optimizer = run.optimizer(net, loss_of)
+    optimizer = run.optimizer(net)
+    run.track(net, optimizer, loss_of)
 
     for step, batch in run.steps(stories):
         optimizer.zero_grad()

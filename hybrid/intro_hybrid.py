@@ -43,7 +43,8 @@ def train(run: TrainingRun[HybridSettings]) -> None:
         shard(net, group=tp_group)
         loss = partial(vocabulary_parallel_loss, vocab_size=tokenizer.vocab_size, group=tp_group)
     programs = all_stages(args.schedule, stages, args.micro_batches)
-    optimizer = run.optimizer(net, loss)
+    optimizer = run.optimizer(net)
+    run.track(net, optimizer, loss)
     pipeline = Pipeline(net, programs, run.grid, loss, width=args.dmodel, cores=run.shared_cores)
     transfers: list[Transfer] = []
 

@@ -23,6 +23,7 @@ def train(run: TrainingRun[TrainSettings]) -> None:
     net = LLama(CausalLLama, tokenizer.vocab_size, padding_idx=tokenizer.pad_id, **run.model_options())
     stories = TinyStories(tokenizer, **run.data_options())
     optimizer = run.optimizer(net)
+    run.track(net, optimizer)
 
     for step, batch in run.steps(stories):
         optimizer.zero_grad()

@@ -7,6 +7,7 @@ python primer/mlp.py --niters 300 --d-hidden 64
 import itertools
 import time
 from dataclasses import dataclass, fields
+from typing import Annotated
 
 import torch
 import torch.nn.functional as F
@@ -16,8 +17,8 @@ from torch.utils.data import TensorDataset
 from distlab.comm.grid import layout_size
 from distlab.run.logs import say
 from distlab.run.main import main
-from distlab.run.resumable import ResumableRun
 from distlab.run.resume import ResumePolicy
+from distlab.run.run import Run
 from distlab.run.settings import ResumableSettings, require_positive
 from simplellm.errors import InputError
 from simplellm.samplers import BatchSampler
@@ -30,21 +31,21 @@ EVALUATED_BATCHES = 20
 class ModelConfig:
     """The classifier and its training."""
 
-    n_layers: int = 4
+    n_layers: Annotated[int, ResumePolicy.MODEL] = 4
     """linear layers"""
-    d_in: int = 1024
+    d_in: Annotated[int, ResumePolicy.MODEL] = 1024
     """features of an input"""
-    n_classes: int = 32
+    n_classes: Annotated[int, ResumePolicy.MODEL] = 32
     """classes to tell apart"""
-    d_hidden: int = 256
+    d_hidden: Annotated[int, ResumePolicy.MODEL] = 256
     """width between the layers"""
-    batch_size: int = 64
+    batch_size: Annotated[int, ResumePolicy.PER_REPLICA] = 64
     """inputs per step and rank"""
-    train_size: int = 10_000
+    train_size: Annotated[int, ResumePolicy.FIXED] = 10_000
     """inputs to learn from"""
     niters: int = 1000
     """steps"""
-    lr: float = 0.1
+    lr: Annotated[float, ResumePolicy.DEFAULT] = 0.1
     """learning rate"""
 
 
@@ -52,13 +53,10 @@ class ModelConfig:
 class MLPSettings(ModelConfig, ResumableSettings):
     """The exercise's command line."""
 
-    resume_policy = ResumePolicy(
-        "mlp",
-        sizes=("n_layers", "d_in", "n_classes", "d_hidden"),
-        fixed=("seed", "train_size"),
-        defaults=("lr",),
-        layout_defaults=("batch_size",),
-    )
+    architecture = "mlp"
+
+    seed: Annotated[int, ResumePolicy.FIXED] = 0
+    """seed of the initial weights and of the data"""
 
     @property
     def length(self) -> tuple[str, int]:
@@ -138,7 +136,7 @@ def report(step: int, model: nn.Module, train_set: TensorDataset, test_set: Tens
     )
 
 
-def train(run: ResumableRun[MLPSettings]) -> None:
+def train(run: Run[MLPSettings]) -> None:
     config = run.settings
     say(str({field.name: getattr(config, field.name) for field in fields(ModelConfig)}))
     train_set, test_set = gen_dataset(config, device=run.device)
@@ -146,7 +144,7 @@ def train(run: ResumableRun[MLPSettings]) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=config.lr)
 
     sampler = BatchSampler(len(train_set), config.batch_size)
-    run.register_state(model, optimizer, sampler)
+    run.track(model, optimizer)
     for step, rows in run.count_steps(sampler, config.niters, config.batch_size, "inputs"):
         points, labels = train_set[rows]
         started = time.perf_counter()

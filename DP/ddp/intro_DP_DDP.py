@@ -31,6 +31,7 @@ def train(run: TrainingRun[DataParallelSettings]) -> None:
     net.register_comm_hook(None, average_bucket)  # the same average, counted in the run's ledger
     stories = TinyStories(tokenizer, **run.data_options(), rank=run.rank, num_replicas=run.world_size)
     optimizer = run.optimizer(net)
+    run.track(net, optimizer)
     if run.first_step > 0:  # with --resume
         settle_buckets(net, lambda: net(torch.zeros(1, 1, dtype=torch.int64, device=run.device)).mean())
 

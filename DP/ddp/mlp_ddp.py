@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from distlab.parallel.data import average_bucket, check_parameter_closeness, settle_buckets
 from distlab.run.main import main
-from distlab.run.resumable import ResumableRun
+from distlab.run.run import Run
 from distlab.run.settings import WorldSize
 from simplellm.samplers import BatchSampler
 
@@ -33,7 +33,7 @@ class ParallelMLPSettings(WorldSize, MLPSettings):
 DEFAULTS = ParallelMLPSettings()
 
 
-def train(run: ResumableRun[ParallelMLPSettings]) -> None:
+def train(run: Run[ParallelMLPSettings]) -> None:
     config = run.settings
     train_set, test_set = gen_dataset(config, device=run.device)
     net = MLP(config).to(run.device)
@@ -43,7 +43,7 @@ def train(run: ResumableRun[ParallelMLPSettings]) -> None:
 
     global_batch = run.world_size * config.batch_size
     sampler = BatchSampler(len(train_set), global_batch)
-    run.register_state(net, optimizer, sampler)
+    run.track(net, optimizer)
     if run.first_step > 0:  # with --resume
         settle_buckets(model, lambda: model(train_set[:1][0])[0].mean())
     for step, rows in run.count_steps(sampler, config.niters, global_batch, "inputs"):

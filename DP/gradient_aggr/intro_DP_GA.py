@@ -49,6 +49,7 @@ def train(run: TrainingRun[GradientAggregationSettings]) -> None:
     net = LLama(CausalLLama, tokenizer.vocab_size, padding_idx=tokenizer.pad_id, **run.model_options())
     stories = TinyStories(tokenizer, **run.data_options(), rank=run.rank, num_replicas=run.world_size)
     optimizer = run.optimizer(net)
+    run.track(net, optimizer)
     by_hand = ALL_REDUCES.get(args.all_reduce)
     transfers: list[Transfer] = []
 

@@ -27,6 +27,7 @@ def train(run: TrainingRun[DataParallelSettings]) -> None:
     net = MyDP(LLama(CausalLLama, tokenizer.vocab_size, padding_idx=tokenizer.pad_id, **run.model_options()))
     stories = TinyStories(tokenizer, **run.data_options(), rank=run.rank, num_replicas=run.world_size)
     optimizer = run.optimizer(net)
+    run.track(net, optimizer)
 
     for step, batch in run.steps(stories):
         optimizer.zero_grad()

@@ -16,7 +16,7 @@ import torch
 
 from distlab.parallel.data import MyDP, check_parameter_closeness
 from distlab.run.main import main
-from distlab.run.resumable import ResumableRun
+from distlab.run.run import Run
 from distlab.run.settings import WorldSize
 from simplellm.samplers import BatchSampler
 
@@ -32,7 +32,7 @@ class ParallelMLPSettings(WorldSize, MLPSettings):
 DEFAULTS = ParallelMLPSettings()
 
 
-def train(run: ResumableRun[ParallelMLPSettings]) -> None:
+def train(run: Run[ParallelMLPSettings]) -> None:
     config = run.settings
     train_set, test_set = gen_dataset(config, device=run.device)
     net = MLP(config).to(run.device)
@@ -41,7 +41,7 @@ def train(run: ResumableRun[ParallelMLPSettings]) -> None:
 
     global_batch = run.world_size * config.batch_size
     sampler = BatchSampler(len(train_set), global_batch)
-    run.register_state(net, optimizer, sampler)
+    run.track(net, optimizer)
     for step, rows in run.count_steps(sampler, config.niters, global_batch, "inputs"):
         points, labels = train_set[rows.chunk(run.world_size)[run.rank]]
         started = time.perf_counter()

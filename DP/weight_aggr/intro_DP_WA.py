@@ -10,11 +10,13 @@ averaging (McMahan et al., arXiv 1602.05629): less traffic, but the copies drift
 """
 
 from dataclasses import dataclass
+from typing import Annotated
 
 from distlab.comm.traffic import traffic
 from distlab.parallel.data import flatten_weights
 from distlab.run.logs import say
 from distlab.run.main import main
+from distlab.run.resume import ResumePolicy
 from distlab.run.settings import DataParallelSettings, require_positive
 from distlab.run.training import TrainingRun
 from simplellm.dataloaders import TinyStories
@@ -26,7 +28,7 @@ from simplellm.tokenizers import SPTokenizer
 
 @dataclass
 class WeightAggregationSettings(DataParallelSettings):
-    sync_every: int = 1
+    sync_every: Annotated[int, ResumePolicy.SAME_LAYOUT] = 1
     """steps that each rank takes on its own before the weights are averaged"""
 
     @property
@@ -54,6 +56,7 @@ def train(run: TrainingRun[WeightAggregationSettings]) -> None:
     stories = TinyStories(tokenizer, **run.data_options(), rank=run.rank, num_replicas=run.world_size)
     weights = flatten_weights(net)  # the parameters are views of it: to average it is to average them
     optimizer = run.optimizer(net)
+    run.track(net, optimizer)
     if args.optimizer != "sgd" and run.rank == 0:
         say(f"only weights are averaged: each rank keeps {args.optimizer}'s moments of its own gradients")
 

@@ -30,7 +30,7 @@ def train(run: TrainingRun[PipelineSettings]) -> None:
     net = build_stage(stage, split, tokenizer.vocab_size, padding_idx=tokenizer.pad_id, **run.model_options())
     stories = TinyStories(tokenizer, **run.data_options())  # the first stage reads them; the last has them as targets
     optimizer = run.optimizer(net)
-    torch.set_num_threads(run.shared_cores or torch.get_num_threads())  # only one stage computes at a time
+    run.track(net, optimizer)
 
     for step, batch in run.steps(stories):
         optimizer.zero_grad()

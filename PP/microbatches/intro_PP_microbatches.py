@@ -31,6 +31,7 @@ def train(run: TrainingRun[ScheduledPipelineSettings]) -> None:
     net = build_stage(stage, split, tokenizer.vocab_size, padding_idx=tokenizer.pad_id, **run.model_options())
     stories = TinyStories(tokenizer, **run.data_options())  # the first stage reads them; the last has them as targets
     optimizer = run.optimizer(net)
+    run.track(net, optimizer)
 
     loss = partial(causalLLMLoss, vocab_size=tokenizer.vocab_size)
     programs = all_stages(args.schedule, stages, args.micro_batches)  # [F0, F1, F2, B0, B1, B2] for each stage, say

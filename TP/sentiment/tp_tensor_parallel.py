@@ -27,8 +27,8 @@ from distlab.parallel.data import Bucket, GradientBuckets
 from distlab.run.logs import say
 from distlab.run.main import main
 from distlab.run.optimizers import build_optimizer
-from distlab.run.resumable import ResumableRun
-from distlab.run.resume import ResumePolicy, data_identity
+from distlab.run.resume import ResumePolicy, file_identity
+from distlab.run.run import Run
 from distlab.run.settings import MOST_LAYERS, ResumableSettings, WorldSize, require_positive
 from simplellm.errors import InputError
 from simplellm.samplers import BatchSampler
@@ -39,12 +39,10 @@ from simplellm.tokenizers import SHIPPED_MODEL, SPTokenizer
 class SentimentSettings(WorldSize, ResumableSettings):
     """The classifier, its training, and its ranks."""
 
-    resume_policy = ResumePolicy(
-        "sentiment",
-        sizes=("layers", "dim", "heads"),
-        fixed=("seed", "samples", "bsz", "seq_len", "optimizer"),
-        defaults=("lr", "dropout", "dtype"),
-    )
+    architecture = "sentiment"
+
+    seed: Annotated[int, ResumePolicy.FIXED] = 0
+    """seed of the initial weights and of the data"""
 
     world_size: int = 2
     """ranks"""
@@ -52,25 +50,25 @@ class SentimentSettings(WorldSize, ResumableSettings):
     """ranks that share the layers of one replica of the model"""
     epochs: int = 3
     """passes over the training reviews"""
-    samples: int = 2048
+    samples: Annotated[int, ResumePolicy.FIXED] = 2048
     """reviews to learn from; a quarter as many others are for validation"""
-    layers: int = 2
+    layers: Annotated[int, ResumePolicy.MODEL] = 2
     """transformer blocks"""
-    dim: int = 64
+    dim: Annotated[int, ResumePolicy.MODEL] = 64
     """width of the model"""
-    heads: int = 4
+    heads: Annotated[int, ResumePolicy.MODEL] = 4
     """attention heads"""
-    bsz: int = 32
+    bsz: Annotated[int, ResumePolicy.FIXED] = 32
     """reviews per step, over all replicas"""
-    seq_len: int = 128
+    seq_len: Annotated[int, ResumePolicy.FIXED] = 128
     """tokens of a review that are read"""
-    dropout: float = 0.0
+    dropout: Annotated[float, ResumePolicy.DEFAULT] = 0.0
     """share of activations left out in training"""
-    lr: float = 1e-3
+    lr: Annotated[float, ResumePolicy.DEFAULT] = 1e-3
     """learning rate"""
-    optimizer: Literal["adam", "adamw", "sgd"] = "adam"
+    optimizer: Annotated[Literal["adam", "adamw", "sgd"], ResumePolicy.FIXED] = "adam"
     """update rule"""
-    dtype: Literal["float32", "bfloat16"] = "float32"
+    dtype: Annotated[Literal["float32", "bfloat16"], ResumePolicy.DEFAULT] = "float32"
     """bfloat16 computes in mixed precision"""
     data: Annotated[str, tyro.conf.arg(metavar="sample|imdb|DIR")] = "sample"
     """reviews: the generator's (sample), the hub's (imdb), or a folder with a copy of the hub's"""
@@ -89,7 +87,9 @@ class SentimentSettings(WorldSize, ResumableSettings):
 
     @property
     def data_identity(self) -> dict[str, Any]:
-        return data_identity(self.data, self.seed)
+        if self.data == "sample":
+            return {"source": self.data, "seed": self.seed}
+        return {"source": self.data} if self.data == "imdb" else file_identity(self.data)
 
     def check(self) -> None:
         require_positive(self, *"world_size tp epochs samples layers dim heads bsz seq_len lr".split())
@@ -116,7 +116,7 @@ class SentimentSettings(WorldSize, ResumableSettings):
 DEFAULTS = SentimentSettings()
 
 
-def train(run: ResumableRun[SentimentSettings]) -> None:
+def train(run: Run[SentimentSettings]) -> None:
     args = run.settings
     pcomm.init(args.tp)
     tokenizer = SPTokenizer()
@@ -139,7 +139,7 @@ def train(run: ResumableRun[SentimentSettings]) -> None:
 
     buckets = GradientBuckets(net.parameters(), on_full=add_up)
     sampler = BatchSampler(len(reviews), args.bsz, args.seed)
-    run.register_state(net, optimizer, sampler)
+    run.track(net, optimizer)
     steps_per_epoch = len(reviews) // args.bsz
     steps = args.epochs * steps_per_epoch
 
@@ -165,7 +165,7 @@ def train(run: ResumableRun[SentimentSettings]) -> None:
 
 
 @torch.no_grad()
-def validate(run: ResumableRun[SentimentSettings], net: nn.Module, reviews: Reviews, epoch: int) -> None:
+def validate(run: Run[SentimentSettings], net: nn.Module, reviews: Reviews, epoch: int) -> None:
     """Say which share of the validation reviews the model tells right: each counts once, whoever looks at it."""
     right = torch.zeros((), dtype=torch.int64, device=run.device)
     net.eval()
@@ -180,7 +180,7 @@ def validate(run: ResumableRun[SentimentSettings], net: nn.Module, reviews: Revi
         say(f"epoch {epoch}: validation accuracy {accuracy:.4f} ({right.item()} of {len(reviews)} reviews)")
 
 
-def mixed_precision(run: ResumableRun[SentimentSettings]) -> torch.autocast:
+def mixed_precision(run: Run[SentimentSettings]) -> torch.autocast:
     """Where `--dtype bfloat16` asks for it, matrix products in bfloat16; weights and sums of loss stay float32."""
     return torch.autocast(run.device.type, torch.bfloat16, enabled=run.settings.dtype == "bfloat16")
 

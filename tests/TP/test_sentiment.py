@@ -13,7 +13,7 @@ from processes import free_port, run, run_ranks
 from sentiment_ranks import in_a_fork, load, split_dim
 from torch import Tensor, nn
 
-from distlab.run.resumable import ResumableRun
+from distlab.run.run import Run
 from distlab.run.settings import parse
 from simplellm.errors import InputError
 from simplellm.tokenizers import SPTokenizer
@@ -66,7 +66,7 @@ def train(
         script.Transformer = build_and_keep
         layout = ["--world-size", str(world_size), "--tp", str(tp), "--master-port", port, "--out", str(out)]
         settings = parse(script.DEFAULTS, "", [str(rank), *SAMPLE, *layout, *flags])
-        current: ResumableRun[Any] = ResumableRun(settings, Path(script.__file__))
+        current: Run[Any] = Run(settings, Path(script.__file__))
         script.train(current)
         (net,) = built
         gradients = {name: p.grad.clone() for name, p in net.named_parameters() if p.grad is not None}
@@ -114,7 +114,7 @@ def test_the_time_of_validation_is_no_steps(tmp_path: Path) -> None:
         script = load("tp_tensor_parallel")
         script.validate = lambda *_: time.sleep(0.5)
         flags = [*SAMPLE, "--world-size", "1", "--tp", "1", "--master-port", str(free_port()), "--out", str(tmp_path)]
-        current: ResumableRun[Any] = ResumableRun(parse(script.DEFAULTS, "", ["0", *flags]), Path(script.__file__))
+        current: Run[Any] = Run(parse(script.DEFAULTS, "", ["0", *flags]), Path(script.__file__))
         script.train(current)
         return [json.loads(line)["seconds"] for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
 

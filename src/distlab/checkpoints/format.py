@@ -1,6 +1,6 @@
 """Checkpoints: what they are, and how they are found.
 
-One has all that a run needs to go on, by the parameters' global names, so that any layout can go on with it:
+A checkpoint has all that a run needs to resume, by the parameters' global names, so that any layout can resume from it:
 
     <run>/checkpoints/step-00000020/
         *.safetensors       written by torch.distributed.checkpoint: a file a rank, no tensor twice
@@ -23,6 +23,7 @@ from typing import Any
 from simplellm.errors import InputError
 
 FOLDER, RECORD, TOKENIZER = "checkpoints", "checkpoint.json", "tokenizer.model"
+PER_RANK_OPTIMIZER_STATE = "own_moments"  # the record's key, as it has been from the first version on
 LLAMA = "llama"  # the architecture of a record that names none; all others are classifiers
 Record = dict[str, Any]
 
@@ -55,8 +56,22 @@ class Checkpoint:
         return _architecture(self.record)
 
     @property
+    def layout(self) -> dict[str, int]:
+        """Of the run that wrote it; empty for one process, and for an imported model."""
+        return self.record.get("layout") or {}
+
+    @property
+    def per_rank_optimizer_state(self) -> bool:
+        """Whether each rank kept an optimizer state of its own, which means nothing to another layout."""
+        return bool(self.record.get(PER_RANK_OPTIMIZER_STATE))
+
+    @property
     def tokenizer(self) -> Path:
         return self.folder / TOKENIZER
+
+    def is_of_run(self, folder: Path) -> bool:
+        """Whether the run in a folder wrote it."""
+        return folder.resolve() in self.folder.resolve().parents
 
     def problem(self, at_a_glance: bool = False) -> str | None:
         """What is wrong with its files; None if it is whole. `at_a_glance`, sizes are looked at, but not contents."""
@@ -127,13 +142,8 @@ def candidates(path: Path) -> Iterator[Checkpoint | str]:
             yield f"{folder.name} is damaged: {RECORD} cannot be read ({error})"
 
 
-# What a record says of a Llama's sizes, all at least 1, and of settings that a run takes over from it.
+# What a record says of a Llama's sizes, all at least 1.
 LLAMA_SIZES = ("vocab_size", "dmodel", "num_heads", "num_kv_heads", "hidden_dim", "n_layers", "ctx_size")
-SETTINGS: dict[str, type | tuple[type, ...]] = {
-    "seq_len seed batch_size train_size samples bsz": int,
-    "lr dropout": (int, float),
-    "optimizer dtype": str,
-}
 
 
 def _check(record: Record) -> None:
@@ -150,15 +160,14 @@ def _check(record: Record) -> None:
         require(is_count(record.get(name)), name, record.get(name))
     for name in ("model", "settings", "files"):
         require(isinstance(record.get(name), dict), name, record.get(name))
-    model, settings, files = record["model"], record["settings"], record["files"]
+    model, files = record["model"], record["files"]
     is_llama = _architecture(record) == LLAMA
     for name in LLAMA_SIZES if is_llama else model:
         require(is_count(model.get(name), least=1), name, model.get(name))
     for name in ("rope_theta", "norm_eps") if is_llama else ():
         require(isinstance(model.get(name), int | float) and model[name] > 0, name, model.get(name))
-    for names, kind in SETTINGS.items():
-        for name in names.split():
-            require(name not in settings or isinstance(settings[name], kind), name, settings.get(name))
+    layout = record.get("layout") or {}
+    require(isinstance(layout, dict) and all(is_count(size, least=1) for size in layout.values()), "layout", layout)
     require(TOKENIZER in files or not is_llama, "list of files", [*files])
     for name, about in files.items():
         is_right = Path(name).name == name and isinstance(about, dict) and is_count(about.get("bytes"))

@@ -8,7 +8,7 @@ import json
 import os
 import shutil
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -135,13 +135,15 @@ def root_of(error: BaseException) -> str:
     return getattr(error, "strerror", None) or str(error).splitlines()[0]
 
 
-def state_of(net: nn.Module, optimizer: Optimizer, rank: int, per_rank_optimizer_state: bool) -> dict[str, Any]:
+def state_of(
+    parameters: Mapping[str, nn.Parameter], optimizer: Optimizer, rank: int, per_rank_optimizer_state: bool
+) -> dict[str, Any]:
     """All tensors of this rank that a checkpoint holds, by name; to write them, or to read into.
 
     Args:
-        net: the model or a stage of it, without what wraps it; parameters that are a slice say so (see
+        parameters: of this rank, by their names in the whole model; one that is a slice says so (see
             `TPGroup.own_parameter`).
-        optimizer: of all its parameters.
+        optimizer: of all of them.
         rank: of this process.
         per_rank_optimizer_state: the optimizer's state is this rank's own, not that of all replicas.
     """
@@ -150,7 +152,7 @@ def state_of(net: nn.Module, optimizer: Optimizer, rank: int, per_rank_optimizer
     tensors: dict[str, Any] = {f"{RANDOM}{rank}.cpu": torch.get_rng_state()}
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         tensors[f"{RANDOM}{rank}.cuda"] = torch.cuda.get_rng_state()
-    for name, parameter in net.named_parameters():
+    for name, parameter in parameters.items():
         tensors[name] = as_held(parameter.detach(), parameter)
         for key, value in optimizer.state[parameter].items() if parameter in optimizer.state else ():
             tensors[f"{_owner(rank, per_rank_optimizer_state)}{OPTIMIZER}{name}.{key}"] = as_held(value, parameter)
@@ -161,7 +163,13 @@ def _owner(rank: int, per_rank_optimizer_state: bool) -> str:
     return f"rank{rank}." if per_rank_optimizer_state else ""
 
 
-def restore(checkpoint: Checkpoint, net: nn.Module, optimizer: Optimizer, rank: int, layout: dict[str, int]) -> None:
+def restore(
+    checkpoint: Checkpoint,
+    parameters: Mapping[str, nn.Parameter],
+    optimizer: Optimizer,
+    rank: int,
+    layout: dict[str, int],
+) -> None:
     """Give parameters, optimizer state and, in the layout that saved them, random generators their values.
 
     Each rank reads what it needs, whoever wrote it: a whole tensor, or its slice out of other slices. What is read
@@ -169,22 +177,22 @@ def restore(checkpoint: Checkpoint, net: nn.Module, optimizer: Optimizer, rank: 
 
     Args:
         checkpoint: a whole one.
-        net, optimizer, rank: as for `state_of`.
+        parameters, optimizer, rank: as for `state_of`.
         layout: that of the run; in another one, ranks that have to draw the same would not be the same ranks.
 
     Raises:
         InputError: the checkpoint is that of another model.
     """
     there = tensors_in(checkpoint.folder)
-    per_rank_optimizer_state = bool(checkpoint.record.get("own_moments"))
-    for name, parameter in net.named_parameters():
+    per_rank_optimizer_state = checkpoint.per_rank_optimizer_state
+    for name, parameter in parameters.items():
         prefix = _owner(rank, per_rank_optimizer_state) + f"{OPTIMIZER}{name}."
         for key in there:
             if key.startswith(prefix):
                 shape = parameter.shape if there[key].size else ()
                 state = torch.zeros(shape, dtype=there[key].properties.dtype, device=parameter.device)
                 optimizer.state[parameter][key.removeprefix(prefix)] = state
-    tensors = state_of(net, optimizer, rank, per_rank_optimizer_state)
+    tensors = state_of(parameters, optimizer, rank, per_rank_optimizer_state)
     generators = there.keys() if checkpoint.record.get("layout") == layout else ()
     tensors = {name: tensor for name, tensor in tensors.items() if name in generators or not name.startswith(RANDOM)}
     read_into(tensors, checkpoint)

@@ -1,27 +1,61 @@
 """What takes up a rank's memory: parameters, gradients, optimizer state, activations; counted, not measured."""
 
+import contextlib
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 
+from distlab.comm.recorder import recorder
+from distlab.comm.traffic import traffic
+from distlab.pipeline.activations import SavedActivations
 from simplellm.errors import InputError
 
 KINDS = ("parameters", "gradients", "optimizer state", "activations")
 
 
-def count_bytes(optimizer: torch.optim.Optimizer, kept_bytes: int) -> list[int]:
-    """Bytes of each of `KINDS` on this rank.
+class MemoryReport:
+    """Counts what a rank holds, and collects the counts of all ranks.
 
     Args:
         optimizer: of all the parameters that this rank holds.
-        kept_bytes: of activations, the most that a step keeps for its backward pass.
     """
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-    state = [value for values in optimizer.state.values() for value in values.values() if torch.is_tensor(value)]
-    return [*(sum(tensor.nbytes for tensor in kind) for kind in (parameters, gradients, state)), kept_bytes]
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self._optimizer = optimizer
+        self._parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        self._saved = SavedActivations(self._parameters)
+        self._has_counted = False
+
+    @contextlib.contextmanager
+    def counting(self) -> Iterator[None]:
+        """Count what a step inside saves for its backward pass."""
+        self._has_counted = True
+        with self._saved.counting():
+            yield
+
+    def count_bytes(self) -> list[int]:
+        """Bytes of each of `KINDS` on this rank."""
+        gradients = [parameter.grad for parameter in self._parameters if parameter.grad is not None]
+        values = [value for values in self._optimizer.state.values() for value in values.values()]
+        kinds = self._parameters, gradients, [value for value in values if torch.is_tensor(value)]
+        # A pipeline that is traced counts its activations itself.
+        activations = max([self._saved.peak_bytes, *(kept for _, kept in recorder.kept_bytes)])
+        return [*(sum(tensor.nbytes for tensor in kind) for kind in kinds), activations]
+
+    def collect(self, rank: int, world_size: int, device: torch.device, out: Path) -> list[str]:
+        """The table of all ranks' counts, which rank 0 also writes to a run's folder; all ranks call it."""
+        if not self._has_counted:  # a run without a step held nothing
+            return []
+        by_rank = torch.zeros(world_size, len(KINDS), dtype=torch.int64, device=device)
+        by_rank[rank] = torch.tensor(self.count_bytes())
+        traffic.all_reduce(by_rank, "what each rank holds", kind="control", op=dist.ReduceOp.SUM).wait()
+        if rank == 0:
+            counts = [dict(zip(KINDS, counts, strict=True)) for counts in by_rank.tolist()]
+            (out / "memory.json").write_text(json.dumps(counts, indent=2) + "\n")
+        return as_table(by_rank.tolist())
 
 
 def as_table(by_rank: Sequence[Sequence[int]]) -> list[str]:
@@ -34,11 +68,6 @@ def as_table(by_rank: Sequence[Sequence[int]]) -> list[str]:
         who = f"rank{'s' * (len(same) > 1)} {', '.join(map(str, same))}"
         lines.append(f"{who:<14}" + "".join(f"{count / 1e6:>17.2f}" for count in counts))
     return lines
-
-
-def keep(path: Path, by_rank: Sequence[Sequence[int]]) -> None:
-    """Write the counts as JSON: for each rank an object, by kind."""
-    path.write_text(json.dumps([dict(zip(KINDS, counts, strict=True)) for counts in by_rank], indent=2) + "\n")
 
 
 def read_largest(run: Path) -> list[int]:

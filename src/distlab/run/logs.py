@@ -107,7 +107,7 @@ class RunLog:
 
     def __init__(self, out: Path, rank: int, device: torch.device, tensorboard: bool = False) -> None:
         self._out, self._rank, self._device = out, rank, device
-        # Whether TensorBoard is installed is seen now; where the run begins, in `expect_steps`.
+        # Whether TensorBoard is installed is seen now; where the run begins, in `begin`.
         self._new_tensorboard = tensorboard_writer() if tensorboard and rank == 0 else None
         self._tensorboard: SummaryWriter | None = None
         self._metrics: TextIO | None = None
@@ -118,25 +118,25 @@ class RunLog:
         self.loss = float("nan")
         self.validation_loss: float | None = None
 
-    def expect_steps(self, per_step: int, unit: str, before: int = 0, go_on_at: int | None = None) -> None:
+    def begin(self, per_step: int, unit: str, before: int = 0, continue_at: int | None = None) -> None:
         """Begin: each step takes `per_step` of `unit` ("tokens", "inputs") in the global batch.
 
         Args:
             per_step: of the unit.
             unit: what is counted.
             before: how many of it were taken before.
-            go_on_at: a step; the records of those before it, which are there already, are kept.
+            continue_at: the step at which a run is resumed in its own folder, whose earlier records are kept.
         """
         self._per_step, self.unit, self.count = per_step, unit, before
         self._sent_before = traffic.ledger.sent_bytes.copy()
         if self._rank == 0:
             path = self._out / "metrics.jsonl"
-            if go_on_at is not None:
-                keep_records(path, before=go_on_at)
-            self._metrics = path.open("w" if go_on_at is None else "a")
+            if continue_at is not None:
+                keep_records(path, before=continue_at)
+            self._metrics = path.open("w" if continue_at is None else "a")
             if self._new_tensorboard is not None:
                 # TensorBoard, too, is to forget what is recorded there of the steps that are taken again.
-                self._tensorboard = self._new_tensorboard(self._out, purge_step=go_on_at, flush_secs=10)
+                self._tensorboard = self._new_tensorboard(self._out, purge_step=continue_at, flush_secs=10)
 
     def speed(self) -> str:
         """The end of a step's line: the speed of the step before, since this one is not over yet."""
@@ -146,6 +146,7 @@ class RunLog:
     def timing_a_step(self) -> Iterator[None]:
         """Inside is a step, from its batch to its update."""
         started, waited = time.perf_counter(), traffic.ledger.waited_seconds
+        self.loss = float("nan")
         yield
         self._seconds.append(time.perf_counter() - started)
         self._waited_seconds += traffic.ledger.waited_seconds - waited
@@ -227,7 +228,7 @@ def say_costs(rank: int, device: torch.device) -> None:
     """Say what this rank has sent, by kind, and how much memory it took."""
     for kind, sent in traffic.ledger.sent_bytes.items():
         say(f"rank {rank} sent {human_bytes(sent)} of {kind} in {traffic.ledger.messages[kind]:,} messages")
-    say(f"rank {rank} had {human_bytes(peak_memory_bytes(device))} of memory at the peak")
+    say(f"peak memory of rank {rank}: {human_bytes(peak_memory_bytes(device))}")
 
 
 def peak_memory_bytes(device: torch.device) -> int:

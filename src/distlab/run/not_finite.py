@@ -1,6 +1,6 @@
 """Where a loss that is infinite or no number comes from: looked for when it has happened, and only then."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import torch
 import torch.distributed as dist
@@ -16,20 +16,26 @@ class NotFiniteError(RuntimeError):
     """A loss that is infinite or no number; all ranks raise it, with the same words."""
 
 
-def find_cause(net: nn.Module, forward: Callable[[], object], grid: Grid, device: torch.device) -> str:
+def find_cause(
+    parameters: Mapping[str, Tensor],
+    modules: Mapping[str, nn.Module],
+    forward: Callable[[], object],
+    grid: Grid,
+    device: torch.device,
+) -> str:
     """Name the first tensor that is not finite, in the same words on all ranks, which all must call it.
 
     A parameter comes first, since the update before made it so; then a module's output, in the order in which they are
     computed.
 
     Args:
-        net: the model, or this rank's part of it.
+        parameters, modules: of this rank, by their names in the whole model.
         forward: does the forward pass of this step again, on all ranks together.
         grid: where this rank stands.
         device: where the messages between the ranks are.
     """
-    found = [name for name, parameter in net.named_parameters() if not is_finite(parameter)]
-    outputs = outputs_not_finite(net, forward)
+    found = [name for name, parameter in parameters.items() if not is_finite(parameter)]
+    outputs = outputs_not_finite(modules, forward)
     # The first of all ranks: any parameter before any output, then the earlier stage, then the smaller rank.
     size = world_size()
     order = (0 if found else 1 if outputs else 2) * size**2 + grid.stage * size + rank()
@@ -56,8 +62,8 @@ def find_cause(net: nn.Module, forward: Callable[[], object], grid: Grid, device
     return f"{text}, on {grid.describe(culprit)}" if size > 1 else text
 
 
-def outputs_not_finite(net: nn.Module, forward: Callable[[], object]) -> list[str]:
-    """The modules of `net` whose outputs are not finite in `forward()`, in the order in which they are computed."""
+def outputs_not_finite(modules: Mapping[str, nn.Module], forward: Callable[[], object]) -> list[str]:
+    """Those of the modules, by name, whose outputs are not finite in `forward()`, in the order of computation."""
     found: list[str] = []
 
     def look(name: str) -> Callable[[nn.Module, object, object], None]:
@@ -67,7 +73,7 @@ def outputs_not_finite(net: nn.Module, forward: Callable[[], object]) -> list[st
 
         return hook
 
-    hooks = [module.register_forward_hook(look(name)) for name, module in net.named_modules()]
+    hooks = [module.register_forward_hook(look(name)) for name, module in modules.items()]
     try:
         with torch.no_grad():
             forward()

@@ -1,116 +1,84 @@
-"""What a run that goes on takes over from its checkpoint, and what has to be as it was.
+"""What a resumed run takes over from its checkpoint, and what has to match.
 
-The layout and all that concerns speed may change: what a checkpoint holds says nothing of them. So may learning rate
-and precision, which are the checkpoint's unless other ones are given, and the batch size, where steps are not counted
-in epochs.
+The layout and all that concerns speed may change: a checkpoint says nothing of them. The class that declares a setting
+of which it does marks its field with a `ResumePolicy`.
 """
 
 import hashlib
-from dataclasses import dataclass
+from enum import Enum
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from types import UnionType
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from distlab.checkpoints.format import TOKENIZER, Checkpoint, checksum
 from simplellm.errors import InputError
-from simplellm.tokenizers import SHIPPED_MODEL, SPTokenizer
-
-if TYPE_CHECKING:
-    from distlab.run.settings import ResumableSettings, TrainSettings
-
-SettingsT = TypeVar("SettingsT", bound="ResumableSettings")
 
 
-@dataclass(frozen=True)
-class ResumePolicy(Generic[SettingsT]):
-    """Which of a script's settings, by name, are those of the checkpoint that a run goes on from.
+class ResumePolicy(Enum):
+    """How a setting follows the checkpoint: ``lr: Annotated[float, ResumePolicy.DEFAULT] = 8e-4``."""
 
-    Attributes:
-        architecture: of the model that the script trains, as checkpoints call it.
-        sizes: of that model; they have to be the checkpoint's.
-        fixed: others that have to be.
-        defaults: those that are the checkpoint's unless other values are given.
-        layout_defaults: the same, but only in the layout that the checkpoint comes from: those of the batch and its
-            order, so that the same command goes on bit for bit.
+    MODEL = "a size of the model: must be the checkpoint's"
+    FIXED = "must be the checkpoint's"
+    DEFAULT = "the checkpoint's unless another value is given"
+    SAME_LAYOUT = "the same, but only in the layout that wrote the checkpoint"
+    PER_REPLICA = "the same in another layout, too, such that all replicas together have what they had"
+
+
+def marked(settings: object, *policies: ResumePolicy) -> list[str]:
+    """The names of the fields with one of these policies; a subclass may give a field another default, or policy."""
+    found: dict[str, ResumePolicy] = {}
+    for declaring in reversed(type(settings).__mro__):
+        for name, hint in get_type_hints(declaring, include_extras=True).items():
+            for mark in getattr(hint, "__metadata__", ()):
+                if isinstance(mark, ResumePolicy):
+                    found[name] = mark
+    return [name for name, policy in found.items() if policy in policies]
+
+
+def saved_values(checkpoint: Checkpoint, settings: Any) -> dict[str, Any]:
+    """By name, the settings whose defaults are the checkpoint's values; `settings` says in which layout to resume.
+
+    Raises:
+        InputError: a value is of another type than the setting.
     """
-
-    architecture: str
-    sizes: tuple[str, ...]
-    fixed: tuple[str, ...] = ()
-    defaults: tuple[str, ...] = ()
-    layout_defaults: tuple[str, ...] = ()
-
-    def values(self, checkpoint: Checkpoint, given: SettingsT) -> dict[str, Any]:
-        """Settings, by name, for which the checkpoint's values take the place of the script's defaults.
-
-        Raises:
-            InputError: the checkpoint is that of another architecture.
-        """
-        self._check_architecture(checkpoint, given)
-        model, settings = checkpoint.record["model"], checkpoint.record["settings"]
-        values = {name: model[name] for name in self.sizes if name in model}
-        same_layout = checkpoint.record.get("layout") == given.layout
-        names = self.fixed + self.defaults + (self.layout_defaults if same_layout else ())
-        values |= {name: settings[name] for name in names if name in settings and hasattr(given, name)}
-        if checkpoint.record.get("data") and hasattr(given, "data"):
-            values["data"] = checkpoint.record["data"]["source"]
-        return values
-
-    def check(self, checkpoint: Checkpoint, settings: SettingsT) -> None:
-        """Raise `InputError` if a run with these settings would not be the one that the checkpoint was taken from."""
-        self._check_architecture(checkpoint, settings)
-        resume, record = f"--resume {settings.resume}", checkpoint.record
-        for name in self.sizes:
-            require_same(f"{resume}: its model has", name, record["model"].get(name), getattr(settings, name))
-        for name in self.fixed:
-            own = getattr(settings, name)
-            require_same(f"{resume}: it was trained with", name, record["settings"].get(name, own), own)
-        tokenizer = settings.tokenizer_model
-        if tokenizer is not None and checksum(tokenizer) != _tokenizer_checksum(checkpoint):
-            given = "the one that comes with the lab"
-            if tokenizer != SHIPPED_MODEL:
-                given = f"--tokenizer {tokenizer}; leave --tokenizer out"
-            raise InputError(f"{resume}: it was trained with another tokenizer than {given}")
-        check_data(checkpoint, settings.data_identity)
-
-    def _check_architecture(self, checkpoint: Checkpoint, settings: SettingsT) -> None:
-        if checkpoint.architecture != self.architecture:
-            raise InputError(
-                f"--resume {settings.resume}: its model is of the architecture {checkpoint.architecture}, not "
-                f"{self.architecture}; give a run of the same model"
-            )
+    model, saved, layout = checkpoint.record["model"], checkpoint.record["settings"], checkpoint.layout
+    values = {name: model[name] for name in marked(settings, ResumePolicy.MODEL) if name in model}
+    policies = [ResumePolicy.FIXED, ResumePolicy.DEFAULT]
+    if layout == settings.layout:
+        policies += [ResumePolicy.SAME_LAYOUT, ResumePolicy.PER_REPLICA]
+    values |= {name: saved[name] for name in marked(settings, *policies) if name in saved}
+    for name, total in per_step(checkpoint, settings).items():
+        if layout != settings.layout and total % replicas(settings.layout) == 0:
+            values[name] = total // replicas(settings.layout)
+    if checkpoint.record.get("data") and hasattr(settings, "data"):
+        values["data"] = checkpoint.record["data"]["source"]
+    hints = get_type_hints(type(settings))
+    for name, value in values.items():
+        if not _fits(value, hints[name]):
+            raise InputError(f"{checkpoint.folder}: its record has {value!r:.50} for --{name.replace('_', '-')}")
+    return values
 
 
-class LlamaResumePolicy(ResumePolicy["TrainSettings"]):
-    """That of the scripts that train the lab's Llama, which may have been imported: then no settings come with it."""
+def per_step(checkpoint: Checkpoint, settings: Any) -> dict[str, int]:
+    """What a step of the checkpoint's run took over all replicas, by the setting that counts it for one."""
+    saved = checkpoint.record["settings"]
+    counts = {name: saved[name] for name in marked(settings, ResumePolicy.PER_REPLICA) if name in saved}
+    return {name: count * replicas(checkpoint.layout) for name, count in counts.items() if isinstance(count, int)}
 
-    def values(self, checkpoint: Checkpoint, given: "TrainSettings") -> dict[str, Any]:
-        values, model = super().values(checkpoint, given), checkpoint.record["model"]
-        values.setdefault("seq_len", min(given.seq_len, model["ctx_size"]))
-        values["num_kv_heads"] = None if model["num_kv_heads"] == model["num_heads"] else model["num_kv_heads"]
-        if checksum(SHIPPED_MODEL) != _tokenizer_checksum(checkpoint):
-            values["tokenizer"] = checkpoint.tokenizer
-        return values
 
-    def check(self, checkpoint: Checkpoint, settings: "TrainSettings") -> None:
-        super().check(checkpoint, settings)
-        resume, record = f"--resume {settings.resume}", checkpoint.record
-        model, num_kv_heads = record["model"], settings.num_kv_heads or settings.num_heads
-        require_same(f"{resume}: its model has", "num_kv_heads", model["num_kv_heads"], num_kv_heads)
-        if settings.seq_len > model["ctx_size"]:
-            raise InputError(
-                f"{resume}: its model reads {model['ctx_size']} tokens at most, not --seq-len {settings.seq_len}"
-            )
-        vocab_size = SPTokenizer(settings.tokenizer).vocab_size
-        if vocab_size != model["vocab_size"]:
-            raise InputError(f"{resume}: its model has {model['vocab_size']} tokens, and its tokenizer {vocab_size}")
-        if record.get("own_moments") and not (
-            settings.per_rank_optimizer_state and settings.layout == record["layout"]
-        ):
-            ranks, optimizer = record.get("world_size"), settings.optimizer
-            raise InputError(
-                f"{resume}: each of its {ranks} ranks kept {optimizer}'s moments of its own gradients, which mean "
-                f"nothing to another layout; resume with dp-wa and --world-size {ranks}"
-            )
+def replicas(layout: dict[str, int]) -> int:
+    """Replicas of the model in a layout, each with a batch of its own."""
+    return layout.get("dp", 1)
+
+
+def _fits(value: Any, hint: Any) -> bool:
+    """Whether a value out of a record can be that of a field."""
+    kinds = set(get_args(hint)) if get_origin(hint) in (Union, UnionType) else {hint}
+    if any(get_origin(kind) is Literal for kind in kinds):
+        kinds.add(str)  # `RunSettings.check` tells the choices
+    if float in kinds:
+        kinds.add(int)
+    return type(value) in kinds
 
 
 def require_same(what: str, name: str, saved: Any, own: Any) -> None:
@@ -120,7 +88,7 @@ def require_same(what: str, name: str, saved: Any, own: Any) -> None:
 
 
 def check_data(checkpoint: Checkpoint, own: dict[str, Any] | None) -> None:
-    """Raise `InputError` unless a run's data, by their `data_identity` if it is known, are those of the checkpoint."""
+    """Raise `InputError` unless a run's data, by their identity if it is known, are those of the checkpoint."""
     data = checkpoint.record.get("data")
     if data and own and _content(data) != _content(own):
         seed = f" and --seed {data['seed']}" if "seed" in data else ""
@@ -129,17 +97,8 @@ def check_data(checkpoint: Checkpoint, own: dict[str, Any] | None) -> None:
         )
 
 
-def data_identity(data: str, seed: int) -> dict[str, Any]:
-    """What tells one source of texts from another.
-
-    Args:
-        data: "sample", a data set's name on the hub, or a path.
-        seed: the generator's.
-    """
-    if data == "sample":
-        return {"source": data, "seed": seed}
-    if data in ("tinystories", "imdb"):
-        return {"source": data}
+def file_identity(data: str) -> dict[str, Any]:
+    """What tells a file, or a folder of files, from others."""
     path = Path(data).expanduser()
     files = sorted(file for file in path.rglob("*") if file.is_file()) if path.is_dir() else [path]
     beginnings, size_bytes = hashlib.sha256(), 0
@@ -157,6 +116,7 @@ def _content(data: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in data.items() if key != "source" or "bytes" not in data}
 
 
-def _tokenizer_checksum(checkpoint: Checkpoint) -> str | None:
+def has_tokenizer(checkpoint: Checkpoint, model: Path) -> bool:
+    """Whether a checkpoint's tokenizer is this SentencePiece model."""
     file = checkpoint.record["files"].get(TOKENIZER)
-    return file and str(file["sha256"])
+    return file is not None and file["sha256"] == checksum(model)

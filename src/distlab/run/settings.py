@@ -8,15 +8,16 @@ from typing import Annotated, Any, ClassVar, Literal, TypeVar, get_args, get_ori
 
 import tyro
 
-from distlab.checkpoints.format import LLAMA, has_checkpoints, latest_valid
+from distlab.checkpoints.format import LLAMA, Checkpoint, has_checkpoints, latest_valid
 from distlab.comm.grid import Layout, layout_flags, layout_size
 from distlab.parallel.tensor import check_division
 from distlab.pipeline.schedules import SCHEDULES
 from distlab.pipeline.stages import Split, balance, read_split
 from distlab.run import command_line, resume
+from distlab.run.resume import ResumePolicy
 from simplellm.errors import InputError
 from simplellm.llama import check_heads
-from simplellm.sources import open_source
+from simplellm.sources import choose_source, open_source
 from simplellm.tokenizers import SHIPPED_MODEL, SPTokenizer
 
 # Beyond these a wish is a slip of the finger, which would keep a computer busy until it is out of memory.
@@ -50,10 +51,21 @@ class RunSettings:
     )
     """folder for the run's files"""
 
+    one_stage_at_a_time: ClassVar[bool] = False
+    """whether the stages of a pipeline compute in turn, so that each can have the cores of all"""
+
     @property
     def layout(self) -> Layout:
         """Ranks along each kind of parallelism, e.g. ``{"dp": 3}``; their product is the world size."""
         return {}
+
+    def decide(self) -> dict[str, Any]:
+        """What rank 0 decides for all, besides the run's folder; it goes to `config.json`."""
+        return {}
+
+    def remarks(self, decided: dict[str, Any]) -> list[str]:
+        """What to say of these decisions when the run begins."""
+        return []
 
     def check(self) -> None:
         """Raise `InputError` for a value that cannot work, before any process waits for another."""
@@ -93,22 +105,25 @@ class RunSettings:
 
 @dataclass
 class ResumableSettings(RunSettings):
-    """A training run that keeps checkpoints, and goes on from one."""
+    """A training run that keeps checkpoints, and resumes from one.
 
-    resume_policy: ClassVar[resume.ResumePolicy[Any]]
-    """which settings are those of the checkpoint that it goes on from"""
+    A setting that a resumed run takes over from its checkpoint, or that must match it, has a `ResumePolicy`.
+    """
+
+    architecture: ClassVar[str]
+    """what checkpoints call the model that the script trains"""
 
     save_every: Annotated[int | None, tyro.conf.arg(metavar="INT", help_behavior_hint="(default: never)")] = None
-    """steps between two checkpoints; the last step is saved too"""
+    """write a checkpoint every N steps, and after the last one"""
     keep: int = 3
     """checkpoints to keep, the last ones"""
-    resume: Annotated[Path | None, tyro.conf.arg(metavar="DIR", help_behavior_hint="(default: begin)")] = None
-    """a run, or one of its checkpoints, to go on from: model, data and optimizer are its own by default"""
+    resume: Annotated[Path | None, tyro.conf.arg(metavar="DIR", help_behavior_hint="(default: a new run)")] = None
+    """run or checkpoint to resume; model, data and optimizer settings are taken from it"""
 
     @property
     def length(self) -> tuple[str, int]:
         """The flag that says how long the run is, as the user wrote it, and how many steps that makes."""
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__} says how long its run is")
 
     @property
     def tokenizer_model(self) -> Path | None:
@@ -131,56 +146,89 @@ class ResumableSettings(RunSettings):
         if self.save_every is not None:
             require_positive(self, "save_every")
 
-    def check_checkpoints(self) -> None:
-        """Raise `InputError` if the run cannot go on from `--resume`, or `--out` has the checkpoints of another run.
+    def decide(self) -> dict[str, Any]:
+        return {"data_identity": self.data_identity}
+
+    def saved_values(self, checkpoint: Checkpoint) -> dict[str, Any]:
+        """Settings, by name, for which the checkpoint's values take the place of the script's defaults.
+
+        Raises:
+            InputError: the checkpoint is that of another architecture, or has values of other types.
+        """
+        self._check_architecture(checkpoint)
+        return resume.saved_values(checkpoint, self)
+
+    def check_checkpoint(self, checkpoint: Checkpoint) -> None:
+        """Raise `InputError` if a run with these settings would not be the one that the checkpoint was taken from."""
+        self._check_architecture(checkpoint)
+        flag, record = f"--resume {self.resume}", checkpoint.record
+        for name in resume.marked(self, ResumePolicy.MODEL):
+            resume.require_same(f"{flag}: its model has", name, record["model"].get(name), getattr(self, name))
+        for name in resume.marked(self, ResumePolicy.FIXED):
+            own = getattr(self, name)
+            resume.require_same(f"{flag}: it was trained with", name, record["settings"].get(name, own), own)
+        tokenizer = self.tokenizer_model
+        if tokenizer is not None and not resume.has_tokenizer(checkpoint, tokenizer):
+            given = "the one that comes with the lab"
+            if tokenizer != SHIPPED_MODEL:
+                given = f"--tokenizer {tokenizer}; leave --tokenizer out"
+            raise InputError(f"{flag}: it was trained with another tokenizer than {given}")
+        resume.check_data(checkpoint, self.data_identity)
+
+    def _check_architecture(self, checkpoint: Checkpoint) -> None:
+        if checkpoint.architecture != self.architecture:
+            raise InputError(
+                f"--resume {self.resume}: its model is of the architecture {checkpoint.architecture}, not "
+                f"{self.architecture}; give a run of the same model"
+            )
+
+    def check_folders(self) -> None:
+        """Raise `InputError` if the run cannot resume from `--resume`, or `--out` has checkpoints of another run.
 
         All other settings have been checked.
         """
-        if self.resume is not None:
-            self.resume_policy.check(latest_valid(self.resume, at_a_glance=True), self)
-        if self.save_every and self.out is not None and has_checkpoints(self.out):
-            begun_in = None if self.resume is None else latest_valid(self.resume, at_a_glance=True).folder.resolve()
-            if begun_in is None or self.out.resolve() not in begun_in.parents:
-                raise InputError(
-                    f"--out {self.out}: has checkpoints of another run; give another folder, or --resume {self.out}"
-                )
+        resumed = None if self.resume is None else latest_valid(self.resume, at_a_glance=True)
+        if resumed is not None:
+            self.check_checkpoint(resumed)
+        if not self.save_every or self.out is None or not has_checkpoints(self.out):
+            return
+        if resumed is None or not resumed.is_of_run(self.out):
+            raise InputError(
+                f"--out {self.out}: has checkpoints of another run; give another folder, or --resume {self.out}"
+            )
 
 
 @dataclass
 class TrainSettings(ResumableSettings):
     """A training run of the lab's Llama."""
 
-    resume_policy = resume.LlamaResumePolicy(
-        LLAMA,
-        sizes=("dmodel", "num_heads", "n_layers"),
-        fixed=("optimizer",),
-        defaults=("seq_len", "seed", "lr", "dtype"),
-        layout_defaults=("batch_size", "micro_batches", "schedule", "layers_per_stage", "sync_every"),
-    )
+    architecture = LLAMA
 
+    seed: Annotated[int, ResumePolicy.DEFAULT] = 0
+    """seed of the initial weights and of the data"""
     steps: int = 5000
     """optimizer steps"""
-    batch_size: int = 3
+    batch_size: Annotated[int, ResumePolicy.PER_REPLICA] = 3
     """sequences per step for one model replica"""
-    micro_batches: int = 1
+    micro_batches: Annotated[int, ResumePolicy.SAME_LAYOUT] = 1
     """parts that the batch is split into"""
-    seq_len: int = 256
+    seq_len: Annotated[int, ResumePolicy.DEFAULT] = 256
     """tokens per sequence"""
-    dmodel: int = 288
+    dmodel: Annotated[int, ResumePolicy.MODEL] = 288
     """width of the model"""
-    num_heads: int = 6
+    num_heads: Annotated[int, ResumePolicy.MODEL] = 6
     """attention heads"""
     num_kv_heads: Annotated[
         int | None, tyro.conf.arg(metavar="INT", help_behavior_hint="(default: as many as --num-heads)")
     ] = None
     """heads of keys and values, each of which serves as many attention heads as the others (grouped-query attention)"""
-    n_layers: int = 6
+    n_layers: Annotated[int, ResumePolicy.MODEL] = 6
     """transformer layers"""
-    lr: float = 8e-4
+    lr: Annotated[float, ResumePolicy.DEFAULT] = 8e-4
     """learning rate"""
-    optimizer: Literal["adam", "adamw", "sgd"] = "adam"
+    optimizer: Annotated[Literal["adam", "adamw", "sgd"], ResumePolicy.FIXED] = "adam"
     """update rule"""
-    dtype: Literal["float32", "bfloat16"] = "float32"
+    dtype: Annotated[Literal["float32", "bfloat16"], ResumePolicy.DEFAULT] = "float32"
     """bfloat16 computes in mixed precision"""
     data: Annotated[str, tyro.conf.arg(metavar="auto|sample|tinystories|FILE")] = "auto"
     """stories: the generator (sample), the hub's data set (tinystories), or a .txt, .jsonl or .parquet file"""
@@ -189,13 +237,13 @@ class TrainSettings(ResumableSettings):
     ] = None
     """a SentencePiece model"""
     eval_every: Annotated[int | None, tyro.conf.arg(metavar="INT", help_behavior_hint="(default: never)")] = None
-    """steps between two looks at the loss of stories that are not trained on"""
+    """evaluate on the validation split every N steps"""
     eval_sequences: int = 24
-    """sequences of such stories"""
+    """sequences of the validation split to evaluate on"""
     trace: bool = False
     """record and draw the timeline, when the run ends by itself"""
     tensorboard: bool = False
-    """keep the records for TensorBoard too, in the run's folder"""
+    """write the records for TensorBoard too, in the run's folder"""
 
     @property
     def length(self) -> tuple[str, int]:
@@ -207,7 +255,47 @@ class TrainSettings(ResumableSettings):
 
     @property
     def data_identity(self) -> dict[str, Any] | None:
-        return None if self.data == "auto" else resume.data_identity(self.data, self.seed)
+        return None if self.data == "auto" else self._identity_of(self.data)
+
+    def _identity_of(self, data: str) -> dict[str, Any]:
+        if data == "sample":
+            return {"source": data, "seed": self.seed}
+        return {"source": data} if data == "tinystories" else resume.file_identity(data)
+
+    def decide(self) -> dict[str, Any]:
+        source, why = choose_source(self.data)
+        return {"data": source, "data_because": why, "data_identity": self._identity_of(source)}
+
+    def remarks(self, decided: dict[str, Any]) -> list[str]:
+        return [f"stories from {decided['data_because']}"]
+
+    def saved_values(self, checkpoint: Checkpoint) -> dict[str, Any]:
+        values, model = super().saved_values(checkpoint), checkpoint.record["model"]
+        values.setdefault("seq_len", min(self.seq_len, model["ctx_size"]))  # no settings come with an imported model
+        values["num_kv_heads"] = None if model["num_kv_heads"] == model["num_heads"] else model["num_kv_heads"]
+        if not resume.has_tokenizer(checkpoint, SHIPPED_MODEL):
+            values["tokenizer"] = checkpoint.tokenizer
+        return values
+
+    def check_checkpoint(self, checkpoint: Checkpoint) -> None:
+        super().check_checkpoint(checkpoint)
+        flag, model = f"--resume {self.resume}", checkpoint.record["model"]
+        num_kv_heads = self.num_kv_heads or self.num_heads
+        resume.require_same(f"{flag}: its model has", "num_kv_heads", model["num_kv_heads"], num_kv_heads)
+        if self.seq_len > model["ctx_size"]:
+            raise InputError(
+                f"{flag}: its model reads {model['ctx_size']} tokens at most, not --seq-len {self.seq_len}"
+            )
+        vocab_size = SPTokenizer(self.tokenizer).vocab_size
+        if vocab_size != model["vocab_size"]:
+            raise InputError(f"{flag}: its model has {model['vocab_size']} tokens, and its tokenizer {vocab_size}")
+        same_ranks = self.per_rank_optimizer_state and self.layout == checkpoint.layout
+        if checkpoint.per_rank_optimizer_state and not same_ranks:
+            ranks = layout_size(checkpoint.layout)
+            raise InputError(
+                f"{flag}: each of its {ranks} ranks kept {self.optimizer}'s moments of its own gradients, which mean "
+                f"nothing to another layout; resume with the same script and {layout_flags(checkpoint.layout)}"
+            )
 
     def check(self) -> None:
         super().check()
@@ -263,13 +351,22 @@ class StageSettings(TrainSettings):
     """A training run in which the model is cut into stages, each with some of the layers."""
 
     layers_per_stage: Annotated[
-        str | None, tyro.conf.arg(metavar="N,N,...", help_behavior_hint="(default: balanced)")
+        str | None,
+        ResumePolicy.SAME_LAYOUT,
+        tyro.conf.arg(metavar="N,N,...", help_behavior_hint="(default: balanced)"),
     ] = None
     """layers of each stage, e.g. 3,2,1"""
 
     def check(self) -> None:
         super().check()
         self.split(SPTokenizer(self.tokenizer).vocab_size)
+
+    def decide(self) -> dict[str, Any]:
+        return {**super().decide(), "layers_per_stage": self.split(SPTokenizer(self.tokenizer).vocab_size)}
+
+    def remarks(self, decided: dict[str, Any]) -> list[str]:
+        layers = ", ".join(map(str, decided["layers_per_stage"]))
+        return [*super().remarks(decided), f"layers of each stage: {layers}"]
 
     def split(self, vocab_size: int) -> Split:
         """The layers of each stage: as `--layers-per-stage` gives them, else balanced."""
@@ -295,14 +392,16 @@ class StagePerRank(WorldSize):
 
 @dataclass
 class PipelineSettings(StagePerRank, StageSettings):
-    """A run of one pipeline whose order of passes is the script's own."""
+    """A run of one pipeline in which a batch goes all the way forward and back before the next one."""
+
+    one_stage_at_a_time = True
 
 
 @dataclass
 class ScheduleSettings(StageSettings):
     """A run of stages that follow a schedule."""
 
-    schedule: Annotated[str, tyro.conf.arg(metavar="|".join(SCHEDULES))] = "dapple"
+    schedule: Annotated[str, ResumePolicy.SAME_LAYOUT, tyro.conf.arg(metavar="|".join(SCHEDULES))] = "dapple"
     """order of the forward and backward passes"""
     micro_batches: int = 3
     """parts that the batch is split into"""
@@ -369,10 +468,10 @@ def parse(defaults: SettingsT, description: str, args: list[str] | None = None, 
     settings = read(defaults)
     if isinstance(settings, ResumableSettings) and settings.resume is not None:  # once more, with other defaults
         checkpoint = latest_valid(settings.resume, at_a_glance=True)
-        settings = read(replace(settings, **settings.resume_policy.values(checkpoint, settings)))
+        settings = read(replace(settings, **settings.saved_values(checkpoint)))
     settings.check()
     if isinstance(settings, ResumableSettings):
-        settings.check_checkpoints()
+        settings.check_folders()
     return settings
 
 

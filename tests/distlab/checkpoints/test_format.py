@@ -103,7 +103,7 @@ def test_a_run_says_which_one_it_passed_over(run: Path) -> None:
     ended = run_script("primer/intro.py", "--resume", run, "--steps", "6", "--out", run / "on")
     assert ended.status == 0, ended.err
     assert "# passed over a checkpoint: step-00000004: shard-" in ended.out
-    assert f"# going on from {step(run, 2)}, after 2 steps\n" in ended.out
+    assert f"# resuming from {step(run, 2)}, after 2 steps\n" in ended.out
 
 
 @pytest.mark.parametrize("where", ["nowhere", "."])

@@ -166,7 +166,7 @@ def test_both_hosts_start_again_when_a_rank_was_killed(
         assert [end.status for end in ended] == [0, 0], [end.err for end in ended]
         for end in ended:
             assert end.out.count("# a rank has failed: starting all ranks again, 1 of 1 times\n") == 1
-        assert f"# going on from {tmp_path}/restarted/checkpoints/step-00000025, after 25 steps\n" in ended[0].out
+        assert f"# resuming from {tmp_path}/restarted/checkpoints/step-00000025, after 25 steps\n" in ended[0].out
     finally:
         kill_all(*hosts)
     assert losses(tmp_path / "restarted") == pytest.approx(expected, rel=1e-6)

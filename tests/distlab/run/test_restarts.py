@@ -43,9 +43,9 @@ def test_the_losses_are_those_of_an_undisturbed_run(expected: list[float], tmp_p
     assert losses(tmp_path) == expected
     for line in (
         "# a rank has failed: starting all ranks again, 1 of 2 times\n",
-        f"# going on from {tmp_path}/checkpoints/step-00000050, after 50 steps\n",
+        f"# resuming from {tmp_path}/checkpoints/step-00000050, after 50 steps\n",
         "# a rank has failed: starting all ranks again, 2 of 2 times\n",
-        f"# going on from {tmp_path}/checkpoints/step-00000100, after 100 steps\n",
+        f"# resuming from {tmp_path}/checkpoints/step-00000100, after 100 steps\n",
     ):
         assert line in ended.out
 
@@ -60,7 +60,7 @@ def test_without_a_checkpoint_the_run_begins_again_and_ends_when_restarts_are_us
     ended = finish(process, deadline=30)
     assert ended.status == 1
     assert ended.err.splitlines()[-1] == "# rank 0 failed: it was ended by SIGKILL"
-    assert "going on from" not in ended.out
+    assert "resuming from" not in ended.out
     assert ended.out.count("\n0 ") == 2
 
 

@@ -23,7 +23,7 @@ from small_models import saved_model
 
 from distlab.checkpoints.format import latest_valid
 from distlab.checkpoints.models import read_model, write_model
-from distlab.run.resumable import ResumableRun
+from distlab.run.run import Run
 from distlab.run.settings import TrainSettings, parse
 from simplellm import export
 from simplellm.errors import InputError
@@ -51,7 +51,7 @@ def load(script: str) -> ModuleType:
 
 def train(rank: int, script: str, flags: list[str]) -> None:
     module = load(script)
-    run: ResumableRun[Any] = ResumableRun(parse(module.DEFAULTS, "", [str(rank), *flags]), LAB / script)
+    run: Run[Any] = Run(parse(module.DEFAULTS, "", [str(rank), *flags]), LAB / script)
     module.train(run)
     run.close()
 
@@ -153,7 +153,7 @@ def test_it_goes_on_where_it_was(layout: str, unit: str, a_step: int, saved: Run
     assert [record[unit] for record in records] == [(number + 1) * a_step for number in range(STEPS)]
     log = (own / "rank0.log").read_text()
     assert "# passed over a checkpoint: step-00000014: shard-" in log
-    assert f"# going on from {step(own)}, after {HALF} steps\n" in log
+    assert f"# resuming from {step(own)}, after {HALF} steps\n" in log
     kept = sorted(path.name for path in (own / "checkpoints").iterdir())
     assert kept == ["step-00000010", "step-00000020", "superseded"]
 
@@ -167,7 +167,7 @@ def test_ranks_that_are_killed_start_again_from_the_last_checkpoint(tmp_path: Pa
     os.kill(process_of(1, children(process.pid)), signal.SIGKILL)
     ended = finish(process)
     assert ended.status == 0, ended.err
-    assert re.search("# going on from .*, after [123]00 steps", ended.out)
+    assert re.search("# resuming from .*, after [123]00 steps", ended.out)
     assert losses(tmp_path / "killed") == run("mlp-ddp", tmp_path / "whole", *flags)
 
 

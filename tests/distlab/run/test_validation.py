@@ -7,11 +7,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from chapters import LAYOUTS, train_on
+from chapters import LAYOUTS, STEPS, train_on
 from processes import run_script
 
 from distlab.comm.grid import Grid
-from distlab.run.validation import Validation, perplexity
+from distlab.run.model import ModelParts
+from distlab.run.validation import Validator, perplexity
 from simplellm.dataloaders import TinyStories
 from simplellm.llama import CausalLLama, LLama
 from simplellm.losses import causalLLMLoss
@@ -68,7 +69,7 @@ def test_is_the_mean_over_other_stories_than_those_trained_on(tmp_path: Path) ->
     sequences, trained_on = next(of_split(split="validation")), next(of_split(split="train"))
     assert not torch.equal(sequences, trained_on)
     loss_of = functools.partial(causalLLMLoss, vocab_size=tokenizer.vocab_size)
-    own = Validation(net, loss_of, Grid(0, 1, 1), sequences, rows=2, width=32).loss(0)
+    own = Validator(ModelParts.of(net, Grid(0, 1, 1)), sequences, rows=2).loss(0)
     with torch.no_grad():
         assert own == pytest.approx(loss_of(net(sequences), sequences).item(), rel=1e-6)
     assert all(parameter.grad is None for parameter in net.parameters())
@@ -90,10 +91,23 @@ def test_changes_nothing_and_is_counted_apart(tmp_path: Path) -> None:
 
 @pytest.mark.alone
 def test_and_saving_are_no_part_of_a_steps_seconds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Validation, "loss", lambda *_: time.sleep(0.6) or 1.0)
-    monkeypatch.setattr("distlab.run.resumable.save", lambda *_: time.sleep(0.6))
+    slow = 0.6
+
+    def evaluate(*_: object) -> float:
+        time.sleep(slow)
+        return 1.0
+
+    def save(run: Path, *_: object) -> None:
+        time.sleep(slow)
+        with (run / "saves").open("a") as file:
+            file.write("saved\n")
+
+    monkeypatch.setattr(Validator, "loss", evaluate)
+    monkeypatch.setattr("distlab.run.checkpointer.save", save)
     train_on(1, "primer/intro.py", tmp_path, "--eval-every", "1", "--save-every", "1")
-    assert all(record["seconds"] < 0.5 for record in records(tmp_path))
+    assert [record["validation_loss"] for record in records(tmp_path)] == [1.0] * STEPS, "the fake was called"
+    assert (tmp_path / "saves").read_text() == "saved\n" * STEPS
+    assert all(record["seconds"] < slow - 0.1 for record in records(tmp_path))
 
 
 def test_is_said(tmp_path: Path) -> None:
