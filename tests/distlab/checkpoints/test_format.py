@@ -190,7 +190,7 @@ def test_nothing_in_it_can_run_code(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         model = read_model(run)
         net = LLama(CausalLLama, **model.options, seed=1)
         optimizer = torch.optim.Adam(net.parameters())
-        restore(checkpoint, net, optimizer, 0, checkpoint.record["layout"])
+        restore(checkpoint, dict(net.named_parameters()), optimizer, 0, checkpoint.layout)
         moments = [state for parameter in net.parameters() for state in optimizer.state[parameter].values()]
         assert all(moment.any() for moment in moments)
         return [*model.parameters.values(), *net.parameters(), *moments]

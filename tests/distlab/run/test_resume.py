@@ -139,7 +139,7 @@ def test_moments_of_replicas_that_differ_stay_theirs(tmp_path: Path) -> None:
     assert own == expected[HALF:]
     for ours, theirs in zip(parameters, expected_parameters, strict=True):
         assert_equal(ours, theirs, rtol=0)
-    with pytest.raises(InputError, match=r"2 ranks kept adam's moments .* resume with the same script and --world-size 2"):
+    with pytest.raises(InputError, match=r"2 ranks kept adam's moments .* the same script and --world-size 2"):
         parse(TrainSettings(), "", resume)
 
 

@@ -23,9 +23,9 @@ from small_models import saved_model
 
 from distlab.checkpoints.format import latest_valid
 from distlab.checkpoints.models import read_model, write_model
+from distlab.exchange import export
 from distlab.run.run import Run
 from distlab.run.settings import TrainSettings, parse
-from simplellm import export
 from simplellm.errors import InputError
 
 HALF, STEPS = 7, 20  # of steps; no epoch ends there
@@ -177,7 +177,8 @@ def test_settings_are_the_checkpoints_by_default(saved: Runs) -> None:
     same = settings_of("mlp-ddp", "--resume", folder)
     assert same.items() >= {**sizes, "lr": 0.2, "batch_size": 10}.items()
     other = settings_of("mlp", "--resume", folder, "--lr", "0.3")
-    assert other.items() >= {**sizes, "lr": 0.3, "batch_size": 64}.items()
+    assert other.items() >= {**sizes, "lr": 0.3, "batch_size": INPUTS}.items(), "one process has the whole batch"
+    assert settings_of("mlp", "--resume", folder, "--batch-size", "7")["batch_size"] == 7
     folder, _ = saved("sentiment dp", "--dropout", "0.3")
     expected = {"layers": 2, "dim": 16, "heads": 4, "samples": 40, "bsz": 8, "dropout": 0.3, "data": "sample"}
     assert settings_of("sentiment", "--resume", folder, "--tp", "2").items() >= expected.items()
@@ -263,8 +264,7 @@ def test_no_story_and_no_export_of_a_classifier(saved: Runs, tmp_path: Path) -> 
         lambda record: record.update(unit=[]),
         lambda record: record.update(position={"document": 1, "offset": 2}),
         lambda record: record["model"].update(d_in="wide"),
-        lambda record: record["settings"].update(lr="fast"),
-        lambda record: record["settings"].update(train_size="all"),
+        lambda record: record.update(layout={"dp": "many"}),
     ],
 )
 def test_a_record_that_cannot_be(change: Callable[[dict[str, Any]], object], saved: Runs, tmp_path: Path) -> None:
@@ -273,6 +273,15 @@ def test_a_record_that_cannot_be(change: Callable[[dict[str, Any]], object], sav
     said: list[str] = []
     assert latest_valid(own, said.append).step == 14
     assert "step-00000020 is damaged: checkpoint.json cannot be read" in said[0]
+
+
+@pytest.mark.parametrize(("name", "value"), [("lr", "fast"), ("lr", None), ("train_size", "all"), ("train_size", True)])
+def test_a_setting_that_cannot_be(name: str, value: object, saved: Runs, tmp_path: Path) -> None:
+    """Only the script knows the types of its settings."""
+    own = shutil.copytree(saved("mlp")[0], tmp_path / "run")
+    forge(step(own, STEPS), lambda record: record["settings"].update({name: value}))
+    sentence = f"{step(own, STEPS)}: its record has {value!r} for --{name.replace('_', '-')}"
+    assert settings_of("mlp", "--resume", own) == sentence
 
 
 def test_torchs_wrapper_goes_on_bit_for_bit_on_three_ranks(tmp_path: Path) -> None:

@@ -30,7 +30,7 @@ def test_holds_what_the_metrics_hold(tmp_path: Path) -> None:
 def test_steps_that_are_taken_again_are_there_once(tmp_path: Path) -> None:
     for first, last, go_on_at in ((0, 6, None), (3, 8, 3)):
         log = RunLog(tmp_path, 0, torch.device("cpu"), tensorboard=True)
-        log.expect_steps(10, "tokens", go_on_at=go_on_at)
+        log.begin(10, "tokens", continue_at=go_on_at)
         for step in range(first, last):
             with log.timing_a_step():
                 log.loss = 10 * first + step

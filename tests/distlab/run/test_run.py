@@ -1,0 +1,164 @@
+"""A run owns its parts: what a script has not handed over is missed at the start, and what it has is used."""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from chapters import MODEL, losses, train_on
+from processes import LAB, run
+from small_models import saved_model
+from terminals import terminals
+
+from distlab.checkpoints.format import latest_valid
+from distlab.checkpoints.models import write_model
+from distlab.run.checkpointer import Checkpointer
+from distlab.run.logs import RunLog
+from distlab.run.resume import ResumePolicy, marked
+from distlab.run.settings import DataParallelSettings, HybridSettings, TrainSettings, parse
+from simplellm.dataloaders import TinyStories
+from simplellm.losses import causalLLMLoss
+from simplellm.tokenizers import SPTokenizer
+
+BUILDS_OPTIMIZER = "    optimizer = run.optimizer(net)\n"
+SHAPE = [*MODEL, "--data", "sample", "--lr", "0.1", "--optimizer", "sgd"]
+
+
+@pytest.mark.parametrize("flag", ["--save-every 1", "--eval-every 1", "--resume"])
+def test_a_script_that_hands_over_nothing_is_refused_before_its_first_step(flag: str, tmp_path: Path) -> None:
+    """As one that builds its optimizer itself, and would otherwise save and restore nothing in silence."""
+    script = tmp_path / "forgetful.py"
+    text = (LAB / "primer/intro.py").read_text()
+    assert "run.track(net, optimizer)\n" in text
+    script.write_text(text.replace("    run.track(net, optimizer)\n", ""))
+    if flag == "--resume":
+        write_model(tmp_path / "before", saved_model(dmodel=32, num_heads=2, num_kv_heads=2, ctx_size=24))
+        flag += f" {tmp_path / 'before'}"
+    ended = run(sys.executable, script, *SHAPE, "--steps", "2", *flag.split(), "--out", tmp_path / "run")
+    assert ended.status == 2
+    assert "a script that calls run.track before its first step" in ended.err
+    assert not any(line[0].isdigit() for line in ended.out.splitlines()), "no step was taken"
+    plain = run(sys.executable, script, *SHAPE, "--steps", "1", "--out", tmp_path / "plain")
+    assert (plain.status, len(losses(tmp_path / "plain"))) == (0, 1), "without these flags it trains"
+
+
+def test_an_imported_models_constants_are_its_own(tmp_path: Path) -> None:
+    """What no flag asks for: a run that resumes from it computes with them, and saves them."""
+    constants = {"norm_eps": 0.3, "rope_theta": 50.0}
+    model = saved_model(dmodel=32, num_heads=2, num_kv_heads=2, ctx_size=24, **constants)
+    write_model(tmp_path / "imported", model)
+    flags = ["--resume", str(tmp_path / "imported"), "--batch-size", "2", "--save-every", "1", "--steps", "1"]
+    train_on(1, "primer/intro.py", tmp_path / "run", *flags)
+    saved = latest_valid(tmp_path / "run").record["model"]
+    assert {name: saved[name] for name in constants} == constants
+
+    def first_loss(**options: float) -> float:
+        ids = next(TinyStories(SPTokenizer(), 2, 24, data="sample"))
+        net = type(model)(model.options | options, model.parameters, model.tokenizer).build()
+        return causalLLMLoss(net(ids), ids, model.options["vocab_size"]).item()
+
+    assert losses(tmp_path / "run") == [pytest.approx(first_loss(), rel=1e-6)]
+    assert first_loss(norm_eps=1e-6) != pytest.approx(first_loss(), rel=1e-4)
+    assert first_loss(rope_theta=1e4) != pytest.approx(first_loss(), rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("defaults", "flags", "batch_size", "remark"),
+    [
+        (TrainSettings(), "", 6, None),
+        (DataParallelSettings(), "--world-size 3", 2, None),
+        (DataParallelSettings(), "--world-size 6", 1, None),
+        (HybridSettings(), "--pp 2", 3, None),
+        (DataParallelSettings(), "--world-size 4", 1, "the global batch is 4, and was 6 before: --batch-size sets it"),
+        (TrainSettings(), "--batch-size 2", 2, "the global batch is 2, and was 6 before: --batch-size sets it"),
+    ],
+)
+def test_another_layout_keeps_the_global_batch(
+    defaults: Any, flags: str, batch_size: int, remark: str | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Where it divides among the replicas; otherwise, or if asked for another one, the run says so."""
+    run_of_six = tmp_path / "run"
+    train_on(2, "DP/gradient_aggr/intro_DP_GA.py", run_of_six, *"--world-size 2 --batch-size 3 --save-every 2".split())
+    model = "--dmodel 32 --num-heads 2 --n-layers 2 --seq-len 24".split()
+    settings = parse(defaults, "", ["0", *model, "--resume", str(run_of_six), *flags.split()])
+    assert settings.batch_size == batch_size
+    decided = {"data_identity": None, "resume": str(latest_valid(run_of_six).folder)}
+    Checkpointer(settings, tmp_path, 0, decided).introduce()
+    said = capsys.readouterr().out
+    assert "resuming from" in said
+    assert (f"# {remark}\n" in said) if remark else ("global batch" not in said)
+
+
+def test_a_field_keeps_its_policy_in_a_class_that_gives_it_another_default() -> None:
+    for settings in (TrainSettings(), DataParallelSettings(), HybridSettings()):
+        assert set(marked(settings, ResumePolicy.PER_REPLICA)) == {"batch_size"}
+        assert "micro_batches" in marked(settings, ResumePolicy.SAME_LAYOUT)
+    assert "schedule" in marked(HybridSettings(), ResumePolicy.SAME_LAYOUT)
+    assert set(marked(TrainSettings(), ResumePolicy.MODEL)) == {"dmodel", "num_heads", "n_layers"}
+
+
+@pytest.mark.parametrize(
+    ("where", "name"),
+    [
+        ("parameter of both stages", "the parameter model.layers.0.mlp.up_proj.weight, since the update before"),
+        ("output of stage 0, parameter of stage 1", "the parameter model.layers.1.mlp.up_proj.weight, since the"),
+        ("output of both stages", "the output of model.layers.0.mlp"),
+    ],
+)
+def test_what_is_not_finite_is_named_in_the_order_of_the_model(where: str, name: str, tmp_path: Path) -> None:
+    """With two replicas of two stages: a parameter before outputs, then the earlier stage, then the smaller rank."""
+    script = tmp_path / "broken.py"
+    text = (LAB / "hybrid/intro_hybrid.py").read_text()
+    broken = {
+        "parameter of both stages": "layer.mlp.up_proj.weight.data.fill_(torch.nan)",
+        "output of stage 0, parameter of stage 1": (
+            "layer.mlp.up_proj.weight.data.fill_(torch.nan) if stage else "
+            "layer.mlp.register_forward_hook(lambda m, i, o: o * torch.inf)"
+        ),
+        "output of both stages": "layer.mlp.register_forward_hook(lambda m, i, o: o * torch.inf)",
+    }[where]
+    assert BUILDS_OPTIMIZER in text
+    lines = f"    import torch\n\n    for layer in net.model.layers.values():\n        {broken}\n"
+    script.write_text(
+        text.replace("    optimizer = run.optimizer(net)\n", f"{lines}    optimizer = run.optimizer(net)\n")
+    )
+    flags = "--dp 2 --pp 2 --layers-per-stage 1,1 --batch-size 3 --steps 2".split()
+    with terminals(script, 4, tmp_path, *SHAPE, *flags) as ranks:
+        ended = [rank.finish(60) for rank in ranks]
+    stage = 1 if "layers.1" in name else 0
+    for rank in ended:
+        assert rank.status == 1
+        assert f"first not finite is {name}" in rank.err
+        assert f"on rank {stage} (stage {stage} of replica 0)" in rank.err, rank.err
+
+
+def test_a_wait_of_the_search_for_what_is_not_finite_is_called_what_it_is(tmp_path: Path) -> None:
+    """One stage is gone when the others look: the wait that fails is none of a validation."""
+    script = tmp_path / "broken.py"
+    text = (LAB / "PP/microbatches/intro_PP_microbatches.py").read_text()
+    lines = (
+        "    import os, torch\n    from distlab.run import training\n"
+        "    if stage:\n        next(net.parameters()).data.fill_(torch.nan)\n"
+        "    else:\n        training.find_cause = lambda *_: os._exit(7)\n"
+    )
+    script.write_text(
+        text.replace("    optimizer = run.optimizer(net)\n", f"{lines}    optimizer = run.optimizer(net)\n")
+    )
+    flags = "--world-size 2 --batch-size 1 --micro-batches 1 --steps 2 --timeout 5".split()
+    with terminals(script, 2, tmp_path, *SHAPE, *flags) as ranks:
+        ended = [rank.finish(60) for rank in ranks]
+    assert "the activations of micro-batch 0 again, to find what is not finite in step 0" in ended[1].err
+    assert "validation" not in ended[1].err
+
+
+def test_a_step_without_a_loss_has_none_on_record(tmp_path: Path) -> None:
+    log = RunLog(tmp_path, 0, torch.device("cpu"))
+    log.begin(1, "tokens")
+    for loss in (2.5, None):
+        with log.timing_a_step():
+            if loss is not None:
+                log.loss = loss
+        log.record(0)
+    assert [json.loads(line)["loss"] for line in (tmp_path / "metrics.jsonl").read_text().splitlines()] == [2.5, None]
