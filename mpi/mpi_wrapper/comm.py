@@ -89,7 +89,7 @@ class Communicator:
     def myAllreduce(self, src: Array, dst: Array, op: MPI.Op = MPI.SUM) -> None:
         """`Allreduce` by hand: rank 0 receives and combines all, then sends the result to all.
 
-        Counts what it sends and receives: 2 B bytes, and 2 B (n - 1) on rank 0, which exchanges messages with all others.
+        Counts what it sends and receives: 2 B bytes, and 2 B (n - 1) on rank 0, which talks to all others.
         """
         combine = reduce_function(op)
         with buffers(src, dst, src.size) as (send, receive):
