@@ -49,11 +49,14 @@ class MultiHeadSelfAttention(nn.Module):
         return x.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
 
 
-class LinearPair(nn.Module):
-    """Two linear layers (in, mid) and (mid, out), and `modules` that run between them."""
+class FeedForwardBlock(nn.Module):
+    """Two linear layers (in, mid) and (mid, out), and `modules` that run between them: a GELU by default."""
 
-    def __init__(self, in_dim: int, mid_dim: int, out_dim: int, modules: nn.Module | list[nn.Module]) -> None:
+    def __init__(
+        self, in_dim: int, mid_dim: int, out_dim: int, modules: nn.Module | list[nn.Module] | None = None
+    ) -> None:
         super().__init__()
+        modules = nn.GELU() if modules is None else modules
         self.first_linear: nn.Module = nn.Linear(in_dim, mid_dim, bias=False)
         self.between = nn.Sequential(*([modules] if isinstance(modules, nn.Module) else modules))
         self.second_linear: nn.Module = nn.Linear(mid_dim, out_dim, bias=False)
@@ -62,13 +65,6 @@ class LinearPair(nn.Module):
         """(…, in) to (…, out)."""
         y: Tensor = self.second_linear(self.between(self.first_linear(x)))
         return y
-
-
-class FeedForwardBlock(LinearPair):
-    """A linear layer, GELU, a linear layer."""
-
-    def __init__(self, in_dim: int, mid_dim: int, out_dim: int) -> None:
-        super().__init__(in_dim, mid_dim, out_dim, nn.GELU())
 
 
 class ResNorm(nn.Module):
@@ -95,7 +91,7 @@ class Block(nn.Module):
         super().__init__()
         attention = self.attention_type(hidden_dim, num_heads, dropout_prob)
         self.attention = ResNorm(attention, hidden_dim, dropout_prob)
-        pair = self.pair_type(hidden_dim, 4 * hidden_dim, hidden_dim)
+        pair = self.pair_type(hidden_dim, 4 * hidden_dim, hidden_dim, nn.GELU())
         self.feed_forward = ResNorm(pair, hidden_dim, dropout_prob)
 
     def forward(self, x: Tensor, attention_mask: Tensor) -> Tensor:
@@ -112,7 +108,7 @@ class Classifier(nn.Module):
     def __init__(self, hidden_dim: int, num_classes: int) -> None:
         super().__init__()
         self.norm = nn.LayerNorm(hidden_dim, bias=False)
-        self.pair = self.pair_type(hidden_dim, hidden_dim, num_classes)
+        self.pair = self.pair_type(hidden_dim, hidden_dim, num_classes, nn.GELU())
 
     def forward(self, x: Tensor) -> Tensor:
         """`x` (batch, seq, hidden) to logits (batch, classes)."""

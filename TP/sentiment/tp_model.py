@@ -167,17 +167,20 @@ class MultiHeadSelfAttention(model.MultiHeadSelfAttention):
         return y
 
 
-class ColRowLinearPair(model.LinearPair):
+class ColRowLinearPair(model.FeedForwardBlock):
     """Two linear layers, the first split by its outputs, the second by its inputs: one sum instead of two gathers.
 
-    `first_linear.weight` is (mid / degree, in), `second_linear.weight` (out, mid / degree). `modules` run between the
-    two, on this rank's slice of the middle: they must treat each element on its own, and have no weights.
+    It stands in for a `FeedForwardBlock`. `first_linear.weight` is (mid / degree, in), `second_linear.weight` (out,
+    mid / degree). `modules` run between the two, on this rank's slice of the middle: they must treat each element on
+    its own, and have no weights.
 
     Raises:
         InputError: the middle does not divide among the ranks, or the modules cannot run on slices.
     """
 
-    def __init__(self, in_dim: int, mid_dim: int, out_dim: int, modules: nn.Module | list[nn.Module]) -> None:
+    def __init__(
+        self, in_dim: int, mid_dim: int, out_dim: int, modules: nn.Module | list[nn.Module] | None = None
+    ) -> None:
         check_division(mid_dim, "the inner width of a pair of layers of")
         with unmoved_generator():
             super().__init__(in_dim, mid_dim, out_dim, modules)
@@ -191,25 +194,21 @@ class ColRowLinearPair(model.LinearPair):
         return y
 
 
-class FeedForwardBlock(ColRowLinearPair):
-    """A linear layer, GELU, a linear layer."""
-
-    def __init__(self, in_dim: int, mid_dim: int, out_dim: int) -> None:
-        super().__init__(in_dim, mid_dim, out_dim, nn.GELU())
+FeedForwardBlock = ColRowLinearPair
 
 
 class Block(model.Block):
     """Attention and a feed-forward block, each of which ends with one sum over the ranks."""
 
     attention_type = MultiHeadSelfAttention
-    pair_type = FeedForwardBlock
+    pair_type = ColRowLinearPair
     __init__ = unmoved_generator()(model.Block.__init__)
 
 
 class Classifier(model.Classifier):
     """From the first position to a score for each class."""
 
-    pair_type = FeedForwardBlock
+    pair_type = ColRowLinearPair
     __init__ = unmoved_generator()(model.Classifier.__init__)
 
 

@@ -54,8 +54,11 @@ class Communicator:
         """Wait until all ranks have come here."""
         self.comm.Barrier()
 
-    def Split(self, *, key: int = 0, color: int = 0) -> "Communicator":
-        """The communicator of the ranks that give the same `color`, ordered by `key`; its count begins at 0."""
+    def Split(self, key: int = 0, color: int = 0) -> "Communicator":
+        """The communicator of the ranks that give the same `color`, ordered by `key`; its count begins at 0.
+
+        By position the key comes first, the other way round than in mpi4py's own `Split`.
+        """
         return Communicator(self.comm.Split(color=color, key=key))
 
     def Allreduce(self, src: Array, dst: Array, op: MPI.Op = MPI.SUM) -> None:
@@ -86,7 +89,7 @@ class Communicator:
     def myAllreduce(self, src: Array, dst: Array, op: MPI.Op = MPI.SUM) -> None:
         """`Allreduce` by hand: rank 0 receives and combines all, then sends the result to all.
 
-        Counts what it sends and receives: 2 B bytes, and 2 B (n - 1) on rank 0, where all messages meet.
+        Counts what it sends and receives: 2 B bytes, and 2 B (n - 1) on rank 0, which talks to all others.
         """
         combine = reduce_function(op)
         with buffers(src, dst, src.size) as (send, receive):

@@ -36,7 +36,8 @@ class TinyStories:
         skip: documents to leave out at the beginning.
         split: "train" or "validation", which share no document.
         data: "sample" (the generator), "tinystories" (the hub's data set), the path of a .txt, .jsonl or .parquet file,
-            or "auto" (see `choose_source`).
+            or "auto" (see `choose_source`). Documents of a .txt are separated by lines "<|endoftext|>" or, where it has
+            none, by blank lines; .jsonl has one on each line, .parquet one in each row, under the name "text".
         seed: the generator's seed; the other sources have one order only.
         rank: which of the replicas this is.
         num_replicas: replicas that share each step; every one of them reads the whole stream and keeps its own rows.

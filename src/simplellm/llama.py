@@ -266,13 +266,15 @@ class LLamaPart(nn.Module):
         seed: the run's seed; weights follow from it and the parameters' names alone (see `initial_weights`).
         first_layer: the index in the whole model of this part's first layer. The default is right for a pipeline whose
             stages hold `n_layers` layers each, one stage a rank in the order of ranks: rank * n_layers where
-            torch.distributed is initialised, else 0. A part with an embedding starts with layer 0.
+            torch.distributed is initialised, else 0. In any other layout, such as several pipelines, give it to every
+            stage; a first or last stage where the default expects another refuses to be built without it.
 
     Attributes:
         options: the arguments that make the same model again, but for weights and device.
 
     Raises:
-        InputError: the sizes do not fit together; on a call, the input is longer than `ctx_size`.
+        InputError: the sizes do not fit together, or the default of `first_layer` does not fit the ranks; on a call,
+            the input is longer than `ctx_size`.
     """
 
     has_embedding: ClassVar[bool] = False
@@ -300,8 +302,7 @@ class LLamaPart(nn.Module):
         num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
         hidden_dim = 4 * dmodel if hidden_dim is None else hidden_dim
         if first_layer is None:
-            ranked = not self.has_embedding and dist.is_available() and dist.is_initialized()
-            first_layer = dist.get_rank() * n_layers if ranked else 0
+            first_layer = self._stage_of_rank() * n_layers
         if padding_idx is not None and padding_idx < 0:
             padding_idx = None  # SentencePiece's "no such token"; nn.Embedding would count from the end
         if self.has_embedding or self.has_head:
@@ -340,6 +341,20 @@ class LLamaPart(nn.Module):
             self.model = _Decoder(embed_tokens, layers, norm)
             self.lm_head = Linear(dmodel, vocab_size, bias=False) if self.has_head else None
         initialize(self, seed)
+
+    def _stage_of_rank(self) -> int:
+        """This part's place in a pipeline of all ranks."""
+        is_whole = self.has_embedding and self.has_head
+        if is_whole or not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
+            return 0
+        rank, ranks = dist.get_rank(), dist.get_world_size()
+        if (self.has_embedding, self.has_head) != (rank == 0, rank == ranks - 1):
+            raise InputError(
+                f"{type(self).__name__} on rank {rank} of {ranks} without first_layer: only in a single pipeline, with "
+                "stage r on rank r, does it follow from the rank; give every stage first_layer=, the index of its "
+                "first layer in the whole model"
+            )
+        return rank
 
     def forward(self, x: Tensor, cache: list[LayerCache] | None = None) -> Tensor:
         """Token ids (batch, seq) or float32 activations (batch, seq, dmodel) -> logits or activations, float32.

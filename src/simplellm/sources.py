@@ -1,5 +1,6 @@
 """Where the stories come from: the generator, the hub's TinyStories, or a file; one order, two splits."""
 
+import codecs
 import json
 import os
 import queue
@@ -44,7 +45,13 @@ def choose_source(data: str) -> tuple[str, str]:
 
 
 class Source(ABC):
-    """Documents in an order that never changes."""
+    """Documents in an order that never changes.
+
+    Attributes:
+        advice: what to do where there are too few.
+    """
+
+    advice = "give a longer file"
 
     @abstractmethod
     def read(self, start: int) -> Iterator[str]:
@@ -139,53 +146,54 @@ class Part(Source):
         total = self._file.count()
         if not total:
             return f"--data {self._path}: the file holds no document; give one with text in it"
-        return (
-            f"--data {self._path}: validation takes every 20th document and there are only {total}; give a longer file"
-        )
+        why = f"validation takes every 20th document and there are only {total}"
+        return f"--data {self._path}: {why}; {self._file.advice}"
 
 
 class Text(Source):
-    """A .txt file: documents between lines "<|endoftext|>", or between blank lines if there is no such line."""
+    """A .txt file: documents between lines "<|endoftext|>", or between blank lines if there is no such line.
+
+    A file without either is one document, even if it has a story on each line.
+    """
 
     MARKER = b"<|endoftext|>"
+    advice = 'give a longer file, or put a blank line (or "<|endoftext|>") between its documents'
 
     def __init__(self, path: Path) -> None:
+        _check_text(path)
         self._path = path
-        with _opened(path) as lines:
-            marked = any(self.MARKER in line and line.strip() == self.MARKER for line in lines)
+        marked = any(self.MARKER in line and line.strip() == self.MARKER for line in _lines(path))
         self._between = self.MARKER if marked else b""
 
     def read(self, start: int) -> Iterator[str]:
-        for line_number, lines in islice(self._blocks(), start, None):
-            text = "".join(_decoded(line, self._path, line_number + i) for i, line in enumerate(lines))
-            yield text.replace("\r\n", "\n").strip()
+        for lines in islice(self._blocks(), start, None):
+            yield b"".join(lines).decode().replace("\r\n", "\n").strip()
 
-    def _blocks(self) -> Iterator[tuple[int, list[bytes]]]:
-        """The lines of each document that is not blank, after the number of the first of them."""
+    def _blocks(self) -> Iterator[list[bytes]]:
+        """The lines of each document that is not blank."""
         block: list[bytes] = []
-        with _opened(self._path) as lines:
-            for line_number, line in enumerate(chain(lines, [self._between]), 1):
-                if line.strip() != self._between:
-                    block.append(line)
-                    continue
-                if any(not line.isspace() for line in block):
-                    yield line_number - len(block), block
-                block = []
+        for line in chain(_lines(self._path), [self._between]):
+            if line.strip() != self._between:
+                block.append(line)
+                continue
+            if any(not line.isspace() for line in block):
+                yield block
+            block = []
 
 
 class JsonLines(Source):
     """A .jsonl file: each line is an object whose field "text" is a document. Blank lines count for nothing."""
 
     def __init__(self, path: Path) -> None:
+        _check_text(path)
         self._path = path
 
     def read(self, start: int) -> Iterator[str]:
-        with _opened(self._path) as file:
-            lines = ((number, line) for number, line in enumerate(file, 1) if not line.isspace())
-            for line_number, line in islice(lines, start, None):
-                yield self._document(_decoded(line, self._path, line_number), line_number)
+        lines = ((number, line) for number, line in enumerate(_lines(self._path), 1) if not line.isspace())
+        for line_number, line in islice(lines, start, None):
+            yield self._document(line, line_number)
 
-    def _document(self, line: str, line_number: int) -> str:
+    def _document(self, line: bytes, line_number: int) -> str:
         try:
             text = json.loads(line)["text"]
             text.encode()  # JSON can spell half a surrogate pair, which is no text
@@ -308,11 +316,29 @@ def _opened(path: Path) -> BinaryIO:
         raise InputError(f"--data {path}: cannot be read ({error.strerror}); give a file that can") from None
 
 
-def _decoded(line: bytes, path: Path, line_number: int) -> str:
-    try:
-        return line.decode("utf-8-sig" if line_number == 1 else "utf-8")
-    except UnicodeDecodeError:
-        raise InputError(f"--data {path}: line {line_number} is not UTF-8; give a file in UTF-8") from None
+def _lines(path: Path) -> Iterator[bytes]:
+    """The lines of a file, without the byte-order mark that there may be before the first."""
+    with _opened(path) as file:
+        if file.read(len(codecs.BOM_UTF8)) != codecs.BOM_UTF8:
+            file.seek(0)
+        yield from file
+
+
+def _check_text(path: Path) -> None:
+    """Raise `InputError` unless all of a file is text in UTF-8: now, rather than when training gets to the place."""
+    lines = offset = 0  # before the block, which ends where a line does
+    with _opened(path) as file:
+        while block := file.read(2**20) + file.readline():
+            try:
+                block.decode()
+                place, problem = block.find(0), "has a NUL, as in UTF-16 or binary data; give a file in UTF-8"
+            except UnicodeDecodeError as error:
+                place, problem = error.start, "is not UTF-8; give a file in UTF-8"
+            if place >= 0:
+                line = lines + block.count(b"\n", 0, place) + 1
+                raise InputError(f"--data {path}: line {line} (byte {offset + place}) {problem}")
+            lines += block.count(b"\n")
+            offset += len(block)
 
 
 @contextmanager

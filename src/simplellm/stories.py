@@ -2,12 +2,13 @@
 
 The idea is that of TinyStories (Eldan and Li, arXiv 2305.07759): a language model of a few million parameters can learn
 to tell a story that makes sense if the stories keep to the words and plots that a four-year-old understands. The text
-here is the project's own: each story follows a plot of `story_plots`, with a cast of its own, in one of many wordings.
+here is the project's own: each story follows a plot, with a cast of its own, in one of many wordings. Plots, phrases
+and words are texts in the folder `story_data`, each with its rules at the top.
 
 The notation of plots and phrases:
 
     [smiled|laughed|]      one of these, the earlier the likelier; they may be nested
-    {hero}, {friend.his}   a word that stays the same through the story, or a phrase from `story_words.PHRASES`
+    {hero}, {friend.his}   a word that stays the same through the story, or a phrase from phrases.txt
     {His}                  the same with a capital letter
     {a toy}, {A toy}       the same after the article that it needs
     ¶, or a blank line     a new paragraph
@@ -15,13 +16,14 @@ The notation of plots and phrases:
 White space runs together; a line break beside a bar or just inside a bracket counts for nothing.
 """
 
+import functools
 import re
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from random import Random
 from typing import NamedTuple, TypeVar
 
-from simplellm import story_words
-from simplellm.story_plots import PLOTS
+DATA = Path(__file__).with_name("story_data")
 
 
 class Slot(NamedTuple):
@@ -44,6 +46,15 @@ Scene = dict[str, str]  # what the slots stand for in one story
 Chance = Callable[[], float]  # uniform in [0, 1)
 T = TypeVar("T")
 
+
+class Plot(NamedTuple):
+    """What happens in a story: who it is about, sets of values that fit together, and the text in all its wordings."""
+
+    hero: str
+    table: "tuple[Row, ...]"
+    text: Template
+
+
 # How uneven the choices are, as powers for `pick`.
 WORDINGS = 2
 NAMES = 3
@@ -57,10 +68,10 @@ def story(index: int, seed: int = 0, split: str = "train") -> str:
     """
     # Of all that `random` offers, only the sequence of random() is promised to stay the same in later Pythons.
     chance = Random(f"{seed}/{split}/{index}").random
-    hero, table, text = pick(_PLOTS, chance)
-    scene = cast(hero, chance)
-    add_row(scene, table, chance)
-    return "\n\n".join(" ".join(paragraph.split()) for paragraph in tell(text, scene, chance).split("¶"))
+    plot = pick(list(plots().values()), chance)
+    scene = cast(plot.hero, chance)
+    add_row(scene, plot.table, chance)
+    return "\n\n".join(" ".join(paragraph.split()) for paragraph in tell(plot.text, scene, chance).split("¶"))
 
 
 def pick(options: Sequence[T], chance: Chance, power: int = 1) -> T:
@@ -84,7 +95,7 @@ def tell(template: Template, scene: Scene, chance: Chance) -> str:
         elif isinstance(part, Choice):
             told.append(tell(pick(part.options, chance, WORDINGS), scene, chance))
         else:
-            text = scene[part.name] if part.name in scene else tell(_PHRASES[part.name], scene, chance)
+            text = scene[part.name] if part.name in scene else tell(phrases()[part.name], scene, chance)
             if part.article:
                 text = f"{article(text)} {text}"
             told.append(text[:1].upper() + text[1:] if part.capital else text)
@@ -122,25 +133,27 @@ def cast(hero: str, chance: Chance) -> Scene:
         for he, she in _PRONOUNS[gender].items():
             scene[f"{prefix}{he}"] = she
 
+    told = words()
+    animals = dict(item.split(": ") for item in told["animals"])
     names: list[str] = []
     kinds: list[str] = []
     for role in ("hero", "friend", "other"):
         gender = pick(_GENDERS, chance)
-        name = _another(_NAMES[gender if hero == "child" else hero], names, chance, NAMES)
-        kind = gender if hero == "child" else _another(_ANIMALS, kinds, chance, WORDINGS)
+        name = _another(told[f"{gender if hero == 'child' else hero} names"], names, chance, NAMES)
+        kind = gender if hero == "child" else _another(list(animals), kinds, chance, WORDINGS)
         add_person(role, name, kind, gender)
-    name, gender = pick(story_words.ELDERS, chance)
+    name, gender = pick(told["elders"], chance).split(": ")
     add_person("elder", name, name.lower(), gender)
 
-    scene["trait"] = pick(_TRAITS, chance, WORDINGS)
+    scene["trait"] = pick(told["traits"], chance, WORDINGS)
     if hero == "child":
         scene["hair"] = "hair"
-        scene["home"] = pick(story_words.CHILD_HOMES, chance, WORDINGS)
-        scene["hobby"] = pick(story_words.CHILD_HOBBIES, chance, WORDINGS)
+        scene["home"] = pick(told["child homes"], chance, WORDINGS)
+        scene["hobby"] = pick(told["child hobbies"], chance, WORDINGS)
     else:
         scene["hair"] = "fur"
-        scene["home"] = story_words.ANIMALS[kinds[0]]
-        scene["hobby"] = pick(story_words.ANIMAL_HOBBIES, chance, WORDINGS)
+        scene["home"] = animals[kinds[0]]
+        scene["hobby"] = pick(told["animal hobbies"], chance, WORDINGS)
     return scene
 
 
@@ -193,19 +206,41 @@ def _options(tokens: Iterator[str]) -> tuple[Template, ...]:
 
 
 def parse_table(text: str) -> tuple[Row, ...]:
-    """The rows of a table whose first line names its columns."""
-    header, *lines = (line.split(";") for line in text.strip().splitlines())
+    """The rows of a table whose first line names its columns; a line that begins with a space continues the last."""
+    header, *lines = (line.split(";") for line in re.sub(r"\n[ \t]+", " ", text.strip()).split("\n"))
     columns = [column.strip() for column in header]
     return tuple(dict(zip(columns, (parse(cell.strip()) for cell in line), strict=True)) for line in lines)
 
 
-_NAMES = {
-    "girl": story_words.GIRLS.split(),
-    "boy": story_words.BOYS.split(),
-    "animal": story_words.ANIMAL_NAMES.split(),
-    "thing": story_words.OBJECT_NAMES.split(),
-}
-_ANIMALS = tuple(story_words.ANIMALS)
-_TRAITS = story_words.TRAITS.split()
-_PHRASES = {name: parse(text) for name, text in story_words.PHRASES.items()}
-_PLOTS = tuple((plot.hero, parse_table(plot.table), parse(plot.text)) for plot in PLOTS)
+def sections(file: str) -> dict[str, str]:
+    """The texts of one of the files in `story_data`, by the headings above them ("== heading"), without comments."""
+    content = (DATA / f"{file}.txt").read_text(encoding="utf-8")
+    _, *parts = re.split(r"^== (.+)\n", re.sub(r"^#.*\n", "", content, flags=re.MULTILINE), flags=re.MULTILINE)
+    return dict(zip(parts[::2], parts[1::2], strict=True))
+
+
+# Read with the first story, since most commands tell none.
+@functools.cache
+def words() -> dict[str, list[str]]:
+    """The lists of words.txt, by their headings."""
+    return {
+        heading: [item.strip() for item in re.split("[,\n]", text) if item.strip()]
+        for heading, text in sections("words").items()
+    }
+
+
+@functools.cache
+def phrases() -> dict[str, Template]:
+    """The phrases of phrases.txt, by their names."""
+    return {name: parse(text) for name, text in sections("phrases").items()}
+
+
+@functools.cache
+def plots() -> dict[str, Plot]:
+    """The plots of plots.txt, by their titles."""
+    found = {}
+    for title, content in sections("plots").items():
+        head, text = content.split("\n---\n")
+        hero, table = head.split("\n", 1)
+        found[title] = Plot(hero.removeprefix("hero: "), parse_table(table), parse(text))
+    return found

@@ -24,9 +24,10 @@ def twins(layer: str) -> tuple[nn.Module, nn.Module]:
         "Embedding": [tp_model.Embedding, nn.Embedding, VOCABULARY, HIDDEN],
         "MultiHeadSelfAttention": [*both("MultiHeadSelfAttention"), HIDDEN, HEADS, 0.3],
         "a mask for each head": [*both("MultiHeadSelfAttention"), HIDDEN, HEADS, 0.3],
-        "ColRowLinearPair": [tp_model.ColRowLinearPair, model.LinearPair, HIDDEN, 48, 7, [nn.GELU()]],
-        "dropout in a pair": [tp_model.ColRowLinearPair, model.LinearPair, HIDDEN, 48, 7, DROPPING],
+        "ColRowLinearPair": [tp_model.ColRowLinearPair, model.FeedForwardBlock, HIDDEN, 48, 7, [nn.GELU()]],
+        "dropout in a pair": [tp_model.ColRowLinearPair, model.FeedForwardBlock, HIDDEN, 48, 7, DROPPING],
         "FeedForwardBlock": [*both("FeedForwardBlock"), HIDDEN, 48, 7],
+        "modules in a FeedForwardBlock": [*both("FeedForwardBlock"), HIDDEN, 48, 7, [nn.Tanh(), *DROPPING]],
         "Block": [*both("Block"), HIDDEN, HEADS, 0.3],
         "Classifier": [*both("Classifier"), HIDDEN, 2],
         "Transformer": [*both("Transformer"), VOCABULARY, HIDDEN, 2, HEADS, 2, 0.3],
@@ -47,7 +48,7 @@ def both(name: str) -> list[Any]:
 DROPPING = [nn.Sequential(nn.GELU(), nn.Dropout(0.4)), nn.Dropout(0.2)]
 LAYERS = [
     "ColWiseLinear", "Embedding", "MultiHeadSelfAttention", "a mask for each head", "ColRowLinearPair",
-    "dropout in a pair", "FeedForwardBlock", "Block", "Classifier", "Transformer",
+    "dropout in a pair", "FeedForwardBlock", "modules in a FeedForwardBlock", "Block", "Classifier", "Transformer",
 ]  # fmt: skip
 
 

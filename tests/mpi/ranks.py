@@ -103,15 +103,15 @@ def check_all() -> None:
             method, array = getattr(comm, name), np.ones(SIZE + 1, np.int32)
             refused(f"do not divide among {SIZE} ranks", lambda m=method, a=array: m(a, a.copy()))
 
-    half = comm.Split(key=-RANK, color=RANK % 2)
-    assert isinstance(half, Communicator)
-    assert half.total_bytes_transferred == 0
-    members = [rank for rank in range(SIZE) if rank % 2 == RANK % 2]
-    assert half.Get_size() == len(members)
-    assert half.Get_rank() == members[::-1].index(RANK)
-    total = np.full(1, -77)
-    half.myAllreduce(np.array([RANK]), total)
-    assert total[0] == sum(members)
+    for half in (comm.Split(key=-RANK, color=RANK % 2), comm.Split(-RANK, RANK % 2)):
+        assert isinstance(half, Communicator)
+        assert half.total_bytes_transferred == 0
+        members = [rank for rank in range(SIZE) if rank % 2 == RANK % 2]
+        assert half.Get_size() == len(members)
+        assert half.Get_rank() == members[::-1].index(RANK)
+        total = np.full(1, -77)
+        half.myAllreduce(np.array([RANK]), total)
+        assert total[0] == sum(members)
 
 
 def check_stray_messages() -> None:

@@ -4,6 +4,7 @@ Written against torch.distributed alone, as a reader's own script is, and in pro
 """
 
 import os
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Adam
 
 from simplellm.dataloaders import TinyStories
+from simplellm.errors import InputError
 from simplellm.llama import CausalLLama, LLama, LLamaFirstStage, LLamaLastStage, LLamaStage
 from simplellm.losses import causalLLMLoss
 from simplellm.tokenizers import SPTokenizer
@@ -55,10 +57,18 @@ def train_alone(sources: list[Any]) -> list[float]:
     return losses
 
 
-def meet(rank: int, port: int) -> None:
+def rendezvous(rank: int, port: int, world_size: int = WORLD_SIZE) -> None:
     os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "lo"}
-    dist.init_process_group("gloo", rank=rank, world_size=WORLD_SIZE)
+    dist.init_process_group("gloo", rank=rank, world_size=world_size)
     torch.manual_seed(rank)
+
+
+def build_stage(number: int, **first_layer: int) -> nn.Module:
+    """A third of the model, as the third listing builds it."""
+    vocab_size, options = SPTokenizer().vocab_size, sizes(LAYERS // WORLD_SIZE) | first_layer
+    if number == 0:
+        return LLamaFirstStage(vocab_size, **options)
+    return LLamaStage(**options) if number == 1 else LLamaLastStage(vocab_size, **options)
 
 
 def average_gradients(rank: int, port: int) -> tuple[list[float], Tensor]:
@@ -67,7 +77,7 @@ def average_gradients(rank: int, port: int) -> tuple[list[float], Tensor]:
     Returns:
         This rank's losses, and its parameters at the end.
     """
-    meet(rank, port)
+    rendezvous(rank, port)
     model = whole_model()
     vocab_size = SPTokenizer().vocab_size
     optimizer = Adam(model.parameters(), lr=8e-4)
@@ -95,42 +105,69 @@ def pass_on(rank: int, port: int) -> list[float]:
     Returns:
         The losses, on the last rank.
     """
-    meet(rank, port)
-    vocab_size = SPTokenizer().vocab_size
-    n_layers = LAYERS // WORLD_SIZE
-    stage: nn.Module
-    if rank == 0:
-        stage = LLamaFirstStage(vocab_size, **sizes(n_layers))
-    elif rank == 1:
-        stage = LLamaStage(**sizes(n_layers))
-    else:
-        stage = LLamaLastStage(vocab_size, **sizes(n_layers))
-    source = stories(BATCH_SIZE)
+    rendezvous(rank, port)
+    return train_stage(rank, rank, build_stage(rank), stories(BATCH_SIZE), lambda: None)
+
+
+def train_stage(rank: int, number: int, stage: Any, source: Any, average: Callable[[], None]) -> list[float]:
+    """Train stage `number` of a pipeline on consecutive ranks; `average` is called when its gradients are complete.
+
+    Returns:
+        The losses, on the last stage's rank.
+    """
     optimizer = Adam(stage.parameters(), lr=8e-4)
     losses = []
     for _ in range(STEPS):
         optimizer.zero_grad()
         ids = next(source)
-        if rank == 0:
+        if number == 0:
             out = stage.embed(ids)
         else:
-            inputs = torch.empty((BATCH_SIZE, SEQ_LEN, DMODEL))
+            inputs = torch.empty((len(ids), SEQ_LEN, DMODEL))
             dist.recv(inputs, rank - 1)
             inputs.requires_grad_()
             out = stage(inputs)
-        if rank < WORLD_SIZE - 1:
+        if number < WORLD_SIZE - 1:
             dist.send(out.to("cpu"), rank + 1)
-            grad = torch.empty((BATCH_SIZE, SEQ_LEN, DMODEL))
+            grad = torch.empty((len(ids), SEQ_LEN, DMODEL))
             dist.recv(grad, rank + 1)
             out.backward(grad)
         else:
-            loss = causalLLMLoss(out, ids, vocab_size)
+            loss = causalLLMLoss(out, ids, SPTokenizer().vocab_size)
             losses.append(loss.item())
             loss.backward()
-        if rank > 0:
+        if number > 0:
             dist.send(inputs.grad, rank - 1)
+        average()
         optimizer.step()
     return losses
+
+
+def two_pipelines(rank: int, port: int) -> tuple[str, list[float], dict[str, Tensor]]:
+    """A reader's own step further: two of these pipelines, each stage's gradients averaged over both.
+
+    Returns:
+        Why the stage could not be built as the third listing does it, if so; this rank's losses and parameters from
+        building it with `first_layer`.
+    """
+    rendezvous(rank, port, 2 * WORLD_SIZE)
+    torch.manual_seed(0)
+    pipeline, number = divmod(rank, WORLD_SIZE)
+    refused = ""
+    try:
+        build_stage(number)
+    except InputError as error:
+        refused = str(error)
+    stage = build_stage(number, first_layer=number * LAYERS // WORLD_SIZE)
+    replicas = [dist.new_group([other, other + WORLD_SIZE]) for other in range(WORLD_SIZE)]
+
+    def average() -> None:
+        for parameter in stage.parameters():
+            dist.all_reduce(parameter.grad, group=replicas[number])
+            parameter.grad /= 2
+
+    losses = train_stage(rank, number, stage, stories(BATCH_SIZE, skip=pipeline * 3000), average)
+    return refused, losses, {name: parameter.detach() for name, parameter in stage.named_parameters()}
 
 
 def assert_falling(losses: list[float]) -> None:
@@ -157,3 +194,18 @@ def test_a_pipeline_trains_as_one_process_does() -> None:
     losses = run_ranks(WORLD_SIZE, pass_on, free_port(), deadline=60)[-1]
     assert_falling(losses)
     assert losses == pytest.approx(train_alone([stories(BATCH_SIZE)]), abs=1e-4)
+
+
+def test_in_two_pipelines_the_stages_ask_for_their_first_layer_and_then_are_replicas() -> None:
+    """Stage r on rank r is right for one pipeline only: the fifth rank's layers would be 8 and 9 of 6."""
+    ranks = run_ranks(2 * WORLD_SIZE, two_pipelines, free_port(), deadline=60)
+    for rank, kind in ((2, "LLamaLastStage"), (3, "LLamaFirstStage")):
+        assert ranks[rank][0].startswith(f"{kind} on rank {rank} of 6 without first_layer: only in a single pipeline")
+    for number in range(WORLD_SIZE):
+        parameters, replica = ranks[number][2], ranks[number + WORLD_SIZE][2]
+        assert parameters.keys() == replica.keys()
+        for name, parameter in parameters.items():
+            torch.testing.assert_close(replica[name], parameter, rtol=0, atol=0)
+    expected = train_alone([stories(BATCH_SIZE, skip=pipeline * 3000) for pipeline in range(2)])
+    mean = [sum(losses) / 2 for losses in zip(ranks[2][1], ranks[5][1], strict=True)]
+    assert mean == pytest.approx(expected, abs=1e-4)

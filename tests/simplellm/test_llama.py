@@ -199,12 +199,18 @@ def test_by_default_a_stage_holds_the_layers_of_its_rank(monkeypatch: pytest.Mon
     options = SIZES | {"n_layers": 2}
     assert layers(LLamaStage(**options)) == {"0", "1"}
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
-    monkeypatch.setattr(dist, "get_rank", lambda: 3)
+    ranks = {"rank": 3, "world": 5}
+    monkeypatch.setattr(dist, "get_rank", lambda: ranks["rank"])
+    monkeypatch.setattr(dist, "get_world_size", lambda: ranks["world"])
     assert layers(LLamaStage(**options)) == {"6", "7"}
-    assert layers(LLamaLastStage(VOCAB_SIZE, **options)) == {"6", "7"}
     assert layers(LLamaLastStage(VOCAB_SIZE, **options, first_layer=4)) == {"4", "5"}
-    assert layers(LLamaFirstStage(VOCAB_SIZE, **options)) == {"0", "1"}
     assert layers(CausalLLama(VOCAB_SIZE, **options)) == {"0", "1"}
+    ranks["world"] = 4
+    assert layers(LLamaLastStage(VOCAB_SIZE, **options)) == {"6", "7"}
+    ranks["rank"] = 0
+    assert layers(LLamaFirstStage(VOCAB_SIZE, **options)) == {"0", "1"}
+    ranks["world"] = 1
+    assert layers(LLamaLastStage(VOCAB_SIZE, **options)) == {"0", "1"}
 
 
 def test_attention_over_some_of_the_heads() -> None:

@@ -93,6 +93,34 @@ def test_text_between_markers_keeps_its_paragraphs(tmp_path: Path) -> None:
     assert list(islice(documents(path), 3)) == ["One.\n\nStill one.", "Two.", "One.\n\nStill one."]
 
 
+@pytest.mark.parametrize("between", ["<|endoftext|>", ""])
+def test_a_byte_order_mark_changes_nothing(tmp_path: Path, between: str) -> None:
+    path = tmp_path / "marked.txt"
+    content = f"{between}\nOne.\n{between}\nTwo.\n"
+    batches = []
+    for mark in (b"", b"\xef\xbb\xbf"):
+        path.write_bytes(mark + content.encode())
+        assert list(islice(documents(path), 3)) == ["One.", "Two.", "One."]
+        batches.append(next(TinyStories(TOKENIZER, data=str(path), seq_l=32)))
+    assert torch.equal(*batches)
+    path.write_bytes(b"\xef\xbb\xbf<|endoftext|>\nOne.\n\nStill one.\n")
+    assert next(documents(path)) == "One.\n\nStill one."
+
+
+def test_a_story_on_each_line_is_one_document_and_the_message_says_what_separates(tmp_path: Path) -> None:
+    path = tmp_path / "lines.txt"
+    path.write_text("\n".join(f"Story {index}." for index in range(50)))
+    assert next(documents(path)).count("\n") == 49
+    with pytest.raises(InputError) as error:
+        next(documents(path, "validation"))
+    assert str(error.value) == (
+        f"--data {path}: validation takes every 20th document and there are only 1; give a longer file, or put a blank "
+        'line (or "<|endoftext|>") between its documents'
+    )
+    path.write_text("\n\n".join(f"Story {index}." for index in range(50)))
+    assert next(documents(path, "validation")) == "Story 19."
+
+
 def test_json_lines_may_be_blank_and_texts_empty(tmp_path: Path) -> None:
     path = tmp_path / "gaps.jsonl"
     path.write_bytes(b'\xef\xbb\xbf{"text": "a"}\r\n\r\n  \n{"text": ""}\n{"text": "\\u00e9"}')
@@ -256,6 +284,7 @@ def test_without_hub_and_cache_tinystories_ends_and_auto_goes_on(unreachable_hub
 
 # ------------------------------------------------------------------------------------------------------------ bad input
 
+GOOD_LINES = "Ünce in X\n".encode() * 200_000  # more than is looked at in one go
 WANTED = r"give sample, tinystories, or the path of a \.txt, \.jsonl or \.parquet file$"
 
 
@@ -270,9 +299,25 @@ WANTED = r"give sample, tinystories, or the path of a \.txt, \.jsonl or \.parque
         ("marks.txt", b"<|endoftext|>\n<|endoftext|>\n", "the file holds no document; "),
         ("empty.jsonl", b"", "the file holds no document; "),
         ("blank.jsonl", b"\n\n", "the file holds no document; "),
-        ("latin.txt", b"one\nstill\ncaf\xe9\n", r"line 3 is not UTF-8; give a file in UTF-8$"),
-        ("latin.jsonl", b'\n{"text": "caf\xe9"}\n', r"line 2 is not UTF-8; give a file in UTF-8$"),
-        ("utf16.txt", "Once".encode("utf-16"), r"line 1 is not UTF-8; "),
+        ("latin.txt", b"one\nstill\ncaf\xe9\n", r"line 3 \(byte 13\) is not UTF-8; give a file in UTF-8$"),
+        ("latin.jsonl", b'\n{"text": "caf\xe9"}\n', r"line 2 \(byte 14\) is not UTF-8; give a file in UTF-8$"),
+        ("utf16.txt", "Once".encode("utf-16"), r"line 1 \(byte 0\) is not UTF-8; "),
+        ("utf16.jsonl", '{"text": "a"}\n'.encode("utf-16"), r"line 1 \(byte 0\) is not UTF-8; "),
+        (
+            "unmarked.txt",
+            "Once".encode("utf-16-le"),
+            r"line 1 \(byte 1\) has a NUL, as in UTF-16 or binary data; give a file in UTF-8$",
+        ),
+        ("unmarked.jsonl", '\n{"text": "a"}'.encode("utf-16-be"), r"line 1 \(byte 0\) has a NUL, "),
+        ("zeros.txt", b"Once.\n\n" + bytes(2000), r"line 3 \(byte 7\) has a NUL, "),
+        ("late.txt", GOOD_LINES + b"caf\xe9\n", r"line 200001 \(byte 2200003\) is not UTF-8; give a file in UTF-8$"),
+        (
+            "late.jsonl",
+            b'{"text": "a"}\n' * 200_000 + b'{"text": "\xff"}\n',
+            r"line 200001 \(byte 2800010\) is not UTF-8",
+        ),
+        ("late_zero.txt", GOOD_LINES + b"\0\n", r"line 200001 \(byte 2200000\) has a NUL, "),
+        ("cut.txt", GOOD_LINES + "é".encode()[:1], r"line 200001 \(byte 2200000\) is not UTF-8; "),
         (
             "bad.jsonl",
             b"Once upon a time\n",
