@@ -21,8 +21,10 @@ from typing import Any, NoReturn, TypeVar
 import torch
 
 from distlab.checkpoints.format import has_checkpoints
+from distlab.comm.endpoint import rank
 from distlab.comm.processes import end_with_parent, leave, silence_torch_warnings
-from distlab.comm.traffic import TrafficError, rank, traffic
+from distlab.comm.traffic import traffic
+from distlab.comm.waits import TrafficError
 from distlab.rendezvous import ranks as meeting
 from distlab.rendezvous.notices import notices
 from distlab.run.logs import RankOutput, human_bytes, say

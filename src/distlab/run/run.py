@@ -24,7 +24,8 @@ from distlab.comm.devices import (
 )
 from distlab.comm.grid import Grid, layout_flags, layout_size
 from distlab.comm.recorder import STEP, recorder
-from distlab.comm.traffic import TrafficError, reason, traffic
+from distlab.comm.traffic import traffic
+from distlab.comm.waits import TrafficError, reason
 from distlab.rendezvous import ranks as meeting
 from distlab.rendezvous.notices import notices
 from distlab.run.logs import RankOutput, RunLog, new_folder, say, say_costs, take_over_output

@@ -44,7 +44,7 @@ class Validation:
         """The mean loss over all sequences, on every rank, which all must call it; `step` names the messages."""
         total = torch.zeros((), dtype=torch.float64, device=self.device)
         sent: list[Transfer] = []
-        with traffic.counted_as("validation"):
+        with traffic.ledger.counted_as("validation"):
             for number, ids in enumerate(self.batches):
                 y = self.net(self._input(ids, f"{number} after step {step}"))
                 if self.grid.is_last_stage:
