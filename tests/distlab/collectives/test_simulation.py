@@ -57,6 +57,30 @@ def test_a_cycle_of_three_is_named_without_those_who_only_wait_for_it() -> None:
         assert sentence in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("sources", "sentence"),
+    [
+        ({0: 3, 1: 2, 2: 1}, "rank 1 waits for a message from rank 2; rank 2 waits for a message from rank 1"),
+        ({0: 1, 1: None, 2: None}, "rank 0 waits for a message from rank 1; rank 1 waits in the barrier"),
+    ],
+)
+def test_a_cycle_is_named_wherever_it_is_and_through_the_barrier(sources: dict[int, int | None], sentence: str) -> None:
+    def wait(endpoint: SimulatedEndpoint) -> None:
+        source = sources.get(endpoint.get_rank(), 3)
+        if source is None:
+            endpoint.barrier()
+        elif endpoint.get_rank() < 3:
+            endpoint.recv(torch.ones(1), source)
+
+    with pytest.raises(Deadlock, match=f"^deadlock: {sentence}$"):
+        SimulatedWorld(4).run(wait)
+
+
+def test_a_cycle_of_a_thousand_ranks() -> None:
+    with pytest.raises(Deadlock, match=r"rank 1023 waits for a message from rank 0$"):
+        SimulatedWorld(1024).run(lambda endpoint: endpoint.recv(torch.ones(1), (endpoint.get_rank() + 1) % 1024))
+
+
 def test_a_rank_that_leaves_others_waiting_is_a_deadlock() -> None:
     def skip_the_barrier(endpoint: SimulatedEndpoint) -> None:
         rank = endpoint.get_rank()
