@@ -18,7 +18,7 @@ import torch.multiprocessing as mp
 import tyro
 from ranks import join
 
-from distlab.collectives.calibration import Yardsticks, seconds_in_turn
+from distlab.collectives.calibration import Probes, seconds_in_turn
 from distlab.collectives.costs import LIBRARY, bytes_of_a_message, operations, predict, whole_numbers
 from distlab.collectives.ring import allreduce_ring
 from distlab.comm.processes import leave
@@ -111,11 +111,11 @@ def compare_with_prediction(
                 message_bytes = max(
                     SMALLEST_FITTED_BYTES, bytes_of_a_message(operation, topology, size_bytes, world_size)
                 )
-                yardsticks = Yardsticks(message_bytes, size_bytes)
+                probes = Probes(message_bytes, size_bytes)
                 rounds = settings.predicted_rounds * max(1, SMALL_MEGABYTES // megabytes)
-                seconds = seconds_in_turn({"work": work, **yardsticks.works()}, rounds, settings.in_a_row)
+                seconds = seconds_in_turn({"work": work, **probes.works()}, rounds, settings.in_a_row)
                 if rank == 0:
-                    costs = yardsticks.costs(seconds, world_size)
+                    costs = probes.costs(seconds, world_size)
                     world = predict(operation, topology, size_bytes, world_size, costs, settings.in_a_row)
                     comparison = world.makespan / settings.in_a_row, statistics.median(seconds["work"])
                     results.put(((operation, topology, megabytes), comparison))

@@ -22,7 +22,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from distlab.comm.processes import leave
-from distlab.comm.traffic import Transfer, traffic
+from distlab.comm.traffic import traffic
+from distlab.comm.transfer import Transfer
 from distlab.parallel.data import Bucket, GradientBuckets, MyDP
 from distlab.run.optimizers import build_optimizer
 from simplellm.llama import CausalLLama, LLama

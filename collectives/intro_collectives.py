@@ -4,7 +4,7 @@
     ./launch.sh collectives --world-size 8            all ranks at once
 
 What does it cost to tell all ranks something? A message costs a latency, whatever it carries, and a time for each of
-its bytes; adding and copying cost a time for each byte, too. Yardsticks measure that. With it, the algorithms in
+its bytes; adding and copying cost a time for each byte, too. Calibration measures them. Then the algorithms in
 distlab.collectives run in a simulated world, which predicts their times; then on gloo, beside the library's own.
 """
 
@@ -12,7 +12,7 @@ import json
 from dataclasses import asdict, dataclass, field
 
 from distlab.collectives.calibration import costs_for, fit_costs, measure
-from distlab.collectives.costs import LIBRARY, Costs, bytes_of_a_message, operations, predict, whole_numbers
+from distlab.collectives.costs import LIBRARY, CostModel, bytes_of_a_message, operations, predict, whole_numbers
 from distlab.comm.traffic import traffic
 from distlab.run.logs import human_bytes, say
 from distlab.run.main import main
@@ -68,7 +68,7 @@ class Row:
 def compare(run: Run[CollectivesSettings]) -> None:
     args = run.settings
     sizes = [whole_numbers(size_bytes, run.world_size) for size_bytes in args.sizes]
-    with traffic.named("the yardsticks"):
+    with traffic.named("the calibration"):
         fitted = fit_costs()
     rows: list[Row] = []
     if run.rank == 0:
@@ -96,7 +96,7 @@ def compare(run: Run[CollectivesSettings]) -> None:
         draw(run.out / "collectives.png", run.out)
 
 
-def show(rows: list[Row], world_size: int, fitted: dict[int, Costs]) -> None:
+def show(rows: list[Row], world_size: int, fitted: dict[int, CostModel]) -> None:
     """Predict what can be predicted, and print a line for each topology."""
     fastest = min(rows, key=lambda row: row.measured_seconds)
     for row in rows:

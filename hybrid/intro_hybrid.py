@@ -12,7 +12,8 @@ bucket. With `--tp`, neighbouring ranks share a stage, and exchange activations 
 
 from functools import partial
 
-from distlab.comm.traffic import Transfer, traffic
+from distlab.comm.traffic import traffic
+from distlab.comm.transfer import Transfer
 from distlab.parallel.data import Bucket, GradientBuckets
 from distlab.parallel.tensor import shard
 from distlab.parallel.vocabulary import vocabulary_parallel_loss

@@ -22,7 +22,8 @@ import torch.distributed as dist
 import tyro
 from torch import Tensor
 
-from distlab.comm.traffic import rank, traffic, world_size
+from distlab.comm.endpoint import rank, world_size
+from distlab.comm.traffic import traffic
 from distlab.run.logs import human_bytes, say
 from distlab.run.main import main
 from distlab.run.run import Run

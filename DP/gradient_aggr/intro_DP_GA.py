@@ -15,7 +15,8 @@ from typing import Literal
 from torch.distributed import ReduceOp
 
 from distlab.collectives.algorithms import ALL_REDUCES
-from distlab.comm.traffic import Transfer, traffic
+from distlab.comm.traffic import traffic
+from distlab.comm.transfer import Transfer
 from distlab.parallel.data import Bucket, GradientBuckets
 from distlab.run.main import main
 from distlab.run.settings import DataParallelSettings

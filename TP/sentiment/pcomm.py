@@ -17,8 +17,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from distlab.comm.endpoint import rank, world_size
 from distlab.comm.grid import Grid
-from distlab.comm.traffic import rank, world_size
 from distlab.parallel.tp_group import BACKWARD, FORWARD, TPGroup
 from simplellm.errors import InputError
 

@@ -22,7 +22,8 @@ from torch.distributed import ReduceOp
 from tp_model import Transformer
 
 from distlab.comm.grid import Layout
-from distlab.comm.traffic import Transfer, traffic
+from distlab.comm.traffic import traffic
+from distlab.comm.transfer import Transfer
 from distlab.parallel.data import Bucket, GradientBuckets
 from distlab.run.logs import say
 from distlab.run.main import main

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import tyro
 
-from distlab.collectives.costs import Costs, operations, predict
+from distlab.collectives.costs import CostModel, operations, predict
 from distlab.collectives.simulation import Link, SimulatedWorld
 from distlab.run import command_line
 from simplellm.errors import InputError
@@ -46,9 +46,9 @@ def table(request: Request) -> None:
     """
     request.check()
     link = Link(request.latency_us * 1e-6, request.gigabytes_per_second * 1e9)
-    costs = Costs(link, math.inf, math.inf, one_card=True)
+    costs = CostModel(link, math.inf, math.inf, one_card=True)
     print(f"{'ms':<26}" + "".join(f"{size:>10,} kB" for size in request.kilobytes))
-    [known] = SimulatedWorld(1).run(lambda _: operations(0, device="meta"))
+    [known] = SimulatedWorld(1).run(lambda endpoint: operations(0, endpoint, device="meta"))
     for operation, topologies in known.items():
         for topology in list(topologies)[:-1]:
             worlds = [

@@ -9,7 +9,8 @@ import torch
 from processes import free_port, process_group, run_ranks
 from sentiment_ranks import load, on_ranks
 
-from distlab.comm.traffic import TrafficError, traffic
+from distlab.comm.traffic import traffic
+from distlab.comm.waits import TrafficError
 from simplellm.errors import InputError
 
 

@@ -11,7 +11,8 @@ import torch
 from processes import LAB, free_port, process_group, run, run_ranks
 from torch import Tensor
 
-from distlab.comm.traffic import TrafficError, traffic
+from distlab.comm.traffic import traffic
+from distlab.comm.waits import TrafficError
 from simplellm.errors import InputError
 
 sys.path.append(str(LAB))

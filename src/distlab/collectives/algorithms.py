@@ -1,10 +1,12 @@
 """Collective operations by hand: how broadcast, reduce, all-reduce and gather travel over several topologies.
 
-All work in place on the caller's tensor, of any dtype and shape, for every world size and root. Apart from the rings in
-which all give at the same time, they use only `send`, `recv`, `get_rank`, `get_world_size` and `barrier`, which they
-look up on `torch.distributed` when they are called: a stand-in with the same five functions can take its place
-(`distlab.collectives.simulation`). `send` may return only when its receiver has taken the message, so wherever two
-ranks give each other something with it, one gives first and the other takes first.
+All work in place on the caller's tensor, of any dtype and shape, for every world size and root. They send and receive
+through an endpoint; by default that is `torch.distributed` itself, whose functions are looked up when they are called.
+Broadcast, reduce and all-reduce, apart from the ring, use only its `send`, `recv`, `get_rank` and `get_world_size`, and
+of a `send` assume neither that it waits for its receiver nor that it does not:
+
+- wherever two ranks send to each other, one sends first and the other receives first;
+- a call changes nothing that it has sent before that has surely arrived, nor sends memory that the next call changes.
 
 Latency and bandwidth of these algorithms: Thakur, Rabenseifner and Gropp, "Optimization of collective communication
 operations in MPICH", 2005.
@@ -18,109 +20,116 @@ from torch.distributed import ReduceOp
 
 from distlab.collectives.buffers import InPlace, Op, one_for_each_rank, reduce_function, scratch_buffer
 from distlab.collectives.ring import allreduce_ring
+from distlab.comm.endpoint import Endpoint
 
 
-def broadcast_naive(tensor: Tensor, src: int) -> None:
+def broadcast_naive(tensor: Tensor, src: int, endpoint: Endpoint = dist) -> None:
     """Copy rank `src`'s tensor to all: the root sends to one rank after the other, world size - 1 times."""
-    size = _places(src)[0]
+    size, relative_rank, _ = _ranks_from(src, endpoint)
     with InPlace(tensor) as data:
-        if dist.get_rank() != src:
-            dist.recv(data, src)
+        if relative_rank > 0:
+            endpoint.recv(data, src)
             return
         for other in range(size):
             if other != src:
-                dist.send(data, other)
+                endpoint.send(data, other)
 
 
-def broadcast_tree(tensor: Tensor, src: int) -> None:
+def broadcast_tree(tensor: Tensor, src: int, endpoint: Endpoint = dist) -> None:
     """Copy rank `src`'s tensor to all: who has it passes it on, so that in each round twice as many ranks have it."""
-    size, place, rank_at = _places(src)
+    size, relative_rank, rank_at = _ranks_from(src, endpoint)
     with InPlace(tensor) as data:
         for distance in _powers_of_two(size):
-            if place < distance and place + distance < size:
-                dist.send(data, rank_at(place + distance))
-            elif distance <= place < 2 * distance:
-                dist.recv(data, rank_at(place - distance))
+            if relative_rank < distance and relative_rank + distance < size:
+                endpoint.send(data, rank_at(relative_rank + distance))
+            elif distance <= relative_rank < 2 * distance:
+                endpoint.recv(data, rank_at(relative_rank - distance))
 
 
-def broadcast_ring(tensor: Tensor, src: int) -> None:
+def broadcast_ring(tensor: Tensor, src: int, endpoint: Endpoint = dist) -> None:
     """Copy rank `src`'s tensor to all: each rank passes it on to the next one."""
-    size, place, rank_at = _places(src)
+    size, relative_rank, rank_at = _ranks_from(src, endpoint)
     with InPlace(tensor) as data:
-        if place > 0:
-            dist.recv(data, rank_at(place - 1))
-        if place < size - 1:
-            dist.send(data, rank_at(place + 1))
+        if relative_rank > 0:
+            endpoint.recv(data, rank_at(relative_rank - 1))
+        if relative_rank < size - 1:
+            endpoint.send(data, rank_at(relative_rank + 1))
 
 
-def reduce_naive(tensor: Tensor, dst: int, op: Op = ReduceOp.SUM) -> None:
+def reduce_naive(tensor: Tensor, dst: int, op: Op = ReduceOp.SUM, endpoint: Endpoint = dist) -> None:
     """Combine all tensors in rank `dst`'s; it receives one after the other. The other ranks' stay as they are."""
     combine = reduce_function(op, tensor.dtype)
-    size = _places(dst)[0]
-    with InPlace(tensor, is_changed=dist.get_rank() == dst) as data:
-        if dist.get_rank() != dst:
-            dist.send(data, dst)
+    size, relative_rank, _ = _ranks_from(dst, endpoint)
+    with InPlace(tensor, is_changed=relative_rank == 0) as data:
+        if relative_rank > 0:
+            endpoint.send(data, dst)
             return
         received = scratch_buffer(data)
         for other in range(size):
             if other != dst:
-                dist.recv(received, other)
+                endpoint.recv(received, other)
                 combine(data, received, out=data)
 
 
-def reduce_tree(tensor: Tensor, dst: int, op: Op = ReduceOp.SUM) -> None:
+def reduce_tree(tensor: Tensor, dst: int, op: Op = ReduceOp.SUM, endpoint: Endpoint = dist) -> None:
     """Combine all tensors in rank `dst`'s: in each round half of the ranks hand theirs over to the other half."""
     combine = reduce_function(op, tensor.dtype)
-    size, place, rank_at = _places(dst)
-    with InPlace(tensor, is_changed=place == 0) as data:
-        partial = data
+    size, relative_rank, rank_at = _ranks_from(dst, endpoint)
+    with InPlace(tensor, is_changed=relative_rank == 0) as data:
+        partial = data if relative_rank == 0 else None
         for distance in reversed(_powers_of_two(size)):
-            if place < distance and place + distance < size:
+            if relative_rank < distance and relative_rank + distance < size:
                 received = scratch_buffer(data)
-                dist.recv(received, rank_at(place + distance))
-                # Only the root's tensor is the caller's to change.
-                partial = combine(partial, received, out=data if place == 0 else scratch_buffer(data, 1))
-            elif distance <= place < 2 * distance:
-                dist.send(partial, rank_at(place - distance))
+                endpoint.recv(received, rank_at(relative_rank + distance))
+                # Only the root's tensor is the caller's to change. Elsewhere the sum is sent, so it gets memory of its
+                # own: the next call might change a scratch buffer before it has arrived.
+                partial = combine(data if partial is None else partial, received, out=partial)
+            elif distance <= relative_rank < 2 * distance:
+                endpoint.send(data if partial is None else partial, rank_at(relative_rank - distance))
 
 
-def allreduce_naive(tensor: Tensor, op: Op = ReduceOp.SUM) -> None:
+def allreduce_naive(tensor: Tensor, op: Op = ReduceOp.SUM, endpoint: Endpoint = dist) -> None:
     """Combine all tensors on every rank: all send to rank 0, which sends the result to all."""
-    reduce_naive(tensor, 0, op)
-    broadcast_naive(tensor, 0)
+    reduce_naive(tensor, 0, op, endpoint)
+    broadcast_naive(tensor, 0, endpoint)
 
 
-def allreduce_tree(tensor: Tensor, op: Op = ReduceOp.SUM) -> None:
+def allreduce_tree(tensor: Tensor, op: Op = ReduceOp.SUM, endpoint: Endpoint = dist) -> None:
     """Combine all tensors on every rank: up a tree to rank 0, and down again."""
-    reduce_tree(tensor, 0, op)
-    broadcast_tree(tensor, 0)
+    reduce_tree(tensor, 0, op, endpoint)
+    broadcast_tree(tensor, 0, endpoint)
 
 
-def allreduce_butterfly(tensor: Tensor, op: Op = ReduceOp.SUM) -> None:
+def allreduce_butterfly(tensor: Tensor, op: Op = ReduceOp.SUM, endpoint: Endpoint = dist) -> None:
     """Combine all tensors on every rank: in round k the ranks whose numbers differ in bit k exchange what they have.
 
     In a world that is no power of two, the ranks beyond the largest one hand theirs over first and get the result back.
     """
     combine = reduce_function(op, tensor.dtype)
-    rank, size = dist.get_rank(), dist.get_world_size()
+    rank, size = endpoint.get_rank(), endpoint.get_world_size()
     core = 1 << (size.bit_length() - 1)
     with InPlace(tensor) as data:
         if rank >= core:
-            dist.send(data, rank - core)
-            dist.recv(data, rank - core)
+            endpoint.send(data, rank - core)
+            endpoint.recv(data, rank - core)
             return
         received = scratch_buffer(data)
         if rank + core < size:
-            dist.recv(received, rank + core)
+            endpoint.recv(received, rank + core)
             combine(data, received, out=data)
-        for distance in _powers_of_two(core):
-            _exchange(data, received, rank ^ distance)
+        for partner in (rank ^ distance for distance in _powers_of_two(core)):
+            if rank < partner:
+                endpoint.send(data, partner)
+                endpoint.recv(received, partner)  # which the partner sends when `data` has arrived
+            else:
+                endpoint.recv(received, partner)
+                endpoint.send(data.clone(), partner)  # whose arrival nothing confirms before `data` changes
             combine(data, received, out=data)
         if rank + core < size:
-            dist.send(data, rank + core)
+            endpoint.send(data, rank + core)
 
 
-ALL_REDUCES = {
+ALL_REDUCES: dict[str, Callable[[Tensor, Op, Endpoint], None]] = {
     "naive": allreduce_naive,
     "tree": allreduce_tree,
     "butterfly": allreduce_butterfly,
@@ -128,143 +137,133 @@ ALL_REDUCES = {
 }
 
 
-def gather_naive(tensor: Tensor, gathered: Tensor | None, dst: int) -> None:
+def gather_naive(tensor: Tensor, gathered: Tensor | None, dst: int, endpoint: Endpoint = dist) -> None:
     """Collect all tensors on rank `dst`, which receives one after the other.
 
     Args:
         tensor: this rank's part.
         gathered: on rank `dst` (world size, *shape of `tensor`), one part a rank; None elsewhere.
         dst: the rank that collects.
+        endpoint: what to send and receive through.
     """
-    size = _places(dst)[0]
-    if dist.get_rank() != dst:
-        dist.send(tensor.detach().contiguous(), dst)
+    size, relative_rank, _ = _ranks_from(dst, endpoint)
+    if relative_rank > 0:
+        endpoint.send(tensor.detach().contiguous(), dst)
         return
-    with InPlace(one_for_each_rank(gathered, tensor)) as parts:
+    with InPlace(one_for_each_rank(gathered, tensor, size)) as parts:
         for other in range(size):
             if other == dst:
                 parts[other] = tensor.detach()
             else:
-                dist.recv(parts[other], other)
+                endpoint.recv(parts[other], other)
 
 
-def gather_tree(tensor: Tensor, gathered: Tensor | None, dst: int) -> None:
+def gather_tree(tensor: Tensor, gathered: Tensor | None, dst: int, endpoint: Endpoint = dist) -> None:
     """Collect all tensors on rank `dst`: in each round half of the ranks hand over all that they have collected."""
-    size, place, rank_at = _places(dst)
-    if place > 0:
-        _collect(tensor, scratch_buffer(tensor, count=size - place), place, rank_at)
+    size, relative_rank, rank_at = _ranks_from(dst, endpoint)
+
+    def collect(parts: Tensor) -> None:
+        """Collect the parts from this rank's own on, and hand them over if it is not the root."""
+        parts[0] = tensor.detach()
+        for distance in _powers_of_two(size):
+            if relative_rank % (2 * distance):
+                endpoint.send(parts[:distance], rank_at(relative_rank - distance))
+                return
+            if distance < len(parts):
+                endpoint.recv(parts[distance : 2 * distance], rank_at(relative_rank + distance))
+
+    if relative_rank > 0:
+        collect(scratch_buffer(tensor, count=size - relative_rank))
         return
-    with InPlace(one_for_each_rank(gathered, tensor)) as whole:
-        if dst == 0:  # places are ranks
-            _collect(tensor, whole, place, rank_at)
+    with InPlace(one_for_each_rank(gathered, tensor, size)) as whole:
+        if dst == 0:  # the parts arrive in the order of the ranks
+            collect(whole)
             return
         parts = scratch_buffer(tensor, count=size)
-        _collect(tensor, parts, place, rank_at)
+        collect(parts)
         whole[dst:], whole[:dst] = parts[: size - dst], parts[size - dst :]
 
 
-def _collect(tensor: Tensor, parts: Tensor, place: int, rank_at: Callable[[int], int]) -> None:
-    """One rank of `gather_tree`: collect the parts from its own place on, and hand them over if it is not the root."""
-    parts[0] = tensor.detach()
-    for distance in _powers_of_two(dist.get_world_size()):
-        if place % (2 * distance):
-            dist.send(parts[:distance], rank_at(place - distance))
-            return
-        if distance < len(parts):
-            dist.recv(parts[distance : 2 * distance], rank_at(place + distance))
-
-
-def allgather_naive(tensor: Tensor, gathered: Tensor) -> None:
+def allgather_naive(tensor: Tensor, gathered: Tensor, endpoint: Endpoint = dist) -> None:
     """Collect all tensors on every rank, `gathered` (world size, *shape of `tensor`): through rank 0."""
-    gather_naive(tensor, one_for_each_rank(gathered, tensor), 0)
-    broadcast_naive(gathered, 0)
+    gather_naive(tensor, one_for_each_rank(gathered, tensor, endpoint.get_world_size()), 0, endpoint)
+    broadcast_naive(gathered, 0, endpoint)
 
 
-def allgather_tree(tensor: Tensor, gathered: Tensor) -> None:
+def allgather_tree(tensor: Tensor, gathered: Tensor, endpoint: Endpoint = dist) -> None:
     """Collect all tensors on every rank, `gathered` (world size, *shape of `tensor`): up a tree and down again."""
-    gather_tree(tensor, one_for_each_rank(gathered, tensor), 0)
-    broadcast_tree(gathered, 0)
+    gather_tree(tensor, one_for_each_rank(gathered, tensor, endpoint.get_world_size()), 0, endpoint)
+    broadcast_tree(gathered, 0, endpoint)
 
 
-def allgather_ring(tensor: Tensor, gathered: Tensor) -> None:
-    """Collect all tensors on every rank, `gathered` (world size, *shape of `tensor`): they go round the ring."""
-    rank, size = dist.get_rank(), dist.get_world_size()
-    with InPlace(one_for_each_rank(gathered, tensor)) as parts:
+def allgather_ring(tensor: Tensor, gathered: Tensor, endpoint: Endpoint = dist) -> None:
+    """Collect all tensors on every rank, `gathered` (world size, *shape of `tensor`): they go around the ring."""
+    rank, size = endpoint.get_rank(), endpoint.get_world_size()
+    with InPlace(one_for_each_rank(gathered, tensor, size)) as parts:
         parts[rank] = tensor.detach()
         for turn in range(size - 1):
-            known, missing = (rank - turn) % size, (rank - turn - 1) % size
-            shift(parts[known], parts[missing])
+            shift(parts[(rank - turn) % size], parts[(rank - turn - 1) % size], endpoint)
 
 
-def reducescatter_naive(tensor: Tensor, scattered: Tensor, op: Op = ReduceOp.SUM) -> None:
+def reducescatter_naive(tensor: Tensor, scattered: Tensor, op: Op = ReduceOp.SUM, endpoint: Endpoint = dist) -> None:
     """Combine all tensors and give each rank its block: rank 0 combines all and sends the blocks.
 
     Args:
         tensor: (world size, *shape of `scattered`), a block for each rank; stays as it is.
         scattered: this rank's block of the result.
         op: how to combine.
+        endpoint: what to send and receive through.
     """
-    tensor = one_for_each_rank(tensor, scattered).detach()
-    combined = scratch_buffer(tensor, 1).copy_(tensor) if dist.get_rank() == 0 else tensor
-    reduce_naive(combined, 0, op)
+    rank, size = endpoint.get_rank(), endpoint.get_world_size()
+    tensor = one_for_each_rank(tensor, scattered, size).detach()
+    combined = scratch_buffer(tensor, 1).copy_(tensor) if rank == 0 else tensor
+    reduce_naive(combined, 0, op, endpoint)
     with InPlace(scattered) as block:
-        if dist.get_rank() > 0:
-            dist.recv(block, 0)
+        if rank > 0:
+            endpoint.recv(block, 0)
             return
-        for other in range(1, dist.get_world_size()):
-            dist.send(combined[other].contiguous(), other)
+        for other in range(1, size):
+            endpoint.send(combined[other].contiguous(), other)
         block.copy_(combined[0])
 
 
-def reducescatter_ring(tensor: Tensor, scattered: Tensor, op: Op = ReduceOp.SUM) -> None:
-    """Combine all tensors and give each rank its block: partial sums go round the ring to the rank that keeps them.
+def reducescatter_ring(tensor: Tensor, scattered: Tensor, op: Op = ReduceOp.SUM, endpoint: Endpoint = dist) -> None:
+    """Combine all tensors and give each rank its block: partial sums go around the ring to the rank that keeps them.
 
     The arguments are those of `reducescatter_naive`.
     """
     combine = reduce_function(op, tensor.dtype)
-    rank, size = dist.get_rank(), dist.get_world_size()
-    tensor = one_for_each_rank(tensor, scattered).detach()
+    rank, size = endpoint.get_rank(), endpoint.get_world_size()
+    tensor = one_for_each_rank(tensor, scattered, size).detach()
     with InPlace(scattered) as block:
         partial = tensor[(rank - 1) % size].contiguous()
-        spaces = scratch_buffer(block), scratch_buffer(block, 1)  # what is sent on was received the turn before
+        buffers = scratch_buffer(block), scratch_buffer(block, 1)  # what is sent on was received the turn before
         for turn in range(size - 1):
-            received = spaces[turn % 2]
-            shift(partial, received)
+            received = buffers[turn % 2]
+            shift(partial, received, endpoint)
             is_last = turn == size - 2  # `scattered` may be a part of `tensor`: it is not changed before
             partial = combine(received, tensor[(rank - turn - 2) % size], out=block if is_last else received)
         if size == 1:
             block.copy_(partial)
 
 
-def _exchange(data: Tensor, received: Tensor, other: int) -> None:
-    """Send to a rank and receive from it, though a send may wait for its receiver: the lower rank gives first."""
-    gives_first = dist.get_rank() < other
-    if gives_first:
-        dist.send(data, other)
-    dist.recv(received, other)
-    if not gives_first:
-        dist.send(data, other)
-
-
-def shift(data: Tensor, received: Tensor) -> None:
+def shift(data: Tensor, received: Tensor, endpoint: Endpoint = dist) -> None:
     """Send to the next rank of the ring and receive from the one before, at the same time."""
-    rank, size = dist.get_rank(), dist.get_world_size()
-    receive, send = dist.irecv(received, (rank - 1) % size), dist.isend(data, (rank + 1) % size)
-    for message in (receive, send):
-        assert message is not None, "only a rank outside the process group gets None"
+    rank, size = endpoint.get_rank(), endpoint.get_world_size()
+    for message in (endpoint.irecv(received, (rank - 1) % size), endpoint.isend(data, (rank + 1) % size)):
         message.wait()
 
 
-def _places(root: int) -> tuple[int, int, Callable[[int], int]]:
-    """The world size, this rank's place when counting begins at the root, and the rank at a place.
+def _ranks_from(root: int, endpoint: Endpoint) -> tuple[int, int, Callable[[int], int]]:
+    """The world size, this rank's number when counting begins at the root, and the rank with such a number.
 
     Raises:
         ValueError: there is no such root; on every rank, so that none waits.
     """
-    size = dist.get_world_size()
+    size = endpoint.get_world_size()
     if not 0 <= root < size:
         raise ValueError(f"root {root}: the world has the ranks 0 to {size - 1}")
-    return size, (dist.get_rank() - root) % size, lambda place: (place + root) % size
+    return size, (endpoint.get_rank() - root) % size, lambda relative_rank: (relative_rank + root) % size
 
 
 def _powers_of_two(below: int) -> list[int]:

@@ -5,7 +5,6 @@ import threading
 from collections.abc import Callable
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ReduceOp
 
@@ -83,13 +82,13 @@ def _can_combine(function: Callable[..., Tensor], dtype: torch.dtype) -> bool:
     return True
 
 
-def one_for_each_rank(parts: Tensor | None, part: Tensor) -> Tensor:
+def one_for_each_rank(parts: Tensor | None, part: Tensor, world_size: int) -> Tensor:
     """`parts`, if it holds one of `part`'s shape for each rank.
 
     Raises:
         ValueError: it does not; before anything is sent.
     """
-    shape = (dist.get_world_size(), *part.shape)
+    shape = (world_size, *part.shape)
     if parts is None or parts.shape != shape:
         given = "none" if parts is None else f"one {tuple(parts.shape)}"
         raise ValueError(f"a part {tuple(part.shape)} for each rank needs a tensor {shape} on this rank, not {given}")

@@ -12,32 +12,33 @@ import torch.distributed as dist
 from torch import Tensor
 
 from distlab.collectives.algorithms import shift
-from distlab.collectives.costs import NUMBER_BYTES, Costs
+from distlab.collectives.costs import NUMBER_BYTES, CostModel
 from distlab.collectives.simulation import Link
+from distlab.comm.endpoint import Endpoint
 
 FITTED_BYTES = 1_000_000, 4_000_000, 16_000_000
 ADDED_BYTES = 100_000_000  # enough for all ranks to be at it together, though they leave the barrier one by one
 
 
-def fit_costs(rounds: int = 10) -> dict[int, Costs]:
+def fit_costs(rounds: int = 10) -> dict[int, CostModel]:
     """Measure the model's numbers, on all ranks together, by the bytes of the messages they are measured with.
 
     These are parts of a tensor as large as the largest of them.
     """
     fitted = {}
     for message_bytes in FITTED_BYTES:
-        yardsticks = Yardsticks(message_bytes, max(FITTED_BYTES))
-        fitted[message_bytes] = yardsticks.costs(seconds_in_turn(yardsticks.works(), rounds), dist.get_world_size())
+        probes = Probes(message_bytes, max(FITTED_BYTES))
+        fitted[message_bytes] = probes.costs(seconds_in_turn(probes.works(), rounds), dist.get_world_size())
     return fitted
 
 
-def costs_for(message_bytes: int, fitted: Mapping[int, Costs]) -> Costs:
+def costs_for(message_bytes: int, fitted: Mapping[int, CostModel]) -> CostModel:
     """Those that were fitted with the messages that are most alike."""
     return fitted[min(fitted, key=lambda fitted_bytes: abs(math.log(fitted_bytes / max(1, message_bytes))))]
 
 
 @dataclass(frozen=True)
-class Yardsticks:
+class Probes:
     """What all ranks run to measure the model's numbers.
 
     Attributes:
@@ -58,7 +59,7 @@ class Yardsticks:
         """How many a rank makes."""
         return max(1, ADDED_BYTES // self.message_bytes)
 
-    def works(self, device: str = "cpu") -> dict[str, Callable[[], object]]:
+    def works(self, endpoint: Endpoint = dist, device: str = "cpu") -> dict[str, Callable[[], object]]:
         """What this rank runs, by name; in a world of one there is nothing to send.
 
         "tiny" and "alone" are a number and a large message to and fro between ranks 0 and 1; "together" has every rank
@@ -67,9 +68,10 @@ class Yardsticks:
         one again, as a rank of a naive topology sends the same tensor again.
 
         Args:
+            endpoint: this rank's.
             device: where the tensors are; on "meta" they have a size and no content.
         """
-        rank, size = dist.get_rank(), dist.get_world_size()
+        rank, size = endpoint.get_rank(), endpoint.get_world_size()
         tiny = torch.ones(1, device=device)
         shape = self.messages, self.message_bytes // NUMBER_BYTES
         parts, others = (list(torch.ones(shape, device=device)) for _ in range(2))
@@ -77,15 +79,15 @@ class Yardsticks:
 
         def ping_pong(tensor: Tensor) -> None:
             if rank == 0:
-                dist.send(tensor, 1)
-                dist.recv(tensor, 1)
+                endpoint.send(tensor, 1)
+                endpoint.recv(tensor, 1)
             elif rank == 1:
-                dist.recv(tensor, 0)
-                dist.send(tensor, 0)
+                endpoint.recv(tensor, 0)
+                endpoint.send(tensor, 0)
 
         def shift_all() -> None:
             for part, received in pairs:
-                shift(part, received)
+                shift(part, received, endpoint)
 
         def add() -> None:
             for part, other in itertools.islice(itertools.cycle(pairs), self.additions):
@@ -109,7 +111,7 @@ class Yardsticks:
             **computing,
         }
 
-    def costs(self, seconds: Mapping[str, list[float]], world_size: int) -> Costs:
+    def costs(self, seconds: Mapping[str, list[float]], world_size: int) -> CostModel:
         """The model's numbers.
 
         Args:
@@ -120,13 +122,13 @@ class Yardsticks:
         combined = self.additions * self.message_bytes / typical["adding"]
         copied = self.messages * self.message_bytes / typical["copying"]
         if world_size == 1:
-            return Costs(Link(), math.inf, combined, copied)
+            return CostModel(Link(), math.inf, combined, copied)
         alone = typical["alone"] / 2
         latency = min(typical["tiny"], alone) / 2  # on a busy computer, either may be unlucky
         link = Link(latency, self.message_bytes / (alone - latency))
         moved = self.messages * world_size * (self.message_bytes + latency * link.bytes_per_second)
         ranks_at_once = max(1, world_size * typical["adding"] / typical["all_adding"])
-        return Costs(link, moved / typical["together"], combined, copied, ranks_at_once)
+        return CostModel(link, moved / typical["together"], combined, copied, ranks_at_once)
 
 
 def measure(work: Callable[[], object], rounds: int) -> float:

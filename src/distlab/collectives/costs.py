@@ -13,17 +13,19 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import ReduceOp
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from distlab import collectives as by_hand
-from distlab.collectives.simulation import Link, SimulatedWorld
+from distlab.collectives.simulation import Link, SimulatedEndpoint, SimulatedWorld
+from distlab.comm.endpoint import Endpoint
 
 LIBRARY = "library"
 NUMBER_BYTES = 4  # float32
 
 
 @dataclass(frozen=True)
-class Costs:
+class CostModel:
     """What the model knows of a computer.
 
     Attributes:
@@ -58,61 +60,68 @@ def whole_numbers(size_bytes: int, world_size: int) -> int:
     return max(1, math.ceil(size_bytes / share)) * share
 
 
-def operations(size_bytes: int, device: str = "cpu") -> dict[str, dict[str, Callable[[], object]]]:
-    """What this rank can run: by operation and topology, with root 0.
+def operations(
+    size_bytes: int, endpoint: Endpoint = dist, device: str = "cpu"
+) -> dict[str, dict[str, Callable[[], object]]]:
+    """What a rank can run: by operation and topology, with root 0.
 
     Args:
         size_bytes: of the tensor that is broadcast or combined; of all the parts together that are gathered, or that a
             reduce-scatter hands out; rounded up to `whole_numbers`.
+        endpoint: the rank's; the library's own operations run on the process group whatever it is.
         device: where the tensors are; on "meta" they have a size and no content.
     """
-    rank, size = dist.get_rank(), dist.get_world_size()
+    rank, size = endpoint.get_rank(), endpoint.get_world_size()
     whole = torch.ones(size, whole_numbers(size_bytes, size) // (NUMBER_BYTES * size), device=device)
     part, at_root = whole[0].clone(), whole if rank == 0 else None
     return {
         "broadcast": {
-            "naive": partial(by_hand.broadcast_naive, whole, 0),
-            "tree": partial(by_hand.broadcast_tree, whole, 0),
-            "ring": partial(by_hand.broadcast_ring, whole, 0),
+            "naive": partial(by_hand.broadcast_naive, whole, 0, endpoint),
+            "tree": partial(by_hand.broadcast_tree, whole, 0, endpoint),
+            "ring": partial(by_hand.broadcast_ring, whole, 0, endpoint),
             LIBRARY: lambda: dist.broadcast(whole, 0),
         },
         "reduce": {
-            "naive": partial(by_hand.reduce_naive, whole, 0),
-            "tree": partial(by_hand.reduce_tree, whole, 0),
+            "naive": partial(by_hand.reduce_naive, whole, 0, endpoint=endpoint),
+            "tree": partial(by_hand.reduce_tree, whole, 0, endpoint=endpoint),
             LIBRARY: lambda: dist.reduce(whole, 0),
         },
         "all-reduce": {
-            **{topology: partial(all_reduce, whole) for topology, all_reduce in by_hand.ALL_REDUCES.items()},
+            **{name: partial(work, whole, ReduceOp.SUM, endpoint) for name, work in by_hand.ALL_REDUCES.items()},
             LIBRARY: lambda: dist.all_reduce(whole),
         },
         "gather": {
-            "naive": partial(by_hand.gather_naive, part, at_root, 0),
-            "tree": partial(by_hand.gather_tree, part, at_root, 0),
+            "naive": partial(by_hand.gather_naive, part, at_root, 0, endpoint),
+            "tree": partial(by_hand.gather_tree, part, at_root, 0, endpoint),
             LIBRARY: lambda: dist.gather(part, None if at_root is None else list(at_root), 0),
         },
         "all-gather": {
-            "naive": partial(by_hand.allgather_naive, part, whole),
-            "tree": partial(by_hand.allgather_tree, part, whole),
-            "ring": partial(by_hand.allgather_ring, part, whole),
+            "naive": partial(by_hand.allgather_naive, part, whole, endpoint),
+            "tree": partial(by_hand.allgather_tree, part, whole, endpoint),
+            "ring": partial(by_hand.allgather_ring, part, whole, endpoint),
             LIBRARY: lambda: dist.all_gather(list(whole), part),
         },
         "reduce-scatter": {
-            "naive": partial(by_hand.reducescatter_naive, whole, part),
-            "ring": partial(by_hand.reducescatter_ring, whole, part),
+            "naive": partial(by_hand.reducescatter_naive, whole, part, endpoint=endpoint),
+            "ring": partial(by_hand.reducescatter_ring, whole, part, endpoint=endpoint),
             LIBRARY: lambda: dist.reduce_scatter(part, list(whole)),
         },
     }
 
 
 def predict(
-    operation: str, topology: str, size_bytes: int, world_size: int, costs: Costs, in_a_row: int = 1
+    operation: str, topology: str, size_bytes: int, world_size: int, costs: CostModel, in_a_row: int = 1
 ) -> SimulatedWorld:
     """A simulated world in which the operation has run so many times; its `makespan` is the predicted time of all."""
-    return simulate(lambda: operations(size_bytes, device="meta")[operation][topology], world_size, costs, in_a_row)
+
+    def work(endpoint: SimulatedEndpoint) -> Callable[[], object]:
+        return operations(size_bytes, endpoint, device="meta")[operation][topology]
+
+    return simulate(work, world_size, costs, in_a_row)
 
 
 def simulate(
-    work: Callable[[], Callable[[], object]], world_size: int, costs: Costs, in_a_row: int = 1
+    work: Callable[[SimulatedEndpoint], Callable[[], object]], world_size: int, costs: CostModel, in_a_row: int = 1
 ) -> SimulatedWorld:
     """A simulated world in which each rank has run, so many times, what `work` gives it; its tensors are on "meta"."""
     world = SimulatedWorld(
@@ -123,9 +132,9 @@ def simulate(
         one_card=costs.one_card,
     )
 
-    def run_and_charge(_: int) -> None:
-        run = work()
-        with _Computing(world, costs):
+    def run_and_charge(endpoint: SimulatedEndpoint) -> None:
+        run = work(endpoint)
+        with _Computing(endpoint, costs):
             for _ in range(in_a_row):
                 run()
 
@@ -136,12 +145,14 @@ def simulate(
 class _Computing(TorchDispatchMode):
     """Lets a simulated rank's additions, and its copies from tensor to tensor, take their time."""
 
-    def __init__(self, world: SimulatedWorld, costs: Costs) -> None:
+    def __init__(self, endpoint: SimulatedEndpoint, costs: CostModel) -> None:
         super().__init__()
-        self._world = world
+        self._endpoint = endpoint
         self._bytes_per_second = {
             torch.ops.aten.add.out: costs.combined_bytes_per_second,
+            torch.ops.aten.add.Tensor: costs.combined_bytes_per_second,
             torch.ops.aten.copy_.default: costs.copied_bytes_per_second,
+            torch.ops.aten.clone.default: costs.copied_bytes_per_second,
         }
 
     def __torch_dispatch__(
@@ -149,12 +160,12 @@ class _Computing(TorchDispatchMode):
     ) -> Any:
         result = func(*args, **(kwargs or {}))
         if func in self._bytes_per_second:
-            self._world.compute(result.nbytes / self._bytes_per_second[func])
+            self._endpoint.compute(result.nbytes / self._bytes_per_second[func])
         return result
 
 
 def bytes_of_a_message(operation: str, topology: str, size_bytes: int, world_size: int) -> int:
     """What a message of the busiest rank carries, on average; 0 in a world of one, where there is none."""
-    counts = predict(operation, topology, size_bytes, world_size, Costs(Link(), math.inf, math.inf)).counts
+    counts = predict(operation, topology, size_bytes, world_size, CostModel(Link(), math.inf, math.inf)).counts
     busiest = max(counts, key=lambda rank: rank.sent_bytes + rank.received_bytes)
     return (busiest.sent_bytes + busiest.received_bytes) // max(1, busiest.sends + busiest.receives)

@@ -11,13 +11,14 @@ calls for the first time since then costs tens of microseconds. So all that depe
 import functools
 from collections.abc import Callable, Iterator
 from itertools import zip_longest
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ReduceOp
 
 from distlab.collectives.buffers import InPlace, Op, reduce_function, scratch_buffer
+from distlab.comm.endpoint import Endpoint, process_group
 
 BOTH_WAYS_BYTES = 16_000_000
 SEGMENT_BYTES = 1_000_000
@@ -27,6 +28,7 @@ AHEAD = 3  # segments that a rank sends more than it has received: all of a chun
 def allreduce_ring(
     tensor: Tensor,
     op: Op = ReduceOp.SUM,
+    endpoint: Endpoint = dist,
     both_ways_bytes: int = BOTH_WAYS_BYTES,
     segment_bytes: int = SEGMENT_BYTES,
 ) -> None:
@@ -39,33 +41,41 @@ def allreduce_ring(
     Args:
         tensor: this rank's; the result on every rank.
         op: how to combine.
+        endpoint: what to send and receive through.
         both_ways_bytes: large is a tensor with at least this much for each rank.
         segment_bytes: a chunk travels in messages of about this much.
     """
     combine = reduce_function(op, tensor.dtype)
-    size = dist.get_world_size()
+    if endpoint is dist:
+        endpoint = process_group()
+    size = endpoint.get_world_size()
     if size == 1:
         return
     with InPlace(tensor) as data:
         flat = data.view(-1)
         halves = flat.tensor_split(2) if size > 2 and flat.nbytes >= size * both_ways_bytes else (flat,)
-        rings = [_around(half, step, combine, segment_bytes) for half, step in zip(halves, (1, -1), strict=False)]
+        rings = [
+            _around(half, step, combine, endpoint, segment_bytes) for half, step in zip(halves, (1, -1), strict=False)
+        ]
         for _ in zip_longest(*rings):
             pass
 
 
-def _around(flat: Tensor, step: int, combine: Callable[..., Tensor], segment_bytes: int) -> Iterator[None]:
+def _around(
+    flat: Tensor, step: int, combine: Callable[..., Tensor], endpoint: Endpoint, segment_bytes: int
+) -> Iterator[None]:
     """All-reduce `flat` around the ring in one direction; yields when the messages of a turn are under way.
 
     Args:
         flat: (elements,), changed in place.
         step: 1 to send to the next rank, -1 to the one before.
         combine: the element-wise function.
+        endpoint: what to send and receive through.
         segment_bytes: what a message is to have, about.
     """
-    rank, size = dist.get_rank(), dist.get_world_size()
+    rank, size = endpoint.get_rank(), endpoint.get_world_size()
     following, preceding = (rank + step) % size, (rank - step) % size
-    begin_to_send, begin_to_receive = _messages()
+    isend, irecv = endpoint.isend, endpoint.irecv
     sizes, turns = _route(flat.numel(), flat.element_size(), rank, size, step, segment_bytes)
     segments = flat.split_with_sizes(sizes)
     to_combine = scratch_buffer(segments[0], number=step)  # always the same memory, which therefore stays in the caches
@@ -77,26 +87,15 @@ def _around(flat: Tensor, step: int, combine: Callable[..., Tensor], segment_byt
             received = segments[arriving]  # sent long ago: what arrives was made from what this rank sent of it
         # Received first, sent then: where the other end is known to be ready, this thread writes the message, while its
         # content is still in the caches; otherwise gloo's does, later.
-        work = begin_to_receive(received, preceding)
+        work = irecv(received, preceding)
         for number in outgoing:
-            sends.append(begin_to_send(segments[number], following))
+            sends.append(isend(segments[number], following))
         yield
         work.wait()
         if is_combined:
             combine(segments[arriving], received, out=segments[arriving])
     for send in sends:
         send.wait()
-
-
-def _messages() -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """What `dist.isend` and `dist.irecv` do, without their checks; and they themselves, where a stand-in took over."""
-    group = dist.group.WORLD
-    if group is None:
-        return dist.isend, dist.irecv
-    return (
-        lambda tensor, to: group.send([tensor], to, 0),
-        lambda tensor, source: group.recv([tensor], source, 0),
-    )
 
 
 class Turn(NamedTuple):

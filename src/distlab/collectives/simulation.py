@@ -1,7 +1,6 @@
 """A world simulated in one process: ranks are threads, messages are copies, and time is computed, not measured.
 
-Code that talks through `torch.distributed`'s `send`, `recv`, `isend`, `irecv`, `barrier`, `get_rank` and
-`get_world_size` runs unchanged. A message takes latency + size / bandwidth on a virtual clock, so that the cost of an
+Each rank has an endpoint. A message takes latency + size / bandwidth on a virtual clock, so that the cost of an
 algorithm is known for more ranks than there are machines (the postal model; Hockney, "The communication challenge for
 MPP", 1994).
 """
@@ -13,16 +12,15 @@ from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from types import SimpleNamespace
 from typing import Any, NamedTuple
-from unittest import mock
 
-import torch.distributed as dist
 from torch import Tensor
+
+from distlab.comm.wait_graph import find_cycle
 
 
 class Deadlock(RuntimeError):
-    """All ranks wait, and none can go on."""
+    """All ranks wait, and none can continue."""
 
 
 class HalfMessage(RuntimeError):
@@ -44,7 +42,7 @@ class Link:
 
 @dataclass(eq=False)
 class Message:
-    """A send or a receive that a rank has begun; it meets only one with the same tag."""
+    """A send or a receive that a rank has begun; it matches only one with the same tag."""
 
     world: "SimulatedWorld"
     rank: int
@@ -55,14 +53,16 @@ class Message:
     is_done: bool = False
 
     def wait(self, *_: object) -> None:
-        """Return when the message has been passed on."""
-        self.world.wait_for(self)
+        """Return when the message has arrived."""
+        if not self.is_done:
+            self.world.wait(self.rank, self)
 
     def __str__(self) -> str:
-        tagged = f" with tag {self.tag}" if self.tag else ""
-        return (
-            f"to send to rank {self.peer}{tagged}" if self.is_send else f"for a message from rank {self.peer}{tagged}"
-        )
+        return f"{'to send to' if self.is_send else 'for a message from'} {self.other_end}"
+
+    @property
+    def other_end(self) -> str:
+        return f"rank {self.peer} with tag {self.tag}" if self.tag else f"rank {self.peer}"
 
 
 @dataclass(eq=False)
@@ -114,8 +114,8 @@ class SimulatedWorld:
     """`size` ranks that run the same function, each in a thread of its own.
 
     A send returns when its receiver has taken the message: the strictest behaviour that `torch.distributed` allows.
-    One thread runs at a time, until it waits. When all wait, time passes, up to the next moment at which one can go on;
-    so it does not depend on how long the threads take.
+    One thread runs at a time, until it waits. When all wait, the clock advances to the next moment at which one can
+    continue; so it does not depend on how long the threads take.
 
     Args:
         size: number of ranks.
@@ -153,7 +153,6 @@ class SimulatedWorld:
         self.messages: list[Passed] = []
         self._clock = 0.0
         self._has_run = False
-        self._here = threading.local()
         self._turns = [threading.Lock() for _ in range(size)]  # locked, until a rank has its turn
         self._ready: deque[int] = deque()
         self._waiting: dict[int, Message | None] = {}  # None: in the barrier, or computing
@@ -168,8 +167,8 @@ class SimulatedWorld:
         """Seconds until the last rank has finished."""
         return max(self.seconds)
 
-    def run(self, work: Callable[[int], Any]) -> list[Any]:
-        """Run `work(rank)` on every rank, and return what each returned.
+    def run(self, work: Callable[["SimulatedEndpoint"], Any]) -> list[Any]:
+        """Run `work` on every rank, with the rank's endpoint, and return what each returned.
 
         Raises:
             Deadlock: all ranks wait; the sentence says who waits for whom.
@@ -182,10 +181,9 @@ class SimulatedWorld:
         results: list[Any] = [None] * self.size
 
         def run_rank(rank: int) -> None:
-            self._here.rank = rank
             self._turns[rank].acquire()
             try:
-                results[rank] = work(rank)
+                results[rank] = work(SimulatedEndpoint(self, rank))
             except BaseException as error:
                 self._fail(error)
             self.seconds[rank] = self._clock
@@ -195,51 +193,32 @@ class SimulatedWorld:
             turn.acquire()
         usual = threading.stack_size(512 * 1024)  # a thousand ranks fit
         try:
-            with self._stand_in():
-                ranks = [threading.Thread(target=run_rank, args=(rank,), daemon=True) for rank in range(self.size)]
-                with _one_core():
-                    for thread in ranks:
-                        thread.start()
-                self._ready.extend(range(self.size))
-                self._hand_over()
+            ranks = [threading.Thread(target=run_rank, args=(rank,), daemon=True) for rank in range(self.size)]
+            with _one_core():
                 for thread in ranks:
-                    thread.join()
+                    thread.start()
+            self._ready.extend(range(self.size))
+            self._hand_over()
+            for thread in ranks:
+                thread.join()
         finally:
             threading.stack_size(usual)
         if self._failure is not None:
             raise self._failure
         for message in (message for begun in self._unmatched.values() for message in begun):
             began, never = ("to send to", "received it") if message.is_send else ("to receive from", "sent anything")
-            tagged = f" with tag {message.tag}" if message.tag else ""
-            raise HalfMessage(f"rank {message.rank} began {began} rank {message.peer}{tagged}, which never {never}")
+            raise HalfMessage(f"rank {message.rank} began {began} {message.other_end}, which never {never}")
         for flow in self._flows:
             raise HalfMessage(f"a message from rank {flow.send.rank} to rank {flow.receive.rank} was not waited for")
         return results
 
-    @contextmanager
-    def _stand_in(self) -> Iterator[None]:
-        """`torch.distributed` with this world in its place."""
-        functions: dict[str, Any] = {
-            "send": lambda tensor, dst, group=None, tag=0: self._post(dst, True, tensor, tag).wait(),
-            "recv": lambda tensor, src, group=None, tag=0: self._post(src, False, tensor, tag).wait(),
-            "isend": lambda tensor, dst, group=None, tag=0: self._post(dst, True, tensor, tag),
-            "irecv": lambda tensor, src, group=None, tag=0: self._post(src, False, tensor, tag),
-            "barrier": lambda *_, **__: self._barrier(),
-            "get_rank": lambda *_, **__: self._here.rank,
-            "get_world_size": lambda *_, **__: self.size,
-            "group": SimpleNamespace(WORLD=None),  # no process group to go past these functions with
-        }
-        with mock.patch.multiple(dist, **functions):
-            yield
-
-    def _post(self, peer: int, is_send: bool, tensor: Tensor, tag: int) -> Message:
+    def begin(self, own: Message) -> Message:
         """Begin to send or receive; if the other end has begun, too, the message is on its way."""
-        rank = self._here.rank
+        rank, peer, is_send, tag = own.rank, own.peer, own.is_send, own.tag
         if not 0 <= peer < self.size or peer == rank:
             raise ValueError(f"rank {rank} cannot exchange a message with rank {peer} in a world of {self.size}")
-        if not tensor.is_contiguous():
+        if not own.tensor.is_contiguous():
             raise ValueError(f"rank {rank} gives a tensor that is not contiguous; messages are")
-        own = Message(self, rank, peer, is_send, tensor, tag)
         others = self._unmatched[peer, rank, not is_send, tag]
         if others:
             send, receive = (own, others.popleft()) if is_send else (others.popleft(), own)
@@ -269,31 +248,25 @@ class SimulatedWorld:
         receiver.receives += 1
         receiver.received_bytes += size_bytes
 
-    def wait_for(self, message: Message) -> None:
-        """Return when a message has arrived."""
-        if not message.is_done:
-            self._wait(message)
+    def compute(self, rank: int, seconds: float) -> None:
+        """Spend time on a rank's own work: so many seconds at full speed."""
+        if seconds > 0:
+            self._computing[rank] = seconds
+            self.wait(rank, None)
 
-    def compute(self, seconds: float) -> None:
-        """Spend time on this rank's own work: so many seconds at full speed."""
-        if seconds <= 0:
-            return
-        self._computing[self._here.rank] = seconds
-        self._wait(None)
-
-    def _barrier(self) -> None:
-        self._in_barrier.add(self._here.rank)
+    def barrier(self, rank: int) -> None:
+        """Wait for all ranks."""
+        self._in_barrier.add(rank)
         if len(self._in_barrier) < self.size:
-            self._wait(None)
+            self.wait(rank, None)
             return
         self._in_barrier.clear()
-        for rank in range(self.size):
-            if rank != self._here.rank:
-                self._release(rank)
+        for other in range(self.size):
+            if other != rank:
+                self._release(other)
 
-    def _wait(self, message: Message | None) -> None:
-        """Let others go on, until this rank is released and has its turn."""
-        rank = self._here.rank
+    def wait(self, rank: int, message: Message | None) -> None:
+        """Let other ranks run, until this one is released and has its turn."""
         if self._failure is None:
             self._waiting[rank] = message
             self._hand_over()
@@ -306,22 +279,19 @@ class SimulatedWorld:
         self._ready.append(rank)
 
     def _hand_over(self) -> None:
-        """Give the turn to the next rank that can go on."""
+        """Give the turn to the next rank that can continue."""
         while self._waiting and not self._ready:
-            self._let_time_pass()
+            self._advance_clock()
         if self._ready:
             self._turns[self._ready.popleft()].release()
 
-    def _let_time_pass(self) -> None:
-        """Go to the next moment at which something begins or ends."""
+    def _advance_clock(self) -> None:
+        """Set the clock to the next moment at which something begins or ends."""
         if not self._flows and not self._computing:
-            self._fail(Deadlock(f"deadlock: {self._describe()}"))
+            self._fail(Deadlock(f"deadlock: {self._who_waits()}"))
             return
         flowing = [flow for flow in self._flows if flow.flows_from_seconds <= self._clock]
-        rates = [
-            min(flow.bytes_per_second / on_link, self._share(flow, len(flowing)))
-            for flow, on_link in self._with_messages_on_link(flowing)
-        ]
+        rates = self._rates(flowing)
         ends = [self._clock + flow.left_bytes / rate for flow, rate in zip(flowing, rates, strict=True)]
         starts = [flow.flows_from_seconds for flow in self._flows if flow.flows_from_seconds > self._clock]
         speed = min(1, self._ranks_at_once / max(1, len(self._computing)))
@@ -347,17 +317,22 @@ class SimulatedWorld:
         of_each_rank = max(alone, self.size / self._shared_bytes_per_second)
         return 1 / (alone + (at_once - 1) / (self.size - 1) * (of_each_rank - alone))
 
-    def _with_messages_on_link(self, flowing: list[Flow]) -> Iterator[tuple[Flow, int]]:
-        """Each message, and how many share the bandwidth of its link, itself included."""
+    def _rates(self, flowing: list[Flow]) -> list[float]:
+        """Bytes per second of each message: those at the same time share links, and what the computer moves."""
+        ends = [(flow.send.rank, flow.receive.rank) for flow in flowing]
         if self._one_card:
-            out, into = Counter(flow.send.rank for flow in flowing), Counter(flow.receive.rank for flow in flowing)
-            yield from ((flow, max(out[flow.send.rank], into[flow.receive.rank])) for flow in flowing)
+            out, into = Counter(sender for sender, _ in ends), Counter(receiver for _, receiver in ends)
+            on_link = [max(out[sender], into[receiver]) for sender, receiver in ends]
         else:
-            pairs = Counter((flow.send.rank, flow.receive.rank) for flow in flowing)
-            yield from ((flow, pairs[flow.send.rank, flow.receive.rank]) for flow in flowing)
+            pairs = Counter(ends)
+            on_link = [pairs[pair] for pair in ends]
+        return [
+            min(flow.bytes_per_second / count, self._share(flow, len(flowing)))
+            for flow, count in zip(flowing, on_link, strict=True)
+        ]
 
     def _has_arrived(self, flow: Flow) -> bool:
-        """Whether a message has arrived; its ends then go on."""
+        """Whether a message has arrived; its ends then continue."""
         if flow.left_bytes > 0 or flow.flows_from_seconds > self._clock:
             return False
         if self._keep_messages:
@@ -372,27 +347,50 @@ class SimulatedWorld:
                 self._release(message.rank)
         return True
 
-    def _describe(self) -> str:
-        """Who waits for whom: the cycle, if there is one."""
-        stuck = list(self._waiting)
-        path: list[int] = []
-        rank: int | None = stuck[0]
-        while rank is not None and rank in stuck and rank not in path:
-            path.append(rank)
-            message = self._waiting[rank]
-            rank = message.peer if message is not None else None
-        cycle = path[path.index(rank) :] if rank in path else stuck
-        sentences = []
-        for waiting in cycle:
-            message = self._waiting[waiting]
-            sentences.append(f"rank {waiting} waits {message if message is not None else 'in the barrier'}")
-        return "; ".join(sentences)
+    def _who_waits(self) -> str:
+        """A sentence on each rank of a cycle, if there is one; otherwise on all that wait."""
+        not_in_barrier = [rank for rank in range(self.size) if rank not in self._in_barrier]
+        edges = {rank: not_in_barrier if wait is None else [wait.peer] for rank, wait in self._waiting.items()}
+        stuck = find_cycle(edges) or list(self._waiting)
+        return "; ".join(f"rank {rank} waits {self._waiting[rank] or 'in the barrier'}" for rank in stuck)
 
     def _fail(self, error: BaseException) -> None:
         if self._failure is None:
             self._failure = error
         for rank in list(self._waiting):
             self._release(rank)
+
+
+class SimulatedEndpoint:
+    """One rank's access to a simulated world: an `Endpoint`, with time for work of its own."""
+
+    def __init__(self, world: SimulatedWorld, rank: int) -> None:
+        self._world, self._rank = world, rank
+
+    def get_rank(self) -> int:
+        return self._rank
+
+    def get_world_size(self) -> int:
+        return self._world.size
+
+    def send(self, tensor: Tensor, dst: int, tag: int = 0) -> None:
+        self.isend(tensor, dst, tag).wait()
+
+    def recv(self, tensor: Tensor, src: int, tag: int = 0) -> None:
+        self.irecv(tensor, src, tag).wait()
+
+    def isend(self, tensor: Tensor, dst: int, tag: int = 0) -> Message:
+        return self._world.begin(Message(self._world, self._rank, dst, True, tensor, tag))
+
+    def irecv(self, tensor: Tensor, src: int, tag: int = 0) -> Message:
+        return self._world.begin(Message(self._world, self._rank, src, False, tensor, tag))
+
+    def barrier(self) -> None:
+        self._world.barrier(self._rank)
+
+    def compute(self, seconds: float) -> None:
+        """Spend so many seconds, at full speed, on this rank's own work."""
+        self._world.compute(self._rank, seconds)
 
 
 @contextmanager

@@ -14,18 +14,18 @@ def find_cycle(edges: Mapping[int, Sequence[int]]) -> list[int]:
         edges: by node, those it waits for.
     """
     finished: set[int] = set()
-
-    def follow(path: list[int]) -> list[int]:
-        for peer in edges.get(path[-1], ()):
-            if peer in path:
-                return path[path.index(peer) :]
-            if peer not in finished and (cycle := follow([*path, peer])):
-                return cycle
-        finished.add(path[-1])
-        return []
-
     for node in sorted(edges):
-        if node not in finished and (cycle := follow([node])):
-            start = cycle.index(min(cycle))
-            return cycle[start:] + cycle[:start]
+        path, untried = [node], [iter(edges[node])]  # not recursive: a thousand ranks may wait in a chain
+        while path:
+            peer = next(untried[-1], None)
+            if peer is None:
+                finished.add(path.pop())
+                untried.pop()
+            elif peer in path:
+                cycle = path[path.index(peer) :]
+                start = cycle.index(min(cycle))
+                return cycle[start:] + cycle[:start]
+            elif peer not in finished:
+                path.append(peer)
+                untried.append(iter(edges.get(peer, ())))
     return []

@@ -1,8 +1,13 @@
-"""What a rank waits for, and how it is named."""
+"""What a rank waits for: how a wait is named, and how its failure is reported."""
 
-from collections.abc import Callable, Sequence
+import contextlib
+import re
+import time
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
+
+from distlab.comm.endpoint import rank, world_size
 
 
 @dataclass(frozen=True)
@@ -30,6 +35,79 @@ class Wait:
         return f"{self.what} from {list_ranks(self.peers)}" if self.way == "collective" else self.what
 
 
+class TrafficError(RuntimeError):
+    """A wait for other ranks that failed.
+
+    Attributes:
+        lost_a_peer: they ended; otherwise they did not answer within the deadline.
+        wait: what was waited for; None if unknown.
+    """
+
+    def __init__(self, sentence: str, cause: Exception, wait: Wait | None = None) -> None:
+        super().__init__(sentence)
+        self.lost_a_peer = is_lost_peer(cause)
+        self.wait = wait
+
+
+class NamedWaits:
+    """This rank's waits for others, each with a name and a deadline.
+
+    Attributes:
+        timeout_seconds: the deadline of every wait.
+        describe: what a rank is called in messages, e.g. "rank 4 (stage 1 of replica 1)".
+        library_waits: waits inside a library, each with the time when it began, oldest first.
+    """
+
+    def __init__(self) -> None:
+        self.timeout_seconds = 120.0
+        self.describe: Callable[[int], str] = "rank {}".format
+        self.library_waits: dict[int, tuple[Wait, float]] = {}
+        self._waiting: tuple[Wait, float] | None = None
+
+    @contextlib.contextmanager
+    def named(self, name: str | Wait) -> Iterator[None]:
+        """Turn a failed wait inside into a `TrafficError` that says who waited how long for `name`.
+
+        Meanwhile `waits_for` returns it. An error that is not about other ranks passes unchanged.
+        """
+        others = tuple(other for other in range(world_size()) if other != rank())
+        wait = name if isinstance(name, Wait) else Wait(name, "other", others)
+        started = time.perf_counter()
+        outer, self._waiting = self._waiting, (wait, started)
+        try:
+            yield
+        except TrafficError:
+            raise  # of a wait inside this one, which knows more
+        except RuntimeError as error:
+            if is_lost_peer(error) or is_timeout(error):
+                raise self._failed(wait, started, error) from error
+            raise
+        finally:
+            self._waiting = outer
+
+    def waits_for(self, at_least_seconds: float = 0.0) -> Wait | None:
+        """What this rank has been waiting for, itself or in a library; None if not for so long."""
+        under_way = self._waiting or next(iter(list(self.library_waits.values())), None)
+        if under_way is None or time.perf_counter() - under_way[1] < at_least_seconds:
+            return None
+        return under_way[0]
+
+    def failure_of(self, error: Exception) -> TrafficError | None:
+        """The failed wait that an error raised by a library stands for; None if it is another kind of error."""
+        if not isinstance(error, RuntimeError) or not (is_lost_peer(error) or is_timeout(error)):
+            return None
+        if self.library_waits:
+            return self._failed(*next(iter(self.library_waits.values())), error)
+        if is_lost_peer(error):
+            return TrafficError(f"{self.describe(rank())} lost its connection: {reason(error)}", error)
+        return None
+
+    def _failed(self, wait: Wait, started: float, error: Exception) -> TrafficError:
+        seconds = time.perf_counter() - started
+        name = wait.sentence(self.describe)
+        return TrafficError(f"{self.describe(rank())} waited {seconds:.1f} s for {name}: {reason(error)}", error, wait)
+
+
 def group_key(ranks: Sequence[int]) -> str:
     """The ranks of a collective, as a key: "0,1,2"."""
     return ",".join(map(str, sorted(ranks)))
@@ -41,3 +119,26 @@ def list_ranks(ranks: Sequence[int]) -> str:
     if len(names) < 2:
         return f"rank {''.join(names)}"
     return f"ranks {', '.join(names[:-1])} and {names[-1]}"
+
+
+def reason(error: Exception) -> str:
+    """What gloo's or NCCL's error says, in a few words."""
+    if is_lost_peer(error):
+        return "a rank has ended and closed its connection"
+    if is_timeout(error):
+        return "no answer (--timeout sets how long to wait)"
+    return (str(error).splitlines() or [type(error).__name__])[0]
+
+
+def is_timeout(error: Exception) -> bool:
+    """Whether an error says that a wait took longer than its deadline."""
+    return re.search(r"timed? ?out", str(error), re.IGNORECASE) is not None
+
+
+def is_lost_peer(error: Exception) -> bool:
+    """Whether an error says that another rank is gone."""
+    signs = (
+        r"closed by peer|reset by peer|broken pipe|socket closed|connection.*(closed|refused)|no route to host|"
+        r"unreachable|ncclRemoteError|remote process"
+    )
+    return isinstance(error, RuntimeError) and re.search(signs, str(error), re.IGNORECASE) is not None

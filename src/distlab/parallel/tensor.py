@@ -14,7 +14,7 @@ from typing import Literal
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from distlab.comm.traffic import members
+from distlab.comm.endpoint import members
 from distlab.parallel.tp_group import (
     BACKWARD,
     LAYERS,

@@ -21,7 +21,8 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.distributed import ReduceOp
 
-from distlab.comm.traffic import members, rank, traffic
+from distlab.comm.endpoint import members, rank
+from distlab.comm.traffic import traffic
 
 LAYERS, VOCABULARY, NORMS = "layer", "vocabulary", "norm"  # whose traffic it is
 FORWARD, BACKWARD = "activations", "gradients"  # and of what; the ledger's kinds are "layer activations", …

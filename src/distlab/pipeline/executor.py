@@ -17,7 +17,8 @@ from torch import Tensor, nn
 
 from distlab.comm.grid import Grid
 from distlab.comm.recorder import COMPUTE, recorder
-from distlab.comm.traffic import Transfer, traffic
+from distlab.comm.traffic import traffic
+from distlab.comm.transfer import Transfer
 from distlab.pipeline.activations import SavedActivations
 from distlab.pipeline.plan import busy_workers, simulate
 from distlab.pipeline.schedules import Action, Backward, Forward, Program, message, needs, receiver

@@ -14,8 +14,8 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from distlab.comm.processes import within
-from distlab.comm.traffic import Traffic, TrafficError
-from distlab.comm.waits import Wait, list_ranks
+from distlab.comm.traffic import Traffic
+from distlab.comm.waits import TrafficError, Wait, list_ranks
 from distlab.rendezvous.diagnosis import Diagnosis, Notice, diagnose, tell_causes
 
 LONG_SECONDS = 1.0  # from when on a wait is worth a notice

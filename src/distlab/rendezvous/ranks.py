@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 from distlab.comm.processes import within
-from distlab.comm.traffic import TrafficError
+from distlab.comm.waits import TrafficError
 from simplellm.errors import InputError
 
 Say = Callable[[str], None]

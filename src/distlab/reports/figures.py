@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import torch
 import tyro
-from torch import Tensor
 
 from distlab.collectives.algorithms import ALL_REDUCES, allreduce_ring, broadcast_naive, broadcast_ring, broadcast_tree
 from distlab.collectives.simulation import Link, SimulatedWorld
+from distlab.comm.endpoint import Endpoint
 from distlab.comm.grid import Grid
 from distlab.reports.memory import KINDS, read_largest
 from distlab.reports.timeline import COLORS, draw, measured_panel, pyplot, save
@@ -275,10 +275,10 @@ def topologies(png: Png, /, world_size: int = 8) -> None:
         raise InputError(f"--world-size {world_size}: give 2 to 32 ranks")
     tensor_bytes = 4 * 840
     link = Link(latency_seconds=0.1, bytes_per_second=tensor_bytes)
-    panels: dict[str, Callable[[Tensor], object]] = {
-        "broadcast, naive": lambda tensor: broadcast_naive(tensor, 0),
-        "broadcast, tree": lambda tensor: broadcast_tree(tensor, 0),
-        "broadcast, ring": lambda tensor: broadcast_ring(tensor, 0),
+    panels: dict[str, Callable[..., None]] = {
+        "broadcast, naive": partial(broadcast_naive, src=0),
+        "broadcast, tree": partial(broadcast_tree, src=0),
+        "broadcast, ring": partial(broadcast_ring, src=0),
         **{f"all-reduce, {name}": all_reduce for name, all_reduce in ALL_REDUCES.items()},
         "all-reduce, ring": partial(allreduce_ring, both_ways_bytes=0),
     }
@@ -308,9 +308,9 @@ def topologies(png: Png, /, world_size: int = 8) -> None:
     save(figure, png)
 
 
-def _run_on_nothing(collective: Callable[[Tensor], object], size_bytes: int, _: int) -> None:
+def _run_on_nothing(collective: Callable[..., None], size_bytes: int, endpoint: Endpoint) -> None:
     """Run it on a tensor that has a size and no content."""
-    collective(torch.empty(size_bytes // 4, device="meta"))
+    collective(torch.empty(size_bytes // 4, device="meta"), endpoint=endpoint)
 
 
 def collectives(png: Png, run: Annotated[Path, tyro.conf.Positional], /) -> None:

@@ -13,7 +13,8 @@ from typing import NoReturn
 import torch
 
 from distlab.comm.processes import leave
-from distlab.comm.traffic import TrafficError, rank, traffic
+from distlab.comm.traffic import rank, traffic
+from distlab.comm.waits import TrafficError
 from distlab.rendezvous.notices import notices
 from distlab.rendezvous.ranks import started_by_torchrun
 from distlab.run.logs import RankOutput, human_bytes, say

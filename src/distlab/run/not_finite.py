@@ -6,8 +6,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from distlab.comm.endpoint import rank, world_size
 from distlab.comm.grid import Grid
-from distlab.comm.traffic import rank, traffic, world_size
+from distlab.comm.traffic import traffic
 
 NAME_BYTES = 200  # what a rank tells the others of its tensor
 

@@ -25,7 +25,8 @@ from distlab.comm.devices import (
 )
 from distlab.comm.grid import Grid, layout_flags, layout_size
 from distlab.comm.recorder import STEP, recorder
-from distlab.comm.traffic import TrafficError, reason, traffic
+from distlab.comm.traffic import traffic
+from distlab.comm.waits import TrafficError, reason
 from distlab.rendezvous import ranks as rendezvous
 from distlab.rendezvous.notices import notices
 from distlab.run.checkpointer import Batches, Checkpointer, TrainingState, choose_checkpoint

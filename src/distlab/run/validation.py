@@ -8,7 +8,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from distlab.comm.traffic import Transfer, traffic
+from distlab.comm.traffic import traffic
+from distlab.comm.transfer import Transfer
 from distlab.run.model import ModelParts
 
 
@@ -66,7 +67,7 @@ class Validator:
     def loss(self, step: int) -> float:
         """The mean loss over all sequences after a step, on every rank, which all must call it."""
         started, grid = time.perf_counter(), self._parts.grid
-        with traffic.counted_as("validation"):
+        with traffic.ledger.counted_as("validation"):
             total = forward_passes(
                 self._parts,
                 self._batches,

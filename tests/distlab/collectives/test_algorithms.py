@@ -14,6 +14,7 @@ from torch.distributed import ReduceOp
 from distlab.collectives import algorithms as collectives
 from distlab.collectives.buffers import Op
 from distlab.collectives.simulation import SimulatedWorld
+from distlab.comm.endpoint import Endpoint
 
 OPS = [ReduceOp.SUM, ReduceOp.PRODUCT, ReduceOp.MAX, ReduceOp.MIN]
 DTYPES = [torch.float32, torch.int64, torch.bfloat16]
@@ -21,14 +22,14 @@ BROADCASTS = [collectives.broadcast_naive, collectives.broadcast_tree, collectiv
 REDUCES = [collectives.reduce_naive, collectives.reduce_tree]
 
 
-def allreduce_ring_both_ways(tensor: Tensor, op: Op = ReduceOp.SUM) -> None:
+def allreduce_ring_both_ways(tensor: Tensor, op: Op = ReduceOp.SUM, endpoint: Endpoint = dist) -> None:
     """The ring as it treats large tensors."""
-    collectives.allreduce_ring(tensor, op, both_ways_bytes=0, segment_bytes=tensor.element_size())
+    collectives.allreduce_ring(tensor, op, endpoint, both_ways_bytes=0, segment_bytes=tensor.element_size())
 
 
-def allreduce_ring_in_segments(tensor: Tensor, op: Op = ReduceOp.SUM) -> None:
+def allreduce_ring_in_segments(tensor: Tensor, op: Op = ReduceOp.SUM, endpoint: Endpoint = dist) -> None:
     """The ring, with more segments than there are spaces."""
-    collectives.allreduce_ring(tensor, op, both_ways_bytes=1_000_000, segment_bytes=tensor.element_size())
+    collectives.allreduce_ring(tensor, op, endpoint, both_ways_bytes=1_000_000, segment_bytes=tensor.element_size())
 
 
 ALL_REDUCES = [*collectives.ALL_REDUCES.values(), allreduce_ring_both_ways, allreduce_ring_in_segments]
@@ -43,9 +44,9 @@ def part(rank: int, dtype: torch.dtype) -> Tensor:
     return values.T
 
 
-def check_all(rank: int, size: int) -> int:
+def check_all(endpoint: Endpoint = dist) -> int:
     """Every function with every root, operation and dtype, on this rank; how many were compared."""
-    compared = 0
+    compared, rank, size = 0, endpoint.get_rank(), endpoint.get_world_size()
 
     def equal(own: Tensor, expected: Tensor, what: object) -> None:
         nonlocal compared
@@ -57,16 +58,16 @@ def check_all(rank: int, size: int) -> int:
         for root in range(size):
             for broadcast in BROADCASTS:
                 tensor = part(rank, dtype)
-                broadcast(tensor, root)
+                broadcast(tensor, root, endpoint)
                 equal(tensor, parts[root], broadcast)
             for gather in GATHERS:
                 gathered = torch.full_like(parts, 7) if rank == root else None
-                gather(part(rank, dtype), gathered, root)
+                gather(part(rank, dtype), gathered, root, endpoint)
                 if gathered is not None:
                     equal(gathered, parts, gather)
         for all_gather in ALL_GATHERS:
             gathered = torch.full_like(parts, 7)
-            all_gather(part(rank, dtype), gathered)
+            all_gather(part(rank, dtype), gathered, endpoint)
             equal(gathered, parts, all_gather)
         for op in OPS:
             combined = {
@@ -78,17 +79,17 @@ def check_all(rank: int, size: int) -> int:
             for root in range(size):
                 for reduce in REDUCES:
                     tensor = part(rank, dtype)
-                    reduce(tensor, root, op)
+                    reduce(tensor, root, op, endpoint)
                     equal(tensor, combined if rank == root else part(rank, dtype), (reduce, op))
             for all_reduce in ALL_REDUCES:
                 tensor = part(rank, dtype)
-                all_reduce(tensor, op)
+                all_reduce(tensor, op, endpoint)
                 equal(tensor, combined, (all_reduce, op))
             for reduce_scatter in REDUCE_SCATTERS:
                 mine = torch.stack([part(rank, dtype) + block for block in range(size)]).to(dtype)
                 theirs = torch.stack([part(other, dtype) + rank for other in range(size)]).to(dtype)
                 block = torch.empty(3, 5, dtype=dtype).T
-                reduce_scatter(mine, block, op)
+                reduce_scatter(mine, block, op, endpoint)
                 expected = {
                     ReduceOp.SUM: theirs.double().sum(0),
                     ReduceOp.PRODUCT: theirs.double().prod(0),
@@ -98,7 +99,7 @@ def check_all(rank: int, size: int) -> int:
                 tolerance = {torch.bfloat16: 0.05, torch.float32: 1e-6, torch.int64: 0.0}[dtype]
                 assert torch.allclose(block.double(), expected, rtol=tolerance, atol=0), (reduce_scatter, op)
                 within = mine[rank]
-                reduce_scatter(mine, within, op)
+                reduce_scatter(mine, within, op, endpoint)
                 assert torch.allclose(within.double(), expected, rtol=tolerance, atol=0), "of a part of the tensor"
                 compared += 1
     return compared
@@ -106,12 +107,12 @@ def check_all(rank: int, size: int) -> int:
 
 @pytest.mark.parametrize("size", range(1, 10))
 def test_in_the_simulated_world(size: int) -> None:
-    assert all(SimulatedWorld(size).run(lambda rank: check_all(rank, size)))
+    assert all(SimulatedWorld(size).run(check_all))
 
 
 def check_on_gloo(rank: int, size: int, port: int) -> int:
     with process_group(rank, size, port):
-        compared = check_all(rank, size)
+        compared = check_all()
         for op in OPS:  # the library's own results, also where the order of adding matters
             values = torch.rand(1000, generator=torch.Generator().manual_seed(rank)) + 0.5
             expected = values.clone()
@@ -129,9 +130,9 @@ def test_on_gloo(size: int) -> None:
     assert all(run_ranks(size, check_on_gloo, size, free_port(), deadline=120))
 
 
-def counts(size: int, work: Callable[[Tensor], object]) -> SimulatedWorld:
+def counts(size: int, work: Callable[..., object]) -> SimulatedWorld:
     world = SimulatedWorld(size)
-    world.run(lambda rank: work(torch.ones(8)))
+    world.run(lambda endpoint: work(torch.ones(8), endpoint=endpoint))
     return world
 
 
@@ -164,59 +165,60 @@ def test_messages_are_those_that_the_topologies_promise() -> None:
 def test_an_unknown_operation_is_refused_before_anything_is_sent() -> None:
     world = SimulatedWorld(2)
     with pytest.raises(ValueError, match="combine with SUM, PRODUCT, MAX or MIN"):
-        world.run(lambda rank: collectives.allreduce_naive(torch.ones(2), ReduceOp.BAND))
+        world.run(lambda endpoint: collectives.allreduce_naive(torch.ones(2), ReduceOp.BAND, endpoint))
     assert world.counts[0].sends == world.counts[1].sends == 0
 
 
 def test_a_root_that_is_none_is_refused_on_every_rank() -> None:
     x = torch.ones(2)
-    calls: list[Callable[[int], object]] = [partial(broadcast, x) for broadcast in BROADCASTS]
+    calls: list[Callable[..., object]] = [partial(broadcast, x) for broadcast in BROADCASTS]
     calls += [partial(reduce, x) for reduce in REDUCES]
     calls += [partial(gather, x, torch.ones(3, 2)) for gather in GATHERS]
     for call in calls:
         for root in (3, -1):
-            refused = SimulatedWorld(3).run(partial(raises, ValueError, call, root))
+            refused = SimulatedWorld(3).run(partial(refusal, partial(call, root)))
             assert refused == [f"root {root}: the world has the ranks 0 to 2"] * 3
 
 
-def raises(kind: type[Exception], call: Callable[..., object], root: int, _: int) -> str:
-    with pytest.raises(kind) as caught:
-        call(root)
+def refusal(call: Callable[..., object], endpoint: Endpoint) -> str:
+    with pytest.raises(ValueError) as caught:  # noqa: PT011  # the callers compare the message
+        call(endpoint=endpoint)
     return str(caught.value)
 
 
 def test_parts_that_do_not_fit_are_refused_before_anything_is_sent() -> None:
     x, too_many = torch.ones(2), torch.ones(5, 2)
-    calls: list[Callable[[], object]] = [partial(all_gather, x, too_many) for all_gather in ALL_GATHERS]
+    calls: list[Callable[..., object]] = [partial(all_gather, x, too_many) for all_gather in ALL_GATHERS]
     calls += [partial(reduce_scatter, too_many, x) for reduce_scatter in REDUCE_SCATTERS]
     for call in calls:
         world = SimulatedWorld(3)
-        refused = world.run(lambda rank, call=call: raises(ValueError, lambda _: call(), 0, rank))
+        refused = world.run(partial(refusal, call))
         assert set(refused) == {"a part (2,) for each rank needs a tensor (3, 2) on this rank, not one (5, 2)"}
         assert all(rank.sends == 0 for rank in world.counts)
 
 
 def test_tensors_that_need_a_gradient_and_calls_in_inference_mode() -> None:
-    def everything(rank: int) -> None:
+    def everything(endpoint: Endpoint) -> None:
+        rank = endpoint.get_rank()
         for call in (torch.inference_mode(), torch.enable_grad()):
             with call:
                 own = torch.full((3,), rank + 1.0).requires_grad_(not torch.is_inference_mode_enabled())
                 for all_reduce in ALL_REDUCES:
                     tensor = own.detach().clone()
-                    all_reduce(tensor)
+                    all_reduce(tensor, endpoint=endpoint)
                     assert torch.equal(tensor, torch.full((3,), 6.0))
                 for gather in GATHERS:
                     gathered = torch.zeros(3, 3)
-                    gather(own, gathered, 1)
+                    gather(own, gathered, 1, endpoint)
                     assert not gathered.requires_grad
                     assert rank != 1 or torch.equal(gathered[:, 0], torch.tensor([1.0, 2.0, 3.0]))
                 for reduce_scatter in REDUCE_SCATTERS:
                     block = torch.zeros(3)
-                    reduce_scatter(torch.stack([own] * 3), block)
+                    reduce_scatter(torch.stack([own] * 3), block, endpoint=endpoint)
                     assert torch.equal(block, torch.full((3,), 6.0))
         leaf = torch.full((3,), float(rank), requires_grad=True)
-        collectives.allreduce_ring(leaf)
-        collectives.broadcast_tree(leaf, 0)
+        collectives.allreduce_ring(leaf, endpoint=endpoint)
+        collectives.broadcast_tree(leaf, 0, endpoint)
         assert leaf.requires_grad
         assert leaf.tolist() == [3.0] * 3
 
@@ -224,10 +226,11 @@ def test_tensors_that_need_a_gradient_and_calls_in_inference_mode() -> None:
 
 
 def test_ranks_that_only_give_may_give_what_cannot_be_written() -> None:
-    def give(rank: int) -> None:
+    def give(endpoint: Endpoint) -> None:
+        rank = endpoint.get_rank()
         tensor = torch.ones(4) if rank == 0 else torch.ones(1).expand(4)
         for reduce in REDUCES:
-            reduce(tensor, 0)
+            reduce(tensor, 0, endpoint=endpoint)
         assert rank > 0 or tensor.tolist() == [5.0] * 4
 
     SimulatedWorld(3).run(give)
@@ -244,17 +247,18 @@ def test_what_torch_cannot_combine_is_refused_on_every_rank(dtype: torch.dtype, 
     calls += [partial(reduce_scatter, blocks, x) for reduce_scatter in REDUCE_SCATTERS]
     for call, op in itertools.product(calls, ops):
         world = SimulatedWorld(3)
-        refused = world.run(partial(raises, ValueError, lambda _, call=call, op=op: call(op=op), 0))
+        refused = world.run(partial(refusal, partial(call, op=op)))
         assert len(set(refused)) == 1
         assert f"of {dtype}: the collectives combine with SUM, PRODUCT, MAX or MIN" in refused[0]
         assert all(rank.sends == 0 for rank in world.counts)
 
 
 def test_complex_numbers_are_added_and_multiplied() -> None:
-    def combine(rank: int) -> list[complex]:
+    def combine(endpoint: Endpoint) -> list[complex]:
+        rank = endpoint.get_rank()
         total, product = torch.full((3,), 1j + rank), torch.full((3,), 1j + rank)
-        collectives.allreduce_ring(total)
-        collectives.allreduce_butterfly(product, ReduceOp.PRODUCT)
+        collectives.allreduce_ring(total, endpoint=endpoint)
+        collectives.allreduce_butterfly(product, ReduceOp.PRODUCT, endpoint)
         return [total[0].item(), product[0].item()]
 
     assert SimulatedWorld(3).run(combine) == [[3 + 3j, -3 + 1j]] * 3

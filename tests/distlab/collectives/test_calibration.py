@@ -11,13 +11,13 @@ from processes import free_port, process_group, run_ranks
 from distlab.collectives.calibration import (
     ADDED_BYTES,
     FITTED_BYTES,
-    Yardsticks,
+    Probes,
     costs_for,
     fit_costs,
     measure,
     seconds_in_turn,
 )
-from distlab.collectives.costs import LIBRARY, Costs, operations, simulate
+from distlab.collectives.costs import LIBRARY, CostModel, operations, simulate
 from distlab.collectives.simulation import Link, SimulatedWorld
 
 
@@ -46,7 +46,7 @@ def test_the_seconds_are_those_of_one_of_several_in_a_row() -> None:
         assert 0.1 <= seconds < 0.2
 
 
-def fit_on_gloo(rank: int, size: int, port: int) -> tuple[dict[int, Costs], dict[str, list[str]]]:
+def fit_on_gloo(rank: int, size: int, port: int) -> tuple[dict[int, CostModel], dict[str, list[str]]]:
     with process_group(rank, size, port):
         fitted = fit_costs(rounds=3)
         for topologies in operations(10_000).values():
@@ -73,16 +73,16 @@ def test_costs_are_fitted_and_everything_runs_on_gloo(size: int) -> None:
 
 @pytest.mark.parametrize(("message_bytes", "fitted_bytes"), [(0, 1), (4, 4), (7, 4), (9, 16), (1000, 16)])
 def test_a_message_costs_what_those_cost_that_are_most_alike(message_bytes: int, fitted_bytes: int) -> None:
-    fitted = {size: Costs(Link(), math.inf, size) for size in (1, 4, 16)}
+    fitted = {size: CostModel(Link(), math.inf, size) for size in (1, 4, 16)}
     assert costs_for(message_bytes, fitted) is fitted[fitted_bytes]
 
 
-def test_what_the_yardsticks_send() -> None:
-    yardsticks = Yardsticks(message_bytes=4_000, tensor_bytes=10_000)
+def test_what_the_probes_send() -> None:
+    probes = Probes(message_bytes=4_000, tensor_bytes=10_000)
     counts = {}
     for name in ("tiny", "alone", "together"):
         world = SimulatedWorld(3)
-        world.run(lambda _, name=name: yardsticks.works()[name]())
+        world.run(lambda endpoint, name=name: probes.works(endpoint)[name]())
         counts[name] = [(rank.sends, rank.sent_bytes) for rank in world.counts]
     assert counts == {
         "tiny": [(1, 4), (1, 4), (0, 0)],
@@ -95,13 +95,14 @@ def test_what_the_yardsticks_send() -> None:
 def test_the_costs_of_a_simulated_world_are_found_again(size: int) -> None:
     ranks_at_once = math.inf if size == 1 else 2
     link, shared = (Link(), math.inf) if size == 1 else (Link(0.001, 1e9), 1.5e9)
-    costs = Costs(link, shared, 4e9, 3e9, ranks_at_once)
-    yardsticks = Yardsticks(message_bytes=1_000_000, tensor_bytes=3_500_000)
-    names = SimulatedWorld(size).run(lambda _: list(yardsticks.works("meta")))[0]
+    costs = CostModel(link, shared, 4e9, 3e9, ranks_at_once)
+    probes = Probes(message_bytes=1_000_000, tensor_bytes=3_500_000)
+    names = SimulatedWorld(size).run(lambda endpoint: list(probes.works(endpoint, "meta")))[0]
     seconds = {
-        name: [simulate(lambda name=name: yardsticks.works("meta")[name], size, costs).makespan] * 3 for name in names
+        name: [simulate(lambda endpoint, name=name: probes.works(endpoint, "meta")[name], size, costs).makespan] * 3
+        for name in names
     }
-    found = yardsticks.costs(seconds, size)
+    found = probes.costs(seconds, size)
     assert found.link.latency_seconds == pytest.approx(link.latency_seconds, rel=1e-4)
     assert found.link.bytes_per_second == pytest.approx(link.bytes_per_second, rel=1e-4)
     assert found.shared_bytes_per_second == pytest.approx(shared, rel=1e-4)
@@ -110,7 +111,7 @@ def test_the_costs_of_a_simulated_world_are_found_again(size: int) -> None:
     assert found.ranks_at_once == pytest.approx(ranks_at_once)
 
 
-def test_costs_follow_from_the_seconds_of_the_yardsticks() -> None:
+def test_costs_follow_from_the_seconds_of_the_probes() -> None:
     seconds = {
         "tiny": [0.001, 9, 0.002],
         "alone": [9, 0.009, 0.010],
@@ -119,7 +120,7 @@ def test_costs_follow_from_the_seconds_of_the_yardsticks() -> None:
         "all_adding": [0.120, 0.080],
         "copying": [0.004],
     }
-    costs = Yardsticks(4_000_000, 18_000_000).costs(seconds, world_size=4)
+    costs = Probes(4_000_000, 18_000_000).costs(seconds, world_size=4)
     # A message of 4 MB takes 5 ms, 1 ms of which is its latency; four from each of four, with theirs, take 80 ms.
     assert costs.link.latency_seconds == pytest.approx(0.001)
     assert costs.link.bytes_per_second == pytest.approx(1e9)

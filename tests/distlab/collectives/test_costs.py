@@ -7,12 +7,13 @@ import pytest
 from processes import run
 from small_models import status_of
 
-from distlab.collectives.costs import Costs, Request, bytes_of_a_message, predict, table, whole_numbers
+from distlab.collective_costs import Request, table
+from distlab.collectives.costs import CostModel, bytes_of_a_message, predict, whole_numbers
 from distlab.collectives.ring import SEGMENT_BYTES
 from distlab.collectives.simulation import Link
 
 SIZE_BYTES = 4_000_000
-COSTS = Costs(Link(0.001, 1e9), math.inf, 4e9)  # of this size: a message takes 5 ms, an addition 1 ms
+COSTS = CostModel(Link(0.001, 1e9), math.inf, 4e9)  # of this size: a message takes 5 ms, an addition 1 ms
 MESSAGE, ADDITION, LATENCY = 0.005, 0.001, 0.001
 
 
@@ -36,12 +37,12 @@ def test_predictions_are_the_formulas(operation: str, topology: str, seconds: fl
 
 
 def test_messages_at_the_same_time_share_what_the_computer_moves() -> None:
-    shared = Costs(Link(0, 1e9), 2e9, math.inf)
+    shared = CostModel(Link(0, 1e9), 2e9, math.inf)
     # One of 4 MB takes 4 ms alone, and one from each of eight ranks 16 ms: 12 / 7 ms for each further one. The tree's
     # rounds have one, two and four.
     assert predict("broadcast", "tree", SIZE_BYTES, 8, shared).makespan == pytest.approx(0.012 + (1 + 3) * 0.012 / 7)
     assert predict("broadcast", "naive", SIZE_BYTES, 8, shared).makespan == pytest.approx(0.004 * 7)
-    latency = Costs(Link(0.001, 1e9), 2e9, math.inf)
+    latency = CostModel(Link(0.001, 1e9), 2e9, math.inf)
     assert predict("broadcast", "tree", SIZE_BYTES, 8, latency).makespan == pytest.approx(0.015 + (1 + 3) * 0.015 / 7)
 
 
@@ -60,19 +61,19 @@ def test_what_a_message_carries(operation: str, topology: str, size_bytes: int, 
 
 
 def test_several_in_a_row_are_predicted_one_after_the_other() -> None:
-    costs = Costs(Link(1e-3, 1e9), math.inf, math.inf)
+    costs = CostModel(Link(1e-3, 1e9), math.inf, math.inf)
     one, three = (predict("broadcast", "naive", SIZE_BYTES, 2, costs, in_a_row=count).makespan for count in (1, 3))
     assert three == pytest.approx(3 * one)
 
 
 def test_four_that_add_at_the_same_time_on_two_cores_take_twice_as_long() -> None:
-    of_their_own, shared = Costs(Link(), math.inf, 1e9), Costs(Link(), math.inf, 1e9, ranks_at_once=2)
+    of_their_own, shared = CostModel(Link(), math.inf, 1e9), CostModel(Link(), math.inf, 1e9, ranks_at_once=2)
     seconds = [predict("all-reduce", "ring", SIZE_BYTES, 4, costs).makespan for costs in (of_their_own, shared)]
     assert seconds[1] == pytest.approx(2 * seconds[0])
 
 
 def test_a_part_that_is_copied_takes_its_time() -> None:
-    costs = Costs(Link(), math.inf, math.inf, copied_bytes_per_second=1e9)
+    costs = CostModel(Link(), math.inf, math.inf, copied_bytes_per_second=1e9)
     assert predict("gather", "naive", SIZE_BYTES, 4, costs).makespan == pytest.approx(0.001)  # the root's own
     assert predict("broadcast", "naive", SIZE_BYTES, 4, costs).makespan == 0
 

@@ -5,34 +5,34 @@ import time
 
 import pytest
 import torch
-import torch.distributed as dist
+from torch import Tensor
 
 from distlab.collectives.algorithms import allreduce_ring, broadcast_naive, broadcast_ring, broadcast_tree
-from distlab.collectives.simulation import Deadlock, HalfMessage, Link, SimulatedWorld
+from distlab.collectives.simulation import Deadlock, HalfMessage, Link, SimulatedEndpoint, SimulatedWorld
 
 
 def test_messages_are_copies_and_ranks_know_who_they_are() -> None:
-    def pass_on(rank: int) -> tuple[int, int, list[float]]:
+    def pass_on(endpoint: SimulatedEndpoint) -> tuple[int, int, list[float]]:
+        rank = endpoint.get_rank()
         tensor = torch.full((2,), float(rank))
         if rank == 0:
-            dist.send(tensor, 1)
+            endpoint.send(tensor, 1)
             tensor += 100
         elif rank == 1:
-            dist.recv(tensor, 0)
+            endpoint.recv(tensor, 0)
             tensor += 1
-        dist.barrier()
-        return dist.get_rank(), dist.get_world_size(), tensor.tolist()
+        endpoint.barrier()
+        return endpoint.get_rank(), endpoint.get_world_size(), tensor.tolist()
 
-    usual = dist.send
     assert SimulatedWorld(3).run(pass_on) == [(0, 3, [100, 100]), (1, 3, [1, 1]), (2, 3, [2, 2])]
-    assert dist.send is usual
 
 
 @pytest.mark.alone
 def test_two_ranks_that_send_first_are_a_deadlock_at_once() -> None:
-    def both_send(rank: int) -> None:
-        dist.send(torch.ones(1), 1 - rank)
-        dist.recv(torch.ones(1), 1 - rank)
+    def both_send(endpoint: SimulatedEndpoint) -> None:
+        rank = endpoint.get_rank()
+        endpoint.send(torch.ones(1), 1 - rank)
+        endpoint.recv(torch.ones(1), 1 - rank)
 
     started, threads = time.monotonic(), threading.active_count()
     with pytest.raises(Deadlock, match="rank 0 waits to send to rank 1; rank 1 waits to send to rank 0"):
@@ -42,11 +42,12 @@ def test_two_ranks_that_send_first_are_a_deadlock_at_once() -> None:
 
 
 def test_a_cycle_of_three_is_named_without_those_who_only_wait_for_it() -> None:
-    def wait_in_a_circle(rank: int) -> None:
-        dist.recv(torch.ones(1), {0: 2, 1: 3, 2: 1, 3: 2}[rank])
+    def wait_in_a_cycle(endpoint: SimulatedEndpoint) -> None:
+        rank = endpoint.get_rank()
+        endpoint.recv(torch.ones(1), {0: 2, 1: 3, 2: 1, 3: 2}[rank])
 
     with pytest.raises(Deadlock) as caught:
-        SimulatedWorld(4).run(wait_in_a_circle)
+        SimulatedWorld(4).run(wait_in_a_cycle)
     assert "rank 0" not in str(caught.value)
     for sentence in (
         "rank 2 waits for a message from rank 1",
@@ -56,31 +57,58 @@ def test_a_cycle_of_three_is_named_without_those_who_only_wait_for_it() -> None:
         assert sentence in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("sources", "sentence"),
+    [
+        ({0: 3, 1: 2, 2: 1}, "rank 1 waits for a message from rank 2; rank 2 waits for a message from rank 1"),
+        ({0: 1, 1: None, 2: None}, "rank 0 waits for a message from rank 1; rank 1 waits in the barrier"),
+    ],
+)
+def test_a_cycle_is_named_wherever_it_is_and_through_the_barrier(sources: dict[int, int | None], sentence: str) -> None:
+    def wait(endpoint: SimulatedEndpoint) -> None:
+        source = sources.get(endpoint.get_rank(), 3)
+        if source is None:
+            endpoint.barrier()
+        elif endpoint.get_rank() < 3:
+            endpoint.recv(torch.ones(1), source)
+
+    with pytest.raises(Deadlock, match=f"^deadlock: {sentence}$"):
+        SimulatedWorld(4).run(wait)
+
+
+def test_a_cycle_of_a_thousand_ranks() -> None:
+    with pytest.raises(Deadlock, match=r"rank 1023 waits for a message from rank 0$"):
+        SimulatedWorld(1024).run(lambda endpoint: endpoint.recv(torch.ones(1), (endpoint.get_rank() + 1) % 1024))
+
+
 def test_a_rank_that_leaves_others_waiting_is_a_deadlock() -> None:
-    def skip_the_barrier(rank: int) -> None:
+    def skip_the_barrier(endpoint: SimulatedEndpoint) -> None:
+        rank = endpoint.get_rank()
         if rank > 0:
-            dist.barrier()
+            endpoint.barrier()
 
     with pytest.raises(Deadlock, match="rank 1 waits in the barrier; rank 2 waits in the barrier"):
         SimulatedWorld(3).run(skip_the_barrier)
 
 
 def test_exceptions_reach_the_caller() -> None:
-    def fail(rank: int) -> None:
+    def fail(endpoint: SimulatedEndpoint) -> None:
+        rank = endpoint.get_rank()
         if rank == 2:
             raise KeyError("lost")
-        dist.barrier()
+        endpoint.barrier()
 
     with pytest.raises(KeyError, match="lost"):
         SimulatedWorld(3).run(fail)
 
 
 def test_sizes_that_differ_are_refused() -> None:
-    def mismatch(rank: int) -> None:
+    def mismatch(endpoint: SimulatedEndpoint) -> None:
+        rank = endpoint.get_rank()
         if rank == 0:
-            dist.send(torch.ones(2), 1)
+            endpoint.send(torch.ones(2), 1)
         else:
-            dist.recv(torch.ones(3), 0)
+            endpoint.recv(torch.ones(3), 0)
 
     with pytest.raises(ValueError, match=r"rank 0 sends 8 bytes of .*float32 and rank 1 receives 12"):
         SimulatedWorld(2).run(mismatch)
@@ -88,7 +116,7 @@ def test_sizes_that_differ_are_refused() -> None:
 
 def seconds(size: int, link: Link, collective: object, elements: int) -> float:
     world = SimulatedWorld(size, link)
-    world.run(lambda rank: collective(torch.ones(elements), 0))  # type: ignore[operator]
+    world.run(lambda endpoint: collective(torch.ones(elements), 0, endpoint))  # type: ignore[operator]
     return world.makespan
 
 
@@ -98,13 +126,13 @@ def test_the_clock_gives_the_formulas() -> None:
     assert seconds(8, link, broadcast_tree, 1) == pytest.approx(3 * 2)
     assert seconds(8, link, broadcast_ring, 1) == pytest.approx(7 * 2)
     world = SimulatedWorld(4, link)
-    world.run(lambda rank: allreduce_ring(torch.ones(80), both_ways_bytes=0))
+    world.run(lambda endpoint: allreduce_ring(torch.ones(80), endpoint=endpoint, both_ways_bytes=0))
     assert world.makespan == pytest.approx(6 * (1 + 10))  # six turns of two messages at a time, of ten elements each
 
 
 def test_a_slow_link_costs_what_it_costs() -> None:
     world = SimulatedWorld(3, Link(1.0), links={(0, 2): Link(10.0)})
-    world.run(lambda rank: broadcast_naive(torch.ones(1), 0))
+    world.run(lambda endpoint: broadcast_naive(torch.ones(1), 0, endpoint))
     assert world.seconds == [11.0, 1.0, 11.0]
 
 
@@ -117,20 +145,26 @@ def test_what_gloo_refuses_is_refused() -> None:
         (torch.ones(2), torch.ones(2, dtype=torch.int32), "of torch.float32 and rank 1 receives 8 of torch.int32"),
         (torch.ones(2, 2).T, torch.ones(2, 2), "not contiguous"),
     ):
-        exchange = lambda rank, a=sent, b=received: dist.recv(b, 0) if rank else dist.send(a, 1)  # noqa: E731
+
+        def exchange(endpoint: SimulatedEndpoint, sent: Tensor = sent, received: Tensor = received) -> None:
+            if endpoint.get_rank() == 0:
+                endpoint.send(sent, 1)
+            else:
+                endpoint.recv(received, 0)
+
         with pytest.raises(ValueError, match=sentence):
             SimulatedWorld(2).run(exchange)
 
 
 def test_a_message_arrives_when_its_time_has_come_and_not_before() -> None:
-    def early(rank: int) -> list[float]:
+    def early(endpoint: SimulatedEndpoint) -> list[float]:
+        rank = endpoint.get_rank()
         if rank == 0:
-            dist.send(torch.ones(1), 1)
+            endpoint.send(torch.ones(1), 1)
             return []
         tensor = torch.zeros(1)
-        arriving = dist.irecv(tensor, 0)
+        arriving = endpoint.irecv(tensor, 0)
         before = tensor.item()
-        assert arriving is not None
         arriving.wait()
         return [before, tensor.item()]
 
@@ -138,12 +172,12 @@ def test_a_message_arrives_when_its_time_has_come_and_not_before() -> None:
 
 
 def test_one_card_is_shared_by_what_goes_out_at_the_same_time() -> None:
-    def send_to_all(rank: int) -> None:
+    def send_to_all(endpoint: SimulatedEndpoint) -> None:
+        rank = endpoint.get_rank()
         if rank > 0:
-            dist.recv(torch.ones(1), 0)
+            endpoint.recv(torch.ones(1), 0)
             return
-        for message in [dist.isend(torch.ones(1), other) for other in (1, 2, 3)]:
-            assert message is not None
+        for message in [endpoint.isend(torch.ones(1), other) for other in (1, 2, 3)]:
             message.wait()
 
     for one_card, expected in ((False, 1.0), (True, 3.0)):
@@ -154,9 +188,9 @@ def test_one_card_is_shared_by_what_goes_out_at_the_same_time() -> None:
 
 def test_a_world_runs_once() -> None:
     world = SimulatedWorld(2)
-    world.run(lambda rank: None)
+    world.run(lambda _: None)
     with pytest.raises(RuntimeError, match="runs once"):
-        world.run(lambda rank: None)
+        world.run(lambda _: None)
 
 
 @pytest.mark.parametrize(
@@ -167,29 +201,31 @@ def test_a_world_runs_once() -> None:
     ],
 )
 def test_half_a_message_is_reported_at_the_end(is_send: bool, sentence: str) -> None:
-    def begin(rank: int) -> None:
+    def begin(endpoint: SimulatedEndpoint) -> None:
+        rank = endpoint.get_rank()
         if rank == 0:
-            (dist.isend if is_send else dist.irecv)(torch.ones(1), 1)
-        dist.barrier()
+            (endpoint.isend if is_send else endpoint.irecv)(torch.ones(1), 1)
+        endpoint.barrier()
 
     with pytest.raises(HalfMessage, match=f"^{sentence}$"):
         SimulatedWorld(2).run(begin)
 
 
-def test_messages_meet_by_their_tags() -> None:
-    def exchange(rank: int) -> list[float]:
+def test_messages_match_by_their_tags() -> None:
+    def exchange(endpoint: SimulatedEndpoint) -> list[float]:
+        rank = endpoint.get_rank()
         tensors = [torch.full((1,), 10.0 * rank + tag) for tag in (0, 1)]
         tags = (0, 1) if rank == 0 else (1, 0)
-        call = dist.isend if rank == 0 else dist.irecv
+        call = endpoint.isend if rank == 0 else endpoint.irecv
         for message in [call(tensors[tag], 1 - rank, tag=tag) for tag in tags]:
-            assert message is not None
             message.wait()
         return [tensor.item() for tensor in tensors]
 
     assert SimulatedWorld(2).run(exchange) == [[0.0, 1.0], [0.0, 1.0]]
 
-    def miss(rank: int) -> None:
-        call = dist.send if rank == 0 else dist.recv
+    def miss(endpoint: SimulatedEndpoint) -> None:
+        rank = endpoint.get_rank()
+        call = endpoint.send if rank == 0 else endpoint.recv
         call(torch.ones(1), 1 - rank, tag=2 + rank)
 
     with pytest.raises(Deadlock, match="to send to rank 1 with tag 2; rank 1 waits for a message from rank 0 with tag"):
@@ -197,23 +233,23 @@ def test_messages_meet_by_their_tags() -> None:
 
 
 def test_messages_on_one_link_share_its_bandwidth() -> None:
-    def give(rank: int) -> None:
-        begun = [(dist.isend if rank == 0 else dist.irecv)(torch.zeros(250_000), 1 - rank) for _ in range(4)]
+    def give(endpoint: SimulatedEndpoint) -> None:
+        rank = endpoint.get_rank()
+        begun = [(endpoint.isend if rank == 0 else endpoint.irecv)(torch.zeros(250_000), 1 - rank) for _ in range(4)]
         for message in begun:
-            assert message is not None
             message.wait()
 
     world = SimulatedWorld(2, Link(0, 1e9))
     world.run(give)
     assert world.makespan == pytest.approx(4e-3)
     ring = SimulatedWorld(4, Link(0, 1e9))
-    ring.run(lambda rank: allreduce_ring(torch.zeros(10_000_000, device="meta")))
+    ring.run(lambda endpoint: allreduce_ring(torch.zeros(10_000_000, device="meta"), endpoint=endpoint))
     assert ring.makespan == pytest.approx(2 * 3 / 4 * 0.04), "in segments, too, 2 (n - 1) / n of the tensor goes"
 
 
 def test_a_computer_that_moves_so_many_bytes_needs_no_bandwidth_of_its_links() -> None:
     world = SimulatedWorld(2, Link(1e-3), shared_bytes_per_second=1e9)
-    world.run(lambda rank: broadcast_naive(torch.zeros(250_000), 0))
+    world.run(lambda endpoint: broadcast_naive(torch.zeros(250_000), 0, endpoint))
     assert world.makespan == pytest.approx(2e-3)
 
 
@@ -221,11 +257,12 @@ def test_the_more_messages_are_under_way_the_more_they_hinder_each_other() -> No
     def seconds(pairs: int) -> float:
         world = SimulatedWorld(6, Link(0, 1e9), shared_bytes_per_second=2e9)
 
-        def give(rank: int) -> None:
+        def give(endpoint: SimulatedEndpoint) -> None:
+            rank = endpoint.get_rank()
             if rank < pairs:
-                dist.send(torch.zeros(250_000), 3 + rank)
+                endpoint.send(torch.zeros(250_000), 3 + rank)
             elif 3 <= rank < 3 + pairs:
-                dist.recv(torch.zeros(250_000), rank - 3)
+                endpoint.recv(torch.zeros(250_000), rank - 3)
 
         world.run(give)
         return world.makespan
@@ -236,17 +273,18 @@ def test_the_more_messages_are_under_way_the_more_they_hinder_each_other() -> No
 
 def test_ranks_that_compute_at_the_same_time_share_the_cores() -> None:
     world = SimulatedWorld(4, ranks_at_once=2)
-    world.run(lambda rank: world.compute(3e-3 if rank == 3 else 1e-3))
+    world.run(lambda endpoint: endpoint.compute(3e-3 if endpoint.get_rank() == 3 else 1e-3))
     # Three are done when each has had half a core for 2 ms; the last one has 2 ms of its own left, on a whole core.
     assert world.seconds == pytest.approx([2e-3, 2e-3, 2e-3, 4e-3])
     one = SimulatedWorld(2, ranks_at_once=1)
-    one.run(lambda rank: one.compute(1e-3) if rank == 0 else None)
+    one.run(lambda endpoint: endpoint.compute(1e-3) if endpoint.get_rank() == 0 else None)
     assert one.makespan == pytest.approx(1e-3), "the other one needs none"
 
 
 def test_a_message_that_nobody_waits_for_is_named() -> None:
-    def begin(rank: int) -> None:
-        (dist.isend if rank == 0 else dist.irecv)(torch.ones(1), 1 - rank)
+    def begin(endpoint: SimulatedEndpoint) -> None:
+        rank = endpoint.get_rank()
+        (endpoint.isend if rank == 0 else endpoint.irecv)(torch.ones(1), 1 - rank)
 
     with pytest.raises(HalfMessage, match="a message from rank 0 to rank 1 was not waited for"):
         SimulatedWorld(2).run(begin)

@@ -9,7 +9,8 @@ import torch.distributed as dist
 from processes import free_port, process_group, run_ranks
 
 from distlab.comm.grid import Grid
-from distlab.comm.traffic import TrafficError, traffic
+from distlab.comm.traffic import traffic
+from distlab.comm.waits import TrafficError
 
 
 def test_ranks_that_share_a_stage_are_neighbours() -> None:

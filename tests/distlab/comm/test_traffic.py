@@ -1,6 +1,5 @@
 """The door for traffic: results, the ledger, and waits that end with a sentence."""
 
-import threading
 import time
 
 import pytest
@@ -8,9 +7,13 @@ import torch
 import torch.distributed as dist
 from processes import free_port, process_group, run_ranks
 
-from distlab.collectives.ring import allreduce_ring
+from distlab.collectives.algorithms import allreduce_ring, broadcast_naive
+from distlab.comm.endpoint import CountingEndpoint
+from distlab.comm.endpoint import process_group as process_group_endpoint
 from distlab.comm.grid import Grid
-from distlab.comm.traffic import TrafficError, counting_sends, traffic
+from distlab.comm.ledger import Ledger
+from distlab.comm.traffic import traffic
+from distlab.comm.waits import TrafficError
 
 pytestmark = pytest.mark.alone
 
@@ -50,29 +53,45 @@ def test_without_a_process_group_there_is_nobody_to_talk_to() -> None:
     assert dict(traffic.ledger.messages) == before
 
 
-def count_sends(rank: int, port: int) -> list[list[int]]:
+def count_sends(rank: int, port: int) -> tuple[list[int], dict[str, int], dict[str, int]]:
+    """Bytes counted over two endpoints, and the ledger after an all-reduce by hand beside which others are sent."""
     with process_group(rank, 2, port):
         other, received = 1 - rank, torch.empty(3)
         counted = []
-        for in_another_thread in (False, True):
-            with counting_sends() as sent_bytes:
-                if in_another_thread:
-                    thread = threading.Thread(target=allreduce_ring, args=(torch.ones(10),))
-                    thread.start()
-                    thread.join()
-                else:
-                    allreduce_ring(torch.ones(10))
-                    sent = dist.isend(torch.ones(3), other)
-                    dist.recv(received, other)
-                    assert sent is not None
-                    sent.wait()
+        for inner in (process_group_endpoint(), dist):
+            endpoint = CountingEndpoint(inner)
+            allreduce_ring(torch.ones(10), endpoint=endpoint)
+            broadcast_naive(torch.ones(5), 0, endpoint)
+            message = endpoint.isend(torch.ones(3), other)
+            endpoint.recv(received, other)
+            message.wait()
             allreduce_ring(torch.ones(2))
-            counted.append(sent_bytes)
-        return counted
+            counted.append(endpoint.sent_bytes)
+        begun = traffic.all_reduce(torch.ones(10), "a", kind="a", op=dist.ReduceOp.SUM, by_hand=allreduce_ring)
+        begun.wait()
+        sent = traffic.send(torch.ones(3), "b", to=other, kind="b")
+        traffic.receive(received, "b", source=other).wait()
+        sent.wait()
+        return counted, dict(traffic.ledger.sent_bytes), dict(traffic.ledger.messages)
 
 
-def test_what_a_thread_sends_is_counted_once_and_only_meanwhile() -> None:
-    assert run_ranks(2, count_sends, free_port()) == [[[20, 20, 12], []]] * 2
+def test_a_counting_endpoint_counts_what_is_sent_through_it_and_nothing_else() -> None:
+    ring, message, broadcast = 20 + 20, 12, 20
+    by_rank = [[ring + message + broadcast] * 2, [ring + message] * 2]  # rank 0 is the root of the broadcast
+    for (counted, sent_bytes, messages), expected in zip(run_ranks(2, count_sends, free_port()), by_rank, strict=True):
+        assert counted == expected
+        assert sent_bytes == {"a": 40, "b": 12}
+        assert messages == {"a": 1, "b": 1}
+
+
+def test_the_kind_to_count_as_is_the_outer_one_again_after_the_inner_one() -> None:
+    ledger = Ledger()
+    with ledger.counted_as("validation"):
+        with ledger.counted_as("check"):
+            ledger.count("loss", 1)
+        ledger.count("activations", 20)
+    ledger.count("loss", 300)
+    assert ledger.sent_bytes == {"check": 1, "validation": 20, "loss": 300}
 
 
 def pass_on(rank: int, port: int) -> tuple[list[float], dict[str, int], dict[str, int]]:

@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 from distlab.comm.grid import Grid
-from distlab.comm.traffic import Traffic, TrafficError
+from distlab.comm.traffic import Traffic
 from distlab.comm.wait_graph import find_cycle
-from distlab.comm.waits import Wait, list_ranks
+from distlab.comm.waits import TrafficError, Wait, list_ranks
 from distlab.launch import root_cause
 from distlab.rendezvous.diagnosis import Diagnosis, Notice, diagnose
 from distlab.run.main import out_of_memory

@@ -13,7 +13,7 @@ import pytest
 import torch.distributed as dist
 from processes import free_port, run_ranks
 
-from distlab.comm.traffic import TrafficError
+from distlab.comm.waits import TrafficError
 from distlab.rendezvous.ranks import agree, listen_at, open_store
 from simplellm.errors import InputError
 
