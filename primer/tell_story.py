@@ -19,8 +19,8 @@ from torch import Tensor
 
 from distlab.comm.devices import pick_device
 from distlab.exchange.reading import read_saved
-from distlab.run import command_line
 from distlab.run.logs import say
+from simplellm import command_line
 from simplellm.errors import InputError
 from simplellm.generation import TextStream, prompt_ids
 from simplellm.llama import CausalLLama

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from distlab.checkpoints.models import SavedModel
-from distlab.run import command_line
+from simplellm import command_line
 from simplellm.llama import CausalLLama, LLama
 from simplellm.tokenizers import SHIPPED_MODEL, SPTokenizer
 

@@ -10,7 +10,7 @@ import tyro
 
 from distlab.collectives.costs import CostModel, operations, predict
 from distlab.collectives.simulation import Link, SimulatedWorld
-from distlab.run import command_line
+from simplellm import command_line
 from simplellm.errors import InputError
 
 

@@ -15,7 +15,7 @@ import sys
 import tyro
 
 from distlab.reports.figures import FIGURES
-from distlab.run import command_line
+from simplellm import command_line
 from simplellm.errors import InputError
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ import tyro
 
 from distlab.pipeline.plan import Costs, Plan, ideal_bubble, simulate
 from distlab.pipeline.schedules import SCHEDULES, all_stages
-from distlab.run import command_line
+from simplellm import command_line
 from simplellm.errors import InputError
 
 

@@ -214,7 +214,7 @@ import signal, sys, time
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs begin with Ctrl-C ignored
 sys.path.insert(0, {str(LAB)!r})
 from primer import tell_story
-from distlab.run import command_line
+from simplellm import command_line
 
 tell = tell_story.tell
 

@@ -10,8 +10,8 @@ from typing import Annotated
 import tyro
 
 from distlab.exchange.reading import read_saved
-from distlab.run import command_line
 from distlab.run.logs import say
+from simplellm import command_line
 from simplellm.export import check_free, export
 
 

@@ -13,9 +13,10 @@ from distlab.comm.grid import Layout, layout_flags, layout_size
 from distlab.parallel.tensor import check_division
 from distlab.pipeline.schedules import SCHEDULES
 from distlab.pipeline.stages import Split, balance, read_split
-from distlab.run import command_line, resume
+from distlab.run import resume
 from distlab.run.resume import ResumePolicy
-from simplellm.errors import InputError
+from simplellm import command_line
+from simplellm.errors import InputError, require
 from simplellm.llama import check_heads
 from simplellm.sources import choose_source, open_source
 from simplellm.tokenizers import SHIPPED_MODEL, SPTokenizer
@@ -69,38 +70,31 @@ class RunSettings:
 
     def check(self) -> None:
         """Raise `InputError` for a value that cannot work, before any process waits for another."""
-        if not 0 < self.timeout <= 1e6:
-            raise InputError(f"--timeout {self.timeout}: give seconds, more than 0 and at most a million")
+        require(0 < self.timeout <= 1e6, f"--timeout {self.timeout}: give seconds, more than 0 and at most a million")
         kinds = get_type_hints(type(self))
         for field in fields(self):
             value = getattr(self, field.name)
             choices = get_args(kinds[field.name]) if get_origin(kinds[field.name]) is Literal else (value,)
-            if value not in choices:  # out of a checkpoint, whose values become defaults
-                raise InputError(f"{as_flag(field.name)} {value}: there are {', '.join(choices)}")
+            # Out of a checkpoint, whose values become defaults, it may be anything.
+            require(value in choices, f"{as_flag(field.name)} {value}: there are {', '.join(map(str, choices))}")
             for number in value if isinstance(value, list) else [value]:
-                if field.name != "seed" and isinstance(number, int) and abs(number) >= 2**31:
-                    raise InputError(f"{as_flag(field.name)} {number}: give a number of at most 31 bits")
-        for size in self.layout.values():
-            if size < 1:
-                raise InputError(f"{layout_flags(self.layout)}: every size must be at least 1")
-        if layout_size(self.layout) > MOST_RANKS:
-            raise InputError(
-                f"{layout_flags(self.layout)}: these are {layout_size(self.layout):,} ranks; give at most "
-                f"{MOST_RANKS:,}"
-            )
-        if self.master_port is not None and not 0 < self.master_port < 65536:
-            raise InputError(f"--master-port {self.master_port}: a port is a number from 1 to 65535")
-        if self.device == "cpu" and self.backend == "nccl":
-            raise InputError("--backend nccl with --device cpu: NCCL moves CUDA tensors only; use --backend gloo")
-        if not -(2**63) <= self.seed < 2**63:
-            raise InputError(f"--seed {self.seed}: give a number of at most 63 bits")
+                bits = 63 if field.name == "seed" else 31
+                fits = not isinstance(number, int) or -(2**bits) <= number < 2**bits
+                require(fits, f"{as_flag(field.name)} {number}: give a number of at most {bits} bits")
+        flags, ranks = layout_flags(self.layout), layout_size(self.layout)
+        require(all(size > 0 for size in self.layout.values()), f"{flags}: every size must be at least 1")
+        require(ranks <= MOST_RANKS, f"{flags}: these are {ranks:,} ranks; give at most {MOST_RANKS:,}")
+        port = self.master_port
+        require(port is None or 0 < port < 65536, f"--master-port {port}: a port is a number from 1 to 65535")
+        nowhere = self.device == "cpu" and self.backend == "nccl"
+        require(not nowhere, "--backend nccl with --device cpu: NCCL moves CUDA tensors only; use --backend gloo")
         if self.out is not None:
             try:
                 there = next(path for path in (self.out, *self.out.absolute().parents) if path.exists())
             except OSError as error:
                 raise InputError(f"--out {self.out}: {error.strerror}; give another folder") from None
-            if not there.is_dir() or not os.access(there, os.W_OK):
-                raise InputError(f"--out {self.out}: {there} is no folder that can be written to; give another one")
+            can_write = there.is_dir() and os.access(there, os.W_OK)
+            require(can_write, f"--out {self.out}: {there} is no folder that can be written to; give another one")
 
 
 @dataclass
@@ -142,9 +136,7 @@ class ResumableSettings(RunSettings):
 
     def check(self) -> None:
         super().check()
-        require_positive(self, "keep")
-        if self.save_every is not None:
-            require_positive(self, "save_every")
+        require_positive(self, "keep", "save_every")
 
     def decide(self) -> dict[str, Any]:
         return {"data_identity": self.data_identity}
@@ -168,19 +160,16 @@ class ResumableSettings(RunSettings):
             own = getattr(self, name)
             resume.require_same(f"{flag}: it was trained with", name, record["settings"].get(name, own), own)
         tokenizer = self.tokenizer_model
-        if tokenizer is not None and not resume.has_tokenizer(checkpoint, tokenizer):
-            given = "the one that comes with the lab"
-            if tokenizer != SHIPPED_MODEL:
-                given = f"--tokenizer {tokenizer}; leave --tokenizer out"
-            raise InputError(f"{flag}: it was trained with another tokenizer than {given}")
+        is_same = tokenizer is None or resume.has_tokenizer(checkpoint, tokenizer)
+        given = f"--tokenizer {tokenizer}; leave --tokenizer out"
+        given = "the one that comes with the lab" if tokenizer == SHIPPED_MODEL else given
+        require(is_same, f"{flag}: it was trained with another tokenizer than {given}")
         resume.check_data(checkpoint, self.data_identity)
 
     def _check_architecture(self, checkpoint: Checkpoint) -> None:
-        if checkpoint.architecture != self.architecture:
-            raise InputError(
-                f"--resume {self.resume}: its model is of the architecture {checkpoint.architecture}, not "
-                f"{self.architecture}; give a run of the same model"
-            )
+        own, its = self.architecture, checkpoint.architecture
+        sentence = f"its model is of the architecture {its}, not {own}; give a run of the same model"
+        require(own == its, f"--resume {self.resume}: {sentence}")
 
     def check_folders(self) -> None:
         """Raise `InputError` if the run cannot resume from `--resume`, or `--out` has checkpoints of another run.
@@ -190,12 +179,10 @@ class ResumableSettings(RunSettings):
         resumed = None if self.resume is None else latest_valid(self.resume, at_a_glance=True)
         if resumed is not None:
             self.check_checkpoint(resumed)
-        if not self.save_every or self.out is None or not has_checkpoints(self.out):
-            return
-        if resumed is None or not resumed.is_of_run(self.out):
-            raise InputError(
-                f"--out {self.out}: has checkpoints of another run; give another folder, or --resume {self.out}"
-            )
+        out = self.out
+        if self.save_every and out is not None and has_checkpoints(out):
+            is_own = resumed is not None and resumed.is_of_run(out)
+            require(is_own, f"--out {out}: has checkpoints of another run; give another folder, or --resume {out}")
 
 
 @dataclass
@@ -282,45 +269,32 @@ class TrainSettings(ResumableSettings):
         flag, model = f"--resume {self.resume}", checkpoint.record["model"]
         num_kv_heads = self.num_kv_heads or self.num_heads
         resume.require_same(f"{flag}: its model has", "num_kv_heads", model["num_kv_heads"], num_kv_heads)
-        if self.seq_len > model["ctx_size"]:
-            raise InputError(
-                f"{flag}: its model reads {model['ctx_size']} tokens at most, not --seq-len {self.seq_len}"
-            )
-        vocab_size = SPTokenizer(self.tokenizer).vocab_size
-        if vocab_size != model["vocab_size"]:
-            raise InputError(f"{flag}: its model has {model['vocab_size']} tokens, and its tokenizer {vocab_size}")
+        most, has, reads = model["ctx_size"], model["vocab_size"], SPTokenizer(self.tokenizer).vocab_size
+        require(self.seq_len <= most, f"{flag}: its model reads {most} tokens at most, not --seq-len {self.seq_len}")
+        require(has == reads, f"{flag}: its model has {has} tokens, and its tokenizer {reads}")
         same_ranks = self.per_rank_optimizer_state and self.layout == checkpoint.layout
-        if checkpoint.per_rank_optimizer_state and not same_ranks:
-            ranks = layout_size(checkpoint.layout)
-            raise InputError(
-                f"{flag}: each of its {ranks} ranks kept {self.optimizer}'s moments of its own gradients, which mean "
-                f"nothing to another layout; resume with the same script and {layout_flags(checkpoint.layout)}"
-            )
+        require(
+            same_ranks or not checkpoint.per_rank_optimizer_state,
+            f"{flag}: each of its {layout_size(checkpoint.layout)} ranks kept {self.optimizer}'s moments of its own "
+            "gradients, which mean nothing to another layout; resume with the same script and "
+            f"{layout_flags(checkpoint.layout)}",
+        )
 
     def check(self) -> None:
         super().check()
-        require_positive(self, "steps", "batch_size", "micro_batches", "dmodel", "num_heads", "n_layers", "lr")
-        require_positive(self, "eval_sequences")
-        if self.eval_every is not None:
-            require_positive(self, "eval_every")
-        if self.n_layers > MOST_LAYERS:
-            raise InputError(f"--n-layers {self.n_layers}: give at most {MOST_LAYERS:,}")
+        sizes = "steps batch_size micro_batches dmodel num_heads num_kv_heads n_layers lr eval_every eval_sequences"
+        require_positive(self, *sizes.split())
+        require(self.n_layers <= MOST_LAYERS, f"--n-layers {self.n_layers}: give at most {MOST_LAYERS:,}")
         for flag, sequences in (("--batch-size", self.batch_size), ("--eval-sequences", self.eval_sequences)):
-            if sequences * self.seq_len > MOST_TOKENS:
-                tokens = f"{sequences * self.seq_len:,} tokens at a time"
-                raise InputError(
-                    f"{flag} {sequences} with --seq-len {self.seq_len}: {tokens}; give at most {MOST_TOKENS:,}"
-                )
-        if self.seq_len < 2:
-            raise InputError(f"--seq-len {self.seq_len}: predicting the next token needs at least 2")
-        if self.num_kv_heads is not None:
-            require_positive(self, "num_kv_heads")
+            tokens, given = sequences * self.seq_len, f"{flag} {sequences} with --seq-len {self.seq_len}"
+            require(tokens <= MOST_TOKENS, f"{given}: {tokens:,} tokens at a time; give at most {MOST_TOKENS:,}")
+        require(self.seq_len > 1, f"--seq-len {self.seq_len}: predicting the next token needs at least 2")
         check_heads(self.dmodel, self.num_heads, self.num_kv_heads)
-        if self.batch_size % self.micro_batches:
-            raise InputError(
-                f"--batch-size {self.batch_size} with --micro-batches {self.micro_batches}: the batch must divide into "
-                f"equal micro-batches; give a multiple of {self.micro_batches}"
-            )
+        require(
+            self.batch_size % self.micro_batches == 0,
+            f"--batch-size {self.batch_size} with --micro-batches {self.micro_batches}: the batch must divide into "
+            f"equal micro-batches; give a multiple of {self.micro_batches}",
+        )
         SPTokenizer(self.tokenizer)
         if self.data not in ("auto", "tinystories"):
             for split in ("train", "validation") if self.eval_every else ("train",):
@@ -408,8 +382,7 @@ class ScheduleSettings(StageSettings):
 
     def check(self) -> None:
         super().check()
-        if self.schedule not in SCHEDULES:
-            raise InputError(f"--schedule {self.schedule}: there are {', '.join(SCHEDULES)}")
+        require(self.schedule in SCHEDULES, f"--schedule {self.schedule}: there are {', '.join(SCHEDULES)}")
 
 
 @dataclass
@@ -438,11 +411,10 @@ class HybridSettings(ScheduleSettings):
 
 
 def require_positive(settings: Any, *names: str) -> None:
-    """Raise `InputError` unless each named field is greater than zero."""
+    """Raise `InputError` unless each named field is greater than zero, or None."""
     for name in names:
         value = getattr(settings, name)
-        if not 0 < value < math.inf:
-            raise InputError(f"{as_flag(name)} {value}: must be greater than 0")
+        require(value is None or 0 < value < math.inf, f"{as_flag(name)} {value}: must be greater than 0")
 
 
 def as_flag(name: str) -> str:
