@@ -176,12 +176,10 @@ def gather_tree(tensor: Tensor, gathered: Tensor | None, dst: int, endpoint: End
         collect(scratch_buffer(tensor, count=size - relative_rank))
         return
     with InPlace(one_for_each_rank(gathered, tensor, size)) as whole:
-        if dst == 0:  # the parts arrive in the order of the ranks
-            collect(whole)
-            return
-        parts = scratch_buffer(tensor, count=size)
+        parts = whole if dst == 0 else scratch_buffer(tensor, count=size)  # where the parts are in the ranks' order
         collect(parts)
-        whole[dst:], whole[:dst] = parts[: size - dst], parts[size - dst :]
+        if dst > 0:
+            whole[dst:], whole[:dst] = parts[: size - dst], parts[size - dst :]
 
 
 def allgather_naive(tensor: Tensor, gathered: Tensor, endpoint: Endpoint = dist) -> None:
