@@ -99,8 +99,10 @@ class Probes:
             "adding": lambda: add() if rank == 0 else None,
             "copying": lambda: copy() if rank == 0 else None,
         }
-        sending: dict[str, Work] = {"tiny": partial(ping_pong, tiny), "alone": partial(ping_pong, parts[0]), "together": shift_all}
-        return {**sending, "all_adding": add, **computing} if size > 1 else computing
+        if size == 1:
+            return computing
+        ping_pongs: dict[str, Work] = {"tiny": partial(ping_pong, tiny), "alone": partial(ping_pong, parts[0])}
+        return {**ping_pongs, "together": shift_all, "all_adding": add, **computing}
 
     def costs(self, seconds: Mapping[str, list[float]], world_size: int) -> CostModel:
         """The model's numbers.
