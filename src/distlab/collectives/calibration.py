@@ -63,10 +63,10 @@ class Probes:
     def works(self, endpoint: Endpoint = dist, device: str = "cpu") -> dict[str, Work]:
         """What this rank runs, by name; in a world of one there is nothing to send.
 
-        "tiny" and "alone" are a number and a large message to and fro between ranks 0 and 1; "together" has every rank
-        send its tensor to the next one, message by message. "adding" and "copying" run on rank 0 alone, "all_adding" on
-        all ranks. Successive messages go through the tensor; the ping-pong repeats the same one, as a rank of a naive
-        topology sends the same tensor again.
+        "tiny" and "alone" are ping-pongs of a number and of a large message between ranks 0 and 1; in "together" every
+        rank sends its tensor to the next one, message by message. "adding" and "copying" run on rank 0 alone,
+        "all_adding" on all ranks. Successive messages go through the tensor; the ping-pong repeats the same one, as a
+        rank of a naive topology sends the same tensor again.
 
         Args:
             endpoint: this rank's.
@@ -133,8 +133,7 @@ def measure(work: Work, rounds: int) -> float:
 def seconds_in_turn(works: Mapping[str, Work], rounds: int, in_a_row: int = 1) -> dict[str, list[float]]:
     """Seconds that the slowest rank takes, from when it left a barrier, of each in each round; the first is left out.
 
-    In each round one follows the other, to and fro: what a computer does besides, and how fast it is just then,
-    concerns them all.
+    In each round one follows the other, in alternating order: other load and the computer's speed affect all alike.
 
     Args:
         works: what each rank runs, by name.

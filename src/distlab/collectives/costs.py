@@ -131,7 +131,6 @@ class _Computing(TorchDispatchMode):
         self._endpoint = endpoint
         self._bytes_per_second = {
             torch.ops.aten.add.out: costs.combined_bytes_per_second,
-            torch.ops.aten.add.Tensor: costs.combined_bytes_per_second,
             torch.ops.aten.copy_.default: costs.copied_bytes_per_second,
             torch.ops.aten.clone.default: costs.copied_bytes_per_second,
         }
