@@ -23,24 +23,3 @@ from distlab.collectives.algorithms import (
     reducescatter_ring,
     shift,
 )
-
-__all__ = [
-    "ALL_REDUCES",
-    "allgather_naive",
-    "allgather_ring",
-    "allgather_tree",
-    "allreduce_butterfly",
-    "allreduce_naive",
-    "allreduce_ring",
-    "allreduce_tree",
-    "broadcast_naive",
-    "broadcast_ring",
-    "broadcast_tree",
-    "gather_naive",
-    "gather_tree",
-    "reduce_naive",
-    "reduce_tree",
-    "reducescatter_naive",
-    "reducescatter_ring",
-    "shift",
-]

@@ -14,6 +14,7 @@ operations in MPICH", 2005.
 
 from collections.abc import Callable
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ReduceOp
@@ -76,16 +77,17 @@ def reduce_tree(tensor: Tensor, dst: int, op: Op = ReduceOp.SUM, endpoint: Endpo
     combine = reduce_function(op, tensor.dtype)
     size, relative_rank, rank_at = _ranks_from(dst, endpoint)
     with InPlace(tensor, is_changed=relative_rank == 0) as data:
-        partial = data if relative_rank == 0 else None
+        partial = data
         for distance in reversed(_powers_of_two(size)):
             if relative_rank < distance and relative_rank + distance < size:
                 received = scratch_buffer(data)
                 endpoint.recv(received, rank_at(relative_rank + distance))
-                # Only the root's tensor is the caller's to change. Elsewhere the sum is sent, so it gets memory of its
-                # own: the next call might change a scratch buffer before it has arrived.
-                partial = combine(data if partial is None else partial, received, out=partial)
+                # Only the root's tensor is the caller's to change. The others send their sums, so these need memory of
+                # their own: the next call might change a scratch buffer before it has arrived.
+                into = torch.empty_like(data) if partial is data and relative_rank > 0 else partial
+                partial = combine(partial, received, out=into)
             elif distance <= relative_rank < 2 * distance:
-                endpoint.send(data if partial is None else partial, rank_at(relative_rank - distance))
+                endpoint.send(partial, rank_at(relative_rank - distance))
 
 
 def allreduce_naive(tensor: Tensor, op: Op = ReduceOp.SUM, endpoint: Endpoint = dist) -> None:
@@ -176,12 +178,10 @@ def gather_tree(tensor: Tensor, gathered: Tensor | None, dst: int, endpoint: End
         collect(scratch_buffer(tensor, count=size - relative_rank))
         return
     with InPlace(one_for_each_rank(gathered, tensor, size)) as whole:
-        if dst == 0:  # the parts arrive in the order of the ranks
-            collect(whole)
-            return
-        parts = scratch_buffer(tensor, count=size)
+        parts = whole if dst == 0 else scratch_buffer(tensor, count=size)  # where the parts are in the ranks' order
         collect(parts)
-        whole[dst:], whole[:dst] = parts[: size - dst], parts[size - dst :]
+        if dst > 0:
+            whole[dst:], whole[:dst] = parts[: size - dst], parts[size - dst :]
 
 
 def allgather_naive(tensor: Tensor, gathered: Tensor, endpoint: Endpoint = dist) -> None:

@@ -1,5 +1,6 @@
 """What the collectives by hand work with: contiguous memory, and an element-wise operation."""
 
+import contextlib
 import functools
 import threading
 from collections.abc import Callable
@@ -22,7 +23,7 @@ class InPlace:
     """A contiguous view or copy of a tensor, since messages are contiguous; a copy is written back at the end.
 
     Args:
-        tensor: the caller's; the gradients of what becomes of it are not of interest.
+        tensor: the caller's; its gradient does not flow through.
         is_changed: whether to write back.
     """
 
@@ -40,10 +41,10 @@ class InPlace:
 
 
 def scratch_buffer(like: Tensor, number: int = 0, count: int | None = None) -> Tensor:
-    """Memory to receive into: like a tensor, or like `count` of them; another one for another number.
+    """Memory to receive into: like a tensor, or like `count` of them; each number has its own.
 
-    The last few, if they are not very large, are kept for the next call: the operating system clears fresh memory page
-    by page when it is first written to, which takes as long as a message does.
+    The last few are kept for the next call, unless they are very large: the operating system clears fresh memory page
+    by page when it is first written to, which takes as long as a message.
     """
     shape = like.shape if count is None else torch.Size((count, *like.shape))
     if like.is_meta or shape.numel() * like.element_size() > KEPT_BYTES:
@@ -65,21 +66,13 @@ def reduce_function(op: Op, dtype: torch.dtype) -> Callable[..., Tensor]:
         ValueError: it is none of `COMBINE`, or torch has none for the type; on every rank, so that none waits.
     """
     for known, function in COMBINE.items():
-        if op == known and _can_combine(function, dtype):
-            return function
+        if op == known:
+            with contextlib.suppress(RuntimeError):  # the greatest of complex numbers, for one, is not defined
+                function(torch.zeros(1, dtype=dtype), torch.zeros(1, dtype=dtype))
+                return function
     raise ValueError(
         f"{op} of {dtype}: the collectives combine with SUM, PRODUCT, MAX or MIN, as far as torch has them for a type"
     )
-
-
-def _can_combine(function: Callable[..., Tensor], dtype: torch.dtype) -> bool:
-    """Whether torch can: the greatest of complex numbers, for one, is not defined."""
-    try:
-        number = torch.zeros(1, dtype=dtype)
-        function(number, number)
-    except RuntimeError:
-        return False
-    return True
 
 
 def one_for_each_rank(parts: Tensor | None, part: Tensor, world_size: int) -> Tensor:

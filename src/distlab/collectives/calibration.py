@@ -4,15 +4,16 @@ import itertools
 import math
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from distlab.collectives.algorithms import shift
-from distlab.collectives.costs import NUMBER_BYTES, CostModel
+from distlab.collectives.costs import NUMBER_BYTES, CostModel, Work
 from distlab.collectives.simulation import Link
 from distlab.comm.endpoint import Endpoint
 
@@ -59,13 +60,13 @@ class Probes:
         """How many a rank makes."""
         return max(1, ADDED_BYTES // self.message_bytes)
 
-    def works(self, endpoint: Endpoint = dist, device: str = "cpu") -> dict[str, Callable[[], object]]:
+    def works(self, endpoint: Endpoint = dist, device: str = "cpu") -> dict[str, Work]:
         """What this rank runs, by name; in a world of one there is nothing to send.
 
-        "tiny" and "alone" are a number and a large message to and fro between ranks 0 and 1; "together" has every rank
-        send its tensor to the next one, message by message. "adding" and "copying" are rank 0 alone at it, "all_adding"
-        all ranks. Where one message follows another they go through the tensor; the ping-pong is played with the same
-        one again, as a rank of a naive topology sends the same tensor again.
+        "tiny" and "alone" are ping-pongs of a number and of a large message between ranks 0 and 1; in "together" every
+        rank sends its tensor to the next one, message by message. "adding" and "copying" run on rank 0 alone,
+        "all_adding" on all ranks. Successive messages go through the tensor; the ping-pong repeats the same one, as a
+        rank of a naive topology sends the same tensor again.
 
         Args:
             endpoint: this rank's.
@@ -78,12 +79,9 @@ class Probes:
         pairs = list(zip(parts, others, strict=True))
 
         def ping_pong(tensor: Tensor) -> None:
-            if rank == 0:
-                endpoint.send(tensor, 1)
-                endpoint.recv(tensor, 1)
-            elif rank == 1:
-                endpoint.recv(tensor, 0)
-                endpoint.send(tensor, 0)
+            for sender in (0, 1):
+                if rank < 2:
+                    (endpoint.send if rank == sender else endpoint.recv)(tensor, 1 - rank)
 
         def shift_all() -> None:
             for part, received in pairs:
@@ -97,19 +95,14 @@ class Probes:
             for part, other in pairs:
                 part.copy_(other)
 
-        computing: dict[str, Callable[[], object]] = {
+        computing: dict[str, Work] = {
             "adding": lambda: add() if rank == 0 else None,
             "copying": lambda: copy() if rank == 0 else None,
         }
         if size == 1:
             return computing
-        return {
-            "tiny": lambda: ping_pong(tiny),
-            "alone": lambda: ping_pong(parts[0]),
-            "together": shift_all,
-            "all_adding": add,
-            **computing,
-        }
+        ping_pongs: dict[str, Work] = {"tiny": partial(ping_pong, tiny), "alone": partial(ping_pong, parts[0])}
+        return {**ping_pongs, "together": shift_all, "all_adding": add, **computing}
 
     def costs(self, seconds: Mapping[str, list[float]], world_size: int) -> CostModel:
         """The model's numbers.
@@ -131,19 +124,16 @@ class Probes:
         return CostModel(link, moved / typical["together"], combined, copied, ranks_at_once)
 
 
-def measure(work: Callable[[], object], rounds: int) -> float:
+def measure(work: Work, rounds: int) -> float:
     """Seconds until the slowest rank has finished, the median of `rounds`."""
     [seconds] = seconds_in_turn({"work": work}, rounds).values()
     return statistics.median(seconds)
 
 
-def seconds_in_turn(
-    works: Mapping[str, Callable[[], object]], rounds: int, in_a_row: int = 1
-) -> dict[str, list[float]]:
+def seconds_in_turn(works: Mapping[str, Work], rounds: int, in_a_row: int = 1) -> dict[str, list[float]]:
     """Seconds that the slowest rank takes, from when it left a barrier, of each in each round; the first is left out.
 
-    In each round one follows the other, to and fro: what a computer does besides, and how fast it is just then,
-    concerns them all.
+    In each round one follows the other, in alternating order: other load and the computer's speed affect all alike.
 
     Args:
         works: what each rank runs, by name.

@@ -13,13 +13,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed import ReduceOp
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from distlab import collectives as by_hand
 from distlab.collectives.simulation import Link, SimulatedEndpoint, SimulatedWorld
 from distlab.comm.endpoint import Endpoint
 
+Work = Callable[[], object]
 LIBRARY = "library"
 NUMBER_BYTES = 4  # float32
 
@@ -34,6 +34,7 @@ class CostModel:
         combined_bytes_per_second: adding one tensor to another, on one rank alone.
         copied_bytes_per_second: copying one to another, on one rank alone.
         ranks_at_once: how many can add at that speed at the same time; more of them share what these can do.
+        one_card: a rank's messages at the same time share its link, as those of a computer on a network do.
     """
 
     link: Link
@@ -42,7 +43,6 @@ class CostModel:
     copied_bytes_per_second: float = math.inf
     ranks_at_once: float = math.inf
     one_card: bool = False
-    """whether a rank's messages at the same time share its link, as those of a computer on a network do"""
 
     def __str__(self) -> str:
         rates = self.shared_bytes_per_second, self.combined_bytes_per_second, self.copied_bytes_per_second
@@ -60,9 +60,7 @@ def whole_numbers(size_bytes: int, world_size: int) -> int:
     return max(1, math.ceil(size_bytes / share)) * share
 
 
-def operations(
-    size_bytes: int, endpoint: Endpoint = dist, device: str = "cpu"
-) -> dict[str, dict[str, Callable[[], object]]]:
+def operations(size_bytes: int, endpoint: Endpoint = dist, device: str = "cpu") -> dict[str, dict[str, Work]]:
     """What a rank can run: by operation and topology, with root 0.
 
     Args:
@@ -73,40 +71,23 @@ def operations(
     """
     rank, size = endpoint.get_rank(), endpoint.get_world_size()
     whole = torch.ones(size, whole_numbers(size_bytes, size) // (NUMBER_BYTES * size), device=device)
-    part, at_root = whole[0].clone(), whole if rank == 0 else None
-    return {
-        "broadcast": {
-            "naive": partial(by_hand.broadcast_naive, whole, 0, endpoint),
-            "tree": partial(by_hand.broadcast_tree, whole, 0, endpoint),
-            "ring": partial(by_hand.broadcast_ring, whole, 0, endpoint),
-            LIBRARY: lambda: dist.broadcast(whole, 0),
-        },
-        "reduce": {
-            "naive": partial(by_hand.reduce_naive, whole, 0, endpoint=endpoint),
-            "tree": partial(by_hand.reduce_tree, whole, 0, endpoint=endpoint),
-            LIBRARY: lambda: dist.reduce(whole, 0),
-        },
-        "all-reduce": {
-            **{name: partial(work, whole, ReduceOp.SUM, endpoint) for name, work in by_hand.ALL_REDUCES.items()},
-            LIBRARY: lambda: dist.all_reduce(whole),
-        },
-        "gather": {
-            "naive": partial(by_hand.gather_naive, part, at_root, 0, endpoint),
-            "tree": partial(by_hand.gather_tree, part, at_root, 0, endpoint),
-            LIBRARY: lambda: dist.gather(part, None if at_root is None else list(at_root), 0),
-        },
-        "all-gather": {
-            "naive": partial(by_hand.allgather_naive, part, whole, endpoint),
-            "tree": partial(by_hand.allgather_tree, part, whole, endpoint),
-            "ring": partial(by_hand.allgather_ring, part, whole, endpoint),
-            LIBRARY: lambda: dist.all_gather(list(whole), part),
-        },
-        "reduce-scatter": {
-            "naive": partial(by_hand.reducescatter_naive, whole, part, endpoint=endpoint),
-            "ring": partial(by_hand.reducescatter_ring, whole, part, endpoint=endpoint),
-            LIBRARY: lambda: dist.reduce_scatter(part, list(whole)),
-        },
-    }
+    part, parts = whole[0].clone(), list(whole)
+    at_root = (whole, parts) if rank == 0 else (None, None)
+    table: list[tuple[str, str, tuple[Any, ...], Work]] = [
+        ("broadcast", "naive tree ring", (whole, 0), lambda: dist.broadcast(whole, 0)),
+        ("reduce", "naive tree", (whole, 0), lambda: dist.reduce(whole, 0)),
+        ("all-reduce", "naive tree butterfly ring", (whole,), lambda: dist.all_reduce(whole)),
+        ("gather", "naive tree", (part, at_root[0], 0), lambda: dist.gather(part, at_root[1], 0)),
+        ("all-gather", "naive tree ring", (part, whole), lambda: dist.all_gather(parts, part)),
+        ("reduce-scatter", "naive ring", (whole, part), lambda: dist.reduce_scatter(part, parts)),
+    ]
+    works: dict[str, dict[str, Work]] = {}
+    for operation, topologies, arguments, library in table:
+        for topology in topologies.split():
+            function = getattr(by_hand, f"{operation.replace('-', '')}_{topology}")
+            works.setdefault(operation, {})[topology] = partial(function, *arguments, endpoint=endpoint)
+        works[operation][LIBRARY] = library
+    return works
 
 
 def predict(
@@ -114,14 +95,14 @@ def predict(
 ) -> SimulatedWorld:
     """A simulated world in which the operation has run so many times; its `makespan` is the predicted time of all."""
 
-    def work(endpoint: SimulatedEndpoint) -> Callable[[], object]:
+    def work(endpoint: SimulatedEndpoint) -> Work:
         return operations(size_bytes, endpoint, device="meta")[operation][topology]
 
     return simulate(work, world_size, costs, in_a_row)
 
 
 def simulate(
-    work: Callable[[SimulatedEndpoint], Callable[[], object]], world_size: int, costs: CostModel, in_a_row: int = 1
+    work: Callable[[SimulatedEndpoint], Work], world_size: int, costs: CostModel, in_a_row: int = 1
 ) -> SimulatedWorld:
     """A simulated world in which each rank has run, so many times, what `work` gives it; its tensors are on "meta"."""
     world = SimulatedWorld(
@@ -150,7 +131,6 @@ class _Computing(TorchDispatchMode):
         self._endpoint = endpoint
         self._bytes_per_second = {
             torch.ops.aten.add.out: costs.combined_bytes_per_second,
-            torch.ops.aten.add.Tensor: costs.combined_bytes_per_second,
             torch.ops.aten.copy_.default: costs.copied_bytes_per_second,
             torch.ops.aten.clone.default: costs.copied_bytes_per_second,
         }

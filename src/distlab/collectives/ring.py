@@ -1,11 +1,11 @@
-"""The ring all-reduce by hand: chunks go round a ring of ranks, in messages of about 1 MB.
+"""The ring all-reduce by hand: chunks travel around a ring of ranks, in messages of about 1 MB.
 
 The algorithm: Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations", 2009.
 
-Most of the time is that of copying, in the kernel, what ranks send each other. What is left to save is in between:
-whenever a rank is woken up for a message, the copying has emptied the caches, and each Python or torch function that it
-calls for the first time since then costs tens of microseconds. So all that depends only on the sizes is worked out once
-(`_route`), the segments are made in one call, and messages go through the process group's own methods.
+Most of the time is spent in the kernel, copying messages. What can be saved is in between: each message leaves the
+caches cold, so that every Python or torch function called for the first time after it costs tens of microseconds. So
+all that depends only on the sizes is computed once (`_route`), the segments are made in one call, and messages go
+through the process group's own methods.
 """
 
 import functools
@@ -32,18 +32,18 @@ def allreduce_ring(
     both_ways_bytes: int = BOTH_WAYS_BYTES,
     segment_bytes: int = SEGMENT_BYTES,
 ) -> None:
-    """Combine all tensors on every rank: chunks go round a ring, first to be combined, then to be handed out.
+    """Combine all tensors on every rank: chunks travel around a ring, first to be combined, then to be distributed.
 
-    Each rank sends 2 (n - 1) / n of the tensor, whatever the world size n, and receives as much at the same time. Of a
-    large tensor one half goes round the other way, so that between any two neighbours, too, both directions are busy
-    (between two ranks they are anyway); a smaller one is not worth twice as many messages.
+    In a world of n each rank sends 2 (n - 1) / n of the tensor, and receives as much at the same time. One half of a
+    large tensor travels the other way, so that both directions are busy between any two neighbours (between two ranks
+    they are anyway); a smaller one is not worth twice as many messages.
 
     Args:
         tensor: this rank's; the result on every rank.
         op: how to combine.
         endpoint: what to send and receive through.
-        both_ways_bytes: large is a tensor with at least this much for each rank.
-        segment_bytes: a chunk travels in messages of about this much.
+        both_ways_bytes: a tensor is large if it has at least so many for each rank.
+        segment_bytes: approximate size of a message.
     """
     combine = reduce_function(op, tensor.dtype)
     if endpoint is dist:
@@ -71,7 +71,7 @@ def _around(
         step: 1 to send to the next rank, -1 to the one before.
         combine: the element-wise function.
         endpoint: what to send and receive through.
-        segment_bytes: what a message is to have, about.
+        segment_bytes: approximate size of a message.
     """
     rank, size = endpoint.get_rank(), endpoint.get_world_size()
     following, preceding = (rank + step) % size, (rank - step) % size
@@ -99,12 +99,12 @@ def _around(
 
 
 class Turn(NamedTuple):
-    """A step of a rank's work; segments have numbers.
+    """A step of a rank's work; segments are numbered.
 
     Attributes:
         outgoing: the segments to send.
         arriving: the one to receive meanwhile.
-        is_combined: with what this rank has of it; otherwise it is part of the result, and takes its place.
+        is_combined: with this rank's own segment; otherwise it is part of the result and replaces that.
     """
 
     outgoing: tuple[int, ...]
@@ -116,12 +116,11 @@ class Turn(NamedTuple):
 def _route(
     elements: int, element_bytes: int, rank: int, size: int, step: int, segment_bytes: int
 ) -> tuple[tuple[int, ...], tuple[Turn, ...]]:
-    """How a tensor goes round the ring: its segments' sizes, of which the first is the greatest, and the turns.
+    """How a tensor travels around the ring: its segments' sizes, of which the first is the greatest, and the turns.
 
-    Each rank has a chunk that sets out from it and goes round nearly twice: first to be combined with those of the
-    other ranks, then to be handed out. So what arrives is what the rank before had a chunk ago, and what goes out is
-    what arrived a chunk ago. A chunk has as many segments as make them about `segment_bytes` each. A tensor of fewer
-    elements than ranks has empty ones, which travel all the same.
+    Each rank's chunk travels around nearly twice: first to be combined with those of the other ranks, then to be
+    distributed. So what arrives is what the rank before had a chunk ago, and what is sent is what arrived a chunk ago.
+    A tensor of fewer elements than ranks has empty segments, which are sent all the same.
     """
     chunks = _sizes_of_parts(elements, size)
     in_chunk = max(1, min(chunks[0], round(chunks[0] * element_bytes / segment_bytes)))

@@ -121,12 +121,11 @@ class SimulatedWorld:
         size: number of ranks.
         link: what a message costs.
         links: what it costs on single links, by (sender, receiver).
-        shared_bytes_per_second: what one message from every rank at the same time share, as those do whose ranks are on
-            one computer; fewer hinder each other less. Their latency, which is work for its cores, too, then counts
-            like the bytes that could go meanwhile.
-        ranks_at_once: how many can `compute` at full speed at the same time; more of them share what these can do.
-        one_card: whether what a rank sends at the same time shares its link's bytes per second, and what it receives,
-            as with one network card; otherwise there is a link for each pair and direction.
+        shared_bytes_per_second: total if every rank sends a message at the same time, as on one computer; fewer slow
+            each other down less. Their latency, which is work for its cores, too, then counts like bytes.
+        ranks_at_once: how many can `compute` at full speed at the same time; more share the speed of so many.
+        one_card: whether all that a rank sends at the same time shares its link, and all that it receives, as with one
+            network card; otherwise there is a link for each pair and direction.
         keep_messages: whether to remember all messages.
 
     Attributes:
@@ -395,7 +394,7 @@ class SimulatedEndpoint:
 
 @contextmanager
 def _one_core() -> Iterator[None]:
-    """Have threads that start here stay on one core, where those that take turns hand over twice as fast."""
+    """Keep threads that start inside on one core: those that take turns hand over twice as fast there."""
     if not hasattr(os, "sched_setaffinity"):
         yield
         return

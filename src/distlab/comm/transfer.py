@@ -27,7 +27,7 @@ class Background:
 
 
 class Transfer:
-    """A message or collective under way. The tensor is its own again after `wait`.
+    """A message or collective under way. The tensor is the caller's again after `wait`.
 
     Args:
         waits: names the wait, and has its deadline.
@@ -35,7 +35,7 @@ class Transfer:
         wait: what is waited for.
         work: what torch has under way; None if there is nothing to wait for.
         tensor: the caller's.
-        carried: what `work` sends or fills: `tensor` itself, or the memory from `host_buffer`.
+        carried: what `work` sends or fills: `tensor` itself or its `host_buffer`.
     """
 
     def __init__(

@@ -76,6 +76,8 @@ def test_a_part_that_is_copied_takes_its_time() -> None:
     costs = CostModel(Link(), math.inf, math.inf, copied_bytes_per_second=1e9)
     assert predict("gather", "naive", SIZE_BYTES, 4, costs).makespan == pytest.approx(0.001)  # the root's own
     assert predict("broadcast", "naive", SIZE_BYTES, 4, costs).makespan == 0
+    butterfly = predict("all-reduce", "butterfly", SIZE_BYTES, 4, costs).makespan
+    assert butterfly == pytest.approx(2 * 0.004), "in each round the higher rank sends a copy"
 
 
 def test_sizes_are_rounded_up_to_whole_numbers_for_each_rank() -> None:
