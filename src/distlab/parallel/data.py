@@ -7,12 +7,14 @@ then instead is local SGD or federated averaging (McMahan et al., arXiv 1602.056
 
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
-from distlab.comm.traffic import Transfer, traffic
+from distlab.comm.traffic import Transfer, traffic, world_size
 
 BUCKET_BYTES = 25_000_000
 
@@ -42,7 +44,7 @@ class Bucket:
 
 
 class GradientBuckets:
-    """Collects gradients into buckets while the backward pass computes them, and says when each bucket is full.
+    """Collects gradients into buckets while the backward pass computes them, and reports when each bucket is full.
 
     The backward pass reaches the last layers first, so buckets are filled from the model's end, and handed to
     `on_full` in that order on every rank. After it, each `parameter.grad` is a view of its bucket: what happens to
@@ -123,6 +125,57 @@ def _split(parameters: Sequence[Tensor], bucket_bytes: int) -> Iterator[list[Ten
         yield group
 
 
+class AveragedGradients(GradientBuckets):
+    """Gradients averaged over the ranks: each bucket as soon as it is full, while the backward pass still runs.
+
+    Args:
+        parameters, backward_passes, bucket_bytes: as for `GradientBuckets`.
+        group: the ranks that average; by default, all.
+        by_hand: one of `distlab.collectives.ALL_REDUCES`, over all ranks, instead of the library's. These cannot
+            average: the ranks' gradients are summed, and then divided.
+        of: what they are the gradients of, for the names of waits, e.g. "stage 1".
+    """
+
+    def __init__(
+        self,
+        parameters: Iterable[Tensor],
+        *,
+        group: "dist.ProcessGroup | None" = None,
+        backward_passes: int = 1,
+        by_hand: "Callable[[Tensor, dist.ReduceOp.RedOpType], None] | None" = None,
+        of: str = "",
+        bucket_bytes: int = BUCKET_BYTES,
+    ) -> None:
+        super().__init__(parameters, self._average, backward_passes, bucket_bytes)
+        self._group, self._by_hand, self._of = group, by_hand, of and f" of {of}"
+        self._transfers: list[Transfer] = []
+
+    def _average(self, bucket: Bucket) -> None:
+        op = dist.ReduceOp.AVG if self._by_hand is None else dist.ReduceOp.SUM
+        self._transfers.append(
+            traffic.all_reduce(
+                bucket.flat, f"{bucket}{self._of}", kind="gradients", op=op, group=self._group, by_hand=self._by_hand
+            )
+        )
+
+    def finish(self) -> None:
+        """Return when every gradient is the average: to be called after the last backward pass of a step."""
+        self.flush()
+        self._wait()
+        if self._by_hand is not None:
+            for bucket in self:
+                bucket.flat /= world_size()
+
+    def restart(self) -> None:
+        """Begin the step anew, after a backward pass that raised."""
+        self._wait()  # or what has been started would overwrite the gradients to come
+        self.expect_gradients()
+
+    def _wait(self) -> None:
+        while self._transfers:
+            self._transfers.pop(0).wait()
+
+
 class MyDP(nn.Module):
     """Wraps a model so that its backward pass averages the gradients over all ranks, as DistributedDataParallel does.
 
@@ -132,29 +185,25 @@ class MyDP(nn.Module):
 
     Args:
         model: on every rank the same architecture; the weights may differ.
+        bucket_bytes: as for `GradientBuckets`.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, bucket_bytes: int = BUCKET_BYTES) -> None:
         super().__init__()
         self.model = model
         broadcast_weights(model)
         for parameter in model.parameters():
             if parameter.requires_grad:
                 parameter.register_post_accumulate_grad_hook(self._finish_after_this_pass)
-        self._buckets = GradientBuckets(model.parameters(), on_full=self._average)
-        self._transfers: list[Transfer] = []
+        self._gradients = AveragedGradients(model.parameters(), bucket_bytes=bucket_bytes)
         self._in_backward_pass = False
 
     def forward(self, data: Tensor, target: Tensor | None = None) -> object:
         """What the model returns for `data`, or for `(data, target)` where a target is given."""
-        if self._in_backward_pass:  # the last one ended with an exception
+        if self._in_backward_pass:  # the last one raised
             self._in_backward_pass = False
-            self._transfers.clear()
-            self._buckets.expect_gradients()
+            self._gradients.restart()
         return self.model(data) if target is None else self.model(data, target)
-
-    def _average(self, bucket: Bucket) -> None:
-        self._transfers.append(traffic.all_reduce(bucket.flat, str(bucket), kind="gradients"))
 
     def _finish_after_this_pass(self, _: Tensor) -> None:
         if not self._in_backward_pass:
@@ -162,32 +211,45 @@ class MyDP(nn.Module):
             torch.autograd.Variable._execution_engine.queue_callback(self._finish)
 
     def _finish(self) -> None:
-        self._buckets.flush()
-        for transfer in self._transfers:
-            transfer.wait()
-        self._transfers.clear()
+        self._gradients.finish()
         self._in_backward_pass = False
 
 
-def average_bucket(_: object, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
-    """DistributedDataParallel's communication hook: its average, but through `traffic`, which counts what is sent."""
-    name = f"the gradients of bucket {bucket.index()}"
-    transfer = traffic.all_reduce(bucket.buffer(), name, kind="gradients")
-    return transfer.future(is_waited_for=bucket.is_last())
+def through_traffic(wrapped: DistributedDataParallel) -> DistributedDataParallel:
+    """Have torch's wrapper average gradients through `traffic`, which counts what is sent; returns the wrapper.
 
-
-def settle_buckets(wrapped: nn.Module, loss: Callable[[], Tensor]) -> None:
-    """Have torch's wrapper put the gradients into the buckets that it uses from the second step of a run on.
-
-    It forms them anew after its first backward pass, in the order in which the gradients came. A sum that is rounded
-    depends on the place that it has in a bucket, so a run that goes on has made a pass before, too.
-
-    Args:
-        wrapped: the model in its wrapper; its gradients are none afterwards.
-        loss: of any input.
+    The wrapper forms its buckets anew after its first backward pass, in the order in which the gradients came. A sum
+    that is rounded depends on the place that it has in a bucket: a resumed run, which has to begin with the buckets of
+    the run that it continues, would differ from that in the last digits. So the first call in training comes after a
+    backward pass of its own, whose gradients are neither sent nor kept, and all steps have the same buckets.
     """
-    loss().backward()
-    wrapped.zero_grad(set_to_none=True)
+    settling = False
+
+    def average(_: object, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+        if settling:
+            own: torch.futures.Future[Tensor] = torch.futures.Future()
+            own.set_result(bucket.buffer())
+            return own
+        name = f"the gradients of bucket {bucket.index()}"
+        transfer = traffic.all_reduce(bucket.buffer(), name, kind="gradients")
+        return transfer.future(is_waited_for=bucket.is_last())
+
+    def settle(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        nonlocal settling
+        if not torch.is_grad_enabled():
+            return
+        handle.remove()
+        settling = True
+        with torch.random.fork_rng({p.device for p in wrapped.parameters() if p.is_cuda}):
+            result = wrapped(*args, **kwargs)
+        outputs = (result,) if isinstance(result, Tensor) else result
+        next(x for x in outputs if isinstance(x, Tensor) and x.requires_grad).sum().backward()
+        wrapped.zero_grad()
+        settling = False
+
+    wrapped.register_comm_hook(None, average)
+    handle = wrapped.register_forward_pre_hook(settle, with_kwargs=True)
+    return wrapped
 
 
 def broadcast_weights(model: nn.Module) -> None:
@@ -219,7 +281,10 @@ def check_parameter_closeness(model: nn.Module) -> bool:
     parameters = list(model.named_parameters())
     kinds = repr([(name, parameter.shape, parameter.dtype) for name, parameter in parameters])
     device = parameters[0][1].device
-    if not _same_everywhere(torch.tensor(zlib.crc32(kinds.encode()), device=device)):
+    checksum = zlib.crc32(kinds.encode())
+    most = torch.tensor([checksum, -checksum], device=device)
+    traffic.all_reduce(most, "the shapes of a model", kind="check", op=dist.ReduceOp.MAX).wait()
+    if most[0] != -most[1]:  # the greatest and the least
         return False
     close = True
     for name, parameter in parameters:
@@ -229,10 +294,3 @@ def check_parameter_closeness(model: nn.Module) -> bool:
     verdict = torch.tensor(int(close), device=device)
     traffic.all_reduce(verdict, "the ranks' verdicts", kind="check", op=dist.ReduceOp.MIN).wait()
     return bool(verdict)
-
-
-def _same_everywhere(values: Tensor) -> bool:
-    least, most = values.clone(), values.clone()
-    traffic.all_reduce(least, "the shapes of a model", kind="check", op=dist.ReduceOp.MIN).wait()
-    traffic.all_reduce(most, "the shapes of a model", kind="check", op=dist.ReduceOp.MAX).wait()
-    return torch.equal(least, most)
