@@ -58,7 +58,7 @@ def keep_slice(layer: nn.Module, dim: int) -> None:
     """
     whole = layer.get_parameter("weight").detach()
     layer.weight = own = nn.Parameter(whole.chunk(pcomm.tp_degree, dim)[pcomm.tp_rank].clone())
-    own.held_slice = dim, pcomm.tp_rank * own.shape[dim], whole.shape[dim]  # type: ignore[attr-defined]
+    own.shard_spec = dim, pcomm.tp_rank * own.shape[dim], whole.shape[dim]  # type: ignore[attr-defined]
 
 
 class ColWiseLinear(nn.Module):

@@ -29,15 +29,10 @@ class Bucket:
     """
 
     def __init__(self, index: int, parameters: Sequence[Tensor]) -> None:
-        self.index = index
-        self.parameters = parameters
-        first = parameters[0]
-        self.flat = torch.zeros(sum(p.numel() for p in parameters), dtype=first.dtype, device=first.device)
-        self.views = [
-            part.view_as(p)
-            for p, part in zip(parameters, self.flat.split([p.numel() for p in parameters]), strict=True)
-        ]
-        self.missing = 0
+        self.index, self.parameters, self.missing = index, parameters, 0
+        lengths = [p.numel() for p in parameters]
+        self.flat = parameters[0].new_zeros(sum(lengths))
+        self.views = [part.view_as(p) for p, part in zip(parameters, self.flat.split(lengths), strict=True)]
 
     def __str__(self) -> str:
         return f"the gradients of bucket {self.index}"
@@ -66,9 +61,8 @@ class GradientBuckets:
         bucket_bytes: int = BUCKET_BYTES,
     ) -> None:
         self._on_full, self._backward_passes = on_full, backward_passes
-        self._buckets = [
-            Bucket(index, group) for index, group in enumerate(_split(list(parameters)[::-1], bucket_bytes))
-        ]
+        groups = _split(list(parameters)[::-1], bucket_bytes)
+        self._buckets = [Bucket(index, group) for index, group in enumerate(groups)]
         for bucket in self._buckets:
             for parameter, view in zip(bucket.parameters, bucket.views, strict=True):
                 parameter.register_post_accumulate_grad_hook(self._collector(bucket, view))
@@ -101,8 +95,7 @@ class GradientBuckets:
                 view.copy_(parameter.grad)
                 parameter.grad = view
             bucket.missing -= 1
-            # In order: on ranks that fill bucket 1 first, it waits for bucket 0, or the ranks' messages would not
-            # match.
+            # In order: a rank that fills bucket 1 first waits for bucket 0, or the ranks' messages would not match.
             while self._full < len(self._buckets) and self._buckets[self._full].missing == 0:
                 self._full += 1
                 self._on_full(self._buckets[self._full - 1])
@@ -113,9 +106,7 @@ class GradientBuckets:
 def _split(parameters: Sequence[Tensor], bucket_bytes: int) -> Iterator[list[Tensor]]:
     """Consecutive parameters of one dtype and device, closed at `bucket_bytes`; frozen ones are left out."""
     group: list[Tensor] = []
-    for parameter in parameters:
-        if not parameter.requires_grad:
-            continue
+    for parameter in (p for p in parameters if p.requires_grad):
         full = sum(p.nbytes for p in group) >= bucket_bytes
         if group and (full or (parameter.dtype, parameter.device) != (group[0].dtype, group[0].device)):
             yield group
@@ -218,10 +209,9 @@ class MyDP(nn.Module):
 def through_traffic(wrapped: DistributedDataParallel) -> DistributedDataParallel:
     """Have torch's wrapper average gradients through `traffic`, which counts what is sent; returns the wrapper.
 
-    The wrapper forms its buckets anew after its first backward pass, in the order in which the gradients came. A sum
-    that is rounded depends on the place that it has in a bucket: a resumed run, which has to begin with the buckets of
-    the run that it continues, would differ from that in the last digits. So the first call in training comes after a
-    backward pass of its own, whose gradients are neither sent nor kept, and all steps have the same buckets.
+    The wrapper rearranges its buckets after its first backward pass, in the order in which the gradients came, and how
+    a sum is rounded depends on its place in a bucket: the first step of a resumed run would differ from that of the run
+    that it continues. So a backward pass precedes the first step, whose gradients are neither sent nor kept.
     """
     settling = False
 
