@@ -76,20 +76,16 @@ def mydp(net: nn.Module) -> Step:
 def gradient_aggregation(net: nn.Module) -> Step:
     """As in DP/gradient_aggr/intro_DP_GA.py."""
     optimizer = fused_adam(net)
-    transfers: list[Transfer] = []
 
-    def add_up(bucket: Bucket) -> None:
-        transfers.append(traffic.all_reduce(bucket.flat, str(bucket), kind="gradients", op=dist.ReduceOp.SUM))
+    def average(bucket: Bucket) -> Transfer:
+        return traffic.all_reduce(bucket.flat, str(bucket), kind="gradients")
 
-    buckets = GradientBuckets(net.parameters(), on_full=add_up)
+    buckets = GradientBuckets(net.parameters(), on_full=average)
 
     def step(x: Tensor) -> None:
         optimizer.zero_grad()
-        (causalLLMLoss(net(x), x, VOCAB_SIZE) / dist.get_world_size()).backward()
-        buckets.flush()
-        for transfer in transfers:
-            transfer.wait()
-        transfers.clear()
+        causalLLMLoss(net(x), x, VOCAB_SIZE).backward()
+        buckets.finish()
         optimizer.step()
 
     return step

@@ -38,7 +38,7 @@ def train(run: TrainingRun[HybridSettings]) -> None:
     stories = TinyStories(tokenizer, **run.data_options(), rank=run.grid.replica, num_replicas=run.grid.dp)
 
     mesh = run.grid.mesh()
-    replicas, tp_group = mesh.get_group("dp"), mesh.get_group("tp")
+    dp_group, tp_group = mesh.get_group("dp"), mesh.get_group("tp")
     loss = partial(causalLLMLoss, vocab_size=tokenizer.vocab_size)
     if args.tp > 1:
         shard(net, group=tp_group)
@@ -47,22 +47,17 @@ def train(run: TrainingRun[HybridSettings]) -> None:
     optimizer = run.optimizer(net)
     run.track(net, optimizer, loss)
     pipeline = Pipeline(net, programs, run.grid, loss, width=args.dmodel, cores=run.shared_cores)
-    transfers: list[Transfer] = []
 
-    def average(bucket: Bucket) -> None:
-        """Start to average gradients that are complete, while the last backward pass goes on."""
-        what = f"{bucket} of stage {stage}"
-        transfers.append(traffic.all_reduce(bucket.flat, what, kind="gradients", group=replicas))
+    def average(bucket: Bucket) -> Transfer:
+        """Start to average gradients that are complete, while the backward pass continues to earlier layers."""
+        return traffic.all_reduce(bucket.flat, f"{bucket} of stage {stage}", kind="gradients", group=dp_group)
 
     buckets = GradientBuckets(net.parameters(), on_full=average, backward_passes=args.micro_batches)
 
     for step, batch in run.steps(stories):
         optimizer.zero_grad()
         losses = pipeline.step(batch.chunk(args.micro_batches))
-        buckets.flush()
-        for transfer in transfers:
-            transfer.wait()
-        transfers.clear()
+        buckets.finish()
         run.log(step, losses)
         optimizer.step()
 

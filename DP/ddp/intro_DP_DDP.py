@@ -7,10 +7,9 @@ What `intro_DP_GA.py` spells out, buckets of gradients and an all-reduce of each
 what this wrapper does (Li et al., arXiv 2006.15704). The loop is that of one process.
 """
 
-import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from distlab.parallel.data import average_bucket, settle_buckets
+from distlab.parallel.data import through_traffic
 from distlab.run.main import main
 from distlab.run.settings import DataParallelSettings
 from distlab.run.training import TrainingRun
@@ -25,15 +24,11 @@ DEFAULTS = DataParallelSettings(batch_size=1)
 def train(run: TrainingRun[DataParallelSettings]) -> None:
     args = run.settings
     tokenizer = SPTokenizer(args.tokenizer)
-    net = DistributedDataParallel(
-        LLama(CausalLLama, tokenizer.vocab_size, padding_idx=tokenizer.pad_id, **run.model_options())
-    )
-    net.register_comm_hook(None, average_bucket)  # the same average, counted in the run's ledger
+    model = LLama(CausalLLama, tokenizer.vocab_size, padding_idx=tokenizer.pad_id, **run.model_options())
+    net = through_traffic(DistributedDataParallel(model))  # the same average, counted in the run's ledger
     stories = TinyStories(tokenizer, **run.data_options(), rank=run.rank, num_replicas=run.world_size)
     optimizer = run.optimizer(net)
     run.track(net, optimizer)
-    if run.first_step > 0:  # with --resume
-        settle_buckets(net, lambda: net(torch.zeros(1, 1, dtype=torch.int64, device=run.device)).mean())
 
     for step, batch in run.steps(stories):
         optimizer.zero_grad()

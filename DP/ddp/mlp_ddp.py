@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from distlab.parallel.data import average_bucket, check_parameter_closeness, settle_buckets
+from distlab.parallel.data import check_parameter_closeness, through_traffic
 from distlab.run.main import main
 from distlab.run.run import Run
 from distlab.run.settings import WorldSize
@@ -37,15 +37,12 @@ def train(run: Run[ParallelMLPSettings]) -> None:
     config = run.settings
     train_set, test_set = gen_dataset(config, device=run.device)
     net = MLP(config).to(run.device)
-    model = DistributedDataParallel(net)
-    model.register_comm_hook(None, average_bucket)  # the same average, counted in the run's ledger
+    model = through_traffic(DistributedDataParallel(net))  # the same average, counted in the run's ledger
     optimizer = torch.optim.SGD(model.parameters(), lr=config.lr)
 
     global_batch = run.world_size * config.batch_size
     sampler = BatchSampler(len(train_set), global_batch)
     run.track(net, optimizer)
-    if run.first_step > 0:  # with --resume
-        settle_buckets(model, lambda: model(train_set[:1][0])[0].mean())
     for step, rows in run.count_steps(sampler, config.niters, global_batch, "inputs"):
         points, labels = train_set[rows.chunk(run.world_size)[run.rank]]
         started = time.perf_counter()

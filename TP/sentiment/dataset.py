@@ -1,4 +1,4 @@
-"""Film reviews and whether they praise: IMDb's from the hub, or the generator's; dealt out to replicas of a model."""
+"""Film reviews and whether they praise: IMDb's from the hub, or generated ones; divided among a model's replicas."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -16,10 +16,10 @@ HUB_SPLITS = {"train": "train", "validation": "test"}
 
 @dataclass
 class Batch:
-    """Some reviews, filled up at their end to the length of the longest of the whole batch.
+    """Some reviews, padded at the end to the length of the longest of the whole batch.
 
     Attributes:
-        tokens: (rows, seq), ids; each review begins with the id for a beginning, from which the model classifies.
+        tokens: (rows, seq), ids; each review starts with the beginning-of-document id, from which the model classifies.
         is_padding: (rows, seq), where a review has ended.
         labels: (rows,), 1 for praise and 0 for blame.
     """
@@ -32,7 +32,7 @@ class Batch:
         return len(self.labels)
 
     def rows_of(self, replica: int, replicas: int) -> "Batch":
-        """One replica's share: the rows one after the other, as evenly as they divide."""
+        """One replica's rows: consecutive ones, as evenly as they divide."""
         parts = (x.tensor_split(replicas)[replica] for x in (self.tokens, self.is_padding, self.labels))
         return Batch(*parts)
 
@@ -48,7 +48,7 @@ class Reviews:
         split: "train" or "validation", of which IMDb calls the latter "test".
         samples: how many reviews; fewer if there are not so many.
         tokenizer: makes ids of texts.
-        seq_len: longer reviews lose their end.
+        seq_len: longer reviews are cut off.
         seed: of the generator, and of the hub's reviews that are chosen.
 
     Raises:
@@ -84,8 +84,8 @@ class Reviews:
 
 
 def read_hub(repository: str, split: str, samples: int, seed: int) -> list[tuple[str, int]]:
-    """Texts and labels of a data set on the hub, or of its copy in a folder, mixed: IMDb's come sorted by label."""
-    from datasets import load_dataset  # takes seconds, which nobody else should wait for
+    """Texts and labels of a data set on the hub, or of its copy in a folder, shuffled: IMDb's come sorted by label."""
+    from datasets import load_dataset  # takes seconds: only for those who need it
 
     try:
         rows = load_dataset(repository, split=HUB_SPLITS[split]).shuffle(seed=seed % 2**32)

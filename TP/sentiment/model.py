@@ -1,4 +1,4 @@
-"""A BERT-like classifier of texts in one process: what tp_model.py splits over several ranks.
+"""A BERT-like text classifier in one process; tp_model.py shards it over several ranks.
 
 Simplified (Devlin et al., arXiv 1810.04805): no position encoding, so the model sees which words a text has, but not
 their order; no biases; and norms before attention and feed-forward, not after them.
@@ -124,8 +124,8 @@ class Transformer(nn.Module):
         hidden_dim: width of the model.
         num_layers: blocks.
         num_heads: attention heads of each.
-        num_classes: classes to tell apart.
-        dropout_prob: share of attention weights, and of each layer's results, that training leaves out.
+        num_classes: number of classes.
+        dropout_prob: fraction of attention weights, and of each layer's outputs, that is zeroed in training.
     """
 
     embedding_type: type[nn.Module] = nn.Embedding

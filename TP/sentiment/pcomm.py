@@ -1,13 +1,13 @@
-"""Who shares a layer with whom, and what they tell each other (pcomm: between processes).
+"""Process groups of tensor and data parallelism, and the collectives within a layer (pcomm: between processes).
 
     Function       forward               backward
     Duplication    nothing               sum over the group      "f" of Megatron-LM (Shoeybi et al., arXiv 1909.08053)
     AllReduce      sum over the group    nothing                 "g" of the same
-    AllGather      slices side by side   own slice
+    AllGather      shards side by side   own shard
 
-A layer between the first two computes a share of its result on each rank: all ranks have the same input, and what each
-contributes to the output, and to the gradient of the input, has to be added up. Sums and slices are tensors of their
-own: autograd or the layer before may still need the input.
+A layer between the first two computes one term of its output on each rank: all ranks have the same input, and their
+terms of the output, and of the gradient of the input, have to be added up. Results are new tensors: autograd or the
+layer before may still need the input.
 """
 
 from typing import Any
@@ -22,17 +22,19 @@ from distlab.comm.grid import Grid
 from distlab.parallel.tp_group import BACKWARD, FORWARD, TPGroup
 from simplellm.errors import InputError
 
-tp_grp: dist.ProcessGroup | None = None  # the ranks that share each layer; neighbours, for they talk most
+tp_grp: dist.ProcessGroup | None = (
+    None  # the ranks with the shards of each layer; neighbours, for they communicate most
+)
 tp_rank, tp_degree = 0, 1  # this rank's number among them, and how many they are
-dp_grp: dist.ProcessGroup | None = None  # the ranks that hold the same slices for other rows of the batch
+dp_grp: dist.ProcessGroup | None = None  # the ranks that hold the same shards, for other rows of the batch
 dp_rank, dp_degree = 0, 1
 
 
 def init(tp: int) -> None:
     """Divide the ranks into groups of `tp` neighbours; every rank calls it, after `init_process_group`.
 
-    Of 4 ranks with `tp` = 2, ranks 0 and 1 share the layers, and so do 2 and 3; ranks 0 and 2 average their gradients,
-    and so do 1 and 3. Without it each rank is a group of its own.
+    Of 4 ranks with `tp` = 2, ranks 0 and 1 hold the shards of one replica, 2 and 3 of another; ranks 0 and 2
+    average their gradients, and so do 1 and 3. Without this call each rank is a group of its own.
 
     Raises:
         InputError: the ranks do not divide into such groups.
@@ -49,7 +51,7 @@ def init(tp: int) -> None:
 
 
 class Duplication(torch.autograd.Function):
-    """Hand the same `x` (any shape) to each rank's share of a layer; their gradients of `x` add up."""
+    """Hand the same `x` (any shape) to a layer's shards, whose gradients of `x` add up."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:

@@ -1,6 +1,6 @@
 """A generator of short film reviews, so that the classifier needs no download.
 
-Each review holds a few opinions, most of them of its own kind, among sentences that tell nothing. Some opinions say the
+Each review holds a few opinions, most of them of its own kind, among neutral sentences. Some opinions say the
 contrary and deny it ("The acting was not dull."). The notation of the sentences is that of `simplellm.stories`.
 """
 
@@ -9,9 +9,9 @@ from random import Random
 from simplellm.stories import Chance, parse, pick, tell
 
 NEGATIVE, POSITIVE = 0, 1
-OPINIONS = 5  # in a review, of which the first `OWN` to be drawn are of its own kind
+OPINIONS = 5  # in a review; the first `OWN` to be drawn are of its own kind
 OWN = 4
-DENIED = 0.1  # share of opinions that deny the contrary
+DENIED = 0.1  # fraction of opinions that deny the contrary
 
 SUBJECTS = """
     acting|plot|script|music|camera work|ending|dialogue|cast|direction|editing|story|second half|opening|love story|

@@ -1,9 +1,9 @@
-"""The classifier of model.py, split over the ranks of a tensor-parallel group.
+"""The classifier of model.py, sharded over the ranks of a tensor-parallel group.
 
-Every rank has the full input and the full output of each layer; between the two it computes with its own slice of the
-weights (Megatron-LM: Shoeybi et al., arXiv 1909.08053, figure 3). Slice r of n is the r-th of n equal slices of the
-matrix that one process makes from the same seed: so the group starts from the one process's weights, provided that its
-ranks are seeded alike.
+Every rank has the full input and the full output of each layer; between the two it computes with its own shard of the
+weights (Megatron-LM: Shoeybi et al., arXiv 1909.08053, figure 3). Shard r of n is the r-th of n equal slices of the
+matrix that one process draws from the same seed; so the group starts from that process's weights, provided that its
+ranks have the same seed.
 
 Building a layer leaves torch's generator where it was. Two layers built one after the other are therefore equal,
 unless they are parts of a larger one, like the blocks of a `Transformer`, or the generator is seeded in between.
@@ -43,7 +43,7 @@ def unmoved_generator() -> Iterator[None]:
 
 
 def check_division(count: int, what: str) -> None:
-    """Raise `InputError` unless the group's ranks can share `count` of something evenly."""
+    """Raise `InputError` unless `count` of something divides among the group's ranks."""
     if count % pcomm.tp_degree:
         raise InputError(
             f"{what} {count} does not divide among {pcomm.tp_degree} ranks of tensor parallelism; "
@@ -51,14 +51,14 @@ def check_division(count: int, what: str) -> None:
         )
 
 
-def keep_slice(layer: nn.Module, dim: int) -> None:
-    """Replace a layer's weight by this rank's slice along `dim`: 0 its outputs (columns of W in xW), 1 its inputs.
+def keep_shard(layer: nn.Module, dim: int) -> None:
+    """Replace a layer's weight by this rank's shard along `dim`: 0 its outputs (columns of W in xW), 1 its inputs.
 
-    The slice says where it belongs, as that of `TPGroup.own_parameter` does.
+    `shard_spec` tells checkpoints its place, as in `TPGroup.own_parameter`.
     """
     whole = layer.get_parameter("weight").detach()
     layer.weight = own = nn.Parameter(whole.chunk(pcomm.tp_degree, dim)[pcomm.tp_rank].clone())
-    own.held_slice = dim, pcomm.tp_rank * own.shape[dim], whole.shape[dim]  # type: ignore[attr-defined]
+    own.shard_spec = dim, pcomm.tp_rank * own.shape[dim], whole.shape[dim]  # type: ignore[attr-defined]
 
 
 class ColWiseLinear(nn.Module):
@@ -73,7 +73,7 @@ class ColWiseLinear(nn.Module):
         check_division(out_dim, "a layer's output width of")
         with unmoved_generator():
             self.linear = nn.Linear(in_dim, out_dim, bias=False)
-        keep_slice(self.linear, 0)
+        keep_shard(self.linear, 0)
 
     def forward(self, x: Tensor) -> Tensor:
         """(…, in) to (…, out)."""
@@ -93,7 +93,7 @@ class Embedding(nn.Module):
         check_division(hidden_dim, "an embedding's width of")
         with unmoved_generator():
             self.mod = nn.Embedding(vocab_size, hidden_dim)
-        keep_slice(self.mod, 1)
+        keep_shard(self.mod, 1)
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Token ids (…) to (…, hidden)."""
@@ -101,10 +101,10 @@ class Embedding(nn.Module):
         return x
 
 
-class SliceDropout(nn.Dropout):
-    """Dropout of this rank's slice along `dim`, with the mask that one process draws for the whole.
+class ShardDropout(nn.Dropout):
+    """Dropout of this rank's shard along `dim`, with the mask that one process draws for the whole.
 
-    Each rank draws it in full: so the generators of a group stay equal, as the dropout behind the layer needs.
+    Each rank draws all of it, so that the generators of a group stay equal, as the dropout after the layer needs.
     """
 
     def __init__(self, p: float, dim: int) -> None:
@@ -119,8 +119,8 @@ class SliceDropout(nn.Dropout):
         return x * functional.dropout(x.new_ones(shape), self.p).chunk(pcomm.tp_degree, self.dim)[pcomm.tp_rank]
 
 
-def for_slices(module: nn.Module) -> nn.Module:
-    """`module`, or where it has dropout a copy, that does to slices along the last dimension what it does to the whole.
+def for_shards(module: nn.Module) -> nn.Module:
+    """`module`, or a copy if it has dropout, that does to shards along the last dimension what it does to the whole.
 
     Raises:
         InputError: it has weights, or draws at random in another way.
@@ -128,10 +128,10 @@ def for_slices(module: nn.Module) -> nn.Module:
     if next(module.parameters(), None) is not None:
         raise InputError(f"{module} between a pair of layers has weights: each rank would train its own; give it none")
     if isinstance(module, nn.Dropout):
-        return SliceDropout(module.p, dim=-1)
+        return ShardDropout(module.p, dim=-1)
     if isinstance(module, (_DropoutNd, nn.RReLU)):
         raise InputError(f"{module} between a pair of layers would draw otherwise than in one process; give nn.Dropout")
-    changed = {name: for_slices(child) for name, child in module.named_children()}
+    changed = {name: for_shards(child) for name, child in module.named_children()}
     if any(child is not module.get_submodule(name) for name, child in changed.items()):
         module = copy.deepcopy(module)
         for name, child in changed.items():
@@ -152,9 +152,9 @@ class MultiHeadSelfAttention(model.MultiHeadSelfAttention):
             super().__init__(hidden_dim, num_heads, dropout_prob)
         self.num_heads = num_heads
         for linear in (self.q, self.k, self.v):
-            keep_slice(linear, 0)
-        keep_slice(self.output, 1)
-        self.dropout = SliceDropout(dropout_prob, dim=1)
+            keep_shard(linear, 0)
+        keep_shard(self.output, 1)
+        self.dropout = ShardDropout(dropout_prob, dim=1)
 
     def forward(self, x: Tensor, attention_mask: Tensor) -> Tensor:
         """`x` (batch, seq, hidden) to the same shape; of a mask with heads, each rank takes the part of its own."""
@@ -171,11 +171,11 @@ class ColRowLinearPair(model.FeedForwardBlock):
     """Two linear layers, the first split by its outputs, the second by its inputs: one sum instead of two gathers.
 
     It stands in for a `FeedForwardBlock`. `first_linear.weight` is (mid / degree, in), `second_linear.weight` (out,
-    mid / degree). `modules` run between the two, on this rank's slice of the middle: they must treat each element on
+    mid / degree). `modules` run between the two, on this rank's shard of the middle: they must treat each element on
     its own, and have no weights.
 
     Raises:
-        InputError: the middle does not divide among the ranks, or the modules cannot run on slices.
+        InputError: the middle does not divide among the ranks, or the modules cannot run on shards.
     """
 
     def __init__(
@@ -185,9 +185,9 @@ class ColRowLinearPair(model.FeedForwardBlock):
         with unmoved_generator():
             super().__init__(in_dim, mid_dim, out_dim, modules)
         for number, module in enumerate(self.between):
-            self.between[number] = for_slices(module)
-        keep_slice(self.first_linear, 0)
-        keep_slice(self.second_linear, 1)
+            self.between[number] = for_shards(module)
+        keep_shard(self.first_linear, 0)
+        keep_shard(self.second_linear, 1)
 
     def forward(self, x: Tensor) -> Tensor:
         y: Tensor = pcomm.AllReduce.apply(super().forward(pcomm.Duplication.apply(x)))

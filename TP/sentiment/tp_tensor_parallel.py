@@ -130,13 +130,10 @@ def train(run: Run[SentimentSettings]) -> None:
     net.to(run.device)
     torch.manual_seed(args.seed + pcomm.dp_rank)  # dropout: the same within a group, for it has the same activations
     optimizer = build_optimizer(args.optimizer, net.parameters(), args.lr)
-    transfers: list[Transfer] = []
 
-    def add_up(bucket: Bucket) -> None:
+    def add_up(bucket: Bucket) -> Transfer:
         """Start to add up gradients that are complete, over the ranks that hold the same slices."""
-        transfers.append(
-            traffic.all_reduce(bucket.flat, str(bucket), kind="gradients", op=ReduceOp.SUM, group=pcomm.dp_grp)
-        )
+        return traffic.all_reduce(bucket.flat, str(bucket), kind="gradients", op=ReduceOp.SUM, group=pcomm.dp_grp)
 
     buckets = GradientBuckets(net.parameters(), on_full=add_up)
     sampler = BatchSampler(len(reviews), args.bsz, args.seed)
@@ -155,10 +152,7 @@ def train(run: Run[SentimentSettings]) -> None:
             logits = net(own.tokens, own.is_padding)
         share = F.cross_entropy(logits.float(), own.labels, reduction="sum") / args.bsz  # of the batch's mean loss
         share.backward()
-        buckets.flush()
-        for transfer in transfers:
-            transfer.wait()
-        transfers.clear()
+        buckets.finish()
         optimizer.step()
         loss = run.global_loss(step, [share * pcomm.dp_degree])  # which takes the mean over replicas
         if run.rank == 0:

@@ -100,15 +100,15 @@ def naive_collect_backward_output(output_grad: Array, mp_group_idx: int, mp_size
 def naive_collect_backward_x(grad_x: Array, mp_comm: Comm, mp_size: int) -> Array:
     """The gradient of this rank's inputs: its slice (batch, seq, in_dim / mp_size) of the sum over the ranks.
 
-    Each rank's columns of W_o have used all inputs, so each has a share (batch, seq, in_dim) of all gradients.
+    Each rank's columns of W_o have used all inputs, so each has a term (batch, seq, in_dim) of all gradients.
 
     Raises:
         ValueError: in_dim does not divide, or `mp_comm` has not `mp_size` ranks.
     """
     _check_size(mp_comm, mp_size)
-    shares = np.ascontiguousarray(np.stack(_slices(grad_x, mp_size)))
-    mine = np.empty(shares.shape[1:], shares.dtype)
-    mp_comm.Reduce_scatter(shares, mine, op=MPI.SUM)
+    terms = np.ascontiguousarray(np.stack(_slices(grad_x, mp_size)))
+    mine = np.empty(terms.shape[1:], terms.dtype)
+    mp_comm.Reduce_scatter(terms, mine, op=MPI.SUM)
     return mine
 
 

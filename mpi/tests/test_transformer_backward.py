@@ -34,11 +34,11 @@ def test_the_gradients_are_slices_of_those_of_one_process(
         np.testing.assert_array_equal(all_rows, expected, strict=True)
         assert np.any(all_rows), "zeros would equal zeros"
 
-        share = in_order(mine @ weight.T)
-        before = share.copy()
-        grad_x = naive_collect_backward_x(grad_x=share, mp_comm=mp_comm, mp_size=mp_size)
+        term = in_order(mine @ weight.T)
+        before = term.copy()
+        grad_x = naive_collect_backward_x(grad_x=term, mp_comm=mp_comm, mp_size=mp_size)
         np.testing.assert_array_equal(grad_x, group.part(output_grad @ layer.weight.T), strict=True)
-        np.testing.assert_array_equal(share, before, strict=True)
+        np.testing.assert_array_equal(term, before, strict=True)
     assert np.any(layer.output_grad @ layer.weight.T)
 
 

@@ -27,7 +27,7 @@ class Tokenizer(Protocol):
 class TinyStories:
     """An endless iterator over batches of stories: int64 token ids of shape (batch, seq).
 
-    It remembers where it is and nothing else: no batch is kept, and `iter` goes on from there.
+    It keeps its position and nothing else; `iter` continues from there.
 
     Args:
         tokenizer: encodes the documents; its `eos_id` goes between them.
@@ -102,7 +102,7 @@ class TinyStories:
     def state_dict(self) -> dict[str, int]:
         """The position: the next token is number `offset` of document number `document`.
 
-        It is the same on every rank, and says nothing of layout or batch size: a run may go on with others.
+        It is the same on every rank, and does not depend on layout or batch size: a run may be resumed with others.
         """
         return {"document": self._document, "offset": self._offset}
 

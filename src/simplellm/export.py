@@ -130,4 +130,4 @@ def _write(path: Path, content: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":  # the command knows runs, which this library does not
-    runpy.run_module("distlab.exchange.export", run_name="__main__")
+    runpy.run_module("distlab.exchange.export", run_name="__main__", alter_sys=True)

@@ -261,4 +261,4 @@ def _widened(path: Path, name: str, tensor: Tensor, shape: Shape) -> Tensor:
 
 
 if __name__ == "__main__":  # the command knows runs, which this library does not
-    runpy.run_module("distlab.exchange.import_hf", run_name="__main__")
+    runpy.run_module("distlab.exchange.import_hf", run_name="__main__", alter_sys=True)

@@ -359,7 +359,7 @@ class LLamaPart(nn.Module):
     def forward(self, x: Tensor, cache: list[LayerCache] | None = None) -> Tensor:
         """Token ids (batch, seq) or float32 activations (batch, seq, dmodel) -> logits or activations, float32.
 
-        With a `cache` (see `new_cache`), `x` goes on where the calls with the same cache before it ended.
+        With a `cache` (see `new_cache`), `x` continues the inputs of earlier calls with the same cache.
         """
         start = cache[0].length if cache else 0
         end = start + x.shape[1]

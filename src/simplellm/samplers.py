@@ -10,7 +10,7 @@ class BatchSampler:
     """An endless iterator over the row numbers of each step's global batch, int64 of shape (batch,).
 
     An epoch goes through all rows once, in an order that depends on the seed and its number alone: so every rank knows
-    which rows are its own. What is left at its end, less than a batch, is left out.
+    which rows are its own. The rest at its end, less than a batch, is not used.
 
     Args:
         rows: how many the data set has.
@@ -40,7 +40,7 @@ class BatchSampler:
     def state_dict(self) -> dict[str, int]:
         """The position: `offset` rows of epoch number `epoch` have been used.
 
-        It is the same on every rank, and says nothing of layout or batch size: a run may go on with others.
+        It is the same on every rank, and does not depend on layout or batch size: a run may be resumed with others.
         """
         return {"epoch": self._epoch, "offset": self._offset}
 

@@ -242,7 +242,7 @@ class Hub(Source):
     def __init__(self, split: str) -> None:
         if not os.path.isdir(HUB_REPOSITORY) and (problem := hub_problem()):
             raise self._unreadable(f"the hub cannot be reached and nothing is cached: {problem}")
-        from datasets import load_dataset  # takes seconds, which nobody else should wait for
+        from datasets import load_dataset  # takes seconds: only for those who need it
 
         try:
             self._rows = load_dataset(HUB_REPOSITORY, split=split, streaming=True)

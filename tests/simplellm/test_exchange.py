@@ -141,6 +141,18 @@ def test_out_and_in_again(tmp_path: Path) -> None:
         assert (tmp_path / "one" / name).read_bytes() == (tmp_path / "two" / name).read_bytes(), name
 
 
+@pytest.mark.parametrize(
+    ("module", "folder"),
+    [("export", "folder of a run with checkpoints"), ("import_hf", "folder with config.json, model.safetensors and")],
+)
+def test_the_commands_explain_their_arguments_under_either_name(module: str, folder: str) -> None:
+    for package in ("simplellm", "distlab.exchange"):
+        ended = run(sys.executable, "-m", f"{package}.{module}", "--help")
+        assert ended.status == 0, ended.err
+        assert f"python -m simplellm.{module} " in ended.out
+        assert folder in ended.out
+
+
 # ------------------------------------------------------------------------------------------- what cannot be taken over
 
 

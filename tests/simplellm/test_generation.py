@@ -11,7 +11,7 @@ from sentencepiece import SentencePieceTrainer
 from small_models import saved_model
 
 from simplellm.errors import InputError
-from simplellm.generation import TextStream, after_steps, build, prompt_ids
+from simplellm.generation import TextStream, prompt_ids
 from simplellm.stories import story
 from simplellm.tokenizers import SPTokenizer
 
@@ -85,13 +85,13 @@ def test_the_prompt() -> None:
 
 
 def test_how_long_a_model_has_been_trained() -> None:
-    assert after_steps(dataclasses.replace(saved_model(), step=1200)) == " after 1,200 steps"
-    assert after_steps(saved_model()) == ""
+    assert dataclasses.replace(saved_model(), step=1200).after_steps == " after 1,200 steps"
+    assert saved_model().after_steps == ""
 
 
 def test_a_model_that_has_diverged() -> None:
     saved = saved_model()
     saved.parameters["model.norm.weight"][3] = torch.nan
     with pytest.raises(InputError) as error:
-        build(saved)
+        saved.build()
     assert str(error.value) == "model.norm.weight is not finite: the run has diverged; give an earlier checkpoint"

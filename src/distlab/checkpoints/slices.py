@@ -46,5 +46,5 @@ class Slice(Tensor):
 
 def as_held(tensor: Tensor, parameter: Tensor) -> Tensor:
     """`tensor`, the parameter or what the optimizer keeps of it: a slice of the whole if the parameter is one."""
-    held = getattr(parameter, "held_slice", None)  # see TPGroup.own_parameter
+    held = getattr(parameter, "shard_spec", None)  # see TPGroup.own_parameter
     return tensor if held is None or tensor.shape != parameter.shape else Slice(tensor, *held)

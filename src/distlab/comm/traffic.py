@@ -25,6 +25,7 @@ __all__ = ["Traffic", "TrafficError", "Transfer", "traffic"]
 
 Group = dist.ProcessGroup | None  # None: all ranks
 Op = ReduceOp.RedOpType
+AllReduce = Callable[[Tensor, Op, Endpoint], None]  # one made by hand
 
 
 class Traffic(NamedWaits):
@@ -52,7 +53,7 @@ class Traffic(NamedWaits):
         kind: str,
         op: Op = ReduceOp.AVG,
         group: Group = None,
-        by_hand: Callable[[Tensor, Op, Endpoint], None] | None = None,
+        by_hand: AllReduce | None = None,
     ) -> Transfer:
         """Start to combine `tensor` (any shape, contiguous, changed in place) over all ranks; by default, average it.
 
@@ -72,7 +73,13 @@ class Traffic(NamedWaits):
         if by_hand is not None:
             if group is not None:
                 raise ValueError("the collectives by hand are for all ranks, not for a group of them")
-            work = self._in_background(partial(by_hand, carried, op), kind)
+
+            def combine(endpoint: Endpoint) -> None:
+                by_hand(carried, ReduceOp.SUM if op == ReduceOp.AVG else op, endpoint)
+                if op == ReduceOp.AVG:
+                    carried.div_(len(ranks))
+
+            work = self._in_background(combine, kind)
             return Transfer(self, self.ledger, self._collective(what, ranks), work, tensor, carried)
         self.ledger.count(kind, 2 * (len(ranks) - 1) * tensor.nbytes // len(ranks))
         begin = partial(dist.all_reduce, carried, op=op, group=group, async_op=True)

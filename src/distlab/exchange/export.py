@@ -1,6 +1,6 @@
 """Write a run's model as a folder that Hugging Face's transformers loads (see `simplellm.export`).
 
-python -m distlab.exchange.export RUN DIR
+python -m simplellm.export RUN DIR
 """
 
 from dataclasses import dataclass

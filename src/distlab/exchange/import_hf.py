@@ -1,6 +1,6 @@
 """Turn a Llama in Hugging Face's format into a run from which every script resumes (see `simplellm.import_hf`).
 
-python -m distlab.exchange.import_hf DIR OUT
+python -m simplellm.import_hf DIR OUT
 ./launch.sh hybrid --resume OUT
 """
 
@@ -31,7 +31,7 @@ def main(request: Request) -> None:
     check_free(request.out)
     model = read_llama(request.folder)
     write_model(request.out, model)
-    say(f"{request.out}: {model.parameter_count:,} parameters; go on with --resume {request.out}")
+    say(f"{request.out}: {model.parameter_count:,} parameters; resume it with --resume {request.out}")
 
 
 if __name__ == "__main__":

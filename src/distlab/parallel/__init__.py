@@ -1,4 +1,4 @@
-"""Data and tensor parallelism: gradients in buckets, layers in slices.
+"""Data and tensor parallelism: gradients in buckets, layers in shards.
 
 May import `distlab.comm`.
 """

@@ -7,10 +7,12 @@ then instead is local SGD or federated averaging (McMahan et al., arXiv 1602.056
 
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from distlab.comm.traffic import traffic
 from distlab.comm.transfer import Transfer
@@ -28,22 +30,17 @@ class Bucket:
     """
 
     def __init__(self, index: int, parameters: Sequence[Tensor]) -> None:
-        self.index = index
-        self.parameters = parameters
-        first = parameters[0]
-        self.flat = torch.zeros(sum(p.numel() for p in parameters), dtype=first.dtype, device=first.device)
-        self.views = [
-            part.view_as(p)
-            for p, part in zip(parameters, self.flat.split([p.numel() for p in parameters]), strict=True)
-        ]
-        self.missing = 0
+        self.index, self.parameters, self.missing = index, parameters, 0
+        lengths = [p.numel() for p in parameters]
+        self.flat = parameters[0].new_zeros(sum(lengths))
+        self.views = [part.view_as(p) for p, part in zip(parameters, self.flat.split(lengths), strict=True)]
 
     def __str__(self) -> str:
         return f"the gradients of bucket {self.index}"
 
 
 class GradientBuckets:
-    """Collects gradients into buckets while the backward pass computes them, and says when each bucket is full.
+    """Collects gradients into buckets while the backward pass computes them, and reports when each bucket is full.
 
     The backward pass reaches the last layers first, so buckets are filled from the model's end, and handed to
     `on_full` in that order on every rank. After it, each `parameter.grad` is a view of its bucket: what happens to
@@ -52,7 +49,8 @@ class GradientBuckets:
 
     Args:
         parameters: the model's, in the order of the model.
-        on_full: called with a bucket when its last gradient is there, from within the backward pass.
+        on_full: called with a bucket when its last gradient is there, from within the backward pass; returns the
+            transfer that it starts, if any.
         backward_passes: gradients are accumulated over this many backward passes before a bucket is full.
         bucket_bytes: a bucket is closed when it holds this much; small ones start early, large ones are few messages.
     """
@@ -60,32 +58,43 @@ class GradientBuckets:
     def __init__(
         self,
         parameters: Iterable[Tensor],
-        on_full: Callable[[Bucket], None],
+        on_full: Callable[[Bucket], Transfer | None],
         backward_passes: int = 1,
         bucket_bytes: int = BUCKET_BYTES,
     ) -> None:
         self._on_full, self._backward_passes = on_full, backward_passes
-        self._buckets = [
-            Bucket(index, group) for index, group in enumerate(_split(list(parameters)[::-1], bucket_bytes))
-        ]
+        self._transfers: list[Transfer | None] = []
+        groups = _split(list(parameters)[::-1], bucket_bytes)
+        self._buckets = [Bucket(index, group) for index, group in enumerate(groups)]
         for bucket in self._buckets:
             for parameter, view in zip(bucket.parameters, bucket.views, strict=True):
                 parameter.register_post_accumulate_grad_hook(self._collector(bucket, view))
-        self.expect_gradients()
+        self._expect_gradients()
 
     def __iter__(self) -> Iterator[Bucket]:
         return iter(self._buckets)
 
-    def flush(self) -> None:
-        """Hand over what the backward pass left incomplete; parameters that took no part get a gradient of zero."""
+    def finish(self) -> None:
+        """Return when all transfers have ended; after the last backward pass of a step.
+
+        What that left incomplete is handed over first; parameters that took no part get a gradient of zero.
+        """
         for bucket in self._buckets[self._full :]:
             for parameter, view in zip(bucket.parameters, bucket.views, strict=True):
                 if parameter.grad is None:
                     parameter.grad = view.zero_()
-            self._on_full(bucket)
-        self.expect_gradients()
+            self._transfers.append(self._on_full(bucket))
+        self.restart()
 
-    def expect_gradients(self) -> None:
+    def restart(self) -> None:
+        """Begin a step, also after a backward pass that raised; what has been started ends before."""
+        while self._transfers:  # it would overwrite the gradients to come
+            transfer = self._transfers.pop(0)
+            if transfer is not None:
+                transfer.wait()
+        self._expect_gradients()
+
+    def _expect_gradients(self) -> None:
         """Begin a step: no bucket has anything yet."""
         self._full = 0  # the buckets before this index have been handed over
         for bucket in self._buckets:
@@ -100,11 +109,10 @@ class GradientBuckets:
                 view.copy_(parameter.grad)
                 parameter.grad = view
             bucket.missing -= 1
-            # In order: on ranks that fill bucket 1 first, it waits for bucket 0, or the ranks' messages would not
-            # match.
+            # In order: a rank that fills bucket 1 first waits for bucket 0, or the ranks' messages would not match.
             while self._full < len(self._buckets) and self._buckets[self._full].missing == 0:
                 self._full += 1
-                self._on_full(self._buckets[self._full - 1])
+                self._transfers.append(self._on_full(self._buckets[self._full - 1]))
 
         return collect
 
@@ -112,9 +120,7 @@ class GradientBuckets:
 def _split(parameters: Sequence[Tensor], bucket_bytes: int) -> Iterator[list[Tensor]]:
     """Consecutive parameters of one dtype and device, closed at `bucket_bytes`; frozen ones are left out."""
     group: list[Tensor] = []
-    for parameter in parameters:
-        if not parameter.requires_grad:
-            continue
+    for parameter in (p for p in parameters if p.requires_grad):
         full = sum(p.nbytes for p in group) >= bucket_bytes
         if group and (full or (parameter.dtype, parameter.device) != (group[0].dtype, group[0].device)):
             yield group
@@ -133,29 +139,28 @@ class MyDP(nn.Module):
 
     Args:
         model: on every rank the same architecture; the weights may differ.
+        bucket_bytes: as for `GradientBuckets`.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, bucket_bytes: int = BUCKET_BYTES) -> None:
         super().__init__()
         self.model = model
         broadcast_weights(model)
         for parameter in model.parameters():
             if parameter.requires_grad:
                 parameter.register_post_accumulate_grad_hook(self._finish_after_this_pass)
-        self._buckets = GradientBuckets(model.parameters(), on_full=self._average)
-        self._transfers: list[Transfer] = []
+        self._buckets = GradientBuckets(model.parameters(), on_full=self._average, bucket_bytes=bucket_bytes)
         self._in_backward_pass = False
 
     def forward(self, data: Tensor, target: Tensor | None = None) -> object:
         """What the model returns for `data`, or for `(data, target)` where a target is given."""
-        if self._in_backward_pass:  # the last one ended with an exception
+        if self._in_backward_pass:  # the last one raised
             self._in_backward_pass = False
-            self._transfers.clear()
-            self._buckets.expect_gradients()
+            self._buckets.restart()
         return self.model(data) if target is None else self.model(data, target)
 
-    def _average(self, bucket: Bucket) -> None:
-        self._transfers.append(traffic.all_reduce(bucket.flat, str(bucket), kind="gradients"))
+    def _average(self, bucket: Bucket) -> Transfer:
+        return traffic.all_reduce(bucket.flat, str(bucket), kind="gradients")
 
     def _finish_after_this_pass(self, _: Tensor) -> None:
         if not self._in_backward_pass:
@@ -163,32 +168,44 @@ class MyDP(nn.Module):
             torch.autograd.Variable._execution_engine.queue_callback(self._finish)
 
     def _finish(self) -> None:
-        self._buckets.flush()
-        for transfer in self._transfers:
-            transfer.wait()
-        self._transfers.clear()
+        self._buckets.finish()
         self._in_backward_pass = False
 
 
-def average_bucket(_: object, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
-    """DistributedDataParallel's communication hook: its average, but through `traffic`, which counts what is sent."""
-    name = f"the gradients of bucket {bucket.index()}"
-    transfer = traffic.all_reduce(bucket.buffer(), name, kind="gradients")
-    return transfer.future(is_waited_for=bucket.is_last())
+def through_traffic(wrapped: DistributedDataParallel) -> DistributedDataParallel:
+    """Have torch's wrapper average gradients through `traffic`, which counts what is sent; returns the wrapper.
 
-
-def settle_buckets(wrapped: nn.Module, loss: Callable[[], Tensor]) -> None:
-    """Have torch's wrapper put the gradients into the buckets that it uses from the second step of a run on.
-
-    It forms them anew after its first backward pass, in the order in which the gradients came. A sum that is rounded
-    depends on the place that it has in a bucket, so a run that goes on has made a pass before, too.
-
-    Args:
-        wrapped: the model in its wrapper; its gradients are none afterwards.
-        loss: of any input.
+    The wrapper rearranges its buckets after its first backward pass, in the order in which the gradients came, and how
+    a sum is rounded depends on its place in a bucket: the first step of a resumed run would differ from that of the run
+    that it continues. So a backward pass precedes the first step, whose gradients are neither sent nor kept.
     """
-    loss().backward()
-    wrapped.zero_grad(set_to_none=True)
+    settling = False
+
+    def average(_: object, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+        if settling:
+            own: torch.futures.Future[Tensor] = torch.futures.Future()
+            own.set_result(bucket.buffer())
+            return own
+        name = f"the gradients of bucket {bucket.index()}"
+        transfer = traffic.all_reduce(bucket.buffer(), name, kind="gradients")
+        return transfer.future(is_waited_for=bucket.is_last())
+
+    def settle(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        nonlocal settling
+        if not torch.is_grad_enabled():
+            return
+        handle.remove()
+        settling = True
+        with torch.random.fork_rng({p.device for p in wrapped.parameters() if p.is_cuda}):
+            result = wrapped(*args, **kwargs)
+        outputs = (result,) if isinstance(result, Tensor) else result
+        next(x for x in outputs if isinstance(x, Tensor) and x.requires_grad).sum().backward()
+        wrapped.zero_grad()
+        settling = False
+
+    wrapped.register_comm_hook(None, average)
+    handle = wrapped.register_forward_pre_hook(settle, with_kwargs=True)
+    return wrapped
 
 
 def broadcast_weights(model: nn.Module) -> None:
@@ -220,7 +237,10 @@ def check_parameter_closeness(model: nn.Module) -> bool:
     parameters = list(model.named_parameters())
     kinds = repr([(name, parameter.shape, parameter.dtype) for name, parameter in parameters])
     device = parameters[0][1].device
-    if not _same_everywhere(torch.tensor(zlib.crc32(kinds.encode()), device=device)):
+    checksum = zlib.crc32(kinds.encode())
+    most = torch.tensor([checksum, -checksum], device=device)
+    traffic.all_reduce(most, "the shapes of a model", kind="check", op=dist.ReduceOp.MAX).wait()
+    if most[0] != -most[1]:  # the greatest and the least
         return False
     close = True
     for name, parameter in parameters:
@@ -230,10 +250,3 @@ def check_parameter_closeness(model: nn.Module) -> bool:
     verdict = torch.tensor(int(close), device=device)
     traffic.all_reduce(verdict, "the ranks' verdicts", kind="check", op=dist.ReduceOp.MIN).wait()
     return bool(verdict)
-
-
-def _same_everywhere(values: Tensor) -> bool:
-    least, most = values.clone(), values.clone()
-    traffic.all_reduce(least, "the shapes of a model", kind="check", op=dist.ReduceOp.MIN).wait()
-    traffic.all_reduce(most, "the shapes of a model", kind="check", op=dist.ReduceOp.MAX).wait()
-    return torch.equal(least, most)

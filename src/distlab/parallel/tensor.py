@@ -1,13 +1,12 @@
-"""Tensor parallelism: every rank holds a slice of each layer, and all of them work on the same batch.
+"""Tensor parallelism: every rank holds a shard of each layer, and all of them work on the same batch.
 
 Split the first matrix of a pair by its outputs (columns) and the second by its inputs (rows): each rank then computes
-its share of what lies between them, attention heads or hidden units, on its own, and the ranks' results only have to be
-added up (Megatron-LM: Shoeybi et al., arXiv 1909.08053). Norms and residuals are computed by every rank, or, with
-sequence parallelism, by each for its slice of the sequence (Korthikanti et al., arXiv 2205.05198). What the ranks
-exchange is in distlab.parallel.tp_group.
+its attention heads, or hidden units, on its own, and the ranks' results only have to be added up (Megatron-LM: Shoeybi
+et al., arXiv 1909.08053). Norms and residuals are computed by every rank or, with sequence parallelism, by each for its
+shard of the sequence (Korthikanti et al., arXiv 2205.05198). The collectives are in `distlab.parallel.tp_group`.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from typing import Literal
 
@@ -43,29 +42,23 @@ def shard(
     group: "dist.ProcessGroup | None" = None,
     sequence_parallel: bool = False,
 ) -> None:
-    """Leave this rank's slices of the layers in `net`, which so far holds the whole of each, on every rank the same.
+    """Replace the layers in `net`, which is whole and the same on every rank, by this rank's shards of them.
 
-    Weights keep their names, and become slices of what they were; nothing random happens. The model's code stays what
-    it is: what the ranks have to exchange hangs before and after its modules, as hooks.
+    Weights keep their names; nothing random happens. The model's code stays as it is: the collectives are hooks before
+    and after its modules. Whole weights are freed one by one; a model that no host can hold would have to be built on
+    the meta device and drawn layer by layer.
 
-    With the style "megatron", `copy_to` comes before each `Attention` and `MLP`, and `reduce_from` after it. Embeddings
-    and the head, the one `Linear` outside of these, are split over the vocabulary; the loss of the head's slice of the
-    logits is `vocabulary_parallel_loss`. The rest, such as the gains of the norms, is on every rank, with the same
-    gradients.
+    Style "megatron": `copy_to` before each `Attention` and `MLP`, `reduce_from` after it. Embeddings and the head, the
+    one `Linear` outside of these, are split over the vocabulary, and `vocabulary_parallel_loss` is the loss. The rest,
+    such as the gains of the norms, is on every rank, with the same gradients.
 
-    With the style "naive" every `Linear` is split by its outputs, which are gathered at once; embeddings are whole, and
-    so are the logits.
-
-    Every rank builds the whole model first, and each whole weight is let go as it is cut. An initial weight is drawn in
-    one piece, whatever part of it a rank keeps; and before there are gradients, optimizer and activations, one copy of
-    the weights is less memory than a training step takes, on the lab's few ranks. A model that no host can hold would
-    be built on the meta device and drawn layer by layer.
+    Style "naive": every `Linear` is split by its outputs, which are gathered at once; embeddings and logits are whole.
 
     Args:
         net: any module with simplellm's `Attention`, `MLP` or `Linear`, or an `nn.Embedding` in it: the model, a stage.
         style: what is split, and how.
-        group: the ranks that share the model; by default, all.
-        sequence_parallel: between attention and MLP, each rank has a slice of the sequence; "megatron" only, and only
+        group: the tensor-parallel process group; by default, all ranks.
+        sequence_parallel: between attention and MLP, each rank has a shard of the sequence; "megatron" only, and only
             for a whole model, which takes token ids (batch, seq) first.
 
     Raises:
@@ -80,30 +73,16 @@ def shard(
 
 
 class _Parts:
-    """What there is to split in a module.
-
-    Attributes:
-        net: the module.
-        pairs: by name, what is built of two linear layers, or rows of such, one after the other.
-        heads: by name, the linear layers outside of them.
-        embeddings: by name.
-    """
+    """What there is to split in a module, by name: pairs of linear layers, those outside of pairs, embeddings."""
 
     def __init__(self, net: nn.Module) -> None:
         self.net = net
         modules = dict(net.named_modules())
+        self.linears = {name: module for name, module in modules.items() if isinstance(module, Linear)}
         self.pairs = {name: module for name, module in modules.items() if isinstance(module, Attention | MLP)}
         inner = {layer for pair in self.pairs.values() for layer in pair.modules()}
-        self.heads = {
-            name: module for name, module in modules.items() if isinstance(module, Linear) and module not in inner
-        }
+        self.heads = {name: linear for name, linear in self.linears.items() if linear not in inner}
         self.embeddings = {name: module for name, module in modules.items() if isinstance(module, nn.Embedding)}
-
-    def linears(self) -> Iterator[tuple[str, Linear]]:
-        """Every linear layer, in the model's order."""
-        for name, module in self.net.named_modules():
-            if isinstance(module, Linear):
-                yield name, module
 
     def check(self, style: Style, ranks: int, sequence_parallel: bool) -> None:
         """Raise `InputError` unless all of it can be split."""
@@ -111,17 +90,13 @@ class _Parts:
             raise InputError("nothing in this module can be split: it needs layers of simplellm's, or embeddings")
         if sequence_parallel and (style == "naive" or not self.heads or not self.embeddings):
             raise InputError("sequence parallelism is for a whole model whose layers are split in pairs")
-        split: set[nn.Module] = {linear for _, linear in self.linears()}
-        if style == "megatron":
-            split.update(self.embeddings.values())
         owners: dict[nn.Parameter, list[str]] = {}
         for name, module in self.net.named_modules():
             for parameter in module.parameters(recurse=False):
                 owners.setdefault(parameter, []).append(name)
-        for module in split:
-            weight = module.get_parameter("weight")
-            names = owners[weight]
-            if hasattr(weight, "held_slice"):
+        for module in (*self.linears.values(), *(self.embeddings.values() if style == "megatron" else ())):
+            names = owners[module.weight]
+            if hasattr(module.weight, "shard_spec"):
                 raise InputError(f"{names[0]} is split already: give the whole model")
             if len(names) > 1:
                 raise InputError(f"{' and '.join(names)} have one weight, which would become two: untie them first")
@@ -147,10 +122,10 @@ class _Parts:
 
 def _split_naively(parts: _Parts, group: "dist.ProcessGroup | None") -> None:
     """Split each linear layer on its own by its outputs: its input comes whole, its output leaves whole."""
-    for name, linear in parts.linears():
+    for name, linear in parts.linears.items():
         tp_group = TPGroup(name, VOCABULARY if name in parts.heads else LAYERS, group)
         whole = partial(gather, length=linear.out_features)
-        _keep_slice(linear, tp_group, dim=0)
+        _keep_shard(linear, tp_group, dim=0)
         _around(linear, tp_group, before=copy_to, after=whole)
 
 
@@ -164,8 +139,8 @@ def _split_in_pairs(parts: _Parts, group: "dist.ProcessGroup | None", sequence_p
         else:
             columns, row = [pair.gate_proj, pair.up_proj], pair.down_proj
         for column in columns:
-            _keep_slice(column, tp_group, dim=0)
-        _keep_slice(row, tp_group, dim=1)
+            _keep_shard(column, tp_group, dim=0)
+        _keep_shard(row, tp_group, dim=1)
         _around(pair, tp_group, before=enter, after=leave)
     for name, embedding in parts.embeddings.items():
         tp_group = TPGroup(name, VOCABULARY, group)
@@ -177,23 +152,23 @@ def _split_in_pairs(parts: _Parts, group: "dist.ProcessGroup | None", sequence_p
                 setattr(parts.net.get_submodule(parent), attribute, split)
     for name, head in parts.heads.items():
         tp_group = TPGroup(name, VOCABULARY, group)
-        _keep_slice(head, tp_group, dim=0)
+        _keep_shard(head, tp_group, dim=0)
         _around(head, tp_group, before=enter)
 
 
 def _split_sequence(parts: _Parts, group: "dist.ProcessGroup | None") -> tuple[Exchange, Exchange]:
-    """Hand out slices of the sequence between layers; returns what to do before and after these, which take it whole.
+    """Shard the sequence between layers; returns the collectives before and after these, which take it whole.
 
-    What is not split, the norms' gains, then gets on each rank the gradient of its own positions only.
+    What is not split, the norms' gains, has on each rank the gradient of its own positions, so these are added up.
     """
-    seq = 0  # a slice does not tell the length of the whole, if the ranks do not divide it
+    seq = 0  # a shard does not tell the length of the whole, if the ranks do not divide it
 
     def remember_length(_: nn.Module, args: tuple[Tensor, ...]) -> None:
         nonlocal seq
         seq = args[0].shape[SEQUENCE]
 
     parts.net.register_forward_pre_hook(remember_length)
-    split = {linear.weight for _, linear in parts.linears()} | {e.weight for e in parts.embeddings.values()}
+    split = {module.weight for module in (*parts.linears.values(), *parts.embeddings.values())}
     for name, parameter in parts.net.named_parameters():
         if parameter not in split and parameter.requires_grad:
             tp_group = TPGroup(name.rpartition(".")[0], NORMS, group)
@@ -211,8 +186,8 @@ def check_division(num_heads: int, num_kv_heads: int | None, ranks: int) -> None
             )
 
 
-def _keep_slice(linear: Linear, tp_group: TPGroup, dim: int) -> None:
-    """Cut the weight (outputs, inputs) down to this rank's slice along `dim`, a copy: the whole can be forgotten."""
+def _keep_shard(linear: Linear, tp_group: TPGroup, dim: int) -> None:
+    """Replace the weight (outputs, inputs) by this rank's shard along `dim`."""
     linear.weight = tp_group.own_parameter(linear.weight, dim)
     linear.out_features, linear.in_features = linear.weight.shape
 
@@ -237,11 +212,11 @@ def bytes_per_layer(
     sequence_parallel: bool = False,
     kv_width: int | None = None,
 ) -> tuple[int, int]:
-    """What a rank sends for one layer of the lab's Llama, forward and backward, for activations (batch, seq, dmodel).
+    """Bytes that a rank sends for one layer of the lab's Llama, forward and backward; activations (batch, seq, dmodel).
 
     `kv_width` is the width of the keys, dmodel unless they have fewer heads; for "megatron" it makes no difference.
-    Round a ring, an all-reduce sends 2 (ranks - 1) / ranks times the tensor's bytes from each rank; an all-gather or a
-    reduce-scatter (ranks - 1) times the bytes of the longest slice, about half as much.
+    In a ring, an all-reduce sends 2 (ranks - 1) / ranks times the tensor's bytes from each rank; an all-gather or a
+    reduce-scatter (ranks - 1) times the bytes of the longest shard, about half as much.
     """
     token_bytes = batch * seq * element_bytes
 

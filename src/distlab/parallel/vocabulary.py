@@ -1,4 +1,4 @@
-"""An embedding and a loss of which each rank holds its slice of the vocabulary: no rank has whole logits."""
+"""An embedding and a loss sharded over the vocabulary: no rank has whole logits."""
 
 from typing import Any
 
@@ -13,11 +13,10 @@ from simplellm.errors import InputError
 
 
 def own_rows(ids: Tensor, vocab_size: int, tp_group: TPGroup) -> tuple[Tensor, Tensor]:
-    """Where this rank's slice has the tokens `ids` (any shape), and which of them other ranks have: row 0, masked.
+    """The rows of the tokens `ids` (any shape) in this rank's shard, and which are elsewhere: these get row 0, masked.
 
-    A token outside the vocabulary gets a row that no rank has, so that torch refuses it on all ranks as it does in the
-    whole model: with an exception on the CPU; on CUDA, where to look at the ids would stop the stream, by an assertion
-    in the kernel.
+    A token outside the vocabulary gets a row that no rank has, so that torch refuses it on all ranks as in the whole
+    model: on the CPU with an exception; on CUDA, where a look at the ids would stop the stream, in the kernel.
     """
     first, end = tp_group.own_range(vocab_size)
     elsewhere = ((ids >= 0) & (ids < first)) | ((ids >= end) & (ids < vocab_size))
@@ -25,11 +24,11 @@ def own_rows(ids: Tensor, vocab_size: int, tp_group: TPGroup) -> tuple[Tensor, T
 
 
 class VocabularyParallelEmbedding(nn.Embedding):
-    """The embeddings of this rank's slice of the vocabulary; zero for all other tokens, so that the ranks' add up.
+    """The embedding's shard of the vocabulary: zero for the tokens of other ranks, so that the ranks' results add up.
 
     Args:
         whole: the embedding of the whole vocabulary.
-        tp_group: the ranks that share it.
+        tp_group: the ranks that hold its shards.
     """
 
     def __init__(self, whole: nn.Embedding, tp_group: TPGroup) -> None:
@@ -42,7 +41,7 @@ class VocabularyParallelEmbedding(nn.Embedding):
         self.weight = tp_group.own_parameter(whole.weight, dim=0)
 
     def forward(self, ids: Tensor) -> Tensor:
-        """Token ids (batch, seq) -> this rank's part of their embeddings (batch, seq, dmodel).
+        """Token ids (batch, seq) -> this rank's term of their embeddings (batch, seq, dmodel).
 
         Raises:
             IndexError: a token is outside the vocabulary, on the CPU; see `own_rows`.
@@ -54,15 +53,15 @@ class VocabularyParallelEmbedding(nn.Embedding):
 def vocabulary_parallel_loss(
     logits: Tensor, target: Tensor, vocab_size: int, group: "dist.ProcessGroup | None" = None
 ) -> Tensor:
-    """What `causalLLMLoss` is for whole logits, on every rank, from the ranks' slices of them.
+    """`causalLLMLoss` of logits that are sharded over the vocabulary, on every rank.
 
     The ranks exchange three numbers for each token, and nothing in the backward pass.
 
     Args:
-        logits: (batch, seq, own slice of vocab), in any floating dtype.
+        logits: (batch, seq, this rank's shard of vocab), in any floating dtype.
         target: (batch, seq), int64.
         vocab_size: of the whole vocabulary.
-        group: the ranks that share the head; by default, all.
+        group: the tensor-parallel process group; by default, all ranks.
 
     Raises:
         InputError: the sequences are too short to predict anything.
@@ -96,6 +95,6 @@ class _VocabularyParallelLoss(torch.autograd.Function):
     def backward(ctx: Any, grad_loss: Tensor) -> tuple[Tensor, None, None, None]:
         probabilities, next_token, elsewhere = ctx.saved_tensors
         own = (~elsewhere).to(probabilities.dtype)
-        grad = probabilities.scatter_add(-1, next_token, -own)  # softmax - one_hot, this rank's slice of both
+        grad = probabilities.scatter_add(-1, next_token, -own)  # softmax - one_hot, this rank's shard of both
         grad[:, -1] = 0
         return grad.mul_(grad_loss / next_token[:, 1:].numel()), None, None, None

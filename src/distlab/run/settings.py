@@ -9,7 +9,9 @@ from typing import Annotated, Any, ClassVar, Literal, TypeVar, get_args, get_ori
 import tyro
 
 from distlab.checkpoints.format import LLAMA, Checkpoint, has_checkpoints, latest_valid
+from distlab.collectives import ALL_REDUCES
 from distlab.comm.grid import Layout, layout_flags, layout_size
+from distlab.comm.traffic import AllReduce
 from distlab.parallel.tensor import check_division
 from distlab.pipeline.schedules import SCHEDULES
 from distlab.pipeline.stages import Split, balance, read_split
@@ -318,6 +320,25 @@ class DataParallelSettings(WorldSize, TrainSettings):
     """A data-parallel training run: `--batch-size` sequences per rank."""
 
     batch_size: int = 1
+
+
+@dataclass
+class ByHandSettings(DataParallelSettings):
+    """A data-parallel training run whose averages may be made by a collective of the lab's own."""
+
+    all_reduce: Literal["library", "naive", "tree", "butterfly", "ring"] = "library"
+    """who averages the gradients: the library, or our own collective of this topology, over gloo"""
+
+    @property
+    def by_hand(self) -> AllReduce | None:
+        return ALL_REDUCES.get(self.all_reduce)
+
+    def check(self) -> None:
+        super().check()
+        if self.by_hand is not None:
+            sentence = f"--all-reduce {self.all_reduce} with --backend nccl: our own work over gloo only"
+            require(self.backend != "nccl", sentence)
+            self.backend = "gloo"
 
 
 @dataclass

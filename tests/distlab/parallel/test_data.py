@@ -1,6 +1,7 @@
 """MyDP, gradient buckets and the weights' check: tied, frozen and idle parameters, any world."""
 
 import copy
+from typing import Any
 
 import pytest
 import torch
@@ -8,6 +9,8 @@ from processes import free_port, process_group, run_ranks
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from distlab.collectives.algorithms import ALL_REDUCES
+from distlab.comm.traffic import Transfer, traffic
 from distlab.parallel.data import (
     Bucket,
     GradientBuckets,
@@ -15,6 +18,7 @@ from distlab.parallel.data import (
     broadcast_weights,
     check_parameter_closeness,
     flatten_weights,
+    through_traffic,
 )
 
 
@@ -158,11 +162,11 @@ def test_a_bucket_is_full_after_all_backward_passes() -> None:
         layer.zero_grad()
         layer(torch.tensor([step, 0.0, 0.0])).backward()
         layer(torch.tensor([0.0, step, 0.0])).backward()
-        buckets.flush()
+        buckets.finish()
     assert [gradient.tolist() for gradient in full] == [[1.0, 1.0, 0.0], [10.0, 10.0, 0.0]]
 
 
-def test_flush_gives_idle_parameters_a_gradient_of_zero_also_after_they_were_used() -> None:
+def test_finish_gives_idle_parameters_a_gradient_of_zero_also_after_they_were_used() -> None:
     used, idle = nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False)
     sums: list[float] = []
     buckets = GradientBuckets(
@@ -172,8 +176,190 @@ def test_flush_gives_idle_parameters_a_gradient_of_zero_also_after_they_were_use
         used.zero_grad()
         idle.zero_grad()
         torch.stack([layer(torch.ones(2)).sum() for layer in layers]).sum().backward()
-        buckets.flush()
+        buckets.finish()
     assert sums == [8.0, 4.0]
+
+
+ORDERS = [0, 1, 2], [2, 0, 1], [1, 0]  # in which each of three ranks uses the layers; the last one leaves one idle
+
+
+def layers_in_order(layers: nn.ModuleList, order: list[int]) -> Tensor:
+    x = torch.linspace(-1, 1, 4)
+    for index in order:
+        x = torch.tanh(layers[index](x))
+    return x.square().sum()
+
+
+def mean_gradients(layers: nn.ModuleList) -> list[Tensor]:
+    """The mean of all ranks' gradients, computed by one."""
+    weights = list(layers.parameters())
+    ranks = [torch.autograd.grad(layers_in_order(layers, order), weights, allow_unused=True) for order in ORDERS]
+    return [
+        torch.stack([torch.zeros_like(weight) if grad is None else grad for grad in grads]).mean(0)
+        for weight, grads in zip(weights, zip(*ranks, strict=True), strict=True)
+    ]
+
+
+def test_buckets_are_handed_over_in_order_when_they_fill_in_another() -> None:
+    layers = nn.ModuleList(nn.Linear(4, 4, bias=False) for _ in range(3))
+    order: list[int] = []
+    buckets = GradientBuckets(layers.parameters(), lambda bucket: order.append(bucket.index), bucket_bytes=1)
+    layers_in_order(layers, [2, 1, 0]).backward()
+    assert order == [0, 1, 2], "though the last has been full first"
+    buckets.finish()
+    order.clear()
+    layers_in_order(layers, [0, 1]).backward()
+    assert order == [], "the first, of the idle layer, is not full"
+    buckets.finish()
+    assert order == [0, 1, 2]
+
+
+def average_in_other_orders(rank: int, port: int, by_hand: str | None) -> None:
+    with process_group(rank, 3, port):
+        torch.manual_seed(0)
+        layers = nn.ModuleList(nn.Linear(4, 4, bias=False) for _ in range(3))
+
+        def average(bucket: Bucket) -> Transfer:
+            what = str(bucket)
+            return traffic.all_reduce(bucket.flat, what, kind="gradients", by_hand=ALL_REDUCES.get(by_hand or ""))
+
+        buckets = GradientBuckets(layers.parameters(), on_full=average, bucket_bytes=1)
+        for _ in range(2):
+            layers.zero_grad()
+            layers_in_order(layers, ORDERS[rank]).backward()
+            buckets.finish()
+            for weight, expected in zip(layers.parameters(), mean_gradients(layers), strict=True):
+                assert expected.abs().max() > 1e-3
+                torch.testing.assert_close(weight.grad, expected)
+            with torch.no_grad():
+                for weight in layers.parameters():
+                    weight -= 0.5 * weight.grad
+
+
+@pytest.mark.parametrize("by_hand", [None, *ALL_REDUCES])
+def test_gradients_are_averaged_whatever_the_order_in_which_ranks_use_the_layers(by_hand: str | None) -> None:
+    run_ranks(3, average_in_other_orders, free_port(), by_hand)
+
+
+class Raises(torch.autograd.Function):
+    """Nothing, until its backward pass is to raise."""
+
+    wanted = False
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        if Raises.wanted:
+            raise ZeroDivisionError
+        return grad
+
+
+def raise_and_train(rank: int, port: int, bucket_bytes: int) -> None:
+    with process_group(rank, 2, port):
+        first, last = nn.Linear(3, 4), nn.Linear(4, 2)
+
+        class Model(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.first, self.last = first, last
+
+            def forward(self, x: Tensor) -> Tensor:
+                return last(Raises.apply(torch.tanh(first(x)))).square().sum()
+
+        model = MyDP(Model(), bucket_bytes)
+        inputs = torch.randn(2, 3, generator=torch.Generator().manual_seed(0))
+        expected = torch.autograd.grad((model.model(inputs[0]) + model.model(inputs[1])) / 2, [*model.parameters()])
+        for raises in (False, True, True, False, False):
+            model.zero_grad()
+            Raises.wanted = raises
+            loss = model(inputs[rank])
+            if raises:
+                with pytest.raises(ZeroDivisionError):
+                    loss.backward()
+                continue
+            loss.backward()
+            for parameter, mean in zip(model.parameters(), expected, strict=True):
+                assert mean.abs().max() > 1e-3
+                torch.testing.assert_close(parameter.grad, mean)
+
+
+@pytest.mark.parametrize("bucket_bytes", [1, 25_000_000])
+def test_mydp_averages_again_after_a_backward_pass_that_raised(bucket_bytes: int) -> None:
+    run_ranks(2, raise_and_train, free_port(), bucket_bytes)
+
+
+def broadcast_with_strides(rank: int, port: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    with process_group(rank, 3, port):
+        model = nn.Conv2d(2, 3, 2).to(memory_format=torch.channels_last)
+        model.transposed = nn.Parameter(torch.randn(3, 4).t())
+        model.register_buffer("every_other", torch.randn(6)[::2])
+        strided = [name for name, tensor in model.state_dict().items() if not tensor.is_contiguous()]
+        assert sorted(strided) == ["every_other", "transposed", "weight"]
+        before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+        broadcast_weights(model)
+        assert [name for name, tensor in model.state_dict().items() if not tensor.is_contiguous()] == strided
+        return before, model.state_dict()
+
+
+def test_weights_that_are_not_contiguous_are_broadcast_as_well() -> None:
+    ranks = run_ranks(3, broadcast_with_strides, free_port())
+    for own, after in ranks:
+        for name, rank_0s in ranks[0][0].items():
+            assert own is ranks[0][0] or not torch.equal(own[name], rank_0s), f"{name} is another on each rank"
+            assert torch.equal(after[name], rank_0s), name
+
+
+class Dropping(nn.Module):
+    """Layers whose gradients come from the last to the first: torch's wrapper rearranges its bucket."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4, bias=False) for _ in range(3))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        for layer in self.layers:
+            x = nn.functional.dropout(torch.tanh(layer(x)), 0.5)
+        return x, x.square().sum()
+
+
+def train_through_traffic(rank: int, port: int) -> None:
+    with process_group(rank, 2, port):
+        model = Dropping()
+        broadcast_weights(model)
+        plain = copy.deepcopy(model)
+        wrapped = through_traffic(DistributedDataParallel(model))
+        traffic.ledger.messages.clear()
+        with torch.no_grad():
+            wrapped(torch.ones(4))
+        buckets: list[Tensor] = []
+        all_reduce = traffic.all_reduce
+
+        def record(tensor: Tensor, what: str, **options: Any) -> Any:
+            buckets.append(tensor.clone())
+            return all_reduce(tensor, what, **options)
+
+        traffic.all_reduce = record  # type: ignore[method-assign]
+        for step in range(3):
+            results = []
+            for net in (wrapped, plain):
+                torch.manual_seed(rank)
+                results.append(net(torch.linspace(1, 2, 4)))
+            assert torch.equal(results[0][0], results[1][0]), "the pass before the first one changes no random number"
+            results[0][1].backward()
+            results[1][1].backward()
+            assert len(buckets) == traffic.ledger.messages["gradients"] == step + 1, "one bucket a step is sent"
+            own = [weight.grad.flatten() for weight in plain.parameters() if weight.grad is not None]
+            in_order_of_arrival = torch.cat(own[::-1])
+            torch.testing.assert_close(buckets[step], in_order_of_arrival)
+            wrapped.zero_grad()
+            plain.zero_grad()
+
+
+def test_torchs_wrapper_has_the_same_buckets_from_the_first_step_on() -> None:
+    run_ranks(2, train_through_traffic, free_port())
 
 
 def test_parameters_become_views_of_the_flat_weights() -> None:
