@@ -28,7 +28,7 @@ def train(run: TrainingRun[ByHandSettings]) -> None:
     run.track(net, optimizer)
 
     def average(bucket: Bucket) -> Transfer:
-        """Called by the backward pass for gradients that are complete: average them while it goes on to earlier layers."""
+        """Start to average gradients that are complete, while the backward pass continues to earlier layers."""
         return traffic.all_reduce(bucket.flat, str(bucket), kind="gradients", by_hand=args.by_hand)
 
     buckets = GradientBuckets(net.parameters(), on_full=average, backward_passes=args.micro_batches)
