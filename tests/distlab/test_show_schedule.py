@@ -59,7 +59,7 @@ def test_columns_are_aligned(name: str, stages: int, micro_batches: int) -> None
 @pytest.mark.parametrize(
     ("request_", "sentence"),
     [
-        (Request("pipe"), "pipe: no such schedule; there are naive, gpipe, dapple"),
+        (Request("pipe"), "pipe: no such schedule; there are naive, gpipe, dapple, 1f1b"),
         (Request("gpipe", stages=0), "--stages 0: must be at least 1"),
         (Request("gpipe", micro_batches=-1), "--micro-batches -1: must be at least 1"),
         (Request("gpipe", forward=0), "--forward 0: must be at least 1"),

@@ -16,8 +16,8 @@ from typing import Any
 
 from distlab.comm.grid import Grid
 from distlab.comm.recorder import COMPUTE, MESSAGE, STEP, WAIT, Event
-from distlab.pipeline.plan import Costs, Plan, simulate
-from distlab.pipeline.schedules import Action, Backward, Forward, Program
+from distlab.pipeline.actions import KINDS, ActionCosts, Program, describe_stages, labels
+from distlab.pipeline.plan import Plan, simulate
 from simplellm.errors import InputError
 
 MICROSECONDS = 1e6
@@ -78,29 +78,25 @@ class Trace:
         return ordered[len(ordered) // 2]
 
     def describe(self, rank: int) -> str:
-        """ "rank 4 (stage 1 of replica 1)"."""
-        return self.place(rank).describe(rank)
+        """ "rank 4 (stage 1 of replica 1)"; "rank 0 (stages 0 and 3)"."""
+        worker, name = self.place(rank).stage, self.place(rank).describe(rank)
+        return name.replace(f"stage {worker}", describe_stages(self.programs[worker])) if self.programs else name
 
     def place(self, rank: int) -> Grid:
         """Where a rank stands."""
         return Grid(rank, self.dp, self.pp, self.tp)
 
-    def costs(self) -> Costs:
-        """The mean time of each stage's forward and backward passes."""
-
-        def mean(stage: int, letter: str) -> float:
-            ranks = [rank for rank in range(len(self.ranks)) if self.place(rank).stage == stage]
-            passes = [
-                event.end - event.start
-                for step in self.steps()
-                for rank in ranks
-                for event in self.ranks[rank].within(step[rank], COMPUTE)
-                if event.name.startswith(letter)
-            ]
-            return statistics.fmean(passes)
-
-        stages = range(self.pp)
-        return Costs([mean(stage, "F") for stage in stages], [mean(stage, "B") for stage in stages])
+    def costs(self) -> ActionCosts:
+        """The mean time of each kind of action on each stage."""
+        assert self.programs is not None
+        names, seconds = labels(self.programs), defaultdict[tuple[str, int], list[float]](list)
+        for rank, recorded in enumerate(self.ranks):
+            actions = {names[action]: action for action in self.programs[self.place(rank).stage]}
+            for step in self.steps():
+                for event in recorded.within(step[rank], COMPUTE):
+                    action = actions[event.name]
+                    seconds[action.letter, action.stage].append(event.end - event.start)
+        return ActionCosts(measured={key: statistics.fmean(values) for key, values in seconds.items()})
 
     def plan(self) -> Plan | None:
         """The schedule as it would run with the measured costs and free messages; None without a pipeline."""
@@ -174,7 +170,8 @@ def write_chrome(trace: Trace, path: Path) -> None:
         for seconds, kept in recorded.kept_bytes:
             counter = {"name": "kept activations", "pid": rank, "ts": seconds * MICROSECONDS, "args": {"bytes": kept}}
             events.append({"ph": "C", "tid": 0, **counter})
-    programs = None if trace.programs is None else [[str(action) for action in line] for line in trace.programs]
+    lines = trace.programs
+    programs = None if lines is None else [[(a.letter, a.stage, a.micro_batch) for a in line] for line in lines]
     about = {"dp": trace.dp, "pp": trace.pp, "tp": trace.tp, "ranks": len(trace.ranks), "programs": programs}
     path.write_text(json.dumps({"traceEvents": events, "otherData": about}) + "\n")
 
@@ -198,7 +195,7 @@ def read_chrome(path: Path) -> Trace:
                 rank.kept_bytes.append((event["ts"] / MICROSECONDS, event["args"]["bytes"]))
         programs: list[Program] | None = None
         if about["programs"] is not None:
-            programs = [[_action(name, stage) for name in line] for stage, line in enumerate(about["programs"])]
+            programs = [_program(line, worker) for worker, line in enumerate(about["programs"])]
         trace = Trace(ranks, about["dp"], about["pp"], programs, about.get("tp", 1))
         trace.typical_step()
     except (OSError, ValueError, LookupError, TypeError) as error:
@@ -206,6 +203,7 @@ def read_chrome(path: Path) -> Trace:
     return trace
 
 
-def _action(name: str, stage: int) -> Action:
-    kinds = {"F": Forward, "B": Backward}
-    return kinds[name[0]](stage, int(name[1:]))
+def _program(line: list[Any], worker: int) -> Program:
+    """A worker's actions; traces of older versions name them ("F2"), each worker holding one stage."""
+    places = [(name[0], worker, name[1:]) if isinstance(name, str) else name for name in line]
+    return [KINDS[letter](stage, int(micro_batch)) for letter, stage, micro_batch in places]

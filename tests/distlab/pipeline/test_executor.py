@@ -1,10 +1,10 @@
 """The executor: gradients of one process for every schedule, what it keeps, whom it never holds up."""
 
 import time
-from functools import partial
 
 import pytest
 import torch
+from pipeline_models import LOSS, OPTIONS, VOCAB, WIDTH, assert_near, batch, louder, update
 from processes import free_port, process_group, run_ranks
 from torch import Tensor, nn
 
@@ -15,39 +15,6 @@ from distlab.pipeline.schedules import SCHEDULES, all_stages
 from distlab.pipeline.stages import build_stage
 from simplellm.errors import InputError
 from simplellm.llama import CausalLLama, LLama
-from simplellm.losses import causalLLMLoss
-
-VOCAB, WIDTH, SEQ = 11, 16, 6
-LOSS = partial(causalLLMLoss, vocab_size=VOCAB)
-OPTIONS = {"dmodel": WIDTH, "num_heads": 2, "ctx_size": SEQ, "seed": 3}
-LEARNING_RATE = 0.1
-
-
-def batch(step: int, rows: int = 8) -> Tensor:
-    return torch.randint(VOCAB, (rows, SEQ), generator=torch.Generator().manual_seed(step))
-
-
-def louder(net: nn.Module) -> nn.Module:
-    """Weights five times larger, for gradients that no tolerance hides."""
-    with torch.no_grad():
-        for parameter in net.parameters():
-            if parameter.dim() > 1:
-                parameter *= 5
-    return net
-
-
-def update(net: nn.Module) -> None:
-    with torch.no_grad():
-        for parameter in net.parameters():
-            assert parameter.grad is not None
-            parameter -= LEARNING_RATE * parameter.grad
-
-
-def assert_near(own: Tensor, expected: Tensor | None, name: str) -> None:
-    """Equal to a millionth of the largest element, or of 1 where that is larger."""
-    assert expected is not None
-    difference = (own - expected).abs().max().item()
-    assert difference <= 1e-6 * max(1.0, expected.abs().max().item()), f"{name}: {difference}"
 
 
 def compare_with_one_process(rank: int, port: int, stages: int, split: tuple[int, ...], schedules: list[str]) -> int:

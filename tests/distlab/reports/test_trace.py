@@ -81,7 +81,8 @@ def test_shares_of_a_replicas_time(replicas: Trace) -> None:
 
 def test_the_plan_has_the_mean_costs_and_free_messages(pipelines: Trace) -> None:
     costs, plan = pipelines.costs(), pipelines.plan()
-    assert (costs.forward, costs.backward) == ([0.25, 0.25], [0.5, 0.75]), "twice the events' units, without step 0"
+    expected = {("F", 0): 0.25, ("F", 1): 0.25, ("B", 0): 0.5, ("B", 1): 0.75}
+    assert costs.measured == expected, "twice the events' units, without step 0"
     assert plan is not None
     assert plan.makespan == 11 * 0.25
     assert plan.bubble == pytest.approx([5 / 11, 3 / 11])

@@ -1,0 +1,185 @@
+"""What a stage can do with a micro-batch: each kind of action is one class, which everything else asks.
+
+The plan asks an action what it needs, gives, costs and keeps; the executor lets it run; tables, traces and figures ask
+for its letter and colour. A new kind of action is a new class, here or anywhere else.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, ClassVar, cast
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from distlab.pipeline.executor import Stage
+
+ACTIVATIONS, GRADIENTS = "activations", "gradients of activations"  # the kinds that travel between stages
+GRAPH, WEIGHT_GRADIENTS = "graph", "gradients of weights"  # those that stay on their stage
+
+Program = Sequence["Action"]  # what one worker does, in order
+PerStage = float | Sequence[float]  # a number serves all stages, a sequence has one for each
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a stage computes of a micro-batch and an action needs: a message, if another worker needs it.
+
+    Attributes:
+        kind: also the ledger's column; messages of one kind arrive in the order in which they were sent.
+        stage: that computes it.
+        micro_batch: of which.
+    """
+
+    kind: str
+    stage: int
+    micro_batch: int
+
+    def __str__(self) -> str:
+        return f"the {self.kind.removesuffix(' of activations')} of micro-batch {self.micro_batch}"
+
+
+@dataclass(frozen=True)
+class ActionCosts:
+    """What actions and messages cost.
+
+    Attributes:
+        forward: seconds of a stage's forward pass over one micro-batch.
+        backward: seconds of its backward pass.
+        transfer: seconds from the end of an action until its message has arrived at the next stage.
+        activation_bytes: what a stage keeps of one micro-batch from its forward pass to its backward pass.
+        message_bytes: size of a message.
+        measured: seconds of an action by letter and stage, instead of what the action derives from the above.
+    """
+
+    forward: PerStage = 1.0
+    backward: PerStage = 2.0
+    transfer: float = 0.0
+    activation_bytes: PerStage = 0.0
+    message_bytes: float = 0.0
+    measured: Mapping[tuple[str, int], float] = field(default_factory=dict)
+
+    def seconds(self, action: "Action") -> float:
+        """How long an action computes."""
+        return self.measured.get((action.letter, action.stage), action.seconds(self))
+
+
+@dataclass(frozen=True)
+class Action(ABC):
+    """One stage's work on one micro-batch.
+
+    Attributes:
+        letter: of this kind, before the micro-batch's number: "F2".
+        color: of this kind, in figures.
+        gives: kinds of results that it computes; each of a stage and micro-batch is computed once.
+        keeps: share of the stage's activations of the micro-batch that is kept from now on; negative if it is freed.
+    """
+
+    letter: ClassVar[str]
+    color: ClassVar[str] = "#9cc59b"
+    gives: ClassVar[tuple[str, ...]] = ()
+    keeps: ClassVar[float] = 0.0
+
+    stage: int
+    micro_batch: int
+
+    def __init_subclass__(cls) -> None:
+        other = KINDS.get(cls.letter, cls)
+        if other.__qualname__ != cls.__qualname__:
+            raise TypeError(f"{cls.__name__} needs a letter of its own: {cls.letter} is {other.__name__}")
+        KINDS[cls.letter] = cls
+
+    def __str__(self) -> str:
+        return f"{self.letter}{self.micro_batch}"
+
+    @property
+    def results(self) -> list[Result]:
+        """What it computes; what another stage needs goes there."""
+        return [self.result(kind) for kind in self.gives]
+
+    def result(self, kind: str, stage: int | None = None) -> Result:
+        """A result of this micro-batch; of this stage, unless another is given."""
+        return Result(kind, self.stage if stage is None else stage, self.micro_batch)
+
+    @abstractmethod
+    def needs(self, stages: int) -> list[Result]:
+        """What must have been computed before, in a pipeline of so many stages."""
+
+    @abstractmethod
+    def seconds(self, costs: ActionCosts) -> float:
+        """How long it computes."""
+
+    def run(self, stage: "Stage", *received: "Tensor") -> "dict[str, Tensor]":
+        """Compute.
+
+        Args:
+            stage: the model's part, and what it keeps of its micro-batches.
+            received: what it needs of other stages, in the order of `needs`; each (batch, seq, width).
+
+        Returns:
+            By kind, what other stages may need.
+        """
+        raise NotImplementedError
+
+
+KINDS: dict[str, type[Action]] = {}
+"""By letter; filled by the classes themselves."""
+
+
+class Forward(Action):
+    """Activations of the stage before -> this stage's activations."""
+
+    letter, color, gives, keeps = "F", "#8db4dd", (ACTIVATIONS, GRAPH), 1.0
+
+    def needs(self, stages: int) -> list[Result]:
+        return [self.result(ACTIVATIONS, self.stage - 1)] if self.stage > 0 else []
+
+    def seconds(self, costs: ActionCosts) -> float:
+        return of_stage(costs.forward, self.stage)
+
+    def run(self, stage: "Stage", *received: "Tensor") -> "dict[str, Tensor]":
+        x = received[0].requires_grad_() if received else stage.micro_batches[self.micro_batch]
+        y = stage.forward(self.micro_batch, x)
+        stage.keep(self.micro_batch, x, y)
+        return {ACTIVATIONS: y.detach()}
+
+
+class Backward(Action):
+    """Gradients from the stage after -> gradients of this stage's weights, and of what the stage before sent."""
+
+    letter, color, gives, keeps = "B", "#f0b267", (GRADIENTS, WEIGHT_GRADIENTS), -1.0
+
+    def needs(self, stages: int) -> list[Result]:
+        own = self.result(GRAPH)
+        return [own, self.result(GRADIENTS, self.stage + 1)] if self.stage < stages - 1 else [own]
+
+    def seconds(self, costs: ActionCosts) -> float:
+        return of_stage(costs.backward, self.stage)
+
+    def run(self, stage: "Stage", *received: "Tensor") -> "dict[str, Tensor]":
+        x, y = stage.release(self.micro_batch)
+        y.backward(*received)
+        return {GRADIENTS: cast("Tensor", x.grad)}  # None of the first stage's token ids, which nobody needs
+
+
+def of_stage(value: PerStage, stage: int) -> float:
+    """A stage's own number."""
+    return value[stage] if isinstance(value, Sequence) else value
+
+
+def stages_of(program: Program) -> list[int]:
+    """The stages that a worker holds, in order."""
+    return sorted({action.stage for action in program})
+
+
+def describe_stages(program: Program) -> str:
+    """ "stage 1", "stages 1 and 4": what a worker holds."""
+    *others, last = map(str, stages_of(program))
+    return f"stages {', '.join(others)} and {last}" if others else f"stage {last}"
+
+
+def labels(programs: Sequence[Program]) -> dict[Action, str]:
+    """What actions are called beside those of the same worker: "F2", and "F2'" on the second of its stages."""
+    return {
+        action: str(action) + "'" * stages_of(program).index(action.stage) for program in programs for action in program
+    }
