@@ -12,7 +12,7 @@ from typing import Annotated
 
 import tyro
 
-from distlab.pipeline.actions import ActionCosts, describe_stages
+from distlab.pipeline.actions import ActionCosts
 from distlab.pipeline.plan import Plan, ideal_bubble, simulate
 from distlab.pipeline.schedules import ALIASES, all_stages, schedule_names
 from distlab.run import command_line
@@ -58,7 +58,7 @@ def show(request: Request) -> Iterator[str]:
     plan = simulate(all_stages(request.schedule, p, m), costs)
     yield f"# {title}; ticks: forward {request.forward}, backward {request.backward}, message {request.transfer}"
     yield from table(plan)
-    for name, bubble, live in zip(_rows(plan), plan.bubble, plan.peak_live, strict=True):
+    for name, bubble, live in zip(plan.rows, plan.bubble, plan.peak_live, strict=True):
         keeps = f"keeps the activations of {live} micro-batch{'es' * (live > 1)} at most"
         yield f"# {name}: idle {bubble:.1%}, {keeps}"
     yield f"# {plan.makespan:.0f} ticks; {sum(map(len, plan.messages.values()))} messages"
@@ -73,7 +73,7 @@ def show(request: Request) -> Iterator[str]:
 
 def table(plan: Plan) -> Iterator[str]:
     """A row for each worker, a column for each tick; a pass that takes several is continued by dashes."""
-    ticks, rows = round(plan.makespan), _rows(plan)
+    ticks, rows = round(plan.makespan), plan.rows
     width = 1 + max(len(str(ticks - 1)), *map(len, plan.labels.values()))
     first = max(9, *(1 + len(row) for row in rows))
     yield f"{'tick':<{first}}" + "".join(f"{tick:>{width}}" for tick in range(ticks))
@@ -83,10 +83,6 @@ def table(plan: Plan) -> Iterator[str]:
             start, end = round(span.start), round(span.end)
             cells[start:end] = [plan.labels[span.action]] + ["-"] * (end - start - 1)
         yield f"{row:<{first}}" + "".join(f"{cell:>{width}}" for cell in cells)
-
-
-def _rows(plan: Plan) -> list[str]:
-    return [describe_stages([span.action for span in spans]) for spans in plan.spans]
 
 
 if __name__ == "__main__":

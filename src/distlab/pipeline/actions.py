@@ -1,7 +1,7 @@
-"""What a stage can do with a micro-batch: each kind of action is one class, which everything else asks.
+"""What a stage can do with a micro-batch. Each kind of action is one class, here or elsewhere, and owns its meaning.
 
-The plan asks an action what it needs, gives, costs and keeps; the executor lets it run; tables, traces and figures ask
-for its letter and colour. A new kind of action is a new class, here or anywhere else.
+The plan asks an action what it needs, gives, costs and keeps, the executor lets it run, tables, traces and figures ask
+for its letter and colour.
 """
 
 from abc import ABC, abstractmethod
@@ -23,16 +23,10 @@ PerStage = float | Sequence[float]  # a number serves all stages, a sequence has
 
 @dataclass(frozen=True)
 class Result:
-    """What a stage computes of a micro-batch and an action needs: a message, if another worker needs it.
+    """What a stage computes of a micro-batch; a message, if an action on another worker needs it."""
 
-    Attributes:
-        kind: also the ledger's column; messages of one kind arrive in the order in which they were sent.
-        stage: that computes it.
-        micro_batch: of which.
-    """
-
-    kind: str
-    stage: int
+    kind: str  # also the ledger's column
+    stage: int  # that computes it
     micro_batch: int
 
     def __str__(self) -> str:
@@ -103,22 +97,14 @@ class Action(ABC):
 
     @abstractmethod
     def needs(self, stages: int) -> list[Result]:
-        """What must have been computed before, in a pipeline of so many stages."""
+        """What must have been computed before, in a pipeline of so many stages; each message is for one action."""
 
     @abstractmethod
     def seconds(self, costs: ActionCosts) -> float:
         """How long it computes."""
 
     def run(self, stage: "Stage", *received: "Tensor") -> "dict[str, Tensor]":
-        """Compute.
-
-        Args:
-            stage: the model's part, and what it keeps of its micro-batches.
-            received: what it needs of other stages, in the order of `needs`; each (batch, seq, width).
-
-        Returns:
-            By kind, what other stages may need.
-        """
+        """Compute, with what is needed of other stages; return by kind what they need: each (batch, seq, width)."""
         raise NotImplementedError
 
 

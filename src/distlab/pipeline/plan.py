@@ -5,11 +5,20 @@ arrived, and a send never keeps its sender waiting. What an action needs, gives,
 """
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from distlab.comm.wait_graph import find_cycle
-from distlab.pipeline.actions import WEIGHT_GRADIENTS, Action, ActionCosts, Program, Result, labels, of_stage
+from distlab.pipeline.actions import (
+    WEIGHT_GRADIENTS,
+    Action,
+    ActionCosts,
+    Program,
+    Result,
+    describe_stages,
+    labels,
+    of_stage,
+)
 from simplellm.errors import InputError
 
 Link = tuple[int, int, str]  # sender, receiver (workers), kind of message
@@ -34,7 +43,8 @@ class Plan:
 
     Attributes:
         owners: by stage, the worker that holds it.
-        labels: by action, what it is called in tables, traces and figures.
+        rows: per worker, what it holds: "stage 1", "stages 1 and 4".
+        labels: by action, what it is called beside the worker's others.
         spans: per worker, its actions with their times.
         makespan: seconds from the first action's start to the last one's end.
         bubble: per worker, the fraction of the makespan in which it does not compute.
@@ -42,9 +52,11 @@ class Plan:
         peak_bytes: per worker, the most bytes of activations kept at a time.
         sent_bytes: per worker, what it sends to others.
         messages: what goes over each link, in order.
+        takers: by result that goes to another stage, the action that needs it.
     """
 
     owners: dict[int, int]
+    rows: list[str]
     labels: dict[Action, str]
     spans: list[list[Span]]
     makespan: float
@@ -53,6 +65,7 @@ class Plan:
     peak_bytes: list[float]
     sent_bytes: list[float]
     messages: dict[Link, list[Result]]
+    takers: dict[Result, Action]
 
 
 def simulate(programs: Sequence[Program], costs: ActionCosts | None = None) -> Plan:
@@ -67,15 +80,16 @@ def simulate(programs: Sequence[Program], costs: ActionCosts | None = None) -> P
             for each other.
     """
     costs = costs or ActionCosts()
-    owners = _find_owners(programs)
-    producers = _check_complete(programs, owners)
-    messages = _check_links(programs, owners)
-    spans = _run(programs, producers, costs, owners)
+    owners, producers = _check_complete(programs)
+    takers = find_takers(programs)
+    messages = _check_links(programs, owners, takers)
+    spans = _run(programs, owners, producers, costs)
     makespan = max(span.end for line in spans for span in line)
     kept = [list(_kept(program, costs)) for program in programs]
     sent = [sum(len(sent) for link, sent in messages.items() if link[0] == w) for w in range(len(programs))]
     return Plan(
         owners=owners,
+        rows=[describe_stages(program) for program in programs],
         labels=labels(programs),
         spans=spans,
         makespan=makespan,
@@ -84,18 +98,20 @@ def simulate(programs: Sequence[Program], costs: ActionCosts | None = None) -> P
         peak_bytes=[max(size for _, size in line) for line in kept],
         sent_bytes=[count * costs.message_bytes for count in sent],
         messages=messages,
+        takers=takers,
     )
 
 
 def find_takers(programs: Sequence[Program]) -> dict[Result, Action]:
-    """By each result that goes to another stage, the action that needs it.
+    """By result that goes to another stage, the action that needs it, in the order in which workers need them.
 
     Raises:
         ScheduleError: two actions need it.
     """
     takers: dict[Result, Action] = {}
-    stages = len({action.stage for program in programs for action in program})
-    for action in (action for program in programs for action in program):
+    actions = [action for program in programs for action in program]
+    stages = len({action.stage for action in actions})
+    for action in actions:
         for result in action.needs(stages):
             if result.stage != action.stage and takers.setdefault(result, action) != action:
                 raise ScheduleError(
@@ -104,19 +120,14 @@ def find_takers(programs: Sequence[Program]) -> dict[Result, Action]:
     return takers
 
 
-def busy_workers(plan: Plan) -> list[dict[Action, int]]:
-    """Per worker and action, the most workers that compute at a time while it does, itself included."""
-    everything = [span for line in plan.spans for span in line]
-    return [
-        {
-            own.action: max(
-                sum(other.start <= moment < other.end for other in everything)
-                for moment in [own.start, *(o.start for o in everything if own.start < o.start < own.end)]
-            )
-            for own in line
-        }
-        for line in plan.spans
-    ]
+def busy_workers(plan: Plan) -> dict[Action, int]:
+    """By action, the most workers that compute at a time while it does, its own included."""
+    spans = [span for line in plan.spans for span in line]
+
+    def busy(moment: float) -> int:
+        return sum(span.start <= moment < span.end for span in spans)
+
+    return {own.action: max(busy(o.start) for o in spans if own.start <= o.start < own.end) for own in spans}
 
 
 def ideal_bubble(stages: int, micro_batches: int) -> float:
@@ -124,43 +135,40 @@ def ideal_bubble(stages: int, micro_batches: int) -> float:
     return (stages - 1) / (micro_batches + stages - 1)
 
 
-def _find_owners(programs: Sequence[Program]) -> dict[int, int]:
-    """Which worker each stage belongs to."""
+def _check_complete(programs: Sequence[Program]) -> tuple[dict[int, int], dict[Result, Action]]:
+    """The worker of each stage, and the action that computes each result.
+
+    All that is needed and every weight gradient must be computed, once, and on its own stage before it is needed.
+    """
+    owners: dict[int, int] = {}
+    producers: dict[Result, Action] = {}
+    order: dict[Action, int] = {}  # each action's place in its worker's program
     if not programs:
         raise ScheduleError("a schedule without workers trains nothing; give at least 1 stage")
-    owners: dict[int, int] = {}
     for worker, program in enumerate(programs):
         if not program:
             raise ScheduleError(f"worker {worker} has no actions; give every worker a stage and micro-batches")
-        for action in program:
-            if action.stage < 0 or action.micro_batch < 0:
-                raise ScheduleError(f"stage {action.stage} runs {action}; stages and micro-batches count from 0")
-            if owners.setdefault(action.stage, worker) != worker:
-                raise ScheduleError(
-                    f"stage {action.stage} belongs to one worker, and {owners[action.stage]} and {worker} both run it"
-                )
-    return owners
-
-
-def _check_complete(programs: Sequence[Program], owners: dict[int, int]) -> dict[Result, Action]:
-    """The action that computes each result; all that is needed, and every weight gradient, must be computed once."""
-    producers: dict[Result, Action] = {}
-    order: dict[Action, int] = {}  # each action's place in its worker's program
-    for program in programs:
         for place, action in enumerate(program):
+            stage = action.stage
+            if stage < 0 or action.micro_batch < 0:
+                raise ScheduleError(f"stage {stage} runs {action}; stages and micro-batches count from 0")
+            if owners.setdefault(stage, worker) != worker:
+                raise ScheduleError(
+                    f"stage {stage} belongs to one worker, and {owners[stage]} and {worker} both run it"
+                )
             if order.setdefault(action, place) != place:
-                raise ScheduleError(f"stage {action.stage} runs {action} twice; every action runs once")
+                raise ScheduleError(f"stage {stage} runs {action} twice; every action runs once")
             for result in action.results:
                 if producers.setdefault(result, action) != action:
                     raise ScheduleError(
-                        f"stage {action.stage} computes {result} in {producers[result]} and in {action}"
+                        f"stage {stage} computes {result} twice, in {producers[result]} and in {action}"
                     )
     for action in order:
         for result in action.needs(len(owners)):
             source = producers.get(result)
             if source is None:
-                whose = f"{action} of stage {action.stage}"
-                raise ScheduleError(f"stage {result.stage} never computes {result}, which {whose} needs")
+                what = f"{result}, which {action} of stage {action.stage} needs"
+                raise ScheduleError(f"stage {result.stage} never computes {what}")
             if source.stage == action.stage and order[source] > order[action]:
                 raise ScheduleError(f"stage {action.stage} runs {action} before {source}")
     for stage in range(1 + max(owners)):
@@ -168,66 +176,65 @@ def _check_complete(programs: Sequence[Program], owners: dict[int, int]) -> dict
             result = Result(WEIGHT_GRADIENTS, stage, micro_batch)
             if result not in producers:
                 raise ScheduleError(f"stage {stage} never computes {result}")
-    return producers
+    return owners, producers
 
 
-def _check_links(programs: Sequence[Program], owners: dict[int, int]) -> dict[Link, list[Result]]:
+def _check_links(
+    programs: Sequence[Program], owners: dict[int, int], takers: dict[Result, Action]
+) -> dict[Link, list[Result]]:
     """What goes over each link; messages carry no names on NCCL, so both ends must agree on the order."""
-    takers = find_takers(programs)
-    sent: dict[Link, list[Result]] = defaultdict(list)
-    expected: dict[Link, list[Result]] = defaultdict(list)
-    for worker, program in enumerate(programs):
-        for action in program:
-            for result in action.results:
-                if result in takers and (to := owners[takers[result].stage]) != worker:
-                    sent[worker, to, result.kind].append(result)
-            for result in action.needs(len(owners)):
-                if owners[result.stage] != worker:
-                    expected[owners[result.stage], worker, result.kind].append(result)
-    for link, order in sent.items():
-        for given, wanted in zip(order, expected[link], strict=True):
+
+    def by_link(results: Iterable[Result]) -> dict[Link, list[Result]]:
+        links: dict[Link, list[Result]] = defaultdict(list)
+        for result in results:
+            sender, receiver = owners[result.stage], owners[takers[result].stage]
+            if sender != receiver:
+                links[sender, receiver, result.kind].append(result)
+        return links
+
+    actions = (action for program in programs for action in program)
+    sent = by_link(result for action in actions for result in action.results if result in takers)
+    for link, expected in by_link(takers).items():
+        for given, wanted in zip(sent[link], expected, strict=True):
             if given != wanted:
-                other = f" of stage {wanted.stage}" if wanted.stage != given.stage else ""
+                of_stage = f" of stage {wanted.stage}" if wanted.stage != given.stage else ""
                 raise ScheduleError(
                     f"stage {given.stage} sends {given} where its neighbour on worker {link[1]} "
-                    f"expects {wanted}{other}; both ends of a link must agree on the order"
+                    f"expects {wanted}{of_stage}; both ends of a link must agree on the order"
                 )
     return dict(sent)
 
 
 def _run(
-    programs: Sequence[Program], producers: dict[Result, Action], costs: ActionCosts, owners: dict[int, int]
+    programs: Sequence[Program], owners: dict[int, int], producers: dict[Result, Action], costs: ActionCosts
 ) -> list[list[Span]]:
     """Let every worker go as far as it can, until all have finished or none can move."""
-    sources = {a: [producers[r] for r in a.needs(len(owners))] for program in programs for a in program}
     ended: dict[Action, float] = {}
     spans: list[list[Span]] = [[] for _ in programs]
-    moved = True
-    while moved:
+    while True:
+        waits: dict[int, tuple[Action, Result]] = {}  # by worker, the action that cannot start, and for want of what
         moved = False
         for worker, program in enumerate(programs):
             for action in program[len(spans[worker]) :]:
-                if any(source not in ended for source in sources[action]):
+                needed = action.needs(len(owners))
+                missing = [result for result in needed if producers[result] not in ended]
+                if missing:
+                    waits[worker] = action, missing[0]
                     break
-                arrivals = [ended[s] + costs.transfer * (owners[s.stage] != worker) for s in sources[action]]
+                arrivals = [ended[producers[r]] + costs.transfer * (owners[r.stage] != worker) for r in needed]
                 start = max([*arrivals, spans[worker][-1].end if spans[worker] else 0.0])
                 ended[action] = start + costs.seconds(action)
                 spans[worker].append(Span(action, start, ended[action]))
                 moved = True
-    missing: dict[int, tuple[Action, Result]] = {}  # by worker: what it stands at, what that waits for
-    for worker, program in enumerate(programs):
-        for action in program[len(spans[worker]) :][:1]:
-            missing[worker] = action, next(r for r in action.needs(len(owners)) if producers[r] not in ended)
-    if missing:
-        cycle = find_cycle({worker: [owners[result.stage]] for worker, (_, result) in missing.items()})
-        raise ScheduleError(
-            "deadlock: "
-            + "; ".join(
+        if not waits:
+            return spans
+        if not moved:
+            cycle = find_cycle({worker: [owners[result.stage]] for worker, (_, result) in waits.items()})
+            sentences = (
                 f"stage {action.stage}, before {action}, waits for {result} from stage {result.stage}"
-                for action, result in (missing[worker] for worker in cycle)
+                for action, result in (waits[worker] for worker in cycle)
             )
-        )
-    return spans
+            raise ScheduleError(f"deadlock: {'; '.join(sentences)}")
 
 
 def _kept(program: Program, costs: ActionCosts) -> Iterator[tuple[int, float]]:

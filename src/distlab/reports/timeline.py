@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from distlab.comm.recorder import COMPUTE, WAIT
-from distlab.pipeline.actions import KINDS, describe_stages
+from distlab.comm.recorder import COMPUTE, WAIT, Event
+from distlab.pipeline.actions import KINDS
 from distlab.pipeline.plan import Plan
 from distlab.reports.trace import Trace
 from simplellm.errors import InputError
@@ -45,15 +45,8 @@ class Panel:
 
 def planned_panel(title: str, plan: Plan, unit: str = "ticks") -> Panel:
     """A plan alone."""
-    rows = [describe_stages([span.action for span in spans]) for spans in plan.spans]
-    bars = [bar for worker in range(len(rows)) for bar in _planned_bars(worker, plan, worker)]
-    return Panel(title, rows, bars, unit)
-
-
-def _planned_bars(
-    row: int, plan: Plan, worker: int, scale: float = 1.0, low: float = 0.08, high: float = 0.92
-) -> list[Bar]:
-    return [Bar(row, s.start * scale, s.end * scale, plan.labels[s.action], low, high) for s in plan.spans[worker]]
+    bars = [Bar(row, s.start, s.end, plan.labels[s.action]) for row, spans in enumerate(plan.spans) for s in spans]
+    return Panel(title, plan.rows, bars, unit)
 
 
 def measured_panel(title: str, trace: Trace) -> Panel:
@@ -61,20 +54,22 @@ def measured_panel(title: str, trace: Trace) -> Panel:
     step, plan = trace.typical_step(), trace.plan()
     by_rank = [[*rank.within(step[r], WAIT), *rank.within(step[r], COMPUTE)] for r, rank in enumerate(trace.ranks)]
     if plan is None:
-        origin, low, high = min(event.start for event in step), 0.08, 0.92
-    else:
-        origin = min(event.start for events in by_rank for event in events if event.kind == COMPUTE)
-        low, high = 0.4, 0.95
-    bars, planned = [], []
+        by_rank = [
+            [Event(COMPUTE, "compute", own.start, own.end), *events] for own, events in zip(step, by_rank, strict=True)
+        ]
+    origin = min(event.start for events in by_rank for event in events if event.kind == COMPUTE)
+    low, high = (0.08, 0.92) if plan is None else (0.4, 0.95)
+    bars = []
     for row, events in enumerate(by_rank):
-        own = [(event, "wait" if event.kind == WAIT else event.name) for event in events]
-        if plan is None:
-            own.insert(0, (step[row], "compute"))
-        else:
-            planned += _planned_bars(row, plan, trace.place(row).stage, 1e3, 0.1, 0.34)
-        bars += [Bar(row, (e.start - origin) * 1e3, (e.end - origin) * 1e3, label, low, high) for e, label in own]
+        for event in events:
+            label = "wait" if event.kind == WAIT else event.name
+            bars.append(Bar(row, (event.start - origin) * 1e3, (event.end - origin) * 1e3, label, low, high))
+    if plan is not None:
+        for row in range(len(trace.ranks)):
+            for span in plan.spans[trace.place(row).stage]:
+                bars.append(Bar(row, span.start * 1e3, span.end * 1e3, plan.labels[span.action], 0.1, 0.34))
     rows = [trace.describe(rank).replace(" (", "\n(") for rank in range(len(trace.ranks))]
-    return Panel(title, rows, bars + planned, "ms")
+    return Panel(title, rows, bars, "ms")
 
 
 def draw(png: Path, panels: Sequence[Panel]) -> None:
@@ -96,7 +91,7 @@ def draw(png: Path, panels: Sequence[Panel]) -> None:
 def _draw_panel(axes: Any, panel: Panel) -> None:
     end = max(bar.end for bar in panel.bars)
     for bar in panel.bars:
-        color = COLORS.get(bar.label) or _action_color(bar.label)
+        color = COLORS.get(bar.label) or action_color(bar.label)
         width, height = bar.end - bar.start, bar.high - bar.low
         edge = "none" if bar.label == "wait" else "white"
         axes.barh(bar.row + bar.low, width, height, bar.start, align="edge", color=color, edgecolor=edge, linewidth=0.6)
@@ -110,7 +105,7 @@ def _draw_panel(axes: Any, panel: Panel) -> None:
     axes.tick_params(axis="y", length=0)
 
 
-def _action_color(label: str) -> tuple[float, ...]:
+def action_color(label: str) -> tuple[float, ...]:
     """That of the kind of action, lighter on each further stage of a worker."""
     from matplotlib.colors import to_rgb
 
@@ -128,6 +123,7 @@ def save(figure: Any, png: Path) -> None:
     try:
         png.parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(png, dpi=100)
+        pyplot().close(figure)
     except (OSError, ValueError) as error:
         raise InputError(f"{png}: cannot be drawn ({error}); give the path of a .png file") from error
 

@@ -74,7 +74,7 @@ class Trace:
 
     def typical_step(self) -> list[Event]:
         """The step of median length."""
-        ordered = sorted(self.steps(), key=lambda step: step[0].end - step[0].start)
+        ordered = sorted(self.steps(), key=lambda step: step[0].seconds)
         return ordered[len(ordered) // 2]
 
     def describe(self, rank: int) -> str:
@@ -95,7 +95,7 @@ class Trace:
             for step in self.steps():
                 for event in recorded.within(step[rank], COMPUTE):
                     action = actions[event.name]
-                    seconds[action.letter, action.stage].append(event.end - event.start)
+                    seconds[action.letter, action.stage].append(event.seconds)
         return ActionCosts(measured={key: statistics.fmean(values) for key, values in seconds.items()})
 
     def plan(self) -> Plan | None:
@@ -110,22 +110,16 @@ class Trace:
         computed = waited = total = 0.0
         replica = [r for r in range(len(self.ranks)) if self.place(r).replica == self.place(rank).replica]
         for step in steps or self.steps():
+            passes = {rank: [step[rank]]}
+            if self.programs is not None:
+                passes = {r: self.ranks[r].within(step[r], COMPUTE) for r in replica}
+            start = min(event.start for own in passes.values() for event in own)
+            end = max(event.end for own in passes.values() for event in own)
             waits = self.ranks[rank].within(step[rank], WAIT)
-            if self.programs is None:
-                start, end = step[rank].start, step[rank].end
-                waiting = sum(event.end - event.start for event in waits)
-                computed += end - start - waiting
-            else:
-                passes = [event for r in replica for event in self.ranks[r].within(step[r], COMPUTE)]
-                start, end = min(event.start for event in passes), max(event.end for event in passes)
-                own = self.ranks[rank].within(step[rank], COMPUTE)
-                computed += sum(event.end - event.start for event in own)
-                # Ranks that share a stage also wait for each other within its passes.
-                computed -= sum(
-                    event.end - event.start for event in waits if any(p.start <= event.start < p.end for p in own)
-                )
-                waiting = sum(max(0.0, min(event.end, end) - max(event.start, start)) for event in waits)
-            waited += waiting
+            computed += sum(event.seconds for event in passes[rank])
+            # Ranks that share a stage also wait for each other within its passes.
+            computed -= sum(w.seconds for w in waits if any(p.start <= w.start < p.end for p in passes[rank]))
+            waited += sum(max(0.0, min(event.end, end) - max(event.start, start)) for event in waits)
             total += end - start
         return computed / total, waited / total
 

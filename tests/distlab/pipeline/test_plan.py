@@ -83,7 +83,7 @@ def test_unequal_stages_and_a_slow_link_by_hand() -> None:
     assert plan.makespan == 19
     assert plan.bubble == pytest.approx([13 / 19, 5 / 19])
     assert plan.messages == {(0, 1, ACTIVATIONS): results(0, "F0 F1"), (1, 0, GRADIENTS): results(1, "B0 B1")}
-    busy = [{str(action): count for action, count in line.items()} for line in busy_workers(plan)]
+    busy = [{str(span.action): busy_workers(plan)[span.action] for span in line} for line in plan.spans]
     assert busy == [{"F0": 1, "F1": 1, "B0": 2, "B1": 1}, {"F0": 1, "F1": 1, "B0": 1, "B1": 2}]
 
 
