@@ -26,6 +26,7 @@ from simplellm.errors import InputError
 POSTED_AHEAD = 2  # receives under way per link: one that is needed next, one that travels meanwhile
 
 Loss = Callable[[Tensor, Tensor], Tensor]
+Modules = nn.Module | Mapping[int, nn.Module]  # of one stage, or by stage
 
 
 class Stage:
@@ -92,7 +93,7 @@ class Pipeline:
 
     def __init__(
         self,
-        stages: nn.Module | Mapping[int, nn.Module],
+        stages: Modules,
         programs: Sequence[Program],
         grid: Grid,
         loss: Loss,
@@ -102,20 +103,18 @@ class Pipeline:
         plan = simulate(programs)
         if len(programs) != grid.pp:
             raise InputError(f"the schedule is for {len(programs)} workers, and the pipeline has {grid.pp}")
-        self._worker, self.grid, self.width, self.owners = grid.stage, grid, width, plan.owners
-        self.program = programs[self._worker]
+        self.grid, self.width, self.owners, self._plan = grid, width, plan.owners, plan
+        self._worker, self.program = grid.stage, programs[grid.stage]
         self.stages = _check_stages(stages, self.program, self._worker)
         last = max(self.owners)
         self.has_first, self.has_last = 0 in self.stages, last in self.stages
         parameters = [parameter for net in self.stages.values() for parameter in net.parameters()]
         self.kept = SavedActivations(parameters) if recorder.enabled else None
         self._stages = {s: Stage(net, loss if s == last else None, self.kept) for s, net in self.stages.items()}
-        self._labels = plan.labels
         self._usual_threads = torch.get_num_threads()
         self._threads: dict[Action, int] = {}
         if cores:
             self._threads = {action: max(1, cores // busy) for action, busy in busy_workers(plan).items()}
-        self._takers = plan.takers
         self._acknowledged = _acknowledged(programs, plan, self._worker)
         self._incoming = {link: results for link, results in plan.messages.items() if link[1] == self._worker}
         self._channels = _channels(plan.messages)
@@ -163,15 +162,15 @@ class Pipeline:
 
     def _execute(self, action: Action) -> None:
         received = [self._take(result) for result in action.needs(len(self.owners)) if result.stage != action.stage]
-        with recorder.span(COMPUTE, self._labels[action]):
+        with recorder.span(COMPUTE, self._plan.labels[action]):
             computed = action.run(self._stages[action.stage], *received)
         for result in action.results:
-            if result in self._takers:
+            if result in self._plan.takers:
                 self._give(result, computed[result.kind])
 
     def _give(self, result: Result, tensor: Tensor) -> None:
         """Hand a result to the worker whose action needs it."""
-        worker = self.owners[self._takers[result].stage]
+        worker = self.owners[self._plan.takers[result].stage]
         if worker == self._worker:
             self._handed_over[result] = tensor
         else:
@@ -219,7 +218,7 @@ class Pipeline:
                 traffic.receive(tensor, what, source=self.grid.rank_of(sender), group=group).wait()
 
 
-def _check_stages(stages: nn.Module | Mapping[int, nn.Module], program: Program, worker: int) -> dict[int, nn.Module]:
+def _check_stages(stages: Modules, program: Program, worker: int) -> dict[int, nn.Module]:
     """The parts of the model by stage, if they and the program fit together."""
     held = stages_of(program)
     by_stage = dict.fromkeys(held[:1], stages) if isinstance(stages, nn.Module) else dict(stages)

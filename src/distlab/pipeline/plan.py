@@ -86,7 +86,7 @@ def simulate(programs: Sequence[Program], costs: ActionCosts | None = None) -> P
     spans = _run(programs, owners, producers, costs)
     makespan = max(span.end for line in spans for span in line)
     kept = [list(_kept(program, costs)) for program in programs]
-    sent = [sum(len(sent) for link, sent in messages.items() if link[0] == w) for w in range(len(programs))]
+    sent = [sum(len(sent) for (sender, *_), sent in messages.items() if sender == w) for w in range(len(programs))]
     return Plan(
         owners=owners,
         rows=[describe_stages(program) for program in programs],
@@ -127,7 +127,10 @@ def busy_workers(plan: Plan) -> dict[Action, int]:
     def busy(moment: float) -> int:
         return sum(span.start <= moment < span.end for span in spans)
 
-    return {own.action: max(busy(o.start) for o in spans if own.start <= o.start < own.end) for own in spans}
+    return {
+        own.action: max((busy(other.start) for other in spans if own.start <= other.start < own.end), default=1)
+        for own in spans
+    }
 
 
 def ideal_bubble(stages: int, micro_batches: int) -> float:

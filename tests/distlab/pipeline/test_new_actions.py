@@ -117,29 +117,35 @@ def interleaved(worker: int, workers: int, micro_batches: int) -> list[Action]:
 
 
 SCHEDULES = {"v_shape": v_shape, "interleaved": interleaved}
-SPLIT = (1, 1, 1, 1)
+
+
+def split_of(workers: int) -> tuple[int, ...]:
+    """The layers of two stages a worker."""
+    return (1,) * (2 * workers)
 
 
 def programs_of(name: str, micro_batches: int, workers: int = 2) -> list[Program]:
     return [SCHEDULES[name](worker, workers, micro_batches) for worker in range(workers)]
 
 
-def compare_with_one_process(rank: int, port: int, name: str, micro_batches: int, counted: bool) -> list[str]:
-    """Train two stages on each of two ranks next to the whole model; the names of the parameters compared."""
-    programs = programs_of(name, micro_batches)
-    with process_group(rank, 2, port):
+def compare_with_one_process(
+    rank: int, port: int, name: str, workers: int, micro_batches: int, counted: bool
+) -> list[str]:
+    """Train two stages on each rank next to the whole model; the names of the parameters compared."""
+    programs, split = programs_of(name, micro_batches, workers), split_of(workers)
+    with process_group(rank, workers, port):
         recorder.enabled = counted
-        nets = {stage: louder(build_stage(stage, SPLIT, VOCAB, **OPTIONS)) for stage in stages_of(programs[rank])}
-        whole = louder(LLama(CausalLLama, VOCAB, n_layers=sum(SPLIT), **OPTIONS))
+        nets = {stage: louder(build_stage(stage, split, VOCAB, **OPTIONS)) for stage in stages_of(programs[rank])}
+        whole = louder(LLama(CausalLLama, VOCAB, n_layers=sum(split), **OPTIONS))
         before = {name: p.detach().clone() for name, p in whole.named_parameters()}
-        pipeline = Pipeline(nets, programs, Grid(rank, dp=1, pp=2), LOSS, WIDTH)
+        pipeline = Pipeline(nets, programs, Grid(rank, dp=1, pp=workers), LOSS, WIDTH)
         for step in range(3):
             for net in (whole, *nets.values()):
                 net.zero_grad()
             losses = pipeline.step(batch(step).tensor_split(micro_batches))
             expected = LOSS(whole(batch(step)), batch(step))
             expected.backward()
-            assert len(losses) == (micro_batches if 3 in nets else 0)
+            assert len(losses) == (micro_batches if pipeline.has_last else 0)
             if losses:
                 assert sum(losses).item() == pytest.approx(expected.item(), rel=1e-6)
             of_whole = dict(whole.named_parameters())
@@ -156,16 +162,19 @@ def compare_with_one_process(rank: int, port: int, name: str, micro_batches: int
         return list(own)
 
 
-@pytest.mark.parametrize("counted", [False, True])
-@pytest.mark.parametrize(("name", "holds_the_loss"), [("v_shape", 0), ("interleaved", 1)])
+@pytest.mark.parametrize(
+    ("name", "workers", "holds_the_loss", "counted"),
+    [("v_shape", 2, 0, False), ("v_shape", 3, 0, True), ("interleaved", 2, 1, True), ("interleaved", 3, 2, False)],
+)
 def test_new_actions_and_two_stages_a_rank_give_the_gradients_of_one_process(
-    name: str, holds_the_loss: int, counted: bool
+    name: str, workers: int, holds_the_loss: int, counted: bool
 ) -> None:
     for micro_batches in (1, 3):
-        compared = run_ranks(2, compare_with_one_process, free_port(), name, micro_batches, counted)
+        compared = run_ranks(workers, compare_with_one_process, free_port(), name, workers, micro_batches, counted)
         assert "lm_head.weight" in compared[holds_the_loss]
         assert "model.embed_tokens.weight" in compared[0]
-        assert len({*compared[0], *compared[1]}) == sum(map(len, compared)) == 3 + 9 * len(SPLIT)
+        names = [name for own in compared for name in own]
+        assert len(names) == len(set(names)) == 3 + 9 * 2 * workers
 
 
 def test_the_definitions_take_forty_lines_at_most() -> None:
@@ -178,7 +187,7 @@ def trace_two_stages_a_rank(rank: int, port: int, folder: Path) -> None:
     programs = programs_of("v_shape", 3)
     with process_group(rank, 2, port):
         recorder.enabled = True
-        nets = {stage: build_stage(stage, SPLIT, VOCAB, **OPTIONS) for stage in stages_of(programs[rank])}
+        nets = {stage: build_stage(stage, split_of(2), VOCAB, **OPTIONS) for stage in stages_of(programs[rank])}
         pipeline = Pipeline(nets, programs, Grid(rank, dp=1, pp=2), LOSS, WIDTH)
         for step in range(3):
             with recorder.span(STEP, f"step {step}"):
