@@ -35,23 +35,14 @@ class Result:
 
 @dataclass(frozen=True)
 class ActionCosts:
-    """What actions and messages cost.
+    """What actions and messages cost."""
 
-    Attributes:
-        forward: seconds of a stage's forward pass over one micro-batch.
-        backward: seconds of its backward pass.
-        transfer: seconds from the end of an action until its message has arrived at the next stage.
-        activation_bytes: what a stage keeps of one micro-batch from its forward pass to its backward pass.
-        message_bytes: size of a message.
-        measured: seconds of an action by letter and stage, instead of what the action derives from the above.
-    """
-
-    forward: PerStage = 1.0
-    backward: PerStage = 2.0
-    transfer: float = 0.0
-    activation_bytes: PerStage = 0.0
+    forward: PerStage = 1.0  # seconds of a stage's forward pass over one micro-batch
+    backward: PerStage = 2.0  # seconds of its backward pass
+    transfer: float = 0.0  # seconds from the end of an action until its message has arrived at the next stage
+    activation_bytes: PerStage = 0.0  # what a stage keeps of one micro-batch from its forward to its backward pass
     message_bytes: float = 0.0
-    measured: Mapping[tuple[str, int], float] = field(default_factory=dict)
+    measured: Mapping[tuple[str, int], float] = field(default_factory=dict)  # seconds by (letter, stage), where known
 
     def seconds(self, action: "Action") -> float:
         """How long an action computes."""
@@ -60,19 +51,12 @@ class ActionCosts:
 
 @dataclass(frozen=True)
 class Action(ABC):
-    """One stage's work on one micro-batch.
+    """One stage's work on one micro-batch; subclasses are the kinds."""
 
-    Attributes:
-        letter: of this kind, before the micro-batch's number: "F2".
-        color: of this kind, in figures.
-        gives: kinds of results that it computes; each of a stage and micro-batch is computed once.
-        keeps: share of the stage's activations of the micro-batch that is kept from now on; negative if it is freed.
-    """
-
-    letter: ClassVar[str]
-    color: ClassVar[str] = "#9cc59b"
-    gives: ClassVar[tuple[str, ...]] = ()
-    keeps: ClassVar[float] = 0.0
+    letter: ClassVar[str]  # before the micro-batch's number: "F2"
+    color: ClassVar[str] = "#9cc59b"  # in figures
+    gives: ClassVar[tuple[str, ...]] = ()  # kinds of results that it computes
+    keeps: ClassVar[float] = 0.0  # share of a micro-batch's activations that is kept from now on; negative: freed
 
     stage: int
     micro_batch: int
@@ -108,8 +92,7 @@ class Action(ABC):
         raise NotImplementedError
 
 
-KINDS: dict[str, type[Action]] = {}
-"""By letter; filled by the classes themselves."""
+KINDS: dict[str, type[Action]] = {}  # by letter
 
 
 class Forward(Action):

@@ -30,22 +30,14 @@ Modules = nn.Module | Mapping[int, nn.Module]  # of one stage, or by stage
 
 
 class Stage:
-    """One stage of the model, as its actions see it.
-
-    Attributes:
-        net: the stage's part of the model.
-        micro_batches: of the step: token ids, each (batch, seq).
-        shares: of the step: each micro-batch's part of all targets.
-        losses: of the last stage: each micro-batch's share of the step's mean loss.
-        live: by micro-batch, what its actions keep for later ones; a forward pass its input and its output.
-    """
+    """One stage of the model, as its actions see it."""
 
     def __init__(self, net: nn.Module, loss: Loss | None, kept: SavedActivations | None) -> None:
         self.net, self._loss, self._kept = net, loss, kept
-        self.micro_batches: Sequence[Tensor] = ()
-        self.shares: Sequence[float] = ()
-        self.losses: dict[int, Tensor] = {}
-        self.live: dict[int, tuple[Tensor, ...]] = {}
+        self.micro_batches: Sequence[Tensor] = ()  # of the step: token ids, each (batch, seq)
+        self.shares: Sequence[float] = ()  # of the step: each micro-batch's part of all targets
+        self.losses: dict[int, Tensor] = {}  # on the last stage, by micro-batch: its share of the mean loss
+        self.live: dict[int, tuple[Tensor, ...]] = {}  # by micro-batch: what its actions keep for later ones
         self._holds: dict[int, object] = {}
 
     def forward(self, micro_batch: int, x: Tensor) -> Tensor:
@@ -58,7 +50,7 @@ class Stage:
         return y
 
     def keep(self, micro_batch: int, x: Tensor, y: Tensor) -> None:
-        """Keep input and output of a forward pass."""
+        """Keep input and output of a forward pass in `live`."""
         self.live[micro_batch] = x, y
         self._holds[micro_batch] = self._kept and self._kept.keep(y)
 

@@ -39,33 +39,19 @@ class Span:
 
 @dataclass(frozen=True)
 class Plan:
-    """A schedule that has been simulated.
+    """A schedule that has been simulated; lists are per worker."""
 
-    Attributes:
-        owners: by stage, the worker that holds it.
-        rows: per worker, what it holds: "stage 1", "stages 1 and 4".
-        labels: by action, what it is called beside the worker's others.
-        spans: per worker, its actions with their times.
-        makespan: seconds from the first action's start to the last one's end.
-        bubble: per worker, the fraction of the makespan in which it does not compute.
-        peak_live: per worker, the most micro-batches of which its stages together keep activations at a time.
-        peak_bytes: per worker, the most bytes of activations kept at a time.
-        sent_bytes: per worker, what it sends to others.
-        messages: what goes over each link, in order.
-        takers: by result that goes to another stage, the action that needs it.
-    """
-
-    owners: dict[int, int]
-    rows: list[str]
-    labels: dict[Action, str]
-    spans: list[list[Span]]
-    makespan: float
-    bubble: list[float]
-    peak_live: list[int]
-    peak_bytes: list[float]
-    sent_bytes: list[float]
-    messages: dict[Link, list[Result]]
-    takers: dict[Result, Action]
+    owners: dict[int, int]  # by stage, the worker that holds it
+    rows: list[str]  # what it holds: "stage 1", "stages 1 and 4"
+    labels: dict[Action, str]  # what actions are called beside the worker's others
+    spans: list[list[Span]]  # its actions with their times
+    makespan: float  # seconds from the first action's start to the last one's end
+    bubble: list[float]  # the fraction of the makespan in which it does not compute
+    peak_live: list[int]  # the most micro-batches of which its stages together keep activations at a time
+    peak_bytes: list[float]  # the most bytes of activations that it keeps at a time
+    sent_bytes: list[float]  # to other workers
+    messages: dict[Link, list[Result]]  # what goes over each link, in order
+    takers: dict[Result, Action]  # by result that goes to another stage, the action that needs it
 
 
 def simulate(programs: Sequence[Program], costs: ActionCosts | None = None) -> Plan:

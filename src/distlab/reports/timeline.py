@@ -16,20 +16,13 @@ COLORS = {"wait": "#ececec", "compute": "#8db4dd"}  # beside those of the action
 
 @dataclass(frozen=True)
 class Bar:
-    """A stretch of time in a row.
+    """A stretch of time in a row."""
 
-    Attributes:
-        row: from 0, at the top.
-        start, end: on the panel's axis.
-        label: an action's, which is written into the bar and gives its colour, or one of `COLORS`.
-        low, high: the part of the row's height that the bar takes.
-    """
-
-    row: int
-    start: float
+    row: int  # from 0, at the top
+    start: float  # on the panel's axis
     end: float
-    label: str
-    low: float = 0.08
+    label: str  # of an action, which is written into the bar and gives its colour, or one of `COLORS`
+    low: float = 0.08  # part of the row's height that the bar takes
     high: float = 0.92
 
 

@@ -25,15 +25,10 @@ MICROSECONDS = 1e6
 
 @dataclass
 class RankTrace:
-    """What one rank recorded; times are seconds from the beginning of the trace.
+    """What one rank recorded; times are seconds from the beginning of the trace."""
 
-    Attributes:
-        events: in the order in which they ended.
-        kept_bytes: (seconds, bytes of activations kept), in order.
-    """
-
-    events: list[Event]
-    kept_bytes: list[tuple[float, int]] = field(default_factory=list)
+    events: list[Event]  # in the order in which they ended
+    kept_bytes: list[tuple[float, int]] = field(default_factory=list)  # (seconds, bytes of activations kept), in order
 
     def within(self, step: Event, kind: str) -> list[Event]:
         """The events of a kind that began in a step."""
@@ -52,19 +47,13 @@ class RankTrace:
 
 @dataclass
 class Trace:
-    """What all ranks of a run recorded.
-
-    Attributes:
-        ranks: by rank.
-        dp, pp, tp: replicas, stages of each, and ranks of each stage.
-        programs: the pipeline's schedule, a list for each stage; None without a pipeline.
-    """
+    """What all ranks of a run recorded."""
 
     ranks: list[RankTrace]
-    dp: int
-    pp: int
-    programs: "Sequence[Program] | None" = None
-    tp: int = 1
+    dp: int  # replicas
+    pp: int  # workers of each replica's pipeline
+    programs: Sequence[Program] | None = None  # the pipeline's schedule, a list for each worker
+    tp: int = 1  # ranks of each worker
 
     def steps(self) -> list[list[Event]]:
         """The steps, each as every rank recorded it; without the first, which also sets up connections."""
