@@ -31,7 +31,8 @@ from typing import Any
 
 import tyro
 
-from distlab.pipeline.plan import Costs, simulate
+from distlab.pipeline.actions import ActionCosts
+from distlab.pipeline.plan import simulate
 from distlab.pipeline.schedules import all_stages
 from distlab.reports.timeline import pyplot, save
 from simplellm.llama import CausalLLama, LLama
@@ -113,8 +114,8 @@ def pipeline_seconds(wire: Wire, message_bytes: float, micro_batches: int, step_
     Stages take equally long, and a backward pass twice as long as a forward pass.
     """
     programs = all_stages("dapple", 2, micro_batches)
-    forward = step_seconds / simulate(programs, Costs(1, 2)).makespan
-    slow = Costs(forward, 2 * forward, transfer=wire.seconds(1, message_bytes))
+    forward = step_seconds / simulate(programs, ActionCosts(1, 2)).makespan
+    slow = ActionCosts(forward, 2 * forward, transfer=wire.seconds(1, message_bytes))
     return simulate(programs, slow).makespan - step_seconds
 
 

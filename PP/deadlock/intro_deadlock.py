@@ -17,8 +17,9 @@ import torch
 
 from distlab.comm.grid import Layout
 from distlab.comm.traffic import traffic
-from distlab.pipeline.plan import ScheduleError, simulate
-from distlab.pipeline.schedules import Backward, Forward, all_stages, message, needs, receiver
+from distlab.pipeline.actions import Backward, Forward
+from distlab.pipeline.plan import ScheduleError, find_takers, simulate
+from distlab.pipeline.schedules import all_stages
 from distlab.run.logs import say
 from distlab.run.main import main
 from distlab.run.run import Run
@@ -72,14 +73,15 @@ def order(run: Run[DeadlockSettings]) -> None:
         if run.rank == 0:
             say(f"checked before the run: {error}")
             say("and now the run all the same, without the check:")
-    sent = []
+    sent, takers = [], find_takers(programs)  # takers: which action needs the result of another stage
     for action in programs[run.rank]:
-        for source in needs(action, run.world_size):
-            if source.stage != run.rank:
-                traffic.receive(torch.empty(1000), message(source), source=source.stage).wait()
-        to = receiver(action)
-        if 0 <= to < run.world_size:
-            sent.append(traffic.send(torch.zeros(1000), message(action), to=to, kind="messages"))
+        for result in action.needs(run.world_size):
+            if result.stage != run.rank:
+                traffic.receive(torch.empty(1000), str(result), source=result.stage).wait()
+        for result in action.results:
+            if result in takers:
+                to = takers[result].stage
+                sent.append(traffic.send(torch.zeros(1000), str(result), to=to, kind="messages"))
     for transfer in sent:
         transfer.wait()
 

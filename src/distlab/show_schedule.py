@@ -12,8 +12,9 @@ from typing import Annotated
 
 import tyro
 
-from distlab.pipeline.plan import Costs, Plan, ideal_bubble, simulate
-from distlab.pipeline.schedules import SCHEDULES, all_stages
+from distlab.pipeline.actions import ActionCosts
+from distlab.pipeline.plan import Plan, ideal_bubble, simulate
+from distlab.pipeline.schedules import ALIASES, all_stages, schedule_names
 from simplellm import command_line
 from simplellm.errors import InputError
 
@@ -22,7 +23,7 @@ from simplellm.errors import InputError
 class Request:
     """What to show."""
 
-    schedule: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="|".join(SCHEDULES))]
+    schedule: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="|".join(schedule_names()))]
     """name of the schedule"""
     stages: int = 3
     """stages of the pipeline"""
@@ -39,8 +40,8 @@ class Request:
 
     def check(self) -> None:
         """Raise `InputError` for what cannot be shown."""
-        if self.schedule not in SCHEDULES:
-            raise InputError(f"{self.schedule}: no such schedule; there are {', '.join(SCHEDULES)}")
+        if self.schedule not in schedule_names():
+            raise InputError(f"{self.schedule}: no such schedule; there are {', '.join(schedule_names())}")
         for name in ("stages", "micro_batches", "forward", "backward"):
             if getattr(self, name) < 1:
                 raise InputError(f"--{name.replace('_', '-')} {getattr(self, name)}: must be at least 1")
@@ -52,38 +53,36 @@ def show(request: Request) -> Iterator[str]:
     """The lines of the table and of the costs; draws the figure, too."""
     request.check()
     p, m = request.stages, request.micro_batches
-    costs = Costs(request.forward, request.backward, request.transfer)
+    title = f"{request.schedule}, {p} stages, {m} micro-batches"
+    costs = ActionCosts(request.forward, request.backward, request.transfer)
     plan = simulate(all_stages(request.schedule, p, m), costs)
-    yield f"# {request.schedule}, {p} stages, {m} micro-batches; ticks: forward {request.forward}, backward " + (
-        f"{request.backward}, message {request.transfer}"
-    )
+    yield f"# {title}; ticks: forward {request.forward}, backward {request.backward}, message {request.transfer}"
     yield from table(plan)
-    for stage in range(p):
-        live = plan.peak_live[stage]
+    for name, bubble, live in zip(plan.rows, plan.bubble, plan.peak_live, strict=True):
         keeps = f"keeps the activations of {live} micro-batch{'es' * (live > 1)} at most"
-        yield f"# stage {stage}: idle {plan.bubble[stage]:.1%}, {keeps}"
+        yield f"# {name}: idle {bubble:.1%}, {keeps}"
     yield f"# {plan.makespan:.0f} ticks; {sum(map(len, plan.messages.values()))} messages"
-    if request.schedule in ("gpipe", "dapple") and not request.transfer:
+    if ALIASES.get(request.schedule, request.schedule) in ("gpipe", "dapple") and not request.transfer:
         yield f"# idle by the formula (p - 1) / (m + p - 1): {ideal_bubble(p, m):.1%}"
     if request.png is not None:
         from distlab.reports.timeline import draw, planned_panel
 
-        draw(request.png, [planned_panel(f"{request.schedule}, {p} stages, {m} micro-batches", plan)])
+        draw(request.png, [planned_panel(title, plan)])
         yield f"# drawn to {request.png}"
 
 
 def table(plan: Plan) -> Iterator[str]:
-    """A row for each stage, a column for each tick; a pass that goes on is marked by a dash."""
-    ticks = round(plan.makespan)
-    width = 1 + max(len(str(span.action)) for spans in plan.spans for span in spans)
-    width = max(width, 1 + len(str(ticks - 1)))
-    yield f"{'tick':<9}" + "".join(f"{tick:>{width}}" for tick in range(ticks))
-    for stage, spans in enumerate(plan.spans):
+    """A row for each worker, a column for each tick; a pass that takes several is continued by dashes."""
+    ticks, rows = round(plan.makespan), plan.rows
+    width = 1 + max(len(str(ticks - 1)), *map(len, plan.labels.values()))
+    first = max(9, *(1 + len(row) for row in rows))
+    yield f"{'tick':<{first}}" + "".join(f"{tick:>{width}}" for tick in range(ticks))
+    for row, spans in zip(rows, plan.spans, strict=True):
         cells = ["."] * ticks
         for span in spans:
             start, end = round(span.start), round(span.end)
-            cells[start:end] = [str(span.action)] + ["-"] * (end - start - 1)
-        yield f"stage {stage:<3}" + "".join(f"{cell:>{width}}" for cell in cells)
+            cells[start:end] = [plan.labels[span.action]] + ["-"] * (end - start - 1)
+        yield f"{row:<{first}}" + "".join(f"{cell:>{width}}" for cell in cells)
 
 
 if __name__ == "__main__":

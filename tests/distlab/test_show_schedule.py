@@ -25,6 +25,12 @@ def test_table_and_costs() -> None:
     ]
 
 
+def test_1f1b_is_dapple() -> None:
+    other, *lines = show(Request("1f1b", stages=3, micro_batches=4))
+    assert other.startswith("# 1f1b, 3 stages, 4 micro-batches")
+    assert lines == list(show(Request("dapple", stages=3, micro_batches=4)))[1:]
+
+
 def test_ticks_of_passes_and_messages_as_asked_for() -> None:
     request = Request("naive", stages=2, micro_batches=1, forward=2, backward=3, transfer=1)
     assert list(show(request))[1:4] == [
@@ -59,7 +65,7 @@ def test_columns_are_aligned(name: str, stages: int, micro_batches: int) -> None
 @pytest.mark.parametrize(
     ("request_", "sentence"),
     [
-        (Request("pipe"), "pipe: no such schedule; there are naive, gpipe, dapple"),
+        (Request("pipe"), "pipe: no such schedule; there are naive, gpipe, dapple, 1f1b"),
         (Request("gpipe", stages=0), "--stages 0: must be at least 1"),
         (Request("gpipe", micro_batches=-1), "--micro-batches -1: must be at least 1"),
         (Request("gpipe", forward=0), "--forward 0: must be at least 1"),

@@ -27,6 +27,10 @@ class Event:
     start: float
     end: float
 
+    @property
+    def seconds(self) -> float:
+        return self.end - self.start
+
 
 class Recorder:
     """Collects events while `enabled`; else it costs next to nothing.

@@ -1,220 +1,254 @@
-"""Runs one stage of a pipeline: takes its actions in order, and moves activations and gradients between stages.
+"""Runs one worker of a pipeline: takes its actions in order, and moves activations and gradients between stages.
 
 Receives are posted ahead of their use and sends are left to finish by themselves, so a message travels while both of
-its ends compute. Between two stages messages arrive in the order in which they were sent; `plan.simulate`
-checks that both agree on it.
+its ends compute. Each kind of message arrives in the order in which it was sent; `plan.simulate` checks that both ends
+agree on it. Between two stages of one worker tensors are handed over as they are.
 """
 
 import contextlib
-from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import timedelta
-from typing import cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from distlab.comm.devices import patient_threads
 from distlab.comm.grid import Grid
 from distlab.comm.recorder import COMPUTE, recorder
-from distlab.comm.traffic import traffic
-from distlab.comm.transfer import Transfer
+from distlab.comm.traffic import Transfer, traffic
+from distlab.pipeline.actions import Action, Program, Result, stages_of
 from distlab.pipeline.activations import SavedActivations
-from distlab.pipeline.plan import busy_workers, simulate
-from distlab.pipeline.schedules import Action, Backward, Forward, Program, message, needs, receiver
+from distlab.pipeline.plan import Link, Plan, busy_workers, simulate
 from simplellm.errors import InputError
 
-POSTED_AHEAD = 2  # receives under way per neighbour: one that is needed next, one that travels meanwhile
+POSTED_AHEAD = 2  # receives under way per link: one that is needed next, one that travels meanwhile
+
+Loss = Callable[[Tensor, Tensor], Tensor]
+Modules = nn.Module | Mapping[int, nn.Module]  # of one stage, or by stage
+
+
+class Stage:
+    """One stage of the model, as its actions see it."""
+
+    def __init__(self, net: nn.Module, loss: Loss | None, kept: SavedActivations | None) -> None:
+        self.net, self._loss, self._kept = net, loss, kept
+        self.micro_batches: Sequence[Tensor] = ()  # of the step: token ids, each (batch, seq)
+        self.shares: Sequence[float] = ()  # of the step: each micro-batch's part of all targets
+        self.losses: dict[int, Tensor] = {}  # on the last stage, by micro-batch: its share of the mean loss
+        self.live: dict[int, tuple[Tensor, ...]] = {}  # by micro-batch: what its actions keep for later ones
+        self._holds: dict[int, object] = {}
+
+    def forward(self, micro_batch: int, x: Tensor) -> Tensor:
+        """The stage's output for x; on the last stage, the micro-batch's share of the loss."""
+        with self._kept.counting() if self._kept else contextlib.nullcontext():
+            y: Tensor = self.net(x)
+            if self._loss is not None:
+                y = self._loss(y, self.micro_batches[micro_batch]) * self.shares[micro_batch]
+                self.losses[micro_batch] = y.detach()
+        return y
+
+    def keep(self, micro_batch: int, x: Tensor, y: Tensor) -> None:
+        """Keep input and output of a forward pass in `live`."""
+        self.live[micro_batch] = x, y
+        self._holds[micro_batch] = self._kept and self._kept.keep(y)
+
+    def release(self, micro_batch: int) -> tuple[Tensor, ...]:
+        """What is kept of a micro-batch, which is no longer."""
+        self._holds.pop(micro_batch, None)
+        return self.live.pop(micro_batch)
 
 
 class Pipeline:
-    """One rank's stage and its traffic with the stages beside it.
+    """One rank's stages and their traffic with those of other ranks.
 
     Args:
-        net: this stage's part of the model.
-        programs: the schedule, all stages' lists.
-        grid: where this rank stands; replicas do not meet here.
+        stages: this rank's part of the model; by stage, its parts where the programs give it several.
+        programs: the schedule, all workers' lists; a worker is a place along the pipeline, `grid.stage`.
+        grid: where this rank stands; each replica is a pipeline of its own.
         loss: (output of the last stage, micro-batch) -> mean loss over the micro-batch's targets.
         width: of the activations between stages: (batch, seq, `width`), float32.
-        cores: which the stages of this pipeline share, if they do: an action then takes those of the stages that the
+        cores: which the workers of this pipeline share, if they do: an action then takes those of the workers that the
             plan says are idle meanwhile. None leaves the number of threads alone.
+
+    Attributes:
+        owners: by stage, the worker that holds it.
+        stages: by stage, this rank's parts of the model.
+        has_first, has_last: whether this rank holds the first stage, and the last, which computes the loss.
+        kept: counts the activations while a trace is recorded.
 
     Raises:
         ScheduleError: the schedule cannot run.
+        InputError: this rank cannot run it.
     """
 
     def __init__(
         self,
-        net: nn.Module,
+        stages: Modules,
         programs: Sequence[Program],
         grid: Grid,
-        loss: Callable[[Tensor, Tensor], Tensor],
+        loss: Loss,
         width: int,
         cores: int | None = None,
     ) -> None:
         plan = simulate(programs)
-        self.net, self.grid, self.loss, self.width = net, grid, loss, width
-        self.program = programs[grid.stage]
-        self.is_first, self.is_last = grid.stage == 0, grid.is_last_stage
-        self.kept = SavedActivations(net.parameters()) if recorder.enabled else None
+        if len(programs) != grid.pp:
+            raise InputError(f"the schedule is for {len(programs)} workers, and the pipeline has {grid.pp}")
+        self.grid, self.width, self.owners, self._plan = grid, width, plan.owners, plan
+        self._worker, self.program = grid.stage, programs[grid.stage]
+        self.stages = _check_stages(stages, self.program, self._worker)
+        last = max(self.owners)
+        self.has_first, self.has_last = 0 in self.stages, last in self.stages
+        parameters = [parameter for net in self.stages.values() for parameter in net.parameters()]
+        self.kept = SavedActivations(parameters) if recorder.enabled else None
+        self._stages = {s: Stage(net, loss if s == last else None, self.kept) for s, net in self.stages.items()}
         self._usual_threads = torch.get_num_threads()
         self._threads: dict[Action, int] = {}
         if cores:
-            self._threads = {action: max(1, cores // busy) for action, busy in busy_workers(plan)[grid.stage].items()}
-        self._channels = _channels()
-        self._acknowledged = _acknowledged(programs, grid.stage)
-        self._connect()
-        self._live: dict[int, tuple[Tensor, Tensor, object]] = {}  # by micro-batch: input, output, hold on both
-        self._sent: dict[Action, Transfer] = {}
+            self._threads = {action: max(1, cores // busy) for action, busy in busy_workers(plan).items()}
+        self._acknowledged = _acknowledged(programs, plan, self._worker)
+        self._incoming = {link: results for link, results in plan.messages.items() if link[1] == self._worker}
+        self._channels = _channels(plan.messages)
+        self._connect(parameters[0].device)
+        self._sent: dict[Result, Transfer] = {}
+        self._handed_over: dict[Result, Tensor] = {}
         recorder.programs = programs
 
     def step(self, micro_batches: Sequence[Tensor]) -> list[Tensor]:
-        """Run forward and backward passes over all micro-batches; gradients are added to `parameter.grad`.
+        """Run all actions over the micro-batches; gradients are added to `parameter.grad`.
 
         Args:
-            micro_batches: token ids, each (batch, seq); sizes may differ. Every stage gets them: the first reads them
-                as its input, the last as its targets.
+            micro_batches: token ids, each (batch, seq); sizes may differ. Every rank gets them: the first stage reads
+                them as its input, the last as its targets.
 
         Returns:
-            On the last stage, each micro-batch's share of the loss: their sum is the mean over all targets. Else [].
+            With the last stage, each micro-batch's share of the loss: their sum is the mean over all targets. Else [].
 
         Raises:
             InputError: the schedule is for another number of micro-batches.
-            TrafficError: a neighbour ended, or did not answer within the deadline.
+            TrafficError: another rank ended, or did not answer within the deadline.
         """
-        planned = len(self.program) // 2
+        planned = 1 + max(action.micro_batch for action in self.program)
         if len(micro_batches) != planned:
             raise InputError(f"{len(micro_batches)} micro-batches: the schedule is for {planned}")
-        self._micro_batches = micro_batches
         targets = [x[:, 1:].numel() for x in micro_batches]
-        self._shares = [count / sum(targets) for count in targets]
-        self._losses: list[Tensor] = []
-        inboxes: dict[type[Action], _Inbox] = {kind: self._open_inbox(kind) for kind in (Forward, Backward)}
+        for stage in self._stages.values():
+            stage.micro_batches, stage.losses = micro_batches, {}
+            stage.shares = [count / sum(targets) for count in targets]
+        self._micro_batches = micro_batches
+        self._expected = {link: iter(results) for link, results in self._incoming.items()}
+        self._posted: dict[Link, deque[tuple[Tensor, Transfer]]] = {link: deque() for link in self._incoming}
+        for link in [*self._incoming] * POSTED_AHEAD:
+            self._post_next(link)
         for action in self.program:
             if self._threads:
                 torch.set_num_threads(self._threads[action])
-            run = self._forward if isinstance(action, Forward) else self._backward
-            run(action, inboxes[type(action)])
+            self._execute(action)
             if self.kept is not None:
                 recorder.keeps(self.kept.now_bytes)
         if self._threads:
             torch.set_num_threads(self._usual_threads)
         self._settle(list(self._sent))  # a send that is dropped before it has ended never arrives
-        return self._losses
+        return [loss for stage in self._stages.values() for _, loss in sorted(stage.losses.items())]
 
-    def _forward(self, action: Action, inbox: "_Inbox") -> None:
-        k = action.micro_batch
-        x = self._micro_batches[k] if self.is_first else self._take(inbox).requires_grad_()
-        with recorder.span(COMPUTE, str(action)), self.kept.counting() if self.kept else contextlib.nullcontext():
-            y = self.net(x)
-            if self.is_last:
-                y = self.loss(y, self._micro_batches[k]) * self._shares[k]
-        if self.is_last:
-            self._losses.append(y.detach())
+    def _execute(self, action: Action) -> None:
+        received = [self._take(result) for result in action.needs(len(self.owners)) if result.stage != action.stage]
+        with recorder.span(COMPUTE, self._plan.labels[action]):
+            computed = action.run(self._stages[action.stage], *received)
+        for result in action.results:
+            if result in self._plan.takers:
+                self._give(result, computed[result.kind])
+
+    def _give(self, result: Result, tensor: Tensor) -> None:
+        """Hand a result to the worker whose action needs it."""
+        worker = self.owners[self._plan.takers[result].stage]
+        if worker == self._worker:
+            self._handed_over[result] = tensor
         else:
-            self._send(action, y.detach(), to_stage=self.grid.stage + 1)
-        self._live[k] = (x, y, self.kept.keep(y) if self.kept else None)
+            to, group = self.grid.rank_of(worker), self._channels[self._worker, worker, result.kind]
+            self._sent[result] = traffic.send(tensor, str(result), to=to, kind=result.kind, group=group)
 
-    def _backward(self, action: Action, inbox: "_Inbox") -> None:
-        k = action.micro_batch
-        gradient = None if self.is_last else self._take(inbox)
-        x, y, hold = self._live.pop(k)
-        with recorder.span(COMPUTE, str(action)):
-            y.backward(gradient)
-        del y, hold
-        if not self.is_first:
-            self._send(action, cast(Tensor, x.grad), to_stage=self.grid.stage - 1)
-
-    def _send(self, action: Action, tensor: Tensor, to_stage: int) -> None:
-        kind = _kind(action)
-        self._sent[action] = traffic.send(
-            tensor, message(action), to=self.grid.rank_of(to_stage), kind=kind, group=self._channels[kind]
-        )
-
-    def _take(self, inbox: "_Inbox") -> Tensor:
-        source, tensor = inbox.take()
-        self._settle(self._acknowledged[source])
+    def _take(self, result: Result) -> Tensor:
+        """A result of another stage, when it has arrived."""
+        if result in self._handed_over:
+            return self._handed_over.pop(result)
+        link = self.owners[result.stage], self._worker, result.kind
+        tensor, transfer = self._posted[link].popleft()
+        transfer.wait()
+        self._post_next(link)
+        self._settle(self._acknowledged[result])
         return tensor
 
-    def _settle(self, actions: Iterable[Action]) -> None:
+    def _settle(self, results: Iterable[Result]) -> None:
         """Let go of messages that have been sent: their tensors had to stay as they were until then."""
-        for action in actions:
-            if action in self._sent:
-                self._sent.pop(action).wait()
+        for result in results:
+            if result in self._sent:
+                self._sent.pop(result).wait()
 
-    def _open_inbox(self, kind: type[Action]) -> "_Inbox":
-        """The messages that this stage's actions of one kind will need, in that order."""
-        mine = (action for action in self.program if isinstance(action, kind))
-        expected = (source for action in mine for source in needs(action, self.grid.pp))
-        return _Inbox(self._post_receive, (source for source in expected if source.stage != self.grid.stage))
+    def _post_next(self, link: Link) -> None:
+        """Post the receive of a link's next message, if there is one."""
+        for result in self._expected[link]:
+            x = self._micro_batches[result.micro_batch]
+            tensor, source = torch.empty(*x.shape, self.width, device=x.device), self.grid.rank_of(link[0])
+            transfer = traffic.receive(tensor, str(result), source=source, group=self._channels[link])
+            self._posted[link].append((tensor, transfer))
+            return
 
-    def _connect(self) -> None:
+    def _connect(self, device: torch.device) -> None:
         """Exchange a message over each link, one after the other.
 
         NCCL sets up a link when it is first used, and both ends must then be at the same one.
         """
-        stage, tensor = self.grid.stage, torch.zeros(1, device=next(self.net.parameters()).device)
-        for lower in range(self.grid.pp - 1):
-            ends = ((lower, lower + 1), (lower + 1, lower))
-            for (kind, group), (giver, taker) in zip(self._channels.items(), ends, strict=True):
-                what = f"the first message for {kind}"
-                if stage == giver:
-                    traffic.send(tensor, what, to=self.grid.rank_of(taker), kind="control", group=group).wait()
-                elif stage == taker:
-                    traffic.receive(tensor, what, source=self.grid.rank_of(giver), group=group).wait()
-
-    def _post_receive(self, source: Action) -> tuple[Tensor, Transfer]:
-        x = self._micro_batches[source.micro_batch]
-        tensor = torch.empty(*x.shape, self.width, device=x.device)
-        sender, group = self.grid.rank_of(source.stage), self._channels[_kind(source)]
-        return tensor, traffic.receive(tensor, message(source), source=sender, group=group)
+        tensor = torch.zeros(1, device=device)
+        for link, group in sorted(self._channels.items(), key=lambda item: (sorted(item[0][:2]), item[0])):
+            sender, receiver, kind = link
+            what = f"the first message for {kind}"
+            if self._worker == sender:
+                traffic.send(tensor, what, to=self.grid.rank_of(receiver), kind="control", group=group).wait()
+            elif self._worker == receiver:
+                traffic.receive(tensor, what, source=self.grid.rank_of(sender), group=group).wait()
 
 
-class _Inbox:
-    """Messages of one kind from one neighbour, in the order in which they come."""
-
-    def __init__(self, post_receive: Callable[[Action], tuple[Tensor, Transfer]], expected: Iterable[Action]) -> None:
-        self._post_receive, self._expected = post_receive, iter(expected)
-        self._posted: deque[tuple[Action, Tensor, Transfer]] = deque()
-        for _ in range(POSTED_AHEAD):
-            self._post_next()
-
-    def _post_next(self) -> None:
-        for source in self._expected:
-            self._posted.append((source, *self._post_receive(source)))
-            return
-
-    def take(self) -> tuple[Action, Tensor]:
-        """The next message, when it has arrived, and the action that sent it."""
-        source, tensor, transfer = self._posted.popleft()
-        transfer.wait()
-        self._post_next()
-        return source, tensor
+def _check_stages(stages: Modules, program: Program, worker: int) -> dict[int, nn.Module]:
+    """The parts of the model by stage, if they and the program fit together."""
+    held = stages_of(program)
+    by_stage = dict.fromkeys(held[:1], stages) if isinstance(stages, nn.Module) else dict(stages)
+    if sorted(by_stage) != held:
+        raise InputError(f"worker {worker} runs the stages {held}, and has modules for {sorted(by_stage)}")
+    for action in program:
+        if type(action).run is Action.run:
+            raise InputError(f"stage {action.stage} cannot run {action}: {type(action).__name__} has no method run")
+    return by_stage
 
 
-def _kind(action: Action) -> str:
-    return "activations" if isinstance(action, Forward) else "gradients of activations"
-
-
-def _acknowledged(programs: Sequence[Program], stage: int) -> dict[Action, list[Action]]:
-    """By each action whose message a stage receives, the stage's own sends that had been used up before it was sent."""
-    acknowledged: dict[Action, list[Action]] = {}
+def _acknowledged(programs: Sequence[Program], plan: Plan, worker: int) -> dict[Result, list[Result]]:
+    """By each message that a worker receives, its own messages that had been used up before that one was sent."""
+    mine = {result for link, results in plan.messages.items() if link[0] == worker for result in results}
+    theirs = {result for link, results in plan.messages.items() if link[1] == worker for result in results}
+    acknowledged: dict[Result, list[Result]] = {}
     for program in programs:
-        used: list[Action] = []
+        used: list[Result] = []
         for action in program:
-            used += [source for source in needs(action, len(programs)) if source.stage == stage != action.stage]
-            if receiver(action) == stage:
-                acknowledged[action], used = used, []
+            used += [result for result in action.needs(len(plan.owners)) if result in mine]
+            for result in theirs.intersection(action.results):
+                acknowledged[result], used = used, []
     return acknowledged
 
 
-def _channels() -> "dict[str, dist.ProcessGroup | None]":
-    """The process group for each kind of message; every rank must call it.
+def _channels(links: Iterable[Link]) -> "dict[Link, dist.ProcessGroup | None]":
+    """The process group of each link; every rank must call it.
 
-    NCCL does what it is given between two ranks strictly in turn: with one channel a receive that is posted ahead would
-    hold up the send that the other side needs first.
+    A group's messages stay in turn: over gloo those from one rank to another, over NCCL those of both directions. There
+    a message of one kind would be taken for another's, and here a receive that is posted ahead would hold up the send
+    that the other side needs first. Where links share such a way, each kind (over NCCL, and direction) has its group.
     """
-    backward = None
-    if dist.is_initialized() and dist.get_backend() == "nccl":
-        backward = dist.new_group(timeout=timedelta(seconds=traffic.timeout_seconds))
-    return {"activations": None, "gradients of activations": backward}
+    nccl = dist.is_initialized() and dist.get_backend() == "nccl"
+    channels = {link: (link[2], nccl and link[0] > link[1]) for link in links}
+    ways = Counter(tuple(sorted(link[:2])) if nccl else link[:2] for link in channels)
+    groups: dict[tuple[str, bool], dist.ProcessGroup | None] = dict.fromkeys(sorted(set(channels.values())))
+    if max(ways.values(), default=1) > 1:
+        with traffic.named("all ranks to make the pipeline's channels"), patient_threads():
+            for channel in list(groups)[1:]:
+                groups[channel] = dist.new_group(timeout=timedelta(seconds=traffic.timeout_seconds))
+    return {link: groups[channel] for link, channel in channels.items()}

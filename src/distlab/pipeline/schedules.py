@@ -1,45 +1,35 @@
-"""Pipeline schedules: what each stage computes, in order, as plain lists.
+"""Pipeline schedules: what each worker computes, in order, as plain lists.
 
-A schedule is a function of (stage, stages, micro-batches) that returns the stage's list of actions. The same lists are
-printed and drawn (`distlab.show_schedule`), checked and costed (`plan`), and executed (`executor`). To
-add one, write its function under `@schedule`.
+A schedule is a function of (worker, workers, micro-batches) that returns the worker's list of actions; where each
+worker holds one stage, as in those below, it is that stage. The same lists are printed and drawn
+(`distlab.show_schedule`), checked and costed (`plan`), and executed (`executor`). To add one, write its function under
+`@schedule`; to add a kind of action, see `actions`.
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
 
+from distlab.pipeline.actions import Action, Backward, Forward
 
-@dataclass(frozen=True)
-class Action:
-    """One stage's work on one micro-batch."""
-
-    stage: int
-    micro_batch: int
-
-
-class Forward(Action):
-    """Activations of the stage before -> this stage's activations."""
-
-    def __str__(self) -> str:
-        return f"F{self.micro_batch}"
-
-
-class Backward(Action):
-    """Gradients from the stage after -> gradients of this stage's weights, and of what the stage before sent."""
-
-    def __str__(self) -> str:
-        return f"B{self.micro_batch}"
-
-
-Program = Sequence[Action]  # what one worker does, in order
 Schedule = Callable[[int, int, int], list[Action]]
 SCHEDULES: dict[str, Schedule] = {}
+ALIASES = {"1f1b": "dapple"}  # what the literature also calls them
 
 
 def schedule(order: Schedule) -> Schedule:
     """Make a schedule known to `--schedule` by its function's name."""
     SCHEDULES[order.__name__] = order
     return order
+
+
+def schedule_names() -> list[str]:
+    """All that `all_stages` takes."""
+    return [*SCHEDULES, *ALIASES]
+
+
+def all_stages(name: str, workers: int, micro_batches: int) -> list[list[Action]]:
+    """The lists of all workers of the schedule called `name`, one of `schedule_names()`."""
+    order = SCHEDULES[ALIASES.get(name, name)]
+    return [order(worker, workers, micro_batches) for worker in range(workers)]
 
 
 @schedule
@@ -75,27 +65,3 @@ def dapple(stage: int, stages: int, micro_batches: int) -> list[Action]:
 def _passes(stage: int, micro_batches: int) -> tuple[list[Action], list[Action]]:
     """A stage's forward passes and its backward passes, each in the order of the micro-batches."""
     return [Forward(stage, k) for k in range(micro_batches)], [Backward(stage, k) for k in range(micro_batches)]
-
-
-def all_stages(name: str, stages: int, micro_batches: int) -> list[list[Action]]:
-    """The lists of all stages of the schedule called `name`, one of `SCHEDULES`."""
-    return [SCHEDULES[name](stage, stages, micro_batches) for stage in range(stages)]
-
-
-def needs(action: Action, stages: int) -> list[Action]:
-    """What must have been computed before: the action whose message it receives, and a backward pass's forward."""
-    if isinstance(action, Forward):
-        return [Forward(action.stage - 1, action.micro_batch)] if action.stage > 0 else []
-    own = Forward(action.stage, action.micro_batch)
-    return [own, Backward(action.stage + 1, action.micro_batch)] if action.stage < stages - 1 else [own]
-
-
-def receiver(action: Action) -> int:
-    """The stage that an action's result goes to; outside the pipeline for the last forward and the first backward."""
-    return action.stage + (1 if isinstance(action, Forward) else -1)
-
-
-def message(action: Action) -> str:
-    """What the result of an action is called when it travels to the next stage."""
-    content = "activations" if isinstance(action, Forward) else "gradients"
-    return f"the {content} of micro-batch {action.micro_batch}"

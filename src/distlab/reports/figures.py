@@ -151,7 +151,7 @@ def layout(png: Png, /, dp: int = 2, pp: int = 3) -> None:
     for rank in range(dp * pp):
         grid = Grid(rank, dp, pp)
         x, y = 2.9 * grid.stage, -1.6 * grid.replica
-        axes.add_patch(pyplot().Rectangle((x, y), 1.7, 0.9, facecolor=COLORS["F"], edgecolor="#2f6db3"))
+        axes.add_patch(pyplot().Rectangle((x, y), 1.7, 0.9, facecolor=COLORS["compute"], edgecolor="#2f6db3"))
         axes.text(x + 0.85, y + 0.45, f"rank {rank}\nstage {grid.stage}", ha="center", va="center", size=11)
         if grid.stage == 0:
             axes.text(x - 0.2, y + 0.45, f"replica {grid.replica}", ha="right", va="center", size=11)

@@ -16,8 +16,8 @@ from typing import Any
 
 from distlab.comm.grid import Grid
 from distlab.comm.recorder import COMPUTE, MESSAGE, STEP, WAIT, Event
-from distlab.pipeline.plan import Costs, Plan, simulate
-from distlab.pipeline.schedules import Action, Backward, Forward, Program
+from distlab.pipeline.actions import KINDS, ActionCosts, Program, describe_stages, labels
+from distlab.pipeline.plan import Plan, simulate
 from simplellm.errors import InputError
 
 MICROSECONDS = 1e6
@@ -25,15 +25,10 @@ MICROSECONDS = 1e6
 
 @dataclass
 class RankTrace:
-    """What one rank recorded; times are seconds from the beginning of the trace.
+    """What one rank recorded; times are seconds from the beginning of the trace."""
 
-    Attributes:
-        events: in the order in which they ended.
-        kept_bytes: (seconds, bytes of activations kept), in order.
-    """
-
-    events: list[Event]
-    kept_bytes: list[tuple[float, int]] = field(default_factory=list)
+    events: list[Event]  # in the order in which they ended
+    kept_bytes: list[tuple[float, int]] = field(default_factory=list)  # (seconds, bytes of activations kept), in order
 
     def within(self, step: Event, kind: str) -> list[Event]:
         """The events of a kind that began in a step."""
@@ -52,19 +47,13 @@ class RankTrace:
 
 @dataclass
 class Trace:
-    """What all ranks of a run recorded.
-
-    Attributes:
-        ranks: by rank.
-        dp, pp, tp: replicas, stages of each, and ranks of each stage.
-        programs: the pipeline's schedule, a list for each stage; None without a pipeline.
-    """
+    """What all ranks of a run recorded."""
 
     ranks: list[RankTrace]
-    dp: int
-    pp: int
-    programs: "Sequence[Program] | None" = None
-    tp: int = 1
+    dp: int  # replicas
+    pp: int  # workers of each replica's pipeline
+    programs: Sequence[Program] | None = None  # the pipeline's schedule, a list for each worker
+    tp: int = 1  # ranks of each worker
 
     def steps(self) -> list[list[Event]]:
         """The steps, each as every rank recorded it; without the first, which also sets up connections."""
@@ -74,33 +63,29 @@ class Trace:
 
     def typical_step(self) -> list[Event]:
         """The step of median length."""
-        ordered = sorted(self.steps(), key=lambda step: step[0].end - step[0].start)
+        ordered = sorted(self.steps(), key=lambda step: step[0].seconds)
         return ordered[len(ordered) // 2]
 
     def describe(self, rank: int) -> str:
-        """ "rank 4 (stage 1 of replica 1)"."""
-        return self.place(rank).describe(rank)
+        """ "rank 4 (stage 1 of replica 1)"; "rank 0 (stages 0 and 3)"."""
+        worker, name = self.place(rank).stage, self.place(rank).describe(rank)
+        return name.replace(f"stage {worker}", describe_stages(self.programs[worker])) if self.programs else name
 
     def place(self, rank: int) -> Grid:
         """Where a rank stands."""
         return Grid(rank, self.dp, self.pp, self.tp)
 
-    def costs(self) -> Costs:
-        """The mean time of each stage's forward and backward passes."""
-
-        def mean(stage: int, letter: str) -> float:
-            ranks = [rank for rank in range(len(self.ranks)) if self.place(rank).stage == stage]
-            passes = [
-                event.end - event.start
-                for step in self.steps()
-                for rank in ranks
-                for event in self.ranks[rank].within(step[rank], COMPUTE)
-                if event.name.startswith(letter)
-            ]
-            return statistics.fmean(passes)
-
-        stages = range(self.pp)
-        return Costs([mean(stage, "F") for stage in stages], [mean(stage, "B") for stage in stages])
+    def costs(self) -> ActionCosts:
+        """The mean time of each kind of action on each stage."""
+        assert self.programs is not None
+        names, seconds = labels(self.programs), defaultdict[tuple[str, int], list[float]](list)
+        for rank, recorded in enumerate(self.ranks):
+            actions = {names[action]: action for action in self.programs[self.place(rank).stage]}
+            for step in self.steps():
+                for event in recorded.within(step[rank], COMPUTE):
+                    action = actions[event.name]
+                    seconds[action.letter, action.stage].append(event.seconds)
+        return ActionCosts(measured={key: statistics.fmean(values) for key, values in seconds.items()})
 
     def plan(self) -> Plan | None:
         """The schedule as it would run with the measured costs and free messages; None without a pipeline."""
@@ -114,22 +99,16 @@ class Trace:
         computed = waited = total = 0.0
         replica = [r for r in range(len(self.ranks)) if self.place(r).replica == self.place(rank).replica]
         for step in steps or self.steps():
+            passes = {rank: [step[rank]]}
+            if self.programs is not None:
+                passes = {r: self.ranks[r].within(step[r], COMPUTE) for r in replica}
+            start = min(event.start for own in passes.values() for event in own)
+            end = max(event.end for own in passes.values() for event in own)
             waits = self.ranks[rank].within(step[rank], WAIT)
-            if self.programs is None:
-                start, end = step[rank].start, step[rank].end
-                waiting = sum(event.end - event.start for event in waits)
-                computed += end - start - waiting
-            else:
-                passes = [event for r in replica for event in self.ranks[r].within(step[r], COMPUTE)]
-                start, end = min(event.start for event in passes), max(event.end for event in passes)
-                own = self.ranks[rank].within(step[rank], COMPUTE)
-                computed += sum(event.end - event.start for event in own)
-                # Ranks that share a stage also wait for each other within its passes.
-                computed -= sum(
-                    event.end - event.start for event in waits if any(p.start <= event.start < p.end for p in own)
-                )
-                waiting = sum(max(0.0, min(event.end, end) - max(event.start, start)) for event in waits)
-            waited += waiting
+            computed += sum(event.seconds for event in passes[rank])
+            # Ranks that share a stage also wait for each other within its passes.
+            computed -= sum(w.seconds for w in waits if any(p.start <= w.start < p.end for p in passes[rank]))
+            waited += sum(max(0.0, min(event.end, end) - max(event.start, start)) for event in waits)
             total += end - start
         return computed / total, waited / total
 
@@ -174,7 +153,8 @@ def write_chrome(trace: Trace, path: Path) -> None:
         for seconds, kept in recorded.kept_bytes:
             counter = {"name": "kept activations", "pid": rank, "ts": seconds * MICROSECONDS, "args": {"bytes": kept}}
             events.append({"ph": "C", "tid": 0, **counter})
-    programs = None if trace.programs is None else [[str(action) for action in line] for line in trace.programs]
+    lines = trace.programs
+    programs = None if lines is None else [[(a.letter, a.stage, a.micro_batch) for a in line] for line in lines]
     about = {"dp": trace.dp, "pp": trace.pp, "tp": trace.tp, "ranks": len(trace.ranks), "programs": programs}
     path.write_text(json.dumps({"traceEvents": events, "otherData": about}) + "\n")
 
@@ -198,7 +178,7 @@ def read_chrome(path: Path) -> Trace:
                 rank.kept_bytes.append((event["ts"] / MICROSECONDS, event["args"]["bytes"]))
         programs: list[Program] | None = None
         if about["programs"] is not None:
-            programs = [[_action(name, stage) for name in line] for stage, line in enumerate(about["programs"])]
+            programs = [_program(line, worker) for worker, line in enumerate(about["programs"])]
         trace = Trace(ranks, about["dp"], about["pp"], programs, about.get("tp", 1))
         trace.typical_step()
     except (OSError, ValueError, LookupError, TypeError) as error:
@@ -206,6 +186,7 @@ def read_chrome(path: Path) -> Trace:
     return trace
 
 
-def _action(name: str, stage: int) -> Action:
-    kinds = {"F": Forward, "B": Backward}
-    return kinds[name[0]](stage, int(name[1:]))
+def _program(line: list[Any], worker: int) -> Program:
+    """A worker's actions; traces of older versions name them ("F2"), each worker holding one stage."""
+    places = [(name[0], worker, name[1:]) if isinstance(name, str) else name for name in line]
+    return [KINDS[letter](stage, int(micro_batch)) for letter, stage, micro_batch in places]

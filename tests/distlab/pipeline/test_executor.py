@@ -1,53 +1,23 @@
 """The executor: gradients of one process for every schedule, what it keeps, whom it never holds up."""
 
 import time
-from functools import partial
+from typing import Any
 
 import pytest
 import torch
+from pipeline_models import LOSS, OPTIONS, VOCAB, WIDTH, assert_near, batch, louder, update
 from processes import free_port, process_group, run_ranks
 from torch import Tensor, nn
 
 from distlab.comm.grid import Grid
 from distlab.comm.recorder import recorder
-from distlab.pipeline.executor import Pipeline
+from distlab.comm.traffic import Transfer, traffic
+from distlab.pipeline.executor import Pipeline, _channels
+from distlab.pipeline.plan import simulate
 from distlab.pipeline.schedules import SCHEDULES, all_stages
 from distlab.pipeline.stages import build_stage
 from simplellm.errors import InputError
 from simplellm.llama import CausalLLama, LLama
-from simplellm.losses import causalLLMLoss
-
-VOCAB, WIDTH, SEQ = 11, 16, 6
-LOSS = partial(causalLLMLoss, vocab_size=VOCAB)
-OPTIONS = {"dmodel": WIDTH, "num_heads": 2, "ctx_size": SEQ, "seed": 3}
-LEARNING_RATE = 0.1
-
-
-def batch(step: int, rows: int = 8) -> Tensor:
-    return torch.randint(VOCAB, (rows, SEQ), generator=torch.Generator().manual_seed(step))
-
-
-def louder(net: nn.Module) -> nn.Module:
-    """Weights five times larger, for gradients that no tolerance hides."""
-    with torch.no_grad():
-        for parameter in net.parameters():
-            if parameter.dim() > 1:
-                parameter *= 5
-    return net
-
-
-def update(net: nn.Module) -> None:
-    with torch.no_grad():
-        for parameter in net.parameters():
-            assert parameter.grad is not None
-            parameter -= LEARNING_RATE * parameter.grad
-
-
-def assert_near(own: Tensor, expected: Tensor | None, name: str) -> None:
-    """Equal to a millionth of the largest element, or of 1 where that is larger."""
-    assert expected is not None
-    difference = (own - expected).abs().max().item()
-    assert difference <= 1e-6 * max(1.0, expected.abs().max().item()), f"{name}: {difference}"
 
 
 def compare_with_one_process(rank: int, port: int, stages: int, split: tuple[int, ...], schedules: list[str]) -> int:
@@ -157,6 +127,49 @@ def test_dapple_keeps_a_fraction_of_what_gpipe_keeps() -> None:
     assert dapple[0] <= 0.30 * gpipe[0]
 
 
+class CountedSends:
+    """The sends that have been started and not been waited for: what the executor keeps."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = self.peak = self.total = 0
+        send, wait = traffic.send, Transfer.wait
+        open_sends: set[int] = set()
+
+        def counted_send(*args: Any, **options: Any) -> Transfer:
+            transfer = send(*args, **options)
+            open_sends.add(id(transfer))
+            self.now, self.peak, self.total = len(open_sends), max(self.peak, len(open_sends)), self.total + 1
+            return transfer
+
+        def counted_wait(transfer: Transfer) -> None:
+            wait(transfer)
+            open_sends.discard(id(transfer))
+            self.now = len(open_sends)
+
+        monkeypatch.setattr(traffic, "send", counted_send)
+        monkeypatch.setattr(Transfer, "wait", counted_wait)
+
+
+def count_sends(rank: int, port: int, schedule: str) -> tuple[int, int, int]:
+    """Sends of a stage's steps: at all, the most kept at a time, and kept after a step."""
+    with process_group(rank, 3, port), pytest.MonkeyPatch.context() as monkeypatch:
+        net = build_stage(rank, (1, 1, 1), VOCAB, **OPTIONS)
+        pipeline = Pipeline(net, all_stages(schedule, 3, 12), Grid(rank, dp=1, pp=3), LOSS, WIDTH)
+        sends = CountedSends(monkeypatch)
+        pipeline.step(batch(0, rows=12).chunk(12))
+        return sends.total, sends.peak, sends.now
+
+
+def test_messages_are_let_go_as_soon_as_they_are_known_to_have_arrived() -> None:
+    """A stage that runs a few micro-batches ahead keeps as many messages, not those of the whole step."""
+    for stage, (total, peak, after) in enumerate(run_ranks(3, count_sends, free_port(), "dapple")):
+        assert total == 12 * ((stage > 0) + (stage < 2))
+        assert 0 < peak <= 5, f"stage {stage} kept {peak} of {total} messages"
+        assert after == 0, "a step waits for its sends"
+    for total, peak, after in run_ranks(3, count_sends, free_port(), "naive"):
+        assert (total >= 12, peak <= 2, after) == (True, True, 0)
+
+
 def run_ahead(rank: int, port: int) -> float:
     """Stage 1 begins a second late; the seconds that stage 0 took for its forward passes, 8 MB of activations each."""
     width, micro_batches = 4096, 6
@@ -215,3 +228,37 @@ def count_threads(rank: int, port: int) -> list[int]:
 def test_a_stage_takes_the_cores_of_idle_stages() -> None:
     # Ticks: F0 of stage 0 alone; F1 beside F0 of stage 1; its F1 and B0 alone; B1 beside B0; B1 of stage 0 alone.
     assert run_ranks(2, count_threads, free_port()) == [[4, 2, 2, 4, 1], [2, 4, 4, 2, 1]]
+
+
+def make_groups(rank: int, port: int, backend: str, schedule: str, two_ways: bool) -> list[int | None]:
+    """By link, in order, the number of the process group that its messages take; None is the default one."""
+    made: list[object] = []
+
+    def new_group(**_: Any) -> object:
+        made.append(object())
+        return made[-1]
+
+    with process_group(rank, 3, port), pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(torch.distributed, "get_backend", lambda: backend)
+        monkeypatch.setattr(torch.distributed, "new_group", new_group)
+        links = dict(simulate(all_stages(schedule, 3, 2)).messages)
+        if two_ways:  # as with two stages a worker: activations also go back, gradients also on
+            links |= {(receiver, sender, kind): [] for sender, receiver, kind in links}
+        groups = _channels(links)
+        return [made.index(group) if group is not None else None for _, group in sorted(groups.items())]
+
+
+@pytest.mark.parametrize(
+    ("backend", "two_ways", "groups"),
+    [
+        ("gloo", False, [None, None, None, None]),
+        ("gloo", True, [None, 0] * 4),
+        ("nccl", False, [None, 0, None, 0]),
+        ("nccl", True, [None, 1, 0, 2, None, 1, 0, 2]),
+    ],
+)
+def test_messages_that_could_pass_each_other_have_channels_of_their_own(
+    backend: str, two_ways: bool, groups: list[int | None]
+) -> None:
+    """Links are (0, 1), (1, 0), (1, 2), (2, 1), each with activations, gradients, or both."""
+    assert run_ranks(3, make_groups, free_port(), backend, "dapple", two_ways) == [groups] * 3

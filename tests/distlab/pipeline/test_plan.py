@@ -1,4 +1,4 @@
-"""Played schedules: times, bubbles and bytes by formula and by hand; broken schedules, each with its sentence."""
+"""Simulated schedules: times, bubbles and bytes by formula and by hand; broken schedules, each with its sentence."""
 
 import re
 from collections.abc import Callable
@@ -8,8 +8,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from distlab.pipeline.plan import Costs, ScheduleError, busy_workers, ideal_bubble, simulate
-from distlab.pipeline.schedules import SCHEDULES, Action, Backward, Forward, Program, all_stages, needs
+from distlab.pipeline.actions import (
+    ACTIVATIONS,
+    GRADIENTS,
+    Action,
+    ActionCosts,
+    Backward,
+    Forward,
+    Program,
+    Result,
+)
+from distlab.pipeline.plan import ScheduleError, busy_workers, ideal_bubble, simulate
+from distlab.pipeline.schedules import SCHEDULES, all_stages
 
 SIZES = [(1, 1), (1, 4), (2, 1), (2, 5), (3, 3), (3, 8), (5, 2), (4, 12)]
 
@@ -20,11 +30,16 @@ def passes(stage: int, text: str) -> list[Action]:
     return [kinds[name[0]](stage, int(name[1:])) for name in text.split()]
 
 
+def results(stage: int, text: str) -> list[Result]:
+    """What "F0 B0" on a stage send to others."""
+    return [action.result(ACTIVATIONS if isinstance(action, Forward) else GRADIENTS) for action in passes(stage, text)]
+
+
 @pytest.mark.parametrize("name", ["gpipe", "dapple"])
 @pytest.mark.parametrize(("stages", "micro_batches"), SIZES)
 @pytest.mark.parametrize(("forward", "backward"), [(1.0, 1.0), (1.0, 2.0), (3.0, 1.0), (2.0, 7.0)])
 def test_bubble_by_the_formula(name: str, stages: int, micro_batches: int, forward: float, backward: float) -> None:
-    plan = simulate(all_stages(name, stages, micro_batches), Costs(forward, backward))
+    plan = simulate(all_stages(name, stages, micro_batches), ActionCosts(forward, backward))
     bubble = (stages - 1) / (micro_batches + stages - 1)
     assert plan.makespan == pytest.approx((micro_batches + stages - 1) * (forward + backward))
     assert plan.bubble == pytest.approx([bubble] * stages)
@@ -41,7 +56,7 @@ def test_peaks_and_traffic(stages: int, micro_batches: int) -> None:
     sizes = [10.0 * (stage + 1) for stage in range(stages)]
     links = [(stage > 0) + (stage < stages - 1) for stage in range(stages)]
     for name in SCHEDULES:
-        plan = simulate(all_stages(name, stages, micro_batches), Costs(activation_bytes=sizes, message_bytes=7.0))
+        plan = simulate(all_stages(name, stages, micro_batches), ActionCosts(activation_bytes=sizes, message_bytes=7.0))
         assert plan.peak_live == live[name]
         assert plan.peak_bytes == [count * size for count, size in zip(live[name], sizes, strict=True)]
         assert plan.sent_bytes == [7.0 * micro_batches * count for count in links]
@@ -51,7 +66,8 @@ def test_peaks_and_traffic(stages: int, micro_batches: int) -> None:
 def test_messages_delay_a_step_by_their_way_there_and_back(stages: int, micro_batches: int) -> None:
     ways = 2 * (stages - 1) * 0.5
     naive, gpipe = (
-        simulate(all_stages(name, stages, micro_batches), Costs(1.0, 2.0, transfer=0.5)) for name in ("naive", "gpipe")
+        simulate(all_stages(name, stages, micro_batches), ActionCosts(1.0, 2.0, transfer=0.5))
+        for name in ("naive", "gpipe")
     )
     assert naive.makespan == micro_batches * (3.0 * stages + ways)
     assert gpipe.makespan == 3.0 * (micro_batches + stages - 1) + ways
@@ -59,37 +75,50 @@ def test_messages_delay_a_step_by_their_way_there_and_back(stages: int, micro_ba
 
 
 def test_unequal_stages_and_a_slow_link_by_hand() -> None:
-    plan = simulate(all_stages("gpipe", 2, 2), Costs(forward=[1.0, 3.0], backward=[2.0, 4.0], transfer=1.0))
+    plan = simulate(all_stages("gpipe", 2, 2), ActionCosts(forward=[1.0, 3.0], backward=[2.0, 4.0], transfer=1.0))
     assert [[(str(span.action), span.start, span.end) for span in line] for line in plan.spans] == [
         [("F0", 0, 1), ("F1", 1, 2), ("B0", 13, 15), ("B1", 17, 19)],
         [("F0", 2, 5), ("F1", 5, 8), ("B0", 8, 12), ("B1", 12, 16)],
     ]
     assert plan.makespan == 19
     assert plan.bubble == pytest.approx([13 / 19, 5 / 19])
-    assert plan.messages == {(0, 1): passes(0, "F0 F1"), (1, 0): passes(1, "B0 B1")}
-    busy = [{str(action): count for action, count in line.items()} for line in busy_workers(plan)]
+    assert plan.messages == {(0, 1, ACTIVATIONS): results(0, "F0 F1"), (1, 0, GRADIENTS): results(1, "B0 B1")}
+    busy = [{str(span.action): busy_workers(plan)[span.action] for span in line} for line in plan.spans]
     assert busy == [{"F0": 1, "F1": 1, "B0": 2, "B1": 1}, {"F0": 1, "F1": 1, "B0": 1, "B1": 2}]
 
 
 def test_two_stages_per_worker_halve_the_bubble() -> None:
     """Worker 0 holds the stages 0 and 2, worker 1 the stages 1 and 3."""
     programs = [passes(first, "F0 F1") + passes(first + 2, "F0 F1 B0 B1") + passes(first, "B0 B1") for first in (0, 1)]
-    plan = simulate(programs, Costs(1.0, 2.0, activation_bytes=[1.0, 10.0, 100.0, 1000.0], message_bytes=1.0))
+    plan = simulate(programs, ActionCosts(1.0, 2.0, activation_bytes=[1.0, 10.0, 100.0, 1000.0], message_bytes=1.0))
     assert plan.makespan == 15
     assert plan.bubble == pytest.approx([3 / 15, 3 / 15])
     assert plan.peak_live == [4, 4]
     assert plan.peak_bytes == [202, 2020]
     assert plan.sent_bytes == [6, 6]
-    assert plan.messages[1, 0] == passes(1, "F0 F1") + passes(3, "B0 B1") + passes(1, "B0 B1")
+    assert plan.messages[1, 0, ACTIVATIONS] == results(1, "F0 F1")
+    assert plan.messages[1, 0, GRADIENTS] == results(3, "B0 B1") + results(1, "B0 B1")
+    assert plan.owners == {0: 0, 1: 1, 2: 0, 3: 1}
 
 
 @pytest.mark.parametrize(
     ("programs", "sentence"),
     [
-        ([passes(0, "F0 B0"), passes(1, "F0")], "stage 1 never runs B0"),
-        ([passes(0, "F0 B0"), passes(2, "F0 B0")], "stage 1 never runs F0"),
-        ([passes(0, "F0 F1 B0 B1"), passes(1, "F0 B0")], "stage 1 never runs F1"),
-        ([passes(0, "F0 B0 B0")], "stage 0 runs B0 twice; every pass runs once"),
+        (
+            [passes(0, "F0 B0"), passes(1, "F0")],
+            "stage 1 never computes the gradients of micro-batch 0, which B0 of stage 0 needs",
+        ),
+        (
+            [passes(0, "F0 B0"), passes(2, "F0 B0")],
+            "stage 1 never computes the gradients of micro-batch 0, which B0 of stage 0 needs",
+        ),
+        (
+            [passes(0, "F0 F1 B0 B1"), passes(1, "F0 B0")],
+            "stage 1 never computes the gradients of micro-batch 1, which B1 of stage 0 needs",
+        ),
+        ([passes(0, "F0 F1 B0")], "stage 0 never computes the gradients of weights of micro-batch 1"),
+        ([passes(0, "F0 B0 B1")], "stage 0 never computes the graph of micro-batch 1, which B1 of stage 0 needs"),
+        ([passes(0, "F0 B0 B0")], "stage 0 runs B0 twice; every action runs once"),
         ([passes(0, "F0 B1 F1 B0")], "stage 0 runs B1 before F1"),
         (
             [passes(0, "F0 B0"), passes(0, "F1 B1")],
@@ -155,11 +184,11 @@ def any_schedule(random: Random) -> list[list[Action]]:
     orders = [(kind, random.sample(range(micro_batches), micro_batches)) for kind in (Forward, Backward)]
     todo = [[kind(stage, k) for k in order] for stage in range(stages) for kind, order in orders]
     programs: list[list[Action]] = [[] for _ in range(stages)]
-    done: set[Action] = set()
+    done: set[Result] = set()
     while any(todo):
-        line = random.choice([line for line in todo if line and done.issuperset(needs(line[0], stages))])
+        line = random.choice([line for line in todo if line and done.issuperset(line[0].needs(stages))])
         programs[line[0].stage].append(line[0])
-        done.add(line.pop(0))
+        done.update(line.pop(0).results)
     return programs
 
 
@@ -167,13 +196,13 @@ def any_schedule(random: Random) -> list[list[Action]]:
 @given(st.randoms(use_true_random=False), st.sampled_from([0.0, 0.5]))
 def test_every_action_of_any_valid_schedule_starts_as_early_as_it_can(random: Random, transfer: float) -> None:
     programs = any_schedule(random)
-    plan = simulate(programs, Costs(transfer=transfer))
+    plan = simulate(programs, ActionCosts(transfer=transfer))
     assert [[span.action for span in line] for line in plan.spans] == programs
-    ended = {span.action: span.end for line in plan.spans for span in line}
+    ended = {result: span.end for line in plan.spans for span in line for result in span.action.results}
     for line in plan.spans:
         free = 0.0
         for span in line:
-            sources = needs(span.action, len(programs))
+            sources = span.action.needs(len(programs))
             arrivals = [ended[s] + transfer * (s.stage != span.action.stage) for s in sources]
             assert span.start == max([free, *arrivals])
             free = span.end
@@ -192,7 +221,7 @@ def test_no_mutation_of_a_valid_schedule_passes(random: Random, mutate: Callable
 
 @settings(derandomize=True, deadline=None)
 @given(st.randoms(use_true_random=False))
-def test_any_order_is_either_played_as_it_stands_or_refused_by_name(random: Random) -> None:
+def test_any_order_is_either_simulated_as_it_stands_or_refused_by_name(random: Random) -> None:
     programs = any_schedule(random)
     stage = random.randrange(len(programs))
     random.shuffle(programs[stage])
@@ -204,8 +233,8 @@ def test_any_order_is_either_played_as_it_stands_or_refused_by_name(random: Rand
     if plan is None:
         assert re.search(r"\bstage \d", refusal)
         return
-    ended = {span.action: span.end for line in plan.spans for span in line}
+    ended = {result: span.end for line in plan.spans for span in line for result in span.action.results}
     assert [[span.action for span in line] for line in plan.spans] == programs
     for line in plan.spans:
         for span in line:
-            assert all(ended[source] <= span.start for source in needs(span.action, len(programs)))
+            assert all(ended[source] <= span.start for source in span.action.needs(len(programs)))

@@ -2,8 +2,9 @@
 
 import pytest
 
+from distlab.pipeline.actions import Action, Backward, Forward
 from distlab.pipeline.plan import simulate
-from distlab.pipeline.schedules import SCHEDULES, Action, Backward, Forward, all_stages, gpipe, schedule
+from distlab.pipeline.schedules import ALIASES, SCHEDULES, all_stages, gpipe, schedule, schedule_names
 
 SIZES = [(p, m) for p in range(1, 9) for m in range(1, 10)]
 
@@ -29,7 +30,7 @@ def test_lists(name: str, micro_batches: int, lists: list[str]) -> None:
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
-def test_every_schedule_plays_and_both_ends_of_each_link_agree_on_the_order(name: str) -> None:
+def test_every_schedule_runs_and_both_ends_of_each_link_agree_on_the_order(name: str) -> None:
     for stages, micro_batches in SIZES:
         programs = all_stages(name, stages, micro_batches)
         simulate(programs)
@@ -38,6 +39,13 @@ def test_every_schedule_plays_and_both_ends_of_each_link_agree_on_the_order(name
             orders = [[a.micro_batch for a in program if isinstance(a, kind)] for program in programs]
             assert sorted(orders[0]) == list(range(micro_batches))
             assert orders == [orders[0]] * stages
+
+
+def test_the_literatures_name_of_dapple() -> None:
+    assert "1f1b" in schedule_names()
+    assert all_stages("1f1b", 3, 5) == all_stages("dapple", 3, 5)
+    assert set(schedule_names()) == {*SCHEDULES, *ALIASES}
+    assert not SCHEDULES.keys() & ALIASES.keys()
 
 
 def test_passes_of_one_micro_batch_differ_by_kind_and_stage() -> None:

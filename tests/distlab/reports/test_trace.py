@@ -81,7 +81,8 @@ def test_shares_of_a_replicas_time(replicas: Trace) -> None:
 
 def test_the_plan_has_the_mean_costs_and_free_messages(pipelines: Trace) -> None:
     costs, plan = pipelines.costs(), pipelines.plan()
-    assert (costs.forward, costs.backward) == ([0.25, 0.25], [0.5, 0.75]), "twice the events' units, without step 0"
+    expected = {("F", 0): 0.25, ("F", 1): 0.25, ("B", 0): 0.5, ("B", 1): 0.75}
+    assert costs.measured == expected, "twice the events' units, without step 0"
     assert plan is not None
     assert plan.makespan == 11 * 0.25
     assert plan.bubble == pytest.approx([5 / 11, 3 / 11])
@@ -127,6 +128,17 @@ def test_chromes_format_gives_the_trace_back_without_its_messages(
         rank.events = [event for event in rank.events if event.kind != MESSAGE]
     assert again == trace
     assert list(again.report()) == list(trace.report())
+
+
+def test_traces_of_older_versions_name_the_actions_of_one_stage_a_worker(pipelines: Trace, tmp_path: Path) -> None:
+    path = tmp_path / "trace.json"
+    write_chrome(pipelines, path)
+    content = json.loads(path.read_text())
+    assert content["otherData"]["programs"][1][2] == ["B", 1, 0]
+    content["otherData"]["programs"] = [["F0", "F1", "B0", "B1"]] * 2
+    path.write_text(json.dumps(content))
+    assert read_chrome(path).programs == pipelines.programs
+    assert list(read_chrome(path).report()) == list(pipelines.report())
 
 
 def test_chromes_format_names_ranks_and_lets_messages_overlap(pipelines: Trace, tmp_path: Path) -> None:

@@ -1,0 +1,154 @@
+"""What a stage can do with a micro-batch. Each kind of action is one class, here or elsewhere, and owns its meaning.
+
+The plan asks an action what it needs, gives, costs and keeps, the executor lets it run, tables, traces and figures ask
+for its letter and colour.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, ClassVar, cast
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from distlab.pipeline.executor import Stage
+
+ACTIVATIONS, GRADIENTS = "activations", "gradients of activations"  # the kinds that travel between stages
+GRAPH, WEIGHT_GRADIENTS = "graph", "gradients of weights"  # those that stay on their stage
+
+Program = Sequence["Action"]  # what one worker does, in order
+PerStage = float | Sequence[float]  # a number serves all stages, a sequence has one for each
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a stage computes of a micro-batch; a message, if an action on another worker needs it."""
+
+    kind: str  # also the ledger's column
+    stage: int  # that computes it
+    micro_batch: int
+
+    def __str__(self) -> str:
+        return f"the {self.kind.removesuffix(' of activations')} of micro-batch {self.micro_batch}"
+
+
+@dataclass(frozen=True)
+class ActionCosts:
+    """What actions and messages cost."""
+
+    forward: PerStage = 1.0  # seconds of a stage's forward pass over one micro-batch
+    backward: PerStage = 2.0  # seconds of its backward pass
+    transfer: float = 0.0  # seconds from the end of an action until its message has arrived at the next stage
+    activation_bytes: PerStage = 0.0  # what a stage keeps of one micro-batch from its forward to its backward pass
+    message_bytes: float = 0.0
+    measured: Mapping[tuple[str, int], float] = field(default_factory=dict)  # seconds by (letter, stage), where known
+
+    def seconds(self, action: "Action") -> float:
+        """How long an action computes."""
+        return self.measured.get((action.letter, action.stage), action.seconds(self))
+
+
+@dataclass(frozen=True)
+class Action(ABC):
+    """One stage's work on one micro-batch; subclasses are the kinds."""
+
+    letter: ClassVar[str]  # before the micro-batch's number: "F2"
+    color: ClassVar[str] = "#9cc59b"  # in figures
+    gives: ClassVar[tuple[str, ...]] = ()  # kinds of results that it computes
+    keeps: ClassVar[float] = 0.0  # share of a micro-batch's activations that is kept from now on; negative: freed
+
+    stage: int
+    micro_batch: int
+
+    def __init_subclass__(cls) -> None:
+        other = KINDS.get(cls.letter, cls)
+        if other.__qualname__ != cls.__qualname__:
+            raise TypeError(f"{cls.__name__} needs a letter of its own: {cls.letter} is {other.__name__}")
+        KINDS[cls.letter] = cls
+
+    def __str__(self) -> str:
+        return f"{self.letter}{self.micro_batch}"
+
+    @property
+    def results(self) -> list[Result]:
+        """What it computes; what another stage needs goes there."""
+        return [self.result(kind) for kind in self.gives]
+
+    def result(self, kind: str, stage: int | None = None) -> Result:
+        """A result of this micro-batch; of this stage, unless another is given."""
+        return Result(kind, self.stage if stage is None else stage, self.micro_batch)
+
+    @abstractmethod
+    def needs(self, stages: int) -> list[Result]:
+        """What must have been computed before, in a pipeline of so many stages; each message is for one action."""
+
+    @abstractmethod
+    def seconds(self, costs: ActionCosts) -> float:
+        """How long it computes."""
+
+    def run(self, stage: "Stage", *received: "Tensor") -> "dict[str, Tensor]":
+        """Compute, with what is needed of other stages; return by kind what they need: each (batch, seq, width)."""
+        raise NotImplementedError
+
+
+KINDS: dict[str, type[Action]] = {}  # by letter
+
+
+class Forward(Action):
+    """Activations of the stage before -> this stage's activations."""
+
+    letter, color, gives, keeps = "F", "#8db4dd", (ACTIVATIONS, GRAPH), 1.0
+
+    def needs(self, stages: int) -> list[Result]:
+        return [self.result(ACTIVATIONS, self.stage - 1)] if self.stage > 0 else []
+
+    def seconds(self, costs: ActionCosts) -> float:
+        return of_stage(costs.forward, self.stage)
+
+    def run(self, stage: "Stage", *received: "Tensor") -> "dict[str, Tensor]":
+        x = received[0].requires_grad_() if received else stage.micro_batches[self.micro_batch]
+        y = stage.forward(self.micro_batch, x)
+        stage.keep(self.micro_batch, x, y)
+        return {ACTIVATIONS: y.detach()}
+
+
+class Backward(Action):
+    """Gradients from the stage after -> gradients of this stage's weights, and of what the stage before sent."""
+
+    letter, color, gives, keeps = "B", "#f0b267", (GRADIENTS, WEIGHT_GRADIENTS), -1.0
+
+    def needs(self, stages: int) -> list[Result]:
+        own = self.result(GRAPH)
+        return [own, self.result(GRADIENTS, self.stage + 1)] if self.stage < stages - 1 else [own]
+
+    def seconds(self, costs: ActionCosts) -> float:
+        return of_stage(costs.backward, self.stage)
+
+    def run(self, stage: "Stage", *received: "Tensor") -> "dict[str, Tensor]":
+        x, y = stage.release(self.micro_batch)
+        y.backward(*received)
+        return {GRADIENTS: cast("Tensor", x.grad)}  # None of the first stage's token ids, which nobody needs
+
+
+def of_stage(value: PerStage, stage: int) -> float:
+    """A stage's own number."""
+    return value[stage] if isinstance(value, Sequence) else value
+
+
+def stages_of(program: Program) -> list[int]:
+    """The stages that a worker holds, in order."""
+    return sorted({action.stage for action in program})
+
+
+def describe_stages(program: Program) -> str:
+    """ "stage 1", "stages 1 and 4": what a worker holds."""
+    *others, last = map(str, stages_of(program))
+    return f"stages {', '.join(others)} and {last}" if others else f"stage {last}"
+
+
+def labels(programs: Sequence[Program]) -> dict[Action, str]:
+    """What actions are called beside those of the same worker: "F2", and "F2'" on the second of its stages."""
+    return {
+        action: str(action) + "'" * stages_of(program).index(action.stage) for program in programs for action in program
+    }

@@ -1,0 +1,365 @@
+"""Kinds of action and schedules with two stages a rank, defined outside of the library: they run, and are checked."""
+
+import re
+from collections import Counter
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from matplotlib.colors import to_rgb
+from pipeline_models import LOSS, OPTIONS, VOCAB, WIDTH, assert_near, batch, louder, update
+from processes import free_port, process_group, run_ranks
+from torch import Tensor
+
+from distlab.comm.grid import Grid
+from distlab.comm.recorder import STEP, recorder
+from distlab.pipeline.actions import (
+    ACTIVATIONS,
+    GRADIENTS,
+    GRAPH,
+    KINDS,
+    WEIGHT_GRADIENTS,
+    Action,
+    ActionCosts,
+    Backward,
+    Forward,
+    Program,
+    Result,
+    stages_of,
+)
+from distlab.pipeline.executor import Pipeline, Stage
+from distlab.pipeline.plan import ScheduleError, simulate
+from distlab.pipeline.stages import build_stage
+from distlab.reports.timeline import action_color, draw, measured_panel, planned_panel
+from distlab.reports.trace import merge, read_chrome, write_chrome
+from distlab.show_schedule import table
+from simplellm.errors import InputError
+from simplellm.llama import CausalLLama, LLama
+
+BEGIN = "# Forty lines: the backward pass in two parts, and a schedule with the stages r and 2p - 1 - r on worker r."
+END = "# The forty lines end here."
+INPUT_DONE = "graph without its input"
+
+
+# Forty lines: the backward pass in two parts, and a schedule with the stages r and 2p - 1 - r on worker r.
+class BackwardInput(Backward):
+    """Gradients from the stage after -> gradients of what the stage before sent."""
+
+    letter, color, gives, keeps = "I", "#e9c46a", (GRADIENTS, INPUT_DONE), -0.25
+
+    def seconds(self, costs: ActionCosts) -> float:
+        return super().seconds(costs) / 2
+
+    def run(self, stage: Stage, *received: Tensor) -> dict[str, Tensor]:
+        x, y = stage.live[self.micro_batch]
+        stage.live[self.micro_batch] = y, *received
+        return {GRADIENTS: torch.autograd.grad(y, x, *received, retain_graph=True)[0]} if self.stage > 0 else {}
+
+
+class BackwardWeight(BackwardInput):
+    """Gradients from the stage after, which `BackwardInput` has left here -> gradients of this stage's weights."""
+
+    letter, color, gives, keeps = "W", "#2a9d8f", (WEIGHT_GRADIENTS,), -0.75
+
+    def needs(self, stages: int) -> list[Result]:
+        return [self.result(INPUT_DONE)]
+
+    def run(self, stage: Stage, *received: Tensor) -> dict[str, Tensor]:
+        y, *gradient = stage.release(self.micro_batch)
+        y.backward(*gradient, inputs=list(stage.net.parameters()))
+        return {}
+
+
+def v_shape(worker: int, workers: int, micro_batches: int) -> list[Action]:
+    """Worker 0 runs ahead: its activations wait on the link while gradients for the same worker overtake them."""
+    inner, outer = worker, 2 * workers - 1 - worker
+    order = [(Forward, inner), (Forward, outer), (BackwardInput, outer), (BackwardInput, inner)]
+    order += [(BackwardWeight, outer), (BackwardWeight, inner)]
+    actions = [kind(stage, k) for k in range(micro_batches) for kind, stage in order]
+    return sorted(actions, key=lambda action: worker > 0 or not isinstance(action, Forward) or action.stage > 0)
+
+
+# The forty lines end here.
+
+
+class Recompute(Forward):
+    """The forward pass once more, just before the backward pass."""
+
+    letter, gives, keeps = "R", (GRAPH,), 0.9
+
+    def needs(self, stages: int) -> list[Result]:
+        return [self.result("input")]
+
+    def run(self, stage: Stage, *received: Tensor) -> dict[str, Tensor]:
+        (x,) = stage.release(self.micro_batch)
+        return super().run(stage, *([x] if x.is_floating_point() else []))
+
+
+class Forgetful(Forward):
+    """A forward pass that keeps its input alone."""
+
+    letter, gives, keeps = "f", (ACTIVATIONS, "input"), 0.1
+
+    def run(self, stage: Stage, *received: Tensor) -> dict[str, Tensor]:
+        x = received[0] if received else stage.micro_batches[self.micro_batch]
+        stage.live[self.micro_batch] = (x,)
+        with torch.no_grad():
+            return {ACTIVATIONS: stage.forward(self.micro_batch, x)}
+
+
+def interleaved(worker: int, workers: int, micro_batches: int) -> list[Action]:
+    """The stages r and p + r on worker r; all passes forward, then all backward, each after its forward pass again."""
+    stages, ks = (worker, workers + worker), range(micro_batches)
+    again = [kind(stage, k) for stage in stages[::-1] for k in ks for kind in (Recompute, Backward)]
+    return [Forgetful(stage, k) for stage in stages for k in ks] + again
+
+
+SCHEDULES = {"v_shape": v_shape, "interleaved": interleaved}
+
+
+def split_of(workers: int) -> tuple[int, ...]:
+    """The layers of two stages a worker."""
+    return (1,) * (2 * workers)
+
+
+def programs_of(name: str, micro_batches: int, workers: int = 2) -> list[Program]:
+    return [SCHEDULES[name](worker, workers, micro_batches) for worker in range(workers)]
+
+
+def compare_with_one_process(
+    rank: int, port: int, name: str, workers: int, micro_batches: int, counted: bool
+) -> list[str]:
+    """Train two stages on each rank next to the whole model; the names of the parameters compared."""
+    programs, split = programs_of(name, micro_batches, workers), split_of(workers)
+    with process_group(rank, workers, port):
+        recorder.enabled = counted
+        nets = {stage: louder(build_stage(stage, split, VOCAB, **OPTIONS)) for stage in stages_of(programs[rank])}
+        whole = louder(LLama(CausalLLama, VOCAB, n_layers=sum(split), **OPTIONS))
+        before = {name: p.detach().clone() for name, p in whole.named_parameters()}
+        pipeline = Pipeline(nets, programs, Grid(rank, dp=1, pp=workers), LOSS, WIDTH)
+        for step in range(3):
+            for net in (whole, *nets.values()):
+                net.zero_grad()
+            losses = pipeline.step(batch(step).tensor_split(micro_batches))
+            expected = LOSS(whole(batch(step)), batch(step))
+            expected.backward()
+            assert len(losses) == (micro_batches if pipeline.has_last else 0)
+            if losses:
+                assert sum(losses).item() == pytest.approx(expected.item(), rel=1e-6)
+            of_whole = dict(whole.named_parameters())
+            own = {name: p for net in nets.values() for name, p in net.named_parameters()}
+            for name, parameter in own.items():
+                assert parameter.grad is not None
+                assert_near(parameter.grad, of_whole[name].grad, name)
+            for net in (whole, *nets.values()):
+                update(net)
+            assert pipeline.kept is None or pipeline.kept.now_bytes == 0, "nothing is kept after a step"
+        for name, parameter in own.items():
+            assert_near(parameter, of_whole[name], name)
+            assert (parameter - before[name]).abs().max() > 1e-4, f"{name} was trained"
+        return list(own)
+
+
+@pytest.mark.parametrize(
+    ("name", "workers", "holds_the_loss", "counted"),
+    [("v_shape", 2, 0, False), ("v_shape", 3, 0, True), ("interleaved", 2, 1, True), ("interleaved", 3, 2, False)],
+)
+def test_new_actions_and_two_stages_a_rank_give_the_gradients_of_one_process(
+    name: str, workers: int, holds_the_loss: int, counted: bool
+) -> None:
+    for micro_batches in (1, 3):
+        compared = run_ranks(workers, compare_with_one_process, free_port(), name, workers, micro_batches, counted)
+        assert "lm_head.weight" in compared[holds_the_loss]
+        assert "model.embed_tokens.weight" in compared[0]
+        names = [name for own in compared for name in own]
+        assert len(names) == len(set(names)) == 3 + 9 * 2 * workers
+
+
+def test_the_definitions_take_forty_lines_at_most() -> None:
+    lines = Path(__file__).read_text().splitlines()
+    first, last = lines.index(BEGIN), lines.index(END)
+    assert 0 < last - first - 1 <= 40
+
+
+def trace_two_stages_a_rank(rank: int, port: int, folder: Path) -> None:
+    programs = programs_of("v_shape", 3)
+    with process_group(rank, 2, port):
+        recorder.enabled = True
+        nets = {stage: build_stage(stage, split_of(2), VOCAB, **OPTIONS) for stage in stages_of(programs[rank])}
+        pipeline = Pipeline(nets, programs, Grid(rank, dp=1, pp=2), LOSS, WIDTH)
+        for step in range(3):
+            with recorder.span(STEP, f"step {step}"):
+                pipeline.step(batch(step).tensor_split(3))
+        recorded: list[Any] = [None, None]
+        torch.distributed.all_gather_object(recorded, recorder.as_json())
+        if rank == 0:
+            write_chrome(merge(recorded, 1, 2, programs), folder / "trace.json")
+
+
+def test_the_trace_of_two_stages_a_rank_knows_them_and_is_drawn_under_the_plan(tmp_path: Path) -> None:
+    run_ranks(2, trace_two_stages_a_rank, free_port(), tmp_path)
+    trace = read_chrome(tmp_path / "trace.json")
+    assert trace.programs == programs_of("v_shape", 3)
+    assert set(trace.costs().measured) == set(product("FIW", range(4)))
+    lines = list(trace.report())
+    assert lines[0].startswith("rank 0 (stages 0 and 3): busy")
+    assert lines[1].startswith("rank 1 (stages 1 and 2): busy")
+    panel = measured_panel("run", trace)
+    assert panel.rows == ["rank 0\n(stages 0 and 3)", "rank 1\n(stages 1 and 2)"]
+    for row in (0, 1):
+        drawn = Counter(bar.label for bar in panel.bars if bar.row == row and bar.label != "wait")
+        assert drawn == {f"{letter}{k}{prime}": 2 for letter in "FIW" for k in range(3) for prime in ("", "'")}
+    draw(tmp_path / "timeline.png", [panel])
+    assert (tmp_path / "timeline.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_table_and_the_figure_show_workers_with_two_stages() -> None:
+    plan = simulate(programs_of("v_shape", 2))
+    assert list(table(plan)) == [
+        "tick              0   1   2   3   4   5   6   7   8   9  10  11  12  13  14  15  16  17",
+        "stages 0 and 3   F0  F1   . F0' I0'   .   .  I0 W0'  W0   . F1' I1'   .   .  I1 W1'  W1",
+        "stages 1 and 2    .  F0 F0'   .   . I0'  I0 W0'  W0  F1 F1'   .   . I1'  I1 W1'  W1   .",
+    ]
+    panel = planned_panel("", plan)
+    assert panel.rows == ["stages 0 and 3", "stages 1 and 2"]
+    assert {bar.label for bar in panel.bars} == set(plan.labels.values())
+
+
+def test_each_stage_of_a_worker_has_its_shade() -> None:
+    shades = [action_color(label) for label in ("F0", "F0'", "F12''", "W3")]
+    assert shades[0] == pytest.approx(to_rgb(Forward.color))
+    assert sum(shades[0]) < sum(shades[1]) < sum(shades[2]) < 3
+    assert shades[3] == pytest.approx(to_rgb(BackwardWeight.color))
+
+
+def test_costs_and_what_is_kept_are_those_that_the_actions_say() -> None:
+    program: Program = [
+        Forward(0, 0),
+        Forward(0, 1),
+        *(kind(0, k) for k in (0, 1) for kind in (BackwardInput, BackwardWeight)),
+    ]
+    plan = simulate([program], ActionCosts(forward=1, backward=3, activation_bytes=100))
+    assert [(str(span.action), span.start, span.end) for span in plan.spans[0]] == [
+        ("F0", 0, 1),
+        ("F1", 1, 2),
+        ("I0", 2, 3.5),
+        ("W0", 3.5, 5),
+        ("I1", 5, 6.5),
+        ("W1", 6.5, 8),
+    ]
+    assert (plan.peak_live, plan.peak_bytes) == ([2], [200])
+    late = [*program[:3], program[4], program[3], program[5]]
+    assert simulate([late]).peak_live == [2], "a micro-batch is live until its weights' gradients are there"
+    half = simulate(
+        [[Forward(0, 0), BackwardInput(0, 0), Forward(0, 1), *program[3:]]], ActionCosts(activation_bytes=100)
+    )
+    assert (half.peak_live, half.peak_bytes) == ([2], [175])
+    assert simulate([program], ActionCosts(measured={("W", 0): 10.0})).makespan == 1 + 1 + 1 + 10 + 1 + 10
+
+
+def test_the_backward_pass_in_two_parts_sends_on_as_soon_as_the_first_is_done() -> None:
+    """Two stages, a micro-batch: F F I W on the last stage, whose gradient the first one has before the W."""
+    programs: list[Program] = [[Forward(s, 0), BackwardInput(s, 0), BackwardWeight(s, 0)] for s in (0, 1)]
+    plan = simulate(programs)
+    assert plan.makespan == 1 + 1 + 1 + 1 + 1
+    assert plan.messages == {
+        (0, 1, ACTIVATIONS): [Result(ACTIVATIONS, 0, 0)],
+        (1, 0, GRADIENTS): [Result(GRADIENTS, 1, 0)],
+    }
+
+
+def actions(stage: int, names: str) -> list[Action]:
+    return [KINDS[name[0]](stage, int(name[1:])) for name in names.split()]
+
+
+@pytest.mark.parametrize(
+    ("programs", "sentence"),
+    [
+        ([actions(0, "F0 W0 I0")], "stage 0 runs W0 before I0"),
+        ([actions(0, "I0 F0 W0")], "stage 0 runs I0 before F0"),
+        ([actions(0, "F0 I0 W0 W0")], "stage 0 runs W0 twice; every action runs once"),
+        ([actions(0, "F0 I0")], "stage 0 never computes the gradients of weights of micro-batch 0"),
+        (
+            [actions(0, "F0 W0")],
+            f"stage 0 never computes the {INPUT_DONE} of micro-batch 0, which W0 of stage 0 needs",
+        ),
+        (
+            [actions(0, "F0 I0 W0"), actions(1, "F0 W0")],
+            "stage 1 never computes the gradients of micro-batch 0, which I0 of stage 0 needs",
+        ),
+        ([actions(0, "F0 B0 I0 W0")], "stage 0 computes the gradients of micro-batch 0 twice, in B0 and in I0"),
+        ([actions(0, "F0 R0 B0")], "stage 0 computes the graph of micro-batch 0 twice, in F0 and in R0"),
+        (
+            [actions(0, "F0 F1 B0 B1"), actions(1, "F0 F1 I1 I0 W0 W1")],
+            "stage 1 sends the gradients of micro-batch 1 where its neighbour on worker 0 expects "
+            "the gradients of micro-batch 0; both ends of a link must agree on the order",
+        ),
+        (
+            [
+                actions(0, "F0") + actions(2, "F0") + actions(0, "F1") + actions(2, "F1 B0 B1") + actions(0, "B0 B1"),
+                actions(1, "F0 F1") + actions(3, "F0 F1 I0 W0 B1") + actions(1, "B0 B1"),
+            ],
+            "stage 2 sends the activations of micro-batch 0 where its neighbour on worker 1 expects "
+            "the activations of micro-batch 1 of stage 0; both ends of a link must agree on the order",
+        ),
+    ],
+)
+def test_new_actions_that_are_missing_repeated_or_out_of_order_are_refused(
+    programs: list[Program], sentence: str
+) -> None:
+    with pytest.raises(ScheduleError, match=f"^{re.escape(sentence)}$"):
+        simulate(programs)
+
+
+class Mystery(Backward):
+    """Nobody has said how it runs."""
+
+    letter, run = "M", Action.run
+
+
+def one_rank(stages: Any, programs: list[Program], pp: int = 1) -> Pipeline:
+    return Pipeline(stages, programs, Grid(0, dp=1, pp=pp), LOSS, WIDTH)
+
+
+def test_a_pipeline_refuses_when_it_is_built_what_it_cannot_run() -> None:
+    both = actions(0, "F0") + actions(1, "F0 B0") + actions(0, "B0")
+    nets = {stage: build_stage(stage, (1, 1), VOCAB, **OPTIONS) for stage in (0, 1)}
+    for given, held in ((nets[0], [0]), ({0: nets[0]}, [0]), ({1: nets[1]}, [1]), ({**nets, 2: nets[0]}, [0, 1, 2])):
+        with pytest.raises(InputError, match=re.escape(f"worker 0 runs the stages [0, 1], and has modules for {held}")):
+            one_rank(given, [both])
+    with pytest.raises(InputError, match=re.escape("stage 0 cannot run M0: Mystery has no method run")):
+        one_rank(nets[0], [actions(0, "F0 M0")])
+    with pytest.raises(InputError, match="the schedule is for 1 workers, and the pipeline has 2"):
+        one_rank(nets, [both], pp=2)
+    with pytest.raises(ScheduleError, match="stage 1 runs B0 before F0"):
+        one_rank(nets, [actions(0, "F0") + actions(1, "B0 F0") + actions(0, "B0")])
+
+
+def test_two_stages_in_one_process_hand_over_without_a_process_group() -> None:
+    nets = {stage: build_stage(stage, (1, 1), VOCAB, **OPTIONS) for stage in (0, 1)}
+    whole = LLama(CausalLLama, VOCAB, n_layers=2, **OPTIONS)
+    pipeline = one_rank(nets, [actions(0, "F0 F1") + actions(1, "F0 B0 F1 B1") + actions(0, "B1 B0")])
+    assert pipeline.owners == {0: 0, 1: 0}
+    assert pipeline.stages == nets
+    assert pipeline.has_first
+    assert pipeline.has_last
+    losses = pipeline.step(batch(0).chunk(2))
+    expected = LOSS(whole(batch(0)), batch(0))
+    expected.backward()
+    assert sum(losses).item() == pytest.approx(expected.item(), rel=1e-6)
+    of_whole = dict(whole.named_parameters())
+    for name, parameter in [*nets[0].named_parameters(), *nets[1].named_parameters()]:
+        assert parameter.grad is not None
+        assert_near(parameter.grad, of_whole[name].grad, name)
+    assert not pipeline._handed_over
+
+
+def test_a_letter_belongs_to_one_kind_of_action() -> None:
+    with pytest.raises(TypeError, match="Another needs a letter of its own: F is Forward"):
+
+        class Another(Forward):
+            pass
+
+    assert KINDS["F"] is Forward
