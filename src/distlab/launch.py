@@ -13,21 +13,22 @@ import shutil
 import signal
 import sys
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
-import torch.distributed as dist
-from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs, PContext, SignalException
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
-from torch.distributed.launcher import api as launcher_api
-from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+from torch.distributed.elastic.agent.server.api import WorkerSpec
+from torch.distributed.elastic.multiprocessing.api import SignalException
+from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from distlab.checkpoints.format import has_checkpoints
 from distlab.comm.grid import Grid, Layout
 from distlab.comm.processes import leave
+from distlab.comm.torch_patches import Agent
 from distlab.rendezvous import nodes
-from distlab.rendezvous.nodes import Nodes
+from distlab.rendezvous.nodes import LOST_NODE_0, ElsewhereError, NodeRendezvous, Nodes
+from distlab.rendezvous.store import StoreError
 from distlab.run.logs import new_folder, say
 from distlab.run.settings import RunSettings, parse
 from simplellm.errors import InputError
@@ -83,7 +84,7 @@ def launch(args: list[str]) -> int:
     settings = read_settings(script, args, prog)
     if settings.rank >= 0:
         raise InputError(f"rank {settings.rank}: launch.sh starts all ranks; leave the rank out")
-    machines = nodes.place(own_flags, settings.layout, settings.master_addr)
+    machines = nodes.assign_ranks(own_flags, settings.layout, settings.master_addr)
     if own_flags.max_restarts and settings.out is not None:
         refuse_checkpoints_of_another_run(settings)
     elif own_flags.max_restarts:  # the ranks that start again have to find what was saved
@@ -159,71 +160,56 @@ def become_mpirun(script: Path, args: list[str]) -> NoReturn:
 def run_ranks(script: Path, args: list[str], settings: RunSettings, machines: Nodes, max_restarts: int) -> int:
     """Run this machine's ranks of `script` to the end of the run under torchrun's agent.
 
-    When a rank fails, the agent ends all and starts them again, `max_restarts` times; they then go on from the last
+    When a rank fails, the agent ends all and starts them again, `max_restarts` times; they then resume from the last
     checkpoint (see `distlab.run.main`).
 
     Returns:
         The exit status: 0 if all ranks finished. Otherwise the last line on stderr says which rank failed, and why.
-
-    Raises:
-        InputError: the machines do not come together.
     """
-    for name in list(logging.root.manager.loggerDict):
-        if name.startswith("torch.distributed.elastic"):  # says at length what we say in a line
-            logging.getLogger(name).setLevel(logging.CRITICAL)
-    shorten_shutdown()
-    port = settings.master_port or (0 if machines.count == 1 else DEFAULT_PORT)
-    watch: nodes.Watch | None = None  # until this launcher has met node 0's
-    launcher_api.LocalElasticAgent = nodes.Agent  # type: ignore[misc]  # `elastic_launch` takes no other
+    logging.disable()  # torchrun's agent says at length what we say in a line
     os.environ["LAB_LAUNCHER"] = str(os.getpid())
-    told = ""  # to the other machines, if not what is said here
+    port = settings.master_port or (0 if machines.count == 1 else DEFAULT_PORT)
+    rendezvous: NodeRendezvous | None = None  # until this launcher has found node 0's
+    status, sentence = 0, ""
+    cause = ""  # as the other machines are to hear of it
     with tempfile.TemporaryDirectory() as errors:
         try:
             raise_signals()
-            meeting = nodes.NodeRendezvous(machines, settings.master_addr, port, settings.timeout, max_restarts, say)
-            watch = nodes.Watch(meeting, SECONDS_TO_END)
-            config = LaunchConfig(
-                min_nodes=machines.count,
-                max_nodes=machines.count,
-                nproc_per_node=machines.ranks_of[machines.rank],
-                rdzv_backend=nodes.BACKEND,
-                rdzv_endpoint="",
-                rdzv_configs={"meeting": meeting},
-                run_id=meeting.get_run_id(),
+            rendezvous = NodeRendezvous(machines, settings.master_addr, port, settings.timeout, max_restarts, say)
+            spec = WorkerSpec(
+                role="rank",
+                local_world_size=machines.ranks_of[machines.rank],
+                entrypoint=sys.executable,
+                args=("-u", str(script), *args),
+                rdzv_handler=rendezvous,
                 max_restarts=max_restarts,
                 monitor_interval=0.1,
-                logs_specs=DefaultLogsSpecs(log_dir=errors),
             )
             try:
-                elastic_launch(config, sys.executable)("-u", str(script), *args)
+                failures = Agent(spec, errors, SECONDS_TO_END).run().failures
             finally:
-                watch.agent_ended()
-                for sent in ENDING:  # the ranks have ended; who cannot wait for the other machines' words need not
+                for sent in ENDING:  # the ranks have ended; who cannot wait for the other machines need not
                     signal.signal(sent, signal.SIG_DFL)
-        except ChildFailedError as error:
-            status, sentence, is_cause = root_cause(error, settings.layout)
-            assert watch is not None
-            if not is_cause and watch.hear():
-                status, sentence = 1, watch.word
-            elif not is_cause and machines.count > 1:
-                sentence += "; no word from the other machines"
+            if failures:
+                status, sentence, is_cause = root_cause(failures, settings.layout)
+                if not is_cause and machines.count > 1:
+                    rendezvous.await_cause()
+                    sentence += "; no report from the other machines"
+                cause = sentence
         except SignalException as end:
             status, sentence = 128 + end.sigval, f"ended by {signal.Signals(end.sigval).name}"
-            told = f"the launcher was {sentence}"
-            if watch and watch.word:
-                status, sentence = 1, watch.word
+            cause = f"the launcher was {sentence}"
         except InputError as error:
             status, sentence = 2, str(error)
-        except dist.DistError as error:
-            status, sentence = 1, (watch and watch.hear()) or f"lost the other machines: {error}".splitlines()[0]
-        else:
-            status, sentence = 0, ""
+            cause = sentence
+        except ElsewhereError as error:
+            status, sentence = 1, str(error)
+        except StoreError as error:
+            status, sentence = 1, LOST_NODE_0 if rendezvous else str(error)
     if sentence:
         print(f"# {sentence}", file=sys.stderr, flush=True)
-        if watch and not watch.word:
-            watch.tell(told or sentence)
-    if watch:
-        watch.leave()
+    if rendezvous:
+        rendezvous.leave(cause)
     return status
 
 
@@ -238,27 +224,19 @@ def raise_signals() -> None:
         signal.signal(sent, end)
 
 
-def shorten_shutdown() -> None:
-    """Give ranks `SECONDS_TO_END` instead of torchrun's 30, which are a setting in one place and fixed in another."""
-    os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(SECONDS_TO_END))
-    if PContext.close.__defaults__ == (None, 30):
-        PContext.close.__defaults__ = (None, SECONDS_TO_END)
-
-
-def root_cause(error: ChildFailedError, layout: Layout) -> tuple[int, str, bool]:
+def root_cause(failures: Mapping[int, ProcessFailure], layout: Layout) -> tuple[int, str, bool]:
     """The exit status and one sentence for the rank that failed first, and not by losing a peer or by our SIGTERM.
 
     And whether there is such a rank here; otherwise the sentence is on the first that lost one.
     """
-
-    first = min(failure.timestamp for failure in error.failures.values())
+    first = min(failure.timestamp for failure in failures.values())
 
     def is_consequence(failure: ProcessFailure) -> bool:
         by_us = failure.exitcode == -signal.SIGKILL and failure.timestamp > first + SECONDS_TO_END / 2  # it was stopped
         return by_us or failure.exitcode == -signal.SIGTERM or bool(failure.error_file_data.get("lost_a_peer"))
 
     # Of failures in the same second the one that torchrun came upon first counts, and before that we sent no SIGTERM.
-    rank, failure = min(error.failures.items(), key=lambda item: (is_consequence(item[1]), item[1].timestamp))
+    rank, failure = min(failures.items(), key=lambda item: (is_consequence(item[1]), item[1].timestamp))
     who = Grid.of(rank, layout).describe(rank)
     is_cause = not is_consequence(failure) or failure.exitcode == -signal.SIGTERM
     if failure.exitcode < 0:

@@ -21,7 +21,8 @@ from typing import Any, NoReturn, TypeVar
 import torch
 
 from distlab.checkpoints.format import has_checkpoints
-from distlab.comm.processes import end_with_parent, leave, silence_torch_warnings
+from distlab.comm.processes import end_with_parent, leave
+from distlab.comm.torch_patches import silence_torch_warnings
 from distlab.comm.traffic import TrafficError, rank, traffic
 from distlab.rendezvous import ranks as meeting
 from distlab.rendezvous.notices import notices

@@ -84,7 +84,7 @@ class Run(Generic[SettingsT]):
         store = self._store = meeting.open_store(
             self.rank, settings.master_addr, settings.master_port or 29500, settings.timeout, say
         )
-        meeting.leave_host(store, self.rank, host_name(address))
+        meeting.publish_host(store, self.rank, host_name(address))
         same = {"the script": script.name} | {f"--{name.replace('_', '-')}": v for name, v in as_json(settings).items()}
         decided = meeting.agree(
             store, self.rank, self.world_size, same, lambda: self._decide(script), settings.timeout, say
