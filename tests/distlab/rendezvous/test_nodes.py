@@ -147,7 +147,9 @@ def test_a_store_that_does_not_answer_is_not_waited_for_without_end(monkeypatch:
     monkeypatch.setattr("distlab.rendezvous.nodes.SECONDS_OF_SILENCE", 0.5)
     with listen_at("127.0.0.1", 0) as silent:  # accepts connections, as the kernel does for a process that is stopped
         port = silent.getsockname()[1]
-        with pytest.raises(StoreError, match="node 0 does not answer: it is stopped, or its machine .*; waited 0.5 s$"):
+        with pytest.raises(
+            StoreError, match=r"node 0 does not answer: it is stopped, or its machine .*; waited 0\.5 s$"
+        ):
             join(1, (3, 3), port)
 
 
@@ -162,8 +164,9 @@ def test_machines_that_do_not_fit_together() -> None:
     join(1, (3, 3), first.master_port)  # with the flags mended
     with pytest.raises(InputError, match="--node-rank 1 is taken: give each machine of the run its own"):
         join(1, (3, 3), first.master_port)
-    with pytest.raises(InputError, match=f"--master-port {first.master_port}: cannot listen at 127.0.0.1:{first.master_port}"):
-        join(0, (3, 3), first.master_port)
+    port = first.master_port
+    with pytest.raises(InputError, match=f"--master-port {port}: cannot listen at 127.0.0.1:{port}"):
+        join(0, (3, 3), port)
 
 
 def test_a_machine_that_never_comes_is_named() -> None:
