@@ -15,7 +15,6 @@ import sys
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
-from types import FrameType
 from typing import NoReturn
 
 from torch.distributed.elastic.agent.server.api import WorkerSpec
@@ -26,8 +25,7 @@ from distlab.checkpoints.format import has_checkpoints
 from distlab.comm.grid import Grid, Layout
 from distlab.comm.processes import leave
 from distlab.comm.torch_patches import Agent
-from distlab.rendezvous import nodes
-from distlab.rendezvous.nodes import LOST_NODE_0, ElsewhereError, NodeRendezvous, Nodes
+from distlab.rendezvous.nodes import FLAGS, LOST_NODE_0, ElsewhereError, NodeRendezvous, Nodes, assign_ranks, read_flags
 from distlab.rendezvous.store import StoreError
 from distlab.run.logs import new_folder, say
 from distlab.run.settings import RunSettings, parse
@@ -74,36 +72,34 @@ def launch(args: list[str]) -> int:
         for name in TOPOLOGIES:
             script, flags = find_script(name)
             print(f"  {name:<12} {' '.join([first_line(script), *flags])}")
-        print(f"\nbesides a topology's own flags:\n{nodes.FLAGS}", end="")
+        print(f"\nbesides a topology's own flags:\n{FLAGS}", end="")
         return 0
     script, flags = find_script(args[0])
     prog, args = f"./launch.sh {args[0]}", [*flags, *args[1:]]
     if re.search(r"^(from|import) mpi4py", script.read_text(), re.MULTILINE):
         become_mpirun(script, args)
-    own_flags, args = nodes.read_flags(args)
+    own_flags, args = read_flags(args)
     settings = read_settings(script, args, prog)
     if settings.rank >= 0:
         raise InputError(f"rank {settings.rank}: launch.sh starts all ranks; leave the rank out")
-    machines = nodes.assign_ranks(own_flags, settings.layout, settings.master_addr)
-    if own_flags.max_restarts and settings.out is not None:
-        refuse_checkpoints_of_another_run(settings)
-    elif own_flags.max_restarts:  # the ranks that start again have to find what was saved
-        if machines.count > 1:
+    nodes = assign_ranks(own_flags, settings.layout, settings.master_addr)
+    out = settings.out
+    if own_flags.max_restarts and out is None:  # the ranks that start again have to find what was saved
+        if len(nodes.ranks_of) > 1:
             raise InputError("--max-restarts on several machines: give --out, a folder that all of them see")
         args = [*args, "--out", str(new_folder(Path("runs") / script.stem))]
-    return run_ranks(script, args, settings, machines, own_flags.max_restarts)
-
-
-def refuse_checkpoints_of_another_run(settings: RunSettings) -> None:
-    """Ranks that start again go on from the last checkpoint in `--out`, so that has to be one of their own run."""
-    out, resume = settings.out, getattr(settings, "resume", None)
-    assert out is not None
-    goes_on_there = resume is not None and Path(resume).resolve().is_relative_to(out.resolve())
-    if has_checkpoints(out) and not goes_on_there:
+    elif own_flags.max_restarts and out is not None and has_checkpoints(out) and not resumes_in(out, settings):
         raise InputError(
-            f"--max-restarts with --out {out}: has checkpoints of another run, from which the ranks would go on; give "
+            f"--max-restarts with --out {out}: has checkpoints of another run, from which the ranks would resume; give "
             f"another folder, or --resume {out}"
         )
+    return run_ranks(script, args, settings, nodes, own_flags.max_restarts)
+
+
+def resumes_in(out: Path, settings: RunSettings) -> bool:
+    """Whether the checkpoints in a folder are earlier ones of the run that `settings` ask for."""
+    resume = getattr(settings, "resume", None)
+    return resume is not None and Path(resume).resolve().is_relative_to(out.resolve())
 
 
 def find_script(name: str) -> tuple[Path, list[str]]:
@@ -157,7 +153,7 @@ def become_mpirun(script: Path, args: list[str]) -> NoReturn:
     os.execv(mpirun, [mpirun, "-n", str(ours.world_size), sys.executable, str(script), *flags])
 
 
-def run_ranks(script: Path, args: list[str], settings: RunSettings, machines: Nodes, max_restarts: int) -> int:
+def run_ranks(script: Path, args: list[str], settings: RunSettings, nodes: Nodes, max_restarts: int) -> int:
     """Run this machine's ranks of `script` to the end of the run under torchrun's agent.
 
     When a rank fails, the agent ends all and starts them again, `max_restarts` times; they then resume from the last
@@ -168,17 +164,18 @@ def run_ranks(script: Path, args: list[str], settings: RunSettings, machines: No
     """
     logging.disable()  # torchrun's agent says at length what we say in a line
     os.environ["LAB_LAUNCHER"] = str(os.getpid())
-    port = settings.master_port or (0 if machines.count == 1 else DEFAULT_PORT)
+    port = settings.master_port or (0 if len(nodes.ranks_of) == 1 else DEFAULT_PORT)
     rendezvous: NodeRendezvous | None = None  # until this launcher has found node 0's
     status, sentence = 0, ""
     cause = ""  # as the other machines are to hear of it
     with tempfile.TemporaryDirectory() as errors:
         try:
-            raise_signals()
-            rendezvous = NodeRendezvous(machines, settings.master_addr, port, settings.timeout, max_restarts, say)
+            for sent in ENDING:  # as torchrun's agent does once it has started ranks
+                signal.signal(sent, raise_signal)
+            rendezvous = NodeRendezvous(nodes, settings.master_addr, port, settings.timeout, max_restarts, say)
             spec = WorkerSpec(
                 role="rank",
-                local_world_size=machines.ranks_of[machines.rank],
+                local_world_size=nodes.ranks_of[nodes.rank],
                 entrypoint=sys.executable,
                 args=("-u", str(script), *args),
                 rdzv_handler=rendezvous,
@@ -192,7 +189,7 @@ def run_ranks(script: Path, args: list[str], settings: RunSettings, machines: No
                     signal.signal(sent, signal.SIG_DFL)
             if failures:
                 status, sentence, is_cause = root_cause(failures, settings.layout)
-                if not is_cause and machines.count > 1:
+                if not is_cause and len(nodes.ranks_of) > 1:
                     rendezvous.await_cause()
                     sentence += "; no report from the other machines"
                 cause = sentence
@@ -213,15 +210,8 @@ def run_ranks(script: Path, args: list[str], settings: RunSettings, machines: No
     return status
 
 
-def raise_signals() -> None:
-    """Let what asks this process to end raise `SignalException`; torchrun's agent does so from its first ranks on."""
-
-    def end(number: int, _: FrameType | None) -> NoReturn:
-        sent = signal.Signals(number)
-        raise SignalException(f"got {sent.name}", sent)
-
-    for sent in ENDING:
-        signal.signal(sent, end)
+def raise_signal(number: int, _: object) -> NoReturn:
+    raise SignalException(f"got signal {number}", signal.Signals(number))
 
 
 def root_cause(failures: Mapping[int, ProcessFailure], layout: Layout) -> tuple[int, str, bool]:

@@ -9,17 +9,15 @@ import ctypes
 import os
 import signal
 import sys
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, cast
 
 import torch
 from torch.distributed import Store
 from torch.distributed.elastic.agent.server.api import RunResult, Worker, WorkerGroup, WorkerSpec, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs
-from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 from torch.optim import Optimizer
 
 
@@ -60,45 +58,34 @@ def without_compiler(kind: type[Optimizer]) -> type[Optimizer]:
     return kind if plain_step is None else type(kind.__name__, (kind,), {"step": torch.no_grad()(plain_step)})
 
 
-class RoundsRendezvous(StaticTCPRendezvous, ABC):
-    """A rendezvous with fixed node ranks that has rounds, one for each start of all ranks, the same on all machines.
+class Rounds(Protocol):
+    """What `Agent` asks of its rendezvous, besides what torchrun's own does; see `distlab.rendezvous.nodes`."""
 
-    Attributes:
-        ranks_of: how many ranks each machine has, by node rank.
-    """
-
-    ranks_of: Sequence[int]
+    ranks_of: Sequence[int]  # how many ranks each machine has, by node rank
 
     @property
-    @abstractmethod
-    def restarts(self) -> int:
-        """How often all ranks have been started again."""
+    def restarts(self) -> int: ...
 
-    @abstractmethod
-    def check_others(self) -> None:
-        """Raise if another machine has ended its part of the run."""
+    def check_others(self) -> None: ...
 
-    @abstractmethod
-    def all_finished(self) -> bool:
-        """Report that this machine's ranks have finished; whether those of the other machines have, too."""
+    def all_finished(self) -> bool: ...
 
 
 class Agent(LocalElasticAgent):
     """torchrun's agent, with restarts and failures that several machines share, and an end in seconds.
 
-    - torchrun counts the failures of its own machine. Here a round of `RoundsRendezvous` counts, so that all machines
-      and all ranks (TORCHELASTIC_RESTART_COUNT) have the same number.
+    - torchrun counts the failures of its own machine. Here the rendezvous counts the starts of all ranks, so that all
+      machines and all ranks (TORCHELASTIC_RESTART_COUNT) have the same number.
     - A failure whose error file says `recurs_on_restart` is not followed by a restart.
     - A failure on another machine ends the ranks here; and ranks that have finished are started again if one of another
       machine fails after them. torchrun's wait at the end (`_exit_barrier`) neither hears of it nor restarts.
-    - No call to the store may wait without end, as torchrun's do for the number of ranks and at the end.
+    - No call to the store may wait without end, as torchrun's do to number the ranks and at the end.
     - Ranks get `seconds_to_end` before SIGKILL, wherever they are ended; in two places torchrun insists on 30.
     """
 
     def __init__(self, spec: WorkerSpec, log_dir: str, seconds_to_end: int) -> None:
         super().__init__(spec, DefaultLogsSpecs(log_dir=log_dir))
-        assert isinstance(spec.rdzv_handler, RoundsRendezvous)
-        self._rounds, self._seconds_to_end = spec.rdzv_handler, seconds_to_end
+        self._rounds, self._seconds_to_end = cast(Rounds, spec.rdzv_handler), seconds_to_end
 
     def _assign_worker_ranks(
         self, store: Store, group_rank: int, group_world_size: int, spec: WorkerSpec

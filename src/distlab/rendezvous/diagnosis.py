@@ -5,9 +5,9 @@ deadlock (Holt, "Some deadlock properties of computer systems", 1972); without o
 for nobody: it is stopped, still computes, or has ended, and holds up all others.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import json
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Any
 
 from distlab.comm.wait_graph import find_cycle
 from distlab.comm.waits import Wait, group_key, list_ranks
@@ -31,11 +31,12 @@ class Notice:
     failure_number: int = 0
     lost_a_peer: bool = False
 
-    def as_json(self) -> dict[str, Any]:
-        return asdict(self)
+    def to_json(self) -> str:
+        return json.dumps(asdict(self))
 
     @classmethod
-    def from_json(cls, fields: dict[str, Any]) -> "Notice":
+    def from_json(cls, text: str) -> "Notice":
+        fields = json.loads(text)
         wait = fields["wait"]
         return cls(**{**fields, "wait": wait and Wait(**{**wait, "peers": tuple(wait["peers"])})})
 
@@ -47,13 +48,11 @@ class Diagnosis:
     Attributes:
         picture: lines that show every rank and whom it waits for.
         sentence: the cycle, or the rank that all others end up waiting for.
-        is_deadlock: ranks wait for each other, and no one of them has failed.
         is_partial: the other ranks' notices could not be read.
     """
 
     picture: list[str]
     sentence: str
-    is_deadlock: bool = False
     is_partial: bool = False
 
 
@@ -99,10 +98,17 @@ def diagnose(
     failed = [rank for rank in ends if rank in ended] or (sorted(ended) if lost_a_peer else [])
     gone = [rank for rank in ends if rank in silent] or (silent if lost_a_peer else [])
     cycle = find_cycle(edges)
+    late = f"computing for longer than --timeout {timeout_seconds:g}"
     if failed:
         return Diagnosis(picture, list_causes({rank: ended[rank] for rank in failed}, describe))
     if gone:
-        return Diagnosis(picture, _blame_silent(gone, lost_a_peer, describe, timeout_seconds))
+        names = " and ".join(describe(rank) for rank in gone)
+        do = "does" if len(gone) == 1 else "do"
+        sentence = f"{names} {do} not answer, and the others wait: stopped, cut off, or {late}"
+        if lost_a_peer:
+            which = names if len(gone) == 1 else f"one of {names}"
+            sentence = f"{which} has ended without reporting a cause: it was killed, or left the run too early"
+        return Diagnosis(picture, sentence)
     if first is not None and first.wait is not None and lost_a_peer:
         lost = f"{describe(first.rank)} lost its connection to {list_ranks(first.wait.peers)}"
         return Diagnosis(picture, f"{lost}, though all ranks answer: see their last lines")
@@ -110,12 +116,11 @@ def diagnose(
         picture.append(f"  cycle: {' -> '.join(f'rank {rank}' for rank in [*cycle, cycle[0]])}")
         start, *others = cycle
         chain = "".join(f" waits for {describe(rank)}, which" for rank in others)
-        return Diagnosis(picture, f"deadlock: {describe(start)}{chain} waits for {describe(start)}", is_deadlock=True)
+        return Diagnosis(picture, f"deadlock: {describe(start)}{chain} waits for {describe(start)}")
     if ends:
         names = " and ".join(describe(rank) for rank in ends)
         answer = "answers, but has" if len(ends) == 1 else "answer, but have"
-        late = f"not reached this point, and the others wait: computing for longer than --timeout {timeout_seconds:g}"
-        return Diagnosis(picture, f"{names} {answer} {late}")
+        return Diagnosis(picture, f"{names} {answer} not reached this point, and the others wait: {late}")
     what = next(iter(waits.values())).what if waits else "each other"
     return Diagnosis(
         picture, f"all ranks do their part of {what}, and it does not end: is the network between them up?"
@@ -135,20 +140,6 @@ def _held_up_by(rank: int, wait: Wait, waits: Mapping[int, Wait], notices: Mappi
             if notices[peer].begun.get(group, 0) > wait.number and not (same_ranks and elsewhere):
                 continue
         yield peer
-
-
-def _blame_silent(
-    ranks: Sequence[int], lost_a_peer: bool, describe: Callable[[int], str], timeout_seconds: float
-) -> str:
-    """A sentence on ranks that hold up the others, have not reported why, and give no sign of life."""
-    names = " and ".join(describe(rank) for rank in ranks)
-    if lost_a_peer:
-        which = names if len(ranks) == 1 else f"one of {names}"
-        return f"{which} has ended without reporting a cause: it was killed, or left the run too early"
-    return (
-        f"{names} {'does' if len(ranks) == 1 else 'do'} not answer, and the others wait: stopped, cut off, or "
-        f"computing for longer than --timeout {timeout_seconds:g}"
-    )
 
 
 def list_causes(ended: Mapping[int, str], describe: Callable[[int], str]) -> str:

@@ -14,9 +14,9 @@ from dataclasses import dataclass
 
 import torch.distributed as dist
 from torch.distributed.elastic.rendezvous import RendezvousInfo, RendezvousStoreInfo
+from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 
 from distlab.comm.grid import Layout, layout_flags, layout_size
-from distlab.comm.torch_patches import RoundsRendezvous
 from distlab.rendezvous.store import Say, SharedStore, StoreError, is_loopback, open_bound_store
 from simplellm.errors import InputError
 
@@ -48,14 +48,6 @@ class Nodes:
 
     rank: int
     ranks_of: tuple[int, ...]
-
-    @property
-    def count(self) -> int:
-        return len(self.ranks_of)
-
-    @property
-    def others(self) -> list[int]:
-        return [node for node in range(self.count) if node != self.rank]
 
 
 def read_flags(args: list[str]) -> tuple[argparse.Namespace, list[str]]:
@@ -121,7 +113,7 @@ def _share(given: str | None, count: int, ranks: int, layout: Layout) -> tuple[i
     return shares
 
 
-class NodeRendezvous(RoundsRendezvous):
+class NodeRendezvous(StaticTCPRendezvous):
     """torchrun's rendezvous with fixed node ranks and no open port but those at the given address.
 
     Each round, that is each start of all ranks, the ranks get a new store in node 0's launcher. The launchers' own
@@ -145,13 +137,16 @@ class NodeRendezvous(RoundsRendezvous):
     def __init__(
         self, nodes: Nodes, address: str, port: int, timeout_seconds: float, max_restarts: int, say: Say
     ) -> None:
-        self._shared = SharedStore("node 0", SECONDS_OF_SILENCE)
+        self._shared = SharedStore("node 0", timeout_seconds, say, silence_seconds=SECONDS_OF_SILENCE)
         if nodes.rank == 0:
-            port = self._shared.open(address, port, timeout_seconds)
+            port = self._shared.open(address, port)
         else:
-            self._shared.find(address, port, timeout_seconds, say)
-        super().__init__(address, port, nodes.rank, nodes.count, "lab", timeout=0)  # it opens no store of its own
-        self.ranks_of, self._others = nodes.ranks_of, nodes.others
+            self._shared.find(address, port)
+        super().__init__(
+            address, port, nodes.rank, len(nodes.ranks_of), "lab", timeout=0
+        )  # it opens no store of its own
+        self.ranks_of = nodes.ranks_of
+        self._others = [node for node in range(self.world_size) if node != self.rank]
         self._timeout_seconds, self._max_restarts, self._say = timeout_seconds, max_restarts, say
         self._rounds = 0  # that have begun here, the same number on all machines as soon as they have joined
         self._ranks_store: dist.Store | None = None
@@ -167,7 +162,7 @@ class NodeRendezvous(RoundsRendezvous):
         }
         if self.rank == 0:
             self._shared.set("flags", json.dumps([*own.values()]))
-        agreed = json.loads(self._shared.wait("flags", "the flags of node 0", self._timeout_seconds, self._say))
+        agreed = json.loads(self._shared.wait("flags", "the flags of node 0"))
         for (sentence, value), node_0s in zip(own.items(), agreed, strict=True):
             if value != node_0s:
                 raise InputError(
@@ -176,6 +171,7 @@ class NodeRendezvous(RoundsRendezvous):
 
     @property
     def restarts(self) -> int:
+        """How often all ranks have been started again."""
         return max(0, self._rounds - 1)
 
     def next_rendezvous(self) -> RendezvousInfo:
@@ -187,9 +183,7 @@ class NodeRendezvous(RoundsRendezvous):
         self._shared.set(f"{prefix}/node/{self.rank}")
         for node in self._others:
             hint = f"is ./launch.sh running there, with --node-rank {node}?"
-            self._shared.wait(
-                f"{prefix}/node/{node}", f"node {node}", self._timeout_seconds, self._say, hint, self.check_others
-            )
+            self._shared.wait(f"{prefix}/node/{node}", f"node {node}", hint, self.check_others)
         if self.restarts:
             self._say(f"a rank has failed: starting all ranks again, {self.restarts} of {self._max_restarts} times")
         (port_of_ranks,) = self._shared.read(f"{prefix}/port").values()
@@ -201,20 +195,18 @@ class NodeRendezvous(RoundsRendezvous):
         return len(self._shared.read(*(f"round/{self._rounds}/node/{node}" for node in self._others)))
 
     def all_finished(self) -> bool:
+        """Report that this machine's ranks have finished; whether those of the other machines have, too."""
         key = f"round/{self._rounds - 1}/finished"
         self._shared.set(f"{key}/{self.rank}")
         return self._shared.has(*(f"{key}/{node}" for node in self._others))
 
     def check_others(self) -> None:
+        """Raise `ElsewhereError` if another machine has ended its part of the run."""
         for key, cause in self._shared.read(*(f"failed/{node}" for node in self._others)).items():
             raise ElsewhereError(f"on another machine, node {key.partition('/')[2]}, {cause}")
 
     def await_cause(self) -> None:
-        """Wait a few seconds for another machine's report of why its ranks ended.
-
-        Raises:
-            ElsewhereError: this is it.
-        """
+        """Wait a few seconds for another machine's report of why its ranks ended, and raise it."""
         deadline = time.monotonic() + SECONDS_FOR_THE_CAUSE
         while self._others and time.monotonic() < deadline:
             self.check_others()

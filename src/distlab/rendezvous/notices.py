@@ -6,7 +6,6 @@ been killed or stopped since.
 """
 
 import contextlib
-import json
 import math
 import threading
 import time
@@ -72,10 +71,8 @@ class NoticeBoard:
         try:
             notices, ended = self._collect(own, self._store)
         except StoreError as lost:
-            ended_or_stopped = "has ended: see its last line"
-            if not lost.lost_a_peer:
-                ended_or_stopped = "does not answer: it is stopped, or its machine or network is gone"
-            return self._without_store(ended_or_stopped, error.wait)
+            silent = "does not answer: it is stopped, or its machine or network is gone"
+            return self._without_store("has ended: see its last line" if lost.lost_a_peer else silent, error.wait)
         return diagnose(notices, ended, len(self._ranks), self._traffic.describe, self._traffic.timeout_seconds)
 
     def publish_diagnosis(self, diagnosis: Diagnosis) -> None:
@@ -119,14 +116,14 @@ class NoticeBoard:
             time.sleep(SECONDS_FOR_A_DEADLINE)
         own.failure_number = store.add("failed")
         # Not the key of an answer, so a late one of the watch cannot take its place.
-        store.set(f"failed/{self._rank}", json.dumps(own.as_json()))
+        store.set(f"failed/{self._rank}", own.to_json())
         store.set("asked")
         # Of a rank's failure and its earlier answer the failure, which is later in this list, counts.
         keys = {f"{kind}/{rank}": rank for kind in ("answers", "failed") for rank in self._ranks}
         deadline = time.monotonic() + SECONDS_FOR_OTHERS
         while True:
             ended = self._causes(store)
-            published = {keys[key]: Notice.from_json(json.loads(text)) for key, text in store.read(*keys).items()}
+            published = {keys[key]: Notice.from_json(text) for key, text in store.read(*keys).items()}
             notices = {rank: notice for rank, notice in published.items() if rank not in ended} | {self._rank: own}
             silent = len(self._ranks) - len(ended) - sum(notice.wait is not None for notice in notices.values())
             if silent <= 0 or time.monotonic() > deadline:
@@ -144,7 +141,7 @@ class NoticeBoard:
             while not self._has_failed:  # then `explain` has the last word
                 notice = Notice(self._rank, self._traffic.waits_for(long_seconds), dict(self._traffic.begun))
                 if notice != told:
-                    store.set(f"answers/{self._rank}", json.dumps(notice.as_json()))
+                    store.set(f"answers/{self._rank}", notice.to_json())
                     told = notice
                 if not self._heard:
                     causes = list_causes(self._causes(store), self._traffic.describe)

@@ -28,7 +28,7 @@ def open_store(rank: int, address: str, port: int, timeout_seconds: float, say: 
         InputError: the port is in use, or rank 0 does not listen within the timeout.
         StoreError: it listens, and does not answer, or ends.
     """
-    shared = ranks_store(timeout_seconds)
+    shared = ranks_store(timeout_seconds, say)
 
     def connect() -> dist.Store:
         try:
@@ -40,15 +40,15 @@ def open_store(rank: int, address: str, port: int, timeout_seconds: float, say: 
     if started_by_torchrun():
         return shared.ask(connect)
     if rank == 0:
-        shared.open(address, port, timeout_seconds)
+        shared.open(address, port)
     else:
-        shared.find(address, port, timeout_seconds, say)
+        shared.find(address, port)
     return shared.store
 
 
-def ranks_store(timeout_seconds: float, store: dist.Store | None = None) -> SharedStore:
+def ranks_store(timeout_seconds: float, say: Say = print, store: dist.Store | None = None) -> SharedStore:
     """The ranks' store, whoever holds it."""
-    return SharedStore("the launcher" if is_store_in_launcher() else "rank 0", timeout_seconds, "--timeout", store)
+    return SharedStore("the launcher" if is_store_in_launcher() else "rank 0", timeout_seconds, say, store=store)
 
 
 def started_by_torchrun() -> bool:
@@ -77,7 +77,7 @@ def agree(
             within the timeout. All ranks raise it.
         StoreError: who holds the store has ended, or does not answer.
     """
-    shared = ranks_store(timeout_seconds, store)
+    shared = ranks_store(timeout_seconds, say, store)
     if shared.add(f"seat/{rank}") > 1:
         raise InputError(
             f"rank {rank} is taken: another process joined this run with it, and may have ended since; give each rank "
@@ -87,7 +87,7 @@ def agree(
     if rank > 0:
         try:
             what = "rank 0 to confirm that all have joined"
-            verdict = json.loads(shared.wait("verdict", what, timeout_seconds, say))
+            verdict = json.loads(shared.wait("verdict", what))
         finally:  # also where this rank ends without it: rank 0 need not wait for it
             with contextlib.suppress(StoreError):
                 shared.set(f"heard/{rank}")
@@ -96,7 +96,7 @@ def agree(
         verdict = {"settings": settings}
         try:
             for other in range(1, size):
-                answer = shared.wait(f"settings/{other}", f"rank {other} to join", timeout_seconds, say)
+                answer = shared.wait(f"settings/{other}", f"rank {other} to join")
                 _compare(settings, json.loads(answer), other)
             verdict["decided"] = decide()
         except InputError as error:
@@ -113,7 +113,7 @@ def agree(
 def publish_host(store: dist.Store, rank: int, host: str) -> None:
     """Tell rank 0 on which host this rank is; before they agree."""
     seconds = store.timeout.total_seconds()  # type: ignore[attr-defined]  # torch's annotations lack it
-    ranks_store(seconds, store).set(f"host/{rank}", host)
+    ranks_store(seconds, store=store).set(f"host/{rank}", host)
 
 
 def say_hosts(store: dist.Store, size: int, tp: int, say: Say) -> None:

@@ -35,13 +35,22 @@ class SharedStore:
 
     Args:
         holder: what messages call that process, e.g. "rank 0".
-        seconds: how long it may take to answer.
-        limit: where `seconds` comes from, e.g. "--timeout".
+        timeout_seconds: how long to wait for what others do (`find`, `wait`); --timeout.
+        say: prints a remark.
+        silence_seconds: how long the holder may take to answer; `timeout_seconds` by default.
         store: torch's; without it, `open` or `find` comes first.
     """
 
-    def __init__(self, holder: str, seconds: float, limit: str = "", store: dist.Store | None = None) -> None:
-        self._holder, self._seconds, self._limit = holder, seconds, limit
+    def __init__(
+        self,
+        holder: str,
+        timeout_seconds: float,
+        say: Say = lambda _: None,
+        silence_seconds: float | None = None,
+        store: dist.Store | None = None,
+    ) -> None:
+        self._holder, self._timeout_seconds, self._say = holder, timeout_seconds, say
+        self._silence_seconds = silence_seconds
         self._lost: StoreError | None = None
         if store is not None:
             self.store = store
@@ -49,20 +58,16 @@ class SharedStore:
     def ask(
         self, call: Callable[[], ResultT], what: str = "its answer", meanwhile: Callable[[], object] = lambda: None
     ) -> ResultT:
-        """What a call to the store returns.
-
-        Args:
-            call: to the store.
-            what: this process waits for.
-            meanwhile: see `within`.
+        """What a call to the store returns; `what` this process waits for; for the rest `within`.
 
         Raises:
             StoreError: the holder has ended, or has not answered.
         """
         if self._lost is not None:
             raise self._lost
+        seconds = self._timeout_seconds if self._silence_seconds is None else self._silence_seconds
         try:
-            answer = within(self._seconds, lambda: (call(),), meanwhile)
+            answer = within(seconds, lambda: (call(),), meanwhile)
         except (dist.DistError, ConnectionRefusedError) as error:
             sentence = f"{self._holder} ended while this process waited for {what}: see its last line"
             self._lost = StoreError(sentence, error)
@@ -70,34 +75,30 @@ class SharedStore:
             raise self._lost from error
         if answer is None:
             sentence = f"{self._holder} does not answer: it is stopped, or its machine or network is gone"
-            limit = f", which {self._limit} sets" if self._limit else ""
-            self._lost = StoreError(f"{sentence}; waited {self._seconds:g} s{limit}", TimeoutError())
+            limit = ", which --timeout sets" if self._silence_seconds is None else ""
+            self._lost = StoreError(f"{sentence}; waited {seconds:g} s{limit}", TimeoutError())
             raise self._lost
         return answer[0]
 
-    def open(self, address: str, port: int, timeout_seconds: float) -> int:
+    def open(self, address: str, port: int) -> int:
         """Hold the store in this process, and return its port; see `open_bound_store`."""
-        self.store, port = open_bound_store(address, port, timeout_seconds)
+        self.store, port = open_bound_store(address, port, self._timeout_seconds)
         return port
 
-    def find(self, address: str, port: int, timeout_seconds: float, say: Say) -> None:
+    def find(self, address: str, port: int) -> None:
         """Connect to the store that its holder opens, or has opened, at an address.
-
-        Args:
-            address, port: where it listens.
-            timeout_seconds: how long to wait until it does.
-            say: prints a remark.
 
         Raises:
             InputError: nobody listens there in time, or what does is no store.
             StoreError: the holder ended meanwhile, or does not answer.
         """
-        where = f"{address}:{port}"
+        where, timeout = f"{address}:{port}", self._timeout_seconds
 
         def connect() -> dist.Store:
-            timeout = timedelta(seconds=timeout_seconds)
             try:
-                return dist.TCPStore(address, port, is_master=False, timeout=timeout, wait_for_workers=False)
+                return dist.TCPStore(
+                    address, port, is_master=False, timeout=timedelta(seconds=timeout), wait_for_workers=False
+                )
             except dist.DistError as error:
                 raise InputError(f"--master-port {port}: what listens at {where} is not {self._holder}") from error
 
@@ -105,10 +106,10 @@ class SharedStore:
             if not listens(address, port, unless_refused=True):
                 raise ConnectionRefusedError
 
-        say(f"looking for {self._holder} at {where}")
-        if not wait_until(lambda: listens(address, port), timeout_seconds):
+        self._say(f"looking for {self._holder} at {where}")
+        if not wait_until(lambda: listens(address, port), timeout):
             raise InputError(
-                f"{self._holder} did not listen at {where} within {timeout_seconds:g} s: start it there, or give the "
+                f"{self._holder} did not listen at {where} within {timeout:g} s: start it there, or give the "
                 "--master-addr and --master-port at which this machine reaches it"
             )
         self.store = self.ask(connect, meanwhile=check_that_it_listens)
@@ -133,18 +134,14 @@ class SharedStore:
         self,
         key: str,
         what: str,
-        seconds: float,
-        say: Say,
         hint: str = "is it running? --timeout sets how long",
         check: Callable[[], None] = lambda: None,
     ) -> str:
-        """The value of a key once it is set.
+        """The value of a key once it is set; says for what it waits when that takes longer than a start usually does.
 
         Args:
             key: to wait for.
             what: it stands for, e.g. "rank 2 to join".
-            seconds: how long to wait.
-            say: prints a remark when that takes longer than a start usually does.
             hint: what to look at when time is up.
             check: raises what ends the wait.
 
@@ -157,11 +154,11 @@ class SharedStore:
             check()
             return self.has(key, what=what)
 
-        at_first = min(SECONDS_OF_A_START, seconds)
+        at_first = min(SECONDS_OF_A_START, self._timeout_seconds)
         if not wait_until(is_set, at_first):
-            say(f"waiting for {what}")
-            if not wait_until(is_set, seconds - at_first):
-                raise InputError(f"waited {seconds:g} s for {what}: {hint}")
+            self._say(f"waiting for {what}")
+            if not wait_until(is_set, self._timeout_seconds - at_first):
+                raise InputError(f"waited {self._timeout_seconds:g} s for {what}: {hint}")
         return self.read(key)[key]
 
     def keep_open(self, keys: Sequence[str], seconds: float) -> None:
@@ -171,18 +168,10 @@ class SharedStore:
 
 
 def open_bound_store(address: str, port: int, timeout_seconds: float) -> tuple[dist.Store, int]:
-    """A store that this process holds, listening at one address; by default torch's listens on all interfaces.
-
-    Args:
-        address: of this machine, or a name for it.
-        port: there; 0 for a free one.
-        timeout_seconds: the store's own, of waits.
-
-    Returns:
-        the store, and its port.
+    """A store that this process holds, and its port (0 asks for a free one); torch's own listens at all addresses.
 
     Raises:
-        InputError: it cannot listen there.
+        InputError: it cannot listen at that address of this machine.
     """
     listener = listen_at(address, port)
     port = listener.getsockname()[1]
@@ -199,7 +188,7 @@ def listen_at(address: str, port: int) -> socket.socket:
     Raises:
         InputError: the port is in use, or the address is not this machine's.
     """
-    family, where = resolve(address, port)[0]
+    family, where = resolve(address, port)
     listener = socket.socket(family, socket.SOCK_STREAM)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
@@ -233,20 +222,21 @@ def is_loopback(address: str) -> bool:
     Raises:
         InputError: there is no such host.
     """
-    return all(ipaddress.ip_address(str(where[0]).partition("%")[0]).is_loopback for _, where in resolve(address, 0))
+    _, (found, *_) = resolve(address, 0)
+    return ipaddress.ip_address(str(found).partition("%")[0]).is_loopback
 
 
-def resolve(address: str, port: int) -> list[tuple[int, tuple[Any, ...]]]:
-    """The socket families and socket addresses of a name or address.
+def resolve(address: str, port: int) -> tuple[int, tuple[Any, ...]]:
+    """The socket family and the socket's address of a host's name or address.
 
     Raises:
         InputError: there is no such host.
     """
     try:
-        found = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)
+        family, _, _, _, where = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
     except (socket.gaierror, UnicodeError) as error:
         raise InputError(f"--master-addr {address}: no such host ({getattr(error, 'strerror', error)})") from error
-    return [(family, where) for family, _, _, _, where in found]
+    return family, where
 
 
 def wait_until(condition: Callable[[], bool], seconds: float) -> bool:

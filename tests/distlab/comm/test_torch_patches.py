@@ -14,9 +14,10 @@ from torch.distributed.elastic.agent.server.api import RunResult, SimpleElasticA
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing.api import PContext
 from torch.distributed.elastic.rendezvous import RendezvousInfo, RendezvousStoreInfo
+from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
-from distlab.comm.torch_patches import Agent, RoundsRendezvous, cpp_log_level, without_compiler
+from distlab.comm.torch_patches import Agent, cpp_log_level, without_compiler
 from distlab.rendezvous.store import open_bound_store
 
 # A store's process goes while a connection is in use: torch's C++ code writes a trace about it.
@@ -78,14 +79,13 @@ def test_torchruns_agent_has_what_ours_overrides() -> None:
     assert "self._remaining_restarts" in inspect.getsource(SimpleElasticAgent._invoke_run)
     assert "self._pcontext.close(" in inspect.getsource(LocalElasticAgent._shutdown)
     assert inspect.signature(PContext.close).parameters["timeout"].default == 30, "if it is a setting now, use that"
-    assert {state.value for state in (WorkerState.SUCCEEDED, WorkerState.HEALTHY, WorkerState.FAILED)}
 
 
-class Rendezvous(RoundsRendezvous):
+class Rendezvous(StaticTCPRendezvous):
     """Of two ranks on this machine, which is the second of two, in their third round."""
 
     ranks_of = (3, 2)
-    restarts = 2  # type: ignore[assignment]
+    restarts = 2
 
     def __init__(self) -> None:
         self._held, port = open_bound_store("127.0.0.1", 0, 5)
