@@ -98,13 +98,15 @@ def diagnose(
     failed = [rank for rank in ends if rank in ended] or (sorted(ended) if lost_a_peer else [])
     gone = [rank for rank in ends if rank in silent] or (silent if lost_a_peer else [])
     cycle = find_cycle(edges)
-    late = f"computing for longer than --timeout {timeout_seconds:g}"
     if failed:
         return Diagnosis(picture, list_causes({rank: ended[rank] for rank in failed}, describe))
     if gone:
         names = " and ".join(describe(rank) for rank in gone)
         do = "does" if len(gone) == 1 else "do"
-        sentence = f"{names} {do} not answer, and the others wait: stopped, cut off, or {late}"
+        sentence = (
+            f"{names} {do} not answer, and the others wait: stopped, cut off, or computing for longer than --timeout "
+            f"{timeout_seconds:g}"
+        )
         if lost_a_peer:
             which = names if len(gone) == 1 else f"one of {names}"
             sentence = f"{which} has ended without reporting a cause: it was killed, or left the run too early"
@@ -120,7 +122,8 @@ def diagnose(
     if ends:
         names = " and ".join(describe(rank) for rank in ends)
         answer = "answers, but has" if len(ends) == 1 else "answer, but have"
-        return Diagnosis(picture, f"{names} {answer} not reached this point, and the others wait: {late}")
+        late = f"not reached this point, and the others wait: computing for longer than --timeout {timeout_seconds:g}"
+        return Diagnosis(picture, f"{names} {answer} {late}")
     what = next(iter(waits.values())).what if waits else "each other"
     return Diagnosis(
         picture, f"all ranks do their part of {what}, and it does not end: is the network between them up?"

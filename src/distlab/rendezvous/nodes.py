@@ -139,7 +139,7 @@ class NodeRendezvous(StaticTCPRendezvous):
     ) -> None:
         self._shared = SharedStore("node 0", timeout_seconds, say, silence_seconds=SECONDS_OF_SILENCE)
         if nodes.rank == 0:
-            port = self._shared.open(address, port)
+            self._shared.store, port = open_bound_store(address, port, timeout_seconds)
         else:
             self._shared.find(address, port)
         super().__init__(

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from distlab.rendezvous.store import Say, SharedStore, StoreError
+from distlab.rendezvous.store import Say, SharedStore, StoreError, open_bound_store
 from simplellm.errors import InputError
 
 SECONDS_FOR_READERS = 5.0  # that rank 0, with whose process the store ends, waits for others to read why it ends
@@ -40,10 +40,8 @@ def open_store(rank: int, address: str, port: int, timeout_seconds: float, say: 
     if started_by_torchrun():
         return shared.ask(connect)
     if rank == 0:
-        shared.open(address, port)
-    else:
-        shared.find(address, port)
-    return shared.store
+        return open_bound_store(address, port, timeout_seconds)[0]
+    return shared.find(address, port)
 
 
 def ranks_store(timeout_seconds: float, say: Say = print, store: dist.Store | None = None) -> SharedStore:

@@ -38,7 +38,7 @@ class SharedStore:
         timeout_seconds: how long to wait for what others do (`find`, `wait`); --timeout.
         say: prints a remark.
         silence_seconds: how long the holder may take to answer; `timeout_seconds` by default.
-        store: torch's; without it, `open` or `find` comes first.
+        store: torch's; without it, `find` comes first.
     """
 
     def __init__(
@@ -80,12 +80,7 @@ class SharedStore:
             raise self._lost
         return answer[0]
 
-    def open(self, address: str, port: int) -> int:
-        """Hold the store in this process, and return its port; see `open_bound_store`."""
-        self.store, port = open_bound_store(address, port, self._timeout_seconds)
-        return port
-
-    def find(self, address: str, port: int) -> None:
+    def find(self, address: str, port: int) -> dist.Store:
         """Connect to the store that its holder opens, or has opened, at an address.
 
         Raises:
@@ -113,6 +108,7 @@ class SharedStore:
                 "--master-addr and --master-port at which this machine reaches it"
             )
         self.store = self.ask(connect, meanwhile=check_that_it_listens)
+        return self.store
 
     def set(self, key: str, value: str = "") -> None:
         self.ask(lambda: self.store.set(key, value))
