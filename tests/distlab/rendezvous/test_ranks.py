@@ -24,7 +24,7 @@ ENDED = "rank 0 ended while this process waited for its answer: see its last lin
 
 def join(rank: int, port: int, size: list[int], settings: list[Settings], seats: list[int]) -> tuple[str, list[str]]:
     """What one process learns: rank 0's decision, or the sentence that ended its run; and what it said meanwhile."""
-    store = dist.TCPStore("localhost", port, is_master=rank == 0, wait_for_workers=False, timeout=timedelta(seconds=20))
+    store = open_store(rank, "localhost", port, 20, lambda _: None)
     remarks: list[str] = []
     try:
         decided = agree(store, seats[rank], size[rank], settings[rank], lambda: {"data": "sample"}, 3, remarks.append)
