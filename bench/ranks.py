@@ -6,6 +6,7 @@ import torch
 import torch.distributed as dist
 
 from distlab.comm.devices import keep_to_loopback, patient_threads
+from distlab.rendezvous.ranks import open_store
 
 
 def join(rank: int, world_size: int, port: int, patient: bool = True) -> None:
@@ -19,6 +20,6 @@ def join(rank: int, world_size: int, port: int, patient: bool = True) -> None:
     """
     keep_to_loopback()
     torch.set_num_threads(1)
-    store = dist.TCPStore("localhost", port, is_master=rank == 0)
+    store = open_store(rank, "localhost", port, timeout_seconds=300, say=lambda _: None)
     with patient_threads() if patient else nullcontext():
         dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)

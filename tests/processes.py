@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 
 from distlab.comm.devices import patient_threads
+from distlab.rendezvous.ranks import open_store
 
 LAB = Path(__file__).resolve().parents[1]
 PORTS = range(10_000, 29_000)  # below those that the kernel hands out, and --master-port's default
@@ -97,7 +98,7 @@ def process_group(rank: int, world_size: int, port: int, timeout_seconds: float 
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.manual_seed(1000 + rank)
     timeout = timedelta(seconds=timeout_seconds)
-    store = dist.TCPStore("localhost", port, is_master=rank == 0, timeout=timeout)
+    store = open_store(rank, "localhost", port, timeout_seconds, say=lambda _: None)
     with patient_threads():
         dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timeout)
     yield

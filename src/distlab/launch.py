@@ -13,21 +13,20 @@ import shutil
 import signal
 import sys
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
-from types import FrameType
 from typing import NoReturn
 
-import torch.distributed as dist
-from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs, PContext, SignalException
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
-from torch.distributed.launcher import api as launcher_api
-from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+from torch.distributed.elastic.agent.server.api import WorkerSpec
+from torch.distributed.elastic.multiprocessing.api import SignalException
+from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from distlab.checkpoints.format import has_checkpoints
 from distlab.comm.grid import Grid, Layout
 from distlab.comm.processes import leave
-from distlab.rendezvous import nodes
-from distlab.rendezvous.nodes import Nodes
+from distlab.comm.torch_patches import Agent
+from distlab.rendezvous.nodes import FLAGS, LOST_NODE_0, ElsewhereError, NodeRendezvous, Nodes, assign_ranks, read_flags
+from distlab.rendezvous.store import StoreError
 from distlab.run.logs import new_folder, say
 from distlab.run.settings import RunSettings, parse
 from simplellm.errors import InputError
@@ -73,36 +72,34 @@ def launch(args: list[str]) -> int:
         for name in TOPOLOGIES:
             script, flags = find_script(name)
             print(f"  {name:<12} {' '.join([first_line(script), *flags])}")
-        print(f"\nbesides a topology's own flags:\n{nodes.FLAGS}", end="")
+        print(f"\nbesides a topology's own flags:\n{FLAGS}", end="")
         return 0
     script, flags = find_script(args[0])
     prog, args = f"./launch.sh {args[0]}", [*flags, *args[1:]]
     if re.search(r"^(from|import) mpi4py", script.read_text(), re.MULTILINE):
         become_mpirun(script, args)
-    own_flags, args = nodes.read_flags(args)
+    own_flags, args = read_flags(args)
     settings = read_settings(script, args, prog)
     if settings.rank >= 0:
         raise InputError(f"rank {settings.rank}: launch.sh starts all ranks; leave the rank out")
-    machines = nodes.place(own_flags, settings.layout, settings.master_addr)
-    if own_flags.max_restarts and settings.out is not None:
-        refuse_checkpoints_of_another_run(settings)
-    elif own_flags.max_restarts:  # the ranks that start again have to find what was saved
-        if machines.count > 1:
+    nodes = assign_ranks(own_flags, settings.layout, settings.master_addr)
+    out = settings.out
+    if own_flags.max_restarts and out is None:  # the ranks that start again have to find what was saved
+        if len(nodes.ranks_of) > 1:
             raise InputError("--max-restarts on several machines: give --out, a folder that all of them see")
         args = [*args, "--out", str(new_folder(Path("runs") / script.stem))]
-    return run_ranks(script, args, settings, machines, own_flags.max_restarts)
-
-
-def refuse_checkpoints_of_another_run(settings: RunSettings) -> None:
-    """Ranks that start again go on from the last checkpoint in `--out`, so that has to be one of their own run."""
-    out, resume = settings.out, getattr(settings, "resume", None)
-    assert out is not None
-    goes_on_there = resume is not None and Path(resume).resolve().is_relative_to(out.resolve())
-    if has_checkpoints(out) and not goes_on_there:
+    elif own_flags.max_restarts and out is not None and has_checkpoints(out) and not resumes_in(out, settings):
         raise InputError(
-            f"--max-restarts with --out {out}: has checkpoints of another run, from which the ranks would go on; give "
+            f"--max-restarts with --out {out}: has checkpoints of another run, from which the ranks would resume; give "
             f"another folder, or --resume {out}"
         )
+    return run_ranks(script, args, settings, nodes, own_flags.max_restarts)
+
+
+def resumes_in(out: Path, settings: RunSettings) -> bool:
+    """Whether the checkpoints in a folder are earlier ones of the run that `settings` ask for."""
+    resume = getattr(settings, "resume", None)
+    return resume is not None and Path(resume).resolve().is_relative_to(out.resolve())
 
 
 def find_script(name: str) -> tuple[Path, list[str]]:
@@ -156,109 +153,80 @@ def become_mpirun(script: Path, args: list[str]) -> NoReturn:
     os.execv(mpirun, [mpirun, "-n", str(ours.world_size), sys.executable, str(script), *flags])
 
 
-def run_ranks(script: Path, args: list[str], settings: RunSettings, machines: Nodes, max_restarts: int) -> int:
+def run_ranks(script: Path, args: list[str], settings: RunSettings, nodes: Nodes, max_restarts: int) -> int:
     """Run this machine's ranks of `script` to the end of the run under torchrun's agent.
 
-    When a rank fails, the agent ends all and starts them again, `max_restarts` times; they then go on from the last
+    When a rank fails, the agent ends all and starts them again, `max_restarts` times; they then resume from the last
     checkpoint (see `distlab.run.main`).
 
     Returns:
         The exit status: 0 if all ranks finished. Otherwise the last line on stderr says which rank failed, and why.
-
-    Raises:
-        InputError: the machines do not come together.
     """
-    for name in list(logging.root.manager.loggerDict):
-        if name.startswith("torch.distributed.elastic"):  # says at length what we say in a line
-            logging.getLogger(name).setLevel(logging.CRITICAL)
-    shorten_shutdown()
-    port = settings.master_port or (0 if machines.count == 1 else DEFAULT_PORT)
-    watch: nodes.Watch | None = None  # until this launcher has met node 0's
-    launcher_api.LocalElasticAgent = nodes.Agent  # type: ignore[misc]  # `elastic_launch` takes no other
+    logging.disable()  # torchrun's agent says at length what we say in a line
     os.environ["LAB_LAUNCHER"] = str(os.getpid())
-    told = ""  # to the other machines, if not what is said here
+    port = settings.master_port or (0 if len(nodes.ranks_of) == 1 else DEFAULT_PORT)
+    rendezvous: NodeRendezvous | None = None  # until this launcher has found node 0's
+    status, sentence = 0, ""
+    cause = ""  # as the other machines are to hear of it
     with tempfile.TemporaryDirectory() as errors:
         try:
-            raise_signals()
-            meeting = nodes.NodeRendezvous(machines, settings.master_addr, port, settings.timeout, max_restarts, say)
-            watch = nodes.Watch(meeting, SECONDS_TO_END)
-            config = LaunchConfig(
-                min_nodes=machines.count,
-                max_nodes=machines.count,
-                nproc_per_node=machines.ranks_of[machines.rank],
-                rdzv_backend=nodes.BACKEND,
-                rdzv_endpoint="",
-                rdzv_configs={"meeting": meeting},
-                run_id=meeting.get_run_id(),
+            for sent in ENDING:  # as torchrun's agent does once it has started ranks
+                signal.signal(sent, raise_signal)
+            rendezvous = NodeRendezvous(nodes, settings.master_addr, port, settings.timeout, max_restarts, say)
+            spec = WorkerSpec(
+                role="rank",
+                local_world_size=nodes.ranks_of[nodes.rank],
+                entrypoint=sys.executable,
+                args=("-u", str(script), *args),
+                rdzv_handler=rendezvous,
                 max_restarts=max_restarts,
                 monitor_interval=0.1,
-                logs_specs=DefaultLogsSpecs(log_dir=errors),
             )
             try:
-                elastic_launch(config, sys.executable)("-u", str(script), *args)
+                failures = Agent(spec, errors, SECONDS_TO_END).run().failures
             finally:
-                watch.agent_ended()
-                for sent in ENDING:  # the ranks have ended; who cannot wait for the other machines' words need not
+                for sent in ENDING:  # the ranks have ended; who cannot wait for the other machines need not
                     signal.signal(sent, signal.SIG_DFL)
-        except ChildFailedError as error:
-            status, sentence, is_cause = root_cause(error, settings.layout)
-            assert watch is not None
-            if not is_cause and watch.hear():
-                status, sentence = 1, watch.word
-            elif not is_cause and machines.count > 1:
-                sentence += "; no word from the other machines"
+            if failures:
+                status, sentence, is_cause = root_cause(failures, settings.layout)
+                if not is_cause and len(nodes.ranks_of) > 1:
+                    rendezvous.await_cause()
+                    sentence += "; no report from the other machines"
+                cause = sentence
         except SignalException as end:
             status, sentence = 128 + end.sigval, f"ended by {signal.Signals(end.sigval).name}"
-            told = f"the launcher was {sentence}"
-            if watch and watch.word:
-                status, sentence = 1, watch.word
+            cause = f"the launcher was {sentence}"
         except InputError as error:
             status, sentence = 2, str(error)
-        except dist.DistError as error:
-            status, sentence = 1, (watch and watch.hear()) or f"lost the other machines: {error}".splitlines()[0]
-        else:
-            status, sentence = 0, ""
+            cause = sentence
+        except ElsewhereError as error:
+            status, sentence = 1, str(error)
+        except StoreError as error:
+            status, sentence = 1, LOST_NODE_0 if rendezvous else str(error)
     if sentence:
         print(f"# {sentence}", file=sys.stderr, flush=True)
-        if watch and not watch.word:
-            watch.tell(told or sentence)
-    if watch:
-        watch.leave()
+    if rendezvous:
+        rendezvous.leave(cause)
     return status
 
 
-def raise_signals() -> None:
-    """Let what asks this process to end raise `SignalException`; torchrun's agent does so from its first ranks on."""
-
-    def end(number: int, _: FrameType | None) -> NoReturn:
-        sent = signal.Signals(number)
-        raise SignalException(f"got {sent.name}", sent)
-
-    for sent in ENDING:
-        signal.signal(sent, end)
+def raise_signal(number: int, _: object) -> NoReturn:
+    raise SignalException(f"got signal {number}", signal.Signals(number))
 
 
-def shorten_shutdown() -> None:
-    """Give ranks `SECONDS_TO_END` instead of torchrun's 30, which are a setting in one place and fixed in another."""
-    os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(SECONDS_TO_END))
-    if PContext.close.__defaults__ == (None, 30):
-        PContext.close.__defaults__ = (None, SECONDS_TO_END)
-
-
-def root_cause(error: ChildFailedError, layout: Layout) -> tuple[int, str, bool]:
+def root_cause(failures: Mapping[int, ProcessFailure], layout: Layout) -> tuple[int, str, bool]:
     """The exit status and one sentence for the rank that failed first, and not by losing a peer or by our SIGTERM.
 
     And whether there is such a rank here; otherwise the sentence is on the first that lost one.
     """
-
-    first = min(failure.timestamp for failure in error.failures.values())
+    first = min(failure.timestamp for failure in failures.values())
 
     def is_consequence(failure: ProcessFailure) -> bool:
         by_us = failure.exitcode == -signal.SIGKILL and failure.timestamp > first + SECONDS_TO_END / 2  # it was stopped
         return by_us or failure.exitcode == -signal.SIGTERM or bool(failure.error_file_data.get("lost_a_peer"))
 
     # Of failures in the same second the one that torchrun came upon first counts, and before that we sent no SIGTERM.
-    rank, failure = min(error.failures.items(), key=lambda item: (is_consequence(item[1]), item[1].timestamp))
+    rank, failure = min(failures.items(), key=lambda item: (is_consequence(item[1]), item[1].timestamp))
     who = Grid.of(rank, layout).describe(rank)
     is_cause = not is_consequence(failure) or failure.exitcode == -signal.SIGTERM
     if failure.exitcode < 0:

@@ -84,7 +84,7 @@ def test_a_killed_rank_in_terminals(
         os.kill(ranks[victim].pid, signal.SIGKILL)
         for rank in sorted({*range(world_size)} - {victim}):
             sentence = last_line(ranks[rank].finish(TIMEOUT + TO_SAY_SO))
-            assert sentence.startswith(f"# rank {killed} has ended without a word"), sentence
+            assert sentence.startswith(f"# rank {killed} has ended without reporting a cause"), sentence
 
 
 WAITING = """
@@ -131,7 +131,8 @@ def test_a_rank_that_is_lost_while_it_waits_is_not_taken_for_one_that_waits(tmp_
         for ranks, (_, sent) in zip(worlds, cases, strict=True):
             os.kill(ranks[1].pid, sent)
         for ranks, (_, sent) in zip(worlds, cases, strict=True):
-            state = "has ended without a word" if sent == signal.SIGKILL else "does not answer, and the others wait"
+            killed = sent == signal.SIGKILL
+            state = "has ended without reporting a cause" if killed else "does not answer, and the others wait"
             for end in [ranks[rank].finish(2 * TIMEOUT + TO_SAY_SO) for rank in (0, 2)]:
                 assert last_line(end).startswith(f"# rank 1 {state}"), (ranks[1].out, end.out, end.err)
 

@@ -12,10 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import NoReturn, TypeVar
-
-import torch
 
 ResultT = TypeVar("ResultT")
 SECONDS_OF_A_CALL = 0.5  # usually it takes less; after each of these one may see whether to wait any longer
@@ -65,18 +62,3 @@ def end_with_parent(by: signal.Signals) -> None:
     with contextlib.suppress(OSError, AttributeError):
         set_parent_death_signal = 1
         ctypes.CDLL(None).prctl(set_parent_death_signal, by)
-
-
-def silence_torch_warnings() -> None:
-    """Keep torch's C++ code from printing a trace where a connection is lost, which our own sentence tells.
-
-    It is what `TORCH_CPP_LOG_LEVEL=ERROR` does, but torch reads that while it is imported, which most scripts do first.
-    If the user has set it, that counts.
-    """
-    if "TORCH_CPP_LOG_LEVEL" in os.environ:
-        return
-    name = "libc10.dylib" if sys.platform == "darwin" else "libc10.so"
-    errors = 2
-    with contextlib.suppress(OSError, ValueError):
-        library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / name))
-        ctypes.c_int.in_dll(library, "FLAGS_caffe2_log_level").value = errors

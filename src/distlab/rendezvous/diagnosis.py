@@ -1,13 +1,13 @@
-"""Who waits for whom, when a run stands still: drawn from what each rank says it waits for.
+"""Who waits for whom, when a run stands still: drawn from what each rank publishes that it waits for.
 
 Ranks are the nodes of a graph, an edge goes from a rank to one without which its wait does not end. A cycle is a
 deadlock (Holt, "Some deadlock properties of computer systems", 1972); without one, all paths end at a rank that waits
 for nobody: it is stopped, still computes, or has ended, and holds up all others.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import json
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Any
 
 from distlab.comm.wait_graph import find_cycle
 from distlab.comm.waits import Wait, group_key, list_ranks
@@ -15,27 +15,28 @@ from distlab.comm.waits import Wait, group_key, list_ranks
 
 @dataclass
 class Notice:
-    """What a rank tells the others when one asks: a sign of life, and its wait.
+    """What a rank publishes when another one asks: a sign of life, and its wait.
 
     Attributes:
         rank: whose it is.
         wait: None if it has not waited for anything for long.
         begun: how many collectives it has begun, by their ranks ("0,1,2").
-        place: of its wait among those that failed, from 1; 0 while it goes on.
+        failure_number: its wait's number among those that failed, from 1 in order of time; 0 if it has not failed.
         lost_a_peer: its wait failed because a connection was closed.
     """
 
     rank: int
     wait: Wait | None
     begun: dict[str, int] = field(default_factory=dict)
-    place: int = 0
+    failure_number: int = 0
     lost_a_peer: bool = False
 
-    def as_json(self) -> dict[str, Any]:
-        return asdict(self)
+    def to_json(self) -> str:
+        return json.dumps(asdict(self))
 
     @classmethod
-    def from_json(cls, fields: dict[str, Any]) -> "Notice":
+    def from_json(cls, text: str) -> "Notice":
+        fields = json.loads(text)
         wait = fields["wait"]
         return cls(**{**fields, "wait": wait and Wait(**{**wait, "peers": tuple(wait["peers"])})})
 
@@ -47,13 +48,11 @@ class Diagnosis:
     Attributes:
         picture: lines that show every rank and whom it waits for.
         sentence: the cycle, or the rank that all others end up waiting for.
-        is_deadlock: ranks wait for each other, and no one of them has failed.
-        is_partial: the other ranks' words could not be read.
+        is_partial: the other ranks' notices could not be read.
     """
 
     picture: list[str]
     sentence: str
-    is_deadlock: bool = False
     is_partial: bool = False
 
 
@@ -68,7 +67,7 @@ def diagnose(
 
     Args:
         notices: by rank, of those that gave a sign of life after the first wait had failed; at least one waits.
-        ended: by rank, why it ended, from those that said so.
+        ended: by rank, why it ended, from those that reported it.
         world_size: number of ranks.
         describe: what a rank is called, e.g. "rank 4 (stage 1 of replica 1)".
         timeout_seconds: how long a wait may take.
@@ -92,28 +91,38 @@ def diagnose(
 
     ends = sorted({peer for peers in edges.values() for peer in peers if peer not in waits})
     # gloo closes a rank's connections when its wait fails, so only the first failure tells how it began.
-    first = min((notice for notice in notices.values() if notice.place), key=lambda notice: notice.place, default=None)
+    failures = [notice for notice in notices.values() if notice.failure_number]
+    first = min(failures, key=lambda notice: notice.failure_number, default=None)
     lost_a_peer = first is not None and first.lost_a_peer
     silent = [rank for rank in range(world_size) if rank not in notices and rank not in ended]
     failed = [rank for rank in ends if rank in ended] or (sorted(ended) if lost_a_peer else [])
     gone = [rank for rank in ends if rank in silent] or (silent if lost_a_peer else [])
     cycle = find_cycle(edges)
     if failed:
-        return Diagnosis(picture, tell_causes(ended, failed, describe))
+        return Diagnosis(picture, list_causes({rank: ended[rank] for rank in failed}, describe))
     if gone:
-        return Diagnosis(picture, _blame_silent(gone, lost_a_peer, describe, timeout_seconds))
+        names = " and ".join(describe(rank) for rank in gone)
+        do = "does" if len(gone) == 1 else "do"
+        sentence = (
+            f"{names} {do} not answer, and the others wait: stopped, cut off, or computing for longer than --timeout "
+            f"{timeout_seconds:g}"
+        )
+        if lost_a_peer:
+            which = names if len(gone) == 1 else f"one of {names}"
+            sentence = f"{which} has ended without reporting a cause: it was killed, or left the run too early"
+        return Diagnosis(picture, sentence)
     if first is not None and first.wait is not None and lost_a_peer:
         lost = f"{describe(first.rank)} lost its connection to {list_ranks(first.wait.peers)}"
         return Diagnosis(picture, f"{lost}, though all ranks answer: see their last lines")
-    if cycle:  # none of its ranks goes on, whatever the others come to
-        picture.append(f"  a cycle: {' -> '.join(f'rank {rank}' for rank in [*cycle, cycle[0]])}")
+    if cycle:  # none of its ranks can continue, whatever the others do
+        picture.append(f"  cycle: {' -> '.join(f'rank {rank}' for rank in [*cycle, cycle[0]])}")
         start, *others = cycle
         chain = "".join(f" waits for {describe(rank)}, which" for rank in others)
-        return Diagnosis(picture, f"deadlock: {describe(start)}{chain} waits for {describe(start)}", is_deadlock=True)
+        return Diagnosis(picture, f"deadlock: {describe(start)}{chain} waits for {describe(start)}")
     if ends:
         names = " and ".join(describe(rank) for rank in ends)
         answer = "answers, but has" if len(ends) == 1 else "answer, but have"
-        late = f"not come so far, and the others wait: computing for longer than --timeout {timeout_seconds:g}"
+        late = f"not reached this point, and the others wait: computing for longer than --timeout {timeout_seconds:g}"
         return Diagnosis(picture, f"{names} {answer} {late}")
     what = next(iter(waits.values())).what if waits else "each other"
     return Diagnosis(
@@ -136,20 +145,6 @@ def _held_up_by(rank: int, wait: Wait, waits: Mapping[int, Wait], notices: Mappi
         yield peer
 
 
-def _blame_silent(
-    ranks: Sequence[int], lost_a_peer: bool, describe: Callable[[int], str], timeout_seconds: float
-) -> str:
-    """A sentence on ranks that hold up the others, have not said why, and give no sign of life."""
-    names = " and ".join(describe(rank) for rank in ranks)
-    if lost_a_peer:
-        which = names if len(ranks) == 1 else f"one of {names}"
-        return f"{which} has ended without a word: it was killed, or left the run too early"
-    return (
-        f"{names} {'does' if len(ranks) == 1 else 'do'} not answer, and the others wait: stopped, cut off, or "
-        f"computing for longer than --timeout {timeout_seconds:g}"
-    )
-
-
-def tell_causes(ended: Mapping[int, str], ranks: Iterable[int], describe: Callable[[int], str]) -> str:
-    """ "rank 1 failed: out of memory": the words of ranks that have ended."""
-    return "; ".join(f"{describe(rank)} failed: {ended[rank]}" for rank in ranks)
+def list_causes(ended: Mapping[int, str], describe: Callable[[int], str]) -> str:
+    """ "rank 1 failed: out of memory": why ranks have ended, by rank."""
+    return "; ".join(f"{describe(rank)} failed: {cause}" for rank, cause in ended.items())

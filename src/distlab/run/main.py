@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 from distlab.checkpoints.format import has_checkpoints
-from distlab.comm.processes import end_with_parent, leave, silence_torch_warnings
+from distlab.comm.processes import end_with_parent, leave
+from distlab.comm.torch_patches import silence_torch_warnings
 from distlab.rendezvous.notices import notices
 from distlab.rendezvous.ranks import started_by_torchrun
 from distlab.run.failure import Failure

@@ -102,7 +102,7 @@ class Run(Generic[SettingsT]):
         store = self._store = rendezvous.open_store(
             self.rank, settings.master_addr, settings.master_port or 29500, settings.timeout, say
         )
-        rendezvous.leave_host(store, self.rank, host_name(address))
+        rendezvous.publish_host(store, self.rank, host_name(address))
         same = {"the script": script.name} | {f"--{name.replace('_', '-')}": v for name, v in as_json(settings).items()}
         decided = rendezvous.agree(
             store, self.rank, self.world_size, same, lambda: decide(settings, script), settings.timeout, say

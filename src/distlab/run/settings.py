@@ -13,7 +13,7 @@ from distlab.collectives import ALL_REDUCES
 from distlab.comm.grid import Layout, layout_flags, layout_size
 from distlab.comm.traffic import AllReduce
 from distlab.parallel.tensor import check_division
-from distlab.pipeline.schedules import SCHEDULES
+from distlab.pipeline.schedules import schedule_names
 from distlab.pipeline.stages import Split, balance, read_split
 from distlab.run import resume
 from distlab.run.resume import ResumePolicy
@@ -396,14 +396,15 @@ class PipelineSettings(StagePerRank, StageSettings):
 class ScheduleSettings(StageSettings):
     """A run of stages that follow a schedule."""
 
-    schedule: Annotated[str, ResumePolicy.SAME_LAYOUT, tyro.conf.arg(metavar="|".join(SCHEDULES))] = "dapple"
+    schedule: Annotated[str, ResumePolicy.SAME_LAYOUT, tyro.conf.arg(metavar="|".join(schedule_names()))] = "dapple"
     """order of the forward and backward passes"""
     micro_batches: int = 3
     """parts that the batch is split into"""
 
     def check(self) -> None:
         super().check()
-        require(self.schedule in SCHEDULES, f"--schedule {self.schedule}: there are {', '.join(SCHEDULES)}")
+        names = schedule_names()
+        require(self.schedule in names, f"--schedule {self.schedule}: there are {', '.join(names)}")
 
 
 @dataclass

@@ -1,4 +1,4 @@
-"""Who waits for whom: circles, culprits and pictures, from what ranks say; and the search for what is not finite."""
+"""Who waits for whom: cycles, culprits and pictures, from what ranks publish; and the search for what is not finite."""
 
 import signal
 from types import SimpleNamespace
@@ -26,12 +26,16 @@ def explain(*notices: Notice, world_size: int = 3, **ended: str) -> Diagnosis:
     return diagnose(by_rank, causes, world_size, "rank {}".format, timeout_seconds=5)
 
 
+def is_deadlock(found: Diagnosis) -> bool:
+    return found.sentence.startswith("deadlock: ") and found.picture[-1].startswith("  cycle: ")
+
+
 def sends(rank: int, to: int, what: str = "the tensor", lost_a_peer: bool = False) -> Notice:
-    return Notice(rank, Wait(what, "send", (to,)), place=int(lost_a_peer), lost_a_peer=lost_a_peer)
+    return Notice(rank, Wait(what, "send", (to,)), failure_number=int(lost_a_peer), lost_a_peer=lost_a_peer)
 
 
 def receives(rank: int, source: int, what: str = "the tensor", lost_a_peer: bool = False) -> Notice:
-    return Notice(rank, Wait(what, "receive", (source,)), place=int(lost_a_peer), lost_a_peer=lost_a_peer)
+    return Notice(rank, Wait(what, "receive", (source,)), failure_number=int(lost_a_peer), lost_a_peer=lost_a_peer)
 
 
 def collective(rank: int, what: str, number: int, begun: int, lost_a_peer: bool = False) -> Notice:
@@ -51,31 +55,31 @@ def collective(rank: int, what: str, number: int, begun: int, lost_a_peer: bool 
         ({0: [1, 2], 1: [3], 2: [3]}, []),
     ],
 )
-def test_circles(edges: dict[int, list[int]], cycle: list[int]) -> None:
+def test_cycles(edges: dict[int, list[int]], cycle: list[int]) -> None:
     assert find_cycle(edges) == cycle
 
 
-def test_two_ranks_that_both_send_first_are_a_circle() -> None:
+def test_two_ranks_that_both_send_first_are_a_cycle() -> None:
     found = explain(sends(0, 1), sends(1, 0), receives(2, 1, "the rest"))
-    assert found.is_deadlock
+    assert is_deadlock(found)
     assert found.sentence == "deadlock: rank 0 waits for rank 1, which waits for rank 0"
     assert found.picture == [
         "who waits for whom:",
         "  rank 0  waits to send the tensor  -> rank 1",
         "  rank 1  waits to send the tensor  -> rank 0",
         "  rank 2  waits for the rest  -> rank 1",
-        "  a cycle: rank 0 -> rank 1 -> rank 0",
+        "  cycle: rank 0 -> rank 1 -> rank 0",
     ]
 
 
-def test_a_longer_circle_names_all_its_ranks() -> None:
+def test_a_longer_cycle_names_all_its_ranks() -> None:
     found = explain(receives(0, 2), receives(1, 0), receives(2, 1))
     assert found.sentence == "deadlock: rank 0 waits for rank 2, which waits for rank 1, which waits for rank 0"
 
 
 def test_a_rank_that_says_nothing_holds_up_the_others() -> None:
     found = explain(receives(0, 1), receives(2, 0))
-    assert not found.is_deadlock
+    assert not is_deadlock(found)
     assert found.sentence.startswith("rank 1 does not answer, and the others wait")
     assert "--timeout 5" in found.sentence
     assert "  rank 1  waits for nothing that it has named: it computes, is stopped, or has ended" in found.picture
@@ -83,13 +87,13 @@ def test_a_rank_that_says_nothing_holds_up_the_others() -> None:
 
 def test_a_closed_connection_means_that_the_silent_rank_has_ended_also_where_others_pass_it_on() -> None:
     found = explain(receives(0, 1, lost_a_peer=True), receives(1, 2, lost_a_peer=True))
-    assert found.sentence.startswith("rank 2 has ended without a word")
+    assert found.sentence.startswith("rank 2 has ended without reporting a cause")
 
 
 def test_a_connection_that_was_closed_after_a_deadline_had_passed_accuses_nobody() -> None:
     late = receives(0, 1, lost_a_peer=True)
-    late.place = 2
-    first = Notice(2, Wait("the tensor", "receive", (1,)), place=1)
+    late.failure_number = 2
+    first = Notice(2, Wait("the tensor", "receive", (1,)), failure_number=1)
     assert explain(late, first).sentence.startswith("rank 1 does not answer")
 
 
@@ -98,7 +102,7 @@ def test_with_several_silent_ranks_a_closed_connection_accuses_one_of_them() -> 
     assert found.sentence.startswith("one of rank 1 and rank 2 has ended")
 
 
-def test_a_rank_that_said_why_it_ended_is_the_cause() -> None:
+def test_a_rank_that_reported_why_it_ended_is_the_cause() -> None:
     found = explain(receives(0, 1, lost_a_peer=True), receives(2, 0), rank1="MemoryError: 3 GB")
     assert found.sentence == "rank 1 failed: MemoryError: 3 GB"
     assert "  rank 1  has ended: MemoryError: 3 GB" in found.picture
@@ -116,7 +120,7 @@ def test_a_collective_that_one_rank_skips() -> None:
 
 def test_ranks_in_different_collectives_wait_for_each_other() -> None:
     found = explain(collective(0, "the loss", 7, 8), collective(1, "the loss", 7, 8), collective(2, "the end", 7, 8))
-    assert found.is_deadlock
+    assert is_deadlock(found)
     assert found.sentence == "deadlock: rank 0 waits for rank 2, which waits for rank 0"
 
 
@@ -129,12 +133,12 @@ def test_a_rank_that_has_begun_a_later_collective_has_done_its_part() -> None:
 def test_where_all_do_their_part_it_is_the_network() -> None:
     found = explain(*(collective(rank, "the loss", 7, 8) for rank in ALL))
     assert "the network" in found.sentence
-    assert not found.is_deadlock
+    assert not is_deadlock(found)
 
 
 def test_a_rank_that_answers_is_not_the_one_that_has_ended() -> None:
     first = collective(0, "the loss", 4, 5, lost_a_peer=True)
-    assert explain(first, Notice(2, None)).sentence.startswith("rank 1 has ended without a word")
+    assert explain(first, Notice(2, None)).sentence.startswith("rank 1 has ended without reporting a cause")
     assert (
         "  rank 2  answers, and waits for nothing that it has named: it computes"
         in explain(first, Notice(2, None)).picture
@@ -143,10 +147,10 @@ def test_a_rank_that_answers_is_not_the_one_that_has_ended() -> None:
 
 def test_a_rank_that_computes_for_long_is_alive() -> None:
     found = explain(receives(0, 1), Notice(1, None), receives(2, 0))
-    assert found.sentence.startswith("rank 1 answers, but has not come so far")
+    assert found.sentence.startswith("rank 1 answers, but has not reached this point")
 
 
-def test_after_a_lost_connection_there_is_no_word_of_deadlock_or_network() -> None:
+def test_after_a_lost_connection_neither_deadlock_nor_network_is_named() -> None:
     cycle = explain(receives(0, 1, lost_a_peer=True), receives(1, 0), receives(2, 0))
     assert cycle.sentence == "rank 0 lost its connection to rank 1, though all ranks answer: see their last lines"
     together = explain(*(collective(rank, "the loss", 7, 8, lost_a_peer=rank == 0) for rank in ALL))
@@ -160,7 +164,7 @@ def test_a_silent_rank_is_blamed_before_one_that_computes() -> None:
 
 def test_notices_survive_the_store() -> None:
     for notice in (collective(1, "the loss", 3, 4, lost_a_peer=True), Notice(0, None)):
-        assert Notice.from_json(notice.as_json()) == notice
+        assert Notice.from_json(notice.to_json()) == notice
 
 
 def test_lists_of_ranks() -> None:
@@ -224,8 +228,7 @@ LOST = failure(1, 100, "rank 4 has ended", status=1, lost_a_peer=True, names_ran
     ],
 )
 def test_the_launcher_names_the_rank_that_failed_first_with_its_place(failures: Any, sentence: str) -> None:
-    error: Any = SimpleNamespace(failures=failures)
-    assert root_cause(error, {"dp": 2, "pp": 3, "tp": 1})[1] == sentence
+    assert root_cause(failures, {"dp": 2, "pp": 3, "tp": 1})[1] == sentence
 
 
 class Overflowing(nn.Module):
@@ -254,8 +257,15 @@ def test_a_loss_of_finite_activations() -> None:
     assert "in the loss itself" in find_in(nn.Linear(2, 2))
 
 
-def test_a_circle_is_named_though_another_rank_is_late() -> None:
-    """None of its ranks goes on, whatever rank 3 comes to."""
+def test_a_cycle_is_named_though_another_rank_is_late() -> None:
+    """None of its ranks can continue, whatever rank 3 does."""
     found = explain(sends(0, 1), sends(1, 0), receives(2, 3), Notice(3, None), world_size=4)
-    assert found.is_deadlock
+    assert is_deadlock(found)
     assert found.sentence.startswith("deadlock: rank 0 waits for rank 1, which waits for rank 0")
+
+
+def test_a_cycle_is_found_that_the_lowest_waiting_rank_is_not_part_of() -> None:
+    found = explain(receives(0, 3), sends(1, 2), sends(2, 1), Notice(3, None), world_size=4)
+    assert is_deadlock(found)
+    assert found.sentence == "deadlock: rank 1 waits for rank 2, which waits for rank 1"
+    assert found.picture[-1] == "  cycle: rank 1 -> rank 2 -> rank 1"

@@ -17,8 +17,9 @@ from processes import free_port, wait_for
 
 from distlab.comm.devices import interface_of, own_address
 from distlab.launch import launch, run_ranks
-from distlab.rendezvous.nodes import NodeRendezvous, Nodes, place, read_flags
-from distlab.rendezvous.ranks import listen_at, listens, say_hosts
+from distlab.rendezvous.nodes import NodeRendezvous, Nodes, assign_ranks, read_flags
+from distlab.rendezvous.ranks import say_hosts
+from distlab.rendezvous.store import StoreError, listen_at, listens
 from distlab.run.settings import RunSettings
 from simplellm.errors import InputError
 
@@ -40,7 +41,7 @@ ELSEWHERE = "192.0.2.7"  # reserved for documentation (RFC 5737)
 def test_ranks_are_shared_among_machines(flags: str, ranks_of: tuple[int, ...]) -> None:
     own, rest = read_flags([*flags.split(), "--steps", "3"])
     assert rest == ["--steps", "3"]
-    assert place(own, LAYOUT, ELSEWHERE).ranks_of == ranks_of
+    assert assign_ranks(own, LAYOUT, ELSEWHERE).ranks_of == ranks_of
 
 
 @pytest.mark.parametrize(
@@ -103,16 +104,16 @@ def test_the_interface_is_that_of_the_way_to_the_master() -> None:
         assert interface_of("::1") in ("lo", None)
 
 
-def meet(
+def join(
     rank: int, ranks_of: tuple[int, ...], port: int, timeout_seconds: float = 5, max_restarts: int = 1
 ) -> NodeRendezvous:
     """A launcher's part, at loopback."""
     return NodeRendezvous(Nodes(rank, ranks_of), "127.0.0.1", port, timeout_seconds, max_restarts, say=lambda _: None)
 
 
-def test_machines_meet_again_in_every_round() -> None:
-    first = meet(0, (4, 2), 0)
-    second = meet(1, (4, 2), first.port)
+def test_machines_join_again_in_every_round() -> None:
+    first = join(0, (4, 2), 0)
+    second = join(1, (4, 2), first.master_port)
     for _ in range(2):
         with ThreadPoolExecutor() as pool:
             rounds = list(pool.map(NodeRendezvous.next_rendezvous, (first, second)))
@@ -127,8 +128,8 @@ def test_machines_meet_again_in_every_round() -> None:
 
 
 def test_a_failed_machine_is_followed_into_the_next_round() -> None:
-    first = meet(0, (1, 1), 0)
-    second = meet(1, (1, 1), first.port)
+    first = join(0, (1, 1), 0)
+    second = join(1, (1, 1), first.master_port)
     with ThreadPoolExecutor() as pool:
         list(pool.map(NodeRendezvous.next_rendezvous, (first, second)))
         assert first.num_nodes_waiting() == second.num_nodes_waiting() == 0
@@ -146,34 +147,37 @@ def test_a_store_that_does_not_answer_is_not_waited_for_without_end(monkeypatch:
     monkeypatch.setattr("distlab.rendezvous.nodes.SECONDS_OF_SILENCE", 0.5)
     with listen_at("127.0.0.1", 0) as silent:  # accepts connections, as the kernel does for a process that is stopped
         port = silent.getsockname()[1]
-        with pytest.raises(InputError, match=f"what listens at 127.0.0.1:{port} is not node 0's launcher, or it is st"):
-            meet(1, (3, 3), port)
+        with pytest.raises(
+            StoreError, match=r"node 0 does not answer: it is stopped, or its machine .*; waited 0\.5 s$"
+        ):
+            join(1, (3, 3), port)
 
 
 def test_machines_that_do_not_fit_together() -> None:
-    first = meet(0, (3, 3), 0)
+    first = join(0, (3, 3), 0)
     with pytest.raises(
         InputError, match=re.escape("each node's ranks as [3, 3], node 1 as [4, 2]; start all machines")
     ):
-        meet(1, (4, 2), first.port)
+        join(1, (4, 2), first.master_port)
     with pytest.raises(InputError, match="--max-restarts: node 0 was started with it as 1, node 1 as 2"):
-        meet(1, (3, 3), first.port, max_restarts=2)
-    meet(1, (3, 3), first.port)  # with the flags mended
+        join(1, (3, 3), first.master_port, max_restarts=2)
+    join(1, (3, 3), first.master_port)  # with the flags mended
     with pytest.raises(InputError, match="--node-rank 1 is taken: give each machine of the run its own"):
-        meet(1, (3, 3), first.port)
-    with pytest.raises(InputError, match=f"--master-port {first.port}: cannot listen at 127.0.0.1:{first.port}"):
-        meet(0, (3, 3), first.port)
+        join(1, (3, 3), first.master_port)
+    port = first.master_port
+    with pytest.raises(InputError, match=f"--master-port {port}: cannot listen at 127.0.0.1:{port}"):
+        join(0, (3, 3), port)
 
 
 def test_a_machine_that_never_comes_is_named() -> None:
     with pytest.raises(InputError, match="waited 1 s for node 1: is "):
-        meet(0, (3, 3), 0, timeout_seconds=1).next_rendezvous()
+        join(0, (3, 3), 0, timeout_seconds=1).next_rendezvous()
     with pytest.raises(InputError, match=r"node 0 did not listen at 127\.0\.0\.1:1 within 1 s: start it there"):
-        meet(1, (3, 3), 1, timeout_seconds=1)
+        join(1, (3, 3), 1, timeout_seconds=1)
 
 
 class Store(dict[str, bytes]):
-    """What `say_hosts` needs of the store where the ranks met."""
+    """What `say_hosts` needs of the ranks' store."""
 
 
 @pytest.mark.parametrize(

@@ -14,16 +14,17 @@ import torch.distributed as dist
 from processes import free_port, run_ranks
 
 from distlab.comm.waits import TrafficError
-from distlab.rendezvous.ranks import agree, listen_at, open_store
+from distlab.rendezvous.ranks import agree, open_store
+from distlab.rendezvous.store import listen_at
 from simplellm.errors import InputError
 
 Settings = dict[str, Any]
-ENDED = "rank 0 ended while this rank waited for its answer: see its last line"
+ENDED = "rank 0 ended while this process waited for its answer: see its last line"
 
 
 def join(rank: int, port: int, size: list[int], settings: list[Settings], seats: list[int]) -> tuple[str, list[str]]:
     """What one process learns: rank 0's decision, or the sentence that ended its run; and what it said meanwhile."""
-    store = dist.TCPStore("localhost", port, is_master=rank == 0, wait_for_workers=False, timeout=timedelta(seconds=20))
+    store = open_store(rank, "localhost", port, 20, lambda _: None)
     remarks: list[str] = []
     try:
         decided = agree(store, seats[rank], size[rank], settings[rank], lambda: {"data": "sample"}, 3, remarks.append)
@@ -37,30 +38,30 @@ def join(rank: int, port: int, size: list[int], settings: list[Settings], seats:
     return outcome, remarks
 
 
-def meet(settings: list[Settings], size: list[int] | None = None, seats: list[int] | None = None) -> list[str]:
+def join_all(settings: list[Settings], size: list[int] | None = None, seats: list[int] | None = None) -> list[str]:
     count = len(settings)
     ended = run_ranks(count, join, free_port(), size or [count] * count, settings, seats or list(range(count)))
     return [outcome for outcome, _ in ended]
 
 
 def test_equal_settings_agree_on_what_rank_0_decided() -> None:
-    assert meet([{"steps": 3}] * 3) == ["agreed on sample"] * 3
+    assert join_all([{"steps": 3}] * 3) == ["agreed on sample"] * 3
 
 
 def test_different_settings_end_every_rank_with_the_flag_and_both_values() -> None:
     sentence = "--batch-size: rank 0 was started with 1, rank 2 with 4; start all ranks with the same flags"
-    assert meet([{"--batch-size": 1}, {"--batch-size": 1}, {"--batch-size": 4}]) == [sentence] * 3
+    assert join_all([{"--batch-size": 1}, {"--batch-size": 1}, {"--batch-size": 4}]) == [sentence] * 3
 
 
 def test_different_worlds_are_told_apart_before_the_missing_rank_is_waited_for() -> None:
-    outcomes = meet([{"--world-size": 3}, {"--world-size": 2}], size=[3, 2])
+    outcomes = join_all([{"--world-size": 3}, {"--world-size": 2}], size=[3, 2])
     assert (
         outcomes == ["--world-size: rank 0 was started with 3, rank 1 with 2; start all ranks with the same flags"] * 2
     )
 
 
 def test_two_processes_with_one_rank() -> None:
-    outcomes = meet([{"steps": 3}] * 3, size=[2, 2, 2], seats=[0, 1, 1])
+    outcomes = join_all([{"steps": 3}] * 3, size=[2, 2, 2], seats=[0, 1, 1])
     assert outcomes[0] == "agreed on sample"
     assert sorted(outcomes[1:]) == [
         "agreed on sample",
@@ -71,9 +72,9 @@ def test_two_processes_with_one_rank() -> None:
 
 def test_a_rank_that_never_comes_is_named() -> None:
     started = time.monotonic()
-    outcomes = meet([{"steps": 3}] * 2, size=[3, 3])
+    outcomes = join_all([{"steps": 3}] * 2, size=[3, 3])
     assert outcomes[0] == "waited 3 s for rank 2 to join: is it running? --timeout sets how long"
-    assert time.monotonic() - started < 7, "rank 0 does not stay for rank 1, which has waited for as long"
+    assert time.monotonic() - started < 7, "rank 0 does not wait for rank 1, which has waited for as long"
 
 
 @pytest.mark.alone

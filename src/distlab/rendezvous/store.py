@@ -1,0 +1,245 @@
+"""The key-value store through which ranks, or launchers, find each other: torch's, listening at one address alone.
+
+One process holds it, and may be stopped or gone at any moment. torch's own calls then wait without end, since the
+kernel accepts connections for a stopped process, too, and no signal interrupts them. The calls here all end.
+"""
+
+import contextlib
+import errno
+import ipaddress
+import socket
+import time
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+
+from distlab.comm.processes import within
+from distlab.comm.waits import TrafficError
+from simplellm.errors import InputError
+
+Say = Callable[[str], None]
+ResultT = TypeVar("ResultT")
+SECONDS_OF_A_START = 5.0  # within which others usually join; after that one says for whom one waits
+
+
+class StoreError(TrafficError):
+    """The process that holds the store has ended (`lost_a_peer`), or does not answer."""
+
+
+class SharedStore:
+    """A store that another process may hold: no call waits for it without end.
+
+    After a first `StoreError` every call raises it again, at once.
+
+    Args:
+        holder: what messages call that process, e.g. "rank 0".
+        timeout_seconds: how long to wait for what others do (`find`, `wait`); --timeout.
+        say: prints a remark.
+        silence_seconds: how long the holder may take to answer; `timeout_seconds` by default.
+        store: torch's; without it, `find` comes first.
+    """
+
+    def __init__(
+        self,
+        holder: str,
+        timeout_seconds: float,
+        say: Say = lambda _: None,
+        silence_seconds: float | None = None,
+        store: dist.Store | None = None,
+    ) -> None:
+        self._holder, self._timeout_seconds, self._say = holder, timeout_seconds, say
+        self._silence_seconds = silence_seconds
+        self._lost: StoreError | None = None
+        if store is not None:
+            self.store = store
+
+    def ask(
+        self, call: Callable[[], ResultT], what: str = "its answer", meanwhile: Callable[[], object] = lambda: None
+    ) -> ResultT:
+        """What a call to the store returns; `what` this process waits for; for the rest `within`.
+
+        Raises:
+            StoreError: the holder has ended, or has not answered.
+        """
+        if self._lost is not None:
+            raise self._lost
+        seconds = self._timeout_seconds if self._silence_seconds is None else self._silence_seconds
+        try:
+            answer = within(seconds, lambda: (call(),), meanwhile)
+        except (dist.DistError, ConnectionRefusedError) as error:
+            sentence = f"{self._holder} ended while this process waited for {what}: see its last line"
+            self._lost = StoreError(sentence, error)
+            self._lost.lost_a_peer = True
+            raise self._lost from error
+        if answer is None:
+            sentence = f"{self._holder} does not answer: it is stopped, or its machine or network is gone"
+            limit = ", which --timeout sets" if self._silence_seconds is None else ""
+            self._lost = StoreError(f"{sentence}; waited {seconds:g} s{limit}", TimeoutError())
+            raise self._lost
+        return answer[0]
+
+    def find(self, address: str, port: int) -> dist.Store:
+        """Connect to the store that its holder opens, or has opened, at an address.
+
+        Raises:
+            InputError: nobody listens there in time, or what does is no store.
+            StoreError: the holder ended meanwhile, or does not answer.
+        """
+        where, timeout = f"{address}:{port}", self._timeout_seconds
+
+        def connect() -> dist.Store:
+            try:
+                return dist.TCPStore(
+                    address, port, is_master=False, timeout=timedelta(seconds=timeout), wait_for_workers=False
+                )
+            except dist.DistError as error:
+                raise InputError(f"--master-port {port}: what listens at {where} is not {self._holder}") from error
+
+        def check_that_it_listens() -> None:  # where nobody does any more, torch would try again and again
+            if not listens(address, port, unless_refused=True):
+                raise ConnectionRefusedError
+
+        self._say(f"looking for {self._holder} at {where}")
+        if not wait_until(lambda: listens(address, port), timeout):
+            raise InputError(
+                f"{self._holder} did not listen at {where} within {timeout:g} s: start it there, or give the "
+                "--master-addr and --master-port at which this machine reaches it"
+            )
+        self.store = self.ask(connect, meanwhile=check_that_it_listens)
+        return self.store
+
+    def set(self, key: str, value: str = "") -> None:
+        self.ask(lambda: self.store.set(key, value))
+
+    def add(self, key: str) -> int:
+        """Count a key up, and return the count: 1 for the first who does so."""
+        return self.ask(lambda: self.store.add(key, 1))
+
+    def has(self, *keys: str, what: str = "its answer") -> bool:
+        """Whether all these keys are set."""
+        return not keys or self.ask(lambda: self.store.check(list(keys)), what)
+
+    def read(self, *keys: str) -> dict[str, str]:
+        """The values of those of the keys that are set."""
+        store = self.store
+        return self.ask(lambda: {key: store.get(key).decode() for key in keys if store.check([key])}) if keys else {}
+
+    def wait(
+        self,
+        key: str,
+        what: str,
+        hint: str = "is it running? --timeout sets how long",
+        check: Callable[[], None] = lambda: None,
+    ) -> str:
+        """The value of a key once it is set; says for what it waits when that takes longer than a start usually does.
+
+        Args:
+            key: to wait for.
+            what: it stands for, e.g. "rank 2 to join".
+            hint: what to look at when time is up.
+            check: raises what ends the wait.
+
+        Raises:
+            InputError: time is up.
+            StoreError: the holder has ended, or does not answer.
+        """
+
+        def is_set() -> bool:
+            check()
+            return self.has(key, what=what)
+
+        at_first = min(SECONDS_OF_A_START, self._timeout_seconds)
+        if not wait_until(is_set, at_first):
+            self._say(f"waiting for {what}")
+            if not wait_until(is_set, self._timeout_seconds - at_first):
+                raise InputError(f"waited {self._timeout_seconds:g} s for {what}: {hint}")
+        return self.read(key)[key]
+
+    def keep_open(self, keys: Sequence[str], seconds: float) -> None:
+        """Return when all keys are set, or some seconds later. For the holder, which others still have to ask."""
+        with contextlib.suppress(StoreError):
+            wait_until(lambda: self.has(*keys), seconds)
+
+
+def open_bound_store(address: str, port: int, timeout_seconds: float) -> tuple[dist.Store, int]:
+    """A store that this process holds, and its port (0 asks for a free one); torch's own listens at all addresses.
+
+    Raises:
+        InputError: it cannot listen at that address of this machine.
+    """
+    listener = listen_at(address, port)
+    port = listener.getsockname()[1]
+    timeout = timedelta(seconds=timeout_seconds)
+    store = dist.TCPStore(
+        address, port, is_master=True, timeout=timeout, wait_for_workers=False, master_listen_fd=listener.detach()
+    )
+    return store, port
+
+
+def listen_at(address: str, port: int) -> socket.socket:
+    """A socket that listens at one address of this machine.
+
+    Raises:
+        InputError: the port is in use, or the address is not this machine's.
+    """
+    family, where = resolve(address, port)
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind(where)
+        listener.listen(1024)
+    except OSError as error:
+        listener.close()
+        if error.errno == errno.EADDRNOTAVAIL:
+            raise InputError(
+                f"--master-addr {address}: this machine does not have that address, and rank 0 runs where it is"
+            ) from error
+        raise InputError(
+            f"--master-port {port}: cannot listen at {address}:{port} ({error.strerror}); most likely another run uses "
+            "the port: give another one to all"
+        ) from error
+    return listener
+
+
+def listens(address: str, port: int, unless_refused: bool = False) -> bool:
+    """True if somebody does; where the network may have lost a packet, `unless_refused`."""
+    try:
+        socket.create_connection((address, port), timeout=1).close()
+    except OSError as error:
+        return unless_refused and not isinstance(error, ConnectionRefusedError)
+    return True
+
+
+def is_loopback(address: str) -> bool:
+    """True for an address that leads back to the machine that asks.
+
+    Raises:
+        InputError: there is no such host.
+    """
+    _, (found, *_) = resolve(address, 0)
+    return ipaddress.ip_address(str(found).partition("%")[0]).is_loopback
+
+
+def resolve(address: str, port: int) -> tuple[int, tuple[Any, ...]]:
+    """The socket family and the socket's address of a host's name or address.
+
+    Raises:
+        InputError: there is no such host.
+    """
+    try:
+        family, _, _, _, where = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
+    except (socket.gaierror, UnicodeError) as error:
+        raise InputError(f"--master-addr {address}: no such host ({getattr(error, 'strerror', error)})") from error
+    return family, where
+
+
+def wait_until(condition: Callable[[], bool], seconds: float) -> bool:
+    """Poll, because torch's own waits cannot be interrupted; True as soon as the condition is, False if time is up."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.05)
+    return True
