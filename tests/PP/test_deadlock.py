@@ -43,7 +43,7 @@ def check(case: str, ended: Ended) -> None:
     lines, other = CASES[case]
     assert ended.status == 1
     shown = ended.out.replace("# rank 1: ", "# ").replace("# rank 2: ", "# ")  # whoever draws it
-    for line in [*lines, f"a cycle: rank 0 -> rank {other} -> rank 0"]:
+    for line in [*lines, f"cycle: rank 0 -> rank {other} -> rank 0"]:
         assert shown.count(line) == 1, ended.out
     place = r"( \(stage \d\))?"
     assert re.fullmatch(
