@@ -790,7 +790,7 @@ def mpi(chance: random.Random, count: int, folder: Path) -> Iterator[BadInput]:
         yield BadInput("mpi", [command])
 
 
-def meeting(chance: random.Random, count: int, folder: Path) -> Iterator[BadInput]:
+def rendezvous(chance: random.Random, count: int, folder: Path) -> Iterator[BadInput]:
     """Ranks that do not fit together, each in a terminal of its own."""
 
     def rank(script: str, number: int, port: int, *flags: str) -> list[str]:
@@ -825,7 +825,7 @@ def meeting(chance: random.Random, count: int, folder: Path) -> Iterator[BadInpu
         yield [rank(ga, 0, 80, *two, "--master-addr", "198.51.100.7")], "--master-addr"
 
     for commands, name in itertools.islice(itertools.cycle(cases()), count):
-        yield BadInput("meeting", commands, (name,) if isinstance(name, str) else name)
+        yield BadInput("rendezvous", commands, (name,) if isinstance(name, str) else name)
 
 
 _held: list[socket.socket] = []  # ports in use
@@ -840,7 +840,7 @@ KINDS: dict[Callable[[random.Random, int, Path], Iterator[BadInput]], int] = {  
     figures: 6,
     launcher: 4,
     mpi: 1,
-    meeting: 3,
+    rendezvous: 3,
 }
 
 
