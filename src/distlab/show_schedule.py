@@ -1,10 +1,9 @@
-"""Show a pipeline schedule: a table of clock ticks, what it costs, and a figure if asked for.
+"""Show a pipeline schedule: a table of clock ticks, what it costs, and with --png a figure.
 
 python -m distlab.show_schedule dapple --stages 3 --micro-batches 8
 python -m distlab.show_schedule gpipe --stages 4 --micro-batches 8 --png gpipe.png
 """
 
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +15,7 @@ from distlab.pipeline.actions import ActionCosts
 from distlab.pipeline.plan import Plan, ideal_bubble, simulate
 from distlab.pipeline.schedules import ALIASES, all_stages, schedule_names
 from simplellm import command_line
-from simplellm.errors import InputError
+from simplellm.errors import require
 
 
 @dataclass
@@ -38,20 +37,18 @@ class Request:
     png: Path | None = None
     """figure to draw"""
 
-    def check(self) -> None:
-        """Raise `InputError` for what cannot be shown."""
-        if self.schedule not in schedule_names():
-            raise InputError(f"{self.schedule}: no such schedule; there are {', '.join(schedule_names())}")
-        for name in ("stages", "micro_batches", "forward", "backward"):
-            if getattr(self, name) < 1:
-                raise InputError(f"--{name.replace('_', '-')} {getattr(self, name)}: must be at least 1")
-        if self.transfer < 0:
-            raise InputError(f"--transfer {self.transfer}: must be at least 0")
-
 
 def show(request: Request) -> Iterator[str]:
-    """The lines of the table and of the costs; draws the figure, too."""
-    request.check()
+    """The lines of the table and of the costs; draws the figure, too.
+
+    Raises:
+        InputError: the request cannot be shown.
+    """
+    schedules = schedule_names()
+    require(request.schedule in schedules, f"{request.schedule}: no such schedule; there are {', '.join(schedules)}")
+    for name, least in {"stages": 1, "micro_batches": 1, "forward": 1, "backward": 1, "transfer": 0}.items():
+        value = getattr(request, name)
+        require(value >= least, f"--{name.replace('_', '-')} {value}: must be at least {least}")
     p, m = request.stages, request.micro_batches
     title = f"{request.schedule}, {p} stages, {m} micro-batches"
     costs = ActionCosts(request.forward, request.backward, request.transfer)
@@ -59,8 +56,8 @@ def show(request: Request) -> Iterator[str]:
     yield f"# {title}; ticks: forward {request.forward}, backward {request.backward}, message {request.transfer}"
     yield from table(plan)
     for name, bubble, live in zip(plan.rows, plan.bubble, plan.peak_live, strict=True):
-        keeps = f"keeps the activations of {live} micro-batch{'es' * (live > 1)} at most"
-        yield f"# {name}: idle {bubble:.1%}, {keeps}"
+        micro_batches = f"{live} micro-batch{'es' * (live > 1)}"
+        yield f"# {name}: idle {bubble:.1%}, keeps the activations of {micro_batches} at most"
     yield f"# {plan.makespan:.0f} ticks; {sum(map(len, plan.messages.values()))} messages"
     if ALIASES.get(request.schedule, request.schedule) in ("gpipe", "dapple") and not request.transfer:
         yield f"# idle by the formula (p - 1) / (m + p - 1): {ideal_bubble(p, m):.1%}"
@@ -85,10 +82,10 @@ def table(plan: Plan) -> Iterator[str]:
         yield f"{row:<{first}}" + "".join(f"{cell:>{width}}" for cell in cells)
 
 
+def main(request: Request) -> None:
+    for line in show(request):
+        print(line)
+
+
 if __name__ == "__main__":
-    try:
-        for line in show(command_line.read(lambda: tyro.cli(Request, description=__doc__))):
-            print(line)
-    except InputError as error:
-        print(f"# {error}", file=sys.stderr)
-        sys.exit(2)
+    command_line.run(main, Request, __doc__)

@@ -1,7 +1,6 @@
 """What a stage can do with a micro-batch. Each kind of action is one class, here or elsewhere, and owns its meaning.
 
-The plan asks an action what it needs, gives, costs and keeps, the executor lets it run, tables, traces and figures ask
-for its letter and colour.
+The plan asks an action what it needs, gives, costs and keeps; the executor runs it; tables and figures show its letter.
 """
 
 from abc import ABC, abstractmethod
@@ -18,6 +17,7 @@ ACTIVATIONS, GRADIENTS = "activations", "gradients of activations"  # the kinds 
 GRAPH, WEIGHT_GRADIENTS = "graph", "gradients of weights"  # those that stay on their stage
 
 Program = Sequence["Action"]  # what one worker does, in order
+Programs = Sequence[Program]  # a pipeline's schedule: what each worker does
 PerStage = float | Sequence[float]  # a number serves all stages, a sequence has one for each
 
 
@@ -48,6 +48,10 @@ class ActionCosts:
         """How long an action computes."""
         return self.measured.get((action.letter, action.stage), action.seconds(self))
 
+    def kept_bytes(self, action: "Action") -> float:
+        """Bytes of activations kept from this action on; negative: freed."""
+        return action.keeps * of_stage(self.activation_bytes, action.stage)
+
 
 @dataclass(frozen=True)
 class Action(ABC):
@@ -72,23 +76,22 @@ class Action(ABC):
 
     @property
     def results(self) -> list[Result]:
-        """What it computes; what another stage needs goes there."""
         return [self.result(kind) for kind in self.gives]
 
     def result(self, kind: str, stage: int | None = None) -> Result:
-        """A result of this micro-batch; of this stage, unless another is given."""
+        """A result of this micro-batch, by default of this stage."""
         return Result(kind, self.stage if stage is None else stage, self.micro_batch)
 
     @abstractmethod
     def needs(self, stages: int) -> list[Result]:
-        """What must have been computed before, in a pipeline of so many stages; each message is for one action."""
+        """What must be computed first, in a pipeline of `stages` stages; each message is for one action."""
 
     @abstractmethod
     def seconds(self, costs: ActionCosts) -> float:
         """How long it computes."""
 
     def run(self, stage: "Stage", *received: "Tensor") -> "dict[str, Tensor]":
-        """Compute, with what is needed of other stages; return by kind what they need: each (batch, seq, width)."""
+        """Compute, given what other stages sent; return by kind what others need: each (batch, seq, width)."""
         raise NotImplementedError
 
 
@@ -128,7 +131,7 @@ class Backward(Action):
     def run(self, stage: "Stage", *received: "Tensor") -> "dict[str, Tensor]":
         x, y = stage.release(self.micro_batch)
         y.backward(*received)
-        return {GRADIENTS: cast("Tensor", x.grad)}  # None of the first stage's token ids, which nobody needs
+        return {GRADIENTS: cast("Tensor", x.grad)}  # None for the first stage's token ids, which nobody needs
 
 
 def of_stage(value: PerStage, stage: int) -> float:
@@ -137,18 +140,17 @@ def of_stage(value: PerStage, stage: int) -> float:
 
 
 def stages_of(program: Program) -> list[int]:
-    """The stages that a worker holds, in order."""
+    """The stages of a worker, in order."""
     return sorted({action.stage for action in program})
 
 
 def describe_stages(program: Program) -> str:
-    """ "stage 1", "stages 1 and 4": what a worker holds."""
+    """ "stage 1", "stages 1 and 4": a worker's stages."""
     *others, last = map(str, stages_of(program))
     return f"stages {', '.join(others)} and {last}" if others else f"stage {last}"
 
 
-def labels(programs: Sequence[Program]) -> dict[Action, str]:
-    """What actions are called beside those of the same worker: "F2", and "F2'" on the second of its stages."""
-    return {
-        action: str(action) + "'" * stages_of(program).index(action.stage) for program in programs for action in program
-    }
+def labels(programs: Programs) -> dict[Action, str]:
+    """Names that tell a worker's actions apart: "F2", and "F2'" on the second of its stages."""
+    held = [(program, stages_of(program)) for program in programs]
+    return {action: str(action) + "'" * stages.index(action.stage) for program, stages in held for action in program}

@@ -9,22 +9,17 @@ from torch import Tensor
 
 
 class SavedActivations:
-    """Counts what is saved for backward passes that have not come yet, each storage once, parameters not.
-
-    Attributes:
-        now_bytes: kept at the moment.
-        peak_bytes: the most that was ever kept.
-    """
+    """Counts what is saved for later backward passes: each storage once, parameters not."""
 
     def __init__(self, parameters: Iterable[Tensor]) -> None:
         self._not_counted = {p.untyped_storage().data_ptr() for p in parameters}
         self._users: Counter[int] = Counter()
-        self.now_bytes = self.peak_bytes = 0
+        self.now_bytes = self.peak_bytes = 0  # kept at the moment, and at most so far
 
     @contextlib.contextmanager
     def counting(self) -> Iterator[None]:
         """Count what the forward passes inside save."""
-        with torch.autograd.graph.saved_tensors_hooks(lambda tensor: _Kept(self, tensor), lambda kept: kept.tensor):
+        with torch.autograd.graph.saved_tensors_hooks(self.keep, lambda kept: kept.tensor):
             yield
 
     def keep(self, tensor: Tensor) -> "_Kept":
@@ -42,7 +37,7 @@ class SavedActivations:
 
 
 class _Kept:
-    """A saved tensor, counted from its making until it is dropped."""
+    """A saved tensor, counted until it is dropped."""
 
     def __init__(self, counter: SavedActivations, tensor: Tensor) -> None:
         self._counter, self.tensor = counter, tensor.detach()

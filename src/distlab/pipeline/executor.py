@@ -1,12 +1,12 @@
-"""Runs one worker of a pipeline: takes its actions in order, and moves activations and gradients between stages.
+"""Runs one worker of a pipeline: its actions in order, with activations and gradients moving between stages.
 
-Receives are posted ahead of their use and sends are left to finish by themselves, so a message travels while both of
-its ends compute. Each kind of message arrives in the order in which it was sent; `plan.simulate` checks that both ends
-agree on it. Between two stages of one worker tensors are handed over as they are.
+Receives are posted ahead of their use and sends complete in the background, so a message travels while both its ends
+compute. Each kind of message arrives in the order in which it was sent; `plan.simulate` checks that both ends agree on
+it. Between two stages of one worker, tensors are handed over as they are.
 """
 
 import contextlib
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import timedelta
 
@@ -18,12 +18,12 @@ from distlab.comm.devices import patient_threads
 from distlab.comm.grid import Grid
 from distlab.comm.recorder import COMPUTE, recorder
 from distlab.comm.traffic import Transfer, traffic
-from distlab.pipeline.actions import Action, Program, Result, stages_of
+from distlab.pipeline.actions import Action, Program, Programs, Result, stages_of
 from distlab.pipeline.activations import SavedActivations
 from distlab.pipeline.plan import Link, Plan, busy_workers, simulate
-from simplellm.errors import InputError
+from simplellm.errors import require
 
-POSTED_AHEAD = 2  # receives under way per link: one that is needed next, one that travels meanwhile
+POSTED_AHEAD = 2  # receives under way per link: the next one needed, and one that travels meanwhile
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 Modules = nn.Module | Mapping[int, nn.Module]  # of one stage, or by stage
@@ -35,9 +35,9 @@ class Stage:
     def __init__(self, net: nn.Module, loss: Loss | None, kept: SavedActivations | None) -> None:
         self.net, self._loss, self._kept = net, loss, kept
         self.micro_batches: Sequence[Tensor] = ()  # of the step: token ids, each (batch, seq)
-        self.shares: Sequence[float] = ()  # of the step: each micro-batch's part of all targets
+        self.shares: Sequence[float] = ()  # of the step: each micro-batch's fraction of all targets
         self.losses: dict[int, Tensor] = {}  # on the last stage, by micro-batch: its share of the mean loss
-        self.live: dict[int, tuple[Tensor, ...]] = {}  # by micro-batch: what its actions keep for later ones
+        self.live: dict[int, tuple[Tensor, ...]] = {}  # by micro-batch: what its actions keep for later actions
         self._holds: dict[int, object] = {}
 
     def forward(self, micro_batch: int, x: Tensor) -> Tensor:
@@ -55,7 +55,7 @@ class Stage:
         self._holds[micro_batch] = self._kept and self._kept.keep(y)
 
     def release(self, micro_batch: int) -> tuple[Tensor, ...]:
-        """What is kept of a micro-batch, which is no longer."""
+        """Remove and return what is kept of a micro-batch."""
         self._holds.pop(micro_batch, None)
         return self.live.pop(micro_batch)
 
@@ -65,18 +65,12 @@ class Pipeline:
 
     Args:
         stages: this rank's part of the model; by stage, its parts where the programs give it several.
-        programs: the schedule, all workers' lists; a worker is a place along the pipeline, `grid.stage`.
-        grid: where this rank stands; each replica is a pipeline of its own.
+        programs: the schedule: every worker's list of actions; this rank is worker `grid.stage`.
+        grid: this rank's place; each replica is a pipeline of its own.
         loss: (output of the last stage, micro-batch) -> mean loss over the micro-batch's targets.
         width: of the activations between stages: (batch, seq, `width`), float32.
-        cores: which the workers of this pipeline share, if they do: an action then takes those of the workers that the
-            plan says are idle meanwhile. None leaves the number of threads alone.
-
-    Attributes:
-        owners: by stage, the worker that holds it.
-        stages: by stage, this rank's parts of the model.
-        has_first, has_last: whether this rank holds the first stage, and the last, which computes the loss.
-        kept: counts the activations while a trace is recorded.
+        cores: shared by the workers of this pipeline: an action also uses those of the workers that are idle meanwhile
+            by the plan. None leaves the number of threads alone.
 
     Raises:
         ScheduleError: the schedule cannot run.
@@ -84,33 +78,24 @@ class Pipeline:
     """
 
     def __init__(
-        self,
-        stages: Modules,
-        programs: Sequence[Program],
-        grid: Grid,
-        loss: Loss,
-        width: int,
-        cores: int | None = None,
+        self, stages: Modules, programs: Programs, grid: Grid, loss: Loss, width: int, cores: int | None = None
     ) -> None:
-        plan = simulate(programs)
-        if len(programs) != grid.pp:
-            raise InputError(f"the schedule is for {len(programs)} workers, and the pipeline has {grid.pp}")
-        self.grid, self.width, self.owners, self._plan = grid, width, plan.owners, plan
-        self._worker, self.program = grid.stage, programs[grid.stage]
+        plan, workers = simulate(programs), len(programs)
+        require(workers == grid.pp, f"the schedule is for {workers} workers, and the pipeline has {grid.pp}")
+        self.grid, self.width, self._plan, self._worker = grid, width, plan, grid.stage
+        self.owners, self.program = plan.owners, programs[grid.stage]  # by stage, its worker; this worker's actions
         self.stages = _check_stages(stages, self.program, self._worker)
         last = max(self.owners)
-        self.has_first, self.has_last = 0 in self.stages, last in self.stages
+        self.has_first, self.has_last = 0 in self.stages, last in self.stages  # the last stage computes the loss
         parameters = [parameter for net in self.stages.values() for parameter in net.parameters()]
-        self.kept = SavedActivations(parameters) if recorder.enabled else None
+        self.kept = SavedActivations(parameters) if recorder.enabled else None  # counts while a trace is recorded
         self._stages = {s: Stage(net, loss if s == last else None, self.kept) for s, net in self.stages.items()}
-        self._usual_threads = torch.get_num_threads()
-        self._threads: dict[Action, int] = {}
-        if cores:
-            self._threads = {action: max(1, cores // busy) for action, busy in busy_workers(plan).items()}
-        self._acknowledged = _acknowledged(programs, plan, self._worker)
+        self._threads = {action: max(1, cores // busy) for action, busy in busy_workers(plan).items()} if cores else {}
         self._incoming = {link: results for link, results in plan.messages.items() if link[1] == self._worker}
+        self._acknowledged = _acknowledged(programs, plan, self._worker)
         self._channels = _channels(plan.messages)
         self._connect(parameters[0].device)
+        self._posted: dict[Result, tuple[Tensor, Transfer]] = {}
         self._sent: dict[Result, Transfer] = {}
         self._handed_over: dict[Result, Tensor] = {}
         recorder.programs = programs
@@ -130,35 +115,30 @@ class Pipeline:
             TrafficError: another rank ended, or did not answer within the deadline.
         """
         planned = 1 + max(action.micro_batch for action in self.program)
-        if len(micro_batches) != planned:
-            raise InputError(f"{len(micro_batches)} micro-batches: the schedule is for {planned}")
+        require(len(micro_batches) == planned, f"{len(micro_batches)} micro-batches: the schedule is for {planned}")
         targets = [x[:, 1:].numel() for x in micro_batches]
         for stage in self._stages.values():
             stage.micro_batches, stage.losses = micro_batches, {}
             stage.shares = [count / sum(targets) for count in targets]
-        self._micro_batches = micro_batches
+        self._micro_batches, usual_threads = micro_batches, torch.get_num_threads()
         self._expected = {link: iter(results) for link, results in self._incoming.items()}
-        self._posted: dict[Link, deque[tuple[Tensor, Transfer]]] = {link: deque() for link in self._incoming}
         for link in [*self._incoming] * POSTED_AHEAD:
             self._post_next(link)
         for action in self.program:
             if self._threads:
                 torch.set_num_threads(self._threads[action])
-            self._execute(action)
+            received = [self._take(result) for result in action.needs(len(self.owners)) if result.stage != action.stage]
+            with recorder.span(COMPUTE, self._plan.labels[action]):
+                computed = action.run(self._stages[action.stage], *received)
+            for result in action.results:
+                if result in self._plan.takers:
+                    self._give(result, computed[result.kind])
             if self.kept is not None:
                 recorder.keeps(self.kept.now_bytes)
         if self._threads:
-            torch.set_num_threads(self._usual_threads)
+            torch.set_num_threads(usual_threads)
         self._settle(list(self._sent))  # a send that is dropped before it has ended never arrives
         return [loss for stage in self._stages.values() for _, loss in sorted(stage.losses.items())]
-
-    def _execute(self, action: Action) -> None:
-        received = [self._take(result) for result in action.needs(len(self.owners)) if result.stage != action.stage]
-        with recorder.span(COMPUTE, self._plan.labels[action]):
-            computed = action.run(self._stages[action.stage], *received)
-        for result in action.results:
-            if result in self._plan.takers:
-                self._give(result, computed[result.kind])
 
     def _give(self, result: Result, tensor: Tensor) -> None:
         """Hand a result to the worker whose action needs it."""
@@ -170,39 +150,34 @@ class Pipeline:
             self._sent[result] = traffic.send(tensor, str(result), to=to, kind=result.kind, group=group)
 
     def _take(self, result: Result) -> Tensor:
-        """A result of another stage, when it has arrived."""
+        """A result of another stage, once it has arrived."""
         if result in self._handed_over:
             return self._handed_over.pop(result)
-        link = self.owners[result.stage], self._worker, result.kind
-        tensor, transfer = self._posted[link].popleft()
+        tensor, transfer = self._posted.pop(result)
         transfer.wait()
-        self._post_next(link)
+        self._post_next((self.owners[result.stage], self._worker, result.kind))
         self._settle(self._acknowledged[result])
         return tensor
 
     def _settle(self, results: Iterable[Result]) -> None:
-        """Let go of messages that have been sent: their tensors had to stay as they were until then."""
+        """Release messages whose sends have completed; until then their tensors may not change."""
         for result in results:
             if result in self._sent:
                 self._sent.pop(result).wait()
 
     def _post_next(self, link: Link) -> None:
         """Post the receive of a link's next message, if there is one."""
-        for result in self._expected[link]:
+        result = next(self._expected[link], None)
+        if result is not None:
             x = self._micro_batches[result.micro_batch]
             tensor, source = torch.empty(*x.shape, self.width, device=x.device), self.grid.rank_of(link[0])
             transfer = traffic.receive(tensor, str(result), source=source, group=self._channels[link])
-            self._posted[link].append((tensor, transfer))
-            return
+            self._posted[result] = tensor, transfer
 
     def _connect(self, device: torch.device) -> None:
-        """Exchange a message over each link, one after the other.
-
-        NCCL sets up a link when it is first used, and both ends must then be at the same one.
-        """
+        """Exchange a message over each link in turn: NCCL sets up a link at its first use, by both ends together."""
         tensor = torch.zeros(1, device=device)
-        for link, group in sorted(self._channels.items(), key=lambda item: (sorted(item[0][:2]), item[0])):
-            sender, receiver, kind = link
+        for (sender, receiver, kind), group in self._channels.items():
             what = f"the first message for {kind}"
             if self._worker == sender:
                 traffic.send(tensor, what, to=self.grid.rank_of(receiver), kind="control", group=group).wait()
@@ -214,24 +189,23 @@ def _check_stages(stages: Modules, program: Program, worker: int) -> dict[int, n
     """The parts of the model by stage, if they and the program fit together."""
     held = stages_of(program)
     by_stage = dict.fromkeys(held[:1], stages) if isinstance(stages, nn.Module) else dict(stages)
-    if sorted(by_stage) != held:
-        raise InputError(f"worker {worker} runs the stages {held}, and has modules for {sorted(by_stage)}")
+    modules = sorted(by_stage)
+    require(modules == held, f"worker {worker} runs the stages {held}, and has modules for {modules}")
     for action in program:
-        if type(action).run is Action.run:
-            raise InputError(f"stage {action.stage} cannot run {action}: {type(action).__name__} has no method run")
+        what = f"stage {action.stage} cannot run {action}: {type(action).__name__} has no method run"
+        require(type(action).run is not Action.run, what)
     return by_stage
 
 
-def _acknowledged(programs: Sequence[Program], plan: Plan, worker: int) -> dict[Result, list[Result]]:
-    """By each message that a worker receives, its own messages that had been used up before that one was sent."""
-    mine = {result for link, results in plan.messages.items() if link[0] == worker for result in results}
-    theirs = {result for link, results in plan.messages.items() if link[1] == worker for result in results}
+def _acknowledged(programs: Programs, plan: Plan, worker: int) -> dict[Result, list[Result]]:
+    """By each message that a worker receives: its own messages that were consumed before that one was sent."""
+    received = {result for link, results in plan.messages.items() if link[1] == worker for result in results}
     acknowledged: dict[Result, list[Result]] = {}
     for program in programs:
         used: list[Result] = []
         for action in program:
-            used += [result for result in action.needs(len(plan.owners)) if result in mine]
-            for result in theirs.intersection(action.results):
+            used += [result for result in action.needs(len(plan.owners)) if plan.owners[result.stage] == worker]
+            for result in received.intersection(action.results):
                 acknowledged[result], used = used, []
     return acknowledged
 
@@ -239,9 +213,9 @@ def _acknowledged(programs: Sequence[Program], plan: Plan, worker: int) -> dict[
 def _channels(links: Iterable[Link]) -> "dict[Link, dist.ProcessGroup | None]":
     """The process group of each link; every rank must call it.
 
-    A group's messages stay in turn: over gloo those from one rank to another, over NCCL those of both directions. There
-    a message of one kind would be taken for another's, and here a receive that is posted ahead would hold up the send
-    that the other side needs first. Where links share such a way, each kind (over NCCL, and direction) has its group.
+    A group keeps messages in order: over gloo, those from one rank to another; over NCCL, those of both directions. So
+    gloo would take a message of one kind for another's, and with NCCL a receive posted ahead would block the send that
+    the other side needs first. Where links share such a path, each kind (over NCCL, each direction too) has a group.
     """
     nccl = dist.is_initialized() and dist.get_backend() == "nccl"
     channels = {link: (link[2], nccl and link[0] > link[1]) for link in links}

@@ -16,13 +16,13 @@ COLORS = {"wait": "#ececec", "compute": "#8db4dd"}  # beside those of the action
 
 @dataclass(frozen=True)
 class Bar:
-    """A stretch of time in a row."""
+    """A time span in a row."""
 
     row: int  # from 0, at the top
     start: float  # on the panel's axis
     end: float
     label: str  # of an action, which is written into the bar and gives its colour, or one of `COLORS`
-    low: float = 0.08  # part of the row's height that the bar takes
+    low: float = 0.08  # the bar's edges, as fractions of the row's height
     high: float = 0.92
 
 
@@ -37,45 +37,34 @@ class Panel:
 
 
 def planned_panel(title: str, plan: Plan, unit: str = "ticks") -> Panel:
-    """A plan alone."""
     bars = [Bar(row, s.start, s.end, plan.labels[s.action]) for row, spans in enumerate(plan.spans) for s in spans]
     return Panel(title, plan.rows, bars, unit)
 
 
 def measured_panel(title: str, trace: Trace) -> Panel:
     """The typical step of a run; for a pipeline, with the plan for the measured costs above each rank's bars."""
-    step, plan = trace.typical_step(), trace.plan()
-    by_rank = [[*rank.within(step[r], WAIT), *rank.within(step[r], COMPUTE)] for r, rank in enumerate(trace.ranks)]
-    if plan is None:
-        by_rank = [
-            [Event(COMPUTE, "compute", own.start, own.end), *events] for own, events in zip(step, by_rank, strict=True)
-        ]
+    plan, by_rank, bars = trace.plan(), [], []
+    for step, rank in zip(trace.typical_step(), trace.ranks, strict=True):
+        whole = [Event(COMPUTE, "compute", step.start, step.end)] if plan is None else []
+        by_rank.append([*whole, *rank.within(step, WAIT), *rank.within(step, COMPUTE)])
     origin = min(event.start for events in by_rank for event in events if event.kind == COMPUTE)
     low, high = (0.08, 0.92) if plan is None else (0.4, 0.95)
-    bars = []
     for row, events in enumerate(by_rank):
         for event in events:
             label = "wait" if event.kind == WAIT else event.name
             bars.append(Bar(row, (event.start - origin) * 1e3, (event.end - origin) * 1e3, label, low, high))
-    if plan is not None:
-        for row in range(len(trace.ranks)):
-            for span in plan.spans[trace.place(row).stage]:
-                bars.append(Bar(row, span.start * 1e3, span.end * 1e3, plan.labels[span.action], 0.1, 0.34))
+        if plan is not None:
+            spans = plan.spans[trace.place(row).stage]
+            bars += [Bar(row, s.start * 1e3, s.end * 1e3, plan.labels[s.action], 0.1, 0.34) for s in spans]
     rows = [trace.describe(rank).replace(" (", "\n(") for rank in range(len(trace.ranks))]
     return Panel(title, rows, bars, "ms")
 
 
 def draw(png: Path, panels: Sequence[Panel]) -> None:
-    """Write a figure with one panel below the other.
-
-    Raises:
-        InputError: the file cannot be written, or its name does not tell a format that there is.
-    """
-    plt = pyplot()
+    """Write a figure with one panel below the other; raises what `save` does."""
     heights = [0.5 * len(panel.rows) + 0.9 for panel in panels]
-    figure, grid = plt.subplots(
-        len(panels), figsize=(10, sum(heights)), layout="constrained", squeeze=False, height_ratios=heights
-    )
+    options: dict[str, Any] = {"layout": "constrained", "squeeze": False, "height_ratios": heights}
+    figure, grid = pyplot().subplots(len(panels), figsize=(10, sum(heights)), **options)
     for axes, panel in zip(grid[:, 0], panels, strict=True):
         _draw_panel(axes, panel)
     save(figure, png)
@@ -99,7 +88,7 @@ def _draw_panel(axes: Any, panel: Panel) -> None:
 
 
 def action_color(label: str) -> tuple[float, ...]:
-    """That of the kind of action, lighter on each further stage of a worker."""
+    """The color of the kind of action, lighter on each further stage of a worker."""
     from matplotlib.colors import to_rgb
 
     name = label.rstrip("'")
@@ -111,7 +100,7 @@ def save(figure: Any, png: Path) -> None:
     """Write a figure to a file.
 
     Raises:
-        InputError: the file cannot be written, or its name does not tell a format that there is.
+        InputError: the file cannot be written, or its suffix is not a known format.
     """
     try:
         png.parent.mkdir(parents=True, exist_ok=True)
@@ -122,7 +111,7 @@ def save(figure: Any, png: Path) -> None:
 
 
 def pyplot() -> Any:
-    """matplotlib's pyplot, without a screen and in the project's style."""
+    """matplotlib's pyplot, without a display and in the project's style."""
     import matplotlib
 
     matplotlib.use("Agg")

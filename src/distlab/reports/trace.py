@@ -1,7 +1,7 @@
-"""What `--trace` leaves behind: all ranks' events in one Chrome trace, a figure, and three numbers per stage.
+"""What `--trace` records: all ranks' events in one Chrome trace, and each rank's fractions of busy and waiting time.
 
-chrome://tracing and https://ui.perfetto.dev show a `trace.json`: a process for each rank, with its computing and its
-waiting, its messages, and the bytes of activations that it keeps.
+chrome://tracing and https://ui.perfetto.dev show a `trace.json`: a process for each rank, with its computation, waits
+and messages, and the bytes of activations that it keeps.
 """
 
 import bisect
@@ -16,7 +16,7 @@ from typing import Any
 
 from distlab.comm.grid import Grid
 from distlab.comm.recorder import COMPUTE, MESSAGE, STEP, WAIT, Event
-from distlab.pipeline.actions import KINDS, ActionCosts, Program, describe_stages, labels
+from distlab.pipeline.actions import KINDS, ActionCosts, Program, Programs, describe_stages, labels
 from distlab.pipeline.plan import Plan, simulate
 from simplellm.errors import InputError
 
@@ -52,7 +52,7 @@ class Trace:
     ranks: list[RankTrace]
     dp: int  # replicas
     pp: int  # workers of each replica's pipeline
-    programs: Sequence[Program] | None = None  # the pipeline's schedule, a list for each worker
+    programs: Programs | None = None  # the pipeline's schedule
     tp: int = 1  # ranks of each worker
 
     def steps(self) -> list[list[Event]]:
@@ -72,7 +72,6 @@ class Trace:
         return name.replace(f"stage {worker}", describe_stages(self.programs[worker])) if self.programs else name
 
     def place(self, rank: int) -> Grid:
-        """Where a rank stands."""
         return Grid(rank, self.dp, self.pp, self.tp)
 
     def costs(self) -> ActionCosts:
@@ -80,28 +79,26 @@ class Trace:
         assert self.programs is not None
         names, seconds = labels(self.programs), defaultdict[tuple[str, int], list[float]](list)
         for rank, recorded in enumerate(self.ranks):
-            actions = {names[action]: action for action in self.programs[self.place(rank).stage]}
+            keys = {names[action]: (action.letter, action.stage) for action in self.programs[self.place(rank).stage]}
             for step in self.steps():
                 for event in recorded.within(step[rank], COMPUTE):
-                    action = actions[event.name]
-                    seconds[action.letter, action.stage].append(event.seconds)
+                    seconds[keys[event.name]].append(event.seconds)
         return ActionCosts(measured={key: statistics.fmean(values) for key, values in seconds.items()})
 
     def plan(self) -> Plan | None:
         """The schedule as it would run with the measured costs and free messages; None without a pipeline."""
         return simulate(self.programs, self.costs()) if self.programs is not None else None
 
-    def busy(self, rank: int, steps: "Sequence[Sequence[Event]] | None" = None) -> tuple[float, float]:
+    def busy(self, rank: int, steps: Sequence[Sequence[Event]] | None = None) -> tuple[float, float]:
         """The fractions of some steps (by default all) in which a rank computes, and in which it waits for others.
 
         In a pipeline a step's time is that of the schedule: from the first pass to the last one of the rank's replica.
         """
         computed = waited = total = 0.0
-        replica = [r for r in range(len(self.ranks)) if self.place(r).replica == self.place(rank).replica]
+        ranks = [rank] if self.programs is None else range(len(self.ranks))
+        replica = [r for r in ranks if self.place(r).replica == self.place(rank).replica]
         for step in steps or self.steps():
-            passes = {rank: [step[rank]]}
-            if self.programs is not None:
-                passes = {r: self.ranks[r].within(step[r], COMPUTE) for r in replica}
+            passes = {r: self.ranks[r].within(step[r], COMPUTE) or [step[r]] for r in replica}
             start = min(event.start for own in passes.values() for event in own)
             end = max(event.end for own in passes.values() for event in own)
             waits = self.ranks[rank].within(step[rank], WAIT)
@@ -121,9 +118,7 @@ class Trace:
             yield f"{self.describe(rank)}: busy {busy:.0%}, waiting {waiting:.0%}{theory}"
 
 
-def merge(
-    recorded: Sequence[dict[str, Any]], dp: int, pp: int, programs: "Sequence[Program] | None", tp: int = 1
-) -> Trace:
+def merge(recorded: Sequence[dict[str, Any]], dp: int, pp: int, programs: Programs | None, tp: int = 1) -> Trace:
     """One trace of what the ranks' recorders gave with `as_json`."""
     origin = min((event[2] for rank in recorded for event in rank["events"]), default=0.0)
     ranks = [
@@ -140,10 +135,10 @@ def write_chrome(trace: Trace, path: Path) -> None:
     """Write a trace in Chrome's format."""
     events: list[dict[str, Any]] = []
     for rank, recorded in enumerate(trace.ranks):
-        name = {"name": trace.describe(rank)}
-        events.append({"ph": "M", "name": "process_name", "pid": rank, "tid": 0, "args": name})
+        place = {"pid": rank, "tid": 0}
+        events.append({"ph": "M", "name": "process_name", **place, "args": {"name": trace.describe(rank)}})
         for number, event in enumerate(recorded.events):
-            base = {"name": event.name, "cat": event.kind, "pid": rank, "tid": 0}
+            base = {"name": event.name, "cat": event.kind, **place}
             start, end = event.start * MICROSECONDS, event.end * MICROSECONDS
             if event.kind == MESSAGE:  # messages overlap each other
                 events.append({**base, "ph": "b", "id2": {"local": number}, "ts": start})
@@ -151,10 +146,9 @@ def write_chrome(trace: Trace, path: Path) -> None:
             else:
                 events.append({**base, "ph": "X", "ts": start, "dur": end - start})
         for seconds, kept in recorded.kept_bytes:
-            counter = {"name": "kept activations", "pid": rank, "ts": seconds * MICROSECONDS, "args": {"bytes": kept}}
-            events.append({"ph": "C", "tid": 0, **counter})
-    lines = trace.programs
-    programs = None if lines is None else [[(a.letter, a.stage, a.micro_batch) for a in line] for line in lines]
+            counter = {"name": "kept activations", "ts": seconds * MICROSECONDS, "args": {"bytes": kept}}
+            events.append({"ph": "C", **place, **counter})
+    programs: Any = trace.programs and [[(a.letter, a.stage, a.micro_batch) for a in line] for line in trace.programs]
     about = {"dp": trace.dp, "pp": trace.pp, "tp": trace.tp, "ranks": len(trace.ranks), "programs": programs}
     path.write_text(json.dumps({"traceEvents": events, "otherData": about}) + "\n")
 
@@ -176,9 +170,8 @@ def read_chrome(path: Path) -> Trace:
                 rank.events.append(Event(event["cat"], event["name"], start, start + event["dur"] / MICROSECONDS))
             elif event["ph"] == "C":
                 rank.kept_bytes.append((event["ts"] / MICROSECONDS, event["args"]["bytes"]))
-        programs: list[Program] | None = None
-        if about["programs"] is not None:
-            programs = [_program(line, worker) for worker, line in enumerate(about["programs"])]
+        lines = about["programs"]
+        programs = lines and [_program(line, worker) for worker, line in enumerate(lines)]
         trace = Trace(ranks, about["dp"], about["pp"], programs, about.get("tp", 1))
         trace.typical_step()
     except (OSError, ValueError, LookupError, TypeError) as error:
