@@ -11,7 +11,7 @@ import tyro
 from distlab.collectives.costs import CostModel, operations, predict
 from distlab.collectives.simulation import Link, SimulatedWorld
 from simplellm import command_line
-from simplellm.errors import InputError
+from simplellm.errors import require
 
 
 @dataclass
@@ -29,14 +29,11 @@ class Request:
 
     def check(self) -> None:
         """Raise `InputError` for what cannot be predicted."""
-        if not 1 <= self.world_size <= 1024:
-            raise InputError(f"{self.world_size} computers: give 1 to 1024")
-        if not 0 <= self.latency_us < math.inf:
-            raise InputError(f"--latency-us {self.latency_us:g}: give 0 or more")
-        if not 0 < self.gigabytes_per_second < math.inf:
-            raise InputError(f"--gigabytes-per-second {self.gigabytes_per_second:g}: must be greater than 0")
-        if not self.kilobytes or min(self.kilobytes) < 1:
-            raise InputError(f"--kilobytes {' '.join(map(str, self.kilobytes))}: give one or more sizes, from 1 up")
+        gigabytes, sizes = self.gigabytes_per_second, " ".join(map(str, self.kilobytes))
+        require(1 <= self.world_size <= 1024, f"{self.world_size} computers: give 1 to 1024")
+        require(0 <= self.latency_us < math.inf, f"--latency-us {self.latency_us:g}: give 0 or more")
+        require(0 < gigabytes < math.inf, f"--gigabytes-per-second {gigabytes:g}: must be greater than 0")
+        require(min(self.kilobytes, default=0) >= 1, f"--kilobytes {sizes}: give one or more sizes, from 1 up")
 
 
 def table(request: Request) -> None:
@@ -51,10 +48,8 @@ def table(request: Request) -> None:
     [known] = SimulatedWorld(1).run(lambda endpoint: operations(0, endpoint, device="meta"))
     for operation, topologies in known.items():
         for topology in list(topologies)[:-1]:
-            worlds = [
-                predict(operation, topology, 1000 * size, request.world_size, costs) for size in request.kilobytes
-            ]
-            milliseconds = "".join(f"{1e3 * world.makespan:>13.2f}" for world in worlds)
+            predicted = (predict(operation, topology, 1000 * kb, request.world_size, costs) for kb in request.kilobytes)
+            milliseconds = "".join(f"{1e3 * world.makespan:>13.2f}" for world in predicted)
             print(f"{operation:<16}{topology:<10}{milliseconds}", flush=True)
 
 

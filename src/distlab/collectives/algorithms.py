@@ -3,7 +3,7 @@
 All work in place on the caller's tensor, of any dtype and shape, for every world size and root. They send and receive
 through an endpoint; by default that is `torch.distributed` itself, whose functions are looked up when they are called.
 Broadcast, reduce and all-reduce, apart from the ring, use only its `send`, `recv`, `get_rank` and `get_world_size`, and
-of a `send` assume neither that it waits for its receiver nor that it does not:
+work whether or not a `send` waits for its receiver:
 
 - wherever two ranks send to each other, one sends first and the other receives first;
 - a call changes nothing that it has sent before that has surely arrived, nor sends memory that the next call changes.
@@ -25,7 +25,7 @@ from distlab.comm.endpoint import Endpoint
 
 
 def broadcast_naive(tensor: Tensor, src: int, endpoint: Endpoint = dist) -> None:
-    """Copy rank `src`'s tensor to all: the root sends to one rank after the other, world size - 1 times."""
+    """Copy rank `src`'s tensor to all: the root sends to one rank after the other."""
     size, relative_rank, _ = _ranks_from(src, endpoint)
     with InPlace(tensor) as data:
         if relative_rank > 0:
@@ -37,7 +37,7 @@ def broadcast_naive(tensor: Tensor, src: int, endpoint: Endpoint = dist) -> None
 
 
 def broadcast_tree(tensor: Tensor, src: int, endpoint: Endpoint = dist) -> None:
-    """Copy rank `src`'s tensor to all: who has it passes it on, so that in each round twice as many ranks have it."""
+    """Copy rank `src`'s tensor to all: in each round every rank that has it sends it to one that does not."""
     size, relative_rank, rank_at = _ranks_from(src, endpoint)
     with InPlace(tensor) as data:
         for distance in _powers_of_two(size):
@@ -73,7 +73,7 @@ def reduce_naive(tensor: Tensor, dst: int, op: Op = ReduceOp.SUM, endpoint: Endp
 
 
 def reduce_tree(tensor: Tensor, dst: int, op: Op = ReduceOp.SUM, endpoint: Endpoint = dist) -> None:
-    """Combine all tensors in rank `dst`'s: in each round half of the ranks hand theirs over to the other half."""
+    """Combine all tensors in rank `dst`'s: in each round half of the remaining ranks send theirs to the other half."""
     combine = reduce_function(op, tensor.dtype)
     size, relative_rank, rank_at = _ranks_from(dst, endpoint)
     with InPlace(tensor, is_changed=relative_rank == 0) as data:
@@ -82,8 +82,8 @@ def reduce_tree(tensor: Tensor, dst: int, op: Op = ReduceOp.SUM, endpoint: Endpo
             if relative_rank < distance and relative_rank + distance < size:
                 received = scratch_buffer(data)
                 endpoint.recv(received, rank_at(relative_rank + distance))
-                # Only the root's tensor is the caller's to change. The others send their sums, so these need memory of
-                # their own: the next call might change a scratch buffer before it has arrived.
+                # Only the root's tensor may change. The others send their sums, which need memory of their own: the
+                # next call might change a scratch buffer before it has arrived.
                 into = torch.empty_like(data) if partial is data and relative_rank > 0 else partial
                 partial = combine(partial, received, out=into)
             elif distance <= relative_rank < 2 * distance:
@@ -105,7 +105,7 @@ def allreduce_tree(tensor: Tensor, op: Op = ReduceOp.SUM, endpoint: Endpoint = d
 def allreduce_butterfly(tensor: Tensor, op: Op = ReduceOp.SUM, endpoint: Endpoint = dist) -> None:
     """Combine all tensors on every rank: in round k the ranks whose numbers differ in bit k exchange what they have.
 
-    In a world that is no power of two, the ranks beyond the largest one hand theirs over first and get the result back.
+    If the world's size is not a power of two, ranks from the largest one up send theirs first and get the result back.
     """
     combine = reduce_function(op, tensor.dtype)
     rank, size = endpoint.get_rank(), endpoint.get_world_size()
@@ -131,22 +131,13 @@ def allreduce_butterfly(tensor: Tensor, op: Op = ReduceOp.SUM, endpoint: Endpoin
             endpoint.send(data, rank + core)
 
 
-ALL_REDUCES: dict[str, Callable[[Tensor, Op, Endpoint], None]] = {
-    "naive": allreduce_naive,
-    "tree": allreduce_tree,
-    "butterfly": allreduce_butterfly,
-    "ring": allreduce_ring,
-}
+ALL_REDUCES = dict(naive=allreduce_naive, tree=allreduce_tree, butterfly=allreduce_butterfly, ring=allreduce_ring)
 
 
 def gather_naive(tensor: Tensor, gathered: Tensor | None, dst: int, endpoint: Endpoint = dist) -> None:
     """Collect all tensors on rank `dst`, which receives one after the other.
 
-    Args:
-        tensor: this rank's part.
-        gathered: on rank `dst` (world size, *shape of `tensor`), one part a rank; None elsewhere.
-        dst: the rank that collects.
-        endpoint: what to send and receive through.
+    `gathered` is (world size, *shape of `tensor`) on rank `dst` and None elsewhere.
     """
     size, relative_rank, _ = _ranks_from(dst, endpoint)
     if relative_rank > 0:
@@ -161,11 +152,11 @@ def gather_naive(tensor: Tensor, gathered: Tensor | None, dst: int, endpoint: En
 
 
 def gather_tree(tensor: Tensor, gathered: Tensor | None, dst: int, endpoint: Endpoint = dist) -> None:
-    """Collect all tensors on rank `dst`: in each round half of the ranks hand over all that they have collected."""
+    """Collect all tensors on rank `dst`: in each round half of the ranks left send all that they have."""
     size, relative_rank, rank_at = _ranks_from(dst, endpoint)
 
     def collect(parts: Tensor) -> None:
-        """Collect the parts from this rank's own on, and hand them over if it is not the root."""
+        """Collect the parts from this rank's own on, and send them unless this is the root."""
         parts[0] = tensor.detach()
         for distance in _powers_of_two(size):
             if relative_rank % (2 * distance):
@@ -208,11 +199,7 @@ def allgather_ring(tensor: Tensor, gathered: Tensor, endpoint: Endpoint = dist) 
 def reducescatter_naive(tensor: Tensor, scattered: Tensor, op: Op = ReduceOp.SUM, endpoint: Endpoint = dist) -> None:
     """Combine all tensors and give each rank its block: rank 0 combines all and sends the blocks.
 
-    Args:
-        tensor: (world size, *shape of `scattered`), a block for each rank; stays as it is.
-        scattered: this rank's block of the result.
-        op: how to combine.
-        endpoint: what to send and receive through.
+    `tensor` (world size, *shape of `scattered`) has a block for each rank, and does not change.
     """
     rank, size = endpoint.get_rank(), endpoint.get_world_size()
     tensor = one_for_each_rank(tensor, scattered, size).detach()
@@ -228,20 +215,17 @@ def reducescatter_naive(tensor: Tensor, scattered: Tensor, op: Op = ReduceOp.SUM
 
 
 def reducescatter_ring(tensor: Tensor, scattered: Tensor, op: Op = ReduceOp.SUM, endpoint: Endpoint = dist) -> None:
-    """Combine all tensors and give each rank its block: partial sums go around the ring to the rank that keeps them.
-
-    The arguments are those of `reducescatter_naive`.
-    """
+    """Like `reducescatter_naive`: partial sums go around the ring to the rank that keeps them."""
     combine = reduce_function(op, tensor.dtype)
     rank, size = endpoint.get_rank(), endpoint.get_world_size()
     tensor = one_for_each_rank(tensor, scattered, size).detach()
     with InPlace(scattered) as block:
         partial = tensor[(rank - 1) % size].contiguous()
-        buffers = scratch_buffer(block), scratch_buffer(block, 1)  # what is sent on was received the turn before
+        buffers = scratch_buffer(block), scratch_buffer(block, 1)  # one is sent while the other receives
         for turn in range(size - 1):
             received = buffers[turn % 2]
             shift(partial, received, endpoint)
-            is_last = turn == size - 2  # `scattered` may be a part of `tensor`: it is not changed before
+            is_last = turn == size - 2  # `scattered` may be a part of `tensor`: it does not change earlier
             partial = combine(received, tensor[(rank - turn - 2) % size], out=block if is_last else received)
         if size == 1:
             block.copy_(partial)
@@ -255,7 +239,7 @@ def shift(data: Tensor, received: Tensor, endpoint: Endpoint = dist) -> None:
 
 
 def _ranks_from(root: int, endpoint: Endpoint) -> tuple[int, int, Callable[[int], int]]:
-    """The world size, this rank's number when counting begins at the root, and the rank with such a number.
+    """The world size, this rank's number counted from the root, and the rank with such a number.
 
     Raises:
         ValueError: there is no such root; on every rank, so that none waits.
@@ -267,5 +251,4 @@ def _ranks_from(root: int, endpoint: Endpoint) -> tuple[int, int, Callable[[int]
 
 
 def _powers_of_two(below: int) -> list[int]:
-    """1, 2, 4, ... as far as they are less than `below`."""
     return [1 << exponent for exponent in range((below - 1).bit_length())]

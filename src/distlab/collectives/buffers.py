@@ -20,18 +20,13 @@ KEPT_BYTES = 64_000_000
 
 
 class InPlace:
-    """A contiguous view or copy of a tensor, since messages are contiguous; a copy is written back at the end.
-
-    Args:
-        tensor: the caller's; its gradient does not flow through.
-        is_changed: whether to write back.
-    """
+    """A contiguous view or copy of a tensor, detached; a copy is written back at the end if it `is_changed`."""
 
     def __init__(self, tensor: Tensor, is_changed: bool = True) -> None:
         self._tensor, self._is_changed = tensor.detach(), is_changed
 
     def __enter__(self) -> Tensor:
-        # Conjugates may be marked only, and memory is sent without its marks.
+        # A tensor may be conjugated or negated by a flag only, and memory is sent without its flags.
         self._data = self._tensor.contiguous().resolve_conj().resolve_neg()
         return self._data
 
@@ -43,8 +38,8 @@ class InPlace:
 def scratch_buffer(like: Tensor, number: int = 0, count: int | None = None) -> Tensor:
     """Memory to receive into: like a tensor, or like `count` of them; each number has its own.
 
-    The last few are kept for the next call, unless they are very large: the operating system clears fresh memory page
-    by page when it is first written to, which takes as long as a message.
+    The last few are kept for the next call, unless they are very large: the operating system clears fresh memory when
+    it is first written to, which takes as long as a message.
     """
     shape = like.shape if count is None else torch.Size((count, *like.shape))
     if like.is_meta or shape.numel() * like.element_size() > KEPT_BYTES:
@@ -53,7 +48,7 @@ def scratch_buffer(like: Tensor, number: int = 0, count: int | None = None) -> T
 
 
 @functools.lru_cache(maxsize=4)
-@torch.inference_mode(False)  # the next call may be outside of what this one is in
+@torch.inference_mode(False)  # the next call may be outside inference mode
 def _kept_buffer(shape: torch.Size, dtype: torch.dtype, device: torch.device, number: int, thread: int) -> Tensor:
     return torch.empty(shape, dtype=dtype, device=device)
 
@@ -67,7 +62,7 @@ def reduce_function(op: Op, dtype: torch.dtype) -> Callable[..., Tensor]:
     """
     for known, function in COMBINE.items():
         if op == known:
-            with contextlib.suppress(RuntimeError):  # the greatest of complex numbers, for one, is not defined
+            with contextlib.suppress(RuntimeError):  # the maximum of complex numbers, for one, is not defined
                 function(torch.zeros(1, dtype=dtype), torch.zeros(1, dtype=dtype))
                 return function
     raise ValueError(

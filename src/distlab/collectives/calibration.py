@@ -18,14 +18,11 @@ from distlab.collectives.simulation import Link
 from distlab.comm.endpoint import Endpoint
 
 FITTED_BYTES = 1_000_000, 4_000_000, 16_000_000
-ADDED_BYTES = 100_000_000  # enough for all ranks to be at it together, though they leave the barrier one by one
+ADDED_BYTES = 100_000_000  # enough for all ranks to add at the same time, though they leave the barrier one by one
 
 
 def fit_costs(rounds: int = 10) -> dict[int, CostModel]:
-    """Measure the model's numbers, on all ranks together, by the bytes of the messages they are measured with.
-
-    These are parts of a tensor as large as the largest of them.
-    """
+    """Measure the model's numbers, on all ranks together, by the bytes of the messages they are measured with."""
     fitted = {}
     for message_bytes in FITTED_BYTES:
         probes = Probes(message_bytes, max(FITTED_BYTES))
@@ -34,30 +31,23 @@ def fit_costs(rounds: int = 10) -> dict[int, CostModel]:
 
 
 def costs_for(message_bytes: int, fitted: Mapping[int, CostModel]) -> CostModel:
-    """Those that were fitted with the messages that are most alike."""
+    """The costs that were fitted with messages of the most similar size."""
     return fitted[min(fitted, key=lambda fitted_bytes: abs(math.log(fitted_bytes / max(1, message_bytes))))]
 
 
 @dataclass(frozen=True)
 class Probes:
-    """What all ranks run to measure the model's numbers.
+    """What all ranks run to measure the model's numbers."""
 
-    Attributes:
-        message_bytes: of the large messages, and of the tensors that are added and copied.
-        tensor_bytes: of what these are parts of: what the caches hold goes faster.
-    """
-
-    message_bytes: int
-    tensor_bytes: int
+    message_bytes: int  # of the large messages, and of the tensors that are added and copied
+    tensor_bytes: int  # of what these are parts of: what fits in the caches is faster
 
     @property
     def messages(self) -> int:
-        """How many make the tensor, at least one."""
         return max(1, self.tensor_bytes // self.message_bytes)
 
     @property
     def additions(self) -> int:
-        """How many a rank makes."""
         return max(1, ADDED_BYTES // self.message_bytes)
 
     def works(self, endpoint: Endpoint = dist, device: str = "cpu") -> dict[str, Work]:
@@ -66,11 +56,7 @@ class Probes:
         "tiny" and "alone" are ping-pongs of a number and of a large message between ranks 0 and 1; in "together" every
         rank sends its tensor to the next one, message by message. "adding" and "copying" run on rank 0 alone,
         "all_adding" on all ranks. Successive messages go through the tensor; the ping-pong repeats the same one, as a
-        rank of a naive topology sends the same tensor again.
-
-        Args:
-            endpoint: this rank's.
-            device: where the tensors are; on "meta" they have a size and no content.
+        rank of a naive topology sends the same tensor again. On the device "meta", tensors have no content.
         """
         rank, size = endpoint.get_rank(), endpoint.get_world_size()
         tiny = torch.ones(1, device=device)
@@ -95,29 +81,23 @@ class Probes:
             for part, other in pairs:
                 part.copy_(other)
 
-        computing: dict[str, Work] = {
-            "adding": lambda: add() if rank == 0 else None,
-            "copying": lambda: copy() if rank == 0 else None,
-        }
+        computing: dict[str, Work] = dict.fromkeys(("adding", "copying"), lambda: None)
+        if rank == 0:
+            computing = {"adding": add, "copying": copy}
         if size == 1:
             return computing
         ping_pongs: dict[str, Work] = {"tiny": partial(ping_pong, tiny), "alone": partial(ping_pong, parts[0])}
         return {**ping_pongs, "together": shift_all, "all_adding": add, **computing}
 
     def costs(self, seconds: Mapping[str, list[float]], world_size: int) -> CostModel:
-        """The model's numbers.
-
-        Args:
-            seconds: of each round of `works`; the medians count.
-            world_size: ranks that ran them.
-        """
+        """The model's numbers from the median `seconds` of the rounds of each of `works`, run by so many ranks."""
         typical = {name: statistics.median(of_rounds) for name, of_rounds in seconds.items()}
         combined = self.additions * self.message_bytes / typical["adding"]
         copied = self.messages * self.message_bytes / typical["copying"]
         if world_size == 1:
             return CostModel(Link(), math.inf, combined, copied)
         alone = typical["alone"] / 2
-        latency = min(typical["tiny"], alone) / 2  # on a busy computer, either may be unlucky
+        latency = min(typical["tiny"], alone) / 2  # on a busy computer, either may take too long
         link = Link(latency, self.message_bytes / (alone - latency))
         moved = self.messages * world_size * (self.message_bytes + latency * link.bytes_per_second)
         ranks_at_once = max(1, world_size * typical["adding"] / typical["all_adding"])
@@ -131,14 +111,12 @@ def measure(work: Work, rounds: int) -> float:
 
 
 def seconds_in_turn(works: Mapping[str, Work], rounds: int, in_a_row: int = 1) -> dict[str, list[float]]:
-    """Seconds that the slowest rank takes, from when it left a barrier, of each in each round; the first is left out.
+    """Seconds of the slowest rank, from its leaving a barrier, for each work in each round; the first is left out.
 
     In each round one follows the other, in alternating order: other load and the computer's speed affect all alike.
 
     Args:
-        works: what each rank runs, by name.
-        rounds: how often each is measured.
-        in_a_row: how often it runs each time; the seconds are those of one. Ranks that share cores leave the barrier
+        in_a_row: how often each runs each time; the seconds are those of one. Ranks that share cores leave the barrier
             one after the other; of several in a row, only the first has to wait for the last rank to come.
     """
     seconds: dict[str, list[float]] = {name: [] for name in works}

@@ -2,7 +2,7 @@
 
 The model is that of Thakur, Rabenseifner and Gropp, "Optimization of collective communication operations in MPICH",
 2005: a message costs a latency and a time for each byte, combining two tensors a time for each byte. Two things are
-added: ranks of one computer share what it can move and compute, and copying a tensor costs a time for each byte, too.
+added: ranks of one computer share what it can move and compute, and copying a tensor also costs a time for each byte.
 """
 
 import math
@@ -26,23 +26,14 @@ NUMBER_BYTES = 4  # float32
 
 @dataclass(frozen=True)
 class CostModel:
-    """What the model knows of a computer.
+    """What the model knows of a computer."""
 
-    Attributes:
-        link: a message that travels alone.
-        shared_bytes_per_second: all messages together, when every rank sends at once.
-        combined_bytes_per_second: adding one tensor to another, on one rank alone.
-        copied_bytes_per_second: copying one to another, on one rank alone.
-        ranks_at_once: how many can add at that speed at the same time; more of them share what these can do.
-        one_card: a rank's messages at the same time share its link, as those of a computer on a network do.
-    """
-
-    link: Link
-    shared_bytes_per_second: float
-    combined_bytes_per_second: float
-    copied_bytes_per_second: float = math.inf
-    ranks_at_once: float = math.inf
-    one_card: bool = False
+    link: Link  # a message that travels alone
+    shared_bytes_per_second: float  # all messages together, when every rank sends at once
+    combined_bytes_per_second: float  # adding one tensor to another, on one rank alone
+    copied_bytes_per_second: float = math.inf  # copying one tensor to another, on one rank alone
+    ranks_at_once: float = math.inf  # how many can add at that speed at the same time; more share it
+    one_card: bool = False  # a rank's messages at the same time share its link, as on a network
 
     def __str__(self) -> str:
         rates = self.shared_bytes_per_second, self.combined_bytes_per_second, self.copied_bytes_per_second
@@ -55,18 +46,17 @@ class CostModel:
 
 
 def whole_numbers(size_bytes: int, world_size: int) -> int:
-    """The bytes of the smallest tensor of at least so many that gives each rank the same count of numbers, not none."""
+    """`size_bytes` rounded up so that each rank has the same count of numbers, at least one."""
     share = NUMBER_BYTES * world_size
     return max(1, math.ceil(size_bytes / share)) * share
 
 
 def operations(size_bytes: int, endpoint: Endpoint = dist, device: str = "cpu") -> dict[str, dict[str, Work]]:
-    """What a rank can run: by operation and topology, with root 0.
+    """What a rank can run: by operation and topology, with root 0; the library's own run on the process group.
 
     Args:
-        size_bytes: of the tensor that is broadcast or combined; of all the parts together that are gathered, or that a
-            reduce-scatter hands out; rounded up to `whole_numbers`.
-        endpoint: the rank's; the library's own operations run on the process group whatever it is.
+        size_bytes: of the tensor that is broadcast or combined, or of all the parts that are gathered or scattered;
+            rounded up to `whole_numbers`.
         device: where the tensors are; on "meta" they have a size and no content.
     """
     rank, size = endpoint.get_rank(), endpoint.get_world_size()
@@ -83,9 +73,8 @@ def operations(size_bytes: int, endpoint: Endpoint = dist, device: str = "cpu") 
     ]
     works: dict[str, dict[str, Work]] = {}
     for operation, topologies, arguments, library in table:
-        for topology in topologies.split():
-            function = getattr(by_hand, f"{operation.replace('-', '')}_{topology}")
-            works.setdefault(operation, {})[topology] = partial(function, *arguments, endpoint=endpoint)
+        functions = {name: getattr(by_hand, f"{operation.replace('-', '')}_{name}") for name in topologies.split()}
+        works[operation] = {name: partial(call, *arguments, endpoint=endpoint) for name, call in functions.items()}
         works[operation][LIBRARY] = library
     return works
 
@@ -93,7 +82,7 @@ def operations(size_bytes: int, endpoint: Endpoint = dist, device: str = "cpu") 
 def predict(
     operation: str, topology: str, size_bytes: int, world_size: int, costs: CostModel, in_a_row: int = 1
 ) -> SimulatedWorld:
-    """A simulated world in which the operation has run so many times; its `makespan` is the predicted time of all."""
+    """A simulated world in which the operation has run so many times; its `makespan` is their predicted time."""
 
     def work(endpoint: SimulatedEndpoint) -> Work:
         return operations(size_bytes, endpoint, device="meta")[operation][topology]
@@ -105,13 +94,8 @@ def simulate(
     work: Callable[[SimulatedEndpoint], Work], world_size: int, costs: CostModel, in_a_row: int = 1
 ) -> SimulatedWorld:
     """A simulated world in which each rank has run, so many times, what `work` gives it; its tensors are on "meta"."""
-    world = SimulatedWorld(
-        world_size,
-        costs.link,
-        shared_bytes_per_second=costs.shared_bytes_per_second,
-        ranks_at_once=costs.ranks_at_once,
-        one_card=costs.one_card,
-    )
+    sharing = costs.shared_bytes_per_second, costs.ranks_at_once, costs.one_card
+    world = SimulatedWorld(world_size, costs.link, {}, *sharing)
 
     def run_and_charge(endpoint: SimulatedEndpoint) -> None:
         run = work(endpoint)
@@ -124,16 +108,14 @@ def simulate(
 
 
 class _Computing(TorchDispatchMode):
-    """Lets a simulated rank's additions, and its copies from tensor to tensor, take their time."""
+    """Charges a simulated rank for its additions and its copies from tensor to tensor."""
 
     def __init__(self, endpoint: SimulatedEndpoint, costs: CostModel) -> None:
         super().__init__()
         self._endpoint = endpoint
-        self._bytes_per_second = {
-            torch.ops.aten.add.out: costs.combined_bytes_per_second,
-            torch.ops.aten.copy_.default: costs.copied_bytes_per_second,
-            torch.ops.aten.clone.default: costs.copied_bytes_per_second,
-        }
+        copies = torch.ops.aten.copy_.default, torch.ops.aten.clone.default
+        self._bytes_per_second = dict.fromkeys(copies, costs.copied_bytes_per_second)
+        self._bytes_per_second[torch.ops.aten.add.out] = costs.combined_bytes_per_second
 
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
@@ -145,7 +127,7 @@ class _Computing(TorchDispatchMode):
 
 
 def bytes_of_a_message(operation: str, topology: str, size_bytes: int, world_size: int) -> int:
-    """What a message of the busiest rank carries, on average; 0 in a world of one, where there is none."""
+    """Average size of the busiest rank's messages; 0 in a world of one, which has none."""
     counts = predict(operation, topology, size_bytes, world_size, CostModel(Link(), math.inf, math.inf)).counts
     busiest = max(counts, key=lambda rank: rank.sent_bytes + rank.received_bytes)
     return (busiest.sent_bytes + busiest.received_bytes) // max(1, busiest.sends + busiest.receives)

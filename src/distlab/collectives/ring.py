@@ -2,10 +2,9 @@
 
 The algorithm: Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations", 2009.
 
-Most of the time is spent in the kernel, copying messages. What can be saved is in between: each message leaves the
-caches cold, so that every Python or torch function called for the first time after it costs tens of microseconds. So
-all that depends only on the sizes is computed once (`_route`), the segments are made in one call, and messages go
-through the process group's own methods.
+Most of the time the kernel copies messages. Each leaves the caches cold, so that every Python or torch function called
+for the first time after it costs tens of microseconds. So all that depends only on the sizes is computed once
+(`_route`), the segments are made in one call, and messages go through the process group's own methods.
 """
 
 import functools
@@ -22,7 +21,7 @@ from distlab.comm.endpoint import Endpoint, process_group
 
 BOTH_WAYS_BYTES = 16_000_000
 SEGMENT_BYTES = 1_000_000
-AHEAD = 3  # segments that a rank sends more than it has received: all of a chunk would not find room in the caches
+AHEAD = 3  # segments that a rank has sent more than received: all of a chunk would not fit in the caches
 
 
 def allreduce_ring(
@@ -35,15 +34,8 @@ def allreduce_ring(
     """Combine all tensors on every rank: chunks travel around a ring, first to be combined, then to be distributed.
 
     In a world of n each rank sends 2 (n - 1) / n of the tensor, and receives as much at the same time. One half of a
-    large tensor travels the other way, so that both directions are busy between any two neighbours (between two ranks
-    they are anyway); a smaller one is not worth twice as many messages.
-
-    Args:
-        tensor: this rank's; the result on every rank.
-        op: how to combine.
-        endpoint: what to send and receive through.
-        both_ways_bytes: a tensor is large if it has at least so many for each rank.
-        segment_bytes: approximate size of a message.
+    tensor of at least `both_ways_bytes` for each rank travels the other way, so that both directions are busy between
+    neighbours (between two ranks they are anyway); a smaller one is not worth twice as many messages.
     """
     combine = reduce_function(op, tensor.dtype)
     if endpoint is dist:
@@ -54,9 +46,7 @@ def allreduce_ring(
     with InPlace(tensor) as data:
         flat = data.view(-1)
         halves = flat.tensor_split(2) if size > 2 and flat.nbytes >= size * both_ways_bytes else (flat,)
-        rings = [
-            _around(half, step, combine, endpoint, segment_bytes) for half, step in zip(halves, (1, -1), strict=False)
-        ]
+        rings = [_around(half, 1 - 2 * index, combine, endpoint, segment_bytes) for index, half in enumerate(halves)]
         for _ in zip_longest(*rings):
             pass
 
@@ -64,14 +54,9 @@ def allreduce_ring(
 def _around(
     flat: Tensor, step: int, combine: Callable[..., Tensor], endpoint: Endpoint, segment_bytes: int
 ) -> Iterator[None]:
-    """All-reduce `flat` around the ring in one direction; yields when the messages of a turn are under way.
+    """All-reduce `flat` (elements,) in place around the ring; yields when the messages of a turn have been started.
 
-    Args:
-        flat: (elements,), changed in place.
-        step: 1 to send to the next rank, -1 to the one before.
-        combine: the element-wise function.
-        endpoint: what to send and receive through.
-        segment_bytes: approximate size of a message.
+    `step` is 1 to send to the next rank, -1 to send to the one before.
     """
     rank, size = endpoint.get_rank(), endpoint.get_world_size()
     following, preceding = (rank + step) % size, (rank - step) % size
@@ -85,8 +70,8 @@ def _around(
             received = to_combine if sizes[arriving] == sizes[0] else to_combine[: sizes[arriving]]
         else:
             received = segments[arriving]  # sent long ago: what arrives was made from what this rank sent of it
-        # Received first, sent then: where the other end is known to be ready, this thread writes the message, while its
-        # content is still in the caches; otherwise gloo's does, later.
+        # First receive, then send: if the other end is known to be ready, this thread writes the message while its
+        # content is still in the caches; otherwise gloo's does so later.
         work = irecv(received, preceding)
         for number in outgoing:
             sends.append(isend(segments[number], following))
@@ -99,28 +84,22 @@ def _around(
 
 
 class Turn(NamedTuple):
-    """A step of a rank's work; segments are numbered.
-
-    Attributes:
-        outgoing: the segments to send.
-        arriving: the one to receive meanwhile.
-        is_combined: with this rank's own segment; otherwise it is part of the result and replaces that.
-    """
+    """The numbers of the segments that a rank sends and, meanwhile, receives."""
 
     outgoing: tuple[int, ...]
     arriving: int
-    is_combined: bool
+    is_combined: bool  # with this rank's own segment; otherwise it is part of the result and replaces that
 
 
 @functools.lru_cache(maxsize=64)  # of a model's buckets of gradients
 def _route(
     elements: int, element_bytes: int, rank: int, size: int, step: int, segment_bytes: int
 ) -> tuple[tuple[int, ...], tuple[Turn, ...]]:
-    """How a tensor travels around the ring: its segments' sizes, of which the first is the greatest, and the turns.
+    """How a tensor travels around the ring: its segments' sizes, the largest first, and the turns.
 
     Each rank's chunk travels around nearly twice: first to be combined with those of the other ranks, then to be
-    distributed. So what arrives is what the rank before had a chunk ago, and what is sent is what arrived a chunk ago.
-    A tensor of fewer elements than ranks has empty segments, which are sent all the same.
+    distributed. So what is sent is what arrived a chunk ago. A tensor of fewer elements than ranks has empty segments,
+    which are sent all the same.
     """
     chunks = _sizes_of_parts(elements, size)
     in_chunk = max(1, min(chunks[0], round(chunks[0] * element_bytes / segment_bytes)))
@@ -138,5 +117,5 @@ def _route(
 
 
 def _sizes_of_parts(elements: int, parts: int) -> list[int]:
-    """So many elements in parts as equal as they can be, the larger ones first."""
+    """The sizes of parts of so many elements, as equal as possible, the larger ones first."""
     return [elements // parts + (part < elements % parts) for part in range(parts)]

@@ -12,6 +12,7 @@ from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -24,17 +25,12 @@ class Deadlock(RuntimeError):
 
 
 class HalfMessage(RuntimeError):
-    """All ranks have ended, but a message has not: its other end was never begun, or nobody waited for it."""
+    """All ranks have finished, but a message has not: its other end was never begun, or nobody waited for it."""
 
 
 @dataclass(frozen=True)
 class Link:
-    """What a message costs.
-
-    Attributes:
-        latency_seconds: of any message, however small.
-        bytes_per_second: of its content.
-    """
+    """What a message costs: a latency, however small it is, and a time for each byte."""
 
     latency_seconds: float = 0.0
     bytes_per_second: float = math.inf
@@ -67,20 +63,14 @@ class Message:
 
 @dataclass(eq=False)
 class Flow:
-    """A message on its way, which both ends have begun.
-
-    Attributes:
-        started_seconds: when the second end began.
-        flows_from_seconds: when its bytes begin to flow.
-        left_bytes: what has not arrived yet.
-    """
+    """A message in transit, which both ends have begun."""
 
     send: Message
     receive: Message
     bytes_per_second: float
-    started_seconds: float
-    flows_from_seconds: float
-    left_bytes: float
+    started_seconds: float  # when the second end began
+    flows_from_seconds: float  # when its bytes begin to flow
+    left_bytes: float  # not arrived yet
 
 
 class Passed(NamedTuple):
@@ -95,13 +85,7 @@ class Passed(NamedTuple):
 
 @dataclass
 class Counts:
-    """What one rank has sent and received.
-
-    Attributes:
-        sends, receives: messages.
-        sent_bytes, received_bytes: their content.
-        sent_to: the ranks that it sent to, in order.
-    """
+    """The messages that one rank has sent and received, their bytes, and the ranks that it sent to, in order."""
 
     sends: int = 0
     receives: int = 0
@@ -110,6 +94,7 @@ class Counts:
     sent_to: list[int] = field(default_factory=list)
 
 
+@dataclass(eq=False)
 class SimulatedWorld:
     """`size` ranks that run the same function, each in a thread of its own.
 
@@ -122,37 +107,32 @@ class SimulatedWorld:
         link: what a message costs.
         links: what it costs on single links, by (sender, receiver).
         shared_bytes_per_second: total if every rank sends a message at the same time, as on one computer; fewer slow
-            each other down less. Their latency, which is work for its cores, too, then counts like bytes.
-        ranks_at_once: how many can `compute` at full speed at the same time; more share the speed of so many.
+            each other down less. Their latency, which also takes its cores' time, then counts like bytes.
+        ranks_at_once: how many can `compute` at full speed at the same time; more share that speed.
         one_card: whether all that a rank sends at the same time shares its link, and all that it receives, as with one
             network card; otherwise there is a link for each pair and direction.
-        keep_messages: whether to remember all messages.
+        keep_messages: whether to record `messages`, in the order in which they arrive.
 
     Attributes:
         counts: by rank.
         seconds: by rank, the virtual time at which it finished.
-        messages: in the order in which they arrived, if they are kept.
     """
 
-    def __init__(
-        self,
-        size: int,
-        link: Link | None = None,
-        links: Mapping[tuple[int, int], Link] | None = None,
-        shared_bytes_per_second: float = math.inf,
-        ranks_at_once: float = math.inf,
-        one_card: bool = False,
-        keep_messages: bool = False,
-    ) -> None:
-        self.size, self._link, self._links = size, link or Link(), dict(links or {})
-        self._shared_bytes_per_second, self._ranks_at_once = shared_bytes_per_second, ranks_at_once
-        self._one_card, self._keep_messages = one_card, keep_messages
-        self.counts = [Counts() for _ in range(size)]
-        self.seconds = [0.0] * size
+    size: int
+    link: Link = field(default_factory=Link)
+    links: Mapping[tuple[int, int], Link] = field(default_factory=dict)
+    shared_bytes_per_second: float = math.inf
+    ranks_at_once: float = math.inf
+    one_card: bool = False
+    keep_messages: bool = False
+
+    def __post_init__(self) -> None:
+        self.counts = [Counts() for _ in range(self.size)]
+        self.seconds = [0.0] * self.size
         self.messages: list[Passed] = []
         self._clock = 0.0
         self._has_run = False
-        self._turns = [threading.Lock() for _ in range(size)]  # locked, until a rank has its turn
+        self._turns = [threading.Lock() for _ in range(self.size)]  # locked, until a rank has its turn
         self._ready: deque[int] = deque()
         self._waiting: dict[int, Message | None] = {}  # None: in the barrier, or computing
         self._unmatched: dict[tuple[int, int, bool, int], deque[Message]] = defaultdict(deque)
@@ -212,32 +192,27 @@ class SimulatedWorld:
         return results
 
     def begin(self, own: Message) -> Message:
-        """Begin to send or receive; if the other end has begun, too, the message is on its way."""
+        """Begin to send or receive; if the other end has begun, too, the message is in transit."""
         rank, peer, is_send, tag = own.rank, own.peer, own.is_send, own.tag
         if not 0 <= peer < self.size or peer == rank:
             raise ValueError(f"rank {rank} cannot exchange a message with rank {peer} in a world of {self.size}")
         if not own.tensor.is_contiguous():
             raise ValueError(f"rank {rank} gives a tensor that is not contiguous; messages are")
-        others = self._unmatched[peer, rank, not is_send, tag]
-        if others:
-            send, receive = (own, others.popleft()) if is_send else (others.popleft(), own)
-            self._set_out(send, receive)
+        if others := self._unmatched[peer, rank, not is_send, tag]:
+            self._set_out(*((own, others.popleft()) if is_send else (others.popleft(), own)))
         else:
             self._unmatched[rank, peer, is_send, tag].append(own)
         return own
 
     def _set_out(self, send: Message, receive: Message) -> None:
-        size_bytes = send.tensor.nbytes
-        if (send.tensor.dtype, size_bytes) != (receive.tensor.dtype, receive.tensor.nbytes):
-            raise ValueError(
-                f"rank {send.rank} sends {size_bytes} bytes of {send.tensor.dtype} and rank {receive.rank} receives "
-                f"{receive.tensor.nbytes} of {receive.tensor.dtype}"
-            )
-        link = self._links.get((send.rank, receive.rank), self._link)
-        if math.isinf(self._shared_bytes_per_second):
-            flows_from, left_bytes = self._clock + link.latency_seconds, float(size_bytes)
-        else:
-            bytes_per_second = min(link.bytes_per_second, self._shared_bytes_per_second)
+        size_bytes, received_bytes = send.tensor.nbytes, receive.tensor.nbytes
+        if (send.tensor.dtype, size_bytes) != (receive.tensor.dtype, received_bytes):
+            sent = f"rank {send.rank} sends {size_bytes} bytes of {send.tensor.dtype}"
+            raise ValueError(f"{sent} and rank {receive.rank} receives {received_bytes} of {receive.tensor.dtype}")
+        link = self.links.get((send.rank, receive.rank), self.link)
+        flows_from, left_bytes = self._clock + link.latency_seconds, float(size_bytes)
+        if math.isfinite(self.shared_bytes_per_second):
+            bytes_per_second = min(link.bytes_per_second, self.shared_bytes_per_second)
             flows_from, left_bytes = self._clock, size_bytes + link.latency_seconds * bytes_per_second
         self._flows.append(Flow(send, receive, link.bytes_per_second, self._clock, flows_from, left_bytes))
         sender, receiver = self.counts[send.rank], self.counts[receive.rank]
@@ -259,10 +234,9 @@ class SimulatedWorld:
         if len(self._in_barrier) < self.size:
             self.wait(rank, None)
             return
+        for other in self._in_barrier - {rank}:
+            self._release(other)
         self._in_barrier.clear()
-        for other in range(self.size):
-            if other != rank:
-                self._release(other)
 
     def wait(self, rank: int, message: Message | None) -> None:
         """Let other ranks run, until this one is released and has its turn."""
@@ -293,58 +267,52 @@ class SimulatedWorld:
         rates = self._rates(flowing)
         ends = [self._clock + flow.left_bytes / rate for flow, rate in zip(flowing, rates, strict=True)]
         starts = [flow.flows_from_seconds for flow in self._flows if flow.flows_from_seconds > self._clock]
-        speed = min(1, self._ranks_at_once / max(1, len(self._computing)))
+        speed = min(1, self.ranks_at_once / max(1, len(self._computing)))
         finishes = {rank: self._clock + left / speed for rank, left in self._computing.items()}
         now = min([*ends, *starts, *finishes.values()])
+        passed, self._clock = now - self._clock, now
         for flow, rate, end in zip(flowing, rates, ends, strict=True):
-            arrives = math.isclose(end, now, rel_tol=1e-12)
-            flow.left_bytes = 0 if arrives else flow.left_bytes - rate * (now - self._clock)
-        for rank in finishes:
-            self._computing[rank] -= speed * (now - self._clock)
-        self._clock = now
-        self._flows = [flow for flow in self._flows if not self._has_arrived(flow)]
+            if math.isclose(end, now, rel_tol=1e-12):
+                self._arrive(flow)
+            else:
+                flow.left_bytes -= rate * passed
         for rank, finish in finishes.items():
+            self._computing[rank] -= speed * passed
             if math.isclose(finish, now, rel_tol=1e-12):
                 del self._computing[rank]
                 self._release(rank)
 
-    def _share(self, flow: Flow, at_once: int) -> float:
-        """Bytes per second of a message among so many: from alone to one of each rank, a byte's time grows evenly."""
-        if math.isinf(self._shared_bytes_per_second):
-            return math.inf
-        alone = 1 / min(flow.bytes_per_second, self._shared_bytes_per_second)
-        of_each_rank = max(alone, self.size / self._shared_bytes_per_second)
-        return 1 / (alone + (at_once - 1) / (self.size - 1) * (of_each_rank - alone))
-
     def _rates(self, flowing: list[Flow]) -> list[float]:
         """Bytes per second of each message: those at the same time share links, and what the computer moves."""
         ends = [(flow.send.rank, flow.receive.rank) for flow in flowing]
-        if self._one_card:
-            out, into = Counter(sender for sender, _ in ends), Counter(receiver for _, receiver in ends)
-            on_link = [max(out[sender], into[receiver]) for sender, receiver in ends]
-        else:
-            pairs = Counter(ends)
-            on_link = [pairs[pair] for pair in ends]
-        return [
-            min(flow.bytes_per_second / count, self._share(flow, len(flowing)))
-            for flow, count in zip(flowing, on_link, strict=True)
-        ]
+        pairs, out, into = Counter(ends), Counter(sender for sender, _ in ends), Counter(to for _, to in ends)
+        rates = []
+        for flow, (sender, receiver) in zip(flowing, ends, strict=True):
+            on_link = max(out[sender], into[receiver]) if self.one_card else pairs[sender, receiver]
+            rates.append(min(flow.bytes_per_second / on_link, self._share(flow, len(flowing))))
+        return rates
 
-    def _has_arrived(self, flow: Flow) -> bool:
-        """Whether a message has arrived; its ends then continue."""
-        if flow.left_bytes > 0 or flow.flows_from_seconds > self._clock:
-            return False
-        if self._keep_messages:
-            size_bytes = flow.send.tensor.nbytes
+    def _share(self, flow: Flow, at_once: int) -> float:
+        """Bytes per second of a message among so many: from alone to one of each rank, a byte's time grows evenly."""
+        if math.isinf(self.shared_bytes_per_second):
+            return math.inf
+        alone = 1 / min(flow.bytes_per_second, self.shared_bytes_per_second)
+        of_each_rank = max(alone, self.size / self.shared_bytes_per_second)
+        return 1 / (alone + (at_once - 1) / (self.size - 1) * (of_each_rank - alone))
+
+    def _arrive(self, flow: Flow) -> None:
+        """Deliver a message; those who wait for it continue."""
+        self._flows.remove(flow)
+        sent, received = flow.send.tensor.detach(), flow.receive.tensor.detach()
+        if self.keep_messages:
             ends = flow.send.rank, flow.receive.rank
-            self.messages.append(Passed(*ends, size_bytes, flow.started_seconds, self._clock))
-        if not flow.receive.tensor.is_meta:
-            flow.receive.tensor.detach().view(-1).copy_(flow.send.tensor.detach().view(-1))
+            self.messages.append(Passed(*ends, sent.nbytes, flow.started_seconds, self._clock))
+        if not received.is_meta:
+            received.view(-1).copy_(sent.view(-1))
         for message in (flow.send, flow.receive):
             message.is_done = True
             if self._waiting.get(message.rank) is message:
                 self._release(message.rank)
-        return True
 
     def _who_waits(self) -> str:
         """A sentence on each rank of a cycle, if there is one; otherwise on all that wait."""
@@ -365,6 +333,7 @@ class SimulatedEndpoint:
 
     def __init__(self, world: SimulatedWorld, rank: int) -> None:
         self._world, self._rank = world, rank
+        self.barrier, self.compute = partial(world.barrier, rank), partial(world.compute, rank)
 
     def get_rank(self) -> int:
         return self._rank
@@ -383,13 +352,6 @@ class SimulatedEndpoint:
 
     def irecv(self, tensor: Tensor, src: int, tag: int = 0) -> Message:
         return self._world.begin(Message(self._world, self._rank, src, False, tensor, tag))
-
-    def barrier(self) -> None:
-        self._world.barrier(self._rank)
-
-    def compute(self, seconds: float) -> None:
-        """Spend so many seconds, at full speed, on this rank's own work."""
-        self._world.compute(self._rank, seconds)
 
 
 @contextmanager

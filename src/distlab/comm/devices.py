@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from simplellm.errors import InputError
+from simplellm.errors import require
 
 
 def pick_device(name: str, rank: int) -> torch.device:
@@ -23,8 +23,7 @@ def pick_device(name: str, rank: int) -> torch.device:
     """
     if name == "cpu" or (name == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
-    if not torch.cuda.is_available():
-        raise InputError("--device cuda: torch sees no CUDA device here; use --device cpu")
+    require(torch.cuda.is_available(), "--device cuda: torch sees no CUDA device here; use --device cpu")
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", rank)) % torch.cuda.device_count())
     torch.cuda.set_device(device)
     return device
@@ -37,17 +36,13 @@ def pick_backend(name: str, device: torch.device, local_ranks: int) -> str:
         InputError: NCCL is asked for and cannot work, as with two ranks on one GPU.
     """
     if device.type == "cpu":
-        if name == "nccl":
-            raise InputError("--backend nccl: NCCL moves CUDA tensors only and this run computes on the CPU; use gloo")
+        on_cpu = "--backend nccl: NCCL moves CUDA tensors only and this run computes on the CPU; use gloo"
+        require(name != "nccl", on_cpu)
         return "gloo"
     gpus = torch.cuda.device_count()
-    if name == "nccl" and local_ranks > gpus:
-        raise InputError(
-            f"--backend nccl: {local_ranks} ranks share {gpus} GPU, which NCCL refuses; use --backend gloo"
-        )
-    if name == "auto":
-        return "nccl" if local_ranks <= gpus else "gloo"
-    return name
+    shared = f"--backend nccl: {local_ranks} ranks share {gpus} GPU, which NCCL refuses; use --backend gloo"
+    require(name != "nccl" or local_ranks <= gpus, shared)
+    return name if name != "auto" else "nccl" if local_ranks <= gpus else "gloo"
 
 
 def threads_per_rank(local_ranks: int) -> int:
@@ -66,15 +61,15 @@ def cores_to_share(parties: int) -> int | None:
 
 @contextmanager
 def patient_threads() -> Iterator[None]:
-    """Have threads that start in this context not take a core from a running thread when they wake up (SCHED_BATCH).
+    """Have threads that start in this context not preempt a running thread when they wake up (SCHED_BATCH).
 
     Meant for gloo's, and those of torch that run its collectives. While another thread of its rank writes to a
-    connection, gloo's tries again and again to get hold of it. Where ranks share cores, it often wakes up on the core
-    of just that other thread; if it took it, it would try in vain until its time slice is over: milliseconds, for a
-    message that takes a tenth of one. (NCCL's threads, which only watch, may be patient, too.)
+    connection, gloo's retries a lock on it. Where ranks share cores, it often wakes up on the core of that very thread;
+    if it preempted it, it would retry until its time slice is over: milliseconds, for a message that takes a tenth of
+    one. (NCCL's threads only watch; this does not hurt them.)
     """
     try:
-        is_changed = os.sched_getscheduler(0) == os.SCHED_OTHER  # what a user has chosen stays
+        is_changed = os.sched_getscheduler(0) == os.SCHED_OTHER  # keeps what a user has chosen
         if is_changed:
             os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
     except (AttributeError, OSError):  # not Linux, or a container that forbids it
@@ -88,16 +83,16 @@ def patient_threads() -> Iterator[None]:
 
 
 def keep_to_loopback() -> None:
-    """Have gloo listen on the loopback interface alone, whatever this host's name resolves to."""
+    """Have gloo listen only on the loopback interface, whatever this host's name resolves to."""
     names = [name for _, name in socket.if_nameindex() if name.startswith("lo")]
     if names:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", names[0])
 
 
 def keep_to_interface(master_addr: str, on_one_host: bool) -> None:
-    """Have gloo and NCCL listen on the interface that leads to the master alone; on one host, on loopback.
+    """Have gloo and NCCL listen only on the interface that leads to the master; on one host, on loopback.
 
-    The variables that choose it otherwise, GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME, are respected where they are set.
+    GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME, where they are set, override it.
 
     Args:
         master_addr: where rank 0, or torchrun's rendezvous, listens.
@@ -106,15 +101,13 @@ def keep_to_interface(master_addr: str, on_one_host: bool) -> None:
     address = "127.0.0.1" if on_one_host else own_address(master_addr)
     if address is not None and ipaddress.ip_address(address).is_loopback:
         keep_to_loopback()
-        return
-    name = interface_of(address) if address is not None else None
-    if name is not None:
+    elif address is not None and (name := interface_of(address)) is not None:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
         os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={name}")  # exactly this one; a bare name is a prefix
 
 
 def own_address(towards: str) -> str | None:
-    """The address of this host from which it would talk to another, as the routing table has it; nothing is sent."""
+    """The address of this host from which it would reach another, by the routing table; nothing is sent."""
     try:
         family, kind, _, _, where = socket.getaddrinfo(towards, 1, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind) as probe:
@@ -125,7 +118,7 @@ def own_address(towards: str) -> str | None:
 
 
 def interface_of(address: str) -> str | None:
-    """The name of the interface that has an address; None where there is none, or no Linux to tell."""
+    """The name of the interface that has an address; None where there is none, or on another system than Linux."""
     if sys.platform != "linux":
         return None
     wanted = ipaddress.ip_address(address)
@@ -147,5 +140,5 @@ def interface_of(address: str) -> str | None:
 
 
 def host_name(master_addr: str) -> str:
-    """What this host is called among those of a run: its name, and the address from which it talks to the master."""
+    """This host's name, and the address from which it reaches the master."""
     return f"{socket.gethostname()} ({own_address(master_addr) or 'no way to the master'})"

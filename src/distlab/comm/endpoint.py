@@ -10,7 +10,7 @@ from torch import Tensor
 class Endpoint(Protocol):
     """One rank's access to all ranks. The module `torch.distributed` is one, over its process group.
 
-    `isend` and `irecv` return a message under way, with `wait()`. (torch's return None outside the process group.)
+    `isend` and `irecv` return a message in progress, with `wait()`. (torch's return None outside the process group.)
     """
 
     def get_rank(self) -> int: ...

@@ -1,5 +1,6 @@
 """Where each rank stands when pipelines are replicated and layers are split: replica, stage, slice, neighbours."""
 
+import math
 from dataclasses import dataclass, replace
 from datetime import timedelta
 
@@ -17,15 +18,8 @@ Layout = dict[str, int]  # ranks along each kind of parallelism; what is left ou
 class Grid:
     """A rank's place among `dp` replicas of a pipeline of `pp` stages, each of them split over `tp` ranks.
 
-    Who talks most is next to each other in the order of ranks, so that most messages stay on one machine where they
-    can: the ranks that share each layer, then the stages, which talk once a micro-batch, then the replicas, which talk
-    once a step.
-
-    Attributes:
-        rank: of this process.
-        dp: replicas.
-        pp: stages of each.
-        tp: ranks that hold slices of each stage.
+    Ranks that communicate most are numbered next to each other, so that most messages stay on one machine: the ranks
+    that share each layer, then the stages, which communicate once a micro-batch, then the replicas (once a step).
     """
 
     rank: int
@@ -65,35 +59,25 @@ class Grid:
     def mesh(self) -> DeviceMesh:
         """The ranks as a mesh with the dimensions "dp", "pp" and "tp"; `get_group` gives the group along each.
 
-        Along "dp" are the ranks that hold what this one holds, in all replicas, along "tp" those that share this stage
-        with it. Every rank must call it, after `init_process_group`. The groups have the deadline of `traffic`, which
-        torch's `init_device_mesh` could not give them: it leaves them torch's 30 minutes.
+        Along "dp" are the ranks that hold what this one holds, along "tp" those that share this stage with it. Every
+        rank must call it, after `init_process_group`. The groups have the deadline of `traffic`; torch's
+        `init_device_mesh` would leave them torch's 30 minutes.
 
         Raises:
-            TrafficError: a rank does not come to make the groups.
+            TrafficError: a rank does not join the creation of the groups.
         """
         ranks = torch.arange(self.dp * self.pp * self.tp).view(self.dp, self.pp, self.tp)
         timeout = timedelta(seconds=traffic.timeout_seconds)
-
-        def along(dim: int) -> dist.ProcessGroup:
-            # A rank takes part in making every group, also of those that it is not in.
-            groups = ranks.movedim(dim, -1).flatten(0, 1).tolist()
-            with patient_threads():
-                own, _ = dist.new_subgroups_by_enumeration(groups, timeout=timeout)
-            assert own is not None
-            return own
-
-        with traffic.named("all ranks to make the groups of replicas, stages and slices"):
-            groups = [along(dim) for dim in range(3)]
+        by_dim = [ranks.movedim(dim, -1).flatten(0, 1).tolist() for dim in range(3)]
+        with traffic.named("all ranks to make the groups of replicas, stages and slices"), patient_threads():
+            # A rank takes part in creating every group, also of those that it is not in, and gets its own.
+            groups = [dist.new_subgroups_by_enumeration(of_dim, timeout=timeout)[0] for of_dim in by_dim]
         return DeviceMesh.from_group(groups, "cpu", ranks, mesh_dim_names=("dp", "pp", "tp"))
 
 
 def layout_size(layout: Layout) -> int:
-    """Number of ranks of a layout: the product of its sizes (1 for one process)."""
-    size = 1
-    for ranks in layout.values():
-        size *= ranks
-    return size
+    """Number of ranks of a layout; 1 for one process, whose layout is empty."""
+    return math.prod(layout.values())
 
 
 def layout_flags(layout: Layout) -> str:

@@ -1,4 +1,4 @@
-"""Accounting of what a rank sends."""
+"""Accounting of what a rank sends, and of how long it waits."""
 
 import contextlib
 from collections import Counter
@@ -8,17 +8,11 @@ from dataclasses import dataclass, field
 
 @dataclass
 class Ledger:
-    """What this rank has sent and how long it has waited.
-
-    Attributes:
-        sent_bytes: by kind.
-        messages: number of collectives and messages started, by kind.
-        waited_seconds: time spent in `Transfer.wait`.
-    """
+    """What this rank has sent, by kind, and how long it has waited."""
 
     sent_bytes: Counter[str] = field(default_factory=Counter)
-    messages: Counter[str] = field(default_factory=Counter)
-    waited_seconds: float = 0.0
+    messages: Counter[str] = field(default_factory=Counter)  # messages and collectives started
+    waited_seconds: float = 0.0  # spent in `Transfer.wait`
     _counted_as: str | None = None
 
     def count(self, kind: str, sent_bytes: int) -> None:

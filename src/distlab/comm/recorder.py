@@ -3,27 +3,21 @@
 import contextlib
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 STEP, COMPUTE, WAIT, MESSAGE = "step", "compute", "wait", "message"
 
 
-@dataclass(frozen=True)
-class Event:
-    """Something that a rank did.
+class Event(NamedTuple):
+    """Something that a rank did; times in seconds of the host's clock.
 
-    Attributes:
-        kind: `STEP`, `COMPUTE`, `WAIT`, or `MESSAGE`: a collective from its start, or a receive from its posting, until
-            it is known to be complete.
-        name: "F2", "the gradients of micro-batch 1 from rank 2", …
-        start, end: seconds of the host's clock.
+    A `MESSAGE` is a collective from its start, or a receive from its posting, until it is known to be complete.
     """
 
     kind: str
-    name: str
+    name: str  # "F2", "the gradients of micro-batch 1 from rank 2", …
     start: float
     end: float
 
@@ -33,19 +27,13 @@ class Event:
 
 
 class Recorder:
-    """Collects events while `enabled`; else it costs next to nothing.
-
-    Attributes:
-        events: in the order in which they ended.
-        kept_bytes: (seconds, bytes of activations kept at that time), in order.
-        programs: the pipeline's schedule, where there is one.
-    """
+    """Collects events, in the order in which they ended, while `enabled`; otherwise it costs next to nothing."""
 
     def __init__(self) -> None:
         self.enabled = False
         self.events: list[Event] = []
-        self.kept_bytes: list[tuple[float, int]] = []
-        self.programs: Sequence[Sequence[Any]] | None = None
+        self.kept_bytes: list[tuple[float, int]] = []  # (seconds, bytes of activations kept at that time)
+        self.programs: Sequence[Sequence[Any]] | None = None  # of the pipeline's schedule, if there is one
         self._to_clock = time.time() - time.perf_counter()  # ranks of one host share this clock
 
     @contextlib.contextmanager
@@ -68,8 +56,7 @@ class Recorder:
             self.kept_bytes.append((time.perf_counter() + self._to_clock, kept_bytes))
 
     def as_json(self) -> dict[str, Any]:
-        """Everything recorded, as plain values."""
-        return {"events": [[e.kind, e.name, e.start, e.end] for e in self.events], "kept_bytes": self.kept_bytes}
+        return {"events": self.events, "kept_bytes": self.kept_bytes}
 
 
 recorder = Recorder()

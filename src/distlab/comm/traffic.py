@@ -9,7 +9,7 @@ workstations", 2009).
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 
 import torch.distributed as dist
@@ -17,31 +17,30 @@ from torch import Tensor
 from torch.distributed import ReduceOp
 
 from distlab.comm.endpoint import CountingEndpoint, Endpoint, members, process_group, rank, world_size
-from distlab.comm.ledger import Ledger
-from distlab.comm.transfer import Background, Transfer, host_buffer, staged
+from distlab.comm.transfer import Transfer, host_buffer, staged
 from distlab.comm.waits import NamedWaits, TrafficError, Wait, group_key
 
 __all__ = ["Traffic", "TrafficError", "Transfer", "traffic"]
 
 Group = dist.ProcessGroup | None  # None: all ranks
 Op = ReduceOp.RedOpType
-AllReduce = Callable[[Tensor, Op, Endpoint], None]  # one made by hand
+AllReduce = Callable[[Tensor, Op, Endpoint], None]  # one written by hand
 
 
 class Traffic(NamedWaits):
     """Messages and collectives with a ledger, names and deadlines, over `torch.distributed`'s process group.
 
-    Without a process group, or in a world of one, there is nobody to talk to: every collective is complete at once and
-    counts nothing.
+    `what` names what is sent in a failed wait's message, e.g. "the gradients of bucket 2"; `kind` is the ledger's
+    column. All tensors are contiguous; none of a call's may change before `Transfer.wait` has returned.
+
+    Without a process group, or in a world of one, every collective is complete at once and counts nothing.
 
     Attributes:
-        ledger: what has been sent so far.
         begun: how many collectives this rank has begun, by their ranks ("0,1,2").
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self.ledger = Ledger()
         self.begun: Counter[str] = Counter()
         self._thread: ThreadPoolExecutor | None = None
 
@@ -55,14 +54,9 @@ class Traffic(NamedWaits):
         group: Group = None,
         by_hand: AllReduce | None = None,
     ) -> Transfer:
-        """Start to combine `tensor` (any shape, contiguous, changed in place) over all ranks; by default, average it.
+        """Start to combine `tensor` (any shape, changed in place) over all ranks; by default, average it.
 
         Args:
-            tensor: this rank's part; the result on every rank after `Transfer.wait`.
-            what: name for a wait's error message, e.g. "the gradients of bucket 2".
-            kind: the ledger's column.
-            op: how to combine.
-            group: the ranks that take part; by default, all.
             by_hand: one of `distlab.collectives.ALL_REDUCES`, over all ranks, instead of the library's; the ledger then
                 has the bytes that it really sends from this rank.
         """
@@ -70,26 +64,22 @@ class Traffic(NamedWaits):
         if len(ranks) == 1:
             return self._complete(tensor, what)
         carried = staged(tensor)
-        if by_hand is not None:
-            if group is not None:
-                raise ValueError("the collectives by hand are for all ranks, not for a group of them")
+        if by_hand is None:
+            self.ledger.count(kind, 2 * (len(ranks) - 1) * tensor.nbytes // len(ranks))
+            begin = partial(dist.all_reduce, carried, op=op, group=group, async_op=True)
+            return self._start(self._collective(what, ranks), begin, tensor, carried)
+        if group is not None:
+            raise ValueError("the collectives by hand are for all ranks, not for a group of them")
 
-            def combine(endpoint: Endpoint) -> None:
-                by_hand(carried, ReduceOp.SUM if op == ReduceOp.AVG else op, endpoint)
-                if op == ReduceOp.AVG:
-                    carried.div_(len(ranks))
+        def combine(endpoint: Endpoint) -> None:
+            by_hand(carried, ReduceOp.SUM if op == ReduceOp.AVG else op, endpoint)
+            if op == ReduceOp.AVG:
+                carried.div_(len(ranks))
 
-            work = self._in_background(combine, kind)
-            return Transfer(self, self.ledger, self._collective(what, ranks), work, tensor, carried)
-        self.ledger.count(kind, 2 * (len(ranks) - 1) * tensor.nbytes // len(ranks))
-        begin = partial(dist.all_reduce, carried, op=op, group=group, async_op=True)
-        return self._start(self._collective(what, ranks), begin, tensor, carried)
+        return self._start(self._collective(what, ranks), partial(self._in_thread, combine, kind), tensor, carried)
 
     def all_gather(self, parts: Tensor, own: Tensor, what: str, *, kind: str, group: Group = None) -> Transfer:
-        """Start to collect every rank's `own` (any shape, contiguous) in `parts` (ranks, *own.shape), contiguous.
-
-        Until `Transfer.wait` has returned neither may change.
-        """
+        """Start to collect every rank's `own` (any shape) in `parts` (ranks, *own.shape)."""
 
         def begin(into: Tensor, carried: Tensor) -> dist.Work | None:
             return dist.all_gather(list(into.unbind()), carried, group=group, async_op=True)
@@ -97,10 +87,7 @@ class Traffic(NamedWaits):
         return self._around_ring(parts, own, begin, what, kind, group)
 
     def reduce_scatter(self, own: Tensor, parts: Tensor, what: str, *, kind: str, group: Group = None) -> Transfer:
-        """Start to add up all ranks' `parts` (ranks, *own.shape), contiguous; a group's r-th rank gets row r in `own`.
-
-        Until `Transfer.wait` has returned neither may change.
-        """
+        """Start to add up all ranks' `parts` (ranks, *own.shape); a group's r-th rank gets row r in `own`."""
 
         def begin(into: Tensor, carried: Tensor) -> dist.Work | None:
             return dist.reduce_scatter(into, list(carried.unbind()), group=group, async_op=True)
@@ -108,7 +95,7 @@ class Traffic(NamedWaits):
         return self._around_ring(own, parts, begin, what, kind, group)
 
     def broadcast(self, tensor: Tensor, what: str, *, kind: str, src: int = 0) -> Transfer:
-        """Start to copy rank `src`'s `tensor` (any shape, contiguous) into every rank's."""
+        """Start to copy rank `src`'s `tensor` (any shape) into every rank's."""
         if world_size() == 1:
             return self._complete(tensor, what)
         self.ledger.count(kind, tensor.nbytes if rank() == src else 0)
@@ -117,26 +104,20 @@ class Traffic(NamedWaits):
         return self._start(wait, partial(dist.broadcast, carried, src=src, async_op=True), tensor, carried)
 
     def send(self, tensor: Tensor, what: str, *, to: int, kind: str, group: Group = None) -> Transfer:
-        """Start to send `tensor` (any shape, contiguous) to another rank.
+        """Start to send `tensor` (any shape) to another rank. Messages between two ranks arrive in order.
 
-        Until `Transfer.wait` has returned the tensor must not change, and the transfer must not be dropped: gloo then
-        drops the message. Messages between two ranks arrive in the order in which they were sent.
+        The transfer must not be dropped before its `wait` has returned: gloo then drops the message.
 
         Args:
-            tensor: what to send.
-            what: name for a wait's error message, e.g. "the activations of micro-batch 2".
-            to: the rank that receives it.
-            kind: the ledger's column.
             group: the channel; NCCL carries out one channel's messages in turn, in both directions together.
         """
         self.ledger.count(kind, tensor.nbytes)
         carried = staged(tensor)
-        return self._start(
-            Wait(what, "send", (to,)), partial(dist.isend, carried, dst=to, group=group), carried, carried
-        )
+        begin = partial(dist.isend, carried, dst=to, group=group)
+        return self._start(Wait(what, "send", (to,)), begin, carried, carried)
 
     def receive(self, tensor: Tensor, what: str, *, source: int, group: Group = None) -> Transfer:
-        """Start to receive into `tensor` (any shape, contiguous) what rank `source` sends next in `group`."""
+        """Start to receive into `tensor` (any shape) what rank `source` sends next in `group`."""
         carried = host_buffer(tensor)
         begin = partial(dist.irecv, carried, src=source, group=group)
         return self._start(Wait(what, "receive", (source,)), begin, tensor, carried)
@@ -150,10 +131,7 @@ class Traffic(NamedWaits):
         kind: str,
         group: Group,
     ) -> Transfer:
-        """Start a collective in which a part for, or of, each other rank goes around a ring.
-
-        One of `tensor`, which it takes, and `result`, which it fills, is such a part; the other has one of each rank.
-        """
+        """Start a collective that takes `tensor` and fills `result`; one has a part, the other a part for each rank."""
         ranks = members(group)
         if len(ranks) == 1:
             return self._complete(result.copy_(tensor.view_as(result)), what)
@@ -167,15 +145,17 @@ class Traffic(NamedWaits):
         self.begun[key] += 1
         return Wait(what, "collective", tuple(r for r in ranks if r != rank()), self.begun[key] - 1)
 
-    def _start(self, wait: Wait, begin: Callable[[], dist.Work | None], tensor: Tensor, carried: Tensor) -> Transfer:
+    def _start(
+        self, wait: Wait, begin: Callable[[], dist.Work | Future[None] | None], tensor: Tensor, carried: Tensor
+    ) -> Transfer:
         with self.named(wait):
-            return Transfer(self, self.ledger, wait, begin(), tensor, carried)
+            return Transfer(self, wait, begin(), tensor, carried)
 
     def _complete(self, tensor: Tensor, what: str) -> Transfer:
         """The transfer of a collective without other ranks."""
-        return Transfer(self, self.ledger, Wait(what, "collective"), None, tensor, tensor)
+        return Transfer(self, Wait(what, "collective"), None, tensor, tensor)
 
-    def _in_background(self, collective: Callable[[Endpoint], None], kind: str) -> Background:
+    def _in_thread(self, collective: Callable[[Endpoint], None], kind: str) -> Future[None]:
         """Run a collective made of sends and receives in a thread, after those started before it."""
         endpoint = CountingEndpoint(process_group())
 
@@ -183,9 +163,8 @@ class Traffic(NamedWaits):
             collective(endpoint)
             self.ledger.count(kind, endpoint.sent_bytes)
 
-        if self._thread is None:
-            self._thread = ThreadPoolExecutor(1)
-        return Background(self._thread.submit(run))
+        self._thread = self._thread or ThreadPoolExecutor(1)
+        return self._thread.submit(run)
 
 
 traffic = Traffic()

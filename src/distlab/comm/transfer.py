@@ -1,4 +1,4 @@
-"""A message or collective under way, and the host memory that carries a CUDA tensor where the backend is gloo."""
+"""A message or collective in progress, and the host memory that carries a CUDA tensor where the backend is gloo."""
 
 import time
 from concurrent.futures import Future
@@ -8,69 +8,50 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from distlab.comm.ledger import Ledger
 from distlab.comm.recorder import MESSAGE, WAIT, recorder
 from distlab.comm.waits import NamedWaits, Wait
 
 
-class Background:
-    """A collective by hand that runs in a thread, with the part of `dist.Work` that a `Transfer` needs.
-
-    It ends by itself when a rank does not answer: each of its messages has the process group's deadline.
-    """
-
-    def __init__(self, ended: Future[None]) -> None:
-        self._ended = ended
-
-    def wait(self, _: timedelta) -> None:
-        self._ended.result()
-
-
 class Transfer:
-    """A message or collective under way. The tensor is the caller's again after `wait`.
+    """A message or collective in progress. The tensor is the caller's again after `wait`.
 
     Args:
-        waits: names the wait, and has its deadline.
-        ledger: counts the seconds of the wait.
+        waits: names the wait, and has its deadline and the ledger.
         wait: what is waited for.
-        work: what torch has under way; None if there is nothing to wait for.
+        work: torch's handle, or the thread of a collective written by hand; None if there is nothing to wait for.
         tensor: the caller's.
         carried: what `work` sends or fills: `tensor` itself or its `host_buffer`.
     """
 
     def __init__(
-        self,
-        waits: NamedWaits,
-        ledger: Ledger,
-        wait: Wait,
-        work: dist.Work | Background | None,
-        tensor: Tensor,
-        carried: Tensor,
+        self, waits: NamedWaits, wait: Wait, work: dist.Work | Future[None] | None, tensor: Tensor, carried: Tensor
     ) -> None:
-        self._waits, self._ledger, self._work, self._tensor, self._carried = waits, ledger, work, tensor, carried
-        self.waits_for = wait
+        self._waits, self._wait, self._work, self._tensor, self._carried = waits, wait, work, tensor, carried
         self._started = time.perf_counter()
 
     def wait(self) -> None:
         """Return when the tensor holds the result, or has been sent.
 
         Raises:
-            TrafficError: "rank 1 waited 120 s for …", after `Traffic.timeout_seconds` or when a peer has gone.
+            TrafficError: "rank 1 waited 120 s for …", after `Traffic.timeout_seconds` or when a peer has exited.
         """
         if self._work is None:
             return
         started = time.perf_counter()
         try:
-            with self._waits.named(self.waits_for):
-                self._work.wait(timedelta(seconds=self._waits.timeout_seconds))
+            with self._waits.named(self._wait):
+                if isinstance(self._work, Future):
+                    self._work.result()  # each of its messages has the process group's deadline
+                else:
+                    self._work.wait(timedelta(seconds=self._waits.timeout_seconds))
         finally:
-            self._ledger.waited_seconds += time.perf_counter() - started
+            self._waits.ledger.waited_seconds += time.perf_counter() - started
         if self._carried is not self._tensor:
             self._tensor.copy_(self._carried, non_blocking=True)
         if recorder.enabled:
-            name = self.waits_for.sentence(self._waits.describe)
+            name = self._wait.sentence(self._waits.describe)
             recorder.add(WAIT, name, started)
-            if self.waits_for.way != "send":  # whose completion tells nothing of its arrival
+            if self._wait.way != "send":  # whose completion does not show that it has arrived
                 recorder.add(MESSAGE, name, self._started)
         self._work = None
 
@@ -84,9 +65,9 @@ class Transfer:
         def finish(ended: "torch.futures.Future[object]") -> Tensor:
             ended.value()  # raises if it has failed; then it remains among the library's waits
             self._waits.library_waits.pop(id(self), None)
-            name = self.waits_for.sentence(self._waits.describe)
+            name = self._wait.sentence(self._waits.describe)
             if is_waited_for:
-                self._ledger.waited_seconds += time.perf_counter() - self._started
+                self._waits.ledger.waited_seconds += time.perf_counter() - self._started
                 recorder.add(WAIT, name, self._started)
             recorder.add(MESSAGE, name, self._started)
             return self._tensor if self._carried is self._tensor else self._tensor.copy_(self._carried)
@@ -95,8 +76,8 @@ class Transfer:
             done: torch.futures.Future[Tensor] = torch.futures.Future()
             done.set_result(self._tensor)
             return done
-        assert not isinstance(self._work, Background), "what is made by hand is waited for with wait()"
-        self._waits.library_waits[id(self)] = (self.waits_for, self._started)
+        assert not isinstance(self._work, Future), "a collective written by hand is waited for with wait()"
+        self._waits.library_waits[id(self)] = (self._wait, self._started)
         return self._work.get_future().then(finish)
 
 

@@ -8,26 +8,20 @@ from dataclasses import dataclass
 from typing import Literal
 
 from distlab.comm.endpoint import rank, world_size
+from distlab.comm.ledger import Ledger
 
 
 @dataclass(frozen=True)
 class Wait:
-    """What a rank waits for.
+    """What a rank waits for."""
 
-    Attributes:
-        what: e.g. "the activations of micro-batch 2".
-        way: what the rank does; "other" where only the name is known.
-        peers: the other ranks that have to do their part.
-        number: of a collective, counted from 0 among those of its ranks.
-    """
-
-    what: str
-    way: Literal["send", "receive", "collective", "other"]
-    peers: tuple[int, ...] = ()
-    number: int = 0
+    what: str  # e.g. "the activations of micro-batch 2"
+    way: Literal["send", "receive", "collective", "other"]  # "other" where only the name is known
+    peers: tuple[int, ...] = ()  # the other ranks that have to do their part
+    number: int = 0  # of a collective, counted from 0 among those of its ranks
 
     def sentence(self, describe: Callable[[int], str]) -> str:
-        """ "the gradients from ranks 0 and 2", "rank 1 (stage 1) to take the activations": what one waits for."""
+        """ "the gradients from ranks 0 and 2", "rank 1 (stage 1) to take the activations"."""
         if self.way == "send":
             return f"{describe(self.peers[0])} to take {self.what}"
         if self.way == "receive":
@@ -36,39 +30,29 @@ class Wait:
 
 
 class TrafficError(RuntimeError):
-    """A wait for other ranks that failed.
-
-    Attributes:
-        lost_a_peer: they ended; otherwise they did not answer within the deadline.
-        wait: what was waited for; None if unknown.
-    """
+    """A wait for other ranks that failed; `wait` is None if it is not known which."""
 
     def __init__(self, sentence: str, cause: Exception, wait: Wait | None = None) -> None:
         super().__init__(sentence)
-        self.lost_a_peer = is_lost_peer(cause)
+        self.lost_a_peer = is_lost_peer(cause)  # otherwise it did not answer within the deadline
         self.wait = wait
 
 
 class NamedWaits:
-    """This rank's waits for others, each with a name and a deadline.
-
-    Attributes:
-        timeout_seconds: the deadline of every wait.
-        describe: what a rank is called in messages, e.g. "rank 4 (stage 1 of replica 1)".
-        library_waits: waits inside a library, each with the time when it began, oldest first.
-    """
+    """This rank's waits for others, each with a name and a deadline, and the ledger that counts their seconds."""
 
     def __init__(self) -> None:
+        self.ledger = Ledger()
         self.timeout_seconds = 120.0
-        self.describe: Callable[[int], str] = "rank {}".format
-        self.library_waits: dict[int, tuple[Wait, float]] = {}
+        self.describe: Callable[[int], str] = "rank {}".format  # as in "rank 4 (stage 1 of replica 1)"
+        self.library_waits: dict[int, tuple[Wait, float]] = {}  # with the time when each began, oldest first
         self._waiting: tuple[Wait, float] | None = None
 
     @contextlib.contextmanager
     def named(self, name: str | Wait) -> Iterator[None]:
         """Turn a failed wait inside into a `TrafficError` that says who waited how long for `name`.
 
-        Meanwhile `waits_for` returns it. An error that is not about other ranks passes unchanged.
+        Until then `waits_for` returns it. An error that is not about other ranks passes unchanged.
         """
         others = tuple(other for other in range(world_size()) if other != rank())
         wait = name if isinstance(name, Wait) else Wait(name, "other", others)
@@ -77,7 +61,7 @@ class NamedWaits:
         try:
             yield
         except TrafficError:
-            raise  # of a wait inside this one, which knows more
+            raise  # from a wait inside this one, which knows more
         except RuntimeError as error:
             if is_lost_peer(error) or is_timeout(error):
                 raise self._failed(wait, started, error) from error
@@ -131,12 +115,11 @@ def reason(error: Exception) -> str:
 
 
 def is_timeout(error: Exception) -> bool:
-    """Whether an error says that a wait took longer than its deadline."""
     return re.search(r"timed? ?out", str(error), re.IGNORECASE) is not None
 
 
 def is_lost_peer(error: Exception) -> bool:
-    """Whether an error says that another rank is gone."""
+    """Whether an error says that another rank has exited or cannot be reached."""
     signs = (
         r"closed by peer|reset by peer|broken pipe|socket closed|connection.*(closed|refused)|no route to host|"
         r"unreachable|ncclRemoteError|remote process"
