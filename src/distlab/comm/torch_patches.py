@@ -1,7 +1,6 @@
 """Everything in torch that the lab changes or overrides without a public interface for it.
 
-Tried with torch 2.13.0. tests/distlab/comm/test_torch_patches.py fails when a release of torch changes what is relied
-on here.
+Tested with torch 2.13.0; tests/distlab/comm/test_torch_patches.py fails when a release changes what is relied on here.
 """
 
 import contextlib
@@ -22,7 +21,7 @@ from torch.optim import Optimizer
 
 
 def silence_torch_warnings() -> None:
-    """Keep torch's C++ code from printing a trace where a connection is lost, which the lab's own sentence reports.
+    """Keep torch's C++ code from printing a trace when a connection is lost, which the lab's own sentence reports.
 
     `TORCH_CPP_LOG_LEVEL=ERROR` does the same, but torch reads it while it is imported, before a script can set it. A
     level that the user has set is kept.
@@ -46,9 +45,9 @@ def cpp_log_level() -> ctypes.c_int:
 def without_compiler(kind: type[Optimizer]) -> type[Optimizer]:
     """An optimizer class that does not import torch's compiler, which takes longer than the first training steps.
 
-    torch imports it at an optimizer's first use, only to exempt the optimizer from compilation. So the methods are
-    marked as exempt already, and `step` is the plain one under `no_grad`. Where a release of torch does this in
-    another way, the import happens and nothing else changes.
+    torch imports it at an optimizer's first use, only to exempt the optimizer from compilation. Here the methods are
+    already marked as exempt, and `step` is the plain one under `no_grad`. If a release of torch does this in another
+    way, the import happens and nothing else changes.
     """
     for method in (Optimizer.add_param_group, Optimizer.zero_grad):
         plain = getattr(method, "__wrapped__", None)
@@ -59,7 +58,7 @@ def without_compiler(kind: type[Optimizer]) -> type[Optimizer]:
 
 
 class Rounds(Protocol):
-    """What `Agent` asks of its rendezvous, besides what torchrun's own does; see `distlab.rendezvous.nodes`."""
+    """What `Agent` asks of its rendezvous besides torchrun's interface; see `distlab.rendezvous.nodes`."""
 
     ranks_of: Sequence[int]  # how many ranks each machine has, by node rank
 
@@ -72,15 +71,15 @@ class Rounds(Protocol):
 
 
 class Agent(LocalElasticAgent):
-    """torchrun's agent, with restarts and failures that several machines share, and an end in seconds.
+    """torchrun's agent, with restarts and failures that several machines share, and an end within seconds.
 
     - torchrun counts the failures of its own machine. Here the rendezvous counts the starts of all ranks, so that all
       machines and all ranks (TORCHELASTIC_RESTART_COUNT) have the same number.
     - A failure whose error file says `recurs_on_restart` is not followed by a restart.
-    - A failure on another machine ends the ranks here; and ranks that have finished are started again if one of another
-      machine fails after them. torchrun's wait at the end (`_exit_barrier`) neither hears of it nor restarts.
-    - No call to the store may wait without end, as torchrun's do to number the ranks and at the end.
-    - Ranks get `seconds_to_end` before SIGKILL, wherever they are ended; in two places torchrun insists on 30.
+    - A failure on another machine ends the ranks here; ranks that have finished are restarted if one on another machine
+      fails after them. torchrun's wait at the end (`_exit_barrier`) neither notices nor restarts.
+    - No call to the store waits without end, as torchrun's do when it numbers the ranks and at the end.
+    - Ranks get `seconds_to_end` before SIGKILL wherever they are ended; in two places torchrun insists on 30.
     """
 
     def __init__(self, spec: WorkerSpec, log_dir: str, seconds_to_end: int) -> None:

@@ -1,9 +1,8 @@
 """How the ranks of a run find each other, and agree before they train.
 
-Each process of a run may be started by hand, in a terminal of its own. Before they train, all ranks compare the
-settings that they were started with, and rank 0 tells what it decided for all (where the stories come from, where the
-run keeps its files). So a mistake in one terminal ends with a sentence instead of a run that hangs or trains
-something else.
+Each process of a run may be started by hand, in a terminal of its own. Before they train, all ranks compare their
+settings, and rank 0 tells the others what it decided for all (where the stories come from, where the run keeps its
+files). So a mistake in one terminal ends with a sentence instead of a run that hangs or trains something else.
 """
 
 import contextlib
@@ -16,9 +15,9 @@ from typing import Any
 import torch.distributed as dist
 
 from distlab.rendezvous.store import Say, SharedStore, StoreError, open_bound_store
-from simplellm.errors import InputError
+from simplellm.errors import InputError, require
 
-SECONDS_FOR_READERS = 5.0  # that rank 0, with whose process the store ends, waits for others to read why it ends
+SECONDS_FOR_READERS = 5.0  # that rank 0, whose process holds the store, waits for others to read why it ends
 
 
 def open_store(rank: int, address: str, port: int, timeout_seconds: float, say: Say) -> dist.Store:
@@ -26,9 +25,8 @@ def open_store(rank: int, address: str, port: int, timeout_seconds: float, say: 
 
     Raises:
         InputError: the port is in use, or rank 0 does not listen within the timeout.
-        StoreError: it listens, and does not answer, or ends.
+        StoreError: rank 0 listens but does not answer, or ends.
     """
-    shared = ranks_store(timeout_seconds, say)
 
     def connect() -> dist.Store:
         try:
@@ -37,6 +35,7 @@ def open_store(rank: int, address: str, port: int, timeout_seconds: float, say: 
             where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
             raise InputError(f"no rendezvous of the ranks at {where}: {error}".splitlines()[0]) from error
 
+    shared = ranks_store(timeout_seconds, say)
     if started_by_torchrun():
         return shared.ask(connect)
     if rank == 0:
@@ -50,12 +49,12 @@ def ranks_store(timeout_seconds: float, say: Say = print, store: dist.Store | No
 
 
 def started_by_torchrun() -> bool:
-    """True in a process that torchrun (or launch.sh) started: its environment tells rank, world size and address."""
+    """Whether torchrun (or launch.sh) started this process; if so, its environment has rank, world size and address."""
     return "TORCHELASTIC_RUN_ID" in os.environ
 
 
 def is_store_in_launcher() -> bool:
-    """True if torchrun's agent holds the ranks' store, else rank 0 does."""
+    """Whether torchrun's agent holds the ranks' store; otherwise rank 0 does."""
     return started_by_torchrun() and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
@@ -73,20 +72,19 @@ def agree(
     Raises:
         InputError: two processes have the same rank, a rank was started with other settings, or one did not join
             within the timeout. All ranks raise it.
-        StoreError: who holds the store has ended, or does not answer.
+        StoreError: the process that holds the store has ended, or does not answer.
     """
     shared = ranks_store(timeout_seconds, say, store)
-    if shared.add(f"seat/{rank}") > 1:
-        raise InputError(
-            f"rank {rank} is taken: another process joined this run with it, and may have ended since; give each rank "
-            "one process, and after a failure start all ranks again"
-        )
+    require(
+        shared.add(f"seat/{rank}") == 1,
+        f"rank {rank} is taken: another process joined this run with it, and may have ended since; give each rank one "
+        "process, and after a failure start all ranks again",
+    )
     shared.set(f"settings/{rank}", json.dumps(settings))
     if rank > 0:
         try:
-            what = "rank 0 to confirm that all have joined"
-            verdict = json.loads(shared.wait("verdict", what))
-        finally:  # also where this rank ends without it: rank 0 need not wait for it
+            verdict = json.loads(shared.wait("verdict", "rank 0 to confirm that all have joined"))
+        finally:  # also if the wait has failed: rank 0 need not wait for this rank
             with contextlib.suppress(StoreError):
                 shared.set(f"heard/{rank}")
         _compare(verdict["settings"], settings, rank)
@@ -94,8 +92,7 @@ def agree(
         verdict = {"settings": settings}
         try:
             for other in range(1, size):
-                answer = shared.wait(f"settings/{other}", f"rank {other} to join")
-                _compare(settings, json.loads(answer), other)
+                _compare(settings, json.loads(shared.wait(f"settings/{other}", f"rank {other} to join")), other)
             verdict["decided"] = decide()
         except InputError as error:
             verdict["error"] = str(error)
@@ -109,20 +106,13 @@ def agree(
 
 
 def publish_host(store: dist.Store, rank: int, host: str) -> None:
-    """Tell rank 0 on which host this rank is; before they agree."""
+    """Tell rank 0 which host this rank is on; before `agree`."""
     seconds = store.timeout.total_seconds()  # type: ignore[attr-defined]  # torch's annotations lack it
     ranks_store(seconds, store=store).set(f"host/{rank}", host)
 
 
 def say_hosts(store: dist.Store, size: int, tp: int, say: Say) -> None:
-    """Say which ranks are on which host, where they are on several; after they have agreed.
-
-    Args:
-        store: of the ranks.
-        size: number of ranks.
-        tp: that many ranks in a row share a stage.
-        say: prints a remark.
-    """
+    """If the ranks are on several hosts, say which are where; after `agree`. `tp` ranks in a row share a stage."""
     hosts = [store.get(f"host/{rank}").decode() for rank in range(size)]
     if len(set(hosts)) == 1:
         return
@@ -138,10 +128,10 @@ def say_hosts(store: dist.Store, size: int, tp: int, say: Say) -> None:
 
 
 def _compare(rank_0: dict[str, Any], other: dict[str, Any], rank: int) -> None:
-    """Raise `InputError` that names the first setting in which a rank's settings differ from rank 0's."""
-    for name in {**rank_0, **other}:
-        if rank_0.get(name) != other.get(name):
-            raise InputError(
-                f"{name}: rank 0 was started with {rank_0.get(name)}, rank {rank} with "
-                f"{other.get(name)}; start all ranks with the same flags"
-            )
+    """Raise `InputError` that names the first setting in which a rank differs from rank 0."""
+    for name in rank_0 | other:
+        ours, theirs = rank_0.get(name), other.get(name)
+        sentence = (
+            f"{name}: rank 0 was started with {ours}, rank {rank} with {theirs}; start all ranks with the same flags"
+        )
+        require(ours == theirs, sentence)

@@ -1,12 +1,13 @@
 """The key-value store through which ranks, or launchers, find each other: torch's, listening at one address alone.
 
-One process holds it, and may be stopped or gone at any moment. torch's own calls then wait without end, since the
-kernel accepts connections for a stopped process, too, and no signal interrupts them. The calls here all end.
+The process that holds it may stop or end at any moment. torch's own calls then wait without end, since the kernel
+accepts connections for a stopped process, too, and no signal interrupts them. The calls here all end.
 """
 
 import contextlib
 import errno
 import ipaddress
+import os
 import socket
 import time
 from collections.abc import Callable, Sequence
@@ -21,7 +22,7 @@ from simplellm.errors import InputError
 
 Say = Callable[[str], None]
 ResultT = TypeVar("ResultT")
-SECONDS_OF_A_START = 5.0  # within which others usually join; after that one says for whom one waits
+SECONDS_OF_A_START = 5.0  # within which others usually join; after that, say who is missing
 
 
 class StoreError(TrafficError):
@@ -31,14 +32,14 @@ class StoreError(TrafficError):
 class SharedStore:
     """A store that another process may hold: no call waits for it without end.
 
-    After a first `StoreError` every call raises it again, at once.
+    Every call may raise `StoreError`; after the first one, each call raises it again, at once.
 
     Args:
         holder: what messages call that process, e.g. "rank 0".
         timeout_seconds: how long to wait for what others do (`find`, `wait`); --timeout.
         say: prints a remark.
         silence_seconds: how long the holder may take to answer; `timeout_seconds` by default.
-        store: torch's; without it, `find` comes first.
+        store: torch's; without it, call `find` first.
     """
 
     def __init__(
@@ -50,7 +51,8 @@ class SharedStore:
         store: dist.Store | None = None,
     ) -> None:
         self._holder, self._timeout_seconds, self._say = holder, timeout_seconds, say
-        self._silence_seconds = silence_seconds
+        self._silence_seconds = silence_seconds or timeout_seconds
+        self._limit = "" if silence_seconds else ", which --timeout sets"
         self._lost: StoreError | None = None
         if store is not None:
             self.store = store
@@ -58,16 +60,11 @@ class SharedStore:
     def ask(
         self, call: Callable[[], ResultT], what: str = "its answer", meanwhile: Callable[[], object] = lambda: None
     ) -> ResultT:
-        """What a call to the store returns; `what` this process waits for; for the rest `within`.
-
-        Raises:
-            StoreError: the holder has ended, or has not answered.
-        """
+        """What `call()`, a call to the store, returns; messages name `what`; `meanwhile` is that of `within`."""
         if self._lost is not None:
             raise self._lost
-        seconds = self._timeout_seconds if self._silence_seconds is None else self._silence_seconds
         try:
-            answer = within(seconds, lambda: (call(),), meanwhile)
+            answer = within(self._silence_seconds, lambda: (call(),), meanwhile)
         except (dist.DistError, ConnectionRefusedError) as error:
             sentence = f"{self._holder} ended while this process waited for {what}: see its last line"
             self._lost = StoreError(sentence, error)
@@ -75,8 +72,8 @@ class SharedStore:
             raise self._lost from error
         if answer is None:
             sentence = f"{self._holder} does not answer: it is stopped, or its machine or network is gone"
-            limit = ", which --timeout sets" if self._silence_seconds is None else ""
-            self._lost = StoreError(f"{sentence}; waited {seconds:g} s{limit}", TimeoutError())
+            sentence += f"; waited {self._silence_seconds:g} s{self._limit}"
+            self._lost = StoreError(sentence, TimeoutError())
             raise self._lost
         return answer[0]
 
@@ -84,20 +81,17 @@ class SharedStore:
         """Connect to the store that its holder opens, or has opened, at an address.
 
         Raises:
-            InputError: nobody listens there in time, or what does is no store.
-            StoreError: the holder ended meanwhile, or does not answer.
+            InputError: nobody listens there in time, or what listens is not a store.
         """
         where, timeout = f"{address}:{port}", self._timeout_seconds
 
         def connect() -> dist.Store:
             try:
-                return dist.TCPStore(
-                    address, port, is_master=False, timeout=timedelta(seconds=timeout), wait_for_workers=False
-                )
+                return dist.TCPStore(address, port, timeout=timedelta(seconds=timeout))
             except dist.DistError as error:
                 raise InputError(f"--master-port {port}: what listens at {where} is not {self._holder}") from error
 
-        def check_that_it_listens() -> None:  # where nobody does any more, torch would try again and again
+        def check_that_it_listens() -> None:  # where nobody does any more, torch would retry until its timeout
             if not listens(address, port, unless_refused=True):
                 raise ConnectionRefusedError
 
@@ -114,15 +108,15 @@ class SharedStore:
         self.ask(lambda: self.store.set(key, value))
 
     def add(self, key: str) -> int:
-        """Count a key up, and return the count: 1 for the first who does so."""
+        """Increment a key's count, and return it: 1 for the first process that does so."""
         return self.ask(lambda: self.store.add(key, 1))
 
     def has(self, *keys: str, what: str = "its answer") -> bool:
-        """Whether all these keys are set."""
+        """Whether all keys are set."""
         return not keys or self.ask(lambda: self.store.check(list(keys)), what)
 
     def read(self, *keys: str) -> dict[str, str]:
-        """The values of those of the keys that are set."""
+        """The values of the keys that are set."""
         store = self.store
         return self.ask(lambda: {key: store.get(key).decode() for key in keys if store.check([key])}) if keys else {}
 
@@ -133,17 +127,13 @@ class SharedStore:
         hint: str = "is it running? --timeout sets how long",
         check: Callable[[], None] = lambda: None,
     ) -> str:
-        """The value of a key once it is set; says for what it waits when that takes longer than a start usually does.
+        """The value of a key once it is set; says what it waits for when that takes longer than a start usually does.
 
         Args:
             key: to wait for.
-            what: it stands for, e.g. "rank 2 to join".
-            hint: what to look at when time is up.
-            check: raises what ends the wait.
-
-        Raises:
-            InputError: time is up.
-            StoreError: the holder has ended, or does not answer.
+            what: the key stands for, e.g. "rank 2 to join".
+            hint: what to check when the time is up (`InputError`).
+            check: called while waiting; what it raises ends the wait.
         """
 
         def is_set() -> bool:
@@ -158,53 +148,40 @@ class SharedStore:
         return self.read(key)[key]
 
     def keep_open(self, keys: Sequence[str], seconds: float) -> None:
-        """Return when all keys are set, or some seconds later. For the holder, which others still have to ask."""
+        """Wait some seconds for all keys to be set. For the holder, while others still have to read."""
         with contextlib.suppress(StoreError):
             wait_until(lambda: self.has(*keys), seconds)
 
 
 def open_bound_store(address: str, port: int, timeout_seconds: float) -> tuple[dist.Store, int]:
-    """A store that this process holds, and its port (0 asks for a free one); torch's own listens at all addresses.
-
-    Raises:
-        InputError: it cannot listen at that address of this machine.
-    """
+    """A store that this process holds, and its port; as `listen_at`, where torch's own listens at all addresses."""
     listener = listen_at(address, port)
-    port = listener.getsockname()[1]
-    timeout = timedelta(seconds=timeout_seconds)
-    store = dist.TCPStore(
-        address, port, is_master=True, timeout=timeout, wait_for_workers=False, master_listen_fd=listener.detach()
-    )
+    port, timeout = listener.getsockname()[1], timedelta(seconds=timeout_seconds)
+    store = dist.TCPStore(address, port, is_master=True, timeout=timeout, master_listen_fd=listener.detach())
     return store, port
 
 
 def listen_at(address: str, port: int) -> socket.socket:
-    """A socket that listens at one address of this machine.
+    """A socket that listens at one address of this machine; port 0 asks for a free one.
 
     Raises:
         InputError: the port is in use, or the address is not this machine's.
     """
     family, where = resolve(address, port)
-    listener = socket.socket(family, socket.SOCK_STREAM)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
-        listener.bind(where)
-        listener.listen(1024)
+        return socket.create_server(where, family=family, backlog=1024)
     except OSError as error:
-        listener.close()
-        if error.errno == errno.EADDRNOTAVAIL:
-            raise InputError(
-                f"--master-addr {address}: this machine does not have that address, and rank 0 runs where it is"
-            ) from error
-        raise InputError(
-            f"--master-port {port}: cannot listen at {address}:{port} ({error.strerror}); most likely another run uses "
-            "the port: give another one to all"
-        ) from error
-    return listener
+        sentence = f"--master-addr {address}: this machine does not have that address, and rank 0 runs where it is"
+        if error.errno != errno.EADDRNOTAVAIL:
+            sentence = (
+                f"--master-port {port}: cannot listen at {address}:{port} ({os.strerror(error.errno or 0)}); most "
+                "likely another run uses the port: give another one to all"
+            )
+        raise InputError(sentence) from error
 
 
 def listens(address: str, port: int, unless_refused: bool = False) -> bool:
-    """True if somebody does; where the network may have lost a packet, `unless_refused`."""
+    """Whether somebody does; `unless_refused` where it cannot be told, as when the network has lost a packet."""
     try:
         socket.create_connection((address, port), timeout=1).close()
     except OSError as error:
@@ -213,21 +190,13 @@ def listens(address: str, port: int, unless_refused: bool = False) -> bool:
 
 
 def is_loopback(address: str) -> bool:
-    """True for an address that leads back to the machine that asks.
-
-    Raises:
-        InputError: there is no such host.
-    """
+    """Whether an address leads back to this machine; `InputError` if there is no such host."""
     _, (found, *_) = resolve(address, 0)
     return ipaddress.ip_address(str(found).partition("%")[0]).is_loopback
 
 
 def resolve(address: str, port: int) -> tuple[int, tuple[Any, ...]]:
-    """The socket family and the socket's address of a host's name or address.
-
-    Raises:
-        InputError: there is no such host.
-    """
+    """A host's socket family and socket address; `InputError` if there is no such host."""
     try:
         family, _, _, _, where = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
     except (socket.gaierror, UnicodeError) as error:
@@ -236,7 +205,7 @@ def resolve(address: str, port: int) -> tuple[int, tuple[Any, ...]]:
 
 
 def wait_until(condition: Callable[[], bool], seconds: float) -> bool:
-    """Poll, because torch's own waits cannot be interrupted; True as soon as the condition is, False if time is up."""
+    """Poll, because torch's own waits cannot be interrupted; whether the condition came true in time."""
     deadline = time.monotonic() + seconds
     while not condition():
         if time.monotonic() > deadline:
