@@ -14,7 +14,7 @@ from distlab.comm.wait_graph import find_cycle
 from distlab.comm.waits import TrafficError, Wait, list_ranks
 from distlab.launch import root_cause
 from distlab.rendezvous.diagnosis import Diagnosis, Notice, diagnose
-from distlab.run.main import out_of_memory
+from distlab.run.failure import out_of_memory
 from distlab.run.not_finite import find_cause
 
 ALL = {0, 1, 2}
