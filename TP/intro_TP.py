@@ -23,7 +23,8 @@ from distlab.parallel.tensor import Style, bytes_per_layer, check_division, shar
 from distlab.parallel.vocabulary import vocabulary_parallel_loss
 from distlab.run.logs import say
 from distlab.run.main import main
-from distlab.run.settings import TrainSettings, WorldSize
+from distlab.run.settings import WorldSize
+from distlab.run.train_settings import TrainSettings
 from distlab.run.training import TrainingRun
 from simplellm.dataloaders import TinyStories
 from simplellm.errors import InputError

@@ -7,7 +7,7 @@ This is the run that every other chapter repeats on many ranks: the same weights
 """
 
 from distlab.run.main import main
-from distlab.run.settings import TrainSettings
+from distlab.run.train_settings import TrainSettings
 from distlab.run.training import TrainingRun
 from simplellm.dataloaders import TinyStories
 from simplellm.llama import CausalLLama, LLama

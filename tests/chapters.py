@@ -13,7 +13,8 @@ import torch
 from processes import LAB, free_port, run_ranks
 from torch import Tensor, nn
 
-from distlab.run.settings import TrainSettings, parse
+from distlab.run.settings import parse
+from distlab.run.train_settings import TrainSettings
 from distlab.run.training import TrainingRun
 from simplellm.llama import CausalLLama, LLama
 from simplellm.tokenizers import SPTokenizer

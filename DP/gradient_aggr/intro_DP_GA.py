@@ -9,7 +9,7 @@ Each rank takes its own sequences; the mean of the ranks' gradients is that of t
 from distlab.comm.traffic import Transfer, traffic
 from distlab.parallel.data import Bucket, GradientBuckets
 from distlab.run.main import main
-from distlab.run.settings import ByHandSettings
+from distlab.run.train_settings import ByHandSettings
 from distlab.run.training import TrainingRun
 from simplellm.dataloaders import TinyStories
 from simplellm.llama import CausalLLama, LLama

@@ -17,7 +17,8 @@ from distlab.parallel.data import flatten_weights
 from distlab.run.logs import say
 from distlab.run.main import main
 from distlab.run.resume import ResumePolicy
-from distlab.run.settings import DataParallelSettings, require_positive
+from distlab.run.settings import require_positive
+from distlab.run.train_settings import DataParallelSettings
 from distlab.run.training import TrainingRun
 from simplellm.dataloaders import TinyStories
 from simplellm.errors import InputError

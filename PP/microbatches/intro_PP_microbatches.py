@@ -15,7 +15,7 @@ from distlab.pipeline.executor import Pipeline
 from distlab.pipeline.schedules import all_stages
 from distlab.pipeline.stages import build_stage
 from distlab.run.main import main
-from distlab.run.settings import ScheduledPipelineSettings
+from distlab.run.train_settings import ScheduledPipelineSettings
 from distlab.run.training import TrainingRun
 from simplellm.dataloaders import TinyStories
 from simplellm.losses import causalLLMLoss

@@ -30,7 +30,8 @@ from distlab.run.main import main
 from distlab.run.optimizers import build_optimizer
 from distlab.run.resume import ResumePolicy, file_identity
 from distlab.run.run import Run
-from distlab.run.settings import MOST_LAYERS, ResumableSettings, WorldSize, require_positive
+from distlab.run.settings import ResumableSettings, WorldSize, require_positive
+from distlab.run.train_settings import MOST_LAYERS
 from simplellm.errors import InputError
 from simplellm.samplers import BatchSampler
 from simplellm.tokenizers import SHIPPED_MODEL, SPTokenizer

@@ -14,9 +14,9 @@ from distlab.checkpoints.format import PER_RANK_OPTIMIZER_STATE, Checkpoint, lat
 from distlab.checkpoints.saving import restore, save, state_of, supersede
 from distlab.comm.grid import layout_size
 from distlab.run.logs import RunLog, say
-from distlab.run.resume import check_data, per_step, replicas
-from distlab.run.settings import ResumableSettings, as_json
-from simplellm.errors import InputError
+from distlab.run.resume import check_data, per_step
+from distlab.run.settings import ResumableSettings, as_flag, as_json
+from simplellm.errors import require
 
 BatchT = TypeVar("BatchT", covariant=True)
 
@@ -31,59 +31,36 @@ class Batches(Protocol[BatchT]):
 
 @dataclass
 class TrainingState:
-    """What a script hands over with `Run.track`: all that changes while it trains.
+    """What a script hands over with `Run.track`: all that changes while it trains."""
 
-    Attributes:
-        parameters: that this rank holds, by their names in the whole model.
-        model: what a checkpoint's record says of the model.
-        optimizer: of all parameters.
-    """
-
-    parameters: dict[str, nn.Parameter]
-    model: dict[str, Any]
-    optimizer: Optimizer
+    parameters: dict[str, nn.Parameter]  # that this rank holds, by their names in the whole model
+    model: dict[str, Any]  # what a checkpoint's record says of the model
+    optimizer: Optimizer  # of all parameters
 
 
 class Checkpointer:
-    """Restores the checkpoint that a run resumes from, and writes one every `--save-every` steps.
-
-    Args:
-        settings: of the run.
-        out: the run's folder.
-        rank: of this process.
-        decided: what rank 0 decided for all; the checkpoint to resume from and the data's identity are in it.
-
-    Attributes:
-        resumed: the checkpoint that the run resumes from; None for a new run.
-        continues: whether `out` is the folder of the run that wrote it, whose records are then continued.
-        seconds: that writing took.
-    """
+    """Restores the checkpoint that a run resumes from, and writes one every `--save-every` steps."""
 
     def __init__(self, settings: ResumableSettings, out: Path, rank: int, decided: dict[str, Any]) -> None:
         self._settings, self._out, self._rank = settings, out, rank
-        self._data_identity = decided["data_identity"]
-        folder = decided.get("resume")
+        self._data_identity, folder = decided["data_identity"], decided.get("resume")
+        # The checkpoint to resume from, and whether its run's records, in the same folder, are continued.
         self.resumed = None if folder is None else latest_valid(Path(folder), at_a_glance=True)
         self.continues = self.resumed is not None and self.resumed.is_of_run(out)
-        tokenizer = settings.tokenizer_model
-        self._tokenizer = None if tokenizer is None else tokenizer.read_bytes()  # it may lie in a checkpoint that goes
-        self.seconds = 0.0
+        self.first_step = self.resumed.step if self.resumed else 0
+        tokenizer = settings.tokenizer_model  # read now: it may be in a checkpoint that the run will delete
+        self._tokenizer = None if tokenizer is None else tokenizer.read_bytes()
+        self.state: TrainingState | None = None  # until the script has handed it over
+        self.seconds = 0.0  # that writing took
 
-    @property
-    def first_step(self) -> int:
-        """0, or the number of steps that the checkpoint has taken which the run resumes from."""
-        return 0 if self.resumed is None else self.resumed.step
-
-    @property
-    def is_needed(self) -> bool:
-        """Whether the run was asked to save or to resume."""
-        return bool(self._settings.save_every) or self.resumed is not None
-
-    def restore(self, state: TrainingState, batches: Batches[Any]) -> int:
-        """Take on the checkpoint's state; returns how many tokens, inputs, … its steps took, 0 for a new run."""
-        if self.resumed is None:
+    def restore(self, batches: Batches[Any]) -> int:
+        """Load the checkpoint's state; returns how many tokens, inputs, … its steps took, 0 for a new run."""
+        is_needed = self._settings.save_every or self.resumed
+        sentence = "--save-every and --resume need a script that calls run.track before its first step"
+        require(not is_needed or self.state is not None, sentence)
+        if self.resumed is None or self.state is None:
             return 0
-        restore(self.resumed, state.parameters, state.optimizer, self._rank, self._settings.layout)
+        restore(self.resumed, self.state.parameters, self.state.optimizer, self._rank, self._settings.layout)
         if self.resumed.record.get("position"):
             batches.load_state_dict(self.resumed.record["position"])
         return self.resumed.count
@@ -93,10 +70,10 @@ class Checkpointer:
         every = self._settings.save_every
         return every is not None and ((step + 1) % every == 0 or step + 1 == steps)
 
-    def save(self, steps: int, state: TrainingState, batches: Batches[Any], log: RunLog) -> None:
+    def save(self, steps: int, batches: Batches[Any], log: RunLog) -> None:
         """Write a checkpoint after so many steps; all ranks call it."""
-        args = self._settings
-        started = time.perf_counter()
+        args, state, started = self._settings, self.state, time.perf_counter()
+        assert state is not None
         record = {
             "architecture": args.architecture,
             "step": steps,
@@ -121,25 +98,20 @@ class Checkpointer:
             return
         say(f"resuming from {self.resumed.folder}, after {self.resumed.step} steps")
         for name, before in per_step(self.resumed, self._settings).items():
-            now = getattr(self._settings, name) * replicas(self._settings.layout)
+            now = getattr(self._settings, name) * self._settings.layout.get("dp", 1)
             if now != before:
-                say(f"the global batch is {now}, and was {before} before: --{name.replace('_', '-')} sets it")
+                say(f"the global batch is {now}, and was {before} before: {as_flag(name)} sets it")
 
 
 def choose_checkpoint(settings: ResumableSettings, out: Path, data_identity: dict[str, Any] | None) -> Checkpoint:
-    """The checkpoint to resume from, as rank 0 decides it for all.
-
-    Raises:
-        InputError: there is none that is whole, it is another run's, or it has taken all steps already.
-    """
+    """The checkpoint to resume from; `InputError` if none is whole, or it is another run's, or at the last step."""
     assert settings.resume is not None
     checkpoint = latest_valid(settings.resume, say)
     settings.check_checkpoint(checkpoint)
     check_data(checkpoint, data_identity)
-    continues = checkpoint.is_of_run(out)
-    asked, steps = settings.length
-    if steps < checkpoint.step + (not continues):  # in its own folder, a run may find that all is done
-        raise InputError(f"{asked}: {checkpoint.folder} has taken {checkpoint.step} steps already; give more")
-    if continues:  # already now: a run that is restarted resumes from the last one that is left
+    continues, (asked, steps) = checkpoint.is_of_run(out), settings.length
+    sentence = f"{asked}: {checkpoint.folder} has taken {checkpoint.step} steps already; give more"
+    require(steps >= checkpoint.step + (not continues), sentence)  # in its own folder, a run may be complete
+    if continues:  # already now: a run that is restarted resumes from the last checkpoint that is left
         supersede(out, checkpoint.step)
     return checkpoint

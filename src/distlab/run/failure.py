@@ -24,27 +24,16 @@ from simplellm.errors import InputError
 
 @dataclass(frozen=True)
 class Failure:
-    """Why a rank ends.
+    """Why a rank ends."""
 
-    Attributes:
-        sentence: what went wrong; it is printed, and goes to torchrun's error file.
-        status: the exit status; what the user can mend (2) is often seen by all ranks, and launch.sh prints it once.
-        cause: what the other ranks, which may be waiting for this one, are told; "" where they find out themselves.
-        names_rank: the sentence says which rank failed, and launch.sh prints it last, once for all ranks.
-        lost_a_peer: it is the consequence of another rank's end.
-        recurs_on_restart: it would happen again in the same step of a restarted run, so launch.sh does not restart it.
-        is_diagnosed: the ranks have found out together who waits for whom.
-        grace_period: give the other ranks a second for their own sentences: torchrun ends all when one has failed.
-    """
-
-    sentence: str
-    status: int = 1
-    cause: str = ""
-    names_rank: bool = False
-    lost_a_peer: bool = False
-    recurs_on_restart: bool = False
-    is_diagnosed: bool = False
-    grace_period: bool = False
+    sentence: str  # what went wrong; it is printed, and goes to torchrun's error file
+    status: int = 1  # what the user can mend (2) is often seen by all ranks, and launch.sh prints it once
+    cause: str = ""  # what the other ranks, which may be waiting, are told; "" where they find out themselves
+    names_rank: bool = False  # the sentence says which rank failed, and launch.sh prints it last, once for all ranks
+    lost_a_peer: bool = False  # it is the consequence of another rank's end
+    recurs_on_restart: bool = False  # in the same step, so launch.sh does not restart the ranks
+    is_diagnosed: bool = False  # the ranks have found out together who waits for whom
+    grace_period: bool = False  # give other ranks a second for their own sentences: torchrun ends all when one fails
 
     @classmethod
     def of(cls, error: Exception | KeyboardInterrupt) -> "Failure":
@@ -90,8 +79,7 @@ class Failure:
             sys.stderr.keep(f"# {self.sentence}\n")
         else:
             print(f"# {self.sentence}", file=sys.stderr)
-        error_file = os.environ.get("TORCHELASTIC_ERROR_FILE")
-        if error_file:
+        if error_file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
             names = "status", "names_rank", "lost_a_peer", "recurs_on_restart"
             record = {"message": self.sentence, "timestamp": int(time.time())}
             Path(error_file).write_text(json.dumps(record | {name: getattr(self, name) for name in names}))
@@ -105,7 +93,6 @@ def out_of_memory(error: BaseException) -> str | None:
     told = str(error).partition("\n")[0]
     if isinstance(error, torch.OutOfMemoryError):
         return f"out of memory on the GPU: {told}"
-    asked = re.search(r"can't allocate memory: you tried to allocate (\d+) bytes", str(error))
-    if asked:
+    if asked := re.search(r"can't allocate memory: you tried to allocate (\d+) bytes", str(error)):
         return f"out of memory: it asked for {human_bytes(int(asked[1]))} more"
     return f"out of memory{told and ': '}{told}" if isinstance(error, MemoryError) else None

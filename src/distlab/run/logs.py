@@ -25,21 +25,17 @@ if TYPE_CHECKING:
 
 def new_folder(parent: Path) -> Path:
     """Make a folder named after the time, and after nothing else that is there already."""
-    now = datetime.now().strftime("%Y-%m-%d_%H-%M-%S")
-    for number in itertools.count(1):
-        folder = parent / (now if number == 1 else f"{now}-{number}")
+    name = now = datetime.now().strftime("%Y-%m-%d_%H-%M-%S")
+    for number in itertools.count(2):
         with contextlib.suppress(FileExistsError):
-            folder.mkdir(parents=True)
-            return folder
-    raise AssertionError
+            (parent / name).mkdir(parents=True)
+            break
+        name = f"{now}-{number}"
+    return parent / name
 
 
 class RankOutput(io.TextIOBase):
-    """A rank's standard output: goes to its terminal and to its log.
-
-    Ranks that share a terminal would mix their words: with a `prefix`, each line is written whole, in one piece, and
-    says whose it is.
-    """
+    """A rank's standard output: its terminal and its log. With a `prefix`, each line is whole and says whose it is."""
 
     def __init__(self, terminal: TextIO, prefix: str = "") -> None:
         self.terminal, self.prefix = terminal, prefix
@@ -90,42 +86,25 @@ def say(text: str) -> None:
 
 
 class RunLog:
-    """The records of a run's steps: `metrics.jsonl`, and what they come to at the end.
-
-    Args:
-        out: the run's folder, which exists.
-        rank: of this process; rank 0 writes `metrics.jsonl`.
-        device: whose memory is reported.
-        tensorboard: keep the records for TensorBoard too.
-
-    Attributes:
-        loss: of the global batch, in the current step.
-        validation_loss: after the current step; None where it was not looked at.
-        unit: what is counted of the batches: "tokens", "inputs".
-        count: how much of it the run has taken so far.
-    """
+    """The records of a run's steps: `metrics.jsonl`, which rank 0 writes, and what they come to at the end."""
 
     def __init__(self, out: Path, rank: int, device: torch.device, tensorboard: bool = False) -> None:
         self._out, self._rank, self._device = out, rank, device
-        # Whether TensorBoard is installed is seen now; where the run begins, in `begin`.
+        # A missing TensorBoard is an error now; its file is opened in `begin`.
         self._new_tensorboard = tensorboard_writer() if tensorboard and rank == 0 else None
         self._tensorboard: SummaryWriter | None = None
         self._metrics: TextIO | None = None
-        self._per_step, self.unit, self.count = 0, "", 0
+        self.unit, self._per_step, self.count = "", 0, 0  # `count` tokens, inputs, … have been taken so far
         self._seconds: list[float] = []
-        self._sent_before: Counter[str] = Counter()
         self._waited_seconds = 0.0
-        self.loss = float("nan")
-        self.validation_loss: float | None = None
+        self._sent_before: Counter[str] = Counter()
+        self.loss = math.nan  # of the global batch, in the current step
+        self.validation_loss: float | None = None  # after the current step; None where it was not evaluated
 
     def begin(self, per_step: int, unit: str, before: int = 0, continue_at: int | None = None) -> None:
-        """Begin: each step takes `per_step` of `unit` ("tokens", "inputs") in the global batch.
+        """Each step takes `per_step` of `unit` ("tokens", "inputs"); `before` were taken already.
 
-        Args:
-            per_step: of the unit.
-            unit: what is counted.
-            before: how many of it were taken before.
-            continue_at: the step at which a run is resumed in its own folder, whose earlier records are kept.
+        A run that is resumed in its own folder, at the step `continue_at`, keeps its earlier records.
         """
         self._per_step, self.unit, self.count = per_step, unit, before
         self._sent_before = traffic.ledger.sent_bytes.copy()
@@ -134,8 +113,7 @@ class RunLog:
             if continue_at is not None:
                 keep_records(path, before=continue_at)
             self._metrics = path.open("w" if continue_at is None else "a")
-            if self._new_tensorboard is not None:
-                # TensorBoard, too, is to forget what is recorded there of the steps that are taken again.
+            if self._new_tensorboard is not None:  # which drops the records of steps that are taken again
                 self._tensorboard = self._new_tensorboard(self._out, purge_step=continue_at, flush_secs=10)
 
     def speed(self) -> str:
@@ -144,63 +122,61 @@ class RunLog:
 
     @contextlib.contextmanager
     def timing_a_step(self) -> Iterator[None]:
-        """Inside is a step, from its batch to its update."""
+        """Time the step inside, from its batch to its update."""
         started, waited = time.perf_counter(), traffic.ledger.waited_seconds
-        self.loss = float("nan")
+        self.loss = math.nan
         yield
         self._seconds.append(time.perf_counter() - started)
         self._waited_seconds += traffic.ledger.waited_seconds - waited
         self.count += self._per_step
 
     def record(self, step: int) -> None:
-        """Put the step that has just been timed on record."""
-        seconds = self._seconds[-1]
-        sent = traffic.ledger.sent_bytes.copy()
-        sent_now, self._sent_before = sent - self._sent_before, sent
-        if self._metrics is not None:
-            record: dict[str, Any] = {
-                "step": step,
-                "loss": _finite(self.loss),
-                self.unit: self.count,
-                "seconds": round(seconds, 6),
-                f"{self.unit}_per_second": round(self._per_step / seconds, 1),
-                "peak_memory_bytes": peak_memory_bytes(self._device),
-                "sent_bytes": dict(sent_now),
-            }
-            if self.validation_loss is not None:
-                record["validation_loss"] = _finite(self.validation_loss)
-            self._metrics.write(json.dumps(record) + "\n")
-            self._metrics.flush()
-            if self._tensorboard is not None:
-                for name in ("loss", "validation_loss", f"{self.unit}_per_second", "peak_memory_bytes"):
-                    if record.get(name) is not None:
-                        self._tensorboard.add_scalar(name, record[name], step)
-        self.validation_loss = None
+        """Write the record of the step that has just been timed."""
+        if self._metrics is None:
+            return
+        seconds, sent = self._seconds[-1], traffic.ledger.sent_bytes.copy()
+        record: dict[str, Any] = {
+            "step": step,
+            "loss": _finite(self.loss),
+            self.unit: self.count,
+            "seconds": round(seconds, 6),
+            f"{self.unit}_per_second": round(self._per_step / seconds, 1),
+            "peak_memory_bytes": peak_memory_bytes(self._device),
+            "sent_bytes": dict(sent - self._sent_before),
+        }
+        if self.validation_loss is not None:
+            record["validation_loss"] = _finite(self.validation_loss)
+        self._metrics.write(json.dumps(record) + "\n")
+        self._metrics.flush()
+        if self._tensorboard is not None:
+            for name in ("loss", "validation_loss", f"{self.unit}_per_second", "peak_memory_bytes"):
+                if record.get(name) is not None:
+                    self._tensorboard.add_scalar(name, record[name], step)
+        self._sent_before, self.validation_loss = sent, None
 
     def summary(self) -> None:
-        """Say how fast the run was, and where the time went."""
+        """Say how fast the run was, where the time went, what this rank has sent by kind, and its peak memory."""
         if self._tensorboard is not None:
             self._tensorboard.flush()
-        if not self._seconds:
-            return
-        steps, seconds, waited = len(self._seconds), sum(self._seconds), self._waited_seconds
-        count = steps * self._per_step
-        say(f"{steps} steps, {count:,} {self.unit} in {seconds:.1f} s: {count / seconds:,.0f} {self.unit}/s")
-        say(f"a step took {statistics.median(self._seconds):.3g} s at the median")
-        say(f"rank {self._rank} computed for {seconds - waited:.1f} s and waited {waited:.1f} s for other ranks")
+        if self._seconds:
+            steps, seconds, waited = len(self._seconds), sum(self._seconds), self._waited_seconds
+            count = steps * self._per_step
+            say(f"{steps} steps, {count:,} {self.unit} in {seconds:.1f} s: {count / seconds:,.0f} {self.unit}/s")
+            say(f"a step took {statistics.median(self._seconds):.3g} s at the median")
+            say(f"rank {self._rank} computed for {seconds - waited:.1f} s and waited {waited:.1f} s for other ranks")
+        for kind, sent in traffic.ledger.sent_bytes.items():
+            messages = traffic.ledger.messages[kind]
+            say(f"rank {self._rank} sent {human_bytes(sent)} of {kind} in {messages:,} messages")
+        say(f"peak memory of rank {self._rank}: {human_bytes(peak_memory_bytes(self._device))}")
 
 
 def _finite(value: float) -> float | None:
-    """The number for a record; None for what JSON has no number for."""
+    """The number for a record; JSON has none for nan and infinity."""
     return value if math.isfinite(value) else None
 
 
 def tensorboard_writer() -> "type[SummaryWriter]":
-    """What writes TensorBoard's event files into a run's folder; `tensorboard --logdir runs` shows them.
-
-    Raises:
-        InputError: TensorBoard is not installed.
-    """
+    """The class that writes event files for `tensorboard --logdir runs`; `InputError` if it is not installed."""
     try:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError as error:
@@ -209,7 +185,7 @@ def tensorboard_writer() -> "type[SummaryWriter]":
 
 
 def keep_records(path: Path, before: int) -> None:
-    """Leave in a run's `metrics.jsonl` the whole lines about steps before this one, at every moment."""
+    """Drop from a run's `metrics.jsonl`, atomically, all but the whole lines of steps before this one."""
     lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
     kept = path.with_suffix(".kept")
     kept.write_bytes(b"".join(line for line in lines if line.endswith(b"\n") and _is_before(line, before)))
@@ -217,18 +193,11 @@ def keep_records(path: Path, before: int) -> None:
 
 
 def _is_before(line: bytes, step: int) -> bool:
-    """Whether a line is the record of an earlier step; one that is none at all may be left of a power cut."""
+    """Whether a line is the record of an earlier step; a power cut may leave one that is no record."""
     try:
         return bool(json.loads(line)["step"] < step)
     except (ValueError, LookupError, TypeError, RecursionError):
         return False
-
-
-def say_costs(rank: int, device: torch.device) -> None:
-    """Say what this rank has sent, by kind, and how much memory it took."""
-    for kind, sent in traffic.ledger.sent_bytes.items():
-        say(f"rank {rank} sent {human_bytes(sent)} of {kind} in {traffic.ledger.messages[kind]:,} messages")
-    say(f"peak memory of rank {rank}: {human_bytes(peak_memory_bytes(device))}")
 
 
 def peak_memory_bytes(device: torch.device) -> int:
@@ -243,8 +212,5 @@ def peak_memory_bytes(device: torch.device) -> int:
 
 def human_bytes(count: int) -> str:
     """12.3 MB and the like, in powers of ten."""
-    value, units = float(count), ["B", "kB", "MB", "GB", "TB"]
-    while value >= 1000 and len(units) > 1:
-        value /= 1000
-        units.pop(0)
-    return f"{value:.3g} {units[0]}"
+    power = min(max(len(str(count)) - 1, 0) // 3, 4)
+    return f"{count / 1000**power:.3g} {('B', 'kB', 'MB', 'GB', 'TB')[power]}"

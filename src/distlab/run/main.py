@@ -1,10 +1,4 @@
-"""What stands around every script: from the command line to the exit status.
-
-def train(run: TrainingRun[DataParallelSettings]) -> None: ...
-
-if __name__ == "__main__":
-    main(train, DEFAULTS, __doc__)
-"""
+"""What stands around every script: `main(train, DEFAULTS, __doc__)`, from the command line to the exit status."""
 
 import argparse
 import os
@@ -12,7 +6,7 @@ import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn
 
 from distlab.checkpoints.format import has_checkpoints
 from distlab.comm.processes import end_with_parent, leave
@@ -21,19 +15,13 @@ from distlab.rendezvous.notices import notices
 from distlab.rendezvous.ranks import started_by_torchrun
 from distlab.run.failure import Failure
 from distlab.run.run import Run
-from distlab.run.settings import RunSettings, TrainSettings, WorldSize, parse
+from distlab.run.settings import RunSettings, WorldSize, parse
+from distlab.run.train_settings import TrainSettings
 from distlab.run.training import TrainingRun
-
-SettingsT = TypeVar("SettingsT", bound=RunSettings)
 
 
 def main(work: Callable[[Any], None], defaults: RunSettings, description: str | None) -> NoReturn:
-    """Run a script from its command line to its exit status.
-
-    Args:
-        work: takes the `TrainingRun`, or the `Run` if its settings are no `TrainSettings`.
-        defaults: the script's settings, which the command line changes.
-        description: the script's docstring.
+    """Run a script's `work`, which takes a `TrainingRun` if the defaults are `TrainSettings`, else a `Run`; then exit.
 
     The exit status is 0 if all went well, 2 for what the user can mend, 130 for Ctrl-C, else 1.
     """
@@ -42,8 +30,10 @@ def main(work: Callable[[Any], None], defaults: RunSettings, description: str | 
     try:
         end_with_launcher()
         silence_torch_warnings()
-        settings = parse(with_torchrun_world(defaults), description or script.stem, [*sys.argv[1:], *flags_to_resume()])
-        run = new_run(settings, script)
+        if started_by_torchrun() and isinstance(defaults, WorldSize):
+            defaults.world_size = int(os.environ["WORLD_SIZE"])
+        settings = parse(defaults, description or script.stem, [*sys.argv[1:], *flags_to_resume()])
+        run = TrainingRun(settings, script) if isinstance(settings, TrainSettings) else Run(settings, script)
         work(run)
         run.close()
     except BrokenPipeError:
@@ -58,23 +48,8 @@ def main(work: Callable[[Any], None], defaults: RunSettings, description: str | 
     leave(0)
 
 
-def new_run(settings: RunSettings, script: Path) -> Run[Any]:
-    """The run that a script with such settings works on."""
-    return TrainingRun(settings, script) if isinstance(settings, TrainSettings) else Run(settings, script)
-
-
-def with_torchrun_world(defaults: SettingsT) -> SettingsT:
-    """`defaults` with the world size that torchrun's environment gives, where the script has that flag."""
-    if started_by_torchrun() and isinstance(defaults, WorldSize):
-        defaults.world_size = int(os.environ["WORLD_SIZE"])
-    return defaults
-
-
 def flags_to_resume() -> list[str]:
-    """`--resume` with the run's own folder, if torchrun has restarted the ranks and there is something to resume.
-
-    torchrun, or `launch.sh --max-restarts`, does so when a rank has failed.
-    """
+    """`--resume` with the run's folder, if torchrun has restarted the ranks after a failure and it has checkpoints."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--out", type=Path)
     out = parser.parse_known_args()[0].out

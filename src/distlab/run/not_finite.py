@@ -1,12 +1,14 @@
 """Where a loss that is infinite or no number comes from: looked for when it has happened, and only then."""
 
+import contextlib
 from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import partial
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
-from distlab.comm.endpoint import rank, world_size
+from distlab.comm.endpoint import world_size
 from distlab.comm.grid import Grid
 from distlab.comm.traffic import traffic
 
@@ -27,63 +29,34 @@ def find_cause(
     """Name the first tensor that is not finite, in the same words on all ranks, which all must call it.
 
     A parameter comes first, since the update before made it so; then a module's output, in the order in which they are
-    computed.
-
-    Args:
-        parameters, modules: of this rank, by their names in the whole model.
-        forward: does the forward pass of this step again, on all ranks together.
-        grid: where this rank stands.
-        device: where the messages between the ranks are.
+    computed: of the earlier stage, then of the smaller rank. `parameters` and `modules` are this rank's, by their names
+    in the whole model; `forward` does the forward pass of this step again, on all ranks together.
     """
-    found = [name for name, parameter in parameters.items() if not is_finite(parameter)]
-    outputs = outputs_not_finite(modules, forward)
-    # The first of all ranks: any parameter before any output, then the earlier stage, then the smaller rank.
-    size = world_size()
-    order = (0 if found else 1 if outputs else 2) * size**2 + grid.stage * size + rank()
-    first = torch.tensor(order, device=device)
-    traffic.all_reduce(
-        first, "the place of the first number that is not finite", kind="control", op=dist.ReduceOp.MIN
-    ).wait()
-    if first >= 2 * size**2:
+    broken = [name for name, parameter in parameters.items() if not parameter.isfinite().all()]
+    found = [f"parameter {name}, since the update before" for name in broken] + outputs_not_finite(modules, forward)
+    letters = "".join(found[:1]).encode()[:NAME_BYTES]
+    own = torch.tensor([*letters.ljust(NAME_BYTES, b"\0")], dtype=torch.uint8, device=device)
+    told = own.new_empty(world_size(), NAME_BYTES)
+    traffic.all_gather(told, own, "the first tensor of each rank that is not finite", kind="control").wait()
+    names = [bytes(row).rstrip(b"\0").decode(errors="replace") for row in told.tolist()]
+    culprits = [rank for rank, name in enumerate(names) if name]
+    if not culprits:
         return "all parameters and activations are finite, so it arose in the loss itself"
-    text = (
-        f"first not finite is the parameter {found[0]}, since the update before"
-        if found
-        else f"first not finite is the {outputs[0]}"
-        if outputs
-        else ""
-    )
-    culprit = int(first) % size
-    told = torch.zeros(NAME_BYTES, dtype=torch.uint8, device=device)
-    if rank() == culprit:
-        letters = text.encode()[:NAME_BYTES]
-        told[: len(letters)] = torch.tensor(list(letters), dtype=torch.uint8)
-    traffic.broadcast(told, "the name of the first tensor that is not finite", kind="control", src=culprit).wait()
-    text = bytes(told.tolist()).rstrip(b"\0").decode(errors="replace")
-    return f"{text}, on {grid.describe(culprit)}" if size > 1 else text
+    culprit = min(culprits, key=lambda rank: (names[rank].startswith("output"), replace(grid, rank=rank).stage))
+    text = f"first not finite is the {names[culprit]}"
+    return f"{text}, on {grid.describe(culprit)}" if world_size() > 1 else text
 
 
 def outputs_not_finite(modules: Mapping[str, nn.Module], forward: Callable[[], object]) -> list[str]:
-    """Those of the modules, by name, whose outputs are not finite in `forward()`, in the order of computation."""
+    """The modules whose outputs are not finite in `forward()`, in the order of computation."""
     found: list[str] = []
 
-    def look(name: str) -> Callable[[nn.Module, object, object], None]:
-        def hook(module: nn.Module, _: object, output: object) -> None:
-            if isinstance(output, Tensor) and not is_finite(output):
-                found.append(f"output of {name or 'the model'} ({type(module).__name__})")
+    def look(name: str, module: nn.Module, _: object, output: object) -> None:
+        if isinstance(output, Tensor) and not output.isfinite().all():
+            found.append(f"output of {name or 'the model'} ({type(module).__name__})")
 
-        return hook
-
-    hooks = [module.register_forward_hook(look(name)) for name, module in modules.items()]
-    try:
-        with torch.no_grad():
-            forward()
-    finally:
-        for handle in hooks:
-            handle.remove()
+    with contextlib.ExitStack() as hooks, torch.no_grad():
+        for name, module in modules.items():
+            hooks.enter_context(module.register_forward_hook(partial(look, name)))
+        forward()
     return found
-
-
-def is_finite(tensor: Tensor) -> bool:
-    """Whether every element is a finite number."""
-    return bool(torch.isfinite(tensor).all())

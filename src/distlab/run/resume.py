@@ -1,8 +1,4 @@
-"""What a resumed run takes over from its checkpoint, and what has to match.
-
-The layout and all that concerns speed may change: a checkpoint says nothing of them. The class that declares a setting
-of which it does marks its field with a `ResumePolicy`.
-"""
+"""What a resumed run takes over from its checkpoint, and what has to match; layout and speed may change."""
 
 import hashlib
 from enum import Enum
@@ -11,7 +7,7 @@ from types import UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from distlab.checkpoints.format import TOKENIZER, Checkpoint, checksum
-from simplellm.errors import InputError
+from simplellm.errors import InputError, require
 
 
 class ResumePolicy(Enum):
@@ -35,43 +31,15 @@ def marked(settings: object, *policies: ResumePolicy) -> list[str]:
     return [name for name, policy in found.items() if policy in policies]
 
 
-def saved_values(checkpoint: Checkpoint, settings: Any) -> dict[str, Any]:
-    """By name, the settings whose defaults are the checkpoint's values; `settings` says in which layout to resume.
-
-    Raises:
-        InputError: a value is of another type than the setting.
-    """
-    model, saved, layout = checkpoint.record["model"], checkpoint.record["settings"], checkpoint.layout
-    values = {name: model[name] for name in marked(settings, ResumePolicy.MODEL) if name in model}
-    policies = [ResumePolicy.FIXED, ResumePolicy.DEFAULT]
-    if layout == settings.layout:
-        policies += [ResumePolicy.SAME_LAYOUT, ResumePolicy.PER_REPLICA]
-    values |= {name: saved[name] for name in marked(settings, *policies) if name in saved}
-    for name, total in per_step(checkpoint, settings).items():
-        if layout != settings.layout and total % replicas(settings.layout) == 0:
-            values[name] = total // replicas(settings.layout)
-    if checkpoint.record.get("data") and hasattr(settings, "data"):
-        values["data"] = checkpoint.record["data"]["source"]
-    hints = get_type_hints(type(settings))
-    for name, value in values.items():
-        if not _fits(value, hints[name]):
-            raise InputError(f"{checkpoint.folder}: its record has {value!r:.50} for --{name.replace('_', '-')}")
-    return values
-
-
 def per_step(checkpoint: Checkpoint, settings: Any) -> dict[str, int]:
-    """What a step of the checkpoint's run took over all replicas, by the setting that counts it for one."""
+    """What a step of the checkpoint's run took over all replicas, by the setting that counts it for one replica."""
     saved = checkpoint.record["settings"]
     counts = {name: saved[name] for name in marked(settings, ResumePolicy.PER_REPLICA) if name in saved}
-    return {name: count * replicas(checkpoint.layout) for name, count in counts.items() if isinstance(count, int)}
+    replicas = checkpoint.layout.get("dp", 1)
+    return {name: count * replicas for name, count in counts.items() if isinstance(count, int)}
 
 
-def replicas(layout: dict[str, int]) -> int:
-    """Replicas of the model in a layout, each with a batch of its own."""
-    return layout.get("dp", 1)
-
-
-def _fits(value: Any, hint: Any) -> bool:
+def fits(value: Any, hint: Any) -> bool:
     """Whether a value out of a record can be that of a field."""
     kinds = set(get_args(hint)) if get_origin(hint) in (Union, UnionType) else {hint}
     if any(get_origin(kind) is Literal for kind in kinds):
@@ -83,31 +51,29 @@ def _fits(value: Any, hint: Any) -> bool:
 
 def require_same(what: str, name: str, saved: Any, own: Any) -> None:
     """Raise `InputError` unless a setting has the checkpoint's value; `what` begins the sentence."""
-    if saved != own:
-        raise InputError(f"{what} --{name.replace('_', '-')} {saved}, not {own}; leave that flag out")
+    require(saved == own, f"{what} --{name.replace('_', '-')} {saved}, not {own}; leave that flag out")
 
 
 def check_data(checkpoint: Checkpoint, own: dict[str, Any] | None) -> None:
-    """Raise `InputError` unless a run's data, by their identity if it is known, are those of the checkpoint."""
+    """Raise `InputError` unless a run's data, if their identity is known, are those of the checkpoint."""
     data = checkpoint.record.get("data")
     if data and own and _content(data) != _content(own):
         seed = f" and --seed {data['seed']}" if "seed" in data else ""
-        raise InputError(
-            f"{checkpoint.folder}: it was trained on --data {data['source']}{seed}; leave out the flags that differ"
-        )
+        source = f"--data {data['source']}{seed}"
+        raise InputError(f"{checkpoint.folder}: it was trained on {source}; leave out the flags that differ")
 
 
 def file_identity(data: str) -> dict[str, Any]:
     """What tells a file, or a folder of files, from others."""
     path = Path(data).expanduser()
     files = sorted(file for file in path.rglob("*") if file.is_file()) if path.is_dir() else [path]
-    beginnings, size_bytes = hashlib.sha256(), 0
+    beginnings = hashlib.sha256()
     for part in files:
-        size_bytes += part.stat().st_size
         if part != path:
             beginnings.update(f"{part.relative_to(path)} {part.stat().st_size} ".encode())
         with part.open("rb") as file:
             beginnings.update(file.read(1 << 20))
+    size_bytes = sum(part.stat().st_size for part in files)
     return {"source": str(path.absolute()), "bytes": size_bytes, "sha256_of_first_mib": beginnings.hexdigest()}
 
 

@@ -4,7 +4,6 @@ import contextlib
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -19,42 +18,27 @@ from distlab.run.model import Loss, ModelParts
 from distlab.run.not_finite import find_cause
 from distlab.run.optimizers import build_optimizer
 from distlab.run.run import Run
-from distlab.run.settings import TrainSettings
-from distlab.run.validation import Validator, forward_passes, perplexity
+from distlab.run.train_settings import TrainSettings
+from distlab.run.validation import Validator, perplexity
 from simplellm.dataloaders import TinyStories
-from simplellm.errors import InputError
+from simplellm.errors import require
 from simplellm.tokenizers import SPTokenizer
 
 TrainSettingsT = TypeVar("TrainSettingsT", bound=TrainSettings)
 
 
 class TrainingRun(Run[TrainSettingsT]):
-    """A run of the lab's Llama: what its model and data are built with, and parts that look after both.
+    """A run of the lab's Llama: what its model and data are built with, and the parts that `track` gives it."""
 
-    Attributes:
-        validator: with `--eval-every`, the loss on the validation split.
-        memory: what this rank holds.
-    """
-
-    def __init__(self, settings: TrainSettingsT, script: Path) -> None:
-        super().__init__(settings, script)
-        self.validator: Validator | None = None
-        self.memory: MemoryReport | None = None
-        self._batch = torch.empty(0)
+    validator: Validator | None = None  # with `--eval-every`
+    _batch: Tensor  # of the current step
 
     def model_options(self) -> dict[str, Any]:
         """Keyword arguments of `simplellm.llama`'s models, as the flags or the checkpoint ask for."""
         args = self.settings
-        options = {
-            "n_layers": args.n_layers,
-            "dmodel": args.dmodel,
-            "num_heads": args.num_heads,
-            "num_kv_heads": args.num_kv_heads,
-            "ctx_size": args.seq_len,
-            "device": self.device,
-            "dtype": getattr(torch, args.dtype),
-            "seed": args.seed,
-        }
+        names = "n_layers", "dmodel", "num_heads", "num_kv_heads", "seed"
+        options: dict[str, Any] = {name: getattr(args, name) for name in names}
+        options |= {"ctx_size": args.seq_len, "device": self.device, "dtype": getattr(torch, args.dtype)}
         resumed = self.checkpointer.resumed if self.checkpointer else None
         if resumed is not None:  # an imported model may be what no flag asks for
             model = resumed.record["model"]
@@ -87,9 +71,10 @@ class TrainingRun(Run[TrainSettingsT]):
         """
         args = self.settings
         parts = ModelParts.of(model, self.grid, owners, loss)
-        self._state = TrainingState(parts.parameters(), {**parts.options, "n_layers": args.n_layers}, optimizer)
+        if self.checkpointer is not None:
+            sizes = {**parts.options, "n_layers": args.n_layers}
+            self.checkpointer.state = TrainingState(parts.parameters(), sizes, optimizer)
         self.memory = MemoryReport(optimizer)
-        self.reports.append(partial(self.memory.collect, self.rank, self.world_size, self.device, self.out))
         self.explain_not_finite = partial(self._find_not_finite, parts)
         if args.eval_every:
             options = {**self.data_options(), "batch_size": args.eval_sequences, "split": "validation"}
@@ -99,38 +84,32 @@ class TrainingRun(Run[TrainSettingsT]):
     def steps(self, stories: TinyStories) -> Iterator[tuple[int, Tensor]]:
         """Number the steps and give each its batch of token ids, (batch, seq), on the run's device.
 
-        With `--resume`, the first is the one after the checkpoint, whose state all takes on before it.
+        With `--resume`, the first is the one after the checkpoint, whose state is loaded before it.
 
         Raises:
             InputError: the run is to be saved, resumed or validated, and the script has not called `track`.
         """
-        args = self.settings
-        if args.eval_every and self.validator is None:
-            raise InputError("--eval-every needs a script that calls run.track before its first step")
+        args, is_missing = self.settings, self.settings.eval_every and self.validator is None
+        require(not is_missing, "--eval-every needs a script that calls run.track before its first step")
         tokens = self.grid.dp * args.batch_size * args.seq_len
         for step, batch in self.count_steps(stories, args.steps, tokens, "tokens", after_step=self._validate):
             self._batch = batch.to(self.device, non_blocking=True)
-            # Count each tensor that autograd saves; every step saves as many.
-            counting = self.memory is not None and step == self.first_step
-            with self.memory.counting() if counting and self.memory else contextlib.nullcontext():
+            is_counted = self.memory is not None and step == self.first_step  # every step saves as many activations
+            with self.memory.counting() if self.memory and is_counted else contextlib.nullcontext():
                 yield step, self._batch
 
     def _validate(self, step: int) -> None:
         """With `--eval-every`, evaluate on the validation split."""
-        if self.validator is None or (step + 1) % (self.settings.eval_every or 1):
-            return
-        loss = self.records.validation_loss = self.validator.loss(step)
-        if self.rank == 0:
-            say(f"validation after {step + 1} steps: loss {loss:.6f}, perplexity {perplexity(loss):,.2f}")
+        if self.validator is not None and (step + 1) % (self.settings.eval_every or 1) == 0:
+            loss = self.records.validation_loss = self.validator.loss(step)
+            if self.rank == 0:
+                say(f"validation after {step + 1} steps: loss {loss:.6f}, perplexity {perplexity(loss):,.2f}")
 
     def _find_not_finite(self, parts: ModelParts, step: int) -> str:
         """Do the forward pass of a step again, and look at every tensor."""
-
-        def forward() -> None:
-            name = f"again, to find what is not finite in step {step}"
-            micro_batches = self._batch.chunk(self.settings.micro_batches)
-            forward_passes(parts, micro_batches, lambda k: f"the activations of micro-batch {k} {name}", kind="control")
-
+        name = f"the activations of micro-batch {{}} again, to find what is not finite in step {step}".format
+        micro_batches = self._batch.chunk(self.settings.micro_batches)
+        forward = partial(parts.forward_passes, micro_batches, name, kind="control")
         return f": {find_cause(parts.parameters(), parts.modules(), forward, self.grid, self.device)}"
 
     def log(self, step: int, losses: Iterable[Tensor]) -> None:

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from distlab.pipeline.stages import Split, balance, build_stage, read_split
-from distlab.run.settings import PipelineSettings, parse
+from distlab.run.settings import parse
+from distlab.run.train_settings import PipelineSettings
 from simplellm.errors import InputError
 from simplellm.llama import CausalLLama
 

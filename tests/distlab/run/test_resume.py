@@ -15,7 +15,8 @@ import torch.distributed.checkpoint
 from chapters import BATCH, LAYOUTS, MODEL, State, assert_equal, losses, train_on
 from processes import LAB, finish, start
 
-from distlab.run.settings import TrainSettings, parse
+from distlab.run.settings import parse
+from distlab.run.train_settings import TrainSettings
 from simplellm.errors import InputError
 
 HALF, STEPS = 2, 4

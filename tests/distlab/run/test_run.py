@@ -17,7 +17,8 @@ from distlab.checkpoints.models import write_model
 from distlab.run.checkpointer import Checkpointer
 from distlab.run.logs import RunLog
 from distlab.run.resume import ResumePolicy, marked
-from distlab.run.settings import DataParallelSettings, HybridSettings, TrainSettings, parse
+from distlab.run.settings import parse
+from distlab.run.train_settings import DataParallelSettings, HybridSettings, TrainSettings
 from simplellm.dataloaders import TinyStories
 from simplellm.losses import causalLLMLoss
 from simplellm.tokenizers import SPTokenizer

@@ -1,0 +1,242 @@
+"""What a run that trains the lab's Llama is asked to do, in each topology."""
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import tyro
+
+from distlab.checkpoints.format import LLAMA, Checkpoint
+from distlab.collectives import ALL_REDUCES
+from distlab.comm.grid import Layout, layout_flags, layout_size
+from distlab.comm.traffic import AllReduce
+from distlab.parallel.tensor import check_division
+from distlab.pipeline.schedules import schedule_names
+from distlab.pipeline.stages import Split, balance, read_split
+from distlab.run import resume
+from distlab.run.resume import ResumePolicy
+from distlab.run.settings import ResumableSettings, WorldSize, require_positive, shown_as
+from simplellm.errors import require
+from simplellm.llama import check_heads
+from simplellm.sources import choose_source, open_source
+from simplellm.tokenizers import SHIPPED_MODEL, SPTokenizer
+
+MOST_LAYERS, MOST_TOKENS = 1000, 2**24  # beyond these a number is a typing error, as with `MOST_RANKS`
+
+
+@dataclass
+class TrainSettings(ResumableSettings):
+    """A training run of the lab's Llama."""
+
+    architecture = LLAMA
+
+    seed: Annotated[int, ResumePolicy.DEFAULT] = 0
+    """seed of the initial weights and of the data"""
+    steps: int = 5000
+    """optimizer steps"""
+    batch_size: Annotated[int, ResumePolicy.PER_REPLICA] = 3
+    """sequences per step for one model replica"""
+    micro_batches: Annotated[int, ResumePolicy.SAME_LAYOUT] = 1
+    """parts that the batch is split into"""
+    seq_len: Annotated[int, ResumePolicy.DEFAULT] = 256
+    """tokens per sequence"""
+    dmodel: Annotated[int, ResumePolicy.MODEL] = 288
+    """width of the model"""
+    num_heads: Annotated[int, ResumePolicy.MODEL] = 6
+    """attention heads"""
+    num_kv_heads: Annotated[int | None, shown_as("INT", "default: as many as --num-heads")] = None
+    """heads of keys and values, each of which serves as many attention heads as the others (grouped-query attention)"""
+    n_layers: Annotated[int, ResumePolicy.MODEL] = 6
+    """transformer layers"""
+    lr: Annotated[float, ResumePolicy.DEFAULT] = 8e-4
+    """learning rate"""
+    optimizer: Annotated[Literal["adam", "adamw", "sgd"], ResumePolicy.FIXED] = "adam"
+    """update rule"""
+    dtype: Annotated[Literal["float32", "bfloat16"], ResumePolicy.DEFAULT] = "float32"
+    """bfloat16 computes in mixed precision"""
+    data: Annotated[str, tyro.conf.arg(metavar="auto|sample|tinystories|FILE")] = "auto"
+    """stories: the generator (sample), the hub's data set (tinystories), or a .txt, .jsonl or .parquet file"""
+    tokenizer: Annotated[Path | None, shown_as("FILE", "default: the shipped one")] = None
+    """a SentencePiece model"""
+    eval_every: Annotated[int | None, shown_as("INT", "default: never")] = None
+    """evaluate on the validation split every N steps"""
+    eval_sequences: int = 24
+    """sequences of the validation split to evaluate on"""
+    trace: bool = False
+    """record and draw the timeline, when the run ends by itself"""
+    tensorboard: bool = False
+    """write the records for TensorBoard too, in the run's folder"""
+
+    @property
+    def length(self) -> tuple[str, int]:
+        return f"--steps {self.steps}", self.steps
+
+    @property
+    def tokenizer_model(self) -> Path:
+        return self.tokenizer or SHIPPED_MODEL
+
+    @property
+    def data_identity(self) -> dict[str, Any] | None:
+        if self.data in ("sample", "tinystories"):
+            return {"source": self.data} | ({"seed": self.seed} if self.data == "sample" else {})
+        return None if self.data == "auto" else resume.file_identity(self.data)
+
+    def decide(self) -> dict[str, Any]:
+        source, why = choose_source(self.data)
+        return {"data": source, "data_because": why, "data_identity": replace(self, data=source).data_identity}
+
+    def remarks(self, decided: dict[str, Any]) -> list[str]:
+        return [f"stories from {decided['data_because']}"]
+
+    def saved_values(self, checkpoint: Checkpoint) -> dict[str, Any]:
+        values, model = super().saved_values(checkpoint), checkpoint.record["model"]
+        values.setdefault("seq_len", min(self.seq_len, model["ctx_size"]))  # no settings come with an imported model
+        values["num_kv_heads"] = None if model["num_kv_heads"] == model["num_heads"] else model["num_kv_heads"]
+        if not resume.has_tokenizer(checkpoint, SHIPPED_MODEL):
+            values["tokenizer"] = checkpoint.tokenizer
+        return values
+
+    def check_checkpoint(self, checkpoint: Checkpoint) -> None:
+        super().check_checkpoint(checkpoint)
+        flag, model = f"--resume {self.resume}", checkpoint.record["model"]
+        num_kv_heads = self.num_kv_heads or self.num_heads
+        resume.require_same(f"{flag}: its model has", "num_kv_heads", model["num_kv_heads"], num_kv_heads)
+        most, has, reads = model["ctx_size"], model["vocab_size"], SPTokenizer(self.tokenizer).vocab_size
+        require(self.seq_len <= most, f"{flag}: its model reads {most} tokens at most, not --seq-len {self.seq_len}")
+        require(has == reads, f"{flag}: its model has {has} tokens, and its tokenizer {reads}")
+        same_ranks = self.per_rank_optimizer_state and self.layout == checkpoint.layout
+        ranks, advice = layout_size(checkpoint.layout), f"the same script and {layout_flags(checkpoint.layout)}"
+        sentence = f"each of its {ranks} ranks kept {self.optimizer}'s moments of its own gradients, which mean nothing"
+        sentence += f" to another layout; resume with {advice}"
+        require(same_ranks or not checkpoint.per_rank_optimizer_state, f"{flag}: {sentence}")
+
+    def check(self) -> None:
+        super().check()
+        sizes = "steps batch_size micro_batches dmodel num_heads num_kv_heads n_layers lr eval_every eval_sequences"
+        require_positive(self, *sizes.split())
+        require(self.n_layers <= MOST_LAYERS, f"--n-layers {self.n_layers}: give at most {MOST_LAYERS:,}")
+        for flag, sequences in (("--batch-size", self.batch_size), ("--eval-sequences", self.eval_sequences)):
+            tokens, given = sequences * self.seq_len, f"{flag} {sequences} with --seq-len {self.seq_len}"
+            require(tokens <= MOST_TOKENS, f"{given}: {tokens:,} tokens at a time; give at most {MOST_TOKENS:,}")
+        require(self.seq_len > 1, f"--seq-len {self.seq_len}: predicting the next token needs at least 2")
+        check_heads(self.dmodel, self.num_heads, self.num_kv_heads)
+        rows, parts = self.batch_size, self.micro_batches
+        advice = f"the batch must divide into equal micro-batches; give a multiple of {parts}"
+        require(rows % parts == 0, f"--batch-size {rows} with --micro-batches {parts}: {advice}")
+        SPTokenizer(self.tokenizer)
+        if self.data not in ("auto", "tinystories"):
+            for split in ("train", "validation") if self.eval_every else ("train",):
+                next(open_source(self.data, split, self.seed).documents(0))
+
+
+@dataclass
+class DataParallelSettings(WorldSize, TrainSettings):
+    """A data-parallel training run: `--batch-size` sequences per rank."""
+
+    batch_size: int = 1
+
+
+@dataclass
+class ByHandSettings(DataParallelSettings):
+    """A data-parallel training run whose averages may be made by a collective of the lab's own."""
+
+    all_reduce: Literal["library", "naive", "tree", "butterfly", "ring"] = "library"
+    """who averages the gradients: the library, or our own collective of this topology, over gloo"""
+
+    @property
+    def by_hand(self) -> AllReduce | None:
+        return ALL_REDUCES.get(self.all_reduce)
+
+    def check(self) -> None:
+        super().check()
+        if self.by_hand is not None:
+            is_possible = self.backend != "nccl"
+            require(is_possible, f"--all-reduce {self.all_reduce} with --backend nccl: our own work over gloo only")
+            self.backend = "gloo"
+
+
+@dataclass
+class StageSettings(TrainSettings):
+    """A training run in which the model is cut into stages, each with some of the layers."""
+
+    layers_per_stage: Annotated[str | None, ResumePolicy.SAME_LAYOUT, shown_as("N,N,...", "default: balanced")] = None
+    """layers of each stage, e.g. 3,2,1"""
+
+    def check(self) -> None:
+        super().check()
+        self.split(SPTokenizer(self.tokenizer).vocab_size)
+
+    def decide(self) -> dict[str, Any]:
+        return {**super().decide(), "layers_per_stage": self.split(SPTokenizer(self.tokenizer).vocab_size)}
+
+    def remarks(self, decided: dict[str, Any]) -> list[str]:
+        layers = ", ".join(map(str, decided["layers_per_stage"]))
+        return [*super().remarks(decided), f"layers of each stage: {layers}"]
+
+    def split(self, vocab_size: int) -> Split:
+        """The layers of each stage: as `--layers-per-stage` gives them, else balanced."""
+        stages = self.layout["pp"]
+        if self.layers_per_stage is not None:
+            return read_split(self.layers_per_stage, self.n_layers, stages)
+        sizes = {"vocab_size": vocab_size, "dmodel": self.dmodel, "seq_len": self.seq_len}
+        kv_heads = self.num_kv_heads or self.num_heads
+        return balance(self.n_layers, stages, **sizes, kv_width=self.dmodel // self.num_heads * kv_heads)
+
+
+@dataclass
+class StagePerRank(WorldSize):
+    """The topology of one pipeline: every rank is a stage."""
+
+    world_size: int = 3
+    """ranks, each a stage of the model"""
+
+    @property
+    def layout(self) -> Layout:
+        return {"pp": self.world_size}
+
+
+@dataclass
+class PipelineSettings(StagePerRank, StageSettings):
+    """A run of one pipeline in which a batch goes all the way forward and back before the next one."""
+
+    one_stage_at_a_time = True
+
+
+@dataclass
+class ScheduleSettings(StageSettings):
+    """A run of stages that follow a schedule."""
+
+    schedule: Annotated[str, ResumePolicy.SAME_LAYOUT, tyro.conf.arg(metavar="|".join(schedule_names()))] = "dapple"
+    """order of the forward and backward passes"""
+    micro_batches: int = 3
+    """parts that the batch is split into"""
+
+    def check(self) -> None:
+        super().check()
+        names = schedule_names()
+        require(self.schedule in names, f"--schedule {self.schedule}: there are {', '.join(names)}")
+
+
+@dataclass
+class ScheduledPipelineSettings(StagePerRank, ScheduleSettings):
+    """A run of one pipeline that follows a schedule."""
+
+
+@dataclass
+class HybridSettings(ScheduleSettings):
+    """A run of several equal pipelines: `--batch-size` sequences for each."""
+
+    dp: int = 2
+    """replicas of the pipeline"""
+    pp: int = 3
+    """stages of each pipeline"""
+    tp: int = 1
+    """ranks that share each stage; each has a slice of every layer"""
+
+    @property
+    def layout(self) -> Layout:
+        return {"dp": self.dp, "pp": self.pp, "tp": self.tp}
+
+    def check(self) -> None:
+        super().check()
+        check_division(self.num_heads, self.num_kv_heads, self.tp)
