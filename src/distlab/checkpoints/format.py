@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from simplellm.errors import InputError
+from simplellm.errors import InputError, require
 
 FOLDER, RECORD, TOKENIZER = "checkpoints", "checkpoint.json", "tokenizer.model"
 PER_RANK_OPTIMIZER_STATE = "own_moments"  # the record's key, as it has been from the first version on
@@ -30,12 +30,7 @@ Record = dict[str, Any]
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """One that has been found.
-
-    Attributes:
-        folder: where its files are.
-        record: what `checkpoint.json` says.
-    """
+    """A checkpoint's folder, and the record in its `checkpoint.json`."""
 
     folder: Path
     record: Record
@@ -46,14 +41,18 @@ class Checkpoint:
         return int(self.record["step"])
 
     @property
+    def unit(self) -> str:
+        """What the run counts: tokens, inputs."""
+        return str(self.record.get("unit", "tokens"))
+
+    @property
     def count(self) -> int:
-        """What those steps were taken on, in the run's unit: tokens, inputs."""
-        return int(self.record[_unit(self.record)])
+        """What its steps were taken on, in the run's unit."""
+        return int(self.record[self.unit])
 
     @property
     def architecture(self) -> str:
-        """Of its model."""
-        return _architecture(self.record)
+        return str(self.record.get("architecture", LLAMA))
 
     @property
     def layout(self) -> dict[str, int]:
@@ -70,27 +69,25 @@ class Checkpoint:
         return self.folder / TOKENIZER
 
     def is_of_run(self, folder: Path) -> bool:
-        """Whether the run in a folder wrote it."""
+        """Whether the run in this folder wrote it."""
         return folder.resolve() in self.folder.resolve().parents
 
     def problem(self, at_a_glance: bool = False) -> str | None:
-        """What is wrong with its files; None if it is whole. `at_a_glance`, sizes are looked at, but not contents."""
+        """What is wrong with its files; None if it is whole. `at_a_glance`, only their sizes are checked."""
         for name, expected in self.record["files"].items():
             path = self.folder / name
             if not path.is_file():
                 return f"{name} is missing"
             try:
-                size = path.stat().st_size
-                if size != expected["bytes"]:
+                if (size := path.stat().st_size) != expected["bytes"]:
                     return f"{name} has {size:,} bytes instead of {expected['bytes']:,}"
                 if not at_a_glance and checksum(path) != expected["sha256"]:
                     return f"{name} is damaged: its checksum is not the recorded one"
             except OSError as error:
                 return f"{name} cannot be read ({error.strerror})"
-        for path in self.folder.glob("*.safetensors"):
-            if path.name not in self.record["files"]:  # it would be read along with the others
-                return f"{path.name} is none of its files"
-        return None
+        # Any other would be read along with these.
+        others = [path.name for path in self.folder.glob("*.safetensors") if path.name not in self.record["files"]]
+        return f"{others[0]} is none of its files" if others else None
 
 
 def checksum(path: Path) -> str:
@@ -102,22 +99,9 @@ def checksum(path: Path) -> str:
     return digest.hexdigest()
 
 
-def sealed(record: Record) -> Record:
-    """A record with its own checksum."""
-    return {**record, "sha256": _checksum_of(record)}
-
-
-def _checksum_of(record: Record) -> str:
+def checksum_of(record: Record) -> str:
     """SHA-256 of a record, as it is without its own checksum."""
     return hashlib.sha256(json.dumps(record, sort_keys=True).encode()).hexdigest()
-
-
-def _unit(record: Record) -> str:
-    return str(record.get("unit", "tokens"))
-
-
-def _architecture(record: Record) -> str:
-    return str(record.get("architecture", LLAMA))
 
 
 def candidates(path: Path) -> Iterator[Checkpoint | str]:
@@ -128,14 +112,13 @@ def candidates(path: Path) -> Iterator[Checkpoint | str]:
     """
     parent = path if path.name == FOLDER else path / FOLDER
     in_run = parent.glob("step-*") if os.path.isdir(parent) else ()
-    folders = [path] if os.path.exists(path / RECORD) else sorted(in_run, reverse=True)
-    for folder in folders:
+    for folder in [path] if os.path.exists(path / RECORD) else sorted(in_run, reverse=True):
         try:
             record = json.loads((folder / RECORD).read_text())
-            if record.pop("sha256") != _checksum_of(record):
-                raise ValueError("its checksum is not the recorded one")
-            _check(record)
-            yield Checkpoint(folder, record)
+            require(record.pop("sha256") == checksum_of(record), "its checksum is not the recorded one")
+            checkpoint = Checkpoint(folder, record)
+            _check(checkpoint)
+            yield checkpoint
         except FileNotFoundError:
             yield f"{folder.name} is incomplete: it has no {RECORD}; the run ended while it was written"
         except (OSError, ValueError, LookupError, AttributeError, TypeError, RecursionError) as error:
@@ -146,38 +129,37 @@ def candidates(path: Path) -> Iterator[Checkpoint | str]:
 LLAMA_SIZES = ("vocab_size", "dmodel", "num_heads", "num_kv_heads", "hidden_dim", "n_layers", "ctx_size")
 
 
-def _check(record: Record) -> None:
-    """Raise `ValueError` unless a record has what every reader of one relies on: it may be written by hand."""
+def _check(checkpoint: Checkpoint) -> None:
+    """Raise `ValueError` unless the record has what every reader relies on: it may be written by hand."""
+    record, is_llama = checkpoint.record, checkpoint.architecture == LLAMA
 
-    def require(is_right: bool, name: str, value: Any) -> None:
-        if not is_right:
-            raise ValueError(f"its {name} cannot be {value!r:.50}")
+    def check(is_right: bool, name: str, value: Any) -> None:
+        require(is_right, f"its {name} cannot be {value!r:.50}")
 
     def is_count(value: Any, least: int = 0) -> bool:
         return isinstance(value, int) and not isinstance(value, bool) and least <= value < 2**63
 
-    for name in ("step", _unit(record)):
-        require(is_count(record.get(name)), name, record.get(name))
+    for name in ("step", checkpoint.unit):
+        check(is_count(record.get(name)), name, record.get(name))
     for name in ("model", "settings", "files"):
-        require(isinstance(record.get(name), dict), name, record.get(name))
+        check(isinstance(record.get(name), dict), name, record.get(name))
     model, files = record["model"], record["files"]
-    is_llama = _architecture(record) == LLAMA
     for name in LLAMA_SIZES if is_llama else model:
-        require(is_count(model.get(name), least=1), name, model.get(name))
+        check(is_count(model.get(name), least=1), name, model.get(name))
     for name in ("rope_theta", "norm_eps") if is_llama else ():
-        require(isinstance(model.get(name), int | float) and model[name] > 0, name, model.get(name))
-    layout = record.get("layout") or {}
-    require(isinstance(layout, dict) and all(is_count(size, least=1) for size in layout.values()), "layout", layout)
-    require(TOKENIZER in files or not is_llama, "list of files", [*files])
+        check(isinstance(model.get(name), int | float) and model[name] > 0, name, model.get(name))
+    layout = checkpoint.layout
+    check(isinstance(layout, dict) and all(is_count(size, least=1) for size in layout.values()), "layout", layout)
+    check(TOKENIZER in files or not is_llama, "list of files", [*files])
     for name, about in files.items():
         is_right = Path(name).name == name and isinstance(about, dict) and is_count(about.get("bytes"))
-        require(is_right and isinstance(about.get("sha256"), str), f"entry for the file {name}", about)
+        check(is_right and isinstance(about.get("sha256"), str), f"entry for the file {name}", about)
     for name, parts in (("position", ("document" if is_llama else "epoch", "offset")), ("data", ())):
         value = record.get(name)
         is_right = value is None or (isinstance(value, dict) and all(is_count(value.get(part)) for part in parts))
-        require(is_right, name, value)
+        check(is_right, name, value)
     data = record.get("data") or {"source": ""}
-    require(isinstance(data.get("source"), str), "data", data)
+    check(isinstance(data.get("source"), str), "data", data)
 
 
 def has_checkpoints(run: Path) -> bool:
@@ -186,32 +168,25 @@ def has_checkpoints(run: Path) -> bool:
 
 
 def latest_valid(path: Path, say: Callable[[str], None] = lambda _: None, at_a_glance: bool = False) -> Checkpoint:
-    """The last checkpoint of a run (or the one at `path`) all of whose files are there as they were written.
+    """The last checkpoint of a run all of whose files are there as they were written.
 
     Args:
-        path: a run's folder, that of its checkpoints, or that of one checkpoint.
-        say: told about each one that is passed over, and why.
-        at_a_glance: look at the files' sizes alone, not at their contents.
+        path: as for `candidates`.
+        say: told about each checkpoint that is passed over, and why.
+        at_a_glance: check the files' sizes only, not their contents.
 
     Raises:
         InputError: there is none.
     """
-    problems = []
-    for candidate in candidates(path):
-        problem: str | None
-        if isinstance(candidate, Checkpoint):
-            problem = candidate.problem(at_a_glance)
-            if problem is None:
-                return candidate
-            problem = f"{candidate.folder.name}: {problem}"
-        else:
-            problem = candidate
-        say(f"passed over a checkpoint: {problem}")
-        problems.append(problem)
-    raise InputError(_none_at(path) + "".join(f"; {problem}" for problem in problems))
-
-
-def _none_at(path: Path) -> str:
+    reasons = [f"{path}: no whole checkpoint is there; a run with --save-every keeps some"]
     if not os.path.exists(path):
-        return f"{path}: there is no such folder; give that of a run, or of one of its checkpoints"
-    return f"{path}: no whole checkpoint is there; a run with --save-every keeps some"
+        reasons = [f"{path}: there is no such folder; give that of a run, or of one of its checkpoints"]
+    for found in candidates(path):
+        if isinstance(found, Checkpoint):
+            problem = found.problem(at_a_glance)
+            if problem is None:
+                return found
+            found = f"{found.folder.name}: {problem}"
+        say(f"passed over a checkpoint: {found}")
+        reasons.append(found)
+    raise InputError("; ".join(reasons))

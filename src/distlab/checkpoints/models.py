@@ -1,4 +1,4 @@
-"""A model alone, whole, out of a checkpoint or to be one: as it tells stories, and as it is exchanged."""
+"""A whole model, without optimizer state: read from a checkpoint, or written as one."""
 
 import contextlib
 import shutil
@@ -9,26 +9,19 @@ import torch
 
 from distlab.checkpoints.format import LLAMA, latest_valid
 from distlab.checkpoints.saving import OPTIMIZER, RANDOM, UNFINISHED, place_of, read_into, root_of, save, tensors_in
-from simplellm.errors import InputError
+from simplellm.errors import InputError, require
 from simplellm.saved_model import SavedModel
 
 
 def read_model(run: Path, say: Callable[[str], None] = lambda _: None) -> SavedModel:
-    """The model of a run's last whole checkpoint (or of the one at `run`), whatever the layout that saved it.
-
-    Args:
-        run: a run's folder, that of its checkpoints, or that of one checkpoint.
-        say: told about each checkpoint that is passed over, and why.
+    """The model of the checkpoint that `latest_valid` finds, whatever the layout that saved it.
 
     Raises:
         InputError: there is none, or it is that of a classifier.
     """
     checkpoint = latest_valid(run, say)
-    if checkpoint.architecture != LLAMA:
-        raise InputError(
-            f"{checkpoint.folder}: its model is of the architecture {checkpoint.architecture}; only a {LLAMA} can tell "
-            "stories and be exported"
-        )
+    what = f"{checkpoint.folder}: its model is of the architecture {checkpoint.architecture}"
+    require(checkpoint.architecture == LLAMA, f"{what}; only a {LLAMA} can tell stories and be exported")
     parameters = {
         name: torch.empty(tensor.size, dtype=tensor.properties.dtype)
         for name, tensor in tensors_in(checkpoint.folder).items()
@@ -39,9 +32,7 @@ def read_model(run: Path, say: Callable[[str], None] = lambda _: None) -> SavedM
 
 
 def write_model(run: Path, model: SavedModel) -> None:
-    """Make a run's folder with one checkpoint, of a model that took no steps here: to go on from with `--resume`.
-
-    What ends the writing early, such as a full disk, leaves nothing.
+    """Write a model as a run's folder with one checkpoint, of step 0, to resume from; on an error nothing is left.
 
     Raises:
         InputError: the files cannot be written.

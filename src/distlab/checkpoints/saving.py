@@ -1,14 +1,13 @@
 """Writing a checkpoint, all ranks together, and reading one into a model and its optimizer.
 
-What is in it, and that it is whole, is `distlab.checkpoints.format`' to say.
+`distlab.checkpoints.format` describes its contents, and checks that it is whole.
 """
 
-import contextlib
 import json
 import os
 import shutil
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,24 +17,25 @@ from safetensors import SafetensorError
 from torch import nn
 from torch.optim import Optimizer
 
-from distlab.checkpoints.format import FOLDER, RECORD, TOKENIZER, Checkpoint, Record, checksum, sealed
+from distlab.checkpoints.format import FOLDER, RECORD, TOKENIZER, Checkpoint, Record, checksum, checksum_of
 from distlab.comm.traffic import traffic
-from simplellm.errors import InputError
+from simplellm.errors import InputError, require
 
-UNFINISHED = ".unfinished"  # where one is written, beside its place
-SUPERSEDED = "superseded"  # beside the others: what a run that goes on from an earlier step leaves behind
+UNFINISHED = ".unfinished"  # suffix of the folder in which one is written
+SUPERSEDED = "superseded"  # folder for the later checkpoints of a run that resumed from an earlier step
 OPTIMIZER, RANDOM = "optimizer.", "random."
+Parameters = Mapping[str, nn.Parameter]  # of a rank, by their names in the whole model
 
 
 def save(run: Path, tensors: dict[str, Any], record: Record, tokenizer: bytes | None, keep: int) -> None:
     """Write a checkpoint of all ranks' tensors; every rank must call it.
 
     Args:
-        run: the run's folder, which all ranks see.
-        tensors: what this rank holds, by name, whole or as a `Slice`; what several ranks hold is written by one.
+        run: the run's folder, which all ranks share.
+        tensors: this rank's, by name, whole or as a `Slice`; those that several ranks hold are written once.
         record: rank 0's goes to `checkpoint.json`, with the list of files.
         tokenizer: the SentencePiece model; None for a model that reads no text.
-        keep: how many of the run's checkpoints to leave, this one included.
+        keep: number of the run's checkpoints to keep, including this one.
 
     Raises:
         InputError: the files cannot be written, or rank 0 does not see what other ranks have written.
@@ -50,11 +50,12 @@ def save(run: Path, tensors: dict[str, Any], record: Record, tokenizer: bytes | 
             shutil.rmtree(unfinished, ignore_errors=True)
             unfinished.mkdir(parents=True, exist_ok=True)  # another rank may have been quicker
         writer = dcp.HuggingFaceStorageWriter(str(unfinished), save_distributed=True)
-        with traffic.named(f"the checkpoint of step {record['step']}"), _without_warnings():
+        with traffic.named(f"the checkpoint of step {record['step']}"), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch's warning that a single process writes
             written = dcp.save(tensors, storage_writer=writer, no_dist=not dist.is_initialized())
         if rank == 0:
-            if _parts(tensors_in(unfinished)) != _parts(written.state_dict_metadata):
-                raise InputError(f"--out {run}: not all ranks' files are there; give a folder that all machines share")
+            is_all = _parts(tensors_in(unfinished)) == _parts(written.state_dict_metadata)
+            require(is_all, f"--out {run}: not all ranks' files are there; give a folder that all machines share")
             _complete(run, record, tokenizer, keep)
     except (OSError, dcp.CheckpointException) as error:
         raise InputError(f"--save-every: cannot write {unfinished} ({root_of(error)})") from error
@@ -66,18 +67,19 @@ def place_of(run: Path, step: int, ending: str = "") -> Path:
 
 
 def _parts(tensors: dict[str, Any]) -> set[tuple[Any, ...]]:
-    """Each part of each tensor that has been written, by where it begins in the whole."""
+    """Name and offsets of each part of each tensor."""
     return {(name, tuple(part.offsets)) for name, tensor in tensors.items() for part in tensor.chunks}
 
 
 def _complete(run: Path, record: Record, tokenizer: bytes | None, keep: int) -> None:
-    """Add to an unfinished checkpoint what makes it whole, and put it in its place."""
+    """Add tokenizer and record to an unfinished checkpoint, rename it, and remove old ones."""
     unfinished, place = (place_of(run, record["step"], ending) for ending in (UNFINISHED, ""))
     if tokenizer is not None:
         _write(unfinished / TOKENIZER, tokenizer)
     files = {path.name: {"bytes": path.stat().st_size, "sha256": checksum(path)} for path in unfinished.iterdir()}
     record = {**record, "files": files}
-    _write(unfinished / RECORD, (json.dumps(sealed(record), indent=2) + "\n").encode())
+    record["sha256"] = checksum_of(record)
+    _write(unfinished / RECORD, (json.dumps(record, indent=2) + "\n").encode())
     _sync(unfinished)
     unfinished.rename(place)
     _sync(place.parent)
@@ -87,10 +89,7 @@ def _complete(run: Path, record: Record, tokenizer: bytes | None, keep: int) -> 
 
 
 def supersede(run: Path, step: int) -> None:
-    """Set aside a run's checkpoints of later steps than this one, from which it goes on in another way.
-
-    What was not finished is removed.
-    """
+    """Move a run's checkpoints of steps later than the one it resumes from aside, and remove unfinished ones."""
     aside = run / FOLDER / SUPERSEDED
     for path in (run / FOLDER).glob("step-*"):
         number = path.name[len("step-") :].partition(".")[0]
@@ -103,7 +102,7 @@ def supersede(run: Path, step: int) -> None:
 
 
 def _write(path: Path, content: bytes) -> None:
-    """Write a file, and have it reach the disk."""
+    """Write a file through to the disk."""
     with path.open("wb") as file:
         file.write(content)
         file.flush()
@@ -111,7 +110,7 @@ def _write(path: Path, content: bytes) -> None:
 
 
 def _sync(folder: Path) -> None:
-    """Have the names in a folder reach the disk."""
+    """Write the names in a folder through to the disk."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -119,96 +118,75 @@ def _sync(folder: Path) -> None:
         os.close(descriptor)
 
 
-@contextlib.contextmanager
-def _without_warnings() -> Iterator[None]:
-    """Silence torch's remark that a single process reads or writes, as it is to."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        yield
-
-
 def root_of(error: BaseException) -> str:
-    """What a rank ran into, out of the exception in which torch collects those of all ranks."""
+    """The message of one rank's error, out of the exception in which torch collects those of all ranks."""
     failures = getattr(error, "failures", None)
     if failures:
         error = next(iter(failures.values()))[0]
     return getattr(error, "strerror", None) or str(error).splitlines()[0]
 
 
-def state_of(
-    parameters: Mapping[str, nn.Parameter], optimizer: Optimizer, rank: int, per_rank_optimizer_state: bool
-) -> dict[str, Any]:
+def state_of(parameters: Parameters, optimizer: Optimizer, rank: int, is_per_rank: bool) -> dict[str, Any]:
     """All tensors of this rank that a checkpoint holds, by name; to write them, or to read into.
 
     Args:
-        parameters: of this rank, by their names in the whole model; one that is a slice says so (see
-            `TPGroup.own_parameter`).
+        parameters: slices of the whole model's are marked by `TPGroup.own_parameter`.
         optimizer: of all of them.
         rank: of this process.
-        per_rank_optimizer_state: the optimizer's state is this rank's own, not that of all replicas.
+        is_per_rank: whether the replicas' optimizer states differ.
     """
     from distlab.checkpoints.slices import as_held
 
     tensors: dict[str, Any] = {f"{RANDOM}{rank}.cpu": torch.get_rng_state()}
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         tensors[f"{RANDOM}{rank}.cuda"] = torch.cuda.get_rng_state()
+    prefix = _optimizer_prefix(rank, is_per_rank)
     for name, parameter in parameters.items():
         tensors[name] = as_held(parameter.detach(), parameter)
-        for key, value in optimizer.state[parameter].items() if parameter in optimizer.state else ():
-            tensors[f"{_owner(rank, per_rank_optimizer_state)}{OPTIMIZER}{name}.{key}"] = as_held(value, parameter)
+        for key, value in optimizer.state.get(parameter, {}).items():
+            tensors[f"{prefix}{name}.{key}"] = as_held(value, parameter)
     return tensors
 
 
-def _owner(rank: int, per_rank_optimizer_state: bool) -> str:
-    return f"rank{rank}." if per_rank_optimizer_state else ""
+def _optimizer_prefix(rank: int, is_per_rank: bool) -> str:
+    return f"rank{rank}.{OPTIMIZER}" if is_per_rank else OPTIMIZER
 
 
 def restore(
-    checkpoint: Checkpoint,
-    parameters: Mapping[str, nn.Parameter],
-    optimizer: Optimizer,
-    rank: int,
-    layout: dict[str, int],
+    checkpoint: Checkpoint, parameters: Parameters, optimizer: Optimizer, rank: int, layout: dict[str, int]
 ) -> None:
-    """Give parameters, optimizer state and, in the layout that saved them, random generators their values.
+    """Load parameters, optimizer state and, in the layout that saved them, states of random generators.
 
-    Each rank reads what it needs, whoever wrote it: a whole tensor, or its slice out of other slices. What is read
-    needs a place first, and an optimizer has no state before its first step.
+    Each rank reads what it needs, whichever rank wrote it: a whole tensor, or its slice out of other slices. Reading
+    needs tensors to read into, and an optimizer has no state before its first step.
 
     Args:
         checkpoint: a whole one.
         parameters, optimizer, rank: as for `state_of`.
-        layout: that of the run; in another one, ranks that have to draw the same would not be the same ranks.
+        layout: of the run; in another one, different ranks have to draw the same random numbers.
 
     Raises:
         InputError: the checkpoint is that of another model.
     """
-    there = tensors_in(checkpoint.folder)
-    per_rank_optimizer_state = checkpoint.per_rank_optimizer_state
+    saved = tensors_in(checkpoint.folder)
+    is_per_rank = checkpoint.per_rank_optimizer_state
     for name, parameter in parameters.items():
-        prefix = _owner(rank, per_rank_optimizer_state) + f"{OPTIMIZER}{name}."
-        for key in there:
-            if key.startswith(prefix):
-                shape = parameter.shape if there[key].size else ()
-                state = torch.zeros(shape, dtype=there[key].properties.dtype, device=parameter.device)
-                optimizer.state[parameter][key.removeprefix(prefix)] = state
-    tensors = state_of(parameters, optimizer, rank, per_rank_optimizer_state)
-    generators = there.keys() if checkpoint.record.get("layout") == layout else ()
+        prefix = f"{_optimizer_prefix(rank, is_per_rank)}{name}."
+        for key in (key for key in saved if key.startswith(prefix)):
+            shape = parameter.shape if saved[key].size else ()
+            state = torch.zeros(shape, dtype=saved[key].properties.dtype, device=parameter.device)
+            optimizer.state[parameter][key.removeprefix(prefix)] = state
+    generators = saved.keys() if checkpoint.record.get("layout") == layout else ()
+    tensors = state_of(parameters, optimizer, rank, is_per_rank)
     tensors = {name: tensor for name, tensor in tensors.items() if name in generators or not name.startswith(RANDOM)}
     read_into(tensors, checkpoint)
-    random = f"{RANDOM}{rank}"
-    if f"{random}.cpu" in tensors:
-        torch.set_rng_state(tensors[f"{random}.cpu"])
-    if f"{random}.cuda" in tensors:
-        torch.cuda.set_rng_state(tensors[f"{random}.cuda"])
+    for device, set_state in (("cpu", torch.set_rng_state), ("cuda", torch.cuda.set_rng_state)):
+        if f"{RANDOM}{rank}.{device}" in tensors:
+            set_state(tensors[f"{RANDOM}{rank}.{device}"])
 
 
 def tensors_in(folder: Path) -> dict[str, Any]:
-    """What is known of each tensor without reading it, by name.
-
-    Raises:
-        InputError: there are no tensors, or none that can be read.
-    """
+    """Each tensor's metadata, by name; `InputError` if there are no tensors that can be read."""
     from torch.distributed import checkpoint as dcp
 
     try:
@@ -218,15 +196,12 @@ def tensors_in(folder: Path) -> dict[str, Any]:
 
 
 def read_into(tensors: dict[str, Any], checkpoint: Checkpoint) -> None:
-    """Read tensors, or slices of them, by name.
-
-    Raises:
-        InputError: the checkpoint has no such tensors.
-    """
+    """Read tensors, or slices of them, by name; `InputError` if the checkpoint has no such tensors."""
     from torch.distributed import checkpoint as dcp
 
     try:
-        with _without_warnings():
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch's warning that a single process reads
             reader = dcp.HuggingFaceStorageReader(str(checkpoint.folder))
             dcp.load(tensors, storage_reader=reader, no_dist=True)
     except (dcp.CheckpointException, SafetensorError) as error:

@@ -1,4 +1,4 @@
-"""Slices of parameters, as torch.distributed.checkpoint takes them, which else knows those of its own DTensor only."""
+"""Slices of parameters for torch.distributed.checkpoint, which by itself knows only those of DTensor."""
 
 from typing import Any
 
@@ -9,13 +9,9 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 
 
 class Slice(Tensor):
-    """A rank's part of a tensor, which to a checkpoint presents itself as the whole, as DTensor does.
+    """A rank's part of a tensor, which presents itself to a checkpoint as a slice of the whole, as DTensor does.
 
-    Args:
-        part: what this rank holds; it is written from, or read into.
-        dim: along which the whole is cut.
-        start: of the part, along `dim`.
-        length: of the whole, along `dim`.
+    The part begins at `start` along `dim`, where the whole has `length`; it is written from, or read into.
     """
 
     # What is computed from it is a plain tensor.

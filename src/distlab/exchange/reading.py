@@ -1,4 +1,4 @@
-"""A model to read, wherever it is kept."""
+"""Reading a model from a run or from a folder in Hugging Face's format."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -9,13 +9,8 @@ from simplellm.saved_model import SavedModel
 
 
 def read_saved(path: Path, say: Callable[[str], None] = lambda _: None) -> SavedModel:
-    """The model of a run, of a checkpoint, or of a folder in Hugging Face's format.
+    """The model of a run, a checkpoint, or a folder in Hugging Face's format; `InputError` if none can be read.
 
-    Args:
-        path: of the folder.
-        say: told about each checkpoint that is passed over, and why.
-
-    Raises:
-        InputError: there is none that can be read.
+    `say` is told about each checkpoint that is passed over, and why.
     """
     return read_llama(path) if is_llama(path) else read_model(path, say)

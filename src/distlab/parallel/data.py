@@ -21,22 +21,20 @@ BUCKET_BYTES = 25_000_000
 
 
 class Bucket:
-    """Some parameters' gradients, side by side in one flat buffer, so that one message carries them all.
-
-    Attributes:
-        index: place in the order in which the backward pass fills the buckets.
-        flat: (elements,), the gradients.
-        views: per parameter, its part of `flat` in the parameter's shape.
-    """
+    """Some parameters' gradients, side by side in one flat buffer, so that one message carries them all."""
 
     def __init__(self, index: int, parameters: Sequence[Tensor]) -> None:
-        self.index, self.parameters, self.missing = index, parameters, 0
+        self.index = index  # in the order in which the backward pass fills the buckets
+        self.parameters, self.missing = parameters, 0  # gradients to come before it is full
         lengths = [p.numel() for p in parameters]
-        self.flat = parameters[0].new_zeros(sum(lengths))
+        self.flat = parameters[0].new_zeros(sum(lengths))  # (elements,)
         self.views = [part.view_as(p) for p, part in zip(parameters, self.flat.split(lengths), strict=True)]
 
     def __str__(self) -> str:
         return f"the gradients of bucket {self.index}"
+
+
+OnFull = Callable[[Bucket], Transfer | None]
 
 
 class GradientBuckets:
@@ -49,18 +47,13 @@ class GradientBuckets:
 
     Args:
         parameters: the model's, in the order of the model.
-        on_full: called with a bucket when its last gradient is there, from within the backward pass; returns the
-            transfer that it starts, if any.
+        on_full: called within the backward pass when a bucket is full; returns the transfer that it starts, if any.
         backward_passes: gradients are accumulated over this many backward passes before a bucket is full.
         bucket_bytes: a bucket is closed when it holds this much; small ones start early, large ones are few messages.
     """
 
     def __init__(
-        self,
-        parameters: Iterable[Tensor],
-        on_full: Callable[[Bucket], Transfer | None],
-        backward_passes: int = 1,
-        bucket_bytes: int = BUCKET_BYTES,
+        self, parameters: Iterable[Tensor], on_full: OnFull, backward_passes: int = 1, bucket_bytes: int = BUCKET_BYTES
     ) -> None:
         self._on_full, self._backward_passes = on_full, backward_passes
         self._transfers: list[Transfer | None] = []
@@ -69,15 +62,15 @@ class GradientBuckets:
         for bucket in self._buckets:
             for parameter, view in zip(bucket.parameters, bucket.views, strict=True):
                 parameter.register_post_accumulate_grad_hook(self._collector(bucket, view))
-        self._expect_gradients()
+        self.restart()
 
     def __iter__(self) -> Iterator[Bucket]:
         return iter(self._buckets)
 
     def finish(self) -> None:
-        """Return when all transfers have ended; after the last backward pass of a step.
+        """End a step's last backward pass: hand over incomplete buckets, and wait for all transfers.
 
-        What that left incomplete is handed over first; parameters that took no part get a gradient of zero.
+        Parameters that took no part get a gradient of zero.
         """
         for bucket in self._buckets[self._full :]:
             for parameter, view in zip(bucket.parameters, bucket.views, strict=True):
@@ -87,15 +80,11 @@ class GradientBuckets:
         self.restart()
 
     def restart(self) -> None:
-        """Begin a step, also after a backward pass that raised; what has been started ends before."""
-        while self._transfers:  # it would overwrite the gradients to come
+        """Begin a step, also after a backward pass that raised."""
+        while self._transfers:  # they would overwrite the gradients to come
             transfer = self._transfers.pop(0)
             if transfer is not None:
                 transfer.wait()
-        self._expect_gradients()
-
-    def _expect_gradients(self) -> None:
-        """Begin a step: no bucket has anything yet."""
         self._full = 0  # the buckets before this index have been handed over
         for bucket in self._buckets:
             bucket.missing = self._backward_passes * len(bucket.parameters)
@@ -121,8 +110,8 @@ def _split(parameters: Sequence[Tensor], bucket_bytes: int) -> Iterator[list[Ten
     """Consecutive parameters of one dtype and device, closed at `bucket_bytes`; frozen ones are left out."""
     group: list[Tensor] = []
     for parameter in (p for p in parameters if p.requires_grad):
-        full = sum(p.nbytes for p in group) >= bucket_bytes
-        if group and (full or (parameter.dtype, parameter.device) != (group[0].dtype, group[0].device)):
+        is_full = sum(p.nbytes for p in group) >= bucket_bytes
+        if group and (is_full or (parameter.dtype, parameter.device) != (group[0].dtype, group[0].device)):
             yield group
             group = []
         group.append(parameter)
@@ -136,10 +125,6 @@ class MyDP(nn.Module):
     All ranks start from rank 0's weights and buffers. `loss.backward()` starts the average of each bucket as soon as
     it is full, and returns when all have arrived; so the loop of one process needs no change. Every backward pass
     averages: m micro-batches send m times what one average at the end of the step would.
-
-    Args:
-        model: on every rank the same architecture; the weights may differ.
-        bucket_bytes: as for `GradientBuckets`.
     """
 
     def __init__(self, model: nn.Module, bucket_bytes: int = BUCKET_BYTES) -> None:
@@ -153,7 +138,6 @@ class MyDP(nn.Module):
         self._in_backward_pass = False
 
     def forward(self, data: Tensor, target: Tensor | None = None) -> object:
-        """What the model returns for `data`, or for `(data, target)` where a target is given."""
         if self._in_backward_pass:  # the last one raised
             self._in_backward_pass = False
             self._buckets.restart()
@@ -186,8 +170,8 @@ def through_traffic(wrapped: DistributedDataParallel) -> DistributedDataParallel
             own: torch.futures.Future[Tensor] = torch.futures.Future()
             own.set_result(bucket.buffer())
             return own
-        name = f"the gradients of bucket {bucket.index()}"
-        transfer = traffic.all_reduce(bucket.buffer(), name, kind="gradients")
+        what = f"the gradients of bucket {bucket.index()}"
+        transfer = traffic.all_reduce(bucket.buffer(), what, kind="gradients")
         return transfer.future(is_waited_for=bucket.is_last())
 
     def settle(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -235,18 +219,15 @@ def flatten_weights(model: nn.Module) -> Tensor:
 def check_parameter_closeness(model: nn.Module) -> bool:
     """True on every rank if all ranks' parameters, also tied and frozen ones, are close to rank 0's; else False."""
     parameters = list(model.named_parameters())
-    kinds = repr([(name, parameter.shape, parameter.dtype) for name, parameter in parameters])
-    device = parameters[0][1].device
-    checksum = zlib.crc32(kinds.encode())
-    most = torch.tensor([checksum, -checksum], device=device)
+    shapes = zlib.crc32(repr([(name, parameter.shape, parameter.dtype) for name, parameter in parameters]).encode())
+    most = torch.tensor([shapes, -shapes], device=parameters[0][1].device)
     traffic.all_reduce(most, "the shapes of a model", kind="check", op=dist.ReduceOp.MAX).wait()
     if most[0] != -most[1]:  # the greatest and the least
         return False
-    close = True
+    is_close = torch.ones_like(most[0])
     for name, parameter in parameters:
         rank_0s = parameter.detach().clone(memory_format=torch.contiguous_format)
         traffic.broadcast(rank_0s, f"the weights {name}", kind="check").wait()
-        close = close and torch.allclose(parameter, rank_0s, equal_nan=True)
-    verdict = torch.tensor(int(close), device=device)
-    traffic.all_reduce(verdict, "the ranks' verdicts", kind="check", op=dist.ReduceOp.MIN).wait()
-    return bool(verdict)
+        is_close *= torch.allclose(parameter, rank_0s, equal_nan=True)
+    traffic.all_reduce(is_close, "the ranks' verdicts", kind="check", op=dist.ReduceOp.MIN).wait()
+    return bool(is_close)

@@ -10,38 +10,21 @@ from collections.abc import Callable
 from functools import partial
 from typing import Literal
 
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from distlab.comm.endpoint import members
-from distlab.parallel.tp_group import (
-    BACKWARD,
-    LAYERS,
-    NORMS,
-    SEQUENCE,
-    VOCABULARY,
-    TPGroup,
-    copy_to,
-    gather,
-    gather_to,
-    reduce_from,
-    reduce_scatter,
-    shard_sizes,
-)
+from distlab.comm.traffic import Group
+from distlab.parallel import tp_group as collectives
+from distlab.parallel.tp_group import BACKWARD, LAYERS, NORMS, SEQUENCE, VOCABULARY, TPGroup, shard_sizes
 from distlab.parallel.vocabulary import VocabularyParallelEmbedding
-from simplellm.errors import InputError
+from simplellm.errors import InputError, require
 from simplellm.llama import MLP, Attention, Linear
 
 Style = Literal["naive", "megatron"]
 Exchange = Callable[[Tensor, TPGroup], Tensor]
 
 
-def shard(
-    net: nn.Module,
-    style: Style = "megatron",
-    group: "dist.ProcessGroup | None" = None,
-    sequence_parallel: bool = False,
-) -> None:
+def shard(net: nn.Module, style: Style = "megatron", group: Group = None, sequence_parallel: bool = False) -> None:
     """Replace the layers in `net`, which is whole and the same on every rank, by this rank's shards of them.
 
     Weights keep their names; nothing random happens. The model's code stays as it is: the collectives are hooks before
@@ -56,13 +39,12 @@ def shard(
 
     Args:
         net: any module with simplellm's `Attention`, `MLP` or `Linear`, or an `nn.Embedding` in it: the model, a stage.
-        style: what is split, and how.
         group: the tensor-parallel process group; by default, all ranks.
         sequence_parallel: between attention and MLP, each rank has a shard of the sequence; "megatron" only, and only
             for a whole model, which takes token ids (batch, seq) first.
 
     Raises:
-        InputError: the module cannot be split so; it is then as it was.
+        InputError: the module cannot be split so; it is unchanged.
     """
     parts = _Parts(net)
     parts.check(style, len(members(group)), sequence_parallel)
@@ -86,58 +68,57 @@ class _Parts:
 
     def check(self, style: Style, ranks: int, sequence_parallel: bool) -> None:
         """Raise `InputError` unless all of it can be split."""
+        embeddings = self.embeddings if style == "megatron" else {}
+        layers: dict[str, Linear | nn.Embedding] = {**self.linears, **embeddings}
         if not (self.pairs or self.heads or self.embeddings) or "" in self.embeddings:
             raise InputError("nothing in this module can be split: it needs layers of simplellm's, or embeddings")
-        if sequence_parallel and (style == "naive" or not self.heads or not self.embeddings):
+        if sequence_parallel and not (self.heads and embeddings):
             raise InputError("sequence parallelism is for a whole model whose layers are split in pairs")
-        owners: dict[nn.Parameter, list[str]] = {}
+        owners: dict[Tensor, list[str]] = {}
         for name, module in self.net.named_modules():
             for parameter in module.parameters(recurse=False):
                 owners.setdefault(parameter, []).append(name)
-        for module in (*self.linears.values(), *(self.embeddings.values() if style == "megatron" else ())):
-            names = owners[module.weight]
-            if hasattr(module.weight, "shard_spec"):
-                raise InputError(f"{names[0]} is split already: give the whole model")
+        for layer in layers.values():
+            names = owners[layer.weight]
+            require(not hasattr(layer.weight, "shard_spec"), f"{names[0]} is split already: give the whole model")
             if len(names) > 1:
                 raise InputError(f"{' and '.join(names)} have one weight, which would become two: untie them first")
-        if style == "megatron":
-            self._check_pairs_and_ends(ranks)
-
-    def _check_pairs_and_ends(self, ranks: int) -> None:
+        if style == "naive":
+            return
         for pair in self.pairs.values():
             if isinstance(pair, Attention):
                 queries, keys = pair.q_proj.out_features, pair.k_proj.out_features
                 check_division(queries // pair.head_dim, keys // pair.head_dim, ranks)
         if len(self.heads) > 1:
             raise InputError(f"{' and '.join(self.heads)}: one linear layer outside attention and MLP can be the head")
-        rows = {name: head.out_features for name, head in self.heads.items()}
-        rows |= {name: embedding.num_embeddings for name, embedding in self.embeddings.items()}
-        for name, vocab_size in rows.items():
-            if vocab_size < ranks:
-                raise InputError(f"{name} has {vocab_size} rows, which {ranks} tensor-parallel ranks cannot share")
-        for name, embedding in self.embeddings.items():
+        for name in (*self.heads, *embeddings):
+            rows = len(layers[name].weight)
+            require(rows >= ranks, f"{name} has {rows} rows, which {ranks} tensor-parallel ranks cannot share")
+        for name, embedding in embeddings.items():
             if embedding.max_norm is not None or embedding.scale_grad_by_freq or embedding.sparse:
                 raise InputError(f"{name}: an embedding with max_norm, scale_grad_by_freq or sparse cannot be split")
 
 
-def _split_naively(parts: _Parts, group: "dist.ProcessGroup | None") -> None:
+def _split_naively(parts: _Parts, group: Group) -> None:
     """Split each linear layer on its own by its outputs: its input comes whole, its output leaves whole."""
     for name, linear in parts.linears.items():
         tp_group = TPGroup(name, VOCABULARY if name in parts.heads else LAYERS, group)
-        whole = partial(gather, length=linear.out_features)
+        whole = partial(collectives.gather, length=linear.out_features)
         _keep_shard(linear, tp_group, dim=0)
-        _around(linear, tp_group, before=copy_to, after=whole)
+        _around(linear, tp_group, before=collectives.copy_to, after=whole)
 
 
-def _split_in_pairs(parts: _Parts, group: "dist.ProcessGroup | None", sequence_parallel: bool) -> None:
+def _split_in_pairs(parts: _Parts, group: Group, sequence_parallel: bool) -> None:
     """Split by their outputs the layers that begin attention and MLP, by its inputs the one that ends them."""
-    enter, leave = _split_sequence(parts, group) if sequence_parallel else (copy_to, reduce_from)
+    enter, leave = (
+        _split_sequence(parts, group) if sequence_parallel else (collectives.copy_to, collectives.reduce_from)
+    )
     for name, pair in parts.pairs.items():
         tp_group = TPGroup(name, LAYERS, group)
         if isinstance(pair, Attention):
-            columns, row = [pair.q_proj, pair.k_proj, pair.v_proj], pair.o_proj
+            *columns, row = pair.q_proj, pair.k_proj, pair.v_proj, pair.o_proj
         else:
-            columns, row = [pair.gate_proj, pair.up_proj], pair.down_proj
+            *columns, row = pair.gate_proj, pair.up_proj, pair.down_proj
         for column in columns:
             _keep_shard(column, tp_group, dim=0)
         _keep_shard(row, tp_group, dim=1)
@@ -148,18 +129,17 @@ def _split_in_pairs(parts: _Parts, group: "dist.ProcessGroup | None", sequence_p
         _around(split, tp_group, after=leave)
         for path, module in list(parts.net.named_modules(remove_duplicate=False)):
             if module is embedding:
-                parent, _, attribute = path.rpartition(".")
-                setattr(parts.net.get_submodule(parent), attribute, split)
+                parts.net.set_submodule(path, split)
     for name, head in parts.heads.items():
         tp_group = TPGroup(name, VOCABULARY, group)
         _keep_shard(head, tp_group, dim=0)
         _around(head, tp_group, before=enter)
 
 
-def _split_sequence(parts: _Parts, group: "dist.ProcessGroup | None") -> tuple[Exchange, Exchange]:
+def _split_sequence(parts: _Parts, group: Group) -> tuple[Exchange, Exchange]:
     """Shard the sequence between layers; returns the collectives before and after these, which take it whole.
 
-    What is not split, the norms' gains, has on each rank the gradient of its own positions, so these are added up.
+    The norms' gains are not split: on each rank they have the gradient of its own positions, so these are added up.
     """
     seq = 0  # a shard does not tell the length of the whole, if the ranks do not divide it
 
@@ -173,17 +153,15 @@ def _split_sequence(parts: _Parts, group: "dist.ProcessGroup | None") -> tuple[E
         if parameter not in split and parameter.requires_grad:
             tp_group = TPGroup(name.rpartition(".")[0], NORMS, group)
             parameter.register_hook(partial(tp_group.all_reduce, what=BACKWARD))
-    return lambda x, tp_group: gather_to(x, tp_group, seq), reduce_scatter
+    return lambda x, tp_group: collectives.gather_to(x, tp_group, seq), collectives.reduce_scatter
 
 
 def check_division(num_heads: int, num_kv_heads: int | None, ranks: int) -> None:
     """Raise `InputError` unless each rank can hold as many heads, of queries and of keys and values, as the others."""
     for flag, heads in (("--num-heads", num_heads), ("--num-kv-heads", num_kv_heads)):
         if heads is not None and heads % ranks:
-            raise InputError(
-                f"{flag} {heads} among {ranks} tensor-parallel ranks: each must hold as many heads as the others; "
-                f"give a multiple of {ranks}, or a number of ranks that divides {heads}"
-            )
+            what = f"{flag} {heads} among {ranks} tensor-parallel ranks: each must hold as many heads as the others"
+            raise InputError(f"{what}; give a multiple of {ranks}, or a number of ranks that divides {heads}")
 
 
 def _keep_shard(linear: Linear, tp_group: TPGroup, dim: int) -> None:

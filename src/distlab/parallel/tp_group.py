@@ -16,13 +16,12 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.distributed import ReduceOp
 
 from distlab.comm.endpoint import members, rank
-from distlab.comm.traffic import traffic
+from distlab.comm.traffic import Group, traffic
 
 LAYERS, VOCABULARY, NORMS = "layer", "vocabulary", "norm"  # kinds of modules
 FORWARD, BACKWARD = "activations", "gradients"  # what is sent; the ledger's kinds are "layer activations", …
@@ -38,15 +37,12 @@ def shard_sizes(total: int, ranks: int) -> list[int]:
 class TPGroup:
     """The ranks that hold the shards of a module; its methods are collectives that do not change their input.
 
-    Attributes:
-        module: the module's name in the model, for the names of waits.
-        kind: `LAYERS`, `VOCABULARY` or `NORMS`, for the ledger's columns.
-        group: the tensor-parallel process group; by default, all ranks.
+    `shard_sizes` gives the shards' sizes along the dimension that is split.
     """
 
-    module: str
-    kind: str
-    group: "dist.ProcessGroup | None" = None
+    module: str  # name in the model, for the names of waits
+    kind: str  # `LAYERS`, `VOCABULARY` or `NORMS`, for the ledger's columns
+    group: Group = None  # by default, all ranks
 
     @property
     def size(self) -> int:
@@ -54,7 +50,6 @@ class TPGroup:
 
     @property
     def group_rank(self) -> int:
-        """This rank's number in the group."""
         return members(self.group).index(rank())
 
     def own_range(self, length: int) -> tuple[int, int]:
@@ -70,7 +65,7 @@ class TPGroup:
         return total
 
     def all_gather(self, x: Tensor, what: str, dim: int, length: int) -> Tensor:
-        """The ranks' shards, of `shard_sizes(length, size)` along `dim`, side by side."""
+        """The ranks' shards of `length` rows along `dim`, side by side."""
         sizes = shard_sizes(length, self.size)
         own = _pad(x, dim, sizes[0])
         parts = own.new_empty(self.size, *own.shape)
@@ -104,12 +99,8 @@ class TPGroup:
 
 def _pad(x: Tensor, dim: int, length: int) -> Tensor:
     """`x`, contiguous, with zeros after it up to `length`: the parts of a collective are of equal size."""
-    missing = length - x.shape[dim]
-    if missing == 0:
-        return x.contiguous()
-    shape = list(x.shape)
-    shape[dim] = missing
-    return torch.cat([x, x.new_zeros(shape)], dim)
+    missing, later_dims = length - x.shape[dim], x.dim() - 1 - dim % x.dim()
+    return nn.functional.pad(x, [0, 0] * later_dims + [0, missing]) if missing else x.contiguous()
 
 
 class _LinearMap(torch.autograd.Function):
@@ -127,8 +118,7 @@ class _LinearMap(torch.autograd.Function):
 
 
 def _linear_map(x: Tensor, linear: Callable[[Tensor], Tensor], transposed: Callable[[Tensor], Tensor]) -> Tensor:
-    y: Tensor = _LinearMap.apply(x, linear, transposed)
-    return y
+    return _LinearMap.apply(x, linear, transposed)
 
 
 def _unchanged(x: Tensor) -> Tensor:
@@ -154,8 +144,8 @@ def gather(x: Tensor, tp_group: TPGroup, length: int, dim: int = -1) -> Tensor:
 def gather_to(x: Tensor, tp_group: TPGroup, length: int, dim: int = SEQUENCE) -> Tensor:
     """Like `gather`, but for a layer's shards, whose gradients of the whole add up.
 
-    What a layer keeps of the whole for its backward pass stays whole. (Korthikanti et al. keep the shard and gather
-    again: less memory, more traffic.)
+    The layer saves the whole for its backward pass. (Korthikanti et al. save the shard and gather again: less memory,
+    more traffic.)
     """
     whole = partial(tp_group.all_gather, what=FORWARD, dim=dim, length=length)
     return _linear_map(x, whole, partial(tp_group.reduce_scatter, what=BACKWARD, dim=dim))

@@ -3,20 +3,20 @@
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.distributed import ReduceOp
 
+from distlab.comm.traffic import Group
 from distlab.parallel.tp_group import FORWARD, VOCABULARY, TPGroup
-from simplellm.errors import InputError
+from simplellm.errors import require
 
 
 def own_rows(ids: Tensor, vocab_size: int, tp_group: TPGroup) -> tuple[Tensor, Tensor]:
-    """The rows of the tokens `ids` (any shape) in this rank's shard, and which are elsewhere: these get row 0, masked.
+    """The rows of the tokens `ids` (any shape) in this rank's shard, and a mask of those on other ranks, given row 0.
 
     A token outside the vocabulary gets a row that no rank has, so that torch refuses it on all ranks as in the whole
-    model: on the CPU with an exception; on CUDA, where a look at the ids would stop the stream, in the kernel.
+    model: on the CPU with an exception; on CUDA, where checking the ids would synchronize, in the kernel.
     """
     first, end = tp_group.own_range(vocab_size)
     elsewhere = ((ids >= 0) & (ids < first)) | ((ids >= end) & (ids < vocab_size))
@@ -24,12 +24,7 @@ def own_rows(ids: Tensor, vocab_size: int, tp_group: TPGroup) -> tuple[Tensor, T
 
 
 class VocabularyParallelEmbedding(nn.Embedding):
-    """The embedding's shard of the vocabulary: zero for the tokens of other ranks, so that the ranks' results add up.
-
-    Args:
-        whole: the embedding of the whole vocabulary.
-        tp_group: the ranks that hold its shards.
-    """
+    """The embedding's shard of the vocabulary: zero for other ranks' tokens, so that the ranks' results add up."""
 
     def __init__(self, whole: nn.Embedding, tp_group: TPGroup) -> None:
         self.vocab_size, self.tp_group = whole.num_embeddings, tp_group
@@ -50,29 +45,24 @@ class VocabularyParallelEmbedding(nn.Embedding):
         return super().forward(rows).masked_fill(elsewhere.unsqueeze(-1), 0)
 
 
-def vocabulary_parallel_loss(
-    logits: Tensor, target: Tensor, vocab_size: int, group: "dist.ProcessGroup | None" = None
-) -> Tensor:
+def vocabulary_parallel_loss(logits: Tensor, target: Tensor, vocab_size: int, group: Group = None) -> Tensor:
     """`causalLLMLoss` of logits that are sharded over the vocabulary, on every rank.
 
     The ranks exchange three numbers for each token, and nothing in the backward pass.
 
     Args:
-        logits: (batch, seq, this rank's shard of vocab), in any floating dtype.
+        logits: (batch, seq, this rank's shard of `vocab_size`), in any floating dtype.
         target: (batch, seq), int64.
-        vocab_size: of the whole vocabulary.
-        group: the tensor-parallel process group; by default, all ranks.
 
     Raises:
         InputError: the sequences are too short to predict anything.
         RuntimeError: a token is outside the vocabulary, on the CPU; see `own_rows`.
     """
-    if target.shape[1] < 2:
-        raise InputError(f"--seq-len {target.shape[1]} leaves no token to predict: it must be at least 2")
+    seq = target.shape[1]
+    require(seq >= 2, f"--seq-len {seq} leaves no token to predict: it must be at least 2")
     tp_group = TPGroup("the loss", VOCABULARY, group)
     next_token = target.to(logits.device).roll(-1, dims=1).unsqueeze(-1)
-    loss: Tensor = _VocabularyParallelLoss.apply(logits.float(), *own_rows(next_token, vocab_size, tp_group), tp_group)
-    return loss
+    return _VocabularyParallelLoss.apply(logits.float(), *own_rows(next_token, vocab_size, tp_group), tp_group)
 
 
 class _VocabularyParallelLoss(torch.autograd.Function):

@@ -6,25 +6,25 @@ import math
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 import tyro
 
 from distlab.collectives.algorithms import ALL_REDUCES, allreduce_ring, broadcast_naive, broadcast_ring, broadcast_tree
 from distlab.collectives.simulation import Link, SimulatedWorld
-from distlab.comm.endpoint import Endpoint
 from distlab.comm.grid import Grid
 from distlab.reports.memory import KINDS, read_largest
 from distlab.reports.timeline import COLORS, draw, measured_panel, pyplot, save
 from distlab.reports.trace import Trace, read_chrome
-from simplellm.errors import InputError
+from simplellm.errors import InputError, require
 
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-
-Png = Annotated[Path, tyro.conf.Positional]
-NamedRuns = Annotated[tyro.conf.Positional[list[str]], tyro.conf.arg(metavar="[NAME=]RUN [[NAME=]RUN ...]")]
+Png = Annotated[Path, tyro.conf.Positional, tyro.conf.arg(help="file to write")]
+HELP = "what to call each run, and its folder"
+NAMED_RUNS = partial(tyro.conf.arg, metavar="[NAME=]RUN [[NAME=]RUN ...]")
+NamedRuns = Annotated[tyro.conf.Positional[list[str]], NAMED_RUNS(help=HELP)]
+TRACED_HELP = f"{HELP} or its trace file; they were started with --trace"
+NamedTraces = Annotated[tyro.conf.Positional[list[str]], NAMED_RUNS(help=TRACED_HELP)]
 Against = Literal["steps", "tokens", "seconds"]
 PALETTE = ["#c9d6e8", "#2f6db3", "#e08a1e", "#b23a48", "#4c9a6a", "#7a5ba6"]
 
@@ -32,79 +32,51 @@ PALETTE = ["#c9d6e8", "#2f6db3", "#e08a1e", "#b23a48", "#4c9a6a", "#7a5ba6"]
 def losses(
     png: Png, runs: NamedRuns, /, title: str = "Loss of the global batch", smooth: int = 15, against: Against = "steps"
 ) -> None:
-    """The loss of several runs, and where they looked at it the loss of stories that they did not train on (dots).
+    """The training loss of several runs and, as dots, their validation loss.
 
     Later runs are thinner, so that curves which coincide are all seen.
 
     Args:
-        png: file to write.
-        runs: what to call each run, and its folder.
         title: line above the figure.
         smooth: steps of the moving average.
         against: what the curves run over; seconds are those of the steps, tokens those of all ranks.
-
-    Raises:
-        InputError: a run is not given as NAME=RUN, or has no readable metrics.
     """
-    if smooth < 1:
-        raise InputError(f"--smooth {smooth}: the mean is of at least 1 step")
+    require(smooth >= 1, f"--smooth {smooth}: the mean is of at least 1 step")
     figure, axes = pyplot().subplots(figsize=(8, 4.2), layout="constrained")
     for index, (name, run) in enumerate(_named(runs)):
         color = PALETTE[index % len(PALETTE)]
         records = read_metrics(run)
         where = places(records, against, run)
-        axes.plot(
-            where,
-            moving_average([record["loss"] for record in records], smooth),
-            label=name,
-            color=color,
-            linewidth=max(1.4, 6 - 3 * index),
-            linestyle="--" if index == 2 else "-",
-        )
-        looked = [(x, r["validation_loss"]) for x, r in zip(where, records, strict=True) if "validation_loss" in r]
-        if looked:
-            axes.plot(
-                *zip(*looked, strict=True), "o", ms=4, color=color, mec="black", mew=0.5, label=f"{name}: validation"
-            )
+        means = moving_average([record["loss"] for record in records], smooth)
+        style = {"linewidth": max(1.4, 6 - 3 * index), "linestyle": "--" if index == 2 else "-"}
+        axes.plot(where, means, label=name, color=color, **style)
+        validated = [(x, r["validation_loss"]) for x, r in zip(where, records, strict=True) if "validation_loss" in r]
+        if validated:
+            dots = {"label": f"{name}: validation", "color": color, "mec": "black", "mew": 0.5, "ms": 4}
+            axes.plot(*zip(*validated, strict=True), "o", **dots)
     axes.set(title=title, xlabel=against, ylabel=f"loss (mean of {smooth} steps)")
     axes.grid(alpha=0.25)
     axes.legend(frameon=False)
     save(figure, png)
 
 
-def timelines(png: Png, runs: NamedRuns, /) -> None:
-    """A measured step of each run, under the plan for the times that its passes took.
-
-    Args:
-        png: file to write.
-        runs: what to call each run, and its folder or its trace file; they were started with --trace.
-    """
+def timelines(png: Png, runs: NamedTraces, /) -> None:
+    """A measured step of each run, under the plan for the times that its passes took."""
     draw(png, [measured_panel(name, _read_trace(run)) for name, run in _named(runs)])
 
 
-def memory(png: Png, runs: NamedRuns, /) -> None:
-    """The activations that each stage keeps during a step of each run.
-
-    Args:
-        png: file to write.
-        runs: what to call each run, and its folder or its trace file; they were started with --trace.
-    """
+def memory(png: Png, runs: NamedTraces, /) -> None:
+    """The activations that each stage keeps during a step of each run."""
     traces = [(name, _read_trace(run)) for name, run in _named(runs)]
-    figure, grid = pyplot().subplots(
-        1, len(traces), figsize=(10, 3.2), layout="constrained", squeeze=False, sharey=True
-    )
+    options = {"layout": "constrained", "squeeze": False, "sharey": True}
+    figure, grid = pyplot().subplots(1, len(traces), figsize=(10, 3.2), **options)
     for axes, (name, trace) in zip(grid[0], traces, strict=True):
-        step = trace.typical_step()
-        for rank, recorded in enumerate(trace.ranks):
-            kept = [(t, size) for t, size in recorded.kept_bytes if step[rank].start <= t <= step[rank].end]
-            times = [(t - step[rank].start) * 1e3 for t, _ in kept]
-            axes.step(
-                [0.0, *times],
-                [0.0, *(size / 1e6 for _, size in kept)],
-                where="post",
-                label=f"stage {trace.place(rank).stage}",
-                color=PALETTE[1 + rank % (len(PALETTE) - 1)],
-            )
+        for rank, (recorded, step) in enumerate(zip(trace.ranks, trace.typical_step(), strict=True)):
+            kept = [(t, size) for t, size in recorded.kept_bytes if step.start <= t <= step.end]
+            times = [0.0, *((t - step.start) * 1e3 for t, _ in kept)]
+            sizes = [0.0, *(size / 1e6 for _, size in kept)]
+            color, label = PALETTE[1 + rank % (len(PALETTE) - 1)], f"stage {trace.place(rank).stage}"
+            axes.step(times, sizes, where="post", label=label, color=color)
         axes.set(title=name, xlabel="ms since the step began")
         axes.grid(alpha=0.25)
         axes.legend(frameon=False)
@@ -113,12 +85,7 @@ def memory(png: Png, runs: NamedRuns, /) -> None:
 
 
 def holdings(png: Png, runs: NamedRuns, /) -> None:
-    """What the fullest rank of each run holds: parameters, gradients, optimizer state, activations.
-
-    Args:
-        png: file to write.
-        runs: what to call each run, and its folder.
-    """
+    """What the fullest rank of each run holds: parameters, gradients, optimizer state, activations."""
     names, counts = zip(*((name, read_largest(run)) for name, run in _named(runs)), strict=True)
     figure, axes = pyplot().subplots(figsize=(1.6 + 1.3 * len(names), 3.6), layout="constrained")
     below = [0.0] * len(names)
@@ -127,7 +94,6 @@ def holdings(png: Png, runs: NamedRuns, /) -> None:
         axes.bar(names, heights, 0.6, below, label=kind, color=color)
         below = [low + height for low, height in zip(below, heights, strict=True)]
     axes.set(ylabel="MB on the fullest rank")
-    axes.spines[["top", "right"]].set_visible(False)
     figure.legend(loc="outside right center", frameon=False, reverse=True)
     save(figure, png)
 
@@ -136,16 +102,11 @@ def layout(png: Png, /, dp: int = 2, pp: int = 3) -> None:
     """Which rank holds which stage of which replica, and who talks to whom.
 
     Args:
-        png: file to write.
         dp: replicas of the pipeline.
         pp: stages of each.
-
-    Raises:
-        InputError: there are none, or more than can be drawn.
     """
     for flag, count in (("--dp", dp), ("--pp", pp)):
-        if not 1 <= count <= 32:
-            raise InputError(f"{flag} {count}: give 1 to 32")
+        require(1 <= count <= 32, f"{flag} {count}: give 1 to 32")
     figure, axes = pyplot().subplots(figsize=(1.2 + 2.9 * pp, 0.8 + 1.6 * dp), layout="constrained")
     arrow = {"arrowstyle": "<->", "linewidth": 1.6, "shrinkA": 0, "shrinkB": 0}
     for rank in range(dp * pp):
@@ -178,30 +139,21 @@ def _read_trace(run: Path) -> Trace:
 
 
 def read_metrics(run: Path) -> list[dict[str, Any]]:
-    """The records of a run, step by step.
-
-    Raises:
-        InputError: the folder holds no metrics that can be read.
-    """
+    """The records of a run, step by step; `InputError` if there are none that can be read."""
     path = run / "metrics.jsonl"
     try:
         records = [json.loads(line) for line in path.read_text().splitlines()]
         for record in records:
             for name in ("loss", "validation_loss") if "validation_loss" in record else ("loss",):
                 record[name] = math.nan if record[name] is None else float(record[name])
-        if not records:
-            raise ValueError("no step has been recorded")
+        require(bool(records), "no step has been recorded")
         return records
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise InputError(f"{path}: no metrics of a run; give NAME=RUN with a run's folder") from error
 
 
 def places(records: list[dict[str, Any]], against: Against, run: Path) -> list[float]:
-    """Where each record stands on the axis, after its step.
-
-    Raises:
-        InputError: the records do not have it.
-    """
+    """Where each record stands on the axis, after its step; `InputError` if it does not say."""
     try:
         if against == "seconds":
             return list(itertools.accumulate(float(record["seconds"]) for record in records))
@@ -214,44 +166,35 @@ def splits(png: Png, /, ranks: int = 3) -> None:
     """The two ways to split a matrix product over ranks, and what each has to exchange; a color is a rank.
 
     Args:
-        png: file to write.
         ranks: how many share the product.
-
-    Raises:
-        InputError: there are more ranks than colors.
     """
-    if not 2 <= ranks < len(PALETTE):
-        raise InputError(f"--ranks {ranks}: give 2 to {len(PALETTE) - 1}")
+    require(2 <= ranks < len(PALETTE), f"--ranks {ranks}: give 2 to {len(PALETTE) - 1}")
     figure, grid = pyplot().subplots(2, 1, figsize=(8, 3.8), layout="constrained")
-    for axes, by_inputs in zip(grid, (False, True), strict=True):
 
-        def matrix(x: float, width: float, height: float, name: str, cut: str, axes: "Axes" = axes) -> None:
-            """A rectangle, whole or cut into a color for each rank: by "columns", by "rows", or into terms of a sum."""
-            for rank in range(ranks if cut else 1):
-                part_x, part_y, part_width, part_height = x, -height / 2, width, height
-                if cut == "columns":
-                    part_x, part_width = x + rank * width / ranks, width / ranks
-                elif cut == "rows":
-                    part_y, part_height = height / 2 - (rank + 1) * height / ranks, height / ranks
-                elif cut == "terms":
-                    part_x, part_y = x + rank * 0.28, part_y - rank * 0.14
-                color = PALETTE[1 + rank] if cut else PALETTE[0]
-                patch = pyplot().Rectangle(
-                    (part_x, part_y), part_width, part_height, facecolor=color, edgecolor="white"
-                )
-                axes.add_patch(patch)
-            axes.text(x + width / 2, height / 2 + 0.15, name, ha="center", va="bottom", size=10)
+    def matrix(axes: Any, x: float, width: float, height: float, name: str, cut: str) -> None:
+        """A rectangle, whole or cut into a color for each rank: by "columns", by "rows", or into terms of a sum."""
+        for rank in range(ranks if cut else 1):
+            left, bottom, part_width, part_height = {
+                "": (x, -height / 2, width, height),
+                "columns": (x + rank * width / ranks, -height / 2, width / ranks, height),
+                "rows": (x, height / 2 - (rank + 1) * height / ranks, width, height / ranks),
+                "terms": (x + rank * 0.28, -height / 2 - rank * 0.14, width, height),
+            }[cut]
+            color = PALETTE[1 + rank] if cut else PALETTE[0]
+            patch = pyplot().Rectangle((left, bottom), part_width, part_height, facecolor=color, edgecolor="white")
+            axes.add_patch(patch)
+        axes.text(x + width / 2, height / 2 + 0.15, name, ha="center", va="bottom", size=10)
 
-        matrix(0, 2, 1.2, "input (tokens, in)", "columns" if by_inputs else "")
-        axes.text(2.35, 0, "\N{MULTIPLICATION SIGN}", ha="center", va="center", size=16)
-        matrix(2.7, 2, 2, "weight (in, out)", "rows" if by_inputs else "columns")
-        axes.text(5.05, 0, "=", ha="center", va="center", size=16)
-        matrix(5.4, 2, 1.2, "output (tokens, out)", "terms" if by_inputs else "columns")
-        title, exchange = (
-            ("by inputs", "the terms are added up\n(all-reduce)")
-            if by_inputs
-            else ("by outputs", "slices: gathered, or\nthe inputs of the next product")
-        )
+    ways = (
+        ("by outputs", "slices: gathered, or\nthe inputs of the next product", ("", "columns", "columns")),
+        ("by inputs", "the terms are added up\n(all-reduce)", ("columns", "rows", "terms")),
+    )
+    for axes, (title, exchange, cuts) in zip(grid, ways, strict=True):
+        matrix(axes, 0, 2, 1.2, "input (tokens, in)", cuts[0])
+        matrix(axes, 2.7, 2, 2, "weight (in, out)", cuts[1])
+        matrix(axes, 5.4, 2, 1.2, "output (tokens, out)", cuts[2])
+        for x, sign in ((2.35, "\N{MULTIPLICATION SIGN}"), (5.05, "=")):
+            axes.text(x, 0, sign, ha="center", va="center", size=16)
         axes.text(-0.3, 0, title, ha="right", va="center", size=12)
         axes.text(8.3, 0, exchange, ha="left", va="center", size=10)
         axes.set(xlim=(-1.9, 11.2), ylim=(-1.3, 1.6), aspect="equal")
@@ -265,16 +208,11 @@ def topologies(png: Png, /, world_size: int = 8) -> None:
     A message's latency is a tenth of the time that the whole tensor takes; chunks take less, and are drawn thinner.
 
     Args:
-        png: file to write.
         world_size: ranks.
-
-    Raises:
-        InputError: there are fewer than 2 ranks, or more than can be drawn.
     """
-    if not 2 <= world_size <= 32:
-        raise InputError(f"--world-size {world_size}: give 2 to 32 ranks")
-    tensor_bytes = 4 * 840
-    link = Link(latency_seconds=0.1, bytes_per_second=tensor_bytes)
+    require(2 <= world_size <= 32, f"--world-size {world_size}: give 2 to 32 ranks")
+    tensor = torch.empty(840, device="meta")  # it has a size and no content
+    link = Link(latency_seconds=0.1, bytes_per_second=tensor.nbytes)
     panels: dict[str, Callable[..., None]] = {
         "broadcast, naive": partial(broadcast_naive, src=0),
         "broadcast, tree": partial(broadcast_tree, src=0),
@@ -285,69 +223,49 @@ def topologies(png: Png, /, world_size: int = 8) -> None:
     figure, grid = pyplot().subplots(1, len(panels), figsize=(13, 5.4), layout="constrained", sharey=True)
     for axes, (title, collective) in zip(grid, panels.items(), strict=True):
         world = SimulatedWorld(world_size, link, keep_messages=True)
-        world.run(partial(_run_on_nothing, collective, tensor_bytes))
+        world.run(lambda endpoint, run=collective: run(tensor, endpoint=endpoint))  # type: ignore[misc]
         for message in world.messages:
-            axes.annotate(
-                "",
-                (message.receiver, message.ended_seconds),
-                (message.sender, message.started_seconds),
-                arrowprops={
-                    "arrowstyle": "-|>",
-                    "color": PALETTE[1] if message.sender < message.receiver else PALETTE[2],
-                    "linewidth": 0.6 + 1.4 * message.size_bytes / tensor_bytes,
-                    "shrinkA": 0,
-                    "shrinkB": 0,
-                },
-            )
+            color = PALETTE[1] if message.sender < message.receiver else PALETTE[2]
+            width = 0.6 + 1.4 * message.size_bytes / tensor.nbytes
+            arrow = {"arrowstyle": "-|>", "color": color, "linewidth": width, "shrinkA": 0, "shrinkB": 0}
+            start, end = (message.sender, message.started_seconds), (message.receiver, message.ended_seconds)
+            axes.annotate("", end, start, arrowprops=arrow)
         for rank, seconds in enumerate(world.seconds):
             axes.plot([rank, rank], [0, seconds], color=PALETTE[0], linewidth=3, zorder=0)
         axes.set(title=title.replace(", ", "\n"), xlabel="rank", xticks=range(0, world_size, max(1, world_size // 4)))
-        axes.spines[["top", "right"]].set_visible(False)
     grid[0].set_ylabel("time, in transmissions of the whole tensor")
     grid[0].invert_yaxis()
     save(figure, png)
-
-
-def _run_on_nothing(collective: Callable[..., None], size_bytes: int, endpoint: Endpoint) -> None:
-    """Run it on a tensor that has a size and no content."""
-    collective(torch.empty(size_bytes // 4, device="meta"), endpoint=endpoint)
 
 
 def collectives(png: Png, run: Annotated[Path, tyro.conf.Positional], /) -> None:
     """What each topology of each collective took against the size of the tensor, beside what was predicted.
 
     Args:
-        png: file to write.
         run: folder of a run of `collectives/intro_collectives.py`.
-
-    Raises:
-        InputError: there is no readable table in the folder.
     """
     try:
         rows = [json.loads(line) for line in (run / "collectives.jsonl").read_text().splitlines()]
         operations = list(dict.fromkeys(row["operation"] for row in rows))
         columns = {"topology", "size_bytes", "measured_seconds", "predicted_seconds"}
-        if not rows or not all(columns <= row.keys() for row in rows):
-            raise ValueError("rows or columns are missing")
+        require(bool(rows) and all(columns <= row.keys() for row in rows), "rows or columns are missing")
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
         raise InputError(f"{run}: no table of collectives there ({error})") from error
-    topologies = ["naive", "tree", "butterfly", "ring", "library"]
     figure, grid = pyplot().subplots(2, 3, figsize=(11, 6.2), layout="constrained", sharex=True, sharey=True)
+    handles: dict[str, Any] = {}
     for axes, operation in zip(grid.flat, operations, strict=False):
-        for index, topology in enumerate(topologies):
+        for topology, color in zip(("naive", "tree", "butterfly", "ring", "library"), PALETTE[1:], strict=True):
             curve = [row for row in rows if (row["operation"], row["topology"]) == (operation, topology)]
-            sizes, color = [row["size_bytes"] for row in curve], PALETTE[1 + index % (len(PALETTE) - 1)]
             if not curve:
                 continue
-            axes.plot(sizes, [row["measured_seconds"] * 1e3 for row in curve], "o-", ms=3, label=topology, color=color)
+            sizes, measured = zip(*((row["size_bytes"], row["measured_seconds"] * 1e3) for row in curve), strict=True)
+            [handles[topology]] = axes.plot(sizes, measured, "o-", ms=3, color=color)
             if all(row["predicted_seconds"] for row in curve):
                 axes.plot(sizes, [row["predicted_seconds"] * 1e3 for row in curve], ":", color=color)
         axes.set(title=operation, xscale="log", yscale="log")
         axes.grid(alpha=0.25)
-    handles = {
-        label: handle for axes in grid.flat for handle, label in zip(*axes.get_legend_handles_labels(), strict=True)
-    }
-    figure.legend(handles.values(), handles.keys(), loc="outside upper center", ncols=len(handles), frameon=False)
+    place = "outside upper center"
+    figure.legend(handles.values(), handles.keys(), loc=place, ncols=len(handles), frameon=False)
     figure.supxlabel("bytes of the tensor, or of all the parts")
     figure.supylabel("ms (dotted: predicted)")
     save(figure, png)

@@ -2,7 +2,7 @@
 
 import contextlib
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -17,45 +17,41 @@ KINDS = ("parameters", "gradients", "optimizer state", "activations")
 
 
 class MemoryReport:
-    """Counts what a rank holds, and collects the counts of all ranks.
-
-    Args:
-        optimizer: of all the parameters that this rank holds.
-    """
+    """Counts what a rank holds, all of whose parameters are the optimizer's, and collects all ranks' counts."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        self._optimizer = optimizer
-        self._parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        self._saved = SavedActivations(self._parameters)
-        self._has_counted = False
+        self._optimizer, self._has_counted = optimizer, False
+        self._saved = SavedActivations(_parameters(optimizer))
 
-    @contextlib.contextmanager
-    def counting(self) -> Iterator[None]:
+    def counting(self) -> contextlib.AbstractContextManager[None]:
         """Count what a step inside saves for its backward pass."""
         self._has_counted = True
-        with self._saved.counting():
-            yield
-
-    def count_bytes(self) -> list[int]:
-        """Bytes of each of `KINDS` on this rank."""
-        gradients = [parameter.grad for parameter in self._parameters if parameter.grad is not None]
-        values = [value for values in self._optimizer.state.values() for value in values.values()]
-        kinds = self._parameters, gradients, [value for value in values if torch.is_tensor(value)]
-        # A pipeline that is traced counts its activations itself.
-        activations = max([self._saved.peak_bytes, *(kept for _, kept in recorder.kept_bytes)])
-        return [*(sum(tensor.nbytes for tensor in kind) for kind in kinds), activations]
+        return self._saved.counting()
 
     def collect(self, rank: int, world_size: int, device: torch.device, out: Path) -> list[str]:
         """The table of all ranks' counts, which rank 0 also writes to a run's folder; all ranks call it."""
         if not self._has_counted:  # a run without a step held nothing
             return []
         by_rank = torch.zeros(world_size, len(KINDS), dtype=torch.int64, device=device)
-        by_rank[rank] = torch.tensor(self.count_bytes())
+        by_rank[rank] = torch.tensor(count_bytes(self._optimizer, self._saved.peak_bytes))
         traffic.all_reduce(by_rank, "what each rank holds", kind="control", op=dist.ReduceOp.SUM).wait()
         if rank == 0:
             counts = [dict(zip(KINDS, counts, strict=True)) for counts in by_rank.tolist()]
             (out / "memory.json").write_text(json.dumps(counts, indent=2) + "\n")
         return as_table(by_rank.tolist())
+
+
+def count_bytes(optimizer: torch.optim.Optimizer, saved_bytes: int) -> list[int]:
+    """Bytes of each of `KINDS` on this rank, with what its passes saved unless a traced pipeline has counted that."""
+    parameters = _parameters(optimizer)
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    values = [value for values in optimizer.state.values() for value in values.values() if torch.is_tensor(value)]
+    activations = max([saved_bytes, *(kept for _, kept in recorder.kept_bytes)])
+    return [*(sum(tensor.nbytes for tensor in kind) for kind in (parameters, gradients, values)), activations]
+
+
+def _parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 def as_table(by_rank: Sequence[Sequence[int]]) -> list[str]:
@@ -71,11 +67,7 @@ def as_table(by_rank: Sequence[Sequence[int]]) -> list[str]:
 
 
 def read_largest(run: Path) -> list[int]:
-    """The counts of the rank of a run that holds the most.
-
-    Raises:
-        InputError: the run's folder has no readable counts.
-    """
+    """The counts of the rank of a run that holds the most; `InputError` if there are none that can be read."""
     try:
         by_rank = json.loads((run / "memory.json").read_text())
         return max(([rank[kind] for kind in KINDS] for rank in by_rank), key=sum)
