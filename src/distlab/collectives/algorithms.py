@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ReduceOp
 
-from distlab.collectives.buffers import InPlace, Op, one_for_each_rank, reduce_function, scratch_buffer
+from distlab.collectives.buffers import Op, in_place, one_for_each_rank, reduce_function, scratch_buffer
 from distlab.collectives.ring import allreduce_ring
 from distlab.comm.endpoint import Endpoint
 
@@ -27,7 +27,7 @@ from distlab.comm.endpoint import Endpoint
 def broadcast_naive(tensor: Tensor, src: int, endpoint: Endpoint = dist) -> None:
     """Copy rank `src`'s tensor to all: the root sends to one rank after the other."""
     size, relative_rank, _ = _ranks_from(src, endpoint)
-    with InPlace(tensor) as data:
+    with in_place(tensor) as data:
         if relative_rank > 0:
             endpoint.recv(data, src)
             return
@@ -39,7 +39,7 @@ def broadcast_naive(tensor: Tensor, src: int, endpoint: Endpoint = dist) -> None
 def broadcast_tree(tensor: Tensor, src: int, endpoint: Endpoint = dist) -> None:
     """Copy rank `src`'s tensor to all: in each round every rank that has it sends it to one that does not."""
     size, relative_rank, rank_at = _ranks_from(src, endpoint)
-    with InPlace(tensor) as data:
+    with in_place(tensor) as data:
         for distance in _powers_of_two(size):
             if relative_rank < distance and relative_rank + distance < size:
                 endpoint.send(data, rank_at(relative_rank + distance))
@@ -50,7 +50,7 @@ def broadcast_tree(tensor: Tensor, src: int, endpoint: Endpoint = dist) -> None:
 def broadcast_ring(tensor: Tensor, src: int, endpoint: Endpoint = dist) -> None:
     """Copy rank `src`'s tensor to all: each rank passes it on to the next one."""
     size, relative_rank, rank_at = _ranks_from(src, endpoint)
-    with InPlace(tensor) as data:
+    with in_place(tensor) as data:
         if relative_rank > 0:
             endpoint.recv(data, rank_at(relative_rank - 1))
         if relative_rank < size - 1:
@@ -61,7 +61,7 @@ def reduce_naive(tensor: Tensor, dst: int, op: Op = ReduceOp.SUM, endpoint: Endp
     """Combine all tensors in rank `dst`'s; it receives one after the other. The other ranks' stay as they are."""
     combine = reduce_function(op, tensor.dtype)
     size, relative_rank, _ = _ranks_from(dst, endpoint)
-    with InPlace(tensor, is_changed=relative_rank == 0) as data:
+    with in_place(tensor, is_changed=relative_rank == 0) as data:
         if relative_rank > 0:
             endpoint.send(data, dst)
             return
@@ -76,7 +76,7 @@ def reduce_tree(tensor: Tensor, dst: int, op: Op = ReduceOp.SUM, endpoint: Endpo
     """Combine all tensors in rank `dst`'s: in each round half of the remaining ranks send theirs to the other half."""
     combine = reduce_function(op, tensor.dtype)
     size, relative_rank, rank_at = _ranks_from(dst, endpoint)
-    with InPlace(tensor, is_changed=relative_rank == 0) as data:
+    with in_place(tensor, is_changed=relative_rank == 0) as data:
         partial = data
         for distance in reversed(_powers_of_two(size)):
             if relative_rank < distance and relative_rank + distance < size:
@@ -105,12 +105,12 @@ def allreduce_tree(tensor: Tensor, op: Op = ReduceOp.SUM, endpoint: Endpoint = d
 def allreduce_butterfly(tensor: Tensor, op: Op = ReduceOp.SUM, endpoint: Endpoint = dist) -> None:
     """Combine all tensors on every rank: in round k the ranks whose numbers differ in bit k exchange what they have.
 
-    If the world's size is not a power of two, ranks from the largest one up send theirs first and get the result back.
+    Ranks from the largest power of two within the world's size up send theirs first and get the result back.
     """
     combine = reduce_function(op, tensor.dtype)
     rank, size = endpoint.get_rank(), endpoint.get_world_size()
     core = 1 << (size.bit_length() - 1)
-    with InPlace(tensor) as data:
+    with in_place(tensor) as data:
         if rank >= core:
             endpoint.send(data, rank - core)
             endpoint.recv(data, rank - core)
@@ -135,15 +135,12 @@ ALL_REDUCES = dict(naive=allreduce_naive, tree=allreduce_tree, butterfly=allredu
 
 
 def gather_naive(tensor: Tensor, gathered: Tensor | None, dst: int, endpoint: Endpoint = dist) -> None:
-    """Collect all tensors on rank `dst`, which receives one after the other.
-
-    `gathered` is (world size, *shape of `tensor`) on rank `dst` and None elsewhere.
-    """
+    """Collect all tensors on rank `dst`, in `gathered` (world size, *shape of `tensor`), None elsewhere; one by one."""
     size, relative_rank, _ = _ranks_from(dst, endpoint)
     if relative_rank > 0:
         endpoint.send(tensor.detach().contiguous(), dst)
         return
-    with InPlace(one_for_each_rank(gathered, tensor, size)) as parts:
+    with in_place(one_for_each_rank(gathered, tensor, size)) as parts:
         for other in range(size):
             if other == dst:
                 parts[other] = tensor.detach()
@@ -168,7 +165,7 @@ def gather_tree(tensor: Tensor, gathered: Tensor | None, dst: int, endpoint: End
     if relative_rank > 0:
         collect(scratch_buffer(tensor, count=size - relative_rank))
         return
-    with InPlace(one_for_each_rank(gathered, tensor, size)) as whole:
+    with in_place(one_for_each_rank(gathered, tensor, size)) as whole:
         parts = whole if dst == 0 else scratch_buffer(tensor, count=size)  # where the parts are in the ranks' order
         collect(parts)
         if dst > 0:
@@ -190,7 +187,7 @@ def allgather_tree(tensor: Tensor, gathered: Tensor, endpoint: Endpoint = dist) 
 def allgather_ring(tensor: Tensor, gathered: Tensor, endpoint: Endpoint = dist) -> None:
     """Collect all tensors on every rank, `gathered` (world size, *shape of `tensor`): they go around the ring."""
     rank, size = endpoint.get_rank(), endpoint.get_world_size()
-    with InPlace(one_for_each_rank(gathered, tensor, size)) as parts:
+    with in_place(one_for_each_rank(gathered, tensor, size)) as parts:
         parts[rank] = tensor.detach()
         for turn in range(size - 1):
             shift(parts[(rank - turn) % size], parts[(rank - turn - 1) % size], endpoint)
@@ -205,7 +202,7 @@ def reducescatter_naive(tensor: Tensor, scattered: Tensor, op: Op = ReduceOp.SUM
     tensor = one_for_each_rank(tensor, scattered, size).detach()
     combined = scratch_buffer(tensor, 1).copy_(tensor) if rank == 0 else tensor
     reduce_naive(combined, 0, op, endpoint)
-    with InPlace(scattered) as block:
+    with in_place(scattered) as block:
         if rank > 0:
             endpoint.recv(block, 0)
             return
@@ -219,7 +216,7 @@ def reducescatter_ring(tensor: Tensor, scattered: Tensor, op: Op = ReduceOp.SUM,
     combine = reduce_function(op, tensor.dtype)
     rank, size = endpoint.get_rank(), endpoint.get_world_size()
     tensor = one_for_each_rank(tensor, scattered, size).detach()
-    with InPlace(scattered) as block:
+    with in_place(scattered) as block:
         partial = tensor[(rank - 1) % size].contiguous()
         buffers = scratch_buffer(block), scratch_buffer(block, 1)  # one is sent while the other receives
         for turn in range(size - 1):

@@ -3,7 +3,7 @@
 import contextlib
 import functools
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
@@ -19,20 +19,14 @@ COMBINE: dict[Op, Callable[..., Tensor]] = {
 KEPT_BYTES = 64_000_000
 
 
-class InPlace:
+@contextlib.contextmanager
+def in_place(tensor: Tensor, is_changed: bool = True) -> Iterator[Tensor]:
     """A contiguous view or copy of a tensor, detached; a copy is written back at the end if it `is_changed`."""
-
-    def __init__(self, tensor: Tensor, is_changed: bool = True) -> None:
-        self._tensor, self._is_changed = tensor.detach(), is_changed
-
-    def __enter__(self) -> Tensor:
-        # A tensor may be conjugated or negated by a flag only, and memory is sent without its flags.
-        self._data = self._tensor.contiguous().resolve_conj().resolve_neg()
-        return self._data
-
-    def __exit__(self, error: object, *_: object) -> None:
-        if self._is_changed and error is None and self._data is not self._tensor:
-            self._tensor.copy_(self._data)
+    own = tensor.detach()
+    data = own.contiguous().resolve_conj().resolve_neg()  # what is sent is memory, without flags for conjugates
+    yield data
+    if is_changed and data is not own:
+        own.copy_(data)
 
 
 def scratch_buffer(like: Tensor, number: int = 0, count: int | None = None) -> Tensor:

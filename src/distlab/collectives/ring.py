@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ReduceOp
 
-from distlab.collectives.buffers import InPlace, Op, reduce_function, scratch_buffer
+from distlab.collectives.buffers import Op, in_place, reduce_function, scratch_buffer
 from distlab.comm.endpoint import Endpoint, process_group
 
 BOTH_WAYS_BYTES = 16_000_000
@@ -43,7 +43,7 @@ def allreduce_ring(
     size = endpoint.get_world_size()
     if size == 1:
         return
-    with InPlace(tensor) as data:
+    with in_place(tensor) as data:
         flat = data.view(-1)
         halves = flat.tensor_split(2) if size > 2 and flat.nbytes >= size * both_ways_bytes else (flat,)
         rings = [_around(half, 1 - 2 * index, combine, endpoint, segment_bytes) for index, half in enumerate(halves)]

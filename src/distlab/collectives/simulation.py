@@ -101,35 +101,22 @@ class SimulatedWorld:
     A send returns when its receiver has taken the message: the strictest behaviour that `torch.distributed` allows.
     One thread runs at a time, until it waits. When all wait, the clock advances to the next moment at which one can
     continue; so it does not depend on how long the threads take.
-
-    Args:
-        size: number of ranks.
-        link: what a message costs.
-        links: what it costs on single links, by (sender, receiver).
-        shared_bytes_per_second: total if every rank sends a message at the same time, as on one computer; fewer slow
-            each other down less. Their latency, which also takes its cores' time, then counts like bytes.
-        ranks_at_once: how many can `compute` at full speed at the same time; more share that speed.
-        one_card: whether all that a rank sends at the same time shares its link, and all that it receives, as with one
-            network card; otherwise there is a link for each pair and direction.
-        keep_messages: whether to record `messages`, in the order in which they arrive.
-
-    Attributes:
-        counts: by rank.
-        seconds: by rank, the virtual time at which it finished.
     """
 
     size: int
-    link: Link = field(default_factory=Link)
-    links: Mapping[tuple[int, int], Link] = field(default_factory=dict)
+    link: Link = field(default_factory=Link)  # what a message costs
+    links: Mapping[tuple[int, int], Link] = field(default_factory=dict)  # other costs, by (sender, receiver)
+    # Total if every rank sends a message at the same time, as on one computer; fewer slow each other down less. Their
+    # latency, which also takes its cores' time, then counts like bytes.
     shared_bytes_per_second: float = math.inf
-    ranks_at_once: float = math.inf
-    one_card: bool = False
+    ranks_at_once: float = math.inf  # how many can `compute` at full speed at the same time; more share that speed
+    one_card: bool = False  # what a rank sends shares its link, and what it receives; otherwise each pair has a link
     keep_messages: bool = False
 
     def __post_init__(self) -> None:
         self.counts = [Counts() for _ in range(self.size)]
-        self.seconds = [0.0] * self.size
-        self.messages: list[Passed] = []
+        self.seconds = [0.0] * self.size  # by rank, the virtual time at which it finished
+        self.messages: list[Passed] = []  # in the order in which they arrived, if they are kept
         self._clock = 0.0
         self._has_run = False
         self._turns = [threading.Lock() for _ in range(self.size)]  # locked, until a rank has its turn
@@ -289,16 +276,13 @@ class SimulatedWorld:
         rates = []
         for flow, (sender, receiver) in zip(flowing, ends, strict=True):
             on_link = max(out[sender], into[receiver]) if self.one_card else pairs[sender, receiver]
-            rates.append(min(flow.bytes_per_second / on_link, self._share(flow, len(flowing))))
+            rate = flow.bytes_per_second / on_link
+            if math.isfinite(self.shared_bytes_per_second):  # a byte's time grows evenly, from alone to one per rank
+                alone = 1 / min(flow.bytes_per_second, self.shared_bytes_per_second)
+                of_each_rank = max(alone, self.size / self.shared_bytes_per_second)
+                rate = min(rate, 1 / (alone + (len(flowing) - 1) / (self.size - 1) * (of_each_rank - alone)))
+            rates.append(rate)
         return rates
-
-    def _share(self, flow: Flow, at_once: int) -> float:
-        """Bytes per second of a message among so many: from alone to one of each rank, a byte's time grows evenly."""
-        if math.isinf(self.shared_bytes_per_second):
-            return math.inf
-        alone = 1 / min(flow.bytes_per_second, self.shared_bytes_per_second)
-        of_each_rank = max(alone, self.size / self.shared_bytes_per_second)
-        return 1 / (alone + (at_once - 1) / (self.size - 1) * (of_each_rank - alone))
 
     def _arrive(self, flow: Flow) -> None:
         """Deliver a message; those who wait for it continue."""

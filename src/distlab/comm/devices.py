@@ -63,10 +63,9 @@ def cores_to_share(parties: int) -> int | None:
 def patient_threads() -> Iterator[None]:
     """Have threads that start in this context not preempt a running thread when they wake up (SCHED_BATCH).
 
-    Meant for gloo's, and those of torch that run its collectives. While another thread of its rank writes to a
-    connection, gloo's retries a lock on it. Where ranks share cores, it often wakes up on the core of that very thread;
-    if it preempted it, it would retry until its time slice is over: milliseconds, for a message that takes a tenth of
-    one. (NCCL's threads only watch; this does not hurt them.)
+    Meant for gloo's. While another thread of its rank writes to a connection, gloo's retries a lock on it. Where ranks
+    share cores, it often wakes up on the core of that very thread; if it preempted it, it would retry until its time
+    slice is over: milliseconds, for a message that takes a tenth of one. (NCCL's only watch; this does not hurt them.)
     """
     try:
         is_changed = os.sched_getscheduler(0) == os.SCHED_OTHER  # keeps what a user has chosen
@@ -92,11 +91,8 @@ def keep_to_loopback() -> None:
 def keep_to_interface(master_addr: str, on_one_host: bool) -> None:
     """Have gloo and NCCL listen only on the interface that leads to the master; on one host, on loopback.
 
-    GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME, where they are set, override it.
-
-    Args:
-        master_addr: where rank 0, or torchrun's rendezvous, listens.
-        on_one_host: all ranks are known to be here.
+    `master_addr` is where rank 0, or torchrun's rendezvous, listens. GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME, where
+    they are set, override it.
     """
     address = "127.0.0.1" if on_one_host else own_address(master_addr)
     if address is not None and ipaddress.ip_address(address).is_loopback:

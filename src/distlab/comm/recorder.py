@@ -1,13 +1,40 @@
-"""Records what a rank does and when (`--trace`): computing, waiting, messages, and the activations that it keeps."""
+"""What is recorded of a rank: what it sends, and with `--trace` when it computes, waits and keeps activations."""
 
 import contextlib
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
 
 STEP, COMPUTE, WAIT, MESSAGE = "step", "compute", "wait", "message"
+
+
+@dataclass
+class Ledger:
+    """What this rank has sent, by kind, and how long it has waited."""
+
+    sent_bytes: Counter[str] = field(default_factory=Counter)
+    messages: Counter[str] = field(default_factory=Counter)  # messages and collectives started
+    waited_seconds: float = 0.0  # spent in `Transfer.wait`
+    _counted_as: str | None = None
+
+    def count(self, kind: str, sent_bytes: int) -> None:
+        """Add a message or collective."""
+        kind = self._counted_as or kind
+        self.sent_bytes[kind] += sent_bytes
+        self.messages[kind] += 1
+
+    @contextlib.contextmanager
+    def counted_as(self, kind: str) -> Iterator[None]:
+        """Count everything sent inside as this kind, whatever it is."""
+        outer, self._counted_as = self._counted_as, kind
+        try:
+            yield
+        finally:
+            self._counted_as = outer
 
 
 class Event(NamedTuple):

@@ -25,6 +25,7 @@ __all__ = ["Traffic", "TrafficError", "Transfer", "traffic"]
 Group = dist.ProcessGroup | None  # None: all ranks
 Op = ReduceOp.RedOpType
 AllReduce = Callable[[Tensor, Op, Endpoint], None]  # one written by hand
+Begin = Callable[[Tensor, Tensor], dist.Work | None]  # starts a collective that fills a tensor from another
 
 
 class Traffic(NamedWaits):
@@ -56,9 +57,7 @@ class Traffic(NamedWaits):
     ) -> Transfer:
         """Start to combine `tensor` (any shape, changed in place) over all ranks; by default, average it.
 
-        Args:
-            by_hand: one of `distlab.collectives.ALL_REDUCES`, over all ranks, instead of the library's; the ledger then
-                has the bytes that it really sends from this rank.
+        With `by_hand`, one of `distlab.collectives.ALL_REDUCES`, the ledger has the bytes that it really sends.
         """
         ranks = members(group)
         if len(ranks) == 1:
@@ -106,10 +105,8 @@ class Traffic(NamedWaits):
     def send(self, tensor: Tensor, what: str, *, to: int, kind: str, group: Group = None) -> Transfer:
         """Start to send `tensor` (any shape) to another rank. Messages between two ranks arrive in order.
 
-        The transfer must not be dropped before its `wait` has returned: gloo then drops the message.
-
-        Args:
-            group: the channel; NCCL carries out one channel's messages in turn, in both directions together.
+        The transfer must not be dropped before its `wait` has returned: gloo then drops the message. `group` is the
+        channel; NCCL carries out one channel's messages in turn, in both directions together.
         """
         self.ledger.count(kind, tensor.nbytes)
         carried = staged(tensor)
@@ -123,13 +120,7 @@ class Traffic(NamedWaits):
         return self._start(Wait(what, "receive", (source,)), begin, tensor, carried)
 
     def _around_ring(
-        self,
-        result: Tensor,
-        tensor: Tensor,
-        begin: Callable[[Tensor, Tensor], dist.Work | None],
-        what: str,
-        kind: str,
-        group: Group,
+        self, result: Tensor, tensor: Tensor, begin: Begin, what: str, kind: str, group: Group
     ) -> Transfer:
         """Start a collective that takes `tensor` and fills `result`; one has a part, the other a part for each rank."""
         ranks = members(group)

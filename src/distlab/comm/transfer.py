@@ -58,8 +58,7 @@ class Transfer:
     def future(self, is_waited_for: bool = False) -> torch.futures.Future[Tensor]:
         """The tensor once it holds the result, for callers that wait themselves.
 
-        Args:
-            is_waited_for: nothing is left to compute meanwhile, so the ledger counts the time until then as waiting.
+        If it `is_waited_for`, nothing is left to compute meanwhile: the ledger counts the time until then as waiting.
         """
 
         def finish(ended: "torch.futures.Future[object]") -> Tensor:

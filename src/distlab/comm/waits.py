@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from distlab.comm.endpoint import rank, world_size
-from distlab.comm.ledger import Ledger
+from distlab.comm.recorder import Ledger
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from distlab.collectives.algorithms import allreduce_ring, broadcast_naive
 from distlab.comm.endpoint import CountingEndpoint
 from distlab.comm.endpoint import process_group as process_group_endpoint
 from distlab.comm.grid import Grid
-from distlab.comm.ledger import Ledger
+from distlab.comm.recorder import Ledger
 from distlab.comm.traffic import traffic
 from distlab.comm.waits import TrafficError
 
