@@ -1,6 +1,5 @@
 """A run's checkpoints: which one it resumes from, what they hold, and when one is written."""
 
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -51,7 +50,6 @@ class Checkpointer:
         tokenizer = settings.tokenizer_model  # read now: it may be in a checkpoint that the run will delete
         self._tokenizer = None if tokenizer is None else tokenizer.read_bytes()
         self.state: TrainingState | None = None  # until the script has handed it over
-        self.seconds = 0.0  # that writing took
 
     def restore(self, batches: Batches[Any]) -> int:
         """Load the checkpoint's state; returns how many tokens, inputs, … its steps took, 0 for a new run."""
@@ -72,7 +70,7 @@ class Checkpointer:
 
     def save(self, steps: int, batches: Batches[Any], log: RunLog) -> None:
         """Write a checkpoint after so many steps; all ranks call it."""
-        args, state, started = self._settings, self.state, time.perf_counter()
+        args, state = self._settings, self.state
         assert state is not None
         record = {
             "architecture": args.architecture,
@@ -90,7 +88,6 @@ class Checkpointer:
         }
         tensors = state_of(state.parameters, state.optimizer, self._rank, args.per_rank_optimizer_state)
         save(self._out, tensors, record, self._tokenizer, args.keep)
-        self.seconds += time.perf_counter() - started
 
     def introduce(self) -> None:
         """Say where the run resumes, and whether its batch is another one."""

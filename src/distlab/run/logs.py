@@ -8,7 +8,7 @@ import math
 import statistics
 import sys
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from datetime import datetime
 from pathlib import Path
@@ -97,6 +97,7 @@ class RunLog:
         self.unit, self._per_step, self.count = "", 0, 0  # `count` tokens, inputs, … have been taken so far
         self._seconds: list[float] = []
         self._waited_seconds = 0.0
+        self.seconds_apart: defaultdict[str, float] = defaultdict(float)  # by what took them besides the steps
         self._sent_before: Counter[str] = Counter()
         self.loss = math.nan  # of the global batch, in the current step
         self.validation_loss: float | None = None  # after the current step; None where it was not evaluated
@@ -129,6 +130,13 @@ class RunLog:
         self._seconds.append(time.perf_counter() - started)
         self._waited_seconds += traffic.ledger.waited_seconds - waited
         self.count += self._per_step
+
+    @contextlib.contextmanager
+    def timing_apart(self, what: str) -> Iterator[None]:
+        """Time what is no part of a step."""
+        started = time.perf_counter()
+        yield
+        self.seconds_apart[what] += time.perf_counter() - started
 
     def record(self, step: int) -> None:
         """Write the record of the step that has just been timed."""

@@ -152,7 +152,8 @@ class Run(Generic[SettingsT]):
             after_step(step)
             self.records.record(step)
             if checkpointer and checkpointer.is_due(step, steps):
-                checkpointer.save(step + 1, batches, self.records)
+                with self.records.timing_apart("checkpoints"):
+                    checkpointer.save(step + 1, batches, self.records)
 
     def global_loss(self, step: int, losses: Iterable[Tensor]) -> float:
         """The loss of the global batch, on every rank and in the records.
@@ -196,14 +197,15 @@ class Run(Generic[SettingsT]):
                 say(line)
         self.summarize()
 
-    def _gather_traces(self) -> list[Any]:
-        """On rank 0, what all ranks recorded; else nothing."""
-        own, traces = recorder.as_json(), [None] * self.world_size if self.rank == 0 else []
-        if self.world_size == 1:
-            return [own]
-        with traffic.named("the traces of all ranks"):
-            dist.gather_object(own, traces or None)
-        return traces
+    def _gather_traces(self) -> list[dict[str, Any]]:
+        """On rank 0, what all ranks recorded, else nothing; as JSON in tensors, so that nothing is unpickled."""
+        text = json.dumps(recorder.as_json()).encode()
+        longest = torch.tensor(len(text), device=self.device)
+        traffic.all_reduce(longest, "the size of all traces", kind="trace", op=dist.ReduceOp.MAX).wait()
+        own = torch.tensor(list(text.ljust(int(longest))), dtype=torch.uint8, device=self.device)
+        all_of_them = own.new_empty(self.world_size, len(own))
+        traffic.all_gather(all_of_them, own, "the traces of all ranks", kind="trace").wait()
+        return [json.loads(bytes(trace.tolist())) for trace in all_of_them] if self.rank == 0 else []
 
     def _keep_trace(self, recorded: list[dict[str, Any]]) -> None:
         """Write and draw what all ranks recorded, and say what it comes to."""
@@ -222,8 +224,8 @@ class Run(Generic[SettingsT]):
         if self.rank == 0:
             self.records.summary()
             say(f"logs and metrics are in {self.out}")
-            if self.checkpointer is not None and self.checkpointer.seconds:
-                say(f"checkpoints took {self.checkpointer.seconds:.2f} s (not counted in step times)")
+            for what, seconds in self.records.seconds_apart.items():
+                say(f"{what} took {seconds:.2f} s (not counted in step times)")
 
 
 def decide(settings: RunSettings, script: Path) -> dict[str, Any]:

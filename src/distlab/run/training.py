@@ -101,7 +101,8 @@ class TrainingRun(Run[TrainSettingsT]):
     def _validate(self, step: int) -> None:
         """With `--eval-every`, evaluate on the validation split."""
         if self.validator is not None and (step + 1) % (self.settings.eval_every or 1) == 0:
-            loss = self.records.validation_loss = self.validator.loss(step)
+            with self.records.timing_apart("validation"):
+                loss = self.records.validation_loss = self.validator.loss(step)
             if self.rank == 0:
                 say(f"validation after {step + 1} steps: loss {loss:.6f}, perplexity {perplexity(loss):,.2f}")
 
