@@ -26,14 +26,13 @@ from distlab.comm.endpoint import Endpoint
 
 def broadcast_naive(tensor: Tensor, src: int, endpoint: Endpoint = dist) -> None:
     """Copy rank `src`'s tensor to all: the root sends to one rank after the other."""
-    size, relative_rank, _ = _ranks_from(src, endpoint)
+    size, relative_rank, rank_at = _ranks_from(src, endpoint)
     with in_place(tensor) as data:
         if relative_rank > 0:
             endpoint.recv(data, src)
             return
-        for other in range(size):
-            if other != src:
-                endpoint.send(data, other)
+        for other in map(rank_at, range(1, size)):
+            endpoint.send(data, other)
 
 
 def broadcast_tree(tensor: Tensor, src: int, endpoint: Endpoint = dist) -> None:
@@ -60,16 +59,15 @@ def broadcast_ring(tensor: Tensor, src: int, endpoint: Endpoint = dist) -> None:
 def reduce_naive(tensor: Tensor, dst: int, op: Op = ReduceOp.SUM, endpoint: Endpoint = dist) -> None:
     """Combine all tensors in rank `dst`'s; it receives one after the other. The other ranks' stay as they are."""
     combine = reduce_function(op, tensor.dtype)
-    size, relative_rank, _ = _ranks_from(dst, endpoint)
+    size, relative_rank, rank_at = _ranks_from(dst, endpoint)
     with in_place(tensor, is_changed=relative_rank == 0) as data:
         if relative_rank > 0:
             endpoint.send(data, dst)
             return
         received = scratch_buffer(data)
-        for other in range(size):
-            if other != dst:
-                endpoint.recv(received, other)
-                combine(data, received, out=data)
+        for other in map(rank_at, range(1, size)):
+            endpoint.recv(received, other)
+            combine(data, received, out=data)
 
 
 def reduce_tree(tensor: Tensor, dst: int, op: Op = ReduceOp.SUM, endpoint: Endpoint = dist) -> None:
@@ -136,16 +134,14 @@ ALL_REDUCES = dict(naive=allreduce_naive, tree=allreduce_tree, butterfly=allredu
 
 def gather_naive(tensor: Tensor, gathered: Tensor | None, dst: int, endpoint: Endpoint = dist) -> None:
     """Collect all tensors on rank `dst`, in `gathered` (world size, *shape of `tensor`), None elsewhere; one by one."""
-    size, relative_rank, _ = _ranks_from(dst, endpoint)
+    size, relative_rank, rank_at = _ranks_from(dst, endpoint)
     if relative_rank > 0:
         endpoint.send(tensor.detach().contiguous(), dst)
         return
     with in_place(one_for_each_rank(gathered, tensor, size)) as parts:
-        for other in range(size):
-            if other == dst:
-                parts[other] = tensor.detach()
-            else:
-                endpoint.recv(parts[other], other)
+        parts[dst] = tensor.detach()
+        for other in map(rank_at, range(1, size)):
+            endpoint.recv(parts[other], other)
 
 
 def gather_tree(tensor: Tensor, gathered: Tensor | None, dst: int, endpoint: Endpoint = dist) -> None:

@@ -81,9 +81,9 @@ class Probes:
             for part, other in pairs:
                 part.copy_(other)
 
-        computing: dict[str, Work] = dict.fromkeys(("adding", "copying"), lambda: None)
-        if rank == 0:
-            computing = {"adding": add, "copying": copy}
+        computing: dict[str, Work] = {"adding": add, "copying": copy}
+        if rank > 0:
+            computing = dict.fromkeys(computing, lambda: None)
         if size == 1:
             return computing
         ping_pongs: dict[str, Work] = {"tiny": partial(ping_pong, tiny), "alone": partial(ping_pong, parts[0])}
@@ -114,10 +114,8 @@ def seconds_in_turn(works: Mapping[str, Work], rounds: int, in_a_row: int = 1) -
     """Seconds of the slowest rank, from its leaving a barrier, for each work in each round; the first is left out.
 
     In each round one follows the other, in alternating order: other load and the computer's speed affect all alike.
-
-    Args:
-        in_a_row: how often each runs each time; the seconds are those of one. Ranks that share cores leave the barrier
-            one after the other; of several in a row, only the first has to wait for the last rank to come.
+    Each runs `in_a_row` times a round, and the seconds are those of one: ranks that share cores leave the barrier one
+    after the other, and of several in a row only the first has to wait for the last rank to come.
     """
     seconds: dict[str, list[float]] = {name: [] for name in works}
     for turn in range(1 + rounds):

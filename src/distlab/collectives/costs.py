@@ -54,10 +54,8 @@ def whole_numbers(size_bytes: int, world_size: int) -> int:
 def operations(size_bytes: int, endpoint: Endpoint = dist, device: str = "cpu") -> dict[str, dict[str, Work]]:
     """What a rank can run: by operation and topology, with root 0; the library's own run on the process group.
 
-    Args:
-        size_bytes: of the tensor that is broadcast or combined, or of all the parts that are gathered or scattered;
-            rounded up to `whole_numbers`.
-        device: where the tensors are; on "meta" they have a size and no content.
+    `size_bytes`, rounded up to `whole_numbers`, are those of the tensor that is broadcast or combined, or of all the
+    parts that are gathered or scattered. On the device "meta", tensors have no content.
     """
     rank, size = endpoint.get_rank(), endpoint.get_world_size()
     whole = torch.ones(size, whole_numbers(size_bytes, size) // (NUMBER_BYTES * size), device=device)

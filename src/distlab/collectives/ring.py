@@ -66,10 +66,9 @@ def _around(
     to_combine = scratch_buffer(segments[0], number=step)  # always the same memory, which therefore stays in the caches
     sends = []
     for outgoing, arriving, is_combined in turns:
+        received = segments[arriving]  # sent long ago: what arrives was made from what this rank sent of it
         if is_combined:
             received = to_combine if sizes[arriving] == sizes[0] else to_combine[: sizes[arriving]]
-        else:
-            received = segments[arriving]  # sent long ago: what arrives was made from what this rank sent of it
         # First receive, then send: if the other end is known to be ready, this thread writes the message while its
         # content is still in the caches; otherwise gloo's does so later.
         work = irecv(received, preceding)

@@ -35,14 +35,11 @@ class Traffic(NamedWaits):
     column. All tensors are contiguous; none of a call's may change before `Transfer.wait` has returned.
 
     Without a process group, or in a world of one, every collective is complete at once and counts nothing.
-
-    Attributes:
-        begun: how many collectives this rank has begun, by their ranks ("0,1,2").
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self.begun: Counter[str] = Counter()
+        self.begun: Counter[str] = Counter()  # how many collectives this rank has begun, by their ranks ("0,1,2")
         self._thread: ThreadPoolExecutor | None = None
 
     def all_reduce(

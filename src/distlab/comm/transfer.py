@@ -15,12 +15,8 @@ from distlab.comm.waits import NamedWaits, Wait
 class Transfer:
     """A message or collective in progress. The tensor is the caller's again after `wait`.
 
-    Args:
-        waits: names the wait, and has its deadline and the ledger.
-        wait: what is waited for.
-        work: torch's handle, or the thread of a collective written by hand; None if there is nothing to wait for.
-        tensor: the caller's.
-        carried: what `work` sends or fills: `tensor` itself or its `host_buffer`.
+    `work` is torch's handle, or the thread of a collective written by hand; None if there is nothing to wait for. It
+    sends or fills `carried`: `tensor` itself or its `host_buffer`.
     """
 
     def __init__(

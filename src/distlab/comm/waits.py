@@ -78,9 +78,7 @@ class NamedWaits:
 
     def failure_of(self, error: Exception) -> TrafficError | None:
         """The failed wait that an error raised by a library stands for; None if it is another kind of error."""
-        if not isinstance(error, RuntimeError) or not (is_lost_peer(error) or is_timeout(error)):
-            return None
-        if self.library_waits:
+        if isinstance(error, RuntimeError) and self.library_waits and (is_lost_peer(error) or is_timeout(error)):
             return self._failed(*next(iter(self.library_waits.values())), error)
         if is_lost_peer(error):
             return TrafficError(f"{self.describe(rank())} lost its connection: {reason(error)}", error)
