@@ -25,6 +25,8 @@ from simplellm.errors import InputError, require
 FOLDER, RECORD, TOKENIZER = "checkpoints", "checkpoint.json", "tokenizer.model"
 PER_RANK_OPTIMIZER_STATE = "own_moments"  # the record's key, as it has been from the first version on
 LLAMA = "llama"  # the architecture of a record that names none; all others are classifiers
+# What a record says of a Llama's sizes, all at least 1.
+LLAMA_SIZES = ("vocab_size", "dmodel", "num_heads", "num_kv_heads", "hidden_dim", "n_layers", "ctx_size")
 Record = dict[str, Any]
 
 
@@ -73,7 +75,7 @@ class Checkpoint:
         return folder.resolve() in self.folder.resolve().parents
 
     def problem(self, at_a_glance: bool = False) -> str | None:
-        """What is wrong with its files; None if it is whole. `at_a_glance`, only their sizes are checked."""
+        """What is wrong with its files; None if it is whole. `at_a_glance`, only sizes are checked."""
         for name, expected in self.record["files"].items():
             path = self.folder / name
             if not path.is_file():
@@ -107,8 +109,7 @@ def checksum_of(record: Record) -> str:
 def candidates(path: Path) -> Iterator[Checkpoint | str]:
     """The checkpoints of a run, the last one first; a sentence in place of each that is incomplete or unreadable.
 
-    Args:
-        path: a run's folder, that of its checkpoints, or that of one checkpoint.
+    `path` is a run's folder, that of its checkpoints, or that of one checkpoint.
     """
     parent = path if path.name == FOLDER else path / FOLDER
     in_run = parent.glob("step-*") if os.path.isdir(parent) else ()
@@ -123,10 +124,6 @@ def candidates(path: Path) -> Iterator[Checkpoint | str]:
             yield f"{folder.name} is incomplete: it has no {RECORD}; the run ended while it was written"
         except (OSError, ValueError, LookupError, AttributeError, TypeError, RecursionError) as error:
             yield f"{folder.name} is damaged: {RECORD} cannot be read ({error})"
-
-
-# What a record says of a Llama's sizes, all at least 1.
-LLAMA_SIZES = ("vocab_size", "dmodel", "num_heads", "num_kv_heads", "hidden_dim", "n_layers", "ctx_size")
 
 
 def _check(checkpoint: Checkpoint) -> None:
@@ -171,7 +168,6 @@ def latest_valid(path: Path, say: Callable[[str], None] = lambda _: None, at_a_g
     """The last checkpoint of a run all of whose files are there as they were written.
 
     Args:
-        path: as for `candidates`.
         say: told about each checkpoint that is passed over, and why.
         at_a_glance: check the files' sizes only, not their contents.
 

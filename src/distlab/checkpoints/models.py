@@ -14,11 +14,7 @@ from simplellm.saved_model import SavedModel
 
 
 def read_model(run: Path, say: Callable[[str], None] = lambda _: None) -> SavedModel:
-    """The model of the checkpoint that `latest_valid` finds, whatever the layout that saved it.
-
-    Raises:
-        InputError: there is none, or it is that of a classifier.
-    """
+    """The model of the checkpoint that `latest_valid` finds, of any layout; `InputError` if it is a classifier's."""
     checkpoint = latest_valid(run, say)
     what = f"{checkpoint.folder}: its model is of the architecture {checkpoint.architecture}"
     require(checkpoint.architecture == LLAMA, f"{what}; only a {LLAMA} can tell stories and be exported")
@@ -32,11 +28,7 @@ def read_model(run: Path, say: Callable[[str], None] = lambda _: None) -> SavedM
 
 
 def write_model(run: Path, model: SavedModel) -> None:
-    """Write a model as a run's folder with one checkpoint, of step 0, to resume from; on an error nothing is left.
-
-    Raises:
-        InputError: the files cannot be written.
-    """
+    """Write a model as a run with one checkpoint, of step 0; a failure, such as an `InputError`, leaves nothing."""
     record = {"step": 0, "tokens": 0, "model": model.options, "settings": {}}
     tokenizer, unfinished = model.tokenizer.read_bytes(), place_of(run, 0, UNFINISHED)
     made = [path for path in unfinished.parents if not path.exists()]

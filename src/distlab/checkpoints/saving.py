@@ -31,7 +31,6 @@ def save(run: Path, tensors: dict[str, Any], record: Record, tokenizer: bytes | 
     """Write a checkpoint of all ranks' tensors; every rank must call it.
 
     Args:
-        run: the run's folder, which all ranks share.
         tensors: this rank's, by name, whole or as a `Slice`; those that several ranks hold are written once.
         record: rank 0's goes to `checkpoint.json`, with the list of files.
         tokenizer: the SentencePiece model; None for a model that reads no text.
@@ -75,12 +74,13 @@ def _complete(run: Path, record: Record, tokenizer: bytes | None, keep: int) -> 
     """Add tokenizer and record to an unfinished checkpoint, rename it, and remove old ones."""
     unfinished, place = (place_of(run, record["step"], ending) for ending in (UNFINISHED, ""))
     if tokenizer is not None:
-        _write(unfinished / TOKENIZER, tokenizer)
+        (unfinished / TOKENIZER).write_bytes(tokenizer)
     files = {path.name: {"bytes": path.stat().st_size, "sha256": checksum(path)} for path in unfinished.iterdir()}
     record = {**record, "files": files}
     record["sha256"] = checksum_of(record)
-    _write(unfinished / RECORD, (json.dumps(record, indent=2) + "\n").encode())
-    _sync(unfinished)
+    (unfinished / RECORD).write_text(json.dumps(record, indent=2) + "\n")
+    for path in (*unfinished.iterdir(), unfinished):
+        _sync(path)
     unfinished.rename(place)
     _sync(place.parent)
     whole = sorted(path for path in place.parent.glob("step-*") if path.suffix == "")
@@ -101,17 +101,9 @@ def supersede(run: Path, step: int) -> None:
             path.rename(aside / path.name)
 
 
-def _write(path: Path, content: bytes) -> None:
-    """Write a file through to the disk."""
-    with path.open("wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def _sync(folder: Path) -> None:
-    """Write the names in a folder through to the disk."""
-    descriptor = os.open(folder, os.O_RDONLY)
+def _sync(path: Path) -> None:
+    """Write a file's contents, or the names in a folder, through to the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:
@@ -129,11 +121,7 @@ def root_of(error: BaseException) -> str:
 def state_of(parameters: Parameters, optimizer: Optimizer, rank: int, is_per_rank: bool) -> dict[str, Any]:
     """All tensors of this rank that a checkpoint holds, by name; to write them, or to read into.
 
-    Args:
-        parameters: slices of the whole model's are marked by `TPGroup.own_parameter`.
-        optimizer: of all of them.
-        rank: of this process.
-        is_per_rank: whether the replicas' optimizer states differ.
+    Slices of parameters are marked by `TPGroup.own_parameter`; `is_per_rank`, the replicas' optimizer states differ.
     """
     from distlab.checkpoints.slices import as_held
 
@@ -161,8 +149,6 @@ def restore(
     needs tensors to read into, and an optimizer has no state before its first step.
 
     Args:
-        checkpoint: a whole one.
-        parameters, optimizer, rank: as for `state_of`.
         layout: of the run; in another one, different ranks have to draw the same random numbers.
 
     Raises:

@@ -68,10 +68,7 @@ class GradientBuckets:
         return iter(self._buckets)
 
     def finish(self) -> None:
-        """End a step's last backward pass: hand over incomplete buckets, and wait for all transfers.
-
-        Parameters that took no part get a gradient of zero.
-        """
+        """End a step: hand over incomplete buckets, with zeros for parameters that took no part, and wait for all."""
         for bucket in self._buckets[self._full :]:
             for parameter, view in zip(bucket.parameters, bucket.views, strict=True):
                 if parameter.grad is None:
@@ -82,8 +79,7 @@ class GradientBuckets:
     def restart(self) -> None:
         """Begin a step, also after a backward pass that raised."""
         while self._transfers:  # they would overwrite the gradients to come
-            transfer = self._transfers.pop(0)
-            if transfer is not None:
+            if (transfer := self._transfers.pop(0)) is not None:
                 transfer.wait()
         self._full = 0  # the buckets before this index have been handed over
         for bucket in self._buckets:
@@ -196,12 +192,12 @@ def broadcast_weights(model: nn.Module) -> None:
     """Overwrite every rank's parameters and buffers with rank 0's."""
     transfers = []
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
-        weights = tensor.detach().contiguous()
-        transfers.append((traffic.broadcast(weights, f"the weights {name}", kind="weights"), tensor.detach(), weights))
+        own = tensor.detach()
+        received = own.contiguous()
+        transfers.append((traffic.broadcast(received, f"the weights {name}", kind="weights"), own, received))
     for transfer, own, received in transfers:
         transfer.wait()
-        if own.data_ptr() != received.data_ptr():
-            own.copy_(received)
+        own.copy_(received)  # copies nothing if both are one tensor
 
 
 def flatten_weights(model: nn.Module) -> Tensor:
@@ -211,8 +207,7 @@ def flatten_weights(model: nn.Module) -> Tensor:
     """
     parameters = list(model.parameters())
     flat = torch.cat([p.detach().flatten() for p in parameters])
-    for parameter, part in zip(parameters, flat.split([p.numel() for p in parameters]), strict=True):
-        parameter.data = part.view_as(parameter)
+    nn.utils.vector_to_parameters(flat, parameters)
     return flat
 
 

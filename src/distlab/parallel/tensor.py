@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from distlab.comm.endpoint import members
 from distlab.comm.traffic import Group
-from distlab.parallel import tp_group as collectives
+from distlab.parallel import tp_group as tp
 from distlab.parallel.tp_group import BACKWARD, LAYERS, NORMS, SEQUENCE, VOCABULARY, TPGroup, shard_sizes
 from distlab.parallel.vocabulary import VocabularyParallelEmbedding
 from simplellm.errors import InputError, require
@@ -103,16 +103,14 @@ def _split_naively(parts: _Parts, group: Group) -> None:
     """Split each linear layer on its own by its outputs: its input comes whole, its output leaves whole."""
     for name, linear in parts.linears.items():
         tp_group = TPGroup(name, VOCABULARY if name in parts.heads else LAYERS, group)
-        whole = partial(collectives.gather, length=linear.out_features)
+        whole = partial(tp.gather, length=linear.out_features)
         _keep_shard(linear, tp_group, dim=0)
-        _around(linear, tp_group, before=collectives.copy_to, after=whole)
+        _around(linear, tp_group, before=tp.copy_to, after=whole)
 
 
 def _split_in_pairs(parts: _Parts, group: Group, sequence_parallel: bool) -> None:
     """Split by their outputs the layers that begin attention and MLP, by its inputs the one that ends them."""
-    enter, leave = (
-        _split_sequence(parts, group) if sequence_parallel else (collectives.copy_to, collectives.reduce_from)
-    )
+    enter, leave = _split_sequence(parts, group) if sequence_parallel else (tp.copy_to, tp.reduce_from)
     for name, pair in parts.pairs.items():
         tp_group = TPGroup(name, LAYERS, group)
         if isinstance(pair, Attention):
@@ -153,7 +151,7 @@ def _split_sequence(parts: _Parts, group: Group) -> tuple[Exchange, Exchange]:
         if parameter not in split and parameter.requires_grad:
             tp_group = TPGroup(name.rpartition(".")[0], NORMS, group)
             parameter.register_hook(partial(tp_group.all_reduce, what=BACKWARD))
-    return lambda x, tp_group: collectives.gather_to(x, tp_group, seq), collectives.reduce_scatter
+    return lambda x, tp_group: tp.gather_to(x, tp_group, seq), tp.reduce_scatter
 
 
 def check_division(num_heads: int, num_kv_heads: int | None, ranks: int) -> None:
@@ -170,14 +168,12 @@ def _keep_shard(linear: Linear, tp_group: TPGroup, dim: int) -> None:
     linear.out_features, linear.in_features = linear.weight.shape
 
 
-def _around(
-    module: nn.Module, tp_group: TPGroup, before: Exchange | None = None, after: Exchange | None = None
-) -> None:
+def _around(module: nn.Module, group: TPGroup, before: Exchange | None = None, after: Exchange | None = None) -> None:
     """Have a module's first input go through `before`, and its output through `after`."""
     if before is not None:
-        module.register_forward_pre_hook(lambda _, args: (before(args[0], tp_group), *args[1:]))
+        module.register_forward_pre_hook(lambda _, args: (before(args[0], group), *args[1:]))
     if after is not None:
-        module.register_forward_hook(lambda _module, _args, output: after(output, tp_group))
+        module.register_forward_hook(lambda _module, _args, output: after(output, group))
 
 
 def bytes_per_layer(
@@ -201,14 +197,12 @@ def bytes_per_layer(
     def all_reduce(width: int) -> int:
         return 2 * (ranks - 1) * width * token_bytes // ranks
 
-    def all_gather(width: int) -> int:
-        return (ranks - 1) * shard_sizes(width, ranks)[0] * token_bytes
-
     if style == "naive":
         hidden, keys = 4 * dmodel, dmodel if kv_width is None else kv_width
         attention = [(dmodel, dmodel), (dmodel, keys), (dmodel, keys), (dmodel, dmodel)]  # q, k, v, o
         shapes = [*attention, (dmodel, hidden), (dmodel, hidden), (hidden, dmodel)]  # gate, up, down
-        return sum(all_gather(outputs) for _, outputs in shapes), sum(all_reduce(inputs) for inputs, _ in shapes)
+        gathered = (ranks - 1) * sum(shard_sizes(outputs, ranks)[0] for _, outputs in shapes) * token_bytes
+        return gathered, sum(all_reduce(inputs) for inputs, _ in shapes)
     pair = all_reduce(dmodel)
     if sequence_parallel:  # an all-gather before the pair and a reduce-scatter after it, or the other way round
         pair = 2 * (ranks - 1) * shard_sizes(seq, ranks)[0] * batch * dmodel * element_bytes

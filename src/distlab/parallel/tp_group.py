@@ -35,10 +35,7 @@ def shard_sizes(total: int, ranks: int) -> list[int]:
 
 @dataclass(frozen=True)
 class TPGroup:
-    """The ranks that hold the shards of a module; its methods are collectives that do not change their input.
-
-    `shard_sizes` gives the shards' sizes along the dimension that is split.
-    """
+    """The ranks that hold the shards of a module; its methods are collectives that do not change their input."""
 
     module: str  # name in the model, for the names of waits
     kind: str  # `LAYERS`, `VOCABULARY` or `NORMS`, for the ledger's columns
@@ -65,7 +62,7 @@ class TPGroup:
         return total
 
     def all_gather(self, x: Tensor, what: str, dim: int, length: int) -> Tensor:
-        """The ranks' shards of `length` rows along `dim`, side by side."""
+        """The ranks' shards, of `shard_sizes(length, size)` along `dim`, side by side."""
         sizes = shard_sizes(length, self.size)
         own = _pad(x, dim, sizes[0])
         parts = own.new_empty(self.size, *own.shape)
@@ -144,8 +141,7 @@ def gather(x: Tensor, tp_group: TPGroup, length: int, dim: int = -1) -> Tensor:
 def gather_to(x: Tensor, tp_group: TPGroup, length: int, dim: int = SEQUENCE) -> Tensor:
     """Like `gather`, but for a layer's shards, whose gradients of the whole add up.
 
-    The layer saves the whole for its backward pass. (Korthikanti et al. save the shard and gather again: less memory,
-    more traffic.)
+    The whole is saved for the backward pass; Korthikanti et al. save the shard and gather again.
     """
     whole = partial(tp_group.all_gather, what=FORWARD, dim=dim, length=length)
     return _linear_map(x, whole, partial(tp_group.reduce_scatter, what=BACKWARD, dim=dim))
