@@ -39,11 +39,7 @@ class Request:
 
 
 def show(request: Request) -> Iterator[str]:
-    """The lines of the table and of the costs; draws the figure, too.
-
-    Raises:
-        InputError: the request cannot be shown.
-    """
+    """The lines of the table and of the costs; draws the figure, too. Raises `InputError` for a wrong request."""
     schedules = schedule_names()
     require(request.schedule in schedules, f"{request.schedule}: no such schedule; there are {', '.join(schedules)}")
     for name, least in {"stages": 1, "micro_batches": 1, "forward": 1, "backward": 1, "transfer": 0}.items():

@@ -1,8 +1,7 @@
 """Counts the bytes that autograd keeps between a forward and its backward pass."""
 
-import contextlib
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor
@@ -16,11 +15,9 @@ class SavedActivations:
         self._users: Counter[int] = Counter()
         self.now_bytes = self.peak_bytes = 0  # kept at the moment, and at most so far
 
-    @contextlib.contextmanager
-    def counting(self) -> Iterator[None]:
-        """Count what the forward passes inside save."""
-        with torch.autograd.graph.saved_tensors_hooks(self.keep, lambda kept: kept.tensor):
-            yield
+    def counting(self) -> torch.autograd.graph.saved_tensors_hooks:
+        """A context in which what forward passes save is counted."""
+        return torch.autograd.graph.saved_tensors_hooks(self.keep, lambda kept: kept.tensor)
 
     def keep(self, tensor: Tensor) -> "_Kept":
         """Count a tensor that is kept by hand, for as long as the returned object lives."""

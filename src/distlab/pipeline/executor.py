@@ -18,7 +18,7 @@ from distlab.comm.devices import patient_threads
 from distlab.comm.grid import Grid
 from distlab.comm.recorder import COMPUTE, recorder
 from distlab.comm.traffic import Transfer, traffic
-from distlab.pipeline.actions import Action, Program, Programs, Result, stages_of
+from distlab.pipeline.actions import Action, Programs, Result, stages_of
 from distlab.pipeline.activations import SavedActivations
 from distlab.pipeline.plan import Link, Plan, busy_workers, simulate
 from simplellm.errors import require
@@ -73,8 +73,7 @@ class Pipeline:
             by the plan. None leaves the number of threads alone.
 
     Raises:
-        ScheduleError: the schedule cannot run.
-        InputError: this rank cannot run it.
+        InputError: the schedule cannot run (`ScheduleError`), or not on this rank.
     """
 
     def __init__(
@@ -84,7 +83,13 @@ class Pipeline:
         require(workers == grid.pp, f"the schedule is for {workers} workers, and the pipeline has {grid.pp}")
         self.grid, self.width, self._plan, self._worker = grid, width, plan, grid.stage
         self.owners, self.program = plan.owners, programs[grid.stage]  # by stage, its worker; this worker's actions
-        self.stages = _check_stages(stages, self.program, self._worker)
+        held = stages_of(self.program)
+        self.stages = dict.fromkeys(held[:1], stages) if isinstance(stages, nn.Module) else dict(stages)
+        given = sorted(self.stages)
+        require(given == held, f"worker {grid.stage} runs the stages {held}, and has modules for {given}")
+        for action in self.program:
+            what = f"stage {action.stage} cannot run {action}: {type(action).__name__} has no method run"
+            require(type(action).run is not Action.run, what)
         last = max(self.owners)
         self.has_first, self.has_last = 0 in self.stages, last in self.stages  # the last stage computes the loss
         parameters = [parameter for net in self.stages.values() for parameter in net.parameters()]
@@ -183,18 +188,6 @@ class Pipeline:
                 traffic.send(tensor, what, to=self.grid.rank_of(receiver), kind="control", group=group).wait()
             elif self._worker == receiver:
                 traffic.receive(tensor, what, source=self.grid.rank_of(sender), group=group).wait()
-
-
-def _check_stages(stages: Modules, program: Program, worker: int) -> dict[int, nn.Module]:
-    """The parts of the model by stage, if they and the program fit together."""
-    held = stages_of(program)
-    by_stage = dict.fromkeys(held[:1], stages) if isinstance(stages, nn.Module) else dict(stages)
-    modules = sorted(by_stage)
-    require(modules == held, f"worker {worker} runs the stages {held}, and has modules for {modules}")
-    for action in program:
-        what = f"stage {action.stage} cannot run {action}: {type(action).__name__} has no method run"
-        require(type(action).run is not Action.run, what)
-    return by_stage
 
 
 def _acknowledged(programs: Programs, plan: Plan, worker: int) -> dict[Result, list[Result]]:

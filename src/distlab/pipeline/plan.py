@@ -94,10 +94,8 @@ def find_takers(programs: Programs) -> dict[Result, Action]:
 def busy_workers(plan: Plan) -> dict[Action, int]:
     """By action, the most workers that compute at a time while it does, its own included."""
     spans = [span for line in plan.spans for span in line]
-    busy = {begun: sum(span.start <= begun < span.end for span in spans) for begun in {span.start for span in spans}}
-    return {
-        span.action: max((busy[begun] for begun in busy if span.start <= begun < span.end), default=1) for span in spans
-    }
+    busy = {time: sum(span.start <= time < span.end for span in spans) for time in {span.start for span in spans}}
+    return {own.action: max((busy[time] for time in busy if own.start <= time < own.end), default=1) for own in spans}
 
 
 def ideal_bubble(stages: int, micro_batches: int) -> float:
@@ -140,32 +138,27 @@ def _check_complete(programs: Programs) -> tuple[dict[int, int], dict[Result, Ac
                 raise ScheduleError(f"stage {action.stage} runs {action} before {source}")
     micro_batches = range(1 + max(action.micro_batch for action in order))
     for stage, micro_batch in itertools.product(range(1 + max(owners)), micro_batches):
-        result = Result(WEIGHT_GRADIENTS, stage, micro_batch)
-        if result not in producers:
+        if (result := Result(WEIGHT_GRADIENTS, stage, micro_batch)) not in producers:
             raise ScheduleError(f"stage {stage} never computes {result}")
     return owners, producers
 
 
 def _check_links(programs: Programs, owners: dict[int, int], takers: dict[Result, Action]) -> dict[Link, list[Result]]:
-    """What goes over each link. NCCL's messages carry no names, so both ends must agree on the order."""
-
-    def by_link(results: Iterable[Result]) -> dict[Link, list[Result]]:
-        links: dict[Link, list[Result]] = defaultdict(list)
-        for result in results:
-            sender, receiver = owners[result.stage], owners[takers[result].stage]
-            if sender != receiver:
-                links[sender, receiver, result.kind].append(result)
-        return links
-
-    actions = (action for program in programs for action in program)
-    sent = by_link(result for action in actions for result in action.results if result in takers)
-    for link, expected in by_link(takers).items():
-        for given, wanted in zip(sent[link], expected, strict=True):
+    """What goes over each link, in order. Messages carry no names, so both ends must agree on the order."""
+    messages: dict[Link, list[Result]] = defaultdict(list)
+    for worker, program in enumerate(programs):
+        for result in itertools.chain.from_iterable(action.results for action in program):
+            receiver = owners[takers[result].stage] if result in takers else worker
+            if receiver != worker:
+                messages[worker, receiver, result.kind].append(result)
+    needed = {result: place for place, result in enumerate(takers)}  # in the order in which workers need them
+    for link, sent in messages.items():
+        for given, wanted in zip(sent, sorted(sent, key=needed.__getitem__), strict=True):
             if given != wanted:
                 where = f"stage {given.stage} sends {given} where its neighbour on worker {link[1]}"
                 what = f"{wanted} of stage {wanted.stage}" if wanted.stage != given.stage else str(wanted)
                 raise ScheduleError(f"{where} expects {what}; both ends of a link must agree on the order")
-    return dict(sent)
+    return dict(messages)
 
 
 def _run(

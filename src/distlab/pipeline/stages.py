@@ -69,9 +69,6 @@ def balance(
         costs[-1] += head
         if sum(split) == n_layers and 0 not in split[1:-1]:
             found.append((max(costs), sum(cost**2 for cost in costs), split))
-    if not found:
-        raise InputError(
-            f"{stages} stages for --n-layers {n_layers}: all stages but the first and the last need a layer; "
-            f"give at most {n_layers + 2} stages, or more layers"
-        )
+    what = f"{stages} stages for --n-layers {n_layers}: all stages but the first and the last need a layer"
+    require(bool(found), f"{what}; give at most {n_layers + 2} stages, or more layers")
     return min(found)[2]

@@ -80,10 +80,10 @@ def _draw_panel(axes: Any, panel: Panel) -> None:
         if bar.label not in COLORS and width > 0.013 * end * len(bar.label):
             middle = (bar.start + bar.end) / 2, bar.row + (bar.low + bar.high) / 2
             axes.text(*middle, bar.label, size=8 if height > 0.3 else 6, ha="center", va="center")
-    axes.set(title=panel.title, xlabel=panel.unit, xlim=(min(0.0, *(bar.start for bar in panel.bars)), end * 1.01))
-    axes.set_yticks([row + 0.5 for row in range(len(panel.rows))], panel.rows)
-    axes.set_ylim(len(panel.rows), 0)
-    axes.title.set_size(10)
+    start, rows = min(0.0, *(bar.start for bar in panel.bars)), len(panel.rows)
+    axes.set_title(panel.title, size=10)
+    axes.set(xlabel=panel.unit, xlim=(start, end * 1.01), ylim=(rows, 0))
+    axes.set_yticks([row + 0.5 for row in range(rows)], panel.rows)
     axes.tick_params(axis="y", length=0)
 
 
@@ -97,11 +97,7 @@ def action_color(label: str) -> tuple[float, ...]:
 
 
 def save(figure: Any, png: Path) -> None:
-    """Write a figure to a file.
-
-    Raises:
-        InputError: the file cannot be written, or its suffix is not a known format.
-    """
+    """Write a figure to a file; raises `InputError` if that fails, as with an unknown suffix."""
     try:
         png.parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(png, dpi=100)

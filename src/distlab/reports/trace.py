@@ -7,6 +7,7 @@ and messages, and the bytes of activations that it keeps.
 import bisect
 import functools
 import json
+import math
 import statistics
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
@@ -36,12 +37,10 @@ class RankTrace:
 
     @functools.cached_property
     def _by_step(self) -> dict[tuple[float, str], list[Event]]:
-        starts = sorted(event.start for event in self.events if event.kind == STEP)
+        starts = [-math.inf, *sorted(event.start for event in self.events if event.kind == STEP)]
         by_step: dict[tuple[float, str], list[Event]] = defaultdict(list)
         for event in self.events:
-            number = bisect.bisect(starts, event.start) - 1
-            if number >= 0:
-                by_step[starts[number], event.kind].append(event)
+            by_step[starts[bisect.bisect(starts, event.start) - 1], event.kind].append(event)
         return by_step
 
 
@@ -121,13 +120,10 @@ class Trace:
 def merge(recorded: Sequence[dict[str, Any]], dp: int, pp: int, programs: Programs | None, tp: int = 1) -> Trace:
     """One trace of what the ranks' recorders gave with `as_json`."""
     origin = min((event[2] for rank in recorded for event in rank["events"]), default=0.0)
-    ranks = [
-        RankTrace(
-            [Event(kind, name, start - origin, end - origin) for kind, name, start, end in rank["events"]],
-            [(seconds - origin, kept) for seconds, kept in rank["kept_bytes"]],
-        )
-        for rank in recorded
-    ]
+    ranks = []
+    for rank in recorded:
+        events = [Event(kind, name, start - origin, end - origin) for kind, name, start, end in rank["events"]]
+        ranks.append(RankTrace(events, [(seconds - origin, kept) for seconds, kept in rank["kept_bytes"]]))
     return Trace(ranks, dp, pp, programs, tp)
 
 
@@ -154,11 +150,7 @@ def write_chrome(trace: Trace, path: Path) -> None:
 
 
 def read_chrome(path: Path) -> Trace:
-    """Read what `write_chrome` wrote.
-
-    Raises:
-        InputError: the file is not there, or is no trace of a run.
-    """
+    """Read what `write_chrome` wrote; raises `InputError` if the file is missing or is no trace of a run."""
     try:
         content = json.loads(path.read_text())
         about = content["otherData"]
