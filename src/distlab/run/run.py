@@ -116,8 +116,7 @@ class Run(Generic[SettingsT]):
             sentence = f"rank {self.rank} could not connect to all other ranks: {reason(error)}"
             raise TrafficError(sentence, error) from error
         traffic.timeout_seconds = settings.timeout
-        in_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-        notices.open(store, self.rank, self.world_size, traffic, is_rank_0s=not (by_torchrun and in_agent))
+        notices.open(store, self.rank, self.world_size, traffic, is_rank_0s=not rendezvous.is_store_in_launcher())
         return decided
 
     @property
