@@ -29,7 +29,7 @@ from distlab.rendezvous.nodes import FLAGS, LOST_NODE_0, ElsewhereError, NodeRen
 from distlab.rendezvous.store import StoreError
 from distlab.run.logs import new_folder, say
 from distlab.run.settings import RunSettings, parse
-from simplellm.errors import InputError
+from simplellm.errors import InputError, require
 
 LAB = Path(__file__).resolve().parents[2]
 
@@ -54,11 +54,9 @@ TOPOLOGIES = {  # a script, and flags that come before the user's own
     "mpi": "mpi/mpi-test.py",
     "deadlock": "PP/deadlock/intro_deadlock.py",
 }
-
-
 DEFAULT_PORT = 29500  # where node 0 listens, when there are several machines
 ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # what asks a launcher to end
-SECONDS_TO_END = 4  # for ranks that are asked to, when one has failed; a stopped process cannot hear it
+SECONDS_TO_END = 4  # after SIGTERM, when a rank has failed; a stopped process does not react to it
 
 
 def launch(args: list[str]) -> int:
@@ -71,7 +69,8 @@ def launch(args: list[str]) -> int:
         print("./launch.sh <topology> [flags]   starts all ranks; --help after a topology's name lists its flags\n")
         for name in TOPOLOGIES:
             script, flags = find_script(name)
-            print(f"  {name:<12} {' '.join([first_line(script), *flags])}")
+            first_line = (ast.get_docstring(ast.parse(script.read_text())) or "").partition("\n")[0]
+            print(f"  {name:<12} {' '.join([first_line, *flags])}")
         print(f"\nbesides a topology's own flags:\n{FLAGS}", end="")
         return 0
     script, flags = find_script(args[0])
@@ -80,26 +79,20 @@ def launch(args: list[str]) -> int:
         become_mpirun(script, args)
     own_flags, args = read_flags(args)
     settings = read_settings(script, args, prog)
-    if settings.rank >= 0:
-        raise InputError(f"rank {settings.rank}: launch.sh starts all ranks; leave the rank out")
+    require(settings.rank < 0, f"rank {settings.rank}: launch.sh starts all ranks; leave the rank out")
     nodes = assign_ranks(own_flags, settings.layout, settings.master_addr)
-    out = settings.out
-    if own_flags.max_restarts and out is None:  # the ranks that start again have to find what was saved
-        if len(nodes.ranks_of) > 1:
-            raise InputError("--max-restarts on several machines: give --out, a folder that all of them see")
+    out, resume = settings.out, getattr(settings, "resume", None)
+    if own_flags.max_restarts and out is None:  # restarted ranks have to find what was saved
+        several = "--max-restarts on several machines: give --out, a folder that all of them see"
+        require(len(nodes.ranks_of) == 1, several)
         args = [*args, "--out", str(new_folder(Path("runs") / script.stem))]
-    elif own_flags.max_restarts and out is not None and has_checkpoints(out) and not resumes_in(out, settings):
-        raise InputError(
+    elif own_flags.max_restarts and out is not None and has_checkpoints(out):
+        require(
+            resume is not None and Path(resume).resolve().is_relative_to(out.resolve()),
             f"--max-restarts with --out {out}: has checkpoints of another run, from which the ranks would resume; give "
-            f"another folder, or --resume {out}"
+            f"another folder, or --resume {out}",
         )
     return run_ranks(script, args, settings, nodes, own_flags.max_restarts)
-
-
-def resumes_in(out: Path, settings: RunSettings) -> bool:
-    """Whether the checkpoints in a folder are earlier ones of the run that `settings` ask for."""
-    resume = getattr(settings, "resume", None)
-    return resume is not None and Path(resume).resolve().is_relative_to(out.resolve())
 
 
 def find_script(name: str) -> tuple[Path, list[str]]:
@@ -107,18 +100,13 @@ def find_script(name: str) -> tuple[Path, list[str]]:
     if name in TOPOLOGIES:
         script, *flags = TOPOLOGIES[name].split()
         return LAB / script, flags
-    if Path(name).is_file() and name.endswith(".py"):
-        return Path(name), []
-    raise InputError(f"{name}: no such topology or script; there are {', '.join(TOPOLOGIES)}")
-
-
-def first_line(script: Path) -> str:
-    """The first line of a script's docstring."""
-    return (ast.get_docstring(ast.parse(script.read_text())) or "").partition("\n")[0]
+    is_script = Path(name).is_file() and name.endswith(".py")
+    require(is_script, f"{name}: no such topology or script; there are {', '.join(TOPOLOGIES)}")
+    return Path(name), []
 
 
 def read_settings(script: Path, args: list[str], prog: str) -> RunSettings:
-    """What a script's own defaults and `args` come to; so a wrong flag ends here, before any rank starts."""
+    """A script's defaults, changed by `args`: a wrong flag is found here, before any rank starts."""
     spec = importlib.util.spec_from_file_location("launched_script", script)
     assert spec is not None
     assert spec.loader is not None
@@ -133,10 +121,10 @@ def read_settings(script: Path, args: list[str], prog: str) -> RunSettings:
 
 
 def become_mpirun(script: Path, args: list[str]) -> NoReturn:
-    """Run all ranks of `script` under mpirun, which takes this process's place: its signals and its exit status.
+    """Replace this process by mpirun, which runs all ranks of `script`.
 
     Raises:
-        InputError: MPI is not installed, or `--world-size`, the one flag that is not the script's own, is no number.
+        InputError: MPI is not installed, or `--world-size`, the one flag that is not the script's own, is not a number.
     """
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     parser.add_argument("--world-size", "--world_size", type=int, default=8)
@@ -144,8 +132,7 @@ def become_mpirun(script: Path, args: list[str]) -> NoReturn:
         ours, flags = parser.parse_known_args(args)
     except argparse.ArgumentError as error:
         raise InputError(str(error)) from error
-    if ours.world_size < 1:
-        raise InputError(f"--world-size {ours.world_size}: every size must be at least 1")
+    require(ours.world_size >= 1, f"--world-size {ours.world_size}: every size must be at least 1")
     beside_python = str(Path(sys.executable).parent)
     mpirun = shutil.which("mpirun", path=os.pathsep.join([beside_python, os.environ.get("PATH", "")]))
     if mpirun is None or importlib.util.find_spec("mpi4py") is None:
@@ -154,20 +141,16 @@ def become_mpirun(script: Path, args: list[str]) -> NoReturn:
 
 
 def run_ranks(script: Path, args: list[str], settings: RunSettings, nodes: Nodes, max_restarts: int) -> int:
-    """Run this machine's ranks of `script` to the end of the run under torchrun's agent.
+    """Run this machine's ranks of `script` under torchrun's agent to the end of the run; returns the exit status.
 
-    When a rank fails, the agent ends all and starts them again, `max_restarts` times; they then resume from the last
-    checkpoint (see `distlab.run.main`).
-
-    Returns:
-        The exit status: 0 if all ranks finished. Otherwise the last line on stderr says which rank failed, and why.
+    When a rank fails, the agent ends all and restarts them, `max_restarts` times; they then resume from the last
+    checkpoint (see `distlab.run.main`). If the status is not 0, the last line on stderr says which rank failed and why.
     """
     logging.disable()  # torchrun's agent says at length what we say in a line
     os.environ["LAB_LAUNCHER"] = str(os.getpid())
     port = settings.master_port or (0 if len(nodes.ranks_of) == 1 else DEFAULT_PORT)
     rendezvous: NodeRendezvous | None = None  # until this launcher has found node 0's
-    status, sentence = 0, ""
-    cause = ""  # as the other machines are to hear of it
+    status, sentence, cause = 0, "", ""  # the cause is what the other machines are told
     with tempfile.TemporaryDirectory() as errors:
         try:
             for sent in ENDING:  # as torchrun's agent does once it has started ranks
@@ -185,7 +168,7 @@ def run_ranks(script: Path, args: list[str], settings: RunSettings, nodes: Nodes
             try:
                 failures = Agent(spec, errors, SECONDS_TO_END).run().failures
             finally:
-                for sent in ENDING:  # the ranks have ended; who cannot wait for the other machines need not
+                for sent in ENDING:  # the ranks have ended: a signal may now end the wait for the other machines
                     signal.signal(sent, signal.SIG_DFL)
             if failures:
                 status, sentence, is_cause = root_cause(failures, settings.layout)
@@ -197,8 +180,7 @@ def run_ranks(script: Path, args: list[str], settings: RunSettings, nodes: Nodes
             status, sentence = 128 + end.sigval, f"ended by {signal.Signals(end.sigval).name}"
             cause = f"the launcher was {sentence}"
         except InputError as error:
-            status, sentence = 2, str(error)
-            cause = sentence
+            status, sentence, cause = 2, str(error), str(error)
         except ElsewhereError as error:
             status, sentence = 1, str(error)
         except StoreError as error:
@@ -215,9 +197,9 @@ def raise_signal(number: int, _: object) -> NoReturn:
 
 
 def root_cause(failures: Mapping[int, ProcessFailure], layout: Layout) -> tuple[int, str, bool]:
-    """The exit status and one sentence for the rank that failed first, and not by losing a peer or by our SIGTERM.
+    """The exit status and one sentence for the rank that failed first, other than by losing a peer or by our SIGTERM.
 
-    And whether there is such a rank here; otherwise the sentence is on the first that lost one.
+    The third value is whether such a rank is on this machine; if not, the sentence is about the first that lost a peer.
     """
     first = min(failure.timestamp for failure in failures.values())
 
@@ -225,16 +207,17 @@ def root_cause(failures: Mapping[int, ProcessFailure], layout: Layout) -> tuple[
         by_us = failure.exitcode == -signal.SIGKILL and failure.timestamp > first + SECONDS_TO_END / 2  # it was stopped
         return by_us or failure.exitcode == -signal.SIGTERM or bool(failure.error_file_data.get("lost_a_peer"))
 
-    # Of failures in the same second the one that torchrun came upon first counts, and before that we sent no SIGTERM.
+    # Of failures in the same second the one that torchrun found first counts; before that we had not sent SIGTERM.
     rank, failure = min(failures.items(), key=lambda item: (is_consequence(item[1]), item[1].timestamp))
     who = Grid.of(rank, layout).describe(rank)
     is_cause = not is_consequence(failure) or failure.exitcode == -signal.SIGTERM
+    sentence = f"{who} failed with exit status {failure.exitcode}"
     if failure.exitcode < 0:
-        return 1, f"{who} failed: it was ended by {failure.signal_name()}", is_cause
-    if "status" in failure.error_file_data:  # written by distlab.run.main
-        named = failure.error_file_data.get("names_rank")
-        return failure.exitcode, str(failure.message) if named else f"{who} failed: {failure.message}", is_cause
-    return failure.exitcode, f"{who} failed with exit status {failure.exitcode}", is_cause
+        sentence = f"{who} failed: it was ended by {failure.signal_name()}"
+    elif "status" in failure.error_file_data:  # written by distlab.run.failure
+        names_rank = failure.error_file_data.get("names_rank")
+        sentence = str(failure.message) if names_rank else f"{who} failed: {failure.message}"
+    return max(1, failure.exitcode), sentence, is_cause
 
 
 def main() -> NoReturn:
@@ -243,7 +226,7 @@ def main() -> NoReturn:
     except InputError as error:
         print(f"# {error}", file=sys.stderr)
         status = 2
-    leave(status)  # a thread of `distlab.rendezvous.nodes` may sit in a call to the store
+    leave(status)  # a thread of `distlab.rendezvous.nodes` may still be in a call to the store
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ from sentiment_ranks import load, on_ranks
 
 from distlab.comm.traffic import traffic
 from distlab.comm.waits import TrafficError
+from distlab.rendezvous.ranks import open_store
 from simplellm.errors import InputError
 
 
@@ -69,7 +70,7 @@ def test_a_rank_that_stops_within_a_layer_ends_its_group_at_the_deadline() -> No
     port = free_port()
 
     def work(rank: int) -> str:
-        store = torch.distributed.TCPStore("localhost", port, is_master=rank == 0)
+        store = open_store(rank, "localhost", port, 30, lambda _: None)
         torch.distributed.init_process_group("gloo", store=store, rank=rank, world_size=4)
         traffic.timeout_seconds = 2
         pcomm = load("pcomm")

@@ -64,9 +64,7 @@ class Rounds(Protocol):
 
     @property
     def restarts(self) -> int: ...
-
     def check_others(self) -> None: ...
-
     def all_finished(self) -> bool: ...
 
 

@@ -1,12 +1,12 @@
-"""Who waits for whom, when a run stands still: drawn from what each rank publishes that it waits for.
+"""Who waits for whom when a run stands still, drawn from the wait that each rank publishes.
 
-Ranks are the nodes of a graph, an edge goes from a rank to one without which its wait does not end. A cycle is a
-deadlock (Holt, "Some deadlock properties of computer systems", 1972); without one, all paths end at a rank that waits
+Ranks are the nodes of a graph; an edge goes from a rank to one without which its wait does not end. A cycle is a
+deadlock (Holt, "Some deadlock properties of computer systems", 1972). Without one, all paths end at a rank that waits
 for nobody: it is stopped, still computes, or has ended, and holds up all others.
 """
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 
 from distlab.comm.wait_graph import find_cycle
@@ -15,21 +15,13 @@ from distlab.comm.waits import Wait, group_key, list_ranks
 
 @dataclass
 class Notice:
-    """What a rank publishes when another one asks: a sign of life, and its wait.
-
-    Attributes:
-        rank: whose it is.
-        wait: None if it has not waited for anything for long.
-        begun: how many collectives it has begun, by their ranks ("0,1,2").
-        failure_number: its wait's number among those that failed, from 1 in order of time; 0 if it has not failed.
-        lost_a_peer: its wait failed because a connection was closed.
-    """
+    """What a rank publishes when another one asks: a sign of life, and its wait."""
 
     rank: int
-    wait: Wait | None
-    begun: dict[str, int] = field(default_factory=dict)
-    failure_number: int = 0
-    lost_a_peer: bool = False
+    wait: Wait | None  # None if it has not waited for anything for long
+    begun: dict[str, int] = field(default_factory=dict)  # how many collectives it has begun, by their ranks ("0,1,2")
+    failure_number: int = 0  # of its wait among those that failed, from 1 in order of time; 0 if it has not failed
+    lost_a_peer: bool = False  # its wait failed because a connection was closed
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))
@@ -43,17 +35,11 @@ class Notice:
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """Why a run stands still.
+    """Why a run stands still."""
 
-    Attributes:
-        picture: lines that show every rank and whom it waits for.
-        sentence: the cycle, or the rank that all others end up waiting for.
-        is_partial: the other ranks' notices could not be read.
-    """
-
-    picture: list[str]
-    sentence: str
-    is_partial: bool = False
+    picture: list[str]  # lines that show every rank and whom it waits for
+    sentence: str  # the cycle, or the rank that all others end up waiting for
+    is_partial: bool = False  # the other ranks' notices could not be read
 
 
 def diagnose(
@@ -68,10 +54,12 @@ def diagnose(
     Args:
         notices: by rank, of those that gave a sign of life after the first wait had failed; at least one waits.
         ended: by rank, why it ended, from those that reported it.
-        world_size: number of ranks.
         describe: what a rank is called, e.g. "rank 4 (stage 1 of replica 1)".
-        timeout_seconds: how long a wait may take.
     """
+
+    def names(ranks: Sequence[int]) -> str:
+        return " and ".join(map(describe, ranks))
+
     waits = {rank: notice.wait for rank, notice in notices.items() if notice.wait is not None and rank not in ended}
     edges = {rank: list(_held_up_by(rank, wait, waits, notices)) for rank, wait in waits.items()}
     width = max(len(describe(rank)) for rank in range(world_size))
@@ -98,19 +86,15 @@ def diagnose(
     failed = [rank for rank in ends if rank in ended] or (sorted(ended) if lost_a_peer else [])
     gone = [rank for rank in ends if rank in silent] or (silent if lost_a_peer else [])
     cycle = find_cycle(edges)
+    too_long = f"computing for longer than --timeout {timeout_seconds:g}"
     if failed:
         return Diagnosis(picture, list_causes({rank: ended[rank] for rank in failed}, describe))
+    if gone and lost_a_peer:
+        which = f"{'one of ' * (len(gone) > 1)}{names(gone)} has ended without reporting a cause"
+        return Diagnosis(picture, f"{which}: it was killed, or left the run too early")
     if gone:
-        names = " and ".join(describe(rank) for rank in gone)
-        do = "does" if len(gone) == 1 else "do"
-        sentence = (
-            f"{names} {do} not answer, and the others wait: stopped, cut off, or computing for longer than --timeout "
-            f"{timeout_seconds:g}"
-        )
-        if lost_a_peer:
-            which = names if len(gone) == 1 else f"one of {names}"
-            sentence = f"{which} has ended without reporting a cause: it was killed, or left the run too early"
-        return Diagnosis(picture, sentence)
+        silent_ones = f"{names(gone)} {'does' if len(gone) == 1 else 'do'} not answer, and the others wait"
+        return Diagnosis(picture, f"{silent_ones}: stopped, cut off, or {too_long}")
     if first is not None and first.wait is not None and lost_a_peer:
         lost = f"{describe(first.rank)} lost its connection to {list_ranks(first.wait.peers)}"
         return Diagnosis(picture, f"{lost}, though all ranks answer: see their last lines")
@@ -120,14 +104,12 @@ def diagnose(
         chain = "".join(f" waits for {describe(rank)}, which" for rank in others)
         return Diagnosis(picture, f"deadlock: {describe(start)}{chain} waits for {describe(start)}")
     if ends:
-        names = " and ".join(describe(rank) for rank in ends)
         answer = "answers, but has" if len(ends) == 1 else "answer, but have"
-        late = f"not reached this point, and the others wait: computing for longer than --timeout {timeout_seconds:g}"
-        return Diagnosis(picture, f"{names} {answer} {late}")
+        late = f"{names(ends)} {answer} not reached this point, and the others wait: {too_long}"
+        return Diagnosis(picture, late)
     what = next(iter(waits.values())).what if waits else "each other"
-    return Diagnosis(
-        picture, f"all ranks do their part of {what}, and it does not end: is the network between them up?"
-    )
+    stuck = f"all ranks do their part of {what}, and it does not end: is the network between them up?"
+    return Diagnosis(picture, stuck)
 
 
 def _held_up_by(rank: int, wait: Wait, waits: Mapping[int, Wait], notices: Mapping[int, Notice]) -> Iterator[int]:

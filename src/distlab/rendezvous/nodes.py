@@ -1,9 +1,9 @@
-"""Several machines, each with a launcher of its own: how the launchers find each other, and hear how others end.
+"""Several machines, each with its own launcher: how the launchers find each other, and learn how the others end.
 
 Node 0's launcher holds a key-value store, at the given address alone. There all launchers join under torchrun's agent,
-with the node ranks that they were given; and there the one whose rank has failed reports it, since the ranks of the
-other machines notice at most that a connection was closed. (torchrun's own rendezvous listen on all interfaces; the
-static one does not restart, and the c10d one gives out node ranks as it likes.)
+with the node ranks that they were given, and report the failures of their ranks, since the ranks of the other machines
+notice at most that a connection was closed. (torchrun's own rendezvous listen on all interfaces; the static one does
+not restart, and the c10d one chooses the node ranks.)
 """
 
 import argparse
@@ -12,13 +12,12 @@ import json
 import time
 from dataclasses import dataclass
 
-import torch.distributed as dist
 from torch.distributed.elastic.rendezvous import RendezvousInfo, RendezvousStoreInfo
 from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 
 from distlab.comm.grid import Layout, layout_flags, layout_size
 from distlab.rendezvous.store import Say, SharedStore, StoreError, is_loopback, open_bound_store
-from simplellm.errors import InputError
+from simplellm.errors import InputError, require
 
 FLAGS = """
   --max-restarts N      how often to start all ranks again, from the last checkpoint, when one has failed (default: 0)
@@ -27,8 +26,8 @@ FLAGS = """
   --ranks-per-node A,B  ranks of each machine, by node rank (default: the same number on each)
 """
 SECONDS_FOR_THE_CAUSE = 6.0  # that a launcher whose ranks have only lost a peer waits for a report of the cause
-SECONDS_OF_SILENCE = 10.0  # from node 0's launcher, after which it counts as lost: it is stopped, or its machine is
-SECONDS_FOR_READERS = 8.0  # that node 0, with whose launcher the store ends, waits for the others to have read it
+SECONDS_OF_SILENCE = 10.0  # after which node 0's launcher counts as lost: it is stopped, or its machine is
+SECONDS_FOR_READERS = 8.0  # that node 0, whose launcher holds the store, waits for the others to have read it
 LOST_NODE_0 = "the launcher of another machine, node 0, has ended or is not reached any more"
 
 
@@ -40,22 +39,16 @@ class ElsewhereError(RuntimeError):
 class Nodes:
     """The machines of a run.
 
-    Attributes:
-        rank: of this machine.
-        ranks_of: how many ranks each machine has, by node rank. Their ranks follow each other in that order, so that
-            those that exchange most, which are neighbours in the grid of ranks, are on one machine where they can.
+    Their ranks are numbered in the order of the machines. So ranks that exchange most, which are neighbours in the grid
+    of ranks, are on one machine where possible.
     """
 
-    rank: int
-    ranks_of: tuple[int, ...]
+    rank: int  # of this machine
+    ranks_of: tuple[int, ...]  # how many ranks each machine has, by node rank
 
 
 def read_flags(args: list[str]) -> tuple[argparse.Namespace, list[str]]:
-    """The flags of the launcher itself, and the rest, which is the script's.
-
-    Raises:
-        InputError: a value is no number.
-    """
+    """The launcher's own flags, and the rest, which are the script's; `InputError` if a value is not a number."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     parser.add_argument("--nnodes", type=int, default=1)
     parser.add_argument("--node-rank", "--node_rank", type=int)
@@ -65,8 +58,7 @@ def read_flags(args: list[str]) -> tuple[argparse.Namespace, list[str]]:
         flags, rest = parser.parse_known_args(args)
     except argparse.ArgumentError as error:
         raise InputError(str(error)) from error
-    if flags.max_restarts < 0:
-        raise InputError(f"--max-restarts {flags.max_restarts}: give 0 or more")
+    require(flags.max_restarts >= 0, f"--max-restarts {flags.max_restarts}: give 0 or more")
     return flags, rest
 
 
@@ -76,62 +68,54 @@ def assign_ranks(flags: argparse.Namespace, layout: Layout, master_addr: str) ->
     Raises:
         InputError: they cannot be shared so, or this machine has no place among them.
     """
-    count, ranks = flags.nnodes, layout_size(layout)
-    if count < 1:
-        raise InputError(f"--nnodes {count}: give the number of machines, at least 1")
-    if count > 1 and flags.node_rank is None:
-        raise InputError(f"--nnodes {count}: give each machine its --node-rank, from 0 to {count - 1}")
-    rank = flags.node_rank or 0
-    if not 0 <= rank < count:
-        raise InputError(f"--node-rank {rank}: --nnodes {count} has the node ranks 0 to {count - 1}")
-    if count > 1 and is_loopback(master_addr):
-        raise InputError(
-            f"--master-addr {master_addr} with --nnodes {count}: give the address at which the others reach node 0"
-        )
-    return Nodes(rank, _share(flags.ranks_per_node, count, ranks, layout))
+    count, rank = flags.nnodes, flags.node_rank or 0
+    machines = f"--nnodes {count}"
+    require(count >= 1, f"{machines}: give the number of machines, at least 1")
+    is_ranked = count == 1 or flags.node_rank is not None
+    require(is_ranked, f"{machines}: give each machine its --node-rank, from 0 to {count - 1}")
+    require(0 <= rank < count, f"--node-rank {rank}: {machines} has the node ranks 0 to {count - 1}")
+    is_reachable = count == 1 or not is_loopback(master_addr)
+    address = f"--master-addr {master_addr} with {machines}"
+    require(is_reachable, f"{address}: give the address at which the others reach node 0")
+    return Nodes(rank, _share(flags.ranks_per_node, count, layout))
 
 
-def _share(given: str | None, count: int, ranks: int, layout: Layout) -> tuple[int, ...]:
+def _share(given: str | None, count: int, layout: Layout) -> tuple[int, ...]:
+    ranks, flags = layout_size(layout), layout_flags(layout)
     if given is None:
-        if ranks % count:
-            even = ",".join(str(ranks // count + (node < ranks % count)) for node in range(count))
-            example = f"; or give --ranks-per-node, as in {even}" if ranks > count else ""
-            raise InputError(
-                f"{layout_flags(layout)} with --nnodes {count}: {ranks} ranks do not divide among {count} machines; "
-                f"take another number of either{example}"
-            )
-        return (ranks // count,) * count
+        even = tuple(ranks // count + (node < ranks % count) for node in range(count))
+        example = f"; or give --ranks-per-node, as in {','.join(map(str, even))}" if ranks > count else ""
+        sentence = f"{flags} with --nnodes {count}: {ranks} ranks do not divide among {count} machines"
+        require(ranks % count == 0, f"{sentence}; take another number of either{example}")
+        return even
     try:
-        shares = tuple(int(part) for part in given.split(","))
+        shares = tuple(map(int, given.split(",")))
     except ValueError:
         raise InputError(f"--ranks-per-node {given}: give a number for each machine, as in 4,2") from None
-    if len(shares) != count or min(shares) < 1 or sum(shares) != ranks:
-        raise InputError(
-            f"--ranks-per-node {given}: --nnodes {count} and {layout_flags(layout)} need {count} "
-            f"number{'s' * (count > 1)}, each at least 1, that add up to {ranks}"
-        )
+    require(
+        len(shares) == count and min(shares) >= 1 and sum(shares) == ranks,
+        f"--ranks-per-node {given}: --nnodes {count} and {flags} need {count} number{'s' * (count > 1)}, each at least "
+        f"1, that add up to {ranks}",
+    )
     return shares
 
 
 class NodeRendezvous(StaticTCPRendezvous):
-    """torchrun's rendezvous with fixed node ranks and no open port but those at the given address.
+    """torchrun's rendezvous with fixed node ranks, and open ports only at node 0's address.
 
-    Each round, that is each start of all ranks, the ranks get a new store in node 0's launcher. The launchers' own
-    store serves the whole run: there each launcher reports how it ended, and hears of the others' end, so that no
-    machine depends on what its ranks notice, which may be nothing until their timeout.
+    In each round, that is each start of all ranks, the ranks get a new store in node 0's launcher. The launchers' own
+    store serves the whole run: there each launcher reports how it ended, and learns how the others did. So no machine
+    depends on what its ranks notice, which may be nothing until their timeout.
 
     Args:
-        nodes: the machines.
         address: where node 0 listens.
-        port: there; 0 for a free one, if there is one machine only.
+        port: there; 0 for a free one, if there is only one machine.
         timeout_seconds: how long to wait for the other machines.
-        max_restarts: how often the ranks may be started again.
-        say: prints a remark.
 
     Raises:
         InputError: node 0 cannot listen there, or is not reached; this node rank is taken, or a machine was started
             with other flags.
-        StoreError: node 0's launcher has ended, or does not answer. So do all methods.
+        StoreError: node 0's launcher has ended, or does not answer. All methods may raise it.
     """
 
     def __init__(
@@ -142,17 +126,14 @@ class NodeRendezvous(StaticTCPRendezvous):
             self._shared.store, port = open_bound_store(address, port, timeout_seconds)
         else:
             self._shared.find(address, port)
-        super().__init__(
-            address, port, nodes.rank, len(nodes.ranks_of), "lab", timeout=0
-        )  # it opens no store of its own
+        super().__init__(address, port, nodes.rank, len(nodes.ranks_of), "lab", timeout=0)  # opens no store of its own
         self.ranks_of = nodes.ranks_of
         self._others = [node for node in range(self.world_size) if node != self.rank]
         self._timeout_seconds, self._max_restarts, self._say = timeout_seconds, max_restarts, say
         self._rounds = 0  # that have begun here, the same number on all machines as soon as they have joined
-        self._ranks_store: dist.Store | None = None
-        self._compare_flags()  # before it takes a seat: a machine that is refused may come again with other flags
-        if self._shared.add(f"seat/{self.rank}") > 1:
-            raise InputError(f"--node-rank {self.rank} is taken: give each machine of the run its own")
+        self._compare_flags()  # before it takes a seat: a machine that is refused may try again with other flags
+        is_first = self._shared.add(f"seat/{self.rank}") == 1
+        require(is_first, f"--node-rank {self.rank} is taken: give each machine of the run its own")
 
     def _compare_flags(self) -> None:
         """The machines must agree on how the ranks are shared and restarted, before any rank gets a number."""
@@ -161,13 +142,11 @@ class NodeRendezvous(StaticTCPRendezvous):
             "--max-restarts: node 0 was started with it as": self._max_restarts,
         }
         if self.rank == 0:
-            self._shared.set("flags", json.dumps([*own.values()]))
-        agreed = json.loads(self._shared.wait("flags", "the flags of node 0"))
-        for (sentence, value), node_0s in zip(own.items(), agreed, strict=True):
-            if value != node_0s:
-                raise InputError(
-                    f"{sentence} {node_0s}, node {self.rank} as {value}; start all machines with the same flags"
-                )
+            self._shared.set("flags", json.dumps(own))
+        node_0s = json.loads(self._shared.wait("flags", "the flags of node 0"))
+        for flag, value in own.items():
+            sentence = f"{flag} {node_0s[flag]}, node {self.rank} as {value}; start all machines with the same flags"
+            require(value == node_0s[flag], sentence)
 
     @property
     def restarts(self) -> int:
@@ -178,7 +157,7 @@ class NodeRendezvous(StaticTCPRendezvous):
         prefix, self._rounds = f"round/{self._rounds}", self._rounds + 1
         assert self.restarts <= self._max_restarts, "the agent restarts by this count"
         if self.rank == 0:
-            self._ranks_store, port = open_bound_store(self.master_addr, 0, self._timeout_seconds)
+            self._ranks_store, port = open_bound_store(self.master_addr, 0, self._timeout_seconds)  # until the next
             self._shared.set(f"{prefix}/port", str(port))
         self._shared.set(f"{prefix}/node/{self.rank}")
         for node in self._others:
@@ -191,11 +170,11 @@ class NodeRendezvous(StaticTCPRendezvous):
         return RendezvousInfo(self._shared.store, self.rank, self.world_size, where)
 
     def num_nodes_waiting(self) -> int:
-        """Machines that have begun the next round, because ranks of theirs have failed: the others follow."""
+        """How many machines have begun the next round, because a rank of theirs has failed; the others follow."""
         return len(self._shared.read(*(f"round/{self._rounds}/node/{node}" for node in self._others)))
 
     def all_finished(self) -> bool:
-        """Report that this machine's ranks have finished; whether those of the other machines have, too."""
+        """Report that this machine's ranks have finished; return whether those of the other machines have, too."""
         key = f"round/{self._rounds - 1}/finished"
         self._shared.set(f"{key}/{self.rank}")
         return self._shared.has(*(f"{key}/{node}" for node in self._others))
@@ -208,16 +187,12 @@ class NodeRendezvous(StaticTCPRendezvous):
     def await_cause(self) -> None:
         """Wait a few seconds for another machine's report of why its ranks ended, and raise it."""
         deadline = time.monotonic() + SECONDS_FOR_THE_CAUSE
-        while self._others and time.monotonic() < deadline:
+        while time.monotonic() < deadline:
             self.check_others()
             time.sleep(0.1)
 
     def leave(self, cause: str) -> None:
-        """Return when this launcher may end: node 0's is the last, since the store ends with it.
-
-        Args:
-            cause: what to report to the other machines; "" if the run ended well, or a cause is reported already.
-        """
+        """Report why this launcher ends, unless `cause` is ""; on node 0, wait for the others to read the store."""
         with contextlib.suppress(StoreError):
             if cause:
                 self._shared.set(f"failed/{self.rank}", cause)

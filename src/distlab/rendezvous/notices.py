@@ -1,7 +1,7 @@
 """What each rank waits for, published in the ranks' store, so that a run that stands still can be explained.
 
-While all goes well, each rank only looks there now and then whether another one asks. When a wait fails, its rank asks,
-and every rank that still can answers with a fresh notice. What a rank published earlier would not count: it may have
+While all goes well, each rank only checks there now and then whether another one asks. When a wait fails, its rank
+asks, and every rank that still can answers with a new notice: one published earlier would not tell whether the rank has
 been killed or stopped since.
 """
 
@@ -17,17 +17,17 @@ from distlab.comm.waits import TrafficError, Wait, list_ranks
 from distlab.rendezvous.diagnosis import Diagnosis, Notice, diagnose, list_causes
 from distlab.rendezvous.store import SharedStore, StoreError
 
-LONG_SECONDS = 1.0  # from when on a wait is worth a notice
+LONG_SECONDS = 1.0  # that a wait has to take to be published
 SECONDS_BETWEEN_LOOKS = 0.5  # at the store, whether a rank asks
 SECONDS_FOR_OTHERS = 2.0  # to answer, when a wait of this rank has failed: longer than the two above together
-# That a rank which lost a peer asks later: one past its deadline closes its connections, and has to be the first.
+# By which a rank that lost a peer asks later: one past its deadline closes its connections, and has to be the first.
 SECONDS_FOR_A_DEADLINE = 0.2
 SECONDS_FOR_THE_STORE = 2.0  # to answer: it may be in a process that is stopped
-SECONDS_FOR_READERS = 3.0  # that rank 0, with whose process the store ends, waits for the others
+SECONDS_FOR_READERS = 3.0  # that rank 0, whose process holds the store, waits for the others
 
 
 class NoticeBoard:
-    """One rank's way to the notices of all."""
+    """One rank's access to the notices of all."""
 
     def __init__(self) -> None:
         self._store: SharedStore | None = None
@@ -35,17 +35,9 @@ class NoticeBoard:
         self._heard = ""  # why the run has failed, as other ranks report
 
     def open(self, store: dist.Store, rank: int, world_size: int, traffic: Traffic, is_rank_0s: bool) -> None:
-        """Begin to watch this rank's waits.
-
-        Args:
-            store: of the ranks.
-            rank: of this process.
-            world_size: number of ranks.
-            traffic: whose waits are watched.
-            is_rank_0s: the store ends with rank 0's process.
-        """
+        """Begin to watch this rank's waits, which are those of `traffic`; `is_rank_0s`: rank 0 holds the store."""
         self._rank, self._ranks, self._traffic, self._is_rank_0s = rank, range(world_size), traffic, is_rank_0s
-        # What waits on the ranks' own connection cannot hold up this one.
+        # Calls that wait on the ranks' own connection do not block this one.
         own = dist.PrefixStore("notices", store.clone())  # type: ignore[attr-defined]  # torch's annotations lack it
         self._store = SharedStore("the store's process", SECONDS_FOR_THE_STORE, store=own)
         watched = SharedStore("the store's process", math.inf, store=own)  # it may be stopped for a while
@@ -60,10 +52,7 @@ class NoticeBoard:
                 self._store.set("asked")  # has them look for it
 
     def explain(self, error: TrafficError) -> Diagnosis | None:
-        """Collect all ranks' notices; None if a wait failed that is not between ranks of this run.
-
-        It takes a few seconds at most.
-        """
+        """Collect all ranks' notices, in a few seconds; None if a wait failed that is not between ranks of this run."""
         if self._store is None or error.wait is None:
             return None
         self._has_failed = True
@@ -76,13 +65,13 @@ class NoticeBoard:
         return diagnose(notices, ended, len(self._ranks), self._traffic.describe, self._traffic.timeout_seconds)
 
     def publish_diagnosis(self, diagnosis: Diagnosis) -> None:
-        """Tell ranks that find out later; with rank 0 the store may have gone by then."""
+        """Tell ranks that find out later, when the store may have ended with rank 0."""
         if self._store is not None and not diagnosis.is_partial:
             with contextlib.suppress(StoreError):
                 self._store.set("diagnosis", diagnosis.sentence)
 
     def may_draw(self) -> bool:
-        """True on the first rank that asks, where all share a terminal."""
+        """True on the first rank that asks, of those that share a terminal."""
         assert self._store is not None
         with contextlib.suppress(StoreError):
             return self._store.add("drawn") == 1
@@ -94,7 +83,7 @@ class NoticeBoard:
             self._store.keep_open([f"informed/{rank}" for rank in self._ranks[1:]], SECONDS_FOR_READERS)
 
     def _without_store(self, state: str, wait: Wait) -> Diagnosis | None:
-        """What can be said if the notices cannot be read, because the process that has them is gone or stopped."""
+        """What can be said if the notices cannot be read, because the process that holds them has ended or stopped."""
         describe = self._traffic.describe
         if self._heard:
             return Diagnosis([], self._heard, is_partial=True)
@@ -111,7 +100,7 @@ class NoticeBoard:
         return {ended[key]: cause for key, cause in store.read(*ended).items()}
 
     def _collect(self, own: Notice, store: SharedStore) -> tuple[dict[int, Notice], dict[int, str]]:
-        """Ask, and return all notices after some seconds, or as soon as every rank has published what it waits for."""
+        """Ask, and return all notices, as soon as every rank has published its wait, or some seconds later."""
         if own.lost_a_peer:
             time.sleep(SECONDS_FOR_A_DEADLINE)
         own.failure_number = store.add("failed")
@@ -132,10 +121,10 @@ class NoticeBoard:
             time.sleep(0.05)
 
     def _watch(self, store: SharedStore) -> None:
-        """Answer when one asks, again when the answer has changed, and listen to why other ranks end."""
+        """Answer when a rank asks, again when the answer has changed, and note why other ranks end."""
         told = None
         long_seconds = min(LONG_SECONDS, self._traffic.timeout_seconds / 2)
-        with contextlib.suppress(StoreError):  # the store has gone, and the run with it
+        with contextlib.suppress(StoreError):  # the store has ended, and the run with it
             while not store.has("asked"):
                 time.sleep(min(SECONDS_BETWEEN_LOOKS, long_seconds / 2))
             while not self._has_failed:  # then `explain` has the last word

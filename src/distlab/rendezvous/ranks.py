@@ -45,7 +45,8 @@ def open_store(rank: int, address: str, port: int, timeout_seconds: float, say: 
 
 def ranks_store(timeout_seconds: float, say: Say = print, store: dist.Store | None = None) -> SharedStore:
     """The ranks' store, whoever holds it."""
-    return SharedStore("the launcher" if is_store_in_launcher() else "rank 0", timeout_seconds, say, store=store)
+    holder = "the launcher" if is_store_in_launcher() else "rank 0"
+    return SharedStore(holder, timeout_seconds, say, store=store or dist.Store())
 
 
 def started_by_torchrun() -> bool:
@@ -130,8 +131,5 @@ def say_hosts(store: dist.Store, size: int, tp: int, say: Say) -> None:
 def _compare(rank_0: dict[str, Any], other: dict[str, Any], rank: int) -> None:
     """Raise `InputError` that names the first setting in which a rank differs from rank 0."""
     for name in rank_0 | other:
-        ours, theirs = rank_0.get(name), other.get(name)
-        sentence = (
-            f"{name}: rank 0 was started with {ours}, rank {rank} with {theirs}; start all ranks with the same flags"
-        )
-        require(ours == theirs, sentence)
+        both = f"{name}: rank 0 was started with {rank_0.get(name)}, rank {rank} with {other.get(name)}"
+        require(rank_0.get(name) == other.get(name), f"{both}; start all ranks with the same flags")

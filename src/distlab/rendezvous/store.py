@@ -11,6 +11,7 @@ import os
 import socket
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -29,33 +30,19 @@ class StoreError(TrafficError):
     """The process that holds the store has ended (`lost_a_peer`), or does not answer."""
 
 
+@dataclass
 class SharedStore:
     """A store that another process may hold: no call waits for it without end.
 
     Every call may raise `StoreError`; after the first one, each call raises it again, at once.
-
-    Args:
-        holder: what messages call that process, e.g. "rank 0".
-        timeout_seconds: how long to wait for what others do (`find`, `wait`); --timeout.
-        say: prints a remark.
-        silence_seconds: how long the holder may take to answer; `timeout_seconds` by default.
-        store: torch's; without it, call `find` first.
     """
 
-    def __init__(
-        self,
-        holder: str,
-        timeout_seconds: float,
-        say: Say = lambda _: None,
-        silence_seconds: float | None = None,
-        store: dist.Store | None = None,
-    ) -> None:
-        self._holder, self._timeout_seconds, self._say = holder, timeout_seconds, say
-        self._silence_seconds = silence_seconds or timeout_seconds
-        self._limit = "" if silence_seconds else ", which --timeout sets"
-        self._lost: StoreError | None = None
-        if store is not None:
-            self.store = store
+    holder: str  # what messages call that process, e.g. "rank 0"
+    timeout_seconds: float  # how long to wait for what others do (`find`, `wait`): --timeout
+    say: Say = lambda _: None  # prints a remark
+    silence_seconds: float | None = None  # how long the holder may take to answer; `timeout_seconds` by default
+    store: dist.Store = field(default_factory=dist.Store)  # torch's; by default an empty one, until `find`
+    _lost: StoreError | None = None
 
     def ask(
         self, call: Callable[[], ResultT], what: str = "its answer", meanwhile: Callable[[], object] = lambda: None
@@ -63,17 +50,18 @@ class SharedStore:
         """What `call()`, a call to the store, returns; messages name `what`; `meanwhile` is that of `within`."""
         if self._lost is not None:
             raise self._lost
+        seconds = self.silence_seconds or self.timeout_seconds
         try:
-            answer = within(self._silence_seconds, lambda: (call(),), meanwhile)
+            answer = within(seconds, lambda: (call(),), meanwhile)
         except (dist.DistError, ConnectionRefusedError) as error:
-            sentence = f"{self._holder} ended while this process waited for {what}: see its last line"
+            sentence = f"{self.holder} ended while this process waited for {what}: see its last line"
             self._lost = StoreError(sentence, error)
             self._lost.lost_a_peer = True
             raise self._lost from error
         if answer is None:
-            sentence = f"{self._holder} does not answer: it is stopped, or its machine or network is gone"
-            sentence += f"; waited {self._silence_seconds:g} s{self._limit}"
-            self._lost = StoreError(sentence, TimeoutError())
+            sentence = f"{self.holder} does not answer: it is stopped, or its machine or network is gone"
+            limit = "" if self.silence_seconds else ", which --timeout sets"
+            self._lost = StoreError(f"{sentence}; waited {seconds:g} s{limit}", TimeoutError())
             raise self._lost
         return answer[0]
 
@@ -83,22 +71,22 @@ class SharedStore:
         Raises:
             InputError: nobody listens there in time, or what listens is not a store.
         """
-        where, timeout = f"{address}:{port}", self._timeout_seconds
+        where, timeout = f"{address}:{port}", self.timeout_seconds
 
         def connect() -> dist.Store:
             try:
                 return dist.TCPStore(address, port, timeout=timedelta(seconds=timeout))
             except dist.DistError as error:
-                raise InputError(f"--master-port {port}: what listens at {where} is not {self._holder}") from error
+                raise InputError(f"--master-port {port}: what listens at {where} is not {self.holder}") from error
 
         def check_that_it_listens() -> None:  # where nobody does any more, torch would retry until its timeout
             if not listens(address, port, unless_refused=True):
                 raise ConnectionRefusedError
 
-        self._say(f"looking for {self._holder} at {where}")
+        self.say(f"looking for {self.holder} at {where}")
         if not wait_until(lambda: listens(address, port), timeout):
             raise InputError(
-                f"{self._holder} did not listen at {where} within {timeout:g} s: start it there, or give the "
+                f"{self.holder} did not listen at {where} within {timeout:g} s: start it there, or give the "
                 "--master-addr and --master-port at which this machine reaches it"
             )
         self.store = self.ask(connect, meanwhile=check_that_it_listens)
@@ -120,31 +108,25 @@ class SharedStore:
         store = self.store
         return self.ask(lambda: {key: store.get(key).decode() for key in keys if store.check([key])}) if keys else {}
 
-    def wait(
-        self,
-        key: str,
-        what: str,
-        hint: str = "is it running? --timeout sets how long",
-        check: Callable[[], None] = lambda: None,
-    ) -> str:
+    def wait(self, key: str, what: str, hint: str = "", check: Callable[[], None] = lambda: None) -> str:
         """The value of a key once it is set; says what it waits for when that takes longer than a start usually does.
 
         Args:
-            key: to wait for.
             what: the key stands for, e.g. "rank 2 to join".
             hint: what to check when the time is up (`InputError`).
             check: called while waiting; what it raises ends the wait.
         """
+        hint = hint or "is it running? --timeout sets how long"
 
         def is_set() -> bool:
             check()
             return self.has(key, what=what)
 
-        at_first = min(SECONDS_OF_A_START, self._timeout_seconds)
+        at_first = min(SECONDS_OF_A_START, self.timeout_seconds)
         if not wait_until(is_set, at_first):
-            self._say(f"waiting for {what}")
-            if not wait_until(is_set, self._timeout_seconds - at_first):
-                raise InputError(f"waited {self._timeout_seconds:g} s for {what}: {hint}")
+            self.say(f"waiting for {what}")
+            if not wait_until(is_set, self.timeout_seconds - at_first):
+                raise InputError(f"waited {self.timeout_seconds:g} s for {what}: {hint}")
         return self.read(key)[key]
 
     def keep_open(self, keys: Sequence[str], seconds: float) -> None:
@@ -154,7 +136,7 @@ class SharedStore:
 
 
 def open_bound_store(address: str, port: int, timeout_seconds: float) -> tuple[dist.Store, int]:
-    """A store that this process holds, and its port; as `listen_at`, where torch's own listens at all addresses."""
+    """A store that this process holds, and its port; see `listen_at` (torch's own would listen at all addresses)."""
     listener = listen_at(address, port)
     port, timeout = listener.getsockname()[1], timedelta(seconds=timeout_seconds)
     store = dist.TCPStore(address, port, is_master=True, timeout=timeout, master_listen_fd=listener.detach())

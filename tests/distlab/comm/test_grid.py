@@ -11,6 +11,7 @@ from processes import free_port, process_group, run_ranks
 from distlab.comm.grid import Grid
 from distlab.comm.traffic import traffic
 from distlab.comm.waits import TrafficError
+from distlab.rendezvous.ranks import open_store
 
 
 def test_ranks_that_share_a_stage_are_neighbours() -> None:
@@ -44,7 +45,7 @@ def test_groups_are_those_of_the_layout_and_have_the_runs_deadline() -> None:
 
 
 def make_groups_without_rank_1(rank: int, port: int) -> tuple[str, float]:
-    store = dist.TCPStore("localhost", port, is_master=rank == 0)
+    store = open_store(rank, "localhost", port, 30, lambda _: None)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=4)
     traffic.timeout_seconds = 1
     if rank == 1:

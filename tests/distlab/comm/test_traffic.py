@@ -14,6 +14,7 @@ from distlab.comm.grid import Grid
 from distlab.comm.recorder import Ledger
 from distlab.comm.traffic import traffic
 from distlab.comm.waits import TrafficError
+from distlab.rendezvous.ranks import open_store
 
 pytestmark = pytest.mark.alone
 
@@ -151,7 +152,7 @@ def test_a_future_counts_as_waiting_where_nothing_else_is_left_to_do() -> None:
 
 
 def wait_for_a_silent_rank(rank: int, port: int) -> str:
-    store = dist.TCPStore("localhost", port, is_master=rank == 0)
+    store = open_store(rank, "localhost", port, 30, lambda _: None)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=3)
     traffic.timeout_seconds = 1
     if rank == 2:
@@ -169,7 +170,7 @@ def test_a_wait_ends_at_the_deadline_and_says_who_waited_for_what() -> None:
 
 
 def lose_a_rank(rank: int, port: int) -> tuple[str, float]:
-    store = dist.TCPStore("localhost", port, is_master=rank == 0)
+    store = open_store(rank, "localhost", port, 30, lambda _: None)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
     dist.barrier()
     if rank == 1:
