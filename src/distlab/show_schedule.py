@@ -52,8 +52,7 @@ def show(request: Request) -> Iterator[str]:
     yield f"# {title}; ticks: forward {request.forward}, backward {request.backward}, message {request.transfer}"
     yield from table(plan)
     for name, bubble, live in zip(plan.rows, plan.bubble, plan.peak_live, strict=True):
-        micro_batches = f"{live} micro-batch{'es' * (live > 1)}"
-        yield f"# {name}: idle {bubble:.1%}, keeps the activations of {micro_batches} at most"
+        yield f"# {name}: idle {bubble:.1%}, keeps the activations of {live} micro-batch{'es' * (live > 1)} at most"
     yield f"# {plan.makespan:.0f} ticks; {sum(map(len, plan.messages.values()))} messages"
     if ALIASES.get(request.schedule, request.schedule) in ("gpipe", "dapple") and not request.transfer:
         yield f"# idle by the formula (p - 1) / (m + p - 1): {ideal_bubble(p, m):.1%}"

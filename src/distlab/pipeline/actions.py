@@ -112,7 +112,7 @@ class Forward(Action):
     def run(self, stage: "Stage", *received: "Tensor") -> "dict[str, Tensor]":
         x = received[0].requires_grad_() if received else stage.micro_batches[self.micro_batch]
         y = stage.forward(self.micro_batch, x)
-        stage.keep(self.micro_batch, x, y)
+        stage.live[self.micro_batch] = x, y
         return {ACTIVATIONS: y.detach()}
 
 
@@ -135,7 +135,6 @@ class Backward(Action):
 
 
 def of_stage(value: PerStage, stage: int) -> float:
-    """A stage's own number."""
     return value[stage] if isinstance(value, Sequence) else value
 
 

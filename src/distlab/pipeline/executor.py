@@ -38,7 +38,7 @@ class Stage:
         self.shares: Sequence[float] = ()  # of the step: each micro-batch's fraction of all targets
         self.losses: dict[int, Tensor] = {}  # on the last stage, by micro-batch: its share of the mean loss
         self.live: dict[int, tuple[Tensor, ...]] = {}  # by micro-batch: what its actions keep for later actions
-        self._holds: dict[int, object] = {}
+        self._holds: dict[int, object] = {}  # by micro-batch: has the output counted as kept
 
     def forward(self, micro_batch: int, x: Tensor) -> Tensor:
         """The stage's output for x; on the last stage, the micro-batch's share of the loss."""
@@ -47,12 +47,9 @@ class Stage:
             if self._loss is not None:
                 y = self._loss(y, self.micro_batches[micro_batch]) * self.shares[micro_batch]
                 self.losses[micro_batch] = y.detach()
+        if self._kept and y.requires_grad:
+            self._holds[micro_batch] = self._kept.keep(y)
         return y
-
-    def keep(self, micro_batch: int, x: Tensor, y: Tensor) -> None:
-        """Keep input and output of a forward pass in `live`."""
-        self.live[micro_batch] = x, y
-        self._holds[micro_batch] = self._kept and self._kept.keep(y)
 
     def release(self, micro_batch: int) -> tuple[Tensor, ...]:
         """Remove and return what is kept of a micro-batch."""

@@ -75,11 +75,7 @@ def simulate(programs: Programs, costs: ActionCosts | None = None) -> Plan:
 
 
 def find_takers(programs: Programs) -> dict[Result, Action]:
-    """By result that goes to another stage, the action that needs it; in the order in which workers need them.
-
-    Raises:
-        ScheduleError: two actions need it.
-    """
+    """By result for another stage, the action that needs it, in the workers' order; `ScheduleError` if two need it."""
     takers: dict[Result, Action] = {}
     actions = [action for program in programs for action in program]
     stages = len({action.stage for action in actions})

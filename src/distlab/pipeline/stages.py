@@ -19,11 +19,7 @@ def build_stage(stage: int, split: Split, vocab_size: int, **options: Any) -> LL
 
 
 def read_split(text: str, n_layers: int, stages: int) -> Split:
-    """The layers of each stage as ``--layers-per-stage 3,2,1`` gives them.
-
-    Raises:
-        InputError: they are not `stages` numbers that add up to `n_layers`, or a stage would hold nothing at all.
-    """
+    """The layers of each stage as ``--layers-per-stage 3,2,1`` gives them; raises `InputError` if they do not fit."""
     flag = f"--layers-per-stage {text}"
     try:
         split = tuple(int(number) for number in text.split(","))
