@@ -1,5 +1,6 @@
 """Real processes for tests: the ranks of a world, and commands, each with a deadline after which it is killed."""
 
+import gc
 import io
 import itertools
 import multiprocessing
@@ -48,6 +49,7 @@ def run_ranks(world_size: int, work: Callable[..., Any], *args: Any, deadline: f
     Raises:
         AssertionError: a rank raised (with its traceback), died, or did not finish by the deadline.
     """
+    gc.collect()  # a store that an earlier test held: collected in a fork, it would join a thread that is not there
     context = multiprocessing.get_context("fork")
     pipes = [context.Pipe(duplex=False) for _ in range(world_size)]
     ranks = [
