@@ -10,18 +10,12 @@ python -m distlab.figures topologies imgs/topologies.png --world-size 8
 python -m distlab.figures collectives imgs/collectives.png runs/intro_collectives/a
 """
 
-import sys
-
 import tyro
 
 from distlab.reports.figures import FIGURES
 from simplellm import command_line
-from simplellm.errors import InputError
 
 if __name__ == "__main__":
-    try:
-        figures = {figure.__name__: figure for figure in FIGURES}
-        command_line.read(lambda: tyro.extras.subcommand_cli_from_dict(figures, description=__doc__))
-    except InputError as error:
-        print(f"# {error}", file=sys.stderr)
-        sys.exit(2)
+    figures = {figure.__name__: figure for figure in FIGURES}
+    cli = tyro.extras.subcommand_cli_from_dict
+    command_line.guard(lambda: command_line.read(lambda: cli(figures, description=__doc__)))

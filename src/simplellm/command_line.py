@@ -25,8 +25,13 @@ def run(work: Callable[[RequestT], None], request: type[RequestT], description: 
     The exit status is 0 if all went well, 2 for what the user can mend (a sentence says how), 130 for Ctrl-C, and 1 if
     the reader of the output has gone, as `head` does.
     """
+    guard(lambda: work(read(lambda: tyro.cli(request, description=description))))
+
+
+def guard(command: Callable[[], object]) -> NoReturn:
+    """Run a command, and exit as `run` does."""
     try:
-        work(read(lambda: tyro.cli(request, description=description)))
+        command()
         sys.stdout.flush()
     except InputError as error:
         print(f"# {error}", file=sys.stderr)
