@@ -7,7 +7,7 @@
 
 The first matrix of a pair is split by its outputs, the second by its inputs: attention heads, or hidden units, stay on
 the rank that has them from the one to the other, and one sum over the ranks ends the pair. `shard` in
-src/distlab/tensor_parallel.py does this to the ordinary model. The loss too is computed from slices. It is the same on
+src/distlab/parallel/tensor.py does this to the ordinary model. The loss too is computed from slices. It is the same on
 every rank, and so are the gradients of what every rank holds, the gains of the norms: nothing has to be averaged before
 the update.
 """

@@ -18,7 +18,7 @@ import tyro
 from torch import Tensor
 
 from distlab.comm.devices import pick_device
-from distlab.exchange.reading import read_saved
+from distlab.exchange import read_saved
 from distlab.run.logs import say
 from simplellm import command_line
 from simplellm.errors import InputError

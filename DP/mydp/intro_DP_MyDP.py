@@ -3,7 +3,7 @@
     python DP/mydp/intro_DP_MyDP.py <rank>            in three terminals, with the ranks 0, 1 and 2
     ./launch.sh mydp --world-size 4                   all ranks at once
 
-`MyDP` (in src/distlab/data_parallel.py) starts all ranks from rank 0's weights and averages the gradients as
+`MyDP` (in src/distlab/parallel/data.py) starts all ranks from rank 0's weights and averages the gradients as
 `intro_DP_GA.py` does, but from hooks, so that the loop is that of one process. `check_parameter_closeness` shows that
 the ranks' weights stay the same.
 """

@@ -18,9 +18,8 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from distlab.checkpoints.models import read_model, write_model
-from distlab.exchange import import_hf
+from distlab.exchange import import_hf, read_saved
 from distlab.exchange.export import Request, main
-from distlab.exchange.reading import read_saved
 from simplellm.errors import InputError
 from simplellm.export import export
 from simplellm.import_hf import read_llama

@@ -4,6 +4,7 @@
 """
 
 import json
+import math
 import os
 import shutil
 import warnings
@@ -45,9 +46,7 @@ def save(run: Path, tensors: dict[str, Any], record: Record, tokenizer: bytes | 
     rank = dist.get_rank() if dist.is_initialized() else 0
     unfinished = place_of(run, record["step"], UNFINISHED)
     try:
-        if rank == 0:
-            shutil.rmtree(unfinished, ignore_errors=True)
-            unfinished.mkdir(parents=True, exist_ok=True)  # another rank may have been quicker
+        unfinished.mkdir(parents=True, exist_ok=True)
         writer = dcp.HuggingFaceStorageWriter(str(unfinished), save_distributed=True)
         with traffic.named(f"the checkpoint of step {record['step']}"), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # torch's warning that a single process writes
@@ -88,8 +87,8 @@ def _complete(run: Path, record: Record, tokenizer: bytes | None, keep: int) -> 
         shutil.rmtree(path, ignore_errors=True)
 
 
-def supersede(run: Path, step: int) -> None:
-    """Move a run's checkpoints of steps later than the one it resumes from aside, and remove unfinished ones."""
+def supersede(run: Path, step: float = math.inf) -> None:
+    """Move a run's checkpoints of later steps aside, and remove unfinished ones: before any rank writes another."""
     aside = run / FOLDER / SUPERSEDED
     for path in (run / FOLDER).glob("step-*"):
         number = path.name[len("step-") :].partition(".")[0]

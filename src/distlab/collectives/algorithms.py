@@ -59,13 +59,13 @@ def broadcast_ring(tensor: Tensor, src: int, endpoint: Endpoint = dist) -> None:
 def reduce_naive(tensor: Tensor, dst: int, op: Op = ReduceOp.SUM, endpoint: Endpoint = dist) -> None:
     """Combine all tensors in rank `dst`'s; it receives one after the other. The other ranks' stay as they are."""
     combine = reduce_function(op, tensor.dtype)
-    size, relative_rank, rank_at = _ranks_from(dst, endpoint)
+    size, relative_rank, _ = _ranks_from(dst, endpoint)
     with in_place(tensor, is_changed=relative_rank == 0) as data:
         if relative_rank > 0:
             endpoint.send(data, dst)
             return
         received = scratch_buffer(data)
-        for other in map(rank_at, range(1, size)):
+        for other in (other for other in range(size) if other != dst):
             endpoint.recv(received, other)
             combine(data, received, out=data)
 

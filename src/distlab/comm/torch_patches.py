@@ -1,6 +1,6 @@
-"""Everything in torch that the lab changes or overrides without a public interface for it.
+"""Everything of torch that the lab patches or overrides without a public interface for it.
 
-Tested with torch 2.13.0; tests/distlab/comm/test_torch_patches.py fails when a release changes what is relied on here.
+Tried with torch 2.13.0; tests/distlab/comm/test_torch_patches.py fails when a release changes what is relied on here.
 """
 
 import contextlib
@@ -77,7 +77,7 @@ class Agent(LocalElasticAgent):
     - A failure on another machine ends the ranks here; ranks that have finished are restarted if one on another machine
       fails after them. torchrun's wait at the end (`_exit_barrier`) neither notices nor restarts.
     - No call to the store waits without end, as torchrun's do when it numbers the ranks and at the end.
-    - Ranks get `seconds_to_end` before SIGKILL wherever they are ended; in two places torchrun insists on 30.
+    - Ranks that run get `seconds_to_end` before SIGKILL; in two places torchrun insists on 30.
     """
 
     def __init__(self, spec: WorkerSpec, log_dir: str, seconds_to_end: int) -> None:

@@ -54,8 +54,8 @@ class NamedWaits:
 
         Until then `waits_for` returns it. An error that is not about other ranks passes unchanged.
         """
-        others = tuple(other for other in range(world_size()) if other != rank())
-        wait = name if isinstance(name, Wait) else Wait(name, "other", others)
+        others = (other for other in range(world_size()) if other != rank())  # evaluated only if needed
+        wait = name if isinstance(name, Wait) else Wait(name, "other", tuple(others))
         started = time.perf_counter()
         outer, self._waiting = self._waiting, (wait, started)
         try:

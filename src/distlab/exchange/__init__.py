@@ -2,3 +2,18 @@
 
 May import every other room.
 """
+
+from collections.abc import Callable
+from pathlib import Path
+
+from distlab.checkpoints.models import read_model
+from simplellm.import_hf import is_llama, read_llama
+from simplellm.saved_model import SavedModel
+
+
+def read_saved(path: Path, say: Callable[[str], None] = lambda _: None) -> SavedModel:
+    """The model of a run, a checkpoint, or a folder in Hugging Face's format; `InputError` if none can be read.
+
+    `say` is told about each checkpoint that is passed over, and why.
+    """
+    return read_llama(path) if is_llama(path) else read_model(path, say)

@@ -78,12 +78,12 @@ class GradientBuckets:
 
     def restart(self) -> None:
         """Begin a step, also after a backward pass that raised."""
-        while self._transfers:  # they would overwrite the gradients to come
-            if (transfer := self._transfers.pop(0)) is not None:
-                transfer.wait()
         self._full = 0  # the buckets before this index have been handed over
         for bucket in self._buckets:
             bucket.missing = self._backward_passes * len(bucket.parameters)
+        while self._transfers:  # they would overwrite the gradients to come
+            if (transfer := self._transfers.pop(0)) is not None:
+                transfer.wait()
 
     def _collector(self, bucket: Bucket, view: Tensor) -> Callable[[Tensor], None]:
         """The hook that runs when a parameter's gradient has been accumulated."""
@@ -172,16 +172,18 @@ def through_traffic(wrapped: DistributedDataParallel) -> DistributedDataParallel
 
     def settle(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         nonlocal settling
-        if not torch.is_grad_enabled():
+        if settling or not torch.is_grad_enabled() or not wrapped.require_backward_grad_sync:
             return
-        handle.remove()
         settling = True
-        with torch.random.fork_rng({p.device for p in wrapped.parameters() if p.is_cuda}):
-            result = wrapped(*args, **kwargs)
-        outputs = (result,) if isinstance(result, Tensor) else result
-        next(x for x in outputs if isinstance(x, Tensor) and x.requires_grad).sum().backward()
-        wrapped.zero_grad()
-        settling = False
+        try:
+            with torch.random.fork_rng({p.device for p in wrapped.parameters() if p.is_cuda}):
+                result = wrapped(*args, **kwargs)
+            outputs = (result,) if isinstance(result, Tensor) else result
+            next(x for x in outputs if isinstance(x, Tensor) and x.requires_grad).sum().backward()
+            handle.remove()
+        finally:
+            wrapped.zero_grad()
+            settling = False
 
     wrapped.register_comm_hook(None, average)
     handle = wrapped.register_forward_pre_hook(settle, with_kwargs=True)

@@ -37,14 +37,8 @@ def shard(net: nn.Module, style: Style = "megatron", group: Group = None, sequen
 
     Style "naive": every `Linear` is split by its outputs, which are gathered at once; embeddings and logits are whole.
 
-    Args:
-        net: any module with simplellm's `Attention`, `MLP` or `Linear`, or an `nn.Embedding` in it: the model, a stage.
-        group: the tensor-parallel process group; by default, all ranks.
-        sequence_parallel: between attention and MLP, each rank has a shard of the sequence; "megatron" only, and only
-            for a whole model, which takes token ids (batch, seq) first.
-
-    Raises:
-        InputError: the module cannot be split so; it is unchanged.
+    With `sequence_parallel`, each rank has a shard of the sequence between attention and MLP: "megatron" only, and only
+    for a whole model. `InputError` if the module cannot be split so; it is then unchanged.
     """
     parts = _Parts(net)
     parts.check(style, len(members(group)), sequence_parallel)

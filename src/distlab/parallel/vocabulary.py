@@ -50,13 +50,8 @@ def vocabulary_parallel_loss(logits: Tensor, target: Tensor, vocab_size: int, gr
 
     The ranks exchange three numbers for each token, and nothing in the backward pass.
 
-    Args:
-        logits: (batch, seq, this rank's shard of `vocab_size`), in any floating dtype.
-        target: (batch, seq), int64.
-
-    Raises:
-        InputError: the sequences are too short to predict anything.
-        RuntimeError: a token is outside the vocabulary, on the CPU; see `own_rows`.
+    `logits` are (batch, seq, this rank's shard of `vocab_size`), in any floating dtype, `target` (batch, seq), int64.
+    `InputError` if the sequences are too short; a token outside the vocabulary: see `own_rows`.
     """
     seq = target.shape[1]
     require(seq >= 2, f"--seq-len {seq} leaves no token to predict: it must be at least 2")

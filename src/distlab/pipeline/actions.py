@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, ClassVar, cast
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from distlab.pipeline.stage import Stage
+    from distlab.pipeline.activations import Stage
 
 ACTIVATIONS, GRADIENTS = "activations", "gradients of activations"  # the kinds that travel between stages
 GRAPH, WEIGHT_GRADIENTS = "graph", "gradients of weights"  # those that stay on their stage

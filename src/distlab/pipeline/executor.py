@@ -18,9 +18,8 @@ from distlab.comm.grid import Grid
 from distlab.comm.recorder import COMPUTE, recorder
 from distlab.comm.traffic import Transfer, traffic
 from distlab.pipeline.actions import Action, Programs, Result, stages_of
-from distlab.pipeline.activations import SavedActivations
+from distlab.pipeline.activations import Loss, SavedActivations, Stage
 from distlab.pipeline.plan import Link, Plan, busy_workers, simulate
-from distlab.pipeline.stage import Loss, Stage
 from simplellm.errors import require
 
 POSTED_AHEAD = 2  # receives under way per link: the next one needed, and one that travels meanwhile
@@ -97,21 +96,26 @@ class Pipeline:
         self._expected = {link: iter(results) for link, results in self._incoming.items()}
         for link in [*self._incoming] * POSTED_AHEAD:
             self._post_next(link)
-        for action in self.program:
-            if self._threads:
-                torch.set_num_threads(self._threads[action])
-            received = [self._take(result) for result in action.needs(len(self.owners)) if result.stage != action.stage]
-            with recorder.span(COMPUTE, self._plan.labels[action]):
-                computed = action.run(self._stages[action.stage], *received)
-            for result in action.results:
-                if result in self._plan.takers:
-                    self._give(result, computed[result.kind])
-            if self.kept is not None:
-                recorder.keeps(self.kept.now_bytes)
-        if self._threads:
+        try:
+            for action in self.program:
+                self._run(action)
+        finally:
             torch.set_num_threads(usual_threads)
         self._settle(list(self._sent))  # a send that is dropped before it has ended never arrives
         return [loss for stage in self._stages.values() for _, loss in sorted(stage.losses.items())]
+
+    def _run(self, action: Action) -> None:
+        """Take what an action needs of other stages, compute, and give what they need."""
+        if self._threads:
+            torch.set_num_threads(self._threads[action])
+        received = [self._take(result) for result in action.needs(len(self.owners)) if result.stage != action.stage]
+        with recorder.span(COMPUTE, self._plan.labels[action]):
+            computed = action.run(self._stages[action.stage], *received)
+        for result in action.results:
+            if result in self._plan.takers:
+                self._give(result, computed[result.kind])
+        if self.kept is not None:
+            recorder.keeps(self.kept.now_bytes)
 
     def _give(self, result: Result, tensor: Tensor) -> None:
         """Hand a result to the worker whose action needs it."""

@@ -10,7 +10,16 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from distlab.comm.wait_graph import find_cycle
-from distlab.pipeline.actions import WEIGHT_GRADIENTS, Action, ActionCosts, Programs, Result, describe_stages, labels
+from distlab.pipeline.actions import (
+    GRAPH,
+    WEIGHT_GRADIENTS,
+    Action,
+    ActionCosts,
+    Programs,
+    Result,
+    describe_stages,
+    labels,
+)
 from simplellm.errors import InputError
 
 Link = tuple[int, int, str]  # sender, receiver (workers), kind of message
@@ -129,6 +138,10 @@ def _check_complete(programs: Programs) -> tuple[dict[int, int], dict[Result, Ac
             if result not in producers:
                 what = f"{result}, which {action} of stage {action.stage} needs"
                 raise ScheduleError(f"stage {result.stage} never computes {what}")
+            if result.stage != action.stage and result.kind in (GRAPH, WEIGHT_GRADIENTS):
+                raise ScheduleError(
+                    f"{action} of stage {action.stage} needs {result}, which stays on stage {result.stage}"
+                )
             source = producers[result]
             if source.stage == action.stage and order[source] > order[action]:
                 raise ScheduleError(f"stage {action.stage} runs {action} before {source}")

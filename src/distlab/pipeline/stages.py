@@ -40,14 +40,8 @@ def balance(
     """The layers of each stage such that the slowest stage is as fast as possible.
 
     Costs are estimated in multiply-adds per token of a forward pass; a backward pass takes twice as many in every
-    stage. The embedding is a look-up, and costs almost nothing compared with a layer.
-
-    Args:
-        hidden_dim: of the feed-forward network; by default 4 * `dmodel`.
-        kv_width: total width of the keys, or of the values, of all heads; by default `dmodel`, less where heads share.
-
-    Raises:
-        InputError: there are more stages than parts to give them.
+    stage. The embedding is a look-up, and costs almost nothing compared with a layer. `kv_width` is that of the keys of
+    all heads, by default `dmodel`. `InputError` if there are more stages than parts to give them.
     """
     projections = 2 * dmodel**2 + 2 * dmodel * (kv_width or dmodel)
     feed_forward = 3 * dmodel * (hidden_dim or 4 * dmodel)

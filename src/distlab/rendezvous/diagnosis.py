@@ -90,11 +90,12 @@ def diagnose(
     if failed:
         return Diagnosis(picture, list_causes({rank: ended[rank] for rank in failed}, describe))
     if gone and lost_a_peer:
-        which = f"{'one of ' * (len(gone) > 1)}{names(gone)} has ended without reporting a cause"
-        return Diagnosis(picture, f"{which}: it was killed, or left the run too early")
+        who = "one of " * (len(gone) > 1) + names(gone)
+        return Diagnosis(picture, f"{who} has ended without reporting a cause: it was killed, or left the run too early")
     if gone:
-        silent_ones = f"{names(gone)} {'does' if len(gone) == 1 else 'do'} not answer, and the others wait"
-        return Diagnosis(picture, f"{silent_ones}: stopped, cut off, or {too_long}")
+        do = "does" if len(gone) == 1 else "do"
+        why = "not answer, and the others wait: stopped, cut off, or computing for longer than --timeout "
+        return Diagnosis(picture, f"{names(gone)} {do} {why}{timeout_seconds:g}")
     if first is not None and first.wait is not None and lost_a_peer:
         lost = f"{describe(first.rank)} lost its connection to {list_ranks(first.wait.peers)}"
         return Diagnosis(picture, f"{lost}, though all ranks answer: see their last lines")

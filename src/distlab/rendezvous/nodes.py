@@ -107,14 +107,10 @@ class NodeRendezvous(StaticTCPRendezvous):
     store serves the whole run: there each launcher reports how it ended, and learns how the others did. So no machine
     depends on what its ranks notice, which may be nothing until their timeout.
 
-    Args:
-        address: where node 0 listens.
-        port: there; 0 for a free one, if there is only one machine.
-        timeout_seconds: how long to wait for the other machines.
+    Node 0 listens at `address` and `port`; 0 is a free one, if there is only one machine.
 
     Raises:
-        InputError: node 0 cannot listen there, or is not reached; this node rank is taken, or a machine was started
-            with other flags.
+        InputError: node 0 cannot listen or is not reached; the node rank is taken, or flags differ between machines.
         StoreError: node 0's launcher has ended, or does not answer. All methods may raise it.
     """
 

@@ -124,7 +124,7 @@ class NoticeBoard:
         """Answer when a rank asks, again when the answer has changed, and note why other ranks end."""
         told = None
         long_seconds = min(LONG_SECONDS, self._traffic.timeout_seconds / 2)
-        with contextlib.suppress(StoreError):  # the store has ended, and the run with it
+        with contextlib.suppress(RuntimeError):  # the store has ended, and the run with it
             while not store.has("asked"):
                 time.sleep(min(SECONDS_BETWEEN_LOOKS, long_seconds / 2))
             while not self._has_failed:  # then `explain` has the last word

@@ -9,6 +9,7 @@ import contextlib
 import json
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
@@ -87,7 +88,7 @@ def agree(
             verdict = json.loads(shared.wait("verdict", "rank 0 to confirm that all have joined"))
         finally:  # also if the wait has failed: rank 0 need not wait for this rank
             with contextlib.suppress(StoreError):
-                shared.set(f"heard/{rank}")
+                replace(shared, silence_seconds=min(1, timeout_seconds)).set(f"heard/{rank}")
         _compare(verdict["settings"], settings, rank)
     else:
         verdict = {"settings": settings}

@@ -28,21 +28,24 @@ class MemoryReport:
         self._has_counted = True
         return self._saved.counting()
 
-    def collect(self, rank: int, world_size: int, device: torch.device, out: Path) -> list[str]:
-        """The table of all ranks' counts, which rank 0 also writes to a run's folder; all ranks call it."""
+    def collect(self, rank: int, world_size: int, device: torch.device) -> list[list[int]]:
+        """The counts of all ranks, which all call it."""
         if not self._has_counted:  # a run without a step held nothing
             return []
         by_rank = torch.zeros(world_size, len(KINDS), dtype=torch.int64, device=device)
         by_rank[rank] = torch.tensor(count_bytes(self._optimizer, self._saved.peak_bytes))
         traffic.all_reduce(by_rank, "what each rank holds", kind="control", op=dist.ReduceOp.SUM).wait()
-        if rank == 0:
-            counts = [dict(zip(KINDS, counts, strict=True)) for counts in by_rank.tolist()]
-            (out / "memory.json").write_text(json.dumps(counts, indent=2) + "\n")
-        return as_table(by_rank.tolist())
+        counts: list[list[int]] = by_rank.tolist()
+        return counts
+
+
+def keep(path: Path, by_rank: Sequence[Sequence[int]]) -> None:
+    """Write the counts as JSON: for each rank an object, by kind."""
+    path.write_text(json.dumps([dict(zip(KINDS, counts, strict=True)) for counts in by_rank], indent=2) + "\n")
 
 
 def count_bytes(optimizer: torch.optim.Optimizer, saved_bytes: int) -> list[int]:
-    """Bytes of each of `KINDS` on this rank, with what its passes saved unless a traced pipeline has counted that."""
+    """Bytes of each of `KINDS` on this rank, with what its passes saved, as counted here or by a traced pipeline."""
     parameters = _parameters(optimizer)
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     values = [value for values in optimizer.state.values() for value in values.values() if torch.is_tensor(value)]

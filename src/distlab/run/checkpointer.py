@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from distlab.checkpoints.format import PER_RANK_OPTIMIZER_STATE, Checkpoint, latest_valid
+from distlab.checkpoints.format import PER_RANK_OPTIMIZER_STATE, latest_valid
 from distlab.checkpoints.saving import restore, save, state_of, supersede
 from distlab.comm.grid import layout_size
 from distlab.run.logs import RunLog, say
@@ -100,9 +100,12 @@ class Checkpointer:
                 say(f"the global batch is {now}, and was {before} before: {as_flag(name)} sets it")
 
 
-def choose_checkpoint(settings: ResumableSettings, out: Path, data_identity: dict[str, Any] | None) -> Checkpoint:
-    """The checkpoint to resume from; `InputError` if none is whole, or it is another run's, or at the last step."""
-    assert settings.resume is not None
+def prepare_checkpoints(settings: ResumableSettings, out: Path, data_identity: dict[str, Any] | None) -> dict[str, str]:
+    """Choose the checkpoint to resume from, if asked for, and clear the run's folder of unfinished and later ones."""
+    if settings.resume is None:
+        if settings.save_every:
+            supersede(out)
+        return {}
     checkpoint = latest_valid(settings.resume, say)
     settings.check_checkpoint(checkpoint)
     check_data(checkpoint, data_identity)
@@ -111,4 +114,4 @@ def choose_checkpoint(settings: ResumableSettings, out: Path, data_identity: dic
     require(steps >= checkpoint.step + (not continues), sentence)  # in its own folder, a run may be complete
     if continues:  # already now: a run that is restarted resumes from the last checkpoint that is left
         supersede(out, checkpoint.step)
-    return checkpoint
+    return {"resume": str(checkpoint.folder.absolute())}

@@ -52,9 +52,9 @@ class ModelParts:
         """By their names in the whole model."""
         return {name: parameter for part in self.stages.values() for name, parameter in part.named_parameters()}
 
-    def modules(self) -> dict[str, nn.Module]:
-        """By their names in the whole model, in the order in which they are computed."""
-        return {name: module for part in self.stages.values() for name, module in part.named_modules()}
+    def modules(self) -> list[tuple[str, nn.Module]]:
+        """With their names in the whole model, stage by stage, whose containers share names."""
+        return [named for stage in sorted(self.stages) for named in self.stages[stage].named_modules()]
 
     @torch.no_grad()
     def forward_passes(self, batches: Sequence[Tensor], what: Callable[[int], str], kind: str) -> Tensor:

@@ -1,7 +1,7 @@
 """Where a loss that is infinite or no number comes from: looked for when it has happened, and only then."""
 
 import contextlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -21,7 +21,7 @@ class NotFiniteError(RuntimeError):
 
 def find_cause(
     parameters: Mapping[str, Tensor],
-    modules: Mapping[str, nn.Module],
+    modules: Sequence[tuple[str, nn.Module]],
     forward: Callable[[], object],
     grid: Grid,
     device: torch.device,
@@ -47,7 +47,7 @@ def find_cause(
     return f"{text}, on {grid.describe(culprit)}" if world_size() > 1 else text
 
 
-def outputs_not_finite(modules: Mapping[str, nn.Module], forward: Callable[[], object]) -> list[str]:
+def outputs_not_finite(modules: Sequence[tuple[str, nn.Module]], forward: Callable[[], object]) -> list[str]:
     """The modules whose outputs are not finite in `forward()`, in the order of computation."""
     found: list[str] = []
 
@@ -56,7 +56,7 @@ def outputs_not_finite(modules: Mapping[str, nn.Module], forward: Callable[[], o
             found.append(f"output of {name or 'the model'} ({type(module).__name__})")
 
     with contextlib.ExitStack() as hooks, torch.no_grad():
-        for name, module in modules.items():
+        for name, module in modules:
             hooks.enter_context(module.register_forward_hook(partial(look, name)))
         forward()
     return found

@@ -21,8 +21,8 @@ from distlab.comm.traffic import traffic
 from distlab.comm.waits import TrafficError, reason
 from distlab.rendezvous import ranks as rendezvous
 from distlab.rendezvous.notices import notices
-from distlab.reports.memory import MemoryReport
-from distlab.run.checkpointer import Batches, Checkpointer, TrainingState, choose_checkpoint
+from distlab.reports import memory
+from distlab.run.checkpointer import Batches, Checkpointer, TrainingState, prepare_checkpoints
 from distlab.run.logs import RankOutput, RunLog, new_folder, say, take_over_output
 from distlab.run.not_finite import NotFiniteError
 from distlab.run.resume import ResumePolicy, marked
@@ -58,7 +58,7 @@ class Run(Generic[SettingsT]):
         self.records = RunLog(self.out, self.rank, self.device, getattr(settings, "tensorboard", False))
         # Handed over with `track`: what finds the cause if a step's loss is not finite, and what counts memory.
         self.explain_not_finite: Callable[[int], str] | None = None
-        self.memory: MemoryReport | None = None
+        self.memory: memory.MemoryReport | None = None
         recorder.enabled = getattr(settings, "trace", False)
         torch.manual_seed(settings.seed + self.rank)  # weights and data do not depend on it; dropout would
         if self.rank == 0:
@@ -184,7 +184,7 @@ class Run(Generic[SettingsT]):
         The process group is left to end with the process. To destroy it would risk a hang: the destructor joins gloo's
         thread while it holds Python's lock, which that thread may be waiting for to let go of its last message.
         """
-        lines = self.memory.collect(self.rank, self.world_size, self.device, self.out) if self.memory else []
+        held = self.memory.collect(self.rank, self.world_size, self.device) if self.memory else []
         traces = self._gather_traces() if recorder.enabled else []
         if dist.is_initialized():
             traffic.all_reduce(torch.zeros((), device=self.device), "the end of the run", kind="control").wait()
@@ -192,20 +192,27 @@ class Run(Generic[SettingsT]):
                 torch.cuda.synchronize(self.device)  # NCCL's wait() only orders the stream
         if traces:
             self._keep_trace(traces)
-        if self.rank == 0:
-            for line in lines:
+        if held and self.rank == 0:
+            memory.keep(self.out / "memory.json", held)
+            for line in memory.as_table(held):
                 say(line)
         self.summarize()
 
     def _gather_traces(self) -> list[dict[str, Any]]:
-        """On rank 0, what all ranks recorded, else nothing; as JSON in tensors, so that nothing is unpickled."""
-        text = json.dumps(recorder.as_json()).encode()
-        longest = torch.tensor(len(text), device=self.device)
-        traffic.all_reduce(longest, "the size of all traces", kind="trace", op=dist.ReduceOp.MAX).wait()
-        own = torch.tensor(list(text.ljust(int(longest))), dtype=torch.uint8, device=self.device)
-        all_of_them = own.new_empty(self.world_size, len(own))
-        traffic.all_gather(all_of_them, own, "the traces of all ranks", kind="trace").wait()
-        return [json.loads(bytes(trace.tolist())) for trace in all_of_them] if self.rank == 0 else []
+        """On rank 0, what all ranks recorded, else nothing; sent as JSON, so that nothing is unpickled."""
+        own = torch.frombuffer(bytearray(json.dumps(recorder.as_json()).encode()), dtype=torch.uint8)
+        if self.rank > 0:
+            for part in (torch.tensor(len(own)), own):
+                traffic.send(part.to(self.device), "the trace", to=0, kind="trace").wait()
+            return []
+        traces = [own]
+        for rank in range(1, self.world_size):
+            trace = torch.empty((), dtype=torch.int64, device=self.device)
+            for _ in range(2):  # its size, and then itself
+                traffic.receive(trace, f"the trace of {self.grid.describe(rank)}", source=rank).wait()
+                trace = trace if trace.dim() else torch.empty(int(trace), dtype=torch.uint8, device=self.device)
+            traces.append(trace.cpu())
+        return [json.loads(trace.numpy().tobytes()) for trace in traces]
 
     def _keep_trace(self, recorded: list[dict[str, Any]]) -> None:
         """Write and draw what all ranks recorded, and say what it comes to."""
@@ -232,9 +239,8 @@ def decide(settings: RunSettings, script: Path) -> dict[str, Any]:
     """What rank 0 decides for all: the run's folder, its data, the checkpoint to resume from."""
     out = (settings.out or new_folder(Path("runs") / script.stem)).absolute()
     decided = {"out": str(out), **settings.decide()}
-    if isinstance(settings, ResumableSettings) and settings.resume is not None:
-        checkpoint = choose_checkpoint(settings, out, decided["data_identity"])
-        decided["resume"] = str(checkpoint.folder.absolute())
+    if isinstance(settings, ResumableSettings):
+        decided |= prepare_checkpoints(settings, out, decided["data_identity"])
     return decided
 
 

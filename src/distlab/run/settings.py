@@ -140,7 +140,7 @@ class ResumableSettings(RunSettings):
         if layout == self.layout:
             policies += [ResumePolicy.SAME_LAYOUT, ResumePolicy.PER_REPLICA]
         values |= {name: saved[name] for name in resume.marked(self, *policies) if name in saved}
-        replicas = self.layout.get("dp", 1)
+        replicas = max(1, self.layout.get("dp", 1))  # it has not been checked so far
         for name, total in resume.per_step(checkpoint, self).items():
             if layout != self.layout and total % replicas == 0:
                 values[name] = total // replicas

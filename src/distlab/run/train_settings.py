@@ -92,6 +92,8 @@ class TrainSettings(ResumableSettings):
         values, model = super().saved_values(checkpoint), checkpoint.record["model"]
         values.setdefault("seq_len", min(self.seq_len, model["ctx_size"]))  # no settings come with an imported model
         values["num_kv_heads"] = None if model["num_kv_heads"] == model["num_heads"] else model["num_kv_heads"]
+        if values.get("batch_size", 0) % max(1, values.get("micro_batches", self.micro_batches)):
+            del values["batch_size"]  # of another layout, whose micro-batches are not ours
         if not resume.has_tokenizer(checkpoint, SHIPPED_MODEL):
             values["tokenizer"] = checkpoint.tokenizer
         return values

@@ -362,6 +362,22 @@ def test_torchs_wrapper_has_the_same_buckets_from_the_first_step_on() -> None:
     run_ranks(2, train_through_traffic, free_port())
 
 
+def retry_the_first_pass(rank: int, port: int) -> None:
+    with process_group(rank, 2, port):
+        layer = nn.Linear(3, 1, bias=False)
+        wrapped = through_traffic(DistributedDataParallel(layer))
+        with pytest.raises(RuntimeError):
+            wrapped(torch.ones(7))  # of the wrong width: the pass before the first step raises
+        assert layer.weight.grad is None
+        wrapped(torch.full((3,), float(rank))).sum().backward()
+        assert layer.weight.grad is not None
+        assert layer.weight.grad.tolist() == [[0.5] * 3], "the ranks' gradients are averaged all the same"
+
+
+def test_torchs_wrapper_averages_after_a_first_pass_that_raised() -> None:
+    run_ranks(2, retry_the_first_pass, free_port())
+
+
 def test_parameters_become_views_of_the_flat_weights() -> None:
     model = Tied()
     expected = {name: p.detach().clone() for name, p in model.named_parameters()}

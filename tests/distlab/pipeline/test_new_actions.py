@@ -29,9 +29,9 @@ from distlab.pipeline.actions import (
     Result,
     stages_of,
 )
+from distlab.pipeline.activations import Stage
 from distlab.pipeline.executor import Pipeline
 from distlab.pipeline.plan import ScheduleError, simulate
-from distlab.pipeline.stage import Stage
 from distlab.pipeline.stages import build_stage
 from distlab.reports.timeline import action_color, draw, measured_panel, planned_panel
 from distlab.reports.trace import merge, read_chrome, write_chrome

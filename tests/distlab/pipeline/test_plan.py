@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from distlab.pipeline.actions import (
     ACTIVATIONS,
     GRADIENTS,
+    GRAPH,
     Action,
     ActionCosts,
     Backward,
@@ -238,3 +239,21 @@ def test_any_order_is_either_simulated_as_it_stands_or_refused_by_name(random: R
     for line in plan.spans:
         for span in line:
             assert all(ended[source] <= span.start for source in span.action.needs(len(programs)))
+
+
+class Peek(Action):
+    """Looks at what another stage keeps."""
+
+    letter = "P"
+
+    def needs(self, stages: int) -> list[Result]:
+        return [self.result(GRAPH, stage=0)]
+
+    def seconds(self, costs: ActionCosts) -> float:
+        return 1.0
+
+
+def test_what_stays_on_its_stage_cannot_be_needed_elsewhere() -> None:
+    programs = [passes(0, "F0 B0"), [Forward(1, 0), Peek(1, 0), Backward(1, 0)]]
+    with pytest.raises(ScheduleError, match="P0 of stage 1 needs the graph of micro-batch 0, which stays on stage 0"):
+        simulate(programs)

@@ -237,7 +237,7 @@ class Overflowing(nn.Module):
 
 
 def find_in(net: nn.Module) -> str:
-    parameters, modules = dict(net.named_parameters()), dict(net.named_modules())
+    parameters, modules = dict(net.named_parameters()), list(net.named_modules())
     return find_cause(parameters, modules, lambda: net(torch.full((1, 2), 1e10)), Grid(0, 1, 1), torch.device("cpu"))
 
 

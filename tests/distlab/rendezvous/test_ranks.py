@@ -104,6 +104,27 @@ def test_a_rank_0_that_stops_after_another_has_connected_is_not_waited_for() -> 
         holder.join()
 
 
+@pytest.mark.alone
+def test_ctrl_c_ends_a_wait_for_a_rank_0_that_is_stopped() -> None:
+    """Within seconds, whatever the timeout."""
+    port = free_port()
+    holder = multiprocessing.get_context("fork").Process(target=hold_store, args=(port,))
+    holder.start()
+    try:
+        store = open_store(1, "localhost", port, 60, lambda _: None)
+        assert holder.pid is not None
+        asked = threading.Timer(1.0, lambda: (os.kill(holder.pid, signal.SIGSTOP), os.kill(os.getpid(), signal.SIGINT)))
+        asked.start()
+        started = time.monotonic()
+        with pytest.raises(KeyboardInterrupt):
+            agree(store, 1, 2, {}, dict, 60, lambda _: None)
+        assert time.monotonic() - started < 10
+        os.kill(holder.pid, signal.SIGCONT)
+    finally:
+        holder.kill()
+        holder.join()
+
+
 def test_a_rank_0_that_ends_while_another_connects() -> None:
     listener = listen_at("127.0.0.1", 0)
     port = listener.getsockname()[1]

@@ -7,6 +7,7 @@ import pytest
 import torch
 from chapters import train_on
 
+from distlab.pipeline.activations import SavedActivations
 from distlab.reports import memory
 from distlab.reports.figures import holdings
 from simplellm.errors import InputError
@@ -15,13 +16,13 @@ from simplellm.errors import InputError
 def test_every_kind_is_counted() -> None:
     weight, frozen = torch.zeros(10, 10, requires_grad=True), torch.zeros(3)
     optimizer = torch.optim.Adam([weight, frozen])
-    report = memory.MemoryReport(optimizer)
+    saved = SavedActivations([weight, frozen])
     x = torch.ones(7, 10)
-    with report.counting():
+    with saved.counting():
         loss = (x @ weight).exp().sum()
     loss.backward()
     optimizer.step()
-    parameters, gradients, state, activations = report.count_bytes()
+    parameters, gradients, state, activations = memory.count_bytes(optimizer, saved.peak_bytes)
     assert (parameters, gradients) == (400 + 12, 400)
     assert state == 2 * 400 + 4  # two moments, and the number of steps
     assert activations == 2 * 280  # the input, and the result of exp()

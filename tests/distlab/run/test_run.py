@@ -20,6 +20,7 @@ from distlab.run.resume import ResumePolicy, marked
 from distlab.run.settings import parse
 from distlab.run.train_settings import DataParallelSettings, HybridSettings, TrainSettings
 from simplellm.dataloaders import TinyStories
+from simplellm.errors import InputError
 from simplellm.losses import causalLLMLoss
 from simplellm.tokenizers import SPTokenizer
 
@@ -74,6 +75,7 @@ def test_an_imported_models_constants_are_its_own(tmp_path: Path) -> None:
         (HybridSettings(), "--pp 2", 3, None),
         (DataParallelSettings(), "--world-size 4", 1, "the global batch is 4, and was 6 before: --batch-size sets it"),
         (TrainSettings(), "--batch-size 2", 2, "the global batch is 2, and was 6 before: --batch-size sets it"),
+        (HybridSettings(batch_size=4, micro_batches=4), "--pp 2", 4, "the global batch is 8, and was 6 before"),
     ],
 )
 def test_another_layout_keeps_the_global_batch(
@@ -89,7 +91,14 @@ def test_another_layout_keeps_the_global_batch(
     Checkpointer(settings, tmp_path, 0, decided).introduce()
     said = capsys.readouterr().out
     assert "resuming from" in said
-    assert (f"# {remark}\n" in said) if remark else ("global batch" not in said)
+    assert (f"# {remark}" in said) if remark else ("global batch" not in said)
+
+
+@pytest.mark.parametrize(("defaults", "flag"), [(DataParallelSettings(), "--world-size"), (HybridSettings(), "--dp")])
+def test_no_replicas_to_resume_with(defaults: Any, flag: str, tmp_path: Path) -> None:
+    write_model(tmp_path, saved_model(dmodel=32, num_heads=2, num_kv_heads=2, ctx_size=24))
+    with pytest.raises(InputError, match="every size must be at least 1"):
+        parse(defaults, "", ["0", flag, "0", "--resume", str(tmp_path)])
 
 
 def test_a_field_keeps_its_policy_in_a_class_that_gives_it_another_default() -> None:
