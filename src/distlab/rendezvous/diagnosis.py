@@ -90,8 +90,8 @@ def diagnose(
     if failed:
         return Diagnosis(picture, list_causes({rank: ended[rank] for rank in failed}, describe))
     if gone and lost_a_peer:
-        who = "one of " * (len(gone) > 1) + names(gone)
-        return Diagnosis(picture, f"{who} has ended without reporting a cause: it was killed, or left the run too early")
+        cause = "has ended without reporting a cause: it was killed, or left the run too early"
+        return Diagnosis(picture, f"{'one of ' * (len(gone) > 1)}{names(gone)} {cause}")
     if gone:
         do = "does" if len(gone) == 1 else "do"
         why = "not answer, and the others wait: stopped, cut off, or computing for longer than --timeout "
