@@ -811,7 +811,7 @@ def rendezvous(chance: random.Random, count: int, folder: Path) -> Iterator[BadI
         yield [rank(ga, 1, p, "--world-size", "3"), rank(ga, 0, p, *two)], "--world-size"
         p = free_port()
         three = [rank(ga, number, p, "--world-size", "3") for number in (0, 1, 1)]
-        yield three, ("rank 1 is taken", "rank 2 to join", "rank 0's word")  # whichever of the two came first
+        yield three, ("rank 1 is taken", "rank 2 to join", "rank 0 to confirm")  # whichever of the two came first
         yield [rank(ga, 1, free_port(), *two, "--timeout", "2")], "rank 0 did not listen"
         yield [rank(ga, 0, free_port(), *two, "--timeout", "2")], "rank 1"
         holder = socket.socket()
