@@ -6,6 +6,8 @@
 Each rank takes its own sequences; the mean of the ranks' gradients is that of the global batch, so all stay equal.
 """
 
+from torch.distributed import ReduceOp
+
 from distlab.comm.traffic import Transfer, traffic
 from distlab.parallel.data import Bucket, GradientBuckets
 from distlab.run.main import main
@@ -27,18 +29,18 @@ def train(run: TrainingRun[ByHandSettings]) -> None:
     optimizer = run.optimizer(net)
     run.track(net, optimizer)
 
-    def average(bucket: Bucket) -> Transfer:
-        """Start to average gradients that are complete, while the backward pass continues to earlier layers."""
-        return traffic.all_reduce(bucket.flat, str(bucket), kind="gradients", by_hand=args.by_hand)
+    def add_up(bucket: Bucket) -> Transfer:
+        """Start to add up gradients that are complete, while the backward pass continues to earlier layers."""
+        return traffic.all_reduce(bucket.flat, str(bucket), kind="gradients", op=ReduceOp.SUM, by_hand=args.by_hand)
 
-    buckets = GradientBuckets(net.parameters(), on_full=average, backward_passes=args.micro_batches)
+    buckets = GradientBuckets(net.parameters(), on_full=add_up, backward_passes=args.micro_batches)
 
     for step, batch in run.steps(stories):
         optimizer.zero_grad()
         losses = []
         for x in batch.chunk(args.micro_batches):
             loss = causalLLMLoss(net(x), x, tokenizer.vocab_size) / args.micro_batches
-            loss.backward()
+            (loss / run.world_size).backward()  # so that the sum over the ranks is the average
             losses.append(loss)
         buckets.finish()
         run.log(step, losses)
