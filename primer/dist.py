@@ -107,8 +107,7 @@ def agree_on_shapes(A: Matrix, B: Matrix) -> tuple[Tensor, Tensor]:
 
     All ranks make the same check on the same facts, so either all of them raise or none does, and nobody waits.
     """
-    through = "cuda" if dist.is_initialized() and dist.get_backend() == "nccl" else "cpu"
-    facts = torch.tensor([facts_of(A), facts_of(B)] if rank() == 0 else [[0] * 4] * 2, device=through)
+    facts = torch.tensor([facts_of(A), facts_of(B)] if rank() == 0 else [[0] * 4] * 2, device=traffic.device)
     traffic.broadcast(facts, "the shapes of A and B", kind="shapes").wait()
     (m, k, *kind_of_A), (k_of_B, n, *kind_of_B) = facts.tolist()
     if min(m, n) < 0:
@@ -122,8 +121,8 @@ def agree_on_shapes(A: Matrix, B: Matrix) -> tuple[Tensor, Tensor]:
         assert A is not None
         assert B is not None
         return A, B
-    dtype, on_cuda = kind_of_A
-    nothing = torch.zeros((2,), dtype=DTYPES[dtype], device="cuda" if on_cuda else "cpu")
+    dtype, on_gpu = kind_of_A
+    nothing = torch.zeros((2,), dtype=DTYPES[dtype], device=traffic.device if on_gpu else "cpu")
     return nothing[0].expand(m, k), nothing[1].expand(k, n)
 
 
@@ -131,7 +130,7 @@ def facts_of(matrix: Matrix) -> list[int]:
     """What the other ranks have to know of a matrix: rows, columns, dtype, whether it is on a GPU; else four -1."""
     if not isinstance(matrix, Tensor) or matrix.ndim != 2 or matrix.dtype not in DTYPES:
         return [-1] * 4
-    return [*matrix.shape, DTYPES.index(matrix.dtype), int(matrix.is_cuda)]
+    return [*matrix.shape, DTYPES.index(matrix.dtype), int(not matrix.is_cpu)]
 
 
 def scatter(matrix: Tensor, dim: int, name: str) -> Tensor:

@@ -17,7 +17,7 @@ import torch
 import tyro
 from torch import Tensor
 
-from distlab.comm.devices import pick_device
+from distlab.comm.devices import pick_device_type
 from distlab.exchange import read_saved
 from distlab.run.logs import say
 from simplellm import command_line
@@ -98,7 +98,7 @@ def tell(net: CausalLLama, ids: list[int], args: Settings, end: int, device: tor
 
 def main(args: Settings) -> None:
     args.check()
-    device = pick_device(args.device, rank=0)
+    device = torch.device(pick_device_type(args.device))
     saved = read_saved(args.model, say)
     tokenizer = SPTokenizer(saved.tokenizer)
     net = saved.build(device)

@@ -44,12 +44,12 @@ class DeadlockSettings(WorldSize, RunSettings):
             raise InputError(f"--world-size {self.world_size}: waiting for each other takes at least 2")
 
 
-DEFAULTS = DeadlockSettings(timeout=5)
+DEFAULTS = DeadlockSettings(timeout=5, device="cpu")
 
 
 def both_send(run: Run[DeadlockSettings]) -> None:
     """Each rank gives its neighbours a tensor and takes theirs; a send lasts until the other side receives."""
-    mine, theirs = torch.full((1000,), float(run.rank)), torch.empty(1000)
+    mine, theirs = torch.full((1000,), float(run.rank), device=run.device), torch.empty(1000, device=run.device)
     for lower in range(run.world_size - 1):
         if run.rank not in (lower, lower + 1):
             continue
@@ -77,18 +77,19 @@ def order(run: Run[DeadlockSettings]) -> None:
     for action in programs[run.rank]:
         for result in action.needs(run.world_size):
             if result.stage != run.rank:
-                traffic.receive(torch.empty(1000), str(result), source=result.stage).wait()
+                traffic.receive(torch.empty(1000, device=run.device), str(result), source=result.stage).wait()
         for result in action.results:
             if result in takers:
                 to = takers[result].stage
-                sent.append(traffic.send(torch.zeros(1000), str(result), to=to, kind="messages"))
+                value = torch.zeros(1000, device=run.device)
+                sent.append(traffic.send(value, str(result), to=to, kind="messages"))
     for transfer in sent:
         transfer.wait()
 
 
 def skipped(run: Run[DeadlockSettings]) -> None:
     """Ranks average something at every step, but the data of the last rank ends a step early; then rank 0 collects."""
-    value, steps = torch.zeros(1000), 3
+    value, steps = torch.zeros(1000, device=run.device), 3
     last = run.world_size - 1
     for step in range(steps):
         if step == steps - 1 and run.rank == last and not run.settings.cure:

@@ -6,8 +6,9 @@ import os
 import socket
 import struct
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -15,34 +16,71 @@ import torch
 from simplellm.errors import require
 
 
-def pick_device(name: str, rank: int) -> torch.device:
-    """The device that `--device` names; `auto` is CUDA if present. The ranks of a host take its GPUs in turn.
+@dataclass(frozen=True)
+class Place:
+    """Where a rank computes."""
+
+    host: str
+    gpus: tuple[str, ...] = ()  # that it sees there, as they are called everywhere; none for a rank on the CPU
+
+
+def pick_device_type(name: str) -> str:
+    """ "cpu" or "cuda", as `--device` names it; `auto` is CUDA if present. On the CPU, the process never opens a GPU.
 
     Raises:
         InputError: CUDA is asked for and not there.
     """
-    if name == "cpu" or (name == "auto" and not torch.cuda.is_available()):
-        return torch.device("cpu")
-    require(torch.cuda.is_available(), "--device cuda: torch sees no CUDA device here; use --device cpu")
-    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", rank)) % torch.cuda.device_count())
-    torch.cuda.set_device(device)
-    return device
+    if name == "cpu":  # torch's checkpoint writer would open a GPU that it sees, and take up its memory
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    is_there = torch.cuda.is_available()
+    require(is_there or name != "cuda", "--device cuda: torch sees no CUDA device here; use --device cpu")
+    return "cuda" if is_there and name != "cpu" else "cpu"
 
 
-def pick_backend(name: str, device: torch.device, local_ranks: int) -> str:
+def own_place(device_type: str, master_addr: str) -> Place:
+    """This rank's host, and the GPUs that it sees."""
+    gpus = range(torch.cuda.device_count() if device_type == "cuda" else 0)
+    return Place(host_name(master_addr), tuple(str(torch.cuda.get_device_properties(gpu).uuid) for gpu in gpus))
+
+
+def local_ranks(places: Sequence[Place], rank: int) -> list[int]:
+    """The ranks of a rank's host, given all ranks' places."""
+    return [other for other, place in enumerate(places) if place.host == places[rank].host]
+
+
+def pick_device(places: Sequence[Place], rank: int) -> torch.device:
+    """A rank's device: the CPU, or one of the GPUs that it sees."""
+    return torch.device("cuda", _gpu_of(places, rank)) if places[rank].gpus else torch.device("cpu")
+
+
+def _gpu_of(places: Sequence[Place], rank: int) -> int:
+    """Which of its GPUs a rank takes: the ranks of a host take them in turn."""
+    return local_ranks(places, rank).index(rank) % len(places[rank].gpus)
+
+
+def pick_backend(name: str, places: Sequence[Place]) -> str:
     """The backend that `--backend` names; `auto` is NCCL when every rank has a GPU of its own, else gloo.
 
     Raises:
         InputError: NCCL is asked for and cannot work, as with two ranks on one GPU.
     """
-    if device.type == "cpu":
+    if not places[0].gpus:
         on_cpu = "--backend nccl: NCCL moves CUDA tensors only and this run computes on the CPU; use gloo"
         require(name != "nccl", on_cpu)
         return "gloo"
-    gpus = torch.cuda.device_count()
-    shared = f"--backend nccl: {local_ranks} ranks share {gpus} GPU, which NCCL refuses; use --backend gloo"
-    require(name != "nccl" or local_ranks <= gpus, shared)
-    return name if name != "auto" else "nccl" if local_ranks <= gpus else "gloo"
+    users: dict[str, list[int]] = {}
+    for rank, place in enumerate(places):
+        users.setdefault(place.gpus[_gpu_of(places, rank)], []).append(rank)
+    shared = next((ranks for ranks in users.values() if len(ranks) > 1), None)
+    who = "" if shared is None else f"ranks {shared[0]} and {shared[1]} share a GPU of {places[shared[0]].host}"
+    require(shared is None or name != "nccl", f"--backend nccl: {who}, which NCCL refuses; use --backend gloo")
+    return name if name != "auto" else "gloo" if shared else "nccl"
+
+
+def tf32_override() -> str | None:
+    """The environment variable that has float32 products computed with 10 bits of fraction; None if there is none."""
+    names = "NVIDIA_TF32_OVERRIDE", "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE"
+    return next((f"{name}={os.environ[name]}" for name in names if os.environ.get(name) == "1"), None)
 
 
 def threads_per_rank(local_ranks: int) -> int:

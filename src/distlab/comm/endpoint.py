@@ -60,6 +60,11 @@ def process_group() -> Endpoint:
     return ProcessGroupEndpoint(dist.group.WORLD) if dist.group.WORLD is not None else dist
 
 
+def is_over_nccl() -> bool:
+    """Whether ranks send from GPU to GPU, in the order of CUDA's streams."""
+    return dist.is_initialized() and dist.get_backend() == "nccl"
+
+
 def world_size() -> int:
     """Ranks in the process group; 1 without one."""
     return dist.get_world_size() if dist.is_initialized() else 1

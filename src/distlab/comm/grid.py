@@ -2,7 +2,6 @@
 
 import math
 from dataclasses import dataclass, replace
-from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -67,11 +66,13 @@ class Grid:
             TrafficError: a rank does not join the creation of the groups.
         """
         ranks = torch.arange(self.dp * self.pp * self.tp).view(self.dp, self.pp, self.tp)
-        timeout = timedelta(seconds=traffic.timeout_seconds)
+        timeout = traffic.group_timeout
         by_dim = [ranks.movedim(dim, -1).flatten(0, 1).tolist() for dim in range(3)]
         with traffic.named("all ranks to make the groups of replicas, stages and slices"), patient_threads():
             # A rank takes part in creating every group, also of those that it is not in, and gets its own.
             groups = [dist.new_subgroups_by_enumeration(of_dim, timeout=timeout)[0] for of_dim in by_dim]
+        for group in groups:
+            traffic.connect(group)
         return DeviceMesh.from_group(groups, "cpu", ranks, mesh_dim_names=("dp", "pp", "tp"))
 
 

@@ -9,6 +9,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from distlab.comm.streams import StreamClock, passed
+
 STEP, COMPUTE, WAIT, MESSAGE = "step", "compute", "wait", "message"
 
 
@@ -18,7 +20,7 @@ class Ledger:
 
     sent_bytes: Counter[str] = field(default_factory=Counter)
     messages: Counter[str] = field(default_factory=Counter)  # messages and collectives started
-    waited_seconds: float = 0.0  # spent in `Transfer.wait`
+    waited_seconds: float = 0.0  # for other ranks
     _counted_as: str | None = None
 
     def count(self, kind: str, sent_bytes: int) -> None:
@@ -62,15 +64,26 @@ class Recorder:
         self.kept_bytes: list[tuple[float, int]] = []  # (seconds, bytes of activations kept at that time)
         self.programs: Sequence[Sequence[Any]] | None = None  # of the pipeline's schedule, if there is one
         self._to_clock = time.time() - time.perf_counter()  # ranks of one host share this clock
+        self._on_stream: list[tuple[str, str, torch.cuda.Event, torch.cuda.Event]] = []  # kind, name, start, end
+        self._clock: StreamClock | None = None
 
     @contextlib.contextmanager
     def span(self, kind: str, name: str) -> Iterator[None]:
-        """Record what happens inside."""
-        started = time.perf_counter()
-        yield
+        """Record what happens inside; of what a GPU computes, when it computes it."""
         if self.enabled and kind == COMPUTE and torch.cuda.is_initialized():
-            torch.cuda.current_stream().synchronize()  # what has been launched has not been computed
-        self.add(kind, name, started)
+            self._clock = self._clock or StreamClock()
+            start = passed()
+            yield
+            self.add_on_stream(kind, name, start, passed())
+        else:
+            started = time.perf_counter()
+            yield
+            self.add(kind, name, started)
+
+    def add_on_stream(self, kind: str, name: str, start: torch.cuda.Event, end: torch.cuda.Event) -> None:
+        """Record something between two events of the stream."""
+        if self.enabled and self._clock is not None:  # nothing before the first computation
+            self._on_stream.append((kind, name, start, end))
 
     def add(self, kind: str, name: str, started: float) -> None:
         """Record something that began at `started`, of `time.perf_counter()`, and ends now."""
@@ -83,6 +96,11 @@ class Recorder:
             self.kept_bytes.append((time.perf_counter() + self._to_clock, kept_bytes))
 
     def as_json(self) -> dict[str, Any]:
+        if self._clock is not None:
+            for kind, name, *ends in self._on_stream:
+                self.events.append(Event(kind, name, *(self._clock.seconds(end) + self._to_clock for end in ends)))
+            self._on_stream = []
+            self.events.sort(key=lambda event: event.end)
         return {"events": self.events, "kept_bytes": self.kept_bytes}
 
 

@@ -12,11 +12,12 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ReduceOp
 
-from distlab.comm.endpoint import CountingEndpoint, Endpoint, members, process_group, rank, world_size
+from distlab.comm.endpoint import CountingEndpoint, Endpoint, is_over_nccl, members, process_group, rank, world_size
 from distlab.comm.transfer import Transfer, host_buffer, staged
 from distlab.comm.waits import NamedWaits, TrafficError, Wait, group_key
 
@@ -40,7 +41,17 @@ class Traffic(NamedWaits):
     def __init__(self) -> None:
         super().__init__()
         self.begun: Counter[str] = Counter()  # how many collectives this rank has begun, by their ranks ("0,1,2")
+        self.device = torch.device("cpu")  # on which this rank computes
         self._thread: ThreadPoolExecutor | None = None
+
+    def connect(self, group: Group = None) -> None:
+        """Over NCCL, have the ranks of a group connect.
+
+        NCCL connects them in their first collective, which may need an idle GPU. Within a step, that GPU may be
+        receiving what another rank sends only after this collective.
+        """
+        if is_over_nccl():
+            self.all_reduce(torch.zeros(1, device=self.device), "a first message", kind="control", group=group).wait()
 
     def all_reduce(
         self,

@@ -8,8 +8,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from distlab.comm.endpoint import is_over_nccl
 from distlab.comm.recorder import MESSAGE, WAIT, recorder
-from distlab.comm.waits import NamedWaits, Wait
+from distlab.comm.streams import passed
+from distlab.comm.waits import NamedWaits, StreamWait, Wait
 
 
 class Transfer:
@@ -24,14 +26,20 @@ class Transfer:
     ) -> None:
         self._waits, self._wait, self._work, self._tensor, self._carried = waits, wait, work, tensor, carried
         self._started = time.perf_counter()
+        self._is_on_stream = work is not None and not carried.is_cpu  # over NCCL: gloo carries host memory
+        if self._is_on_stream:
+            self._posted = passed()
 
     def wait(self) -> None:
-        """Return when the tensor holds the result, or has been sent.
+        """Return when the tensor holds the result, or has been sent; over NCCL, have the stream wait for that.
 
         Raises:
             TrafficError: "rank 1 waited 120 s for …", after `Traffic.timeout_seconds` or when a peer has exited.
         """
         if self._work is None:
+            return
+        if self._is_on_stream:
+            self._wait_on_stream(self._work)
             return
         started = time.perf_counter()
         try:
@@ -41,15 +49,37 @@ class Transfer:
                 else:
                     self._work.wait(timedelta(seconds=self._waits.timeout_seconds))
         finally:
-            self._waits.ledger.waited_seconds += time.perf_counter() - started
+            self._ended_on_host(started)
         if self._carried is not self._tensor:
             self._tensor.copy_(self._carried, non_blocking=True)
-        if recorder.enabled:
-            name = self._wait.sentence(self._waits.describe)
-            recorder.add(WAIT, name, started)
-            if self._wait.way != "send":  # whose completion does not show that it has arrived
-                recorder.add(MESSAGE, name, self._started)
         self._work = None
+
+    def _wait_on_stream(self, work: dist.Work | Future[None]) -> None:
+        """Order what follows on the current stream after `work`."""
+        assert not isinstance(work, Future), "a collective written by hand goes over gloo"
+        reached = passed()
+        with self._waits.named(self._wait):
+            work.wait()  # with a deadline, it would keep this thread until the message is there
+        self._ended_on_stream(reached)
+        self._work = None
+
+    def _ended_on_host(self, waited_from: float | None) -> None:
+        """Record that it has ended, and since when this thread has waited for it, if it has."""
+        name = self._wait.sentence(self._waits.describe) if recorder.enabled else ""
+        if waited_from is not None:
+            self._waits.ledger.waited_seconds += time.perf_counter() - waited_from
+            recorder.add(WAIT, name, waited_from)
+        if self._wait.way != "send":  # whose completion does not show that it has arrived
+            recorder.add(MESSAGE, name, self._started)
+
+    def _ended_on_stream(self, reached: torch.cuda.Event | None) -> None:
+        """Record where the stream goes on, and from where it waited, if it did."""
+        done, name = passed(), self._wait.sentence(self._waits.describe)
+        if reached is not None:
+            self._waits.stream_waits.add(StreamWait(self._wait, reached, done))
+            recorder.add_on_stream(WAIT, name, reached, done)
+        if self._wait.way != "send":
+            recorder.add_on_stream(MESSAGE, name, self._posted, done)
 
     def future(self, is_waited_for: bool = False) -> torch.futures.Future[Tensor]:
         """The tensor once it holds the result, for callers that wait themselves.
@@ -57,28 +87,39 @@ class Transfer:
         If it `is_waited_for`, nothing is left to compute meanwhile: the ledger counts the time until then as waiting.
         """
 
-        def finish(ended: "torch.futures.Future[object]") -> Tensor:
-            ended.value()  # raises if it has failed; then it remains among the library's waits
-            self._waits.library_waits.pop(id(self), None)
-            name = self._wait.sentence(self._waits.describe)
-            if is_waited_for:
-                self._waits.ledger.waited_seconds += time.perf_counter() - self._started
-                recorder.add(WAIT, name, self._started)
-            recorder.add(MESSAGE, name, self._started)
-            return self._tensor if self._carried is self._tensor else self._tensor.copy_(self._carried)
-
+        future = future_of(self._tensor)
         if self._work is None:
-            done: torch.futures.Future[Tensor] = torch.futures.Future()
-            done.set_result(self._tensor)
-            return done
+            future.set_result(self._tensor)
+            return future
+
+        def finish(ended: "torch.futures.Future[object]") -> None:
+            try:
+                ended.value()  # raises if it has failed; then it remains among the library's waits
+                self._waits.library_waits.pop(id(self), None)
+                if self._is_on_stream:
+                    self._ended_on_stream(self._posted if is_waited_for else None)
+                else:
+                    self._ended_on_host(self._started if is_waited_for else None)
+                if self._carried is not self._tensor:
+                    self._tensor.copy_(self._carried)
+                future.set_result(self._tensor)
+            except Exception as error:
+                future.set_exception(error)  # type: ignore[arg-type]  # torch's annotation has a type variable
+
         assert not isinstance(self._work, Future), "a collective written by hand is waited for with wait()"
         self._waits.library_waits[id(self)] = (self._wait, self._started)
-        return self._work.get_future().then(finish)
+        self._work.get_future().add_done_callback(finish)
+        return future
+
+
+def future_of(tensor: Tensor) -> "torch.futures.Future[Tensor]":
+    """A future that may hold a tensor: torch wants to know before if it is on a GPU."""
+    return torch.futures.Future(devices=[tensor.device] if tensor.is_cuda else None)
 
 
 def host_buffer(tensor: Tensor) -> Tensor:
     """Pinned host memory of the size of a CUDA tensor under gloo; where the tensor itself can travel, the tensor."""
-    if not tensor.is_cuda or dist.get_backend() == "nccl":
+    if tensor.is_cpu or is_over_nccl():
         return tensor
     return torch.empty_like(tensor, device="cpu", pin_memory=True)
 

@@ -1,14 +1,25 @@
-"""What a rank waits for: how a wait is named, and how its failure is reported."""
+"""What a rank waits for: how a wait is named, and how its failure is reported.
+
+Over gloo, a rank's thread waits, until a deadline that gloo knows. Over NCCL the GPU's stream waits, while the thread
+has long queued what comes after: events show when, and `NamedWaits.watch` keeps the deadline.
+"""
 
 import contextlib
 import re
+import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from datetime import timedelta
+from typing import Literal, NamedTuple
+
+import torch
 
 from distlab.comm.endpoint import rank, world_size
 from distlab.comm.recorder import Ledger
+
+SECONDS_FOR_THE_WATCH = 60.0  # to find out who waits for whom, before NCCL ends the process
 
 
 @dataclass(frozen=True)
@@ -38,6 +49,46 @@ class TrafficError(RuntimeError):
         self.wait = wait
 
 
+class StreamWait(NamedTuple):
+    """A wait of the stream: from `reached`, when the work before it was done, to `done`."""
+
+    wait: Wait
+    reached: torch.cuda.Event
+    done: torch.cuda.Event
+
+
+class StreamWaits:
+    """The waits that NCCL leaves to the stream, in their order there."""
+
+    def __init__(self) -> None:
+        self._waits: deque[StreamWait] = deque()
+        self._seen: tuple[StreamWait, float] | None = None  # the one under way, and when that was first seen
+        self._lock = threading.Lock()  # one thread watches while another adds and collects
+
+    def add(self, wait: StreamWait) -> None:
+        with self._lock:
+            self._waits.append(wait)
+
+    def under_way(self) -> tuple[Wait, float] | None:
+        """What the stream waits for, and since when, of `time.perf_counter()`; None if it computes or is idle."""
+        with self._lock:
+            first = next((wait for wait in self._waits if not wait.done.query()), None)
+            if first is None or not first.reached.query():
+                return None
+            if self._seen is None or self._seen[0] is not first:
+                self._seen = first, time.perf_counter()
+            return first.wait, self._seen[1]
+
+    def collect(self) -> float:
+        """The seconds of the waits that have ended since the last call."""
+        seconds = 0.0
+        with self._lock:
+            while self._waits and self._waits[0].done.query():
+                ended = self._waits.popleft()
+                seconds += ended.reached.elapsed_time(ended.done) / 1000
+        return seconds
+
+
 class NamedWaits:
     """This rank's waits for others, each with a name and a deadline, and the ledger that counts their seconds."""
 
@@ -46,7 +97,28 @@ class NamedWaits:
         self.timeout_seconds = 120.0
         self.describe: Callable[[int], str] = "rank {}".format  # as in "rank 4 (stage 1 of replica 1)"
         self.library_waits: dict[int, tuple[Wait, float]] = {}  # with the time when each began, oldest first
+        self.stream_waits = StreamWaits()
         self._waiting: tuple[Wait, float] | None = None
+        self._is_watched = False
+
+    @property
+    def group_timeout(self) -> timedelta:
+        """The deadline for torch's process groups; a group of NCCL's ends the process at it, after `watch`."""
+        return timedelta(seconds=self.timeout_seconds + (SECONDS_FOR_THE_WATCH if self._is_watched else 0))
+
+    def watch(self, fail: Callable[[TrafficError], object]) -> None:
+        """Have a thread call `fail` when a wait is past the deadline: of the stream, or of a thread inside of NCCL."""
+        self._is_watched = True
+
+        def look() -> None:
+            while True:
+                time.sleep(min(0.2, self.timeout_seconds / 4))
+                wait, started = self._under_way() or (None, 0.0)
+                if wait is not None and time.perf_counter() - started > self.timeout_seconds:
+                    fail(self._failed(wait, started, TimeoutError("timed out")))
+                    return
+
+        threading.Thread(target=look, daemon=True).start()
 
     @contextlib.contextmanager
     def named(self, name: str | Wait) -> Iterator[None]:
@@ -69,12 +141,21 @@ class NamedWaits:
         finally:
             self._waiting = outer
 
+    def waited_seconds(self) -> float:
+        """How long this rank has waited for others so far: its thread, and its stream as far as that has come."""
+        self.ledger.waited_seconds += self.stream_waits.collect()
+        return self.ledger.waited_seconds
+
     def waits_for(self, at_least_seconds: float = 0.0) -> Wait | None:
-        """What this rank has been waiting for, itself or in a library; None if not for so long."""
-        under_way = self._waiting or next(iter(list(self.library_waits.values())), None)
+        """What this rank has been waiting for, itself, in a library or on its stream; None if not for so long."""
+        under_way = self._under_way()
         if under_way is None or time.perf_counter() - under_way[1] < at_least_seconds:
             return None
         return under_way[0]
+
+    def _under_way(self) -> tuple[Wait, float] | None:
+        in_library = next(iter(list(self.library_waits.values())), None)
+        return self._waiting or in_library or self.stream_waits.under_way()
 
     def failure_of(self, error: Exception) -> TrafficError | None:
         """The failed wait that an error raised by a library stands for; None if it is another kind of error."""

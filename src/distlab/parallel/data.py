@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from distlab.comm.traffic import traffic
-from distlab.comm.transfer import Transfer
+from distlab.comm.transfer import Transfer, future_of
 
 BUCKET_BYTES = 25_000_000
 
@@ -163,7 +163,7 @@ def through_traffic(wrapped: DistributedDataParallel) -> DistributedDataParallel
 
     def average(_: object, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
         if settling:
-            own: torch.futures.Future[Tensor] = torch.futures.Future()
+            own = future_of(bucket.buffer())
             own.set_result(bucket.buffer())
             return own
         what = f"the gradients of bucket {bucket.index()}"

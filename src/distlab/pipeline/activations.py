@@ -69,6 +69,19 @@ class Stage:
             self._holds[micro_batch] = self._kept.keep(y)
         return y
 
+    def rehearse(self, ids: Tensor, x: Tensor) -> None:
+        """A forward and a backward pass of which nothing is kept: no gradients, no random numbers drawn.
+
+        Args:
+            ids: token ids (batch, seq), the targets of the last stage.
+            x: the stage's input.
+        """
+        with torch.random.fork_rng({p.device for p in self.net.parameters() if p.is_cuda}):
+            y = self.net(x) if self._loss is None else self._loss(self.net(x), ids)
+            inputs = [tensor for tensor in (x, *self.net.parameters()) if tensor.requires_grad]
+            if inputs:  # not `backward`, which would call the hooks that collect gradients
+                torch.autograd.grad(y, inputs, torch.ones_like(y), allow_unused=True)
+
     def release(self, micro_batch: int) -> tuple[Tensor, ...]:
         """Remove and return what is kept of a micro-batch."""
         self._holds.pop(micro_batch, None)

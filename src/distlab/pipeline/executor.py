@@ -7,13 +7,13 @@ it. Between two stages of one worker, tensors are handed over as they are.
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from distlab.comm.devices import patient_threads
+from distlab.comm.endpoint import is_over_nccl
 from distlab.comm.grid import Grid
 from distlab.comm.recorder import COMPUTE, recorder
 from distlab.comm.traffic import Transfer, traffic
@@ -66,7 +66,8 @@ class Pipeline:
         self._incoming = {link: results for link, results in plan.messages.items() if link[1] == self._worker}
         self._acknowledged = _acknowledged(programs, plan, self._worker)
         self._channels = _channels(plan.messages)
-        self._connect(parameters[0].device)
+        self._is_cold = is_over_nccl()  # until a step has been made
+        self._connect()
         self._posted: dict[Result, tuple[Tensor, Transfer]] = {}
         self._sent: dict[Result, Transfer] = {}
         self._handed_over: dict[Result, Tensor] = {}
@@ -94,7 +95,9 @@ class Pipeline:
             stage.shares = [count / sum(targets) for count in targets]
         self._micro_batches, usual_threads = micro_batches, torch.get_num_threads()
         self._expected = {link: iter(results) for link, results in self._incoming.items()}
-        for link in [*self._incoming] * POSTED_AHEAD:
+        if self._is_cold:
+            self._warm_up(micro_batches[0])
+        for link in [*self._incoming] * (0 if self._is_cold else POSTED_AHEAD):
             self._post_next(link)
         try:
             for action in self.program:
@@ -102,6 +105,7 @@ class Pipeline:
         finally:
             torch.set_num_threads(usual_threads)
         self._settle(list(self._sent))  # a send that is dropped before it has ended never arrives
+        self._is_cold = False
         return [loss for stage in self._stages.values() for _, loss in sorted(stage.losses.items())]
 
     def _run(self, action: Action) -> None:
@@ -130,9 +134,13 @@ class Pipeline:
         """A result of another stage, once it has arrived."""
         if result in self._handed_over:
             return self._handed_over.pop(result)
+        link = self.owners[result.stage], self._worker, result.kind
+        if self._is_cold:
+            self._post_next(link)
         tensor, transfer = self._posted.pop(result)
         transfer.wait()
-        self._post_next((self.owners[result.stage], self._worker, result.kind))
+        if not self._is_cold:
+            self._post_next(link)
         self._settle(self._acknowledged[result])
         return tensor
 
@@ -151,9 +159,21 @@ class Pipeline:
             transfer = traffic.receive(tensor, str(result), source=source, group=self._channels[link])
             self._posted[result] = tensor, transfer
 
-    def _connect(self, device: torch.device) -> None:
+    def _warm_up(self, ids: Tensor) -> None:
+        """Over NCCL, before the first receive is posted, pass made-up activations forward and back through each stage.
+
+        CUDA loads a kernel at its first use ("lazy loading" in NVIDIA's CUDA C++ Programming Guide), and may wait for
+        an idle GPU then. In a step that GPU may be receiving what its sender computes only after a result of this rank.
+        For what is still loaded in the first step, such as the optimizer's kernels, no receive is posted ahead in it.
+        """
+        with traffic.ledger.counted_as("control"):  # of tensor-parallel layers
+            for index, stage in self._stages.items():
+                made_up = torch.zeros(*ids.shape, self.width, device=ids.device, requires_grad=True)
+                stage.rehearse(ids, ids if index == 0 else made_up)
+
+    def _connect(self) -> None:
         """Exchange a message over each link in turn: NCCL sets up a link at its first use, by both ends together."""
-        tensor = torch.zeros(1, device=device)
+        tensor = torch.zeros(1, device=traffic.device)
         for (sender, receiver, kind), group in self._channels.items():
             what = f"the first message for {kind}"
             if self._worker == sender:
@@ -182,12 +202,12 @@ def _channels(links: Iterable[Link]) -> "dict[Link, dist.ProcessGroup | None]":
     gloo would take a message of one kind for another's, and with NCCL a receive posted ahead would block the send that
     the other side needs first. Where links share such a path, each kind (over NCCL, each direction too) has a group.
     """
-    nccl = dist.is_initialized() and dist.get_backend() == "nccl"
+    nccl = is_over_nccl()
     channels = {link: (link[2], nccl and link[0] > link[1]) for link in links}
     ways = Counter(tuple(sorted(link[:2])) if nccl else link[:2] for link in channels)
     groups: dict[tuple[str, bool], dist.ProcessGroup | None] = dict.fromkeys(sorted(set(channels.values())))
     if max(ways.values(), default=1) > 1:
         with traffic.named("all ranks to make the pipeline's channels"), patient_threads():
             for channel in list(groups)[1:]:
-                groups[channel] = dist.new_group(timeout=timedelta(seconds=traffic.timeout_seconds))
+                groups[channel] = dist.new_group(timeout=traffic.group_timeout)
     return {link: groups[channel] for link, channel in channels.items()}

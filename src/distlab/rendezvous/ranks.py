@@ -8,13 +8,14 @@ files). So a mistake in one terminal ends with a sentence instead of a run that 
 import contextlib
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
 
+from distlab.comm.devices import Place
 from distlab.rendezvous.store import Say, SharedStore, StoreError, open_bound_store
 from simplellm.errors import InputError, require
 
@@ -107,15 +108,25 @@ def agree(
     return verdict["decided"]
 
 
-def publish_host(store: dist.Store, rank: int, host: str) -> None:
-    """Tell rank 0 which host this rank is on; before `agree`."""
-    seconds = store.timeout.total_seconds()  # type: ignore[attr-defined]  # torch's annotations lack it
-    ranks_store(seconds, store=store).set(f"host/{rank}", host)
+def publish_place(store: dist.Store, rank: int, place: Place) -> None:
+    """Tell the others where this rank computes; before `agree`."""
+    ranks_store(_timeout_of(store), store=store).set(f"place/{rank}", json.dumps([place.host, place.gpus]))
 
 
-def say_hosts(store: dist.Store, size: int, tp: int, say: Say) -> None:
-    """If the ranks are on several hosts, say which are where; after `agree`. `tp` ranks in a row share a stage."""
-    hosts = [store.get(f"host/{rank}").decode() for rank in range(size)]
+def read_places(store: dist.Store, size: int) -> list[Place]:
+    """Where all ranks compute, by rank; after `agree`."""
+    keys = [f"place/{rank}" for rank in range(size)]
+    told = ranks_store(_timeout_of(store), store=store).ask(lambda: store.multi_get(keys))
+    return [Place(host, tuple(gpus)) for host, gpus in map(json.loads, told)]
+
+
+def _timeout_of(store: dist.Store) -> float:
+    return store.timeout.total_seconds()  # type: ignore[attr-defined]  # torch's annotations lack it
+
+
+def say_hosts(places: Sequence[Place], tp: int, say: Say) -> None:
+    """If the ranks are on several hosts, say which are where. `tp` ranks in a row share a stage."""
+    hosts, size = [place.host for place in places], len(places)
     if len(set(hosts)) == 1:
         return
     for host in dict.fromkeys(hosts):

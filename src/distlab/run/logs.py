@@ -124,11 +124,11 @@ class RunLog:
     @contextlib.contextmanager
     def timing_a_step(self) -> Iterator[None]:
         """Time the step inside, from its batch to its update."""
-        started, waited = time.perf_counter(), traffic.ledger.waited_seconds
+        started, waited = time.perf_counter(), traffic.waited_seconds()
         self.loss = math.nan
         yield
         self._seconds.append(time.perf_counter() - started)
-        self._waited_seconds += traffic.ledger.waited_seconds - waited
+        self._waited_seconds += traffic.waited_seconds() - waited
         self.count += self._per_step
 
     @contextlib.contextmanager

@@ -4,8 +4,7 @@ import json
 import math
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator
-from datetime import timedelta
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -23,6 +22,7 @@ from distlab.rendezvous import ranks as rendezvous
 from distlab.rendezvous.notices import notices
 from distlab.reports import memory
 from distlab.run.checkpointer import Batches, Checkpointer, TrainingState, prepare_checkpoints
+from distlab.run.failure import Failure
 from distlab.run.logs import RankOutput, RunLog, new_folder, say, take_over_output
 from distlab.run.not_finite import NotFiniteError
 from distlab.run.resume import ResumePolicy, marked
@@ -42,12 +42,9 @@ class Run(Generic[SettingsT]):
         self.grid = Grid.of(self.rank, settings.layout)
         traffic.describe = self.grid.describe
         take_over_output(self.rank, shares_terminal=rendezvous.started_by_torchrun())
-        self.device = devices.pick_device(settings.device, self.rank)
-        self._local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", self.world_size))
-        computing = self._local_ranks // (self.grid.pp if settings.one_stage_at_a_time else 1)
-        torch.set_num_threads(devices.threads_per_rank(max(1, computing)))
+        self._device_type = devices.pick_device_type(settings.device)
         # What rank 0 decided for all.
-        self.decided = self._join(script) if settings.layout else decide(settings, script)
+        self.decided = self._join(script) if settings.layout else self._begin_alone(script)
         self.out = Path(self.decided["out"])
         self.checkpointer: Checkpointer | None = None  # where the settings are not resumable
         if isinstance(settings, ResumableSettings):
@@ -64,31 +61,50 @@ class Run(Generic[SettingsT]):
         if self.rank == 0:
             self._introduce(script)
 
+    def _take_place(self, places: Sequence[devices.Place]) -> None:
+        """Take the device and the threads that are this rank's, where all ranks compute as `places` say."""
+        self._places, self._local_ranks = places, len(devices.local_ranks(places, self.rank))
+        self.device = traffic.device = devices.pick_device(places, self.rank)
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)
+        computing = self._local_ranks // (self.grid.pp if self.settings.one_stage_at_a_time else 1)
+        torch.set_num_threads(devices.threads_per_rank(max(1, computing)))
+
     @property
     def shared_cores(self) -> int | None:
         """Cores of this host for each of the pipelines that it runs; None where threads are not ours to set."""
         return None if self.device.type == "cuda" else devices.cores_to_share(max(1, self._local_ranks // self.grid.pp))
 
+    def _begin_alone(self, script: Path) -> dict[str, Any]:
+        self._take_place([devices.own_place(self._device_type, self.settings.master_addr)])
+        return decide(self.settings, script)
+
     def _join(self, script: Path) -> dict[str, Any]:
         """Find the other ranks, agree, and set up the process group; returns what rank 0 decided."""
         settings, rank, size, seconds = self.settings, self.rank, self.world_size, self.settings.timeout
         by_torchrun = rendezvous.started_by_torchrun()
-        backend = devices.pick_backend(settings.backend, self.device, self._local_ranks)
         address = os.environ.get("MASTER_ADDR", settings.master_addr) if by_torchrun else settings.master_addr
-        devices.keep_to_interface(address, on_one_host=by_torchrun and self._local_ranks == size)
         port = settings.master_port or 29500
-        store = self._store = rendezvous.open_store(rank, settings.master_addr, port, seconds, say)
-        rendezvous.publish_host(store, rank, devices.host_name(address))
+        store = rendezvous.open_store(rank, settings.master_addr, port, seconds, say)
+        rendezvous.publish_place(store, rank, devices.own_place(self._device_type, address))
         same = {"the script": script.name} | {as_flag(name): value for name, value in as_json(settings).items()}
+        if settings.device == "auto":
+            same[as_flag("device")] = f"auto, which found {self._device_type}"
         decided = rendezvous.agree(store, rank, size, same, lambda: decide(settings, script), seconds, say)
+        self._take_place(rendezvous.read_places(store, size))
+        backend = devices.pick_backend(settings.backend, self._places)
+        devices.keep_to_interface(address, on_one_host=by_torchrun and self._local_ranks == size)
+        traffic.timeout_seconds = seconds
+        if backend == "nccl":
+            traffic.watch(lambda error: Failure.of(error).end())
         try:
             with devices.patient_threads():
-                timeout = timedelta(seconds=seconds)
+                timeout = traffic.group_timeout
                 dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
         except (dist.DistError, RuntimeError) as error:
             raise TrafficError(f"rank {rank} could not connect to all other ranks: {reason(error)}", error) from error
-        traffic.timeout_seconds = seconds
         notices.open(store, rank, size, traffic, is_rank_0s=not rendezvous.is_store_in_launcher())
+        traffic.connect()
         return decided
 
     def _keep_files(self) -> None:
@@ -111,7 +127,10 @@ class Run(Generic[SettingsT]):
             ranks = f"{self.world_size} rank{'s' * (self.world_size > 1)} over {dist.get_backend()}"
         say(f"{script.stem}: {ranks} on {self.device.type}, {threads} thread{'s' * (threads > 1)} each")
         if dist.is_initialized():
-            rendezvous.say_hosts(self._store, self.world_size, self.grid.tp, say)
+            rendezvous.say_hosts(self._places, self.grid.tp, say)
+        override = devices.tf32_override() if self.device.type == "cuda" else None
+        if override is not None:
+            say(f"warning: {override} rounds the factors of float32 products, so layouts agree to three digits only")
         if self.checkpointer is not None:
             self.checkpointer.introduce()
         for remark in self.settings.remarks(self.decided):

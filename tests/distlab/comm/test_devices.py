@@ -1,6 +1,7 @@
 """Which backend and how many threads, without the hardware."""
 
 import os
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -9,47 +10,77 @@ from typing import Any
 
 import pytest
 import torch
-from chapters import MODEL, TRAINING, load
-from processes import LAB, free_port, run_ranks
+from chapters import MODEL, STEPS, TRAINING, load
+from processes import LAB, free_port, run, run_ranks, steps_taken
 
-from distlab.comm.devices import patient_threads, pick_backend, pick_device, threads_per_rank
+from distlab.comm.devices import (
+    Place,
+    local_ranks,
+    patient_threads,
+    pick_backend,
+    pick_device,
+    pick_device_type,
+    threads_per_rank,
+)
 from distlab.run.settings import parse
 from distlab.run.training import TrainingRun
 from simplellm.errors import InputError
 
-CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
+
+def places(*gpus_by_rank: str, hosts: str = "") -> list[Place]:
+    """Ranks that see GPUs, each called by a letter; all on the same host, or each on one that is called by a letter."""
+    return [Place(host, tuple(gpus)) for gpus, host in zip(gpus_by_rank, hosts or "A" * len(gpus_by_rank), strict=True)]
 
 
 @pytest.mark.parametrize(
-    ("asked", "device", "local_ranks", "gpus", "backend"),
+    ("asked", "where", "backend"),
     [
-        ("auto", CPU, 3, 0, "gloo"),
-        ("auto", CUDA, 3, 1, "gloo"),
-        ("auto", CUDA, 2, 2, "nccl"),
-        ("gloo", CUDA, 1, 1, "gloo"),
-        ("nccl", CUDA, 1, 1, "nccl"),
+        ("auto", places("", "", ""), "gloo"),
+        ("auto", places("x", "x", "x"), "gloo"),
+        ("auto", places("xy", "xy"), "nccl"),
+        ("auto", places("x", "y"), "nccl"),  # CUDA_VISIBLE_DEVICES gives each rank one
+        ("auto", places("vw", "xy", "vw", "xy", hosts="ABAB"), "nccl"),
+        ("auto", places("vw", "xy", "vw", "vw", hosts="ABAA"), "gloo"),
+        ("gloo", places("x"), "gloo"),
+        ("nccl", places("x"), "nccl"),
     ],
 )
-def test_backend(
-    asked: str, device: torch.device, local_ranks: int, gpus: int, backend: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
-    assert pick_backend(asked, device, local_ranks) == backend
+def test_backend(asked: str, where: list[Place], backend: str) -> None:
+    assert pick_backend(asked, where) == backend
 
 
-def test_nccl_with_two_ranks_on_one_gpu_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    with pytest.raises(InputError, match="--backend nccl: 2 ranks share 1 GPU"):
-        pick_backend("nccl", CUDA, 2)
+def test_the_ranks_of_a_host_take_its_gpus_in_turn() -> None:
+    where = places("vw", "xy", "vw", "xy", "vw", hosts="ABABA")
+    taken = [pick_device(where, rank) for rank in range(5)]
+    assert taken == [torch.device("cuda", number) for number in (0, 0, 1, 1, 0)]
+    assert local_ranks(where, 2) == [0, 2, 4]
+    assert pick_device(places("", ""), 1) == torch.device("cpu")
+
+
+def test_nccl_with_two_ranks_on_one_gpu_is_refused() -> None:
+    with pytest.raises(InputError, match="--backend nccl: ranks 1 and 2 share a GPU of B, which NCCL refuses"):
+        pick_backend("nccl", places("x", "y", "y", hosts="ABB"))
     with pytest.raises(InputError, match="--backend nccl: NCCL moves CUDA tensors only"):
-        pick_backend("nccl", CPU, 2)
+        pick_backend("nccl", places("", ""))
 
 
 def test_cuda_that_is_not_there_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert pick_device("auto", 0) == CPU
+    assert pick_device_type("auto") == "cpu"
     with pytest.raises(InputError, match="--device cuda"):
-        pick_device("cuda", 0)
+        pick_device_type("cuda")
+
+
+@pytest.mark.parametrize("flags", ["--save-every 1", "--trace"])
+def test_a_run_on_the_cpu_never_opens_a_gpu(flags: str, tmp_path: Path) -> None:
+    """Not even through a library that it calls, on a machine that has one."""
+    open_gpu = "def open_gpu(*_): raise AssertionError('a GPU was opened')"
+    see_gpu = "torch.cuda.is_available = lambda: os.environ.get('CUDA_VISIBLE_DEVICES') != ''"
+    patch = f"{open_gpu}\n{see_gpu}\ntorch.cuda._lazy_init = torch._C._cuda_init = open_gpu"
+    start = f"import os, runpy, torch\n{patch}\nrunpy.run_path({str(LAB / 'primer/intro.py')!r}, run_name='__main__')"
+    ended = run(sys.executable, "-c", start, *MODEL, *TRAINING, *flags.split(), "--out", tmp_path / "out")
+    assert ended.status == 0, ended.err
+    assert steps_taken(tmp_path / "out") == STEPS
 
 
 def test_ranks_share_the_cores_unless_told_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:

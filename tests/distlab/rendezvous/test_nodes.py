@@ -15,7 +15,7 @@ import pytest
 import torch.distributed as dist
 from processes import free_port, wait_for
 
-from distlab.comm.devices import interface_of, own_address
+from distlab.comm.devices import Place, interface_of, own_address
 from distlab.launch import launch, run_ranks
 from distlab.rendezvous.nodes import NodeRendezvous, Nodes, assign_ranks, read_flags
 from distlab.rendezvous.ranks import say_hosts
@@ -176,10 +176,6 @@ def test_a_machine_that_never_comes_is_named() -> None:
         join(1, (3, 3), 1, timeout_seconds=1)
 
 
-class Store(dict[str, bytes]):
-    """What `say_hosts` needs of the ranks' store."""
-
-
 @pytest.mark.parametrize(
     ("hosts", "tp", "said"),
     [
@@ -198,9 +194,8 @@ class Store(dict[str, bytes]):
     ],
 )
 def test_rank_0_says_who_is_where(hosts: str, tp: int, said: list[str]) -> None:
-    store: object = Store({f"host/{rank}": host.encode() for rank, host in enumerate(hosts)})
     lines: list[str] = []
-    say_hosts(store, len(hosts), tp, lines.append)  # type: ignore[arg-type]
+    say_hosts([Place(host) for host in hosts], tp, lines.append)
     assert lines == said
 
 

@@ -1,0 +1,111 @@
+"""Runs over NCCL as far as they can be followed without a GPU: which tensors they give to it, and in what order."""
+
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from processes import run_ranks
+from recorded_nccl import Call, run_alone
+
+from distlab.pipeline.executor import Pipeline
+
+LLAMA = "--dmodel 32 --num-heads 2 --n-layers 3 --seq-len 24 --steps 2 --data sample --eval-every 1 --eval-sequences 3"
+PIPELINES = {
+    "2 stages": (2, "PP/microbatches/intro_PP_microbatches.py", f"{LLAMA} --world-size 2 --batch-size 3"),
+    "3 stages": (3, "PP/microbatches/intro_PP_microbatches.py", f"{LLAMA} --world-size 3 --batch-size 3"),
+    "gpipe": (3, "PP/microbatches/intro_PP_microbatches.py", f"{LLAMA} --world-size 3 --batch-size 3 --schedule gpipe"),
+    "naive": (2, "PP/1F1B/intro_PP_1F1B.py", f"{LLAMA} --world-size 2"),
+    "2 replicas of 2 stages": (4, "hybrid/intro_hybrid.py", f"{LLAMA} --dp 2 --pp 2 --batch-size 3"),
+    "2 stages, split over 2 ranks": (4, "hybrid/intro_hybrid.py", f"{LLAMA} --dp 1 --pp 2 --tp 2 --batch-size 3"),
+}
+OTHERS = {
+    "dp-ga": (2, "DP/gradient_aggr/intro_DP_GA.py", f"{LLAMA} --world-size 2"),
+    "dp-wa": (2, "DP/weight_aggr/intro_DP_WA.py", f"{LLAMA} --world-size 2"),
+    "mydp": (2, "DP/mydp/intro_DP_MyDP.py", f"{LLAMA} --world-size 2"),
+    "tp": (2, "TP/intro_TP.py", f"{LLAMA} --world-size 2"),
+    "both-send": (3, "PP/deadlock/intro_deadlock.py", "--case both-send --cure --device cuda"),
+    "order": (3, "PP/deadlock/intro_deadlock.py", "--case order --cure --device cuda"),
+    "skipped": (3, "PP/deadlock/intro_deadlock.py", "--case skipped --cure --device cuda"),
+}
+
+
+def record(size: int, script: str, flags: str, out: Path) -> list[list[Call]]:
+    """What each rank would do, recorded in a process of its own."""
+    flags = f"{flags} --out {out}"
+    by_rank = run_ranks(size, lambda rank: [tuple(call) for call in run_alone(rank, size, script, flags.split())])
+    return [[Call(*call) for call in calls] for calls in by_rank]
+
+
+@pytest.mark.parametrize("case", [*PIPELINES, *OTHERS])
+def test_nccl_gets_only_tensors_of_the_gpu_and_all_ranks_end(case: str, tmp_path: Path) -> None:
+    calls = record(*(PIPELINES | OTHERS)[case], tmp_path)  # fails where NCCL is given a tensor that is on the CPU
+    assert all(calls)
+    assert stuck(calls) == []
+
+
+def test_receives_that_are_posted_before_kernels_are_loaded_are_found_to_hang(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Pipelines used to do so; it shows that `stuck` finds it."""
+
+    def start_cold(pipeline: Pipeline, _: object) -> None:
+        pipeline._is_cold = False
+
+    monkeypatch.setattr(Pipeline, "_warm_up", start_cold)
+    assert stuck(record(*PIPELINES["2 stages"], tmp_path)) == [0, 1]
+
+
+@pytest.mark.parametrize(("flags", "ranks"), [("--case both-send", [0, 1, 2]), ("--case order", [0, 1, 2])])
+def test_deadlocks_are_found(flags: str, ranks: list[int], tmp_path: Path) -> None:
+    assert stuck(record(3, "PP/deadlock/intro_deadlock.py", f"{flags} --device cuda", tmp_path)) == ranks
+
+
+def stuck(calls: list[list[Call]]) -> list[int]:
+    """The ranks that do not come to their end, by the rules of CUDA and NCCL.
+
+    A forward pass in the first step loads a kernel, which waits until all that the rank has begun is done; nothing else
+    keeps a rank's thread. A collective
+    or message starts when all that the rank has waited for before is done, and what it has begun before in the same
+    group, or with the same other rank in that group. It is done when it has started on all its ranks.
+    """
+    done: set[tuple[int, int]] = set()  # (rank, number)
+    made = [0] * len(calls)  # how many of its calls each rank's thread has made
+    while True:
+        started: dict[object, list[tuple[int, Call]]] = defaultdict(list)
+        for rank, own in enumerate(calls):
+            begun = {(rank, call.number) for call in own[: made[rank]] if call.number >= 0}
+            while made[rank] < len(own) and (own[made[rank]].what != "forward" or begun <= done):
+                begun.add((rank, own[made[rank]].number))
+                begun.discard((rank, -1))
+                made[rank] += 1
+            for place, call in started_by(rank, own[: made[rank]], done):
+                started[place].append((rank, call))
+        ended = [pair for pairs in started.values() if is_complete([call for _, call in pairs]) for pair in pairs]
+        if not ended:
+            begun_by = {(rank, call.number): rank for rank, own in enumerate(calls) for call in own if call.number >= 0}
+            return sorted({rank for call, rank in begun_by.items() if call not in done})
+        done |= {(rank, call.number) for rank, call in ended}
+
+
+def started_by(rank: int, made: list[Call], done: set[tuple[int, int]]) -> Iterator[tuple[object, Call]]:
+    """What has started of a rank's calls and is not done; with its channel, and its place in the order there."""
+    places: Counter[object] = Counter()
+    waiting: set[object] = set()  # channels in which something has started
+    for call in made:
+        is_done = (rank, call.number) in done
+        channel = call.group, call.ranks, call.what in ("send", "receive")
+        if call.what == "wait" and not is_done:
+            return
+        if call.what in ("wait", "forward"):
+            continue
+        if not is_done and channel not in waiting:
+            waiting.add(channel)
+            yield (channel, places[channel]), call
+        places[channel] += 1
+
+
+def is_complete(calls: list[Call]) -> bool:
+    """Whether these are a collective on all its ranks, or both ends of a message."""
+    kinds = {call.what for call in calls}
+    return len(calls) == len(calls[0].ranks) and (kinds == {"send", "receive"} or not kinds & {"send", "receive"})

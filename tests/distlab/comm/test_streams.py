@@ -1,0 +1,163 @@
+"""Waits of a GPU's stream: timed by its events, named, and bounded; with a stand-in for CUDA's events."""
+
+import re
+import time
+
+import pytest
+import torch
+from processes import wait_for
+
+from distlab.comm.recorder import COMPUTE, WAIT, Recorder
+from distlab.comm.traffic import Traffic
+from distlab.comm.transfer import Transfer
+from distlab.comm.waits import NamedWaits, StreamWait, StreamWaits, TrafficError, Wait
+
+GRADIENTS = Wait("the gradients", "receive", (1,))
+
+
+class Gpu:
+    """A GPU whose stream has come as far as `seconds`; what is queued takes one second each."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        self.queued = 0
+        self.synchronized = 0
+
+    def event(self, enable_timing: bool = False) -> "Event":
+        assert enable_timing
+        return Event(self)
+
+
+class Event:
+    def __init__(self, gpu: Gpu) -> None:
+        self._gpu = gpu
+
+    def record(self) -> None:
+        self.at = self._gpu.queued
+        self._gpu.queued += 1
+
+    def query(self) -> bool:
+        return self.at <= self._gpu.seconds
+
+    def synchronize(self) -> None:
+        self._gpu.synchronized += 1
+        self._gpu.seconds = max(self._gpu.seconds, self.at)
+
+    def elapsed_time(self, later: "Event") -> float:
+        assert self.query()
+        assert later.query()
+        return 1000.0 * (later.at - self.at)
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Gpu:
+    gpu = Gpu()
+    monkeypatch.setattr(torch.cuda, "Event", gpu.event)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    return gpu
+
+
+def stream_wait(gpu: Gpu, reached: int, done: int) -> StreamWait:
+    """A wait that the stream reaches after so many seconds, and that ends after so many."""
+    events = gpu.event(enable_timing=True), gpu.event(enable_timing=True)
+    events[0].at, events[1].at = reached, done
+    return StreamWait(GRADIENTS, *events)  # type: ignore[arg-type]
+
+
+def test_a_wait_is_under_way_from_when_the_stream_reaches_it(gpu: Gpu) -> None:
+    waits = StreamWaits()
+    waits.add(stream_wait(gpu, reached=2, done=5))
+    waits.add(stream_wait(gpu, reached=6, done=7))
+    under_way, collected = [], []
+    for gpu.seconds in range(8):
+        now = waits.under_way()
+        under_way.append(now is not None and now[0] is GRADIENTS)
+        collected.append(waits.collect())
+    assert under_way == [False, False, True, True, True, False, True, False]
+    assert collected == [0, 0, 0, 0, 0, 3, 0, 1]
+
+
+def test_the_watch_ends_a_wait_at_its_deadline_and_names_it(gpu: Gpu) -> None:
+    waits, failures = NamedWaits(), list[TrafficError]()
+    waits.timeout_seconds = 0.5
+    waits.stream_waits.add(stream_wait(gpu, reached=1, done=3))
+    waits.watch(failures.append)
+    time.sleep(1)
+    assert failures == []  # what is queued before it takes long
+    gpu.seconds, started = 1, time.perf_counter()
+    assert wait_for(lambda: bool(failures))
+    assert time.perf_counter() - started >= 0.5
+    sentence = r"rank 0 waited \d+\.\d s for the gradients from rank 1: no answer \(--timeout sets how long to wait\)"
+    assert re.fullmatch(sentence, str(failures[0]))
+    assert failures[0].wait == GRADIENTS
+
+
+def test_the_watch_ends_a_wait_of_the_thread_inside_of_nccl() -> None:
+    waits, failures = NamedWaits(), list[TrafficError]()
+    waits.timeout_seconds = 0.4
+    waits.watch(failures.append)
+    with waits.named("the checkpoint of step 3"):
+        assert wait_for(lambda: bool(failures))
+    assert "s for the checkpoint of step 3: no answer" in str(failures[0])
+
+
+def test_nccl_gets_time_for_the_diagnosis_before_it_ends_the_process() -> None:
+    waits = NamedWaits()
+    waits.timeout_seconds = 3
+    assert waits.group_timeout.total_seconds() == 3
+    waits.watch(lambda _: None)
+    assert waits.group_timeout.total_seconds() > 30
+
+
+def test_what_a_gpu_computes_is_recorded_when_it_computes_it(gpu: Gpu) -> None:
+    recorder = Recorder()
+    recorder.enabled = True
+    with recorder.span(COMPUTE, "F0"):  # the clock starts at event 0; this lies between events 1 and 2
+        pass
+    with recorder.span(COMPUTE, "F1"):
+        pass
+    assert gpu.synchronized == 1  # for the clock alone: to record costs the run nothing
+    first, second = (event for event in recorder.as_json()["events"])
+    assert (first.name, second.name) == ("F0", "F1")
+    assert [first.seconds, second.seconds, second.start - first.end] == pytest.approx([1, 1, 1])
+
+
+class Work:
+    """What NCCL returns: a wait that takes no deadline and returns at once, or a future that is done when queued."""
+
+    def wait(self) -> None: ...
+
+    def get_future(self) -> "torch.futures.Future[object]":
+        future: torch.futures.Future[object] = torch.futures.Future()
+        future.set_result(None)
+        return future
+
+
+@pytest.mark.parametrize("by_library", [False, True])
+def test_a_wait_for_nccl_is_the_streams(by_library: bool, gpu: Gpu) -> None:
+    traffic, tensor = Traffic(), torch.empty(3, device="meta")
+    transfer = Transfer(traffic, GRADIENTS, Work(), tensor, tensor)  # type: ignore[arg-type]
+    gpu.queued += 4  # computed meanwhile
+    if by_library:
+        assert transfer.future(is_waited_for=True).wait() is tensor
+    else:
+        transfer.wait()
+    assert traffic.waited_seconds() == 0
+    assert traffic.waits_for() is (GRADIENTS if by_library else None)  # the stream has come to second 0
+    gpu.seconds = gpu.queued
+    assert traffic.waited_seconds() == (5 if by_library else 1)
+    assert traffic.waits_for() is None
+
+
+def test_a_wait_of_the_stream_is_recorded(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    recorder = Recorder()
+    recorder.enabled = True
+    monkeypatch.setattr("distlab.comm.transfer.recorder", recorder)
+    tensor = torch.empty(3, device="meta")
+    with recorder.span(COMPUTE, "F0"):
+        pass
+    Transfer(Traffic(), GRADIENTS, Work(), tensor, tensor).wait()  # type: ignore[arg-type]
+    events = {event.kind: event for event in recorder.as_json()["events"]}
+    assert events[WAIT].name == "the gradients from rank 1"
+    assert events[WAIT].seconds == pytest.approx(1)
+    assert events["message"].seconds == pytest.approx(2)
