@@ -1,6 +1,8 @@
 # Sourced by launch.sh and test.sh: sets $python to an interpreter that has what the lab needs.
 #
 # An environment that is active and has it is used as it is; otherwise .venv/ is made from requirements.txt, once.
+# On Linux, LAB_TORCH=cpu or LAB_TORCH=cuda chooses torch's build for .venv/; otherwise it depends on the machine, see
+# install_torch. LAB_TORCH_INDEX is the address of another copy of PyTorch's index of CPU builds.
 
 lab=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 
@@ -26,6 +28,13 @@ PYTHON
 prepare() {
     local files=("${@/#/$lab/}") base file
     export PYTHONPATH=$lab/src${PYTHONPATH:+:$PYTHONPATH}
+    case ${LAB_TORCH:-} in
+        "" | cpu | cuda) ;;
+        *)
+            echo "# LAB_TORCH=$LAB_TORCH: give cpu or cuda, or leave it out for the build that fits this machine" >&2
+            return 2
+            ;;
+    esac
     python=$(command -v python3 || command -v python || true)
     if [ -n "$python" ] && has_all "$python" "${files[@]}"; then return; fi
 
@@ -49,9 +58,8 @@ prepare() {
         echo "# $base -m venv failed: on Debian and Ubuntu, install python3-venv; then run the command again" >&2
         return 1
     fi
-    local quiet=-qq  # a terminal shows pip's progress
-    if [ -t 2 ]; then quiet=; fi
-    if ! "$python" -m pip install $quiet --disable-pip-version-check -r "${files[${#files[@]} - 1]}" -e "$lab" >&2; then
+    install_torch || return
+    if ! pip_install -r "${files[${#files[@]} - 1]}" -e "$lab"; then
         echo "# pip could not install ${*: -1}, for the reason above; run the command again to go on" >&2
         return 1
     fi
@@ -63,4 +71,68 @@ prepare() {
 is_installed() {
     local file
     for file in "$@"; do cmp -s "$file" "$lab/.venv/${file##*/}" || return 1; done
+}
+
+pip_install() {
+    local quiet=-qq  # a terminal shows pip's progress
+    if [ -t 2 ]; then quiet=; fi
+    "$python" -m pip install $quiet --disable-pip-version-check "$@" >&2
+}
+
+# install_torch: installs torch's CPU build into .venv where that is the one to have; nothing else comes from PyTorch's index.
+# Otherwise pip finds torch where it finds everything: at PyPI, whose torch is built for CUDA on Linux and for the CPU
+# elsewhere, or at what the user has configured. The sizes are those of torch 2.13 for x86-64.
+install_torch() {
+    local torch index=${LAB_TORCH_INDEX:-https://download.pytorch.org/whl/cpu} build=${LAB_TORCH:-} why="as LAB_TORCH says"
+    torch=$(grep '^torch==' "$lab/requirements.txt")
+    if [ "$(uname)" != Linux ] || is_there "$torch"; then return 0; fi
+    if [ "$build" != cpu ] && has_indexes; then return 0; fi
+    if [ -z "$build" ]; then
+        build=cuda
+        if has_driver; then
+            why="there is an NVIDIA driver; LAB_TORCH=cpu takes the CPU build, about 200 MB"
+        elif answers "$index/torch/"; then
+            build=cpu
+            why="there is no NVIDIA driver; LAB_TORCH=cuda takes PyPI's CUDA build"
+        else
+            why="there is no NVIDIA driver, but $index, which has CPU builds, does not answer"
+        fi
+    fi
+    if [ "$build" = cuda ]; then
+        echo "# torch: PyPI's CUDA build, about 3 GB with NVIDIA's libraries ($why)" >&2
+        return 0
+    fi
+    echo "# torch: the CPU build, about 200 MB, from $index ($why)" >&2
+    if ! pip_install --index-url "$index" --no-deps "$torch"; then
+        echo "# pip could not install $torch from $index, for the reason above; LAB_TORCH=cuda takes PyPI's" >&2
+        return 1
+    fi
+}
+
+# is_there NAME==VERSION: true if .venv has that version of a package, in whichever build (2.13.0+cpu is one of 2.13.0).
+is_there() {
+    "$python" -c 'import sys; from importlib.metadata import version
+sys.exit(version(sys.argv[1]).partition("+")[0] != sys.argv[2])' "${1%%==*}" "${1#*==}" 2>/dev/null
+}
+
+# has_indexes: true if the user's pip is configured to look elsewhere than at PyPI, such as at a mirror or in a folder.
+has_indexes() {  # not grep -q: it ends at the first match, and pip may still be writing
+    "$python" -m pip config list 2>/dev/null | grep -E "(index-url|find-links|no-index)='." >/dev/null
+}
+
+has_driver() {  # in WSL the driver is that of Windows, which puts its library there
+    command -v nvidia-smi >/dev/null || [ -e /proc/driver/nvidia ] || [ -e /dev/nvidiactl ] ||
+        [ -e /usr/lib/wsl/lib/libcuda.so.1 ]
+}
+
+# answers URL: true if the page is there within two seconds in all; urlopen's timeout holds for each wait, and not for DNS.
+answers() {
+    "$python" - "$1" <<'PYTHON' 2>/dev/null
+import os, sys, threading, urllib.request
+
+deadline = threading.Timer(2, os._exit, [1])
+deadline.daemon = True
+deadline.start()
+urllib.request.urlopen(urllib.request.Request(sys.argv[1], headers={"User-Agent": "distributed-llm-lab"}))
+PYTHON
 }

@@ -1,0 +1,276 @@
+"""environment.sh installs the build of torch that fits the machine: a real index, and a pip that is watched."""
+
+import importlib.util
+import json
+import os
+import socket
+import stat
+import subprocess
+import sys
+import threading
+import time
+import zipfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+from processes import LAB, Ended, finish, start
+
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("pip") is None, reason="needs pip")
+
+NO_DRIVER = "has_driver() { false; }"  # this machine may have one
+CPU = "# torch: the CPU build, about 200 MB, from {index} ({why})"
+CUDA = "# torch: PyPI's CUDA build, about 3 GB with NVIDIA's libraries ({why})"
+
+# In place of pip: notes each installation, and has pip do what needs no network but that of the test's index.
+PIP = f"""
+import json, os, sys
+from pathlib import Path
+
+flags = sys.argv[1:]
+into = []
+if flags[0] == "install":
+    with Path(__file__).with_name("installed.jsonl").open("a") as log:
+        log.write(json.dumps(flags) + "\\n")
+    if "--index-url" not in flags:
+        sys.exit()
+    into = ["--python", sys.executable]
+del os.environ["PYTHONPATH"]
+os.execv({sys.executable!r}, [{sys.executable!r}, "-m", "pip", *into, *flags])
+"""
+
+
+@dataclass
+class Lab:
+    """A folder with environment.sh and a .venv/ that is empty but for Python; `programs` is first on the PATH."""
+
+    path: Path
+    programs: Path
+
+    def prepare(self, before: str = NO_DRIVER, **environment: str) -> Ended:
+        """Run `prepare requirements.txt`, after the shell commands `before`, to its end."""
+        script = f'set -euo pipefail; source environment.sh; {before}; prepare requirements.txt; echo "$python"'
+        path = f"{self.programs}:{os.environ['PATH']}"
+        return finish(start("bash", "-c", script, cwd=self.path, PATH=path, no_proxy="127.0.0.1", **environment))
+
+    def installed(self) -> list[list[str]]:
+        """What pip was told to install, call by call, without the flags that say how."""
+        log = self.path / "src/installed.jsonl"
+        calls = map(json.loads, log.read_text().splitlines()) if log.exists() else ()
+        return [[flag for flag in call[1:] if flag not in ("-qq", "--disable-pip-version-check")] for call in calls]
+
+    @property
+    def rest(self) -> list[str]:
+        """The installation of all that is not there yet, from wherever pip looks by itself."""
+        return ["-r", str(self.path / "requirements.txt"), "-e", str(self.path)]
+
+
+@pytest.fixture
+def lab(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Lab:
+    for name in [name for name in os.environ if name.startswith(("PIP_", "LAB_TORCH"))]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)
+    lab = Lab(tmp_path / "lab", tmp_path / "programs")
+    (lab.path / "src").mkdir(parents=True)
+    for name in ("environment.sh", "pyproject.toml"):
+        (lab.path / name).write_text((LAB / name).read_text())
+    # No environment that is active has the second one, so that .venv/ is needed.
+    (lab.path / "requirements.txt").write_text("torch==2.13.0\nno-such-package==1.0\n")
+    (lab.path / "src/pip.py").write_text(PIP)  # environment.sh puts src/ before all other modules
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", lab.path / ".venv"], check=True, timeout=60)
+    lab.programs.mkdir()
+    return lab
+
+
+def add_program(lab: Lab, name: str, script: str) -> None:
+    program = lab.programs / name
+    program.write_text(f"#!/bin/sh\n{script}\n")
+    program.chmod(program.stat().st_mode | stat.S_IXUSR)
+
+
+@dataclass
+class Index:
+    """A place that should have CPU builds."""
+
+    url: str
+    requests: list[str] = field(default_factory=list)
+
+
+@contextmanager
+def index_with(version: str, folder: Path) -> Iterator[Index]:
+    """An index over HTTP with one package, torch, in one version, which requires a package that the index has not."""
+    name = f"torch-{version}"
+    (folder / "torch").mkdir(parents=True)
+    with zipfile.ZipFile(folder / "torch" / f"{name}-py3-none-any.whl", "w") as wheel:
+        wheel.writestr("torch/__init__.py", "")
+        info = f"{name}.dist-info"
+        needs = "Requires-Dist: no-such-package"
+        wheel.writestr(f"{info}/METADATA", f"Metadata-Version: 2.1\nName: torch\nVersion: {version}\n{needs}\n")
+        wheel.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        wheel.writestr(f"{info}/RECORD", "")
+    link = f"{name}-py3-none-any.whl".replace("+", "%2B")
+    (folder / "torch/index.html").write_text(f'<!DOCTYPE html><a href="{link}">{name}</a>')
+    requests: list[str] = []
+
+    class Handler(SimpleHTTPRequestHandler):
+        def log_message(self, *_: object) -> None:
+            requests.append(self.path)
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), partial(Handler, directory=str(folder))) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield Index(f"http://127.0.0.1:{server.server_port}", requests)
+        server.shutdown()
+
+
+@pytest.fixture
+def index(tmp_path: Path) -> Iterator[Index]:
+    with index_with("2.13.0+cpu", tmp_path / "index") as index:
+        yield index
+
+
+@pytest.fixture
+def silent() -> Iterator[Index]:
+    """What takes connections, and does not answer."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        yield Index(f"http://127.0.0.1:{listener.getsockname()[1]}")
+
+
+def torch_lines(ended: Ended) -> list[str]:
+    """What is said of torch's build."""
+    return [line for line in ended.err.splitlines() if line.startswith("# torch")]
+
+
+@pytest.mark.parametrize(
+    ("chosen", "why"),
+    [("", "there is no NVIDIA driver; LAB_TORCH=cuda takes PyPI's CUDA build"), ("cpu", "as LAB_TORCH says")],
+)
+def test_the_cpu_build_comes_from_pytorchs_index_and_all_else_does_not(
+    chosen: str, why: str, lab: Lab, index: Index
+) -> None:
+    ended = lab.prepare(LAB_TORCH=chosen, LAB_TORCH_INDEX=index.url)
+    assert ended.status == 0, ended.err
+    assert torch_lines(ended) == [CPU.format(index=index.url, why=why)]
+    assert lab.installed() == [["--index-url", index.url, "--no-deps", "torch==2.13.0"], lab.rest]
+    assert any(path.endswith(".whl") for path in index.requests)
+    assert all(path.startswith("/torch/") for path in index.requests), "nothing else was looked for there"
+
+
+def test_the_cpu_build_is_the_exact_version_and_is_not_installed_twice(lab: Lab, index: Index) -> None:
+    assert lab.prepare(LAB_TORCH_INDEX=index.url).status == 0
+    python = lab.path / ".venv/bin/python"
+    version = 'from importlib.metadata import version; print(version("torch"))'
+    assert subprocess.check_output([python, "-c", version], text=True, timeout=60) == "2.13.0+cpu\n"
+    pip = [sys.executable, "-m", "pip", "--python", str(python), "install", "--no-index", "--no-deps", "torch==2.13.0"]
+    assert "already satisfied" in subprocess.check_output(pip, text=True, timeout=60)
+
+    (lab.path / ".venv/requirements.txt").unlink()  # as after an installation of the rest that has failed
+    index.requests.clear()
+    again = lab.prepare(LAB_TORCH_INDEX=index.url)
+    assert again.status == 0
+    assert torch_lines(again) == []
+    assert lab.installed()[2:] == [lab.rest]
+    assert not index.requests
+
+
+@pytest.mark.parametrize("chosen", ["", "cuda"])
+def test_with_a_driver_or_by_choice_torch_comes_from_pypi(chosen: str, lab: Lab, index: Index) -> None:
+    if not chosen:
+        add_program(lab, "nvidia-smi", "exit 9")
+    ended = lab.prepare(before=NO_DRIVER if chosen else "true", LAB_TORCH=chosen, LAB_TORCH_INDEX=index.url)
+    assert ended.status == 0, ended.err
+    by_itself = "there is an NVIDIA driver; LAB_TORCH=cpu takes the CPU build, about 200 MB"
+    assert torch_lines(ended) == [CUDA.format(why="as LAB_TORCH says" if chosen else by_itself)]
+    assert lab.installed() == [lab.rest]
+    assert not index.requests
+
+
+def test_the_cpu_build_can_be_chosen_where_there_is_a_driver(lab: Lab, index: Index) -> None:
+    add_program(lab, "nvidia-smi", "exit 9")
+    ended = lab.prepare(before="true", LAB_TORCH="cpu", LAB_TORCH_INDEX=index.url)
+    assert ended.status == 0, ended.err
+    assert lab.installed() == [["--index-url", index.url, "--no-deps", "torch==2.13.0"], lab.rest]
+
+
+@pytest.mark.alone
+def test_an_index_that_is_silent_is_not_waited_for(lab: Lab, silent: Index) -> None:
+    started = time.monotonic()
+    assert lab.prepare(LAB_TORCH="cuda").status == 0
+    unasked = time.monotonic() - started
+    (lab.path / ".venv/requirements.txt").unlink()
+
+    started = time.monotonic()
+    ended = lab.prepare(LAB_TORCH_INDEX=silent.url)
+    assert 1.5 < time.monotonic() - started - unasked < 3.5, "two seconds, and an interpreter's start"
+    assert ended.status == 0, ended.err
+    why = f"there is no NVIDIA driver, but {silent.url}, which has CPU builds, does not answer"
+    assert torch_lines(ended) == [CUDA.format(why=why)]
+    assert lab.installed() == [lab.rest, lab.rest]
+
+
+def test_an_index_without_torch_does_not_count(lab: Lab, index: Index) -> None:
+    ended = lab.prepare(LAB_TORCH_INDEX=f"{index.url}/elsewhere")
+    assert ended.status == 0, ended.err
+    assert len(torch_lines(ended)) == 1
+    assert f"{index.url}/elsewhere, which has CPU builds, does not answer" in ended.err
+    assert lab.installed() == [lab.rest]
+
+
+def test_an_index_without_this_version_ends_in_a_sentence(lab: Lab, tmp_path: Path) -> None:
+    with index_with("2.12.0+cpu", tmp_path / "index") as index:
+        ended = lab.prepare(LAB_TORCH_INDEX=index.url)
+    assert ended.status == 1
+    sentence = (
+        f"# pip could not install torch==2.13.0 from {index.url}, for the reason above; LAB_TORCH=cuda takes PyPI's"
+    )
+    assert ended.err.splitlines()[-1] == sentence
+    assert len(lab.installed()) == 1, "three gigabytes are not fetched unasked"
+
+
+def from_a_file(lab: Lab) -> dict[str, str]:
+    settings = lab.path / "pip.conf"
+    settings.write_text("[install]\nindex_url = https://mirror.invalid/simple\n")
+    return {"PIP_CONFIG_FILE": str(settings)}
+
+
+@pytest.mark.parametrize(
+    "configured",
+    [
+        lambda _: {"PIP_INDEX_URL": "https://mirror.invalid/simple"},
+        lambda _: {"PIP_EXTRA_INDEX_URL": "https://mirror.invalid/simple"},
+        lambda _: {"PIP_FIND_LINKS": "/wheels"},
+        lambda _: {"PIP_NO_INDEX": "1"},
+        from_a_file,
+    ],
+    ids=["index", "extra-index", "folder", "offline", "file"],
+)
+def test_where_pip_is_configured_torch_comes_from_there(
+    configured: Callable[[Lab], dict[str, str]], lab: Lab, index: Index
+) -> None:
+    ended = lab.prepare(LAB_TORCH_INDEX=index.url, **configured(lab))
+    assert ended.status == 0, ended.err
+    assert torch_lines(ended) == []
+    assert lab.installed() == [lab.rest]
+    assert not index.requests
+
+
+def test_elsewhere_than_on_linux_pypis_torch_is_taken_without_a_word(lab: Lab, index: Index) -> None:
+    add_program(lab, "uname", "echo Darwin")
+    ended = lab.prepare(LAB_TORCH_INDEX=index.url)
+    assert ended.status == 0, ended.err
+    assert torch_lines(ended) == []
+    assert lab.installed() == [lab.rest]
+    assert not index.requests
+
+
+def test_another_choice_is_refused(lab: Lab) -> None:
+    ended = lab.prepare(LAB_TORCH="rocm")
+    assert ended.status == 2
+    sentence = "# LAB_TORCH=rocm: give cpu or cuda, or leave it out for the build that fits this machine"
+    assert ended.err.splitlines() == [sentence]
+    assert lab.installed() == []
