@@ -86,8 +86,8 @@ def compare_with_formula(run: TrainingRun[TensorParallelSettings]) -> None:
     args = run.settings
     shape = args.batch_size // args.micro_batches, args.seq_len, args.dmodel
     element_bytes = getattr(torch, args.dtype).itemsize
-    kv_width = (args.num_kv_heads or args.num_heads) * (args.dmodel // args.num_heads)
-    formula = bytes_per_layer(args.tp_style, run.world_size, *shape, element_bytes, args.sequence_parallel, kv_width)
+    widths = (args.num_kv_heads or args.num_heads) * (args.dmodel // args.num_heads), args.hidden_dim
+    formula = bytes_per_layer(args.tp_style, run.world_size, *shape, element_bytes, args.sequence_parallel, *widths)
     for kind, expected in zip(("layer activations", "layer gradients"), formula, strict=True):
         sent = traffic.ledger.sent_bytes[kind] / max(1, (args.steps - run.first_step) * args.n_layers)
         if run.rank == 0:

@@ -152,8 +152,8 @@ def train(run: Run[MLPSettings]) -> None:
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
+        run.global_loss(step, [loss])  # which waits for a GPU to finish the step
         seconds = time.perf_counter() - started
-        run.global_loss(step, [loss])
         if step % REPORT_EVERY == 0:
             report(step, model, train_set, test_set, seconds)
 

@@ -196,6 +196,7 @@ COMBINATIONS = [
     ("primer", "--dmodel 288 --num-heads 7", "--num-heads"),
     ("primer", "--dmodel 30 --num-heads 6", "--num-heads"),
     ("primer", "--num-heads 6 --num-kv-heads 4", "--num-kv-heads"),
+    ("dp-ga", "--hidden-dim -8", "--hidden-dim"),
     ("tp", "--world-size 4 --num-heads 6", "--num-heads"),
     ("tp", "--world-size 2 --num-heads 6 --num-kv-heads 3", "--num-kv-heads"),
     ("hybrid", "--dp 1 --pp 1 --tp 4", "--num-heads"),

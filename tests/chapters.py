@@ -109,6 +109,7 @@ def initial_weights(*model: str) -> State:
         "dmodel": args.dmodel,
         "num_heads": args.num_heads,
         "num_kv_heads": args.num_kv_heads,
+        "hidden_dim": args.hidden_dim,
         "n_layers": args.n_layers,
     }
     net = LLama(CausalLLama, SPTokenizer().vocab_size, **sizes, ctx_size=args.seq_len, seed=args.seed)

@@ -49,8 +49,8 @@ def train(run: Run[ParallelMLPSettings]) -> None:
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
+        run.global_loss(step, [loss])  # which waits for a GPU to finish the step
         seconds = time.perf_counter() - started
-        run.global_loss(step, [loss])
         if step % REPORT_EVERY == 0:
             close = check_parameter_closeness(model)
             assert close, f"the ranks' weights differ after step {step}"

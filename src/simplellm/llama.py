@@ -195,7 +195,6 @@ class Attention(nn.Module):
         q = _Rotate.apply(self.q_proj(x).view(batch, seq, -1, self.head_dim), cos, sin)
         k = _Rotate.apply(self.k_proj(x).view(batch, seq, -1, self.head_dim), cos, sin)
         v = self.v_proj(x).view(batch, seq, -1, self.head_dim)
-        grouped = k.shape[2] != q.shape[2]
         q, k, v = (_widen(heads).transpose(1, 2) for heads in (q, k, v))
         past, mask = 0, None
         if cache is not None:
@@ -203,8 +202,21 @@ class Attention(nn.Module):
             k, v = cache.append(k, v)
             if past and seq > 1:  # each position sees all that came before, and its own
                 mask = torch.ones(seq, past + seq, dtype=torch.bool, device=x.device).tril(past)
+        grouped = k.shape[1] != q.shape[1]
+        if grouped and not _attends_in_groups(q):
+            k, v = (heads.repeat_interleave(q.shape[1] // heads.shape[1], dim=1) for heads in (k, v))
+            grouped = False
         mixed = F.scaled_dot_product_attention(q, k, v, mask, is_causal=past == 0, enable_gqa=grouped)
         return self.o_proj(mixed.transpose(1, 2).reshape(batch, seq, -1).to(x.dtype))
+
+
+def _attends_in_groups(q: Tensor) -> bool:
+    """Whether torch computes grouped-query attention block by block for such queries.
+
+    On CUDA its kernels with groups take half precision only; float32 would get one that keeps all (seq, seq) scores.
+    With keys and values repeated for each query head, float32 has a block-wise kernel there, too.
+    """
+    return q.device.type != "cuda" or q.dtype != torch.float32
 
 
 class MLP(nn.Module):

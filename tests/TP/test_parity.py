@@ -98,6 +98,38 @@ def test_fewer_heads_of_keys_and_values(flags: str, one_process: OneProcess, tmp
     assert_sent(tmp_path, *bytes_per_layer(style_of(flags), ranks, 2, 25, 48, 4, "sequence" in flags, kv_width=24))
 
 
+@pytest.mark.parametrize("flags", ["--tp-style naive", "--sequence-parallel"])
+@pytest.mark.parametrize(("ranks", "hidden_dim"), [(2, 41), (3, 2)])
+def test_another_width_of_the_feed_forward_layers(
+    ranks: int, hidden_dim: int, flags: str, one_process: OneProcess, tmp_path: Path
+) -> None:
+    """The ranks have different shares of the hidden units, and one of three has none of two."""
+    model = [*MODEL, "--hidden-dim", str(hidden_dim)]
+    expected_parameters, _, expected_losses = one_process(2, *model)
+    assert expected_losses != one_process(2, *MODEL)[2]
+    parameters, _, own_losses = train_on(
+        ranks, SCRIPT, tmp_path, "--world-size", str(ranks), "--batch-size", "2", *model, *flags.split()
+    )
+    style = style_of(flags)
+    assert own_losses == pytest.approx(expected_losses, rel=1e-6)
+    for place in range(ranks):
+        assert_equal(parameters[place], slices(expected_parameters, style, place, ranks), ROUNDING)
+    assert_sent(tmp_path, *bytes_per_layer(style, ranks, 2, 25, 48, 4, "sequence" in flags, hidden_dim=hidden_dim))
+
+
+def test_long_sequences_in_three_dimensions(one_process: OneProcess, tmp_path: Path) -> None:
+    model = [*MODEL, *"--hidden-dim 41 --seq-len 2100 --lr 1".split()]
+    _, expected_gradients, expected_losses = one_process(2, *model)
+    flags = "--dp 1 --pp 2 --tp 2 --batch-size 2 --micro-batches 2".split()
+    _, gradients, own_losses = train_on(4, "hybrid/intro_hybrid.py", tmp_path, *model, *flags)
+    assert own_losses == pytest.approx(expected_losses, rel=1e-6)
+    for place in range(2):
+        together = gradients[place] | gradients[2 + place]
+        assert_equal(together, slices(expected_gradients, "megatron", place, 2), ROUNDING)
+    tokens = [json.loads(line)["tokens"] for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert tokens == [4200, 8400, 12600, 16800]
+
+
 def test_micro_batches_change_nothing(one_process: OneProcess, tmp_path: Path) -> None:
     expected_parameters, _, expected_losses = one_process(6)
     parameters, _, own_losses = train_on(
@@ -149,6 +181,7 @@ def test_ranks_that_share_a_gpu(style: str, tmp_path: Path) -> None:
         ("--dp 1 --pp 1 --tp 3 --num-kv-heads 2", "--num-kv-heads 2 among 3 tensor-parallel ranks"),
         ("--world-size 3 --num-kv-heads 4", "--num-kv-heads 4 does not divide --num-heads 6"),
         ("--world-size 3 --num-kv-heads 0", "--num-kv-heads 0: must be greater than 0"),
+        ("--world-size 3 --hidden-dim 0", "--hidden-dim 0: must be greater than 0"),
         ("--dp 1 --pp 1 --tp 5", "--num-heads 6 among 5 tensor-parallel ranks"),
         ("--tp 0", "--dp 2 --pp 3 --tp 0: every size must be at least 1"),
     ],

@@ -1,15 +1,24 @@
 """The MLP exercises: in one process, with torch's wrapper, with ours."""
 
+import contextlib
+import io
 import json
 import re
 import sys
+import time
+from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from processes import LAB, run_script
+from chapters import load
+from processes import LAB, free_port, run_ranks, run_script
 from terminals import terminals
+from torch import Tensor
 
+from distlab.run.run import Run
+from distlab.run.settings import parse
 from simplellm.errors import InputError
 
 sys.path.append(str(LAB))
@@ -60,6 +69,31 @@ def test_is_the_run_of_one_process_at_the_same_global_batch(script: str, world_s
     for (step, train, test), (expected_step, expected_train, expected_test) in zip(own, expected, strict=True):
         assert step == expected_step
         assert (train, test) == pytest.approx((expected_train, expected_test), abs=2e-4)
+
+
+def with_late_losses(rank: int, script: str, flags: list[str]) -> str:
+    """What a script prints where each loss takes 50 ms to arrive, as that of a step which is queued on a GPU does."""
+    module = load(script)
+    run: Run[Any] = Run(parse(module.DEFAULTS, "", [str(rank), *flags]), LAB / script)
+    global_loss = run.global_loss
+
+    def late(step: int, losses: Iterable[Tensor]) -> float:
+        time.sleep(0.05)
+        return global_loss(step, losses)
+
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(io.StringIO()) as out:
+        patch.setattr(run, "global_loss", late)
+        module.train(run)
+    return out.getvalue()
+
+
+@pytest.mark.parametrize("script", ["primer/mlp.py", "DP/ddp/mlp_ddp.py", "DP/mydp/mlp_mydp.py"])
+def test_a_step_lasts_until_its_loss_is_there(script: str, tmp_path: Path) -> None:
+    flags = [*SMALL, "--niters", "3", "--out", str(tmp_path)]
+    flags += ["--world-size", "1", "--master-port", str(free_port())] if "DP" in script else []
+    [out] = run_ranks(1, with_late_losses, script, flags)
+    assert [step for step, _, _ in reports(out)] == ["0"]
+    assert 50 <= float(re.findall(r"step time (.+)ms", out)[0]) < 1000
 
 
 def test_logits_and_loss() -> None:

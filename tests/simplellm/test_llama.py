@@ -1,11 +1,13 @@
 """The model against transformers' Llama, its stages against the whole, and what it refuses."""
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -232,6 +234,39 @@ def test_attention_over_some_of_the_heads() -> None:
         parts.append(attention(x, cos, sin))
     assert parts[0].std() > 0.01
     torch.testing.assert_close(parts[0] + parts[1], expected)
+
+
+@pytest.mark.parametrize("num_kv_heads", [1, 2, 4])
+def test_heads_repeated_for_float32_on_cuda_are_the_groups(num_kv_heads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, ids = whole(num_kv_heads=num_kv_heads), tokens()
+    attend, seen, computed = F.scaled_dot_product_attention, [], []
+
+    def seen_by(q: Tensor, k: Tensor, v: Tensor, *args: Any, enable_gqa: bool, **options: Any) -> Tensor:
+        seen.append((k.shape[1], v.shape[1], enable_gqa))
+        return attend(q, k, v, *args, enable_gqa=enable_gqa, **options)
+
+    monkeypatch.setattr(F, "scaled_dot_product_attention", seen_by)
+    for in_groups in (True, False):
+        monkeypatch.setattr(llama, "_attends_in_groups", lambda _, answer=in_groups: answer)
+        model.zero_grad()
+        logits = model(ids)
+        causalLLMLoss(logits, ids, VOCAB_SIZE).backward()
+        cache = model.new_cache()
+        with torch.no_grad():
+            continued = torch.cat([model(part, cache) for part in ids.split([6, 1, 4], dim=1)], dim=1)
+        computed.append((logits, continued, gradients(model)))
+    layers, kept = SIZES["n_layers"] * 4, (num_kv_heads, num_kv_heads, num_kv_heads < 4)
+    assert seen == [kept] * layers + [(4, 4, False)] * layers
+    torch.testing.assert_close(computed[0], computed[1])
+
+
+def test_which_queries_have_a_kernel_for_groups() -> None:
+    def queries(device: str, dtype: torch.dtype) -> Any:
+        return SimpleNamespace(device=torch.device(device), dtype=dtype)
+
+    assert not llama._attends_in_groups(queries("cuda", torch.float32))
+    assert llama._attends_in_groups(queries("cuda", torch.bfloat16))
+    assert llama._attends_in_groups(queries("cpu", torch.float32))
 
 
 # ------------------------------------------------------------------------------------------------- padding, precision

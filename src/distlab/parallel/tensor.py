@@ -179,10 +179,12 @@ def bytes_per_layer(
     element_bytes: int,
     sequence_parallel: bool = False,
     kv_width: int | None = None,
+    hidden_dim: int | None = None,
 ) -> tuple[int, int]:
     """Bytes that a rank sends for one layer of the lab's Llama, forward and backward; activations (batch, seq, dmodel).
 
-    `kv_width` is the width of the keys, dmodel unless they have fewer heads; for "megatron" it makes no difference.
+    `kv_width` is the width of the keys, dmodel unless they have fewer heads, and `hidden_dim` that of the feed-forward
+    layer, 4 * dmodel by default; for "megatron" neither makes a difference.
     In a ring, an all-reduce sends 2 (ranks - 1) / ranks times the tensor's bytes from each rank; an all-gather or a
     reduce-scatter (ranks - 1) times the bytes of the longest shard, about half as much.
     """
@@ -192,7 +194,7 @@ def bytes_per_layer(
         return 2 * (ranks - 1) * width * token_bytes // ranks
 
     if style == "naive":
-        hidden, keys = 4 * dmodel, dmodel if kv_width is None else kv_width
+        hidden, keys = hidden_dim or 4 * dmodel, kv_width or dmodel
         attention = [(dmodel, dmodel), (dmodel, keys), (dmodel, keys), (dmodel, dmodel)]  # q, k, v, o
         shapes = [*attention, (dmodel, hidden), (dmodel, hidden), (hidden, dmodel)]  # gate, up, down
         gathered = (ranks - 1) * sum(shard_sizes(outputs, ranks)[0] for _, outputs in shapes) * token_bytes

@@ -35,13 +35,21 @@ def read_split(text: str, n_layers: int, stages: int) -> Split:
 
 
 def balance(
-    n_layers: int, stages: int, *, vocab_size: int, dmodel: int, seq_len: int, hidden_dim: int = 0, kv_width: int = 0
+    n_layers: int,
+    stages: int,
+    *,
+    vocab_size: int,
+    dmodel: int,
+    seq_len: int,
+    hidden_dim: int | None = None,
+    kv_width: int | None = None,
 ) -> Split:
     """The layers of each stage such that the slowest stage is as fast as possible.
 
     Costs are estimated in multiply-adds per token of a forward pass; a backward pass takes twice as many in every
-    stage. The embedding is a look-up, and costs almost nothing compared with a layer. `kv_width` is that of the keys of
-    all heads, by default `dmodel`. `InputError` if there are more stages than parts to give them.
+    stage. The embedding is a look-up, and costs almost nothing compared with a layer. `hidden_dim` is the width of the
+    feed-forward layers, by default 4 * dmodel, and `kv_width` that of the keys of all heads, by default dmodel.
+    `InputError` if there are more stages than parts to give them.
     """
     projections = 2 * dmodel**2 + 2 * dmodel * (kv_width or dmodel)
     feed_forward = 3 * dmodel * (hidden_dim or 4 * dmodel)

@@ -46,6 +46,8 @@ class TrainSettings(ResumableSettings):
     """attention heads"""
     num_kv_heads: Annotated[int | None, shown_as("INT", "default: as many as --num-heads")] = None
     """heads of keys and values, each of which serves as many attention heads as the others (grouped-query attention)"""
+    hidden_dim: Annotated[int | None, ResumePolicy.MODEL, shown_as("INT", "default: 4 times --dmodel")] = None
+    """width of the feed-forward layers"""
     n_layers: Annotated[int, ResumePolicy.MODEL] = 6
     """transformer layers"""
     lr: Annotated[float, ResumePolicy.DEFAULT] = 8e-4
@@ -114,8 +116,8 @@ class TrainSettings(ResumableSettings):
 
     def check(self) -> None:
         super().check()
-        sizes = "steps batch_size micro_batches dmodel num_heads num_kv_heads n_layers lr eval_every eval_sequences"
-        require_positive(self, *sizes.split())
+        sizes = "dmodel num_heads num_kv_heads hidden_dim n_layers"
+        require_positive(self, *f"steps batch_size micro_batches {sizes} lr eval_every eval_sequences".split())
         require(self.n_layers <= MOST_LAYERS, f"--n-layers {self.n_layers}: give at most {MOST_LAYERS:,}")
         for flag, sequences in (("--batch-size", self.batch_size), ("--eval-sequences", self.eval_sequences)):
             tokens, given = sequences * self.seq_len, f"{flag} {sequences} with --seq-len {self.seq_len}"
@@ -181,8 +183,8 @@ class StageSettings(TrainSettings):
         if self.layers_per_stage is not None:
             return read_split(self.layers_per_stage, self.n_layers, stages)
         sizes = {"vocab_size": vocab_size, "dmodel": self.dmodel, "seq_len": self.seq_len}
-        kv_heads = self.num_kv_heads or self.num_heads
-        return balance(self.n_layers, stages, **sizes, kv_width=self.dmodel // self.num_heads * kv_heads)
+        sizes["kv_width"] = self.dmodel // self.num_heads * (self.num_kv_heads or self.num_heads)
+        return balance(self.n_layers, stages, **sizes, hidden_dim=self.hidden_dim)
 
 
 @dataclass

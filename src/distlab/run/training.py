@@ -36,13 +36,13 @@ class TrainingRun(Run[TrainSettingsT]):
     def model_options(self) -> dict[str, Any]:
         """Keyword arguments of `simplellm.llama`'s models, as the flags or the checkpoint ask for."""
         args = self.settings
-        names = "n_layers", "dmodel", "num_heads", "num_kv_heads", "seed"
+        names = "n_layers", "dmodel", "num_heads", "num_kv_heads", "hidden_dim", "seed"
         options: dict[str, Any] = {name: getattr(args, name) for name in names}
         options |= {"ctx_size": args.seq_len, "device": self.device, "dtype": getattr(torch, args.dtype)}
         resumed = self.checkpointer.resumed if self.checkpointer else None
         if resumed is not None:  # an imported model may be what no flag asks for
             model = resumed.record["model"]
-            options |= {name: model[name] for name in ("ctx_size", "hidden_dim", "rope_theta", "norm_eps")}
+            options |= {name: model[name] for name in ("ctx_size", "rope_theta", "norm_eps")}
         return options
 
     def data_options(self) -> dict[str, Any]:

@@ -117,6 +117,7 @@ def test_a_folder_without_any(where: str, tmp_path: Path) -> None:
 def test_settings_are_the_checkpoints_by_default(run: Path) -> None:
     settings = parse(HybridSettings(), "", ["0", "--resume", str(run), "--tp", "2"])
     assert (settings.dmodel, settings.num_heads, settings.n_layers, settings.seq_len) == (32, 2, 2, 24)
+    assert settings.hidden_dim == 128
     assert (settings.optimizer, settings.lr, settings.data, settings.tokenizer) == ("sgd", 0.5, "sample", None)
     assert settings.batch_size == HybridSettings().batch_size
     assert parse(HybridSettings(), "", ["0", "--resume", str(run), "--lr", "0.1"]).lr == 0.1
@@ -129,6 +130,7 @@ def test_settings_are_the_checkpoints_by_default(run: Path) -> None:
         ("--n-layers 3", "--resume {run}: its model has --n-layers 2, not 3; leave that flag out"),
         ("--num-heads 4", "--resume {run}: its model has --num-heads 2, not 4; leave that flag out"),
         ("--num-kv-heads 1", "--resume {run}: its model has --num-kv-heads 2, not 1; leave that flag out"),
+        ("--hidden-dim 96", "--resume {run}: its model has --hidden-dim 128, not 96; leave that flag out"),
         ("--seq-len 25", "--resume {run}: its model reads 24 tokens at most, not --seq-len 25"),
         ("--optimizer adam", "--resume {run}: it was trained with --optimizer sgd, not adam"),
         ("--seed 1", "{run}/checkpoints/step-00000004: it was trained on --data sample and --seed 0; leave out"),
@@ -278,7 +280,7 @@ def test_an_imported_model_is_a_run_to_go_on_from(settings: TrainSettings, tmp_p
     assert read.options == net.options
     assert all(torch.equal(read.parameters[name], parameters[name]) for name in parameters)
     given = parse(settings, "", ["0", "--resume", str(tmp_path / "run"), "--optimizer", "adamw"])
-    assert (given.num_kv_heads, given.dmodel, given.seq_len) == (2, 32, 30)
+    assert (given.num_kv_heads, given.hidden_dim, given.dmodel, given.seq_len) == (2, 40, 32, 30)
     batch = ["--optimizer", "sgd", "--data", "sample", "--steps", "1", "--out", tmp_path / "on"]
     ended = run_script("primer/intro.py", "--resume", tmp_path / "run", *batch)
     assert ended.status == 0, ended.err

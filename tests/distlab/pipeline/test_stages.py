@@ -128,6 +128,8 @@ def test_keys_and_values_that_heads_share_make_layers_cheaper() -> None:
         assert balance(4, 2, vocab_size=vocab_size + 8, **of_a_layer) == (4, 0)
     settings = parse(PipelineSettings(), "", "0 --dmodel 64 --num-heads 8 --n-layers 4 --world-size 2".split())
     assert settings.split(3700) == (3, 1)
+    settings.hidden_dim = 8  # a layer costs a fifth
+    assert settings.split(3700) == (4, 0)
     assert replace(settings, num_kv_heads=1).split(3700) == (4, 0)
 
 

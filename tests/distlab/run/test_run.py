@@ -106,7 +106,7 @@ def test_a_field_keeps_its_policy_in_a_class_that_gives_it_another_default() -> 
         assert set(marked(settings, ResumePolicy.PER_REPLICA)) == {"batch_size"}
         assert "micro_batches" in marked(settings, ResumePolicy.SAME_LAYOUT)
     assert "schedule" in marked(HybridSettings(), ResumePolicy.SAME_LAYOUT)
-    assert set(marked(TrainSettings(), ResumePolicy.MODEL)) == {"dmodel", "num_heads", "n_layers"}
+    assert set(marked(TrainSettings(), ResumePolicy.MODEL)) == {"dmodel", "num_heads", "hidden_dim", "n_layers"}
 
 
 @pytest.mark.parametrize(

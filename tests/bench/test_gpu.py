@@ -1,0 +1,121 @@
+"""The benchmark of a GPU, as far as a CPU can tell: what it counts, what it prints, what it refuses."""
+
+import re
+import sys
+from itertools import pairwise
+from types import ModuleType
+
+import pytest
+import torch
+from chapters import load
+from processes import LAB, free_port, run_script
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+
+from simplellm.errors import InputError
+from simplellm.losses import causalLLMLoss
+
+
+@pytest.fixture(scope="module")
+def bench() -> ModuleType:
+    sys.path.append(str(LAB / "bench"))
+    return load("bench/gpu.py")
+
+
+def test_the_formula_counts_what_torch_counts(bench: ModuleType) -> None:
+    size = bench.SIZES["tiny"]
+    net = size.build(torch.device("cpu"), torch.float32)
+    ids = size.batches(torch.device("cpu"), 1, seed=0)[0]
+    with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
+        causalLLMLoss(net(ids), ids, bench.VOCAB_SIZE).backward()
+    scores_not_needed = 6 * size.n_layers * size.seq_len * size.dmodel  # torch counts those above the diagonal, too
+    assert counter.get_total_flops() == size.tokens * (size.flops_per_token + scores_not_needed)
+
+
+@pytest.mark.parametrize(("name", "millions"), [("10M", 10), ("100M", 100), ("1B", 1000)])
+def test_models_have_the_size_that_they_are_called_by(bench: ModuleType, name: str, millions: int) -> None:
+    size = bench.SIZES[name]
+    assert size.parameters == pytest.approx(millions * 1e6, rel=0.05)
+    assert size.batch_size % 3 == 0
+
+
+def test_parameters_are_the_models(bench: ModuleType) -> None:
+    net = bench.SIZES["tiny"].build(torch.device("cpu"))
+    assert bench.SIZES["tiny"].parameters == sum(parameter.numel() for parameter in net.parameters())
+
+
+@pytest.mark.parametrize(
+    ("device", "peak"),
+    [
+        ("NVIDIA H200", 989),
+        ("NVIDIA H200 NVL", 835),
+        ("NVIDIA H100 80GB HBM3", 989),
+        ("NVIDIA H100 PCIe", 756),
+        ("NVIDIA A100-SXM4-80GB", 312),
+        ("NVIDIA A100 80GB PCIe", 312),
+        ("NVIDIA A100-SXM4-40GB MIG 1g.5gb", None),
+        ("NVIDIA L4", 121),
+        ("NVIDIA L40S", 362),
+        ("NVIDIA A10G", None),
+        ("NVIDIA GeForce RTX 4090", 165.2),
+        ("NVIDIA GeForce RTX 4090 Laptop GPU", None),
+        ("Tesla T4", None),
+    ],
+)
+def test_peak_of_a_device(bench: ModuleType, device: str, peak: float | None) -> None:
+    assert bench.peak_tflops(device) == peak
+
+
+def test_a_line_of_the_table(bench: ModuleType) -> None:
+    size = bench.SIZES["1B"]
+    seconds = {"ours": [0.5, 0.4, 0.5], "another": [1.0, 1.2, 1.0]}
+    first, second = bench.speed_rows("1B", size, seconds, peak=1000.0)
+    flops = 9 * 2048 * (6 * (20 * (4 * 2048**2 + 3 * 2048 * 5504) + 4096 * 2048) + 6 * 20 * 2048 * 2048)
+    assert first == f"| 1B | ours | 500.0 | 36,864 | {flops / 0.5 / 1e15:.1%} |  |".replace("%", " %")
+    assert second.endswith("| 18,432 | 12.2 % | 2.00 (2.00 to 2.50) |")
+    assert bench.speed_rows("1B", size, seconds, peak=None)[0] == "| 1B | ours | 500.0 | 36,864 |  |  |"
+    assert bench.memory_row("1B", [1 * 10**9, 10**9, 2 * 10**9, 10**9], 6 * 10**9) == (
+        "| 1B | 1.00 | 1.00 | 2.00 | 1.00 | 5.00 | 6.00 | 1.20 |"
+    )
+
+
+def test_the_rehearsal_on_a_cpu_prints_the_tables() -> None:
+    flags = ["--device", "cpu", "--turns", "2", "--ranks", "2", "--port", str(free_port())]
+    ended = run_script("bench/gpu.py", *flags, deadline=180)
+    assert ended.status == 0, ended.err
+    assert ended.out.startswith("CPU: a rehearsal, not a measurement, bfloat16, peak not known")
+    tables = [table.splitlines() for table in ended.out.strip().split("\n\n")[1:]]
+    assert [len(table) for table in tables] == [3, 5, 3, 4]
+    for table in tables:
+        assert all(line.count("|") == following.count("|") for line, following in pairwise(table)), table
+    _, speed, memory, sharing = tables
+    assert [line.split(" | ")[1] for line in speed[2:]] == [
+        "ours",
+        "transformers, autocast",
+        "transformers, parameters in bfloat16 too",
+    ]
+    for line in speed[3:] + sharing[3:]:
+        assert re.search(r"\| \d+\.\d\d \(\d+\.\d\d to \d+\.\d\d\) \|$", line), line
+    assert memory[2].startswith("| tiny | 0.00 |")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="it would measure the GPU")
+def test_without_a_gpu_it_ends_with_a_sentence() -> None:
+    ended = run_script("bench/gpu.py")
+    assert ended.status == 2
+    assert ended.out == ""
+    assert ended.err == "# --device cuda: torch sees no CUDA device here; --device cpu rehearses with a tiny model\n"
+
+
+@pytest.mark.parametrize(
+    ("settings", "sentence"),
+    [
+        ({"sizes": ("2B",)}, "--sizes 2B: there are tiny, 10M, 100M, 1B"),
+        ({"turns": 1}, "--turns 1: give at least 2"),
+        ({"batch_size": 0}, "--batch-size 0: must be greater than 0"),
+        ({"batch_size": 4}, "--batch-size 4: the batch must divide among --ranks 3"),
+    ],
+)
+def test_what_it_refuses(bench: ModuleType, settings: dict[str, object], sentence: str) -> None:
+    with pytest.raises(InputError, match=f"^{re.escape(sentence)}"):
+        bench.Settings(device="cpu", **settings).chosen()
