@@ -46,14 +46,12 @@ WARM_UP_TURNS, STEPS_PER_TURN = 1, 3
 # "GeForce". From NVIDIA's data sheets; a figure given with sparsity is halved. GeForce: white papers on Ada (4090) and
 # RTX Blackwell (3090, 5090). A part of a GPU (MIG) has another peak.
 PEAK_TFLOPS = {
-    r"A10": 125.0,
     r"A40": 149.7,
     r"A100[- ].*": 312.0,
     r"H100 80GB HBM3": 989.0,
     r"H100 PCIe": 756.0,
     r"H100 NVL": 835.0,
     r"H200": 989.0,
-    r"H200 NVL": 835.0,
     r"B200": 2250.0,
     r"L4": 121.0,
     r"L40": 181.0,
