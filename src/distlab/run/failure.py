@@ -48,7 +48,7 @@ class Failure:
         wait = error if isinstance(error, TrafficError) else traffic.failure_of(error)
         if wait is not None:
             return cls._of_wait(wait)
-        cause = out_of_memory(error)
+        cause = out_of_memory(error) or refused_by_gpu(error)
         if cause is None:
             traceback.print_exception(error)
             cause = f"{type(error).__name__}: {error}".splitlines()[0]
@@ -86,6 +86,14 @@ class Failure:
         if self.grace_period and started_by_torchrun():
             time.sleep(1)
         leave(self.status)
+
+
+def refused_by_gpu(error: BaseException) -> str | None:
+    """What an error says if a GPU takes no more processes; else None."""
+    if re.search(r"CUDA-capable device.* busy or unavailable", str(error)) is None:
+        return None
+    advice = "`nvidia-smi -q -d COMPUTE` shows it; ranks that share a GPU need the mode Default"
+    return f"the GPU is busy, or in a compute mode in which one process has it for itself: {advice}"
 
 
 def out_of_memory(error: BaseException) -> str | None:

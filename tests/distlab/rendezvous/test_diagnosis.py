@@ -14,7 +14,7 @@ from distlab.comm.wait_graph import find_cycle
 from distlab.comm.waits import TrafficError, Wait, list_ranks
 from distlab.launch import root_cause
 from distlab.rendezvous.diagnosis import Diagnosis, Notice, diagnose
-from distlab.run.failure import out_of_memory
+from distlab.run.failure import out_of_memory, refused_by_gpu
 from distlab.run.not_finite import find_cause
 
 ALL = {0, 1, 2}
@@ -205,6 +205,13 @@ def test_a_lack_of_memory_is_told_from_other_errors() -> None:
     assert out_of_memory(caught.value) == "out of memory: it asked for 4e+03 TB more"
     assert out_of_memory(MemoryError()) == "out of memory"
     assert out_of_memory(RuntimeError("anything")) is None
+
+
+def test_a_gpu_that_takes_no_more_processes_is_a_reason() -> None:
+    refusal = refused_by_gpu(RuntimeError("CUDA error: CUDA-capable device(s) is/are busy or unavailable\nCUDA kernel"))
+    assert refusal is not None
+    assert refusal.startswith("the GPU is busy, or in a compute mode in which one process has it for itself")
+    assert refused_by_gpu(RuntimeError("CUDA error: an illegal memory access was encountered")) is None
 
 
 def failure(exitcode: int, timestamp: int, message: str = "", **data: Any) -> SimpleNamespace:
