@@ -1,8 +1,15 @@
 #!/usr/bin/env bash
-# ./test.sh [pytest's flags]: all tests, in the lab's environment, which is prepared on first use.
+# ./test.sh [pytest's flags]: all tests but those of GPUs, in the lab's environment, which is prepared on first use.
 # Without flags two tests run at a time, and then those that have to be alone; with flags one after another.
+# ./test.sh --gpu [pytest's flags]: the tests of GPUs alone, within ten minutes (docs/gpu.md).
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
+if [ "${1:-}" = --gpu ]; then
+    prepare requirements.txt
+    "$python" -c "import pytest" 2>/dev/null || prepare requirements.txt requirements-dev.txt
+    cd "$lab"
+    exec "$python" -m pytest -vv -rs "$@"  # each test's name, and why any was skipped
+fi
 prepare requirements.txt requirements-dev.txt
 cd "$lab"
 if [ $# -gt 0 ]; then exec "$python" -m pytest "$@"; fi

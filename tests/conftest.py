@@ -1,8 +1,9 @@
-"""One thread for the tests' own process: forked ranks (see processes.py) must not inherit a thread pool."""
+"""One thread for the tests' own process, and no GPU: forked ranks (see processes.py) can inherit neither."""
 
 import os
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
@@ -12,10 +13,37 @@ from chapters import OneProcess, train_alone
 
 torch.set_num_threads(1)
 
+pytest.register_assert_rewrite("gpu_runs")
+GPU_TESTS = Path(__file__).parent / "gpu"
 
-def pytest_runtest_setup(item: pytest.Item) -> None:
-    if item.get_closest_marker("gpu") and not torch.cuda.is_available():
-        pytest.skip("needs a CUDA device")
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--gpu", action="store_true", help="run the tests that need a GPU (tests/gpu), and no others")
+    parser.addoption("--minutes", type=float, default=9, help="with --gpu: start no test after so many (default: 9)")
+
+
+def pytest_cmdline_main(config: pytest.Config) -> int | None:
+    """`--gpu` where there is no GPU: one sentence, and no summary that could be taken for success."""
+    if not config.getoption("gpu"):
+        return None
+    from gpu_runs import GPUS, why_no_gpu
+
+    if GPUS:
+        return None
+    status, sentence = why_no_gpu()
+    print(f"# {sentence}")
+    return status
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if not config.getoption("gpu"):  # before anything can initialize CUDA; commands that tests start inherit it
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    needs_gpu = GPU_TESTS in (collection_path, *collection_path.parents)
+    is_other = GPU_TESTS.parent in collection_path.parents and not needs_gpu
+    return True if (is_other if config.getoption("gpu") else needs_gpu) else None
 
 
 @pytest.fixture(autouse=True)

@@ -3,8 +3,7 @@
 from pathlib import Path
 
 import pytest
-from chapters import OneProcess, State, assert_equal, losses, train_on
-from processes import run
+from chapters import OneProcess, State, assert_equal, train_on
 
 NAIVE = "PP/1F1B/intro_PP_1F1B.py"
 MICRO_BATCHES = "PP/microbatches/intro_PP_microbatches.py"
@@ -41,17 +40,6 @@ def test_a_pipeline_is_the_run_of_one_process(script: str, flags: str, one_proce
     assert own_losses == pytest.approx(expected_losses, rel=1e-6)
     assert_equal(together(parameters), expected_parameters)
     assert_equal(together(gradients), expected_gradients)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_ranks_that_share_a_gpu(dtype: str, tmp_path: Path) -> None:
-    flags = f"--steps 3 --optimizer sgd --data sample --device cuda --dtype {dtype}".split()
-    for topology, own in (("primer", []), ("hybrid", ["--backend", "gloo", "--dp", "1", "--pp", "2"])):
-        ended = run("./launch.sh", topology, *flags, *own, "--out", tmp_path / topology, deadline=180)
-        assert ended.status == 0, ended.err
-    expected = pytest.approx(losses(tmp_path / "primer"), rel=1e-5 if dtype == "float32" else 1e-2)
-    assert losses(tmp_path / "hybrid") == expected
 
 
 @pytest.mark.parametrize(

@@ -4,8 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
-from chapters import OneProcess, State, assert_equal, load, losses, train_on
-from processes import run
+from chapters import OneProcess, State, assert_equal, load, train_on
 
 from distlab.parallel.tensor import Style, bytes_per_layer
 from distlab.run.settings import parse
@@ -160,16 +159,6 @@ def test_mixed_precision_stays_near_float32(flags: str, one_process: OneProcess,
     _, _, own_losses = train_on(2, SCRIPT, tmp_path, *shape, *flags.split())
     assert own_losses == pytest.approx(expected_losses, rel=2e-3)
     assert_sent(tmp_path, *bytes_per_layer(style_of(flags), 2, 2, 25, 48, 2, "sequence" in flags))
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("style", ["--tp-style naive", "--tp-style megatron", "--sequence-parallel"])
-def test_ranks_that_share_a_gpu(style: str, tmp_path: Path) -> None:
-    flags = f"--steps 3 --optimizer sgd --data sample --device cuda --batch-size 2 {' '.join(MODEL)}".split()
-    for topology, own in (("primer", []), ("tp", ["--backend", "gloo", "--world-size", "3", *style.split()])):
-        ended = run("./launch.sh", topology, *flags, *own, "--out", tmp_path / topology, deadline=180)
-        assert ended.status == 0, ended.err
-    assert losses(tmp_path / "tp") == pytest.approx(losses(tmp_path / "primer"), rel=1e-5)
 
 
 @pytest.mark.parametrize(

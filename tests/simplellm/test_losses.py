@@ -76,10 +76,3 @@ def test_logits_of_another_vocabulary_are_refused() -> None:
     logits, target = random_pair(3, 7)
     with pytest.raises(RuntimeError):
         causalLLMLoss(logits, target, VOCAB_SIZE + 1)
-
-
-@pytest.mark.gpu
-def test_the_target_may_lie_on_another_device() -> None:
-    logits, target = random_pair(3, 7)
-    loss = causalLLMLoss(logits.detach().cuda(), target, VOCAB_SIZE)
-    torch.testing.assert_close(loss.cpu(), expected_loss(logits, target))

@@ -1,0 +1,42 @@
+"""A run on the GPU that fails ends soon, with one sentence that says who and why, and leaves no process behind."""
+
+import os
+import re
+import signal
+from pathlib import Path
+
+import pytest
+from gpu_runs import DEADLINE, NCCL, TRAINING, command, needs
+from processes import children, environment, finish, process_of, run, start, steps_taken, wait_for
+
+
+def test_a_loss_that_is_not_finite_names_its_cause(tmp_path: Path) -> None:
+    line = f"hybrid {TRAINING} --lr 1e30 --dp 2 --pp 2 --batch-size 3"
+    ended = run(*command(line, "--out", tmp_path), deadline=DEADLINE)
+    assert ended.status == 1, ended.err
+    last = ended.err.splitlines()[-1]
+    assert re.match(r"# the loss of step \d is (nan|inf): first not finite is the (output|parameter) \S", last), last
+    assert "Traceback" not in ended.err
+    assert "device-side assert" not in ended.out + ended.err
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "hybrid --dp 2 --pp 2 --batch-size 3 --backend gloo",
+        pytest.param(f"pp-dapple --world-size 2 --batch-size 6 --backend {NCCL}", marks=needs(2)),
+    ],
+)
+def test_a_killed_rank_is_named_and_leaves_no_orphans(line: str, tmp_path: Path) -> None:
+    launcher = start(*command(f"{line} --data sample --seq-len 64 --steps 1000000", "--out", tmp_path))
+    try:
+        assert wait_for(lambda: steps_taken(tmp_path) > 3, DEADLINE), "training began"
+        ranks = children(launcher.pid)
+        os.kill(process_of(1, ranks), signal.SIGKILL)
+        ended = finish(launcher, 30)
+    finally:
+        launcher.kill()  # its ranks end with it
+    assert ended.status not in (0, 2)
+    assert re.match(r"# rank 1 \(stage 1.*\) failed: it was ended by SIGKILL", ended.err.splitlines()[-1]), ended.err
+    assert "Traceback" not in ended.err
+    assert wait_for(lambda: not any(environment(rank) for rank in ranks), 10), "no orphans"
