@@ -6,7 +6,7 @@ import signal
 from pathlib import Path
 
 import pytest
-from gpu_runs import DEADLINE, NCCL, TRAINING, command, needs
+from gpu_runs import DEADLINE, NCCL, PATIENCE, TRAINING, command, needs
 from processes import children, environment, finish, process_of, run, start, steps_taken, wait_for
 
 
@@ -33,7 +33,7 @@ def test_a_killed_rank_is_named_and_leaves_no_orphans(line: str, tmp_path: Path)
         assert wait_for(lambda: steps_taken(tmp_path) > 3, DEADLINE), "training began"
         ranks = children(launcher.pid)
         os.kill(process_of(1, ranks), signal.SIGKILL)
-        ended = finish(launcher, 30)
+        ended = finish(launcher, 30 * PATIENCE)
     finally:
         launcher.kill()  # its ranks end with it
     assert ended.status not in (0, 2)
