@@ -2,6 +2,7 @@
 
     python bench/network.py                                  the whole grid, some ten minutes; needs root, and Linux
     python bench/network.py --mbit 10 --latency-ms 50        one link
+    python bench/network.py --recorded bench/network.jsonl   figure and tables again, from those in bench/README.md
 
 The two hosts are network namespaces. Each layout is one run of the lab's own script, whose ranks are started as in
 separate terminals, so that any rank can be on either host; while it trains, the link is changed, and the seconds of
@@ -34,7 +35,7 @@ import tyro
 from distlab.pipeline.actions import ActionCosts
 from distlab.pipeline.plan import simulate
 from distlab.pipeline.schedules import all_stages
-from distlab.reports.timeline import pyplot, save
+from distlab.reports import style
 from simplellm.llama import CausalLLama, LLama
 from simplellm.tokenizers import SPTokenizer
 
@@ -69,7 +70,9 @@ class Settings:
     png: Path | None = LAB / "imgs" / "network.png"
     """figure to draw"""
     json: Path | None = None
-    """file for the numbers"""
+    """file to keep the numbers in"""
+    recorded: Path | None = None
+    """file that `--json` has written: its numbers are shown and drawn, and nothing is measured"""
     port: int = 29557
     """where rank 0 listens"""
 
@@ -237,6 +240,27 @@ Cell = tuple[float, float]  # seconds of a step: measured, predicted
 Grid = dict[tuple[float, float], dict[str, Cell]]  # by bandwidth and latency, by layout
 
 
+def measure_between_hosts(settings: Settings, layouts: list[Layout]) -> Grid:
+    reason = why_not()
+    if reason:
+        raise SystemExit(f"# {reason}")
+    started = time.monotonic()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # through the ends of what is below: no host stays
+    with tempfile.TemporaryDirectory() as folder, two_hosts_with_a_link() as (hosts, link):
+        grid = measure(settings, layouts, hosts, link, Path(folder))
+    print(f"# took {time.monotonic() - started:.0f} s", file=sys.stderr)
+    return grid
+
+
+def read(recorded: Path, names: list[str]) -> Grid:
+    """The grid that `--json` has kept; `SystemExit` if it is not there or lacks a layout."""
+    try:
+        rows = [json.loads(line) for line in recorded.read_text().splitlines()]
+        return {(row["mbit"], row["latency_ms"]): {name: tuple(row["layouts"][name]) for name in names} for row in rows}
+    except (OSError, ValueError, LookupError, TypeError) as error:
+        raise SystemExit(f"# {recorded}: no numbers of these layouts ({error!r})") from error
+
+
 def measure(settings: Settings, layouts: list[Layout], hosts: tuple[Host, Host], link: Link, folder: Path) -> Grid:
     """Every layout over every link."""
     grid: Grid = {(mbit, ms): {} for mbit in settings.mbit for ms in settings.latency_ms}
@@ -303,35 +327,26 @@ def tables(grid: Grid, names: list[str]) -> Iterator[str]:
 def draw(png: Path, grid: Grid, names: list[str]) -> None:
     """A panel for each link: bars as measured, a mark where the model has them; the best exact layout stands out."""
     bandwidths, latencies = sorted({mbit for mbit, _ in grid}), sorted({ms for _, ms in grid})
-    figure, panels = pyplot().subplots(
-        len(bandwidths),
-        len(latencies),
-        figsize=(max(9.0, 3.4 * len(latencies) + 2), max(3.5, 0.26 * len(bandwidths) * (len(names) + 3))),
-        layout="constrained",
-        sharey=True,
-        squeeze=False,
-    )
+    height = 0.8 + len(bandwidths) * (0.8 + 0.19 * len(names))
+    figure, panels = style.subplots(height, len(bandwidths), len(latencies), squeeze=False, sharex=True, sharey=True)
+    best_exact, exact, inexact = style.ORANGE, style.BLUE, style.SKY
     for (mbit, ms), row in grid.items():
         axes = panels[bandwidths.index(mbit)][latencies.index(ms)]
-        speeds = [SEQUENCES * SEQ_LEN / row[name][0] for name in names]
-        best = max((speed for name, speed in zip(names, speeds, strict=True) if name in EXACT), default=0)
-        colors = ["#e08a1e" if speed == best else "#2f6db3" for speed in speeds]
-        axes.barh(names, speeds, color=[c if n in EXACT else "#c9d6e8" for c, n in zip(colors, names, strict=True)])
+        speeds = {name: SEQUENCES * SEQ_LEN / row[name][0] for name in names}
+        best = max((name for name in names if name in EXACT), key=lambda name: speeds[name], default=None)
+        colors = [best_exact if name == best else exact if name in EXACT else inexact for name in names]
+        axes.barh(names, speeds.values(), color=colors)
         predicted = [SEQUENCES * SEQ_LEN / row[name][1] for name in names]
-        axes.plot(predicted, names, "k|", markersize=9, markeredgewidth=1.6)
-        axes.set_xscale("log")
-        axes.set_xlim(50, 20_000)
-        axes.set_title(f"{mbit:g} Mbit/s, {ms:g} ms", fontsize=10)
-        axes.grid(axis="x", alpha=0.25)
+        [marks] = axes.plot(predicted, names, "|", color=style.INK, markersize=9, markeredgewidth=1.6)
+        axes.set(xscale="log", xlim=(50, 20_000), title=f"{mbit:g} Mbit/s, {ms:g} ms")
+        axes.xaxis.set_major_formatter("{x:,.0f}")
+        axes.grid(visible=False, axis="y")
     panels[0][0].invert_yaxis()
     for axes in panels[-1]:
         axes.set_xlabel("tokens/s")
-    figure.suptitle(
-        "Two hosts and the link between them: measured (bars) and predicted (|)\n"
-        "orange: the best of those that train what one process trains; light: weights averaged now and then",
-        fontsize=11,
-    )
-    save(figure, png)
+    legend = {"same training as one process": exact, "the best of these": best_exact, "averages every H steps": inexact}
+    style.legend(figure, {**{kind: style.swatch(color) for kind, color in legend.items()}, "predicted": marks})
+    style.save(figure, png)
 
 
 def main() -> None:
@@ -341,23 +356,16 @@ def main() -> None:
         raise SystemExit(f"# --layouts: there are {'; '.join(known)}")
     if min(settings.mbit, default=0) <= 0 or min(settings.latency_ms, default=-1) < 0 or settings.cycles < 1:
         raise SystemExit("# --mbit and --cycles are more than 0, --latency-ms at least 0")
-    reason = why_not()
-    if reason:
-        raise SystemExit(f"# {reason}")
     layouts = [layout for layout in LAYOUTS if layout.name in (settings.layouts or known)]
     names = [layout.name for layout in layouts]
-    started = time.monotonic()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # through the ends of what is below: no host stays
-    with tempfile.TemporaryDirectory() as folder, two_hosts_with_a_link() as (hosts, link):
-        grid = measure(settings, layouts, hosts, link, Path(folder))
+    grid = read(settings.recorded, names) if settings.recorded else measure_between_hosts(settings, layouts)
     for line in tables(grid, names):
         print(line)
-    print(f"# took {time.monotonic() - started:.0f} s", file=sys.stderr)
     if settings.png is not None:
         draw(settings.png, grid, names)
     if settings.json is not None:
-        rows = [{"mbit": mbit, "latency_ms": ms, "layouts": row} for (mbit, ms), row in grid.items()]
-        settings.json.write_text(json.dumps(rows, indent=1) + "\n")
+        rows = ({"mbit": mbit, "latency_ms": ms, "layouts": row} for (mbit, ms), row in grid.items())
+        settings.json.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
 if __name__ == "__main__":

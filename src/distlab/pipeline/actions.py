@@ -58,7 +58,7 @@ class Action(ABC):
     """One stage's work on one micro-batch; subclasses are the kinds."""
 
     letter: ClassVar[str]  # before the micro-batch's number: "F2"
-    color: ClassVar[str] = "#9cc59b"  # in figures
+    color: ClassVar[str] = "#009e73"  # in figures, as those below of the palette in `distlab.reports.style`
     gives: ClassVar[tuple[str, ...]] = ()  # kinds of results that it computes
     keeps: ClassVar[float] = 0.0  # share of a micro-batch's activations that is kept from now on; negative: freed
 
@@ -101,7 +101,7 @@ KINDS: dict[str, type[Action]] = {}  # by letter
 class Forward(Action):
     """Activations of the stage before -> this stage's activations."""
 
-    letter, color, gives, keeps = "F", "#8db4dd", (ACTIVATIONS, GRAPH), 1.0
+    letter, color, gives, keeps = "F", "#56b4e9", (ACTIVATIONS, GRAPH), 1.0
 
     def needs(self, stages: int) -> list[Result]:
         return [self.result(ACTIVATIONS, self.stage - 1)] if self.stage > 0 else []
@@ -119,7 +119,7 @@ class Forward(Action):
 class Backward(Action):
     """Gradients from the stage after -> gradients of this stage's weights, and of what the stage before sent."""
 
-    letter, color, gives, keeps = "B", "#f0b267", (GRADIENTS, WEIGHT_GRADIENTS), -1.0
+    letter, color, gives, keeps = "B", "#e69f00", (GRADIENTS, WEIGHT_GRADIENTS), -1.0
 
     def needs(self, stages: int) -> list[Result]:
         own = self.result(GRAPH)

@@ -11,11 +11,12 @@ from typing import Annotated, Any, Literal
 import torch
 import tyro
 
-from distlab.collectives.algorithms import ALL_REDUCES, allreduce_ring, broadcast_naive, broadcast_ring, broadcast_tree
+from distlab.collectives.algorithms import ALL_REDUCES, broadcast_naive, broadcast_ring, broadcast_tree
 from distlab.collectives.simulation import Link, SimulatedWorld
 from distlab.comm.grid import Grid
+from distlab.reports import style
 from distlab.reports.memory import KINDS, read_largest
-from distlab.reports.timeline import COLORS, draw, measured_panel, pyplot, save
+from distlab.reports.timeline import draw, measured_panel
 from distlab.reports.trace import Trace, read_chrome
 from simplellm.errors import InputError, require
 
@@ -26,7 +27,12 @@ NamedRuns = Annotated[tyro.conf.Positional[list[str]], NAMED_RUNS(help=HELP)]
 TRACED_HELP = f"{HELP} or its trace file; they were started with --trace"
 NamedTraces = Annotated[tyro.conf.Positional[list[str]], NAMED_RUNS(help=TRACED_HELP)]
 Against = Literal["steps", "tokens", "seconds"]
-PALETTE = ["#c9d6e8", "#2f6db3", "#e08a1e", "#b23a48", "#4c9a6a", "#7a5ba6"]
+HOLDINGS = (
+    style.BLUE,
+    style.ORANGE,
+    style.GREEN,
+    style.SKY,
+)  # of `KINDS`, like the passes that make them
 
 
 def losses(
@@ -42,22 +48,26 @@ def losses(
         against: what the curves run over; seconds are those of the steps, tokens those of all ranks.
     """
     require(smooth >= 1, f"--smooth {smooth}: the mean is of at least 1 step")
-    figure, axes = pyplot().subplots(figsize=(8, 4.2), layout="constrained")
+    figure, axes = style.subplots(4.4)
+    dots: dict[str, Any] = {"linestyle": "none", "marker": "o", "markeredgecolor": style.INK, "markeredgewidth": 0.8}
+    has_validation = False
     for index, (name, run) in enumerate(_named(runs)):
-        color = PALETTE[index % len(PALETTE)]
+        color = style.SERIES[index % len(style.SERIES)]
         records = read_metrics(run)
         where = places(records, against, run)
         means = moving_average([record["loss"] for record in records], smooth)
-        style = {"linewidth": max(1.4, 6 - 3 * index), "linestyle": "--" if index == 2 else "-"}
-        axes.plot(where, means, label=name, color=color, **style)
+        width, dashes = max(1.6, 6 - 3 * index), "--" if index == 2 else "-"
+        axes.plot(where, means, label=name, color=color, linewidth=width, linestyle=dashes)
         validated = [(x, r["validation_loss"]) for x, r in zip(where, records, strict=True) if "validation_loss" in r]
         if validated:
-            dots = {"label": f"{name}: validation", "color": color, "mec": "black", "mew": 0.5, "ms": 4}
-            axes.plot(*zip(*validated, strict=True), "o", **dots)
+            axes.plot(*zip(*validated, strict=True), color=color, **dots)
+            has_validation = True
+    if has_validation:
+        axes.plot([], [], color=style.BACKGROUND, label="validation", **dots)
     axes.set(title=title, xlabel=against, ylabel=f"loss (mean of {smooth} steps)")
-    axes.grid(alpha=0.25)
-    axes.legend(frameon=False)
-    save(figure, png)
+    axes.xaxis.set_major_formatter("{x:,.10g}")
+    axes.legend()
+    style.save(figure, png)
 
 
 def timelines(png: Png, runs: NamedTraces, /) -> None:
@@ -68,34 +78,37 @@ def timelines(png: Png, runs: NamedTraces, /) -> None:
 def memory(png: Png, runs: NamedTraces, /) -> None:
     """The activations that each stage keeps during a step of each run."""
     traces = [(name, _read_trace(run)) for name, run in _named(runs)]
-    options = {"layout": "constrained", "squeeze": False, "sharey": True}
-    figure, grid = pyplot().subplots(1, len(traces), figsize=(10, 3.2), **options)
+    figure, grid = style.subplots(3.6, 1, len(traces), squeeze=False, sharey=True)
+    curves: dict[str, Any] = {}
     for axes, (name, trace) in zip(grid[0], traces, strict=True):
         for rank, (recorded, step) in enumerate(zip(trace.ranks, trace.typical_step(), strict=True)):
             kept = [(t, size) for t, size in recorded.kept_bytes if step.start <= t <= step.end]
             times = [0.0, *((t - step.start) * 1e3 for t, _ in kept)]
             sizes = [0.0, *(size / 1e6 for _, size in kept)]
-            color, label = PALETTE[1 + rank % (len(PALETTE) - 1)], f"stage {trace.place(rank).stage}"
-            axes.step(times, sizes, where="post", label=label, color=color)
+            stage = trace.place(rank).stage
+            color = style.SERIES[stage % len(style.SERIES)]
+            [curves[f"stage {stage}"]] = axes.step(times, sizes, where="post", color=color)
         axes.set(title=name, xlabel="ms since the step began")
-        axes.grid(alpha=0.25)
-        axes.legend(frameon=False)
     grid[0, 0].set_ylabel("activations kept, MB")
-    save(figure, png)
+    style.legend(figure, curves)
+    style.save(figure, png)
 
 
 def holdings(png: Png, runs: NamedRuns, /) -> None:
     """What the fullest rank of each run holds: parameters, gradients, optimizer state, activations."""
     names, counts = zip(*((name, read_largest(run)) for name, run in _named(runs)), strict=True)
-    figure, axes = pyplot().subplots(figsize=(1.6 + 1.3 * len(names), 3.6), layout="constrained")
+    figure, axes = style.subplots(3.8)
     below = [0.0] * len(names)
-    for kind, color, bars in zip(KINDS, PALETTE, zip(*counts, strict=True), strict=False):
-        heights = [size / 1e6 for size in bars]
-        axes.bar(names, heights, 0.6, below, label=kind, color=color)
+    kinds: dict[str, Any] = {}
+    for kind, color, sizes in zip(KINDS, HOLDINGS, zip(*counts, strict=True), strict=True):
+        heights = [size / 1e6 for size in sizes]
+        kinds[kind] = axes.bar(names, heights, 0.6, below, color=color, edgecolor=style.BACKGROUND)
         below = [low + height for low, height in zip(below, heights, strict=True)]
-    axes.set(ylabel="MB on the fullest rank")
-    figure.legend(loc="outside right center", frameon=False, reverse=True)
-    save(figure, png)
+    axes.bar_label(kinds[kind], [f"{total:.0f}" for total in below], padding=2)
+    axes.set(ylabel="memory of the fullest rank, MB")
+    axes.grid(visible=False, axis="x")
+    style.legend(figure, kinds)
+    style.save(figure, png)
 
 
 def layout(png: Png, /, dp: int = 2, pp: int = 3) -> None:
@@ -107,25 +120,23 @@ def layout(png: Png, /, dp: int = 2, pp: int = 3) -> None:
     """
     for flag, count in (("--dp", dp), ("--pp", pp)):
         require(1 <= count <= 32, f"{flag} {count}: give 1 to 32")
-    figure, axes = pyplot().subplots(figsize=(1.2 + 2.9 * pp, 0.8 + 1.6 * dp), layout="constrained")
-    arrow = {"arrowstyle": "<->", "linewidth": 1.6, "shrinkA": 0, "shrinkB": 0}
+    figure, axes = style.subplots(0.6 + 1.2 * dp, width=style.WIDTH * max(1.0, pp / 5))
     for rank in range(dp * pp):
         grid = Grid(rank, dp, pp)
-        x, y = 2.9 * grid.stage, -1.6 * grid.replica
-        axes.add_patch(pyplot().Rectangle((x, y), 1.7, 0.9, facecolor=COLORS["compute"], edgecolor="#2f6db3"))
-        axes.text(x + 0.85, y + 0.45, f"rank {rank}\nstage {grid.stage}", ha="center", va="center", size=11)
+        x, y = 2.4 * grid.stage, -1.4 * grid.replica
+        axes.add_patch(style.rectangle(x, y, 1.6, 0.8, style.PALE))
+        axes.text(x + 0.8, y + 0.4, f"rank {rank}\nstage {grid.stage}", ha="center", va="center")
         if grid.stage == 0:
-            axes.text(x - 0.2, y + 0.45, f"replica {grid.replica}", ha="right", va="center", size=11)
+            axes.text(x - 0.2, y + 0.4, f"replica {grid.replica}", ha="right", va="center")
         if not grid.is_last_stage:
-            axes.annotate("", (x + 2.85, y + 0.45), (x + 1.75, y + 0.45), arrowprops={**arrow, "color": "#2f6db3"})
-            if grid.replica == 0:
-                axes.text(x + 2.3, y + 0.6, "activations,\ntheir gradients", ha="center", va="bottom", size=8)
+            axes.add_patch(style.arrow((x + 1.65, y + 0.4), (x + 2.35, y + 0.4), style.SKY, heads="<|-|>"))
         if grid.replica < dp - 1:
-            axes.annotate("", (x + 0.85, y - 0.65), (x + 0.85, y - 0.05), arrowprops={**arrow, "color": "#c97a1c"})
-            axes.text(x + 0.95, y - 0.35, "average of weights' gradients", ha="left", va="center", size=8)
-    axes.set(xlim=(-1.2, 2.9 * pp - 0.5), ylim=(-1.6 * (dp - 1) - 0.2, 1.5), aspect="equal")
+            axes.add_patch(style.arrow((x + 0.8, y - 0.05), (x + 0.8, y - 0.55), style.ORANGE, heads="<|-|>"))
+    axes.set(xlim=(-1.4, 2.4 * pp - 0.7), ylim=(-1.4 * (dp - 1) - 0.1, 0.9), aspect="equal")
     axes.axis("off")
-    save(figure, png)
+    messages = {"activations and their gradients": style.SKY, "gradients of weights, averaged": style.ORANGE}
+    style.legend(figure, {name: style.swatch(color) for name, color in messages.items()})
+    style.save(figure, png)
 
 
 def _named(runs: list[str]) -> list[tuple[str, Path]]:
@@ -168,8 +179,8 @@ def splits(png: Png, /, ranks: int = 3) -> None:
     Args:
         ranks: how many share the product.
     """
-    require(2 <= ranks < len(PALETTE), f"--ranks {ranks}: give 2 to {len(PALETTE) - 1}")
-    figure, grid = pyplot().subplots(2, 1, figsize=(8, 3.8), layout="constrained")
+    require(2 <= ranks <= len(style.SERIES), f"--ranks {ranks}: give 2 to {len(style.SERIES)}")
+    figure, grid = style.subplots(4.0, 2)
 
     def matrix(axes: Any, x: float, width: float, height: float, name: str, cut: str) -> None:
         """A rectangle, whole or cut into a color for each rank: by "columns", by "rows", or into terms of a sum."""
@@ -180,32 +191,32 @@ def splits(png: Png, /, ranks: int = 3) -> None:
                 "rows": (x, height / 2 - (rank + 1) * height / ranks, width, height / ranks),
                 "terms": (x + rank * 0.28, -height / 2 - rank * 0.14, width, height),
             }[cut]
-            color = PALETTE[1 + rank] if cut else PALETTE[0]
-            patch = pyplot().Rectangle((left, bottom), part_width, part_height, facecolor=color, edgecolor="white")
-            axes.add_patch(patch)
-        axes.text(x + width / 2, height / 2 + 0.15, name, ha="center", va="bottom", size=10)
+            color = style.SERIES[rank] if cut else style.PALE
+            axes.add_patch(style.rectangle(left, bottom, part_width, part_height, color))
+        axes.text(x + width / 2, height / 2 + 0.12, name, ha="center", va="bottom")
 
     ways = (
-        ("by outputs", "slices: gathered, or\nthe inputs of the next product", ("", "columns", "columns")),
-        ("by inputs", "the terms are added up\n(all-reduce)", ("columns", "rows", "terms")),
+        ("by outputs", "slices: gathered, or\nthe next product's inputs", ("", "columns", "columns")),
+        ("by inputs", "terms of a sum:\nadded up (all-reduce)", ("columns", "rows", "terms")),
     )
     for axes, (title, exchange, cuts) in zip(grid, ways, strict=True):
         matrix(axes, 0, 2, 1.2, "input (tokens, in)", cuts[0])
         matrix(axes, 2.7, 2, 2, "weight (in, out)", cuts[1])
         matrix(axes, 5.4, 2, 1.2, "output (tokens, out)", cuts[2])
         for x, sign in ((2.35, "\N{MULTIPLICATION SIGN}"), (5.05, "=")):
-            axes.text(x, 0, sign, ha="center", va="center", size=16)
-        axes.text(-0.3, 0, title, ha="right", va="center", size=12)
-        axes.text(8.3, 0, exchange, ha="left", va="center", size=10)
-        axes.set(xlim=(-1.9, 11.2), ylim=(-1.3, 1.6), aspect="equal")
+            axes.text(x, 0, sign, ha="center", va="center", size=style.TITLE)
+        axes.text(-0.3, 0, title, ha="right", va="center", size=style.TITLE)
+        axes.text(8.1, 0, exchange, ha="left", va="center")
+        axes.set(xlim=(-1.8, 11.4), ylim=(-1.2, 1.5), aspect="equal")
         axes.axis("off")
-    save(figure, png)
+    style.save(figure, png)
 
 
 def topologies(png: Png, /, world_size: int = 8) -> None:
     """Who sends to whom, and when: broadcasts and all-reduces in a simulated world.
 
     A message's latency is a tenth of the time that the whole tensor takes; chunks take less, and are drawn thinner.
+    The all-reduce around the ring is drawn twice: beside the others, and enlarged.
 
     Args:
         world_size: ranks.
@@ -213,29 +224,43 @@ def topologies(png: Png, /, world_size: int = 8) -> None:
     require(2 <= world_size <= 32, f"--world-size {world_size}: give 2 to 32 ranks")
     tensor = torch.empty(840, device="meta")  # it has a size and no content
     link = Link(latency_seconds=0.1, bytes_per_second=tensor.nbytes)
-    panels: dict[str, Callable[..., None]] = {
-        "broadcast, naive": partial(broadcast_naive, src=0),
-        "broadcast, tree": partial(broadcast_tree, src=0),
-        "broadcast, ring": partial(broadcast_ring, src=0),
-        **{f"all-reduce, {name}": all_reduce for name, all_reduce in ALL_REDUCES.items()},
-        "all-reduce, ring": partial(allreduce_ring, both_ways_bytes=0),
-    }
-    figure, grid = pyplot().subplots(1, len(panels), figsize=(13, 5.4), layout="constrained", sharey=True)
-    for axes, (title, collective) in zip(grid, panels.items(), strict=True):
+
+    def simulated(collective: Callable[..., None]) -> SimulatedWorld:
         world = SimulatedWorld(world_size, link, keep_messages=True)
-        world.run(lambda endpoint, run=collective: run(tensor, endpoint=endpoint))  # type: ignore[misc]
-        for message in world.messages:
-            color = PALETTE[1] if message.sender < message.receiver else PALETTE[2]
-            width = 0.6 + 1.4 * message.size_bytes / tensor.nbytes
-            arrow = {"arrowstyle": "-|>", "color": color, "linewidth": width, "shrinkA": 0, "shrinkB": 0}
-            start, end = (message.sender, message.started_seconds), (message.receiver, message.ended_seconds)
-            axes.annotate("", end, start, arrowprops=arrow)
-        for rank, seconds in enumerate(world.seconds):
-            axes.plot([rank, rank], [0, seconds], color=PALETTE[0], linewidth=3, zorder=0)
-        axes.set(title=title.replace(", ", "\n"), xlabel="rank", xticks=range(0, world_size, max(1, world_size // 4)))
-    grid[0].set_ylabel("time, in transmissions of the whole tensor")
-    grid[0].invert_yaxis()
-    save(figure, png)
+        world.run(lambda endpoint: collective(tensor, endpoint=endpoint))
+        return world
+
+    broadcasts = {"naive": broadcast_naive, "tree": broadcast_tree, "ring": broadcast_ring}
+    rows = [
+        {f"broadcast\n{name}": simulated(partial(broadcast, src=0)) for name, broadcast in broadcasts.items()},
+        {f"all-reduce\n{name}": simulated(all_reduce) for name, all_reduce in ALL_REDUCES.items()},
+    ]
+    longest = [max(world.makespan for world in row.values()) for row in rows]
+    figure, grid = style.subplots(7.4, 2, 4, height_ratios=longest)
+    for line, row, seconds in zip(grid, rows, longest, strict=True):
+        for axes, (title, world) in zip(line, row.items(), strict=False):
+            _draw_messages(axes, title, world, tensor.nbytes, seconds)
+    _draw_messages(grid[0, 3], f"{title}, enlarged", world, tensor.nbytes, world.makespan)
+    figure.supylabel("time, in transmissions of the whole tensor")
+    style.save(figure, png)
+
+
+def _draw_messages(axes: Any, title: str, world: SimulatedWorld, tensor_bytes: int, seconds: float) -> None:
+    """Time runs downwards, for so many seconds; between a ring's first and last rank, messages cross the edges."""
+    thinner = min(1.0, 8 / world.size)
+    for sender, receiver, size_bytes, start, end in world.messages:
+        ways = [(sender, receiver)]
+        if "ring" in title and abs(sender - receiver) == world.size - 1 > 1:
+            step = 1 if sender else -1
+            ways = [(sender, sender + step), (receiver - step, receiver)]
+        for x, to_x in ways:
+            width = thinner * (0.6 + size_bytes / tensor_bytes)
+            axes.add_patch(style.arrow((x, start), (to_x, end), style.SERIES[x > to_x], width))
+    for rank, finished in enumerate(world.seconds):
+        axes.plot([rank, rank], [0, finished], color=style.PALE, linewidth=3 * thinner, zorder=0)
+    ranks = range(0, world.size, max(1, world.size // 4))
+    axes.set(title=title, xlabel="rank", xticks=ranks, xlim=(-0.6, world.size - 0.4), ylim=(seconds, 0))
+    axes.grid(visible=False)
 
 
 def collectives(png: Png, run: Annotated[Path, tyro.conf.Positional], /) -> None:
@@ -251,24 +276,26 @@ def collectives(png: Png, run: Annotated[Path, tyro.conf.Positional], /) -> None
         require(bool(rows) and all(columns <= row.keys() for row in rows), "rows or columns are missing")
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
         raise InputError(f"{run}: no table of collectives there ({error})") from error
-    figure, grid = pyplot().subplots(2, 3, figsize=(11, 6.2), layout="constrained", sharex=True, sharey=True)
-    handles: dict[str, Any] = {}
+    figure, grid = style.subplots(8.4, 3, 2, sharex=True, sharey=True)
+    colors = dict(zip(("naive", "tree", "butterfly", "ring", "library"), style.SERIES, strict=False))
+    curves: dict[str, Any] = {}
     for axes, operation in zip(grid.flat, operations, strict=False):
-        for topology, color in zip(("naive", "tree", "butterfly", "ring", "library"), PALETTE[1:], strict=True):
+        for topology, color in colors.items():
             curve = [row for row in rows if (row["operation"], row["topology"]) == (operation, topology)]
             if not curve:
                 continue
-            sizes, measured = zip(*((row["size_bytes"], row["measured_seconds"] * 1e3) for row in curve), strict=True)
-            [handles[topology]] = axes.plot(sizes, measured, "o-", ms=3, color=color)
+            sizes, measured = zip(*((row["size_bytes"], row["measured_seconds"]) for row in curve), strict=True)
+            [curves[topology]] = axes.plot(sizes, measured, "o-", color=color)
             if all(row["predicted_seconds"] for row in curve):
-                axes.plot(sizes, [row["predicted_seconds"] * 1e3 for row in curve], ":", color=color)
+                predicted = [row["predicted_seconds"] for row in curve]
+                axes.plot(sizes, predicted, ":", color=color)
         axes.set(title=operation, xscale="log", yscale="log")
-        axes.grid(alpha=0.25)
-    place = "outside upper center"
-    figure.legend(handles.values(), handles.keys(), loc=place, ncols=len(handles), frameon=False)
-    figure.supxlabel("bytes of the tensor, or of all the parts")
-    figure.supylabel("ms (dotted: predicted)")
-    save(figure, png)
+        axes.xaxis.set_major_formatter(style.units("B"))
+        axes.yaxis.set_major_formatter(style.units("s"))
+    [curves["predicted"]] = axes.plot([], [], ":", color=style.INK)
+    style.legend(figure, {name: curves[name] for name in (*colors, "predicted") if name in curves})
+    figure.supxlabel("size of the tensor, or of all the parts")
+    style.save(figure, png)
 
 
 def moving_average(values: list[float], width: int) -> list[float]:
