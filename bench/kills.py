@@ -210,7 +210,7 @@ def main(settings: Settings) -> int:
                 print(f"# {number + 1} of {settings.kills}: {outcome.seconds:.1f} s", file=sys.stderr, flush=True)
             else:
                 print(f"# look at kill {number}: {outcome}", flush=True)
-    print("| topology | kills | good | clean ends | seconds to it: median, worst | orphans | lost | went on equal |")
+    print("| topology | kills | good | clean ends | seconds to it: median, worst | orphans | lost | resumed equal |")
     print("|---|---:|---:|---:|---|---:|---:|---:|")
     for topology in [*settings.topologies, "all"]:
         mine = [outcome for outcome in outcomes if topology in (outcome.topology, "all")]

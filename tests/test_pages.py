@@ -1,0 +1,233 @@
+"""The pages: links lead somewhere, commands parse, figures exist, tables name what there is, chapters are complete."""
+
+import functools
+import re
+from pathlib import Path
+
+import pytest
+from processes import LAB, run_ranks
+from quoted_commands import FENCE, OURS, check, commands
+
+from distlab.launch import TOPOLOGIES
+from distlab.run.settings import WorldSize
+from distlab.run.train_settings import HybridSettings, TrainSettings
+from distlab.show_schedule import Request, show
+from simplellm.errors import InputError
+
+HIDDEN = "runs", "build"
+PAGES = sorted(
+    page.relative_to(LAB)
+    for page in LAB.rglob("*.md")
+    if not any(part.startswith(".") or part in HIDDEN for part in page.relative_to(LAB).parts)
+)
+README = Path("README.md")
+CHAPTERS = range(1, 17)
+IMAGE = re.compile(r"!\[[^\]]*\]\(([^)]+)\)|srcset=\"([^\"]+)\"|src=\"([^\"]+)\"")
+each_page = pytest.mark.parametrize("page", PAGES, ids=str)
+
+
+def text(page: Path) -> str:
+    return (LAB / page).read_text()
+
+
+def prose(page: Path) -> str:
+    """A page without its blocks of code and code spans."""
+    return re.sub(r"`[^`\n]+`", "", FENCE.sub("", text(page)))
+
+
+@functools.cache
+def anchors(page: Path) -> set[str]:
+    """Where links into a page may lead: its headings, as GitHub names them."""
+    names: list[str] = []
+    for heading in re.findall(r"^#+ (.+)$", FENCE.sub("", text(page)), re.MULTILINE):
+        shown = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading)
+        name = re.sub(r"[^\w\- ]", "", shown.lower()).replace(" ", "-")
+        names.append(f"{name}-{names.count(name)}" if name in names else name)
+    return set(names)
+
+
+def target(page: Path, link: str) -> Path:
+    """The file or folder that a link leads to, relative to the lab."""
+    there = ((LAB / page).parent / link).resolve() if link else LAB / page
+    assert there.exists(), f"{page}: {link} is not there"
+    return there.relative_to(LAB)
+
+
+@each_page
+def test_every_link_leads_somewhere(page: Path) -> None:
+    links = re.findall(r"\]\(([^)\s]+)\)", prose(page))
+    assert links, "each page leads on"
+    for link in links:
+        if link.startswith("https://"):
+            continue
+        path, _, anchor = link.partition("#")
+        there = target(page, path)
+        assert not anchor or anchor in anchors(there), f"{page}: {there} has no heading #{anchor}"
+
+
+@each_page
+def test_every_path_that_is_named_exists(page: Path) -> None:
+    folders = [path.name for path in LAB.iterdir() if path.is_dir()]
+    for span in re.findall(r"`([\w./-]+)`", FENCE.sub("", text(page))):
+        if span.partition("/")[0] in folders and "/" in span and span.partition("/")[0] not in (*HIDDEN, ".venv"):
+            assert (LAB / span).exists(), f"{page}: {span} is not there"
+
+
+def test_every_figure_is_shown_and_has_its_command() -> None:
+    shown = {
+        page: {target(page, "".join(match)) for match in IMAGE.findall(prose(page))}
+        for page in PAGES
+        if page.parent != Path("imgs")
+    }
+    there = {path.relative_to(LAB) for path in (LAB / "imgs").iterdir()} - {Path("imgs/README.md")}
+    assert set().union(*shown.values()) == there
+    index = text(Path("imgs/README.md"))
+    for figure in there:
+        assert re.search(rf"^## {re.escape(figure.name)}$", index, re.MULTILINE), figure
+        assert any(f"{figure}" in command for command in commands(index)), figure
+        row = next(line for line in index.splitlines() if line.startswith(f"| [{figure.name}]"))
+        links = re.findall(r"\(([^)#]+)[^)]*\)", row)
+        pages = {target(Path("imgs/README.md"), link) for link in links}
+        assert pages == {page for page, figures in shown.items() if figure in figures}, figure
+
+
+@each_page
+def test_every_block_says_what_it_is(page: Path) -> None:
+    """So that no command hides in a block that is not parsed, or in one that is only indented."""
+    for _, language, block in FENCE.findall(text(page)):
+        assert language in ("sh", "console", "text", "python"), block
+        assert language in ("sh", "console") or not OURS.search(block), block
+    assert not re.search(r"^    \S", FENCE.sub("", text(page)), re.MULTILINE)
+
+
+@each_page
+def test_every_command_is_one_that_a_script_takes(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    blocks = list(commands(text(page)))
+    monkeypatch.chdir(tmp_path)  # a place to write to
+    [refused] = run_ranks(1, refusals, blocks)
+    assert not refused, "\n".join(refused)
+
+
+def refusals(_: int, blocks: list[str]) -> list[str]:
+    found = []
+    for block in blocks:
+        try:
+            check(block)
+        except (InputError, AssertionError) as error:
+            found.append(f"{block}: {error}")
+    return found
+
+
+@pytest.mark.parametrize(
+    ("block", "reason"),
+    [
+        ("./launch.sh dp-gaa", "no such topology"),
+        ("./launch.sh dp-ga --stepz 3", "Unrecognized options: --stepz"),
+        ("./launch.sh hybrid --batch-size 4", "equal micro-batches"),
+        ("./launch.sh mpi --test_case all --worlds 3", "--worlds"),
+        ("python primer/no_such.py", "no such script"),
+        ("python primer/intro.py --steps many", "Error parsing --steps"),
+        ("python primer/tell_story.py RUN --temperature -1", "must be 0 or more"),
+        ("python bench/bubble.py --stage 4", "--stage"),
+        ("python bench/single.py --stepz 4", "--stepz"),
+        ("python -m distlab.figures loss x.png runs/a", "loss"),
+        ("python -m distlab.show_schedule", "required"),
+        ("torchrun --nproc-per-node 3 DP/gradient_aggr/intro_DP_GA.py --stepz 3", "--stepz"),
+        ("cd mpi; mpirun -n 8 python mpi-tests.py", "no such script"),
+        ("./test.sh tests/none", "tests/none"),
+        ("make", "not a program"),
+    ],
+)
+def test_a_wrong_command_is_found(block: str, reason: str) -> None:
+    [[refused]] = run_ranks(1, refusals, [block])
+    assert reason in refused
+
+
+def rows(heading: str) -> list[list[str]]:
+    """The cells of the table below a heading of the README, without its head."""
+    section = text(README).partition(f" {heading}\n")[2].partition("\n#")[0]
+    lines = [line for line in section.splitlines() if line.startswith("|")]
+    return [[cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]] for line in lines[2:]]
+
+
+def test_the_readme_is_short() -> None:
+    assert len(text(README).splitlines()) <= 250
+
+
+def test_the_table_of_chapters_has_all_chapters_and_topologies() -> None:
+    table = rows("Chapters")
+    assert [row[0] for row in table] == [str(number) for number in CHAPTERS]
+    names = [name for row in table for name in re.findall(r"`(\w[\w-]*)`", row[2])]
+    assert sorted(names) == sorted(TOPOLOGIES)
+
+
+@functools.cache
+def chapter(number: int) -> tuple[Path, str]:
+    """The page of a chapter, and its part of the page: to the next heading of the same level."""
+    link = re.findall(r"\(([^)]+)\)", rows("Chapters")[number - 1][1])[0]
+    page = Path(link.partition("#")[0])
+    found = re.search(rf"^(#+) {number}\. [^\n]+\n(.*?)(?=^\1 \d+\. |\Z)", text(page) + "\n", re.MULTILINE | re.DOTALL)
+    assert found, f"{page} has no heading of chapter {number}"
+    return page, found[2]
+
+
+@pytest.mark.parametrize("number", CHAPTERS)
+def test_each_chapter_is_complete(number: int) -> None:
+    page, content = chapter(number)
+    question = " ".join(content.strip().partition("\n\n")[0].split())
+    assert re.fullmatch(r"\*.+\?\*", question), question
+    assert list(commands(content))
+    assert IMAGE.search(content) or "\n|---" in content or "```text" in content or "```console" in content
+    assert "**What to remember.**" in content
+    if number + 1 in CHAPTERS:
+        next_page, _ = chapter(number + 1)
+        last = content.strip().splitlines()[-1]
+        [link] = re.fullmatch(rf"Next: \[{number + 1}\. .+\]\((\S+)\)", last).groups()  # type: ignore[union-attr]
+        path, _, anchor = link.partition("#")
+        assert target(page, path) == next_page
+        assert anchor.startswith(str(number + 1)) or text(next_page).startswith(f"# {number + 1}. ")
+
+
+def test_the_table_of_flags_is_complete_and_its_defaults_are_right() -> None:
+    values = vars(WorldSize()) | vars(HybridSettings())
+    named = set()
+    for flags, defaults, _ in rows("Flags"):
+        names = [flag.lstrip("-").replace("-", "_") for flag in flags.strip("`").split()]
+        named.update(names)
+        for name, default in zip(names, defaults.split(), strict=False):
+            if default == "off":
+                assert not values[name], name
+            elif re.fullmatch(r"[\d.e-]+", default) and values[name] is not None:
+                assert float(values[name]) == float(default), name
+    assert named <= values.keys()
+    assert named >= vars(TrainSettings()).keys() - {"rank"}
+
+
+def test_what_is_said_to_be_in_a_folder_is_there() -> None:
+    """Every room of the library has its line in "Where things are", and the modules named there exist."""
+    linked: set[str] = set()
+    for _, where in rows("Where things are"):
+        folders = [Path(link) for link in re.findall(r"\(([^)]+)\)", where)]
+        linked.update(map(str, folders))
+        for module in re.findall(r"`([\w.]+\.py|\w+/)`", where):
+            assert any((LAB / folder / module).exists() or folder.name == module for folder in folders), module
+    rooms = {path.parent.relative_to(LAB) for path in (LAB / "src/distlab").glob("*/__init__.py")}
+    assert set(map(str, rooms)) <= linked
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "dapple"])
+def test_the_tables_of_ticks_are_those_of_the_schedules(schedule: str) -> None:
+    command = f"`python -m distlab.show_schedule {schedule}`"
+    shown = text(Path("PP/README.md")).partition(command)[2].partition("```text\n")[2].partition("\n```")[0]
+    assert shown.splitlines() == [line for line in show(Request(schedule)) if not line.startswith("#")]
+
+
+def test_terms_are_in_order_lead_on_and_are_led_to() -> None:
+    glossary = Path("docs/glossary.md")
+    _, *parts = re.split(r"^### (.+)$", text(glossary), flags=re.MULTILINE)
+    terms, definitions = parts[::2], parts[1::2]
+    assert terms == sorted(terms, key=str.lower)
+    elsewhere = "".join(text(page) for page in PAGES if page != glossary)
+    for term, definition in zip(terms, definitions, strict=True):
+        assert re.search(r"\]\((https://|\.\./|[\w-]+\.md)", definition), term
+        assert f"glossary.md#{re.sub(r'[^a-z0-9]+', '-', term.lower())})" in elsewhere, term
