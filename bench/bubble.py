@@ -24,6 +24,7 @@ from distlab.pipeline.executor import Pipeline
 from distlab.pipeline.plan import ideal_bubble
 from distlab.pipeline.schedules import all_stages
 from distlab.reports.trace import merge, write_chrome
+from distlab.run.progress import each
 
 SCHEDULES = ("gpipe", "dapple")
 WIDTH, SEQ = 16, 8
@@ -115,7 +116,7 @@ def main() -> None:
     settings = tyro.cli(Settings, description=__doc__)
     print("| stages | micro-batches | schedule | bubble in theory | measured | difference, percentage points |")
     print("|---|---|---|---|---|---|", flush=True)
-    for stages in settings.stages:
+    for stages in each(settings.stages, "numbers of stages"):
         mp.spawn(measure, args=(stages, settings), nprocs=stages)
 
 

@@ -15,6 +15,8 @@ from pathlib import Path
 
 import tyro
 
+from distlab.run.progress import each
+
 LAB = Path(__file__).resolve().parents[1]
 
 
@@ -46,7 +48,7 @@ def main(settings: Settings) -> None:
     steps, every = settings.steps, settings.save_every
     print(f"| run of {steps} steps | seconds without | with --save-every {every} | ratio | saving, of the steps |")
     print("|---|---|---|---|---|")
-    for topology in settings.topologies:
+    for topology in each(settings.topologies, "topologies"):
         pairs = [
             (run(topology, steps), run(topology, steps, "--save-every", str(every))) for _ in range(settings.rounds)
         ]

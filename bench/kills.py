@@ -26,6 +26,7 @@ from pathlib import Path
 import tyro
 
 from distlab.checkpoints.format import Checkpoint, candidates
+from distlab.run.progress import each
 
 LAB = Path(__file__).resolve().parents[1]
 SHAPE = "--data sample --device cpu --dmodel 32 --num-heads 2 --n-layers 3 --seq-len 24".split()
@@ -198,7 +199,7 @@ def main(settings: Settings) -> int:
     with contextlib.suppress(KeyboardInterrupt), tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as name:
         folder = Path(name)
         expected: dict[str, list[float]] = {}
-        for number in range(settings.kills):
+        for number in each(range(settings.kills), "kills"):
             topology = settings.topologies[number % len(settings.topologies)]
             if topology not in expected:
                 status, err = end(launch(topology, folder / topology, "undisturbed"), SECONDS_TO_RUN)
@@ -206,9 +207,7 @@ def main(settings: Settings) -> int:
                 assert status == 0, f"{topology} does not run: {err}"
             outcome = kill_one(topology, folder, f"kill {number}", expected[topology], random_numbers)
             outcomes.append(outcome)
-            if outcome.is_good:
-                print(f"# {number + 1} of {settings.kills}: {outcome.seconds:.1f} s", file=sys.stderr, flush=True)
-            else:
+            if not outcome.is_good:
                 print(f"# look at kill {number}: {outcome}", flush=True)
     print("| topology | kills | good | clean ends | seconds to it: median, worst | orphans | lost | resumed equal |")
     print("|---|---:|---:|---:|---|---:|---:|---:|")

@@ -16,6 +16,7 @@ from ranks import join
 
 from distlab.collectives.algorithms import shift
 from distlab.comm.processes import leave
+from distlab.run.progress import each
 
 
 @dataclass
@@ -57,7 +58,7 @@ def main() -> None:
     print("|---|---|---|---|---|---|", flush=True)
     for world_size in settings.worlds:
         seconds: dict[bool, list[list[float]]] = {False: [], True: []}
-        for start in range(settings.starts):
+        for start in each(range(settings.starts), f"starts of {world_size} ranks"):
             for patient in (False, True) if start % 2 else (True, False):
                 results: SimpleQueue[float] = mp.get_context("spawn").SimpleQueue()
                 mp.spawn(measure, args=(world_size, patient, settings, results), nprocs=world_size)

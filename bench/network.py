@@ -36,6 +36,7 @@ from distlab.pipeline.actions import ActionCosts
 from distlab.pipeline.plan import simulate
 from distlab.pipeline.schedules import all_stages
 from distlab.reports import style
+from distlab.run.progress import each
 from simplellm.llama import CausalLLama, LLama
 from simplellm.tokenizers import SPTokenizer
 
@@ -265,7 +266,7 @@ def measure(settings: Settings, layouts: list[Layout], hosts: tuple[Host, Host],
     """Every layout over every link."""
     grid: Grid = {(mbit, ms): {} for mbit in settings.mbit for ms in settings.latency_ms}
     model_bytes, message_bytes = sizes()
-    for number, layout in enumerate(layouts):
+    for number, layout in enumerate(each(layouts, "layouts")):
         link.shape(0, 0)
         with running(layout, hosts, settings.port + number, folder / str(number)) as steps:
             rounds = {1: settings.cycles, 8: 2}.get(layout.sync_every, 1)

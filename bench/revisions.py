@@ -20,6 +20,7 @@ from typing import Annotated
 
 import tyro
 
+from distlab.run.progress import each
 from simplellm import command_line
 from simplellm.errors import require
 
@@ -78,7 +79,7 @@ def compare(settings: Settings) -> None:
         "| run | ms a step, other | ms a step, this | times as fast (median) | range |\n|---|---|---|---|---|",
         flush=True,
     )
-    for name in settings.runs:
+    for name in each(settings.runs, "runs"):
         seconds: dict[Path, list[float]] = {other: [], LAB: []}
         for number in range(settings.rounds):
             for checkout in (LAB, other) if number % 2 else (other, LAB):

@@ -44,6 +44,7 @@ from pyarrow import parquet
 from safetensors.torch import load_file, save_file
 
 from distlab.launch import TOPOLOGIES
+from distlab.run.progress import each
 from distlab.run.settings import RunSettings
 from simplellm.tokenizers import SHIPPED_MODEL
 
@@ -55,7 +56,7 @@ TINY = "--device cpu --data sample --dmodel 16 --num-heads 2 --n-layers 2 --seq-
 OVERLONG = "a" * 5000
 
 SCRIPTS = {  # by the name of a topology, but for those of mpi and for flags that only choose a schedule
-    name: command.split()[0] for name, command in TOPOLOGIES.items() if name not in ("mpi", "pp-gpipe")
+    name: command.split()[0] for name, command in TOPOLOGIES.items() if name not in ("mpi", "pp-gpipe", "quickstart")
 }
 
 
@@ -958,7 +959,8 @@ def main() -> int:
         ]
         outcomes: list[Outcome] = []
         with ThreadPoolExecutor(args.jobs) as pool:
-            for (number, _), outcome in zip(numbered, pool.map(lambda pair: run(pair[1], cwd), numbered), strict=True):
+            tried = pool.map(lambda pair: run(pair[1], cwd), numbered)
+            for (number, _), outcome in zip(each(numbered, "inputs"), tried, strict=True):
                 outcomes.append(outcome)
                 if args.show or outcome.problems:
                     verdict = "FAILED" if outcome.problems else "ok"

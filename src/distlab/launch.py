@@ -9,8 +9,10 @@ import importlib.util
 import logging
 import os
 import re
+import shlex
 import shutil
 import signal
+import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping
@@ -27,13 +29,17 @@ from distlab.comm.processes import leave
 from distlab.comm.torch_patches import Agent
 from distlab.rendezvous.nodes import FLAGS, LOST_NODE_0, ElsewhereError, NodeRendezvous, Nodes, assign_ranks, read_flags
 from distlab.rendezvous.store import StoreError
-from distlab.run.logs import new_folder, say
+from distlab.run.commands import LAB, LAUNCHED_AS
+from distlab.run.logs import new_folder, say, take_over_output
 from distlab.run.settings import RunSettings, parse
+from distlab.run.train_settings import TrainSettings
 from simplellm.errors import InputError, require
-
-LAB = Path(__file__).resolve().parents[2]
+from simplellm.generation import prompt_ids
+from simplellm.tokenizers import SPTokenizer
 
 TOPOLOGIES = {  # a script, and flags that come before the user's own
+    "quickstart": "DP/gradient_aggr/intro_DP_GA.py --world-size 2 --batch-size 2 --dmodel 128 --num-heads 4 "
+    "--n-layers 4 --lr 3e-3 --steps 2400 --data sample --save-every 800 --tell 'Once upon a time'",
     "primer": "primer/intro.py",
     "dp-ga": "DP/gradient_aggr/intro_DP_GA.py",
     "dp-wa": "DP/weight_aggr/intro_DP_WA.py",
@@ -54,6 +60,7 @@ TOPOLOGIES = {  # a script, and flags that come before the user's own
     "mpi": "mpi/mpi-test.py",
     "deadlock": "PP/deadlock/intro_deadlock.py",
 }
+QUICKSTART = "Start here: dp-ga with a small model, about five minutes on two cores; then the model tells a story."
 DEFAULT_PORT = 29500  # where node 0 listens, when there are several machines
 ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # what asks a launcher to end
 SECONDS_TO_END = 4  # after SIGTERM, when a rank has failed; a stopped process does not react to it
@@ -70,35 +77,47 @@ def launch(args: list[str]) -> int:
         for name in TOPOLOGIES:
             script, flags = find_script(name)
             first_line = (ast.get_docstring(ast.parse(script.read_text())) or "").partition("\n")[0]
-            print(f"  {name:<12} {' '.join([first_line, *flags])}")
+            about = QUICKSTART if name == "quickstart" else " ".join([first_line, *flags])
+            print(f"  {name:<12} {about}")
         print(f"\nbesides a topology's own flags:\n{FLAGS}", end="")
         return 0
     script, flags = find_script(args[0])
     prog, args = f"./launch.sh {args[0]}", [*flags, *args[1:]]
     if re.search(r"^(from|import) mpi4py", script.read_text(), re.MULTILINE):
-        become_mpirun(script, args)
+        become_mpirun(script, args, prog)
     own_flags, args = read_flags(args)
     settings = read_settings(script, args, prog)
+    if own_flags.tell is not None:
+        trained = check_story(own_flags.tell, settings, prog)
+        if trained.save_every is None:
+            args = [*args, "--save-every", str(trained.steps)]
+            settings = read_settings(script, args, prog)
     require(settings.rank < 0, f"rank {settings.rank}: launch.sh starts all ranks; leave the rank out")
     nodes = assign_ranks(own_flags, settings.layout, settings.master_addr)
     out, resume = settings.out, getattr(settings, "resume", None)
-    if own_flags.max_restarts and out is None:  # restarted ranks have to find what was saved
-        several = "--max-restarts on several machines: give --out, a folder that all of them see"
+    reader = "--max-restarts" if own_flags.max_restarts else "--tell" if own_flags.tell is not None else None
+    if reader and out is None:  # restarted ranks, and who tells the story, have to find what was saved
+        several = f"{reader} on several machines: give --out, a folder that all of them see"
         require(len(nodes.ranks_of) == 1, several)
-        args = [*args, "--out", str(new_folder(Path("runs") / script.stem))]
+        out = new_folder(Path("runs") / script.stem)
+        args = [*args, "--out", str(out)]
     elif own_flags.max_restarts and out is not None and has_checkpoints(out):
         require(
             resume is not None and Path(resume).resolve().is_relative_to(out.resolve()),
             f"--max-restarts with --out {out}: has checkpoints of another run, from which the ranks would resume; give "
             f"another folder, or --resume {out}",
         )
-    return run_ranks(script, args, settings, nodes, own_flags.max_restarts)
+    status = run_ranks(script, args, settings, nodes, own_flags.max_restarts)
+    if status == 0 and own_flags.tell is not None and nodes.rank == 0:
+        assert out is not None
+        return tell_story(out, own_flags.tell, settings.device)
+    return status
 
 
 def find_script(name: str) -> tuple[Path, list[str]]:
     """The script of a topology and its flags, or the path of any script."""
     if name in TOPOLOGIES:
-        script, *flags = TOPOLOGIES[name].split()
+        script, *flags = shlex.split(TOPOLOGIES[name])
         return LAB / script, flags
     is_script = Path(name).is_file() and name.endswith(".py")
     require(is_script, f"{name}: no such topology or script; there are {', '.join(TOPOLOGIES)}")
@@ -120,7 +139,29 @@ def read_settings(script: Path, args: list[str], prog: str) -> RunSettings:
     return parse(defaults, module.__doc__ or script.stem, args, prog=prog)
 
 
-def become_mpirun(script: Path, args: list[str]) -> NoReturn:
+def check_story(prompt: str, settings: object, prog: str) -> TrainSettings:
+    """The settings of a run whose model can tell a story; `InputError` if it cannot, or not with this prompt."""
+    if not isinstance(settings, TrainSettings):
+        raise InputError(f"--tell: {prog} trains no Llama, which could tell a story; leave --tell out")
+    if settings.resume is None:  # otherwise the model may read more tokens than --seq-len
+        try:
+            prompt_ids(prompt, SPTokenizer(settings.tokenizer), settings.seq_len)
+        except InputError as error:
+            raise InputError(str(error).replace("--prompt", "--tell")) from None
+    return settings
+
+
+def tell_story(run: Path, prompt: str, device: str) -> int:
+    """Have the model that a run has saved tell a story, in lines that begin with `#`; returns the exit status."""
+    teller = [sys.executable, str(LAB / "primer/tell_story.py"), str(run), "--prompt", prompt, "--device", device]
+    with subprocess.Popen(teller, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        for line in process.stdout:
+            print(line.rstrip() if line.startswith("#") else f"# {line}".rstrip(), flush=True)
+    return process.returncode
+
+
+def become_mpirun(script: Path, args: list[str], prog: str) -> NoReturn:
     """Replace this process by mpirun, which runs all ranks of `script`.
 
     Raises:
@@ -128,10 +169,13 @@ def become_mpirun(script: Path, args: list[str]) -> NoReturn:
     """
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     parser.add_argument("--world-size", "--world_size", type=int, default=8)
+    parser.add_argument("--tell")
     try:
         ours, flags = parser.parse_known_args(args)
     except argparse.ArgumentError as error:
         raise InputError(str(error)) from error
+    if ours.tell is not None:
+        check_story(ours.tell, None, prog)
     require(ours.world_size >= 1, f"--world-size {ours.world_size}: every size must be at least 1")
     beside_python = str(Path(sys.executable).parent)
     mpirun = shutil.which("mpirun", path=os.pathsep.join([beside_python, os.environ.get("PATH", "")]))
@@ -147,7 +191,8 @@ def run_ranks(script: Path, args: list[str], settings: RunSettings, nodes: Nodes
     checkpoint (see `distlab.run.main`). If the status is not 0, the last line on stderr says which rank failed and why.
     """
     logging.disable()  # torchrun's agent says at length what we say in a line
-    os.environ["LAB_LAUNCHER"] = str(os.getpid())
+    os.environ |= {"LAB_LAUNCHER": str(os.getpid()), LAUNCHED_AS: shlex.join(sys.argv[1:])}
+    take_over_output(0, has_terminal=True)  # what it prints is above a status line that a rank may have left
     port = settings.master_port or (0 if len(nodes.ranks_of) == 1 else DEFAULT_PORT)
     rendezvous: NodeRendezvous | None = None  # until this launcher has found node 0's
     status, sentence, cause = 0, "", ""  # the cause is what the other machines are told

@@ -187,6 +187,13 @@ def test_ending_the_launcher_leaves_no_process_behind(sent: signal.Signals, to_a
         ("hybrid --dp 0", "--dp 0 --pp 3 --tp 1: every size must be at least 1"),
         ("mlp-ddp --d-in 0", "--d-in 0: must be greater than 0"),
         ("dp-ga 1", "rank 1: launch.sh starts all ranks"),
+        ("dp-ga --tell", "argument --tell: expected one argument"),
+        ("dp-ga --seq-len 4 --tell Once,upon,a,time", "--tell is of 8 tokens: the model reads 4 at most"),
+        ("dp-ga --nnodes 3 --node-rank 0 --master-addr 10.0.0.1 --tell Once", "--tell on several machines: give --out"),
+        ("sentiment --tell Once", "--tell: ./launch.sh sentiment trains no Llama, which could tell a story"),
+        ("mlp-ddp --tell Once", "--tell: ./launch.sh mlp-ddp trains no Llama"),
+        ("collectives --tell Once", "--tell: ./launch.sh collectives trains no Llama"),
+        ("mpi --tell Once", "--tell: ./launch.sh mpi trains no Llama"),
         ("dp-gaa", "dp-gaa: no such topology or script"),
         ("src/distlab/figures.py", "launch.sh starts scripts that have DEFAULTS"),
     ],
@@ -202,6 +209,28 @@ def test_a_wrong_value_is_refused_before_any_rank_starts(
     with pytest.raises(InputError, match=re.escape(sentence)) as caught:
         launch_command(command.split())
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("flags", ["", "--save-every 7", "--out {out}", "--nnodes 2 --node-rank 1 --out {out}"])
+def test_a_model_that_tells_a_story_is_saved_at_the_end(
+    flags: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Node 0 has it tell: in the folder that the ranks were given, when they have finished."""
+    monkeypatch.chdir(tmp_path)
+    ran: list[list[str]] = []
+    told: list[tuple[Path, str]] = []
+    monkeypatch.setattr("distlab.launch.run_ranks", lambda _, args, *__: ran.append(args) or status)
+    monkeypatch.setattr("distlab.launch.tell_story", lambda run, prompt, device: told.append((run, prompt)) or 0)
+    address = "--master-addr 10.0.0.1" if "--nnodes" in flags else ""
+    command = f"dp-ga --world-size 2 --steps 50 {flags.format(out=tmp_path / 'kept')} {address}".split()
+    for status in (0, 1):
+        assert launch_command([*command, "--tell", "Once upon a time"]) == status
+    args = ran[0]
+    assert args[args.index("--save-every") + 1] == ("7" if "save" in flags else "50")
+    out = Path(args[args.index("--out") + 1])
+    assert out == tmp_path / "kept" if "--out" in flags else out.parent == Path("runs/intro_DP_GA")
+    assert told == ([] if "--nnodes" in flags else [(out, "Once upon a time")])
+    assert "--tell" not in args
 
 
 def test_a_refusal_is_the_last_line_and_exit_status_2() -> None:
@@ -262,3 +291,13 @@ def test_ranks_started_with_different_flags_both_end(tmp_path: Path) -> None:
 def test_the_scripts_of_the_listing_exist() -> None:
     for command in TOPOLOGIES.values():
         assert (LAB / command.split()[0]).is_file()
+
+
+def test_quickstart_is_a_run_whose_model_tells_a_story(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Its flags, of which the user's own may replace any."""
+    monkeypatch.chdir(tmp_path)
+    ran: list[object] = []
+    monkeypatch.setattr("distlab.launch.run_ranks", lambda _, args, settings, *__: ran.append(settings) or 1)
+    assert launch_command(["quickstart", "--steps", "9", "--world-size", "3"]) == 1
+    (settings,) = ran
+    assert (settings.steps, settings.world_size, settings.data, settings.lr) == (9, 3, "sample", 3e-3)

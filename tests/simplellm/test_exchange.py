@@ -129,7 +129,9 @@ def test_out_and_in_again(tmp_path: Path) -> None:
         module, *folders = command.split()
         ended = run(sys.executable, "-m", module, *(tmp_path / folder for folder in folders))
         assert ended.status == 0, ended.err
-        assert ended.out.startswith(f"# {tmp_path / folders[1]}: {sum(p.numel() for p in saved.parameters.values()):,}")
+        size = f"{sum(p.numel() for p in saved.parameters.values()):,} parameters"
+        for folder, line in zip(folders, ended.out.splitlines(), strict=True):
+            assert line.startswith(f"# {tmp_path / folder}: {size}")
     again = read_model(tmp_path / "back")
     assert again.options == saved.options
     torch.testing.assert_close(again.parameters, saved.parameters, rtol=0, atol=0)
@@ -352,7 +354,7 @@ def test_says_which_checkpoint_it_takes(
     shutil.copytree(checkpoints / "step-00000000", checkpoints / "step-00000006")
     (checkpoints / "step-00000006/tokenizer.model").unlink()
     assert status_of(monkeypatch, main, Request, tmp_path / "run", tmp_path / "out") == 0
-    passed_over, written = capsys.readouterr().out.splitlines()
+    passed_over, _, written = capsys.readouterr().out.splitlines()
     assert passed_over == "# passed over a checkpoint: step-00000006: tokenizer.model is missing"
     assert " parameters after 0 steps, config.json" in written
 

@@ -28,8 +28,9 @@ class Request:
 def main(request: Request) -> None:
     check_free(request.folder)
     model = read_saved(request.run, say)
-    export(model, request.folder)
     size = f"{model.parameter_count:,} parameters{model.after_steps}"
+    say(f"{request.run}: {size}; writing them to {request.folder}")
+    export(model, request.folder)
     say(f"{request.folder}: {size}, config.json and the tokenizer, for transformers to load")
 
 

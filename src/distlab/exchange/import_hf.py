@@ -30,6 +30,7 @@ class Request:
 def main(request: Request) -> None:
     check_free(request.out)
     model = read_llama(request.folder)
+    say(f"{request.folder}: {model.parameter_count:,} parameters; writing them to {request.out}")
     write_model(request.out, model)
     say(f"{request.out}: {model.parameter_count:,} parameters; resume it with --resume {request.out}")
 

@@ -20,6 +20,7 @@ from distlab.rendezvous.store import Say, SharedStore, StoreError, is_loopback, 
 from simplellm.errors import InputError, require
 
 FLAGS = """
+  --tell PROMPT         when the ranks have finished, the model, which is saved, tells a story that begins so
   --max-restarts N      how often to start all ranks again, from the last checkpoint, when one has failed (default: 0)
   --nnodes N            machines; the same command runs on each, with --master-addr (default: 1)
   --node-rank R         this machine's, from 0; node 0 is at --master-addr
@@ -54,6 +55,7 @@ def read_flags(args: list[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--node-rank", "--node_rank", type=int)
     parser.add_argument("--ranks-per-node", "--ranks_per_node")
     parser.add_argument("--max-restarts", "--max_restarts", type=int, default=0)
+    parser.add_argument("--tell")
     try:
         flags, rest = parser.parse_known_args(args)
     except argparse.ArgumentError as error:

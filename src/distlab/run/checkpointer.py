@@ -47,6 +47,7 @@ class Checkpointer:
         self.resumed = None if folder is None else latest_valid(Path(folder), at_a_glance=True)
         self.continues = self.resumed is not None and self.resumed.is_of_run(out)
         self.first_step = self.resumed.step if self.resumed else 0
+        self.saved = self.first_step if self.continues else None  # steps before its folder's last one
         tokenizer = settings.tokenizer_model  # read now: it may be in a checkpoint that the run will delete
         self._tokenizer = None if tokenizer is None else tokenizer.read_bytes()
         self.state: TrainingState | None = None  # until the script has handed it over
@@ -88,6 +89,7 @@ class Checkpointer:
         }
         tensors = state_of(state.parameters, state.optimizer, self._rank, args.per_rank_optimizer_state)
         save(self._out, tensors, record, self._tokenizer, args.keep)
+        self.saved = steps
 
     def introduce(self) -> None:
         """Say where the run resumes, and whether its batch is another one."""

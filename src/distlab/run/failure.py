@@ -19,6 +19,7 @@ from distlab.rendezvous.notices import notices
 from distlab.rendezvous.ranks import started_by_torchrun
 from distlab.run.logs import RankOutput, human_bytes, say
 from distlab.run.not_finite import NotFiniteError
+from distlab.run.progress import status_line
 from simplellm.errors import InputError
 
 
@@ -70,6 +71,7 @@ class Failure:
 
     def end(self) -> NoReturn:
         """Leave the sentence where it is looked for, on the terminal and in torchrun's error file, and exit."""
+        status_line.clear()
         if self.cause or self.is_diagnosed:
             notices.keep_store_open()
         restarts, allowed = (os.environ.get(f"TORCHELASTIC_{name}") for name in ("RESTART_COUNT", "MAX_RESTARTS"))

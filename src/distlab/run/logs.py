@@ -5,6 +5,7 @@ import io
 import itertools
 import json
 import math
+import os
 import statistics
 import sys
 import time
@@ -17,10 +18,13 @@ from typing import TYPE_CHECKING, Any, TextIO
 import torch
 
 from distlab.comm.traffic import traffic
+from distlab.run.progress import ERASE_LINE, can_erase, status_line
 from simplellm.errors import InputError
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
+
+SECONDS_TO_MENTION = 10  # what takes as long between two steps has a line of its own
 
 
 def new_folder(parent: Path) -> Path:
@@ -35,12 +39,17 @@ def new_folder(parent: Path) -> Path:
 
 
 class RankOutput(io.TextIOBase):
-    """A rank's standard output: its terminal and its log. With a `prefix`, each line is whole and says whose it is."""
+    """A rank's standard output or error: its terminal and its log.
 
-    def __init__(self, terminal: TextIO, prefix: str = "") -> None:
+    Lines are written whole; with a `prefix`, each says whose it is. What `erase` erases is a status line, of this rank
+    or of another one that shares the terminal: lines are written above it.
+    """
+
+    def __init__(self, terminal: TextIO, prefix: str = "", erase: str = "") -> None:
         self.terminal, self.prefix = terminal, prefix
         self._file: TextIO = io.StringIO()  # until the run's folder is known
-        self._rest = ""
+        self._rest = ""  # of a line that has not ended
+        self._erase = self._erase_before_line = erase  # "" also while the beginning of a line is on the terminal
 
     def keep_in(self, file: TextIO) -> None:
         """From now on write to `file`, beginning with what has been written so far."""
@@ -53,17 +62,25 @@ class RankOutput(io.TextIOBase):
         self._file.write(text)
 
     def write(self, text: str) -> int:
-        self.keep(text)
-        if not self.prefix:
+        if text.startswith("\r"):  # a status line of a library, such as a download's: redrawn, so it is not for the log
             self.terminal.write(text)
-        else:
-            *lines, self._rest = (self._rest + text).split("\n")
-            self.terminal.write("".join(f"{self.prefix}{line.removeprefix('# ')}\n" for line in lines))
-        if "\n" in text:
-            self.flush()
+            return len(text)
+        self.keep(text)
+        *lines, self._rest = (self._rest + text).split("\n")
+        if lines:
+            if self.prefix:
+                lines = [f"{self.prefix}{line.removeprefix('# ')}" for line in lines]
+            status = status_line.text if self._erase_before_line else ""
+            self.terminal.write(self._erase + "\n".join([*lines, status]))
+            self._erase = self._erase_before_line
+            self.terminal.flush()
+            self._file.flush()
         return len(text)
 
     def flush(self) -> None:
+        if self._rest and not self.prefix:  # the beginning of a line, which may be a question
+            self.terminal.write(f"{self._erase}{self._rest}")
+            self._rest = self._erase = ""
         self.terminal.flush()
         self._file.flush()
 
@@ -74,10 +91,22 @@ class RankOutput(io.TextIOBase):
         return self.terminal.fileno()
 
 
-def take_over_output(rank: int, shares_terminal: bool) -> None:
-    """Send what this process prints through `RankOutput`; where ranks share a terminal, rank 0's lines are bare."""
-    prefix = f"# rank {rank}: " if shares_terminal and rank > 0 else ""
-    sys.stdout, sys.stderr = RankOutput(sys.stdout, prefix), RankOutput(sys.stderr, prefix)
+def take_over_output(rank: int, has_terminal: bool) -> None:
+    """Send what this process prints through `RankOutput`; a rank whose terminal is another one's says who it is.
+
+    Status lines, and the bars of libraries, are shown on terminals only, and by one rank on each.
+    """
+    has_status_line = can_erase(sys.stdout)
+    if has_terminal and has_status_line:
+        status_line.open(sys.stdout)
+    else:
+        for library in ("HF_HUB", "HF_DATASETS"):  # read as they are imported, which is later
+            os.environ.setdefault(f"{library}_DISABLE_PROGRESS_BARS", "1")
+    prefix = "" if has_terminal else f"# rank {rank}: "
+    sys.stdout, sys.stderr = (
+        RankOutput(stream, prefix, ERASE_LINE if has_status_line and stream.isatty() else "")
+        for stream in (sys.stdout, sys.stderr)
+    )
 
 
 def say(text: str) -> None:
@@ -117,9 +146,13 @@ class RunLog:
             if self._new_tensorboard is not None:  # which drops the records of steps that are taken again
                 self._tensorboard = self._new_tensorboard(self._out, purge_step=continue_at, flush_secs=10)
 
+    def average_speed(self, steps_per_second: float) -> str:
+        """How fast so many steps are."""
+        return f"{self._per_step * steps_per_second:,.0f} {self.unit}/s"
+
     def speed(self) -> str:
         """The end of a step's line: the speed of the step before, since this one is not over yet."""
-        return f"  {self._per_step / self._seconds[-1]:,.0f} {self.unit}/s" if self._seconds else ""
+        return f"  {self.average_speed(1 / self._seconds[-1])}" if self._seconds else ""
 
     @contextlib.contextmanager
     def timing_a_step(self) -> Iterator[None]:
@@ -132,11 +165,15 @@ class RunLog:
         self.count += self._per_step
 
     @contextlib.contextmanager
-    def timing_apart(self, what: str) -> Iterator[None]:
-        """Time what is no part of a step."""
+    def timing_apart(self, kind: str, what: str) -> Iterator[None]:
+        """Time what is no part of a step; `what` says it at length, to those who wait."""
         started = time.perf_counter()
-        yield
-        self.seconds_apart[what] += time.perf_counter() - started
+        with status_line.instead(what):
+            yield
+        seconds = time.perf_counter() - started
+        self.seconds_apart[kind] += seconds
+        if seconds >= SECONDS_TO_MENTION and self._rank == 0:
+            say(f"{what} took {seconds:.0f} s")
 
     def record(self, step: int) -> None:
         """Write the record of the step that has just been timed."""
@@ -161,6 +198,11 @@ class RunLog:
                 if record.get(name) is not None:
                     self._tensorboard.add_scalar(name, record[name], step)
         self._sent_before, self.validation_loss = sent, None
+
+    @property
+    def steps(self) -> int:
+        """How many steps have been taken and timed."""
+        return len(self._seconds)
 
     def summary(self) -> None:
         """Say how fast the run was, where the time went, what this rank has sent by kind, and its peak memory."""

@@ -22,9 +22,11 @@ from distlab.rendezvous import ranks as rendezvous
 from distlab.rendezvous.notices import notices
 from distlab.reports import memory
 from distlab.run.checkpointer import Batches, Checkpointer, TrainingState, prepare_checkpoints
+from distlab.run.commands import next_commands
 from distlab.run.failure import Failure
 from distlab.run.logs import RankOutput, RunLog, new_folder, say, take_over_output
 from distlab.run.not_finite import NotFiniteError
+from distlab.run.progress import Progress, status_line
 from distlab.run.resume import ResumePolicy, marked
 from distlab.run.settings import ResumableSettings, RunSettings, as_flag, as_json
 from simplellm.errors import InputError, require
@@ -41,7 +43,8 @@ class Run(Generic[SettingsT]):
         self.rank, self.world_size = identity(settings)
         self.grid = Grid.of(self.rank, settings.layout)
         traffic.describe = self.grid.describe
-        take_over_output(self.rank, shares_terminal=rendezvous.started_by_torchrun())
+        self.has_terminal = self.rank == 0 or not rendezvous.started_by_torchrun()  # of its own, or as the first rank
+        take_over_output(self.rank, self.has_terminal)
         self._device_type = devices.pick_device_type(settings.device)
         # What rank 0 decided for all.
         self.decided = self._join(script) if settings.layout else self._begin_alone(script)
@@ -164,6 +167,10 @@ class Run(Generic[SettingsT]):
         checkpointer = self.checkpointer
         count = checkpointer.restore(batches) if checkpointer else 0
         self.records.begin(per_step, unit, count, continue_at=self.first_step if self._continues else None)
+        tell = say if self.has_terminal else lambda _: None
+        done = f"; {self.first_step:,} of {steps:,} are done" if self.first_step else ""
+        tell(f"{steps - self.first_step:,} steps of {per_step:,} {unit} each{done}")
+        progress = Progress(steps, tell, done=self.first_step, speed=self.records.average_speed)
         source = iter(batches)
         for step in range(self.first_step, steps):
             with self.records.timing_a_step(), recorder.span(STEP, f"step {step}"):
@@ -171,8 +178,9 @@ class Run(Generic[SettingsT]):
             after_step(step)
             self.records.record(step)
             if checkpointer and checkpointer.is_due(step, steps):
-                with self.records.timing_apart("checkpoints"):
+                with self.records.timing_apart("checkpoints", f"saving after {step + 1:,} steps"):
                     checkpointer.save(step + 1, batches, self.records)
+            progress.advance()
 
     def global_loss(self, step: int, losses: Iterable[Tensor]) -> float:
         """The loss of the global batch, on every rank and in the records.
@@ -246,12 +254,16 @@ class Run(Generic[SettingsT]):
         draw(self.out / "timeline.png", [measured_panel(title, trace)])
 
     def summarize(self) -> None:
-        """Say, on rank 0, what the run cost."""
+        """Say, on rank 0, what the run cost, and what can be done with it now."""
+        status_line.clear()
         if self.rank == 0:
             self.records.summary()
             say(f"logs and metrics are in {self.out}")
             for what, seconds in self.records.seconds_apart.items():
                 say(f"{what} took {seconds:.2f} s (not counted in step times)")
+            if self.checkpointer and isinstance(self.settings, ResumableSettings) and self.records.steps:
+                for command in next_commands(self.settings, self.out, self.checkpointer.saved):
+                    say(command)
 
 
 def decide(settings: RunSettings, script: Path) -> dict[str, Any]:

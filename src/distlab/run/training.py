@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from distlab.rendezvous.ranks import started_by_torchrun
 from distlab.reports.memory import MemoryReport
 from distlab.run.checkpointer import TrainingState
 from distlab.run.logs import RankOutput, say
@@ -101,7 +100,7 @@ class TrainingRun(Run[TrainSettingsT]):
     def _validate(self, step: int) -> None:
         """With `--eval-every`, evaluate on the validation split."""
         if self.validator is not None and (step + 1) % (self.settings.eval_every or 1) == 0:
-            with self.records.timing_apart("validation"):
+            with self.records.timing_apart("validation", f"validation after {step + 1:,} steps"):
                 loss = self.records.validation_loss = self.validator.loss(step)
             if self.rank == 0:
                 say(f"validation after {step + 1} steps: loss {loss:.6f}, perplexity {perplexity(loss):,.2f}")
@@ -116,7 +115,7 @@ class TrainingRun(Run[TrainSettingsT]):
     def log(self, step: int, losses: Iterable[Tensor]) -> None:
         """Print the loss of the global batch; the arguments are those of `global_loss`."""
         line = f"{step} {self.global_loss(step, losses):.8f}{self.records.speed()}"
-        if self.rank == 0 or not started_by_torchrun():
+        if self.has_terminal:
             print(line, flush=True)
         elif isinstance(sys.stdout, RankOutput):
             sys.stdout.keep(line + "\n")  # ranks that share a terminal print it once

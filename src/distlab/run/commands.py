@@ -1,0 +1,82 @@
+"""What can be done with a run when it has ended, as commands that work in the folder in which it was started."""
+
+import argparse
+import os
+import shlex
+import shutil
+import sys
+import sysconfig
+from collections.abc import Iterator
+from importlib.metadata import distributions
+from pathlib import Path
+
+from distlab.checkpoints.format import LLAMA
+from distlab.comm.grid import layout_size
+from distlab.rendezvous.ranks import started_by_torchrun
+from distlab.run.settings import ResumableSettings
+
+LAB = Path(__file__).resolve().parents[3]
+LAUNCHED_AS = "LAB_LAUNCHED_AS"  # in the environment of launch.sh's ranks: the arguments that it was given
+
+
+def next_commands(settings: ResumableSettings, out: Path, saved: int | None) -> Iterator[str]:
+    """What can be done with a run that has taken steps: a phrase, a colon, the command.
+
+    Args:
+        settings: of the run.
+        out: its folder.
+        saved: after how many steps it wrote its last checkpoint; None if it wrote none.
+    """
+    yield f"draw the loss: {_shown(*_python(), '-m', 'distlab.figures', 'losses', out / 'losses.png', out)}"
+    if saved is not None and settings.architecture == LLAMA:
+        command = _shown(*_python(), LAB / "primer/tell_story.py", out)
+        yield f"tell a story: {command} --prompt 'Once upon a time' --seed 1"
+    is_launched, is_on_several_machines = LAUNCHED_AS in os.environ, int(os.environ.get("GROUP_WORLD_SIZE", "1")) > 1
+    if is_on_several_machines and not is_launched:
+        return  # with which flags torchrun was started on each machine is not known here
+    where = " (each machine with its own --node-rank)" if is_on_several_machines else ""
+    if not started_by_torchrun() and layout_size(settings.layout) > 1:
+        where = " (each rank likewise)"
+    (flag, length), steps = settings.length[0].split(), settings.length[1]
+    if saved is None:
+        again = [*_started_as(), "--save-every", str(max(1, steps // 5))]
+        yield f"save the model next time{where}: {_shown(*again)}"
+    elif saved < steps:
+        yield f"resume{where}: {_shown(*_started_as('--resume'), '--resume', out)}"
+    else:
+        again = [*_started_as("--resume", flag), "--resume", out, flag, str(2 * int(length))]
+        yield f"train longer{where}: {_shown(*again)}"
+
+
+def _started_as(*replaced: str) -> list[str | Path]:
+    """The command that started this run, without some flags and their values."""
+    launched = os.environ.get(LAUNCHED_AS)
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    for flag in replaced:
+        parser.add_argument(flag, f"--{flag[2:].replace('-', '_')}")
+    _, args = parser.parse_known_args(sys.argv[1:] if launched is None else shlex.split(launched))
+    if launched is not None:
+        return [os.path.join(".", _short(LAB / "launch.sh")), *args]
+    if started_by_torchrun():
+        torchrun = ["torchrun"] if shutil.which("torchrun") else [*_python(), "-m", "torch.distributed.run"]
+        return [*torchrun, "--standalone", "--nproc-per-node", os.environ["LOCAL_WORLD_SIZE"], sys.argv[0], *args]
+    return [*_python(), sys.argv[0], *args]
+
+
+def _python() -> list[str | Path]:
+    """The command of this interpreter, with the lab's modules."""
+    own = Path(sys.executable)
+    name = next((name for name in ("python", "python3") if shutil.which(name) == str(own)), own)
+    is_installed = any(distributions(name="distributed-llm-lab", path=[sysconfig.get_path("purelib")]))
+    if LAUNCHED_AS not in os.environ or is_installed:  # by hand, it has found them
+        return [name]
+    return ["env", f"PYTHONPATH={_short(LAB / 'src')}", name]  # as launch.sh did
+
+
+def _shown(*command: str | Path) -> str:
+    return shlex.join(_short(part) if isinstance(part, Path) else part for part in command)
+
+
+def _short(path: Path) -> str:
+    """A path as one would type it here."""
+    return str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path)

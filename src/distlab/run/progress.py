@@ -1,0 +1,160 @@
+"""How far long work is, in plain lines and in the status line of a terminal."""
+
+import contextlib
+import os
+import shutil
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import TextIO, TypeVar
+
+SECONDS_TO_ESTIMATE = 2.0  # that several steps must have taken for a first estimate
+SECONDS_OF_ONE = 10.0  # that is enough even if they are the time of one step
+FEW_STEPS = 20  # of so many, all are counted
+SECONDS_BETWEEN_LINES = 60.0
+SECONDS_BETWEEN_REDRAWS = 0.2
+ERASE_LINE = "\r\x1b[K"  # to the first column, and erase to the end of the line (ECMA-48)
+
+ItemT = TypeVar("ItemT")
+
+
+class StatusLine:
+    """The last line of a terminal, below all that is printed; nothing where the output is a file or a pipe.
+
+    `RankOutput` prints above it.
+    """
+
+    def __init__(self) -> None:
+        self._terminal: TextIO | None = None
+        self.text = ""  # as it is on the terminal
+
+    def open(self, terminal: TextIO) -> None:
+        """From now on show it there."""
+        self._terminal = terminal
+
+    def show(self, text: str) -> None:
+        """Replace it by `text`, which is cut to the width of the terminal: only one line can be erased."""
+        if self._terminal is not None:
+            self.text = f"# {text}"[: shutil.get_terminal_size().columns - 1]
+            self._write()
+
+    def clear(self) -> None:
+        """Erase it."""
+        if self.text:
+            self.text = ""
+            self._write()
+
+    @contextlib.contextmanager
+    def instead(self, text: str) -> Iterator[None]:
+        """Show `text` in its place for a while."""
+        before = self.text
+        self.show(text)
+        yield
+        if self.text:
+            self.text = before
+            self._write()
+
+    def _write(self) -> None:
+        assert self._terminal is not None
+        self._terminal.write(f"{ERASE_LINE}{self.text}")
+        self._terminal.flush()
+
+
+status_line = StatusLine()  # a process has at most one terminal
+
+
+def can_erase(stream: TextIO) -> bool:
+    """Whether a stream is a terminal that can erase a line."""
+    return stream.isatty() and os.environ.get("TERM", "dumb") != "dumb"
+
+
+class Progress:
+    """Says, as steps end, how long the remaining ones will take: once a few are timed, and then about every minute.
+
+    The estimate is of wall time: validation and checkpoints, which are not part of a step, are included. It follows the
+    later half of the steps so far, because the speed of a machine may change.
+    """
+
+    def __init__(
+        self,
+        total: int,
+        say: Callable[[str], object],
+        *,
+        done: int = 0,
+        what: str = "steps",
+        speed: Callable[[float], str] | None = None,
+        warms_up: bool = True,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """
+        Args:
+            total: number of all steps.
+            say: prints a line.
+            done: number of steps that were taken before, and are not timed.
+            what: what the steps are called.
+            speed: (steps per second) -> what to say of it.
+            warms_up: the first step takes longer than the others, so its time does not count.
+            clock: the time in seconds.
+        """
+        self._total, self._say, self._done, self._what, self._speed, self._clock = total, say, done, what, speed, clock
+        self._ends = [] if warms_up else [clock()]  # when each step ended
+        self._next_line: float | None = None  # when it is due; None before the first estimate
+        self._next_redraw = 0.0
+        status_line.show(f"{done:,} of {total:,} {what}")
+
+    def advance(self) -> None:
+        """Call it at the end of each step and of all that belongs to it."""
+        now = self._clock()
+        self._ends.append(now)
+        self._done += 1
+        left, timed, seconds = self._total - self._done, len(self._ends) - 1, now - self._ends[0]
+        if left <= 0:
+            status_line.clear()
+            return
+        if self._next_line is None:
+            if timed > 0 and seconds >= (SECONDS_TO_ESTIMATE if timed > 2 else SECONDS_OF_ONE):
+                self._say(f"about {human_time(left / self._rate())} for the {left:,} {self._what} left")
+                self._next_line = now + SECONDS_BETWEEN_LINES
+        elif now >= self._next_line:
+            self._say(self._state())
+            self._next_line = now + SECONDS_BETWEEN_LINES
+        if now >= self._next_redraw:
+            status_line.show(self._state())
+            self._next_redraw = now + SECONDS_BETWEEN_REDRAWS
+
+    def _rate(self) -> float:
+        """Steps per second, over the later half of the steps unless they are few."""
+        timed = len(self._ends) - 1
+        first = timed // 2 if timed > FEW_STEPS else 0
+        return (timed - first) / max(self._ends[-1] - self._ends[first], 1e-9)
+
+    def _state(self) -> str:
+        parts = [f"{self._done:,} of {self._total:,} {self._what}"]
+        if len(self._ends) > 1:
+            rate = self._rate()
+            parts += [self._speed(rate)] if self._speed else []
+            parts.append(f"about {human_time((self._total - self._done) / rate)} left")
+        return ", ".join(parts)
+
+
+def each(items: Sequence[ItemT], what: str) -> Iterator[ItemT]:
+    """Yield the items, and say on stderr how long the remaining ones will take."""
+    progress = Progress(len(items), _say_on_stderr, what=what, warms_up=False)
+    for item in items:
+        yield item
+        progress.advance()
+
+
+def _say_on_stderr(text: str) -> None:
+    print(f"# {text}", file=sys.stderr, flush=True)
+
+
+def human_time(seconds: float) -> str:
+    """1 h 52 min and the like."""
+    if seconds < 99.5:
+        return f"{seconds:.0f} s"
+    minutes = round(seconds / 60)
+    hours, days = minutes // 60, minutes // 60 // 24
+    if hours < 1:
+        return f"{minutes} min"
+    return f"{hours} h {minutes % 60} min" if days < 2 else f"{days} d {hours % 24} h"

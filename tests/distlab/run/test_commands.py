@@ -1,0 +1,185 @@
+"""What a run says that can be done with it now: the commands are parsed, and those of a real run are run."""
+
+import os
+import shlex
+import sys
+from pathlib import Path
+
+import pytest
+from chapters import load
+from processes import LAB, Ended, run
+
+from distlab.run import commands
+from distlab.run.commands import next_commands
+from distlab.run.settings import parse
+
+TINY = "--dmodel 16 --num-heads 2 --n-layers 1 --seq-len 32 --data sample --device cpu".split()
+NEXT = ("draw the loss", "tell a story", "train longer", "resume", "save the model next time")
+
+
+def told(out: str) -> dict[str, str]:
+    """The commands among the lines of a run, by what they do."""
+    pairs = (line[2:].partition(": ")[::2] for line in out.splitlines())
+    return {what.partition(" (")[0]: command for what, command in pairs if what.startswith(NEXT)}
+
+
+def typed(command: str, cwd: Path) -> Ended:
+    """Run a command as in the shell in which the run was started: what launch.sh sets is not set there."""
+    return run("env", "-u", "PYTHONPATH", "bash", "-c", command, cwd=cwd, deadline=180)
+
+
+def test_the_commands_of_a_launched_run_work(tmp_path: Path) -> None:
+    """They draw its loss, have it tell a story, and go on with it; and it has told one itself."""
+    first = typed(f"{LAB / 'launch.sh'} quickstart {shlex.join(TINY)} --steps 3", tmp_path)
+    assert first.status == 0, first.err
+    lines = first.out.splitlines()
+    assert all(line.startswith("#") or line.split()[0] in ("0", "1", "2") for line in lines)
+    (begin,) = [number for number, line in enumerate(lines) if line.startswith("# Once upon a time")]
+    assert "parameters after 3 steps" in lines[begin - 1]
+    after = told(first.out)
+    assert list(after) == ["draw the loss", "tell a story", "train longer"], first.out
+    (folder,) = (tmp_path / "runs/intro_DP_GA").iterdir()
+    assert f" {folder.relative_to(tmp_path)}" in after["draw the loss"], "as one would type it"
+
+    drawn = typed(after["draw the loss"], tmp_path)
+    assert drawn.status == 0, drawn.err
+    assert (folder / "losses.png").read_bytes().startswith(b"\x89PNG")
+    story = typed(after["tell a story"], tmp_path)
+    assert story.status == 0, story.err
+    assert story.out.splitlines()[1].startswith("Once upon a time")
+    longer = typed(after["train longer"], tmp_path)
+    assert longer.status == 0, longer.err
+    assert [line.split()[0] for line in longer.out.splitlines() if not line.startswith("#")] == ["3", "4", "5"]
+    assert "parameters after 6 steps" in longer.out
+
+
+def test_a_run_that_saves_nothing_says_how_to(tmp_path: Path) -> None:
+    script = LAB / "primer/intro.py"
+    first = run(sys.executable, script, *TINY, "--steps", "2", cwd=tmp_path, deadline=180)
+    assert first.status == 0, first.err
+    after = told(first.out)
+    assert list(after) == ["draw the loss", "save the model next time"]
+    saving = run("bash", "-c", after["save the model next time"], cwd=tmp_path, deadline=180)
+    assert saving.status == 0, saving.err
+    assert list(told(saving.out)) == ["draw the loss", "tell a story", "train longer"]
+
+
+@pytest.fixture
+def _by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a terminal in the lab's folder."""
+    for name in (commands.LAUNCHED_AS, "TORCHELASTIC_RUN_ID", "GROUP_WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.chdir(LAB)
+    monkeypatch.setenv("PATH", os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]))
+
+
+def of(script: str, flags: str, saved: int | None, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
+    """What a run in runs/a can be told to do, started with these flags."""
+    monkeypatch.setattr(sys, "argv", [script, *shlex.split(flags)])
+    settings = parse(load(script).DEFAULTS, "", shlex.split(flags))
+    return dict(line.split(": ", 1) for line in next_commands(settings, LAB / "runs/a", saved))
+
+
+def flags_of(command: str, script: str) -> str:
+    """A command's flags; that it is one of Python and the script is checked."""
+    interpreter, path, *flags = shlex.split(command)
+    assert Path(interpreter).name.startswith("python")
+    assert path == script
+    return " ".join(flags)
+
+
+@pytest.mark.usefixtures("_by_hand")
+@pytest.mark.parametrize(
+    ("script", "started", "saved", "what", "again"),
+    [
+        ("primer/intro.py", "", None, "save the model next time", "--save-every 1000"),
+        ("primer/intro.py", "--steps 3", None, "save the model next time", "--steps 3 --save-every 1"),
+        (
+            "primer/intro.py",
+            "--steps=300 --save-every 100 --lr 1e-3",
+            300,
+            "train longer",
+            "--save-every 100 --lr 1e-3 --resume runs/a --steps 600",
+        ),
+        ("primer/intro.py", "--save-every 100", 200, "resume", "--save-every 100 --resume runs/a"),
+        (
+            "primer/intro.py",
+            "--save_every 9 --steps 30 --out runs/a",
+            27,
+            "resume",
+            "--save_every 9 --steps 30 --out runs/a --resume runs/a",
+        ),
+        (
+            "DP/gradient_aggr/intro_DP_GA.py",
+            "0 --steps 4 --save-every 2",
+            4,
+            "train longer (each rank likewise)",
+            "0 --save-every 2 --resume runs/a --steps 8",
+        ),
+        ("primer/mlp.py", "--save-every 500", 1000, "train longer", "--save-every 500 --resume runs/a --niters 2000"),
+        (
+            "TP/sentiment/tp_tensor_parallel.py",
+            "0 --epochs 2 --save-every 9",
+            128,
+            "train longer (each rank likewise)",
+            "0 --save-every 9 --resume runs/a --epochs 4",
+        ),
+    ],
+)
+def test_the_commands_of_a_run_by_hand(
+    script: str, started: str, saved: int | None, what: str, again: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(LAB / Path(script).parent)
+    after = of(script, started, saved, monkeypatch)
+    can_tell = ["tell a story"] * (saved is not None and "intro" in script)
+    assert list(after) == ["draw the loss", *can_tell, what]
+    assert flags_of(after[what], script) == again
+    without_resume = again.replace("--resume runs/a", "").split()
+    parse(load(script).DEFAULTS, "", without_resume)
+
+
+@pytest.mark.usefixtures("_by_hand")
+def test_the_commands_of_a_launched_run_are_those_that_it_was_started_with(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(commands.LAUNCHED_AS, "hybrid --dp 1 --pp 2 --steps 9 --tell 'Once, Tim said \"hi\"'")
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "lab")
+    after = of("hybrid/intro_hybrid.py", "--dp 1 --pp 2 --steps 9 --save-every 9", 9, monkeypatch)
+    expected = "./launch.sh hybrid --dp 1 --pp 2 --tell 'Once, Tim said \"hi\"' --resume runs/a --steps 18"
+    assert after["train longer"] == expected
+    monkeypatch.setenv("GROUP_WORLD_SIZE", "2")
+    after = of("hybrid/intro_hybrid.py", "--dp 1 --pp 2 --steps 9 --save-every 9", 9, monkeypatch)
+    assert after["train longer (each machine with its own --node-rank)"] == expected
+
+
+@pytest.mark.usefixtures("_by_hand")
+def test_launch_sh_and_its_python_are_found_from_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the interpreter is not on the PATH, and the lab is not installed in its environment."""
+    monkeypatch.setenv(commands.LAUNCHED_AS, "primer")
+    monkeypatch.setattr(commands.sysconfig, "get_path", lambda _: str(tmp_path))
+    monkeypatch.setenv("PATH", "/usr/bin:/bin")
+    monkeypatch.setattr(sys, "executable", f"{LAB}/.venv/bin/python")
+    draws = "-m distlab.figures losses"
+    here = of("primer/intro.py", "--steps 9", None, monkeypatch)
+    assert (
+        here["draw the loss"]
+        == "env PYTHONPATH=src .venv/bin/python -m distlab.figures losses runs/a/losses.png runs/a"
+    )
+    monkeypatch.chdir(tmp_path)
+    settings = parse(load("primer/intro.py").DEFAULTS, "", [])
+    after = dict(line.split(": ", 1) for line in next_commands(settings, tmp_path / "my run", None))
+    lab = shlex.quote(str(LAB))
+    assert after == {
+        "draw the loss": f"env PYTHONPATH={lab}/src {lab}/.venv/bin/python {draws} 'my run/losses.png' 'my run'",
+        "save the model next time": f"{lab}/launch.sh primer --save-every 1000",
+    }
+
+
+@pytest.mark.usefixtures("_by_hand")
+def test_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"TORCHELASTIC_RUN_ID": "x", "LOCAL_WORLD_SIZE": "2", "GROUP_WORLD_SIZE": "1"}.items():
+        monkeypatch.setenv(name, value)
+    script = "DP/gradient_aggr/intro_DP_GA.py"
+    after = of(script, "--world-size 2 --steps 4", None, monkeypatch)
+    expected = f"torchrun --standalone --nproc-per-node 2 {script} --world-size 2 --steps 4 --save-every 1"
+    assert after["save the model next time"] == expected
+    monkeypatch.setenv("GROUP_WORLD_SIZE", "2")
+    assert list(of(script, "--world-size 2 --steps 4", None, monkeypatch)) == ["draw the loss"]
