@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from processes import LAB, Ended, free_port, process_group, run, run_ranks
 from terminals import terminals
 
@@ -71,7 +72,8 @@ def test_in_separate_terminals_every_rank_shows_it(case: str, tmp_path: Path) ->
 
 
 def to_the_end(rank: int, port: int, case: str) -> bool:
-    run: Any = SimpleNamespace(rank=rank, world_size=3, settings=lesson.DeadlockSettings(case=case, cure=True))
+    settings = lesson.DeadlockSettings(case=case, cure=True)
+    run: Any = SimpleNamespace(rank=rank, world_size=3, device=torch.device("cpu"), settings=settings)
     with process_group(rank, 3, port):
         lesson.try_case(run)
     return True
