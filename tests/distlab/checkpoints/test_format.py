@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed.checkpoint  # once, and not in each rank that is forked
 from chapters import MODEL, TRAINING, load, train
 from processes import LAB, free_port, process_group, run_ranks, run_script
 from processes import run as command

@@ -10,8 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch._dynamo  # once, and not in each rank that is forked: DDP imports it
-import torch.distributed.checkpoint
 from chapters import BATCH, LAYOUTS, MODEL, State, assert_equal, losses, train_on
 from processes import LAB, finish, start
 

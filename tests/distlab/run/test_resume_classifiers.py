@@ -14,7 +14,6 @@ from typing import Any
 import chapters
 import pytest
 import sentiment_ranks
-import torch.distributed.checkpoint  # noqa: F401  # here, so that each forked rank need not
 from bad_inputs.files import forge
 from chapters import losses
 from processes import LAB, children, finish, free_port, process_of, run_ranks, run_script, start, steps_taken, wait_for
