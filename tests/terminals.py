@@ -90,9 +90,9 @@ def fork_launcher(*args: str | Path, namespace: str = "", **environment: str) ->
     return _fork(launch, environment)
 
 
-def fork_script(script: str | Path, *args: str | Path, **environment: str) -> Fork:
-    """A script in a terminal of its own."""
-    return _fork(lambda: _run([str(LAB / script), *map(str, args)]), environment)
+def fork_python(*command: str | Path, **environment: str) -> Fork:
+    """`python` with one of the lab's scripts, or with -m and a module, and its arguments."""
+    return _fork(lambda: _run(*map(str, command)), environment)
 
 
 @contextmanager
@@ -102,7 +102,7 @@ def terminals(script: str | Path, world_size: int, tmp_path: Path, *flags: str) 
     shared = [*flags, "--master-port", str(free_port()), "--out", str(tmp_path / "run")]
     try:
         for rank in range(world_size):
-            ranks.append(fork_script(script, str(rank), *shared))
+            ranks.append(fork_python(script, str(rank), *shared))
         yield ranks
     finally:
         for each in ranks:
@@ -127,13 +127,17 @@ def _fork_rank(_: Any, command: Sequence[str], environment: Mapping[str, str]) -
     """Instead of `Popen` in torchrun's agent, which starts a rank by (python, "-u", script, flags...)."""
     python, unbuffered, *script = command
     assert (python, unbuffered) == (sys.executable, "-u")
-    return Fork(lambda: _run(script), environment)
+    return Fork(lambda: _run(*script), environment)
 
 
-def _run(command: list[str]) -> None:
-    sys.argv = command
-    sys.path.insert(0, str(Path(command[0]).parent))
-    runpy.run_path(command[0], run_name="__main__")
+def _run(script: str, *args: str) -> None:
+    if script == "-m":
+        sys.argv = [*args]
+        runpy.run_module(args[0], run_name="__main__", alter_sys=True)
+    else:
+        sys.argv = [str(LAB / script), *args]
+        sys.path.insert(0, str((LAB / script).parent))
+        runpy.run_path(sys.argv[0], run_name="__main__")
 
 
 def _become(program: Callable[[], object], environment: Mapping[str, str], outputs: list[int]) -> None:

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from processes import LAB, Ended, free_port, process_group, run, run_ranks
-from terminals import terminals
+from processes import LAB, Ended, free_port, process_group, run_ranks
+from terminals import fork_launcher, terminals
 
 from simplellm.errors import InputError
 
@@ -54,12 +54,11 @@ def check(case: str, ended: Ended) -> None:
     assert "Traceback" not in ended.err
 
 
-@pytest.mark.alone
 def test_under_the_launcher_one_rank_shows_who_waits_for_whom(tmp_path: Path) -> None:
     started = time.monotonic()
-    flags = ["--case", "order", "--device", "cpu", "--timeout", "5", "--out", tmp_path]
-    ended = run("./launch.sh", "deadlock", *flags, deadline=40)
-    assert time.monotonic() - started < 25
+    flags = ["--case", "order", "--device", "cpu", "--timeout", str(TIMEOUT), "--out", tmp_path]
+    ended = fork_launcher("deadlock", *flags).finish(40)
+    assert time.monotonic() - started < TIMEOUT + 20
     check("order", ended)
     assert "# checked before the run: deadlock: stage 0, before B0, waits for" in ended.out
 
