@@ -17,6 +17,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 import tyro
 from ranks import join
+from turns import quartiles_of_ratios
 
 from distlab.collectives.calibration import Probes, seconds_in_turn
 from distlab.collectives.costs import LIBRARY, bytes_of_a_message, operations, predict, whole_numbers
@@ -90,7 +91,7 @@ def show_all_reduces(world_size: int, settings: Settings) -> None:
         rings[megabytes] += ring
     for megabytes, library in libraries.items():
         ring = rings[megabytes]
-        low, middle, high = statistics.quantiles([a / b for a, b in zip(library, ring, strict=True)], n=4)
+        low, middle, high = quartiles_of_ratios(library, ring)
         cell = f"| {world_size} | {megabytes} MB | {1e3 * statistics.median(library):.2f} "
         print(f"{cell}| {1e3 * statistics.median(ring):.2f} | {middle:.2f} | {low:.2f} to {high:.2f} |", flush=True)
 

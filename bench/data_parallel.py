@@ -2,14 +2,12 @@
 
     python bench/data_parallel.py                 worlds 2 and 3, 24 rounds
 
-All variants run in the same processes, one step of each in turn, in an order that rotates; so they see the same
-machine at the same time. A step is timed from a barrier before it to a barrier after it. Ratios are taken round by
-round.
+All variants run in the same processes, one step of each in turn, so they see the same machine at the same time. A step
+is timed from a barrier before it to a barrier after it. Ratios are taken round by round.
 """
 
 import os
 import statistics
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -20,6 +18,7 @@ import tyro
 from ranks import join
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from turns import quartiles_of_ratios, seconds_in_turn
 
 from distlab.comm.processes import leave
 from distlab.comm.traffic import traffic
@@ -128,21 +127,14 @@ def measure(rank: int, world_size: int, settings: Settings) -> None:
     """One rank: all variants in turn; rank 0 prints the table."""
     join(rank, world_size, settings.port)
     steps = {name: build(LLama(CausalLLama, VOCAB_SIZE, ctx_size=settings.seq_len)) for name, build in VARIANTS.items()}
-    seconds: dict[str, list[float]] = {name: [] for name in VARIANTS}
-    names, warm_up = list(VARIANTS), 2
-    for turn in range(warm_up + settings.rounds):
-        x = torch.randint(VOCAB_SIZE, (settings.batch_size, settings.seq_len))
-        for name in names[turn % len(names) :] + names[: turn % len(names)]:
-            dist.barrier()
-            started = time.perf_counter()
-            steps[name](x)
-            dist.barrier()
-            if turn >= warm_up:
-                seconds[name].append(time.perf_counter() - started)
+
+    def batch_of(_: int) -> Tensor:
+        return torch.randint(VOCAB_SIZE, (settings.batch_size, settings.seq_len))
+
+    seconds = seconds_in_turn(steps, batch_of, settings.rounds, meet=dist.barrier)
     if rank == 0:
         for name in VARIANTS:
-            ratios = [own / baseline for own, baseline in zip(seconds[name], seconds[BASELINE], strict=True)]
-            low, middle, high = statistics.quantiles(ratios, n=4) if name != BASELINE else (1.0, 1.0, 1.0)
+            low, middle, high = quartiles_of_ratios(seconds[name], seconds[BASELINE])
             print(
                 f"| {world_size} | {name} | {statistics.median(seconds[name]) * 1000:.0f} | {middle:.3f} | "
                 f"{low:.3f} to {high:.3f} |",

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import torch
 import tyro
+from turns import quartiles_of_ratios
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 from primer.tell_story import Settings as Story
@@ -65,7 +66,7 @@ def main(settings: Settings) -> None:
         contexts = range(end - WINDOW, end)
         fast = [seconds for context in contexts for seconds in cached[context]]
         slow = [seconds for context in contexts for seconds in uncached[context]]
-        low, middle, high = statistics.quantiles(map(lambda a, b: a / b, slow, fast), method="inclusive")
+        low, middle, high = quartiles_of_ratios(slow, fast)
         row = f"| {end} | {1 / statistics.median(fast):,.0f} | {1 / statistics.median(slow):,.1f} "
         print(f"{row}| {middle:.1f} | {low:.1f} to {high:.1f} |")
     fast_story, slow_story = (

@@ -14,9 +14,9 @@ import gc
 import importlib.util
 import re
 import statistics
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from multiprocessing.queues import SimpleQueue
 from typing import Annotated, Any, Literal
 
@@ -26,6 +26,7 @@ import torch.multiprocessing as mp
 from ranks import join
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from turns import quartiles_of_ratios, seconds_in_turn
 
 from distlab.comm.processes import leave
 from distlab.comm.traffic import traffic
@@ -215,26 +216,22 @@ def synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def seconds_in_turn(
+def seconds_of_a_step(
     steps: dict[str, Step], size: Size, turns: int, device: torch.device, meet: Callable[[], object] = lambda: None
 ) -> dict[str, list[float]]:
-    """Seconds of a step in each turn, by name; all take the same batches, in alternating order.
+    """Seconds of a step in each turn, by name; `meet` waits for other ranks."""
 
-    `meet` waits for other ranks.
-    """
-    seconds: dict[str, list[float]] = {name: [] for name in steps}
-    for turn in range(WARM_UP_TURNS + turns):
-        batches = size.batches(device, STEPS_PER_TURN, seed=turn)
-        for name in list(steps)[:: -1 if turn % 2 else 1]:
-            synchronize(device)
-            meet()
-            started = time.perf_counter()
-            for ids in batches:
-                steps[name](ids)
-            synchronize(device)
-            meet()
-            seconds[name].append((time.perf_counter() - started) / STEPS_PER_TURN)
-    return {name: of_one[WARM_UP_TURNS:] for name, of_one in seconds.items()}
+    def several(step: Step) -> Callable[[Tensor], object]:
+        return lambda batches: [step(ids) for ids in batches]
+
+    def finish_and_meet() -> None:
+        synchronize(device)
+        meet()
+
+    in_a_row = {name: several(step) for name, step in steps.items()}
+    batches_of = partial(size.batches, device, STEPS_PER_TURN)
+    seconds: dict[str, list[float]] = seconds_in_turn(in_a_row, batches_of, turns, WARM_UP_TURNS, finish_and_meet)
+    return {name: [of_turn / STEPS_PER_TURN for of_turn in of_one] for name, of_one in seconds.items()}
 
 
 def peak_tflops(name: str) -> float | None:
@@ -254,7 +251,7 @@ def head(*cells: str) -> str:
 
 def ratio(reference: Sequence[float], own: Sequence[float]) -> str:
     """How many times as fast as the reference, turn by turn: the median and the quartiles."""
-    low, middle, high = statistics.quantiles(map(lambda a, b: a / b, reference, own), method="inclusive")
+    low, middle, high = quartiles_of_ratios(reference, own)
     return f"{middle:.2f} ({low:.2f} to {high:.2f})"
 
 
@@ -280,7 +277,7 @@ def compare_speed(name: str, size: Size, settings: Settings, peak: float | None)
     losses = {variant: step(ids) for variant, step in steps.items()}
     if max(losses.values()) - min(losses.values()) > 0.05:
         raise RuntimeError(f"these do not compute the same loss: {losses}")
-    return speed_rows(name, size, seconds_in_turn(steps, size, settings.turns, device), peak)
+    return speed_rows(name, size, seconds_of_a_step(steps, size, settings.turns, device), peak)
 
 
 def memory_row(name: str, counts: Sequence[int], peak_bytes: int | None) -> str:
@@ -322,7 +319,7 @@ def measure_sharing(rank: int, size: Size, settings: Settings, results: "SimpleQ
     alone = ours(size.build(device))[0] if rank == 0 else lambda _: 0.0
     own_rows = slice(rank, None, settings.ranks)
     steps: dict[str, Step] = {"alone": alone, "together": lambda ids: together(ids[own_rows])}
-    seconds = seconds_in_turn(steps, size, settings.turns, device, meet=dist.barrier)
+    seconds = seconds_of_a_step(steps, size, settings.turns, device, meet=dist.barrier)
     if rank == 0:
         results.put([*seconds.values()])
     leave(0)  # without the process group's destructor, which can hang: see distlab.run.run.Run.close

@@ -5,7 +5,6 @@ python bench/pipeline.py --stages 3 --micro-batches 6 12 --rounds 20
 """
 
 import statistics
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
@@ -17,6 +16,7 @@ import tyro
 from ranks import join
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
+from turns import quartiles_of_ratios, seconds_in_turn
 
 from distlab.comm.devices import cores_to_share
 from distlab.comm.grid import Grid
@@ -92,41 +92,35 @@ def measure(rank: int, stages: int, settings: Settings) -> None:
     net = build_stage(rank, split, VOCAB_SIZE, ctx_size=settings.seq_len)
     for micro_batches in settings.micro_batches:
         for schedule in TORCHS:
-            steps = {build: build(schedule, net, grid, micro_batches) for build in VARIANTS}
-            seconds = time_in_turn(steps, net, micro_batches, settings)
+            steps = {build: with_fresh_gradients(net, build(schedule, net, grid, micro_batches)) for build in VARIANTS}
+            batch_of = partial(tokens, micro_batches, settings.seq_len)
+            seconds = seconds_in_turn(steps, batch_of, settings.rounds, meet=dist.barrier)
             if rank == 0:
                 report(f"| {stages} | {micro_batches} | {schedule} ", micro_batches * settings.seq_len, seconds)
     leave(0)
 
 
-def time_in_turn(
-    steps: dict[Build, Step], net: nn.Module, micro_batches: int, settings: Settings
-) -> dict[Build, list[float]]:
-    """Seconds of each round, for each of the variants."""
-    seconds: dict[Build, list[float]] = {build: [] for build in steps}
-    names, warm_up = list(steps), 2
-    for turn in range(warm_up + settings.rounds):
-        x = torch.randint(VOCAB_SIZE, (micro_batches, settings.seq_len), generator=torch.Generator().manual_seed(turn))
-        for name in names[turn % len(names) :] + names[: turn % len(names)]:
-            net.zero_grad()
-            dist.barrier()
-            started = time.perf_counter()
-            steps[name](x)
-            dist.barrier()
-            if turn >= warm_up:
-                seconds[name].append(time.perf_counter() - started)
-    return seconds
+def with_fresh_gradients(net: nn.Module, step: Step) -> Step:
+    def zero_and_step(x: Tensor) -> None:
+        net.zero_grad()
+        step(x)
+
+    return zero_and_step
 
 
-def report(cell: str, tokens: int, seconds: dict[Build, list[float]]) -> None:
+def tokens(rows: int, seq_len: int, turn: int) -> Tensor:
+    """Token ids (rows, seq), the same on all ranks."""
+    return torch.randint(VOCAB_SIZE, (rows, seq_len), generator=torch.Generator().manual_seed(turn))
+
+
+def report(cell: str, token_count: int, seconds: dict[Build, list[float]]) -> None:
     """One line of the table."""
     torchs = (torch_one_thread, torch_all_cores)
-    line = cell + "".join(f"| {tokens / statistics.median(seconds[build]):,.0f} " for build in torchs)
+    line = cell + "".join(f"| {token_count / statistics.median(seconds[build]):,.0f} " for build in torchs)
     better = seconds[min(torchs, key=lambda build: statistics.median(seconds[build]))]
     for build in (one_thread, ours):
-        ratios = [theirs / own for own, theirs in zip(seconds[build], better, strict=True)]
-        low, middle, high = statistics.quantiles(ratios, n=4)
-        line += f"| {tokens / statistics.median(seconds[build]):,.0f} | {middle:.3f} | {low:.3f} to {high:.3f} "
+        low, middle, high = quartiles_of_ratios(better, seconds[build])
+        line += f"| {token_count / statistics.median(seconds[build]):,.0f} | {middle:.3f} | {low:.3f} to {high:.3f} "
     print(line + "|", flush=True)
 
 

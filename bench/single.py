@@ -9,7 +9,6 @@ wall-clock times of a whole step: zero_grad, forward, loss, backward, optimizer.
 
 import argparse
 import statistics
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -17,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Adam
 from transformers import LlamaConfig, LlamaForCausalLM
+from turns import quartiles_of_ratios, seconds_in_turn
 
 from simplellm.llama import CausalLLama, LLama
 from simplellm.losses import causalLLMLoss
@@ -74,22 +74,17 @@ def build(dtype: torch.dtype) -> CausalLLama:
     return LLama(CausalLLama, VOCAB_SIZE, **sizes, device="cpu", dtype=dtype)
 
 
-def in_turns(steps: dict[str, Step], warm_up: int, measured: int) -> dict[str, list[float]]:
-    """Seconds of each measured step, by name; every round runs each of `steps` on the same batch."""
-    generator = torch.Generator().manual_seed(0)
-    seconds: dict[str, list[float]] = {name: [] for name in steps}
-    for round_ in range(warm_up + measured):
-        ids = torch.randint(VOCAB_SIZE, (BATCH_SIZE, SEQ_LEN), generator=generator)
-        losses = {}
-        # Reversed every other round, so that none always runs in another's wake.
-        for name in list(steps)[:: 1 if round_ % 2 == 0 else -1]:
-            start = time.perf_counter()
-            losses[name] = steps[name](ids)
-            if round_ >= warm_up:
-                seconds[name].append(time.perf_counter() - start)
-        if round_ == 0 and max(losses.values()) - min(losses.values()) > 0.01:
-            raise RuntimeError(f"these do not compute the same loss: {losses}")
-    return seconds
+def tokens(turn: int) -> Tensor:
+    """Token ids (batch, seq)."""
+    return torch.randint(VOCAB_SIZE, (BATCH_SIZE, SEQ_LEN), generator=torch.Generator().manual_seed(turn))
+
+
+def compare(steps: dict[str, Step], warm_up: int, measured: int) -> dict[str, list[float]]:
+    """Seconds of each measured step, by name, of steps that compute the same loss."""
+    losses = {name: step(tokens(0)) for name, step in steps.items()}
+    if max(losses.values()) - min(losses.values()) > 0.01:
+        raise RuntimeError(f"these do not compute the same loss: {losses}")
+    return seconds_in_turn(steps, tokens, measured, warm_up)
 
 
 def print_table(title: str, seconds: dict[str, list[float]]) -> None:
@@ -104,8 +99,7 @@ def print_table(title: str, seconds: dict[str, list[float]]) -> None:
         if theirs_ is reference:
             print(row, "|")
             continue
-        ratios = [other / own for own, other in zip(reference, theirs_, strict=True)]
-        low, middle, high = statistics.quantiles(ratios, method="inclusive")
+        low, middle, high = quartiles_of_ratios(theirs_, reference)
         print(row, f"{middle:.2f} ({low:.2f} to {high:.2f}) |")
 
 
@@ -123,13 +117,13 @@ def main() -> None:
         f"{N_LAYERS} layers, {arguments.threads} thread(s), {arguments.steps} steps, torch {torch.__version__}"
     )
     float32 = {"ours": ours(torch.float32), "transformers": theirs(torch.float32, autocast=False)}
-    print_table("float32", in_turns(float32, arguments.warm_up, arguments.steps))
+    print_table("float32", compare(float32, arguments.warm_up, arguments.steps))
     bfloat16 = {
         "ours, mixed": ours(torch.bfloat16),
         "transformers, autocast": theirs(torch.float32, autocast=True),
         "transformers, parameters in bfloat16 too": theirs(torch.bfloat16, autocast=False),
     }
-    print_table("bfloat16", in_turns(bfloat16, arguments.warm_up, arguments.steps))
+    print_table("bfloat16", compare(bfloat16, arguments.warm_up, arguments.steps))
 
 
 if __name__ == "__main__":

@@ -5,9 +5,9 @@ python bench/tensor_parallel.py --ranks 3 --rounds 40
 """
 
 import statistics
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -20,6 +20,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, loss_parallel, parallelize_module
 from torch.distributed.tensor.parallel.style import ParallelStyle
+from turns import quartiles_of_ratios, seconds_in_turn
 
 from distlab.comm.processes import leave
 from distlab.parallel.tensor import shard
@@ -105,17 +106,7 @@ def measure(rank: int, settings: Settings) -> None:
     join(rank, settings.ranks, settings.port)
     steps = {name: build_step(settings.ranks) for name, build_step in VARIANTS.items()}
     compare(steps, settings)
-    seconds: dict[str, list[float]] = {name: [] for name in steps}
-    names, warm_up = list(steps), 2
-    for turn in range(warm_up + settings.rounds):
-        x = tokens(settings, turn)
-        for name in names[turn % len(names) :] + names[: turn % len(names)]:
-            dist.barrier()
-            started = time.perf_counter()
-            steps[name](x)
-            dist.barrier()
-            if turn >= warm_up:
-                seconds[name].append(time.perf_counter() - started)
+    seconds = seconds_in_turn(steps, partial(tokens, settings), settings.rounds, meet=dist.barrier)
     if rank == 0:
         report(settings, seconds)
     leave(0)
@@ -140,8 +131,7 @@ def report(settings: Settings, seconds: dict[str, list[float]]) -> None:
     count = settings.batch_size * settings.seq_len
     better = seconds[min(list(VARIANTS)[:-1], key=lambda name: statistics.median(seconds[name]))]
     for name, own in seconds.items():
-        ratios = [theirs / mine for theirs, mine in zip(better, own, strict=True)]
-        low, middle, high = statistics.quantiles(ratios, n=4)
+        low, middle, high = quartiles_of_ratios(better, own)
         median = statistics.median(own)
         print(
             f"| {settings.ranks} | {name} | {median * 1e3:.0f} | {count / median:,.0f} "

@@ -1,5 +1,6 @@
 """Real processes for tests: the ranks of a world, and commands, each with a deadline after which it is killed."""
 
+import functools
 import gc
 import io
 import itertools
@@ -18,13 +19,15 @@ from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 
 from distlab.comm.devices import patient_threads
 from distlab.rendezvous.ranks import open_store
+from distlab.run.settings import parse
+from distlab.run.train_settings import TrainSettings
 
 LAB = Path(__file__).resolve().parents[1]
 PORTS = range(10_000, 29_000)  # below those that the kernel hands out, and --master-port's default
@@ -40,6 +43,21 @@ def free_port() -> int:
     raise AssertionError(f"no port of {PORTS} is free")
 
 
+@functools.cache
+def before_forks() -> None:
+    """Do once, for all ranks that will be forked, what each of them would do anew, in up to a second.
+
+    That is to import what ranks import as they run, and to parse the generator's stories. And what there is by now is
+    hidden from the garbage collector, as it would write to every object, and so copy memory that forks share.
+    """
+    import torch._dynamo  # for DDP, and for a stage that is given gradients
+    import torch.distributed.checkpoint  # noqa: F401
+
+    parse(TrainSettings(), "", ["--data", "sample"])
+    gc.collect()
+    gc.freeze()
+
+
 def run_ranks(world_size: int, work: Callable[..., Any], *args: Any, deadline: float = 60) -> list[Any]:
     """Run `work(rank, *args)` in one forked process a rank, and return what each returned, by rank.
 
@@ -49,6 +67,7 @@ def run_ranks(world_size: int, work: Callable[..., Any], *args: Any, deadline: f
     Raises:
         AssertionError: a rank raised (with its traceback), died, or did not finish by the deadline.
     """
+    before_forks()
     gc.collect()  # a store that an earlier test held: collected in a fork, it would join a thread that is not there
     context = multiprocessing.get_context("fork")
     pipes = [context.Pipe(duplex=False) for _ in range(world_size)]
@@ -131,7 +150,20 @@ def start(*command: str | Path, cwd: Path = LAB, **environment: str) -> "subproc
     )
 
 
-def finish(process: "subprocess.Popen[str]", deadline: float = 60) -> Ended:
+class Started(Protocol):
+    """What `subprocess.Popen` and `terminals.Fork` have in common."""
+
+    pid: int
+    returncode: int | None
+
+    def poll(self) -> int | None: ...
+    def wait(self, timeout: float | None = None) -> int: ...
+    def communicate(self, *, timeout: float | None = None) -> tuple[str, str]: ...
+    def send_signal(self, sig: int, /) -> None: ...
+    def kill(self) -> None: ...
+
+
+def finish(process: Started, deadline: float = 60) -> Ended:
     """Wait for a started command; kill it and all its children when the deadline has passed.
 
     Raises:
@@ -143,6 +175,7 @@ def finish(process: "subprocess.Popen[str]", deadline: float = 60) -> Ended:
         os.killpg(process.pid, signal.SIGKILL)
         out, err = process.communicate()
         raise AssertionError(f"did not end within {deadline} s:\n{out}\n{err}") from None
+    assert process.returncode is not None
     return Ended(process.returncode, out, err)
 
 
@@ -185,8 +218,20 @@ def environment(pid: int) -> dict[str, str]:
 
 def process_of(rank: int, pids: Iterable[int]) -> int:
     """The one of some processes that is a rank."""
-    (pid,) = [pid for pid in pids if environment(pid).get("RANK") == str(rank)]
+    (pid,) = [pid for pid in pids if environment(pid).get("RANK") == str(rank) or name(pid) == f"rank {rank}"]
     return pid
+
+
+def name(pid: int) -> str:
+    """What a process is called; forked ranks call themselves by their number. "" if it has ended."""
+    with suppress(OSError):
+        return Path(f"/proc/{pid}/comm").read_text().strip()
+    return ""
+
+
+def parent(pid: int) -> int:
+    """The process that has started another one."""
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
 
 
 def steps_taken(out: Path) -> int:

@@ -1,82 +1,174 @@
-"""The ranks of a script as in terminals of their own, forked from the tests' process: that takes no import of torch."""
+"""The lab's commands as processes of their own, forked from the tests' process: that takes no import of torch.
+
+`processes.start` starts the very command line, for the tests that are about it.
+"""
 
 import contextlib
+import ctypes
+import logging
 import os
 import runpy
 import signal
+import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Iterator
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
+from typing import IO, Any
+from unittest import mock
 
-from processes import LAB, Ended, free_port
+from processes import LAB, Ended, before_forks, finish, free_port
 
+from distlab import launch as launcher
+from distlab.comm.torch_patches import silence_torch_warnings
 
-@dataclass
-class Rank:
-    """A forked rank, and where its output goes."""
-
-    pid: int
-    out: Path
-    err: Path
-    status: int | None = None
-
-    def poll(self) -> int | None:
-        """Its exit status, negative for a signal; None while it runs."""
-        if self.status is None:
-            pid, status = os.waitpid(self.pid, os.WNOHANG)
-            self.status = os.waitstatus_to_exitcode(status) if pid else None
-        return self.status
-
-    def finish(self, deadline: float) -> Ended:
-        """Wait for its end, at most `deadline` seconds."""
-        ends = time.monotonic() + deadline
-        while self.poll() is None:
-            assert time.monotonic() < ends, f"did not end within {deadline} s:\n{self.err.read_text()}"
-            time.sleep(0.02)
-        assert self.status is not None
-        return Ended(self.status, self.out.read_text(), self.err.read_text())
+SUBPROCESS_HANDLER = "torch.distributed.elastic.multiprocessing.subprocess_handler.subprocess_handler.SubprocessHandler"
 
 
-@contextmanager
-def terminals(script: str | Path, world_size: int, tmp_path: Path, *flags: str) -> Iterator[list[Rank]]:
-    """All ranks of a script, each with its number as the first argument.
+class Fork:
+    """A program in a session of its own, with what `subprocess.Popen` has.
 
     SIGUSR1 stands for an allocation that fails.
     """
-    ranks: list[Rank] = []
-    port = str(free_port())
+
+    def __init__(self, program: Callable[[], object], environment: Mapping[str, str], *outputs: IO[bytes]) -> None:
+        self.returncode: int | None = None
+        self._outputs = outputs
+        self.pid = os.fork()
+        if self.pid == 0:
+            _become(program, environment, [output.fileno() for output in outputs])
+
+    def poll(self) -> int | None:
+        """Its exit status, negative for a signal; None while it runs."""
+        if self.returncode is None:
+            pid, status = os.waitpid(self.pid, os.WNOHANG)
+            self.returncode = os.waitstatus_to_exitcode(status) if pid else None
+        return self.returncode
+
+    def wait(self, timeout: float | None = None) -> int:
+        ends = time.monotonic() + (timeout or float("inf"))
+        while self.poll() is None:
+            if time.monotonic() > ends:
+                raise subprocess.TimeoutExpired("a fork", timeout or 0)
+            time.sleep(0.01)
+        assert self.returncode is not None
+        return self.returncode
+
+    def communicate(self, timeout: float | None = None) -> tuple[str, str]:
+        self.wait(timeout)
+        # Without moving the place where the program's children may still write.
+        out, err = (os.pread(output.fileno(), 1 << 24, 0).decode(errors="replace") for output in self._outputs)
+        return out, err
+
+    def send_signal(self, number: int) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+    def finish(self, deadline: float = 60) -> Ended:
+        """Wait for its end, at most `deadline` seconds."""
+        return finish(self, deadline)
+
+
+def fork_launcher(*args: str | Path, namespace: str = "", **environment: str) -> Fork:
+    """`./launch.sh` with these arguments; the ranks are forked, too. In a network namespace, if one is named."""
+
+    def launch() -> None:
+        if namespace:
+            enter(namespace)
+        silence_torch_warnings()
+        sys.argv = ["launch.sh", *map(str, args)]
+        with mock.patch(f"{SUBPROCESS_HANDLER}._popen", _fork_rank):
+            launcher.main()
+
+    return _fork(launch, environment)
+
+
+def fork_python(*command: str | Path, **environment: str) -> Fork:
+    """`python` with one of the lab's scripts, or with -m and a module, and its arguments."""
+    return _fork(lambda: _run(*map(str, command)), environment)
+
+
+@contextmanager
+def terminals(script: str | Path, world_size: int, tmp_path: Path, *flags: str) -> Iterator[list[Fork]]:
+    """All ranks of a script, each with its number as the first argument."""
+    ranks: list[Fork] = []
+    shared = [*flags, "--master-port", str(free_port()), "--out", str(tmp_path / "run")]
     try:
         for rank in range(world_size):
-            out, err = tmp_path / f"{rank}.out", tmp_path / f"{rank}.err"
-            args = [str(rank), *flags, "--master-port", port, "--out", str(tmp_path / "run")]
-            pid = os.fork()
-            if pid == 0:
-                _become(LAB / script, args, out, err)
-            ranks.append(Rank(pid, out, err))
+            ranks.append(fork_python(script, str(rank), *shared))
         yield ranks
     finally:
         for each in ranks:
-            if each.poll() is None:
-                os.kill(each.pid, signal.SIGKILL)
-                os.waitpid(each.pid, 0)
+            each.kill()
+            each.wait()
 
 
-def _become(script: Path, args: list[str], out: Path, err: Path) -> None:
-    """Run `script` in this process, to its end."""
-    with contextlib.suppress(BaseException):
-        for number, path in ((1, out), (2, err)):
-            os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), number)
-        sys.stdout = os.fdopen(1, "w", buffering=1)
-        sys.stderr = os.fdopen(2, "w", buffering=1)
+def enter(namespace: str) -> None:
+    """Have this process be in a network namespace (see `hosts`)."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    with open(f"/var/run/netns/{namespace}") as handle:
+        if libc.setns(handle.fileno(), 0) != 0:
+            raise OSError(ctypes.get_errno(), f"cannot enter {namespace}")
+
+
+def _fork(program: Callable[[], object], environment: Mapping[str, str]) -> Fork:
+    before_forks()
+    return Fork(program, {**os.environ, **environment}, *(tempfile.TemporaryFile() for _ in range(2)))
+
+
+def _fork_rank(_: Any, command: Sequence[str], environment: Mapping[str, str]) -> Fork:
+    """Instead of `Popen` in torchrun's agent, which starts a rank by (python, "-u", script, flags...)."""
+    python, unbuffered, *script = command
+    assert (python, unbuffered) == (sys.executable, "-u")
+    return Fork(lambda: _run(*script), environment)
+
+
+def _run(script: str, *args: str) -> None:
+    if script == "-m":
+        sys.argv = [*args]
+        runpy.run_module(args[0], run_name="__main__", alter_sys=True)
+    else:
+        sys.argv = [str(LAB / script), *args]
+        sys.path.insert(0, str((LAB / script).parent))
+        runpy.run_path(sys.argv[0], run_name="__main__")
+
+
+def _become(program: Callable[[], object], environment: Mapping[str, str], outputs: list[int]) -> None:
+    """Run a program in this process, to its end, as if it had been started alone."""
+    status = 1
+    try:
+        os.setsid()
+        for number, output in enumerate(outputs, start=1):
+            os.dup2(output, number)
+        sys.stdin = open(os.devnull)  # noqa: SIM115
+        sys.stdout, sys.stderr = (os.fdopen(number, "w", buffering=1) for number in (1, 2))
+        os.environ.clear()
+        os.environ.update(environment)
+        os.chdir(LAB)
+        if "RANK" in environment:  # for `process_of`
+            Path("/proc/self/comm").write_text(f"rank {environment['RANK']}")
+        for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
+            signal.signal(number, signal.SIG_DFL)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
         signal.signal(signal.SIGUSR1, _no_memory)
-        sys.argv = [str(script), *args]
-        sys.path.insert(0, str(script.parent))
-        runpy.run_path(str(script), run_name="__main__")
-    os._exit(99)
+        logging.disable(logging.NOTSET)
+        program()
+        status = 0
+    except SystemExit as end:
+        status = end.code if isinstance(end.code, int) else 1
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        with contextlib.suppress(OSError):
+            sys.stdout.flush()
+        os._exit(status)
 
 
 def _no_memory(_: int, __: FrameType | None) -> None:

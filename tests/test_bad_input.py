@@ -6,7 +6,10 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from bad_input import LATER, SCRIPTS, defaults_of, flag_cases, generate, run, shown
+from bad_input import generate
+from bad_inputs.flags import LATER, flag_cases
+from bad_inputs.inputs import SCRIPTS, defaults_of
+from bad_inputs.trials import run, shown
 
 from distlab.run.settings import parse
 from simplellm.errors import InputError

@@ -8,8 +8,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from processes import LAB, Ended, free_port, process_group, run, run_ranks
-from terminals import terminals
+import torch
+from processes import LAB, Ended, free_port, process_group, run_ranks
+from terminals import fork_launcher, terminals
 
 from simplellm.errors import InputError
 
@@ -53,12 +54,11 @@ def check(case: str, ended: Ended) -> None:
     assert "Traceback" not in ended.err
 
 
-@pytest.mark.alone
 def test_under_the_launcher_one_rank_shows_who_waits_for_whom(tmp_path: Path) -> None:
     started = time.monotonic()
-    flags = ["--case", "order", "--device", "cpu", "--timeout", "5", "--out", tmp_path]
-    ended = run("./launch.sh", "deadlock", *flags, deadline=40)
-    assert time.monotonic() - started < 25
+    flags = ["--case", "order", "--device", "cpu", "--timeout", str(TIMEOUT), "--out", tmp_path]
+    ended = fork_launcher("deadlock", *flags).finish(40)
+    assert time.monotonic() - started < TIMEOUT + 20
     check("order", ended)
     assert "# checked before the run: deadlock: stage 0, before B0, waits for" in ended.out
 
@@ -71,7 +71,8 @@ def test_in_separate_terminals_every_rank_shows_it(case: str, tmp_path: Path) ->
 
 
 def to_the_end(rank: int, port: int, case: str) -> bool:
-    run: Any = SimpleNamespace(rank=rank, world_size=3, settings=lesson.DeadlockSettings(case=case, cure=True))
+    settings = lesson.DeadlockSettings(case=case, cure=True)
+    run: Any = SimpleNamespace(rank=rank, world_size=3, device=torch.device("cpu"), settings=settings)
     with process_group(rank, 3, port):
         lesson.try_case(run)
     return True

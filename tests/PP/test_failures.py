@@ -5,7 +5,6 @@ import itertools
 import os
 import re
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -13,8 +12,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from processes import Ended, finish, run, start, wait_for
-from terminals import Rank, terminals
+from processes import Ended, Started, children, finish, process_of, start, steps_taken, wait_for
+from terminals import Fork, fork_launcher, terminals
 
 from distlab.rendezvous.notices import SECONDS_BETWEEN_LOOKS
 
@@ -30,15 +29,11 @@ LAUNCHER_ENDS_IN = 10
 
 def wait_for_steps(out: Path) -> None:
     """Return when the run is well under way."""
-    for _ in range(1200):
-        time.sleep(0.05)
-        if (out / "metrics.jsonl").exists() and len((out / "metrics.jsonl").read_text().splitlines()) > 3:
-            return
-    raise AssertionError("no steps")
+    assert wait_for(lambda: steps_taken(out) > 3), "no steps"
 
 
 @contextmanager
-def training(script: str, world_size: int, tmp_path: Path, *flags: str) -> Iterator[list[Rank]]:
+def training(script: str, world_size: int, tmp_path: Path, *flags: str) -> Iterator[list[Fork]]:
     """All ranks of a script, started as in terminals of their own, that train for ever."""
     with terminals(script, world_size, tmp_path, *TINY, "--timeout", str(TIMEOUT), *flags) as ranks:
         wait_for_steps(tmp_path / "run")
@@ -164,21 +159,14 @@ def test_a_rank_without_memory_in_terminals(victim: int, tmp_path: Path) -> None
             assert last_line(end) == f"# rank {victim} (stage {victim}) failed: out of memory: 3 TB", end.err
 
 
-def rank_under(launcher: int, victim: int) -> int:
-    """The process of one of the ranks that a launcher has started."""
-    children = subprocess.run(["pgrep", "-P", str(launcher)], capture_output=True, text=True).stdout.split()
-    named = f"\0RANK={victim}\0".encode()
-    return next(pid for pid in map(int, children) if named in b"\0" + Path(f"/proc/{pid}/environ").read_bytes())
-
-
 @contextmanager
-def launched(tmp_path: Path, victim: int, *command: str) -> "Iterator[tuple[subprocess.Popen[str], int]]":
+def launched(tmp_path: Path, victim: int, *command: str) -> Iterator[tuple[Started, int]]:
     """A run that trains for ever, by default under launch.sh, and the process of one of its ranks."""
-    command = command or ("./launch.sh", "hybrid", *FOUR_RANKS)
-    launcher = start(*command, *TINY, "--timeout", str(TIMEOUT + 2), "--out", str(tmp_path))
+    flags = [*TINY, "--timeout", str(TIMEOUT), "--out", str(tmp_path)]
+    launcher = start(*command, *flags) if command else fork_launcher("hybrid", *FOUR_RANKS, *flags)
     try:
         wait_for_steps(tmp_path)
-        yield launcher, rank_under(launcher.pid, victim)
+        yield launcher, process_of(victim, children(launcher.pid))
     finally:
         if launcher.poll() is None:
             os.killpg(launcher.pid, signal.SIGKILL)
@@ -189,7 +177,7 @@ def launched(tmp_path: Path, victim: int, *command: str) -> "Iterator[tuple[subp
 def test_a_stopped_rank_under_the_launcher(tmp_path: Path) -> None:
     with launched(tmp_path, 0) as (launcher, rank):
         os.kill(rank, signal.SIGSTOP)
-        end = finish(launcher, deadline=TIMEOUT + 2 + LAUNCHER_ENDS_IN + 5)
+        end = finish(launcher, deadline=TIMEOUT + LAUNCHER_ENDS_IN + 5)
         assert last_line(end).startswith("# rank 0 (stage 0 of replica 0) does not answer, and the others wait"), (
             end.err
         )
@@ -237,7 +225,7 @@ FIRST = r"first not finite is the output of model\.layers\.\d\.\S+ \(\w+\)"
 
 
 def test_a_loss_that_is_no_number_ends_all_ranks(tmp_path: Path) -> None:
-    end = run("./launch.sh", "hybrid", *FOUR_RANKS, *TINY, "--lr", "1e30", "--out", tmp_path, deadline=60)
+    end = fork_launcher("hybrid", *FOUR_RANKS, *TINY, "--lr", "1e30", "--out", tmp_path).finish()
     where = r", on rank 0 \(stage 0 of replica 0\)"
     sentence = last_line(end)
     assert re.fullmatch(rf"# the loss of step 1 is nan: {FIRST}{where} \(is --lr 1e\+30 too large\?\)", sentence), (

@@ -4,7 +4,8 @@ import json
 from pathlib import Path
 
 import pytest
-from processes import Ended, free_port, run, run_script
+from processes import Ended, free_port, run_script
+from terminals import fork_launcher
 
 from distlab.reports.trace import read_chrome
 
@@ -12,7 +13,7 @@ TINY = "--dmodel 16 --num-heads 2 --n-layers 3 --seq-len 16 --data sample --devi
 
 
 def launch(topology: str, *flags: str | Path) -> Ended:
-    ended = run("./launch.sh", topology, *TINY, *flags)
+    ended = fork_launcher(topology, *TINY, *flags).finish()
     assert ended.status == 0, ended.err
     return ended
 
@@ -52,9 +53,8 @@ def test_without_the_flag_nothing_is_recorded(tmp_path: Path) -> None:
 
 @pytest.mark.alone
 def test_the_measured_bubble_is_that_of_theory() -> None:
-    ended = run_script(
-        "bench/bubble.py", "--stages", "3", "--micro-batches", "2", "6", "--steps", "3", "--port", str(free_port())
-    )
+    flags = "--stages 3 --micro-batches 2 6 --steps 2 --forward 0.03 --backward 0.06".split()
+    ended = run_script("bench/bubble.py", *flags, "--port", str(free_port()))
     assert ended.status == 0, ended.err
     rows = [line.split("|")[1:-1] for line in ended.out.splitlines()[2:]]
     assert len(rows) == 4

@@ -2,15 +2,15 @@
 
 import json
 import re
-import sys
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from processes import free_port, run, run_ranks
+from processes import free_port, run_ranks
 from sentiment_ranks import in_a_fork, load, split_dim
+from terminals import fork_launcher
 from torch import Tensor, nn
 
 from distlab.run.run import Run
@@ -125,7 +125,7 @@ def test_the_time_of_validation_is_no_steps(tmp_path: Path) -> None:
 
 def test_launch_prints_losses_and_accuracy(tmp_path: Path) -> None:
     flags = [*SAMPLE, "--world-size", "4", "--tp", "2", "--dropout", "0.1", "--dtype", "bfloat16"]
-    ended = run(sys.executable, "-m", "distlab.launch", "sentiment", *flags, "--out", tmp_path)
+    ended = fork_launcher("sentiment", *flags, "--out", tmp_path).finish()
     assert ended.status == 0, ended.err
     steps = [line.split() for line in ended.out.splitlines() if not line.startswith("#")]
     assert [int(step) for step, _ in steps] == list(range(8))

@@ -1,19 +1,21 @@
 """The chapter on collectives as a reader runs it."""
 
 import json
-import sys
 from pathlib import Path
 
 import pytest
-from processes import Ended, run, run_script
+from chapters import load
+from terminals import fork_launcher, fork_python
 
+from distlab.run.settings import parse
+from simplellm.errors import InputError
 
-def launch(*flags: str | Path) -> Ended:
-    return run(sys.executable, "-m", "distlab.launch", "collectives", *flags, deadline=90)
+SCRIPT = "collectives/intro_collectives.py"
 
 
 def test_every_topology_is_counted_predicted_and_measured(tmp_path: Path) -> None:
-    ended = launch("--world-size", "3", "--sizes", "1", "300000", "--rounds", "2", "--out", tmp_path)
+    flags = "--world-size 3 --sizes 1 300000 --rounds 2".split()
+    ended = fork_launcher("collectives", *flags, "--out", tmp_path).finish(90)
     assert ended.status == 0, ended.err
     assert all(line.startswith("#") for line in ended.out.splitlines())
     rows = [json.loads(line) for line in (tmp_path / "collectives.jsonl").read_text().splitlines()]
@@ -43,18 +45,8 @@ def test_every_topology_is_counted_predicted_and_measured(tmp_path: Path) -> Non
 
 
 def test_a_world_of_one_has_nobody_to_talk_to(tmp_path: Path) -> None:
-    ended = run_script(
-        "collectives/intro_collectives.py",
-        "0",
-        "--world-size",
-        "1",
-        "--sizes",
-        "1000",
-        "--rounds",
-        "1",
-        "--out",
-        tmp_path,
-    )
+    flags = "0 --world-size 1 --sizes 1000 --rounds 1".split()
+    ended = fork_python(SCRIPT, *flags, "--out", tmp_path).finish()
     assert ended.status == 0, ended.err
     assert "# 1 MB at a time: adding at " in ended.out
     assert " µs each" not in ended.out, "nothing is sent"
@@ -69,8 +61,6 @@ def test_a_world_of_one_has_nobody_to_talk_to(tmp_path: Path) -> None:
         (["--device", "cuda"], "travel over gloo"),
     ],
 )
-def test_bad_flags_end_with_a_sentence(flags: list[str], sentence: str) -> None:
-    ended = launch(*flags)
-    assert ended.status == 2
-    assert sentence in ended.err
-    assert "Traceback" not in ended.err
+def test_bad_flags_are_refused(flags: list[str], sentence: str) -> None:
+    with pytest.raises(InputError, match=sentence):
+        parse(load(SCRIPT).DEFAULTS, "", ["0", *flags])

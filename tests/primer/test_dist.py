@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from processes import LAB, free_port, process_group, run, run_ranks
+from processes import LAB, free_port, process_group, run_ranks
+from terminals import fork_launcher
 from torch import Tensor
 
 from distlab.comm.traffic import traffic
@@ -153,7 +154,7 @@ def test_a_rank_that_takes_no_part_ends_the_wait_at_the_deadline() -> None:
 
 def test_the_script_times_checks_and_counts(tmp_path: Path) -> None:
     flags = "--world-size 2 --rounds 1 --shapes 8x8x8,70x3x5".split()
-    ended = run(sys.executable, "-m", "distlab.launch", "dist", *flags, "--out", tmp_path)
+    ended = fork_launcher("dist", *flags, "--out", tmp_path).finish()
     assert ended.status == 0, ended.err
     assert all(line.startswith("#") for line in ended.out.splitlines())
     row = re.compile(r"# (\S+) +[\d.]+ ms +[\d.]+ ms +([\d.]+ k?B) +[\d.]+ ms +([\d.]+ k?B)")

@@ -6,17 +6,15 @@ import re
 import resource
 import shutil
 import signal
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed.checkpoint  # once, and not in each rank that is forked
 from chapters import MODEL, TRAINING, load, train
-from processes import LAB, free_port, process_group, run_ranks, run_script
-from processes import run as command
+from processes import free_port, process_group, run_ranks
+from terminals import fork_launcher, fork_python
 
 from distlab.checkpoints import saving
 from distlab.checkpoints.format import latest_valid
@@ -101,7 +99,7 @@ def test_a_damaged_one_is_named_and_passed_over(how: str, run: Path) -> None:
 
 def test_a_run_says_which_one_it_passed_over(run: Path) -> None:
     flip_a_bit(step(run, 4))
-    ended = run_script("primer/intro.py", "--resume", run, "--steps", "6", "--out", run / "on")
+    ended = fork_python("primer/intro.py", "--resume", run, "--steps", "6", "--out", run / "on").finish()
     assert ended.status == 0, ended.err
     assert "# passed over a checkpoint: step-00000004: shard-" in ended.out
     assert f"# resuming from {step(run, 2)}, after 2 steps\n" in ended.out
@@ -282,7 +280,7 @@ def test_an_imported_model_is_a_run_to_go_on_from(settings: TrainSettings, tmp_p
     given = parse(settings, "", ["0", "--resume", str(tmp_path / "run"), "--optimizer", "adamw"])
     assert (given.num_kv_heads, given.hidden_dim, given.dmodel, given.seq_len) == (2, 40, 32, 30)
     batch = ["--optimizer", "sgd", "--data", "sample", "--steps", "1", "--out", tmp_path / "on"]
-    ended = run_script("primer/intro.py", "--resume", tmp_path / "run", *batch)
+    ended = fork_python("primer/intro.py", "--resume", tmp_path / "run", *batch).finish()
     assert ended.status == 0, ended.err
 
 
@@ -382,8 +380,7 @@ def test_a_rank_that_dies_as_all_save_ends_the_run_and_takes_nothing_with_it(tmp
     driver, out = tmp_path / "driver.py", tmp_path / "run"
     driver.write_text(DIES_AS_IT_SAVES)
     flags = [*MODEL, *TRAINING, "--steps", "6", "--world-size", "3", "--save-every", "2", "--out", out]
-    paths = os.pathsep.join(str(LAB / folder) for folder in ("src", "tests"))
-    ended = command(sys.executable, "-m", "distlab.launch", driver, *flags, deadline=45, PYTHONPATH=paths)
+    ended = fork_launcher(driver, *flags).finish(45)
     assert ended.status == 1
     assert ended.err.splitlines()[-1] == "# rank 1 failed: it was ended by SIGKILL"
     assert "Traceback" not in ended.err

@@ -4,16 +4,14 @@ import json
 import os
 import shutil
 import signal
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch._dynamo  # once, and not in each rank that is forked: DDP imports it
-import torch.distributed.checkpoint
 from chapters import BATCH, LAYOUTS, MODEL, State, assert_equal, losses, train_on
-from processes import LAB, finish, start
+from processes import children, steps_taken, wait_for
+from terminals import fork_launcher
 
 from distlab.run.settings import parse
 from distlab.run.train_settings import TrainSettings
@@ -161,30 +159,17 @@ def test_a_run_that_is_killed_goes_on_bit_for_bit(tmp_path: Path) -> None:
     """Every rank and the launcher at once, by SIGKILL, whatever step they have come to."""
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     _, _, own = LAYOUTS["hybrid"]
-    launch = [LAB / "launch.sh", "hybrid", *MODEL, "--data", "sample", *TRAINING, *own.split(), "--save-every", "20"]
-    process = start(*launch, "--steps", "1000000", "--out", killed)
-    deadline = time.monotonic() + 60
-    while not (killed / "metrics.jsonl").exists() or len(losses(killed)) < 30:
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-    kill_all(process.pid)
-    process.communicate()
+    launch = ["hybrid", *MODEL, "--data", "sample", *TRAINING, *own.split(), "--save-every", "20"]
+    launcher = fork_launcher(*launch, "--steps", "1000000", "--out", killed)
+    assert wait_for(lambda: steps_taken(killed) >= 30)
+    for pid in [launcher.pid, *children(launcher.pid)]:
+        os.kill(pid, signal.SIGKILL)
+    launcher.wait(10)
     saved_at = len(losses(killed)) // 20 * 20  # at the latest
     steps = ["--steps", str(saved_at + 20)]
     _, expected = run("hybrid", whole, *steps, "--save-every", "20")
-    ended = finish(start(*launch, *steps, "--resume", killed, "--out", killed), deadline=90)
+    ended = fork_launcher(*launch, *steps, "--resume", killed, "--out", killed).finish()
     assert ended.status == 0, ended.err
     assert losses(killed) == expected
     _, own_losses = run("primer", tmp_path / "one", *steps, "--resume", whole / "checkpoints" / f"step-{saved_at:08}")
     assert own_losses == pytest.approx(expected[saved_at:], rel=1e-5)
-
-
-def kill_all(launcher: int) -> None:
-    """SIGKILL to a launcher and all processes below it."""
-    below, found = [launcher], 0
-    while found < len(below):
-        for children in Path(f"/proc/{below[found]}/task").glob("*/children"):
-            below += map(int, children.read_text().split())
-        found += 1
-    for pid in below:
-        os.kill(pid, signal.SIGKILL)

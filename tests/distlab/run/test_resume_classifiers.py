@@ -14,8 +14,7 @@ from typing import Any
 import chapters
 import pytest
 import sentiment_ranks
-import torch.distributed.checkpoint  # noqa: F401  # here, so that each forked rank need not
-from bad_input import forge
+from bad_inputs.files import forge
 from chapters import losses
 from processes import LAB, children, finish, free_port, process_of, run_ranks, run_script, start, steps_taken, wait_for
 from safetensors.torch import load_file

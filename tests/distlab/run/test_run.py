@@ -1,16 +1,15 @@
 """A run owns its parts: what a script has not handed over is missed at the start, and what it has is used."""
 
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from chapters import MODEL, losses, train_on
-from processes import LAB, run
+from processes import LAB
 from small_models import saved_model
-from terminals import terminals
+from terminals import fork_python, terminals
 
 from distlab.checkpoints.format import latest_valid
 from distlab.checkpoints.models import write_model
@@ -38,11 +37,11 @@ def test_a_script_that_hands_over_nothing_is_refused_before_its_first_step(flag:
     if flag == "--resume":
         write_model(tmp_path / "before", saved_model(dmodel=32, num_heads=2, num_kv_heads=2, ctx_size=24))
         flag += f" {tmp_path / 'before'}"
-    ended = run(sys.executable, script, *SHAPE, "--steps", "2", *flag.split(), "--out", tmp_path / "run")
+    ended = fork_python(script, *SHAPE, "--steps", "2", *flag.split(), "--out", tmp_path / "run").finish()
     assert ended.status == 2
     assert "a script that calls run.track before its first step" in ended.err
     assert not any(line[0].isdigit() for line in ended.out.splitlines()), "no step was taken"
-    plain = run(sys.executable, script, *SHAPE, "--steps", "1", "--out", tmp_path / "plain")
+    plain = fork_python(script, *SHAPE, "--steps", "1", "--out", tmp_path / "plain").finish()
     assert (plain.status, len(losses(tmp_path / "plain"))) == (0, 1), "without these flags it trains"
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from chapters import LAYOUTS, STEPS, train_on
-from processes import run_script
+from terminals import fork_python
 
 from distlab.comm.grid import Grid
 from distlab.run.model import ModelParts
@@ -112,7 +112,7 @@ def test_and_saving_are_no_part_of_a_steps_seconds(tmp_path: Path, monkeypatch: 
 
 def test_is_said(tmp_path: Path) -> None:
     shape = "--dmodel 32 --num-heads 2 --n-layers 1 --seq-len 24 --data sample --steps 3 --eval-every 3".split()
-    ended = run_script("primer/intro.py", *shape, "--out", tmp_path)
+    ended = fork_python("primer/intro.py", *shape, "--out", tmp_path).finish()
     loss = records(tmp_path)[-1]["validation_loss"]
     assert f"# validation after 3 steps: loss {loss:.6f}, perplexity {perplexity(loss):,.2f}\n" in ended.out
 
@@ -120,6 +120,6 @@ def test_is_said(tmp_path: Path) -> None:
 def test_a_file_without_stories_to_validate_on(tmp_path: Path) -> None:
     few = tmp_path / "few.txt"
     few.write_text("One day.\n<|endoftext|>\nAnother day.\n")
-    ended = run_script("primer/intro.py", "--data", few, "--eval-every", "2", "--out", tmp_path / "run")
+    ended = fork_python("primer/intro.py", "--data", few, "--eval-every", "2", "--out", tmp_path / "run").finish()
     assert ended.status == 2
     assert ended.err.startswith(f"# --data {few}: ")

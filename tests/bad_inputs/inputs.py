@@ -1,0 +1,48 @@
+"""What an input is, and the commands that take one."""
+
+import functools
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import chapters
+from processes import LAB
+
+from distlab.launch import TOPOLOGIES
+
+PYTHON = sys.executable
+PRIMER = "primer/intro.py"
+TINY = "--device cpu --data sample --dmodel 16 --num-heads 2 --n-layers 2 --seq-len 16 --batch-size 1 --steps 4".split()
+SCRIPTS = {  # by the name of a topology, but for those of mpi and for flags that only choose a schedule
+    name: command.split()[0] for name, command in TOPOLOGIES.items() if name not in ("mpi", "pp-gpipe", "quickstart")
+}
+
+
+@dataclass
+class BadInput:
+    """An input that cannot work.
+
+    Attributes:
+        kind: which generator made it.
+        commands: that are started together; the last one is looked at, the others have to end too.
+        names: the sentence has to contain one of them.
+        prepare: makes its files.
+    """
+
+    kind: str
+    commands: list[list[str]]
+    names: Sequence[str] = ()
+    prepare: Callable[[], object] = lambda: None
+
+
+@functools.cache
+def defaults_of(script: str) -> Any:
+    """A script's own settings."""
+    sys.path.insert(0, str((LAB / script).parent))  # some have modules beside them
+    return chapters.load(script).DEFAULTS
+
+
+def command_of(script: str, flags: Sequence[str], rank: str = "0") -> list[str]:
+    """A script in a terminal of its own."""
+    return [PYTHON, str(LAB / script), *([rank] if defaults_of(script).layout else []), *flags]
