@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from distlab.comm.devices import Place
 from distlab.comm.torch_patches import without_compiler
+from distlab.comm.traffic import traffic
 from distlab.run.run import Run
 from distlab.run.settings import parse
 from distlab.run.train_settings import TrainSettings
@@ -27,12 +28,17 @@ PlainSGD = without_compiler(torch.optim.SGD)  # the lab's optimizers are fused, 
 
 
 class Call(NamedTuple):
-    """Something that a rank did: a collective or message, a "wait" for one, or a "forward" pass of the model."""
+    """Something that a rank did: a collective or message, a "wait" for one, a "forward" pass, a "read" of a result."""
 
     what: str
     ranks: tuple[int, ...] = ()  # that take part in the collective, or the two of the message
     group: int = 0  # of processes, numbered as they are made
     number: int = -1  # of the collective or message, among this rank's
+
+    @property
+    def is_begun(self) -> bool:
+        """Whether it is the collective or message itself."""
+        return self.what not in ("wait", "forward", "read")
 
 
 class Event:
@@ -144,9 +150,16 @@ class Mesh:
         return self.groups[name]
 
 
-def zeros(read: Callable[[Tensor], Any]) -> Callable[[Tensor], Any]:
-    """A method that reads a tensor's content, for tensors without."""
-    return lambda tensor: read(torch.zeros_like(tensor, device="cpu") if tensor.device == GPU else tensor)
+def zeros(read: Callable[[Tensor], Any], calls: list[Call]) -> Callable[[Tensor], Any]:
+    """A method that reads a tensor's content, for tensors without; recorded, since it waits for the GPU."""
+
+    def recorded(tensor: Tensor) -> Any:
+        if tensor.device != GPU:
+            return read(tensor)
+        calls.append(Call("read"))
+        return read(torch.zeros_like(tensor, device="cpu"))
+
+    return recorded
 
 
 @contextlib.contextmanager
@@ -166,7 +179,7 @@ def recorded_nccl(rank: int, size: int) -> Iterator[RecordedNCCL]:
         patch("torch.cuda.synchronize", lambda _=None: None)
         patch("torch.cuda.max_memory_allocated", lambda _: 0)
         for read in "item", "tolist", "__bool__", "__int__":  # a GPU's tensor, as if it were full of zeros
-            patch(f"torch.Tensor.{read}", zeros(getattr(Tensor, read)))
+            patch(f"torch.Tensor.{read}", zeros(getattr(Tensor, read), nccl.calls))
         patch("distlab.run.training.build_optimizer", lambda _, parameters, lr: PlainSGD(parameters, lr))
         patch("distlab.comm.grid.DeviceMesh", Mesh)
         patch("distlab.comm.devices.pick_device_type", lambda _: "cuda")
@@ -186,6 +199,7 @@ def run_alone(rank: int, size: int, script: str, flags: list[str]) -> list[Call]
     with recorded_nccl(rank, size) as nccl:
         settings = parse(module.DEFAULTS, "", [str(rank), *flags])
         run = (TrainingRun if isinstance(settings, TrainSettings) else Run)(settings, Path(script))
+        assert traffic.group_timeout.total_seconds() > settings.timeout, "waits are watched from outside"
         global_loss = run.global_loss
 
         def end_the_step(step: int, losses: Iterable[Tensor]) -> float:

@@ -25,16 +25,22 @@ class Place:
 
 
 def pick_device_type(name: str) -> str:
-    """ "cpu" or "cuda", as `--device` names it; `auto` is CUDA if present. On the CPU, the process never opens a GPU.
+    """ "cpu" or "cuda", as `--device` names it; `auto` is CUDA if present.
+
+    Sets what CUDA reads when it starts. With "cpu", this process does not see GPUs any more.
 
     Raises:
         InputError: CUDA is asked for and not there.
     """
     if name == "cpu":  # torch's checkpoint writer would open a GPU that it sees, and take up its memory
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
+        return "cpu"
+    # A hybrid's groups and links over NCCL are more streams than the default of 8 queues; streams that share a queue
+    # wait for each other (the CUDA C++ Programming Guide on CUDA_DEVICE_MAX_CONNECTIONS; 32 is the most).
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
     is_there = torch.cuda.is_available()
     require(is_there or name != "cuda", "--device cuda: torch sees no CUDA device here; use --device cpu")
-    return "cuda" if is_there and name != "cpu" else "cpu"
+    return "cuda" if is_there else "cpu"
 
 
 def own_place(device_type: str, master_addr: str) -> Place:
@@ -62,8 +68,13 @@ def pick_backend(name: str, places: Sequence[Place]) -> str:
     """The backend that `--backend` names; `auto` is NCCL when every rank has a GPU of its own, else gloo.
 
     Raises:
-        InputError: NCCL is asked for and cannot work, as with two ranks on one GPU.
+        InputError: NCCL is asked for and cannot work, as with two ranks on one GPU; or some ranks see a GPU and others
+            see none.
     """
+    other = next((rank for rank, place in enumerate(places) if bool(place.gpus) != bool(places[0].gpus)), 0)
+    kinds = ["cuda" if places[rank].gpus else "cpu" for rank in (0, other)]
+    both = f"--device auto: rank 0 would compute on {kinds[0]} and rank {other} on {kinds[1]}"
+    require(other == 0, f"{both}; give all ranks --device cpu")
     if not places[0].gpus:
         on_cpu = "--backend nccl: NCCL moves CUDA tensors only and this run computes on the CPU; use gloo"
         require(name != "nccl", on_cpu)

@@ -71,8 +71,8 @@ class Grid:
         with traffic.named("all ranks to make the groups of replicas, stages and slices"), patient_threads():
             # A rank takes part in creating every group, also of those that it is not in, and gets its own.
             groups = [dist.new_subgroups_by_enumeration(of_dim, timeout=timeout)[0] for of_dim in by_dim]
-        for group in groups:
-            traffic.connect(group)
+        for of_replicas_or_shards in (groups[0], groups[2]):  # neighbours in a pipeline have their own channels
+            traffic.connect(of_replicas_or_shards)
         return DeviceMesh.from_group(groups, "cpu", ranks, mesh_dim_names=("dp", "pp", "tp"))
 
 

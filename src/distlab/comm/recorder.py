@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from distlab.comm.endpoint import is_over_nccl
 from distlab.comm.streams import StreamClock, passed
 
 STEP, COMPUTE, WAIT, MESSAGE = "step", "compute", "wait", "message"
@@ -64,26 +65,33 @@ class Recorder:
         self.kept_bytes: list[tuple[float, int]] = []  # (seconds, bytes of activations kept at that time)
         self.programs: Sequence[Sequence[Any]] | None = None  # of the pipeline's schedule, if there is one
         self._to_clock = time.time() - time.perf_counter()  # ranks of one host share this clock
-        self._on_stream: list[tuple[str, str, torch.cuda.Event, torch.cuda.Event]] = []  # kind, name, start, end
-        self._clock: StreamClock | None = None
+        self._on_stream: list[tuple[StreamClock, str, str, torch.cuda.Event, torch.cuda.Event]] = []
+        self._clock: StreamClock | None = None  # of the step; over NCCL only
 
     @contextlib.contextmanager
     def span(self, kind: str, name: str) -> Iterator[None]:
-        """Record what happens inside; of what a GPU computes, when it computes it."""
-        if self.enabled and kind == COMPUTE and torch.cuda.is_initialized():
-            self._clock = self._clock or StreamClock()
+        """Record what happens inside.
+
+        On a GPU over NCCL, computation and waits are recorded when the GPU's stream comes to them. Over gloo the thread
+        waits for messages; computation that it has launched is waited for, too, so that both have one clock.
+        """
+        if self.enabled and kind == STEP and is_over_nccl():
+            self._clock = StreamClock()
+        if self._clock is not None and kind == COMPUTE:
             start = passed()
             yield
             self.add_on_stream(kind, name, start, passed())
-        else:
-            started = time.perf_counter()
-            yield
-            self.add(kind, name, started)
+            return
+        started = time.perf_counter()
+        yield
+        if self.enabled and kind == COMPUTE and torch.cuda.is_initialized():
+            torch.cuda.current_stream().synchronize()
+        self.add(kind, name, started)
 
     def add_on_stream(self, kind: str, name: str, start: torch.cuda.Event, end: torch.cuda.Event) -> None:
-        """Record something between two events of the stream."""
-        if self.enabled and self._clock is not None:  # nothing before the first computation
-            self._on_stream.append((kind, name, start, end))
+        """Record something between two events of the stream, within a step."""
+        if self._clock is not None:
+            self._on_stream.append((self._clock, kind, name, start, end))
 
     def add(self, kind: str, name: str, started: float) -> None:
         """Record something that began at `started`, of `time.perf_counter()`, and ends now."""
@@ -96,11 +104,11 @@ class Recorder:
             self.kept_bytes.append((time.perf_counter() + self._to_clock, kept_bytes))
 
     def as_json(self) -> dict[str, Any]:
-        if self._clock is not None:
-            for kind, name, *ends in self._on_stream:
-                self.events.append(Event(kind, name, *(self._clock.seconds(end) + self._to_clock for end in ends)))
-            self._on_stream = []
+        for clock, kind, name, *ends in self._on_stream:
+            self.events.append(Event(kind, name, *(clock.seconds(end) + self._to_clock for end in ends)))
+        if self._on_stream:
             self.events.sort(key=lambda event: event.end)
+        self._on_stream = []
         return {"events": self.events, "kept_bytes": self.kept_bytes}
 
 

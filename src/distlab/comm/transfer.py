@@ -48,8 +48,10 @@ class Transfer:
                     self._work.result()  # each of its messages has the process group's deadline
                 else:
                     self._work.wait(timedelta(seconds=self._waits.timeout_seconds))
-        finally:
-            self._ended_on_host(started)
+        except Exception:
+            self._waits.ledger.waited_seconds += time.perf_counter() - started
+            raise
+        self._ended_on_host(started)
         if self._carried is not self._tensor:
             self._tensor.copy_(self._carried, non_blocking=True)
         self._work = None
@@ -74,7 +76,7 @@ class Transfer:
 
     def _ended_on_stream(self, reached: torch.cuda.Event | None) -> None:
         """Record where the stream goes on, and from where it waited, if it did."""
-        done, name = passed(), self._wait.sentence(self._waits.describe)
+        done, name = passed(), self._wait.sentence(self._waits.describe) if recorder.enabled else ""
         if reached is not None:
             self._waits.stream_waits.add(StreamWait(self._wait, reached, done))
             recorder.add_on_stream(WAIT, name, reached, done)
@@ -87,29 +89,25 @@ class Transfer:
         If it `is_waited_for`, nothing is left to compute meanwhile: the ledger counts the time until then as waiting.
         """
 
-        future = future_of(self._tensor)
+        queued = future_of(self._tensor)
         if self._work is None:
-            future.set_result(self._tensor)
-            return future
-
-        def finish(ended: "torch.futures.Future[object]") -> None:
-            try:
-                ended.value()  # raises if it has failed; then it remains among the library's waits
-                self._waits.library_waits.pop(id(self), None)
-                if self._is_on_stream:
-                    self._ended_on_stream(self._posted if is_waited_for else None)
-                else:
-                    self._ended_on_host(self._started if is_waited_for else None)
-                if self._carried is not self._tensor:
-                    self._tensor.copy_(self._carried)
-                future.set_result(self._tensor)
-            except Exception as error:
-                future.set_exception(error)  # type: ignore[arg-type]  # torch's annotation has a type variable
-
+            queued.set_result(self._tensor)
+            return queued
         assert not isinstance(self._work, Future), "a collective written by hand is waited for with wait()"
+        ended = self._work.get_future()
+
+        def finish(_: "torch.futures.Future[Tensor]") -> Tensor:
+            ended.value()  # raises if it has failed; then it remains among the library's waits
+            self._waits.library_waits.pop(id(self), None)
+            if self._is_on_stream:
+                self._ended_on_stream(self._posted if is_waited_for else None)
+            else:
+                self._ended_on_host(self._started if is_waited_for else None)
+            return self._tensor if self._carried is self._tensor else self._tensor.copy_(self._carried)
+
         self._waits.library_waits[id(self)] = (self._wait, self._started)
-        self._work.get_future().add_done_callback(finish)
-        return future
+        ended.add_done_callback(lambda _: queued.set_result(self._tensor))
+        return queued.then(finish)
 
 
 def future_of(tensor: Tensor) -> "torch.futures.Future[Tensor]":

@@ -63,7 +63,7 @@ class StreamWaits:
     def __init__(self) -> None:
         self._waits: deque[StreamWait] = deque()
         self._seen: tuple[StreamWait, float] | None = None  # the one under way, and when that was first seen
-        self._lock = threading.Lock()  # one thread watches while another adds and collects
+        self._lock = threading.Lock()  # other threads ask what is under way
 
     def add(self, wait: StreamWait) -> None:
         with self._lock:
@@ -114,7 +114,7 @@ class NamedWaits:
             while True:
                 time.sleep(min(0.2, self.timeout_seconds / 4))
                 wait, started = self._under_way() or (None, 0.0)
-                if wait is not None and time.perf_counter() - started > self.timeout_seconds:
+                if wait is not None and wait.peers and time.perf_counter() - started > self.timeout_seconds:
                     fail(self._failed(wait, started, TimeoutError("timed out")))
                     return
 
@@ -141,8 +141,8 @@ class NamedWaits:
         finally:
             self._waiting = outer
 
-    def waited_seconds(self) -> float:
-        """How long this rank has waited for others so far: its thread, and its stream as far as that has come."""
+    def waited_so_far(self) -> float:
+        """Seconds that this rank has waited for others: its thread, and its stream as far as that has come."""
         self.ledger.waited_seconds += self.stream_waits.collect()
         return self.ledger.waited_seconds
 
@@ -155,7 +155,8 @@ class NamedWaits:
 
     def _under_way(self) -> tuple[Wait, float] | None:
         in_library = next(iter(list(self.library_waits.values())), None)
-        return self._waiting or in_library or self.stream_waits.under_way()
+        all_kinds = self._waiting, in_library, self.stream_waits.under_way()
+        return min((wait for wait in all_kinds if wait is not None), key=lambda wait: wait[1], default=None)
 
     def failure_of(self, error: Exception) -> TrafficError | None:
         """The failed wait that an error raised by a library stands for; None if it is another kind of error."""

@@ -97,7 +97,7 @@ class Pipeline:
         self._expected = {link: iter(results) for link, results in self._incoming.items()}
         if self._is_cold:
             self._warm_up(micro_batches[0])
-        for link in [*self._incoming] * (0 if self._is_cold else POSTED_AHEAD):
+        for link in [] if self._is_cold else [*self._incoming] * POSTED_AHEAD:
             self._post_next(link)
         try:
             for action in self.program:
@@ -135,7 +135,7 @@ class Pipeline:
         if result in self._handed_over:
             return self._handed_over.pop(result)
         link = self.owners[result.stage], self._worker, result.kind
-        if self._is_cold:
+        if result not in self._posted:
             self._post_next(link)
         tensor, transfer = self._posted.pop(result)
         transfer.wait()

@@ -157,11 +157,11 @@ class RunLog:
     @contextlib.contextmanager
     def timing_a_step(self) -> Iterator[None]:
         """Time the step inside, from its batch to its update."""
-        started, waited = time.perf_counter(), traffic.waited_seconds()
+        started, waited = time.perf_counter(), traffic.waited_so_far()
         self.loss = math.nan
         yield
         self._seconds.append(time.perf_counter() - started)
-        self._waited_seconds += traffic.waited_seconds() - waited
+        self._waited_seconds += traffic.waited_so_far() - waited
         self.count += self._per_step
 
     @contextlib.contextmanager

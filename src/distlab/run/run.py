@@ -6,7 +6,7 @@ import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 
 from distlab.comm import devices
 from distlab.comm.grid import Grid, layout_flags, layout_size
+from distlab.comm.processes import leave
 from distlab.comm.recorder import STEP, recorder
 from distlab.comm.traffic import traffic
 from distlab.comm.waits import TrafficError, reason
@@ -91,15 +92,18 @@ class Run(Generic[SettingsT]):
         store = rendezvous.open_store(rank, settings.master_addr, port, seconds, say)
         rendezvous.publish_place(store, rank, devices.own_place(self._device_type, address))
         same = {"the script": script.name} | {as_flag(name): value for name, value in as_json(settings).items()}
-        if settings.device == "auto":
-            same[as_flag("device")] = f"auto, which found {self._device_type}"
-        decided = rendezvous.agree(store, rank, size, same, lambda: decide(settings, script), seconds, say)
+
+        def decide_all() -> dict[str, Any]:
+            backend = devices.pick_backend(settings.backend, rendezvous.read_places(store, size))
+            return {"backend": backend, **decide(settings, script)}
+
+        decided = rendezvous.agree(store, rank, size, same, decide_all, seconds, say)
         self._take_place(rendezvous.read_places(store, size))
-        backend = devices.pick_backend(settings.backend, self._places)
+        backend = decided["backend"]
         devices.keep_to_interface(address, on_one_host=by_torchrun and self._local_ranks == size)
         traffic.timeout_seconds = seconds
         if backend == "nccl":
-            traffic.watch(lambda error: Failure.of(error).end())
+            traffic.watch(_end)
         try:
             with devices.patient_threads():
                 timeout = traffic.group_timeout
@@ -264,6 +268,14 @@ class Run(Generic[SettingsT]):
             if self.checkpointer and isinstance(self.settings, ResumableSettings) and self.records.steps:
                 for command in next_commands(self.settings, self.out, self.checkpointer.saved):
                     say(command)
+
+
+def _end(error: TrafficError) -> NoReturn:
+    """End this rank from a thread, whatever the others do."""
+    try:
+        Failure.of(error).end()
+    finally:
+        leave(1)
 
 
 def decide(settings: RunSettings, script: Path) -> dict[str, Any]:

@@ -64,6 +64,13 @@ def test_nccl_with_two_ranks_on_one_gpu_is_refused() -> None:
         pick_backend("nccl", places("", ""))
 
 
+def test_ranks_on_the_cpu_and_on_gpus_do_not_mix() -> None:
+    with pytest.raises(InputError, match="--device auto: rank 0 would compute on cuda and rank 2 on cpu"):
+        pick_backend("auto", places("x", "y", "", hosts="AAB"))
+    with pytest.raises(InputError, match="--device auto: rank 0 would compute on cpu and rank 1 on cuda"):
+        pick_backend("gloo", places("", "x", hosts="AB"))
+
+
 def test_cuda_that_is_not_there_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert pick_device_type("auto") == "cpu"

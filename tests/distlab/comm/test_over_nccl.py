@@ -64,28 +64,52 @@ def test_deadlocks_are_found(flags: str, ranks: list[int], tmp_path: Path) -> No
 def stuck(calls: list[list[Call]]) -> list[int]:
     """The ranks that do not come to their end, by the rules of CUDA and NCCL.
 
-    A forward pass in the first step loads a kernel, which waits until all that the rank has begun is done; nothing else
-    keeps a rank's thread. A collective
-    or message starts when all that the rank has waited for before is done, and what it has begun before in the same
-    group, or with the same other rank in that group. It is done when it has started on all its ranks.
+    A rank's thread waits in three places. A forward pass of the first step loads a kernel, which waits until all that
+    the rank has begun is done. The first use of a communicator sets it up: so does that, and then it waits until the
+    communicator's other ranks have come to it. To read a result is to wait for all that the rank has waited for on its
+    stream. The rest is up to the GPU: a collective or message starts when all that the rank has waited for before is
+    done, and what it has begun before on the same communicator; it is done when it has started on all its ranks.
     """
     done: set[tuple[int, int]] = set()  # (rank, number)
     made = [0] * len(calls)  # how many of its calls each rank's thread has made
     while True:
+        made_before = made.copy()
+        arrived = {(rank, communicator(call)) for rank, own in enumerate(calls) for call in own[: made[rank] + 1]}
+        for rank, own in enumerate(calls):
+            while made[rank] < len(own) and may_make(rank, own, made[rank], done, arrived):
+                made[rank] += 1
         started: dict[object, list[tuple[int, Call]]] = defaultdict(list)
         for rank, own in enumerate(calls):
-            begun = {(rank, call.number) for call in own[: made[rank]] if call.number >= 0}
-            while made[rank] < len(own) and (own[made[rank]].what != "forward" or begun <= done):
-                begun.add((rank, own[made[rank]].number))
-                begun.discard((rank, -1))
-                made[rank] += 1
             for place, call in started_by(rank, own[: made[rank]], done):
                 started[place].append((rank, call))
         ended = [pair for pairs in started.values() if is_complete([call for _, call in pairs]) for pair in pairs]
-        if not ended:
-            begun_by = {(rank, call.number): rank for rank, own in enumerate(calls) for call in own if call.number >= 0}
-            return sorted({rank for call, rank in begun_by.items() if call not in done})
+        if not ended and made == made_before:
+            return [rank for rank, own in enumerate(calls) if not begun_by(rank, own) <= done]
         done |= {(rank, call.number) for rank, call in ended}
+
+
+def communicator(call: Call) -> tuple[object, ...] | None:
+    """NCCL's, over which a collective or message goes: a group's, or that of two ranks for a group's messages."""
+    return (call.group, call.ranks, call.what in ("send", "receive")) if call.is_begun else None
+
+
+def begun_by(rank: int, calls: list[Call]) -> set[tuple[int, int]]:
+    return {(rank, call.number) for call in calls if call.is_begun}
+
+
+def may_make(
+    rank: int, own: list[Call], place: int, done: set[tuple[int, int]], arrived: set[tuple[int, object]]
+) -> bool:
+    """Whether a rank's thread gets through its next call."""
+    call, before = own[place], own[:place]
+    if call.what == "forward":
+        return begun_by(rank, before) <= done
+    if call.what == "read":
+        return {(rank, wait.number) for wait in before if wait.what == "wait"} <= done
+    own_communicator = communicator(call)
+    if own_communicator is None or own_communicator in map(communicator, before):
+        return True
+    return begun_by(rank, before) <= done and all((other, own_communicator) in arrived for other in call.ranks)
 
 
 def started_by(rank: int, made: list[Call], done: set[tuple[int, int]]) -> Iterator[tuple[object, Call]]:
@@ -93,11 +117,10 @@ def started_by(rank: int, made: list[Call], done: set[tuple[int, int]]) -> Itera
     places: Counter[object] = Counter()
     waiting: set[object] = set()  # channels in which something has started
     for call in made:
-        is_done = (rank, call.number) in done
-        channel = call.group, call.ranks, call.what in ("send", "receive")
+        is_done, channel = (rank, call.number) in done, communicator(call)
         if call.what == "wait" and not is_done:
             return
-        if call.what in ("wait", "forward"):
+        if channel is None:
             continue
         if not is_done and channel not in waiting:
             waiting.add(channel)

@@ -7,7 +7,7 @@ import pytest
 import torch
 from processes import wait_for
 
-from distlab.comm.recorder import COMPUTE, WAIT, Recorder
+from distlab.comm.recorder import COMPUTE, STEP, WAIT, Recorder
 from distlab.comm.traffic import Traffic
 from distlab.comm.transfer import Transfer
 from distlab.comm.waits import NamedWaits, StreamWait, StreamWaits, TrafficError, Wait
@@ -96,7 +96,10 @@ def test_the_watch_ends_a_wait_of_the_thread_inside_of_nccl() -> None:
     waits, failures = NamedWaits(), list[TrafficError]()
     waits.timeout_seconds = 0.4
     waits.watch(failures.append)
-    with waits.named("the checkpoint of step 3"):
+    with waits.named("its own disk"):  # no other rank takes part in it
+        time.sleep(1)
+    assert failures == []
+    with waits.named(Wait("the checkpoint of step 3", "other", (1,))):
         assert wait_for(lambda: bool(failures))
     assert "s for the checkpoint of step 3: no answer" in str(failures[0])
 
@@ -109,15 +112,17 @@ def test_nccl_gets_time_for_the_diagnosis_before_it_ends_the_process() -> None:
     assert waits.group_timeout.total_seconds() > 30
 
 
-def test_what_a_gpu_computes_is_recorded_when_it_computes_it(gpu: Gpu) -> None:
+def test_what_a_gpu_computes_is_recorded_when_it_computes_it(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
     recorder = Recorder()
     recorder.enabled = True
-    with recorder.span(COMPUTE, "F0"):  # the clock starts at event 0; this lies between events 1 and 2
-        pass
-    with recorder.span(COMPUTE, "F1"):
-        pass
+    monkeypatch.setattr("distlab.comm.recorder.is_over_nccl", lambda: True)
+    with recorder.span(STEP, "step 0"):  # the clock starts at event 0
+        with recorder.span(COMPUTE, "F0"):  # between events 1 and 2
+            pass
+        with recorder.span(COMPUTE, "F1"):
+            pass
     assert gpu.synchronized == 1  # for the clock alone: to record costs the run nothing
-    first, second = (event for event in recorder.as_json()["events"])
+    first, second = (event for event in recorder.as_json()["events"] if event.kind == COMPUTE)
     assert (first.name, second.name) == ("F0", "F1")
     assert [first.seconds, second.seconds, second.start - first.end] == pytest.approx([1, 1, 1])
 
@@ -142,10 +147,10 @@ def test_a_wait_for_nccl_is_the_streams(by_library: bool, gpu: Gpu) -> None:
         assert transfer.future(is_waited_for=True).wait() is tensor
     else:
         transfer.wait()
-    assert traffic.waited_seconds() == 0
+    assert traffic.waited_so_far() == 0
     assert traffic.waits_for() is (GRADIENTS if by_library else None)  # the stream has come to second 0
     gpu.seconds = gpu.queued
-    assert traffic.waited_seconds() == (5 if by_library else 1)
+    assert traffic.waited_so_far() == (5 if by_library else 1)
     assert traffic.waits_for() is None
 
 
@@ -154,9 +159,9 @@ def test_a_wait_of_the_stream_is_recorded(gpu: Gpu, monkeypatch: pytest.MonkeyPa
     recorder.enabled = True
     monkeypatch.setattr("distlab.comm.transfer.recorder", recorder)
     tensor = torch.empty(3, device="meta")
-    with recorder.span(COMPUTE, "F0"):
-        pass
-    Transfer(Traffic(), GRADIENTS, Work(), tensor, tensor).wait()  # type: ignore[arg-type]
+    monkeypatch.setattr("distlab.comm.recorder.is_over_nccl", lambda: True)
+    with recorder.span(STEP, "step 0"):
+        Transfer(Traffic(), GRADIENTS, Work(), tensor, tensor).wait()  # type: ignore[arg-type]
     events = {event.kind: event for event in recorder.as_json()["events"]}
     assert events[WAIT].name == "the gradients from rank 1"
     assert events[WAIT].seconds == pytest.approx(1)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from distlab.pipeline.activations import SavedActivations
+from distlab.pipeline.activations import SavedActivations, Stage
 
 WEIGHT = nn.Parameter(torch.ones(8, 8))
 
@@ -84,3 +84,19 @@ def test_a_tensor_kept_by_hand_counts_while_it_is_held_and_once() -> None:
     assert kept.now_bytes == 32
     del holds
     assert (kept.now_bytes, kept.peak_bytes) == (0, 32 + 8)
+
+
+def test_a_rehearsal_leaves_no_trace() -> None:
+    net = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5))
+    collected: list[Tensor] = []
+    for parameter in net.parameters():
+        parameter.register_post_accumulate_grad_hook(collected.append)
+    stage, x = Stage(net, lambda y, _: y.mean(), None), torch.ones(2, 3, 4, requires_grad=True)
+    state = torch.get_rng_state()
+    stage.rehearse(torch.zeros(2, 3, dtype=torch.int64), x)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert collected == []
+    assert x.grad is None
+    assert all(parameter.grad is None for parameter in net.parameters())
+    assert not stage.losses
+    assert not stage.live
