@@ -84,11 +84,11 @@ def launch(args: list[str]) -> int:
     script, flags = find_script(args[0])
     prog, args = f"./launch.sh {args[0]}", [*flags, *args[1:]]
     if re.search(r"^(from|import) mpi4py", script.read_text(), re.MULTILINE):
-        become_mpirun(script, args, prog)
+        become_mpirun(script, args)
     own_flags, args = read_flags(args)
     settings = read_settings(script, args, prog)
     if own_flags.tell is not None:
-        trained = check_story(own_flags.tell, settings, prog)
+        trained = check_story(own_flags.tell, settings, script.name)
         if trained.save_every is None:
             args = [*args, "--save-every", str(trained.steps)]
             settings = read_settings(script, args, prog)
@@ -139,10 +139,10 @@ def read_settings(script: Path, args: list[str], prog: str) -> RunSettings:
     return parse(defaults, module.__doc__ or script.stem, args, prog=prog)
 
 
-def check_story(prompt: str, settings: object, prog: str) -> TrainSettings:
+def check_story(prompt: str, settings: RunSettings | None, script: str) -> TrainSettings:
     """The settings of a run whose model can tell a story; `InputError` if it cannot, or not with this prompt."""
     if not isinstance(settings, TrainSettings):
-        raise InputError(f"--tell: {prog} trains no Llama, which could tell a story; leave --tell out")
+        raise InputError(f"--tell: {script} trains no Llama, which could tell a story; leave --tell out")
     if settings.resume is None:  # otherwise the model may read more tokens than --seq-len
         try:
             prompt_ids(prompt, SPTokenizer(settings.tokenizer), settings.seq_len)
@@ -161,7 +161,7 @@ def tell_story(run: Path, prompt: str, device: str) -> int:
     return process.returncode
 
 
-def become_mpirun(script: Path, args: list[str], prog: str) -> NoReturn:
+def become_mpirun(script: Path, args: list[str]) -> NoReturn:
     """Replace this process by mpirun, which runs all ranks of `script`.
 
     Raises:
@@ -175,7 +175,7 @@ def become_mpirun(script: Path, args: list[str], prog: str) -> NoReturn:
     except argparse.ArgumentError as error:
         raise InputError(str(error)) from error
     if ours.tell is not None:
-        check_story(ours.tell, None, prog)
+        check_story(ours.tell, None, script.name)
     require(ours.world_size >= 1, f"--world-size {ours.world_size}: every size must be at least 1")
     beside_python = str(Path(sys.executable).parent)
     mpirun = shutil.which("mpirun", path=os.pathsep.join([beside_python, os.environ.get("PATH", "")]))
