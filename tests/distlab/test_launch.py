@@ -10,7 +10,8 @@ import time
 from pathlib import Path
 
 import pytest
-from processes import LAB, Ended, children, finish, free_port, process_of, run, run_script, start, steps_taken, wait_for
+from processes import LAB, Ended, children, finish, free_port, process_of, run, start, steps_taken, wait_for
+from terminals import fork_launcher, fork_python
 
 from distlab.launch import TOPOLOGIES
 from distlab.launch import launch as launch_command
@@ -115,8 +116,7 @@ def test_a_failed_rank_ends_all_and_is_named_in_the_last_line(failure: str, last
     script = tmp_path / "failing.py"
     script.write_text(FAILING.format(failure=failure))
     started = time.monotonic()
-    process = start("./launch.sh", script, "--data", "sample", "--out", tmp_path / "run")
-    ended = finish(process)
+    ended = fork_launcher(script, "--data", "sample", "--out", tmp_path / "run").finish()
     assert ended.status not in (0, 2)
     assert ended.err.splitlines()[-1] == last_line
     assert time.monotonic() - started < 40
@@ -126,17 +126,18 @@ def test_a_failed_rank_ends_all_and_is_named_in_the_last_line(failure: str, last
 
 
 def test_a_killed_rank_is_named_also_where_a_library_does_the_talking(tmp_path: Path) -> None:
-    launcher = start("./launch.sh", "ddp", *TINY, "--steps", "1000000", "--out", tmp_path)
+    launcher = fork_launcher("ddp", *TINY, "--steps", "1000000", "--out", tmp_path)
     assert wait_for(lambda: steps_taken(tmp_path) > 0), "training began"
     os.kill(process_of(1, children(launcher.pid)), signal.SIGKILL)
-    ended = finish(launcher, 30)
+    ended = launcher.finish(30)
     assert ended.err.splitlines()[-1] == "# rank 1 failed: it was ended by SIGKILL"
     assert "Traceback" not in ended.err
 
 
 @pytest.mark.parametrize(("sent", "to_all"), [(signal.SIGINT, True), (signal.SIGTERM, False), (signal.SIGKILL, False)])
 def test_ending_the_launcher_leaves_no_process_behind(sent: signal.Signals, to_all: bool, tmp_path: Path) -> None:
-    launcher = start("./launch.sh", "dp-ga", *TINY, "--steps", "1000000", "--out", tmp_path)
+    flags = [*TINY, "--steps", "1000000", "--out", tmp_path]
+    launcher = start("./launch.sh", "dp-ga", *flags) if to_all else fork_launcher("dp-ga", *flags)
     try:
         assert wait_for(lambda: steps_taken(tmp_path) > 0), "training began"
         ranks = children(launcher.pid)
@@ -246,7 +247,8 @@ def test_a_port_in_use_is_named_by_the_launcher_and_by_rank_0(tmp_path: Path) ->
         busy.listen()
         port = str(busy.getsockname()[1])
         flags = [*TINY, "--master-port", port, "--out", tmp_path]
-        for ended in (launch("dp-ga", *flags), run_script(GA, "0", *flags)):
+        for process in (fork_launcher("dp-ga", *flags), fork_python(GA, "0", *flags)):
+            ended = process.finish()
             assert ended.status == 2
             assert f"--master-port {port}: cannot listen" in ended.err.splitlines()[-1]
             assert "Traceback" not in ended.err
@@ -262,28 +264,27 @@ def test_a_port_in_use_is_named_by_the_launcher_and_by_rank_0(tmp_path: Path) ->
     ],
 )
 def test_a_wrong_value_in_a_terminal(script: str, flags: list[str], sentence: str) -> None:
-    ended = run_script(script, *flags, CUDA_VISIBLE_DEVICES="")
+    ended = fork_python(script, *flags, CUDA_VISIBLE_DEVICES="").finish()
     assert ended.status == 2
     assert sentence in ended.err.splitlines()[-1]
     assert "Traceback" not in ended.err
 
 
-@pytest.mark.alone
 def test_a_rank_that_is_missing_is_waited_for_until_the_timeout(tmp_path: Path) -> None:
     flags = [*TINY, "--timeout", "2", "--master-port", str(free_port()), "--out", tmp_path, "--world-size", "2"]
-    alone = run_script(GA, "0", *flags)
+    alone = fork_python(GA, "0", *flags).finish()
     assert alone.status == 2
     assert "waiting for rank 1 to join" in alone.out
     assert "waited 2 s for rank 1 to join" in alone.err.splitlines()[-1]
-    other = run_script(GA, "1", *flags)
+    other = fork_python(GA, "1", *flags).finish()
     assert other.status == 2
     assert "rank 0 did not listen" in other.err.splitlines()[-1]
 
 
 def test_ranks_started_with_different_flags_both_end(tmp_path: Path) -> None:
     flags = [*TINY, "--world-size", "2", "--master-port", str(free_port()), "--out", tmp_path]
-    ranks = [start(sys.executable, GA, "0", *flags), start(sys.executable, GA, "1", *flags, "--lr", "0.5")]
-    for ended in [finish(rank) for rank in ranks]:
+    ranks = [fork_python(GA, "0", *flags), fork_python(GA, "1", *flags, "--lr", "0.5")]
+    for ended in [rank.finish() for rank in ranks]:
         assert ended.status == 2
         assert "--lr: rank 0 was started with 0.0008, rank 1 with 0.5" in ended.err.splitlines()[-1]
 

@@ -5,13 +5,14 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
 from chapters import losses, train_on
 from hosts import Host, two_hosts, two_hosts_with_a_link, why_no_tun, why_not
-from processes import LAB, Ended, environment, finish, process_of, start, steps_taken, wait_for
+from processes import LAB, Ended, Started, finish, parent, process_of, start, steps_taken, wait_for
+from terminals import fork_launcher
 
 from distlab.rendezvous.nodes import SECONDS_OF_SILENCE
 
@@ -43,10 +44,14 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
     return train_on(4, "hybrid/intro_hybrid.py", out, *TINY, "--steps", str(STEPS))[-1]
 
 
-def launch(host: Host, node: int, *flags: str | Path, master: str, steps: int = 1_000_000) -> "subprocess.Popen[str]":
-    """Node `node` of a hybrid run on two machines."""
+def command(node: int, *flags: str | Path, master: str, steps: int = 1_000_000) -> list[str | Path]:
+    """What follows ./launch.sh on node `node` of a hybrid run on two machines."""
     several = ["--nnodes", "2", "--node-rank", str(node), "--master-addr", master]
-    return start(*host.command(LAB / "launch.sh", "hybrid", *TINY, "--steps", str(steps), *several, *flags))
+    return ["hybrid", *TINY, "--steps", str(steps), *several, *flags]
+
+
+def launch(host: Host, node: int, *flags: str | Path, master: str, steps: int = 1_000_000) -> Started:
+    return fork_launcher(*command(node, *flags, master=master, steps=steps), namespace=host.namespace)
 
 
 def wait_for_steps(out: Path, steps: int = 3) -> None:
@@ -61,7 +66,7 @@ def pids(host: Host) -> list[int]:
 
 def launcher_on(host: Host, rank: int) -> int:
     """The launcher that has started a rank."""
-    return int(environment(process_of(rank, pids(host)))["LAB_LAUNCHER"])
+    return parent(process_of(rank, pids(host)))
 
 
 def kill_all(*hosts: Host) -> None:
@@ -70,7 +75,7 @@ def kill_all(*hosts: Host) -> None:
             os.kill(pid, signal.SIGKILL)
 
 
-def last_lines(nodes: "list[subprocess.Popen[str]]") -> tuple[list[str], list[Ended]]:
+def last_lines(nodes: Sequence[Started]) -> tuple[list[str], list[Ended]]:
     ended = [finish(node, SECONDS_TO_END) for node in nodes]
     return [end.err.splitlines()[-1] for end in ended], ended
 
@@ -81,7 +86,8 @@ def test_two_hosts_give_the_losses_of_one_and_listen_on_their_link_alone(
     a, b = hosts
     steps, shape = 6, ["--pp", "3"]
     flags = [*shape, "--out", tmp_path / "two"]
-    nodes = [launch(host, node, *flags, master=a.address, steps=steps) for node, host in enumerate(hosts)]
+    commands = [command(node, *flags, master=a.address, steps=steps) for node in range(2)]
+    nodes = [start(*host.command(LAB / "launch.sh", *args)) for host, args in zip(hosts, commands, strict=True)]
     listened_at: dict[Host, set[str]] = {a: set(), b: set()}
     while any(node.poll() is None for node in nodes):
         for host in hosts:
@@ -282,7 +288,7 @@ def test_a_rank_that_fails_when_the_other_hosts_have_finished(
     script.write_text(FAILS_LATE)
     flags = ["--nnodes", "2", "--master-addr", hosts[0].address, "--max-restarts", str(restarts), "--out", tmp_path]
     nodes = [
-        start(*host.command(LAB / "launch.sh", script, *flags, "--node-rank", str(node)))
+        fork_launcher(script, *flags, "--node-rank", str(node), namespace=host.namespace)
         for node, host in enumerate(hosts)
     ]
     try:

@@ -2,18 +2,18 @@
 
 import os
 import signal
-import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from chapters import losses, train_on
-from processes import LAB, children, finish, process_of, run, start, steps_taken, wait_for
+from processes import LAB, Started, children, finish, process_of, start, steps_taken, wait_for
+from terminals import fork_launcher
 
 SHAPE = "--data sample --dmodel 32 --num-heads 2 --n-layers 2 --seq-len 24 --steps 150".split()
 FLAGS = ["--world-size", "2", *SHAPE, "--optimizer", "adam", "--lr", "1e-3"]
 SCRIPT = "DP/gradient_aggr/intro_DP_GA.py"
-LAUNCH = (LAB / "launch.sh", "dp-ga", *FLAGS)
+LAUNCH = ("dp-ga", *FLAGS)
 
 
 @pytest.fixture(scope="module")
@@ -25,20 +25,19 @@ def await_that(condition: Callable[[], bool]) -> None:
     assert wait_for(condition)
 
 
-def kill_rank(rank: int, launcher: "subprocess.Popen[str]") -> None:
+def kill_rank(rank: int, launcher: Started) -> None:
     """SIGKILL to one of the ranks that a launcher has started."""
     os.kill(process_of(rank, children(launcher.pid)), signal.SIGKILL)
 
 
-@pytest.mark.alone
 def test_the_losses_are_those_of_an_undisturbed_run(expected: list[float], tmp_path: Path) -> None:
     """Killed twice: after the first checkpoint, and again after the second."""
-    process = start(*LAUNCH, "--save-every", "50", "--max-restarts", "2", "--out", tmp_path)
+    process = fork_launcher(*LAUNCH, "--save-every", "50", "--max-restarts", "2", "--out", tmp_path)
     for steps in (54, 104):
         await_that(lambda steps=steps: steps_taken(tmp_path) >= steps)  # type: ignore[misc]
         kill_rank(1, process)
         await_that(lambda steps=steps: steps_taken(tmp_path) < steps or process.poll() is not None)  # type: ignore[misc]
-    ended = finish(process, deadline=60)
+    ended = process.finish()
     assert ended.status == 0, ended.err
     assert losses(tmp_path) == expected
     for line in (
@@ -50,9 +49,8 @@ def test_the_losses_are_those_of_an_undisturbed_run(expected: list[float], tmp_p
         assert line in ended.out
 
 
-@pytest.mark.alone
 def test_without_a_checkpoint_the_run_begins_again_and_ends_when_restarts_are_used_up(tmp_path: Path) -> None:
-    process = start(*LAUNCH, "--steps", "1000000", "--max-restarts", "1", "--out", tmp_path)
+    process = start(LAB / "launch.sh", *LAUNCH, "--steps", "1000000", "--max-restarts", "1", "--out", tmp_path)
     for _ in range(2):
         await_that(lambda: steps_taken(tmp_path) >= 5)
         kill_rank(0, process)
@@ -91,7 +89,8 @@ if __name__ == "__main__":
 def test_a_failure_that_would_come_again_ends_the_run(error: str, status: int, said: str, tmp_path: Path) -> None:
     script = tmp_path / "failing.py"
     script.write_text(FAILING.format(error=error))
-    ended = run("./launch.sh", script, "--world-size", "2", "--max-restarts", "2", "--out", tmp_path / "run")
+    flags = ["--world-size", "2", "--max-restarts", "2", "--out", tmp_path / "run"]
+    ended = fork_launcher(script, *flags).finish()
     assert ended.status == status
     assert ended.err.splitlines()[-1] == f"# {said}"
     assert ended.err.count(said) == 1, "the launcher says it, once"
@@ -102,13 +101,13 @@ def test_a_failure_that_would_come_again_ends_the_run(error: str, status: int, s
 def test_checkpoints_of_another_run_are_none_to_go_on_from(tmp_path: Path) -> None:
     train_on(2, SCRIPT, tmp_path, *FLAGS, "--steps", "2", "--save-every", "1")
     again = [*LAUNCH, "--max-restarts", "1", "--out", tmp_path]
-    refused = run(*again)
+    refused = fork_launcher(*again).finish()
     assert refused.status == 2
     assert refused.err.splitlines()[-1].startswith(f"# --max-restarts with --out {tmp_path}: has checkpoints of anoth")
-    gone_on = run(*again, "--steps", "3", "--resume", tmp_path)
+    gone_on = fork_launcher(*again, "--steps", "3", "--resume", tmp_path).finish()
     assert gone_on.status == 0, gone_on.err
 
 
 def test_less_than_none_is_refused() -> None:
-    ended = finish(start(*LAUNCH, "--max-restarts", "-1"), deadline=30)
+    ended = fork_launcher(*LAUNCH, "--max-restarts", "-1").finish(30)
     assert (ended.status, ended.err) == (2, "# --max-restarts -1: give 0 or more\n")

@@ -5,7 +5,6 @@ import os
 import re
 import shutil
 import signal
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -16,9 +15,10 @@ import pytest
 import sentiment_ranks
 from bad_inputs.files import forge
 from chapters import losses
-from processes import LAB, children, finish, free_port, process_of, run_ranks, run_script, start, steps_taken, wait_for
+from processes import LAB, children, free_port, process_of, run_ranks, steps_taken, wait_for
 from safetensors.torch import load_file
 from small_models import saved_model
+from terminals import fork_launcher, fork_python
 
 from distlab.checkpoints.format import latest_valid
 from distlab.checkpoints.models import read_model, write_model
@@ -162,10 +162,10 @@ def test_ranks_that_are_killed_start_again_from_the_last_checkpoint(tmp_path: Pa
     flags = ["--niters", "400", "--save-every", "100"]
     shape = [*MLP, *LAYOUTS["mlp-ddp"][2].split(), *flags]
     out = [*CPU, "--out", tmp_path / "killed", "--max-restarts", "1"]
-    process = start(sys.executable, "-m", "distlab.launch", "mlp-ddp", *shape, *out)
+    launcher = fork_launcher("mlp-ddp", *shape, *out)
     assert wait_for(lambda: steps_taken(tmp_path / "killed") > 110)
-    os.kill(process_of(1, children(process.pid)), signal.SIGKILL)
-    ended = finish(process)
+    os.kill(process_of(1, children(launcher.pid)), signal.SIGKILL)
+    ended = launcher.finish()
     assert ended.status == 0, ended.err
     assert re.search("# resuming from .*, after [123]00 steps", ended.out)
     assert losses(tmp_path / "killed") == run("mlp-ddp", tmp_path / "whole", *flags)
@@ -253,7 +253,7 @@ def test_no_story_and_no_export_of_a_classifier(saved: Runs, tmp_path: Path) -> 
         with pytest.raises(InputError) as refused:
             export.main(export.Request(folder, tmp_path / "exported"))
         assert str(refused.value) == sentence
-    ended = run_script("primer/tell_story.py", folder)
+    ended = fork_python("primer/tell_story.py", folder).finish()
     assert (ended.status, ended.err) == (2, f"# {sentence}\n")
 
 
