@@ -48,7 +48,6 @@ def test_parameters_are_the_models(bench: ModuleType) -> None:
     ("device", "peak"),
     [
         ("NVIDIA H200", 989),
-        ("NVIDIA H200 NVL", 835),
         ("NVIDIA H100 80GB HBM3", 989),
         ("NVIDIA H100 PCIe", 756),
         ("NVIDIA A100-SXM4-80GB", 312),

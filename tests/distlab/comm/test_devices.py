@@ -12,6 +12,7 @@ import pytest
 import torch
 from chapters import MODEL, STEPS, TRAINING, load
 from processes import LAB, free_port, run, run_ranks, steps_taken
+from torch.torch_version import TorchVersion
 
 from distlab.comm.devices import (
     Place,
@@ -168,6 +169,7 @@ def policies_in_a_run(rank: int, out: Path, port: int) -> tuple[list[int], int]:
 
 
 @usual_policy
+@pytest.mark.skipif(TorchVersion(torch.__version__) < "2.13", reason="torch 2.11 gives gloo's threads no name")
 def test_gloos_threads_are_patient_in_a_run_and_the_one_that_computes_is_not(tmp_path: Path) -> None:
     for of_gloo, own in run_ranks(2, policies_in_a_run, tmp_path, free_port()):
         assert own == os.SCHED_OTHER
