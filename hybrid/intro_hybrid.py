@@ -17,9 +17,10 @@ from distlab.comm.transfer import Transfer
 from distlab.parallel.data import Bucket, GradientBuckets
 from distlab.parallel.tensor import shard
 from distlab.parallel.vocabulary import vocabulary_parallel_loss
+from distlab.pipeline.actions import describe_stages, stages_of
 from distlab.pipeline.executor import Pipeline
 from distlab.pipeline.schedules import all_stages
-from distlab.pipeline.stages import build_stage
+from distlab.pipeline.stages import build_stages
 from distlab.run.main import main
 from distlab.run.train_settings import HybridSettings
 from distlab.run.training import TrainingRun
@@ -31,28 +32,33 @@ DEFAULTS = HybridSettings(batch_size=3)
 
 
 def train(run: TrainingRun[HybridSettings]) -> None:
-    args, stage, stages = run.settings, run.grid.stage, run.grid.pp
-    tokenizer = SPTokenizer(args.tokenizer)
+    args, tokenizer = run.settings, SPTokenizer(run.settings.tokenizer)
+    programs = all_stages(args.schedule, run.grid.pp, args.micro_batches, args.chunks_per_stage)
+    program = programs[run.grid.stage]  # of this rank
     split = args.split(tokenizer.vocab_size)
-    net = build_stage(stage, split, tokenizer.vocab_size, padding_idx=tokenizer.pad_id, **run.model_options())
+    options = {"padding_idx": tokenizer.pad_id, **run.model_options()}
+    nets = build_stages(stages_of(program), split, tokenizer.vocab_size, **options)
     stories = TinyStories(tokenizer, **run.data_options(), rank=run.grid.replica, num_replicas=run.grid.dp)
 
     mesh = run.grid.mesh()
     dp_group, tp_group = mesh.get_group("dp"), mesh.get_group("tp")
     loss = partial(causalLLMLoss, vocab_size=tokenizer.vocab_size)
     if args.tp > 1:
-        shard(net, group=tp_group)
+        for net in nets.values():
+            shard(net, group=tp_group)
         loss = partial(vocabulary_parallel_loss, vocab_size=tokenizer.vocab_size, group=tp_group)
-    programs = all_stages(args.schedule, stages, args.micro_batches)
-    optimizer = run.optimizer(net)
-    run.track(net, optimizer, loss)
-    pipeline = Pipeline(net, programs, run.grid, loss, width=args.dmodel, cores=run.shared_cores)
+    optimizer = run.optimizer(nets)
+    pipeline = Pipeline(nets, programs, run.grid, loss, width=args.dmodel, cores=run.shared_cores)
+    run.track(nets, optimizer, loss, owners=pipeline.owners)
 
     def average(bucket: Bucket) -> Transfer:
         """Start to average gradients that are complete, while the backward pass continues to earlier layers."""
-        return traffic.all_reduce(bucket.flat, f"{bucket} of stage {stage}", kind="gradients", group=dp_group)
+        return traffic.all_reduce(
+            bucket.flat, f"{bucket} of {describe_stages(program)}", kind="gradients", group=dp_group
+        )
 
-    buckets = GradientBuckets(net.parameters(), on_full=average, backward_passes=args.micro_batches)
+    parameters = [parameter for net in nets.values() for parameter in net.parameters()]
+    buckets = GradientBuckets(parameters, on_full=average, backward_passes=args.micro_batches)
 
     for step, batch in run.steps(stories):
         optimizer.zero_grad()

@@ -11,9 +11,10 @@ follows. `python -m distlab.show_schedule dapple --stages 3 --micro-batches 6` s
 
 from functools import partial
 
+from distlab.pipeline.actions import stages_of
 from distlab.pipeline.executor import Pipeline
 from distlab.pipeline.schedules import all_stages
-from distlab.pipeline.stages import build_stage
+from distlab.pipeline.stages import build_stages
 from distlab.run.main import main
 from distlab.run.train_settings import ScheduledPipelineSettings
 from distlab.run.training import TrainingRun
@@ -25,17 +26,18 @@ DEFAULTS = ScheduledPipelineSettings(batch_size=3)
 
 
 def train(run: TrainingRun[ScheduledPipelineSettings]) -> None:
-    args, stage, stages = run.settings, run.grid.stage, run.grid.pp
-    tokenizer = SPTokenizer(args.tokenizer)
+    args, tokenizer = run.settings, SPTokenizer(run.settings.tokenizer)
+    programs = all_stages(args.schedule, run.grid.pp, args.micro_batches, args.chunks_per_stage)
+    program = programs[run.grid.stage]  # what this rank does: [F0, F1, F2, B0, B1, B2], say
     split = args.split(tokenizer.vocab_size)
-    net = build_stage(stage, split, tokenizer.vocab_size, padding_idx=tokenizer.pad_id, **run.model_options())
+    options = {"padding_idx": tokenizer.pad_id, **run.model_options()}
+    nets = build_stages(stages_of(program), split, tokenizer.vocab_size, **options)  # most schedules have one a rank
     stories = TinyStories(tokenizer, **run.data_options())  # the first stage reads them; the last has them as targets
-    optimizer = run.optimizer(net)
-    run.track(net, optimizer)
+    optimizer = run.optimizer(nets)
 
     loss = partial(causalLLMLoss, vocab_size=tokenizer.vocab_size)
-    programs = all_stages(args.schedule, stages, args.micro_batches)  # [F0, F1, F2, B0, B1, B2] for each stage, say
-    pipeline = Pipeline(net, programs, run.grid, loss, width=args.dmodel, cores=run.shared_cores)
+    pipeline = Pipeline(nets, programs, run.grid, loss, width=args.dmodel, cores=run.shared_cores)
+    run.track(nets, optimizer, owners=pipeline.owners)
 
     for step, batch in run.steps(stories):
         optimizer.zero_grad()

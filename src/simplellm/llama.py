@@ -10,7 +10,8 @@ the statistics of the norms and the logits are float32; what lies between a norm
 """
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, ClassVar, TypeVar
 
 import torch
@@ -21,6 +22,7 @@ from torch.autograd.function import once_differentiable
 
 from simplellm.errors import InputError
 from simplellm.initial_weights import initialize
+from simplellm.weight_gradients import Product, deferred_to
 
 
 class Linear(nn.Linear):
@@ -30,28 +32,39 @@ class Linear(nn.Linear):
         """Leave the weight as it is: `initialize` sets it, and the global random generator is not to be drawn from."""
 
     def forward(self, x: Tensor) -> Tensor:
-        if x.dtype == self.weight.dtype:
-            return F.linear(x, self.weight)
-        y: Tensor = _MixedLinear.apply(x, self.weight)
-        return y
+        weight_gradients = deferred_to() if self.weight.requires_grad and x.requires_grad else None
+        if weight_gradients is not None:
+            return _Linear.apply(x, self.weight.detach(), partial(weight_gradients.add, self.weight))
+        return F.linear(x, self.weight) if x.dtype == self.weight.dtype else _Linear.apply(x, self.weight, None)
 
 
-class _MixedLinear(torch.autograd.Function):
-    """A linear map of a bfloat16 input by a float32 weight, which is cast once for forward and backward together."""
+class _Linear(torch.autograd.Function):
+    """A linear map by a float32 weight, which a bfloat16 input has cast once for forward and backward together.
+
+    With `defer`, the weight comes detached, and the backward pass hands over the product for its gradient.
+    """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, defer: Callable[[Product, Tensor, Tensor], None] | None) -> Tensor:
         weight = weight.to(x.dtype)
         ctx.save_for_backward(x, weight)
+        ctx.defer = defer
         return F.linear(_widen(x), _widen(weight)).to(x.dtype)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, None]:
         x, weight = ctx.saved_tensors
-        grad = _widen(grad)
-        grad_weight = grad.flatten(0, -2).T @ _widen(x).flatten(0, -2)
-        return (grad @ _widen(weight)).to(x.dtype), grad_weight.float()
+        grad_x = (_widen(grad) @ _widen(weight)).to(x.dtype)
+        if ctx.defer is None:
+            return grad_x, _gradient_of_weight(x, grad), None
+        ctx.defer(_gradient_of_weight, x, grad)
+        return grad_x, None, None
+
+
+def _gradient_of_weight(x: Tensor, grad: Tensor) -> Tensor:
+    """For x (..., inputs) and its output's gradient (..., outputs): (outputs, inputs), float32."""
+    return (_widen(grad).flatten(0, -2).T @ _widen(x).flatten(0, -2)).float()
 
 
 def _widen(x: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from distlab.pipeline.activations import Stage
 
 ACTIVATIONS, GRADIENTS = "activations", "gradients of activations"  # the kinds that travel between stages
-GRAPH, WEIGHT_GRADIENTS = "graph", "gradients of weights"  # those that stay on their stage
+GRAPH, FACTORS, WEIGHT_GRADIENTS = "graph", "factors of weight gradients", "gradients of weights"  # stay on their stage
 
 Program = Sequence["Action"]  # what one worker does, in order
 Programs = Sequence[Program]  # a pipeline's schedule: what each worker does
@@ -39,8 +39,10 @@ class ActionCosts:
 
     forward: PerStage = 1.0  # seconds of a stage's forward pass over one micro-batch
     backward: PerStage = 2.0  # seconds of its backward pass
+    weight_share: PerStage = 0.5  # of that, the fraction for the gradients of the weights
     transfer: float = 0.0  # seconds from the end of an action until its message has arrived at the next stage
     activation_bytes: PerStage = 0.0  # what a stage keeps of one micro-batch from its forward to its backward pass
+    weight_bytes_share: PerStage = 0.5  # of these bytes, what it keeps from `BackwardInput` to `BackwardWeight`
     message_bytes: float = 0.0
     measured: Mapping[tuple[str, int], float] = field(default_factory=dict)  # seconds by (letter, stage), where known
 
@@ -50,7 +52,7 @@ class ActionCosts:
 
     def kept_bytes(self, action: "Action") -> float:
         """Bytes of activations kept from this action on; negative: freed."""
-        return action.keeps * of_stage(self.activation_bytes, action.stage)
+        return action.kept_share(self) * of_stage(self.activation_bytes, action.stage)
 
 
 @dataclass(frozen=True)
@@ -89,6 +91,13 @@ class Action(ABC):
     @abstractmethod
     def seconds(self, costs: ActionCosts) -> float:
         """How long it computes."""
+
+    def kept_share(self, costs: ActionCosts) -> float:
+        """`keeps`, where the costs do not tell it better."""
+        return self.keeps
+
+    def prepare(self, stage: "Stage") -> None:  # noqa: B027  # nothing, for most kinds
+        """Tell the stage, before a step, what this action will need of earlier ones."""
 
     def run(self, stage: "Stage", *received: "Tensor") -> "dict[str, Tensor]":
         """Compute, given what other stages sent; return by kind what others need: each (batch, seq, width)."""
@@ -132,6 +141,44 @@ class Backward(Action):
         x, y = stage.release(self.micro_batch)
         y.backward(*received)
         return {GRADIENTS: cast("Tensor", x.grad)}  # None for the first stage's token ids, which nobody needs
+
+
+class BackwardInput(Backward):
+    """The part of a backward pass for which the stage before waits: all gradients but those of linear layers' weights.
+
+    The letters are those of `torch.distributed.pipelining`; the paper calls the two parts B and W (Qi et al., "Zero
+    Bubble Pipeline Parallelism", arXiv 2401.10241).
+    """
+
+    letter, color, gives, keeps = "I", "#f7d38b", (GRADIENTS, FACTORS), -0.5
+
+    def seconds(self, costs: ActionCosts) -> float:
+        return of_stage(costs.backward, self.stage) * (1 - of_stage(costs.weight_share, self.stage))
+
+    def kept_share(self, costs: ActionCosts) -> float:
+        return of_stage(costs.weight_bytes_share, self.stage) - 1
+
+
+class BackwardWeight(Action):
+    """The part for which nobody waits before the end of the step: the products for the weights of linear layers."""
+
+    letter, color, gives, keeps = "W", "#9cc59b", (WEIGHT_GRADIENTS,), -0.5
+
+    def needs(self, stages: int) -> list[Result]:
+        return [self.result(FACTORS)]
+
+    def seconds(self, costs: ActionCosts) -> float:
+        return of_stage(costs.backward, self.stage) * of_stage(costs.weight_share, self.stage)
+
+    def kept_share(self, costs: ActionCosts) -> float:
+        return -of_stage(costs.weight_bytes_share, self.stage)
+
+    def prepare(self, stage: "Stage") -> None:
+        stage.defer(self.micro_batch)
+
+    def run(self, stage: "Stage", *received: "Tensor") -> "dict[str, Tensor]":
+        stage.deferred.pop(self.micro_batch).compute()
+        return {}
 
 
 def of_stage(value: PerStage, stage: int) -> float:

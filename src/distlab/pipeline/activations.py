@@ -2,10 +2,13 @@
 
 import contextlib
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
+
+from simplellm.weight_gradients import WeightGradients
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 
@@ -13,14 +16,22 @@ Loss = Callable[[Tensor, Tensor], Tensor]
 class SavedActivations:
     """Counts what is saved for later backward passes: each storage once, parameters not."""
 
+    active: ClassVar[list["SavedActivations"]] = []  # that count at the moment
+
     def __init__(self, parameters: Iterable[Tensor]) -> None:
         self._not_counted = {p.untyped_storage().data_ptr() for p in parameters}
         self._users: Counter[int] = Counter()
         self.now_bytes = self.peak_bytes = 0  # kept at the moment, and at most so far
 
-    def counting(self) -> torch.autograd.graph.saved_tensors_hooks:
-        """A context in which what forward passes save is counted."""
-        return torch.autograd.graph.saved_tensors_hooks(self.keep, lambda kept: kept.tensor)
+    @contextlib.contextmanager
+    def counting(self) -> Iterator[None]:
+        """Count what forward passes save inside, and what backward passes keep for the gradients of weights."""
+        self.active.append(self)
+        try:
+            with torch.autograd.graph.saved_tensors_hooks(self.keep, lambda kept: kept.tensor):
+                yield
+        finally:
+            self.active.remove(self)
 
     def keep(self, tensor: Tensor) -> "_Kept":
         """Count a tensor that is kept by hand, for as long as the returned object lives."""
@@ -56,11 +67,24 @@ class Stage:
         self.shares: Sequence[float] = ()  # of the step: each micro-batch's fraction of all targets
         self.losses: dict[int, Tensor] = {}  # on the last stage, by micro-batch: its share of the mean loss
         self.live: dict[int, tuple[Tensor, ...]] = {}  # by micro-batch: what its actions keep for later actions
+        self.deferred: dict[int, WeightGradients] = {}  # by micro-batch: what its backward pass leaves for later
         self._holds: dict[int, object] = {}  # by micro-batch: has the output counted as kept
+
+    def defer(self, micro_batch: int) -> None:
+        """Have a micro-batch's backward pass leave the gradients of linear layers' weights in `deferred`."""
+        self.deferred[micro_batch] = WeightGradients(self._count)
+
+    def _count(self, tensor: Tensor) -> object:
+        counters = [*SavedActivations.active, *([self._kept] if self._kept else [])]
+        return [counter.keep(tensor) for counter in counters]
 
     def forward(self, micro_batch: int, x: Tensor) -> Tensor:
         """The stage's output for x; on the last stage, the micro-batch's share of the loss."""
-        with self._kept.counting() if self._kept else contextlib.nullcontext():
+        with contextlib.ExitStack() as contexts:
+            if self._kept is not None:
+                contexts.enter_context(self._kept.counting())
+            if micro_batch in self.deferred:
+                contexts.enter_context(self.deferred[micro_batch].deferred())
             y: Tensor = self.net(x)
             if self._loss is not None:
                 y = self._loss(y, self.micro_batches[micro_batch]) * self.shares[micro_batch]

@@ -57,7 +57,7 @@ class Pipeline:
         for action in self.program:
             what = f"stage {action.stage} cannot run {action}: {type(action).__name__} has no method run"
             require(type(action).run is not Action.run, what)
-        last = max(self.owners)
+        last = len(self.owners) - 1
         self.has_first, self.has_last = 0 in self.stages, last in self.stages  # the last stage computes the loss
         parameters = [parameter for net in self.stages.values() for parameter in net.parameters()]
         self.kept = SavedActivations(parameters) if recorder.enabled else None  # counts while a trace is recorded
@@ -93,6 +93,8 @@ class Pipeline:
         for stage in self._stages.values():
             stage.micro_batches, stage.losses = micro_batches, {}
             stage.shares = [count / sum(targets) for count in targets]
+        for action in self.program:
+            action.prepare(self._stages[action.stage])
         self._micro_batches, usual_threads = micro_batches, torch.get_num_threads()
         self._expected = {link: iter(results) for link, results in self._incoming.items()}
         if self._is_cold:

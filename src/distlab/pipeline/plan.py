@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from distlab.comm.wait_graph import find_cycle
 from distlab.pipeline.actions import (
+    FACTORS,
     GRAPH,
     WEIGHT_GRADIENTS,
     Action,
@@ -42,7 +43,7 @@ class Span:
 class Plan:
     """A schedule that has been simulated; lists are per worker."""
 
-    owners: dict[int, int]  # by stage, the worker that holds it
+    owners: list[int]  # by stage, the worker that holds it
     rows: list[str]  # its stages: "stage 1", "stages 1 and 4"
     labels: dict[Action, str]  # what `labels` calls the actions
     spans: list[list[Span]]  # its actions with their times
@@ -69,7 +70,7 @@ def simulate(programs: Programs, costs: ActionCosts | None = None) -> Plan:
     makespan = max(span.end for line in spans for span in line)
     sent = [sum(len(sent) for (sender, *_), sent in messages.items() if sender == w) for w in range(len(programs))]
     return Plan(
-        owners=owners,
+        owners=[owners[stage] for stage in range(len(owners))],
         rows=[describe_stages(program) for program in programs],
         labels=labels(programs),
         spans=spans,
@@ -138,7 +139,7 @@ def _check_complete(programs: Programs) -> tuple[dict[int, int], dict[Result, Ac
             if result not in producers:
                 what = f"{result}, which {action} of stage {action.stage} needs"
                 raise ScheduleError(f"stage {result.stage} never computes {what}")
-            if result.stage != action.stage and result.kind in (GRAPH, WEIGHT_GRADIENTS):
+            if result.stage != action.stage and result.kind in (GRAPH, FACTORS, WEIGHT_GRADIENTS):
                 raise ScheduleError(
                     f"{action} of stage {action.stage} needs {result}, which stays on stage {result.stage}"
                 )

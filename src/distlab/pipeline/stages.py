@@ -1,5 +1,6 @@
 """The parts of the model that a pipeline's stages hold."""
 
+from collections.abc import Iterable
 from typing import Any
 
 from simplellm.errors import InputError, require
@@ -16,6 +17,11 @@ def build_stage(stage: int, split: Split, vocab_size: int, **options: Any) -> LL
     is_first, is_last = stage == 0, stage == len(split) - 1
     kind = (CausalLLama if is_last else LLamaFirstStage) if is_first else (LLamaLastStage if is_last else LLamaStage)
     return LLama(kind, vocab_size, **{**options, "n_layers": split[stage], "first_layer": sum(split[:stage])})
+
+
+def build_stages(stages: Iterable[int], split: Split, vocab_size: int, **options: Any) -> dict[int, LLamaPart]:
+    """The parts of the model that a worker of a pipeline holds, by stage; see `build_stage`."""
+    return {stage: build_stage(stage, split, vocab_size, **options) for stage in stages}
 
 
 def read_split(text: str, n_layers: int, stages: int) -> Split:

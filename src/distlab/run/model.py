@@ -52,10 +52,6 @@ class ModelParts:
         """By their names in the whole model."""
         return {name: parameter for part in self.stages.values() for name, parameter in part.named_parameters()}
 
-    def modules(self) -> list[tuple[str, nn.Module]]:
-        """With their names in the whole model, stage by stage, whose containers share names."""
-        return [named for stage in sorted(self.stages) for named in self.stages[stage].named_modules()]
-
     @torch.no_grad()
     def forward_passes(self, batches: Sequence[Tensor], what: Callable[[int], str], kind: str) -> Tensor:
         """Pass batches through the whole model, without gradients; all ranks of a replica call it with the same ones.

@@ -1,8 +1,7 @@
 """Where a loss that is infinite or no number comes from: looked for when it has happened, and only then."""
 
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping
 from functools import partial
 
 import torch
@@ -13,28 +12,25 @@ from distlab.comm.grid import Grid
 from distlab.comm.traffic import traffic
 
 NAME_BYTES = 200  # what a rank tells the others of its tensor
+STAGE = 6  # of these, the first are the number of its stage
 
 
 class NotFiniteError(RuntimeError):
     """A loss that is infinite or no number; all ranks raise it, with the same words."""
 
 
-def find_cause(
-    parameters: Mapping[str, Tensor],
-    modules: Sequence[tuple[str, nn.Module]],
-    forward: Callable[[], object],
-    grid: Grid,
-    device: torch.device,
-) -> str:
+def find_cause(stages: Mapping[int, nn.Module], forward: Callable[[], object], grid: Grid, device: torch.device) -> str:
     """Name the first tensor that is not finite, in the same words on all ranks, which all must call it.
 
     A parameter comes first, since the update before made it so; then a module's output, in the order in which they are
-    computed: of the earlier stage, then of the smaller rank. `parameters` and `modules` are this rank's, by their names
-    in the whole model; `forward` does the forward pass of this step again, on all ranks together.
+    computed: of the earlier stage, then of the smaller rank. `stages` are this rank's parts of the model, whose modules
+    have their names in it; `forward` does the forward pass of this step again, on all ranks together.
     """
-    broken = [name for name, parameter in parameters.items() if not parameter.isfinite().all()]
-    found = [f"parameter {name}, since the update before" for name in broken] + outputs_not_finite(modules, forward)
-    letters = "".join(found[:1]).encode()[:NAME_BYTES]
+    parameters = [(stage, *named) for stage, part in stages.items() for named in part.named_parameters()]
+    broken = [(stage, name) for stage, name, parameter in parameters if not parameter.isfinite().all()]
+    found = [(stage, f"parameter {name}, since the update before") for stage, name in broken]
+    found += outputs_not_finite(stages, forward)
+    letters = "".join(f"{stage:06}{what}" for stage, what in found[:1]).encode()[:NAME_BYTES]
     own = torch.tensor([*letters.ljust(NAME_BYTES, b"\0")], dtype=torch.uint8, device=device)
     told = own.new_empty(world_size(), NAME_BYTES)
     traffic.all_gather(told, own, "the first tensor of each rank that is not finite", kind="control").wait()
@@ -42,21 +38,22 @@ def find_cause(
     culprits = [rank for rank, name in enumerate(names) if name]
     if not culprits:
         return "all parameters and activations are finite, so it arose in the loss itself"
-    culprit = min(culprits, key=lambda rank: (names[rank].startswith("output"), replace(grid, rank=rank).stage))
-    text = f"first not finite is the {names[culprit]}"
+    culprit = min(culprits, key=lambda rank: (names[rank][STAGE:].startswith("output"), names[rank][:STAGE]))
+    text = f"first not finite is the {names[culprit][STAGE:]}"
     return f"{text}, on {grid.describe(culprit)}" if world_size() > 1 else text
 
 
-def outputs_not_finite(modules: Sequence[tuple[str, nn.Module]], forward: Callable[[], object]) -> list[str]:
-    """The modules whose outputs are not finite in `forward()`, in the order of computation."""
-    found: list[str] = []
+def outputs_not_finite(stages: Mapping[int, nn.Module], forward: Callable[[], object]) -> list[tuple[int, str]]:
+    """The modules whose outputs are not finite in `forward()`, with their stages, in the order of computation."""
+    found: list[tuple[int, str]] = []
 
-    def look(name: str, module: nn.Module, _: object, output: object) -> None:
+    def look(stage: int, name: str, module: nn.Module, _: object, output: object) -> None:
         if isinstance(output, Tensor) and not output.isfinite().all():
-            found.append(f"output of {name or 'the model'} ({type(module).__name__})")
+            found.append((stage, f"output of {name or 'the model'} ({type(module).__name__})"))
 
     with contextlib.ExitStack() as hooks, torch.no_grad():
-        for name, module in modules:
-            hooks.enter_context(module.register_forward_hook(partial(look, name)))
+        for stage, part in stages.items():
+            for name, module in part.named_modules():
+                hooks.enter_context(module.register_forward_hook(partial(look, stage, name)))
         forward()
     return found

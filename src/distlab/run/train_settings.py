@@ -11,7 +11,7 @@ from distlab.collectives import ALL_REDUCES
 from distlab.comm.grid import Layout, layout_flags, layout_size
 from distlab.comm.traffic import AllReduce
 from distlab.parallel.tensor import check_division
-from distlab.pipeline.schedules import schedule_names
+from distlab.pipeline.schedules import DEFAULT_CHUNKS, all_stages, schedule_names, stages_per_worker
 from distlab.pipeline.stages import Split, balance, read_split
 from distlab.run import resume
 from distlab.run.resume import ResumePolicy
@@ -177,9 +177,14 @@ class StageSettings(TrainSettings):
         layers = ", ".join(map(str, decided["layers_per_stage"]))
         return [*super().remarks(decided), f"layers of each stage: {layers}"]
 
+    @property
+    def stages(self) -> int:
+        """Stages of the model."""
+        return self.layout["pp"]
+
     def split(self, vocab_size: int) -> Split:
         """The layers of each stage: as `--layers-per-stage` gives them, else balanced."""
-        stages = self.layout["pp"]
+        stages = self.stages
         if self.layers_per_stage is not None:
             return read_split(self.layers_per_stage, self.n_layers, stages)
         sizes = {"vocab_size": vocab_size, "dmodel": self.dmodel, "seq_len": self.seq_len}
@@ -212,13 +217,21 @@ class ScheduleSettings(StageSettings):
 
     schedule: Annotated[str, ResumePolicy.SAME_LAYOUT, tyro.conf.arg(metavar="|".join(schedule_names()))] = "dapple"
     """order of the forward and backward passes"""
+    chunks_per_stage: Annotated[int, ResumePolicy.SAME_LAYOUT] = DEFAULT_CHUNKS
+    """with --schedule interleaved: stages that each rank holds"""
     micro_batches: int = 3
     """parts that the batch is split into"""
 
     def check(self) -> None:
-        super().check()
         names = schedule_names()
         require(self.schedule in names, f"--schedule {self.schedule}: there are {', '.join(names)}")
+        require_positive(self, "chunks_per_stage")
+        super().check()
+        all_stages(self.schedule, self.layout["pp"], self.micro_batches)  # refuses what it cannot do
+
+    @property
+    def stages(self) -> int:
+        return self.layout["pp"] * stages_per_worker(self.schedule, self.chunks_per_stage)
 
 
 @dataclass

@@ -49,9 +49,11 @@ class TrainingRun(Run[TrainSettingsT]):
         args = self.settings
         return {"batch_size": args.batch_size, "seq_l": args.seq_len, "data": self.decided["data"], "seed": args.seed}
 
-    def optimizer(self, net: nn.Module) -> Optimizer:
-        """The optimizer that `--optimizer` and `--lr` name, of all the parameters that this rank holds."""
-        return build_optimizer(self.settings.optimizer, net.parameters(), self.settings.lr)
+    def optimizer(self, model: nn.Module | Mapping[int, nn.Module]) -> Optimizer:
+        """The optimizer that `--optimizer` and `--lr` name, of all the parameters of a model, or of several stages."""
+        parts = model.values() if isinstance(model, Mapping) else [model]
+        parameters = [parameter for part in parts for parameter in part.parameters()]
+        return build_optimizer(self.settings.optimizer, parameters, self.settings.lr)
 
     def track(
         self,
@@ -110,7 +112,7 @@ class TrainingRun(Run[TrainSettingsT]):
         name = f"the activations of micro-batch {{}} again, to find what is not finite in step {step}".format
         micro_batches = self._batch.chunk(self.settings.micro_batches)
         forward = partial(parts.forward_passes, micro_batches, name, kind="control")
-        return f": {find_cause(parts.parameters(), parts.modules(), forward, self.grid, self.device)}"
+        return f": {find_cause(parts.stages, forward, self.grid, self.device)}"
 
     def log(self, step: int, losses: Iterable[Tensor]) -> None:
         """Print the loss of the global batch; the arguments are those of `global_loss`."""

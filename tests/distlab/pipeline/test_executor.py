@@ -12,10 +12,11 @@ from torch import Tensor, nn
 from distlab.comm.grid import Grid
 from distlab.comm.recorder import recorder
 from distlab.comm.traffic import Transfer, traffic
+from distlab.pipeline.actions import Backward, Forward, Program, stages_of
 from distlab.pipeline.executor import Pipeline, _channels
 from distlab.pipeline.plan import simulate
-from distlab.pipeline.schedules import SCHEDULES, all_stages
-from distlab.pipeline.stages import build_stage
+from distlab.pipeline.schedules import SCHEDULES, Schedule, all_stages, stages_per_worker
+from distlab.pipeline.stages import build_stage, build_stages
 from simplellm.errors import InputError
 from simplellm.llama import CausalLLama, LLama
 
@@ -53,11 +54,78 @@ def compare_with_one_process(rank: int, port: int, stages: int, split: tuple[int
     return compared
 
 
+ONE_STAGE_A_WORKER = ["naive", "gpipe", "dapple"]
+
+
 @pytest.mark.parametrize("split", [(3,), (1, 3), (0, 2, 1), (1, 1, 1, 1)], ids=str)
 def test_every_schedule_gives_the_gradients_of_one_process(split: tuple[int, ...]) -> None:
-    stages = len(split)
-    compared = run_ranks(stages, compare_with_one_process, free_port(), stages, split, list(SCHEDULES), deadline=120)
-    assert all(count >= 5 * len(SCHEDULES) for count in compared)
+    stages, names = len(split), ONE_STAGE_A_WORKER
+    compared = run_ranks(stages, compare_with_one_process, free_port(), stages, split, names, deadline=120)
+    assert all(count >= 5 * len(names) for count in compared)
+
+
+def split_of(stages: int) -> tuple[int, ...]:
+    """An uneven split; the last stage has the head alone where it can."""
+    return (*(1 + stage % 2 for stage in range(stages - 1)), 0 if stages > 1 else 2)
+
+
+def gradients(
+    rank: int, workers: int, port: int, runs: list[tuple[str, int, int]], dtype: torch.dtype
+) -> list[tuple[float, dict[str, Tensor]]]:
+    """For each of some (schedule, chunks, micro-batches), the sum of this rank's losses, and its gradients."""
+    results = []
+    with process_group(rank, workers, port):
+        for name, chunks, micro_batches in runs:
+            programs = all_stages(name, workers, micro_batches, chunks)
+            split, held = split_of(workers * stages_per_worker(name, chunks)), stages_of(programs[rank])
+            nets = build_stages(held, split, VOCAB, **OPTIONS, dtype=dtype)
+            for net in nets.values():
+                louder(net)
+            pipeline = Pipeline(nets, programs, Grid(rank, dp=1, pp=workers), LOSS, WIDTH)
+            for step in range(2):  # the second adds to the first
+                losses = pipeline.step(batch(step, 12).tensor_split(micro_batches))
+            found = {name: p.grad for net in nets.values() for name, p in net.named_parameters()}
+            assert all(grad is not None for grad in found.values())
+            results.append((sum(loss.item() for loss in losses), found))
+    return results
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("workers", [1, 2, 3, 4])
+def test_newer_schedules_give_the_gradients_of_gpipe_bit_for_bit(workers: int, dtype: torch.dtype) -> None:
+    """With as many stages in one process, which are the gradients of the whole model."""
+    newer = [(name, chunks) for name in SCHEDULES for chunks in ((1, 2, 3) if name == "interleaved" else (2,))]
+    newer = [run for run in newer if run[0] not in ONE_STAGE_A_WORKER]
+    sizes = sorted({workers, 2 * workers - 1, 2 * workers, 5, 12})
+    runs = [(*run, m) for run in newer for m in sizes if SCHEDULES[run[0]].fits(workers, m)]
+    by_rank = run_ranks(workers, gradients, workers, free_port(), runs, dtype, deadline=240)
+    stages = {run: workers * stages_per_worker(*run[:2]) for run in runs}
+    in_one = [("gpipe in one process", count, m) for count, m in {(stages[run], run[2]) for run in runs}]
+    expected = dict(zip(in_one, run_ranks(1, gradients_of_one_process, free_port(), in_one, dtype)[0], strict=True))
+    for number, run in enumerate(runs):
+        loss, wanted = expected["gpipe in one process", stages[run], run[2]]
+        own: dict[str, Tensor] = {}
+        for rank in range(workers):
+            assert not own.keys() & by_rank[rank][number][1].keys()
+            own |= by_rank[rank][number][1]
+        assert sum(by_rank[rank][number][0] for rank in range(workers)) == pytest.approx(loss)
+        assert own.keys() == wanted.keys()
+        for name, grad in own.items():
+            assert torch.equal(grad, wanted[name]), f"{run}: {name}"
+            assert grad.abs().max() > 0 or dtype == torch.bfloat16
+
+
+def gradients_of_one_process(
+    rank: int, port: int, runs: list[tuple[str, int, int]], dtype: torch.dtype
+) -> list[tuple[float, dict[str, Tensor]]]:
+    """The same, for (_, stages, micro-batches): all stages on one worker, all passes forward, then all back."""
+
+    def one_worker(_: int, __: int, micro_batches: int, chunks: int) -> Program:
+        forward = [Forward(stage, k) for k in range(micro_batches) for stage in range(chunks)]
+        return forward + [Backward(stage, k) for k in range(micro_batches) for stage in reversed(range(chunks))]
+
+    SCHEDULES["gpipe in one process"] = Schedule(one_worker, 0, lambda *_: True, "")
+    return gradients(rank, 1, port, runs, dtype)
 
 
 def compare_in_bfloat16(rank: int, port: int) -> bool:

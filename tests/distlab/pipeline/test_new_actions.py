@@ -45,10 +45,10 @@ INPUT_DONE = "graph without its input"
 
 
 # Forty lines: the backward pass in two parts, and a schedule with the stages r and 2p - 1 - r on worker r.
-class BackwardInput(Backward):
+class InputFirst(Backward):
     """Gradients from the stage after -> gradients of what the stage before sent."""
 
-    letter, color, gives, keeps = "I", "#e9c46a", (GRADIENTS, INPUT_DONE), -0.25
+    letter, color, gives, keeps = "J", "#e9c46a", (GRADIENTS, INPUT_DONE), -0.25
 
     def seconds(self, costs: ActionCosts) -> float:
         return super().seconds(costs) / 2
@@ -59,10 +59,10 @@ class BackwardInput(Backward):
         return {GRADIENTS: torch.autograd.grad(y, x, *received, retain_graph=True)[0]} if self.stage > 0 else {}
 
 
-class BackwardWeight(BackwardInput):
-    """Gradients from the stage after, which `BackwardInput` has left here -> gradients of this stage's weights."""
+class WeightLater(InputFirst):
+    """Gradients from the stage after, which `InputFirst` has left here -> gradients of this stage's weights."""
 
-    letter, color, gives, keeps = "W", "#2a9d8f", (WEIGHT_GRADIENTS,), -0.75
+    letter, color, gives, keeps = "V", "#2a9d8f", (WEIGHT_GRADIENTS,), -0.75
 
     def needs(self, stages: int) -> list[Result]:
         return [self.result(INPUT_DONE)]
@@ -76,8 +76,8 @@ class BackwardWeight(BackwardInput):
 def v_shape(worker: int, workers: int, micro_batches: int) -> list[Action]:
     """Worker 0 runs ahead: its activations wait on the link while gradients for the same worker overtake them."""
     inner, outer = worker, 2 * workers - 1 - worker
-    order = [(Forward, inner), (Forward, outer), (BackwardInput, outer), (BackwardInput, inner)]
-    order += [(BackwardWeight, outer), (BackwardWeight, inner)]
+    order = [(Forward, inner), (Forward, outer), (InputFirst, outer), (InputFirst, inner)]
+    order += [(WeightLater, outer), (WeightLater, inner)]
     actions = [kind(stage, k) for k in range(micro_batches) for kind, stage in order]
     return sorted(actions, key=lambda action: worker > 0 or not isinstance(action, Forward) or action.stage > 0)
 
@@ -220,8 +220,8 @@ def test_the_table_and_the_figure_show_workers_with_two_stages() -> None:
     plan = simulate(programs_of("v_shape", 2))
     assert list(table(plan)) == [
         "tick              0   1   2   3   4   5   6   7   8   9  10  11  12  13  14  15  16  17",
-        "stages 0 and 3   F0  F1   . F0' I0'   .   .  I0 W0'  W0   . F1' I1'   .   .  I1 W1'  W1",
-        "stages 1 and 2    .  F0 F0'   .   . I0'  I0 W0'  W0  F1 F1'   .   . I1'  I1 W1'  W1   .",
+        "stages 0 and 3   F0  F1   . F0' J0'   .   .  J0 V0'  V0   . F1' J1'   .   .  J1 V1'  V1",
+        "stages 1 and 2    .  F0 F0'   .   . J0'  J0 V0'  V0  F1 F1'   .   . J1'  J1 V1'  V1   .",
     ]
     panel = planned_panel("", plan)
     assert panel.rows == ["stages 0 and 3", "stages 1 and 2"]
@@ -229,40 +229,38 @@ def test_the_table_and_the_figure_show_workers_with_two_stages() -> None:
 
 
 def test_each_stage_of_a_worker_has_its_shade() -> None:
-    shades = [action_color(label) for label in ("F0", "F0'", "F12''", "W3")]
+    shades = [action_color(label) for label in ("F0", "F0'", "F12''", "V3")]
     assert shades[0] == pytest.approx(to_rgb(Forward.color))
     assert sum(shades[0]) < sum(shades[1]) < sum(shades[2]) < 3
-    assert shades[3] == pytest.approx(to_rgb(BackwardWeight.color))
+    assert shades[3] == pytest.approx(to_rgb(WeightLater.color))
 
 
 def test_costs_and_what_is_kept_are_those_that_the_actions_say() -> None:
     program: Program = [
         Forward(0, 0),
         Forward(0, 1),
-        *(kind(0, k) for k in (0, 1) for kind in (BackwardInput, BackwardWeight)),
+        *(kind(0, k) for k in (0, 1) for kind in (InputFirst, WeightLater)),
     ]
     plan = simulate([program], ActionCosts(forward=1, backward=3, activation_bytes=100))
     assert [(str(span.action), span.start, span.end) for span in plan.spans[0]] == [
         ("F0", 0, 1),
         ("F1", 1, 2),
-        ("I0", 2, 3.5),
-        ("W0", 3.5, 5),
-        ("I1", 5, 6.5),
-        ("W1", 6.5, 8),
+        ("J0", 2, 3.5),
+        ("V0", 3.5, 5),
+        ("J1", 5, 6.5),
+        ("V1", 6.5, 8),
     ]
     assert (plan.peak_live, plan.peak_bytes) == ([2], [200])
     late = [*program[:3], program[4], program[3], program[5]]
     assert simulate([late]).peak_live == [2], "a micro-batch is live until its weights' gradients are there"
-    half = simulate(
-        [[Forward(0, 0), BackwardInput(0, 0), Forward(0, 1), *program[3:]]], ActionCosts(activation_bytes=100)
-    )
+    half = simulate([[Forward(0, 0), InputFirst(0, 0), Forward(0, 1), *program[3:]]], ActionCosts(activation_bytes=100))
     assert (half.peak_live, half.peak_bytes) == ([2], [175])
-    assert simulate([program], ActionCosts(measured={("W", 0): 10.0})).makespan == 1 + 1 + 1 + 10 + 1 + 10
+    assert simulate([program], ActionCosts(measured={("V", 0): 10.0})).makespan == 1 + 1 + 1 + 10 + 1 + 10
 
 
 def test_the_backward_pass_in_two_parts_sends_on_as_soon_as_the_first_is_done() -> None:
     """Two stages, a micro-batch: F F I W on the last stage, whose gradient the first one has before the W."""
-    programs: list[Program] = [[Forward(s, 0), BackwardInput(s, 0), BackwardWeight(s, 0)] for s in (0, 1)]
+    programs: list[Program] = [[Forward(s, 0), InputFirst(s, 0), WeightLater(s, 0)] for s in (0, 1)]
     plan = simulate(programs)
     assert plan.makespan == 1 + 1 + 1 + 1 + 1
     assert plan.messages == {
@@ -278,29 +276,29 @@ def actions(stage: int, names: str) -> list[Action]:
 @pytest.mark.parametrize(
     ("programs", "sentence"),
     [
-        ([actions(0, "F0 W0 I0")], "stage 0 runs W0 before I0"),
-        ([actions(0, "I0 F0 W0")], "stage 0 runs I0 before F0"),
-        ([actions(0, "F0 I0 W0 W0")], "stage 0 runs W0 twice; every action runs once"),
-        ([actions(0, "F0 I0")], "stage 0 never computes the gradients of weights of micro-batch 0"),
+        ([actions(0, "F0 V0 J0")], "stage 0 runs V0 before J0"),
+        ([actions(0, "J0 F0 V0")], "stage 0 runs J0 before F0"),
+        ([actions(0, "F0 J0 V0 V0")], "stage 0 runs V0 twice; every action runs once"),
+        ([actions(0, "F0 J0")], "stage 0 never computes the gradients of weights of micro-batch 0"),
         (
-            [actions(0, "F0 W0")],
-            f"stage 0 never computes the {INPUT_DONE} of micro-batch 0, which W0 of stage 0 needs",
+            [actions(0, "F0 V0")],
+            f"stage 0 never computes the {INPUT_DONE} of micro-batch 0, which V0 of stage 0 needs",
         ),
         (
-            [actions(0, "F0 I0 W0"), actions(1, "F0 W0")],
-            "stage 1 never computes the gradients of micro-batch 0, which I0 of stage 0 needs",
+            [actions(0, "F0 J0 V0"), actions(1, "F0 V0")],
+            "stage 1 never computes the gradients of micro-batch 0, which J0 of stage 0 needs",
         ),
-        ([actions(0, "F0 B0 I0 W0")], "stage 0 computes the gradients of micro-batch 0 twice, in B0 and in I0"),
+        ([actions(0, "F0 B0 J0 V0")], "stage 0 computes the gradients of micro-batch 0 twice, in B0 and in J0"),
         ([actions(0, "F0 R0 B0")], "stage 0 computes the graph of micro-batch 0 twice, in F0 and in R0"),
         (
-            [actions(0, "F0 F1 B0 B1"), actions(1, "F0 F1 I1 I0 W0 W1")],
+            [actions(0, "F0 F1 B0 B1"), actions(1, "F0 F1 J1 J0 V0 V1")],
             "stage 1 sends the gradients of micro-batch 1 where its neighbour on worker 0 expects "
             "the gradients of micro-batch 0; both ends of a link must agree on the order",
         ),
         (
             [
                 actions(0, "F0") + actions(2, "F0") + actions(0, "F1") + actions(2, "F1 B0 B1") + actions(0, "B0 B1"),
-                actions(1, "F0 F1") + actions(3, "F0 F1 I0 W0 B1") + actions(1, "B0 B1"),
+                actions(1, "F0 F1") + actions(3, "F0 F1 J0 V0 B1") + actions(1, "B0 B1"),
             ],
             "stage 2 sends the activations of micro-batch 0 where its neighbour on worker 1 expects "
             "the activations of micro-batch 1 of stage 0; both ends of a link must agree on the order",

@@ -2,11 +2,20 @@
 
 import pytest
 
-from distlab.pipeline.actions import Action, Backward, Forward
+from distlab.pipeline.actions import Action, ActionCosts, Backward, Forward, stages_of
 from distlab.pipeline.plan import simulate
-from distlab.pipeline.schedules import ALIASES, SCHEDULES, all_stages, gpipe, schedule, schedule_names
+from distlab.pipeline.schedules import (
+    ALIASES,
+    SCHEDULES,
+    all_stages,
+    gpipe,
+    schedule,
+    schedule_names,
+    stages_per_worker,
+)
+from simplellm.errors import InputError
 
-SIZES = [(p, m) for p in range(1, 9) for m in range(1, 10)]
+SIZES = [(p, m) for p in range(1, 9) for m in (*range(1, 10), 16)]
 
 
 @pytest.mark.parametrize(
@@ -22,6 +31,8 @@ SIZES = [(p, m) for p in range(1, 9) for m in range(1, 10)]
         ("dapple", 2, ["F0 F1 B0 B1", "F0 F1 B0 B1", "F0 B0 F1 B1"]),
         ("dapple", 1, ["F0 B0"] * 4),
         ("dapple", 3, ["F0 B0 F1 B1 F2 B2"]),
+        ("zb-h1", 3, ["F0 F1 I0 W0 F2 I1 W1 I2 W2", "F0 I0 F1 I1 W0 F2 I2 W1 W2"]),
+        ("zb-h2", 3, ["F0 F1 F2 I0 W0 I1 W1 I2 W2", "F0 I0 F1 I1 F2 I2 W0 W1 W2"]),
     ],
 )
 def test_lists(name: str, micro_batches: int, lists: list[str]) -> None:
@@ -30,15 +41,67 @@ def test_lists(name: str, micro_batches: int, lists: list[str]) -> None:
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
-def test_every_schedule_runs_and_both_ends_of_each_link_agree_on_the_order(name: str) -> None:
-    for stages, micro_batches in SIZES:
-        programs = all_stages(name, stages, micro_batches)
-        simulate(programs)
-        assert [{action.stage for action in program} for program in programs] == [{s} for s in range(stages)]
-        for kind in (Forward, Backward):
-            orders = [[a.micro_batch for a in program if isinstance(a, kind)] for program in programs]
-            assert sorted(orders[0]) == list(range(micro_batches))
-            assert orders == [orders[0]] * stages
+def test_every_schedule_runs_or_says_what_it_needs(name: str) -> None:
+    runs = 0
+    for workers, micro_batches in SIZES:
+        if not SCHEDULES[name].fits(workers, micro_batches):
+            needs = rf"--schedule {name} on {workers} workers, with --micro-batches {micro_batches}: give .*\d"
+            with pytest.raises(InputError, match=needs):
+                all_stages(name, workers, micro_batches)
+            continue
+        for chunks in (1, 2, 3) if name == "interleaved" else (2,):
+            programs = all_stages(name, workers, micro_batches, chunks)
+            plan = simulate(programs)  # complete, every link in order, no deadlock
+            held = [len(stages_of(program)) for program in programs]
+            assert held == [stages_per_worker(name, chunks)] * workers
+            done = [[a.micro_batch for a in program if isinstance(a, Forward)] for program in programs]
+            assert all(sorted(own) == sorted([*range(micro_batches)] * held[0]) for own in done)
+            assert len(plan.owners) == workers * held[0]
+            runs += 1
+    assert runs >= 8
+
+
+def idle_share(name: str, workers: int, micro_batches: int, weight_share: float = 0.5) -> float:
+    """The mean over the workers, if the passes of all a worker's stages together take 1 forward and 2 back."""
+    stages = stages_per_worker(name)
+    costs = ActionCosts(forward=1 / stages, backward=2 / stages, weight_share=weight_share)
+    plan = simulate(all_stages(name, workers, micro_batches), costs)
+    return sum(plan.bubble) / workers
+
+
+@pytest.mark.parametrize(
+    ("workers", "micro_batches", "weight_share", "percent"),
+    [
+        (4, 8, 0.5, [27.3, 27.3, 15.8, 11.1, 11.1, 5.9, 5.9]),
+        (8, 16, 0.5, [30.4, 30.4, 17.9, 12.7, 12.7, 6.8, 6.8]),
+        (4, 12, 0.4, [20.0, 20.0, 11.1, 10.4, None, 4.8, 5.5]),
+    ],
+)
+def test_workers_idle_as_long_as_the_literature_says(
+    workers: int, micro_batches: int, weight_share: float, percent: list[float | None]
+) -> None:
+    names = "gpipe dapple interleaved zb-h1 zb-h2 zb-v dualpipe-v".split()
+    told = {name: share for name, share in zip(names, percent, strict=True) if share is not None}
+    idle = {name: 100 * idle_share(name, workers, micro_batches, weight_share) for name in told}
+    assert idle == pytest.approx(told, abs=0.05)
+
+
+@pytest.mark.parametrize(
+    ("name", "kept"),
+    [
+        ("gpipe", [8, 8, 8, 8]),
+        ("dapple", [4, 3, 2, 1]),
+        ("interleaved", [5.5, 4.5, 3.5, 2.5]),
+        ("zb-h1", [4, 4, 4, 4]),
+        ("zb-h2", [7, 7, 7, 7]),
+        ("zb-v", [4, 4, 4, 4]),
+        ("dualpipe-v", [4.5, 4.5, 4.5, 4.5]),
+    ],
+)
+def test_activations_are_kept_as_the_literature_says(name: str, kept: list[float]) -> None:
+    """In micro-batches of all that a worker holds, if what a weight's gradient needs is as much as was kept before."""
+    costs = ActionCosts(activation_bytes=1 / stages_per_worker(name), weight_bytes_share=1)
+    assert simulate(all_stages(name, 4, 8), costs).peak_bytes == pytest.approx(kept)
 
 
 def test_the_literatures_name_of_dapple() -> None:
@@ -55,12 +118,12 @@ def test_passes_of_one_micro_batch_differ_by_kind_and_stage() -> None:
 def test_a_new_schedule_is_one_function(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("distlab.pipeline.schedules.SCHEDULES", {})
 
-    @schedule
+    @schedule()
     def last_in_first_out(stage: int, stages: int, micro_batches: int) -> list[Action]:
         passes = gpipe(stage, stages, micro_batches)
         return passes[:micro_batches] + passes[: micro_batches - 1 : -1]
 
-    programs = all_stages("last_in_first_out", 2, 2)
+    programs = all_stages("last-in-first-out", 2, 2)
     assert [str(action) for action in programs[1]] == ["F0", "F1", "B1", "B0"]
     assert simulate(programs).makespan == simulate([gpipe(stage, 2, 2) for stage in range(2)]).makespan
-    assert "last_in_first_out" not in SCHEDULES
+    assert "last-in-first-out" not in SCHEDULES
