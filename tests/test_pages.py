@@ -215,7 +215,7 @@ def test_what_is_said_to_be_in_a_folder_is_there() -> None:
     assert set(map(str, rooms)) <= linked
 
 
-@pytest.mark.parametrize("schedule", ["gpipe", "dapple"])
+@pytest.mark.parametrize("schedule", ["gpipe", "dapple", "zb-h1"])
 def test_the_tables_of_ticks_are_those_of_the_schedules(schedule: str) -> None:
     command = f"`python -m distlab.show_schedule {schedule}`"
     shown = text(Path("PP/README.md")).partition(command)[2].partition("```text\n")[2].partition("\n```")[0]

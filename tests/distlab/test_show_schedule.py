@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from processes import run
 
-from distlab.pipeline.schedules import SCHEDULES
+from distlab.pipeline.schedules import SCHEDULES, stages_per_worker
 from distlab.show_schedule import Request, show
 from simplellm.errors import InputError
 
@@ -48,24 +48,30 @@ def test_the_formula_is_shown_where_it_holds(name: str, transfer: int, shown: bo
     assert any(line.startswith("# idle by the formula") for line in lines) == shown
 
 
-@pytest.mark.parametrize("name", SCHEDULES)
-@pytest.mark.parametrize(("stages", "micro_batches"), [(1, 1), (2, 40), (12, 3), (3, 120)])
-def test_columns_are_aligned(name: str, stages: int, micro_batches: int) -> None:
-    ticks, *rows = [line for line in show(Request(name, stages=stages, micro_batches=micro_batches)) if line[0] != "#"]
+@pytest.mark.parametrize("name_of_schedule", SCHEDULES)
+@pytest.mark.parametrize(("stages", "micro_batches"), [(1, 2), (2, 40), (3, 120), (12, 24)])
+def test_columns_are_aligned(name_of_schedule: str, stages: int, micro_batches: int) -> None:
+    ticks, *rows = [
+        line for line in show(Request(name_of_schedule, stages=stages, micro_batches=micro_batches)) if line[0] != "#"
+    ]
     assert len(rows) == stages
     assert {len(row) for row in rows} == {len(ticks)}
     ends = {match.end() for match in re.finditer(r"\d+", ticks)}
     for stage, row in enumerate(rows):
-        assert row.startswith(f"stage {stage} ")
-        cells = list(re.finditer(r"\S+", row))[2:]
+        name = re.match(rf"stage {stage} +|stages {stage} and \d+ +", row)
+        assert name is not None
+        cells = list(re.compile(r"\S+").finditer(row, name.end()))
         assert {cell.end() for cell in cells} == ends
-        assert sum(cell[0] != "." for cell in cells) == 3 * micro_batches
+        assert sum(cell[0] != "." for cell in cells) == 3 * micro_batches * stages_per_worker(name_of_schedule)
 
 
 @pytest.mark.parametrize(
     ("request_", "sentence"),
     [
-        (Request("pipe"), "pipe: no such schedule; there are naive, gpipe, dapple, 1f1b"),
+        (
+            Request("pipe"),
+            "pipe: no such schedule; there are naive, gpipe, dapple, interleaved, zb-h1, zb-h2, zb-v, dualpipe-v, 1f1b",
+        ),
         (Request("gpipe", stages=0), "--stages 0: must be at least 1"),
         (Request("gpipe", micro_batches=-1), "--micro-batches -1: must be at least 1"),
         (Request("gpipe", forward=0), "--forward 0: must be at least 1"),

@@ -49,7 +49,8 @@ class Pipeline:
         plan, workers = simulate(programs), len(programs)
         require(workers == grid.pp, f"the schedule is for {workers} workers, and the pipeline has {grid.pp}")
         self.grid, self.width, self._plan, self._worker = grid, width, plan, grid.stage
-        self.owners, self.program = plan.owners, programs[grid.stage]  # by stage, its worker; this worker's actions
+        self.owners = [plan.owners[stage] for stage in sorted(plan.owners)]  # by stage, its worker
+        self.program = programs[grid.stage]  # this worker's actions
         held = stages_of(self.program)
         self.stages = dict.fromkeys(held[:1], stages) if isinstance(stages, nn.Module) else dict(stages)
         given = sorted(self.stages)

@@ -43,7 +43,7 @@ class Span:
 class Plan:
     """A schedule that has been simulated; lists are per worker."""
 
-    owners: list[int]  # by stage, the worker that holds it
+    owners: dict[int, int]  # by stage, the worker that holds it
     rows: list[str]  # its stages: "stage 1", "stages 1 and 4"
     labels: dict[Action, str]  # what `labels` calls the actions
     spans: list[list[Span]]  # its actions with their times
@@ -70,7 +70,7 @@ def simulate(programs: Programs, costs: ActionCosts | None = None) -> Plan:
     makespan = max(span.end for line in spans for span in line)
     sent = [sum(len(sent) for (sender, *_), sent in messages.items() if sender == w) for w in range(len(programs))]
     return Plan(
-        owners=[owners[stage] for stage in range(len(owners))],
+        owners=owners,
         rows=[describe_stages(program) for program in programs],
         labels=labels(programs),
         spans=spans,

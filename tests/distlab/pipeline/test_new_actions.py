@@ -203,7 +203,7 @@ def test_the_trace_of_two_stages_a_rank_knows_them_and_is_drawn_under_the_plan(t
     run_ranks(2, trace_two_stages_a_rank, free_port(), tmp_path)
     trace = read_chrome(tmp_path / "trace.json")
     assert trace.programs == programs_of("v_shape", 3)
-    assert set(trace.costs().measured) == set(product("FIW", range(4)))
+    assert set(trace.costs().measured) == set(product("FJV", range(4)))
     lines = list(trace.report())
     assert lines[0].startswith("rank 0 (stages 0 and 3): busy")
     assert lines[1].startswith("rank 1 (stages 1 and 2): busy")
@@ -211,7 +211,7 @@ def test_the_trace_of_two_stages_a_rank_knows_them_and_is_drawn_under_the_plan(t
     assert panel.rows == ["rank 0\n(stages 0 and 3)", "rank 1\n(stages 1 and 2)"]
     for row in (0, 1):
         drawn = Counter(bar.label for bar in panel.bars if bar.row == row and bar.label != "wait")
-        assert drawn == {f"{letter}{k}{prime}": 2 for letter in "FIW" for k in range(3) for prime in ("", "'")}
+        assert drawn == {f"{letter}{k}{prime}": 2 for letter in "FJV" for k in range(3) for prime in ("", "'")}
     draw(tmp_path / "timeline.png", [panel])
     assert (tmp_path / "timeline.png").read_bytes().startswith(b"\x89PNG")
 
