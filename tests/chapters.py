@@ -60,21 +60,22 @@ def train(rank: int, script: str, flags: list[str]) -> tuple[State, State]:
     """
     module = load(script)
     built: list[nn.Module] = []
-    builder = "LLama" if hasattr(module, "LLama") else "build_stage"
+    builder = next(name for name in ("LLama", "build_stages", "build_stage") if hasattr(module, name))
     build = getattr(module, builder)
 
-    def build_and_keep(*args: Any, **options: Any) -> nn.Module:
-        built.append(build(*args, **options))
-        return built[-1]
+    def build_and_keep(*args: Any, **options: Any) -> nn.Module | dict[int, nn.Module]:
+        made: nn.Module | dict[int, nn.Module] = build(*args, **options)
+        built.extend(made.values() if isinstance(made, dict) else [made])
+        return made
 
     setattr(module, builder, build_and_keep)
     settings = parse(module.DEFAULTS, "", [str(rank), *MODEL, *TRAINING, *flags])
     run: TrainingRun[Any] = TrainingRun(settings, LAB / script)
     module.train(run)
     run.close()
-    (net,) = built
-    gradients = {name: p.grad.clone() for name, p in net.named_parameters() if p.grad is not None}
-    return {name: p.detach().clone() for name, p in net.named_parameters()}, gradients
+    parameters = {name: p for net in built for name, p in net.named_parameters()}
+    gradients = {name: p.grad.clone() for name, p in parameters.items() if p.grad is not None}
+    return {name: p.detach().clone() for name, p in parameters.items()}, gradients
 
 
 def train_on(world_size: int, script: str, out: Path, *flags: str) -> tuple[list[State], list[State], list[float]]:

@@ -31,6 +31,9 @@ def together(stages: list[State]) -> State:
         (MICRO_BATCHES, "--world-size 3 --schedule dapple --micro-batches 2 --layers-per-stage 1,1,0"),
         (MICRO_BATCHES, "--world-size 4 --schedule dapple --micro-batches 6"),
         (MICRO_BATCHES, "--world-size 4 --schedule naive --micro-batches 1"),
+        (MICRO_BATCHES, "--world-size 2 --schedule interleaved --micro-batches 2"),
+        (MICRO_BATCHES, "--world-size 3 --schedule zb-h1 --micro-batches 6"),
+        (MICRO_BATCHES, "--world-size 2 --schedule zb-v --micro-batches 3"),
     ],
 )
 def test_a_pipeline_is_the_run_of_one_process(script: str, flags: str, one_process: OneProcess, tmp_path: Path) -> None:
@@ -50,6 +53,7 @@ def test_a_pipeline_is_the_run_of_one_process(script: str, flags: str, one_proce
         (3, 2, "--micro-batches 2 --layers-per-stage 2,0"),
         (3, 1, "--micro-batches 2"),
         (1, 2, "--micro-batches 6 --schedule naive"),
+        (2, 2, "--micro-batches 6 --schedule dualpipe-v"),
     ],
 )
 def test_a_hybrid_is_the_run_of_one_process(

@@ -23,7 +23,7 @@ from simplellm.errors import InputError
 from simplellm.losses import causalLLMLoss
 from simplellm.tokenizers import SPTokenizer
 
-BUILDS_OPTIMIZER = "    optimizer = run.optimizer(net)\n"
+BUILDS_OPTIMIZER = "    optimizer = run.optimizer(nets)\n"  # of a pipeline's script
 SHAPE = [*MODEL, "--data", "sample", "--lr", "0.1", "--optimizer", "sgd"]
 
 
@@ -129,10 +129,9 @@ def test_what_is_not_finite_is_named_in_the_order_of_the_model(where: str, name:
         "output of both stages": "layer.mlp.register_forward_hook(lambda m, i, o: o * torch.inf)",
     }[where]
     assert BUILDS_OPTIMIZER in text
-    lines = f"    import torch\n\n    for layer in net.model.layers.values():\n        {broken}\n"
-    script.write_text(
-        text.replace("    optimizer = run.optimizer(net)\n", f"{lines}    optimizer = run.optimizer(net)\n")
-    )
+    lines = "    import torch\n\n    ((stage, net),) = nets.items()\n"
+    lines += f"    for layer in net.model.layers.values():\n        {broken}\n"
+    script.write_text(text.replace(BUILDS_OPTIMIZER, f"{lines}{BUILDS_OPTIMIZER}"))
     flags = "--dp 2 --pp 2 --layers-per-stage 1,1 --batch-size 3 --steps 2".split()
     with terminals(script, 4, tmp_path, *SHAPE, *flags) as ranks:
         ended = [rank.finish(60) for rank in ranks]
@@ -148,13 +147,11 @@ def test_a_wait_of_the_search_for_what_is_not_finite_is_called_what_it_is(tmp_pa
     script = tmp_path / "broken.py"
     text = (LAB / "PP/microbatches/intro_PP_microbatches.py").read_text()
     lines = (
-        "    import os, torch\n    from distlab.run import training\n"
+        "    import os, torch\n    from distlab.run import training\n    ((stage, net),) = nets.items()\n"
         "    if stage:\n        next(net.parameters()).data.fill_(torch.nan)\n"
         "    else:\n        training.find_cause = lambda *_: os._exit(7)\n"
     )
-    script.write_text(
-        text.replace("    optimizer = run.optimizer(net)\n", f"{lines}    optimizer = run.optimizer(net)\n")
-    )
+    script.write_text(text.replace(BUILDS_OPTIMIZER, f"{lines}{BUILDS_OPTIMIZER}"))
     flags = "--world-size 2 --batch-size 1 --micro-batches 1 --steps 2 --timeout 5".split()
     with terminals(script, 2, tmp_path, *SHAPE, *flags) as ranks:
         ended = [rank.finish(60) for rank in ranks]
