@@ -60,7 +60,7 @@ class Action(ABC):
     """One stage's work on one micro-batch; subclasses are the kinds."""
 
     letter: ClassVar[str]  # before the micro-batch's number: "F2"
-    color: ClassVar[str] = "#009e73"  # in figures, as those below of the palette in `distlab.reports.style`
+    color: ClassVar[str] = "#cc79a7"  # in figures, as those below of the palette in `distlab.reports.style`
     gives: ClassVar[tuple[str, ...]] = ()  # kinds of results that it computes
     keeps: ClassVar[float] = 0.0  # share of a micro-batch's activations that is kept from now on; negative: freed
 
@@ -150,7 +150,7 @@ class BackwardInput(Backward):
     Bubble Pipeline Parallelism", arXiv 2401.10241).
     """
 
-    letter, color, gives, keeps = "I", "#f7d38b", (GRADIENTS, FACTORS), -0.5
+    letter, color, gives, keeps = "I", "#f0e442", (GRADIENTS, FACTORS), -0.5
 
     def seconds(self, costs: ActionCosts) -> float:
         return of_stage(costs.backward, self.stage) * (1 - of_stage(costs.weight_share, self.stage))
@@ -162,7 +162,7 @@ class BackwardInput(Backward):
 class BackwardWeight(Action):
     """The part for which nobody waits before the end of the step: the products for the weights of linear layers."""
 
-    letter, color, gives, keeps = "W", "#9cc59b", (WEIGHT_GRADIENTS,), -0.5
+    letter, color, gives, keeps = "W", "#009e73", (WEIGHT_GRADIENTS,), -0.5
 
     def needs(self, stages: int) -> list[Result]:
         return [self.result(FACTORS)]
