@@ -39,11 +39,11 @@ class ActionCosts:
 
     forward: PerStage = 1.0  # seconds of a stage's forward pass over one micro-batch
     backward: PerStage = 2.0  # seconds of its backward pass
+    weight_share: PerStage = 0.5  # of that, the fraction for the gradients of the weights
     transfer: float = 0.0  # seconds from the end of an action until its message has arrived at the next stage
     activation_bytes: PerStage = 0.0  # what a stage keeps of one micro-batch from its forward to its backward pass
+    weight_bytes_share: PerStage = 0.5  # of these bytes, what it keeps from `BackwardInput` to `BackwardWeight`
     message_bytes: float = 0.0
-    weight_share: PerStage = 0.5  # of a backward pass's seconds, the fraction that `BackwardWeight` takes
-    weight_bytes_share: PerStage = 0.5  # of a micro-batch's activation bytes, what is kept for `BackwardWeight`
     measured: Mapping[tuple[str, int], float] = field(default_factory=dict)  # seconds by (letter, stage), where known
 
     def seconds(self, action: "Action") -> float:
@@ -60,7 +60,7 @@ class Action(ABC):
     """One stage's work on one micro-batch; subclasses are the kinds."""
 
     letter: ClassVar[str]  # before the micro-batch's number: "F2"
-    color: ClassVar[str] = "#009e73"  # in figures, as those below of the palette in `distlab.reports.style`
+    color: ClassVar[str] = "#cc79a7"  # in figures, as those below of the palette in `distlab.reports.style`
     gives: ClassVar[tuple[str, ...]] = ()  # kinds of results that it computes
     keeps: ClassVar[float] = 0.0  # share of a micro-batch's activations that is kept from now on; negative: freed
 
@@ -150,7 +150,7 @@ class BackwardInput(Backward):
     Bubble Pipeline Parallelism", arXiv 2401.10241).
     """
 
-    letter, color, gives, keeps = "I", "#cc79a7", (GRADIENTS, FACTORS), -0.5
+    letter, color, gives, keeps = "I", "#f0e442", (GRADIENTS, FACTORS), -0.5
 
     def seconds(self, costs: ActionCosts) -> float:
         return of_stage(costs.backward, self.stage) * (1 - of_stage(costs.weight_share, self.stage))

@@ -12,6 +12,7 @@ from typing import Any
 from simplellm.errors import InputError
 
 BLUE, VERMILLION, GREEN, PURPLE, ORANGE, SKY = "#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9"
+YELLOW = "#f0e442"  # for areas: too light for lines
 SERIES = (BLUE, VERMILLION, GREEN, PURPLE, ORANGE, SKY)  # of curves, ranks, stages: in this order
 BACKGROUND, INK, PALE = "#ffffff", "#222222", "#e4e4e4"
 

@@ -16,7 +16,7 @@ from PIL import Image
 from processes import LAB
 
 from distlab.comm.recorder import COMPUTE, STEP, WAIT, Event
-from distlab.pipeline.actions import Action, ActionCosts, Backward, Forward
+from distlab.pipeline.actions import Action, ActionCosts, Backward, BackwardInput, BackwardWeight, Forward
 from distlab.pipeline.plan import simulate
 from distlab.pipeline.schedules import all_stages
 from distlab.reports import figures, style
@@ -165,8 +165,9 @@ def check_file(png: Path) -> None:
 
 
 def test_colors_of_actions_are_those_of_the_palette() -> None:
-    assert {Action.color, Forward.color, Backward.color} < {*style.SERIES}
-    assert len({Action.color, Forward.color, Backward.color}) == 3
+    colors = {kind.color for kind in (Action, Forward, Backward, BackwardInput, BackwardWeight)}
+    assert colors < {*style.SERIES, style.YELLOW}
+    assert len(colors) == 5
 
 
 def test_no_other_module_sets_a_style() -> None:
