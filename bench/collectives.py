@@ -23,6 +23,7 @@ from distlab.collectives.calibration import Probes, seconds_in_turn
 from distlab.collectives.costs import LIBRARY, bytes_of_a_message, operations, predict, whole_numbers
 from distlab.collectives.ring import allreduce_ring
 from distlab.comm.processes import leave
+from distlab.run.progress import each
 
 Cell = tuple[str, str, int]  # operation, topology, megabytes
 Comparison = tuple[float, float]  # the predicted and the measured seconds
@@ -73,7 +74,7 @@ def compare_with_library(rank: int, world_size: int, settings: Settings, results
 def results_of(rank_of_a_world: Callable[..., None], world_size: int, settings: Settings) -> Iterator[Any]:
     """Start the ranks several times; what rank 0 puts into its queue."""
     results: SimpleQueue[Any] = mp.get_context("spawn").SimpleQueue()
-    for _ in range(settings.starts):
+    for _ in each(range(settings.starts), f"starts of {world_size} ranks"):
         ranks = mp.spawn(rank_of_a_world, args=(world_size, settings, results), nprocs=world_size, join=False)
         have_ended = False
         while not have_ended:

@@ -18,6 +18,7 @@ import tyro
 from turns import quartiles_of_ratios
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))
+from distlab.run.progress import each
 from primer.tell_story import Settings as Story
 from primer.tell_story import tell
 from simplellm.llama import CausalLLama, LLama
@@ -48,7 +49,7 @@ def main(settings: Settings) -> None:
     net = LLama(CausalLLama, tokenizer.vocab_size, device="cpu")
     cached: dict[int, list[float]] = {context: [] for context in range(1, net.ctx_size)}
     uncached: dict[int, list[float]] = {context: [] for context in range(1, net.ctx_size)}
-    for number in range(settings.stories):
+    for number in each(range(settings.stories), "stories"):
         # No token is the end (-1): all stories fill the context.
         with_cache, without = (
             tell(net, [tokenizer.eos_id], Story(Path(), seed=number, cache=cache), -1, torch.device("cpu"))

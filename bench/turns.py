@@ -5,6 +5,8 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import TypeVar
 
+from distlab.run.progress import each
+
 Name = TypeVar("Name")
 Batch = TypeVar("Batch")
 
@@ -28,7 +30,7 @@ def seconds_in_turn(
         meet: waits for other ranks, or for a device, before and after each step.
     """
     seconds: dict[Name, list[float]] = {name: [] for name in steps}
-    for turn in range(warm_up + turns):
+    for turn in each(range(warm_up + turns), "turns"):
         batch = batch_of(turn)
         for name in list(steps)[:: -1 if turn % 2 else 1]:
             meet()

@@ -29,7 +29,7 @@ from distlab.comm.processes import leave
 from distlab.comm.torch_patches import Agent
 from distlab.rendezvous.nodes import FLAGS, LOST_NODE_0, ElsewhereError, NodeRendezvous, Nodes, assign_ranks, read_flags
 from distlab.rendezvous.store import StoreError
-from distlab.run.commands import LAB, LAUNCHED_AS
+from distlab.run.commands import LAB, LAUNCHED_AS, TEMPERATURE
 from distlab.run.logs import new_folder, say, take_over_output
 from distlab.run.settings import RunSettings, parse
 from distlab.run.train_settings import TrainSettings
@@ -157,6 +157,7 @@ def check_story(prompt: str, settings: RunSettings | None, script: str) -> Train
 def tell_story(run: Path, prompt: str, device: str) -> int:
     """Have the model that a run has saved tell a story, in lines that begin with `#`; returns the exit status."""
     teller = [sys.executable, str(LAB / "primer/tell_story.py"), str(run), "--prompt", prompt, "--device", device]
+    teller += ["--temperature", str(TEMPERATURE)]
     with subprocess.Popen(teller, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         for line in process.stdout:

@@ -16,6 +16,7 @@ from distlab.rendezvous.ranks import started_by_torchrun
 from distlab.run.settings import ResumableSettings
 
 LAB = Path(__file__).resolve().parents[3]
+TEMPERATURE = 0.5  # at which small models tell stories that one can read
 LAUNCHED_AS = "LAB_LAUNCHED_AS"  # in the environment of launch.sh's ranks: the arguments that it was given
 
 
@@ -30,7 +31,7 @@ def next_commands(settings: ResumableSettings, out: Path, saved: int | None) -> 
     yield f"draw the loss: {_shown(*_python(), '-m', 'distlab.figures', 'losses', out / 'losses.png', out)}"
     if saved is not None and settings.architecture == LLAMA:
         command = _shown(*_python(), LAB / "primer/tell_story.py", out)
-        yield f"tell a story: {command} --prompt 'Once upon a time' --seed 1"
+        yield f"tell a story: {command} --prompt 'Once upon a time' --temperature {TEMPERATURE} --seed 1"
     is_launched, is_on_several_machines = LAUNCHED_AS in os.environ, int(os.environ.get("GROUP_WORLD_SIZE", "1")) > 1
     if is_on_several_machines and not is_launched:
         return  # with which flags torchrun was started on each machine is not known here

@@ -8,6 +8,8 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import TextIO, TypeVar
 
+from distlab.comm.traffic import rank
+
 SECONDS_TO_ESTIMATE = 2.0  # that several steps must have taken for a first estimate
 SECONDS_OF_ONE = 10.0  # that is enough even if they are the time of one step
 FEW_STEPS = 20  # of so many, all are counted
@@ -138,8 +140,9 @@ class Progress:
 
 
 def each(items: Sequence[ItemT], what: str) -> Iterator[ItemT]:
-    """Yield the items, and say on stderr how long the remaining ones will take."""
-    progress = Progress(len(items), _say_on_stderr, what=what, warms_up=False)
+    """Yield the items, and say on stderr how long the remaining ones will take; of several ranks, rank 0 does."""
+    say = _say_on_stderr if rank() == 0 else lambda _: None
+    progress = Progress(len(items), say, what=what, warms_up=False)
     for item in items:
         yield item
         progress.advance()

@@ -129,6 +129,9 @@ def test_each_tells_how_many_are_left(monkeypatch: pytest.MonkeyPatch, capsys: p
         "# about 0 s for the 3 letters left\n# 4 of 6 letters, about 0 s left\n# 5 of 6 letters, about 0 s left\n"
     )
     assert not out
+    monkeypatch.setattr(progress, "rank", lambda: 1)
+    assert list(each("abcdef", "letters")) == list("abcdef")
+    assert capsys.readouterr() == ("", ""), "rank 0 says it"
 
 
 # --------------------------------------------------------------------------------------------------------- a real run
