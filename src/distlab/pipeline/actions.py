@@ -39,11 +39,11 @@ class ActionCosts:
 
     forward: PerStage = 1.0  # seconds of a stage's forward pass over one micro-batch
     backward: PerStage = 2.0  # seconds of its backward pass
-    weight_share: PerStage = 0.5  # of that, the fraction for the gradients of the weights
     transfer: float = 0.0  # seconds from the end of an action until its message has arrived at the next stage
     activation_bytes: PerStage = 0.0  # what a stage keeps of one micro-batch from its forward to its backward pass
-    weight_bytes_share: PerStage = 0.5  # of these bytes, what it keeps from `BackwardInput` to `BackwardWeight`
     message_bytes: float = 0.0
+    weight_share: PerStage = 0.5  # of a backward pass's seconds, the fraction that `BackwardWeight` takes
+    weight_bytes_share: PerStage = 0.5  # of a micro-batch's activation bytes, what is kept for `BackwardWeight`
     measured: Mapping[tuple[str, int], float] = field(default_factory=dict)  # seconds by (letter, stage), where known
 
     def seconds(self, action: "Action") -> float:
