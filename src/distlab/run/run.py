@@ -60,7 +60,7 @@ class Run(Generic[SettingsT]):
         # Handed over with `track`: what finds the cause if a step's loss is not finite, and what counts memory.
         self.explain_not_finite: Callable[[int], str] | None = None
         self.memory: memory.MemoryReport | None = None
-        recorder.enabled = getattr(settings, "trace", False)
+        recorder.enabled, recorder.programs = getattr(settings, "trace", False), None  # until there is a pipeline
         torch.manual_seed(settings.seed + self.rank)  # weights and data do not depend on it; dropout would
         if self.rank == 0:
             self._introduce(script)
