@@ -39,7 +39,7 @@ from simplellm.tokenizers import SPTokenizer
 
 TOPOLOGIES = {  # a script, and flags that come before the user's own
     "quickstart": "DP/gradient_aggr/intro_DP_GA.py --world-size 2 --batch-size 2 --dmodel 128 --num-heads 4 "
-    "--n-layers 4 --lr 3e-3 --steps 2400 --data sample --save-every 800 --tell 'Once upon a time'",
+    "--n-layers 4 --lr 2e-3 --steps 2400 --data sample --save-every 800 --tell 'Once upon a time'",
     "primer": "primer/intro.py",
     "dp-ga": "DP/gradient_aggr/intro_DP_GA.py",
     "dp-wa": "DP/weight_aggr/intro_DP_WA.py",

@@ -301,4 +301,4 @@ def test_quickstart_is_a_run_whose_model_tells_a_story(monkeypatch: pytest.Monke
     monkeypatch.setattr("distlab.launch.run_ranks", lambda _, args, settings, *__: ran.append(settings) or 1)
     assert launch_command(["quickstart", "--steps", "9", "--world-size", "3"]) == 1
     (settings,) = ran
-    assert (settings.steps, settings.world_size, settings.data, settings.lr) == (9, 3, "sample", 3e-3)
+    assert (settings.steps, settings.world_size, settings.data, settings.lr) == (9, 3, "sample", 2e-3)
