@@ -181,7 +181,7 @@ def test_ending_the_launcher_leaves_no_process_behind(sent: signal.Signals, to_a
         ("pp-dapple --layers-per-stage 3,3", "--layers-per-stage 3,3: 2 numbers for 3 stages"),
         (
             "pp-1f1b --layers-per-stage 3,2,2",
-            "--layers-per-stage 3,2,2: the stages must share all of --n-layers 6, and these add up to 7",
+            "--layers-per-stage 3,2,2: the numbers must add up to --n-layers 6, but add up to 7",
         ),
         ("pp-1f1b --world-size 9", "9 stages for --n-layers 6"),
         ("pp-gpipe --batch-size 4", "--batch-size 4 with --micro-batches 3"),

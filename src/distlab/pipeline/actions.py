@@ -1,6 +1,7 @@
-"""What a stage can do with a micro-batch. Each kind of action is one class, here or elsewhere, and owns its meaning.
+"""Actions: the operations that a stage can apply to a micro-batch. Each kind of action is one class, here or elsewhere.
 
-The plan asks an action what it needs, gives, costs and keeps; the executor runs it; tables and figures show its letter.
+An action states what it needs, what it computes, how long it takes and which activations it keeps; the simulation in
+`plan` uses these. The executor runs it. Tables and figures show its letter.
 """
 
 from abc import ABC, abstractmethod
@@ -13,20 +14,20 @@ if TYPE_CHECKING:
 
     from distlab.pipeline.activations import Stage
 
-ACTIVATIONS, GRADIENTS = "activations", "gradients of activations"  # the kinds that travel between stages
-GRAPH, FACTORS, WEIGHT_GRADIENTS = "graph", "factors of weight gradients", "gradients of weights"  # stay on their stage
+ACTIVATIONS, GRADIENTS = "activations", "gradients of activations"  # kinds of results that are sent between stages
+GRAPH, FACTORS, WEIGHT_GRADIENTS = "graph", "factors of weight gradients", "gradients of weights"  # kinds never sent
 
-Program = Sequence["Action"]  # what one worker does, in order
-Programs = Sequence[Program]  # a pipeline's schedule: what each worker does
-PerStage = float | Sequence[float]  # a number serves all stages, a sequence has one for each
+Program = Sequence["Action"]  # one worker's actions, in order
+Programs = Sequence[Program]  # a pipeline's schedule: the actions of each worker
+PerStage = float | Sequence[float]  # one number for all stages, or a sequence with one per stage
 
 
 @dataclass(frozen=True)
 class Result:
-    """What a stage computes of a micro-batch; a message, if an action on another worker needs it."""
+    """A result that a stage computes for a micro-batch; it is sent as a message if another worker needs it."""
 
     kind: str  # also the ledger's column
-    stage: int  # that computes it
+    stage: int  # the stage that computes it
     micro_batch: int
 
     def __str__(self) -> str:
@@ -35,34 +36,34 @@ class Result:
 
 @dataclass(frozen=True)
 class ActionCosts:
-    """What actions and messages cost."""
+    """Time and memory costs of actions and messages."""
 
     forward: PerStage = 1.0  # seconds of a stage's forward pass over one micro-batch
     backward: PerStage = 2.0  # seconds of its backward pass
     transfer: float = 0.0  # seconds from the end of an action until its message has arrived at the next stage
-    activation_bytes: PerStage = 0.0  # what a stage keeps of one micro-batch from its forward to its backward pass
+    activation_bytes: PerStage = 0.0  # kept for one micro-batch between its forward and its backward pass
     message_bytes: float = 0.0
-    weight_share: PerStage = 0.5  # of a backward pass's seconds, the fraction that `BackwardWeight` takes
-    weight_bytes_share: PerStage = 0.5  # of a micro-batch's activation bytes, what is kept for `BackwardWeight`
+    weight_share: PerStage = 0.5  # fraction of a backward pass's seconds that `BackwardWeight` takes
+    weight_bytes_share: PerStage = 0.5  # fraction of a micro-batch's activation bytes kept for `BackwardWeight`
     measured: Mapping[tuple[str, int], float] = field(default_factory=dict)  # seconds by (letter, stage), where known
 
     def seconds(self, action: "Action") -> float:
-        """How long an action computes."""
+        """Compute time of an action."""
         return self.measured.get((action.letter, action.stage), action.seconds(self))
 
     def kept_bytes(self, action: "Action") -> float:
-        """Bytes of activations kept from this action on; negative: freed."""
+        """Bytes of activations that this action adds to those kept; negative if it frees them."""
         return action.kept_share(self) * of_stage(self.activation_bytes, action.stage)
 
 
 @dataclass(frozen=True)
 class Action(ABC):
-    """One stage's work on one micro-batch; subclasses are the kinds."""
+    """One stage's work on one micro-batch; each subclass is a kind of action."""
 
-    letter: ClassVar[str]  # before the micro-batch's number: "F2"
-    color: ClassVar[str] = "#cc79a7"  # in figures, as those below of the palette in `distlab.reports.style`
+    letter: ClassVar[str]  # printed before the micro-batch's number: "F2"
+    color: ClassVar[str] = "#cc79a7"  # in figures; the colors here are from the palette in `distlab.reports.style`
     gives: ClassVar[tuple[str, ...]] = ()  # kinds of results that it computes
-    keeps: ClassVar[float] = 0.0  # share of a micro-batch's activations that is kept from now on; negative: freed
+    keeps: ClassVar[float] = 0.0  # share of a micro-batch's activations that it adds to those kept; negative if freed
 
     stage: int
     micro_batch: int
@@ -86,21 +87,21 @@ class Action(ABC):
 
     @abstractmethod
     def needs(self, stages: int) -> list[Result]:
-        """What must be computed first, in a pipeline of `stages` stages; each message is for one action."""
+        """Results that must exist first, in a pipeline of `stages` stages; each message serves one action."""
 
     @abstractmethod
     def seconds(self, costs: ActionCosts) -> float:
-        """How long it computes."""
+        """Compute time."""
 
     def kept_share(self, costs: ActionCosts) -> float:
-        """`keeps`, where the costs do not tell it better."""
+        """`keeps`, unless the costs have a more exact value."""
         return self.keeps
 
-    def prepare(self, stage: "Stage") -> None:  # noqa: B027  # nothing, for most kinds
-        """Tell the stage, before a step, what this action will need of earlier ones."""
+    def prepare(self, stage: "Stage") -> None:  # noqa: B027  # most kinds need no preparation
+        """Before a step, tell the stage what this action will need from earlier actions."""
 
     def run(self, stage: "Stage", *received: "Tensor") -> "dict[str, Tensor]":
-        """Compute, given what other stages sent; return by kind what others need: each (batch, seq, width)."""
+        """Compute from the tensors received; return those that other stages need, by kind: each (batch, seq, width)."""
         raise NotImplementedError
 
 
@@ -108,7 +109,7 @@ KINDS: dict[str, type[Action]] = {}  # by letter
 
 
 class Forward(Action):
-    """Activations of the stage before -> this stage's activations."""
+    """Activations of the previous stage -> activations of this stage."""
 
     letter, color, gives, keeps = "F", "#56b4e9", (ACTIVATIONS, GRAPH), 1.0
 
@@ -126,7 +127,7 @@ class Forward(Action):
 
 
 class Backward(Action):
-    """Gradients from the stage after -> gradients of this stage's weights, and of what the stage before sent."""
+    """Gradients from the next stage -> gradients of this stage's weights and of the activations it received."""
 
     letter, color, gives, keeps = "B", "#e69f00", (GRADIENTS, WEIGHT_GRADIENTS), -1.0
 
@@ -140,14 +141,14 @@ class Backward(Action):
     def run(self, stage: "Stage", *received: "Tensor") -> "dict[str, Tensor]":
         x, y = stage.release(self.micro_batch)
         y.backward(*received)
-        return {GRADIENTS: cast("Tensor", x.grad)}  # None for the first stage's token ids, which nobody needs
+        return {GRADIENTS: cast("Tensor", x.grad)}  # None for the token ids of the first stage; no stage needs it
 
 
 class BackwardInput(Backward):
-    """The part of a backward pass for which the stage before waits: all gradients but those of linear layers' weights.
+    """The part of a backward pass that the previous stage waits for: all gradients except those of linear weights.
 
-    The letters are those of `torch.distributed.pipelining`; the paper calls the two parts B and W (Qi et al., "Zero
-    Bubble Pipeline Parallelism", arXiv 2401.10241).
+    The letters follow `torch.distributed.pipelining`; the paper calls the two parts B and W (Qi et al., "Zero Bubble
+    Pipeline Parallelism", arXiv 2401.10241).
     """
 
     letter, color, gives, keeps = "I", "#f0e442", (GRADIENTS, FACTORS), -0.5
@@ -160,7 +161,7 @@ class BackwardInput(Backward):
 
 
 class BackwardWeight(Action):
-    """The part for which nobody waits before the end of the step: the products for the weights of linear layers."""
+    """The part that no stage waits for until the end of the step: the gradients of the weights of linear layers."""
 
     letter, color, gives, keeps = "W", "#009e73", (WEIGHT_GRADIENTS,), -0.5
 
@@ -186,17 +187,17 @@ def of_stage(value: PerStage, stage: int) -> float:
 
 
 def stages_of(program: Program) -> list[int]:
-    """The stages of a worker, in order."""
+    """The stages that a worker holds, in order."""
     return sorted({action.stage for action in program})
 
 
 def describe_stages(program: Program) -> str:
-    """ "stage 1", "stages 1 and 4": a worker's stages."""
+    """A worker's stages in words: "stage 1", "stages 1 and 4"."""
     *others, last = map(str, stages_of(program))
     return f"stages {', '.join(others)} and {last}" if others else f"stage {last}"
 
 
 def labels(programs: Programs) -> dict[Action, str]:
-    """Names that tell a worker's actions apart: "F2", and "F2'" on the second of its stages."""
+    """Unique names for a worker's actions: "F2" on its first stage, "F2'" on its second."""
     held = [(program, stages_of(program)) for program in programs]
     return {action: str(action) + "'" * stages.index(action.stage) for program, stages in held for action in program}

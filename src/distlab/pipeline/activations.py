@@ -1,4 +1,4 @@
-"""What a stage keeps between its actions on a micro-batch, and how many bytes autograd keeps of it."""
+"""The state that a stage keeps between its actions on a micro-batch, and a count of the bytes that autograd saves."""
 
 import contextlib
 from collections import Counter
@@ -14,18 +14,18 @@ Loss = Callable[[Tensor, Tensor], Tensor]
 
 
 class SavedActivations:
-    """Counts what is saved for later backward passes: each storage once, parameters not."""
+    """Counts the bytes saved for later backward passes: each storage once, parameters not at all."""
 
-    active: ClassVar[list["SavedActivations"]] = []  # that count at the moment
+    active: ClassVar[list["SavedActivations"]] = []  # the counters in use now
 
     def __init__(self, parameters: Iterable[Tensor]) -> None:
         self._not_counted = {p.untyped_storage().data_ptr() for p in parameters}
         self._users: Counter[int] = Counter()
-        self.now_bytes = self.peak_bytes = 0  # kept at the moment, and at most so far
+        self.now_bytes = self.peak_bytes = 0  # kept now, and the maximum so far
 
     @contextlib.contextmanager
     def counting(self) -> Iterator[None]:
-        """Count what forward passes save inside, and what backward passes keep for the gradients of weights."""
+        """Inside, count what forward passes save and what backward passes keep for weight gradients."""
         self.active.append(self)
         try:
             with torch.autograd.graph.saved_tensors_hooks(self.keep, lambda kept: kept.tensor):
@@ -34,7 +34,7 @@ class SavedActivations:
             self.active.remove(self)
 
     def keep(self, tensor: Tensor) -> "_Kept":
-        """Count a tensor that is kept by hand, for as long as the returned object lives."""
+        """Count a tensor that autograd does not save itself, for as long as the returned object exists."""
         return _Kept(self, tensor)
 
     def _add(self, storage: torch.UntypedStorage, users: int) -> None:
@@ -48,7 +48,7 @@ class SavedActivations:
 
 
 class _Kept:
-    """A saved tensor, counted until it is dropped."""
+    """A saved tensor, counted until it is freed."""
 
     def __init__(self, counter: SavedActivations, tensor: Tensor) -> None:
         self._counter, self.tensor = counter, tensor.detach()
@@ -59,19 +59,19 @@ class _Kept:
 
 
 class Stage:
-    """Its module, and what its actions keep of each micro-batch for later ones."""
+    """A stage's module, and what its actions keep of each micro-batch for later actions."""
 
     def __init__(self, net: nn.Module, loss: Loss | None, kept: SavedActivations | None) -> None:
         self.net, self._loss, self._kept = net, loss, kept
-        self.micro_batches: Sequence[Tensor] = ()  # of the step: token ids, each (batch, seq)
-        self.shares: Sequence[float] = ()  # of the step: each micro-batch's fraction of all targets
+        self.micro_batches: Sequence[Tensor] = ()  # of this step: token ids, each (batch, seq)
+        self.shares: Sequence[float] = ()  # of this step: each micro-batch's fraction of all targets
         self.losses: dict[int, Tensor] = {}  # on the last stage, by micro-batch: its share of the mean loss
-        self.live: dict[int, tuple[Tensor, ...]] = {}  # by micro-batch: what its actions keep for later actions
-        self.deferred: dict[int, WeightGradients] = {}  # by micro-batch: what its backward pass leaves for later
-        self._holds: dict[int, object] = {}  # by micro-batch: has the output counted as kept
+        self.live: dict[int, tuple[Tensor, ...]] = {}  # by micro-batch: tensors kept for later actions
+        self.deferred: dict[int, WeightGradients] = {}  # by micro-batch: weight gradients still to compute
+        self._holds: dict[int, object] = {}  # by micro-batch: keeps the output in the count
 
     def defer(self, micro_batch: int) -> None:
-        """Have a micro-batch's backward pass leave the gradients of linear layers' weights in `deferred`."""
+        """Make a micro-batch's backward pass leave the weight gradients of linear layers in `deferred`."""
         self.deferred[micro_batch] = WeightGradients(self._count)
 
     def _count(self, tensor: Tensor) -> object:
@@ -79,7 +79,7 @@ class Stage:
         return [counter.keep(tensor) for counter in counters]
 
     def forward(self, micro_batch: int, x: Tensor) -> Tensor:
-        """The stage's output for x; on the last stage, the micro-batch's share of the loss."""
+        """The stage's output for `x`; on the last stage, the micro-batch's share of the loss."""
         with contextlib.ExitStack() as contexts:
             if self._kept is not None:
                 contexts.enter_context(self._kept.counting())
@@ -94,19 +94,19 @@ class Stage:
         return y
 
     def rehearse(self, ids: Tensor, x: Tensor) -> None:
-        """A forward and a backward pass of which nothing is kept: no gradients, no random numbers drawn.
+        """Run a forward and a backward pass that leave no trace: no gradients, and the random state is restored.
 
         Args:
-            ids: token ids (batch, seq), the targets of the last stage.
+            ids: token ids (batch, seq), the targets on the last stage.
             x: the stage's input.
         """
         with torch.random.fork_rng({p.device for p in self.net.parameters() if p.is_cuda}):
             y = self.net(x) if self._loss is None else self._loss(self.net(x), ids)
             inputs = [tensor for tensor in (x, *self.net.parameters()) if tensor.requires_grad]
-            if inputs:  # not `backward`, which would call the hooks that collect gradients
+            if inputs:  # not `backward`, which would trigger the hooks that collect gradients
                 torch.autograd.grad(y, inputs, torch.ones_like(y), allow_unused=True)
 
     def release(self, micro_batch: int) -> tuple[Tensor, ...]:
-        """Remove and return what is kept of a micro-batch."""
+        """Remove and return the tensors kept for a micro-batch."""
         self._holds.pop(micro_batch, None)
         return self.live.pop(micro_batch)

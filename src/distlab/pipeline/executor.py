@@ -1,8 +1,8 @@
-"""Runs one worker of a pipeline: its actions in order, with activations and gradients moving between stages.
+"""Runs one worker of a pipeline: executes its actions in order, and exchanges activations and gradients between stages.
 
-Receives are posted ahead of their use and sends complete in the background, so a message travels while both its ends
-compute. Each kind of message arrives in the order in which it was sent; `plan.simulate` checks that both ends agree on
-it. Between two stages of one worker, tensors are handed over as they are.
+Receives are posted ahead of their use and sends complete in the background, so sender and receiver compute while a
+message is in transit. Messages of one kind arrive in the order in which they were sent; `plan.simulate` checks that
+both ends expect the same order. Two stages of one worker exchange tensors directly, without a message or a copy.
 """
 
 from collections import Counter
@@ -22,7 +22,7 @@ from distlab.pipeline.activations import Loss, SavedActivations, Stage
 from distlab.pipeline.plan import Link, Plan, busy_workers, simulate
 from simplellm.errors import require
 
-POSTED_AHEAD = 2  # receives under way per link: the next one needed, and one that travels meanwhile
+POSTED_AHEAD = 2  # receives posted per link: the one needed next, and one more in transit
 
 Modules = nn.Module | Mapping[int, nn.Module]  # of one stage, or by stage
 
@@ -31,43 +31,43 @@ class Pipeline:
     """One rank's stages and their traffic with those of other ranks.
 
     Args:
-        stages: this rank's part of the model; by stage, its parts where the programs give it several.
-        programs: the schedule: every worker's list of actions; this rank is worker `grid.stage`.
-        grid: this rank's place; each replica is a pipeline of its own.
+        stages: this rank's part of the model; a mapping from stage to module if the rank holds several stages.
+        programs: the schedule: each worker's list of actions; this rank is worker `grid.stage`.
+        grid: this rank's position in the layout; each replica is a separate pipeline.
         loss: (output of the last stage, micro-batch) -> mean loss over the micro-batch's targets.
-        width: of the activations between stages: (batch, seq, `width`), float32.
-        cores: shared by the workers of this pipeline: an action also uses those of the workers that are idle meanwhile
-            by the plan. None leaves the number of threads alone.
+        width: width of the activations between stages: (batch, seq, `width`), float32.
+        cores: number of cores that this pipeline's workers share: an action also uses the cores of workers that the
+            plan shows idle at the same time. None leaves the number of threads unchanged.
 
     Raises:
-        InputError: the schedule cannot run (`ScheduleError`), or not on this rank.
+        InputError: the schedule cannot run at all (`ScheduleError`), or not with these stages or on this rank.
     """
 
     def __init__(
         self, stages: Modules, programs: Programs, grid: Grid, loss: Loss, width: int, cores: int | None = None
     ) -> None:
         plan, workers = simulate(programs), len(programs)
-        require(workers == grid.pp, f"the schedule is for {workers} workers, and the pipeline has {grid.pp}")
+        require(workers == grid.pp, f"the schedule is for {workers} workers but the pipeline has {grid.pp}")
         self.grid, self.width, self._plan, self._worker = grid, width, plan, grid.stage
-        self.owners = [plan.owners[stage] for stage in sorted(plan.owners)]  # by stage, its worker
+        self.owners = [plan.owners[stage] for stage in sorted(plan.owners)]  # by stage, the worker that holds it
         self.program = programs[grid.stage]  # this worker's actions
         held = stages_of(self.program)
         self.stages = dict.fromkeys(held[:1], stages) if isinstance(stages, nn.Module) else dict(stages)
         given = sorted(self.stages)
-        require(given == held, f"worker {grid.stage} runs the stages {held}, and has modules for {given}")
+        require(given == held, f"worker {grid.stage} runs the stages {held} but has modules for {given}")
         for action in self.program:
-            what = f"stage {action.stage} cannot run {action}: {type(action).__name__} has no method run"
+            what = f"stage {action.stage} cannot run {action}: {type(action).__name__} does not implement run"
             require(type(action).run is not Action.run, what)
         last = len(self.owners) - 1
         self.has_first, self.has_last = 0 in self.stages, last in self.stages  # the last stage computes the loss
         parameters = [parameter for net in self.stages.values() for parameter in net.parameters()]
-        self.kept = SavedActivations(parameters) if recorder.enabled else None  # counts while a trace is recorded
+        self.kept = SavedActivations(parameters) if recorder.enabled else None  # counted only for a trace
         self._stages = {s: Stage(net, loss if s == last else None, self.kept) for s, net in self.stages.items()}
         self._threads = {action: max(1, cores // busy) for action, busy in busy_workers(plan).items()} if cores else {}
         self._incoming = {link: results for link, results in plan.messages.items() if link[1] == self._worker}
         self._acknowledged = _acknowledged(programs, plan, self._worker)
         self._channels = _channels(plan.messages)
-        self._is_cold = is_over_nccl()  # until a step has been made
+        self._is_cold = is_over_nccl()  # until the first step is complete
         self._connect()
         self._posted: dict[Result, tuple[Tensor, Transfer]] = {}
         self._sent: dict[Result, Transfer] = {}
@@ -78,15 +78,16 @@ class Pipeline:
         """Run all actions over the micro-batches; gradients are added to `parameter.grad`.
 
         Args:
-            micro_batches: token ids, each (batch, seq); sizes may differ. Every rank gets them: the first stage reads
+            micro_batches: token ids, each (batch, seq); sizes may differ. Every rank gets them: the first stage uses
                 them as its input, the last as its targets.
 
         Returns:
-            With the last stage, each micro-batch's share of the loss: their sum is the mean over all targets. Else [].
+            On the rank of the last stage, each micro-batch's share of the loss; they add up to the mean over all
+            targets. On other ranks, [].
 
         Raises:
-            InputError: the schedule is for another number of micro-batches.
-            TrafficError: another rank ended, or did not answer within the deadline.
+            InputError: the schedule is for a different number of micro-batches.
+            TrafficError: another rank exited, or did not answer within the deadline.
         """
         planned = 1 + max(action.micro_batch for action in self.program)
         require(len(micro_batches) == planned, f"{len(micro_batches)} micro-batches: the schedule is for {planned}")
@@ -107,12 +108,12 @@ class Pipeline:
                 self._run(action)
         finally:
             torch.set_num_threads(usual_threads)
-        self._settle(list(self._sent))  # a send that is dropped before it has ended never arrives
+        self._settle(list(self._sent))  # a send whose handle is dropped before it has completed never arrives
         self._is_cold = False
         return [loss for stage in self._stages.values() for _, loss in sorted(stage.losses.items())]
 
     def _run(self, action: Action) -> None:
-        """Take what an action needs of other stages, compute, and give what they need."""
+        """Receive what an action needs from other stages, compute, and send what they need."""
         if self._threads:
             torch.set_num_threads(self._threads[action])
         received = [self._take(result) for result in action.needs(len(self.owners)) if result.stage != action.stage]
@@ -125,7 +126,7 @@ class Pipeline:
             recorder.keeps(self.kept.now_bytes)
 
     def _give(self, result: Result, tensor: Tensor) -> None:
-        """Hand a result to the worker whose action needs it."""
+        """Pass a result to the worker whose action needs it."""
         worker = self.owners[self._plan.takers[result].stage]
         if worker == self._worker:
             self._handed_over[result] = tensor
@@ -134,7 +135,7 @@ class Pipeline:
             self._sent[result] = traffic.send(tensor, str(result), to=to, kind=result.kind, group=group)
 
     def _take(self, result: Result) -> Tensor:
-        """A result of another stage, once it has arrived."""
+        """A result of another stage; waits until it has arrived."""
         if result in self._handed_over:
             return self._handed_over.pop(result)
         link = self.owners[result.stage], self._worker, result.kind
@@ -148,7 +149,7 @@ class Pipeline:
         return tensor
 
     def _settle(self, results: Iterable[Result]) -> None:
-        """Release messages whose sends have completed; until then their tensors may not change."""
+        """Wait for the sends of these messages; until they complete, their tensors must not change."""
         for result in results:
             if result in self._sent:
                 self._sent.pop(result).wait()
@@ -163,19 +164,20 @@ class Pipeline:
             self._posted[result] = tensor, transfer
 
     def _warm_up(self, ids: Tensor) -> None:
-        """Over NCCL, before the first receive is posted, pass made-up activations forward and back through each stage.
+        """Over NCCL, before the first receive is posted, run a forward and a backward pass of each stage on zeros.
 
-        CUDA loads a kernel at its first use ("lazy loading" in NVIDIA's CUDA C++ Programming Guide), and may wait for
-        an idle GPU then. In a step that GPU may be receiving what its sender computes only after a result of this rank.
-        For what is still loaded in the first step, such as the optimizer's kernels, no receive is posted ahead in it.
+        CUDA loads a kernel at its first use ("lazy loading" in NVIDIA's CUDA C++ Programming Guide), and may wait until
+        the GPU is idle to do so. If a receive were already posted, the GPU would stay busy until its message arrived,
+        and the sender may need a result of this rank before it can send: a deadlock. Some kernels, such as those of the
+        optimizer, are still loaded during the first step, so no receive is posted ahead in that step either.
         """
         with traffic.ledger.counted_as("control"):  # of tensor-parallel layers
             for index, stage in self._stages.items():
-                made_up = torch.zeros(*ids.shape, self.width, device=ids.device, requires_grad=True)
-                stage.rehearse(ids, ids if index == 0 else made_up)
+                zeros = torch.zeros(*ids.shape, self.width, device=ids.device, requires_grad=True)
+                stage.rehearse(ids, ids if index == 0 else zeros)
 
     def _connect(self) -> None:
-        """Exchange a message over each link in turn: NCCL sets up a link at its first use, by both ends together."""
+        """Exchange a message over each link in turn: NCCL connects a link at its first use, which blocks both ends."""
         tensor = torch.zeros(1, device=traffic.device)
         for (sender, receiver, kind), group in self._channels.items():
             what = f"the first message for {kind}"
@@ -186,7 +188,7 @@ class Pipeline:
 
 
 def _acknowledged(programs: Programs, plan: Plan, worker: int) -> dict[Result, list[Result]]:
-    """By each message that a worker receives: its own messages that were consumed before that one was sent."""
+    """By message that a worker receives: the messages of its own that the sender had used before it sent that one."""
     received = {result for link, results in plan.messages.items() if link[1] == worker for result in results}
     acknowledged: dict[Result, list[Result]] = {}
     for program in programs:
@@ -199,18 +201,19 @@ def _acknowledged(programs: Programs, plan: Plan, worker: int) -> dict[Result, l
 
 
 def _channels(links: Iterable[Link]) -> "dict[Link, dist.ProcessGroup | None]":
-    """The process group of each link; every rank must call it.
+    """The process group of each link; every rank must call this function.
 
-    A group keeps messages in order: over gloo, those from one rank to another; over NCCL, those of both directions. So
-    gloo would take a message of one kind for another's, and with NCCL a receive posted ahead would block the send that
-    the other side needs first. Where links share such a path, each kind (over NCCL, each direction too) has a group.
+    Within a group, messages between two ranks are ordered: over gloo, those in one direction; over NCCL, those in both.
+    With a single group, gloo would deliver a message of one kind as one of another kind, and with NCCL a receive posted
+    ahead would block a send that the peer needs first. So where links connect the same two ranks, each kind of message
+    gets a group; over NCCL, each direction too.
     """
     nccl = is_over_nccl()
     channels = {link: (link[2], nccl and link[0] > link[1]) for link in links}
     ways = Counter(tuple(sorted(link[:2])) if nccl else link[:2] for link in channels)
     groups: dict[tuple[str, bool], dist.ProcessGroup | None] = dict.fromkeys(sorted(set(channels.values())))
     if max(ways.values(), default=1) > 1:
-        with traffic.named("all ranks to make the pipeline's channels"), patient_threads():
+        with traffic.named("all ranks to create the pipeline's channels"), patient_threads():
             for channel in list(groups)[1:]:
                 groups[channel] = dist.new_group(timeout=traffic.group_timeout)
     return {link: groups[channel] for link, channel in channels.items()}

@@ -1,7 +1,7 @@
-"""Simulates a pipeline schedule: is it correct, how long does it take, what does it keep?
+"""Simulates a pipeline schedule: whether it is correct, how long it takes, and how many activations it keeps.
 
-The rules are those of the executor: a worker runs its actions in order, an action starts when what it needs has
-arrived, and a send never blocks its sender. What an action needs, gives, costs and keeps is asked of the action.
+The rules are those of the executor: a worker runs its actions in order, an action starts when everything it needs has
+arrived, and a send never blocks the sender. What an action needs, computes, costs and keeps is defined by its class.
 """
 
 import itertools
@@ -27,7 +27,7 @@ Link = tuple[int, int, str]  # sender, receiver (workers), kind of message
 
 
 class ScheduleError(InputError):
-    """A schedule that cannot run, or would not train what one process trains."""
+    """A schedule that cannot run, or whose result would differ from that of one process."""
 
 
 @dataclass(frozen=True)
@@ -41,26 +41,26 @@ class Span:
 
 @dataclass(frozen=True)
 class Plan:
-    """A schedule that has been simulated; lists are per worker."""
+    """The result of simulating a schedule; lists have one entry per worker."""
 
     owners: dict[int, int]  # by stage, the worker that holds it
-    rows: list[str]  # its stages: "stage 1", "stages 1 and 4"
-    labels: dict[Action, str]  # what `labels` calls the actions
-    spans: list[list[Span]]  # its actions with their times
-    makespan: float  # seconds from the first action's start to the last one's end
-    bubble: list[float]  # the fraction of the makespan in which it does not compute
-    peak_live: list[int]  # the most micro-batches whose activations its stages together keep at a time
-    peak_bytes: list[float]  # the most bytes of activations that it keeps at a time
-    sent_bytes: list[float]  # to other workers
-    messages: dict[Link, list[Result]]  # what goes over each link, in order
-    takers: dict[Result, Action]  # by result that goes to another stage, the action that needs it
+    rows: list[str]  # the worker's stages: "stage 1", "stages 1 and 4"
+    labels: dict[Action, str]  # see the function `labels`
+    spans: list[list[Span]]  # the worker's actions with their times
+    makespan: float  # seconds from the start of the first action to the end of the last one
+    bubble: list[float]  # the fraction of the makespan in which the worker is idle
+    peak_live: list[int]  # the maximum number of micro-batches whose activations the worker's stages keep at a time
+    peak_bytes: list[float]  # the maximum bytes of activations that the worker keeps at a time
+    sent_bytes: list[float]  # bytes that the worker sends to other workers
+    messages: dict[Link, list[Result]]  # the messages over each link, in order
+    takers: dict[Result, Action]  # by result that another stage needs, the action that needs it
 
 
 def simulate(programs: Programs, costs: ActionCosts | None = None) -> Plan:
     """Check a schedule and compute its times.
 
     Raises:
-        ScheduleError: naming what is missing, repeated or out of order, or the stages that wait for each other.
+        ScheduleError: names what is missing, repeated or out of order, or the stages that wait for each other.
     """
     costs = costs or ActionCosts()
     owners, producers = _check_complete(programs)
@@ -85,7 +85,7 @@ def simulate(programs: Programs, costs: ActionCosts | None = None) -> Plan:
 
 
 def find_takers(programs: Programs) -> dict[Result, Action]:
-    """By result for another stage, the action that needs it, in the workers' order; `ScheduleError` if two need it."""
+    """By result that another stage needs, the action that needs it, in worker order; `ScheduleError` if two need it."""
     takers: dict[Result, Action] = {}
     actions = [action for program in programs for action in program]
     stages = len({action.stage for action in actions})
@@ -93,12 +93,12 @@ def find_takers(programs: Programs) -> dict[Result, Action]:
         for result in action.needs(stages):
             if result.stage != action.stage and takers.setdefault(result, action) != action:
                 both = f"{takers[result]} and for {action}"
-                raise ScheduleError(f"stage {action.stage} needs {result} for {both}; it is sent once")
+                raise ScheduleError(f"stage {action.stage} needs {result} for {both}, but it is sent only once")
     return takers
 
 
 def busy_workers(plan: Plan) -> dict[Action, int]:
-    """By action, the most workers that compute at a time while it does, its own included."""
+    """By action, the maximum number of workers that compute at the same time, including its own."""
     spans = [span for line in plan.spans for span in line]
     busy = {time: sum(span.start <= time < span.end for span in spans) for time in {span.start for span in spans}}
     return {own.action: max((busy[time] for time in busy if own.start <= time < own.end), default=1) for own in spans}
@@ -112,13 +112,14 @@ def ideal_bubble(stages: int, micro_batches: int) -> float:
 def _check_complete(programs: Programs) -> tuple[dict[int, int], dict[Result, Action]]:
     """The worker of each stage, and the action that computes each result.
 
-    All that is needed and every weight gradient must be computed, once, and on its own stage before it is needed.
+    Checks that every needed result and every weight gradient is computed exactly once, and that a stage computes its
+    own results before it needs them.
     """
     owners: dict[int, int] = {}
     producers: dict[Result, Action] = {}
     order: dict[Action, int] = {}
     if not programs:
-        raise ScheduleError("a schedule without workers trains nothing; give at least 1 stage")
+        raise ScheduleError("the schedule has no workers; give at least 1 stage")
     for worker, program in enumerate(programs):
         if not program:
             raise ScheduleError(f"worker {worker} has no actions; give every worker a stage and micro-batches")
@@ -126,9 +127,9 @@ def _check_complete(programs: Programs) -> tuple[dict[int, int], dict[Result, Ac
     for place, (worker, action) in enumerate(actions):
         stage = action.stage
         if stage < 0 or action.micro_batch < 0:
-            raise ScheduleError(f"stage {stage} runs {action}; stages and micro-batches count from 0")
+            raise ScheduleError(f"stage {stage} runs {action}; stages and micro-batches are numbered from 0")
         if owners.setdefault(stage, worker) != worker:
-            raise ScheduleError(f"stage {stage} belongs to one worker, and {owners[stage]} and {worker} both run it")
+            raise ScheduleError(f"stage {stage} is run by workers {owners[stage]} and {worker}; give it to one worker")
         if order.setdefault(action, place) != place:
             raise ScheduleError(f"stage {stage} runs {action} twice; every action runs once")
         for result in action.results:
@@ -154,18 +155,18 @@ def _check_complete(programs: Programs) -> tuple[dict[int, int], dict[Result, Ac
 
 
 def _check_links(programs: Programs, owners: dict[int, int], takers: dict[Result, Action]) -> dict[Link, list[Result]]:
-    """What goes over each link, in order. Messages carry no names, so both ends must agree on the order."""
+    """The messages over each link, in order. Messages carry no names, so both ends must expect the same order."""
     messages: dict[Link, list[Result]] = defaultdict(list)
     for worker, program in enumerate(programs):
         for result in itertools.chain.from_iterable(action.results for action in program):
             receiver = owners[takers[result].stage] if result in takers else worker
             if receiver != worker:
                 messages[worker, receiver, result.kind].append(result)
-    needed = {result: place for place, result in enumerate(takers)}  # in the order in which workers need them
+    needed = {result: place for place, result in enumerate(takers)}  # in the order in which the workers need them
     for link, sent in messages.items():
         for given, wanted in zip(sent, sorted(sent, key=needed.__getitem__), strict=True):
             if given != wanted:
-                where = f"stage {given.stage} sends {given} where its neighbour on worker {link[1]}"
+                where = f"stage {given.stage} sends {given} where worker {link[1]}"
                 what = f"{wanted} of stage {wanted.stage}" if wanted.stage != given.stage else str(wanted)
                 raise ScheduleError(f"{where} expects {what}; both ends of a link must agree on the order")
     return dict(messages)
@@ -178,7 +179,7 @@ def _run(
     ended: dict[Action, float] = {}
     spans: list[list[Span]] = [[] for _ in programs]
     while True:
-        waits: dict[int, tuple[Action, Result]] = {}  # by worker, the action that cannot start, and what it lacks
+        waits: dict[int, tuple[Action, Result]] = {}  # by worker, the action that cannot start, and what it waits for
         ended_before = len(ended)
         for worker, program in enumerate(programs):
             for action in program[len(spans[worker]) :]:
@@ -202,11 +203,11 @@ def _run(
 
 
 def _live(program: Iterable[Action]) -> Iterator[int]:
-    """How many micro-batches' activations are kept after each action."""
+    """After each action, the number of micro-batches whose activations are kept."""
     shares: dict[tuple[int, int], float] = defaultdict(float)
     for action in program:
         key = action.stage, action.micro_batch
         shares[key] += action.keeps
-        if shares[key] < 1e-9:  # rounding may keep a sum from being zero
+        if shares[key] < 1e-9:  # not 0: the sum may have a rounding error
             del shares[key]
         yield len(shares)

@@ -1,11 +1,8 @@
-"""Pipeline schedules: what each worker computes, in order, as plain lists.
+"""Pipeline schedules: the actions of each worker, in order, as plain lists.
 
 A schedule is a function of (worker, workers, micro-batches) that returns the worker's list of actions. The same lists
-are printed and drawn (`distlab.show_schedule`), checked and costed (`plan`), and executed (`executor`). To add one,
-write its function under `@schedule`.
-
-In the drawings each column is a tick, F a forward and B a whole backward pass, I its part for the input and W that for
-the weights, for two workers and few micro-batches; ' marks the second stage of a worker.
+are printed and drawn (`distlab.show_schedule`), checked and simulated (`plan`), and executed (`executor`). To add a
+schedule, write its function and decorate it with `@schedule`.
 """
 
 from collections import Counter
@@ -21,12 +18,12 @@ DEFAULT_CHUNKS = 2  # of `interleaved`
 
 @dataclass(frozen=True)
 class Schedule:
-    """A schedule, and what it asks of a run."""
+    """A schedule and its requirements."""
 
     order: Callable[..., list[Action]]
-    stages_per_worker: int  # 0: as many as the run asks for
-    fits: Callable[[int, int], bool]  # (workers, micro-batches)
-    needs: str  # what it needs to fit, in terms of {workers}
+    stages_per_worker: int  # 0: the run chooses
+    fits: Callable[[int, int], bool]  # (workers, micro-batches) -> whether the schedule supports them
+    needs: str  # the numbers of micro-batches that it supports, in terms of {workers}
 
 
 SCHEDULES: dict[str, Schedule] = {}
@@ -39,7 +36,7 @@ def schedule(
     fits: Callable[[int, int], bool] = lambda workers, micro_batches: True,
     needs: str = "",
 ) -> Callable[[Callable[..., list[Action]]], Callable[..., list[Action]]]:
-    """Register a schedule for `--schedule`, under its function's name with dashes."""
+    """Register a schedule for `--schedule`, under its function's name with dashes for underscores."""
 
     def register(order: Callable[..., list[Action]]) -> Callable[..., list[Action]]:
         SCHEDULES[order.__name__.replace("_", "-")] = Schedule(order, stages_per_worker, fits, needs)
@@ -49,12 +46,12 @@ def schedule(
 
 
 def schedule_names() -> list[str]:
-    """All that `all_stages` takes."""
+    """All names that `all_stages` accepts."""
     return [*SCHEDULES, *ALIASES]
 
 
 def stages_per_worker(name: str, chunks: int = DEFAULT_CHUNKS) -> int:
-    """How many stages each worker of a schedule holds; `chunks` where that can be chosen."""
+    """How many stages each worker of a schedule holds; `chunks` if the schedule lets the run choose."""
     return SCHEDULES[ALIASES.get(name, name)].stages_per_worker or chunks
 
 
@@ -62,10 +59,10 @@ def all_stages(name: str, workers: int, micro_batches: int, chunks: int = DEFAUL
     """All workers' lists of the schedule `name`, one of `schedule_names()`.
 
     Args:
-        chunks: stages of each worker, where the schedule leaves the choice.
+        chunks: stages of each worker, if the schedule lets the run choose.
 
     Raises:
-        InputError: the schedule cannot do so many micro-batches with so many workers.
+        InputError: the schedule does not support this number of micro-batches with this number of workers.
     """
     found = SCHEDULES[ALIASES.get(name, name)]
     what = f"--schedule {name} on {workers} workers, with --micro-batches {micro_batches}"
@@ -80,7 +77,7 @@ def _sizes(workers: int) -> dict[str, int]:
 
 @schedule()
 def naive(stage: int, stages: int, micro_batches: int) -> list[Action]:
-    """One micro-batch passes all stages forward and back before the next one enters."""
+    """Each micro-batch passes forward and backward through all stages before the next one starts."""
     return [action for k in range(micro_batches) for action in (Forward(stage, k), Backward(stage, k))]
 
 
@@ -88,18 +85,18 @@ def naive(stage: int, stages: int, micro_batches: int) -> list[Action]:
 def gpipe(stage: int, stages: int, micro_batches: int) -> list[Action]:
     """All forward passes, then all backward passes (Huang et al., arXiv 1811.06965).
 
-    The paper runs the backward passes from the last micro-batch to the first. From the first to the last, as here,
-    takes as long, and adds up the gradients in the order in which one process does.
+    The paper runs the backward passes from the last micro-batch to the first. This function runs them from the first
+    to the last, which takes as long, and adds up the gradients in the same order as one process.
     """
     return [kind(stage, k) for kind in (Forward, Backward) for k in range(micro_batches)]
 
 
 @schedule()
 def dapple(stage: int, stages: int, micro_batches: int) -> list[Action]:
-    """A few forward passes, then one backward and one forward in turn; also called 1F1B (Fan et al., arXiv 2007.01045).
+    """A few forward passes, then one backward and one forward alternately, or 1F1B (Fan et al., arXiv 2007.01045).
 
-    A stage runs ahead just until the first gradient returns, so it never keeps the activations of more micro-batches
-    than there are stages from it on.
+    A stage runs ahead only until its first gradient arrives, so stage s of p keeps the activations of at most p - s
+    micro-batches.
     """
     passes = gpipe(stage, stages, micro_batches)
     forwards, backwards = passes[:micro_batches], passes[micro_batches:]
@@ -114,10 +111,10 @@ def dapple(stage: int, stages: int, micro_batches: int) -> list[Action]:
     needs="a multiple of {workers}",
 )
 def interleaved(worker: int, workers: int, micro_batches: int, chunks: int) -> list[Action]:
-    """Each worker has several stages, `workers` apart, and a bubble that is shorter by as much.
+    """Each worker holds `chunks` stages, `workers` apart; the bubble is `chunks` times shorter than DAPPLE's.
 
-    Groups of `workers` micro-batches pass its first stage, then its second, and so on; back in reverse. Messages are
-    `chunks` times as many (Narayanan et al., arXiv 2104.04473, §2.2).
+    Groups of `workers` micro-batches pass the worker's first stage, then its second, and so on; backward in reverse
+    order. There are about `chunks` times as many messages (Narayanan et al., arXiv 2104.04473, §2.2).
     """
     passes = range(micro_batches * chunks)
 
@@ -134,9 +131,9 @@ def interleaved(worker: int, workers: int, micro_batches: int, chunks: int) -> l
 
 @schedule(fits=lambda workers, micro_batches: micro_batches >= workers, needs="{workers} or more")
 def zb_h1(stage: int, stages: int, micro_batches: int) -> list[Action]:
-    """DAPPLE whose workers do weight gradients when they would be idle (Qi et al., arXiv 2401.10241, §2.1).
+    """DAPPLE, but workers compute weight gradients when they would be idle (Qi et al., arXiv 2401.10241, §2.1).
 
-    It keeps no more activations than DAPPLE's first stage.
+    No stage keeps more activations than DAPPLE's first stage.
     """
     p, r, m = stages, stage, micro_batches
     phases = ("F", p - 1 - r), ("F I", r), ("F I W", m - p + 1), ("I W", p - 1 - r), ("W", r)
@@ -148,9 +145,10 @@ def zb_h1(stage: int, stages: int, micro_batches: int) -> list[Action]:
     needs="{twice_less_1} or more",
 )
 def zb_h2(stage: int, stages: int, micro_batches: int) -> list[Action]:
-    """More forward passes first, so that only the ends of a step idle: nothing, where steps run on (the same, §2.2).
+    """Runs more forward passes first, so that workers idle only at the start and the end of a step.
 
-    The first stage keeps the activations of 2 `stages` - 1 micro-batches.
+    If the next step started without waiting, there would be no idle time at all (the same paper, §2.2). The first stage
+    keeps the activations of 2 `stages` - 1 micro-batches.
     """
     p, r, m = stages, stage, micro_batches
     ahead = 2 * (p - r) - 1
@@ -159,9 +157,9 @@ def zb_h2(stage: int, stages: int, micro_batches: int) -> list[Action]:
 
 @schedule(stages_per_worker=2)
 def zb_v(worker: int, workers: int, micro_batches: int) -> list[Action]:
-    """Worker r has the stages r and 2p - 1 - r: down and up again, in a V, so that the loss is on worker 0.
+    """Worker r holds the stages r and 2p - 1 - r. Micro-batches pass the workers in a V, and the loss is on worker 0.
 
-    Activations are kept for as long on all workers, those of p micro-batches (the same, §6; arXiv 2405.15362).
+    Every worker keeps the activations of p micro-batches (the same paper, §6; arXiv 2405.15362).
     """
     p, r, m = workers, worker, max(2 * workers - 1, micro_batches)
     letters = ["F0"] * (2 * (p - r) - 1) + ["F1", "F0"] * r + ["F1", "I1", "W1"] * (p - r)
@@ -182,7 +180,7 @@ def zb_v(worker: int, workers: int, micro_batches: int) -> list[Action]:
     needs="{twice} or more",
 )
 def dualpipe_v(worker: int, workers: int, micro_batches: int) -> list[Action]:
-    """The same V, with whole backward passes where nobody waits for the gradient (DeepSeek-V3, arXiv 2412.19437)."""
+    """The same V, with whole backward passes where no stage waits for the gradient (DeepSeek-V3, arXiv 2412.19437)."""
     p, r, m = workers, worker, micro_batches
     back = ["B1", "B0"] * (r + 1)
     back = back[: r + 1] + [letter.replace("B", "I") for letter in back[r + 1 :]]
@@ -192,13 +190,13 @@ def dualpipe_v(worker: int, workers: int, micro_batches: int) -> list[Action]:
 
 
 def _write_out(phases: Iterable[tuple[str, int]], stages: Sequence[int]) -> list[Action]:
-    """Actions from letters, as in ("F0 I1 W", 3): three times these, on the worker's first, second and oldest stage.
+    """Actions from phases like ("F0 I1 W", 3): three times F on the worker's first stage, I on its second, and W.
 
-    Each kind of action takes a stage's micro-batches in order; a "W" without a stage is that of the oldest "I".
+    Each kind of action takes a stage's micro-batches in order. A "W" without a stage belongs to the oldest pending "I".
     """
     actions: list[Action] = []
     micro_batches: Counter[tuple[type[Action], int]] = Counter()
-    pending: list[Action] = []  # of the backward passes in two parts, the first parts
+    pending: list[Action] = []  # each "I" whose "W" is still to come
     for letter in [letter for phase, times in phases for letter in phase.split() * times]:
         kind = KINDS[letter[0]]
         if kind is BackwardWeight and len(stages) > 1 and len(letter) == 1:

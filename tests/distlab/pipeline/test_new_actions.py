@@ -292,7 +292,7 @@ def actions(stage: int, names: str) -> list[Action]:
         ([actions(0, "F0 R0 B0")], "stage 0 computes the graph of micro-batch 0 twice, in F0 and in R0"),
         (
             [actions(0, "F0 F1 B0 B1"), actions(1, "F0 F1 J1 J0 V0 V1")],
-            "stage 1 sends the gradients of micro-batch 1 where its neighbour on worker 0 expects "
+            "stage 1 sends the gradients of micro-batch 1 where worker 0 expects "
             "the gradients of micro-batch 0; both ends of a link must agree on the order",
         ),
         (
@@ -300,7 +300,7 @@ def actions(stage: int, names: str) -> list[Action]:
                 actions(0, "F0") + actions(2, "F0") + actions(0, "F1") + actions(2, "F1 B0 B1") + actions(0, "B0 B1"),
                 actions(1, "F0 F1") + actions(3, "F0 F1 J0 V0 B1") + actions(1, "B0 B1"),
             ],
-            "stage 2 sends the activations of micro-batch 0 where its neighbour on worker 1 expects "
+            "stage 2 sends the activations of micro-batch 0 where worker 1 expects "
             "the activations of micro-batch 1 of stage 0; both ends of a link must agree on the order",
         ),
     ],
@@ -326,11 +326,11 @@ def test_a_pipeline_refuses_when_it_is_built_what_it_cannot_run() -> None:
     both = actions(0, "F0") + actions(1, "F0 B0") + actions(0, "B0")
     nets = {stage: build_stage(stage, (1, 1), VOCAB, **OPTIONS) for stage in (0, 1)}
     for given, held in ((nets[0], [0]), ({0: nets[0]}, [0]), ({1: nets[1]}, [1]), ({**nets, 2: nets[0]}, [0, 1, 2])):
-        with pytest.raises(InputError, match=re.escape(f"worker 0 runs the stages [0, 1], and has modules for {held}")):
+        with pytest.raises(InputError, match=re.escape(f"worker 0 runs the stages [0, 1] but has modules for {held}")):
             one_rank(given, [both])
-    with pytest.raises(InputError, match=re.escape("stage 0 cannot run M0: Mystery has no method run")):
+    with pytest.raises(InputError, match=re.escape("stage 0 cannot run M0: Mystery does not implement run")):
         one_rank(nets[0], [actions(0, "F0 M0")])
-    with pytest.raises(InputError, match="the schedule is for 1 workers, and the pipeline has 2"):
+    with pytest.raises(InputError, match="the schedule is for 1 workers but the pipeline has 2"):
         one_rank(nets, [both], pp=2)
     with pytest.raises(ScheduleError, match="stage 1 runs B0 before F0"):
         one_rank(nets, [actions(0, "F0") + actions(1, "B0 F0") + actions(0, "B0")])

@@ -123,22 +123,22 @@ def test_two_stages_per_worker_halve_the_bubble() -> None:
         ([passes(0, "F0 B1 F1 B0")], "stage 0 runs B1 before F1"),
         (
             [passes(0, "F0 B0"), passes(0, "F1 B1")],
-            "stage 0 belongs to one worker, and 0 and 1 both run it",
+            "stage 0 is run by workers 0 and 1; give it to one worker",
         ),
-        ([], "a schedule without workers trains nothing; give at least 1 stage"),
+        ([], "the schedule has no workers; give at least 1 stage"),
         ([passes(0, "F0 B0"), []], "worker 1 has no actions; give every worker a stage and micro-batches"),
         (
             [[Forward(0, 0), Backward(0, 0), Forward(0, -1), Backward(0, -1)]],
-            "stage 0 runs F-1; stages and micro-batches count from 0",
+            "stage 0 runs F-1; stages and micro-batches are numbered from 0",
         ),
         (
             [passes(0, "F0 F1 B0 B1"), passes(1, "F1 F0 B0 B1")],
-            "stage 0 sends the activations of micro-batch 0 where its neighbour on worker 1 expects "
+            "stage 0 sends the activations of micro-batch 0 where worker 1 expects "
             "the activations of micro-batch 1; both ends of a link must agree on the order",
         ),
         (
             [passes(0, "F0 F1 B1 B0"), passes(1, "F0 F1 B0 B1")],
-            "stage 1 sends the gradients of micro-batch 0 where its neighbour on worker 0 expects "
+            "stage 1 sends the gradients of micro-batch 0 where worker 0 expects "
             "the gradients of micro-batch 1; both ends of a link must agree on the order",
         ),
         (

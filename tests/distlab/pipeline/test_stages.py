@@ -59,7 +59,7 @@ def test_no_other_split_has_a_faster_slowest_stage(vocab_size: int) -> None:
 
 def test_too_many_stages() -> None:
     sentence = (
-        "5 stages for --n-layers 2: all stages but the first and the last need a layer; "
+        "5 stages for --n-layers 2: every stage except the first and the last needs a layer; "
         "give at most 4 stages, or more layers"
     )
     with pytest.raises(InputError, match=f"^{re.escape(sentence)}$"):
@@ -74,12 +74,12 @@ def test_read_split(text: str, split: Split) -> None:
 @pytest.mark.parametrize(
     ("text", "sentence"),
     [
-        ("3,x,1", "give a number for each stage, like 3,2,1"),
-        ("", "give a number for each stage, like 3,2,1"),
-        ("3,,3", "give a number for each stage, like 3,2,1"),
+        ("3,x,1", "give one number for each stage, like 3,2,1"),
+        ("", "give one number for each stage, like 3,2,1"),
+        ("3,,3", "give one number for each stage, like 3,2,1"),
         ("3,3", "2 numbers for 3 stages; give one for each"),
-        ("2,2,1", "the stages must share all of --n-layers 6, and these add up to 5"),
-        ("3,0,3", "a stage without layers must hold the embedding or the head, so be first or last"),
+        ("2,2,1", "the numbers must add up to --n-layers 6, but add up to 5"),
+        ("3,0,3", "only the first or the last stage, with the embedding or the head, may have no layers"),
     ],
 )
 def test_a_bad_split_is_refused_with_its_sentence(text: str, sentence: str) -> None:
@@ -94,7 +94,7 @@ def test_a_negative_share_is_refused(text: str) -> None:
 
 
 def test_a_lone_stage_needs_a_layer() -> None:
-    with pytest.raises(InputError, match="a stage without layers"):
+    with pytest.raises(InputError, match="may have no layers"):
         read_split("0", 0, 1)
 
 
