@@ -186,8 +186,7 @@ def recorded_nccl(rank: int, size: int) -> Iterator[RecordedNCCL]:
         patch("distlab.comm.devices.own_place", lambda *_: None)
         patch("distlab.comm.devices.pick_device", lambda *_: GPU)
         patch("distlab.rendezvous.ranks.open_store", lambda *_: None)
-        patch("distlab.rendezvous.ranks.publish_place", lambda *_: None)
-        patch("distlab.rendezvous.ranks.agree", lambda store, rank, size, same, decide, *_: decide())
+        patch("distlab.rendezvous.ranks.agree", lambda store, rank, size, place, same, decide, *_: decide())
         patch("distlab.rendezvous.ranks.read_places", lambda *_: [Place("here", (f"GPU-{r}",)) for r in range(size)])
         patch("distlab.rendezvous.notices.notices.open", lambda *_, **__: None)
         yield nccl

@@ -65,12 +65,16 @@ def agree(
     store: dist.Store,
     rank: int,
     size: int,
+    place: Place,
     settings: dict[str, Any],
     decide: Callable[[], dict[str, Any]],
     timeout_seconds: float,
     say: Say,
 ) -> dict[str, Any]:
     """Wait for all ranks, compare their settings, and return what rank 0's `decide()` returned.
+
+    `place` is where this rank computes. `decide` can read the places of all ranks with `read_places`, and so can every
+    rank afterwards.
 
     Raises:
         InputError: two processes have the same rank, a rank was started with other settings, or one did not join
@@ -83,6 +87,7 @@ def agree(
         f"rank {rank} is taken: another process joined this run with it, and may have ended since; give each rank one "
         "process, and after a failure start all ranks again",
     )
+    shared.set(f"place/{rank}", json.dumps([place.host, place.gpus]))  # first: rank 0 waits for the settings only
     shared.set(f"settings/{rank}", json.dumps(settings))
     if rank > 0:
         try:
@@ -108,13 +113,8 @@ def agree(
     return verdict["decided"]
 
 
-def publish_place(store: dist.Store, rank: int, place: Place) -> None:
-    """Tell the others where this rank computes; before `agree`."""
-    ranks_store(_timeout_of(store), store=store).set(f"place/{rank}", json.dumps([place.host, place.gpus]))
-
-
 def read_places(store: dist.Store, size: int) -> list[Place]:
-    """Where all ranks compute, by rank; after `agree`."""
+    """Where all ranks compute, by rank; once all have joined."""
     keys = [f"place/{rank}" for rank in range(size)]
     told = ranks_store(_timeout_of(store), store=store).ask(lambda: store.multi_get(keys))
     return [Place(host, tuple(gpus)) for host, gpus in map(json.loads, told)]

@@ -90,14 +90,14 @@ class Run(Generic[SettingsT]):
         address = os.environ.get("MASTER_ADDR", settings.master_addr) if by_torchrun else settings.master_addr
         port = settings.master_port or 29500
         store = rendezvous.open_store(rank, settings.master_addr, port, seconds, say)
-        rendezvous.publish_place(store, rank, devices.own_place(self._device_type, address))
+        place = devices.own_place(self._device_type, address)
         same = {"the script": script.name} | {as_flag(name): value for name, value in as_json(settings).items()}
 
         def decide_all() -> dict[str, Any]:
             backend = devices.pick_backend(settings.backend, rendezvous.read_places(store, size))
             return {"backend": backend, **decide(settings, script)}
 
-        decided = rendezvous.agree(store, rank, size, same, decide_all, seconds, say)
+        decided = rendezvous.agree(store, rank, size, place, same, decide_all, seconds, say)
         self._take_place(rendezvous.read_places(store, size))
         backend = decided["backend"]
         devices.keep_to_interface(address, on_one_host=by_torchrun and self._local_ranks == size)

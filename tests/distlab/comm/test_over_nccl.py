@@ -44,6 +44,13 @@ def test_nccl_gets_only_tensors_of_the_gpu_and_all_ranks_end(case: str, tmp_path
     assert stuck(calls) == []
 
 
+@pytest.mark.parametrize("case", sorted({*PIPELINES} - {"naive"}))  # which posts nothing ahead
+def test_communicators_are_set_up_before_the_first_forward_pass(case: str, tmp_path: Path) -> None:
+    for own in record(*PIPELINES[case], tmp_path):
+        first = next(index for index, call in enumerate(own) if call.what == "forward")
+        assert {*map(communicator, own)} - {*map(communicator, own[:first])} == set()
+
+
 def test_receives_that_are_posted_before_kernels_are_loaded_are_found_to_hang(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -13,8 +13,9 @@ import pytest
 import torch.distributed as dist
 from processes import free_port, run_ranks
 
+from distlab.comm.devices import Place
 from distlab.comm.waits import TrafficError
-from distlab.rendezvous.ranks import agree, open_store
+from distlab.rendezvous.ranks import agree, open_store, read_places
 from distlab.rendezvous.store import listen_at
 from simplellm.errors import InputError
 
@@ -27,7 +28,9 @@ def join(rank: int, port: int, size: list[int], settings: list[Settings], seats:
     store = open_store(rank, "localhost", port, 20, lambda _: None)
     remarks: list[str] = []
     try:
-        decided = agree(store, seats[rank], size[rank], settings[rank], lambda: {"data": "sample"}, 3, remarks.append)
+        place, decide = Place(f"host of process {rank}"), lambda: {"data": "sample"}
+        decided = agree(store, seats[rank], size[rank], place, settings[rank], decide, 3, remarks.append)
+        assert read_places(store, size[rank])[seats[rank]] == place, "not that of a process that was refused"
         outcome = f"agreed on {decided['data']}"
     except InputError as error:
         outcome = str(error)
@@ -96,7 +99,7 @@ def test_a_rank_0_that_stops_after_another_has_connected_is_not_waited_for() -> 
         assert holder.pid is not None
         os.kill(holder.pid, signal.SIGSTOP)
         with pytest.raises(TrafficError, match="rank 0 does not answer: it is stopped"):
-            agree(store, 1, 2, {}, dict, 1, lambda _: None)
+            agree(store, 1, 2, Place("here"), {}, dict, 1, lambda _: None)
         os.kill(holder.pid, signal.SIGCONT)
         assert store.check(["seat/1"]), "the call that was left behind has ended"
     finally:
@@ -117,7 +120,7 @@ def test_ctrl_c_ends_a_wait_for_a_rank_0_that_is_stopped() -> None:
         asked.start()
         started = time.monotonic()
         with pytest.raises(KeyboardInterrupt):
-            agree(store, 1, 2, {}, dict, 60, lambda _: None)
+            agree(store, 1, 2, Place("here"), {}, dict, 60, lambda _: None)
         assert time.monotonic() - started < 10
         os.kill(holder.pid, signal.SIGCONT)
     finally:
@@ -150,7 +153,7 @@ def test_a_rank_0_that_ends_after_another_has_connected() -> None:
         holder.kill()
         holder.join()
     with pytest.raises(TrafficError, match=ENDED):
-        agree(store, 1, 2, {}, dict, 10, lambda _: None)
+        agree(store, 1, 2, Place("here"), {}, dict, 10, lambda _: None)
 
 
 def hold_store(port: int) -> None:
