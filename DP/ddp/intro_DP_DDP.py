@@ -9,6 +9,7 @@ what this wrapper does (Li et al., arXiv 2006.15704). The loop is that of one pr
 
 from torch.nn.parallel import DistributedDataParallel
 
+from distlab.comm.traffic import traffic
 from distlab.parallel.data import through_traffic
 from distlab.run.main import main
 from distlab.run.train_settings import DataParallelSettings
@@ -25,7 +26,9 @@ def train(run: TrainingRun[DataParallelSettings]) -> None:
     args = run.settings
     tokenizer = SPTokenizer(args.tokenizer)
     model = LLama(CausalLLama, tokenizer.vocab_size, padding_idx=tokenizer.pad_id, **run.model_options())
-    net = through_traffic(DistributedDataParallel(model))  # the same average, counted in the run's ledger
+    with traffic.named("all ranks to wrap the model"):  # compares the parameters' shapes, and copies rank 0's values
+        wrapped = DistributedDataParallel(model)
+    net = through_traffic(wrapped)  # the same average, counted in the run's ledger
     stories = TinyStories(tokenizer, **run.data_options(), rank=run.rank, num_replicas=run.world_size)
     optimizer = run.optimizer(net)
     run.track(net, optimizer)

@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
+from distlab.comm.traffic import traffic
 from distlab.parallel.data import check_parameter_closeness, through_traffic
 from distlab.run.main import main
 from distlab.run.run import Run
@@ -37,7 +38,9 @@ def train(run: Run[ParallelMLPSettings]) -> None:
     config = run.settings
     train_set, test_set = gen_dataset(config, device=run.device)
     net = MLP(config).to(run.device)
-    model = through_traffic(DistributedDataParallel(net))  # the same average, counted in the run's ledger
+    with traffic.named("all ranks to wrap the model"):
+        wrapped = DistributedDataParallel(net)
+    model = through_traffic(wrapped)  # the same average, counted in the run's ledger
     optimizer = torch.optim.SGD(model.parameters(), lr=config.lr)
 
     global_batch = run.world_size * config.batch_size
