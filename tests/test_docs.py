@@ -7,6 +7,8 @@ from collections.abc import Iterator
 import pytest
 from processes import LAB
 
+pytestmark = pytest.mark.quick
+
 FOLDERS = ("src", "primer", "DP", "PP", "TP", "hybrid", "collectives", "mpi")
 PAGE = LAB / "docs/troubleshooting.md"
 VALUE = "\0"  # in a message of the source, in place of what differs from run to run

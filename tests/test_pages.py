@@ -14,6 +14,8 @@ from distlab.run.train_settings import HybridSettings, TrainSettings
 from distlab.show_schedule import Request, show
 from simplellm.errors import InputError
 
+pytestmark = pytest.mark.quick
+
 HIDDEN = "runs", "build"
 PAGES = sorted(
     page.relative_to(LAB)

@@ -20,6 +20,7 @@ def many_processes(
     return train_on(world_size, script, out, "--world-size", str(world_size), *flags)
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("world_size", [1, 2, 3, 5])
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_is_the_run_of_one_process(script: str, world_size: int, one_process: OneProcess, tmp_path: Path) -> None:

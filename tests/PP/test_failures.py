@@ -224,6 +224,7 @@ def test_a_stopped_rank_ends_with_a_launcher_that_is_killed(tmp_path: Path) -> N
 FIRST = r"first not finite is the output of model\.layers\.\d\.\S+ \(\w+\)"
 
 
+@pytest.mark.quick
 def test_a_loss_that_is_no_number_ends_all_ranks(tmp_path: Path) -> None:
     end = fork_launcher("hybrid", *FOUR_RANKS, *TINY, "--lr", "1e30", "--out", tmp_path).finish()
     where = r", on rank 0 \(stage 0 of replica 0\)"
@@ -235,6 +236,7 @@ def test_a_loss_that_is_no_number_ends_all_ranks(tmp_path: Path) -> None:
     assert steps == ["0"]
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize(
     ("script", "world_size", "where"),
     [

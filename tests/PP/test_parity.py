@@ -5,6 +5,8 @@ from pathlib import Path
 import pytest
 from chapters import OneProcess, State, assert_equal, train_on
 
+pytestmark = pytest.mark.quick
+
 NAIVE = "PP/1F1B/intro_PP_1F1B.py"
 MICRO_BATCHES = "PP/microbatches/intro_PP_microbatches.py"
 HYBRID = "hybrid/intro_hybrid.py"

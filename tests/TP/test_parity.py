@@ -61,6 +61,7 @@ def test_is_the_run_of_one_process(ranks: int, flags: str, one_process: OneProce
     assert_sent(tmp_path, *bytes_per_layer(style, ranks, 2, 25, 48, 4, "sequence" in flags))
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize(("dp", "pp", "tp"), [(2, 2, 1), (2, 1, 2), (2, 2, 2), (1, 3, 2), (1, 2, 3)])
 def test_three_dimensions_are_the_run_of_one_process(
     dp: int, pp: int, tp: int, one_process: OneProcess, tmp_path: Path

@@ -13,6 +13,8 @@ from simplellm.errors import InputError
 from simplellm.samplers import BatchSampler
 from simplellm.tokenizers import SPTokenizer
 
+pytestmark = pytest.mark.quick
+
 
 def test_reviews_are_pure_balanced_and_not_repeated_in_validation() -> None:
     def work() -> None:

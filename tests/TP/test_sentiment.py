@@ -83,6 +83,7 @@ def train(
     return [record["loss"] for record in records], [gradients for gradients, _ in ended], said
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize(("world_size", "tp"), [(2, 1), (2, 2), (4, 2), (4, 1)])
 def test_is_the_run_of_one_process_at_the_same_global_batch(world_size: int, tp: int, tmp_path: Path) -> None:
     sgd = "--optimizer sgd --lr 0.1 --bsz 14".split()  # 14 rows do not divide by 4 replicas

@@ -11,6 +11,8 @@ from distlab.pipeline.schedules import SCHEDULES, stages_per_worker
 from distlab.show_schedule import Request, show
 from simplellm.errors import InputError
 
+pytestmark = pytest.mark.quick
+
 
 def test_table_and_costs() -> None:
     assert list(show(Request("dapple", stages=2, micro_batches=2))) == [

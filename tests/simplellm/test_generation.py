@@ -15,6 +15,8 @@ from simplellm.generation import TextStream, prompt_ids
 from simplellm.stories import story
 from simplellm.tokenizers import SPTokenizer
 
+pytestmark = pytest.mark.quick
+
 SHIPPED = SPTokenizer()
 
 

@@ -9,6 +9,8 @@ from torch import Tensor
 from simplellm.initial_weights import initial_weight, initialize
 from simplellm.llama import CausalLLama, LLama, LLamaStage
 
+pytestmark = pytest.mark.quick
+
 NAME = "model.layers.1.mlp.up_proj.weight"
 SIZES: dict[str, Any] = {"dmodel": 32, "num_heads": 4, "n_layers": 3, "ctx_size": 8}
 

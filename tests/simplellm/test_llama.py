@@ -16,6 +16,8 @@ from simplellm.errors import InputError
 from simplellm.llama import CausalLLama, LLama, LLamaFirstStage, LLamaLastStage, LLamaStage
 from simplellm.losses import causalLLMLoss
 
+pytestmark = pytest.mark.quick
+
 VOCAB_SIZE = 50
 SIZES: dict[str, Any] = {"dmodel": 24, "num_heads": 4, "n_layers": 4, "ctx_size": 16}
 

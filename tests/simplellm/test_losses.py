@@ -8,6 +8,8 @@ from torch import Tensor
 from simplellm.errors import InputError
 from simplellm.losses import causalLLMLoss
 
+pytestmark = pytest.mark.quick
+
 VOCAB_SIZE = 17
 
 

@@ -5,6 +5,8 @@ import pytest
 from simplellm.errors import InputError
 from simplellm.samplers import BatchSampler
 
+pytestmark = pytest.mark.quick
+
 
 def epoch(sampler: BatchSampler, steps: int) -> list[list[int]]:
     return [next(sampler).tolist() for _ in range(steps)]

@@ -13,6 +13,8 @@ import pytest
 from simplellm import stories
 from simplellm.stories import parse, plots, story
 
+pytestmark = pytest.mark.quick
+
 SAMPLE = [story(index) for index in range(2000)]
 
 

@@ -17,6 +17,8 @@ from simplellm.stories import story
 from simplellm.tokenizer_json import as_tokenizer_json
 from simplellm.tokenizers import SHIPPED_MODEL, SPTokenizer
 
+pytestmark = pytest.mark.quick
+
 TEXTS = [
     "",
     " ",

@@ -27,6 +27,8 @@ from simplellm.errors import InputError
 from simplellm.llama import CausalLLama, LLama
 from simplellm.tokenizers import SHIPPED_MODEL
 
+pytestmark = pytest.mark.quick
+
 SHAPE = {"dmodel": 32, "num_heads": 4, "num_kv_heads": 2, "hidden_dim": 40, "n_layers": 2, "ctx_size": 30}
 SENTENCE = "no whole checkpoint is there"
 

@@ -105,6 +105,7 @@ def check_all(endpoint: Endpoint = dist) -> int:
     return compared
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("size", range(1, 10))
 def test_in_the_simulated_world(size: int) -> None:
     assert all(SimulatedWorld(size).run(check_all))

@@ -12,6 +12,8 @@ from distlab.collectives.costs import CostModel, bytes_of_a_message, predict, wh
 from distlab.collectives.ring import SEGMENT_BYTES
 from distlab.collectives.simulation import Link
 
+pytestmark = pytest.mark.quick
+
 SIZE_BYTES = 4_000_000
 COSTS = CostModel(Link(0.001, 1e9), math.inf, 4e9)  # of this size: a message takes 5 ms, an addition 1 ms
 MESSAGE, ADDITION, LATENCY = 0.005, 0.001, 0.001

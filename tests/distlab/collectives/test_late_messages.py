@@ -22,6 +22,8 @@ from distlab.collectives import (
     reduce_tree,
 )
 
+pytestmark = pytest.mark.quick
+
 LATE_SECONDS = 0.002
 
 

@@ -10,6 +10,8 @@ from processes import free_port, process_group, run_ranks
 
 from distlab.collectives.ring import AHEAD, Turn, _route, allreduce_ring
 
+pytestmark = pytest.mark.quick
+
 
 @pytest.mark.parametrize(("size", "elements", "step"), [*itertools.product((2, 3, 5), (0, 1, 7, 41, 60), (1, -1))])
 def test_a_rank_receives_what_the_one_before_it_sends(size: int, elements: int, step: int) -> None:

@@ -21,6 +21,8 @@ from distlab.parallel.data import (
     through_traffic,
 )
 
+pytestmark = pytest.mark.quick
+
 
 class Tied(nn.Module):
     """An embedding that is also the head, a frozen layer, and a layer that only some batches use."""

@@ -19,6 +19,8 @@ from distlab.parallel.tp_group import (
     shard_sizes,
 )
 
+pytestmark = pytest.mark.quick
+
 
 def test_shares_are_those_of_tensor_split() -> None:
     for total in (0, 1, 5, 4096):

@@ -11,6 +11,8 @@ from distlab.parallel.vocabulary import VocabularyParallelEmbedding, vocabulary_
 from simplellm.errors import InputError
 from simplellm.losses import causalLLMLoss
 
+pytestmark = pytest.mark.quick
+
 VOCAB = 50  # does not divide by 3
 
 

@@ -8,6 +8,8 @@ from torch import Tensor, nn
 
 from distlab.pipeline.activations import SavedActivations, Stage
 
+pytestmark = pytest.mark.quick
+
 WEIGHT = nn.Parameter(torch.ones(8, 8))
 
 

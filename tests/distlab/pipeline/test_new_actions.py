@@ -39,6 +39,8 @@ from distlab.show_schedule import table
 from simplellm.errors import InputError
 from simplellm.llama import CausalLLama, LLama
 
+pytestmark = pytest.mark.quick
+
 BEGIN = "# Forty lines: the backward pass in two parts, and a schedule with the stages r and 2p - 1 - r on worker r."
 END = "# The forty lines end here."
 INPUT_DONE = "graph without its input"

@@ -22,6 +22,8 @@ from distlab.pipeline.actions import (
 from distlab.pipeline.plan import ScheduleError, busy_workers, ideal_bubble, simulate
 from distlab.pipeline.schedules import all_stages
 
+pytestmark = pytest.mark.quick
+
 SIZES = [(1, 1), (1, 4), (2, 1), (2, 5), (3, 3), (3, 8), (5, 2), (4, 12)]
 
 

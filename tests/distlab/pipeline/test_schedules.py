@@ -15,6 +15,8 @@ from distlab.pipeline.schedules import (
 )
 from simplellm.errors import InputError
 
+pytestmark = pytest.mark.quick
+
 SIZES = [(p, m) for p in range(1, 9) for m in (*range(1, 10), 16)]
 
 

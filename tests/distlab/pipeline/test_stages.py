@@ -15,6 +15,8 @@ from distlab.run.train_settings import PipelineSettings
 from simplellm.errors import InputError
 from simplellm.llama import CausalLLama
 
+pytestmark = pytest.mark.quick
+
 SIZES: dict[str, Any] = {"dmodel": 12, "num_heads": 2, "ctx_size": 8, "hidden_dim": 20}
 
 

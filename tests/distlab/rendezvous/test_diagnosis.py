@@ -17,6 +17,8 @@ from distlab.rendezvous.diagnosis import Diagnosis, Notice, diagnose
 from distlab.run.failure import out_of_memory, refused_by_gpu
 from distlab.run.not_finite import find_cause
 
+pytestmark = pytest.mark.quick
+
 ALL = {0, 1, 2}
 
 

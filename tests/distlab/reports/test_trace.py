@@ -13,6 +13,8 @@ from distlab.reports.timeline import draw, measured_panel
 from distlab.reports.trace import RankTrace, Trace, merge, read_chrome, write_chrome
 from simplellm.errors import InputError
 
+pytestmark = pytest.mark.quick
+
 UNIT = 0.125
 """Seconds; sums of its multiples are exact."""
 

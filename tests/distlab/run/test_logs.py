@@ -9,6 +9,8 @@ import torch
 
 from distlab.run.logs import RankOutput, RunLog, human_bytes, keep_records
 
+pytestmark = pytest.mark.quick
+
 
 def test_a_prefixed_rank_writes_whole_lines_and_says_whose_they_are() -> None:
     terminal = io.StringIO()

@@ -10,6 +10,8 @@ from torch import nn
 
 from distlab.run.optimizers import KINDS, build_optimizer
 
+pytestmark = pytest.mark.quick
+
 
 @pytest.mark.parametrize("name", sorted(KINDS))
 def test_updates_as_torchs_own(name: str) -> None:

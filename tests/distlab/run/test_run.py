@@ -23,6 +23,8 @@ from simplellm.errors import InputError
 from simplellm.losses import causalLLMLoss
 from simplellm.tokenizers import SPTokenizer
 
+pytestmark = pytest.mark.quick
+
 BUILDS_OPTIMIZER = "    optimizer = run.optimizer(nets)\n"  # of a pipeline's script
 SHAPE = [*MODEL, "--data", "sample", "--lr", "0.1", "--optimizer", "sgd"]
 
