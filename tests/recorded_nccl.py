@@ -180,7 +180,7 @@ def recorded_nccl(rank: int, size: int) -> Iterator[RecordedNCCL]:
         patch("torch.cuda.max_memory_allocated", lambda _: 0)
         for read in "item", "tolist", "__bool__", "__int__":  # a GPU's tensor, as if it were full of zeros
             patch(f"torch.Tensor.{read}", zeros(getattr(Tensor, read), nccl.calls))
-        patch("distlab.run.training.build_optimizer", lambda _, parameters, lr: PlainSGD(parameters, lr))
+        patch("distlab.run.training.build_optimizer", lambda _, parameters, lr, *others: PlainSGD(parameters, lr))
         patch("distlab.comm.grid.DeviceMesh", Mesh)
         patch("distlab.comm.devices.pick_device_type", lambda _: "cuda")
         patch("distlab.comm.devices.own_place", lambda *_: None)

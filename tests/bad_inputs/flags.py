@@ -19,9 +19,9 @@ from bad_inputs.files import OVERLONG
 from bad_inputs.inputs import PYTHON, SCRIPTS, BadInput, command_of, defaults_of
 from distlab.run.settings import RunSettings
 
-MAY_BE_ZERO = {"seed", "dropout"}
+MAY_BE_ZERO = {"seed", "dropout", "betas", "weight_decay", "warmup_steps", "min_lr"}
 MAY_BE_NEGATIVE = {"seed"}
-MAY_BE_HUGE = {"lr"}  # it ends with a loss that is no number
+MAY_BE_HUGE = {"lr", "weight_decay", "clip_norm"}  # it ends with a loss that is no number, or never clips
 BAD_TEXT = {
     "data": ["nothing-there.txt", "ghost.parquet", "/", ".", "a.docx", "", OVERLONG + ".txt", "/dev/null", "здесь.txt"],
     "schedule": ["", "GPIPE", "1f1b1b", "нет"],
@@ -49,6 +49,8 @@ def bad_values(name: str, kind: Any) -> list[list[str]]:
     alternatives = [part for part in typing.get_args(kind) if part is not type(None)]
     if typing.get_origin(kind) is Literal:
         return [[value] for value in ("", "nonsense", str(alternatives[0]).upper() + "x", "ü", "0")]
+    if typing.get_origin(kind) is tuple:
+        return [value * len(alternatives) for value in bad_values(name, alternatives[0])] + [["0.5"]]
     if typing.get_origin(kind) is list:
         return bad_values(name, alternatives[0])
     if alternatives:  # or None, which can be asked for by that name
@@ -140,6 +142,9 @@ COMBINATIONS = [  # of flags that are right one by one
     ("deadlock", "--world-size 1", "--world-size"),
     ("race", "--processes 1", "--processes"),
     ("primer", "--seq-len 1", "--seq-len"),
+    ("dp-ga", "--warmup-steps 11 --steps 10", "--warmup-steps"),
+    ("tp", "--lr 1e-3 --min-lr 2e-3 --lr-schedule cosine", "--min-lr"),
+    ("hybrid", "--optimizer sgd --betas 0.9 0.95", "--betas"),
     ("primer", f"--seed {2**63}", "--seed"),
     ("mydp", "--seed -99999999999999999999", "--seed"),
     ("primer", "--timeout 1e9", "--timeout"),

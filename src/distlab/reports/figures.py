@@ -27,6 +27,8 @@ NamedRuns = Annotated[tyro.conf.Positional[list[str]], NAMED_RUNS(help=HELP)]
 TRACED_HELP = f"{HELP} or its trace file; they were started with --trace"
 NamedTraces = Annotated[tyro.conf.Positional[list[str]], NAMED_RUNS(help=TRACED_HELP)]
 Against = Literal["steps", "tokens", "seconds"]
+Recorded = Literal["loss", "lr", "grad_norm"]
+CURVES = {"loss": "loss of the global batch", "lr": "learning rate", "grad_norm": "norm of the gradients"}
 HOLDINGS = (
     style.BLUE,
     style.ORANGE,
@@ -36,18 +38,26 @@ HOLDINGS = (
 
 
 def losses(
-    png: Png, runs: NamedRuns, /, title: str = "Loss of the global batch", smooth: int = 15, against: Against = "steps"
+    png: Png,
+    runs: NamedRuns,
+    /,
+    of: Recorded = "loss",
+    title: str | None = None,
+    smooth: int = 15,
+    against: Against = "steps",
 ) -> None:
-    """The training loss of several runs and, as dots, their validation loss.
+    """The training loss of several runs and, as dots, their validation loss; or another curve of their records.
 
     Later runs are thinner, so that curves which coincide are all seen.
 
     Args:
+        of: what to draw: the loss, the learning rate of each step, or the norm of its gradients before clipping.
         title: line above the figure.
-        smooth: steps of the moving average.
+        smooth: steps of the moving average; a learning rate is drawn as it is.
         against: what the curves run over; seconds are those of the steps, tokens those of all ranks.
     """
     require(smooth >= 1, f"--smooth {smooth}: the mean is of at least 1 step")
+    smooth = 1 if of == "lr" else smooth
     figure, axes = style.subplots(4.4)
     dots: dict[str, Any] = {"linestyle": "none", "marker": "o", "markeredgecolor": style.INK, "markeredgewidth": 0.8}
     has_validation = False
@@ -55,16 +65,18 @@ def losses(
         color = style.SERIES[index % len(style.SERIES)]
         records = read_metrics(run)
         where = places(records, against, run)
-        means = moving_average([record["loss"] for record in records], smooth)
+        means = moving_average(_column(records, of, run), smooth)
         width, dashes = max(1.6, 6 - 3 * index), "--" if index == 2 else "-"
         axes.plot(where, means, label=name, color=color, linewidth=width, linestyle=dashes)
-        validated = [(x, r["validation_loss"]) for x, r in zip(where, records, strict=True) if "validation_loss" in r]
+        dotted = [(x, r) for x, r in zip(where, records, strict=True) if of == "loss" and "validation_loss" in r]
+        validated = [(x, record["validation_loss"]) for x, record in dotted]
         if validated:
             axes.plot(*zip(*validated, strict=True), color=color, **dots)
             has_validation = True
     if has_validation:
         axes.plot([], [], color=style.BACKGROUND, label="validation", **dots)
-    axes.set(title=title, xlabel=against, ylabel=f"loss (mean of {smooth} steps)")
+    label = CURVES[of] if smooth == 1 else f"{of.replace('_', ' ')} (mean of {smooth} steps)"
+    axes.set(title=title or CURVES[of].capitalize(), xlabel=against, ylabel=label)
     axes.xaxis.set_major_formatter("{x:,.10g}")
     axes.legend()
     style.save(figure, png)
@@ -171,6 +183,15 @@ def places(records: list[dict[str, Any]], against: Against, run: Path) -> list[f
         return [float(record["tokens"] if against == "tokens" else record["step"] + 1) for record in records]
     except (KeyError, TypeError, ValueError) as error:
         raise InputError(f"{run / 'metrics.jsonl'}: its records have no {against}, which --against asks for") from error
+
+
+def _column(records: list[dict[str, Any]], name: Recorded, run: Path) -> list[float]:
+    """One value of each record; `InputError` if they have none."""
+    try:
+        return [float(record[name]) for record in records]
+    except (KeyError, TypeError, ValueError) as error:
+        needed = "; the run needs --clip-norm" if name == "grad_norm" else ""
+        raise InputError(f"{run / 'metrics.jsonl'}: its records have no {name}, which --of asks for{needed}") from error
 
 
 def splits(png: Png, /, ranks: int = 3) -> None:

@@ -100,6 +100,8 @@ class Checkpointer:
             now = getattr(self._settings, name) * self._settings.layout.get("dp", 1)
             if now != before:
                 say(f"the global batch is {now}, and was {before} before: {as_flag(name)} sets it")
+        for remark in self._settings.remarks_on_resuming(self.resumed):
+            say(remark)
 
 
 def prepare_checkpoints(settings: ResumableSettings, out: Path, data_identity: dict[str, Any] | None) -> dict[str, str]:

@@ -129,6 +129,7 @@ class RunLog:
         self.seconds_apart: defaultdict[str, float] = defaultdict(float)  # by what took them besides the steps
         self._sent_before: Counter[str] = Counter()
         self.loss = math.nan  # of the global batch, in the current step
+        self.values: dict[str, float] = {}  # of the current step, by their names in its record
         self.validation_loss: float | None = None  # after the current step; None where it was not evaluated
 
     def begin(self, per_step: int, unit: str, before: int = 0, continue_at: int | None = None) -> None:
@@ -158,7 +159,7 @@ class RunLog:
     def timing_a_step(self) -> Iterator[None]:
         """Time the step inside, from its batch to its update."""
         started, waited = time.perf_counter(), traffic.waited_so_far()
-        self.loss = math.nan
+        self.loss, self.values = math.nan, {}
         yield
         self._seconds.append(time.perf_counter() - started)
         self._waited_seconds += traffic.waited_so_far() - waited
@@ -183,6 +184,7 @@ class RunLog:
         record: dict[str, Any] = {
             "step": step,
             "loss": _finite(self.loss),
+            **self.values,
             self.unit: self.count,
             "seconds": round(seconds, 6),
             f"{self.unit}_per_second": round(self._per_step / seconds, 1),
@@ -194,7 +196,7 @@ class RunLog:
         self._metrics.write(json.dumps(record) + "\n")
         self._metrics.flush()
         if self._tensorboard is not None:
-            for name in ("loss", "validation_loss", f"{self.unit}_per_second", "peak_memory_bytes"):
+            for name in ("loss", "lr", "grad_norm", "validation_loss", f"{self.unit}_per_second", "peak_memory_bytes"):
                 if record.get(name) is not None:
                     self._tensorboard.add_scalar(name, record[name], step)
         self._sent_before, self.validation_loss = sent, None

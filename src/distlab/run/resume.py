@@ -41,6 +41,9 @@ def per_step(checkpoint: Checkpoint, settings: Any) -> dict[str, int]:
 
 def fits(value: Any, hint: Any) -> bool:
     """Whether a value out of a record can be that of a field."""
+    if get_origin(hint) is tuple:
+        parts = get_args(hint)
+        return isinstance(value, list) and len(value) == len(parts) and all(map(fits, value, parts))
     kinds = set(get_args(hint)) if get_origin(hint) in (Union, UnionType) else {hint}
     if any(get_origin(kind) is Literal for kind in kinds):
         kinds.add(str)  # `RunSettings.check` tells the choices

@@ -1,5 +1,6 @@
 """What a run is asked to do: the flags that the scripts share, read and checked before any process waits."""
 
+import json
 import math
 import os
 from dataclasses import asdict, dataclass, fields, replace
@@ -150,7 +151,11 @@ class ResumableSettings(RunSettings):
         for name, value in values.items():
             sentence = f"{checkpoint.folder}: its record has {value!r:.50} for {as_flag(name)}"
             require(resume.fits(value, kinds[name]), sentence)
-        return values
+        return {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
+
+    def remarks_on_resuming(self, checkpoint: Checkpoint) -> list[str]:
+        """What to say of settings that change how the run that wrote the checkpoint goes on."""
+        return []
 
     def check_checkpoint(self, checkpoint: Checkpoint) -> None:
         """Raise `InputError` if a run with these settings would not continue the one that wrote the checkpoint."""
@@ -229,6 +234,7 @@ def parse(defaults: SettingsT, description: str, args: list[str] | None = None, 
 
 
 def as_json(settings: RunSettings) -> dict[str, Any]:
-    """All settings but the rank, as plain values: what `config.json` keeps and what ranks compare."""
-    values = asdict(settings)
-    return {name: str(value) if isinstance(value, Path) else value for name, value in values.items() if name != "rank"}
+    """All settings but the rank, as JSON has them: what `config.json` keeps and what ranks compare."""
+    values: dict[str, Any] = json.loads(json.dumps(asdict(settings), default=str))
+    del values["rank"]
+    return values

@@ -1,5 +1,6 @@
 """What a run that trains the lab's Llama is asked to do, in each topology."""
 
+import math
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -14,6 +15,7 @@ from distlab.parallel.tensor import check_division
 from distlab.pipeline.schedules import DEFAULT_CHUNKS, all_stages, schedule_names, stages_per_worker
 from distlab.pipeline.stages import Split, balance, read_split
 from distlab.run import resume
+from distlab.run.optimizers import LRSchedule, learning_rate
 from distlab.run.resume import ResumePolicy
 from distlab.run.settings import ResumableSettings, WorldSize, require_positive, shown_as
 from simplellm.errors import require
@@ -21,6 +23,7 @@ from simplellm.llama import check_heads
 from simplellm.sources import choose_source, open_source
 from simplellm.tokenizers import SHIPPED_MODEL, SPTokenizer
 
+BETAS = (0.9, 0.999)  # torch's default
 MOST_LAYERS, MOST_TOKENS = 1000, 2**24  # beyond these a number is a typing error, as with `MOST_RANKS`
 
 
@@ -54,6 +57,16 @@ class TrainSettings(ResumableSettings):
     """learning rate"""
     optimizer: Annotated[Literal["adam", "adamw", "sgd"], ResumePolicy.FIXED] = "adam"
     """update rule"""
+    betas: Annotated[tuple[float, float], ResumePolicy.DEFAULT, shown_as("FLOAT FLOAT", "default: 0.9 0.999")] = BETAS
+    """how much of the mean and of the mean square of the gradients adam and adamw keep in each step"""
+    weight_decay: Annotated[float | None, ResumePolicy.DEFAULT, shown_as("FLOAT", "default: 0; 0.01 with adamw")] = None
+    """weight decay, of matrices only"""
+    warmup_steps: Annotated[int, ResumePolicy.DEFAULT] = 0
+    """steps over which the learning rate rises to --lr"""
+    lr_schedule: Annotated[LRSchedule, ResumePolicy.DEFAULT] = "constant"
+    """how the learning rate falls from --lr to --min-lr, from the warm-up to the end of --steps"""
+    min_lr: Annotated[float, ResumePolicy.DEFAULT] = 0.0
+    """learning rate at the end of --lr-schedule cosine or linear"""
     dtype: Annotated[Literal["float32", "bfloat16"], ResumePolicy.DEFAULT] = "float32"
     """bfloat16 computes in mixed precision"""
     data: Annotated[str, tyro.conf.arg(metavar="auto|sample|tinystories|FILE")] = "auto"
@@ -88,7 +101,27 @@ class TrainSettings(ResumableSettings):
         return {"data": source, "data_because": why, "data_identity": replace(self, data=source).data_identity}
 
     def remarks(self, decided: dict[str, Any]) -> list[str]:
-        return [f"stories from {decided['data_because']}"]
+        return [f"stories from {decided['data_because']}", *self._lr_remarks()]
+
+    def _lr_remarks(self) -> list[str]:
+        """What to say of a learning rate that changes."""
+        parts = [f"rises to {self.lr:g} over {self.warmup_steps:,} steps"] if self.warmup_steps else []
+        if self.lr_schedule != "constant":
+            curve = "half a cosine" if self.lr_schedule == "cosine" else "a line"
+            parts.append(f"falls from {self.lr:g} to {self.min_lr:g} along {curve}, until step {self.steps:,}")
+        return [f"the learning rate {' and then '.join(parts)}"] if parts else []
+
+    def remarks_on_resuming(self, checkpoint: Checkpoint) -> list[str]:
+        before = checkpoint.record["settings"].get("steps", self.steps)
+        if self.lr_schedule == "constant" or before == self.steps:
+            return []
+        lrs = [replace(self, steps=steps).learning_rate(checkpoint.step) for steps in (before, self.steps)]
+        sentence = f"the learning rate falls until step {self.steps:,}, and not until {before:,} as before"
+        return [f"{sentence}: it is {lrs[1]:.3g} now instead of {lrs[0]:.3g}; --steps sets it"]
+
+    def learning_rate(self, step: int) -> float:
+        """The learning rate of a step."""
+        return learning_rate(step, self.steps, self.lr, self.warmup_steps, self.lr_schedule, self.min_lr)
 
     def saved_values(self, checkpoint: Checkpoint) -> dict[str, Any]:
         values, model = super().saved_values(checkpoint), checkpoint.record["model"]
@@ -122,6 +155,7 @@ class TrainSettings(ResumableSettings):
         for flag, sequences in (("--batch-size", self.batch_size), ("--eval-sequences", self.eval_sequences)):
             tokens, given = sequences * self.seq_len, f"{flag} {sequences} with --seq-len {self.seq_len}"
             require(tokens <= MOST_TOKENS, f"{given}: {tokens:,} tokens at a time; give at most {MOST_TOKENS:,}")
+        self._check_recipe()
         require(self.seq_len > 1, f"--seq-len {self.seq_len}: predicting the next token needs at least 2")
         check_heads(self.dmodel, self.num_heads, self.num_kv_heads)
         rows, parts = self.batch_size, self.micro_batches
@@ -131,6 +165,19 @@ class TrainSettings(ResumableSettings):
         if self.data not in ("auto", "tinystories"):
             for split in ("train", "validation") if self.eval_every else ("train",):
                 next(open_source(self.data, split, self.seed).documents(0))
+
+    def _check_recipe(self) -> None:
+        decay, betas = self.weight_decay, " ".join(map(str, self.betas))
+        require(decay is None or 0 <= decay < math.inf, f"--weight-decay {decay}: give 0 or more")
+        are_shares = all(0 <= beta < 1 for beta in self.betas)
+        require(are_shares, f"--betas {betas}: give two shares from 0 up to, but not including, 1")
+        has_moments = self.optimizer != "sgd" or self.betas == BETAS
+        require(has_moments, f"--betas {betas} with --optimizer sgd: only adam and adamw have moments")
+        warmup, given = self.warmup_steps, f"--warmup-steps {self.warmup_steps}"
+        require(warmup >= 0, f"{given}: give 0 or more")
+        require(warmup <= self.steps, f"{given} with --steps {self.steps}: the warm-up must end within the run")
+        given = f"--min-lr {self.min_lr:g}"
+        require(0 <= self.min_lr <= self.lr, f"{given} with --lr {self.lr:g}: give 0 or more, and at most --lr")
 
 
 @dataclass

@@ -30,6 +30,7 @@ class TrainingRun(Run[TrainSettingsT]):
     """A run of the lab's Llama: what its model and data are built with, and the parts that `track` gives it."""
 
     validator: Validator | None = None  # with `--eval-every`
+    _optimizer: Optimizer | None = None
     _batch: Tensor  # of the current step
 
     def model_options(self) -> dict[str, Any]:
@@ -50,10 +51,12 @@ class TrainingRun(Run[TrainSettingsT]):
         return {"batch_size": args.batch_size, "seq_l": args.seq_len, "data": self.decided["data"], "seed": args.seed}
 
     def optimizer(self, model: nn.Module | Mapping[int, nn.Module]) -> Optimizer:
-        """The optimizer that `--optimizer` and `--lr` name, of all the parameters of a model, or of several stages."""
+        """The optimizer that the flags ask for, of all the parameters of a model, or of several stages."""
         parts = model.values() if isinstance(model, Mapping) else [model]
         parameters = [parameter for part in parts for parameter in part.parameters()]
-        return build_optimizer(self.settings.optimizer, parameters, self.settings.lr)
+        args = self.settings
+        betas = None if args.optimizer == "sgd" else args.betas
+        return build_optimizer(args.optimizer, parameters, args.lr, args.weight_decay, betas)
 
     def track(
         self,
@@ -62,7 +65,7 @@ class TrainingRun(Run[TrainSettingsT]):
         loss: Loss | None = None,
         owners: Sequence[int] | None = None,
     ) -> None:
-        """Hand over what is the script's, for checkpoints, validation, the memory table and what is not finite.
+        """Hand over what is the script's: for checkpoints, the learning rate, validation, memory, what is not finite.
 
         Args:
             model: or this rank's part of it, wrapped or not; several stages by their index.
@@ -75,7 +78,7 @@ class TrainingRun(Run[TrainSettingsT]):
         if self.checkpointer is not None:
             sizes = {**parts.options, "n_layers": args.n_layers}
             self.checkpointer.state = TrainingState(parts.parameters(), sizes, optimizer)
-        self.memory = MemoryReport(optimizer)
+        self._optimizer, self.memory = optimizer, MemoryReport(optimizer)
         self.explain_not_finite = partial(self._find_not_finite, parts)
         if args.eval_every:
             options = {**self.data_options(), "batch_size": args.eval_sequences, "split": "validation"}
@@ -85,15 +88,23 @@ class TrainingRun(Run[TrainSettingsT]):
     def steps(self, stories: TinyStories) -> Iterator[tuple[int, Tensor]]:
         """Number the steps and give each its batch of token ids, (batch, seq), on the run's device.
 
-        With `--resume`, the first is the one after the checkpoint, whose state is loaded before it.
+        With `--resume`, the first is the one after the checkpoint, whose state is loaded before it. The optimizer has
+        the learning rate of the step.
 
         Raises:
-            InputError: the run is to be saved, resumed or validated, and the script has not called `track`.
+            InputError: the run is to be saved, resumed or validated, or its learning rate changes, and the script has
+                not called `track`.
         """
-        args, is_missing = self.settings, self.settings.eval_every and self.validator is None
-        require(not is_missing, "--eval-every needs a script that calls run.track before its first step")
+        args, has_tracked = self.settings, self._optimizer is not None
+        changes = args.warmup_steps or args.lr_schedule != "constant"
+        for is_asked, flags in ((args.eval_every, "--eval-every"), (changes, "--warmup-steps and --lr-schedule")):
+            is_missing = is_asked and not has_tracked
+            require(not is_missing, f"{flags} need a script that calls run.track before its first step")
         tokens = self.grid.dp * args.batch_size * args.seq_len
         for step, batch in self.count_steps(stories, args.steps, tokens, "tokens", after_step=self._validate):
+            self.records.values["lr"] = lr = args.learning_rate(step)
+            for group in self._optimizer.param_groups if self._optimizer else ():
+                group["lr"] = lr
             self._batch = batch.to(self.device, non_blocking=True)
             is_counted = self.memory is not None and step == self.first_step  # every step saves as many activations
             with self.memory.counting() if self.memory and is_counted else contextlib.nullcontext():

@@ -62,11 +62,21 @@ def test_curves_run_over_steps_tokens_or_seconds(tmp_path: Path) -> None:
     for against in ("steps", "tokens", "seconds"):
         losses(tmp_path / "a.png", [str(run_folder)], against=against)
         pictures.add((tmp_path / "a.png").read_bytes())
+    for row, lr in zip(rows, (0.1, 0.2, 0.1), strict=True):
+        row["lr"] = lr
+    (run_folder / "metrics.jsonl").write_text("\n".join(json.dumps(row) for row in rows))
+    losses(tmp_path / "a.png", [str(run_folder)], of="lr")
+    pictures.add((tmp_path / "a.png").read_bytes())
+    assert len(pictures) == 4
+    with pytest.raises(
+        InputError, match="its records have no grad_norm, which --of asks for; the run needs --clip-norm"
+    ):
+        losses(tmp_path / "a.png", [str(run_folder)], of="grad_norm")
     rows[1]["validation_loss"] = 3.5
     (run_folder / "metrics.jsonl").write_text("\n".join(json.dumps(row) for row in rows))
     losses(tmp_path / "a.png", [str(run_folder)])
     pictures.add((tmp_path / "a.png").read_bytes())
-    assert len(pictures) == 4
+    assert len(pictures) == 5
     rows[0]["validation_loss"] = None  # as that of a run that has diverged
     (run_folder / "metrics.jsonl").write_text("\n".join(json.dumps(row) for row in rows))
     assert math.isnan(read_metrics(run_folder)[0]["validation_loss"])

@@ -2,13 +2,15 @@
 
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from processes import run
 from torch import nn
+from torch.optim import lr_scheduler
 
-from distlab.run.optimizers import KINDS, build_optimizer
+from distlab.run.optimizers import KINDS, LRSchedule, build_optimizer, learning_rate
 
 pytestmark = pytest.mark.quick
 
@@ -18,7 +20,8 @@ def test_updates_as_torchs_own(name: str) -> None:
     ours, torchs = nn.Linear(5, 3), nn.Linear(5, 3)
     torchs.load_state_dict(ours.state_dict())
     initial = ours.weight.detach().clone()
-    optimizers = [build_optimizer(name, ours.parameters(), 0.1), KINDS[name](torchs.parameters(), lr=0.1)]  # type: ignore[call-arg]
+    not_decayed = [{"params": [torchs.weight]}, {"params": [torchs.bias], "weight_decay": 0.0}]
+    optimizers = [build_optimizer(name, ours.parameters(), 0.1), KINDS[name](not_decayed, lr=0.1)]  # type: ignore[call-arg]
     for step in range(3):
         for model, optimizer in zip((ours, torchs), optimizers, strict=True):
             optimizer.zero_grad()
@@ -27,6 +30,62 @@ def test_updates_as_torchs_own(name: str) -> None:
     assert not torch.allclose(ours.weight, initial)
     torch.testing.assert_close(ours.weight, torchs.weight)
     torch.testing.assert_close(ours.bias, torchs.bias)
+
+
+@pytest.mark.parametrize(
+    ("name", "options"), [("adam", {"betas": (0.8, 0.9)}), ("adamw", {"betas": (0.8, 0.9)}), ("sgd", {})]
+)
+def test_weight_decay_shrinks_matrices_only(name: str, options: dict[str, Any]) -> None:
+    ours, torchs = nn.Linear(5, 3), nn.Linear(5, 3)
+    torchs.load_state_dict(ours.state_dict())
+    decayed = [{"params": [torchs.weight], "weight_decay": 0.5}, {"params": [torchs.bias]}]
+    optimizers = [
+        build_optimizer(name, ours.parameters(), 0.1, weight_decay=0.5, **options),
+        KINDS[name](decayed, lr=0.1, **{"weight_decay": 0.0, **options}),  # type: ignore[call-arg]
+    ]
+    without = build_optimizer(name, (alone := nn.Linear(5, 3)).parameters(), 0.1, weight_decay=0.0, **options)
+    alone.load_state_dict(ours.state_dict())
+    for step in range(3):
+        for model, optimizer in zip((ours, torchs, alone), (*optimizers, without), strict=True):
+            optimizer.zero_grad()
+            model(torch.arange(5.0) + step).sum().backward()  # the gradients are the same whatever the weights
+            optimizer.step()
+    torch.testing.assert_close(ours.weight, torchs.weight)
+    torch.testing.assert_close(ours.bias, torchs.bias)
+    assert torch.equal(ours.bias, alone.bias)
+    assert (ours.weight - alone.weight).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize(
+    ("schedule", "warmup"), [("constant", 5), ("cosine", 5), ("cosine", 0), ("linear", 5), ("linear", 0)]
+)
+def test_the_learning_rate_is_that_of_torchs_schedulers(schedule: LRSchedule, warmup: int) -> None:
+    steps, lr, min_lr = 20, 0.3, 0.02
+    optimizer = KINDS["sgd"](nn.Linear(1, 1).parameters(), lr=lr)  # type: ignore[call-arg]
+    falling: dict[str, lr_scheduler.LRScheduler] = {
+        "constant": lr_scheduler.ConstantLR(optimizer, factor=1),
+        "cosine": lr_scheduler.CosineAnnealingLR(optimizer, T_max=steps - warmup, eta_min=min_lr),
+        "linear": lr_scheduler.LinearLR(optimizer, 1, end_factor=min_lr / lr, total_iters=steps - warmup),
+    }
+    scheduler = falling[schedule]
+    if warmup:
+        rising = lr_scheduler.LinearLR(optimizer, start_factor=1 / warmup, total_iters=warmup - 1)
+        scheduler = lr_scheduler.SequentialLR(optimizer, [rising, scheduler], milestones=[warmup])
+    expected = []
+    for _ in range(steps):
+        expected.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        scheduler.step()
+    own = [learning_rate(step, steps, lr, warmup, schedule, min_lr) for step in range(steps)]
+    assert own == pytest.approx(expected, rel=1e-9)
+    assert max(own) == lr
+    assert learning_rate(steps, steps, lr, warmup, schedule, min_lr) == pytest.approx(
+        lr if schedule == "constant" else min_lr
+    )
+
+
+def test_a_warm_up_as_long_as_the_run() -> None:
+    assert [learning_rate(step, 4, 1.0, 4, "cosine") for step in range(4)] == [0.25, 0.5, 0.75, 1.0]
 
 
 def test_training_does_not_import_torchs_compiler(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ import json
 import os
 import shutil
 import signal
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +14,16 @@ from chapters import BATCH, LAYOUTS, MODEL, State, assert_equal, losses, train_o
 from processes import children, steps_taken, wait_for
 from terminals import fork_launcher
 
+from distlab.checkpoints.format import latest_valid
+from distlab.run.optimizers import learning_rate
 from distlab.run.settings import parse
 from distlab.run.train_settings import TrainSettings
 from simplellm.errors import InputError
 
 HALF, STEPS = 2, 4
 TRAINING = "--optimizer adam --lr 1e-2 --num-heads 2 --n-layers 2".split()
+# Of the runs that are resumed, which take it from the checkpoint.
+RECIPE = "--warmup-steps 1 --lr-schedule cosine --min-lr 1e-3 --weight-decay 0.1 --betas 0.8 0.95".split()
 
 
 def run(layout: str, out: Path, *flags: str | Path) -> tuple[list[State], list[float]]:
@@ -37,7 +42,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, lis
 
     class Runs(dict[str, tuple[Path, list[State], list[float]]]):
         def __missing__(self, layout: str) -> tuple[Path, list[State], list[float]]:
-            self[layout] = (folder / layout, *run(layout, folder / layout, "--save-every", str(HALF)))
+            self[layout] = (folder / layout, *run(layout, folder / layout, *RECIPE, "--save-every", str(HALF)))
             return self[layout]
 
     return Runs()
@@ -116,10 +121,24 @@ def test_it_goes_on_where_it_was(saved: Any, tmp_path: Path) -> None:
     assert own == expected
     records = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert [record["step"] for record in records] == list(range(STEPS))
+    assert [record["lr"] for record in records] == [
+        learning_rate(s, STEPS, 1e-2, 1, "cosine", 1e-3) for s in range(STEPS)
+    ]
     assert [record["tokens"] for record in records] == [(step + 1) * BATCH * 24 for step in range(STEPS)]
     assert (tmp_path / "run" / "rank0.log").read_text().count("# intro: one process") == 2
     kept = sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir())
     assert kept == [f"step-{step:08}" for step in (2, 3, 4)]
+
+
+def test_a_longer_run_says_how_the_learning_rate_goes_on(saved: Any) -> None:
+    folder, _, _ = saved["primer"]
+    checkpoint = latest_valid(half_way(folder))
+    settings = parse(TrainSettings(), "", ["--resume", str(half_way(folder)), "--steps", str(2 * STEPS)])
+    assert (settings.lr_schedule, settings.betas, settings.weight_decay) == ("cosine", (0.8, 0.95), 0.1)
+    [remark] = settings.remarks_on_resuming(checkpoint)
+    lrs = [f"{learning_rate(HALF, steps, 1e-2, 1, 'cosine', 1e-3):.3g}" for steps in (2 * STEPS, STEPS)]
+    assert "it is {} now instead of {}; --steps sets it".format(*lrs) in remark
+    assert not replace(settings, steps=STEPS).remarks_on_resuming(checkpoint)
 
 
 def test_only_the_last_ones_are_kept(tmp_path: Path) -> None:
