@@ -48,7 +48,7 @@ def train(run: TrainingRun[HybridSettings]) -> None:
             shard(net, group=tp_group)
         loss = partial(vocabulary_parallel_loss, vocab_size=tokenizer.vocab_size, group=tp_group)
     optimizer = run.optimizer(nets)
-    pipeline = Pipeline(nets, programs, run.grid, loss, width=args.dmodel, cores=run.shared_cores)
+    pipeline = Pipeline(nets, programs, run.grid, loss, args.dmodel, cores=run.shared_cores, run_on=args.run_on)
     run.track(nets, optimizer, loss, owners=pipeline.owners)
 
     def average(bucket: Bucket) -> Transfer:

@@ -36,7 +36,7 @@ def train(run: TrainingRun[ScheduledPipelineSettings]) -> None:
     optimizer = run.optimizer(nets)
 
     loss = partial(causalLLMLoss, vocab_size=tokenizer.vocab_size)
-    pipeline = Pipeline(nets, programs, run.grid, loss, width=args.dmodel, cores=run.shared_cores)
+    pipeline = Pipeline(nets, programs, run.grid, loss, args.dmodel, cores=run.shared_cores, run_on=args.run_on)
     run.track(nets, optimizer, owners=pipeline.owners)
 
     for step, batch in run.steps(stories):

@@ -2,6 +2,7 @@
 
 python -m distlab.show_schedule dapple --stages 3 --micro-batches 8
 python -m distlab.show_schedule gpipe --stages 4 --micro-batches 8 --png gpipe.png
+python -m distlab.show_schedule zb-h2 --stages 4 --micro-batches 8 --steps 10 --run-on
 """
 
 from collections.abc import Iterator
@@ -12,7 +13,7 @@ from typing import Annotated
 import tyro
 
 from distlab.pipeline.actions import ActionCosts
-from distlab.pipeline.plan import Plan, ideal_bubble, simulate
+from distlab.pipeline.plan import Plan, ideal_bubble, in_a_row, simulate
 from distlab.pipeline.schedules import ALIASES, all_stages, schedule_names
 from simplellm import command_line
 from simplellm.errors import require
@@ -34,6 +35,10 @@ class Request:
     """ticks of a backward pass"""
     transfer: int = 0
     """ticks that a message travels"""
+    steps: int = 1
+    """with --run-on: steps in a row"""
+    run_on: bool = False
+    """no wait for all workers at the end of a step; micro-batches are numbered on"""
     png: Path | None = None
     """figure to draw"""
 
@@ -42,19 +47,23 @@ def show(request: Request) -> Iterator[str]:
     """The lines of the table and of the costs; draws the figure, too. Raises `InputError` for a wrong request."""
     schedules = schedule_names()
     require(request.schedule in schedules, f"{request.schedule}: no such schedule; there are {', '.join(schedules)}")
-    for name, least in {"stages": 1, "micro_batches": 1, "forward": 1, "backward": 1, "transfer": 0}.items():
+    least_values = {"stages": 1, "micro_batches": 1, "forward": 1, "backward": 1, "transfer": 0, "steps": 1}
+    for name, least in least_values.items():
         value = getattr(request, name)
         require(value >= least, f"--{name.replace('_', '-')} {value}: must be at least {least}")
-    p, m = request.stages, request.micro_batches
-    title = f"{request.schedule}, {p} stages, {m} micro-batches"
+    p, m, steps = request.stages, request.micro_batches, request.steps
+    require(steps == 1 or request.run_on, f"--steps {steps}: without --run-on, they are {steps} times the same")
+    title = f"{request.schedule}, {p} stages, {m} micro-batches" + f", {steps} steps that run on" * (steps > 1)
     costs = ActionCosts(request.forward, request.backward, request.transfer)
-    plan = simulate(all_stages(request.schedule, p, m), costs)
+    plan = simulate(in_a_row(all_stages(request.schedule, p, m), steps), costs)
     yield f"# {title}; ticks: forward {request.forward}, backward {request.backward}, message {request.transfer}"
     yield from table(plan)
     for name, bubble, live in zip(plan.rows, plan.bubble, plan.peak_live, strict=True):
         yield f"# {name}: idle {bubble:.1%}, keeps the activations of {live} micro-batch{'es' * (live > 1)} at most"
     yield f"# {plan.makespan:.0f} ticks; {sum(map(len, plan.messages.values()))} messages"
-    if ALIASES.get(request.schedule, request.schedule) in ("gpipe", "dapple") and not request.transfer:
+    if steps > 1:
+        yield f"# idle on average, {steps} steps: {sum(plan.bubble) / p:.1%}"
+    if ALIASES.get(request.schedule, request.schedule) in ("gpipe", "dapple") and steps == 1 and not request.transfer:
         yield f"# idle by the formula (p - 1) / (m + p - 1): {ideal_bubble(p, m):.1%}"
     if request.png is not None:
         from distlab.reports.timeline import draw, planned_panel

@@ -42,6 +42,17 @@ def test_ticks_of_passes_and_messages_as_asked_for() -> None:
     ]
 
 
+def test_steps_that_run_on() -> None:
+    lines = list(show(Request("zb-h2", stages=2, micro_batches=3, steps=2, run_on=True)))
+    assert lines[0].startswith("# zb-h2, 2 stages, 3 micro-batches, 2 steps that run on; ticks: ")
+    assert lines[1:4] == [
+        "tick       0  1  2  3  4  5  6  7  8  9 10 11 12 13 14 15 16 17 18",
+        "stage 0   F0 F1 F2 I0 W0 I1 W1 I2 W2 F3 F4 F5 I3 W3 I4 W4 I5 W5  .",
+        "stage 1    . F0 I0 F1 I1 F2 I2 W0 W1 W2 F3 I3 F4 I4 F5 I5 W3 W4 W5",
+    ]
+    assert lines[-1] == "# idle on average, 2 steps: 5.3%"
+
+
 @pytest.mark.parametrize(
     ("name", "transfer", "shown"), [("gpipe", 0, True), ("dapple", 0, True), ("gpipe", 1, False), ("naive", 0, False)]
 )
@@ -79,6 +90,8 @@ def test_columns_are_aligned(name_of_schedule: str, stages: int, micro_batches: 
         (Request("gpipe", forward=0), "--forward 0: must be at least 1"),
         (Request("gpipe", backward=0), "--backward 0: must be at least 1"),
         (Request("gpipe", transfer=-1), "--transfer -1: must be at least 0"),
+        (Request("gpipe", steps=0), "--steps 0: must be at least 1"),
+        (Request("gpipe", steps=3), "--steps 3: without --run-on, they are 3 times the same"),
     ],
 )
 def test_what_cannot_be_shown_is_refused_with_its_sentence(request_: Request, sentence: str) -> None:

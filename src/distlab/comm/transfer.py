@@ -56,6 +56,12 @@ class Transfer:
             self._tensor.copy_(self._carried, non_blocking=True)
         self._work = None
 
+    def has_arrived(self) -> bool:
+        """Whether `wait` would return, or raise, at once; not known over NCCL, where the stream waits."""
+        if self._is_on_stream or self._work is None:
+            return self._work is None
+        return self._work.done() if isinstance(self._work, Future) else self._work.is_completed()
+
     def _wait_on_stream(self, work: dist.Work | Future[None]) -> None:
         """Order what follows on the current stream after `work`."""
         assert not isinstance(work, Future), "a collective written by hand goes over gloo"

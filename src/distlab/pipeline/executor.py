@@ -38,17 +38,26 @@ class Pipeline:
         width: width of the activations between stages: (batch, seq, `width`), float32.
         cores: number of cores that this pipeline's workers share: an action also uses the cores of workers that the
             plan shows idle at the same time. None leaves the number of threads unchanged.
+        run_on: leave the last sends of a step to complete during the next one. A collective of all ranks has to follow
+            the last step.
 
     Raises:
         InputError: the schedule cannot run at all (`ScheduleError`), or not with these stages or on this rank.
     """
 
     def __init__(
-        self, stages: Modules, programs: Programs, grid: Grid, loss: Loss, width: int, cores: int | None = None
+        self,
+        stages: Modules,
+        programs: Programs,
+        grid: Grid,
+        loss: Loss,
+        width: int,
+        cores: int | None = None,
+        run_on: bool = False,
     ) -> None:
         plan, workers = simulate(programs), len(programs)
         require(workers == grid.pp, f"the schedule is for {workers} workers but the pipeline has {grid.pp}")
-        self.grid, self.width, self._plan, self._worker = grid, width, plan, grid.stage
+        self.grid, self.width, self._plan, self._worker, self._run_on = grid, width, plan, grid.stage, run_on
         self.owners = [plan.owners[stage] for stage in sorted(plan.owners)]  # by stage, the worker that holds it
         self.program = programs[grid.stage]  # this worker's actions
         held = stages_of(self.program)
@@ -71,6 +80,7 @@ class Pipeline:
         self._connect()
         self._posted: dict[Result, tuple[Tensor, Transfer]] = {}
         self._sent: dict[Result, Transfer] = {}
+        self._sent_before: dict[Result, Transfer] = {}  # with `run_on`, the last sends of the step before
         self._handed_over: dict[Result, Tensor] = {}
         recorder.programs = programs
 
@@ -108,6 +118,8 @@ class Pipeline:
                 self._run(action)
         finally:
             torch.set_num_threads(usual_threads)
+        if self._run_on:
+            self._sent, self._sent_before = self._sent_before, self._sent
         self._settle(list(self._sent))  # a send whose handle is dropped before it has completed never arrives
         self._is_cold = False
         return [loss for stage in self._stages.values() for _, loss in sorted(stage.losses.items())]

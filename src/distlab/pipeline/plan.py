@@ -7,7 +7,7 @@ arrived, and a send never blocks the sender. What an action needs, computes, cos
 import itertools
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from distlab.comm.wait_graph import find_cycle
 from distlab.pipeline.actions import (
@@ -82,6 +82,18 @@ def simulate(programs: Programs, costs: ActionCosts | None = None) -> Plan:
         messages=messages,
         takers=takers,
     )
+
+
+def in_a_row(programs: Programs, steps: int) -> Programs:
+    """The lists of several steps that run on: no worker waits at the end of a step; micro-batches are numbered on.
+
+    Updates of the weights are not in them: every worker makes its own when its list of a step ends.
+    """
+    micro_batches = 1 + max((action.micro_batch for program in programs for action in program), default=0)
+    firsts = range(0, steps * micro_batches, micro_batches)
+    return [
+        [replace(a, micro_batch=a.micro_batch + first) for first in firsts for a in program] for program in programs
+    ]
 
 
 def find_takers(programs: Programs) -> dict[Result, Action]:
@@ -182,7 +194,7 @@ def _run(
         waits: dict[int, tuple[Action, Result]] = {}  # by worker, the action that cannot start, and what it waits for
         ended_before = len(ended)
         for worker, program in enumerate(programs):
-            for action in program[len(spans[worker]) :]:
+            for action in itertools.islice(program, len(spans[worker]), None):
                 needed = action.needs(len(owners))
                 missing = [result for result in needed if producers[result] not in ended]
                 if missing:

@@ -18,7 +18,7 @@ from typing import Any
 from distlab.comm.grid import Grid
 from distlab.comm.recorder import COMPUTE, MESSAGE, STEP, WAIT, Event
 from distlab.pipeline.actions import KINDS, ActionCosts, Program, Programs, describe_stages, labels
-from distlab.pipeline.plan import Plan, simulate
+from distlab.pipeline.plan import Plan, in_a_row, simulate
 from simplellm.errors import InputError
 
 MICROSECONDS = 1e6
@@ -53,6 +53,7 @@ class Trace:
     pp: int  # workers of each replica's pipeline
     programs: Programs | None = None  # the pipeline's schedule
     tp: int = 1  # ranks of each worker
+    run_on: bool = False  # no rank waited at the end of a step
 
     def steps(self) -> list[list[Event]]:
         """The steps, each as every rank recorded it; without the first, which also sets up connections."""
@@ -84,9 +85,12 @@ class Trace:
                     seconds[keys[event.name]].append(event.seconds)
         return ActionCosts(measured={key: statistics.fmean(values) for key, values in seconds.items()})
 
-    def plan(self) -> Plan | None:
-        """The schedule as it would run with the measured costs and free messages; None without a pipeline."""
-        return simulate(self.programs, self.costs()) if self.programs is not None else None
+    def plan(self, steps: int = 1) -> Plan | None:
+        """The schedule as it would run with the measured costs and free messages; None without a pipeline.
+
+        By default a single step; else several that run on.
+        """
+        return simulate(in_a_row(self.programs, steps), self.costs()) if self.programs is not None else None
 
     def busy(self, rank: int, steps: Sequence[Sequence[Event]] | None = None) -> tuple[float, float]:
         """The fractions of some steps (by default all) in which a rank computes, and in which it waits for others.
@@ -94,6 +98,7 @@ class Trace:
         In a pipeline a step's time is that of the schedule: from the first pass to the last one of the rank's replica.
         """
         computed = waited = total = 0.0
+        until = -math.inf
         ranks = [rank] if self.programs is None else range(len(self.ranks))
         replica = [r for r in ranks if self.place(r).replica == self.place(rank).replica]
         for step in steps or self.steps():
@@ -105,26 +110,29 @@ class Trace:
             # Ranks that share a stage also wait for each other within its passes.
             computed -= sum(w.seconds for w in waits if any(p.start <= w.start < p.end for p in passes[rank]))
             waited += sum(max(0.0, min(event.end, end) - max(event.start, start)) for event in waits)
-            total += end - start
+            total += max(0.0, end - max(start, until))  # with `--run-on`, steps of different ranks overlap
+            until = max(until, end)
         return computed / total, waited / total
 
     def report(self) -> Iterator[str]:
         """A line for each rank: busy, waiting, and the bubble in theory."""
-        plan = self.plan()
+        plan = self.plan(len(self.steps()) if self.run_on else 1)
         for rank in range(len(self.ranks)):
             busy, waiting = self.busy(rank)
             theory = f", bubble in theory {plan.bubble[self.place(rank).stage]:.0%}" if plan else ""
             yield f"{self.describe(rank)}: busy {busy:.0%}, waiting {waiting:.0%}{theory}"
 
 
-def merge(recorded: Sequence[dict[str, Any]], dp: int, pp: int, programs: Programs | None, tp: int = 1) -> Trace:
+def merge(
+    recorded: Sequence[dict[str, Any]], dp: int, pp: int, programs: Programs | None, tp: int = 1, run_on: bool = False
+) -> Trace:
     """One trace of what the ranks' recorders gave with `as_json`."""
     origin = min((event[2] for rank in recorded for event in rank["events"]), default=0.0)
     ranks = []
     for rank in recorded:
         events = [Event(kind, name, start - origin, end - origin) for kind, name, start, end in rank["events"]]
         ranks.append(RankTrace(events, [(seconds - origin, kept) for seconds, kept in rank["kept_bytes"]]))
-    return Trace(ranks, dp, pp, programs, tp)
+    return Trace(ranks, dp, pp, programs, tp, run_on)
 
 
 def write_chrome(trace: Trace, path: Path) -> None:
@@ -146,6 +154,7 @@ def write_chrome(trace: Trace, path: Path) -> None:
             events.append({"ph": "C", **place, **counter})
     programs: Any = trace.programs and [[(a.letter, a.stage, a.micro_batch) for a in line] for line in trace.programs]
     about = {"dp": trace.dp, "pp": trace.pp, "tp": trace.tp, "ranks": len(trace.ranks), "programs": programs}
+    about["run_on"] = trace.run_on
     path.write_text(json.dumps({"traceEvents": events, "otherData": about}) + "\n")
 
 
@@ -164,7 +173,7 @@ def read_chrome(path: Path) -> Trace:
                 rank.kept_bytes.append((event["ts"] / MICROSECONDS, event["args"]["bytes"]))
         lines = about["programs"]
         programs = lines and [_program(line, worker) for worker, line in enumerate(lines)]
-        trace = Trace(ranks, about["dp"], about["pp"], programs, about.get("tp", 1))
+        trace = Trace(ranks, about["dp"], about["pp"], programs, about.get("tp", 1), about.get("run_on", False))
         trace.typical_step()
     except (OSError, ValueError, LookupError, TypeError) as error:
         raise InputError(f"{path}: no trace of a run; --trace makes one") from error

@@ -130,6 +130,8 @@ class RunLog:
         self._sent_before: Counter[str] = Counter()
         self.loss = math.nan  # of the global batch, in the current step
         self.values: dict[str, float] = {}  # of the current step, by their names in its record
+        self.loss_is_late = False  # the current step's arrives after its record is made
+        self._open: dict[str, Any] | None = None  # the record of the last step, if its loss is late
         self.validation_loss: float | None = None  # after the current step; None where it was not evaluated
 
     def begin(self, per_step: int, unit: str, before: int = 0, continue_at: int | None = None) -> None:
@@ -159,7 +161,7 @@ class RunLog:
     def timing_a_step(self) -> Iterator[None]:
         """Time the step inside, from its batch to its update."""
         started, waited = time.perf_counter(), traffic.waited_so_far()
-        self.loss, self.values = math.nan, {}
+        self.loss, self.loss_is_late, self.values = math.nan, False, {}
         yield
         self._seconds.append(time.perf_counter() - started)
         self._waited_seconds += traffic.waited_so_far() - waited
@@ -177,7 +179,7 @@ class RunLog:
             say(f"{what} took {seconds:.0f} s")
 
     def record(self, step: int) -> None:
-        """Write the record of the step that has just been timed."""
+        """Write the record of the step that has just been timed, or keep it until its loss arrives."""
         if self._metrics is None:
             return
         seconds, sent = self._seconds[-1], traffic.ledger.sent_bytes.copy()
@@ -193,13 +195,33 @@ class RunLog:
         }
         if self.validation_loss is not None:
             record["validation_loss"] = _finite(self.validation_loss)
+        self._sent_before, self.validation_loss = sent, None
+        if self.loss_is_late:
+            self._open = record
+        else:
+            self._write(record)
+
+    def loss_arrived(self, loss: float) -> None:
+        """Complete the record of the last step."""
+        if self._open is not None:  # this rank keeps records
+            self._write({**self._open, "loss": loss})
+            self._open = None
+
+    def take_back(self, steps: int) -> None:
+        """Forget the last steps, which are taken again; only the last but one has a record, which is not written."""
+        self.seconds_apart["steps that were taken again"] += sum(self._seconds[-steps:])
+        del self._seconds[-steps:]
+        self.count -= steps * self._per_step
+        self._open = None
+
+    def _write(self, record: dict[str, Any]) -> None:
+        assert self._metrics is not None
         self._metrics.write(json.dumps(record) + "\n")
         self._metrics.flush()
         if self._tensorboard is not None:
             for name in ("loss", "lr", "grad_norm", "validation_loss", f"{self.unit}_per_second", "peak_memory_bytes"):
                 if record.get(name) is not None:
-                    self._tensorboard.add_scalar(name, record[name], step)
-        self._sent_before, self.validation_loss = sent, None
+                    self._tensorboard.add_scalar(name, record[name], record["step"])
 
     @property
     def steps(self) -> int:

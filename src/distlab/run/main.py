@@ -42,6 +42,8 @@ def main(work: Callable[[Any], None], defaults: RunSettings, description: str | 
         failure = Failure.of(error)
         if failure.cause:
             notices.report_exit(failure.cause)
+        if run is not None and run.running_on is not None:
+            run.running_on.keep_arrived()
         if isinstance(error, KeyboardInterrupt) and run is not None:
             run.summarize()
         failure.end()

@@ -124,6 +124,10 @@ class Progress:
             status_line.show(self._state())
             self._next_redraw = now + SECONDS_BETWEEN_REDRAWS
 
+    def take_back(self) -> None:
+        """Have the last step taken again."""
+        self._done -= 1
+
     def _rate(self) -> float:
         """Steps per second, over the later half of the steps unless they are few."""
         timed = len(self._ends) - 1

@@ -29,6 +29,7 @@ from distlab.run.logs import RankOutput, RunLog, new_folder, say, take_over_outp
 from distlab.run.not_finite import NotFiniteError
 from distlab.run.progress import Progress, status_line
 from distlab.run.resume import ResumePolicy, marked
+from distlab.run.run_on import LossSum, RunningOn
 from distlab.run.settings import ResumableSettings, RunSettings, as_flag, as_json
 from simplellm.errors import InputError, require
 
@@ -60,6 +61,7 @@ class Run(Generic[SettingsT]):
         # Handed over with `track`: what finds the cause if a step's loss is not finite, and what counts memory.
         self.explain_not_finite: Callable[[int], str] | None = None
         self.memory: memory.MemoryReport | None = None
+        self.running_on: RunningOn | None = None  # with `--run-on`
         recorder.enabled, recorder.programs = getattr(settings, "trace", False), None  # until there is a pipeline
         torch.manual_seed(settings.seed + self.rank)  # weights and data do not depend on it; dropout would
         if self.rank == 0:
@@ -175,16 +177,27 @@ class Run(Generic[SettingsT]):
         done = f"; {self.first_step:,} of {steps:,} are done" if self.first_step else ""
         tell(f"{steps - self.first_step:,} steps of {per_step:,} {unit} each{done}")
         progress = Progress(steps, tell, done=self.first_step, speed=self.records.average_speed)
-        source = iter(batches)
-        for step in range(self.first_step, steps):
+        source, step = iter(batches), self.first_step
+        taken: dict[int, BatchT] = {}  # the last batches, by step
+        while step < steps:
+            if step not in taken:
+                taken[step] = next(source)
             with self.records.timing_a_step(), recorder.span(STEP, f"step {step}"):
-                yield step, next(source)
+                yield step, taken[step]
+            if self.running_on is not None and self.running_on.must_undo:
+                self.running_on.undo()
+                self.records.take_back(2)
+                progress.take_back()
+                step -= 1
+                continue
+            taken.pop(step - 1, None)
             after_step(step)
             self.records.record(step)
             if checkpointer and checkpointer.is_due(step, steps):
                 with self.records.timing_apart("checkpoints", f"saving after {step + 1:,} steps"):
                     checkpointer.save(step + 1, batches, self.records)
             progress.advance()
+            step += 1
 
     def global_loss(self, step: int, losses: Iterable[Tensor]) -> float:
         """The loss of the global batch, on every rank and in the records.
@@ -192,15 +205,21 @@ class Run(Generic[SettingsT]):
         `losses` are this rank's micro-batch losses, scalars whose sum is the loss of its replica; none where another
         stage of the replica computes it. Ranks that hold slices of a stage all compute the same.
         """
-        own = sum((loss.detach().double() for loss in losses), torch.zeros((), dtype=torch.float64, device=self.device))
-        total = own.clone()
-        traffic.all_reduce(total, f"the loss of step {step}", kind="loss", op=dist.ReduceOp.SUM).wait()
-        loss = self.records.loss = total.item() / (self.grid.dp * self.grid.tp)
+        under_way = self.sum_loss(step, losses)
+        loss = self.records.loss = under_way.wait()
         if not math.isfinite(loss):
-            cause = self.explain_not_finite(step) if self.explain_not_finite else self._first_not_finite(own.item())
+            own = under_way.own.item()
+            cause = self.explain_not_finite(step) if self.explain_not_finite else self._first_not_finite(own)
             lr = f" (is --lr {self.settings.lr:g} too large?)" if hasattr(self.settings, "lr") else ""
             raise NotFiniteError(f"the loss of step {step} is {loss}{cause}{lr}")
         return loss
+
+    def sum_loss(self, step: int, losses: Iterable[Tensor]) -> LossSum:
+        """Start to add up the loss of the global batch; the arguments are those of `global_loss`."""
+        own = sum((loss.detach().double() for loss in losses), torch.zeros((), dtype=torch.float64, device=self.device))
+        total = own.clone()
+        transfer = traffic.all_reduce(total, f"the loss of step {step}", kind="loss", op=dist.ReduceOp.SUM)
+        return LossSum(step, own, total, transfer, self.grid.dp * self.grid.tp)
 
     def _first_not_finite(self, own_loss: float) -> str:
         """The first rank whose loss is not finite; all must call it."""
@@ -250,7 +269,7 @@ class Run(Generic[SettingsT]):
         from distlab.reports.timeline import draw, measured_panel
         from distlab.reports.trace import merge, write_chrome
 
-        trace = merge(recorded, self.grid.dp, self.grid.pp, recorder.programs, self.grid.tp)
+        trace = merge(recorded, self.grid.dp, self.grid.pp, recorder.programs, self.grid.tp, bool(self.running_on))
         write_chrome(trace, self.out / "trace.json")
         for line in trace.report():
             say(line)

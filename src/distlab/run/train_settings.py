@@ -212,6 +212,8 @@ class StageSettings(TrainSettings):
 
     layers_per_stage: Annotated[str | None, ResumePolicy.SAME_LAYOUT, shown_as("N,N,...", "default: balanced")] = None
     """layers of each stage, e.g. 3,2,1"""
+    run_on: bool = False
+    """no wait for all ranks at the end of a step, whose loss is printed a step later"""
 
     def check(self) -> None:
         super().check()

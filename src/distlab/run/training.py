@@ -17,6 +17,7 @@ from distlab.run.model import Loss, ModelParts
 from distlab.run.not_finite import find_cause
 from distlab.run.optimizers import build_optimizer
 from distlab.run.run import Run
+from distlab.run.run_on import RunningOn
 from distlab.run.train_settings import TrainSettings
 from distlab.run.validation import Validator, perplexity
 from simplellm.dataloaders import TinyStories
@@ -80,6 +81,8 @@ class TrainingRun(Run[TrainSettingsT]):
             self.checkpointer.state = TrainingState(parts.parameters(), sizes, optimizer)
         self._optimizer, self.memory = optimizer, MemoryReport(optimizer)
         self.explain_not_finite = partial(self._find_not_finite, parts)
+        if getattr(args, "run_on", False):
+            self.running_on = RunningOn(optimizer, self._loss_arrived)
         if args.eval_every:
             options = {**self.data_options(), "batch_size": args.eval_sequences, "split": "validation"}
             sequences = next(TinyStories(SPTokenizer(args.tokenizer), **options)).to(self.device)
@@ -110,9 +113,18 @@ class TrainingRun(Run[TrainSettingsT]):
             with self.memory.counting() if self.memory and is_counted else contextlib.nullcontext():
                 yield step, self._batch
 
+    def _is_validation_due(self, step: int) -> bool:
+        return self.validator is not None and (step + 1) % (self.settings.eval_every or 1) == 0
+
+    def _waits_after(self, step: int) -> bool:
+        """Whether ranks wait for each other after a step, also with `--run-on`."""
+        steps = self.settings.steps
+        is_saved = self.checkpointer is not None and self.checkpointer.is_due(step, steps)
+        return step + 1 == steps or is_saved or self._is_validation_due(step)
+
     def _validate(self, step: int) -> None:
         """With `--eval-every`, evaluate on the validation split."""
-        if self.validator is not None and (step + 1) % (self.settings.eval_every or 1) == 0:
+        if self.validator is not None and self._is_validation_due(step):
             with self.records.timing_apart("validation", f"validation after {step + 1:,} steps"):
                 loss = self.records.validation_loss = self.validator.loss(step)
             if self.rank == 0:
@@ -126,8 +138,28 @@ class TrainingRun(Run[TrainSettingsT]):
         return f": {find_cause(parts.stages, forward, self.grid, self.device)}"
 
     def log(self, step: int, losses: Iterable[Tensor]) -> None:
-        """Print the loss of the global batch; the arguments are those of `global_loss`."""
-        line = f"{step} {self.global_loss(step, losses):.8f}{self.records.speed()}"
+        """Print the loss of the global batch, with `--run-on` a step later; the arguments are those of `global_loss`.
+
+        Call it before the update, which is not made if the loss is not finite, or else undone.
+        """
+        late = self.running_on
+        if late is not None:
+            late.settle()
+            if late.must_undo:
+                return
+            if not (late.waits_in(step) or self._waits_after(step)):
+                late.leave_open(self.sum_loss(step, losses))
+                self.records.loss_is_late = True
+                return
+        self._print_loss(step, self.global_loss(step, losses))
+
+    def _loss_arrived(self, step: int, loss: float) -> None:
+        """Print and record the loss of a step that did not wait for it."""
+        self._print_loss(step, loss)
+        self.records.loss_arrived(loss)
+
+    def _print_loss(self, step: int, loss: float) -> None:
+        line = f"{step} {loss:.8f}{self.records.speed()}"
         if self.has_terminal:
             print(line, flush=True)
         elif isinstance(sys.stdout, RankOutput):

@@ -238,6 +238,30 @@ def test_messages_are_let_go_as_soon_as_they_are_known_to_have_arrived() -> None
         assert (total >= 12, peak <= 2, after) == (True, True, 0)
 
 
+def leave_sends_open(rank: int, port: int) -> list[tuple[bool, bool]]:
+    """Three steps that run on: are the gradients the usual ones, and is a send of the step still open?"""
+    with process_group(rank, 2, port), pytest.MonkeyPatch.context() as monkeypatch:
+        net = build_stage(rank, (1, 1), VOCAB, **OPTIONS)
+        grid, sends = Grid(rank, dp=1, pp=2), CountedSends(monkeypatch)
+        pipeline = Pipeline(net, all_stages("zb-h2", 2, 4), grid, LOSS, WIDTH, run_on=True)
+        usual = Pipeline(net, all_stages("zb-h2", 2, 4), grid, LOSS, WIDTH)
+        found = []
+        for step in range(3):
+            net.zero_grad()
+            pipeline.step(batch(step).chunk(4))
+            left, own = sends.now, [p.grad.clone() for p in net.parameters() if p.grad is not None]
+            assert left <= 4, "those of the step before are settled"
+            net.zero_grad()
+            usual.step(batch(step).chunk(4))
+            found.append((all(map(torch.equal, own, [p.grad for p in net.parameters()])), left > 0))
+        return found
+
+
+def test_steps_that_run_on_leave_their_last_sends_to_the_next_one() -> None:
+    """Stage 0 leaves none: each of its activations is known to have arrived when its gradient has come back."""
+    assert run_ranks(2, leave_sends_open, free_port()) == [[(True, False)] * 3, [(True, True)] * 3]
+
+
 def run_ahead(rank: int, port: int) -> float:
     """Stage 1 begins a second late; the seconds that stage 0 took for its forward passes, 8 MB of activations each."""
     width, micro_batches = 4096, 6

@@ -3,7 +3,7 @@
 import pytest
 
 from distlab.pipeline.actions import Action, ActionCosts, Backward, Forward, stages_of
-from distlab.pipeline.plan import simulate
+from distlab.pipeline.plan import in_a_row, simulate
 from distlab.pipeline.schedules import (
     ALIASES,
     SCHEDULES,
@@ -86,6 +86,20 @@ def test_workers_idle_as_long_as_the_literature_says(
     told = {name: share for name, share in zip(names, percent, strict=True) if share is not None}
     idle = {name: 100 * idle_share(name, workers, micro_batches, weight_share) for name in told}
     assert idle == pytest.approx(told, abs=0.05)
+
+
+@pytest.mark.parametrize(
+    ("workers", "micro_batches", "percent"),
+    [(4, 8, [27.3, 27.3, 15.8, 11.1, 1.2, 0.6, 5.9]), (8, 16, [30.4, 30.4, 17.9, 12.7, 1.4, 0.7, 6.8])],
+)
+def test_ten_steps_that_run_on_idle_as_long_as_the_literature_says(
+    workers: int, micro_batches: int, percent: list[float]
+) -> None:
+    names = "gpipe dapple interleaved zb-h1 zb-h2 zb-v dualpipe-v".split()
+    for name, share in zip(names, percent, strict=True):
+        plan = simulate(in_a_row(all_stages(name, workers, micro_batches), 10))
+        assert 100 * sum(plan.bubble) / workers == pytest.approx(share, abs=0.05), name
+        assert max(plan.peak_live) <= 2 * micro_batches
 
 
 @pytest.mark.parametrize(

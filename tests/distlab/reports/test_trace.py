@@ -103,6 +103,24 @@ def test_report(pipelines: Trace, replicas: Trace) -> None:
     ]
 
 
+def test_steps_that_run_on_overlap_and_the_plan_is_one_of_several_steps() -> None:
+    """Stage 0 begins a step while stage 1 ends the one before: 12 units of work each in 14, not counting step 0."""
+    first = [(STEP, "step", 0, 6), *((COMPUTE, name, start, start + 1) for name, start in (("F0", 0), ("F1", 1)))]
+    first += [(COMPUTE, "B0", 2, 4), (COMPUTE, "B1", 4, 6)]
+    events = [[(kind, name, t + late, u + late) for kind, name, t, u in first] for late in (0, 2)]
+    ranks = [
+        RankTrace([Event(kind, name, n * 6.0 + t, n * 6.0 + u) for n in range(3) for kind, name, t, u in own])
+        for own in events
+    ]
+    trace = Trace(ranks, 1, 2, all_stages("gpipe", 2, 2), run_on=True)
+    assert [trace.busy(rank)[0] for rank in (0, 1)] == pytest.approx([12 / 14, 12 / 14])
+    plan = trace.plan(len(trace.steps()))
+    assert plan is not None
+    assert plan.makespan == 18
+    for bubble, line in zip(plan.bubble, trace.report(), strict=True):
+        assert line.endswith(f"busy 86%, waiting 0%, bubble in theory {bubble:.0%}")
+
+
 def test_events_may_come_in_the_order_of_their_ends(pipelines: Trace) -> None:
     in_order = [RankTrace(sorted(rank.events, key=lambda event: event.end)) for rank in pipelines.ranks]
     by_end = replace(pipelines, ranks=in_order)

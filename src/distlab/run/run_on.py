@@ -1,0 +1,97 @@
+"""`--run-on`: no rank waits at the end of a step. Whether a step was good is found out a step later.
+
+If it was not, its update is undone, and it is taken again with the usual wait, together with the step that began from
+its weights. (Qi et al., "Zero Bubble Pipeline Parallelism", arXiv 2401.10241, §4, undo the update by inverting it; a
+copy is simpler, and exact.)
+"""
+
+import contextlib
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from distlab.comm.transfer import Transfer
+
+
+@dataclass
+class LossSum:
+    """The loss of the global batch of a step, while the ranks add it up."""
+
+    step: int
+    own: Tensor  # this rank's share, a scalar; float64
+    total: Tensor  # of all ranks, once the transfer has ended
+    transfer: Transfer
+    counted: int  # how many times each micro-batch is in it
+
+    def wait(self) -> float:
+        """The loss, on all ranks."""
+        self.transfer.wait()
+        return self.total.item() / self.counted
+
+
+class RunningOn:
+    """The step whose end nobody has waited for, and the state from before its update.
+
+    Args:
+        optimizer: of all parameters of this rank; a copy of them and of its state is kept.
+        arrived: called with each step and its loss, once it is known that the step was good.
+    """
+
+    def __init__(self, optimizer: Optimizer, arrived: Callable[[int, float], None]) -> None:
+        self._optimizer, self._arrived = optimizer, arrived
+        self._kept: list[Tensor] = []
+        self._open: LossSum | None = None
+        self._waits_in: int | None = None  # the step that is taken again
+        self.must_undo = False
+
+    def leave_open(self, loss: LossSum) -> None:
+        """End a step, before its update, without a wait for its loss."""
+        self._open = loss
+        now = self._state()
+        if len(self._kept) != len(now):  # an optimizer has no state before its first update
+            self._kept = [tensor.detach().clone() for tensor in now]
+        with torch.no_grad():
+            for kept, tensor in zip(self._kept, now, strict=True):
+                kept.copy_(tensor)
+
+    def settle(self) -> None:
+        """Find out whether the step before was good, if that is open; all ranks call it, and find the same.
+
+        If it was not, `must_undo` is set. What else can be wrong with a step is to be looked at here, too.
+        """
+        before, self._open = self._open, None
+        if before is None:
+            return
+        loss = before.wait()
+        if math.isfinite(loss):
+            self._arrived(before.step, loss)
+        else:
+            self._waits_in, self.must_undo = before.step, True
+
+    def waits_in(self, step: int) -> bool:
+        """Whether a step is taken again, and has to end with the usual wait."""
+        return self._waits_in == step
+
+    @torch.no_grad()
+    def undo(self) -> None:
+        """Restore the weights and the optimizer's state from before the last good step's update."""
+        if len(self._kept) != len(self._state()):
+            self._optimizer.state.clear()
+        for tensor, kept in zip(self._state(), self._kept, strict=True):
+            tensor.copy_(kept)
+        self.must_undo = False
+
+    def keep_arrived(self) -> None:
+        """Hand on the loss of the open step if it has arrived, where the run ends early and nothing can be awaited."""
+        if self._open is not None and self._open.transfer.has_arrived():
+            with contextlib.suppress(RuntimeError):  # it ended because another rank did
+                self.settle()
+
+    def _state(self) -> list[Tensor]:
+        parameters = [parameter for group in self._optimizer.param_groups for parameter in group["params"]]
+        moments = [value for state in self._optimizer.state.values() for value in state.values()]
+        return [*parameters, *(value for value in moments if isinstance(value, Tensor))]

@@ -1,0 +1,158 @@
+"""`--run-on`: the numbers of the usual run, nobody waits at the end of a step, and a bad step is undone or named."""
+
+import json
+import math
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from chapters import losses, train, train_on
+from processes import free_port, run_ranks
+from torch import nn
+
+from distlab.run.not_finite import NotFiniteError
+from distlab.run.run_on import LossSum, RunningOn
+from distlab.run.training import TrainingRun
+
+PIPELINE = "PP/microbatches/intro_PP_microbatches.py"
+HYBRID = "hybrid/intro_hybrid.py"
+ADAM = "--steps 6 --optimizer adam --lr 0.01 --batch-size 6".split()
+ZB_V = "--world-size 2 --schedule zb-v --micro-batches 3".split()
+REPLICAS = "--dp 2 --pp 2 --schedule zb-h2 --micro-batches 6".split()
+
+
+def numbers(out: Path) -> list[tuple[int, float, float | None, int]]:
+    """What does not depend on time in a run's records."""
+    records = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    return [(r["step"], r["loss"], r.get("validation_loss"), r["tokens"]) for r in records]
+
+
+def assert_same(own: Any, expected: Any) -> None:
+    for parts in zip(own[:2], expected[:2], strict=True):  # parameters, then gradients of the last step
+        for mine, others in zip(*parts, strict=True):
+            assert mine.keys() == others.keys()
+            for name, tensor in mine.items():
+                assert torch.equal(tensor, others[name]), name
+
+
+@pytest.mark.parametrize(("script", "ranks", "layout"), [(PIPELINE, 2, ZB_V), (HYBRID, 4, REPLICAS)])
+def test_the_numbers_are_those_of_the_usual_run_bit_for_bit(
+    script: str, ranks: int, layout: list[str], tmp_path: Path
+) -> None:
+    """Also with validation and checkpoints, before which the run waits, and where it is resumed."""
+    flags = [*layout, *ADAM, *"--save-every 4 --eval-every 3 --keep 9".split()]
+    usual, late = tmp_path / "usual", tmp_path / "late"
+    expected = train_on(ranks, script, usual, *flags)
+    own = train_on(ranks, script, late, *flags, "--run-on")
+    assert_same(own, expected)
+    assert numbers(late) == numbers(usual)
+    assert [step for step, *_ in numbers(late)] == list(range(6))
+    assert sum(loss is not None for *_, loss, _ in numbers(late)) == 2
+    lines = (late / "rank0.log").read_text().splitlines()
+    steps = [line.split()[0] for line in lines if line[0].isdigit()]
+    assert steps == [str(step) for step in range(6)], "each is printed once, also the last one"
+    assert lines.index(next(line for line in lines if "validation after 3 steps" in line)) > next(
+        number for number, line in enumerate(lines) if line.startswith("2 ")
+    )
+    checkpoint = str(late / "checkpoints/step-00000004")
+    assert_same(train_on(ranks, script, tmp_path / "resumed", "--resume", checkpoint, *flags, "--run-on"), expected)
+
+
+def time_the_end_of_a_step(rank: int, flags: list[str]) -> float:
+    """Rank 1 comes to the end of step 2 a second late; the seconds that this rank then takes to log its step."""
+    seconds, log = dict[int, float](), TrainingRun.log
+
+    def timed(run: TrainingRun[Any], step: int, losses: Any) -> None:
+        if step == 2 and rank == 1:
+            time.sleep(1)
+        started = time.monotonic()
+        log(run, step, losses)
+        seconds[step] = time.monotonic() - started
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(TrainingRun, "log", timed)
+        train(rank, PIPELINE, flags)
+    return seconds[2]
+
+
+@pytest.mark.alone
+def test_nobody_waits_at_the_end_of_a_step(tmp_path: Path) -> None:
+    flags = [*ZB_V, *ADAM, "--out", str(tmp_path)]
+    for more, waits in ([], True), (["--run-on"], False):
+        first, _ = run_ranks(2, time_the_end_of_a_step, [*flags, *more, "--master-port", str(free_port())])
+        assert (first > 0.8) == waits, f"{first} s {more}"
+
+
+def train_badly(rank: int, bad: list[int], flags: list[str]) -> tuple[Any, Any]:
+    """A run of which some steps' losses are not finite when they are first looked at."""
+    wait, seen = LossSum.wait, set[int]()
+
+    def not_finite_at_first(loss: LossSum) -> float:
+        value, is_first = wait(loss), loss.step not in seen
+        seen.add(loss.step)
+        return math.nan if is_first and loss.step in bad else value
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(LossSum, "wait", not_finite_at_first)
+        return train(rank, PIPELINE, flags)
+
+
+def test_a_bad_step_is_undone_and_taken_again(tmp_path: Path) -> None:
+    """The first step, before which Adam has no state, and two in a row."""
+    flags = [*ZB_V, *ADAM]
+    expected = train_on(2, PIPELINE, tmp_path / "usual", *flags)
+    late = [*flags, "--run-on", "--out", str(tmp_path / "late"), "--master-port", str(free_port())]
+    ended = run_ranks(2, train_badly, [0, 2, 3], late)
+    assert_same(tuple(zip(*ended, strict=True)), expected)
+    assert numbers(tmp_path / "late") == numbers(tmp_path / "usual")
+    log = (tmp_path / "late" / "rank0.log").read_text()
+    assert "# 6 steps, 864 tokens in" in log
+    assert "# steps that were taken again took" in log
+
+
+def diverge(rank: int, flags: list[str]) -> str:
+    with pytest.raises(NotFiniteError) as raised:
+        train(rank, PIPELINE, flags)
+    return str(raised.value)
+
+
+def test_a_loss_that_is_no_number_is_found_in_its_step_from_its_weights(tmp_path: Path) -> None:
+    sentences = []
+    for name, more in ("usual", []), ("late", ["--run-on"]):
+        flags = [*ZB_V, *"--steps 20 --optimizer sgd --lr 3e4 --batch-size 6".split(), "--out", str(tmp_path / name)]
+        sentences += run_ranks(2, diverge, [*flags, *more, "--master-port", str(free_port())])
+    found = losses(tmp_path / "late")
+    assert found == losses(tmp_path / "usual")
+    assert len(found) > 1
+    assert set(sentences) == {sentences[0]}
+    assert sentences[0].startswith(f"the loss of step {len(found)} is nan: first not finite is the ")
+
+
+class Arrives:
+    """A transfer in progress."""
+
+    def __init__(self, arrived: bool, error: str = "") -> None:
+        self._arrived, self._error = arrived, error
+
+    def has_arrived(self) -> bool:
+        return self._arrived
+
+    def wait(self) -> None:
+        assert self._arrived, "a run that ends early waits for nobody"
+        if self._error:
+            raise RuntimeError(self._error)
+
+
+@pytest.mark.parametrize(
+    ("transfer", "told"),
+    [(Arrives(True), [(3, 2.0)]), (Arrives(False), []), (Arrives(True, "closed by peer"), [])],
+)
+def test_a_run_that_ends_early_keeps_the_loss_that_has_arrived(transfer: Any, told: list[tuple[int, float]]) -> None:
+    found: list[tuple[int, float]] = []
+    late = RunningOn(torch.optim.SGD(nn.Linear(1, 1).parameters()), lambda step, loss: found.append((step, loss)))
+    late.keep_arrived()
+    late.leave_open(LossSum(3, torch.tensor(1.0), torch.tensor(4.0), transfer, counted=2))
+    late.keep_arrived()
+    assert found == told
