@@ -13,6 +13,7 @@ import os
 import re
 import signal
 import sys
+import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -267,5 +268,6 @@ if __name__ == "__main__":
             f"# rank {MPI.COMM_WORLD.Get_rank()} failed: {type(error).__name__}: {error}", file=sys.stderr, flush=True
         )
         os.close(sys.stderr.fileno())  # MPI's own words would come after these
+        time.sleep(0.5)  # mpirun drops what it has not yet passed on when a rank aborts
         MPI.COMM_WORLD.Abort(1)  # the other ranks wait for this one
     sys.exit(status)
