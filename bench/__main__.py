@@ -72,7 +72,8 @@ class Table:
                 beside = row[index + 1] if index + 1 < len(row) else ""
                 ratio = read_ratio(heading, row[index], beside)
                 if ratio is not None:
-                    found[(*row[: index if measured is None else measured], about)] = ratio
+                    key = (*row[: index if measured is None else measured], about)
+                    found[key] = ratio
         return found
 
 
