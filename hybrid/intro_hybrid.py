@@ -58,7 +58,7 @@ def train(run: TrainingRun[HybridSettings]) -> None:
         )
 
     parameters = [parameter for net in nets.values() for parameter in net.parameters()]
-    buckets = GradientBuckets(parameters, on_full=average, backward_passes=args.micro_batches)
+    buckets = GradientBuckets(parameters, on_full=average, backward_passes=args.micro_batches, group=dp_group)
 
     for step, batch in run.steps(stories):
         optimizer.zero_grad()

@@ -125,8 +125,9 @@ def test_a_failed_rank_ends_all_and_is_named_in_the_last_line(failure: str, last
     assert not any(alive(pid) for pid in ranks)
 
 
-def test_a_killed_rank_is_named_also_where_a_library_does_the_talking(tmp_path: Path) -> None:
-    launcher = fork_launcher("ddp", *TINY, "--steps", "1000000", "--out", tmp_path)
+@pytest.mark.parametrize("topology", ["ddp", "dp-ga --transport shared"])
+def test_a_killed_rank_is_named_whoever_carries_the_gradients(topology: str, tmp_path: Path) -> None:
+    launcher = fork_launcher(*topology.split(), *TINY, "--steps", "1000000", "--out", tmp_path)
     assert wait_for(lambda: steps_taken(tmp_path) > 0), "training began"
     os.kill(process_of(1, children(launcher.pid)), signal.SIGKILL)
     ended = launcher.finish(30)

@@ -4,13 +4,16 @@ Whatever the ranks tell each other while they train goes through `traffic`: it c
 (gradients, weights, loss, …), gives every wait a name and a deadline, and moves a CUDA tensor through pinned host
 memory where the backend is gloo. Bytes are what a bandwidth-optimal algorithm sends from this rank (a ring for
 all-reduce, all-gather and reduce-scatter: Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of
-workstations", 2009).
+workstations", 2009). The all-reduce in shared memory moves as many: a rank reads its share of what the others have, and
+writes it to them.
 """
 
 from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from datetime import timedelta
 from functools import partial
+from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -18,8 +21,10 @@ from torch import Tensor
 from torch.distributed import ReduceOp
 
 from distlab.comm.endpoint import CountingEndpoint, Endpoint, is_over_nccl, members, process_group, rank, world_size
-from distlab.comm.transfer import Transfer, host_buffer, staged
+from distlab.comm.shared import NotShared, SharedAllReduce, SharedMemory
+from distlab.comm.transfer import Transfer, Work, host_buffer, staged
 from distlab.comm.waits import NamedWaits, TrafficError, Wait, group_key
+from simplellm.errors import InputError
 
 __all__ = ["Traffic", "TrafficError", "Transfer", "traffic"]
 
@@ -27,6 +32,9 @@ Group = dist.ProcessGroup | None  # None: all ranks
 Op = ReduceOp.RedOpType
 AllReduce = Callable[[Tensor, Op, Endpoint], None]  # one written by hand
 Begin = Callable[[Tensor, Tensor], dist.Work | None]  # starts a collective that fills a tensor from another
+Transport = Literal["auto", "shared", "gloo"]
+
+SMALLEST_SHARED_BYTES = 100_000  # with "auto"; gloo takes as long for less
 
 
 class Traffic(NamedWaits):
@@ -42,6 +50,9 @@ class Traffic(NamedWaits):
         super().__init__()
         self.begun: Counter[str] = Counter()  # how many collectives this rank has begun, by their ranks ("0,1,2")
         self.device = torch.device("cpu")  # on which this rank computes
+        self.transport: Transport = "auto"  # for tensors in host memory, over gloo's process groups
+        self.remark: Callable[[str], object] = lambda sentence: print(f"# {sentence}", flush=True)
+        self._shared: dict[dist.ProcessGroup, SharedMemory | None] = {}  # None where the ranks cannot share memory
         self._thread: ThreadPoolExecutor | None = None
 
     def connect(self, group: Group = None) -> None:
@@ -52,6 +63,36 @@ class Traffic(NamedWaits):
         """
         if is_over_nccl():
             self.all_reduce(torch.zeros(1, device=self.device), "a first message", kind="control", group=group).wait()
+
+    def new_buffer(self, elements: int, like: Tensor, group: Group = None) -> Tensor:
+        """Zeros (elements,), of `like`'s dtype and device, to be combined over a group's ranks again and again.
+
+        They are in memory that these ranks share, where `transport` allows it and it pays; `all_reduce` then needs no
+        copy, and no message but words. All ranks of the group must call this in the same order.
+
+        Raises:
+            InputError: the transport is "shared", and these ranks cannot share memory.
+            TrafficError: a rank does not take part.
+        """
+        is_worth_it = self.transport == "shared" or elements * like.element_size() >= SMALLEST_SHARED_BYTES
+        ranks, plain = members(group), partial(like.new_zeros, elements)
+        if self.transport == "gloo" or not is_worth_it or not like.is_cpu or is_over_nccl() or len(ranks) == 1:
+            return plain()
+        key = group or dist.group.WORLD
+        assert key is not None
+        try:
+            with self.named(Wait("shared memory", "other", tuple(r for r in ranks if r != rank()))):
+                memory = self._shared[key] if key in self._shared else SharedMemory(key)
+                self._shared[key] = memory
+                timeout = timedelta(seconds=self.timeout_seconds)
+                return memory.allocate(elements, like.dtype, timeout) if memory is not None else plain()
+        except NotShared as error:
+            if self.transport == "shared":
+                raise InputError(f"--transport shared: {error}; use --transport gloo") from None
+            if memory is not None and memory.rank == 0 and not error.is_expected:
+                self.remark(f"{error}; these ranks send their gradients over gloo instead")
+            self._shared[key] = None
+            return plain()
 
     def all_reduce(
         self,
@@ -73,7 +114,12 @@ class Traffic(NamedWaits):
         carried = staged(tensor)
         if by_hand is None:
             self.ledger.count(kind, 2 * (len(ranks) - 1) * tensor.nbytes // len(ranks))
+            memory = self._shared.get(group or dist.group.WORLD)  # type: ignore[arg-type]  # there is one
+            parts = memory.parts_like(carried) if memory is not None else None
+            begin: Callable[[], Work | None]
             begin = partial(dist.all_reduce, carried, op=op, group=group, async_op=True)
+            if memory is not None and parts is not None:
+                begin = partial(SharedAllReduce, memory, parts, op)
             return self._start(self._collective(what, ranks), begin, tensor, carried)
         if group is not None:
             raise ValueError("the collectives by hand are for all ranks, not for a group of them")
@@ -144,9 +190,7 @@ class Traffic(NamedWaits):
         self.begun[key] += 1
         return Wait(what, "collective", tuple(r for r in ranks if r != rank()), self.begun[key] - 1)
 
-    def _start(
-        self, wait: Wait, begin: Callable[[], dist.Work | Future[None] | None], tensor: Tensor, carried: Tensor
-    ) -> Transfer:
+    def _start(self, wait: Wait, begin: Callable[[], Work | None], tensor: Tensor, carried: Tensor) -> Transfer:
         with self.named(wait):
             return Transfer(self, wait, begin(), tensor, carried)
 

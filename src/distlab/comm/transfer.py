@@ -1,6 +1,7 @@
 """A message or collective in progress, and the host memory that carries a CUDA tensor where the backend is gloo."""
 
 import time
+from collections.abc import Sequence
 from concurrent.futures import Future
 from datetime import timedelta
 
@@ -10,20 +11,21 @@ from torch import Tensor
 
 from distlab.comm.endpoint import is_over_nccl
 from distlab.comm.recorder import MESSAGE, WAIT, recorder
+from distlab.comm.shared import SharedAllReduce
 from distlab.comm.streams import passed
 from distlab.comm.waits import NamedWaits, StreamWait, Wait
+
+Work = dist.Work | Future[None] | SharedAllReduce
 
 
 class Transfer:
     """A message or collective in progress. The tensor is the caller's again after `wait`.
 
-    `work` is torch's handle, or the thread of a collective written by hand; None if there is nothing to wait for. It
-    sends or fills `carried`: `tensor` itself or its `host_buffer`.
+    `work` is torch's handle, the thread of a collective written by hand, or one in shared memory; None if there is
+    nothing to wait for. It sends or fills `carried`: `tensor` itself or its `host_buffer`.
     """
 
-    def __init__(
-        self, waits: NamedWaits, wait: Wait, work: dist.Work | Future[None] | None, tensor: Tensor, carried: Tensor
-    ) -> None:
+    def __init__(self, waits: NamedWaits, wait: Wait, work: Work | None, tensor: Tensor, carried: Tensor) -> None:
         self._waits, self._wait, self._work, self._tensor, self._carried = waits, wait, work, tensor, carried
         self._started = time.perf_counter()
         self._is_on_stream = work is not None and not carried.is_cpu  # over NCCL: gloo carries host memory
@@ -57,14 +59,31 @@ class Transfer:
         self._work = None
 
     def has_arrived(self) -> bool:
-        """Whether `wait` would return, or raise, at once; not known over NCCL, where the stream waits."""
-        if self._is_on_stream or self._work is None:
+        """Whether `wait` would return, or raise, at once; not known over NCCL and in shared memory."""
+        if self._is_on_stream or self._work is None or isinstance(self._work, SharedAllReduce):
             return self._work is None
         return self._work.done() if isinstance(self._work, Future) else self._work.is_completed()
 
-    def _wait_on_stream(self, work: dist.Work | Future[None]) -> None:
+    def do_own_share(self) -> None:
+        """In shared memory, do what this rank has to do before the transfer can end anywhere; elsewhere, nothing.
+
+        `wait` does it, too. But a rank that has begun several does its share of all before it waits for the others'.
+
+        Raises:
+            TrafficError: as `wait`.
+        """
+        if isinstance(self._work, SharedAllReduce):
+            started = time.perf_counter()
+            try:
+                with self._waits.named(self._wait):
+                    self._work.combine(started + self._waits.timeout_seconds)
+            finally:
+                self._waits.ledger.waited_seconds += time.perf_counter() - started
+                recorder.add(WAIT, self._wait.sentence(self._waits.describe) if recorder.enabled else "", started)
+
+    def _wait_on_stream(self, work: Work) -> None:
         """Order what follows on the current stream after `work`."""
-        assert not isinstance(work, Future), "a collective written by hand goes over gloo"
+        assert isinstance(work, dist.Work), "a collective of another kind goes over gloo"
         reached = passed()
         with self._waits.named(self._wait):
             work.wait()  # with a deadline, it would keep this thread until the message is there
@@ -99,7 +118,7 @@ class Transfer:
         if self._work is None:
             queued.set_result(self._tensor)
             return queued
-        assert not isinstance(self._work, Future), "a collective written by hand is waited for with wait()"
+        assert isinstance(self._work, dist.Work), "a collective of another kind is waited for with wait()"
         ended = self._work.get_future()
 
         def finish(_: "torch.futures.Future[Tensor]") -> Tensor:
@@ -114,6 +133,14 @@ class Transfer:
         self._waits.library_waits[id(self)] = (self._wait, self._started)
         ended.add_done_callback(lambda _: queued.set_result(self._tensor))
         return queued.then(finish)
+
+
+def wait_for_all(transfers: Sequence[Transfer]) -> None:
+    """Wait for several, in their order; `TrafficError` as of `Transfer.wait`."""
+    for transfer in transfers:
+        transfer.do_own_share()
+    for transfer in transfers:
+        transfer.wait()
 
 
 def future_of(tensor: Tensor) -> "torch.futures.Future[Tensor]":

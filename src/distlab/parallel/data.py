@@ -14,8 +14,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from distlab.comm.traffic import traffic
-from distlab.comm.transfer import Transfer, future_of
+from distlab.comm.traffic import Group, traffic
+from distlab.comm.transfer import Transfer, future_of, wait_for_all
 
 BUCKET_BYTES = 25_000_000
 
@@ -23,11 +23,11 @@ BUCKET_BYTES = 25_000_000
 class Bucket:
     """Some parameters' gradients, side by side in one flat buffer, so that one message carries them all."""
 
-    def __init__(self, index: int, parameters: Sequence[Tensor]) -> None:
+    def __init__(self, index: int, parameters: Sequence[Tensor], group: Group = None) -> None:
         self.index = index  # in the order in which the backward pass fills the buckets
         self.parameters, self.missing = parameters, 0  # gradients to come before it is full
         lengths = [p.numel() for p in parameters]
-        self.flat = parameters[0].new_zeros(sum(lengths))  # (elements,)
+        self.flat = traffic.new_buffer(sum(lengths), parameters[0], group)  # (elements,)
         self.views = [part.view_as(p) for p, part in zip(parameters, self.flat.split(lengths), strict=True)]
 
     def __str__(self) -> str:
@@ -50,15 +50,23 @@ class GradientBuckets:
         on_full: called within the backward pass when a bucket is full; returns the transfer that it starts, if any.
         backward_passes: gradients are accumulated over this many backward passes before a bucket is full.
         bucket_bytes: a bucket is closed when it holds this much; small ones start early, large ones are few messages.
+        group: the ranks over which the buckets are combined, all by default. They construct theirs together: the
+            buckets are in memory that these ranks share, if they can (`Traffic.new_buffer`).
     """
 
     def __init__(
-        self, parameters: Iterable[Tensor], on_full: OnFull, backward_passes: int = 1, bucket_bytes: int = BUCKET_BYTES
+        self,
+        parameters: Iterable[Tensor],
+        on_full: OnFull,
+        backward_passes: int = 1,
+        bucket_bytes: int = BUCKET_BYTES,
+        group: Group = None,
     ) -> None:
         self._on_full, self._backward_passes = on_full, backward_passes
         self._transfers: list[Transfer | None] = []
-        groups = _split(list(parameters)[::-1], bucket_bytes)
-        self._buckets = [Bucket(index, group) for index, group in enumerate(groups)]
+        self._buckets = [
+            Bucket(index, some, group) for index, some in enumerate(_split(list(parameters)[::-1], bucket_bytes))
+        ]
         for bucket in self._buckets:
             for parameter, view in zip(bucket.parameters, bucket.views, strict=True):
                 parameter.register_post_accumulate_grad_hook(self._collector(bucket, view))
@@ -81,9 +89,8 @@ class GradientBuckets:
         self._full = 0  # the buckets before this index have been handed over
         for bucket in self._buckets:
             bucket.missing = self._backward_passes * len(bucket.parameters)
-        while self._transfers:  # they would overwrite the gradients to come
-            if (transfer := self._transfers.pop(0)) is not None:
-                transfer.wait()
+        transfers, self._transfers = self._transfers, []
+        wait_for_all([transfer for transfer in transfers if transfer is not None])  # or they would overwrite gradients
 
     def _collector(self, bucket: Bucket, view: Tensor) -> Callable[[Tensor], None]:
         """The hook that runs when a parameter's gradient has been accumulated."""

@@ -96,14 +96,16 @@ class Run(Generic[SettingsT]):
         same = {"the script": script.name} | {as_flag(name): value for name, value in as_json(settings).items()}
 
         def decide_all() -> dict[str, Any]:
-            backend = devices.pick_backend(settings.backend, rendezvous.read_places(store, size))
+            places = rendezvous.read_places(store, size)
+            backend = devices.pick_backend(settings.backend, places)
+            devices.check_transport(settings.transport, places)
             return {"backend": backend, **decide(settings, script)}
 
         decided = rendezvous.agree(store, rank, size, place, same, decide_all, seconds, say)
         self._take_place(rendezvous.read_places(store, size))
         backend = decided["backend"]
         devices.keep_to_interface(address, on_one_host=by_torchrun and self._local_ranks == size)
-        traffic.timeout_seconds = seconds
+        traffic.timeout_seconds, traffic.transport, traffic.remark = seconds, settings.transport, say
         if backend == "nccl":
             traffic.watch(_end)
         try:

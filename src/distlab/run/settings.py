@@ -37,6 +37,8 @@ class RunSettings:
     """where to compute; auto: CUDA if present"""
     backend: Literal["auto", "gloo", "nccl"] = "auto"
     """how ranks talk; auto: NCCL when every rank has a GPU of its own, else gloo"""
+    transport: Literal["auto", "shared", "gloo"] = "auto"
+    """how gradients travel on the CPU; auto: through shared memory within a host, else over gloo"""
     timeout: float = 120
     """seconds that any wait for another rank may take"""
     master_addr: str = "localhost"
@@ -82,6 +84,8 @@ class RunSettings:
         require(port is None or 0 < port < 65536, f"--master-port {port}: a port is a number from 1 to 65535")
         nowhere = self.device == "cpu" and self.backend == "nccl"
         require(not nowhere, "--backend nccl with --device cpu: NCCL moves CUDA tensors only; use --backend gloo")
+        needs_cpu = self.transport == "shared" and (self.device == "cuda" or self.backend == "nccl")
+        require(not needs_cpu, "--transport shared: only ranks on the CPU share memory; use --device cpu")
         if self.out is not None:
             try:
                 there = next(path for path in (self.out, *self.out.absolute().parents) if path.exists())

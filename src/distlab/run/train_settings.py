@@ -203,7 +203,10 @@ class ByHandSettings(DataParallelSettings):
         if self.by_hand is not None:
             is_possible = self.backend != "nccl"
             require(is_possible, f"--all-reduce {self.all_reduce} with --backend nccl: our own work over gloo only")
-            self.backend = "gloo"
+            is_possible = self.transport != "shared"
+            sentence = "our own work sends over gloo; leave --transport out"
+            require(is_possible, f"--all-reduce {self.all_reduce} with --transport shared: {sentence}")
+            self.backend = self.transport = "gloo"
 
 
 @dataclass

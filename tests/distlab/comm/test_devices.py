@@ -16,6 +16,7 @@ from torch.torch_version import TorchVersion
 
 from distlab.comm.devices import (
     Place,
+    check_transport,
     local_ranks,
     patient_threads,
     pick_backend,
@@ -63,6 +64,15 @@ def test_nccl_with_two_ranks_on_one_gpu_is_refused() -> None:
         pick_backend("nccl", places("x", "y", "y", hosts="ABB"))
     with pytest.raises(InputError, match="--backend nccl: NCCL moves CUDA tensors only"):
         pick_backend("nccl", places("", ""))
+
+
+def test_shared_memory_is_for_the_cpus_of_one_host() -> None:
+    check_transport("shared", places("", "", ""))
+    check_transport("auto", places("x", "", hosts="AB"))
+    with pytest.raises(InputError, match="--transport shared: ranks 0 and 2 are on A and B, which have no memory"):
+        check_transport("shared", places("", "", "", hosts="AAB"))
+    with pytest.raises(InputError, match="--transport shared: this run computes on GPUs"):
+        check_transport("shared", places("x", "x"))
 
 
 def test_ranks_on_the_cpu_and_on_gpus_do_not_mix() -> None:

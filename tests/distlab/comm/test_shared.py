@@ -1,0 +1,227 @@
+"""Memory that ranks share: sums, the mapping, and what happens when it cannot be had or a rank fails."""
+
+import errno
+import gc
+import os
+import stat
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from processes import free_port, process_group, run_ranks
+from torch import Tensor
+from torch.distributed import ReduceOp
+
+from distlab.comm.traffic import Transport, traffic
+from distlab.comm.transfer import wait_for_all
+from distlab.comm.waits import TrafficError
+from distlab.parallel.data import MyDP
+from distlab.rendezvous.ranks import open_store
+from simplellm.errors import InputError
+
+pytestmark = pytest.mark.alone
+SIZES = [1, 7, 1001, 300_007]  # of the last, a share has several chunks
+DTYPES = [torch.float32, torch.bfloat16, torch.float64]
+OPS = [ReduceOp.SUM, ReduceOp.AVG, ReduceOp.MAX]
+
+
+def operand(rank: int, elements: int, dtype: torch.dtype) -> Tensor:
+    return torch.randn(elements, generator=torch.Generator().manual_seed(rank)).to(dtype)
+
+
+def combined(world_size: int, elements: int, dtype: torch.dtype, op: ReduceOp.RedOpType) -> Tensor:
+    """What the documentation promises, bit for bit: combined in the order of the ranks."""
+    result = operand(0, elements, dtype)
+    for rank in range(1, world_size):
+        other = operand(rank, elements, dtype)
+        result = torch.maximum(result, other) if op == ReduceOp.MAX else result + other
+    return result / world_size if op == ReduceOp.AVG else result
+
+
+def reduce_all(rank: int, world_size: int, port: int) -> list[Tensor]:
+    """All-reduces of all sizes, types and operations, three under way at a time."""
+    with process_group(rank, world_size, port):
+        traffic.transport = "shared"
+        results = []
+        for dtype in DTYPES:
+            buffers = [traffic.new_buffer(elements, torch.empty(0, dtype=dtype)) for elements in SIZES]
+            for op in OPS:
+                for buffer in buffers:
+                    buffer.copy_(operand(rank, len(buffer), dtype))
+                transfers = [traffic.all_reduce(b, "the sums", kind="gradients", op=op) for b in buffers]
+                wait_for_all(transfers[:3])
+                transfers[3].wait()
+                results += [buffer.clone() for buffer in buffers]
+        assert traffic._shared.get(dist.group.WORLD) or world_size == 1
+        return results
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 5])
+def test_all_ranks_have_the_sums_in_the_order_of_the_ranks(world_size: int) -> None:
+    expected = [combined(world_size, size, dtype, op) for dtype in DTYPES for op in OPS for size in SIZES]
+    for results in run_ranks(world_size, reduce_all, world_size, free_port()):
+        for own, promised in zip(results, expected, strict=True):
+            torch.testing.assert_close(own, promised, rtol=0, atol=0)
+
+
+def reduce_in_another_order(rank: int, port: int) -> list[float]:
+    """Waits in another order than that in which the all-reduces began, a part of a buffer, and a group of two ranks."""
+    with process_group(rank, 3, port):
+        traffic.transport = "shared"
+        pair = dist.new_group([0, 2])
+        first, second = (traffic.new_buffer(5, torch.empty(0)) for _ in range(2))
+        first[:], second[:] = rank, 10 * rank
+        begun = [traffic.all_reduce(b, "a sum", kind="gradients", op=ReduceOp.SUM) for b in (first, second[1:4])]
+        begun[1].wait()
+        begun[0].wait()
+        result = [first[4].item(), *second.tolist()]
+        if rank != 1:
+            third = traffic.new_buffer(3, torch.empty(0), pair)
+            third[:] = rank
+            traffic.all_reduce(third, "a sum", kind="gradients", group=pair).wait()
+            result.append(third[2].item())
+        assert traffic.ledger.messages["gradients"] == 2 + (rank != 1)
+        return result
+
+
+def test_parts_of_buffers_groups_and_any_order_of_waits() -> None:
+    results = run_ranks(3, reduce_in_another_order, free_port())
+    for rank, (summed, *parts) in enumerate(results):
+        assert summed == 3
+        assert parts == [10 * rank, 30, 30, 30, 10 * rank] + [1] * (rank != 1)
+
+
+def look_at_the_mapping(rank: int, port: int) -> tuple[list[str], set[int], int, list[str], bool]:
+    """The mapping's lines in /proc, its modes and bytes; the lines without its tensor; whether a name is left."""
+    modes = set()
+    reserve = os.posix_fallocate
+
+    def reserve_and_look(descriptor: int, offset: int, length: int) -> None:
+        modes.add(os.fstat(descriptor).st_mode)
+        reserve(descriptor, offset, length)
+
+    def mapped() -> list[str]:
+        gc.collect()
+        return [line for line in Path("/proc/self/maps").read_text().splitlines() if "memfd" in line]
+
+    with process_group(rank, 2, port), pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(os, "posix_fallocate", reserve_and_look)
+        before = set(os.listdir("/dev/shm"))
+        buffer = traffic.new_buffer(100_000, torch.empty(0))
+        lines = mapped()
+        begin, end = (int(address, 16) for address in lines[0].split()[0].split("-"))
+        is_named = bool(set(os.listdir("/dev/shm")) - before)
+        del buffer
+        return lines, modes, end - begin, mapped(), is_named
+
+
+def test_the_mapping_has_no_name_is_its_users_own_and_goes_with_its_last_tensor() -> None:
+    for lines, modes, size_bytes, afterwards, is_named in run_ranks(2, look_at_the_mapping, free_port()):
+        assert len(lines) == 1
+        assert lines[0].endswith("(deleted)")
+        assert {stat.S_IMODE(mode) for mode in modes} == {0o600}
+        assert size_bytes == 2 * 401_408, "two parts, each of whole pages"
+        assert afterwards == []
+        assert not is_named
+
+
+def refuse(error: int) -> Callable[..., Any]:
+    def raise_error(*_: object) -> None:
+        raise OSError(error, os.strerror(error))
+
+    return raise_error
+
+
+def do_without(rank: int, port: int, call: str, error: int, transport: Transport) -> tuple[float, list[str], str]:
+    """The average of two ranks of which one is refused memory, what was remarked, and an error."""
+    with process_group(rank, 2, port), pytest.MonkeyPatch.context() as monkeypatch:
+        remarks: list[str] = []
+        traffic.transport, traffic.remark = transport, remarks.append
+        monkeypatch.setattr(os, call, refuse(error) if rank == (call != "memfd_create") else getattr(os, call))
+        try:
+            buffer = traffic.new_buffer(100_000, torch.empty(0))
+        except InputError as refusal:
+            return 0, remarks, str(refusal)
+        buffer[:] = rank
+        traffic.all_reduce(buffer, "the average", kind="gradients").wait()
+        return buffer[-1].item(), remarks, ""
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "why"),
+    [
+        ("posix_fallocate", errno.ENOSPC, "No space left on device"),
+        ("memfd_create", errno.EMFILE, "Too many open files"),
+        ("readlink", errno.EACCES, ""),  # as of a rank on another host, or in another container
+    ],
+)
+def test_without_memory_it_goes_over_gloo_and_says_so(call: str, error: int, why: str) -> None:
+    first, second = run_ranks(2, do_without, free_port(), call, error, "auto")
+    remark = f"no 0.8 MB of shared memory: {why}; these ranks send their gradients over gloo instead"
+    assert first == (0.5, [remark] if why else [], "")
+    assert second == (0.5, [], "")
+
+
+def test_without_memory_a_run_that_asks_for_it_ends_on_all_ranks() -> None:
+    for ended in run_ranks(2, do_without, free_port(), "posix_fallocate", errno.ENOMEM, "shared"):
+        assert ended[2] == (
+            "--transport shared: no 0.8 MB of shared memory: Cannot allocate memory; use --transport gloo"
+        )
+
+
+def fail(rank: int, port: int, is_silent: bool, is_begun: bool) -> tuple[str, float]:
+    """What ranks 0 and 1 say, and after how long, when rank 2 gives its part or not, and is then silent, or ends."""
+    store = open_store(rank, "localhost", port, 30, lambda _: None)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=3)
+    buffer = traffic.new_buffer(100_000, torch.empty(0))
+    if is_silent:
+        traffic.timeout_seconds = 1
+    transfers = []
+    if rank < 2 or is_begun:
+        transfers.append(traffic.all_reduce(buffer, "the gradients of bucket 7", kind="gradients"))
+    if rank == 2:
+        time.sleep(3 if is_silent else 0.5)
+        return "", 0.0  # and the process ends
+    started = time.monotonic()
+    with pytest.raises(TrafficError) as caught:
+        wait_for_all(transfers)
+    return str(caught.value), time.monotonic() - started
+
+
+@pytest.mark.parametrize("is_begun", [False, True])
+@pytest.mark.parametrize(("is_silent", "why"), [(True, "no answer"), (False, "a rank has ended")])
+def test_a_wait_ends_with_the_usual_sentence(is_silent: bool, why: str, is_begun: bool) -> None:
+    *others, _ = run_ranks(3, fail, free_port(), is_silent, is_begun)
+    for rank, (sentence, seconds) in enumerate(others):
+        peers = f"ranks {1 - rank} and 2"
+        assert f"rank {rank} waited {seconds:.1f} s for the gradients of bucket 7 from {peers}: {why}" in sentence
+        assert seconds < 5
+
+
+def train_over(rank: int, port: int, transport: Transport) -> tuple[Tensor, dict[str, int], bool]:
+    """A model's weights after three steps, the bytes sent, and whether its gradients are in shared memory."""
+    with process_group(rank, 2, port):
+        traffic.transport = transport
+        model = MyDP(torch.nn.Linear(200, 300))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        before = model.model.weight.detach().clone()
+        for _ in range(3):
+            optimizer.zero_grad()
+            model(torch.randn(4, 200)).square().mean().backward()
+            optimizer.step()
+        assert not torch.equal(model.model.weight, before)
+        is_shared = bool(traffic._shared)
+        return model.model.weight.detach(), dict(traffic.ledger.sent_bytes), is_shared
+
+
+def test_two_ranks_train_the_same_over_gloo_and_in_shared_memory_to_the_last_bit() -> None:
+    over_gloo = run_ranks(2, train_over, free_port(), "gloo")
+    shared_memory = run_ranks(2, train_over, free_port(), "auto")
+    for (weight, sent_bytes, is_shared), (same, same_bytes, also) in zip(over_gloo, shared_memory, strict=True):
+        assert (is_shared, also) == (False, True)
+        assert torch.equal(weight, same), "a sum of two numbers does not depend on their order"
+        assert sent_bytes == same_bytes
