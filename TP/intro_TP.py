@@ -87,7 +87,8 @@ def compare_with_formula(run: TrainingRun[TensorParallelSettings]) -> None:
     shape = args.batch_size // args.micro_batches, args.seq_len, args.dmodel
     element_bytes = getattr(torch, args.dtype).itemsize
     widths = (args.num_kv_heads or args.num_heads) * (args.dmodel // args.num_heads), args.hidden_dim
-    formula = bytes_per_layer(args.tp_style, run.world_size, *shape, element_bytes, args.sequence_parallel, *widths)
+    sizes = run.world_size, *shape, element_bytes, args.sequence_parallel, *widths
+    formula = bytes_per_layer(args.tp_style, *sizes, recomputed=args.recompute != "none")
     for kind, expected in zip(("layer activations", "layer gradients"), formula, strict=True):
         sent = traffic.ledger.sent_bytes[kind] / max(1, (args.steps - run.first_step) * args.n_layers)
         if run.rank == 0:

@@ -1,6 +1,7 @@
 """One process: a training step of the lab's model against the same step of transformers' LlamaForCausalLM.
 
     python bench/single.py --steps 20 --threads 1
+    python bench/single.py --recompute               the lab's model with --recompute none, blocks and all instead
 
 Both models start from the same weights and take the same batches and the same Adam, in turns within one run, so that
 whatever else the machine does falls on both; the ratio of each pair of steps is taken before the median. Times are
@@ -10,7 +11,7 @@ wall-clock times of a whole step: zero_grad, forward, loss, backward, optimizer.
 import argparse
 import statistics
 from collections.abc import Callable
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch import Tensor, nn
@@ -18,8 +19,10 @@ from torch.optim import Adam
 from transformers import LlamaConfig, LlamaForCausalLM
 from turns import quartiles_of_ratios, seconds_in_turn
 
+from distlab.pipeline.activations import SavedActivations
 from simplellm.llama import CausalLLama, LLama
 from simplellm.losses import causalLLMLoss
+from simplellm.recomputation import Recompute
 
 VOCAB_SIZE, DMODEL, NUM_HEADS, N_LAYERS, SEQ_LEN, BATCH_SIZE = 4096, 288, 6, 6, 256, 4
 
@@ -40,8 +43,8 @@ def training_step(model: nn.Module, loss_of: Callable[[Tensor], Tensor]) -> Step
     return step
 
 
-def ours(dtype: torch.dtype) -> Step:
-    model = build(dtype)
+def ours(dtype: torch.dtype, recompute: Recompute = "none") -> Step:
+    model = build(dtype, recompute)
     return training_step(model, lambda ids: causalLLMLoss(model(ids), ids, VOCAB_SIZE))
 
 
@@ -69,9 +72,9 @@ def theirs(parameters: torch.dtype, autocast: bool) -> Step:
     return training_step(model, loss_of)
 
 
-def build(dtype: torch.dtype) -> CausalLLama:
+def build(dtype: torch.dtype, recompute: Recompute = "none") -> CausalLLama:
     sizes = {"dmodel": DMODEL, "num_heads": NUM_HEADS, "n_layers": N_LAYERS, "ctx_size": SEQ_LEN}
-    return LLama(CausalLLama, VOCAB_SIZE, **sizes, device="cpu", dtype=dtype)
+    return LLama(CausalLLama, VOCAB_SIZE, **sizes, device="cpu", dtype=dtype, recompute=recompute)
 
 
 def tokens(turn: int) -> Tensor:
@@ -103,11 +106,32 @@ def print_table(title: str, seconds: dict[str, list[float]]) -> None:
         print(row, f"{middle:.2f} ({low:.2f} to {high:.2f}) |")
 
 
+def compare_recomputation(dtype: torch.dtype, warm_up: int, measured: int) -> None:
+    """A Markdown table: what is kept, and how long a step takes, with and without recomputation."""
+    modes = get_args(Recompute)
+    kept = {}
+    for mode in modes:
+        model = build(dtype, mode)
+        saved = SavedActivations(model.parameters())
+        with saved.counting():
+            causalLLMLoss(model(tokens(0)), tokens(0), VOCAB_SIZE).backward()
+        kept[mode] = saved.peak_bytes
+    seconds = compare({mode: ours(dtype, mode) for mode in modes}, warm_up, measured)
+    print(f"\n**{str(dtype).removeprefix('torch.')}**\n")
+    print("| --recompute | activations kept, MB | to none | step, ms | time to none: median (quartiles) |")
+    print("|---|---:|---:|---:|---:|")
+    for mode in modes:
+        low, middle, high = quartiles_of_ratios(seconds[mode], seconds["none"])
+        row = f"| {mode} | {kept[mode] / 1e6:.1f} | {kept[mode] / kept['none']:.2f} "
+        print(row + f"| {statistics.median(seconds[mode]) * 1e3:.0f} | {middle:.2f} ({low:.2f} to {high:.2f}) |")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=20, help="measured steps of each model, at least 2")
     parser.add_argument("--warm-up", type=int, default=3, help="steps before the measured ones")
     parser.add_argument("--threads", type=int, default=1, help="threads of torch")
+    parser.add_argument("--recompute", action="store_true", help="compare the values of the lab's --recompute")
     arguments = parser.parse_args()
     if arguments.steps < 2:
         parser.error(f"--steps {arguments.steps} gives no quartiles: it must be at least 2")
@@ -116,6 +140,10 @@ def main() -> None:
         f"Batch {BATCH_SIZE}, sequence {SEQ_LEN}, vocabulary {VOCAB_SIZE}, dmodel {DMODEL}, {NUM_HEADS} heads, "
         f"{N_LAYERS} layers, {arguments.threads} thread(s), {arguments.steps} steps, torch {torch.__version__}"
     )
+    if arguments.recompute:
+        for dtype in (torch.float32, torch.bfloat16):
+            compare_recomputation(dtype, arguments.warm_up, arguments.steps)
+        return
     float32 = {"ours": ours(torch.float32), "transformers": theirs(torch.float32, autocast=False)}
     print_table("float32", compare(float32, arguments.warm_up, arguments.steps))
     bfloat16 = {

@@ -217,11 +217,15 @@ def test_what_is_said_to_be_in_a_folder_is_there() -> None:
     assert set(map(str, rooms)) <= linked
 
 
-@pytest.mark.parametrize("schedule", ["gpipe", "dapple", "zb-h1"])
-def test_the_tables_of_ticks_are_those_of_the_schedules(schedule: str) -> None:
-    command = f"`python -m distlab.show_schedule {schedule}`"
+@pytest.mark.parametrize(
+    ("schedule", "flags"), [("gpipe", ""), ("dapple", ""), ("zb-h1", ""), ("dapple", " --recompute")]
+)
+def test_the_tables_of_ticks_are_those_of_the_schedules(schedule: str, flags: str) -> None:
+    command = f"`python -m distlab.show_schedule {schedule}{flags}`"
     shown = text(Path("PP/README.md")).partition(command)[2].partition("```text\n")[2].partition("\n```")[0]
-    assert shown.splitlines() == [line for line in show(Request(schedule)) if not line.startswith("#")]
+    assert shown.splitlines() == [
+        line for line in show(Request(schedule, recompute=bool(flags))) if not line.startswith("#")
+    ]
 
 
 def test_terms_are_in_order_lead_on_and_are_led_to() -> None:

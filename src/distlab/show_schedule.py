@@ -12,9 +12,9 @@ from typing import Annotated
 
 import tyro
 
-from distlab.pipeline.actions import ActionCosts
+from distlab.pipeline.actions import ActionCosts, Programs
 from distlab.pipeline.plan import Plan, ideal_bubble, in_a_row, simulate
-from distlab.pipeline.schedules import ALIASES, all_stages, schedule_names
+from distlab.pipeline.schedules import ALIASES, all_stages, schedule_names, with_recomputation
 from simplellm import command_line
 from simplellm.errors import require
 
@@ -39,6 +39,8 @@ class Request:
     """with --run-on: steps in a row"""
     run_on: bool = False
     """no wait for all workers at the end of a step; micro-batches are numbered on"""
+    recompute: bool = False
+    """keep only the inputs of stages, and compute the rest again (R)"""
     png: Path | None = None
     """figure to draw"""
 
@@ -55,7 +57,10 @@ def show(request: Request) -> Iterator[str]:
     require(steps == 1 or request.run_on, f"--steps {steps}: without --run-on, they are {steps} times the same")
     title = f"{request.schedule}, {p} stages, {m} micro-batches" + f", {steps} steps that run on" * (steps > 1)
     costs = ActionCosts(request.forward, request.backward, request.transfer)
-    plan = simulate(in_a_row(all_stages(request.schedule, p, m), steps), costs)
+    programs: Programs = all_stages(request.schedule, p, m)
+    if request.recompute:
+        title, programs = f"{title}, recomputed", with_recomputation(programs)
+    plan = simulate(in_a_row(programs, steps), costs)
     yield f"# {title}; ticks: forward {request.forward}, backward {request.backward}, message {request.transfer}"
     yield from table(plan)
     for name, bubble, live in zip(plan.rows, plan.bubble, plan.peak_live, strict=True):
@@ -63,7 +68,8 @@ def show(request: Request) -> Iterator[str]:
     yield f"# {plan.makespan:.0f} ticks; {sum(map(len, plan.messages.values()))} messages"
     if steps > 1:
         yield f"# idle on average, {steps} steps: {sum(plan.bubble) / p:.1%}"
-    if ALIASES.get(request.schedule, request.schedule) in ("gpipe", "dapple") and steps == 1 and not request.transfer:
+    has_formula = ALIASES.get(request.schedule, request.schedule) in ("gpipe", "dapple") and not request.recompute
+    if has_formula and steps == 1 and not request.transfer:
         yield f"# idle by the formula (p - 1) / (m + p - 1): {ideal_bubble(p, m):.1%}"
     if request.png is not None:
         from distlab.reports.timeline import draw, planned_panel

@@ -22,6 +22,7 @@ from torch.autograd.function import once_differentiable
 
 from simplellm.errors import InputError
 from simplellm.initial_weights import initialize
+from simplellm.recomputation import Recompute, Recomputed
 from simplellm.weight_gradients import Product, deferred_to
 
 
@@ -293,6 +294,8 @@ class LLamaPart(nn.Module):
             stages hold `n_layers` layers each, one stage a rank in the order of ranks: rank * n_layers where
             torch.distributed is initialised, else 0. In any other layout, such as several pipelines, give it to every
             stage; a first or last stage where the default expects another refuses to be built without it.
+        recompute: what the backward pass computes again instead of keeping it: "blocks", the inside of each block, one
+            block at a time; "all", the norm before the head, too.
 
     Attributes:
         options: the arguments that make the same model again, but for weights and device.
@@ -322,6 +325,7 @@ class LLamaPart(nn.Module):
         dtype: torch.dtype = torch.float32,
         seed: int = 0,
         first_layer: int | None = None,
+        recompute: Recompute = "none",
     ) -> None:
         super().__init__()
         num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
@@ -351,6 +355,7 @@ class LLamaPart(nn.Module):
         self.ctx_size = ctx_size
         self.head_dim = dmodel // num_heads
         self.rope_theta = rope_theta
+        self.recompute = recompute
         device = torch.get_default_device() if device is None else torch.device(device)
         with device:
             layers: dict[str, nn.Module] = {
@@ -396,10 +401,17 @@ class LLamaPart(nn.Module):
             x = self.model.embed_tokens(x)
         caches: Sequence[LayerCache | None] = cache or [None] * len(self.model.layers)
         for layer, layer_cache in zip(self.model.layers.values(), caches, strict=True):
-            x = layer(x, cos, sin, layer_cache)
-        if self.model.norm is not None and self.lm_head is not None:
-            x = self.lm_head(self.model.norm(x)).float()
+            block = layer if self.recompute == "none" else Recomputed(layer)
+            x = block(x, cos, sin) if layer_cache is None else layer(x, cos, sin, layer_cache)
+        if self.lm_head is not None:
+            head = Recomputed(self._logits) if self.recompute == "all" else self._logits
+            x = head(x)
         return x.contiguous()
+
+    def _logits(self, x: Tensor) -> Tensor:
+        assert self.model.norm is not None
+        assert self.lm_head is not None
+        return self.lm_head(self.model.norm(x)).float()
 
     def new_cache(self) -> list[LayerCache]:
         """An empty cache of keys and values, a part for each layer: for generating text, without gradients."""

@@ -40,11 +40,10 @@ def test_is_the_run_of_one_process(script: str, world_size: int, one_process: On
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
-def test_micro_batches_change_nothing(script: str, one_process: OneProcess, tmp_path: Path) -> None:
+def test_micro_batches_and_recomputation_change_nothing(script: str, one_process: OneProcess, tmp_path: Path) -> None:
     expected_parameters, _, expected_losses = one_process(6)
-    parameters, _, own_losses = many_processes(
-        script, tmp_path / "many", 2, "--batch-size", "3", "--micro-batches", "3"
-    )
+    flags = "--batch-size 3 --micro-batches 3 --recompute all".split()
+    parameters, _, own_losses = many_processes(script, tmp_path / "many", 2, *flags)
     assert own_losses == pytest.approx(expected_losses, rel=1e-6)
     assert_equal(parameters[0], expected_parameters)
     assert_equal(parameters[1], expected_parameters)

@@ -26,7 +26,7 @@ def together(stages: list[State]) -> State:
     [
         (NAIVE, "--world-size 1"),
         (NAIVE, "--world-size 2 --micro-batches 3"),
-        (NAIVE, "--world-size 3"),
+        (NAIVE, "--world-size 3 --recompute blocks"),
         (NAIVE, "--world-size 3 --layers-per-stage 0,2,0"),
         (MICRO_BATCHES, "--world-size 1 --schedule gpipe"),
         (MICRO_BATCHES, "--world-size 3 --schedule gpipe --micro-batches 6"),
@@ -35,7 +35,7 @@ def together(stages: list[State]) -> State:
         (MICRO_BATCHES, "--world-size 4 --schedule naive --micro-batches 1"),
         (MICRO_BATCHES, "--world-size 2 --schedule interleaved --micro-batches 2"),
         (MICRO_BATCHES, "--world-size 3 --schedule zb-h1 --micro-batches 6"),
-        (MICRO_BATCHES, "--world-size 2 --schedule zb-v --micro-batches 3"),
+        (MICRO_BATCHES, "--world-size 2 --schedule zb-v --micro-batches 3 --recompute all"),
     ],
 )
 def test_a_pipeline_is_the_run_of_one_process(script: str, flags: str, one_process: OneProcess, tmp_path: Path) -> None:
@@ -50,7 +50,7 @@ def test_a_pipeline_is_the_run_of_one_process(script: str, flags: str, one_proce
 @pytest.mark.parametrize(
     ("dp", "pp", "flags"),
     [
-        (2, 2, "--micro-batches 3"),
+        (2, 2, "--micro-batches 3 --recompute all"),
         (2, 3, "--micro-batches 3 --schedule gpipe"),
         (3, 2, "--micro-batches 2 --layers-per-stage 2,0"),
         (3, 1, "--micro-batches 2"),

@@ -62,12 +62,40 @@ def test_is_the_run_of_one_process(ranks: int, flags: str, one_process: OneProce
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize(("dp", "pp", "tp"), [(2, 2, 1), (2, 1, 2), (2, 2, 2), (1, 3, 2), (1, 2, 3)])
+@pytest.mark.parametrize("flags", ["--tp-style naive --recompute blocks", "--sequence-parallel --recompute all"])
+def test_recomputation_gives_the_same_run_bit_for_bit(flags: str, tmp_path: Path) -> None:
+    shape = [*MODEL, *"--world-size 2 --batch-size 2 --micro-batches 2".split()]
+    style = flags.split(" --recompute")[0]
+    usual = train_on(2, SCRIPT, tmp_path / "usual", *shape, *style.split())
+    again = train_on(2, SCRIPT, tmp_path / "again", *shape, *flags.split())
+    assert again[2] == usual[2]
+    for own, expected in zip((*again[0], *again[1]), (*usual[0], *usual[1]), strict=True):
+        assert all(own[name].equal(tensor) for name, tensor in expected.items())
+    sizes = 2, 1, 25, 48, 4, "sequence" in flags
+    forward, backward = bytes_per_layer(style_of(flags), *sizes, recomputed=True)
+    assert forward > bytes_per_layer(style_of(flags), *sizes)[0]
+    assert_sent(tmp_path / "again", 2 * forward, 2 * backward)
+    activations = [
+        json.loads((tmp_path / run / "memory.json").read_text())[0]["activations"] for run in ("again", "usual")
+    ]
+    assert activations[0] < 0.8 * activations[1]
+
+
+@pytest.mark.parametrize(
+    ("dp", "pp", "tp", "more"),
+    [
+        (2, 2, 1, ""),
+        (2, 1, 2, "--recompute all"),
+        (2, 2, 2, "--schedule zb-h1 --recompute all"),
+        (1, 3, 2, ""),
+        (1, 2, 3, "--recompute blocks"),
+    ],
+)
 def test_three_dimensions_are_the_run_of_one_process(
-    dp: int, pp: int, tp: int, one_process: OneProcess, tmp_path: Path
+    dp: int, pp: int, tp: int, more: str, one_process: OneProcess, tmp_path: Path
 ) -> None:
     expected_parameters, expected_gradients, expected_losses = one_process(3 * dp, *MODEL)
-    ranks, flags = dp * pp * tp, f"--dp {dp} --pp {pp} --tp {tp} --batch-size 3 --micro-batches 3".split()
+    ranks, flags = dp * pp * tp, f"--dp {dp} --pp {pp} --tp {tp} --batch-size 3 --micro-batches 3 {more}".split()
     parameters, gradients, own_losses = train_on(ranks, "hybrid/intro_hybrid.py", tmp_path, *MODEL, *flags)
     assert own_losses == pytest.approx(expected_losses, rel=1e-6)
     for own, expected in ((parameters, expected_parameters), (gradients, expected_gradients)):

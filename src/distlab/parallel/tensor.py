@@ -180,13 +180,15 @@ def bytes_per_layer(
     sequence_parallel: bool = False,
     kv_width: int | None = None,
     hidden_dim: int | None = None,
+    recomputed: bool = False,
 ) -> tuple[int, int]:
     """Bytes that a rank sends for one layer of the lab's Llama, forward and backward; activations (batch, seq, dmodel).
 
     `kv_width` is the width of the keys, dmodel unless they have fewer heads, and `hidden_dim` that of the feed-forward
     layer, 4 * dmodel by default; for "megatron" neither makes a difference.
     In a ring, an all-reduce sends 2 (ranks - 1) / ranks times the tensor's bytes from each rank; an all-gather or a
-    reduce-scatter (ranks - 1) times the bytes of the longest shard, about half as much.
+    reduce-scatter (ranks - 1) times the bytes of the longest shard, about half as much. A layer that is `recomputed`
+    repeats all of its forward pass but the last collective, which comes after all that the backward pass needs.
     """
     token_bytes = batch * seq * element_bytes
 
@@ -197,9 +199,10 @@ def bytes_per_layer(
         hidden, keys = hidden_dim or 4 * dmodel, kv_width or dmodel
         attention = [(dmodel, dmodel), (dmodel, keys), (dmodel, keys), (dmodel, dmodel)]  # q, k, v, o
         shapes = [*attention, (dmodel, hidden), (dmodel, hidden), (hidden, dmodel)]  # gate, up, down
-        gathered = (ranks - 1) * sum(shard_sizes(outputs, ranks)[0] for _, outputs in shapes) * token_bytes
-        return gathered, sum(all_reduce(inputs) for inputs, _ in shapes)
+        gathered = [(ranks - 1) * shard_sizes(outputs, ranks)[0] * token_bytes for _, outputs in shapes]
+        return sum(gathered) + recomputed * sum(gathered[:-1]), sum(all_reduce(inputs) for inputs, _ in shapes)
     pair = all_reduce(dmodel)
     if sequence_parallel:  # an all-gather before the pair and a reduce-scatter after it, or the other way round
         pair = 2 * (ranks - 1) * shard_sizes(seq, ranks)[0] * batch * dmodel * element_bytes
-    return 2 * pair, 2 * pair
+    again = (3 * pair // 2 if sequence_parallel else pair) if recomputed else 0
+    return 2 * pair + again, 2 * pair

@@ -9,13 +9,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ClassVar, cast
 
+import torch
+from torch.autograd.graph import get_gradient_edge
+
 if TYPE_CHECKING:
     from torch import Tensor
 
     from distlab.pipeline.activations import Stage
 
 ACTIVATIONS, GRADIENTS = "activations", "gradients of activations"  # kinds of results that are sent between stages
-GRAPH, FACTORS, WEIGHT_GRADIENTS = "graph", "factors of weight gradients", "gradients of weights"  # kinds never sent
+# Kinds never sent:
+INPUT, GRAPH, FACTORS, WEIGHT_GRADIENTS = "input", "graph", "factors of weight gradients", "gradients of weights"
 
 Program = Sequence["Action"]  # one worker's actions, in order
 Programs = Sequence[Program]  # a pipeline's schedule: the actions of each worker
@@ -46,6 +50,7 @@ class ActionCosts:
     weight_share: PerStage = 0.5  # fraction of a backward pass's seconds that `BackwardWeight` takes
     weight_bytes_share: PerStage = 0.5  # fraction of a micro-batch's activation bytes kept for `BackwardWeight`
     measured: Mapping[tuple[str, int], float] = field(default_factory=dict)  # seconds by (letter, stage), where known
+    input_bytes_share: PerStage = 0.0  # of a micro-batch's activation bytes, what `ForwardKeepingInput` keeps
 
     def seconds(self, action: "Action") -> float:
         """Compute time of an action."""
@@ -126,6 +131,40 @@ class Forward(Action):
         return {ACTIVATIONS: y.detach()}
 
 
+class ForwardKeepingInput(Forward):
+    """A forward pass that keeps only its input; what else the backward pass needs is computed again by `Recompute`."""
+
+    letter, gives, keeps = "f", (ACTIVATIONS, INPUT), 0.0
+
+    def kept_share(self, costs: ActionCosts) -> float:
+        return of_stage(costs.input_bytes_share, self.stage)
+
+    def run(self, stage: "Stage", *received: "Tensor") -> "dict[str, Tensor]":
+        x = received[0].requires_grad_() if received else stage.micro_batches[self.micro_batch]
+        y = stage.forward(self.micro_batch, x, keep_input_only=True)
+        stage.live[self.micro_batch] = x, get_gradient_edge(y)  # not y itself, which would be kept
+        return {ACTIVATIONS: y.detach()}
+
+
+class Recompute(Action):
+    """The forward pass again, this time for its activations; it need not wait for gradients from the stage after."""
+
+    letter, color, gives, keeps = "R", "#cc79a7", (GRAPH,), 1.0
+
+    def needs(self, stages: int) -> list[Result]:
+        return [self.result(INPUT)]
+
+    def seconds(self, costs: ActionCosts) -> float:
+        return of_stage(costs.forward, self.stage)
+
+    def kept_share(self, costs: ActionCosts) -> float:
+        return 1 - of_stage(costs.input_bytes_share, self.stage)
+
+    def run(self, stage: "Stage", *received: "Tensor") -> "dict[str, Tensor]":
+        stage.recomputed.pop(self.micro_batch).compute()
+        return {}
+
+
 class Backward(Action):
     """Gradients from the next stage -> gradients of this stage's weights and of the activations it received."""
 
@@ -140,7 +179,7 @@ class Backward(Action):
 
     def run(self, stage: "Stage", *received: "Tensor") -> "dict[str, Tensor]":
         x, y = stage.release(self.micro_batch)
-        y.backward(*received)
+        torch.autograd.backward([y], received or None)
         return {GRADIENTS: cast("Tensor", x.grad)}  # None for the token ids of the first stage; no stage needs it
 
 

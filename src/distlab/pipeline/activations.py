@@ -3,11 +3,13 @@
 import contextlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import ClassVar
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from simplellm.recomputation import Recomputed, observers
 from simplellm.weight_gradients import WeightGradients
 
 Loss = Callable[[Tensor, Tensor], Tensor]
@@ -16,8 +18,6 @@ Loss = Callable[[Tensor, Tensor], Tensor]
 class SavedActivations:
     """Counts the bytes saved for later backward passes: each storage once, parameters not at all."""
 
-    active: ClassVar[list["SavedActivations"]] = []  # the counters in use now
-
     def __init__(self, parameters: Iterable[Tensor]) -> None:
         self._not_counted = {p.untyped_storage().data_ptr() for p in parameters}
         self._users: Counter[int] = Counter()
@@ -25,13 +25,13 @@ class SavedActivations:
 
     @contextlib.contextmanager
     def counting(self) -> Iterator[None]:
-        """Inside, count what forward passes save and what backward passes keep for weight gradients."""
-        self.active.append(self)
+        """Inside, count what forward passes save, and what backward passes recompute or keep for weight gradients."""
+        observers.append(self.keep)
         try:
             with torch.autograd.graph.saved_tensors_hooks(self.keep, lambda kept: kept.tensor):
                 yield
         finally:
-            self.active.remove(self)
+            observers.remove(self.keep)
 
     def keep(self, tensor: Tensor) -> "_Kept":
         """Count a tensor that autograd does not save itself, for as long as the returned object exists."""
@@ -66,7 +66,8 @@ class Stage:
         self.micro_batches: Sequence[Tensor] = ()  # of this step: token ids, each (batch, seq)
         self.shares: Sequence[float] = ()  # of this step: each micro-batch's fraction of all targets
         self.losses: dict[int, Tensor] = {}  # on the last stage, by micro-batch: its share of the mean loss
-        self.live: dict[int, tuple[Tensor, ...]] = {}  # by micro-batch: tensors kept for later actions
+        self.live: dict[int, tuple[Any, ...]] = {}  # by micro-batch: what is kept for later actions
+        self.recomputed: dict[int, Recomputed] = {}  # by micro-batch: its forward pass, to be computed again
         self.deferred: dict[int, WeightGradients] = {}  # by micro-batch: weight gradients still to compute
         self._holds: dict[int, object] = {}  # by micro-batch: keeps the output in the count
 
@@ -75,22 +76,33 @@ class Stage:
         self.deferred[micro_batch] = WeightGradients(self._count)
 
     def _count(self, tensor: Tensor) -> object:
-        counters = [*SavedActivations.active, *([self._kept] if self._kept else [])]
-        return [counter.keep(tensor) for counter in counters]
+        own = [self._kept.keep] if self._kept else []
+        return [observe(tensor) for observe in (*observers, *own)]
 
-    def forward(self, micro_batch: int, x: Tensor) -> Tensor:
-        """The stage's output for `x`; on the last stage, the micro-batch's share of the loss."""
+    def forward(self, micro_batch: int, x: Tensor, keep_input_only: bool = False) -> Tensor:
+        """The stage's output for `x`; on the last stage, the micro-batch's share of the loss.
+
+        With `keep_input_only`, the rest that the backward pass needs is left to `recomputed`.
+        """
+        output: Callable[[Tensor], Tensor] = partial(self._output, micro_batch)
+        if keep_input_only:
+            output = self.recomputed[micro_batch] = Recomputed(output)
         with contextlib.ExitStack() as contexts:
             if self._kept is not None:
                 contexts.enter_context(self._kept.counting())
             if micro_batch in self.deferred:
                 contexts.enter_context(self.deferred[micro_batch].deferred())
-            y: Tensor = self.net(x)
-            if self._loss is not None:
-                y = self._loss(y, self.micro_batches[micro_batch]) * self.shares[micro_batch]
-                self.losses[micro_batch] = y.detach()
-        if self._kept and y.requires_grad:
+            y = output(x)
+        if self._loss is not None:
+            self.losses[micro_batch] = y.detach()
+        if self._kept and y.requires_grad and not keep_input_only:
             self._holds[micro_batch] = self._kept.keep(y)
+        return y
+
+    def _output(self, micro_batch: int, x: Tensor) -> Tensor:
+        y: Tensor = self.net(x)
+        if self._loss is not None:
+            y = self._loss(y, self.micro_batches[micro_batch]) * self.shares[micro_batch]
         return y
 
     def rehearse(self, ids: Tensor, x: Tensor) -> None:
@@ -106,7 +118,7 @@ class Stage:
             if inputs:  # not `backward`, which would trigger the hooks that collect gradients
                 torch.autograd.grad(y, inputs, torch.ones_like(y), allow_unused=True)
 
-    def release(self, micro_batch: int) -> tuple[Tensor, ...]:
-        """Remove and return the tensors kept for a micro-batch."""
+    def release(self, micro_batch: int) -> tuple[Any, ...]:
+        """Remove and return what is kept for a micro-batch."""
         self._holds.pop(micro_batch, None)
         return self.live.pop(micro_batch)

@@ -13,6 +13,7 @@ from distlab.comm.wait_graph import find_cycle
 from distlab.pipeline.actions import (
     FACTORS,
     GRAPH,
+    INPUT,
     WEIGHT_GRADIENTS,
     Action,
     ActionCosts,
@@ -152,7 +153,7 @@ def _check_complete(programs: Programs) -> tuple[dict[int, int], dict[Result, Ac
             if result not in producers:
                 what = f"{result}, which {action} of stage {action.stage} needs"
                 raise ScheduleError(f"stage {result.stage} never computes {what}")
-            if result.stage != action.stage and result.kind in (GRAPH, FACTORS, WEIGHT_GRADIENTS):
+            if result.stage != action.stage and result.kind in (INPUT, GRAPH, FACTORS, WEIGHT_GRADIENTS):
                 raise ScheduleError(
                     f"{action} of stage {action.stage} needs {result}, which stays on stage {result.stage}"
                 )

@@ -2,14 +2,27 @@
 
 A schedule is a function of (worker, workers, micro-batches) that returns the worker's list of actions. The same lists
 are printed and drawn (`distlab.show_schedule`), checked and simulated (`plan`), and executed (`executor`). To add a
-schedule, write its function and decorate it with `@schedule`.
+schedule, write its function and decorate it with `@schedule`. `with_recomputation` turns any schedule into one that
+keeps less.
 """
 
+import itertools
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from distlab.pipeline.actions import KINDS, Action, Backward, BackwardInput, BackwardWeight, Forward
+from distlab.pipeline.actions import (
+    KINDS,
+    Action,
+    Backward,
+    BackwardInput,
+    BackwardWeight,
+    Forward,
+    ForwardKeepingInput,
+    Program,
+    Programs,
+    Recompute,
+)
 from simplellm.errors import require
 
 Order = Callable[[int, int, int], list[Action]]
@@ -69,6 +82,29 @@ def all_stages(name: str, workers: int, micro_batches: int, chunks: int = DEFAUL
     require(found.fits(workers, micro_batches), f"{what}: give {found.needs.format(**_sizes(workers))}")
     options = {} if found.stages_per_worker else {"chunks": chunks}
     return [found.order(worker, workers, micro_batches, **options) for worker in range(workers)]
+
+
+def with_recomputation(programs: Programs) -> list[list[Action]]:
+    """A schedule whose stages keep only their inputs, and compute the rest again before the backward pass.
+
+    Before means that a stage can do so while it waits for the gradient. Where a backward pass follows its forward pass
+    at once, nothing is kept in between, and the two stay as they are.
+    """
+    return [list(_recomputing(program)) for program in programs]
+
+
+def _recomputing(program: Program) -> Iterator[Action]:
+    recomputed: set[tuple[int, int]] = set()  # (stage, micro-batch)
+    for action, following in itertools.zip_longest(program, program[1:]):
+        place = action.stage, action.micro_batch
+        is_followed = isinstance(following, Backward) and (following.stage, following.micro_batch) == place
+        if isinstance(action, Forward) and not is_followed:
+            recomputed.add(place)
+            yield ForwardKeepingInput(*place)
+            continue
+        if isinstance(action, Backward) and place in recomputed:
+            yield Recompute(*place)
+        yield action
 
 
 def _sizes(workers: int) -> dict[str, int]:

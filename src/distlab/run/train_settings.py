@@ -20,6 +20,7 @@ from distlab.run.resume import ResumePolicy
 from distlab.run.settings import ResumableSettings, WorldSize, require_positive, shown_as
 from simplellm.errors import require
 from simplellm.llama import check_heads
+from simplellm.recomputation import Recompute
 from simplellm.sources import choose_source, open_source
 from simplellm.tokenizers import SHIPPED_MODEL, SPTokenizer
 
@@ -69,6 +70,8 @@ class TrainSettings(ResumableSettings):
     """learning rate at the end of --lr-schedule cosine or linear"""
     dtype: Annotated[Literal["float32", "bfloat16"], ResumePolicy.DEFAULT] = "float32"
     """bfloat16 computes in mixed precision"""
+    recompute: Recompute = "none"
+    """activations that the backward pass computes again: the inside of each block, or all that it can (less memory)"""
     data: Annotated[str, tyro.conf.arg(metavar="auto|sample|tinystories|FILE")] = "auto"
     """stories: the generator (sample), the hub's data set (tinystories), or a .txt, .jsonl or .parquet file"""
     tokenizer: Annotated[Path | None, shown_as("FILE", "default: the shipped one")] = None

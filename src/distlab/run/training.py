@@ -40,6 +40,7 @@ class TrainingRun(Run[TrainSettingsT]):
         names = "n_layers", "dmodel", "num_heads", "num_kv_heads", "hidden_dim", "seed"
         options: dict[str, Any] = {name: getattr(args, name) for name in names}
         options |= {"ctx_size": args.seq_len, "device": self.device, "dtype": getattr(torch, args.dtype)}
+        options["recompute"] = args.recompute
         resumed = self.checkpointer.resumed if self.checkpointer else None
         if resumed is not None:  # an imported model may be what no flag asks for
             model = resumed.record["model"]

@@ -1,21 +1,22 @@
 """The executor: gradients of one process for every schedule, what it keeps, whom it never holds up."""
 
+import itertools
 import time
 from typing import Any
 
 import pytest
 import torch
-from pipeline_models import LOSS, OPTIONS, VOCAB, WIDTH, assert_near, batch, louder, update
+from pipeline_models import LOSS, OPTIONS, SEQ, VOCAB, WIDTH, assert_near, batch, louder, update
 from processes import free_port, process_group, run_ranks
 from torch import Tensor, nn
 
 from distlab.comm.grid import Grid
 from distlab.comm.recorder import recorder
 from distlab.comm.traffic import Transfer, traffic
-from distlab.pipeline.actions import Backward, Forward, Program, stages_of
+from distlab.pipeline.actions import Backward, Forward, Program, Programs, stages_of
 from distlab.pipeline.executor import Pipeline, _channels
 from distlab.pipeline.plan import simulate
-from distlab.pipeline.schedules import SCHEDULES, Schedule, all_stages, stages_per_worker
+from distlab.pipeline.schedules import SCHEDULES, Schedule, all_stages, stages_per_worker, with_recomputation
 from distlab.pipeline.stages import build_stage, build_stages
 from simplellm.errors import InputError
 from simplellm.llama import CausalLLama, LLama
@@ -70,15 +71,18 @@ def split_of(stages: int) -> tuple[int, ...]:
 
 
 def gradients(
-    rank: int, workers: int, port: int, runs: list[tuple[str, int, int]], dtype: torch.dtype
+    rank: int, workers: int, port: int, runs: list[tuple[str, int, int]], dtype: torch.dtype, recompute: bool = False
 ) -> list[tuple[float, dict[str, Tensor]]]:
     """For each of some (schedule, chunks, micro-batches), the sum of this rank's losses, and its gradients."""
     results = []
     with process_group(rank, workers, port):
         for name, chunks, micro_batches in runs:
-            programs = all_stages(name, workers, micro_batches, chunks)
+            programs: Programs = all_stages(name, workers, micro_batches, chunks)
+            if recompute:
+                programs = with_recomputation(programs)
             split, held = split_of(workers * stages_per_worker(name, chunks)), stages_of(programs[rank])
-            nets = build_stages(held, split, VOCAB, **OPTIONS, dtype=dtype)
+            options: dict[str, Any] = {**OPTIONS, "dtype": dtype, "recompute": "all" if recompute else "none"}
+            nets = build_stages(held, split, VOCAB, **options)
             for net in nets.values():
                 louder(net)
             pipeline = Pipeline(nets, programs, Grid(rank, dp=1, pp=workers), LOSS, WIDTH)
@@ -91,16 +95,24 @@ def gradients(
 
 
 @pytest.mark.parametrize(
-    ("workers", "dtype"),
-    [(1, torch.float32), (2, torch.float32), (3, torch.float32), (4, torch.float32), (3, torch.bfloat16)],
+    ("workers", "dtype", "recompute"),
+    [
+        *((workers, torch.float32, False) for workers in (1, 2, 3, 4)),
+        (3, torch.bfloat16, False),
+        (2, torch.bfloat16, True),
+        (3, torch.float32, True),
+    ],
+    ids=str,
 )
-def test_newer_schedules_give_the_gradients_of_gpipe_bit_for_bit(workers: int, dtype: torch.dtype) -> None:
-    """With as many stages in one process, which are the gradients of the whole model."""
+def test_newer_schedules_give_the_gradients_of_gpipe_bit_for_bit(
+    workers: int, dtype: torch.dtype, recompute: bool
+) -> None:
+    """With as many stages in one process, which are the gradients of the whole model; also with recomputation."""
     newer = [(name, chunks) for name in SCHEDULES for chunks in ((1, 2, 3) if name == "interleaved" else (2,))]
-    newer = [run for run in newer if run[0] not in ONE_STAGE_A_WORKER]
-    sizes = sorted({workers, 2 * workers - 1, 2 * workers, 5, 12})
+    newer = [run for run in newer if run[0] not in ONE_STAGE_A_WORKER or recompute]
+    sizes = [2 * workers] if recompute else sorted({workers, 2 * workers - 1, 2 * workers, 5, 12})
     runs = [(*run, m) for run in newer for m in sizes if SCHEDULES[run[0]].fits(workers, m)]
-    by_rank = run_ranks(workers, gradients, workers, free_port(), runs, dtype, deadline=240)
+    by_rank = run_ranks(workers, gradients, workers, free_port(), runs, dtype, recompute, deadline=240)
     stages = {run: workers * stages_per_worker(*run[:2]) for run in runs}
     in_one = [("gpipe in one process", count, m) for count, m in {(stages[run], run[2]) for run in runs}]
     expected = dict(zip(in_one, run_ranks(1, gradients_of_one_process, free_port(), in_one, dtype)[0], strict=True))
@@ -177,21 +189,34 @@ def test_replicas_do_not_mix() -> None:
         assert sum(ended[2 * replica + 1]) == pytest.approx(expected, rel=1e-6)
 
 
-def keep(rank: int, port: int, schedule: str) -> int:
+def keep(rank: int, port: int) -> list[int]:
+    """The most that a stage keeps with GPipe, with DAPPLE, and with both when it recomputes."""
+    peaks = []
     with process_group(rank, 3, port):
         recorder.enabled = True
-        net = build_stage(rank, (2, 2, 2), VOCAB, **OPTIONS)
-        pipeline = Pipeline(net, all_stages(schedule, 3, 12), Grid(rank, dp=1, pp=3), LOSS, WIDTH)
-        for step in range(2):
-            pipeline.step(batch(step, rows=12).chunk(12))
-        assert pipeline.kept is not None
-        assert pipeline.kept.now_bytes == 0, "nothing is kept after a step"
-        return pipeline.kept.peak_bytes
+        for recompute, schedule in itertools.product((False, True), ("gpipe", "dapple")):
+            options: dict[str, Any] = {**OPTIONS, "recompute": "all" if recompute else "none"}
+            net = build_stage(rank, (2, 2, 2), VOCAB, **options)
+            programs: Programs = all_stages(schedule, 3, 12)
+            programs = with_recomputation(programs) if recompute else programs
+            pipeline = Pipeline(net, programs, Grid(rank, dp=1, pp=3), LOSS, WIDTH)
+            for step in range(2):
+                pipeline.step(batch(step, rows=12).chunk(12))
+            assert pipeline.kept is not None
+            assert pipeline.kept.now_bytes == 0, "nothing is kept after a step"
+            peaks.append(pipeline.kept.peak_bytes)
+    return peaks
 
 
-def test_dapple_keeps_a_fraction_of_what_gpipe_keeps() -> None:
-    gpipe = run_ranks(3, keep, free_port(), "gpipe")
-    dapple = run_ranks(3, keep, free_port(), "dapple")
+def test_dapple_and_recomputation_keep_a_fraction_of_what_gpipe_keeps() -> None:
+    gpipe, dapple, gpipe_again, dapple_again = zip(*run_ranks(3, keep, free_port()), strict=True)
+    inputs = SEQ * WIDTH * 4  # bytes of a micro-batch's
+    for stage in range(3):
+        one = gpipe[stage] / 12
+        assert gpipe_again[stage] == pytest.approx(one + inputs * 12 * (stage > 0), rel=0.15), "one, and 12 inputs"
+    for stage in range(2):
+        assert dapple_again[stage] == pytest.approx(one + inputs * (3 - stage) * (stage > 0), rel=0.15)
+    assert dapple_again[2] < 0.8 * dapple[2], "its backward passes follow at once: block by block"
     for stage, (ours, all_of_them) in enumerate(zip(dapple, gpipe, strict=True)):
         assert ours / all_of_them == pytest.approx((3 - stage) / 12, rel=0.1), f"stage {stage}"
     assert dapple[0] <= 0.30 * gpipe[0]

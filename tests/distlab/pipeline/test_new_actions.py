@@ -18,14 +18,15 @@ from distlab.comm.recorder import STEP, recorder
 from distlab.pipeline.actions import (
     ACTIVATIONS,
     GRADIENTS,
-    GRAPH,
     KINDS,
     WEIGHT_GRADIENTS,
     Action,
     ActionCosts,
     Backward,
     Forward,
+    ForwardKeepingInput,
     Program,
+    Recompute,
     Result,
     stages_of,
 )
@@ -87,36 +88,11 @@ def v_shape(worker: int, workers: int, micro_batches: int) -> list[Action]:
 # The forty lines end here.
 
 
-class Recompute(Forward):
-    """The forward pass once more, just before the backward pass."""
-
-    letter, gives, keeps = "R", (GRAPH,), 0.9
-
-    def needs(self, stages: int) -> list[Result]:
-        return [self.result("input")]
-
-    def run(self, stage: Stage, *received: Tensor) -> dict[str, Tensor]:
-        (x,) = stage.release(self.micro_batch)
-        return super().run(stage, *([x] if x.is_floating_point() else []))
-
-
-class Forgetful(Forward):
-    """A forward pass that keeps its input alone."""
-
-    letter, gives, keeps = "f", (ACTIVATIONS, "input"), 0.1
-
-    def run(self, stage: Stage, *received: Tensor) -> dict[str, Tensor]:
-        x = received[0] if received else stage.micro_batches[self.micro_batch]
-        stage.live[self.micro_batch] = (x,)
-        with torch.no_grad():
-            return {ACTIVATIONS: stage.forward(self.micro_batch, x)}
-
-
 def interleaved(worker: int, workers: int, micro_batches: int) -> list[Action]:
     """The stages r and p + r on worker r; all passes forward, then all backward, each after its forward pass again."""
     stages, ks = (worker, workers + worker), range(micro_batches)
     again = [kind(stage, k) for stage in stages[::-1] for k in ks for kind in (Recompute, Backward)]
-    return [Forgetful(stage, k) for stage in stages for k in ks] + again
+    return [ForwardKeepingInput(stage, k) for stage in stages for k in ks] + again
 
 
 SCHEDULES = {"v_shape": v_shape, "interleaved": interleaved}
@@ -292,6 +268,8 @@ def actions(stage: int, names: str) -> list[Action]:
         ),
         ([actions(0, "F0 B0 J0 V0")], "stage 0 computes the gradients of micro-batch 0 twice, in B0 and in J0"),
         ([actions(0, "F0 R0 B0")], "stage 0 computes the graph of micro-batch 0 twice, in F0 and in R0"),
+        ([actions(0, "f0 B0")], "stage 0 never computes the graph of micro-batch 0, which B0 of stage 0 needs"),
+        ([actions(0, "f0 B0 R0")], "stage 0 runs B0 before R0"),
         (
             [actions(0, "F0 F1 B0 B1"), actions(1, "F0 F1 J1 J0 V0 V1")],
             "stage 1 sends the gradients of micro-batch 1 where worker 0 expects "

@@ -2,7 +2,7 @@
 
 import pytest
 
-from distlab.pipeline.actions import Action, ActionCosts, Backward, Forward, stages_of
+from distlab.pipeline.actions import Action, ActionCosts, Backward, Forward, Recompute, stages_of
 from distlab.pipeline.plan import in_a_row, simulate
 from distlab.pipeline.schedules import (
     ALIASES,
@@ -12,6 +12,7 @@ from distlab.pipeline.schedules import (
     schedule,
     schedule_names,
     stages_per_worker,
+    with_recomputation,
 )
 from simplellm.errors import InputError
 
@@ -40,6 +41,34 @@ SIZES = [(p, m) for p in range(1, 9) for m in (*range(1, 10), 16)]
 def test_lists(name: str, micro_batches: int, lists: list[str]) -> None:
     programs = all_stages(name, len(lists), micro_batches)
     assert [" ".join(map(str, program)) for program in programs] == lists
+
+
+@pytest.mark.parametrize(
+    ("name", "lists"),
+    [
+        ("naive", ["F0 B0 F1 B1 F2 B2"] * 2),
+        ("gpipe", ["f0 f1 f2 R0 B0 R1 B1 R2 B2"] * 2),
+        ("dapple", ["f0 f1 R0 B0 f2 R1 B1 R2 B2", "F0 B0 F1 B1 F2 B2"]),
+        ("zb-h1", ["f0 f1 R0 I0 W0 f2 R1 I1 W1 R2 I2 W2", "F0 I0 F1 I1 W0 F2 I2 W1 W2"]),
+    ],
+)
+def test_lists_with_recomputation(name: str, lists: list[str]) -> None:
+    programs = with_recomputation(all_stages(name, len(lists), 3))
+    assert [" ".join(map(str, program)) for program in programs] == lists
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_with_recomputation_one_micro_batch_of_a_stage_is_kept_at_a_time_and_all_else_is_as_before(name: str) -> None:
+    for workers, micro_batches in SIZES:
+        if not SCHEDULES[name].fits(workers, micro_batches):
+            continue
+        usual = all_stages(name, workers, micro_batches)
+        programs = with_recomputation(usual)
+        plan = simulate(programs, ActionCosts(activation_bytes=1, weight_bytes_share=0))
+        assert max(plan.peak_bytes) == 1, "from R to the backward pass"
+        for own, before in zip(programs, usual, strict=True):
+            kept = [action for action in own if not isinstance(action, Recompute)]
+            assert [str(action).upper() for action in kept] == [str(action) for action in before]
 
 
 @pytest.mark.parametrize("name", SCHEDULES)

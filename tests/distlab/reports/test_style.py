@@ -16,7 +16,7 @@ from PIL import Image
 from processes import LAB
 
 from distlab.comm.recorder import COMPUTE, STEP, WAIT, Event
-from distlab.pipeline.actions import Action, ActionCosts, Backward, BackwardInput, BackwardWeight, Forward
+from distlab.pipeline.actions import ActionCosts, Backward, BackwardInput, BackwardWeight, Forward, Recompute
 from distlab.pipeline.plan import simulate
 from distlab.pipeline.schedules import all_stages
 from distlab.reports import figures, style
@@ -165,7 +165,7 @@ def check_file(png: Path) -> None:
 
 
 def test_colors_of_actions_are_those_of_the_palette() -> None:
-    colors = {kind.color for kind in (Action, Forward, Backward, BackwardInput, BackwardWeight)}
+    colors = {kind.color for kind in (Forward, Recompute, Backward, BackwardInput, BackwardWeight)}
     assert colors < {*style.SERIES, style.YELLOW}
     assert len(colors) == 5
 
