@@ -17,9 +17,10 @@ from functools import partial
 
 import torch
 
-from distlab.comm.grid import Layout
+from distlab.comm.layout import Layout
 from distlab.comm.traffic import traffic
-from distlab.parallel.tensor import Style, bytes_per_layer, check_division, shard
+from distlab.parallel.division import Style, check_division
+from distlab.parallel.tensor import bytes_per_layer, shard
 from distlab.parallel.vocabulary import vocabulary_parallel_loss
 from distlab.run.logs import say
 from distlab.run.main import main

@@ -23,7 +23,8 @@ from distlab.comm.grid import Grid
 from distlab.comm.processes import leave
 from distlab.pipeline.executor import Pipeline
 from distlab.pipeline.schedules import all_stages
-from distlab.pipeline.stages import balance, build_stage
+from distlab.pipeline.split import balance
+from distlab.pipeline.stages import build_stage
 from simplellm.losses import causalLLMLoss
 
 VOCAB_SIZE, DMODEL = 4096, 288

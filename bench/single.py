@@ -22,7 +22,7 @@ from turns import quartiles_of_ratios, seconds_in_turn
 from distlab.pipeline.activations import SavedActivations
 from simplellm.llama import CausalLLama, LLama
 from simplellm.losses import causalLLMLoss
-from simplellm.recomputation import Recompute
+from simplellm.options import Recompute
 
 VOCAB_SIZE, DMODEL, NUM_HEADS, N_LAYERS, SEQ_LEN, BATCH_SIZE = 4096, 288, 6, 6, 256, 4
 

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
-from distlab.comm.grid import layout_size
+from distlab.comm.layout import layout_size
 from distlab.run.logs import say
 from distlab.run.main import main
 from distlab.run.resume import ResumePolicy

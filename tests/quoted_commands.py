@@ -139,7 +139,7 @@ def launched(args: list[str]) -> None:
     try:
         with (
             contextlib.suppress(ParsedError),
-            mock.patch.object(launch, "run_ranks", return_value=0),
+            mock.patch("distlab.run.local_ranks.run_ranks", return_value=0),
             mock.patch.object(launch, "tell_story", return_value=0),
             mock.patch.object(launch, "become_mpirun", mpirun),
         ):

@@ -8,6 +8,7 @@ Each rank takes its own sequences; the mean of the ranks' gradients is that of t
 
 from torch.distributed import ReduceOp
 
+from distlab.collectives import ALL_REDUCES
 from distlab.comm.traffic import Transfer, traffic
 from distlab.parallel.data import Bucket, GradientBuckets
 from distlab.run.main import main
@@ -29,9 +30,11 @@ def train(run: TrainingRun[ByHandSettings]) -> None:
     optimizer = run.optimizer(net)
     run.track(net, optimizer)
 
+    by_hand = ALL_REDUCES.get(args.all_reduce)  # our own; None for the library's
+
     def add_up(bucket: Bucket) -> Transfer:
         """Start to add up gradients that are complete, while the backward pass continues to earlier layers."""
-        return traffic.all_reduce(bucket.flat, str(bucket), kind="gradients", op=ReduceOp.SUM, by_hand=args.by_hand)
+        return traffic.all_reduce(bucket.flat, str(bucket), kind="gradients", op=ReduceOp.SUM, by_hand=by_hand)
 
     buckets = GradientBuckets(net.parameters(), on_full=add_up, backward_passes=args.micro_batches)
 

@@ -15,7 +15,7 @@ from typing import Literal
 
 import torch
 
-from distlab.comm.grid import Layout
+from distlab.comm.layout import Layout
 from distlab.comm.traffic import traffic
 from distlab.pipeline.actions import Backward, Forward
 from distlab.pipeline.plan import ScheduleError, find_takers, simulate

@@ -21,7 +21,7 @@ from torch import nn
 from torch.distributed import ReduceOp
 from tp_model import Transformer
 
-from distlab.comm.grid import Layout
+from distlab.comm.layout import Layout
 from distlab.comm.traffic import traffic
 from distlab.comm.transfer import Transfer
 from distlab.parallel.data import Bucket, GradientBuckets

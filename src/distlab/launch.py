@@ -6,31 +6,21 @@ A script that imports mpi4py is started through mpirun, which does the same.
 import argparse
 import ast
 import importlib.util
-import logging
 import os
 import re
 import shlex
 import shutil
-import signal
 import subprocess
 import sys
-import tempfile
-from collections.abc import Mapping
 from pathlib import Path
 from typing import NoReturn
 
-from torch.distributed.elastic.agent.server.api import WorkerSpec
-from torch.distributed.elastic.multiprocessing.api import SignalException
-from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
-
 from distlab.checkpoints.format import has_checkpoints
-from distlab.comm.grid import Grid, Layout
 from distlab.comm.processes import leave
-from distlab.comm.torch_patches import Agent
-from distlab.rendezvous.nodes import FLAGS, LOST_NODE_0, ElsewhereError, NodeRendezvous, Nodes, assign_ranks, read_flags
-from distlab.rendezvous.store import StoreError
-from distlab.run.commands import LAB, LAUNCHED_AS, TEMPERATURE
-from distlab.run.logs import new_folder, say, take_over_output
+from distlab.rendezvous.launcher_flags import FLAGS, assign_ranks, read_flags
+from distlab.run.commands import LAB, TEMPERATURE
+from distlab.run.folders import new_folder
+from distlab.run.script_defaults import read_defaults
 from distlab.run.settings import RunSettings, parse
 from distlab.run.train_settings import TrainSettings
 from simplellm.errors import InputError, require
@@ -64,9 +54,6 @@ TOPOLOGIES = {  # a script, and flags that come before the user's own
     "deadlock": "PP/deadlock/intro_deadlock.py",
 }
 QUICKSTART = "Start here: dp-ga with a small model, about five minutes on two cores; then the model tells a story."
-DEFAULT_PORT = 29500  # where node 0 listens, when there are several machines
-ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # what asks a launcher to end
-SECONDS_TO_END = 4  # after SIGTERM, when a rank has failed; a stopped process does not react to it
 
 
 def launch(args: list[str]) -> int:
@@ -110,6 +97,8 @@ def launch(args: list[str]) -> int:
             f"--max-restarts with --out {out}: has checkpoints of another run, from which the ranks would resume; give "
             f"another folder, or --resume {out}",
         )
+    from distlab.run.local_ranks import run_ranks  # torch: seconds, after the flags have been checked
+
     status = run_ranks(script, args, settings, nodes, own_flags.max_restarts)
     if status == 0 and own_flags.tell is not None and nodes.rank == 0:
         assert out is not None
@@ -129,17 +118,8 @@ def find_script(name: str) -> tuple[Path, list[str]]:
 
 def read_settings(script: Path, args: list[str], prog: str) -> RunSettings:
     """A script's defaults, changed by `args`: a wrong flag is found here, before any rank starts."""
-    spec = importlib.util.spec_from_file_location("launched_script", script)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # where its settings' annotations are looked up
-    sys.path.insert(0, str(script.parent))
-    spec.loader.exec_module(module)
-    defaults = getattr(module, "DEFAULTS", None)
-    if not isinstance(defaults, RunSettings):
-        raise InputError(f"{script}: launch.sh starts scripts that have DEFAULTS, a distlab.run.settings.RunSettings")
-    return parse(defaults, module.__doc__ or script.stem, args, prog=prog)
+    defaults, description = read_defaults(script)
+    return parse(defaults, description or script.stem, args, prog=prog)
 
 
 def check_story(prompt: str, settings: RunSettings | None, script: str) -> TrainSettings:
@@ -186,87 +166,6 @@ def become_mpirun(script: Path, args: list[str]) -> NoReturn:
     if mpirun is None or importlib.util.find_spec("mpi4py") is None:
         raise InputError(f"{script.name} needs MPI, with mpirun on the PATH: pip install mpi4py mpich")
     os.execv(mpirun, [mpirun, "-n", str(ours.world_size), sys.executable, str(script), *flags])
-
-
-def run_ranks(script: Path, args: list[str], settings: RunSettings, nodes: Nodes, max_restarts: int) -> int:
-    """Run this machine's ranks of `script` under torchrun's agent to the end of the run; returns the exit status.
-
-    When a rank fails, the agent ends all and restarts them, `max_restarts` times; they then resume from the last
-    checkpoint (see `distlab.run.main`). If the status is not 0, the last line on stderr says which rank failed and why.
-    """
-    logging.disable()  # torchrun's agent says at length what we say in a line
-    os.environ |= {"LAB_LAUNCHER": str(os.getpid()), LAUNCHED_AS: shlex.join(sys.argv[1:])}
-    take_over_output(0, has_terminal=True)  # what it prints is above a status line that a rank may have left
-    port = settings.master_port or (0 if len(nodes.ranks_of) == 1 else DEFAULT_PORT)
-    rendezvous: NodeRendezvous | None = None  # until this launcher has found node 0's
-    status, sentence, cause = 0, "", ""  # the cause is what the other machines are told
-    with tempfile.TemporaryDirectory() as errors:
-        try:
-            for sent in ENDING:  # as torchrun's agent does once it has started ranks
-                signal.signal(sent, raise_signal)
-            rendezvous = NodeRendezvous(nodes, settings.master_addr, port, settings.timeout, max_restarts, say)
-            spec = WorkerSpec(
-                role="rank",
-                local_world_size=nodes.ranks_of[nodes.rank],
-                entrypoint=sys.executable,
-                args=("-u", str(script), *args),
-                rdzv_handler=rendezvous,
-                max_restarts=max_restarts,
-                monitor_interval=0.1,
-            )
-            try:
-                failures = Agent(spec, errors, SECONDS_TO_END).run().failures
-            finally:
-                for sent in ENDING:  # the ranks have ended: a signal may now end the wait for the other machines
-                    signal.signal(sent, signal.SIG_DFL)
-            if failures:
-                status, sentence, is_cause = root_cause(failures, settings.layout)
-                if not is_cause and len(nodes.ranks_of) > 1:
-                    rendezvous.await_cause()
-                    sentence += "; no report from the other machines"
-                cause = sentence
-        except SignalException as end:
-            status, sentence = 128 + end.sigval, f"ended by {signal.Signals(end.sigval).name}"
-            cause = f"the launcher was {sentence}"
-        except InputError as error:
-            status, sentence, cause = 2, str(error), str(error)
-        except ElsewhereError as error:
-            status, sentence = 1, str(error)
-        except StoreError as error:
-            status, sentence = 1, LOST_NODE_0 if rendezvous else str(error)
-    if sentence:
-        print(f"# {sentence}", file=sys.stderr, flush=True)
-    if rendezvous:
-        rendezvous.leave(cause)
-    return status
-
-
-def raise_signal(number: int, _: object) -> NoReturn:
-    raise SignalException(f"got signal {number}", signal.Signals(number))
-
-
-def root_cause(failures: Mapping[int, ProcessFailure], layout: Layout) -> tuple[int, str, bool]:
-    """The exit status and one sentence for the rank that failed first, other than by losing a peer or by our SIGTERM.
-
-    The third value is whether such a rank is on this machine; if not, the sentence is about the first that lost a peer.
-    """
-    first = min(failure.timestamp for failure in failures.values())
-
-    def is_consequence(failure: ProcessFailure) -> bool:
-        by_us = failure.exitcode == -signal.SIGKILL and failure.timestamp > first + SECONDS_TO_END / 2  # it was stopped
-        return by_us or failure.exitcode == -signal.SIGTERM or bool(failure.error_file_data.get("lost_a_peer"))
-
-    # Of failures in the same second the one that torchrun found first counts; before that we had not sent SIGTERM.
-    rank, failure = min(failures.items(), key=lambda item: (is_consequence(item[1]), item[1].timestamp))
-    who = Grid.of(rank, layout).describe(rank)
-    is_cause = not is_consequence(failure) or failure.exitcode == -signal.SIGTERM
-    sentence = f"{who} failed with exit status {failure.exitcode}"
-    if failure.exitcode < 0:
-        sentence = f"{who} failed: it was ended by {failure.signal_name()}"
-    elif "status" in failure.error_file_data:  # written by distlab.run.failure
-        names_rank = failure.error_file_data.get("names_rank")
-        sentence = str(failure.message) if names_rank else f"{who} failed: {failure.message}"
-    return max(1, failure.exitcode), sentence, is_cause
 
 
 def main() -> NoReturn:

@@ -22,7 +22,8 @@ from torch.autograd.function import once_differentiable
 
 from simplellm.errors import InputError
 from simplellm.initial_weights import initialize
-from simplellm.recomputation import Recompute, Recomputed
+from simplellm.options import Recompute, check_heads
+from simplellm.recomputation import Recomputed
 from simplellm.weight_gradients import Product, deferred_to
 
 
@@ -459,22 +460,6 @@ def _check_vocabulary(vocab_size: int, padding_idx: int | None) -> None:
         raise InputError(f"--tokenizer has a vocabulary of {vocab_size} tokens: it must have at least 1")
     if padding_idx is not None and padding_idx >= vocab_size:
         raise InputError(f"--tokenizer has the pad id {padding_idx}: it must be below its vocabulary of {vocab_size}")
-
-
-def check_heads(dmodel: int, num_heads: int, num_kv_heads: int | None = None) -> None:
-    """Raise `InputError` unless the heads divide the width into equal, even parts, and those of keys the heads."""
-    if dmodel % num_heads:
-        raise InputError(f"--num-heads {num_heads} does not divide --dmodel {dmodel}: each head must be equally wide")
-    if dmodel // num_heads % 2:
-        raise InputError(
-            f"--num-heads {num_heads} gives heads of width {dmodel // num_heads} at --dmodel {dmodel}: "
-            "rotary positions need an even width"
-        )
-    if num_kv_heads is not None and num_heads % num_kv_heads:
-        raise InputError(
-            f"--num-kv-heads {num_kv_heads} does not divide --num-heads {num_heads}: "
-            "each must serve as many query heads as the others"
-        )
 
 
 def _check_sizes(

@@ -7,7 +7,6 @@ Less is kept, and a forward pass more is computed (Chen et al., "Training Deep N
 import contextlib
 import itertools
 from collections.abc import Callable, Iterator
-from typing import Literal
 
 import torch
 from torch import Tensor
@@ -15,7 +14,6 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from simplellm.weight_gradients import deferred_to
 
-Recompute = Literal["none", "blocks", "all"]
 observers: list[Callable[[Tensor], object]] = []  # called with each tensor kept here; it is kept as long as the result
 _is_inside = False  # of a call whose activations are computed again
 

@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 from chapters import OneProcess, State, assert_equal, load, train_on
 
-from distlab.parallel.tensor import Style, bytes_per_layer
+from distlab.parallel.division import Style
+from distlab.parallel.tensor import bytes_per_layer
 from distlab.run.settings import parse
 from simplellm.errors import InputError
 

@@ -11,7 +11,8 @@ from distlab.pipeline.activations import SavedActivations
 from simplellm import recomputation
 from simplellm.llama import CausalLLama, LLama
 from simplellm.losses import causalLLMLoss
-from simplellm.recomputation import Recompute, Recomputed
+from simplellm.options import Recompute
+from simplellm.recomputation import Recomputed
 from simplellm.weight_gradients import WeightGradients
 
 VOCAB = 11

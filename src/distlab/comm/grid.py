@@ -1,6 +1,5 @@
 """Where each rank stands when pipelines are replicated and layers are split: replica, stage, slice, neighbours."""
 
-import math
 from dataclasses import dataclass, replace
 
 import torch
@@ -8,9 +7,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from distlab.comm.devices import patient_threads
+from distlab.comm.layout import Layout
 from distlab.comm.traffic import traffic
-
-Layout = dict[str, int]  # ranks along each kind of parallelism; what is left out is 1
 
 
 @dataclass(frozen=True)
@@ -74,17 +72,3 @@ class Grid:
         for of_replicas_or_shards in (groups[0], groups[2]):  # neighbours in a pipeline have their own channels
             traffic.connect(of_replicas_or_shards)
         return DeviceMesh.from_group(groups, "cpu", ranks, mesh_dim_names=("dp", "pp", "tp"))
-
-
-def layout_size(layout: Layout) -> int:
-    """Number of ranks of a layout; 1 for one process, whose layout is empty."""
-    return math.prod(layout.values())
-
-
-def layout_flags(layout: Layout) -> str:
-    """The flags that asked for a layout, as the user wrote them."""
-    if not layout:
-        return "one process"
-    if len(layout) == 1 or "pp" not in layout:
-        return f"--world-size {layout_size(layout)}"
-    return " ".join(f"--{name} {size}" for name, size in layout.items())

@@ -8,19 +8,18 @@ shard of the sequence (Korthikanti et al., arXiv 2205.05198). The collectives ar
 
 from collections.abc import Callable
 from functools import partial
-from typing import Literal
 
 from torch import Tensor, nn
 
 from distlab.comm.endpoint import members
 from distlab.comm.traffic import Group
 from distlab.parallel import tp_group as tp
+from distlab.parallel.division import Style, check_division
 from distlab.parallel.tp_group import BACKWARD, LAYERS, NORMS, SEQUENCE, VOCABULARY, TPGroup, shard_sizes
 from distlab.parallel.vocabulary import VocabularyParallelEmbedding
 from simplellm.errors import InputError, require
 from simplellm.llama import MLP, Attention, Linear
 
-Style = Literal["naive", "megatron"]
 Exchange = Callable[[Tensor, TPGroup], Tensor]
 
 
@@ -146,14 +145,6 @@ def _split_sequence(parts: _Parts, group: Group) -> tuple[Exchange, Exchange]:
             tp_group = TPGroup(name.rpartition(".")[0], NORMS, group)
             parameter.register_hook(partial(tp_group.all_reduce, what=BACKWARD))
     return lambda x, tp_group: tp.gather_to(x, tp_group, seq), tp.reduce_scatter
-
-
-def check_division(num_heads: int, num_kv_heads: int | None, ranks: int) -> None:
-    """Raise `InputError` unless each rank can hold as many heads, of queries and of keys and values, as the others."""
-    for flag, heads in (("--num-heads", num_heads), ("--num-kv-heads", num_kv_heads)):
-        if heads is not None and heads % ranks:
-            what = f"{flag} {heads} among {ranks} tensor-parallel ranks: each must hold as many heads as the others"
-            raise InputError(f"{what}; give a multiple of {ranks}, or a number of ranks that divides {heads}")
 
 
 def _keep_shard(linear: Linear, tp_group: TPGroup, dim: int) -> None:

@@ -9,9 +9,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ClassVar, cast
 
-import torch
-from torch.autograd.graph import get_gradient_edge
-
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -142,7 +139,7 @@ class ForwardKeepingInput(Forward):
     def run(self, stage: "Stage", *received: "Tensor") -> "dict[str, Tensor]":
         x = received[0].requires_grad_() if received else stage.micro_batches[self.micro_batch]
         y = stage.forward(self.micro_batch, x, keep_input_only=True)
-        stage.live[self.micro_batch] = x, get_gradient_edge(y)  # not y itself, which would be kept
+        stage.keep_graph(self.micro_batch, x, y)
         return {ACTIVATIONS: y.detach()}
 
 
@@ -178,8 +175,7 @@ class Backward(Action):
         return of_stage(costs.backward, self.stage)
 
     def run(self, stage: "Stage", *received: "Tensor") -> "dict[str, Tensor]":
-        x, y = stage.release(self.micro_batch)
-        torch.autograd.backward([y], received or None)
+        x = stage.backward(self.micro_batch, *received)
         return {GRADIENTS: cast("Tensor", x.grad)}  # None for the token ids of the first stage; no stage needs it
 
 

@@ -4,10 +4,11 @@ import contextlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
 
 from simplellm.recomputation import Recomputed, observers
 from simplellm.weight_gradients import WeightGradients
@@ -117,6 +118,19 @@ class Stage:
             inputs = [tensor for tensor in (x, *self.net.parameters()) if tensor.requires_grad]
             if inputs:  # not `backward`, which would trigger the hooks that collect gradients
                 torch.autograd.grad(y, inputs, torch.ones_like(y), allow_unused=True)
+
+    def keep_graph(self, micro_batch: int, x: Tensor, y: Tensor) -> None:
+        """Keep a micro-batch's input and the graph of its output, without the output itself."""
+        self.live[micro_batch] = x, get_gradient_edge(y)
+
+    def backward(self, micro_batch: int, *received: Tensor) -> Tensor:
+        """Run a micro-batch's backward pass; returns the input, which now has its gradient.
+
+        `received` is the gradient of the stage's output, from the next stage; the last stage has none.
+        """
+        x, y = self.release(micro_batch)
+        torch.autograd.backward([y], received or None)
+        return cast(Tensor, x)
 
     def release(self, micro_batch: int) -> tuple[Any, ...]:
         """Remove and return what is kept for a micro-batch."""

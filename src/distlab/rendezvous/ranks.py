@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from distlab.comm.devices import Place
 from distlab.rendezvous.store import Say, SharedStore, StoreError, open_bound_store
+from distlab.rendezvous.torchrun import is_store_in_launcher, started_by_torchrun
 from simplellm.errors import InputError, require
 
 SECONDS_FOR_READERS = 5.0  # that rank 0, whose process holds the store, waits for others to read why it ends
@@ -49,16 +50,6 @@ def ranks_store(timeout_seconds: float, say: Say = print, store: dist.Store | No
     """The ranks' store, whoever holds it."""
     holder = "the launcher" if is_store_in_launcher() else "rank 0"
     return SharedStore(holder, timeout_seconds, say, store=store or dist.Store())
-
-
-def started_by_torchrun() -> bool:
-    """Whether torchrun (or launch.sh) started this process; if so, its environment has rank, world size and address."""
-    return "TORCHELASTIC_RUN_ID" in os.environ
-
-
-def is_store_in_launcher() -> bool:
-    """Whether torchrun's agent holds the ranks' store; otherwise rank 0 does."""
-    return started_by_torchrun() and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
 def agree(

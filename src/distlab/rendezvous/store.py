@@ -6,19 +6,19 @@ accepts connections for a stopped process, too, and no signal interrupts them. T
 
 import contextlib
 import errno
-import ipaddress
 import os
 import socket
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch.distributed as dist
 
 from distlab.comm.processes import within
 from distlab.comm.waits import TrafficError
+from distlab.rendezvous.addresses import resolve
 from simplellm.errors import InputError
 
 Say = Callable[[str], None]
@@ -169,21 +169,6 @@ def listens(address: str, port: int, unless_refused: bool = False) -> bool:
     except OSError as error:
         return unless_refused and not isinstance(error, ConnectionRefusedError)
     return True
-
-
-def is_loopback(address: str) -> bool:
-    """Whether an address leads back to this machine; `InputError` if there is no such host."""
-    _, (found, *_) = resolve(address, 0)
-    return ipaddress.ip_address(str(found).partition("%")[0]).is_loopback
-
-
-def resolve(address: str, port: int) -> tuple[int, tuple[Any, ...]]:
-    """A host's socket family and socket address; `InputError` if there is no such host."""
-    try:
-        family, _, _, _, where = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
-    except (socket.gaierror, UnicodeError) as error:
-        raise InputError(f"--master-addr {address}: no such host ({getattr(error, 'strerror', error)})") from error
-    return family, where
 
 
 def wait_until(condition: Callable[[], bool], seconds: float) -> bool:

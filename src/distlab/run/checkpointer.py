@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from distlab.checkpoints.format import PER_RANK_OPTIMIZER_STATE, latest_valid
 from distlab.checkpoints.saving import restore, save, state_of, supersede
-from distlab.comm.grid import layout_size
+from distlab.comm.layout import layout_size
 from distlab.run.logs import RunLog, say
 from distlab.run.resume import check_data, per_step
 from distlab.run.settings import ResumableSettings, as_flag, as_json

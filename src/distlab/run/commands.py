@@ -11,8 +11,8 @@ from importlib.metadata import distributions
 from pathlib import Path
 
 from distlab.checkpoints.format import LLAMA
-from distlab.comm.grid import layout_size
-from distlab.rendezvous.ranks import started_by_torchrun
+from distlab.comm.layout import layout_size
+from distlab.rendezvous.torchrun import started_by_torchrun
 from distlab.run.settings import ResumableSettings
 
 LAB = Path(__file__).resolve().parents[3]

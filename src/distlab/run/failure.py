@@ -16,7 +16,7 @@ from distlab.comm.processes import leave
 from distlab.comm.traffic import rank, traffic
 from distlab.comm.waits import TrafficError
 from distlab.rendezvous.notices import notices
-from distlab.rendezvous.ranks import started_by_torchrun
+from distlab.rendezvous.torchrun import started_by_torchrun
 from distlab.run.logs import RankOutput, human_bytes, say
 from distlab.run.not_finite import NotFiniteError
 from distlab.run.progress import status_line

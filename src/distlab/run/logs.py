@@ -2,7 +2,6 @@
 
 import contextlib
 import io
-import itertools
 import json
 import math
 import os
@@ -11,7 +10,6 @@ import sys
 import time
 from collections import Counter, defaultdict
 from collections.abc import Iterator
-from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
@@ -25,17 +23,6 @@ if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
 
 SECONDS_TO_MENTION = 10  # what takes as long between two steps has a line of its own
-
-
-def new_folder(parent: Path) -> Path:
-    """Make a folder named after the time, and after nothing else that is there already."""
-    name = now = datetime.now().strftime("%Y-%m-%d_%H-%M-%S")
-    for number in itertools.count(2):
-        with contextlib.suppress(FileExistsError):
-            (parent / name).mkdir(parents=True)
-            break
-        name = f"{now}-{number}"
-    return parent / name
 
 
 class RankOutput(io.TextIOBase):

@@ -12,7 +12,7 @@ from distlab.checkpoints.format import has_checkpoints
 from distlab.comm.processes import end_with_parent, leave
 from distlab.comm.torch_patches import silence_torch_warnings
 from distlab.rendezvous.notices import notices
-from distlab.rendezvous.ranks import started_by_torchrun
+from distlab.rendezvous.torchrun import started_by_torchrun
 from distlab.run.failure import Failure
 from distlab.run.run import Run
 from distlab.run.settings import RunSettings, WorldSize, parse

@@ -1,8 +1,7 @@
-"""The optimizers that `--optimizer` names, and the learning rate of each step."""
+"""The optimizers that `--optimizer` names."""
 
-import math
 from collections.abc import Iterable
-from typing import Any, Literal
+from typing import Any
 
 from torch import Tensor
 from torch.optim import SGD, Adam, AdamW, Optimizer
@@ -10,7 +9,6 @@ from torch.optim import SGD, Adam, AdamW, Optimizer
 from distlab.comm.torch_patches import without_compiler
 
 KINDS: dict[str, type[Optimizer]] = {"adam": Adam, "adamw": AdamW, "sgd": SGD}
-LRSchedule = Literal["constant", "cosine", "linear"]
 
 
 def build_optimizer(
@@ -47,21 +45,3 @@ def build_optimizer(
 def is_decayed(parameter: Tensor) -> bool:
     """Whether weight decay applies to a parameter: to matrices; the gains of norms, and biases, are left alone."""
     return parameter.dim() >= 2
-
-
-def learning_rate(
-    step: int, steps: int, lr: float, warmup_steps: int = 0, schedule: LRSchedule = "constant", min_lr: float = 0.0
-) -> float:
-    """The learning rate of a step, a function of nothing but its arguments, so that a resumed run continues it.
-
-    It rises linearly over the first `warmup_steps` steps, of which the last one has `lr`, and then falls from `lr`
-    towards `min_lr`, which it would reach in the step after the last one of `steps`: along half a cosine (Loshchilov
-    and Hutter, arXiv 1608.03983) or a line.
-    """
-    if step < warmup_steps:
-        return lr * (step + 1) / warmup_steps
-    if schedule == "constant":
-        return lr
-    done = (step - warmup_steps) / (steps - warmup_steps)
-    left = (1 + math.cos(math.pi * done)) / 2 if schedule == "cosine" else 1 - done
-    return min_lr + (lr - min_lr) * left

@@ -14,18 +14,21 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from distlab.comm import devices
-from distlab.comm.grid import Grid, layout_flags, layout_size
+from distlab.comm.grid import Grid
+from distlab.comm.layout import layout_flags, layout_size
 from distlab.comm.processes import leave
 from distlab.comm.recorder import STEP, recorder
 from distlab.comm.traffic import traffic
 from distlab.comm.waits import TrafficError, reason
 from distlab.rendezvous import ranks as rendezvous
 from distlab.rendezvous.notices import notices
+from distlab.rendezvous.torchrun import is_store_in_launcher, started_by_torchrun
 from distlab.reports import memory
 from distlab.run.checkpointer import Batches, Checkpointer, TrainingState, prepare_checkpoints
 from distlab.run.commands import next_commands
 from distlab.run.failure import Failure
-from distlab.run.logs import RankOutput, RunLog, new_folder, say, take_over_output
+from distlab.run.folders import new_folder
+from distlab.run.logs import RankOutput, RunLog, say, take_over_output
 from distlab.run.not_finite import NotFiniteError
 from distlab.run.progress import Progress, status_line
 from distlab.run.resume import ResumePolicy, marked
@@ -45,7 +48,7 @@ class Run(Generic[SettingsT]):
         self.rank, self.world_size = identity(settings)
         self.grid = Grid.of(self.rank, settings.layout)
         traffic.describe = self.grid.describe
-        self.has_terminal = self.rank == 0 or not rendezvous.started_by_torchrun()  # of its own, or as the first rank
+        self.has_terminal = self.rank == 0 or not started_by_torchrun()  # of its own, or as the first rank
         take_over_output(self.rank, self.has_terminal)
         self._device_type = devices.pick_device_type(settings.device)
         # What rank 0 decided for all.
@@ -88,7 +91,7 @@ class Run(Generic[SettingsT]):
     def _join(self, script: Path) -> dict[str, Any]:
         """Find the other ranks, agree, and set up the process group; returns what rank 0 decided."""
         settings, rank, size, seconds = self.settings, self.rank, self.world_size, self.settings.timeout
-        by_torchrun = rendezvous.started_by_torchrun()
+        by_torchrun = started_by_torchrun()
         address = os.environ.get("MASTER_ADDR", settings.master_addr) if by_torchrun else settings.master_addr
         port = settings.master_port or 29500
         store = rendezvous.open_store(rank, settings.master_addr, port, seconds, say)
@@ -114,7 +117,7 @@ class Run(Generic[SettingsT]):
                 dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
         except (dist.DistError, RuntimeError) as error:
             raise TrafficError(f"rank {rank} could not connect to all other ranks: {reason(error)}", error) from error
-        notices.open(store, rank, size, traffic, is_rank_0s=not rendezvous.is_store_in_launcher())
+        notices.open(store, rank, size, traffic, is_rank_0s=not is_store_in_launcher())
         traffic.connect()
         return decided
 
@@ -311,7 +314,7 @@ def decide(settings: RunSettings, script: Path) -> dict[str, Any]:
 def identity(settings: RunSettings) -> tuple[int, int]:
     """This process's rank and the world size, from torchrun or the command line; `InputError` if they disagree."""
     asked, flags = layout_size(settings.layout), layout_flags(settings.layout)
-    if rendezvous.started_by_torchrun():
+    if started_by_torchrun():
         rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         require(size == asked, f"{flags}: torchrun started {size} ranks; make the two agree")
         sentence = f"rank {settings.rank}: torchrun made this process rank {rank}; leave the rank out"

@@ -10,7 +10,7 @@ from typing import Annotated, Any, ClassVar, Literal, TypeVar, get_args, get_ori
 import tyro
 
 from distlab.checkpoints.format import Checkpoint, has_checkpoints, latest_valid
-from distlab.comm.grid import Layout, layout_flags, layout_size
+from distlab.comm.layout import Layout, layout_flags, layout_size
 from distlab.run import resume
 from distlab.run.resume import ResumePolicy
 from simplellm import command_line

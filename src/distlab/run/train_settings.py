@@ -8,19 +8,16 @@ from typing import Annotated, Any, Literal
 import tyro
 
 from distlab.checkpoints.format import LLAMA, Checkpoint
-from distlab.collectives import ALL_REDUCES
-from distlab.comm.grid import Layout, layout_flags, layout_size
-from distlab.comm.traffic import AllReduce
-from distlab.parallel.tensor import check_division
+from distlab.comm.layout import Layout, layout_flags, layout_size
+from distlab.parallel.division import check_division
 from distlab.pipeline.schedules import DEFAULT_CHUNKS, all_stages, schedule_names, stages_per_worker
-from distlab.pipeline.stages import Split, balance, read_split
+from distlab.pipeline.split import Split, balance, read_split
 from distlab.run import resume
-from distlab.run.optimizers import LRSchedule, learning_rate
+from distlab.run.learning_rate import LRSchedule, learning_rate
 from distlab.run.resume import ResumePolicy
 from distlab.run.settings import ResumableSettings, WorldSize, require_positive, shown_as
 from simplellm.errors import require
-from simplellm.llama import check_heads
-from simplellm.recomputation import Recompute
+from simplellm.options import Recompute, check_heads
 from simplellm.sources import choose_source, open_source
 from simplellm.tokenizers import SHIPPED_MODEL, SPTokenizer
 
@@ -197,13 +194,9 @@ class ByHandSettings(DataParallelSettings):
     all_reduce: Literal["library", "naive", "tree", "butterfly", "ring"] = "library"
     """who averages the gradients: the library, or our own collective of this topology, over gloo"""
 
-    @property
-    def by_hand(self) -> AllReduce | None:
-        return ALL_REDUCES.get(self.all_reduce)
-
     def check(self) -> None:
         super().check()
-        if self.by_hand is not None:
+        if self.all_reduce != "library":
             is_possible = self.backend != "nccl"
             require(is_possible, f"--all-reduce {self.all_reduce} with --backend nccl: our own work over gloo only")
             is_possible = self.transport != "shared"

@@ -10,7 +10,8 @@ from torch import Tensor, nn
 
 from distlab.comm.grid import Grid
 from distlab.comm.traffic import traffic
-from distlab.parallel.tensor import Style, bytes_per_layer, shard
+from distlab.parallel.division import Style
+from distlab.parallel.tensor import bytes_per_layer, shard
 from distlab.parallel.tp_group import LAYERS, TPGroup
 from distlab.parallel.vocabulary import vocabulary_parallel_loss
 from distlab.run.optimizers import build_optimizer

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from distlab.pipeline.stages import Split, balance, build_stage, read_split
+from distlab.pipeline.split import Split, balance, read_split
+from distlab.pipeline.stages import build_stage
 from distlab.run.settings import parse
 from distlab.run.train_settings import PipelineSettings
 from simplellm.errors import InputError

@@ -12,9 +12,9 @@ from distlab.comm.grid import Grid
 from distlab.comm.traffic import Traffic
 from distlab.comm.wait_graph import find_cycle
 from distlab.comm.waits import TrafficError, Wait, list_ranks
-from distlab.launch import root_cause
 from distlab.rendezvous.diagnosis import Diagnosis, Notice, diagnose
 from distlab.run.failure import out_of_memory, refused_by_gpu
+from distlab.run.local_ranks import root_cause
 from distlab.run.not_finite import find_cause
 
 pytestmark = pytest.mark.quick

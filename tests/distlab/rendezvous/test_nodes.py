@@ -16,10 +16,12 @@ import torch.distributed as dist
 from processes import free_port, wait_for
 
 from distlab.comm.devices import Place, interface_of, own_address
-from distlab.launch import launch, run_ranks
-from distlab.rendezvous.nodes import NodeRendezvous, Nodes, assign_ranks, read_flags
+from distlab.launch import launch
+from distlab.rendezvous.launcher_flags import Nodes, assign_ranks, read_flags
+from distlab.rendezvous.nodes import NodeRendezvous
 from distlab.rendezvous.ranks import say_hosts
 from distlab.rendezvous.store import StoreError, listen_at, listens
+from distlab.run.local_ranks import run_ranks
 from distlab.run.settings import RunSettings
 from simplellm.errors import InputError
 
@@ -76,7 +78,7 @@ def test_what_cannot_work_is_refused_before_any_rank_starts(
     def no_rank(*_: object) -> int:
         raise AssertionError("ranks were started")
 
-    monkeypatch.setattr("distlab.launch.run_ranks", no_rank)
+    monkeypatch.setattr("distlab.run.local_ranks.run_ranks", no_rank)
     with pytest.raises(InputError, match=re.escape(sentence)) as caught:
         launch(["hybrid", "--data", "sample", *flags.split()])
     assert "\n" not in str(caught.value)

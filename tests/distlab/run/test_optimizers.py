@@ -10,7 +10,8 @@ from processes import run
 from torch import nn
 from torch.optim import lr_scheduler
 
-from distlab.run.optimizers import KINDS, LRSchedule, build_optimizer, learning_rate
+from distlab.run.learning_rate import LRSchedule, learning_rate
+from distlab.run.optimizers import KINDS, build_optimizer
 
 pytestmark = pytest.mark.quick
 

@@ -1,0 +1,19 @@
+"""How many ranks a run has along each kind of parallelism."""
+
+import math
+
+Layout = dict[str, int]  # ranks along each kind of parallelism; what is left out is 1
+
+
+def layout_size(layout: Layout) -> int:
+    """Number of ranks of a layout; 1 for one process, whose layout is empty."""
+    return math.prod(layout.values())
+
+
+def layout_flags(layout: Layout) -> str:
+    """The flags that asked for a layout, as the user wrote them."""
+    if not layout:
+        return "one process"
+    if len(layout) == 1 or "pp" not in layout:
+        return f"--world-size {layout_size(layout)}"
+    return " ".join(f"--{name} {size}" for name, size in layout.items())

@@ -1,0 +1,59 @@
+"""Dividing the layers of a model among the stages of a pipeline."""
+
+from simplellm.errors import InputError, require
+
+Split = tuple[int, ...]  # layers of each stage
+
+
+def read_split(text: str, n_layers: int, stages: int) -> Split:
+    """The layers of each stage from ``--layers-per-stage 3,2,1``; raises `InputError` if they do not fit the model."""
+    flag = f"--layers-per-stage {text}"
+    try:
+        split = tuple(int(number) for number in text.split(","))
+    except ValueError:
+        raise InputError(f"{flag}: give one number for each stage, like 3,2,1") from None
+    require(len(split) == stages, f"{flag}: {len(split)} numbers for {stages} stages; give one for each")
+    require(min(split) >= 0, f"{flag}: the number of layers of a stage cannot be negative")
+    shared = f"{flag}: the numbers must add up to --n-layers {n_layers}, but add up to {sum(split)}"
+    require(sum(split) == n_layers, shared)
+    ends = f"{flag}: only the first or the last stage, with the embedding or the head, may have no layers"
+    require(0 not in split[1:-1] and split != (0,), ends)
+    return split
+
+
+def balance(
+    n_layers: int,
+    stages: int,
+    *,
+    vocab_size: int,
+    dmodel: int,
+    seq_len: int,
+    hidden_dim: int | None = None,
+    kv_width: int | None = None,
+) -> Split:
+    """The layers of each stage, chosen so that the slowest stage is as fast as possible.
+
+    Costs are estimated in multiply-adds per token of a forward pass; a backward pass takes twice as many in every
+    stage. The embedding is a look-up, which costs almost nothing compared with a layer. `hidden_dim` is the width of
+    the feed-forward layers, by default 4 * dmodel; `kv_width` is the total width of all key heads, by default dmodel.
+    `InputError` if there are too many stages for the model.
+    """
+    projections = 2 * dmodel**2 + 2 * dmodel * (kv_width or dmodel)
+    feed_forward = 3 * dmodel * (hidden_dim or 4 * dmodel)
+    layer = projections + feed_forward + dmodel * seq_len  # the last: causal scores and mixing
+    embedding, head = dmodel, dmodel * vocab_size
+
+    # Only the last stage holds something else (the head) that can cost as much as a layer: try each number of layers
+    # for it, and divide the other layers evenly; the first stage gets none of the remainder.
+    found: list[tuple[int, int, Split]] = []  # cost of the slowest, sum of squares, the split
+    for last in range(1 if stages == 1 else 0, n_layers + 1):
+        share, more = divmod(n_layers - last, max(1, stages - 1))
+        split = ((share,) * (stages - 1 - more) + (share + 1,) * more + (last,))[-stages:]
+        costs = [count * layer for count in split]
+        costs[0] += embedding
+        costs[-1] += head
+        if sum(split) == n_layers and 0 not in split[1:-1]:
+            found.append((max(costs), sum(cost**2 for cost in costs), split))
+    what = f"{stages} stages for --n-layers {n_layers}: every stage except the first and the last needs a layer"
+    require(bool(found), f"{what}; give at most {n_layers + 2} stages, or more layers")
+    return min(found)[2]

@@ -1,0 +1,82 @@
+"""The flags of launch.sh itself: how many machines, which ranks each of them has, restarts, the story at the end."""
+
+import argparse
+from dataclasses import dataclass
+
+from distlab.comm.layout import Layout, layout_flags, layout_size
+from distlab.rendezvous.addresses import is_loopback
+from simplellm.errors import InputError, require
+
+FLAGS = """
+  --tell PROMPT         when the ranks have finished, the model, which is saved, tells a story that begins so
+  --max-restarts N      how often to start all ranks again, from the last checkpoint, when one has failed (default: 0)
+  --nnodes N            machines; the same command runs on each, with --master-addr (default: 1)
+  --node-rank R         this machine's, from 0; node 0 is at --master-addr
+  --ranks-per-node A,B  ranks of each machine, by node rank (default: the same number on each)
+"""
+
+
+@dataclass(frozen=True)
+class Nodes:
+    """The machines of a run.
+
+    Their ranks are numbered in the order of the machines. So ranks that exchange most, which are neighbours in the grid
+    of ranks, are on one machine where possible.
+    """
+
+    rank: int  # of this machine
+    ranks_of: tuple[int, ...]  # how many ranks each machine has, by node rank
+
+
+def read_flags(args: list[str]) -> tuple[argparse.Namespace, list[str]]:
+    """The launcher's own flags, and the rest, which are the script's; `InputError` if a value is not a number."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    parser.add_argument("--nnodes", type=int, default=1)
+    parser.add_argument("--node-rank", "--node_rank", type=int)
+    parser.add_argument("--ranks-per-node", "--ranks_per_node")
+    parser.add_argument("--max-restarts", "--max_restarts", type=int, default=0)
+    parser.add_argument("--tell")
+    try:
+        flags, rest = parser.parse_known_args(args)
+    except argparse.ArgumentError as error:
+        raise InputError(str(error)) from error
+    require(flags.max_restarts >= 0, f"--max-restarts {flags.max_restarts}: give 0 or more")
+    return flags, rest
+
+
+def assign_ranks(flags: argparse.Namespace, layout: Layout, master_addr: str) -> Nodes:
+    """Share the ranks of a layout among the machines that the launcher's flags ask for.
+
+    Raises:
+        InputError: they cannot be shared so, or this machine has no place among them.
+    """
+    count, rank = flags.nnodes, flags.node_rank or 0
+    machines = f"--nnodes {count}"
+    require(count >= 1, f"{machines}: give the number of machines, at least 1")
+    is_ranked = count == 1 or flags.node_rank is not None
+    require(is_ranked, f"{machines}: give each machine its --node-rank, from 0 to {count - 1}")
+    require(0 <= rank < count, f"--node-rank {rank}: {machines} has the node ranks 0 to {count - 1}")
+    is_reachable = count == 1 or not is_loopback(master_addr)
+    address = f"--master-addr {master_addr} with {machines}"
+    require(is_reachable, f"{address}: give the address at which the others reach node 0")
+    return Nodes(rank, _share(flags.ranks_per_node, count, layout))
+
+
+def _share(given: str | None, count: int, layout: Layout) -> tuple[int, ...]:
+    ranks, flags = layout_size(layout), layout_flags(layout)
+    if given is None:
+        even = tuple(ranks // count + (node < ranks % count) for node in range(count))
+        example = f"; or give --ranks-per-node, as in {','.join(map(str, even))}" if ranks > count else ""
+        sentence = f"{flags} with --nnodes {count}: {ranks} ranks do not divide among {count} machines"
+        require(ranks % count == 0, f"{sentence}; take another number of either{example}")
+        return even
+    try:
+        shares = tuple(map(int, given.split(",")))
+    except ValueError:
+        raise InputError(f"--ranks-per-node {given}: give a number for each machine, as in 4,2") from None
+    require(
+        len(shares) == count and min(shares) >= 1 and sum(shares) == ranks,
+        f"--ranks-per-node {given}: --nnodes {count} and {flags} need {count} number{'s' * (count > 1)}, each at least "
+        f"1, that add up to {ranks}",
+    )
+    return shares

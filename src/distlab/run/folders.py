@@ -1,0 +1,17 @@
+"""The folders that runs keep their files in."""
+
+import contextlib
+import itertools
+from datetime import datetime
+from pathlib import Path
+
+
+def new_folder(parent: Path) -> Path:
+    """Make a folder named after the time, and after nothing else that is there already."""
+    name = now = datetime.now().strftime("%Y-%m-%d_%H-%M-%S")
+    for number in itertools.count(2):
+        with contextlib.suppress(FileExistsError):
+            (parent / name).mkdir(parents=True)
+            break
+        name = f"{now}-{number}"
+    return parent / name

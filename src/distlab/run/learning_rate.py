@@ -1,0 +1,24 @@
+"""The learning rate of each step: warm-up and schedule."""
+
+import math
+from typing import Literal
+
+LRSchedule = Literal["constant", "cosine", "linear"]
+
+
+def learning_rate(
+    step: int, steps: int, lr: float, warmup_steps: int = 0, schedule: LRSchedule = "constant", min_lr: float = 0.0
+) -> float:
+    """The learning rate of a step, a function of nothing but its arguments, so that a resumed run continues it.
+
+    It rises linearly over the first `warmup_steps` steps, of which the last one has `lr`, and then falls from `lr`
+    towards `min_lr`, which it would reach in the step after the last one of `steps`: along half a cosine (Loshchilov
+    and Hutter, arXiv 1608.03983) or a line.
+    """
+    if step < warmup_steps:
+        return lr * (step + 1) / warmup_steps
+    if schedule == "constant":
+        return lr
+    done = (step - warmup_steps) / (steps - warmup_steps)
+    left = (1 + math.cos(math.pi * done)) / 2 if schedule == "cosine" else 1 - done
+    return min_lr + (lr - min_lr) * left

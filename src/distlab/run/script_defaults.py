@@ -1,0 +1,68 @@
+"""The settings that a script starts with, read without running the rest of the script.
+
+What a script needs for training, above all torch, takes seconds to import. Its flags are known without that.
+"""
+
+import ast
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+
+from distlab.run.settings import RunSettings
+from simplellm.errors import InputError
+
+EVERYTHING = "*"  # what a statement binds, if the statement alone does not tell
+
+
+def read_defaults(script: Path) -> tuple[RunSettings, str | None]:
+    """A script's `DEFAULTS` and its docstring. Only the statements that `DEFAULTS` depends on are executed.
+
+    Raises:
+        InputError: the script has no `DEFAULTS`, or they are not `RunSettings`.
+    """
+    tree = ast.parse(script.read_text(), str(script))
+    module = ModuleType("launched_script", ast.get_docstring(tree))
+    module.__file__ = str(script)
+    sys.modules[module.__name__] = module  # where the annotations of its settings are looked up
+    sys.path.insert(0, str(script.parent))  # as Python does for a script
+    needed = ast.Module(statements_for("DEFAULTS", tree), type_ignores=[])
+    exec(compile(needed, str(script), "exec"), module.__dict__)
+    defaults = getattr(module, "DEFAULTS", None)
+    if not isinstance(defaults, RunSettings):
+        raise InputError(f"{script}: launch.sh starts scripts that have DEFAULTS, a distlab.run.settings.RunSettings")
+    return defaults, module.__doc__
+
+
+def statements_for(name: str, tree: ast.Module) -> list[ast.stmt]:
+    """The statements of a module that a global name depends on, directly or through other names, in order."""
+    names, found = {name, EVERYTHING}, list[ast.stmt]()
+    while True:
+        needed = [statement for statement in tree.body if not names.isdisjoint(bound_names(statement))]
+        if needed == found:
+            return found
+        found = needed
+        for node in (node for statement in found for node in ast.walk(statement)):
+            if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load):
+                names.add(node.id)
+
+
+def bound_names(statement: ast.stmt) -> Iterator[str]:
+    """The global names that a statement binds or whose objects it may change."""
+    if isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+        yield statement.name
+        return
+    if isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Call):  # such as sys.path.append(...)
+        yield EVERYTHING
+    if isinstance(statement, ast.ImportFrom) and statement.module == "__future__":
+        yield EVERYTHING
+    for node in ast.walk(statement):
+        if isinstance(node, ast.alias):
+            yield node.asname or node.name.partition(".")[0]  # "*" binds what the statement does not tell
+        elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            yield node.name
+        elif isinstance(node, ast.Name | ast.Attribute | ast.Subscript) and not isinstance(node.ctx, ast.Load):
+            while isinstance(node, ast.Attribute | ast.Subscript):
+                node = node.value
+            if isinstance(node, ast.Name):
+                yield node.id

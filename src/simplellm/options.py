@@ -1,0 +1,23 @@
+"""Options of a model, and which of them go together."""
+
+from typing import Literal
+
+from simplellm.errors import InputError
+
+Recompute = Literal["none", "blocks", "all"]
+
+
+def check_heads(dmodel: int, num_heads: int, num_kv_heads: int | None = None) -> None:
+    """Raise `InputError` unless the heads divide the width into equal, even parts, and those of keys the heads."""
+    if dmodel % num_heads:
+        raise InputError(f"--num-heads {num_heads} does not divide --dmodel {dmodel}: each head must be equally wide")
+    if dmodel // num_heads % 2:
+        raise InputError(
+            f"--num-heads {num_heads} gives heads of width {dmodel // num_heads} at --dmodel {dmodel}: "
+            "rotary positions need an even width"
+        )
+    if num_kv_heads is not None and num_heads % num_kv_heads:
+        raise InputError(
+            f"--num-kv-heads {num_kv_heads} does not divide --num-heads {num_heads}: "
+            "each must serve as many query heads as the others"
+        )
