@@ -7,6 +7,7 @@ Less is kept, and a forward pass more is computed (Chen et al., "Training Deep N
 import contextlib
 import itertools
 from collections.abc import Callable, Iterator
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -14,7 +15,21 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from simplellm.weight_gradients import deferred_to
 
-observers: list[Callable[[Tensor], object]] = []  # called with each tensor kept here; it is kept as long as the result
+
+class Observer(Protocol):
+    """Counts activations; what a method returns exists for as long as the tensor is, or would be, in memory."""
+
+    def keep(self, tensor: Tensor) -> object:
+        """A tensor is kept, as it would be without recomputation."""
+
+    def keep_again(self, tensor: Tensor) -> object:
+        """A tensor is kept because of recomputation: an input, or what has been computed again."""
+
+    def leave_out(self, tensor: Tensor) -> object:
+        """A tensor would be kept without recomputation."""
+
+
+observers: list[Observer] = []  # at the moment
 _is_inside = False  # of a call whose activations are computed again
 
 
@@ -45,7 +60,7 @@ class Recomputed:
             return self._function(*inputs)
         self._inputs = [x.detach().requires_grad_(x.requires_grad) for x in inputs]
         self._observers, self._weight_gradients = list(observers), deferred_to()
-        self._observed = [observe(x) for x in inputs for observe in self._observers]
+        self._observed = [observer.keep_again(x) for x in inputs for observer in self._observers]
         with saved_tensors_hooks(self._number, self._take), _inside():
             return self._function(*inputs)
 
@@ -55,7 +70,7 @@ class Recomputed:
 
         def keep(tensor: Tensor) -> None:
             number = next(numbers)
-            self._again[number] = tensor.detach(), [observe(tensor) for observe in self._observers]
+            self._again[number] = tensor.detach(), [observer.keep_again(tensor) for observer in self._observers]
             if number == self._count - 1:
                 raise _CompleteError
 
@@ -68,11 +83,12 @@ class Recomputed:
                 contexts.enter_context(self._weight_gradients.deferred())
             self._function(*self._inputs)
 
-    def _number(self, _: Tensor) -> int:
+    def _number(self, tensor: Tensor) -> tuple[int, object]:
         self._count += 1
-        return self._count - 1
+        return self._count - 1, [observer.leave_out(tensor) for observer in self._observers]
 
-    def _take(self, number: int) -> Tensor:
+    def _take(self, numbered: tuple[int, object]) -> Tensor:
+        number = numbered[0]
         if number not in self._again:
             self.compute()
         return self._again.pop(number)[0]

@@ -45,22 +45,28 @@ def test_losses_and_gradients_are_those_without_recomputation(recompute: Recompu
     assert usual[-1].abs().max() > 0
 
 
-def kept_bytes(net: CausalLLama, ids: Tensor, vocab_size: int) -> int:
+def kept_bytes(net: CausalLLama, ids: Tensor, vocab_size: int) -> tuple[int, int]:
+    """At the peak, and what that would have been without recomputation."""
     saved = SavedActivations(net.parameters())
     with saved.counting():
         causalLLMLoss(net(ids), ids, vocab_size).backward()
     assert saved.now_bytes == 0, "nothing is kept after the backward pass"
-    return saved.peak_bytes
+    return saved.peak_bytes, saved.usual_peak_bytes
 
 
 def test_at_most_the_blocks_inputs_and_one_block_are_kept() -> None:
     """With the default model's width, layers and heads, of which all that is kept is proportional to the tokens."""
     ids, options = torch.zeros(1, 8, dtype=torch.int64), {"dmodel": 288, "n_layers": 6, "ctx_size": 8, "device": "cpu"}
-    usual, blocks, everything = (
-        kept_bytes(LLama(CausalLLama, 4096, recompute=kind, **options), ids, 4096) for kind in ("none", "blocks", "all")
+    [usual, blocks, everything], if_kept = zip(
+        *(
+            kept_bytes(LLama(CausalLLama, 4096, recompute=kind, **options), ids, 4096)
+            for kind in ("none", "blocks", "all")
+        ),
+        strict=True,
     )
-    [one_block, two_blocks] = (
-        kept_bytes(LLama(CausalLLama, 4096, **{**options, "n_layers": n}), ids, 4096) for n in (1, 2)
+    assert set(if_kept) == {usual}
+    one_block, two_blocks = (
+        kept_bytes(LLama(CausalLLama, 4096, **{**options, "n_layers": n}), ids, 4096)[0] for n in (1, 2)
     )
     block, stream = two_blocks - one_block, ids.numel() * 288 * 4
     assert everything <= blocks == pytest.approx(block + 5 * stream, abs=2 * stream)

@@ -9,8 +9,9 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
+from torch.multiprocessing.reductions import StorageWeakRef
 
-from simplellm.recomputation import Recomputed, observers
+from simplellm.recomputation import Observer, Recomputed, observers
 from simplellm.weight_gradients import WeightGradients
 
 Loss = Callable[[Tensor, Tensor], Tensor]
@@ -20,43 +21,76 @@ class SavedActivations:
     """Counts the bytes saved for later backward passes: each storage once, parameters not at all."""
 
     def __init__(self, parameters: Iterable[Tensor]) -> None:
-        self._not_counted = {p.untyped_storage().data_ptr() for p in parameters}
-        self._users: Counter[int] = Counter()
-        self.now_bytes = self.peak_bytes = 0  # kept now, and the maximum so far
+        self._parameters = {p.untyped_storage().data_ptr() for p in parameters}
+        self._kept, self._usually_kept = _Bytes(), _Bytes()
+
+    @property
+    def now_bytes(self) -> int:
+        """Bytes kept now."""
+        return self._kept.now
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most bytes kept at a time so far."""
+        return self._kept.peak
+
+    @property
+    def usual_peak_bytes(self) -> int:
+        """What `peak_bytes` would be without recomputation."""
+        return self._usually_kept.peak
 
     @contextlib.contextmanager
     def counting(self) -> Iterator[None]:
         """Inside, count what forward passes save, and what backward passes recompute or keep for weight gradients."""
-        observers.append(self.keep)
+        observers.append(self)
         try:
-            with torch.autograd.graph.saved_tensors_hooks(self.keep, lambda kept: kept.tensor):
+            with torch.autograd.graph.saved_tensors_hooks(_keep_and_count, lambda kept: kept[0]):
                 yield
         finally:
-            observers.remove(self.keep)
+            observers.remove(self)
 
-    def keep(self, tensor: Tensor) -> "_Kept":
-        """Count a tensor that autograd does not save itself, for as long as the returned object exists."""
-        return _Kept(self, tensor)
+    def keep(self, tensor: Tensor) -> object:
+        """Count a tensor for as long as the returned object exists."""
+        return self._count(tensor, self._kept, self._usually_kept)
 
-    def _add(self, storage: torch.UntypedStorage, users: int) -> None:
-        address = storage.data_ptr()
-        if address in self._not_counted or storage.nbytes() == 0:
-            return
-        was_kept = self._users[address] > 0
-        self._users[address] += users
-        self.now_bytes += storage.nbytes() * ((self._users[address] > 0) - was_kept)
-        self.peak_bytes = max(self.peak_bytes, self.now_bytes)
+    def keep_again(self, tensor: Tensor) -> object:
+        return self._count(tensor, self._kept)
+
+    def leave_out(self, tensor: Tensor) -> object:
+        return self._count(tensor, self._usually_kept)
+
+    def _count(self, tensor: Tensor, *counts: "_Bytes") -> object:
+        storage = tensor.untyped_storage()
+        return None if storage.data_ptr() in self._parameters else [_Counted(storage, count) for count in counts]
 
 
-class _Kept:
-    """A saved tensor, counted until it is freed."""
+def _keep_and_count(tensor: Tensor) -> tuple[Tensor, object]:
+    return tensor.detach(), [observer.keep(tensor) for observer in observers]
 
-    def __init__(self, counter: SavedActivations, tensor: Tensor) -> None:
-        self._counter, self.tensor = counter, tensor.detach()
-        counter._add(tensor.untyped_storage(), 1)
+
+class _Bytes:
+    """The size of some storages together, now and at most so far."""
+
+    def __init__(self) -> None:
+        self.users: Counter[StorageWeakRef] = Counter()  # which keep its address from being used again
+        self.now = self.peak = 0
+
+
+class _Counted:
+    """Has a storage counted for as long as it exists, be the storage in memory or not."""
+
+    def __init__(self, storage: torch.UntypedStorage, count: _Bytes) -> None:
+        self._storage, self._size, self._count = StorageWeakRef(storage), storage.nbytes(), count
+        count.users[self._storage] += 1
+        if count.users[self._storage] == 1:
+            count.now += self._size
+            count.peak = max(count.peak, count.now)
 
     def __del__(self) -> None:
-        self._counter._add(self.tensor.untyped_storage(), -1)
+        self._count.users[self._storage] -= 1
+        if not self._count.users[self._storage]:
+            del self._count.users[self._storage]
+            self._count.now -= self._size
 
 
 class Stage:
@@ -77,8 +111,10 @@ class Stage:
         self.deferred[micro_batch] = WeightGradients(self._count)
 
     def _count(self, tensor: Tensor) -> object:
-        own = [self._kept.keep] if self._kept else []
-        return [observe(tensor) for observe in (*observers, *own)]
+        return [observer.keep(tensor) for observer in self._observers()]
+
+    def _observers(self) -> list[Observer]:
+        return [*observers, *([self._kept] if self._kept else [])]
 
     def forward(self, micro_batch: int, x: Tensor, keep_input_only: bool = False) -> Tensor:
         """The stage's output for `x`; on the last stage, the micro-batch's share of the loss.
@@ -96,8 +132,9 @@ class Stage:
             y = output(x)
         if self._loss is not None:
             self.losses[micro_batch] = y.detach()
-        if self._kept and y.requires_grad and not keep_input_only:
-            self._holds[micro_batch] = self._kept.keep(y)
+        if y.requires_grad:
+            holds = [o.leave_out(y) if keep_input_only else o.keep(y) for o in self._observers()]
+            self._holds[micro_batch] = holds
         return y
 
     def _output(self, micro_batch: int, x: Tensor) -> Tensor:

@@ -14,6 +14,7 @@ from distlab.pipeline.activations import SavedActivations
 from simplellm.errors import InputError
 
 KINDS = ("parameters", "gradients", "optimizer state", "activations")
+WITHOUT = "activations without recomputation"  # counted, too, where there is recomputation
 
 
 class MemoryReport:
@@ -32,8 +33,9 @@ class MemoryReport:
         """The counts of all ranks, which all call it."""
         if not self._has_counted:  # a run without a step held nothing
             return []
-        by_rank = torch.zeros(world_size, len(KINDS), dtype=torch.int64, device=device)
-        by_rank[rank] = torch.tensor(count_bytes(self._optimizer, self._saved.peak_bytes))
+        own = count_bytes(self._optimizer, self._saved.peak_bytes)
+        by_rank = torch.zeros(world_size, len(KINDS) + 1, dtype=torch.int64, device=device)
+        by_rank[rank] = torch.tensor([*own, max(own[-1], self._saved.usual_peak_bytes)])
         traffic.all_reduce(by_rank, "what each rank holds", kind="control", op=dist.ReduceOp.SUM).wait()
         counts: list[list[int]] = by_rank.tolist()
         return counts
@@ -41,7 +43,13 @@ class MemoryReport:
 
 def keep(path: Path, by_rank: Sequence[Sequence[int]]) -> None:
     """Write the counts as JSON: for each rank an object, by kind."""
-    path.write_text(json.dumps([dict(zip(KINDS, counts, strict=True)) for counts in by_rank], indent=2) + "\n")
+    kinds = (*KINDS, WITHOUT) if _has_recomputation(by_rank) else KINDS
+    path.write_text(json.dumps([dict(zip(kinds, counts, strict=False)) for counts in by_rank], indent=2) + "\n")
+
+
+def _has_recomputation(by_rank: Sequence[Sequence[int]]) -> bool:
+    """Whether activations that would have been kept were not."""
+    return any(usual > activations for *_, activations, usual in by_rank)
 
 
 def count_bytes(optimizer: torch.optim.Optimizer, saved_bytes: int) -> list[int]:
@@ -59,14 +67,22 @@ def _parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
 
 def as_table(by_rank: Sequence[Sequence[int]]) -> list[str]:
     """A head and a line for each rank; ranks that hold the same share a line."""
-    lines = [f"{'memory, MB':<14}" + "".join(f"{kind:>17}" for kind in KINDS)]
+    columns = (*KINDS, "without --recompute") if _has_recomputation(by_rank) else KINDS
+    lines = [f"{'memory, MB':<14}" + "".join(f"{name:>{_width(name)}}" for name in columns)]
     ranks: dict[tuple[int, ...], list[int]] = {}
     for rank, counts in enumerate(by_rank):
-        ranks.setdefault(tuple(counts), []).append(rank)
+        ranks.setdefault(tuple(counts[: len(columns)]), []).append(rank)
     for counts, same in ranks.items():
         who = f"rank{'s' * (len(same) > 1)} {', '.join(map(str, same))}"
-        lines.append(f"{who:<14}" + "".join(f"{count / 1e6:>17.2f}" for count in counts))
+        lines.append(
+            f"{who:<14}"
+            + "".join(f"{count / 1e6:>{_width(name)}.2f}" for name, count in zip(columns, counts, strict=True))
+        )
     return lines
+
+
+def _width(column: str) -> int:
+    return max(17, len(column) + 2)
 
 
 def read_largest(run: Path) -> list[int]:

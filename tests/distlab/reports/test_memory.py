@@ -31,7 +31,7 @@ def test_every_kind_is_counted() -> None:
 
 
 def test_ranks_that_hold_the_same_share_a_line() -> None:
-    head, *lines = memory.as_table([[1_000_000, 0, 0, 5], [2_000_000, 0, 0, 5], [1_000_000, 0, 0, 5]])
+    head, *lines = memory.as_table([[1_000_000, 0, 0, 5, 5], [2_000_000, 0, 0, 5, 5], [1_000_000, 0, 0, 5, 5]])
     assert head.split() == "memory, MB parameters gradients optimizer state activations".split()
     assert [line.split() for line in lines] == [
         "ranks 0, 2 1.00 0.00 0.00 0.00".split(),
@@ -47,6 +47,27 @@ def test_a_traced_pipeline_counts_the_same(tmp_path: Path) -> None:
         held.append([rank["activations"] for rank in json.loads((out / "memory.json").read_text())])
     assert held[0] == pytest.approx(held[1], rel=0.05)
     assert min(held[0]) > 0
+
+
+def test_with_recomputation_what_would_have_been_kept_has_a_column() -> None:
+    head, line = memory.as_table([[0, 0, 0, 2_000_000, 9_000_000]])
+    assert head.split() == "memory, MB parameters gradients optimizer state activations without --recompute".split()
+    assert line.split() == "rank 0 0.00 0.00 0.00 2.00 9.00".split()
+
+
+@pytest.mark.parametrize("flags", ["--schedule gpipe", "--schedule dapple --trace", "--schedule zb-h1"])
+def test_what_would_have_been_kept_is_what_a_run_without_recomputation_keeps(flags: str, tmp_path: Path) -> None:
+    script, counts = "PP/microbatches/intro_PP_microbatches.py", []
+    for recompute in ("none", "blocks", "all"):
+        shape = f"--world-size 2 --batch-size 4 --micro-batches 4 --steps 1 {flags} --recompute {recompute}".split()
+        train_on(2, script, tmp_path / recompute, *shape)
+        counts.append(json.loads((tmp_path / recompute / "memory.json").read_text()))
+    usual, *others = counts
+    for own in others:
+        assert own[0]["activations"] < 0.8 * usual[0]["activations"]
+        for rank in (0, 1):
+            assert own[rank][memory.WITHOUT] == pytest.approx(usual[rank]["activations"], rel=0.05)
+    assert memory.WITHOUT not in usual[0]
 
 
 def test_a_run_says_what_its_ranks_hold(tmp_path: Path) -> None:
