@@ -78,6 +78,7 @@ def train(run: TrainingRun[TensorParallelSettings]) -> None:
             loss.backward()
             losses.append(loss)
         run.log(step, losses)
+        run.clip(optimizer)
         optimizer.step()
     compare_with_formula(run)
 

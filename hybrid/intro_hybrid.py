@@ -67,6 +67,7 @@ def train(run: TrainingRun[HybridSettings]) -> None:
         losses = pipeline.step(batch.chunk(args.micro_batches))
         buckets.finish()
         run.log(step, losses)
+        run.clip(optimizer)
         optimizer.step()
 
 

@@ -33,6 +33,7 @@ def train(run: TrainingRun[TrainSettings]) -> None:
             loss.backward()
             losses.append(loss)
         run.log(step, losses)
+        run.clip(optimizer)
         optimizer.step()
 
 

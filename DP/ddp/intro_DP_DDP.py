@@ -41,6 +41,7 @@ def train(run: TrainingRun[DataParallelSettings]) -> None:
             loss.backward()  # returns with averaged gradients
             losses.append(loss)
         run.log(step, losses)
+        run.clip(optimizer)
         optimizer.step()
 
 

@@ -47,6 +47,7 @@ def train(run: TrainingRun[ByHandSettings]) -> None:
             losses.append(loss)
         buckets.finish()
         run.log(step, losses)
+        run.clip(optimizer)
         optimizer.step()
 
 

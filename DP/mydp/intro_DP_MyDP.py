@@ -37,6 +37,7 @@ def train(run: TrainingRun[DataParallelSettings]) -> None:
             loss.backward()  # returns with averaged gradients
             losses.append(loss)
         run.log(step, losses)
+        run.clip(optimizer)
         optimizer.step()
 
     close = check_parameter_closeness(net)

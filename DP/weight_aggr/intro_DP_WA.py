@@ -39,6 +39,11 @@ class WeightAggregationSettings(DataParallelSettings):
     def check(self) -> None:
         super().check()
         require_positive(self, "sync_every")
+        if self.clip_norm is not None:
+            raise InputError(
+                f"--clip-norm {self.clip_norm:g}: each rank has gradients of its own here, and there is no one norm; "
+                "leave it out, or average gradients (dp-ga)"
+            )
         for name, every in (("--save-every", self.save_every), ("--eval-every", self.eval_every)):
             if every and every % self.sync_every:
                 raise InputError(

@@ -59,6 +59,7 @@ def train(run: TrainingRun[PipelineSettings]) -> None:
                 assert inputs.grad is not None
                 traffic.send(inputs.grad, "the gradients", to=stage - 1, kind="gradients of activations").wait()
         run.log(step, losses)
+        run.clip(optimizer)
         optimizer.step()
 
 

@@ -45,6 +45,7 @@ def train(run: TrainingRun[ScheduledPipelineSettings]) -> None:
         optimizer.zero_grad()
         losses = pipeline.step(batch.chunk(args.micro_batches))
         run.log(step, losses)
+        run.clip(optimizer)
         optimizer.step()
 
 

@@ -188,10 +188,10 @@ class RunLog:
         else:
             self._write(record)
 
-    def loss_arrived(self, loss: float) -> None:
-        """Complete the record of the last step."""
+    def arrived(self, values: dict[str, float]) -> None:
+        """Complete the record of the last step, by its loss at least."""
         if self._open is not None:  # this rank keeps records
-            self._write({**self._open, "loss": loss})
+            self._write({**self._open, **values})
             self._open = None
 
     def take_back(self, steps: int) -> None:

@@ -1,7 +1,7 @@
-"""Where a loss that is infinite or no number comes from: looked for when it has happened, and only then."""
+"""Where a loss or a norm that is infinite or no number comes from: looked for when it has happened, and only then."""
 
 import contextlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 import torch
@@ -16,7 +16,7 @@ STAGE = 6  # of these, the first are the number of its stage
 
 
 class NotFiniteError(RuntimeError):
-    """A loss that is infinite or no number; all ranks raise it, with the same words."""
+    """A loss, or a norm of gradients, that is infinite or no number; all ranks raise it, with the same words."""
 
 
 def find_cause(stages: Mapping[int, nn.Module], forward: Callable[[], object], grid: Grid, device: torch.device) -> str:
@@ -30,15 +30,39 @@ def find_cause(stages: Mapping[int, nn.Module], forward: Callable[[], object], g
     broken = [(stage, name) for stage, name, parameter in parameters if not parameter.isfinite().all()]
     found = [(stage, f"parameter {name}, since the update before") for stage, name in broken]
     found += outputs_not_finite(stages, forward)
-    letters = "".join(f"{stage:06}{what}" for stage, what in found[:1]).encode()[:NAME_BYTES]
-    own = torch.tensor([*letters.ljust(NAME_BYTES, b"\0")], dtype=torch.uint8, device=device)
-    told = own.new_empty(world_size(), NAME_BYTES)
-    traffic.all_gather(told, own, "the first tensor of each rank that is not finite", kind="control").wait()
-    names = [bytes(row).rstrip(b"\0").decode(errors="replace") for row in told.tolist()]
+    names = _tell_all(found, device)
     culprits = [rank for rank, name in enumerate(names) if name]
     if not culprits:
         return "all parameters and activations are finite, so it arose in the loss itself"
     culprit = min(culprits, key=lambda rank: (names[rank][STAGE:].startswith("output"), names[rank][:STAGE]))
+    return _sentence(names, culprit, grid)
+
+
+def find_gradient(stages: Mapping[int, nn.Module], grid: Grid, device: torch.device) -> str:
+    """Name the first gradient that is not finite, in the same words on all ranks, which all must call it.
+
+    First is what the backward pass reaches first: the last parameter of the last stage, then of the smallest rank.
+    """
+    parameters = [(stage, *named) for stage, part in stages.items() for named in part.named_parameters()]
+    gradients = [(stage, name, parameter.grad) for stage, name, parameter in parameters if parameter.grad is not None]
+    broken = [(stage, f"gradient of {name}") for stage, name, grad in gradients if not grad.isfinite().all()]
+    names = _tell_all(broken[::-1], device)
+    culprits = [rank for rank, name in enumerate(names) if name]
+    if not culprits:
+        return "no parameter has a gradient that is not finite"
+    return _sentence(names, max(culprits, key=lambda rank: (names[rank][:STAGE], -rank)), grid)
+
+
+def _tell_all(found: Sequence[tuple[int, str]], device: torch.device) -> list[str]:
+    """Each rank's first tensor that is not finite, after the number of its stage; "" for a rank that has none."""
+    letters = "".join(f"{stage:06}{what}" for stage, what in found[:1]).encode()[:NAME_BYTES]
+    own = torch.tensor([*letters.ljust(NAME_BYTES, b"\0")], dtype=torch.uint8, device=device)
+    told = own.new_empty(world_size(), NAME_BYTES)
+    traffic.all_gather(told, own, "the first tensor of each rank that is not finite", kind="control").wait()
+    return [bytes(row).rstrip(b"\0").decode(errors="replace") for row in told.tolist()]
+
+
+def _sentence(names: Sequence[str], culprit: int, grid: Grid) -> str:
     text = f"first not finite is the {names[culprit][STAGE:]}"
     return f"{text}, on {grid.describe(culprit)}" if world_size() > 1 else text
 

@@ -215,9 +215,13 @@ class Run(Generic[SettingsT]):
         if not math.isfinite(loss):
             own = under_way.own.item()
             cause = self.explain_not_finite(step) if self.explain_not_finite else self._first_not_finite(own)
-            lr = f" (is --lr {self.settings.lr:g} too large?)" if hasattr(self.settings, "lr") else ""
-            raise NotFiniteError(f"the loss of step {step} is {loss}{cause}{lr}")
+            raise NotFiniteError(f"the loss of step {step} is {loss}{cause}{self._lr_hint}")
         return loss
+
+    @property
+    def _lr_hint(self) -> str:
+        """The end of a sentence about what is not finite."""
+        return f" (is --lr {self.settings.lr:g} too large?)" if hasattr(self.settings, "lr") else ""
 
     def sum_loss(self, step: int, losses: Iterable[Tensor]) -> LossSum:
         """Start to add up the loss of the global batch; the arguments are those of `global_loss`."""

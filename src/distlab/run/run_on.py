@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from distlab.comm.transfer import Transfer
+from distlab.parallel.clipping import NormSum, is_too_long
 
 
 @dataclass
@@ -38,13 +39,18 @@ class RunningOn:
 
     Args:
         optimizer: of all parameters of this rank; a copy of them and of its state is kept.
-        arrived: called with each step and its loss, once it is known that the step was good.
+        arrived: called with each step, its loss, and the norm of its gradients if that is limited, once it is known
+            that the step was good: the loss is finite, and the gradients did not have to be clipped.
+        most: the largest norm of gradients that are not clipped; None for any.
     """
 
-    def __init__(self, optimizer: Optimizer, arrived: Callable[[int, float], None]) -> None:
-        self._optimizer, self._arrived = optimizer, arrived
+    def __init__(
+        self, optimizer: Optimizer, arrived: Callable[[int, float, float | None], None], most: float | None = None
+    ) -> None:
+        self._optimizer, self._arrived, self._most = optimizer, arrived, most
         self._kept: list[Tensor] = []
         self._open: LossSum | None = None
+        self._open_norm: NormSum | None = None  # of the same step
         self._waits_in: int | None = None  # the step that is taken again
         self.must_undo = False
 
@@ -58,23 +64,35 @@ class RunningOn:
             for kept, tensor in zip(self._kept, now, strict=True):
                 kept.copy_(tensor)
 
+    def leave_norm_open(self, norm: NormSum) -> None:
+        """The norm of the gradients of the step that has been left open, which are used as they are."""
+        self._open_norm = norm
+
     def settle(self) -> None:
         """Find out whether the step before was good, if that is open; all ranks call it, and find the same.
 
         If it was not, `must_undo` is set. What else can be wrong with a step is to be looked at here, too.
         """
         before, self._open = self._open, None
+        norm_before, self._open_norm = self._open_norm, None
         if before is None:
             return
         loss = before.wait()
-        if math.isfinite(loss):
-            self._arrived(before.step, loss)
+        norm = None if norm_before is None else norm_before.wait()
+        is_clipped = norm is not None and self._most is not None and is_too_long(norm, self._most)
+        if math.isfinite(loss) and not is_clipped:
+            self._arrived(before.step, loss, norm)
         else:
             self._waits_in, self.must_undo = before.step, True
 
     def waits_in(self, step: int) -> bool:
-        """Whether a step is taken again, and has to end with the usual wait."""
+        """Whether a step has to end with the usual wait: it is taken again, or the one before had to be clipped."""
         return self._waits_in == step
+
+    def has_waited(self, step: int, norm: float) -> None:
+        """Remember the norm of a step that has ended with the usual wait: clipped steps come in groups."""
+        if self._most is not None and is_too_long(norm, self._most):
+            self._waits_in = step + 1
 
     @torch.no_grad()
     def undo(self) -> None:
@@ -87,7 +105,8 @@ class RunningOn:
 
     def keep_arrived(self) -> None:
         """Hand on the loss of the open step if it has arrived, where the run ends early and nothing can be awaited."""
-        if self._open is not None and self._open.transfer.has_arrived():
+        transfers = [waited.transfer for waited in (self._open, self._open_norm) if waited is not None]
+        if self._open is not None and all(transfer.has_arrived() for transfer in transfers if transfer is not None):
             with contextlib.suppress(RuntimeError):  # it ended because another rank did
                 self.settle()
 

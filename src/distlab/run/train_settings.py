@@ -55,6 +55,8 @@ class TrainSettings(ResumableSettings):
     """learning rate"""
     optimizer: Annotated[Literal["adam", "adamw", "sgd"], ResumePolicy.FIXED] = "adam"
     """update rule"""
+    clip_norm: Annotated[float | None, ResumePolicy.DEFAULT, shown_as("FLOAT", "default: no clipping")] = None
+    """largest norm of the gradients of all weights together; longer ones are scaled down to it"""
     betas: Annotated[tuple[float, float], ResumePolicy.DEFAULT, shown_as("FLOAT FLOAT", "default: 0.9 0.999")] = BETAS
     """how much of the mean and of the mean square of the gradients adam and adamw keep in each step"""
     weight_decay: Annotated[float | None, ResumePolicy.DEFAULT, shown_as("FLOAT", "default: 0; 0.01 with adamw")] = None
@@ -150,7 +152,9 @@ class TrainSettings(ResumableSettings):
     def check(self) -> None:
         super().check()
         sizes = "dmodel num_heads num_kv_heads hidden_dim n_layers"
-        require_positive(self, *f"steps batch_size micro_batches {sizes} lr eval_every eval_sequences".split())
+        require_positive(
+            self, *f"steps batch_size micro_batches {sizes} lr clip_norm eval_every eval_sequences".split()
+        )
         require(self.n_layers <= MOST_LAYERS, f"--n-layers {self.n_layers}: give at most {MOST_LAYERS:,}")
         for flag, sequences in (("--batch-size", self.batch_size), ("--eval-sequences", self.eval_sequences)):
             tokens, given = sequences * self.seq_len, f"{flag} {sequences} with --seq-len {self.seq_len}"

@@ -1,6 +1,7 @@
 """A run that trains the lab's Llama on stories."""
 
 import contextlib
+import math
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
@@ -10,11 +11,12 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from distlab.parallel.clipping import Held, NormSum, clip, squared_norm, sum_norm
 from distlab.reports.memory import MemoryReport
 from distlab.run.checkpointer import TrainingState
 from distlab.run.logs import RankOutput, say
 from distlab.run.model import Loss, ModelParts
-from distlab.run.not_finite import find_cause
+from distlab.run.not_finite import NotFiniteError, find_cause, find_gradient
 from distlab.run.optimizers import build_optimizer
 from distlab.run.run import Run
 from distlab.run.run_on import RunningOn
@@ -32,7 +34,9 @@ class TrainingRun(Run[TrainSettingsT]):
 
     validator: Validator | None = None  # with `--eval-every`
     _optimizer: Optimizer | None = None
-    _batch: Tensor  # of the current step
+    _parts: ModelParts
+    _step: int  # the current one
+    _batch: Tensor  # its token ids
 
     def model_options(self) -> dict[str, Any]:
         """Keyword arguments of `simplellm.llama`'s models, as the flags or the checkpoint ask for."""
@@ -76,14 +80,14 @@ class TrainingRun(Run[TrainSettingsT]):
             owners: by stage, its rank in the pipeline; by default, each rank has one stage.
         """
         args = self.settings
-        parts = ModelParts.of(model, self.grid, owners, loss)
+        parts = self._parts = ModelParts.of(model, self.grid, owners, loss)
         if self.checkpointer is not None:
             sizes = {**parts.options, "n_layers": args.n_layers}
             self.checkpointer.state = TrainingState(parts.parameters(), sizes, optimizer)
         self._optimizer, self.memory = optimizer, MemoryReport(optimizer)
         self.explain_not_finite = partial(self._find_not_finite, parts)
         if getattr(args, "run_on", False):
-            self.running_on = RunningOn(optimizer, self._loss_arrived)
+            self.running_on = RunningOn(optimizer, self._loss_arrived, args.clip_norm)
         if args.eval_every:
             options = {**self.data_options(), "batch_size": args.eval_sequences, "split": "validation"}
             sequences = next(TinyStories(SPTokenizer(args.tokenizer), **options)).to(self.device)
@@ -109,7 +113,7 @@ class TrainingRun(Run[TrainSettingsT]):
             self.records.values["lr"] = lr = args.learning_rate(step)
             for group in self._optimizer.param_groups if self._optimizer else ():
                 group["lr"] = lr
-            self._batch = batch.to(self.device, non_blocking=True)
+            self._step, self._batch = step, batch.to(self.device, non_blocking=True)
             is_counted = self.memory is not None and step == self.first_step  # every step saves as many activations
             with self.memory.counting() if self.memory and is_counted else contextlib.nullcontext():
                 yield step, self._batch
@@ -138,6 +142,46 @@ class TrainingRun(Run[TrainSettingsT]):
         forward = partial(parts.forward_passes, micro_batches, name, kind="control")
         return f": {find_cause(parts.stages, forward, self.grid, self.device)}"
 
+    def clip(self, optimizer: Optimizer, gradients: Iterable[Held] | None = None) -> None:
+        """With `--clip-norm`, scale the gradients of a step such that their global norm is at most that.
+
+        Call it between `log` and `optimizer.step`, on all ranks. With `--run-on`, ranks do not wait for the norm, and
+        use the gradients as they are; if they should have been scaled, the step is taken again.
+
+        Args:
+            optimizer: of all parameters of this rank.
+            gradients: of its parameters, each with the number of ranks that hold the same; by default, a slice of a
+                layer is on one rank of each replica, and everything else on all ranks that share its stage.
+
+        Raises:
+            NotFiniteError: the norm is infinite or no number, on all ranks.
+        """
+        most, step, late = self.settings.clip_norm, self._step, self.running_on
+        if most is None or (late is not None and late.must_undo):
+            return
+        held = list(self._held(optimizer) if gradients is None else gradients)
+        if gradients is None and self.grid.pp * self.grid.tp == 1:  # all ranks hold all of it
+            under_way = NormSum(squared_norm([(gradient, 1) for gradient, _ in held], self.device), None)
+        else:
+            under_way = sum_norm(held, f"the norm of the gradients of step {step}", self.device)
+        if late is not None and self.records.loss_is_late:
+            late.leave_norm_open(under_way)
+            return
+        norm = self.records.values["grad_norm"] = under_way.wait()
+        if late is not None:
+            late.has_waited(step, norm)
+        if not math.isfinite(norm):
+            cause = find_gradient(self._parts.stages, self.grid, self.device)
+            raise NotFiniteError(f"the norm of the gradients of step {step} is {norm}: {cause}{self._lr_hint}")
+        clip([gradient for gradient, _ in held], norm, most)
+
+    def _held(self, optimizer: Optimizer) -> Iterator[Held]:
+        """The gradients of an optimizer's parameters, each with the number of ranks that hold the same."""
+        for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
+            if parameter.grad is not None:
+                is_slice = hasattr(parameter, "shard_spec")  # see TPGroup.own_parameter
+                yield parameter.grad, self.grid.dp * (1 if is_slice else self.grid.tp)
+
     def log(self, step: int, losses: Iterable[Tensor]) -> None:
         """Print the loss of the global batch, with `--run-on` a step later; the arguments are those of `global_loss`.
 
@@ -154,10 +198,10 @@ class TrainingRun(Run[TrainSettingsT]):
                 return
         self._print_loss(step, self.global_loss(step, losses))
 
-    def _loss_arrived(self, step: int, loss: float) -> None:
-        """Print and record the loss of a step that did not wait for it."""
+    def _loss_arrived(self, step: int, loss: float, norm: float | None) -> None:
+        """Print and record the loss of a step that did not wait for it, and the norm of its gradients."""
         self._print_loss(step, loss)
-        self.records.loss_arrived(loss)
+        self.records.arrived({"loss": loss} if norm is None else {"loss": loss, "grad_norm": norm})
 
     def _print_loss(self, step: int, loss: float) -> None:
         line = f"{step} {loss:.8f}{self.records.speed()}"

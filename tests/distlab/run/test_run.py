@@ -116,10 +116,14 @@ def test_a_field_keeps_its_policy_in_a_class_that_gives_it_another_default() -> 
         ("parameter of both stages", "the parameter model.layers.0.mlp.up_proj.weight, since the update before"),
         ("output of stage 0, parameter of stage 1", "the parameter model.layers.1.mlp.up_proj.weight, since the"),
         ("output of both stages", "the output of model.layers.0.mlp"),
+        ("gradient of both stages", "the gradient of model.layers.1.mlp.up_proj.weight"),
     ],
 )
 def test_what_is_not_finite_is_named_in_the_order_of_the_model(where: str, name: str, tmp_path: Path) -> None:
-    """With two replicas of two stages: a parameter before outputs, then the earlier stage, then the smaller rank."""
+    """With two replicas of two stages: a parameter before outputs, then the earlier stage, then the smaller rank.
+
+    Of gradients, that of the later stage, from which the backward pass comes.
+    """
     script = tmp_path / "broken.py"
     text = (LAB / "hybrid/intro_hybrid.py").read_text()
     broken = {
@@ -128,13 +132,14 @@ def test_what_is_not_finite_is_named_in_the_order_of_the_model(where: str, name:
             "layer.mlp.up_proj.weight.data.fill_(torch.nan) if stage else "
             "layer.mlp.register_forward_hook(lambda m, i, o: o * torch.inf)"
         ),
+        "gradient of both stages": "layer.mlp.up_proj.weight.register_hook(lambda gradient: gradient * torch.nan)",
         "output of both stages": "layer.mlp.register_forward_hook(lambda m, i, o: o * torch.inf)",
     }[where]
     assert BUILDS_OPTIMIZER in text
     lines = "    import torch\n\n    ((stage, net),) = nets.items()\n"
     lines += f"    for layer in net.model.layers.values():\n        {broken}\n"
     script.write_text(text.replace(BUILDS_OPTIMIZER, f"{lines}{BUILDS_OPTIMIZER}"))
-    flags = "--dp 2 --pp 2 --layers-per-stage 1,1 --batch-size 3 --steps 2".split()
+    flags = "--dp 2 --pp 2 --layers-per-stage 1,1 --batch-size 3 --steps 2 --clip-norm 1".split()
     with terminals(script, 4, tmp_path, *SHAPE, *flags) as ranks:
         ended = [rank.finish(60) for rank in ranks]
     stage = 1 if "layers.1" in name else 0

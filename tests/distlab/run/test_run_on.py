@@ -151,7 +151,7 @@ class Arrives:
 )
 def test_a_run_that_ends_early_keeps_the_loss_that_has_arrived(transfer: Any, told: list[tuple[int, float]]) -> None:
     found: list[tuple[int, float]] = []
-    late = RunningOn(torch.optim.SGD(nn.Linear(1, 1).parameters()), lambda step, loss: found.append((step, loss)))
+    late = RunningOn(torch.optim.SGD(nn.Linear(1, 1).parameters()), lambda step, loss, _: found.append((step, loss)))
     late.keep_arrived()
     late.leave_open(LossSum(3, torch.tensor(1.0), torch.tensor(4.0), transfer, counted=2))
     late.keep_arrived()

@@ -1,0 +1,106 @@
+"""`--clip-norm` in every layout: the norm, the losses and the weights are those of one process."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from chapters import LAYOUTS, State, assert_equal, load, losses, train_on
+
+from distlab.run.settings import parse
+from simplellm.errors import InputError
+
+ALWAYS, SOMETIMES = "0.3", "0.82"  # the norms of the four steps are about 0.81, 0.81, 0.83 and 1.02
+OTHERS = {
+    "zb-v": (2, "PP/microbatches/intro_PP_microbatches.py", "--world-size 2 --schedule zb-v --batch-size 6"),
+    "2x2x2": (8, "hybrid/intro_hybrid.py", "--dp 2 --pp 2 --tp 2 --batch-size 3"),
+    "tp-naive": (2, "TP/intro_TP.py", "--world-size 2 --tp-style naive --batch-size 6"),
+    "tp-sequence": (2, "TP/intro_TP.py", "--world-size 2 --sequence-parallel --batch-size 6"),
+    "micro-batches": (2, "DP/mydp/intro_DP_MyDP.py", "--world-size 2 --batch-size 3 --micro-batches 3"),
+}
+RUNS = LAYOUTS | OTHERS
+Run = tuple[list[State], list[State], list[float], list[float]]
+
+
+def clipped(layout: str, out: Path, clip_norm: str, *flags: str) -> Run:
+    """Each rank's parameters and gradients of the last step, the losses and the norms."""
+    ranks, script, own = RUNS[layout]
+    parameters, gradients, own_losses = train_on(ranks, script, out, *own.split(), "--clip-norm", clip_norm, *flags)
+    return parameters, gradients, own_losses, norms(out)
+
+
+def norms(out: Path) -> list[float]:
+    return [json.loads(line)["grad_norm"] for line in (out / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Run]:
+    """The runs of one process, by `--clip-norm`."""
+    folder = tmp_path_factory.mktemp("alone")
+    return {most: clipped("primer", folder / most, most) for most in (ALWAYS, SOMETIMES, "100")}
+
+
+def test_one_process_is_clipped_as_the_limit_says(alone: dict[str, Run]) -> None:
+    norms_of = {most: run[3] for most, run in alone.items()}
+    assert all(norm > float(ALWAYS) for norm in norms_of[ALWAYS])
+    assert len({norm > float(SOMETIMES) for norm in norms_of[SOMETIMES]}) == 2, "now and then"
+    for most, (_, [gradients], own_losses, own_norms) in alone.items():
+        left = torch.cat([gradient.double().flatten() for gradient in gradients.values()]).norm().item()
+        assert left == pytest.approx(min(own_norms[-1], float(most)), rel=1e-5)
+        assert (own_losses == alone["100"][2]) == (most == "100")
+    first = norms_of[SOMETIMES].index(max(norms_of[SOMETIMES][:3]))
+    assert alone[SOMETIMES][2][: first + 1] == alone["100"][2][: first + 1], "the same run until it bites"
+
+
+@pytest.mark.parametrize("layout", ["dp-ga", "ddp", "pp-dapple", "tp", *OTHERS])
+def test_every_layout_clips_by_the_norm_of_one_process(layout: str, alone: dict[str, Run], tmp_path: Path) -> None:
+    most = SOMETIMES if layout in ("dp-ga", "zb-v", "tp") else ALWAYS
+    [expected_parameters], [expected_gradients], expected_losses, expected_norms = alone[most]
+    parameters, gradients, own_losses, own_norms = clipped(layout, tmp_path, most)
+    assert own_norms == pytest.approx(expected_norms, rel=1e-5)
+    assert own_losses == pytest.approx(expected_losses, rel=1e-6)
+    for own, expected in [(parameters, expected_parameters), (gradients, expected_gradients)]:
+        for state in own:
+            whole = {name: tensor for name, tensor in state.items() if tensor.shape == expected[name].shape}
+            assert whole
+            assert_equal(whole, {name: expected[name] for name in whole})
+
+
+def test_in_bfloat16(tmp_path: Path) -> None:
+    *_, expected_losses, expected_norms = clipped("primer", tmp_path / "one", ALWAYS, "--dtype", "bfloat16")
+    *_, own_losses, own_norms = clipped("2x2x2", tmp_path / "eight", ALWAYS, "--dtype", "bfloat16")
+    assert own_norms == pytest.approx(expected_norms, rel=1e-2)
+    assert own_losses == pytest.approx(expected_losses, rel=1e-3)
+
+
+def test_without_the_flag_nothing_is_sent_or_recorded(tmp_path: Path) -> None:
+    ranks, script, own = RUNS["pp-dapple"]
+    for most, kinds in (([], False), (["--clip-norm", "1"], True)):
+        out = tmp_path / str(kinds)
+        train_on(ranks, script, out, *own.split(), *most)
+        [first, *_] = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+        assert ("gradient norm" in first["sent_bytes"]) == ("grad_norm" in first) == kinds
+        assert len(losses(out)) == 4
+
+
+@pytest.mark.parametrize(("layout", "most", "bites"), [("zb-v", 0.75, 7), ("zb-v", 1, 2), ("2x2x2", 1, 2)])
+def test_a_clipped_step_that_ran_on_is_undone_and_taken_again(
+    layout: str, most: float, bites: int, tmp_path: Path
+) -> None:
+    """The same run bit for bit, whether every step has to be clipped or two of seven."""
+    flags = ["--steps", "7", "--micro-batches", "3", "--optimizer", "adam", "--lr", "1e-2"]
+    *expected, expected_losses, expected_norms = clipped(layout, tmp_path / "usual", str(most), *flags)
+    *own, own_losses, own_norms = clipped(layout, tmp_path / "late", str(most), *flags, "--run-on")
+    assert sum(norm > most for norm in expected_norms) == bites
+    assert own_norms == expected_norms
+    assert own_losses == expected_losses
+    for parts in zip(own, expected, strict=True):
+        for mine, others in zip(*parts, strict=True):
+            assert all(torch.equal(mine[name], others[name]) for name in others)
+    assert "# steps that were taken again took" in (tmp_path / "late" / "rank0.log").read_text()
+
+
+def test_averaged_weights_have_no_one_norm() -> None:
+    defaults = load("DP/weight_aggr/intro_DP_WA.py").DEFAULTS
+    with pytest.raises(InputError, match="--clip-norm 1: each rank has gradients of its own"):
+        parse(defaults, "", ["0", "--clip-norm", "1"])
