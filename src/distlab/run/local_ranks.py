@@ -16,7 +16,7 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from distlab.comm.grid import Grid
 from distlab.comm.layout import Layout
-from distlab.comm.torch_patches import Agent
+from distlab.rendezvous.agent import Agent
 from distlab.rendezvous.launcher_flags import Nodes
 from distlab.rendezvous.nodes import LOST_NODE_0, ElsewhereError, NodeRendezvous
 from distlab.rendezvous.store import StoreError

@@ -17,7 +17,8 @@ from torch.distributed.elastic.rendezvous import RendezvousInfo, RendezvousStore
 from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
-from distlab.comm.torch_patches import Agent, cpp_log_level, without_compiler
+from distlab.comm.torch_patches import cpp_log_level, without_compiler
+from distlab.rendezvous.agent import Agent
 from distlab.rendezvous.store import open_bound_store
 
 # A store's process goes while a connection is in use: torch's C++ code writes a trace about it.

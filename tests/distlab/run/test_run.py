@@ -1,13 +1,14 @@
 """A run owns its parts: what a script has not handed over is missed at the start, and what it has is used."""
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from chapters import MODEL, losses, train_on
-from processes import LAB
+from processes import LAB, run
 from small_models import saved_model
 from terminals import fork_python, terminals
 
@@ -175,3 +176,12 @@ def test_a_step_without_a_loss_has_none_on_record(tmp_path: Path) -> None:
                 log.loss = loss
         log.record(0)
     assert [json.loads(line)["loss"] for line in (tmp_path / "metrics.jsonl").read_text().splitlines()] == [2.5, None]
+
+
+def test_a_run_imports_what_only_some_runs_use_when_they_use_it() -> None:
+    """All ranks import at the same time, often on few cores."""
+    late = "torch._dynamo torch.distributed.checkpoint torch.distributed.elastic.agent torch.utils.tensorboard".split()
+    late += "datasets matplotlib pyarrow distlab.collectives.costs distlab.reports.timeline".split()
+    program = f"import sys; import distlab.run.main; print(*sys.modules.keys() & {set(late)})"
+    ended = run(sys.executable, "-c", program)
+    assert (ended.status, ended.out.split()) == (0, []), ended.err
