@@ -21,6 +21,7 @@ from distlab.pipeline.actions import describe_stages, stages_of
 from distlab.pipeline.executor import Pipeline
 from distlab.pipeline.schedules import all_stages, with_recomputation
 from distlab.pipeline.stages import build_stages
+from distlab.run.auto_schedule import find_schedule
 from distlab.run.main import main
 from distlab.run.train_settings import HybridSettings
 from distlab.run.training import TrainingRun
@@ -50,6 +51,8 @@ def train(run: TrainingRun[HybridSettings]) -> None:
             shard(net, group=tp_group)
         loss = partial(vocabulary_parallel_loss, vocab_size=tokenizer.vocab_size, group=tp_group)
     optimizer = run.optimizer(nets)
+    if args.schedule == "auto":  # the order depends on what the passes take here
+        programs = find_schedule(run, nets, loss)
     pipeline = Pipeline(nets, programs, run.grid, loss, args.dmodel, cores=run.shared_cores, run_on=args.run_on)
     run.track(nets, optimizer, loss, owners=pipeline.owners)
 

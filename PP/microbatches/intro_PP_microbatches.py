@@ -15,6 +15,7 @@ from distlab.pipeline.actions import stages_of
 from distlab.pipeline.executor import Pipeline
 from distlab.pipeline.schedules import all_stages, with_recomputation
 from distlab.pipeline.stages import build_stages
+from distlab.run.auto_schedule import find_schedule
 from distlab.run.main import main
 from distlab.run.train_settings import ScheduledPipelineSettings
 from distlab.run.training import TrainingRun
@@ -38,6 +39,8 @@ def train(run: TrainingRun[ScheduledPipelineSettings]) -> None:
     optimizer = run.optimizer(nets)
 
     loss = partial(causalLLMLoss, vocab_size=tokenizer.vocab_size)
+    if args.schedule == "auto":  # the order depends on what the passes take here
+        programs = find_schedule(run, nets, loss)
     pipeline = Pipeline(nets, programs, run.grid, loss, args.dmodel, cores=run.shared_cores, run_on=args.run_on)
     run.track(nets, optimizer, owners=pipeline.owners)
 

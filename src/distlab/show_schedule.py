@@ -3,6 +3,7 @@
 python -m distlab.show_schedule dapple --stages 3 --micro-batches 8
 python -m distlab.show_schedule gpipe --stages 4 --micro-batches 8 --png gpipe.png
 python -m distlab.show_schedule zb-h2 --stages 4 --micro-batches 8 --steps 10 --run-on
+python -m distlab.show_schedule auto --chunks-per-stage 1 --cost-per-stage 1,1,2 --keep-at-most 4
 """
 
 from collections.abc import Iterator
@@ -13,8 +14,17 @@ from typing import Annotated
 import tyro
 
 from distlab.pipeline.actions import ActionCosts, Programs
+from distlab.pipeline.auto import read_limit
 from distlab.pipeline.plan import Plan, ideal_bubble, in_a_row, simulate
-from distlab.pipeline.schedules import ALIASES, all_stages, schedule_names, with_recomputation
+from distlab.pipeline.schedules import (
+    ALIASES,
+    DEFAULT_CHUNKS,
+    all_stages,
+    schedule_names,
+    stages_per_worker,
+    with_recomputation,
+)
+from distlab.run.settings import shown_as
 from simplellm import command_line
 from simplellm.errors import require
 
@@ -33,6 +43,14 @@ class Request:
     """ticks of a forward pass"""
     backward: int = 2
     """ticks of a backward pass"""
+    weight_share: float = 0.5
+    """fraction of a backward pass in two parts that is for the weights (W)"""
+    cost_per_stage: Annotated[str | None, shown_as("N,N,...", "default: all stages cost the same")] = None
+    """factors for the ticks of each stage's passes, e.g. 1,1,1,2"""
+    chunks_per_stage: int = DEFAULT_CHUNKS
+    """of interleaved and auto: stages of each worker; auto: 1 or 2"""
+    keep_at_most: Annotated[str | None, shown_as("N", "default: as many as workers")] = None
+    """of auto: micro-batches whose activations a worker keeps at most"""
     transfer: int = 0
     """ticks that a message travels"""
     steps: int = 1
@@ -49,22 +67,22 @@ def show(request: Request) -> Iterator[str]:
     """The lines of the table and of the costs; draws the figure, too. Raises `InputError` for a wrong request."""
     schedules = schedule_names()
     require(request.schedule in schedules, f"{request.schedule}: no such schedule; there are {', '.join(schedules)}")
-    least_values = {"stages": 1, "micro_batches": 1, "forward": 1, "backward": 1, "transfer": 0, "steps": 1}
-    for name, least in least_values.items():
+    ones = dict.fromkeys(("stages", "micro_batches", "forward", "backward", "chunks_per_stage", "steps"), 1)
+    for name, least in {**ones, "transfer": 0}.items():
         value = getattr(request, name)
         require(value >= least, f"--{name.replace('_', '-')} {value}: must be at least {least}")
+    require(0 < request.weight_share < 1, f"--weight-share {request.weight_share}: must be between 0 and 1")
     p, m, steps = request.stages, request.micro_batches, request.steps
     require(steps == 1 or request.run_on, f"--steps {steps}: without --run-on, they are {steps} times the same")
     title = f"{request.schedule}, {p} stages, {m} micro-batches" + f", {steps} steps that run on" * (steps > 1)
-    costs = ActionCosts(request.forward, request.backward, request.transfer)
-    programs: Programs = all_stages(request.schedule, p, m)
+    programs, costs = _programs_and_costs(request)
     if request.recompute:
         title, programs = f"{title}, recomputed", with_recomputation(programs)
     plan = simulate(in_a_row(programs, steps), costs)
     yield f"# {title}; ticks: forward {request.forward}, backward {request.backward}, message {request.transfer}"
     yield from table(plan)
-    for name, bubble, live in zip(plan.rows, plan.bubble, plan.peak_live, strict=True):
-        yield f"# {name}: idle {bubble:.1%}, keeps the activations of {live} micro-batch{'es' * (live > 1)} at most"
+    for name, bubble, kept in zip(plan.rows, plan.bubble, plan.peak_bytes, strict=True):
+        yield f"# {name}: idle {bubble:.1%}, keeps the activations of {kept:g} micro-batch{'es' * (kept > 1)} at most"
     yield f"# {plan.makespan:.0f} ticks; {sum(map(len, plan.messages.values()))} messages"
     if steps > 1:
         yield f"# idle on average, {steps} steps: {sum(plan.bubble) / p:.1%}"
@@ -76,6 +94,34 @@ def show(request: Request) -> Iterator[str]:
 
         draw(request.png, [planned_panel(title, plan)])
         yield f"# drawn to {request.png}"
+
+
+def _programs_and_costs(request: Request) -> tuple[Programs, ActionCosts]:
+    """The schedule and its costs; activations are counted in micro-batches of all the stages of a worker."""
+    name, workers = request.schedule, request.stages
+    held = stages_per_worker(name, request.chunks_per_stage)
+    factors = _read_factors(request.cost_per_stage, workers * held)
+    costs = ActionCosts(
+        [request.forward * factor for factor in factors],
+        [request.backward * factor for factor in factors],
+        request.transfer,
+        activation_bytes=1 / held,
+        weight_share=request.weight_share,
+    )
+    limit = None if request.keep_at_most is None else read_limit(request.keep_at_most)
+    in_bytes = limit is not None and limit.is_bytes
+    require(not in_bytes, f"--keep-at-most {request.keep_at_most}: give micro-batches; only a run knows their bytes")
+    return all_stages(name, workers, request.micro_batches, request.chunks_per_stage, costs, limit), costs
+
+
+def _read_factors(text: str | None, stages: int) -> list[int]:
+    """The factors of `--cost-per-stage`."""
+    if text is None:
+        return [1] * stages
+    factors = [int(part) if part.isdecimal() else 0 for part in text.split(",")]
+    is_right = len(factors) == stages and min(factors) >= 1
+    require(is_right, f"--cost-per-stage {text}: give a whole number, 1 or more, for each of {stages} stages")
+    return factors
 
 
 def table(plan: Plan) -> Iterator[str]:

@@ -25,6 +25,7 @@ MAY_BE_HUGE = {"lr", "weight_decay", "clip_norm"}  # it ends with a loss that is
 BAD_TEXT = {
     "data": ["nothing-there.txt", "ghost.parquet", "/", ".", "a.docx", "", OVERLONG + ".txt", "/dev/null", "здесь.txt"],
     "schedule": ["", "GPIPE", "1f1b1b", "нет"],
+    "keep_at_most": ["", "x", "0", "0.5", "-1", "6 MB", "6TB", "0MB", "1e3", "inf", "6"],
     "layers_per_stage": ["", "a,b", "99,1,1", "1,2", "-1,4,3", "6", "2,2,2,", "0,0,0"],
     "shapes": ["", "2x2", "0x4x4", "axbxc", "4x4x4x4", "4x4x-4", "4*4*4"],
     "master_addr": ["no.such.host.invalid", "256.1.1.1", "a b", "ж" * 80, "198.51.100.7"],
@@ -124,6 +125,9 @@ COMBINATIONS = [  # of flags that are right one by one
     ("pp-dapple", "--layers-per-stage 2,2,3", "--layers-per-stage"),
     ("pp-dapple", "--layers-per-stage 3,3", "--layers-per-stage"),
     ("hybrid", "--layers-per-stage 3,0,3", "--layers-per-stage"),
+    ("pp-zb", "--keep-at-most 3", "--keep-at-most"),
+    ("hybrid", "--schedule auto --keep-at-most 0.9", "--keep-at-most"),
+    ("hybrid", "--schedule auto --chunks-per-stage 3", "--chunks-per-stage"),
     ("hybrid", "--dp 0", "--dp"),
     ("hybrid", "--dp 2 --pp -3", "--pp"),
     ("ddp", "--backend nccl --device cpu", "--backend"),

@@ -53,6 +53,17 @@ def test_steps_that_run_on() -> None:
     assert lines[-1] == "# idle on average, 2 steps: 5.3%"
 
 
+def test_uneven_stages_parts_of_the_backward_pass_and_the_limit_of_auto() -> None:
+    """One micro-batch at a time; the second stage takes twice as long."""
+    request = Request("auto", 2, 2, 1, 4, weight_share=0.25, cost_per_stage="1,2", chunks_per_stage=1, keep_at_most="1")
+    assert list(show(request))[1:5] == [
+        "tick       0  1  2  3  4  5  6  7  8  9 10 11 12 13 14 15 16 17 18 19 20 21 22 23 24 25",
+        "stage 0   F0  .  .  .  .  .  .  .  . I0  -  - W0 F1  .  .  .  .  .  .  .  . I1  -  - W1",
+        "stage 1    . F0  - I0  -  -  -  -  - W0  -  .  .  . F1  - I1  -  -  -  -  - W1  -  .  .",
+        "# stage 0: idle 61.5%, keeps the activations of 1 micro-batch at most",
+    ]
+
+
 @pytest.mark.parametrize(
     ("name", "transfer", "shown"), [("gpipe", 0, True), ("dapple", 0, True), ("gpipe", 1, False), ("naive", 0, False)]
 )
@@ -83,13 +94,29 @@ def test_columns_are_aligned(name_of_schedule: str, stages: int, micro_batches: 
     [
         (
             Request("pipe"),
-            "pipe: no such schedule; there are naive, gpipe, dapple, interleaved, zb-h1, zb-h2, zb-v, dualpipe-v, 1f1b",
+            "pipe: no such schedule; there are naive, gpipe, dapple, interleaved, zb-h1, zb-h2, zb-v, dualpipe-v, "
+            "auto, 1f1b",
         ),
         (Request("gpipe", stages=0), "--stages 0: must be at least 1"),
         (Request("gpipe", micro_batches=-1), "--micro-batches -1: must be at least 1"),
         (Request("gpipe", forward=0), "--forward 0: must be at least 1"),
         (Request("gpipe", backward=0), "--backward 0: must be at least 1"),
         (Request("gpipe", transfer=-1), "--transfer -1: must be at least 0"),
+        (Request("zb-h1", weight_share=1.0), "--weight-share 1.0: must be between 0 and 1"),
+        (
+            Request("gpipe", cost_per_stage="1,2"),
+            "--cost-per-stage 1,2: give a whole number, 1 or more, for each of 3 stages",
+        ),
+        (
+            Request("zb-v", cost_per_stage="1,1,1,1,1,0"),
+            "--cost-per-stage 1,1,1,1,1,0: give a whole number, 1 or more, for each of 6 stages",
+        ),
+        (Request("zb-h1", keep_at_most="2"), "--keep-at-most 2 with --schedule zb-h1: it needs --schedule auto"),
+        (
+            Request("auto", keep_at_most="2MB"),
+            "--keep-at-most 2MB: give micro-batches; only a run knows their bytes",
+        ),
+        (Request("auto", chunks_per_stage=3), "--chunks-per-stage 3 with --schedule auto: give 1 or 2"),
         (Request("gpipe", steps=0), "--steps 0: must be at least 1"),
         (Request("gpipe", steps=3), "--steps 3: without --run-on, they are 3 times the same"),
     ],

@@ -2,18 +2,20 @@
 
 A schedule is a function of (worker, workers, micro-batches) that returns the worker's list of actions. The same lists
 are printed and drawn (`distlab.show_schedule`), checked and simulated (`plan`), and executed (`executor`). To add a
-schedule, write its function and decorate it with `@schedule`. `with_recomputation` turns any schedule into one that
-keeps less.
+schedule, write its function and decorate it with `@schedule`. Only the lists of `auto` are not written here: a search
+finds them (`auto.py`). `with_recomputation` turns any schedule into one that keeps less.
 """
 
 import itertools
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from distlab.pipeline.actions import (
     KINDS,
     Action,
+    ActionCosts,
     Backward,
     BackwardInput,
     BackwardWeight,
@@ -23,17 +25,18 @@ from distlab.pipeline.actions import (
     Programs,
     Recompute,
 )
+from distlab.pipeline.auto import Limit, find_programs
 from simplellm.errors import require
 
-Order = Callable[[int, int, int], list[Action]]
-DEFAULT_CHUNKS = 2  # of `interleaved`
+DEFAULT_CHUNKS = 2  # of `interleaved` and `auto`
+AUTO = "auto"
 
 
 @dataclass(frozen=True)
 class Schedule:
     """A schedule and its requirements."""
 
-    order: Callable[..., list[Action]]
+    programs: Callable[..., list[list[Action]]]  # (workers, micro-batches, …) -> all workers' lists
     stages_per_worker: int  # 0: the run chooses
     fits: Callable[[int, int], bool]  # (workers, micro-batches) -> whether the schedule supports them
     needs: str  # the numbers of micro-batches that it supports, in terms of {workers}
@@ -52,7 +55,10 @@ def schedule(
     """Register a schedule for `--schedule`, under its function's name with dashes for underscores."""
 
     def register(order: Callable[..., list[Action]]) -> Callable[..., list[Action]]:
-        SCHEDULES[order.__name__.replace("_", "-")] = Schedule(order, stages_per_worker, fits, needs)
+        def programs(workers: int, micro_batches: int, **options: Any) -> list[list[Action]]:
+            return [order(worker, workers, micro_batches, **options) for worker in range(workers)]
+
+        SCHEDULES[order.__name__.replace("_", "-")] = Schedule(programs, stages_per_worker, fits, needs)
         return order
 
     return register
@@ -68,20 +74,42 @@ def stages_per_worker(name: str, chunks: int = DEFAULT_CHUNKS) -> int:
     return SCHEDULES[ALIASES.get(name, name)].stages_per_worker or chunks
 
 
-def all_stages(name: str, workers: int, micro_batches: int, chunks: int = DEFAULT_CHUNKS) -> list[list[Action]]:
+def check_schedule(
+    name: str, workers: int, micro_batches: int, chunks: int = DEFAULT_CHUNKS, limit: Limit | None = None
+) -> Schedule:
+    """The schedule `name`, one of `schedule_names()`, if it can do what is asked for; else raises `InputError`."""
+    found = SCHEDULES[ALIASES.get(name, name)]
+    what = f"--schedule {name} on {workers} workers, with --micro-batches {micro_batches}"
+    require(found.fits(workers, micro_batches), f"{what}: give {found.needs.format(**_sizes(workers))}")
+    has_limit = name == AUTO or limit is None
+    require(has_limit, f"--keep-at-most {limit} with --schedule {name}: it needs --schedule auto")
+    require(name != AUTO or chunks <= 2, f"--chunks-per-stage {chunks} with --schedule {name}: give 1 or 2")
+    return found
+
+
+def all_stages(
+    name: str,
+    workers: int,
+    micro_batches: int,
+    chunks: int = DEFAULT_CHUNKS,
+    costs: ActionCosts | None = None,
+    limit: Limit | None = None,
+) -> list[list[Action]]:
     """All workers' lists of the schedule `name`, one of `schedule_names()`.
 
     Args:
         chunks: stages of each worker, if the schedule lets the run choose.
+        costs: what `auto` is to be fast with; without costs, it does not search for long.
+        limit: of the activations that `auto` keeps.
 
     Raises:
-        InputError: the schedule does not support this number of micro-batches with this number of workers.
+        InputError: the schedule does not support this number of micro-batches with this number of workers, or a limit.
     """
-    found = SCHEDULES[ALIASES.get(name, name)]
-    what = f"--schedule {name} on {workers} workers, with --micro-batches {micro_batches}"
-    require(found.fits(workers, micro_batches), f"{what}: give {found.needs.format(**_sizes(workers))}")
-    options = {} if found.stages_per_worker else {"chunks": chunks}
-    return [found.order(worker, workers, micro_batches, **options) for worker in range(workers)]
+    found = check_schedule(name, workers, micro_batches, chunks, limit)
+    options: dict[str, Any] = {} if found.stages_per_worker else {"chunks": chunks}
+    if name == AUTO:
+        options |= {"costs": costs or ActionCosts(), "limit": limit, "tries": None if costs else 1}
+    return found.programs(workers, micro_batches, **options)
 
 
 def with_recomputation(programs: Programs) -> list[list[Action]]:
@@ -223,6 +251,9 @@ def dualpipe_v(worker: int, workers: int, micro_batches: int) -> list[Action]:
     phases = [("F0", 2 * (p - r - 1)), ("F0 F1", r + 1), ("I1 W F1", p - r - 1), ("F0 B1 F1 B0", m - 2 * p + r + 1)]
     phases += [("B1 F1 B0", p - r - 1), (" ".join(back), 1), ("W I0", p - r - 1), ("W", r + 1)]
     return _write_out(phases, [r, 2 * p - 1 - r])
+
+
+SCHEDULES[AUTO] = Schedule(find_programs, 0, lambda workers, micro_batches: True, "")
 
 
 def _write_out(phases: Iterable[tuple[str, int]], stages: Sequence[int]) -> list[Action]:

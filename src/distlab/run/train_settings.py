@@ -10,7 +10,8 @@ import tyro
 from distlab.checkpoints.format import LLAMA, Checkpoint
 from distlab.comm.layout import Layout, layout_flags, layout_size
 from distlab.parallel.division import check_division
-from distlab.pipeline.schedules import DEFAULT_CHUNKS, all_stages, schedule_names, stages_per_worker
+from distlab.pipeline.auto import Limit, read_limit
+from distlab.pipeline.schedules import DEFAULT_CHUNKS, check_schedule, schedule_names, stages_per_worker
 from distlab.pipeline.split import Split, balance, read_split
 from distlab.run import resume
 from distlab.run.learning_rate import LRSchedule, learning_rate
@@ -270,7 +271,11 @@ class ScheduleSettings(StageSettings):
     schedule: Annotated[str, ResumePolicy.SAME_LAYOUT, tyro.conf.arg(metavar="|".join(schedule_names()))] = "dapple"
     """order of the forward and backward passes"""
     chunks_per_stage: Annotated[int, ResumePolicy.SAME_LAYOUT] = DEFAULT_CHUNKS
-    """with --schedule interleaved: stages that each rank holds"""
+    """with --schedule interleaved or auto: stages that each rank holds; auto: 1 or 2"""
+    keep_at_most: Annotated[
+        str | None, ResumePolicy.SAME_LAYOUT, shown_as("N|SIZE", "default: as many micro-batches as workers")
+    ] = None
+    """with --schedule auto: activations that a rank keeps at most, in micro-batches (6) or bytes (200MB)"""
     micro_batches: int = 3
     """parts that the batch is split into"""
 
@@ -279,7 +284,12 @@ class ScheduleSettings(StageSettings):
         require(self.schedule in names, f"--schedule {self.schedule}: there are {', '.join(names)}")
         require_positive(self, "chunks_per_stage")
         super().check()
-        all_stages(self.schedule, self.layout["pp"], self.micro_batches)  # refuses what it cannot do
+        check_schedule(self.schedule, self.layout["pp"], self.micro_batches, self.chunks_per_stage, self.limit)
+
+    @property
+    def limit(self) -> Limit | None:
+        """What `--keep-at-most` asks for."""
+        return None if self.keep_at_most is None else read_limit(self.keep_at_most)
 
     @property
     def stages(self) -> int:

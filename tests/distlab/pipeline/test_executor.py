@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from distlab.comm.grid import Grid
 from distlab.comm.recorder import recorder
 from distlab.comm.traffic import Transfer, traffic
-from distlab.pipeline.actions import Backward, Forward, Program, Programs, stages_of
+from distlab.pipeline.actions import Action, Backward, Forward, Programs, stages_of
 from distlab.pipeline.executor import Pipeline, _channels
 from distlab.pipeline.plan import simulate
 from distlab.pipeline.schedules import SCHEDULES, Schedule, all_stages, stages_per_worker, with_recomputation
@@ -108,7 +108,8 @@ def test_newer_schedules_give_the_gradients_of_gpipe_bit_for_bit(
     workers: int, dtype: torch.dtype, recompute: bool
 ) -> None:
     """With as many stages in one process, which are the gradients of the whole model; also with recomputation."""
-    newer = [(name, chunks) for name in SCHEDULES for chunks in ((1, 2, 3) if name == "interleaved" else (2,))]
+    chosen = {"interleaved": (1, 2, 3), "auto": (1, 2)}
+    newer = [(name, chunks) for name in SCHEDULES for chunks in chosen.get(name, (2,))]
     newer = [run for run in newer if run[0] not in ONE_STAGE_A_WORKER or recompute]
     sizes = [2 * workers] if recompute else sorted({workers, 2 * workers - 1, 2 * workers, 5, 12})
     runs = [(*run, m) for run in newer for m in sizes if SCHEDULES[run[0]].fits(workers, m)]
@@ -134,9 +135,9 @@ def gradients_of_one_process(
 ) -> list[tuple[float, dict[str, Tensor]]]:
     """The same, for (_, stages, micro-batches): all stages on one worker, all passes forward, then all back."""
 
-    def one_worker(_: int, __: int, micro_batches: int, chunks: int) -> Program:
-        forward = [Forward(stage, k) for k in range(micro_batches) for stage in range(chunks)]
-        return forward + [Backward(stage, k) for k in range(micro_batches) for stage in reversed(range(chunks))]
+    def one_worker(_: int, micro_batches: int, chunks: int) -> list[list[Action]]:
+        forward: list[Action] = [Forward(stage, k) for k in range(micro_batches) for stage in range(chunks)]
+        return [forward + [Backward(stage, k) for k in range(micro_batches) for stage in reversed(range(chunks))]]
 
     SCHEDULES["gpipe in one process"] = Schedule(one_worker, 0, lambda *_: True, "")
     return gradients(rank, 1, port, runs, dtype)

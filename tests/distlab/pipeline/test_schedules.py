@@ -80,7 +80,7 @@ def test_every_schedule_runs_or_says_what_it_needs(name: str) -> None:
             with pytest.raises(InputError, match=needs):
                 all_stages(name, workers, micro_batches)
             continue
-        for chunks in (1, 2, 3) if name == "interleaved" else (2,):
+        for chunks in {"interleaved": (1, 2, 3), "auto": (1, 2)}.get(name, (2,)):
             programs = all_stages(name, workers, micro_batches, chunks)
             plan = simulate(programs)  # complete, every link in order, no deadlock
             held = [len(stages_of(program)) for program in programs]

@@ -1,0 +1,220 @@
+"""The schedule `auto`: lists that are found for given costs, instead of written down.
+
+The search is greedy list scheduling. It plays the pipeline: whenever a worker is free, the worker starts the most
+urgent of the actions whose inputs have arrived and whose activations there is room for. Greedy choices are
+shortsighted, so the search plays many times, with several rules of urgency and with times that are slightly wrong on
+purpose, and keeps the lists that are fastest with the right times. (Qi et al., arXiv 2401.10241, §3, search among
+heuristics in a similar way.)
+"""
+
+import itertools
+import math
+import re
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from random import Random
+
+from distlab.pipeline.actions import KINDS, Action, ActionCosts, of_stage
+from simplellm.errors import InputError, require
+
+Move = tuple[str, int]  # the letter of an action, its stage; on the next micro-batch
+Times = dict[Move, float]  # seconds
+Urgency = Callable[[str, str], int]  # (letter of an action, the worker's last letter but W) -> less is more urgent
+
+TRIES = 60  # times that a small pipeline is played; of the last ones, most find nothing better
+MOST_ACTIONS = 30_000  # of all tries together, about a second; but every rule has its turn
+ERROR = 0.15  # of the times that are wrong on purpose, at most
+ROUNDING = 1e-9
+BYTES = {"kB": 1e3, "MB": 1e6, "GB": 1e9}
+
+RULES: tuple[Urgency, ...] = (
+    lambda letter, last: "IFW".index(letter),  # the gradients for which the stage before waits come first
+    lambda letter, last: 2 if letter == "W" else letter == last,  # forward and back in turn, as in DAPPLE
+    lambda letter, last: "FIW".index(letter),  # run ahead as far as there is room
+)
+
+
+@dataclass(frozen=True)
+class Limit:
+    """How much of activations each worker may keep: bytes, or micro-batches of all its stages."""
+
+    amount: float
+    is_bytes: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.amount / 1e6:g}MB" if self.is_bytes else f"{self.amount:g}"
+
+
+def read_limit(text: str) -> Limit:
+    """The limit that ``--keep-at-most`` gives: "6" micro-batches, "200MB"; raises `InputError` for what is neither."""
+    found = re.fullmatch(rf"(\d+\.?\d*)({'|'.join(BYTES)})?", text)
+    sentence = f"--keep-at-most {text}: give a number of micro-batches, like 6, or bytes, like 200MB"
+    if found is None or not math.isfinite(float(found[1])):
+        raise InputError(sentence)
+    limit = Limit(float(found[1]) * BYTES.get(found[2], 1), is_bytes=found[2] is not None)
+    require(limit.is_bytes or limit.amount >= 1, f"--keep-at-most {text}: a worker keeps 1 micro-batch at least")
+    require(limit.amount > 0, sentence)
+    return limit
+
+
+def placement(workers: int, chunks: int) -> list[list[int]]:
+    """The stages of each worker: one, or two in a V, so that the first worker has the loss."""
+    return [[worker, 2 * workers - 1 - worker][:chunks] for worker in range(workers)]
+
+
+def find_programs(
+    workers: int,
+    micro_batches: int,
+    chunks: int,
+    costs: ActionCosts,
+    limit: Limit | None = None,
+    tries: int | None = None,
+) -> list[list[Action]]:
+    """All workers' lists that take the least time of those that were tried; the same for the same arguments.
+
+    Args:
+        chunks: stages of each worker, 1 or 2.
+        costs: without `activation_bytes`, all stages keep the same.
+        limit: of what each worker keeps; by default, as many micro-batches as there are workers, as under DAPPLE.
+        tries: how many times to play the pipeline; by default, for about a second at most.
+
+    Raises:
+        InputError: a worker cannot keep a single micro-batch.
+    """
+    held, stages = placement(workers, chunks), workers * chunks
+    owners = {stage: worker for worker, own in enumerate(held) for stage in own}
+    sizes = _Sizes.of(costs, stages)
+    limits = [sizes.limit(limit or Limit(workers), own) for own in held]
+    right = {(letter, stage): costs.seconds(KINDS[letter](stage, 0)) for letter in "FIW" for stage in range(stages)}
+    tries = tries or max(4 * len(RULES), min(TRIES, MOST_ACTIONS // (len(right) * micro_batches)))
+    least = max(
+        sum(right["F", stage] + costs.transfer for stage in range(own[0]))
+        + micro_batches * sum(right[letter, stage] for letter in "FIW" for stage in own)
+        for own in held
+    )  # a worker computes all the time once its first input has arrived
+    found: tuple[float, list[Move]] = math.inf, []
+    for times, transfer, rule in itertools.islice(_guesses(right, costs.transfer), tries):
+        moves = _play(held, micro_batches, _Clock(times, transfer, owners), sizes, limits, rule)
+        clock = _Clock(right, costs.transfer, owners)
+        for letter, stage in moves:
+            clock.run(letter, stage)
+        found = min(found, (max(clock.free), moves), key=lambda pair: pair[0])
+        if found[0] <= least * (1 + ROUNDING):
+            break
+    programs: list[list[Action]] = [[] for _ in held]
+    done = Counter[Move]()
+    for letter, stage in found[1]:
+        programs[owners[stage]].append(KINDS[letter](stage, done[letter, stage]))
+        done[letter, stage] += 1
+    return programs
+
+
+def _guesses(right: Times, transfer: float) -> Iterator[tuple[Times, float, Urgency]]:
+    """Times of actions, the time of a message, and a rule to play with: the right times first."""
+    equal = {(letter, s): sum(right[each, s] for each in "FIW") / 3 for letter, s in right}
+    bases = [(times, seconds) for times in (right, equal) for seconds in (transfer, 0.0)]
+    yield from ((times, seconds, rule) for times, seconds in bases for rule in RULES)
+    chance = Random(0)
+    while True:
+        (times, seconds), rule = chance.choice(bases), chance.choice(RULES)
+        yield {key: time * chance.uniform(1 - ERROR, 1 + ERROR) for key, time in times.items()}, seconds, rule
+
+
+@dataclass(frozen=True)
+class _Sizes:
+    """What is kept of a micro-batch on each stage: from F on, from I on."""
+
+    whole: Sequence[float]
+    factors: Sequence[float]
+
+    @classmethod
+    def of(cls, costs: ActionCosts, stages: int) -> "_Sizes":
+        whole = [of_stage(costs.activation_bytes, stage) or 1.0 for stage in range(stages)]
+        factors = [size * of_stage(costs.weight_bytes_share, stage) for stage, size in enumerate(whole)]
+        return cls([max(pair) for pair in zip(whole, factors, strict=True)], factors)
+
+    def limit(self, limit: Limit, stages: Sequence[int]) -> float:
+        """In the units of the sizes, for the worker of these stages."""
+        one = sum(self.whole[stage] for stage in stages)
+        if not limit.is_bytes:
+            return limit.amount * one
+        least = f"stage {' and '.join(map(str, stages))} keeps {one / 1e6:.4g} MB of one micro-batch"
+        require(limit.amount >= one, f"--keep-at-most {limit}: {least}; give more")
+        return limit.amount
+
+
+class _Clock:
+    """When actions run, if each stage runs those of a kind in the order of the micro-batches."""
+
+    def __init__(self, times: Times, transfer: float, owners: Mapping[int, int]) -> None:
+        self.times, self._transfer, self._owners, self._last = times, transfer, owners, len(owners) - 1
+        self._ends: dict[Move, list[float]] = {move: [] for move in times}  # by micro-batch
+        self.free = [0.0] * (1 + max(owners.values()))  # by worker, when it has finished what it has begun
+
+    def done(self, letter: str, stage: int) -> int:
+        """How many micro-batches have had it."""
+        return len(self._ends[letter, stage])
+
+    def start(self, letter: str, stage: int) -> float:
+        """When a stage can start its next action of a kind; infinite if it is not known so far."""
+        k = len(self._ends[letter, stage])
+        start = self.free[self._owners[stage]]
+        if letter == "F" and stage > 0:
+            return max(start, self._arrival("F", stage - 1, stage, k))
+        if letter == "I":
+            start = max(start, self._arrival("F", stage, stage, k))
+            return max(start, self._arrival("I", stage + 1, stage, k)) if stage < self._last else start
+        return max(start, self._arrival("I", stage, stage, k)) if letter == "W" else start
+
+    def _arrival(self, letter: str, source: int, taker: int, micro_batch: int) -> float:
+        ends = self._ends[letter, source]
+        if micro_batch >= len(ends):
+            return math.inf
+        return ends[micro_batch] + (self._transfer if self._owners[source] != self._owners[taker] else 0.0)
+
+    def run(self, letter: str, stage: int) -> None:
+        end = self.start(letter, stage) + self.times[letter, stage]
+        self._ends[letter, stage].append(end)
+        self.free[self._owners[stage]] = end
+
+
+def _play(
+    held: Sequence[Sequence[int]],
+    micro_batches: int,
+    clock: _Clock,
+    sizes: _Sizes,
+    limits: Sequence[float],
+    rule: Urgency,
+) -> list[Move]:
+    """All actions in the order in which they start, if workers start what is most urgent by a rule."""
+    kept, last = [0.0] * len(held), [""] * len(held)
+
+    def choose(worker: int) -> tuple[float, Move]:
+        """What a worker starts next, and when; among the equally urgent, on the stage nearest to the loss."""
+        ready: list[tuple[float, int, int, Move]] = []
+        for letter, stage in moves[worker]:
+            # A micro-batch that has begun here needs room until it has been through all of the worker's stages.
+            room = sizes.whole[stage] + (sizes.whole[held[worker][-1]] if stage != held[worker][-1] else 0.0)
+            is_possible = letter != "F" or kept[worker] + room <= limits[worker] * (1 + ROUNDING)
+            if is_possible and clock.done(letter, stage) < micro_batches:
+                ready.append((clock.start(letter, stage), rule(letter, last[worker]), -stage, (letter, stage)))
+        first = min((start for start, *_ in ready), default=math.inf)
+        return first, min((choice for choice in ready if choice[0] <= first + ROUNDING), default=(0, 0, 0, ("", 0)))[-1]
+
+    moves = [[(letter, stage) for stage in own for letter in "FIW"] for own in held]
+    owners = {stage: worker for worker, own in enumerate(held) for stage in own}
+    choices = [choose(worker) for worker in range(len(held))]
+    played: list[Move] = []
+    for _ in range(len(owners) * 3 * micro_batches):
+        worker = min(range(len(held)), key=lambda worker: choices[worker][0])
+        letter, stage = choices[worker][1]
+        clock.run(letter, stage)
+        played.append((letter, stage))
+        last[worker] = last[worker] if letter == "W" else letter
+        whole, factors = sizes.whole[stage], sizes.factors[stage]
+        kept[worker] += {"F": whole, "I": factors - whole, "W": -factors}[letter]
+        waiting = owners.get(stage + {"F": 1, "I": -1, "W": 0}[letter], worker)
+        for affected in {worker, waiting}:
+            choices[affected] = choose(affected)
+    return played

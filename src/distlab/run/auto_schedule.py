@@ -1,0 +1,149 @@
+"""`--schedule auto` in a run: a rehearsal measures what the passes cost, and the schedule is found for these costs."""
+
+import itertools
+import time
+from collections.abc import Mapping
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from distlab.comm.grid import Grid
+from distlab.comm.traffic import traffic
+from distlab.pipeline.actions import KINDS, Action, ActionCosts
+from distlab.pipeline.activations import Loss, SavedActivations, Stage
+from distlab.pipeline.plan import simulate
+from distlab.pipeline.schedules import all_stages, with_recomputation
+from distlab.run.logs import say
+from distlab.run.train_settings import ScheduleSettings
+from distlab.run.training import TrainingRun
+
+REHEARSALS = 3  # that count; the fastest is what a pass takes if nothing disturbs it
+COLUMNS = "FIW"  # of the table of seconds
+ScheduleSettingsT = TypeVar("ScheduleSettingsT", bound=ScheduleSettings)
+
+
+def find_schedule(run: TrainingRun[ScheduleSettingsT], nets: Mapping[int, nn.Module], loss: Loss) -> list[list[Action]]:
+    """The lists of all workers, the same on all ranks, which all must call it; before hooks collect gradients.
+
+    Args:
+        nets: this rank's stages, by index.
+        loss: (output of the last stage, token ids) -> mean loss.
+
+    Raises:
+        InputError: a stage's activations of one micro-batch are more than `--keep-at-most` allows.
+    """
+    args, workers = run.settings, run.grid.pp
+    shape = args.batch_size // args.micro_batches, args.seq_len
+    costs = measure(nets, args.stages, run.grid, loss, shape, args.dmodel, run.device)
+    programs = all_stages(args.schedule, workers, args.micro_batches, args.chunks_per_stage, costs, args.limit)
+    if args.recompute == "all":
+        programs = with_recomputation(programs)
+    if run.rank == 0:
+        plan = simulate(programs, costs)
+        of_kinds = {kind: sum(costs.seconds(KINDS[kind](stage, 0)) for stage in nets) for kind in COLUMNS}
+        ms = ", ".join(f"{kind} {seconds * 1e3:.1f}" for kind, seconds in of_kinds.items())
+        kept = ", ".join(f"{size / 1e6:.4g}" for size in plan.peak_bytes)
+        say(f"auto: rank 0 takes {ms} ms for a micro-batch, a message {costs.transfer * 1e3:.1f} ms")
+        say(f"auto: by the plan, workers idle {sum(plan.bubble) / workers:.1%} of a step and keep {kept} MB")
+    return programs
+
+
+def measure(
+    nets: Mapping[int, nn.Module],
+    stages: int,
+    grid: Grid,
+    loss: Loss,
+    shape: tuple[int, int],
+    width: int,
+    device: torch.device,
+) -> ActionCosts:
+    """What passes and messages take, and what stages keep; as rank 0 has it, on every rank.
+
+    The workers of a pipeline rehearse in turn, so that those that share a processor do not disturb each other. Each
+    stage runs the very actions of the schedule on a made-up micro-batch; its gradients are dropped.
+
+    Args:
+        nets: this rank's stages, by index.
+        stages: of the whole pipeline.
+        shape: of a micro-batch: (rows, seq).
+        width: of the activations between stages.
+    """
+    table = torch.zeros(stages + 1, len(COLUMNS) + 2, dtype=torch.float64)  # a row for each stage; the last: messages
+    with traffic.ledger.counted_as("control"):
+        for worker in range(grid.pp):
+            _meet(f"the rehearsal of worker {worker}", device)
+            if worker == grid.stage:
+                for stage, net in nets.items():
+                    table[stage] = _rehearse(net, stage, loss if stage == stages - 1 else None, shape, width, device)
+        for worker in range(grid.pp - 1):
+            _meet(f"the rehearsal of messages between the workers {worker} and {worker + 1}", device)
+            if grid.stage in (worker, worker + 1):
+                seconds = _exchange(grid, worker, torch.zeros(*shape, width, device=device))
+                table[-1, 0] += seconds / 2 / (grid.pp - 1)  # both ends have measured it
+        table = table.to(device)
+        traffic.all_reduce(table, "the times of the rehearsal", kind="control", op=dist.ReduceOp.SUM).wait()
+        traffic.broadcast(table, "the times of the rehearsal", kind="control").wait()
+    *rows, (transfer, *_) = (table / (grid.dp * grid.tp)).tolist()
+    forward, backward, weight, whole, factors = zip(*rows, strict=True)
+    both = [part + other for part, other in zip(backward, weight, strict=True)]
+    return ActionCosts(
+        forward,
+        both,
+        transfer,
+        activation_bytes=whole,
+        weight_share=[part / of for part, of in zip(weight, both, strict=True)],
+        weight_bytes_share=[part / of for part, of in zip(factors, whole, strict=True)],
+    )
+
+
+def _meet(what: str, device: torch.device) -> None:
+    traffic.all_reduce(torch.zeros(1, device=device), what, kind="control").wait()
+
+
+def _rehearse(
+    net: nn.Module, index: int, loss: Loss | None, shape: tuple[int, int], width: int, device: torch.device
+) -> Tensor:
+    """Seconds of a stage's F, I and W, and the bytes that it keeps after F and after I."""
+    kept = SavedActivations(net.parameters())
+    stage = Stage(net, loss, kept)
+    stage.micro_batches, stage.shares = [torch.zeros(shape, dtype=torch.int64, device=device)], [1.0]
+    forward, backward, weight = (KINDS[kind](index, 0) for kind in COLUMNS)
+    seconds: list[list[float]] = []
+    sizes: list[int] = []
+    with torch.random.fork_rng({p.device for p in net.parameters() if p.is_cuda}):
+        for _ in range(1 + REHEARSALS):  # the first loads and allocates
+            weight.prepare(stage)
+            activations = [torch.zeros(*shape, width, device=device)] if index else []
+            gradients = [torch.zeros(*shape, width, device=device)] if loss is None else []
+            marks, sizes = [_now(device)], []
+            for action, received in ((forward, activations), (backward, gradients), (weight, [])):
+                action.run(stage, *received)
+                marks.append(_now(device))
+                sizes.append(kept.now_bytes)
+            seconds.append([end - start for start, end in itertools.pairwise(marks)])
+    net.zero_grad(set_to_none=True)
+    return torch.tensor([*map(min, zip(*seconds[1:], strict=True)), *sizes[:2]], dtype=torch.float64)
+
+
+def _exchange(grid: Grid, first: int, tensor: Tensor) -> float:
+    """Seconds that a message takes from a worker to the next or back."""
+    is_first = grid.stage == first
+    other, what = grid.rank_of(first + is_first), "a message of the rehearsal"
+    seconds = []
+    for _ in range(1 + REHEARSALS):
+        start = _now(tensor.device)
+        if is_first:
+            traffic.send(tensor, what, to=other, kind="control").wait()
+        traffic.receive(tensor, what, source=other).wait()
+        if not is_first:
+            traffic.send(tensor, what, to=other, kind="control").wait()
+        seconds.append(_now(tensor.device) - start)
+    return min(seconds[1:]) / 2
+
+
+def _now(device: torch.device) -> float:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()

@@ -1,0 +1,128 @@
+"""The schedule `auto`: not slower than what is written by hand, faster where costs are uneven, within its limit."""
+
+import re
+from random import Random
+
+import pytest
+
+from distlab.pipeline.actions import ActionCosts, stages_of
+from distlab.pipeline.auto import Limit, find_programs, placement, read_limit
+from distlab.pipeline.plan import Plan, simulate
+from distlab.pipeline.schedules import SCHEDULES, all_stages, stages_per_worker
+from simplellm.errors import InputError
+
+WRITTEN = [name for name in SCHEDULES if name not in ("naive", "auto")]
+COSTS = {  # of all stages of a worker together: F, B whole, W's share of B, a message; W's share of the activations
+    "F = B = W": (1, 2, 0.5, 0, 0.5),
+    "B = 1.2, W = 0.8": (1, 2, 0.4, 0, 0.5),
+    "cheap W, messages": (1, 2, 0.3, 0.1, 0.6),
+    "W keeps all": (1, 2.4, 0.5, 0.05, 1.0),
+}
+
+
+def costs_of(name: str, chunks: int) -> ActionCosts:
+    """Those of each stage, where a worker has so many."""
+    forward, backward, weight_share, transfer, bytes_share = COSTS[name]
+    return ActionCosts(
+        forward / chunks,
+        backward / chunks,
+        transfer,
+        activation_bytes=1 / chunks,
+        weight_share=weight_share,
+        weight_bytes_share=bytes_share,
+    )
+
+
+def by_hand(costs: str, workers: int, micro_batches: int, most_chunks: int) -> list[Plan]:
+    """The plans of all schedules that fit, with at most so many stages a worker."""
+    names = [name for name in WRITTEN if SCHEDULES[name].fits(workers, micro_batches)]
+    programs = [(all_stages(name, workers, micro_batches), stages_per_worker(name)) for name in names]
+    return [simulate(lists, costs_of(costs, chunks)) for lists, chunks in programs if chunks <= most_chunks]
+
+
+@pytest.mark.parametrize("costs", COSTS)
+@pytest.mark.parametrize("chunks", [1, 2])
+def test_at_most_2_percent_slower_than_the_best_that_keeps_as_much(costs: str, chunks: int) -> None:
+    """The limit is what the worker keeps that keeps most."""
+    sizes = {1: [(2, 3), (2, 8), (3, 5), (4, 4), (4, 7), (4, 12), (6, 9), (8, 16)], 2: [(2, 4), (3, 6), (4, 8)]}
+    compared = 0
+    for workers, micro_batches in sizes[chunks]:
+        plans = by_hand(costs, workers, micro_batches, chunks)
+        for limit in {max(plan.peak_bytes) for plan in plans}:
+            best = min(plan.makespan for plan in plans if max(plan.peak_bytes) <= limit)
+            own = costs_of(costs, chunks)
+            found = simulate(find_programs(workers, micro_batches, chunks, own, Limit(limit)), own)
+            assert max(found.peak_bytes) <= limit * (1 + 1e-9)
+            assert found.makespan <= 1.02 * best, f"{workers} workers, {micro_batches} micro-batches, limit {limit}"
+            compared += 1
+    assert compared >= 2 * len(sizes[chunks])
+
+
+@pytest.mark.parametrize(
+    ("workers", "micro_batches", "transfer", "kept"), [(4, 8, 0.0, 4.0), (4, 8, 0.1, 7.0), (8, 16, 0.1, 8.5)]
+)
+def test_faster_than_all_where_the_last_stage_is_heavy(
+    workers: int, micro_batches: int, transfer: float, kept: float
+) -> None:
+    """It has half of a worker's share more, as with the head of a large vocabulary."""
+
+    def costs_with(chunks: int) -> ActionCosts:
+        forward = [1 / chunks] * (workers * chunks - 1) + [1 / chunks + 0.5]
+        backward = [2 * seconds for seconds in forward]
+        return ActionCosts(forward, backward, transfer, activation_bytes=1 / chunks, weight_share=0.4)
+
+    found = simulate(find_programs(workers, micro_batches, 2, costs_with(2), Limit(kept)), costs_with(2))
+    assert max(found.peak_bytes) <= kept
+    for name in WRITTEN:
+        chunks = stages_per_worker(name)
+        plan = simulate(all_stages(name, workers, micro_batches), costs_with(chunks))
+        assert found.makespan < 0.99 * plan.makespan, name
+
+
+def test_any_costs_and_limits_give_lists_that_run_and_keep_no_more() -> None:
+    chance = Random(1)
+    for _ in range(60):
+        workers, micro_batches, chunks = chance.randint(1, 5), chance.randint(1, 9), chance.randint(1, 2)
+
+        def each(count: int = workers * chunks) -> list[float]:
+            return [chance.choice([0.1, 1.0, chance.uniform(0.5, 3)]) for _ in range(count)]
+
+        shares = [chance.uniform(0.1, 0.9) for _ in range(workers * chunks)]
+        costs = ActionCosts(each(), each(), chance.choice([0.0, 0.7]), each(), 0.0, shares, shares)
+        limit = Limit(chance.choice([1.0, chance.uniform(1, workers), 2.0 * workers]))
+        programs = find_programs(workers, micro_batches, chunks, costs, limit, tries=3)
+        plan = simulate(programs, costs)  # complete, every link in order, no deadlock
+        assert [stages_of(program) for program in programs] == placement(workers, chunks)
+        sizes = costs.activation_bytes
+        assert isinstance(sizes, list)
+        for program, kept in zip(programs, plan.peak_bytes, strict=True):
+            assert kept <= limit.amount * sum(sizes[stage] for stage in stages_of(program)) * (1 + 1e-9)
+
+
+def test_more_room_is_used_and_bytes_are_the_same_as_micro_batches() -> None:
+    costs = ActionCosts(activation_bytes=5e6)
+    makespans = [simulate(find_programs(4, 8, 1, costs, Limit(kept))).makespan for kept in (1, 2, 4)]
+    assert makespans[0] > makespans[1] > makespans[2] == 27
+    assert find_programs(4, 8, 1, costs, Limit(2)) == find_programs(4, 8, 1, costs, Limit(10e6, is_bytes=True))
+
+
+@pytest.mark.parametrize(
+    ("text", "limit"),
+    [("6", Limit(6)), ("4.5", Limit(4.5)), ("200MB", Limit(200e6, True)), ("1.5GB", Limit(1.5e9, True))],
+)
+def test_limits_are_read_and_shown(text: str, limit: Limit) -> None:
+    assert read_limit(text) == limit
+    assert read_limit(str(limit)) == limit
+
+
+def test_limits_that_no_worker_can_keep_are_refused() -> None:
+    for text in ("", "six", "-1", "6TB", "6 MB", "inf", "0MB"):
+        with pytest.raises(
+            InputError, match=f"^--keep-at-most {text}: give a number of micro-batches, like 6, or bytes"
+        ):
+            read_limit(text)
+    with pytest.raises(InputError, match=r"^--keep-at-most 0\.5: a worker keeps 1 micro-batch at least$"):
+        read_limit("0.5")
+    sentence = "--keep-at-most 9MB: stage 0 and 5 keeps 10 MB of one micro-batch; give more"
+    with pytest.raises(InputError, match=f"^{re.escape(sentence)}$"):
+        find_programs(3, 3, 2, ActionCosts(activation_bytes=5e6), Limit(9e6, is_bytes=True))

@@ -1,0 +1,54 @@
+"""The rehearsal of `--schedule auto`: what it measures, and that a pipeline keeps what was planned from it."""
+
+import time
+from typing import Any
+
+import pytest
+import torch
+from pipeline_models import LOSS, OPTIONS, SEQ, VOCAB, WIDTH, batch
+from processes import free_port, process_group, run_ranks
+
+from distlab.comm.grid import Grid
+from distlab.comm.recorder import recorder
+from distlab.pipeline.actions import ActionCosts
+from distlab.pipeline.auto import Limit, find_programs, placement
+from distlab.pipeline.executor import Pipeline
+from distlab.pipeline.plan import simulate
+from distlab.pipeline.stages import build_stages
+from distlab.run.auto_schedule import measure
+
+WORKERS, MICRO_BATCHES, ROWS = 2, 6, 2
+
+
+def rehearse_and_run(rank: int, port: int) -> tuple[ActionCosts, list[float], int]:
+    """The costs that a rank has, what each worker keeps by the plan, and what this rank keeps."""
+    with process_group(rank, WORKERS, port):
+        torch.manual_seed(rank)
+        nets = build_stages(placement(WORKERS, 2)[rank], (1, 2, 1, 0), VOCAB, **OPTIONS)
+        for stage, net in nets.items():
+            if stage == 2:
+                net.register_forward_pre_hook(lambda *_: time.sleep(0.03))
+        grid = Grid(rank, dp=1, pp=WORKERS)
+        state = torch.random.get_rng_state()
+        costs = measure(nets, 4, grid, LOSS, (ROWS, SEQ), WIDTH, torch.device("cpu"))
+        assert torch.equal(torch.random.get_rng_state(), state)
+        assert all(parameter.grad is None for net in nets.values() for parameter in net.parameters())
+        programs = find_programs(WORKERS, MICRO_BATCHES, 2, costs, Limit(2.5))
+        recorder.enabled = True
+        pipeline = Pipeline(nets, programs, grid, LOSS, WIDTH)
+        for step in range(2):
+            pipeline.step(batch(step, rows=ROWS * MICRO_BATCHES).chunk(MICRO_BATCHES))
+        assert pipeline.kept is not None
+        return costs, simulate(programs, costs).peak_bytes, pipeline.kept.peak_bytes
+
+
+def test_all_ranks_know_what_passes_take_and_keep_what_was_planned() -> None:
+    (costs, planned, own), (others_costs, _, others) = run_ranks(WORKERS, rehearse_and_run, free_port())
+    assert costs == others_costs
+    each: Any = costs
+    assert 0.03 <= each.forward[2] < 0.2
+    assert max(each.forward[0], each.forward[1], each.forward[3]) < 0.03
+    assert all(0 < share < 1 for share in (*each.weight_share, *each.weight_bytes_share))
+    assert 0 < each.transfer < 0.03
+    assert each.activation_bytes[1] > 1.8 * each.activation_bytes[2] > 0
+    assert [own, others] == pytest.approx(planned, rel=0.05)
