@@ -2,14 +2,14 @@
 
     python TP/intro_TP.py <rank>                      in three terminals, with the ranks 0, 1 and 2
     ./launch.sh tp --world-size 2                     all ranks at once
-    ./launch.sh tp --tp-style naive                   every layer split on its own
+    ./launch.sh tp --tp-style naive                   every layer split separately
     ./launch.sh tp --sequence-parallel                norms and residuals on slices of the sequence
 
-The first matrix of a pair is split by its outputs, the second by its inputs: attention heads, or hidden units, stay on
-the rank that has them from the one to the other, and one sum over the ranks ends the pair. `shard` in
-src/distlab/parallel/tensor.py does this to the ordinary model. The loss too is computed from slices. It is the same on
-every rank, and so are the gradients of what every rank holds, the gains of the norms: nothing has to be averaged before
-the update.
+The first matrix of a pair is split by its outputs, the second by its inputs. So attention heads, or hidden units, stay
+on one rank between the two, and a single sum over the ranks completes the pair. `shard` in
+src/distlab/parallel/tensor.py does this to the ordinary model. The loss is computed from slices too. It is the same on
+every rank, and so are the gradients of the replicated parameters (the gains of the norms), so nothing has to be
+averaged before the update.
 """
 
 from dataclasses import dataclass
@@ -66,7 +66,7 @@ def train(run: TrainingRun[TensorParallelSettings]) -> None:
     loss_of = partial(
         causalLLMLoss if args.tp_style == "naive" else vocabulary_parallel_loss, vocab_size=tokenizer.vocab_size
     )
-    stories = TinyStories(tokenizer, **run.data_options())  # all ranks read the same
+    stories = TinyStories(tokenizer, **run.data_options())  # the same on all ranks
     optimizer = run.optimizer(net)
     run.track(net, optimizer, loss_of)
 
@@ -84,7 +84,7 @@ def train(run: TrainingRun[TensorParallelSettings]) -> None:
 
 
 def compare_with_formula(run: TrainingRun[TensorParallelSettings]) -> None:
-    """Say what this rank has sent for each layer in a step, and what the formula gives."""
+    """Print what this rank sent per layer and step, and what the formula gives."""
     args = run.settings
     shape = args.batch_size // args.micro_batches, args.seq_len, args.dmodel
     element_bytes = getattr(torch, args.dtype).itemsize

@@ -150,7 +150,7 @@ class Settings:
         require(importlib.util.find_spec("transformers") is not None, advice)
         chosen = {}
         for name in self.sizes or (("tiny",) if self.device == "cpu" else ("10M", "100M", "1B")):
-            require(name in SIZES, f"--sizes {name}: there are {', '.join(SIZES)}")
+            require(name in SIZES, f"--sizes {name}: give one of {', '.join(SIZES)}")
             chosen[name] = replace(SIZES[name], batch_size=self.batch_size or SIZES[name].batch_size)
             rows, sentence = chosen[name].batch_size, f"the batch must divide among --ranks {self.ranks}"
             require(rows % self.ranks == 0, f"--batch-size {rows}: {sentence}")

@@ -354,7 +354,7 @@ def main() -> None:
     settings = tyro.cli(Settings, description=__doc__)
     known = [layout.name for layout in LAYOUTS]
     if not set(settings.layouts) <= set(known):
-        raise SystemExit(f"# --layouts: there are {'; '.join(known)}")
+        raise SystemExit(f"# --layouts: give one of {'; '.join(known)}")
     if min(settings.mbit, default=0) <= 0 or min(settings.latency_ms, default=-1) < 0 or settings.cycles < 1:
         raise SystemExit("# --mbit and --cycles are more than 0, --latency-ms at least 0")
     layouts = [layout for layout in LAYOUTS if layout.name in (settings.layouts or known)]

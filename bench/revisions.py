@@ -74,7 +74,7 @@ def compare(settings: Settings) -> None:
     require((other / "src/distlab").is_dir(), f"{settings.other}: is no checkout of the lab; give its folder")
     require(settings.rounds > 0, f"--rounds {settings.rounds}: give at least 1")
     for name in settings.runs:
-        require(name in RUNS, f"--runs {name}: there are {', '.join(RUNS)}")
+        require(name in RUNS, f"--runs {name}: give one of {', '.join(RUNS)}")
     print(
         "| run | ms a step, other | ms a step, this | times as fast (median) | range |\n|---|---|---|---|---|",
         flush=True,

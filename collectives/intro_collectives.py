@@ -3,9 +3,9 @@
     python collectives/intro_collectives.py <rank>    in four terminals, with the ranks 0 to 3
     ./launch.sh collectives --world-size 8            all ranks at once
 
-What does it cost to tell all ranks something? A message costs a latency, whatever it carries, and a time for each of
-its bytes; adding and copying cost a time for each byte, too. Calibration measures them. Then the algorithms in
-distlab.collectives run in a simulated world, which predicts their times; then on gloo, beside the library's own.
+What does a collective cost? A message costs a fixed latency plus a time per byte; adding and copying also cost a time
+per byte. The script first measures these costs. Then the algorithms in distlab.collectives run in a simulated world,
+which predicts their times, and then over gloo, beside the library's own collectives.
 """
 
 import json
@@ -28,9 +28,9 @@ class CollectivesSettings(WorldSize, RunSettings):
     sizes: list[int] = field(
         default_factory=lambda: [k * 1000 for k in (1, 4, 16, 64, 250, 1000, 4000, 16_000, 64_000)]
     )
-    """bytes of the tensors, rounded up to the same count of numbers for each rank"""
+    """bytes of the tensors, rounded up so that each rank has the same number of elements"""
     rounds: int = 5
-    """how often each is measured; the median counts"""
+    """number of measurements of each, of which the median is printed"""
 
     def check(self) -> None:
         super().check()
@@ -38,7 +38,7 @@ class CollectivesSettings(WorldSize, RunSettings):
         if not self.sizes or min(self.sizes) < 1:
             raise InputError(f"--sizes {' '.join(map(str, self.sizes))}: give one or more numbers of bytes, from 1 up")
         if self.device != "cpu" or self.backend != "gloo":
-            raise InputError("the collectives by hand travel over gloo, from the CPU: leave --device and --backend out")
+            raise InputError("the handwritten collectives run on the CPU over gloo: leave --device and --backend out")
 
 
 DEFAULTS = CollectivesSettings(device="cpu", backend="gloo")
@@ -46,7 +46,7 @@ DEFAULTS = CollectivesSettings(device="cpu", backend="gloo")
 
 @dataclass
 class Row:
-    """One operation in one topology at one size; what the library sends is not known."""
+    """The result of one operation, topology and size. The library's messages are not known."""
 
     operation: str
     topology: str
@@ -76,7 +76,7 @@ def compare(run: Run[CollectivesSettings]) -> None:
             say(f"{human_bytes(message_bytes)} at a time: {costs}")
         for asked, size_bytes in zip(map(human_bytes, args.sizes), map(human_bytes, sizes), strict=True):
             if size_bytes != asked:
-                say(f"instead of {asked}, {size_bytes}: each rank has the same count of numbers, of 4 bytes each")
+                say(f"{size_bytes} instead of {asked}, so that each rank has the same number of elements of 4 bytes")
     for operation in operations(0):
         if run.rank == 0:
             say(f"{operation}: messages and bytes of the busiest rank; * marks the fastest")
@@ -97,7 +97,7 @@ def compare(run: Run[CollectivesSettings]) -> None:
 
 
 def show(rows: list[Row], world_size: int, fitted: dict[int, CostModel]) -> None:
-    """Predict what can be predicted, and print a line for each topology."""
+    """Predict the times of the lab's own topologies, and print a line for each."""
     fastest = min(rows, key=lambda row: row.measured_seconds)
     for row in rows:
         if row.topology != LIBRARY:

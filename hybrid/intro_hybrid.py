@@ -2,12 +2,12 @@
 
     python hybrid/intro_hybrid.py <rank>                                in six terminals, with the ranks 0 to 5
     ./launch.sh hybrid                                                  2 pipelines of 3 stages, 3 micro-batches
-    ./launch.sh hybrid --dp 3 --pp 2 --micro-batches 4 --batch-size 4   any other
+    ./launch.sh hybrid --dp 3 --pp 2 --micro-batches 4 --batch-size 4   any other layout
     ./launch.sh hybrid --dp 2 --pp 2 --tp 2                             each stage split over 2 ranks
 
-Within a pipeline, activations and gradients pass between neighbours for each micro-batch. Across pipelines, the ranks
-that hold the same stage average its gradients once a step: as soon as the last micro-batch has left them, bucket by
-bucket. With `--tp`, neighbouring ranks share a stage, and exchange activations within every layer.
+Within a pipeline, neighboring stages exchange activations and gradients for each micro-batch. Across pipelines, the
+ranks that hold the same stage average its gradients once per step, bucket by bucket, during the backward pass of the
+last micro-batch. With `--tp`, neighboring ranks share a stage, and exchange activations within every layer.
 """
 
 from functools import partial
@@ -37,7 +37,7 @@ def train(run: TrainingRun[HybridSettings]) -> None:
     programs = all_stages(args.schedule, run.grid.pp, args.micro_batches, args.chunks_per_stage)
     if args.recompute == "all":
         programs = with_recomputation(programs)
-    program = programs[run.grid.stage]  # of this rank
+    program = programs[run.grid.stage]  # this rank's actions
     split = args.split(tokenizer.vocab_size)
     options = {"padding_idx": tokenizer.pad_id, **run.model_options()}
     nets = build_stages(stages_of(program), split, tokenizer.vocab_size, **options)

@@ -1,4 +1,4 @@
-"""Collective operations over MPI: what each rank has and gets, and two of them by hand beside MPI's own.
+"""Collective operations over MPI: the inputs and results of each rank, and two handwritten ones beside MPI's own.
 
     cd mpi; mpirun -n 8 python mpi-test.py                          every case in turn
     mpirun -n 8 python mpi-test.py --test_case allreduce            one of them
@@ -57,7 +57,7 @@ def reduce_scatter(comm: Communicator, _: int) -> bool:
 
 
 def split(comm: Communicator, _: int) -> bool:
-    """split: pairs of neighbours are groups of their own, and each group sums for itself"""
+    """split: pairs of neighbors form groups, and each group computes its own sum"""
     had, got = example(comm, 4), poisoned(4)
     pair = comm.Split(key=comm.Get_rank(), color=comm.Get_rank() // 2)
     pair.Allreduce(had, got)
@@ -73,7 +73,7 @@ def alltoall(comm: Communicator, _: int) -> bool:
 
 
 def myallreduce(comm: Communicator, seed: int) -> bool:
-    """myallreduce: two all-reduces by hand, through rank 0 and round a ring, beside MPI's own"""
+    """myallreduce: two handwritten all-reduces, through rank 0 and around a ring, beside MPI's own"""
 
     def draw(shared: Generator, own: Generator) -> list[Any]:
         src = values(own, one_of(DTYPES, shared), random_size(shared))
@@ -83,7 +83,7 @@ def myallreduce(comm: Communicator, seed: int) -> bool:
 
 
 def myalltoall(comm: Communicator, seed: int) -> bool:
-    """myalltoall: an all-to-all of messages that are all under way at once, beside MPI's own"""
+    """myalltoall: a handwritten all-to-all, whose messages are all in transit at once, beside MPI's own"""
 
     def draw(shared: Generator, own: Generator) -> list[Any]:
         segment = 1 + random_size(shared) // comm.Get_size()
@@ -233,7 +233,7 @@ def read_command_line(rank: int) -> Request:
         text = " ".join(re.findall(r"[^\s│╭╮╰╯─]+", errors.getvalue().partition("\n")[2]))  # out of tyro's frame
         raise InputError(re.split(" (?:For full|Argument) helptext", text)[0]) from None
     if request.test_case not in ("all", *CASES):
-        raise InputError(f"--test_case {request.test_case}: there are all, {', '.join(CASES)}")
+        raise InputError(f"--test_case {request.test_case}: give one of all, {', '.join(CASES)}")
     if request.seed < 0:
         raise InputError(f"--seed {request.seed}: give 0 or more")
     return request

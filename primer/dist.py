@@ -1,13 +1,13 @@
-"""One matrix product on several ranks: cut along the rows, or along the dimension that is summed over.
+"""One matrix product on several ranks: split along the rows, or along the dimension of the sum.
 
     python primer/dist.py <rank>                in three terminals, with the ranks 0, 1 and 2
     ./launch.sh dist --world-size 2 --shapes 1024x1024x1024,1024x64x1024
 
-Rank 0 has A (m, k) and B (k, n) and wants C = A B (m, n). The rows of C are the rows of A times B: a rank needs all of
-B to compute some of them. Or C is a sum over k: a rank takes some columns of A and the same rows of B, and its product
-is a C of full size that still has to be added to the others'. The table shows the milliseconds of both beside those of
-rank 0 alone, with as many threads, and the bytes that all ranks sent. (Exercise 2 of "Data parallelism from scratch",
-Jinyang Li, pathway2ai.)
+Rank 0 has A (m, k) and B (k, n) and needs C = A B (m, n). By row: each row of C is a row of A times B, so a rank needs
+all of B to compute some rows of C. By reduction: C is a sum over k; a rank gets some columns of A and the same rows of
+B, and its product is a matrix of full size that has to be added to those of the other ranks. The table shows the
+milliseconds of both, and of rank 0 alone with as many threads, and the bytes that all ranks sent. (Exercise 2 of "Data
+parallelism from scratch", Jinyang Li, pathway2ai.)
 """
 
 import re
@@ -47,7 +47,7 @@ class MatmulSettings(WorldSize, RunSettings):
     )
     """products to time: A has M rows and K columns, B has K rows and N columns"""
     rounds: int = 5
-    """how often each product is timed; the median counts"""
+    """number of timings of each product, of which the median is printed"""
 
     def check(self) -> None:
         super().check()
@@ -62,10 +62,10 @@ DEFAULTS = MatmulSettings()
 
 @torch.no_grad()
 def par_matmul_by_row(A: Matrix, B: Matrix) -> Matrix:
-    """The product of rank 0's matrices, of which each rank computes some rows; without gradients.
+    """The product of rank 0's matrices; each rank computes some of its rows. No gradients.
 
     Args:
-        A: (m, k) on rank 0; what the others give is not read.
+        A: (m, k) on rank 0; ignored on other ranks.
         B: (k, n) on rank 0, of the same dtype and device.
 
     Returns:
@@ -83,10 +83,10 @@ def par_matmul_by_row(A: Matrix, B: Matrix) -> Matrix:
 
 @torch.no_grad()
 def par_matmul_by_reduction(A: Matrix, B: Matrix) -> Tensor:
-    """The product of rank 0's matrices as a sum of products, one from each rank; without gradients.
+    """The product of rank 0's matrices as a sum of products, one per rank. No gradients.
 
     Args:
-        A: (m, k) on rank 0; what the others give is not read.
+        A: (m, k) on rank 0; ignored on other ranks.
         B: (k, n) on rank 0, of the same dtype and device.
 
     Returns:
@@ -103,9 +103,9 @@ def par_matmul_by_reduction(A: Matrix, B: Matrix) -> Tensor:
 
 
 def agree_on_shapes(A: Matrix, B: Matrix) -> tuple[Tensor, Tensor]:
-    """Rank 0's matrices; elsewhere stand-ins of the same shape, dtype and kind of device, without memory of their own.
+    """Rank 0's matrices; on other ranks placeholders of the same shape, dtype and kind of device, without memory.
 
-    All ranks make the same check on the same facts, so either all of them raise or none does, and nobody waits.
+    All ranks make the same check on the same values, so either all of them raise or none does, and no rank waits.
     """
     facts = torch.tensor([facts_of(A), facts_of(B)] if rank() == 0 else [[0] * 4] * 2, device=traffic.device)
     traffic.broadcast(facts, "the shapes of A and B", kind="shapes").wait()
@@ -127,14 +127,14 @@ def agree_on_shapes(A: Matrix, B: Matrix) -> tuple[Tensor, Tensor]:
 
 
 def facts_of(matrix: Matrix) -> list[int]:
-    """What the other ranks have to know of a matrix: rows, columns, dtype, whether it is on a GPU; else four -1."""
+    """What other ranks must know about a matrix: rows, columns, dtype, whether it is on a GPU; four -1 if invalid."""
     if not isinstance(matrix, Tensor) or matrix.ndim != 2 or matrix.dtype not in DTYPES:
         return [-1] * 4
     return [*matrix.shape, DTYPES.index(matrix.dtype), int(not matrix.is_cpu)]
 
 
 def scatter(matrix: Tensor, dim: int, name: str) -> Tensor:
-    """This rank's piece of rank 0's matrix, which is cut along `dim` into nearly equal pieces, one a rank."""
+    """This rank's piece of rank 0's matrix, which is split along `dim` into nearly equal pieces, one per rank."""
     pieces = matrix.tensor_split(world_size(), dim)
     what = f"a piece of {name}"
     if rank() > 0:
@@ -148,7 +148,7 @@ def scatter(matrix: Tensor, dim: int, name: str) -> Tensor:
 
 
 def gather_rows(rows: Tensor, count: int, name: str) -> Matrix:
-    """On rank 0, the matrix of `count` rows whose pieces, as `scatter` cuts them, the ranks hold; None elsewhere."""
+    """On rank 0, the matrix of `count` rows, from the ranks' pieces as `scatter` splits them; None elsewhere."""
     what = f"rows of {name}"
     if rank() > 0:
         traffic.send(rows, what, to=0, kind=name).wait()
@@ -163,7 +163,7 @@ def gather_rows(rows: Tensor, count: int, name: str) -> Matrix:
 
 
 def matmul_alone(A: Matrix, B: Matrix) -> Matrix:
-    """C on rank 0, which computes it alone; None elsewhere."""
+    """C, computed by rank 0 alone; None on other ranks."""
     return None if A is None or B is None else A @ B
 
 
@@ -189,7 +189,7 @@ def compare(run: Run[MatmulSettings]) -> None:
 
 
 def measure(run: Run[MatmulSettings], product: Product, A: Matrix, B: Matrix) -> tuple[Matrix, float, int]:
-    """What `product` returns, the median of its milliseconds on this rank, and the bytes that all ranks sent for it."""
+    """The result of `product`, its median milliseconds on this rank, and the bytes that all ranks sent for it."""
     sent_before = traffic.ledger.sent_bytes.total()
     milliseconds = []
     for _ in range(1 + run.settings.rounds):

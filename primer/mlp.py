@@ -36,13 +36,13 @@ class ModelConfig:
     d_in: Annotated[int, ResumePolicy.MODEL] = 1024
     """features of an input"""
     n_classes: Annotated[int, ResumePolicy.MODEL] = 32
-    """classes to tell apart"""
+    """number of classes"""
     d_hidden: Annotated[int, ResumePolicy.MODEL] = 256
     """width between the layers"""
     batch_size: Annotated[int, ResumePolicy.PER_REPLICA] = 64
     """inputs per step and rank"""
     train_size: Annotated[int, ResumePolicy.FIXED] = 10_000
-    """inputs to learn from"""
+    """training inputs"""
     niters: int = 1000
     """steps"""
     lr: Annotated[float, ResumePolicy.DEFAULT] = 0.1
@@ -96,10 +96,10 @@ class MLP(nn.Module):
 def gen_dataset(
     config: ModelConfig, rand_state: int = 0, device: torch.device | str = "cpu"
 ) -> tuple[TensorDataset, TensorDataset]:
-    """A train and a test set of noisy points around one centre a class; the same on every rank for one `rand_state`.
+    """A training and a test set of noisy points around one center per class; a function of `rand_state` only.
 
-    The points vary in a few directions only and neighbouring classes overlap there, so that a model can learn the
-    classes, but not the points by heart: the test loss stays near the train loss, and both above zero.
+    The points vary only in a few directions, in which neighboring classes overlap. So a model can learn the classes but
+    cannot memorize the points: the test loss stays near the training loss, and both stay above zero.
     """
     directions = 8
     generator = torch.Generator().manual_seed(rand_state)
@@ -152,7 +152,7 @@ def train(run: Run[MLPSettings]) -> None:
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-        run.global_loss(step, [loss])  # which waits for a GPU to finish the step
+        run.global_loss(step, [loss])  # also waits until a GPU has finished the step
         seconds = time.perf_counter() - started
         if step % REPORT_EVERY == 0:
             report(step, model, train_set, test_set, seconds)

@@ -1,11 +1,12 @@
-"""A race: processes that update one number in shared memory lose updates; two cures, and what they cost.
+"""A race: processes that update one number in shared memory lose updates; two fixes, and what they cost.
 
     python primer/race.py                         or: ./launch.sh race
     python primer/race.py --processes 2 --repeats 3000000
 
-`value += 1` is three things: read the value, add one, write the result. What another process writes in between is
-overwritten. Nothing fails, and the result is a different one each time. Either only one process at a time may read and
-write (a lock), or each has a number of its own and they are added up at the end: that is what an all-reduce does.
+`value += 1` is three operations: read the value, add one, write the result. If another process writes in between, its
+update is overwritten. Nothing fails, and the result differs each time. There are two fixes: only one process at a time
+may read and write (a lock); or each process has its own number, and the numbers are added up at the end, as in an
+all-reduce.
 """
 
 import contextlib
@@ -34,7 +35,7 @@ class RaceSettings(RunSettings):
     """The demonstration's command line."""
 
     processes: int = 3
-    """how many processes, and then threads, add to one number"""
+    """number of processes, and then of threads, that add to one number"""
     repeats: int = 1_000_000
     """how often each of them adds 1"""
 

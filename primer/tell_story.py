@@ -1,10 +1,10 @@
-"""A trained model tells a story, one token after the other.
+"""A trained model tells a story, token by token.
 
-    python primer/tell_story.py RUN --prompt "Once upon a time"      # RUN: a run's folder, or an exported model's
+    python primer/tell_story.py RUN --prompt "Once upon a time"      # RUN: folder of a run or of an exported model
     python primer/tell_story.py RUN --temperature 0.8 --top-p 0.9 --seed 3
 
-A language model gives a score to every token that may come next. To tell a story, pick one, put it after the text, and
-ask again. Compare `--no-cache`: the same story, but every token of the text goes through the model again each time.
+A language model scores every token that may come next. To tell a story, pick one of them, append it to the text, and
+repeat. Compare `--no-cache`: the story is the same, but the model processes the whole text again for each token.
 """
 
 import time
@@ -29,26 +29,26 @@ from simplellm.tokenizers import SPTokenizer
 
 @dataclass
 class Settings:
-    """What to tell, and how."""
+    """The model, the prompt, and how to sample."""
 
     model: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="RUN")]
     """folder of a run, of a checkpoint, or of an exported model"""
     prompt: str = "Once upon a time"
-    """how the text begins; "" for a new document"""
+    """beginning of the text; "" for a new document"""
     temperature: float = 0.8
-    """1: as probable as the model says; less: bolder choices are rarer; 0: always the most probable token (greedy)"""
+    """1: sample with the model's probabilities; below 1: favor probable tokens; 0: always the most probable (greedy)"""
     top_k: int | None = None
-    """choose among this many of the most probable tokens"""
+    """sample only from this many of the most probable tokens"""
     top_p: float = 1.0
-    """choose among the fewest tokens that are this probable together"""
+    """sample only from the smallest set of tokens with at least this total probability"""
     seed: int = 0
-    """another seed, another story"""
+    """random seed; another seed gives another story"""
     max_tokens: int | None = None
-    """tokens after the prompt; by default, until the story ends or the model's context is full"""
+    """maximum tokens after the prompt; by default, until the story ends or the model's context is full"""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """where to compute; auto: CUDA if present"""
     cache: bool = True
-    """keep the keys and values of the text so far"""
+    """cache the keys and values of the text so far"""
 
     def check(self) -> None:
         """Raise `InputError` for a value that cannot work."""
@@ -64,7 +64,7 @@ class Settings:
 
 
 def pick(logits: Tensor, args: Settings, generator: torch.Generator) -> int:
-    """Draw the next token by its logits (vocab,)."""
+    """Sample the next token from its logits (vocab,)."""
     if args.temperature == 0:
         return int(logits.argmax())
     # In float64, since float32 would round a tiny temperature to 0.
@@ -72,8 +72,8 @@ def pick(logits: Tensor, args: Settings, generator: torch.Generator) -> int:
     logits, tokens = logits.sort(descending=True, stable=True)
     logits, tokens = logits[: args.top_k], tokens[: args.top_k]
     probabilities = logits.softmax(dim=0)
-    before = probabilities.cumsum(dim=0) - probabilities  # of all more probable tokens together
-    probabilities[before >= args.top_p] = 0  # without these the others have top_p already
+    before = probabilities.cumsum(dim=0) - probabilities  # total probability of all more probable tokens
+    probabilities[before >= args.top_p] = 0  # the more probable tokens already have top_p
     return int(tokens[torch.multinomial(probabilities, 1, generator=generator)])
 
 
@@ -92,7 +92,7 @@ def tell(net: CausalLLama, ids: list[int], args: Settings, end: int, device: tor
         if token == end:
             return
         text.append(token)
-        # The cache has the keys and values of the text: what is new to the model is the last token alone.
+        # The cache has the keys and values of the text, so the model needs only the last token.
         x = text if cache is None else [token]
 
 

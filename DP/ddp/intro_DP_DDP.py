@@ -3,8 +3,8 @@
     python DP/ddp/intro_DP_DDP.py <rank>              in three terminals, with the ranks 0, 1 and 2
     ./launch.sh ddp --world-size 4                    all ranks at once
 
-What `intro_DP_GA.py` spells out, buckets of gradients and an all-reduce of each while the backward pass still runs, is
-what this wrapper does (Li et al., arXiv 2006.15704). The loop is that of one process.
+The wrapper does what `intro_DP_GA.py` spells out: it collects gradients in buckets, and starts the all-reduce of each
+bucket while the backward pass is still running (Li et al., arXiv 2006.15704). The loop is that of one process.
 """
 
 from torch.nn.parallel import DistributedDataParallel

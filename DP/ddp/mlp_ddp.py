@@ -3,8 +3,8 @@
     python DP/ddp/mlp_ddp.py <rank>             in three terminals, with the ranks 0, 1 and 2
     ./launch.sh mlp-ddp --world-size 2
 
-The ranks start from different weights: the wrapper gives all of them rank 0's. Compare `train` with that of
-primer/mlp.py: that is what it takes to make a loop data-parallel.
+The ranks build different weights, and the wrapper overwrites them with rank 0's. Compare `train` with that of
+primer/mlp.py to see what it takes to make a loop data-parallel.
 """
 
 import sys
@@ -53,7 +53,7 @@ def train(run: Run[ParallelMLPSettings]) -> None:
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-        run.global_loss(step, [loss])  # which waits for a GPU to finish the step
+        run.global_loss(step, [loss])  # also waits until a GPU has finished the step
         seconds = time.perf_counter() - started
         if step % REPORT_EVERY == 0:
             close = check_parameter_closeness(model)

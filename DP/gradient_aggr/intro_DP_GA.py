@@ -1,7 +1,7 @@
 """Data parallelism: the ranks average their gradients at every step.
 
     python DP/gradient_aggr/intro_DP_GA.py <rank>    in three terminals, or all ranks at once: ./launch.sh dp-ga
-    ./launch.sh dp-ga --all-reduce ring              averaged by our own all-reduce instead of the library's
+    ./launch.sh dp-ga --all-reduce ring              with the lab's own all-reduce instead of the library's
 
 Each rank takes its own sequences; the mean of the ranks' gradients is that of the global batch, so all stay equal.
 """

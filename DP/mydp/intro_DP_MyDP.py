@@ -1,11 +1,11 @@
-"""Data parallelism with a wrapper of our own: the same run, with the averaging in the backward pass's hooks.
+"""Data parallelism with the lab's own wrapper: the same run, with the averaging in hooks of the backward pass.
 
     python DP/mydp/intro_DP_MyDP.py <rank>            in three terminals, with the ranks 0, 1 and 2
     ./launch.sh mydp --world-size 4                   all ranks at once
 
-`MyDP` (in src/distlab/parallel/data.py) starts all ranks from rank 0's weights and averages the gradients as
-`intro_DP_GA.py` does, but from hooks, so that the loop is that of one process. `check_parameter_closeness` shows that
-the ranks' weights stay the same.
+`MyDP` (in src/distlab/parallel/data.py) starts all ranks from rank 0's weights and averages the gradients like
+`intro_DP_GA.py`, but in hooks, so that the loop is that of one process. `check_parameter_closeness` shows that the
+ranks' weights stay the same.
 """
 
 from distlab.parallel.data import MyDP, check_parameter_closeness

@@ -1,10 +1,10 @@
-"""The classifier of primer/mlp.py on several ranks, with the wrapper of our own.
+"""The classifier of primer/mlp.py on several ranks, with the lab's own wrapper.
 
     python DP/mydp/mlp_mydp.py <rank>             in three terminals, with the ranks 0, 1 and 2
     ./launch.sh mlp-mydp --world-size 2
 
-The ranks start from different weights: the wrapper gives all of them rank 0's. `diff DP/ddp/mlp_ddp.py
-DP/mydp/mlp_mydp.py` shows that it is used as torch's is.
+The ranks build different weights, and the wrapper overwrites them with rank 0's. `diff DP/ddp/mlp_ddp.py
+DP/mydp/mlp_mydp.py` shows that it is used like torch's wrapper.
 """
 
 import sys
@@ -49,7 +49,7 @@ def train(run: Run[ParallelMLPSettings]) -> None:
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-        run.global_loss(step, [loss])  # which waits for a GPU to finish the step
+        run.global_loss(step, [loss])  # also waits until a GPU has finished the step
         seconds = time.perf_counter() - started
         if step % REPORT_EVERY == 0:
             close = check_parameter_closeness(model)

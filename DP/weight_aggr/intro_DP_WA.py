@@ -1,12 +1,12 @@
 """Data parallelism: the ranks average their weights, every step or every few steps.
 
     python DP/weight_aggr/intro_DP_WA.py <rank>       in three terminals, with the ranks 0, 1 and 2
-    ./launch.sh dp-wa --sync-every 16                 all ranks at once, 16 steps on their own between two averages
+    ./launch.sh dp-wa --sync-every 16                 all ranks at once, an average after every 16 local steps
 
-Each rank updates its own copy with its own gradients, and then all take the mean of the copies. With plain SGD and an
-average after every step that is the gradient-aggregated run: the mean of w - lr * g over the ranks is w - lr * (mean
-of g), as long as all start the step from the same w. With more steps in between it is local SGD, known as federated
-averaging (McMahan et al., arXiv 1602.05629): less traffic, but the copies drift apart in the meantime.
+Each rank updates its own copy with its own gradients, and then all ranks average the copies. With plain SGD and an
+average after every step, this equals the run that averages gradients: the mean of w - lr * g over the ranks is
+w - lr * (mean of g), if all ranks start the step from the same w. With more steps in between it is local SGD, also
+known as federated averaging (McMahan et al., arXiv 1602.05629): less traffic, but the copies drift apart in between.
 """
 
 from dataclasses import dataclass
@@ -30,7 +30,7 @@ from simplellm.tokenizers import SPTokenizer
 @dataclass
 class WeightAggregationSettings(DataParallelSettings):
     sync_every: Annotated[int, ResumePolicy.SAME_LAYOUT] = 1
-    """steps that each rank takes on its own before the weights are averaged"""
+    """local steps of each rank between two averages of the weights"""
 
     @property
     def per_rank_optimizer_state(self) -> bool:
@@ -60,7 +60,7 @@ def train(run: TrainingRun[WeightAggregationSettings]) -> None:
     tokenizer = SPTokenizer(args.tokenizer)
     net = LLama(CausalLLama, tokenizer.vocab_size, padding_idx=tokenizer.pad_id, **run.model_options())
     stories = TinyStories(tokenizer, **run.data_options(), rank=run.rank, num_replicas=run.world_size)
-    weights = flatten_weights(net)  # the parameters are views of it: to average it is to average them
+    weights = flatten_weights(net)  # the parameters are views of this buffer, so averaging it averages them
     optimizer = run.optimizer(net)
     run.track(net, optimizer)
     if args.optimizer != "sgd" and run.rank == 0:

@@ -3,10 +3,10 @@
     python PP/1F1B/intro_PP_1F1B.py <rank>            in three terminals, with the ranks 0, 1 and 2
     ./launch.sh pp-1f1b --layers-per-stage 3,2,1      all ranks at once
 
-Each rank holds some of the layers. Forward, a stage receives activations from the stage before, computes, and sends its
-own to the stage after; backward, gradients go the other way. All other stages wait meanwhile: "one forward, one
-backward" here means this strict back and forth. (In the literature, 1F1B is the schedule that PP/microbatches calls
-DAPPLE. There, `--schedule naive --trace` draws the order that is spelled out here.)
+Each rank holds some of the layers. Forward, a stage receives activations from the previous stage, computes, and sends
+its own to the next stage; backward, gradients travel the other way. All other stages wait in the meantime: here, "one
+forward, one backward" means this strict alternation. (In the literature, 1F1B is the schedule that PP/microbatches
+calls DAPPLE. There, `--schedule naive --trace` draws the order of this script.)
 """
 
 import torch
@@ -28,7 +28,7 @@ def train(run: TrainingRun[PipelineSettings]) -> None:
     tokenizer = SPTokenizer(args.tokenizer)
     split = args.split(tokenizer.vocab_size)
     net = build_stage(stage, split, tokenizer.vocab_size, padding_idx=tokenizer.pad_id, **run.model_options())
-    stories = TinyStories(tokenizer, **run.data_options())  # the first stage reads them; the last has them as targets
+    stories = TinyStories(tokenizer, **run.data_options())  # inputs of the first stage, targets of the last
     optimizer = run.optimizer(net)
     run.track(net, optimizer)
 
@@ -41,12 +41,12 @@ def train(run: TrainingRun[PipelineSettings]) -> None:
             if stage > 0:
                 inputs = torch.empty(*x.shape, args.dmodel, device=run.device)
                 traffic.receive(inputs, "the activations", source=stage - 1).wait()
-                inputs.requires_grad_()  # its gradient is what the stage before waits for
+                inputs.requires_grad_()  # the previous stage waits for its gradient
             outputs = net(inputs)
             if stage < last:
                 traffic.send(outputs.detach(), "the activations", to=stage + 1, kind="activations").wait()
 
-            # Backward: the loss starts it at the last stage, the gradient of its outputs at the others.
+            # Backward: it starts from the loss on the last stage, and from the gradient of the outputs on the others.
             if stage == last:
                 loss = causalLLMLoss(outputs, x, tokenizer.vocab_size) / args.micro_batches
                 loss.backward()

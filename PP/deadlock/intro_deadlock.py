@@ -1,13 +1,13 @@
-"""Deadlocks: three ways in which ranks wait for each other for ever, how the lab shows them, and the cures.
+"""Deadlocks: three ways in which ranks wait for each other forever, how the lab reports them, and the fixes.
 
     python PP/deadlock/intro_deadlock.py <rank> --case order      in three terminals, with the ranks 0, 1 and 2
-    ./launch.sh deadlock --case both-send                         neighbours that both send first
-    ./launch.sh deadlock --case order                             a pipeline that mixes up its order
+    ./launch.sh deadlock --case both-send                         neighbors that both send first
+    ./launch.sh deadlock --case order                             a pipeline whose stages use different orders
     ./launch.sh deadlock --case skipped                           a collective that one rank skips
-    ./launch.sh deadlock --case order --cure                      any of them, mended
+    ./launch.sh deadlock --case order --cure                      any of the cases, fixed
 
-Nothing crashes in a deadlock, and no rank knows of it: each only sees that it waits. Every wait in the lab has a name
-and a deadline, `--timeout`, which is short here. When it has passed, the ranks tell each other what they wait for.
+In a deadlock nothing crashes, and no rank can detect it alone: each only sees that it waits. Every wait in the lab has
+a name and a deadline (`--timeout`, which is short here). When it passes, the ranks exchange what they wait for.
 """
 
 from dataclasses import dataclass
@@ -32,7 +32,7 @@ class DeadlockSettings(WorldSize, RunSettings):
     case: Literal["both-send", "order", "skipped"] = "both-send"
     """which deadlock"""
     cure: bool = False
-    """run the version that ends"""
+    """run the fixed version"""
 
     @property
     def layout(self) -> Layout:
@@ -41,14 +41,14 @@ class DeadlockSettings(WorldSize, RunSettings):
     def check(self) -> None:
         super().check()
         if self.world_size < 2:
-            raise InputError(f"--world-size {self.world_size}: waiting for each other takes at least 2")
+            raise InputError(f"--world-size {self.world_size}: a deadlock needs at least 2 ranks")
 
 
 DEFAULTS = DeadlockSettings(timeout=5, device="cpu")
 
 
 def both_send(run: Run[DeadlockSettings]) -> None:
-    """Each rank gives its neighbours a tensor and takes theirs; a send lasts until the other side receives."""
+    """Neighbors exchange tensors; a send completes only when the other side receives."""
     mine, theirs = torch.full((1000,), float(run.rank), device=run.device), torch.empty(1000, device=run.device)
     for lower in range(run.world_size - 1):
         if run.rank not in (lower, lower + 1):
@@ -63,16 +63,16 @@ def both_send(run: Run[DeadlockSettings]) -> None:
 
 
 def order(run: Run[DeadlockSettings]) -> None:
-    """A pipeline whose first stage wants a gradient back before it has sent what the last stage wants next."""
+    """A pipeline whose first stage waits for a gradient before it has sent what the last stage needs next."""
     programs = all_stages("gpipe", run.world_size, micro_batches=2)
     if not run.settings.cure:
-        programs[0] = [Forward(0, 0), Backward(0, 0), Forward(0, 1), Backward(0, 1)]  # naive; the others do gpipe
+        programs[0] = [Forward(0, 0), Backward(0, 0), Forward(0, 1), Backward(0, 1)]  # naive; the others use gpipe
     try:
-        simulate(programs)  # what every pipeline of the lab asks before it starts
+        simulate(programs)  # the check that every pipeline of the lab makes before it starts
     except ScheduleError as error:
         if run.rank == 0:
             say(f"checked before the run: {error}")
-            say("and now the run all the same, without the check:")
+            say("now the same run without the check:")
     sent, takers = [], find_takers(programs)  # takers: which action needs the result of another stage
     for action in programs[run.rank]:
         for result in action.needs(run.world_size):
@@ -88,12 +88,12 @@ def order(run: Run[DeadlockSettings]) -> None:
 
 
 def skipped(run: Run[DeadlockSettings]) -> None:
-    """Ranks average something at every step, but the data of the last rank ends a step early; then rank 0 collects."""
+    """Ranks average at every step, but the last rank runs out of data one step early; then rank 0 receives from it."""
     value, steps = torch.zeros(1000, device=run.device), 3
     last = run.world_size - 1
     for step in range(steps):
         if step == steps - 1 and run.rank == last and not run.settings.cure:
-            continue  # "no data, so nothing to average": but the others wait for this rank's part
+            continue  # no data, so nothing to average; but the other ranks wait for this one
         traffic.all_reduce(value, f"the gradients of step {step}", kind="gradients").wait()
     if run.rank == last:
         traffic.send(value, "the result", to=0, kind="results").wait()
@@ -105,7 +105,7 @@ def try_case(run: Run[DeadlockSettings]) -> None:
     case = run.settings.case
     {"both-send": both_send, "order": order, "skipped": skipped}[case](run)
     if run.rank == 0:
-        say(f"{case}: all ranks have come to the end")
+        say(f"{case}: all ranks have finished")
 
 
 if __name__ == "__main__":

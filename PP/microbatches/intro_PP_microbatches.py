@@ -2,10 +2,10 @@
 
     python PP/microbatches/intro_PP_microbatches.py <rank> --schedule gpipe      in three terminals, ranks 0, 1 and 2
     ./launch.sh pp-gpipe --micro-batches 6 --batch-size 6                        all ranks at once
-    ./launch.sh pp-dapple --micro-batches 6 --batch-size 6 --trace               and draw what each stage did when
+    ./launch.sh pp-dapple --micro-batches 6 --batch-size 6 --trace               and draw a timeline of all stages
 
-While stage 1 computes on micro-batch 0, stage 0 is already on micro-batch 1. In which order a stage does its forward
-and backward passes is its schedule: a list, which a function in distlab.pipeline.schedules returns and the executor
+While stage 1 computes micro-batch 0, stage 0 already computes micro-batch 1. The schedule is the order in which a stage
+runs its forward and backward passes: a list, which a function in distlab.pipeline.schedules returns and the executor
 follows. `python -m distlab.show_schedule dapple --stages 3 --micro-batches 6` shows it.
 """
 
@@ -31,11 +31,11 @@ def train(run: TrainingRun[ScheduledPipelineSettings]) -> None:
     programs = all_stages(args.schedule, run.grid.pp, args.micro_batches, args.chunks_per_stage)
     if args.recompute == "all":
         programs = with_recomputation(programs)
-    program = programs[run.grid.stage]  # what this rank does: [F0, F1, F2, B0, B1, B2], say
+    program = programs[run.grid.stage]  # this rank's actions, for example [F0, F1, F2, B0, B1, B2]
     split = args.split(tokenizer.vocab_size)
     options = {"padding_idx": tokenizer.pad_id, **run.model_options()}
-    nets = build_stages(stages_of(program), split, tokenizer.vocab_size, **options)  # most schedules have one a rank
-    stories = TinyStories(tokenizer, **run.data_options())  # the first stage reads them; the last has them as targets
+    nets = build_stages(stages_of(program), split, tokenizer.vocab_size, **options)  # one stage in most schedules
+    stories = TinyStories(tokenizer, **run.data_options())  # inputs of the first stage, targets of the last
     optimizer = run.optimizer(nets)
 
     loss = partial(causalLLMLoss, vocab_size=tokenizer.vocab_size)

@@ -1,4 +1,4 @@
-"""Film reviews and whether they praise: IMDb's from the hub, or generated ones; divided among a model's replicas."""
+"""Film reviews with labels, from IMDb on the hub or generated; divided among the replicas of a model."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -16,12 +16,12 @@ HUB_SPLITS = {"train": "train", "validation": "test"}
 
 @dataclass
 class Batch:
-    """Some reviews, padded at the end to the length of the longest of the whole batch.
+    """A batch of reviews, padded at the end to the length of the longest review of the whole batch.
 
     Attributes:
-        tokens: (rows, seq), ids; each review starts with the beginning-of-document id, from which the model classifies.
-        is_padding: (rows, seq), where a review has ended.
-        labels: (rows,), 1 for praise and 0 for blame.
+        tokens: (rows, seq), ids; each review starts with the beginning-of-document id, where the model classifies.
+        is_padding: (rows, seq), true after the end of a review.
+        labels: (rows,), 1 for positive and 0 for negative.
     """
 
     tokens: Tensor
@@ -46,10 +46,10 @@ class Reviews:
     Args:
         data: "sample" for the generator, "imdb" for the hub's, or a folder with a data set like the hub's.
         split: "train" or "validation", of which IMDb calls the latter "test".
-        samples: how many reviews; fewer if there are not so many.
-        tokenizer: makes ids of texts.
-        seq_len: longer reviews are cut off.
-        seed: of the generator, and of the hub's reviews that are chosen.
+        samples: number of reviews; all of them if there are fewer.
+        tokenizer: encodes the texts.
+        seq_len: longer reviews are truncated.
+        seed: of the generator, and of the choice of the hub's reviews.
 
     Raises:
         InputError: the data set cannot be read.
@@ -77,14 +77,14 @@ class Reviews:
         return Batch(tokens, torch.arange(tokens.shape[1]) >= lengths[:, None], self.labels[rows])
 
     def evaluation_batches(self, batch_size: int, replica: int, replicas: int) -> Iterator[Batch]:
-        """One replica's part of all reviews, each of which is in exactly one part; the last batch may be smaller."""
+        """One replica's part of all reviews; each review is in exactly one part, and the last batch may be smaller."""
         for rows in torch.arange(len(self)).tensor_split(replicas)[replica].split(batch_size):
             if len(rows):
                 yield self.batch(rows)
 
 
 def read_hub(repository: str, split: str, samples: int, seed: int) -> list[tuple[str, int]]:
-    """Texts and labels of a data set on the hub, or of its copy in a folder, shuffled: IMDb's come sorted by label."""
+    """Shuffled texts and labels of a data set on the hub, or of its copy in a folder (IMDb is sorted by label)."""
     from datasets import load_dataset  # takes seconds: only for those who need it
 
     try:

@@ -1,7 +1,7 @@
 """A BERT-like text classifier in one process; tp_model.py shards it over several ranks.
 
-Simplified (Devlin et al., arXiv 1810.04805): no position encoding, so the model sees which words a text has, but not
-their order; no biases; and norms before attention and feed-forward, not after them.
+It is simpler than BERT (Devlin et al., arXiv 1810.04805): no position encoding, so the model knows the words of a text
+but not their order; no biases; and norms before attention and feed-forward, not after them.
 """
 
 import math
@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 
 class MultiHeadSelfAttention(nn.Module):
-    """Each position collects from those that it attends to, in `num_heads` ways at once.
+    """Bidirectional self-attention with `num_heads` heads.
 
-    Scores are divided by the root of `hidden_dim`, all heads' width, and not of one head's.
+    Scores are divided by the root of `hidden_dim`, the width of all heads together, not of one head.
 
     Raises:
         ValueError: `hidden_dim` does not divide into `num_heads`.
@@ -50,7 +50,7 @@ class MultiHeadSelfAttention(nn.Module):
 
 
 class FeedForwardBlock(nn.Module):
-    """Two linear layers (in, mid) and (mid, out), and `modules` that run between them: a GELU by default."""
+    """Two linear layers (in, mid) and (mid, out), with `modules` between them, by default a GELU."""
 
     def __init__(
         self, in_dim: int, mid_dim: int, out_dim: int, modules: nn.Module | list[nn.Module] | None = None
@@ -82,7 +82,7 @@ class ResNorm(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention, then a feed-forward block four times as wide within."""
+    """Attention, then a feed-forward block with four times the width inside."""
 
     attention_type: type[nn.Module] = MultiHeadSelfAttention
     pair_type: type[nn.Module] = FeedForwardBlock
@@ -101,7 +101,7 @@ class Block(nn.Module):
 
 
 class Classifier(nn.Module):
-    """From what the first position has collected to a score for each class."""
+    """Maps the output at the first position to a score for each class."""
 
     pair_type: type[nn.Module] = FeedForwardBlock
 

@@ -6,8 +6,8 @@
     AllGather      shards side by side   own shard
 
 A layer between the first two computes one term of its output on each rank: all ranks have the same input, and their
-terms of the output, and of the gradient of the input, have to be added up. Results are new tensors: autograd or the
-layer before may still need the input.
+terms of the output, and of the gradient of the input, have to be added up. Results are new tensors, because autograd or
+the previous layer may still need the input.
 """
 
 from typing import Any
@@ -31,14 +31,14 @@ dp_rank, dp_degree = 0, 1
 
 
 def init(tp: int) -> None:
-    """Divide the ranks into groups of `tp` neighbours; every rank calls it, after `init_process_group`.
+    """Divide the ranks into groups of `tp` neighbors; every rank must call it, after `init_process_group`.
 
     Of 4 ranks with `tp` = 2, ranks 0 and 1 hold the shards of one replica, 2 and 3 of another; ranks 0 and 2
     average their gradients, and so do 1 and 3. Without this call each rank is a group of its own.
 
     Raises:
         InputError: the ranks do not divide into such groups.
-        TrafficError: a rank does not come.
+        TrafficError: a rank does not take part.
     """
     global tp_grp, tp_rank, tp_degree, dp_grp, dp_rank, dp_degree
     ranks = world_size()
@@ -51,7 +51,7 @@ def init(tp: int) -> None:
 
 
 class Duplication(torch.autograd.Function):
-    """Hand the same `x` (any shape) to a layer's shards, whose gradients of `x` add up."""
+    """Pass the same `x` (any shape) to a layer's shards; the gradients of `x` are added up over the ranks."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -77,7 +77,7 @@ class AllReduce(torch.autograd.Function):
 
 
 class AllGather(torch.autograd.Function):
-    """Lay the ranks' `x` (…, n) side by side, in the order of ranks: (…, n · degree)."""
+    """Concatenate the ranks' `x` (…, n), in the order of ranks: (…, n · degree)."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:

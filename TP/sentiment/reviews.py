@@ -1,7 +1,7 @@
 """A generator of short film reviews, so that the classifier needs no download.
 
-Each review holds a few opinions, most of them of its own kind, among neutral sentences. Some opinions say the
-contrary and deny it ("The acting was not dull."). The notation of the sentences is that of `simplellm.stories`.
+Each review contains a few opinions, most of them matching its label, among neutral sentences. Some opinions negate the
+opposite word ("The acting was not dull."). The notation of the sentences is that of `simplellm.stories`.
 """
 
 from random import Random
@@ -68,7 +68,7 @@ def review(index: int, seed: int = 0, split: str = "train") -> tuple[str, int]:
 
 
 def opinion(kind: int, chance: Chance) -> str:
-    """A sentence that praises (`POSITIVE`) or blames (`NEGATIVE`)."""
+    """A positive (`POSITIVE`) or negative (`NEGATIVE`) sentence."""
     if chance() < 0.2:
         return tell(_VERDICTS[kind], {}, chance)
     says = _DENIED[kind] if chance() < DENIED else _AFFIRMED[kind]

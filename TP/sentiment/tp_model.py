@@ -1,11 +1,11 @@
 """The classifier of model.py, sharded over the ranks of a tensor-parallel group.
 
-Every rank has the full input and the full output of each layer; between the two it computes with its own shard of the
+Every rank has the full input and the full output of each layer, and computes in between with its own shard of the
 weights (Megatron-LM: Shoeybi et al., arXiv 1909.08053, figure 3). Shard r of n is the r-th of n equal slices of the
-matrix that one process draws from the same seed; so the group starts from that process's weights, provided that its
-ranks have the same seed.
+matrix that one process draws from the same seed. So if all ranks of a group have the same seed, the group starts from
+the same weights as one process.
 
-Building a layer leaves torch's generator where it was. Two layers built one after the other are therefore equal,
+Building a layer restores the state of torch's generator. Two layers built one after another are therefore equal,
 unless they are parts of a larger one, like the blocks of a `Transformer`, or the generator is seeded in between.
 """
 
@@ -29,7 +29,7 @@ _building = False
 
 @contextlib.contextmanager
 def unmoved_generator() -> Iterator[None]:
-    """Draw weights as one process does, and put the generator back when the outermost layer is built."""
+    """Draw weights as one process does; restore the generator when the outermost layer has been built."""
     global _building
     if _building:
         yield
@@ -54,7 +54,7 @@ def check_division(count: int, what: str) -> None:
 def keep_shard(layer: nn.Module, dim: int) -> None:
     """Replace a layer's weight by this rank's shard along `dim`: 0 its outputs (columns of W in xW), 1 its inputs.
 
-    `shard_spec` tells checkpoints its place, as in `TPGroup.own_parameter`.
+    `shard_spec` gives its position for checkpoints, as in `TPGroup.own_parameter`.
     """
     whole = layer.get_parameter("weight").detach()
     layer.weight = own = nn.Parameter(whole.chunk(pcomm.tp_degree, dim)[pcomm.tp_rank].clone())
@@ -102,9 +102,9 @@ class Embedding(nn.Module):
 
 
 class ShardDropout(nn.Dropout):
-    """Dropout of this rank's shard along `dim`, with the mask that one process draws for the whole.
+    """Dropout of this rank's shard along `dim`, with the mask that one process draws for the whole tensor.
 
-    Each rank draws all of it, so that the generators of a group stay equal, as the dropout after the layer needs.
+    Each rank draws the whole mask, so that the generators of a group stay equal; dropout after the layer needs that.
     """
 
     def __init__(self, p: float, dim: int) -> None:
@@ -120,10 +120,10 @@ class ShardDropout(nn.Dropout):
 
 
 def for_shards(module: nn.Module) -> nn.Module:
-    """`module`, or a copy if it has dropout, that does to shards along the last dimension what it does to the whole.
+    """`module`, or a copy with sharded dropout, such that its result for shards along the last dimension is the same.
 
     Raises:
-        InputError: it has weights, or draws at random in another way.
+        InputError: the module has weights, or uses random numbers in another way.
     """
     if next(module.parameters(), None) is not None:
         raise InputError(f"{module} between a pair of layers has weights: each rank would train its own; give it none")
@@ -157,7 +157,7 @@ class MultiHeadSelfAttention(model.MultiHeadSelfAttention):
         self.dropout = ShardDropout(dropout_prob, dim=1)
 
     def forward(self, x: Tensor, attention_mask: Tensor) -> Tensor:
-        """`x` (batch, seq, hidden) to the same shape; of a mask with heads, each rank takes the part of its own."""
+        """`x` (batch, seq, hidden) to the same shape; if a mask has heads, each rank uses those of its own heads."""
         mask: Tensor = pcomm.Duplication.apply(attention_mask)  # which may be trained
         if mask.dim() > 2 and mask.shape[-3] != 1:
             if mask.shape[-3] != self.num_heads:
@@ -170,12 +170,12 @@ class MultiHeadSelfAttention(model.MultiHeadSelfAttention):
 class ColRowLinearPair(model.FeedForwardBlock):
     """Two linear layers, the first split by its outputs, the second by its inputs: one sum instead of two gathers.
 
-    It stands in for a `FeedForwardBlock`. `first_linear.weight` is (mid / degree, in), `second_linear.weight` (out,
-    mid / degree). `modules` run between the two, on this rank's shard of the middle: they must treat each element on
-    its own, and have no weights.
+    It replaces a `FeedForwardBlock`. `first_linear.weight` is (mid / degree, in), `second_linear.weight` (out,
+    mid / degree). `modules` run between the two, on this rank's shard of the inner width: they must be element-wise,
+    and have no weights.
 
     Raises:
-        InputError: the middle does not divide among the ranks, or the modules cannot run on shards.
+        InputError: the inner width does not divide among the ranks, or the modules cannot run on shards.
     """
 
     def __init__(
@@ -206,7 +206,7 @@ class Block(model.Block):
 
 
 class Classifier(model.Classifier):
-    """From the first position to a score for each class."""
+    """Maps the first position to a score for each class."""
 
     pair_type = ColRowLinearPair
     __init__ = unmoved_generator()(model.Classifier.__init__)

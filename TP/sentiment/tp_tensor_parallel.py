@@ -1,10 +1,10 @@
-"""A classifier of film reviews whose layers are split over ranks, and whose batch over groups of such ranks.
+"""A classifier of film reviews: its layers are split over ranks, and the batch over groups of such ranks.
 
     python TP/sentiment/tp_tensor_parallel.py <rank> --tp 2      in four terminals, with the ranks 0 to 3
     ./launch.sh sentiment --world-size 4 --tp 2 --epochs 3       all ranks at once
 
-`--tp` neighbours share the layers (tp_model.py) and work on the same rows; the groups share the rows of the batch and
-average their gradients. `--bsz` counts the rows of all groups: so every `--tp` gives the same training run.
+Groups of `--tp` neighboring ranks share the layers (tp_model.py) and work on the same rows. The groups divide the rows
+of the batch and average their gradients. `--bsz` counts the rows of all groups, so every `--tp` gives the same run.
 """
 
 import os
@@ -53,7 +53,7 @@ class SentimentSettings(WorldSize, ResumableSettings):
     epochs: int = 3
     """passes over the training reviews"""
     samples: Annotated[int, ResumePolicy.FIXED] = 2048
-    """reviews to learn from; a quarter as many others are for validation"""
+    """training reviews; a quarter as many further reviews are for validation"""
     layers: Annotated[int, ResumePolicy.MODEL] = 2
     """transformer blocks"""
     dim: Annotated[int, ResumePolicy.MODEL] = 64
@@ -63,9 +63,9 @@ class SentimentSettings(WorldSize, ResumableSettings):
     bsz: Annotated[int, ResumePolicy.FIXED] = 32
     """reviews per step, over all replicas"""
     seq_len: Annotated[int, ResumePolicy.FIXED] = 128
-    """tokens of a review that are read"""
+    """maximum tokens of a review; longer ones are truncated"""
     dropout: Annotated[float, ResumePolicy.DEFAULT] = 0.0
-    """share of activations left out in training"""
+    """fraction of activations set to zero in training"""
     lr: Annotated[float, ResumePolicy.DEFAULT] = 1e-3
     """learning rate"""
     optimizer: Annotated[Literal["adam", "adamw", "sgd"], ResumePolicy.FIXED] = "adam"
@@ -112,7 +112,7 @@ class SentimentSettings(WorldSize, ResumableSettings):
         if self.data not in ("sample", "imdb") and not os.path.isdir(self.data):
             raise InputError(f"--data {self.data}: give sample, imdb, or a folder with a copy of the hub's data set")
         if not 0 <= self.dropout < 1:
-            raise InputError(f"--dropout {self.dropout}: give a share from 0 up to, but not including, 1")
+            raise InputError(f"--dropout {self.dropout}: give a number from 0 to less than 1")
 
 
 DEFAULTS = SentimentSettings()
@@ -162,7 +162,7 @@ def train(run: Run[SentimentSettings]) -> None:
 
 @torch.no_grad()
 def validate(run: Run[SentimentSettings], net: nn.Module, reviews: Reviews, epoch: int) -> None:
-    """Say which share of the validation reviews the model tells right: each counts once, whoever looks at it."""
+    """Print the fraction of validation reviews that the model classifies correctly; each review counts once."""
     right = torch.zeros((), dtype=torch.int64, device=run.device)
     net.eval()
     for batch in reviews.evaluation_batches(run.settings.bsz, pcomm.dp_rank, pcomm.dp_degree):

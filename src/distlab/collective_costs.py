@@ -1,4 +1,4 @@
-"""Predict what the collectives by hand cost between computers with a network card each.
+"""Predict the cost of the handwritten collectives between computers with one network card each.
 
 python -m distlab.collective_costs 64 --latency-us 20 --gigabytes-per-second 1.25     # 64 computers with 10 Gbit/s each
 """
@@ -19,16 +19,16 @@ class Request:
     """What to predict."""
 
     world_size: tyro.conf.Positional[int]
-    """computers, a rank each"""
+    """number of computers, with one rank each"""
     latency_us: float = 20
-    """of a message, in microseconds"""
+    """latency of a message in microseconds"""
     gigabytes_per_second: float = 1.25
-    """that go through a computer's link in either direction"""
+    """bandwidth of each computer's link, in each direction"""
     kilobytes: tuple[int, ...] = (1, 32, 1000, 32_000)
-    """sizes of the tensors, or of all the parts"""
+    """sizes of the tensors, or of all their parts together"""
 
     def check(self) -> None:
-        """Raise `InputError` for what cannot be predicted."""
+        """Raise `InputError` for values that cannot be simulated."""
         gigabytes, sizes = self.gigabytes_per_second, " ".join(map(str, self.kilobytes))
         require(1 <= self.world_size <= 1024, f"{self.world_size} computers: give 1 to 1024")
         require(0 <= self.latency_us < math.inf, f"--latency-us {self.latency_us:g}: give 0 or more")
@@ -37,9 +37,9 @@ class Request:
 
 
 def table(request: Request) -> None:
-    """Print the predicted milliseconds of every operation between computers with a network card each.
+    """Print the predicted milliseconds of every operation between computers with one network card each.
 
-    Each message is simulated: that takes seconds for dozens of computers, and minutes for rings of a thousand.
+    Every message is simulated, which takes seconds for dozens of computers, and minutes for rings of a thousand.
     """
     request.check()
     link = Link(request.latency_us * 1e-6, request.gigabytes_per_second * 1e9)

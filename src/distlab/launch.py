@@ -1,4 +1,4 @@
-"""./launch.sh <topology> [flags]: starts all ranks of a script through torchrun, and ends them all when one fails.
+"""./launch.sh <topology> [flags]: starts all ranks of a script through torchrun, and ends all of them when one fails.
 
 A script that imports mpi4py is started through mpirun, which does the same.
 """
@@ -27,7 +27,7 @@ from simplellm.errors import InputError, require
 from simplellm.generation import prompt_ids
 from simplellm.tokenizers import SPTokenizer
 
-TOPOLOGIES = {  # a script, and flags that come before the user's own
+TOPOLOGIES = {  # a script, and flags that are placed before the user's own
     "quickstart": "DP/gradient_aggr/intro_DP_GA.py --world-size 2 --batch-size 2 --dmodel 128 --num-heads 4 "
     "--n-layers 4 --lr 2e-3 --steps 2400 --data sample --save-every 800 --tell 'Once upon a time'",
     "primer": "primer/intro.py",
@@ -57,7 +57,7 @@ QUICKSTART = "Start here: dp-ga with a small model, about five minutes on two co
 
 
 def launch(args: list[str]) -> int:
-    """Start the topology that `args` name, wait for its end, and return the exit status.
+    """Start the topology named in `args`, wait until it ends, and return the exit status.
 
     Raises:
         InputError: there is no such topology, or its flags cannot work.
@@ -69,7 +69,7 @@ def launch(args: list[str]) -> int:
             first_line = (ast.get_docstring(ast.parse(script.read_text())) or "").partition("\n")[0]
             about = QUICKSTART if name == "quickstart" else " ".join([first_line, *flags])
             print(f"  {name:<12} {about}")
-        print(f"\nbesides a topology's own flags:\n{FLAGS}", end="")
+        print(f"\nflags of launch.sh itself:\n{FLAGS}", end="")
         return 0
     script, flags = find_script(args[0])
     prog, args = f"./launch.sh {args[0]}", [*flags, *args[1:]]
@@ -86,8 +86,8 @@ def launch(args: list[str]) -> int:
     nodes = assign_ranks(own_flags, settings.layout, settings.master_addr)
     out, resume = settings.out, getattr(settings, "resume", None)
     reader = "--max-restarts" if own_flags.max_restarts else "--tell" if own_flags.tell is not None else None
-    if reader and out is None:  # restarted ranks, and who tells the story, have to find what was saved
-        several = f"{reader} on several machines: give --out, a folder that all of them see"
+    if reader and out is None:  # restarted ranks and the story teller must find what was saved
+        several = f"{reader} on several machines: give --out, a folder that all of them share"
         require(len(nodes.ranks_of) == 1, several)
         out = new_folder(Path("runs") / script.stem)
         args = [*args, "--out", str(out)]
@@ -107,7 +107,7 @@ def launch(args: list[str]) -> int:
 
 
 def find_script(name: str) -> tuple[Path, list[str]]:
-    """The script of a topology and its flags, or the path of any script."""
+    """The script of a topology and its flags, or any script by its path."""
     if name in TOPOLOGIES:
         script, *flags = shlex.split(TOPOLOGIES[name])
         return LAB / script, flags
@@ -117,15 +117,15 @@ def find_script(name: str) -> tuple[Path, list[str]]:
 
 
 def read_settings(script: Path, args: list[str], prog: str) -> RunSettings:
-    """A script's defaults, changed by `args`: a wrong flag is found here, before any rank starts."""
+    """A script's settings for `args`; a wrong flag is reported here, before any rank starts."""
     defaults, description = read_defaults(script)
     return parse(defaults, description or script.stem, args, prog=prog)
 
 
 def check_story(prompt: str, settings: RunSettings | None, script: str) -> TrainSettings:
-    """The settings of a run whose model can tell a story; `InputError` if it cannot, or not with this prompt."""
+    """Return the settings of a run whose model can tell a story; `InputError` if it cannot, or not from this prompt."""
     if not isinstance(settings, TrainSettings):
-        raise InputError(f"--tell: {script} trains no Llama, which could tell a story; leave --tell out")
+        raise InputError(f"--tell: {script} does not train a Llama, which could tell a story; leave --tell out")
     if settings.resume is None:  # otherwise the model may read more tokens than --seq-len
         try:
             prompt_ids(prompt, SPTokenizer(settings.tokenizer), settings.seq_len)
@@ -135,7 +135,7 @@ def check_story(prompt: str, settings: RunSettings | None, script: str) -> Train
 
 
 def tell_story(run: Path, prompt: str, device: str) -> int:
-    """Have the model that a run has saved tell a story, in lines that begin with `#`; returns the exit status."""
+    """Print a story told by a run's saved model, in lines that begin with `#`; returns the exit status."""
     teller = [sys.executable, str(LAB / "primer/tell_story.py"), str(run), "--prompt", prompt, "--device", device]
     teller += ["--temperature", str(TEMPERATURE)]
     with subprocess.Popen(teller, stdout=subprocess.PIPE, text=True) as process:
@@ -149,7 +149,7 @@ def become_mpirun(script: Path, args: list[str]) -> NoReturn:
     """Replace this process by mpirun, which runs all ranks of `script`.
 
     Raises:
-        InputError: MPI is not installed, or `--world-size`, the one flag that is not the script's own, is not a number.
+        InputError: MPI is not installed, or `--world-size`, which is not a flag of the script itself, is not valid.
     """
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     parser.add_argument("--world-size", "--world_size", type=int, default=8)

@@ -1,4 +1,4 @@
-"""What stands around a command of one process: from its flags to its exit status.
+"""The frame of every single-process command: its flags, its error messages, its exit status.
 
 if __name__ == "__main__":
     run(tell, Request, __doc__)
@@ -22,8 +22,8 @@ RequestT = TypeVar("RequestT")
 def run(work: Callable[[RequestT], None], request: type[RequestT], description: str | None) -> NoReturn:
     """Read the command line as a `request`, do the work, and exit.
 
-    The exit status is 0 if all went well, 2 for what the user can mend (a sentence says how), 130 for Ctrl-C, and 1 if
-    the reader of the output has gone, as `head` does.
+    The exit status is 0 for success, 2 for an error that the user can correct (the message says how), 130 for Ctrl-C,
+    and 1 if the reader of the output has exited, as `head` does.
     """
     guard(lambda: work(read(lambda: tyro.cli(request, description=description))))
 
@@ -37,7 +37,7 @@ def guard(command: Callable[[], object]) -> NoReturn:
         print(f"# {error}", file=sys.stderr)
         raise SystemExit(2) from None
     except KeyboardInterrupt:
-        print(file=sys.stderr)  # the shell's next prompt gets a line of its own
+        print(file=sys.stderr)  # so that the shell's prompt starts on a new line
         raise SystemExit(130) from None
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes once more as it ends
@@ -46,10 +46,10 @@ def guard(command: Callable[[], object]) -> NoReturn:
 
 
 def read(cli: Callable[[], RequestT]) -> RequestT:
-    """What tyro makes of the command line.
+    """The command line as tyro parses it.
 
     Raises:
-        InputError: with one sentence in place of tyro's panel of lines.
+        InputError: the command line is not valid; the message is one sentence instead of tyro's panel.
     """
     errors = io.StringIO()
     try:
@@ -62,7 +62,7 @@ def read(cli: Callable[[], RequestT]) -> RequestT:
 
 
 def one_sentence(panel: str) -> str:
-    """What tyro frames as a panel of lines, with a title and rules, which are of "-" in a plain terminal."""
+    """The text of tyro's panel as one sentence, without title and frame (which is made of "-" in a plain terminal)."""
     lines = [line.strip("│╭╮╰╯─ ") for line in panel.splitlines()]
     text = " ".join([line for line in lines if line.strip("-")][1:])
     return re.split(r" ?(?:For full helptext|Argument helptext:)", text)[0] + " (--help lists the flags)"

@@ -1,9 +1,9 @@
 """Stories as batches of token ids.
 
-The rule that every layout follows: the documents, each followed by one end-of-document token, are one endless stream of
-tokens, and the stream is cut into sequences. With G sequences to a step (all replicas together), step s trains on the
-sequences s*G to s*G + G - 1, whoever gets which. So three replicas of two sequences each see, step by step, what one
-replica of six sees: data is a function of (seed, step, row) and of nothing else.
+All layouts follow one rule. The documents, each followed by an end-of-document token, form one endless stream of
+tokens, which is cut into sequences. With G sequences per step (over all replicas), step s trains on the sequences s*G
+to s*G + G - 1, however the replicas share them. So three replicas with two sequences each see, step by step, the
+same data as one replica with six: data is a function of (seed, step, row) only.
 """
 
 from collections import deque
@@ -17,7 +17,7 @@ from simplellm.sources import SPLITS, choose_source, open_source
 
 
 class Tokenizer(Protocol):
-    """What the batches need of a tokenizer."""
+    """The part of a tokenizer that the batches need."""
 
     eos_id: int
 
@@ -27,20 +27,20 @@ class Tokenizer(Protocol):
 class TinyStories:
     """An endless iterator over batches of stories: int64 token ids of shape (batch, seq).
 
-    It keeps its position and nothing else; `iter` continues from there.
+    Its only state is its position; `iter` continues from there.
 
     Args:
-        tokenizer: encodes the documents; its `eos_id` goes between them.
-        batch_size: sequences to a step for this replica.
-        seq_l: tokens to a sequence.
-        skip: documents to leave out at the beginning.
+        tokenizer: encodes the documents; its `eos_id` separates them.
+        batch_size: sequences per step for this replica.
+        seq_l: tokens per sequence.
+        skip: number of documents to skip at the beginning.
         split: "train" or "validation", which share no document.
         data: "sample" (the generator), "tinystories" (the hub's data set), the path of a .txt, .jsonl or .parquet file,
-            or "auto" (see `choose_source`). Documents of a .txt are separated by lines "<|endoftext|>" or, where it has
-            none, by blank lines; .jsonl has one on each line, .parquet one in each row, under the name "text".
-        seed: the generator's seed; the other sources have one order only.
-        rank: which of the replicas this is.
-        num_replicas: replicas that share each step; every one of them reads the whole stream and keeps its own rows.
+            or "auto" (see `choose_source`). Documents of a .txt file are separated by lines "<|endoftext|>" or, if it
+            has none, by blank lines; .jsonl has one per line, .parquet one per row, under the name "text".
+        seed: the generator's seed; other sources have a fixed order.
+        rank: the number of this replica.
+        num_replicas: replicas that share each step; each of them reads the whole stream and keeps its own rows.
 
     Raises:
         InputError: an argument is out of its range, or the data cannot be read.
@@ -102,12 +102,12 @@ class TinyStories:
     def state_dict(self) -> dict[str, int]:
         """The position: the next token is number `offset` of document number `document`.
 
-        It is the same on every rank, and does not depend on layout or batch size: a run may be resumed with others.
+        It is the same on every rank and does not depend on layout or batch size, so a run may be resumed with others.
         """
         return {"document": self._document, "offset": self._offset}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        """Go to a position that `state_dict` gave.
+        """Go to a position from `state_dict`.
 
         Raises:
             InputError: there is no such position in this data with this tokenizer.
@@ -116,11 +116,11 @@ class TinyStories:
 
     def _go_to(self, document: int, offset: int) -> None:
         self._documents = self._source.documents(document)
-        self._document = document  # that of the first token in the buffer
-        self._offset = offset  # tokens of it already used
-        self._tokens: list[int] = []  # read and not yet used
-        self._lengths: deque[int] = deque()  # of the documents in the buffer, the used part of the first included
-        self._read_document()  # at once, so that bad data ends the run before ranks wait for each other
+        self._document = document  # the document of the first token in the buffer
+        self._offset = offset  # how many of its tokens have been used
+        self._tokens: list[int] = []  # tokens that have been read but not used
+        self._lengths: deque[int] = deque()  # lengths of the documents in the buffer, including used tokens
+        self._read_document()  # now, so that bad data ends the run before ranks wait for each other
         if offset >= len(self._tokens):
             raise InputError(
                 f"--resume: token {offset} of document {document} does not exist ({len(self._tokens)} tokens); "

@@ -1,11 +1,11 @@
-"""The one exception for what the user can mend."""
+"""The exception for errors that the user can correct."""
 
 
 class InputError(ValueError):
     """A value that the user gave cannot work.
 
     The message is one sentence that names the flag or file, the value, and what would be right; scripts print it
-    without a traceback. Whatever else is raised is our fault and keeps its traceback.
+    without a traceback. Any other exception is a bug of the lab and keeps its traceback.
     """
 
 

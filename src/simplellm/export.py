@@ -2,7 +2,8 @@
 
     AutoModelForCausalLM.from_pretrained("DIR"), AutoTokenizer.from_pretrained("DIR")
 
-These give our logits and our token ids. The weights need no conversion: parameters carry that library's names already.
+These compute the same logits and token ids as the lab. The weights need no conversion, because the parameters already
+have the names of that library.
 """
 
 import contextlib
@@ -27,11 +28,11 @@ def export(model: SavedModel, folder: Path) -> None:
     """Write config.json, model.safetensors and the tokenizer's files.
 
     Args:
-        model: what to write.
-        folder: a new or an empty one.
+        model: the model to write.
+        folder: a new or an empty folder.
 
     Raises:
-        InputError: the folder holds files already or cannot be written to, or the tokenizer cannot be exported.
+        InputError: the folder is not empty or cannot be written to, or the tokenizer cannot be exported.
     """
     tokenizer = as_tokenizer_json(model.tokenizer)
     ids = token_ids(SPTokenizer(model.tokenizer))
@@ -45,7 +46,7 @@ def export(model: SavedModel, folder: Path) -> None:
             shutil.copyfile(model.tokenizer, place / "tokenizer.model")
             weights = {name: parameter.contiguous() for name, parameter in model.parameters.items()}
             save_file(weights, place / "model.safetensors", metadata={"format": "pt"})
-            # safetensors lets nobody else read its file; these are to be given away.
+            # safetensors makes its file unreadable for other users; an export is meant to be shared.
             (place / "model.safetensors").chmod((place / "config.json").stat().st_mode)
     except (OSError, SafetensorError) as error:
         why = getattr(error, "strerror", None) or error
@@ -53,17 +54,17 @@ def export(model: SavedModel, folder: Path) -> None:
 
 
 def check_free(folder: Path) -> None:
-    """Raise `InputError` unless files can be put there without replacing any."""
+    """Raise `InputError` unless files can be written there without replacing any."""
     if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
-        raise InputError(f"{folder}: is there already, and not an empty folder; give a new one")
+        raise InputError(f"{folder}: exists and is not an empty folder; give a new one")
 
 
 @contextlib.contextmanager
 def _all_or_nothing(folder: Path) -> Iterator[Path]:
-    """Where to write the files of a folder: beside a new one, which is renamed when all are there.
+    """The place to write the files of a folder: another folder, which is renamed when it is complete.
 
-    An empty folder that is there may be a mounted one, or where the user is: it stays, and gets the files directly.
-    What ends the writing early, such as a full disk, leaves no files.
+    An empty folder that exists may be a mount point, or the user's working directory, so it is kept and gets the files
+    directly. If writing fails, for example because the disk is full, no files remain.
     """
     is_new = not folder.exists()
     place = folder.with_name(f"{folder.name}.unfinished") if is_new else folder
@@ -82,7 +83,7 @@ def _all_or_nothing(folder: Path) -> Iterator[Path]:
 
 
 def llama_config(options: dict[str, Any]) -> dict[str, Any]:
-    """The model's sizes in the words of transformers' LlamaConfig."""
+    """The model's sizes as the fields of transformers' LlamaConfig."""
     theta = options["rope_theta"]
     return {
         "architectures": ["LlamaForCausalLM"],
@@ -107,13 +108,13 @@ def llama_config(options: dict[str, Any]) -> dict[str, Any]:
 
 
 def token_ids(tokenizer: SPTokenizer) -> dict[str, int | None]:
-    """The ids of the tokens that stand for no text; None for one that the tokenizer has not."""
+    """The ids of the special tokens; None for one that the tokenizer does not have."""
     ids = {"bos_token_id": tokenizer.bos_id, "eos_token_id": tokenizer.eos_id, "pad_token_id": tokenizer.pad_id}
     return {name: id if id >= 0 else None for name, id in ids.items()}
 
 
 def tokenizer_config(model: Path, ctx_size: int) -> dict[str, Any]:
-    """What makes transformers use tokenizer.json as `SPTokenizer.encode` works."""
+    """The configuration with which transformers uses tokenizer.json like `SPTokenizer.encode`."""
     pieces = SentencePieceProcessor(model_file=str(model))
     names = {"bos": pieces.bos_id(), "eos": pieces.eos_id(), "pad": pieces.pad_id(), "unk": pieces.unk_id()}
     return {
@@ -129,5 +130,5 @@ def _write(path: Path, content: dict[str, Any]) -> None:
     path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
-if __name__ == "__main__":  # the command knows runs, which this library does not
+if __name__ == "__main__":  # the command is in distlab, which knows about runs
     runpy.run_module("distlab.exchange.export", run_name="__main__", alter_sys=True)

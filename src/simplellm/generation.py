@@ -1,4 +1,4 @@
-"""What telling a story needs around its loop: the tokens of a prompt, and text out of tokens that come one by one."""
+"""Helpers for text generation: the tokens of a prompt, and text from tokens that arrive one by one."""
 
 from simplellm.errors import InputError
 from simplellm.tokenizers import SPTokenizer

@@ -1,7 +1,8 @@
 """Read a Llama in Hugging Face's format.
 
-The folder holds config.json, model.safetensors (or its parts and their index) and tokenizer.model. What the lab's Llama
-cannot be is refused, and nothing is ever unpickled: a pytorch_model.bin may hold any program.
+The folder contains config.json, model.safetensors (or its parts and their index) and tokenizer.model. Models with
+features that the lab's Llama does not have are refused. Nothing is unpickled: a pytorch_model.bin may contain any
+program.
 """
 
 import contextlib
@@ -24,13 +25,13 @@ from simplellm.tokenizers import SPTokenizer
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 LAYERS, GATE = "model.layers.", "model.layers.0.mlp.gate_proj.weight"
-MOST_POSITIONS = 2**24  # beyond it the tables of rotary positions alone would fill the memory
+MOST_POSITIONS = 2**24  # with more, the tables of rotary positions alone would fill the memory
 
 Shape = tuple[int, ...]
 
 
 def is_llama(folder: Path) -> bool:
-    """Whether a folder is in Hugging Face's format; a run's config.json names no kind of model."""
+    """Whether a folder is in Hugging Face's format; a run's config.json does not have a model_type."""
     if (folder / WEIGHTS).exists() or (folder / INDEX).exists():
         return True
     with contextlib.suppress(InputError):
@@ -39,10 +40,10 @@ def is_llama(folder: Path) -> bool:
 
 
 def read_llama(folder: Path) -> SavedModel:
-    """The model in a folder in Hugging Face's format, in float32, with a head of its own.
+    """The model in a folder in Hugging Face's format, in float32 and with an untied head.
 
     Raises:
-        InputError: a file is missing or damaged, or says what the lab's Llama cannot be.
+        InputError: a file is missing or damaged, or the model has features that the lab's Llama does not have.
     """
     if not folder.is_dir():
         raise InputError(f"{folder}: there is no such folder; give one with config.json and {WEIGHTS}")
@@ -79,7 +80,7 @@ def _refuse(path: Path, key: str, value: Any, wanted: str) -> InputError:
 
 
 def _check_kind(path: Path, config: dict[str, Any]) -> None:
-    """Raise `InputError` for what the lab's Llama has no words for."""
+    """Raise `InputError` for features that the lab's Llama does not have."""
     if config.get("model_type") != "llama":
         raise _refuse(path, "model_type", config.get("model_type"), 'only a "llama" can be imported')
     if config.get("hidden_act", "silu") != "silu":
@@ -99,7 +100,7 @@ def _check_kind(path: Path, config: dict[str, Any]) -> None:
 
 
 def _options(path: Path, config: dict[str, Any]) -> dict[str, Any]:
-    """Keyword arguments of `simplellm.llama`'s models; where config.json may be silent, what transformers assumes."""
+    """Keyword arguments for the models of `simplellm.llama`, with transformers' defaults for missing fields."""
 
     def size(key: str, default: int | None = None) -> int:
         value = default if config.get(key) is None else config[key]
@@ -161,7 +162,7 @@ def _tokenizer(folder: Path, vocab_size: int) -> SPTokenizer:
 
 
 def _stored(folder: Path) -> dict[str, tuple[Path, Shape]]:
-    """The file and the shape of each tensor, as the files' headers say; no tensor is read."""
+    """The file and the shape of each tensor, from the headers of the files; no tensor is read."""
     where = _files_of(folder)
     stored: dict[str, tuple[Path, Shape]] = {}
     for path in dict.fromkeys(where.values()):
@@ -175,7 +176,7 @@ def _stored(folder: Path) -> dict[str, tuple[Path, Shape]]:
 
 
 def _check_sizes(path: Path, options: dict[str, Any], stored: dict[str, tuple[Path, Shape]]) -> None:
-    """Raise `InputError` for sizes that the tensors do not have, before a model of such sizes is built."""
+    """Raise `InputError` if the sizes do not match the tensors, before a model of these sizes is built."""
     layers = len({name.removeprefix(LAYERS).partition(".")[0] for name in stored if name.startswith(LAYERS)})
     if options["n_layers"] != layers:
         wanted = f"the files have the tensors of {layers} layers"
@@ -203,7 +204,7 @@ def _opened(path: Path) -> Iterator[Any]:
 def _parameters(
     folder: Path, stored: dict[str, tuple[Path, Shape]], shapes: dict[str, Shape], tied: bool
 ) -> dict[str, Tensor]:
-    """The tensors of all parameters, each read from its file and widened to float32."""
+    """The tensors of all parameters, read from their files and converted to float32."""
     parameters: dict[str, Tensor] = {}
     for path in dict.fromkeys(path for path, _ in stored.values()):
         with _opened(path) as file:
@@ -211,7 +212,7 @@ def _parameters(
                 if _is_ours(path, name, shapes, tied):
                     parameters[name] = _widened(path, name, file.get_tensor(name), shapes[name])
     if tied and EMBEDDING in parameters:
-        # A tensor of its own: in a pipeline, embedding and head are on different ranks.
+        # A separate tensor: in a pipeline, embedding and head are on different ranks.
         parameters[HEAD] = parameters[EMBEDDING].clone()
     for name, shape in shapes.items():
         if name not in parameters:
@@ -243,7 +244,7 @@ def _files_of(folder: Path) -> dict[str, Path]:
 def _is_ours(path: Path, name: str, shapes: dict[str, Shape], tied: bool) -> bool:
     """Whether to read a tensor; raises `InputError` for one that would change what the model computes."""
     if name.endswith(".rotary_emb.inv_freq") or (tied and name == HEAD):
-        return False  # old files keep the frequencies, which follow from rope_theta; a tied head is the embedding
+        return False  # old files contain the frequencies, which follow from rope_theta; a tied head is the embedding
     if name not in shapes:
         raise InputError(f"{path}: has a tensor {name}, for which the lab's Llama has no place")
     return True
@@ -260,5 +261,5 @@ def _widened(path: Path, name: str, tensor: Tensor, shape: Shape) -> Tensor:
     return tensor.float()
 
 
-if __name__ == "__main__":  # the command knows runs, which this library does not
+if __name__ == "__main__":  # the command is in distlab, which knows about runs
     runpy.run_module("distlab.exchange.import_hf", run_name="__main__", alter_sys=True)

@@ -1,7 +1,7 @@
 """Initial weights as a function of (seed, parameter's name, full shape).
 
-A pipeline stage, a tensor-parallel shard and the whole model therefore start equal, whatever was built before them and
-on whichever rank: no random generator is shared, and the global ones stay where they are.
+A pipeline stage, a tensor-parallel shard and the whole model therefore start equal, on every rank and whatever was
+built before: no random generator is shared, and the global generators are not used.
 """
 
 import hashlib

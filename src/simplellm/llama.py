@@ -1,12 +1,12 @@
 """Llama, whole or as the stages of a pipeline.
 
 The model is that of Touvron et al. (arXiv 2302.13971): pre-norm blocks with RMSNorm, rotary positions, causal
-attention (grouped-query if asked for) and SwiGLU, without biases, and with an untied head. Parameters carry the names
-of Hugging Face's ``LlamaForCausalLM``, and a stage's parameters the names that they have in the whole model: state
-dicts load both ways, and the stages' together are the whole model's.
+attention (optionally grouped-query) and SwiGLU, without biases, and with an untied head. Parameters have the names of
+Hugging Face's ``LlamaForCausalLM``. A stage's parameters have the same names as in the whole model: state dicts load in
+both directions, and those of all stages together are that of the whole model.
 
-With `dtype` bfloat16 the model computes in mixed precision by itself: parameters, their gradients, the residual stream,
-the statistics of the norms and the logits are float32; what lies between a norm and the next residual sum is bfloat16.
+With `dtype` bfloat16 the model computes in mixed precision: parameters, their gradients, the residual stream, the
+statistics of the norms and the logits are float32; everything between a norm and the next residual sum is bfloat16.
 """
 
 import functools
@@ -31,7 +31,7 @@ class Linear(nn.Linear):
     """x @ weight.T in the dtype of `x`; the weight is float32."""
 
     def reset_parameters(self) -> None:
-        """Leave the weight as it is: `initialize` sets it, and the global random generator is not to be drawn from."""
+        """Do nothing: `initialize` sets the weight, and the global random generator must not be used."""
 
     def forward(self, x: Tensor) -> Tensor:
         weight_gradients = deferred_to() if self.weight.requires_grad and x.requires_grad else None
@@ -41,9 +41,9 @@ class Linear(nn.Linear):
 
 
 class _Linear(torch.autograd.Function):
-    """A linear map by a float32 weight, which a bfloat16 input has cast once for forward and backward together.
+    """A linear map with a float32 weight; for a bfloat16 input, the weight is cast once for forward and backward.
 
-    With `defer`, the weight comes detached, and the backward pass hands over the product for its gradient.
+    With `defer`, the weight is detached, and the backward pass passes the factors of its gradient to `defer`.
     """
 
     @staticmethod
@@ -70,10 +70,10 @@ def _gradient_of_weight(x: Tensor, grad: Tensor) -> Tensor:
 
 
 def _widen(x: Tensor) -> Tensor:
-    """The factor of a product in float32 if this is bfloat16 on a CPU without bfloat16 products, else `x` itself.
+    """`x` in float32 if it is bfloat16 on a CPU without bfloat16 instructions, else `x` itself.
 
-    A bfloat16 product is one of bfloat16 factors, summed in float32 and rounded at the end. A CPU without instructions
-    for it computes the same from widened factors about five times faster than it emulates the instructions.
+    A bfloat16 matrix product has bfloat16 factors, is summed in float32 and rounded at the end. A CPU without such
+    instructions computes the same from float32 factors, about five times faster than by emulation.
     """
     if x.dtype == torch.bfloat16 and x.device.type == "cpu" and not _cpu_multiplies_bfloat16():
         return x.float()
@@ -82,7 +82,7 @@ def _widen(x: Tensor) -> Tensor:
 
 @functools.cache
 def _cpu_multiplies_bfloat16() -> bool:
-    # torch 2.11 cannot tell: there float32, never bad, is used on every CPU.
+    # torch 2.11 does not report capabilities; float32, which is always correct, is then used on every CPU.
     capabilities: Mapping[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()
     return any(capabilities.get(name, False) for name in ("avx512_bf16", "amx_bf16", "bf16"))
 
@@ -90,7 +90,7 @@ def _cpu_multiplies_bfloat16() -> bool:
 class RMSNorm(nn.Module):
     """x / rms(x) * weight over the last dimension (Zhang and Sennrich, arXiv 1910.07467).
 
-    Takes the float32 residual stream and hands it on in `dtype`.
+    Takes the float32 residual stream and returns `dtype`.
     """
 
     def __init__(self, dmodel: int, eps: float, dtype: torch.dtype) -> None:
@@ -105,7 +105,7 @@ class RMSNorm(nn.Module):
 
 
 class _RMSNormFunction(torch.autograd.Function):
-    """By hand, because the derivative that autograd derives goes over the activations twice as often."""
+    """Handwritten, because autograd's own derivative passes over the activations twice as often."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -130,10 +130,10 @@ class _RMSNormFunction(torch.autograd.Function):
 def rotary_tables(ctx_size: int, head_dim: int, theta: float, device: torch.device) -> tuple[Tensor, Tensor]:
     """Cosine (ctx, 1, head_dim) and sine (ctx, 1, head_dim / 2) of each position's angles, in float32.
 
-    Pair i of a head turns by theta^(-2i / head_dim) per position (Su et al., arXiv 2104.09864). The cosine comes twice,
-    once for each half of the head.
+    Pair i of a head rotates by theta^(-2i / head_dim) per position (Su et al., arXiv 2104.09864). The cosine is
+    repeated for both halves of the head.
     """
-    with torch.inference_mode(False):  # a table first made while generating text must also serve training
+    with torch.inference_mode(False):  # a table created while generating text must also work in training
         frequencies = theta ** (-torch.arange(0, head_dim, 2, dtype=torch.float32, device=device) / head_dim)
         angles = torch.outer(torch.arange(ctx_size, dtype=torch.float32, device=device), frequencies).unsqueeze(1)
         return angles.cos().repeat(1, 1, 2), angles.sin()
@@ -165,10 +165,10 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor, direction: int) -> Tensor:
 
 
 class LayerCache:
-    """The keys and values that one layer's attention has computed so far, so that no token need go through it twice.
+    """The keys and values that one layer's attention has computed so far, so that each token is computed only once.
 
     Args:
-        ctx_size: positions to make room for.
+        ctx_size: number of positions to allocate.
     """
 
     def __init__(self, ctx_size: int) -> None:
@@ -178,7 +178,7 @@ class LayerCache:
         self._values: Tensor | None = None
 
     def append(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Keep those of the next positions, (batch, heads, seq, head_dim); returns those of all positions so far."""
+        """Add those of the next positions, (batch, heads, seq, head_dim); returns those of all positions so far."""
         if self._keys is None or self._values is None:
             batch, heads, _, head_dim = keys.shape
             self._keys, self._values = keys.new_empty(2, batch, heads, self.ctx_size, head_dim)
@@ -191,9 +191,9 @@ class LayerCache:
 class Attention(nn.Module):
     """Causal self-attention with rotary positions.
 
-    With fewer heads of keys and values than of queries it is grouped-query (Ainslie et al., arXiv 2305.13245).
-    torch computes it block by block, without the (seq, seq) scores (FlashAttention: Dao et al., arXiv 2205.14135). The
-    number of heads is read from the projections' output, so that the projections may hold only some of the heads.
+    With fewer key and value heads than query heads, it is grouped-query attention (Ainslie et al., arXiv 2305.13245).
+    torch computes it block by block, without storing the (seq, seq) scores (FlashAttention: Dao et al., arXiv
+    2205.14135). The number of heads follows from the projections' output, so the projections may hold some heads only.
     """
 
     def __init__(self, dmodel: int, num_heads: int, num_kv_heads: int) -> None:
@@ -215,7 +215,7 @@ class Attention(nn.Module):
         if cache is not None:
             past = cache.length
             k, v = cache.append(k, v)
-            if past and seq > 1:  # each position sees all that came before, and its own
+            if past and seq > 1:  # each position attends to all earlier ones and itself
                 mask = torch.ones(seq, past + seq, dtype=torch.bool, device=x.device).tril(past)
         grouped = k.shape[1] != q.shape[1]
         if grouped and not _attends_in_groups(q):
@@ -228,8 +228,8 @@ class Attention(nn.Module):
 def _attends_in_groups(q: Tensor) -> bool:
     """Whether torch computes grouped-query attention block by block for such queries.
 
-    On CUDA its kernels with groups take half precision only; float32 would get one that keeps all (seq, seq) scores.
-    With keys and values repeated for each query head, float32 has a block-wise kernel there, too.
+    On CUDA, its block-wise kernels with groups support only half precision; float32 would use one that stores all
+    (seq, seq) scores. With keys and values repeated for each query head, float32 has a block-wise kernel there too.
     """
     return q.device.type != "cuda" or q.dtype != torch.float32
 
@@ -265,7 +265,7 @@ class Block(nn.Module):
 
 
 class _Decoder(nn.Module):
-    """What Hugging Face's layout keeps under ``model.``; the layers' keys are their indices in the whole model."""
+    """The modules under ``model.`` in Hugging Face's names; the layers' keys are their indices in the whole model."""
 
     def __init__(self, embed_tokens: nn.Embedding | None, layers: dict[str, nn.Module], norm: RMSNorm | None) -> None:
         super().__init__()
@@ -275,7 +275,7 @@ class _Decoder(nn.Module):
 
 
 class LLamaPart(nn.Module):
-    """A run of consecutive layers of the model, with the embedding, the head or both where the subclass has them.
+    """Consecutive layers of the model, with the embedding, the head or both, depending on the subclass.
 
     Args:
         vocab_size: tokens in the vocabulary; a middle stage does not use it.
@@ -285,7 +285,7 @@ class LLamaPart(nn.Module):
         n_layers: layers of this part; a stage may have none.
         ctx_size: the longest sequence, in tokens.
         padding_idx: a token whose embedding is not trained; None or a negative number for none.
-        num_kv_heads: heads of keys and values, a divisor of `num_heads`, which is the default.
+        num_kv_heads: key and value heads, a divisor of `num_heads`; by default `num_heads`.
         hidden_dim: width inside the MLP; 4 * dmodel if None.
         rope_theta: base of the rotary positions' wavelengths.
         norm_eps: added to the mean square in the norms.
@@ -365,7 +365,7 @@ class LLamaPart(nn.Module):
             }
             embed_tokens = norm = None
             if self.has_embedding:
-                rows = torch.empty(vocab_size, dmodel)  # nn.Embedding's own would be random numbers
+                rows = torch.empty(vocab_size, dmodel)  # nn.Embedding would draw random numbers
                 embed_tokens = nn.Embedding.from_pretrained(rows, freeze=False, padding_idx=padding_idx)
             if self.has_head:
                 norm = RMSNorm(dmodel, norm_eps, dtype)
@@ -374,7 +374,7 @@ class LLamaPart(nn.Module):
         initialize(self, seed)
 
     def _stage_of_rank(self) -> int:
-        """This part's place in a pipeline of all ranks."""
+        """This part's stage in a pipeline of all ranks."""
         is_whole = self.has_embedding and self.has_head
         if is_whole or not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
             return 0
@@ -415,7 +415,7 @@ class LLamaPart(nn.Module):
         return self.lm_head(self.model.norm(x)).float()
 
     def new_cache(self) -> list[LayerCache]:
-        """An empty cache of keys and values, a part for each layer: for generating text, without gradients."""
+        """An empty cache of keys and values for each layer, for generating text without gradients."""
         return [LayerCache(self.ctx_size) for _ in self.model.layers]
 
 
@@ -432,13 +432,13 @@ class LLamaFirstStage(LLamaPart):
     has_embedding = True
 
     def embed(self, ids: Tensor) -> Tensor:
-        """The same as calling the stage, under the name that the pipeline's scripts use."""
+        """Calls the stage; this is the name that the pipeline scripts use."""
         activations: Tensor = self(ids)
         return activations
 
 
 class LLamaStage(LLamaPart):
-    """Layers from the middle: activations (batch, seq, dmodel) -> the same."""
+    """Layers from the middle: activations (batch, seq, dmodel) -> activations of the same shape."""
 
 
 class LLamaLastStage(LLamaPart):

@@ -10,9 +10,9 @@ from simplellm.errors import InputError
 
 
 def causalLLMLoss(logits: Tensor, target: Tensor, vocab_size: int) -> Tensor:
-    """Mean cross-entropy, in nats, of each token given those before it.
+    """Mean cross-entropy, in nats, of each token given the tokens before it.
 
-    The shift is inside: position t of `logits` predicts token t + 1 of `target`, so a caller passes the very sequences
+    The function does the shift: position t of `logits` predicts token t + 1 of `target`, so `target` is the same tensor
     that went into the model.
 
     Args:
@@ -34,13 +34,13 @@ def causalLLMLoss(logits: Tensor, target: Tensor, vocab_size: int) -> Tensor:
 
 
 class _NextTokenLoss(torch.autograd.Function):
-    """What F.cross_entropy computes, with two buffers of the logits' size instead of four."""
+    """The same as F.cross_entropy, with two buffers of the logits' size instead of four."""
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, target: Tensor) -> Tensor:
         log_probabilities = logits.log_softmax(dim=-1)
-        # The last position, whose next token wraps round to the first, is left out of the result rather than cut off
-        # the logits, which would copy them.
+        # The last position, whose next token would wrap around to the first, is excluded from the result. Cutting it
+        # off the logits would copy them.
         next_token = target.roll(-1, dims=1).unsqueeze(-1)
         ctx.save_for_backward(log_probabilities, next_token)
         return -log_probabilities.gather(-1, next_token)[:, :-1].mean()

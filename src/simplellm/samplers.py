@@ -1,4 +1,4 @@
-"""Which rows of a data set a step trains on, where the data has an end: epoch after epoch, in random order."""
+"""Which rows of a finite data set each step trains on: epoch after epoch, in random order."""
 
 import torch
 from torch import Tensor
@@ -9,16 +9,16 @@ from simplellm.errors import InputError
 class BatchSampler:
     """An endless iterator over the row numbers of each step's global batch, int64 of shape (batch,).
 
-    An epoch goes through all rows once, in an order that depends on the seed and its number alone: so every rank knows
-    which rows are its own. The rest at its end, less than a batch, is not used.
+    An epoch goes through all rows once, in an order that depends only on the seed and the epoch's number, so every rank
+    can compute which rows are its own. An incomplete batch at the end of an epoch is dropped.
 
     Args:
-        rows: how many the data set has.
-        batch_size: rows to a step, of all replicas together.
-        seed: of the order.
+        rows: number of rows in the data set.
+        batch_size: rows per step, over all replicas.
+        seed: determines the order.
 
     Raises:
-        InputError: the data set has less than a batch.
+        InputError: the data set has fewer rows than a batch.
     """
 
     def __init__(self, rows: int, batch_size: int, seed: int = 0) -> None:
@@ -40,12 +40,12 @@ class BatchSampler:
     def state_dict(self) -> dict[str, int]:
         """The position: `offset` rows of epoch number `epoch` have been used.
 
-        It is the same on every rank, and does not depend on layout or batch size: a run may be resumed with others.
+        It is the same on every rank and does not depend on layout or batch size, so a run may be resumed with others.
         """
         return {"epoch": self._epoch, "offset": self._offset}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        """Go to a position that `state_dict` gave.
+        """Go to a position from `state_dict`.
 
         Raises:
             InputError: there is no such position in this data.

@@ -1,4 +1,4 @@
-"""A whole model as it is kept: sizes, parameters, tokenizer."""
+"""A whole model in memory: sizes, parameters, tokenizer."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,13 +13,13 @@ from simplellm.llama import CausalLLama, LLama
 
 @dataclass(frozen=True)
 class SavedModel:
-    """A model out of a checkpoint, whole.
+    """A whole model, for example from a checkpoint.
 
     Attributes:
-        options: keyword arguments of `simplellm.llama`'s models, but for device, dtype and seed.
+        options: keyword arguments for the models of `simplellm.llama`, except device, dtype and seed.
         parameters: by name, float32.
-        tokenizer: a SentencePiece model.
-        step: steps that it has been trained for; None if that is not known.
+        tokenizer: path of a SentencePiece model.
+        step: number of steps that it has been trained for; None if unknown.
     """
 
     options: dict[str, Any]
@@ -29,7 +29,7 @@ class SavedModel:
 
     @property
     def after_steps(self) -> str:
-        """How long it has been trained, to follow the number of its parameters; nothing if that is not known."""
+        """How long it has been trained, as the end of a phrase: " after 20 steps"; "" if unknown."""
         return "" if self.step is None else f" after {self.step:,} steps"
 
     @property
@@ -40,7 +40,7 @@ class SavedModel:
         """The whole model with the saved parameters.
 
         Raises:
-            InputError: the parameters are no numbers any more, as after a loss that was none.
+            InputError: a parameter is not finite, as after a run that has diverged.
         """
         for name, parameter in self.parameters.items():
             if not parameter.isfinite().all():

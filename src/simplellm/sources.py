@@ -1,4 +1,4 @@
-"""Where the stories come from: the generator, the hub's TinyStories, or a file; one order, two splits."""
+"""Sources of documents: the generator, the hub's TinyStories, or a file; each has a fixed order and two splits."""
 
 import codecs
 import json
@@ -20,15 +20,15 @@ SPLITS = ("train", "validation")
 
 
 def choose_source(data: str) -> tuple[str, str]:
-    """What `data` stands for, and why.
+    """The source that `data` stands for, and the reason.
 
     Args:
         data: as for `TinyStories`.
 
     Returns:
         "sample", "tinystories" or a path, never "auto"; and a phrase for the log that names the source and the reason.
-        "auto" is the hub's TinyStories if it can be reached or is cached, else the generator; without a network the
-        answer takes 2 seconds at most.
+        "auto" is the hub's TinyStories if it is cached or can be reached, else the generator; without a network, this
+        function takes at most 2 seconds.
     """
     if data == "sample":
         return data, "the generator, as --data asks"
@@ -45,31 +45,31 @@ def choose_source(data: str) -> tuple[str, str]:
 
 
 class Source(ABC):
-    """Documents in an order that never changes.
+    """Documents in a fixed order.
 
     Attributes:
-        advice: what to do where there are too few.
+        advice: what to do if there are too few documents.
     """
 
     advice = "give a longer file"
 
     @abstractmethod
     def read(self, start: int) -> Iterator[str]:
-        """The documents from number `start` to the last; none if there are not so many."""
+        """The documents from number `start` to the last; none if there are fewer."""
 
     def count(self) -> int:
-        """How many documents there are."""
+        """Number of documents."""
         return sum(1 for _ in self.read(0))
 
     def why_empty(self) -> str:
-        """The sentence for a source without a document."""
+        """The error message for a source without documents."""
         return "there is no document to read"
 
     def documents(self, start: int) -> Iterator[str]:
-        """The documents from number `start` on, endlessly: after the last comes the first.
+        """The documents from number `start` on, endlessly: the first follows the last.
 
         Raises:
-            InputError: there are none.
+            InputError: there are no documents.
         """
         while True:
             past_the_end = True
@@ -88,7 +88,7 @@ def open_source(data: str, split: str, seed: int) -> Source:
     """The documents of a split, from what `choose_source` returned.
 
     Raises:
-        InputError: `data` is nothing to read from.
+        InputError: `data` cannot be read.
     """
     if data == "sample":
         return Generator(split, seed)
@@ -101,7 +101,7 @@ def open_source(data: str, split: str, seed: int) -> Source:
         raise InputError(f"--data {data}: is a folder; {wanted}")
     if not os.path.exists(path):
         raise InputError(f"--data {data}: there is no such file; {wanted}")
-    if not os.path.isfile(path):  # a pipe can be read once only, a device perhaps for ever
+    if not os.path.isfile(path):  # a pipe can be read only once, and a device may never end
         raise InputError(f"--data {data}: is a pipe or a device; {wanted}")
     ending = path.suffix.lower()
     if ending == ".txt":
@@ -114,7 +114,7 @@ def open_source(data: str, split: str, seed: int) -> Source:
 
 
 class Generator(Source):
-    """The stories that come with the project."""
+    """The generated stories (see `simplellm.stories`)."""
 
     def __init__(self, split: str, seed: int) -> None:
         self._split = split
@@ -182,7 +182,7 @@ class Text(Source):
 
 
 class JsonLines(Source):
-    """A .jsonl file: each line is an object whose field "text" is a document. Blank lines count for nothing."""
+    """A .jsonl file: each line is an object whose field "text" is a document. Blank lines are ignored."""
 
     def __init__(self, path: Path) -> None:
         _check_text(path)
@@ -196,7 +196,7 @@ class JsonLines(Source):
     def _document(self, line: bytes, line_number: int) -> str:
         try:
             text = json.loads(line)["text"]
-            text.encode()  # JSON can spell half a surrogate pair, which is no text
+            text.encode()  # fails for half of a surrogate pair, which JSON allows but which is not text
         except (ValueError, TypeError, LookupError, AttributeError, RecursionError):
             raise InputError(
                 f'--data {self._path}: line {line_number} is no JSON object with a string "text"; '
@@ -206,7 +206,7 @@ class JsonLines(Source):
 
 
 class Parquet(Source):
-    """Parquet files, one after the other, whose column "text" holds the documents."""
+    """Parquet files, one after another, whose column "text" contains the documents."""
 
     def __init__(self, paths: Sequence[Path]) -> None:
         self._paths = paths
@@ -216,7 +216,7 @@ class Parquet(Source):
             with _parquet(path) as file:
                 for group in range(file.num_row_groups):
                     rows = file.metadata.row_group(group).num_rows
-                    if start >= rows:  # passed over unread
+                    if start >= rows:  # skip the group without reading it
                         start -= rows
                         continue
                     for batch in file.iter_batches(row_groups=[group], columns=["text"], batch_size=256):
@@ -237,12 +237,12 @@ class Parquet(Source):
 
 
 class Hub(Source):
-    """The hub's TinyStories (Eldan and Li, arXiv 2305.07759), read over the network while it is used."""
+    """The hub's TinyStories (Eldan and Li, arXiv 2305.07759), streamed over the network."""
 
     def __init__(self, split: str) -> None:
         if not os.path.isdir(HUB_REPOSITORY) and (problem := hub_problem()):
             raise self._unreadable(f"the hub cannot be reached and nothing is cached: {problem}")
-        from datasets import load_dataset  # takes seconds: only for those who need it
+        from datasets import load_dataset  # imported here because it takes seconds
 
         try:
             self._rows = load_dataset(HUB_REPOSITORY, split=split, streaming=True)
@@ -279,7 +279,7 @@ def cached_files(split: str) -> list[Path]:
 
 
 def hub_problem(seconds: float = 2.0) -> str | None:
-    """Why the hub's TinyStories cannot be reached; None if it can. Takes `seconds` at most."""
+    """Why the hub's TinyStories cannot be reached; None if it can. Takes at most `seconds`."""
     from huggingface_hub.constants import HF_HUB_OFFLINE
 
     if HF_HUB_OFFLINE:
@@ -295,7 +295,7 @@ def hub_problem(seconds: float = 2.0) -> str | None:
         except Exception as error:
             answer.put(_line(error))
 
-    # In a thread of its own, for no time limit covers everything: a look-up of the host's name can take a minute.
+    # In a separate thread, because the timeout does not cover everything: a host name look-up can take a minute.
     threading.Thread(target=ask, daemon=True).start()
     try:
         return answer.get(timeout=seconds)
@@ -317,7 +317,7 @@ def _opened(path: Path) -> BinaryIO:
 
 
 def _lines(path: Path) -> Iterator[bytes]:
-    """The lines of a file, without the byte-order mark that there may be before the first."""
+    """The lines of a file, without the byte-order mark at its beginning, if there is one."""
     with _opened(path) as file:
         if file.read(len(codecs.BOM_UTF8)) != codecs.BOM_UTF8:
             file.seek(0)
@@ -325,8 +325,8 @@ def _lines(path: Path) -> Iterator[bytes]:
 
 
 def _check_text(path: Path) -> None:
-    """Raise `InputError` unless all of a file is text in UTF-8: now, rather than when training gets to the place."""
-    lines = offset = 0  # before the block, which ends where a line does
+    """Raise `InputError` unless the whole file is UTF-8 text; checked now, not when training reaches the error."""
+    lines = offset = 0  # before the current block, which ends at the end of a line
     with _opened(path) as file:
         while block := file.read(2**20) + file.readline():
             try:
@@ -343,8 +343,8 @@ def _check_text(path: Path) -> None:
 
 @contextmanager
 def _parquet(path: Path) -> Iterator[Any]:
-    """A Parquet file with a column "text"; what is wrong with it, now or when it is read, becomes an InputError."""
-    from pyarrow import ArrowException, parquet  # type: ignore[import-untyped]  # a fifth of a second
+    """A Parquet file with a column "text"; errors when it is opened or read become an InputError."""
+    from pyarrow import ArrowException, parquet  # type: ignore[import-untyped]  # here, because it takes 0.2 s
 
     wanted = 'give a .parquet file with a string column "text"'
     try:

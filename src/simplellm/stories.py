@@ -1,19 +1,19 @@
 """A generator of small stories for small models, so that the lab needs no download.
 
 The idea is that of TinyStories (Eldan and Li, arXiv 2305.07759): a language model of a few million parameters can learn
-to tell a story that makes sense if the stories keep to the words and plots that a four-year-old understands. The text
-here is the project's own: each story follows a plot, with a cast of its own, in one of many wordings. Plots, phrases
-and words are texts in the folder `story_data`, each with its rules at the top.
+to tell a coherent story if the training stories use only words and plots that a four-year-old understands. The texts
+here are the project's own: each story follows a plot, with its own characters, in one of many wordings. Plots, phrases
+and words are text files in the folder `story_data`, each with its rules at the top.
 
 The notation of plots and phrases:
 
-    [smiled|laughed|]      one of these, the earlier the likelier; they may be nested
-    {hero}, {friend.his}   a word that stays the same through the story, or a phrase from phrases.txt
+    [smiled|laughed|]      one of these, earlier ones with higher probability; may be nested
+    {hero}, {friend.his}   a word that stays the same throughout the story, or a phrase from phrases.txt
     {His}                  the same with a capital letter
     {a toy}, {A toy}       the same after the article that it needs
     ¶, or a blank line     a new paragraph
 
-White space runs together; a line break beside a bar or just inside a bracket counts for nothing.
+White space is collapsed; a line break next to a bar or just inside a bracket is ignored.
 """
 
 import functools
@@ -48,7 +48,7 @@ T = TypeVar("T")
 
 
 class Plot(NamedTuple):
-    """What happens in a story: who it is about, sets of values that fit together, and the text in all its wordings."""
+    """A plot: the kind of hero, a table of values that fit together, and the text in all its wordings."""
 
     hero: str
     table: "tuple[Row, ...]"
@@ -61,12 +61,12 @@ NAMES = 3
 
 
 def story(index: int, seed: int = 0, split: str = "train") -> str:
-    """Story number `index` of an endless series: about 200 words in 3 to 6 paragraphs, with a blank line between two.
+    """Story number `index` of an endless series: about 200 words in 3 to 6 paragraphs, separated by blank lines.
 
-    A pure function of its arguments, the same on every machine and in every version of Python: any story can be had
-    without those before it. Another `seed` or `split` ("train", "validation") gives other stories.
+    A pure function of its arguments, the same on every machine and in every version of Python, so any story can be
+    generated without the ones before it. Another `seed` or `split` ("train", "validation") gives other stories.
     """
-    # Of all that `random` offers, only the sequence of random() is promised to stay the same in later Pythons.
+    # In the module `random`, only the sequence of random() is guaranteed to stay the same in later versions of Python.
     chance = Random(f"{seed}/{split}/{index}").random
     plot = pick(list(plots().values()), chance)
     scene = cast(plot.hero, chance)
@@ -75,14 +75,14 @@ def story(index: int, seed: int = 0, split: str = "train") -> str:
 
 
 def pick(options: Sequence[T], chance: Chance, power: int = 1) -> T:
-    """One of the options, each as likely as the others; with a higher power, the earlier the likelier.
+    """One of the options, all equally likely; with a higher power, earlier options are more likely.
 
     Of three options, power 2 gives 58, 24 and 18 percent; of 80, power 3 gives 23 percent to the first and 0.4 to the
-    last. Real text is as uneven (Zipf's law): a few words do most of the work, and many are rare.
+    last. Real text is similarly uneven (Zipf's law): a few words are very frequent, and many are rare.
     """
     x = position = chance()
     for _ in range(power - 1):
-        position *= x  # exact on every machine, which x**power need not be
+        position *= x  # the same on every machine; x**power may not be
     return options[int(len(options) * position)]
 
 
@@ -117,7 +117,7 @@ _GENDERS = tuple(_PRONOUNS)
 
 
 def cast(hero: str, chance: Chance) -> Scene:
-    """The words for the people of a story: the hero, a friend, somebody other, and a grown-up.
+    """The words for the characters of a story: the hero, a friend, another character, and a grown-up.
 
     `{hero}` is the hero's name, and `{he}`, `{him}`, `{his}`, `{himself}`, `{kind}` (girl, rabbit, ...) are the hero's;
     those of the others carry their role: `{friend}`, `{friend.he}`, `{elder.his}` and so on.
@@ -158,13 +158,13 @@ def cast(hero: str, chance: Chance) -> Scene:
 
 
 def add_row(scene: Scene, table: Sequence[Row], chance: Chance) -> None:
-    """Draw a row of a plot's table; a later column may speak of an earlier one."""
+    """Draw a row of a plot's table; a later column may refer to an earlier one."""
     for column, value in pick(table, chance, WORDINGS).items():
         scene[column] = tell(value, scene, chance)
 
 
 def _another(options: Sequence[str], taken: list[str], chance: Chance, power: int) -> str:
-    """An option that is not taken yet, and now is."""
+    """An option that is not in `taken`; adds it to `taken`."""
     while (option := pick(options, chance, power)) in taken:
         pass
     taken.append(option)
@@ -219,7 +219,7 @@ def sections(file: str) -> dict[str, str]:
     return dict(zip(parts[::2], parts[1::2], strict=True))
 
 
-# Read with the first story, since most commands tell none.
+# Read with the first story, since most commands need none.
 @functools.cache
 def words() -> dict[str, list[str]]:
     """The lists of words.txt, by their headings."""

@@ -1,11 +1,11 @@
-"""A SentencePiece model in the words of Hugging Face's `tokenizers` library: the same ids for the same text.
+"""Converts a SentencePiece model to the format of Hugging Face's `tokenizers` library: same text, same ids.
 
-Spaces stay spaces here, where SentencePiece writes them as U+2581. So a text that contains that very character is not
-taken for one with spaces, as `SPTokenizer` asks.
+Spaces stay spaces here; SentencePiece writes them as U+2581. So a text that contains that character is not mistaken for
+one with spaces, as with `SPTokenizer`.
 
-Models that normalize text (SentencePiece does by default, with "nmt_nfkc"; the shipped one does not) have their table
-handed over as it is. `tokenizers` applies it grapheme by grapheme, so that the ids may differ for letters that several
-characters make up, and it makes a space of U+2581 also where `SPTokenizer` would not.
+Some models normalize text (SentencePiece does by default, with "nmt_nfkc"; the shipped model does not). Their
+normalization table is copied. `tokenizers` applies it grapheme by grapheme, so the ids may differ for letters that
+consist of several characters; and it turns U+2581 into a space even where `SPTokenizer` would not.
 """
 
 import base64
@@ -69,7 +69,7 @@ Piece = tuple[str, float, int]
 
 
 def _bpe(pieces: list[Piece], byte_fallback: bool) -> dict[str, Any]:
-    """SentencePiece merges whatever two neighbours give the piece of the highest score, `tokenizers` goes by a list."""
+    """SentencePiece merges the two neighbors that give the piece of the highest score; `tokenizers` needs a list."""
     normal = {text for text, _, kind in pieces if kind == NORMAL}
     by_score = sorted((piece for piece in pieces if piece[2] == NORMAL), key=lambda piece: -piece[1])
     merges = [
@@ -98,9 +98,9 @@ def _unigram(pieces: list[Piece], byte_fallback: bool) -> dict[str, Any]:
 
 
 def _apart(pieces: list[Piece]) -> dict[str, Any]:
-    """Cut a text that reads "</s>" in two, or the unigram model would take it for the end of document.
+    """Split a literal "</s>" in a text in two; otherwise the unigram model would read it as the end of a document.
 
-    The cut is beside a character that has a piece, since neighbours without one become a single unknown piece.
+    The split is next to a character that has a piece, because neighbors without one become a single unknown piece.
     """
     known = {text for text, _, kind in pieces if kind == NORMAL}
     patterns = []
@@ -116,7 +116,7 @@ def _apart(pieces: list[Piece]) -> dict[str, Any]:
 
 
 def _normalizers(spec: dict[int, list[Any]], space_before: bool, bytes_for_unknown: bool) -> list[dict[str, Any]]:
-    """What SentencePiece does to a text before it looks for pieces, in its order."""
+    """The steps that SentencePiece applies to a text before it looks for pieces, in order."""
     steps: list[dict[str, Any]] = []
     if spec.get(2, [b""])[0]:
         steps.append({"type": "Precompiled", "precompiled_charsmap": base64.b64encode(spec[2][0]).decode()})
@@ -146,7 +146,7 @@ def _piece(message: dict[int, list[Any]]) -> Piece:
 def _fields(message: bytes) -> dict[int, list[Any]]:
     """The fields of a protobuf message by their numbers: integers as int, all others as bytes.
 
-    The encoding is explained at https://protobuf.dev/programming-guides/encoding. This spares a dependency.
+    The encoding is explained at https://protobuf.dev/programming-guides/encoding. Parsing it here avoids a dependency.
     """
     fields: dict[int, list[Any]] = {}
     position = 0

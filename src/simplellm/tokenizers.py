@@ -1,7 +1,7 @@
 """Text to token ids and back, with a SentencePiece model (Kudo and Richardson, arXiv 1808.06226).
 
-The shipped model has 4,096 pieces, made from stories by byte pair encoding (Sennrich, Haddow and Birch, arXiv
-1508.07909); `train_tokenizer` shows how. What it has no piece for it spells in bytes, as Llama's tokenizer does.
+The shipped model has 4,096 pieces, trained on stories by byte pair encoding (Sennrich, Haddow and Birch, arXiv
+1508.07909) with `train_tokenizer`. It encodes characters without a piece as bytes, like Llama's tokenizer.
 """
 
 import os
@@ -15,26 +15,26 @@ from simplellm.errors import InputError
 
 SHIPPED_MODEL = Path(__file__).with_name("tokenizer.model")
 
-# SentencePiece writes a space as this character, and so reads the character itself as a space.
+# SentencePiece writes a space as this character, and therefore reads the character itself as a space.
 _META_SPACE = "\u2581"
 
 
 class SPTokenizer:
     """A SentencePiece model as a tokenizer.
 
-    With the shipped model `decode(encode(text)) == text` for every text that is valid Unicode; another model treats
-    text as it was trained to (Llama's, for instance, puts a space before it).
+    With the shipped model, `decode(encode(text)) == text` for every text that is valid Unicode. Other models may change
+    the text (Llama's, for example, puts a space before it).
 
     Args:
         path: a SentencePiece model (.model); None for the shipped one.
 
     Attributes:
         vocab_size: the number of ids, which are 0 to vocab_size - 1.
-        bos_id, eos_id, pad_id: the ids of the beginning and the end of a document and of padding; -1 where the model
-            has none. No text encodes to them: "</s>" in a text is four characters like any others.
+        bos_id, eos_id, pad_id: the ids of the beginning and the end of a document and of padding; -1 if the model has
+            none. No text encodes to them: "</s>" in a text is treated as four ordinary characters.
 
     Raises:
-        InputError: the path leads to no SentencePiece model.
+        InputError: there is no SentencePiece model at this path.
     """
 
     def __init__(self, path: str | os.PathLike[str] | None = None) -> None:
@@ -46,7 +46,7 @@ class SPTokenizer:
         self._meta_space_bytes = self._bytes_of_meta_space()
 
     def encode(self, text: str) -> list[int]:
-        """The ids of a text, without a beginning or an end of document."""
+        """The ids of a text, without beginning- or end-of-document tokens."""
         if self._meta_space_bytes is None or _META_SPACE not in text:
             ids: list[int] = self._model.encode(text)
             return ids
@@ -54,15 +54,15 @@ class SPTokenizer:
         return [*first, *(id for part in others for id in (*self._meta_space_bytes, *part))]
 
     def decode(self, ids: Sequence[int] | Any) -> str:
-        """The text of ids: a list, or a one-dimensional tensor or array. Beginning, end and padding leave no trace."""
+        """The text of ids (a list, or a one-dimensional tensor or array). Beginning, end and padding give no text."""
         text: str = self._model.decode(ids.tolist() if hasattr(ids, "tolist") else list(ids))
         return text
 
     def _bytes_of_meta_space(self) -> list[int] | None:
-        """The ids that spell U+2581 without being taken for a space; None if this model could not tell the two apart.
+        """The ids that encode U+2581 itself, not as a space; None if this model cannot distinguish the two.
 
-        That is so if it has no pieces for bytes, or if it puts a space before a text: then a text cannot be encoded in
-        parts.
+        It cannot if it has no pieces for bytes, or if it puts a space before a text, so that a text cannot be encoded
+        in parts.
         """
         ids: list[int] = [self._model.piece_to_id(f"<0x{byte:02X}>") for byte in _META_SPACE.encode()]
         adds_space = self._model.encode("a", out_type=str)[0].startswith(_META_SPACE)
@@ -80,7 +80,7 @@ def _load(path: Path) -> SentencePieceProcessor:
     except OSError as error:
         raise InputError(f"--tokenizer {path}: cannot be read ({error.strerror}); {wanted}") from None
     try:
-        # SentencePiece takes an empty file for a model, and fails later.
+        # SentencePiece accepts an empty file as a model, and fails later.
         return SentencePieceProcessor(model_proto=model or b"?")
     except RuntimeError:
         raise InputError(f"--tokenizer {path}: is no SentencePiece model; {wanted}") from None

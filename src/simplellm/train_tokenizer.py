@@ -2,9 +2,9 @@
 
     python -m simplellm.train_tokenizer --text tinystories.jsonl
 
-Half of the text is the generator's stories and half is real TinyStories (Eldan and Li, arXiv 2305.07759), so that the
-pieces suit both. Byte pair encoding by SentencePiece (Kudo and Richardson, arXiv 1808.06226), set up as Llama's
-tokenizer is but for one thing: no space is put before a text. The same text gives the same file.
+Half of the text is generated stories and half is real TinyStories (Eldan and Li, arXiv 2305.07759), so that the pieces
+suit both. SentencePiece (Kudo and Richardson, arXiv 1808.06226) trains byte pair encoding with the options of Llama's
+tokenizer, except that no space is put before a text. The same text gives the same file.
 """
 
 import io
@@ -31,14 +31,14 @@ class Settings:
     text: Path
     """real stories: a .jsonl file with a field "text" on each line"""
     out: Path = SHIPPED_MODEL
-    """where the model goes"""
+    """file to write"""
 
 
 def train(stories: Iterator[str]) -> bytes:
-    """A SentencePiece model of 4,096 pieces; the ids 0 to 3 are unknown, beginning, end and padding."""
+    """A SentencePiece model with 4,096 pieces; the ids 0 to 3 are unknown, beginning, end and padding."""
     model = io.BytesIO()
     SentencePieceTrainer.train(
-        # From memory and into memory: the model keeps the names of the files that it is trained from.
+        # From memory to memory, because the model would record the names of the files that it was trained from.
         sentence_iterator=stories,
         model_writer=model,
         model_type="bpe",
@@ -62,7 +62,7 @@ def train(stories: Iterator[str]) -> bytes:
 
 
 def training_text(path: Path) -> Iterator[str]:
-    """The stories of a .jsonl file, and after each of them one of the generator's."""
+    """The stories of a .jsonl file, each followed by a generated one."""
     with path.open(encoding="utf-8") as lines:
         for index, line in enumerate(lines):
             yield json.loads(line)["text"]

@@ -1,6 +1,6 @@
-"""A backward pass in two parts: gradients of activations at once, those of linear layers' weights later.
+"""A backward pass in two parts: first the gradients of activations, later those of the weights of linear layers.
 
-Other stages of a pipeline wait for the former; nobody waits for the latter before the end of the step (Qi et al., "Zero
+Other pipeline stages wait for the former; no stage waits for the latter before the end of the step (Qi et al., "Zero
 Bubble Pipeline Parallelism", arXiv 2401.10241, §2).
 """
 
@@ -14,20 +14,20 @@ Product = Callable[[Tensor, Tensor], Tensor]  # (a layer's input, its output's g
 
 
 class WeightGradients:
-    """The products for weights that the backward pass of one forward pass leaves out, in its order.
+    """The weight gradients that a backward pass has deferred, in its order.
 
     Args:
-        keep: called with each tensor that is kept for a product; what it returns lives as long as that is kept.
+        keep: called with each tensor that is kept for a product; its result is held as long as the tensor is kept.
     """
 
     def __init__(self, keep: Callable[[Tensor], object] = lambda _: None) -> None:
         self._keep = keep
-        # By weight, the factors of its products: more than one where layers share it, which is to be one gradient.
+        # By weight, the factors of its products; more than one if layers share the weight: they give one gradient.
         self._factors: dict[Tensor, list[tuple[Product, Tensor, Tensor, object]]] = {}
 
     @contextlib.contextmanager
     def deferred(self) -> Iterator[None]:
-        """Have the layers that are called inside leave their products here in the backward pass."""
+        """Layers called inside defer their weight gradients to this object in the backward pass."""
         global _deferred_to
         outer, _deferred_to = _deferred_to, self
         try:
@@ -36,11 +36,11 @@ class WeightGradients:
             _deferred_to = outer
 
     def add(self, weight: Tensor, product: Product, x: Tensor, grad: Tensor) -> None:
-        """Leave a product for later; called by a layer's backward pass."""
+        """Defer a product; called by a layer's backward pass."""
         self._factors.setdefault(weight, []).append((product, x, grad, (self._keep(x), self._keep(grad))))
 
     def compute(self) -> None:
-        """Add all gradients to `weight.grad`, first in, first out, and let go of their factors."""
+        """Compute all gradients, in order, add them to `weight.grad`, and release their factors."""
         while self._factors:
             weight = next(iter(self._factors))
             gradients = [product(x, grad) for product, x, grad, _ in self._factors.pop(weight)]
@@ -51,5 +51,5 @@ _deferred_to: WeightGradients | None = None
 
 
 def deferred_to() -> WeightGradients | None:
-    """Where a layer that is called now leaves its product; None if it is to be part of its backward pass."""
+    """Where a layer that is called now defers its weight gradient; None if its backward pass computes it."""
     return _deferred_to

@@ -81,9 +81,9 @@ def to_the_end(rank: int, port: int, case: str) -> bool:
 @pytest.mark.parametrize("case", CASES)
 def test_the_cure(case: str, capfd: pytest.CaptureFixture[str]) -> None:
     assert all(run_ranks(3, to_the_end, free_port(), case))
-    assert capfd.readouterr().out == f"# {case}: all ranks have come to the end\n"
+    assert capfd.readouterr().out == f"# {case}: all ranks have finished\n"
 
 
 def test_a_world_of_one_has_nobody_to_wait_for() -> None:
-    with pytest.raises(InputError, match="--world-size 1: waiting for each other takes at least 2"):
+    with pytest.raises(InputError, match="--world-size 1: a deadlock needs at least 2 ranks"):
         lesson.DeadlockSettings(world_size=1).check()

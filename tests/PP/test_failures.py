@@ -58,9 +58,9 @@ def test_a_stopped_rank_in_terminals(tmp_path: Path) -> None:
                 f"longer than --timeout {TIMEOUT}",
                 last_line(end),
             ), end.err
-            assert re.search(r"#   rank 1( \(stage 1\))?  waits for nothing that it has named", end.out), end.out
+            assert re.search(r"#   rank 1( \(stage 1\))?  has published no wait", end.out), end.out
             own = re.search(
-                r"^# rank [02]( \(stage [02]\))? waited (\d+\.\d) s for .+(no answer|a rank has ended)", end.err
+                r"^# rank [02]( \(stage [02]\))? waited (\d+\.\d) s for .+(no answer|a rank has exited)", end.err
             )
             assert own, end.err
             waits.append(float(own[2]))
@@ -79,7 +79,7 @@ def test_a_killed_rank_in_terminals(
         os.kill(ranks[victim].pid, signal.SIGKILL)
         for rank in sorted({*range(world_size)} - {victim}):
             sentence = last_line(ranks[rank].finish(TIMEOUT + TO_SAY_SO))
-            assert sentence.startswith(f"# rank {killed} has ended without reporting a cause"), sentence
+            assert sentence.startswith(f"# rank {killed} has exited without reporting a cause"), sentence
 
 
 WAITING = """
@@ -127,7 +127,7 @@ def test_a_rank_that_is_lost_while_it_waits_is_not_taken_for_one_that_waits(tmp_
             os.kill(ranks[1].pid, sent)
         for ranks, (_, sent) in zip(worlds, cases, strict=True):
             killed = sent == signal.SIGKILL
-            state = "has ended without reporting a cause" if killed else "does not answer, and the others wait"
+            state = "has exited without reporting a cause" if killed else "does not answer, and the others wait"
             for end in [ranks[rank].finish(2 * TIMEOUT + TO_SAY_SO) for rank in (0, 2)]:
                 assert last_line(end).startswith(f"# rank 1 {state}"), (ranks[1].out, end.out, end.err)
 
@@ -138,7 +138,7 @@ def test_rank_0_takes_the_notices_with_it(sent: signal.Signals, tmp_path: Path) 
         os.kill(ranks[0].pid, sent)
         for rank in (1, 2):
             sentence = last_line(ranks[rank].finish(TIMEOUT + TO_SAY_SO))
-            assert re.match(r"# rank 0 \(stage 0\) (has ended|does not answer)", sentence), sentence
+            assert re.match(r"# rank 0 \(stage 0\) (has exited|does not answer)", sentence), sentence
 
 
 def test_the_store_goes_while_it_is_asked(tmp_path: Path) -> None:
@@ -148,7 +148,7 @@ def test_the_store_goes_while_it_is_asked(tmp_path: Path) -> None:
         os.kill(ranks[0].pid, signal.SIGKILL)
         for rank in (1, 2):
             sentence = last_line(ranks[rank].finish(TIMEOUT + TO_SAY_SO))  # and no trace of torch's, from C++
-            assert re.match(r"# rank 0( \(stage 0\))? (has ended|does not answer)", sentence), sentence
+            assert re.match(r"# rank 0( \(stage 0\))? (has exited|does not answer)", sentence), sentence
 
 
 @pytest.mark.parametrize("victim", [0, 1])  # rank 0 takes the store with it, but first waits until all have heard it
@@ -192,7 +192,7 @@ def test_a_killed_rank_under_the_launcher(tmp_path: Path) -> None:
         killed = time.monotonic()
         sentence = last_line(finish(launcher, deadline=LAUNCHER_ENDS_IN))
         assert time.monotonic() - killed < LAUNCHER_ENDS_IN
-        assert sentence == "# rank 3 (stage 1 of replica 1) failed: it was ended by SIGKILL"
+        assert sentence == "# rank 3 (stage 1 of replica 1) failed: it was terminated by SIGKILL"
 
 
 @pytest.mark.alone
@@ -221,7 +221,7 @@ def test_a_stopped_rank_ends_with_a_launcher_that_is_killed(tmp_path: Path) -> N
         raise AssertionError("it was left behind")
 
 
-FIRST = r"first not finite is the output of model\.layers\.\d\.\S+ \(\w+\)"
+FIRST = r"the first non-finite tensor is the output of model\.layers\.\d\.\S+ \(\w+\)"
 
 
 @pytest.mark.quick

@@ -109,7 +109,7 @@ def test_without_a_gpu_it_ends_with_a_sentence() -> None:
 @pytest.mark.parametrize(
     ("settings", "sentence"),
     [
-        ({"sizes": ("2B",)}, "--sizes 2B: there are tiny, 10M, 100M, 1B"),
+        ({"sizes": ("2B",)}, "--sizes 2B: give one of tiny, 10M, 100M, 1B"),
         ({"turns": 1}, "--turns 1: give at least 2"),
         ({"batch_size": 0}, "--batch-size 0: must be greater than 0"),
         ({"batch_size": 4}, "--batch-size 4: the batch must divide among --ranks 3"),

@@ -24,7 +24,7 @@ def test_every_topology_is_counted_predicted_and_measured(tmp_path: Path) -> Non
     assert [line.split(":")[0] for line in ended.out.splitlines() if " µs each, " in line] == [
         f"# {size} MB at a time" for size in (1, 4, 16)
     ]
-    assert "# instead of 1 B, 12 B: each rank has the same count of numbers, of 4 bytes each\n" in ended.out
+    assert "# 12 B instead of 1 B, so that each rank has the same number of elements of 4 bytes\n" in ended.out
     assert ended.out.count("# instead of ") == 1
     assert sum(line.endswith("*") for line in ended.out.splitlines()) == 2 * 6, "the fastest of each size"
     for row in rows:
@@ -58,7 +58,7 @@ def test_a_world_of_one_has_nobody_to_talk_to(tmp_path: Path) -> None:
         (["--sizes", "0"], "--sizes 0: give one or more numbers of bytes"),
         (["--rounds", "0"], "--rounds 0: must be greater than 0"),
         (["--backend", "nccl"], "--backend nccl with --device cpu"),
-        (["--device", "cuda"], "travel over gloo"),
+        (["--device", "cuda"], "run on the CPU over gloo"),
     ],
 )
 def test_bad_flags_are_refused(flags: list[str], sentence: str) -> None:

@@ -108,7 +108,7 @@ if __name__ == "__main__":
     ("failure", "last_line"),
     [
         ("raise RuntimeError('the disk is on fire')", "# rank 1 failed: RuntimeError: the disk is on fire"),
-        ("os.kill(os.getpid(), signal.SIGKILL)", "# rank 1 failed: it was ended by SIGKILL"),
+        ("os.kill(os.getpid(), signal.SIGKILL)", "# rank 1 failed: it was terminated by SIGKILL"),
         ("os._exit(7)", "# rank 1 failed with exit status 7"),
     ],
 )
@@ -131,7 +131,7 @@ def test_a_killed_rank_is_named_whoever_carries_the_gradients(topology: str, tmp
     assert wait_for(lambda: steps_taken(tmp_path) > 0), "training began"
     os.kill(process_of(1, children(launcher.pid)), signal.SIGKILL)
     ended = launcher.finish(30)
-    assert ended.err.splitlines()[-1] == "# rank 1 failed: it was ended by SIGKILL"
+    assert ended.err.splitlines()[-1] == "# rank 1 failed: it was terminated by SIGKILL"
     assert "Traceback" not in ended.err
 
 
@@ -178,7 +178,7 @@ def test_ending_the_launcher_leaves_no_process_behind(sent: signal.Signals, to_a
         ("dp-ga --out README.md", "--out README.md: "),
         ("dp-ga --master-port 70000", "--master-port 70000: a port is a number from 1 to 65535"),
         ("dp-wa --sync-every 0", "--sync-every 0: must be greater than 0"),
-        ("pp-gpipe --schedule zigzag", "--schedule zigzag: there are naive, gpipe, dapple"),
+        ("pp-gpipe --schedule zigzag", "--schedule zigzag: give one of naive, gpipe, dapple"),
         ("pp-dapple --layers-per-stage 3,3", "--layers-per-stage 3,3: 2 numbers for 3 stages"),
         (
             "pp-1f1b --layers-per-stage 3,2,2",
@@ -192,12 +192,12 @@ def test_ending_the_launcher_leaves_no_process_behind(sent: signal.Signals, to_a
         ("dp-ga --tell", "argument --tell: expected one argument"),
         ("dp-ga --seq-len 4 --tell Once,upon,a,time", "--tell is of 8 tokens: the model reads 4 at most"),
         ("dp-ga --nnodes 3 --node-rank 0 --master-addr 10.0.0.1 --tell Once", "--tell on several machines: give --out"),
-        ("sentiment --tell Once", "--tell: tp_tensor_parallel.py trains no Llama, which could tell a story"),
-        ("mlp-ddp --tell Once", "--tell: mlp_ddp.py trains no Llama"),
-        ("collectives --tell Once", "--tell: intro_collectives.py trains no Llama"),
-        ("mpi --tell Once", "--tell: mpi-test.py trains no Llama"),
+        ("sentiment --tell Once", "--tell: tp_tensor_parallel.py does not train a Llama, which could tell a story"),
+        ("mlp-ddp --tell Once", "--tell: mlp_ddp.py does not train a Llama"),
+        ("collectives --tell Once", "--tell: intro_collectives.py does not train a Llama"),
+        ("mpi --tell Once", "--tell: mpi-test.py does not train a Llama"),
         ("dp-gaa", "dp-gaa: no such topology or script"),
-        ("src/distlab/figures.py", "launch.sh starts scripts that have DEFAULTS"),
+        ("src/distlab/figures.py", "launch.sh needs a script with DEFAULTS"),
     ],
 )
 def test_a_wrong_value_is_refused_before_any_rank_starts(

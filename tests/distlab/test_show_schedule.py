@@ -20,8 +20,8 @@ def test_table_and_costs() -> None:
         "tick       0  1  2  3  4  5  6  7  8",
         "stage 0   F0 F1  .  . B0  -  . B1  -",
         "stage 1    . F0 B0  - F1 B1  -  .  .",
-        "# stage 0: idle 33.3%, keeps the activations of 2 micro-batches at most",
-        "# stage 1: idle 33.3%, keeps the activations of 1 micro-batch at most",
+        "# stage 0: idle 33.3%, keeps the activations of at most 2 micro-batches",
+        "# stage 1: idle 33.3%, keeps the activations of at most 1 micro-batch",
         "# 9 ticks; 4 messages",
         "# idle by the formula (p - 1) / (m + p - 1): 33.3%",
     ]
@@ -118,7 +118,7 @@ def test_columns_are_aligned(name_of_schedule: str, stages: int, micro_batches: 
         ),
         (Request("auto", chunks_per_stage=3), "--chunks-per-stage 3 with --schedule auto: give 1 or 2"),
         (Request("gpipe", steps=0), "--steps 0: must be at least 1"),
-        (Request("gpipe", steps=3), "--steps 3: without --run-on, they are 3 times the same"),
+        (Request("gpipe", steps=3), "--steps 3: give --run-on too; without it, all steps are the same"),
     ],
 )
 def test_what_cannot_be_shown_is_refused_with_its_sentence(request_: Request, sentence: str) -> None:

@@ -184,7 +184,7 @@ def test_it_says_which_checkpoint_it_takes(
     (checkpoints / "step-00000006/tokenizer.model").unlink()
     assert status_of(monkeypatch, main, Settings, tmp_path, "--max-tokens", "1", "--temperature", "1e-50") == 0
     passed_over, loaded, *_ = capsys.readouterr().out.splitlines()
-    assert passed_over == "# passed over a checkpoint: step-00000006: tokenizer.model is missing"
+    assert passed_over == "# skipped a checkpoint: step-00000006: tokenizer.model is missing"
     assert " parameters after 0 steps, at most 64 tokens of text" in loaded
 
 

@@ -333,8 +333,8 @@ def test_nothing_is_replaced(
 ) -> None:
     before = sorted((path.name, path.stat().st_mtime_ns) for path in exported.iterdir())
     assert status_of(monkeypatch, import_hf.main, import_hf.Request, exported, exported) == 2
-    assert capsys.readouterr().err == f"# {exported}: is there already, and not an empty folder; give a new one\n"
-    with pytest.raises(InputError, match="is there already, and not an empty folder"):
+    assert capsys.readouterr().err == f"# {exported}: exists and is not an empty folder; give a new one\n"
+    with pytest.raises(InputError, match="exists and is not an empty folder"):
         export(saved_model(), exported)
     assert before == sorted((path.name, path.stat().st_mtime_ns) for path in exported.iterdir())
     (tmp_path / "file").touch()
@@ -355,7 +355,7 @@ def test_says_which_checkpoint_it_takes(
     (checkpoints / "step-00000006/tokenizer.model").unlink()
     assert status_of(monkeypatch, main, Request, tmp_path / "run", tmp_path / "out") == 0
     passed_over, _, written = capsys.readouterr().out.splitlines()
-    assert passed_over == "# passed over a checkpoint: step-00000006: tokenizer.model is missing"
+    assert passed_over == "# skipped a checkpoint: step-00000006: tokenizer.model is missing"
     assert " parameters after 0 steps, config.json" in written
 
 
@@ -384,7 +384,7 @@ def test_a_run_without_checkpoints(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert status_of(monkeypatch, main, Request, tmp_path, tmp_path / "out") == 2
-    assert capsys.readouterr().err.startswith(f"# {tmp_path}: no whole checkpoint is there")
+    assert capsys.readouterr().err.startswith(f"# {tmp_path}: there is no complete checkpoint")
     assert not (tmp_path / "out").exists()
 
 

@@ -1,4 +1,4 @@
-"""Checkpoints: what they are, and how they are found, written and read, in any layout.
+"""Checkpoints: their format, and how they are found, written and read in any layout.
 
 May import `distlab.comm`.
 """

@@ -1,15 +1,16 @@
-"""Checkpoints: what they are, and how they are found.
+"""The format of checkpoints, and how they are found.
 
-A checkpoint has all that a run needs to resume, by the parameters' global names, so that any layout can resume from it:
+A checkpoint contains everything that a run needs to resume. Tensors have the parameters' global names, so any layout
+can resume from it:
 
     <run>/checkpoints/step-00000020/
-        *.safetensors       written by torch.distributed.checkpoint: a file a rank, no tensor twice
-        tokenizer.model     of a model that reads text
-        checkpoint.json     the record: step, place in the data, model, settings; size and checksum of every other file
+        *.safetensors       written by torch.distributed.checkpoint: one file per rank, each tensor only once
+        tokenizer.model     for a model that reads text
+        checkpoint.json     the record: step, position in the data, model, settings; size and checksum of all files
 
 The tensors are ``<parameter>``, ``optimizer.<parameter>.<its state>`` and ``random.<rank>.<device>``. A checkpoint is
-written beside its place and renamed when it is complete, so whatever ends a run while it saves, the earlier ones are
-there. Nothing in one is ever unpickled: safetensors and JSON hold data alone.
+written to another folder, which is renamed when it is complete, so a run that ends while it saves never damages an
+earlier checkpoint. Nothing in a checkpoint is unpickled: safetensors and JSON contain only data.
 """
 
 import hashlib
@@ -23,9 +24,9 @@ from typing import Any
 from simplellm.errors import InputError, require
 
 FOLDER, RECORD, TOKENIZER = "checkpoints", "checkpoint.json", "tokenizer.model"
-PER_RANK_OPTIMIZER_STATE = "own_moments"  # the record's key, as it has been from the first version on
+PER_RANK_OPTIMIZER_STATE = "own_moments"  # the key in the record, unchanged since the first version
 LLAMA = "llama"  # the architecture of a record that names none; all others are classifiers
-# What a record says of a Llama's sizes, all at least 1.
+# The sizes of a Llama in a record, all at least 1.
 LLAMA_SIZES = ("vocab_size", "dmodel", "num_heads", "num_kv_heads", "hidden_dim", "n_layers", "ctx_size")
 Record = dict[str, Any]
 
@@ -39,17 +40,17 @@ class Checkpoint:
 
     @property
     def step(self) -> int:
-        """Steps that were taken before it."""
+        """Number of steps before the checkpoint."""
         return int(self.record["step"])
 
     @property
     def unit(self) -> str:
-        """What the run counts: tokens, inputs."""
+        """The unit in which the run counts its data: tokens, inputs, …"""
         return str(self.record.get("unit", "tokens"))
 
     @property
     def count(self) -> int:
-        """What its steps were taken on, in the run's unit."""
+        """Data consumed by its steps, in the run's unit."""
         return int(self.record[self.unit])
 
     @property
@@ -58,12 +59,12 @@ class Checkpoint:
 
     @property
     def layout(self) -> dict[str, int]:
-        """Of the run that wrote it; empty for one process, and for an imported model."""
+        """The layout of the run that wrote it; empty for one process and for an imported model."""
         return self.record.get("layout") or {}
 
     @property
     def per_rank_optimizer_state(self) -> bool:
-        """Whether each rank kept an optimizer state of its own, which means nothing to another layout."""
+        """Whether each rank kept an optimizer state of its own, which cannot be used in another layout."""
         return bool(self.record.get(PER_RANK_OPTIMIZER_STATE))
 
     @property
@@ -75,7 +76,7 @@ class Checkpoint:
         return folder.resolve() in self.folder.resolve().parents
 
     def problem(self, at_a_glance: bool = False) -> str | None:
-        """What is wrong with its files; None if it is whole. `at_a_glance`, only sizes are checked."""
+        """What is wrong with its files; None if they are intact. With `at_a_glance`, only sizes are checked."""
         for name, expected in self.record["files"].items():
             path = self.folder / name
             if not path.is_file():
@@ -84,12 +85,12 @@ class Checkpoint:
                 if (size := path.stat().st_size) != expected["bytes"]:
                     return f"{name} has {size:,} bytes instead of {expected['bytes']:,}"
                 if not at_a_glance and checksum(path) != expected["sha256"]:
-                    return f"{name} is damaged: its checksum is not the recorded one"
+                    return f"{name} is damaged: its checksum does not match the record"
             except OSError as error:
                 return f"{name} cannot be read ({error.strerror})"
-        # Any other would be read along with these.
+        # Any other safetensors file would be read as part of the checkpoint.
         others = [path.name for path in self.folder.glob("*.safetensors") if path.name not in self.record["files"]]
-        return f"{others[0]} is none of its files" if others else None
+        return f"{others[0]} does not belong to it" if others else None
 
 
 def checksum(path: Path) -> str:
@@ -102,21 +103,21 @@ def checksum(path: Path) -> str:
 
 
 def checksum_of(record: Record) -> str:
-    """SHA-256 of a record, as it is without its own checksum."""
+    """SHA-256 of a record without its own checksum."""
     return hashlib.sha256(json.dumps(record, sort_keys=True).encode()).hexdigest()
 
 
 def candidates(path: Path) -> Iterator[Checkpoint | str]:
-    """The checkpoints of a run, the last one first; a sentence in place of each that is incomplete or unreadable.
+    """The checkpoints of a run, latest first; for each incomplete or unreadable one, a sentence instead.
 
-    `path` is a run's folder, that of its checkpoints, or that of one checkpoint.
+    `path` is the folder of a run, of its checkpoints, or of one checkpoint.
     """
     parent = path if path.name == FOLDER else path / FOLDER
     in_run = parent.glob("step-*") if os.path.isdir(parent) else ()
     for folder in [path] if os.path.exists(path / RECORD) else sorted(in_run, reverse=True):
         try:
             record = json.loads((folder / RECORD).read_text())
-            require(record.pop("sha256") == checksum_of(record), "its checksum is not the recorded one")
+            require(record.pop("sha256") == checksum_of(record), "its checksum does not match")
             checkpoint = Checkpoint(folder, record)
             _check(checkpoint)
             yield checkpoint
@@ -127,7 +128,7 @@ def candidates(path: Path) -> Iterator[Checkpoint | str]:
 
 
 def _check(checkpoint: Checkpoint) -> None:
-    """Raise `ValueError` unless the record has what every reader relies on: it may be written by hand."""
+    """Raise `ValueError` unless the record is valid; it may have been edited by hand."""
     record, is_llama = checkpoint.record, checkpoint.architecture == LLAMA
 
     def check(is_right: bool, name: str, value: Any) -> None:
@@ -160,29 +161,29 @@ def _check(checkpoint: Checkpoint) -> None:
 
 
 def has_checkpoints(run: Path) -> bool:
-    """True if a run has kept one whose record can be read."""
+    """Whether a run has a checkpoint whose record can be read."""
     return any(isinstance(found, Checkpoint) for found in candidates(run))
 
 
 def latest_valid(path: Path, say: Callable[[str], None] = lambda _: None, at_a_glance: bool = False) -> Checkpoint:
-    """The last checkpoint of a run all of whose files are there as they were written.
+    """The latest checkpoint of a run whose files are all intact.
 
     Args:
-        say: told about each checkpoint that is passed over, and why.
+        say: called with a line for each checkpoint that is skipped, which says why.
         at_a_glance: check the files' sizes only, not their contents.
 
     Raises:
         InputError: there is none.
     """
-    reasons = [f"{path}: no whole checkpoint is there; a run with --save-every keeps some"]
+    reasons = [f"{path}: there is no complete checkpoint; a run with --save-every writes them"]
     if not os.path.exists(path):
-        reasons = [f"{path}: there is no such folder; give that of a run, or of one of its checkpoints"]
+        reasons = [f"{path}: there is no such folder; give the folder of a run or of one of its checkpoints"]
     for found in candidates(path):
         if isinstance(found, Checkpoint):
             problem = found.problem(at_a_glance)
             if problem is None:
                 return found
             found = f"{found.folder.name}: {problem}"
-        say(f"passed over a checkpoint: {found}")
+        say(f"skipped a checkpoint: {found}")
         reasons.append(found)
     raise InputError("; ".join(reasons))

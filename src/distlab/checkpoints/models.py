@@ -1,4 +1,4 @@
-"""A whole model, without optimizer state: read from a checkpoint, or written as one."""
+"""Reading a whole model, without optimizer state, from a checkpoint, and writing one as a checkpoint."""
 
 import contextlib
 import shutil
@@ -14,7 +14,7 @@ from simplellm.saved_model import SavedModel
 
 
 def read_model(run: Path, say: Callable[[str], None] = lambda _: None) -> SavedModel:
-    """The model of the checkpoint that `latest_valid` finds, of any layout; `InputError` if it is a classifier's."""
+    """The model of the checkpoint that `latest_valid` finds, from any layout; `InputError` if it is a classifier."""
     checkpoint = latest_valid(run, say)
     what = f"{checkpoint.folder}: its model is of the architecture {checkpoint.architecture}"
     require(checkpoint.architecture == LLAMA, f"{what}; only a {LLAMA} can tell stories and be exported")
@@ -28,7 +28,7 @@ def read_model(run: Path, say: Callable[[str], None] = lambda _: None) -> SavedM
 
 
 def write_model(run: Path, model: SavedModel) -> None:
-    """Write a model as a run with one checkpoint, of step 0; a failure, such as an `InputError`, leaves nothing."""
+    """Write a model as a run with one checkpoint at step 0; after a failure, such as `InputError`, nothing remains."""
     record = {"step": 0, "tokens": 0, "model": model.options, "settings": {}}
     tokenizer, unfinished = model.tokenizer.read_bytes(), place_of(run, 0, UNFINISHED)
     made = [path for path in unfinished.parents if not path.exists()]

@@ -1,6 +1,6 @@
-"""Writing a checkpoint, all ranks together, and reading one into a model and its optimizer.
+"""Writing a checkpoint with all ranks together, and reading one into a model and its optimizer.
 
-`distlab.checkpoints.format` describes its contents, and checks that it is whole.
+`distlab.checkpoints.format` describes the contents, and checks that a checkpoint is complete.
 """
 
 import json
@@ -22,8 +22,8 @@ from distlab.checkpoints.format import FOLDER, RECORD, TOKENIZER, Checkpoint, Re
 from distlab.comm.traffic import traffic
 from simplellm.errors import InputError, require
 
-UNFINISHED = ".unfinished"  # suffix of the folder in which one is written
-SUPERSEDED = "superseded"  # folder for the later checkpoints of a run that resumed from an earlier step
+UNFINISHED = ".unfinished"  # suffix of a checkpoint's folder while it is written
+SUPERSEDED = "superseded"  # folder for later checkpoints when a run resumes from an earlier step
 OPTIMIZER, RANDOM = "optimizer.", "random."
 Parameters = Mapping[str, nn.Parameter]  # of a rank, by their names in the whole model
 
@@ -32,13 +32,13 @@ def save(run: Path, tensors: dict[str, Any], record: Record, tokenizer: bytes | 
     """Write a checkpoint of all ranks' tensors; every rank must call it.
 
     Args:
-        tensors: this rank's, by name, whole or as a `Slice`; those that several ranks hold are written once.
-        record: rank 0's goes to `checkpoint.json`, with the list of files.
-        tokenizer: the SentencePiece model; None for a model that reads no text.
+        tensors: this rank's tensors by name, whole or as a `Slice`; tensors that several ranks hold are written once.
+        record: rank 0 writes its record to `checkpoint.json`, with the list of files.
+        tokenizer: the SentencePiece model; None for a model that does not read text.
         keep: number of the run's checkpoints to keep, including this one.
 
     Raises:
-        InputError: the files cannot be written, or rank 0 does not see what other ranks have written.
+        InputError: the files cannot be written, or rank 0 does not see the files of other ranks.
         TrafficError: another rank was lost.
     """
     from torch.distributed import checkpoint as dcp
@@ -53,14 +53,14 @@ def save(run: Path, tensors: dict[str, Any], record: Record, tokenizer: bytes | 
             written = dcp.save(tensors, storage_writer=writer, no_dist=not dist.is_initialized())
         if rank == 0:
             is_all = _parts(tensors_in(unfinished)) == _parts(written.state_dict_metadata)
-            require(is_all, f"--out {run}: not all ranks' files are there; give a folder that all machines share")
+            require(is_all, f"--out {run}: files of some ranks are missing; give a folder that all machines share")
             _complete(run, record, tokenizer, keep)
     except (OSError, dcp.CheckpointException) as error:
         raise InputError(f"--save-every: cannot write {unfinished} ({root_of(error)})") from error
 
 
 def place_of(run: Path, step: int, ending: str = "") -> Path:
-    """A checkpoint's folder; with `UNFINISHED`, where it is written."""
+    """The folder of a checkpoint; with `UNFINISHED`, the folder in which it is written."""
     return run / FOLDER / f"step-{step:08}{ending}"
 
 
@@ -88,7 +88,7 @@ def _complete(run: Path, record: Record, tokenizer: bytes | None, keep: int) -> 
 
 
 def supersede(run: Path, step: float = math.inf) -> None:
-    """Move a run's checkpoints of later steps aside, and remove unfinished ones: before any rank writes another."""
+    """Move later checkpoints of a run aside, and delete unfinished ones. Call before any rank writes another."""
     aside = run / FOLDER / SUPERSEDED
     for path in (run / FOLDER).glob("step-*"):
         number = path.name[len("step-") :].partition(".")[0]
@@ -101,7 +101,7 @@ def supersede(run: Path, step: float = math.inf) -> None:
 
 
 def _sync(path: Path) -> None:
-    """Write a file's contents, or the names in a folder, through to the disk."""
+    """Flush a file's contents, or a folder's entries, to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -110,7 +110,7 @@ def _sync(path: Path) -> None:
 
 
 def root_of(error: BaseException) -> str:
-    """The message of one rank's error, out of the exception in which torch collects those of all ranks."""
+    """The message of one rank's error, from the exception in which torch collects the errors of all ranks."""
     failures = getattr(error, "failures", None)
     if failures:
         error = next(iter(failures.values()))[0]
@@ -118,9 +118,9 @@ def root_of(error: BaseException) -> str:
 
 
 def state_of(parameters: Parameters, optimizer: Optimizer, rank: int, is_per_rank: bool) -> dict[str, Any]:
-    """All tensors of this rank that a checkpoint holds, by name; to write them, or to read into.
+    """This rank's tensors for a checkpoint, by name; to write them, or to read into them.
 
-    Slices of parameters are marked by `TPGroup.own_parameter`; `is_per_rank`, the replicas' optimizer states differ.
+    `TPGroup.own_parameter` marks slices of parameters. `is_per_rank` says that the optimizer states of replicas differ.
     """
     from distlab.checkpoints.slices import as_held
 
@@ -142,16 +142,17 @@ def _optimizer_prefix(rank: int, is_per_rank: bool) -> str:
 def restore(
     checkpoint: Checkpoint, parameters: Parameters, optimizer: Optimizer, rank: int, layout: dict[str, int]
 ) -> None:
-    """Load parameters, optimizer state and, in the layout that saved them, states of random generators.
+    """Load parameters, optimizer state and, if the layout is the same, the states of the random generators.
 
-    Each rank reads what it needs, whichever rank wrote it: a whole tensor, or its slice out of other slices. Reading
-    needs tensors to read into, and an optimizer has no state before its first step.
+    Each rank reads what it needs, whichever rank wrote it: a whole tensor, or its slice of one that was written in
+    other slices. The optimizer's state is allocated first, because an optimizer has none before its first step.
 
     Args:
-        layout: of the run; in another one, different ranks have to draw the same random numbers.
+        layout: the layout of this run. In another layout than the checkpoint's, other ranks need the same random
+            numbers, so the states of the generators are not restored.
 
     Raises:
-        InputError: the checkpoint is that of another model.
+        InputError: the checkpoint belongs to another model.
     """
     saved = tensors_in(checkpoint.folder)
     is_per_rank = checkpoint.per_rank_optimizer_state
@@ -171,7 +172,7 @@ def restore(
 
 
 def tensors_in(folder: Path) -> dict[str, Any]:
-    """Each tensor's metadata, by name; `InputError` if there are no tensors that can be read."""
+    """The metadata of each tensor, by name; `InputError` if the tensors cannot be read."""
     from torch.distributed import checkpoint as dcp
 
     try:
@@ -181,7 +182,7 @@ def tensors_in(folder: Path) -> dict[str, Any]:
 
 
 def read_into(tensors: dict[str, Any], checkpoint: Checkpoint) -> None:
-    """Read tensors, or slices of them, by name; `InputError` if the checkpoint has no such tensors."""
+    """Read tensors or slices of them, by name; `InputError` if the checkpoint does not contain them."""
     from torch.distributed import checkpoint as dcp
 
     try:
@@ -190,4 +191,4 @@ def read_into(tensors: dict[str, Any], checkpoint: Checkpoint) -> None:
             reader = dcp.HuggingFaceStorageReader(str(checkpoint.folder))
             dcp.load(tensors, storage_reader=reader, no_dist=True)
     except (dcp.CheckpointException, SafetensorError) as error:
-        raise InputError(f"{checkpoint.folder}: its tensors are not those of this model ({root_of(error)})") from error
+        raise InputError(f"{checkpoint.folder}: its tensors do not match this model ({root_of(error)})") from error

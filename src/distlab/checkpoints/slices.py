@@ -1,4 +1,4 @@
-"""Slices of parameters for torch.distributed.checkpoint, which by itself knows only those of DTensor."""
+"""Slices of parameters for torch.distributed.checkpoint, which by itself supports only those of DTensor."""
 
 from typing import Any
 
@@ -9,12 +9,12 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 
 
 class Slice(Tensor):
-    """A rank's part of a tensor, which presents itself to a checkpoint as a slice of the whole, as DTensor does.
+    """A rank's part of a tensor, which a checkpoint writes and reads as a slice of the whole, like DTensor.
 
-    The part begins at `start` along `dim`, where the whole has `length`; it is written from, or read into.
+    The part begins at `start` along `dim`, along which the whole tensor has `length`.
     """
 
-    # What is computed from it is a plain tensor.
+    # Operations on it return plain tensors.
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     def __new__(cls, part: Tensor, dim: int, start: int, length: int) -> "Slice":
@@ -41,6 +41,6 @@ class Slice(Tensor):
 
 
 def as_held(tensor: Tensor, parameter: Tensor) -> Tensor:
-    """`tensor`, the parameter or what the optimizer keeps of it: a slice of the whole if the parameter is one."""
+    """`tensor` (the parameter or optimizer state of its shape), as a `Slice` if the parameter is a shard."""
     held = getattr(parameter, "shard_spec", None)  # see TPGroup.own_parameter
     return tensor if held is None or tensor.shape != parameter.shape else Slice(tensor, *held)

@@ -1,4 +1,4 @@
-"""Collective operations by hand, what they cost, and a simulated world in which they run.
+"""Handwritten collective operations, their costs, and a simulated world in which they can run.
 
 May import `distlab.comm`.
 """

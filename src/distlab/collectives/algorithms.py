@@ -1,15 +1,16 @@
-"""Collective operations by hand: how broadcast, reduce, all-reduce and gather travel over several topologies.
+"""Handwritten collectives: broadcast, reduce, all-reduce, gather and reduce-scatter over several topologies.
 
-All work in place on the caller's tensor, of any dtype and shape, for every world size and root. They send and receive
-through an endpoint; by default that is `torch.distributed` itself, whose functions are looked up when they are called.
-Broadcast, reduce and all-reduce, apart from the ring, use only its `send`, `recv`, `get_rank` and `get_world_size`, and
-work whether or not a `send` waits for its receiver:
+All of them work in place on the caller's tensor, of any dtype and shape, for every world size and root. They send and
+receive through an endpoint. The default endpoint is `torch.distributed` itself, whose functions are looked up at each
+call. Broadcast, reduce and all-reduce, except for the ring, use only its `send`, `recv`, `get_rank` and
+`get_world_size`, and work whether or not a `send` waits for its receiver:
 
-- wherever two ranks send to each other, one sends first and the other receives first;
-- a call changes nothing that it has sent before that has surely arrived, nor sends memory that the next call changes.
+- where two ranks send to each other, one of them sends first and the other receives first;
+- a call does not change memory that it has sent until the message has certainly arrived, and it does not send memory
+  that the next call may change.
 
-Latency and bandwidth of these algorithms: Thakur, Rabenseifner and Gropp, "Optimization of collective communication
-operations in MPICH", 2005.
+For latency and bandwidth of these algorithms see Thakur, Rabenseifner and Gropp, "Optimization of collective
+communication operations in MPICH", 2005.
 """
 
 from collections.abc import Callable
@@ -25,7 +26,7 @@ from distlab.comm.endpoint import Endpoint
 
 
 def broadcast_naive(tensor: Tensor, src: int, endpoint: Endpoint = dist) -> None:
-    """Copy rank `src`'s tensor to all: the root sends to one rank after the other."""
+    """Copy the tensor of rank `src` to all ranks: the root sends to one rank after another."""
     size, relative_rank, rank_at = _ranks_from(src, endpoint)
     with in_place(tensor) as data:
         if relative_rank > 0:
@@ -36,7 +37,7 @@ def broadcast_naive(tensor: Tensor, src: int, endpoint: Endpoint = dist) -> None
 
 
 def broadcast_tree(tensor: Tensor, src: int, endpoint: Endpoint = dist) -> None:
-    """Copy rank `src`'s tensor to all: in each round every rank that has it sends it to one that does not."""
+    """Copy the tensor of rank `src` to all ranks: in each round, every rank that has it sends it to one without."""
     size, relative_rank, rank_at = _ranks_from(src, endpoint)
     with in_place(tensor) as data:
         for distance in _powers_of_two(size):
@@ -47,7 +48,7 @@ def broadcast_tree(tensor: Tensor, src: int, endpoint: Endpoint = dist) -> None:
 
 
 def broadcast_ring(tensor: Tensor, src: int, endpoint: Endpoint = dist) -> None:
-    """Copy rank `src`'s tensor to all: each rank passes it on to the next one."""
+    """Copy the tensor of rank `src` to all ranks: each rank passes it to the next one."""
     size, relative_rank, rank_at = _ranks_from(src, endpoint)
     with in_place(tensor) as data:
         if relative_rank > 0:
@@ -57,7 +58,7 @@ def broadcast_ring(tensor: Tensor, src: int, endpoint: Endpoint = dist) -> None:
 
 
 def reduce_naive(tensor: Tensor, dst: int, op: Op = ReduceOp.SUM, endpoint: Endpoint = dist) -> None:
-    """Combine all tensors in rank `dst`'s; it receives one after the other. The other ranks' stay as they are."""
+    """Combine all tensors in that of rank `dst`, which receives one after another. Other ranks' do not change."""
     combine = reduce_function(op, tensor.dtype)
     size, relative_rank, _ = _ranks_from(dst, endpoint)
     with in_place(tensor, is_changed=relative_rank == 0) as data:
@@ -71,7 +72,7 @@ def reduce_naive(tensor: Tensor, dst: int, op: Op = ReduceOp.SUM, endpoint: Endp
 
 
 def reduce_tree(tensor: Tensor, dst: int, op: Op = ReduceOp.SUM, endpoint: Endpoint = dist) -> None:
-    """Combine all tensors in rank `dst`'s: in each round half of the remaining ranks send theirs to the other half."""
+    """Combine all tensors in that of rank `dst`: in each round, half of the remaining ranks send to the other half."""
     combine = reduce_function(op, tensor.dtype)
     size, relative_rank, rank_at = _ranks_from(dst, endpoint)
     with in_place(tensor, is_changed=relative_rank == 0) as data:
@@ -80,8 +81,8 @@ def reduce_tree(tensor: Tensor, dst: int, op: Op = ReduceOp.SUM, endpoint: Endpo
             if relative_rank < distance and relative_rank + distance < size:
                 received = scratch_buffer(data)
                 endpoint.recv(received, rank_at(relative_rank + distance))
-                # Only the root's tensor may change. The others send their sums, which need memory of their own: the
-                # next call might change a scratch buffer before it has arrived.
+                # Only the root's tensor may change. The other ranks send their sums, which need separate memory: the
+                # next call might change a scratch buffer before the message has arrived.
                 into = torch.empty_like(data) if partial is data and relative_rank > 0 else partial
                 partial = combine(partial, received, out=into)
             elif distance <= relative_rank < 2 * distance:
@@ -89,7 +90,7 @@ def reduce_tree(tensor: Tensor, dst: int, op: Op = ReduceOp.SUM, endpoint: Endpo
 
 
 def allreduce_naive(tensor: Tensor, op: Op = ReduceOp.SUM, endpoint: Endpoint = dist) -> None:
-    """Combine all tensors on every rank: all send to rank 0, which sends the result to all."""
+    """Combine all tensors on every rank: all ranks send to rank 0, which sends the result to all."""
     reduce_naive(tensor, 0, op, endpoint)
     broadcast_naive(tensor, 0, endpoint)
 
@@ -101,9 +102,10 @@ def allreduce_tree(tensor: Tensor, op: Op = ReduceOp.SUM, endpoint: Endpoint = d
 
 
 def allreduce_butterfly(tensor: Tensor, op: Op = ReduceOp.SUM, endpoint: Endpoint = dist) -> None:
-    """Combine all tensors on every rank: in round k the ranks whose numbers differ in bit k exchange what they have.
+    """Combine all tensors on every rank: in round k, ranks whose numbers differ in bit k exchange partial results.
 
-    Ranks from the largest power of two within the world's size up send theirs first and get the result back.
+    If the world size is not a power of two, the ranks beyond the largest one first send their tensors to the others,
+    and receive the result at the end.
     """
     combine = reduce_function(op, tensor.dtype)
     rank, size = endpoint.get_rank(), endpoint.get_world_size()
@@ -120,10 +122,10 @@ def allreduce_butterfly(tensor: Tensor, op: Op = ReduceOp.SUM, endpoint: Endpoin
         for partner in (rank ^ distance for distance in _powers_of_two(core)):
             if rank < partner:
                 endpoint.send(data, partner)
-                endpoint.recv(received, partner)  # which the partner sends when `data` has arrived
+                endpoint.recv(received, partner)  # the partner sends this only after `data` has arrived
             else:
                 endpoint.recv(received, partner)
-                endpoint.send(data.clone(), partner)  # whose arrival nothing confirms before `data` changes
+                endpoint.send(data.clone(), partner)  # a copy: `data` changes before its arrival is confirmed
             combine(data, received, out=data)
         if rank + core < size:
             endpoint.send(data, rank + core)
@@ -133,7 +135,7 @@ ALL_REDUCES = dict(naive=allreduce_naive, tree=allreduce_tree, butterfly=allredu
 
 
 def gather_naive(tensor: Tensor, gathered: Tensor | None, dst: int, endpoint: Endpoint = dist) -> None:
-    """Collect all tensors on rank `dst`, in `gathered` (world size, *shape of `tensor`), None elsewhere; one by one."""
+    """Collect all tensors on rank `dst`, one by one, in `gathered` (world size, *shape of `tensor`; None elsewhere)."""
     size, relative_rank, rank_at = _ranks_from(dst, endpoint)
     if relative_rank > 0:
         endpoint.send(tensor.detach().contiguous(), dst)
@@ -145,11 +147,11 @@ def gather_naive(tensor: Tensor, gathered: Tensor | None, dst: int, endpoint: En
 
 
 def gather_tree(tensor: Tensor, gathered: Tensor | None, dst: int, endpoint: Endpoint = dist) -> None:
-    """Collect all tensors on rank `dst`: in each round half of the ranks left send all that they have."""
+    """Collect all tensors on rank `dst`: in each round, half of the remaining ranks send everything that they have."""
     size, relative_rank, rank_at = _ranks_from(dst, endpoint)
 
     def collect(parts: Tensor) -> None:
-        """Collect the parts from this rank's own on, and send them unless this is the root."""
+        """Collect the parts of this rank and those after it, and send them unless this is the root."""
         parts[0] = tensor.detach()
         for distance in _powers_of_two(size):
             if relative_rank % (2 * distance):
@@ -162,26 +164,26 @@ def gather_tree(tensor: Tensor, gathered: Tensor | None, dst: int, endpoint: End
         collect(scratch_buffer(tensor, count=size - relative_rank))
         return
     with in_place(one_for_each_rank(gathered, tensor, size)) as whole:
-        parts = whole if dst == 0 else scratch_buffer(tensor, count=size)  # where the parts are in the ranks' order
+        parts = whole if dst == 0 else scratch_buffer(tensor, count=size)  # for dst 0 the order is right already
         collect(parts)
         if dst > 0:
             whole[dst:], whole[:dst] = parts[: size - dst], parts[size - dst :]
 
 
 def allgather_naive(tensor: Tensor, gathered: Tensor, endpoint: Endpoint = dist) -> None:
-    """Collect all tensors on every rank, `gathered` (world size, *shape of `tensor`): through rank 0."""
+    """Collect all tensors on every rank, in `gathered` (world size, *shape of `tensor`): through rank 0."""
     gather_naive(tensor, one_for_each_rank(gathered, tensor, endpoint.get_world_size()), 0, endpoint)
     broadcast_naive(gathered, 0, endpoint)
 
 
 def allgather_tree(tensor: Tensor, gathered: Tensor, endpoint: Endpoint = dist) -> None:
-    """Collect all tensors on every rank, `gathered` (world size, *shape of `tensor`): up a tree and down again."""
+    """Collect all tensors on every rank, in `gathered` (world size, *shape of `tensor`): up a tree and down again."""
     gather_tree(tensor, one_for_each_rank(gathered, tensor, endpoint.get_world_size()), 0, endpoint)
     broadcast_tree(gathered, 0, endpoint)
 
 
 def allgather_ring(tensor: Tensor, gathered: Tensor, endpoint: Endpoint = dist) -> None:
-    """Collect all tensors on every rank, `gathered` (world size, *shape of `tensor`): they go around the ring."""
+    """Collect all tensors on every rank, in `gathered` (world size, *shape of `tensor`): around the ring."""
     rank, size = endpoint.get_rank(), endpoint.get_world_size()
     with in_place(one_for_each_rank(gathered, tensor, size)) as parts:
         parts[rank] = tensor.detach()
@@ -190,9 +192,9 @@ def allgather_ring(tensor: Tensor, gathered: Tensor, endpoint: Endpoint = dist) 
 
 
 def reducescatter_naive(tensor: Tensor, scattered: Tensor, op: Op = ReduceOp.SUM, endpoint: Endpoint = dist) -> None:
-    """Combine all tensors and give each rank its block: rank 0 combines all and sends the blocks.
+    """Combine all tensors and give each rank its block: rank 0 combines them and sends the blocks.
 
-    `tensor` (world size, *shape of `scattered`) has a block for each rank, and does not change.
+    `tensor` (world size, *shape of `scattered`) has a block for each rank, and is not changed.
     """
     rank, size = endpoint.get_rank(), endpoint.get_world_size()
     tensor = one_for_each_rank(tensor, scattered, size).detach()
@@ -208,7 +210,7 @@ def reducescatter_naive(tensor: Tensor, scattered: Tensor, op: Op = ReduceOp.SUM
 
 
 def reducescatter_ring(tensor: Tensor, scattered: Tensor, op: Op = ReduceOp.SUM, endpoint: Endpoint = dist) -> None:
-    """Like `reducescatter_naive`: partial sums go around the ring to the rank that keeps them."""
+    """Like `reducescatter_naive`, but partial sums travel around the ring to the rank that keeps them."""
     combine = reduce_function(op, tensor.dtype)
     rank, size = endpoint.get_rank(), endpoint.get_world_size()
     tensor = one_for_each_rank(tensor, scattered, size).detach()
@@ -218,24 +220,24 @@ def reducescatter_ring(tensor: Tensor, scattered: Tensor, op: Op = ReduceOp.SUM,
         for turn in range(size - 1):
             received = buffers[turn % 2]
             shift(partial, received, endpoint)
-            is_last = turn == size - 2  # `scattered` may be a part of `tensor`: it does not change earlier
+            is_last = turn == size - 2  # `scattered` may be a part of `tensor`, so it must not change earlier
             partial = combine(received, tensor[(rank - turn - 2) % size], out=block if is_last else received)
         if size == 1:
             block.copy_(partial)
 
 
 def shift(data: Tensor, received: Tensor, endpoint: Endpoint = dist) -> None:
-    """Send to the next rank of the ring and receive from the one before, at the same time."""
+    """Send to the next rank of the ring and receive from the previous one at the same time."""
     rank, size = endpoint.get_rank(), endpoint.get_world_size()
     for message in (endpoint.irecv(received, (rank - 1) % size), endpoint.isend(data, (rank + 1) % size)):
         message.wait()
 
 
 def _ranks_from(root: int, endpoint: Endpoint) -> tuple[int, int, Callable[[int], int]]:
-    """The world size, this rank's number counted from the root, and the rank with such a number.
+    """The world size, this rank's number relative to the root, and a function from relative numbers to ranks.
 
     Raises:
-        ValueError: there is no such root; on every rank, so that none waits.
+        ValueError: there is no such root; raised on every rank, so that none waits.
     """
     size = endpoint.get_world_size()
     if not 0 <= root < size:

@@ -1,4 +1,4 @@
-"""What the collectives by hand work with: contiguous memory, and an element-wise operation."""
+"""Helpers of the handwritten collectives: contiguous memory, and element-wise operations."""
 
 import contextlib
 import functools
@@ -21,19 +21,19 @@ KEPT_BYTES = 64_000_000
 
 @contextlib.contextmanager
 def in_place(tensor: Tensor, is_changed: bool = True) -> Iterator[Tensor]:
-    """A contiguous view or copy of a tensor, detached; a copy is written back at the end if it `is_changed`."""
+    """A detached contiguous view or copy of a tensor; a copy is written back at the end if it `is_changed`."""
     own = tensor.detach()
-    data = own.contiguous().resolve_conj().resolve_neg()  # what is sent is memory, without flags for conjugates
+    data = own.contiguous().resolve_conj().resolve_neg()  # messages are plain memory, without torch's conjugate flags
     yield data
     if is_changed and data is not own:
         own.copy_(data)
 
 
 def scratch_buffer(like: Tensor, number: int = 0, count: int | None = None) -> Tensor:
-    """Memory to receive into: like a tensor, or like `count` of them; each number has its own.
+    """Memory to receive into, with the shape of a tensor or of `count` tensors; each `number` is a separate buffer.
 
-    The last few are kept for the next call, unless they are very large: the operating system clears fresh memory when
-    it is first written to, which takes as long as a message.
+    The last few buffers are reused by later calls, unless they are very large: the operating system clears fresh memory
+    at the first write, which takes as long as a message.
     """
     shape = like.shape if count is None else torch.Size((count, *like.shape))
     if like.is_meta or shape.numel() * like.element_size() > KEPT_BYTES:
@@ -52,23 +52,24 @@ def reduce_function(op: Op, dtype: torch.dtype) -> Callable[..., Tensor]:
     """The element-wise function of an operation.
 
     Raises:
-        ValueError: it is none of `COMBINE`, or torch has none for the type; on every rank, so that none waits.
+        ValueError: the operation is not in `COMBINE`, or torch does not support it for this type; raised on every rank,
+            so that none waits.
     """
     for known, function in COMBINE.items():
         if op == known:
-            with contextlib.suppress(RuntimeError):  # the maximum of complex numbers, for one, is not defined
+            with contextlib.suppress(RuntimeError):  # for example, the maximum of complex numbers is not defined
                 function(torch.zeros(1, dtype=dtype), torch.zeros(1, dtype=dtype))
                 return function
     raise ValueError(
-        f"{op} of {dtype}: the collectives combine with SUM, PRODUCT, MAX or MIN, as far as torch has them for a type"
+        f"{op} of {dtype}: the collectives combine with SUM, PRODUCT, MAX or MIN, if torch supports them for the type"
     )
 
 
 def one_for_each_rank(parts: Tensor | None, part: Tensor, world_size: int) -> Tensor:
-    """`parts`, if it holds one of `part`'s shape for each rank.
+    """`parts`, if it holds a tensor of the shape of `part` for each rank.
 
     Raises:
-        ValueError: it does not; before anything is sent.
+        ValueError: it does not; raised before anything is sent.
     """
     shape = (world_size, *part.shape)
     if parts is None or parts.shape != shape:

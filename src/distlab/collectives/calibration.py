@@ -1,4 +1,4 @@
-"""How fast this computer moves, adds and copies: the numbers of the model in `distlab.collectives.costs`, measured."""
+"""Measures how fast this computer sends, adds and copies: the numbers of the model in `distlab.collectives.costs`."""
 
 import itertools
 import math
@@ -18,11 +18,11 @@ from distlab.collectives.simulation import Link
 from distlab.comm.endpoint import Endpoint
 
 FITTED_BYTES = 1_000_000, 4_000_000, 16_000_000
-ADDED_BYTES = 100_000_000  # enough for all ranks to add at the same time, though they leave the barrier one by one
+ADDED_BYTES = 100_000_000  # takes long enough that all ranks add at once, although they leave the barrier one by one
 
 
 def fit_costs(rounds: int = 10) -> dict[int, CostModel]:
-    """Measure the model's numbers, on all ranks together, by the bytes of the messages they are measured with."""
+    """Measure the model's numbers on all ranks together; the result is by the size of the messages used."""
     fitted = {}
     for message_bytes in FITTED_BYTES:
         probes = Probes(message_bytes, max(FITTED_BYTES))
@@ -31,16 +31,16 @@ def fit_costs(rounds: int = 10) -> dict[int, CostModel]:
 
 
 def costs_for(message_bytes: int, fitted: Mapping[int, CostModel]) -> CostModel:
-    """The costs that were fitted with messages of the most similar size."""
+    """The costs that were measured with messages of the most similar size."""
     return fitted[min(fitted, key=lambda fitted_bytes: abs(math.log(fitted_bytes / max(1, message_bytes))))]
 
 
 @dataclass(frozen=True)
 class Probes:
-    """What all ranks run to measure the model's numbers."""
+    """The work that all ranks run to measure the model's numbers."""
 
-    message_bytes: int  # of the large messages, and of the tensors that are added and copied
-    tensor_bytes: int  # of what these are parts of: what fits in the caches is faster
+    message_bytes: int  # size of the large messages, and of the tensors that are added and copied
+    tensor_bytes: int  # size of the tensor that these are parts of; one that fits in the caches is faster
 
     @property
     def messages(self) -> int:
@@ -51,12 +51,13 @@ class Probes:
         return max(1, ADDED_BYTES // self.message_bytes)
 
     def works(self, endpoint: Endpoint = dist, device: str = "cpu") -> dict[str, Work]:
-        """What this rank runs, by name; in a world of one there is nothing to send.
+        """The work of this rank, by name; with a world size of 1 there is nothing to send.
 
-        "tiny" and "alone" are ping-pongs of a number and of a large message between ranks 0 and 1; in "together" every
-        rank sends its tensor to the next one, message by message. "adding" and "copying" run on rank 0 alone,
-        "all_adding" on all ranks. Successive messages go through the tensor; the ping-pong repeats the same one, as a
-        rank of a naive topology sends the same tensor again. On the device "meta", tensors have no content.
+        "tiny" and "alone" are ping-pongs of one number and of a large message between ranks 0 and 1. In "together",
+        every rank sends its tensor to the next rank, message by message. "adding" and "copying" run only on rank 0,
+        "all_adding" on all ranks. Successive messages are successive parts of the tensor; a ping-pong repeats the same
+        message, as a rank of a naive topology sends the same tensor again. On the device "meta", tensors have no
+        content.
         """
         rank, size = endpoint.get_rank(), endpoint.get_world_size()
         tiny = torch.ones(1, device=device)
@@ -90,14 +91,14 @@ class Probes:
         return {**ping_pongs, "together": shift_all, "all_adding": add, **computing}
 
     def costs(self, seconds: Mapping[str, list[float]], world_size: int) -> CostModel:
-        """The model's numbers from the median `seconds` of the rounds of each of `works`, run by so many ranks."""
+        """The model's numbers, from the median `seconds` over the rounds of each work, run by `world_size` ranks."""
         typical = {name: statistics.median(of_rounds) for name, of_rounds in seconds.items()}
         combined = self.additions * self.message_bytes / typical["adding"]
         copied = self.messages * self.message_bytes / typical["copying"]
         if world_size == 1:
             return CostModel(Link(), math.inf, combined, copied)
         alone = typical["alone"] / 2
-        latency = min(typical["tiny"], alone) / 2  # on a busy computer, either may take too long
+        latency = min(typical["tiny"], alone) / 2  # on a busy computer, either measurement may be too high
         link = Link(latency, self.message_bytes / (alone - latency))
         moved = self.messages * world_size * (self.message_bytes + latency * link.bytes_per_second)
         ranks_at_once = max(1, world_size * typical["adding"] / typical["all_adding"])
@@ -105,17 +106,17 @@ class Probes:
 
 
 def measure(work: Work, rounds: int) -> float:
-    """Seconds until the slowest rank has finished, the median of `rounds`."""
+    """Seconds until the slowest rank has finished; median of `rounds` rounds."""
     [seconds] = seconds_in_turn({"work": work}, rounds).values()
     return statistics.median(seconds)
 
 
 def seconds_in_turn(works: Mapping[str, Work], rounds: int, in_a_row: int = 1) -> dict[str, list[float]]:
-    """Seconds of the slowest rank, from its leaving a barrier, for each work in each round; the first is left out.
+    """Seconds of the slowest rank after a barrier, for each work in each round; the first round is ignored.
 
-    In each round one follows the other, in alternating order: other load and the computer's speed affect all alike.
-    Each runs `in_a_row` times a round, and the seconds are those of one: ranks that share cores leave the barrier one
-    after the other, and of several in a row only the first has to wait for the last rank to come.
+    In each round all works run one after another, in alternating order, so that other load and changes of the
+    computer's speed affect all of them equally. Each work runs `in_a_row` times per round, and the seconds are those of
+    one run: ranks that share cores leave the barrier one by one, and only the first run has to wait for the last rank.
     """
     seconds: dict[str, list[float]] = {name: [] for name in works}
     for turn in range(1 + rounds):

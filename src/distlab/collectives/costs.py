@@ -1,8 +1,8 @@
-"""What a collective costs, predicted in a simulated world.
+"""Predicts the cost of a collective by running it in a simulated world.
 
 The model is that of Thakur, Rabenseifner and Gropp, "Optimization of collective communication operations in MPICH",
-2005: a message costs a latency and a time for each byte, combining two tensors a time for each byte. Two things are
-added: ranks of one computer share what it can move and compute, and copying a tensor also costs a time for each byte.
+2005: a message costs a latency plus a time per byte, and combining two tensors costs a time per byte. This module adds
+two things: ranks on one computer share its bandwidth and its cores, and copying a tensor also costs a time per byte.
 """
 
 import math
@@ -26,14 +26,14 @@ NUMBER_BYTES = 4  # float32
 
 @dataclass(frozen=True)
 class CostModel:
-    """What the model knows of a computer."""
+    """The model's numbers for a computer."""
 
-    link: Link  # a message that travels alone
-    shared_bytes_per_second: float  # all messages together, when every rank sends at once
-    combined_bytes_per_second: float  # adding one tensor to another, on one rank alone
-    copied_bytes_per_second: float = math.inf  # copying one tensor to another, on one rank alone
-    ranks_at_once: float = math.inf  # how many can add at that speed at the same time; more share it
-    one_card: bool = False  # a rank's messages at the same time share its link, as on a network
+    link: Link  # cost of a message if it is the only one
+    shared_bytes_per_second: float  # of all messages together, if every rank sends at once
+    combined_bytes_per_second: float  # adding one tensor to another, on one rank only
+    copied_bytes_per_second: float = math.inf  # copying one tensor to another, on one rank only
+    ranks_at_once: float = math.inf  # how many ranks can add at that speed at the same time; more ranks share it
+    one_card: bool = False  # simultaneous messages of a rank share its link, as on a network
 
     def __str__(self) -> str:
         rates = self.shared_bytes_per_second, self.combined_bytes_per_second, self.copied_bytes_per_second
@@ -46,16 +46,16 @@ class CostModel:
 
 
 def whole_numbers(size_bytes: int, world_size: int) -> int:
-    """`size_bytes` rounded up so that each rank has the same count of numbers, at least one."""
+    """`size_bytes` rounded up so that each rank has the same number of elements, at least one."""
     share = NUMBER_BYTES * world_size
     return max(1, math.ceil(size_bytes / share)) * share
 
 
 def operations(size_bytes: int, endpoint: Endpoint = dist, device: str = "cpu") -> dict[str, dict[str, Work]]:
-    """What a rank can run: by operation and topology, with root 0; the library's own run on the process group.
+    """A rank's collectives by operation and topology, with root 0; the library's own use the process group.
 
-    `size_bytes`, rounded up to `whole_numbers`, are those of the tensor that is broadcast or combined, or of all the
-    parts that are gathered or scattered. On the device "meta", tensors have no content.
+    `size_bytes`, rounded up by `whole_numbers`, is the size of the tensor that is broadcast or combined, or of all
+    parts together that are gathered or scattered. On the device "meta", tensors have no content.
     """
     rank, size = endpoint.get_rank(), endpoint.get_world_size()
     whole = torch.ones(size, whole_numbers(size_bytes, size) // (NUMBER_BYTES * size), device=device)
@@ -80,7 +80,7 @@ def operations(size_bytes: int, endpoint: Endpoint = dist, device: str = "cpu") 
 def predict(
     operation: str, topology: str, size_bytes: int, world_size: int, costs: CostModel, in_a_row: int = 1
 ) -> SimulatedWorld:
-    """A simulated world in which the operation has run so many times; its `makespan` is their predicted time."""
+    """A simulated world in which the operation has run `in_a_row` times; its `makespan` is the predicted time."""
 
     def work(endpoint: SimulatedEndpoint) -> Work:
         return operations(size_bytes, endpoint, device="meta")[operation][topology]
@@ -91,7 +91,7 @@ def predict(
 def simulate(
     work: Callable[[SimulatedEndpoint], Work], world_size: int, costs: CostModel, in_a_row: int = 1
 ) -> SimulatedWorld:
-    """A simulated world in which each rank has run, so many times, what `work` gives it; its tensors are on "meta"."""
+    """A simulated world in which each rank has run the result of `work` `in_a_row` times; tensors are on "meta"."""
     sharing = costs.shared_bytes_per_second, costs.ranks_at_once, costs.one_card
     world = SimulatedWorld(world_size, costs.link, {}, *sharing)
 
@@ -106,7 +106,7 @@ def simulate(
 
 
 class _Computing(TorchDispatchMode):
-    """Charges a simulated rank for its additions and its copies from tensor to tensor."""
+    """Adds the time of tensor additions and copies to the clock of a simulated rank."""
 
     def __init__(self, endpoint: SimulatedEndpoint, costs: CostModel) -> None:
         super().__init__()
@@ -125,7 +125,7 @@ class _Computing(TorchDispatchMode):
 
 
 def bytes_of_a_message(operation: str, topology: str, size_bytes: int, world_size: int) -> int:
-    """Average size of the busiest rank's messages; 0 in a world of one, which has none."""
+    """Average size of the busiest rank's messages; 0 with a world size of 1."""
     counts = predict(operation, topology, size_bytes, world_size, CostModel(Link(), math.inf, math.inf)).counts
     busiest = max(counts, key=lambda rank: rank.sent_bytes + rank.received_bytes)
     return (busiest.sent_bytes + busiest.received_bytes) // max(1, busiest.sends + busiest.receives)

@@ -1,10 +1,11 @@
-"""The ring all-reduce by hand: chunks travel around a ring of ranks, in messages of about 1 MB.
+"""The handwritten ring all-reduce: chunks travel around a ring of ranks, in messages of about 1 MB.
 
-The algorithm: Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations", 2009.
+The algorithm is that of Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations",
+2009.
 
-Most of the time the kernel copies messages. Each leaves the caches cold, so that every Python or torch function called
-for the first time after it costs tens of microseconds. So all that depends only on the sizes is computed once
-(`_route`), the segments are made in one call, and messages go through the process group's own methods.
+Most of the time is spent in the kernel, copying messages. After each message the caches are cold, and the next call of
+any Python or torch function costs tens of microseconds. So everything that depends only on the sizes is computed once
+(`_route`), one call creates all segments, and messages use the process group's own methods.
 """
 
 import functools
@@ -21,7 +22,7 @@ from distlab.comm.endpoint import Endpoint, process_group
 
 BOTH_WAYS_BYTES = 16_000_000
 SEGMENT_BYTES = 1_000_000
-AHEAD = 3  # segments that a rank has sent more than received: all of a chunk would not fit in the caches
+AHEAD = 3  # how many segments a rank sends ahead of those it receives; a whole chunk would not fit in the caches
 
 
 def allreduce_ring(
@@ -33,9 +34,10 @@ def allreduce_ring(
 ) -> None:
     """Combine all tensors on every rank: chunks travel around a ring, first to be combined, then to be distributed.
 
-    In a world of n each rank sends 2 (n - 1) / n of the tensor, and receives as much at the same time. One half of a
-    tensor of at least `both_ways_bytes` for each rank travels the other way, so that both directions are busy between
-    neighbours (between two ranks they are anyway); a smaller one is not worth twice as many messages.
+    With n ranks, each rank sends 2 (n - 1) / n of the tensor, and receives as much at the same time. If a tensor has at
+    least `both_ways_bytes` per rank, one half of it travels the other way, so that the links between neighbours are
+    busy in both directions (between two ranks they always are). For a smaller tensor, the cost of twice as many
+    messages would be higher than the gain.
     """
     combine = reduce_function(op, tensor.dtype)
     if endpoint is dist:
@@ -54,23 +56,23 @@ def allreduce_ring(
 def _around(
     flat: Tensor, step: int, combine: Callable[..., Tensor], endpoint: Endpoint, segment_bytes: int
 ) -> Iterator[None]:
-    """All-reduce `flat` (elements,) in place around the ring; yields when the messages of a turn have been started.
+    """All-reduce `flat` (elements,) in place around the ring; yields when it has started the messages of a turn.
 
-    `step` is 1 to send to the next rank, -1 to send to the one before.
+    `step` is 1 to send to the next rank, -1 to send to the previous one.
     """
     rank, size = endpoint.get_rank(), endpoint.get_world_size()
     following, preceding = (rank + step) % size, (rank - step) % size
     isend, irecv = endpoint.isend, endpoint.irecv
     sizes, turns = _route(flat.numel(), flat.element_size(), rank, size, step, segment_bytes)
     segments = flat.split_with_sizes(sizes)
-    to_combine = scratch_buffer(segments[0], number=step)  # always the same memory, which therefore stays in the caches
+    to_combine = scratch_buffer(segments[0], number=step)  # always the same memory, so that it stays in the caches
     sends = []
     for outgoing, arriving, is_combined in turns:
-        received = segments[arriving]  # sent long ago: what arrives was made from what this rank sent of it
+        received = segments[arriving]  # free: its send completed long ago, since the arriving data was computed from it
         if is_combined:
             received = to_combine if sizes[arriving] == sizes[0] else to_combine[: sizes[arriving]]
-        # First receive, then send: if the other end is known to be ready, this thread writes the message while its
-        # content is still in the caches; otherwise gloo's does so later.
+        # First receive, then send: if the receiver is known to be ready, this thread writes the message while its
+        # content is still in the caches; otherwise gloo's thread does so later.
         work = irecv(received, preceding)
         for number in outgoing:
             sends.append(isend(segments[number], following))
@@ -83,22 +85,22 @@ def _around(
 
 
 class Turn(NamedTuple):
-    """The numbers of the segments that a rank sends and, meanwhile, receives."""
+    """The segments, by number, that a rank sends and receives at the same time."""
 
     outgoing: tuple[int, ...]
     arriving: int
-    is_combined: bool  # with this rank's own segment; otherwise it is part of the result and replaces that
+    is_combined: bool  # with this rank's own segment; otherwise it is part of the result, and replaces that segment
 
 
-@functools.lru_cache(maxsize=64)  # of a model's buckets of gradients
+@functools.lru_cache(maxsize=64)  # enough for a model's gradient buckets
 def _route(
     elements: int, element_bytes: int, rank: int, size: int, step: int, segment_bytes: int
 ) -> tuple[tuple[int, ...], tuple[Turn, ...]]:
-    """How a tensor travels around the ring: its segments' sizes, the largest first, and the turns.
+    """How a tensor travels around the ring: the sizes of its segments, the largest first, and the turns.
 
-    Each rank's chunk travels around nearly twice: first to be combined with those of the other ranks, then to be
-    distributed. So what is sent is what arrived a chunk ago. A tensor of fewer elements than ranks has empty segments,
-    which are sent all the same.
+    Each chunk travels around the ring nearly twice: first to be combined on every rank, then to be distributed. So a
+    rank always sends what it received one chunk earlier. If there are fewer elements than ranks, some segments are
+    empty, and are sent like the others.
     """
     chunks = _sizes_of_parts(elements, size)
     in_chunk = max(1, min(chunks[0], round(chunks[0] * element_bytes / segment_bytes)))
@@ -116,5 +118,5 @@ def _route(
 
 
 def _sizes_of_parts(elements: int, parts: int) -> list[int]:
-    """The sizes of parts of so many elements, as equal as possible, the larger ones first."""
+    """The sizes of `parts` parts, as equal as possible, the larger ones first."""
     return [elements // parts + (part < elements % parts) for part in range(parts)]

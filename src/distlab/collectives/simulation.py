@@ -1,8 +1,7 @@
 """A world simulated in one process: ranks are threads, messages are copies, and time is computed, not measured.
 
-Each rank has an endpoint. A message takes latency + size / bandwidth on a virtual clock, so that the cost of an
-algorithm is known for more ranks than there are machines (the postal model; Hockney, "The communication challenge for
-MPP", 1994).
+Each rank has an endpoint. A message takes latency + size / bandwidth on a virtual clock, which gives the cost of an
+algorithm for more ranks than one has machines (the postal model; Hockney, "The communication challenge for MPP", 1994).
 """
 
 import math
@@ -25,12 +24,12 @@ class Deadlock(RuntimeError):
 
 
 class HalfMessage(RuntimeError):
-    """All ranks have finished, but a message has not: its other end was never begun, or nobody waited for it."""
+    """All ranks have finished, but a message has not: its other end was never started, or no rank waited for it."""
 
 
 @dataclass(frozen=True)
 class Link:
-    """What a message costs: a latency, however small it is, and a time for each byte."""
+    """The cost of a message: a fixed latency plus a time per byte."""
 
     latency_seconds: float = 0.0
     bytes_per_second: float = math.inf
@@ -38,7 +37,7 @@ class Link:
 
 @dataclass(eq=False)
 class Message:
-    """A send or a receive that a rank has begun; it matches only one with the same tag."""
+    """A send or a receive that a rank has started; it matches only one with the same tag."""
 
     world: "SimulatedWorld"
     rank: int
@@ -63,14 +62,14 @@ class Message:
 
 @dataclass(eq=False)
 class Flow:
-    """A message in transit, which both ends have begun."""
+    """A message in transit: both its send and its receive have started."""
 
     send: Message
     receive: Message
     bytes_per_second: float
-    started_seconds: float  # when the second end began
-    flows_from_seconds: float  # when its bytes begin to flow
-    left_bytes: float  # not arrived yet
+    started_seconds: float  # when the later of the two started
+    flows_from_seconds: float  # when its bytes start to arrive
+    left_bytes: float  # bytes that have not arrived yet
 
 
 class Passed(NamedTuple):
@@ -85,7 +84,7 @@ class Passed(NamedTuple):
 
 @dataclass
 class Counts:
-    """The messages that one rank has sent and received, their bytes, and the ranks that it sent to, in order."""
+    """The number and bytes of messages that one rank has sent and received, and the ranks that it sent to, in order."""
 
     sends: int = 0
     receives: int = 0
@@ -98,33 +97,33 @@ class Counts:
 class SimulatedWorld:
     """`size` ranks that run the same function, each in a thread of its own.
 
-    A send returns when its receiver has taken the message: the strictest behaviour that `torch.distributed` allows.
-    One thread runs at a time, until it waits. When all wait, the clock advances to the next moment at which one can
-    continue; so it does not depend on how long the threads take.
+    A send returns when its receiver has received the message: the strictest behavior that `torch.distributed` allows.
+    One thread runs at a time, until it waits. When all threads wait, the clock advances to the next time at which one
+    can continue, so the simulated time does not depend on how long the threads take.
     """
 
     size: int
-    link: Link = field(default_factory=Link)  # what a message costs
-    links: Mapping[tuple[int, int], Link] = field(default_factory=dict)  # other costs, by (sender, receiver)
-    # Total if every rank sends a message at the same time, as on one computer; fewer slow each other down less. Their
-    # latency, which also takes its cores' time, then counts like bytes.
+    link: Link = field(default_factory=Link)  # cost of a message
+    links: Mapping[tuple[int, int], Link] = field(default_factory=dict)  # exceptions, by (sender, receiver)
+    # Total bandwidth if every rank sends a message at the same time, as on one computer; fewer messages slow each other
+    # down less. If it is finite, latency counts like bytes, because it also takes time of the shared cores.
     shared_bytes_per_second: float = math.inf
-    ranks_at_once: float = math.inf  # how many can `compute` at full speed at the same time; more share that speed
-    one_card: bool = False  # what a rank sends shares its link, and what it receives; otherwise each pair has a link
+    ranks_at_once: float = math.inf  # how many ranks can `compute` at full speed at once; more ranks share that speed
+    one_card: bool = False  # a rank's outgoing messages share one link, as do its incoming ones; else one per pair
     keep_messages: bool = False
 
     def __post_init__(self) -> None:
         self.counts = [Counts() for _ in range(self.size)]
         self.seconds = [0.0] * self.size  # by rank, the virtual time at which it finished
-        self.messages: list[Passed] = []  # in the order in which they arrived, if they are kept
+        self.messages: list[Passed] = []  # in order of arrival, if `keep_messages`
         self._clock = 0.0
         self._has_run = False
-        self._turns = [threading.Lock() for _ in range(self.size)]  # locked, until a rank has its turn
+        self._turns = [threading.Lock() for _ in range(self.size)]  # locked until it is the rank's turn
         self._ready: deque[int] = deque()
-        self._waiting: dict[int, Message | None] = {}  # None: in the barrier, or computing
+        self._waiting: dict[int, Message | None] = {}  # None: in the barrier or computing
         self._unmatched: dict[tuple[int, int, bool, int], deque[Message]] = defaultdict(deque)
         self._flows: list[Flow] = []
-        self._computing: dict[int, float] = {}  # the seconds left, at full speed
+        self._computing: dict[int, float] = {}  # by rank, the seconds left at full speed
         self._in_barrier: set[int] = set()
         self._failure: BaseException | None = None
 
@@ -134,12 +133,12 @@ class SimulatedWorld:
         return max(self.seconds)
 
     def run(self, work: Callable[["SimulatedEndpoint"], Any]) -> list[Any]:
-        """Run `work` on every rank, with the rank's endpoint, and return what each returned.
+        """Run `work` on every rank, with the rank's endpoint, and return the results by rank.
 
         Raises:
-            Deadlock: all ranks wait; the sentence says who waits for whom.
-            HalfMessage: a rank began to send what no rank received, or the other way round.
-            Exception: what the first rank that failed raised.
+            Deadlock: all ranks wait; the message says which rank waits for which.
+            HalfMessage: a rank started a send that no rank received, or a receive for which no rank sent.
+            Exception: the exception of the first rank that failed.
         """
         if self._has_run:
             raise RuntimeError("a simulated world runs once; make another one")
@@ -179,12 +178,12 @@ class SimulatedWorld:
         return results
 
     def begin(self, own: Message) -> Message:
-        """Begin to send or receive; if the other end has begun, too, the message is in transit."""
+        """Start a send or receive; if its other end has already started, the message is now in transit."""
         rank, peer, is_send, tag = own.rank, own.peer, own.is_send, own.tag
         if not 0 <= peer < self.size or peer == rank:
             raise ValueError(f"rank {rank} cannot exchange a message with rank {peer} in a world of {self.size}")
         if not own.tensor.is_contiguous():
-            raise ValueError(f"rank {rank} gives a tensor that is not contiguous; messages are")
+            raise ValueError(f"rank {rank} gives a tensor that is not contiguous; messages must be")
         if others := self._unmatched[peer, rank, not is_send, tag]:
             self._set_out(*((own, others.popleft()) if is_send else (others.popleft(), own)))
         else:
@@ -210,7 +209,7 @@ class SimulatedWorld:
         receiver.received_bytes += size_bytes
 
     def compute(self, rank: int, seconds: float) -> None:
-        """Spend time on a rank's own work: so many seconds at full speed."""
+        """Advance a rank's time by its own work, which takes `seconds` at full speed."""
         if seconds > 0:
             self._computing[rank] = seconds
             self.wait(rank, None)
@@ -226,7 +225,7 @@ class SimulatedWorld:
         self._in_barrier.clear()
 
     def wait(self, rank: int, message: Message | None) -> None:
-        """Let other ranks run, until this one is released and has its turn."""
+        """Let other ranks run until this one is released and it is its turn."""
         if self._failure is None:
             self._waiting[rank] = message
             self._hand_over()
@@ -246,7 +245,7 @@ class SimulatedWorld:
             self._turns[self._ready.popleft()].release()
 
     def _advance_clock(self) -> None:
-        """Set the clock to the next moment at which something begins or ends."""
+        """Set the clock to the next time at which a message or computation starts or ends."""
         if not self._flows and not self._computing:
             self._fail(Deadlock(f"deadlock: {self._who_waits()}"))
             return
@@ -270,14 +269,14 @@ class SimulatedWorld:
                 self._release(rank)
 
     def _rates(self, flowing: list[Flow]) -> list[float]:
-        """Bytes per second of each message: those at the same time share links, and what the computer moves."""
+        """Bytes per second of each message; simultaneous messages share links and the computer's total bandwidth."""
         ends = [(flow.send.rank, flow.receive.rank) for flow in flowing]
         pairs, out, into = Counter(ends), Counter(sender for sender, _ in ends), Counter(to for _, to in ends)
         rates = []
         for flow, (sender, receiver) in zip(flowing, ends, strict=True):
             on_link = max(out[sender], into[receiver]) if self.one_card else pairs[sender, receiver]
             rate = flow.bytes_per_second / on_link
-            if math.isfinite(self.shared_bytes_per_second):  # a byte's time grows evenly, from alone to one per rank
+            if math.isfinite(self.shared_bytes_per_second):  # time per byte: linear from one message to one per rank
                 alone = 1 / min(flow.bytes_per_second, self.shared_bytes_per_second)
                 of_each_rank = max(alone, self.size / self.shared_bytes_per_second)
                 rate = min(rate, 1 / (alone + (len(flowing) - 1) / (self.size - 1) * (of_each_rank - alone)))
@@ -285,7 +284,7 @@ class SimulatedWorld:
         return rates
 
     def _arrive(self, flow: Flow) -> None:
-        """Deliver a message; those who wait for it continue."""
+        """Deliver a message; ranks that wait for it continue."""
         self._flows.remove(flow)
         sent, received = flow.send.tensor.detach(), flow.receive.tensor.detach()
         if self.keep_messages:
@@ -299,7 +298,7 @@ class SimulatedWorld:
                 self._release(message.rank)
 
     def _who_waits(self) -> str:
-        """A sentence on each rank of a cycle, if there is one; otherwise on all that wait."""
+        """What each rank of a cycle waits for; without a cycle, what every waiting rank waits for."""
         not_in_barrier = [rank for rank in range(self.size) if rank not in self._in_barrier]
         edges = {rank: not_in_barrier if wait is None else [wait.peer] for rank, wait in self._waiting.items()}
         stuck = find_cycle(edges) or list(self._waiting)
@@ -313,7 +312,7 @@ class SimulatedWorld:
 
 
 class SimulatedEndpoint:
-    """One rank's access to a simulated world: an `Endpoint`, with time for work of its own."""
+    """One rank's access to a simulated world: an `Endpoint` whose `compute` spends time on the rank's own work."""
 
     def __init__(self, world: SimulatedWorld, rank: int) -> None:
         self._world, self._rank = world, rank
@@ -340,7 +339,7 @@ class SimulatedEndpoint:
 
 @contextmanager
 def _one_core() -> Iterator[None]:
-    """Keep threads that start inside on one core: those that take turns hand over twice as fast there."""
+    """Keep threads that are started inside on one core, where threads that take turns switch twice as fast."""
     if not hasattr(os, "sched_setaffinity"):
         yield
         return

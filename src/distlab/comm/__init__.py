@@ -1,4 +1,4 @@
-"""What ranks talk through: where they stand, on what they compute, every message, and what is recorded of it.
+"""Communication between ranks: devices, the rank grid, messages and collectives, and the record of all of them.
 
-Imports none of the other rooms.
+Imports none of the other packages of `distlab`.
 """

@@ -1,4 +1,4 @@
-"""Where a rank computes and what it talks over: device, backend, threads."""
+"""A rank's device, backend, network interface and number of threads."""
 
 import array
 import ipaddress
@@ -18,25 +18,25 @@ from simplellm.errors import require
 
 @dataclass(frozen=True)
 class Place:
-    """Where a rank computes."""
+    """A rank's host and GPUs."""
 
     host: str
-    gpus: tuple[str, ...] = ()  # that it sees there, as they are called everywhere; none for a rank on the CPU
+    gpus: tuple[str, ...] = ()  # UUIDs of the GPUs that the rank sees; none for a rank on the CPU
 
 
 def pick_device_type(name: str) -> str:
-    """ "cpu" or "cuda", as `--device` names it; `auto` is CUDA if present.
+    """The device type, "cpu" or "cuda", for a value of `--device`; `auto` is CUDA if present.
 
-    Sets what CUDA reads when it starts. With "cpu", this process does not see GPUs any more.
+    Also sets the environment variables that CUDA reads at its start. With "cpu", this process no longer sees any GPU.
 
     Raises:
-        InputError: CUDA is asked for and not there.
+        InputError: CUDA was requested but is not available.
     """
-    if name == "cpu":  # torch's checkpoint writer would open a GPU that it sees, and take up its memory
+    if name == "cpu":  # otherwise torch's checkpoint writer would open a visible GPU and use some of its memory
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
         return "cpu"
-    # A hybrid's groups and links over NCCL are more streams than the default of 8 queues; streams that share a queue
-    # wait for each other (the CUDA C++ Programming Guide on CUDA_DEVICE_MAX_CONNECTIONS; 32 is the most).
+    # Over NCCL, the groups and links of a hybrid need more streams than the default of 8 queues, and streams that share
+    # a queue wait for each other (CUDA C++ Programming Guide, CUDA_DEVICE_MAX_CONNECTIONS; 32 is the maximum).
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
     is_there = torch.cuda.is_available()
     require(is_there or name != "cuda", "--device cuda: torch sees no CUDA device here; use --device cpu")
@@ -50,26 +50,26 @@ def own_place(device_type: str, master_addr: str) -> Place:
 
 
 def local_ranks(places: Sequence[Place], rank: int) -> list[int]:
-    """The ranks of a rank's host, given all ranks' places."""
+    """All ranks on the host of `rank`, given the places of all ranks."""
     return [other for other, place in enumerate(places) if place.host == places[rank].host]
 
 
 def pick_device(places: Sequence[Place], rank: int) -> torch.device:
-    """A rank's device: the CPU, or one of the GPUs that it sees."""
+    """The device of `rank`: the CPU, or one of the GPUs that it sees."""
     return torch.device("cuda", _gpu_of(places, rank)) if places[rank].gpus else torch.device("cpu")
 
 
 def _gpu_of(places: Sequence[Place], rank: int) -> int:
-    """Which of its GPUs a rank takes: the ranks of a host take them in turn."""
+    """The index of the GPU that a rank uses: the ranks of a host are assigned to its GPUs in turn."""
     return local_ranks(places, rank).index(rank) % len(places[rank].gpus)
 
 
 def pick_backend(name: str, places: Sequence[Place]) -> str:
-    """The backend that `--backend` names; `auto` is NCCL when every rank has a GPU of its own, else gloo.
+    """The backend for a value of `--backend`; `auto` is NCCL when every rank has a GPU of its own, else gloo.
 
     Raises:
-        InputError: NCCL is asked for and cannot work, as with two ranks on one GPU; or some ranks see a GPU and others
-            see none.
+        InputError: NCCL was requested but cannot work, for example with two ranks on one GPU; or only some of the ranks
+            see a GPU.
     """
     other = next((rank for rank, place in enumerate(places) if bool(place.gpus) != bool(places[0].gpus)), 0)
     kinds = ["cuda" if places[rank].gpus else "cpu" for rank in (0, other)]
@@ -98,18 +98,18 @@ def check_transport(name: str, places: Sequence[Place]) -> None:
 
 
 def tf32_override() -> str | None:
-    """The environment variable that has float32 products computed with 10 bits of fraction; None if there is none."""
+    """The environment variable, if set, that makes float32 products use TF32, with 10 bits of fraction; else None."""
     names = "NVIDIA_TF32_OVERRIDE", "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE"
     return next((f"{name}={os.environ[name]}" for name in names if os.environ.get(name) == "1"), None)
 
 
 def threads_per_rank(local_ranks: int) -> int:
-    """Threads for each of the ranks that share this host's cores; OMP_NUM_THREADS overrides."""
+    """Threads for each of the ranks that share this host's cores; OMP_NUM_THREADS overrides it."""
     return cores_to_share(local_ranks) or int(os.environ["OMP_NUM_THREADS"])
 
 
 def cores_to_share(parties: int) -> int | None:
-    """This host's cores for each of `parties`, at least 1; None where OMP_NUM_THREADS sets the number of threads."""
+    """Cores of this host for each of `parties`, at least 1; None if OMP_NUM_THREADS sets the number of threads."""
     asked = os.environ.get("OMP_NUM_THREADS", "")
     if asked.isdigit() and int(asked) > 0:
         return None
@@ -119,14 +119,15 @@ def cores_to_share(parties: int) -> int | None:
 
 @contextmanager
 def patient_threads() -> Iterator[None]:
-    """Have threads that start in this context not preempt a running thread when they wake up (SCHED_BATCH).
+    """Threads started in this context do not preempt a running thread when they wake up (SCHED_BATCH).
 
-    Meant for gloo's. While another thread of its rank writes to a connection, gloo's retries a lock on it. Where ranks
-    share cores, it often wakes up on the core of that very thread; if it preempted it, it would retry until its time
-    slice is over: milliseconds, for a message that takes a tenth of one. (NCCL's only watch; this does not hurt them.)
+    Meant for gloo's thread. While another thread of the rank writes to a connection, gloo's thread spins on its lock.
+    Where ranks share cores, gloo's thread often wakes up on the core of the writing thread. If it preempted that thread
+    it would spin until the end of its time slice: milliseconds, for a message that takes a tenth of one. (NCCL's
+    threads only monitor, so this does not slow them down.)
     """
     try:
-        is_changed = os.sched_getscheduler(0) == os.SCHED_OTHER  # keeps what a user has chosen
+        is_changed = os.sched_getscheduler(0) == os.SCHED_OTHER  # do not override a policy that the user has set
         if is_changed:
             os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
     except (AttributeError, OSError):  # not Linux, or a container that forbids it
@@ -140,17 +141,17 @@ def patient_threads() -> Iterator[None]:
 
 
 def keep_to_loopback() -> None:
-    """Have gloo listen only on the loopback interface, whatever this host's name resolves to."""
+    """Make gloo listen only on the loopback interface, whatever this host's name resolves to."""
     names = [name for _, name in socket.if_nameindex() if name.startswith("lo")]
     if names:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", names[0])
 
 
 def keep_to_interface(master_addr: str, on_one_host: bool) -> None:
-    """Have gloo and NCCL listen only on the interface that leads to the master; on one host, on loopback.
+    """Make gloo and NCCL listen only on the interface that leads to the master; on one host, on loopback.
 
-    `master_addr` is where rank 0, or torchrun's rendezvous, listens. GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME, where
-    they are set, override it.
+    `master_addr` is where rank 0, or torchrun's rendezvous, listens. GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME
+    override the choice if they are set.
     """
     address = "127.0.0.1" if on_one_host else own_address(master_addr)
     if address is not None and ipaddress.ip_address(address).is_loopback:
@@ -161,7 +162,7 @@ def keep_to_interface(master_addr: str, on_one_host: bool) -> None:
 
 
 def own_address(towards: str) -> str | None:
-    """The address of this host from which it would reach another, by the routing table; nothing is sent."""
+    """This host's address on the route to another host, from the routing table; nothing is sent."""
     try:
         family, kind, _, _, where = socket.getaddrinfo(towards, 1, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind) as probe:
@@ -172,7 +173,7 @@ def own_address(towards: str) -> str | None:
 
 
 def interface_of(address: str) -> str | None:
-    """The name of the interface that has an address; None where there is none, or on another system than Linux."""
+    """The name of the interface with this address; None if there is none, or if the system is not Linux."""
     if sys.platform != "linux":
         return None
     wanted = ipaddress.ip_address(address)
@@ -195,4 +196,4 @@ def interface_of(address: str) -> str | None:
 
 def host_name(master_addr: str) -> str:
     """This host's name, and the address from which it reaches the master."""
-    return f"{socket.gethostname()} ({own_address(master_addr) or 'no way to the master'})"
+    return f"{socket.gethostname()} ({own_address(master_addr) or 'no route to the master'})"

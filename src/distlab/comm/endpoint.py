@@ -1,4 +1,4 @@
-"""The ranks of the process group, and endpoints: what a collective written by hand sends and receives through."""
+"""The ranks of the process group, and endpoints, through which handwritten collectives send and receive."""
 
 from collections.abc import Sequence
 from typing import Any, Protocol
@@ -8,9 +8,9 @@ from torch import Tensor
 
 
 class Endpoint(Protocol):
-    """One rank's access to all ranks. The module `torch.distributed` is one, over its process group.
+    """One rank's connection to all ranks. The module `torch.distributed` itself is an endpoint for its process group.
 
-    `isend` and `irecv` return a message in progress, with `wait()`. (torch's return None outside the process group.)
+    `isend` and `irecv` return a handle with `wait()`. (torch's return None on ranks outside the process group.)
     """
 
     def get_rank(self) -> int: ...
@@ -38,7 +38,7 @@ class ProcessGroupEndpoint:
 
 
 class CountingEndpoint:
-    """Another endpoint, and the bytes that this rank has sent through it."""
+    """Wraps an endpoint and counts the bytes that this rank sends through it."""
 
     def __init__(self, inner: Endpoint) -> None:
         self.sent_bytes = 0
@@ -56,12 +56,12 @@ class CountingEndpoint:
 
 
 def process_group() -> Endpoint:
-    """The fastest endpoint for all ranks of the process group; `torch.distributed` if that has none."""
+    """The fastest endpoint for all ranks of the process group; `torch.distributed` if there is no process group."""
     return ProcessGroupEndpoint(dist.group.WORLD) if dist.group.WORLD is not None else dist
 
 
 def is_over_nccl() -> bool:
-    """Whether ranks send from GPU to GPU, in the order of CUDA's streams."""
+    """Whether ranks communicate over NCCL: from GPU to GPU, in the order of CUDA streams."""
     return dist.is_initialized() and dist.get_backend() == "nccl"
 
 
@@ -76,5 +76,5 @@ def rank() -> int:
 
 
 def members(group: dist.ProcessGroup | None) -> Sequence[int]:
-    """The ranks of a process group; of all by default, and rank 0 alone without one."""
+    """The ranks of `group`. With None: all ranks, or only rank 0 if there is no process group."""
     return range(world_size()) if group is None else dist.get_process_group_ranks(group)

@@ -1,4 +1,4 @@
-"""Where each rank stands when pipelines are replicated and layers are split: replica, stage, slice, neighbours."""
+"""A rank's coordinates in a layout of data, pipeline and tensor parallelism: its replica, stage and slice."""
 
 from dataclasses import dataclass, replace
 
@@ -13,10 +13,10 @@ from distlab.comm.traffic import traffic
 
 @dataclass(frozen=True)
 class Grid:
-    """A rank's place among `dp` replicas of a pipeline of `pp` stages, each of them split over `tp` ranks.
+    """A rank's position among `dp` replicas of a pipeline of `pp` stages, each split over `tp` ranks.
 
-    Ranks that communicate most are numbered next to each other, so that most messages stay on one machine: the ranks
-    that share each layer, then the stages, which communicate once a micro-batch, then the replicas (once a step).
+    Ranks that communicate most have neighbouring numbers, so that most messages stay on one machine: first the ranks
+    that share each layer, then the stages (a message per micro-batch), then the replicas (once per step).
     """
 
     rank: int
@@ -26,7 +26,7 @@ class Grid:
 
     @classmethod
     def of(cls, rank: int, layout: Layout) -> "Grid":
-        """A rank's place in a run's layout; what the layout leaves out is 1."""
+        """A rank's position in a run's layout; a kind of parallelism that the layout does not name has size 1."""
         return cls(rank, layout.get("dp", 1), layout.get("pp", 1), layout.get("tp", 1))
 
     @property
@@ -42,11 +42,11 @@ class Grid:
         return self.stage == self.pp - 1
 
     def rank_of(self, stage: int) -> int:
-        """The rank of the same slice of another stage of this replica's pipeline."""
+        """The rank with the same slice of another stage, in the same replica."""
         return self.rank + (stage - self.stage) * self.tp
 
     def describe(self, rank: int) -> str:
-        """A rank as it is called in messages: "rank 4 (stage 1 of replica 1)"."""
+        """The name of a rank in messages: "rank 4 (stage 1 of replica 1)"."""
         place = replace(self, rank=rank)
         if self.pp == 1:
             return f"rank {rank} (replica {place.replica})" if self.dp > 1 and self.tp > 1 else f"rank {rank}"
@@ -56,9 +56,9 @@ class Grid:
     def mesh(self) -> DeviceMesh:
         """The ranks as a mesh with the dimensions "dp", "pp" and "tp"; `get_group` gives the group along each.
 
-        Along "dp" are the ranks that hold what this one holds, along "tp" those that share this stage with it. Every
-        rank must call it, after `init_process_group`. The groups have the deadline of `traffic`; torch's
-        `init_device_mesh` would leave them torch's 30 minutes.
+        The ranks along "dp" hold the same parameters as this one; those along "tp" share its stage. Every rank must
+        call this method, after `init_process_group`. The groups use the deadline of `traffic`; with torch's
+        `init_device_mesh` they would have torch's default of 30 minutes.
 
         Raises:
             TrafficError: a rank does not join the creation of the groups.
@@ -66,8 +66,8 @@ class Grid:
         ranks = torch.arange(self.dp * self.pp * self.tp).view(self.dp, self.pp, self.tp)
         timeout = traffic.group_timeout
         by_dim = [ranks.movedim(dim, -1).flatten(0, 1).tolist() for dim in range(3)]
-        with traffic.named("all ranks to make the groups of replicas, stages and slices"), patient_threads():
-            # A rank takes part in creating every group, also of those that it is not in, and gets its own.
+        with traffic.named("all ranks to create the groups of replicas, stages and slices"), patient_threads():
+            # Every rank must take part in creating every group, including those that it is not in.
             groups = [dist.new_subgroups_by_enumeration(of_dim, timeout=timeout)[0] for of_dim in by_dim]
         for of_replicas_or_shards in (groups[0], groups[2]):  # neighbours in a pipeline have their own channels
             traffic.connect(of_replicas_or_shards)

@@ -2,7 +2,7 @@
 
 import math
 
-Layout = dict[str, int]  # ranks along each kind of parallelism; what is left out is 1
+Layout = dict[str, int]  # ranks along each kind of parallelism; a missing kind means 1
 
 
 def layout_size(layout: Layout) -> int:
@@ -11,7 +11,7 @@ def layout_size(layout: Layout) -> int:
 
 
 def layout_flags(layout: Layout) -> str:
-    """The flags that asked for a layout, as the user wrote them."""
+    """The flags that request a layout, as a user would write them."""
     if not layout:
         return "one process"
     if len(layout) == 1 or "pp" not in layout:

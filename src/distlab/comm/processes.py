@@ -1,7 +1,7 @@
-"""How a process of the lab avoids waiting without end for a call into torch, and how it ends.
+"""Calls into torch with a time limit, and how a process of the lab exits.
 
-A call to a store or through gloo may never return, and no signal interrupts it. So it is made in a thread that can be
-abandoned, and the process exits without waiting for that thread.
+A call to a store or through gloo may never return, and signals do not interrupt it. So the call runs in a thread that
+can be abandoned, and the process exits without waiting for that thread.
 """
 
 import contextlib
@@ -16,15 +16,15 @@ from concurrent import futures
 from typing import NoReturn, TypeVar
 
 ResultT = TypeVar("ResultT")
-SECONDS_OF_A_CALL = 0.5  # usually it takes less; how often to check whether to wait any longer
+SECONDS_OF_A_CALL = 0.5  # a call usually takes less; how often to check whether to keep waiting
 
 
 def within(
     seconds: float, call: Callable[[], ResultT], meanwhile: Callable[[], object] = lambda: None
 ) -> ResultT | None:
-    """What `call()` returns or raises; None if it has not ended after `seconds`: its thread is then abandoned.
+    """The result of `call()`, or its exception; None if it has not returned after `seconds` (its thread is abandoned).
 
-    `meanwhile` is called now and then; what it raises ends the wait.
+    `meanwhile` is called about every half second during the wait; an exception that it raises ends the wait.
     """
     deadline = time.monotonic() + seconds
     answer: futures.Future[ResultT] = futures.Future()
@@ -44,14 +44,14 @@ def within(
 
 
 def leave(status: int) -> NoReturn:
-    """Exit without waiting for threads, and without the interpreter's shutdown, at which those inside torch abort."""
+    """Exit without waiting for threads. Skips the interpreter's shutdown, during which threads inside torch abort."""
     for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError, ValueError):  # its reader has gone, the disk is full, it is closed
+        with contextlib.suppress(OSError, ValueError):  # the reader has exited, the disk is full, or it is closed
             stream.flush()
     os._exit(status)
 
 
 def end_with_parent(by: signal.Signals) -> None:
-    """Have Linux send this process a signal when its parent dies."""
+    """Ask Linux to send this process a signal when its parent dies."""
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(1, by)  # PR_SET_PDEATHSIG

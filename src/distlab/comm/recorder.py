@@ -1,4 +1,4 @@
-"""What is recorded of a rank: what it sends, and with `--trace` when it computes, waits and keeps activations."""
+"""The records of a rank: what it sends and, with `--trace`, when it computes, waits and keeps activations."""
 
 import contextlib
 import time
@@ -17,11 +17,11 @@ STEP, COMPUTE, WAIT, MESSAGE = "step", "compute", "wait", "message"
 
 @dataclass
 class Ledger:
-    """What this rank has sent, by kind, and how long it has waited."""
+    """The bytes and messages that this rank has sent, by kind, and the seconds that it has waited."""
 
     sent_bytes: Counter[str] = field(default_factory=Counter)
     messages: Counter[str] = field(default_factory=Counter)  # messages and collectives started
-    waited_seconds: float = 0.0  # for other ranks
+    waited_seconds: float = 0.0  # waiting for other ranks
     _counted_as: str | None = None
 
     def count(self, kind: str, sent_bytes: int) -> None:
@@ -32,7 +32,7 @@ class Ledger:
 
     @contextlib.contextmanager
     def counted_as(self, kind: str) -> Iterator[None]:
-        """Count everything sent inside as this kind, whatever it is."""
+        """Inside, count everything that is sent as this kind."""
         outer, self._counted_as = self._counted_as, kind
         try:
             yield
@@ -41,9 +41,9 @@ class Ledger:
 
 
 class Event(NamedTuple):
-    """Something that a rank did; times in seconds of the host's clock.
+    """A recorded interval of a rank's activity; times in seconds of the host's clock.
 
-    A `MESSAGE` is a collective from its start, or a receive from its posting, until it is known to be complete.
+    A `MESSAGE` lasts from the start of a collective, or the posting of a receive, until it is known to be complete.
     """
 
     kind: str
@@ -57,7 +57,7 @@ class Event(NamedTuple):
 
 
 class Recorder:
-    """Collects events, in the order in which they ended, while `enabled`; otherwise it costs next to nothing."""
+    """Collects events, in the order in which they end, while `enabled`; otherwise its cost is negligible."""
 
     def __init__(self) -> None:
         self.enabled = False
@@ -70,10 +70,11 @@ class Recorder:
 
     @contextlib.contextmanager
     def span(self, kind: str, name: str) -> Iterator[None]:
-        """Record what happens inside.
+        """Record the code inside as an event.
 
-        On a GPU over NCCL, computation and waits are recorded when the GPU's stream comes to them. Over gloo the thread
-        waits for messages; computation that it has launched is waited for, too, so that both have one clock.
+        On a GPU over NCCL, the times of computation and waits are those at which the GPU's stream reaches them. Over
+        gloo, messages are waited for by the thread, so the thread also waits for the computation that it launched: then
+        both are measured with the same clock.
         """
         if self.enabled and kind == STEP and is_over_nccl():
             self._clock = StreamClock()
@@ -89,12 +90,12 @@ class Recorder:
         self.add(kind, name, started)
 
     def add_on_stream(self, kind: str, name: str, start: torch.cuda.Event, end: torch.cuda.Event) -> None:
-        """Record something between two events of the stream, within a step."""
+        """Record an interval between two events of the stream, within a step."""
         if self._clock is not None:
             self._on_stream.append((self._clock, kind, name, start, end))
 
     def add(self, kind: str, name: str, started: float) -> None:
-        """Record something that began at `started`, of `time.perf_counter()`, and ends now."""
+        """Record an interval that began at `started`, a value of `time.perf_counter()`, and ends now."""
         if self.enabled:
             self.events.append(Event(kind, name, started + self._to_clock, time.perf_counter() + self._to_clock))
 

@@ -1,4 +1,4 @@
-"""Time on a GPU: events that its stream passes. They cost the host nothing, and are read once the GPU is past them."""
+"""Time on a GPU, from events on its stream. Recording them does not block the host; they are read later."""
 
 import time
 
@@ -6,14 +6,14 @@ import torch
 
 
 def passed() -> torch.cuda.Event:
-    """A mark at this point of the current stream."""
+    """A timing event recorded at this point of the current stream."""
     event = torch.cuda.Event(enable_timing=True)
     event.record()
     return event
 
 
 class StreamClock:
-    """Tells when the stream passed an event, in seconds of `time.perf_counter()`."""
+    """Converts an event of the stream to a time, in seconds of `time.perf_counter()`."""
 
     def __init__(self) -> None:
         self._start = passed()
@@ -21,6 +21,6 @@ class StreamClock:
         self._started = time.perf_counter()
 
     def seconds(self, event: torch.cuda.Event) -> float:
-        """When the stream passed an event; waits until then."""
+        """When the stream reached an event; waits until it has."""
         event.synchronize()
         return self._started + self._start.elapsed_time(event) / 1000

@@ -14,10 +14,10 @@ from torch.optim import Optimizer
 
 
 def silence_torch_warnings() -> None:
-    """Keep torch's C++ code from printing a trace when a connection is lost, which the lab's own sentence reports.
+    """Keep torch's C++ code from printing a trace when a connection is lost; the lab prints a message of its own.
 
-    `TORCH_CPP_LOG_LEVEL=ERROR` does the same, but torch reads it while it is imported, before a script can set it. A
-    level that the user has set is kept.
+    `TORCH_CPP_LOG_LEVEL=ERROR` has the same effect, but torch reads it during its import, before a script can set it.
+    A level that the user has set is kept.
     """
     if "TORCH_CPP_LOG_LEVEL" not in os.environ:
         with contextlib.suppress(OSError, ValueError):
@@ -36,11 +36,11 @@ def cpp_log_level() -> ctypes.c_int:
 
 
 def without_compiler(kind: type[Optimizer]) -> type[Optimizer]:
-    """An optimizer class that does not import torch's compiler, which takes longer than the first training steps.
+    """An optimizer class that does not import torch's compiler; that import takes longer than the first training steps.
 
-    torch imports it at an optimizer's first use, only to exempt the optimizer from compilation. Here the methods are
-    already marked as exempt, and `step` is the plain one under `no_grad`. If a release of torch does this in another
-    way, the import happens and nothing else changes.
+    torch imports the compiler at the first use of an optimizer, only to exempt the optimizer from compilation. Here the
+    methods are already marked as exempt, and `step` is the undecorated method under `no_grad`. If a release of torch
+    works differently, the import takes place and nothing else changes.
     """
     for method in (Optimizer.add_param_group, Optimizer.zero_grad):
         plain = getattr(method, "__wrapped__", None)

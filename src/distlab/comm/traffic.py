@@ -30,7 +30,7 @@ __all__ = ["Traffic", "TrafficError", "Transfer", "traffic"]
 
 Group = dist.ProcessGroup | None  # None: all ranks
 Op = ReduceOp.RedOpType
-AllReduce = Callable[[Tensor, Op, Endpoint], None]  # one written by hand
+AllReduce = Callable[[Tensor, Op, Endpoint], None]  # a handwritten one
 Begin = Callable[[Tensor, Tensor], dist.Work | None]  # starts a collective that fills a tensor from another
 Transport = Literal["auto", "shared", "gloo"]
 
@@ -40,26 +40,26 @@ SMALLEST_SHARED_BYTES = 100_000  # with "auto"; gloo takes as long for less
 class Traffic(NamedWaits):
     """Messages and collectives with a ledger, names and deadlines, over `torch.distributed`'s process group.
 
-    `what` names what is sent in a failed wait's message, e.g. "the gradients of bucket 2"; `kind` is the ledger's
-    column. All tensors are contiguous; none of a call's may change before `Transfer.wait` has returned.
+    `what` names the content in the error message of a failed wait, e.g. "the gradients of bucket 2"; `kind` is the
+    ledger's column. All tensors must be contiguous, and must not be changed before `Transfer.wait` has returned.
 
-    Without a process group, or in a world of one, every collective is complete at once and counts nothing.
+    Without a process group, or with a world size of 1, every collective completes at once and nothing is counted.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self.begun: Counter[str] = Counter()  # how many collectives this rank has begun, by their ranks ("0,1,2")
-        self.device = torch.device("cpu")  # on which this rank computes
+        self.begun: Counter[str] = Counter()  # collectives that this rank has started, by their ranks ("0,1,2")
+        self.device = torch.device("cpu")  # of this rank
         self.transport: Transport = "auto"  # for tensors in host memory, over gloo's process groups
         self.remark: Callable[[str], object] = lambda sentence: print(f"# {sentence}", flush=True)
         self._shared: dict[dist.ProcessGroup, SharedMemory | None] = {}  # None where the ranks cannot share memory
         self._thread: ThreadPoolExecutor | None = None
 
     def connect(self, group: Group = None) -> None:
-        """Over NCCL, have the ranks of a group connect.
+        """Over NCCL, connect the ranks of a group now rather than in the first step.
 
-        NCCL connects them in their first collective, which may need an idle GPU. Within a step, that GPU may be
-        receiving what another rank sends only after this collective.
+        NCCL connects ranks in their first collective, which may have to wait until the GPU is idle. Within a step, the
+        GPU may be busy with a receive that the sender serves only after this collective: a deadlock.
         """
         if is_over_nccl():
             self.all_reduce(torch.zeros(1, device=self.device), "a first message", kind="control", group=group).wait()
@@ -106,7 +106,7 @@ class Traffic(NamedWaits):
     ) -> Transfer:
         """Start to combine `tensor` (any shape, changed in place) over all ranks; by default, average it.
 
-        With `by_hand`, one of `distlab.collectives.ALL_REDUCES`, the ledger has the bytes that it really sends.
+        With `by_hand`, one of `distlab.collectives.ALL_REDUCES`, the ledger counts the bytes that it actually sends.
         """
         ranks = members(group)
         if len(ranks) == 1:
@@ -122,7 +122,7 @@ class Traffic(NamedWaits):
                 begin = partial(SharedAllReduce, memory, parts, op)
             return self._start(self._collective(what, ranks), begin, tensor, carried)
         if group is not None:
-            raise ValueError("the collectives by hand are for all ranks, not for a group of them")
+            raise ValueError("the handwritten collectives work on all ranks, not on a group of them")
 
         def combine(endpoint: Endpoint) -> None:
             by_hand(carried, ReduceOp.SUM if op == ReduceOp.AVG else op, endpoint)
@@ -132,7 +132,7 @@ class Traffic(NamedWaits):
         return self._start(self._collective(what, ranks), partial(self._in_thread, combine, kind), tensor, carried)
 
     def all_gather(self, parts: Tensor, own: Tensor, what: str, *, kind: str, group: Group = None) -> Transfer:
-        """Start to collect every rank's `own` (any shape) in `parts` (ranks, *own.shape)."""
+        """Start to gather every rank's `own` (any shape) into `parts` (ranks, *own.shape)."""
 
         def begin(into: Tensor, carried: Tensor) -> dist.Work | None:
             return dist.all_gather(list(into.unbind()), carried, group=group, async_op=True)
@@ -140,7 +140,7 @@ class Traffic(NamedWaits):
         return self._around_ring(parts, own, begin, what, kind, group)
 
     def reduce_scatter(self, own: Tensor, parts: Tensor, what: str, *, kind: str, group: Group = None) -> Transfer:
-        """Start to add up all ranks' `parts` (ranks, *own.shape); a group's r-th rank gets row r in `own`."""
+        """Start to add up all ranks' `parts` (ranks, *own.shape); the r-th rank of the group gets row r in `own`."""
 
         def begin(into: Tensor, carried: Tensor) -> dist.Work | None:
             return dist.reduce_scatter(into, list(carried.unbind()), group=group, async_op=True)
@@ -148,7 +148,7 @@ class Traffic(NamedWaits):
         return self._around_ring(own, parts, begin, what, kind, group)
 
     def broadcast(self, tensor: Tensor, what: str, *, kind: str, src: int = 0) -> Transfer:
-        """Start to copy rank `src`'s `tensor` (any shape) into every rank's."""
+        """Start to copy the `tensor` (any shape) of rank `src` to all ranks."""
         if world_size() == 1:
             return self._complete(tensor, what)
         self.ledger.count(kind, tensor.nbytes if rank() == src else 0)
@@ -159,8 +159,8 @@ class Traffic(NamedWaits):
     def send(self, tensor: Tensor, what: str, *, to: int, kind: str, group: Group = None) -> Transfer:
         """Start to send `tensor` (any shape) to another rank. Messages between two ranks arrive in order.
 
-        The transfer must not be dropped before its `wait` has returned: gloo then drops the message. `group` is the
-        channel; NCCL carries out one channel's messages in turn, in both directions together.
+        Keep the transfer until its `wait` has returned: gloo drops the message of a transfer that is garbage-collected.
+        `group` is the channel; NCCL runs the messages of a channel one after another, both directions together.
         """
         self.ledger.count(kind, tensor.nbytes)
         carried = staged(tensor)
@@ -168,7 +168,7 @@ class Traffic(NamedWaits):
         return self._start(Wait(what, "send", (to,)), begin, carried, carried)
 
     def receive(self, tensor: Tensor, what: str, *, source: int, group: Group = None) -> Transfer:
-        """Start to receive into `tensor` (any shape) what rank `source` sends next in `group`."""
+        """Start to receive the next message of rank `source` in `group` into `tensor` (any shape)."""
         carried = host_buffer(tensor)
         begin = partial(dist.irecv, carried, src=source, group=group)
         return self._start(Wait(what, "receive", (source,)), begin, tensor, carried)
@@ -176,7 +176,7 @@ class Traffic(NamedWaits):
     def _around_ring(
         self, result: Tensor, tensor: Tensor, begin: Begin, what: str, kind: str, group: Group
     ) -> Transfer:
-        """Start a collective that takes `tensor` and fills `result`; one has a part, the other a part for each rank."""
+        """Start a collective from `tensor` to `result`, of which one has one part and the other a part per rank."""
         ranks = members(group)
         if len(ranks) == 1:
             return self._complete(result.copy_(tensor.view_as(result)), what)
@@ -195,7 +195,7 @@ class Traffic(NamedWaits):
             return Transfer(self, wait, begin(), tensor, carried)
 
     def _complete(self, tensor: Tensor, what: str) -> Transfer:
-        """The transfer of a collective without other ranks."""
+        """The transfer of a collective that involves no other rank."""
         return Transfer(self, Wait(what, "collective"), None, tensor, tensor)
 
     def _in_thread(self, collective: Callable[[Endpoint], None], kind: str) -> Future[None]:

@@ -1,4 +1,4 @@
-"""A message or collective in progress, and the host memory that carries a CUDA tensor where the backend is gloo."""
+"""A message or collective in progress, and the host buffers through which gloo sends CUDA tensors."""
 
 import time
 from collections.abc import Sequence
@@ -33,7 +33,7 @@ class Transfer:
             self._posted = passed()
 
     def wait(self) -> None:
-        """Return when the tensor holds the result, or has been sent; over NCCL, have the stream wait for that.
+        """Wait until the tensor holds the result or has been sent; over NCCL, only the stream waits for that.
 
         Raises:
             TrafficError: "rank 1 waited 120 s for …", after `Traffic.timeout_seconds` or when a peer has exited.
@@ -91,16 +91,16 @@ class Transfer:
         self._work = None
 
     def _ended_on_host(self, waited_from: float | None) -> None:
-        """Record that it has ended, and since when this thread has waited for it, if it has."""
+        """Record the completion and, if this thread waited for it, the wait from `waited_from`."""
         name = self._wait.sentence(self._waits.describe) if recorder.enabled else ""
         if waited_from is not None:
             self._waits.ledger.waited_seconds += time.perf_counter() - waited_from
             recorder.add(WAIT, name, waited_from)
-        if self._wait.way != "send":  # whose completion does not show that it has arrived
+        if self._wait.way != "send":  # the completion of a send does not mean that the message has arrived
             recorder.add(MESSAGE, name, self._started)
 
     def _ended_on_stream(self, reached: torch.cuda.Event | None) -> None:
-        """Record where the stream goes on, and from where it waited, if it did."""
+        """Record the completion on the stream and, if the stream waited for it, the wait from `reached`."""
         done, name = passed(), self._wait.sentence(self._waits.describe) if recorder.enabled else ""
         if reached is not None:
             self._waits.stream_waits.add(StreamWait(self._wait, reached, done))
@@ -109,9 +109,10 @@ class Transfer:
             recorder.add_on_stream(MESSAGE, name, self._posted, done)
 
     def future(self, is_waited_for: bool = False) -> torch.futures.Future[Tensor]:
-        """The tensor once it holds the result, for callers that wait themselves.
+        """A future of the tensor that completes when it holds the result, for callers that wait themselves.
 
-        If it `is_waited_for`, nothing is left to compute meanwhile: the ledger counts the time until then as waiting.
+        `is_waited_for` says that there is nothing left to compute; then the ledger counts the time until completion as
+        waiting.
         """
 
         queued = future_of(self._tensor)
@@ -122,7 +123,7 @@ class Transfer:
         ended = self._work.get_future()
 
         def finish(_: "torch.futures.Future[Tensor]") -> Tensor:
-            ended.value()  # raises if it has failed; then it remains among the library's waits
+            ended.value()  # raises if it has failed; it then stays in `library_waits`
             self._waits.library_waits.pop(id(self), None)
             if self._is_on_stream:
                 self._ended_on_stream(self._posted if is_waited_for else None)
@@ -144,19 +145,19 @@ def wait_for_all(transfers: Sequence[Transfer]) -> None:
 
 
 def future_of(tensor: Tensor) -> "torch.futures.Future[Tensor]":
-    """A future that may hold a tensor: torch wants to know before if it is on a GPU."""
+    """A future for a tensor; torch must know in advance if the tensor is on a GPU."""
     return torch.futures.Future(devices=[tensor.device] if tensor.is_cuda else None)
 
 
 def host_buffer(tensor: Tensor) -> Tensor:
-    """Pinned host memory of the size of a CUDA tensor under gloo; where the tensor itself can travel, the tensor."""
+    """The tensor itself if the backend can send it; for a CUDA tensor over gloo, pinned host memory of its size."""
     if tensor.is_cpu or is_over_nccl():
         return tensor
     return torch.empty_like(tensor, device="cpu", pin_memory=True)
 
 
 def staged(tensor: Tensor) -> Tensor:
-    """The tensor's content where the backend can send it from."""
+    """The tensor, copied to its `host_buffer` if the backend cannot send it directly."""
     carried = host_buffer(tensor)
     if carried is not tensor:
         carried.copy_(tensor, non_blocking=True)

@@ -1,17 +1,19 @@
-"""Who waits for whom: one search for cycles, for schedules before they run and for ranks that stand still.
+"""The wait graph: one search for cycles, used for schedules before they run and for ranks that are blocked.
 
-Nodes are ranks or workers, an edge goes from one to another without which its wait does not end. A cycle is a deadlock
-(Holt, "Some deadlock properties of computer systems", 1972).
+Nodes are ranks or workers; an edge leads from a waiting node to one that it waits for. A cycle is a deadlock (Holt,
+"Some deadlock properties of computer systems", 1972).
 """
 
 from collections.abc import Mapping, Sequence
 
 
 def find_cycle(edges: Mapping[int, Sequence[int]]) -> list[int]:
-    """Nodes each of which waits for the next, and the last for the first; from the smallest on; [] if there is none.
+    """A cycle of nodes, each of which waits for the next and the last for the first; [] if there is none.
+
+    The cycle starts with its smallest node.
 
     Args:
-        edges: by node, those it waits for.
+        edges: by node, the nodes that it waits for.
     """
     finished: set[int] = set()
     for node in sorted(edges):

@@ -1,7 +1,7 @@
-"""What a rank waits for: how a wait is named, and how its failure is reported.
+"""Waits for other ranks: their names, their deadlines, and how a failed wait is reported.
 
-Over gloo, a rank's thread waits, until a deadline that gloo knows. Over NCCL the GPU's stream waits, while the thread
-has long queued what comes after: events show when, and `NamedWaits.watch` keeps the deadline.
+Over gloo, the rank's thread waits, and gloo enforces the deadline. Over NCCL the GPU's stream waits while the thread
+queues further work: CUDA events show when the stream waits, and `NamedWaits.watch` enforces the deadline.
 """
 
 import contextlib
@@ -19,38 +19,38 @@ import torch
 from distlab.comm.endpoint import rank, world_size
 from distlab.comm.recorder import Ledger
 
-SECONDS_FOR_THE_WATCH = 60.0  # to find out who waits for whom, before NCCL ends the process
+SECONDS_FOR_THE_WATCH = 60.0  # time to find out which rank waits for which, before NCCL ends the process
 
 
 @dataclass(frozen=True)
 class Wait:
-    """What a rank waits for."""
+    """Something that a rank waits for."""
 
     what: str  # e.g. "the activations of micro-batch 2"
-    way: Literal["send", "receive", "collective", "other"]  # "other" where only the name is known
-    peers: tuple[int, ...] = ()  # the other ranks that have to do their part
-    number: int = 0  # of a collective, counted from 0 among those of its ranks
+    way: Literal["send", "receive", "collective", "other"]  # "other" if only the name is known
+    peers: tuple[int, ...] = ()  # the other ranks that must take part
+    number: int = 0  # of a collective: its index among the collectives of the same ranks
 
     def sentence(self, describe: Callable[[int], str]) -> str:
-        """ "the gradients from ranks 0 and 2", "rank 1 (stage 1) to take the activations"."""
+        """The wait in words: "the gradients from ranks 0 and 2", "rank 1 (stage 1) to receive the activations"."""
         if self.way == "send":
-            return f"{describe(self.peers[0])} to take {self.what}"
+            return f"{describe(self.peers[0])} to receive {self.what}"
         if self.way == "receive":
             return f"{self.what} from {describe(self.peers[0])}"
         return f"{self.what} from {list_ranks(self.peers)}" if self.way == "collective" else self.what
 
 
 class TrafficError(RuntimeError):
-    """A wait for other ranks that failed; `wait` is None if it is not known which."""
+    """A wait for other ranks that failed; `wait` is None if it is not known which wait failed."""
 
     def __init__(self, sentence: str, cause: Exception, wait: Wait | None = None) -> None:
         super().__init__(sentence)
-        self.lost_a_peer = is_lost_peer(cause)  # otherwise it did not answer within the deadline
+        self.lost_a_peer = is_lost_peer(cause)  # otherwise a peer did not answer within the deadline
         self.wait = wait
 
 
 class StreamWait(NamedTuple):
-    """A wait of the stream: from `reached`, when the work before it was done, to `done`."""
+    """A wait of the stream, from `reached` (all earlier work is done) to `done`."""
 
     wait: Wait
     reached: torch.cuda.Event
@@ -58,19 +58,19 @@ class StreamWait(NamedTuple):
 
 
 class StreamWaits:
-    """The waits that NCCL leaves to the stream, in their order there."""
+    """The stream's waits over NCCL, in stream order."""
 
     def __init__(self) -> None:
         self._waits: deque[StreamWait] = deque()
-        self._seen: tuple[StreamWait, float] | None = None  # the one under way, and when that was first seen
-        self._lock = threading.Lock()  # other threads ask what is under way
+        self._seen: tuple[StreamWait, float] | None = None  # the current wait, and when it was first seen
+        self._lock = threading.Lock()  # other threads ask for the current wait
 
     def add(self, wait: StreamWait) -> None:
         with self._lock:
             self._waits.append(wait)
 
     def under_way(self) -> tuple[Wait, float] | None:
-        """What the stream waits for, and since when, of `time.perf_counter()`; None if it computes or is idle."""
+        """The stream's current wait, and its start on `time.perf_counter()`; None if it computes or is idle."""
         with self._lock:
             first = next((wait for wait in self._waits if not wait.done.query()), None)
             if first is None or not first.reached.query():
@@ -80,7 +80,7 @@ class StreamWaits:
             return first.wait, self._seen[1]
 
     def collect(self) -> float:
-        """The seconds of the waits that have ended since the last call."""
+        """Total seconds of the waits that have ended since the last call."""
         seconds = 0.0
         with self._lock:
             while self._waits and self._waits[0].done.query():
@@ -90,24 +90,24 @@ class StreamWaits:
 
 
 class NamedWaits:
-    """This rank's waits for others, each with a name and a deadline, and the ledger that counts their seconds."""
+    """This rank's waits for other ranks, each with a name and a deadline, and the ledger that adds up their seconds."""
 
     def __init__(self) -> None:
         self.ledger = Ledger()
         self.timeout_seconds = 120.0
         self.describe: Callable[[int], str] = "rank {}".format  # as in "rank 4 (stage 1 of replica 1)"
-        self.library_waits: dict[int, tuple[Wait, float]] = {}  # with the time when each began, oldest first
+        self.library_waits: dict[int, tuple[Wait, float]] = {}  # each with its start time, oldest first
         self.stream_waits = StreamWaits()
         self._waiting: tuple[Wait, float] | None = None
         self._is_watched = False
 
     @property
     def group_timeout(self) -> timedelta:
-        """The deadline for torch's process groups; a group of NCCL's ends the process at it, after `watch`."""
+        """The deadline of torch's process groups; later than that of `watch`, because NCCL ends the process at it."""
         return timedelta(seconds=self.timeout_seconds + (SECONDS_FOR_THE_WATCH if self._is_watched else 0))
 
     def watch(self, fail: Callable[[TrafficError], object]) -> None:
-        """Have a thread call `fail` when a wait is past the deadline: of the stream, or of a thread inside of NCCL."""
+        """Start a thread that calls `fail` if a wait, of the stream or of a thread inside NCCL, passes the deadline."""
         self._is_watched = True
 
         def look() -> None:
@@ -122,9 +122,9 @@ class NamedWaits:
 
     @contextlib.contextmanager
     def named(self, name: str | Wait) -> Iterator[None]:
-        """Turn a failed wait inside into a `TrafficError` that says who waited how long for `name`.
+        """Turn a wait that fails inside into a `TrafficError` that says which rank waited how long for `name`.
 
-        Until then `waits_for` returns it. An error that is not about other ranks passes unchanged.
+        Inside, `waits_for` returns this wait. Errors that do not concern other ranks are raised unchanged.
         """
         others = (other for other in range(world_size()) if other != rank())  # evaluated only if needed
         wait = name if isinstance(name, Wait) else Wait(name, "other", tuple(others))
@@ -133,7 +133,7 @@ class NamedWaits:
         try:
             yield
         except TrafficError:
-            raise  # from a wait inside this one, which knows more
+            raise  # from an inner wait, whose message is more specific
         except RuntimeError as error:
             if is_lost_peer(error) or is_timeout(error):
                 raise self._failed(wait, started, error) from error
@@ -142,12 +142,12 @@ class NamedWaits:
             self._waiting = outer
 
     def waited_so_far(self) -> float:
-        """Seconds that this rank has waited for others: its thread, and its stream as far as that has come."""
+        """Seconds that this rank has waited for others: its thread, and its stream up to where it is now."""
         self.ledger.waited_seconds += self.stream_waits.collect()
         return self.ledger.waited_seconds
 
     def waits_for(self, at_least_seconds: float = 0.0) -> Wait | None:
-        """What this rank has been waiting for, itself, in a library or on its stream; None if not for so long."""
+        """The current wait of this rank (its thread, a library or its stream); None if there is none that long."""
         under_way = self._under_way()
         if under_way is None or time.perf_counter() - under_way[1] < at_least_seconds:
             return None
@@ -159,7 +159,7 @@ class NamedWaits:
         return min((wait for wait in all_kinds if wait is not None), key=lambda wait: wait[1], default=None)
 
     def failure_of(self, error: Exception) -> TrafficError | None:
-        """The failed wait that an error raised by a library stands for; None if it is another kind of error."""
+        """The failed wait behind an error that a library raised; None if the error has another cause."""
         if isinstance(error, RuntimeError) and self.library_waits and (is_lost_peer(error) or is_timeout(error)):
             return self._failed(*next(iter(self.library_waits.values())), error)
         if is_lost_peer(error):
@@ -173,12 +173,12 @@ class NamedWaits:
 
 
 def group_key(ranks: Sequence[int]) -> str:
-    """The ranks of a collective, as a key: "0,1,2"."""
+    """The ranks of a collective as a key: "0,1,2"."""
     return ",".join(map(str, sorted(ranks)))
 
 
 def list_ranks(ranks: Sequence[int]) -> str:
-    """ "rank 2", "ranks 0 and 2", "ranks 0, 1 and 3"."""
+    """Ranks in words: "rank 2", "ranks 0 and 2", "ranks 0, 1 and 3"."""
     names = [str(rank) for rank in ranks]
     if len(names) < 2:
         return f"rank {''.join(names)}"
@@ -186,9 +186,9 @@ def list_ranks(ranks: Sequence[int]) -> str:
 
 
 def reason(error: Exception) -> str:
-    """What gloo's or NCCL's error says, in a few words."""
+    """The reason in an error from gloo or NCCL, in a few words."""
     if is_lost_peer(error):
-        return "a rank has ended and closed its connection"
+        return "a rank has exited and closed its connection"
     if is_timeout(error):
         return "no answer (--timeout sets how long to wait)"
     return (str(error).splitlines() or [type(error).__name__])[0]

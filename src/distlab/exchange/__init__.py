@@ -1,6 +1,6 @@
-"""Models that come from elsewhere or go there: import, export, and reading a model wherever it is kept.
+"""Exchange of models with Hugging Face's format: import, export, and reading a model from any supported folder.
 
-May import every other room.
+May import all other packages of `distlab`.
 """
 
 from collections.abc import Callable
@@ -12,8 +12,8 @@ from simplellm.saved_model import SavedModel
 
 
 def read_saved(path: Path, say: Callable[[str], None] = lambda _: None) -> SavedModel:
-    """The model of a run, a checkpoint, or a folder in Hugging Face's format; `InputError` if none can be read.
+    """The model of a run, a checkpoint, or a folder in Hugging Face's format; `InputError` if there is none.
 
-    `say` is told about each checkpoint that is passed over, and why.
+    `say` is called with a line for each checkpoint that is skipped, which says why.
     """
     return read_llama(path) if is_llama(path) else read_model(path, say)

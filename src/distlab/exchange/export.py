@@ -22,7 +22,7 @@ class Request:
     run: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="RUN")]
     """folder of a run with checkpoints, or of one checkpoint"""
     folder: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="DIR")]
-    """folder to make"""
+    """folder to create"""
 
 
 def main(request: Request) -> None:

@@ -24,7 +24,7 @@ class Request:
     folder: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="DIR")]
     """folder with config.json, model.safetensors and tokenizer.model"""
     out: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="OUT")]
-    """the run's folder, to make"""
+    """folder to create for the run"""
 
 
 def main(request: Request) -> None:

@@ -1,8 +1,9 @@
 """Data parallelism: every rank holds the whole model and its own part of the batch.
 
-Gradients averaged over the ranks are those of the whole batch (Li et al., "PyTorch Distributed: Experiences on
-Accelerating Data Parallel Training", VLDB 2020, arXiv 2006.15704, for buckets and overlap); averaging weights now and
-then instead is local SGD or federated averaging (McMahan et al., arXiv 1602.05629).
+Averaging the gradients over the ranks gives the gradients of the whole batch. Buckets, and their overlap with the
+backward pass, follow Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel Training", VLDB 2020,
+arXiv 2006.15704. Averaging the weights every few steps instead is local SGD or federated averaging (McMahan et al.,
+arXiv 1602.05629).
 """
 
 import zlib
@@ -21,11 +22,11 @@ BUCKET_BYTES = 25_000_000
 
 
 class Bucket:
-    """Some parameters' gradients, side by side in one flat buffer, so that one message carries them all."""
+    """The gradients of several parameters in one flat buffer, so that one message carries them all."""
 
     def __init__(self, index: int, parameters: Sequence[Tensor], group: Group = None) -> None:
         self.index = index  # in the order in which the backward pass fills the buckets
-        self.parameters, self.missing = parameters, 0  # gradients to come before it is full
+        self.parameters, self.missing = parameters, 0  # missing: number of gradients until the bucket is full
         lengths = [p.numel() for p in parameters]
         self.flat = traffic.new_buffer(sum(lengths), parameters[0], group)  # (elements,)
         self.views = [part.view_as(p) for p, part in zip(parameters, self.flat.split(lengths), strict=True)]
@@ -76,7 +77,7 @@ class GradientBuckets:
         return iter(self._buckets)
 
     def finish(self) -> None:
-        """End a step: hand over incomplete buckets, with zeros for parameters that took no part, and wait for all."""
+        """End a step: report incomplete buckets, with zeros for unused parameters, and wait for all transfers."""
         for bucket in self._buckets[self._full :]:
             for parameter, view in zip(bucket.parameters, bucket.views, strict=True):
                 if parameter.grad is None:
@@ -85,8 +86,8 @@ class GradientBuckets:
         self.restart()
 
     def restart(self) -> None:
-        """Begin a step, also after a backward pass that raised."""
-        self._full = 0  # the buckets before this index have been handed over
+        """Begin a step; also resets the state after a backward pass that raised an exception."""
+        self._full = 0  # the buckets before this index have been reported
         for bucket in self._buckets:
             bucket.missing = self._backward_passes * len(bucket.parameters)
         transfers, self._transfers = self._transfers, []
@@ -101,7 +102,7 @@ class GradientBuckets:
                 view.copy_(parameter.grad)
                 parameter.grad = view
             bucket.missing -= 1
-            # In order: a rank that fills bucket 1 first waits for bucket 0, or the ranks' messages would not match.
+            # Report in order: if a rank fills bucket 1 first, it waits for bucket 0, so that all ranks' messages match.
             while self._full < len(self._buckets) and self._buckets[self._full].missing == 0:
                 self._full += 1
                 self._transfers.append(self._on_full(self._buckets[self._full - 1]))
@@ -110,7 +111,7 @@ class GradientBuckets:
 
 
 def _split(parameters: Sequence[Tensor], bucket_bytes: int) -> Iterator[list[Tensor]]:
-    """Consecutive parameters of one dtype and device, closed at `bucket_bytes`; frozen ones are left out."""
+    """Groups of consecutive parameters of one dtype and device, closed at `bucket_bytes`; frozen ones are omitted."""
     group: list[Tensor] = []
     for parameter in (p for p in parameters if p.requires_grad):
         is_full = sum(p.nbytes for p in group) >= bucket_bytes
@@ -125,9 +126,9 @@ def _split(parameters: Sequence[Tensor], bucket_bytes: int) -> Iterator[list[Ten
 class MyDP(nn.Module):
     """Wraps a model so that its backward pass averages the gradients over all ranks, as DistributedDataParallel does.
 
-    All ranks start from rank 0's weights and buffers. `loss.backward()` starts the average of each bucket as soon as
-    it is full, and returns when all have arrived; so the loop of one process needs no change. Every backward pass
-    averages: m micro-batches send m times what one average at the end of the step would.
+    All ranks start from rank 0's weights and buffers. `loss.backward()` starts to average each bucket as soon as it is
+    full, and returns when all averages have arrived, so the training loop of one process needs no change. Every
+    backward pass averages: m micro-batches send m times as much as one average at the end of the step.
     """
 
     def __init__(self, model: nn.Module, bucket_bytes: int = BUCKET_BYTES) -> None:
@@ -141,7 +142,7 @@ class MyDP(nn.Module):
         self._in_backward_pass = False
 
     def forward(self, data: Tensor, target: Tensor | None = None) -> object:
-        if self._in_backward_pass:  # the last one raised
+        if self._in_backward_pass:  # the last backward pass raised an exception
             self._in_backward_pass = False
             self._buckets.restart()
         return self.model(data) if target is None else self.model(data, target)
@@ -160,11 +161,11 @@ class MyDP(nn.Module):
 
 
 def through_traffic(wrapped: DistributedDataParallel) -> DistributedDataParallel:
-    """Have torch's wrapper average gradients through `traffic`, which counts what is sent; returns the wrapper.
+    """Make torch's wrapper average gradients through `traffic`, which counts what is sent; returns the wrapper.
 
-    The wrapper rearranges its buckets after its first backward pass, in the order in which the gradients came, and how
-    a sum is rounded depends on its place in a bucket: the first step of a resumed run would differ from that of the run
-    that it continues. So a backward pass precedes the first step, whose gradients are neither sent nor kept.
+    After its first backward pass, the wrapper rearranges its buckets in the order in which the gradients arrived. The
+    rounding of a sum depends on its position in a bucket, so the first step of a resumed run would differ from that of
+    the original run. Therefore an extra backward pass precedes the first step; its gradients are neither sent nor kept.
     """
     settling = False
 
@@ -206,13 +207,13 @@ def broadcast_weights(model: nn.Module) -> None:
         transfers.append((traffic.broadcast(received, f"the weights {name}", kind="weights"), own, received))
     for transfer, own, received in transfers:
         transfer.wait()
-        own.copy_(received)  # copies nothing if both are one tensor
+        own.copy_(received)  # a no-op if both are the same tensor
 
 
 def flatten_weights(model: nn.Module) -> Tensor:
-    """Move a model's parameters into one buffer, of which they become views, and return it: (elements,).
+    """Move a model's parameters into one buffer, make them views of it, and return it: (elements,).
 
-    What happens to the buffer has then happened to the parameters, and one message carries them all.
+    An operation on the buffer then changes the parameters, and one message carries them all.
     """
     parameters = list(model.parameters())
     flat = torch.cat([p.detach().flatten() for p in parameters])
@@ -221,17 +222,17 @@ def flatten_weights(model: nn.Module) -> Tensor:
 
 
 def check_parameter_closeness(model: nn.Module) -> bool:
-    """True on every rank if all ranks' parameters, also tied and frozen ones, are close to rank 0's; else False."""
+    """Whether all ranks' parameters, including tied and frozen ones, are close to rank 0's; the same on every rank."""
     parameters = list(model.named_parameters())
     shapes = zlib.crc32(repr([(name, parameter.shape, parameter.dtype) for name, parameter in parameters]).encode())
     most = torch.tensor([shapes, -shapes], device=parameters[0][1].device)
     traffic.all_reduce(most, "the shapes of a model", kind="check", op=dist.ReduceOp.MAX).wait()
-    if most[0] != -most[1]:  # the greatest and the least
+    if most[0] != -most[1]:  # the maximum and the minimum over the ranks
         return False
     is_close = torch.ones_like(most[0])
     for name, parameter in parameters:
         rank_0s = parameter.detach().clone(memory_format=torch.contiguous_format)
         traffic.broadcast(rank_0s, f"the weights {name}", kind="check").wait()
         is_close *= torch.allclose(parameter, rank_0s, equal_nan=True)
-    traffic.all_reduce(is_close, "the ranks' verdicts", kind="check", op=dist.ReduceOp.MIN).wait()
+    traffic.all_reduce(is_close, "the results of the comparison", kind="check", op=dist.ReduceOp.MIN).wait()
     return bool(is_close)

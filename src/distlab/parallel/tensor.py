@@ -1,9 +1,10 @@
 """Tensor parallelism: every rank holds a shard of each layer, and all of them work on the same batch.
 
-Split the first matrix of a pair by its outputs (columns) and the second by its inputs (rows): each rank then computes
-its attention heads, or hidden units, on its own, and the ranks' results only have to be added up (Megatron-LM: Shoeybi
-et al., arXiv 1909.08053). Norms and residuals are computed by every rank or, with sequence parallelism, by each for its
-shard of the sequence (Korthikanti et al., arXiv 2205.05198). The collectives are in `distlab.parallel.tp_group`.
+Split the first matrix of a pair by its outputs (columns) and the second by its inputs (rows). Each rank then computes
+its attention heads, or hidden units, independently, and only the ranks' results have to be added up (Megatron-LM:
+Shoeybi et al., arXiv 1909.08053). Every rank computes all norms and residuals; with sequence parallelism, each rank
+computes those of its shard of the sequence (Korthikanti et al., arXiv 2205.05198). The collectives are in
+`distlab.parallel.tp_group`.
 """
 
 from collections.abc import Callable
@@ -24,20 +25,21 @@ Exchange = Callable[[Tensor, TPGroup], Tensor]
 
 
 def shard(net: nn.Module, style: Style = "megatron", group: Group = None, sequence_parallel: bool = False) -> None:
-    """Replace the layers in `net`, which is whole and the same on every rank, by this rank's shards of them.
+    """Replace the layers of `net`, a whole model that is the same on every rank, by this rank's shards of them.
 
-    Weights keep their names; nothing random happens. The model's code stays as it is: the collectives are hooks before
-    and after its modules. Whole weights are freed one by one; a model that no host can hold would have to be built on
-    the meta device and drawn layer by layer.
+    Weights keep their names, and no random numbers are drawn. The model's code does not change: the collectives are
+    hooks before and after its modules. Whole weights are freed one by one; a model that does not fit on one host would
+    have to be built on the meta device and initialized layer by layer.
 
-    Style "megatron": `copy_to` before each `Attention` and `MLP`, `reduce_from` after it. Embeddings and the head, the
-    one `Linear` outside of these, are split over the vocabulary, and `vocabulary_parallel_loss` is the loss. The rest,
-    such as the gains of the norms, is on every rank, with the same gradients.
+    Style "megatron": `copy_to` before each `Attention` and `MLP`, `reduce_from` after it. The embeddings and the head
+    (the only `Linear` outside attention and MLP) are split over the vocabulary; use `vocabulary_parallel_loss` as the
+    loss. All other parameters, such as the gains of the norms, are replicated and have the same gradients on all ranks.
 
-    Style "naive": every `Linear` is split by its outputs, which are gathered at once; embeddings and logits are whole.
+    Style "naive": every `Linear` is split by its outputs, which are gathered right after it; embeddings and logits stay
+    whole.
 
-    With `sequence_parallel`, each rank has a shard of the sequence between attention and MLP: "megatron" only, and only
-    for a whole model. `InputError` if the module cannot be split so; it is then unchanged.
+    With `sequence_parallel`, each rank holds a shard of the sequence between attention and MLP. This needs style
+    "megatron" and a whole model. Raises `InputError`, and leaves the module unchanged, if it cannot be split this way.
     """
     parts = _Parts(net)
     parts.check(style, len(members(group)), sequence_parallel)
@@ -48,7 +50,7 @@ def shard(net: nn.Module, style: Style = "megatron", group: Group = None, sequen
 
 
 class _Parts:
-    """What there is to split in a module, by name: pairs of linear layers, those outside of pairs, embeddings."""
+    """The parts of a module that can be split, by name: pairs of linear layers, other linear layers, embeddings."""
 
     def __init__(self, net: nn.Module) -> None:
         self.net = net
@@ -60,22 +62,22 @@ class _Parts:
         self.embeddings = {name: module for name, module in modules.items() if isinstance(module, nn.Embedding)}
 
     def check(self, style: Style, ranks: int, sequence_parallel: bool) -> None:
-        """Raise `InputError` unless all of it can be split."""
+        """Raise `InputError` unless all parts can be split."""
         embeddings = self.embeddings if style == "megatron" else {}
         layers: dict[str, Linear | nn.Embedding] = {**self.linears, **embeddings}
         if not (self.pairs or self.heads or self.embeddings) or "" in self.embeddings:
-            raise InputError("nothing in this module can be split: it needs layers of simplellm's, or embeddings")
+            raise InputError("nothing in this module can be split: it has no simplellm layers and no embeddings inside")
         if sequence_parallel and not (self.heads and embeddings):
-            raise InputError("sequence parallelism is for a whole model whose layers are split in pairs")
+            raise InputError("sequence parallelism needs a whole model and the style megatron")
         owners: dict[Tensor, list[str]] = {}
         for name, module in self.net.named_modules():
             for parameter in module.parameters(recurse=False):
                 owners.setdefault(parameter, []).append(name)
         for layer in layers.values():
             names = owners[layer.weight]
-            require(not hasattr(layer.weight, "shard_spec"), f"{names[0]} is split already: give the whole model")
+            require(not hasattr(layer.weight, "shard_spec"), f"{names[0]} is already split: give the whole model")
             if len(names) > 1:
-                raise InputError(f"{' and '.join(names)} have one weight, which would become two: untie them first")
+                raise InputError(f"{' and '.join(names)} share a weight, which cannot be split: untie them first")
         if style == "naive":
             return
         for pair in self.pairs.values():
@@ -83,7 +85,7 @@ class _Parts:
                 queries, keys = pair.q_proj.out_features, pair.k_proj.out_features
                 check_division(queries // pair.head_dim, keys // pair.head_dim, ranks)
         if len(self.heads) > 1:
-            raise InputError(f"{' and '.join(self.heads)}: one linear layer outside attention and MLP can be the head")
+            raise InputError(f"{' and '.join(self.heads)}: only one linear layer may be outside attention and MLP")
         for name in (*self.heads, *embeddings):
             rows = len(layers[name].weight)
             require(rows >= ranks, f"{name} has {rows} rows, which {ranks} tensor-parallel ranks cannot share")
@@ -93,7 +95,7 @@ class _Parts:
 
 
 def _split_naively(parts: _Parts, group: Group) -> None:
-    """Split each linear layer on its own by its outputs: its input comes whole, its output leaves whole."""
+    """Split each linear layer separately, by its outputs: its input and its gathered output are whole."""
     for name, linear in parts.linears.items():
         tp_group = TPGroup(name, VOCABULARY if name in parts.heads else LAYERS, group)
         whole = partial(tp.gather, length=linear.out_features)
@@ -102,7 +104,7 @@ def _split_naively(parts: _Parts, group: Group) -> None:
 
 
 def _split_in_pairs(parts: _Parts, group: Group, sequence_parallel: bool) -> None:
-    """Split by their outputs the layers that begin attention and MLP, by its inputs the one that ends them."""
+    """In each attention and MLP, split the first layers by their outputs and the last layer by its inputs."""
     enter, leave = _split_sequence(parts, group) if sequence_parallel else (tp.copy_to, tp.reduce_from)
     for name, pair in parts.pairs.items():
         tp_group = TPGroup(name, LAYERS, group)
@@ -128,11 +130,12 @@ def _split_in_pairs(parts: _Parts, group: Group, sequence_parallel: bool) -> Non
 
 
 def _split_sequence(parts: _Parts, group: Group) -> tuple[Exchange, Exchange]:
-    """Shard the sequence between layers; returns the collectives before and after these, which take it whole.
+    """Shard the sequence between layers; returns the collectives before and after the layers that need all of it.
 
-    The norms' gains are not split: on each rank they have the gradient of its own positions, so these are added up.
+    The gains of the norms are not split. Each rank computes their gradients from its own positions only, so the
+    gradients are added up over the ranks.
     """
-    seq = 0  # a shard does not tell the length of the whole, if the ranks do not divide it
+    seq = 0  # the whole length; it does not follow from a shard's length if the ranks do not divide it
 
     def remember_length(_: nn.Module, args: tuple[Tensor, ...]) -> None:
         nonlocal seq
@@ -154,7 +157,7 @@ def _keep_shard(linear: Linear, tp_group: TPGroup, dim: int) -> None:
 
 
 def _around(module: nn.Module, group: TPGroup, before: Exchange | None = None, after: Exchange | None = None) -> None:
-    """Have a module's first input go through `before`, and its output through `after`."""
+    """Apply `before` to a module's first input, and `after` to its output."""
     if before is not None:
         module.register_forward_pre_hook(lambda _, args: (before(args[0], group), *args[1:]))
     if after is not None:
@@ -175,11 +178,11 @@ def bytes_per_layer(
 ) -> tuple[int, int]:
     """Bytes that a rank sends for one layer of the lab's Llama, forward and backward; activations (batch, seq, dmodel).
 
-    `kv_width` is the width of the keys, dmodel unless they have fewer heads, and `hidden_dim` that of the feed-forward
-    layer, 4 * dmodel by default; for "megatron" neither makes a difference.
-    In a ring, an all-reduce sends 2 (ranks - 1) / ranks times the tensor's bytes from each rank; an all-gather or a
-    reduce-scatter (ranks - 1) times the bytes of the longest shard, about half as much. A layer that is `recomputed`
-    repeats all of its forward pass but the last collective, which comes after all that the backward pass needs.
+    `kv_width` is the width of the keys, by default dmodel (fewer key heads make it smaller); `hidden_dim` is the width
+    of the feed-forward layer, by default 4 * dmodel. Neither changes the result for "megatron".
+    In a ring, each rank sends 2 (ranks - 1) / ranks times the tensor's bytes in an all-reduce, and (ranks - 1) times
+    the bytes of the longest shard in an all-gather or a reduce-scatter, about half as much. A layer that is
+    `recomputed` repeats its whole forward pass except the last collective, whose result is not needed there.
     """
     token_bytes = batch * seq * element_bytes
 

@@ -1,12 +1,12 @@
 """A tensor-parallel group, and the collectives between the shards of a module, forward and backward.
 
-Each is a linear map, so the backward pass through it is the transposed map:
+Each collective is a linear map, so its backward pass is the transposed map:
 
     function            forward          backward
     copy_to             nothing          all-reduce         Megatron's f (Shoeybi et al., arXiv 1909.08053)
     reduce_from         all-reduce       nothing            Megatron's g
-    gather              all-gather       own shard          what follows is the same on all ranks
-    gather_to           all-gather       reduce-scatter     what follows differs, as behind f
+    gather              all-gather       own shard          if all ranks compute the same afterwards
+    gather_to           all-gather       reduce-scatter     if the ranks compute different things, as after f
     reduce_scatter      reduce-scatter   all-gather
 """
 
@@ -24,22 +24,22 @@ from distlab.comm.endpoint import members, rank
 from distlab.comm.traffic import Group, traffic
 
 LAYERS, VOCABULARY, NORMS = "layer", "vocabulary", "norm"  # kinds of modules
-FORWARD, BACKWARD = "activations", "gradients"  # what is sent; the ledger's kinds are "layer activations", …
+FORWARD, BACKWARD = "activations", "gradients"  # what is sent; the kinds in the ledger are "layer activations", …
 SEQUENCE = 1  # the dimension of activations (batch, seq, dmodel)
 
 
 def shard_sizes(total: int, ranks: int) -> list[int]:
-    """Rows of each rank's shard of `total`, as `torch.tensor_split` divides them: the first may have one more."""
+    """Rows of each rank's shard of `total`, divided as by `torch.tensor_split`: the first shards may have one more."""
     return [total // ranks + (r < total % ranks) for r in range(ranks)]
 
 
 @dataclass(frozen=True)
 class TPGroup:
-    """The ranks that hold the shards of a module; its methods are collectives that do not change their input."""
+    """The ranks that hold the shards of a module. Its collectives do not change their input."""
 
-    module: str  # name in the model, for the names of waits
+    module: str  # its name in the model, for the names of waits
     kind: str  # `LAYERS`, `VOCABULARY` or `NORMS`, for the ledger's columns
-    group: Group = None  # by default, all ranks
+    group: Group = None  # None: all ranks
 
     @property
     def size(self) -> int:
@@ -50,19 +50,19 @@ class TPGroup:
         return members(self.group).index(rank())
 
     def own_range(self, length: int) -> tuple[int, int]:
-        """The first row of this rank's shard of `length` rows, and the first one after it."""
+        """This rank's shard of `length` rows: its first row, and the row after its last."""
         sizes = shard_sizes(length, self.size)
         first = sum(sizes[: self.group_rank])
         return first, first + sizes[self.group_rank]
 
     def all_reduce(self, x: Tensor, what: str, op: "ReduceOp.RedOpType" = ReduceOp.SUM) -> Tensor:
-        """The ranks' `x` (any shape) combined."""
+        """The `x` (any shape) of all ranks, combined by `op`."""
         total = x.clone(memory_format=torch.contiguous_format)
         traffic.all_reduce(total, self._name(what), kind=f"{self.kind} {what}", op=op, group=self.group).wait()
         return total
 
     def all_gather(self, x: Tensor, what: str, dim: int, length: int) -> Tensor:
-        """The ranks' shards, of `shard_sizes(length, size)` along `dim`, side by side."""
+        """The ranks' shards, of `shard_sizes(length, size)` along `dim`, concatenated."""
         sizes = shard_sizes(length, self.size)
         own = _pad(x, dim, sizes[0])
         parts = own.new_empty(self.size, *own.shape)
@@ -78,13 +78,13 @@ class TPGroup:
         return own.narrow(dim, 0, sizes[self.group_rank])
 
     def own_shard(self, x: Tensor, dim: int) -> Tensor:
-        """This rank's shard of `x` along `dim`, a view."""
+        """This rank's shard of `x` along `dim`; a view."""
         return x.tensor_split(self.size, dim)[self.group_rank]
 
     def own_parameter(self, whole: Tensor, dim: int) -> nn.Parameter:
-        """This rank's shard of a weight along `dim`, a copy, so that the whole can be freed.
+        """This rank's shard of a weight along `dim`; a copy, so that the whole weight can be freed.
 
-        Its attribute `shard_spec` tells checkpoints its place: (dim, start, length of the whole along dim).
+        Its attribute `shard_spec` gives its position for checkpoints: (dim, start, length of the whole along dim).
         """
         own = nn.Parameter(self.own_shard(whole.detach(), dim).clone(), requires_grad=whole.requires_grad)
         own.shard_spec = dim, self.own_range(whole.shape[dim])[0], whole.shape[dim]  # type: ignore[attr-defined]
@@ -95,13 +95,13 @@ class TPGroup:
 
 
 def _pad(x: Tensor, dim: int, length: int) -> Tensor:
-    """`x`, contiguous, with zeros after it up to `length`: the parts of a collective are of equal size."""
+    """`x`, contiguous and padded with zeros to `length`, because the parts of a collective must have equal sizes."""
     missing, later_dims = length - x.shape[dim], x.dim() - 1 - dim % x.dim()
     return nn.functional.pad(x, [0, 0] * later_dims + [0, missing]) if missing else x.contiguous()
 
 
 class _LinearMap(torch.autograd.Function):
-    """A linear map of a tensor, with the transposed one for its gradient."""
+    """A linear map of a tensor, whose gradient goes through the transposed map."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, linear: Callable[[Tensor], Tensor], transposed: Callable[[Tensor], Tensor]) -> Any:
@@ -123,7 +123,7 @@ def _unchanged(x: Tensor) -> Tensor:
 
 
 def copy_to(x: Tensor, tp_group: TPGroup) -> Tensor:
-    """Hand `x`, the same on all ranks, to a layer's shards, whose gradients of `x` add up."""
+    """Pass `x`, the same on all ranks, to a layer's shards; the gradients of `x` are added up over the ranks."""
     return _linear_map(x, _unchanged, partial(tp_group.all_reduce, what=BACKWARD))
 
 
@@ -133,15 +133,15 @@ def reduce_from(x: Tensor, tp_group: TPGroup) -> Tensor:
 
 
 def gather(x: Tensor, tp_group: TPGroup, length: int, dim: int = -1) -> Tensor:
-    """Lay the ranks' shards side by side: `length` along `dim`. All ranks must compute the same from the result."""
+    """Concatenate the ranks' shards to `length` along `dim`. All ranks must compute the same from the result."""
     whole = partial(tp_group.all_gather, what=FORWARD, dim=dim, length=length)
     return _linear_map(x, whole, partial(tp_group.own_shard, dim=dim))
 
 
 def gather_to(x: Tensor, tp_group: TPGroup, length: int, dim: int = SEQUENCE) -> Tensor:
-    """Like `gather`, but for a layer's shards, whose gradients of the whole add up.
+    """Like `gather`, but as input of a layer's shards: the gradients of the result are added up over the ranks.
 
-    The whole is saved for the backward pass; Korthikanti et al. save the shard and gather again.
+    The gathered tensor is saved for the backward pass; Korthikanti et al. save the shard and gather it again.
     """
     whole = partial(tp_group.all_gather, what=FORWARD, dim=dim, length=length)
     return _linear_map(x, whole, partial(tp_group.reduce_scatter, what=BACKWARD, dim=dim))

@@ -1,4 +1,4 @@
-"""An embedding and a loss sharded over the vocabulary: no rank has whole logits."""
+"""An embedding and a loss that are sharded over the vocabulary, so that no rank holds the logits of all tokens."""
 
 from typing import Any
 
@@ -13,10 +13,11 @@ from simplellm.errors import require
 
 
 def own_rows(ids: Tensor, vocab_size: int, tp_group: TPGroup) -> tuple[Tensor, Tensor]:
-    """The rows of the tokens `ids` (any shape) in this rank's shard, and a mask of those on other ranks, given row 0.
+    """The rows of the tokens `ids` (any shape) in this rank's shard, and a mask of the tokens of other ranks' shards.
 
-    A token outside the vocabulary gets a row that no rank has, so that torch refuses it on all ranks as in the whole
-    model: on the CPU with an exception; on CUDA, where checking the ids would synchronize, in the kernel.
+    Masked tokens get row 0. A token outside the vocabulary gets a row that no shard has, so that torch fails on all
+    ranks as it would in the whole model: on the CPU with an exception; on CUDA in the kernel, since checking the ids
+    first would synchronize.
     """
     first, end = tp_group.own_range(vocab_size)
     elsewhere = ((ids >= 0) & (ids < first)) | ((ids >= end) & (ids < vocab_size))
@@ -24,7 +25,7 @@ def own_rows(ids: Tensor, vocab_size: int, tp_group: TPGroup) -> tuple[Tensor, T
 
 
 class VocabularyParallelEmbedding(nn.Embedding):
-    """The embedding's shard of the vocabulary: zero for other ranks' tokens, so that the ranks' results add up."""
+    """A shard of an embedding: zero for tokens of other ranks' shards, so that the ranks' results can be added up."""
 
     def __init__(self, whole: nn.Embedding, tp_group: TPGroup) -> None:
         self.vocab_size, self.tp_group = whole.num_embeddings, tp_group
@@ -46,12 +47,12 @@ class VocabularyParallelEmbedding(nn.Embedding):
 
 
 def vocabulary_parallel_loss(logits: Tensor, target: Tensor, vocab_size: int, group: Group = None) -> Tensor:
-    """`causalLLMLoss` of logits that are sharded over the vocabulary, on every rank.
+    """`causalLLMLoss` of logits that are sharded over the vocabulary; the same result on every rank.
 
-    The ranks exchange three numbers for each token, and nothing in the backward pass.
+    The ranks exchange three numbers per token in the forward pass, and nothing in the backward pass.
 
-    `logits` are (batch, seq, this rank's shard of `vocab_size`), in any floating dtype, `target` (batch, seq), int64.
-    `InputError` if the sequences are too short; a token outside the vocabulary: see `own_rows`.
+    `logits` are (batch, seq, this rank's shard of `vocab_size`), in any floating dtype; `target` is (batch, seq),
+    int64. Raises `InputError` if the sequences are too short; for tokens outside the vocabulary see `own_rows`.
     """
     seq = target.shape[1]
     require(seq >= 2, f"--seq-len {seq} leaves no token to predict: it must be at least 2")
@@ -72,7 +73,7 @@ class _VocabularyParallelLoss(torch.autograd.Function):
         sums = torch.stack([probabilities.sum(-1, keepdim=True), own_logit])
         total, logit = tp_group.all_reduce(sums, FORWARD)
         ctx.save_for_backward(probabilities.div_(total), next_token, elsewhere)
-        # The last position has no next token, as in causalLLMLoss.
+        # As in causalLLMLoss, the last position has no next token.
         return (total.log() - logit)[:, :-1].mean()
 
     @staticmethod

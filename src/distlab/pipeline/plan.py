@@ -86,9 +86,9 @@ def simulate(programs: Programs, costs: ActionCosts | None = None) -> Plan:
 
 
 def in_a_row(programs: Programs, steps: int) -> Programs:
-    """The lists of several steps that run on: no worker waits at the end of a step; micro-batches are numbered on.
+    """The lists of several steps in which no worker waits at the end of a step; micro-batch numbers continue.
 
-    Updates of the weights are not in them: every worker makes its own when its list of a step ends.
+    Weight updates are not in the lists: every worker makes its own at the end of its list for a step.
     """
     micro_batches = 1 + max((action.micro_batch for program in programs for action in program), default=0)
     firsts = range(0, steps * micro_batches, micro_batches)

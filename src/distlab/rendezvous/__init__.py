@@ -1,4 +1,4 @@
-"""How ranks and machines find each other, agree, and tell each other why they end.
+"""How ranks and machines find each other, agree on settings, and report why they exit.
 
 May import `distlab.comm`.
 """

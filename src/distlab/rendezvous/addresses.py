@@ -8,7 +8,7 @@ from simplellm.errors import InputError
 
 
 def is_loopback(address: str) -> bool:
-    """Whether an address leads back to this machine; `InputError` if there is no such host."""
+    """Whether an address is a loopback address; `InputError` if there is no such host."""
     _, (found, *_) = resolve(address, 0)
     return ipaddress.ip_address(str(found).partition("%")[0]).is_loopback
 

@@ -15,7 +15,7 @@ from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs
 
 
 class Rounds(Protocol):
-    """What `Agent` asks of its rendezvous besides torchrun's interface; see `distlab.rendezvous.nodes`."""
+    """What `Agent` needs from its rendezvous in addition to torchrun's interface; see `distlab.rendezvous.nodes`."""
 
     ranks_of: Sequence[int]  # how many ranks each machine has, by node rank
 
@@ -26,15 +26,15 @@ class Rounds(Protocol):
 
 
 class Agent(LocalElasticAgent):
-    """torchrun's agent, with restarts and failures that several machines share, and an end within seconds.
+    """torchrun's agent, except that all machines share restarts and failures, and that it ends ranks within seconds.
 
     - torchrun counts the failures of its own machine. Here the rendezvous counts the starts of all ranks, so that all
-      machines and all ranks (TORCHELASTIC_RESTART_COUNT) have the same number.
-    - A failure whose error file says `recurs_on_restart` is not followed by a restart.
-    - A failure on another machine ends the ranks here; ranks that have finished are restarted if one on another machine
-      fails after them. torchrun's wait at the end (`_exit_barrier`) neither notices nor restarts.
-    - No call to the store waits without end, as torchrun's do when it numbers the ranks and at the end.
-    - Ranks that run get `seconds_to_end` before SIGKILL; in two places torchrun insists on 30.
+      machines and all ranks see the same number (TORCHELASTIC_RESTART_COUNT).
+    - The agent does not restart after a failure whose error file says `recurs_on_restart`.
+    - A failure on another machine ends the ranks here; ranks that have finished are restarted if a rank on another
+      machine fails later. torchrun's wait at the end (`_exit_barrier`) does not detect such a failure.
+    - No call to the store waits forever; torchrun's own calls can, when it numbers the ranks and at the end.
+    - Running ranks get `seconds_to_end` seconds before SIGKILL; torchrun has a fixed 30 seconds in two places.
     """
 
     def __init__(self, spec: WorkerSpec, log_dir: str, seconds_to_end: int) -> None:

@@ -1,8 +1,8 @@
-"""Who waits for whom when a run stands still, drawn from the wait that each rank publishes.
+"""Which rank waits for which in a blocked run, derived from the wait that each rank publishes.
 
-Ranks are the nodes of a graph; an edge goes from a rank to one without which its wait does not end. A cycle is a
-deadlock (Holt, "Some deadlock properties of computer systems", 1972). Without one, all paths end at a rank that waits
-for nobody: it is stopped, still computes, or has ended, and holds up all others.
+Ranks are the nodes of a graph; an edge leads from a waiting rank to one that it waits for. A cycle is a deadlock (Holt,
+"Some deadlock properties of computer systems", 1972). Without a cycle, all paths end at a rank that waits for no other:
+it is stopped, still computes, or has exited, and it blocks all others.
 """
 
 import json
@@ -15,12 +15,12 @@ from distlab.comm.waits import Wait, group_key, list_ranks
 
 @dataclass
 class Notice:
-    """What a rank publishes when another one asks: a sign of life, and its wait."""
+    """What a rank publishes when another rank asks: that it is alive, and what it waits for."""
 
     rank: int
-    wait: Wait | None  # None if it has not waited for anything for long
-    begun: dict[str, int] = field(default_factory=dict)  # how many collectives it has begun, by their ranks ("0,1,2")
-    failure_number: int = 0  # of its wait among those that failed, from 1 in order of time; 0 if it has not failed
+    wait: Wait | None  # None if it is not in a long wait
+    begun: dict[str, int] = field(default_factory=dict)  # collectives that it has started, by their ranks ("0,1,2")
+    failure_number: int = 0  # position of its failed wait among all failed waits, from 1; 0 if it has not failed
     lost_a_peer: bool = False  # its wait failed because a connection was closed
 
     def to_json(self) -> str:
@@ -35,10 +35,10 @@ class Notice:
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """Why a run stands still."""
+    """Why a run is blocked."""
 
-    picture: list[str]  # lines that show every rank and whom it waits for
-    sentence: str  # the cycle, or the rank that all others end up waiting for
+    picture: list[str]  # lines that show every rank and which ranks it waits for
+    sentence: str  # names the cycle, or the rank that blocks all others
     is_partial: bool = False  # the other ranks' notices could not be read
 
 
@@ -49,12 +49,12 @@ def diagnose(
     describe: Callable[[int], str],
     timeout_seconds: float,
 ) -> Diagnosis:
-    """Draw who waits for whom, and name who holds up the others.
+    """Show which rank waits for which, and name the rank that blocks the others.
 
     Args:
-        notices: by rank, of those that gave a sign of life after the first wait had failed; at least one waits.
-        ended: by rank, why it ended, from those that reported it.
-        describe: what a rank is called, e.g. "rank 4 (stage 1 of replica 1)".
+        notices: by rank, from the ranks that answered after the first wait had failed; at least one of them waits.
+        ended: by rank, why it exited, for the ranks that reported it.
+        describe: the name of a rank, e.g. "rank 4 (stage 1 of replica 1)".
     """
 
     def names(ranks: Sequence[int]) -> str:
@@ -66,11 +66,11 @@ def diagnose(
     picture = ["who waits for whom:"]
     for rank in range(world_size):
         if rank in ended:
-            state = f"has ended: {ended[rank]}"
+            state = f"has exited: {ended[rank]}"
         elif rank not in notices:
-            state = "waits for nothing that it has named: it computes, is stopped, or has ended"
+            state = "has published no wait: it is computing, is stopped, or has exited"
         elif rank not in waits:
-            state = "answers, and waits for nothing that it has named: it computes"
+            state = "answers, and has published no wait: it is computing"
         else:
             to_send = "to send " if waits[rank].way == "send" else "for "
             arrow = f"  -> {list_ranks(edges[rank])}" if edges[rank] else ""
@@ -78,7 +78,7 @@ def diagnose(
         picture.append(f"  {describe(rank):<{width}}  {state}")
 
     ends = sorted({peer for peers in edges.values() for peer in peers if peer not in waits})
-    # gloo closes a rank's connections when its wait fails, so only the first failure tells how it began.
+    # gloo closes a rank's connections when its wait fails, so only the first failure shows the original cause.
     failures = [notice for notice in notices.values() if notice.failure_number]
     first = min(failures, key=lambda notice: notice.failure_number, default=None)
     lost_a_peer = first is not None and first.lost_a_peer
@@ -90,7 +90,7 @@ def diagnose(
     if failed:
         return Diagnosis(picture, list_causes({rank: ended[rank] for rank in failed}, describe))
     if gone and lost_a_peer:
-        cause = "has ended without reporting a cause: it was killed, or left the run too early"
+        cause = "has exited without reporting a cause: it was killed, or finished too early"
         return Diagnosis(picture, f"{'one of ' * (len(gone) > 1)}{names(gone)} {cause}")
     if gone:
         do = "does" if len(gone) == 1 else "do"
@@ -109,12 +109,12 @@ def diagnose(
         late = f"{names(ends)} {answer} not reached this point, and the others wait: {too_long}"
         return Diagnosis(picture, late)
     what = next(iter(waits.values())).what if waits else "each other"
-    stuck = f"all ranks do their part of {what}, and it does not end: is the network between them up?"
+    stuck = f"all ranks take part in {what}, but it does not finish: is the network between them up?"
     return Diagnosis(picture, stuck)
 
 
 def _held_up_by(rank: int, wait: Wait, waits: Mapping[int, Wait], notices: Mapping[int, Notice]) -> Iterator[int]:
-    """The ranks that have not done their part of what `rank` waits for."""
+    """The ranks that `rank` waits for: those that have not done their part."""
     group = group_key([rank, *wait.peers])
     for peer in wait.peers:
         if wait.way == "other" and peer in waits:
@@ -129,5 +129,5 @@ def _held_up_by(rank: int, wait: Wait, waits: Mapping[int, Wait], notices: Mappi
 
 
 def list_causes(ended: Mapping[int, str], describe: Callable[[int], str]) -> str:
-    """ "rank 1 failed: out of memory": why ranks have ended, by rank."""
+    """Why ranks have exited, in words: "rank 1 failed: out of memory"."""
     return "; ".join(f"{describe(rank)} failed: {cause}" for rank, cause in ended.items())

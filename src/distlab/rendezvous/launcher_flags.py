@@ -20,16 +20,16 @@ FLAGS = """
 class Nodes:
     """The machines of a run.
 
-    Their ranks are numbered in the order of the machines. So ranks that exchange most, which are neighbours in the grid
-    of ranks, are on one machine where possible.
+    Ranks are numbered machine by machine. Ranks that communicate most have neighbouring numbers, so they are on one
+    machine where possible.
     """
 
-    rank: int  # of this machine
-    ranks_of: tuple[int, ...]  # how many ranks each machine has, by node rank
+    rank: int  # node rank of this machine
+    ranks_of: tuple[int, ...]  # number of ranks on each machine, by node rank
 
 
 def read_flags(args: list[str]) -> tuple[argparse.Namespace, list[str]]:
-    """The launcher's own flags, and the rest, which are the script's; `InputError` if a value is not a number."""
+    """The launcher's own flags, and the remaining ones for the script; `InputError` if a value is not a number."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     parser.add_argument("--nnodes", type=int, default=1)
     parser.add_argument("--node-rank", "--node_rank", type=int)
@@ -45,10 +45,10 @@ def read_flags(args: list[str]) -> tuple[argparse.Namespace, list[str]]:
 
 
 def assign_ranks(flags: argparse.Namespace, layout: Layout, master_addr: str) -> Nodes:
-    """Share the ranks of a layout among the machines that the launcher's flags ask for.
+    """Divide the ranks of a layout among the machines given by the launcher's flags.
 
     Raises:
-        InputError: they cannot be shared so, or this machine has no place among them.
+        InputError: they cannot be divided this way, or the node rank of this machine is not valid.
     """
     count, rank = flags.nnodes, flags.node_rank or 0
     machines = f"--nnodes {count}"
@@ -68,7 +68,7 @@ def _share(given: str | None, count: int, layout: Layout) -> tuple[int, ...]:
         even = tuple(ranks // count + (node < ranks % count) for node in range(count))
         example = f"; or give --ranks-per-node, as in {','.join(map(str, even))}" if ranks > count else ""
         sentence = f"{flags} with --nnodes {count}: {ranks} ranks do not divide among {count} machines"
-        require(ranks % count == 0, f"{sentence}; take another number of either{example}")
+        require(ranks % count == 0, f"{sentence}; change one of the two numbers{example}")
         return even
     try:
         shares = tuple(map(int, given.split(",")))

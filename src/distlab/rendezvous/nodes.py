@@ -1,9 +1,9 @@
-"""Several machines, each with its own launcher: how the launchers find each other, and learn how the others end.
+"""Several machines, each with its own launcher: how the launchers find each other and report how they exit.
 
-Node 0's launcher holds a key-value store, at the given address alone. There all launchers join under torchrun's agent,
-with the node ranks that they were given, and report the failures of their ranks, since the ranks of the other machines
-notice at most that a connection was closed. (torchrun's own rendezvous listen on all interfaces; the static one does
-not restart, and the c10d one chooses the node ranks.)
+The launcher of node 0 holds a key-value store that listens only at the given address. All launchers join there, under
+torchrun's agent and with the node ranks given to them. They also report failures of their ranks there, because the
+ranks of other machines notice at most that a connection was closed. (torchrun's own rendezvous listen on all
+interfaces; the static one does not restart, and the c10d one assigns the node ranks itself.)
 """
 
 import contextlib
@@ -20,7 +20,7 @@ from simplellm.errors import require
 SECONDS_FOR_THE_CAUSE = 6.0  # that a launcher whose ranks have only lost a peer waits for a report of the cause
 SECONDS_OF_SILENCE = 10.0  # after which node 0's launcher counts as lost: it is stopped, or its machine is
 SECONDS_FOR_READERS = 8.0  # that node 0, whose launcher holds the store, waits for the others to have read it
-LOST_NODE_0 = "the launcher of another machine, node 0, has ended or is not reached any more"
+LOST_NODE_0 = "the launcher of another machine, node 0, has exited or can no longer be reached"
 
 
 class ElsewhereError(RuntimeError):
@@ -28,17 +28,17 @@ class ElsewhereError(RuntimeError):
 
 
 class NodeRendezvous(StaticTCPRendezvous):
-    """torchrun's rendezvous with fixed node ranks, and open ports only at node 0's address.
+    """A rendezvous for torchrun with fixed node ranks, which opens ports only at node 0's address.
 
-    In each round, that is each start of all ranks, the ranks get a new store in node 0's launcher. The launchers' own
-    store serves the whole run: there each launcher reports how it ended, and learns how the others did. So no machine
-    depends on what its ranks notice, which may be nothing until their timeout.
+    For each round, which is one start of all ranks, the ranks get a new store in node 0's launcher. The launchers' own
+    store exists for the whole run: each launcher reports there how it ended, and reads how the others ended. So no
+    machine depends on what its ranks notice, which may be nothing until their timeout.
 
-    Node 0 listens at `address` and `port`; 0 is a free one, if there is only one machine.
+    Node 0 listens at `address` and `port`; if there is only one machine, port 0 chooses a free one.
 
     Raises:
-        InputError: node 0 cannot listen or is not reached; the node rank is taken, or flags differ between machines.
-        StoreError: node 0's launcher has ended, or does not answer. All methods may raise it.
+        InputError: node 0 cannot listen or be reached, the node rank is taken, or flags differ between machines.
+        StoreError: node 0's launcher has exited or does not answer. All methods may raise it.
     """
 
     def __init__(
@@ -53,13 +53,13 @@ class NodeRendezvous(StaticTCPRendezvous):
         self.ranks_of = nodes.ranks_of
         self._others = [node for node in range(self.world_size) if node != self.rank]
         self._timeout_seconds, self._max_restarts, self._say = timeout_seconds, max_restarts, say
-        self._rounds = 0  # that have begun here, the same number on all machines as soon as they have joined
+        self._rounds = 0  # rounds started here; the same on all machines as soon as they have joined
         self._compare_flags()  # before it takes a seat: a machine that is refused may try again with other flags
         is_first = self._shared.add(f"seat/{self.rank}") == 1
         require(is_first, f"--node-rank {self.rank} is taken: give each machine of the run its own")
 
     def _compare_flags(self) -> None:
-        """The machines must agree on how the ranks are shared and restarted, before any rank gets a number."""
+        """Check, before ranks are numbered, that all machines agree on the division of ranks and on restarts."""
         own = {
             "--nnodes and --ranks-per-node: node 0 was started with each node's ranks as": [*self.ranks_of],
             "--max-restarts: node 0 was started with it as": self._max_restarts,
@@ -73,7 +73,7 @@ class NodeRendezvous(StaticTCPRendezvous):
 
     @property
     def restarts(self) -> int:
-        """How often all ranks have been started again."""
+        """How often all ranks have been restarted."""
         return max(0, self._rounds - 1)
 
     def next_rendezvous(self) -> RendezvousInfo:
@@ -93,29 +93,29 @@ class NodeRendezvous(StaticTCPRendezvous):
         return RendezvousInfo(self._shared.store, self.rank, self.world_size, where)
 
     def num_nodes_waiting(self) -> int:
-        """How many machines have begun the next round, because a rank of theirs has failed; the others follow."""
+        """How many machines have started the next round because one of their ranks failed; the others follow."""
         return len(self._shared.read(*(f"round/{self._rounds}/node/{node}" for node in self._others)))
 
     def all_finished(self) -> bool:
-        """Report that this machine's ranks have finished; return whether those of the other machines have, too."""
+        """Report that this machine's ranks have finished; return whether those of all other machines have too."""
         key = f"round/{self._rounds - 1}/finished"
         self._shared.set(f"{key}/{self.rank}")
         return self._shared.has(*(f"{key}/{node}" for node in self._others))
 
     def check_others(self) -> None:
-        """Raise `ElsewhereError` if another machine has ended its part of the run."""
+        """Raise `ElsewhereError` if the run has ended on another machine."""
         for key, cause in self._shared.read(*(f"failed/{node}" for node in self._others)).items():
             raise ElsewhereError(f"on another machine, node {key.partition('/')[2]}, {cause}")
 
     def await_cause(self) -> None:
-        """Wait a few seconds for another machine's report of why its ranks ended, and raise it."""
+        """Wait a few seconds for another machine to report why its ranks exited, and raise that."""
         deadline = time.monotonic() + SECONDS_FOR_THE_CAUSE
         while time.monotonic() < deadline:
             self.check_others()
             time.sleep(0.1)
 
     def leave(self, cause: str) -> None:
-        """Report why this launcher ends, unless `cause` is ""; on node 0, wait for the others to read the store."""
+        """Report why this launcher exits, unless `cause` is ""; on node 0, wait for the others to read the store."""
         with contextlib.suppress(StoreError):
             if cause:
                 self._shared.set(f"failed/{self.rank}", cause)

@@ -1,8 +1,8 @@
-"""What each rank waits for, published in the ranks' store, so that a run that stands still can be explained.
+"""Each rank's current wait, published in the ranks' shared store so that a blocked run can be explained.
 
-While all goes well, each rank only checks there now and then whether another one asks. When a wait fails, its rank
-asks, and every rank that still can answers with a new notice: one published earlier would not tell whether the rank has
-been killed or stopped since.
+In a healthy run, each rank only polls the store to see whether another rank asks. When a wait fails, its rank asks, and
+every rank that is still able to answers with a new notice. A notice published earlier would not show whether its rank
+has been killed or stopped since.
 """
 
 import contextlib
@@ -17,42 +17,42 @@ from distlab.comm.waits import TrafficError, Wait, list_ranks
 from distlab.rendezvous.diagnosis import Diagnosis, Notice, diagnose, list_causes
 from distlab.rendezvous.store import SharedStore, StoreError
 
-LONG_SECONDS = 1.0  # that a wait has to take to be published
-SECONDS_BETWEEN_LOOKS = 0.5  # at the store, whether a rank asks
-SECONDS_FOR_OTHERS = 2.0  # to answer, when a wait of this rank has failed: longer than the two above together
-# By which a rank that lost a peer asks later: one past its deadline closes its connections, and has to be the first.
+LONG_SECONDS = 1.0  # only waits that have taken at least this long are published
+SECONDS_BETWEEN_LOOKS = 0.5  # how often a rank polls the store for a question
+SECONDS_FOR_OTHERS = 2.0  # how long other ranks have to answer: more than the sum of the two above
+# Delay before a rank that lost a peer asks. A rank whose deadline passes closes its connections, and must ask first.
 SECONDS_FOR_A_DEADLINE = 0.2
-SECONDS_FOR_THE_STORE = 2.0  # to answer: it may be in a process that is stopped
-SECONDS_FOR_READERS = 3.0  # that rank 0, whose process holds the store, waits for the others
+SECONDS_FOR_THE_STORE = 2.0  # how long the store, whose process may be stopped, has to answer
+SECONDS_FOR_READERS = 3.0  # how long rank 0, whose process holds the store, waits for the others to read it
 
 
 class NoticeBoard:
-    """One rank's access to the notices of all."""
+    """One rank's access to the notices of all ranks."""
 
     def __init__(self) -> None:
         self._store: SharedStore | None = None
         self._has_failed = False
-        self._heard = ""  # why the run has failed, as other ranks report
+        self._heard = ""  # why the run has failed, from other ranks' reports
 
     def open(self, store: dist.Store, rank: int, world_size: int, traffic: Traffic, is_rank_0s: bool) -> None:
-        """Begin to watch this rank's waits, which are those of `traffic`; `is_rank_0s`: rank 0 holds the store."""
+        """Start to watch this rank's waits, those of `traffic`; `is_rank_0s` says whether rank 0 holds the store."""
         self._rank, self._ranks, self._traffic, self._is_rank_0s = rank, range(world_size), traffic, is_rank_0s
-        # Calls that wait on the ranks' own connection do not block this one.
+        # A connection of its own, so that calls waiting on the ranks' connection do not block this one.
         own = dist.PrefixStore("notices", store.clone())  # type: ignore[attr-defined]  # torch's annotations lack it
         self._store = SharedStore("the store's process", SECONDS_FOR_THE_STORE, store=own)
         watched = SharedStore("the store's process", math.inf, store=own)  # it may be stopped for a while
         threading.Thread(target=self._watch, args=(watched,), daemon=True).start()
 
     def report_exit(self, cause: str) -> None:
-        """Tell the others why this rank ends."""
+        """Tell the other ranks why this rank exits."""
         if self._store is not None:
             with contextlib.suppress(StoreError):
                 self._store.set(f"ended/{self._rank}", cause)
                 self._store.set(f"informed/{self._rank}")
-                self._store.set("asked")  # has them look for it
+                self._store.set("asked")  # makes them read it
 
     def explain(self, error: TrafficError) -> Diagnosis | None:
-        """Collect all ranks' notices, in a few seconds; None if a wait failed that is not between ranks of this run."""
+        """Collect all ranks' notices, in a few seconds; None if the failed wait was not for ranks of this run."""
         if self._store is None or error.wait is None:
             return None
         self._has_failed = True
@@ -60,18 +60,18 @@ class NoticeBoard:
         try:
             notices, ended = self._collect(own, self._store)
         except StoreError as lost:
-            silent = "does not answer: it is stopped, or its machine or network is gone"
-            return self._without_store("has ended: see its last line" if lost.lost_a_peer else silent, error.wait)
+            silent = "does not answer: it is stopped, or its machine or network is down"
+            return self._without_store("has exited: see its last line" if lost.lost_a_peer else silent, error.wait)
         return diagnose(notices, ended, len(self._ranks), self._traffic.describe, self._traffic.timeout_seconds)
 
     def publish_diagnosis(self, diagnosis: Diagnosis) -> None:
-        """Tell ranks that find out later, when the store may have ended with rank 0."""
+        """Publish the diagnosis for ranks that fail later, when the store may have exited with rank 0."""
         if self._store is not None and not diagnosis.is_partial:
             with contextlib.suppress(StoreError):
                 self._store.set("diagnosis", diagnosis.sentence)
 
     def may_draw(self) -> bool:
-        """True on the first rank that asks, of those that share a terminal."""
+        """Whether this rank is the first that asks, among those that share a terminal."""
         assert self._store is not None
         with contextlib.suppress(StoreError):
             return self._store.add("drawn") == 1
@@ -83,7 +83,7 @@ class NoticeBoard:
             self._store.keep_open([f"informed/{rank}" for rank in self._ranks[1:]], SECONDS_FOR_READERS)
 
     def _without_store(self, state: str, wait: Wait) -> Diagnosis | None:
-        """What can be said if the notices cannot be read, because the process that holds them has ended or stopped."""
+        """A partial diagnosis if the notices cannot be read, because the process that holds them exited or stopped."""
         describe = self._traffic.describe
         if self._heard:
             return Diagnosis([], self._heard, is_partial=True)
@@ -95,19 +95,19 @@ class NoticeBoard:
         return Diagnosis([], f"{who} does not answer, nor does the store that the ranks share", is_partial=True)
 
     def _causes(self, store: SharedStore) -> dict[int, str]:
-        """By rank, why it ended, from those that reported it."""
+        """By rank, why it exited, for the ranks that reported it."""
         ended = {f"ended/{rank}": rank for rank in self._ranks}
         return {ended[key]: cause for key, cause in store.read(*ended).items()}
 
     def _collect(self, own: Notice, store: SharedStore) -> tuple[dict[int, Notice], dict[int, str]]:
-        """Ask, and return all notices, as soon as every rank has published its wait, or some seconds later."""
+        """Ask, and return all notices as soon as every rank has published its wait, or after a few seconds."""
         if own.lost_a_peer:
             time.sleep(SECONDS_FOR_A_DEADLINE)
         own.failure_number = store.add("failed")
-        # Not the key of an answer, so a late one of the watch cannot take its place.
+        # Not under the key of an answer, so that a late answer of the watch thread cannot overwrite it.
         store.set(f"failed/{self._rank}", own.to_json())
         store.set("asked")
-        # Of a rank's failure and its earlier answer the failure, which is later in this list, counts.
+        # A rank's failure comes later in this list than its answer, and so replaces it.
         keys = {f"{kind}/{rank}": rank for kind in ("answers", "failed") for rank in self._ranks}
         deadline = time.monotonic() + SECONDS_FOR_OTHERS
         while True:
@@ -121,13 +121,13 @@ class NoticeBoard:
             time.sleep(0.05)
 
     def _watch(self, store: SharedStore) -> None:
-        """Answer when a rank asks, again when the answer has changed, and note why other ranks end."""
+        """Answer when a rank asks, answer again when the answer has changed, and note why other ranks exit."""
         told = None
         long_seconds = min(LONG_SECONDS, self._traffic.timeout_seconds / 2)
-        with contextlib.suppress(RuntimeError):  # the store has ended, and the run with it
+        with contextlib.suppress(RuntimeError):  # the store has been closed because the run has ended
             while not store.has("asked"):
                 time.sleep(min(SECONDS_BETWEEN_LOOKS, long_seconds / 2))
-            while not self._has_failed:  # then `explain` has the last word
+            while not self._has_failed:  # from then on, `explain` publishes the notice
                 notice = Notice(self._rank, self._traffic.waits_for(long_seconds), dict(self._traffic.begun))
                 if notice != told:
                     store.set(f"answers/{self._rank}", notice.to_json())

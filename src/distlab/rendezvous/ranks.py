@@ -1,8 +1,8 @@
-"""How the ranks of a run find each other, and agree before they train.
+"""How the ranks of a run find each other and agree before they train.
 
-Each process of a run may be started by hand, in a terminal of its own. Before they train, all ranks compare their
-settings, and rank 0 tells the others what it decided for all (where the stories come from, where the run keeps its
-files). So a mistake in one terminal ends with a sentence instead of a run that hangs or trains something else.
+Each process of a run may be started by hand, in a terminal of its own. Before training, all ranks compare their
+settings, and rank 0 tells the others what it decided for all (the source of the stories, the folder of the run). So a
+mistake in one terminal gives an error message, instead of a run that hangs or trains something else.
 """
 
 import contextlib
@@ -20,15 +20,15 @@ from distlab.rendezvous.store import Say, SharedStore, StoreError, open_bound_st
 from distlab.rendezvous.torchrun import is_store_in_launcher, started_by_torchrun
 from simplellm.errors import InputError, require
 
-SECONDS_FOR_READERS = 5.0  # that rank 0, whose process holds the store, waits for others to read why it ends
+SECONDS_FOR_READERS = 5.0  # how long rank 0, whose process holds the store, waits for others to read why it exits
 
 
 def open_store(rank: int, address: str, port: int, timeout_seconds: float, say: Say) -> dist.Store:
-    """The key-value store of the ranks: torchrun's if it started us, else one in rank 0's process.
+    """The key-value store of the ranks: torchrun's if torchrun started this process, else one in rank 0's process.
 
     Raises:
         InputError: the port is in use, or rank 0 does not listen within the timeout.
-        StoreError: rank 0 listens but does not answer, or ends.
+        StoreError: rank 0 listens but does not answer, or exits.
     """
 
     def connect() -> dist.Store:
@@ -36,7 +36,7 @@ def open_store(rank: int, address: str, port: int, timeout_seconds: float, say: 
             return next(dist.rendezvous("env://", timeout=timedelta(seconds=timeout_seconds)))[0]
         except dist.DistError as error:
             where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
-            raise InputError(f"no rendezvous of the ranks at {where}: {error}".splitlines()[0]) from error
+            raise InputError(f"the rendezvous at {where} failed: {error}".splitlines()[0]) from error
 
     shared = ranks_store(timeout_seconds, say)
     if started_by_torchrun():
@@ -47,7 +47,7 @@ def open_store(rank: int, address: str, port: int, timeout_seconds: float, say: 
 
 
 def ranks_store(timeout_seconds: float, say: Say = print, store: dist.Store | None = None) -> SharedStore:
-    """The ranks' store, whoever holds it."""
+    """The ranks' store, whichever process holds it."""
     holder = "the launcher" if is_store_in_launcher() else "rank 0"
     return SharedStore(holder, timeout_seconds, say, store=store or dist.Store())
 
@@ -70,12 +70,12 @@ def agree(
     Raises:
         InputError: two processes have the same rank, a rank was started with other settings, or one did not join
             within the timeout. All ranks raise it.
-        StoreError: the process that holds the store has ended, or does not answer.
+        StoreError: the process that holds the store has exited, or does not answer.
     """
     shared = ranks_store(timeout_seconds, say, store)
     require(
         shared.add(f"seat/{rank}") == 1,
-        f"rank {rank} is taken: another process joined this run with it, and may have ended since; give each rank one "
+        f"rank {rank} is taken: another process joined this run with it, and may have exited since; give each rank one "
         "process, and after a failure start all ranks again",
     )
     shared.set(f"place/{rank}", json.dumps([place.host, place.gpus]))  # first: rank 0 waits for the settings only
@@ -105,7 +105,7 @@ def agree(
 
 
 def read_places(store: dist.Store, size: int) -> list[Place]:
-    """Where all ranks compute, by rank; once all have joined."""
+    """The hosts and GPUs of all ranks, by rank; to be called once all have joined."""
     keys = [f"place/{rank}" for rank in range(size)]
     told = ranks_store(_timeout_of(store), store=store).ask(lambda: store.multi_get(keys))
     return [Place(host, tuple(gpus)) for host, gpus in map(json.loads, told)]
@@ -116,7 +116,7 @@ def _timeout_of(store: dist.Store) -> float:
 
 
 def say_hosts(places: Sequence[Place], tp: int, say: Say) -> None:
-    """If the ranks are on several hosts, say which are where. `tp` ranks in a row share a stage."""
+    """If the ranks are on several hosts, print which ranks are on which. `tp` consecutive ranks share a stage."""
     hosts, size = [place.host for place in places], len(places)
     if len(set(hosts)) == 1:
         return

@@ -1,7 +1,8 @@
-"""The key-value store through which ranks, or launchers, find each other: torch's, listening at one address alone.
+"""The key-value store through which ranks, or launchers, find each other: torch's, but listening at one address only.
 
-The process that holds it may stop or end at any moment. torch's own calls then wait without end, since the kernel
-accepts connections for a stopped process, too, and no signal interrupts them. The calls here all end.
+The process that holds the store may stop or exit at any time. torch's own calls may then wait forever, because the
+kernel accepts connections for a stopped process too, and signals do not interrupt the calls. All calls in this module
+return or raise within a time limit.
 """
 
 import contextlib
@@ -23,53 +24,53 @@ from simplellm.errors import InputError
 
 Say = Callable[[str], None]
 ResultT = TypeVar("ResultT")
-SECONDS_OF_A_START = 5.0  # within which others usually join; after that, say who is missing
+SECONDS_OF_A_START = 5.0  # other processes usually join within this time; after it, print which one is missing
 
 
 class StoreError(TrafficError):
-    """The process that holds the store has ended (`lost_a_peer`), or does not answer."""
+    """The process that holds the store has exited (`lost_a_peer`), or does not answer."""
 
 
 @dataclass
 class SharedStore:
-    """A store that another process may hold: no call waits for it without end.
+    """A store that another process may hold; no call waits for it forever.
 
-    Every call may raise `StoreError`; after the first one, each call raises it again, at once.
+    Every call may raise `StoreError`; after the first time, all calls raise it immediately.
     """
 
-    holder: str  # what messages call that process, e.g. "rank 0"
-    timeout_seconds: float  # how long to wait for what others do (`find`, `wait`): --timeout
-    say: Say = lambda _: None  # prints a remark
-    silence_seconds: float | None = None  # how long the holder may take to answer; `timeout_seconds` by default
-    store: dist.Store = field(default_factory=dist.Store)  # torch's; by default an empty one, until `find`
+    holder: str  # name in messages of the process that holds the store, e.g. "rank 0"
+    timeout_seconds: float  # how long to wait for other processes (`find`, `wait`): --timeout
+    say: Say = lambda _: None  # prints a line
+    silence_seconds: float | None = None  # how long the holder may take to answer; by default `timeout_seconds`
+    store: dist.Store = field(default_factory=dist.Store)  # torch's; by default a placeholder until `find`
     _lost: StoreError | None = None
 
     def ask(
         self, call: Callable[[], ResultT], what: str = "its answer", meanwhile: Callable[[], object] = lambda: None
     ) -> ResultT:
-        """What `call()`, a call to the store, returns; messages name `what`; `meanwhile` is that of `within`."""
+        """The result of `call()`, a call to the store. Error messages name `what`; for `meanwhile` see `within`."""
         if self._lost is not None:
             raise self._lost
         seconds = self.silence_seconds or self.timeout_seconds
         try:
             answer = within(seconds, lambda: (call(),), meanwhile)
         except (dist.DistError, ConnectionRefusedError) as error:
-            sentence = f"{self.holder} ended while this process waited for {what}: see its last line"
+            sentence = f"{self.holder} exited while this process waited for {what}: see its last line"
             self._lost = StoreError(sentence, error)
             self._lost.lost_a_peer = True
             raise self._lost from error
         if answer is None:
-            sentence = f"{self.holder} does not answer: it is stopped, or its machine or network is gone"
+            sentence = f"{self.holder} does not answer: it is stopped, or its machine or network is down"
             limit = "" if self.silence_seconds else ", which --timeout sets"
             self._lost = StoreError(f"{sentence}; waited {seconds:g} s{limit}", TimeoutError())
             raise self._lost
         return answer[0]
 
     def find(self, address: str, port: int) -> dist.Store:
-        """Connect to the store that its holder opens, or has opened, at an address.
+        """Connect to the store at an address, waiting until its holder has opened it.
 
         Raises:
-            InputError: nobody listens there in time, or what listens is not a store.
+            InputError: no process listens there in time, or the one that listens is not a store.
         """
         where, timeout = f"{address}:{port}", self.timeout_seconds
 
@@ -77,9 +78,10 @@ class SharedStore:
             try:
                 return dist.TCPStore(address, port, timeout=timedelta(seconds=timeout))
             except dist.DistError as error:
-                raise InputError(f"--master-port {port}: what listens at {where} is not {self.holder}") from error
+                sentence = f"--master-port {port}: the process that listens at {where} is not {self.holder}"
+                raise InputError(sentence) from error
 
-        def check_that_it_listens() -> None:  # where nobody does any more, torch would retry until its timeout
+        def check_that_it_listens() -> None:  # if no process listens any longer, torch would retry until its timeout
             if not listens(address, port, unless_refused=True):
                 raise ConnectionRefusedError
 
@@ -96,7 +98,7 @@ class SharedStore:
         self.ask(lambda: self.store.set(key, value))
 
     def add(self, key: str) -> int:
-        """Increment a key's count, and return it: 1 for the first process that does so."""
+        """Increment a key's counter and return it: 1 for the first process that calls this."""
         return self.ask(lambda: self.store.add(key, 1))
 
     def has(self, *keys: str, what: str = "its answer") -> bool:
@@ -109,12 +111,12 @@ class SharedStore:
         return self.ask(lambda: {key: store.get(key).decode() for key in keys if store.check([key])}) if keys else {}
 
     def wait(self, key: str, what: str, hint: str = "", check: Callable[[], None] = lambda: None) -> str:
-        """The value of a key once it is set; says what it waits for when that takes longer than a start usually does.
+        """The value of a key, once it is set. Prints what it waits for if that takes longer than a start usually does.
 
         Args:
-            what: the key stands for, e.g. "rank 2 to join".
-            hint: what to check when the time is up (`InputError`).
-            check: called while waiting; what it raises ends the wait.
+            what: what the key stands for, e.g. "rank 2 to join".
+            hint: advice for the `InputError` that is raised when the time is up.
+            check: called repeatedly while waiting; an exception that it raises ends the wait.
         """
         hint = hint or "is it running? --timeout sets how long"
 
@@ -130,13 +132,13 @@ class SharedStore:
         return self.read(key)[key]
 
     def keep_open(self, keys: Sequence[str], seconds: float) -> None:
-        """Wait some seconds for all keys to be set. For the holder, while others still have to read."""
+        """Wait at most `seconds` for all keys to be set; for the holder, until the others have read the store."""
         with contextlib.suppress(StoreError):
             wait_until(lambda: self.has(*keys), seconds)
 
 
 def open_bound_store(address: str, port: int, timeout_seconds: float) -> tuple[dist.Store, int]:
-    """A store that this process holds, and its port; see `listen_at` (torch's own would listen at all addresses)."""
+    """A store held by this process, and its port; see `listen_at` (torch's own would listen at all addresses)."""
     listener = listen_at(address, port)
     port, timeout = listener.getsockname()[1], timedelta(seconds=timeout_seconds)
     store = dist.TCPStore(address, port, is_master=True, timeout=timeout, master_listen_fd=listener.detach())
@@ -153,17 +155,17 @@ def listen_at(address: str, port: int) -> socket.socket:
     try:
         return socket.create_server(where, family=family, backlog=1024)
     except OSError as error:
-        sentence = f"--master-addr {address}: this machine does not have that address, and rank 0 runs where it is"
+        sentence = f"--master-addr {address}: this machine does not have that address; start rank 0 on the one that has"
         if error.errno != errno.EADDRNOTAVAIL:
             sentence = (
-                f"--master-port {port}: cannot listen at {address}:{port} ({os.strerror(error.errno or 0)}); most "
-                "likely another run uses the port: give another one to all"
+                f"--master-port {port}: cannot listen at {address}:{port} ({os.strerror(error.errno or 0)}); another "
+                "run probably uses this port: give all ranks another one"
             )
         raise InputError(sentence) from error
 
 
 def listens(address: str, port: int, unless_refused: bool = False) -> bool:
-    """Whether somebody does; `unless_refused` where it cannot be told, as when the network has lost a packet."""
+    """Whether a process listens there; `unless_refused`, also if that is unknown, e.g. because a packet was lost."""
     try:
         socket.create_connection((address, port), timeout=1).close()
     except OSError as error:
@@ -172,7 +174,7 @@ def listens(address: str, port: int, unless_refused: bool = False) -> bool:
 
 
 def wait_until(condition: Callable[[], bool], seconds: float) -> bool:
-    """Poll, because torch's own waits cannot be interrupted; whether the condition came true in time."""
+    """Poll a condition; returns whether it became true in time. (torch's own waits cannot be interrupted.)"""
     deadline = time.monotonic() + seconds
     while not condition():
         if time.monotonic() > deadline:

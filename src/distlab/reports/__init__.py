@@ -1,4 +1,4 @@
-"""What is left of a run to look at: traces, timelines, tables of memory, figures.
+"""Reports on runs: traces, timelines, tables of memory, figures.
 
 May import `distlab.pipeline`, `distlab.collectives` and `distlab.comm`.
 """

@@ -21,10 +21,10 @@ from distlab.reports.trace import Trace, read_chrome
 from simplellm.errors import InputError, require
 
 Png = Annotated[Path, tyro.conf.Positional, tyro.conf.arg(help="file to write")]
-HELP = "what to call each run, and its folder"
+HELP = "name and folder of each run"
 NAMED_RUNS = partial(tyro.conf.arg, metavar="[NAME=]RUN [[NAME=]RUN ...]")
 NamedRuns = Annotated[tyro.conf.Positional[list[str]], NAMED_RUNS(help=HELP)]
-TRACED_HELP = f"{HELP} or its trace file; they were started with --trace"
+TRACED_HELP = f"{HELP} (or its trace file); the runs need --trace"
 NamedTraces = Annotated[tyro.conf.Positional[list[str]], NAMED_RUNS(help=TRACED_HELP)]
 Against = Literal["steps", "tokens", "seconds"]
 Recorded = Literal["loss", "lr", "grad_norm"]
@@ -34,7 +34,7 @@ HOLDINGS = (
     style.ORANGE,
     style.GREEN,
     style.SKY,
-)  # of `KINDS`, like the passes that make them
+)  # of `KINDS`; the same colors as the passes that create them
 
 
 def losses(
@@ -48,15 +48,15 @@ def losses(
 ) -> None:
     """The training loss of several runs and, as dots, their validation loss; or another curve of their records.
 
-    Later runs are thinner, so that curves which coincide are all seen.
+    Lines of later runs are thinner, so that all curves remain visible where they coincide.
 
     Args:
         of: what to draw: the loss, the learning rate of each step, or the norm of its gradients before clipping.
-        title: line above the figure.
-        smooth: steps of the moving average; a learning rate is drawn as it is.
-        against: what the curves run over; seconds are those of the steps, tokens those of all ranks.
+        title: title of the figure.
+        smooth: number of steps in the moving average; a learning rate is not averaged.
+        against: the x axis; seconds are the time spent in steps, tokens are counted over all ranks.
     """
-    require(smooth >= 1, f"--smooth {smooth}: the mean is of at least 1 step")
+    require(smooth >= 1, f"--smooth {smooth}: give at least 1 step")
     smooth = 1 if of == "lr" else smooth
     figure, axes = style.subplots(4.4)
     dots: dict[str, Any] = {"linestyle": "none", "marker": "o", "markeredgecolor": style.INK, "markeredgewidth": 0.8}
@@ -83,7 +83,7 @@ def losses(
 
 
 def timelines(png: Png, runs: NamedTraces, /) -> None:
-    """A measured step of each run, under the plan for the times that its passes took."""
+    """A measured step of each run, below the plan that is computed from the measured times of its passes."""
     draw(png, [measured_panel(name, _read_trace(run)) for name, run in _named(runs)])
 
 
@@ -107,7 +107,7 @@ def memory(png: Png, runs: NamedTraces, /) -> None:
 
 
 def holdings(png: Png, runs: NamedRuns, /) -> None:
-    """What the fullest rank of each run holds: parameters, gradients, optimizer state, activations."""
+    """The memory of the fullest rank of each run: parameters, gradients, optimizer state, activations."""
     names, counts = zip(*((name, read_largest(run)) for name, run in _named(runs)), strict=True)
     figure, axes = style.subplots(3.8)
     below = [0.0] * len(names)
@@ -124,11 +124,11 @@ def holdings(png: Png, runs: NamedRuns, /) -> None:
 
 
 def layout(png: Png, /, dp: int = 2, pp: int = 3) -> None:
-    """Which rank holds which stage of which replica, and who talks to whom.
+    """Which rank holds which stage of which replica, and which ranks communicate.
 
     Args:
         dp: replicas of the pipeline.
-        pp: stages of each.
+        pp: stages of each pipeline.
     """
     for flag, count in (("--dp", dp), ("--pp", pp)):
         require(1 <= count <= 32, f"{flag} {count}: give 1 to 32")
@@ -152,7 +152,7 @@ def layout(png: Png, /, dp: int = 2, pp: int = 3) -> None:
 
 
 def _named(runs: list[str]) -> list[tuple[str, Path]]:
-    """What to call each run, and where it is: "NAME=RUN", or a run's folder, whose name it then has."""
+    """The name and folder of each run, from "NAME=RUN", or from a folder whose name is then the run's name."""
     pairs = (run.partition("=") for run in runs)
     return [(name, Path(run)) if equals else (Path(name).name, Path(name)) for name, equals, run in pairs]
 
@@ -162,7 +162,7 @@ def _read_trace(run: Path) -> Trace:
 
 
 def read_metrics(run: Path) -> list[dict[str, Any]]:
-    """The records of a run, step by step; `InputError` if there are none that can be read."""
+    """The records of a run, one per step; `InputError` if they cannot be read."""
     path = run / "metrics.jsonl"
     try:
         records = [json.loads(line) for line in path.read_text().splitlines()]
@@ -172,11 +172,11 @@ def read_metrics(run: Path) -> list[dict[str, Any]]:
         require(bool(records), "no step has been recorded")
         return records
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise InputError(f"{path}: no metrics of a run; give NAME=RUN with a run's folder") from error
+        raise InputError(f"{path}: these are not the metrics of a run; give NAME=RUN with a run's folder") from error
 
 
 def places(records: list[dict[str, Any]], against: Against, run: Path) -> list[float]:
-    """Where each record stands on the axis, after its step; `InputError` if it does not say."""
+    """The position of each record on the x axis, after its step; `InputError` if the records do not have it."""
     try:
         if against == "seconds":
             return list(itertools.accumulate(float(record["seconds"]) for record in records))
@@ -186,7 +186,7 @@ def places(records: list[dict[str, Any]], against: Against, run: Path) -> list[f
 
 
 def _column(records: list[dict[str, Any]], name: Recorded, run: Path) -> list[float]:
-    """One value of each record; `InputError` if they have none."""
+    """One value of each record; `InputError` if the records do not have it."""
     try:
         return [float(record[name]) for record in records]
     except (KeyError, TypeError, ValueError) as error:
@@ -195,16 +195,16 @@ def _column(records: list[dict[str, Any]], name: Recorded, run: Path) -> list[fl
 
 
 def splits(png: Png, /, ranks: int = 3) -> None:
-    """The two ways to split a matrix product over ranks, and what each has to exchange; a color is a rank.
+    """The two ways to split a matrix product over ranks, and what the ranks have to exchange; each rank has a color.
 
     Args:
-        ranks: how many share the product.
+        ranks: number of ranks that share the product.
     """
     require(2 <= ranks <= len(style.SERIES), f"--ranks {ranks}: give 2 to {len(style.SERIES)}")
     figure, grid = style.subplots(4.0, 2)
 
     def matrix(axes: Any, x: float, width: float, height: float, name: str, cut: str) -> None:
-        """A rectangle, whole or cut into a color for each rank: by "columns", by "rows", or into terms of a sum."""
+        """A rectangle, whole or with a part for each rank: by "columns", by "rows", or as "terms" of a sum."""
         for rank in range(ranks if cut else 1):
             left, bottom, part_width, part_height = {
                 "": (x, -height / 2, width, height),
@@ -234,16 +234,16 @@ def splits(png: Png, /, ranks: int = 3) -> None:
 
 
 def topologies(png: Png, /, world_size: int = 8) -> None:
-    """Who sends to whom, and when: broadcasts and all-reduces in a simulated world.
+    """The messages of broadcasts and all-reduces over time, in a simulated world.
 
-    A message's latency is a tenth of the time that the whole tensor takes; chunks take less, and are drawn thinner.
-    The all-reduce around the ring is drawn twice: beside the others, and enlarged.
+    The latency of a message is a tenth of the time to send the whole tensor; chunks take less, and are drawn thinner.
+    The ring all-reduce is drawn twice: beside the others, and enlarged.
 
     Args:
-        world_size: ranks.
+        world_size: number of ranks.
     """
     require(2 <= world_size <= 32, f"--world-size {world_size}: give 2 to 32 ranks")
-    tensor = torch.empty(840, device="meta")  # it has a size and no content
+    tensor = torch.empty(840, device="meta")  # has a size but no content
     link = Link(latency_seconds=0.1, bytes_per_second=tensor.nbytes)
 
     def simulated(collective: Callable[..., None]) -> SimulatedWorld:
@@ -267,7 +267,7 @@ def topologies(png: Png, /, world_size: int = 8) -> None:
 
 
 def _draw_messages(axes: Any, title: str, world: SimulatedWorld, tensor_bytes: int, seconds: float) -> None:
-    """Time runs downwards, for so many seconds; between a ring's first and last rank, messages cross the edges."""
+    """Draw messages with time running downwards; those between a ring's first and last rank cross the edges."""
     thinner = min(1.0, 8 / world.size)
     for sender, receiver, size_bytes, start, end in world.messages:
         ways = [(sender, receiver)]
@@ -285,7 +285,7 @@ def _draw_messages(axes: Any, title: str, world: SimulatedWorld, tensor_bytes: i
 
 
 def collectives(png: Png, run: Annotated[Path, tyro.conf.Positional], /) -> None:
-    """What each topology of each collective took against the size of the tensor, beside what was predicted.
+    """The time of each topology of each collective against the size of the tensor, measured and predicted.
 
     Args:
         run: folder of a run of `collectives/intro_collectives.py`.
@@ -296,7 +296,7 @@ def collectives(png: Png, run: Annotated[Path, tyro.conf.Positional], /) -> None
         columns = {"topology", "size_bytes", "measured_seconds", "predicted_seconds"}
         require(bool(rows) and all(columns <= row.keys() for row in rows), "rows or columns are missing")
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
-        raise InputError(f"{run}: no table of collectives there ({error})") from error
+        raise InputError(f"{run}: there is no table of collectives ({error})") from error
     figure, grid = style.subplots(8.4, 3, 2, sharex=True, sharey=True)
     colors = dict(zip(("naive", "tree", "butterfly", "ring", "library"), style.SERIES, strict=False))
     curves: dict[str, Any] = {}
@@ -315,12 +315,12 @@ def collectives(png: Png, run: Annotated[Path, tyro.conf.Positional], /) -> None
         axes.yaxis.set_major_formatter(style.units("s"))
     [curves["predicted"]] = axes.plot([], [], ":", color=style.INK)
     style.legend(figure, {name: curves[name] for name in (*colors, "predicted") if name in curves})
-    figure.supxlabel("size of the tensor, or of all the parts")
+    figure.supxlabel("size of the tensor, or of all its parts")
     style.save(figure, png)
 
 
 def moving_average(values: list[float], width: int) -> list[float]:
-    """Each value's mean with those up to `width` - 1 steps before it."""
+    """The mean of each value and the `width` - 1 values before it."""
     windows = (values[max(0, end - width) : end] for end in range(1, len(values) + 1))
     return [sum(window) / len(window) for window in windows]
 

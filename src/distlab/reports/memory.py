@@ -1,4 +1,4 @@
-"""What takes up a rank's memory: parameters, gradients, optimizer state, activations; counted, not measured."""
+"""A rank's memory by kind (parameters, gradients, optimizer state, activations), from tensor sizes, not measured."""
 
 import contextlib
 import json
@@ -18,20 +18,20 @@ WITHOUT = "activations without recomputation"  # counted, too, where there is re
 
 
 class MemoryReport:
-    """Counts what a rank holds, all of whose parameters are the optimizer's, and collects all ranks' counts."""
+    """Counts what a rank holds, and collects the counts of all ranks. The optimizer must have all its parameters."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._optimizer, self._has_counted = optimizer, False
         self._saved = SavedActivations(_parameters(optimizer))
 
     def counting(self) -> contextlib.AbstractContextManager[None]:
-        """Count what a step inside saves for its backward pass."""
+        """Inside, count what a step saves for its backward pass."""
         self._has_counted = True
         return self._saved.counting()
 
     def collect(self, rank: int, world_size: int, device: torch.device) -> list[list[int]]:
-        """The counts of all ranks, which all call it."""
-        if not self._has_counted:  # a run without a step held nothing
+        """The counts of all ranks; all ranks must call this method."""
+        if not self._has_counted:  # no step was taken
             return []
         own = count_bytes(self._optimizer, self._saved.peak_bytes)
         by_rank = torch.zeros(world_size, len(KINDS) + 1, dtype=torch.int64, device=device)
@@ -42,7 +42,7 @@ class MemoryReport:
 
 
 def keep(path: Path, by_rank: Sequence[Sequence[int]]) -> None:
-    """Write the counts as JSON: for each rank an object, by kind."""
+    """Write the counts as JSON: for each rank, an object with the bytes by kind."""
     kinds = (*KINDS, WITHOUT) if _has_recomputation(by_rank) else KINDS
     path.write_text(json.dumps([dict(zip(kinds, counts, strict=False)) for counts in by_rank], indent=2) + "\n")
 
@@ -53,7 +53,7 @@ def _has_recomputation(by_rank: Sequence[Sequence[int]]) -> bool:
 
 
 def count_bytes(optimizer: torch.optim.Optimizer, saved_bytes: int) -> list[int]:
-    """Bytes of each of `KINDS` on this rank, with what its passes saved, as counted here or by a traced pipeline."""
+    """Bytes of each of `KINDS` on this rank; activations are those counted here or, if more, by a traced pipeline."""
     parameters = _parameters(optimizer)
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     values = [value for values in optimizer.state.values() for value in values.values() if torch.is_tensor(value)]
@@ -66,7 +66,7 @@ def _parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
 
 
 def as_table(by_rank: Sequence[Sequence[int]]) -> list[str]:
-    """A head and a line for each rank; ranks that hold the same share a line."""
+    """A header and a line for each rank; ranks with equal counts share a line."""
     columns = (*KINDS, "without --recompute") if _has_recomputation(by_rank) else KINDS
     lines = [f"{'memory, MB':<14}" + "".join(f"{name:>{_width(name)}}" for name in columns)]
     ranks: dict[tuple[int, ...], list[int]] = {}
@@ -86,9 +86,9 @@ def _width(column: str) -> int:
 
 
 def read_largest(run: Path) -> list[int]:
-    """The counts of the rank of a run that holds the most; `InputError` if there are none that can be read."""
+    """The counts of the rank that holds the most; `InputError` if they cannot be read."""
     try:
         by_rank = json.loads((run / "memory.json").read_text())
         return max(([rank[kind] for kind in KINDS] for rank in by_rank), key=sum)
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise InputError(f"{run}: no counts of a run's memory there ({error})") from error
+        raise InputError(f"{run}: there are no memory counts of a run ({error})") from error

@@ -1,8 +1,8 @@
-"""The style of all figures: palette, text sizes, line widths, background, resolution; nothing else names colors.
+"""The style of all figures: palette, text sizes, line widths, background, resolution. Colors are defined only here.
 
-A figure is as wide as a README on GitHub, and its text nearly as large as the page's. It has a light background of its
-own, so that it is legible in a dark theme, too. The colors are those of Okabe and Ito ("Color Universal Design", 2008),
-which color-blind readers can tell apart.
+A figure is as wide as a README on GitHub, and its text is nearly as large as the page's. The background is light, so
+that the figure is legible in a dark theme too. The palette is that of Okabe and Ito ("Color Universal Design", 2008),
+whose colors color-blind readers can distinguish.
 """
 
 from collections.abc import Mapping
@@ -47,7 +47,7 @@ SETTINGS: dict[str, Any] = {
 
 
 def subplots(height: float, rows: int = 1, columns: int = 1, width: float = WIDTH, **options: Any) -> tuple[Any, Any]:
-    """A figure of so many inches, and its axes as `Figure.subplots` returns them; needs no display."""
+    """A figure, with its size in inches, and its axes as `Figure.subplots` returns them; needs no display."""
     import matplotlib.style
     from matplotlib.figure import Figure
 
@@ -57,7 +57,7 @@ def subplots(height: float, rows: int = 1, columns: int = 1, width: float = WIDT
 
 
 def lighter(color: str, share: float) -> tuple[float, ...]:
-    """A color mixed with white, of which only this share is left; red, green, blue from 0 to 1."""
+    """A color mixed with white, with `share` of the color left; red, green, blue from 0 to 1."""
     from matplotlib.colors import to_rgb
 
     return tuple(1 - (1 - part) * share for part in to_rgb(color))
@@ -71,7 +71,7 @@ def rectangle(x: float, y: float, width: float, height: float, color: str) -> An
 
 
 def arrow(start: Place, end: Place, color: str, width: float = 1.6, heads: str = "-|>") -> Any:
-    """An arrow between two places of the axes that it is added to, cut off where they end."""
+    """An arrow between two points of the axes that it is added to, clipped at their edges."""
     from matplotlib.patches import FancyArrowPatch
 
     look: dict[str, Any] = {"color": color, "linewidth": width, "mutation_scale": min(2 + 5.5 * width, 12)}
@@ -84,13 +84,13 @@ def swatch(color: Any) -> Any:
 
 
 def legend(figure: Any, entries: Mapping[str, Any]) -> None:
-    """A legend above all axes: names, and what is drawn of each."""
+    """A legend above all axes, from names to drawn objects."""
     place = "outside upper center"
     figure.legend(entries.values(), entries.keys(), loc=place, ncols=min(len(entries), 7), columnspacing=1.5)
 
 
 def units(unit: str) -> Any:
-    """Labels of an axis with SI prefixes: "10 kB", "100 µs"."""
+    """A formatter for axis labels with SI prefixes: "10 kB", "100 µs"."""
     from matplotlib.ticker import EngFormatter
 
     return EngFormatter(unit)

@@ -1,4 +1,4 @@
-"""Draws who does what when: planned schedules, measured runs, and one laid over the other."""
+"""Draws timelines: planned schedules, measured runs, and both together."""
 
 import re
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ from distlab.pipeline.plan import Plan
 from distlab.reports import style
 from distlab.reports.trace import Trace
 
-COLORS = {"compute": style.SKY, "wait": style.PALE}  # beside those of the actions
+COLORS = {"compute": style.SKY, "wait": style.PALE}  # in addition to the colors of actions
 ROW_INCHES = 0.6
 WHOLE, PLANNED, MEASURED = (0.08, 0.92), (0.05, 0.35), (0.39, 0.95)  # edges of bars, as fractions of the row's height
 
@@ -24,13 +24,13 @@ class Bar:
     row: int  # from 0, at the top
     start: float  # on the panel's axis
     end: float
-    label: str  # of an action, which is written into the bar and gives its colour, or one of `COLORS`
+    label: str  # an action's label, which is written into the bar and determines its color, or one of `COLORS`
     edges: tuple[float, float] = WHOLE
 
 
 @dataclass(frozen=True)
 class Panel:
-    """One picture of several rows."""
+    """One set of axes with several rows."""
 
     title: str
     rows: list[str]
@@ -44,7 +44,7 @@ def planned_panel(title: str, plan: Plan, unit: str = "ticks") -> Panel:
 
 
 def measured_panel(title: str, trace: Trace) -> Panel:
-    """The typical step of a run; for a pipeline, with the plan for the measured costs above each rank's bars."""
+    """The typical step of a run; for a pipeline, with the plan from the measured costs above each rank's bars."""
     plan, by_rank, bars = trace.plan(), [], []
     for step, rank in zip(trace.typical_step(), trace.ranks, strict=True):
         whole = [Event(COMPUTE, "compute", step.start, step.end)] if plan is None else []
@@ -63,7 +63,7 @@ def measured_panel(title: str, trace: Trace) -> Panel:
 
 
 def draw(png: Path, panels: Sequence[Panel]) -> None:
-    """Write a figure with one panel below the other; raises what `save` does."""
+    """Write a figure with the panels one below another; raises the same errors as `save`."""
     heights = [ROW_INCHES * len(panel.rows) + 0.85 for panel in panels]
     options: dict[str, Any] = {"squeeze": False, "height_ratios": heights}
     figure, grid = style.subplots(sum(heights) + 0.3, len(panels), **options)
@@ -77,7 +77,7 @@ def draw(png: Path, panels: Sequence[Panel]) -> None:
 
 def _draw_panel(axes: Any, panel: Panel) -> None:
     start, end = min(0.0, *(bar.start for bar in panel.bars)), max(bar.end for bar in panel.bars)
-    names: dict[float, str] = {}  # of what stands at a height
+    names: dict[float, str] = {}  # by height, the label of the y axis
     for bar in panel.bars:
         (low, high), width = bar.edges, bar.end - bar.start
         middle = bar.row + (low + high) / 2
@@ -93,7 +93,7 @@ def _draw_panel(axes: Any, panel: Panel) -> None:
 
 
 def action_color(label: str) -> tuple[float, ...]:
-    """The color of the kind of action, lighter on each further stage of a worker."""
+    """The color of an action's kind, lighter for each further stage of a worker."""
     further_stages = len(label) - len(label.rstrip("'"))
     return style.lighter(KINDS[_kind(label)].color, 0.55**further_stages)
 
@@ -103,10 +103,10 @@ def _color(label: str) -> Any:
 
 
 def _kind(label: str) -> str:
-    """The letter of an action's kind, or the label of a bar that is no action."""
+    """The letter of an action's kind, or the label of a bar that is not an action."""
     return label.rstrip("'0123456789")
 
 
 def _explain(kind: str) -> str:
-    """ "F: forward", as a legend says it."""
+    """The legend's text for a kind: "F: forward"."""
     return f"{kind}: {re.sub(r'(?<!^)(?=[A-Z])', ' ', KINDS[kind].__name__).lower()}" if kind in KINDS else kind

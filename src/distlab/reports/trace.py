@@ -1,7 +1,7 @@
-"""What `--trace` records: all ranks' events in one Chrome trace, and each rank's fractions of busy and waiting time.
+"""The trace of a run: the events of all ranks in one Chrome trace, and each rank's busy and waiting time.
 
-chrome://tracing and https://ui.perfetto.dev show a `trace.json`: a process for each rank, with its computation, waits
-and messages, and the bytes of activations that it keeps.
+chrome://tracing and https://ui.perfetto.dev show a `trace.json`: one process per rank, with its computation, waits and
+messages, and the bytes of activations that it keeps.
 """
 
 import bisect
@@ -26,13 +26,13 @@ MICROSECONDS = 1e6
 
 @dataclass
 class RankTrace:
-    """What one rank recorded; times are seconds from the beginning of the trace."""
+    """The records of one rank; times are in seconds from the beginning of the trace."""
 
     events: list[Event]  # in the order in which they ended
     kept_bytes: list[tuple[float, int]] = field(default_factory=list)  # (seconds, bytes of activations kept), in order
 
     def within(self, step: Event, kind: str) -> list[Event]:
-        """The events of a kind that began in a step."""
+        """The events of a kind that began during a step."""
         return self._by_step[step.start, kind]
 
     @functools.cached_property
@@ -46,7 +46,7 @@ class RankTrace:
 
 @dataclass
 class Trace:
-    """What all ranks of a run recorded."""
+    """The records of all ranks of a run."""
 
     ranks: list[RankTrace]
     dp: int  # replicas
@@ -56,7 +56,7 @@ class Trace:
     run_on: bool = False  # no rank waited at the end of a step
 
     def steps(self) -> list[list[Event]]:
-        """The steps, each as every rank recorded it; without the first, which also sets up connections."""
+        """By step, the event that each rank recorded; without the first step, which also sets up connections."""
         by_rank = [[event for event in rank.events if event.kind == STEP] for rank in self.ranks]
         steps = [list(step) for step in zip(*by_rank, strict=True)]
         return steps[1:] or steps
@@ -67,7 +67,7 @@ class Trace:
         return ordered[len(ordered) // 2]
 
     def describe(self, rank: int) -> str:
-        """ "rank 4 (stage 1 of replica 1)"; "rank 0 (stages 0 and 3)"."""
+        """The name of a rank: "rank 4 (stage 1 of replica 1)", "rank 0 (stages 0 and 3)"."""
         worker, name = self.place(rank).stage, self.place(rank).describe(rank)
         return name.replace(f"stage {worker}", describe_stages(self.programs[worker])) if self.programs else name
 
@@ -86,16 +86,16 @@ class Trace:
         return ActionCosts(measured={key: statistics.fmean(values) for key, values in seconds.items()})
 
     def plan(self, steps: int = 1) -> Plan | None:
-        """The schedule as it would run with the measured costs and free messages; None without a pipeline.
+        """The schedule, simulated with the measured costs and free messages; None without a pipeline.
 
-        By default a single step; else several that run on.
+        With several `steps`, no worker waits at the end of a step.
         """
         return simulate(in_a_row(self.programs, steps), self.costs()) if self.programs is not None else None
 
     def busy(self, rank: int, steps: Sequence[Sequence[Event]] | None = None) -> tuple[float, float]:
-        """The fractions of some steps (by default all) in which a rank computes, and in which it waits for others.
+        """The fractions of time in which a rank computes, and in which it waits for others, in `steps` (default: all).
 
-        In a pipeline a step's time is that of the schedule: from the first pass to the last one of the rank's replica.
+        In a pipeline, a step lasts from the first to the last pass of the rank's replica.
         """
         computed = waited = total = 0.0
         until = -math.inf
@@ -107,7 +107,7 @@ class Trace:
             end = max(event.end for own in passes.values() for event in own)
             waits = self.ranks[rank].within(step[rank], WAIT)
             computed += sum(event.seconds for event in passes[rank])
-            # Ranks that share a stage also wait for each other within its passes.
+            # Ranks that share a stage also wait for each other during a pass.
             computed -= sum(w.seconds for w in waits if any(p.start <= w.start < p.end for p in passes[rank]))
             waited += sum(max(0.0, min(event.end, end) - max(event.start, start)) for event in waits)
             total += max(0.0, end - max(start, until))  # with `--run-on`, steps of different ranks overlap
@@ -115,7 +115,7 @@ class Trace:
         return computed / total, waited / total
 
     def report(self) -> Iterator[str]:
-        """A line for each rank: busy, waiting, and the bubble in theory."""
+        """A line for each rank: its busy and waiting time, and the bubble in theory."""
         plan = self.plan(len(self.steps()) if self.run_on else 1)
         for rank in range(len(self.ranks)):
             busy, waiting = self.busy(rank)
@@ -126,7 +126,7 @@ class Trace:
 def merge(
     recorded: Sequence[dict[str, Any]], dp: int, pp: int, programs: Programs | None, tp: int = 1, run_on: bool = False
 ) -> Trace:
-    """One trace of what the ranks' recorders gave with `as_json`."""
+    """A trace from the records of all ranks, as `Recorder.as_json` returns them."""
     origin = min((event[2] for rank in recorded for event in rank["events"]), default=0.0)
     ranks = []
     for rank in recorded:
@@ -159,7 +159,7 @@ def write_chrome(trace: Trace, path: Path) -> None:
 
 
 def read_chrome(path: Path) -> Trace:
-    """Read what `write_chrome` wrote; raises `InputError` if the file is missing or is no trace of a run."""
+    """Read a file of `write_chrome`; raises `InputError` if it is missing or is not the trace of a run."""
     try:
         content = json.loads(path.read_text())
         about = content["otherData"]
@@ -176,11 +176,11 @@ def read_chrome(path: Path) -> Trace:
         trace = Trace(ranks, about["dp"], about["pp"], programs, about.get("tp", 1), about.get("run_on", False))
         trace.typical_step()
     except (OSError, ValueError, LookupError, TypeError) as error:
-        raise InputError(f"{path}: no trace of a run; --trace makes one") from error
+        raise InputError(f"{path}: this is not the trace of a run; --trace records one") from error
     return trace
 
 
 def _program(line: list[Any], worker: int) -> Program:
-    """A worker's actions; traces of older versions name them ("F2"), each worker holding one stage."""
+    """A worker's actions; older traces only name them ("F2"), and have one stage per worker."""
     places = [(name[0], worker, name[1:]) if isinstance(name, str) else name for name in line]
     return [KINDS[letter](stage, int(micro_batch)) for letter, stage, micro_batch in places]

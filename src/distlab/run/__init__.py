@@ -1,4 +1,4 @@
 """A run from its command line to its exit status: settings, steps, logs, validation, checkpoints, failure.
 
-May import every room but `distlab.exchange`.
+May import all packages except `distlab.exchange`.
 """

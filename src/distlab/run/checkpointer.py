@@ -1,4 +1,4 @@
-"""A run's checkpoints: which one it resumes from, what they hold, and when one is written."""
+"""A run's checkpoints: which one it resumes from, what they contain, and when they are written."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -21,7 +21,7 @@ BatchT = TypeVar("BatchT", covariant=True)
 
 
 class Batches(Protocol[BatchT]):
-    """What gives a run its batches, and knows its position in the data, the same on all ranks."""
+    """A source of batches with a position in the data that is the same on all ranks."""
 
     def __iter__(self) -> Iterator[BatchT]: ...
     def state_dict(self) -> dict[str, int]: ...
@@ -30,10 +30,10 @@ class Batches(Protocol[BatchT]):
 
 @dataclass
 class TrainingState:
-    """What a script hands over with `Run.track`: all that changes while it trains."""
+    """The state that a script registers with `Run.track`: everything that changes during training."""
 
-    parameters: dict[str, nn.Parameter]  # that this rank holds, by their names in the whole model
-    model: dict[str, Any]  # what a checkpoint's record says of the model
+    parameters: dict[str, nn.Parameter]  # those of this rank, by their names in the whole model
+    model: dict[str, Any]  # the description of the model in a checkpoint's record
     optimizer: Optimizer  # of all parameters
 
 
@@ -47,13 +47,13 @@ class Checkpointer:
         self.resumed = None if folder is None else latest_valid(Path(folder), at_a_glance=True)
         self.continues = self.resumed is not None and self.resumed.is_of_run(out)
         self.first_step = self.resumed.step if self.resumed else 0
-        self.saved = self.first_step if self.continues else None  # steps before its folder's last one
+        self.saved = self.first_step if self.continues else None  # number of steps at the last checkpoint
         tokenizer = settings.tokenizer_model  # read now: it may be in a checkpoint that the run will delete
         self._tokenizer = None if tokenizer is None else tokenizer.read_bytes()
-        self.state: TrainingState | None = None  # until the script has handed it over
+        self.state: TrainingState | None = None  # set by the script through `Run.track`
 
     def restore(self, batches: Batches[Any]) -> int:
-        """Load the checkpoint's state; returns how many tokens, inputs, … its steps took, 0 for a new run."""
+        """Load the checkpoint's state; returns how many tokens (or inputs, …) its steps consumed, 0 for a new run."""
         is_needed = self._settings.save_every or self.resumed
         sentence = "--save-every and --resume need a script that calls run.track before its first step"
         require(not is_needed or self.state is not None, sentence)
@@ -65,12 +65,12 @@ class Checkpointer:
         return self.resumed.count
 
     def is_due(self, step: int, steps: int) -> bool:
-        """Whether to save after a step of so many."""
+        """Whether to save after `step`, in a run of `steps` steps."""
         every = self._settings.save_every
         return every is not None and ((step + 1) % every == 0 or step + 1 == steps)
 
     def save(self, steps: int, batches: Batches[Any], log: RunLog) -> None:
-        """Write a checkpoint after so many steps; all ranks call it."""
+        """Write a checkpoint after `steps` steps; all ranks must call this method."""
         args, state = self._settings, self.state
         assert state is not None
         record = {
@@ -92,20 +92,20 @@ class Checkpointer:
         self.saved = steps
 
     def introduce(self) -> None:
-        """Say where the run resumes, and whether its batch is another one."""
+        """Print where the run resumes, and whether the global batch has changed."""
         if self.resumed is None:
             return
         say(f"resuming from {self.resumed.folder}, after {self.resumed.step} steps")
         for name, before in per_step(self.resumed, self._settings).items():
             now = getattr(self._settings, name) * self._settings.layout.get("dp", 1)
             if now != before:
-                say(f"the global batch is {now}, and was {before} before: {as_flag(name)} sets it")
+                say(f"the global batch is now {now} and was {before}: {as_flag(name)} sets it")
         for remark in self._settings.remarks_on_resuming(self.resumed):
             say(remark)
 
 
 def prepare_checkpoints(settings: ResumableSettings, out: Path, data_identity: dict[str, Any] | None) -> dict[str, str]:
-    """Choose the checkpoint to resume from, if asked for, and clear the run's folder of unfinished and later ones."""
+    """Choose the checkpoint to resume from, if any, and delete unfinished and later checkpoints of the run's folder."""
     if settings.resume is None:
         if settings.save_every:
             supersede(out)
@@ -116,6 +116,6 @@ def prepare_checkpoints(settings: ResumableSettings, out: Path, data_identity: d
     continues, (asked, steps) = checkpoint.is_of_run(out), settings.length
     sentence = f"{asked}: {checkpoint.folder} has taken {checkpoint.step} steps already; give more"
     require(steps >= checkpoint.step + (not continues), sentence)  # in its own folder, a run may be complete
-    if continues:  # already now: a run that is restarted resumes from the last checkpoint that is left
+    if continues:  # delete them now: after a restart, the run resumes from the latest checkpoint that exists
         supersede(out, checkpoint.step)
     return {"resume": str(checkpoint.folder.absolute())}

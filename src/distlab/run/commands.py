@@ -1,4 +1,4 @@
-"""What can be done with a run when it has ended, as commands that work in the folder in which it was started."""
+"""Suggestions for what to do after a run, as commands that work in the folder in which it was started."""
 
 import argparse
 import os
@@ -16,17 +16,17 @@ from distlab.rendezvous.torchrun import started_by_torchrun
 from distlab.run.settings import ResumableSettings
 
 LAB = Path(__file__).resolve().parents[3]
-TEMPERATURE = 0.5  # at which small models tell stories that one can read
-LAUNCHED_AS = "LAB_LAUNCHED_AS"  # in the environment of launch.sh's ranks: the arguments that it was given
+TEMPERATURE = 0.5  # small models write readable stories at this temperature
+LAUNCHED_AS = "LAB_LAUNCHED_AS"  # environment variable of ranks under launch.sh: the arguments of launch.sh
 
 
 def next_commands(settings: ResumableSettings, out: Path, saved: int | None) -> Iterator[str]:
-    """What can be done with a run that has taken steps: a phrase, a colon, the command.
+    """Lines that suggest what to do with a run that has taken steps: a phrase, a colon, a command.
 
     Args:
-        settings: of the run.
-        out: its folder.
-        saved: after how many steps it wrote its last checkpoint; None if it wrote none.
+        settings: the settings of the run.
+        out: the run's folder.
+        saved: number of steps at its last checkpoint; None if it wrote none.
     """
     yield f"draw the loss: {_shown(*_python(), '-m', 'distlab.figures', 'losses', out / 'losses.png', out)}"
     if saved is not None and settings.architecture == LLAMA:
@@ -34,7 +34,7 @@ def next_commands(settings: ResumableSettings, out: Path, saved: int | None) -> 
         yield f"tell a story: {command} --prompt 'Once upon a time' --temperature {TEMPERATURE} --seed 1"
     is_launched, is_on_several_machines = LAUNCHED_AS in os.environ, int(os.environ.get("GROUP_WORLD_SIZE", "1")) > 1
     if is_on_several_machines and not is_launched:
-        return  # with which flags torchrun was started on each machine is not known here
+        return  # the flags that torchrun was started with on each machine are not known here
     where = " (each machine with its own --node-rank)" if is_on_several_machines else ""
     if not started_by_torchrun() and layout_size(settings.layout) > 1:
         where = " (each rank likewise)"
@@ -50,7 +50,7 @@ def next_commands(settings: ResumableSettings, out: Path, saved: int | None) -> 
 
 
 def _started_as(*replaced: str) -> list[str | Path]:
-    """The command that started this run, without some flags and their values."""
+    """The command that started this run, without the `replaced` flags and their values."""
     launched = os.environ.get(LAUNCHED_AS)
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     for flag in replaced:
@@ -65,13 +65,13 @@ def _started_as(*replaced: str) -> list[str | Path]:
 
 
 def _python() -> list[str | Path]:
-    """The command of this interpreter, with the lab's modules."""
+    """The command for this interpreter, such that it finds the lab's modules."""
     own = Path(sys.executable)
     name = next((name for name in ("python", "python3") if shutil.which(name) == str(own)), own)
     is_installed = any(distributions(name="distributed-llm-lab", path=[sysconfig.get_path("purelib")]))
-    if LAUNCHED_AS not in os.environ or is_installed:  # by hand, it has found them
+    if LAUNCHED_AS not in os.environ or is_installed:  # started by hand, the interpreter has found them itself
         return [name]
-    return ["env", f"PYTHONPATH={_short(LAB / 'src')}", name]  # as launch.sh did
+    return ["env", f"PYTHONPATH={_short(LAB / 'src')}", name]  # as launch.sh does
 
 
 def _shown(*command: str | Path) -> str:
@@ -79,5 +79,5 @@ def _shown(*command: str | Path) -> str:
 
 
 def _short(path: Path) -> str:
-    """A path as one would type it here."""
+    """A path, relative to the current folder if it is inside it."""
     return str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path)

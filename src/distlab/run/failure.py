@@ -1,4 +1,4 @@
-"""One way to fail: an exception becomes a `Failure`, which tells the user, the other ranks and the launcher."""
+"""Failure handling: every exception becomes a `Failure`, which informs the user, the other ranks and the launcher."""
 
 import json
 import os
@@ -27,25 +27,25 @@ from simplellm.errors import InputError
 class Failure:
     """Why a rank ends."""
 
-    sentence: str  # what went wrong; it is printed, and goes to torchrun's error file
-    status: int = 1  # what the user can mend (2) is often seen by all ranks, and launch.sh prints it once
-    cause: str = ""  # what the other ranks, which may be waiting, are told; "" where they find out themselves
-    names_rank: bool = False  # the sentence says which rank failed, and launch.sh prints it last, once for all ranks
-    lost_a_peer: bool = False  # it is the consequence of another rank's end
-    recurs_on_restart: bool = False  # in the same step, so launch.sh does not restart the ranks
-    is_diagnosed: bool = False  # the ranks have found out together who waits for whom
-    grace_period: bool = False  # give other ranks a second for their own sentences: torchrun ends all when one fails
+    sentence: str  # what went wrong; printed, and written to torchrun's error file
+    status: int = 1  # exit status; errors that the user can correct (2) often occur on all ranks: launch.sh prints one
+    cause: str = ""  # the reason for the other ranks, which may be waiting; "" if they find out themselves
+    names_rank: bool = False  # the sentence names the failed rank; launch.sh prints it last, once for all ranks
+    lost_a_peer: bool = False  # it is the consequence of another rank's exit
+    recurs_on_restart: bool = False  # the same step would fail again, so launch.sh does not restart the ranks
+    is_diagnosed: bool = False  # the ranks have found out together which rank waits for which
+    grace_period: bool = False  # wait a second for other ranks' messages: torchrun ends all ranks when one fails
 
     @classmethod
     def of(cls, error: Exception | KeyboardInterrupt) -> "Failure":
-        """The table: which error becomes which failure. What is our fault prints its traceback."""
+        """The failure for each kind of error. Only a bug of the lab prints a traceback."""
         if isinstance(error, InputError):
             return cls(str(error), status=2, cause=str(error), recurs_on_restart=True)
         if isinstance(error, KeyboardInterrupt):
             return cls("interrupted", status=130, cause="interrupted")
         if isinstance(error, NotFiniteError):  # all ranks raise it
             return cls(str(error), names_rank=True, recurs_on_restart=True, grace_period=True)
-        # A library that talks to other ranks itself raises other errors for a wait that failed.
+        # A library that communicates with other ranks itself raises its own errors when a wait fails.
         wait = error if isinstance(error, TrafficError) else traffic.failure_of(error)
         if wait is not None:
             return cls._of_wait(wait)
@@ -57,7 +57,7 @@ class Failure:
 
     @classmethod
     def _of_wait(cls, error: TrafficError) -> "Failure":
-        """A wait for other ranks has failed: find out with them who waits for whom, draw it, and name the cause."""
+        """For a failed wait: find out together with the other ranks which waits for which, print it, name the cause."""
         found = notices.explain(error)
         if found is None:
             return cls(str(error), lost_a_peer=error.lost_a_peer, grace_period=True)
@@ -70,7 +70,7 @@ class Failure:
         return cls(found.sentence, names_rank=True, lost_a_peer=lost_a_peer, is_diagnosed=True, grace_period=True)
 
     def end(self) -> NoReturn:
-        """Leave the sentence where it is looked for, on the terminal and in torchrun's error file, and exit."""
+        """Write the sentence to the terminal and to torchrun's error file, and exit."""
         status_line.clear()
         if self.cause or self.is_diagnosed:
             notices.keep_store_open()
@@ -91,18 +91,18 @@ class Failure:
 
 
 def refused_by_gpu(error: BaseException) -> str | None:
-    """What an error says if a GPU takes no more processes; else None."""
+    """The message for an error of a GPU that accepts no more processes; None for other errors."""
     if re.search(r"CUDA-capable device.* busy or unavailable", str(error)) is None:
         return None
     advice = "`nvidia-smi -q -d COMPUTE` shows it; ranks that share a GPU need the mode Default"
-    return f"the GPU is busy, or in a compute mode in which one process has it for itself: {advice}"
+    return f"the GPU is busy or in an exclusive compute mode: {advice}"
 
 
 def out_of_memory(error: BaseException) -> str | None:
-    """What an error says if memory ran out, in Python, in torch on the CPU, or on a GPU; else None."""
+    """The message for an error of memory that ran out (in Python, in torch on the CPU, on a GPU); None for others."""
     told = str(error).partition("\n")[0]
     if isinstance(error, torch.OutOfMemoryError):
         return f"out of memory on the GPU: {told}"
     if asked := re.search(r"can't allocate memory: you tried to allocate (\d+) bytes", str(error)):
-        return f"out of memory: it asked for {human_bytes(int(asked[1]))} more"
+        return f"out of memory: could not allocate {human_bytes(int(asked[1]))}"
     return f"out of memory{told and ': '}{told}" if isinstance(error, MemoryError) else None

@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 def new_folder(parent: Path) -> Path:
-    """Make a folder named after the time, and after nothing else that is there already."""
+    """Create a folder named after the time, with a number appended if that name exists."""
     name = now = datetime.now().strftime("%Y-%m-%d_%H-%M-%S")
     for number in itertools.count(2):
         with contextlib.suppress(FileExistsError):

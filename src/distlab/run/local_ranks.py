@@ -31,20 +31,21 @@ SECONDS_TO_END = 4  # after SIGTERM, when a rank has failed; a stopped process d
 
 
 def run_ranks(script: Path, args: list[str], settings: RunSettings, nodes: Nodes, max_restarts: int) -> int:
-    """Run this machine's ranks of `script` under torchrun's agent to the end of the run; returns the exit status.
+    """Run this machine's ranks of `script` under torchrun's agent until the run ends; returns the exit status.
 
-    When a rank fails, the agent ends all and restarts them, `max_restarts` times; they then resume from the last
-    checkpoint (see `distlab.run.main`). If the status is not 0, the last line on stderr says which rank failed and why.
+    When a rank fails, the agent ends all ranks and restarts them, at most `max_restarts` times; they resume from the
+    last checkpoint (see `distlab.run.main`). If the status is not 0, the last line on stderr says which rank failed and
+    why.
     """
-    logging.disable()  # torchrun's agent says at length what we say in a line
+    logging.disable()  # torchrun's agent logs many lines for what is one line here
     os.environ |= {"LAB_LAUNCHER": str(os.getpid()), LAUNCHED_AS: shlex.join(sys.argv[1:])}
-    take_over_output(0, has_terminal=True)  # what it prints is above a status line that a rank may have left
+    take_over_output(0, has_terminal=True)  # so that it prints above a status line that a rank may have left
     port = settings.master_port or (0 if len(nodes.ranks_of) == 1 else DEFAULT_PORT)
-    rendezvous: NodeRendezvous | None = None  # until this launcher has found node 0's
-    status, sentence, cause = 0, "", ""  # the cause is what the other machines are told
+    rendezvous: NodeRendezvous | None = None  # None until this launcher has found that of node 0
+    status, sentence, cause = 0, "", ""  # the cause is reported to the other machines
     with tempfile.TemporaryDirectory() as errors:
         try:
-            for sent in ENDING:  # as torchrun's agent does once it has started ranks
+            for sent in ENDING:  # torchrun's agent does the same, but only after it has started the ranks
                 signal.signal(sent, raise_signal)
             rendezvous = NodeRendezvous(nodes, settings.master_addr, port, settings.timeout, max_restarts, say)
             spec = WorkerSpec(
@@ -68,7 +69,7 @@ def run_ranks(script: Path, args: list[str], settings: RunSettings, nodes: Nodes
                     sentence += "; no report from the other machines"
                 cause = sentence
         except SignalException as end:
-            status, sentence = 128 + end.sigval, f"ended by {signal.Signals(end.sigval).name}"
+            status, sentence = 128 + end.sigval, f"terminated by {signal.Signals(end.sigval).name}"
             cause = f"the launcher was {sentence}"
         except InputError as error:
             status, sentence, cause = 2, str(error), str(error)
@@ -88,9 +89,10 @@ def raise_signal(number: int, _: object) -> NoReturn:
 
 
 def root_cause(failures: Mapping[int, ProcessFailure], layout: Layout) -> tuple[int, str, bool]:
-    """The exit status and one sentence for the rank that failed first, other than by losing a peer or by our SIGTERM.
+    """The exit status and a sentence for the rank that failed first, not counting lost peers and our own SIGTERM.
 
-    The third value is whether such a rank is on this machine; if not, the sentence is about the first that lost a peer.
+    The third value says whether such a rank is on this machine; if not, the sentence is about the first rank that lost
+    a peer.
     """
     first = min(failure.timestamp for failure in failures.values())
 
@@ -98,13 +100,13 @@ def root_cause(failures: Mapping[int, ProcessFailure], layout: Layout) -> tuple[
         by_us = failure.exitcode == -signal.SIGKILL and failure.timestamp > first + SECONDS_TO_END / 2  # it was stopped
         return by_us or failure.exitcode == -signal.SIGTERM or bool(failure.error_file_data.get("lost_a_peer"))
 
-    # Of failures in the same second the one that torchrun found first counts; before that we had not sent SIGTERM.
+    # Of failures in the same second, the one that torchrun found first counts: SIGTERM had not been sent before it.
     rank, failure = min(failures.items(), key=lambda item: (is_consequence(item[1]), item[1].timestamp))
     who = Grid.of(rank, layout).describe(rank)
     is_cause = not is_consequence(failure) or failure.exitcode == -signal.SIGTERM
     sentence = f"{who} failed with exit status {failure.exitcode}"
     if failure.exitcode < 0:
-        sentence = f"{who} failed: it was ended by {failure.signal_name()}"
+        sentence = f"{who} failed: it was terminated by {failure.signal_name()}"
     elif "status" in failure.error_file_data:  # written by distlab.run.failure
         names_rank = failure.error_file_data.get("names_rank")
         sentence = str(failure.message) if names_rank else f"{who} failed: {failure.message}"

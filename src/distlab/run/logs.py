@@ -1,4 +1,4 @@
-"""What a run prints and keeps: a line a step, `metrics.jsonl`, each rank's log, the summary at the end."""
+"""What a run prints and records: a line per step, `metrics.jsonl`, each rank's log, the summary at the end."""
 
 import contextlib
 import io
@@ -22,34 +22,34 @@ from simplellm.errors import InputError
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
 
-SECONDS_TO_MENTION = 10  # what takes as long between two steps has a line of its own
+SECONDS_TO_MENTION = 10  # work between two steps that takes at least this long gets a line of its own
 
 
 class RankOutput(io.TextIOBase):
-    """A rank's standard output or error: its terminal and its log.
+    """A rank's standard output or error, which writes to the terminal and to the rank's log.
 
-    Lines are written whole; with a `prefix`, each says whose it is. What `erase` erases is a status line, of this rank
-    or of another one that shares the terminal: lines are written above it.
+    Only whole lines are written, each with `prefix`. `erase` erases the status line, of this rank or of another that
+    shares the terminal, so that lines appear above it.
     """
 
     def __init__(self, terminal: TextIO, prefix: str = "", erase: str = "") -> None:
         self.terminal, self.prefix = terminal, prefix
         self._file: TextIO = io.StringIO()  # until the run's folder is known
-        self._rest = ""  # of a line that has not ended
-        self._erase = self._erase_before_line = erase  # "" also while the beginning of a line is on the terminal
+        self._rest = ""  # the incomplete last line
+        self._erase = self._erase_before_line = erase  # _erase is "" while the terminal shows an incomplete line
 
     def keep_in(self, file: TextIO) -> None:
-        """From now on write to `file`, beginning with what has been written so far."""
+        """From now on write to `file`, starting with everything written so far."""
         assert isinstance(self._file, io.StringIO)
         file.write(self._file.getvalue())
         self._file = file
 
     def keep(self, text: str) -> None:
-        """Write to the log alone."""
+        """Write to the log only."""
         self._file.write(text)
 
     def write(self, text: str) -> int:
-        if text.startswith("\r"):  # a status line of a library, such as a download's: redrawn, so it is not for the log
+        if text.startswith("\r"):  # a progress bar of a library, such as a download's; redrawn often, so not logged
             self.terminal.write(text)
             return len(text)
         self.keep(text)
@@ -65,7 +65,7 @@ class RankOutput(io.TextIOBase):
         return len(text)
 
     def flush(self) -> None:
-        if self._rest and not self.prefix:  # the beginning of a line, which may be a question
+        if self._rest and not self.prefix:  # an incomplete line, which may be a prompt
             self.terminal.write(f"{self._erase}{self._rest}")
             self._rest = self._erase = ""
         self.terminal.flush()
@@ -79,15 +79,15 @@ class RankOutput(io.TextIOBase):
 
 
 def take_over_output(rank: int, has_terminal: bool) -> None:
-    """Send what this process prints through `RankOutput`; a rank whose terminal is another one's says who it is.
+    """Redirect this process's output through `RankOutput`; ranks without a terminal of their own prefix their lines.
 
-    Status lines, and the bars of libraries, are shown on terminals only, and by one rank on each.
+    Status lines and the progress bars of libraries are shown on terminals only, by one rank per terminal.
     """
     has_status_line = can_erase(sys.stdout)
     if has_terminal and has_status_line:
         status_line.open(sys.stdout)
     else:
-        for library in ("HF_HUB", "HF_DATASETS"):  # read as they are imported, which is later
+        for library in ("HF_HUB", "HF_DATASETS"):  # these libraries read it at import, which happens later
             os.environ.setdefault(f"{library}_DISABLE_PROGRESS_BARS", "1")
     prefix = "" if has_terminal else f"# rank {rank}: "
     sys.stdout, sys.stderr = (
@@ -97,12 +97,12 @@ def take_over_output(rank: int, has_terminal: bool) -> None:
 
 
 def say(text: str) -> None:
-    """Print a remark: every line that is not a step's begins with `#`."""
+    """Print a line that is not a step's; these begin with `#`."""
     print(f"# {text}", flush=True)
 
 
 class RunLog:
-    """The records of a run's steps: `metrics.jsonl`, which rank 0 writes, and what they come to at the end."""
+    """The records of a run's steps: `metrics.jsonl`, written by rank 0, and the summary at the end."""
 
     def __init__(self, out: Path, rank: int, device: torch.device, tensorboard: bool = False) -> None:
         self._out, self._rank, self._device = out, rank, device
@@ -110,21 +110,21 @@ class RunLog:
         self._new_tensorboard = tensorboard_writer() if tensorboard and rank == 0 else None
         self._tensorboard: SummaryWriter | None = None
         self._metrics: TextIO | None = None
-        self.unit, self._per_step, self.count = "", 0, 0  # `count` tokens, inputs, … have been taken so far
+        self.unit, self._per_step, self.count = "", 0, 0  # `count` tokens (or inputs, …) have been consumed so far
         self._seconds: list[float] = []
         self._waited_seconds = 0.0
-        self.seconds_apart: defaultdict[str, float] = defaultdict(float)  # by what took them besides the steps
+        self.seconds_apart: defaultdict[str, float] = defaultdict(float)  # outside of steps, by kind of work
         self._sent_before: Counter[str] = Counter()
         self.loss = math.nan  # of the global batch, in the current step
-        self.values: dict[str, float] = {}  # of the current step, by their names in its record
-        self.loss_is_late = False  # the current step's arrives after its record is made
+        self.values: dict[str, float] = {}  # further values of the current step's record, by name
+        self.loss_is_late = False  # whether the current step's loss arrives after its record is created
         self._open: dict[str, Any] | None = None  # the record of the last step, if its loss is late
-        self.validation_loss: float | None = None  # after the current step; None where it was not evaluated
+        self.validation_loss: float | None = None  # after the current step; None if it was not evaluated
 
     def begin(self, per_step: int, unit: str, before: int = 0, continue_at: int | None = None) -> None:
-        """Each step takes `per_step` of `unit` ("tokens", "inputs"); `before` were taken already.
+        """Start the records. A step consumes `per_step` of `unit` ("tokens", "inputs"); `before` have been consumed.
 
-        A run that is resumed in its own folder, at the step `continue_at`, keeps its earlier records.
+        A run that is resumed in its own folder, at step `continue_at`, keeps its earlier records.
         """
         self._per_step, self.unit, self.count = per_step, unit, before
         self._sent_before = traffic.ledger.sent_bytes.copy()
@@ -133,20 +133,20 @@ class RunLog:
             if continue_at is not None:
                 keep_records(path, before=continue_at)
             self._metrics = path.open("w" if continue_at is None else "a")
-            if self._new_tensorboard is not None:  # which drops the records of steps that are taken again
+            if self._new_tensorboard is not None:  # `purge_step` drops the records of steps that will be repeated
                 self._tensorboard = self._new_tensorboard(self._out, purge_step=continue_at, flush_secs=10)
 
     def average_speed(self, steps_per_second: float) -> str:
-        """How fast so many steps are."""
+        """A speed in steps per second, as a text in units per second."""
         return f"{self._per_step * steps_per_second:,.0f} {self.unit}/s"
 
     def speed(self) -> str:
-        """The end of a step's line: the speed of the step before, since this one is not over yet."""
+        """The end of a step's line: the speed of the previous step, since this step has not ended yet."""
         return f"  {self.average_speed(1 / self._seconds[-1])}" if self._seconds else ""
 
     @contextlib.contextmanager
     def timing_a_step(self) -> Iterator[None]:
-        """Time the step inside, from its batch to its update."""
+        """Time the step that runs inside, from its batch to its update."""
         started, waited = time.perf_counter(), traffic.waited_so_far()
         self.loss, self.loss_is_late, self.values = math.nan, False, {}
         yield
@@ -156,7 +156,7 @@ class RunLog:
 
     @contextlib.contextmanager
     def timing_apart(self, kind: str, what: str) -> Iterator[None]:
-        """Time what is no part of a step; `what` says it at length, to those who wait."""
+        """Time work outside of a step; `what` describes it in the status line and in the line for long work."""
         started = time.perf_counter()
         with status_line.instead(what):
             yield
@@ -166,7 +166,7 @@ class RunLog:
             say(f"{what} took {seconds:.0f} s")
 
     def record(self, step: int) -> None:
-        """Write the record of the step that has just been timed, or keep it until its loss arrives."""
+        """Write the record of the step that was timed last, or keep it until its loss arrives."""
         if self._metrics is None:
             return
         seconds, sent = self._seconds[-1], traffic.ledger.sent_bytes.copy()
@@ -195,7 +195,7 @@ class RunLog:
             self._open = None
 
     def take_back(self, steps: int) -> None:
-        """Forget the last steps, which are taken again; only the last but one has a record, which is not written."""
+        """Forget the last steps, which will be repeated; only the last but one has a record, which was not written."""
         self.seconds_apart["steps that were taken again"] += sum(self._seconds[-steps:])
         del self._seconds[-steps:]
         self.count -= steps * self._per_step
@@ -212,18 +212,18 @@ class RunLog:
 
     @property
     def steps(self) -> int:
-        """How many steps have been taken and timed."""
+        """Number of steps timed."""
         return len(self._seconds)
 
     def summary(self) -> None:
-        """Say how fast the run was, where the time went, what this rank has sent by kind, and its peak memory."""
+        """Print the run's speed, how its time was spent, what this rank sent by kind, and its peak memory."""
         if self._tensorboard is not None:
             self._tensorboard.flush()
         if self._seconds:
             steps, seconds, waited = len(self._seconds), sum(self._seconds), self._waited_seconds
             count = steps * self._per_step
             say(f"{steps} steps, {count:,} {self.unit} in {seconds:.1f} s: {count / seconds:,.0f} {self.unit}/s")
-            say(f"a step took {statistics.median(self._seconds):.3g} s at the median")
+            say(f"median step time: {statistics.median(self._seconds):.3g} s")
             say(f"rank {self._rank} computed for {seconds - waited:.1f} s and waited {waited:.1f} s for other ranks")
         for kind, sent in traffic.ledger.sent_bytes.items():
             messages = traffic.ledger.messages[kind]
@@ -232,7 +232,7 @@ class RunLog:
 
 
 def _finite(value: float) -> float | None:
-    """The number for a record; JSON has none for nan and infinity."""
+    """The number for a record; None for nan and infinity, which JSON does not have."""
     return value if math.isfinite(value) else None
 
 
@@ -246,7 +246,7 @@ def tensorboard_writer() -> "type[SummaryWriter]":
 
 
 def keep_records(path: Path, before: int) -> None:
-    """Drop from a run's `metrics.jsonl`, atomically, all but the whole lines of steps before this one."""
+    """Atomically reduce a run's `metrics.jsonl` to the complete lines of steps before `before`."""
     lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
     kept = path.with_suffix(".kept")
     kept.write_bytes(b"".join(line for line in lines if line.endswith(b"\n") and _is_before(line, before)))
@@ -254,7 +254,7 @@ def keep_records(path: Path, before: int) -> None:
 
 
 def _is_before(line: bytes, step: int) -> bool:
-    """Whether a line is the record of an earlier step; a power cut may leave one that is no record."""
+    """Whether a line is the record of an earlier step; a power cut may leave a line that is not a valid record."""
     try:
         return bool(json.loads(line)["step"] < step)
     except (ValueError, LookupError, TypeError, RecursionError):
@@ -262,7 +262,7 @@ def _is_before(line: bytes, step: int) -> bool:
 
 
 def peak_memory_bytes(device: torch.device) -> int:
-    """The most memory that this process has held: on the GPU for CUDA, else resident in main memory."""
+    """This process's peak memory: allocated on the GPU for CUDA, else resident in main memory."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     import resource
@@ -272,6 +272,6 @@ def peak_memory_bytes(device: torch.device) -> int:
 
 
 def human_bytes(count: int) -> str:
-    """12.3 MB and the like, in powers of ten."""
+    """A number of bytes in decimal units, such as 12.3 MB."""
     power = min(max(len(str(count)) - 1, 0) // 3, 4)
     return f"{count / 1000**power:.3g} {('B', 'kB', 'MB', 'GB', 'TB')[power]}"

@@ -1,4 +1,4 @@
-"""What stands around every script: `main(train, DEFAULTS, __doc__)`, from the command line to the exit status."""
+"""The entry point of every script: `main(train, DEFAULTS, __doc__)`, from the command line to the exit status."""
 
 import argparse
 import os
@@ -23,7 +23,7 @@ from distlab.run.training import TrainingRun
 def main(work: Callable[[Any], None], defaults: RunSettings, description: str | None) -> NoReturn:
     """Run a script's `work`, which takes a `TrainingRun` if the defaults are `TrainSettings`, else a `Run`; then exit.
 
-    The exit status is 0 if all went well, 2 for what the user can mend, 130 for Ctrl-C, else 1.
+    The exit status is 0 for success, 2 for an error that the user can correct, 130 for Ctrl-C, else 1.
     """
     script = Path(sys.argv[0])
     run: Run[Any] | None = None
@@ -37,7 +37,7 @@ def main(work: Callable[[Any], None], defaults: RunSettings, description: str | 
         work(run)
         run.close()
     except BrokenPipeError:
-        leave(1)  # the reader of this output has gone, as `head` does
+        leave(1)  # the reader of this output has exited, as `head` does
     except (Exception, KeyboardInterrupt) as error:
         failure = Failure.of(error)
         if failure.cause:
@@ -51,7 +51,7 @@ def main(work: Callable[[Any], None], defaults: RunSettings, description: str | 
 
 
 def flags_to_resume() -> list[str]:
-    """`--resume` with the run's folder, if torchrun has restarted the ranks after a failure and it has checkpoints."""
+    """`--resume` and the run's folder if torchrun has restarted the ranks and the folder has checkpoints; else []."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--out", type=Path)
     out = parser.parse_known_args()[0].out
@@ -60,8 +60,8 @@ def flags_to_resume() -> list[str]:
 
 
 def end_with_launcher() -> None:
-    """Have Linux end this rank when the launcher that started it dies, even by SIGKILL: no orphans."""
+    """On Linux, end this rank when its launcher dies, even by SIGKILL, so that no orphans remain."""
     if started_by_torchrun() and sys.platform == "linux":
-        end_with_parent(signal.SIGKILL)  # a rank that is stopped would not hear SIGTERM
+        end_with_parent(signal.SIGKILL)  # a stopped process would not react to SIGTERM
         if os.environ.get("LAB_LAUNCHER", str(os.getppid())) != str(os.getppid()):
-            leave(1)  # it died while this rank was starting
+            leave(1)  # the launcher died while this rank was starting

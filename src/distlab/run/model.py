@@ -14,16 +14,16 @@ from distlab.comm.transfer import Transfer
 from simplellm.llama import LLamaPart
 from simplellm.losses import causalLLMLoss
 
-Loss = Callable[[Tensor, Tensor], Tensor]  # of the whole model's logits and the token ids (batch, seq): the mean
+Loss = Callable[[Tensor, Tensor], Tensor]  # (logits of the whole model, token ids (batch, seq)) -> mean loss
 
 
 @dataclass(frozen=True)
 class ModelParts:
-    """The stages of the lab's Llama that this rank holds, and what computes the loss."""
+    """The stages of the lab's Llama that this rank holds, and the loss function."""
 
     stages: Mapping[int, LLamaPart]  # by their index in the model
-    owners: Sequence[int]  # by stage, its rank in the pipeline
-    grid: Grid  # this rank's place
+    owners: Sequence[int]  # by stage, the rank in the pipeline that holds it
+    grid: Grid  # this rank's position in the layout
     loss: Loss
 
     @classmethod
@@ -34,7 +34,7 @@ class ModelParts:
         owners: Sequence[int] | None = None,
         loss: Loss | None = None,
     ) -> "ModelParts":
-        """Of a model or a stage of it, wrapped or not; or of several stages by their index, with all stages' owners."""
+        """From a model or one of its stages, wrapped or not; or from several stages by index, with `owners` given."""
         stages = {
             stage: next(module for module in part.modules() if isinstance(module, LLamaPart))
             for stage, part in (model if isinstance(model, Mapping) else {grid.stage: model}).items()
@@ -45,24 +45,27 @@ class ModelParts:
 
     @property
     def options(self) -> dict[str, Any]:
-        """The arguments that make a model of the same sizes; its layers are this part's."""
+        """The arguments that build a model of the same sizes, with the layers of this part."""
         return next(iter(self.stages.values())).options
 
     def parameters(self) -> dict[str, nn.Parameter]:
-        """By their names in the whole model."""
+        """This rank's parameters, by their names in the whole model."""
         return {name: parameter for part in self.stages.values() for name, parameter in part.named_parameters()}
 
     @torch.no_grad()
     def forward_passes(self, batches: Sequence[Tensor], what: Callable[[int], str], kind: str) -> Tensor:
-        """Pass batches through the whole model, without gradients; all ranks of a replica call it with the same ones.
+        """Pass batches through the whole model, without gradients.
+
+        All ranks of a replica must call this method with the same batches.
 
         Args:
             batches: token ids, each (batch, seq), on the model's device.
-            what: what the activations of a batch are called, by its number, in waits and errors.
+            what: name of a batch's activations in waits and errors, given the batch's number.
             kind: the ledger's column.
 
         Returns:
-            The sum of the batches' losses, each weighted by its rows, where this rank computes them, else 0; float64.
+            On the rank of the last stage, the sum of the batches' losses, each weighted by its number of rows; on other
+            ranks 0; float64.
         """
         own = self.grid.stage
         device = next(iter(self.parameters().values())).device

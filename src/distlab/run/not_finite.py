@@ -20,20 +20,20 @@ class NotFiniteError(RuntimeError):
 
 
 def find_cause(stages: Mapping[int, nn.Module], forward: Callable[[], object], grid: Grid, device: torch.device) -> str:
-    """Name the first tensor that is not finite, in the same words on all ranks, which all must call it.
+    """Name the first non-finite tensor. All ranks must call this function; the result is the same on all of them.
 
-    A parameter comes first, since the update before made it so; then a module's output, in the order in which they are
-    computed: of the earlier stage, then of the smaller rank. `stages` are this rank's parts of the model, whose modules
-    have their names in it; `forward` does the forward pass of this step again, on all ranks together.
+    Parameters come first, because the previous update made them non-finite. Outputs of modules follow in the order in
+    which they are computed: by stage, then by rank. `stages` are this rank's parts of the model, whose modules have
+    their names in the whole model; `forward` repeats the forward pass of this step on all ranks together.
     """
     parameters = [(stage, *named) for stage, part in stages.items() for named in part.named_parameters()]
     broken = [(stage, name) for stage, name, parameter in parameters if not parameter.isfinite().all()]
-    found = [(stage, f"parameter {name}, since the update before") for stage, name in broken]
+    found = [(stage, f"parameter {name}, since the previous update") for stage, name in broken]
     found += outputs_not_finite(stages, forward)
     names = _tell_all(found, device)
     culprits = [rank for rank, name in enumerate(names) if name]
     if not culprits:
-        return "all parameters and activations are finite, so it arose in the loss itself"
+        return "all parameters and activations are finite, only the loss is not"
     culprit = min(culprits, key=lambda rank: (names[rank][STAGE:].startswith("output"), names[rank][:STAGE]))
     return _sentence(names, culprit, grid)
 
@@ -58,17 +58,17 @@ def _tell_all(found: Sequence[tuple[int, str]], device: torch.device) -> list[st
     letters = "".join(f"{stage:06}{what}" for stage, what in found[:1]).encode()[:NAME_BYTES]
     own = torch.tensor([*letters.ljust(NAME_BYTES, b"\0")], dtype=torch.uint8, device=device)
     told = own.new_empty(world_size(), NAME_BYTES)
-    traffic.all_gather(told, own, "the first tensor of each rank that is not finite", kind="control").wait()
+    traffic.all_gather(told, own, "the first non-finite tensor of each rank", kind="control").wait()
     return [bytes(row).rstrip(b"\0").decode(errors="replace") for row in told.tolist()]
 
 
 def _sentence(names: Sequence[str], culprit: int, grid: Grid) -> str:
-    text = f"first not finite is the {names[culprit][STAGE:]}"
+    text = f"the first non-finite tensor is the {names[culprit][STAGE:]}"
     return f"{text}, on {grid.describe(culprit)}" if world_size() > 1 else text
 
 
 def outputs_not_finite(stages: Mapping[int, nn.Module], forward: Callable[[], object]) -> list[tuple[int, str]]:
-    """The modules whose outputs are not finite in `forward()`, with their stages, in the order of computation."""
+    """The modules whose outputs are non-finite in `forward()`, with their stages, in the order of computation."""
     found: list[tuple[int, str]] = []
 
     def look(stage: int, name: str, module: nn.Module, _: object, output: object) -> None:

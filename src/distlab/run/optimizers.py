@@ -18,16 +18,17 @@ def build_optimizer(
     weight_decay: float | None = None,
     betas: tuple[float, float] | None = None,
 ) -> Optimizer:
-    """One of `KINDS`, with one fused update instead of a pass for each operation.
+    """An optimizer of `KINDS`, with one fused kernel instead of one for each operation.
 
     Args:
-        name: of `KINDS`.
-        parameters: of the model.
+        name: one of `KINDS`.
+        parameters: the model's parameters.
         lr: learning rate.
-        weight_decay: of matrices (`is_decayed`); None is torch's default, 0.01 for "adamw", else 0. "adamw" shrinks the
-            weights by it ("decoupled": Loshchilov and Hutter, arXiv 1711.05101), the others add it to the gradient.
-        betas: how much of the mean and of the mean square of the gradients "adam" and "adamw" keep in each step; None
-            is torch's default.
+        weight_decay: applied to matrices only (`is_decayed`); None is torch's default, 0.01 for "adamw", else 0.
+            "adamw" shrinks the weights by it ("decoupled": Loshchilov and Hutter, arXiv 1711.05101); the others add it
+            to the gradient.
+        betas: decay rates of the moving averages of the gradient and its square, for "adam" and "adamw"; None is
+            torch's default.
     """
     kind = without_compiler(KINDS[name])
     options: dict[str, Any] = {} if betas is None else {"betas": betas}
@@ -43,5 +44,5 @@ def build_optimizer(
 
 
 def is_decayed(parameter: Tensor) -> bool:
-    """Whether weight decay applies to a parameter: to matrices; the gains of norms, and biases, are left alone."""
+    """Whether weight decay applies to a parameter: yes for matrices, no for biases and the gains of norms."""
     return parameter.dim() >= 2

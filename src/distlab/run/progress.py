@@ -1,4 +1,4 @@
-"""How far long work is, in plain lines and in the status line of a terminal."""
+"""Progress of long work: as plain lines, and in the status line of a terminal."""
 
 import contextlib
 import os
@@ -10,9 +10,9 @@ from typing import TextIO, TypeVar
 
 from distlab.comm.traffic import rank
 
-SECONDS_TO_ESTIMATE = 2.0  # that several steps must have taken for a first estimate
-SECONDS_OF_ONE = 10.0  # that is enough even if they are the time of one step
-FEW_STEPS = 20  # of so many, all are counted
+SECONDS_TO_ESTIMATE = 2.0  # minimum time of several steps for a first estimate
+SECONDS_OF_ONE = 10.0  # after this time, a single step is enough
+FEW_STEPS = 20  # up to this number, the rate is that of all steps
 SECONDS_BETWEEN_LINES = 60.0
 SECONDS_BETWEEN_REDRAWS = 0.2
 ERASE_LINE = "\r\x1b[K"  # to the first column, and erase to the end of the line (ECMA-48)
@@ -21,34 +21,34 @@ ItemT = TypeVar("ItemT")
 
 
 class StatusLine:
-    """The last line of a terminal, below all that is printed; nothing where the output is a file or a pipe.
+    """The last line of a terminal, below all output; not shown if the output is a file or a pipe.
 
     `RankOutput` prints above it.
     """
 
     def __init__(self) -> None:
         self._terminal: TextIO | None = None
-        self.text = ""  # as it is on the terminal
+        self.text = ""  # the text on the terminal now
 
     def open(self, terminal: TextIO) -> None:
-        """From now on show it there."""
+        """From now on show the status line on `terminal`."""
         self._terminal = terminal
 
     def show(self, text: str) -> None:
-        """Replace it by `text`, which is cut to the width of the terminal: only one line can be erased."""
+        """Show `text`, cut to the width of the terminal because only one line can be erased."""
         if self._terminal is not None:
             self.text = f"# {text}"[: shutil.get_terminal_size().columns - 1]
             self._write()
 
     def clear(self) -> None:
-        """Erase it."""
+        """Erase the status line."""
         if self.text:
             self.text = ""
             self._write()
 
     @contextlib.contextmanager
     def instead(self, text: str) -> Iterator[None]:
-        """Show `text` in its place for a while."""
+        """Inside, show `text`; then restore the previous text."""
         before = self.text
         self.show(text)
         yield
@@ -71,10 +71,10 @@ def can_erase(stream: TextIO) -> bool:
 
 
 class Progress:
-    """Says, as steps end, how long the remaining ones will take: once a few are timed, and then about every minute.
+    """Prints an estimate of the time left, first after a few steps and then about every minute.
 
-    The estimate is of wall time: validation and checkpoints, which are not part of a step, are included. It follows the
-    later half of the steps so far, because the speed of a machine may change.
+    The estimate is of wall-clock time: it includes validation and checkpoints, which are not part of a step. It is
+    based on the later half of the steps so far, because the speed of a machine may change.
     """
 
     def __init__(
@@ -92,20 +92,20 @@ class Progress:
         Args:
             total: number of all steps.
             say: prints a line.
-            done: number of steps that were taken before, and are not timed.
-            what: what the steps are called.
-            speed: (steps per second) -> what to say of it.
-            warms_up: the first step takes longer than the others, so its time does not count.
-            clock: the time in seconds.
+            done: number of steps done earlier, which are not timed.
+            what: name of the steps.
+            speed: (steps per second) -> text for the speed.
+            warms_up: ignore the time of the first step, which takes longer than the others.
+            clock: returns the time in seconds.
         """
         self._total, self._say, self._done, self._what, self._speed, self._clock = total, say, done, what, speed, clock
         self._ends = [] if warms_up else [clock()]  # when each step ended
-        self._next_line: float | None = None  # when it is due; None before the first estimate
+        self._next_line: float | None = None  # when the next line is due; None before the first estimate
         self._next_redraw = 0.0
         status_line.show(f"{done:,} of {total:,} {what}")
 
     def advance(self) -> None:
-        """Call it at the end of each step and of all that belongs to it."""
+        """Call at the end of each step, after the validation and checkpoint that follow it."""
         now = self._clock()
         self._ends.append(now)
         self._done += 1
@@ -115,7 +115,7 @@ class Progress:
             return
         if self._next_line is None:
             if timed > 0 and seconds >= (SECONDS_TO_ESTIMATE if timed > 2 else SECONDS_OF_ONE):
-                self._say(f"about {human_time(left / self._rate())} for the {left:,} {self._what} left")
+                self._say(f"about {human_time(left / self._rate())} for the remaining {left:,} {self._what}")
                 self._next_line = now + SECONDS_BETWEEN_LINES
         elif now >= self._next_line:
             self._say(self._state())
@@ -129,7 +129,7 @@ class Progress:
         self._done -= 1
 
     def _rate(self) -> float:
-        """Steps per second, over the later half of the steps unless they are few."""
+        """Steps per second, over the later half of the steps, or over all if they are few."""
         timed = len(self._ends) - 1
         first = timed // 2 if timed > FEW_STEPS else 0
         return (timed - first) / max(self._ends[-1] - self._ends[first], 1e-9)
@@ -144,7 +144,7 @@ class Progress:
 
 
 def each(items: Sequence[ItemT], what: str) -> Iterator[ItemT]:
-    """Yield the items, and say on stderr how long the remaining ones will take; of several ranks, rank 0 does."""
+    """Yield the items, and print on stderr (on rank 0 only) how long the remaining ones will take."""
     say = _say_on_stderr if rank() == 0 else lambda _: None
     progress = Progress(len(items), say, what=what, warms_up=False)
     for item in items:
@@ -157,7 +157,7 @@ def _say_on_stderr(text: str) -> None:
 
 
 def human_time(seconds: float) -> str:
-    """1 h 52 min and the like."""
+    """A duration such as 1 h 52 min."""
     if seconds < 99.5:
         return f"{seconds:.0f} s"
     minutes = round(seconds / 60)

@@ -1,4 +1,4 @@
-"""What a resumed run takes over from its checkpoint, and what has to match; layout and speed may change."""
+"""Which settings a resumed run inherits from its checkpoint, and which must match; the layout may change."""
 
 import hashlib
 from enum import Enum
@@ -11,17 +11,17 @@ from simplellm.errors import InputError, require
 
 
 class ResumePolicy(Enum):
-    """How a setting follows the checkpoint: ``lr: Annotated[float, ResumePolicy.DEFAULT] = 8e-4``."""
+    """How a resumed run treats a setting: ``lr: Annotated[float, ResumePolicy.DEFAULT] = 8e-4``."""
 
-    MODEL = "a size of the model: must be the checkpoint's"
-    FIXED = "must be the checkpoint's"
-    DEFAULT = "the checkpoint's unless another value is given"
-    SAME_LAYOUT = "the same, but only in the layout that wrote the checkpoint"
-    PER_REPLICA = "the same in another layout, too, such that all replicas together have what they had"
+    MODEL = "a size of the model; must equal the checkpoint's"
+    FIXED = "must equal the checkpoint's"
+    DEFAULT = "the checkpoint's value unless another is given"
+    SAME_LAYOUT = "like DEFAULT, but only in the layout that wrote the checkpoint"
+    PER_REPLICA = "like DEFAULT; in another layout, scaled so that the total over all replicas stays the same"
 
 
 def marked(settings: object, *policies: ResumePolicy) -> list[str]:
-    """The names of the fields with one of these policies; a subclass may give a field another default, or policy."""
+    """The names of the fields with one of these policies; a subclass may override a field's default or policy."""
     found: dict[str, ResumePolicy] = {}
     for declaring in reversed(type(settings).__mro__):
         for name, hint in get_type_hints(declaring, include_extras=True).items():
@@ -32,7 +32,7 @@ def marked(settings: object, *policies: ResumePolicy) -> list[str]:
 
 
 def per_step(checkpoint: Checkpoint, settings: Any) -> dict[str, int]:
-    """What a step of the checkpoint's run took over all replicas, by the setting that counts it for one replica."""
+    """What a step of the checkpoint's run consumed on all replicas, by the setting that gives it for one replica."""
     saved = checkpoint.record["settings"]
     counts = {name: saved[name] for name in marked(settings, ResumePolicy.PER_REPLICA) if name in saved}
     replicas = checkpoint.layout.get("dp", 1)
@@ -40,25 +40,25 @@ def per_step(checkpoint: Checkpoint, settings: Any) -> dict[str, int]:
 
 
 def fits(value: Any, hint: Any) -> bool:
-    """Whether a value out of a record can be that of a field."""
+    """Whether a value from a checkpoint's record has the type of a field."""
     if get_origin(hint) is tuple:
         parts = get_args(hint)
         return isinstance(value, list) and len(value) == len(parts) and all(map(fits, value, parts))
     kinds = set(get_args(hint)) if get_origin(hint) in (Union, UnionType) else {hint}
     if any(get_origin(kind) is Literal for kind in kinds):
-        kinds.add(str)  # `RunSettings.check` tells the choices
+        kinds.add(str)  # `RunSettings.check` checks the choices
     if float in kinds:
         kinds.add(int)
     return type(value) in kinds
 
 
 def require_same(what: str, name: str, saved: Any, own: Any) -> None:
-    """Raise `InputError` unless a setting has the checkpoint's value; `what` begins the sentence."""
+    """Raise `InputError` unless a setting has the checkpoint's value; `what` is the beginning of the message."""
     require(saved == own, f"{what} --{name.replace('_', '-')} {saved}, not {own}; leave that flag out")
 
 
 def check_data(checkpoint: Checkpoint, own: dict[str, Any] | None) -> None:
-    """Raise `InputError` unless a run's data, if their identity is known, are those of the checkpoint."""
+    """Raise `InputError` if a run's data are known not to be those of the checkpoint."""
     data = checkpoint.record.get("data")
     if data and own and _content(data) != _content(own):
         seed = f" and --seed {data['seed']}" if "seed" in data else ""
@@ -67,7 +67,7 @@ def check_data(checkpoint: Checkpoint, own: dict[str, Any] | None) -> None:
 
 
 def file_identity(data: str) -> dict[str, Any]:
-    """What tells a file, or a folder of files, from others."""
+    """A record that identifies a file, or a folder of files."""
     path = Path(data).expanduser()
     files = sorted(file for file in path.rglob("*") if file.is_file()) if path.is_dir() else [path]
     beginnings = hashlib.sha256()
@@ -81,7 +81,7 @@ def file_identity(data: str) -> dict[str, Any]:
 
 
 def _content(data: dict[str, Any]) -> dict[str, Any]:
-    """A file, or a folder of them, is the same wherever it lies."""
+    """The identity of data without the path: a file or folder that was moved is still the same."""
     return {key: value for key, value in data.items() if key != "source" or "bytes" not in data}
 
 

@@ -1,4 +1,4 @@
-"""A rank's part of a run: who it is, where it computes, the steps it takes, and the parts that it owns."""
+"""A rank's part of a run: its identity, its device, its steps, and the components that it owns."""
 
 import json
 import math
@@ -54,24 +54,25 @@ class Run(Generic[SettingsT]):
         # What rank 0 decided for all.
         self.decided = self._join(script) if settings.layout else self._begin_alone(script)
         self.out = Path(self.decided["out"])
-        self.checkpointer: Checkpointer | None = None  # where the settings are not resumable
+        self.checkpointer: Checkpointer | None = None  # None if the settings are not resumable
         if isinstance(settings, ResumableSettings):
             self.checkpointer = Checkpointer(settings, self.out, self.rank, self.decided)
         self.first_step = self.checkpointer.first_step if self.checkpointer else 0
         self._continues = self.checkpointer is not None and self.checkpointer.continues
         self._keep_files()
         self.records = RunLog(self.out, self.rank, self.device, getattr(settings, "tensorboard", False))
-        # Handed over with `track`: what finds the cause if a step's loss is not finite, and what counts memory.
+        # Set by `track`: the search for the cause of a non-finite loss, and the memory report.
         self.explain_not_finite: Callable[[int], str] | None = None
         self.memory: memory.MemoryReport | None = None
         self.running_on: RunningOn | None = None  # with `--run-on`
         recorder.enabled, recorder.programs = getattr(settings, "trace", False), None  # until there is a pipeline
-        torch.manual_seed(settings.seed + self.rank)  # weights and data do not depend on it; dropout would
+        # For random operations such as dropout; initial weights and data do not depend on it.
+        torch.manual_seed(settings.seed + self.rank)
         if self.rank == 0:
             self._introduce(script)
 
     def _take_place(self, places: Sequence[devices.Place]) -> None:
-        """Take the device and the threads that are this rank's, where all ranks compute as `places` say."""
+        """Set this rank's device and number of threads, given the places of all ranks."""
         self._places, self._local_ranks = places, len(devices.local_ranks(places, self.rank))
         self.device = traffic.device = devices.pick_device(places, self.rank)
         if self.device.type == "cuda":
@@ -81,7 +82,7 @@ class Run(Generic[SettingsT]):
 
     @property
     def shared_cores(self) -> int | None:
-        """Cores of this host for each of the pipelines that it runs; None where threads are not ours to set."""
+        """Cores of this host for each of the pipelines that it runs; None if the number of threads must not change."""
         return None if self.device.type == "cuda" else devices.cores_to_share(max(1, self._local_ranks // self.grid.pp))
 
     def _begin_alone(self, script: Path) -> dict[str, Any]:
@@ -89,7 +90,7 @@ class Run(Generic[SettingsT]):
         return decide(self.settings, script)
 
     def _join(self, script: Path) -> dict[str, Any]:
-        """Find the other ranks, agree, and set up the process group; returns what rank 0 decided."""
+        """Meet the other ranks, compare settings, and set up the process group; returns what rank 0 decided."""
         settings, rank, size, seconds = self.settings, self.rank, self.world_size, self.settings.timeout
         by_torchrun = started_by_torchrun()
         address = os.environ.get("MASTER_ADDR", settings.master_addr) if by_torchrun else settings.master_addr
@@ -144,14 +145,14 @@ class Run(Generic[SettingsT]):
             rendezvous.say_hosts(self._places, self.grid.tp, say)
         override = devices.tf32_override() if self.device.type == "cuda" else None
         if override is not None:
-            say(f"warning: {override} rounds the factors of float32 products, so layouts agree to three digits only")
+            say(f"warning: with {override}, float32 products use TF32, so layouts agree to three digits only")
         if self.checkpointer is not None:
             self.checkpointer.introduce()
         for remark in self.settings.remarks(self.decided):
             say(remark)
 
     def track(self, model: nn.Module, optimizer: Optimizer) -> None:
-        """Hand over what changes while the run trains, for checkpoints: this rank's part of the model, unwrapped."""
+        """Register what changes during training, for checkpoints; `model` is this rank's part of it, unwrapped."""
         sizes = {name: getattr(self.settings, name) for name in marked(self.settings, ResumePolicy.MODEL)}
         if self.checkpointer is not None:
             self.checkpointer.state = TrainingState(dict(model.named_parameters()), sizes, optimizer)
@@ -164,16 +165,16 @@ class Run(Generic[SettingsT]):
         unit: str,
         after_step: Callable[[int], None] = lambda _: None,
     ) -> Iterator[tuple[int, BatchT]]:
-        """Number the steps, give each its batch, keep the records of each, and save checkpoints.
+        """Number the steps, give each its batch, record it, and save checkpoints.
 
         Args:
-            batches: as many as there are steps to take; a resumed run continues at the checkpoint's position in them.
-            steps: how many there are, with those that an earlier part of the run took.
-            per_step: what the global batch holds, counted in `unit` ("tokens", "inputs").
-            after_step: called with each step's number before it is recorded; its time is not the step's.
+            batches: one for each step; a resumed run continues at the checkpoint's position.
+            steps: total number of steps, including those before the checkpoint that the run resumes from.
+            per_step: size of the global batch, in `unit` ("tokens", "inputs").
+            after_step: called with each step's number before it is recorded; its time does not count as step time.
 
         Raises:
-            InputError: the run is to be saved or resumed, and the script has not called `track`.
+            InputError: the run is to be saved or resumed, but the script has not called `track`.
         """
         checkpointer = self.checkpointer
         count = checkpointer.restore(batches) if checkpointer else 0
@@ -205,10 +206,10 @@ class Run(Generic[SettingsT]):
             step += 1
 
     def global_loss(self, step: int, losses: Iterable[Tensor]) -> float:
-        """The loss of the global batch, on every rank and in the records.
+        """Return the loss of the global batch, on every rank, and record it.
 
-        `losses` are this rank's micro-batch losses, scalars whose sum is the loss of its replica; none where another
-        stage of the replica computes it. Ranks that hold slices of a stage all compute the same.
+        `losses` are this rank's micro-batch losses, scalars whose sum is the loss of its replica; empty if another
+        stage of the replica computes them. Ranks that share a stage all compute the same losses.
         """
         under_way = self.sum_loss(step, losses)
         loss = self.records.loss = under_way.wait()
@@ -231,17 +232,17 @@ class Run(Generic[SettingsT]):
         return LossSum(step, own, total, transfer, self.grid.dp * self.grid.tp)
 
     def _first_not_finite(self, own_loss: float) -> str:
-        """The first rank whose loss is not finite; all must call it."""
+        """The first rank whose loss is not finite, for the message; all ranks must call this method."""
         first = torch.tensor(self.world_size if math.isfinite(own_loss) else self.rank, device=self.device)
         what = "the first rank whose loss is not finite"
         traffic.all_reduce(first, what, kind="control", op=dist.ReduceOp.MIN).wait()
         return f", first on {self.grid.describe(int(first))}" if first < self.world_size > 1 else ""
 
     def close(self) -> None:
-        """Say what the run came to, and wait until all ranks have finished.
+        """Wait until all ranks have finished, and print the summary.
 
-        The process group is left to end with the process. To destroy it would risk a hang: the destructor joins gloo's
-        thread while it holds Python's lock, which that thread may be waiting for to let go of its last message.
+        The process group is not destroyed; it ends with the process. Destroying it could hang: the destructor joins
+        gloo's thread while it holds the GIL, and that thread may need the GIL to release its last message.
         """
         held = self.memory.collect(self.rank, self.world_size, self.device) if self.memory else []
         traces = self._gather_traces() if recorder.enabled else []
@@ -258,7 +259,7 @@ class Run(Generic[SettingsT]):
         self.summarize()
 
     def _gather_traces(self) -> list[dict[str, Any]]:
-        """On rank 0, what all ranks recorded, else nothing; sent as JSON, so that nothing is unpickled."""
+        """The recorded events of all ranks on rank 0; [] on other ranks. Sent as JSON, so that nothing is unpickled."""
         own = torch.frombuffer(bytearray(json.dumps(recorder.as_json()).encode()), dtype=torch.uint8)
         if self.rank > 0:
             for part in (torch.tensor(len(own)), own):
@@ -274,7 +275,7 @@ class Run(Generic[SettingsT]):
         return [json.loads(trace.numpy().tobytes()) for trace in traces]
 
     def _keep_trace(self, recorded: list[dict[str, Any]]) -> None:
-        """Write and draw what all ranks recorded, and say what it comes to."""
+        """Write and draw the events of all ranks, and print a summary of them."""
         from distlab.reports.timeline import draw, measured_panel
         from distlab.reports.trace import merge, write_chrome
 
@@ -286,7 +287,7 @@ class Run(Generic[SettingsT]):
         draw(self.out / "timeline.png", [measured_panel(title, trace)])
 
     def summarize(self) -> None:
-        """Say, on rank 0, what the run cost, and what can be done with it now."""
+        """On rank 0, print what the run cost and what can be done with it now."""
         status_line.clear()
         if self.rank == 0:
             self.records.summary()
@@ -299,7 +300,7 @@ class Run(Generic[SettingsT]):
 
 
 def _end(error: TrafficError) -> NoReturn:
-    """End this rank from a thread, whatever the others do."""
+    """End this rank from another thread, whatever its main thread is doing."""
     try:
         Failure.of(error).end()
     finally:
@@ -307,7 +308,7 @@ def _end(error: TrafficError) -> NoReturn:
 
 
 def decide(settings: RunSettings, script: Path) -> dict[str, Any]:
-    """What rank 0 decides for all: the run's folder, its data, the checkpoint to resume from."""
+    """What rank 0 decides for all ranks: the run's folder, its data, the checkpoint to resume from."""
     out = (settings.out or new_folder(Path("runs") / script.stem)).absolute()
     decided = {"out": str(out), **settings.decide()}
     if isinstance(settings, ResumableSettings):
@@ -326,6 +327,6 @@ def identity(settings: RunSettings) -> tuple[int, int]:
         return rank, size
     rank = 0 if settings.rank < 0 and asked == 1 else settings.rank
     given = "no rank given" if rank < 0 else f"rank {rank}"
-    advice = "give each process its own as the first argument, or start them all with launch.sh"
+    advice = "give each process its own rank as the first argument, or start all of them with launch.sh"
     require(0 <= rank < asked, f"{given}: {flags} has the ranks 0 to {asked - 1}; {advice}")
     return rank, asked

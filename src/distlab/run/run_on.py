@@ -1,8 +1,8 @@
-"""`--run-on`: no rank waits at the end of a step. Whether a step was good is found out a step later.
+"""`--run-on`: ranks do not wait for each other at the end of a step. A step's loss is checked one step later.
 
-If it was not, its update is undone, and it is taken again with the usual wait, together with the step that began from
-its weights. (Qi et al., "Zero Bubble Pipeline Parallelism", arXiv 2401.10241, §4, undo the update by inverting it; a
-copy is simpler, and exact.)
+If the loss is not finite, the update is undone. The step is then repeated with the usual wait, as is the following
+step, which had started from its weights. (Qi et al., "Zero Bubble Pipeline Parallelism", arXiv 2401.10241, §4, undo the
+update by inverting it; restoring a copy is simpler, and exact.)
 """
 
 import contextlib
@@ -20,16 +20,16 @@ from distlab.parallel.clipping import NormSum, is_too_long
 
 @dataclass
 class LossSum:
-    """The loss of the global batch of a step, while the ranks add it up."""
+    """The loss of a step's global batch, while the sum over the ranks is in progress."""
 
     step: int
     own: Tensor  # this rank's share, a scalar; float64
-    total: Tensor  # of all ranks, once the transfer has ended
+    total: Tensor  # the sum over all ranks, once the transfer has completed
     transfer: Transfer
-    counted: int  # how many times each micro-batch is in it
+    counted: int  # how many times each micro-batch is counted in the sum
 
     def wait(self) -> float:
-        """The loss, on all ranks."""
+        """Wait for the loss, which is the same on all ranks."""
         self.transfer.wait()
         return self.total.item() / self.counted
 
@@ -51,11 +51,11 @@ class RunningOn:
         self._kept: list[Tensor] = []
         self._open: LossSum | None = None
         self._open_norm: NormSum | None = None  # of the same step
-        self._waits_in: int | None = None  # the step that is taken again
+        self._waits_in: int | None = None  # the step that is repeated
         self.must_undo = False
 
     def leave_open(self, loss: LossSum) -> None:
-        """End a step, before its update, without a wait for its loss."""
+        """End a step, before its update, without waiting for its loss."""
         self._open = loss
         now = self._state()
         if len(self._kept) != len(now):  # an optimizer has no state before its first update
@@ -69,9 +69,9 @@ class RunningOn:
         self._open_norm = norm
 
     def settle(self) -> None:
-        """Find out whether the step before was good, if that is open; all ranks call it, and find the same.
+        """Check the loss of the previous step, if it is still unknown. All ranks call this, with the same result.
 
-        If it was not, `must_undo` is set. What else can be wrong with a step is to be looked at here, too.
+        Sets `must_undo` if the loss is not finite. Any further check of a step belongs here too.
         """
         before, self._open = self._open, None
         norm_before, self._open_norm = self._open_norm, None
@@ -96,7 +96,7 @@ class RunningOn:
 
     @torch.no_grad()
     def undo(self) -> None:
-        """Restore the weights and the optimizer's state from before the last good step's update."""
+        """Restore the weights and the optimizer's state from the copy."""
         if len(self._kept) != len(self._state()):
             self._optimizer.state.clear()
         for tensor, kept in zip(self._state(), self._kept, strict=True):

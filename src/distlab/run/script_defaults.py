@@ -30,7 +30,7 @@ def read_defaults(script: Path) -> tuple[RunSettings, str | None]:
     exec(compile(needed, str(script), "exec"), module.__dict__)
     defaults = getattr(module, "DEFAULTS", None)
     if not isinstance(defaults, RunSettings):
-        raise InputError(f"{script}: launch.sh starts scripts that have DEFAULTS, a distlab.run.settings.RunSettings")
+        raise InputError(f"{script}: launch.sh needs a script with DEFAULTS, a distlab.run.settings.RunSettings")
     return defaults, module.__doc__
 
 

@@ -1,4 +1,4 @@
-"""What a run is asked to do: the flags that the scripts share, read and checked before any process waits."""
+"""The flags that all scripts share, read and checked before any process waits for another."""
 
 import json
 import math
@@ -17,26 +17,26 @@ from simplellm import command_line
 from simplellm.errors import InputError, require
 from simplellm.tokenizers import SHIPPED_MODEL
 
-MOST_RANKS = 1024  # beyond this a number is a typing error, which would keep a computer busy until memory runs out
+MOST_RANKS = 1024  # a larger number is taken for a typing error; it would use up all memory
 
 
 def shown_as(metavar: str, hint: str) -> Any:
-    """How `--help` shows a flag: what its value is, and what it is without one."""
+    """How `--help` shows a flag: the kind of its value, and a hint about its default."""
     return tyro.conf.arg(metavar=metavar, help_behavior_hint=f"({hint})")
 
 
 @dataclass
 class RunSettings:
-    """What every script needs, whatever it computes: who takes part, on which device, how to meet."""
+    """The settings of every script, whatever it computes: its ranks, their devices, and where they meet."""
 
     rank: Annotated[int, tyro.conf.Positional, shown_as("RANK", "needed without torchrun")] = -1
-    """rank of this process, from 0; torchrun and launch.sh give it themselves"""
+    """rank of this process, from 0; torchrun and launch.sh set it themselves"""
     seed: int = 0
     """seed of the initial weights and of the data"""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """where to compute; auto: CUDA if present"""
     backend: Literal["auto", "gloo", "nccl"] = "auto"
-    """how ranks talk; auto: NCCL when every rank has a GPU of its own, else gloo"""
+    """how ranks communicate; auto: NCCL if every rank has a GPU of its own, else gloo"""
     transport: Literal["auto", "shared", "gloo"] = "auto"
     """how gradients travel on the CPU; auto: through shared memory within a host, else over gloo"""
     timeout: float = 120
@@ -49,7 +49,7 @@ class RunSettings:
     """folder for the run's files"""
 
     one_stage_at_a_time: ClassVar[bool] = False
-    """whether the stages of a pipeline compute in turn, so that each can have the cores of all"""
+    """whether only one stage of a pipeline computes at a time, so that each can use the cores of all"""
 
     @property
     def layout(self) -> Layout:
@@ -57,11 +57,11 @@ class RunSettings:
         return {}
 
     def decide(self) -> dict[str, Any]:
-        """What rank 0 decides for all, besides the run's folder; it goes to `config.json`."""
+        """What rank 0 decides for all ranks, in addition to the run's folder; it is written to `config.json`."""
         return {}
 
     def remarks(self, decided: dict[str, Any]) -> list[str]:
-        """What to say of these decisions when the run begins."""
+        """Lines about these decisions, to print when the run begins."""
         return []
 
     def check(self) -> None:
@@ -71,8 +71,8 @@ class RunSettings:
         for field in fields(self):
             value = getattr(self, field.name)
             choices = get_args(kinds[field.name]) if get_origin(kinds[field.name]) is Literal else (value,)
-            # Out of a checkpoint, whose values become defaults, it may be anything.
-            require(value in choices, f"{as_flag(field.name)} {value}: there are {', '.join(map(str, choices))}")
+            # A checkpoint's values become defaults, so the value may be anything.
+            require(value in choices, f"{as_flag(field.name)} {value}: give one of {', '.join(map(str, choices))}")
             for number in value if isinstance(value, list) else [value]:
                 bits = 63 if field.name == "seed" else 31
                 fits = not isinstance(number, int) or -(2**bits) <= number < 2**bits
@@ -92,36 +92,36 @@ class RunSettings:
             except OSError as error:
                 raise InputError(f"--out {self.out}: {error.strerror}; give another folder") from None
             can_write = there.is_dir() and os.access(there, os.W_OK)
-            require(can_write, f"--out {self.out}: {there} is no folder that can be written to; give another one")
+            require(can_write, f"--out {self.out}: {there} is not a writable folder; give another one")
 
 
 @dataclass
 class ResumableSettings(RunSettings):
-    """A training run that keeps checkpoints, and resumes from one, as the `ResumePolicy` of each setting says."""
+    """A training run that saves checkpoints and can resume; each setting's `ResumePolicy` says how it is restored."""
 
     architecture: ClassVar[str]
-    """what checkpoints call the model that the script trains"""
+    """name in checkpoints of the model that the script trains"""
 
     save_every: Annotated[int | None, shown_as("INT", "default: never")] = None
     """write a checkpoint every N steps, and after the last one"""
     keep: int = 3
-    """checkpoints to keep, the last ones"""
+    """how many of the last checkpoints to keep"""
     resume: Annotated[Path | None, shown_as("DIR", "default: a new run")] = None
     """run or checkpoint to resume; model, data and optimizer settings are taken from it"""
 
     @property
     def length(self) -> tuple[str, int]:
-        """The flag that says how long the run is, as the user wrote it, and how many steps that makes."""
-        raise NotImplementedError(f"{type(self).__name__} says how long its run is")
+        """The flag that sets the length of the run, as the user wrote it, and the number of steps that it gives."""
+        raise NotImplementedError(f"{type(self).__name__} must define the length of its run")
 
     @property
     def tokenizer_model(self) -> Path | None:
-        """The SentencePiece model; None where the data is no text."""
+        """The SentencePiece model; None if the data is not text."""
         return None
 
     @property
     def data_identity(self) -> dict[str, Any] | None:
-        """What tells the data from others, if known before the run begins and not given by other settings."""
+        """A record that identifies the data; None if it is not known before the run or follows from other settings."""
         return None
 
     @property
@@ -137,7 +137,7 @@ class ResumableSettings(RunSettings):
         return {"data_identity": self.data_identity}
 
     def saved_values(self, checkpoint: Checkpoint) -> dict[str, Any]:
-        """Settings, by name, whose defaults are the checkpoint's values; `InputError` for values of other types."""
+        """By name, the settings whose defaults come from the checkpoint; `InputError` if a value has the wrong type."""
         self._check_architecture(checkpoint)
         model, saved, layout = checkpoint.record["model"], checkpoint.record["settings"], checkpoint.layout
         values = {name: model[name] for name in resume.marked(self, ResumePolicy.MODEL) if name in model}
@@ -145,7 +145,7 @@ class ResumableSettings(RunSettings):
         if layout == self.layout:
             policies += [ResumePolicy.SAME_LAYOUT, ResumePolicy.PER_REPLICA]
         values |= {name: saved[name] for name in resume.marked(self, *policies) if name in saved}
-        replicas = max(1, self.layout.get("dp", 1))  # it has not been checked so far
+        replicas = max(1, self.layout.get("dp", 1))  # the layout has not been checked yet
         for name, total in resume.per_step(checkpoint, self).items():
             if layout != self.layout and total % replicas == 0:
                 values[name] = total // replicas
@@ -158,11 +158,11 @@ class ResumableSettings(RunSettings):
         return {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
 
     def remarks_on_resuming(self, checkpoint: Checkpoint) -> list[str]:
-        """What to say of settings that change how the run that wrote the checkpoint goes on."""
+        """Lines to print about settings that change the course of the resumed run."""
         return []
 
     def check_checkpoint(self, checkpoint: Checkpoint) -> None:
-        """Raise `InputError` if a run with these settings would not continue the one that wrote the checkpoint."""
+        """Raise `InputError` if a run with these settings would not continue the run that wrote the checkpoint."""
         self._check_architecture(checkpoint)
         flag, record = f"--resume {self.resume}", checkpoint.record
         for name in resume.marked(self, ResumePolicy.MODEL):
@@ -195,7 +195,7 @@ class ResumableSettings(RunSettings):
 
 @dataclass
 class WorldSize:
-    """A topology of one kind, mixed into a script's settings; by default every rank is a replica."""
+    """The settings of a layout with one kind of parallelism; by default every rank is a replica."""
 
     world_size: int = 3
     """ranks, each with the whole model"""
@@ -221,14 +221,14 @@ SettingsT = TypeVar("SettingsT", bound=RunSettings)
 
 
 def parse(defaults: SettingsT, description: str, args: list[str] | None = None, prog: str | None = None) -> SettingsT:
-    """Read the command line over a script's defaults and check it; `InputError` for what cannot work."""
+    """Read the command line, with a script's defaults, and check it; `InputError` for values that cannot work."""
 
     def read(defaults: SettingsT) -> SettingsT:
         options: dict[str, Any] = {"default": defaults, "args": args, "prog": prog, "description": description}
         return command_line.read(lambda: tyro.cli(type(defaults), **options))
 
     settings = read(defaults)
-    if isinstance(settings, ResumableSettings) and settings.resume is not None:  # again, with the checkpoint's defaults
+    if isinstance(settings, ResumableSettings) and settings.resume is not None:  # again: its values are defaults
         checkpoint = latest_valid(settings.resume, at_a_glance=True)
         settings = read(replace(settings, **settings.saved_values(checkpoint)))
     settings.check()
@@ -238,7 +238,7 @@ def parse(defaults: SettingsT, description: str, args: list[str] | None = None, 
 
 
 def as_json(settings: RunSettings) -> dict[str, Any]:
-    """All settings but the rank, as JSON has them: what `config.json` keeps and what ranks compare."""
+    """All settings except the rank, as JSON values: for `config.json`, and for the comparison between ranks."""
     values: dict[str, Any] = json.loads(json.dumps(asdict(settings), default=str))
     del values["rank"]
     return values

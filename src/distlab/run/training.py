@@ -30,7 +30,7 @@ TrainSettingsT = TypeVar("TrainSettingsT", bound=TrainSettings)
 
 
 class TrainingRun(Run[TrainSettingsT]):
-    """A run of the lab's Llama: what its model and data are built with, and the parts that `track` gives it."""
+    """A run that trains the lab's Llama: options for its model and data, and the components that `track` creates."""
 
     validator: Validator | None = None  # with `--eval-every`
     _optimizer: Optimizer | None = None
@@ -39,25 +39,25 @@ class TrainingRun(Run[TrainSettingsT]):
     _batch: Tensor  # its token ids
 
     def model_options(self) -> dict[str, Any]:
-        """Keyword arguments of `simplellm.llama`'s models, as the flags or the checkpoint ask for."""
+        """Keyword arguments for the models of `simplellm.llama`, from the flags or the checkpoint."""
         args = self.settings
         names = "n_layers", "dmodel", "num_heads", "num_kv_heads", "hidden_dim", "seed"
         options: dict[str, Any] = {name: getattr(args, name) for name in names}
         options |= {"ctx_size": args.seq_len, "device": self.device, "dtype": getattr(torch, args.dtype)}
         options["recompute"] = args.recompute
         resumed = self.checkpointer.resumed if self.checkpointer else None
-        if resumed is not None:  # an imported model may be what no flag asks for
+        if resumed is not None:  # an imported model may have values for which there is no flag
             model = resumed.record["model"]
             options |= {name: model[name] for name in ("ctx_size", "rope_theta", "norm_eps")}
         return options
 
     def data_options(self) -> dict[str, Any]:
-        """Keyword arguments of `simplellm.dataloaders.TinyStories`, as the flags ask for and rank 0 decided."""
+        """Keyword arguments for `simplellm.dataloaders.TinyStories`, from the flags and rank 0's decision."""
         args = self.settings
         return {"batch_size": args.batch_size, "seq_l": args.seq_len, "data": self.decided["data"], "seed": args.seed}
 
     def optimizer(self, model: nn.Module | Mapping[int, nn.Module]) -> Optimizer:
-        """The optimizer that the flags ask for, of all the parameters of a model, or of several stages."""
+        """The optimizer given by the flags, for all parameters of a model or of several stages."""
         parts = model.values() if isinstance(model, Mapping) else [model]
         parameters = [parameter for part in parts for parameter in part.parameters()]
         args = self.settings
@@ -71,13 +71,13 @@ class TrainingRun(Run[TrainSettingsT]):
         loss: Loss | None = None,
         owners: Sequence[int] | None = None,
     ) -> None:
-        """Hand over what is the script's: for checkpoints, the learning rate, validation, memory, what is not finite.
+        """Register the script's model, optimizer and loss: for checkpoints, the learning rate, validation, diagnosis.
 
         Args:
-            model: or this rank's part of it, wrapped or not; several stages by their index.
-            optimizer: of all its parameters.
-            loss: (logits of the whole model, token ids) -> the mean loss; by default, the usual one.
-            owners: by stage, its rank in the pipeline; by default, each rank has one stage.
+            model: the model or this rank's part of it, wrapped or not; a mapping by index for several stages.
+            optimizer: the optimizer of all its parameters.
+            loss: (logits of the whole model, token ids) -> mean loss; by default the usual cross-entropy.
+            owners: by stage, the rank in the pipeline that holds it; by default, each rank has one stage.
         """
         args = self.settings
         parts = self._parts = ModelParts.of(model, self.grid, owners, loss)
@@ -96,11 +96,11 @@ class TrainingRun(Run[TrainSettingsT]):
     def steps(self, stories: TinyStories) -> Iterator[tuple[int, Tensor]]:
         """Number the steps and give each its batch of token ids, (batch, seq), on the run's device.
 
-        With `--resume`, the first is the one after the checkpoint, whose state is loaded before it. The optimizer has
-        the learning rate of the step.
+        With `--resume`, the checkpoint's state is loaded first, and the first step is the one after the checkpoint.
+        Before each step, the optimizer's learning rate is set.
 
         Raises:
-            InputError: the run is to be saved, resumed or validated, or its learning rate changes, and the script has
+            InputError: the run is to be saved, resumed or validated, or its learning rate changes, but the script has
                 not called `track`.
         """
         args, has_tracked = self.settings, self._optimizer is not None
@@ -114,7 +114,7 @@ class TrainingRun(Run[TrainSettingsT]):
             for group in self._optimizer.param_groups if self._optimizer else ():
                 group["lr"] = lr
             self._step, self._batch = step, batch.to(self.device, non_blocking=True)
-            is_counted = self.memory is not None and step == self.first_step  # every step saves as many activations
+            is_counted = self.memory is not None and step == self.first_step  # all steps save the same activations
             with self.memory.counting() if self.memory and is_counted else contextlib.nullcontext():
                 yield step, self._batch
 
@@ -122,7 +122,7 @@ class TrainingRun(Run[TrainSettingsT]):
         return self.validator is not None and (step + 1) % (self.settings.eval_every or 1) == 0
 
     def _waits_after(self, step: int) -> bool:
-        """Whether ranks wait for each other after a step, also with `--run-on`."""
+        """Whether ranks wait for each other after a step even with `--run-on`."""
         steps = self.settings.steps
         is_saved = self.checkpointer is not None and self.checkpointer.is_due(step, steps)
         return step + 1 == steps or is_saved or self._is_validation_due(step)
@@ -136,7 +136,7 @@ class TrainingRun(Run[TrainSettingsT]):
                 say(f"validation after {step + 1} steps: loss {loss:.6f}, perplexity {perplexity(loss):,.2f}")
 
     def _find_not_finite(self, parts: ModelParts, step: int) -> str:
-        """Do the forward pass of a step again, and look at every tensor."""
+        """Repeat the forward pass of a step and check every tensor."""
         name = f"the activations of micro-batch {{}} again, to find what is not finite in step {step}".format
         micro_batches = self._batch.chunk(self.settings.micro_batches)
         forward = partial(parts.forward_passes, micro_batches, name, kind="control")
@@ -185,7 +185,7 @@ class TrainingRun(Run[TrainSettingsT]):
     def log(self, step: int, losses: Iterable[Tensor]) -> None:
         """Print the loss of the global batch, with `--run-on` a step later; the arguments are those of `global_loss`.
 
-        Call it before the update, which is not made if the loss is not finite, or else undone.
+        To be called before the update, which a non-finite loss prevents or, with `--run-on`, undoes.
         """
         late = self.running_on
         if late is not None:
@@ -208,4 +208,4 @@ class TrainingRun(Run[TrainSettingsT]):
         if self.has_terminal:
             print(line, flush=True)
         elif isinstance(sys.stdout, RankOutput):
-            sys.stdout.keep(line + "\n")  # ranks that share a terminal print it once
+            sys.stdout.keep(line + "\n")  # on a shared terminal, only rank 0 prints it

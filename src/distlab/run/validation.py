@@ -1,4 +1,4 @@
-"""The loss on the validation split: the same number, up to rounding, in every layout."""
+"""The loss on the validation split; up to rounding, it is the same in every layout."""
 
 import math
 from collections.abc import Sequence
@@ -11,9 +11,9 @@ from distlab.run.model import ModelParts
 
 
 class Validator:
-    """The model's loss on a fixed set of sequences: token ids (sequences, seq), the same on all ranks.
+    """Computes the model's loss on a fixed set of sequences: token ids (sequences, seq), the same on all ranks.
 
-    The replicas share them out, and take at most `rows` of them at a time.
+    The sequences are divided among the replicas, and evaluated at most `rows` at a time.
     """
 
     def __init__(self, parts: ModelParts, sequences: Tensor, rows: int) -> None:
@@ -22,7 +22,7 @@ class Validator:
         self._batches: Sequence[Tensor] = own.split(rows) if len(own) else ()
 
     def loss(self, step: int) -> float:
-        """The mean loss over all sequences after a step, on every rank, which all must call it."""
+        """The mean loss over all sequences after a step, on every rank; all ranks must call this method."""
         name = f"the activations of validation batch {{}} after step {step}".format
         with traffic.ledger.counted_as("validation"):
             total = self._parts.forward_passes(self._batches, name, kind="validation")
@@ -32,5 +32,5 @@ class Validator:
 
 
 def perplexity(loss: float) -> float:
-    """exp(loss): the number of tokens that the model hesitates between, on average."""
+    """exp(loss): the number of equally likely tokens that would give this loss."""
     return math.exp(min(loss, 700))

@@ -30,7 +30,7 @@ from simplellm.tokenizers import SHIPPED_MODEL
 pytestmark = pytest.mark.quick
 
 SHAPE = {"dmodel": 32, "num_heads": 4, "num_kv_heads": 2, "hidden_dim": 40, "n_layers": 2, "ctx_size": 30}
-SENTENCE = "no whole checkpoint is there"
+SENTENCE = "there is no complete checkpoint"
 
 
 @pytest.fixture(scope="module")
@@ -81,7 +81,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     "half a record": (lambda folder: (folder / "checkpoint.json").write_text('{"step": 4,'), "cannot be read"),
     "a record of nothing": (lambda folder: (folder / "checkpoint.json").write_text("[]"), "cannot be read"),
     "a record of bytes": (lambda folder: (folder / "checkpoint.json").write_bytes(b"\xff\xfe"), "cannot be read"),
-    "another step": (change_record, "cannot be read .its checksum is not the recorded one"),
+    "another step": (change_record, "cannot be read .its checksum does not match"),
 }
 
 
@@ -92,7 +92,7 @@ def test_a_damaged_one_is_named_and_passed_over(how: str, run: Path) -> None:
     said: list[str] = []
     assert latest_valid(run, said.append).folder == step(run, 2)
     [remark] = said
-    assert remark.startswith("passed over a checkpoint: step-00000004"), remark
+    assert remark.startswith("skipped a checkpoint: step-00000004"), remark
     assert re.search(sentence, remark), remark
     damage(step(run, 2))
     with pytest.raises(InputError, match=f"^{run}: {SENTENCE}.*{sentence}"):
@@ -103,7 +103,7 @@ def test_a_run_says_which_one_it_passed_over(run: Path) -> None:
     flip_a_bit(step(run, 4))
     ended = fork_python("primer/intro.py", "--resume", run, "--steps", "6", "--out", run / "on").finish()
     assert ended.status == 0, ended.err
-    assert "# passed over a checkpoint: step-00000004: shard-" in ended.out
+    assert "# skipped a checkpoint: step-00000004: shard-" in ended.out
     assert f"# resuming from {step(run, 2)}, after 2 steps\n" in ended.out
 
 
@@ -251,7 +251,7 @@ def test_a_run_killed_while_it_saves_loses_nothing_that_was_there(tmp_path: Path
     ]
     said: list[str] = []
     assert latest_valid(tmp_path, said.append).folder == step(tmp_path, 2)
-    assert said[0].startswith("passed over a checkpoint: step-00000004.unfinished is incomplete")
+    assert said[0].startswith("skipped a checkpoint: step-00000004.unfinished is incomplete")
     run_ranks(1, train, "primer/intro.py", ["--resume", str(tmp_path), "--out", str(tmp_path), "--save-every", "2"])
     assert [path.name for path in sorted((tmp_path / "checkpoints").iterdir())] == ["step-00000002", "step-00000004"]
     assert latest_valid(tmp_path).folder == step(tmp_path, 4)
@@ -354,7 +354,7 @@ def sees_only_its_own_files(rank: int, out: Path, port: int) -> str:
 
 def test_half_a_checkpoint_is_not_declared_whole(tmp_path: Path) -> None:
     sentences = run_ranks(2, sees_only_its_own_files, tmp_path, free_port())
-    assert sentences[0] == f"--out {tmp_path}: not all ranks' files are there; give a folder that all machines share"
+    assert sentences[0] == f"--out {tmp_path}: files of some ranks are missing; give a folder that all machines share"
     assert not (tmp_path / "checkpoints" / "step-00000001").exists()
 
 
@@ -384,7 +384,7 @@ def test_a_rank_that_dies_as_all_save_ends_the_run_and_takes_nothing_with_it(tmp
     flags = [*MODEL, *TRAINING, "--steps", "6", "--world-size", "3", "--save-every", "2", "--out", out]
     ended = fork_launcher(driver, *flags).finish(45)
     assert ended.status == 1
-    assert ended.err.splitlines()[-1] == "# rank 1 failed: it was ended by SIGKILL"
+    assert ended.err.splitlines()[-1] == "# rank 1 failed: it was terminated by SIGKILL"
     assert "Traceback" not in ended.err
     assert sorted(path.name for path in (out / "checkpoints").iterdir()) == [
         "step-00000002",
@@ -392,6 +392,6 @@ def test_a_rank_that_dies_as_all_save_ends_the_run_and_takes_nothing_with_it(tmp
     ]
     said: list[str] = []
     assert latest_valid(out, said.append).folder == step(out, 2)
-    assert said[0].startswith("passed over a checkpoint: step-00000004.unfinished is incomplete")
+    assert said[0].startswith("skipped a checkpoint: step-00000004.unfinished is incomplete")
     on = ["--resume", str(out), "--out", str(out), "--save-every", "2"]
     assert run_ranks(1, gone_on, *on) == [["step-00000002", "step-00000004"]]

@@ -63,6 +63,6 @@ def test_a_rank_that_does_not_come_ends_the_others_at_the_deadline_with_a_senten
     for rank, (sentence, seconds) in enumerate(run_ranks(4, make_groups_without_rank_1, free_port())):
         if rank != 1:
             assert sentence.startswith(f"rank {rank} waited ")
-            assert " s for all ranks to make the groups of replicas, stages and slices" in sentence
+            assert " s for all ranks to create the groups of replicas, stages and slices" in sentence
             assert sentence.endswith("no answer (--timeout sets how long to wait)")
             assert seconds < 10

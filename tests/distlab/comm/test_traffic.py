@@ -183,5 +183,5 @@ def lose_a_rank(rank: int, port: int) -> tuple[str, float]:
 
 def test_a_wait_ends_at_once_when_the_other_rank_is_gone() -> None:
     (message, seconds), _ = run_ranks(2, lose_a_rank, free_port())
-    assert "for the weights from rank 1: a rank has ended" in message
+    assert "for the weights from rank 1: a rank has exited" in message
     assert seconds < 10

@@ -246,15 +246,16 @@ def refused(rank: int, port: int) -> None:
     """Nothing is cut before all is known to fit: what is refused still computes what it did."""
     two_heads, limited, tied = Written(), Written(), Written()
     two_heads.other = Linear(48, 48, bias=False)
+    initialize(two_heads, seed=1)  # otherwise the weight of `other` is uninitialized memory, perhaps nan
     limited.tokens[0].max_norm = 1.0
     tied.rest["deep"][0].mlp.up_proj.weight = tied.rest["deep"][0].mlp.gate_proj.weight
     cases: list[tuple[nn.Module, Style, bool, str]] = [
         (Written(num_heads=4), "megatron", False, "--num-heads 4 among 3 tensor-parallel ranks"),
         (Written(vocab_size=2), "megatron", False, "scores has 2 rows, which 3 tensor-parallel ranks cannot share"),
-        (two_heads, "megatron", False, "scores and other: one linear layer outside attention and MLP can be the head"),
+        (two_heads, "megatron", False, "scores and other: only one linear layer may be outside attention and MLP"),
         (limited, "megatron", False, "tokens.0: an embedding with max_norm"),
-        (tied, "naive", False, "rest.deep.0.mlp.gate_proj and rest.deep.0.mlp.up_proj have one weight"),
-        (Written().first, "megatron", True, "sequence parallelism is for a whole model"),
+        (tied, "naive", False, "rest.deep.0.mlp.gate_proj and rest.deep.0.mlp.up_proj share a weight"),
+        (Written().first, "megatron", True, "sequence parallelism needs a whole model"),
         (nn.Sequential(nn.Linear(4, 4)), "megatron", False, "nothing in this module can be split"),
     ]
     with process_group(rank, 3, port):
@@ -269,7 +270,7 @@ def refused(rank: int, port: int) -> None:
             assert not traffic.ledger.messages, "no hook talks"
         split = Written()
         shard(split)
-        with pytest.raises(InputError, match="is split already"):
+        with pytest.raises(InputError, match="is already split"):
             shard(split)
 
 
@@ -290,7 +291,7 @@ def test_frozen_weights_stay_frozen_and_what_cannot_be_split_is_refused() -> Non
     assert tied.lm_head is not None
     assert tied.model.embed_tokens is not None
     for arguments in ({"style": "naive", "sequence_parallel": True}, {"sequence_parallel": True}):
-        with pytest.raises(InputError, match="sequence parallelism is for a whole model"):
+        with pytest.raises(InputError, match="sequence parallelism needs a whole model"):
             shard(stage, **arguments)
     tied.lm_head.weight = tied.model.embed_tokens.weight
     with pytest.raises(InputError, match="untie them first"):

@@ -120,7 +120,7 @@ def test_a_killed_rank_ends_both_hosts(hosts: tuple[Host, Host], tmp_path: Path)
         there = rank // RANKS_OF_A_HOST
         os.kill(process_of(rank, pids(hosts[there])), signal.SIGKILL)
         sentences, ended = last_lines(nodes)
-        cause = f"rank {rank} (stage 1 of replica {there}) failed: it was ended by SIGKILL"
+        cause = f"rank {rank} (stage 1 of replica {there}) failed: it was terminated by SIGKILL"
         assert sentences[there] == f"# {cause}"
         assert sentences[1 - there] == f"# on another machine, node {there}, {cause}"
         assert all(end.status == 1 for end in ended)
@@ -136,7 +136,7 @@ def test_a_killed_launcher_ends_both_hosts(hosts: tuple[Host, Host], tmp_path: P
         os.kill(launcher_on(hosts[0], 0), signal.SIGKILL)
         end = finish(nodes[1], SECONDS_TO_END)
         assert end.status == 1
-        sentence = "# the launcher of another machine, node 0, has ended or is not reached any more"
+        sentence = "# the launcher of another machine, node 0, has exited or can no longer be reached"
         assert end.err.splitlines()[-1] == sentence
         finish(nodes[0], 5)
         assert not pids(hosts[0]) + pids(hosts[1]), "no orphans"
@@ -151,7 +151,7 @@ def test_a_stopped_launcher_ends_the_other_host(hosts: tuple[Host, Host], tmp_pa
         os.kill(launcher_on(hosts[0], 0), signal.SIGSTOP)
         end = finish(nodes[1], SECONDS_OF_SILENCE + SECONDS_TO_END)
         assert end.status == 1
-        sentence = "# the launcher of another machine, node 0, has ended or is not reached any more"
+        sentence = "# the launcher of another machine, node 0, has exited or can no longer be reached"
         assert end.err.splitlines()[-1] == sentence
         assert not pids(hosts[1]), "no orphans"
     finally:
@@ -190,7 +190,7 @@ def test_restarts_that_are_used_up_end_both_hosts(hosts: tuple[Host, Host], tmp_
         os.kill(process_of(0, pids(hosts[0])), signal.SIGKILL)
         sentences, ended = last_lines(nodes)
         assert [end.status for end in ended] == [1, 1]
-        cause = "rank 0 (stage 0 of replica 0) failed: it was ended by SIGKILL"
+        cause = "rank 0 (stage 0 of replica 0) failed: it was terminated by SIGKILL"
         assert sentences == [f"# {cause}", f"# on another machine, node 0, {cause}"]
         assert not any("2 of 1" in end.out for end in ended)
     finally:

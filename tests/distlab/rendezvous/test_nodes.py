@@ -215,7 +215,7 @@ def test_a_launcher_that_waits_for_the_others_ends_with_a_sentence(
         os.kill(launcher.pid, sent)
         launcher.join(5)
         assert launcher.exitcode == 128 + sent
-        assert [line for line in written(out).splitlines() if looks not in line] == [f"# ended by {sent.name}"]
+        assert [line for line in written(out).splitlines() if looks not in line] == [f"# terminated by {sent.name}"]
     finally:
         launcher.kill()
         launcher.join()

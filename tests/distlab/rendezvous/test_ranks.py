@@ -20,7 +20,7 @@ from distlab.rendezvous.store import listen_at
 from simplellm.errors import InputError
 
 Settings = dict[str, Any]
-ENDED = "rank 0 ended while this process waited for its answer: see its last line"
+ENDED = "rank 0 exited while this process waited for its answer: see its last line"
 
 
 def join(rank: int, port: int, size: list[int], settings: list[Settings], seats: list[int]) -> tuple[str, list[str]]:
@@ -68,7 +68,7 @@ def test_two_processes_with_one_rank() -> None:
     assert outcomes[0] == "agreed on sample"
     assert sorted(outcomes[1:]) == [
         "agreed on sample",
-        "rank 1 is taken: another process joined this run with it, and may have ended since; give each rank "
+        "rank 1 is taken: another process joined this run with it, and may have exited since; give each rank "
         "one process, and after a failure start all ranks again",
     ]
 

@@ -84,7 +84,7 @@ def test_curves_run_over_steps_tokens_or_seconds(tmp_path: Path) -> None:
     for no_number in ("low", [1.0]):
         rows[0]["validation_loss"] = no_number
         (run_folder / "metrics.jsonl").write_text("\n".join(json.dumps(row) for row in rows))
-        with pytest.raises(InputError, match="no metrics of a run"):
+        with pytest.raises(InputError, match="these are not the metrics of a run"):
             losses(tmp_path / "a.png", [str(run_folder)])
     with pytest.raises(InputError, match="its records have no tokens, which --against asks for"):
         losses(tmp_path / "a.png", [str(record(tmp_path / "b", [1.0]))], against="tokens")
@@ -109,7 +109,7 @@ def test_figures_of_traces_and_of_the_layout(tmp_path: Path) -> None:
     pictures = {(tmp_path / name).read_bytes() for name in ("a.png", "b.png", "c.png")}
     assert len(pictures) == 3
     assert all(picture.startswith(b"\x89PNG") for picture in pictures)
-    with pytest.raises(InputError, match="no trace of a run; --trace makes one"):
+    with pytest.raises(InputError, match="this is not the trace of a run; --trace records one"):
         memory(tmp_path / "d.png", [f"run={tmp_path / 'nothing'}"])
 
 
@@ -120,7 +120,7 @@ def test_topologies_are_drawn_from_a_simulated_world(tmp_path: Path) -> None:
     assert (tmp_path / "five.png").read_bytes() != (tmp_path / "two.png").read_bytes()
     with pytest.raises(InputError, match="--world-size 1: give 2 to 32 ranks"):
         topologies(tmp_path / "one.png", world_size=1)
-    with pytest.raises(InputError, match="no table of collectives there"):
+    with pytest.raises(InputError, match="there is no table of collectives"):
         collectives(tmp_path / "none.png", tmp_path)
 
 
@@ -130,10 +130,10 @@ def test_moving_average() -> None:
 
 
 def test_a_folder_that_holds_no_run_is_named(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="no metrics of a run"):
+    with pytest.raises(InputError, match="these are not the metrics of a run"):
         read_metrics(tmp_path)
     (tmp_path / "metrics.jsonl").write_text("{not json")
     ended = run(sys.executable, "-m", "distlab.figures", "losses", tmp_path / "x.png", f"a={tmp_path}")
     assert ended.status == 2
-    assert "no metrics of a run" in ended.err
+    assert "these are not the metrics of a run" in ended.err
     assert "Traceback" not in ended.err

@@ -81,5 +81,5 @@ def test_a_run_says_what_its_ranks_hold(tmp_path: Path) -> None:
     assert "# memory, MB" in (tmp_path / "rank0.log").read_text()
     holdings(tmp_path / "held.png", [f"run={tmp_path}"])
     assert (tmp_path / "held.png").read_bytes().startswith(b"\x89PNG")
-    with pytest.raises(InputError, match="no counts of a run's memory there"):
+    with pytest.raises(InputError, match="there are no memory counts of a run"):
         holdings(tmp_path / "none.png", [f"run={tmp_path / 'nothing'}"])

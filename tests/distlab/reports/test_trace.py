@@ -190,7 +190,8 @@ def test_a_file_that_is_no_trace_is_named(content: str | None, tmp_path: Path) -
     path = tmp_path / "trace.json"
     if content is not None:
         path.write_text(content)
-    with pytest.raises(InputError, match=f"^{re.escape(f'{path}: no trace of a run; --trace makes one')}$"):
+    sentence = f"{path}: this is not the trace of a run; --trace records one"
+    with pytest.raises(InputError, match=f"^{re.escape(sentence)}$"):
         read_chrome(path)
 
 

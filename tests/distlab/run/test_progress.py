@@ -74,7 +74,7 @@ def test_the_first_step_is_left_out_and_a_line_comes_every_minute() -> None:
     steps.take(1, seconds=30)
     steps.take(199, seconds=1.35)
     assert steps.said == {
-        4: "about 1 h 52 min for the 4,996 steps left",
+        4: "about 1 h 52 min for the remaining 4,996 steps",
         49: "49 of 5,000 steps, 74 tokens/s, about 1 h 51 min left",
         94: "94 of 5,000 steps, 74 tokens/s, about 1 h 50 min left",
         139: "139 of 5,000 steps, 74 tokens/s, about 1 h 49 min left",
@@ -102,7 +102,7 @@ def test_validation_and_checkpoints_are_part_of_the_time() -> None:
 def test_a_resumed_run_is_timed_by_its_own_steps() -> None:
     steps = Steps(5000, done=4900)
     steps.take(99, seconds=10)
-    assert steps.said[2] == "about 16 min for the 98 steps left"
+    assert steps.said[2] == "about 16 min for the remaining 98 steps"
     assert steps.said[8] == "4,908 of 5,000 steps, about 15 min left"
     assert list(steps.said.values())[-1] == "4,998 of 5,000 steps, about 20 s left"
 
@@ -126,7 +126,7 @@ def test_each_tells_how_many_are_left(monkeypatch: pytest.MonkeyPatch, capsys: p
     assert list(each("abcdef", "letters")) == list("abcdef")
     out, err = capsys.readouterr()
     assert err == (
-        "# about 0 s for the 3 letters left\n# 4 of 6 letters, about 0 s left\n# 5 of 6 letters, about 0 s left\n"
+        "# about 0 s for the remaining 3 letters\n# 4 of 6 letters, about 0 s left\n# 5 of 6 letters, about 0 s left\n"
     )
     assert not out
     monkeypatch.setattr(progress, "rank", lambda: 1)
@@ -165,7 +165,7 @@ def test_in_a_pipe_there_are_plain_lines(tmp_path: Path) -> None:
         for step in range(first, steps):
             expected.append(rf"{step} \d\.\d{{8}}" + rf"  {speed}" * (step > first))
             if step - first == 3 and step + 1 < steps:
-                expected.append(rf"# about \d+ s for the {steps - step - 1} steps left")
+                expected.append(rf"# about \d+ s for the remaining {steps - step - 1} steps")
             elif step - first > 3 and step + 1 < steps:
                 expected.append(rf"# {step + 1} of {steps} steps, {speed}, about \d+ s left")
         for line, pattern in zip(lines[begin + 1 : end], expected, strict=True):
@@ -242,7 +242,7 @@ def test_what_a_killed_rank_leaves_on_a_terminal_is_erased(tmp_path: Path) -> No
     status, written = on_terminal(LAB / "launch.sh", script, *flags)
     assert status not in (0, 2)
     assert "\x1b[K# 3 of 30 steps" in written
-    assert screen(written)[-2:] == ["# rank 0 failed: it was ended by SIGKILL", ""]
+    assert screen(written)[-2:] == ["# rank 0 failed: it was terminated by SIGKILL", ""]
 
 
 @pytest.mark.parametrize("how", ["a dumb terminal", "standard output in a pipe"])

@@ -57,7 +57,7 @@ def test_without_a_checkpoint_the_run_begins_again_and_ends_when_restarts_are_us
         await_that(lambda: steps_taken(tmp_path) < 5 or process.poll() is not None)
     ended = finish(process, deadline=30)
     assert ended.status == 1
-    assert ended.err.splitlines()[-1] == "# rank 0 failed: it was ended by SIGKILL"
+    assert ended.err.splitlines()[-1] == "# rank 0 failed: it was terminated by SIGKILL"
     assert "resuming from" not in ended.out
     assert ended.out.count("\n0 ") == 2
 

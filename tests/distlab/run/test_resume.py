@@ -137,7 +137,7 @@ def test_a_longer_run_says_how_the_learning_rate_goes_on(saved: Any) -> None:
     assert (settings.lr_schedule, settings.betas, settings.weight_decay) == ("cosine", (0.8, 0.95), 0.1)
     [remark] = settings.remarks_on_resuming(checkpoint)
     lrs = [f"{learning_rate(HALF, steps, 1e-2, 1, 'cosine', 1e-3):.3g}" for steps in (2 * STEPS, STEPS)]
-    assert "it is {} now instead of {}; --steps sets it".format(*lrs) in remark
+    assert "it is now {} instead of {}; --steps sets it".format(*lrs) in remark
     assert not replace(settings, steps=STEPS).remarks_on_resuming(checkpoint)
 
 

@@ -152,7 +152,7 @@ def test_it_goes_on_where_it_was(layout: str, unit: str, a_step: int, saved: Run
     assert [record["step"] for record in records] == list(range(STEPS))
     assert [record[unit] for record in records] == [(number + 1) * a_step for number in range(STEPS)]
     log = (own / "rank0.log").read_text()
-    assert "# passed over a checkpoint: step-00000014: shard-" in log
+    assert "# skipped a checkpoint: step-00000014: shard-" in log
     assert f"# resuming from {step(own)}, after {HALF} steps\n" in log
     kept = sorted(path.name for path in (own / "checkpoints").iterdir())
     assert kept == ["step-00000010", "step-00000020", "superseded"]

@@ -75,9 +75,9 @@ def test_an_imported_models_constants_are_its_own(tmp_path: Path) -> None:
         (DataParallelSettings(), "--world-size 3", 2, None),
         (DataParallelSettings(), "--world-size 6", 1, None),
         (HybridSettings(), "--pp 2", 3, None),
-        (DataParallelSettings(), "--world-size 4", 1, "the global batch is 4, and was 6 before: --batch-size sets it"),
-        (TrainSettings(), "--batch-size 2", 2, "the global batch is 2, and was 6 before: --batch-size sets it"),
-        (HybridSettings(batch_size=4, micro_batches=4), "--pp 2", 4, "the global batch is 8, and was 6 before"),
+        (DataParallelSettings(), "--world-size 4", 1, "the global batch is now 4 and was 6: --batch-size sets it"),
+        (TrainSettings(), "--batch-size 2", 2, "the global batch is now 2 and was 6: --batch-size sets it"),
+        (HybridSettings(batch_size=4, micro_batches=4), "--pp 2", 4, "the global batch is now 8 and was 6"),
     ],
 )
 def test_another_layout_keeps_the_global_batch(
@@ -114,7 +114,7 @@ def test_a_field_keeps_its_policy_in_a_class_that_gives_it_another_default() -> 
 @pytest.mark.parametrize(
     ("where", "name"),
     [
-        ("parameter of both stages", "the parameter model.layers.0.mlp.up_proj.weight, since the update before"),
+        ("parameter of both stages", "the parameter model.layers.0.mlp.up_proj.weight, since the previous update"),
         ("output of stage 0, parameter of stage 1", "the parameter model.layers.1.mlp.up_proj.weight, since the"),
         ("output of both stages", "the output of model.layers.0.mlp"),
         ("gradient of both stages", "the gradient of model.layers.1.mlp.up_proj.weight"),
@@ -146,7 +146,7 @@ def test_what_is_not_finite_is_named_in_the_order_of_the_model(where: str, name:
     stage = 1 if "layers.1" in name else 0
     for rank in ended:
         assert rank.status == 1
-        assert f"first not finite is {name}" in rank.err
+        assert f"the first non-finite tensor is {name}" in rank.err
         assert f"on rank {stage} (stage {stage} of replica 0)" in rank.err, rank.err
 
 

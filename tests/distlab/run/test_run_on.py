@@ -127,7 +127,7 @@ def test_a_loss_that_is_no_number_is_found_in_its_step_from_its_weights(tmp_path
     assert found == losses(tmp_path / "usual")
     assert len(found) > 1
     assert set(sentences) == {sentences[0]}
-    assert sentences[0].startswith(f"the loss of step {len(found)} is nan: first not finite is the ")
+    assert sentences[0].startswith(f"the loss of step {len(found)} is nan: the first non-finite tensor is the ")
 
 
 class Arrives:
