@@ -37,7 +37,7 @@ class Settings:
     stages: list[int] = field(default_factory=lambda: [2, 4, 8])
     """numbers of pipeline stages"""
     micro_batches: list[int] = field(default_factory=lambda: [4, 8, 16])
-    """micro-batches to a step"""
+    """micro-batches per step"""
     steps: int = 5
     """measured steps, after one to warm up; the median counts"""
     forward: float = 0.04

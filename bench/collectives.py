@@ -1,4 +1,4 @@
-"""Collectives by hand: our ring all-reduce beside the library's, in turn; and every topology beside its prediction.
+"""Handwritten collectives: the lab's ring all-reduce beside the library's, and every topology beside its prediction.
 
 python bench/collectives.py
 python bench/collectives.py --worlds 3 --starts 2 --rounds 100
@@ -41,11 +41,11 @@ class Settings:
     megabytes: list[int] = field(default_factory=lambda: [4, 40])
     """sizes of the all-reduces"""
     starts: int = 3
-    """how often the ranks are started anew: which memory they get makes a difference of a tenth for all their turns"""
+    """number of starts of the ranks: the memory that they happen to get changes all their times by up to a tenth"""
     rounds: int = 30
     """timed turns of each in each start"""
     in_a_row: int = 5
-    """what is measured runs so many times to a turn, as the buckets of a training step follow each other"""
+    """calls per turn, one after another like the buckets of a training step"""
     predicted_rounds: int = 3
     """timed turns, in each start, of what is compared with its prediction, and of what that is fitted from; of sizes
     below 16 MB as many more as they are smaller"""
@@ -54,7 +54,7 @@ class Settings:
     predicted_megabytes: list[int] = field(default_factory=lambda: [1, 4, 16, 64])
     """sizes for it; none for no comparison"""
     patient: bool = True
-    """have gloo's threads be patient, as in the lab's runs; otherwise they run as torch has them"""
+    """make gloo's threads patient, as in the lab's runs; otherwise they run as torch starts them"""
     port: int = 29556
     """where rank 0 listens"""
 
@@ -108,8 +108,8 @@ def compare_with_prediction(
             for topology, work in operations(size_bytes)[operation].items():
                 if topology == LIBRARY:
                     continue
-                # Anew for each, and in turn with it: a computer's speed drifts, and what is large leaves its caches. A
-                # small message is all latency, and tells no bandwidth.
+                # Fitted again for each, in turn with it: a computer's speed drifts, and large tensors evict its caches.
+                # A small message is dominated by latency, and gives no bandwidth.
                 message_bytes = max(
                     SMALLEST_FITTED_BYTES, bytes_of_a_message(operation, topology, size_bytes, world_size)
                 )

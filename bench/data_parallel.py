@@ -37,7 +37,7 @@ class Settings:
     worlds: tuple[int, ...] = (2, 3)
     """numbers of ranks"""
     rounds: int = 24
-    """steps of each variant that are counted"""
+    """measured steps of each variant"""
     batch_size: int = 1
     """sequences per rank"""
     seq_len: int = 256

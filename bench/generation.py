@@ -1,4 +1,4 @@
-"""Telling a story with and without the cache of keys and values: token by token in turn, in one run.
+"""Generating text with and without the key-value cache: token by token in turn, in one run.
 
     python bench/generation.py
     python bench/generation.py --stories 10 --threads 2

@@ -129,9 +129,9 @@ class Settings:
     sizes: Annotated[tuple[str, ...], shown_as("tiny|10M|100M|1B ...", "default: all but tiny; on the CPU, tiny")] = ()
     """models to measure, by their number of parameters"""
     batch_size: Annotated[int | None, shown_as("INT", "default: by the model")] = None
-    """sequences to a step"""
+    """sequences per step"""
     turns: int = 8
-    """how often each has its turn of 3 steps"""
+    """number of turns of 3 steps for each"""
     ranks: int = 3
     """ranks that share the GPU"""
     peak_tflops: Annotated[float | None, shown_as("FLOAT", "default: by the GPU's name")] = None

@@ -1,12 +1,12 @@
-"""Kills random ranks of random topologies at random moments, and looks at how the runs end and go on.
+"""Kills random ranks of random topologies at random times, and checks how the runs end and resume.
 
     python bench/kills.py                       60 kills, all topologies
     python bench/kills.py --kills 5 --seed 7 --topologies hybrid tp
 
 Each run saves checkpoints. One of its ranks gets SIGKILL: while the ranks start, after some step, or while they save.
-The run has to end by itself, with a status that is not 0 and a last line that names the rank; no process and no whole
-checkpoint may be left or lost; and gone on with (from the start, where there was no checkpoint yet), its losses have to
-be those of a run that nobody disturbed.
+The run must then end by itself, with a status other than 0 and a last line that names the rank. No process may be left
+behind, and no complete checkpoint may be lost. When the run is resumed (or restarted, if there was no checkpoint yet),
+its losses must equal those of an undisturbed run.
 """
 
 import contextlib
@@ -45,8 +45,8 @@ TOPOLOGIES = {  # and the number of ranks
     "hybrid": 6,
     "hybrid --dp 1 --pp 2 --tp 2": 4,
 }
-SECONDS_TO_END = 10.0  # that a good end may take
-SECONDS_TO_RUN = 120.0  # after which a run is taken for one that hangs
+SECONDS_TO_END = 10.0  # maximum time of a correct end
+SECONDS_TO_RUN = 120.0  # after this time, a run is considered to hang
 MARK = "LAB_KILLS_RUN"  # in the environment of all processes of a run
 
 
@@ -188,7 +188,7 @@ def kill_one(topology: str, folder: Path, mark: str, expected: list[float], rand
     outcome.goes_on = status in (0, 2) and after == expected
     if not outcome.goes_on:
         first = next((step for step, pair in enumerate(zip(after, expected)) if pair[0] != pair[1]), len(after))  # noqa: B905
-        outcome.last_line += f" / gone on with {resume}, {len(after)} steps, differs from step {first} on: {err}"
+        outcome.last_line += f" / resumed with {resume}, {len(after)} steps, differs from step {first} on: {err}"
     return outcome
 
 

@@ -1,4 +1,4 @@
-"""What a message costs where ranks share cores, with gloo's threads as torch has them and with patient ones, in turn.
+"""The cost of a message between ranks that share cores, with gloo's usual threads and with patient ones, in turn.
 
 python bench/messages.py
 """

@@ -1,4 +1,4 @@
-"""Which layout to choose on which network: training steps over a link of two hosts that is made slow and far.
+"""Which layout to choose on which network: training steps over a link between two hosts with limited speed.
 
     python bench/network.py                                  the whole grid, some ten minutes; needs root, and Linux
     python bench/network.py --mbit 10 --latency-ms 50        one link
@@ -67,7 +67,7 @@ class Settings:
     layouts: list[str] = field(default_factory=list)
     """names of layouts, as in the table; all by default"""
     cycles: int = 5
-    """steps to a cell, of which the median counts; of --sync-every 8 and 64, two rounds and one"""
+    """steps per cell, of which the median is used; two rounds for --sync-every 8, one for 64"""
     png: Path | None = LAB / "imgs" / "network.png"
     """figure to draw"""
     json: Path | None = None
@@ -170,7 +170,7 @@ EXACT = {layout.name for layout in LAYOUTS if layout.sync_every == 1}  # they tr
 
 
 class Steps:
-    """The records of a run under way, as they come."""
+    """The records of a run in progress, as they arrive."""
 
     def __init__(self, metrics: Path, ranks: "list[subprocess.Popen[bytes]]") -> None:
         self._metrics, self._ranks = metrics, ranks
@@ -182,11 +182,11 @@ class Steps:
         return [json.loads(line) for line in whole.splitlines()]
 
     def await_count(self, count: int, deadline: float) -> None:
-        """Return when there are so many, or at the deadline (of `time.monotonic`)."""
+        """Return when there are that many, or at the deadline (on `time.monotonic`)."""
         while len(self.so_far()) < count and time.monotonic() < deadline:
             if any(rank.poll() is not None for rank in self._ranks):
                 said = [file.read_text() for file in sorted(self._metrics.parent.glob("*.err"))]
-                raise SystemExit(f"# a rank has ended: {''.join(said)}")
+                raise SystemExit(f"# a rank has exited: {''.join(said)}")
             time.sleep(0.02)
 
     def seconds_of_next(self, rounds: int, steps_to_round: int) -> float:

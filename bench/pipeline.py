@@ -41,11 +41,11 @@ class Settings:
     stages: list[int] = field(default_factory=lambda: [2, 3])
     """numbers of pipeline stages"""
     micro_batches: list[int] = field(default_factory=lambda: [3, 6, 12])
-    """micro-batches to a step, each of one sequence"""
+    """micro-batches per step, of one sequence each"""
     rounds: int = 10
     """timed steps of each"""
     seq_len: int = 256
-    """tokens to a sequence"""
+    """tokens per sequence"""
     port: int = 29555
     """where rank 0 listens"""
 

@@ -1,4 +1,4 @@
-"""Whole runs of this checkout beside those of another one, in turn: is a change of the code slower?
+"""Whole runs of this checkout beside those of another one, in turn: does a change make the code slower?
 
     git worktree add ../before main~10
     python bench/revisions.py ../before                      5 rounds of every run

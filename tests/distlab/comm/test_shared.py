@@ -193,7 +193,7 @@ def fail(rank: int, port: int, is_silent: bool, is_begun: bool) -> tuple[str, fl
 
 
 @pytest.mark.parametrize("is_begun", [False, True])
-@pytest.mark.parametrize(("is_silent", "why"), [(True, "no answer"), (False, "a rank has ended")])
+@pytest.mark.parametrize(("is_silent", "why"), [(True, "no answer"), (False, "a rank has exited")])
 def test_a_wait_ends_with_the_usual_sentence(is_silent: bool, why: str, is_begun: bool) -> None:
     *others, _ = run_ranks(3, fail, free_port(), is_silent, is_begun)
     for rank, (sentence, seconds) in enumerate(others):
