@@ -1,11 +1,11 @@
-"""The one door for training traffic.
+"""The single interface for all training traffic.
 
-Whatever the ranks tell each other while they train goes through `traffic`: it counts messages and bytes by kind
-(gradients, weights, loss, …), gives every wait a name and a deadline, and moves a CUDA tensor through pinned host
-memory where the backend is gloo. Bytes are what a bandwidth-optimal algorithm sends from this rank (a ring for
+All communication between ranks during training goes through `traffic`. It counts messages and bytes by kind (gradients,
+weights, loss, …), gives every wait a name and a deadline, and copies CUDA tensors through pinned host memory if the
+backend is gloo. The bytes counted are those that a bandwidth-optimal algorithm sends from this rank (a ring for
 all-reduce, all-gather and reduce-scatter: Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of
-workstations", 2009). The all-reduce in shared memory moves as many: a rank reads its share of what the others have, and
-writes it to them.
+workstations", 2009). The all-reduce in shared memory moves the same number of bytes: a rank reads its share of the
+others' tensors, and writes the result to them.
 """
 
 from collections import Counter

@@ -19,10 +19,10 @@ Work = dist.Work | Future[None] | SharedAllReduce
 
 
 class Transfer:
-    """A message or collective in progress. The tensor is the caller's again after `wait`.
+    """A message or collective in progress. The caller may use the tensor again after `wait`.
 
-    `work` is torch's handle, the thread of a collective written by hand, or one in shared memory; None if there is
-    nothing to wait for. It sends or fills `carried`: `tensor` itself or its `host_buffer`.
+    `work` is torch's handle, the thread of a handwritten collective, or a collective in shared memory; None if there is
+    nothing to wait for. It sends or fills `carried`, which is `tensor` itself or its `host_buffer`.
     """
 
     def __init__(self, waits: NamedWaits, wait: Wait, work: Work | None, tensor: Tensor, carried: Tensor) -> None:

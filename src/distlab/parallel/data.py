@@ -39,20 +39,20 @@ OnFull = Callable[[Bucket], Transfer | None]
 
 
 class GradientBuckets:
-    """Collects gradients into buckets while the backward pass computes them, and reports when each bucket is full.
+    """Collects gradients into buckets during the backward pass, and reports when each bucket is full.
 
-    The backward pass reaches the last layers first, so buckets are filled from the model's end, and handed to
-    `on_full` in that order on every rank. After it, each `parameter.grad` is a view of its bucket: what happens to
-    the flat buffer (an average, say) has happened to the gradient, without a copy back. Tied parameters count once,
-    frozen ones not at all.
+    The backward pass reaches the last layers first, so buckets are filled from the end of the model, and passed to
+    `on_full` in that order on every rank. After the backward pass, each `parameter.grad` is a view of its bucket: an
+    operation on the flat buffer, such as an average, changes the gradients without a copy back. Tied parameters count
+    once, frozen parameters not at all.
 
     Args:
-        parameters: the model's, in the order of the model.
-        on_full: called within the backward pass when a bucket is full; returns the transfer that it starts, if any.
+        parameters: the model's parameters, in the order of the model.
+        on_full: called during the backward pass when a bucket is full; returns the transfer that it starts, if any.
         backward_passes: gradients are accumulated over this many backward passes before a bucket is full.
-        bucket_bytes: a bucket is closed when it holds this much; small ones start early, large ones are few messages.
-        group: the ranks over which the buckets are combined, all by default. They construct theirs together: the
-            buckets are in memory that these ranks share, if they can (`Traffic.new_buffer`).
+        bucket_bytes: size at which a bucket is closed; small buckets start early, large ones need fewer messages.
+        group: the ranks over which the buckets are combined, by default all. They must construct their buckets
+            together: if possible, the buckets are in memory that these ranks share (`Traffic.new_buffer`).
     """
 
     def __init__(

@@ -8,10 +8,10 @@ from distlab.rendezvous.addresses import is_loopback
 from simplellm.errors import InputError, require
 
 FLAGS = """
-  --tell PROMPT         when the ranks have finished, the model, which is saved, tells a story that begins so
-  --max-restarts N      how often to start all ranks again, from the last checkpoint, when one has failed (default: 0)
-  --nnodes N            machines; the same command runs on each, with --master-addr (default: 1)
-  --node-rank R         this machine's, from 0; node 0 is at --master-addr
+  --tell PROMPT         save the model and, when training has finished, tell a story that begins with PROMPT
+  --max-restarts N      after a failure, restart all ranks from the last checkpoint, at most N times (default: 0)
+  --nnodes N            number of machines; run the same command on each, with --master-addr (default: 1)
+  --node-rank R         number of this machine, from 0; node 0 is at --master-addr
   --ranks-per-node A,B  ranks of each machine, by node rank (default: the same number on each)
 """
 

@@ -26,7 +26,7 @@ from distlab.run.settings import RunSettings
 from simplellm.errors import InputError
 
 DEFAULT_PORT = 29500  # where node 0 listens, when there are several machines
-ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # what asks a launcher to end
+ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # signals that ask a launcher to end
 SECONDS_TO_END = 4  # after SIGTERM, when a rank has failed; a stopped process does not react to it
 
 

@@ -35,7 +35,7 @@ class LossSum:
 
 
 class RunningOn:
-    """The step whose end nobody has waited for, and the state from before its update.
+    """The step whose loss is still unknown, and a copy of the state before its update.
 
     Args:
         optimizer: of all parameters of this rank; a copy of them and of its state is kept.
