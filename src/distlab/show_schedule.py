@@ -1,4 +1,4 @@
-"""Show a pipeline schedule: a table of clock ticks, what it costs, and with --png a figure.
+"""Show a pipeline schedule: a table of clock ticks, its costs, and with --png a figure.
 
 python -m distlab.show_schedule dapple --stages 3 --micro-batches 8
 python -m distlab.show_schedule gpipe --stages 4 --micro-batches 8 --png gpipe.png
@@ -64,7 +64,7 @@ class Request:
 
 
 def show(request: Request) -> Iterator[str]:
-    """The lines of the table and of the costs; draws the figure, too. Raises `InputError` for a wrong request."""
+    """The lines of the table and the costs; also draws the figure. Raises `InputError` for a wrong request."""
     schedules = schedule_names()
     require(request.schedule in schedules, f"{request.schedule}: no such schedule; there are {', '.join(schedules)}")
     ones = dict.fromkeys(("stages", "micro_batches", "forward", "backward", "chunks_per_stage", "steps"), 1)
@@ -73,7 +73,7 @@ def show(request: Request) -> Iterator[str]:
         require(value >= least, f"--{name.replace('_', '-')} {value}: must be at least {least}")
     require(0 < request.weight_share < 1, f"--weight-share {request.weight_share}: must be between 0 and 1")
     p, m, steps = request.stages, request.micro_batches, request.steps
-    require(steps == 1 or request.run_on, f"--steps {steps}: without --run-on, they are {steps} times the same")
+    require(steps == 1 or request.run_on, f"--steps {steps}: give --run-on too; without it, all steps are the same")
     title = f"{request.schedule}, {p} stages, {m} micro-batches" + f", {steps} steps that run on" * (steps > 1)
     programs, costs = _programs_and_costs(request)
     if request.recompute:
@@ -125,7 +125,7 @@ def _read_factors(text: str | None, stages: int) -> list[int]:
 
 
 def table(plan: Plan) -> Iterator[str]:
-    """A row for each worker, a column for each tick; a pass that takes several is continued by dashes."""
+    """A row for each worker, a column for each tick; dashes continue a pass that takes several ticks."""
     ticks, rows = round(plan.makespan), plan.rows
     width = 1 + max(len(str(ticks - 1)), *map(len, plan.labels.values()))
     first = max(9, *(1 + len(row) for row in rows))

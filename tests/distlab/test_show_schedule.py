@@ -60,7 +60,7 @@ def test_uneven_stages_parts_of_the_backward_pass_and_the_limit_of_auto() -> Non
         "tick       0  1  2  3  4  5  6  7  8  9 10 11 12 13 14 15 16 17 18 19 20 21 22 23 24 25",
         "stage 0   F0  .  .  .  .  .  .  .  . I0  -  - W0 F1  .  .  .  .  .  .  .  . I1  -  - W1",
         "stage 1    . F0  - I0  -  -  -  -  - W0  -  .  .  . F1  - I1  -  -  -  -  - W1  -  .  .",
-        "# stage 0: idle 61.5%, keeps the activations of 1 micro-batch at most",
+        "# stage 0: idle 61.5%, keeps the activations of at most 1 micro-batch",
     ]
 
 

@@ -1,4 +1,4 @@
-"""What a run that trains the lab's Llama is asked to do, in each topology."""
+"""The settings of runs that train the lab's Llama, in each kind of layout."""
 
 import math
 from dataclasses import dataclass, replace
@@ -23,7 +23,7 @@ from simplellm.sources import choose_source, open_source
 from simplellm.tokenizers import SHIPPED_MODEL, SPTokenizer
 
 BETAS = (0.9, 0.999)  # torch's default
-MOST_LAYERS, MOST_TOKENS = 1000, 2**24  # beyond these a number is a typing error, as with `MOST_RANKS`
+MOST_LAYERS, MOST_TOKENS = 1000, 2**24  # larger numbers are taken for typing errors, as with `MOST_RANKS`
 
 
 @dataclass
@@ -47,7 +47,7 @@ class TrainSettings(ResumableSettings):
     num_heads: Annotated[int, ResumePolicy.MODEL] = 6
     """attention heads"""
     num_kv_heads: Annotated[int | None, shown_as("INT", "default: as many as --num-heads")] = None
-    """heads of keys and values, each of which serves as many attention heads as the others (grouped-query attention)"""
+    """key and value heads, each shared by the same number of attention heads (grouped-query attention)"""
     hidden_dim: Annotated[int | None, ResumePolicy.MODEL, shown_as("INT", "default: 4 times --dmodel")] = None
     """width of the feed-forward layers"""
     n_layers: Annotated[int, ResumePolicy.MODEL] = 6
@@ -59,13 +59,13 @@ class TrainSettings(ResumableSettings):
     clip_norm: Annotated[float | None, ResumePolicy.DEFAULT, shown_as("FLOAT", "default: no clipping")] = None
     """largest norm of the gradients of all weights together; longer ones are scaled down to it"""
     betas: Annotated[tuple[float, float], ResumePolicy.DEFAULT, shown_as("FLOAT FLOAT", "default: 0.9 0.999")] = BETAS
-    """how much of the mean and of the mean square of the gradients adam and adamw keep in each step"""
+    """decay rates of adam's and adamw's moving averages of the gradient and of its square"""
     weight_decay: Annotated[float | None, ResumePolicy.DEFAULT, shown_as("FLOAT", "default: 0; 0.01 with adamw")] = None
     """weight decay, of matrices only"""
     warmup_steps: Annotated[int, ResumePolicy.DEFAULT] = 0
     """steps over which the learning rate rises to --lr"""
     lr_schedule: Annotated[LRSchedule, ResumePolicy.DEFAULT] = "constant"
-    """how the learning rate falls from --lr to --min-lr, from the warm-up to the end of --steps"""
+    """how the learning rate falls from --lr to --min-lr between the warm-up and the last of --steps"""
     min_lr: Annotated[float, ResumePolicy.DEFAULT] = 0.0
     """learning rate at the end of --lr-schedule cosine or linear"""
     dtype: Annotated[Literal["float32", "bfloat16"], ResumePolicy.DEFAULT] = "float32"
@@ -81,9 +81,9 @@ class TrainSettings(ResumableSettings):
     eval_sequences: int = 24
     """sequences of the validation split to evaluate on"""
     trace: bool = False
-    """record and draw the timeline, when the run ends by itself"""
+    """record the timeline, and draw it at the end of the run"""
     tensorboard: bool = False
-    """write the records for TensorBoard too, in the run's folder"""
+    """also write the records for TensorBoard, in the run's folder"""
 
     @property
     def length(self) -> tuple[str, int]:
@@ -107,7 +107,7 @@ class TrainSettings(ResumableSettings):
         return [f"stories from {decided['data_because']}", *self._lr_remarks()]
 
     def _lr_remarks(self) -> list[str]:
-        """What to say of a learning rate that changes."""
+        """Lines to print about a learning rate that changes."""
         parts = [f"rises to {self.lr:g} over {self.warmup_steps:,} steps"] if self.warmup_steps else []
         if self.lr_schedule != "constant":
             curve = "half a cosine" if self.lr_schedule == "cosine" else "a line"
@@ -119,8 +119,8 @@ class TrainSettings(ResumableSettings):
         if self.lr_schedule == "constant" or before == self.steps:
             return []
         lrs = [replace(self, steps=steps).learning_rate(checkpoint.step) for steps in (before, self.steps)]
-        sentence = f"the learning rate falls until step {self.steps:,}, and not until {before:,} as before"
-        return [f"{sentence}: it is {lrs[1]:.3g} now instead of {lrs[0]:.3g}; --steps sets it"]
+        sentence = f"the learning rate now falls until step {self.steps:,}, not {before:,}"
+        return [f"{sentence}: it is now {lrs[1]:.3g} instead of {lrs[0]:.3g}; --steps sets it"]
 
     def learning_rate(self, step: int) -> float:
         """The learning rate of a step."""
@@ -128,10 +128,10 @@ class TrainSettings(ResumableSettings):
 
     def saved_values(self, checkpoint: Checkpoint) -> dict[str, Any]:
         values, model = super().saved_values(checkpoint), checkpoint.record["model"]
-        values.setdefault("seq_len", min(self.seq_len, model["ctx_size"]))  # no settings come with an imported model
+        values.setdefault("seq_len", min(self.seq_len, model["ctx_size"]))  # an imported model has no settings
         values["num_kv_heads"] = None if model["num_kv_heads"] == model["num_heads"] else model["num_kv_heads"]
         if values.get("batch_size", 0) % max(1, values.get("micro_batches", self.micro_batches)):
-            del values["batch_size"]  # of another layout, whose micro-batches are not ours
+            del values["batch_size"]  # from another layout, with another number of micro-batches
         if not resume.has_tokenizer(checkpoint, SHIPPED_MODEL):
             values["tokenizer"] = checkpoint.tokenizer
         return values
@@ -143,11 +143,11 @@ class TrainSettings(ResumableSettings):
         resume.require_same(f"{flag}: its model has", "num_kv_heads", model["num_kv_heads"], num_kv_heads)
         most, has, reads = model["ctx_size"], model["vocab_size"], SPTokenizer(self.tokenizer).vocab_size
         require(self.seq_len <= most, f"{flag}: its model reads {most} tokens at most, not --seq-len {self.seq_len}")
-        require(has == reads, f"{flag}: its model has {has} tokens, and its tokenizer {reads}")
+        require(has == reads, f"{flag}: its model has {has} tokens but its tokenizer has {reads}")
         same_ranks = self.per_rank_optimizer_state and self.layout == checkpoint.layout
         ranks, advice = layout_size(checkpoint.layout), f"the same script and {layout_flags(checkpoint.layout)}"
-        sentence = f"each of its {ranks} ranks kept {self.optimizer}'s moments of its own gradients, which mean nothing"
-        sentence += f" to another layout; resume with {advice}"
+        sentence = f"each of its {ranks} ranks kept {self.optimizer}'s moments of its own gradients, which cannot "
+        sentence += f"be used in another layout; resume with {advice}"
         require(same_ranks or not checkpoint.per_rank_optimizer_state, f"{flag}: {sentence}")
 
     def check(self) -> None:
@@ -175,7 +175,7 @@ class TrainSettings(ResumableSettings):
         decay, betas = self.weight_decay, " ".join(map(str, self.betas))
         require(decay is None or 0 <= decay < math.inf, f"--weight-decay {decay}: give 0 or more")
         are_shares = all(0 <= beta < 1 for beta in self.betas)
-        require(are_shares, f"--betas {betas}: give two shares from 0 up to, but not including, 1")
+        require(are_shares, f"--betas {betas}: give two numbers from 0 to less than 1")
         has_moments = self.optimizer != "sgd" or self.betas == BETAS
         require(has_moments, f"--betas {betas} with --optimizer sgd: only adam and adamw have moments")
         warmup, given = self.warmup_steps, f"--warmup-steps {self.warmup_steps}"
@@ -194,16 +194,16 @@ class DataParallelSettings(WorldSize, TrainSettings):
 
 @dataclass
 class ByHandSettings(DataParallelSettings):
-    """A data-parallel training run whose averages may be made by a collective of the lab's own."""
+    """A data-parallel training run that may average with a handwritten collective."""
 
     all_reduce: Literal["library", "naive", "tree", "butterfly", "ring"] = "library"
-    """who averages the gradients: the library, or our own collective of this topology, over gloo"""
+    """how to average the gradients: by the library, or by the lab's own all-reduce of this topology, over gloo"""
 
     def check(self) -> None:
         super().check()
         if self.all_reduce != "library":
             is_possible = self.backend != "nccl"
-            require(is_possible, f"--all-reduce {self.all_reduce} with --backend nccl: our own work over gloo only")
+            require(is_possible, f"--all-reduce {self.all_reduce} with --backend nccl: it works over gloo only")
             is_possible = self.transport != "shared"
             sentence = "our own work sends over gloo; leave --transport out"
             require(is_possible, f"--all-reduce {self.all_reduce} with --transport shared: {sentence}")
@@ -212,12 +212,12 @@ class ByHandSettings(DataParallelSettings):
 
 @dataclass
 class StageSettings(TrainSettings):
-    """A training run in which the model is cut into stages, each with some of the layers."""
+    """A training run whose model is divided into stages, each with some of the layers."""
 
     layers_per_stage: Annotated[str | None, ResumePolicy.SAME_LAYOUT, shown_as("N,N,...", "default: balanced")] = None
     """layers of each stage, e.g. 3,2,1"""
     run_on: bool = False
-    """no wait for all ranks at the end of a step, whose loss is printed a step later"""
+    """ranks do not wait for each other at the end of a step; its loss is printed a step later"""
 
     def check(self) -> None:
         super().check()
@@ -232,11 +232,11 @@ class StageSettings(TrainSettings):
 
     @property
     def stages(self) -> int:
-        """Stages of the model."""
+        """Number of stages of the model."""
         return self.layout["pp"]
 
     def split(self, vocab_size: int) -> Split:
-        """The layers of each stage: as `--layers-per-stage` gives them, else balanced."""
+        """The layers of each stage: those of `--layers-per-stage`, or balanced."""
         stages = self.stages
         if self.layers_per_stage is not None:
             return read_split(self.layers_per_stage, self.n_layers, stages)
@@ -247,7 +247,7 @@ class StageSettings(TrainSettings):
 
 @dataclass
 class StagePerRank(WorldSize):
-    """The topology of one pipeline: every rank is a stage."""
+    """The layout of a single pipeline, in which every rank is a stage."""
 
     world_size: int = 3
     """ranks, each a stage of the model"""
@@ -259,14 +259,14 @@ class StagePerRank(WorldSize):
 
 @dataclass
 class PipelineSettings(StagePerRank, StageSettings):
-    """A run of one pipeline in which a batch goes all the way forward and back before the next one."""
+    """A run of one pipeline in which each batch completes its forward and backward pass before the next one starts."""
 
     one_stage_at_a_time = True
 
 
 @dataclass
 class ScheduleSettings(StageSettings):
-    """A run of stages that follow a schedule."""
+    """A run whose stages follow a pipeline schedule."""
 
     schedule: Annotated[str, ResumePolicy.SAME_LAYOUT, tyro.conf.arg(metavar="|".join(schedule_names()))] = "dapple"
     """order of the forward and backward passes"""
@@ -281,7 +281,7 @@ class ScheduleSettings(StageSettings):
 
     def check(self) -> None:
         names = schedule_names()
-        require(self.schedule in names, f"--schedule {self.schedule}: there are {', '.join(names)}")
+        require(self.schedule in names, f"--schedule {self.schedule}: give one of {', '.join(names)}")
         require_positive(self, "chunks_per_stage")
         super().check()
         check_schedule(self.schedule, self.layout["pp"], self.micro_batches, self.chunks_per_stage, self.limit)
@@ -303,7 +303,7 @@ class ScheduledPipelineSettings(StagePerRank, ScheduleSettings):
 
 @dataclass
 class HybridSettings(ScheduleSettings):
-    """A run of several equal pipelines: `--batch-size` sequences for each."""
+    """A run of several equal pipelines, with `--batch-size` sequences each."""
 
     dp: int = 2
     """replicas of the pipeline"""
