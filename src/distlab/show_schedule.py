@@ -82,7 +82,7 @@ def show(request: Request) -> Iterator[str]:
     yield f"# {title}; ticks: forward {request.forward}, backward {request.backward}, message {request.transfer}"
     yield from table(plan)
     for name, bubble, kept in zip(plan.rows, plan.bubble, plan.peak_bytes, strict=True):
-        yield f"# {name}: idle {bubble:.1%}, keeps the activations of {kept:g} micro-batch{'es' * (kept > 1)} at most"
+        yield f"# {name}: idle {bubble:.1%}, keeps the activations of at most {kept:g} micro-batch{'es' * (kept > 1)}"
     yield f"# {plan.makespan:.0f} ticks; {sum(map(len, plan.messages.values()))} messages"
     if steps > 1:
         yield f"# idle on average, {steps} steps: {sum(plan.bubble) / p:.1%}"
