@@ -31,7 +31,7 @@ QUICK = {  # flags that come after those of the page
     "single": "--steps 5",
     "data_parallel": "--rounds 8",
     "pipeline": "--micro-batches 6 --rounds 4",
-    "bubble": "--stages 4 --micro-batches 8 --steps 3",
+    "bubble": "--sizes 4x8 --schedules dapple zb-h2 zb-v",
     "messages": "--starts 3",
     "collectives": "--starts 2 --rounds 10",
     "tensor_parallel": "--rounds 8",

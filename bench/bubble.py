@@ -1,11 +1,13 @@
-"""The bubble of a pipeline, measured and in theory: stages sleep instead of computing, so that few cores hold many.
+"""The idle share of a pipeline, planned and measured: stages sleep instead of computing, so that few cores hold many.
 
 python bench/bubble.py
-python bench/bubble.py --stages 4 --micro-batches 8 --trace-to runs/bubble
+python bench/bubble.py --sizes 4x8 --in-a-row 0 --trace-to runs/bubble
 """
 
+import itertools
 import statistics
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,112 +15,151 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-import tyro
 from ranks import join
 from torch import Tensor, nn
 
 from distlab.comm.grid import Grid
 from distlab.comm.processes import leave
 from distlab.comm.recorder import STEP, recorder
+from distlab.pipeline.actions import ActionCosts, Programs, stages_of
 from distlab.pipeline.executor import Pipeline
-from distlab.pipeline.plan import ideal_bubble
-from distlab.pipeline.schedules import all_stages
-from distlab.reports.trace import merge, write_chrome
+from distlab.pipeline.plan import in_a_row, simulate
+from distlab.pipeline.schedules import SCHEDULES, all_stages
+from distlab.reports.trace import Trace, merge, write_chrome
 from distlab.run.progress import each
+from simplellm import command_line
+from simplellm.errors import require
+from simplellm.weight_gradients import WeightGradients, deferred_to
 
-SCHEDULES = ("gpipe", "dapple")
+NAMES = [name for name in SCHEDULES if name != "naive"]
 WIDTH, SEQ = 16, 8
+FREE_MESSAGES = ActionCosts()  # a backward pass takes twice as long as a forward pass, half of it for W
 
 
 @dataclass
 class Settings:
     """What to measure."""
 
-    stages: list[int] = field(default_factory=lambda: [2, 4, 8])
-    """numbers of pipeline stages"""
-    micro_batches: list[int] = field(default_factory=lambda: [4, 8, 16])
-    """micro-batches per step"""
-    steps: int = 5
-    """measured steps, after one to warm up; the median counts"""
-    forward: float = 0.04
-    """seconds of a forward pass"""
-    backward: float = 0.08
-    """seconds of a backward pass"""
+    sizes: list[str] = field(default_factory=lambda: ["4x8", "2x16", "8x16"])
+    """workers and micro-batches to a step"""
+    schedules: list[str] = field(default_factory=lambda: NAMES)
+    """which to measure"""
+    steps: int = 3
+    """measured steps at whose end all wait, after one to warm up; the median counts"""
+    in_a_row: int = 10
+    """measured steps that run on, after one to warm up"""
+    seconds: float = 0.04
+    """what a stage sleeps for each of F, I and W of a micro-batch"""
+    same_work: bool = False
+    """where a worker has several stages, they sleep so long together"""
     port: int = 29556
     """where rank 0 listens"""
     trace_to: Path | None = None
-    """folder to keep the traces in"""
+    """folder to keep the traces of the former steps in"""
 
 
 class SleepingStage(nn.Module):
     """Takes the time of a stage and none of the processor's."""
 
-    def __init__(self, forward_seconds: float, backward_seconds: float) -> None:
+    def __init__(self, seconds: float) -> None:
         super().__init__()
-        self.seconds = forward_seconds, backward_seconds
+        self.seconds = seconds
         self.weight = nn.Parameter(torch.ones(WIDTH))
 
     def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = _Sleep.apply(self.weight.expand(*x.shape[:2], WIDTH) + (x if x.dim() == 3 else 0), *self.seconds)
+        if x.dim() == 2:  # token ids (batch, seq)
+            x = torch.zeros(*x.shape, WIDTH, requires_grad=True)
+        later = deferred_to()
+        y: Tensor = _Sleep.apply(x, self.weight if later is None else self.weight.detach(), self, later)
         return y
+
+    def gradient(self, _: Tensor, grad: Tensor) -> Tensor:
+        """Of the weight, from that of the outputs (batch, seq, width)."""
+        time.sleep(self.seconds)
+        return grad.sum((0, 1))
 
 
 class _Sleep(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, forward_seconds: float, backward_seconds: float) -> Tensor:
-        ctx.seconds = backward_seconds
-        time.sleep(forward_seconds)
-        return x.clone()
+    """Activations (batch, seq, width) plus a weight (width,)."""
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        time.sleep(ctx.seconds)
-        return grad, None, None
+    def forward(ctx: Any, x: Tensor, weight: Tensor, stage: SleepingStage, later: WeightGradients | None) -> Tensor:
+        ctx.save_for_backward(x)
+        ctx.stage, ctx.later = stage, later
+        time.sleep(stage.seconds)
+        return x + weight
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, None, None]:
+        (x,) = ctx.saved_tensors
+        time.sleep(ctx.stage.seconds)
+        if ctx.later is None:
+            return grad, ctx.stage.gradient(x, grad), None, None
+        ctx.later.add(ctx.stage.weight, ctx.stage.gradient, x, grad)
+        return grad, None, None, None
 
 
-def measure(rank: int, stages: int, settings: Settings) -> None:
-    """One rank: each schedule with each number of micro-batches; rank 0 prints the table."""
-    join(rank, stages, settings.port)
+def measure(rank: int, workers: int, micro_batches: int, settings: Settings) -> None:
+    """One rank: each schedule; rank 0 prints the rows of the table."""
+    join(rank, workers, settings.port)
     recorder.enabled = True
-    net = SleepingStage(settings.forward, settings.backward)
-    for micro_batches in settings.micro_batches:
-        for schedule in SCHEDULES:
-            programs = all_stages(schedule, stages, micro_batches)
-            pipeline = Pipeline(net, programs, Grid(rank, 1, stages), lambda y, _: y.mean(), width=WIDTH)
-            batch = torch.zeros(micro_batches, SEQ, dtype=torch.int64).split(1)
-            recorder.events.clear()
-            recorder.kept_bytes.clear()
-            for step in range(1 + settings.steps):
-                dist.barrier()
-                with recorder.span(STEP, f"step {step}"):
-                    pipeline.step(batch)
-            recorded: list[Any] = [None] * stages
-            dist.all_gather_object(recorded, recorder.as_json())
-            if rank == 0:
-                trace = merge(recorded, 1, stages, programs)
-                bubble = statistics.median(
-                    1 - statistics.fmean(trace.busy(stage, [step])[0] for stage in range(stages))
-                    for step in trace.steps()
-                )
-                theory = ideal_bubble(stages, micro_batches)
-                print(
-                    f"| {stages} | {micro_batches} | {schedule} | {theory:.1%} | {bubble:.1%} | "
-                    f"{100 * (bubble - theory):+.1f} |",
-                    flush=True,
-                )
-                if settings.trace_to is not None:
-                    settings.trace_to.mkdir(parents=True, exist_ok=True)
-                    write_chrome(trace, settings.trace_to / f"{schedule}-{stages}-{micro_batches}.json")
+    for name in settings.schedules:
+        programs = all_stages(name, workers, micro_batches)
+        held = stages_of(programs[rank])
+        seconds = settings.seconds / (len(held) if settings.same_work else 1)
+        nets = {stage: SleepingStage(seconds) for stage in held}
+        both = (settings.steps, False), (settings.in_a_row, True)
+        traces = [traced_steps(rank, nets, programs, count, run_on) for count, run_on in both if count]
+        if rank == 0:
+            print(row(name, micro_batches, programs, traces), flush=True)
+            if settings.trace_to is not None:
+                settings.trace_to.mkdir(parents=True, exist_ok=True)
+                write_chrome(traces[0], settings.trace_to / f"{name}-{workers}-{micro_batches}.json")
     leave(0)
 
 
-def main() -> None:
-    settings = tyro.cli(Settings, description=__doc__)
-    print("| stages | micro-batches | schedule | bubble in theory | measured | difference, percentage points |")
-    print("|---|---|---|---|---|---|", flush=True)
-    for stages in each(settings.stages, "numbers of stages"):
-        mp.spawn(measure, args=(stages, settings), nprocs=stages)
+def traced_steps(rank: int, nets: dict[int, SleepingStage], programs: Programs, steps: int, run_on: bool) -> Trace:
+    """A step to warm up, and then some more, with or without a barrier at the end of each; the trace is rank 0's."""
+    workers, micro_batches = len(programs), 1 + max(action.micro_batch for action in programs[rank])
+    pipeline = Pipeline(nets, programs, Grid(rank, 1, workers), lambda y, _: y.mean(), WIDTH, run_on=run_on)
+    batch = torch.zeros(micro_batches, SEQ, dtype=torch.int64).split(1)
+    recorder.events.clear()
+    recorder.kept_bytes.clear()
+    for step in range(1 + steps):
+        if step < 2 or not run_on:
+            dist.barrier()
+        with recorder.span(STEP, f"step {step}"):
+            pipeline.step(batch)
+    recorded: list[Any] = [None] * workers
+    dist.all_gather_object(recorded, recorder.as_json())
+    return merge(recorded, 1, workers, programs, run_on=run_on)
+
+
+def row(name: str, micro_batches: int, programs: Programs, traces: Sequence[Trace]) -> str:
+    """A line of the table: shares as means over the workers."""
+    cells = [str(len(programs)), str(micro_batches), name]
+    for trace in traces:
+        steps = trace.steps()
+        parts = [steps] if trace.run_on else [[step] for step in steps]
+        busy = [statistics.fmean(trace.busy(worker, part)[0] for worker in range(len(programs))) for part in parts]
+        plan = simulate(in_a_row(programs, len(parts[0])), FREE_MESSAGES)
+        cells += [f"{statistics.fmean(plan.bubble):.1%}", f"{1 - statistics.median(busy):.1%}"]
+    return f"| {' | '.join(cells)} |"
+
+
+def main(settings: Settings) -> None:
+    for name in settings.schedules:
+        require(name in SCHEDULES, f"--schedules {name}: there are {', '.join(SCHEDULES)}")
+    sizes = [tuple(map(int, size.split("x"))) for size in settings.sizes]
+    for (workers, micro_batches), name in itertools.product(sizes, settings.schedules):
+        all_stages(name, workers, micro_batches)  # refuses what it cannot do
+    heads = ["workers", "micro-batches", "schedule"]
+    heads += ["idle in the plan", "measured"] * bool(settings.steps)
+    heads += [f"{settings.in_a_row} steps that run on: in the plan", "measured"] * bool(settings.in_a_row)
+    print(f"| {' | '.join(heads)} |\n|---|---|---{'|---:' * (len(heads) - 3)}|", flush=True)
+    for workers, micro_batches in each(sizes, "sizes"):
+        mp.spawn(measure, args=(workers, micro_batches, settings), nprocs=workers)
 
 
 if __name__ == "__main__":
-    main()
+    command_line.run(main, Settings, __doc__ or "")

@@ -16,7 +16,7 @@ from distlab.collectives.simulation import Link, SimulatedWorld
 from distlab.comm.grid import Grid
 from distlab.reports import style
 from distlab.reports.memory import KINDS, read_largest
-from distlab.reports.timeline import draw, measured_panel
+from distlab.reports.timeline import draw, draw_schedules, measured_panel
 from distlab.reports.trace import Trace, read_chrome
 from simplellm.errors import InputError, require
 
@@ -82,9 +82,17 @@ def losses(
     style.save(figure, png)
 
 
-def timelines(png: Png, runs: NamedTraces, /) -> None:
-    """A measured step of each run, below the plan that is computed from the measured times of its passes."""
-    draw(png, [measured_panel(name, _read_trace(run)) for name, run in _named(runs)])
+def timelines(png: Png, runs: NamedTraces, /, compact: bool = False) -> None:
+    """A measured step of each run, together with the plan for the times that its passes took.
+
+    Args:
+        compact: draw many schedules on one axis of time, each measured step as a whole under its plan.
+    """
+    traces = [(name, _read_trace(run)) for name, run in _named(runs)]
+    if compact:
+        draw_schedules(png, traces)
+    else:
+        draw(png, [measured_panel(name, trace) for name, trace in traces])
 
 
 def memory(png: Png, runs: NamedTraces, /) -> None:

@@ -7,13 +7,15 @@ from pathlib import Path
 from typing import Any
 
 from distlab.comm.recorder import COMPUTE, WAIT, Event
-from distlab.pipeline.actions import KINDS
+from distlab.pipeline.actions import KINDS, stages_of
 from distlab.pipeline.plan import Plan
 from distlab.reports import style
 from distlab.reports.trace import Trace
+from simplellm.errors import require
 
 COLORS = {"compute": style.SKY, "wait": style.PALE}  # in addition to the colors of actions
-ROW_INCHES = 0.6
+ROW_INCHES, PLANNED_ROW_INCHES = 0.6, 0.17
+EDGE: dict[str, Any] = {"edgecolor": style.BACKGROUND, "linewidth": 0.5}
 WHOLE, PLANNED, MEASURED = (0.08, 0.92), (0.05, 0.35), (0.39, 0.95)  # edges of bars, as fractions of the row's height
 
 
@@ -72,6 +74,47 @@ def draw(png: Path, panels: Sequence[Panel]) -> None:
     drawn = {_kind(bar.label) for panel in panels for bar in panel.bars}
     kinds = [kind for kind in (*KINDS, *COLORS) if kind in drawn]
     style.legend(figure, {_explain(kind): style.swatch(_color(kind)) for kind in kinds})
+    style.save(figure, png)
+
+
+def draw_schedules(png: Path, traces: Sequence[tuple[str, Trace]]) -> None:
+    """Write a figure of a measured step of several schedules, each under its plan, all with one axis of time.
+
+    A bar of the plan has the number of its micro-batch. Raises what `save` does.
+    """
+    measured = 0.55  # height of a measured row, relative to a planned one
+    heights = [sum(PLANNED_ROW_INCHES * (1 + measured) for _ in trace.ranks) + 0.4 for _, trace in traces]
+    options: dict[str, Any] = {"squeeze": False, "height_ratios": heights, "sharex": True}
+    figure, grid = style.subplots(sum(heights) + 0.8, len(traces), **options)
+    kinds: set[str] = set()
+    for axes, (name, trace) in zip(grid[:, 0], traces, strict=True):
+        plan, step, count = trace.plan(), trace.typical_step(), len(trace.ranks)
+        require(plan is not None, f"{name}: the trace has no schedule")
+        assert plan is not None
+        passes = [rank.within(own, COMPUTE) for rank, own in zip(trace.ranks, step, strict=True)]
+        origin = min(event.start for own in passes for event in own)
+        below = count + 0.25  # where the measured rows begin
+        for row in range(count):
+            for span in plan.spans[trace.place(row).stage]:
+                label, width = plan.labels[span.action], (span.end - span.start) * 1e3
+                axes.barh(row + 0.5, width, 0.96, span.start * 1e3, color=action_color(label), **EDGE)
+                middle, number = span.start * 1e3 + width / 2, span.action.micro_batch
+                axes.text(middle, row + 0.5, number, size=style.SMALL, ha="center", va="center_baseline")
+                kinds.add(_kind(label))
+            for event in passes[row]:
+                start, width = (event.start - origin) * 1e3, event.seconds * 1e3
+                middle = below + (row + 0.5) * measured
+                axes.barh(middle, width, 0.94 * measured, start, color=action_color(event.name), **EDGE)
+        idle = [1 - trace.busy(rank, [step])[0] for rank in range(count)]
+        shares = f"idle {sum(plan.bubble) / len(plan.bubble):.1%} in the plan, {sum(idle) / count:.1%} measured"
+        axes.set_title(f"{name}: {shares}", loc="left")
+        axes.set(ylim=(below + count * measured, 0))
+        axes.set_yticks([count / 2, below + count * measured / 2], ["plan", "measured"])
+        axes.tick_params(axis="y", length=0)
+        axes.grid(visible=False, axis="y")
+    has_several = any(len(stages_of(program)) > 1 for _, trace in traces for program in trace.programs or ())
+    grid[-1, 0].set(xlabel="ms" + "; the second stage of a worker is lighter" * has_several, xlim=0)
+    style.legend(figure, {_explain(kind): style.swatch(action_color(kind)) for kind in KINDS if kind in kinds})
     style.save(figure, png)
 
 

@@ -77,6 +77,7 @@ def draw_network(png: Path) -> None:
 DRAWN: dict[str, Callable[[Path, Path], None]] = {
     "losses": lambda png, run: figures.losses(png, [f"one process={run}", f"three ranks={run}"], against="tokens"),
     "timelines": lambda png, run: figures.timelines(png, [f"GPipe={run}", f"DAPPLE={run}"]),
+    "timelines, compact": lambda png, run: figures.timelines(png, [f"DAPPLE={run}", f"again={run}"], compact=True),
     "memory": lambda png, run: figures.memory(png, [f"GPipe={run}", f"DAPPLE={run}"]),
     "holdings": lambda png, run: figures.holdings(png, [f"tp {n}={run}" for n in (1, 2, 3, 6)]),
     "layout": lambda png, run: figures.layout(png),
