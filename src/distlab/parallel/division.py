@@ -11,5 +11,5 @@ def check_division(num_heads: int, num_kv_heads: int | None, ranks: int) -> None
     """Raise `InputError` unless the ranks divide the number of query heads and that of key and value heads."""
     for flag, heads in (("--num-heads", num_heads), ("--num-kv-heads", num_kv_heads)):
         if heads is not None and heads % ranks:
-            what = f"{flag} {heads} on {ranks} tensor-parallel ranks: all ranks must hold the same number of heads"
+            what = f"{flag} {heads} among {ranks} tensor-parallel ranks: all ranks must hold the same number of heads"
             raise InputError(f"{what}; give a multiple of {ranks}, or a number of ranks that divides {heads}")

@@ -59,8 +59,8 @@ def test_ranks_are_shared_among_machines(flags: str, ranks_of: tuple[int, ...]) 
         ("--nnodes 2 --node-rank 0 --master-addr no.such.host.invalid", "--master-addr no.such.host.invalid: no such"),
         (
             f"--nnodes 4 --node-rank 0 --master-addr {ELSEWHERE}",
-            "--dp 2 --pp 3 --tp 1 with --nnodes 4: 6 ranks do not divide among 4 machines; take another number of "
-            "either; or give --ranks-per-node, as in 2,2,1,1",
+            "--dp 2 --pp 3 --tp 1 with --nnodes 4: 6 ranks do not divide among 4 machines; change one of the two "
+            "numbers; or give --ranks-per-node, as in 2,2,1,1",
         ),
         (
             f"--nnodes 2 --node-rank 0 --master-addr {ELSEWHERE} --ranks-per-node 4,3",
