@@ -1,4 +1,4 @@
-"""Handwritten collectives: the lab's ring all-reduce beside the library's, and every topology beside its prediction.
+"""All-reduces: the lab's ring and shared memory beside the library's; and every topology beside its prediction.
 
 python bench/collectives.py
 python bench/collectives.py --worlds 3 --starts 2 --rounds 100
@@ -17,19 +17,22 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 import tyro
 from ranks import join
+from torch import Tensor
+from torch.distributed import ReduceOp
 from turns import quartiles_of_ratios
 
 from distlab.collectives.calibration import Probes, seconds_in_turn
 from distlab.collectives.costs import LIBRARY, bytes_of_a_message, operations, predict, whole_numbers
 from distlab.collectives.ring import allreduce_ring
 from distlab.comm.processes import leave
+from distlab.comm.traffic import traffic
 from distlab.run.progress import each
 
 Cell = tuple[str, str, int]  # operation, topology, megabytes
 Comparison = tuple[float, float]  # the predicted and the measured seconds
 SMALLEST_FITTED_BYTES = 1_000_000
 SMALL_MEGABYTES = 16  # of what is smaller there are more turns, so that they take as long
-Turns = tuple[int, list[float], list[float]]  # megabytes; the seconds of the library's turns, and of our ring's
+Turns = tuple[int, dict[str, list[float]]]  # megabytes; the seconds of the turns of each all-reduce, and of a copy
 
 
 @dataclass
@@ -60,14 +63,27 @@ class Settings:
 
 
 def compare_with_library(rank: int, world_size: int, settings: Settings, results: "SimpleQueue[Turns]") -> None:
-    """One rank: the two all-reduces in turn, for each size; rank 0 puts the seconds of all turns into `results`."""
+    """One rank: the all-reduces in turn, for each size, and a copy of as many bytes by all ranks at once.
+
+    Rank 0 puts the seconds of all turns into `results`.
+    """
     join(rank, world_size, settings.port, settings.patient)
     for megabytes in settings.megabytes:
-        tensor = torch.zeros(megabytes * 250_000)
-        all_reduces = {"library": partial(dist.all_reduce, tensor), "ring": partial(allreduce_ring, tensor)}
-        seconds = seconds_in_turn(all_reduces, settings.rounds, settings.in_a_row)
+        tensor, other = torch.zeros(megabytes * 250_000), torch.zeros(megabytes * 250_000)
+        shared = traffic.new_buffer(len(tensor), tensor)
+
+        def all_reduce_shared(buffer: Tensor) -> None:
+            traffic.all_reduce(buffer, "the sum", kind="sums", op=ReduceOp.SUM).wait()
+
+        works = {
+            "library": partial(dist.all_reduce, tensor),
+            "ring": partial(allreduce_ring, tensor),
+            "shared": partial(all_reduce_shared, shared),
+            "copy": partial(other.copy_, tensor),
+        }
+        seconds = seconds_in_turn(works, settings.rounds, settings.in_a_row)
         if rank == 0:
-            results.put((megabytes, seconds["library"], seconds["ring"]))
+            results.put((megabytes, seconds))
     leave(0)
 
 
@@ -83,18 +99,36 @@ def results_of(rank_of_a_world: Callable[..., None], world_size: int, settings: 
                 yield results.get()
 
 
-def show_all_reduces(world_size: int, settings: Settings) -> None:
-    """A line for each size."""
-    libraries: dict[int, list[float]] = {megabytes: [] for megabytes in settings.megabytes}
-    rings: dict[int, list[float]] = {megabytes: [] for megabytes in settings.megabytes}
-    for megabytes, library, ring in results_of(compare_with_library, world_size, settings):
-        libraries[megabytes] += library
-        rings[megabytes] += ring
-    for megabytes, library in libraries.items():
-        ring = rings[megabytes]
-        low, middle, high = quartiles_of_ratios(library, ring)
-        cell = f"| {world_size} | {megabytes} MB | {1e3 * statistics.median(library):.2f} "
-        print(f"{cell}| {1e3 * statistics.median(ring):.2f} | {middle:.2f} | {low:.2f} to {high:.2f} |", flush=True)
+def measure_all_reduces(world_size: int, settings: Settings) -> Iterator[tuple[str, dict[str, list[float]]]]:
+    """The cells of each size, and the seconds of all turns."""
+    of_sizes: dict[int, dict[str, list[float]]] = {megabytes: defaultdict(list) for megabytes in settings.megabytes}
+    for megabytes, seconds in results_of(compare_with_library, world_size, settings):
+        for name, turns in seconds.items():
+            of_sizes[megabytes][name] += turns
+    for megabytes, of_size in of_sizes.items():
+        yield f"| {world_size} | {megabytes} MB ", of_size
+
+
+def show_ring(cell: str, seconds: dict[str, list[float]]) -> None:
+    ours, library = seconds["ring"], seconds["library"]
+    low, middle, high = quartiles_of_ratios(library, ours)
+    medians = f"| {1e3 * statistics.median(library):.2f} | {1e3 * statistics.median(ours):.2f} "
+    print(f"{cell}{medians}| {middle:.2f} | {low:.2f} to {high:.2f} |", flush=True)
+
+
+def show_shared(cell: str, seconds: dict[str, list[float]]) -> None:
+    ours = seconds["shared"]
+    ratios = quartiles_of_ratios(seconds["library"], ours), quartiles_of_ratios(ours, seconds["copy"])
+    columns = [f"{middle:.2f} | {low:.2f} to {high:.2f}" for low, middle, high in ratios]
+    print(f"{cell}| {1e3 * statistics.median(ours):.2f} | {' | '.join(columns)} |", flush=True)
+
+
+def show_all_shared(measured: list[tuple[str, dict[str, list[float]]]]) -> None:
+    to_library, to_copy = "speed to the library's (median)", "time over a plain copy (median)"
+    print(f"\n| ranks | size | shared memory, ms | {to_library} | quartiles | {to_copy} | quartiles |")
+    print("|---|---|---|---|---|---|---|", flush=True)
+    for cell, seconds in measured:
+        show_shared(cell, seconds)
 
 
 def compare_with_prediction(
@@ -152,8 +186,13 @@ def main() -> None:
         raise SystemExit("--megabytes and --predicted-megabytes: give at least 1")
     print("| ranks | size | library, ms | our ring, ms | speed of ours to the library's (median) | quartiles |")
     print("|---|---|---|---|---|---|", flush=True)
+    measured = []
     for world_size in settings.worlds:
-        show_all_reduces(world_size, settings)
+        for cell, seconds in measure_all_reduces(world_size, settings):
+            show_ring(cell, seconds)
+            measured.append((cell, seconds))
+    if measured and settings.patient:  # what is sent beside shared memory is too little for gloo's threads to matter
+        show_all_shared(measured)
     if settings.predicted_megabytes:
         show_predictions(settings)
 

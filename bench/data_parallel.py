@@ -68,6 +68,11 @@ def torch_ddp(net: nn.Module) -> Step:
     return no_communication(DistributedDataParallel(net))
 
 
+def torch_ddp_as_it_is(net: nn.Module) -> Step:
+    """Over connections whose threads are not patient, unlike those of `join`."""
+    return no_communication(DistributedDataParallel(net, process_group=dist.new_group()))
+
+
 def mydp(net: nn.Module) -> Step:
     return no_communication(MyDP(net))
 
@@ -116,6 +121,7 @@ def document_listing(net: nn.Module) -> Step:
 
 VARIANTS: dict[str, Callable[[nn.Module], Step]] = {
     BASELINE: torch_ddp,
+    "torch DDP without patient threads": torch_ddp_as_it_is,
     "gradient aggregation (dp-ga)": gradient_aggregation,
     "MyDP": mydp,
     "the document's listing": document_listing,

@@ -5,20 +5,34 @@
 
 What does a collective cost? A message costs a fixed latency plus a time per byte; adding and copying also cost a time
 per byte. The script first measures these costs. Then the algorithms in distlab.collectives run in a simulated world,
-which predicts their times, and then over gloo, beside the library's own collectives.
+which predicts their times, and then over gloo, beside the library's own collectives and an all-reduce in shared memory.
 """
 
 import json
 from dataclasses import asdict, dataclass, field
 
+import torch
+from torch.distributed import ReduceOp
+
 from distlab.collectives.calibration import costs_for, fit_costs, measure
-from distlab.collectives.costs import LIBRARY, CostModel, bytes_of_a_message, operations, predict, whole_numbers
+from distlab.collectives.costs import (
+    LIBRARY,
+    NUMBER_BYTES,
+    CostModel,
+    Work,
+    bytes_of_a_message,
+    operations,
+    predict,
+    whole_numbers,
+)
 from distlab.comm.traffic import traffic
 from distlab.run.logs import human_bytes, say
 from distlab.run.main import main
 from distlab.run.run import Run
 from distlab.run.settings import RunSettings, WorldSize, require_positive
 from simplellm.errors import InputError
+
+SHARED = "shared"  # memory: no topology, as every rank reads and writes what all the others have
 
 
 @dataclass
@@ -83,7 +97,10 @@ def compare(run: Run[CollectivesSettings]) -> None:
             say(f"{'':21}messages      bytes    predicted    measured  ratio")
         for size_bytes in sizes:
             measured = []
-            for topology, work in operations(size_bytes)[operation].items():
+            works = operations(size_bytes)[operation]
+            if operation == "all-reduce":
+                works |= in_shared_memory(size_bytes)
+            for topology, work in works.items():
                 with traffic.named(f"the {operation} of {human_bytes(size_bytes)} ({topology})"):
                     measured.append(Row(operation, topology, size_bytes, measure(work, args.rounds)))
             rows += measured
@@ -96,11 +113,22 @@ def compare(run: Run[CollectivesSettings]) -> None:
         draw(run.out / "collectives.png", run.out)
 
 
+def in_shared_memory(size_bytes: int) -> dict[str, Work]:
+    """The lab's all-reduce in memory that the ranks share; none where they do not."""
+    traffic.smallest_shared_bytes = 0
+    tensor = traffic.new_buffer(size_bytes // NUMBER_BYTES, torch.empty(0))
+
+    def all_reduce() -> None:
+        traffic.all_reduce(tensor, "the sum", kind="sums", op=ReduceOp.SUM).wait()
+
+    return {SHARED: all_reduce} if traffic.is_shared(tensor) else {}
+
+
 def show(rows: list[Row], world_size: int, fitted: dict[int, CostModel]) -> None:
     """Predict the times of the lab's own topologies, and print a line for each."""
     fastest = min(rows, key=lambda row: row.measured_seconds)
     for row in rows:
-        if row.topology != LIBRARY:
+        if row.topology not in (LIBRARY, SHARED):
             what = row.operation, row.topology, row.size_bytes, world_size
             world = predict(*what, costs_for(bytes_of_a_message(*what), fitted))
             row.predicted_seconds = world.makespan

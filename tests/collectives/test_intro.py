@@ -19,7 +19,7 @@ def test_every_topology_is_counted_predicted_and_measured(tmp_path: Path) -> Non
     assert ended.status == 0, ended.err
     assert all(line.startswith("#") for line in ended.out.splitlines())
     rows = [json.loads(line) for line in (tmp_path / "collectives.jsonl").read_text().splitlines()]
-    assert len(rows) == 2 * (4 + 3 + 5 + 3 + 4 + 3)
+    assert len(rows) == 2 * (4 + 3 + 6 + 3 + 4 + 3)
     assert {row["size_bytes"] for row in rows} == {12, 300_000}
     assert [line.split(":")[0] for line in ended.out.splitlines() if " µs each, " in line] == [
         f"# {size} MB at a time" for size in (1, 4, 16)
@@ -29,7 +29,7 @@ def test_every_topology_is_counted_predicted_and_measured(tmp_path: Path) -> Non
     assert sum(line.endswith("*") for line in ended.out.splitlines()) == 2 * 6, "the fastest of each size"
     for row in rows:
         assert row["measured_seconds"] > 0
-        assert (row["predicted_seconds"] is None) == (row["topology"] == "library")
+        assert (row["predicted_seconds"] is None) == (row["topology"] in ("library", "shared"))
     assert rows[0]["busiest_bytes"] == 24, "what is sent is what is shown"
     busiest = {
         (row["operation"], row["topology"]): (row["busiest_messages"], row["busiest_bytes"])

@@ -34,8 +34,6 @@ AllReduce = Callable[[Tensor, Op, Endpoint], None]  # a handwritten one
 Begin = Callable[[Tensor, Tensor], dist.Work | None]  # starts a collective that fills a tensor from another
 Transport = Literal["auto", "shared", "gloo"]
 
-SMALLEST_SHARED_BYTES = 100_000  # with "auto"; gloo takes as long for less
-
 
 class Traffic(NamedWaits):
     """Messages and collectives with a ledger, names and deadlines, over `torch.distributed`'s process group.
@@ -51,6 +49,7 @@ class Traffic(NamedWaits):
         self.begun: Counter[str] = Counter()  # collectives that this rank has started, by their ranks ("0,1,2")
         self.device = torch.device("cpu")  # of this rank
         self.transport: Transport = "auto"  # for tensors in host memory, over gloo's process groups
+        self.smallest_shared_bytes = 250_000  # with "auto"; gloo is as fast for less
         self.remark: Callable[[str], object] = lambda sentence: print(f"# {sentence}", flush=True)
         self._shared: dict[dist.ProcessGroup, SharedMemory | None] = {}  # None where the ranks cannot share memory
         self._thread: ThreadPoolExecutor | None = None
@@ -74,7 +73,7 @@ class Traffic(NamedWaits):
             InputError: the transport is "shared", and these ranks cannot share memory.
             TrafficError: a rank does not take part.
         """
-        is_worth_it = self.transport == "shared" or elements * like.element_size() >= SMALLEST_SHARED_BYTES
+        is_worth_it = self.transport == "shared" or elements * like.element_size() >= self.smallest_shared_bytes
         ranks, plain = members(group), partial(like.new_zeros, elements)
         if self.transport == "gloo" or not is_worth_it or not like.is_cpu or is_over_nccl() or len(ranks) == 1:
             return plain()
@@ -93,6 +92,17 @@ class Traffic(NamedWaits):
                 self.remark(f"{error}; these ranks send their gradients over gloo instead")
             self._shared[key] = None
             return plain()
+
+    def is_shared(self, tensor: Tensor, group: Group = None) -> bool:
+        """Whether a tensor lies in memory that a group's ranks share, as what `new_buffer` returns may."""
+        return self._shared_parts(tensor, group) is not None
+
+    def _shared_parts(self, tensor: Tensor, group: Group) -> tuple[SharedMemory, list[Tensor]] | None:
+        """Where each rank of the group has its part of what lies in shared memory."""
+        key = group or dist.group.WORLD
+        memory = self._shared.get(key) if key is not None else None
+        parts = memory.parts_like(tensor) if memory is not None else None
+        return (memory, parts) if memory is not None and parts is not None else None
 
     def all_reduce(
         self,
@@ -114,12 +124,10 @@ class Traffic(NamedWaits):
         carried = staged(tensor)
         if by_hand is None:
             self.ledger.count(kind, 2 * (len(ranks) - 1) * tensor.nbytes // len(ranks))
-            memory = self._shared.get(group or dist.group.WORLD)  # type: ignore[arg-type]  # there is one
-            parts = memory.parts_like(carried) if memory is not None else None
             begin: Callable[[], Work | None]
             begin = partial(dist.all_reduce, carried, op=op, group=group, async_op=True)
-            if memory is not None and parts is not None:
-                begin = partial(SharedAllReduce, memory, parts, op)
+            if (shared := self._shared_parts(carried, group)) is not None:
+                begin = partial(SharedAllReduce, *shared, op)
             return self._start(self._collective(what, ranks), begin, tensor, carried)
         if group is not None:
             raise ValueError("the handwritten collectives work on all ranks, not on a group of them")

@@ -216,7 +216,8 @@ def flatten_weights(model: nn.Module) -> Tensor:
     An operation on the buffer then changes the parameters, and one message carries them all.
     """
     parameters = list(model.parameters())
-    flat = torch.cat([p.detach().flatten() for p in parameters])
+    flat = traffic.new_buffer(sum(p.numel() for p in parameters), parameters[0].detach())
+    torch.cat([p.detach().flatten() for p in parameters], out=flat)
     nn.utils.vector_to_parameters(flat, parameters)
     return flat
 

@@ -298,15 +298,10 @@ def collectives(png: Png, run: Annotated[Path, tyro.conf.Positional], /) -> None
     Args:
         run: folder of a run of `collectives/intro_collectives.py`.
     """
-    try:
-        rows = [json.loads(line) for line in (run / "collectives.jsonl").read_text().splitlines()]
-        operations = list(dict.fromkeys(row["operation"] for row in rows))
-        columns = {"topology", "size_bytes", "measured_seconds", "predicted_seconds"}
-        require(bool(rows) and all(columns <= row.keys() for row in rows), "rows or columns are missing")
-    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
-        raise InputError(f"{run}: there is no table of collectives ({error})") from error
+    rows = _read_collectives(run)
+    operations = dict.fromkeys(row["operation"] for row in rows)
     figure, grid = style.subplots(8.4, 3, 2, sharex=True, sharey=True)
-    colors = dict(zip(("naive", "tree", "butterfly", "ring", "library"), style.SERIES, strict=False))
+    colors = dict(zip(("naive", "tree", "butterfly", "ring", "library", "shared"), style.SERIES, strict=False))
     curves: dict[str, Any] = {}
     for axes, operation in zip(grid.flat, operations, strict=False):
         for topology, color in colors.items():
@@ -327,10 +322,42 @@ def collectives(png: Png, run: Annotated[Path, tyro.conf.Positional], /) -> None
     style.save(figure, png)
 
 
+def shared_memory(png: Png, run: Annotated[Path, tyro.conf.Positional], /) -> None:
+    """The time of an all-reduce against the size of the tensor: through sockets, and in shared memory.
+
+    Args:
+        run: folder of a run of `collectives/intro_collectives.py`.
+    """
+    rows = [row for row in _read_collectives(run) if row["operation"] == "all-reduce"]
+    names = {"library": "sockets, the library's", "ring": "sockets, the lab's ring", "shared": "shared memory"}
+    require(names.keys() <= {row["topology"] for row in rows}, f"{run}: its ranks did not share memory")
+    figure, axes = style.subplots(3.4)
+    curves = {}
+    for (topology, name), color in zip(names.items(), style.SERIES, strict=False):
+        curve = [(row["size_bytes"], row["measured_seconds"]) for row in rows if row["topology"] == topology]
+        [curves[name]] = axes.plot(*zip(*curve, strict=True), "o-", color=color)
+    axes.set(xscale="log", yscale="log", xlabel="size of the tensor")
+    axes.xaxis.set_major_formatter(style.units("B"))
+    axes.yaxis.set_major_formatter(style.units("s"))
+    style.legend(figure, curves)
+    style.save(figure, png)
+
+
+def _read_collectives(run: Path) -> list[dict[str, Any]]:
+    """The rows that `collectives/intro_collectives.py` has measured; `InputError` if a folder has none."""
+    try:
+        rows = [json.loads(line) for line in (run / "collectives.jsonl").read_text().splitlines()]
+        columns = {"operation", "topology", "size_bytes", "measured_seconds", "predicted_seconds"}
+        require(bool(rows) and all(columns <= row.keys() for row in rows), "rows or columns are missing")
+    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+        raise InputError(f"{run}: there is no table of collectives ({error})") from error
+    return rows
+
+
 def moving_average(values: list[float], width: int) -> list[float]:
     """The mean of each value and the `width` - 1 values before it."""
     windows = (values[max(0, end - width) : end] for end in range(1, len(values) + 1))
     return [sum(window) / len(window) for window in windows]
 
 
-FIGURES = (losses, timelines, memory, holdings, layout, splits, topologies, collectives)
+FIGURES = (losses, timelines, memory, holdings, layout, splits, topologies, collectives, shared_memory)

@@ -198,7 +198,8 @@ def test_a_wait_ends_with_the_usual_sentence(is_silent: bool, why: str, is_begun
     *others, _ = run_ranks(3, fail, free_port(), is_silent, is_begun)
     for rank, (sentence, seconds) in enumerate(others):
         peers = f"ranks {1 - rank} and 2"
-        assert f"rank {rank} waited {seconds:.1f} s for the gradients of bucket 7 from {peers}: {why}" in sentence
+        assert sentence.startswith(f"rank {rank} waited ")
+        assert f" s for the gradients of bucket 7 from {peers}: {why}" in sentence
         assert seconds < 5
 
 
@@ -206,7 +207,7 @@ def train_over(rank: int, port: int, transport: Transport) -> tuple[Tensor, dict
     """A model's weights after three steps, the bytes sent, and whether its gradients are in shared memory."""
     with process_group(rank, 2, port):
         traffic.transport = transport
-        model = MyDP(torch.nn.Linear(200, 300))
+        model = MyDP(torch.nn.Linear(200, 400))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         before = model.model.weight.detach().clone()
         for _ in range(3):

@@ -54,7 +54,9 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ]
     write_chrome(Trace(ranks, 1, 4, programs), folder / "trace.json")
     (folder / "memory.json").write_text(json.dumps([dict.fromkeys(KINDS, 10**7)]))
-    columns = itertools.product(("broadcast", "reduce", "all-reduce"), ("naive", "tree", "library"), (10**3, 10**7))
+    columns = itertools.product(
+        ("broadcast", "reduce", "all-reduce"), ("naive", "tree", "ring", "library", "shared"), (10**3, 10**7)
+    )
     keys = ("operation", "topology", "size_bytes", "measured_seconds", "predicted_seconds")
     lines(
         folder / "collectives.jsonl",
@@ -84,6 +86,7 @@ DRAWN: dict[str, Callable[[Path, Path], None]] = {
     "splits": lambda png, run: figures.splits(png),
     "topologies": lambda png, run: figures.topologies(png),
     "collectives": lambda png, run: figures.collectives(png, run),
+    "shared_memory": lambda png, run: figures.shared_memory(png, run),
     "show_schedule": lambda png, run: draw(png, [planned_panel("dapple", simulate(all_stages("dapple", 4, 8)))]),
     "network": lambda png, run: draw_network(png),
 }
