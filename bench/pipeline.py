@@ -2,36 +2,56 @@
 
 python bench/pipeline.py
 python bench/pipeline.py --stages 3 --micro-batches 6 12 --rounds 20
+python bench/pipeline.py --schedules interleaved zb-h1 zb-v --stages 2 --micro-batches 6 12
 """
 
+import itertools
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 import tyro
 from ranks import join
-from torch import Tensor, nn
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
+from torch import Tensor
+from torch.distributed.pipelining import (
+    PipelineStage,
+    Schedule1F1B,
+    ScheduleGPipe,
+    ScheduleInterleaved1F1B,
+    ScheduleInterleavedZeroBubble,
+    ScheduleZBVZeroBubble,
+)
+from torch.distributed.pipelining.schedules import PipelineScheduleMulti, PipelineScheduleSingle
 from turns import quartiles_of_ratios, seconds_in_turn
 
 from distlab.comm.devices import cores_to_share
 from distlab.comm.grid import Grid
 from distlab.comm.processes import leave
+from distlab.pipeline.actions import stages_of
 from distlab.pipeline.executor import Pipeline
-from distlab.pipeline.schedules import all_stages
+from distlab.pipeline.schedules import all_stages, stages_per_worker
 from distlab.pipeline.split import balance
-from distlab.pipeline.stages import build_stage
+from distlab.pipeline.stages import build_stages
+from simplellm.llama import LLamaPart
 from simplellm.losses import causalLLMLoss
 
-VOCAB_SIZE, DMODEL = 4096, 288
-TORCHS = {"gpipe": ScheduleGPipe, "dapple": Schedule1F1B}
+VOCAB_SIZE, DMODEL, N_LAYERS = 4096, 288, 6
+TORCHS: dict[str, type[PipelineScheduleSingle | PipelineScheduleMulti]] = {
+    "gpipe": ScheduleGPipe,
+    "dapple": Schedule1F1B,
+    "interleaved": ScheduleInterleaved1F1B,
+    "zb-h1": ScheduleInterleavedZeroBubble,  # with one stage a worker
+    "zb-v": ScheduleZBVZeroBubble,
+}
 
+Nets = dict[int, LLamaPart]  # of a worker, by stage
 Step = Callable[[Tensor], object]
-Build = Callable[[str, nn.Module, Grid, int], Step]
+Build = Callable[[str, Nets, Grid, int], Step]
 
 
 @dataclass
@@ -39,9 +59,11 @@ class Settings:
     """What to measure."""
 
     stages: list[int] = field(default_factory=lambda: [2, 3])
-    """numbers of pipeline stages"""
+    """numbers of workers, most schedules giving each one stage"""
     micro_batches: list[int] = field(default_factory=lambda: [3, 6, 12])
     """micro-batches per step, of one sequence each"""
+    schedules: list[str] = field(default_factory=lambda: ["gpipe", "dapple"])
+    """of the lab, each measured beside torch's"""
     rounds: int = 10
     """timed steps of each"""
     seq_len: int = 256
@@ -50,29 +72,30 @@ class Settings:
     """where rank 0 listens"""
 
 
-def one_thread(schedule: str, net: nn.Module, grid: Grid, micro_batches: int, cores: int | None = None) -> Step:
+def one_thread(schedule: str, nets: Nets, grid: Grid, micro_batches: int, cores: int | None = None) -> Step:
     loss = partial(causalLLMLoss, vocab_size=VOCAB_SIZE)
     programs = all_stages(schedule, grid.pp, micro_batches)
-    pipeline = Pipeline(net, programs, grid, loss, width=DMODEL, cores=cores)
+    pipeline = Pipeline(nets, programs, grid, loss, width=DMODEL, cores=cores)
     return lambda x: pipeline.step(x.chunk(micro_batches))
 
 
-def ours(schedule: str, net: nn.Module, grid: Grid, micro_batches: int) -> Step:
-    return one_thread(schedule, net, grid, micro_batches, cores=cores_to_share(1))
+def ours(schedule: str, nets: Nets, grid: Grid, micro_batches: int) -> Step:
+    return one_thread(schedule, nets, grid, micro_batches, cores=cores_to_share(1))
 
 
-def torch_one_thread(schedule: str, net: nn.Module, grid: Grid, micro_batches: int) -> Step:
-    loss = partial(causalLLMLoss, vocab_size=VOCAB_SIZE)
-    runner = TORCHS[schedule](
-        PipelineStage(net, grid.stage, grid.pp, torch.device("cpu")), n_microbatches=micro_batches, loss_fn=loss
-    )
-    inputs = (lambda x: [x]) if grid.stage == 0 else (lambda x: [])
-    return lambda x: runner.step(*inputs(x), target=x if grid.is_last_stage else None, return_outputs=False)
+def torch_one_thread(schedule: str, nets: Nets, grid: Grid, micro_batches: int) -> Step:
+    loss, kind = partial(causalLLMLoss, vocab_size=VOCAB_SIZE), TORCHS[schedule]
+    count = grid.pp * stages_per_worker(schedule)
+    stages = [PipelineStage(net, stage, count, torch.device("cpu")) for stage, net in nets.items()]
+    held: Any = stages if issubclass(kind, PipelineScheduleMulti) else stages[0]
+    runner = kind(held, n_microbatches=micro_batches, loss_fn=loss)
+    inputs = (lambda x: [x]) if 0 in nets else (lambda x: [])
+    return lambda x: runner.step(*inputs(x), target=x if count - 1 in nets else None, return_outputs=False)
 
 
-def torch_all_cores(schedule: str, net: nn.Module, grid: Grid, micro_batches: int) -> Step:
+def torch_all_cores(schedule: str, nets: Nets, grid: Grid, micro_batches: int) -> Step:
     """A thread for each core on every stage, whatever the others do."""
-    step, threads = torch_one_thread(schedule, net, grid, micro_batches), cores_to_share(1) or 1
+    step, threads = torch_one_thread(schedule, nets, grid, micro_batches), cores_to_share(1) or 1
 
     def with_all_cores(x: Tensor) -> None:
         torch.set_num_threads(threads)
@@ -85,25 +108,41 @@ def torch_all_cores(schedule: str, net: nn.Module, grid: Grid, micro_batches: in
 VARIANTS: list[Build] = [torch_one_thread, torch_all_cores, one_thread, ours]
 
 
-def measure(rank: int, stages: int, settings: Settings) -> None:
+def measure(rank: int, workers: int, settings: Settings) -> None:
     """One rank: the variants in turn, for each number of micro-batches and each schedule."""
-    join(rank, stages, settings.port)
-    grid = Grid(rank, dp=1, pp=stages)
-    split = balance(6, stages, vocab_size=VOCAB_SIZE, dmodel=DMODEL, seq_len=settings.seq_len)
-    net = build_stage(rank, split, VOCAB_SIZE, ctx_size=settings.seq_len)
-    for micro_batches in settings.micro_batches:
-        for schedule in TORCHS:
-            steps = {build: with_fresh_gradients(net, build(schedule, net, grid, micro_batches)) for build in VARIANTS}
-            batch_of = partial(tokens, micro_batches, settings.seq_len)
-            seconds = seconds_in_turn(steps, batch_of, settings.rounds, meet=dist.barrier)
-            if rank == 0:
-                report(f"| {stages} | {micro_batches} | {schedule} ", micro_batches * settings.seq_len, seconds)
+    join(rank, workers, settings.port)
+    grid = Grid(rank, dp=1, pp=workers)
+    for micro_batches, schedule in itertools.product(settings.micro_batches, settings.schedules):
+        count = workers * stages_per_worker(schedule)
+        split = balance(N_LAYERS, count, vocab_size=VOCAB_SIZE, dmodel=DMODEL, seq_len=settings.seq_len)
+        held = stages_of(all_stages(schedule, workers, micro_batches)[rank])
+        nets = build_stages(held, split, VOCAB_SIZE, ctx_size=settings.seq_len)
+        steps = {build: with_fresh_gradients(nets, build(schedule, nets, grid, micro_batches)) for build in VARIANTS}
+        batch_of = partial(tokens, micro_batches, settings.seq_len)
+        check_gradients(nets, steps, batch_of(0))
+        seconds = seconds_in_turn(steps, batch_of, settings.rounds, meet=dist.barrier)
+        if rank == 0:
+            report(f"| {workers} | {micro_batches} | {schedule} ", micro_batches * settings.seq_len, seconds)
     leave(0)
 
 
-def with_fresh_gradients(net: nn.Module, step: Step) -> Step:
+def check_gradients(nets: Nets, steps: Mapping[Build, Step], batch: Tensor) -> None:
+    """Raise `RuntimeError` unless all variants compute the same gradients."""
+    parameters = [parameter for net in nets.values() for parameter in net.parameters()]
+    found = []
+    for step in steps.values():
+        step(batch)
+        found.append(torch.cat([torch.as_tensor(parameter.grad).flatten() for parameter in parameters]))
+    for build, own in zip(steps, found, strict=True):
+        difference = ((own - found[-1]).norm() / found[-1].norm()).item()
+        if not difference < 1e-4:
+            raise RuntimeError(f"the gradients of {build.__name__} differ from ours by {difference:.1e} of their norm")
+
+
+def with_fresh_gradients(nets: Nets, step: Step) -> Step:
     def zero_and_step(x: Tensor) -> None:
-        net.zero_grad()
+        for net in nets.values():
+            net.zero_grad()
         step(x)
 
     return zero_and_step
@@ -129,6 +168,9 @@ def main() -> None:
     settings = tyro.cli(Settings, description=__doc__)
     if settings.rounds < 2:
         raise SystemExit(f"--rounds {settings.rounds}: quartiles need at least 2")
+    unknown = set(settings.schedules) - TORCHS.keys()
+    if unknown:
+        raise SystemExit(f"--schedules {' '.join(sorted(unknown))}: there are {', '.join(TORCHS)}")
     heads = ["stages", "micro-batches", "schedule", "torch, 1 thread a stage: tokens/s", "torch, all cores"]
     for name in ("ours, 1 thread a stage", "ours, cores by plan"):
         heads += [name, "to the better torch (median)", "quartiles"]

@@ -106,18 +106,18 @@ def print_table(title: str, seconds: dict[str, list[float]]) -> None:
         print(row, f"{middle:.2f} ({low:.2f} to {high:.2f}) |")
 
 
-def compare_recomputation(dtype: torch.dtype, warm_up: int, measured: int) -> None:
-    """A Markdown table: what is kept, and how long a step takes, with and without recomputation."""
+def compare_recomputation(warm_up: int, measured: int) -> None:
+    """A Markdown table, in float32: what is kept, and how long a step takes, with and without recomputation."""
     modes = get_args(Recompute)
     kept = {}
     for mode in modes:
-        model = build(dtype, mode)
+        model = build(torch.float32, mode)
         saved = SavedActivations(model.parameters())
         with saved.counting():
             causalLLMLoss(model(tokens(0)), tokens(0), VOCAB_SIZE).backward()
         kept[mode] = saved.peak_bytes
-    seconds = compare({mode: ours(dtype, mode) for mode in modes}, warm_up, measured)
-    print(f"\n**{str(dtype).removeprefix('torch.')}**\n")
+    seconds = compare({mode: ours(torch.float32, mode) for mode in modes}, warm_up, measured)
+    print()
     print("| --recompute | activations kept, MB | to none | step, ms | time to none: median (quartiles) |")
     print("|---|---:|---:|---:|---:|")
     for mode in modes:
@@ -141,8 +141,7 @@ def main() -> None:
         f"{N_LAYERS} layers, {arguments.threads} thread(s), {arguments.steps} steps, torch {torch.__version__}"
     )
     if arguments.recompute:
-        for dtype in (torch.float32, torch.bfloat16):
-            compare_recomputation(dtype, arguments.warm_up, arguments.steps)
+        compare_recomputation(arguments.warm_up, arguments.steps)
         return
     float32 = {"ours": ours(torch.float32), "transformers": theirs(torch.float32, autocast=False)}
     print_table("float32", compare(float32, arguments.warm_up, arguments.steps))
