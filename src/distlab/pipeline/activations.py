@@ -39,6 +39,11 @@ class SavedActivations:
         """What `peak_bytes` would be without recomputation."""
         return self._usually_kept.peak
 
+    def take_recent_peak(self) -> int:
+        """The most bytes kept at a time since the last call."""
+        recent, self._kept.recent_peak = self._kept.recent_peak, self._kept.now
+        return recent
+
     @contextlib.contextmanager
     def counting(self) -> Iterator[None]:
         """Inside, count what forward passes save, and what backward passes recompute or keep for weight gradients."""
@@ -73,7 +78,7 @@ class _Bytes:
 
     def __init__(self) -> None:
         self.users: Counter[StorageWeakRef] = Counter()  # which keep its address from being used again
-        self.now = self.peak = 0
+        self.now = self.peak = self.recent_peak = 0
 
 
 class _Counted:
@@ -84,7 +89,7 @@ class _Counted:
         count.users[self._storage] += 1
         if count.users[self._storage] == 1:
             count.now += self._size
-            count.peak = max(count.peak, count.now)
+            count.peak, count.recent_peak = max(count.peak, count.now), max(count.recent_peak, count.now)
 
     def __del__(self) -> None:
         self._count.users[self._storage] -= 1

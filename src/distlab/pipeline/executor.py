@@ -135,6 +135,7 @@ class Pipeline:
             if result in self._plan.takers:
                 self._give(result, computed[result.kind])
         if self.kept is not None:
+            recorder.keeps(self.kept.take_recent_peak())  # within the action, where blocks are recomputed
             recorder.keeps(self.kept.now_bytes)
 
     def _give(self, result: Result, tensor: Tensor) -> None:
