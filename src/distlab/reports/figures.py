@@ -14,6 +14,10 @@ import tyro
 from distlab.collectives.algorithms import ALL_REDUCES, broadcast_naive, broadcast_ring, broadcast_tree
 from distlab.collectives.simulation import Link, SimulatedWorld
 from distlab.comm.grid import Grid
+from distlab.pipeline.actions import ActionCosts
+from distlab.pipeline.auto import Limit
+from distlab.pipeline.plan import simulate
+from distlab.pipeline.schedules import AUTO, SCHEDULES, all_stages, stages_per_worker
 from distlab.reports import style
 from distlab.reports.memory import KINDS, read_largest
 from distlab.reports.timeline import draw, draw_schedules, measured_panel
@@ -241,6 +245,49 @@ def splits(png: Png, /, ranks: int = 3) -> None:
     style.save(figure, png)
 
 
+def schedules(png: Png, /, stages: int = 4, micro_batches: int = 8) -> None:
+    """What each schedule keeps and how long its workers idle, by the plan, beside what `auto` finds for each limit.
+
+    Twice: with F = B = W, and with B = 1.2 and W = 0.8. Messages are free.
+
+    Args:
+        stages: workers of the pipeline.
+        micro_batches: parts that the batch is split into.
+    """
+    require(2 <= stages <= 8, f"--stages {stages}: give 2 to 8")
+    require(stages <= micro_batches <= 32, f"--micro-batches {micro_batches}: give {stages} to 32")
+    figure, grid = style.subplots(4.2, 1, 2, sharey=True)
+    curves: dict[str, Any] = {}
+    for axes, (title, weight_share) in zip(
+        grid, {"F = B = W": 0.5, "F = 1, B = 1.2, W = 0.8": 0.4}.items(), strict=True
+    ):
+
+        def planned(
+            name: str, chunks: int, limit: Limit | None = None, share: float = weight_share
+        ) -> tuple[float, float]:
+            """Micro-batches that a worker keeps, percent that it idles."""
+            costs = ActionCosts(1 / chunks, 2 / chunks, activation_bytes=1 / chunks, weight_share=share)
+            plan = simulate(all_stages(name, stages, micro_batches, chunks, costs, limit), costs)
+            return max(plan.peak_bytes), 100 * sum(plan.bubble) / stages
+
+        for chunks, color in ((1, style.BLUE), (2, style.VERMILLION)):
+            limits = [half / 2 for half in range(4, 2 * micro_batches + 1)]
+            idle = [planned(AUTO, chunks, Limit(limit))[1] for limit in limits]
+            least = list(itertools.accumulate(idle, min))  # a list that keeps less will do for a larger limit, too
+            name = f"auto, {chunks} stage{'s' * (chunks > 1)} a worker"
+            [curves[name]] = axes.step(limits, least, where="post", color=color)
+        for name, schedule in SCHEDULES.items():
+            if name not in ("naive", AUTO) and schedule.fits(stages, micro_batches):
+                kept, idle_percent = planned(name, stages_per_worker(name))
+                color = style.BLUE if stages_per_worker(name) == 1 else style.VERMILLION
+                axes.plot(kept, idle_percent, "o", color=color, markersize=6)
+                axes.annotate(name, (kept, idle_percent), (5, 5), textcoords="offset points", size=style.SMALL)
+        axes.set(title=title, xlim=(1.5, micro_batches + 1.5), ylim=(0, None), xlabel="micro-batches kept at most")
+    grid[0].set_ylabel("idle share of a step, %")
+    style.legend(figure, curves)
+    style.save(figure, png)
+
+
 def topologies(png: Png, /, world_size: int = 8) -> None:
     """The messages of broadcasts and all-reduces over time, in a simulated world.
 
@@ -360,4 +407,4 @@ def moving_average(values: list[float], width: int) -> list[float]:
     return [sum(window) / len(window) for window in windows]
 
 
-FIGURES = (losses, timelines, memory, holdings, layout, splits, topologies, collectives, shared_memory)
+FIGURES = (losses, timelines, memory, holdings, schedules, layout, splits, topologies, collectives, shared_memory)
