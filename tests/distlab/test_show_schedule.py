@@ -126,6 +126,24 @@ def test_what_cannot_be_shown_is_refused_with_its_sentence(request_: Request, se
         list(show(request_))
 
 
+@pytest.mark.parametrize(("name", "ticks"), [("zb-v", 737), ("dualpipe-v", 744), ("interleaved", 824), ("auto", 720)])
+def test_the_chapter_s_example_of_uneven_stages(name: str, ticks: int) -> None:
+    request = Request(
+        name, 4, 8, 10, 20, 0.4, "1,1,1,1,1,1,1,2", keep_at_most="5" if name == "auto" else None, transfer=1
+    )
+    assert any(line.startswith(f"# {ticks} ticks") for line in show(request))
+
+
+@pytest.mark.parametrize(
+    ("name", "idle"),
+    [("dapple", "20.0%"), ("interleaved", "11.1%"), ("zb-h1", "10.4%"), ("dualpipe-v", "5.5%"), ("zb-v", "4.8%")],
+)
+def test_the_chapter_s_table_where_w_is_cheap(name: str, idle: str) -> None:
+    lines = [line for line in show(Request(name, 4, 12, 5, 10, weight_share=0.4)) if ": idle" in line]
+    assert len(lines) == 4
+    assert all(f": idle {idle}," in line for line in lines)
+
+
 def test_draws_a_png_that_depends_on_the_schedule(tmp_path: Path) -> None:
     pictures = []
     for name in ("gpipe", "dapple"):

@@ -22,8 +22,8 @@ Move = tuple[str, int]  # the letter of an action, its stage; on the next micro-
 Times = dict[Move, float]  # seconds
 Urgency = Callable[[str, str], int]  # (letter of an action, the worker's last letter but W) -> less is more urgent
 
-TRIES = 60  # times that a small pipeline is played; of the last ones, most find nothing better
-MOST_ACTIONS = 30_000  # of all tries together, about a second; but every rule has its turn
+TRIES = 200  # plays of a small pipeline
+MOST_ACTIONS = 40_000  # of all plays together, one or two seconds; but every rule has its turn
 ERROR = 0.15  # of the times that are wrong on purpose, at most
 ROUNDING = 1e-9
 BYTES = {"kB": 1e3, "MB": 1e6, "GB": 1e9}

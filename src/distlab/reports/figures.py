@@ -248,7 +248,7 @@ def splits(png: Png, /, ranks: int = 3) -> None:
 def schedules(png: Png, /, stages: int = 4, micro_batches: int = 8) -> None:
     """What each schedule keeps and how long its workers idle, by the plan, beside what `auto` finds for each limit.
 
-    Twice: with F = B = W, and with B = 1.2 and W = 0.8. Messages are free.
+    Twice: with F = I = W, and with I = 1.2 and W = 0.8. Messages are free.
 
     Args:
         stages: workers of the pipeline.
@@ -259,7 +259,7 @@ def schedules(png: Png, /, stages: int = 4, micro_batches: int = 8) -> None:
     figure, grid = style.subplots(4.2, 1, 2, sharey=True)
     curves: dict[str, Any] = {}
     for axes, (title, weight_share) in zip(
-        grid, {"F = B = W": 0.5, "F = 1, B = 1.2, W = 0.8": 0.4}.items(), strict=True
+        grid, {"F = I = W": 0.5, "F = 1, I = 1.2, W = 0.8": 0.4}.items(), strict=True
     ):
 
         def planned(
@@ -281,7 +281,8 @@ def schedules(png: Png, /, stages: int = 4, micro_batches: int = 8) -> None:
                 kept, idle_percent = planned(name, stages_per_worker(name))
                 color = style.BLUE if stages_per_worker(name) == 1 else style.VERMILLION
                 axes.plot(kept, idle_percent, "o", color=color, markersize=6)
-                axes.annotate(name, (kept, idle_percent), (5, 5), textcoords="offset points", size=style.SMALL)
+                place: dict[str, Any] = {"xytext": (-6, -12), "ha": "right"} if name == "zb-v" else {"xytext": (6, 5)}
+                axes.annotate(name, (kept, idle_percent), **place, textcoords="offset points", size=style.SMALL)
         axes.set(title=title, xlim=(1.5, micro_batches + 1.5), ylim=(0, None), xlabel="micro-batches kept at most")
     grid[0].set_ylabel("idle share of a step, %")
     style.legend(figure, curves)

@@ -51,7 +51,7 @@ def test_at_most_2_percent_slower_than_the_best_that_keeps_as_much(costs: str, c
         for limit in {max(plan.peak_bytes) for plan in plans}:
             best = min(plan.makespan for plan in plans if max(plan.peak_bytes) <= limit)
             own = costs_of(costs, chunks)
-            found = simulate(find_programs(workers, micro_batches, chunks, own, Limit(limit)), own)
+            found = simulate(find_programs(workers, micro_batches, chunks, own, Limit(limit), tries=60), own)
             assert max(found.peak_bytes) <= limit * (1 + 1e-9)
             assert found.makespan <= 1.02 * best, f"{workers} workers, {micro_batches} micro-batches, limit {limit}"
             compared += 1
@@ -71,7 +71,7 @@ def test_faster_than_all_where_the_last_stage_is_heavy(
         backward = [2 * seconds for seconds in forward]
         return ActionCosts(forward, backward, transfer, activation_bytes=1 / chunks, weight_share=0.4)
 
-    found = simulate(find_programs(workers, micro_batches, 2, costs_with(2), Limit(kept)), costs_with(2))
+    found = simulate(find_programs(workers, micro_batches, 2, costs_with(2), Limit(kept), tries=60), costs_with(2))
     assert max(found.peak_bytes) <= kept
     for name in WRITTEN:
         chunks = stages_per_worker(name)
