@@ -49,6 +49,17 @@ def test_micro_batches_and_recomputation_change_nothing(script: str, one_process
     assert_equal(parameters[1], expected_parameters)
 
 
+@pytest.mark.parametrize("script", [GRADIENT_AGGREGATION, WEIGHT_AGGREGATION, "DP/mydp/intro_DP_MyDP.py"])
+def test_shared_memory_and_gloo_give_the_same_run(script: str, tmp_path: Path) -> None:
+    """With two ranks to the last bit: a sum of two numbers does not depend on their order."""
+    shared, _, losses = many_processes(script, tmp_path / "shared", 2, "--batch-size", "3", "--transport", "shared")
+    over_gloo, _, same = many_processes(script, tmp_path / "gloo", 2, "--batch-size", "3", "--transport", "gloo")
+    assert losses == same
+    for own, other in zip(shared, over_gloo, strict=True):
+        for name, weight in own.items():
+            assert torch.equal(weight, other[name]), name
+
+
 @pytest.mark.parametrize("topology", ALL_REDUCES)
 def test_our_own_all_reduce_gives_the_same_run(topology: str, one_process: OneProcess, tmp_path: Path) -> None:
     expected_parameters, expected_gradients, expected_losses = one_process(3)
