@@ -22,6 +22,7 @@ NAIVE, MICRO_BATCHES = "PP/1F1B/intro_PP_1F1B.py", "PP/microbatches/intro_PP_mic
 DDP = "DP/ddp/intro_DP_DDP.py"
 HYBRID = "hybrid/intro_hybrid.py"
 FOUR_RANKS = "--dp 2 --pp 2".split()
+ZB_V = "--schedule zb-v --n-layers 4".split()
 TIMEOUT = 4
 TO_SAY_SO = 9  # seconds for the ranks to tell each other, and to end; the computer may be busy
 LAUNCHER_ENDS_IN = 10
@@ -48,8 +49,9 @@ def last_line(ended: Ended) -> str:
 
 
 @pytest.mark.alone
-def test_a_stopped_rank_in_terminals(tmp_path: Path) -> None:
-    with training(MICRO_BATCHES, 3, tmp_path) as ranks:
+@pytest.mark.parametrize("flags", [[], ZB_V], ids=["dapple", "zb-v"])
+def test_a_stopped_rank_in_terminals(flags: list[str], tmp_path: Path) -> None:
+    with training(MICRO_BATCHES, 3, tmp_path, *flags) as ranks:
         os.kill(ranks[1].pid, signal.SIGSTOP)
         waits = []
         for end in [ranks[rank].finish(TIMEOUT + TO_SAY_SO) for rank in (0, 2)]:
@@ -69,7 +71,11 @@ def test_a_stopped_rank_in_terminals(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("script", "flags", "world_size", "killed"),
-    [(NAIVE, [], 3, "1 (stage 1)"), (HYBRID, FOUR_RANKS, 4, "3 (stage 1 of replica 1)")],
+    [
+        (NAIVE, [], 3, "1 (stage 1)"),
+        (MICRO_BATCHES, ZB_V, 3, "1 (stage 1)"),
+        (HYBRID, FOUR_RANKS, 4, "3 (stage 1 of replica 1)"),
+    ],
 )
 def test_a_killed_rank_in_terminals(
     script: str, flags: list[str], world_size: int, killed: str, tmp_path: Path

@@ -12,6 +12,7 @@ from distlab.pipeline.actions import (
     ACTIVATIONS,
     GRADIENTS,
     GRAPH,
+    KINDS,
     Action,
     ActionCosts,
     Backward,
@@ -29,8 +30,7 @@ SIZES = [(1, 1), (1, 4), (2, 1), (2, 5), (3, 3), (3, 8), (5, 2), (4, 12)]
 
 def passes(stage: int, text: str) -> list[Action]:
     """ "F0 B0" as a stage's actions."""
-    kinds = {"F": Forward, "B": Backward}
-    return [kinds[name[0]](stage, int(name[1:])) for name in text.split()]
+    return [KINDS[name[0]](stage, int(name[1:])) for name in text.split()]
 
 
 def results(stage: int, text: str) -> list[Result]:
@@ -120,6 +120,17 @@ def test_two_stages_per_worker_halve_the_bubble() -> None:
             "stage 1 never computes the gradients of micro-batch 1, which B1 of stage 0 needs",
         ),
         ([passes(0, "F0 F1 B0")], "stage 0 never computes the gradients of weights of micro-batch 1"),
+        ([passes(0, "F0 W0 I0")], "stage 0 runs W0 before I0"),
+        ([passes(0, "F0 I0")], "stage 0 never computes the gradients of weights of micro-batch 0"),
+        ([passes(0, "F0 I0 W0 W0")], "stage 0 runs W0 twice; every action runs once"),
+        (
+            [passes(0, "F0 B0 W0")],
+            "stage 0 computes the gradients of weights of micro-batch 0 twice, in B0 and in W0",
+        ),
+        (
+            [passes(0, "F0 I0 W0"), passes(1, "F0 W0")],
+            "stage 1 never computes the gradients of micro-batch 0, which I0 of stage 0 needs",
+        ),
         ([passes(0, "F0 B0 B1")], "stage 0 never computes the graph of micro-batch 1, which B1 of stage 0 needs"),
         ([passes(0, "F0 B0 B0")], "stage 0 runs B0 twice; every action runs once"),
         ([passes(0, "F0 B1 F1 B0")], "stage 0 runs B1 before F1"),

@@ -70,8 +70,11 @@ def test_what_would_have_been_kept_is_what_a_run_without_recomputation_keeps(fla
     assert memory.WITHOUT not in usual[0]
 
 
-def test_a_run_says_what_its_ranks_hold(tmp_path: Path) -> None:
-    parameters, _, _ = train_on(3, "PP/microbatches/intro_PP_microbatches.py", tmp_path, "--batch-size", "3")
+@pytest.mark.parametrize(("ranks", "flags"), [(3, ""), (2, "--world-size 2 --schedule zb-v")])
+def test_a_run_says_what_its_ranks_hold(ranks: int, flags: str, tmp_path: Path) -> None:
+    """One stage each, and two."""
+    script = "PP/microbatches/intro_PP_microbatches.py"
+    parameters, _, _ = train_on(ranks, script, tmp_path, "--batch-size", "3", *flags.split())
     by_rank = json.loads((tmp_path / "memory.json").read_text())
     for rank, own in enumerate(parameters):
         size = sum(tensor.nbytes for tensor in own.values())
