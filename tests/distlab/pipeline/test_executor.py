@@ -2,6 +2,7 @@
 
 import itertools
 import time
+from statistics import fmean
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 from distlab.comm.grid import Grid
 from distlab.comm.recorder import recorder
 from distlab.comm.traffic import Transfer, traffic
-from distlab.pipeline.actions import Action, Backward, Forward, Programs, stages_of
+from distlab.pipeline.actions import Action, ActionCosts, Backward, BackwardWeight, Forward, Programs, stages_of
 from distlab.pipeline.executor import Pipeline, _channels
 from distlab.pipeline.plan import simulate
 from distlab.pipeline.schedules import SCHEDULES, Schedule, all_stages, stages_per_worker, with_recomputation
@@ -221,6 +222,55 @@ def test_dapple_and_recomputation_keep_a_fraction_of_what_gpipe_keeps() -> None:
     for stage, (ours, all_of_them) in enumerate(zip(dapple, gpipe, strict=True)):
         assert ours / all_of_them == pytest.approx((3 - stage) / 12, rel=0.1), f"stage {stage}"
     assert dapple[0] <= 0.30 * gpipe[0]
+
+
+KEPT = ["gpipe", "dapple", "interleaved", "zb-h1", "zb-h2", "zb-v", "dualpipe-v"]
+
+
+def count_kept(
+    rank: int, port: int, workers: int, micro_batches: int
+) -> list[tuple[int, dict[int, tuple[float, float]]]]:
+    """For each schedule, the peak, and by stage what F keeps of a micro-batch and what W frees of it, in the mean."""
+    found = []
+    with process_group(rank, workers, port):
+        recorder.enabled = True
+        for name in KEPT:
+            programs = all_stages(name, workers, micro_batches)
+            split = (1,) * (workers * stages_per_worker(name))
+            nets = build_stages(stages_of(programs[rank]), split, VOCAB, **OPTIONS)
+            pipeline = Pipeline(nets, programs, Grid(rank, dp=1, pp=workers), LOSS, WIDTH)
+            recorder.kept_bytes.clear()
+            pipeline.step(batch(0, rows=micro_batches).chunk(micro_batches))
+            kept = [0, *(size for _, size in recorder.kept_bytes[1::2])]  # after each action; before, at most within it
+            change = {action: kept[n + 1] - kept[n] for n, action in enumerate(programs[rank])}
+            by_stage = {
+                stage: (
+                    fmean(change[Forward(stage, k)] for k in range(micro_batches)),
+                    fmean([-change[w] for w in change if isinstance(w, BackwardWeight) and w.stage == stage] or [0]),
+                )
+                for stage in nets
+            }
+            assert pipeline.kept is not None
+            found.append((pipeline.kept.peak_bytes, by_stage))
+    return found
+
+
+def test_every_schedule_keeps_what_its_plan_says() -> None:
+    workers, micro_batches = 4, 8
+    peaks: dict[str, list[int]] = {}
+    by_rank = run_ranks(workers, count_kept, free_port(), workers, micro_batches, deadline=120)
+    for name, own in zip(KEPT, zip(*by_rank, strict=True), strict=True):
+        counted = {stage: sizes for _, by_stage in own for stage, sizes in by_stage.items()}
+        forward, weight = zip(*(counted[stage] for stage in sorted(counted)), strict=True)
+        assert min(forward) > 0
+        shares = [later / size for later, size in zip(weight, forward, strict=True)]
+        costs = ActionCosts(activation_bytes=forward, weight_bytes_share=shares)
+        peaks[name] = [peak for peak, _ in own]
+        assert peaks[name] == pytest.approx(
+            simulate(all_stages(name, workers, micro_batches), costs).peak_bytes, rel=0.05
+        )
+    assert max(peaks["zb-h1"]) <= 1.1 * peaks["dapple"][0]
+    assert max(peaks["zb-v"]) <= 1.1 * min(peaks["zb-v"])
 
 
 class CountedSends:
