@@ -4,10 +4,12 @@
     ./launch.sh hybrid                                                  2 pipelines of 3 stages, 3 micro-batches
     ./launch.sh hybrid --dp 3 --pp 2 --micro-batches 4 --batch-size 4   any other layout
     ./launch.sh hybrid --dp 2 --pp 2 --tp 2                             each stage split over 2 ranks
+    ./launch.sh hybrid --shard optimizer                                replicas share out the optimizer's state
 
 Within a pipeline, neighboring stages exchange activations and gradients for each micro-batch. Across pipelines, the
 ranks that hold the same stage average its gradients once per step, bucket by bucket, during the backward pass of the
-last micro-batch. With `--tp`, neighboring ranks share a stage, and exchange activations within every layer.
+last micro-batch. With `--tp`, neighboring ranks share a stage, and exchange activations within every layer. With
+`--shard`, the replicas of a stage share out its optimizer's state, and more, as in DP/zero/intro_DP_ZeRO.py.
 """
 
 from functools import partial
@@ -15,6 +17,7 @@ from functools import partial
 from distlab.comm.traffic import traffic
 from distlab.comm.transfer import Transfer
 from distlab.parallel.data import Bucket, GradientBuckets
+from distlab.parallel.sharded import ShardedDP
 from distlab.parallel.tensor import shard
 from distlab.parallel.vocabulary import vocabulary_parallel_loss
 from distlab.pipeline.actions import describe_stages, stages_of
@@ -50,11 +53,14 @@ def train(run: TrainingRun[HybridSettings]) -> None:
         for net in nets.values():
             shard(net, group=tp_group)
         loss = partial(vocabulary_parallel_loss, vocab_size=tokenizer.vocab_size, group=tp_group)
-    optimizer = run.optimizer(nets)
+    sharded: dict[int, ShardedDP] = {}
+    if args.shard != "none":
+        sharded = {stage: ShardedDP(net, args.shard, dp_group, args.micro_batches) for stage, net in nets.items()}
+    optimizer = run.optimizer(sharded or nets)
     if args.schedule == "auto":  # the order depends on what the passes take here
         programs = find_schedule(run, nets, loss)
     pipeline = Pipeline(nets, programs, run.grid, loss, args.dmodel, cores=run.shared_cores, run_on=args.run_on)
-    run.track(nets, optimizer, loss, owners=pipeline.owners)
+    run.track(sharded or nets, optimizer, loss, owners=pipeline.owners)
 
     def average(bucket: Bucket) -> Transfer:
         """Start to average gradients that are complete, while the backward pass continues to earlier layers."""
@@ -62,16 +68,20 @@ def train(run: TrainingRun[HybridSettings]) -> None:
             bucket.flat, f"{bucket} of {describe_stages(program)}", kind="gradients", group=dp_group
         )
 
-    parameters = [parameter for net in nets.values() for parameter in net.parameters()]
+    parameters = [parameter for net in nets.values() for parameter in net.parameters() if not sharded]
     buckets = GradientBuckets(parameters, on_full=average, backward_passes=args.micro_batches, group=dp_group)
 
     for step, batch in run.steps(stories):
         optimizer.zero_grad()
         losses = pipeline.step(batch.chunk(args.micro_batches))
         buckets.finish()
+        for part in sharded.values():
+            part.finish_gradients()
         run.log(step, losses)
         run.clip(optimizer)
         optimizer.step()
+        for part in sharded.values():
+            part.gather_weights()
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ import torch
 from processes import LAB, free_port, run_ranks
 from torch import Tensor, nn
 
+from distlab.parallel.sharded import ShardedDP
 from distlab.run.settings import parse
 from distlab.run.train_settings import TrainSettings
 from distlab.run.training import TrainingRun
@@ -26,6 +27,7 @@ BATCH = 6  # sequences to a step in each of the layouts, of all replicas togethe
 LAYOUTS = {  # ranks, script, flags
     "primer": (1, "primer/intro.py", "--batch-size 6"),
     "dp-ga": (3, "DP/gradient_aggr/intro_DP_GA.py", "--world-size 3 --batch-size 2"),
+    "dp-zero": (3, "DP/zero/intro_DP_ZeRO.py", "--world-size 3 --batch-size 2 --shard weights"),
     "dp-wa": (2, "DP/weight_aggr/intro_DP_WA.py", "--world-size 2 --batch-size 3"),
     "ddp": (3, "DP/ddp/intro_DP_DDP.py", "--world-size 3 --batch-size 2"),
     "mydp": (3, "DP/mydp/intro_DP_MyDP.py", "--world-size 3 --batch-size 2"),
@@ -70,13 +72,33 @@ def train(rank: int, script: str, flags: list[str]) -> tuple[State, State]:
         return made
 
     setattr(module, builder, build_and_keep)
+    sharded: list[ShardedDP] = []
+
+    def share_out(*args: Any, **options: Any) -> ShardedDP:
+        sharded.append(ShardedDP(*args, **options))
+        return sharded[-1]
+
+    module.ShardedDP = share_out  # type: ignore[attr-defined]
     settings = parse(module.DEFAULTS, "", [str(rank), *MODEL, *TRAINING, *flags])
     run: TrainingRun[Any] = TrainingRun(settings, LAB / script)
     module.train(run)
     run.close()
+    if sharded:
+        return whole(sharded)
     parameters = {name: p for net in built for name, p in net.named_parameters()}
     gradients = {name: p.grad.clone() for name, p in parameters.items() if p.grad is not None}
     return {name: p.detach().clone() for name, p in parameters.items()}, gradients
+
+
+def whole(sharded: list[ShardedDP]) -> tuple[State, State]:
+    """The parameters and the gradients that replicas have shared out, gathered."""
+    parameters = {name: weight for part in sharded for name, weight in part.whole_parameters().items()}
+    for part in sharded:
+        with torch.no_grad():
+            for shard in part.own_parameters().values():
+                shard.copy_(torch.full_like(shard, torch.nan) if shard.grad is None else shard.grad)
+        part.gather_weights()
+    return parameters, {name: grad for part in sharded for name, grad in part.whole_parameters().items()}
 
 
 def train_on(world_size: int, script: str, out: Path, *flags: str) -> tuple[list[State], list[State], list[float]]:

@@ -35,6 +35,7 @@ TOPOLOGIES = {  # a script, and flags that are placed before the user's own
     "dp-wa": "DP/weight_aggr/intro_DP_WA.py",
     "ddp": "DP/ddp/intro_DP_DDP.py",
     "mydp": "DP/mydp/intro_DP_MyDP.py",
+    "dp-zero": "DP/zero/intro_DP_ZeRO.py",
     "pp-1f1b": "PP/1F1B/intro_PP_1F1B.py",
     "pp-gpipe": "PP/microbatches/intro_PP_microbatches.py --schedule gpipe",
     "pp-dapple": "PP/microbatches/intro_PP_microbatches.py --schedule dapple",

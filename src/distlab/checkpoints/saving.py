@@ -19,6 +19,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from distlab.checkpoints.format import FOLDER, RECORD, TOKENIZER, Checkpoint, Record, checksum, checksum_of
+from distlab.comm.torch_patches import checkpoint_writer
 from distlab.comm.traffic import traffic
 from simplellm.errors import InputError, require
 
@@ -47,7 +48,7 @@ def save(run: Path, tensors: dict[str, Any], record: Record, tokenizer: bytes | 
     unfinished = place_of(run, record["step"], UNFINISHED)
     try:
         unfinished.mkdir(parents=True, exist_ok=True)
-        writer = dcp.HuggingFaceStorageWriter(str(unfinished), save_distributed=True)
+        writer = checkpoint_writer(unfinished)
         with traffic.named(f"the checkpoint of step {record['step']}"), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # torch's warning that a single process writes
             written = dcp.save(tensors, storage_writer=writer, no_dist=not dist.is_initialized())

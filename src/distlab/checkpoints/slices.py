@@ -1,6 +1,8 @@
 """Slices of parameters for torch.distributed.checkpoint, which by itself supports only those of DTensor."""
 
-from typing import Any
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -8,39 +10,95 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
 
-class Slice(Tensor):
-    """A rank's part of a tensor, which a checkpoint writes and reads as a slice of the whole, like DTensor.
+class Block(NamedTuple):
+    """A rectangular block of a tensor: where it begins in each dimension, and its length there."""
 
-    The part begins at `start` along `dim`, along which the whole tensor has `length`.
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+
+class Slice(Tensor):
+    """A rank's part of a tensor, which a checkpoint writes and reads as blocks of the whole, like DTensor.
+
+    `part` holds the blocks one after another in memory; it is written from, or read into.
     """
 
     # Operations on it return plain tensors.
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
-    def __new__(cls, part: Tensor, dim: int, start: int, length: int) -> "Slice":
+    def __new__(cls, part: Tensor, whole: Sequence[int], blocks: Sequence[Block]) -> "Slice":
         return part.as_subclass(cls)  # shares the memory
 
-    def __init__(self, part: Tensor, dim: int, start: int, length: int) -> None:
-        self.part = part
-        self.offsets = torch.Size([start if d == dim else 0 for d in range(part.dim())])
-        self.whole = torch.Size([length if d == dim else size for d, size in enumerate(part.shape)])
+    def __init__(self, part: Tensor, whole: Sequence[int], blocks: Sequence[Block]) -> None:
+        self.whole = torch.Size(whole)
+        views = [part]
+        if len(blocks) != 1 or blocks[0].sizes != part.shape:
+            pieces = part.view(-1).split([math.prod(block.sizes) for block in blocks])
+            views = [piece.view(block.sizes) for piece, block in zip(pieces, blocks, strict=True)]
+        self.views = {torch.Size(block.offsets): view for block, view in zip(blocks, views, strict=True)}
 
     def size(self, *dim: Any) -> Any:
         return self.whole[dim[0]] if dim else self.whole
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
-        return [ChunkStorageMetadata(self.offsets, self.part.shape)]
+        return [ChunkStorageMetadata(offsets, view.shape) for offsets, view in self.views.items()]
 
     def __create_write_items__(self, name: str, _: object) -> list[WriteItem]:
-        (chunk,) = self.__create_chunk_list__()
-        data = TensorWriteData(chunk, TensorProperties.create_from_tensor(self.part), self.whole)
-        return [WriteItem(MetadataIndex(name, self.offsets), WriteItemType.SHARD, tensor_data=data)]
+        return [
+            WriteItem(
+                MetadataIndex(name, chunk.offsets),
+                WriteItemType.SHARD,
+                tensor_data=TensorWriteData(
+                    chunk, TensorProperties.create_from_tensor(self.views[chunk.offsets]), self.whole
+                ),
+            )
+            for chunk in self.__create_chunk_list__()
+        ]
 
-    def __get_tensor_shard__(self, _: MetadataIndex) -> Tensor:
-        return self.part
+    def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
+        assert index.offset is not None
+        return self.views[index.offset]
 
 
 def as_held(tensor: Tensor, parameter: Tensor) -> Tensor:
-    """`tensor` (the parameter or optimizer state of its shape), as a `Slice` if the parameter is a shard."""
-    held = getattr(parameter, "shard_spec", None)  # see TPGroup.own_parameter
-    return tensor if held is None or tensor.shape != parameter.shape else Slice(tensor, *held)
+    """`tensor`, the parameter or what the optimizer keeps of it: a slice of the whole if the parameter is one.
+
+    Tensor-parallel ranks mark theirs with `shard_spec` (see `TPGroup.own_parameter`), and replicas that share out
+    theirs with `flat_range` (see `ShardedDP.own_parameters`): a part of the parameter, or of its slice.
+    """
+    split, flat_range = getattr(parameter, "shard_spec", None), getattr(parameter, "flat_range", None)
+    if tensor.shape != parameter.shape or (split is None and flat_range is None):
+        return tensor
+    blocks = [Block((0,) * parameter.dim(), tuple(parameter.shape))]
+    whole = list(parameter.shape)
+    if flat_range is not None:
+        whole, start = list(flat_range.shape), flat_range.start
+        blocks = list(blocks_of_range(whole, start, start + parameter.numel()))
+    if split is not None:
+        dim, start, whole[dim] = split
+        blocks = [Block((*b.offsets[:dim], b.offsets[dim] + start, *b.offsets[dim + 1 :]), b.sizes) for b in blocks]
+    return Slice(tensor, whole, blocks)
+
+
+def blocks_of_range(shape: Sequence[int], start: int, stop: int) -> Iterator[Block]:
+    """The blocks that make up the elements from `start` to `stop` of a tensor, in the order of memory.
+
+    Of a matrix they are, at most: the end of a row, whole rows, the beginning of a row.
+    """
+    if start >= stop:
+        return
+    if len(shape) < 2:
+        yield Block((start,) * len(shape), (stop - start,) * len(shape))
+        return
+    row_length = math.prod(shape[1:])
+    while start < stop:
+        row, within = divmod(start, row_length)
+        rows = (stop - start) // row_length
+        if within == 0 and rows:
+            yield Block((row, *(0 for _ in shape[1:])), (rows, *shape[1:]))
+            start += rows * row_length
+        else:
+            end = min(stop, (row + 1) * row_length)
+            for block in blocks_of_range(shape[1:], within, within + end - start):
+                yield Block((row, *block.offsets), (1, *block.sizes))
+            start = end

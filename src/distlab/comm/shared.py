@@ -128,7 +128,7 @@ class SharedMemory:
         self.group, self.rank, self.size = group, group.rank(), group.size()
         self.ready, self.done = Word(group, READY), Word(group, DONE)
         self.begun = 0  # collectives
-        self.not_combined: deque[SharedAllReduce] = deque()  # this rank's part is there, its share is not done
+        self.not_combined: deque[SharedCollective] = deque()  # this rank's part is there, its share is not done
         self._mappings: weakref.WeakSet[Mapping] = weakref.WeakSet()  # one goes with the last tensor in it
 
     def allocate(self, elements: int, dtype: torch.dtype, timeout: timedelta) -> Tensor:
@@ -198,22 +198,14 @@ class SharedMemory:
         return None
 
 
-class SharedAllReduce:
-    """An all-reduce of what lies at the same place in each rank's part; it has begun when it is made.
-
-    Each rank adds up its share of the elements, over the ranks in their order, and writes the result into all parts.
-    So every rank has the same sums, in every run: ((x0 + x1) + x2) + …, and the average is that divided by the ranks.
+class SharedCollective:
+    """A collective of what lies in each rank's part; it has begun when it is made.
 
     All of it is done in `combine` and `wait`, by the thread that calls them: a thread beside it would need a core.
     """
 
-    def __init__(self, memory: SharedMemory, parts: list[Tensor], op: ReduceOp.RedOpType) -> None:
-        self._memory, self._op = memory, op
-        elements, item_bytes = parts[0].numel(), parts[0].element_size()
-        line = max(1, 64 // item_bytes)  # elements: ranks that wrote to one line of the caches would slow each other
-        length = -(-elements // (memory.size * line)) * line
-        start = min(elements, memory.rank * length)
-        self._share = [part[start : start + length] for part in parts]
+    def __init__(self, memory: SharedMemory) -> None:
+        self._memory = memory
         memory.begun += 1
         self._number, self._is_combined = memory.begun, False  # each word is said once in each collective
         for word in (memory.ready, memory.done):
@@ -227,12 +219,41 @@ class SharedAllReduce:
         while not self._is_combined:
             first = memory.not_combined[0]
             memory.ready.hear(first._number, deadline)
-            first._add_up()
+            first._do_share()
             memory.done.say()
             memory.not_combined.popleft()
             first._is_combined = True
 
-    def _add_up(self) -> None:
+    def wait(self, timeout: timedelta) -> None:
+        """Return when all shares are done; `RuntimeError` of gloo's if another rank fails."""
+        deadline = time.perf_counter() + timeout.total_seconds()
+        self.combine(deadline)
+        self._memory.done.hear(self._number, deadline)
+        for word in (self._memory.ready, self._memory.done):
+            word.arrive(self._number, deadline)
+
+    def _do_share(self) -> None:
+        """What this rank has to do when the others' parts are there."""
+        raise NotImplementedError
+
+
+class SharedAllReduce(SharedCollective):
+    """An all-reduce of what lies at the same place in each rank's part.
+
+    Each rank adds up its share of the elements, over the ranks in their order, and writes the result into all parts.
+    So every rank has the same sums, in every run: ((x0 + x1) + x2) + …, and the average is that divided by the ranks.
+    """
+
+    def __init__(self, memory: SharedMemory, parts: list[Tensor], op: ReduceOp.RedOpType) -> None:
+        self._op = op
+        elements, item_bytes = parts[0].numel(), parts[0].element_size()
+        line = max(1, 64 // item_bytes)  # elements: ranks that wrote to one line of the caches would slow each other
+        length = -(-elements // (memory.size * line)) * line
+        start = min(elements, memory.rank * length)
+        self._share = [part[start : start + length] for part in parts]
+        super().__init__(memory)
+
+    def _do_share(self) -> None:
         combine, size = COMBINE[self._op], self._memory.size
         in_a_chunk = max(1, CHUNK_BYTES // self._share[0].element_size())
         for result, *others in zip(*(share.split(in_a_chunk) for share in self._share), strict=True):
@@ -243,13 +264,39 @@ class SharedAllReduce:
             for other in others:
                 other.copy_(result)
 
-    def wait(self, timeout: timedelta) -> None:
-        """Return when all shares are in this rank's part; `RuntimeError` of gloo's if another rank fails."""
-        deadline = time.perf_counter() + timeout.total_seconds()
-        self.combine(deadline)
-        self._memory.done.hear(self._number, deadline)
-        for word in (self._memory.ready, self._memory.done):
-            word.arrive(self._number, deadline)
+
+class SharedReduceScatter(SharedCollective):
+    """A sum of which each rank gets a row: of what is in the parts, (ranks, elements), r's row is added up by rank r.
+
+    The sum is that over the ranks in their order.
+    """
+
+    def __init__(self, memory: SharedMemory, parts: list[Tensor], own: Tensor) -> None:
+        self._rows = [part.view(memory.size, -1)[memory.rank] for part in parts]
+        self._own = own.view(-1)
+        super().__init__(memory)
+
+    def _do_share(self) -> None:
+        in_a_chunk = max(1, CHUNK_BYTES // self._own.element_size())
+        for result, *rows in zip(*(row.split(in_a_chunk) for row in (self._own, *self._rows)), strict=True):
+            # The result may lie in this rank's own row, which is read in its turn.
+            total = rows[0] + rows[1]
+            for row in rows[2:]:
+                total += row
+            result.copy_(total)
+
+
+class SharedAllGather(SharedCollective):
+    """Every rank copies what the others have: `sources`, (elements,) each, into the rows of `parts`."""
+
+    def __init__(self, memory: SharedMemory, sources: list[Tensor], parts: Tensor) -> None:
+        self._sources, self._parts = sources, parts.view(memory.size, -1)
+        super().__init__(memory)
+
+    def _do_share(self) -> None:
+        for row, source in zip(self._parts, self._sources, strict=True):
+            if row.data_ptr() != source.data_ptr():
+                row.copy_(source)
 
 
 def _name(token: int) -> str:

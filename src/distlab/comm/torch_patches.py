@@ -7,7 +7,9 @@ import contextlib
 import ctypes
 import os
 import sys
+from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch.optim import Optimizer
@@ -48,3 +50,23 @@ def without_compiler(kind: type[Optimizer]) -> type[Optimizer]:
             plain.__dict__.setdefault("__dynamo_disable", plain)
     plain_step = getattr(kind.step, "__wrapped__", None)
     return kind if plain_step is None else type(kind.__name__, (kind,), {"step": torch.no_grad()(plain_step)})
+
+
+def checkpoint_writer(folder: Path) -> Any:
+    """torch's writer of safetensors, of which every rank writes its own files, with room for several parts of a tensor.
+
+    torch writes all of a rank's parts into one file, in which a later part of a tensor would replace an earlier one.
+    Here the first parts of all tensors are in a rank's first file, the second ones in its second, and so on.
+    """
+    from torch.distributed.checkpoint import HuggingFaceStorageWriter
+
+    class PartsWriter(HuggingFaceStorageWriter):
+        def _split_by_storage_plan(self, storage_plan: object, items: list[Any]) -> dict[int, list[Any]]:
+            files: dict[int, list[Any]] = {}
+            parts: Counter[str] = Counter()
+            for item in items:
+                parts[item.index.fqn] += 1
+                files.setdefault(parts[item.index.fqn], []).append(item)
+            return files
+
+    return PartsWriter(str(folder), save_distributed=True)

@@ -20,8 +20,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ReduceOp
 
-from distlab.comm.endpoint import CountingEndpoint, Endpoint, is_over_nccl, members, process_group, rank, world_size
-from distlab.comm.shared import NotShared, SharedAllReduce, SharedMemory
+from distlab.comm.endpoint import CountingEndpoint, Endpoint, is_over_nccl, members, process_group, rank
+from distlab.comm.shared import NotShared, SharedAllGather, SharedAllReduce, SharedMemory, SharedReduceScatter
 from distlab.comm.transfer import Transfer, Work, host_buffer, staged
 from distlab.comm.waits import NamedWaits, TrafficError, Wait, group_key
 from simplellm.errors import InputError
@@ -31,7 +31,7 @@ __all__ = ["Traffic", "TrafficError", "Transfer", "traffic"]
 Group = dist.ProcessGroup | None  # None: all ranks
 Op = ReduceOp.RedOpType
 AllReduce = Callable[[Tensor, Op, Endpoint], None]  # a handwritten one
-Begin = Callable[[Tensor, Tensor], dist.Work | None]  # starts a collective that fills a tensor from another
+Begin = Callable[[Tensor, Tensor], Work | None]  # starts a collective that fills a tensor from another
 Transport = Literal["auto", "shared", "gloo"]
 
 
@@ -140,29 +140,61 @@ class Traffic(NamedWaits):
         return self._start(self._collective(what, ranks), partial(self._in_thread, combine, kind), tensor, carried)
 
     def all_gather(self, parts: Tensor, own: Tensor, what: str, *, kind: str, group: Group = None) -> Transfer:
-        """Start to gather every rank's `own` (any shape) into `parts` (ranks, *own.shape)."""
+        """Start to collect every rank's `own` (any shape) in `parts` (ranks, *own.shape); `own` may be a row of it."""
+        shared = self._shared_parts(own, group)
+        if shared is not None:
+            memory, sources = shared
+            in_place = self._shared_parts(parts, group)
+            if in_place is not None:  # each rank's own is its row
+                sources = [whole.view(memory.size, -1)[rank] for rank, whole in enumerate(in_place[1])]
+            begin = partial(SharedAllGather, memory, sources, parts)
+            return self._around_ring(parts, own, lambda *_: begin(), what, kind, group)
 
-        def begin(into: Tensor, carried: Tensor) -> dist.Work | None:
+        def gather(into: Tensor, carried: Tensor) -> dist.Work | None:
             return dist.all_gather(list(into.unbind()), carried, group=group, async_op=True)
 
-        return self._around_ring(parts, own, begin, what, kind, group)
+        return self._around_ring(parts, own, gather, what, kind, group)
 
     def reduce_scatter(self, own: Tensor, parts: Tensor, what: str, *, kind: str, group: Group = None) -> Transfer:
-        """Start to add up all ranks' `parts` (ranks, *own.shape); the r-th rank of the group gets row r in `own`."""
+        """Start to add up all ranks' `parts` (ranks, *own.shape); the r-th rank of the group gets row r in `own`.
 
-        def begin(into: Tensor, carried: Tensor) -> dist.Work | None:
-            return dist.reduce_scatter(into, list(carried.unbind()), group=group, async_op=True)
+        `own` may be that row of `parts`. gloo's own reduce-scatter sends as much as an all-reduce; over gloo, each rank
+        sends every row to its rank, which adds them up in the order of ranks.
+        """
+        shared = self._shared_parts(parts, group)
+        if shared is not None:
+            begin = partial(SharedReduceScatter, *shared, own)
+            return self._around_ring(own, parts, lambda *_: begin(), what, kind, group)
+        if is_over_nccl():
 
-        return self._around_ring(own, parts, begin, what, kind, group)
+            def scatter(into: Tensor, carried: Tensor) -> dist.Work | None:
+                return dist.reduce_scatter(into, list(carried.unbind()), group=group, async_op=True)
 
-    def broadcast(self, tensor: Tensor, what: str, *, kind: str, src: int = 0) -> Transfer:
-        """Start to copy the `tensor` (any shape) of rank `src` to all ranks."""
-        if world_size() == 1:
+            return self._around_ring(own, parts, scatter, what, kind, group)
+        received: list[Tensor] = []  # (ranks, *own.shape)
+
+        def exchange(_: Tensor, carried: Tensor) -> dist.Work | None:
+            received.append(torch.empty_like(carried))
+            return dist.all_to_all_single(received[0], carried, group=group, async_op=True)
+
+        def add_up(into: Tensor) -> None:
+            torch.sum(received.pop(), 0, out=into)
+
+        return self._around_ring(own, parts, exchange, what, kind, group, add_up)
+
+    def broadcast(
+        self, tensor: Tensor, what: str, *, kind: str, src: int | None = None, group: Group = None
+    ) -> Transfer:
+        """Start to copy rank `src`'s `tensor` (any shape) into every rank's; by default, the group's first rank's."""
+        ranks = members(group)
+        if len(ranks) == 1:
             return self._complete(tensor, what)
+        src = ranks[0] if src is None else src
         self.ledger.count(kind, tensor.nbytes if rank() == src else 0)
         carried = staged(tensor)
-        wait = self._collective(f"{what} of {self.describe(src)}", members(None))
-        return self._start(wait, partial(dist.broadcast, carried, src=src, async_op=True), tensor, carried)
+        wait = self._collective(f"{what} of {self.describe(src)}", ranks)
+        begin = partial(dist.broadcast, carried, src=src, group=group, async_op=True)
+        return self._start(wait, begin, tensor, carried)
 
     def send(self, tensor: Tensor, what: str, *, to: int, kind: str, group: Group = None) -> Transfer:
         """Start to send `tensor` (any shape) to another rank. Messages between two ranks arrive in order.
@@ -182,15 +214,26 @@ class Traffic(NamedWaits):
         return self._start(Wait(what, "receive", (source,)), begin, tensor, carried)
 
     def _around_ring(
-        self, result: Tensor, tensor: Tensor, begin: Begin, what: str, kind: str, group: Group
+        self,
+        result: Tensor,
+        tensor: Tensor,
+        begin: Begin,
+        what: str,
+        kind: str,
+        group: Group,
+        finish: Callable[[Tensor], None] = lambda _: None,
     ) -> Transfer:
-        """Start a collective from `tensor` to `result`, of which one has one part and the other a part per rank."""
+        """Start a collective that takes `tensor` and fills `result`; one has a part, the other a part for each rank.
+
+        `finish` is called at its end with the tensor that the result has to be in.
+        """
         ranks = members(group)
         if len(ranks) == 1:
             return self._complete(result.copy_(tensor.view_as(result)), what)
         self.ledger.count(kind, (len(ranks) - 1) * min(tensor.nbytes, result.nbytes))
         into = host_buffer(result)
-        return self._start(self._collective(what, ranks), partial(begin, into, staged(tensor)), result, into)
+        wait = self._collective(what, ranks)
+        return self._start(wait, partial(begin, into, staged(tensor)), result, into, partial(finish, into))
 
     def _collective(self, what: str, ranks: Sequence[int]) -> Wait:
         """Count a collective of `ranks`, and name the wait for it."""
@@ -198,9 +241,16 @@ class Traffic(NamedWaits):
         self.begun[key] += 1
         return Wait(what, "collective", tuple(r for r in ranks if r != rank()), self.begun[key] - 1)
 
-    def _start(self, wait: Wait, begin: Callable[[], Work | None], tensor: Tensor, carried: Tensor) -> Transfer:
+    def _start(
+        self,
+        wait: Wait,
+        begin: Callable[[], Work | None],
+        tensor: Tensor,
+        carried: Tensor,
+        finish: Callable[[], object] = lambda: None,
+    ) -> Transfer:
         with self.named(wait):
-            return Transfer(self, wait, begin(), tensor, carried)
+            return Transfer(self, wait, begin(), tensor, carried, finish)
 
     def _complete(self, tensor: Tensor, what: str) -> Transfer:
         """The transfer of a collective that involves no other rank."""

@@ -1,9 +1,10 @@
 """A message or collective in progress, and the host buffers through which gloo sends CUDA tensors."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from datetime import timedelta
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -11,22 +12,32 @@ from torch import Tensor
 
 from distlab.comm.endpoint import is_over_nccl
 from distlab.comm.recorder import MESSAGE, WAIT, recorder
-from distlab.comm.shared import SharedAllReduce
+from distlab.comm.shared import SharedCollective
 from distlab.comm.streams import passed
 from distlab.comm.waits import NamedWaits, StreamWait, Wait
 
-Work = dist.Work | Future[None] | SharedAllReduce
+Work = dist.Work | Future[None] | SharedCollective
 
 
 class Transfer:
     """A message or collective in progress. The caller may use the tensor again after `wait`.
 
     `work` is torch's handle, the thread of a handwritten collective, or a collective in shared memory; None if there is
-    nothing to wait for. It sends or fills `carried`, which is `tensor` itself or its `host_buffer`.
+    nothing to wait for. It sends or fills `carried`, which is `tensor` itself or its `host_buffer`. `finish` makes
+    the content of `carried` from what `work` has brought.
     """
 
-    def __init__(self, waits: NamedWaits, wait: Wait, work: Work | None, tensor: Tensor, carried: Tensor) -> None:
+    def __init__(
+        self,
+        waits: NamedWaits,
+        wait: Wait,
+        work: Work | None,
+        tensor: Tensor,
+        carried: Tensor,
+        finish: Callable[[], object] = lambda: None,
+    ) -> None:
         self._waits, self._wait, self._work, self._tensor, self._carried = waits, wait, work, tensor, carried
+        self._finish = finish
         self._started = time.perf_counter()
         self._is_on_stream = work is not None and not carried.is_cpu  # over NCCL: gloo carries host memory
         if self._is_on_stream:
@@ -54,13 +65,14 @@ class Transfer:
             self._waits.ledger.waited_seconds += time.perf_counter() - started
             raise
         self._ended_on_host(started)
+        self._finish()
         if self._carried is not self._tensor:
             self._tensor.copy_(self._carried, non_blocking=True)
         self._work = None
 
     def has_arrived(self) -> bool:
         """Whether `wait` would return, or raise, at once; not known over NCCL and in shared memory."""
-        if self._is_on_stream or self._work is None or isinstance(self._work, SharedAllReduce):
+        if self._is_on_stream or self._work is None or isinstance(self._work, SharedCollective):
             return self._work is None
         return self._work.done() if isinstance(self._work, Future) else self._work.is_completed()
 
@@ -72,7 +84,7 @@ class Transfer:
         Raises:
             TrafficError: as `wait`.
         """
-        if isinstance(self._work, SharedAllReduce):
+        if isinstance(self._work, SharedCollective):
             started = time.perf_counter()
             try:
                 with self._waits.named(self._wait):
@@ -129,6 +141,7 @@ class Transfer:
                 self._ended_on_stream(self._posted if is_waited_for else None)
             else:
                 self._ended_on_host(self._started if is_waited_for else None)
+                self._finish()
             return self._tensor if self._carried is self._tensor else self._tensor.copy_(self._carried)
 
         self._waits.library_waits[id(self)] = (self._wait, self._started)
@@ -136,7 +149,14 @@ class Transfer:
         return queued.then(finish)
 
 
-def wait_for_all(transfers: Sequence[Transfer]) -> None:
+class Pending(Protocol):
+    """A transfer, or something else that ends with one. `wait` may be called again when it has ended."""
+
+    def do_own_share(self) -> None: ...
+    def wait(self) -> None: ...
+
+
+def wait_for_all(transfers: Sequence[Pending]) -> None:
     """Wait for several, in their order; `TrafficError` as of `Transfer.wait`."""
     for transfer in transfers:
         transfer.do_own_share()

@@ -8,7 +8,7 @@ arXiv 1602.05629).
 
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -16,26 +16,38 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from distlab.comm.traffic import Group, traffic
-from distlab.comm.transfer import Transfer, future_of, wait_for_all
+from distlab.comm.transfer import Pending, Transfer, future_of, wait_for_all
 
 BUCKET_BYTES = 25_000_000
 
+TensorT = TypeVar("TensorT", bound=Tensor)
+
 
 class Bucket:
-    """The gradients of several parameters in one flat buffer, so that one message carries them all."""
+    """The gradients of several parameters in one flat buffer, so that one message carries them all.
 
-    def __init__(self, index: int, parameters: Sequence[Tensor], group: Group = None) -> None:
+    The buffer may be longer than they are.
+    """
+
+    def __init__(self, index: int, parameters: Sequence[Tensor], flat: Tensor) -> None:
         self.index = index  # in the order in which the backward pass fills the buckets
-        self.parameters, self.missing = parameters, 0  # missing: number of gradients until the bucket is full
-        lengths = [p.numel() for p in parameters]
-        self.flat = traffic.new_buffer(sum(lengths), parameters[0], group)  # (elements,)
-        self.views = [part.view_as(p) for p, part in zip(parameters, self.flat.split(lengths), strict=True)]
+        self.parameters, self.flat = parameters, flat  # (elements,)
+        self.views = views_of(flat, parameters)
+        self.expected: dict[Tensor, int] = {}  # gradients of each parameter to come before it is full
+        self.missing = 0  # parameters to come before it is full
 
     def __str__(self) -> str:
         return f"the gradients of bucket {self.index}"
 
+    def expect(self, backward_passes: int) -> None:
+        """From now on be full when each parameter has been through so many backward passes."""
+        self.expected, self.missing = dict.fromkeys(self.parameters, backward_passes), len(self.parameters)
 
-OnFull = Callable[[Bucket], Transfer | None]
+    def prepare(self) -> None:
+        """Make ready for a gradient to be written; called before the first one of a parameter."""
+
+
+OnFull = Callable[[Bucket], Pending | None]
 
 
 class GradientBuckets:
@@ -53,6 +65,8 @@ class GradientBuckets:
         bucket_bytes: size at which a bucket is closed; small buckets start early, large ones need fewer messages.
         group: the ranks over which the buckets are combined, by default all. They must construct their buckets
             together: if possible, the buckets are in memory that these ranks share (`Traffic.new_buffer`).
+        buckets: used instead of buckets made from the parameters.
+        rounds: how often a step fills each bucket.
     """
 
     def __init__(
@@ -62,12 +76,18 @@ class GradientBuckets:
         backward_passes: int = 1,
         bucket_bytes: int = BUCKET_BYTES,
         group: Group = None,
+        *,
+        buckets: Sequence[Bucket] | None = None,
+        rounds: int = 1,
     ) -> None:
-        self._on_full, self._backward_passes = on_full, backward_passes
-        self._transfers: list[Transfer | None] = []
-        self._buckets = [
-            Bucket(index, some, group) for index, some in enumerate(_split(list(parameters)[::-1], bucket_bytes))
-        ]
+        self._on_full, self._backward_passes, self._rounds = on_full, backward_passes, rounds
+        self._transfers: list[Pending | None] = []
+        if buckets is None:
+            groups = enumerate(split_into_buckets(list(parameters)[::-1], bucket_bytes))
+            buckets = [
+                Bucket(index, some, traffic.new_buffer(elements_of(some), some[0], group)) for index, some in groups
+            ]
+        self._buckets = buckets
         for bucket in self._buckets:
             for parameter, view in zip(bucket.parameters, bucket.views, strict=True):
                 parameter.register_post_accumulate_grad_hook(self._collector(bucket, view))
@@ -78,20 +98,28 @@ class GradientBuckets:
 
     def finish(self) -> None:
         """End a step: report incomplete buckets, with zeros for unused parameters, and wait for all transfers."""
-        for bucket in self._buckets[self._full :]:
+        while self._handed_over < self._rounds * len(self._buckets):
+            bucket = self._next_bucket()
             for parameter, view in zip(bucket.parameters, bucket.views, strict=True):
                 if parameter.grad is None:
+                    bucket.prepare()
                     parameter.grad = view.zero_()
-            self._transfers.append(self._on_full(bucket))
+            self._hand_over()
         self.restart()
 
     def restart(self) -> None:
         """Begin a step; also resets the state after a backward pass that raised an exception."""
-        self._full = 0  # the buckets before this index have been reported
+        self._handed_over = 0  # buckets in this step, over all rounds
         for bucket in self._buckets:
-            bucket.missing = self._backward_passes * len(bucket.parameters)
+            bucket.expect(self._backward_passes)
         transfers, self._transfers = self._transfers, []
         wait_for_all([transfer for transfer in transfers if transfer is not None])  # or they would overwrite gradients
+
+    def _hand_over(self) -> None:
+        bucket = self._next_bucket()
+        self._handed_over += 1
+        bucket.expect(self._backward_passes)
+        self._transfers.append(self._on_full(bucket))
 
     def _collector(self, bucket: Bucket, view: Tensor) -> Callable[[Tensor], None]:
         """The hook that runs when a parameter's gradient has been accumulated."""
@@ -99,20 +127,35 @@ class GradientBuckets:
         def collect(parameter: Tensor) -> None:
             if parameter.grad is not view:  # the first gradient after zero_grad() is a tensor of its own
                 assert parameter.grad is not None
+                bucket.prepare()
                 view.copy_(parameter.grad)
                 parameter.grad = view
-            bucket.missing -= 1
+            bucket.expected[parameter] -= 1
+            bucket.missing -= bucket.expected[parameter] == 0
             # Report in order: if a rank fills bucket 1 first, it waits for bucket 0, so that all ranks' messages match.
-            while self._full < len(self._buckets) and self._buckets[self._full].missing == 0:
-                self._full += 1
-                self._transfers.append(self._on_full(self._buckets[self._full - 1]))
+            all_handed_over = self._rounds * len(self._buckets)
+            while self._handed_over < all_handed_over and self._next_bucket().missing == 0:
+                self._hand_over()
 
         return collect
 
+    def _next_bucket(self) -> Bucket:
+        return self._buckets[self._handed_over % len(self._buckets)]
 
-def _split(parameters: Sequence[Tensor], bucket_bytes: int) -> Iterator[list[Tensor]]:
-    """Groups of consecutive parameters of one dtype and device, closed at `bucket_bytes`; frozen ones are omitted."""
-    group: list[Tensor] = []
+
+def elements_of(parameters: Iterable[Tensor]) -> int:
+    return sum(p.numel() for p in parameters)
+
+
+def views_of(flat: Tensor, parameters: Sequence[Tensor]) -> list[Tensor]:
+    """The view of a flat buffer for each of the parameters that lie in it side by side."""
+    parts = flat[: elements_of(parameters)].split([p.numel() for p in parameters])
+    return [part.view(p.shape) for p, part in zip(parameters, parts, strict=True)]
+
+
+def split_into_buckets(parameters: Sequence[TensorT], bucket_bytes: int = BUCKET_BYTES) -> Iterator[list[TensorT]]:
+    """Consecutive parameters of one dtype and device, closed at `bucket_bytes`; frozen ones are left out."""
+    group: list[TensorT] = []
     for parameter in (p for p in parameters if p.requires_grad):
         is_full = sum(p.nbytes for p in group) >= bucket_bytes
         if group and (is_full or (parameter.dtype, parameter.device) != (group[0].dtype, group[0].device)):
@@ -198,13 +241,15 @@ def through_traffic(wrapped: DistributedDataParallel) -> DistributedDataParallel
     return wrapped
 
 
-def broadcast_weights(model: nn.Module) -> None:
-    """Overwrite every rank's parameters and buffers with rank 0's."""
+def broadcast_weights(model: nn.Module, group: Group = None) -> None:
+    """Overwrite every rank's parameters and buffers with those of rank 0, or of a group's first rank."""
     transfers = []
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         own = tensor.detach()
         received = own.contiguous()
-        transfers.append((traffic.broadcast(received, f"the weights {name}", kind="weights"), own, received))
+        transfers.append(
+            (traffic.broadcast(received, f"the weights {name}", kind="weights", group=group), own, received)
+        )
     for transfer, own, received in transfers:
         transfer.wait()
         own.copy_(received)  # a no-op if both are the same tensor

@@ -1,10 +1,11 @@
-"""How tensor parallelism can divide a model: the styles, and among how many ranks."""
+"""How a model can be divided: the styles of tensor parallelism, and what replicas share out."""
 
 from typing import Literal
 
 from simplellm.errors import InputError
 
 Style = Literal["naive", "megatron"]
+Sharded = Literal["optimizer", "gradients", "weights"]
 
 
 def check_division(num_heads: int, num_kv_heads: int | None, ranks: int) -> None:

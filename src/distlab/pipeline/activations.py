@@ -21,7 +21,8 @@ class SavedActivations:
     """Counts the bytes saved for later backward passes: each storage once, parameters not at all."""
 
     def __init__(self, parameters: Iterable[Tensor]) -> None:
-        self._parameters = {p.untyped_storage().data_ptr() for p in parameters}
+        # By the storage itself: the address changes of one that is let go of and filled again (ShardedDP's).
+        self._parameters = {p.untyped_storage()._cdata for p in parameters}
         self._kept, self._usually_kept = _Bytes(), _Bytes()
 
     @property
@@ -66,7 +67,7 @@ class SavedActivations:
 
     def _count(self, tensor: Tensor, *counts: "_Bytes") -> object:
         storage = tensor.untyped_storage()
-        return None if storage.data_ptr() in self._parameters else [_Counted(storage, count) for count in counts]
+        return None if storage._cdata in self._parameters else [_Counted(storage, count) for count in counts]
 
 
 def _keep_and_count(tensor: Tensor) -> tuple[Tensor, object]:

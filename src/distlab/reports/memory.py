@@ -2,7 +2,7 @@
 
 import contextlib
 import json
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
 import torch
@@ -10,19 +10,26 @@ import torch.distributed as dist
 
 from distlab.comm.recorder import recorder
 from distlab.comm.traffic import traffic
+from distlab.parallel.sharded import ShardedDP
 from distlab.pipeline.activations import SavedActivations
 from simplellm.errors import InputError
 
-KINDS = ("parameters", "gradients", "optimizer state", "activations")
+KINDS = ("parameters", "gradients", "optimizer state", "gathered", "activations")
+# Of these, what only some runs have: at the peak, blocks that are whole for a while (see distlab.parallel.sharded).
+GATHERED = KINDS.index("gathered")
 WITHOUT = "activations without recomputation"  # counted, too, where there is recomputation
 
 
 class MemoryReport:
-    """Counts what a rank holds, and collects the counts of all ranks. The optimizer must have all its parameters."""
+    """Counts what a rank holds, and collects the counts of all ranks. The optimizer must have all its parameters.
 
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        self._optimizer, self._has_counted = optimizer, False
-        self._saved = SavedActivations(_parameters(optimizer))
+    Where replicas share out a model, the optimizer has shards of it, and `sharded` the parts of the model.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, sharded: Collection[ShardedDP] = ()) -> None:
+        self._optimizer, self._sharded, self._has_counted = optimizer, sharded, False
+        weights = [flat for part in sharded for flat in part.flat_weights()]
+        self._saved = SavedActivations([*_parameters(optimizer), *weights])
 
     def counting(self) -> contextlib.AbstractContextManager[None]:
         """Inside, count what a step saves for its backward pass."""
@@ -33,7 +40,7 @@ class MemoryReport:
         """The counts of all ranks; all ranks must call this method."""
         if not self._has_counted:  # no step was taken
             return []
-        own = count_bytes(self._optimizer, self._saved.peak_bytes)
+        own = count_bytes(self._optimizer, self._saved.peak_bytes, self._sharded)
         by_rank = torch.zeros(world_size, len(KINDS) + 1, dtype=torch.int64, device=device)
         by_rank[rank] = torch.tensor([*own, max(own[-1], self._saved.usual_peak_bytes)])
         traffic.all_reduce(by_rank, "what each rank holds", kind="control", op=dist.ReduceOp.SUM).wait()
@@ -52,13 +59,17 @@ def _has_recomputation(by_rank: Sequence[Sequence[int]]) -> bool:
     return any(usual > activations for *_, activations, usual in by_rank)
 
 
-def count_bytes(optimizer: torch.optim.Optimizer, saved_bytes: int) -> list[int]:
+def count_bytes(optimizer: torch.optim.Optimizer, saved_bytes: int, sharded: Collection[ShardedDP] = ()) -> list[int]:
     """Bytes of each of `KINDS` on this rank; activations are those counted here or, if more, by a traced pipeline."""
     parameters = _parameters(optimizer)
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     values = [value for values in optimizer.state.values() for value in values.values() if torch.is_tensor(value)]
+    held = [sum(tensor.nbytes for tensor in kind) for kind in (parameters, gradients, values)]
     activations = max([saved_bytes, *(kept for _, kept in recorder.kept_bytes)])
-    return [*(sum(tensor.nbytes for tensor in kind) for kind in (parameters, gradients, values)), activations]
+    if sharded:
+        *held[:2], gathered = map(sum, zip(*(part.held_bytes() for part in sharded), strict=True))
+        return [*held, gathered, activations]
+    return [*held, 0, activations]
 
 
 def _parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
@@ -68,16 +79,16 @@ def _parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
 def as_table(by_rank: Sequence[Sequence[int]]) -> list[str]:
     """A header and a line for each rank; ranks with equal counts share a line."""
     columns = (*KINDS, "without --recompute") if _has_recomputation(by_rank) else KINDS
-    lines = [f"{'memory, MB':<14}" + "".join(f"{name:>{_width(name)}}" for name in columns)]
+    has_gathered = any(counts[GATHERED] for counts in by_rank)
+    shown = [index for index in range(len(columns)) if index != GATHERED or has_gathered]
+    lines = [f"{'memory, MB':<14}" + "".join(f"{columns[index]:>{_width(columns[index])}}" for index in shown)]
     ranks: dict[tuple[int, ...], list[int]] = {}
     for rank, counts in enumerate(by_rank):
         ranks.setdefault(tuple(counts[: len(columns)]), []).append(rank)
     for counts, same in ranks.items():
         who = f"rank{'s' * (len(same) > 1)} {', '.join(map(str, same))}"
-        lines.append(
-            f"{who:<14}"
-            + "".join(f"{count / 1e6:>{_width(name)}.2f}" for name, count in zip(columns, counts, strict=True))
-        )
+        shares = "".join(f"{counts[index] / 1e6:>{_width(columns[index])}.2f}" for index in shown)
+        lines.append(f"{who:<14}{shares}")
     return lines
 
 
@@ -89,6 +100,6 @@ def read_largest(run: Path) -> list[int]:
     """The counts of the rank that holds the most; `InputError` if they cannot be read."""
     try:
         by_rank = json.loads((run / "memory.json").read_text())
-        return max(([rank[kind] for kind in KINDS] for rank in by_rank), key=sum)
+        return max(([{KINDS[GATHERED]: 0, **rank}[kind] for kind in KINDS] for rank in by_rank), key=sum)
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise InputError(f"{run}: there are no memory counts of a run ({error})") from error

@@ -1,6 +1,7 @@
 """A run's checkpoints: which one it resumes from, what they contain, and when they are written."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
@@ -35,6 +36,7 @@ class TrainingState:
     parameters: dict[str, nn.Parameter]  # those of this rank, by their names in the whole model
     model: dict[str, Any]  # the description of the model in a checkpoint's record
     optimizer: Optimizer  # of all parameters
+    changing: Callable[[], AbstractContextManager[object]] = nullcontext  # a context in which parameters are restored
 
 
 class Checkpointer:
@@ -59,7 +61,8 @@ class Checkpointer:
         require(not is_needed or self.state is not None, sentence)
         if self.resumed is None or self.state is None:
             return 0
-        restore(self.resumed, self.state.parameters, self.state.optimizer, self._rank, self._settings.layout)
+        with self.state.changing():
+            restore(self.resumed, self.state.parameters, self.state.optimizer, self._rank, self._settings.layout)
         if self.resumed.record.get("position"):
             batches.load_state_dict(self.resumed.record["position"])
         return self.resumed.count

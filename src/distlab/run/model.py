@@ -1,7 +1,8 @@
 """This rank's part of the model that a run trains."""
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -11,10 +12,16 @@ from torch import Tensor, nn
 from distlab.comm.grid import Grid
 from distlab.comm.traffic import traffic
 from distlab.comm.transfer import Transfer
+from distlab.parallel.sharded import ShardedDP
 from simplellm.llama import LLamaPart
 from simplellm.losses import causalLLMLoss
 
 Loss = Callable[[Tensor, Tensor], Tensor]  # (logits of the whole model, token ids (batch, seq)) -> mean loss
+
+
+def own_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
+    """What this rank updates of a module, by name: its parameters, or its shards of them."""
+    return module.own_parameters() if isinstance(module, ShardedDP) else dict(module.named_parameters())
 
 
 @dataclass(frozen=True)
@@ -25,6 +32,7 @@ class ModelParts:
     owners: Sequence[int]  # by stage, the rank in the pipeline that holds it
     grid: Grid  # this rank's position in the layout
     loss: Loss
+    sharded: Mapping[int, ShardedDP] = field(default_factory=dict)  # around stages, where the replicas share them out
 
     @classmethod
     def of(
@@ -35,13 +43,15 @@ class ModelParts:
         loss: Loss | None = None,
     ) -> "ModelParts":
         """From a model or one of its stages, wrapped or not; or from several stages by index, with `owners` given."""
+        parts = model if isinstance(model, Mapping) else {grid.stage: model}
         stages = {
             stage: next(module for module in part.modules() if isinstance(module, LLamaPart))
-            for stage, part in (model if isinstance(model, Mapping) else {grid.stage: model}).items()
+            for stage, part in parts.items()
         }
         vocab_size = next(iter(stages.values())).options["vocab_size"]
         loss = loss or partial(causalLLMLoss, vocab_size=vocab_size)
-        return cls(stages, range(grid.pp) if owners is None else owners, grid, loss)
+        sharded = {stage: part for stage, part in parts.items() if isinstance(part, ShardedDP)}
+        return cls(stages, range(grid.pp) if owners is None else owners, grid, loss, sharded)
 
     @property
     def options(self) -> dict[str, Any]:
@@ -49,8 +59,22 @@ class ModelParts:
         return next(iter(self.stages.values())).options
 
     def parameters(self) -> dict[str, nn.Parameter]:
-        """This rank's parameters, by their names in the whole model."""
-        return {name: parameter for part in self.stages.values() for name, parameter in part.named_parameters()}
+        """What this rank updates, by the names in the whole model: parameters, or its shards of them."""
+        return {name: parameter for _, name, parameter in self.by_stage()}
+
+    def by_stage(self) -> list[tuple[int, str, nn.Parameter]]:
+        """What `parameters` has, with the stage of each."""
+        parts = {**self.stages, **self.sharded}
+        return [(stage, *named) for stage, part in parts.items() for named in own_parameters(part).items()]
+
+    @contextlib.contextmanager
+    def changing_shards(self) -> Iterator[None]:
+        """Inside, parameters may be changed; where replicas share them out, all of them then get the new values."""
+        for part in self.sharded.values():
+            part.wait_for_weights()
+        yield
+        for part in self.sharded.values():
+            part.gather_weights()
 
     @torch.no_grad()
     def forward_passes(self, batches: Sequence[Tensor], what: Callable[[int], str], kind: str) -> Tensor:

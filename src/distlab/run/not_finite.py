@@ -1,7 +1,7 @@
 """Where a loss or a norm that is infinite or no number comes from: looked for when it has happened, and only then."""
 
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 
 import torch
@@ -19,14 +19,20 @@ class NotFiniteError(RuntimeError):
     """A loss, or a norm of gradients, that is infinite or no number; all ranks raise it, with the same words."""
 
 
-def find_cause(stages: Mapping[int, nn.Module], forward: Callable[[], object], grid: Grid, device: torch.device) -> str:
+def find_cause(
+    stages: Mapping[int, nn.Module],
+    parameters: Iterable[tuple[int, str, Tensor]],
+    forward: Callable[[], object],
+    grid: Grid,
+    device: torch.device,
+) -> str:
     """Name the first non-finite tensor. All ranks must call this function; the result is the same on all of them.
 
     Parameters come first, because the previous update made them non-finite. Outputs of modules follow in the order in
     which they are computed: by stage, then by rank. `stages` are this rank's parts of the model, whose modules have
-    their names in the whole model; `forward` repeats the forward pass of this step on all ranks together.
+    their names in the whole model, and `parameters` those that it updates, with their stages and names; `forward`
+    repeats the forward pass of this step on all ranks together.
     """
-    parameters = [(stage, *named) for stage, part in stages.items() for named in part.named_parameters()]
     broken = [(stage, name) for stage, name, parameter in parameters if not parameter.isfinite().all()]
     found = [(stage, f"parameter {name}, since the previous update") for stage, name in broken]
     found += outputs_not_finite(stages, forward)
@@ -38,12 +44,12 @@ def find_cause(stages: Mapping[int, nn.Module], forward: Callable[[], object], g
     return _sentence(names, culprit, grid)
 
 
-def find_gradient(stages: Mapping[int, nn.Module], grid: Grid, device: torch.device) -> str:
+def find_gradient(parameters: Iterable[tuple[int, str, Tensor]], grid: Grid, device: torch.device) -> str:
     """Name the first gradient that is not finite, in the same words on all ranks, which all must call it.
 
     First is what the backward pass reaches first: the last parameter of the last stage, then of the smallest rank.
+    `parameters` are as for `find_cause`.
     """
-    parameters = [(stage, *named) for stage, part in stages.items() for named in part.named_parameters()]
     gradients = [(stage, name, parameter.grad) for stage, name, parameter in parameters if parameter.grad is not None]
     broken = [(stage, f"gradient of {name}") for stage, name, grad in gradients if not grad.isfinite().all()]
     names = _tell_all(broken[::-1], device)

@@ -8,6 +8,7 @@ update by inverting it; restoring a copy is simpler, and exact.)
 import contextlib
 import math
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -42,12 +43,17 @@ class RunningOn:
         arrived: called with each step, its loss, and the norm of its gradients if that is limited, once it is known
             that the step was good: the loss is finite, and the gradients did not have to be clipped.
         most: the largest norm of gradients that are not clipped; None for any.
+        changing: a context in which weights are changed back.
     """
 
     def __init__(
-        self, optimizer: Optimizer, arrived: Callable[[int, float, float | None], None], most: float | None = None
+        self,
+        optimizer: Optimizer,
+        arrived: Callable[[int, float, float | None], None],
+        most: float | None = None,
+        changing: Callable[[], AbstractContextManager[object]] = nullcontext,
     ) -> None:
-        self._optimizer, self._arrived, self._most = optimizer, arrived, most
+        self._optimizer, self._arrived, self._most, self._changing = optimizer, arrived, most, changing
         self._kept: list[Tensor] = []
         self._open: LossSum | None = None
         self._open_norm: NormSum | None = None  # of the same step
@@ -99,8 +105,9 @@ class RunningOn:
         """Restore the weights and the optimizer's state from the copy."""
         if len(self._kept) != len(self._state()):
             self._optimizer.state.clear()
-        for tensor, kept in zip(self._state(), self._kept, strict=True):
-            tensor.copy_(kept)
+        with self._changing():
+            for tensor, kept in zip(self._state(), self._kept, strict=True):
+                tensor.copy_(kept)
         self.must_undo = False
 
     def keep_arrived(self) -> None:

@@ -9,7 +9,7 @@ import tyro
 
 from distlab.checkpoints.format import LLAMA, Checkpoint
 from distlab.comm.layout import Layout, layout_flags, layout_size
-from distlab.parallel.division import check_division
+from distlab.parallel.division import Sharded, check_division
 from distlab.pipeline.auto import Limit, read_limit
 from distlab.pipeline.schedules import DEFAULT_CHUNKS, check_schedule, schedule_names, stages_per_worker
 from distlab.pipeline.split import Split, balance, read_split
@@ -211,6 +211,14 @@ class ByHandSettings(DataParallelSettings):
 
 
 @dataclass
+class ShardedSettings(DataParallelSettings):
+    """A data-parallel training run whose ranks share out what they hold."""
+
+    shard: Sharded = "optimizer"
+    """what the replicas share out: the optimizer's state; gradients, too; all, with the weights (ZeRO 1, 2, 3)"""
+
+
+@dataclass
 class StageSettings(TrainSettings):
     """A training run whose model is divided into stages, each with some of the layers."""
 
@@ -311,6 +319,8 @@ class HybridSettings(ScheduleSettings):
     """stages of each pipeline"""
     tp: int = 1
     """ranks that share each stage; each has a slice of every layer"""
+    shard: Literal["none", "optimizer", "gradients", "weights"] = "none"
+    """what the replicas share out, as in dp-zero; weights without a pipeline only"""
 
     @property
     def layout(self) -> Layout:
@@ -319,3 +329,8 @@ class HybridSettings(ScheduleSettings):
     def check(self) -> None:
         super().check()
         check_division(self.num_heads, self.num_kv_heads, self.tp)
+        given = f"--shard {self.shard}"
+        nobody = f"{given} with --dp 1: one replica has nobody to share with; give --dp 2 or more"
+        require(self.shard == "none" or self.dp > 1, nobody)
+        gathers = f"{given} with --pp {self.pp}: each stage would be gathered again for every micro-batch"
+        require(self.shard != "weights" or self.pp == 1, f"{gathers}; use --shard optimizer, or --pp 1 with --tp")

@@ -15,7 +15,7 @@ from distlab.parallel.clipping import Held, NormSum, clip, squared_norm, sum_nor
 from distlab.reports.memory import MemoryReport
 from distlab.run.checkpointer import TrainingState
 from distlab.run.logs import RankOutput, say
-from distlab.run.model import Loss, ModelParts
+from distlab.run.model import Loss, ModelParts, own_parameters
 from distlab.run.not_finite import NotFiniteError, find_cause, find_gradient
 from distlab.run.optimizers import build_optimizer
 from distlab.run.run import Run
@@ -59,7 +59,7 @@ class TrainingRun(Run[TrainSettingsT]):
     def optimizer(self, model: nn.Module | Mapping[int, nn.Module]) -> Optimizer:
         """The optimizer given by the flags, for all parameters of a model or of several stages."""
         parts = model.values() if isinstance(model, Mapping) else [model]
-        parameters = [parameter for part in parts for parameter in part.parameters()]
+        parameters = [parameter for part in parts for parameter in own_parameters(part).values()]
         args = self.settings
         betas = None if args.optimizer == "sgd" else args.betas
         return build_optimizer(args.optimizer, parameters, args.lr, args.weight_decay, betas)
@@ -83,11 +83,11 @@ class TrainingRun(Run[TrainSettingsT]):
         parts = self._parts = ModelParts.of(model, self.grid, owners, loss)
         if self.checkpointer is not None:
             sizes = {**parts.options, "n_layers": args.n_layers}
-            self.checkpointer.state = TrainingState(parts.parameters(), sizes, optimizer)
-        self._optimizer, self.memory = optimizer, MemoryReport(optimizer)
+            self.checkpointer.state = TrainingState(parts.parameters(), sizes, optimizer, parts.changing_shards)
+        self._optimizer, self.memory = optimizer, MemoryReport(optimizer, parts.sharded.values())
         self.explain_not_finite = partial(self._find_not_finite, parts)
         if getattr(args, "run_on", False):
-            self.running_on = RunningOn(optimizer, self._loss_arrived, args.clip_norm)
+            self.running_on = RunningOn(optimizer, self._loss_arrived, args.clip_norm, parts.changing_shards)
         if args.eval_every:
             options = {**self.data_options(), "batch_size": args.eval_sequences, "split": "validation"}
             sequences = next(TinyStories(SPTokenizer(args.tokenizer), **options)).to(self.device)
@@ -140,7 +140,7 @@ class TrainingRun(Run[TrainSettingsT]):
         name = f"the activations of micro-batch {{}} again, to find what is not finite in step {step}".format
         micro_batches = self._batch.chunk(self.settings.micro_batches)
         forward = partial(parts.forward_passes, micro_batches, name, kind="control")
-        return f": {find_cause(parts.stages, forward, self.grid, self.device)}"
+        return f": {find_cause(parts.stages, parts.by_stage(), forward, self.grid, self.device)}"
 
     def clip(self, optimizer: Optimizer, gradients: Iterable[Held] | None = None) -> None:
         """With `--clip-norm`, scale the gradients of a step such that their global norm is at most that.
@@ -160,7 +160,7 @@ class TrainingRun(Run[TrainSettingsT]):
         if most is None or (late is not None and late.must_undo):
             return
         held = list(self._held(optimizer) if gradients is None else gradients)
-        if gradients is None and self.grid.pp * self.grid.tp == 1:  # all ranks hold all of it
+        if gradients is None and all(holders == self.world_size for _, holders in held):
             under_way = NormSum(squared_norm([(gradient, 1) for gradient, _ in held], self.device), None)
         else:
             under_way = sum_norm(held, f"the norm of the gradients of step {step}", self.device)
@@ -171,7 +171,7 @@ class TrainingRun(Run[TrainSettingsT]):
         if late is not None:
             late.has_waited(step, norm)
         if not math.isfinite(norm):
-            cause = find_gradient(self._parts.stages, self.grid, self.device)
+            cause = find_gradient(self._parts.by_stage(), self.grid, self.device)
             raise NotFiniteError(f"the norm of the gradients of step {step} is {norm}: {cause}{self._lr_hint}")
         clip([gradient for gradient, _ in held], norm, most)
 
@@ -180,7 +180,8 @@ class TrainingRun(Run[TrainSettingsT]):
         for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
             if parameter.grad is not None:
                 is_slice = hasattr(parameter, "shard_spec")  # see TPGroup.own_parameter
-                yield parameter.grad, self.grid.dp * (1 if is_slice else self.grid.tp)
+                is_shard = hasattr(parameter, "flat_range")  # see ShardedDP.own_parameters
+                yield parameter.grad, (1 if is_shard else self.grid.dp) * (1 if is_slice else self.grid.tp)
 
     def log(self, step: int, losses: Iterable[Tensor]) -> None:
         """Print the loss of the global batch, with `--run-on` a step later; the arguments are those of `global_loss`.

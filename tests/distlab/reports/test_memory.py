@@ -24,14 +24,15 @@ def test_every_kind_is_counted() -> None:
         loss = (x @ weight).exp().sum()
     loss.backward()
     optimizer.step()
-    parameters, gradients, state, activations = memory.count_bytes(optimizer, saved.peak_bytes)
+    parameters, gradients, state, gathered, activations = memory.count_bytes(optimizer, saved.peak_bytes)
     assert (parameters, gradients) == (400 + 12, 400)
+    assert gathered == 0
     assert state == 2 * 400 + 4  # two moments, and the number of steps
     assert activations == 2 * 280  # the input, and the result of exp()
 
 
 def test_ranks_that_hold_the_same_share_a_line() -> None:
-    head, *lines = memory.as_table([[1_000_000, 0, 0, 5, 5], [2_000_000, 0, 0, 5, 5], [1_000_000, 0, 0, 5, 5]])
+    head, *lines = memory.as_table([[1_000_000, 0, 0, 0, 5, 5], [2_000_000, 0, 0, 0, 5, 5], [1_000_000, 0, 0, 0, 5, 5]])
     assert head.split() == "memory, MB parameters gradients optimizer state activations".split()
     assert [line.split() for line in lines] == [
         "ranks 0, 2 1.00 0.00 0.00 0.00".split(),
@@ -50,7 +51,7 @@ def test_a_traced_pipeline_counts_the_same(tmp_path: Path) -> None:
 
 
 def test_with_recomputation_what_would_have_been_kept_has_a_column() -> None:
-    head, line = memory.as_table([[0, 0, 0, 2_000_000, 9_000_000]])
+    head, line = memory.as_table([[0, 0, 0, 0, 2_000_000, 9_000_000]])
     assert head.split() == "memory, MB parameters gradients optimizer state activations without --recompute".split()
     assert line.split() == "rank 0 0.00 0.00 0.00 2.00 9.00".split()
 

@@ -16,6 +16,7 @@ OTHERS = {
     "2x2x2": (8, "hybrid/intro_hybrid.py", "--dp 2 --pp 2 --tp 2 --batch-size 3"),
     "tp-naive": (2, "TP/intro_TP.py", "--world-size 2 --tp-style naive --batch-size 6"),
     "tp-sequence": (2, "TP/intro_TP.py", "--world-size 2 --sequence-parallel --batch-size 6"),
+    "shards": (8, "hybrid/intro_hybrid.py", "--dp 2 --pp 2 --tp 2 --batch-size 3 --shard optimizer"),
     "micro-batches": (2, "DP/mydp/intro_DP_MyDP.py", "--world-size 2 --batch-size 3 --micro-batches 3"),
 }
 RUNS = LAYOUTS | OTHERS
@@ -52,7 +53,7 @@ def test_one_process_is_clipped_as_the_limit_says(alone: dict[str, Run]) -> None
     assert alone[SOMETIMES][2][: first + 1] == alone["100"][2][: first + 1], "the same run until it bites"
 
 
-@pytest.mark.parametrize("layout", ["dp-ga", "ddp", "pp-dapple", "tp", *OTHERS])
+@pytest.mark.parametrize("layout", ["dp-ga", "dp-zero", "ddp", "pp-dapple", "tp", *OTHERS])
 def test_every_layout_clips_by_the_norm_of_one_process(layout: str, alone: dict[str, Run], tmp_path: Path) -> None:
     most = SOMETIMES if layout in ("dp-ga", "zb-v", "tp") else ALWAYS
     [expected_parameters], [expected_gradients], expected_losses, expected_norms = alone[most]

@@ -72,6 +72,7 @@ def test_the_same_layout_goes_on_bit_for_bit(layout: str, saved: Any, tmp_path: 
         ("dp-ga", "tp"),
         ("hybrid", "3d"),
         ("tp", "hybrid"),
+        ("dp-zero", "hybrid"),
     ],
 )
 def test_another_layout_goes_on(before: str, after: str, saved: Any, tmp_path: Path) -> None:
@@ -110,6 +111,18 @@ def test_an_uneven_split_goes_on_whole(tmp_path: Path) -> None:
         resume = ["--resume", str(half_way(tmp_path / "three"))]
         _, _, own = train_on(ranks, script_after, tmp_path / str(ranks), *flags, *size, *resume)
         assert own == pytest.approx(expected[HALF:], rel=1e-5)
+
+
+@pytest.mark.parametrize("shard", ["optimizer", "gradients"])
+def test_shards_go_on_in_others(shard: str, saved: Any, tmp_path: Path) -> None:
+    """From three ranks that share out the weights, to two that share out less, and bit for bit from there."""
+    folder, _, expected = saved["dp-zero"]
+    script, again = LAYOUTS["dp-zero"][1], tmp_path / "again"
+    flags = [*TRAINING, "--steps", str(STEPS), "--world-size", "2", "--batch-size", "3", "--shard", shard]
+    _, _, own = train_on(2, script, tmp_path / "two", *flags, "--resume", str(half_way(folder)), "--save-every", "1")
+    assert own == pytest.approx(expected[HALF:], rel=1e-5)
+    _, _, last = train_on(2, script, again, *flags, "--resume", str(tmp_path / "two/checkpoints/step-00000003"))
+    assert last == own[-1:]
 
 
 def test_it_goes_on_where_it_was(saved: Any, tmp_path: Path) -> None:

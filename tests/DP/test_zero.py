@@ -1,0 +1,99 @@
+"""Replicas that share out optimizer state, gradients or weights: the run of one process, the bytes of the formulas."""
+
+import json
+from pathlib import Path
+
+import pytest
+from chapters import MODEL, STEPS, OneProcess, assert_equal, train_on
+
+from distlab.parallel.sharded import Sharded
+
+SCRIPT = "DP/zero/intro_DP_ZeRO.py"
+SHARDED: list[Sharded] = ["optimizer", "gradients", "weights"]
+N_LAYERS = int(MODEL[MODEL.index("--n-layers") + 1])
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 5])
+@pytest.mark.parametrize("shard", SHARDED)
+def test_is_the_run_of_one_process(shard: Sharded, world_size: int, one_process: OneProcess, tmp_path: Path) -> None:
+    expected_parameters, expected_gradients, expected_losses = one_process(world_size * 2)
+    flags = ["--world-size", str(world_size), "--batch-size", "2", "--shard", shard]
+    parameters, gradients, own_losses = train_on(world_size, SCRIPT, tmp_path, *flags)
+
+    assert own_losses == pytest.approx(expected_losses, rel=1e-6)
+    for rank in range(world_size):
+        assert_equal(parameters[rank], expected_parameters)
+        assert_equal(gradients[rank], expected_gradients)
+
+    weights = sum(weight.numel() for weight in expected_parameters.values())
+    all_reduced_bytes = 2 * (world_size - 1) * 4 * weights // world_size  # what averaging gradients sends
+    record = json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[STEPS - 1])
+    sent_bytes = record["sent_bytes"].get("weights", 0) + record["sent_bytes"].get("gradients", 0)
+    expected_bytes = all_reduced_bytes * (1.5 if shard == "weights" else 1)
+    # Two ranks divide every bucket. Otherwise the last shards are filled up, by less than an element for each rank.
+    filled_up_bytes = 0 if world_size <= 2 else 4 * world_size * 3 * (N_LAYERS + 2)
+    assert expected_bytes <= sent_bytes <= expected_bytes + filled_up_bytes
+
+
+@pytest.mark.parametrize("shard", SHARDED)
+def test_micro_batches_change_nothing(shard: Sharded, one_process: OneProcess, tmp_path: Path) -> None:
+    expected_parameters, expected_gradients, expected_losses = one_process(6)
+    flags = ["--world-size", "2", "--batch-size", "3", "--micro-batches", "3", "--shard", shard]
+    parameters, gradients, own_losses = train_on(2, SCRIPT, tmp_path, *flags)
+    assert own_losses == pytest.approx(expected_losses, rel=1e-6)
+    assert_equal(parameters[1], expected_parameters)
+    assert_equal(gradients[1], expected_gradients)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "layout"),
+    [
+        (4, "--dp 2 --pp 2 --schedule zb-v --shard optimizer"),
+        (6, "--dp 3 --pp 2 --schedule dapple --batch-size 2 --micro-batches 2 --shard gradients"),
+        (4, "--dp 2 --pp 1 --tp 2 --schedule zb-h1 --shard weights"),
+        (2, "--dp 2 --pp 1 --recompute all --shard weights"),
+    ],
+)
+def test_replicas_of_each_stage_share_out(ranks: int, layout: str, one_process: OneProcess, tmp_path: Path) -> None:
+    expected_parameters, expected_gradients, expected_losses = one_process(6)
+    flags = ["--batch-size", "3", *layout.split()]
+    parameters, gradients, own_losses = train_on(ranks, "hybrid/intro_hybrid.py", tmp_path, *flags)
+    assert own_losses == pytest.approx(expected_losses, rel=1e-6)
+    for state, expected in ((parameters, expected_parameters), (gradients, expected_gradients)):
+        for own in state:
+            whole = {name: tensor for name, tensor in own.items() if tensor.shape == expected[name].shape}
+            assert whole, "the gains of norms, at least"
+            assert_equal(whole, {name: expected[name] for name in whole})
+        assert {name for own in state for name in own} == expected.keys()
+
+
+def test_an_update_that_is_undone_is_undone_in_all_replicas(tmp_path: Path) -> None:
+    """With --run-on, a clipped step is taken again from the weights before it."""
+    flags = "--dp 2 --pp 2 --batch-size 3 --shard optimizer --clip-norm 0.3".split()
+    *_, expected = train_on(4, "hybrid/intro_hybrid.py", tmp_path / "usual", *flags)
+    *_, own = train_on(4, "hybrid/intro_hybrid.py", tmp_path / "late", *flags, "--run-on")
+    assert own == expected
+
+
+def held_bytes(out: Path) -> list[dict[str, int]]:
+    held: list[dict[str, int]] = json.loads((out / "memory.json").read_text())
+    return held
+
+
+def test_memory_is_that_of_the_formulas(one_process: OneProcess, tmp_path: Path) -> None:
+    """Adam in float32: 16 bytes for a weight in one process; shared out, as Rajbhandari et al., §3.3, count."""
+    parameters, _, _ = one_process(6)
+    weights = sum(weight.numel() for weight in parameters.values())
+    block = sum(weight.numel() for name, weight in parameters.items() if ".layers.0." in name)
+    n = 3
+    formulas = {"optimizer": 8 + 8 / n, "gradients": 4 + 12 / n, "weights": 16 / n}
+    for shard, per_weight in formulas.items():
+        out = tmp_path / shard
+        flags = ["--world-size", str(n), "--batch-size", "2", "--steps", "1", "--optimizer", "adam"]
+        train_on(n, SCRIPT, out, *flags, "--shard", shard)
+        for held in held_bytes(out):
+            all_the_time = held["parameters"] + held["gradients"] + held["optimizer state"]
+            assert all_the_time == pytest.approx(per_weight * weights, rel=1e-3)
+    unit = max(block, parameters["lm_head.weight"].numel() + 32)
+    # Whole for a while: a block, the next one, which is on its way, and the gradients of one.
+    assert 4 * unit <= held_bytes(tmp_path / "weights")[0]["gathered"] <= 4 * 4 * unit
