@@ -95,7 +95,7 @@ class Transfer:
 
     def _wait_on_stream(self, work: Work) -> None:
         """Order what follows on the current stream after `work`."""
-        assert not isinstance(work, Future | SharedAllReduce), "a collective of another kind goes over gloo"
+        assert not isinstance(work, Future | SharedCollective), "a collective of another kind goes over gloo"
         reached = passed()
         with self._waits.named(self._wait):
             work.wait()  # with a deadline, it would keep this thread until the message is there
