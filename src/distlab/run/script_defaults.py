@@ -6,8 +6,10 @@ What a script needs for training, above all torch, takes seconds to import. Its 
 import ast
 import sys
 from collections.abc import Iterator
+from importlib.machinery import SourceFileLoader
+from importlib.util import module_from_spec, spec_from_loader
 from pathlib import Path
-from types import ModuleType
+from types import CodeType
 
 from distlab.run.settings import RunSettings
 from simplellm.errors import InputError
@@ -21,17 +23,25 @@ def read_defaults(script: Path) -> tuple[RunSettings, str | None]:
     Raises:
         InputError: the script has no `DEFAULTS`, or they are not `RunSettings`.
     """
-    tree = ast.parse(script.read_text(), str(script))
-    module = ModuleType("launched_script", ast.get_docstring(tree))
-    module.__file__ = str(script)
+    loader = DefaultsLoader("launched_script", str(script))
+    spec = spec_from_loader(loader.name, loader)
+    assert spec is not None
+    module = module_from_spec(spec)
     sys.modules[module.__name__] = module  # where the annotations of its settings are looked up
     sys.path.insert(0, str(script.parent))  # as Python does for a script
-    needed = ast.Module(statements_for("DEFAULTS", tree), type_ignores=[])
-    exec(compile(needed, str(script), "exec"), module.__dict__)
+    loader.exec_module(module)
     defaults = getattr(module, "DEFAULTS", None)
     if not isinstance(defaults, RunSettings):
         raise InputError(f"{script}: launch.sh needs a script with DEFAULTS, a distlab.run.settings.RunSettings")
-    return defaults, module.__doc__
+    return defaults, ast.get_docstring(ast.parse(script.read_text()))
+
+
+class DefaultsLoader(SourceFileLoader):
+    """Imports the part of a script that its `DEFAULTS` depend on."""
+
+    def get_code(self, fullname: str) -> CodeType:
+        tree = ast.parse(self.get_data(self.path), self.path)
+        return self.source_to_code(ast.Module(statements_for("DEFAULTS", tree), type_ignores=[]), self.path)
 
 
 def statements_for(name: str, tree: ast.Module) -> list[ast.stmt]:
