@@ -248,6 +248,34 @@ def splits(png: Png, /, ranks: int = 3) -> None:
     style.save(figure, png)
 
 
+def sharding(png: Png, runs: NamedRuns, /) -> None:
+    """The bytes per weight that a rank of `dp-zero` holds with Adam; runs are named like "optimizer-2"."""
+    stages = {"optimizer": (8, 8), "gradients": (4, 12), "weights": (0, 16)}  # a + b / n
+    counted: dict[str, list[tuple[int, float, float]]] = {shard: [] for shard in stages}
+    for name, run in _named(runs):
+        *held, gathered, _ = read_largest(run)
+        shard, _, number = name.partition("-")
+        is_right = shard in stages and number.isdigit() and int(number) > 0
+        require(is_right, f"{name}: name a run by what it shards and its ranks, like optimizer-2")
+        ranks = int(number)
+        weights = held[0] / 4 * (ranks if shard == "weights" else 1)
+        counted[shard].append((ranks, sum(held) / weights, (sum(held) + gathered) / weights))
+    figure, axes = style.subplots(3.8)
+    most = max((ranks for of_one in counted.values() for ranks, *_ in of_one), default=8)
+    sizes = [1 + step / 20 for step in range(20 * (most - 1) + 1)]
+    legend: dict[str, Any] = {"none": axes.axhline(16, color=style.INK)}
+    for (shard, (same, shared)), color in zip(stages.items(), style.SERIES, strict=False):
+        [legend[f"{shard}: {f'{same} + ' if same else ''}{shared}/n"]] = axes.plot(
+            sizes, [same + shared / n for n in sizes], color=color
+        )
+        points = sorted(counted[shard])
+        axes.plot([n for n, *_ in points], [all_the_time for _, all_the_time, _ in points], "o", color=color)
+        axes.plot([n for n, *_ in points], [peak for *_, peak in points], "_", color=color, markersize=12)
+    axes.set(xlabel="ranks (n)", ylabel="bytes per weight on a rank", ylim=(0, None), xticks=range(1, most + 1))
+    style.legend(figure, legend)
+    style.save(figure, png)
+
+
 def schedules(png: Png, /, stages: int = 4, micro_batches: int = 8) -> None:
     """What each schedule keeps and how long its workers idle, by the plan, beside what `auto` finds for each limit.
 
@@ -411,4 +439,16 @@ def moving_average(values: list[float], width: int) -> list[float]:
     return [sum(window) / len(window) for window in windows]
 
 
-FIGURES = (losses, timelines, memory, holdings, schedules, layout, splits, topologies, collectives, shared_memory)
+FIGURES = (
+    losses,
+    timelines,
+    memory,
+    holdings,
+    sharding,
+    schedules,
+    layout,
+    splits,
+    topologies,
+    collectives,
+    shared_memory,
+)

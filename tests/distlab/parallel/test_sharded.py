@@ -7,6 +7,7 @@ import torch
 from processes import free_port, process_group, run_ranks
 from torch import Tensor, nn
 
+from distlab.comm.traffic import traffic
 from distlab.parallel.sharded import Sharded, ShardedDP
 
 SHARDED: list[Sharded] = ["optimizer", "gradients", "weights"]
@@ -56,6 +57,7 @@ def batch(rank: int, micro_batch: int, shard: Sharded) -> Tensor:
 
 def train_sharded(rank: int, world_size: int, port: int) -> dict[tuple[Sharded, str], Run]:
     ended: dict[tuple[Sharded, str], Run] = {}
+    traffic.transport = "shared" if world_size == 3 else "auto"  # which is gloo for so little
     with process_group(rank, world_size, port):
         for shard in SHARDED:
             for name, optimizer_of in OPTIMIZERS.items():

@@ -82,6 +82,7 @@ DRAWN: dict[str, Callable[[Path, Path], None]] = {
     "timelines, compact": lambda png, run: figures.timelines(png, [f"DAPPLE={run}", f"again={run}"], compact=True),
     "memory": lambda png, run: figures.memory(png, [f"GPipe={run}", f"DAPPLE={run}"]),
     "holdings": lambda png, run: figures.holdings(png, [f"tp {n}={run}" for n in (1, 2, 3, 6)]),
+    "sharding": lambda png, run: figures.sharding(png, [f"{kind}-8={run}" for kind in ("optimizer", "weights")]),
     "schedules": lambda png, run: figures.schedules(png, stages=2, micro_batches=4),
     "layout": lambda png, run: figures.layout(png),
     "splits": lambda png, run: figures.splits(png),

@@ -1,0 +1,199 @@
+"""One training step whose replicas share out what they hold: the lab's three stages beside torch's, over gloo.
+
+    python bench/sharded.py                 worlds 2 and 4, 12 rounds
+
+Beside `--shard optimizer` is torch's ZeroRedundancyOptimizer with DistributedDataParallel; beside `gradients` and
+`weights`, fully_shard without and with `reshard_after_forward`, for each block and for the model. All variants run in
+the same processes, one step of each in turn, so they see the same machine at the same time. Ratios are taken round by
+round. The bytes are those of rank 0's weights, gradients and optimizer state after a step, and of those that are whole
+for a while: counted at their peak for the lab, and for fully_shard by what it is known to keep.
+"""
+
+import os
+import statistics
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import partial
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+import tyro
+from ranks import join
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from turns import quartiles_of_ratios, seconds_in_turn
+
+from distlab.comm.processes import leave
+from distlab.comm.traffic import traffic
+from distlab.parallel.data import GradientBuckets
+from distlab.parallel.division import Sharded
+from distlab.parallel.sharded import ShardedDP
+from distlab.run.optimizers import build_optimizer
+from simplellm.llama import CausalLLama, LLama
+from simplellm.losses import causalLLMLoss
+
+VOCAB_SIZE = 4096
+
+
+@dataclass
+class Settings:
+    worlds: tuple[int, ...] = (2, 4)
+    """numbers of ranks"""
+    rounds: int = 12
+    """measured steps of each variant"""
+    batch_size: int = 1
+    """sequences per rank"""
+    seq_len: int = 256
+    """tokens per sequence"""
+    port: int = 29556
+    """where the ranks meet, on localhost"""
+
+
+class Variant(NamedTuple):
+    step: Callable[[Tensor], None]
+    held_bytes: Callable[[], int]  # weights, gradients, optimizer state
+
+
+def loss_of(net: nn.Module, x: Tensor) -> Tensor:
+    return causalLLMLoss(net(x), x, VOCAB_SIZE)
+
+
+def adam(parameters: Iterable[Tensor]) -> torch.optim.Optimizer:
+    return build_optimizer("adam", parameters, lr=8e-4)
+
+
+def own_bytes(tensor: Tensor) -> int:
+    """Of this rank's part, of fully_shard's."""
+    local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    return int(local.nbytes)
+
+
+def state_bytes(optimizer: torch.optim.Optimizer) -> int:
+    values = [value for state in optimizer.state.values() for value in state.values()]
+    return sum(own_bytes(value) for value in values if isinstance(value, Tensor))
+
+
+def gradient_aggregation(net: nn.Module) -> Variant:
+    """As in DP/gradient_aggr/intro_DP_GA.py."""
+    optimizer = adam(net.parameters())
+    buckets = GradientBuckets(
+        net.parameters(), lambda bucket: traffic.all_reduce(bucket.flat, str(bucket), kind="gradients")
+    )
+
+    def step(x: Tensor) -> None:
+        optimizer.zero_grad()
+        loss_of(net, x).backward()
+        buckets.finish()
+        optimizer.step()
+
+    return Variant(step, lambda: 2 * sum(p.nbytes for p in net.parameters()) + state_bytes(optimizer))
+
+
+def sharded(net: nn.Module, shard: Sharded) -> Variant:
+    """As in DP/zero/intro_DP_ZeRO.py."""
+    model = ShardedDP(net, shard)
+    optimizer = adam(model.own_parameters().values())
+
+    def step(x: Tensor) -> None:
+        optimizer.zero_grad()
+        loss_of(model, x).backward()
+        model.finish_gradients()
+        optimizer.step()
+        model.gather_weights()
+
+    return Variant(step, lambda: sum(model.held_bytes()) + state_bytes(optimizer))
+
+
+def zero_redundancy_optimizer(net: nn.Module) -> Variant:
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    model = DistributedDataParallel(net, gradient_as_bucket_view=True)
+    optimizer = ZeroRedundancyOptimizer(net.parameters(), torch.optim.Adam, lr=8e-4, fused=True)
+
+    def step(x: Tensor) -> None:
+        optimizer.zero_grad()
+        loss_of(model, x).backward()
+        optimizer.step()
+
+    return Variant(step, lambda: 2 * sum(p.nbytes for p in net.parameters()) + state_bytes(optimizer.optim))
+
+
+def fully_sharded(net: nn.Module, reshard_after_forward: bool) -> Variant:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    blocks = net.model.layers.values()  # type: ignore[union-attr, operator]
+    whole_bytes = sum(p.nbytes for p in net.parameters())
+    largest = max(sum(p.nbytes for p in block.parameters()) for block in blocks)
+    others = whole_bytes - sum(p.nbytes for block in blocks for p in block.parameters())
+    for part in (*blocks, net):
+        fully_shard(part, mesh=mesh, reshard_after_forward=reshard_after_forward)
+    optimizer = adam(net.parameters())
+
+    def step(x: Tensor) -> None:
+        optimizer.zero_grad()
+        loss_of(net, x).backward()
+        optimizer.step()
+
+    def held_bytes() -> int:
+        # The model's own parameters, outside of the blocks, stay whole from the forward to the backward pass, and their
+        # gradients until its end. Without reshard_after_forward all weights do; with it, one block and the next.
+        gathered = others + (others + 2 * largest if reshard_after_forward else whole_bytes)
+        parameters = list(net.parameters())
+        kept = sum(own_bytes(p) + (own_bytes(p.grad) if p.grad is not None else 0) for p in parameters)
+        return gathered + kept + state_bytes(optimizer)
+
+    return Variant(step, held_bytes)
+
+
+VARIANTS: dict[str, tuple[Callable[[nn.Module], Variant], str | None]] = {  # and what each is compared with
+    "dp-ga": (gradient_aggregation, None),
+    "--shard optimizer": (partial(sharded, shard="optimizer"), "ZeroRedundancyOptimizer"),
+    "ZeroRedundancyOptimizer": (zero_redundancy_optimizer, None),
+    "--shard gradients": (partial(sharded, shard="gradients"), "fully_shard, kept"),
+    "fully_shard, kept": (partial(fully_sharded, reshard_after_forward=False), None),
+    "--shard weights": (partial(sharded, shard="weights"), "fully_shard"),
+    "fully_shard": (partial(fully_sharded, reshard_after_forward=True), None),
+}
+
+
+def measure(rank: int, world_size: int, settings: Settings) -> None:
+    """One rank: all variants in turn; rank 0 prints the table."""
+    join(rank, world_size, settings.port)
+    variants = {
+        name: build(LLama(CausalLLama, VOCAB_SIZE, ctx_size=settings.seq_len)) for name, (build, _) in VARIANTS.items()
+    }
+
+    def batch_of(_: int) -> Tensor:
+        return torch.randint(VOCAB_SIZE, (settings.batch_size, settings.seq_len))
+
+    steps = {name: variant.step for name, variant in variants.items()}
+    seconds = seconds_in_turn(steps, batch_of, settings.rounds, meet=dist.barrier)
+    if rank == 0:
+        for name, (_, other) in VARIANTS.items():
+            cells = [str(world_size), name, f"{statistics.median(seconds[name]) * 1000:.0f}"]
+            low, middle, high = quartiles_of_ratios(seconds[other or "dp-ga"], seconds[name])
+            cells.append(f"{middle:.2f} ({low:.2f} to {high:.2f}) times {other or 'dp-ga'}")
+            cells.append(f"{variants[name].held_bytes() / 1e6:.1f}")
+            print(f"| {' | '.join(cells)} |", flush=True)
+        low, middle, high = quartiles_of_ratios(seconds["dp-ga"], seconds["--shard optimizer"])
+        print(f"# {world_size} ranks: --shard optimizer has {middle:.2f} ({low:.2f} to {high:.2f}) times dp-ga's speed")
+    leave(0)  # without the process group's destructor, which can hang: see distlab.run.run.Run.close
+
+
+def main() -> None:
+    settings = tyro.cli(Settings, description=__doc__)
+    if settings.rounds < 2:
+        raise SystemExit(f"--rounds {settings.rounds}: quartiles need at least 2")
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    print("| ranks | variant | ms a step (median) | speed (quartiles) | bytes held, MB |")
+    print("|---|---|---|---|---|", flush=True)
+    for world_size in settings.worlds:
+        mp.spawn(measure, args=(world_size, settings), nprocs=world_size)
+
+
+if __name__ == "__main__":
+    main()
