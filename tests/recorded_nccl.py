@@ -105,8 +105,8 @@ class RecordedNCCL:
     def all_reduce(self, tensor: Tensor, op: Any, group: Group | None, async_op: bool) -> Work:
         return self._record("all_reduce", group, tensor)
 
-    def broadcast(self, tensor: Tensor, src: int, async_op: bool) -> Work:
-        return self._record("broadcast", None, tensor)
+    def broadcast(self, tensor: Tensor, src: int, group: Group | None, async_op: bool) -> Work:
+        return self._record("broadcast", group, tensor)
 
     def all_gather(self, parts: list[Tensor], own: Tensor, group: Group | None, async_op: bool) -> Work:
         return self._record("all_gather", group, own, *parts)

@@ -131,7 +131,7 @@ class Transfer:
         if self._work is None:
             queued.set_result(self._tensor)
             return queued
-        assert isinstance(self._work, dist.Work), "a collective of another kind is waited for with wait()"
+        assert not isinstance(self._work, Future | SharedCollective), "a collective of another kind has wait() only"
         ended = self._work.get_future()
 
         def finish(_: "torch.futures.Future[Tensor]") -> Tensor:

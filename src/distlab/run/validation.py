@@ -13,19 +13,24 @@ from distlab.run.model import ModelParts
 class Validator:
     """Computes the model's loss on a fixed set of sequences: token ids (sequences, seq), the same on all ranks.
 
-    The sequences are divided among the replicas, and evaluated at most `rows` at a time.
+    The sequences are divided among the replicas, and evaluated at most `rows` at a time. Where the replicas share out
+    the weights, each takes as many forward passes as the others, because all of them gather the weights in each pass.
     """
 
     def __init__(self, parts: ModelParts, sequences: Tensor, rows: int) -> None:
         self._parts, self._count = parts, len(sequences)
         own = sequences[parts.grid.replica :: parts.grid.dp]
         self._batches: Sequence[Tensor] = own.split(rows) if len(own) else ()
+        most = math.ceil(math.ceil(self._count / parts.grid.dp) / rows)  # passes of the first replica
+        shares_weights = any(part.shard == "weights" for part in parts.sharded.values())
+        self._not_counted = [sequences[:1]] * (most - len(self._batches)) if shares_weights else []
 
     def loss(self, step: int) -> float:
         """The mean loss over all sequences after a step, on every rank; all ranks must call this method."""
         name = f"the activations of validation batch {{}} after step {step}".format
         with traffic.ledger.counted_as("validation"):
             total = self._parts.forward_passes(self._batches, name, kind="validation")
+            self._parts.forward_passes(self._not_counted, name, kind="validation")
             what = f"the validation loss after step {step}"
             traffic.all_reduce(total, what, kind="validation", op=dist.ReduceOp.SUM).wait()
         return total.item() / (self._count * self._parts.grid.tp)

@@ -26,7 +26,7 @@ from simplellm.tokenizers import SPTokenizer
 
 pytestmark = pytest.mark.quick
 
-BUILDS_OPTIMIZER = "    optimizer = run.optimizer(nets)\n"  # of a pipeline's script
+BUILDS_OPTIMIZER = "    optimizer = run.optimizer("  # in a pipeline's script
 SHAPE = [*MODEL, "--data", "sample", "--lr", "0.1", "--optimizer", "sgd"]
 
 
