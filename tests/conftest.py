@@ -2,6 +2,7 @@
 
 import os
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -51,8 +52,9 @@ def _threads_end() -> Iterator[None]:
     """What a test leaves behind inside of torch ends before the next one forks, or pytest itself ends."""
     before = set(threading.enumerate())
     yield
+    deadline = time.monotonic() + 5  # some never end, such as those that write TensorBoard's files
     for thread in set(threading.enumerate()) - before:
-        thread.join(15)
+        thread.join(max(0, deadline - time.monotonic()))
 
 
 @pytest.fixture(scope="session")

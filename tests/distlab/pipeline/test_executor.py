@@ -112,7 +112,9 @@ def test_newer_schedules_give_the_gradients_of_gpipe_bit_for_bit(
     chosen = {"interleaved": (1, 2, 3), "auto": (1, 2)}
     newer = [(name, chunks) for name in SCHEDULES for chunks in chosen.get(name, (2,))]
     newer = [run for run in newer if run[0] not in ONE_STAGE_A_WORKER or recompute]
-    sizes = [2 * workers] if recompute else sorted({workers, 2 * workers - 1, 2 * workers, 5, 12})
+    sizes = (
+        [2 * workers] if recompute or dtype != torch.float32 else sorted({workers, 2 * workers - 1, 2 * workers, 5, 12})
+    )
     runs = [(*run, m) for run in newer for m in sizes if SCHEDULES[run[0]].fits(workers, m)]
     by_rank = run_ranks(workers, gradients, workers, free_port(), runs, dtype, recompute, deadline=240)
     stages = {run: workers * stages_per_worker(*run[:2]) for run in runs}
