@@ -53,12 +53,12 @@ def train(run: TrainingRun[HybridSettings]) -> None:
         for net in nets.values():
             shard(net, group=tp_group)
         loss = partial(vocabulary_parallel_loss, vocab_size=tokenizer.vocab_size, group=tp_group)
+    if args.schedule == "auto":  # the order depends on what the passes take here
+        programs = find_schedule(run, nets, loss)
     sharded: dict[int, ShardedDP] = {}
     if args.shard != "none":
         sharded = {stage: ShardedDP(net, args.shard, dp_group, args.micro_batches) for stage, net in nets.items()}
     optimizer = run.optimizer(sharded or nets)
-    if args.schedule == "auto":  # the order depends on what the passes take here
-        programs = find_schedule(run, nets, loss)
     pipeline = Pipeline(nets, programs, run.grid, loss, args.dmodel, cores=run.shared_cores, run_on=args.run_on)
     run.track(sharded or nets, optimizer, loss, owners=pipeline.owners)
 

@@ -52,6 +52,7 @@ def test_micro_batches_change_nothing(shard: Sharded, one_process: OneProcess, t
         (6, "--dp 3 --pp 2 --schedule dapple --batch-size 2 --micro-batches 2 --shard gradients"),
         (4, "--dp 2 --pp 1 --tp 2 --schedule zb-h1 --shard weights"),
         (2, "--dp 2 --pp 1 --recompute all --shard weights"),
+        (2, "--dp 2 --pp 1 --schedule auto --micro-batches 3 --shard gradients"),
     ],
 )
 def test_replicas_of_each_stage_share_out(ranks: int, layout: str, one_process: OneProcess, tmp_path: Path) -> None:

@@ -145,7 +145,7 @@ class Traffic(NamedWaits):
         if shared is not None:
             memory, sources = shared
             in_place = self._shared_parts(parts, group)
-            if in_place is not None:  # each rank's own is its row
+            if in_place is not None and own.data_ptr() == parts[memory.rank].data_ptr():  # each rank's own is its row
                 sources = [whole.view(memory.size, -1)[rank] for rank, whole in enumerate(in_place[1])]
             begin = partial(SharedAllGather, memory, sources, parts)
             return self._around_ring(parts, own, lambda *_: begin(), what, kind, group)
