@@ -60,7 +60,7 @@ prepare() {
     fi
     install_torch || return
     if ! pip_install -r "${files[${#files[@]} - 1]}" -e "$lab"; then
-        echo "# pip could not install ${*: -1}, for the reason above; run the command again to go on" >&2
+        echo "# pip could not install ${*: -1}, for the reason above; run the command again to continue" >&2
         return 1
     fi
     for file in "${files[@]}"; do cp "$file" "$lab/.venv/"; done

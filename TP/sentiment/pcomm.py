@@ -22,10 +22,8 @@ from distlab.comm.grid import Grid
 from distlab.parallel.tp_group import BACKWARD, FORWARD, TPGroup
 from simplellm.errors import InputError
 
-tp_grp: dist.ProcessGroup | None = (
-    None  # the ranks with the shards of each layer; neighbours, for they communicate most
-)
-tp_rank, tp_degree = 0, 1  # this rank's number among them, and how many they are
+tp_grp: dist.ProcessGroup | None = None  # the ranks that share each layer; neighbors, as they communicate most
+tp_rank, tp_degree = 0, 1  # this rank's number in `tp_grp`, and the number of its ranks
 dp_grp: dist.ProcessGroup | None = None  # the ranks that hold the same shards, for other rows of the batch
 dp_rank, dp_degree = 0, 1
 

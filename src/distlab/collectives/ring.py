@@ -35,7 +35,7 @@ def allreduce_ring(
     """Combine all tensors on every rank: chunks travel around a ring, first to be combined, then to be distributed.
 
     With n ranks, each rank sends 2 (n - 1) / n of the tensor, and receives as much at the same time. If a tensor has at
-    least `both_ways_bytes` per rank, one half of it travels the other way, so that the links between neighbours are
+    least `both_ways_bytes` per rank, one half of it travels the other way, so that the links between neighbors are
     busy in both directions (between two ranks they always are). For a smaller tensor, the cost of twice as many
     messages would be higher than the gain.
     """

@@ -15,7 +15,7 @@ from distlab.comm.traffic import traffic
 class Grid:
     """A rank's position among `dp` replicas of a pipeline of `pp` stages, each split over `tp` ranks.
 
-    Ranks that communicate most have neighbouring numbers, so that most messages stay on one machine: first the ranks
+    Ranks that communicate most have neighboring numbers, so that most messages stay on one machine: first the ranks
     that share each layer, then the stages (a message per micro-batch), then the replicas (once per step).
     """
 
@@ -69,6 +69,6 @@ class Grid:
         with traffic.named("all ranks to create the groups of replicas, stages and slices"), patient_threads():
             # Every rank must take part in creating every group, including those that it is not in.
             groups = [dist.new_subgroups_by_enumeration(of_dim, timeout=timeout)[0] for of_dim in by_dim]
-        for of_replicas_or_shards in (groups[0], groups[2]):  # neighbours in a pipeline have their own channels
+        for of_replicas_or_shards in (groups[0], groups[2]):  # neighbors in a pipeline have their own channels
             traffic.connect(of_replicas_or_shards)
         return DeviceMesh.from_group(groups, "cpu", ranks, mesh_dim_names=("dp", "pp", "tp"))

@@ -20,7 +20,7 @@ FLAGS = """
 class Nodes:
     """The machines of a run.
 
-    Ranks are numbered machine by machine. Ranks that communicate most have neighbouring numbers, so they are on one
+    Ranks are numbered machine by machine. Ranks that communicate most have neighboring numbers, so they are on one
     machine where possible.
     """
 

@@ -14,7 +14,7 @@ from distlab.comm.waits import TrafficError
 from distlab.rendezvous.ranks import open_store
 
 
-def test_ranks_that_share_a_stage_are_neighbours() -> None:
+def test_ranks_that_share_a_stage_are_neighbors() -> None:
     places = [Grid.of(rank, {"dp": 2, "pp": 2, "tp": 2}) for rank in range(8)]
     assert [place.replica for place in places] == [0, 0, 0, 0, 1, 1, 1, 1]
     assert [place.stage for place in places] == [0, 0, 1, 1, 0, 0, 1, 1]
