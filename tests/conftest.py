@@ -2,7 +2,6 @@
 
 import os
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -52,9 +51,8 @@ def _threads_end() -> Iterator[None]:
     """What a test leaves behind inside of torch ends before the next one forks, or pytest itself ends."""
     before = set(threading.enumerate())
     yield
-    deadline = time.monotonic() + 5  # some never end, such as those that write TensorBoard's files
     for thread in set(threading.enumerate()) - before:
-        thread.join(max(0, deadline - time.monotonic()))
+        thread.join(0.5 if thread.daemon else 5)  # some daemons never end, such as TensorBoard's
 
 
 @pytest.fixture(scope="session")

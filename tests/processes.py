@@ -47,13 +47,20 @@ def free_port() -> int:
 def before_forks() -> None:
     """Do once, for all ranks that will be forked, what each of them would do anew, in up to a second.
 
-    That is to import what ranks import as they run, and to parse the generator's stories. And what there is by now is
-    hidden from the garbage collector, as it would write to every object, and so copy memory that forks share.
+    That is to import what ranks import as they run, and to parse the generator's stories.
     """
     import torch._dynamo  # for DDP, and for a stage that is given gradients
     import torch.distributed.checkpoint  # noqa: F401
 
     parse(TrainSettings(), "", ["--data", "sample"])
+
+
+def collect_before_a_fork() -> None:
+    """Collect garbage, and hide what there is by then from the collector.
+
+    A store that an earlier test held, collected in a fork, would join a thread that is not there. And the collector
+    writes to every object that it looks at, and so copies memory that forks share.
+    """
     gc.collect()
     gc.freeze()
 
@@ -68,7 +75,7 @@ def run_ranks(world_size: int, work: Callable[..., Any], *args: Any, deadline: f
         AssertionError: a rank raised (with its traceback), died, or did not finish by the deadline.
     """
     before_forks()
-    gc.collect()  # a store that an earlier test held: collected in a fork, it would join a thread that is not there
+    collect_before_a_fork()
     context = multiprocessing.get_context("fork")
     pipes = [context.Pipe(duplex=False) for _ in range(world_size)]
     ranks = [

@@ -21,7 +21,7 @@ from types import FrameType
 from typing import IO, Any
 from unittest import mock
 
-from processes import LAB, Ended, before_forks, finish, free_port
+from processes import LAB, Ended, before_forks, collect_before_a_fork, finish, free_port
 
 from distlab import launch as launcher
 from distlab.comm.torch_patches import silence_torch_warnings
@@ -120,6 +120,7 @@ def enter(namespace: str) -> None:
 
 def _fork(program: Callable[[], object], environment: Mapping[str, str]) -> Fork:
     before_forks()
+    collect_before_a_fork()
     return Fork(program, {**os.environ, **environment}, *(tempfile.TemporaryFile() for _ in range(2)))
 
 

@@ -14,7 +14,7 @@ from bad_inputs.trials import run, shown
 from distlab.run.settings import parse
 from simplellm.errors import InputError
 
-VALUES = 2  # of each flag of each script that are tried; bad_input.py tries more
+VALUES = 1  # of each flag of each script that is tried; bad_input.py tries more
 
 
 @pytest.mark.parametrize("script", sorted(set(SCRIPTS.values())))

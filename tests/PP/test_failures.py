@@ -49,24 +49,36 @@ def last_line(ended: Ended) -> str:
 
 
 @pytest.mark.alone
-@pytest.mark.parametrize("flags", [[], ZB_V], ids=["dapple", "zb-v"])
-def test_a_stopped_rank_in_terminals(flags: list[str], tmp_path: Path) -> None:
-    with training(MICRO_BATCHES, 3, tmp_path, *flags) as ranks:
-        os.kill(ranks[1].pid, signal.SIGSTOP)
-        waits = []
-        for end in [ranks[rank].finish(TIMEOUT + TO_SAY_SO) for rank in (0, 2)]:
-            assert re.fullmatch(
-                r"# rank 1( \(stage 1\))? does not answer, and the others wait: stopped, cut off, or computing for "
-                f"longer than --timeout {TIMEOUT}",
-                last_line(end),
-            ), end.err
-            assert re.search(r"#   rank 1( \(stage 1\))?  has published no wait", end.out), end.out
-            own = re.search(
-                r"^# rank [02]( \(stage [02]\))? waited (\d+\.\d) s for .+(no answer|a rank has exited)", end.err
-            )
-            assert own, end.err
-            waits.append(float(own[2]))
-        assert TIMEOUT <= max(waits) < TIMEOUT + 2
+def test_a_stopped_rank(tmp_path: Path) -> None:
+    """In terminals, with two schedules, and under the launcher: three runs at once, as they do nothing but wait."""
+    with contextlib.ExitStack() as stack:
+        in_terminals = [
+            stack.enter_context(training(MICRO_BATCHES, 3, tmp_path / name, *flags))
+            for name, flags in (("dapple", []), ("zb-v", ZB_V))
+        ]
+        launcher, launched_rank = stack.enter_context(launched(tmp_path / "launched", 0))
+        for stopped in (launched_rank, *(ranks[1].pid for ranks in in_terminals)):
+            os.kill(stopped, signal.SIGSTOP)
+        for ranks in in_terminals:
+            waits = []
+            for end in [ranks[rank].finish(TIMEOUT + TO_SAY_SO) for rank in (0, 2)]:
+                assert re.fullmatch(
+                    r"# rank 1( \(stage 1\))? does not answer, and the others wait: stopped, cut off, or computing for "
+                    f"longer than --timeout {TIMEOUT}",
+                    last_line(end),
+                ), end.err
+                assert re.search(r"#   rank 1( \(stage 1\))?  has published no wait", end.out), end.out
+                own = re.search(
+                    r"^# rank [02]( \(stage [02]\))? waited (\d+\.\d) s for .+(no answer|a rank has exited)", end.err
+                )
+                assert own, end.err
+                waits.append(float(own[2]))
+            assert TIMEOUT <= max(waits) < TIMEOUT + 2
+        end = finish(launcher, deadline=TIMEOUT + LAUNCHER_ENDS_IN + 5)
+        sentence = last_line(end)
+        assert sentence.startswith("# rank 0 (stage 0 of replica 0) does not answer, and the others wait"), end.err
+        assert end.out.count("who waits for whom:") == 1
+        assert not Path(f"/proc/{launched_rank}").exists()
 
 
 @pytest.mark.parametrize(
@@ -177,18 +189,6 @@ def launched(tmp_path: Path, victim: int, *command: str) -> Iterator[tuple[Start
         if launcher.poll() is None:
             os.killpg(launcher.pid, signal.SIGKILL)
             launcher.communicate()
-
-
-@pytest.mark.alone
-def test_a_stopped_rank_under_the_launcher(tmp_path: Path) -> None:
-    with launched(tmp_path, 0) as (launcher, rank):
-        os.kill(rank, signal.SIGSTOP)
-        end = finish(launcher, deadline=TIMEOUT + LAUNCHER_ENDS_IN + 5)
-        assert last_line(end).startswith("# rank 0 (stage 0 of replica 0) does not answer, and the others wait"), (
-            end.err
-        )
-        assert end.out.count("who waits for whom:") == 1
-        assert not Path(f"/proc/{rank}").exists()
 
 
 @pytest.mark.alone

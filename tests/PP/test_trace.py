@@ -1,10 +1,15 @@
 """`--trace`: what a run leaves behind, and the bubble that it shows."""
 
+import io
 import json
+import sys
+from contextlib import redirect_stdout
 from pathlib import Path
 
 import pytest
-from processes import Ended, free_port, run_script
+import torch
+from chapters import load
+from processes import LAB, Ended, free_port, run_ranks
 from terminals import fork_launcher
 
 from distlab.reports.trace import read_chrome
@@ -51,19 +56,30 @@ def test_without_the_flag_nothing_is_recorded(tmp_path: Path) -> None:
     assert not (tmp_path / "trace.json").exists()
 
 
+def measured_by_the_benchmark(rank: int, port: int) -> list[list[float]]:
+    """Percent of a row for each schedule: idle in the plan, measured; of steps that run on, in the plan, measured."""
+    sys.path.insert(0, str(LAB / "bench"))
+    bubble = load("bench/bubble.py")
+    bubble.leave = lambda _: None  # type: ignore[attr-defined]
+    settings = bubble.Settings(schedules=["zb-h2", "zb-v"], steps=1, in_a_row=3, seconds=0.03, port=port)
+    with redirect_stdout(io.StringIO()) as printed:
+        bubble.measure(rank, 4, 8, settings)
+    return [[float(cell.strip(" %")) for cell in line.split("|")[4:-1]] for line in printed.getvalue().splitlines()]
+
+
 @pytest.mark.alone
 def test_the_measured_bubble_is_that_of_theory() -> None:
-    """Of a step at whose end all wait, and of several that run on, which is what `zb-h2` is for."""
-    flags = "--sizes 4x8 --schedules zb-h2 zb-v --steps 1 --in-a-row 3 --seconds 0.03".split()
-    ended = run_script("bench/bubble.py", *flags, "--port", str(free_port()))
-    assert ended.status == 0, ended.err
-    rows = [line.split("|")[3:-1] for line in ended.out.splitlines()[2:]]
-    names, *cells = zip(*rows, strict=True)
-    assert [name.strip() for name in names] == ["zb-h2", "zb-v"]
-    planned, measured, planned_in_a_row, measured_in_a_row = ([float(c.strip(" %")) for c in cell] for cell in cells)
-    assert planned == [11.1, 5.9]
-    assert planned_in_a_row == [4.0, 2.0]
-    # The benchmark itself keeps to 1.5, without other tests beside it.
-    assert measured == pytest.approx(planned, abs=5)
-    assert measured_in_a_row == pytest.approx(planned_in_a_row, abs=5)
-    assert measured_in_a_row[0] < measured[0] - 2, "running on is worth it"
+    """Of a step at whose end all wait, and of several that run on, which is what `zb-h2` is for.
+
+    Other processes can only add to what is measured: the least of up to three measurements counts. The benchmark itself
+    keeps to 1.5 percent, and takes the median of more steps.
+    """
+    least = torch.full((2, 2), 100.0)
+    for _ in range(3):
+        rows = torch.tensor(run_ranks(4, measured_by_the_benchmark, free_port())[0])
+        planned, least = rows[:, 0::2], torch.minimum(least, rows[:, 1::2])
+        if (least - planned).max() <= 5:
+            break
+    assert planned.flatten().tolist() == pytest.approx([11.1, 4.0, 5.9, 2.0])
+    assert least.flatten().tolist() == pytest.approx([11.1, 4.0, 5.9, 2.0], abs=5)
+    assert least[0, 1] < least[0, 0] - 2, "running on is worth it"

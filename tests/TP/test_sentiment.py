@@ -104,7 +104,7 @@ def test_is_the_run_of_one_process_at_the_same_global_batch(world_size: int, tp:
 
 def test_learns_as_well_whatever_the_ranks_share(tmp_path: Path) -> None:
     flags = "--samples 1024 --layers 1 --dim 32 --epochs 3 --bsz 64 --lr 1e-2".split()
-    shares = [train(tmp_path / str(tp), 4, tp, *flags)[-1][-1] / 256 for tp in (1, 2, 4)]
+    shares = [train(tmp_path / str(tp), 4, tp, *flags)[-1][-1] / 256 for tp in (1, 4)]
     assert min(shares) > 0.85
     assert max(shares) - min(shares) < 0.01
 

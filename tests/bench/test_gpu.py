@@ -8,7 +8,8 @@ from types import ModuleType
 import pytest
 import torch
 from chapters import load
-from processes import LAB, free_port, run_script
+from processes import LAB, free_port
+from terminals import fork_python
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -80,7 +81,7 @@ def test_a_line_of_the_table(bench: ModuleType) -> None:
 
 def test_the_rehearsal_on_a_cpu_prints_the_tables() -> None:
     flags = ["--device", "cpu", "--turns", "2", "--ranks", "2", "--port", str(free_port())]
-    ended = run_script("bench/gpu.py", *flags, deadline=180)
+    ended = fork_python("bench/gpu.py", *flags).finish(180)
     assert ended.status == 0, ended.err
     assert ended.out.startswith("CPU: a rehearsal, not a measurement, bfloat16, peak not known")
     tables = [table.splitlines() for table in ended.out.strip().split("\n\n")[1:]]
@@ -100,7 +101,7 @@ def test_the_rehearsal_on_a_cpu_prints_the_tables() -> None:
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="it would measure the GPU")
 def test_without_a_gpu_it_ends_with_a_sentence() -> None:
-    ended = run_script("bench/gpu.py")
+    ended = fork_python("bench/gpu.py").finish()
     assert ended.status == 2
     assert ended.out == ""
     assert ended.err == "# --device cuda: torch sees no CUDA device here; --device cpu rehearses with a tiny model\n"

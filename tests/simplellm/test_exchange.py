@@ -4,16 +4,15 @@ import errno
 import json
 import os
 import shutil
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from processes import run
 from safetensors.torch import load_file, save_file
 from small_models import SIZES, saved_model, status_of
+from terminals import fork_python
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
@@ -127,7 +126,7 @@ def test_out_and_in_again(tmp_path: Path) -> None:
     write_model(tmp_path / "run", saved)
     for command in ("simplellm.export run one", "simplellm.import_hf one back", "simplellm.export back two"):
         module, *folders = command.split()
-        ended = run(sys.executable, "-m", module, *(tmp_path / folder for folder in folders))
+        ended = fork_python("-m", module, *(tmp_path / folder for folder in folders)).finish()
         assert ended.status == 0, ended.err
         size = f"{sum(p.numel() for p in saved.parameters.values()):,} parameters"
         for folder, line in zip(folders, ended.out.splitlines(), strict=True):
@@ -148,7 +147,7 @@ def test_out_and_in_again(tmp_path: Path) -> None:
 )
 def test_the_commands_explain_their_arguments_under_either_name(module: str, folder: str) -> None:
     for package in ("simplellm", "distlab.exchange"):
-        ended = run(sys.executable, "-m", f"{package}.{module}", "--help")
+        ended = fork_python("-m", f"{package}.{module}", "--help").finish()
         assert ended.status == 0, ended.err
         assert f"python -m simplellm.{module} " in ended.out
         assert folder in ended.out

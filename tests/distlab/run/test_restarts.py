@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from chapters import losses, train_on
-from processes import LAB, Started, children, finish, process_of, start, steps_taken, wait_for
+from processes import Started, children, finish, process_of, steps_taken, wait_for
 from terminals import fork_launcher
 
 SHAPE = "--data sample --dmodel 32 --num-heads 2 --n-layers 2 --seq-len 24 --steps 150".split()
@@ -50,7 +50,7 @@ def test_the_losses_are_those_of_an_undisturbed_run(expected: list[float], tmp_p
 
 
 def test_without_a_checkpoint_the_run_begins_again_and_ends_when_restarts_are_used_up(tmp_path: Path) -> None:
-    process = start(LAB / "launch.sh", *LAUNCH, "--steps", "1000000", "--max-restarts", "1", "--out", tmp_path)
+    process = fork_launcher(*LAUNCH, "--steps", "1000000", "--max-restarts", "1", "--out", tmp_path)
     for _ in range(2):
         await_that(lambda: steps_taken(tmp_path) >= 5)
         kill_rank(0, process)
