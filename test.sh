@@ -6,6 +6,7 @@
 # ./test.sh --gpu [pytest's flags]: the tests of GPUs alone, within ten minutes (docs/gpu.md).
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
+unset PYTHONDONTWRITEBYTECODE  # or each of some hundred processes would compile the lab anew
 if [ "${1:-}" = --gpu ]; then
     prepare requirements.txt
     "$python" -c "import pytest" 2>/dev/null || prepare requirements.txt requirements-dev.txt

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import torch
 from chapters import load
-from processes import LAB, free_port, run_ranks, run_script
-from terminals import terminals
+from processes import LAB, free_port, run_ranks
+from terminals import fork_python, terminals
 from torch import Tensor
 
 from distlab.run.run import Run
@@ -38,7 +38,7 @@ def reports(out: str) -> list[tuple[str, float, float]]:
 
 
 def test_learns_and_prints_the_exercises_line() -> None:
-    ended = run_script("primer/mlp.py")
+    ended = fork_python("primer/mlp.py").finish()
     assert ended.status == 0, ended.err
     steps = reports(ended.out)
     assert [step for step, _, _ in steps] == [str(100 * i) for i in range(10)]

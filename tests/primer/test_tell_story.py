@@ -13,8 +13,9 @@ from typing import Any
 
 import pytest
 import torch
-from processes import LAB, finish, run_script, start
+from processes import LAB, finish, start
 from small_models import saved_model, status_of
+from terminals import fork_python
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from distlab.checkpoints.models import write_model
@@ -163,7 +164,7 @@ def test_the_command_tells_the_same_from_a_run_and_from_an_export(exported: Path
     texts = []
     for model in (tmp_path / "run", exported):
         flags = ["--prompt", "One day, Tom", "--temperature", "0", "--device", "cpu"]
-        ended = run_script("primer/tell_story.py", model, *flags)
+        ended = fork_python("primer/tell_story.py", model, *flags).finish()
         assert (ended.status, ended.err) == (0, "")
         first, *text, ending, speed = ended.out.splitlines()
         steps = " after 0 steps" if model == tmp_path / "run" else ""

@@ -1,11 +1,10 @@
 """The cost model: predictions are the formulas where formulas exist."""
 
 import math
-import sys
 
 import pytest
-from processes import run
 from small_models import status_of
+from terminals import fork_python
 
 from distlab.collective_costs import Request, table
 from distlab.collectives.costs import CostModel, bytes_of_a_message, predict, whole_numbers
@@ -117,7 +116,7 @@ def test_a_wrong_flag_ends_the_table_with_a_sentence(
 
 
 def test_the_table_as_a_command() -> None:
-    ended = run(sys.executable, "-m", "distlab.collective_costs", "4", "--latency", "20")
+    ended = fork_python("-m", "distlab.collective_costs", "4", "--latency", "20").finish()
     assert ended.status == 2
     assert ended.err.startswith("# Unrecognized options: --latency")
     assert ended.err.count("\n") == 1

@@ -17,7 +17,8 @@ from pathlib import Path
 from subprocess import DEVNULL, Popen
 
 import pytest
-from processes import LAB, run
+from processes import LAB
+from terminals import fork_python
 
 from distlab.run import progress
 from distlab.run.logs import RankOutput
@@ -152,7 +153,7 @@ def test_in_a_pipe_there_are_plain_lines(tmp_path: Path) -> None:
     flags = [*TINY, "--save-every", "6", "--out", tmp_path / "run"]
     for first, steps in ((0, 6), (6, 10)):
         resume = ["--resume", tmp_path / "run"] if first else []
-        ended = run(sys.executable, script, *flags, *resume, "--steps", str(steps), deadline=180, TERM="xterm")
+        ended = fork_python(script, *flags, *resume, "--steps", str(steps), TERM="xterm").finish()
         assert ended.status == 0, ended.err
         assert not re.search(r"[\x1b\r]", ended.out + ended.err)
         assert ended.out == (tmp_path / "run/rank0.log").read_text()[-len(ended.out) :], "its log has the same lines"
