@@ -1,13 +1,13 @@
-"""All benchmarks in a quick form, about ten minutes on two cores: which ratios are not those of bench/README.md?
+"""Run all benchmarks in a quick form, about ten minutes on two cores, and compare their ratios with bench/README.md.
 
     python -m bench                                 run all, and compare
     python -m bench pipeline tensor_parallel        only these
     python -m bench --write tensor_parallel         in full, as quoted in bench/README.md, and write its tables there
 
-A ratio has moved if it lies outside of the quartiles in bench/README.md, and the recorded ratio outside of the new
-quartiles; then the exit status is 1. The quick form measures some of the rows, with fewer rounds. It leaves out what
-takes long or needs more than two cores: whole runs (`checkpoints`, `revisions`), campaigns (`kills`), links that are
-shaped (`network`), a GPU (`gpu`).
+A ratio has moved if it is outside of the quartiles in bench/README.md, and the recorded ratio outside of the new
+quartiles; then the exit status is 1. The quick form measures some of the rows, with fewer rounds. It leaves out
+benchmarks that take long or have special needs: whole runs (`checkpoints`, `revisions`), campaigns (`kills`), simulated
+links (`network`), a GPU (`gpu`).
 """
 
 import re
@@ -27,7 +27,7 @@ from simplellm.errors import require
 
 LAB = Path(__file__).resolve().parents[1]
 PAGE = LAB / "bench" / "README.md"
-QUICK = {  # flags that come after those of the page
+QUICK = {  # flags that are appended to the page's command
     "single": "--steps 5",
     "data_parallel": "--rounds 8",
     "pipeline": "--micro-batches 6 --rounds 4",
@@ -37,8 +37,8 @@ QUICK = {  # flags that come after those of the page
     "tensor_parallel": "--rounds 8",
     "generation": "--stories 1",
 }
-NOISE = 0.05  # of a ratio that comes without quartiles
-NOISE_POINTS = 1.5  # of a percentage
+NOISE = 0.05  # relative tolerance of a ratio without quartiles
+NOISE_POINTS = 1.5  # tolerance of a percentage, in percentage points
 RANGE = r"([\d.]+) to ([\d.]+)"
 RATIO = re.compile(rf"([\d.]+)(?: \({RANGE}\))?")
 MEASURED = re.compile(r"\b(ms|µs|MB|seconds|tokens/s|measured|in theory|theory)\b")  # in a column's heading
@@ -49,25 +49,25 @@ class Request:
     """What to run."""
 
     names: Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="[BENCHMARK ...]")] = ()
-    """programs of bench/, without .py; by default all that have a quick form"""
+    """programs of bench/, without .py; default: all that have a quick form"""
     write: bool = False
     """run the commands of bench/README.md in full, and replace their tables there"""
 
 
 @dataclass
 class Table:
-    """A table in Markdown: its headings, and its rows' cells."""
+    """A Markdown table: its headings, and the cells of its rows."""
 
     headings: list[str]
     rows: list[list[str]] = field(default_factory=list)
 
     def ratios(self) -> dict[tuple[str, ...], tuple[float, float, float]]:
-        """The ratio, and its lower and upper quartile, by what the row and the column are about."""
+        """The ratios with their lower and upper quartiles, by the labels of row and column."""
         measured = next(iter(i for i, heading in enumerate(self.headings) if MEASURED.search(heading)), None)
         found = {}
         for row in self.rows:
             for index, heading in enumerate(self.headings):
-                # Two columns may have the same heading: that before them tells them apart.
+                # Two columns may have the same heading; the heading to their left distinguishes them.
                 about = heading if self.headings.count(heading) == 1 else self.headings[index - 1]
                 beside = row[index + 1] if index + 1 < len(row) else ""
                 ratio = read_ratio(heading, row[index], beside)
@@ -78,7 +78,7 @@ class Table:
 
 
 def read_ratio(heading: str, cell: str, beside: str) -> tuple[float, float, float] | None:
-    """The ratio in a cell and its quartiles, in the cell or in that beside it; None if the cell has no ratio."""
+    """The ratio in a cell, and its quartiles, from this cell or the next one; None if the cell has no ratio."""
     if "measured" in heading and re.fullmatch(r"[\d.]+ ?%", cell):
         percent = float(cell.strip(" %"))
         return percent, percent - NOISE_POINTS, percent + NOISE_POINTS
@@ -96,7 +96,7 @@ def read_ratio(heading: str, cell: str, beside: str) -> tuple[float, float, floa
 
 @dataclass
 class Section:
-    """A command of the page and the tables that it printed, as line numbers: first, and one after the last."""
+    """A command of the page, and the line numbers of the tables that it printed: first line, one after the last."""
 
     command: str
     tables: list[tuple[int, int]]
@@ -107,7 +107,7 @@ class Section:
 
 
 def read_tables(lines: list[str]) -> list[tuple[int, int]]:
-    """Where the tables are: first line, and one after the last."""
+    """The line numbers of the tables: first line, and one after the last."""
     spans: list[tuple[int, int]] = []
     for number, line in enumerate(lines):
         if line.startswith("|"):
@@ -139,7 +139,7 @@ def sections(lines: list[str]) -> Iterator[Section]:
 
 
 def run(command: str) -> list[str]:
-    """What a benchmark prints."""
+    """Run a benchmark, and return the lines that it prints."""
     print(f"# {command}", flush=True)
     ended = subprocess.run(shlex.split(command.replace("python", sys.executable, 1)), cwd=LAB, stdout=subprocess.PIPE)
     require(ended.returncode == 0, f"{command} ended with status {ended.returncode}")
@@ -147,7 +147,7 @@ def run(command: str) -> list[str]:
 
 
 def compare(section: Section, page: list[str], printed: list[str]) -> Iterator[tuple[str, bool]]:
-    """A row for each ratio that both have, and whether it has moved."""
+    """A row for each ratio that is both recorded and printed, and whether it has moved."""
     recorded: dict[tuple[str, ...], tuple[float, float, float]] = {}
     for first, end in section.tables:
         recorded |= parse(page[first:end]).ratios()
@@ -166,10 +166,10 @@ def compare(section: Section, page: list[str], printed: list[str]) -> Iterator[t
 
 
 def replace(page: list[str], section: Section, printed: list[str]) -> list[str]:
-    """The page with the tables of a section as they have just been printed."""
+    """The page, with the tables of a section replaced by the printed ones."""
     new = [printed[first:end] for first, end in read_tables(printed)]
-    counts = f"{section.command} printed {len(new)} tables, and {PAGE.name} has {len(section.tables)} of it"
-    require(len(new) == len(section.tables), f"{counts}; write them by hand, once")
+    counts = f"{section.command} printed {len(new)} tables, but {PAGE.name} has {len(section.tables)}"
+    require(len(new) == len(section.tables), f"{counts}; insert them by hand, once")
     for (first, end), table in reversed(list(zip(section.tables, new, strict=True))):
         page = page[:first] + table + page[end:]
     return page
@@ -197,7 +197,7 @@ def main(request: Request) -> None:
     print("| benchmark | ratio | recorded | now | |", "|---|---|---|---|---|", *rows, sep="\n")
     print(f"# {moved} of {len(rows)} ratios moved by more than noise")
     if moved:
-        print("# other load moves ratios too: run these benchmarks again, alone, before you believe it")
+        print("# other load changes ratios too: run these benchmarks again while nothing else runs")
         raise SystemExit(1)
 
 

@@ -1,4 +1,4 @@
-"""The idle share of a pipeline, planned and measured: stages sleep instead of computing, so that few cores hold many.
+"""The bubble of each schedule, planned and measured. Stages sleep instead of computing, so that few cores suffice.
 
 python bench/bubble.py
 python bench/bubble.py --sizes 4x8 --in-a-row 0 --trace-to runs/bubble
@@ -41,25 +41,25 @@ class Settings:
     """What to measure."""
 
     sizes: list[str] = field(default_factory=lambda: ["4x8", "2x16", "8x16"])
-    """workers and micro-batches to a step"""
+    """workers x micro-batches per step"""
     schedules: list[str] = field(default_factory=lambda: NAMES)
-    """which to measure"""
+    """schedules to measure"""
     steps: int = 3
-    """measured steps at whose end all wait, after one to warm up; the median counts"""
+    """measured steps at the end of which all ranks wait for each other, after one to warm up; the median counts"""
     in_a_row: int = 10
-    """measured steps that run on, after one to warm up"""
+    """measured steps that run on without that wait, after one to warm up"""
     seconds: float = 0.04
-    """what a stage sleeps for each of F, I and W of a micro-batch"""
+    """seconds that a stage sleeps for each of F, I and W of a micro-batch"""
     same_work: bool = False
-    """where a worker has several stages, they sleep so long together"""
+    """divide --seconds among the stages of a worker"""
     port: int = 29556
     """where rank 0 listens"""
     trace_to: Path | None = None
-    """folder to keep the traces of the former steps in"""
+    """folder for the traces of the --steps"""
 
 
 class SleepingStage(nn.Module):
-    """Takes the time of a stage and none of the processor's."""
+    """Takes as long as a stage, but hardly any processor time."""
 
     def __init__(self, seconds: float) -> None:
         super().__init__()
@@ -74,7 +74,7 @@ class SleepingStage(nn.Module):
         return y
 
     def gradient(self, _: Tensor, grad: Tensor) -> Tensor:
-        """Of the weight, from that of the outputs (batch, seq, width)."""
+        """The gradient of the weight, from that of the outputs (batch, seq, width)."""
         time.sleep(self.seconds)
         return grad.sum((0, 1))
 
@@ -119,7 +119,7 @@ def measure(rank: int, workers: int, micro_batches: int, settings: Settings) -> 
 
 
 def traced_steps(rank: int, nets: dict[int, SleepingStage], programs: Programs, steps: int, run_on: bool) -> Trace:
-    """A step to warm up, and then some more, with or without a barrier at the end of each; the trace is rank 0's."""
+    """Run a step to warm up and `steps` more, after a barrier each unless `run_on`; rank 0 has the trace."""
     workers, micro_batches = len(programs), 1 + max(action.micro_batch for action in programs[rank])
     pipeline = Pipeline(nets, programs, Grid(rank, 1, workers), lambda y, _: y.mean(), WIDTH, run_on=run_on)
     batch = torch.zeros(micro_batches, SEQ, dtype=torch.int64).split(1)
@@ -136,7 +136,7 @@ def traced_steps(rank: int, nets: dict[int, SleepingStage], programs: Programs, 
 
 
 def row(name: str, micro_batches: int, programs: Programs, traces: Sequence[Trace]) -> str:
-    """A line of the table: shares as means over the workers."""
+    """A line of the table; bubbles are means over the workers."""
     cells = [str(len(programs)), str(micro_batches), name]
     for trace in traces:
         steps = trace.steps()
@@ -152,7 +152,7 @@ def main(settings: Settings) -> None:
         require(name in SCHEDULES, f"--schedules {name}: there are {', '.join(SCHEDULES)}")
     sizes = [tuple(map(int, size.split("x"))) for size in settings.sizes]
     for (workers, micro_batches), name in itertools.product(sizes, settings.schedules):
-        all_stages(name, workers, micro_batches)  # refuses what it cannot do
+        all_stages(name, workers, micro_batches)  # raises InputError for an impossible combination
     heads = ["workers", "micro-batches", "schedule"]
     heads += ["idle in the plan", "measured"] * bool(settings.steps)
     heads += [f"{settings.in_a_row} steps that run on: in the plan", "measured"] * bool(settings.in_a_row)

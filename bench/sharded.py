@@ -1,12 +1,12 @@
-"""One training step whose replicas share out what they hold: the lab's three stages beside torch's, over gloo.
+"""A training step with sharded replicas: the three stages of ZeRO, by the lab and by torch, over gloo.
 
     python bench/sharded.py                 worlds 2 and 4, 12 rounds
 
-Beside `--shard optimizer` is torch's ZeroRedundancyOptimizer with DistributedDataParallel; beside `gradients` and
-`weights`, fully_shard without and with `reshard_after_forward`, for each block and for the model. All variants run in
-the same processes, one step of each in turn, so they see the same machine at the same time. Ratios are taken round by
-round. The bytes are those of rank 0's weights, gradients and optimizer state after a step, and of those that are whole
-for a while: counted at their peak for the lab, and for fully_shard by what it is known to keep.
+`--shard optimizer` is compared with torch's ZeroRedundancyOptimizer in DistributedDataParallel; `gradients` and
+`weights` with fully_shard, without and with `reshard_after_forward`, on each block and on the model. All variants run
+in the same processes, one step of each in turn, so the load of the machine is the same for all. Ratios are taken round
+by round. The bytes are those of rank 0's weights, gradients and optimizer state after a step, and of the tensors that
+are whole for a part of a step: for the lab their peak is counted, for fully_shard it is computed from what it keeps.
 """
 
 import os
@@ -65,7 +65,7 @@ def adam(parameters: Iterable[Tensor]) -> torch.optim.Optimizer:
 
 
 def own_bytes(tensor: Tensor) -> int:
-    """Of this rank's part, of fully_shard's."""
+    """Bytes of a tensor on this rank; of a DTensor of fully_shard, those of the local part."""
     local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
     return int(local.nbytes)
 
@@ -139,8 +139,8 @@ def fully_sharded(net: nn.Module, reshard_after_forward: bool) -> Variant:
         optimizer.step()
 
     def held_bytes() -> int:
-        # The model's own parameters, outside of the blocks, stay whole from the forward to the backward pass, and their
-        # gradients until its end. Without reshard_after_forward all weights do; with it, one block and the next.
+        # Parameters outside of the blocks stay whole from the forward to the backward pass, and their gradients until
+        # its end. Without reshard_after_forward, all weights stay whole; with it, the weights of two blocks.
         gathered = others + (others + 2 * largest if reshard_after_forward else whole_bytes)
         parameters = list(net.parameters())
         kept = sum(own_bytes(p) + (own_bytes(p.grad) if p.grad is not None else 0) for p in parameters)
@@ -149,7 +149,7 @@ def fully_sharded(net: nn.Module, reshard_after_forward: bool) -> Variant:
     return Variant(step, held_bytes)
 
 
-VARIANTS: dict[str, tuple[Callable[[nn.Module], Variant], str | None]] = {  # and what each is compared with
+VARIANTS: dict[str, tuple[Callable[[nn.Module], Variant], str | None]] = {  # the second: what it is compared with
     "dp-ga": (gradient_aggregation, None),
     "--shard optimizer": (partial(sharded, shard="optimizer"), "ZeroRedundancyOptimizer"),
     "ZeroRedundancyOptimizer": (zero_redundancy_optimizer, None),

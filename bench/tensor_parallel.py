@@ -1,4 +1,4 @@
-"""Tensor parallelism beside torch's own: the same model split by both, in one run, step by step in turn.
+"""Tensor parallelism beside torch's own: both split the same model; their steps alternate within one run.
 
 python bench/tensor_parallel.py
 python bench/tensor_parallel.py --ranks 3 --rounds 40
@@ -29,7 +29,7 @@ from simplellm.llama import CausalLLama, LLama
 from simplellm.losses import causalLLMLoss
 
 VOCAB_SIZE = 4096
-Step = Callable[[Tensor], Tensor]  # token ids (batch, seq) to their loss, after the backward pass
+Step = Callable[[Tensor], Tensor]  # token ids (batch, seq) -> loss, after the backward pass
 
 
 @dataclass
@@ -39,11 +39,11 @@ class Settings:
     ranks: int = 2
     """ranks that share the model"""
     batch_size: int = 3
-    """sequences to a step"""
+    """sequences per step"""
     seq_len: int = 256
-    """tokens to a sequence"""
+    """tokens per sequence"""
     rounds: int = 20
-    """timed steps of each"""
+    """measured steps of each variant"""
     port: int = 29557
     """where rank 0 listens"""
 
@@ -87,7 +87,7 @@ def torch_whole_logits(ranks: int) -> Step:
 
 
 def torch_loss_parallel(ranks: int) -> Step:
-    """The loss, too, from slices of the logits, by torch's own context."""
+    """Also computes the loss from slices of the logits, with torch's own context."""
     net = by_torch(ranks, ColwiseParallel(output_layouts=Shard(-1), use_local_output=False))
 
     step = backward(lambda x: F.cross_entropy(net(x)[:, :-1].flatten(0, 1), x[:, 1:].flatten()))
@@ -119,7 +119,7 @@ def tokens(settings: Settings, turn: int) -> Tensor:
 
 
 def compare(steps: dict[str, Step], settings: Settings) -> None:
-    """Make sure that the variants compute the same: a speed tells something only then."""
+    """Make sure that all variants compute the same loss, or their speeds could not be compared."""
     losses = {name: step(tokens(settings, 0)) for name, step in steps.items()}
     for name, loss in losses.items():
         whole = loss.full_tensor() if isinstance(loss, DTensor) else loss

@@ -1,7 +1,7 @@
-"""The ranks of `mpirun`, arranged in every grid that they can fill, and a layer W_o that one process computes whole.
+"""The ranks of `mpirun`, arranged in every possible grid, and a layer W_o that one process computes as a whole.
 
-All numbers are small integers, also where the dtype is a real one: no sum or product is rounded, so what the ranks
-compute together must equal the whole to the last bit.
+All numbers are small integers, even if the dtype is a real one. So no sum or product is rounded, and what the ranks
+compute together must equal the result of one process, bit for bit.
 """
 
 import signal
@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from mpi4py import MPI
 
-sys.path.insert(0, str(Path(__file__).parent))  # wherever pytest was started
+sys.path.insert(0, str(Path(__file__).parent))  # pytest may have been started in another folder
 from model.func_impl import get_info
 from mpi_wrapper import Communicator
 
@@ -36,7 +36,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 
 def pytest_exception_interact(report: Any) -> None:
-    """A test that fails on one rank ends all of them, since the others may be waiting for it."""
+    """If a test fails on one rank, end all ranks, since the others may be waiting for it."""
     if SIZE > 1:
         print(
             f"\nrank {MPI.COMM_WORLD.Get_rank()}: {report.nodeid}\n{report.longreprtext}", file=sys.stderr, flush=True
@@ -46,7 +46,7 @@ def pytest_exception_interact(report: Any) -> None:
 
 @pytest.fixture(params=[MPI.COMM_WORLD, Communicator(MPI.COMM_WORLD)], ids=["mpi4py", "lab"])
 def world(request: pytest.FixtureRequest) -> Any:
-    """All ranks: in a communicator of mpi4py's, and in one of the lab's."""
+    """All ranks, in mpi4py's communicator and in the lab's."""
     return request.param
 
 
@@ -58,7 +58,7 @@ def grid(request: pytest.FixtureRequest) -> Any:
 
 @dataclass
 class Group:
-    """A rank's place in the grid."""
+    """A rank's position in the grid."""
 
     rank: int
     mp_size: int
@@ -81,7 +81,7 @@ def group(world: Any, grid: tuple[int, int]) -> Group:
 
 @dataclass
 class Layer:
-    """W_o in one process: what goes in, the weights, and the gradient that comes back."""
+    """W_o in one process: its input, its weight, and the gradient of its output."""
 
     x: Any
     """(batch, seq, in_dim)"""
@@ -107,5 +107,5 @@ def layer(request: pytest.FixtureRequest, shape: tuple[int, int, int, int]) -> L
 
 @pytest.fixture
 def orders() -> list[Callable[[Any], Any]]:
-    """Functions that put an array into the orders of memory that a caller may have it in."""
+    """Functions that convert an array to each memory order that a caller may use."""
     return [np.asarray, np.ascontiguousarray, np.asfortranarray]

@@ -100,17 +100,17 @@ DTYPES = (np.int32, np.int64, np.float32, np.float64)
 
 
 def example(comm: Communicator, size: int) -> Array:
-    """(size,) numbers that tell whose they are: 30, 31, 32, ... on rank 3."""
+    """(size,) numbers that show which rank they come from: 30, 31, 32, ... on rank 3."""
     return 10 * comm.Get_rank() + np.arange(size)
 
 
 def poisoned(size: int, dtype: Any = int, poison: int = -77) -> Array:
-    """(size,) space for a result, full of what no result is; so nothing left over from before can pass for one."""
+    """(size,) array for a result, filled with a value that no result has, so that a missing result is noticed."""
     return np.full(size, poison, dtype)
 
 
 def show(comm: Communicator, had: Array, got: Array, expected: Callable[[list[Array]], list[Array]]) -> bool:
-    """Print what every rank had and got, in rank order; true on every rank if it is what NumPy computes."""
+    """Print the input and result of every rank, in rank order; true on every rank if NumPy computes the same."""
     all_had, all_got = comm.comm.allgather(had), comm.comm.allgather(got)
     all_right = True
     for rank, (had, got, right) in enumerate(zip(all_had, all_got, expected(all_had), strict=True)):
@@ -121,14 +121,14 @@ def show(comm: Communicator, had: Array, got: Array, expected: Callable[[list[Ar
 
 
 def values(own: Generator, dtype: Any, size: int) -> Array:
-    """(size,) random numbers of this rank; the real ones positive, so that no digits are lost by cancelling out."""
+    """(size,) random numbers of this rank. Real ones are positive, so that sums do not lose digits by cancellation."""
     if np.issubdtype(dtype, np.integer):
         return own.integers(-9, 10, size, dtype)
     return own.uniform(0.5, 1.5, size).astype(dtype)
 
 
 def one_of(choices: tuple[Any, ...], shared: Generator) -> Any:
-    """Any of them."""
+    """A random one of the choices."""
     return choices[shared.integers(len(choices))]
 
 
@@ -144,14 +144,14 @@ def compare(
     by_hand: list[Callable[..., None]],
     draw: Callable[[Generator, Generator], list[Any]],
 ) -> bool:
-    """Print how often the operations by hand agree with MPI's own, and the median time of a call of each.
+    """Print how often handwritten operations agree with MPI's own, and the median time of a call of each.
 
     Args:
-        comm: the ranks.
-        seed: of the random inputs.
-        of_mpi: called as `of_mpi(src, dst, *op)`, like those by hand.
-        by_hand: what to compare with it.
-        draw: makes `[src, *op]` from two generators: one that is the same on all ranks, and this rank's own.
+        comm: communicator of the ranks.
+        seed: seed of the random inputs.
+        of_mpi: MPI's operation, called as `of_mpi(src, dst, *op)`, like the handwritten ones.
+        by_hand: handwritten operations to compare with it.
+        draw: returns `[src, *op]` from two generators: one that is the same on all ranks, and this rank's own.
 
     Returns:
         True on every rank if all results agree on all ranks.
@@ -187,7 +187,7 @@ def compare(
 
 
 def timed(comm: Communicator, collective: Callable[..., None], *args: Any) -> float:
-    """Seconds that a call takes on this rank, after all have met."""
+    """Seconds that a call takes on this rank, after a barrier."""
     comm.Barrier()
     started = MPI.Wtime()
     collective(*args)
@@ -195,14 +195,14 @@ def timed(comm: Communicator, collective: Callable[..., None], *args: Any) -> fl
 
 
 def agree(got: Array, expected: Array) -> bool:
-    """Integers must be equal; real numbers may differ by rounding, since the operands are taken in another order."""
+    """Whether two results agree: integers must be equal; real numbers may differ by rounding."""
     if np.issubdtype(got.dtype, np.integer):
         return np.array_equal(got, expected)
     return np.allclose(got, expected, rtol=100 * np.finfo(got.dtype).eps, atol=0)
 
 
 def say(comm: Communicator, text: str) -> None:
-    """Print on rank 0 alone: lines of several ranks would come in any order."""
+    """Print on rank 0 only; lines of several ranks would appear in any order."""
     if comm.Get_rank() == 0:
         print(text, flush=True)
 
@@ -212,16 +212,16 @@ class Request:
     """The command line."""
 
     test_case: Annotated[str, tyro.conf.arg(metavar="|".join(["all", *CASES]))] = "all"
-    """which operation; all: one after the other"""
+    """operation to run; all: each in turn"""
     seed: int = 0
     """seed of the random runs"""
 
 
 def read_command_line(rank: int) -> Request:
-    """The request; only rank 0 prints where `--help` asks for it.
+    """Read the command line; with `--help`, only rank 0 prints.
 
     Raises:
-        InputError: with one sentence, for a flag or value that cannot work.
+        InputError: a flag or value cannot work; the message is one sentence.
     """
     errors = io.StringIO()
     try:
@@ -230,7 +230,7 @@ def read_command_line(rank: int) -> Request:
     except SystemExit as end:
         if end.code in (0, None):  # --help
             raise
-        text = " ".join(re.findall(r"[^\s│╭╮╰╯─]+", errors.getvalue().partition("\n")[2]))  # out of tyro's frame
+        text = " ".join(re.findall(r"[^\s│╭╮╰╯─]+", errors.getvalue().partition("\n")[2]))  # without tyro's frame
         raise InputError(re.split(" (?:For full|Argument) helptext", text)[0]) from None
     if request.test_case not in ("all", *CASES):
         raise InputError(f"--test_case {request.test_case}: give one of all, {', '.join(CASES)}")
@@ -267,7 +267,7 @@ if __name__ == "__main__":
         print(
             f"# rank {MPI.COMM_WORLD.Get_rank()} failed: {type(error).__name__}: {error}", file=sys.stderr, flush=True
         )
-        os.close(sys.stderr.fileno())  # MPI's own words would come after these
-        time.sleep(0.5)  # mpirun drops what it has not yet passed on when a rank aborts
-        MPI.COMM_WORLD.Abort(1)  # the other ranks wait for this one
+        os.close(sys.stderr.fileno())  # or MPI's own message would follow this one
+        time.sleep(0.5)  # when a rank aborts, mpirun drops output that it has not passed on yet
+        MPI.COMM_WORLD.Abort(1)  # the other ranks may be waiting for this one
     sys.exit(status)

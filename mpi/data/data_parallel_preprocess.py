@@ -1,4 +1,4 @@
-"""Which rows of the training data a rank learns from."""
+"""The rows of the training data that each rank trains on."""
 
 from typing import Any
 
@@ -8,20 +8,20 @@ Array = NDArray[Any]
 
 
 def split_data(x_train: Array, y_train: Array, mp_size: int, dp_size: int, rank: int) -> tuple[Array, Array]:
-    """This rank's rows: the data is cut into `dp_size` blocks, and the ranks of a model-parallel group share one.
+    """This rank's rows. The data is split into `dp_size` blocks, one for each model-parallel group.
 
     Args:
         x_train: (rows, ...) inputs.
         y_train: (rows, ...) labels.
-        mp_size: ranks that share a model.
-        dp_size: copies of the model.
-        rank: of this process; the ranks of a model-parallel group follow each other.
+        mp_size: number of ranks that share a model: a model-parallel group, with consecutive numbers.
+        dp_size: number of replicas of the model.
+        rank: number of this process.
 
     Returns:
         Views of (rows / dp_size, ...) inputs and labels: the block `rank // mp_size`.
 
     Raises:
-        ValueError: the rows do not divide, inputs and labels do not match, or there is no such rank.
+        ValueError: the rows are not divisible, inputs and labels do not match, or there is no such rank.
     """
     rows = len(x_train)
     if len(y_train) != rows:

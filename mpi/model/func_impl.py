@@ -1,14 +1,14 @@
-"""Naive tensor parallelism: who holds which part of a layer, and what the ranks exchange around W_o.
+"""Naive tensor parallelism: which rank holds which part of a layer, and what the ranks exchange around W_o.
 
-W_o multiplies what the attention heads give, (batch, seq, in_dim), with a matrix (in_dim, out_dim). Each of the
-`mp_size` ranks of a model-parallel group has the output of its own heads and holds the columns of W_o for its own part
-of the output. Every rank needs all inputs for its columns, and all ranks want the whole output:
+W_o multiplies the output of the attention heads, (batch, seq, in_dim), by a matrix (in_dim, out_dim). Each of the
+`mp_size` ranks of a model-parallel group has the output of its own heads, and holds the columns of W_o for its part of
+the output. Every rank needs all inputs for its columns, and all ranks need the whole output:
 
     forward     x part --gather--> x --times W_o's columns--> out part --gather--> out
     backward    grad of out --own slice--> times the columns, transposed --sum, own slice--> grad of x part
 
-It is called naive because a rank that held rows of W_o instead would need no gather: its part of x is all that its rows
-are multiplied with, and one all-reduce adds up the outputs. Arrays may have any number of leading axes and any memory
+It is called naive because without gathering, each rank could hold rows of W_o instead: its rows are multiplied only by
+its own part of x, and one all-reduce adds up the outputs. Arrays may have any number of leading axes and any memory
 order; they keep their dtype. The communicators may be mpi4py's or the lab's `Communicator`.
 """
 
@@ -22,7 +22,7 @@ Array = NDArray[Any]
 
 
 class Comm(Protocol):
-    """What these functions need of a communicator."""
+    """The methods of a communicator that these functions use."""
 
     def Get_size(self) -> int: ...
     def Split(self, *, key: int, color: int) -> Any: ...
@@ -33,24 +33,24 @@ class Comm(Protocol):
 def get_info(
     comm: Comm, rank: int, mp_size: int, dp_size: int, fc_layer: str, in_dim: int, out_dim: int
 ) -> tuple[int, int, Any, Any, int, int]:
-    """Where a rank stands in a grid of models and copies, and how large its part of a layer is.
+    """The position of a rank in the grid of ranks, and the size of its part of a layer.
 
     Args:
         comm: all `mp_size * dp_size` ranks; all of them call this together.
-        rank: of this process.
-        mp_size: ranks that share a model; they follow each other.
-        dp_size: copies of the model.
+        rank: number of this process.
+        mp_size: number of ranks that share a model; they have consecutive numbers.
+        dp_size: number of replicas of the model.
         fc_layer: "fc_q", "fc_k" or "fc_v", split on their output, or "fc_o", split on its input.
         in_dim: inputs of the whole layer.
         out_dim: outputs of the whole layer.
 
     Returns:
-        `(mp_idx, dp_idx, mp_comm, dp_comm, part_in_dim, part_out_dim)`: the place within the model and the number of
-        the copy; the communicators of the ranks that share this model, and of those that hold the same part of every
-        copy; the dimensions of the part.
+        `(mp_idx, dp_idx, mp_comm, dp_comm, part_in_dim, part_out_dim)`: the index of the rank in its replica, and that
+        of the replica; the communicator of the ranks that share this replica, and that of the ranks that hold the same
+        part of other replicas; the dimensions of the part.
 
     Raises:
-        ValueError: there is no such layer, a dimension does not divide, or the sizes are not those of `comm`.
+        ValueError: there is no such layer, a dimension is not divisible, or the sizes do not match `comm`.
     """
     if fc_layer not in ("fc_q", "fc_k", "fc_v", "fc_o"):
         raise ValueError(f"{fc_layer}: the layers are fc_q, fc_k, fc_v and fc_o")
@@ -67,19 +67,19 @@ def get_info(
 
 
 def naive_collect_forward_input(x: Array, mp_comm: Comm, mp_size: int) -> Array:
-    """All ranks' inputs: (batch, seq, in_dim / mp_size) each, to (batch, seq, in_dim) on every rank.
+    """Gather all ranks' inputs, (batch, seq, in_dim / mp_size) each, into (batch, seq, in_dim) on every rank.
 
     Raises:
-        ValueError: `mp_comm` has not `mp_size` ranks.
+        ValueError: `mp_comm` does not have `mp_size` ranks.
     """
     return _gathered(x, mp_comm, mp_size)
 
 
 def naive_collect_forward_output(out: Array, mp_comm: Comm, mp_size: int) -> Array:
-    """All ranks' outputs: (batch, seq, out_dim / mp_size) each, to (batch, seq, out_dim) on every rank.
+    """Gather all ranks' outputs, (batch, seq, out_dim / mp_size) each, into (batch, seq, out_dim) on every rank.
 
     Raises:
-        ValueError: `mp_comm` has not `mp_size` ranks.
+        ValueError: `mp_comm` does not have `mp_size` ranks.
     """
     return _gathered(out, mp_comm, mp_size)
 
@@ -87,10 +87,10 @@ def naive_collect_forward_output(out: Array, mp_comm: Comm, mp_size: int) -> Arr
 def naive_collect_backward_output(output_grad: Array, mp_group_idx: int, mp_size: int) -> Array:
     """The gradient of this rank's outputs: its slice (batch, seq, out_dim / mp_size) of (batch, seq, out_dim).
 
-    Every rank has the whole gradient already, so that nothing is sent.
+    Every rank already has the whole gradient, so nothing is sent.
 
     Raises:
-        ValueError: out_dim does not divide, or there is no such index.
+        ValueError: out_dim is not divisible by `mp_size`, or there is no such index.
     """
     if not 0 <= mp_group_idx < mp_size:
         raise ValueError(f"mp_group_idx {mp_group_idx}: mp_size {mp_size} has the indices below it")
@@ -100,10 +100,10 @@ def naive_collect_backward_output(output_grad: Array, mp_group_idx: int, mp_size
 def naive_collect_backward_x(grad_x: Array, mp_comm: Comm, mp_size: int) -> Array:
     """The gradient of this rank's inputs: its slice (batch, seq, in_dim / mp_size) of the sum over the ranks.
 
-    Each rank's columns of W_o have used all inputs, so each has a term (batch, seq, in_dim) of all gradients.
+    Each rank's columns of W_o use all inputs, so each rank computes a term (batch, seq, in_dim) of the whole gradient.
 
     Raises:
-        ValueError: in_dim does not divide, or `mp_comm` has not `mp_size` ranks.
+        ValueError: in_dim is not divisible by `mp_size`, or `mp_comm` does not have `mp_size` ranks.
     """
     _check_size(mp_comm, mp_size)
     terms = np.ascontiguousarray(np.stack(_slices(grad_x, mp_size)))
@@ -116,7 +116,7 @@ naive_collect_backward_input = naive_collect_backward_x
 
 
 def _gathered(part: Array, mp_comm: Comm, mp_size: int) -> Array:
-    """The parts (..., features / mp_size) of all ranks, side by side on the last axis."""
+    """The parts (..., features / mp_size) of all ranks, concatenated on the last axis."""
     _check_size(mp_comm, mp_size)
     parts = np.empty((mp_size, *part.shape), part.dtype)
     mp_comm.Allgather(np.ascontiguousarray(part), parts)

@@ -1,3 +1,3 @@
-"""MPI's collective operations with the bytes counted, and some of them by hand."""
+"""MPI's collective operations, which count bytes, and some handwritten ones."""
 
 from .comm import Communicator as Communicator

@@ -1,9 +1,10 @@
-"""A communicator that counts what it moves, and that can do all-reduce and all-to-all by hand.
+"""A communicator that counts bytes, and has a handwritten all-reduce and all-to-all.
 
 All arrays are NumPy's, of any shape, memory order and dtype that MPI knows; `src` and `dst` may be the same array. All
-ranks of a communicator call the same method with the same sizes, dtype and operation. What cannot work is refused on
-every rank, before anything is sent, so that no rank waits for one that has given up: sizes and dtypes that do not fit,
-and operations that ours do not know, with a ValueError; what MPI itself cannot do, with MPI's exception.
+ranks of a communicator call the same method with the same sizes, dtype and operation. Arguments that cannot work raise
+an error on every rank, before anything is sent, so that no rank waits for another that has given up. It is a ValueError
+for sizes and dtypes that do not match and for operations that the handwritten methods do not know, and MPI's exception
+for what MPI itself cannot do.
 """
 
 from collections.abc import Callable, Iterator
@@ -22,20 +23,20 @@ COMBINE: list[tuple[MPI.Op, Callable[..., Array]]] = [
     (MPI.MAX, np.maximum),
     (MPI.MIN, np.minimum),
 ]
-TAG = 64  # of the messages by hand, so that they are not taken for others between the same ranks
+TAG = 64  # of the handwritten methods' messages, which are not to be confused with others between the same ranks
 
 
 class Communicator:
-    """The ranks of an MPI communicator.
+    """Wraps an MPI communicator.
 
     Args:
-        comm: the communicator whose ranks take part.
+        comm: the communicator to wrap.
 
     Attributes:
         comm: the same.
-        total_bytes_transferred: what this rank has sent and received so far. Each method says how it counts, with B
-            the bytes of `src` and n the number of ranks. For MPI's own operations the count is that of ranks which
-            send everything directly to every other; which way MPI takes is not visible from here.
+        total_bytes_transferred: bytes that this rank has sent and received so far. Each method says how it counts; B is
+            the number of bytes of `src`, n the number of ranks. MPI does not tell which algorithm it uses, so for its
+            own operations the count is that of ranks which send everything directly to every other rank.
     """
 
     def __init__(self, comm: MPI.Comm) -> None:
@@ -51,24 +52,24 @@ class Communicator:
         return self.comm.Get_rank()
 
     def Barrier(self) -> None:
-        """Wait until all ranks have come here."""
+        """Wait until all ranks have called this."""
         self.comm.Barrier()
 
     def Split(self, key: int = 0, color: int = 0) -> "Communicator":
         """The communicator of the ranks that give the same `color`, ordered by `key`; its count begins at 0.
 
-        By position the key comes first, the other way round than in mpi4py's own `Split`.
+        The order of the positional arguments is not that of mpi4py's own `Split`, in which `color` comes first.
         """
         return Communicator(self.comm.Split(color=color, key=key))
 
     def Allreduce(self, src: Array, dst: Array, op: MPI.Op = MPI.SUM) -> None:
-        """Combine all ranks' `src`, element by element, in every rank's `dst`; counts 2 B (n - 1) bytes."""
+        """Combine all ranks' `src`, element by element, into every rank's `dst`; counts 2 B (n - 1) bytes."""
         with buffers(src, dst, src.size) as (send, receive):
             self.comm.Allreduce(send, receive, op)
         self._count(2 * src.nbytes)
 
     def Allgather(self, src: Array, dst: Array) -> None:
-        """Lay all ranks' `src` side by side in every rank's `dst`; counts (B + bytes of `dst`) (n - 1)."""
+        """Concatenate all ranks' `src` in every rank's `dst`; counts (B + bytes of `dst`) (n - 1)."""
         with buffers(src, dst, src.size * self.Get_size()) as (send, receive):
             self.comm.Allgather(send, receive)
         self._count(src.nbytes + dst.nbytes)
@@ -80,7 +81,7 @@ class Communicator:
         self._count(src.nbytes + dst.nbytes)
 
     def Alltoall(self, src: Array, dst: Array) -> None:
-        """Give each rank one of `src`'s n segments, and keep what all gave, in rank order; counts 2 B (n - 1) / n."""
+        """Send each rank one of the n segments of `src`, and receive one from each; counts 2 B (n - 1) / n."""
         segment = self._segment(src)
         with buffers(src, dst, src.size) as (send, receive):
             self.comm.Alltoall(send, receive)
@@ -108,12 +109,12 @@ class Communicator:
             self._count(2 * src.nbytes)
 
     def ringAllreduce(self, src: Array, dst: Array, op: MPI.Op = MPI.SUM) -> None:
-        """`Allreduce` by hand: n chunks go round a ring, first to be combined, then to be handed out.
+        """`Allreduce` by hand: n chunks go twice around a ring, first to be combined, then to be distributed.
 
         Counts what it sends and receives. With n equal chunks that is 4 B (n - 1) / n bytes on every rank: less than
-        4 B however many ranks there are. A remainder goes to the first chunks, one element each; sizes below n leave
-        chunks empty. In each of the two rounds, the rank r sends all chunks but one (the first time r + 1, then r + 2)
-        and receives all but one (r, then r + 1).
+        4 B for any number of ranks. If the size is not a multiple of n, the first chunks have one element more; if it
+        is less than n, the last chunks are empty. On the first way around, rank r sends all chunks except r + 1 and
+        receives all except r; on the second way, it sends all except r + 2 and receives all except r + 1.
 
         Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations", 2009.
         """
@@ -141,14 +142,14 @@ class Communicator:
         with buffers(src, dst, src.size) as (send, receive):
             out, into = send.reshape(size, segment), receive.reshape(size, segment)
             into[rank] = out[rank]
-            others = [(rank + step) % size for step in range(1, size)]  # not all begin with rank 0
+            others = [(rank + step) % size for step in range(1, size)]  # so that not all ranks begin with rank 0
             requests = [self.comm.Irecv(into[other], other, TAG) for other in others]
             requests += [self.comm.Isend(out[other], other, TAG) for other in others]
             MPI.Request.Waitall(requests)
         self._count(2 * segment * src.itemsize)
 
     def _segment(self, src: Array) -> int:
-        """Elements of `src` for each rank."""
+        """Number of elements of `src` for each rank."""
         if src.size % self.Get_size():
             raise ValueError(f"src has {src.size} elements, which do not divide among {self.Get_size()} ranks")
         return src.size // self.Get_size()
@@ -159,26 +160,26 @@ class Communicator:
 
 @contextmanager
 def buffers(src: Array, dst: Array, size: int) -> Iterator[tuple[Array, Array]]:
-    """`src` and `dst` as MPI wants them: flat, in C order, apart in memory. What arrives ends up in `dst`.
+    """`src` and `dst` as MPI needs them: flat, in C order, in separate memory. At the end `dst` has the result.
 
-    MPI sends memory, not elements: it would take an array in Fortran order for one in another order of elements.
+    MPI sends memory as it is: the elements of an array in Fortran order would arrive in the wrong order.
 
     Raises:
-        ValueError: `dst` has not `size` elements of `src`'s dtype.
+        ValueError: `dst` does not have `size` elements of the dtype of `src`.
     """
     if (dst.size, dst.dtype) != (size, src.dtype):
         raise ValueError(f"dst has {dst.size} elements of {dst.dtype}; here it needs {size} of {src.dtype}, as src")
-    send, receive = src.ravel(), dst.ravel()  # views where the memory allows it, else copies
+    send, receive = src.ravel(), dst.ravel()  # views of arrays in C order, else copies
     yield send.copy() if np.may_share_memory(send, receive) else send, receive
     if not dst.flags.c_contiguous:
         dst[...] = receive.reshape(dst.shape)
 
 
 def reduce_function(op: MPI.Op) -> Callable[..., Array]:
-    """NumPy's function of an MPI operation.
+    """NumPy's function for an MPI operation.
 
     Raises:
-        ValueError: it is none of `COMBINE`.
+        ValueError: the operation is not in `COMBINE`.
     """
     for known, function in COMBINE:
         if op == known:

@@ -1,4 +1,4 @@
-"""Options of a model, and which of them go together."""
+"""Options of a model, and checks of their combinations."""
 
 from typing import Literal
 
@@ -8,7 +8,7 @@ Recompute = Literal["none", "blocks", "all"]
 
 
 def check_heads(dmodel: int, num_heads: int, num_kv_heads: int | None = None) -> None:
-    """Raise `InputError` unless the heads divide the width into equal, even parts, and the key heads the heads."""
+    """Raise `InputError` unless the heads have equal, even widths, and the key heads divide the number of heads."""
     if dmodel % num_heads:
         raise InputError(f"--num-heads {num_heads} does not divide --dmodel {dmodel}: each head must be equally wide")
     if dmodel // num_heads % 2:

@@ -1,7 +1,7 @@
 """Activations that the backward pass computes again, instead of keeping them from the forward pass.
 
-Less is kept, and a forward pass more is computed (Chen et al., "Training Deep Nets with Sublinear Memory Cost", arXiv
-1604.06174).
+This saves memory, and costs up to a second forward pass (Chen et al., "Training Deep Nets with Sublinear Memory Cost",
+arXiv 1604.06174).
 """
 
 import contextlib
@@ -17,43 +17,44 @@ from simplellm.weight_gradients import deferred_to
 
 
 class Observer(Protocol):
-    """Counts activations; what a method returns exists for as long as the tensor is, or would be, in memory."""
+    """Counts activations. The object that a method returns is kept as long as the tensor is, or would be, in memory."""
 
     def keep(self, tensor: Tensor) -> object:
-        """A tensor is kept, as it would be without recomputation."""
+        """A tensor is kept that would also be kept without recomputation."""
 
     def keep_again(self, tensor: Tensor) -> object:
-        """A tensor is kept because of recomputation: an input, or what has been computed again."""
+        """A tensor is kept because of recomputation: an input, or a tensor that has been computed again."""
 
     def leave_out(self, tensor: Tensor) -> object:
-        """A tensor would be kept without recomputation."""
+        """A tensor is not kept that would be kept without recomputation."""
 
 
-observers: list[Observer] = []  # at the moment
-_is_inside = False  # of a call whose activations are computed again
+observers: list[Observer] = []  # those that count now
+_is_inside = False  # whether a call runs whose activations are recomputed
 
 
 class _CompleteError(Exception):
-    """All that the backward pass needs has been computed again."""
+    """Raised to stop a second run, when everything that the backward pass needs has been computed again."""
 
 
 class Recomputed:
-    """One call of a function of which only the inputs are kept.
+    """One call of a function, of which only the inputs are kept.
 
-    Autograd hands over each tensor that the backward pass will need, and gets a number for it. When the backward pass
-    asks for the first one, the function runs again, and what autograd now hands over, in the same order, is kept until
-    it has been asked for. That second run ends with the last of these tensors: what would follow, such as the last
-    product of a transformer block, is needed for the output only. Its graph is dropped. The gradients go through the
-    graph of the first run, so that they, their order and all hooks are those without recomputation.
+    Autograd hands over each tensor that the backward pass will need, and gets a number instead. When the backward pass
+    asks for the first tensor, the function runs again. The tensors that autograd hands over in this second run, in the
+    same order, are kept until the backward pass asks for them. The second run stops after the last of them, because the
+    rest, such as the last product of a transformer block, is needed only for the output; its graph is dropped. The
+    gradients pass through the graph of the first run. So their values, their order and all hooks are the same as
+    without recomputation.
 
     Args:
-        function: of tensors, to a tensor; it must do the same again, so it may draw no random numbers.
+        function: takes tensors and returns a tensor; must be deterministic, so it may not draw random numbers.
     """
 
     def __init__(self, function: Callable[..., Tensor]) -> None:
         self._function = function
-        self._count = 0  # of the tensors that autograd has handed over
-        self._again: dict[int, tuple[Tensor, object]] = {}  # those computed again, by number, and what observers gave
+        self._count = 0  # number of tensors that autograd has handed over
+        self._again: dict[int, tuple[Tensor, object]] = {}  # recomputed, by number; with the observers' objects
 
     def __call__(self, *inputs: Tensor) -> Tensor:
         if _is_inside or not torch.is_grad_enabled():
@@ -65,7 +66,7 @@ class Recomputed:
             return self._function(*inputs)
 
     def compute(self) -> None:
-        """Compute again what the backward pass needs; called by it, unless somebody has done so before."""
+        """Compute again what the backward pass needs, which calls this itself unless somebody has called it before."""
         numbers = itertools.count()
 
         def keep(tensor: Tensor) -> None:
@@ -79,7 +80,7 @@ class Recomputed:
             contexts.enter_context(torch.enable_grad())
             contexts.enter_context(saved_tensors_hooks(keep, self._take))
             contexts.enter_context(_inside())
-            if self._weight_gradients is not None:  # layers that defer these save other tensors
+            if self._weight_gradients is not None:  # layers that defer weight gradients save other tensors
                 contexts.enter_context(self._weight_gradients.deferred())
             self._function(*self._inputs)
 
@@ -96,7 +97,7 @@ class Recomputed:
 
 @contextlib.contextmanager
 def _inside() -> Iterator[None]:
-    """Within a call that is computed again as a whole, have others keep what they would keep by themselves."""
+    """Inside, nested calls run as without recomputation, because the outer call is recomputed as a whole."""
     global _is_inside
     outer, _is_inside = _is_inside, True
     try:

@@ -1,4 +1,4 @@
-"""How a model can be divided: the styles of tensor parallelism, and what replicas share out."""
+"""Ways to divide a model: the styles of tensor parallelism, and what replicas can shard among each other."""
 
 from typing import Literal
 

@@ -1,9 +1,9 @@
-"""The schedule `auto`: lists that are found for given costs, instead of written down.
+"""The schedule `auto`: lists of actions that a search finds for given costs.
 
-The search is greedy list scheduling. It plays the pipeline: whenever a worker is free, the worker starts the most
-urgent of the actions whose inputs have arrived and whose activations there is room for. Greedy choices are
-shortsighted, so the search plays many times, with several rules of urgency and with times that are slightly wrong on
-purpose, and keeps the lists that are fastest with the right times. (Qi et al., arXiv 2401.10241, §3, search among
+The search is greedy list scheduling. It simulates the pipeline: whenever a worker is free, the worker starts the most
+urgent of the actions whose inputs have arrived and for whose activations there is room. A greedy choice may be bad for
+later ones. So the search simulates many times, with several rules of urgency and with times that are slightly wrong on
+purpose, and keeps the lists that are fastest with the correct times. (Qi et al., arXiv 2401.10241, §3, search among
 heuristics in a similar way.)
 """
 
@@ -18,26 +18,26 @@ from random import Random
 from distlab.pipeline.actions import KINDS, Action, ActionCosts, of_stage
 from simplellm.errors import InputError, require
 
-Move = tuple[str, int]  # the letter of an action, its stage; on the next micro-batch
+Move = tuple[str, int]  # letter and stage of an action on the next micro-batch
 Times = dict[Move, float]  # seconds
-Urgency = Callable[[str, str], int]  # (letter of an action, the worker's last letter but W) -> less is more urgent
+Urgency = Callable[[str, str], int]  # (letter of an action, worker's last letter except W) -> smaller is more urgent
 
-TRIES = 200  # plays of a small pipeline
-MOST_ACTIONS = 40_000  # of all plays together, one or two seconds; but every rule has its turn
-ERROR = 0.15  # of the times that are wrong on purpose, at most
+TRIES = 200  # simulations of a small pipeline
+MOST_ACTIONS = 40_000  # in all simulations together, which take a second or two; but every rule is tried
+ERROR = 0.15  # largest relative error of the times that are wrong on purpose
 ROUNDING = 1e-9
 BYTES = {"kB": 1e3, "MB": 1e6, "GB": 1e9}
 
 RULES: tuple[Urgency, ...] = (
-    lambda letter, last: "IFW".index(letter),  # the gradients for which the stage before waits come first
-    lambda letter, last: 2 if letter == "W" else letter == last,  # forward and back in turn, as in DAPPLE
-    lambda letter, last: "FIW".index(letter),  # run ahead as far as there is room
+    lambda letter, last: "IFW".index(letter),  # first the gradients that the previous stage waits for
+    lambda letter, last: 2 if letter == "W" else letter == last,  # alternate F and I, as in DAPPLE
+    lambda letter, last: "FIW".index(letter),  # as many forward passes ahead as there is room for
 )
 
 
 @dataclass(frozen=True)
 class Limit:
-    """How much of activations each worker may keep: bytes, or micro-batches of all its stages."""
+    """The most activations that each worker may keep: in bytes, or in micro-batches of all its stages."""
 
     amount: float
     is_bytes: bool = False
@@ -47,7 +47,7 @@ class Limit:
 
 
 def read_limit(text: str) -> Limit:
-    """The limit that ``--keep-at-most`` gives: "6" micro-batches, "200MB"; raises `InputError` for what is neither."""
+    """The limit in ``--keep-at-most``, such as "6" (micro-batches) or "200MB"; `InputError` for anything else."""
     found = re.fullmatch(rf"(\d+\.?\d*)({'|'.join(BYTES)})?", text)
     sentence = f"--keep-at-most {text}: give a number of micro-batches, like 6, or bytes, like 200MB"
     if found is None or not math.isfinite(float(found[1])):
@@ -59,7 +59,7 @@ def read_limit(text: str) -> Limit:
 
 
 def placement(workers: int, chunks: int) -> list[list[int]]:
-    """The stages of each worker: one, or two in a V, so that the first worker has the loss."""
+    """The stages of each worker: one; or two that form a V, so that the first worker also has the last stage."""
     return [[worker, 2 * workers - 1 - worker][:chunks] for worker in range(workers)]
 
 
@@ -71,16 +71,16 @@ def find_programs(
     limit: Limit | None = None,
     tries: int | None = None,
 ) -> list[list[Action]]:
-    """All workers' lists that take the least time of those that were tried; the same for the same arguments.
+    """The fastest lists of actions that were found, one for each worker; deterministic.
 
     Args:
         chunks: stages of each worker, 1 or 2.
-        costs: without `activation_bytes`, all stages keep the same.
-        limit: of what each worker keeps; by default, as many micro-batches as there are workers, as under DAPPLE.
-        tries: how many times to play the pipeline; by default, for about a second at most.
+        costs: times and sizes; without `activation_bytes`, all stages keep the same amount.
+        limit: the most that each worker may keep; by default, as many micro-batches as there are workers, as in DAPPLE.
+        tries: number of simulations; by default, as many as take about a second.
 
     Raises:
-        InputError: a worker cannot keep a single micro-batch.
+        InputError: a worker has no room for a single micro-batch.
     """
     held, stages = placement(workers, chunks), workers * chunks
     owners = {stage: worker for worker, own in enumerate(held) for stage in own}
@@ -92,7 +92,7 @@ def find_programs(
         sum(right["F", stage] + costs.transfer for stage in range(own[0]))
         + micro_batches * sum(right[letter, stage] for letter in "FIW" for stage in own)
         for own in held
-    )  # a worker computes all the time once its first input has arrived
+    )  # a lower bound: each worker computes without a pause once its first input has arrived
     found: tuple[float, list[Move]] = math.inf, []
     for times, transfer, rule in itertools.islice(_guesses(right, costs.transfer), tries):
         moves = _play(held, micro_batches, _Clock(times, transfer, owners), sizes, limits, rule)
@@ -111,7 +111,7 @@ def find_programs(
 
 
 def _guesses(right: Times, transfer: float) -> Iterator[tuple[Times, float, Urgency]]:
-    """Times of actions, the time of a message, and a rule to play with: the right times first."""
+    """Times of actions, time of a message, and a rule, for each simulation; the correct times come first."""
     equal = {(letter, s): sum(right[each, s] for each in "FIW") / 3 for letter, s in right}
     bases = [(times, seconds) for times in (right, equal) for seconds in (transfer, 0.0)]
     yield from ((times, seconds, rule) for times, seconds in bases for rule in RULES)
@@ -123,7 +123,7 @@ def _guesses(right: Times, transfer: float) -> Iterator[tuple[Times, float, Urge
 
 @dataclass(frozen=True)
 class _Sizes:
-    """What is kept of a micro-batch on each stage: from F on, from I on."""
+    """How much of a micro-batch each stage keeps: after F (`whole`), and after I (`factors`)."""
 
     whole: Sequence[float]
     factors: Sequence[float]
@@ -135,7 +135,7 @@ class _Sizes:
         return cls([max(pair) for pair in zip(whole, factors, strict=True)], factors)
 
     def limit(self, limit: Limit, stages: Sequence[int]) -> float:
-        """In the units of the sizes, for the worker of these stages."""
+        """The limit of the worker that holds these stages, in the units of the sizes."""
         one = sum(self.whole[stage] for stage in stages)
         if not limit.is_bytes:
             return limit.amount * one
@@ -145,19 +145,19 @@ class _Sizes:
 
 
 class _Clock:
-    """When actions run, if each stage runs those of a kind in the order of the micro-batches."""
+    """Computes when actions run. Each stage runs the actions of a kind in the order of the micro-batches."""
 
     def __init__(self, times: Times, transfer: float, owners: Mapping[int, int]) -> None:
         self.times, self._transfer, self._owners, self._last = times, transfer, owners, len(owners) - 1
         self._ends: dict[Move, list[float]] = {move: [] for move in times}  # by micro-batch
-        self.free = [0.0] * (1 + max(owners.values()))  # by worker, when it has finished what it has begun
+        self.free = [0.0] * (1 + max(owners.values()))  # by worker: when its last action ends
 
     def done(self, letter: str, stage: int) -> int:
-        """How many micro-batches have had it."""
+        """The number of micro-batches for which a stage has run this action."""
         return len(self._ends[letter, stage])
 
     def start(self, letter: str, stage: int) -> float:
-        """When a stage can start its next action of a kind; infinite if it is not known so far."""
+        """When a stage can start its next action of a kind; infinity if an input has not been computed yet."""
         k = len(self._ends[letter, stage])
         start = self.free[self._owners[stage]]
         if letter == "F" and stage > 0:
@@ -187,14 +187,14 @@ def _play(
     limits: Sequence[float],
     rule: Urgency,
 ) -> list[Move]:
-    """All actions in the order in which they start, if workers start what is most urgent by a rule."""
+    """All actions, in the order in which they start if each worker chooses the most urgent one by a rule."""
     kept, last = [0.0] * len(held), [""] * len(held)
 
     def choose(worker: int) -> tuple[float, Move]:
-        """What a worker starts next, and when; among the equally urgent, on the stage nearest to the loss."""
+        """What a worker starts next, and when. Of equally urgent actions, that of the stage nearest to the loss."""
         ready: list[tuple[float, int, int, Move]] = []
         for letter, stage in moves[worker]:
-            # A micro-batch that has begun here needs room until it has been through all of the worker's stages.
+            # A micro-batch that starts here also needs room on the worker's last stage, or it could not continue.
             room = sizes.whole[stage] + (sizes.whole[held[worker][-1]] if stage != held[worker][-1] else 0.0)
             is_possible = letter != "F" or kept[worker] + room <= limits[worker] * (1 + ROUNDING)
             if is_possible and clock.done(letter, stage) < micro_batches:

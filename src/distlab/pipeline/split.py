@@ -40,12 +40,12 @@ def balance(
     """
     projections = 2 * dmodel**2 + 2 * dmodel * (kv_width or dmodel)
     feed_forward = 3 * dmodel * (hidden_dim or 4 * dmodel)
-    layer = projections + feed_forward + dmodel * seq_len  # the last: causal scores and mixing
+    layer = projections + feed_forward + dmodel * seq_len  # the last term: causal attention
     embedding, head = dmodel, dmodel * vocab_size
 
-    # Only the last stage holds something else (the head) that can cost as much as a layer: try each number of layers
-    # for it, and divide the other layers evenly; the first stage gets none of the remainder.
-    found: list[tuple[int, int, Split]] = []  # cost of the slowest, sum of squares, the split
+    # Besides layers, only the last stage holds something that can cost as much as a layer: the head. Try each number of
+    # layers for that stage, and divide the other layers evenly; the first stage gets none of the remainder.
+    found: list[tuple[int, int, Split]] = []  # cost of the slowest stage, sum of squared costs, split
     for last in range(1 if stages == 1 else 0, n_layers + 1):
         share, more = divmod(n_layers - last, max(1, stages - 1))
         split = ((share,) * (stages - 1 - more) + (share + 1,) * more + (last,))[-stages:]

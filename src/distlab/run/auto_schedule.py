@@ -1,4 +1,4 @@
-"""`--schedule auto` in a run: a rehearsal measures what the passes cost, and the schedule is found for these costs."""
+"""`--schedule auto` in a run: a rehearsal measures the costs of the passes, for which a schedule is then searched."""
 
 import itertools
 import time
@@ -19,20 +19,22 @@ from distlab.run.logs import say
 from distlab.run.train_settings import ScheduleSettings
 from distlab.run.training import TrainingRun
 
-REHEARSALS = 3  # that count; the fastest is what a pass takes if nothing disturbs it
-COLUMNS = "FIW"  # of the table of seconds
+REHEARSALS = 3  # measured; the fastest is the time of a pass that nothing disturbs
+COLUMNS = "FIW"  # the first columns of the table: seconds of each kind of pass
 ScheduleSettingsT = TypeVar("ScheduleSettingsT", bound=ScheduleSettings)
 
 
 def find_schedule(run: TrainingRun[ScheduleSettingsT], nets: Mapping[int, nn.Module], loss: Loss) -> list[list[Action]]:
-    """The lists of all workers, the same on all ranks, which all must call it; before hooks collect gradients.
+    """The lists of actions of all workers, the same on all ranks.
+
+    All ranks must call this, before any hook is registered that collects gradients.
 
     Args:
         nets: this rank's stages, by index.
         loss: (output of the last stage, token ids) -> mean loss.
 
     Raises:
-        InputError: a stage's activations of one micro-batch are more than `--keep-at-most` allows.
+        InputError: a stage's activations of one micro-batch exceed `--keep-at-most`.
     """
     args, workers = run.settings, run.grid.pp
     shape = args.batch_size // args.micro_batches, args.seq_len
@@ -59,18 +61,18 @@ def measure(
     width: int,
     device: torch.device,
 ) -> ActionCosts:
-    """What passes and messages take, and what stages keep; as rank 0 has it, on every rank.
+    """The times of passes and messages, and the bytes that stages keep; rank 0's values on every rank.
 
-    The workers of a pipeline rehearse in turn, so that those that share a processor do not disturb each other. Each
-    stage runs the very actions of the schedule on a made-up micro-batch; its gradients are dropped.
+    The workers of a pipeline rehearse in turn, so that workers that share a processor do not disturb each other. Each
+    stage runs the same actions as in training, on an artificial micro-batch; its gradients are dropped.
 
     Args:
         nets: this rank's stages, by index.
-        stages: of the whole pipeline.
-        shape: of a micro-batch: (rows, seq).
-        width: of the activations between stages.
+        stages: number of stages of the whole pipeline.
+        shape: shape of a micro-batch: (rows, seq).
+        width: width of the activations between stages.
     """
-    table = torch.zeros(stages + 1, len(COLUMNS) + 2, dtype=torch.float64)  # a row for each stage; the last: messages
+    table = torch.zeros(stages + 1, len(COLUMNS) + 2, dtype=torch.float64)  # a row for each stage; last row: messages
     with traffic.ledger.counted_as("control"):
         for worker in range(grid.pp):
             _meet(f"the rehearsal of worker {worker}", device)
@@ -81,7 +83,7 @@ def measure(
             _meet(f"the rehearsal of messages between the workers {worker} and {worker + 1}", device)
             if grid.stage in (worker, worker + 1):
                 seconds = _exchange(grid, worker, torch.zeros(*shape, width, device=device))
-                table[-1, 0] += seconds / 2 / (grid.pp - 1)  # both ends have measured it
+                table[-1, 0] += seconds / 2 / (grid.pp - 1)  # both ends measure it
         table = table.to(device)
         traffic.all_reduce(table, "the times of the rehearsal", kind="control", op=dist.ReduceOp.SUM).wait()
         traffic.broadcast(table, "the times of the rehearsal", kind="control").wait()
@@ -105,7 +107,7 @@ def _meet(what: str, device: torch.device) -> None:
 def _rehearse(
     net: nn.Module, index: int, loss: Loss | None, shape: tuple[int, int], width: int, device: torch.device
 ) -> Tensor:
-    """Seconds of a stage's F, I and W, and the bytes that it keeps after F and after I."""
+    """Seconds of a stage's F, I and W, and the bytes that it keeps after F and after I: (5,)."""
     kept = SavedActivations(net.parameters())
     stage = Stage(net, loss, kept)
     stage.micro_batches, stage.shares = [torch.zeros(shape, dtype=torch.int64, device=device)], [1.0]
@@ -113,7 +115,7 @@ def _rehearse(
     seconds: list[list[float]] = []
     sizes: list[int] = []
     with torch.random.fork_rng({p.device for p in net.parameters() if p.is_cuda}):
-        for _ in range(1 + REHEARSALS):  # the first loads and allocates
+        for _ in range(1 + REHEARSALS):  # the first one, which loads kernels and allocates memory, does not count
             weight.prepare(stage)
             activations = [torch.zeros(*shape, width, device=device)] if index else []
             gradients = [torch.zeros(*shape, width, device=device)] if loss is None else []
@@ -128,7 +130,7 @@ def _rehearse(
 
 
 def _exchange(grid: Grid, first: int, tensor: Tensor) -> float:
-    """Seconds that a message takes from a worker to the next or back."""
+    """Seconds that a message takes from one worker to the next, or back."""
     is_first = grid.stage == first
     other, what = grid.rank_of(first + is_first), "a message of the rehearsal"
     seconds = []

@@ -9,7 +9,7 @@ LRSchedule = Literal["constant", "cosine", "linear"]
 def learning_rate(
     step: int, steps: int, lr: float, warmup_steps: int = 0, schedule: LRSchedule = "constant", min_lr: float = 0.0
 ) -> float:
-    """The learning rate of a step; it depends only on the arguments, so a resumed run continues it.
+    """The learning rate of a step. It depends only on the arguments, so it continues in a resumed run.
 
     It rises linearly to `lr` over the first `warmup_steps` steps. Then it falls from `lr` towards `min_lr`, along half
     a cosine (Loshchilov and Hutter, arXiv 1608.03983) or a line; it would reach `min_lr` right after the last step.

@@ -1,8 +1,8 @@
 """`--run-on`: ranks do not wait for each other at the end of a step. A step's loss is checked one step later.
 
-If the loss is not finite, the update is undone. The step is then repeated with the usual wait, as is the following
-step, which had started from its weights. (Qi et al., "Zero Bubble Pipeline Parallelism", arXiv 2401.10241, §4, undo the
-update by inverting it; restoring a copy is simpler, and exact.)
+If the loss is not finite, or the gradients had to be clipped, the update is undone. The step is then repeated with the
+usual wait, as is the following step, which had started from its weights. (Qi et al., "Zero Bubble Pipeline
+Parallelism", arXiv 2401.10241, §4, undo the update by inverting it; restoring a copy is simpler, and exact.)
 """
 
 import contextlib
@@ -40,10 +40,10 @@ class RunningOn:
 
     Args:
         optimizer: of all parameters of this rank; a copy of them and of its state is kept.
-        arrived: called with each step, its loss, and the norm of its gradients if that is limited, once it is known
-            that the step was good: the loss is finite, and the gradients did not have to be clipped.
-        most: the largest norm of gradients that are not clipped; None for any.
-        changing: a context in which weights are changed back.
+        arrived: called with a step, its loss, and the norm of its gradients if that is limited, once it is known that
+            the step is valid: the loss is finite, and the gradients did not have to be clipped.
+        most: the largest norm of gradients that are not clipped; None for no limit.
+        changing: a context in which the weights are restored.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class RunningOn:
         self._kept: list[Tensor] = []
         self._open: LossSum | None = None
         self._open_norm: NormSum | None = None  # of the same step
-        self._waits_in: int | None = None  # the step that is repeated
+        self._waits_in: int | None = None  # the step that has to end with the usual wait
         self.must_undo = False
 
     def leave_open(self, loss: LossSum) -> None:
@@ -71,13 +71,14 @@ class RunningOn:
                 kept.copy_(tensor)
 
     def leave_norm_open(self, norm: NormSum) -> None:
-        """The norm of the gradients of the step that has been left open, which are used as they are."""
+        """Also leave open the norm of the gradients of that step, which are used without clipping."""
         self._open_norm = norm
 
     def settle(self) -> None:
         """Check the loss of the previous step, if it is still unknown. All ranks call this, with the same result.
 
-        Sets `must_undo` if the loss is not finite. Any further check of a step belongs here too.
+        Sets `must_undo` if the loss is not finite or the gradients had to be clipped. Any further check of a
+        step belongs here.
         """
         before, self._open = self._open, None
         norm_before, self._open_norm = self._open_norm, None
@@ -92,11 +93,11 @@ class RunningOn:
             self._waits_in, self.must_undo = before.step, True
 
     def waits_in(self, step: int) -> bool:
-        """Whether a step has to end with the usual wait: it is taken again, or the one before had to be clipped."""
+        """Whether a step has to end with the usual wait: it is repeated, or the previous step was clipped."""
         return self._waits_in == step
 
     def has_waited(self, step: int, norm: float) -> None:
-        """Remember the norm of a step that has ended with the usual wait: clipped steps come in groups."""
+        """After a step with the usual wait: if it was clipped, the next one waits too. Clipped steps come in groups."""
         if self._most is not None and is_too_long(norm, self._most):
             self._waits_in = step + 1
 
@@ -111,10 +112,10 @@ class RunningOn:
         self.must_undo = False
 
     def keep_arrived(self) -> None:
-        """Hand on the loss of the open step if it has arrived, where the run ends early and nothing can be awaited."""
+        """Record the loss of the open step if it has arrived. For a run that ends early, in which no rank may wait."""
         transfers = [waited.transfer for waited in (self._open, self._open_norm) if waited is not None]
         if self._open is not None and all(transfer.has_arrived() for transfer in transfers if transfer is not None):
-            with contextlib.suppress(RuntimeError):  # it ended because another rank did
+            with contextlib.suppress(RuntimeError):  # the transfer failed because another rank has exited
                 self.settle()
 
     def _state(self) -> list[Tensor]:

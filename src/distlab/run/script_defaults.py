@@ -1,6 +1,6 @@
-"""The settings that a script starts with, read without running the rest of the script.
+"""The default settings of a script, read without running the rest of the script.
 
-What a script needs for training, above all torch, takes seconds to import. Its flags are known without that.
+A script imports torch and more for training, which takes seconds. Its flags can be read without these imports.
 """
 
 import ast
@@ -14,7 +14,7 @@ from types import CodeType
 from distlab.run.settings import RunSettings
 from simplellm.errors import InputError
 
-EVERYTHING = "*"  # what a statement binds, if the statement alone does not tell
+EVERYTHING = "*"  # stands for the names that a statement binds, if they cannot be read from the statement
 
 
 def read_defaults(script: Path) -> tuple[RunSettings, str | None]:
@@ -27,7 +27,7 @@ def read_defaults(script: Path) -> tuple[RunSettings, str | None]:
     spec = spec_from_loader(loader.name, loader)
     assert spec is not None
     module = module_from_spec(spec)
-    sys.modules[module.__name__] = module  # where the annotations of its settings are looked up
+    sys.modules[module.__name__] = module  # annotations of its settings are looked up there
     sys.path.insert(0, str(script.parent))  # as Python does for a script
     loader.exec_module(module)
     defaults = getattr(module, "DEFAULTS", None)
@@ -58,7 +58,7 @@ def statements_for(name: str, tree: ast.Module) -> list[ast.stmt]:
 
 
 def bound_names(statement: ast.stmt) -> Iterator[str]:
-    """The global names that a statement binds or whose objects it may change."""
+    """The global names that a statement binds, and those whose objects it may change."""
     if isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
         yield statement.name
         return
@@ -68,7 +68,7 @@ def bound_names(statement: ast.stmt) -> Iterator[str]:
         yield EVERYTHING
     for node in ast.walk(statement):
         if isinstance(node, ast.alias):
-            yield node.asname or node.name.partition(".")[0]  # "*" binds what the statement does not tell
+            yield node.asname or node.name.partition(".")[0]  # "*" is EVERYTHING
         elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             yield node.name
         elif isinstance(node, ast.Name | ast.Attribute | ast.Subscript) and not isinstance(node.ctx, ast.Load):
