@@ -4,12 +4,12 @@
     ./launch.sh hybrid                                                  2 pipelines of 3 stages, 3 micro-batches
     ./launch.sh hybrid --dp 3 --pp 2 --micro-batches 4 --batch-size 4   any other layout
     ./launch.sh hybrid --dp 2 --pp 2 --tp 2                             each stage split over 2 ranks
-    ./launch.sh hybrid --shard optimizer                                replicas share out the optimizer's state
+    ./launch.sh hybrid --shard optimizer                                replicas shard the optimizer's state
 
 Within a pipeline, neighboring stages exchange activations and gradients for each micro-batch. Across pipelines, the
 ranks that hold the same stage average its gradients once per step, bucket by bucket, during the backward pass of the
 last micro-batch. With `--tp`, neighboring ranks share a stage, and exchange activations within every layer. With
-`--shard`, the replicas of a stage share out its optimizer's state, and more, as in DP/zero/intro_DP_ZeRO.py.
+`--shard`, the replicas of a stage shard its optimizer's state, and more, as in DP/zero/intro_DP_ZeRO.py.
 """
 
 from functools import partial

@@ -53,7 +53,7 @@ def read_limit(text: str) -> Limit:
     if found is None or not math.isfinite(float(found[1])):
         raise InputError(sentence)
     limit = Limit(float(found[1]) * BYTES.get(found[2], 1), is_bytes=found[2] is not None)
-    require(limit.is_bytes or limit.amount >= 1, f"--keep-at-most {text}: a worker keeps 1 micro-batch at least")
+    require(limit.is_bytes or limit.amount >= 1, f"--keep-at-most {text}: give at least 1 micro-batch")
     require(limit.amount > 0, sentence)
     return limit
 
@@ -139,7 +139,7 @@ class _Sizes:
         one = sum(self.whole[stage] for stage in stages)
         if not limit.is_bytes:
             return limit.amount * one
-        least = f"stage {' and '.join(map(str, stages))} keeps {one / 1e6:.4g} MB of one micro-batch"
+        least = f"one micro-batch takes {one / 1e6:.4g} MB on stage {' and '.join(map(str, stages))}"
         require(limit.amount >= one, f"--keep-at-most {limit}: {least}; give more")
         return limit.amount
 

@@ -57,7 +57,7 @@ class TrainSettings(ResumableSettings):
     optimizer: Annotated[Literal["adam", "adamw", "sgd"], ResumePolicy.FIXED] = "adam"
     """update rule"""
     clip_norm: Annotated[float | None, ResumePolicy.DEFAULT, shown_as("FLOAT", "default: no clipping")] = None
-    """largest norm of the gradients of all weights together; longer ones are scaled down to it"""
+    """largest norm of all gradients together; if it is larger, all of them are scaled down"""
     betas: Annotated[tuple[float, float], ResumePolicy.DEFAULT, shown_as("FLOAT FLOAT", "default: 0.9 0.999")] = BETAS
     """decay rates of adam's and adamw's moving averages of the gradient and of its square"""
     weight_decay: Annotated[float | None, ResumePolicy.DEFAULT, shown_as("FLOAT", "default: 0; 0.01 with adamw")] = None
@@ -65,7 +65,7 @@ class TrainSettings(ResumableSettings):
     warmup_steps: Annotated[int, ResumePolicy.DEFAULT] = 0
     """steps over which the learning rate rises to --lr"""
     lr_schedule: Annotated[LRSchedule, ResumePolicy.DEFAULT] = "constant"
-    """how the learning rate falls from --lr to --min-lr between the warm-up and the last of --steps"""
+    """how the learning rate falls from --lr to --min-lr between the warm-up and the last step"""
     min_lr: Annotated[float, ResumePolicy.DEFAULT] = 0.0
     """learning rate at the end of --lr-schedule cosine or linear"""
     dtype: Annotated[Literal["float32", "bfloat16"], ResumePolicy.DEFAULT] = "float32"
@@ -212,10 +212,10 @@ class ByHandSettings(DataParallelSettings):
 
 @dataclass
 class ShardedSettings(DataParallelSettings):
-    """A data-parallel training run whose ranks share out what they hold."""
+    """A data-parallel training run with sharded replicas."""
 
     shard: Sharded = "optimizer"
-    """what the replicas share out: the optimizer's state; gradients, too; all, with the weights (ZeRO 1, 2, 3)"""
+    """what the replicas shard: the optimizer's state; the gradients too; the weights too (ZeRO 1, 2, 3)"""
 
 
 @dataclass
@@ -320,7 +320,7 @@ class HybridSettings(ScheduleSettings):
     tp: int = 1
     """ranks that share each stage; each has a slice of every layer"""
     shard: Literal["none", "optimizer", "gradients", "weights"] = "none"
-    """what the replicas share out, as in dp-zero; weights without a pipeline only"""
+    """what the replicas shard, as in dp-zero; weights only with --pp 1"""
 
     @property
     def layout(self) -> Layout:
@@ -330,7 +330,7 @@ class HybridSettings(ScheduleSettings):
         super().check()
         check_division(self.num_heads, self.num_kv_heads, self.tp)
         given = f"--shard {self.shard}"
-        nobody = f"{given} with --dp 1: one replica has nobody to share with; give --dp 2 or more"
-        require(self.shard == "none" or self.dp > 1, nobody)
+        single = f"{given} with --dp 1: a single replica has no others to share with; give --dp 2 or more"
+        require(self.shard == "none" or self.dp > 1, single)
         gathers = f"{given} with --pp {self.pp}: each stage would be gathered again for every micro-batch"
         require(self.shard != "weights" or self.pp == 1, f"{gathers}; use --shard optimizer, or --pp 1 with --tp")

@@ -121,8 +121,8 @@ def test_limits_that_no_worker_can_keep_are_refused() -> None:
             InputError, match=f"^--keep-at-most {text}: give a number of micro-batches, like 6, or bytes"
         ):
             read_limit(text)
-    with pytest.raises(InputError, match=r"^--keep-at-most 0\.5: a worker keeps 1 micro-batch at least$"):
+    with pytest.raises(InputError, match=r"^--keep-at-most 0\.5: give at least 1 micro-batch$"):
         read_limit("0.5")
-    sentence = "--keep-at-most 9MB: stage 0 and 5 keeps 10 MB of one micro-batch; give more"
+    sentence = "--keep-at-most 9MB: one micro-batch takes 10 MB on stage 0 and 5; give more"
     with pytest.raises(InputError, match=f"^{re.escape(sentence)}$"):
         find_programs(3, 3, 2, ActionCosts(activation_bytes=5e6), Limit(9e6, is_bytes=True))
