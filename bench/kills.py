@@ -99,8 +99,8 @@ def processes(mark: str) -> Iterator[tuple[int, int | None]]:
         with contextlib.suppress(OSError):
             environment = (folder / "environ").read_bytes().split(b"\0")
             if f"{MARK}={mark}".encode() in environment:
-                ranks = [int(entry[5:]) for entry in environment if entry.startswith(b"RANK=")]
-                yield int(folder.name), ranks[0] if ranks else None
+                name = (folder / "comm").read_text().split()  # ranks are forks, with the environment of their launcher
+                yield int(folder.name), int(name[1]) if name[0] == "rank" else None
 
 
 def losses(out: Path) -> list[float]:

@@ -14,19 +14,16 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
-from typing import IO, Any
-from unittest import mock
+from typing import IO
 
 from processes import LAB, Ended, before_forks, collect_before_a_fork, finish, free_port
 
 from distlab import launch as launcher
 from distlab.comm.torch_patches import silence_torch_warnings
-
-SUBPROCESS_HANDLER = "torch.distributed.elastic.multiprocessing.subprocess_handler.subprocess_handler.SubprocessHandler"
 
 
 class Fork:
@@ -77,15 +74,14 @@ class Fork:
 
 
 def fork_launcher(*args: str | Path, namespace: str = "", **environment: str) -> Fork:
-    """`./launch.sh` with these arguments; the ranks are forked, too. In a network namespace, if one is named."""
+    """`./launch.sh` with these arguments; In a network namespace, if one is named."""
 
     def launch() -> None:
         if namespace:
             enter(namespace)
         silence_torch_warnings()
         sys.argv = ["launch.sh", *map(str, args)]
-        with mock.patch(f"{SUBPROCESS_HANDLER}._popen", _fork_rank):
-            launcher.main()
+        launcher.main()
 
     return _fork(launch, environment)
 
@@ -124,13 +120,6 @@ def _fork(program: Callable[[], object], environment: Mapping[str, str]) -> Fork
     return Fork(program, {**os.environ, **environment}, *(tempfile.TemporaryFile() for _ in range(2)))
 
 
-def _fork_rank(_: Any, command: Sequence[str], environment: Mapping[str, str]) -> Fork:
-    """Instead of `Popen` in torchrun's agent, which starts a rank by (python, "-u", script, flags...)."""
-    python, unbuffered, *script = command
-    assert (python, unbuffered) == (sys.executable, "-u")
-    return Fork(lambda: _run(*script), environment)
-
-
 def _run(script: str, *args: str) -> None:
     if script == "-m":
         sys.argv = [*args]
@@ -153,8 +142,6 @@ def _become(program: Callable[[], object], environment: Mapping[str, str], outpu
         os.environ.clear()
         os.environ.update(environment)
         os.chdir(LAB)
-        if "RANK" in environment:  # for `process_of`
-            Path("/proc/self/comm").write_text(f"rank {environment['RANK']}")
         for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
             signal.signal(number, signal.SIG_DFL)
         signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
+from simplellm.autograd import backward
+
 Product = Callable[[Tensor, Tensor], Tensor]  # (a layer's input, its output's gradient) -> its weight's gradient
 
 
@@ -44,7 +46,7 @@ class WeightGradients:
         while self._factors:
             weight = next(iter(self._factors))
             gradients = [product(x, grad) for product, x, grad, _ in self._factors.pop(weight)]
-            torch.autograd.backward([weight], [torch.stack(gradients).sum(0) if gradients[1:] else gradients[0]])
+            backward(weight, torch.stack(gradients).sum(0) if gradients[1:] else gradients[0])
 
 
 _deferred_to: WeightGradients | None = None

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from simplellm.autograd import backward
 from simplellm.recomputation import Observer, Recomputed, observers
 from simplellm.weight_gradients import WeightGradients
 
@@ -172,7 +173,10 @@ class Stage:
         `received` is the gradient of the stage's output, from the next stage; the last stage has none.
         """
         x, y = self.release(micro_batch)
-        torch.autograd.backward([y], received or None)
+        if received:
+            backward(y, *received)
+        else:
+            torch.autograd.backward([y])
         return cast(Tensor, x)
 
     def release(self, micro_batch: int) -> tuple[Any, ...]:

@@ -5,13 +5,16 @@ It stands apart from `distlab.comm.torch_patches` because the ranks, which impor
 """
 
 import signal
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol, cast
 
 from torch.distributed import Store
 from torch.distributed.elastic.agent.server.api import RunResult, Worker, WorkerGroup, WorkerSpec, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs
+from torch.distributed.elastic.multiprocessing.subprocess_handler.subprocess_handler import SubprocessHandler
+
+from distlab.rendezvous.forks import ForkedScript
 
 
 class Rounds(Protocol):
@@ -35,10 +38,13 @@ class Agent(LocalElasticAgent):
       machine fails later. torchrun's wait at the end (`_exit_barrier`) does not detect such a failure.
     - No call to the store waits forever; torchrun's own calls can, when it numbers the ranks and at the end.
     - Running ranks get `seconds_to_end` seconds before SIGKILL; torchrun has a fixed 30 seconds in two places.
+    - With `forks`, ranks are forks of this process, which has imported torch, instead of new interpreters.
     """
 
-    def __init__(self, spec: WorkerSpec, log_dir: str, seconds_to_end: int) -> None:
+    def __init__(self, spec: WorkerSpec, log_dir: str, seconds_to_end: int, forks: bool = False) -> None:
         super().__init__(spec, DefaultLogsSpecs(log_dir=log_dir))
+        if forks:
+            SubprocessHandler._popen = _fork  # type: ignore[assignment,method-assign]
         self._rounds, self._seconds_to_end = cast(Rounds, spec.rdzv_handler), seconds_to_end
 
     def _assign_worker_ranks(
@@ -71,3 +77,8 @@ class Agent(LocalElasticAgent):
 
     def _exit_barrier(self) -> None:
         pass
+
+
+def _fork(_: SubprocessHandler, command: Sequence[str], environment: Mapping[str, str]) -> ForkedScript:
+    """In place of `Popen`: the command is that of the lab's launcher, (interpreter, "-u", script, arguments...)."""
+    return ForkedScript(command[2:], environment)

@@ -1,5 +1,6 @@
 """This machine's ranks of a script, under torchrun's agent: from their start to the end of the run."""
 
+import importlib
 import logging
 import os
 import shlex
@@ -10,6 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import NoReturn
 
+import torch
 from torch.distributed.elastic.agent.server.api import WorkerSpec
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
@@ -58,7 +60,7 @@ def run_ranks(script: Path, args: list[str], settings: RunSettings, nodes: Nodes
                 monitor_interval=0.1,
             )
             try:
-                failures = Agent(spec, errors, SECONDS_TO_END).run().failures
+                failures = Agent(spec, errors, SECONDS_TO_END, forks=can_fork(settings.device)).run().failures
             finally:
                 for sent in ENDING:  # the ranks have ended: a signal may now end the wait for the other machines
                     signal.signal(sent, signal.SIG_DFL)
@@ -82,6 +84,14 @@ def run_ranks(script: Path, args: list[str], settings: RunSettings, nodes: Nodes
     if rendezvous:
         rendezvous.leave(cause)
     return status
+
+
+def can_fork(device: str) -> bool:
+    """Whether ranks on this `--device` may be forks: on Linux, and where this process cannot have started CUDA."""
+    if sys.platform != "linux" or (device != "cpu" and torch.backends.cuda.is_built()):
+        return False
+    importlib.import_module("distlab.run.main")  # once, for all ranks
+    return True
 
 
 def raise_signal(number: int, _: object) -> NoReturn:

@@ -181,7 +181,16 @@ def test_a_step_without_a_loss_has_none_on_record(tmp_path: Path) -> None:
 def test_a_run_imports_what_only_some_runs_use_when_they_use_it() -> None:
     """All ranks import at the same time, often on few cores."""
     late = "torch._dynamo torch.distributed.checkpoint torch.distributed.elastic.agent torch.utils.tensorboard".split()
-    late += "datasets matplotlib pyarrow distlab.collectives.costs distlab.reports.timeline".split()
-    program = f"import sys; import distlab.run.main; print(*sys.modules.keys() & {set(late)})"
+    late += "datasets matplotlib pyarrow sympy distlab.collectives.costs distlab.reports.timeline".split()
+    program = f"""
+import sys, torch
+import distlab.run.main
+from simplellm.autograd import backward
+x = torch.ones(2, requires_grad=True)
+for result in (x * x, torch.autograd.graph.get_gradient_edge(x * x), x):  # as pipelines do, which torch's would import
+    backward(result, torch.ones(2))
+assert x.grad.tolist() == [5, 5]
+print(*sys.modules.keys() & {set(late)})
+"""
     ended = run(sys.executable, "-c", program)
     assert (ended.status, ended.out.split()) == (0, []), ended.err

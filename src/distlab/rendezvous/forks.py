@@ -1,0 +1,91 @@
+"""Ranks as forks of their launcher: a fork takes milliseconds; a new interpreter imports torch, which takes seconds."""
+
+import contextlib
+import gc
+import logging
+import os
+import runpy
+import signal
+import subprocess
+import sys
+import time
+import traceback
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import NoReturn
+
+FIRST_OTHER_DESCRIPTOR = 3  # after stdin, stdout and stderr
+SECONDS_BETWEEN_LOOKS = 0.01
+
+
+class ForkedScript:
+    """A script in a process of its own, forked from this one, with what torchrun's agent uses of `subprocess.Popen`.
+
+    The process that forks must not have started threads that compute, nor CUDA: a fork has neither.
+
+    Args:
+        script: a file, and its arguments.
+        environment: all of its environment variables.
+    """
+
+    def __init__(self, script: Sequence[str], environment: Mapping[str, str]) -> None:
+        self.returncode: int | None = None
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()  # or both processes would write what is left
+        gc.freeze()  # the collector would write to every object, and so copy the memory that the forks share
+        begun, has_session = os.pipe()
+        self.pid = os.fork()
+        if self.pid == 0:
+            os.setsid()
+            _become(script, environment)
+        os.close(has_session)
+        os.read(begun, 1)  # until the fork has closed its end: from now on its process group can be killed
+        os.close(begun)
+
+    def poll(self) -> int | None:
+        """Its exit status, negative for a signal; None while it runs."""
+        if self.returncode is None:
+            pid, status = os.waitpid(self.pid, os.WNOHANG)
+            self.returncode = os.waitstatus_to_exitcode(status) if pid else None
+        return self.returncode
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Its exit status; `subprocess.TimeoutExpired` if it still runs after so many seconds."""
+        deadline = None if timeout is None else time.monotonic() + timeout
+        while self.poll() is None:
+            if deadline is not None and time.monotonic() > deadline:
+                raise subprocess.TimeoutExpired("a forked script", timeout or 0)
+            time.sleep(SECONDS_BETWEEN_LOOKS)
+        assert self.returncode is not None
+        return self.returncode
+
+
+def _become(script: Sequence[str], environment: Mapping[str, str]) -> NoReturn:
+    """Run a script in this process, as a new interpreter would, and exit."""
+    status = 1
+    try:
+        os.closerange(FIRST_OTHER_DESCRIPTOR, os.sysconf("SC_OPEN_MAX"))  # the launcher's connections
+        os.environ.clear()
+        os.environ.update(environment)
+        if "RANK" in environment:
+            Path("/proc/self/comm").write_text(f"rank {environment['RANK']}")  # for ps -o comm, top, py-spy
+        for number in signal.Signals:
+            with contextlib.suppress(OSError, ValueError):  # SIGKILL and SIGSTOP have no handler
+                signal.signal(number, signal.SIG_DFL)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        signal.signal(signal.SIGPIPE, signal.SIG_IGN)  # as Python has it
+        logging.disable(logging.NOTSET)
+        sys.stdout, sys.stderr = (os.fdopen(number, "w", buffering=1, closefd=False) for number in (1, 2))
+        sys.argv, sys.path[0] = [*script], str(Path(script[0]).resolve().parent)
+        runpy.run_path(script[0], run_name="__main__")
+        status = 0
+    except SystemExit as end:
+        status = end.code if isinstance(end.code, int) else int(end.code is not None)
+        if isinstance(end.code, str):
+            print(end.code, file=sys.stderr)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        with contextlib.suppress(OSError, ValueError):
+            sys.stdout.flush()
+        os._exit(status)

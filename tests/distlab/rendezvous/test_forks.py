@@ -1,0 +1,65 @@
+"""Ranks that are forks of their launcher: as new interpreters would be, and with nothing of the launcher's."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from processes import wait_for
+
+from distlab.rendezvous.forks import ForkedScript
+
+pytestmark = pytest.mark.quick
+
+
+def fork(folder: Path, text: str, *args: str, **environment: str) -> ForkedScript:
+    script = folder / "script.py"
+    script.write_text(text)
+    return ForkedScript([str(script), *args], {**os.environ, **environment})
+
+
+@pytest.mark.parametrize(
+    ("end", "status"),
+    [("", 0), ("sys.exit()", 0), ("sys.exit(3)", 3), ("sys.exit('no')", 1), ("1 / 0", 1), ("os.kill(0, 9)", -9)],
+)
+def test_ends_as_an_interpreter_does(end: str, status: int, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert fork(tmp_path, f"import os, sys\nprint('begun')\n{end}").wait(20) == status
+    out, err = capfd.readouterr()
+    assert out == "begun\n", "it is written line by line"
+    assert err.splitlines()[-1:] == {"sys.exit('no')": ["no"], "1 / 0": ["ZeroDivisionError: division by zero"]}.get(
+        end, []
+    )
+
+
+def test_is_a_main_module_with_arguments_an_environment_and_a_folder(tmp_path: Path) -> None:
+    (tmp_path / "beside.py").write_text("NAME = 'beside'")
+    text = """
+import os, sys, beside
+name = open("/proc/self/comm").read()
+found = [__name__, *sys.argv[1:], beside.NAME, os.environ["RANK"], os.environ.get("HOME"), name]
+open(sys.argv[1], "w").write(repr((found, os.getpid() == os.getsid(0))))
+"""
+    told = str(tmp_path / "told")
+    script = tmp_path / "script.py"
+    script.write_text(text)
+    assert ForkedScript([str(script), told, "-x"], {"RANK": "7"}).wait(20) == 0
+    assert Path(told).read_text() == repr((["__main__", told, "-x", "beside", "7", None, "rank 7\n"], True))
+    assert "beside" not in sys.modules
+
+
+def test_does_not_keep_the_launchers_connections(tmp_path: Path) -> None:
+    with socket.create_server(("localhost", 0)) as listener:
+        port = listener.getsockname()[1]
+        script = fork(tmp_path, f"import time; open({str(tmp_path / 'begun')!r}, 'w'); time.sleep(60)")
+    try:
+        assert wait_for((tmp_path / "begun").exists)
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection(("localhost", port))
+        with pytest.raises(subprocess.TimeoutExpired):
+            script.wait(0.05)
+    finally:
+        os.killpg(script.pid, signal.SIGTERM)  # its handlers are not the launcher's
+        assert script.wait(20) == -signal.SIGTERM
