@@ -27,7 +27,7 @@ from distlab.reports.trace import RankTrace, Trace, write_chrome
 MOST_BYTES = 200_000
 STYLED_WIDTH = round(style.WIDTH * style.DPI)
 # Their runs need a quiet machine; a figure that has been drawn again leaves the set.
-TO_DRAW_AGAIN = {"collectives.png", "dp_loss.png", "schedules_3x3.png"}
+TO_DRAW_AGAIN = {"collectives.png", "schedules_3x3.png"}
 IMAGES = sorted((LAB / "imgs").glob("*.png"))
 
 
