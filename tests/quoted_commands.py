@@ -142,6 +142,8 @@ def launched(args: list[str]) -> None:
             mock.patch("distlab.run.local_ranks.run_ranks", return_value=0),
             mock.patch.object(launch, "tell_story", return_value=0),
             mock.patch.object(launch, "become_mpirun", mpirun),
+            mock.patch("distlab.exercises.checker.prepare"),
+            mock.patch("distlab.exercises.commands._check", return_value=True),
         ):
             launch.launch(args)
     except SystemExit as end:

@@ -30,6 +30,7 @@ def train(run: TrainingRun[ByHandSettings]) -> None:
     optimizer = run.optimizer(net)
     run.track(net, optimizer)
 
+    # [dp-ga] Prepare the average of the gradients over the ranks, if your way needs it.
     by_hand = ALL_REDUCES.get(args.all_reduce)  # our own; None for the library's
 
     def add_up(bucket: Bucket) -> Transfer:
@@ -37,6 +38,7 @@ def train(run: TrainingRun[ByHandSettings]) -> None:
         return traffic.all_reduce(bucket.flat, str(bucket), kind="gradients", op=ReduceOp.SUM, by_hand=by_hand)
 
     buckets = GradientBuckets(net.parameters(), on_full=add_up, backward_passes=args.micro_batches)
+    # [end]
 
     for step, batch in run.steps(stories):
         optimizer.zero_grad()
@@ -45,7 +47,9 @@ def train(run: TrainingRun[ByHandSettings]) -> None:
             loss = causalLLMLoss(net(x), x, tokenizer.vocab_size) / args.micro_batches
             (loss / run.world_size).backward()  # so that the sum over the ranks is the average
             losses.append(loss)
+        # [dp-ga] Give every rank the mean of the ranks' gradients.
         buckets.finish()
+        # [end]
         run.log(step, losses)
         run.clip(optimizer)
         optimizer.step()

@@ -17,6 +17,8 @@ from typing import NoReturn
 
 from distlab.checkpoints.format import has_checkpoints
 from distlab.comm.processes import leave
+from distlab.exercises.commands import ABOUT as EXERCISE_COMMANDS
+from distlab.exercises.commands import command as exercise_command
 from distlab.rendezvous.launcher_flags import FLAGS, assign_ranks, read_flags
 from distlab.run.commands import LAB, TEMPERATURE
 from distlab.run.folders import new_folder
@@ -70,8 +72,13 @@ def launch(args: list[str]) -> int:
             first_line = (ast.get_docstring(ast.parse(script.read_text())) or "").partition("\n")[0]
             about = QUICKSTART if name == "quickstart" else " ".join([first_line, *flags])
             print(f"  {name:<12} {about}")
+        print("\nand for exercises:")
+        for name, about in EXERCISE_COMMANDS.items():
+            print(f"  {name:<12} {about}")
         print(f"\nflags of launch.sh itself:\n{FLAGS}", end="")
         return 0
+    if args[0] in EXERCISE_COMMANDS:
+        return exercise_command(args[0], args[1:])
     script, flags = find_script(args[0])
     prog, args = f"./launch.sh {args[0]}", [*flags, *args[1:]]
     if re.search(r"^(from|import) mpi4py", script.read_text(), re.MULTILINE):

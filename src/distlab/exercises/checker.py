@@ -1,0 +1,64 @@
+"""Runs all trials of an exercise with a student's file."""
+
+import gc
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from distlab.exercises.catalogue import Exercise
+from distlab.exercises.collectives import try_collective
+from distlab.exercises.ranks import Facts, Patience, run_ranks, trouble
+from distlab.exercises.schedules import try_schedule
+from distlab.exercises.training import check_flags, try_layout
+from distlab.exercises.verdict import Verdict
+
+
+def prepare() -> None:
+    """Do once what every forked rank would do anew: import what ranks import as they run, read the generator's stories.
+
+    This process computes with one thread, as forks inherit no others.
+    """
+    import torch._dynamo  # for a stage that is given gradients
+
+    torch.set_num_threads(1)
+    check_flags()
+    gc.collect()
+    gc.freeze()  # or the collector would write to every object, and so copy the memory that forks share
+
+
+def check(exercise: Exercise, script: Path, patience: Patience | None = None) -> Iterator[Verdict]:
+    """The verdicts on a file, trial by trial; nothing is trained after a trial has failed."""
+    patience, script = patience or Patience(), script.resolve()
+    with tempfile.TemporaryDirectory(prefix="lab-check-") as name:
+        folder, passed = Path(name), True
+        for taken in exercise.takes if exercise.functions else ():
+            verdict = _timed(_try_function, exercise.functions, taken, script, folder, patience)
+            passed = passed and verdict.passed
+            yield verdict
+        for number, trial in enumerate(exercise.trials):
+            if passed:
+                own, averages_weights = folder / f"trial{number}", exercise.averages_weights
+                verdict = _timed(try_layout, script, trial, own, patience, averages_weights)
+                passed = verdict.passed
+                yield verdict
+
+
+def _timed(trial: Callable[..., Verdict], *args: Any) -> Verdict:
+    started = time.monotonic()
+    verdict = trial(*args)
+    verdict.seconds = round(time.monotonic() - started, 2)
+    return verdict
+
+
+def _try_function(kind: str, taken: str, script: Path, folder: Path, patience: Patience) -> Verdict:
+    """Try a function in one forked process, which returns the verdict."""
+    module, _, name = taken.rpartition(":")
+    work: Callable[..., Facts] = {"schedule": try_schedule, "collective": try_collective}[kind]
+    reports = run_ranks(1, work, script, module, name, script=script, folder=folder, patience=patience)
+    if found := trouble(reports):
+        return Verdict(name).fails(*found, printed=reports)
+    verdict = Verdict(**reports[0].facts)
+    verdict.printed = [] if verdict.passed else reports[0].printed[-10:]
+    return verdict

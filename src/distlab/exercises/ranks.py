@@ -1,0 +1,261 @@
+"""Runs a student's code in forked ranks: whatever it does, they all end within seconds, and say where they were.
+
+Each rank watches itself. If its main thread has stood still for some seconds, it reports the line at which it stands
+and the wait that it is in. From the waits of all ranks follows who waits for whom.
+"""
+
+import json
+import multiprocessing
+import os
+import random
+import re
+import signal
+import socket
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+
+from distlab.comm.processes import end_with_parent
+from distlab.comm.traffic import traffic
+from distlab.comm.waits import TrafficError
+from distlab.rendezvous.diagnosis import Notice, diagnose
+from simplellm.errors import InputError
+
+Facts = dict[str, Any]  # what a rank tells of itself; JSON
+SECONDS_FOR_CONSEQUENCES = 1.0  # after a rank has failed, how long others may take to fail too
+LONGEST_SECONDS = 25.0  # of ranks that go on, such as an endless loop
+
+
+@dataclass(frozen=True)
+class Patience:
+    """How long ranks are waited for."""
+
+    still: float = 8.0  # seconds that a rank may stand still
+    longest: float = LONGEST_SECONDS
+
+
+@dataclass
+class Report:
+    """How a rank ended."""
+
+    rank: int
+    state: str  # "ended", "failed", "missing" (a part is not written), "stuck", "lost" (another rank ended), "died"
+    sentence: str = ""
+    line: str = ""  # where in the student's file: "line 57: buckets.finish()"
+    notice: str = ""  # of a rank that is stuck: `distlab.rendezvous.diagnosis.Notice`, as JSON
+    printed: list[str] = field(default_factory=list)
+    facts: Facts = field(default_factory=dict)
+
+
+def free_port() -> int:
+    """A port at which nothing listens, below those that the kernel hands out."""
+    while True:
+        port = random.SystemRandom().randrange(10_000, 29_000)
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("localhost", port))
+            return port
+
+
+Work = Callable[..., Facts]  # (rank, *args): what the rank does
+
+
+def run_ranks(world_size: int, work: Work, *args: Any, script: Path, folder: Path, patience: Patience) -> list[Report]:
+    """Run `work(rank, *args)` in a forked process a rank; the processes are gone when this returns.
+
+    This process must compute with one thread, as forks inherit no others.
+
+    Args:
+        script: the student's file, whose lines the reports name.
+        folder: where the ranks work; what they print and write with relative paths is there.
+    """
+    context = multiprocessing.get_context("fork")
+    pipes = [context.Pipe(duplex=False) for _ in range(world_size)]
+    ranks = [
+        context.Process(target=_run_rank, args=(sender, rank, script, folder, patience, work, *args), daemon=True)
+        for rank, (_, sender) in enumerate(pipes)
+    ]
+    sys.stdout.flush()
+    sys.stderr.flush()
+    try:
+        for process in ranks:
+            process.start()
+        for _, sender in pipes:
+            sender.close()
+        reports = _collect({receiver: rank for rank, (receiver, _) in enumerate(pipes)}, patience)
+    finally:
+        for process in ranks:
+            with suppress(OSError, TypeError):  # with what it has started
+                os.killpg(process.pid, signal.SIGKILL)  # type: ignore[arg-type]
+            process.kill()
+            process.join()
+    for report in reports:
+        told = folder / f"printed{report.rank}.txt"
+        lines = told.read_text(errors="replace").splitlines() if told.exists() else []
+        report.printed = [line for line in lines if line.strip() and not re.match(r"#|\d+ \d", line)]
+    return reports
+
+
+def _collect(waiting: dict[Any, int], patience: Patience) -> list[Report]:
+    """The last word of each rank; ends early when nothing can change any more."""
+    deadline = time.monotonic() + patience.longest + 3
+    reports: dict[int, Report] = {}
+    everybody = sorted(waiting.values())
+    while waiting:
+        ready = wait(list(waiting), timeout=max(0, deadline - time.monotonic()))
+        if not ready:
+            break
+        for receiver in ready:
+            assert isinstance(receiver, Connection)
+            rank = waiting[receiver]
+            try:
+                report = Report(**json.loads(receiver.recv_bytes()))
+            except (EOFError, OSError):
+                report = Report(rank, "died", "ended without a word: it was killed, or called os._exit")
+            if report.state == "moves":
+                reports.pop(rank, None)
+                continue
+            reports[rank] = report
+            if report.state != "stuck":  # which may change
+                del waiting[receiver]
+            if report.state in ("failed", "died"):
+                deadline = min(deadline, time.monotonic() + SECONDS_FOR_CONSEQUENCES)
+        if any(report.state == "missing" for report in reports.values()):
+            break  # nothing else matters
+        if waiting and all(rank in reports for rank in waiting.values()):
+            break  # all that have not ended are stuck
+    return [reports.get(rank) or Report(rank, "silent", "did not answer") for rank in everybody]
+
+
+def _run_rank(
+    sender: Connection, rank: int, script: Path, folder: Path, patience: Patience, work: Work, *args: Any
+) -> None:
+    with suppress(OSError):
+        os.setpgid(0, 0)
+    end_with_parent(signal.SIGKILL)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the checker, which ends the ranks
+    sys.stdout = (folder / f"printed{rank}.txt").open("w", buffering=1)  # for the rest of the process
+    sys.stderr = Path(os.devnull).open("w")  # noqa: SIM115
+    for stream, descriptor in enumerate((os.open(os.devnull, os.O_RDONLY), sys.stdout.fileno(), sys.stderr.fileno())):
+        os.dup2(descriptor, stream)
+    os.chdir(folder)
+    torch.manual_seed(1000 + rank)
+    has_ended, lock = threading.Event(), threading.Lock()
+
+    def tell(report: Report) -> None:
+        with lock:
+            if not has_ended.is_set():
+                sender.send_bytes(json.dumps(asdict(report)).encode())
+            if report.state not in ("stuck", "moves"):
+                has_ended.set()
+
+    threading.Thread(target=_watch, args=(rank, str(script), patience, tell), daemon=True).start()
+    try:
+        report = Report(rank, "ended", facts=work(rank, *args))
+    except BaseException as error:
+        report = _failed(rank, error, str(script))
+    tell(report)
+    time.sleep(patience.longest)  # until the checker has all reports: closed connections would disturb other ranks
+
+
+def _failed(rank: int, error: BaseException, script: str) -> Report:
+    own = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename == script]
+    line = f"line {own[-1].lineno}: {own[-1].line}" if own else ""
+    if isinstance(error, SyntaxError) and error.filename == script:
+        line = f"line {error.lineno}: {(error.text or '').strip()}"
+    if isinstance(error, NotImplementedError):
+        return Report(rank, "missing", str(error) or "a part", line)
+    wait = error if isinstance(error, TrafficError) else None
+    if isinstance(error, Exception) and wait is None:
+        wait = traffic.failure_of(error)
+    if wait is not None and wait.lost_a_peer:
+        return Report(rank, "lost", str(wait), line)
+    told = str(error).partition("\n")[0] if str(error) else ""
+    name = "" if isinstance(error, InputError | TrafficError) else f"{type(error).__name__}{': ' * bool(told)}"
+    return Report(rank, "failed", f"{name}{told}", line)
+
+
+def _watch(rank: int, script: str, patience: Patience, tell: Callable[[Report], None]) -> None:
+    """Report when the main thread stands still for too long, when it moves on, or when it has taken too long."""
+    main = threading.main_thread().ident
+    assert main is not None
+    started = since = time.monotonic()
+    before: list[tuple[int, int]] = []
+    is_still = False
+    while time.monotonic() - started < patience.longest:
+        time.sleep(0.1)
+        frame, now, own = sys._current_frames().get(main), [], ""
+        while frame is not None:
+            now.append((id(frame.f_code), frame.f_lasti))
+            own = own or _line_of(frame, script)
+            frame = frame.f_back
+        if now != before:
+            before, since = now, time.monotonic()
+            if is_still:
+                tell(Report(rank, "moves"))
+                is_still = False
+        if not is_still and time.monotonic() - since > patience.still:
+            is_still = True
+            notice = Notice(rank, traffic.waits_for(), dict(traffic.begun))
+            tell(Report(rank, "stuck", "waits", own, notice.to_json()))
+    tell(Report(rank, "stuck", f"had not finished after {patience.longest:.0f} s", own, Notice(rank, None).to_json()))
+
+
+def _line_of(frame: FrameType, script: str) -> str:
+    if frame.f_code.co_filename != script:
+        return ""
+    lines = Path(script).read_text().splitlines()
+    return f"line {frame.f_lineno}: {lines[frame.f_lineno - 1].strip()}"
+
+
+def trouble(reports: list[Report], describe: Callable[[int], str] = "rank {}".format) -> tuple[str, list[str]] | None:
+    """What kept ranks from ending, as the name of the mistake, and sentences; None if all have ended.
+
+    Of several reports, those count that are no consequence of others.
+    """
+    by_state: dict[str, list[Report]] = {}
+    for report in reports:
+        by_state.setdefault(report.state, []).append(report)
+    for state, mistake in (("missing", "not-written"), ("failed", "exception"), ("died", "died")):
+        if first := by_state.get(state, [None])[0]:
+            where = f" ({first.line})" if first.line else ""
+            if state == "missing":
+                return mistake, [f"not written yet: {first.sentence}{where}"]
+            who = f"{describe(first.rank)} " if len(reports) > 1 else ""
+            return mistake, [f"{who}{'failed: ' if state == 'failed' else ''}{first.sentence}{where}"]
+    if len(by_state.get("ended", [])) == len(reports):
+        return None
+    return _hang(reports, describe)
+
+
+def _hang(reports: list[Report], describe: Callable[[int], str]) -> tuple[str, list[str]]:
+    """Who waits for whom, and at which lines."""
+    notices = {report.rank: Notice.from_json(report.notice) for report in reports if report.notice}
+    has_ended = [report.rank for report in reports if report.state == "ended"]
+    sentences = []
+    waits: Mapping[int, Notice] = {rank: notice for rank, notice in notices.items() if notice.wait is not None}
+    if waits:
+        found = diagnose(notices, {}, len(reports), describe, LONGEST_SECONDS)
+        is_known = found.sentence.startswith("deadlock")
+        sentences.append(found.sentence if is_known else "the ranks wait for each other, and none can go on")
+    else:
+        sentences.append("the ranks do not come to an end")
+    for report in reports:
+        where = f", in {report.line}" if report.line else ""
+        wait_of = notices[report.rank].wait if report.rank in notices else None
+        if report.rank in has_ended:
+            sentences.append(f"{describe(report.rank)} has finished")
+        elif wait_of is not None:
+            sentences.append(f"{describe(report.rank)} waits for {wait_of.sentence(describe)}{where}")
+        else:
+            sentences.append(f"{describe(report.rank)} {report.sentence}{where}")
+    return "deadlock", sentences
