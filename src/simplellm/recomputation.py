@@ -48,7 +48,9 @@ class Recomputed:
     without recomputation.
 
     Args:
-        function: takes tensors and returns a tensor; must be deterministic, so it may not draw random numbers.
+        function: takes tensors and returns a tensor. In the second run it draws the same random numbers as in the
+            first, for example in dropout, from torch's generators of the CPU and of the inputs' GPUs; otherwise, it
+            must be deterministic.
     """
 
     def __init__(self, function: Callable[..., Tensor]) -> None:
@@ -60,6 +62,8 @@ class Recomputed:
         if _is_inside or not torch.is_grad_enabled():
             return self._function(*inputs)
         self._inputs = [x.detach().requires_grad_(x.requires_grad) for x in inputs]
+        self._gpus = {x.device for x in inputs if x.is_cuda}
+        self._random_states = torch.get_rng_state(), [torch.cuda.get_rng_state(gpu) for gpu in self._gpus]
         self._observers, self._weight_gradients = list(observers), deferred_to()
         self._observed = [observer.keep_again(x) for x in inputs for observer in self._observers]
         with saved_tensors_hooks(self._number, self._take), _inside():
@@ -77,12 +81,20 @@ class Recomputed:
 
         with contextlib.ExitStack() as contexts:
             contexts.enter_context(contextlib.suppress(_CompleteError))
+            contexts.enter_context(torch.random.fork_rng(self._gpus))
+            self._restore_random_states()
             contexts.enter_context(torch.enable_grad())
             contexts.enter_context(saved_tensors_hooks(keep, self._take))
             contexts.enter_context(_inside())
             if self._weight_gradients is not None:  # layers that defer weight gradients save other tensors
                 contexts.enter_context(self._weight_gradients.deferred())
             self._function(*self._inputs)
+
+    def _restore_random_states(self) -> None:
+        of_cpu, of_gpus = self._random_states
+        torch.set_rng_state(of_cpu)
+        for gpu, state in zip(self._gpus, of_gpus, strict=True):
+            torch.cuda.set_rng_state(state, gpu)
 
     def _number(self, tensor: Tensor) -> tuple[int, object]:
         self._count += 1

@@ -134,6 +134,23 @@ def test_a_second_backward_pass_through_one_graph_computes_again() -> None:
     torch.testing.assert_close(first, x.exp() * (1 + x))
 
 
+def test_random_numbers_are_drawn_again_and_those_that_follow_are_as_usual() -> None:
+    """Dropout in a call, and another use of the generator after its backward pass."""
+    results = []
+    for recomputed in (False, True):
+        torch.manual_seed(5)
+        x = torch.linspace(1, 2, 100, requires_grad=True)
+
+        def call(x: Tensor) -> Tensor:
+            return nn.functional.dropout(x.exp(), 0.5).sin().exp()
+
+        y = Recomputed(call)(x) if recomputed else call(x)
+        [gradient] = torch.autograd.grad(y.sum() + torch.rand(()), x)
+        results.append((y, gradient, torch.rand(3)))
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+    assert 20 < (results[0][1] == 0).sum() < 80, "about half are dropped"
+
+
 def test_without_gradients_nothing_is_kept_or_counted() -> None:
     net = model("all")
     saved = SavedActivations(net.parameters())
