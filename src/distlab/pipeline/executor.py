@@ -5,6 +5,7 @@ message is in transit. Messages of one kind arrive in the order in which they we
 both ends expect the same order. Two stages of one worker exchange tensors directly, without a message or a copy.
 """
 
+import itertools
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 
@@ -64,7 +65,7 @@ class Pipeline:
         self.stages = dict.fromkeys(held[:1], stages) if isinstance(stages, nn.Module) else dict(stages)
         given = sorted(self.stages)
         require(given == held, f"worker {grid.stage} runs the stages {held} but has modules for {given}")
-        for action in self.program:
+        for action in itertools.chain.from_iterable(programs):  # of all workers, or the others would wait for one
             what = f"stage {action.stage} cannot run {action}: {type(action).__name__} does not implement run"
             require(type(action).run is not Action.run, what)
         last = len(self.owners) - 1

@@ -24,6 +24,7 @@ from distlab.pipeline.actions import (
 )
 from simplellm.errors import InputError
 
+ROUNDING = 1e-9  # of sums of shares
 Link = tuple[int, int, str]  # sender, receiver (workers), kind of message
 
 
@@ -125,8 +126,8 @@ def ideal_bubble(stages: int, micro_batches: int) -> float:
 def _check_complete(programs: Programs) -> tuple[dict[int, int], dict[Result, Action]]:
     """The worker of each stage, and the action that computes each result.
 
-    Checks that every needed result and every weight gradient is computed exactly once, and that a stage computes its
-    own results before it needs them.
+    Checks that every needed result and every weight gradient is computed exactly once, that a stage computes its own
+    results before it needs them, and that it frees all activations that it keeps.
     """
     owners: dict[int, int] = {}
     producers: dict[Result, Action] = {}
@@ -164,6 +165,13 @@ def _check_complete(programs: Programs) -> tuple[dict[int, int], dict[Result, Ac
     for stage, micro_batch in itertools.product(range(1 + max(owners)), micro_batches):
         if (result := Result(WEIGHT_GRADIENTS, stage, micro_batch)) not in producers:
             raise ScheduleError(f"stage {stage} never computes {result}")
+    kept: dict[tuple[int, int], float] = defaultdict(float)
+    for action in order:
+        kept[action.stage, action.micro_batch] += action.keeps
+    for (stage, micro_batch), share in kept.items():
+        if abs(share) > ROUNDING:
+            what = f"stage {stage} still keeps {share:g} of the activations of micro-batch {micro_batch} after a step"
+            raise ScheduleError(f"{what}; what its actions keep and free must add up to 0")
     return owners, producers
 
 
@@ -221,6 +229,6 @@ def _live(program: Iterable[Action]) -> Iterator[int]:
     for action in program:
         key = action.stage, action.micro_batch
         shares[key] += action.keeps
-        if shares[key] < 1e-9:  # not 0: the sum may have a rounding error
+        if shares[key] < ROUNDING:
             del shares[key]
         yield len(shares)

@@ -292,6 +292,18 @@ def test_new_actions_that_are_missing_repeated_or_out_of_order_are_refused(
         simulate(programs)
 
 
+class Keeper(WeightLater):
+    """Frees less than `InputFirst` leaves."""
+
+    letter, keeps = "K", -0.5
+
+
+def test_activations_that_are_never_freed_are_refused() -> None:
+    sentence = "stage 1 still keeps 0.25 of the activations of micro-batch 0 after a step"
+    with pytest.raises(ScheduleError, match=f"^{re.escape(sentence)}; what its actions keep and free must add up to 0"):
+        simulate([actions(0, "F0 J0 V0"), actions(1, "F0 J0 K0")])
+
+
 class Mystery(Backward):
     """Nobody has said how it runs."""
 
@@ -308,8 +320,10 @@ def test_a_pipeline_refuses_when_it_is_built_what_it_cannot_run() -> None:
     for given, held in ((nets[0], [0]), ({0: nets[0]}, [0]), ({1: nets[1]}, [1]), ({**nets, 2: nets[0]}, [0, 1, 2])):
         with pytest.raises(InputError, match=re.escape(f"worker 0 runs the stages [0, 1] but has modules for {held}")):
             one_rank(given, [both])
-    with pytest.raises(InputError, match=re.escape("stage 0 cannot run M0: Mystery does not implement run")):
-        one_rank(nets[0], [actions(0, "F0 M0")])
+    for programs in [actions(0, "F0 M0")], [actions(0, "F0 B0"), actions(1, "F0 M0")]:  # also another rank's
+        stage = len(programs) - 1
+        with pytest.raises(InputError, match=f"^stage {stage} cannot run M0: Mystery does not implement run$"):
+            one_rank(nets[0], programs, pp=len(programs))
     with pytest.raises(InputError, match="the schedule is for 1 workers but the pipeline has 2"):
         one_rank(nets, [both], pp=2)
     with pytest.raises(ScheduleError, match="stage 1 runs B0 before F0"):
