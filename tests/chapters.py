@@ -36,7 +36,7 @@ LAYOUTS = {  # ranks, script, flags
     "pp-zbv": (2, "PP/microbatches/intro_PP_microbatches.py", "--world-size 2 --schedule zb-v --batch-size 6"),
     "hybrid": (4, "hybrid/intro_hybrid.py", "--dp 2 --pp 2 --batch-size 3"),
     "tp": (2, "TP/intro_TP.py", "--world-size 2 --batch-size 6"),
-    "3d": (4, "hybrid/intro_hybrid.py", "--dp 1 --pp 2 --tp 2 --batch-size 6"),
+    "3d": (4, "hybrid/intro_hybrid.py", "--dp 1 --pp 2 --tp 2 --batch-size 6 --micro-batches 2 --schedule interleaved"),
 }
 
 State = dict[str, Tensor]

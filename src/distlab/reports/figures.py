@@ -19,7 +19,7 @@ from distlab.pipeline.auto import Limit
 from distlab.pipeline.plan import simulate
 from distlab.pipeline.schedules import AUTO, SCHEDULES, all_stages, stages_per_worker
 from distlab.reports import style
-from distlab.reports.memory import GATHERED, KINDS, read_largest
+from distlab.reports.memory import KINDS, ONLY_SOME, read_largest
 from distlab.reports.timeline import draw, draw_schedules, measured_panel
 from distlab.reports.trace import Trace, read_chrome
 from simplellm.errors import InputError, require
@@ -37,6 +37,7 @@ HOLDINGS = (
     style.BLUE,
     style.ORANGE,
     style.GREEN,
+    style.YELLOW,
     style.PURPLE,
     style.SKY,
 )  # of `KINDS`; the same colors as the passes that create them
@@ -127,7 +128,7 @@ def holdings(png: Png, runs: NamedRuns, /) -> None:
     kinds: dict[str, Any] = {}
     for kind, color, sizes in zip(KINDS, HOLDINGS, zip(*counts, strict=True), strict=True):
         heights = [size / 1e6 for size in sizes]
-        if kind == KINDS[GATHERED] and not any(heights):
+        if kind in ONLY_SOME and not any(heights):
             continue
         kinds[kind] = axes.bar(names, heights, 0.6, below, color=color, edgecolor=style.BACKGROUND)
         below = [low + height for low, height in zip(below, heights, strict=True)]

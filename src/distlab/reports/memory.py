@@ -14,9 +14,10 @@ from distlab.parallel.sharded import ShardedDP
 from distlab.pipeline.activations import SavedActivations
 from simplellm.errors import InputError
 
-KINDS = ("parameters", "gradients", "optimizer state", "gathered", "activations")
-# Of these, what only some runs have: at the peak, blocks that are whole for a while (see distlab.parallel.sharded).
-GATHERED = KINDS.index("gathered")
+KINDS = ("parameters", "gradients", "optimizer state", "copy to undo", "gathered", "activations")
+# Of these, what only some runs have: the copy that `--run-on` keeps; at the peak, blocks that are whole for a while
+# (see distlab.parallel.sharded).
+ONLY_SOME = ("copy to undo", "gathered")
 WITHOUT = "activations without recomputation"  # counted, too, where there is recomputation
 
 
@@ -36,11 +37,11 @@ class MemoryReport:
         self._has_counted = True
         return self._saved.counting()
 
-    def collect(self, rank: int, world_size: int, device: torch.device) -> list[list[int]]:
-        """The counts of all ranks; all ranks must call this method."""
+    def collect(self, rank: int, world_size: int, device: torch.device, copied_bytes: int = 0) -> list[list[int]]:
+        """The counts of all ranks; all ranks must call this method. `copied_bytes` are this rank's "copy to undo"."""
         if not self._has_counted:  # no step was taken
             return []
-        own = count_bytes(self._optimizer, self._saved.peak_bytes, self._sharded)
+        own = count_bytes(self._optimizer, self._saved.peak_bytes, self._sharded, copied_bytes)
         by_rank = torch.zeros(world_size, len(KINDS) + 1, dtype=torch.int64, device=device)
         by_rank[rank] = torch.tensor([*own, max(own[-1], self._saved.usual_peak_bytes)])
         traffic.all_reduce(by_rank, "what each rank holds", kind="control", op=dist.ReduceOp.SUM).wait()
@@ -59,7 +60,9 @@ def _has_recomputation(by_rank: Sequence[Sequence[int]]) -> bool:
     return any(usual > activations for *_, activations, usual in by_rank)
 
 
-def count_bytes(optimizer: torch.optim.Optimizer, saved_bytes: int, sharded: Collection[ShardedDP] = ()) -> list[int]:
+def count_bytes(
+    optimizer: torch.optim.Optimizer, saved_bytes: int, sharded: Collection[ShardedDP] = (), copied_bytes: int = 0
+) -> list[int]:
     """Bytes of each of `KINDS` on this rank; activations are those counted here or, if more, by a traced pipeline."""
     parameters = _parameters(optimizer)
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
@@ -68,8 +71,8 @@ def count_bytes(optimizer: torch.optim.Optimizer, saved_bytes: int, sharded: Col
     activations = max([saved_bytes, *(kept for _, kept in recorder.kept_bytes)])
     if sharded:
         *held[:2], gathered = map(sum, zip(*(part.held_bytes() for part in sharded), strict=True))
-        return [*held, gathered, activations]
-    return [*held, 0, activations]
+        return [*held, copied_bytes, gathered, activations]
+    return [*held, copied_bytes, 0, activations]
 
 
 def _parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
@@ -79,8 +82,7 @@ def _parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
 def as_table(by_rank: Sequence[Sequence[int]]) -> list[str]:
     """A header and a line for each rank; ranks with equal counts share a line."""
     columns = (*KINDS, "without --recompute") if _has_recomputation(by_rank) else KINDS
-    has_gathered = any(counts[GATHERED] for counts in by_rank)
-    shown = [index for index in range(len(columns)) if index != GATHERED or has_gathered]
+    shown = [i for i, kind in enumerate(columns) if kind not in ONLY_SOME or any(counts[i] for counts in by_rank)]
     lines = [f"{'memory, MB':<14}" + "".join(f"{columns[index]:>{_width(columns[index])}}" for index in shown)]
     ranks: dict[tuple[int, ...], list[int]] = {}
     for rank, counts in enumerate(by_rank):
@@ -100,6 +102,6 @@ def read_largest(run: Path) -> list[int]:
     """The counts of the rank that holds the most; `InputError` if they cannot be read."""
     try:
         by_rank = json.loads((run / "memory.json").read_text())
-        return max(([{KINDS[GATHERED]: 0, **rank}[kind] for kind in KINDS] for rank in by_rank), key=sum)
+        return max(([{**dict.fromkeys(ONLY_SOME, 0), **rank}[kind] for kind in KINDS] for rank in by_rank), key=sum)
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise InputError(f"{run}: there are no memory counts of a run ({error})") from error

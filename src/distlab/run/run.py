@@ -244,7 +244,8 @@ class Run(Generic[SettingsT]):
         The process group is not destroyed; it ends with the process. Destroying it could hang: the destructor joins
         gloo's thread while it holds the GIL, and that thread may need the GIL to release its last message.
         """
-        held = self.memory.collect(self.rank, self.world_size, self.device) if self.memory else []
+        copied_bytes = self.running_on.copied_bytes if self.running_on else 0
+        held = self.memory.collect(self.rank, self.world_size, self.device, copied_bytes) if self.memory else []
         traces = self._gather_traces() if recorder.enabled else []
         if dist.is_initialized():
             traffic.all_reduce(torch.zeros((), device=self.device), "the end of the run", kind="control").wait()

@@ -118,6 +118,11 @@ class RunningOn:
             with contextlib.suppress(RuntimeError):  # the transfer failed because another rank has exited
                 self.settle()
 
+    @property
+    def copied_bytes(self) -> int:
+        """The size of the copy."""
+        return sum(tensor.nbytes for tensor in self._kept)
+
     def _state(self) -> list[Tensor]:
         parameters = [parameter for group in self._optimizer.param_groups for parameter in group["params"]]
         moments = [value for state in self._optimizer.state.values() for value in state.values()]

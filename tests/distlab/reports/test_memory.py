@@ -24,15 +24,15 @@ def test_every_kind_is_counted() -> None:
         loss = (x @ weight).exp().sum()
     loss.backward()
     optimizer.step()
-    parameters, gradients, state, gathered, activations = memory.count_bytes(optimizer, saved.peak_bytes)
+    parameters, gradients, state, copied, gathered, activations = memory.count_bytes(optimizer, saved.peak_bytes)
     assert (parameters, gradients) == (400 + 12, 400)
-    assert gathered == 0
+    assert copied == gathered == 0
     assert state == 2 * 400 + 4  # two moments, and the number of steps
     assert activations == 2 * 280  # the input, and the result of exp()
 
 
 def test_ranks_that_hold_the_same_share_a_line() -> None:
-    head, *lines = memory.as_table([[1_000_000, 0, 0, 0, 5, 5], [2_000_000, 0, 0, 0, 5, 5], [1_000_000, 0, 0, 0, 5, 5]])
+    head, *lines = memory.as_table([[size * 1_000_000, 0, 0, 0, 0, 5, 5] for size in (1, 2, 1)])
     assert head.split() == "memory, MB parameters gradients optimizer state activations".split()
     assert [line.split() for line in lines] == [
         "ranks 0, 2 1.00 0.00 0.00 0.00".split(),
@@ -51,7 +51,7 @@ def test_a_traced_pipeline_counts_the_same(tmp_path: Path) -> None:
 
 
 def test_with_recomputation_what_would_have_been_kept_has_a_column() -> None:
-    head, line = memory.as_table([[0, 0, 0, 0, 2_000_000, 9_000_000]])
+    head, line = memory.as_table([[0, 0, 0, 0, 0, 2_000_000, 9_000_000]])
     assert head.split() == "memory, MB parameters gradients optimizer state activations without --recompute".split()
     assert line.split() == "rank 0 0.00 0.00 0.00 2.00 9.00".split()
 
@@ -71,18 +71,24 @@ def test_what_would_have_been_kept_is_what_a_run_without_recomputation_keeps(fla
     assert memory.WITHOUT not in usual[0]
 
 
-@pytest.mark.parametrize(("ranks", "flags"), [(3, ""), (2, "--world-size 2 --schedule zb-v")])
+INTERLEAVED = "--world-size 2 --schedule interleaved --micro-batches 2 --batch-size 2 --optimizer adam --run-on"
+
+
+@pytest.mark.parametrize(("ranks", "flags"), [(3, ""), (2, "--world-size 2 --schedule zb-v"), (2, INTERLEAVED)])
 def test_a_run_says_what_its_ranks_hold(ranks: int, flags: str, tmp_path: Path) -> None:
-    """One stage each, and two."""
+    """One stage each, and two; with `--run-on`, a copy of the weights and of the optimizer's state."""
     script = "PP/microbatches/intro_PP_microbatches.py"
     parameters, _, _ = train_on(ranks, script, tmp_path, "--batch-size", "3", *flags.split())
     by_rank = json.loads((tmp_path / "memory.json").read_text())
     for rank, own in enumerate(parameters):
         size = sum(tensor.nbytes for tensor in own.values())
         assert by_rank[rank]["parameters"] == by_rank[rank]["gradients"] == size
-        assert by_rank[rank]["optimizer state"] == 0, "plain SGD has none"
+        state = by_rank[rank]["optimizer state"]
+        assert state == (2 * size + 4 * len(own) if flags == INTERLEAVED else 0), "plain SGD has none"
+        assert by_rank[rank]["copy to undo"] == (size + state if flags == INTERLEAVED else 0)
         assert by_rank[rank]["activations"] > 0
-    assert "# memory, MB" in (tmp_path / "rank0.log").read_text()
+    [head] = [line for line in (tmp_path / "rank0.log").read_text().splitlines() if line.startswith("# memory, MB")]
+    assert ("copy to undo" in head) == (flags == INTERLEAVED)
     holdings(tmp_path / "held.png", [f"run={tmp_path}"])
     assert (tmp_path / "held.png").read_bytes().startswith(b"\x89PNG")
     with pytest.raises(InputError, match="there are no memory counts of a run"):
