@@ -13,7 +13,7 @@ import secrets
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
 
@@ -268,7 +268,7 @@ class SharedAllReduce(SharedCollective):
 class SharedReduceScatter(SharedCollective):
     """A sum of which each rank gets a row: of what is in the parts, (ranks, elements), r's row is added up by rank r.
 
-    The sum is that over the ranks in their order.
+    The sum is that of `add_in_order` over the ranks.
     """
 
     def __init__(self, memory: SharedMemory, parts: list[Tensor], own: Tensor) -> None:
@@ -277,13 +277,7 @@ class SharedReduceScatter(SharedCollective):
         super().__init__(memory)
 
     def _do_share(self) -> None:
-        in_a_chunk = max(1, CHUNK_BYTES // self._own.element_size())
-        for result, *rows in zip(*(row.split(in_a_chunk) for row in (self._own, *self._rows)), strict=True):
-            # The result may lie in this rank's own row, which is read in its turn.
-            total = rows[0] + rows[1]
-            for row in rows[2:]:
-                total += row
-            result.copy_(total)
+        add_in_order(self._rows, self._own)
 
 
 class SharedAllGather(SharedCollective):
@@ -297,6 +291,21 @@ class SharedAllGather(SharedCollective):
         for row, source in zip(self._parts, self._sources, strict=True):
             if row.data_ptr() != source.data_ptr():
                 row.copy_(source)
+
+
+def add_in_order(rows: Sequence[Tensor], total: Tensor) -> None:
+    """Add up two rows or more, (elements,) each, in their order: ((x0 + x1) + x2) + …
+
+    Numbers of 16 bits are added in float32, and the sum is rounded once. `total`, (elements,), may be one of the rows.
+    """
+    dtype, in_a_chunk = total.dtype, max(1, CHUNK_BYTES // total.element_size())
+    if dtype in (torch.bfloat16, torch.float16):
+        dtype = torch.float32
+    for into, first, *others in zip(*(row.split(in_a_chunk) for row in (total, *rows)), strict=True):
+        in_progress = first.to(dtype) + others[0]
+        for other in others[1:]:
+            in_progress += other
+        into.copy_(in_progress)
 
 
 def _name(token: int) -> str:

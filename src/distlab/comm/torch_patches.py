@@ -52,6 +52,12 @@ def without_compiler(kind: type[Optimizer]) -> type[Optimizer]:
     return kind if plain_step is None else type(kind.__name__, (kind,), {"step": torch.no_grad()(plain_step)})
 
 
+def running_backward_pass() -> int | None:
+    """A number for the backward pass that runs on this thread, another one for each; None if none does."""
+    number = torch._C._current_graph_task_id()
+    return None if number < 0 else number
+
+
 def checkpoint_writer(folder: Path) -> Any:
     """torch's writer of safetensors, of which every rank writes its own files, with room for several parts of a tensor.
 

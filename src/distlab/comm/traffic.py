@@ -21,7 +21,14 @@ from torch import Tensor
 from torch.distributed import ReduceOp
 
 from distlab.comm.endpoint import CountingEndpoint, Endpoint, is_over_nccl, members, process_group, rank
-from distlab.comm.shared import NotShared, SharedAllGather, SharedAllReduce, SharedMemory, SharedReduceScatter
+from distlab.comm.shared import (
+    NotShared,
+    SharedAllGather,
+    SharedAllReduce,
+    SharedMemory,
+    SharedReduceScatter,
+    add_in_order,
+)
 from distlab.comm.transfer import Transfer, Work, host_buffer, staged
 from distlab.comm.waits import NamedWaits, TrafficError, Wait, group_key
 from simplellm.errors import InputError
@@ -51,7 +58,9 @@ class Traffic(NamedWaits):
         self.transport: Transport = "auto"  # for tensors in host memory, over gloo's process groups
         self.smallest_shared_bytes = 250_000  # with "auto"; gloo is as fast for less
         self.remark: Callable[[str], object] = lambda sentence: print(f"# {sentence}", flush=True)
-        self._shared: dict[dist.ProcessGroup, SharedMemory | None] = {}  # None where the ranks cannot share memory
+        # By group; kept to the end of the process, because a group that is collected may hang (see Run.close).
+        self._shared: dict[dist.ProcessGroup, SharedMemory] = {}
+        self._without_more: set[dist.ProcessGroup] = set()  # groups whose ranks get no more shared memory
         self._thread: ThreadPoolExecutor | None = None
 
     def connect(self, group: Group = None) -> None:
@@ -66,8 +75,8 @@ class Traffic(NamedWaits):
     def new_buffer(self, elements: int, like: Tensor, group: Group = None) -> Tensor:
         """Zeros (elements,), of `like`'s dtype and device, to be combined over a group's ranks again and again.
 
-        They are in memory that these ranks share, where `transport` allows it and it pays; `all_reduce` then needs no
-        copy, and no message but words. All ranks of the group must call this in the same order.
+        They are in memory that these ranks share, where `transport` allows it and it pays; collectives then need no
+        copy first, and no message but words. All ranks of the group must call this in the same order.
 
         Raises:
             InputError: the transport is "shared", and these ranks cannot share memory.
@@ -79,18 +88,19 @@ class Traffic(NamedWaits):
             return plain()
         key = group or dist.group.WORLD
         assert key is not None
+        if key in self._without_more:
+            return plain()
         try:
             with self.named(Wait("shared memory", "other", tuple(r for r in ranks if r != rank()))):
                 memory = self._shared[key] if key in self._shared else SharedMemory(key)
                 self._shared[key] = memory
-                timeout = timedelta(seconds=self.timeout_seconds)
-                return memory.allocate(elements, like.dtype, timeout) if memory is not None else plain()
+                return memory.allocate(elements, like.dtype, timedelta(seconds=self.timeout_seconds))
         except NotShared as error:
             if self.transport == "shared":
                 raise InputError(f"--transport shared: {error}; use --transport gloo") from None
-            if memory is not None and memory.rank == 0 and not error.is_expected:
-                self.remark(f"{error}; these ranks send their gradients over gloo instead")
-            self._shared[key] = None
+            if memory.rank == 0 and not error.is_expected:
+                self.remark(f"{error}; what these ranks cannot share goes over gloo instead")
+            self._without_more.add(key)  # what has been allocated stays shared
             return plain()
 
     def is_shared(self, tensor: Tensor, group: Group = None) -> bool:
@@ -159,7 +169,8 @@ class Traffic(NamedWaits):
         """Start to add up all ranks' `parts` (ranks, *own.shape); the r-th rank of the group gets row r in `own`.
 
         `own` may be that row of `parts`. gloo's own reduce-scatter sends as much as an all-reduce; over gloo, each rank
-        sends every row to its rank, which adds them up in the order of ranks.
+        sends every row to its rank, which adds them up in the order of ranks. Shared memory has the same order
+        (`add_in_order`), and so the same sums to the last bit; NCCL has its own.
         """
         shared = self._shared_parts(parts, group)
         if shared is not None:
@@ -178,9 +189,14 @@ class Traffic(NamedWaits):
             return dist.all_to_all_single(received[0], carried, group=group, async_op=True)
 
         def add_up(into: Tensor) -> None:
-            torch.sum(received.pop(), 0, out=into)
+            add_in_order(received.pop().flatten(1).unbind(), into.view(-1))
 
         return self._around_ring(own, parts, exchange, what, kind, group, add_up)
+
+    def received_bytes(self, parts: Tensor, group: Group = None) -> int:
+        """Bytes of memory that a `reduce_scatter` of `parts` needs until it has ended: what the others send by gloo."""
+        is_sent = len(members(group)) > 1 and not is_over_nccl() and not self.is_shared(parts, group)
+        return parts.nbytes if is_sent else 0
 
     def broadcast(
         self, tensor: Tensor, what: str, *, kind: str, src: int | None = None, group: Group = None

@@ -4,10 +4,13 @@ The ranks of `MyDP` all hold the same weights, gradients and optimizer state. He
 its shard, and updates that alone (ZeRO: Rajbhandari et al., arXiv 1910.02054; stage 3 is what FSDP does: Zhao et al.,
 arXiv 2304.11277). An all-reduce is a reduce-scatter and an all-gather: sharding puts the optimizer's step between them.
 
-    shared out     each rank holds for n ranks     sends, of data parallelism's
-    optimizer      W + G + O / n                   1
-    gradients      W + (G + O) / n                 1      (reduced in each backward pass, not only in the last one)
-    weights        (W + G + O) / n, and a block    1.5    (gathered for the forward and again for the backward pass)
+    shared out     each rank holds for n ranks          sends, of data parallelism's
+    optimizer      W + G + O / n                        1
+    gradients      W + (G + O) / n, and two buckets     1      (reduced in each backward pass, not only in the last one)
+    weights        (W + G + O) / n, and two blocks      1.5    (gathered for the forward, and for the backward pass)
+
+A reduce-scatter over gloo also needs memory for what it receives: as much as is under way, with "optimizer" up to G.
+Schedules that delay weight gradients keep gradients whole, for most of a step, also where they are shared out.
 """
 
 from collections import Counter
@@ -21,6 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from distlab.comm.endpoint import members, rank
+from distlab.comm.torch_patches import running_backward_pass
 from distlab.comm.traffic import Group, traffic
 from distlab.comm.transfer import Pending, Transfer
 from distlab.parallel.data import (
@@ -56,6 +60,7 @@ class ShardedDP(nn.Module):
     With "weights", a block's parameters are whole only around its forward and its backward pass; at other times their
     values are NaN. A block is a module in an outermost `nn.ModuleList`, `nn.ModuleDict` or `nn.Sequential`. The modules
     outside of them count as blocks, too: neighbours as one. What several blocks use is gathered for the whole pass.
+    A parameter may take no part in a micro-batch, if it takes none in that micro-batch of all ranks.
 
     Args:
         model: computed with as it is; its parameters become views of flat buffers.
@@ -88,6 +93,8 @@ class ShardedDP(nn.Module):
         for unit in self._units:
             unit.share_out(shard, group, self.held)
         flats = [flat for unit in self._units[::-1] for flat in unit.flats]
+        if shard != "optimizer":
+            self._share_buffers([flat.bucket for flat in flats if flat.bucket is not None])
         filled = [flat.bucket for flat in flats if flat.bucket is not None]  # in the order of the backward pass
         for index, bucket in enumerate(filled):
             bucket.index = index
@@ -159,6 +166,20 @@ class ShardedDP(nn.Module):
         weight_bytes = replicated_bytes + sum(flat.weight_bytes for flat in flats)
         return weight_bytes, sum(flat.gradient_bytes for flat in flats), self.held.peak_bytes
 
+    def _share_buffers(self, buckets: "Iterable[ShardedBucket]") -> None:
+        """Have buckets of one dtype and device take turns with a buffer in shared memory, where there is any."""
+        largest: dict[tuple[torch.dtype, torch.device], ShardedBucket] = {}
+        for bucket in (buckets := list(buckets)):
+            kind = bucket.flat.dtype, bucket.flat.device
+            largest[kind] = max(largest.get(kind, bucket), bucket, key=lambda b: len(b.flat))
+        for kind, longest in largest.items():
+            buffer = traffic.new_buffer(len(longest.flat), longest.flat, self.group)
+            if traffic.is_shared(buffer, self.group):
+                self.held.hold(buffer.nbytes)
+                for bucket in buckets:
+                    if (bucket.flat.dtype, bucket.flat.device) == kind:
+                        bucket.send_from(buffer)
+
     def _reduce(self, bucket: Bucket) -> Pending:
         """Start to add up a bucket's gradients; with shared-out gradients, no more than two are whole at a time."""
         assert isinstance(bucket, ShardedBucket)
@@ -210,16 +231,20 @@ class Held:
     now_bytes: int = 0
     peak_bytes: int = 0
 
+    def hold(self, more_bytes: int) -> None:
+        """Count bytes that this rank holds from now on; with a negative number, that it holds no longer."""
+        self.now_bytes += more_bytes
+        self.peak_bytes = max(self.peak_bytes, self.now_bytes)
+
     def allocate(self, flat: Tensor) -> None:
         """Give a buffer that was let go of its memory again."""
         flat.untyped_storage().resize_(flat.nbytes)
-        self.now_bytes += flat.nbytes
-        self.peak_bytes = max(self.peak_bytes, self.now_bytes)
+        self.hold(flat.nbytes)
 
     def free(self, flat: Tensor) -> None:
         """Let go of a buffer's memory, but not of its views."""
         flat.untyped_storage().resize_(0)
-        self.now_bytes -= flat.nbytes
+        self.hold(-flat.nbytes)
 
 
 def new_flat(parameters: Sequence[Tensor], group: Group, is_kept: bool = True) -> Tensor:
@@ -378,26 +403,41 @@ class ShardedBucket(Bucket):
         self._parts = self.flat.view(len(ranks), -1)  # (ranks, elements of a shard)
         self.own = self._parts[ranks.index(rank())]
         self._reduction: Reduction | None = None
+        self._buffer: Tensor | None = None  # with shared-out gradients, where they are reduced, if not in `flat`
+
+    def send_from(self, buffer: Tensor) -> None:
+        """Copy the gradients to a buffer of several buckets, (elements,), of which one at a time is reduced there."""
+        ranks = members(self._flats._group)
+        self._buffer = buffer[: len(self.flat)]
+        self._parts = self._buffer.view(len(ranks), -1)
+        self.own = self._parts[ranks.index(rank())]
 
     def prepare(self) -> None:
-        if self._reduction is not None:
+        if self._reduction is not None and self._buffer is None:
             self._reduction.wait()
         if not is_whole(self.flat):
             self._held.allocate(self.flat)
 
     def reduce(self) -> "Reduction":
         """Start to add up the ranks' gradients."""
+        group = self._flats._group
         for parameter in self.parameters:
             parameter.grad = None  # what follows in the next backward pass is a tensor of its own
-        transfer = traffic.reduce_scatter(self.own, self._parts, str(self), kind="gradients", group=self._flats._group)
+        if self._buffer is not None:
+            self._buffer.copy_(self.flat)
+            self._held.free(self.flat)
+        self._received_bytes = traffic.received_bytes(self._parts, group)
+        self._held.hold(self._received_bytes)
+        transfer = traffic.reduce_scatter(self.own, self._parts, str(self), kind="gradients", group=group)
         self._reduction = Reduction(transfer, self._take)
         return self._reduction
 
     def _take(self) -> None:
         self._reduction = None
+        self._held.hold(-self._received_bytes)
         self.own.div_(len(self._parts))
         self._flats.add_gradient(self.own)
-        if self._flats._shares_gradients:
+        if self._flats._shares_gradients and self._buffer is None:
             self._held.free(self.flat)
 
 
@@ -425,7 +465,7 @@ class Unit:
         self._name = "the weights"
         self._inputs: list[object] = []  # a token for each input of a forward pass that has a gradient
         self._left: set[object] = set()  # what the backward pass has still to compute with these parameters
-        self._is_in_backward = False
+        self._backward_pass: int | None = None  # the one that has begun to compute with them
 
     def share_out(self, shard: Sharded, group: Group, held: Held) -> None:
         def kind(p: nn.Parameter) -> tuple[bool, str, str]:
@@ -448,9 +488,14 @@ class Unit:
             flat.arrive()
 
     def release(self) -> None:
-        self._is_in_backward = False
+        self._inputs, self._backward_pass = [], None
         for flat in self.flats:
             flat.free()
+
+    @property
+    def _is_computed_again(self) -> bool:
+        """Whether a forward pass is for the activations that the running backward pass of these modules needs."""
+        return self._backward_pass is not None and self._backward_pass == running_backward_pass()
 
     def hook(self, before: "Unit | None", after: "Unit | None") -> None:
         """Gather around the modules' forward and backward passes, with the next unit's weights posted ahead."""
@@ -458,7 +503,7 @@ class Unit:
         def start(_: nn.Module, args: object, kwargs: object) -> None:
             self.gather()
             self.arrive()
-            if self._is_in_backward:  # activations that are computed again
+            if self._is_computed_again:
                 return
             if after is not None:
                 after.gather()
@@ -469,20 +514,19 @@ class Unit:
                     x.register_hook(partial(self._done, token))
 
         def end(module: nn.Module, args: object, output: object) -> None:
-            if self._is_in_backward:
+            if self._is_computed_again:
                 return
             if torch.is_grad_enabled():
                 for y in _tensors_with_gradient(output):
                     y.register_hook(partial(begin_backward, self._inputs))
             if module is self.modules[-1]:
-                self._inputs = []
                 self.release()
 
         def begin_backward(inputs: list[object], _: Tensor) -> None:
             self.gather()
             self.arrive()
-            if not self._is_in_backward:
-                self._is_in_backward = True
+            if not self._is_computed_again:
+                self._backward_pass = running_backward_pass()
                 self._left = {*trained, *inputs}
                 if before is not None:
                     before.gather()
@@ -498,7 +542,7 @@ class Unit:
     def _done(self, part: object, _: object = None) -> None:
         """The backward pass has computed a parameter's gradient, or, where some are frozen, an input's."""
         self._left.discard(part)
-        if self._is_in_backward and not self._left:
+        if self._backward_pass is not None and not self._left:
             self.release()
 
 

@@ -320,7 +320,8 @@ class HybridSettings(ScheduleSettings):
     tp: int = 1
     """ranks that share each stage; each has a slice of every layer"""
     shard: Literal["none", "optimizer", "gradients", "weights"] = "none"
-    """what the replicas shard, as in dp-zero; weights only with --pp 1"""
+    """what the replicas shard, as in dp-zero; weights only with --pp 1; gradients saves memory only with schedules that
+    do not delay weight gradients"""
 
     @property
     def layout(self) -> Layout:

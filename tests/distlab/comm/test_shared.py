@@ -6,6 +6,7 @@ import os
 import stat
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from torch import Tensor
 from torch.distributed import ReduceOp
 
 from distlab.comm.traffic import Transport, traffic
-from distlab.comm.transfer import wait_for_all
+from distlab.comm.transfer import Transfer, wait_for_all
 from distlab.comm.waits import TrafficError
 from distlab.parallel.data import MyDP
 from distlab.rendezvous.ranks import open_store
@@ -66,6 +67,38 @@ def test_all_ranks_have_the_sums_in_the_order_of_the_ranks(world_size: int) -> N
     for results in run_ranks(world_size, reduce_all, world_size, free_port()):
         for own, promised in zip(results, expected, strict=True):
             torch.testing.assert_close(own, promised, rtol=0, atol=0)
+
+
+def scatter_and_gather(rank: int, world_size: int, port: int) -> None:
+    """Reduce-scatters and all-gathers, of and into shared memory or not, have the bits that are promised."""
+    ranks = range(world_size)
+    with process_group(rank, world_size, port):
+        traffic.transport = "shared"
+        for dtype in DTYPES:
+            exact = torch.float32 if dtype == torch.bfloat16 else dtype
+            for elements in (1, 7, 70_001):
+                rows = [[operand(10 * sender + row, elements, dtype) for row in ranks] for sender in ranks]
+                expected = sum((rows[sender][rank].to(exact) for sender in ranks[1:]), rows[0][rank].to(exact))
+                like = torch.empty(world_size, elements, dtype=dtype)
+                shared, source = traffic.new_buffer(like.numel(), like), traffic.new_buffer(elements, like)
+                assert traffic.is_shared(shared) == traffic.is_shared(source[-1:]) == (world_size > 1)
+                for parts in (shared.view_as(like), torch.empty_like(like)):
+                    for own in (parts[rank], torch.empty(elements, dtype=dtype)):
+                        parts.copy_(torch.stack(rows[rank]))
+                        traffic.reduce_scatter(own, parts, "the sums", kind="gradients").wait()
+                        assert torch.equal(own, expected.to(dtype))
+                    for own in (parts[rank], source, torch.empty(elements, dtype=dtype)):
+                        parts.fill_(-1)
+                        own.copy_(rows[rank][0])
+                        traffic.all_gather(parts, own, "the rows", kind="weights").wait()
+                        assert torch.equal(parts, torch.stack([rows[sender][0] for sender in ranks]))
+        sent_bytes = traffic.ledger.sent_bytes
+        assert sent_bytes["gradients"] * 3 == sent_bytes["weights"] * 2 or world_size == 1, "four and six of each"
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 5])
+def test_reduce_scatter_and_all_gather_are_those_over_gloo_to_the_last_bit(world_size: int) -> None:
+    run_ranks(world_size, scatter_and_gather, world_size, free_port())
 
 
 def reduce_in_another_order(rank: int, port: int) -> list[float]:
@@ -141,13 +174,17 @@ def do_without(rank: int, port: int, call: str, error: int, transport: Transport
     with process_group(rank, 2, port), pytest.MonkeyPatch.context() as monkeypatch:
         remarks: list[str] = []
         traffic.transport, traffic.remark = transport, remarks.append
+        before = [traffic.new_buffer(100_000, torch.empty(0))] if call == "posix_fallocate" else []
         monkeypatch.setattr(os, call, refuse(error) if rank == (call != "memfd_create") else getattr(os, call))
         try:
             buffer = traffic.new_buffer(100_000, torch.empty(0))
         except InputError as refusal:
             return 0, remarks, str(refusal)
-        buffer[:] = rank
-        traffic.all_reduce(buffer, "the average", kind="gradients").wait()
+        assert [traffic.is_shared(b) for b in (*before, buffer)] == [True] * len(before) + [False]
+        for b in (*before, buffer, traffic.new_buffer(100_000, torch.empty(0))):  # one remark, not two
+            b[:] = rank
+            traffic.all_reduce(b, "the average", kind="gradients").wait()
+            assert b[-1] == 0.5
         return buffer[-1].item(), remarks, ""
 
 
@@ -161,7 +198,7 @@ def do_without(rank: int, port: int, call: str, error: int, transport: Transport
 )
 def test_without_memory_it_goes_over_gloo_and_says_so(call: str, error: int, why: str) -> None:
     first, second = run_ranks(2, do_without, free_port(), call, error, "auto")
-    remark = f"no 0.8 MB of shared memory: {why}; these ranks send their gradients over gloo instead"
+    remark = f"no 0.8 MB of shared memory: {why}; what these ranks cannot share goes over gloo instead"
     assert first == (0.5, [remark] if why else [], "")
     assert second == (0.5, [], "")
 
@@ -173,16 +210,21 @@ def test_without_memory_a_run_that_asks_for_it_ends_on_all_ranks() -> None:
         )
 
 
-def fail(rank: int, port: int, is_silent: bool, is_begun: bool) -> tuple[str, float]:
+def fail(rank: int, port: int, collective: str, is_silent: bool, is_begun: bool) -> tuple[str, float]:
     """What ranks 0 and 1 say, and after how long, when rank 2 gives its part or not, and is then silent, or ends."""
     store = open_store(rank, "localhost", port, 30, lambda _: None)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=3)
-    buffer = traffic.new_buffer(100_000, torch.empty(0))
+    parts = traffic.new_buffer(300_000, torch.empty(0)).view(3, -1)
+    begin: dict[str, Callable[..., Transfer]] = {
+        "all-reduce": partial(traffic.all_reduce, parts),
+        "reduce-scatter": partial(traffic.reduce_scatter, parts[rank], parts),
+        "all-gather": partial(traffic.all_gather, parts, parts[rank]),
+    }
     if is_silent:
         traffic.timeout_seconds = 1
     transfers = []
     if rank < 2 or is_begun:
-        transfers.append(traffic.all_reduce(buffer, "the gradients of bucket 7", kind="gradients"))
+        transfers.append(begin[collective]("the gradients of bucket 7", kind="gradients"))
     if rank == 2:
         time.sleep(3 if is_silent else 0.5)
         return "", 0.0  # and the process ends
@@ -192,10 +234,18 @@ def fail(rank: int, port: int, is_silent: bool, is_begun: bool) -> tuple[str, fl
     return str(caught.value), time.monotonic() - started
 
 
-@pytest.mark.parametrize("is_begun", [False, True])
-@pytest.mark.parametrize(("is_silent", "why"), [(True, "no answer"), (False, "a rank has exited")])
-def test_a_wait_ends_with_the_usual_sentence(is_silent: bool, why: str, is_begun: bool) -> None:
-    *others, _ = run_ranks(3, fail, free_port(), is_silent, is_begun)
+@pytest.mark.parametrize(
+    ("collective", "is_begun", "is_silent", "why"),
+    [
+        ("all-reduce", False, True, "no answer"),
+        ("all-gather", True, True, "no answer"),
+        ("reduce-scatter", False, False, "a rank has exited"),
+        ("all-gather", False, False, "a rank has exited"),
+        ("all-reduce", True, False, "a rank has exited"),
+    ],
+)
+def test_a_wait_ends_with_the_usual_sentence(collective: str, is_begun: bool, is_silent: bool, why: str) -> None:
+    *others, _ = run_ranks(3, fail, free_port(), collective, is_silent, is_begun)
     for rank, (sentence, seconds) in enumerate(others):
         peers = f"ranks {1 - rank} and 2"
         assert sentence.startswith(f"rank {rank} waited ")

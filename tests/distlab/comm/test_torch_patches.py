@@ -17,7 +17,7 @@ from torch.distributed.elastic.rendezvous import RendezvousInfo, RendezvousStore
 from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
-from distlab.comm.torch_patches import cpp_log_level, without_compiler
+from distlab.comm.torch_patches import cpp_log_level, running_backward_pass, without_compiler
 from distlab.rendezvous.agent import Agent
 from distlab.rendezvous.store import open_bound_store
 
@@ -163,3 +163,16 @@ def test_ranks_that_do_not_hear_end_in_seconds_and_what_recurs_is_not_restarted(
     assert ended.state is WorkerState.FAILED
     assert {rank: failure.exitcode for rank, failure in ended.failures.items()} == {3: -signal.SIGKILL, 4: 1}
     assert (tmp_path / "starts").read_text() == "1"
+
+
+def test_each_backward_pass_has_a_number_of_its_own() -> None:
+    seen: list[int | None] = []
+    for _ in range(2):
+        x = torch.ones(2, requires_grad=True)
+        y = x * 2
+        for hooked in (y, x):
+            hooked.register_hook(lambda _: seen.append(running_backward_pass()))
+        y.sum().backward()
+    assert None not in seen
+    assert seen[0] == seen[1] != seen[2] == seen[3]
+    assert running_backward_pass() is None

@@ -7,21 +7,33 @@ import torch
 from processes import free_port, process_group, run_ranks
 from torch import Tensor, nn
 
-from distlab.comm.traffic import traffic
+from distlab.comm.traffic import Transport, traffic
 from distlab.parallel.sharded import Sharded, ShardedDP
 
 SHARDED: list[Sharded] = ["optimizer", "gradients", "weights"]
 
 
+class HalfFrozen(nn.Module):
+    """A frozen layer, one that is not, and a parameter that is sometimes idle."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.frozen, self.out = nn.Linear(4, 5).requires_grad_(False), nn.Linear(5, 4)
+        self.scale = nn.Parameter(torch.rand(4) + 1)
+
+    def forward(self, x: Tensor, is_scaled: bool) -> Tensor:
+        y: Tensor = self.out(torch.tanh(self.frozen(x)))
+        return y * self.scale if is_scaled else y
+
+
 class Mixed(nn.Module):
-    """An embedding that is also the head, blocks, frozen layers in and outside of a block, one that is often idle."""
+    """An embedding that is also the head, blocks, frozen layers in and outside of a block, some that are often idle."""
 
     def __init__(self) -> None:
         super().__init__()
         self.embed = nn.Embedding(7, 4)
         self.blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
-        self.named = nn.ModuleDict({"frozen_half": nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 4))})
-        self.named["frozen_half"][0].requires_grad_(False)
+        self.named = nn.ModuleDict({"half_frozen": HalfFrozen()})
         self.head = nn.Linear(4, 7, bias=False)
         self.head.weight = self.embed.weight
         self.frozen = nn.Linear(4, 4)
@@ -32,11 +44,12 @@ class Mixed(nn.Module):
 
     def forward(self, ids: Tensor, target: Tensor) -> Tensor:
         x = self.frozen(self.embed(ids)) * self.scale + self.shift
-        if (ids == 0).any():
+        has_0 = bool((ids == 0).any())
+        if has_0:
             x = x + self.sometimes(x)
         for block in self.blocks:
             x = x + torch.tanh(block(x))
-        logits = self.head(torch.tanh(self.named["frozen_half"](x)))
+        logits = self.head(torch.tanh(self.named["half_frozen"](x, has_0)))
         return nn.functional.cross_entropy(logits, target)
 
 
@@ -46,13 +59,15 @@ OPTIMIZERS: dict[str, Any] = {
     "adam": lambda parameters: torch.optim.Adam(parameters, lr=0.01, fused=True),
 }
 STEPS, MICRO_BATCHES = 3, 2
+TRANSPORTS: list[Transport] = ["gloo", "shared"]
 Run = tuple[dict[str, Tensor], dict[str, Tensor], dict[str, Tensor]]  # weights before and after, buffers
 
 
 def batch(rank: int, micro_batch: int, shard: Sharded) -> Tensor:
-    """With whole weights, a layer may take no part in some batches of some ranks; a gather needs all ranks."""
+    """The ids of a micro-batch; without 0, they leave parameters idle: on rank 1, or in the first one of all ranks."""
     ids = ALL_USED[(rank + micro_batch) % len(ALL_USED)]
-    return ids if shard == "weights" or rank != 1 else ids.clamp(min=1)
+    is_idle = micro_batch == 0 if shard == "weights" else rank == 1
+    return ids.clamp(min=1) if is_idle else ids
 
 
 def train_sharded(rank: int, world_size: int, port: int) -> dict[tuple[Sharded, str], Run]:
@@ -65,11 +80,13 @@ def train_sharded(rank: int, world_size: int, port: int) -> dict[tuple[Sharded, 
                 net = ShardedDP(Mixed(), shard, backward_passes=MICRO_BATCHES, bucket_bytes=80)
                 before = net.whole_parameters()
                 optimizer = optimizer_of(net.own_parameters().values())
-                for _ in range(STEPS):
+                for step in range(STEPS):
                     optimizer.zero_grad()
-                    for micro_batch in range(MICRO_BATCHES):
-                        ids = batch(rank, micro_batch, shard)
-                        (net(ids, ids.roll(1)) / MICRO_BATCHES).backward()
+                    in_turn = [batch(rank, micro_batch, shard) for micro_batch in range(MICRO_BATCHES)]
+                    for together in [in_turn] if step == 1 else [[ids] for ids in in_turn]:
+                        losses = [net(ids, ids.roll(1)) / MICRO_BATCHES for ids in together]
+                        for loss in losses:  # all forward passes before the first backward pass, or one and one
+                            loss.backward()
                     net.finish_gradients()
                     optimizer.step()
                     net.gather_weights()
@@ -98,3 +115,69 @@ def test_trains_as_one_process(world_size: int) -> None:
                 assert torch.equal(own_before[weight], before[weight]), f"{weight} starts as on rank 0"
                 tolerance = 1e-6 if name == "sgd" else 1e-5
                 torch.testing.assert_close(own[weight], expected, rtol=0, atol=tolerance, msg=f"{weight}, {shard}")
+
+
+LR = 2.0**-7  # of steps so short that a weight of 16 bits would seldom change
+
+
+def train_in_bfloat16(rank: int, port: int) -> list[tuple[Run, dict[str, Tensor], dict[str, int]]]:
+    """For each way to share out, over gloo and in shared memory: the run, this rank's shards, and where they begin.
+
+    Half-way, another model goes on from the shards, as from a checkpoint.
+    """
+    ended = []
+    with process_group(rank, 3, port):
+        for shard in SHARDED:
+            for transport in TRANSPORTS:
+                traffic.transport = transport
+                saved: dict[str, Tensor] = {}
+                for steps in (range(2), range(2, 4)):
+                    torch.manual_seed(rank)
+                    net = ShardedDP(Mixed().bfloat16(), shard, bucket_bytes=80)
+                    assert traffic.is_shared(net.flat_weights()[0]) == (transport == "shared" and shard != "weights")
+                    before, own = net.whole_parameters(), net.own_parameters()
+                    with torch.no_grad():
+                        for name, value in saved.items():
+                            own[name].copy_(value)
+                    net.gather_weights()
+                    optimizer = torch.optim.SGD(own.values(), lr=LR)
+                    for step in steps:
+                        optimizer.zero_grad()
+                        ids = batch(rank, step + 1, shard)
+                        net(ids, ids.roll(1)).backward()
+                        net.finish_gradients()
+                        optimizer.step()
+                        net.gather_weights()
+                    saved = {name: p.detach().clone() for name, p in own.items()}
+                run = before, net.whole_parameters(), dict(net.model.named_buffers())
+                ended.append((run, saved, {name: p.flat_range.start for name, p in own.items() if p.requires_grad}))
+    return ended
+
+
+def test_a_model_in_bfloat16_has_master_weights_in_float32() -> None:
+    """The same bits by both transports, and as one process that adds up gradients in float32 in the order of ranks."""
+    by_rank = run_ranks(3, train_in_bfloat16, free_port())
+    for number, ((before, _, buffers), *_) in enumerate(by_rank[0]):
+        shard, model = SHARDED[number // len(TRANSPORTS)], Mixed().bfloat16()
+        model.load_state_dict({**before, **buffers, "head.weight": before["embed.weight"]})
+        trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        master = {name: p.detach().float() for name, p in trained.items()}
+        for step in range(4):
+            sums = {name: torch.zeros_like(weight) for name, weight in master.items()}
+            for rank in range(3):
+                model.zero_grad()
+                ids = batch(rank, step + 1, shard)
+                model(ids, ids.roll(1)).backward()
+                for name, p in trained.items():
+                    sums[name] += 0 if p.grad is None else p.grad
+            for name, p in trained.items():
+                master[name].add_(sums[name].bfloat16().div_(3).float(), alpha=-LR)
+                p.data.copy_(master[name])
+        is_rounded_off = [(p == before[name]) & (master[name] != before[name]) for name, p in trained.items()]
+        assert any(off.any() for off in is_rounded_off), "without master weights, these steps would be lost"
+        for own_run, saved, starts in (ended[number] for ended in by_rank):
+            for name, p in trained.items():
+                assert torch.equal(own_run[1][name], p), f"{name}, with {shard}"
+                own = saved[name].flatten()
+                assert own.dtype == torch.float32
+                assert torch.equal(own, master[name].flatten()[starts[name] : starts[name] + len(own)])

@@ -17,9 +17,12 @@ OTHERS = {
     "tp-naive": (2, "TP/intro_TP.py", "--world-size 2 --tp-style naive --batch-size 6"),
     "tp-sequence": (2, "TP/intro_TP.py", "--world-size 2 --sequence-parallel --batch-size 6"),
     "shards": (8, "hybrid/intro_hybrid.py", "--dp 2 --pp 2 --tp 2 --batch-size 3 --shard optimizer"),
+    "zero-1": (3, "DP/zero/intro_DP_ZeRO.py", "--world-size 3 --batch-size 2 --shard optimizer"),
+    "zero-2": (2, "DP/zero/intro_DP_ZeRO.py", "--world-size 2 --batch-size 3 --micro-batches 3 --shard gradients"),
     "micro-batches": (2, "DP/mydp/intro_DP_MyDP.py", "--world-size 2 --batch-size 3 --micro-batches 3"),
 }
-RUNS = LAYOUTS | OTHERS
+RUN_ON = {"zero-2x2": (4, "hybrid/intro_hybrid.py", "--dp 2 --pp 2 --batch-size 3 --shard optimizer")}
+RUNS = LAYOUTS | OTHERS | RUN_ON
 Run = tuple[list[State], list[State], list[float], list[float]]
 
 
@@ -55,7 +58,7 @@ def test_one_process_is_clipped_as_the_limit_says(alone: dict[str, Run]) -> None
 
 @pytest.mark.parametrize("layout", ["dp-ga", "dp-zero", "ddp", "pp-dapple", "tp", *OTHERS])
 def test_every_layout_clips_by_the_norm_of_one_process(layout: str, alone: dict[str, Run], tmp_path: Path) -> None:
-    most = SOMETIMES if layout in ("dp-ga", "zb-v", "tp") else ALWAYS
+    most = SOMETIMES if layout in ("dp-ga", "zb-v", "tp", "zero-1") else ALWAYS
     [expected_parameters], [expected_gradients], expected_losses, expected_norms = alone[most]
     parameters, gradients, own_losses, own_norms = clipped(layout, tmp_path, most)
     assert own_norms == pytest.approx(expected_norms, rel=1e-5)
@@ -84,7 +87,9 @@ def test_without_the_flag_nothing_is_sent_or_recorded(tmp_path: Path) -> None:
         assert len(losses(out)) == 4
 
 
-@pytest.mark.parametrize(("layout", "most", "bites"), [("zb-v", 0.75, 7), ("zb-v", 1, 2), ("2x2x2", 1, 2)])
+@pytest.mark.parametrize(
+    ("layout", "most", "bites"), [("zb-v", 0.75, 7), ("zb-v", 1, 2), ("2x2x2", 1, 2), ("zero-2x2", 1, 2)]
+)
 def test_a_clipped_step_that_ran_on_is_undone_and_taken_again(
     layout: str, most: float, bites: int, tmp_path: Path
 ) -> None:
