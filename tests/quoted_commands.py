@@ -112,6 +112,8 @@ def check_one(words: list[str], folder: Path) -> None:
             paths_exist(args[2:], folder)
         elif args[:2] == ["-m", "distlab.launch"]:
             launched(args[2:])
+        elif args[:2] == ["-m", "distlab.calibrate"]:
+            launched([str(LAB / "src/distlab/calibrate.py"), "--machine-file", *args[2:]])
         elif args[0] == "-m":
             run_module(args[1], args[2:])
         else:
@@ -144,6 +146,7 @@ def launched(args: list[str]) -> None:
             mock.patch.object(launch, "become_mpirun", mpirun),
             mock.patch("distlab.exercises.checker.prepare"),
             mock.patch("distlab.exercises.commands._check", return_value=True),
+            mock.patch("distlab.plan.plan", lambda request: request.check()),
         ):
             launch.launch(args)
     except SystemExit as end:

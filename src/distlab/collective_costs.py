@@ -9,7 +9,8 @@ from dataclasses import dataclass
 import tyro
 
 from distlab.collectives.costs import CostModel, operations, predict
-from distlab.collectives.simulation import Link, SimulatedWorld
+from distlab.collectives.simulation import SimulatedWorld
+from distlab.comm.link import Link
 from simplellm import command_line
 from simplellm.errors import require
 

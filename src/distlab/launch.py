@@ -15,6 +15,7 @@ import sys
 from pathlib import Path
 from typing import NoReturn
 
+from distlab import plan
 from distlab.checkpoints.format import has_checkpoints
 from distlab.comm.processes import leave
 from distlab.exercises.commands import ABOUT as EXERCISE_COMMANDS
@@ -75,10 +76,14 @@ def launch(args: list[str]) -> int:
         print("\nand for exercises:")
         for name, about in EXERCISE_COMMANDS.items():
             print(f"  {name:<12} {about}")
+        print("\nand before a run:\n  plan         Predict which layout of hybrid is fastest on a machine.")
         print(f"\nflags of launch.sh itself:\n{FLAGS}", end="")
         return 0
     if args[0] in EXERCISE_COMMANDS:
         return exercise_command(args[0], args[1:])
+    if args[0] == "plan":
+        plan.main(args[1:])
+        return 0
     script, flags = find_script(args[0])
     prog, args = f"./launch.sh {args[0]}", [*flags, *args[1:]]
     if re.search(r"^(from|import) mpi4py", script.read_text(), re.MULTILINE):

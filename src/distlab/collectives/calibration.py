@@ -14,8 +14,8 @@ from torch import Tensor
 
 from distlab.collectives.algorithms import shift
 from distlab.collectives.costs import NUMBER_BYTES, CostModel, Work
-from distlab.collectives.simulation import Link
 from distlab.comm.endpoint import Endpoint
+from distlab.comm.link import Link
 
 FITTED_BYTES = 1_000_000, 4_000_000, 16_000_000
 ADDED_BYTES = 100_000_000  # takes long enough that all ranks add at once, although they leave the barrier one by one

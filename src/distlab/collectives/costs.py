@@ -16,8 +16,9 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from distlab import collectives as by_hand
-from distlab.collectives.simulation import Link, SimulatedEndpoint, SimulatedWorld
+from distlab.collectives.simulation import SimulatedEndpoint, SimulatedWorld
 from distlab.comm.endpoint import Endpoint
+from distlab.comm.link import Link
 
 Work = Callable[[], object]
 LIBRARY = "library"

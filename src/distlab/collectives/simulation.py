@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from distlab.comm.link import Link
 from distlab.comm.wait_graph import find_cycle
 
 
@@ -25,14 +26,6 @@ class Deadlock(RuntimeError):
 
 class HalfMessage(RuntimeError):
     """All ranks have finished, but a message has not: its other end was never started, or no rank waited for it."""
-
-
-@dataclass(frozen=True)
-class Link:
-    """The cost of a message: a fixed latency plus a time per byte."""
-
-    latency_seconds: float = 0.0
-    bytes_per_second: float = math.inf
 
 
 @dataclass(eq=False)

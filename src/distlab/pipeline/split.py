@@ -43,9 +43,17 @@ def balance(
     layer = projections + feed_forward + dmodel * seq_len  # the last term: causal attention
     embedding, head = dmodel, dmodel * vocab_size
 
+    return divide(n_layers, stages, layer=layer, embedding=embedding, head=head)
+
+
+def divide(n_layers: int, stages: int, *, layer: float, embedding: float, head: float) -> Split:
+    """The layers of each stage such that the slowest stage is as fast as possible, given what the parts cost.
+
+    `InputError` if there are too many stages for the model.
+    """
     # Besides layers, only the last stage holds something that can cost as much as a layer: the head. Try each number of
     # layers for that stage, and divide the other layers evenly; the first stage gets none of the remainder.
-    found: list[tuple[int, int, Split]] = []  # cost of the slowest stage, sum of squared costs, split
+    found: list[tuple[float, float, Split]] = []  # cost of the slowest stage, sum of squared costs, split
     for last in range(1 if stages == 1 else 0, n_layers + 1):
         share, more = divmod(n_layers - last, max(1, stages - 1))
         split = ((share,) * (stages - 1 - more) + (share + 1,) * more + (last,))[-stages:]

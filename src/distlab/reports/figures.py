@@ -12,8 +12,9 @@ import torch
 import tyro
 
 from distlab.collectives.algorithms import ALL_REDUCES, broadcast_naive, broadcast_ring, broadcast_tree
-from distlab.collectives.simulation import Link, SimulatedWorld
+from distlab.collectives.simulation import SimulatedWorld
 from distlab.comm.grid import Grid
+from distlab.comm.link import Link
 from distlab.pipeline.actions import ActionCosts
 from distlab.pipeline.auto import Limit
 from distlab.pipeline.plan import simulate

@@ -73,17 +73,17 @@ class Run(Generic[SettingsT]):
 
     def _take_place(self, places: Sequence[devices.Place]) -> None:
         """Set this rank's device and number of threads, given the places of all ranks."""
-        self._places, self._local_ranks = places, len(devices.local_ranks(places, self.rank))
+        self._places, self.local_ranks = places, len(devices.local_ranks(places, self.rank))
         self.device = traffic.device = devices.pick_device(places, self.rank)
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
-        computing = self._local_ranks // (self.grid.pp if self.settings.one_stage_at_a_time else 1)
+        computing = self.local_ranks // (self.grid.pp if self.settings.one_stage_at_a_time else 1)
         torch.set_num_threads(devices.threads_per_rank(max(1, computing)))
 
     @property
     def shared_cores(self) -> int | None:
         """Cores of this host for each of the pipelines that it runs; None if the number of threads must not change."""
-        return None if self.device.type == "cuda" else devices.cores_to_share(max(1, self._local_ranks // self.grid.pp))
+        return None if self.device.type == "cuda" else devices.cores_to_share(max(1, self.local_ranks // self.grid.pp))
 
     def _begin_alone(self, script: Path) -> dict[str, Any]:
         self._take_place([devices.own_place(self._device_type, self.settings.master_addr)])
@@ -108,7 +108,7 @@ class Run(Generic[SettingsT]):
         decided = rendezvous.agree(store, rank, size, place, same, decide_all, seconds, say)
         self._take_place(rendezvous.read_places(store, size))
         backend = decided["backend"]
-        devices.keep_to_interface(address, on_one_host=by_torchrun and self._local_ranks == size)
+        devices.keep_to_interface(address, on_one_host=by_torchrun and self.local_ranks == size)
         traffic.timeout_seconds, traffic.transport, traffic.remark = seconds, settings.transport, say
         if backend == "nccl":
             traffic.watch(_end)

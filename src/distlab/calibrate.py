@@ -1,0 +1,185 @@
+"""Measure this machine for the planner: what passes, messages, collectives and updates take, in at most a minute.
+
+    python -m distlab.calibrate machine.json
+    python -m distlab.calibrate machine.json --dmodel 192 --world-size 2
+    python -m distlab.calibrate machine.json --nnodes 2 --node-rank 0 --master-addr 10.0.0.1    first of two hosts
+
+The file can be read and edited. The times of passes are those of a model's sizes: measure again for another width, and
+the file keeps those of both.
+"""
+
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import NoReturn
+
+import torch
+
+from distlab.comm import devices
+from distlab.launch import launch
+from distlab.planner import measuring
+from distlab.planner.layouts import divisors
+from distlab.planner.machine import Machine, read_machine, write_machine
+from distlab.planner.model import Sizes
+from distlab.rendezvous.torchrun import started_by_torchrun
+from distlab.run.commands import LAB
+from distlab.run.logs import say
+from distlab.run.main import main
+from distlab.run.optimizers import build_optimizer
+from distlab.run.run import Run
+from distlab.run.settings import RunSettings, WorldSize, require_positive
+from simplellm import command_line
+from simplellm.errors import require
+from simplellm.llama import LLamaStage
+from simplellm.options import check_heads
+from simplellm.tokenizers import SPTokenizer
+
+TINY = Sizes(dmodel=8, num_heads=1, num_kv_heads=1, hidden_dim=32, seq_len=8, vocab_size=0)
+TINY_FLAGS = "--dmodel 8 --num-heads 1 --n-layers 1 --seq-len 8 --batch-size 1 --micro-batches 1 --dp 1 --pp 1"
+TINY_STEPS = 200
+
+
+@dataclass
+class CalibrateSettings(WorldSize, RunSettings):
+    """What to measure."""
+
+    machine_file: Path = Path("machine.json")
+    """the file to write"""
+    world_size: int = 4
+    """ranks: so many compute and communicate at the same time"""
+    dmodel: int = 288
+    """width of the model"""
+    num_heads: int = 6
+    """attention heads"""
+    num_kv_heads: int | None = None
+    """key and value heads; by default as many as --num-heads"""
+    hidden_dim: int | None = None
+    """width of the feed-forward layers; by default 4 times --dmodel"""
+    seq_len: int = 256
+    """tokens per sequence"""
+    rows: tuple[int, ...] = (1, 2, 4)
+    """sequences of a micro-batch"""
+    seconds: float = 25
+    """how long to measure passes"""
+    timeout: float = 600
+    """seconds that any wait may take; ranks wait while one of them computes alone"""
+    tokenizer: Path | None = None
+    """a SentencePiece model, whose vocabulary the embedding and the head have"""
+
+    @property
+    def sizes(self) -> Sizes:
+        heads, hidden = self.num_kv_heads or self.num_heads, self.hidden_dim or 4 * self.dmodel
+        vocab_size = SPTokenizer(self.tokenizer).vocab_size
+        return Sizes(self.dmodel, self.num_heads, heads, hidden, self.seq_len, vocab_size)
+
+    def check(self) -> None:
+        super().check()
+        require_positive(self, *"seconds dmodel num_heads num_kv_heads hidden_dim".split())
+        check_heads(self.dmodel, self.num_heads, self.num_kv_heads)
+        require(self.seq_len > 1, f"--seq-len {self.seq_len}: predicting the next token needs at least 2")
+        rows = " ".join(map(str, self.rows))
+        is_ascending = bool(self.rows) and self.rows[0] >= 1 and sorted(set(self.rows)) == list(self.rows)
+        require(is_ascending, f"--rows {rows}: give one or more numbers of sequences, in ascending order")
+        require(self.world_size > 1, "--world-size 1: messages need 2 ranks or more")
+        require(self.machine_file.parent.is_dir(), f"{self.machine_file}: there is no such folder")
+
+
+DEFAULTS = CalibrateSettings()
+
+
+def calibrate(run: Run[CalibrateSettings]) -> None:
+    """Measure, and write the file on rank 0."""
+    args, device = run.settings, run.device
+    sizes, local = args.sizes, run.local_ranks
+    slowdown = measuring.measure_slowdown(sizes, run.rank, local, device)
+    peers = [peer for peer in dict.fromkeys((1, local)) if peer < run.world_size]  # on this host and on the next one
+    links = [measuring.measure_link(run.rank, (0, peer), device) for peer in peers]
+    reductions = measuring.measure_all_reduces(run.rank, local, device)
+    if run.rank > 0:
+        return  # and wait for rank 0 at the end of the run, without computing
+    is_cpu = device.type == "cpu"
+    at_once = devices.cores() if is_cpu else torch.cuda.device_count()
+    kinds = [measuring.Kind(tp, 1) for tp in divisors(sizes.num_kv_heads) if tp <= run.world_size]
+    kinds += [measuring.Kind(1, at_once)] if is_cpu and at_once > 1 else []
+    measured = measuring.measure_passes(sizes, kinds, args.rows, device, args.seconds)
+    net = measuring.build(LLamaStage, sizes, measuring.BLOCKS, 1, device)
+    update = measuring.measure_optimizer(build_optimizer("adam", net.parameters(), 1e-3), device)
+    machine = Machine(
+        name=f"{platform.node()}, {at_once} {'cores' if is_cpu else 'GPUs'}",
+        device="cpu" if is_cpu else "cuda",
+        hosts=run.world_size // local,
+        ranks_per_host=local,
+        cores_per_host=at_once,
+        memory_bytes_per_host=memory_bytes(device),
+        inside=links[0],
+        between=links[-1],
+        multiply_adds_per_second=args.rows[0] * sizes.seq_len * sizes.multiply_adds("block") / measured[0].block.F[0],
+        pass_seconds=measured[0].embedding.F[0],
+        optimizer_seconds=update,
+        slowdown=slowdown,
+        measured=tuple(measured),
+        all_reduces=reductions,
+    )
+    machine = with_tiny_run(machine, sizes.vocab_size, device)
+    write_machine(with_earlier(machine, args.machine_file), args.machine_file)
+    speed = f"{machine.multiply_adds_per_second / 1e9:.1f} billion multiply-adds/s on each rank"
+    say(f"{args.machine_file}: {machine.name}, {speed}")
+
+
+def with_tiny_run(machine: Machine, vocab_size: int, device: torch.device) -> Machine:
+    """A machine with what a step and a process take besides: what is left of a run of a model that takes no time."""
+    passes = measuring.whole_step(replace(TINY, vocab_size=vocab_size), device)
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, str(LAB / "hybrid/intro_hybrid.py"), *TINY_FLAGS.split(), "--data", "sample"]
+        command += ["--device", device.type, "--steps", str(TINY_STEPS), "--out", folder]
+        of_this_rank = "TORCHELASTIC", "LAB_"
+        environment = {name: value for name, value in os.environ.items() if not name.startswith(of_this_rank)}
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=False)
+        require(done.returncode == 0, f"the run of a tiny model failed: {done.stderr.strip()[-300:]}")
+        steps = [json.loads(line) for line in (Path(folder) / "metrics.jsonl").read_text().splitlines()]
+    besides = statistics.median(step["seconds"] for step in steps) - passes
+    return replace(machine, step_seconds=max(0.0, besides), process_bytes=float(steps[-1]["peak_memory_bytes"]))
+
+
+def memory_bytes(device: torch.device) -> float:
+    """The memory of this host, or of its GPUs together."""
+    if device.type == "cuda":
+        gpus = range(torch.cuda.device_count())
+        return float(sum(torch.cuda.get_device_properties(gpu).total_memory for gpu in gpus))
+    return float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+
+
+def with_earlier(machine: Machine, path: Path) -> Machine:
+    """A machine with the passes of other models that its file already has."""
+    if not path.exists():
+        return machine
+    sizes = machine.measured[0].sizes
+    earlier = read_machine(path).measured
+    return replace(machine, measured=(*machine.measured, *(entry for entry in earlier if entry.sizes != sizes)))
+
+
+def start() -> NoReturn:
+    """On the command line, launch the ranks; as one of them, measure."""
+    if started_by_torchrun():
+        main(calibrate, DEFAULTS, __doc__)
+
+    def launch_all() -> None:
+        file, *flags = sys.argv[1:] or ["--help"]
+        given = [file] if file in ("-h", "--help") else ["--machine-file", file]
+        if not file.startswith("-") and Path(file).exists():
+            read_machine(Path(file))  # it would be written over
+        status = launch([__file__, *given, *flags])
+        if status:
+            raise SystemExit(status)
+
+    command_line.guard(launch_all)
+
+
+if __name__ == "__main__":
+    start()

@@ -1,0 +1,16 @@
+"""What a message costs."""
+
+import math
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Link:
+    """The cost of a message: a fixed latency plus a time per byte."""
+
+    latency_seconds: float = 0.0
+    bytes_per_second: float = math.inf
+
+    def seconds(self, size_bytes: float) -> float:
+        """From the start of a message of this size until it has arrived."""
+        return self.latency_seconds + size_bytes / self.bytes_per_second

@@ -1,0 +1,209 @@
+"""What each action of a layout costs on a machine: seconds, and bytes of activations."""
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from distlab.pipeline.actions import Action
+from distlab.pipeline.split import Split, divide
+from distlab.planner.layouts import Layout
+from distlab.planner.machine import Machine, Measured, PassKind
+from distlab.planner.model import NUMBER_BYTES, PARTS, Model, Part
+from distlab.planner.traffic import Placement
+
+SHARE_OF = {"F": 1.0, "B": 2.0, "I": 1.0, "W": 1.0}  # of a forward pass's multiply-adds
+
+
+@dataclass(frozen=True)
+class Kept:
+    """Bytes that a stage keeps of a micro-batch."""
+
+    all: int  # that a backward pass needs
+    by_forward: int  # by a forward pass: with its output, and without what is computed again
+    input: int  # by a forward pass that keeps its input only
+    factors: int  # between `BackwardInput` and `BackwardWeight`
+
+
+@dataclass(frozen=True)
+class Costs:
+    """The costs of a layout's actions; `threads` is what an action computes with.
+
+    Where replicas share out the weights, the collectives of a pass are part of it.
+    """
+
+    machine: Machine
+    model: Model
+    layout: Layout
+
+    @functools.cached_property
+    def placement(self) -> Placement:
+        return Placement(self.machine, self.layout)
+
+    @property
+    def tokens(self) -> int:
+        """Of a micro-batch."""
+        return self.layout.rows * self.model.sizes.seq_len
+
+    def parts(self, stage: int) -> dict[Part, int]:
+        """How many of each part of the model a stage holds."""
+        split = self.layout.split
+        return {"embedding": int(stage == 0), "block": split[stage], "head": int(stage == len(split) - 1)}
+
+    def weights(self, stage: int) -> int:
+        """Elements of the weights of a stage, on one rank."""
+        return sum(count * self.model.sizes.weights(part, self.layout.tp) for part, count in self.parts(stage).items())
+
+    @functools.cached_property
+    def message_bytes(self) -> int:
+        """The activations of a micro-batch between two stages."""
+        return self.tokens * self.model.sizes.dmodel * NUMBER_BYTES
+
+    def seconds(self, action: Action, threads: int = 1) -> float:
+        """Of an action that no other rank slows down, with the collectives inside it."""
+        return self.pass_seconds(action.letter, action.stage, threads, self._computes_blocks_again(action))
+
+    @functools.cached_property
+    def pass_seconds(self) -> Callable[[str, int, int, bool], float]:
+        """(letter of an action, stage, threads, whether blocks are computed again) -> its seconds."""
+        return functools.cache(self._pass_seconds)
+
+    def _pass_seconds(self, letter: str, stage: int, threads: int, again: bool) -> float:
+        kind = _kind(letter)
+        seconds = self._pass(kind, stage, threads) + self._exchanged(kind, stage, again)
+        if again:
+            forward = self.parts(stage)["block"] * self._of_part("block", "F", threads)
+            seconds += forward * self._recomputed_share
+        return seconds
+
+    def exchanged(self, action: Action) -> float:
+        """Seconds of an action in collectives, if no other rank computes."""
+        return self._exchanged(_kind(action.letter), action.stage, self._computes_blocks_again(action))
+
+    def exchanges(self, action: Action) -> int:
+        """How many tensors of `message_bytes` the slices of a stage add up in an action."""
+        return self._exchanges(_kind(action.letter), action.stage, self._computes_blocks_again(action))
+
+    def _computes_blocks_again(self, action: Action) -> bool:
+        """Whether a backward pass computes blocks again: all but their last product, which only the output needs."""
+        is_done = (action.stage, action.micro_batch) in self._recomputed
+        return action.letter in "BI" and self.layout.recompute != "none" and not is_done
+
+    @functools.cached_property
+    def _recomputed_share(self) -> float:
+        sizes = self.model.sizes
+        return 1 - sizes.dmodel * sizes.hidden_dim / sizes.multiply_adds("block")
+
+    def _pass(self, kind: PassKind, stage: int, threads: int) -> float:
+        own = sum(count * self._of_part(part, kind, threads) for part, count in self.parts(stage).items() if count)
+        return own if self._measured(threads) else own + self.machine.pass_seconds
+
+    def _of_part(self, part: Part, kind: PassKind, threads: int) -> float:
+        measured = self._measured(threads)
+        if measured is not None:
+            return measured.seconds(part, kind, self.layout.rows)
+        products = self.tokens * self.model.sizes.multiply_adds(part, self.layout.tp) * SHARE_OF[kind]
+        return products / self.machine.multiply_adds_per_second / threads
+
+    def _measured(self, threads: int) -> Measured | None:
+        sizes, tp = self.model.sizes, self.layout.tp
+        known = [m for m in self.machine.measured if (m.sizes, m.tp) == (sizes, tp) and m.threads <= threads]
+        return max(known, key=lambda m: m.threads, default=None)
+
+    @functools.cached_property
+    def _all_reduce_activations(self) -> float:
+        """Seconds in which the slices of a stage add up activations, or their gradients."""
+        return self.placement.all_reduce(self.placement.slices, self.message_bytes).seconds
+
+    def _exchanges(self, kind: PassKind, stage: int, again: bool) -> int:
+        if self.layout.tp == 1 or kind == "W":
+            return 0
+        parts = self.parts(stage)
+        return (2 + again) * parts["block"] + (parts["embedding"] if kind == "F" else parts["head"])
+
+    def _exchanged(self, kind: PassKind, stage: int, again: bool) -> float:
+        seconds = self._exchanges(kind, stage, again) * self._all_reduce_activations
+        if kind == "F" and self.parts(stage)["head"]:  # the loss: the largest logit of each token; two sums
+            sizes = (self.tokens * NUMBER_BYTES, 2 * self.tokens * NUMBER_BYTES)
+            seconds += sum(self.placement.all_reduce(self.placement.slices, size).seconds for size in sizes)
+        return seconds + self._gathered(kind, stage)
+
+    def _gathered(self, kind: PassKind, stage: int) -> float:
+        """Seconds that shared-out weights and gradients add to a pass."""
+        shard = self.layout.shard
+        if shard not in ("gradients", "weights") or kind == "W":
+            return 0.0
+        size_bytes, replicas = self.weights(stage) * NUMBER_BYTES, self.placement.replicas
+        gathered = self.placement.half(replicas, size_bytes, "shared")
+        reduced = self.placement.half(replicas, size_bytes)
+        seconds = gathered.seconds * (shard == "weights") + reduced.seconds * (kind != "F")
+        is_hidden = self.machine.device == "cuda" or not self.placement.is_inside(replicas)  # behind the computation
+        return max(0.0, seconds - self._pass(kind, stage, 1)) if is_hidden else seconds
+
+    def kept_bytes(self, action: Action) -> int:
+        """Bytes of activations that an action adds to those kept on its worker; negative if it frees them.
+
+        The ids of the batch, and what all blocks of a process share, are not among them.
+        """
+        letter, stage = action.letter, action.stage
+        kept = self._kept(stage)
+        if letter in "FfRW":
+            return {"F": kept.by_forward, "f": kept.input, "R": kept.all - kept.input, "W": -kept.factors}[letter]
+        before = kept.all if (stage, action.micro_batch) in self._recomputed else kept.by_forward
+        return (kept.factors if letter == "I" else 0) - before
+
+    @functools.cached_property
+    def _recomputed(self) -> set[tuple[int, int]]:
+        """Stages and micro-batches whose activations are computed again by an action of their own."""
+        if self.layout.recompute != "all":
+            return set()
+        return {(a.stage, a.micro_batch) for line in self.layout.programs() for a in line if a.letter == "R"}
+
+    @functools.cached_property
+    def _kept(self) -> "Callable[[int], Kept]":
+        return functools.cache(self._kept_of_stage)
+
+    def _kept_of_stage(self, stage: int) -> "Kept":
+        parts, sizes, tp, tokens = self.parts(stage), self.model.sizes, self.layout.tp, self.tokens
+        factors = sum(count * sizes.factor_bytes(part, tokens, tp) for part, count in parts.items())
+        everything = sum(count * sizes.kept_bytes(part, tokens, tp) for part, count in parts.items())
+        by_forward = everything + (0 if parts["head"] else self.message_bytes)  # the output, where the next one begins
+        if self.layout.recompute != "none":
+            by_forward -= parts["block"] * self._inside_block_bytes
+        if self.layout.recompute == "all" and parts["head"]:
+            by_forward -= tokens * NUMBER_BYTES * (sizes.dmodel + 1)  # of the norm, which keeps its input only
+        return Kept(everything, by_forward, 0 if parts["embedding"] else self.message_bytes, factors)
+
+    @property
+    def _inside_block_bytes(self) -> int:
+        """What a block keeps besides its input."""
+        return self.model.sizes.kept_bytes("block", self.tokens, self.layout.tp) - self.message_bytes
+
+    def recomputed_bytes(self, action: Action) -> int:
+        """Bytes more than before it that a backward pass keeps meanwhile, where activations are computed again."""
+        blocks, has_head = self.parts(action.stage)["block"], self.parts(action.stage)["head"]
+        if action.letter == "I" and (action.stage, action.micro_batch) in self._recomputed and not has_head:
+            return self.message_bytes  # the gradient of the output, a factor; the output itself is not kept
+        if not self._computes_blocks_again(action) or not blocks:
+            return 0
+        sizes, tokens, tp = self.model.sizes, self.tokens, self.layout.tp
+        factors, kept = [sizes.factor_bytes(part, tokens, tp) * (action.letter == "I") for part in ("block", "head")], 0
+        for done in (0, blocks - 1):
+            others = (blocks - done) * self.message_bytes + done * factors[0]
+            others += self.message_bytes * (action.letter == "I")  # the gradient of the block's output, a factor
+            kept = max(kept, others + self._inside_block_bytes + factors[1] * has_head)
+        return max(0, kept - self._kept(action.stage).by_forward)
+
+    def balanced_split(self) -> Split:
+        """The layers of each stage, such that the slowest stage is as fast as possible on this machine."""
+        seconds = {part: sum(self._of_part(part, kind, 1) for kind in ("F", "B")) for part in self.parts(0)}
+        return _divide(self.model.n_layers, len(self.layout.split), *(seconds[part] for part in PARTS))
+
+
+@functools.lru_cache(maxsize=4096)
+def _divide(n_layers: int, stages: int, embedding: float, layer: float, head: float) -> Split:
+    return divide(n_layers, stages, layer=layer, embedding=embedding, head=head)
+
+
+def _kind(letter: str) -> PassKind:
+    """The pass that an action is, as far as its time goes."""
+    return "F" if letter in "fR" else letter  # type: ignore[return-value]

@@ -1,0 +1,242 @@
+"""Measures the numbers of a machine's file, on all ranks of a process group together; needs torch."""
+
+import itertools
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from distlab.collectives.calibration import seconds_in_turn
+from distlab.comm.link import Link
+from distlab.comm.traffic import Group, traffic
+from distlab.parallel.tp_group import shard_sizes
+from distlab.pipeline.actions import KINDS
+from distlab.pipeline.activations import Stage
+from distlab.planner.machine import AllReduce, Measured, PassSeconds, Transport
+from distlab.planner.model import PARTS, Part, Sizes
+from simplellm.llama import (
+    MLP,
+    Attention,
+    CausalLLama,
+    LLama,
+    LLamaFirstStage,
+    LLamaLastStage,
+    LLamaPart,
+    LLamaStage,
+)
+from simplellm.losses import causalLLMLoss
+
+BLOCKS = 2  # of the stage whose passes are measured
+NETS: tuple[tuple[Part, type[LLamaPart], int], ...] = (
+    ("embedding", LLamaFirstStage, 0),
+    ("block", LLamaStage, BLOCKS),
+    ("head", LLamaLastStage, 0),
+)
+LEAST_TURNS = 2
+SECONDS_TOGETHER = 0.3  # in which ranks compute at the same time
+TURNS_TOGETHER = 3
+MESSAGE_BYTES = 4, 1_000_000
+GLOO_BYTES = 4, 65_536, 1_048_576, 4_194_304
+SHARED_BYTES = 262_144, 4_194_304, 16_777_216
+ROUNDS = 5
+
+
+class Passes:
+    """A stage's passes over a made-up micro-batch, timed on this rank."""
+
+    def __init__(self, net: LLamaPart, sizes: Sizes, rows: int, vocab_size: int) -> None:
+        device = next(net.parameters()).device
+        loss = partial(causalLLMLoss, vocab_size=vocab_size) if net.has_head else None
+        self._index = 0 if net.has_embedding else 1
+        self._stage, self._device = Stage(net, loss, None), device
+        ids = torch.zeros(rows, sizes.seq_len, dtype=torch.int64, device=device)
+        self._stage.micro_batches, self._stage.shares = [ids], [1.0]
+        self._shape = rows, sizes.seq_len, sizes.dmodel
+
+    def run(self, letters: str) -> list[float]:
+        """Seconds of each of the actions, which follow on each other: "FB" or "FIW"."""
+        actions = [KINDS[letter](self._index, 0) for letter in letters]
+        for action in actions:
+            action.prepare(self._stage)
+        activations = [] if self._index == 0 else [torch.zeros(*self._shape, device=self._device)]
+        gradients = [] if self._stage._loss is not None else [torch.ones(*self._shape, device=self._device)]
+        marks = [now(self._device)]
+        for action in actions:
+            received = {"F": activations, "B": gradients, "I": gradients}.get(action.letter, [])
+            action.run(self._stage, *received)
+            marks.append(now(self._device))
+        return [end - start for start, end in itertools.pairwise(marks)]
+
+    def turn(self) -> dict[str, float]:
+        """Seconds of each kind of pass; gradients are added to those that are there, as with several micro-batches."""
+        forward, backward = self.run("FB")
+        again, of_input, of_weights = self.run("FIW")
+        return {"F": min(forward, again), "B": backward, "I": of_input, "W": of_weights}
+
+
+def now(device: torch.device) -> float:
+    """The time when all that has begun on a device has ended."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
+
+
+def build(kind: type[LLamaPart], sizes: Sizes, n_layers: int, tp: int, device: torch.device) -> LLamaPart:
+    """A part of the model as one of `tp` ranks has it, without collectives."""
+    vocab_size = shard_sizes(sizes.vocab_size, tp)[0]
+    names = "dmodel", "num_heads", "num_kv_heads", "hidden_dim"
+    options = {name: getattr(sizes, name) for name in names} | {"ctx_size": sizes.seq_len, "device": device}
+    net = LLama(kind, vocab_size, n_layers=n_layers, first_layer=0, **options)
+    for module in net.modules() if tp > 1 else ():
+        if isinstance(module, Attention | MLP):
+            for name, linear in module.named_children():
+                dim = int(name in ("o_proj", "down_proj"))  # the second of a pair is split by its inputs
+                assert isinstance(linear, nn.Linear)
+                linear.weight = nn.Parameter(linear.weight.detach().tensor_split(tp, dim)[0].clone())
+    return net
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What passes are measured with: one of `tp` slices, and so many threads."""
+
+    tp: int
+    threads: int
+
+
+def measure_passes(
+    sizes: Sizes, kinds: Sequence[Kind], rows: Sequence[int], device: torch.device, seconds: float
+) -> list[Measured]:
+    """The parts of a model on this rank alone, for about so many seconds.
+
+    All are measured in turns, so that what disturbs the computer for a while does not spoil one of them; the fastest
+    of its turns is what a pass takes if nothing disturbs it.
+    """
+    usual = torch.get_num_threads()
+    passes: dict[tuple[Kind, Part, int], Passes] = {}
+    for kind, (part, net_kind, blocks) in itertools.product(kinds, NETS):
+        net = build(net_kind, sizes, blocks, kind.tp, device)
+        for count in rows:
+            passes[kind, part, count] = Passes(net, sizes, count, shard_sizes(sizes.vocab_size, kind.tp)[0])
+    fastest: dict[tuple[Kind, Part, int], dict[str, float]] = {}
+    begun, turns = time.perf_counter(), 0
+    while turns < LEAST_TURNS or time.perf_counter() < begun + seconds * turns / (turns + 1):
+        for key, one in passes.items():
+            torch.set_num_threads(key[0].threads)
+            taken = one.turn()
+            if turns:  # the first loads and allocates
+                known = fastest.setdefault(key, taken)
+                fastest[key] = {letter: min(taken[letter], known[letter]) for letter in taken}
+        turns += 1
+    torch.set_num_threads(usual)
+
+    def part_of(kind: Kind, part: Part) -> PassSeconds:
+        blocks = BLOCKS if part == "block" else 1
+        return PassSeconds(*(tuple(fastest[kind, part, n][letter] / blocks for n in rows) for letter in "FBIW"))
+
+    return [
+        Measured(sizes, kind.tp, kind.threads, tuple(rows), *(part_of(kind, part) for part in PARTS)) for kind in kinds
+    ]
+
+
+def measure_slowdown(sizes: Sizes, rank: int, ranks: int, device: torch.device) -> tuple[float, ...]:
+    """What passes take while 1, 2, … ranks of this host compute, as multiples of what they take alone; on all ranks."""
+    passes = Passes(build(LLamaStage, sizes, BLOCKS, 1, device), sizes, 1, sizes.vocab_size)
+    passes.run("FB")
+    best = [0.0] * ranks  # passes a second, of all that are busy
+    for busy in [*range(1, ranks + 1)] * TURNS_TOGETHER:
+        meet("ranks to compute at the same time", device)
+        count, started = 0, time.perf_counter()
+        while rank < busy and time.perf_counter() < started + SECONDS_TOGETHER:
+            passes.run("FB")
+            count += 1
+        rate = torch.tensor(count / (time.perf_counter() - started), dtype=torch.float64, device=device)
+        traffic.all_reduce(rate, "the speed of all ranks", kind="control", op=dist.ReduceOp.SUM).wait()
+        best[busy - 1] = max(best[busy - 1], rate.item())
+    return tuple(max(1.0, busy * best[0] / rate) for busy, rate in enumerate(best, start=1))
+
+
+def measure_link(rank: int, peers: tuple[int, int], device: torch.device) -> Link:
+    """A message between two ranks; all ranks must call it, and all have the result."""
+    seconds = [0.0, 0.0]
+    for index, size_bytes in enumerate(MESSAGE_BYTES):
+        tensor, times = torch.zeros(size_bytes // 4, device=device), []
+        meet("ranks to send messages", device)
+        for _ in range(4 * ROUNDS if rank in peers else 0):
+            started = now(device)
+            for sender in peers:
+                other, what = peers[1 - peers.index(rank)], "a message of the calibration"
+                if rank == sender:
+                    traffic.send(tensor, what, to=other, kind="control").wait()
+                else:
+                    traffic.receive(tensor, what, source=other).wait()
+            times.append((now(device) - started) / 2)
+        seconds[index] = statistics.median(times) if times else 0.0
+    told = torch.tensor(seconds, dtype=torch.float64, device=device)
+    traffic.broadcast(told, "what messages take", kind="control", src=peers[0]).wait()
+    latency, large = told.tolist()
+    return Link(latency, MESSAGE_BYTES[1] / max(1e-9, large - latency))
+
+
+def measure_all_reduces(rank: int, ranks: int, device: torch.device) -> tuple[AllReduce, ...]:
+    """All-reduces among the first 2, 3, … ranks of this host, over the process group and in shared memory."""
+    works: dict[str, Callable[[], object]] = {}
+    keys: dict[tuple[int, Transport], dict[int, str]] = {}  # by ranks and transport: by size, the work's name
+    kinds: tuple[tuple[Transport, Sequence[int]], ...] = (("gloo", GLOO_BYTES), ("shared", SHARED_BYTES))
+    for size in range(2, ranks + 1):
+        group, takes_part = dist.new_group(range(size), timeout=traffic.group_timeout), rank < size
+        for transport, sizes in kinds:
+            for size_bytes in sizes:
+                tensor = torch.zeros(size_bytes // 4, device=device)
+                if transport == "shared":
+                    tensor = traffic.new_buffer(size_bytes // 4, tensor, group) if takes_part else tensor
+                    if not is_shared_on_all(tensor, group, takes_part, device):
+                        continue
+                name = f"{size} {transport} {size_bytes}"
+                works[name] = partial(combine, tensor, group) if takes_part else lambda: None
+                keys.setdefault((size, transport), {})[size_bytes] = name
+    typical = {name: statistics.median(times) for name, times in seconds_in_turn(works, ROUNDS, in_a_row=2).items()}
+    return tuple(
+        AllReduce(size, transport, tuple(map(float, names)), tuple(typical[name] for name in names.values()))
+        for (size, transport), names in keys.items()
+    )
+
+
+def combine(tensor: Tensor, group: Group) -> None:
+    traffic.all_reduce(tensor, "a tensor of the calibration", kind="control", group=group).wait()
+
+
+def is_shared_on_all(tensor: Tensor, group: Group, takes_part: bool, device: torch.device) -> bool:
+    """Whether the ranks of a group share the memory of a tensor; the same on all ranks."""
+    is_not = torch.tensor(int(takes_part and not traffic.is_shared(tensor, group)), device=device)
+    traffic.all_reduce(is_not, "whether memory is shared", kind="control", op=dist.ReduceOp.MAX).wait()
+    return not is_not.item()
+
+
+def measure_optimizer(optimizer: torch.optim.Optimizer, device: torch.device) -> float:
+    """Seconds to update one weight, on this rank alone."""
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    for parameter in parameters:
+        parameter.grad = torch.ones_like(parameter)
+    times = []
+    for _ in range(1 + ROUNDS):
+        started = now(device)
+        optimizer.step()
+        times.append(now(device) - started)
+    return statistics.median(times[1:]) / sum(parameter.numel() for parameter in parameters)
+
+
+def whole_step(sizes: Sizes, device: torch.device) -> float:
+    """Seconds of the forward and backward pass of a whole model of one block, over one sequence."""
+    passes = Passes(build(CausalLLama, sizes, 1, 1, device), sizes, 1, sizes.vocab_size)
+    return min(sum(passes.run("FB")) for _ in range(4 * ROUNDS))
+
+
+def meet(what: str, device: torch.device) -> None:
+    """Wait for all ranks."""
+    traffic.all_reduce(torch.zeros(1, device=device), what, kind="control").wait()

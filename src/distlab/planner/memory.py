@@ -1,0 +1,55 @@
+"""What a rank of a layout holds, by the kinds of `distlab.reports.memory`: the counts that a run's table has."""
+
+import itertools
+from dataclasses import dataclass
+
+from distlab.pipeline.actions import stages_of
+from distlab.planner.costs import Costs
+from distlab.planner.model import ID_BYTES, NUMBER_BYTES, PARTS, share
+
+SHARDED_BUCKET_BYTES = 5_000_000  # `BUCKET_BYTES // 5` of `distlab.parallel.sharded`
+MOMENTS = {"adam": 2, "adamw": 2, "sgd": 0}  # tensors of the optimizer for each weight
+
+
+@dataclass(frozen=True)
+class Held:
+    """Bytes that a rank holds at the peak."""
+
+    parameters: int
+    gradients: int
+    optimizer_state: int
+    gathered: int
+    activations: int
+
+    @property
+    def total(self) -> int:
+        return self.parameters + self.gradients + self.optimizer_state + self.gathered + self.activations
+
+
+def held(costs: Costs, worker: int, optimizer: str = "adam") -> Held:
+    """What the first rank of a worker of the first replica holds."""
+    layout, program = costs.layout, costs.layout.programs()[worker]
+    stages = stages_of(program)
+    weights = sum(costs.weights(stage) for stage in stages) * NUMBER_BYTES
+    shares = layout.dp if layout.shard != "none" else 1
+    own = share(weights, shares)
+    after = list(itertools.accumulate(map(costs.kept_bytes, program)))
+    within = [kept + costs.recomputed_bytes(action) for kept, action in zip([0, *after], program, strict=False)]
+    ids = layout.batch_size * costs.model.sizes.seq_len * ID_BYTES if 0 in stages else 0  # of the whole batch, once
+    blocks = sum(costs.parts(stage)["block"] for stage in stages)
+    tables = costs.model.sizes.table_bytes() if blocks else 0
+    return Held(
+        parameters=own if layout.shard == "weights" else weights,
+        gradients=own if layout.shard in ("gradients", "weights") else weights,
+        optimizer_state=own * MOMENTS[optimizer],
+        gathered=_gathered(costs, weights),
+        activations=max(*after, *within) + ids + tables,
+    )
+
+
+def _gathered(costs: Costs, weights_bytes: int) -> int:
+    """Of blocks or buckets that are whole only while they are needed: two at a time."""
+    layout, model = costs.layout, costs.model
+    if layout.shard == "weights":  # in a backward pass, a block, its gradient, and the weights of the block before it
+        return 3 * max(model.sizes.weights(part, layout.tp) for part in PARTS) * NUMBER_BYTES
+    return min(weights_bytes, 2 * SHARDED_BUCKET_BYTES) if layout.shard == "gradients" else 0

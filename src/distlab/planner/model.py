@@ -1,0 +1,93 @@
+"""What the parts of the lab's Llama cost, from its sizes alone: weights, multiply-adds, bytes kept for backward passes.
+
+A rank of a tensor-parallel group has the largest shard here; the others have as much, or a little less.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+NUMBER_BYTES = 4  # float32
+ID_BYTES = 8  # a token's number
+FLAG_BYTES = 1
+Part = Literal["embedding", "block", "head"]
+PARTS: tuple[Part, ...] = ("embedding", "block", "head")
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """The sizes that decide what a part costs; `vocab_size` matters for the embedding and the head only."""
+
+    dmodel: int
+    num_heads: int
+    num_kv_heads: int
+    hidden_dim: int
+    seq_len: int
+    vocab_size: int
+
+    @property
+    def head_dim(self) -> int:
+        return self.dmodel // self.num_heads
+
+    @property
+    def kv_width(self) -> int:
+        """Of all keys together, and of all values."""
+        return self.head_dim * self.num_kv_heads
+
+    def matrices(self, part: Part, tp: int = 1) -> int:
+        """Elements of the weights that a rank multiplies with, of one part."""
+        if part == "block":
+            return share(2 * self.dmodel + 2 * self.kv_width, tp) * self.dmodel + 3 * self.dmodel * share(
+                self.hidden_dim, tp
+            )
+        return share(self.vocab_size, tp) * self.dmodel if part == "head" else 0
+
+    def weights(self, part: Part, tp: int = 1) -> int:
+        """Elements of a part's weights, on a rank. The gains of the norms are whole on every rank."""
+        if part == "embedding":
+            return share(self.vocab_size, tp) * self.dmodel
+        return self.matrices(part, tp) + (2 if part == "block" else 1) * self.dmodel
+
+    def multiply_adds(self, part: Part, tp: int = 1) -> float:
+        """Of a forward pass over one token; a backward pass takes twice as many, half of them for weights."""
+        if part == "embedding":
+            return self.dmodel  # a look-up
+        scores = self.dmodel * self.seq_len / tp if part == "block" else 0.0  # causal scores and mixing
+        return self.matrices(part, tp) + scores
+
+    def kept_bytes(self, part: Part, tokens: int, tp: int = 1) -> int:
+        """What a forward pass over so many tokens keeps for the backward pass; without recomputation."""
+        width, hidden = self.dmodel, share(self.hidden_dim, tp)
+        if part == "embedding":  # besides the ids: if the vocabulary is shared, which rows they have here, and a mask
+            return tokens * (ID_BYTES + FLAG_BYTES) * (tp > 1)
+        if part == "head":  # the norm's input, its root mean square, its output; probabilities; targets
+            numbers = 2 * width + 1 + share(self.vocab_size, tp)
+            return tokens * (NUMBER_BYTES * numbers + ID_BYTES + FLAG_BYTES * (tp > 1))
+        attention = 2 * width + 1 + (2 * width + 2 * self.kv_width + self.num_heads) // tp
+        return tokens * NUMBER_BYTES * (attention + 2 * width + 1 + 4 * hidden)
+
+    def factor_bytes(self, part: Part, tokens: int, tp: int = 1) -> int:
+        """What is kept of that between `BackwardInput` and `BackwardWeight`: inputs and gradients of linear layers."""
+        width, hidden = self.dmodel, share(self.hidden_dim, tp)
+        if part == "embedding":
+            return 0
+        if part == "head":
+            return tokens * NUMBER_BYTES * (width + share(self.vocab_size, tp))
+        inputs = 2 * width + width // tp + hidden
+        return tokens * NUMBER_BYTES * (inputs + (width + 2 * self.kv_width) // tp + 2 * width + 2 * hidden)
+
+    def table_bytes(self) -> int:
+        """The cosines and sines of rotary positions, which all blocks of a process share."""
+        return self.seq_len * (self.head_dim + self.head_dim // 2) * NUMBER_BYTES
+
+
+@dataclass(frozen=True)
+class Model:
+    """The sizes of a model, and how many blocks it has."""
+
+    sizes: Sizes
+    n_layers: int
+
+
+def share(total: int, ranks: int) -> int:
+    """The largest of the shares in which `ranks` divide `total`."""
+    return -(-total // ranks)

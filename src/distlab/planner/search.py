@@ -1,0 +1,66 @@
+"""The best layouts of a run on a machine."""
+
+import heapq
+from dataclasses import dataclass, field, replace
+
+from distlab.planner.costs import Costs
+from distlab.planner.layouts import Choices, layouts
+from distlab.planner.machine import Machine
+from distlab.planner.memory import held
+from distlab.planner.model import Model
+from distlab.planner.step import least_seconds, predict
+from distlab.planner.table import Row
+
+
+@dataclass
+class Found:
+    """The result of a search."""
+
+    rows: list[Row] = field(default_factory=list)  # the best first
+    layouts: int = 0  # that there are
+    too_large: int = 0  # that need more memory than there is, of those that were looked at
+    least_bytes: float = float("inf")  # that one of those needs
+    too_slow: int = 0  # that cannot be among the best even if no rank waited
+
+
+def find_layouts(
+    model: Model,
+    machine: Machine,
+    ranks: int,
+    global_batch: int,
+    most_bytes: float,
+    *,
+    optimizer: str = "adam",
+    choices: Choices | None = None,
+    top: int = 10,
+) -> Found:
+    """The layouts that take the shortest steps, of those whose ranks hold at most so many bytes.
+
+    Those that might be fast are played first. When no other can be faster than the best so far, even if its ranks never
+    waited, the search ends.
+    """
+    found, best = Found(), list[tuple[float, int, Row]]()  # a heap with the slowest of the best first
+    queue = []
+    for number, layout in enumerate(layouts(model, ranks, global_batch, choices)):
+        costs = Costs(machine, model, layout)
+        if layout.pp > 1:
+            costs = Costs(machine, model, replace(layout, split=costs.balanced_split()))
+        queue.append((least_seconds(costs), number, costs))
+    found.layouts = len(queue)
+    heapq.heapify(queue)
+    while queue:
+        least, number, costs = heapq.heappop(queue)
+        if len(best) == top and least >= -best[0][0]:
+            found.too_slow = len(queue) + 1
+            break
+        most = max(held(costs, worker, optimizer).total for worker in range(costs.layout.pp))
+        needed = most + machine.process_bytes
+        if needed > most_bytes:
+            found.too_large += 1
+            found.least_bytes = min(found.least_bytes, needed)
+            continue
+        step = predict(costs)
+        entry = (-step.seconds, -number, Row(costs.layout, step, most, machine.process_bytes))
+        (heapq.heappush if len(best) < top else heapq.heappushpop)(best, entry)
+    found.rows = [row for *_, row in sorted(best, reverse=True)]
+    return found

@@ -1,0 +1,314 @@
+"""The time of a step: the schedule played on hosts whose cores, memory and network cards ranks share.
+
+All replicas, and all ranks that share a stage, do the same at the same time, so that one rank of each worker stands for
+them all. Where fewer ranks than cores compute at once, it is the simulation of `distlab.pipeline.plan`.
+"""
+
+import heapq
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from distlab.pipeline.actions import Action, Programs, Result, stages_of
+from distlab.pipeline.plan import busy_workers, simulate
+from distlab.planner.costs import Costs
+from distlab.planner.layouts import Layout
+from distlab.planner.model import NUMBER_BYTES
+from distlab.planner.traffic import Collective, Group
+
+BUCKET_BYTES = 25_000_000  # of gradients: `distlab.parallel.data.BUCKET_BYTES`
+LOSS_BYTES = 8
+
+
+@dataclass(frozen=True)
+class Work:
+    """What a worker does for a while: seconds if no other rank computes, with as many threads."""
+
+    seconds: float
+    threads: int = 1
+    action: Action | None = None
+    needs: tuple[Result, ...] = ()
+
+
+@dataclass(frozen=True)
+class Played:
+    """When the workers did what; lists have one entry per worker."""
+
+    ends: list[list[float]]  # of each piece of work
+    starts: list[list[float]]
+
+    @property
+    def makespan(self) -> float:
+        return max(line[-1] for line in self.ends)
+
+
+@dataclass
+class Hosts:
+    """How ranks that compute at the same time slow each other, by host."""
+
+    of: Sequence[int]  # worker -> its host
+    weight: Sequence[int]  # worker -> how many ranks of that host do the same
+    slowdown: Callable[[float], float]  # busy ranks of a host -> what each takes, as a multiple
+    load: Counter[int] = field(default_factory=Counter)  # by host, ranks and threads that compute now
+
+
+def play(
+    works: Sequence[Sequence[Work]], hosts: Hosts, message: Callable[[int, int, Result], float], owners: dict[int, int]
+) -> Played:
+    """Run every worker's works in order; one starts when what it needs has arrived.
+
+    Args:
+        message: (sender, receiver, result) -> seconds; an action's results set out when it ends.
+        owners: by stage, its worker.
+    """
+    count = len(works)
+    starts: list[list[float]] = [[] for _ in works]
+    ends: list[list[float]] = [[] for _ in works]
+    given: dict[Result, float] = {}  # when it was computed
+    waiting: dict[Result, list[int]] = {}  # workers that cannot start without it
+    left = [0.0] * count  # of the work that a worker does: seconds if it were alone
+    since = [0.0] * count  # when that was so
+    version = [0] * count  # of its expected end
+    busy = [False] * count
+    events: list[tuple[float, int, int, bool]] = [(0.0, worker, 0, False) for worker in range(count)]
+    on_host: dict[int, list[int]] = {}
+    for worker in range(count):
+        on_host.setdefault(hosts.of[worker], []).append(worker)
+
+    def change_load(host: int, change: int, now: float) -> None:
+        """Workers of a host go on at another speed."""
+        before, after = (max(1.0, hosts.slowdown(hosts.load[host] + more)) for more in (0, change))
+        hosts.load[host] += change
+        if before == after:
+            return
+        for other in on_host[host]:
+            if busy[other]:
+                left[other] -= (now - since[other]) / before
+                since[other] = now
+                version[other] += 1
+                heapq.heappush(events, (now + left[other] * after, other, version[other], True))
+
+    def start(worker: int, now: float) -> None:
+        """Begin a worker's next work if it can, else wait for what it needs."""
+        work = works[worker][len(starts[worker])]
+        ready = now
+        for result in work.needs:
+            if result not in given:
+                waiting.setdefault(result, []).append(worker)
+                return
+            sender = owners[result.stage]
+            ready = max(ready, given[result] + (message(sender, worker, result) if sender != worker else 0.0))
+        if ready > now:
+            heapq.heappush(events, (ready, worker, version[worker], False))
+            return
+        starts[worker].append(now)
+        host = hosts.of[worker]
+        change_load(host, hosts.weight[worker] * work.threads, now)
+        speed = max(1.0, hosts.slowdown(hosts.load[host]))
+        busy[worker], left[worker], since[worker] = True, work.seconds, now
+        version[worker] += 1
+        heapq.heappush(events, (now + work.seconds * speed, worker, version[worker], True))
+
+    while events:
+        now, worker, of_version, is_end = heapq.heappop(events)
+        if of_version != version[worker]:
+            continue
+        if is_end:
+            work = works[worker][len(ends[worker])]
+            busy[worker] = False
+            version[worker] += 1
+            ends[worker].append(now)
+            change_load(hosts.of[worker], -hosts.weight[worker] * work.threads, now)
+            for result in work.action.results if work.action else ():
+                given[result] = now
+                for other in waiting.pop(result, ()):
+                    heapq.heappush(events, (now, other, version[other], False))
+        if len(starts[worker]) < len(works[worker]) and not busy[worker]:
+            start(worker, now)
+    return Played(ends, starts)
+
+
+@dataclass(frozen=True)
+class Step:
+    """A predicted step: seconds, and where those of the busiest worker go."""
+
+    seconds: float
+    computing: float  # of its passes, if no other rank computed
+    exchanging: float  # in tensor-parallel collectives and those of shared-out weights, likewise
+    averaging: float  # the gradients, after the last pass
+    updating: float  # the weights, and what else a step does
+    sharing: float  # that all of these take longer because ranks share cores and memory
+    idle: float
+    bubble: float  # mean share of the workers' time between their first and last pass in which they are idle
+    sent_bytes: float  # by the rank that sends most, per step
+
+    @property
+    def bound(self) -> str:
+        """What takes most of the step."""
+        parts = {
+            "computing": self.computing,
+            "tensor-parallel collectives": self.exchanging,
+            "averaging gradients": self.averaging,
+            "updating weights": self.updating,
+            "sharing cores": self.sharing,
+            "waiting for other stages": self.idle,
+        }
+        return max(parts, key=lambda name: parts[name])
+
+
+def predict(costs: Costs) -> Step:
+    """The step of a layout once it runs steadily."""
+    layout, machine, placement = costs.layout, costs.machine, costs.placement
+    programs = layout.programs()
+    owners = {stage: worker for worker, program in enumerate(programs) for stage in stages_of(program)}
+    threads = action_threads(costs, programs)
+    first, last = zip(*(_around_passes(costs, program) for program in programs), strict=True)
+    works = [
+        [
+            Work(before),
+            *(
+                Work(costs.seconds(a, threads.get(a, 1)), threads.get(a, 1), a, tuple(a.needs(len(owners))))
+                for a in program
+            ),
+            Work(0.0 if after.overlaps else after.seconds),
+        ]
+        for program, before, after in zip(programs, first, last, strict=True)
+    ]
+    workers = range(len(programs))
+    hosts = Hosts(
+        [placement.host_of(worker) for worker in workers],
+        [placement.alike(worker) for worker in workers],
+        machine.slowdown_of,
+    )
+    played = play(works, hosts, lambda a, b, _: placement.message(a, b, costs.message_bytes), owners)
+    ends = [
+        _averaged(costs, program, after, started[-2], ended[-2]) if after.overlaps else ended[-1]
+        for program, after, started, ended in zip(programs, last, played.starts, played.ends, strict=True)
+    ]
+    loss = placement.all_reduce(Group(layout.ranks, 1), LOSS_BYTES).seconds
+    total = max(ends) + loss
+    busy = [sum(e - s for s, e in zip(*times, strict=True)) for times in zip(played.starts, played.ends, strict=True)]
+    busiest = max(workers, key=lambda worker: busy[worker])
+    alone = sum(work.seconds for work in works[busiest])
+    exchanging = sum(costs.exchanged(action) for action in programs[busiest])
+    passes = sum(work.seconds for work in works[busiest][1:-1])
+    idle = [_idle_share(s[1:-1], e[1:-1], played) for s, e in zip(played.starts, played.ends, strict=True)]
+    return Step(
+        seconds=total,
+        computing=passes - exchanging,
+        exchanging=exchanging,
+        averaging=works[busiest][-1].seconds + max(0.0, ends[busiest] - played.ends[busiest][-1]),
+        updating=works[busiest][0].seconds,
+        sharing=busy[busiest] - alone,
+        idle=total - busy[busiest] - max(0.0, ends[busiest] - played.ends[busiest][-1]),
+        bubble=sum(idle) / len(idle),
+        sent_bytes=max(sent_bytes(costs, programs)),
+    )
+
+
+def action_threads(costs: Costs, programs: Programs) -> dict[Action, int]:
+    """By action, the threads that the executor gives it: its share of the cores of its pipeline, if more than one."""
+    machine, pp = costs.machine, costs.layout.pp
+    cores = machine.cores_per_host // max(1, costs.placement.per_host // pp)
+    if machine.device == "cuda" or cores <= 1:
+        return {}
+    return {action: max(1, cores // busy) for action, busy in busy_workers(simulate(programs)).items()}
+
+
+def _around_passes(costs: Costs, program: Sequence[Action]) -> tuple[float, Collective]:
+    """Seconds of a worker's update and of what else a step does, and the average of its gradients."""
+    layout, machine, placement = costs.layout, costs.machine, costs.placement
+    weights = sum(costs.weights(stage) for stage in stages_of(program))
+    own = weights / (layout.dp if layout.shard != "none" else 1)
+    before = machine.step_seconds + machine.optimizer_seconds * own
+    size_bytes = weights * NUMBER_BYTES
+    if layout.shard == "none":
+        return before, placement.all_reduce(placement.replicas, size_bytes, "shared")
+    half = placement.half(placement.replicas, size_bytes, "shared")
+    if layout.shard != "weights":
+        before += half.seconds  # the new weights
+    return before, half if layout.shard == "optimizer" else Collective(0.0, False)
+
+
+def _averaged(costs: Costs, program: Sequence[Action], whole: Collective, started: float, ended: float) -> float:
+    """When the gradients have been averaged, bucket after bucket, behind the last pass that computes some."""
+    size_bytes = sum(costs.weights(stage) for stage in stages_of(program)) * NUMBER_BYTES
+    buckets = max(1, round(size_bytes / BUCKET_BYTES))
+    now = 0.0
+    for bucket in range(1, buckets + 1):
+        now = max(now, started + (ended - started) * bucket / buckets) + whole.seconds / buckets
+    return now
+
+
+def _idle_share(starts: Sequence[float], ends: Sequence[float], played: Played) -> float:
+    """Of the time from the first to the last pass of the pipeline."""
+    whole = max(line[-2] for line in played.ends) - min(line[1] for line in played.starts)
+    return 1 - sum(end - start for start, end in zip(starts, ends, strict=True)) / whole if whole else 0.0
+
+
+def sent_bytes(costs: Costs, programs: Programs) -> list[float]:
+    """By worker, what a rank sends in a step, as the ledger counts it: the loss and all else that is small left out."""
+    layout, stages = costs.layout, len(costs.layout.split)
+    sent = []
+    owners = {stage: worker for worker, program in enumerate(programs) for stage in stages_of(program)}
+    for worker, program in enumerate(programs):
+        held = stages_of(program)
+        messages = sum(s + 1 < stages and owners[s + 1] != worker for s in held)
+        messages += sum(s > 0 and owners[s - 1] != worker for s in held)
+        weight_bytes = sum(costs.weights(stage) for stage in held) * NUMBER_BYTES
+        rounds = {"none": 2, "optimizer": 2, "gradients": 1 + layout.micro_batches, "weights": 3 * layout.micro_batches}
+        replicas = rounds[layout.shard] * (layout.dp - 1) * weight_bytes / layout.dp
+        exchanged_bytes = sum(costs.exchanges(action) for action in program) * costs.message_bytes
+        slices = exchanged_bytes * 2 * (layout.tp - 1) / layout.tp
+        sent.append(messages * layout.micro_batches * costs.message_bytes + replicas + slices)
+    return sent
+
+
+def least_seconds(costs: Costs) -> float:
+    """A step takes no less than this, which is known without playing its schedule.
+
+    A worker begins after the forward passes of the stages before its first one, and its last backward pass, though not
+    that of weights alone, is followed by theirs.
+    """
+    layout, machine, placement = costs.layout, costs.machine, costs.placement
+    pp, micro_batches, stages = layout.pp, layout.micro_batches, len(layout.split)
+    most, again = 1, layout.recompute == "blocks"
+    if machine.device == "cpu":
+        most = max(1, machine.cores_per_host // max(1, costs.placement.per_host // pp))
+    is_split = layout.schedule.startswith(("zb", "dualpipe"))  # may have its backward passes in two parts
+    alike: dict[tuple[int, ...], list[int]] = {}
+    for stage in range(stages):
+        alike.setdefault(tuple(costs.parts(stage).values()), []).append(stage)
+
+    def seconds(kind: str, stage: int) -> float:
+        return costs.pass_seconds(kind, stage, most, again and kind in "BI")
+
+    forward, input_, whole, weights = ([0.0] * stages for _ in range(4))
+    for same in alike.values():
+        stage = same[0]
+        times = seconds("F", stage), seconds("B", stage), seconds("I", stage), seconds("W", stage)
+        for other in same:
+            forward[other], weights[other] = times[0], costs.weights(stage)
+            input_[other] = min(times[1], times[2]) if is_split else times[1]
+            whole[other] = min(times[1], times[2] + times[3]) if is_split else times[1]
+    work, path, held = ([0.0] * pp for _ in range(3))  # of each worker: for a micro-batch; weights
+    for stage in range(stages):
+        worker = _worker(stage, layout)
+        work[worker] += forward[stage] + whole[stage]
+        path[worker] += forward[stage] + input_[stage]
+        held[worker] += weights[stage]
+    found = micro_batches * sum(work) / pp
+    begins = ends = 0.0  # of the stages before
+    for worker in range(pp):
+        average = placement.all_reduce(placement.replicas, held[worker] * NUMBER_BYTES, "shared").seconds
+        shown = max(0.0, average - work[worker]) if layout.shard == "none" else 0.0  # the rest, behind the last pass
+        found = max(found, begins + micro_batches * work[worker] + shown, begins + micro_batches * path[worker] + ends)
+        begins, ends = begins + forward[worker], ends + input_[worker]
+    share = layout.dp if layout.shard != "none" else 1
+    return machine.step_seconds + max(found, micro_batches * min(work) + machine.optimizer_seconds * min(held) / share)
+
+
+def _worker(stage: int, layout: Layout) -> int:
+    """Which worker holds a stage: in turn, or in a V."""
+    is_v = layout.schedule in ("zb-v", "dualpipe-v") and stage >= layout.pp
+    return 2 * layout.pp - 1 - stage if is_v else stage % layout.pp

@@ -1,0 +1,71 @@
+import itertools
+from dataclasses import replace
+
+import pytest
+from planner_machines import MODEL
+
+from distlab.planner.layouts import Choices, Layout, default_split, divisors, layouts
+from distlab.planner.model import Model, Sizes
+from distlab.run.train_settings import HybridSettings
+from simplellm.errors import InputError
+from simplellm.tokenizers import SPTokenizer
+
+SIZES = Sizes(dmodel=24, num_heads=6, num_kv_heads=2, hidden_dim=96, seq_len=8, vocab_size=SPTokenizer().vocab_size)
+SMALL = Model(SIZES, n_layers=3)
+RANKS, SEQUENCES = 4, 8
+
+
+def settings(layout: Layout) -> HybridSettings:
+    model = {"dmodel": 24, "num_heads": 6, "num_kv_heads": 2, "hidden_dim": 96, "seq_len": 8, "n_layers": 3}
+    sizes = {"dp": layout.dp, "pp": layout.pp, "tp": layout.tp, "micro_batches": layout.micro_batches}
+    return HybridSettings(
+        **model,  # type: ignore[arg-type]
+        **sizes,
+        batch_size=layout.batch_size,
+        schedule=layout.schedule,
+        recompute=layout.recompute,
+        shard=layout.shard,
+        layers_per_stage=",".join(map(str, layout.split)),
+        data="tinystories",  # nothing is read
+    )
+
+
+def test_the_layouts_are_those_that_the_lab_accepts() -> None:
+    found = list(layouts(SMALL, RANKS, SEQUENCES, Choices(recompute=("none",))))
+    assert len(found) == len(set(found))
+    for layout in found[::5]:
+        settings(layout).check()
+    tried = {(layout.dp, layout.pp, layout.tp, layout.micro_batches, layout.schedule, layout.shard) for layout in found}
+    template = found[0]
+    names = "dapple", "interleaved", "zb-h1", "zb-h2", "zb-v", "dualpipe-v"
+    for pp, tp, micro_batches, name in itertools.product((1, 2, 4), (1, 2, 4), (1, 3, 4), names):
+        dp = RANKS // (pp * tp)
+        if pp * tp > RANKS or (pp == 1 and name != "dapple"):
+            continue
+        for shard in ("none", "weights"):
+            sizes = {"dp": dp, "pp": pp, "tp": tp, "batch_size": SEQUENCES // dp, "micro_batches": micro_batches}
+            layout = replace(template, **sizes, schedule=name, shard=shard)  # type: ignore[arg-type]
+            asked = replace(settings(layout), layers_per_stage=None)
+            if (dp, pp, tp, micro_batches, name, shard) not in tried:
+                with pytest.raises(InputError):
+                    asked.check()
+
+
+def test_choices_narrow_the_layouts() -> None:
+    found = list(layouts(MODEL, 4, 8, Choices(dp=(2,), schedules=("gpipe",), recompute=("all",), shard=("none",))))
+    assert {(layout.dp, layout.recompute, layout.shard) for layout in found} == {(2, "all", "none")}
+    assert {layout.schedule for layout in found if layout.pp > 1} == {"gpipe"}
+
+
+def test_flags_leave_out_what_is_the_default() -> None:
+    layout = Layout(2, 2, 1, 4, 2, "zb-h1", "blocks", "optimizer", (3, 1))
+    flags = "--dp 2 --pp 2 --tp 1 --batch-size 4 --micro-batches 2 --schedule zb-h1 --layers-per-stage 3,1"
+    assert layout.flags(MODEL) == f"{flags} --recompute blocks --shard optimizer"
+    plain = Layout(2, 2, 1, 4, 2, "dapple", "none", "none", default_split(MODEL, 2))
+    assert plain.flags(MODEL) == "--dp 2 --pp 2 --tp 1 --batch-size 4 --micro-batches 2 --schedule dapple"
+
+
+def test_divisors() -> None:
+    assert divisors(12) == [1, 2, 3, 4, 6, 12]
+    assert divisors(1) == [1]
+    assert divisors(49) == [1, 7, 49]

@@ -1,0 +1,84 @@
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from planner_machines import CLUSTER, SIZES, cluster
+
+from distlab.planner.machine import AllReduce, Measured, PassSeconds, interpolate, read_machine, write_machine
+from simplellm.errors import InputError
+
+PASSES = PassSeconds((1.0, 2.0), (2.0, 4.0), (1.0, 2.0), (1.0, 2.0))
+MACHINE = cluster(
+    slowdown=(1.0, 1.25),
+    measured=(Measured(SIZES, 1, 1, (1, 2), PASSES, PASSES, PASSES),),
+    all_reduces=(AllReduce(2, "shared", (1e6, 4e6), (1e-3, 3e-3)),),
+)
+
+
+def test_a_machine_survives_its_file(tmp_path: Path) -> None:
+    write_machine(MACHINE, tmp_path / "machine.json")
+    assert read_machine(tmp_path / "machine.json") == MACHINE
+
+
+def test_a_machine_without_measurements_is_a_short_file(tmp_path: Path) -> None:
+    write_machine(CLUSTER, path := tmp_path / "machine.json")
+    content = json.loads(path.read_text())
+    for name in ("measured", "all_reduces", "slowdown", "process_bytes", "optimizer_seconds"):
+        del content[name]
+    path.write_text(json.dumps(content))
+    assert read_machine(path) == CLUSTER
+
+
+@pytest.mark.parametrize(
+    ("keys", "value", "sentence"),
+    [
+        (["inside", "latency_seconds"], "fast", 'inside.latency_seconds is "fast"; give a number that is not negative'),
+        (["inside", "latency_seconds"], -1, "inside.latency_seconds is -1; give a number that is not negative"),
+        (["between", "bytes_per_second"], 0, "between.bytes_per_second is 0; give a number greater than 0"),
+        (["hosts"], 1.5, "hosts is 1.5; give a whole number from 1 up"),
+        (["device"], "tpu", 'device is "tpu"; give one of cpu, cuda'),
+        (["speed"], 1, "speed is not a key; there are name, device, "),
+        (["measured", 0, "block", "F", 1], None, "measured[0].block.F[1] is null; give a number that is not negative"),
+        (["measured", 0, "rows"], [2, 1], "measured: rows: give numbers in ascending order, at least one"),
+        (["measured", 0, "rows"], [1], "measured: give each pass a number for each of its rows"),
+        (["measured"], 3, "measured is 3; give a list"),
+        (["inside"], [], "inside is []; give an object with the keys latency_seconds, bytes_per_second"),
+        (["all_reduces", 0, "seconds"], [1], "all_reduces: give each of size_bytes a number in seconds"),
+    ],
+)
+def test_a_wrong_value_is_named_by_its_key(tmp_path: Path, keys: list[Any], value: Any, sentence: str) -> None:
+    write_machine(MACHINE, path := tmp_path / "machine.json")
+    content = inner = json.loads(path.read_text())
+    for key in keys[:-1]:
+        inner = inner[key]
+    inner[keys[-1]] = value
+    path.write_text(json.dumps(content))
+    with pytest.raises(InputError) as error:
+        read_machine(path)
+    assert str(error.value).startswith(f"{path}: {sentence}")
+
+
+def test_what_is_missing_or_no_json_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "machine.json"
+    with pytest.raises(InputError, match="cannot be read as JSON"):
+        read_machine(path)
+    path.write_text('{"name": "a"')
+    with pytest.raises(InputError, match="cannot be read as JSON"):
+        read_machine(path)
+    path.write_text('{"name": "a"}')
+    with pytest.raises(InputError, match="device is missing"):
+        read_machine(path)
+
+
+def test_numbers_between_and_beyond_those_that_were_measured() -> None:
+    assert interpolate(1.5, (1, 2, 4), (1.0, 3.0, 4.0)) == 2
+    assert interpolate(6, (1, 2, 4), (1.0, 3.0, 4.0)) == 5
+    assert interpolate(0.5, (1, 2, 4), (1.0, 3.0, 4.0)) == 0
+    assert interpolate(3, (2,), (4.0,)) == 6
+
+
+def test_ranks_slow_each_other_as_measured_and_share_cores_beyond() -> None:
+    machine = cluster(cores_per_host=2, slowdown=(1.0, 1.25))
+    assert [machine.slowdown_of(busy) for busy in (1, 2, 4, 8)] == [1, 1.25, 2.5, 5]
+    assert [cluster(cores_per_host=4).slowdown_of(busy) for busy in (1, 4, 8)] == [1, 1, 2]

@@ -1,0 +1,88 @@
+"""The step that the planner plays, where it can be compared: with the simulation of a schedule, and by hand."""
+
+from dataclasses import replace
+
+import pytest
+from planner_machines import CLUSTER, MODEL, cluster
+
+from distlab.comm.link import Link
+from distlab.pipeline.actions import ActionCosts, stages_of
+from distlab.pipeline.plan import simulate
+from distlab.pipeline.schedules import SCHEDULES, stages_per_worker
+from distlab.planner.costs import Costs
+from distlab.planner.layouts import Layout, default_split
+from distlab.planner.machine import Machine
+from distlab.planner.model import NUMBER_BYTES
+from distlab.planner.step import Hosts, Work, least_seconds, play, predict, sent_bytes
+
+NAMES = [name for name in SCHEDULES if name != "auto"]
+
+
+def layout(schedule: str = "dapple", pp: int = 2, micro_batches: int = 4, dp: int = 1, tp: int = 1) -> Layout:
+    split = default_split(MODEL, pp * stages_per_worker(schedule))
+    return Layout(dp, pp, tp, micro_batches, micro_batches, schedule, "none", "none", split)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_with_cores_for_all_it_is_the_simulation_of_the_schedule(name: str) -> None:
+    costs = Costs(cluster(pass_seconds=1e-6, inside=Link(3e-6)), MODEL, layout(name))
+    programs = costs.layout.programs()
+    known = {(a.letter, a.stage): costs.seconds(a) for program in programs for a in program}
+    plan = simulate(programs, ActionCosts(measured=known, transfer=3e-6))
+    step = predict(costs)
+    loss = costs.placement.all_reduce(costs.placement.slices, 8).seconds + 2 * 3e-6
+    assert step.seconds == pytest.approx(plan.makespan + loss)
+    assert step.bubble == pytest.approx(sum(plan.bubble) / 2)
+
+
+def test_ranks_beyond_the_cores_share_them() -> None:
+    two_cores = cluster(cores_per_host=2, device="cpu")
+    one, two, four = (predict(Costs(two_cores, MODEL, layout(pp=1, dp=dp))).seconds for dp in (1, 2, 4))
+    assert one < two < four
+    assert predict(Costs(two_cores, MODEL, layout(pp=1, dp=4))).sharing > 0
+    assert predict(Costs(two_cores, MODEL, layout(pp=1, dp=2))).sharing == pytest.approx(0)
+
+
+def test_speed_changes_when_another_rank_begins_and_ends() -> None:
+    """Worker 0 works alone for a second, then beside worker 1, then alone again."""
+    hosts = Hosts([0, 0], [1, 1], lambda busy: max(1.0, busy))
+    played = play([[Work(4.0)], [Work(1.0)]], hosts, lambda *_: 0.0, {})
+    assert [line[0] for line in played.ends] == [5.0, 2.0]
+    apart = play([[Work(4.0)], [Work(1.0)]], replace(hosts, of=[0, 1]), lambda *_: 0.0, {})
+    assert [line[0] for line in apart.ends] == [4.0, 1.0]
+
+
+def test_threads_of_a_rank_that_computes_alone() -> None:
+    machine = cluster(cores_per_host=2, device="cpu")
+    one = predict(Costs(replace(machine, cores_per_host=1), MODEL, layout(pp=1))).computing
+    assert predict(Costs(machine, MODEL, layout(pp=1))).computing == pytest.approx(one / 2)
+    assert predict(Costs(replace(machine, device="cuda"), MODEL, layout(pp=1))).computing == pytest.approx(one)
+
+
+def test_gradients_are_averaged_behind_the_last_backward_pass() -> None:
+    slow = cluster(hosts=2, ranks_per_host=1, between=Link(0.0, 1e6))
+    costs = Costs(slow, MODEL, layout(pp=1, dp=2))
+    step = predict(costs)
+    whole = costs.weights(0) * NUMBER_BYTES / 1e6  # a ring of two: each sends half, twice
+    assert step.averaging == pytest.approx(whole, rel=1e-3)
+    assert step.bound == "averaging gradients"
+
+
+def test_bytes_are_those_that_the_ledger_counts() -> None:
+    costs = Costs(CLUSTER, MODEL, layout(pp=2, dp=2, tp=2))
+    [first, last] = sent_bytes(costs, costs.layout.programs())
+    message = 16 * 32 * 4
+    weights = [costs.weights(stage) * 4 for stage in range(2)]
+    blocks = costs.layout.split
+    assert first == 4 * message + weights[0] + 4 * (4 * blocks[0] + 1) * message
+    assert last == 4 * message + weights[1] + 4 * (4 * blocks[1] + 1) * message
+
+
+@pytest.mark.parametrize("machine", [CLUSTER, cluster(device="cpu", cores_per_host=2), cluster(pass_seconds=1e-5)])
+@pytest.mark.parametrize("name", NAMES)
+def test_no_step_is_shorter_than_the_least(name: str, machine: Machine) -> None:
+    for recompute in ("none", "blocks", "all"):
+        for dp in (1, 2):
+            costs = Costs(machine, MODEL, replace(layout(name, dp=dp), recompute=recompute))  # type: ignore[arg-type]
+            assert stages_of(costs.layout.programs()[0])
+            assert 0 < least_seconds(costs) <= predict(costs).seconds

@@ -1,0 +1,70 @@
+"""The closed formulas are what the simulated world takes."""
+
+import math
+
+import pytest
+import torch
+from planner_machines import MODEL, cluster
+
+from distlab.collectives.costs import CostModel, predict
+from distlab.collectives.ring import allreduce_ring
+from distlab.collectives.simulation import SimulatedWorld
+from distlab.comm.link import Link
+from distlab.planner.layouts import Layout
+from distlab.planner.machine import AllReduce
+from distlab.planner.traffic import Group, Placement
+
+SLOW, FAST = Link(5e-5, 1e9), Link(1e-6, 1e11)
+
+
+def placement(ranks: int, per_host: int, pp: int = 1, tp: int = 1, **machine: object) -> Placement:
+    layout = Layout(ranks // (pp * tp), pp, tp, 1, 1, "dapple", "none", "none", (MODEL.n_layers,))
+    machine = {"inside": FAST, "between": SLOW} | machine
+    return Placement(cluster(hosts=-(-ranks // per_host), ranks_per_host=per_host, **machine), layout)
+
+
+@pytest.mark.parametrize(("ranks", "size_bytes"), [(2, 768), (2, 1_536_000), (3, 768), (8, 1_536_000), (64, 1_536_000)])
+def test_an_all_reduce_between_equal_hosts_takes_what_the_simulated_world_takes(ranks: int, size_bytes: int) -> None:
+    costs = CostModel(SLOW, math.inf, math.inf, one_card=True)
+    simulated = predict("all-reduce", "ring", size_bytes, ranks, costs).makespan
+    seconds = placement(ranks, 1).all_reduce(Group(ranks, 1), size_bytes).seconds
+    assert seconds == pytest.approx(simulated, rel=1e-6)
+
+
+@pytest.mark.parametrize(("ranks", "per_host"), [(8, 4), (16, 2)])
+def test_the_slowest_link_of_a_ring_decides(ranks: int, per_host: int) -> None:
+    links = {(r, s): SLOW for r in range(ranks) for s in range(ranks) if r // per_host != s // per_host}
+    tensor = torch.empty(ranks * 200_000, device="meta")  # chunks of less than a segment
+    world = SimulatedWorld(ranks, FAST, links, one_card=True)
+    world.run(lambda endpoint: allreduce_ring(tensor.clone(), endpoint=endpoint))
+    seconds = placement(ranks, per_host).all_reduce(Group(ranks, 1), tensor.nbytes).seconds
+    assert seconds == pytest.approx(world.makespan, rel=0.1)
+
+
+def test_rings_that_leave_a_host_together_share_its_card() -> None:
+    alone = placement(4, 2).all_reduce(Group(4, 1), 4e9).seconds
+    of_slices = placement(4, 2, tp=2)
+    assert of_slices.replicas == Group(2, 2)
+    assert of_slices.all_reduce(of_slices.replicas, 4e9).seconds == pytest.approx(alone * 4 / 3, rel=1e-3)
+
+
+def test_what_was_measured_inside_a_host_replaces_the_formula() -> None:
+    entries = (AllReduce(2, "gloo", (1e5, 1e6), (1e-3, 2e-3)), AllReduce(2, "shared", (1e6, 2e6), (1e-3, 2e-3)))
+    machine = {"all_reduces": entries, "slowdown": (1.0, 1.25)}
+    inside = placement(4, 4, **machine)
+    assert inside.all_reduce(Group(2, 1), 1e6).seconds == pytest.approx(2e-3 / 1.25)
+    shared = inside.all_reduce(Group(2, 1), 1e6, "shared")
+    assert (shared.seconds, shared.overlaps) == (pytest.approx(1e-3 / 1.25), False)
+    across = placement(4, 1, **machine).all_reduce(Group(2, 1), 1e6, "shared")
+    assert across.overlaps
+    assert across.seconds == pytest.approx(2 * SLOW.seconds(5e5))
+
+
+def test_the_ranks_of_a_host_stand_for_each_other() -> None:
+    one_host = placement(8, 8, pp=2, tp=2)
+    assert [one_host.host_of(worker) for worker in (0, 1)] == [0, 0]
+    assert one_host.alike(0) == 4  # two replicas of two slices
+    assert one_host.message(0, 1, 1e6) == FAST.seconds(1e6)
+    two_hosts = placement(4, 2, pp=2, tp=2)
+    assert [two_hosts.host_of(worker) for worker in (0, 1)] == [0, 1]
+    assert two_hosts.message(0, 1, 1e6) == SLOW.seconds(2e6)
