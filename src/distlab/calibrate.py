@@ -22,12 +22,14 @@ from typing import NoReturn
 import torch
 
 from distlab.comm import devices
+from distlab.comm.recorder import COMPUTE
 from distlab.launch import launch
 from distlab.planner import measuring
 from distlab.planner.layouts import divisors
 from distlab.planner.machine import Machine, read_machine, write_machine
 from distlab.planner.model import Sizes
 from distlab.rendezvous.torchrun import started_by_torchrun
+from distlab.reports.trace import read_chrome
 from distlab.run.commands import LAB
 from distlab.run.logs import say
 from distlab.run.main import main
@@ -40,9 +42,7 @@ from simplellm.llama import LLamaStage
 from simplellm.options import check_heads
 from simplellm.tokenizers import SPTokenizer
 
-TINY = Sizes(dmodel=8, num_heads=1, num_kv_heads=1, hidden_dim=32, seq_len=8, vocab_size=0)
-TINY_FLAGS = "--dmodel 8 --num-heads 1 --n-layers 1 --seq-len 8 --batch-size 1 --micro-batches 1 --dp 1 --pp 1"
-TINY_STEPS = 200
+TINY = "--dmodel 8 --num-heads 1 --n-layers 1 --seq-len 8 --batch-size 1 --micro-batches 1 --dp 1 --pp 1 --steps 50"
 
 
 @dataclass
@@ -126,25 +126,27 @@ def calibrate(run: Run[CalibrateSettings]) -> None:
         measured=tuple(measured),
         all_reduces=reductions,
     )
-    machine = with_tiny_run(machine, sizes.vocab_size, device)
+    machine = with_tiny_run(machine, device)
     write_machine(with_earlier(machine, args.machine_file), args.machine_file)
     speed = f"{machine.multiply_adds_per_second / 1e9:.1f} billion multiply-adds/s on each rank"
     say(f"{args.machine_file}: {machine.name}, {speed}")
 
 
-def with_tiny_run(machine: Machine, vocab_size: int, device: torch.device) -> Machine:
-    """A machine with what a step and a process take besides: what is left of a run of a model that takes no time."""
-    passes = measuring.whole_step(replace(TINY, vocab_size=vocab_size), device)
+def with_tiny_run(machine: Machine, device: torch.device) -> Machine:
+    """A machine with what a step takes besides its passes, and a process that holds nothing: those of a tiny run."""
     with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, str(LAB / "hybrid/intro_hybrid.py"), *TINY_FLAGS.split(), "--data", "sample"]
-        command += ["--device", device.type, "--steps", str(TINY_STEPS), "--out", folder]
+        command = [sys.executable, str(LAB / "hybrid/intro_hybrid.py"), *TINY.split(), "--data", "sample", "--trace"]
+        command += ["--device", device.type, "--out", folder]
         of_this_rank = "TORCHELASTIC", "LAB_"
         environment = {name: value for name, value in os.environ.items() if not name.startswith(of_this_rank)}
         done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=False)
         require(done.returncode == 0, f"the run of a tiny model failed: {done.stderr.strip()[-300:]}")
-        steps = [json.loads(line) for line in (Path(folder) / "metrics.jsonl").read_text().splitlines()]
-    besides = statistics.median(step["seconds"] for step in steps) - passes
-    return replace(machine, step_seconds=max(0.0, besides), process_bytes=float(steps[-1]["peak_memory_bytes"]))
+        trace = read_chrome(Path(folder) / "trace.json")
+        [first, *_] = (Path(folder) / "metrics.jsonl").read_text().splitlines()
+    [rank] = trace.ranks
+    besides = [step.seconds - sum(one.seconds for one in rank.within(step, COMPUTE)) for [step] in trace.steps()]
+    process_bytes = float(json.loads(first)["peak_memory_bytes"])
+    return replace(machine, step_seconds=statistics.median(besides), process_bytes=process_bytes)
 
 
 def memory_bytes(device: torch.device) -> float:

@@ -22,7 +22,6 @@ from distlab.planner.model import PARTS, Part, Sizes
 from simplellm.llama import (
     MLP,
     Attention,
-    CausalLLama,
     LLama,
     LLamaFirstStage,
     LLamaLastStage,
@@ -229,12 +228,6 @@ def measure_optimizer(optimizer: torch.optim.Optimizer, device: torch.device) ->
         optimizer.step()
         times.append(now(device) - started)
     return statistics.median(times[1:]) / sum(parameter.numel() for parameter in parameters)
-
-
-def whole_step(sizes: Sizes, device: torch.device) -> float:
-    """Seconds of the forward and backward pass of a whole model of one block, over one sequence."""
-    passes = Passes(build(CausalLLama, sizes, 1, 1, device), sizes, 1, sizes.vocab_size)
-    return min(sum(passes.run("FB")) for _ in range(4 * ROUNDS))
 
 
 def meet(what: str, device: torch.device) -> None:
