@@ -54,7 +54,7 @@ class Layout:
 
     def programs(self) -> Programs:
         """Every worker's actions, in order."""
-        return _programs(self.schedule, self.pp, self.micro_batches, self.recompute == "all")
+        return programs_of(self.schedule, self.pp, self.micro_batches, self.recompute == "all")
 
     def flags(self, model: Model) -> str:
         """For `./launch.sh hybrid`, without what is the default."""
@@ -113,7 +113,8 @@ def layouts(model: Model, ranks: int, global_batch: int, choices: Choices | None
 
 
 @functools.lru_cache(maxsize=64)
-def _programs(schedule: str, workers: int, micro_batches: int, recompute: bool) -> Programs:
+def programs_of(schedule: str, workers: int, micro_batches: int, recompute: bool) -> Programs:
+    """Every worker's actions in a schedule, with or without recomputation as actions of their own."""
     programs = all_stages(schedule, workers, micro_batches)
     return with_recomputation(programs) if recompute else programs
 

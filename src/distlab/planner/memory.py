@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from distlab.pipeline.actions import stages_of
 from distlab.planner.costs import Costs
+from distlab.planner.graph import graph_of
 from distlab.planner.model import ID_BYTES, NUMBER_BYTES, PARTS, share
 
 SHARDED_BUCKET_BYTES = 5_000_000  # `BUCKET_BYTES // 5` of `distlab.parallel.sharded`
@@ -33,8 +34,12 @@ def held(costs: Costs, worker: int, optimizer: str = "adam") -> Held:
     weights = sum(costs.weights(stage) for stage in stages) * NUMBER_BYTES
     shares = layout.dp if layout.shard != "none" else 1
     own = share(weights, shares)
-    after = list(itertools.accumulate(map(costs.kept_bytes, program)))
-    within = [kept + costs.recomputed_bytes(action) for kept, action in zip([0, *after], program, strict=False)]
+    graph = graph_of(layout)
+    kinds = graph.kinds[worker]
+    changes = {kind: costs.kept_bytes(graph.examples[kind]) for kind in graph.counts[worker]}
+    more = {kind: costs.recomputed_bytes(graph.examples[kind]) for kind in graph.counts[worker]}
+    after = list(itertools.accumulate(changes[kind] for kind in kinds))
+    within = [kept + more[kind] for kept, kind in zip([0, *after], kinds, strict=False)]
     ids = layout.batch_size * costs.model.sizes.seq_len * ID_BYTES if 0 in stages else 0  # of the whole batch, once
     blocks = sum(costs.parts(stage)["block"] for stage in stages)
     tables = costs.model.sizes.table_bytes() if blocks else 0

@@ -5,6 +5,7 @@ them all. Where fewer ranks than cores compute at once, it is the simulation of 
 """
 
 import heapq
+import operator
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -12,6 +13,7 @@ from dataclasses import dataclass, field
 from distlab.pipeline.actions import Action, Programs, Result, stages_of
 from distlab.pipeline.plan import busy_workers, simulate
 from distlab.planner.costs import Costs
+from distlab.planner.graph import Graph, graph_of
 from distlab.planner.layouts import Layout
 from distlab.planner.model import NUMBER_BYTES
 from distlab.planner.traffic import Collective, Group
@@ -128,6 +130,39 @@ def play(
     return Played(ends, starts)
 
 
+def play_undisturbed(
+    graph: Graph,
+    seconds: Sequence[float],
+    before: Sequence[float],
+    after: Sequence[float],
+    message: Callable[[int, int], float],
+) -> Played:
+    """What `play` comes to where no rank slows another: as each action's time is then known, one pass is enough.
+
+    Args:
+        seconds: of each kind of action in `graph.examples`.
+        before: of what each worker does before its actions; `after`: after them.
+        message: (sender, receiver) -> seconds.
+    """
+    starts, ends = [[0.0] for _ in before], [[first] for first in before]
+    free, at = list(before), list[float]()  # when each worker is free; when each action has ended
+    links = {(sender, move.worker) for move in graph.moves for _, sender in move.needs}
+    transfer = {link: message(*link) for link in links}
+    for move in graph.moves:
+        worker = move.worker
+        start = free[worker]
+        for index, sender in move.needs:
+            start = max(start, at[index] + transfer[sender, worker])
+        free[worker] = end = start + seconds[move.kind]
+        at.append(end)
+        starts[worker].append(start)
+        ends[worker].append(end)
+    for worker, last in enumerate(after):
+        starts[worker].append(free[worker])
+        ends[worker].append(free[worker] + last)
+    return Played(ends, starts)
+
+
 @dataclass(frozen=True)
 class Step:
     """A predicted step: seconds, and where those of the busiest worker go."""
@@ -160,49 +195,58 @@ def predict(costs: Costs) -> Step:
     """The step of a layout once it runs steadily."""
     layout, machine, placement = costs.layout, costs.machine, costs.placement
     programs = layout.programs()
-    owners = {stage: worker for worker, program in enumerate(programs) for stage in stages_of(program)}
+    graph = graph_of(layout)
     threads = action_threads(costs, programs)
     first, last = zip(*(_around_passes(costs, program) for program in programs), strict=True)
-    works = [
-        [
-            Work(before),
-            *(
-                Work(costs.seconds(a, threads.get(a, 1)), threads.get(a, 1), a, tuple(a.needs(len(owners))))
-                for a in program
-            ),
-            Work(0.0 if after.overlaps else after.seconds),
+    workers, after = range(len(programs)), [0.0 if one.overlaps else one.seconds for one in last]
+
+    def message(sender: int, receiver: int) -> float:
+        return placement.message(sender, receiver, costs.message_bytes)
+
+    if machine.slowdown or placement.per_host > machine.cores_per_host or threads:
+        works = [
+            [
+                Work(first[worker]),
+                *(
+                    Work(costs.seconds(a, threads.get(a, 1)), threads.get(a, 1), a, tuple(a.needs(len(graph.owners))))
+                    for a in program
+                ),
+                Work(after[worker]),
+            ]
+            for worker, program in enumerate(programs)
         ]
-        for program, before, after in zip(programs, first, last, strict=True)
-    ]
-    workers = range(len(programs))
-    hosts = Hosts(
-        [placement.host_of(worker) for worker in workers],
-        [placement.alike(worker) for worker in workers],
-        machine.slowdown_of,
-    )
-    played = play(works, hosts, lambda a, b, _: placement.message(a, b, costs.message_bytes), owners)
+        hosts = Hosts(
+            [placement.host_of(worker) for worker in workers],
+            [placement.alike(worker) for worker in workers],
+            machine.slowdown_of,
+        )
+        played = play(works, hosts, lambda sender, receiver, _: message(sender, receiver), graph.owners)
+        alone = [sum(work.seconds for work in line) for line in works]
+    else:
+        played = play_undisturbed(graph, [costs.seconds(action) for action in graph.examples], first, after, message)
+        alone = [sum(map(operator.sub, *line)) for line in zip(played.ends, played.starts, strict=True)]
     ends = [
-        _averaged(costs, program, after, started[-2], ended[-2]) if after.overlaps else ended[-1]
-        for program, after, started, ended in zip(programs, last, played.starts, played.ends, strict=True)
+        _averaged(costs, program, whole, started[-2], ended[-2]) if whole.overlaps else ended[-1]
+        for program, whole, started, ended in zip(programs, last, played.starts, played.ends, strict=True)
     ]
     loss = placement.all_reduce(Group(layout.ranks, 1), LOSS_BYTES).seconds
     total = max(ends) + loss
     busy = [sum(e - s for s, e in zip(*times, strict=True)) for times in zip(played.starts, played.ends, strict=True)]
     busiest = max(workers, key=lambda worker: busy[worker])
-    alone = sum(work.seconds for work in works[busiest])
-    exchanging = sum(costs.exchanged(action) for action in programs[busiest])
-    passes = sum(work.seconds for work in works[busiest][1:-1])
+    counts = graph.counts[busiest]
+    exchanging = sum(count * costs.exchanged(graph.examples[kind]) for kind, count in counts.items())
+    passes = alone[busiest] - first[busiest] - after[busiest]
     idle = [_idle_share(s[1:-1], e[1:-1], played) for s, e in zip(played.starts, played.ends, strict=True)]
     return Step(
         seconds=total,
         computing=passes - exchanging,
         exchanging=exchanging,
-        averaging=works[busiest][-1].seconds + max(0.0, ends[busiest] - played.ends[busiest][-1]),
-        updating=works[busiest][0].seconds,
-        sharing=busy[busiest] - alone,
+        averaging=after[busiest] + max(0.0, ends[busiest] - played.ends[busiest][-1]),
+        updating=first[busiest],
+        sharing=busy[busiest] - alone[busiest],
         idle=total - busy[busiest] - max(0.0, ends[busiest] - played.ends[busiest][-1]),
         bubble=sum(idle) / len(idle),
-        sent_bytes=max(sent_bytes(costs, programs)),
+        sent_bytes=max(sent_bytes(costs)),
     )
 
 
@@ -246,19 +290,19 @@ def _idle_share(starts: Sequence[float], ends: Sequence[float], played: Played) 
     return 1 - sum(end - start for start, end in zip(starts, ends, strict=True)) / whole if whole else 0.0
 
 
-def sent_bytes(costs: Costs, programs: Programs) -> list[float]:
+def sent_bytes(costs: Costs) -> list[float]:
     """By worker, what a rank sends in a step, as the ledger counts it: the loss and all else that is small left out."""
-    layout, stages = costs.layout, len(costs.layout.split)
-    sent = []
-    owners = {stage: worker for worker, program in enumerate(programs) for stage in stages_of(program)}
-    for worker, program in enumerate(programs):
-        held = stages_of(program)
+    layout, stages, graph = costs.layout, len(costs.layout.split), graph_of(costs.layout)
+    sent, owners = [], graph.owners
+    for worker, counts in enumerate(graph.counts):
+        held = [stage for stage in owners if owners[stage] == worker]
         messages = sum(s + 1 < stages and owners[s + 1] != worker for s in held)
         messages += sum(s > 0 and owners[s - 1] != worker for s in held)
         weight_bytes = sum(costs.weights(stage) for stage in held) * NUMBER_BYTES
         rounds = {"none": 2, "optimizer": 2, "gradients": 1 + layout.micro_batches, "weights": 3 * layout.micro_batches}
         replicas = rounds[layout.shard] * (layout.dp - 1) * weight_bytes / layout.dp
-        exchanged_bytes = sum(costs.exchanges(action) for action in program) * costs.message_bytes
+        exchanges = sum(count * costs.exchanges(graph.examples[kind]) for kind, count in counts.items())
+        exchanged_bytes = exchanges * costs.message_bytes
         slices = exchanged_bytes * 2 * (layout.tp - 1) / layout.tp
         sent.append(messages * layout.micro_batches * costs.message_bytes + replicas + slices)
     return sent

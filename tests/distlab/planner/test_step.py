@@ -35,6 +35,15 @@ def test_with_cores_for_all_it_is_the_simulation_of_the_schedule(name: str) -> N
     assert step.bubble == pytest.approx(sum(plan.bubble) / 2)
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_playing_with_and_without_disturbance_is_the_same_where_there_is_none(name: str) -> None:
+    for recompute in ("none", "all"):
+        own = replace(layout(name, tp=2, dp=2), recompute=recompute)  # type: ignore[arg-type]
+        machine = cluster(pass_seconds=1e-6, optimizer_seconds=1e-9, inside=Link(3e-6, 1e9))
+        quick, slow = (predict(Costs(one, MODEL, own)) for one in (machine, replace(machine, slowdown=(1.0,))))
+        assert vars(quick) == pytest.approx(vars(slow), abs=1e-12)
+
+
 def test_ranks_beyond_the_cores_share_them() -> None:
     two_cores = cluster(cores_per_host=2, device="cpu")
     one, two, four = (predict(Costs(two_cores, MODEL, layout(pp=1, dp=dp))).seconds for dp in (1, 2, 4))
@@ -70,7 +79,7 @@ def test_gradients_are_averaged_behind_the_last_backward_pass() -> None:
 
 def test_bytes_are_those_that_the_ledger_counts() -> None:
     costs = Costs(CLUSTER, MODEL, layout(pp=2, dp=2, tp=2))
-    [first, last] = sent_bytes(costs, costs.layout.programs())
+    [first, last] = sent_bytes(costs)
     message = 16 * 32 * 4
     weights = [costs.weights(stage) * 4 for stage in range(2)]
     blocks = costs.layout.split

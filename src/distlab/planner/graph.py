@@ -1,0 +1,71 @@
+"""A schedule in a form that is played quickly, for all layouts that follow it."""
+
+import functools
+import itertools
+from collections import Counter
+from dataclasses import dataclass
+
+from distlab.pipeline.actions import Action, stages_of
+from distlab.pipeline.plan import find_takers
+from distlab.planner.layouts import Layout, programs_of
+
+Key = tuple[str, int, bool]  # letter, stage, whether the micro-batch has an action that computes activations again
+
+
+@dataclass(frozen=True)
+class Move:
+    """An action in the order in which they can run: its worker, its kind, and what it waits for of other workers."""
+
+    worker: int
+    kind: int  # in `Graph.examples`
+    needs: tuple[tuple[int, int], ...]  # (index of the action that computes it, its worker)
+
+
+@dataclass(frozen=True)
+class Graph:
+    """The actions of a schedule. Those of one kind cost the same, whatever their micro-batch."""
+
+    owners: dict[int, int]  # by stage, its worker
+    examples: list[Action]  # one of each kind
+    kinds: list[list[int]]  # of each worker's actions, in order
+    counts: list[Counter[int]]  # by worker, how many it has of each kind
+    moves: list[Move]
+
+
+def graph_of(layout: Layout) -> Graph:
+    """The graph of a layout's schedule."""
+    return _graph(layout.schedule, layout.pp, layout.micro_batches, layout.recompute == "all")
+
+
+@functools.lru_cache(maxsize=64)
+def _graph(schedule: str, workers: int, micro_batches: int, recompute: bool) -> Graph:
+    programs = programs_of(schedule, workers, micro_batches, recompute)
+    owners = {stage: worker for worker, program in enumerate(programs) for stage in stages_of(program)}
+    again = {(a.stage, a.micro_batch) for program in programs for a in program if a.letter == "R"}
+    kind_of: dict[Key, int] = {}
+    examples: list[Action] = []
+    kinds: list[list[int]] = [[] for _ in programs]
+    for worker, program in enumerate(programs):
+        for action in program:
+            key = action.letter, action.stage, (action.stage, action.micro_batch) in again
+            if key not in kind_of:
+                kind_of[key] = len(examples)
+                examples.append(action)
+            kinds[worker].append(kind_of[key])
+    sent = set(find_takers(programs))
+    moves: list[Move] = []
+    given: dict[object, tuple[int, int]] = {}  # by result that another stage needs: its action's index and worker
+    done = [0] * len(programs)
+    total = sum(map(len, programs))
+    while len(moves) < total:
+        for worker, program in enumerate(programs):
+            for action in itertools.islice(program, done[worker], None):
+                needed = [result for result in action.needs(len(owners)) if owners[result.stage] != worker]
+                if any(result not in given for result in needed):
+                    break
+                for result in action.results:
+                    if result in sent:
+                        given[result] = len(moves), worker
+                moves.append(Move(worker, kinds[worker][done[worker]], tuple(given[result] for result in needed)))
+                done[worker] += 1
+    return Graph(owners, examples, kinds, [Counter(line) for line in kinds], moves)
