@@ -62,19 +62,24 @@ def train(run: TrainingRun[HybridSettings]) -> None:
     pipeline = Pipeline(nets, programs, run.grid, loss, args.dmodel, cores=run.shared_cores, run_on=args.run_on)
     run.track(sharded or nets, optimizer, loss, owners=pipeline.owners)
 
+    parameters = [parameter for net in nets.values() for parameter in net.parameters() if not sharded]
+
+    # [hybrid] Prepare the average of the gradients over the pipelines, if your way needs it.
     def average(bucket: Bucket) -> Transfer:
         """Start to average gradients that are complete, while the backward pass continues to earlier layers."""
         return traffic.all_reduce(
             bucket.flat, f"{bucket} of {describe_stages(program)}", kind="gradients", group=dp_group
         )
 
-    parameters = [parameter for net in nets.values() for parameter in net.parameters() if not sharded]
     buckets = GradientBuckets(parameters, on_full=average, backward_passes=args.micro_batches, group=dp_group)
+    # [end]
 
     for step, batch in run.steps(stories):
         optimizer.zero_grad()
         losses = pipeline.step(batch.chunk(args.micro_batches))
+        # [hybrid] Give the ranks that hold the same stage the mean of their gradients.
         buckets.finish()
+        # [end]
         for part in sharded.values():
             part.finish_gradients()
         run.log(step, losses)

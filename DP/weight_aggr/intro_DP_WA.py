@@ -75,8 +75,10 @@ def train(run: TrainingRun[WeightAggregationSettings]) -> None:
             losses.append(loss)
         run.log(step, losses)
         optimizer.step()
+        # [dp-wa] Average the weights over the ranks.
         if (step + 1) % args.sync_every == 0 or step + 1 == args.steps:
             traffic.all_reduce(weights, f"the weights after step {step}", kind="weights").wait()
+        # [end]
 
 
 if __name__ == "__main__":

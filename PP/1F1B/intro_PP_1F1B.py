@@ -36,6 +36,7 @@ def train(run: TrainingRun[PipelineSettings]) -> None:
         optimizer.zero_grad()
         losses = []
         for x in batch.chunk(args.micro_batches):
+            # [pp-1f1b] One micro-batch forward and backward, in exchange with the stages before and after.
             # Forward: ids at the first stage, activations (batch, seq, dmodel) from there on.
             inputs = x
             if stage > 0:
@@ -58,6 +59,7 @@ def train(run: TrainingRun[PipelineSettings]) -> None:
             if stage > 0:
                 assert inputs.grad is not None
                 traffic.send(inputs.grad, "the gradients", to=stage - 1, kind="gradients of activations").wait()
+            # [end]
         run.log(step, losses)
         run.clip(optimizer)
         optimizer.step()

@@ -9,10 +9,14 @@ from typing import Any
 
 from distlab.exercises.catalogue import Exercise
 from distlab.exercises.collectives import try_collective
+from distlab.exercises.programs import try_case, try_product
 from distlab.exercises.ranks import Facts, Patience, run_ranks, trouble
 from distlab.exercises.schedules import try_schedule
 from distlab.exercises.training import check_flags, try_layout
 from distlab.exercises.verdict import Verdict
+
+FUNCTIONS: dict[str, Callable[..., Facts]] = {"schedule": try_schedule, "collective": try_collective}  # in one process
+PROGRAMS = {"product": try_product, "case": try_case}  # on several ranks
 
 
 def prepare() -> None:
@@ -33,14 +37,14 @@ def check(exercise: Exercise, script: Path, patience: Patience | None = None) ->
     patience, script = patience or Patience(), script.resolve()
     with tempfile.TemporaryDirectory(prefix="lab-check-") as name:
         folder, passed = Path(name), True
-        for taken in exercise.takes if exercise.functions else ():
+        for taken in exercise.tried:
             verdict = _timed(_try_function, exercise.functions, taken, script, folder, patience)
             passed = passed and verdict.passed
             yield verdict
         for number, trial in enumerate(exercise.trials):
             if passed:
-                own, averages_weights = folder / f"trial{number}", exercise.averages_weights
-                verdict = _timed(try_layout, script, trial, own, patience, averages_weights)
+                own, how = folder / f"trial{number}", (exercise.averages_weights, exercise.ranks_start_apart)
+                verdict = _timed(try_layout, script, trial, own, patience, *how)
                 passed = verdict.passed
                 yield verdict
 
@@ -53,10 +57,11 @@ def _timed(trial: Callable[..., Verdict], *args: Any) -> Verdict:
 
 
 def _try_function(kind: str, taken: str, script: Path, folder: Path, patience: Patience) -> Verdict:
-    """Try a function in one forked process, which returns the verdict."""
+    """Try a function of an exercise."""
     module, _, name = taken.rpartition(":")
-    work: Callable[..., Facts] = {"schedule": try_schedule, "collective": try_collective}[kind]
-    reports = run_ranks(1, work, script, module, name, script=script, folder=folder, patience=patience)
+    if kind in PROGRAMS:
+        return PROGRAMS[kind](name, script, folder, patience)
+    reports = run_ranks(1, FUNCTIONS[kind], script, module, name, script=script, folder=folder, patience=patience)
     if found := trouble(reports):
         return Verdict(name).fails(*found, printed=reports)
     verdict = Verdict(**reports[0].facts)

@@ -80,10 +80,8 @@ def run_ranks(world_size: int, work: Work, *args: Any, script: Path, folder: Pat
     """
     context = multiprocessing.get_context("fork")
     pipes = [context.Pipe(duplex=False) for _ in range(world_size)]
-    ranks = [
-        context.Process(target=_run_rank, args=(sender, rank, script, folder, patience, work, *args), daemon=True)
-        for rank, (_, sender) in enumerate(pipes)
-    ]
+    args = script, folder, patience, work, *args
+    ranks = [context.Process(target=_run_rank, args=(pipes, rank, *args), daemon=True) for rank in range(world_size)]
     sys.stdout.flush()
     sys.stderr.flush()
     try:
@@ -137,8 +135,18 @@ def _collect(waiting: dict[Any, int], patience: Patience) -> list[Report]:
 
 
 def _run_rank(
-    sender: Connection, rank: int, script: Path, folder: Path, patience: Patience, work: Work, *args: Any
+    pipes: list[tuple[Connection, Connection]],
+    rank: int,
+    script: Path,
+    folder: Path,
+    patience: Patience,
+    work: Work,
+    *args: Any,
 ) -> None:
+    for other, (_, sender) in enumerate(pipes):
+        if other != rank:
+            sender.close()  # or its end would not be seen
+    sender = pipes[rank][1]
     with suppress(OSError):
         os.setpgid(0, 0)
     end_with_parent(signal.SIGKILL)

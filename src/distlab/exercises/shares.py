@@ -23,6 +23,7 @@ class Mistake:
 
     name: str  # for machines: "summed", "rank-missing"
     sentence: str  # goes on after "the gradient of `head.weight` on rank 1 …"
+    factor: float | None = None  # the number of times that it is too large, where that is all
 
 
 def differs(own: Tensor, expected: Tensor) -> bool:
@@ -97,6 +98,8 @@ def name_ratios(ratios: Sequence[Sequence[float]], own: int, member: str = "rank
 
 def _uniform(k: float, n: int, m: int, member: str) -> Mistake:
     times = _factor(k)
+    if _near(k, 1):
+        return Mistake("imprecise", "differs a little from that of one process: it was rounded, or scaled by nearly 1")
     if n > 1 and _near(k, n):
         return Mistake("summed", f"is {times} too large: added up over the {n} {member}s, but not divided by {n}")
     if n > 1 and _near(k, 1 / n):
@@ -117,7 +120,7 @@ def _uniform(k: float, n: int, m: int, member: str) -> Mistake:
         return Mistake(
             "scaled-again", f"is {times} what it should be: it was added up over the {member}s again and again"
         )
-    return Mistake("scaled", f"is {times} what it should be")
+    return Mistake("scaled", f"is {times} what it should be", k)
 
 
 def _by_replica(rows: list[float], own: int, n: int, member: str) -> Mistake:

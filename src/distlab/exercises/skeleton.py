@@ -33,9 +33,9 @@ def write_out(exercise: Exercise, path: Path, solved: bool = False) -> str:
                 f"{exercise.name}: {exercise.script} has {text.count(before)} times {before}"
             )
             text = text.replace(before, after)
-        text = _emptied(text, own)
+        text = _emptied(text, own, exercise.keeps)
     for module, names in _by_module(exercise):
-        text = _with_definitions(text, module, names, exercise.imports, solved)
+        text = _with_definitions(text, module, names, exercise, solved)
     return _with_docstring(text, exercise, path)
 
 
@@ -71,10 +71,11 @@ def _definitions(tree: ast.Module) -> dict[str, Definition]:
     return {node.name: node for node in tree.body if isinstance(node, Definition)}
 
 
-def _emptied(text: str, names: Sequence[str]) -> str:
+def _emptied(text: str, names: Sequence[str], keeps: Sequence[str] = ()) -> str:
     """A module without the bodies of some of its functions, and of the methods of some of its classes.
 
-    Docstrings stay. A class keeps `__init__` and its public methods; the others are the solution's own.
+    Docstrings stay. A class keeps `__init__` and its public methods; the others are the solution's own. Methods that
+    `keeps` names stay as they are.
     """
     found = _definitions(ast.parse(text))
     lines = text.split("\n")
@@ -83,7 +84,7 @@ def _emptied(text: str, names: Sequence[str]) -> str:
         functions = (
             [n for n in node.body if isinstance(n, ast.FunctionDef)] if isinstance(node, ast.ClassDef) else [node]
         )
-        for function in functions:
+        for function in (function for function in functions if function.name not in keeps):
             if function.name.startswith("_") and not function.name.startswith("__") and function is not node:
                 first = min([function.lineno, *(d.lineno for d in function.decorator_list)])
                 cuts.append((first - 2, function.end_lineno or 0, []))  # with the blank line before it
@@ -99,16 +100,17 @@ def _emptied(text: str, names: Sequence[str]) -> str:
     return "\n".join(lines)
 
 
-def _with_definitions(text: str, module: str, names: list[str], imported: Sequence[str], solved: bool) -> str:
+def _with_definitions(text: str, module: str, names: list[str], exercise: Exercise, solved: bool) -> str:
     """A script with definitions of a library module written out in it, instead of imported, and what they import."""
     source = (LAB / "src" / f"{module.replace('.', '/')}.py").read_text()
     tree = ast.parse(source)
     nodes = [_definitions(tree)[name] for name in names]
-    used = {n.id for node in nodes for n in ast.walk(node) if isinstance(n, ast.Name)} - set(names)
+    used = _names_in(nodes)
     if not solved:
-        source = _emptied(source, names)
+        source = _emptied(source, names, exercise.keeps)
         nodes = [_definitions(ast.parse(source))[name] for name in names]
-        used = {name for name in used if not name.startswith("_")}
+        used = {name for name in used if not name.startswith("_")} | _names_in(nodes)
+    used -= set(names)
     lines = source.split("\n")
     code = []
     for node in nodes:
@@ -118,17 +120,24 @@ def _with_definitions(text: str, module: str, names: list[str], imported: Sequen
     script = ast.parse(text)
     imports = [node for node in script.body if isinstance(node, ast.Import | ast.ImportFrom)]
     bound = {alias.asname or alias.name for node in imports for alias in node.names}
-    bound |= {name for line in imported for name in _bindings(ast.parse(line), module)}
-    new = [*imported, *_together(line for name, line in _bindings(tree, module).items() if name in used - bound)]
+    bound |= {name for line in exercise.imports for name in _bindings(ast.parse(line), module)}
+    new = [
+        *exercise.imports,
+        *_together(line for name, line in _bindings(tree, module).items() if name in used - bound),
+    ]
     lines = text.split("\n")
     last = max((node.end_lineno or 0 for node in imports), default=0)
-    lines[last:last] = [*new, "", "", "\n\n\n".join(code), ""]
+    lines[last:last] = [*new, "", "", "\n\n\n".join([*code, exercise.extra]).rstrip(), ""]
     for statement in reversed(imports):
         if isinstance(statement, ast.ImportFrom) and any(alias.name in names for alias in statement.names):
             kept = [alias for alias in statement.names if alias.name not in names]
             instead = [ast.unparse(ast.ImportFrom(statement.module, kept, statement.level))] if kept else []
             lines[statement.lineno - 1 : statement.end_lineno] = instead
     return re.sub(r"\n{4,}", "\n\n\n", "\n".join(lines)).lstrip("\n")
+
+
+def _names_in(nodes: Iterable[ast.AST]) -> set[str]:
+    return {n.id for node in nodes for n in ast.walk(node) if isinstance(n, ast.Name)}
 
 
 def _together(imports: Iterable[str]) -> Iterator[str]:

@@ -3,10 +3,11 @@
 import functools
 import importlib.util
 import json
+import math
 import sys
 import tempfile
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -69,7 +70,7 @@ class Recorder:
     def before_update(self) -> None:
         for name, parameter in self.parameters.items():
             gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-            self.tensors[f"gradient|{self.updates}|{name}"] = gradient.detach().clone()
+            self.tensors[f"gradient|{self.updates}|{name}"] = gradient.detach().clone().contiguous()
         self.keep_weights()
         self.updates += 1
 
@@ -78,9 +79,11 @@ class Recorder:
             self.tensors[f"weights|{self.updates}|{name}"] = parameter.detach().clone().contiguous()
 
 
-def train(rank: int, script: Path, folder: Path, flags: list[str]) -> Facts:
-    """A rank of a student's script."""
+def train(rank: int, script: Path, folder: Path, flags: list[str], start_apart: bool = False) -> Facts:
+    """A rank of a student's script; with `start_apart`, its model has other weights than rank 0's at first."""
     module = load(script)
+    if start_apart and rank > 0:
+        module.LLama = _with_other_weights  # type: ignore[attr-defined]
     defaults, work = getattr(module, "DEFAULTS", None), getattr(module, "train", None)
     require(isinstance(defaults, TrainSettings) and callable(work), "the file needs DEFAULTS and a function train(run)")
     assert defaults is not None
@@ -101,6 +104,14 @@ def train(rank: int, script: Path, folder: Path, flags: list[str]) -> Facts:
     save_file(recorder.tensors, folder / f"rank{rank}.safetensors")
     specs = {name: p.shard_spec for name, p in recorder.parameters.items() if hasattr(p, "shard_spec")}
     return {"updates": recorder.updates, "sent": dict(traffic.ledger.sent_bytes), "slices": specs}
+
+
+@torch.no_grad()
+def _with_other_weights(*args: Any, **options: Any) -> nn.Module:
+    net = LLama(*args, **options)
+    for parameter in net.parameters():
+        parameter += 0.1 * torch.randn_like(parameter)  # each rank's generator has another seed
+    return net
 
 
 @functools.cache
@@ -165,11 +176,14 @@ class Difference:
     mistake: Mistake
 
 
-def try_layout(script: Path, trial: Trial, folder: Path, patience: Patience, weights_only: bool = False) -> Verdict:
+def try_layout(
+    script: Path, trial: Trial, folder: Path, patience: Patience, weights_only: bool = False, start_apart: bool = False
+) -> Verdict:
     """Run a script in a layout and one process beside it, and compare them.
 
     Args:
         weights_only: ranks have gradients of their own, and average their weights.
+        start_apart: ranks have other weights than rank 0 until the script makes them equal.
     """
     folder.mkdir()
     world = 1
@@ -178,7 +192,9 @@ def try_layout(script: Path, trial: Trial, folder: Path, patience: Patience, wei
     describe = Grid.of(0, trial.layout).describe
     flags = [*trial.flags.split(), "--batch-size", str(trial.batch_size), "--micro-batches", str(trial.micro_batches)]
     flags += ["--out", str(folder / "run"), "--master-port", str(free_port())]
-    reports = run_ranks(world, train, script, folder, flags, script=script, folder=folder, patience=patience)
+    reports = run_ranks(
+        world, train, script, folder, flags, start_apart, script=script, folder=folder, patience=patience
+    )
     verdict = Verdict(f"train: {trial}")
     if found := trouble(reports, describe):
         return verdict.fails(*found, printed=reports)
@@ -208,6 +224,13 @@ class Comparison:
         n, m = self.trial.replicas, self.trial.micro_batches
         if missing := self._missing(describe):
             return "parameters", [missing]
+        for name in self.facts["names"]:
+            for rank, tensors in enumerate(self.ranks):
+                own = tensors.get(f"weights|0|{name}")
+                if own is not None and self._is_wrong_at_start(rank, name, own):
+                    told = f"before step 0: the weights {name} on {describe(rank)} are not those of one process"
+                    others = f"{told}; all ranks must start from rank 0's"
+                    return "not-broadcast" if self.trial.replicas > 1 else "wrong-start", [others if n > 1 else told]
         for step in range(STEPS):
             expected = self.facts["losses"][step]
             if step >= len(losses):
@@ -237,6 +260,10 @@ class Comparison:
             return whole
         dim, start, _ = spec
         return whole.narrow(dim, start, self.ranks[rank][f"weights|0|{name}"].shape[dim])
+
+    def _is_wrong_at_start(self, rank: int, name: str, own: Tensor) -> bool:
+        right = self._own(rank, name, self.one[f"weights|0|{name}"])
+        return own.shape != right.shape or shares.differs(own, right)
 
     def _shares(self, rank: int, step: int, name: str) -> list[list[Tensor]]:
         key = f"share|{step}|{name}|{{}}|{{}}".format
@@ -274,13 +301,31 @@ class Comparison:
                 elif shares.differs(own, right):
                     found.append(Difference(step, rank, name, name_mistake(rank, step, name, own)))
         order = {name: index for index, name in enumerate(self.facts["names"])}
+        if kind == "gradient" and found and (same := self._mistake_of_slices(step, found)):
+            found = [replace(difference, mistake=same) for difference in found]
         return sorted(found, key=lambda difference: (difference.rank, order[difference.name]))
 
     def _gradient_mistake(self, rank: int, step: int, name: str, own: Tensor) -> Mistake:
         before = self._gradient(rank, step - 1, name) if step else None
-        return shares.name_gradient(
-            own, self._shares(rank, step, name), before, self._replica(rank, f"gradient|{step}|{name}"), self.member
-        )
+        replica = self._replica(rank, f"gradient|{step}|{name}")
+        return shares.name_gradient(own, self._shares(rank, step, name), before, replica, self.member)
+
+    def _mistake_of_slices(self, step: int, found: list[Difference]) -> Mistake | None:
+        """The mistake of a tensor-parallel run, if the gradients show which of f and g is at fault."""
+        slices = self.trial.layout.get("tp", 1)
+        if slices == 1:
+            return None
+        for name in self.facts["names"]:
+            key = f"gradient|{step}|{name}"
+            held_whole = all(name not in report.facts["slices"] for report in self.reports)
+            if held_whole and any(shares.differs(tensors[key], self.ranks[0][key]) for tensors in self.ranks[1:]):
+                why = f"the ranks have different gradients of {name}, which all hold whole"
+                return Mistake("f-missing", f"is wrong: {why}; so what came back from the slices was not added up (f)")
+        for mistake in (difference.mistake for difference in found):
+            if mistake.factor is not None and math.isclose(mistake.factor, slices, rel_tol=0.02):
+                why = f"gradients that {slices} ranks have alike were added up; the gradient of a sum is passed on (g)"
+                return Mistake("g-adds-again", f"is wrong: {why}")
+        return None
 
     def _weights_mistake(self, rank: int, step: int, name: str, own: Tensor) -> Mistake:
         before = self._own(rank, name, self.one[f"weights|{step}|{name}"])

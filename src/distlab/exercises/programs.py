@@ -1,0 +1,113 @@
+"""Tries functions that work on several ranks over gloo: products of matrices, and exchanges that must not deadlock."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from distlab.comm.traffic import traffic
+from distlab.exercises.ranks import Facts, Patience, free_port, run_ranks, trouble
+from distlab.exercises.shares import fit
+from distlab.exercises.training import load
+from distlab.exercises.verdict import Verdict
+from distlab.run.run import Run
+from distlab.run.settings import parse
+
+RANKS = 3
+SENT_BYTES = {"both_send": (4000, 8000, 4000), "order": (8000, 16_000, 8000), "skipped": (15_999, 15_999, 19_999)}
+SHAPES = [(6, 9, 5), (7, 4, 3), (2, 5, 4), (5, 2, 4)]  # m, k, n; rows or columns do not always divide among the ranks
+
+
+def try_product(name: str, script: Path, folder: Path, patience: Patience) -> Verdict:
+    """Multiply matrices of rank 0's with a student's function on three ranks."""
+    verdict = Verdict(f"{name}: {RANKS} ranks")
+    flags = ["--world-size", str(RANKS)]
+    reports = run_ranks(
+        RANKS, _multiply, script, name, _flags(folder, name, flags), script=script, folder=folder, patience=patience
+    )
+    if found := trouble(reports):
+        return verdict.fails(*found, printed=reports)
+    for number, shape in enumerate(SHAPES):
+        A, B = _matrices(shape)
+        for report in reports:
+            product = report.facts["products"][number]
+            if wrong := _name_product(name, report.rank, product, A, B):
+                given = "A ({0}, {1}) times B ({1}, {2})".format(*shape)
+                return verdict.fails(wrong[0], [f"{given}: rank {report.rank} {wrong[1]}"], printed=reports)
+    return verdict.passes(
+        "the product of one process, for matrices whose rows and columns divide among the ranks or not"
+    )
+
+
+def _flags(folder: Path, name: str, flags: list[str]) -> list[str]:
+    return [*flags, "--device", "cpu", "--out", str(folder / name), "--master-port", str(free_port())]
+
+
+def _matrices(shape: tuple[int, int, int]) -> tuple[Tensor, Tensor]:
+    """Small integers, whose products are exact."""
+    generator = torch.Generator().manual_seed(sum(shape))
+    m, k, n = shape
+    return tuple(torch.randint(-4, 5, size, generator=generator).float() for size in ((m, k), (k, n)))  # type: ignore[return-value]
+
+
+def _multiply(rank: int, script: Path, name: str, flags: list[str]) -> Facts:
+    module = load(script)
+    run: Run[Any] = Run(parse(module.DEFAULTS, "", [str(rank), *flags]), script)
+    products = []
+    for shape in SHAPES:
+        A, B = _matrices(shape) if rank == 0 else (None, None)
+        product = getattr(module, name)(A, B)
+        products.append(product.tolist() if isinstance(product, Tensor) else None)
+    run.close()
+    return {"products": products}
+
+
+def _name_product(
+    name: str, rank: int, product: list[list[float]] | None, A: Tensor, B: Tensor
+) -> tuple[str, str] | None:
+    right = A @ B
+    if rank > 0 and name == "par_matmul_by_row":
+        return None  # whatever it returns: rank 0 has the product
+    if product is None:
+        return "no-product", "returned no matrix"
+    own = torch.tensor(product)
+    if own.shape != right.shape:
+        return "shape", f"returned {tuple(own.shape)}, and the product is {tuple(right.shape)}"
+    if torch.equal(own, right):
+        return None
+    if name == "par_matmul_by_row":
+        rows = [index for index in range(len(right)) if not torch.equal(own[index], right[index])]
+        owners = [r for r, part in enumerate(torch.arange(len(right)).tensor_split(RANKS)) if rows[0] in part]
+        return "wrong-rows", f"has other rows from row {rows[0]} on, which rank {owners[0]} computes"
+    terms = [a @ b for a, b in zip(A.tensor_split(RANKS, 1), B.tensor_split(RANKS, 0), strict=True)]
+    found = fit(own, [term for term in terms if term.any()])
+    counts = [round(x) for x in found] if found is not None and len(found) == RANKS else []
+    if 0 in counts:
+        return "term-missing", f"lacks the product of rank {counts.index(0)}"
+    return "wrong-product", "has another matrix than the sum of the ranks' products"
+
+
+def try_case(name: str, script: Path, folder: Path, patience: Patience) -> Verdict:
+    """Run one case of the chapter on deadlocks with the student's cure."""
+    verdict = Verdict(f"{name}: {RANKS} ranks")
+    case = name.replace("_", "-")
+    flags = ["--world-size", str(RANKS), "--case", case, "--cure", "--timeout", "60"]
+    reports = run_ranks(
+        RANKS, _exchange, script, _flags(folder, name, flags), script=script, folder=folder, patience=patience
+    )
+    if found := trouble(reports):
+        return verdict.fails(*found, printed=reports)
+    for rank, (report, needed) in enumerate(zip(reports, SENT_BYTES[name], strict=True)):
+        if report.facts["sent"] < needed:
+            told = f"rank {rank} sends {report.facts['sent']:,} bytes instead of {needed:,}"
+            return verdict.fails("left-out", [f"{told}: a cure must not leave out what is to be exchanged"])
+    return verdict.passes("all ranks finish, and exchange all that they should")
+
+
+def _exchange(rank: int, script: Path, flags: list[str]) -> Facts:
+    module = load(script)
+    run: Run[Any] = Run(parse(module.DEFAULTS, "", [str(rank), *flags]), script)
+    module.try_case(run)
+    run.close()
+    return {"sent": sum(count for kind, count in traffic.ledger.sent_bytes.items() if kind != "control")}
