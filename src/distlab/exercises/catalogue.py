@@ -50,7 +50,7 @@ class Exercise:
     imports: tuple[str, ...] = ()  # that the solution needs, if the script does without
     keeps: tuple[str, ...] = ()  # methods of these classes that are given
     extra: str = ""  # a line after the definitions that are taken from the library
-    functions: str = ""  # how those in `takes` are tried one by one: "schedule", "collective", "product", "case"
+    functions: str = ""  # how those in `takes` are tried one by one: "schedule", "collective", "product", "case", "mpi"
     cases: tuple[str, ...] = ()  # functions that are tried, but not taken out
     unsolved: str = "not-written"  # the mistake of the skeleton
     trials: tuple[Trial, ...] = field(default_factory=tuple)
@@ -484,6 +484,35 @@ _ALL = [
         file="ring.py",
         takes=tuple(f"{ALGORITHMS}:{name}_ring" for name in ("allgather", "reducescatter")),
         functions="collective",
+    ),
+    Exercise(
+        name="mpi",
+        title="what naive tensor parallelism exchanges, over MPI",
+        minutes=40,
+        chapter="mpi/README.md, chapter 10",
+        task="""Ranks that share a model hold parts of each layer. Write who holds which part, and what the ranks
+        gather, cut and add up around W_o, forward and backward. The docstrings say what each function returns.
+
+        Given: `comm.Split(key=..., color=...)` returns the communicator of the ranks with the same color, in the
+        order of their keys; `comm.Allgather(src, dst)` puts all ranks' arrays one after another into `dst`;
+        `comm.Reduce_scatter(src, dst, op=MPI.SUM)` adds up all ranks' `src`, and gives rank r its r-th part. MPI
+        sends memory, not elements: arrays must be contiguous (`np.ascontiguousarray`). Errors for wrong arguments
+        are left out of the check. It needs no mpirun, but mpi4py.""",
+        hints=(
+            "In a grid, ranks that share a model follow each other: the place in it is rank % mp_size.",
+            "Gathered parts lie one after another along a new first axis. Which axis must they be joined along?",
+            "np.concatenate(parts, axis=-1) joins what Allgather has put into np.empty((mp_size, *part.shape)). For "
+            "the backward pass, np.stack(np.split(grad, mp_size, axis=-1)) has one block for each rank.",
+        ),
+        script="mpi/model/func_impl.py",
+        takes=(
+            "get_info",
+            "naive_collect_forward_input",
+            "naive_collect_forward_output",
+            "naive_collect_backward_output",
+            "naive_collect_backward_x",
+        ),
+        functions="mpi",
     ),
     Exercise(
         name="tp",

@@ -9,13 +9,18 @@ from typing import Any
 
 from distlab.exercises.catalogue import Exercise
 from distlab.exercises.collectives import try_collective
+from distlab.exercises.over_mpi import try_mpi
 from distlab.exercises.programs import try_case, try_product
 from distlab.exercises.ranks import Facts, Patience, run_ranks, trouble
 from distlab.exercises.schedules import try_schedule
 from distlab.exercises.training import check_flags, try_layout
 from distlab.exercises.verdict import Verdict
 
-FUNCTIONS: dict[str, Callable[..., Facts]] = {"schedule": try_schedule, "collective": try_collective}  # in one process
+FUNCTIONS: dict[str, Callable[..., Facts]] = {
+    "schedule": try_schedule,
+    "collective": try_collective,
+    "mpi": try_mpi,
+}  # in one process
 PROGRAMS = {"product": try_product, "case": try_case}  # on several ranks
 
 

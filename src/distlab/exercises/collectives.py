@@ -2,7 +2,6 @@
 
 import importlib
 import inspect
-import itertools
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -19,7 +18,7 @@ from distlab.exercises.training import load
 from distlab.exercises.verdict import Verdict
 
 SIZES = [2, 3, 4, 5, 8]
-ELEMENTS = 840  # divide among each of `SIZES`; a few more test a remainder
+ELEMENTS, ODD = 840, 13  # the first divide among each of `SIZES`
 REDUCTIONS = "reduce", "allreduce", "reducescatter"
 Collective = Callable[..., None]
 
@@ -30,8 +29,9 @@ def try_collective(rank: int, script: Path, module: str, name: str) -> Facts:
     own, library = getattr(load(script), name), getattr(importlib.import_module(module), name)
     verdict = Verdict(f"{name}: 2 to 8 ranks")
     for size in SIZES:
-        roots = range(size) if {"src", "dst"} & set(inspect.signature(library).parameters) else [None]
-        for elements, root in itertools.product((ELEMENTS, 13), roots):
+        has_root = {"src", "dst"} & set(inspect.signature(library).parameters)
+        roots = [0, size // 2, size - 1] if has_root else [None]
+        for elements, root in [(ELEMENTS, root) for root in roots] + [(ODD, roots[-1])]:
             found = _try_size(own, library, name, size, root, elements)
             if found is not None:
                 where = f"{size} ranks{f', root {root}' if root is not None else ''}"

@@ -23,6 +23,58 @@ EAGER = (
     """self._buckets = GradientBuckets(model.parameters(), on_full=self._average, bucket_bytes=500)""",
 )
 ATTEMPTS = [
+    Attempt("dp-ga", "divided-twice", "1/3 of what it should be", AVERAGE.replace("op=ReduceOp.SUM", "")),
+    Attempt(
+        "dp-ga",
+        "exception",
+        "rank 0 failed: ZeroDivisionError: division by zero (line",
+        f"run.rank / run.rank\n{AVERAGE}",
+    ),
+    Attempt(
+        "hybrid",
+        "summed",
+        "added up over the 2 pipelines",
+        changes=(
+            ('kind="gradients", group=dp_group\n', 'kind="gradients", group=dp_group, op=traffic_sum\n'),
+            ("DEFAULTS = ", "from torch.distributed import ReduceOp\n\ntraffic_sum = ReduceOp.SUM\nDEFAULTS = "),
+        ),
+    ),
+    Attempt(
+        "pp-1f1b",
+        "deadlock",
+        "deadlock: rank ",
+        changes=(
+            (
+                "            if stage > 0:\n                inputs = torch.empty",
+                "            if stage < last:\n                outputs = torch.empty(*x.shape, args.dmodel)\n      "
+                "          traffic.receive(outputs, 'a gradient', source=stage + 1).wait()\n            if stage > "
+                "0:\n                inputs = torch.empty",
+            ),
+        ),
+    ),
+    Attempt(
+        "tp",
+        "g-adds-again",
+        "(g)",
+        changes=(
+            (
+                "return _linear_map(x, partial(tp_group.all_reduce, what=FORWARD), _unchanged)",
+                "return _linear_map(x, partial(tp_group.all_reduce, what=FORWARD), partial(tp_group.all_reduce, "
+                "what=BACKWARD))",
+            ),
+        ),
+    ),
+    Attempt(
+        "matmul",
+        "wrong-rows",
+        "which rank 1 computes",
+        changes=(
+            (
+                "    return gather_rows(rows_of_A @ B, len(A)",
+                "    return gather_rows(rows_of_A @ B * (2 if rank() == 1 else 1), len(A)",
+            ),
+        ),
+    ),
     Attempt("dp-ga", "", "the run of one process", AVERAGE),
     Attempt("dp-ga", "summed", "added up over the 3 ranks, but not divided by 3", AVERAGE.rpartition("\n")[0]),
     Attempt("dp-ga", "not-averaged", "is that of this rank's own sequences: it was not averaged", "pass"),

@@ -1,0 +1,157 @@
+"""Tries the functions of the chapter on MPI, without mpirun: their ranks are threads of a simulated world."""
+
+import functools
+import importlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from distlab.collectives.algorithms import allgather_ring, reducescatter_ring
+from distlab.collectives.simulation import Deadlock, HalfMessage, SimulatedEndpoint, SimulatedWorld
+from distlab.exercises.ranks import Facts
+from distlab.exercises.training import load
+from distlab.exercises.verdict import Verdict
+from simplellm.errors import require
+
+Array = NDArray[Any]
+RANKS = 4
+GRIDS = [(1, 4), (2, 2), (4, 1)]  # ranks that share a model, copies of it
+BATCH, SEQ, WIDTH = 2, 3, 8  # of whole activations
+
+
+class Communicator:
+    """Ranks of a simulated world, with the methods of mpi4py's communicators that the chapter uses."""
+
+    def __init__(self, endpoint: SimulatedEndpoint, ranks: list[int] | None = None) -> None:
+        self._endpoint, self.ranks = endpoint, ranks or list(range(endpoint.get_world_size()))
+
+    def get_rank(self) -> int:
+        return self.ranks.index(self._endpoint.get_rank())
+
+    def get_world_size(self) -> int:
+        return len(self.ranks)
+
+    def isend(self, tensor: torch.Tensor, dst: int) -> Any:
+        return self._endpoint.isend(tensor, self.ranks[dst])
+
+    def irecv(self, tensor: torch.Tensor, src: int) -> Any:
+        return self._endpoint.irecv(tensor, self.ranks[src])
+
+    def Get_rank(self) -> int:
+        return self.get_rank()
+
+    def Get_size(self) -> int:
+        return len(self.ranks)
+
+    def Split(self, color: int = 0, key: int = 0) -> "Communicator":
+        given = np.empty((len(self.ranks), 2))
+        self.Allgather(np.array([color, key], dtype=float), given)
+        same = [(k, rank) for (c, k), rank in zip(given.tolist(), self.ranks, strict=True) if c == color]
+        return Communicator(self._endpoint, [rank for _, rank in sorted(same)])
+
+    def Allgather(self, src: Array, dst: Array) -> None:
+        own, parts = torch.from_numpy(_flat(src)), torch.empty(len(self.ranks), src.size, dtype=torch.float64)
+        if len(self.ranks) == 1:
+            parts[0] = own
+        else:
+            allgather_ring(own, parts, self)  # type: ignore[arg-type]
+        dst[...] = parts.numpy().reshape(dst.shape)
+
+    def Reduce_scatter(self, src: Array, dst: Array, op: object = None) -> None:
+        blocks = torch.from_numpy(_flat(src)).view(len(self.ranks), -1)
+        own = torch.empty(blocks.shape[1], dtype=torch.float64)
+        reducescatter_ring(blocks, own, endpoint=self)  # type: ignore[arg-type]
+        dst[...] = own.numpy().reshape(dst.shape)
+
+    def Allreduce(self, src: Array, dst: Array, op: object = None) -> None:
+        parts = np.empty((len(self.ranks), *src.shape))
+        self.Allgather(src, parts)
+        dst[...] = parts.sum(0)
+
+
+def _flat(array: Array) -> Array:
+    require(array.flags.c_contiguous, "MPI sends memory, not elements: give a contiguous array (np.ascontiguousarray)")
+    return array.astype(np.float64).ravel()
+
+
+def try_mpi(rank: int, script: Path, module: str, name: str) -> Facts:
+    """Compare one of the functions of a student's file with what NumPy computes from the whole arrays."""
+    del rank, module
+    try:
+        mpi4py = importlib.import_module("mpi4py")
+    except ImportError:
+        return Verdict(name).fails("no-mpi", ["this exercise needs mpi4py: pip install mpi4py mpich"]).to_json()
+    mpi4py.rc.initialize = False  # its constants are enough
+    student = load(script)
+    verdict = Verdict(f"{name}: {RANKS} ranks in three grids")
+    for mp_size, dp_size in GRIDS:
+        world = SimulatedWorld(RANKS)
+        grid = f"mp_size {mp_size}, dp_size {dp_size}"
+        try:
+            wrong = world.run(functools.partial(_call, student, name, mp_size, dp_size))
+        except Deadlock as error:
+            return verdict.fails("deadlock", [f"{grid}: {error}"]).to_json()
+        except HalfMessage as error:
+            return verdict.fails("half-message", [f"{grid}: {error}"]).to_json()
+        for number, sentence in enumerate(wrong):
+            if sentence:
+                return verdict.fails("wrong-result", [f"{grid}: rank {number} {sentence}"]).to_json()
+    return verdict.passes("right on every rank of every grid").to_json()
+
+
+def _call(student: Any, name: str, mp_size: int, dp_size: int, endpoint: SimulatedEndpoint) -> str:
+    """What is wrong with what a rank gets; "" if nothing is."""
+    rank, world = endpoint.get_rank(), Communicator(endpoint)
+    model, copy = rank % mp_size, rank // mp_size
+    if name == "get_info":
+        return _wrong_info(student.get_info, world, rank, mp_size, dp_size)
+    group = world.Split(color=copy, key=rank)
+    whole, width = _whole(copy), WIDTH // mp_size
+    own = slice(model * width, (model + 1) * width)
+    if name in ("naive_collect_forward_input", "naive_collect_forward_output"):
+        part = np.ascontiguousarray(whole[..., own])
+        return _differs(getattr(student, name)(part, group, mp_size), whole, "all ranks' parts, in the order of ranks")
+    if name == "naive_collect_backward_output":
+        return _differs(student.naive_collect_backward_output(whole, model, mp_size), whole[..., own], "its own slice")
+    terms = [whole * (other + 1) for other in range(mp_size)]
+    expected = np.sum(terms, axis=0)[..., own]
+    given = student.naive_collect_backward_x(terms[model], group, mp_size)
+    return _differs(given, expected, "its own slice of the sum over the ranks")
+
+
+def _whole(copy: int) -> Array:
+    return np.random.default_rng(copy).integers(-9, 10, (BATCH, SEQ, WIDTH)).astype(float)
+
+
+def _differs(given: object, expected: Array, what: str) -> str:
+    if not isinstance(given, np.ndarray):
+        return f"returned {type(given).__name__}, and should return {what}"
+    if given.shape != expected.shape:
+        return f"returned {given.shape}, and should return {what}: {expected.shape}"
+    return "" if np.allclose(given, expected) else f"returned other numbers than {what}"
+
+
+def _wrong_info(get_info: Callable[..., Any], world: Communicator, rank: int, mp_size: int, dp_size: int) -> str:
+    for layer in ("fc_q", "fc_o"):
+        given = get_info(world, rank, mp_size, dp_size, layer, 4 * RANKS, 8 * RANKS)
+        if not isinstance(given, tuple) or len(given) != 6:
+            return "returned something else than a tuple of six"
+        mp_idx, dp_idx, mp_comm, dp_comm, in_dim, out_dim = given
+        split = (4 * RANKS, 8 * RANKS // mp_size) if layer != "fc_o" else (4 * RANKS // mp_size, 8 * RANKS)
+        copies = [r for r in range(RANKS) if r % mp_size == rank % mp_size]
+        sharers = [r for r in range(RANKS) if r // mp_size == rank // mp_size]
+        for what, got, right in (
+            ("mp_idx", mp_idx, rank % mp_size),
+            ("dp_idx", dp_idx, rank // mp_size),
+            ("the ranks of mp_comm", mp_comm.ranks, sharers),
+            ("the ranks of dp_comm", dp_comm.ranks, copies),
+            (f"part_in_dim of {layer}", in_dim, split[0]),
+            (f"part_out_dim of {layer}", out_dim, split[1]),
+        ):
+            if got != right:
+                return f"gets {what} {got} instead of {right}"
+    return ""
