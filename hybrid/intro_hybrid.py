@@ -22,7 +22,7 @@ from distlab.parallel.tensor import shard
 from distlab.parallel.vocabulary import vocabulary_parallel_loss
 from distlab.pipeline.actions import describe_stages, stages_of
 from distlab.pipeline.executor import Pipeline
-from distlab.pipeline.schedules import all_stages, with_recomputation
+from distlab.pipeline.schedules import all_stages
 from distlab.pipeline.stages import build_stages
 from distlab.run.auto_schedule import find_schedule
 from distlab.run.main import main
@@ -37,9 +37,8 @@ DEFAULTS = HybridSettings(batch_size=3)
 
 def train(run: TrainingRun[HybridSettings]) -> None:
     args, tokenizer = run.settings, SPTokenizer(run.settings.tokenizer)
-    programs = all_stages(args.schedule, run.grid.pp, args.micro_batches, args.chunks_per_stage)
-    if args.recompute == "all":
-        programs = with_recomputation(programs)
+    again = args.recompute == "all"
+    programs = all_stages(args.schedule, run.grid.pp, args.micro_batches, args.chunks_per_stage, recompute=again)
     program = programs[run.grid.stage]  # this rank's actions
     split = args.split(tokenizer.vocab_size)
     options = {"padding_idx": tokenizer.pad_id, **run.model_options()}

@@ -13,7 +13,7 @@ from functools import partial
 
 from distlab.pipeline.actions import stages_of
 from distlab.pipeline.executor import Pipeline
-from distlab.pipeline.schedules import all_stages, with_recomputation
+from distlab.pipeline.schedules import all_stages
 from distlab.pipeline.stages import build_stages
 from distlab.run.auto_schedule import find_schedule
 from distlab.run.main import main
@@ -28,9 +28,8 @@ DEFAULTS = ScheduledPipelineSettings(batch_size=3)
 
 def train(run: TrainingRun[ScheduledPipelineSettings]) -> None:
     args, tokenizer = run.settings, SPTokenizer(run.settings.tokenizer)
-    programs = all_stages(args.schedule, run.grid.pp, args.micro_batches, args.chunks_per_stage)
-    if args.recompute == "all":
-        programs = with_recomputation(programs)
+    again = args.recompute == "all"
+    programs = all_stages(args.schedule, run.grid.pp, args.micro_batches, args.chunks_per_stage, recompute=again)
     program = programs[run.grid.stage]  # this rank's actions, for example [F0, F1, F2, B0, B1, B2]
     split = args.split(tokenizer.vocab_size)
     options = {"padding_idx": tokenizer.pad_id, **run.model_options()}

@@ -22,7 +22,6 @@ from distlab.pipeline.schedules import (
     all_stages,
     schedule_names,
     stages_per_worker,
-    with_recomputation,
 )
 from distlab.run.settings import shown_as
 from simplellm import command_line
@@ -36,7 +35,7 @@ class Request:
     schedule: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="|".join(schedule_names()))]
     """name of the schedule"""
     stages: int = 3
-    """stages of the pipeline"""
+    """workers of the pipeline: with most schedules, each has one stage"""
     micro_batches: int = 3
     """parts that the batch is split into"""
     forward: int = 1
@@ -74,10 +73,11 @@ def show(request: Request) -> Iterator[str]:
     require(0 < request.weight_share < 1, f"--weight-share {request.weight_share}: must be between 0 and 1")
     p, m, steps = request.stages, request.micro_batches, request.steps
     require(steps == 1 or request.run_on, f"--steps {steps}: give --run-on too; without it, all steps are the same")
-    title = f"{request.schedule}, {p} stages, {m} micro-batches" + f", {steps} steps that run on" * (steps > 1)
+    held = stages_per_worker(request.schedule, request.chunks_per_stage)
+    workers = f"{p} stages" if held == 1 else f"{p} workers with {held} stages each"
+    title = f"{request.schedule}, {workers}, {m} micro-batches" + f", {steps} steps that run on" * (steps > 1)
+    title += ", recomputed" * request.recompute
     programs, costs = _programs_and_costs(request)
-    if request.recompute:
-        title, programs = f"{title}, recomputed", with_recomputation(programs)
     plan = simulate(in_a_row(programs, steps), costs)
     yield f"# {title}; ticks: forward {request.forward}, backward {request.backward}, message {request.transfer}"
     yield from table(plan)
@@ -111,7 +111,8 @@ def _programs_and_costs(request: Request) -> tuple[Programs, ActionCosts]:
     limit = None if request.keep_at_most is None else read_limit(request.keep_at_most)
     in_bytes = limit is not None and limit.is_bytes
     require(not in_bytes, f"--keep-at-most {request.keep_at_most}: give micro-batches; only a run knows their bytes")
-    return all_stages(name, workers, request.micro_batches, request.chunks_per_stage, costs, limit), costs
+    sizes = workers, request.micro_batches, request.chunks_per_stage
+    return all_stages(name, *sizes, costs, limit, request.recompute), costs
 
 
 def _read_factors(text: str | None, stages: int) -> list[int]:

@@ -56,7 +56,7 @@ def test_a_pipeline_is_the_run_of_one_process(script: str, flags: str, one_proce
         (3, 1, "--micro-batches 2"),
         (1, 2, "--micro-batches 6 --schedule naive"),
         (2, 2, "--micro-batches 6 --schedule dualpipe-v"),
-        (1, 2, "--micro-batches 3 --schedule auto --keep-at-most 100MB"),
+        (1, 2, "--micro-batches 3 --schedule auto --keep-at-most 100MB --recompute all"),
     ],
 )
 def test_a_hybrid_is_the_run_of_one_process(

@@ -33,6 +33,11 @@ def test_1f1b_is_dapple() -> None:
     assert lines == list(show(Request("dapple", stages=3, micro_batches=4)))[1:]
 
 
+def test_workers_with_several_stages_are_said() -> None:
+    title, *_ = show(Request("interleaved", stages=2, micro_batches=4, chunks_per_stage=3, recompute=True))
+    assert title.startswith("# interleaved, 2 workers with 3 stages each, 4 micro-batches, recomputed; ticks: ")
+
+
 def test_ticks_of_passes_and_messages_as_asked_for() -> None:
     request = Request("naive", stages=2, micro_batches=1, forward=2, backward=3, transfer=1)
     assert list(show(request))[1:4] == [

@@ -70,6 +70,7 @@ def find_programs(
     costs: ActionCosts,
     limit: Limit | None = None,
     tries: int | None = None,
+    recompute: bool = False,
 ) -> list[list[Action]]:
     """The fastest lists of actions that were found, one for each worker; deterministic.
 
@@ -78,15 +79,20 @@ def find_programs(
         costs: times and sizes; without `activation_bytes`, all stages keep the same amount.
         limit: the most that each worker may keep; by default, as many micro-batches as there are workers, as in DAPPLE.
         tries: number of simulations; by default, as many as take about a second.
+        recompute: the lists are for `with_recomputation`: a stage keeps its input, and computes the rest again while it
+            waits for the gradient. A limit in bytes then counts these; one in micro-batches counts micro-batches of
+            which anything is kept.
 
     Raises:
         InputError: a worker has no room for a single micro-batch.
     """
-    held, stages = placement(workers, chunks), workers * chunks
+    held, stages, limit = placement(workers, chunks), workers * chunks, limit or Limit(workers)
     owners = {stage: worker for worker, own in enumerate(held) for stage in own}
-    sizes = _Sizes.of(costs, stages)
-    limits = [sizes.limit(limit or Limit(workers), own) for own in held]
+    sizes = _Sizes.of(costs, stages, recompute and limit.is_bytes)
+    limits = [sizes.limit(limit, own) for own in held]
     right = {(letter, stage): costs.seconds(KINDS[letter](stage, 0)) for letter in "FIW" for stage in range(stages)}
+    again = [costs.seconds(KINDS["R"](stage, 0)) if recompute else 0.0 for stage in range(stages)]
+    right |= {("I", stage): right["I", stage] + again[stage] for stage in range(stages)}
     tries = tries or max(4 * len(RULES), min(TRIES, MOST_ACTIONS // (len(right) * micro_batches)))
     least = max(
         sum(right["F", stage] + costs.transfer for stage in range(own[0]))
@@ -95,8 +101,8 @@ def find_programs(
     )  # a lower bound: each worker computes without a pause once its first input has arrived
     found: tuple[float, list[Move]] = math.inf, []
     for times, transfer, rule in itertools.islice(_guesses(right, costs.transfer), tries):
-        moves = _play(held, micro_batches, _Clock(times, transfer, owners), sizes, limits, rule)
-        clock = _Clock(right, costs.transfer, owners)
+        moves = _play(held, micro_batches, _Clock(times, again, transfer, owners), sizes, limits, rule)
+        clock = _Clock(right, again, costs.transfer, owners)
         for letter, stage in moves:
             clock.run(letter, stage)
         found = min(found, (max(clock.free), moves), key=lambda pair: pair[0])
@@ -123,22 +129,40 @@ def _guesses(right: Times, transfer: float) -> Iterator[tuple[Times, float, Urge
 
 @dataclass(frozen=True)
 class _Sizes:
-    """How much of a micro-batch each stage keeps: after F (`whole`), and after I (`factors`)."""
+    """How much of a micro-batch each stage keeps: after F (`first`), before I (`whole`), and after I (`factors`)."""
 
+    first: Sequence[float]
     whole: Sequence[float]
     factors: Sequence[float]
 
     @classmethod
-    def of(cls, costs: ActionCosts, stages: int) -> "_Sizes":
-        whole = [of_stage(costs.activation_bytes, stage) or 1.0 for stage in range(stages)]
-        factors = [size * of_stage(costs.weight_bytes_share, stage) for stage, size in enumerate(whole)]
-        return cls([max(pair) for pair in zip(whole, factors, strict=True)], factors)
+    def of(cls, costs: ActionCosts, stages: int, keeps_inputs: bool) -> "_Sizes":
+        bytes_of = [of_stage(costs.activation_bytes, stage) or 1.0 for stage in range(stages)]
+        factors = [size * of_stage(costs.weight_bytes_share, stage) for stage, size in enumerate(bytes_of)]
+        whole = [max(pair) for pair in zip(bytes_of, factors, strict=True)]
+        inputs = [size * of_stage(costs.input_bytes_share, stage) for stage, size in enumerate(bytes_of)]
+        return cls(inputs if keeps_inputs else whole, whole, factors)
+
+    def again(self, stage: int) -> float:
+        """What is added before I, because it has not been kept."""
+        return self.whole[stage] - self.first[stage]
+
+    def room(self, letter: str, stage: int, own: Sequence[int]) -> float:
+        """What a worker with the stages `own` needs to start an action, so that it can go on in any case.
+
+        A forward pass also needs room for its micro-batch on the worker's last stage, and for what is computed again
+        before a backward pass.
+        """
+        if letter != "F":
+            return self.again(stage) if letter == "I" else 0.0
+        further = self.first[own[-1]] if stage != own[-1] else 0.0
+        return self.first[stage] + further + max(map(self.again, own))
 
     def limit(self, limit: Limit, stages: Sequence[int]) -> float:
         """The limit of the worker that holds these stages, in the units of the sizes."""
-        one = sum(self.whole[stage] for stage in stages)
         if not limit.is_bytes:
-            return limit.amount * one
+            return limit.amount * sum(self.whole[stage] for stage in stages)
+        one = self.room("F", stages[0], stages)
         least = f"one micro-batch takes {one / 1e6:.4g} MB on stage {' and '.join(map(str, stages))}"
         require(limit.amount >= one, f"--keep-at-most {limit}: {least}; give more")
         return limit.amount
@@ -147,8 +171,9 @@ class _Sizes:
 class _Clock:
     """Computes when actions run. Each stage runs the actions of a kind in the order of the micro-batches."""
 
-    def __init__(self, times: Times, transfer: float, owners: Mapping[int, int]) -> None:
+    def __init__(self, times: Times, again: Sequence[float], transfer: float, owners: Mapping[int, int]) -> None:
         self.times, self._transfer, self._owners, self._last = times, transfer, owners, len(owners) - 1
+        self._again = again  # by stage: the first seconds of I, which do not need the gradient
         self._ends: dict[Move, list[float]] = {move: [] for move in times}  # by micro-batch
         self.free = [0.0] * (1 + max(owners.values()))  # by worker: when its last action ends
 
@@ -164,7 +189,9 @@ class _Clock:
             return max(start, self._arrival("F", stage - 1, stage, k))
         if letter == "I":
             start = max(start, self._arrival("F", stage, stage, k))
-            return max(start, self._arrival("I", stage + 1, stage, k)) if stage < self._last else start
+            if stage == self._last:
+                return start
+            return max(start, self._arrival("I", stage + 1, stage, k) - self._again[stage])
         return max(start, self._arrival("I", stage, stage, k)) if letter == "W" else start
 
     def _arrival(self, letter: str, source: int, taker: int, micro_batch: int) -> float:
@@ -194,15 +221,15 @@ def _play(
         """What a worker starts next, and when. Of equally urgent actions, that of the stage nearest to the loss."""
         ready: list[tuple[float, int, int, Move]] = []
         for letter, stage in moves[worker]:
-            # A micro-batch that starts here also needs room on the worker's last stage, or it could not continue.
-            room = sizes.whole[stage] + (sizes.whole[held[worker][-1]] if stage != held[worker][-1] else 0.0)
-            is_possible = letter != "F" or kept[worker] + room <= limits[worker] * (1 + ROUNDING)
+            room = rooms[letter, stage]
+            is_possible = room == 0 or kept[worker] + room <= limits[worker] * (1 + ROUNDING)
             if is_possible and clock.done(letter, stage) < micro_batches:
                 ready.append((clock.start(letter, stage), rule(letter, last[worker]), -stage, (letter, stage)))
         first = min((start for start, *_ in ready), default=math.inf)
         return first, min((choice for choice in ready if choice[0] <= first + ROUNDING), default=(0, 0, 0, ("", 0)))[-1]
 
     moves = [[(letter, stage) for stage in own for letter in "FIW"] for own in held]
+    rooms = {(letter, stage): sizes.room(letter, stage, own) for own in held for stage in own for letter in "FIW"}
     owners = {stage: worker for worker, own in enumerate(held) for stage in own}
     choices = [choose(worker) for worker in range(len(held))]
     played: list[Move] = []
@@ -212,8 +239,8 @@ def _play(
         clock.run(letter, stage)
         played.append((letter, stage))
         last[worker] = last[worker] if letter == "W" else letter
-        whole, factors = sizes.whole[stage], sizes.factors[stage]
-        kept[worker] += {"F": whole, "I": factors - whole, "W": -factors}[letter]
+        first, factors = sizes.first[stage], sizes.factors[stage]
+        kept[worker] += {"F": first, "I": factors - first, "W": -factors}[letter]
         waiting = owners.get(stage + {"F": 1, "I": -1, "W": 0}[letter], worker)
         for affected in {worker, waiting}:
             choices[affected] = choose(affected)

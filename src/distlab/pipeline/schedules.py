@@ -94,6 +94,7 @@ def all_stages(
     chunks: int = DEFAULT_CHUNKS,
     costs: ActionCosts | None = None,
     limit: Limit | None = None,
+    recompute: bool = False,
 ) -> list[list[Action]]:
     """All workers' lists of the schedule `name`, one of `schedule_names()`.
 
@@ -101,6 +102,7 @@ def all_stages(
         chunks: stages of each worker, if the schedule lets the run choose.
         costs: what `auto` is to be fast with; without costs, it does not search for long.
         limit: of the activations that `auto` keeps.
+        recompute: see `with_recomputation`.
 
     Raises:
         InputError: the schedule does not support this number of micro-batches with this number of workers, or a limit.
@@ -109,7 +111,9 @@ def all_stages(
     options: dict[str, Any] = {} if found.stages_per_worker else {"chunks": chunks}
     if name == AUTO:
         options |= {"costs": costs or ActionCosts(), "limit": limit, "tries": None if costs else 1}
-    return found.programs(workers, micro_batches, **options)
+        options["recompute"] = recompute
+    programs = found.programs(workers, micro_batches, **options)
+    return with_recomputation(programs) if recompute else programs
 
 
 def with_recomputation(programs: Programs) -> list[list[Action]]:

@@ -1,6 +1,5 @@
 """`--schedule auto` in a run: a rehearsal measures the costs of the passes, for which a schedule is then searched."""
 
-import itertools
 import time
 from collections.abc import Mapping
 from typing import TypeVar
@@ -14,13 +13,13 @@ from distlab.comm.traffic import traffic
 from distlab.pipeline.actions import KINDS, Action, ActionCosts
 from distlab.pipeline.activations import Loss, SavedActivations, Stage
 from distlab.pipeline.plan import simulate
-from distlab.pipeline.schedules import all_stages, with_recomputation
+from distlab.pipeline.schedules import all_stages
 from distlab.run.logs import say
 from distlab.run.train_settings import ScheduleSettings
 from distlab.run.training import TrainingRun
 
 REHEARSALS = 3  # measured; the fastest is the time of a pass that nothing disturbs
-COLUMNS = "FIW"  # the first columns of the table: seconds of each kind of pass
+COLUMNS = "FRIW"  # the first columns of the table: seconds of each kind of pass; R only with recomputation
 ScheduleSettingsT = TypeVar("ScheduleSettingsT", bound=ScheduleSettings)
 
 
@@ -37,14 +36,13 @@ def find_schedule(run: TrainingRun[ScheduleSettingsT], nets: Mapping[int, nn.Mod
         InputError: a stage's activations of one micro-batch exceed `--keep-at-most`.
     """
     args, workers = run.settings, run.grid.pp
-    shape = args.batch_size // args.micro_batches, args.seq_len
-    costs = measure(nets, args.stages, run.grid, loss, shape, args.dmodel, run.device)
-    programs = all_stages(args.schedule, workers, args.micro_batches, args.chunks_per_stage, costs, args.limit)
-    if args.recompute == "all":
-        programs = with_recomputation(programs)
+    shape, again = (args.batch_size // args.micro_batches, args.seq_len), args.recompute == "all"
+    costs = measure(nets, args.stages, run.grid, loss, shape, args.dmodel, run.device, again)
+    sizes = workers, args.micro_batches, args.chunks_per_stage
+    programs = all_stages(args.schedule, *sizes, costs, args.limit, again)
     if run.rank == 0:
-        plan = simulate(programs, costs)
-        of_kinds = {kind: sum(costs.seconds(KINDS[kind](stage, 0)) for stage in nets) for kind in COLUMNS}
+        plan, kinds = simulate(programs, costs), COLUMNS if again else COLUMNS.replace("R", "")
+        of_kinds = {kind: sum(costs.seconds(KINDS[kind](stage, 0)) for stage in nets) for kind in kinds}
         ms = ", ".join(f"{kind} {seconds * 1e3:.1f}" for kind, seconds in of_kinds.items())
         kept = ", ".join(f"{size / 1e6:.4g}" for size in plan.peak_bytes)
         say(f"auto: rank 0 takes {ms} ms for a micro-batch, a message {costs.transfer * 1e3:.1f} ms")
@@ -60,6 +58,7 @@ def measure(
     shape: tuple[int, int],
     width: int,
     device: torch.device,
+    recompute: bool = False,
 ) -> ActionCosts:
     """The times of passes and messages, and the bytes that stages keep; rank 0's values on every rank.
 
@@ -71,14 +70,16 @@ def measure(
         stages: number of stages of the whole pipeline.
         shape: shape of a micro-batch: (rows, seq).
         width: width of the activations between stages.
+        recompute: stages keep only their inputs.
     """
-    table = torch.zeros(stages + 1, len(COLUMNS) + 2, dtype=torch.float64)  # a row for each stage; last row: messages
+    table = torch.zeros(stages + 1, len(COLUMNS) + 3, dtype=torch.float64)  # a row for each stage; last row: messages
     with traffic.ledger.counted_as("control"):
         for worker in range(grid.pp):
             _meet(f"the rehearsal of worker {worker}", device)
             if worker == grid.stage:
                 for stage, net in nets.items():
-                    table[stage] = _rehearse(net, stage, loss if stage == stages - 1 else None, shape, width, device)
+                    own = loss if stage == stages - 1 else None
+                    table[stage] = _rehearse(net, stage, own, shape, width, device, recompute)
         for worker in range(grid.pp - 1):
             _meet(f"the rehearsal of messages between the workers {worker} and {worker + 1}", device)
             if grid.stage in (worker, worker + 1):
@@ -88,7 +89,7 @@ def measure(
         traffic.all_reduce(table, "the times of the rehearsal", kind="control", op=dist.ReduceOp.SUM).wait()
         traffic.broadcast(table, "the times of the rehearsal", kind="control").wait()
     *rows, (transfer, *_) = (table / (grid.dp * grid.tp)).tolist()
-    forward, backward, weight, whole, factors = zip(*rows, strict=True)
+    forward, again, backward, weight, inputs, whole, factors = zip(*rows, strict=True)
     both = [part + other for part, other in zip(backward, weight, strict=True)]
     return ActionCosts(
         forward,
@@ -97,6 +98,8 @@ def measure(
         activation_bytes=whole,
         weight_share=[part / of for part, of in zip(weight, both, strict=True)],
         weight_bytes_share=[part / of for part, of in zip(factors, whole, strict=True)],
+        measured={("R", stage): seconds for stage, seconds in enumerate(again)} if recompute else {},
+        input_bytes_share=[part / of for part, of in zip(inputs, whole, strict=True)] if recompute else 0.0,
     )
 
 
@@ -105,28 +108,37 @@ def _meet(what: str, device: torch.device) -> None:
 
 
 def _rehearse(
-    net: nn.Module, index: int, loss: Loss | None, shape: tuple[int, int], width: int, device: torch.device
+    net: nn.Module,
+    index: int,
+    loss: Loss | None,
+    shape: tuple[int, int],
+    width: int,
+    device: torch.device,
+    recompute: bool,
 ) -> Tensor:
-    """Seconds of a stage's F, I and W, and the bytes that it keeps after F and after I: (5,)."""
+    """Seconds of a stage's F, R, I and W, and the bytes that it keeps after F, at most and after I: (7,)."""
     kept = SavedActivations(net.parameters())
     stage = Stage(net, loss, kept)
     stage.micro_batches, stage.shares = [torch.zeros(shape, dtype=torch.int64, device=device)], [1.0]
-    forward, backward, weight = (KINDS[kind](index, 0) for kind in COLUMNS)
-    seconds: list[list[float]] = []
-    sizes: list[int] = []
+    letters = dict(zip(COLUMNS, "fRIW", strict=True)) if recompute else {kind: kind for kind in "FIW"}
+    passes = {kind: KINDS[letter](index, 0) for kind, letter in letters.items()}
+    seconds: dict[str, list[float]] = {kind: [] for kind in passes}
+    sizes, peak = dict[str, int](), 0
     with torch.random.fork_rng({p.device for p in net.parameters() if p.is_cuda}):
         for _ in range(1 + REHEARSALS):  # the first one, which loads kernels and allocates memory, does not count
-            weight.prepare(stage)
+            passes["W"].prepare(stage)
             activations = [torch.zeros(*shape, width, device=device)] if index else []
-            gradients = [torch.zeros(*shape, width, device=device)] if loss is None else []
-            marks, sizes = [_now(device)], []
-            for action, received in ((forward, activations), (backward, gradients), (weight, [])):
-                action.run(stage, *received)
-                marks.append(_now(device))
-                sizes.append(kept.now_bytes)
-            seconds.append([end - start for start, end in itertools.pairwise(marks)])
+            received = {"F": activations, "I": [torch.zeros(*shape, width, device=device)] if loss is None else []}
+            for kind, action in passes.items():
+                started = _now(device)
+                action.run(stage, *received.get(kind, []))
+                seconds[kind].append(_now(device) - started)
+                sizes[kind] = kept.now_bytes
+            # What I needs for a moment counts only if it is on top of an input, not of all that F keeps.
+            peak = kept.take_recent_peak() if recompute else sizes["F"]
     net.zero_grad(set_to_none=True)
-    return torch.tensor([*map(min, zip(*seconds[1:], strict=True)), *sizes[:2]], dtype=torch.float64)
+    fastest = [min(seconds[kind][1:]) if kind in seconds else 0.0 for kind in COLUMNS]
+    return torch.tensor([*fastest, sizes["F"], peak, sizes["I"]], dtype=torch.float64)
 
 
 def _exchange(grid: Grid, first: int, tensor: Tensor) -> float:

@@ -1,6 +1,7 @@
 """The schedule `auto`: not slower than what is written by hand, faster where costs are uneven, within its limit."""
 
 import re
+from dataclasses import replace
 from random import Random
 
 import pytest
@@ -8,7 +9,7 @@ import pytest
 from distlab.pipeline.actions import ActionCosts, stages_of
 from distlab.pipeline.auto import Limit, find_programs, placement, read_limit
 from distlab.pipeline.plan import Plan, simulate
-from distlab.pipeline.schedules import SCHEDULES, all_stages, stages_per_worker
+from distlab.pipeline.schedules import SCHEDULES, all_stages, stages_per_worker, with_recomputation
 from simplellm.errors import InputError
 
 WRITTEN = [name for name in SCHEDULES if name not in ("naive", "auto")]
@@ -91,12 +92,41 @@ def test_any_costs_and_limits_give_lists_that_run_and_keep_no_more() -> None:
         costs = ActionCosts(each(), each(), chance.choice([0.0, 0.7]), each(), 0.0, shares, shares)
         limit = Limit(chance.choice([1.0, chance.uniform(1, workers), 2.0 * workers]))
         programs = find_programs(workers, micro_batches, chunks, costs, limit, tries=3)
+        assert_recomputed_lists_keep_no_more(workers, micro_batches, chunks, costs, chance)
         plan = simulate(programs, costs)  # complete, every link in order, no deadlock
         assert [stages_of(program) for program in programs] == placement(workers, chunks)
         sizes = costs.activation_bytes
         assert isinstance(sizes, list)
         for program, kept in zip(programs, plan.peak_bytes, strict=True):
             assert kept <= limit.amount * sum(sizes[stage] for stage in stages_of(program)) * (1 + 1e-9)
+
+
+def assert_recomputed_lists_keep_no_more(
+    workers: int, micro_batches: int, chunks: int, costs: ActionCosts, chance: Random
+) -> None:
+    """Where stages keep their inputs, under a limit in bytes: from the least that will do."""
+    sizes = costs.activation_bytes
+    assert isinstance(sizes, list)
+    costs = replace(costs, input_bytes_share=chance.uniform(0.01, 0.2))
+    of_workers = [[sizes[stage] for stage in own] for own in placement(workers, chunks)]
+    least = max(max(own) + sum(own) * 0.2 for own in of_workers)
+    limit = Limit(least * chance.choice([1.0, chance.uniform(1, 4)]), is_bytes=True)
+    programs = with_recomputation(find_programs(workers, micro_batches, chunks, costs, limit, 3, recompute=True))
+    assert max(simulate(programs, costs).peak_bytes) <= limit.amount * (1 + 1e-9)
+
+
+def test_with_recomputation_a_limit_in_bytes_has_room_for_many_inputs_and_r_fills_the_bubble() -> None:
+    """A micro-batch keeps 100 bytes, of them 5 for its input."""
+    costs = ActionCosts(activation_bytes=100.0, input_bytes_share=0.05)
+    makespans = {}
+    for limit in (Limit(150, True), Limit(200, True), Limit(4)):
+        plan = simulate(all_stages("auto", 4, 8, 1, costs, limit, recompute=True), costs)
+        assert max(plan.peak_bytes) <= (limit.amount if limit.is_bytes else 4 * 100)
+        makespans[str(limit)] = plan.makespan
+    usual = simulate(all_stages("dapple", 4, 8, recompute=True), costs)
+    assert max(makespans.values()) < usual.makespan
+    with pytest.raises(InputError, match=re.escape("one micro-batch takes 0.0001 MB on stage 0")):
+        all_stages("auto", 4, 8, 1, costs, Limit(90, True), recompute=True)
 
 
 def test_more_room_is_used_and_bytes_are_the_same_as_micro_batches() -> None:

@@ -11,29 +11,31 @@ from processes import free_port, process_group, run_ranks
 from distlab.comm.grid import Grid
 from distlab.comm.recorder import recorder
 from distlab.pipeline.actions import ActionCosts
-from distlab.pipeline.auto import Limit, find_programs, placement
+from distlab.pipeline.auto import Limit, placement
 from distlab.pipeline.executor import Pipeline
 from distlab.pipeline.plan import simulate
+from distlab.pipeline.schedules import all_stages
 from distlab.pipeline.stages import build_stages
 from distlab.run.auto_schedule import measure
 
 WORKERS, MICRO_BATCHES, ROWS = 2, 6, 2
 
 
-def rehearse_and_run(rank: int, port: int) -> tuple[ActionCosts, list[float], int]:
+def rehearse_and_run(rank: int, port: int, recompute: bool) -> tuple[ActionCosts, list[float], int]:
     """The costs that a rank has, what each worker keeps by the plan, and what this rank keeps."""
     with process_group(rank, WORKERS, port):
         torch.manual_seed(rank)
-        nets = build_stages(placement(WORKERS, 2)[rank], (1, 2, 1, 0), VOCAB, **OPTIONS)
+        options: dict[str, Any] = {**OPTIONS, "recompute": "all" if recompute else "none"}
+        nets = build_stages(placement(WORKERS, 2)[rank], (1, 2, 1, 0), VOCAB, **options)
         for stage, net in nets.items():
             if stage == 2:
                 net.register_forward_pre_hook(lambda *_: time.sleep(0.03))
         grid = Grid(rank, dp=1, pp=WORKERS)
         state = torch.random.get_rng_state()
-        costs = measure(nets, 4, grid, LOSS, (ROWS, SEQ), WIDTH, torch.device("cpu"))
+        costs = measure(nets, 4, grid, LOSS, (ROWS, SEQ), WIDTH, torch.device("cpu"), recompute)
         assert torch.equal(torch.random.get_rng_state(), state)
         assert all(parameter.grad is None for net in nets.values() for parameter in net.parameters())
-        programs = find_programs(WORKERS, MICRO_BATCHES, 2, costs, Limit(2.5))
+        programs = all_stages("auto", WORKERS, MICRO_BATCHES, 2, costs, Limit(2.5), recompute)
         recorder.enabled = True
         pipeline = Pipeline(nets, programs, grid, LOSS, WIDTH)
         for step in range(2):
@@ -42,8 +44,9 @@ def rehearse_and_run(rank: int, port: int) -> tuple[ActionCosts, list[float], in
         return costs, simulate(programs, costs).peak_bytes, pipeline.kept.peak_bytes
 
 
-def test_all_ranks_know_what_passes_take_and_keep_what_was_planned() -> None:
-    (costs, planned, own), (others_costs, _, others) = run_ranks(WORKERS, rehearse_and_run, free_port())
+@pytest.mark.parametrize("recompute", [False, True])
+def test_all_ranks_know_what_passes_take_and_keep_what_was_planned(recompute: bool) -> None:
+    (costs, planned, own), (others_costs, _, others) = run_ranks(WORKERS, rehearse_and_run, free_port(), recompute)
     assert costs == others_costs
     each: Any = costs
     assert 0.03 <= each.forward[2] < 0.2
@@ -52,3 +55,7 @@ def test_all_ranks_know_what_passes_take_and_keep_what_was_planned() -> None:
     assert 0 < each.transfer < 0.03
     assert each.activation_bytes[1] > 1.8 * each.activation_bytes[2] > 0
     assert [own, others] == pytest.approx(planned, rel=0.05)
+    if recompute:
+        assert all(0 < share < 1 for share in each.input_bytes_share)
+        assert each.input_bytes_share[1] < 0.05 < each.input_bytes_share[3], "two layers, and the head alone"
+        assert 0.03 <= each.measured["R", 2] < 0.2
