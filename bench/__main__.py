@@ -35,6 +35,7 @@ QUICK = {  # flags that are appended to the page's command
     "messages": "--starts 3",
     "collectives": "--starts 2 --rounds 10",
     "tensor_parallel": "--rounds 8",
+    "sharded": "--worlds 2 --rounds 6",
     "generation": "--stories 1",
 }
 NOISE = 0.05  # relative tolerance of a ratio without quartiles

@@ -2,11 +2,12 @@
 
     python bench/sharded.py                 worlds 2 and 4, 12 rounds
 
-`--shard optimizer` is compared with torch's ZeroRedundancyOptimizer in DistributedDataParallel; `gradients` and
-`weights` with fully_shard, without and with `reshard_after_forward`, on each block and on the model. All variants run
-in the same processes, one step of each in turn, so the load of the machine is the same for all. Ratios are taken round
-by round. The bytes are those of rank 0's weights, gradients and optimizer state after a step, and of the tensors that
-are whole for a part of a step: for the lab their peak is counted, for fully_shard it is computed from what it keeps.
+`--shard optimizer` is compared with torch's ZeroRedundancyOptimizer in DistributedDataParallel, and with dp-ga, which
+shards nothing; `gradients` and `weights` with fully_shard, without and with `reshard_after_forward`, on each block and
+on the model. All variants run in the same processes, one step of each in turn, so the load of the machine is the same
+for all. Ratios are taken round by round. The bytes are those of rank 0's weights, gradients and optimizer state after a
+step, and of the tensors that are whole for a part of a step: for the lab their peak is counted, for fully_shard it is
+computed from what it keeps.
 """
 
 import os
@@ -149,14 +150,14 @@ def fully_sharded(net: nn.Module, reshard_after_forward: bool) -> Variant:
     return Variant(step, held_bytes)
 
 
-VARIANTS: dict[str, tuple[Callable[[nn.Module], Variant], str | None]] = {  # the second: what it is compared with
-    "dp-ga": (gradient_aggregation, None),
-    "--shard optimizer": (partial(sharded, shard="optimizer"), "ZeroRedundancyOptimizer"),
-    "ZeroRedundancyOptimizer": (zero_redundancy_optimizer, None),
-    "--shard gradients": (partial(sharded, shard="gradients"), "fully_shard, kept"),
-    "fully_shard, kept": (partial(fully_sharded, reshard_after_forward=False), None),
-    "--shard weights": (partial(sharded, shard="weights"), "fully_shard"),
-    "fully_shard": (partial(fully_sharded, reshard_after_forward=True), None),
+VARIANTS: dict[str, tuple[Callable[[nn.Module], Variant], list[str]]] = {  # the second: what each is compared with
+    "dp-ga": (gradient_aggregation, []),
+    "--shard optimizer": (partial(sharded, shard="optimizer"), ["ZeroRedundancyOptimizer", "dp-ga"]),
+    "ZeroRedundancyOptimizer": (zero_redundancy_optimizer, []),
+    "--shard gradients": (partial(sharded, shard="gradients"), ["fully_shard, kept"]),
+    "fully_shard, kept": (partial(fully_sharded, reshard_after_forward=False), []),
+    "--shard weights": (partial(sharded, shard="weights"), ["fully_shard"]),
+    "fully_shard": (partial(fully_sharded, reshard_after_forward=True), []),
 }
 
 
@@ -173,14 +174,13 @@ def measure(rank: int, world_size: int, settings: Settings) -> None:
     steps = {name: variant.step for name, variant in variants.items()}
     seconds = seconds_in_turn(steps, batch_of, settings.rounds, meet=dist.barrier)
     if rank == 0:
-        for name, (_, other) in VARIANTS.items():
-            cells = [str(world_size), name, f"{statistics.median(seconds[name]) * 1000:.0f}"]
-            low, middle, high = quartiles_of_ratios(seconds[other or "dp-ga"], seconds[name])
-            cells.append(f"{middle:.2f} ({low:.2f} to {high:.2f}) times {other or 'dp-ga'}")
-            cells.append(f"{variants[name].held_bytes() / 1e6:.1f}")
-            print(f"| {' | '.join(cells)} |", flush=True)
-        low, middle, high = quartiles_of_ratios(seconds["dp-ga"], seconds["--shard optimizer"])
-        print(f"# {world_size} ranks: --shard optimizer has {middle:.2f} ({low:.2f} to {high:.2f}) times dp-ga's speed")
+        for name, (_, others) in VARIANTS.items():
+            measured = f"{statistics.median(seconds[name]) * 1000:.0f}"
+            held_megabytes = f"{variants[name].held_bytes() / 1e6:.1f}"
+            for other in others or [""]:
+                low, middle, high = quartiles_of_ratios(seconds[other], seconds[name]) if other else (0, 0, 0)
+                ratio = f"{middle:.2f} ({low:.2f} to {high:.2f})" if other else ""
+                print(f"| {world_size} | {name} | {other} | {measured} | {ratio} | {held_megabytes} |", flush=True)
     leave(0)  # without the process group's destructor, which can hang: see distlab.run.run.Run.close
 
 
@@ -189,8 +189,8 @@ def main() -> None:
     if settings.rounds < 2:
         raise SystemExit(f"--rounds {settings.rounds}: quartiles need at least 2")
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    print("| ranks | variant | ms a step (median) | speed (quartiles) | bytes held, MB |")
-    print("|---|---|---|---|---|", flush=True)
+    print("| ranks | variant | compared with | ms a step (median) | speed to that: median (quartiles) | held, MB |")
+    print("|---|---|---|---|---|---|", flush=True)
     for world_size in settings.worlds:
         mp.spawn(measure, args=(world_size, settings), nprocs=world_size)
 
