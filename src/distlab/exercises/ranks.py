@@ -34,6 +34,7 @@ from simplellm.errors import InputError
 Facts = dict[str, Any]  # what a rank tells of itself; JSON
 SECONDS_FOR_CONSEQUENCES = 1.0  # after a rank has failed, how long others may take to fail too
 LONGEST_SECONDS = 25.0  # of ranks that go on, such as an endless loop
+SECONDS_OF_A_WAIT = 0.1  # of the processor's time; a thread that waits takes less until it counts as standing still
 
 
 @dataclass(frozen=True)
@@ -198,7 +199,7 @@ def _watch(rank: int, script: str, patience: Patience, tell: Callable[[Report], 
     assert main is not None
     started = since = time.monotonic()
     before: list[tuple[int, int]] = []
-    is_still = False
+    is_still, worked_before = False, 0.0
     while time.monotonic() - started < patience.longest:
         time.sleep(0.1)
         frame, now, own = sys._current_frames().get(main), [], ""
@@ -206,8 +207,9 @@ def _watch(rank: int, script: str, patience: Patience, tell: Callable[[Report], 
             now.append((id(frame.f_code), frame.f_lasti))
             own = own or _line_of(frame, script)
             frame = frame.f_back
-        if now != before:
-            before, since = now, time.monotonic()
+        worked = _seconds_computed_by(main)  # a loop may be seen at one place again and again
+        if now != before or worked - worked_before > SECONDS_OF_A_WAIT:
+            before, since, worked_before = now, time.monotonic(), worked
             if is_still:
                 tell(Report(rank, "moves"))
                 is_still = False
@@ -216,6 +218,11 @@ def _watch(rank: int, script: str, patience: Patience, tell: Callable[[Report], 
             notice = Notice(rank, traffic.waits_for(), dict(traffic.begun))
             tell(Report(rank, "stuck", "waits", own, notice.to_json()))
     tell(Report(rank, "stuck", f"had not finished after {patience.longest:.0f} s", own, Notice(rank, None).to_json()))
+
+
+def _seconds_computed_by(thread: int) -> float:
+    """Of the processor's time; 0 where the system does not tell."""
+    return time.clock_gettime(time.pthread_getcpuclockid(thread)) if hasattr(time, "pthread_getcpuclockid") else 0.0
 
 
 def _line_of(frame: FrameType, script: str) -> str:

@@ -110,6 +110,7 @@ def test_a_rank_0_that_stops_after_another_has_connected_is_not_waited_for() -> 
 @pytest.mark.alone
 def test_ctrl_c_ends_a_wait_for_a_rank_0_that_is_stopped() -> None:
     """Within seconds, whatever the timeout."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # it is ignored if a shell runs pytest with &
     port = free_port()
     holder = multiprocessing.get_context("fork").Process(target=hold_store, args=(port,))
     holder.start()
@@ -124,6 +125,7 @@ def test_ctrl_c_ends_a_wait_for_a_rank_0_that_is_stopped() -> None:
         assert time.monotonic() - started < 10
         os.kill(holder.pid, signal.SIGCONT)
     finally:
+        signal.signal(signal.SIGINT, before)
         holder.kill()
         holder.join()
 
