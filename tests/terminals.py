@@ -9,10 +9,8 @@ import logging
 import os
 import runpy
 import signal
-import subprocess
 import sys
 import tempfile
-import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -24,36 +22,20 @@ from processes import LAB, Ended, before_forks, collect_before_a_fork, finish, f
 
 from distlab import launch as launcher
 from distlab.comm.torch_patches import silence_torch_warnings
+from distlab.rendezvous.forks import Forked
 
 
-class Fork:
-    """A program in a session of its own, with what `subprocess.Popen` has.
+class Fork(Forked):
+    """A program in a session of its own, with what tests use of `subprocess.Popen`.
 
     SIGUSR1 stands for an allocation that fails.
     """
 
     def __init__(self, program: Callable[[], object], environment: Mapping[str, str], *outputs: IO[bytes]) -> None:
-        self.returncode: int | None = None
+        super().__init__(os.fork())
         self._outputs = outputs
-        self.pid = os.fork()
         if self.pid == 0:
             _become(program, environment, [output.fileno() for output in outputs])
-
-    def poll(self) -> int | None:
-        """Its exit status, negative for a signal; None while it runs."""
-        if self.returncode is None:
-            pid, status = os.waitpid(self.pid, os.WNOHANG)
-            self.returncode = os.waitstatus_to_exitcode(status) if pid else None
-        return self.returncode
-
-    def wait(self, timeout: float | None = None) -> int:
-        ends = time.monotonic() + (timeout or float("inf"))
-        while self.poll() is None:
-            if time.monotonic() > ends:
-                raise subprocess.TimeoutExpired("a fork", timeout or 0)
-            time.sleep(0.01)
-        assert self.returncode is not None
-        return self.returncode
 
     def communicate(self, timeout: float | None = None) -> tuple[str, str]:
         self.wait(timeout)

@@ -18,29 +18,12 @@ FIRST_OTHER_DESCRIPTOR = 3  # after stdin, stdout and stderr
 SECONDS_BETWEEN_LOOKS = 0.01
 
 
-class ForkedScript:
-    """A script in a process of its own, forked from this one, with what torchrun's agent uses of `subprocess.Popen`.
+class Forked:
+    """A process that has been forked from this one, with what torchrun's agent uses of `subprocess.Popen`."""
 
-    The process that forks must not have started threads that compute, nor CUDA: a fork has neither.
-
-    Args:
-        script: a file, and its arguments.
-        environment: all of its environment variables.
-    """
-
-    def __init__(self, script: Sequence[str], environment: Mapping[str, str]) -> None:
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
         self.returncode: int | None = None
-        for stream in (sys.stdout, sys.stderr):
-            stream.flush()  # or both processes would write what is left
-        gc.freeze()  # the collector would write to every object, and so copy the memory that the forks share
-        begun, has_session = os.pipe()
-        self.pid = os.fork()
-        if self.pid == 0:
-            os.setsid()
-            _become(script, environment)
-        os.close(has_session)
-        os.read(begun, 1)  # until the fork has closed its end: from now on its process group can be killed
-        os.close(begun)
 
     def poll(self) -> int | None:
         """Its exit status, negative for a signal; None while it runs."""
@@ -54,10 +37,34 @@ class ForkedScript:
         deadline = None if timeout is None else time.monotonic() + timeout
         while self.poll() is None:
             if deadline is not None and time.monotonic() > deadline:
-                raise subprocess.TimeoutExpired("a forked script", timeout or 0)
+                raise subprocess.TimeoutExpired("a fork", timeout or 0)
             time.sleep(SECONDS_BETWEEN_LOOKS)
         assert self.returncode is not None
         return self.returncode
+
+
+class ForkedScript(Forked):
+    """A script in a session of its own.
+
+    The process that forks must not have started threads that compute, nor CUDA: a fork has neither.
+
+    Args:
+        script: a file, and its arguments.
+        environment: all of its environment variables.
+    """
+
+    def __init__(self, script: Sequence[str], environment: Mapping[str, str]) -> None:
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()  # or both processes would write what is left
+        gc.freeze()  # the collector would write to every object, and so copy the memory that the forks share
+        begun, has_session = os.pipe()
+        super().__init__(os.fork())
+        if self.pid == 0:
+            os.setsid()
+            _become(script, environment)
+        os.close(has_session)
+        os.read(begun, 1)  # until the fork has closed its end: from now on its process group can be killed
+        os.close(begun)
 
 
 def _become(script: Sequence[str], environment: Mapping[str, str]) -> NoReturn:
