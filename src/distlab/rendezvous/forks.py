@@ -67,11 +67,23 @@ class ForkedScript(Forked):
         os.close(begun)
 
 
+def _disconnect() -> None:
+    """Put /dev/null in place of the launcher's connections and files.
+
+    If they were closed, what this process opens would get their numbers, and a file object of the launcher's, such as
+    that of a log handler, would write into it, or close it when it is collected.
+    """
+    null = os.open(os.devnull, os.O_RDWR)
+    for descriptor in map(int, os.listdir("/proc/self/fd")):
+        if descriptor >= FIRST_OTHER_DESCRIPTOR and descriptor != null:
+            os.dup2(null, descriptor, inheritable=False)
+
+
 def _become(script: Sequence[str], environment: Mapping[str, str]) -> NoReturn:
     """Run a script in this process, as a new interpreter would, and exit."""
     status = 1
     try:
-        os.closerange(FIRST_OTHER_DESCRIPTOR, os.sysconf("SC_OPEN_MAX"))  # the launcher's connections
+        _disconnect()
         os.environ.clear()
         os.environ.update(environment)
         if "RANK" in environment:

@@ -1,5 +1,7 @@
 """Ranks that are forks of their launcher: as new interpreters would be, and with nothing of the launcher's."""
 
+import gc
+import logging
 import os
 import signal
 import socket
@@ -63,3 +65,30 @@ def test_does_not_keep_the_launchers_connections(tmp_path: Path) -> None:
     finally:
         os.killpg(script.pid, signal.SIGTERM)  # its handlers are not the launcher's
         assert script.wait(20) == -signal.SIGTERM
+
+
+def test_the_launchers_file_objects_do_not_reach_what_the_fork_opens(tmp_path: Path) -> None:
+    """A log handler of the launcher's, and one that the collector closes."""
+    text = f"""
+import gc, logging, os
+files = [open({str(tmp_path)!r} + "/" + str(n), "w+b", buffering=0) for n in range(100)]
+logging.warning("words")
+gc.unfreeze()
+gc.collect()
+for number, file in enumerate(files):
+    file.write(b"%d" % number)
+"""
+    cycle: list[object] = [(tmp_path / "collected").open("w")]
+    cycle.append(cycle)
+    handler = logging.FileHandler(tmp_path / "log")
+    logging.root.addHandler(handler)
+    gc.disable()
+    try:
+        del cycle
+        assert fork(tmp_path, text).wait(20) == 0
+    finally:
+        gc.enable()
+        logging.root.removeHandler(handler)
+        handler.close()
+    assert [(tmp_path / str(number)).read_text() for number in range(100)] == [str(number) for number in range(100)]
+    assert (tmp_path / "log").read_text() == ""
