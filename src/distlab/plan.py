@@ -8,7 +8,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -167,7 +167,7 @@ def command_of(row: Row, request: Request, model: Model) -> list[str]:
 def machine_for(request: Request, sizes: Sizes) -> Machine:
     """The machine of `--machine`, or this one, which is measured if it has not been for a model of these sizes."""
     path = request.machine or MEASURED
-    if request.machine is None and not (path.exists() and has_sizes(read_machine(path), sizes)):
+    if request.machine is None and not (path.exists() and read_machine(path).has_sizes(sizes)):
         path.parent.mkdir(exist_ok=True)
         print(f"# measuring this machine, once: {path}", flush=True)
         ranks = max(2, min(request.ranks, MOST_MEASURED))
@@ -176,18 +176,9 @@ def machine_for(request: Request, sizes: Sizes) -> Machine:
         done = subprocess.run([*asked, *only_sizes(flags)], check=False, capture_output=True, text=True)
         require(done.returncode == 0, f"{path}: measuring has failed: {done.stderr.strip()[-300:]}")
     machine = read_machine(path)
-    if not has_sizes(machine, sizes):
+    if not machine.has_sizes(sizes):
         print(f"# {path} has no times of passes of this model; they are estimated from its multiply-adds")
-    if machine.hosts == 1 and machine.device == "cpu":  # any number of ranks may share its cores
-        machine = replace(machine, ranks_per_host=max(request.ranks, machine.ranks_per_host))
-    there = f"{path} has {machine.hosts} hosts with {machine.ranks_per_host} ranks each"
-    require(request.ranks <= machine.ranks, f"--ranks {request.ranks}: {there}")
-    return machine
-
-
-def has_sizes(machine: Machine, sizes: Sizes) -> bool:
-    """Whether passes of a model of these sizes were measured."""
-    return any(entry.sizes == sizes for entry in machine.measured)
+    return machine.with_room_for(request.ranks, f"--ranks {request.ranks}: {path}")
 
 
 def only_sizes(flags: Sequence[str]) -> list[str]:

@@ -22,6 +22,7 @@ class Ledger:
     sent_bytes: Counter[str] = field(default_factory=Counter)
     messages: Counter[str] = field(default_factory=Counter)  # messages and collectives started
     waited_seconds: float = 0.0  # waiting for other ranks
+    collective_seconds: float = 0.0  # of these, in collectives
     _counted_as: str | None = None
 
     def count(self, kind: str, sent_bytes: int) -> None:
@@ -29,6 +30,11 @@ class Ledger:
         kind = self._counted_as or kind
         self.sent_bytes[kind] += sent_bytes
         self.messages[kind] += 1
+
+    def waited(self, seconds: float, in_collective: bool) -> None:
+        """Add a wait for other ranks."""
+        self.waited_seconds += seconds
+        self.collective_seconds += seconds * in_collective
 
     @contextlib.contextmanager
     def counted_as(self, kind: str) -> Iterator[None]:

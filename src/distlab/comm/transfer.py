@@ -62,7 +62,7 @@ class Transfer:
                 else:
                     self._work.wait(timedelta(seconds=self._waits.timeout_seconds))
         except Exception:
-            self._waits.ledger.waited_seconds += time.perf_counter() - started
+            self._count_wait(started)
             raise
         self._ended_on_host(started)
         self._finish()
@@ -90,7 +90,7 @@ class Transfer:
                 with self._waits.named(self._wait):
                     self._work.combine(started + self._waits.timeout_seconds)
             finally:
-                self._waits.ledger.waited_seconds += time.perf_counter() - started
+                self._count_wait(started)
                 recorder.add(WAIT, self._wait.sentence(self._waits.describe) if recorder.enabled else "", started)
 
     def _wait_on_stream(self, work: Work) -> None:
@@ -102,11 +102,15 @@ class Transfer:
         self._ended_on_stream(reached)
         self._work = None
 
+    def _count_wait(self, started: float) -> None:
+        """Add a wait that began at `started`, and ends now, to the ledger."""
+        self._waits.ledger.waited(time.perf_counter() - started, self._wait.way == "collective")
+
     def _ended_on_host(self, waited_from: float | None) -> None:
         """Record the completion and, if this thread waited for it, the wait from `waited_from`."""
         name = self._wait.sentence(self._waits.describe) if recorder.enabled else ""
         if waited_from is not None:
-            self._waits.ledger.waited_seconds += time.perf_counter() - waited_from
+            self._count_wait(waited_from)
             recorder.add(WAIT, name, waited_from)
         if self._wait.way != "send":  # the completion of a send does not mean that the message has arrived
             recorder.add(MESSAGE, name, self._started)

@@ -79,14 +79,12 @@ class StreamWaits:
                 self._seen = first, time.perf_counter()
             return first.wait, self._seen[1]
 
-    def collect(self) -> float:
-        """Total seconds of the waits that have ended since the last call."""
-        seconds = 0.0
+    def collect(self, ledger: Ledger) -> None:
+        """Add the waits that have ended since the last call."""
         with self._lock:
             while self._waits and self._waits[0].done.query():
                 ended = self._waits.popleft()
-                seconds += ended.reached.elapsed_time(ended.done) / 1000
-        return seconds
+                ledger.waited(ended.reached.elapsed_time(ended.done) / 1000, ended.wait.way == "collective")
 
 
 class NamedWaits:
@@ -143,7 +141,7 @@ class NamedWaits:
 
     def waited_so_far(self) -> float:
         """Seconds that this rank has waited for others: its thread, and its stream up to where it is now."""
-        self.ledger.waited_seconds += self.stream_waits.collect()
+        self.stream_waits.collect(self.ledger)
         return self.ledger.waited_seconds
 
     def waits_for(self, at_least_seconds: float = 0.0) -> Wait | None:

@@ -9,7 +9,7 @@ import json
 import math
 import typing
 from collections.abc import Sequence
-from dataclasses import MISSING, asdict, dataclass, fields, is_dataclass
+from dataclasses import MISSING, asdict, dataclass, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -93,6 +93,18 @@ class Machine:
     def ranks(self) -> int:
         """How many ranks it has room for."""
         return self.hosts * self.ranks_per_host
+
+    def has_sizes(self, sizes: Sizes) -> bool:
+        """Whether passes of a model of these sizes were measured."""
+        return any(entry.sizes == sizes for entry in self.measured)
+
+    def with_room_for(self, ranks: int, name: str) -> "Machine":
+        """The machine as a run of so many ranks uses it; `InputError`, which begins with `name`, if it is too small."""
+        if self.hosts == 1 and self.device == "cpu":  # any number of ranks may share its cores
+            return replace(self, ranks_per_host=max(ranks, self.ranks_per_host))
+        there = f"{name} has {self.hosts} hosts with {self.ranks_per_host} ranks each"
+        require(ranks <= self.ranks, f"{there}, but the layout has {ranks:,} ranks")
+        return self
 
 
 def interpolate(x: float, at: Sequence[float], values: Sequence[float]) -> float:

@@ -165,7 +165,7 @@ def play_undisturbed(
 
 @dataclass(frozen=True)
 class Step:
-    """A predicted step: seconds, and where those of the busiest worker go."""
+    """A predicted step: seconds, and where those of a worker go."""
 
     seconds: float
     computing: float  # of its passes, if no other rank computed
@@ -191,8 +191,8 @@ class Step:
         return max(parts, key=lambda name: parts[name])
 
 
-def predict(costs: Costs) -> Step:
-    """The step of a layout once it runs steadily."""
+def predict(costs: Costs, worker: int | None = None) -> Step:
+    """The step of a layout once it runs steadily, and where the seconds of a worker go; by default, the busiest's."""
     layout, machine, placement = costs.layout, costs.machine, costs.placement
     programs = layout.programs()
     graph = graph_of(layout)
@@ -232,19 +232,19 @@ def predict(costs: Costs) -> Step:
     loss = placement.all_reduce(Group(layout.ranks, 1), LOSS_BYTES).seconds
     total = max(ends) + loss
     busy = [sum(e - s for s, e in zip(*times, strict=True)) for times in zip(played.starts, played.ends, strict=True)]
-    busiest = max(workers, key=lambda worker: busy[worker])
-    counts = graph.counts[busiest]
+    seen = max(workers, key=lambda worker: busy[worker]) if worker is None else worker
+    counts = graph.counts[seen]
     exchanging = sum(count * costs.exchanged(graph.examples[kind]) for kind, count in counts.items())
-    passes = alone[busiest] - first[busiest] - after[busiest]
+    passes = alone[seen] - first[seen] - after[seen]
     idle = [_idle_share(s[1:-1], e[1:-1], played) for s, e in zip(played.starts, played.ends, strict=True)]
     return Step(
         seconds=total,
         computing=passes - exchanging,
         exchanging=exchanging,
-        averaging=after[busiest] + max(0.0, ends[busiest] - played.ends[busiest][-1]),
-        updating=first[busiest],
-        sharing=busy[busiest] - alone[busiest],
-        idle=total - busy[busiest] - max(0.0, ends[busiest] - played.ends[busiest][-1]),
+        averaging=after[seen] + max(0.0, ends[seen] - played.ends[seen][-1]),
+        updating=first[seen],
+        sharing=busy[seen] - alone[seen],
+        idle=total - busy[seen] - max(0.0, ends[seen] - played.ends[seen][-1]),
         bubble=sum(idle) / len(idle),
         sent_bytes=max(sent_bytes(costs)),
     )

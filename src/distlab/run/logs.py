@@ -11,7 +11,7 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, Any, NamedTuple, TextIO
 
 import torch
 
@@ -101,6 +101,14 @@ def say(text: str) -> None:
     print(f"# {text}", flush=True)
 
 
+class StepTime(NamedTuple):
+    """Seconds of a step on this rank."""
+
+    seconds: float
+    waited: float  # for other ranks
+    in_collectives: float  # of these; the others are messages from and to other stages
+
+
 class RunLog:
     """The records of a run's steps: `metrics.jsonl`, written by rank 0, and the summary at the end."""
 
@@ -111,8 +119,7 @@ class RunLog:
         self._tensorboard: SummaryWriter | None = None
         self._metrics: TextIO | None = None
         self.unit, self._per_step, self.count = "", 0, 0  # `count` tokens (or inputs, …) have been consumed so far
-        self._seconds: list[float] = []
-        self._waited_seconds = 0.0
+        self.times: list[StepTime] = []  # of the steps so far
         self.seconds_apart: defaultdict[str, float] = defaultdict(float)  # outside of steps, by kind of work
         self._sent_before: Counter[str] = Counter()
         self.loss = math.nan  # of the global batch, in the current step
@@ -142,16 +149,17 @@ class RunLog:
 
     def speed(self) -> str:
         """The end of a step's line: the speed of the previous step, since this step has not ended yet."""
-        return f"  {self.average_speed(1 / self._seconds[-1])}" if self._seconds else ""
+        return f"  {self.average_speed(1 / self.times[-1].seconds)}" if self.times else ""
 
     @contextlib.contextmanager
     def timing_a_step(self) -> Iterator[None]:
         """Time the step that runs inside, from its batch to its update."""
         started, waited = time.perf_counter(), traffic.waited_so_far()
+        in_collectives = traffic.ledger.collective_seconds
         self.loss, self.loss_is_late, self.values = math.nan, False, {}
         yield
-        self._seconds.append(time.perf_counter() - started)
-        self._waited_seconds += traffic.waited_so_far() - waited
+        seconds, waited = time.perf_counter() - started, traffic.waited_so_far() - waited
+        self.times.append(StepTime(seconds, waited, traffic.ledger.collective_seconds - in_collectives))
         self.count += self._per_step
 
     @contextlib.contextmanager
@@ -169,7 +177,7 @@ class RunLog:
         """Write the record of the step that was timed last, or keep it until its loss arrives."""
         if self._metrics is None:
             return
-        seconds, sent = self._seconds[-1], traffic.ledger.sent_bytes.copy()
+        seconds, sent = self.times[-1].seconds, traffic.ledger.sent_bytes.copy()
         record: dict[str, Any] = {
             "step": step,
             "loss": _finite(self.loss),
@@ -196,8 +204,8 @@ class RunLog:
 
     def take_back(self, steps: int) -> None:
         """Forget the last steps, which will be repeated; only the last but one has a record, which was not written."""
-        self.seconds_apart["steps that were taken again"] += sum(self._seconds[-steps:])
-        del self._seconds[-steps:]
+        self.seconds_apart["steps that were taken again"] += sum(step.seconds for step in self.times[-steps:])
+        del self.times[-steps:]
         self.count -= steps * self._per_step
         self._open = None
 
@@ -213,17 +221,18 @@ class RunLog:
     @property
     def steps(self) -> int:
         """Number of steps timed."""
-        return len(self._seconds)
+        return len(self.times)
 
     def summary(self) -> None:
         """Print the run's speed, how its time was spent, what this rank sent by kind, and its peak memory."""
         if self._tensorboard is not None:
             self._tensorboard.flush()
-        if self._seconds:
-            steps, seconds, waited = len(self._seconds), sum(self._seconds), self._waited_seconds
+        if self.times:
+            seconds_of_steps, waits, _ = zip(*self.times, strict=True)
+            steps, seconds, waited = len(self.times), sum(seconds_of_steps), sum(waits)
             count = steps * self._per_step
             say(f"{steps} steps, {count:,} {self.unit} in {seconds:.1f} s: {count / seconds:,.0f} {self.unit}/s")
-            say(f"median step time: {statistics.median(self._seconds):.3g} s")
+            say(f"median step time: {statistics.median(seconds_of_steps):.3g} s")
             say(f"rank {self._rank} computed for {seconds - waited:.1f} s and waited {waited:.1f} s for other ranks")
         for kind, sent in traffic.ledger.sent_bytes.items():
             messages = traffic.ledger.messages[kind]

@@ -292,6 +292,8 @@ class Run(Generic[SettingsT]):
         status_line.clear()
         if self.rank == 0:
             self.records.summary()
+            for remark in self.settings.remarks_at_the_end(self.records.times):
+                say(remark)
             say(f"logs and metrics are in {self.out}")
             for what, seconds in self.records.seconds_apart.items():
                 say(f"{what} took {seconds:.2f} s (not counted in step times)")

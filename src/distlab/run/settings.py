@@ -3,9 +3,10 @@
 import json
 import math
 import os
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal, TypeVar, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 import tyro
 
@@ -16,6 +17,9 @@ from distlab.run.resume import ResumePolicy
 from simplellm import command_line
 from simplellm.errors import InputError, require
 from simplellm.tokenizers import SHIPPED_MODEL
+
+if TYPE_CHECKING:
+    from distlab.run.logs import StepTime
 
 MOST_RANKS = 1024  # a larger number is taken for a typing error; it would use up all memory
 
@@ -62,6 +66,10 @@ class RunSettings:
 
     def remarks(self, decided: dict[str, Any]) -> list[str]:
         """Lines about these decisions, to print when the run begins."""
+        return []
+
+    def remarks_at_the_end(self, times: "Sequence[StepTime]") -> list[str]:
+        """Lines about the run's steps, to print when it has ended; `times` are those on rank 0."""
         return []
 
     def check(self) -> None:

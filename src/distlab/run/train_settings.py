@@ -1,9 +1,10 @@
 """The settings of runs that train the lab's Llama, in each kind of layout."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 
@@ -21,6 +22,10 @@ from simplellm.errors import require
 from simplellm.options import Recompute, check_heads
 from simplellm.sources import choose_source, open_source
 from simplellm.tokenizers import SHIPPED_MODEL, SPTokenizer
+
+if TYPE_CHECKING:
+    from distlab.run.logs import StepTime
+    from distlab.run.prediction import Prediction
 
 BETAS = (0.9, 0.999)  # torch's default
 MOST_LAYERS, MOST_TOKENS = 1000, 2**24  # larger numbers are taken for typing errors, as with `MOST_RANKS`
@@ -80,6 +85,8 @@ class TrainSettings(ResumableSettings):
     """evaluate on the validation split every N steps"""
     eval_sequences: int = 24
     """sequences of the validation split to evaluate on"""
+    machine: Annotated[Path | None, shown_as("FILE", "default: no prediction")] = None
+    """machine, as python -m distlab.calibrate writes it: print what a step should take, and at the end what it took"""
     trace: bool = False
     """record the timeline, and draw it at the end of the run"""
     tensorboard: bool = False
@@ -104,7 +111,21 @@ class TrainSettings(ResumableSettings):
         return {"data": source, "data_because": why, "data_identity": replace(self, data=source).data_identity}
 
     def remarks(self, decided: dict[str, Any]) -> list[str]:
-        return [f"stories from {decided['data_because']}", *self._lr_remarks()]
+        prediction = self.prediction()
+        predicted = [prediction.sentence] if prediction else []
+        return [f"stories from {decided['data_because']}", *self._lr_remarks(), *predicted]
+
+    def remarks_at_the_end(self, times: "Sequence[StepTime]") -> list[str]:
+        prediction = self.prediction() if times else None
+        return list(prediction.beside(times)) if prediction else []
+
+    def prediction(self) -> "Prediction | None":
+        """With `--machine`, what a step should take; `InputError` if the planner cannot know it."""
+        if self.machine is None:
+            return None
+        from distlab.run.prediction import Prediction
+
+        return Prediction.of(self, self.machine)
 
     def _lr_remarks(self) -> list[str]:
         """Lines to print about a learning rate that changes."""
@@ -167,6 +188,7 @@ class TrainSettings(ResumableSettings):
         advice = f"the batch must divide into equal micro-batches; give a multiple of {parts}"
         require(rows % parts == 0, f"--batch-size {rows} with --micro-batches {parts}: {advice}")
         SPTokenizer(self.tokenizer)
+        self.prediction()
         if self.data not in ("auto", "tinystories"):
             for split in ("train", "validation") if self.eval_every else ("train",):
                 next(open_source(self.data, split, self.seed).documents(0))

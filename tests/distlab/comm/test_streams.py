@@ -7,12 +7,12 @@ import pytest
 import torch
 from processes import wait_for
 
-from distlab.comm.recorder import COMPUTE, STEP, WAIT, Recorder
+from distlab.comm.recorder import COMPUTE, STEP, WAIT, Ledger, Recorder
 from distlab.comm.traffic import Traffic
 from distlab.comm.transfer import Transfer
 from distlab.comm.waits import NamedWaits, StreamWait, StreamWaits, TrafficError, Wait
 
-GRADIENTS = Wait("the gradients", "receive", (1,))
+GRADIENTS = Wait("the gradients", "collective", (1,))
 
 
 class Gpu:
@@ -72,9 +72,10 @@ def test_a_wait_is_under_way_from_when_the_stream_reaches_it(gpu: Gpu) -> None:
     for gpu.seconds in range(8):
         now = waits.under_way()
         under_way.append(now is not None and now[0] is GRADIENTS)
-        collected.append(waits.collect())
+        waits.collect(ledger := Ledger())
+        collected.append((ledger.waited_seconds, ledger.collective_seconds))
     assert under_way == [False, False, True, True, True, False, True, False]
-    assert collected == [0, 0, 0, 0, 0, 3, 0, 1]
+    assert collected == [(0, 0)] * 5 + [(3, 3), (0, 0), (1, 1)]
 
 
 def test_the_watch_ends_a_wait_at_its_deadline_and_names_it(gpu: Gpu) -> None:
