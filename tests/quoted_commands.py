@@ -114,6 +114,8 @@ def check_one(words: list[str], folder: Path) -> None:
             launched(args[2:])
         elif args[:2] == ["-m", "distlab.calibrate"]:
             launched([str(LAB / "src/distlab/calibrate.py"), "--machine-file", *args[2:]])
+            if not args[2].startswith("-"):  # later commands may read it
+                shutil.copy(LAB / "docs/machines/cluster.json", args[2])
         elif args[0] == "-m":
             run_module(args[1], args[2:])
         else:
