@@ -121,6 +121,10 @@ def test_columns_are_aligned(name_of_schedule: str, stages: int, micro_batches: 
             Request("auto", keep_at_most="2MB"),
             "--keep-at-most 2MB: give micro-batches; only a run knows their bytes",
         ),
+        (
+            Request("dapple", chunks_per_stage=3),
+            "--chunks-per-stage 3 with --schedule dapple: its workers hold 1; --schedule interleaved takes any number",
+        ),
         (Request("auto", chunks_per_stage=3), "--chunks-per-stage 3 with --schedule auto: give 1 or 2"),
         (Request("gpipe", steps=0), "--steps 0: must be at least 1"),
         (Request("gpipe", steps=3), "--steps 3: give --run-on too; without it, all steps are the same"),

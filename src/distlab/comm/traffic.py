@@ -57,9 +57,11 @@ class Traffic(NamedWaits):
         self.device = torch.device("cpu")  # of this rank
         self.transport: Transport = "auto"  # for tensors in host memory, over gloo's process groups
         self.smallest_shared_bytes = 250_000  # with "auto"; gloo is as fast for less
+        self.smallest_copied_bytes = 400_000  # the same for what has to be copied into a buffer and out of it
         self.remark: Callable[[str], object] = lambda sentence: print(f"# {sentence}", flush=True)
         # By group; kept to the end of the process, because a group that is collected may hang (see Run.close).
         self._shared: dict[dist.ProcessGroup, SharedMemory] = {}
+        self._buffers: dict[tuple[Group, torch.dtype], Tensor] = {}  # that tensors of a group are copied through
         self._without_more: set[dist.ProcessGroup] = set()  # groups whose ranks get no more shared memory
         self._thread: ThreadPoolExecutor | None = None
 
@@ -82,14 +84,11 @@ class Traffic(NamedWaits):
             InputError: the transport is "shared", and these ranks cannot share memory.
             TrafficError: a rank does not take part.
         """
-        is_worth_it = self.transport == "shared" or elements * like.element_size() >= self.smallest_shared_bytes
         ranks, plain = members(group), partial(like.new_zeros, elements)
-        if self.transport == "gloo" or not is_worth_it or not like.is_cpu or is_over_nccl() or len(ranks) == 1:
+        if not self._may_share(elements * like.element_size(), self.smallest_shared_bytes, like, group):
             return plain()
         key = group or dist.group.WORLD
         assert key is not None
-        if key in self._without_more:
-            return plain()
         try:
             with self.named(Wait("shared memory", "other", tuple(r for r in ranks if r != rank()))):
                 memory = self._shared[key] if key in self._shared else SharedMemory(key)
@@ -102,6 +101,13 @@ class Traffic(NamedWaits):
                 self.remark(f"{error}; what these ranks cannot share goes over gloo instead")
             self._without_more.add(key)  # what has been allocated stays shared
             return plain()
+
+    def _may_share(self, size_bytes: int, least: int, like: Tensor, group: Group) -> bool:
+        """Whether a group's ranks are to share memory for a tensor of this size; the same on all of them."""
+        is_worth_it = self.transport == "shared" or size_bytes >= least
+        if self.transport == "gloo" or not is_worth_it or not like.is_cpu or is_over_nccl():
+            return False
+        return len(members(group)) > 1 and (group or dist.group.WORLD) not in self._without_more
 
     def is_shared(self, tensor: Tensor, group: Group = None) -> bool:
         """Whether a tensor lies in memory that a group's ranks share, as what `new_buffer` returns may."""
@@ -148,6 +154,27 @@ class Traffic(NamedWaits):
                 carried.div_(len(ranks))
 
         return self._start(self._collective(what, ranks), partial(self._in_thread, combine, kind), tensor, carried)
+
+    def all_reduced(self, tensor: Tensor, what: str, *, kind: str, op: Op, group: Group = None) -> Tensor:
+        """Wait for the combination of `tensor` (any shape) over all ranks, and return it; `tensor` is not changed.
+
+        For what changes its place from call to call, as activations do: it is copied into a buffer of the group's and
+        out of it again, if that is in shared memory. All ranks of the group call this with tensors of one size.
+        """
+        buffer = self._copied_through(tensor, group)
+        combined = tensor.clone(memory_format=torch.contiguous_format) if buffer is None else buffer.copy_(tensor)
+        self.all_reduce(combined, what, kind=kind, op=op, group=group).wait()
+        return combined if buffer is None else buffer.clone()
+
+    def _copied_through(self, tensor: Tensor, group: Group) -> Tensor | None:
+        """A part, with `tensor`'s shape, of the group's buffer in shared memory; None if it has or needs none."""
+        if not self._may_share(tensor.nbytes, self.smallest_copied_bytes, tensor, group):
+            return None
+        key = group, tensor.dtype
+        buffer = self._buffers.get(key)
+        if buffer is None or len(buffer) < tensor.numel():
+            buffer = self._buffers[key] = self.new_buffer(tensor.numel(), tensor, group)
+        return buffer[: tensor.numel()].view(tensor.shape) if self.is_shared(buffer, group) else None
 
     def all_gather(self, parts: Tensor, own: Tensor, what: str, *, kind: str, group: Group = None) -> Transfer:
         """Start to collect every rank's `own` (any shape) in `parts` (ranks, *own.shape); `own` may be a row of it."""

@@ -57,9 +57,7 @@ class TPGroup:
 
     def all_reduce(self, x: Tensor, what: str, op: "ReduceOp.RedOpType" = ReduceOp.SUM) -> Tensor:
         """The `x` (any shape) of all ranks, combined by `op`."""
-        total = x.clone(memory_format=torch.contiguous_format)
-        traffic.all_reduce(total, self._name(what), kind=f"{self.kind} {what}", op=op, group=self.group).wait()
-        return total
+        return traffic.all_reduced(x, self._name(what), kind=f"{self.kind} {what}", op=op, group=self.group)
 
     def all_gather(self, x: Tensor, what: str, dim: int, length: int) -> Tensor:
         """The ranks' shards, of `shard_sizes(length, size)` along `dim`, concatenated."""

@@ -8,6 +8,7 @@ both ends expect the same order. Two stages of one worker exchange tensors direc
 import itertools
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -26,6 +27,17 @@ from simplellm.errors import require
 POSTED_AHEAD = 2  # receives posted per link: the one needed next, and one more in transit
 
 Modules = nn.Module | Mapping[int, nn.Module]  # of one stage, or by stage
+
+
+class PreparedAction(NamedTuple):
+    """An action of this rank's program, with what it exchanges with other stages."""
+
+    action: Action
+    stage: Stage
+    label: str
+    needs: list[Result]  # of other stages
+    gives: list[Result]  # to other stages
+    threads: int | None  # that it computes with; None leaves the number unchanged
 
 
 class Pipeline:
@@ -74,6 +86,7 @@ class Pipeline:
         self.kept = SavedActivations(parameters) if recorder.enabled else None  # counted only for a trace
         self._stages = {s: Stage(net, loss if s == last else None, self.kept) for s, net in self.stages.items()}
         self._threads = {action: max(1, cores // busy) for action, busy in busy_workers(plan).items()} if cores else {}
+        self._prepared = [self._prepare(action) for action in self.program]
         self._incoming = {link: results for link, results in plan.messages.items() if link[1] == self._worker}
         self._acknowledged = _acknowledged(programs, plan, self._worker)
         self._channels = _channels(plan.messages)
@@ -115,8 +128,8 @@ class Pipeline:
         for link in [] if self._is_cold else [*self._incoming] * POSTED_AHEAD:
             self._post_next(link)
         try:
-            for action in self.program:
-                self._run(action)
+            for prepared in self._prepared:
+                self._run(prepared)
         finally:
             torch.set_num_threads(usual_threads)
         if self._run_on:
@@ -125,16 +138,22 @@ class Pipeline:
         self._is_cold = False
         return [loss for stage in self._stages.values() for _, loss in sorted(stage.losses.items())]
 
-    def _run(self, action: Action) -> None:
+    def _prepare(self, action: Action) -> PreparedAction:
+        """Look up once what is the same in every step."""
+        needs = [result for result in action.needs(len(self.owners)) if result.stage != action.stage]
+        gives = [result for result in action.results if result in self._plan.takers]
+        label, threads = self._plan.labels[action], self._threads.get(action)
+        return PreparedAction(action, self._stages[action.stage], label, needs, gives, threads)
+
+    def _run(self, prepared: PreparedAction) -> None:
         """Receive what an action needs from other stages, compute, and send what they need."""
-        if self._threads:
-            torch.set_num_threads(self._threads[action])
-        received = [self._take(result) for result in action.needs(len(self.owners)) if result.stage != action.stage]
-        with recorder.span(COMPUTE, self._plan.labels[action]):
-            computed = action.run(self._stages[action.stage], *received)
-        for result in action.results:
-            if result in self._plan.takers:
-                self._give(result, computed[result.kind])
+        if prepared.threads:
+            torch.set_num_threads(prepared.threads)
+        received = [self._take(result) for result in prepared.needs]
+        with recorder.span(COMPUTE, prepared.label):
+            computed = prepared.action.run(prepared.stage, *received)
+        for result in prepared.gives:
+            self._give(result, computed[result.kind])
         if self.kept is not None:
             recorder.keeps(self.kept.take_recent_peak())  # within the action, where blocks are recomputed
             recorder.keeps(self.kept.now_bytes)

@@ -83,7 +83,10 @@ def check_schedule(
     require(found.fits(workers, micro_batches), f"{what}: give {found.needs.format(**_sizes(workers))}")
     has_limit = name == AUTO or limit is None
     require(has_limit, f"--keep-at-most {limit} with --schedule {name}: it needs --schedule auto")
-    require(name != AUTO or chunks <= 2, f"--chunks-per-stage {chunks} with --schedule {name}: give 1 or 2")
+    what, fixed = f"--chunks-per-stage {chunks} with --schedule {name}", found.stages_per_worker
+    is_right = not fixed or chunks in (fixed, DEFAULT_CHUNKS)
+    require(is_right, f"{what}: its workers hold {fixed}; --schedule interleaved takes any number")
+    require(name != AUTO or chunks <= 2, f"{what}: give 1 or 2")
     return found
 
 

@@ -57,13 +57,18 @@ def reduce_all(rank: int, world_size: int, port: int) -> list[Tensor]:
                 wait_for_all(transfers[:3])
                 transfers[3].wait()
                 results += [buffer.clone() for buffer in buffers]
+                for size in SIZES:  # in one buffer, which grows
+                    own = operand(rank, size, dtype)
+                    results.append(traffic.all_reduced(own, "the sums", kind="activations", op=op))
+                    assert torch.equal(own, operand(rank, size, dtype))
         assert traffic._shared.get(dist.group.WORLD) or world_size == 1
         return results
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 5])
 def test_all_ranks_have_the_sums_in_the_order_of_the_ranks(world_size: int) -> None:
-    expected = [combined(world_size, size, dtype, op) for dtype in DTYPES for op in OPS for size in SIZES]
+    sizes = [*SIZES, *SIZES]  # in buffers, and copied through one
+    expected = [combined(world_size, size, dtype, op) for dtype in DTYPES for op in OPS for size in sizes]
     for results in run_ranks(world_size, reduce_all, world_size, free_port()):
         for own, promised in zip(results, expected, strict=True):
             torch.testing.assert_close(own, promised, rtol=0, atol=0)
