@@ -74,11 +74,11 @@ def train(rank: int, script: str, flags: list[str]) -> tuple[State, State]:
     setattr(module, builder, build_and_keep)
     sharded: list[ShardedDP] = []
 
-    def share_out(*args: Any, **options: Any) -> ShardedDP:
+    def shard(*args: Any, **options: Any) -> ShardedDP:
         sharded.append(ShardedDP(*args, **options))
         return sharded[-1]
 
-    module.ShardedDP = share_out  # type: ignore[attr-defined]
+    module.ShardedDP = shard  # type: ignore[attr-defined]
     settings = parse(module.DEFAULTS, "", [str(rank), *MODEL, *TRAINING, *flags])
     run: TrainingRun[Any] = TrainingRun(settings, LAB / script)
     module.train(run)

@@ -1,4 +1,4 @@
-"""Data parallelism: the ranks share out the optimizer's state, the gradients, or all they hold (ZeRO 1, 2, 3; FSDP).
+"""Data parallelism: the ranks shard the optimizer's state, the gradients, or all they hold (ZeRO 1, 2, 3; FSDP).
 
     python DP/zero/intro_DP_ZeRO.py <rank>            in three terminals, with the ranks 0, 1 and 2
     ./launch.sh dp-zero --shard weights               all ranks at once: optimizer (the default), gradients, weights

@@ -56,7 +56,7 @@ def test_micro_batches_change_nothing(shard: Sharded, one_process: OneProcess, t
         (2, "--dp 2 --pp 1 --schedule auto --micro-batches 3 --shard gradients"),
     ],
 )
-def test_replicas_of_each_stage_share_out(ranks: int, layout: str, one_process: OneProcess, tmp_path: Path) -> None:
+def test_replicas_of_each_stage_are_sharded(ranks: int, layout: str, one_process: OneProcess, tmp_path: Path) -> None:
     expected_parameters, expected_gradients, expected_losses = one_process(6)
     flags = ["--batch-size", "3", *layout.split()]
     parameters, gradients, own_losses = train_on(ranks, "hybrid/intro_hybrid.py", tmp_path, *flags)

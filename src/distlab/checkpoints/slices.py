@@ -63,7 +63,7 @@ class Slice(Tensor):
 def as_held(tensor: Tensor, parameter: Tensor) -> Tensor:
     """`tensor`, the parameter or what the optimizer keeps of it: a slice of the whole if the parameter is one.
 
-    Tensor-parallel ranks mark theirs with `shard_spec` (see `TPGroup.own_parameter`), and replicas that share out
+    Tensor-parallel ranks mark theirs with `shard_spec` (see `TPGroup.own_parameter`), and replicas that shard
     theirs with `flat_range` (see `ShardedDP.own_parameters`): a part of the parameter, or of its slice.
     """
     split, flat_range = getattr(parameter, "shard_spec", None), getattr(parameter, "flat_range", None)

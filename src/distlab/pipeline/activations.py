@@ -22,7 +22,7 @@ class SavedActivations:
     """Counts the bytes saved for later backward passes: each storage once, parameters not at all."""
 
     def __init__(self, parameters: Iterable[Tensor]) -> None:
-        # By the storage itself: the address changes of one that is let go of and filled again (ShardedDP's).
+        # By the storage itself: the address changes of one that is freed and filled again (ShardedDP's).
         self._parameters = {p.untyped_storage()._cdata for p in parameters}
         self._kept, self._usually_kept = _Bytes(), _Bytes()
 

@@ -24,7 +24,7 @@ WITHOUT = "activations without recomputation"  # counted, too, where there is re
 class MemoryReport:
     """Counts what a rank holds, and collects the counts of all ranks. The optimizer must have all its parameters.
 
-    Where replicas share out a model, the optimizer has shards of it, and `sharded` the parts of the model.
+    Where replicas shard a model, the optimizer has shards of it, and `sharded` the parts of the model.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, sharded: Collection[ShardedDP] = ()) -> None:

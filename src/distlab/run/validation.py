@@ -13,7 +13,7 @@ from distlab.run.model import ModelParts
 class Validator:
     """Computes the model's loss on a fixed set of sequences: token ids (sequences, seq), the same on all ranks.
 
-    The sequences are divided among the replicas, and evaluated at most `rows` at a time. Where the replicas share out
+    The sequences are divided among the replicas, and evaluated at most `rows` at a time. Where the replicas shard
     the weights, each takes as many forward passes as the others, because all of them gather the weights in each pass.
     """
 
