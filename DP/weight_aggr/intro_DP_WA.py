@@ -10,15 +10,12 @@ known as federated averaging (McMahan et al., arXiv 1602.05629): less traffic, b
 """
 
 from dataclasses import dataclass
-from typing import Annotated
 
 from distlab.comm.traffic import traffic
 from distlab.parallel.data import flatten_weights
 from distlab.run.logs import say
 from distlab.run.main import main
-from distlab.run.resume import ResumePolicy
-from distlab.run.settings import require_positive
-from distlab.run.train_settings import DataParallelSettings
+from distlab.run.train_settings import LocalStepsSettings
 from distlab.run.training import TrainingRun
 from simplellm.dataloaders import TinyStories
 from simplellm.errors import InputError
@@ -28,22 +25,9 @@ from simplellm.tokenizers import SPTokenizer
 
 
 @dataclass
-class WeightAggregationSettings(DataParallelSettings):
-    sync_every: Annotated[int, ResumePolicy.SAME_LAYOUT] = 1
-    """local steps of each rank between two averages of the weights"""
-
-    @property
-    def per_rank_optimizer_state(self) -> bool:
-        return self.optimizer != "sgd" and self.world_size > 1
-
+class WeightAggregationSettings(LocalStepsSettings):
     def check(self) -> None:
         super().check()
-        require_positive(self, "sync_every")
-        if self.clip_norm is not None:
-            raise InputError(
-                f"--clip-norm {self.clip_norm:g}: each rank has gradients of its own here, and there is no one norm; "
-                "leave it out, or average gradients (dp-ga)"
-            )
         for name, every in (("--save-every", self.save_every), ("--eval-every", self.eval_every)):
             if every and every % self.sync_every:
                 raise InputError(

@@ -36,6 +36,7 @@ TOPOLOGIES = {  # a script, and flags that are placed before the user's own
     "primer": "primer/intro.py",
     "dp-ga": "DP/gradient_aggr/intro_DP_GA.py",
     "dp-wa": "DP/weight_aggr/intro_DP_WA.py",
+    "diloco": "DP/diloco/intro_DP_DiLoCo.py",
     "ddp": "DP/ddp/intro_DP_DDP.py",
     "mydp": "DP/mydp/intro_DP_MyDP.py",
     "dp-zero": "DP/zero/intro_DP_ZeRO.py",

@@ -19,9 +19,12 @@ from bad_inputs.files import OVERLONG
 from bad_inputs.inputs import PYTHON, SCRIPTS, BadInput, command_of, defaults_of
 from distlab.run.settings import RunSettings
 
-MAY_BE_ZERO = {"seed", "dropout", "betas", "weight_decay", "warmup_steps", "min_lr"}
+MAY_BE_ZERO = {
+    *("seed", "dropout", "betas", "weight_decay", "warmup_steps", "min_lr"),
+    *("merge_alpha", "outer_momentum", "overlap_steps"),
+}
 MAY_BE_NEGATIVE = {"seed"}
-MAY_BE_HUGE = {"lr", "weight_decay", "clip_norm"}  # it ends with a loss that is no number, or never clips
+MAY_BE_HUGE = {"lr", "outer_lr", "weight_decay", "clip_norm"}  # it ends with a loss that is no number, or never clips
 BAD_TEXT = {
     "data": ["nothing-there.txt", "ghost.parquet", "/", ".", "a.docx", "", OVERLONG + ".txt", "/dev/null", "здесь.txt"],
     "schedule": ["", "GPIPE", "1f1b1b", "нет"],
@@ -138,6 +141,8 @@ COMBINATIONS = [  # of flags that are right one by one
     ("dp-ga", "--all-reduce ring --backend nccl", "--backend"),
     ("collectives", "--backend nccl", "--backend"),
     ("dp-wa", "--save-every 3 --sync-every 2", "--sync-every"),
+    ("diloco", "--sync-every 10 --fragments 3", "--fragments"),
+    ("diloco", "--sync-every 8 --fragments 4 --overlap-steps 2", "--overlap-steps"),
     ("tp", "--tp-style naive --sequence-parallel", "--sequence-parallel"),
     ("sentiment", "--world-size 3 --tp 2", "--tp"),
     ("sentiment", "--tp 2 --heads 3", "--heads"),

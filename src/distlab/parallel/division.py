@@ -1,4 +1,4 @@
-"""Ways to divide a model: the styles of tensor parallelism, and what replicas can shard among each other."""
+"""Words of the command line: styles of tensor parallelism, what replicas shard, how they compress what they send."""
 
 from typing import Literal
 
@@ -6,6 +6,7 @@ from simplellm.errors import InputError
 
 Style = Literal["naive", "megatron"]
 Sharded = Literal["optimizer", "gradients", "weights"]
+Compression = Literal["none", "bf16", "int8", "int4"]
 
 
 def check_division(num_heads: int, num_kv_heads: int | None, ranks: int) -> None:

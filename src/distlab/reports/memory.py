@@ -24,11 +24,15 @@ WITHOUT = "activations without recomputation"  # counted, too, where there is re
 class MemoryReport:
     """Counts what a rank holds, and collects the counts of all ranks. The optimizer must have all its parameters.
 
-    Where replicas shard a model, the optimizer has shards of it, and `sharded` the parts of the model.
+    Where replicas shard a model, the optimizer has shards of it, and `sharded` the parts of the model. `outer_bytes`
+    are what an outer optimizer holds; they count as optimizer state.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, sharded: Collection[ShardedDP] = ()) -> None:
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, sharded: Collection[ShardedDP] = (), outer_bytes: int = 0
+    ) -> None:
         self._optimizer, self._sharded, self._has_counted = optimizer, sharded, False
+        self._outer_bytes = outer_bytes
         weights = [flat for part in sharded for flat in part.flat_weights()]
         self._saved = SavedActivations([*_parameters(optimizer), *weights])
 
@@ -42,6 +46,7 @@ class MemoryReport:
         if not self._has_counted:  # no step was taken
             return []
         own = count_bytes(self._optimizer, self._saved.peak_bytes, self._sharded, copied_bytes)
+        own[KINDS.index("optimizer state")] += self._outer_bytes
         by_rank = torch.zeros(world_size, len(KINDS) + 1, dtype=torch.int64, device=device)
         by_rank[rank] = torch.tensor([*own, max(own[-1], self._saved.usual_peak_bytes)])
         traffic.all_reduce(by_rank, "what each rank holds", kind="control", op=dist.ReduceOp.SUM).wait()

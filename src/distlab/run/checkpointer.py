@@ -11,8 +11,9 @@ from torch import nn
 from torch.optim import Optimizer
 
 from distlab.checkpoints.format import PER_RANK_OPTIMIZER_STATE, latest_valid
-from distlab.checkpoints.saving import restore, save, state_of, supersede
+from distlab.checkpoints.saving import read_into, restore, save, state_of, supersede, tensors_in
 from distlab.comm.layout import layout_size
+from distlab.parallel.outer import OuterOptimizer
 from distlab.run.logs import RunLog, say
 from distlab.run.resume import check_data, per_step
 from distlab.run.settings import ResumableSettings, as_flag, as_json
@@ -37,6 +38,7 @@ class TrainingState:
     model: dict[str, Any]  # the description of the model in a checkpoint's record
     optimizer: Optimizer  # of all parameters
     changing: Callable[[], AbstractContextManager[object]] = nullcontext  # a context in which parameters are restored
+    outer: OuterOptimizer | None = None  # of replicas that train on their own; the checkpoint's model is the outer one
 
 
 class Checkpointer:
@@ -63,6 +65,11 @@ class Checkpointer:
             return 0
         with self.state.changing():
             restore(self.resumed, self.state.parameters, self.state.optimizer, self._rank, self._settings.layout)
+        if self.state.outer is not None:
+            saved, own = tensors_in(self.resumed.folder), self.state.outer.state()
+            own = {name: tensor for name, tensor in own.items() if name in saved}
+            read_into(own, self.resumed)
+            self.state.outer.load_state(own)
         if self.resumed.record.get("position"):
             batches.load_state_dict(self.resumed.record["position"])
         return self.resumed.count
@@ -90,8 +97,10 @@ class Checkpointer:
             PER_RANK_OPTIMIZER_STATE: args.per_rank_optimizer_state,
             "torch": torch.__version__,
         }
-        tensors = state_of(state.parameters, state.optimizer, self._rank, args.per_rank_optimizer_state)
-        save(self._out, tensors, record, self._tokenizer, args.keep)
+        further = state.outer.state() if state.outer else {}
+        with state.outer.as_model() if state.outer else nullcontext():
+            tensors = state_of(state.parameters, state.optimizer, self._rank, args.per_rank_optimizer_state)
+            save(self._out, tensors | further, record, self._tokenizer, args.keep)
         self.saved = steps
 
     def introduce(self) -> None:

@@ -10,7 +10,7 @@ import tyro
 
 from distlab.checkpoints.format import LLAMA, Checkpoint
 from distlab.comm.layout import Layout, layout_flags, layout_size
-from distlab.parallel.division import Sharded, check_division
+from distlab.parallel.division import Compression, Sharded, check_division
 from distlab.pipeline.auto import Limit, read_limit
 from distlab.pipeline.schedules import DEFAULT_CHUNKS, check_schedule, schedule_names, stages_per_worker
 from distlab.pipeline.split import Split, balance, read_split
@@ -212,6 +212,73 @@ class DataParallelSettings(WorldSize, TrainSettings):
     """A data-parallel training run: `--batch-size` sequences per rank."""
 
     batch_size: int = 1
+    report_every: int = 1
+    """print the loss every N steps; in the others, ranks do not tell each other their losses"""
+
+    def check(self) -> None:
+        super().check()
+        require_positive(self, "report_every")
+
+
+@dataclass
+class LocalStepsSettings(DataParallelSettings):
+    """A data-parallel training run whose ranks take steps with their own gradients."""
+
+    sync_every: Annotated[int, ResumePolicy.SAME_LAYOUT] = 1
+    """local steps of each rank between two averages of the weights"""
+
+    @property
+    def per_rank_optimizer_state(self) -> bool:
+        return self.optimizer != "sgd" and self.world_size > 1
+
+    def check(self) -> None:
+        super().check()
+        require_positive(self, "sync_every")
+        norm = self.clip_norm
+        advice = "each rank has gradients of its own here, and there is no one norm; leave it out, or average gradients"
+        require(norm is None, f"--clip-norm {norm or 0:g}: {advice} (dp-ga)")
+
+
+@dataclass
+class DiLoCoSettings(LocalStepsSettings):
+    """A data-parallel training run with an outer optimizer."""
+
+    sync_every: Annotated[int, ResumePolicy.FIXED] = 50
+    """inner steps of each rank between two exchanges of the same weights"""
+    fragments: Annotated[int, ResumePolicy.FIXED] = 1
+    """equal parts of the weights, which are exchanged one after another, evenly over --sync-every steps"""
+    overlap_steps: Annotated[int, ResumePolicy.FIXED] = 0
+    """inner steps that are computed while a fragment is exchanged"""
+    merge_alpha: Annotated[float, ResumePolicy.SAME_LAYOUT] = 0.5
+    """with --overlap-steps: share of a rank's own weights when a fragment arrives; the rest are the outer weights"""
+    outer_lr: Annotated[float, ResumePolicy.SAME_LAYOUT] = 0.7
+    """learning rate of the outer optimizer, SGD with Nesterov momentum"""
+    outer_momentum: Annotated[float, ResumePolicy.SAME_LAYOUT] = 0.9
+    """momentum of the outer optimizer"""
+    compress: Annotated[Compression, ResumePolicy.SAME_LAYOUT] = "none"
+    """how outer gradients are sent: as float32, bfloat16, or integers of 8 or 4 bits; with error feedback"""
+
+    def check(self) -> None:
+        super().check()
+        every, parts, overlap = self.sync_every, self.fragments, self.overlap_steps
+        require_positive(self, "fragments", "outer_lr")
+        given = f"--fragments {parts} with --sync-every {every}"
+        advice = f"give a divisor of {every}" if parts <= every else f"give at most {every}"
+        require(every % parts == 0, f"{given}: a fragment is exchanged every H / P steps; {advice}")
+        interval = every // parts
+        sentence = f"a fragment is exchanged every {interval} steps, and must have arrived before the next is sent"
+        given = f"--overlap-steps {overlap} with --sync-every {every} and --fragments {parts}"
+        require(0 <= overlap < interval, f"{given}: {sentence}; give 0 to {interval - 1}")
+        given = f"--steps {self.steps} with --sync-every {every}"
+        require(every <= self.steps, f"{given}: some weights would never be exchanged; give at least {every} steps")
+        for flag, share in (("--merge-alpha", self.merge_alpha), ("--outer-momentum", self.outer_momentum)):
+            require(0 <= share < 1, f"{flag} {share:g}: give a number from 0 to less than 1")
+
+    def remarks(self, decided: dict[str, Any]) -> list[str]:
+        own = [f"each rank keeps {self.optimizer}'s moments of its own gradients"] if self.optimizer != "sgd" else []
+        rest = self.steps % self.sync_every
+        late = f"the model will lack some of what the last {rest} steps learn; --steps {self.steps - rest} avoids it"
+        return [*super().remarks(decided), *own, *([late] if rest else [])]
 
 
 @dataclass

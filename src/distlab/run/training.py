@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from distlab.parallel.clipping import Held, NormSum, clip, squared_norm, sum_norm
+from distlab.parallel.outer import OuterOptimizer
 from distlab.reports.memory import MemoryReport
 from distlab.run.checkpointer import TrainingState
 from distlab.run.logs import RankOutput, say
@@ -35,6 +36,7 @@ class TrainingRun(Run[TrainSettingsT]):
     validator: Validator | None = None  # with `--eval-every`
     _optimizer: Optimizer | None = None
     _parts: ModelParts
+    _outer: OuterOptimizer | None = None
     _step: int  # the current one
     _batch: Tensor  # its token ids
 
@@ -70,6 +72,7 @@ class TrainingRun(Run[TrainSettingsT]):
         optimizer: Optimizer,
         loss: Loss | None = None,
         owners: Sequence[int] | None = None,
+        outer: OuterOptimizer | None = None,
     ) -> None:
         """Register the script's model, optimizer and loss: for checkpoints, the learning rate, validation, diagnosis.
 
@@ -78,13 +81,15 @@ class TrainingRun(Run[TrainSettingsT]):
             optimizer: the optimizer of all its parameters.
             loss: (logits of the whole model, token ids) -> mean loss; by default the usual cross-entropy.
             owners: by stage, the rank in the pipeline that holds it; by default, each rank has one stage.
+            outer: the outer optimizer of replicas that train on their own; its weights are what is saved and validated.
         """
-        args = self.settings
+        args, self._outer = self.settings, outer
         parts = self._parts = ModelParts.of(model, self.grid, owners, loss)
         if self.checkpointer is not None:
             sizes = {**parts.options, "n_layers": args.n_layers}
-            self.checkpointer.state = TrainingState(parts.parameters(), sizes, optimizer, parts.changing_shards)
-        self._optimizer, self.memory = optimizer, MemoryReport(optimizer, parts.sharded.values())
+            self.checkpointer.state = TrainingState(parts.parameters(), sizes, optimizer, parts.changing_shards, outer)
+        self._optimizer = optimizer
+        self.memory = MemoryReport(optimizer, parts.sharded.values(), outer.held_bytes() if outer else 0)
         self.explain_not_finite = partial(self._find_not_finite, parts)
         if getattr(args, "run_on", False):
             self.running_on = RunningOn(optimizer, self._loss_arrived, args.clip_norm, parts.changing_shards)
@@ -130,7 +135,8 @@ class TrainingRun(Run[TrainSettingsT]):
     def _validate(self, step: int) -> None:
         """With `--eval-every`, evaluate on the validation split."""
         if self.validator is not None and self._is_validation_due(step):
-            with self.records.timing_apart("validation", f"validation after {step + 1:,} steps"):
+            model = self._outer.as_model() if self._outer else contextlib.nullcontext()
+            with self.records.timing_apart("validation", f"validation after {step + 1:,} steps"), model:
                 loss = self.records.validation_loss = self.validator.loss(step)
             if self.rank == 0:
                 say(f"validation after {step + 1} steps: loss {loss:.6f}, perplexity {perplexity(loss):,.2f}")
@@ -186,8 +192,11 @@ class TrainingRun(Run[TrainSettingsT]):
     def log(self, step: int, losses: Iterable[Tensor]) -> None:
         """Print the loss of the global batch, with `--run-on` a step later; the arguments are those of `global_loss`.
 
-        To be called before the update, which a non-finite loss prevents or, with `--run-on`, undoes.
+        With `--report-every N`, the ranks add it up after every N-th step only; the records of other steps have
+        no loss. To be called before the update, which a non-finite loss prevents or, with `--run-on`, undoes.
         """
+        if (step + 1) % getattr(self.settings, "report_every", 1) and not self._waits_after(step):
+            return
         late = self.running_on
         if late is not None:
             late.settle()

@@ -1,0 +1,56 @@
+"""Data parallelism over slow links: each rank trains on its own, and an outer optimizer averages what it learned.
+
+    python DP/diloco/intro_DP_DiLoCo.py <rank>        in three terminals, with the ranks 0, 1 and 2
+    ./launch.sh diloco --sync-every 50                all ranks at once, an outer step after every 50 inner steps
+    ./launch.sh diloco --sync-every 64 --fragments 4 --overlap-steps 8 --compress int4      Streaming DiLoCo
+
+As in `intro_DP_WA.py`, each rank takes many steps with its own gradients. But what its weights have changed since the
+last exchange counts as a gradient: the mean over the ranks is that of an outer SGD with Nesterov momentum (DiLoCo:
+Douillard et al., arXiv 2311.08105). Streaming DiLoCo (arXiv 2501.18512) exchanges a fragment of the weights at a time,
+while the next steps are computed, in few bits. `OuterOptimizer` is in src/distlab/parallel/outer.py.
+"""
+
+from distlab.parallel.data import flatten_weights
+from distlab.parallel.outer import FragmentSchedule, OuterOptimizer
+from distlab.run.main import main
+from distlab.run.train_settings import DiLoCoSettings
+from distlab.run.training import TrainingRun
+from simplellm.dataloaders import TinyStories
+from simplellm.llama import CausalLLama, LLama
+from simplellm.losses import causalLLMLoss
+from simplellm.tokenizers import SPTokenizer
+
+DEFAULTS = DiLoCoSettings(batch_size=1, optimizer="adamw")
+
+
+def train(run: TrainingRun[DiLoCoSettings]) -> None:
+    args = run.settings
+    tokenizer = SPTokenizer(args.tokenizer)
+    net = LLama(CausalLLama, tokenizer.vocab_size, padding_idx=tokenizer.pad_id, **run.model_options())
+    stories = TinyStories(tokenizer, **run.data_options(), rank=run.rank, num_replicas=run.world_size)
+    optimizer = run.optimizer(net)  # the inner one; its moments stay on this rank
+    schedule = FragmentSchedule(args.sync_every, args.fragments, args.overlap_steps)
+    weights = flatten_weights(net)  # the parameters are views of this buffer
+    outer = OuterOptimizer(weights, schedule, args.outer_lr, args.outer_momentum, args.merge_alpha, args.compress)
+    run.track(net, optimizer, outer=outer)
+
+    for step, batch in run.steps(stories):
+        optimizer.zero_grad()
+        losses = []
+        for x in batch.chunk(args.micro_batches):
+            loss = causalLLMLoss(net(x), x, tokenizer.vocab_size) / args.micro_batches
+            loss.backward()
+            losses.append(loss)
+        run.log(step, losses)
+        optimizer.step()
+        # Every H / P steps, start to average (outer weights - own weights) of a fragment; --overlap-steps later, take
+        # the outer step with that mean as its gradient, and continue from the new outer weights.
+        if (fragment := schedule.sent_after(step)) is not None:
+            outer.send(fragment)
+        if (fragment := schedule.merged_after(step)) is not None:
+            outer.merge(fragment)
+    outer.wait()
+
+
+if __name__ == "__main__":
+    main(train, DEFAULTS, __doc__)

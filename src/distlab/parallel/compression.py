@@ -1,0 +1,101 @@
+"""Vectors in fewer bytes: bfloat16, or integers of eight or four bits in blocks that have a scale each.
+
+A block of integers has one float32 scale, its largest magnitude divided by the largest integer (block-wise
+quantization: Dettmers et al., "8-bit Optimizers via Block-wise Quantization", arXiv 2110.02861). What rounding leaves
+out is not lost if the sender adds it to its next message: error feedback (Seide et al., "1-Bit Stochastic Gradient
+Descent", Interspeech 2014; Karimireddy et al., arXiv 1901.09847).
+"""
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from distlab.comm.endpoint import members
+from distlab.comm.traffic import Group, Transfer, traffic
+from distlab.parallel.division import Compression
+
+BLOCK = 256  # values that share a scale
+LARGEST = {"int8": 127, "int4": 7}  # integers go from minus this to this
+
+
+def encoded_bytes(kind: Compression, elements: int) -> int:
+    """The size of the message that `encode` makes of so many values."""
+    values = {"none": 4 * elements, "bf16": 2 * elements, "int8": elements, "int4": (elements + 1) // 2}[kind]
+    return values + (4 * -(-elements // BLOCK) if kind in LARGEST else 0)
+
+
+def encode(kind: Compression, values: Tensor) -> Tensor:
+    """The message for `values` (elements,), float32: uint8 (encoded_bytes,), first the scales, then the integers."""
+    if kind not in LARGEST:
+        return values.to(torch.bfloat16 if kind == "bf16" else torch.float32).view(torch.uint8)
+    blocks = pad(values, (0, -len(values) % BLOCK)).view(-1, BLOCK)
+    scales = blocks.abs().amax(1, keepdim=True) / LARGEST[kind]
+    integers = (blocks / scales.where(scales != 0, 1)).round_().to(torch.int8).view(-1)[: len(values)]
+    if kind == "int4":  # two in a byte, as numbers from 1 to 15
+        pairs = pad(integers + 8, (0, len(values) % 2)).view(-1, 2).view(torch.uint8)
+        integers = pairs[:, 0] | pairs[:, 1] << 4
+    return torch.cat([scales.view(-1).view(torch.uint8), integers.view(torch.uint8)])
+
+
+def decode(kind: Compression, message: Tensor, elements: int) -> Tensor:
+    """The values (elements,), float32, of a message of `encode`; not finite where the encoded values were not."""
+    if kind not in LARGEST:
+        return message.clone().view(torch.bfloat16 if kind == "bf16" else torch.float32).float()
+    scale_bytes = 4 * -(-elements // BLOCK)
+    scales, integers = message[:scale_bytes].clone().view(torch.float32), message[scale_bytes:]
+    if kind == "int4":
+        integers = torch.stack([integers & 15, integers >> 4], 1).view(-1)[:elements].view(torch.int8) - 8
+    values = pad(integers.view(torch.int8).float(), (0, -elements % BLOCK)).view(-1, BLOCK)
+    return (values * scales[:, None]).view(-1)[:elements]
+
+
+class CompressedMean:
+    """The mean of a vector over the ranks of a group, sent compressed, with error feedback.
+
+    Each rank sends its message to all others (an all-gather), and adds up the decoded vectors in float32 and in the
+    order of ranks. So all ranks have the same mean to the last bit, and nothing is rounded twice. A rank sends
+    (ranks - 1) * `encoded_bytes`. Without compression, an all-reduce averages the vectors.
+
+    Args:
+        result: where the mean goes, float32 (at least as many elements as any vector).
+        kind: how vectors are sent.
+        group: the ranks, by default all.
+    """
+
+    def __init__(self, result: Tensor, kind: Compression = "none", group: Group = None) -> None:
+        self.result, self._kind, self._group = result, kind, group
+        self._under_way: tuple[Transfer, Tensor, int] | None = None  # the transfer, all ranks' messages, elements
+
+    def start(self, values: Tensor, residual: Tensor | None, what: str, kind: str) -> None:
+        """Start to average `values` (elements,); one average at a time.
+
+        Args:
+            values: this rank's vector.
+            residual: what this rank's earlier messages have left out, (elements,); it is added to `values`, and what
+                this message leaves out takes its place. None without compression.
+            what: names the values in errors.
+            kind: the ledger's column.
+        """
+        assert self._under_way is None, "the last average has not been waited for"
+        if self._kind == "none" or residual is None:
+            own = self.result[: len(values)].copy_(values)
+            self._under_way = traffic.all_reduce(own, what, kind=kind, group=self._group), own, len(values)
+            return
+        wanted = values + residual
+        message = encode(self._kind, wanted)
+        torch.sub(wanted, decode(self._kind, message, len(values)), out=residual)
+        messages = message.new_empty(len(members(self._group)), len(message))
+        transfer = traffic.all_gather(messages, message, what, kind=kind, group=self._group)
+        self._under_way = transfer, messages, len(values)
+
+    def wait(self) -> None:
+        """Wait until `result` holds the mean that was started last, if any."""
+        if self._under_way is None:
+            return
+        (transfer, messages, elements), self._under_way = self._under_way, None
+        transfer.wait()
+        if messages.dtype == torch.uint8:
+            total = self.result[:elements].zero_()
+            for message in messages:
+                total += decode(self._kind, message, elements)
+            total /= len(messages)

@@ -1,0 +1,151 @@
+"""An outer optimizer for replicas that train on their own for many steps: DiLoCo, and Streaming DiLoCo.
+
+DiLoCo (Douillard et al., arXiv 2311.08105): each replica takes H inner steps; the mean over the replicas of (outer
+weights - own weights) is the gradient of an outer step, by SGD with Nesterov momentum; the replicas continue from the
+new outer weights. Streaming DiLoCo (Douillard et al., arXiv 2501.18512) exchanges one fragment of the weights after
+another, while the next inner steps are computed, and in few bits.
+"""
+
+import contextlib
+import itertools
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from distlab.comm.endpoint import rank
+from distlab.comm.traffic import Group, traffic
+from distlab.parallel.compression import CompressedMean
+from distlab.parallel.division import Compression
+
+
+@dataclass(frozen=True)
+class FragmentSchedule:
+    """After which inner steps a fragment is sent, and after which it is merged.
+
+    Attributes:
+        sync_every: inner steps between two exchanges of the same fragment (H).
+        fragments: number of fragments (P), which divides H; one is sent every H / P steps.
+        overlap_steps: inner steps that are computed while a fragment is under way, less than H / P.
+    """
+
+    sync_every: int
+    fragments: int = 1
+    overlap_steps: int = 0
+
+    @property
+    def interval(self) -> int:
+        """Steps from one fragment to the next."""
+        return self.sync_every // self.fragments
+
+    def sent_after(self, step: int) -> int | None:
+        """The fragment that is sent after a step, numbered from 0; None if none is."""
+        rounds, rest = divmod(step + 1, self.interval)
+        return (rounds - 1) % self.fragments if rounds > 0 and rest == 0 else None
+
+    def merged_after(self, step: int) -> int | None:
+        """The fragment that is merged after a step: sent `overlap_steps` earlier."""
+        return self.sent_after(step - self.overlap_steps)
+
+
+class OuterOptimizer:
+    """The outer weights, which all replicas have in common, and their optimizer, SGD with Nesterov momentum.
+
+    The fragments are equal parts of the flat buffer of weights, in the order of the model. All ranks of the group hold
+    the same outer weights and momentum, to the last bit.
+
+    Args:
+        weights: this replica's own weights, float32 (elements,); the inner optimizer changes them (`flatten_weights`).
+        schedule: of the fragments.
+        lr: learning rate of the outer step.
+        momentum: Nesterov momentum of the outer step; 0 for plain SGD.
+        merge_alpha: share of a replica's own weights when a fragment arrives that was sent earlier (alpha); the rest
+            are the outer weights. 0 without overlap.
+        compress: how a replica's outer gradient is sent; with error feedback.
+        group: the ranks that hold the same part of the model, by default all.
+    """
+
+    def __init__(
+        self,
+        weights: Tensor,
+        schedule: FragmentSchedule,
+        lr: float = 0.7,
+        momentum: float = 0.9,
+        merge_alpha: float = 0.5,
+        compress: Compression = "none",
+        group: Group = None,
+    ) -> None:
+        self.weights, self.schedule = weights, schedule
+        self._lr, self._momentum = lr, momentum
+        self._alpha = merge_alpha if schedule.overlap_steps else 0.0
+        self._outer, self._velocity = weights.clone(), torch.zeros_like(weights)
+        self._residual = None if compress == "none" else torch.zeros_like(weights)
+        ends = [len(weights) * number // schedule.fragments for number in range(schedule.fragments + 1)]
+        self._parts = [slice(*pair) for pair in itertools.pairwise(ends)]
+        most = max(part.stop - part.start for part in self._parts)
+        gradient = traffic.new_buffer(most, weights, group) if compress == "none" else weights.new_zeros(most)
+        self._mean = CompressedMean(gradient, compress, group)
+        self._is_under_way = False
+
+    @torch.no_grad()
+    def send(self, fragment: int) -> None:
+        """Start to average the outer gradient of a fragment, (outer weights - own weights), over the replicas."""
+        part = self._parts[fragment]
+        residual = None if self._residual is None else self._residual[part]
+        what = f"the outer gradients of fragment {fragment}"
+        self._mean.start(self._outer[part] - self.weights[part], residual, what, "outer gradients")
+        self._is_under_way = True
+
+    @torch.no_grad()
+    def merge(self, fragment: int) -> None:
+        """Take the outer step of the fragment that was sent last, and mix the outer weights into the own ones."""
+        if not self._is_under_way:  # the run resumed from one without fragments
+            return
+        self._is_under_way = False
+        self._mean.wait()
+        part = self._parts[fragment]
+        outer, velocity, gradient = self._outer[part], self._velocity[part], self._mean.result[: part.stop - part.start]
+        velocity.mul_(self._momentum).add_(gradient)
+        outer.sub_(gradient.add(velocity, alpha=self._momentum), alpha=self._lr)
+        self.weights[part] = torch.lerp(outer, self.weights[part], self._alpha)
+
+    def wait(self) -> None:
+        """Wait until nothing is under way; a fragment that has arrived is merged later all the same."""
+        self._mean.wait()
+
+    def held_bytes(self) -> int:
+        """What this rank holds in addition to its own weights."""
+        held = [self._outer, self._velocity, self._mean.result, *([] if self._residual is None else [self._residual])]
+        return sum(tensor.nbytes for tensor in held)
+
+    @contextlib.contextmanager
+    def as_model(self) -> Iterator[None]:
+        """Inside, the model's parameters are the outer weights, as for a checkpoint or a validation."""
+        own = self.weights.clone()
+        self.weights.copy_(self._outer)
+        yield
+        self.weights.copy_(own)
+
+    def state(self) -> dict[str, Tensor]:
+        """What a checkpoint needs beside the outer weights, by name; a fragment under way has arrived afterwards."""
+        self.wait()
+        prefix = f"rank{rank()}.outer_optimizer"
+        state = {"outer_optimizer.momentum": self._velocity, f"{prefix}.weights": self.weights.clone()}
+        if self._residual is not None:
+            state[f"{prefix}.residual"] = self._residual
+        if self.schedule.overlap_steps:
+            state["outer_optimizer.fragment"] = self._mean.result
+        return state
+
+    def load_state(self, state: Mapping[str, Tensor]) -> None:
+        """Resume from what `state` returned; the parameters must hold the outer weights already.
+
+        What a checkpoint does not have starts anew: the outer momentum at zero, the own weights at the outer ones.
+        """
+        self._outer.copy_(self.weights)
+        own = self.state()
+        own[f"rank{rank()}.outer_optimizer.weights"] = self.weights
+        for name, tensor in state.items():
+            own[name].copy_(tensor)
+        self._is_under_way = "outer_optimizer.fragment" in state

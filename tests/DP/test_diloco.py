@@ -1,0 +1,178 @@
+"""DiLoCo and Streaming DiLoCo: the run of a one-process reference, the bytes of the formulas, checkpoints."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from chapters import MODEL, TRAINING, State, assert_equal, initial_weights, load, train_on
+from processes import run_ranks
+from torch import Tensor, nn
+
+from distlab.parallel.compression import decode, encode, encoded_bytes
+from distlab.parallel.division import Compression
+from distlab.run.optimizers import build_optimizer
+from distlab.run.settings import parse
+from distlab.run.train_settings import DiLoCoSettings
+from simplellm.dataloaders import TinyStories
+from simplellm.errors import InputError
+from simplellm.llama import CausalLLama, LLama
+from simplellm.losses import causalLLMLoss
+from simplellm.tokenizers import SPTokenizer
+
+SCRIPT = "DP/diloco/intro_DP_DiLoCo.py"
+
+
+def settings(ranks: int, flags: str) -> DiLoCoSettings:
+    given = [*MODEL, *TRAINING, "--world-size", str(ranks), *flags.split()]
+    read: DiLoCoSettings = parse(load(SCRIPT).DEFAULTS, "", ["0", *given])
+    return read
+
+
+def reference(_: int, args: DiLoCoSettings) -> list[State]:
+    """All replicas in one process, as the papers have it; torch's SGD takes the outer steps. Their own weights."""
+    tokenizer, ranks, outer_steps = SPTokenizer(), range(args.world_size), 0
+    sizes = {"dmodel": args.dmodel, "num_heads": args.num_heads, "n_layers": args.n_layers, "ctx_size": args.seq_len}
+    nets = [LLama(CausalLLama, tokenizer.vocab_size, **sizes, seed=args.seed) for _ in ranks]
+    data: dict[str, Any] = {"batch_size": args.batch_size, "seq_l": args.seq_len, "data": "sample", "seed": args.seed}
+    batches = [iter(TinyStories(tokenizer, **data, rank=r, num_replicas=len(ranks))) for r in ranks]
+    inner = [build_optimizer(args.optimizer, net.parameters(), args.lr) for net in nets]
+
+    def flat(net: nn.Module) -> Tensor:
+        return nn.utils.parameters_to_vector(net.parameters()).detach()
+
+    weights = flat(nets[0]).clone()
+    bounds = [len(weights) * p // args.fragments for p in range(args.fragments + 1)]
+    outer = [nn.Parameter(weights[bounds[p] : bounds[p + 1]].clone()) for p in range(args.fragments)]
+    options = {"lr": args.outer_lr, "momentum": args.outer_momentum, "nesterov": args.outer_momentum > 0}
+    sgd = [torch.optim.SGD([fragment], **options) for fragment in outer]
+    residuals = [torch.zeros_like(weights) for _ in ranks]
+    sent: dict[int, tuple[int, Tensor]] = {}  # by the step in which it is merged: a fragment and its outer gradient
+    for step in range(args.steps):
+        for net, source, optimizer in zip(nets, batches, inner, strict=True):
+            optimizer.zero_grad()
+            x = next(source)
+            causalLLMLoss(net(x), x, tokenizer.vocab_size).backward()
+            optimizer.step()
+        for p in range(args.fragments):
+            if (step + 1) % args.sync_every == (p + 1) * args.sync_every // args.fragments % args.sync_every:
+                part, gradients = slice(bounds[p], bounds[p + 1]), []
+                for net, residual in zip(nets, residuals, strict=True):
+                    wanted = outer[p].detach() - flat(net)[part] + residual[part]
+                    gradients.append(wanted)
+                    if args.compress != "none":
+                        gradients[-1] = decode(args.compress, encode(args.compress, wanted), len(wanted))
+                        residual[part] = wanted - gradients[-1]
+                sent[step + args.overlap_steps] = p, torch.stack(gradients).mean(0)
+        if step in sent:
+            p, outer[p].grad = sent[step]
+            sgd[p].step()
+            outer_steps += 1
+            for net in nets:
+                own, alpha = flat(net), args.merge_alpha if args.overlap_steps else 0
+                part = slice(bounds[p], bounds[p + 1])
+                own[part] = torch.lerp(outer[p].detach(), own[part], alpha)
+                nn.utils.vector_to_parameters(own.clone(), net.parameters())
+    assert outer_steps > args.fragments, "momentum matters from the second outer step of a fragment"
+    return [{name: weight.detach() for name, weight in net.named_parameters()} for net in nets]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "flags"),
+    [
+        pytest.param(2, "--sync-every 2 --steps 6", marks=pytest.mark.quick),
+        (3, "--sync-every 4 --steps 12 --outer-lr 0.5 --optimizer adamw --lr 1e-3 --compress bf16"),
+        (3, "--sync-every 4 --fragments 2 --overlap-steps 1 --steps 11 --lr 0.2"),
+        (2, "--sync-every 6 --fragments 3 --overlap-steps 1 --steps 13 --merge-alpha 0.25 --compress int4 --lr 0.1"),
+    ],
+)
+def test_is_the_run_of_a_one_process_reference(ranks: int, flags: str, tmp_path: Path) -> None:
+    args = settings(ranks, flags)
+    [expected] = run_ranks(1, reference, args)
+    own, _, losses = train_on(
+        ranks, SCRIPT, tmp_path, "--world-size", str(ranks), *flags.split(), "--report-every", "5"
+    )
+
+    start = initial_weights()
+    for weights, reference_weights in zip(own, expected, strict=True):
+        assert all((weights[name] - start[name]).abs().max() > 1e-5 for name in start), "all weights were trained"
+        assert_equal(weights, reference_weights)
+    reported = [loss is not None for loss in losses]
+    assert reported == [(step + 1) % 5 == 0 or step + 1 == args.steps for step in range(args.steps)]
+
+    elements = sum(weight.numel() for weight in start.values())
+    bounds = [elements * part // args.fragments for part in range(args.fragments + 1)]
+    records = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    sent_bytes = {record["step"]: record["sent_bytes"].get("outer gradients", 0) for record in records}
+    interval = args.sync_every // args.fragments
+    for step, sent in sent_bytes.items():
+        rounds, rest = divmod(step + 1, interval)
+        part = (rounds - 1) % args.fragments
+        size = 0 if rest else bounds[part + 1] - bounds[part]
+        all_reduced = 2 * (ranks - 1) * 4 * size // ranks
+        assert sent == (all_reduced if args.compress == "none" else (ranks - 1) * encoded_bytes(args.compress, size))
+    assert sum(sent_bytes.values()) > 0
+
+
+def test_with_plain_sgd_and_an_exchange_in_every_step_it_averages_weights(tmp_path: Path) -> None:
+    flags = "--world-size 3 --batch-size 2".split()
+    plain = "--sync-every 1 --outer-lr 1 --outer-momentum 0".split()
+    own, _, losses = train_on(3, SCRIPT, tmp_path / "diloco", *flags, *plain)
+    averaged, _, expected = train_on(3, "DP/weight_aggr/intro_DP_WA.py", tmp_path / "wa", *flags)
+    assert losses == pytest.approx(expected, rel=1e-6)
+    for weights, others in zip(own, averaged, strict=True):
+        assert_equal(weights, others)
+
+
+def test_it_goes_on_bit_for_bit_while_a_fragment_is_under_way(tmp_path: Path) -> None:
+    """Momentum, outer and own weights, what rounding left out, and the fragment are in the checkpoint."""
+    flags = "--world-size 2 --optimizer adamw --lr 1e-2 --steps 10".split()
+    own = "--sync-every 4 --fragments 2 --overlap-steps 1 --compress int8".split()
+    expected, _, losses = train_on(2, SCRIPT, tmp_path / "run", *flags, *own, "--save-every", "6", "--eval-every", "5")
+    checkpoint = tmp_path / "run" / "checkpoints" / "step-00000006"  # the second fragment's first exchange is over
+    weights, _, rest = train_on(2, SCRIPT, tmp_path / "again", *flags, "--resume", str(checkpoint))
+    assert rest == losses[6:]
+    for mine, others in zip(weights, expected, strict=True):
+        assert all(torch.equal(mine[name], others[name]) for name in others)
+
+    with pytest.raises(InputError, match=r"moments of its own gradients.*--world-size 2"):
+        parse(load("primer/intro.py").DEFAULTS, "", ["--resume", str(checkpoint), "--steps", "20"])
+    with pytest.raises(InputError, match="trained with --fragments 2, not 4"):
+        parse(
+            load(SCRIPT).DEFAULTS, "", f"0 --resume {checkpoint} --world-size 2 --fragments 4 --overlap-steps 0".split()
+        )
+
+
+@pytest.mark.parametrize(
+    ("flags", "sentence"),
+    [
+        ("--sync-every 0", "--sync-every 0: must be greater than 0"),
+        ("--sync-every 10 --fragments 3", "--fragments 3 with --sync-every 10: .* give a divisor of 10"),
+        ("--sync-every 2 --fragments 4", "give at most 2"),
+        ("--sync-every 8 --fragments 4 --overlap-steps 2", "--overlap-steps 2 .* give 0 to 1"),
+        ("--steps 20", "--steps 20 with --sync-every 50"),
+        ("--merge-alpha 1", "--merge-alpha 1: give a number from 0 to less than 1"),
+        ("--outer-momentum -0.5", "--outer-momentum -0.5"),
+        ("--report-every 0", "--report-every 0"),
+        ("--clip-norm 1", "--clip-norm 1: each rank has gradients of its own"),
+    ],
+)
+def test_what_cannot_work_is_said_before_any_rank_waits(flags: str, sentence: str) -> None:
+    with pytest.raises(InputError, match=sentence):
+        parse(load(SCRIPT).DEFAULTS, "", ["0", *flags.split()])
+
+
+@pytest.mark.parametrize("kind", ["bf16", "int8", "int4"])
+@pytest.mark.parametrize("elements", [1, 255, 256, 1001])
+def test_a_message_has_its_size_and_rounds_to_half_a_step(kind: Compression, elements: int) -> None:
+    values = torch.randn(elements, generator=torch.Generator().manual_seed(elements)) * 3
+    message = encode(kind, values)
+    assert message.nbytes == encoded_bytes(kind, elements)
+    rounded = decode(kind, message, elements)
+    largest = torch.stack([values[i // 256 * 256 : i // 256 * 256 + 256].abs().max() for i in range(elements)])
+    step = {"bf16": values.abs() / 2**7, "int8": largest / 127, "int4": largest / 7}[kind]
+    assert bool(((rounded - values).abs() <= step * 0.501).all())
+    assert torch.equal(decode(kind, encode(kind, torch.zeros(elements)), elements), torch.zeros(elements))
+    values[0] = torch.nan
+    assert not decode(kind, encode(kind, values), elements).isfinite().all(), "what is not finite does not disappear"
