@@ -148,10 +148,12 @@ def train(run: Run[MLPSettings]) -> None:
     for step, rows in run.count_steps(sampler, config.niters, config.batch_size, "inputs"):
         points, labels = train_set[rows]
         started = time.perf_counter()
+        # [mlp] One step: the loss of this batch, its gradients, and the update.
         _, loss = model(points, labels)
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
+        # [end]
         run.global_loss(step, [loss])  # also waits until a GPU has finished the step
         seconds = time.perf_counter() - started
         if step % REPORT_EVERY == 0:

@@ -1,16 +1,18 @@
 """Attempts at exercises: what a student may hand in, and what the checker has to say about it."""
 
+import math
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from distlab.exercises.catalogue import EXERCISES
+from distlab.exercises.catalogue import EXERCISES, Exercise, Trial
 from distlab.exercises.checker import check
 from distlab.exercises.ranks import Patience
 from distlab.exercises.skeleton import write_out
-from distlab.exercises.verdict import Verdict
 
-PATIENCE = Patience(still=2, longest=20)
+PATIENCE, SHORT_PATIENCE = Patience(still=8, longest=20), Patience(still=1, longest=20)  # the latter for deadlocks
+TWO_REPLICAS = Trial({"dp": 2}, {"world_size": 2}, 3, 3)  # the fewest ranks and micro-batches that mistakes can tell
+ONE_MICRO_BATCH = Trial({"dp": 2}, {"world_size": 2}, 1, 1)
 
 AVERAGE = """for parameter in net.parameters():
     traffic.all_reduce(parameter.grad, "a gradient", kind="gradients", op=ReduceOp.SUM).wait()
@@ -25,31 +27,48 @@ class Attempt:
     exercise: str
     mistake: str  # its name; "" if it is right
     says: str  # a part of what is said about it
-    body: str = ""  # what the student has written at the place of the last part that is missing
+    body: str | tuple[str, ...] = ""  # what is written where parts are missing: in all places, or in the last one
     changes: tuple[tuple[str, str], ...] = ()  # texts that are replaced; in the solution, if there is no `body`
+    only: str = ""  # the function to be tried; by default, all of the exercise
+    trial: Trial | None = None  # by default, the smallest one
 
     def text(self, path: Path) -> str:
         text = write_out(EXERCISES[self.exercise], path, solved=not self.body)
+        bodies = (self.body,) if isinstance(self.body, str) else self.body
         if self.body:
             places = list(re.finditer(r"^( *)raise NotImplementedError.*\n", text, re.MULTILINE))
-            lines = "".join(f"{places[-1][1]}{line}\n" for line in self.body.split("\n"))
-            text = text[: places[-1].start()] + lines + text[places[-1].end() :]
+            for place, body in reversed(list(zip(places[-len(bodies) :], bodies, strict=True))):
+                lines = "".join(f"{place[1]}{line}\n" for line in body.split("\n"))
+                text = text[: place.start()] + lines + text[place.end() :]
         for old, new in self.changes:
             assert text.count(old) == 1, old
             text = text.replace(old, new)
         return text
 
 
-def verdicts(attempt: Attempt, folder: Path) -> list[Verdict]:
-    path = folder / EXERCISES[attempt.exercise].file_name
+def smallest(exercise: Exercise) -> Exercise:
+    """An exercise with its smallest trial of training; without, if other tests train with the library's function.
+
+    And with one of several cases that may end in a deadlock.
+    """
+    trials: tuple[Trial, ...] = (TWO_REPLICAS,)
+    if any("dp" not in trial.layout or len(trial.layout) > 1 for trial in exercise.trials) or not exercise.trials:
+        by_ranks = sorted(exercise.trials, key=lambda trial: math.prod(trial.layout.values()))
+        trials = () if exercise.functions == "schedule" else tuple(by_ranks[:1])
+    return replace(exercise, trials=trials, cases=exercise.cases[: 1 if exercise.functions == "case" else None])
+
+
+def judge(attempt: Attempt, folder: Path) -> None:
+    """Check an attempt, and compare what is said of it with what should be."""
+    exercise = smallest(EXERCISES[attempt.exercise])
+    if attempt.only:
+        exercise = replace(exercise, cases=tuple(name for name in exercise.tried if name.endswith(attempt.only)))
+    if attempt.trial is not None:
+        exercise = replace(exercise, trials=(attempt.trial,))
+    path = folder / exercise.file_name
     path.write_text(attempt.text(path))
-    return list(check(EXERCISES[attempt.exercise], path, PATIENCE))
-
-
-def judge(attempt: Attempt, tmp_path: Path) -> None:
-    found = verdicts(attempt, tmp_path)
+    found = list(check(exercise, path, SHORT_PATIENCE if attempt.mistake == "deadlock" else PATIENCE))
     wrong = [verdict for verdict in found if not verdict.passed]
-    assert [verdict.mistake for verdict in wrong] == [attempt.mistake] * bool(attempt.mistake), [
-        v.sentences for v in wrong
-    ]
-    assert any(attempt.says in sentence for verdict in wrong or found for sentence in verdict.sentences), wrong or found
+    told = [verdict.sentences for verdict in wrong]
+    assert [verdict.mistake for verdict in wrong] == [attempt.mistake] * bool(attempt.mistake), told
+    assert any(attempt.says in sentence for verdict in wrong or found for sentence in verdict.sentences), told or found

@@ -26,7 +26,9 @@ def train(run: TrainingRun[ShardedSettings]) -> None:
     model = LLama(CausalLLama, tokenizer.vocab_size, padding_idx=tokenizer.pad_id, **run.model_options())
     net = ShardedDP(model, args.shard, backward_passes=args.micro_batches)
     stories = TinyStories(tokenizer, **run.data_options(), rank=run.rank, num_replicas=run.world_size)
+    # [dp-zero] Make the optimizer of the part of the weights that this rank owns.
     optimizer = run.optimizer(net)  # of this rank's shards
+    # [end]
     run.track(net, optimizer)
 
     for step, batch in run.steps(stories):
@@ -36,11 +38,15 @@ def train(run: TrainingRun[ShardedSettings]) -> None:
             loss = causalLLMLoss(net(x), x, tokenizer.vocab_size) / args.micro_batches
             loss.backward()  # starts the reduce-scatter of each bucket that is full
             losses.append(loss)
+        # [dp-zero] Give this rank the mean gradient of its own part.
         net.finish_gradients()  # now this rank has its shard of the mean gradient
+        # [end]
         run.log(step, losses)
         run.clip(optimizer)
         optimizer.step()  # of the shard
+        # [dp-zero] Give all ranks the new weights of all parts.
         net.gather_weights()
+        # [end]
 
 
 if __name__ == "__main__":

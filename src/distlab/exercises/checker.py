@@ -4,24 +4,33 @@ import gc
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from distlab.exercises import training
 from distlab.exercises.catalogue import Exercise
+from distlab.exercises.checkpoints import try_checkpoint
+from distlab.exercises.classifier import try_classifier
 from distlab.exercises.collectives import try_collective
-from distlab.exercises.over_mpi import try_mpi
+from distlab.exercises.layers import try_layer
+from distlab.exercises.over_mpi import try_method, try_mpi
 from distlab.exercises.programs import try_case, try_product
 from distlab.exercises.ranks import Facts, Patience, run_ranks, trouble
 from distlab.exercises.schedules import try_schedule
-from distlab.exercises.training import check_flags, try_layout
+from distlab.exercises.training import try_layout
 from distlab.exercises.verdict import Verdict
 
 FUNCTIONS: dict[str, Callable[..., Facts]] = {
     "schedule": try_schedule,
     "collective": try_collective,
+    "checkpoint": try_checkpoint,
+    "classifier": try_classifier,
     "mpi": try_mpi,
+    "mpi-collective": try_method,
 }  # in one process
-PROGRAMS = {"product": try_product, "case": try_case}  # on several ranks
+PROGRAMS = {"product": try_product, "case": try_case, "layer": try_layer}  # on several ranks
+SECONDS_AFTER_A_DEADLOCK = 3.0  # that ranks may stand still, where another function has ended in one
 
 
 def prepare() -> None:
@@ -32,7 +41,7 @@ def prepare() -> None:
     import torch._dynamo  # for a stage that is given gradients
 
     torch.set_num_threads(1)
-    check_flags()
+    training.prepare()
     gc.collect()
     gc.freeze()  # or the collector would write to every object, and so copy the memory that forks share
 
@@ -45,11 +54,13 @@ def check(exercise: Exercise, script: Path, patience: Patience | None = None) ->
         for taken in exercise.tried:
             verdict = _timed(_try_function, exercise.functions, taken, script, folder, patience)
             passed = passed and verdict.passed
+            if verdict.mistake == "deadlock":  # the result is clear, and others may hang, too
+                patience = replace(patience, still=min(patience.still, SECONDS_AFTER_A_DEADLOCK))
             yield verdict
         for number, trial in enumerate(exercise.trials):
             if passed:
-                own, how = folder / f"trial{number}", (exercise.averages_weights, exercise.ranks_start_apart)
-                verdict = _timed(try_layout, script, trial, own, patience, *how)
+                own = folder / f"trial{number}"
+                verdict = _timed(try_layout, script, exercise, trial, own, patience)
                 passed = verdict.passed
                 yield verdict
 

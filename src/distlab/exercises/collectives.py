@@ -12,9 +12,9 @@ from torch import Tensor
 from torch.distributed import ReduceOp
 
 from distlab.collectives.simulation import Deadlock, HalfMessage, Link, SimulatedEndpoint, SimulatedWorld
+from distlab.exercises.loading import load
 from distlab.exercises.ranks import Facts
 from distlab.exercises.shares import fit
-from distlab.exercises.training import load
 from distlab.exercises.verdict import Verdict
 
 SIZES = [2, 3, 4, 5, 8]

@@ -93,6 +93,7 @@ def check(args: list[str]) -> int:
 
 def _check(path: Path, wanted: Exercise, as_json: bool) -> bool:
     from distlab.exercises.checker import check
+    from distlab.run.logs import human_bytes
 
     started = time.monotonic()
     verdicts = []
@@ -105,6 +106,8 @@ def _check(path: Path, wanted: Exercise, as_json: bool) -> bool:
         print(f"{'right' if verdict.passed else 'WRONG'}  {verdict.trial}  ({verdict.seconds:.1f} s)")
         for sentence in verdict.sentences:
             print(textwrap.indent(sentence, "       "))
+        for what, (sent, needed) in verdict.sent.items():
+            print(f"       {what}: all ranks sent {human_bytes(sent)} in a step; {human_bytes(needed)} are needed")
         for remark in verdict.remarks:
             print(f"       remark: {remark}")
         for line in verdict.printed:

@@ -1,9 +1,10 @@
-"""Tries the functions of the chapter on MPI, without mpirun: their ranks are threads of a simulated world."""
+"""Tries the functions and methods of the chapter on MPI, without mpirun: ranks are threads of a simulated world."""
 
 import functools
 import importlib
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -12,8 +13,8 @@ from numpy.typing import NDArray
 
 from distlab.collectives.algorithms import allgather_ring, reducescatter_ring
 from distlab.collectives.simulation import Deadlock, HalfMessage, SimulatedEndpoint, SimulatedWorld
+from distlab.exercises.loading import load
 from distlab.exercises.ranks import Facts
-from distlab.exercises.training import load
 from distlab.exercises.verdict import Verdict
 from simplellm.errors import require
 
@@ -21,6 +22,7 @@ Array = NDArray[Any]
 RANKS = 4
 GRIDS = [(1, 4), (2, 2), (4, 1)]  # ranks that share a model, copies of it
 BATCH, SEQ, WIDTH = 2, 3, 8  # of whole activations
+SIZES, ELEMENTS = (1, 2, 3, 4), (24, 25)  # ranks, elements: divisible among all of them, and among few
 
 
 class Communicator:
@@ -72,6 +74,40 @@ class Communicator:
         self.Allgather(src, parts)
         dst[...] = parts.sum(0)
 
+    def Send(self, array: Array, dest: int, tag: int = 0) -> None:
+        self.Isend(array, dest, tag).Wait()
+
+    def Recv(self, array: Array, source: int, tag: int = 0) -> None:
+        self.Irecv(array, source, tag).Wait()
+
+    def Sendrecv(self, out: Array, dest: int, tag: int, into: Array, source: int, tag_of_it: int) -> None:
+        for request in (self.Irecv(into, source, tag_of_it), self.Isend(out, dest, tag)):
+            request.Wait()
+
+    def Isend(self, array: Array, dest: int, tag: int = 0) -> "Request":
+        return Request(self._endpoint.isend(_tensor(array), self.ranks[dest], tag))
+
+    def Irecv(self, array: Array, source: int, tag: int = 0) -> "Request":
+        return Request(self._endpoint.irecv(_tensor(array), self.ranks[source], tag))
+
+
+class Request:
+    """A message that was started, with mpi4py's names for waiting."""
+
+    def __init__(self, message: Any) -> None:
+        self.Wait = self.wait = message.wait
+
+    @staticmethod
+    def Waitall(requests: "list[Request]") -> None:
+        for request in requests:
+            request.Wait()
+
+
+def _tensor(array: Array) -> torch.Tensor:
+    """The array's own memory."""
+    require(array.flags.c_contiguous, "MPI sends memory, not elements: give a contiguous array (np.ascontiguousarray)")
+    return torch.from_numpy(array)
+
 
 def _flat(array: Array) -> Array:
     require(array.flags.c_contiguous, "MPI sends memory, not elements: give a contiguous array (np.ascontiguousarray)")
@@ -81,12 +117,8 @@ def _flat(array: Array) -> Array:
 def try_mpi(rank: int, script: Path, module: str, name: str) -> Facts:
     """Compare one of the functions of a student's file with what NumPy computes from the whole arrays."""
     del rank, module
-    try:
-        mpi4py = importlib.import_module("mpi4py")
-    except ImportError:
-        return Verdict(name).fails("no-mpi", ["this exercise needs mpi4py: pip install mpi4py mpich"]).to_json()
-    mpi4py.rc.initialize = False  # its constants are enough
-    student = load(script)
+    if (student := _load(script)) is None:
+        return _no_mpi(name)
     verdict = Verdict(f"{name}: {RANKS} ranks in three grids")
     for mp_size, dp_size in GRIDS:
         world = SimulatedWorld(RANKS)
@@ -101,6 +133,76 @@ def try_mpi(rank: int, script: Path, module: str, name: str) -> Facts:
             if sentence:
                 return verdict.fails("wrong-result", [f"{grid}: rank {number} {sentence}"]).to_json()
     return verdict.passes("right on every rank of every grid").to_json()
+
+
+def _load(script: Path) -> Any:
+    """A student's file, with MPI's constants only; None without mpi4py."""
+    try:
+        mpi4py = importlib.import_module("mpi4py")
+    except ImportError:
+        return None
+    mpi4py.rc.initialize = False
+    return load(script)
+
+
+def _no_mpi(name: str) -> Facts:
+    return Verdict(name).fails("no-mpi", ["this exercise needs mpi4py: pip install mpi4py mpich"]).to_json()
+
+
+def try_method(rank: int, script: Path, module: str, name: str) -> Facts:
+    """Compare a method of a student's communicator with the right result, and with the bytes that it should count."""
+    del rank, module
+    if (student := _load(script)) is None:
+        return _no_mpi(name)
+    operations = {operation: getattr(student.MPI, operation) for operation in ("SUM", "PROD", "MAX", "MIN")}
+    student.MPI = SimpleNamespace(Request=Request, **operations)
+    verdict = Verdict(f"{name}: 1 to {SIZES[-1]} ranks")
+    for size in SIZES:
+        for elements in (24,) if name == "myAlltoall" else ELEMENTS:
+            world, where = SimulatedWorld(size), f"{size} rank{'s' * (size > 1)}, {elements} elements"
+            try:
+                wrong = world.run(functools.partial(_call_method, student, name, elements))
+            except Deadlock as error:
+                return verdict.fails("deadlock", [f"{where}: {error}"]).to_json()
+            except HalfMessage as error:
+                return verdict.fails("half-message", [f"{where}: {error}"]).to_json()
+            for number, (mistake, sentence) in enumerate(wrong):
+                if mistake:
+                    return verdict.fails(mistake, [f"{where}: rank {number} {sentence}"]).to_json()
+            for number, (counts, (_, counted)) in enumerate(zip(world.counts, wrong, strict=True)):
+                moved = counts.sent_bytes + counts.received_bytes
+                if int(counted) != moved:
+                    told = f"rank {number} counts {int(counted):,} bytes, and has sent and received {moved:,}"
+                    return verdict.fails("count", [f"{where}: {told}"]).to_json()
+            needed = {"ringAllreduce": 4 * (size - 1) * -(-elements // size) * 8}
+            most = max(counts.sent_bytes + counts.received_bytes for counts in world.counts)
+            if name in needed and most > needed[name]:
+                told = f"a rank sends and receives {most:,} bytes; around a ring, {needed[name]:,} are enough"
+                return verdict.fails("slow", [f"{where}: {told}"]).to_json()
+    return verdict.passes("right on every rank, and the bytes that were moved are counted").to_json()
+
+
+def _call_method(student: Any, name: str, elements: int, endpoint: SimulatedEndpoint) -> tuple[str, str]:
+    """The mistake and what is wrong on a rank; or no mistake, and the bytes that it has counted."""
+    rank, size = endpoint.get_rank(), endpoint.get_world_size()
+    given = [np.random.default_rng(r).integers(-9, 10, elements).astype(float) for r in range(size)]
+    own, result = given[rank].copy(), np.full(elements, np.nan)
+    world = student.Communicator(Communicator(endpoint))
+    getattr(world, name)(own, result)
+    if not np.array_equal(own, given[rank]):
+        return "changed", "has another `src` than before"
+    if name == "myAlltoall":
+        expected = np.concatenate([np.split(array, size)[rank] for array in given])
+        if not np.array_equal(result, expected):
+            parts = zip(np.split(result, size), np.split(expected, size), strict=True)
+            wrong = next(r for r, (part, right) in enumerate(parts) if not np.array_equal(part, right))
+            return "wrong-result", f"has something else than rank {wrong}'s segment {rank} at segment {wrong}"
+    elif not np.array_equal(result, np.sum(given, axis=0)):
+        if any(np.array_equal(result, array) for array in given):
+            other = next(r for r in range(size) if np.array_equal(result, given[r]))
+            return "wrong-result", f"has rank {other}'s array, and should have the sum of all"
+        return "wrong-result", "has something else than the sum of all ranks' arrays"
+    return "", str(world.total_bytes_transferred)
 
 
 def _call(student: Any, name: str, mp_size: int, dp_size: int, endpoint: SimulatedEndpoint) -> str:

@@ -7,12 +7,12 @@ import torch
 from torch import Tensor
 
 from distlab.comm.traffic import traffic
+from distlab.exercises.loading import load, settings_for
 from distlab.exercises.ranks import Facts, Patience, free_port, run_ranks, trouble
 from distlab.exercises.shares import fit
-from distlab.exercises.training import load
 from distlab.exercises.verdict import Verdict
 from distlab.run.run import Run
-from distlab.run.settings import parse
+from distlab.run.settings import RunSettings
 
 RANKS = 3
 SENT_BYTES = {"both_send": (4000, 8000, 4000), "order": (8000, 16_000, 8000), "skipped": (15_999, 15_999, 19_999)}
@@ -22,10 +22,8 @@ SHAPES = [(6, 9, 5), (7, 4, 3), (2, 5, 4), (5, 2, 4)]  # m, k, n; rows or column
 def try_product(name: str, script: Path, folder: Path, patience: Patience) -> Verdict:
     """Multiply matrices of rank 0's with a student's function on three ranks."""
     verdict = Verdict(f"{name}: {RANKS} ranks")
-    flags = ["--world-size", str(RANKS)]
-    reports = run_ranks(
-        RANKS, _multiply, script, name, _flags(folder, name, flags), script=script, folder=folder, patience=patience
-    )
+    values = _values(folder / name)
+    reports = run_ranks(RANKS, _multiply, script, name, values, script=script, folder=folder, patience=patience)
     if found := trouble(reports):
         return verdict.fails(*found, printed=reports)
     for number, shape in enumerate(SHAPES):
@@ -40,8 +38,8 @@ def try_product(name: str, script: Path, folder: Path, patience: Patience) -> Ve
     )
 
 
-def _flags(folder: Path, name: str, flags: list[str]) -> list[str]:
-    return [*flags, "--device", "cpu", "--out", str(folder / name), "--master-port", str(free_port())]
+def _values(out: Path) -> dict[str, Any]:
+    return {"world_size": RANKS, "device": "cpu", "out": out, "master_port": free_port()}
 
 
 def _matrices(shape: tuple[int, int, int]) -> tuple[Tensor, Tensor]:
@@ -51,9 +49,9 @@ def _matrices(shape: tuple[int, int, int]) -> tuple[Tensor, Tensor]:
     return tuple(torch.randint(-4, 5, size, generator=generator).float() for size in ((m, k), (k, n)))  # type: ignore[return-value]
 
 
-def _multiply(rank: int, script: Path, name: str, flags: list[str]) -> Facts:
+def _multiply(rank: int, script: Path, name: str, values: dict[str, Any]) -> Facts:
     module = load(script)
-    run: Run[Any] = Run(parse(module.DEFAULTS, "", [str(rank), *flags]), script)
+    run: Run[Any] = Run(settings_for(rank, module.DEFAULTS, RunSettings, values), script)
     products = []
     for shape in SHAPES:
         A, B = _matrices(shape) if rank == 0 else (None, None)
@@ -92,10 +90,8 @@ def try_case(name: str, script: Path, folder: Path, patience: Patience) -> Verdi
     """Run one case of the chapter on deadlocks with the student's cure."""
     verdict = Verdict(f"{name}: {RANKS} ranks")
     case = name.replace("_", "-")
-    flags = ["--world-size", str(RANKS), "--case", case, "--cure", "--timeout", "60"]
-    reports = run_ranks(
-        RANKS, _exchange, script, _flags(folder, name, flags), script=script, folder=folder, patience=patience
-    )
+    values = {**_values(folder / name), "case": case, "cure": True, "timeout": 60}
+    reports = run_ranks(RANKS, _exchange, script, values, script=script, folder=folder, patience=patience)
     if found := trouble(reports):
         return verdict.fails(*found, printed=reports)
     for rank, (report, needed) in enumerate(zip(reports, SENT_BYTES[name], strict=True)):
@@ -105,9 +101,9 @@ def try_case(name: str, script: Path, folder: Path, patience: Patience) -> Verdi
     return verdict.passes("all ranks finish, and exchange all that they should")
 
 
-def _exchange(rank: int, script: Path, flags: list[str]) -> Facts:
+def _exchange(rank: int, script: Path, values: dict[str, Any]) -> Facts:
     module = load(script)
-    run: Run[Any] = Run(parse(module.DEFAULTS, "", [str(rank), *flags]), script)
+    run: Run[Any] = Run(settings_for(rank, module.DEFAULTS, RunSettings, values), script)
     module.try_case(run)
     run.close()
     return {"sent": sum(count for kind, count in traffic.ledger.sent_bytes.items() if kind != "control")}

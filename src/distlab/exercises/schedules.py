@@ -2,9 +2,10 @@
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
+from distlab.exercises.loading import load
 from distlab.exercises.ranks import Facts
-from distlab.exercises.training import load
 from distlab.exercises.verdict import Verdict
 from distlab.pipeline import schedules
 from distlab.pipeline.actions import Action, Backward, Forward
@@ -28,7 +29,17 @@ def try_schedule(rank: int, script: Path, module: str, name: str) -> Facts:
             where = f"{stages} stage{'s' * (stages > 1)}, {micro_batches} micro-batch{'es' * (micro_batches > 1)}"
             lines = [f"stage {s}: {' '.join(map(str, program))}" for s, program in enumerate(programs)]
             return verdict.fails(mistake, [f"{where}: {sentence}", *lines]).to_json()
-    return verdict.passes("complete, without deadlock, as fast and as small as it can be").to_json()
+    verdict.passes("complete, without deadlock, as fast and as small as it can be")
+    verdict.sentences.append(_peaks(order))
+    return verdict.to_json()
+
+
+def _peaks(order: Callable[[int, int, int], Any]) -> str:
+    """What each stage keeps at its peak, in the largest of the tried sizes."""
+    stages, micro_batches = SIZES[-1]
+    kept = simulate([order(stage, stages, micro_batches) for stage in range(stages)]).peak_live
+    peaks = ", ".join(f"{count:g}" for count in kept)
+    return f"{stages} stages, {micro_batches} micro-batches: they keep the activations of {peaks} micro-batches at most"
 
 
 def _try_size(

@@ -48,7 +48,7 @@ def _by_module(exercise: Exercise) -> Iterator[tuple[str, list[str]]]:
 
 def _without_parts(exercise: Exercise, text: str) -> str:
     """A script without what is between the marks of an exercise."""
-    name = re.escape(exercise.name)
+    name, optional = re.escape(exercise.name), "if your way needs it."
     mark = re.compile(rf"^( *)# \[{name}\] (.+)\n(?:.*\n)*?\1# \[end\]\n", re.MULTILINE)
     count = len(mark.findall(text))
     numbers = iter(range(1, count + 1))
@@ -57,7 +57,7 @@ def _without_parts(exercise: Exercise, text: str) -> str:
         indent, task, number = found[1], found[2], next(numbers)
         which = f" ({number} of {count})" if count > 1 else ""
         lines = f"{indent}# Your part{which}: {task}\n"
-        return lines + (f"{indent}{not_written(task)}\n" if number == count else "")
+        return lines + ("" if task.endswith(optional) else f"{indent}{not_written(task)}\n")
 
     return mark.sub(replaced, text)
 
@@ -165,8 +165,8 @@ def _bindings(tree: ast.Module, module: str) -> dict[str, str]:
             found[node.name] = f"from {module} import {node.name}"
         elif isinstance(node, ast.Assign | ast.AnnAssign):
             for target in node.targets if isinstance(node, ast.Assign) else [node.target]:
-                if isinstance(target, ast.Name):
-                    found[target.id] = f"from {module} import {target.id}"
+                for name in _names_in([target]):
+                    found[name] = f"from {module} import {name}"
     return found
 
 
