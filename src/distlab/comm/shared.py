@@ -1,6 +1,6 @@
 """Memory that the ranks of a host share: a mapping in which each rank of a group has a part, and its all-reduce.
 
-The data never leaves memory. Words, "my part is there" and "my share is done", are messages of one byte over the
+The data never leaves memory. The signals "my part is there" and "my share is done" are messages of one byte over the
 process group, so a wait ends as any other does: with the message, at the deadline, or when the other rank dies.
 
 The mapping is an anonymous file of rank 0 (`memfd_create`) that the others open through /proc: it has no name in any
@@ -24,7 +24,7 @@ from torch.distributed import ReduceOp
 
 CHUNK_BYTES = 256 * 1024  # added up at a time, so that a chunk is written back to all parts while it is in the caches
 ALIGNED_BYTES = 4096  # parts begin at pages
-READY, DONE = 7001, 7002  # tags of the words; the lab's other messages have tag 0
+READY, DONE = 7001, 7002  # tags of the signals; the lab's other messages have tag 0
 SECONDS_MORE = 0.5  # that the first rank waits: when its wait fails, gloo closes connections that the others wait for
 NOT_REACHED = -1  # in place of an error number: another host, user or container
 COMBINE: dict[ReduceOp.RedOpType, Callable[..., Tensor]] = {
@@ -63,11 +63,11 @@ class NotShared(Exception):
         self.is_expected = is_expected
 
 
-class Word:
-    """A word that all ranks of a group say again and again, counted: messages of one byte.
+class Signal:
+    """A signal that all ranks of a group send again and again, counted: messages of one byte.
 
-    Two ranks tell each other. More tell the first, which tells them when all have said it: two messages in a row, but
-    fewer than if each told each, and where ranks share cores every message takes a core from another rank.
+    Two ranks send it to each other. More send it to the first, which passes it on when it has come from all: two
+    messages in a row, but fewer in total, and where ranks share cores every message takes a core from another rank.
 
     A receive is posted before its message is sent wherever that is possible: gloo then sends at once, without asking.
     """
@@ -77,44 +77,47 @@ class Word:
         self._passes_on = group.rank() == 0 and group.size() > 2
         others = [peer for peer in range(group.size()) if peer != group.rank()]
         self._peers = others if self._passes_on or len(others) == 1 else [0]
-        self._byte, self._heard_bytes = torch.zeros(1, dtype=torch.uint8), torch.zeros(group.size(), dtype=torch.uint8)
-        self._receives: deque[list[dist.Work]] = deque()  # a word's, from all others
+        self._byte, self._received_bytes = (
+            torch.zeros(1, dtype=torch.uint8),
+            torch.zeros(group.size(), dtype=torch.uint8),
+        )
+        self._receives: deque[list[dist.Work]] = deque()  # of one signal, from all others
         self._sends: deque[list[dist.Work]] = deque()
-        self._expected = self._heard = self._arrived = 0
+        self._expected = self._received = self._sent = 0
         self.expect(1)
 
     def expect(self, times: int) -> None:
         """Be ready to receive it so many times, counted from the beginning."""
         while self._expected < times:
-            into = [(self._heard_bytes[peer : peer + 1], peer) for peer in self._peers]
+            into = [(self._received_bytes[peer : peer + 1], peer) for peer in self._peers]
             self._receives.append([self._group.recv([byte], peer, self._tag) for byte, peer in into])
             self._expected += 1
 
-    def say(self) -> None:
-        """Say it, for the first rank to pass on when it hears the others."""
+    def send(self) -> None:
+        """Send it; the first rank passes it on when it has come from the others."""
         if not self._passes_on:
             self._send()
 
     def _send(self) -> None:
         self._sends.append([self._group.send([self._byte], peer, self._tag) for peer in self._peers])
 
-    def hear(self, times: int, deadline: float) -> None:
-        """Return when all others have said it so many times; `RuntimeError` of gloo's at the deadline."""
-        while self._heard < times:
+    def wait(self, times: int, deadline: float) -> None:
+        """Return when all others have sent it so many times; `RuntimeError` of gloo's at the deadline."""
+        while self._received < times:
             for receive in self._receives[0]:
                 receive.wait(_until(deadline + SECONDS_MORE * self._passes_on))
             self._receives.popleft()
-            self._heard += 1
+            self._received += 1
             if self._passes_on:
                 self._send()
 
-    def arrive(self, times: int, deadline: float) -> None:
-        """Return when this rank's have arrived so many times: a send that is dropped before may never arrive."""
-        while self._arrived < times:
+    def wait_for_sends(self, times: int, deadline: float) -> None:
+        """Return when this rank's own have arrived so many times: a send that is dropped before may never arrive."""
+        while self._sent < times:
             for send in self._sends[0]:
                 send.wait(_until(deadline))
             self._sends.popleft()
-            self._arrived += 1
+            self._sent += 1
 
 
 class SharedMemory:
@@ -126,7 +129,7 @@ class SharedMemory:
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group, self.rank, self.size = group, group.rank(), group.size()
-        self.ready, self.done = Word(group, READY), Word(group, DONE)
+        self.ready, self.done = Signal(group, READY), Signal(group, DONE)
         self.begun = 0  # collectives
         self.not_combined: deque[SharedCollective] = deque()  # this rank's part is there, its share is not done
         self._mappings: weakref.WeakSet[Mapping] = weakref.WeakSet()  # one goes with the last tensor in it
@@ -207,10 +210,10 @@ class SharedCollective:
     def __init__(self, memory: SharedMemory) -> None:
         self._memory = memory
         memory.begun += 1
-        self._number, self._is_combined = memory.begun, False  # each word is said once in each collective
-        for word in (memory.ready, memory.done):
-            word.expect(self._number + 1)
-        memory.ready.say()
+        self._number, self._is_combined = memory.begun, False  # each signal is sent once in each collective
+        for signal in (memory.ready, memory.done):
+            signal.expect(self._number + 1)
+        memory.ready.send()
         memory.not_combined.append(self)
 
     def combine(self, deadline: float) -> None:
@@ -218,9 +221,9 @@ class SharedCollective:
         memory = self._memory
         while not self._is_combined:
             first = memory.not_combined[0]
-            memory.ready.hear(first._number, deadline)
+            memory.ready.wait(first._number, deadline)
             first._do_share()
-            memory.done.say()
+            memory.done.send()
             memory.not_combined.popleft()
             first._is_combined = True
 
@@ -228,9 +231,9 @@ class SharedCollective:
         """Return when all shares are done; `RuntimeError` of gloo's if another rank fails."""
         deadline = time.perf_counter() + timeout.total_seconds()
         self.combine(deadline)
-        self._memory.done.hear(self._number, deadline)
-        for word in (self._memory.ready, self._memory.done):
-            word.arrive(self._number, deadline)
+        self._memory.done.wait(self._number, deadline)
+        for signal in (self._memory.ready, self._memory.done):
+            signal.wait_for_sends(self._number, deadline)
 
     def _do_share(self) -> None:
         """What this rank has to do when the others' parts are there."""

@@ -78,7 +78,7 @@ class Traffic(NamedWaits):
         """Zeros (elements,), of `like`'s dtype and device, to be combined over a group's ranks again and again.
 
         They are in memory that these ranks share, where `transport` allows it and it pays; collectives then need no
-        copy first, and no message but words. All ranks of the group must call this in the same order.
+        copy first, and no message but signals of a byte. All ranks of the group must call this in the same order.
 
         Raises:
             InputError: the transport is "shared", and these ranks cannot share memory.
