@@ -36,7 +36,7 @@ def test_each_flag_refuses_what_it_cannot_be(script: str) -> None:
 
 @pytest.mark.alone
 def test_bad_input_ends_with_a_sentence(tmp_path: Path) -> None:
-    inputs = generate(12, seed=3, folder=tmp_path)
+    inputs = generate(8, seed=3, folder=tmp_path)
     assert len({bad.kind for bad in inputs}) == 10
     with ThreadPoolExecutor(2) as pool:
         outcomes = list(pool.map(lambda bad: run(bad, tmp_path), inputs))

@@ -36,6 +36,7 @@ BAD_TEXT = {
 BAD_PATHS = {
     "out": ["/dev/null", "/dev/null/run", OVERLONG],
     "tokenizer": ["nothing-there.model", "/", "/dev/null", "", OVERLONG, str(LAB / "README.md")],
+    "machine": ["nothing-there.json", "/", "/dev/null", "", OVERLONG, str(LAB / "README.md")],
     "resume": ["nothing-there", "/dev/null", "/", OVERLONG, str(LAB / "README.md")],
 }
 ONE_PROCESS_IGNORES = {"master_addr"}

@@ -1,6 +1,7 @@
 """The settings of runs that train the lab's Llama, in each kind of layout."""
 
 import math
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -123,6 +124,8 @@ class TrainSettings(ResumableSettings):
         """With `--machine`, what a step should take; `InputError` if the planner cannot know it."""
         if self.machine is None:
             return None
+        sentence = f"--machine {self.machine}: there is no such file; python -m distlab.calibrate FILE writes one"
+        require(os.path.isfile(self.machine), sentence)
         from distlab.run.prediction import Prediction
 
         return Prediction.of(self, self.machine)
