@@ -11,7 +11,6 @@ the file keeps those of both.
 import json
 import os
 import platform
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -99,7 +98,9 @@ def calibrate(run: Run[CalibrateSettings]) -> None:
     sizes, local = args.sizes, run.local_ranks
     slowdown = measuring.measure_slowdown(sizes, run.rank, local, device)
     peers = [peer for peer in dict.fromkeys((1, local)) if peer < run.world_size]  # on this host and on the next one
-    links = [measuring.measure_link(run.rank, (0, peer), device) for peer in peers]
+    cores = devices.cores() if device.type == "cpu" else 0
+    crowd = range(2, 2 + cores) if 0 < cores <= local - 2 else ()
+    messages = [measuring.measure_messages(run.rank, (0, peer), crowd, device) for peer in peers]
     reductions = measuring.measure_all_reduces(run.rank, local, device)
     if run.rank > 0:
         return  # and wait for rank 0 at the end of the run, without computing
@@ -117,11 +118,13 @@ def calibrate(run: Run[CalibrateSettings]) -> None:
         ranks_per_host=local,
         cores_per_host=at_once,
         memory_bytes_per_host=memory_bytes(device),
-        inside=links[0],
-        between=links[-1],
+        inside=messages[0].link,
+        between=messages[-1].link,
         multiply_adds_per_second=args.rows[0] * sizes.seq_len * sizes.multiply_adds("block") / measured[0].block.F[0],
         pass_seconds=measured[0].embedding.F[0],
         optimizer_seconds=update,
+        message_seconds=messages[0].own_seconds,
+        crowded_seconds=messages[0].crowded_seconds,
         slowdown=slowdown,
         measured=tuple(measured),
         all_reduces=reductions,
@@ -146,7 +149,7 @@ def with_tiny_run(machine: Machine, device: torch.device) -> Machine:
     [rank] = trace.ranks
     besides = [step.seconds - sum(one.seconds for one in rank.within(step, COMPUTE)) for [step] in trace.steps()]
     process_bytes = float(json.loads(first)["peak_memory_bytes"])
-    return replace(machine, step_seconds=statistics.median(besides), process_bytes=process_bytes)
+    return replace(machine, step_seconds=measuring.usual(besides), process_bytes=process_bytes)
 
 
 def memory_bytes(device: torch.device) -> float:

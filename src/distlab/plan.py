@@ -197,6 +197,8 @@ def read_size(text: str) -> float:
 
 def verify(rows: Sequence[Row], request: Request, model: Model) -> None:
     """Run layouts, and print what was measured beside what was predicted."""
+    from distlab.reports.memory import read_largest  # imports torch, which a plan alone does not need
+
     memory = f"{'MB, predicted':>14} {'counted':>10} {'off':>6}"
     print(f"\n{'':<3} {'step, predicted':>16} {'measured':>12} {'off':>6} {memory}")
     for number, row in enumerate(rows, start=1):
@@ -206,7 +208,7 @@ def verify(rows: Sequence[Row], request: Request, model: Model) -> None:
             done = subprocess.run(command, check=False, capture_output=True, text=True)
             require(done.returncode == 0, f"{shlex.join(command[2:])} failed: {done.stderr.strip()[-300:]}")
             records = [json.loads(line) for line in (Path(folder) / "metrics.jsonl").read_text().splitlines()]
-            counted = max(sum(kinds.values()) for kinds in json.loads((Path(folder) / "memory.json").read_text()))
+            counted = sum(read_largest(Path(folder)))
         seconds = statistics.median(record["seconds"] for record in records[WARM_UP:])
         print(
             f"{number:<3} {milliseconds(row.step.seconds):>16} {milliseconds(seconds):>12} "

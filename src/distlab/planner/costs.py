@@ -11,6 +11,7 @@ from distlab.planner.machine import Machine, Measured, PassKind
 from distlab.planner.model import NUMBER_BYTES, PARTS, Model, Part
 from distlab.planner.traffic import Placement
 
+SHARDED_BUCKET_BYTES = 5_000_000  # `BUCKET_BYTES // 5` of `distlab.parallel.sharded`
 SHARE_OF = {"F": 1.0, "B": 2.0, "I": 1.0, "W": 1.0}  # of a forward pass's multiply-adds
 
 
@@ -71,8 +72,7 @@ class Costs:
         kind = _kind(letter)
         seconds = self._pass(kind, stage, threads) + self._exchanged(kind, stage, again)
         if again:
-            forward = self.parts(stage)["block"] * self._of_part("block", "F", threads)
-            seconds += forward * self._recomputed_share
+            seconds += self.parts(stage)["block"] * self._of_part("block", "F", threads)
         return seconds
 
     def exchanged(self, action: Action) -> float:
@@ -84,14 +84,12 @@ class Costs:
         return self._exchanges(_kind(action.letter), action.stage, self._computes_blocks_again(action))
 
     def _computes_blocks_again(self, action: Action) -> bool:
-        """Whether a backward pass computes blocks again: all but their last product, which only the output needs."""
+        """Whether a backward pass computes blocks again.
+
+        Their last product, which only the output needs, is left out; what is saved by that goes into the bookkeeping.
+        """
         is_done = (action.stage, action.micro_batch) in self._recomputed
         return action.letter in "BI" and self.layout.recompute != "none" and not is_done
-
-    @functools.cached_property
-    def _recomputed_share(self) -> float:
-        sizes = self.model.sizes
-        return 1 - sizes.dmodel * sizes.hidden_dim / sizes.multiply_adds("block")
 
     def _pass(self, kind: PassKind, stage: int, threads: int) -> float:
         own = sum(count * self._of_part(part, kind, threads) for part, count in self.parts(stage).items() if count)
@@ -99,8 +97,8 @@ class Costs:
 
     def _of_part(self, part: Part, kind: PassKind, threads: int) -> float:
         measured = self._measured(threads)
-        if measured is not None:
-            return measured.seconds(part, kind, self.layout.rows)
+        if measured is not None:  # while its threads slowed each other, as ranks do
+            return measured.seconds(part, kind, self.layout.rows) / self.machine.slowdown_of(measured.threads)
         products = self.tokens * self.model.sizes.multiply_adds(part, self.layout.tp) * SHARE_OF[kind]
         return products / self.machine.multiply_adds_per_second / threads
 
@@ -133,9 +131,10 @@ class Costs:
         if shard not in ("gradients", "weights") or kind == "W":
             return 0.0
         size_bytes, replicas = self.weights(stage) * NUMBER_BYTES, self.placement.replicas
-        gathered = self.placement.half(replicas, size_bytes, "shared")
-        reduced = self.placement.half(replicas, size_bytes)
-        seconds = gathered.seconds * (shard == "weights") + reduced.seconds * (kind != "F")
+        # With shared-out weights, each part of the model has collectives of its own.
+        parts = sum(self.parts(stage).values()) if shard == "weights" else max(1, size_bytes // SHARDED_BUCKET_BYTES)
+        half = parts * self.placement.half(replicas, size_bytes / parts, "shared").seconds
+        seconds = half * (shard == "weights") + half * (kind != "F")
         is_hidden = self.machine.device == "cuda" or not self.placement.is_inside(replicas)  # behind the computation
         return max(0.0, seconds - self._pass(kind, stage, 1)) if is_hidden else seconds
 

@@ -75,6 +75,8 @@ class Machine:
     pass_seconds: float = 0.0  # of each pass of a stage that was not measured, besides
     step_seconds: float = 0.0  # of each step, besides
     optimizer_seconds: float = 0.0  # to update one weight
+    message_seconds: float = 0.0  # for which a message keeps its sender, and its receiver, from computing
+    crowded_seconds: float = 0.0  # more that a message takes while all cores of its receiver's host compute
     process_bytes: float = 0.0  # of a rank that holds nothing
     # What each of 1, 2, … ranks that compute at once takes, as a multiple of what one takes alone. Beyond these, and
     # beyond the cores, ranks share them.

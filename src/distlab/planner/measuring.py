@@ -37,12 +37,15 @@ NETS: tuple[tuple[Part, type[LLamaPart], int], ...] = (
     ("head", LLamaLastStage, 0),
 )
 LEAST_TURNS = 2
-SECONDS_TOGETHER = 0.3  # in which ranks compute at the same time
-TURNS_TOGETHER = 3
+SECONDS_TOGETHER = 0.1  # in which ranks compute at the same time
+TURNS_TOGETHER = 10
 MESSAGE_BYTES = 4, 1_000_000
 GLOO_BYTES = 4, 65_536, 1_048_576, 4_194_304
 SHARED_BYTES = 262_144, 4_194_304, 16_777_216
-ROUNDS = 5
+ROUNDS = 8
+PAUSE = 2e-3  # seconds
+SECONDS_OF_A_CROWD = 0.3
+CROWD = 128  # rows of a matrix
 
 
 class Passes:
@@ -160,26 +163,64 @@ def measure_slowdown(sizes: Sizes, rank: int, ranks: int, device: torch.device) 
     return tuple(max(1.0, busy * best[0] / rate) for busy, rate in enumerate(best, start=1))
 
 
-def measure_link(rank: int, peers: tuple[int, int], device: torch.device) -> Link:
-    """A message between two ranks; all ranks must call it, and all have the result."""
-    seconds = [0.0, 0.0]
-    for index, size_bytes in enumerate(MESSAGE_BYTES):
-        tensor, times = torch.zeros(size_bytes // 4, device=device), []
+@dataclass(frozen=True)
+class Messages:
+    """What messages between two ranks take."""
+
+    link: Link
+    own_seconds: float  # for which a message keeps a rank from computing
+    crowded_seconds: float  # more while other ranks compute on all cores
+
+
+def measure_messages(rank: int, peers: tuple[int, int], crowd: Sequence[int], device: torch.device) -> Messages:
+    """Messages between two ranks; all ranks must call it, and all have the result.
+
+    A rank pauses before it sends, so that the other is asleep when the message comes, as ranks are that wait for one.
+
+    Args:
+        crowd: ranks that compute meanwhile, for `crowded_seconds`; none if there are not as many as cores.
+    """
+    seconds, own = [0.0, 0.0, 0.0], 0.0
+    rounds = (MESSAGE_BYTES[0], ()), (MESSAGE_BYTES[1], ()), *([(MESSAGE_BYTES[0], tuple(crowd))] * bool(crowd))
+    for index, (size_bytes, busy) in enumerate(rounds):
+        tensor = torch.zeros(size_bytes // 4, device=device)
         meet("ranks to send messages", device)
-        for _ in range(4 * ROUNDS if rank in peers else 0):
-            started = now(device)
-            for sender in peers:
-                other, what = peers[1 - peers.index(rank)], "a message of the calibration"
-                if rank == sender:
-                    traffic.send(tensor, what, to=other, kind="control").wait()
-                else:
-                    traffic.receive(tensor, what, source=other).wait()
-            times.append((now(device) - started) / 2)
-        seconds[index] = statistics.median(times) if times else 0.0
-    told = torch.tensor(seconds, dtype=torch.float64, device=device)
+        if rank in busy:
+            until = time.perf_counter() + SECONDS_OF_A_CROWD
+            while time.perf_counter() < until:
+                torch.ones(CROWD, CROWD).mm(torch.ones(CROWD, CROWD))
+        elif rank in peers:
+            time.sleep(2 * PAUSE)  # until all of them are busy
+            times, calls = _exchange(rank, peers, tensor, device)
+            seconds[index] = statistics.median(times) if busy else usual(times)
+            own = usual(calls) if index == 0 else own
+    told = torch.tensor([*seconds, own], dtype=torch.float64, device=device)
     traffic.broadcast(told, "what messages take", kind="control", src=peers[0]).wait()
-    latency, large = told.tolist()
-    return Link(latency, MESSAGE_BYTES[1] / max(1e-9, large - latency))
+    latency, large, crowded, own = told.tolist()
+    own = min(own, latency)
+    link = Link(latency - own, MESSAGE_BYTES[1] / max(1e-9, large - latency))
+    return Messages(link, own, max(0.0, crowded - latency) if crowd else 0.0)
+
+
+def _exchange(
+    rank: int, peers: tuple[int, int], tensor: Tensor, device: torch.device
+) -> tuple[list[float], list[float]]:
+    """Seconds of messages between two ranks, one way; and of the calls that send one."""
+    times, calls = [], []
+    other, what = peers[1 - peers.index(rank)], "a message of the calibration"
+    for _ in range(2 * ROUNDS):
+        started = now(device)
+        for sender in peers:
+            if rank == sender:
+                time.sleep(PAUSE)
+                called = time.perf_counter()
+                transfer = traffic.send(tensor, what, to=other, kind="control")
+                calls.append(time.perf_counter() - called)
+                transfer.wait()
+            else:
+                traffic.receive(tensor, what, source=other).wait()
+        times.append((now(device) - started) / 2 - PAUSE)
+    return times, calls
 
 
 def measure_all_reduces(rank: int, ranks: int, device: torch.device) -> tuple[AllReduce, ...]:
@@ -199,7 +240,7 @@ def measure_all_reduces(rank: int, ranks: int, device: torch.device) -> tuple[Al
                 name = f"{size} {transport} {size_bytes}"
                 works[name] = partial(combine, tensor, group) if takes_part else lambda: None
                 keys.setdefault((size, transport), {})[size_bytes] = name
-    typical = {name: statistics.median(times) for name, times in seconds_in_turn(works, ROUNDS, in_a_row=2).items()}
+    typical = {name: usual(times) for name, times in seconds_in_turn(works, ROUNDS, in_a_row=2).items()}
     return tuple(
         AllReduce(size, transport, tuple(map(float, names)), tuple(typical[name] for name in names.values()))
         for (size, transport), names in keys.items()
@@ -227,7 +268,12 @@ def measure_optimizer(optimizer: torch.optim.Optimizer, device: torch.device) ->
         started = now(device)
         optimizer.step()
         times.append(now(device) - started)
-    return statistics.median(times[1:]) / sum(parameter.numel() for parameter in parameters)
+    return usual(times[1:]) / sum(parameter.numel() for parameter in parameters)
+
+
+def usual(times: Sequence[float]) -> float:
+    """The lower quartile, which other load on the computer changes less than the median."""
+    return statistics.quantiles(times, method="inclusive")[0]
 
 
 def meet(what: str, device: torch.device) -> None:

@@ -1,14 +1,14 @@
 """What a rank of a layout holds, by the kinds of `distlab.reports.memory`: the counts that a run's table has."""
 
 import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from distlab.pipeline.actions import stages_of
-from distlab.planner.costs import Costs
+from distlab.planner.costs import SHARDED_BUCKET_BYTES, Costs
 from distlab.planner.graph import graph_of
 from distlab.planner.model import ID_BYTES, NUMBER_BYTES, PARTS, share
 
-SHARDED_BUCKET_BYTES = 5_000_000  # `BUCKET_BYTES // 5` of `distlab.parallel.sharded`
 MOMENTS = {"adam": 2, "adamw": 2, "sgd": 0}  # tensors of the optimizer for each weight
 
 
@@ -47,14 +47,22 @@ def held(costs: Costs, worker: int, optimizer: str = "adam") -> Held:
         parameters=own if layout.shard == "weights" else weights,
         gradients=own if layout.shard in ("gradients", "weights") else weights,
         optimizer_state=own * MOMENTS[optimizer],
-        gathered=_gathered(costs, weights),
+        gathered=_gathered(costs, stages, weights),
         activations=max(*after, *within) + ids + tables,
     )
 
 
-def _gathered(costs: Costs, weights_bytes: int) -> int:
-    """Of blocks or buckets that are whole only while they are needed: two at a time."""
-    layout, model = costs.layout, costs.model
-    if layout.shard == "weights":  # in a backward pass, a block, its gradient, and the weights of the block before it
-        return 3 * max(model.sizes.weights(part, layout.tp) for part in PARTS) * NUMBER_BYTES
-    return min(weights_bytes, 2 * SHARDED_BUCKET_BYTES) if layout.shard == "gradients" else 0
+def _gathered(costs: Costs, stages: Sequence[int], weights_bytes: int) -> int:
+    """Of blocks or buckets that are whole only while they are needed, and of the buffer where they are reduced."""
+    layout, placement = costs.layout, costs.placement
+    has_buffer = costs.machine.device == "cpu" and placement.is_inside(placement.replicas)  # in shared memory
+    if layout.shard == "gradients":
+        bucket = min(weights_bytes, SHARDED_BUCKET_BYTES)
+        return 2 * bucket if has_buffer else min(weights_bytes, 2 * SHARDED_BUCKET_BYTES)
+    if layout.shard != "weights":
+        return 0
+    in_order = [part for stage in stages for part in PARTS for _ in range(costs.parts(stage)[part])]
+    sizes = [costs.model.sizes.weights(part, layout.tp) * NUMBER_BYTES for part in in_order]
+    # In a backward pass, a block, its gradient, and the weights of the block before it.
+    whole = max(2 * size + before for size, before in zip(sizes, [0, *sizes], strict=False))
+    return whole + max(sizes) * has_buffer

@@ -7,7 +7,7 @@ them all. Where fewer ranks than cores compute at once, it is the simulation of 
 import heapq
 import operator
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from distlab.pipeline.actions import Action, Programs, Result, stages_of
@@ -203,14 +203,15 @@ def predict(costs: Costs, worker: int | None = None) -> Step:
     def message(sender: int, receiver: int) -> float:
         return placement.message(sender, receiver, costs.message_bytes)
 
+    def taken(action: Action) -> float:
+        own = machine.message_seconds * _messages(action, graph.owners)
+        return costs.seconds(action, threads.get(action, 1)) + own
+
     if machine.slowdown or placement.per_host > machine.cores_per_host or threads:
         works = [
             [
                 Work(first[worker]),
-                *(
-                    Work(costs.seconds(a, threads.get(a, 1)), threads.get(a, 1), a, tuple(a.needs(len(graph.owners))))
-                    for a in program
-                ),
+                *(Work(taken(a), threads.get(a, 1), a, tuple(a.needs(len(graph.owners)))) for a in program),
                 Work(after[worker]),
             ]
             for worker, program in enumerate(programs)
@@ -220,10 +221,15 @@ def predict(costs: Costs, worker: int | None = None) -> Step:
             [placement.alike(worker) for worker in workers],
             machine.slowdown_of,
         )
-        played = play(works, hosts, lambda sender, receiver, _: message(sender, receiver), graph.owners)
+
+        def message_now(sender: int, receiver: int, _: Result) -> float:
+            is_crowded = hosts.load[hosts.of[receiver]] >= machine.cores_per_host
+            return message(sender, receiver) + machine.crowded_seconds * is_crowded
+
+        played = play(works, hosts, message_now, graph.owners)
         alone = [sum(work.seconds for work in line) for line in works]
     else:
-        played = play_undisturbed(graph, [costs.seconds(action) for action in graph.examples], first, after, message)
+        played = play_undisturbed(graph, list(map(taken, graph.examples)), first, after, message)
         alone = [sum(map(operator.sub, *line)) for line in zip(played.ends, played.starts, strict=True)]
     ends = [
         _averaged(costs, program, whole, started[-2], ended[-2]) if whole.overlaps else ended[-1]
@@ -248,6 +254,12 @@ def predict(costs: Costs, worker: int | None = None) -> Step:
         bubble=sum(idle) / len(idle),
         sent_bytes=max(sent_bytes(costs)),
     )
+
+
+def _messages(action: Action, owners: Mapping[int, int]) -> int:
+    """How many messages an action waits for and sends."""
+    own, neighbours = owners[action.stage], (action.stage - 1, action.stage + 1)
+    return 0 if action.letter in "RW" else sum(owners.get(stage, own) != own for stage in neighbours)
 
 
 def action_threads(costs: Costs, programs: Programs) -> dict[Action, int]:

@@ -87,9 +87,13 @@ class Placement:
         return Collective(self._ring(group, size_bytes, rounds=2), overlaps=True)
 
     def half(self, group: Group, size_bytes: float, transport: Transport = "gloo") -> Collective:
-        """A reduce-scatter or an all-gather of a tensor of so many bytes: half of an all-reduce."""
+        """A reduce-scatter or an all-gather of a tensor of so many bytes.
+
+        In a ring it is half of an all-reduce. In shared memory it carries half as much, but its ranks meet as often.
+        """
         whole = self.all_reduce(group, size_bytes, transport)
-        return Collective(whole.seconds / 2, whole.overlaps)
+        meeting = 0.0 if whole.overlaps else self.all_reduce(group, SMALLEST_SHARED_BYTES, transport).seconds
+        return Collective((whole.seconds + min(meeting, whole.seconds)) / 2, whole.overlaps)
 
     def _ring(self, group: Group, size_bytes: float, rounds: int) -> float:
         messages, part = rounds * (group.size - 1), size_bytes / group.size
