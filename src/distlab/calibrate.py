@@ -96,7 +96,7 @@ def calibrate(run: Run[CalibrateSettings]) -> None:
     """Measure, and write the file on rank 0."""
     args, device = run.settings, run.device
     sizes, local = args.sizes, run.local_ranks
-    slowdown = measuring.measure_slowdown(sizes, run.rank, local, device)
+    slowdown = measuring.measure_slowdown(sizes, run.rank, local, device, min(0.1, args.seconds / 50))
     peers = [peer for peer in dict.fromkeys((1, local)) if peer < run.world_size]  # on this host and on the next one
     cores = devices.cores() if device.type == "cpu" else 0
     crowd = range(2, 2 + cores) if 0 < cores <= local - 2 else ()

@@ -4,9 +4,11 @@ import re
 import shlex
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from processes import LAB, run
+from terminals import fork_launcher, fork_python
 
 from distlab import plan
 from distlab.launch import find_script, launch, read_settings
@@ -58,11 +60,19 @@ def test_a_plan_starts_without_torch() -> None:
     assert run(sys.executable, "-c", code, PYTHONPATH=str(LAB / "src")).status == 0
 
 
-def test_a_machine_is_measured_and_a_plan_verified(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def forked(command: list[str], **_: object) -> SimpleNamespace:
+    """What `subprocess.run` returns for `python -m distlab.launch …`."""
+    ended = fork_launcher(*command[3:]).finish()
+    return SimpleNamespace(returncode=ended.status, stderr=ended.err)
+
+
+def test_a_machine_is_measured_and_a_plan_verified(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The memory that a run counts is what was predicted; the time is, within the mood of a machine that runs tests."""
     file = tmp_path / "machine.json"
     flags = [*MODEL, "--world-size", "2", "--seconds", "0.2", "--device", "cpu"]
-    ended = run(sys.executable, "-m", "distlab.calibrate", file, *flags, deadline=120)
+    ended = fork_python("-m", "distlab.calibrate", file, *flags).finish(deadline=120)
     assert ended.status == 0, ended.err
     machine = read_machine(file)
     assert (machine.device, machine.hosts, machine.ranks_per_host) == ("cpu", 1, 2)
@@ -71,6 +81,7 @@ def test_a_machine_is_measured_and_a_plan_verified(tmp_path: Path, capsys: pytes
     assert len(machine.slowdown) == 2
     assert machine.step_seconds > 0
     assert machine.process_bytes > 50e6
+    monkeypatch.setattr("distlab.plan.subprocess.run", forked)
     plan.main([*SMALL, "--ranks", "2", "--machine", str(file), "--tp", "2", "--verify", "1", "--steps", "6"])
     predicted, counted, off = capsys.readouterr().out.splitlines()[-1].split()[-3:]
     assert float(counted) > 0

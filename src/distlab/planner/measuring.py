@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from distlab.collectives.calibration import seconds_in_turn
+from distlab.comm.devices import patient_threads
 from distlab.comm.link import Link
 from distlab.comm.traffic import Group, traffic
 from distlab.parallel.tp_group import shard_sizes
@@ -37,12 +38,12 @@ NETS: tuple[tuple[Part, type[LLamaPart], int], ...] = (
     ("head", LLamaLastStage, 0),
 )
 LEAST_TURNS = 2
-SECONDS_TOGETHER = 0.1  # in which ranks compute at the same time
 TURNS_TOGETHER = 10
 MESSAGE_BYTES = 4, 1_000_000
 GLOO_BYTES = 4, 65_536, 1_048_576, 4_194_304
 SHARED_BYTES = 262_144, 4_194_304, 16_777_216
 ROUNDS = 8
+IN_A_ROW = 6  # collectives
 PAUSE = 2e-3  # seconds
 SECONDS_OF_A_CROWD = 0.3
 CROWD = 128  # rows of a matrix
@@ -139,22 +140,25 @@ def measure_passes(
 
     def part_of(kind: Kind, part: Part) -> PassSeconds:
         blocks = BLOCKS if part == "block" else 1
-        return PassSeconds(*(tuple(fastest[kind, part, n][letter] / blocks for n in rows) for letter in "FBIW"))
+        return PassSeconds(*(ascending([fastest[kind, part, n][letter] / blocks for n in rows]) for letter in "FBIW"))
 
     return [
         Measured(sizes, kind.tp, kind.threads, tuple(rows), *(part_of(kind, part) for part in PARTS)) for kind in kinds
     ]
 
 
-def measure_slowdown(sizes: Sizes, rank: int, ranks: int, device: torch.device) -> tuple[float, ...]:
-    """What passes take while 1, 2, … ranks of this host compute, as multiples of what they take alone; on all ranks."""
+def measure_slowdown(sizes: Sizes, rank: int, ranks: int, device: torch.device, seconds: float) -> tuple[float, ...]:
+    """What passes take while 1, 2, … ranks of this host compute, as multiples of what they take alone; on all ranks.
+
+    They do so for `seconds` at a time.
+    """
     passes = Passes(build(LLamaStage, sizes, BLOCKS, 1, device), sizes, 1, sizes.vocab_size)
     passes.run("FB")
     best = [0.0] * ranks  # passes a second, of all that are busy
     for busy in [*range(1, ranks + 1)] * TURNS_TOGETHER:
         meet("ranks to compute at the same time", device)
         count, started = 0, time.perf_counter()
-        while rank < busy and time.perf_counter() < started + SECONDS_TOGETHER:
+        while rank < busy and time.perf_counter() < started + seconds:
             passes.run("FB")
             count += 1
         rate = torch.tensor(count / (time.perf_counter() - started), dtype=torch.float64, device=device)
@@ -229,7 +233,8 @@ def measure_all_reduces(rank: int, ranks: int, device: torch.device) -> tuple[Al
     keys: dict[tuple[int, Transport], dict[int, str]] = {}  # by ranks and transport: by size, the work's name
     kinds: tuple[tuple[Transport, Sequence[int]], ...] = (("gloo", GLOO_BYTES), ("shared", SHARED_BYTES))
     for size in range(2, ranks + 1):
-        group, takes_part = dist.new_group(range(size), timeout=traffic.group_timeout), rank < size
+        with patient_threads():
+            group, takes_part = dist.new_group(range(size), timeout=traffic.group_timeout), rank < size
         for transport, sizes in kinds:
             for size_bytes in sizes:
                 tensor = torch.zeros(size_bytes // 4, device=device)
@@ -240,9 +245,9 @@ def measure_all_reduces(rank: int, ranks: int, device: torch.device) -> tuple[Al
                 name = f"{size} {transport} {size_bytes}"
                 works[name] = partial(combine, tensor, group) if takes_part else lambda: None
                 keys.setdefault((size, transport), {})[size_bytes] = name
-    typical = {name: usual(times) for name, times in seconds_in_turn(works, ROUNDS, in_a_row=2).items()}
+    typical = {name: usual(times) for name, times in seconds_in_turn(works, ROUNDS, in_a_row=IN_A_ROW).items()}
     return tuple(
-        AllReduce(size, transport, tuple(map(float, names)), tuple(typical[name] for name in names.values()))
+        AllReduce(size, transport, tuple(map(float, names)), ascending([typical[name] for name in names.values()]))
         for (size, transport), names in keys.items()
     )
 
@@ -274,6 +279,11 @@ def measure_optimizer(optimizer: torch.optim.Optimizer, device: torch.device) ->
 def usual(times: Sequence[float]) -> float:
     """The lower quartile, which other load on the computer changes less than the median."""
     return statistics.quantiles(times, method="inclusive")[0]
+
+
+def ascending(times: Sequence[float]) -> tuple[float, ...]:
+    """The times of inputs of growing size, where none takes longer than a larger one: then it was disturbed."""
+    return tuple(min(times[place:]) for place in range(len(times)))
 
 
 def meet(what: str, device: torch.device) -> None:

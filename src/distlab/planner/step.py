@@ -53,6 +53,10 @@ class Hosts:
     slowdown: Callable[[float], float]  # busy ranks of a host -> what each takes, as a multiple
     load: Counter[int] = field(default_factory=Counter)  # by host, ranks and threads that compute now
 
+    def load_of(self, worker: int, work: Work) -> int:
+        """How many ranks and threads compute while a worker does some work."""
+        return self.weight[worker] * work.threads if work.seconds else 0
+
 
 def play(
     works: Sequence[Sequence[Work]], hosts: Hosts, message: Callable[[int, int, Result], float], owners: dict[int, int]
@@ -105,7 +109,7 @@ def play(
             return
         starts[worker].append(now)
         host = hosts.of[worker]
-        change_load(host, hosts.weight[worker] * work.threads, now)
+        change_load(host, hosts.load_of(worker, work), now)
         speed = max(1.0, hosts.slowdown(hosts.load[host]))
         busy[worker], left[worker], since[worker] = True, work.seconds, now
         version[worker] += 1
@@ -120,7 +124,7 @@ def play(
             busy[worker] = False
             version[worker] += 1
             ends[worker].append(now)
-            change_load(hosts.of[worker], -hosts.weight[worker] * work.threads, now)
+            change_load(hosts.of[worker], -hosts.load_of(worker, work), now)
             for result in work.action.results if work.action else ():
                 given[result] = now
                 for other in waiting.pop(result, ()):

@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 import pytest
-from planner_machines import CLUSTER, MODEL, cluster
+from planner_machines import CLUSTER, MODEL, SIZES, cluster
 
 from distlab.comm.link import Link
 from distlab.pipeline.actions import ActionCosts, stages_of
@@ -11,7 +11,7 @@ from distlab.pipeline.plan import simulate
 from distlab.pipeline.schedules import SCHEDULES, stages_per_worker
 from distlab.planner.costs import Costs
 from distlab.planner.layouts import Layout, default_split
-from distlab.planner.machine import Machine
+from distlab.planner.machine import Machine, Measured, PassSeconds
 from distlab.planner.model import NUMBER_BYTES
 from distlab.planner.step import Hosts, Work, least_seconds, play, predict, sent_bytes
 
@@ -59,6 +59,35 @@ def test_speed_changes_when_another_rank_begins_and_ends() -> None:
     assert [line[0] for line in played.ends] == [5.0, 2.0]
     apart = play([[Work(4.0)], [Work(1.0)]], replace(hosts, of=[0, 1]), lambda *_: 0.0, {})
     assert [line[0] for line in apart.ends] == [4.0, 1.0]
+
+
+def test_a_message_costs_its_ends_time_and_more_where_all_cores_compute() -> None:
+    """Three stages with a micro-batch: the way there and back has four messages, each with two ends."""
+    plain = cluster(slowdown=(1.0,), cores_per_host=8)
+    step, slower = (
+        predict(Costs(replace(plain, message_seconds=seconds), MODEL, layout("naive", pp=3, micro_batches=1))).seconds
+        for seconds in (0.0, 1.0)
+    )
+    assert slower - step == pytest.approx(8)
+    one_core = replace(plain, cores_per_host=1, device="cpu")
+    free, crowded = (
+        predict(Costs(replace(one_core, crowded_seconds=seconds), MODEL, layout("gpipe", micro_batches=2))).seconds
+        for seconds in (0.0, 0.1)
+    )
+    assert crowded > free + 0.05
+    alone = layout("naive", micro_batches=1)
+    assert predict(Costs(replace(one_core, crowded_seconds=0.1), MODEL, alone)).seconds == pytest.approx(
+        predict(Costs(one_core, MODEL, alone)).seconds
+    )
+
+
+def test_threads_that_slow_each_other_are_not_slowed_twice() -> None:
+    passes = PassSeconds((1.0,), (2.0,), (1.0,), (1.0,))
+    none = PassSeconds((0.0,), (0.0,), (0.0,), (0.0,))
+    measured = tuple(Measured(SIZES, 1, threads, (1,), none, passes, none) for threads in (1, 2))
+    machine = cluster(cores_per_host=2, device="cpu", slowdown=(1.0, 1.5), measured=measured)
+    step = predict(Costs(machine, MODEL, layout(pp=1, micro_batches=1)))
+    assert step.seconds == pytest.approx(3.0 * MODEL.n_layers)
 
 
 def test_threads_of_a_rank_that_computes_alone() -> None:
