@@ -24,7 +24,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -48,6 +48,7 @@ from hosts import Host, Link, two_hosts_with_a_link, why_not  # noqa: E402
 SEQUENCES, SEQ_LEN = 8, 64  # of the global batch, in all layouts
 # With SGD, an average of weights after every step is that of the gradients.
 MODEL = f"--dmodel 96 --num-heads 6 --n-layers 4 --seq-len {SEQ_LEN} --optimizer sgd --data sample --device cpu".split()
+MODEL += ["--transport", "gloo"]  # the namespaces have one memory, which ranks would share past the link
 # Each rank logs the loss of its own batch, where the lab's scripts add up that of all ranks in every step.
 OWN_LOSS = """
 import runpy, sys
@@ -205,8 +206,10 @@ class Steps:
 
 
 @contextmanager
-def running(layout: Layout, hosts: tuple[Host, Host], port: int, out: Path) -> Iterator[Steps]:
-    """A layout's ranks, each on its host with one thread, while they train."""
+def running(
+    layout: Layout, hosts: tuple[Host, Host], port: int, out: Path, model: Sequence[str] = MODEL
+) -> Iterator[Steps]:
+    """A layout's ranks, each on its host with one thread, while they train; `model` has the flags of the model."""
     script, *flags = layout.script.split()
     starter = ["-c", OWN_LOSS] if layout.own_loss else []
     meet = ["--master-addr", hosts[0].address, "--master-port", str(port), "--timeout", "600"]
@@ -219,7 +222,7 @@ def running(layout: Layout, hosts: tuple[Host, Host], port: int, out: Path) -> I
     ranks: list[subprocess.Popen[bytes]] = []
     try:
         for rank, place in enumerate(layout.hosts):
-            command = [sys.executable, *starter, LAB / script, str(rank), *flags, *MODEL, *meet]
+            command = [sys.executable, *starter, LAB / script, str(rank), *flags, *model, *meet]
             command += ["--steps", "1000000", "--out", out]
             with (out / f"rank{rank}.err").open("w") as said:
                 ranks.append(

@@ -2,6 +2,7 @@
 
     python DP/gradient_aggr/intro_DP_GA.py <rank>    in three terminals, or all ranks at once: ./launch.sh dp-ga
     ./launch.sh dp-ga --all-reduce ring              with the lab's own all-reduce instead of the library's
+    ./launch.sh dp-ga --compress powersgd            with gradients in fewer bytes (PowerSGD: arXiv 1905.13727)
 
 Each rank takes its own sequences; the mean of the ranks' gradients is that of the global batch, so all stay equal.
 """
@@ -9,8 +10,10 @@ Each rank takes its own sequences; the mean of the ranks' gradients is that of t
 from torch.distributed import ReduceOp
 
 from distlab.collectives import ALL_REDUCES
-from distlab.comm.traffic import Transfer, traffic
+from distlab.comm.traffic import traffic
+from distlab.comm.transfer import Pending
 from distlab.parallel.data import Bucket, GradientBuckets
+from distlab.parallel.gradient_compression import PowerSGD, TopK
 from distlab.run.main import main
 from distlab.run.train_settings import ByHandSettings
 from distlab.run.training import TrainingRun
@@ -32,9 +35,14 @@ def train(run: TrainingRun[ByHandSettings]) -> None:
 
     # [dp-ga] Prepare the average of the gradients over the ranks, if your way needs it.
     by_hand = ALL_REDUCES.get(args.all_reduce)  # our own; None for the library's
+    compressors: dict[str, PowerSGD | TopK]
+    compressors = {"powersgd": PowerSGD(args.powersgd_rank, args.seed), "topk": TopK(args.topk_share)}
+    compressor = compressors.get(args.compress)
 
-    def add_up(bucket: Bucket) -> Transfer:
+    def add_up(bucket: Bucket) -> Pending:
         """Start to add up gradients that are complete, while the backward pass continues to earlier layers."""
+        if compressor is not None:
+            return compressor.start(bucket)
         return traffic.all_reduce(bucket.flat, str(bucket), kind="gradients", op=ReduceOp.SUM, by_hand=by_hand)
 
     buckets = GradientBuckets(net.parameters(), on_full=add_up, backward_passes=args.micro_batches)

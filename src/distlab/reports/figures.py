@@ -72,9 +72,14 @@ def losses(
         color = style.SERIES[index % len(style.SERIES)]
         records = read_metrics(run)
         where = places(records, against, run)
-        means = moving_average(_column(records, of, run), smooth)
+        if of == "loss":  # with --report-every, not all steps have one; without any, `_column` says so
+            reported = [(x, r) for x, r in zip(where, records, strict=True) if r.get("loss") is not None]
+            drawn = [x for x, _ in reported] or where
+            means = moving_average(_column([r for _, r in reported] or records, of, run), smooth)
+        else:
+            drawn, means = where, moving_average(_column(records, of, run), smooth)
         width, dashes = max(1.6, 6 - 3 * index), "--" if index == 2 else "-"
-        axes.plot(where, means, label=name, color=color, linewidth=width, linestyle=dashes)
+        axes.plot(drawn, means, label=name, color=color, linewidth=width, linestyle=dashes)
         dotted = [(x, r) for x, r in zip(where, records, strict=True) if of == "loss" and "validation_loss" in r]
         validated = [(x, record["validation_loss"]) for x, record in dotted]
         if validated:

@@ -290,6 +290,12 @@ class ByHandSettings(DataParallelSettings):
 
     all_reduce: Literal["library", "naive", "tree", "butterfly", "ring"] = "library"
     """how to average the gradients: by the library, or by the lab's own all-reduce of this topology, over gloo"""
+    compress: Literal["none", "powersgd", "topk"] = "none"
+    """how gradients are sent: whole, as products of two thin matrices, or their largest values; with error feedback"""
+    powersgd_rank: int = 4
+    """with --compress powersgd: width of the thin matrices"""
+    topk_share: float = 0.01
+    """with --compress topk: share of the gradients that is sent"""
 
     def check(self) -> None:
         super().check()
@@ -300,6 +306,15 @@ class ByHandSettings(DataParallelSettings):
             sentence = "our own work sends over gloo; leave --transport out"
             require(is_possible, f"--all-reduce {self.all_reduce} with --transport shared: {sentence}")
             self.backend = self.transport = "gloo"
+        require_positive(self, "powersgd_rank", "topk_share")
+        require(self.topk_share <= 1, f"--topk-share {self.topk_share:g}: a share is at most 1")
+        if self.compress != "none":
+            given = f"--compress {self.compress}"
+            is_possible = self.all_reduce == "library"
+            require(is_possible, f"{given} with --all-reduce {self.all_reduce}: choose one of the two")
+            is_kept = self.save_every or self.resume
+            sentence = "a checkpoint does not have what each rank has left out so far; leave one of the two out"
+            require(not is_kept, f"{given} with --save-every or --resume: {sentence}")
 
 
 @dataclass

@@ -1,0 +1,148 @@
+"""Sums of gradients in fewer bytes, as hooks on buckets: PowerSGD, and the largest values alone.
+
+Both leave something out, which each rank adds to its next gradients: error feedback (Karimireddy et al., arXiv
+1901.09847). All ranks get the same sums to the last bit.
+"""
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+from torch import Tensor
+from torch.distributed import ReduceOp
+
+from distlab.comm.endpoint import members
+from distlab.comm.traffic import Group, Transfer, traffic
+from distlab.comm.transfer import Pending
+from distlab.parallel.data import Bucket
+
+
+class Steps:
+    """A sum that ends with something to compute, and may take a second transfer in between.
+
+    Args:
+        first: the first transfer.
+        finish: called when the last transfer has ended.
+        second: begins the second transfer with what the first has brought; by default, there is none.
+    """
+
+    def __init__(
+        self, first: Transfer, finish: Callable[[], object], second: Callable[[], Transfer] | None = None
+    ) -> None:
+        self._under_way, self._second, self._finish = first, second, finish
+        self._has_ended = False
+
+    def do_own_share(self) -> None:
+        """Begin the second transfer, so that those of all buckets are under way together."""
+        if self._second is None:
+            self._under_way.do_own_share()
+            return
+        begin, self._second = self._second, None
+        self._under_way.wait()
+        self._under_way = begin()
+
+    def wait(self) -> None:
+        if self._second is not None:
+            self.do_own_share()
+        self._under_way.wait()
+        if not self._has_ended:
+            self._has_ended = True
+            self._finish()
+
+
+class PowerSGD:
+    """Adds up the gradients of a bucket as products of two thin matrices (Vogels et al., arXiv 1905.13727).
+
+    The sum M (n, m) of the ranks' matrices is approximated by P Qᵀ, with P (n, r) and Q (m, r): P = M Q for the Q of
+    the step before, orthogonalized, and then Q = Mᵀ P. Both products are sums over the ranks, so two all-reduces of
+    4 r (n + m) bytes take the place of one of 4 n m. What is not worth it, such as vectors, is added up as it is.
+
+    Args:
+        rank: r.
+        seed: of the first Q, the same on all ranks.
+        group: the ranks, by default all.
+    """
+
+    def __init__(self, rank: int, seed: int = 0, group: Group = None) -> None:
+        self._rank, self._seed, self._group = rank, seed, group
+        self._qs: dict[int, list[Tensor]] = {}  # by bucket, for each of its matrices
+        self._errors: dict[int, list[Tensor]] = {}  # what this rank's earlier sums have left out, likewise
+
+    def start(self, bucket: Bucket) -> Pending:
+        """Start to add up a bucket over the ranks."""
+        matrices = [view.view(len(view), -1) for view in bucket.views if self._is_worth_it(view)]
+        others = [view for view in bucket.views if not self._is_worth_it(view)]
+        if bucket.index not in self._qs:
+            generator = torch.Generator().manual_seed(self._seed * 1000 + bucket.index)
+            first = [torch.randn(matrix.shape[1], self._rank, generator=generator) for matrix in matrices]
+            self._qs[bucket.index] = [q.to(matrices[0]) for q in first]
+            self._errors[bucket.index] = [torch.zeros_like(matrix) for matrix in matrices]
+        qs, errors = self._qs[bucket.index], self._errors[bucket.index]
+        for matrix, error in zip(matrices, errors, strict=True):
+            matrix.add_(error)
+        products = [matrix @ q for matrix, q in zip(matrices, qs, strict=True)]
+        flat = torch.cat([part.flatten() for part in (*products, *others)])
+        ps: list[Tensor] = []
+
+        def start_second() -> Transfer:
+            sums = flat.split([part.numel() for part in (*products, *others)])
+            ps.extend(
+                torch.linalg.qr(part.view(p.shape)).Q for p, part in zip(products, sums[: len(products)], strict=True)
+            )
+            for view, part in zip(others, sums[len(products) :], strict=True):
+                view.copy_(part.view(view.shape))
+            projected = [(matrix.T @ p).flatten() for matrix, p in zip(matrices, ps, strict=True)]
+            second.append(torch.cat(projected) if projected else flat.new_empty(0))
+            return self._sum(second[0], f"{bucket}, second factors")
+
+        second: list[Tensor] = []
+
+        def finish() -> None:
+            parts = second[0].split([q.numel() for q in qs])
+            for matrix, error, p, q, part in zip(matrices, errors, ps, qs, parts, strict=True):
+                q.copy_(part.view(q.shape))
+                total = p @ q.T
+                torch.sub(matrix, total, alpha=1 / len(members(self._group)), out=error)
+                matrix.copy_(total)
+
+        return Steps(self._sum(flat, f"{bucket}, first factors"), finish, start_second)
+
+    def _is_worth_it(self, gradient: Tensor) -> bool:
+        rows = len(gradient) if gradient.dim() else 1
+        return gradient.dim() > 1 and self._rank * (rows + gradient.numel() // rows) < gradient.numel()
+
+    def _sum(self, tensor: Tensor, what: str) -> Transfer:
+        return traffic.all_reduce(tensor, what, kind="gradients", op=ReduceOp.SUM, group=self._group)
+
+
+class TopK:
+    """Adds up the largest values of each rank's bucket alone (Lin et al., Deep Gradient Compression, arXiv 1712.01887).
+
+    Each rank sends all others its values with their places, 8 bytes each.
+
+    Args:
+        share: of the values that are sent, more than 0 and at most 1; at least one value.
+        group: the ranks, by default all.
+    """
+
+    def __init__(self, share: float, group: Group = None) -> None:
+        self._share, self._group = share, group
+        self._errors: dict[int, Tensor] = {}  # by bucket
+
+    def start(self, bucket: Bucket) -> Pending:
+        """Start to add up a bucket over the ranks."""
+        flat = bucket.flat
+        error = self._errors.setdefault(bucket.index, torch.zeros_like(flat))
+        error += flat
+        places = error.abs().topk(max(1, int(self._share * len(flat)))).indices
+        own = torch.stack([places.int().view(torch.float32), error[places]])  # (2, k); the bits of places
+        parts = own.new_empty(len(members(self._group)), *own.shape)
+        error[places] = 0
+        transfer = traffic.all_gather(parts, own, str(bucket), kind="gradients", group=self._group)
+        return Steps(transfer, partial(self._add_up, flat, parts))
+
+    @staticmethod
+    def _add_up(flat: Tensor, parts: Tensor) -> None:
+        flat.zero_()
+        for places, values in parts:
+            flat.index_add_(0, places.contiguous().view(torch.int32), values)

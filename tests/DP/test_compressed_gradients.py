@@ -1,0 +1,45 @@
+"""Averaging gradients with compression: exact where nothing is left out, and it learns where something is."""
+
+import json
+from pathlib import Path
+
+import pytest
+from chapters import OneProcess, assert_equal, load, train_on
+
+from distlab.run.settings import parse
+from simplellm.errors import InputError
+
+SCRIPT = "DP/gradient_aggr/intro_DP_GA.py"
+
+
+def test_the_largest_values_are_all_values_with_a_share_of_one(one_process: OneProcess, tmp_path: Path) -> None:
+    expected_parameters, _, expected_losses = one_process(6)
+    flags = "--world-size 2 --batch-size 3 --compress topk --topk-share 1".split()
+    parameters, _, losses = train_on(2, SCRIPT, tmp_path, *flags)
+    assert losses == pytest.approx(expected_losses, rel=1e-6)
+    assert_equal(parameters[1], expected_parameters)
+
+
+def test_powersgd_sends_little_and_learns(tmp_path: Path) -> None:
+    flags = "--world-size 2 --batch-size 3 --compress powersgd --powersgd-rank 2 --steps 12".split()
+    parameters, _, losses = train_on(2, SCRIPT, tmp_path, *flags)
+    assert_equal(parameters[1], parameters[0])
+    assert losses[-1] < losses[0] - 0.05
+    record = json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[-1])
+    whole = sum(weight.nbytes for weight in parameters[0].values())
+    thin = sum(2 * 4 * sum(w.shape) if w.dim() > 1 else w.nbytes for w in parameters[0].values())
+    assert record["sent_bytes"]["gradients"] == thin < whole / 10
+
+
+@pytest.mark.parametrize(
+    ("flags", "sentence"),
+    [
+        ("--compress topk --topk-share 2", "--topk-share 2: a share is at most 1"),
+        ("--compress powersgd --powersgd-rank 0", "--powersgd-rank 0: must be greater than 0"),
+        ("--compress powersgd --all-reduce ring", "--compress powersgd with --all-reduce ring"),
+        ("--compress topk --save-every 5", "--compress topk with --save-every"),
+    ],
+)
+def test_what_cannot_work_is_said_before_any_rank_waits(flags: str, sentence: str) -> None:
+    with pytest.raises(InputError, match=sentence):
+        parse(load(SCRIPT).DEFAULTS, "", ["0", *flags.split()])
