@@ -10,7 +10,7 @@ from distlab.exercises.checker import check
 from distlab.exercises.ranks import Patience
 from distlab.exercises.skeleton import write_out
 
-PATIENCE, SHORT_PATIENCE = Patience(still=8, longest=20), Patience(still=1, longest=20)  # the latter for deadlocks
+PATIENCE, SHORT_PATIENCE = Patience(still=8, longest=20), Patience(still=0.5, longest=20)  # the latter for deadlocks
 TWO_REPLICAS = Trial({"dp": 2}, {"world_size": 2}, 3, 3)  # the fewest ranks and micro-batches that mistakes can tell
 ONE_MICRO_BATCH = Trial({"dp": 2}, {"world_size": 2}, 1, 1)
 

@@ -6,7 +6,7 @@ python -m pytest tests/distlab/exercises/more_attempts.py
 from pathlib import Path
 
 import pytest
-from exercises_attempts import AVERAGE, PATIENCE, Attempt, judge
+from exercises_attempts import AVERAGE, EACH, PATIENCE, Attempt, judge
 
 from distlab.exercises.catalogue import EXERCISES
 from distlab.exercises.checker import check, prepare
@@ -18,7 +18,61 @@ def _prepared() -> None:
     prepare()
 
 
+EAGER = (
+    "self._buckets = GradientBuckets(model.parameters(), on_full=self._average, bucket_bytes=bucket_bytes)",
+    """self._buckets = GradientBuckets(model.parameters(), on_full=self._average, bucket_bytes=500)""",
+)
 ATTEMPTS = [
+    Attempt("dp-ga", "not-averaged", "is that of this rank's own sequences: it was not averaged", "pass"),
+    Attempt(
+        "dp-ga",
+        "not-averaged",
+        "model.embed_tokens.weight on all ranks is that of",
+        AVERAGE.replace(EACH, "for parameter in list(net.parameters())[1:]:"),
+    ),
+    Attempt("dp-ga", "not-cleared", "step 1: ", AVERAGE, (("        optimizer.zero_grad()\n", ""),)),
+    Attempt("mydp", "", "the run of one process", changes=((EAGER[0], EAGER[1]),)),
+    Attempt(
+        "pp-1f1b",
+        "loss-not-divided",
+        "2 times too large",
+        changes=(("tokenizer.vocab_size) / args.micro_batches", "tokenizer.vocab_size)"),),
+    ),
+    Attempt(
+        "tp-loss",
+        "loss",
+        "instead of",
+        changes=(("logits.float(), *own_rows", "2 * logits.float(), *own_rows"),),
+    ),
+    Attempt(
+        "mlp",
+        "zero",
+        "the gradients are zero",
+        changes=(
+            (
+                "        optimizer.zero_grad()\n        loss.backward()\n",
+                "        loss.backward()\n        optimizer.zero_grad(set_to_none=False)\n",
+            ),
+        ),
+        only="train",
+    ),
+    Attempt(
+        "mlp",
+        "bias",
+        "it has biases",
+        changes=(
+            ("nn.Linear(a, b, bias=False)", "nn.Linear(a, b)"),
+            ("in self.parameters()", "in (p for p in self.parameters() if p.dim() > 1)"),
+        ),
+        only="MLP",
+    ),
+    Attempt(
+        "checkpoint",
+        "missing",
+        "no rank writes optimizer.embed.weight.step",
+        changes=(('            tensors[f"{prefix}{name}.{key}"] = as_held(value, parameter)', "            pass"),),
+        only="state_of",
+    ),
     Attempt(
         "dp-ga",
         "exception",

@@ -5,7 +5,6 @@ from pathlib import Path
 import pytest
 from exercises_attempts import (
     AVERAGE,
-    EACH,
     ONE_MICRO_BATCH,
     PATIENCE,
     SHORT_PATIENCE,
@@ -28,19 +27,15 @@ def _prepared() -> None:
 def test_the_skeleton_fails_for_what_is_missing_and_the_solution_passes(name: str, tmp_path: Path) -> None:
     exercise, path = smallest(EXERCISES[name]), tmp_path / EXERCISES[name].file_name
     path.write_text(write_out(exercise, path))
-    *_, last = check(exercise, path, SHORT_PATIENCE if exercise.unsolved == "deadlock" else PATIENCE)
-    assert last.mistake == exercise.unsolved
-    assert exercise.unsolved == "deadlock" or last.sentences[0].startswith("not written yet: ")
+    first = next(iter(check(exercise, path, SHORT_PATIENCE if exercise.unsolved == "deadlock" else PATIENCE)))
+    assert first.mistake == exercise.unsolved
+    assert exercise.unsolved == "deadlock" or first.sentences[0].startswith("not written yet: ")
     path.write_text(write_out(exercise, path, solved=True))
     right = list(check(exercise, path, PATIENCE))
     assert [verdict.sentences for verdict in right if not verdict.passed] == []
     assert len(right) == len(exercise.trials) + len(exercise.tried)
 
 
-EAGER = (
-    "self._buckets = GradientBuckets(model.parameters(), on_full=self._average, bucket_bytes=bucket_bytes)",
-    """self._buckets = GradientBuckets(model.parameters(), on_full=self._average, bucket_bytes=500)""",
-)
 IMPORTS = ("import traffic\n", "import traffic\nimport torch\nfrom torch import nn\n")
 PLAIN_EXECUTOR = """for stage in self._stages.values():
     stage.micro_batches, stage.losses = micro_batches, {}
@@ -105,20 +100,12 @@ ATTEMPTS = [
     ),
     Attempt("dp-ga", "", "the run of one process", AVERAGE),
     Attempt("dp-ga", "summed", "added up over the 2 ranks, but not divided by 2", AVERAGE.rpartition("\n")[0]),
-    Attempt("dp-ga", "not-averaged", "is that of this rank's own sequences: it was not averaged", "pass"),
-    Attempt(
-        "dp-ga",
-        "not-averaged",
-        "model.embed_tokens.weight on all ranks is that of",
-        AVERAGE.replace(EACH, "for parameter in list(net.parameters())[1:]:"),
-    ),
     Attempt(
         "dp-ga",
         "rank-missing",
         "rank 1's share was lost",
         f"if run.rank == 1:\n    net.zero_grad(set_to_none=False)\n{AVERAGE}",
     ),
-    Attempt("dp-ga", "not-cleared", "step 1: ", AVERAGE, (("        optimizer.zero_grad()\n", ""),)),
     Attempt(
         "dp-wa",
         "weights-summed",
@@ -150,7 +137,6 @@ ATTEMPTS = [
             ),
         ),
     ),
-    Attempt("mydp", "", "the run of one process", changes=((EAGER[0], EAGER[1]),)),
     Attempt(
         "mydp",
         "combined-again",
@@ -193,12 +179,6 @@ ATTEMPTS = [
     ),
     Attempt(
         "pp-1f1b",
-        "loss-not-divided",
-        "2 times too large",
-        changes=(("tokenizer.vocab_size) / args.micro_batches", "tokenizer.vocab_size)"),),
-    ),
-    Attempt(
-        "pp-1f1b",
         "last-micro-batch",
         "the last micro-batch alone",
         changes=(("            inputs = x\n", "            optimizer.zero_grad()\n            inputs = x\n"),),
@@ -208,12 +188,6 @@ ATTEMPTS = [
         "loss",
         "the forward pass computes something else",
         changes=(("return _linear_map(x, partial(tp_group.all_reduce, what=FORWARD), _unchanged)", "return x"),),
-    ),
-    Attempt(
-        "tp-loss",
-        "loss",
-        "instead of",
-        changes=(("logits.float(), *own_rows", "2 * logits.float(), *own_rows"),),
     ),
     Attempt(
         "mydp",
@@ -311,31 +285,9 @@ ATTEMPTS = [
     ),
     Attempt(
         "mlp",
-        "zero",
-        "the gradients are zero",
-        changes=(
-            (
-                "        optimizer.zero_grad()\n        loss.backward()\n",
-                "        loss.backward()\n        optimizer.zero_grad(set_to_none=False)\n",
-            ),
-        ),
-        only="train",
-    ),
-    Attempt(
-        "mlp",
         "logits",
         "tanh after the last layer",
         changes=(("logits = last(data)", "logits = torch.tanh(last(data))"),),
-        only="MLP",
-    ),
-    Attempt(
-        "mlp",
-        "bias",
-        "it has biases",
-        changes=(
-            ("nn.Linear(a, b, bias=False)", "nn.Linear(a, b)"),
-            ("in self.parameters()", "in (p for p in self.parameters() if p.dim() > 1)"),
-        ),
         only="MLP",
     ),
     Attempt(
@@ -357,13 +309,6 @@ ATTEMPTS = [
         "not-read",
         "embed.weight does not get what was written",
         changes=(("as_held(parameter.detach(), parameter)", "as_held(parameter.detach().clone(), parameter)"),),
-        only="state_of",
-    ),
-    Attempt(
-        "checkpoint",
-        "missing",
-        "no rank writes optimizer.embed.weight.step",
-        changes=(('            tensors[f"{prefix}{name}.{key}"] = as_held(value, parameter)', "            pass"),),
         only="state_of",
     ),
     Attempt(

@@ -12,7 +12,7 @@ from processes import wait_for
 from distlab.exercises.ranks import Facts, Patience, free_port, run_ranks, trouble
 from distlab.exercises.shares import name_loss, name_ratios
 
-PATIENCE = Patience(still=1, longest=2)
+PATIENCE = Patience(still=0.5, longest=1)
 
 
 def misbehave(rank: int, folder: str) -> Facts:
@@ -51,7 +51,7 @@ def test_an_endless_loop_is_ended_and_its_line_named(tmp_path: Path) -> None:
     assert found is not None
     mistake, sentences = found
     assert mistake == "deadlock"
-    assert "rank 0 had not finished after 2 s, in line " in sentences[1]
+    assert "rank 0 had not finished after 1 s, in line " in sentences[1]
 
 
 def wait_without_a_name(rank: int, port: int) -> Facts:
