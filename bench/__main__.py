@@ -7,7 +7,7 @@
 A ratio has moved if it is outside of the quartiles in bench/README.md, and the recorded ratio outside of the new
 quartiles; then the exit status is 1. The quick form measures some of the rows, with fewer rounds. It leaves out
 benchmarks that take long or have special needs: whole runs (`checkpoints`, `revisions`), campaigns (`kills`), simulated
-links (`network`), a machine that has been measured (`planner`), a GPU (`gpu`).
+links (`network`, `slow_training`), a machine that has been measured (`planner`), a GPU (`gpu`).
 """
 
 import re

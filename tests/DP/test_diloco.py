@@ -176,3 +176,14 @@ def test_a_message_has_its_size_and_rounds_to_half_a_step(kind: Compression, ele
     assert torch.equal(decode(kind, encode(kind, torch.zeros(elements)), elements), torch.zeros(elements))
     values[0] = torch.nan
     assert not decode(kind, encode(kind, values), elements).isfinite().all(), "what is not finite does not disappear"
+
+
+def test_it_continues_a_run_of_one_process(tmp_path: Path) -> None:
+    """From its weights and moments; the outer momentum starts at zero."""
+    flags = "--optimizer adamw --lr 1e-2 --save-every 2".split()
+    train_on(1, "primer/intro.py", tmp_path / "before", *flags, "--batch-size", "2", "--steps", "2")
+    resume = ["--resume", str(tmp_path / "before"), "--world-size", "2", "--sync-every", "2", "--steps", "6"]
+    own, _, losses = train_on(2, SCRIPT, tmp_path / "after", *flags, *resume)
+    assert len(losses) == 4
+    assert losses[-1] < losses[0]
+    assert_equal(own[1], own[0])
