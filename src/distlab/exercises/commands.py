@@ -119,7 +119,9 @@ def _check(path: Path, wanted: Exercise, as_json: bool) -> bool:
     else:
         wrong = next((verdict for verdict in verdicts if not verdict.passed), None)
         last = "passed: it is the same training run" if wanted.trials else "passed"
-        print(f"# {last if wrong is None else f'not yet: {wrong.sentences[0]}'}", flush=True)
+        if wrong is not None:
+            last = f"not yet: {wrong.sentences[0].removeprefix('not written yet: ')}"
+        print(f"# {last}", flush=True)
     return passed
 
 
