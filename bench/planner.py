@@ -1,6 +1,6 @@
 """The planner's predictions beside the clock: real runs of the hybrid in many layouts, each in turns with a reference.
 
-python bench/planner.py --machine runs/machine.json --measured runs/planner.jsonl --png imgs/planner.png
+python bench/planner.py --machine runs/machine.json --measured runs/planner.jsonl --png runs/planner.png
 python bench/planner.py --machine runs/machine.json --quick
 python bench/planner.py --machine runs/machine.json --measured runs/planner.jsonl --only "small 2.1.1" "asleep"
 
@@ -405,6 +405,8 @@ def layout_kind(layout: Layout) -> str:
 
 def draw(png: Path, compared: Sequence[Compared]) -> None:
     """Predicted against measured, with a band of 10 %."""
+    from matplotlib.ticker import FuncFormatter, LogLocator
+
     from distlab.reports.style import INK, PALE, SERIES, save, subplots
 
     columns = kinds(compared)
@@ -422,7 +424,10 @@ def draw(png: Path, compared: Sequence[Compared]) -> None:
         title = {"computing": "ranks that compute", "asleep": "ranks that sleep"}[kind]
         panel.set(xscale="log", yscale="log", title=title, xlabel="measured, ms a step", ylabel="predicted, ms a step")
         panel.set(xlim=line, ylim=line)
-        panel.grid(which="both")
+        for axis in (panel.xaxis, panel.yaxis):
+            axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+            axis.set_major_formatter(FuncFormatter(lambda ms, _: f"{ms:,.0f}"))
+        panel.minorticks_off()
     axes[0][0].legend(loc="upper left")
     save(figure, png)
 
