@@ -405,8 +405,6 @@ def layout_kind(layout: Layout) -> str:
 
 def draw(png: Path, compared: Sequence[Compared]) -> None:
     """Predicted against measured, with a band of 10 %."""
-    from matplotlib.ticker import FuncFormatter, LogLocator
-
     from distlab.reports.style import INK, PALE, SERIES, save, subplots
 
     columns = kinds(compared)
@@ -414,6 +412,7 @@ def draw(png: Path, compared: Sequence[Compared]) -> None:
     names_of_kinds = ["one rank", "replicas", "stages", "slices", "several of these"]
     for panel, (kind, several) in zip(axes[0], columns.items(), strict=True):
         ends = [f(s for one in several for s in (one.seconds, one.step.seconds)) * 1e3 for f in (min, max)]
+        ticks = [digit * 10**power for power in range(6) for digit in (1, 2, 5)]
         line = [ends[0] * 0.8, ends[1] * 1.25]
         panel.fill_between(line, [x * 0.9 for x in line], [x * 1.1 for x in line], color=PALE, label="within 10 %")
         panel.plot(line, line, color=INK, linewidth=0.8)
@@ -425,8 +424,8 @@ def draw(png: Path, compared: Sequence[Compared]) -> None:
         panel.set(xscale="log", yscale="log", title=title, xlabel="measured, ms a step", ylabel="predicted, ms a step")
         panel.set(xlim=line, ylim=line)
         for axis in (panel.xaxis, panel.yaxis):
-            axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-            axis.set_major_formatter(FuncFormatter(lambda ms, _: f"{ms:,.0f}"))
+            axis.set_ticks([ms for ms in ticks if line[0] <= ms <= line[1]])
+            axis.set_major_formatter(lambda ms, _: f"{ms:,.0f}")
         panel.minorticks_off()
     axes[0][0].legend(loc="upper left")
     save(figure, png)

@@ -102,8 +102,6 @@ def main(settings: Settings) -> None:
 
 
 def draw(png: Path, found: Sequence[tuple[str, str, list[Curve]]]) -> None:
-    from matplotlib.ticker import FuncFormatter, PercentFormatter
-
     from distlab.reports.style import SERIES, save, subplots
 
     figure, axes = subplots(3.6, columns=len(found), sharey=True)
@@ -112,11 +110,11 @@ def draw(png: Path, found: Sequence[tuple[str, str, list[Curve]]]) -> None:
             panel.plot(curve.x, curve.efficiency, "o-", color=color, label=curve.name)
         panel.set(xscale="log", title=title, xlabel=label, ylim=(0, 1.05))
         panel.set_xticks(curves[0].x[::2] if len(curves[0].x) > 6 else curves[0].x)
-        panel.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:g}"))
+        panel.xaxis.set_major_formatter(lambda x, _: f"{x:g}")
         panel.minorticks_off()
         panel.legend(fontsize=8, loc="lower right" if "SGD" in title else "lower left")
     axes[0].set_ylabel("share of the speed without messages")
-    axes[0].yaxis.set_major_formatter(PercentFormatter(1))
+    axes[0].yaxis.set_major_formatter(lambda share, _: f"{share:.0%}")
     save(figure, png)
 
 
