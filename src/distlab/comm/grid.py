@@ -1,5 +1,6 @@
 """A rank's coordinates in a layout of data, pipeline and tensor parallelism: its replica, stage and slice."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -7,7 +8,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from distlab.comm.devices import patient_threads
-from distlab.comm.layout import Layout
+from distlab.comm.layout import Layout, name_stages
 from distlab.comm.traffic import traffic
 
 
@@ -23,11 +24,12 @@ class Grid:
     dp: int
     pp: int
     tp: int = 1
+    held: Sequence[Sequence[int]] = ()  # by pipeline worker, the stages of the model on it, if these are several
 
     @classmethod
-    def of(cls, rank: int, layout: Layout) -> "Grid":
+    def of(cls, rank: int, layout: Layout, held: Sequence[Sequence[int]] = ()) -> "Grid":
         """A rank's position in a run's layout; a kind of parallelism that the layout does not name has size 1."""
-        return cls(rank, layout.get("dp", 1), layout.get("pp", 1), layout.get("tp", 1))
+        return cls(rank, layout.get("dp", 1), layout.get("pp", 1), layout.get("tp", 1), held)
 
     @property
     def replica(self) -> int:
@@ -46,12 +48,13 @@ class Grid:
         return self.rank + (stage - self.stage) * self.tp
 
     def describe(self, rank: int) -> str:
-        """The name of a rank in messages: "rank 4 (stage 1 of replica 1)"."""
+        """The name of a rank in messages: "rank 4 (stage 1 of replica 1)", "rank 0 (stages 0 and 3)"."""
         place = replace(self, rank=rank)
         if self.pp == 1:
             return f"rank {rank} (replica {place.replica})" if self.dp > 1 and self.tp > 1 else f"rank {rank}"
         replica = f" of replica {place.replica}" if self.dp > 1 else ""
-        return f"rank {rank} (stage {place.stage}{replica})"
+        stages = self.held[place.stage] if self.held else [place.stage]
+        return f"rank {rank} ({name_stages(stages)}{replica})"
 
     def mesh(self) -> DeviceMesh:
         """The ranks as a mesh with the dimensions "dp", "pp" and "tp"; `get_group` gives the group along each.

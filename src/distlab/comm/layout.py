@@ -1,6 +1,7 @@
 """How many ranks a run has along each kind of parallelism."""
 
 import math
+from collections.abc import Sequence
 
 Layout = dict[str, int]  # ranks along each kind of parallelism; a missing kind means 1
 
@@ -17,3 +18,9 @@ def layout_flags(layout: Layout) -> str:
     if len(layout) == 1 or "pp" not in layout:
         return f"--world-size {layout_size(layout)}"
     return " ".join(f"--{name} {size}" for name, size in layout.items())
+
+
+def name_stages(stages: Sequence[int]) -> str:
+    """The name of stages in messages: "stage 1", "stages 1 and 4"."""
+    *others, last = map(str, stages)
+    return f"stages {', '.join(others)} and {last}" if others else f"stage {last}"

@@ -9,6 +9,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ClassVar, cast
 
+from distlab.comm.layout import name_stages
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -228,8 +230,7 @@ def stages_of(program: Program) -> list[int]:
 
 def describe_stages(program: Program) -> str:
     """A worker's stages in words: "stage 1", "stages 1 and 4"."""
-    *others, last = map(str, stages_of(program))
-    return f"stages {', '.join(others)} and {last}" if others else f"stage {last}"
+    return name_stages(stages_of(program))
 
 
 def labels(programs: Programs) -> dict[Action, str]:

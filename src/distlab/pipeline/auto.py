@@ -12,10 +12,11 @@ import math
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from random import Random
 
-from distlab.pipeline.actions import KINDS, Action, ActionCosts, of_stage
+from distlab.pipeline.actions import KINDS, Action, ActionCosts, Programs, of_stage, stages_of
+from distlab.pipeline.plan import simulate
 from simplellm.errors import InputError, require
 
 Move = tuple[str, int]  # letter and stage of an action on the next micro-batch
@@ -61,6 +62,14 @@ def read_limit(text: str) -> Limit:
 def placement(workers: int, chunks: int) -> list[list[int]]:
     """The stages of each worker: one; or two that form a V, so that the first worker also has the last stage."""
     return [[worker, 2 * workers - 1 - worker][:chunks] for worker in range(workers)]
+
+
+def keeps_at_most(limit: Limit, programs: Programs, costs: ActionCosts) -> bool:
+    """Whether every worker of a schedule keeps to the limit."""
+    held = [stages_of(program) for program in programs]
+    sizes = _Sizes.of(costs, sum(map(len, held)), keeps_inputs=False)
+    kept = simulate(programs, replace(costs, activation_bytes=sizes.bytes_of)).peak_bytes
+    return all(peak <= sizes.limit(limit, own) * (1 + ROUNDING) for peak, own in zip(kept, held, strict=True))
 
 
 def find_programs(
@@ -129,8 +138,9 @@ def _guesses(right: Times, transfer: float) -> Iterator[tuple[Times, float, Urge
 
 @dataclass(frozen=True)
 class _Sizes:
-    """How much of a micro-batch each stage keeps: after F (`first`), before I (`whole`), and after I (`factors`)."""
+    """How much of a micro-batch each stage keeps: `bytes_of` by the costs, after F, before I, and after I."""
 
+    bytes_of: Sequence[float]
     first: Sequence[float]
     whole: Sequence[float]
     factors: Sequence[float]
@@ -141,7 +151,7 @@ class _Sizes:
         factors = [size * of_stage(costs.weight_bytes_share, stage) for stage, size in enumerate(bytes_of)]
         whole = [max(pair) for pair in zip(bytes_of, factors, strict=True)]
         inputs = [size * of_stage(costs.input_bytes_share, stage) for stage, size in enumerate(bytes_of)]
-        return cls(inputs if keeps_inputs else whole, whole, factors)
+        return cls(bytes_of, inputs if keeps_inputs else whole, whole, factors)
 
     def again(self, stage: int) -> float:
         """What is added before I, because it has not been kept."""

@@ -3,7 +3,8 @@
 A schedule is a function of (worker, workers, micro-batches) that returns the worker's list of actions. The same lists
 are printed and drawn (`distlab.show_schedule`), checked and simulated (`plan`), and executed (`executor`). To add a
 schedule, write its function and decorate it with `@schedule`. Only the lists of `auto` are not written here: a search
-finds them (`auto.py`). `with_recomputation` turns any schedule into one that keeps less.
+finds them (`auto.py`), unless a written schedule is faster. `with_recomputation` turns any schedule into one that keeps
+less.
 """
 
 import itertools
@@ -25,7 +26,8 @@ from distlab.pipeline.actions import (
     Programs,
     Recompute,
 )
-from distlab.pipeline.auto import Limit, find_programs
+from distlab.pipeline.auto import Limit, find_programs, keeps_at_most
+from distlab.pipeline.plan import simulate
 from simplellm.errors import require
 
 DEFAULT_CHUNKS = 2  # of `interleaved` and `auto`
@@ -113,8 +115,7 @@ def all_stages(
     found = check_schedule(name, workers, micro_batches, chunks, limit)
     options: dict[str, Any] = {} if found.stages_per_worker else {"chunks": chunks}
     if name == AUTO:
-        options |= {"costs": costs or ActionCosts(), "limit": limit, "tries": None if costs else 1}
-        options["recompute"] = recompute
+        options |= {"costs": costs, "limit": limit, "recompute": recompute}
     programs = found.programs(workers, micro_batches, **options)
     return with_recomputation(programs) if recompute else programs
 
@@ -260,7 +261,35 @@ def dualpipe_v(worker: int, workers: int, micro_batches: int) -> list[Action]:
     return _write_out(phases, [r, 2 * p - 1 - r])
 
 
-SCHEDULES[AUTO] = Schedule(find_programs, 0, lambda workers, micro_batches: True, "")
+def auto(
+    workers: int,
+    micro_batches: int,
+    chunks: int,
+    costs: ActionCosts | None = None,
+    limit: Limit | None = None,
+    tries: int | None = None,
+    recompute: bool = False,
+) -> list[list[Action]]:
+    """The fastest of what `find_programs` finds and the written schedules whose workers hold the same stages.
+
+    Greedy choices can end up behind a written schedule, most of all in a V with slow messages. Without costs, there is
+    nothing to compare: the lists are those of the first try.
+    """
+    if costs is None:
+        return find_programs(workers, micro_batches, chunks, ActionCosts(), limit, 1, recompute)
+    limit = limit or Limit(workers)
+    found = [find_programs(workers, micro_batches, chunks, costs, limit, tries, recompute)]
+    for written in SCHEDULES.values():
+        if written.stages_per_worker == chunks and written.fits(workers, micro_batches):
+            programs = written.programs(workers, micro_batches)
+            counted = with_recomputation(programs) if recompute and limit.is_bytes else programs
+            if keeps_at_most(limit, counted, costs):
+                found.append(programs)
+    run = with_recomputation if recompute else list
+    return min(found, key=lambda programs: simulate(run(programs), costs).makespan)
+
+
+SCHEDULES[AUTO] = Schedule(auto, 0, lambda workers, micro_batches: True, "")
 
 
 def _write_out(phases: Iterable[tuple[str, int]], stages: Sequence[int]) -> list[Action]:

@@ -17,7 +17,7 @@ from typing import Any
 
 from distlab.comm.grid import Grid
 from distlab.comm.recorder import COMPUTE, MESSAGE, STEP, WAIT, Event
-from distlab.pipeline.actions import KINDS, ActionCosts, Program, Programs, describe_stages, labels
+from distlab.pipeline.actions import KINDS, ActionCosts, Program, Programs, labels, stages_of
 from distlab.pipeline.plan import Plan, in_a_row, simulate
 from simplellm.errors import InputError
 
@@ -68,11 +68,11 @@ class Trace:
 
     def describe(self, rank: int) -> str:
         """The name of a rank: "rank 4 (stage 1 of replica 1)", "rank 0 (stages 0 and 3)"."""
-        worker, name = self.place(rank).stage, self.place(rank).describe(rank)
-        return name.replace(f"stage {worker}", describe_stages(self.programs[worker])) if self.programs else name
+        return self.place(rank).describe(rank)
 
     def place(self, rank: int) -> Grid:
-        return Grid(rank, self.dp, self.pp, self.tp)
+        held = [stages_of(program) for program in self.programs or ()]
+        return Grid(rank, self.dp, self.pp, self.tp, held)
 
     def costs(self) -> ActionCosts:
         """The mean time of each kind of action on each stage."""

@@ -17,7 +17,6 @@ from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from distlab.comm.grid import Grid
-from distlab.comm.layout import Layout
 from distlab.rendezvous.agent import Agent
 from distlab.rendezvous.launcher_flags import Nodes
 from distlab.rendezvous.nodes import LOST_NODE_0, ElsewhereError, NodeRendezvous
@@ -65,7 +64,7 @@ def run_ranks(script: Path, args: list[str], settings: RunSettings, nodes: Nodes
                 for sent in ENDING:  # the ranks have ended: a signal may now end the wait for the other machines
                     signal.signal(sent, signal.SIG_DFL)
             if failures:
-                status, sentence, is_cause = root_cause(failures, settings.layout)
+                status, sentence, is_cause = root_cause(failures, Grid.of(0, settings.layout, settings.held))
                 if not is_cause and len(nodes.ranks_of) > 1:
                     rendezvous.await_cause()
                     sentence += "; no report from the other machines"
@@ -98,7 +97,7 @@ def raise_signal(number: int, _: object) -> NoReturn:
     raise SignalException(f"got signal {number}", signal.Signals(number))
 
 
-def root_cause(failures: Mapping[int, ProcessFailure], layout: Layout) -> tuple[int, str, bool]:
+def root_cause(failures: Mapping[int, ProcessFailure], grid: Grid) -> tuple[int, str, bool]:
     """The exit status and a sentence for the rank that failed first, not counting lost peers and our own SIGTERM.
 
     The third value says whether such a rank is on this machine; if not, the sentence is about the first rank that lost
@@ -112,7 +111,7 @@ def root_cause(failures: Mapping[int, ProcessFailure], layout: Layout) -> tuple[
 
     # Of failures in the same second, the one that torchrun found first counts: SIGTERM had not been sent before it.
     rank, failure = min(failures.items(), key=lambda item: (is_consequence(item[1]), item[1].timestamp))
-    who = Grid.of(rank, layout).describe(rank)
+    who = grid.describe(rank)
     is_cause = not is_consequence(failure) or failure.exitcode == -signal.SIGTERM
     sentence = f"{who} failed with exit status {failure.exitcode}"
     if failure.exitcode < 0:

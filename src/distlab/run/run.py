@@ -46,7 +46,7 @@ class Run(Generic[SettingsT]):
     def __init__(self, settings: SettingsT, script: Path) -> None:
         self.settings = settings
         self.rank, self.world_size = identity(settings)
-        self.grid = Grid.of(self.rank, settings.layout)
+        self.grid = Grid.of(self.rank, settings.layout, settings.held)
         traffic.describe = self.grid.describe
         self.has_terminal = self.rank == 0 or not started_by_torchrun()  # of its own, or as the first rank
         take_over_output(self.rank, self.has_terminal)

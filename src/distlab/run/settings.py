@@ -60,6 +60,11 @@ class RunSettings:
         """Ranks along each kind of parallelism, e.g. ``{"dp": 3}``; their product is the world size."""
         return {}
 
+    @property
+    def held(self) -> Sequence[Sequence[int]]:
+        """By pipeline worker, the stages that it holds; empty if each worker holds one."""
+        return ()
+
     def decide(self) -> dict[str, Any]:
         """What rank 0 decides for all ranks, in addition to the run's folder; it is written to `config.json`."""
         return {}

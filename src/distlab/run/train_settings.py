@@ -12,8 +12,9 @@ import tyro
 from distlab.checkpoints.format import LLAMA, Checkpoint
 from distlab.comm.layout import Layout, layout_flags, layout_size
 from distlab.parallel.division import Compression, Sharded, check_division
+from distlab.pipeline.actions import stages_of
 from distlab.pipeline.auto import Limit, read_limit
-from distlab.pipeline.schedules import DEFAULT_CHUNKS, check_schedule, schedule_names, stages_per_worker
+from distlab.pipeline.schedules import DEFAULT_CHUNKS, all_stages, check_schedule, schedule_names, stages_per_worker
 from distlab.pipeline.split import Split, balance, read_split
 from distlab.run import resume
 from distlab.run.learning_rate import LRSchedule, learning_rate
@@ -409,6 +410,11 @@ class ScheduleSettings(StageSettings):
     @property
     def stages(self) -> int:
         return self.layout["pp"] * stages_per_worker(self.schedule, self.chunks_per_stage)
+
+    @property
+    def held(self) -> list[list[int]]:
+        workers = all_stages(self.schedule, self.layout["pp"], self.micro_batches, self.chunks_per_stage)
+        return [stages_of(program) for program in workers]
 
 
 @dataclass

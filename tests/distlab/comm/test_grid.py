@@ -20,6 +20,7 @@ def test_ranks_that_share_a_stage_are_neighbors() -> None:
     assert [place.stage for place in places] == [0, 0, 1, 1, 0, 0, 1, 1]
     assert [place.rank_of(1) for place in places] == [2, 3, 2, 3, 6, 7, 6, 7]
     assert places[0].describe(7) == "rank 7 (stage 1 of replica 1)"
+    assert Grid.of(0, {"dp": 2, "pp": 2}, [[0, 3], [1, 2]]).describe(3) == "rank 3 (stages 1 and 2 of replica 1)"
     assert Grid.of(0, {"tp": 3}).describe(2) == "rank 2"
     assert Grid.of(0, {"dp": 2, "tp": 2}).describe(3) == "rank 3 (replica 1)"
 

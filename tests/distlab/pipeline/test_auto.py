@@ -9,7 +9,7 @@ import pytest
 from distlab.pipeline.actions import ActionCosts, stages_of
 from distlab.pipeline.auto import Limit, find_programs, placement, read_limit
 from distlab.pipeline.plan import Plan, simulate
-from distlab.pipeline.schedules import SCHEDULES, all_stages, stages_per_worker, with_recomputation
+from distlab.pipeline.schedules import SCHEDULES, all_stages, auto, stages_per_worker, with_recomputation
 from simplellm.errors import InputError
 
 WRITTEN = [name for name in SCHEDULES if name not in ("naive", "auto")]
@@ -57,6 +57,18 @@ def test_at_most_2_percent_slower_than_the_best_that_keeps_as_much(costs: str, c
             assert found.makespan <= 1.02 * best, f"{workers} workers, {micro_batches} micro-batches, limit {limit}"
             compared += 1
     assert compared >= 2 * len(sizes[chunks])
+
+
+def test_where_the_search_ends_behind_a_written_schedule_that_keeps_no_more_it_is_taken() -> None:
+    costs = ActionCosts(0.5, 1, 0.8, activation_bytes=5e6, weight_share=0.3)
+    written = all_stages("zb-v", 4, 8)
+    by_search = find_programs(4, 8, 2, costs, Limit(4), tries=60)
+    assert simulate(by_search, costs).makespan > 1.05 * simulate(written, costs).makespan
+    for room, is_taken in ((Limit(4), True), (Limit(40e6, is_bytes=True), True), (Limit(3.9), False)):
+        assert (auto(4, 8, 2, costs, room, tries=60) == written) == is_taken
+    recomputed = all_stages("auto", 4, 8, 2, replace(costs, input_bytes_share=0.1), Limit(4), recompute=True)
+    usual = with_recomputation(written)
+    assert simulate(recomputed, costs).makespan <= simulate(usual, costs).makespan
 
 
 @pytest.mark.parametrize(

@@ -237,7 +237,7 @@ LOST = failure(1, 100, "rank 4 has ended", status=1, lost_a_peer=True, names_ran
     ],
 )
 def test_the_launcher_names_the_rank_that_failed_first_with_its_place(failures: Any, sentence: str) -> None:
-    assert root_cause(failures, {"dp": 2, "pp": 3, "tp": 1})[1] == sentence
+    assert root_cause(failures, Grid(0, dp=2, pp=3))[1] == sentence
 
 
 class Overflowing(nn.Module):
