@@ -48,7 +48,7 @@ from hosts import Host, Link, two_hosts_with_a_link, why_not  # noqa: E402
 SEQUENCES, SEQ_LEN = 8, 64  # of the global batch, in all layouts
 # With SGD, an average of weights after every step is that of the gradients.
 MODEL = f"--dmodel 96 --num-heads 6 --n-layers 4 --seq-len {SEQ_LEN} --optimizer sgd --data sample --device cpu".split()
-MODEL += ["--transport", "gloo"]  # the namespaces have one memory, which ranks would share past the link
+MODEL += ["--transport", "gloo"]  # the model below is that of a ring of all ranks
 # Each rank logs the loss of its own batch, where the lab's scripts add up that of all ranks in every step.
 OWN_LOSS = """
 import runpy, sys

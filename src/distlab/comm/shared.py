@@ -76,7 +76,7 @@ class Signal:
         self._group, self._tag = group, tag
         self._passes_on = group.rank() == 0 and group.size() > 2
         others = [peer for peer in range(group.size()) if peer != group.rank()]
-        self._peers = others if self._passes_on or len(others) == 1 else [0]
+        self._peers = others if self._passes_on or len(others) < 2 else [0]
         self._byte, self._received_bytes = (
             torch.zeros(1, dtype=torch.uint8),
             torch.zeros(group.size(), dtype=torch.uint8),
@@ -144,7 +144,7 @@ class SharedMemory:
         part_bytes = -(-elements * dtype.itemsize // ALIGNED_BYTES) * ALIGNED_BYTES
         descriptor, offer = self._offer(part_bytes) if self.rank == 0 else (-1, torch.zeros(4, dtype=torch.int64))
         try:
-            self.group.broadcast([offer], _from_rank_0(timeout)).wait()
+            self.group.broadcast([offer], from_rank_0(timeout)).wait()
             problem, mapping = self._accept(offer, part_bytes)
             verdicts = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
             self.group.allgather([verdicts], [torch.tensor([problem])]).wait(timeout)
@@ -240,11 +240,10 @@ class SharedCollective:
         raise NotImplementedError
 
 
-class SharedAllReduce(SharedCollective):
-    """An all-reduce of what lies at the same place in each rank's part.
+class SharedReduce(SharedCollective):
+    """A combination of what lies at the same place in each rank's part, which the first part gets.
 
-    Each rank adds up its share of the elements, over the ranks in their order, and writes the result into all parts.
-    So every rank has the same sums, in every run: ((x0 + x1) + x2) + …, and the average is that divided by the ranks.
+    Each rank combines its share of the elements, over the ranks in their order, ((x0 + x1) + x2) + …
     """
 
     def __init__(self, memory: SharedMemory, parts: list[Tensor], op: ReduceOp.RedOpType) -> None:
@@ -257,15 +256,40 @@ class SharedAllReduce(SharedCollective):
         super().__init__(memory)
 
     def _do_share(self) -> None:
-        combine, size = COMBINE[self._op], self._memory.size
+        combine = COMBINE[self._op]
         in_a_chunk = max(1, CHUNK_BYTES // self._share[0].element_size())
         for result, *others in zip(*(share.split(in_a_chunk) for share in self._share), strict=True):
             for other in others:
                 combine(result, other, out=result)
-            if self._op == ReduceOp.AVG:
-                result.div_(size)
-            for other in others:
-                other.copy_(result)
+            self._take(result, others)
+
+    def _take(self, result: Tensor, others: list[Tensor]) -> None:
+        """Called for each chunk, with the result, which is in the first part, and the same chunk of the others."""
+
+
+class SharedAllReduce(SharedReduce):
+    """A combination of what lies at the same place in each rank's part, which all parts get.
+
+    So every rank has the same sums, in every run; the average is the sum divided by the ranks.
+    """
+
+    def _take(self, result: Tensor, others: list[Tensor]) -> None:
+        if self._op == ReduceOp.AVG:
+            result.div_(self._memory.size)
+        for other in others:
+            other.copy_(result)
+
+
+class SharedBroadcast(SharedCollective):
+    """Every rank copies what lies in the first part, (elements,), into its own."""
+
+    def __init__(self, memory: SharedMemory, parts: list[Tensor]) -> None:
+        self._first, self._own = parts[0], parts[memory.rank]
+        super().__init__(memory)
+
+    def _do_share(self) -> None:
+        if self._memory.rank > 0:
+            self._own.copy_(self._first)
 
 
 class SharedReduceScatter(SharedCollective):
@@ -319,7 +343,7 @@ def _until(deadline: float) -> timedelta:
     return timedelta(seconds=max(0.001, deadline - time.perf_counter()))
 
 
-def _from_rank_0(timeout: timedelta) -> dist.BroadcastOptions:
+def from_rank_0(timeout: timedelta) -> dist.BroadcastOptions:
     options = dist.BroadcastOptions()
     options.rootRank, options.timeout = 0, timeout
     return options

@@ -5,7 +5,8 @@ weights, loss, …), gives every wait a name and a deadline, and copies CUDA ten
 backend is gloo. The bytes counted are those that a bandwidth-optimal algorithm sends from this rank (a ring for
 all-reduce, all-gather and reduce-scatter: Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of
 workstations", 2009). The all-reduce in shared memory moves the same number of bytes: a rank reads its share of the
-others' tensors, and writes the result to them.
+others' tensors, and writes the result to them. Where it is part of one over several hosts, what the hosts' first ranks
+send each other is counted as a kind of its own, "gradients between hosts".
 """
 
 from collections import Counter
@@ -21,6 +22,7 @@ from torch import Tensor
 from torch.distributed import ReduceOp
 
 from distlab.comm.endpoint import CountingEndpoint, Endpoint, is_over_nccl, members, process_group, rank
+from distlab.comm.hosts import Hosts, MemoryOfHosts
 from distlab.comm.shared import (
     NotShared,
     SharedAllGather,
@@ -56,11 +58,12 @@ class Traffic(NamedWaits):
         self.begun: Counter[str] = Counter()  # collectives that this rank has started, by their ranks ("0,1,2")
         self.device = torch.device("cpu")  # of this rank
         self.transport: Transport = "auto"  # for tensors in host memory, over gloo's process groups
+        self.hosts: Hosts | None = None  # where the ranks are; None: all are taken to be on one host
         self.smallest_shared_bytes = 250_000  # with "auto"; gloo is as fast for less
         self.smallest_copied_bytes = 400_000  # the same for what has to be copied into a buffer and out of it
         self.remark: Callable[[str], object] = lambda sentence: print(f"# {sentence}", flush=True)
         # By group; kept to the end of the process, because a group that is collected may hang (see Run.close).
-        self._shared: dict[dist.ProcessGroup, SharedMemory] = {}
+        self._shared: dict[dist.ProcessGroup, SharedMemory | MemoryOfHosts] = {}
         self._buffers: dict[tuple[Group, torch.dtype], Tensor] = {}  # that tensors of a group are copied through
         self._without_more: set[dist.ProcessGroup] = set()  # groups whose ranks get no more shared memory
         self._thread: ThreadPoolExecutor | None = None
@@ -78,22 +81,24 @@ class Traffic(NamedWaits):
         """Zeros (elements,), of `like`'s dtype and device, to be combined over a group's ranks again and again.
 
         They are in memory that these ranks share, where `transport` allows it and it pays; collectives then need no
-        copy first, and no message but signals of a byte. All ranks of the group must call this in the same order.
+        copy first, and no message but signals of a byte. Ranks on several hosts share it on each host, and use it for
+        all-reduces only. All ranks of the group must call this in the same order.
 
         Raises:
             InputError: the transport is "shared", and these ranks cannot share memory.
             TrafficError: a rank does not take part.
         """
         ranks, plain = members(group), partial(like.new_zeros, elements)
+        timeout = timedelta(seconds=self.timeout_seconds)
         if not self._may_share(elements * like.element_size(), self.smallest_shared_bytes, like, group):
             return plain()
         key = group or dist.group.WORLD
         assert key is not None
         try:
             with self.named(Wait("shared memory", "other", tuple(r for r in ranks if r != rank()))):
-                memory = self._shared[key] if key in self._shared else SharedMemory(key)
+                memory = self._shared[key] if key in self._shared else self._memory_of(key, ranks, timeout)
                 self._shared[key] = memory
-                return memory.allocate(elements, like.dtype, timedelta(seconds=self.timeout_seconds))
+                return memory.allocate(elements, like.dtype, timeout)
         except NotShared as error:
             if self.transport == "shared":
                 raise InputError(f"--transport shared: {error}; use --transport gloo") from None
@@ -101,6 +106,14 @@ class Traffic(NamedWaits):
                 self.remark(f"{error}; what these ranks cannot share goes over gloo instead")
             self._without_more.add(key)  # what has been allocated stays shared
             return plain()
+
+    def _memory_of(
+        self, group: dist.ProcessGroup, ranks: Sequence[int], timeout: timedelta
+    ) -> SharedMemory | MemoryOfHosts:
+        if self.hosts is None or len(self.hosts.split(ranks)) == 1:
+            return SharedMemory(group)
+        same = [memory for memory in self._shared.values() if getattr(memory, "ranks", None) == tuple(ranks)]
+        return MemoryOfHosts(self.hosts, ranks, rank(), f"{group_key(ranks)}/{len(same)}", timeout)
 
     def _may_share(self, size_bytes: int, least: int, like: Tensor, group: Group) -> bool:
         """Whether a group's ranks are to share memory for a tensor of this size; the same on all of them."""
@@ -110,15 +123,21 @@ class Traffic(NamedWaits):
         return len(members(group)) > 1 and (group or dist.group.WORLD) not in self._without_more
 
     def is_shared(self, tensor: Tensor, group: Group = None) -> bool:
-        """Whether a tensor lies in memory that a group's ranks share, as what `new_buffer` returns may."""
+        """Whether a tensor lies in memory that all of a group's ranks share, as what `new_buffer` returns may."""
         return self._shared_parts(tensor, group) is not None
 
     def _shared_parts(self, tensor: Tensor, group: Group) -> tuple[SharedMemory, list[Tensor]] | None:
-        """Where each rank of the group has its part of what lies in shared memory."""
+        """Where each rank of the group has its part of what lies in memory that all of them share."""
+        memory, parts = self._parts_here(tensor, group)
+        return (memory, parts) if isinstance(memory, SharedMemory) and parts is not None else None
+
+    def _parts_here(
+        self, tensor: Tensor, group: Group
+    ) -> tuple[SharedMemory | MemoryOfHosts | None, list[Tensor] | None]:
+        """Where each rank of the group that is on this host has its part of what lies in shared memory."""
         key = group or dist.group.WORLD
         memory = self._shared.get(key) if key is not None else None
-        parts = memory.parts_like(tensor) if memory is not None else None
-        return (memory, parts) if memory is not None and parts is not None else None
+        return memory, None if memory is None else memory.parts_like(tensor)
 
     def all_reduce(
         self,
@@ -139,11 +158,18 @@ class Traffic(NamedWaits):
             return self._complete(tensor, what)
         carried = staged(tensor)
         if by_hand is None:
-            self.ledger.count(kind, 2 * (len(ranks) - 1) * tensor.nbytes // len(ranks))
+            memory, parts = self._parts_here(carried, group)
             begin: Callable[[], Work | None]
-            begin = partial(dist.all_reduce, carried, op=op, group=group, async_op=True)
-            if (shared := self._shared_parts(carried, group)) is not None:
-                begin = partial(SharedAllReduce, *shared, op)
+            if parts is not None and isinstance(memory, MemoryOfHosts):
+                self._count_all_reduce(kind, tensor, memory.ranks_here)
+                if memory.is_first:
+                    self._count_all_reduce(f"{kind} between hosts", tensor, memory.hosts)
+                begin = partial(memory.all_reduce, parts, op, timedelta(seconds=self.timeout_seconds))
+            else:
+                self._count_all_reduce(kind, tensor, len(ranks))
+                begin = partial(dist.all_reduce, carried, op=op, group=group, async_op=True)
+                if parts is not None and isinstance(memory, SharedMemory):
+                    begin = partial(SharedAllReduce, memory, parts, op)
             return self._start(self._collective(what, ranks), begin, tensor, carried)
         if group is not None:
             raise ValueError("the handwritten collectives work on all ranks, not on a group of them")
@@ -154,6 +180,10 @@ class Traffic(NamedWaits):
                 carried.div_(len(ranks))
 
         return self._start(self._collective(what, ranks), partial(self._in_thread, combine, kind), tensor, carried)
+
+    def _count_all_reduce(self, kind: str, tensor: Tensor, parties: int) -> None:
+        """Count what each of `parties` sends in a ring."""
+        self.ledger.count(kind, 2 * (parties - 1) * tensor.nbytes // parties)
 
     def all_reduced(self, tensor: Tensor, what: str, *, kind: str, op: Op, group: Group = None) -> Tensor:
         """Wait for the combination of `tensor` (any shape) over all ranks, and return it; `tensor` is not changed.
@@ -174,7 +204,8 @@ class Traffic(NamedWaits):
         buffer = self._buffers.get(key)
         if buffer is None or len(buffer) < tensor.numel():
             buffer = self._buffers[key] = self.new_buffer(tensor.numel(), tensor, group)
-        return buffer[: tensor.numel()].view(tensor.shape) if self.is_shared(buffer, group) else None
+        is_shared = self._parts_here(buffer, group)[1] is not None
+        return buffer[: tensor.numel()].view(tensor.shape) if is_shared else None
 
     def all_gather(self, parts: Tensor, own: Tensor, what: str, *, kind: str, group: Group = None) -> Transfer:
         """Start to collect every rank's `own` (any shape) in `parts` (ranks, *own.shape); `own` may be a row of it."""

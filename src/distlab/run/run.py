@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 
 from distlab.comm import devices
 from distlab.comm.grid import Grid
+from distlab.comm.hosts import Hosts
 from distlab.comm.layout import layout_flags, layout_size
 from distlab.comm.processes import leave
 from distlab.comm.recorder import STEP, recorder
@@ -118,6 +119,7 @@ class Run(Generic[SettingsT]):
                 dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
         except (dist.DistError, RuntimeError) as error:
             raise TrafficError(f"rank {rank} could not connect to all other ranks: {reason(error)}", error) from error
+        traffic.hosts = Hosts([place.host for place in self._places], store)
         notices.open(store, rank, size, traffic, is_rank_0s=not is_store_in_launcher())
         traffic.connect()
         return decided

@@ -1,5 +1,6 @@
 """A run on two hosts, which are network namespaces here: the training run of one machine, and how it ends."""
 
+import json
 import os
 import signal
 import subprocess
@@ -104,6 +105,8 @@ def test_two_hosts_give_the_losses_of_one_and_listen_on_their_link_alone(
 
     own = losses(tmp_path / "two")
     assert len(own) == steps
+    sent = json.loads((tmp_path / "two" / "metrics.jsonl").read_text().splitlines()[-1])["sent_bytes"]
+    assert sent["gradients between hosts"] > 250_000, "of the embedding: over gloo, between the hosts' first ranks"
     model = [*MODEL, "--steps", str(steps)]
     one_host = train_on(6, "hybrid/intro_hybrid.py", tmp_path / "alone", *model, "--dp", "2", *shape)[-1]
     assert own == pytest.approx(one_host, rel=1e-6)

@@ -1,0 +1,115 @@
+"""The all-reduce of ranks on several hosts: in memory that the ranks of a host share, and over gloo between the hosts.
+
+Only the first rank of each host takes part in the exchange between the hosts, so that each host sends a tensor once,
+where in a ring of all ranks each of its ranks would send (Jia et al., "Highly scalable deep learning training system
+with mixed-precision", 2018).
+"""
+
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from datetime import timedelta
+from typing import NamedTuple, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ReduceOp
+
+from distlab.comm.devices import patient_threads
+from distlab.comm.shared import SECONDS_MORE, NotShared, SharedBroadcast, SharedMemory, SharedReduce, from_rank_0
+
+
+class Hosts(NamedTuple):
+    """Where the ranks are, and the store in which they can meet."""
+
+    of_ranks: Sequence[str]  # the host's name, by rank
+    store: dist.Store
+
+    def split(self, ranks: Sequence[int]) -> list[list[int]]:
+        """The ranks on each host, hosts in the order of their first ranks."""
+        names = dict.fromkeys(self.of_ranks[rank] for rank in ranks)
+        return [[rank for rank in ranks if self.of_ranks[rank] == name] for name in names]
+
+
+class MemoryOfHosts:
+    """The memory that the ranks of a group share on each of several hosts, and the groups that they communicate in.
+
+    All ranks of the group must construct it together, and then call its methods in the same order.
+
+    Args:
+        hosts: where the ranks are.
+        ranks: of the group.
+        rank: this one.
+        name: of the group, another one for each.
+        timeout: of the meeting.
+
+    Raises:
+        RuntimeError: of gloo's; a rank did not take part.
+    """
+
+    def __init__(self, hosts: Hosts, ranks: Sequence[int], rank: int, name: str, timeout: timedelta) -> None:
+        by_host = hosts.split(ranks)
+        own = next(here for here in by_host if rank in here)
+        self.ranks, self.hosts, self.ranks_here, self.rank = tuple(ranks), len(by_host), len(own), own.index(rank)
+
+        def meet(those: Sequence[int]) -> dist.ProcessGroup:
+            # Not `dist.new_group`, which all ranks of the world would have to call. A backend has a group's methods.
+            store = dist.PrefixStore(f"hosts/{name}/{','.join(map(str, those))}", hosts.store)
+            return cast(dist.ProcessGroup, dist.ProcessGroupGloo(store, those.index(rank), len(those), timeout))
+
+        with patient_threads():
+            self.memory = SharedMemory(meet(own))
+            self._between = meet([here[0] for here in by_host]) if self.is_first else None
+        self._thread = ThreadPoolExecutor(1)
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this rank is the first of its host."""
+        return self.rank == 0
+
+    def allocate(self, elements: int, dtype: torch.dtype, timeout: timedelta) -> Tensor:
+        """Zeros (elements,) in this rank's part of a new mapping of its host.
+
+        Raises:
+            NotShared: on all ranks, if those of one host cannot have it.
+            RuntimeError: of gloo's; a rank did not take part.
+        """
+        problem: NotShared | None = None
+        try:
+            buffer = self.memory.allocate(elements, dtype, timeout)
+        except NotShared as error:
+            problem = error
+        failed = torch.tensor([int(problem is not None)])
+        self._reduce_between(failed, ReduceOp.MAX, timeout)
+        self.memory.group.broadcast([failed], from_rank_0(timeout)).wait()
+        if failed:
+            raise problem or NotShared("the ranks of another host cannot share memory", is_expected=True)
+        return buffer
+
+    def all_reduce(self, parts: list[Tensor], op: ReduceOp.RedOpType, timeout: timedelta) -> Future[None]:
+        """Combine what lies at the same place in each rank's part, on all hosts, after what was started before.
+
+        `parts`, (elements,) each, are those of this host's ranks. First those are combined in the order of the ranks,
+        ((x0 + x1) + x2) + …, then the hosts' sums by gloo; every rank gets a copy of the first rank's result. So all
+        ranks have the same sums, in every run. A thread does it, so that the hosts exchange while ranks compute.
+        """
+        return self._thread.submit(self._combine, parts, op, timeout)
+
+    def _combine(self, parts: list[Tensor], op: ReduceOp.RedOpType, timeout: timedelta) -> None:
+        plain = ReduceOp.SUM if op == ReduceOp.AVG else op
+        SharedReduce(self.memory, parts, plain).wait(timeout)
+        self._reduce_between(parts[0], plain, timeout)
+        if self.is_first and op == ReduceOp.AVG:
+            parts[0].div_(len(self.ranks))
+        SharedBroadcast(self.memory, parts).wait(timeout)
+
+    def _reduce_between(self, tensor: Tensor, op: ReduceOp.RedOpType, timeout: timedelta) -> None:
+        """Combine the tensors of the hosts' first ranks; on other ranks, nothing."""
+        if self._between is not None:
+            options = dist.AllreduceOptions()
+            options.reduceOp, options.timeout = ReduceOp(op), timeout + timedelta(seconds=2 * SECONDS_MORE)
+            self._between.allreduce([tensor], options).wait(options.timeout)
+
+    def parts_like(self, tensor: Tensor) -> list[Tensor] | None:
+        """As `SharedMemory.parts_like`: the parts of this host's ranks."""
+        return self.memory.parts_like(tensor)
