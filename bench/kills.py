@@ -1,6 +1,7 @@
 """Kills random ranks of random topologies at random times, and checks how the runs end and resume.
 
     python bench/kills.py                       60 kills, all topologies
+    python bench/kills.py --transport shared    the same in shared memory
     python bench/kills.py --kills 5 --seed 7 --topologies hybrid tp
 
 Each run saves checkpoints. One of its ranks gets SIGKILL: while the ranks start, after some step, or while they save.
@@ -22,6 +23,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import tyro
 
@@ -58,6 +60,8 @@ class Settings:
     """of all that is random"""
     topologies: tuple[str, ...] = tuple(TOPOLOGIES)
     """which of the topologies, with their flags"""
+    transport: Literal["auto", "shared", "gloo"] = "auto"
+    """of all runs; auto is gloo for models as small as these"""
 
 
 @dataclass
@@ -199,6 +203,7 @@ def main(settings: Settings) -> int:
     with contextlib.suppress(KeyboardInterrupt), tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as name:
         folder = Path(name)
         expected: dict[str, list[float]] = {}
+        RUN.extend(["--transport", settings.transport])
         for number in each(range(settings.kills), "kills"):
             topology = settings.topologies[number % len(settings.topologies)]
             if topology not in expected:
