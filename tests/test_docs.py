@@ -1,6 +1,7 @@
 """What docs/troubleshooting.md quotes is what the lab says, word for word; and docs/trust.md right."""
 
 import ast
+import functools
 import re
 from collections.abc import Iterator
 
@@ -20,6 +21,7 @@ def quotes() -> list[str]:
     return [quote for row in rows for quote in re.findall(r"`([^`]+)`", row.split(" | ")[0])]
 
 
+@functools.cache
 def messages() -> str:
     """All string literals of the source, a line each; and the lines of the shell scripts."""
     texts = [
@@ -40,13 +42,10 @@ def strings(tree: ast.AST) -> Iterator[str]:
             yield node.value.replace("\n", " ")
 
 
-SOURCE = messages()
-
-
 @pytest.mark.parametrize("quote", quotes())
 def test_a_quoted_message_is_ours(quote: str) -> None:
     parts = re.split(r"<[^<>]+>|…", quote)
-    if not any(is_in_order(parts, line) for line in SOURCE.split("\n")):  # it may be put together from several
+    if not any(is_in_order(parts, line) for line in messages().split("\n")):  # it may be put together from several
         assert all(is_said(part) for part in parts), quote
 
 
@@ -64,7 +63,7 @@ def is_in_order(parts: list[str], line: str) -> bool:
 def is_said(part: str) -> bool:
     """Whether the source has these words, or has their beginning and, elsewhere, the rest."""
     cuts = [cut for cut in range(len(part)) if part[cut - 1 : cut] in ("", " ")]
-    return any(part[:cut] in SOURCE and part[cut:] in SOURCE for cut in cuts or [0])
+    return any(part[:cut] in messages() and part[cut:] in messages() for cut in cuts or [0])
 
 
 def test_nothing_in_the_source_runs_what_it_reads() -> None:

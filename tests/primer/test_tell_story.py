@@ -16,7 +16,6 @@ import torch
 from processes import LAB, finish, start
 from small_models import saved_model, status_of
 from terminals import fork_python
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from distlab.checkpoints.models import write_model
 from simplellm.export import export
@@ -136,6 +135,8 @@ def test_the_cache_lets_each_token_through_once(cache: bool) -> None:
 
 
 def test_the_greedy_story_is_that_of_transformers(exported: Path) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
     theirs, tokenizer = (kind.from_pretrained(exported) for kind in (AutoModelForCausalLM, AutoTokenizer))
     told = []
     for prompt in PROMPTS:

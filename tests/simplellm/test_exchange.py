@@ -14,7 +14,6 @@ from safetensors.torch import load_file, save_file
 from small_models import SIZES, saved_model, status_of
 from terminals import fork_python
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from distlab.checkpoints.models import read_model, write_model
 from distlab.exchange import import_hf, read_saved
@@ -38,6 +37,8 @@ def assert_same_logits(ours: torch.nn.Module, theirs: Any) -> None:
 
 @pytest.mark.parametrize("options", [{}, GROUPED], ids=["multi-head", "grouped-query"])
 def test_transformers_loads_an_export(options: dict[str, Any], tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
     saved = saved_model(**options)
     export(saved, tmp_path / "there")
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "there")
@@ -52,6 +53,8 @@ def test_transformers_loads_an_export(options: dict[str, Any], tmp_path: Path) -
 
 def transformers_llama(**options: Any) -> Any:
     """A Llama as transformers saves it, with the shipped tokenizer, and weights as after training."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
     config: dict[str, Any] = {
         "vocab_size": SIZES["vocab_size"],
         "hidden_size": 32,
@@ -104,6 +107,8 @@ def test_only_theta_is_among_the_rope_parameters(folder: Path) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_weights_of_half_the_width(dtype: torch.dtype, tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
     folder = save(transformers_llama().to(dtype), tmp_path / "theirs")
     saved = read_llama(folder)
     assert {parameter.dtype for parameter in saved.parameters.values()} == {torch.float32}

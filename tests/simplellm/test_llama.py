@@ -9,7 +9,6 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from simplellm import llama
 from simplellm.errors import InputError
@@ -56,6 +55,8 @@ def gradients(model: nn.Module) -> dict[str, Tensor]:
 
 
 def transformers_llama(attention: str, theta: float, eps: float, num_kv_heads: int, hidden_dim: int) -> nn.Module:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
     settings: dict[str, Any] = {
         "vocab_size": VOCAB_SIZE,
         "hidden_size": SIZES["dmodel"],

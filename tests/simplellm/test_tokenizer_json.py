@@ -9,7 +9,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from sentencepiece import SentencePieceTrainer
-from transformers import AutoTokenizer
 
 from simplellm.errors import InputError
 from simplellm.export import tokenizer_config
@@ -53,6 +52,8 @@ def load(model: Path, folder: Path) -> Any:
     (folder / "tokenizer.json").write_text(json.dumps(as_tokenizer_json(model)))
     (folder / "tokenizer_config.json").write_text(json.dumps(tokenizer_config(model, 64)))
     (folder / "config.json").write_text('{"model_type": "llama"}')
+    from transformers import AutoTokenizer
+
     return AutoTokenizer.from_pretrained(folder)
 
 

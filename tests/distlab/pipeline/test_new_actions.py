@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from matplotlib.colors import to_rgb
 from pipeline_models import LOSS, OPTIONS, VOCAB, WIDTH, assert_near, batch, louder, update
 from processes import free_port, process_group, run_ranks
 from torch import Tensor
@@ -207,6 +206,8 @@ def test_the_table_and_the_figure_show_workers_with_two_stages() -> None:
 
 
 def test_each_stage_of_a_worker_has_its_shade() -> None:
+    from matplotlib.colors import to_rgb
+
     shades = [action_color(label) for label in ("F0", "F0'", "F12''", "V3")]
     assert shades[0] == pytest.approx(to_rgb(Forward.color))
     assert sum(shades[0]) < sum(shades[1]) < sum(shades[2]) < 3

@@ -6,12 +6,10 @@ import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import pytest
 from chapters import load
-from matplotlib.figure import Figure
-from matplotlib.text import Text
 from PIL import Image
 from processes import LAB
 
@@ -23,6 +21,10 @@ from distlab.reports import figures, style
 from distlab.reports.memory import KINDS
 from distlab.reports.timeline import draw, planned_panel
 from distlab.reports.trace import RankTrace, Trace, write_chrome
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+    from matplotlib.text import Text
 
 MOST_BYTES = 200_000
 STYLED_WIDTH = round(style.WIDTH * style.DPI)
@@ -96,7 +98,7 @@ DRAWN: dict[str, Callable[[Path, Path], None]] = {
 class Drawn(NamedTuple):
     """A text that has been drawn, and the pixels that it takes."""
 
-    text: Text
+    text: "Text"
     left: float
     bottom: float
     right: float
@@ -111,6 +113,8 @@ class Drawn(NamedTuple):
 @pytest.fixture
 def texts(monkeypatch: pytest.MonkeyPatch) -> dict[int, Drawn]:
     """The texts that are drawn during a test, each as it was drawn last: the layout is found by drawing."""
+    from matplotlib.text import Text
+
     drawn: dict[int, Drawn] = {}
     draw_text = Text.draw
 

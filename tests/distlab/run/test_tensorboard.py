@@ -4,21 +4,27 @@ import json
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from chapters import train_on
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from distlab.run.logs import RunLog, tensorboard_writer
 from simplellm.errors import InputError
+
+
+def events_in(folder: Path) -> Any:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    return EventAccumulator(str(folder)).Reload()
 
 
 def test_holds_what_the_metrics_hold(tmp_path: Path) -> None:
     flags = "--world-size 2 --batch-size 1 --eval-every 2 --tensorboard".split()
     train_on(2, "DP/gradient_aggr/intro_DP_GA.py", tmp_path, *flags)
     assert len(list(tmp_path.glob("events.out.tfevents.*"))) == 1, "one rank writes"
-    events = EventAccumulator(str(tmp_path)).Reload()
+    events = events_in(tmp_path)
     records = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     for name in ("loss", "validation_loss", "tokens_per_second"):
         kept = [(event.step, event.value) for event in events.Scalars(name)]
@@ -37,7 +43,7 @@ def test_steps_that_are_taken_again_are_there_once(tmp_path: Path) -> None:
             log.record(step)
         log.summary()
         time.sleep(1.1)  # a name of its own for the next file, which has the seconds of the time in it
-    kept = [(event.step, event.value) for event in EventAccumulator(str(tmp_path)).Reload().Scalars("loss")]
+    kept = [(event.step, event.value) for event in events_in(tmp_path).Scalars("loss")]
     assert kept == [(0, 0), (1, 1), (2, 2), (3, 33), (4, 34), (5, 35), (6, 36), (7, 37)]
     assert [json.loads(line)["step"] for line in (tmp_path / "metrics.jsonl").open()] == [*range(8)]
 
