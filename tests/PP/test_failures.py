@@ -48,7 +48,7 @@ def last_line(ended: Ended) -> str:
     return ended.err.splitlines()[-1]
 
 
-@pytest.mark.alone
+@pytest.mark.waits
 def test_a_stopped_rank(tmp_path: Path) -> None:
     """In terminals, with two schedules, and under the launcher: three runs at once, as they do nothing but wait."""
     with contextlib.ExitStack() as stack:
@@ -127,7 +127,7 @@ CHAIN = """
 AVERAGE = 'traffic.all_reduce(x, "the average", kind="check").wait()'
 
 
-@pytest.mark.alone
+@pytest.mark.waits
 def test_a_rank_that_is_lost_while_it_waits_is_not_taken_for_one_that_waits(tmp_path: Path) -> None:
     """Four runs at once, as they do nothing but wait."""
     cases = list(itertools.product({"chain": CHAIN, "average": AVERAGE}.items(), (signal.SIGKILL, signal.SIGSTOP)))
@@ -191,7 +191,7 @@ def launched(tmp_path: Path, victim: int, *command: str) -> Iterator[tuple[Start
             launcher.communicate()
 
 
-@pytest.mark.alone
+@pytest.mark.waits
 def test_a_killed_rank_under_the_launcher(tmp_path: Path) -> None:
     with launched(tmp_path, 3) as (launcher, rank):
         os.kill(rank, signal.SIGKILL)
@@ -201,7 +201,7 @@ def test_a_killed_rank_under_the_launcher(tmp_path: Path) -> None:
         assert sentence == "# rank 3 (stage 1 of replica 1) failed: it was terminated by SIGKILL"
 
 
-@pytest.mark.alone
+@pytest.mark.waits
 def test_a_killed_rank_under_plain_torchrun(tmp_path: Path) -> None:
     torchrun = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", DDP)
     with launched(tmp_path, 1, *torchrun) as (launcher, rank):
@@ -212,7 +212,7 @@ def test_a_killed_rank_under_plain_torchrun(tmp_path: Path) -> None:
         assert "frame #" not in end.err
 
 
-@pytest.mark.alone
+@pytest.mark.waits
 def test_a_stopped_rank_ends_with_a_launcher_that_is_killed(tmp_path: Path) -> None:
     torchrun = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "1", DDP)
     with launched(tmp_path, 0, *torchrun) as (launcher, rank):

@@ -24,7 +24,7 @@ from simplellm.errors import InputError
 from simplellm.sources import choose_source
 from simplellm.tokenizers import SPTokenizer
 
-pytestmark = pytest.mark.alone
+pytestmark = pytest.mark.waits
 
 TOKENIZER = SPTokenizer()
 

@@ -18,7 +18,7 @@ from terminals import fork_launcher
 from distlab.rendezvous.nodes import SECONDS_OF_SILENCE
 
 WHY_NOT = why_not()
-pytestmark = [pytest.mark.alone, pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT)]
+pytestmark = [pytest.mark.waits, pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT)]
 
 # As SGD: Adam hides a wrong scale of the gradients.
 MODEL = (

@@ -25,7 +25,7 @@ from distlab.run.local_ranks import run_ranks
 from distlab.run.settings import RunSettings
 from simplellm.errors import InputError
 
-pytestmark = pytest.mark.alone
+pytestmark = pytest.mark.waits
 
 LAYOUT = {"dp": 2, "pp": 3, "tp": 1}
 ELSEWHERE = "192.0.2.7"  # reserved for documentation (RFC 5737)

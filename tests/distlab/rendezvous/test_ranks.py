@@ -80,7 +80,7 @@ def test_a_rank_that_never_comes_is_named() -> None:
     assert time.monotonic() - started < 7, "rank 0 does not wait for rank 1, which has waited for as long"
 
 
-@pytest.mark.alone
+@pytest.mark.waits
 def test_a_rank_0_that_is_stopped_is_not_waited_for_without_end() -> None:
     with listen_at("127.0.0.1", 0) as silent:  # accepts connections, as the kernel does for a process that is stopped
         started = time.monotonic()
@@ -89,7 +89,7 @@ def test_a_rank_0_that_is_stopped_is_not_waited_for_without_end() -> None:
         assert time.monotonic() - started < 5
 
 
-@pytest.mark.alone
+@pytest.mark.waits
 def test_a_rank_0_that_stops_after_another_has_connected_is_not_waited_for() -> None:
     port = free_port()
     holder = multiprocessing.get_context("fork").Process(target=hold_store, args=(port,))
@@ -107,7 +107,7 @@ def test_a_rank_0_that_stops_after_another_has_connected_is_not_waited_for() -> 
         holder.join()
 
 
-@pytest.mark.alone
+@pytest.mark.waits
 def test_ctrl_c_ends_a_wait_for_a_rank_0_that_is_stopped() -> None:
     """Within seconds, whatever the timeout."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)  # it is ignored if a shell runs pytest with &
