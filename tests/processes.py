@@ -4,7 +4,6 @@ import functools
 import gc
 import io
 import itertools
-import multiprocessing
 import os
 import random
 import signal
@@ -25,6 +24,7 @@ import torch
 import torch.distributed as dist
 
 from distlab.comm.devices import patient_threads
+from distlab.comm.forked import forked
 from distlab.rendezvous.ranks import open_store
 from distlab.run.settings import parse
 from distlab.run.train_settings import TrainSettings
@@ -66,55 +66,37 @@ def collect_before_a_fork() -> None:
 
 
 def run_ranks(world_size: int, work: Callable[..., Any], *args: Any, deadline: float = 60) -> list[Any]:
-    """Run `work(rank, *args)` in one forked process a rank, and return what each returned, by rank.
-
-    A fork takes milliseconds where a new interpreter takes seconds to import torch. It is safe because the tests' own
-    process computes with one thread.
+    """Run `work(rank, *args)` in a fork for each rank (`forked`), and return what each returned, by rank.
 
     Raises:
         AssertionError: a rank raised (with its traceback), died, or did not finish by the deadline.
     """
     before_forks()
     collect_before_a_fork()
-    context = multiprocessing.get_context("fork")
-    pipes = [context.Pipe(duplex=False) for _ in range(world_size)]
-    ranks = [
-        context.Process(target=_run_rank, args=(sender, work, rank, *args)) for rank, (_, sender) in enumerate(pipes)
-    ]
-    for rank in ranks:
-        rank.start()
-    for _, sender in pipes:
-        sender.close()
-    try:
-        results: dict[int, Any] = {}
-        waiting: dict[Any, int] = {receiver: rank for rank, (receiver, _) in enumerate(pipes)}
+    results: dict[int, Any] = {}
+    with forked(world_size, functools.partial(_answer, work, args)) as waiting:
         while waiting:
             ready = wait(list(waiting), timeout=deadline)
             assert ready, f"ranks {sorted(waiting.values())} did not finish within {deadline} s"
-            for receiver in ready:
-                assert isinstance(receiver, Connection)
-                rank_number = waiting.pop(receiver)
+            for pipe in ready:
+                assert isinstance(pipe, Connection)
+                rank = waiting.pop(pipe)
                 try:
-                    error, results[rank_number] = torch.load(io.BytesIO(receiver.recv_bytes()), weights_only=False)
+                    error, results[rank] = torch.load(io.BytesIO(pipe.recv_bytes()), weights_only=False)
                 except EOFError:
-                    raise AssertionError(f"rank {rank_number} died") from None
-                assert not error, f"rank {rank_number}:\n{error}"
-        return [results[rank] for rank in range(world_size)]
-    finally:
-        for process in ranks:
-            process.kill()
-            process.join()
+                    raise AssertionError(f"rank {rank} died") from None
+                assert not error, f"rank {rank}:\n{error}"
+    return [results[rank] for rank in range(world_size)]
 
 
-def _run_rank(sender: Connection, work: Callable[..., Any], rank: int, *args: Any) -> None:
+def _answer(work: Callable[..., Any], args: tuple[Any, ...], rank: int, pipe: Connection) -> None:
     try:
         ended = None, work(rank, *args)
     except BaseException:
         ended = traceback.format_exc(), None
     answer = io.BytesIO()
     torch.save(ended, answer)  # whole tensors: what torch sends over a pipe stays in the memory of this process
-    sender.send_bytes(answer.getvalue())
-    os._exit(0)
+    pipe.send_bytes(answer.getvalue())
 
 
 @contextmanager

@@ -1,5 +1,6 @@
 """The tensor-parallel chapter gives the training run of one process: losses, gradients, parameters, under plain SGD."""
 
+import itertools
 import json
 from pathlib import Path
 
@@ -47,8 +48,14 @@ def assert_sent(out: Path, forward: int, backward: int) -> None:
         assert f"{kind}: {expected:,} bytes per layer and step; the formula gives {expected:,}\n" in said
 
 
-@pytest.mark.parametrize("flags", ["--tp-style naive", "--tp-style megatron", "--sequence-parallel"])
-@pytest.mark.parametrize("ranks", [1, 2, 3, 6])
+@pytest.mark.parametrize(
+    ("ranks", "flags"),
+    [
+        *itertools.product([1, 2, 3], ["--tp-style naive", "--tp-style megatron", "--sequence-parallel"]),
+        (6, "--tp-style naive"),
+        (6, "--sequence-parallel"),
+    ],
+)
 def test_is_the_run_of_one_process(ranks: int, flags: str, one_process: OneProcess, tmp_path: Path) -> None:
     expected_parameters, expected_gradients, expected_losses = one_process(2, *MODEL)
     transport = "shared" if ranks == 3 else "auto"  # which is gloo for so little
@@ -147,7 +154,7 @@ def test_another_width_of_the_feed_forward_layers(
 
 
 def test_long_sequences_in_three_dimensions(one_process: OneProcess, tmp_path: Path) -> None:
-    model = [*MODEL, *"--hidden-dim 41 --seq-len 2100 --lr 1".split()]
+    model = [*MODEL, *"--hidden-dim 41 --seq-len 2100 --lr 1 --steps 2".split()]
     _, expected_gradients, expected_losses = one_process(2, *model)
     flags = "--dp 1 --pp 2 --tp 2 --batch-size 2 --micro-batches 2".split()
     _, gradients, own_losses = train_on(4, "hybrid/intro_hybrid.py", tmp_path, *model, *flags)
@@ -156,7 +163,7 @@ def test_long_sequences_in_three_dimensions(one_process: OneProcess, tmp_path: P
         together = gradients[place] | gradients[2 + place]
         assert_equal(together, slices(expected_gradients, "megatron", place, 2), ROUNDING)
     tokens = [json.loads(line)["tokens"] for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-    assert tokens == [4200, 8400, 12600, 16800]
+    assert tokens == [4200, 8400]
 
 
 def test_micro_batches_change_nothing(one_process: OneProcess, tmp_path: Path) -> None:

@@ -30,7 +30,7 @@ FUNCTIONS: dict[str, Callable[..., Facts]] = {
     "mpi-collective": try_method,
 }  # in one process
 PROGRAMS = {"product": try_product, "case": try_case, "layer": try_layer}  # on several ranks
-SECONDS_AFTER_A_DEADLOCK = 3.0  # that ranks may stand still, where another function has ended in one
+SECONDS_AFTER_A_DEADLOCK = 3.0  # that ranks may stand still, or compute, where another function has ended in one
 
 
 def prepare() -> None:
@@ -55,7 +55,8 @@ def check(exercise: Exercise, script: Path, patience: Patience | None = None) ->
             verdict = _timed(_try_function, exercise.functions, taken, script, folder, patience)
             passed = passed and verdict.passed
             if verdict.mistake == "deadlock":  # the result is clear, and others may hang, too
-                patience = replace(patience, still=min(patience.still, SECONDS_AFTER_A_DEADLOCK))
+                most = SECONDS_AFTER_A_DEADLOCK
+                patience = replace(patience, still=min(patience.still, most), work=min(patience.work, most))
             yield verdict
         for number, trial in enumerate(exercise.trials):
             if passed:

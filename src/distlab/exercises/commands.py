@@ -107,7 +107,8 @@ def _check(path: Path, wanted: Exercise, as_json: bool) -> bool:
         for sentence in verdict.sentences:
             print(textwrap.indent(sentence, "       "))
         for what, (sent, needed) in verdict.sent.items():
-            print(f"       {what}: all ranks sent {human_bytes(sent)} in a step; {human_bytes(needed)} are needed")
+            bytes_of_all = f"{human_bytes(sent)} in a step over a network, of all ranks"
+            print(f"       {what}: {bytes_of_all}; {human_bytes(needed)} are needed")
         for remark in verdict.remarks:
             print(f"       remark: {remark}")
         for line in verdict.printed:

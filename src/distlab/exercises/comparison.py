@@ -209,7 +209,10 @@ class Comparison:
         return None
 
     def sent(self) -> dict[str, tuple[int, int]]:
-        """By what was sent: the bytes that all ranks sent in the last step, and those that are needed."""
+        """By what was sent: the bytes of all ranks in the last step, and those that are needed.
+
+        Collectives count as around a ring over a network (`traffic.ledger`), also where ranks share memory instead.
+        """
         trial = self.trial
         n, stages, slices = (trial.layout.get(name, 1) for name in ("dp", "pp", "tp"))
         replica = self.reports[: len(self.reports) // n]

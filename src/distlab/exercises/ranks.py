@@ -4,8 +4,8 @@ Each rank watches itself. If its main thread has stood still for some seconds, i
 and the wait that it is in. From the waits of all ranks follows who waits for whom.
 """
 
+import functools
 import json
-import multiprocessing
 import os
 import random
 import re
@@ -25,7 +25,7 @@ from typing import Any
 
 import torch
 
-from distlab.comm.processes import end_with_parent
+from distlab.comm.forked import forked
 from distlab.comm.traffic import traffic
 from distlab.comm.waits import TrafficError
 from distlab.rendezvous.diagnosis import Notice, diagnose
@@ -33,7 +33,8 @@ from simplellm.errors import InputError
 
 Facts = dict[str, Any]  # what a rank tells of itself; JSON
 SECONDS_FOR_CONSEQUENCES = 1.0  # after a rank has failed, how long others may take to fail too
-LONGEST_SECONDS = 25.0  # of ranks that go on, such as an endless loop
+LONGEST_SECONDS = 25.0  # of ranks that go on; right ones take a few, where others do not take the processor
+LONGEST_WORK_SECONDS = 10.0  # of the processor's time: an endless loop's
 SECONDS_OF_A_WAIT = 0.1  # of the processor's time; a thread that waits takes less until it counts as standing still
 
 
@@ -43,6 +44,7 @@ class Patience:
 
     still: float = 8.0  # seconds that a rank may stand still
     longest: float = LONGEST_SECONDS
+    work: float = LONGEST_WORK_SECONDS  # the processor's time that a rank may take
 
 
 @dataclass
@@ -71,32 +73,14 @@ Work = Callable[..., Facts]  # (rank, *args): what the rank does
 
 
 def run_ranks(world_size: int, work: Work, *args: Any, script: Path, folder: Path, patience: Patience) -> list[Report]:
-    """Run `work(rank, *args)` in a forked process a rank; the processes are gone when this returns.
-
-    This process must compute with one thread, as forks inherit no others.
+    """Run `work(rank, *args)` in a fork for each rank (`forked`); the processes are gone when this returns.
 
     Args:
         script: the student's file, whose lines the reports name.
         folder: where the ranks work; what they print and write with relative paths is there.
     """
-    context = multiprocessing.get_context("fork")
-    pipes = [context.Pipe(duplex=False) for _ in range(world_size)]
-    args = script, folder, patience, work, *args
-    ranks = [context.Process(target=_run_rank, args=(pipes, rank, *args), daemon=True) for rank in range(world_size)]
-    sys.stdout.flush()
-    sys.stderr.flush()
-    try:
-        for process in ranks:
-            process.start()
-        for _, sender in pipes:
-            sender.close()
-        reports = _collect({receiver: rank for rank, (receiver, _) in enumerate(pipes)}, patience)
-    finally:
-        for process in ranks:
-            with suppress(OSError, TypeError):  # with what it has started
-                os.killpg(process.pid, signal.SIGKILL)  # type: ignore[arg-type]
-            process.kill()
-            process.join()
+    with forked(world_size, functools.partial(_run_rank, script, folder, patience, work, args)) as pipes:
+        reports = _collect(pipes, patience)
     for report in reports:
         told = folder / f"printed{report.rank}.txt"
         lines = told.read_text(errors="replace").splitlines() if told.exists() else []
@@ -104,7 +88,7 @@ def run_ranks(world_size: int, work: Work, *args: Any, script: Path, folder: Pat
     return reports
 
 
-def _collect(waiting: dict[Any, int], patience: Patience) -> list[Report]:
+def _collect(waiting: dict[Connection, int], patience: Patience) -> list[Report]:
     """The last word of each rank; ends early when nothing can change any more."""
     deadline = time.monotonic() + patience.longest + 3
     reports: dict[int, Report] = {}
@@ -136,21 +120,8 @@ def _collect(waiting: dict[Any, int], patience: Patience) -> list[Report]:
 
 
 def _run_rank(
-    pipes: list[tuple[Connection, Connection]],
-    rank: int,
-    script: Path,
-    folder: Path,
-    patience: Patience,
-    work: Work,
-    *args: Any,
+    script: Path, folder: Path, patience: Patience, work: Work, args: tuple[Any, ...], rank: int, pipe: Connection
 ) -> None:
-    for other, (_, sender) in enumerate(pipes):
-        if other != rank:
-            sender.close()  # or its end would not be seen
-    sender = pipes[rank][1]
-    with suppress(OSError):
-        os.setpgid(0, 0)
-    end_with_parent(signal.SIGKILL)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the checker, which ends the ranks
     sys.stdout = (folder / f"printed{rank}.txt").open("w", buffering=1)  # for the rest of the process
     sys.stderr = Path(os.devnull).open("w")  # noqa: SIM115
@@ -163,7 +134,7 @@ def _run_rank(
     def tell(report: Report) -> None:
         with lock:
             if not has_ended.is_set():
-                sender.send_bytes(json.dumps(asdict(report)).encode())
+                pipe.send_bytes(json.dumps(asdict(report)).encode())
             if report.state not in ("stuck", "moves"):
                 has_ended.set()
 
@@ -199,8 +170,8 @@ def _watch(rank: int, script: str, patience: Patience, tell: Callable[[Report], 
     assert main is not None
     started = since = time.monotonic()
     before: list[tuple[int, int]] = []
-    is_still, worked_before = False, 0.0
-    while time.monotonic() - started < patience.longest:
+    is_still, worked, worked_before = False, 0.0, 0.0
+    while time.monotonic() - started < patience.longest and worked < patience.work:
         time.sleep(0.1)
         frame, now, own = sys._current_frames().get(main), [], ""
         while frame is not None:
@@ -217,7 +188,8 @@ def _watch(rank: int, script: str, patience: Patience, tell: Callable[[Report], 
             is_still = True
             notice = Notice(rank, traffic.waits_for(), dict(traffic.begun))
             tell(Report(rank, "stuck", "waits", own, notice.to_json()))
-    tell(Report(rank, "stuck", f"had not finished after {patience.longest:.0f} s", own, Notice(rank, None).to_json()))
+    after = f"had not finished after {time.monotonic() - started:.0f} s"
+    tell(Report(rank, "stuck", after, own, Notice(rank, None).to_json()))
 
 
 def _seconds_computed_by(thread: int) -> float:

@@ -14,7 +14,7 @@ class Verdict:
     passed: bool = False
     mistake: str = ""  # its name, for machines
     sentences: list[str] = field(default_factory=list)  # what is wrong, or what was found right
-    sent: dict[str, tuple[int, int]] = field(default_factory=dict)  # bytes in a step by what, and those needed
+    sent: dict[str, tuple[int, int]] = field(default_factory=dict)  # bytes in a step over a network, and those needed
     remarks: list[str] = field(default_factory=list)  # what a right solution could do better
     printed: list[str] = field(default_factory=list)  # by the student's own lines, where the trial fails
     seconds: float = 0.0

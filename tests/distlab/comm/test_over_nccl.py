@@ -1,7 +1,8 @@
 """Runs over NCCL as far as they can be followed without a GPU: which tensors they give to it, and in what order."""
 
+import functools
 from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -37,16 +38,26 @@ def record(size: int, script: str, flags: str, out: Path) -> list[list[Call]]:
     return [[Call(*call) for call in calls] for calls in by_rank]
 
 
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], list[list[Call]]]:
+    """What each rank would do in a case; recorded once for all tests."""
+    return functools.cache(lambda case: record(*(PIPELINES | OTHERS)[case], tmp_path_factory.mktemp("recorded")))
+
+
 @pytest.mark.parametrize("case", [*PIPELINES, *OTHERS])
-def test_nccl_gets_only_tensors_of_the_gpu_and_all_ranks_end(case: str, tmp_path: Path) -> None:
-    calls = record(*(PIPELINES | OTHERS)[case], tmp_path)  # fails where NCCL is given a tensor that is on the CPU
+def test_nccl_gets_only_tensors_of_the_gpu_and_all_ranks_end(
+    case: str, recorded: Callable[[str], list[list[Call]]]
+) -> None:
+    calls = recorded(case)  # fails where NCCL is given a tensor that is on the CPU
     assert all(calls)
     assert stuck(calls) == []
 
 
 @pytest.mark.parametrize("case", sorted({*PIPELINES} - {"naive"}))  # which posts nothing ahead
-def test_communicators_are_set_up_before_the_first_forward_pass(case: str, tmp_path: Path) -> None:
-    for own in record(*PIPELINES[case], tmp_path):
+def test_communicators_are_set_up_before_the_first_forward_pass(
+    case: str, recorded: Callable[[str], list[list[Call]]]
+) -> None:
+    for own in recorded(case):
         first = next(index for index, call in enumerate(own) if call.what == "forward")
         assert {*map(communicator, own)} - {*map(communicator, own[:first])} == set()
 

@@ -12,7 +12,6 @@ from simplellm.errors import InputError
 
 ALWAYS, SOMETIMES = "0.3", "0.82"  # the norms of the four steps are about 0.81, 0.81, 0.83 and 1.02
 OTHERS = {
-    "zb-v": (2, "PP/microbatches/intro_PP_microbatches.py", "--world-size 2 --schedule zb-v --batch-size 6"),
     "2x2x2": (8, "hybrid/intro_hybrid.py", "--dp 2 --pp 2 --tp 2 --batch-size 3"),
     "tp-naive": (2, "TP/intro_TP.py", "--world-size 2 --tp-style naive --batch-size 6"),
     "tp-sequence": (2, "TP/intro_TP.py", "--world-size 2 --sequence-parallel --batch-size 6"),
@@ -21,7 +20,10 @@ OTHERS = {
     "zero-2": (2, "DP/zero/intro_DP_ZeRO.py", "--world-size 2 --batch-size 3 --micro-batches 3 --shard gradients"),
     "micro-batches": (2, "DP/mydp/intro_DP_MyDP.py", "--world-size 2 --batch-size 3 --micro-batches 3"),
 }
-RUN_ON = {"zero-2x2": (4, "hybrid/intro_hybrid.py", "--dp 2 --pp 2 --batch-size 3 --shard optimizer")}
+RUN_ON = {
+    "pp-tp": (4, "hybrid/intro_hybrid.py", "--dp 1 --pp 2 --tp 2 --batch-size 6"),
+    "zero-2x2": (4, "hybrid/intro_hybrid.py", "--dp 2 --pp 2 --batch-size 3 --shard optimizer"),
+}
 RUNS = LAYOUTS | OTHERS | RUN_ON
 Run = tuple[list[State], list[State], list[float], list[float]]
 
@@ -56,9 +58,9 @@ def test_one_process_is_clipped_as_the_limit_says(alone: dict[str, Run]) -> None
     assert alone[SOMETIMES][2][: first + 1] == alone["100"][2][: first + 1], "the same run until it bites"
 
 
-@pytest.mark.parametrize("layout", ["dp-ga", "dp-zero", "ddp", "pp-dapple", "tp", *OTHERS])
+@pytest.mark.parametrize("layout", ["dp-ga", "dp-zero", "ddp", "pp-dapple", "pp-zbv", "tp", *OTHERS])
 def test_every_layout_clips_by_the_norm_of_one_process(layout: str, alone: dict[str, Run], tmp_path: Path) -> None:
-    most = SOMETIMES if layout in ("dp-ga", "zb-v", "tp", "zero-1") else ALWAYS
+    most = SOMETIMES if layout in ("dp-ga", "pp-zbv", "tp", "zero-1") else ALWAYS
     [expected_parameters], [expected_gradients], expected_losses, expected_norms = alone[most]
     parameters, gradients, own_losses, own_norms = clipped(layout, tmp_path, most)
     assert own_norms == pytest.approx(expected_norms, rel=1e-5)
@@ -72,7 +74,7 @@ def test_every_layout_clips_by_the_norm_of_one_process(layout: str, alone: dict[
 
 def test_in_bfloat16(tmp_path: Path) -> None:
     *_, expected_losses, expected_norms = clipped("primer", tmp_path / "one", ALWAYS, "--dtype", "bfloat16")
-    *_, own_losses, own_norms = clipped("2x2x2", tmp_path / "eight", ALWAYS, "--dtype", "bfloat16")
+    *_, own_losses, own_norms = clipped("pp-tp", tmp_path / "four", ALWAYS, "--dtype", "bfloat16")
     assert own_norms == pytest.approx(expected_norms, rel=1e-2)
     assert own_losses == pytest.approx(expected_losses, rel=1e-3)
 
@@ -88,7 +90,7 @@ def test_without_the_flag_nothing_is_sent_or_recorded(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("layout", "most", "bites"), [("zb-v", 0.75, 7), ("zb-v", 1, 2), ("2x2x2", 1, 2), ("zero-2x2", 1, 2)]
+    ("layout", "most", "bites"), [("pp-zbv", 0.75, 7), ("pp-zbv", 1, 2), ("pp-tp", 1, 2), ("zero-2x2", 1, 2)]
 )
 def test_a_clipped_step_that_ran_on_is_undone_and_taken_again(
     layout: str, most: float, bites: int, tmp_path: Path

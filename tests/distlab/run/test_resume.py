@@ -191,15 +191,15 @@ def test_a_run_that_is_killed_goes_on_bit_for_bit(tmp_path: Path) -> None:
     """Every rank and the launcher at once, by SIGKILL, whatever step they have come to."""
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     _, _, own = LAYOUTS["hybrid"]
-    launch = ["hybrid", *MODEL, "--data", "sample", *TRAINING, *own.split(), "--save-every", "20"]
+    launch = ["hybrid", *MODEL, "--data", "sample", *TRAINING, *own.split(), "--save-every", "10"]
     launcher = fork_launcher(*launch, "--steps", "1000000", "--out", killed)
-    assert wait_for(lambda: steps_taken(killed) >= 30)
+    assert wait_for(lambda: steps_taken(killed) >= 15)
     for pid in [launcher.pid, *children(launcher.pid)]:
         os.kill(pid, signal.SIGKILL)
     launcher.wait(10)
-    saved_at = len(losses(killed)) // 20 * 20  # at the latest
-    steps = ["--steps", str(saved_at + 20)]
-    _, expected = run("hybrid", whole, *steps, "--save-every", "20")
+    saved_at = len(losses(killed)) // 10 * 10  # at the latest
+    steps = ["--steps", str(saved_at + 10)]
+    _, expected = run("hybrid", whole, *steps, "--save-every", "10")
     ended = fork_launcher(*launch, *steps, "--resume", killed, "--out", killed).finish()
     assert ended.status == 0, ended.err
     assert losses(killed) == expected
