@@ -93,6 +93,7 @@ QUICK = (
 WARM_UP = 2  # steps
 IN_A_ROW = 2  # steps of a turn; the reference runs before and after them
 SLEEP = 8e-3  # seconds of a block's forward pass over a sequence
+SECONDS_TO_SETTLE = 0.03
 REFERENCE_SECONDS = 0.08  # about as long does the reference run at a time
 DEADLINE = 60  # seconds that ranks may take for what is asked of them
 SCRIPT = "hybrid/intro_hybrid.py"
@@ -224,6 +225,7 @@ def run_rank(pipe: Connection, rank: int, flags: Sequence[str], costs: Costs | N
     Gate.pipe = pipe
     module.TinyStories = Gate  # type: ignore[attr-defined]
     if costs is not None:
+        os.environ["OMP_NUM_THREADS"] = "1"  # or threads that have nothing to do would spin on the others' cores
         fall_asleep(costs)
     settings: RunSettings = parse(module.DEFAULTS, "", [*flags, "--out", folder, str(rank)])
     run: TrainingRun[Any] = TrainingRun(settings, script_path)
@@ -290,6 +292,11 @@ class Children:
         for pipe in self.pipes:
             pipe.send(what)
 
+    def join(self) -> None:
+        """Wait until they have ended."""
+        for process in self._processes:
+            process.join(DEADLINE)
+
     def end(self) -> None:
         for process in self._processes:
             process.kill()
@@ -321,12 +328,11 @@ def measure(name: str, machine: Machine, machine_file: Path, turns: int, port: i
                 ranks.add(run_rank, rank, flags, costs if is_asleep else None, folder)
             for _ in range(turns):
                 ranks.answers(name)
-                references.tell(count)
-                record.reference.append(statistics.fmean(references.answers(name)) if count else 0.0)
+                record.reference.append(reference_seconds(references, count, name))
                 ranks.tell(None)
             times, *_ = ranks.answers(name)
-            references.tell(count)
-            record.reference.append(statistics.fmean(references.answers(name)) if count else 0.0)
+            ranks.join()
+            record.reference.append(reference_seconds(references, count, name))
             record.held_bytes = sum(read_largest(Path(folder)))
             last = json.loads(Path(folder, "metrics.jsonl").read_text().splitlines()[-1])
         finally:
@@ -339,6 +345,15 @@ def measure(name: str, machine: Machine, machine_file: Path, turns: int, port: i
             values.append(statistics.fmean(column))
     record.process_bytes = last["peak_memory_bytes"]
     return record
+
+
+def reference_seconds(references: Children, count: int, name: str) -> float:
+    """The mean over all cores; 0 without a reference. It begins when no thread of the ranks spins any more."""
+    if not count:
+        return 0.0
+    time.sleep(SECONDS_TO_SETTLE)
+    references.tell(count)
+    return statistics.fmean(references.answers(name))
 
 
 def compare(record: Record, machine: Machine, machine_file: Path) -> Compared:

@@ -29,7 +29,6 @@ from distlab.planner.machine import Machine, read_machine, write_machine
 from distlab.planner.model import Sizes
 from distlab.rendezvous.torchrun import started_by_torchrun
 from distlab.reports.trace import read_chrome
-from distlab.run.commands import LAB
 from distlab.run.logs import say
 from distlab.run.main import main
 from distlab.run.optimizers import build_optimizer
@@ -62,7 +61,7 @@ class CalibrateSettings(WorldSize, RunSettings):
     """width of the feed-forward layers; by default 4 times --dmodel"""
     seq_len: int = 256
     """tokens per sequence"""
-    rows: tuple[int, ...] = (1, 2, 4)
+    rows: tuple[int, ...] = (1, 2, 8)
     """sequences of a micro-batch"""
     seconds: float = 25
     """how long to measure passes"""
@@ -110,6 +109,7 @@ def calibrate(run: Run[CalibrateSettings]) -> None:
     kinds += [measuring.Kind(1, at_once)] if is_cpu and at_once > 1 else []
     measured = measuring.measure_passes(sizes, kinds, args.rows, device, args.seconds)
     net = measuring.build(LLamaStage, sizes, measuring.BLOCKS, 1, device)
+    spinning = measuring.measure_spinning(at_once) if is_cpu and at_once > 1 else 0.0
     update = measuring.measure_optimizer(build_optimizer("adam", net.parameters(), 1e-3), device)
     machine = Machine(
         name=f"{platform.node()}, {at_once} {'cores' if is_cpu else 'GPUs'}",
@@ -125,6 +125,7 @@ def calibrate(run: Run[CalibrateSettings]) -> None:
         optimizer_seconds=update,
         message_seconds=messages[0].own_seconds,
         crowded_seconds=messages[0].crowded_seconds,
+        spin_seconds=spinning,
         slowdown=slowdown,
         measured=tuple(measured),
         all_reduces=reductions,
@@ -138,17 +139,17 @@ def calibrate(run: Run[CalibrateSettings]) -> None:
 def with_tiny_run(machine: Machine, device: torch.device) -> Machine:
     """A machine with what a step takes besides its passes, and a process that holds nothing: those of a tiny run."""
     with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, str(LAB / "hybrid/intro_hybrid.py"), *TINY.split(), "--data", "sample", "--trace"]
+        command = [sys.executable, "-m", "distlab.launch", "hybrid", *TINY.split(), "--data", "sample", "--trace"]
         command += ["--device", device.type, "--out", folder]
         of_this_rank = "TORCHELASTIC", "LAB_"
         environment = {name: value for name, value in os.environ.items() if not name.startswith(of_this_rank)}
         done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=False)
         require(done.returncode == 0, f"the run of a tiny model failed: {done.stderr.strip()[-300:]}")
         trace = read_chrome(Path(folder) / "trace.json")
-        [first, *_] = (Path(folder) / "metrics.jsonl").read_text().splitlines()
+        *_, last = (Path(folder) / "metrics.jsonl").read_text().splitlines()
     [rank] = trace.ranks
     besides = [step.seconds - sum(one.seconds for one in rank.within(step, COMPUTE)) for [step] in trace.steps()]
-    process_bytes = float(json.loads(first)["peak_memory_bytes"])
+    process_bytes = float(json.loads(last)["peak_memory_bytes"])
     return replace(machine, step_seconds=measuring.usual(besides), process_bytes=process_bytes)
 
 

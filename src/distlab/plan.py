@@ -14,6 +14,7 @@ from typing import Annotated, Literal
 
 import tyro
 
+from distlab.comm.threads import asked_threads
 from distlab.pipeline.schedules import schedule_names
 from distlab.planner.layouts import Choices, Shard
 from distlab.planner.machine import Machine, read_machine
@@ -137,6 +138,7 @@ def plan(request: Request) -> None:
         optimizer=request.optimizer,
         choices=request.choices,
         top=request.top,
+        threads=asked_threads(),
     )
     what = f"--ranks {request.ranks} with --global-batch {request.global_batch}"
     require(found.layouts > 0, f"{what}: no layout divides the batch, the heads and the layers; change one of them")

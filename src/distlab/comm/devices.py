@@ -13,6 +13,7 @@ from pathlib import Path
 
 import torch
 
+from distlab.comm.threads import asked_threads
 from simplellm.errors import require
 
 
@@ -105,15 +106,12 @@ def tf32_override() -> str | None:
 
 def threads_per_rank(local_ranks: int) -> int:
     """Threads for each of the ranks that share this host's cores; OMP_NUM_THREADS overrides it."""
-    return cores_to_share(local_ranks) or int(os.environ["OMP_NUM_THREADS"])
+    return asked_threads() or max(1, cores() // local_ranks)
 
 
 def cores_to_share(parties: int) -> int | None:
     """Cores of this host for each of `parties`, at least 1; None if OMP_NUM_THREADS sets the number of threads."""
-    asked = os.environ.get("OMP_NUM_THREADS", "")
-    if asked.isdigit() and int(asked) > 0:
-        return None
-    return max(1, cores() // parties)
+    return None if asked_threads() else max(1, cores() // parties)
 
 
 def cores() -> int:

@@ -27,7 +27,7 @@ class Kept:
 
 @dataclass(frozen=True)
 class Costs:
-    """The costs of a layout's actions; `threads` is what an action computes with.
+    """The costs of a layout's actions.
 
     Where replicas share out the weights, the collectives of a pass are part of it.
     """
@@ -35,6 +35,7 @@ class Costs:
     machine: Machine
     model: Model
     layout: Layout
+    threads: int | None = None  # of every rank, by `OMP_NUM_THREADS`; by default, its share of the cores
 
     @functools.cached_property
     def placement(self) -> Placement:

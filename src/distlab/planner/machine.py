@@ -77,6 +77,7 @@ class Machine:
     optimizer_seconds: float = 0.0  # to update one weight
     message_seconds: float = 0.0  # for which a message keeps its sender, and its receiver, from computing
     crowded_seconds: float = 0.0  # more that a message takes while all cores of its receiver's host compute
+    spin_seconds: float = 0.0  # for which the further threads of a rank keep a core after they have computed
     process_bytes: float = 0.0  # of a rank that holds nothing
     # What each of 1, 2, … ranks that compute at once takes, as a multiple of what one takes alone. Beyond these, and
     # beyond the cores, ranks share them.

@@ -38,14 +38,16 @@ NETS: tuple[tuple[Part, type[LLamaPart], int], ...] = (
     ("head", LLamaLastStage, 0),
 )
 LEAST_TURNS = 2
-TURNS_TOGETHER = 10
+TURNS_TOGETHER = 9
 MESSAGE_BYTES = 4, 1_000_000
 GLOO_BYTES = 4, 65_536, 1_048_576, 4_194_304
 SHARED_BYTES = 262_144, 4_194_304, 16_777_216
 ROUNDS = 8
-IN_A_ROW = 6  # collectives
+IN_A_ROW = 4  # collectives
+PRODUCTS = 2  # of matrices before each, some milliseconds
 PAUSE = 2e-3  # seconds
 SECONDS_OF_A_CROWD = 0.3
+SECONDS_OF_SPINNING = 0.1  # at most
 CROWD = 128  # rows of a matrix
 
 
@@ -79,7 +81,7 @@ class Passes:
         """Seconds of each kind of pass; gradients are added to those that are there, as with several micro-batches."""
         forward, backward = self.run("FB")
         again, of_input, of_weights = self.run("FIW")
-        return {"F": min(forward, again), "B": backward, "I": of_input, "W": of_weights}
+        return {"F": (forward + again) / 2, "B": backward, "I": of_input, "W": of_weights}
 
 
 def now(device: torch.device) -> float:
@@ -117,30 +119,34 @@ def measure_passes(
 ) -> list[Measured]:
     """The parts of a model on this rank alone, for about so many seconds.
 
-    All are measured in turns, so that what disturbs the computer for a while does not spoil one of them; the fastest
-    of its turns is what a pass takes if nothing disturbs it.
+    All are measured in turns, so that what disturbs the computer for a while does not spoil one of them, and each for
+    about as long, so that short passes have more turns than long ones. A pass takes the median of its turns.
     """
-    usual = torch.get_num_threads()
+    usual_threads = torch.get_num_threads()
     passes: dict[tuple[Kind, Part, int], Passes] = {}
     for kind, (part, net_kind, blocks) in itertools.product(kinds, NETS):
         net = build(net_kind, sizes, blocks, kind.tp, device)
         for count in rows:
             passes[kind, part, count] = Passes(net, sizes, count, shard_sizes(sizes.vocab_size, kind.tp)[0])
-    fastest: dict[tuple[Kind, Part, int], dict[str, float]] = {}
-    begun, turns = time.perf_counter(), 0
-    while turns < LEAST_TURNS or time.perf_counter() < begun + seconds * turns / (turns + 1):
+    turns: dict[tuple[Kind, Part, int], list[dict[str, float]]] = {key: [] for key in passes}
+    begun, spent = time.perf_counter(), dict.fromkeys(passes, 0.0)
+    while (elapsed := time.perf_counter() - begun) < seconds or min(map(len, turns.values())) < 1 + LEAST_TURNS:
         for key, one in passes.items():
+            if len(turns[key]) > LEAST_TURNS and spent[key] > elapsed / len(passes):
+                continue
             torch.set_num_threads(key[0].threads)
-            taken = one.turn()
-            if turns:  # the first loads and allocates
-                known = fastest.setdefault(key, taken)
-                fastest[key] = {letter: min(taken[letter], known[letter]) for letter in taken}
-        turns += 1
-    torch.set_num_threads(usual)
+            started = time.perf_counter()
+            turns[key].append(one.turn())
+            spent[key] += time.perf_counter() - started
+    torch.set_num_threads(usual_threads)
+
+    def typical(kind: Kind, part: Part, count: int, letter: str) -> float:
+        blocks = BLOCKS if part == "block" else 1
+        later = turns[kind, part, count][1:]  # the first loads and allocates
+        return statistics.median(turn[letter] for turn in later) / blocks
 
     def part_of(kind: Kind, part: Part) -> PassSeconds:
-        blocks = BLOCKS if part == "block" else 1
-        return PassSeconds(*(ascending([fastest[kind, part, n][letter] / blocks for n in rows]) for letter in "FBIW"))
+        return PassSeconds(*(ascending([typical(kind, part, n, letter) for n in rows]) for letter in "FBIW"))
 
     return [
         Measured(sizes, kind.tp, kind.threads, tuple(rows), *(part_of(kind, part) for part in PARTS)) for kind in kinds
@@ -150,21 +156,44 @@ def measure_passes(
 def measure_slowdown(sizes: Sizes, rank: int, ranks: int, device: torch.device, seconds: float) -> tuple[float, ...]:
     """What passes take while 1, 2, … ranks of this host compute, as multiples of what they take alone; on all ranks.
 
-    They do so for `seconds` at a time.
+    They do so for `seconds` at a time, in turns; the medians count.
     """
     passes = Passes(build(LLamaStage, sizes, BLOCKS, 1, device), sizes, 1, sizes.vocab_size)
     passes.run("FB")
-    best = [0.0] * ranks  # passes a second, of all that are busy
+    rates: list[list[float]] = [[] for _ in range(ranks)]  # passes a second, of all that are busy
     for busy in [*range(1, ranks + 1)] * TURNS_TOGETHER:
         meet("ranks to compute at the same time", device)
-        count, started = 0, time.perf_counter()
-        while rank < busy and time.perf_counter() < started + seconds:
-            passes.run("FB")
-            count += 1
-        rate = torch.tensor(count / (time.perf_counter() - started), dtype=torch.float64, device=device)
+        own = passes_per_second(passes, seconds) if rank < busy else 0.0
+        rate = torch.tensor(own, dtype=torch.float64, device=device)
         traffic.all_reduce(rate, "the speed of all ranks", kind="control", op=dist.ReduceOp.SUM).wait()
-        best[busy - 1] = max(best[busy - 1], rate.item())
-    return tuple(max(1.0, busy * best[0] / rate) for busy, rate in enumerate(best, start=1))
+        rates[busy - 1].append(rate.item())
+    alone, *_ = usual_rates = [statistics.median(turns) for turns in rates]
+    return tuple(max(1.0, busy * alone / rate) for busy, rate in enumerate(usual_rates, start=1))
+
+
+def passes_per_second(passes: Passes, seconds: float) -> float:
+    """In so many seconds from now; this rank then computes on for a while, until others have counted theirs."""
+    started, ends = time.perf_counter(), list[float]()
+    while not ends or ends[-1] < 1.5 * seconds:
+        passes.run("FB")
+        ends.append(time.perf_counter() - started)
+    before = [end for end in ends if end <= seconds]
+    last, following = before[-1] if before else 0.0, ends[len(before)]
+    return (len(before) + (seconds - last) / (following - last)) / seconds
+
+
+def measure_spinning(threads: int) -> float:
+    """Seconds for which each further thread of this rank keeps a core busy after they have computed together."""
+    usual_threads, matrix = torch.get_num_threads(), torch.ones(2 * CROWD, 2 * CROWD)
+    torch.set_num_threads(threads)
+    times = []
+    for _ in range(ROUNDS):
+        matrix.mm(matrix)
+        busy = time.process_time()
+        time.sleep(SECONDS_OF_SPINNING)
+        times.append((time.process_time() - busy) / (threads - 1))
+    torch.set_num_threads(usual_threads)
+    return statistics.median(times)
 
 
 @dataclass(frozen=True)
@@ -185,34 +214,35 @@ def measure_messages(rank: int, peers: tuple[int, int], crowd: Sequence[int], de
         crowd: ranks that compute meanwhile, for `crowded_seconds`; none if there are not as many as cores.
     """
     seconds, own = [0.0, 0.0, 0.0], 0.0
-    rounds = (MESSAGE_BYTES[0], ()), (MESSAGE_BYTES[1], ()), *([(MESSAGE_BYTES[0], tuple(crowd))] * bool(crowd))
-    for index, (size_bytes, busy) in enumerate(rounds):
-        tensor = torch.zeros(size_bytes // 4, device=device)
-        meet("ranks to send messages", device)
-        if rank in busy:
-            until = time.perf_counter() + SECONDS_OF_A_CROWD
-            while time.perf_counter() < until:
-                torch.ones(CROWD, CROWD).mm(torch.ones(CROWD, CROWD))
-        elif rank in peers:
-            time.sleep(2 * PAUSE)  # until all of them are busy
-            times, calls = _exchange(rank, peers, tensor, device)
-            seconds[index] = statistics.median(times) if busy else usual(times)
-            own = usual(calls) if index == 0 else own
+    small, large = (torch.zeros(size_bytes // 4, device=device) for size_bytes in MESSAGE_BYTES)
+    meet("ranks to send messages", device)
+    if rank in peers:
+        times, calls = zip(*(_exchange(rank, peers, (small, large), device) for _ in range(2 * ROUNDS)), strict=True)
+        seconds[:2] = (statistics.median(column) for column in zip(*times, strict=True))
+        own = statistics.median(calls)
+    meet("ranks to send messages", device)
+    if crowd and rank in crowd:
+        until = time.perf_counter() + SECONDS_OF_A_CROWD
+        while time.perf_counter() < until:
+            torch.ones(CROWD, CROWD).mm(torch.ones(CROWD, CROWD))
+    elif crowd and rank in peers:
+        time.sleep(2 * PAUSE)  # until all of them are busy
+        seconds[2] = statistics.median(_exchange(rank, peers, [small], device)[0][0] for _ in range(2 * ROUNDS))
     told = torch.tensor([*seconds, own], dtype=torch.float64, device=device)
     traffic.broadcast(told, "what messages take", kind="control", src=peers[0]).wait()
-    latency, large, crowded, own = told.tolist()
+    latency, whole, crowded, own = told.tolist()
     own = min(own, latency)
-    link = Link(latency - own, MESSAGE_BYTES[1] / max(1e-9, large - latency))
+    link = Link(latency - own, MESSAGE_BYTES[1] / max(1e-9, whole - latency))
     return Messages(link, own, max(0.0, crowded - latency) if crowd else 0.0)
 
 
 def _exchange(
-    rank: int, peers: tuple[int, int], tensor: Tensor, device: torch.device
-) -> tuple[list[float], list[float]]:
-    """Seconds of messages between two ranks, one way; and of the calls that send one."""
+    rank: int, peers: tuple[int, int], tensors: Sequence[Tensor], device: torch.device
+) -> tuple[list[float], float]:
+    """Seconds of a message of each tensor between two ranks, one way; and of the call that sends the first."""
     times, calls = [], []
     other, what = peers[1 - peers.index(rank)], "a message of the calibration"
-    for _ in range(2 * ROUNDS):
+    for tensor in tensors:
         started = now(device)
         for sender in peers:
             if rank == sender:
@@ -224,17 +254,28 @@ def _exchange(
             else:
                 traffic.receive(tensor, what, source=other).wait()
         times.append((now(device) - started) / 2 - PAUSE)
-    return times, calls
+    return times, calls[0]
 
 
 def measure_all_reduces(rank: int, ranks: int, device: torch.device) -> tuple[AllReduce, ...]:
-    """All-reduces among the first 2, 3, … ranks of this host, over the process group and in shared memory."""
+    """All-reduces among the first 2, 3, … ranks of this host, over the process group and in shared memory.
+
+    Before each of them, the ranks compute for a while, as in a run, where they begin a collective one after another
+    and cores have other work. What they take without a collective is subtracted.
+    """
     works: dict[str, Callable[[], object]] = {}
     keys: dict[tuple[int, Transport], dict[int, str]] = {}  # by ranks and transport: by size, the work's name
     kinds: tuple[tuple[Transport, Sequence[int]], ...] = (("gloo", GLOO_BYTES), ("shared", SHARED_BYTES))
+    matrix = torch.ones(2 * CROWD, 2 * CROWD, device=device)
+
+    def compute() -> None:
+        for _ in range(PRODUCTS):
+            matrix.mm(matrix)
+
     for size in range(2, ranks + 1):
         with patient_threads():
             group, takes_part = dist.new_group(range(size), timeout=traffic.group_timeout), rank < size
+        works[f"{size}"] = compute if takes_part else lambda: None
         for transport, sizes in kinds:
             for size_bytes in sizes:
                 tensor = torch.zeros(size_bytes // 4, device=device)
@@ -243,16 +284,23 @@ def measure_all_reduces(rank: int, ranks: int, device: torch.device) -> tuple[Al
                     if not is_shared_on_all(tensor, group, takes_part, device):
                         continue
                 name = f"{size} {transport} {size_bytes}"
-                works[name] = partial(combine, tensor, group) if takes_part else lambda: None
+                works[name] = partial(combine, tensor, group, compute) if takes_part else lambda: None
                 keys.setdefault((size, transport), {})[size_bytes] = name
-    typical = {name: usual(times) for name, times in seconds_in_turn(works, ROUNDS, in_a_row=IN_A_ROW).items()}
+    times = seconds_in_turn(works, ROUNDS, in_a_row=IN_A_ROW)
+    typical = {name: statistics.median(of_one) for name, of_one in times.items()}
     return tuple(
-        AllReduce(size, transport, tuple(map(float, names)), ascending([typical[name] for name in names.values()]))
+        AllReduce(
+            size,
+            transport,
+            tuple(map(float, names)),
+            ascending([max(0.0, typical[name] - typical[f"{size}"]) for name in names.values()]),
+        )
         for (size, transport), names in keys.items()
     )
 
 
-def combine(tensor: Tensor, group: Group) -> None:
+def combine(tensor: Tensor, group: Group, before: Callable[[], object]) -> None:
+    before()
     traffic.all_reduce(tensor, "a tensor of the calibration", kind="control", group=group).wait()
 
 

@@ -33,18 +33,19 @@ def find_layouts(
     optimizer: str = "adam",
     choices: Choices | None = None,
     top: int = 10,
+    threads: int | None = None,
 ) -> Found:
     """The layouts that take the shortest steps, of those whose ranks hold at most so many bytes.
 
     Those that might be fast are played first. When no other can be faster than the best so far, even if its ranks never
-    waited, the search ends.
+    waited, the search ends. `threads` is what OMP_NUM_THREADS gives every rank, if it is set.
     """
     found, best = Found(), list[tuple[float, int, Row]]()  # a heap with the slowest of the best first
     queue = []
     for number, layout in enumerate(layouts(model, ranks, global_batch, choices)):
-        costs = Costs(machine, model, layout)
+        costs = Costs(machine, model, layout, threads)
         if layout.pp > 1:
-            costs = Costs(machine, model, replace(layout, split=costs.balanced_split()))
+            costs = replace(costs, layout=replace(layout, split=costs.balanced_split()))
         queue.append((least_seconds(costs), number, costs))
     found.layouts = len(queue)
     heapq.heapify(queue)

@@ -51,11 +51,19 @@ class Hosts:
     of: Sequence[int]  # worker -> its host
     weight: Sequence[int]  # worker -> how many ranks of that host do the same
     slowdown: Callable[[float], float]  # busy ranks of a host -> what each takes, as a multiple
+    cores: int = 1
+    spin_seconds: float = 0.0  # that the further threads of a rank use a core after they have computed
     load: Counter[int] = field(default_factory=Counter)  # by host, ranks and threads that compute now
 
-    def load_of(self, worker: int, work: Work) -> int:
-        """How many ranks and threads compute while a worker does some work."""
-        return self.weight[worker] * work.threads if work.seconds else 0
+    def multiple(self, host: int, threads: int) -> float:
+        """What work with so many threads takes now, as a multiple of what it takes alone.
+
+        Its threads share it out equally, so that it has ended when the slowest has; where there are more busy threads
+        than cores, that is one on a core with most of them.
+        """
+        load = self.load[host]
+        slowest = -(-load // self.cores) if threads > 1 else 1
+        return max(1.0, self.slowdown(load), slowest)
 
 
 def play(
@@ -72,27 +80,45 @@ def play(
     ends: list[list[float]] = [[] for _ in works]
     given: dict[Result, float] = {}  # when it was computed
     waiting: dict[Result, list[int]] = {}  # workers that cannot start without it
-    left = [0.0] * count  # of the work that a worker does: seconds if it were alone
-    since = [0.0] * count  # when that was so
-    version = [0] * count  # of its expected end
-    busy = [False] * count
+    # Of the workers, and then of the threads that each has besides its own, which spin after they have computed.
+    left = [0.0] * 2 * count  # of what a worker does: seconds if it were alone
+    since = [0.0] * 2 * count  # when that was so
+    pace = [1.0] * 2 * count  # seconds for each of these
+    version = [0] * 2 * count  # of its expected end
+    threads = [0] * 2 * count  # busy with it
     events: list[tuple[float, int, int, bool]] = [(0.0, worker, 0, False) for worker in range(count)]
     on_host: dict[int, list[int]] = {}
-    for worker in range(count):
-        on_host.setdefault(hosts.of[worker], []).append(worker)
+    for one in range(2 * count):
+        on_host.setdefault(hosts.of[one % count], []).append(one)
 
-    def change_load(host: int, change: int, now: float) -> None:
-        """Workers of a host go on at another speed."""
-        before, after = (max(1.0, hosts.slowdown(hosts.load[host] + more)) for more in (0, change))
-        hosts.load[host] += change
-        if before == after:
-            return
+    def change_load(one: int, change: int, now: float) -> None:
+        """More or fewer threads of a worker compute, so that others of its host go on at another speed."""
+        host = hosts.of[one % count]
+        hosts.load[host] += hosts.weight[one % count] * change
         for other in on_host[host]:
-            if busy[other]:
-                left[other] -= (now - since[other]) / before
-                since[other] = now
-                version[other] += 1
-                heapq.heappush(events, (now + left[other] * after, other, version[other], True))
+            if not threads[other]:
+                continue
+            multiple = hosts.multiple(host, threads[other] if other < count else 1)
+            if multiple != pace[other]:
+                left[other] -= (now - since[other]) / pace[other]
+                since[other], pace[other] = now, multiple
+                expect(other)
+
+    def expect(one: int) -> None:
+        version[one] += 1
+        heapq.heappush(events, (since[one] + left[one] * pace[one], one, version[one], True))
+
+    def begin(one: int, seconds: float, used: int, now: float) -> None:
+        """What a worker or its further threads do from now on."""
+        left[one], since[one], pace[one], threads[one] = seconds, now, 1.0, used
+        change_load(one, used if seconds else 0, now)
+        if pace[one] == 1.0:
+            expect(one)
+
+    def end(one: int, seconds: float, now: float) -> None:
+        used, threads[one] = threads[one], 0
+        version[one] += 1
+        change_load(one, -used if seconds else 0, now)
 
     def start(worker: int, now: float) -> None:
         """Begin a worker's next work if it can, else wait for what it needs."""
@@ -108,28 +134,28 @@ def play(
             heapq.heappush(events, (ready, worker, version[worker], False))
             return
         starts[worker].append(now)
-        host = hosts.of[worker]
-        change_load(host, hosts.load_of(worker, work), now)
-        speed = max(1.0, hosts.slowdown(hosts.load[host]))
-        busy[worker], left[worker], since[worker] = True, work.seconds, now
-        version[worker] += 1
-        heapq.heappush(events, (now + work.seconds * speed, worker, version[worker], True))
+        if work.threads > 1 and threads[count + worker]:  # they spin no longer
+            end(count + worker, hosts.spin_seconds, now)
+        begin(worker, work.seconds, work.threads, now)
 
     while events:
         now, worker, of_version, is_end = heapq.heappop(events)
         if of_version != version[worker]:
             continue
+        if worker >= count:
+            end(worker, hosts.spin_seconds, now)
+            continue
         if is_end:
             work = works[worker][len(ends[worker])]
-            busy[worker] = False
-            version[worker] += 1
             ends[worker].append(now)
-            change_load(hosts.of[worker], -hosts.load_of(worker, work), now)
+            end(worker, work.seconds, now)
+            if work.threads > 1 and hosts.spin_seconds:
+                begin(count + worker, hosts.spin_seconds, work.threads - 1, now)
             for result in work.action.results if work.action else ():
                 given[result] = now
                 for other in waiting.pop(result, ()):
                     heapq.heappush(events, (now, other, version[other], False))
-        if len(starts[worker]) < len(works[worker]) and not busy[worker]:
+        if len(starts[worker]) < len(works[worker]) and not threads[worker]:
             start(worker, now)
     return Played(ends, starts)
 
@@ -224,6 +250,8 @@ def predict(costs: Costs, worker: int | None = None) -> Step:
             [placement.host_of(worker) for worker in workers],
             [placement.alike(worker) for worker in workers],
             machine.slowdown_of,
+            machine.cores_per_host,
+            machine.spin_seconds,
         )
 
         def message_now(sender: int, receiver: int, _: Result) -> float:
@@ -267,8 +295,13 @@ def _messages(action: Action, owners: Mapping[int, int]) -> int:
 
 
 def action_threads(costs: Costs, programs: Programs) -> dict[Action, int]:
-    """By action, the threads that the executor gives it: its share of the cores of its pipeline, if more than one."""
+    """By action, the threads that it computes with, if more than one.
+
+    That is what `OMP_NUM_THREADS` says, else what the executor gives it: its share of the cores of its pipeline.
+    """
     machine, pp = costs.machine, costs.layout.pp
+    if costs.threads is not None:
+        return {action: costs.threads for program in programs for action in program} if costs.threads > 1 else {}
     cores = machine.cores_per_host // max(1, costs.placement.per_host // pp)
     if machine.device == "cuda" or cores <= 1:
         return {}
@@ -332,8 +365,8 @@ def least_seconds(costs: Costs) -> float:
     """
     layout, machine, placement = costs.layout, costs.machine, costs.placement
     pp, micro_batches, stages = layout.pp, layout.micro_batches, len(layout.split)
-    most, again = 1, layout.recompute == "blocks"
-    if machine.device == "cpu":
+    most, again = costs.threads or 1, layout.recompute == "blocks"
+    if machine.device == "cpu" and costs.threads is None:
         most = max(1, machine.cores_per_host // max(1, costs.placement.per_host // pp))
     is_split = layout.schedule.startswith(("zb", "dualpipe"))  # may have its backward passes in two parts
     alike: dict[tuple[int, ...], list[int]] = {}

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from distlab.comm.threads import asked_threads
 from distlab.pipeline.schedules import AUTO, DEFAULT_CHUNKS
 from distlab.planner.costs import Costs
 from distlab.planner.layouts import Layout
@@ -35,7 +36,8 @@ class Prediction:
         heads, hidden = args.num_kv_heads or args.num_heads, args.hidden_dim or 4 * args.dmodel
         model = Model(Sizes(args.dmodel, args.num_heads, heads, hidden, args.seq_len, vocab_size), args.n_layers)
         layout = layout_of(args, vocab_size, f"--machine {machine_file}")
-        return cls(Costs(machine.with_room_for(layout.ranks, str(machine_file)), model, layout), machine_file)
+        room = machine.with_room_for(layout.ranks, str(machine_file))
+        return cls(Costs(room, model, layout, asked_threads()), machine_file)
 
     @functools.cached_property
     def step(self) -> Step:
