@@ -154,7 +154,7 @@ def test_another_width_of_the_feed_forward_layers(
 
 
 def test_long_sequences_in_three_dimensions(one_process: OneProcess, tmp_path: Path) -> None:
-    model = [*MODEL, *"--hidden-dim 41 --seq-len 2100 --lr 1 --steps 2".split()]
+    model = [*MODEL, *"--hidden-dim 41 --seq-len 2100 --lr 1".split()]
     _, expected_gradients, expected_losses = one_process(2, *model)
     flags = "--dp 1 --pp 2 --tp 2 --batch-size 2 --micro-batches 2".split()
     _, gradients, own_losses = train_on(4, "hybrid/intro_hybrid.py", tmp_path, *model, *flags)
@@ -163,7 +163,7 @@ def test_long_sequences_in_three_dimensions(one_process: OneProcess, tmp_path: P
         together = gradients[place] | gradients[2 + place]
         assert_equal(together, slices(expected_gradients, "megatron", place, 2), ROUNDING)
     tokens = [json.loads(line)["tokens"] for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-    assert tokens == [4200, 8400]
+    assert tokens == [4200, 8400, 12600, 16800]
 
 
 def test_micro_batches_change_nothing(one_process: OneProcess, tmp_path: Path) -> None:
