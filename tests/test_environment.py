@@ -199,18 +199,19 @@ def test_the_cpu_build_can_be_chosen_where_there_is_a_driver(lab: Lab, index: In
 
 @pytest.mark.alone
 def test_an_index_that_is_silent_is_not_waited_for(lab: Lab, silent: Index) -> None:
-    started = time.monotonic()
-    assert lab.prepare(LAB_TORCH="cuda").status == 0
-    unasked = time.monotonic() - started
-    (lab.path / ".venv/requirements.txt").unlink()
+    def prepare(**environment: str) -> tuple[Ended, float]:
+        started = time.monotonic()
+        ended = lab.prepare(**environment)
+        (lab.path / ".venv/requirements.txt").unlink()
+        return ended, time.monotonic() - started
 
-    started = time.monotonic()
-    ended = lab.prepare(LAB_TORCH_INDEX=silent.url)
-    assert 1.5 < time.monotonic() - started - unasked < 3.5, "two seconds, and an interpreter's start"
+    unasked = min(prepare(LAB_TORCH="cuda")[1] for _ in range(2))  # the first also reads files for the first time
+    ended, seconds = prepare(LAB_TORCH_INDEX=silent.url)
+    assert 1.5 < seconds - unasked < 3.5, "two seconds, and an interpreter's start"
     assert ended.status == 0, ended.err
     why = f"there is no NVIDIA driver, but {silent.url}, which has CPU builds, does not answer"
     assert torch_lines(ended) == [CUDA.format(why=why)]
-    assert lab.installed() == [lab.rest, lab.rest]
+    assert lab.installed() == 3 * [lab.rest]
 
 
 def test_an_index_without_torch_does_not_count(lab: Lab, index: Index) -> None:

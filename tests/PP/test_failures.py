@@ -59,20 +59,24 @@ def test_a_stopped_rank(tmp_path: Path) -> None:
         launcher, launched_rank = stack.enter_context(launched(tmp_path / "launched", 0))
         for stopped in (launched_rank, *(ranks[1].pid for ranks in in_terminals)):
             os.kill(stopped, signal.SIGSTOP)
-        for ranks in in_terminals:
+        held = ["stage {}", "stages {} and {}"]
+        for ranks, stages in zip(in_terminals, held, strict=True):
+            place = [rf"( \({stages.format(rank, 5 - rank)}\))?" for rank in range(3)]
             waits = []
             for end in [ranks[rank].finish(TIMEOUT + TO_SAY_SO) for rank in (0, 2)]:
                 assert re.fullmatch(
-                    r"# rank 1( \(stage 1\))? does not answer, and the others wait: stopped, cut off, or computing for "
+                    f"# rank 1{place[1]} does not answer, and the others wait: stopped, cut off, or computing for "
                     f"longer than --timeout {TIMEOUT}",
                     last_line(end),
                 ), end.err
-                assert re.search(r"#   rank 1( \(stage 1\))?  has published no wait", end.out), end.out
+                assert re.search(rf"#   rank 1{place[1]}  has published no wait", end.out), end.out
                 own = re.search(
-                    r"^# rank [02]( \(stage [02]\))? waited (\d+\.\d) s for .+(no answer|a rank has exited)", end.err
+                    rf"^# rank (0{place[0]}|2{place[2]}) waited (?P<seconds>\d+\.\d) s for .+"
+                    "(no answer|a rank has exited)",
+                    end.err,
                 )
                 assert own, end.err
-                waits.append(float(own[2]))
+                waits.append(float(own["seconds"]))
             assert TIMEOUT <= max(waits) < TIMEOUT + 2
         end = finish(launcher, deadline=TIMEOUT + LAUNCHER_ENDS_IN + 5)
         sentence = last_line(end)
