@@ -1,12 +1,13 @@
 """The step that the planner plays, where it can be compared: with the simulation of a schedule, and by hand."""
 
+from collections import Counter
 from dataclasses import replace
 
 import pytest
 from planner_machines import CLUSTER, MODEL, SIZES, cluster
 
 from distlab.comm.link import Link
-from distlab.pipeline.actions import ActionCosts, stages_of
+from distlab.pipeline.actions import ActionCosts, Forward, stages_of
 from distlab.pipeline.plan import simulate
 from distlab.pipeline.schedules import SCHEDULES, stages_per_worker
 from distlab.planner.costs import Costs
@@ -59,6 +60,29 @@ def test_speed_changes_when_another_rank_begins_and_ends() -> None:
     assert [line[0] for line in played.ends] == [5.0, 2.0]
     apart = play([[Work(4.0)], [Work(1.0)]], replace(hosts, of=[0, 1]), lambda *_: 0.0, {})
     assert [line[0] for line in apart.ends] == [4.0, 1.0]
+
+
+def test_threads_that_spin_slow_the_threads_of_the_next_rank() -> None:
+    """Two ranks take turns on two cores, with two threads each."""
+    hosts = Hosts([0, 0], [1, 1], lambda busy: max(1.0, busy / 2), cores=2, spin_seconds=0.5)
+    ends = play([[Work(4.0, threads=2)], [Work(0.0), *[Work(4.0, threads=2)]]], hosts, lambda *_: 0.0, {}).ends
+    assert max(line[-1] for line in ends) == 8.0  # at the same time: each has half of the cores
+    first, second = Forward(0, 0), Forward(1, 0)
+    works = [[Work(4.0, 2, first)], [Work(4.0, 2, second, tuple(second.needs(2)))]]
+    after = play(works, replace(hosts, load=Counter()), lambda *_: 0.0, {0: 0, 1: 1})
+    # Three threads on two cores: spinning takes 1.5 times as long, while the second rank computes at half its speed.
+    assert [line[-1] for line in after.ends] == [4.0, pytest.approx(8.0 + 0.5 * 1.5 / 2)]
+    again = [[Work(4.0, 2, first), Work(4.0, 2)], [Work(0.0)]]
+    assert play(again, replace(hosts, load=Counter()), lambda *_: 0.0, {0: 0, 1: 1}).makespan == 8.0
+
+
+def test_threads_that_were_asked_for_are_those_of_every_action() -> None:
+    machine = cluster(cores_per_host=2, device="cpu")
+    alone = Costs(machine, MODEL, layout(pp=1))
+    one, two = (predict(replace(alone, threads=threads)) for threads in (1, 2))
+    assert one.computing == pytest.approx(2 * two.computing)
+    assert two.seconds == pytest.approx(predict(alone).seconds)
+    assert least_seconds(replace(alone, threads=1)) == pytest.approx(2 * least_seconds(alone), rel=0.1)
 
 
 def test_a_message_costs_its_ends_time_and_more_where_all_cores_compute() -> None:
