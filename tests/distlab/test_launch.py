@@ -41,7 +41,7 @@ def test_without_arguments_it_lists_the_topologies_with_a_line_each() -> None:
 
 
 def test_a_run_prints_a_line_a_step_and_leaves_its_records(tmp_path: Path) -> None:
-    ended = launch("dp-ga", *TINY, "--steps", "3", "--world-size", "2", "--out", tmp_path)
+    ended = launch("dp-ga", *TINY, "--steps", "3", "--world-size", "2", "--transport", "shared", "--out", tmp_path)
     assert ended.status == 0, ended.err
     lines = ended.out.splitlines()
     steps = [line.split() for line in lines if not line.startswith("#")]
@@ -66,6 +66,13 @@ def test_a_run_prints_a_line_a_step_and_leaves_its_records(tmp_path: Path) -> No
     summary = "\n".join(line for line in lines if line.startswith("#"))
     for part in ("tokens/s", "computed for", "waited", "of gradients in", "peak memory of rank 0"):
         assert part in summary
+    assert "changed nothing" not in summary
+
+
+def test_shared_memory_that_is_asked_for_but_not_used_is_remarked_on(tmp_path: Path) -> None:
+    ended = launch("ddp", *TINY, "--steps", "1", "--world-size", "2", "--transport", "shared", "--out", tmp_path)
+    assert ended.status == 0, ended.err
+    assert "\n# --transport shared changed nothing: this run put nothing into shared memory\n" in ended.out
 
 
 def test_ranks_in_separate_terminals(tmp_path: Path) -> None:

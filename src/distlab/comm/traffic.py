@@ -122,6 +122,11 @@ class Traffic(NamedWaits):
             return False
         return len(members(group)) > 1 and (group or dist.group.WORLD) not in self._without_more
 
+    @property
+    def shares_memory(self) -> bool:
+        """Whether this rank shares memory with other ranks."""
+        return bool(self._shared)
+
     def is_shared(self, tensor: Tensor, group: Group = None) -> bool:
         """Whether a tensor lies in memory that all of a group's ranks share, as what `new_buffer` returns may."""
         return self._shared_parts(tensor, group) is not None

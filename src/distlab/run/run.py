@@ -294,6 +294,8 @@ class Run(Generic[SettingsT]):
         status_line.clear()
         if self.rank == 0:
             self.records.summary()
+            if self.settings.transport == "shared" and not traffic.shares_memory:
+                say("--transport shared changed nothing: this run put nothing into shared memory")
             for remark in self.settings.remarks_at_the_end(self.records.times):
                 say(remark)
             say(f"logs and metrics are in {self.out}")
