@@ -5,18 +5,23 @@
     ./launch.sh hybrid --dp 3 --pp 2 --micro-batches 4 --batch-size 4   any other layout
     ./launch.sh hybrid --dp 2 --pp 2 --tp 2                             each stage split over 2 ranks
     ./launch.sh hybrid --shard optimizer                                replicas shard the optimizer's state
+    ./launch.sh hybrid --outer diloco --sync-every 50                   pipelines far apart, as in chapter 16
 
 Within a pipeline, neighboring stages exchange activations and gradients for each micro-batch. Across pipelines, the
 ranks that hold the same stage average its gradients once per step, bucket by bucket, during the backward pass of the
 last micro-batch. With `--tp`, neighboring ranks share a stage, and exchange activations within every layer. With
-`--shard`, the replicas of a stage shard its optimizer's state, and more, as in DP/zero/intro_DP_ZeRO.py.
+`--shard`, the replicas of a stage shard its optimizer's state, and more, as in DP/zero/intro_DP_ZeRO.py. With
+`--outer diloco`, each pipeline trains on its own for many steps, as the ranks of DP/diloco/intro_DP_DiLoCo.py do.
 """
 
 from functools import partial
 
+from torch import nn
+
 from distlab.comm.traffic import traffic
 from distlab.comm.transfer import Transfer
-from distlab.parallel.data import Bucket, GradientBuckets
+from distlab.parallel.data import Bucket, GradientBuckets, flatten_weights
+from distlab.parallel.outer import FragmentSchedule, OuterOptimizer
 from distlab.parallel.sharded import ShardedDP
 from distlab.parallel.tensor import shard
 from distlab.parallel.vocabulary import vocabulary_parallel_loss
@@ -59,9 +64,16 @@ def train(run: TrainingRun[HybridSettings]) -> None:
         sharded = {stage: ShardedDP(net, args.shard, dp_group, args.micro_batches) for stage, net in nets.items()}
     optimizer = run.optimizer(sharded or nets)
     pipeline = Pipeline(nets, programs, run.grid, loss, args.dmodel, cores=run.shared_cores, run_on=args.run_on)
-    run.track(sharded or nets, optimizer, loss, owners=pipeline.owners)
+    outer: OuterOptimizer | None = None
+    if args.outer == "diloco":
+        weights = flatten_weights(nn.ModuleList(nets.values()), dp_group)
+        rounds = FragmentSchedule(args.sync_every, args.fragments, args.overlap_steps)
+        momentum, alpha = args.outer_momentum, args.merge_alpha
+        outer = OuterOptimizer(weights, rounds, args.outer_lr, momentum, alpha, args.compress, dp_group)
+    run.track(sharded or nets, optimizer, loss, owners=pipeline.owners, outer=outer)
 
-    parameters = [parameter for net in nets.values() for parameter in net.parameters() if not sharded]
+    averaged = {} if sharded or outer else nets  # whose gradients are averaged after each step's backward passes
+    parameters = [parameter for net in averaged.values() for parameter in net.parameters()]
 
     # [hybrid] Prepare the average of the gradients over the pipelines, if your way needs it.
     def average(bucket: Bucket) -> Transfer:
@@ -86,6 +98,10 @@ def train(run: TrainingRun[HybridSettings]) -> None:
         optimizer.step()
         for part in sharded.values():
             part.gather_weights()
+        if outer:
+            outer.after(step)
+    if outer:
+        outer.wait()
 
 
 if __name__ == "__main__":

@@ -45,10 +45,7 @@ def train(run: TrainingRun[DiLoCoSettings]) -> None:
         optimizer.step()
         # Every H / P steps, start to average (outer weights - own weights) of a fragment; --overlap-steps later, take
         # the outer step with that mean as its gradient, and continue from the new outer weights.
-        if (fragment := schedule.sent_after(step)) is not None:
-            outer.send(fragment)
-        if (fragment := schedule.merged_after(step)) is not None:
-            outer.merge(fragment)
+        outer.after(step)
     outer.wait()
 
 

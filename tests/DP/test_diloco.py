@@ -1,5 +1,6 @@
 """DiLoCo and Streaming DiLoCo: the run of a one-process reference, the bytes of the formulas, checkpoints."""
 
+import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from distlab.parallel.compression import decode, encode, encoded_bytes
 from distlab.parallel.division import Compression
 from distlab.run.optimizers import build_optimizer
 from distlab.run.settings import parse
-from distlab.run.train_settings import DiLoCoSettings
+from distlab.run.train_settings import DiLoCoSettings, HybridSettings
 from simplellm.dataloaders import TinyStories
 from simplellm.errors import InputError
 from simplellm.llama import CausalLLama, LLama
@@ -22,17 +23,39 @@ from simplellm.losses import causalLLMLoss
 from simplellm.tokenizers import SPTokenizer
 
 SCRIPT = "DP/diloco/intro_DP_DiLoCo.py"
+HYBRID = "hybrid/intro_hybrid.py"
+Settings = DiLoCoSettings | HybridSettings
 
 
-def settings(ranks: int, flags: str) -> DiLoCoSettings:
-    given = [*MODEL, *TRAINING, "--world-size", str(ranks), *flags.split()]
-    read: DiLoCoSettings = parse(load(SCRIPT).DEFAULTS, "", ["0", *given])
+def settings(script: str, flags: str) -> Settings:
+    read: Settings = parse(load(script).DEFAULTS, "", ["0", *MODEL, *TRAINING, *flags.split()])
     return read
 
 
-def reference(_: int, args: DiLoCoSettings) -> list[State]:
+def fragments_of(args: Settings, net: nn.Module) -> list[Tensor]:
+    """For each fragment, where its elements are in the flat weights of the whole model: a part of each rank's."""
+    split = args.split(SPTokenizer().vocab_size) if isinstance(args, HybridSettings) else (args.n_layers,)
+    last_layers = list(itertools.accumulate(split))
+
+    def stage_of(name: str) -> int:
+        if not name.startswith("model.layers."):
+            return 0 if "embed" in name else len(split) - 1
+        return next(stage for stage, end in enumerate(last_layers) if int(name.split(".")[2]) < end)
+
+    where, begin = dict[str, Tensor](), 0
+    for name, weight in net.named_parameters():
+        where[name] = torch.arange(begin, begin := begin + weight.numel())
+    fragments: list[list[Tensor]] = [[] for _ in range(args.fragments)]
+    for held in args.held if isinstance(args, HybridSettings) else [[0]]:
+        own = torch.cat([where[name] for stage in held for name in where if stage_of(name) == stage])
+        for number, fragment in enumerate(fragments):
+            fragment.append(own[len(own) * number // args.fragments : len(own) * (number + 1) // args.fragments])
+    return [torch.cat(fragment) for fragment in fragments]
+
+
+def reference(_: int, args: Settings) -> list[State]:
     """All replicas in one process, as the papers have it; torch's SGD takes the outer steps. Their own weights."""
-    tokenizer, ranks, outer_steps = SPTokenizer(), range(args.world_size), 0
+    tokenizer, ranks, outer_steps = SPTokenizer(), range(args.layout["dp"]), 0
     sizes = {"dmodel": args.dmodel, "num_heads": args.num_heads, "n_layers": args.n_layers, "ctx_size": args.seq_len}
     nets = [LLama(CausalLLama, tokenizer.vocab_size, **sizes, seed=args.seed) for _ in ranks]
     data: dict[str, Any] = {"batch_size": args.batch_size, "seq_l": args.seq_len, "data": "sample", "seed": args.seed}
@@ -43,8 +66,8 @@ def reference(_: int, args: DiLoCoSettings) -> list[State]:
         return nn.utils.parameters_to_vector(net.parameters()).detach()
 
     weights = flat(nets[0]).clone()
-    bounds = [len(weights) * p // args.fragments for p in range(args.fragments + 1)]
-    outer = [nn.Parameter(weights[bounds[p] : bounds[p + 1]].clone()) for p in range(args.fragments)]
+    fragments = fragments_of(args, nets[0])
+    outer = [nn.Parameter(weights[fragment]) for fragment in fragments]
     options = {"lr": args.outer_lr, "momentum": args.outer_momentum, "nesterov": args.outer_momentum > 0}
     sgd = [torch.optim.SGD([fragment], **options) for fragment in outer]
     residuals = [torch.zeros_like(weights) for _ in ranks]
@@ -57,7 +80,7 @@ def reference(_: int, args: DiLoCoSettings) -> list[State]:
             optimizer.step()
         for p in range(args.fragments):
             if (step + 1) % args.sync_every == (p + 1) * args.sync_every // args.fragments % args.sync_every:
-                part, gradients = slice(bounds[p], bounds[p + 1]), []
+                part, gradients = fragments[p], []
                 for net, residual in zip(nets, residuals, strict=True):
                     wanted = outer[p].detach() - flat(net)[part] + residual[part]
                     gradients.append(wanted)
@@ -71,8 +94,7 @@ def reference(_: int, args: DiLoCoSettings) -> list[State]:
             outer_steps += 1
             for net in nets:
                 own, alpha = flat(net), args.merge_alpha if args.overlap_steps else 0
-                part = slice(bounds[p], bounds[p + 1])
-                own[part] = torch.lerp(outer[p].detach(), own[part], alpha)
+                own[fragments[p]] = torch.lerp(outer[p].detach(), own[fragments[p]], alpha)
                 nn.utils.vector_to_parameters(own.clone(), net.parameters())
     assert outer_steps > args.fragments, "momentum matters from the second outer step of a fragment"
     return [{name: weight.detach() for name, weight in net.named_parameters()} for net in nets]
@@ -88,11 +110,10 @@ def reference(_: int, args: DiLoCoSettings) -> list[State]:
     ],
 )
 def test_is_the_run_of_a_one_process_reference(ranks: int, flags: str, tmp_path: Path) -> None:
-    args = settings(ranks, flags)
+    flags += f" --world-size {ranks}"
+    args = settings(SCRIPT, flags)
     [expected] = run_ranks(1, reference, args)
-    own, _, losses = train_on(
-        ranks, SCRIPT, tmp_path, "--world-size", str(ranks), *flags.split(), "--report-every", "5"
-    )
+    own, _, losses = train_on(ranks, SCRIPT, tmp_path, *flags.split(), "--report-every", "5")
 
     start = initial_weights()
     for weights, reference_weights in zip(own, expected, strict=True):
@@ -113,6 +134,59 @@ def test_is_the_run_of_a_one_process_reference(ranks: int, flags: str, tmp_path:
         all_reduced = 2 * (ranks - 1) * 4 * size // ranks
         assert sent == (all_reduced if args.compress == "none" else (ranks - 1) * encoded_bytes(args.compress, size))
     assert sum(sent_bytes.values()) > 0
+
+
+@pytest.mark.parametrize(
+    ("layout", "flags"),
+    [
+        ("--dp 3 --pp 2", "--sync-every 4 --fragments 2 --overlap-steps 1 --steps 11 --lr 0.2"),
+        ("--dp 2 --pp 2 --schedule zb-v", "--n-layers 4 --sync-every 2 --steps 6 --lr 0.2"),
+    ],
+)
+def test_replicas_may_be_pipelines(layout: str, flags: str, tmp_path: Path) -> None:
+    given = f"{layout} {flags} --outer diloco --report-every 5"
+    args = settings(HYBRID, given)
+    [expected] = run_ranks(1, reference, args)
+    ranks = args.layout["dp"] * args.layout["pp"]
+    own, _, losses = train_on(ranks, HYBRID, tmp_path, *given.split())
+    for rank, weights in enumerate(own):
+        replica = expected[rank // args.layout["pp"]]
+        assert_equal(weights, {name: replica[name] for name in weights})
+    for pipeline in (own[: args.layout["pp"]], own[args.layout["pp"] : 2 * args.layout["pp"]]):
+        assert {name for weights in pipeline for name in weights} == expected[0].keys()
+    reported = [loss is not None for loss in losses]
+    assert reported == [(step + 1) % 5 == 0 or step + 1 == args.steps for step in range(args.steps)]
+
+
+def test_replicas_may_share_their_layers(tmp_path: Path) -> None:
+    flags = "--optimizer adamw --lr 1e-2 --steps 6 --sync-every 2 --batch-size 3 --eval-every 3".split()
+    _, _, expected = train_on(2, SCRIPT, tmp_path / "diloco", *flags, "--world-size", "2")
+    hybrid = [*flags, *"--dp 2 --pp 1 --tp 2 --outer diloco".split()]
+    _, _, losses = train_on(4, HYBRID, tmp_path / "hybrid", *hybrid)
+    assert losses == pytest.approx(expected, rel=1e-4)
+    assert validation(tmp_path / "hybrid") == pytest.approx(validation(tmp_path / "diloco"), rel=1e-4)
+
+
+def validation(out: Path) -> list[float]:
+    records = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    return [record["validation_loss"] for record in records if "validation_loss" in record]
+
+
+def test_pipelines_go_on_bit_for_bit_while_a_fragment_is_under_way(tmp_path: Path) -> None:
+    flags = "--dp 2 --pp 2 --optimizer adamw --lr 1e-2 --steps 10".split()
+    own = "--outer diloco --sync-every 4 --fragments 2 --overlap-steps 1 --compress int8".split()
+    expected, _, losses = train_on(4, HYBRID, tmp_path / "run", *flags, *own, "--save-every", "6")
+    checkpoint = tmp_path / "run" / "checkpoints" / "step-00000006"
+    weights, _, rest = train_on(4, HYBRID, tmp_path / "again", *flags, "--resume", str(checkpoint))
+    assert rest == losses[6:]
+    for mine, others in zip(weights, expected, strict=True):
+        assert all(torch.equal(mine[name], others[name]) for name in others)
+
+    resumed = ["0", "--resume", str(checkpoint), "--steps", "20"]
+    with pytest.raises(InputError, match=r"moments of its own gradients.*--dp 2 --pp 2"):
+        parse(load(HYBRID).DEFAULTS, "", [*resumed, "--dp", "2", "--pp", "1"])
+    with pytest.raises(InputError, match="trained with --schedule dapple, not gpipe"):
+        parse(load(HYBRID).DEFAULTS, "", [*resumed, "--dp", "2", "--pp", "2", "--schedule", "gpipe"])
 
 
 def test_with_plain_sgd_and_an_exchange_in_every_step_it_averages_weights(tmp_path: Path) -> None:
@@ -161,6 +235,23 @@ def test_it_goes_on_bit_for_bit_while_a_fragment_is_under_way(tmp_path: Path) ->
 def test_what_cannot_work_is_said_before_any_rank_waits(flags: str, sentence: str) -> None:
     with pytest.raises(InputError, match=sentence):
         parse(load(SCRIPT).DEFAULTS, "", ["0", *flags.split()])
+
+
+@pytest.mark.parametrize(
+    ("flags", "sentence"),
+    [
+        ("--sync-every 10", "--sync-every 10: .* add --outer diloco"),
+        ("--outer diloco --steps 20", "--steps 20 with --sync-every 50"),
+        ("--outer diloco --clip-norm 1", "--clip-norm 1: each rank has gradients of its own"),
+        ("--outer diloco --shard optimizer", "--outer diloco with --shard optimizer"),
+        ("--outer diloco --run-on", "--outer diloco with --run-on"),
+        ("--run-on --report-every 2", "--report-every 2 with --run-on"),
+        ("--outer diloco --pp 1 --tp 2 --compress int4", "--compress int4 with --tp 2: .* give --compress bf16"),
+    ],
+)
+def test_pipelines_refuse_it_too(flags: str, sentence: str) -> None:
+    with pytest.raises(InputError, match=sentence):
+        parse(load(HYBRID).DEFAULTS, "", ["0", *flags.split()])
 
 
 @pytest.mark.parametrize("kind", ["bf16", "int8", "int4"])

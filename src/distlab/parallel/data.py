@@ -255,13 +255,13 @@ def broadcast_weights(model: nn.Module, group: Group = None) -> None:
         own.copy_(received)  # a no-op if both are the same tensor
 
 
-def flatten_weights(model: nn.Module) -> Tensor:
+def flatten_weights(model: nn.Module, group: Group = None) -> Tensor:
     """Move a model's parameters into one buffer, make them views of it, and return it: (elements,).
 
-    An operation on the buffer then changes the parameters, and one message carries them all.
+    An operation on the buffer then changes the parameters, and one message carries them all, to the ranks of `group`.
     """
     parameters = list(model.parameters())
-    flat = traffic.new_buffer(sum(p.numel() for p in parameters), parameters[0].detach())
+    flat = traffic.new_buffer(sum(p.numel() for p in parameters), parameters[0].detach(), group)
     torch.cat([p.detach().flatten() for p in parameters], out=flat)
     nn.utils.vector_to_parameters(flat, parameters)
     return flat

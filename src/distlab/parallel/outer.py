@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from distlab.comm.endpoint import rank
+from distlab.comm.endpoint import members, rank
 from distlab.comm.traffic import Group, traffic
 from distlab.parallel.compression import CompressedMean
 from distlab.parallel.division import Compression
@@ -87,6 +87,15 @@ class OuterOptimizer:
         gradient = traffic.new_buffer(most, weights, group) if compress == "none" else weights.new_zeros(most)
         self._mean = CompressedMean(gradient, compress, group)
         self._is_under_way = False
+        first = members(group)[0]  # the names of what the ranks of a group have in common
+        self._name = "outer_optimizer" if first == 0 else f"outer_optimizer.of_rank{first}"
+
+    def after(self, step: int) -> None:
+        """After an inner step: send and merge the fragments that are due."""
+        if (fragment := self.schedule.sent_after(step)) is not None:
+            self.send(fragment)
+        if (fragment := self.schedule.merged_after(step)) is not None:
+            self.merge(fragment)
 
     @torch.no_grad()
     def send(self, fragment: int) -> None:
@@ -131,11 +140,11 @@ class OuterOptimizer:
         """What a checkpoint needs beside the outer weights, by name; a fragment under way has arrived afterwards."""
         self.wait()
         prefix = f"rank{rank()}.outer_optimizer"
-        state = {"outer_optimizer.momentum": self._velocity, f"{prefix}.weights": self.weights.clone()}
+        state = {f"{self._name}.momentum": self._velocity, f"{prefix}.weights": self.weights.clone()}
         if self._residual is not None:
             state[f"{prefix}.residual"] = self._residual
         if self.schedule.overlap_steps:
-            state["outer_optimizer.fragment"] = self._mean.result
+            state[f"{self._name}.fragment"] = self._mean.result
         return state
 
     def load_state(self, state: Mapping[str, Tensor]) -> None:
@@ -148,4 +157,4 @@ class OuterOptimizer:
         own[f"rank{rank()}.outer_optimizer.weights"] = self.weights
         for name, tensor in state.items():
             own[name].copy_(tensor)
-        self._is_under_way = "outer_optimizer.fragment" in state
+        self._is_under_way = f"{self._name}.fragment" in state

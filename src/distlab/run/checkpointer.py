@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from distlab.checkpoints.format import PER_RANK_OPTIMIZER_STATE, latest_valid
 from distlab.checkpoints.saving import read_into, restore, save, state_of, supersede, tensors_in
-from distlab.comm.layout import layout_size
+from distlab.comm.layout import Layout, layout_size
 from distlab.parallel.outer import OuterOptimizer
 from distlab.run.logs import RunLog, say
 from distlab.run.resume import check_data, per_step
@@ -67,7 +67,8 @@ class Checkpointer:
             restore(self.resumed, self.state.parameters, self.state.optimizer, self._rank, self._settings.layout)
         if self.state.outer is not None:
             saved, own = tensors_in(self.resumed.folder), self.state.outer.state()
-            own = {name: tensor for name, tensor in own.items() if name in saved}
+            is_same = _of_a_replica(self.resumed.layout) == _of_a_replica(self._settings.layout)
+            own = {name: tensor for name, tensor in own.items() if is_same and name in saved}
             read_into(own, self.resumed)
             self.state.outer.load_state(own)
         if self.resumed.record.get("position"):
@@ -114,6 +115,11 @@ class Checkpointer:
                 say(f"the global batch is now {now} and was {before}: {as_flag(name)} sets it")
         for remark in self._settings.remarks_on_resuming(self.resumed):
             say(remark)
+
+
+def _of_a_replica(layout: Layout) -> Layout:
+    """How a layout divides the model."""
+    return {name: size for name, size in layout.items() if name != "dp" and size > 1}
 
 
 def prepare_checkpoints(settings: ResumableSettings, out: Path, data_identity: dict[str, Any] | None) -> dict[str, str]:

@@ -86,7 +86,8 @@ def layout_of(args: TrainSettings, vocab_size: int, flag: str) -> Layout:
     """The layout of a run in the planner's terms; `InputError`, which begins with `flag`, for what it does not know."""
     sizes = {"dp": 1, "pp": 1, "tp": 1} | args.layout
     schedule, chunks = getattr(args, "schedule", "naive"), getattr(args, "chunks_per_stage", DEFAULT_CHUNKS)
-    sync_every = getattr(args, "sync_every", 1)
+    averages = getattr(args, "outer", "") == "none"  # a hybrid that averages gradients
+    sync_every = 1 if averages else getattr(args, "sync_every", 1)
     require(args.dtype == "float32", f"{flag} with --dtype {args.dtype}: the planner knows float32 only")
     require(schedule != AUTO, f"{flag} with --schedule {AUTO}: its order is not known before the run")
     is_known = schedule != "interleaved" or chunks == DEFAULT_CHUNKS

@@ -3,7 +3,7 @@
 import math
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -19,8 +19,8 @@ from distlab.pipeline.split import Split, balance, read_split
 from distlab.run import resume
 from distlab.run.learning_rate import LRSchedule, learning_rate
 from distlab.run.resume import ResumePolicy
-from distlab.run.settings import ResumableSettings, WorldSize, require_positive, shown_as
-from simplellm.errors import require
+from distlab.run.settings import ResumableSettings, WorldSize, as_flag, require_positive, shown_as
+from simplellm.errors import InputError, require
 from simplellm.options import Recompute, check_heads
 from simplellm.sources import choose_source, open_source
 from simplellm.tokenizers import SHIPPED_MODEL, SPTokenizer
@@ -238,23 +238,21 @@ class LocalStepsSettings(DataParallelSettings):
     def check(self) -> None:
         super().check()
         require_positive(self, "sync_every")
-        norm = self.clip_norm
-        advice = "each rank has gradients of its own here, and there is no one norm; leave it out, or average gradients"
-        require(norm is None, f"--clip-norm {norm or 0:g}: {advice} (dp-ga)")
+        check_no_clipping(self.clip_norm)
 
 
 @dataclass
-class DiLoCoSettings(LocalStepsSettings):
-    """A data-parallel training run with an outer optimizer."""
+class OuterSettings:
+    """How replicas that train on their own exchange what they have learned: DiLoCo, Streaming DiLoCo."""
 
     sync_every: Annotated[int, ResumePolicy.FIXED] = 50
-    """inner steps of each rank between two exchanges of the same weights"""
+    """inner steps of each replica between two exchanges of the same weights"""
     fragments: Annotated[int, ResumePolicy.FIXED] = 1
     """equal parts of the weights, which are exchanged one after another, evenly over --sync-every steps"""
     overlap_steps: Annotated[int, ResumePolicy.FIXED] = 0
     """inner steps that are computed while a fragment is exchanged"""
     merge_alpha: Annotated[float, ResumePolicy.SAME_LAYOUT] = 0.5
-    """with --overlap-steps: share of a rank's own weights when a fragment arrives; the rest are the outer weights"""
+    """with --overlap-steps: share of a replica's own weights when a fragment arrives; the rest are the outer weights"""
     outer_lr: Annotated[float, ResumePolicy.SAME_LAYOUT] = 0.7
     """learning rate of the outer optimizer, SGD with Nesterov momentum"""
     outer_momentum: Annotated[float, ResumePolicy.SAME_LAYOUT] = 0.9
@@ -262,10 +260,10 @@ class DiLoCoSettings(LocalStepsSettings):
     compress: Annotated[Compression, ResumePolicy.SAME_LAYOUT] = "none"
     """how outer gradients are sent: as float32, bfloat16, or integers of 8 or 4 bits; with error feedback"""
 
-    def check(self) -> None:
-        super().check()
+    def check_exchanges(self, steps: int) -> None:
+        """Raise `InputError` if a run of so many steps cannot exchange its weights like this."""
         every, parts, overlap = self.sync_every, self.fragments, self.overlap_steps
-        require_positive(self, "fragments", "outer_lr")
+        require_positive(self, "sync_every", "fragments", "outer_lr")
         given = f"--fragments {parts} with --sync-every {every}"
         advice = f"give a divisor of {every}" if parts <= every else f"give at most {every}"
         require(every % parts == 0, f"{given}: a fragment is exchanged every H / P steps; {advice}")
@@ -273,16 +271,29 @@ class DiLoCoSettings(LocalStepsSettings):
         sentence = f"a fragment is exchanged every {interval} steps, and must have arrived before the next is sent"
         given = f"--overlap-steps {overlap} with --sync-every {every} and --fragments {parts}"
         require(0 <= overlap < interval, f"{given}: {sentence}; give 0 to {interval - 1}")
-        given = f"--steps {self.steps} with --sync-every {every}"
-        require(every <= self.steps, f"{given}: some weights would never be exchanged; give at least {every} steps")
+        given = f"--steps {steps} with --sync-every {every}"
+        require(every <= steps, f"{given}: some weights would never be exchanged; give at least {every} steps")
         for flag, share in (("--merge-alpha", self.merge_alpha), ("--outer-momentum", self.outer_momentum)):
             require(0 <= share < 1, f"{flag} {share:g}: give a number from 0 to less than 1")
 
+    def remarks_on_exchanges(self, steps: int, optimizer: str) -> list[str]:
+        """Lines to print at the start of such a run."""
+        own = [f"each rank keeps {optimizer}'s moments of its own gradients"] if optimizer != "sgd" else []
+        rest = steps % self.sync_every
+        late = f"the model will lack some of what the last {rest} steps learn; --steps {steps - rest} avoids it"
+        return [*own, *([late] if rest else [])]
+
+
+@dataclass
+class DiLoCoSettings(OuterSettings, LocalStepsSettings):
+    """A data-parallel training run with an outer optimizer."""
+
+    def check(self) -> None:
+        super().check()
+        self.check_exchanges(self.steps)
+
     def remarks(self, decided: dict[str, Any]) -> list[str]:
-        own = [f"each rank keeps {self.optimizer}'s moments of its own gradients"] if self.optimizer != "sgd" else []
-        rest = self.steps % self.sync_every
-        late = f"the model will lack some of what the last {rest} steps learn; --steps {self.steps - rest} avoids it"
-        return [*super().remarks(decided), *own, *([late] if rest else [])]
+        return [*super().remarks(decided), *self.remarks_on_exchanges(self.steps, self.optimizer)]
 
 
 @dataclass
@@ -422,8 +433,14 @@ class ScheduledPipelineSettings(StagePerRank, ScheduleSettings):
     """A run of one pipeline that follows a schedule."""
 
 
+def check_no_clipping(norm: float | None) -> None:
+    """Raise `InputError` if replicas that train on their own are to clip the norm of all gradients."""
+    advice = "each rank has gradients of its own here, and there is no one norm; leave it out, or average gradients"
+    require(norm is None, f"--clip-norm {norm or 0:g}: {advice} (dp-ga)")
+
+
 @dataclass
-class HybridSettings(ScheduleSettings):
+class HybridSettings(OuterSettings, ScheduleSettings):
     """A run of several equal pipelines, with `--batch-size` sequences each."""
 
     dp: int = 2
@@ -435,16 +452,60 @@ class HybridSettings(ScheduleSettings):
     shard: Literal["none", "optimizer", "gradients", "weights"] = "none"
     """what the replicas shard, as in dp-zero; weights only with --pp 1; gradients saves memory only with schedules that
     do not delay weight gradients"""
+    outer: Annotated[Literal["none", "diloco"], ResumePolicy.DEFAULT] = "none"
+    """diloco: the pipelines train on their own, and an outer optimizer takes steps with what they have learned"""
+    report_every: int = 1
+    """print the loss every N steps; in the others, pipelines do not tell each other their losses"""
 
     @property
     def layout(self) -> Layout:
         return {"dp": self.dp, "pp": self.pp, "tp": self.tp}
 
+    @property
+    def per_rank_optimizer_state(self) -> bool:
+        return self.outer == "diloco" and self.optimizer != "sgd" and self.dp > 1
+
     def check(self) -> None:
         super().check()
+        self._check_outer()
         check_division(self.num_heads, self.num_kv_heads, self.tp)
         given = f"--shard {self.shard}"
         single = f"{given} with --dp 1: a single replica has no others to share with; give --dp 2 or more"
         require(self.shard == "none" or self.dp > 1, single)
         gathers = f"{given} with --pp {self.pp}: each stage would be gathered again for every micro-batch"
         require(self.shard != "weights" or self.pp == 1, f"{gathers}; use --shard optimizer, or --pp 1 with --tp")
+
+    def _check_outer(self) -> None:
+        require_positive(self, "report_every")
+        late = f"--report-every {self.report_every} with --run-on: a step that ran on is checked when its loss arrives"
+        require(self.report_every == 1 or not self.run_on, f"{late}; leave one of them out")
+        if self.outer == "none":
+            changed = [field.name for field in fields(OuterSettings) if getattr(self, field.name) != field.default]
+            if changed and self.resume is None:  # a checkpoint of another script may have these settings
+                given = f"{as_flag(changed[0])} {getattr(self, changed[0])}"
+                raise InputError(f"{given}: pipelines that average gradients have no outer steps; add --outer diloco")
+            return
+        self.check_exchanges(self.steps)
+        check_no_clipping(self.clip_norm)
+        given, advice = "--outer diloco", "leave one of them out"
+        require(self.shard == "none", f"{given} with --shard {self.shard}: the replicas' weights differ; {advice}")
+        sentence = "a step that ran on could not be undone after an outer step"
+        require(not self.run_on, f"{given} with --run-on: {sentence}; {advice}")
+        if self.compress in ("int8", "int4"):
+            differ = (
+                f"--compress {self.compress} with --tp {self.tp}: blocks of integers would round what all ranks of a "
+            )
+            require(self.tp == 1, f"{differ}stage hold differently on each; give --compress bf16, or --tp 1")
+
+    def check_checkpoint(self, checkpoint: Checkpoint) -> None:
+        super().check_checkpoint(checkpoint)
+        saved = checkpoint.record["settings"]
+        if self.outer == saved.get("outer") == "diloco" and self.layout == checkpoint.layout:
+            for name in ("schedule", "chunks_per_stage", "layers_per_stage"):  # or a rank would hold other layers
+                resume.require_same(
+                    f"--resume {self.resume}: it was trained with", name, saved[name], getattr(self, name)
+                )
+
+    def remarks(self, decided: dict[str, Any]) -> list[str]:
+        outer = self.remarks_on_exchanges(self.steps, self.optimizer) if self.outer != "none" else []
+        return [*super().remarks(decided), *outer]
