@@ -31,13 +31,13 @@ def train(run: TrainingRun[ByHandSettings]) -> None:
     net = LLama(CausalLLama, tokenizer.vocab_size, padding_idx=tokenizer.pad_id, **run.model_options())
     stories = TinyStories(tokenizer, **run.data_options(), rank=run.rank, num_replicas=run.world_size)
     optimizer = run.optimizer(net)
-    run.track(net, optimizer)
-
-    # [dp-ga] Prepare the average of the gradients over the ranks, if your way needs it.
-    by_hand = ALL_REDUCES.get(args.all_reduce)  # our own; None for the library's
     compressors: dict[str, PowerSGD | TopK]
     compressors = {"powersgd": PowerSGD(args.powersgd_rank, args.seed), "topk": TopK(args.topk_share)}
     compressor = compressors.get(args.compress)
+    run.track(net, optimizer, compressor=compressor)
+
+    # [dp-ga] Prepare the average of the gradients over the ranks, if your way needs it.
+    by_hand = ALL_REDUCES.get(args.all_reduce)  # our own; None for the library's
 
     def add_up(bucket: Bucket) -> Pending:
         """Start to add up gradients that are complete, while the backward pass continues to earlier layers."""

@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 from chapters import OneProcess, assert_equal, load, train_on
 
 from distlab.run.settings import parse
@@ -31,13 +32,29 @@ def test_powersgd_sends_little_and_learns(tmp_path: Path) -> None:
     assert record["sent_bytes"]["gradients"] == thin < whole / 10
 
 
+@pytest.mark.parametrize("compress", ["powersgd --powersgd-rank 2", "topk --topk-share 0.1"])
+def test_what_was_left_out_is_in_the_checkpoint(compress: str, tmp_path: Path) -> None:
+    flags = "--world-size 2 --batch-size 3 --steps 6".split()
+    saving = ["--compress", *compress.split(), "--save-every", "3"]
+    expected, _, losses = train_on(2, SCRIPT, tmp_path / "run", *flags, *saving)
+    resume = ["--resume", str(tmp_path / "run" / "checkpoints" / "step-00000003")]
+    parameters, _, rest = train_on(2, SCRIPT, tmp_path / "again", *flags, *resume)
+    assert rest == losses[3:]
+    for own, others in zip(parameters, expected, strict=True):
+        assert all(torch.equal(own[name], others[name]) for name in others)
+
+    without = [*resume, "--compress", "none"]  # differs, so what was left out does matter
+    _, _, others_rest = train_on(2, SCRIPT, tmp_path / "without", *flags, *without)
+    assert others_rest[0] == losses[3]
+    assert others_rest[1:] != losses[4:]
+
+
 @pytest.mark.parametrize(
     ("flags", "sentence"),
     [
         ("--compress topk --topk-share 2", "--topk-share 2: a share is at most 1"),
         ("--compress powersgd --powersgd-rank 0", "--powersgd-rank 0: must be greater than 0"),
         ("--compress powersgd --all-reduce ring", "--compress powersgd with --all-reduce ring"),
-        ("--compress topk --save-every 5", "--compress topk with --save-every"),
     ],
 )
 def test_what_cannot_work_is_said_before_any_rank_waits(flags: str, sentence: str) -> None:

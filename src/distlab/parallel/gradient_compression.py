@@ -4,14 +4,14 @@ Both leave something out, which each rank adds to its next gradients: error feed
 1901.09847). All ranks get the same sums to the last bit.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 
 import torch
 from torch import Tensor
 from torch.distributed import ReduceOp
 
-from distlab.comm.endpoint import members
+from distlab.comm.endpoint import members, rank
 from distlab.comm.traffic import Group, Transfer, traffic
 from distlab.comm.transfer import Pending
 from distlab.parallel.data import Bucket
@@ -50,7 +50,38 @@ class Steps:
             self._finish()
 
 
-class PowerSGD:
+class Compressor:
+    """What a hook keeps from one step to the next, by name: for checkpoints.
+
+    Args:
+        name: of the method, with what its tensors depend on.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._common, self._own = f"{name}.", f"rank{rank()}.{name}."  # prefixes: of all ranks, of this one
+        self._kept: dict[str, Tensor] = {}
+
+    def keep(self, name: str, start: Callable[[], Tensor], is_common: bool = False) -> Tensor:
+        """The tensor that is kept under a name; `start()` at first. `is_common` if all ranks have the same."""
+        name = f"{self._common if is_common else self._own}{name}"
+        if name not in self._kept:
+            self._kept[name] = start()
+        return self._kept[name]
+
+    def state(self) -> dict[str, Tensor]:
+        """What a checkpoint needs: the tensors that are kept, by name."""
+        return dict(self._kept)
+
+    def names_in(self, saved: Iterable[str]) -> list[str]:
+        """Which of a checkpoint's names `state` would have on this rank."""
+        return [name for name in saved if name.startswith((self._common, self._own))]
+
+    def load_state(self, state: Mapping[str, Tensor]) -> None:
+        """Continue with what `state` returned, before the first step."""
+        self._kept = dict(state)
+
+
+class PowerSGD(Compressor):
     """Adds up the gradients of a bucket as products of two thin matrices (Vogels et al., arXiv 1905.13727).
 
     The sum M (n, m) of the ranks' matrices is approximated by P Qᵀ, with P (n, r) and Q (m, r): P = M Q for the Q of
@@ -58,26 +89,33 @@ class PowerSGD:
     4 r (n + m) bytes take the place of one of 4 n m. What is not worth it, such as vectors, is added up as it is.
 
     Args:
-        rank: r.
+        width: r.
         seed: of the first Q, the same on all ranks.
         group: the ranks, by default all.
     """
 
-    def __init__(self, rank: int, seed: int = 0, group: Group = None) -> None:
-        self._rank, self._seed, self._group = rank, seed, group
-        self._qs: dict[int, list[Tensor]] = {}  # by bucket, for each of its matrices
-        self._errors: dict[int, list[Tensor]] = {}  # what this rank's earlier sums have left out, likewise
+    def __init__(self, width: int, seed: int = 0, group: Group = None) -> None:
+        super().__init__(f"powersgd{width}")
+        self._width, self._seed, self._group = width, seed, group
 
     def start(self, bucket: Bucket) -> Pending:
         """Start to add up a bucket over the ranks."""
         matrices = [view.view(len(view), -1) for view in bucket.views if self._is_worth_it(view)]
         others = [view for view in bucket.views if not self._is_worth_it(view)]
-        if bucket.index not in self._qs:
-            generator = torch.Generator().manual_seed(self._seed * 1000 + bucket.index)
-            first = [torch.randn(matrix.shape[1], self._rank, generator=generator) for matrix in matrices]
-            self._qs[bucket.index] = [q.to(matrices[0]) for q in first]
-            self._errors[bucket.index] = [torch.zeros_like(matrix) for matrix in matrices]
-        qs, errors = self._qs[bucket.index], self._errors[bucket.index]
+        generator = torch.Generator().manual_seed(self._seed * 1000 + bucket.index)
+
+        def first_q(matrix: Tensor) -> Tensor:
+            return torch.randn(matrix.shape[1], self._width, generator=generator).to(matrix)
+
+        names = [f"bucket{bucket.index}.matrix{number}" for number in range(len(matrices))]
+        qs = [
+            self.keep(f"{name}.q", partial(first_q, matrix), is_common=True)
+            for name, matrix in zip(names, matrices, strict=True)
+        ]
+        errors = [  # what this rank's earlier sums have left out
+            self.keep(f"{name}.error", partial(torch.zeros_like, matrix))
+            for name, matrix in zip(names, matrices, strict=True)
+        ]
         for matrix, error in zip(matrices, errors, strict=True):
             matrix.add_(error)
         products = [matrix @ q for matrix, q in zip(matrices, qs, strict=True)]
@@ -109,13 +147,13 @@ class PowerSGD:
 
     def _is_worth_it(self, gradient: Tensor) -> bool:
         rows = len(gradient) if gradient.dim() else 1
-        return gradient.dim() > 1 and self._rank * (rows + gradient.numel() // rows) < gradient.numel()
+        return gradient.dim() > 1 and self._width * (rows + gradient.numel() // rows) < gradient.numel()
 
     def _sum(self, tensor: Tensor, what: str) -> Transfer:
         return traffic.all_reduce(tensor, what, kind="gradients", op=ReduceOp.SUM, group=self._group)
 
 
-class TopK:
+class TopK(Compressor):
     """Adds up the largest values of each rank's bucket alone (Lin et al., Deep Gradient Compression, arXiv 1712.01887).
 
     Each rank sends all others its values with their places, 8 bytes each.
@@ -126,13 +164,13 @@ class TopK:
     """
 
     def __init__(self, share: float, group: Group = None) -> None:
+        super().__init__("topk")
         self._share, self._group = share, group
-        self._errors: dict[int, Tensor] = {}  # by bucket
 
     def start(self, bucket: Bucket) -> Pending:
         """Start to add up a bucket over the ranks."""
         flat = bucket.flat
-        error = self._errors.setdefault(bucket.index, torch.zeros_like(flat))
+        error = self.keep(f"bucket{bucket.index}.error", partial(torch.zeros_like, flat))
         error += flat
         places = error.abs().topk(max(1, int(self._share * len(flat)))).indices
         own = torch.stack([places.int().view(torch.float32), error[places]])  # (2, k); the bits of places

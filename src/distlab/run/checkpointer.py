@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from distlab.checkpoints.format import PER_RANK_OPTIMIZER_STATE, latest_valid
 from distlab.checkpoints.saving import read_into, restore, save, state_of, supersede, tensors_in
 from distlab.comm.layout import Layout, layout_size
+from distlab.parallel.gradient_compression import Compressor
 from distlab.parallel.outer import OuterOptimizer
 from distlab.run.logs import RunLog, say
 from distlab.run.resume import check_data, per_step
@@ -39,6 +40,7 @@ class TrainingState:
     optimizer: Optimizer  # of all parameters
     changing: Callable[[], AbstractContextManager[object]] = nullcontext  # a context in which parameters are restored
     outer: OuterOptimizer | None = None  # of replicas that train on their own; the checkpoint's model is the outer one
+    compressor: Compressor | None = None  # of the gradients
 
 
 class Checkpointer:
@@ -71,6 +73,12 @@ class Checkpointer:
             own = {name: tensor for name, tensor in own.items() if is_same and name in saved}
             read_into(own, self.resumed)
             self.state.outer.load_state(own)
+        if self.state.compressor is not None and self.resumed.layout == self._settings.layout:
+            saved, device = tensors_in(self.resumed.folder), next(iter(self.state.parameters.values())).device
+            names = self.state.compressor.names_in(saved)
+            kept = {name: torch.empty(saved[name].size, device=device) for name in names}
+            read_into(kept, self.resumed)
+            self.state.compressor.load_state(kept)
         if self.resumed.record.get("position"):
             batches.load_state_dict(self.resumed.record["position"])
         return self.resumed.count
@@ -98,7 +106,7 @@ class Checkpointer:
             PER_RANK_OPTIMIZER_STATE: args.per_rank_optimizer_state,
             "torch": torch.__version__,
         }
-        further = state.outer.state() if state.outer else {}
+        further = (state.outer.state() if state.outer else {}) | (state.compressor.state() if state.compressor else {})
         with state.outer.as_model() if state.outer else nullcontext():
             tensors = state_of(state.parameters, state.optimizer, self._rank, args.per_rank_optimizer_state)
             save(self._out, tensors | further, record, self._tokenizer, args.keep)

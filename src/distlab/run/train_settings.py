@@ -302,11 +302,11 @@ class ByHandSettings(DataParallelSettings):
 
     all_reduce: Literal["library", "naive", "tree", "butterfly", "ring"] = "library"
     """how to average the gradients: by the library, or by the lab's own all-reduce of this topology, over gloo"""
-    compress: Literal["none", "powersgd", "topk"] = "none"
+    compress: Annotated[Literal["none", "powersgd", "topk"], ResumePolicy.SAME_LAYOUT] = "none"
     """how gradients are sent: whole, as products of two thin matrices, or their largest values; with error feedback"""
-    powersgd_rank: int = 4
+    powersgd_rank: Annotated[int, ResumePolicy.SAME_LAYOUT] = 4
     """with --compress powersgd: width of the thin matrices"""
-    topk_share: float = 0.01
+    topk_share: Annotated[float, ResumePolicy.SAME_LAYOUT] = 0.01
     """with --compress topk: share of the gradients that is sent"""
 
     def check(self) -> None:
@@ -324,9 +324,6 @@ class ByHandSettings(DataParallelSettings):
             given = f"--compress {self.compress}"
             is_possible = self.all_reduce == "library"
             require(is_possible, f"{given} with --all-reduce {self.all_reduce}: choose one of the two")
-            is_kept = self.save_every or self.resume
-            sentence = "a checkpoint does not have what each rank has left out so far; leave one of the two out"
-            require(not is_kept, f"{given} with --save-every or --resume: {sentence}")
 
 
 @dataclass

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from distlab.parallel.clipping import Held, NormSum, clip, squared_norm, sum_norm
+from distlab.parallel.gradient_compression import Compressor
 from distlab.parallel.outer import OuterOptimizer
 from distlab.reports.memory import MemoryReport
 from distlab.run.checkpointer import TrainingState
@@ -73,6 +74,7 @@ class TrainingRun(Run[TrainSettingsT]):
         loss: Loss | None = None,
         owners: Sequence[int] | None = None,
         outer: OuterOptimizer | None = None,
+        compressor: Compressor | None = None,
     ) -> None:
         """Register the script's model, optimizer and loss: for checkpoints, the learning rate, validation, diagnosis.
 
@@ -82,12 +84,16 @@ class TrainingRun(Run[TrainSettingsT]):
             loss: (logits of the whole model, token ids) -> mean loss; by default the usual cross-entropy.
             owners: by stage, the rank in the pipeline that holds it; by default, each rank has one stage.
             outer: the outer optimizer of replicas that train on their own; its weights are what is saved and validated.
+            compressor: of the gradients; what it keeps from step to step is saved too.
         """
         args, self._outer = self.settings, outer
         parts = self._parts = ModelParts.of(model, self.grid, owners, loss)
         if self.checkpointer is not None:
             sizes = {**parts.options, "n_layers": args.n_layers}
-            self.checkpointer.state = TrainingState(parts.parameters(), sizes, optimizer, parts.changing_shards, outer)
+            parameters = parts.parameters()
+            self.checkpointer.state = TrainingState(
+                parameters, sizes, optimizer, parts.changing_shards, outer, compressor
+            )
         self._optimizer = optimizer
         self.memory = MemoryReport(optimizer, parts.sharded.values(), outer.held_bytes() if outer else 0)
         self.explain_not_finite = partial(self._find_not_finite, parts)

@@ -58,9 +58,13 @@ def compress(rank: int, port: int) -> dict[str, Any]:
                 start = new_bucket(gradients(rank, step))
                 own.start(start).wait()
                 views = new_bucket(state.error_dict[0] / RANKS).views
-                own._errors[0] = [view.reshape(len(view), -1).clone() for view in views if view.dim() > 1]
-                memory = state.q_memory_dict[0].split([q.numel() for q in own._qs[0]])
-                own._qs[0] = [part.view(q.shape).clone() for q, part in zip(own._qs[0], memory, strict=True)]
+                left_out = iter(view.reshape(len(view), -1).clone() for view in views if view.dim() > 1)
+                kept = own.state()
+                qs = [name for name in kept if name.endswith(".q")]
+                parts = state.q_memory_dict[0].split([kept[name].numel() for name in qs])
+                kept |= {name: part.view_as(kept[name]).clone() for name, part in zip(qs, parts, strict=True)}
+                kept |= {name: next(left_out) for name in kept if name.endswith(".error")}
+                own.load_state(kept)
         ours, sent = [], []
         for step in range(1, STEPS):
             bucket, before = new_bucket(gradients(rank, step)), traffic.ledger.sent_bytes["gradients"]
@@ -81,7 +85,7 @@ def compress(rank: int, port: int) -> dict[str, Any]:
             "sent": sent,
             "top": top,
             "top_sent": top_sent,
-            "top_error": largest._errors[0],
+            "top_error": largest.state()[f"rank{rank}.topk.bucket0.error"],
             "whole": whole.flat,
         }
 
