@@ -4,6 +4,7 @@ Each rank watches itself. If its main thread has stood still for some seconds, i
 and the wait that it is in. From the waits of all ranks follows who waits for whom.
 """
 
+import faulthandler
 import functools
 import json
 import os
@@ -17,7 +18,7 @@ import time
 import traceback
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from types import FrameType
@@ -34,6 +35,7 @@ from simplellm.errors import InputError
 Facts = dict[str, Any]  # what a rank tells of itself; JSON
 SECONDS_FOR_CONSEQUENCES = 1.0  # after a rank has failed, how long others may take to fail too
 LONGEST_SECONDS = 25.0  # of ranks that go on; right ones take a few, where others do not take the processor
+LONGEST_LINE = 200  # of what a rank has printed
 LONGEST_WORK_SECONDS = 10.0  # of the processor's time: an endless loop's
 SECONDS_OF_A_WAIT = 0.1  # of the processor's time; a thread that waits takes less until it counts as standing still
 
@@ -84,8 +86,25 @@ def run_ranks(world_size: int, work: Work, *args: Any, script: Path, folder: Pat
     for report in reports:
         told = folder / f"printed{report.rank}.txt"
         lines = told.read_text(errors="replace").splitlines() if told.exists() else []
-        report.printed = [line for line in lines if line.strip() and not re.match(r"#|\d+ \d", line)]
-    return reports
+        report.printed = [line[:LONGEST_LINE] for line in lines if line.strip() and not re.match(r"#|\d+ \d", line)]
+    return [_crashed(report, str(script), folder) if report.state == "died" else report for report in reports]
+
+
+def _crashed(report: Report, script: str, folder: Path) -> Report:
+    """The report of a rank that died, with the place and the likely cause if libraries ended it."""
+    left = _crash_file(folder, report.rank)
+    told = left.read_text() if left.exists() else ""
+    if not told:
+        return report
+    where = re.search(rf'File "{re.escape(script)}", line (\d+)', told)
+    line = _line_at(script, int(where[1])) if where else ""
+    cause = "as happens where ranks do not all call the same collectives, with tensors of the same size"
+    return replace(report, sentence=f"crashed, {cause}", line=line)
+
+
+def _crash_file(folder: Path, rank: int) -> Path:
+    """Where Python writes the stack of a rank that libraries end, e.g. gloo by SIGABRT."""
+    return folder / f"crash{rank}.txt"
 
 
 def _collect(waiting: dict[Connection, int], patience: Patience) -> list[Report]:
@@ -110,8 +129,9 @@ def _collect(waiting: dict[Connection, int], patience: Patience) -> list[Report]
             reports[rank] = report
             if report.state != "stuck":  # which may change
                 del waiting[receiver]
-            if report.state in ("failed", "died"):
-                deadline = min(deadline, time.monotonic() + SECONDS_FOR_CONSEQUENCES)
+            if report.state in ("failed", "died"):  # of a death, the others tell more: what they wait for
+                still = patience.still if report.state == "died" else 0
+                deadline = min(deadline, time.monotonic() + still + SECONDS_FOR_CONSEQUENCES)
         if any(report.state == "missing" for report in reports.values()):
             break  # nothing else matters
         if waiting and all(rank in reports for rank in waiting.values()):
@@ -128,6 +148,7 @@ def _run_rank(
     for stream, descriptor in enumerate((os.open(os.devnull, os.O_RDONLY), sys.stdout.fileno(), sys.stderr.fileno())):
         os.dup2(descriptor, stream)
     os.chdir(folder)
+    faulthandler.enable(_crash_file(folder, rank).open("w"))
     torch.manual_seed(1000 + rank)
     has_ended, lock = threading.Event(), threading.Lock()
 
@@ -200,8 +221,11 @@ def _seconds_computed_by(thread: int) -> float:
 def _line_of(frame: FrameType, script: str) -> str:
     if frame.f_code.co_filename != script:
         return ""
-    lines = Path(script).read_text().splitlines()
-    return f"line {frame.f_lineno}: {lines[frame.f_lineno - 1].strip()}"
+    return _line_at(script, frame.f_lineno)
+
+
+def _line_at(script: str, number: int) -> str:
+    return f"line {number}: {Path(script).read_text().splitlines()[number - 1].strip()}"
 
 
 def trouble(reports: list[Report], describe: Callable[[int], str] = "rank {}".format) -> tuple[str, list[str]] | None:
@@ -218,7 +242,9 @@ def trouble(reports: list[Report], describe: Callable[[int], str] = "rank {}".fo
             if state == "missing":
                 return mistake, [f"not written yet: {first.sentence}{where}"]
             who = f"{describe(first.rank)} " if len(reports) > 1 else ""
-            return mistake, [f"{who}{'failed: ' if state == 'failed' else ''}{first.sentence}{where}"]
+            others = [*by_state.get("lost", []), *by_state.get("stuck", [])] if state == "died" else []
+            meanwhile = [f"{describe(other.rank)} was in {other.line}" for other in others if other.line]
+            return mistake, [f"{who}{'failed: ' if state == 'failed' else ''}{first.sentence}{where}", *meanwhile]
     if len(by_state.get("ended", [])) == len(reports):
         return None
     return _hang(reports, describe)

@@ -30,6 +30,12 @@ ATTEMPTS = [
         "model.embed_tokens.weight on all ranks is that of",
         AVERAGE.replace(EACH, "for parameter in list(net.parameters())[1:]:"),
     ),
+    Attempt(
+        "dp-ga",
+        "died",
+        "rank 0 was in line 58: traffic.all_reduce(",
+        "if run.rank == 0:\n    " + AVERAGE.replace("\n", "\n    "),
+    ),
     Attempt("dp-ga", "not-cleared", "step 1: ", AVERAGE, (("        optimizer.zero_grad()\n", ""),)),
     Attempt("mydp", "", "the run of one process", changes=((EAGER[0], EAGER[1]),)),
     Attempt(

@@ -24,7 +24,7 @@ def misbehave(rank: int, folder: str) -> Facts:
             time.perf_counter()
     if rank == 1:
         os._exit(3)
-    print("# a line of the lab's\n0 8.3\nseen by rank 2")
+    print("# a line of the lab's\n0 8.3\nseen by rank 2\n" + 1000 * "x")
     return {"rank": rank}
 
 
@@ -34,8 +34,12 @@ def test_ranks_end_with_what_they_have_started(tmp_path: Path) -> None:
     assert time.monotonic() - started < 20
     assert [report.state for report in reports][1:] == ["died", "ended"]
     assert reports[2].facts == {"rank": 2}
-    assert reports[2].printed == ["seen by rank 2"]
-    assert trouble(reports) == ("died", ["rank 1 ended without a word: it was killed, or called os._exit"])
+    assert reports[2].printed == ["seen by rank 2", 200 * "x"], "no more than that of a line"
+    found = trouble(reports)
+    assert found is not None
+    mistake, [first, second] = found
+    assert (mistake, first) == ("died", "rank 1 ended without a word: it was killed, or called os._exit")
+    assert second.startswith("rank 0 was in line ")
     child = Path("/proc", (tmp_path / "pid").read_text())
     assert wait_for(lambda: not child.exists() or "Z" in (child / "stat").read_text().split()[2], 5)
 
