@@ -32,6 +32,7 @@ from typing import Any
 
 import tyro
 
+from distlab.parallel.compression import encoded_bytes
 from distlab.pipeline.actions import ActionCosts
 from distlab.pipeline.plan import simulate
 from distlab.pipeline.schedules import all_stages
@@ -48,15 +49,7 @@ from hosts import Host, Link, two_hosts_with_a_link, why_not  # noqa: E402
 SEQUENCES, SEQ_LEN = 8, 64  # of the global batch, in all layouts
 # With SGD, an average of weights after every step is that of the gradients.
 MODEL = f"--dmodel 96 --num-heads 6 --n-layers 4 --seq-len {SEQ_LEN} --optimizer sgd --data sample --device cpu".split()
-MODEL += ["--transport", "gloo"]  # the model below is that of a ring of all ranks
-# Each rank logs the loss of its own batch, where the lab's scripts add up that of all ranks in every step.
-OWN_LOSS = """
-import runpy, sys
-from distlab.run.run import Run
-Run.global_loss = lambda run, step, losses: float(sum(losses))
-sys.argv = sys.argv[1:]
-runpy.run_path(sys.argv[0], run_name="__main__")
-"""
+MODEL += ["--transport", "gloo"]  # the prediction below is that of a ring of all ranks
 
 
 @dataclass
@@ -102,7 +95,6 @@ class Layout:
         link_seconds: (the wire, bytes of the whole model's weights, bytes of a micro-batch's activations, seconds of a
             step without shaping) -> the seconds that the link adds to a step.
         sync_every: steps to a round.
-        own_loss: the ranks do not tell each other the loss.
     """
 
     name: str
@@ -110,7 +102,6 @@ class Layout:
     hosts: tuple[int, ...]
     link_seconds: Callable[[Wire, float, float, float], float]
     sync_every: int = 1
-    own_loss: bool = False
 
 
 def pipeline_seconds(wire: Wire, message_bytes: float, micro_batches: int, step_seconds: float) -> float:
@@ -130,22 +121,32 @@ def pipeline_seconds(wire: Wire, message_bytes: float, micro_batches: int, step_
 PAIR, RING_BY_TWO, RING_BY_ONE = 2, 3, 6
 
 
-def averaging(sync_every: int, own_loss: bool = False) -> Callable[[Wire, float, float, float], float]:
-    """Gradients or weights all-reduced by two ranks, the loss in every step."""
-    loss = 0 if own_loss else PAIR
+def averaging(sync_every: int, is_loss_rare: bool = False) -> Callable[[Wire, float, float, float], float]:
+    """Gradients or weights all-reduced by two ranks, and the loss in every step or only in steps that do not count."""
+    loss = 0 if is_loss_rare else PAIR
     return lambda wire, model, message, step: wire.seconds(loss + PAIR / sync_every, model / sync_every)
+
+
+def streaming_seconds(wire: Wire, model_bytes: float, message_bytes: float, step_seconds: float) -> float:
+    """What fragments in integers of 4 bits add to a step: what is left of an exchange after its overlap."""
+    fragment = encoded_bytes("int4", int(model_bytes / 4 / FRAGMENTS))
+    return max(0, wire.seconds(PAIR, fragment) - OVERLAP * step_seconds) * FRAGMENTS / H
 
 
 DP = f"--world-size 2 --batch-size {SEQUENCES // 2}"
 HYBRID = f"hybrid/intro_hybrid.py --dp 2 --pp 2 --batch-size {SEQUENCES // 2} --micro-batches {SEQUENCES // 2}"
 PP = f"PP/microbatches/intro_PP_microbatches.py --world-size 2 --batch-size {SEQUENCES} --micro-batches {SEQUENCES}"
 WA = f"DP/weight_aggr/intro_DP_WA.py {DP} --sync-every"
+H, FRAGMENTS, OVERLAP = 64, 2, 24
+DILOCO = f"DP/diloco/intro_DP_DiLoCo.py {DP} --sync-every {H} --report-every {8 * H}"
+STREAMING = f"{DILOCO} --fragments {FRAGMENTS} --overlap-steps {OVERLAP} --compress int4"
 LAYOUTS = [
     Layout("dp-ga", f"DP/gradient_aggr/intro_DP_GA.py {DP}", (0, 1), averaging(1)),
     Layout("dp-wa, H = 1", f"{WA} 1", (0, 1), averaging(1)),
     Layout("dp-wa, H = 8", f"{WA} 8", (0, 1), averaging(8), 8),
-    Layout("dp-wa, H = 64", f"{WA} 64", (0, 1), averaging(64), 64),
-    Layout("dp-wa, H = 64, own loss", f"{WA} 64", (0, 1), averaging(64, own_loss=True), 64, own_loss=True),
+    Layout(f"dp-wa, H = {H}", f"{WA} {H}", (0, 1), averaging(H), H),
+    Layout(f"DiLoCo, H = {H}", DILOCO, (0, 1), averaging(H, is_loss_rare=True), H),
+    Layout("streaming, int4", STREAMING, (0, 1), streaming_seconds, H),
     Layout(
         "pp-dapple across",
         f"{PP} --schedule dapple",
@@ -211,7 +212,6 @@ def running(
 ) -> Iterator[Steps]:
     """A layout's ranks, each on its host with one thread, while they train; `model` has the flags of the model."""
     script, *flags = layout.script.split()
-    starter = ["-c", OWN_LOSS] if layout.own_loss else []
     meet = ["--master-addr", hosts[0].address, "--master-port", str(port), "--timeout", "600"]
     environment = os.environ | {
         "PYTHONPATH": str(LAB / "src"),
@@ -222,7 +222,7 @@ def running(
     ranks: list[subprocess.Popen[bytes]] = []
     try:
         for rank, place in enumerate(layout.hosts):
-            command = [sys.executable, *starter, LAB / script, str(rank), *flags, *model, *meet]
+            command = [sys.executable, LAB / script, str(rank), *flags, *model, *meet]
             command += ["--steps", "1000000", "--out", out]
             with (out / f"rank{rank}.err").open("w") as said:
                 ranks.append(
