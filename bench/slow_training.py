@@ -240,8 +240,16 @@ def draw(png: Path, results: list[Result], link: str) -> None:
     for axes, formatter in zip(panels, ("{x:,.0f}", style.units("B")), strict=True):
         axes.xaxis.set_major_formatter(formatter)
         axes.xaxis.set_minor_formatter("")
-    panels[1].legend(curves.values(), curves.keys(), fontsize="small")
+    style.legend(figure, curves)
     style.save(figure, png)
+
+
+def read(recorded: Path) -> list[Result]:
+    """What `--json` has kept; `SystemExit` if it is not there or has something else."""
+    try:
+        return [Result(**json.loads(line)) for line in recorded.read_text().splitlines()]
+    except (OSError, ValueError, LookupError, TypeError) as error:
+        raise SystemExit(f"# {recorded}: not the numbers of this benchmark ({error!r})") from error
 
 
 def main() -> None:
@@ -251,7 +259,7 @@ def main() -> None:
             raise SystemExit("# --sync-every is a multiple of 8, --steps one of --sync-every; give a seed and a round")
         results = measure(settings)
     else:
-        results = [Result(**json.loads(line)) for line in settings.recorded.read_text().splitlines()]
+        results = read(settings.recorded)
     for line in tables(results):
         print(line)
     if settings.json is not None:

@@ -77,6 +77,12 @@ def draw_network(png: Path) -> None:
     bench.draw(png, bench.read(LAB / "bench/network.jsonl", names), names)
 
 
+def draw_slow_training(png: Path) -> None:
+    sys.path.append(str(LAB / "bench"))
+    bench = load("bench/slow_training.py")
+    bench.draw(png, bench.read(LAB / "bench/slow_training.jsonl"), "10 Mbit/s and 50 ms")
+
+
 DRAWN: dict[str, Callable[[Path, Path], None]] = {
     "losses": lambda png, run: figures.losses(png, [f"one process={run}", f"three ranks={run}"], against="tokens"),
     "timelines": lambda png, run: figures.timelines(png, [f"GPipe={run}", f"DAPPLE={run}"]),
@@ -92,6 +98,7 @@ DRAWN: dict[str, Callable[[Path, Path], None]] = {
     "shared_memory": lambda png, run: figures.shared_memory(png, run),
     "show_schedule": lambda png, run: draw(png, [planned_panel("dapple", simulate(all_stages("dapple", 4, 8)))]),
     "network": lambda png, run: draw_network(png),
+    "slow_training": lambda png, run: draw_slow_training(png),
 }
 
 
