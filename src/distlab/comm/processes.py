@@ -11,8 +11,9 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent import futures
+from pathlib import Path
 from typing import NoReturn, TypeVar
 
 ResultT = TypeVar("ResultT")
@@ -55,3 +56,36 @@ def end_with_parent(by: signal.Signals) -> None:
     """Ask Linux to send this process a signal when its parent dies."""
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(1, by)  # PR_SET_PDEATHSIG
+
+
+@contextlib.contextmanager
+def leaving_no_process() -> Iterator[None]:
+    """Kill at the end what processes that were started in this context have left behind, whatever group they are in.
+
+    Linux gives them to this process when their own parent dies (PR_SET_CHILD_SUBREAPER); elsewhere nothing is done.
+    """
+    before = _children()
+    _adopt(True)
+    try:
+        yield
+    finally:
+        while left := _children() - before:  # whose own children appear when they have died
+            for pid in left:
+                with contextlib.suppress(OSError):
+                    os.kill(pid, signal.SIGKILL)
+                    os.waitpid(pid, 0)
+        _adopt(False)
+
+
+def _adopt(orphans: bool) -> None:
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(36, int(orphans))  # PR_SET_CHILD_SUBREAPER
+
+
+def _children() -> set[int]:
+    """The processes whose parent this one is; none where the system does not tell."""
+    found: set[int] = set()
+    for file in Path("/proc/self/task").glob("*/children"):
+        with contextlib.suppress(OSError):  # a thread that has ended
+            found |= {int(pid) for pid in file.read_text().split()}
+    return found

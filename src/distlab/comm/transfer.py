@@ -70,6 +70,10 @@ class Transfer:
             self._tensor.copy_(self._carried, non_blocking=True)
         self._work = None
 
+    def was_waited_for(self) -> bool:
+        """Whether `wait()` has returned."""
+        return self._work is None
+
     def has_arrived(self) -> bool:
         """Whether `wait` would return, or raise, at once; not known over NCCL and in shared memory."""
         if self._is_on_stream or self._work is None or isinstance(self._work, SharedCollective):

@@ -3,13 +3,13 @@
 import gc
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from distlab.exercises import training
-from distlab.exercises.catalogue import Exercise
+from distlab.exercises.catalogue import EXERCISES, Exercise
 from distlab.exercises.checkpoints import try_checkpoint
 from distlab.exercises.classifier import try_classifier
 from distlab.exercises.collectives import try_collective
@@ -33,13 +33,18 @@ PROGRAMS = {"product": try_product, "case": try_case, "layer": try_layer}  # on 
 SECONDS_AFTER_A_DEADLOCK = 3.0  # that ranks may stand still, or compute, where another function has ended in one
 
 
-def prepare() -> None:
+def prepare(exercises: Iterable[Exercise] = EXERCISES.values()) -> None:
     """Do once what every forked rank would do anew: import what ranks import as they run, read the generator's stories.
 
     This process computes with one thread, as forks inherit no others.
-    """
-    import torch._dynamo  # for a stage that is given gradients
 
+    Args:
+        exercises: those that will be checked.
+    """
+    import torch
+
+    if any("pp" in trial.layout for exercise in exercises for trial in exercise.trials):
+        import torch._dynamo  # for a stage that is given gradients: seconds
     torch.set_num_threads(1)
     training.prepare()
     gc.collect()

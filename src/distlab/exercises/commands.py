@@ -3,6 +3,7 @@
 import argparse
 import json
 import shlex
+import sys
 import textwrap
 import time
 from collections.abc import Sequence
@@ -45,7 +46,10 @@ def exercise(args: list[str]) -> int:
     require(folder is not None, f"exercise {given.name}: give a folder for its file, such as my/")
     path = folder / wanted.file_name
     require(not folder.exists() or folder.is_dir(), f"{folder}: is not a folder")
-    require(not path.exists(), f"{path}: is there already, and may hold your work; give another folder")
+    if path.exists():
+        held = name_of(_read(path)) or wanted.name
+        what = "already exists, and may hold your work" if held == wanted.name else f"holds the exercise {held}"
+        raise InputError(f"{path}: {what}; give another folder, such as {folder / wanted.name}")
     try:
         folder.mkdir(parents=True, exist_ok=True)
         path.write_text(write_out(wanted, path))
@@ -86,8 +90,10 @@ def check(args: list[str]) -> int:
 
     if not given.json:
         print("# trying it, in forked ranks; this takes some seconds", flush=True)
-    prepare()
+    prepare(exercises)
     results = [_check(path, wanted, given.json) for path, wanted in zip(files, exercises, strict=True)]
+    if len(files) > 1 and not given.json:
+        print(f"# {sum(results)} of {len(files)} files passed", flush=True)
     return 0 if all(results) else 1
 
 
@@ -135,14 +141,30 @@ def _files(paths: Sequence[Path]) -> "list[Path]":
     """The files among paths; of a folder, those below it that say which exercise they solve."""
     found: list[Path] = []
     for path in paths:
-        require(path.exists(), f"{path}: is not there")
+        require(path.exists(), f"{path}: does not exist")
         if path.is_dir():
-            inside = [file for file in sorted(path.rglob("*.py")) if name_of(_read(file)) in EXERCISES]
+            inside = [file for file in sorted(path.rglob("*.py")) if _is_submission(file)]
             require(bool(inside), f"{path}: has no file of an exercise; ./launch.sh exercise writes them")
             found += inside
         else:
             found.append(path)
     return found
+
+
+def _is_submission(path: Path) -> bool:
+    """Whether a file below a folder says which exercise it solves; one that only looks like it is not passed over."""
+    try:
+        name = name_of(_read(path))
+    except InputError as error:
+        print(f"# skipped {error}", file=sys.stderr)
+        return False
+    if name in EXERCISES:
+        return True
+    if name is not None:
+        print(f"# skipped {path}: {name}: no such exercise", file=sys.stderr)
+    elif any(path.name == exercise.file_name for exercise in EXERCISES.values()):
+        print(f"# skipped {path}: does not say which exercise it solves; give it with --exercise", file=sys.stderr)
+    return False
 
 
 def _read(path: Path) -> str:
@@ -155,7 +177,8 @@ def _read(path: Path) -> str:
 def _exercise_of(path: Path) -> Exercise:
     """The exercise that a file says it is; else the first that is made from a script of the same name."""
     if (name := name_of(_read(path))) is not None:
-        return _find(name)
+        require(name in EXERCISES, f"{path}: {name}: no such exercise; ./launch.sh exercise lists them")
+        return EXERCISES[name]
     same = [each for each in EXERCISES.values() if each.file_name == path.name]
     require(
         bool(same), f"{path}: does not say which exercise it solves; give --exercise, one of {', '.join(EXERCISES)}"

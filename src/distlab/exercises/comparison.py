@@ -48,13 +48,17 @@ class Comparison:
             for rank, tensors in enumerate(self.ranks):
                 own = tensors.get(f"weights|0|{name}")
                 if own is not None and self._is_wrong_at_start(rank, name, own):
+                    start = tensors[f"start|0|{name}"]
+                    if not self._is_wrong_at_start(rank, name, start):
+                        told = f"step 0: something has changed the weights {name} on {describe(rank)}"
+                        return "changed-early", [f"{told} before optimizer.step(), which alone should change them"]
                     told = f"before step 0: the weights {name} on {describe(rank)} are not those of one process"
                     others = f"{told}; all ranks must start from rank 0's"
                     return "not-broadcast" if self.trial.replicas > 1 else "wrong-start", [others if n > 1 else told]
         for step in range(self.steps):
             expected = self.facts["losses"][step]
             if step >= len(losses):
-                return "steps", [f"the run ended after {len(losses)} of {self.steps} steps"]
+                return "steps", [f"run.log(step, losses) was called in {len(losses)} of {self.steps} steps"]
             if abs(losses[step] - expected) > 1e-4 * abs(expected):
                 mistake = shares.name_loss(losses[step], expected, n, m)
                 told = f"{losses[step]:.6f} instead of {expected:.6f}"

@@ -84,7 +84,9 @@ def _compute(rank: int, script: Path, name: str, values: dict[str, Any]) -> Fact
 def _wrong_weights(own: nn.Module, whole: nn.Module, dims: tuple[int, ...], rank: int) -> tuple[str, str] | None:
     weights = list(own.named_parameters())
     if len(weights) != len(dims):
-        return "parameters", f"the layer has {len(weights)} parameters instead of {len(dims)}"
+        names = ", ".join(name for name, _ in weights) or "none"
+        expected = "one, its weight" if len(dims) == 1 else f"{len(dims)}, its weights"
+        return "parameters", f"the layer's parameters are {names}; it should have {expected}, and no biases"
     for (name, weight), right, dim in zip(weights, whole.parameters(), dims, strict=True):
         slices = right.detach().chunk(RANKS, dim)
         if weight.shape != slices[rank].shape:

@@ -27,6 +27,7 @@ from typing import Any
 import torch
 
 from distlab.comm.forked import forked
+from distlab.comm.processes import leaving_no_process
 from distlab.comm.traffic import traffic
 from distlab.comm.waits import TrafficError
 from distlab.rendezvous.diagnosis import Notice, diagnose
@@ -81,7 +82,8 @@ def run_ranks(world_size: int, work: Work, *args: Any, script: Path, folder: Pat
         script: the student's file, whose lines the reports name.
         folder: where the ranks work; what they print and write with relative paths is there.
     """
-    with forked(world_size, functools.partial(_run_rank, script, folder, patience, work, args)) as pipes:
+    rank_of_script = functools.partial(_run_rank, script, folder, patience, work, args)
+    with leaving_no_process(), forked(world_size, rank_of_script) as pipes:
         reports = _collect(pipes, patience)
     for report in reports:
         told = folder / f"printed{report.rank}.txt"
@@ -143,6 +145,7 @@ def _run_rank(
     script: Path, folder: Path, patience: Patience, work: Work, args: tuple[Any, ...], rank: int, pipe: Connection
 ) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the checker, which ends the ranks
+    sys.dont_write_bytecode = True  # in the student's folder
     sys.stdout = (folder / f"printed{rank}.txt").open("w", buffering=1)  # for the rest of the process
     sys.stderr = Path(os.devnull).open("w")  # noqa: SIM115
     for stream, descriptor in enumerate((os.open(os.devnull, os.O_RDONLY), sys.stdout.fileno(), sys.stderr.fileno())):
@@ -180,7 +183,9 @@ def _failed(rank: int, error: BaseException, script: str) -> Report:
         wait = traffic.failure_of(error)
     if wait is not None and wait.lost_a_peer:
         return Report(rank, "lost", str(wait), line)
-    told = str(error).partition("\n")[0] if str(error) else ""
+    if isinstance(error, SystemExit):
+        return Report(rank, "failed", "the file called sys.exit() before its work was done", line)
+    told = (error.msg if isinstance(error, SyntaxError) else str(error)).partition("\n")[0]
     name = "" if isinstance(error, InputError | TrafficError) else f"{type(error).__name__}{': ' * bool(told)}"
     return Report(rank, "failed", f"{name}{told}", line)
 

@@ -61,7 +61,8 @@ def _try_size(
     if plan.owners != {stage: stage for stage in range(stages)}:
         return "wrong-stage", "each stage must run its own actions: Forward(stage, k), with its own number", programs
     if max(action.micro_batch for program in programs for action in program) + 1 != micro_batches:
-        return "micro-batches", f"the lists do not hold {micro_batches} micro-batches", programs
+        held = max(action.micro_batch for program in programs for action in program) + 1
+        return "micro-batches", f"the lists hold {held} micro-batches instead of {micro_batches}", programs
     library = simulate([vars(schedules)[name](stage, stages, micro_batches) for stage in range(stages)])
     return (found := _compare(name, plan, library, programs)) and (*found, programs)
 

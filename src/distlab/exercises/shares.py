@@ -64,7 +64,7 @@ def name_gradient(
     if not observed.isfinite().all():
         return Mistake("not-finite", "is not finite")
     if float(observed.norm()) < 1e-9 * float(torch.stack(flat).norm()):
-        return Mistake("zero", "is zero: nothing was added to it, or it was cleared before the update")
+        return Mistake("zero", "is zero or None: nothing was added to it, or it was cleared before the update")
     found = fit(observed, flat)
     if found is None and before is not None:
         with_before = fit(observed, [*flat, before])

@@ -182,7 +182,7 @@ def _with_docstring(text: str, exercise: Exercise, path: Path) -> str:
     )
     ends = [f"check it    ./launch.sh check {path}", f"get a hint  ./launch.sh hint {exercise.name}"]
     if exercise.script and "DEFAULTS" in text:
-        ends.append(f"train       ./launch.sh {path}")
+        ends.append(f"run it      ./launch.sh {path}")
     ends.append(f"read        {exercise.chapter}")
     commands = "\n".join(f"    {line}" for line in ends)
     return (

@@ -44,6 +44,7 @@ class Recorder:
         self.wrapped: list[nn.Module] = []
         self.updates, self.updated = 0, 0  # how often, and how many weights
         self.sent: list[dict[str, int]] = []  # bytes by kind, in all steps before each update
+        self.all_reduces: list[Transfer] = []
         self.overlaps = False  # whether it starts to average gradients before a backward pass has ended
 
     def watch(self, model: nn.Module | Mapping[int, nn.Module], optimizer: Optimizer) -> None:
@@ -54,6 +55,8 @@ class Recorder:
             inner = next((module for module in part.modules() if isinstance(module, LLamaPart)), part)
             self.parameters |= dict(inner.named_parameters())
         self.updated = sum(parameter.numel() for group in optimizer.param_groups for parameter in group["params"])
+        for name, parameter in self.parameters.items():
+            self.tensors[f"start|0|{name}"] = parameter.detach().clone().contiguous()
         optimizer.register_step_pre_hook(lambda *_: self.before_update())
 
     def before_update(self) -> None:
@@ -89,7 +92,8 @@ def train(rank: int, script: Path, folder: Path, values: dict[str, Any], start_a
 
     def watched(*args: Any, **options: Any) -> Transfer:
         recorder.overlaps |= running_backward_pass() is not None
-        return all_reduce(*args, **options)
+        recorder.all_reduces.append(all_reduce(*args, **options))
+        return recorder.all_reduces[-1]
 
     run.track = track_and_watch  # type: ignore[method-assign]
     traffic.all_reduce = watched  # type: ignore[method-assign]
@@ -103,6 +107,7 @@ def train(rank: int, script: Path, folder: Path, values: dict[str, Any], start_a
     save_file(recorder.tensors, folder / f"rank{rank}.safetensors")
     specs = {name: p.shard_spec for name, p in recorder.parameters.items() if hasattr(p, "shard_spec")}
     counts = {"updates": recorder.updates, "updated": recorder.updated}
+    counts["not_waited_for"] = sum(not transfer.was_waited_for() for transfer in recorder.all_reduces)
     return counts | {"sent": recorder.sent, "slices": specs, "overlaps": recorder.overlaps}
 
 
@@ -189,7 +194,8 @@ def try_layout(script: Path, exercise: Exercise, trial: Trial, folder: Path, pat
     verdict = Verdict(f"train: {trial}")
     if found := trouble(reports, describe):
         return verdict.fails(*found, printed=reports)
-    records = (folder / "run" / "metrics.jsonl").read_text().splitlines()
+    metrics = folder / "run" / "metrics.jsonl"
+    records = metrics.read_text().splitlines() if metrics.exists() else []
     losses = [json.loads(line)["loss"] for line in records]
     expected = expected_of(trial.batch_size, trial.replicas, trial.micro_batches)
     compare = Comparison(trial, *expected, LR, reports, folder)
@@ -197,6 +203,10 @@ def try_layout(script: Path, exercise: Exercise, trial: Trial, folder: Path, pat
     if found is None and exercise.shares_out:
         found = compare.not_shared_out(describe)
     if found:
+        hasty = next((report for report in reports if report.facts["not_waited_for"]), None)
+        if hasty is not None:
+            told = f"{describe(hasty.rank)} did not wait for {hasty.facts['not_waited_for']} of its all-reduces"
+            found[1].append(f"{told}: call .wait() on what traffic.all_reduce returns")
         return verdict.fails(*found, printed=reports)
     kinds = "losses, weights" if exercise.weights_only else "losses, gradients, weights"
     verdict.passes(f"the run of one process: {kinds} of {STEPS} steps")

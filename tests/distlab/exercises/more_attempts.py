@@ -36,6 +36,12 @@ ATTEMPTS = [
         "rank 0 was in line 58: traffic.all_reduce(",
         "if run.rank == 0:\n    " + AVERAGE.replace("\n", "\n    "),
     ),
+    Attempt(
+        "dp-ga",
+        "changed-early",
+        "before optimizer.step(), which alone should change them",
+        AVERAGE.replace("(parameter.grad,", "(parameter.data,").replace("parameter.grad /=", "parameter.data *= 2 /"),
+    ),
     Attempt("dp-ga", "not-cleared", "step 1: ", AVERAGE, (("        optimizer.zero_grad()\n", ""),)),
     Attempt("mydp", "", "the run of one process", changes=((EAGER[0], EAGER[1]),)),
     Attempt(

@@ -1,5 +1,6 @@
 """Every exercise: its skeleton fails because a part is missing, the solution passes, mistakes are called by name."""
 
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -499,3 +500,10 @@ allreduce_naive(tensor, op, endpoint)""",
 def test_an_attempt_is_judged_by_what_it_does(attempt: Attempt, tmp_path: Path) -> None:
     """More attempts are in more_attempts.py, which takes too long for each run of the tests."""
     judge(attempt, tmp_path)
+
+
+def test_the_main_exercises_have_four_typical_mistakes_each() -> None:
+    mistakes = Counter(attempt.exercise for attempt in ATTEMPTS if attempt.mistake)
+    mistakes["tp"] += mistakes["tp-layers"]  # layers in slices
+    for name in ("dp-ga", "dp-wa", "mydp", "pp-gpipe", "pp-dapple", "hybrid", "tp"):
+        assert mistakes[name] >= 4, name

@@ -40,13 +40,15 @@ def test_from_the_list_to_the_last_hint(tmp_path: Path, capsys: pytest.CaptureFi
     [
         ("exercise dp-gaa my", "dp-gaa: no such exercise; there are dp-ga, "),
         ("exercise dp-ga", "give a folder for its file"),
-        ("exercise dp-ga taken", "is there already, and may hold your work"),
+        ("exercise dp-ga taken", "already exists, and may hold your work"),
+        ("exercise pp-zb other", "holds the exercise pp-gpipe; give another folder, such as other/pp-zb"),
         ("exercise dp-ga taken/intro_DP_GA.py", "is not a folder"),
         ("hint dp-ga 9", "dp-ga has the hints 1 to 3"),
         ("hint dp-ga x", "./launch.sh hint: argument number"),
         ("check", "./launch.sh check: the following arguments are required"),
-        ("check nothing.py", "nothing.py: is not there"),
+        ("check nothing.py", "nothing.py: does not exist"),
         ("check other.py", "does not say which exercise it solves; give --exercise, one of dp-ga"),
+        ("check other/intro_DP_GA.py", "other/intro_DP_GA.py: dp-gaa: no such exercise"),
         ("check empty", "has no file of an exercise"),
     ],
 )
@@ -54,10 +56,12 @@ def test_what_cannot_work_is_said_in_a_sentence(
     command: str, sentence: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    for folder in ("taken", "empty"):
+    for folder in ("taken", "empty", "other"):
         Path(folder).mkdir()
     Path("taken/intro_DP_GA.py").touch()
     Path("other.py").touch()
+    Path("other/intro_DP_GA.py").write_text('"""Exercise dp-gaa: averages."""\n')
+    Path("other/intro_PP_microbatches.py").write_text('"""Exercise pp-gpipe: the order."""\n')
     with pytest.raises(InputError, match=re.escape(sentence)):
         launch(command.split())
 
@@ -68,8 +72,14 @@ def test_a_folder_of_submissions_is_graded_by_one_command(tmp_path: Path, capsys
         path.parent.mkdir()
         path.write_text(write_out(EXERCISES["broadcast"], path, solved))
     (tmp_path / "notes.py").write_text("print('not an exercise')\n")
+    (tmp_path / "intro_DP_GA.py").write_text("print('its first lines are gone')\n")
+    (tmp_path / "bytes.py").write_bytes(b"\xff")
     assert launch(["check", "--json", str(tmp_path)]) == 1
-    ada, bob = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    written = capsys.readouterr()
+    assert [line.partition(": ")[0] for line in written.err.splitlines()] == [
+        f"# skipped {tmp_path / name}" for name in ("bytes.py", "intro_DP_GA.py")
+    ]
+    ada, bob = [json.loads(line) for line in written.out.splitlines()]
     assert (ada["exercise"], ada["passed"]) == ("broadcast", True)
     assert ada["file"].endswith("ada/broadcast.py")
     assert bob["passed"] is False

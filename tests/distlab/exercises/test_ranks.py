@@ -2,6 +2,7 @@
 
 import os
 import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -16,9 +17,9 @@ PATIENCE = Patience(still=0.5, longest=1)
 
 
 def misbehave(rank: int, folder: str) -> Facts:
-    """Rank 0 never ends, rank 1 dies, rank 2 prints and ends; rank 0 has started another process."""
+    """Rank 0 never ends, rank 1 dies, rank 2 prints and ends; rank 0 has started a process that leaves its group."""
     if rank == 0:
-        child = subprocess.Popen(["sleep", "1000"])
+        child = subprocess.Popen(["sleep", "1000"], start_new_session=True)
         Path(folder, "pid").write_text(str(child.pid))
         while True:
             time.perf_counter()
@@ -42,6 +43,17 @@ def test_ranks_end_with_what_they_have_started(tmp_path: Path) -> None:
     assert second.startswith("rank 0 was in line ")
     child = Path("/proc", (tmp_path / "pid").read_text())
     assert wait_for(lambda: not child.exists() or "Z" in (child / "stat").read_text().split()[2], 5)
+
+
+def exit_early(_: int) -> Facts:
+    sys.exit()
+
+
+def test_a_file_that_calls_sys_exit_is_told_so(tmp_path: Path) -> None:
+    reports = run_ranks(1, exit_early, script=Path(__file__), folder=tmp_path, patience=PATIENCE)
+    found = trouble(reports)
+    assert found is not None
+    assert found[1][0].startswith("failed: the file called sys.exit() before its work was done (line ")
 
 
 def never_end(_: int) -> Facts:

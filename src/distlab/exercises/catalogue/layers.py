@@ -93,7 +93,7 @@ EXERCISES = [
         task="""Write three modules that stand for whole ones, but of which each rank holds a slice: `ColWiseLinear`, a
         linear layer split by its outputs; `Embedding`, split by its width; and `ColRowLinearPair`, two linear layers
         with something between them, the first split by its outputs and the second by its inputs. Every rank has the
-        whole input and gets the whole output. The docstrings have the shapes.
+        whole input and gets the whole output. The docstrings have the shapes. There are no biases.
 
         Given: `pcomm.Duplication.apply(x)` (f), `pcomm.AllReduce.apply(x)` (g) and `pcomm.AllGather.apply(x)`, whose
         backward passes are in TP/sentiment/pcomm.py; `keep_shard(layer, dim)`, which replaces the weight of a layer by
