@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 EXPLAINED = 1e-2  # relative error of a fit that counts as an explanation
+LOOKS = "looks as if "  # the beginning of a sentence about what a gradient lacks
 TOLERANCE = 1e-4  # relative error of a right result; float32 in other orders gives about 1e-6
 
 
@@ -117,9 +118,8 @@ def _uniform(k: float, n: int, m: int, member: str) -> Mistake:
             "all-summed", f"is {times} too large: divided neither by the {n} {member}s nor the micro-batches"
         )
     if k > 0 and _near(math.log(k, n) if n > 1 else 0.5, round(math.log(k, n)) if n > 1 else 0):
-        return Mistake(
-            "scaled-again", f"is {times} what it should be: it was added up over the {member}s again and again"
-        )
+        again = f"added up over the {member}s" if k > 1 else f"divided by the {n} {member}s"
+        return Mistake("scaled-again", f"is {times} what it should be: it was {again} again and again")
     return Mistake("scaled", f"is {times} what it should be", k)
 
 
@@ -139,7 +139,7 @@ def _by_replica(rows: list[float], own: int, n: int, member: str) -> Mistake:
         lost = [r for r in range(n) if r not in present]
         shares = f"{member} {lost[0]}'s share" if len(lost) == 1 else f"the shares of {member}s {_list(lost)}"
         scale = f"; the others count {_factor(rows[present[0]])}" if not _near(rows[present[0]], 1) else ""
-        return Mistake("rank-missing", f"looks as if {shares} {'was' if len(lost) == 1 else 'were'} lost{scale}")
+        return Mistake("rank-missing", f"{LOOKS}{shares} {'was' if len(lost) == 1 else 'were'} lost{scale}")
     parts = ", ".join(f"{member} {r}'s {_times(x)}" for r, x in enumerate(rows))
     return Mistake("unequal", f"weighs the {member}s' shares differently: it has {parts}")
 
@@ -152,7 +152,7 @@ def _by_micro_batch(columns: list[float], n: int, m: int) -> Mistake:
         return Mistake("one-micro-batch", f"is that of micro-batch {present[0]} alone: the others were not added")
     if len(present) < m:
         lost = [k for k in range(m) if k not in present]
-        return Mistake("micro-batch-missing", f"looks as if micro-batch {_list(lost)} was not added")
+        return Mistake("micro-batch-missing", f"{LOOKS}micro-batch {_list(lost)} was not added")
     grows = [_near(a / b, n) or _near(b / a, n) for a, b in itertools.pairwise(columns)]
     parts = ", ".join(f"micro-batch {k} {_times(x)}" for k, x in enumerate(columns))
     if n > 1 and all(grows):
@@ -189,6 +189,8 @@ def name_weights(
         )
     if inner.name == "scaled" and _near(ratios[0][0], 1):  # within the tolerance of a fit, but not of a run
         return Mistake("imprecise", "differ slightly from those of one process")
+    if inner.sentence.startswith(LOOKS):
+        return Mistake(inner.name, f"are wrong as if, in the gradient used, {inner.sentence.removeprefix(LOOKS)}")
     return Mistake(inner.name, f"are wrong as if the gradient used {inner.sentence}".replace("used is", "used were"))
 
 

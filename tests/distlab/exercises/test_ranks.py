@@ -11,7 +11,7 @@ import torch.distributed as dist
 from processes import wait_for
 
 from distlab.exercises.ranks import Facts, Patience, free_port, run_ranks, trouble
-from distlab.exercises.shares import name_loss, name_ratios
+from distlab.exercises.shares import name_loss, name_ratios, name_weights
 
 PATIENCE = Patience(still=0.5, longest=1)
 
@@ -98,6 +98,7 @@ def test_mistakes_by_the_coefficients_of_the_shares() -> None:
     assert named(*[[1 / m] * m] * n) == "micro-batches-divided-twice"
     assert named(*[[n * m] * m] * n) == "all-summed"
     assert named(*[[n * n] * m] * n) == "scaled-again"
+    assert "divided by the 3 ranks again and again" in name_ratios([[1 / n**2] * m] * n, 0).sentence
     assert named(*[[1.37] * m] * n) == "scaled"
     assert named([n, n], [0, 0], [0, 0]) == "not-averaged"
     assert named([1, 1], [0, 0], [0, 0]) == "not-added-up"
@@ -110,6 +111,10 @@ def test_mistakes_by_the_coefficients_of_the_shares() -> None:
     assert named([1, 2], [1, 2], [1, 2]) == "unequal-micro-batches"
     assert named([0, 2 * n], [0, 0], [0, 0]) == "not-averaged"
     assert named([1, 2], [3, 4], [5, 6]) == "other-weights"
+    before, *shares = torch.randn(4, 50, generator=torch.Generator().manual_seed(0))
+    without_last = before - 0.1 * (shares[0] + shares[1]) / 3
+    lost = name_weights(without_last, before, [[share] for share in shares], lr=0.1, own=-1)
+    assert lost.sentence == "are wrong as if, in the gradient used, rank 2's share was lost"
     assert [name_loss(8 * k, 8.0, n, m).name for k in (2, 3, 0.5, 1.1)] == [
         "loss-not-divided",
         "loss-summed",
