@@ -2,19 +2,21 @@
 
 import importlib.util
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
+from distlab.run import main
 from distlab.run.settings import RunSettings
-from simplellm.errors import require
+from simplellm.errors import InputError, require
 
 SettingsT = TypeVar("SettingsT", bound=RunSettings)
 
 
 def load(script: Path) -> ModuleType:
-    """A student's file as a module."""
+    """A student's file as a module; `InputError` if it starts its run as it is loaded."""
     sys.path.insert(0, str(script.parent))
     spec = importlib.util.spec_from_file_location(script.stem, script)
     assert spec is not None
@@ -22,8 +24,16 @@ def load(script: Path) -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module
     sys.argv = [str(script)]
-    spec.loader.exec_module(module)
+    start, main.main = main.main, _refuse_to_start  # what the file imports
+    try:
+        spec.loader.exec_module(module)
+    finally:
+        main.main = start
     return module
+
+
+def _refuse_to_start(work: Callable[[Any], None], defaults: RunSettings, description: str | None) -> NoReturn:
+    raise InputError('the file calls main(...) as it is loaded; put that below if __name__ == "__main__":')
 
 
 def settings_for(rank: int, defaults: object, kind: type[SettingsT], values: dict[str, Any]) -> SettingsT:

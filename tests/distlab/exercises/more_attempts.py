@@ -22,6 +22,7 @@ EAGER = (
     "self._buckets = GradientBuckets(model.parameters(), on_full=self._average, bucket_bytes=bucket_bytes)",
     """self._buckets = GradientBuckets(model.parameters(), on_full=self._average, bucket_bytes=500)""",
 )
+GUARD = 'if __name__ == "__main__":\n'
 ATTEMPTS = [
     Attempt("dp-ga", "not-averaged", "is that of this rank's own sequences: it was not averaged", "pass"),
     Attempt(
@@ -33,7 +34,7 @@ ATTEMPTS = [
     Attempt(
         "dp-ga",
         "died",
-        "rank 0 was in line 58: traffic.all_reduce(",
+        "rank 0 was in line 59: traffic.all_reduce(",
         "if run.rank == 0:\n    " + AVERAGE.replace("\n", "\n    "),
     ),
     Attempt(
@@ -42,6 +43,7 @@ ATTEMPTS = [
         "before optimizer.step(), which alone should change them",
         AVERAGE.replace("(parameter.grad,", "(parameter.data,").replace("parameter.grad /=", "parameter.data *= 2 /"),
     ),
+    Attempt("dp-ga", "exception", "calls main(...) as it is loaded", AVERAGE, ((f"{GUARD}    main(", "main("),)),
     Attempt("dp-ga", "not-cleared", "step 1: ", AVERAGE, (("        optimizer.zero_grad()\n", ""),)),
     Attempt("mydp", "", "the run of one process", changes=((EAGER[0], EAGER[1]),)),
     Attempt(
