@@ -177,7 +177,8 @@ def _failed(rank: int, error: BaseException, script: str) -> Report:
     if isinstance(error, SyntaxError) and error.filename == script:
         line = f"line {error.lineno}: {(error.text or '').strip()}"
     if isinstance(error, NotImplementedError):
-        return Report(rank, "missing", str(error) or "a part", line)
+        what = str(error) or "a part"
+        return Report(rank, "missing", what, line.partition(":")[0] if what in line else line)
     wait = error if isinstance(error, TrafficError) else None
     if isinstance(error, Exception) and wait is None:
         wait = traffic.failure_of(error)

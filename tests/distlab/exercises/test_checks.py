@@ -31,6 +31,7 @@ def test_the_skeleton_fails_for_what_is_missing_and_the_solution_passes(name: st
     first = next(iter(check(exercise, path, SHORT_PATIENCE if exercise.unsolved == "deadlock" else PATIENCE)))
     assert first.mistake == exercise.unsolved
     assert exercise.unsolved == "deadlock" or first.sentences[0].startswith("not written yet: ")
+    assert "NotImplementedError" not in first.sentences[0]
     path.write_text(write_out(exercise, path, solved=True))
     right = list(check(exercise, path, PATIENCE))
     assert [verdict.sentences for verdict in right if not verdict.passed] == []
@@ -106,6 +107,12 @@ ATTEMPTS = [
         "rank-missing",
         "rank 1's share was lost",
         f"if run.rank == 1:\n    net.zero_grad(set_to_none=False)\n{AVERAGE}",
+    ),
+    Attempt(
+        "dp-ga",
+        "not-waited-for",  # and divided twice, so that it is wrong even where the transfers end in time
+        "rank 0 did not wait for",
+        AVERAGE.replace("op=ReduceOp.SUM", "").replace(".wait()", ""),
     ),
     Attempt(
         "dp-wa",
