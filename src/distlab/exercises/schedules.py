@@ -52,6 +52,9 @@ def _try_size(
             told = f"{name}({stage}, {stages}, {micro_batches}) returned {program!r:.80}"
             return "no-list", f"{told}; it must return a list of actions", programs
         programs.append(list(program))
+        if absent := [action for action in programs[-1] if not 0 <= action.stage < stages]:
+            told = f"stage {stage} runs {type(absent[0]).__name__} of a stage {absent[0].stage}, which does not exist"
+            return "wrong-stage", f"{told}: Forward(stage, k) and Backward(stage, k) take the stage first", programs
     if not any(programs):
         return "empty", "the lists are empty", programs
     try:
@@ -62,7 +65,11 @@ def _try_size(
         return "wrong-stage", "each stage must run its own actions: Forward(stage, k), with its own number", programs
     if max(action.micro_batch for program in programs for action in program) + 1 != micro_batches:
         held = max(action.micro_batch for program in programs for action in program) + 1
-        return "micro-batches", f"the lists hold {held} micro-batches instead of {micro_batches}", programs
+        return (
+            "micro-batches",
+            f"the lists hold {held} micro-batch{'es' * (held > 1)} instead of {micro_batches}",
+            programs,
+        )
     library = simulate([vars(schedules)[name](stage, stages, micro_batches) for stage in range(stages)])
     return (found := _compare(name, plan, library, programs)) and (*found, programs)
 

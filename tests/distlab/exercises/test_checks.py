@@ -460,6 +460,12 @@ allreduce_naive(tensor, op, endpoint)""",
         "never computes",
         "return [kind(stage, k) for kind in (Forward, Backward) for k in range(micro_batches - stage)]",
     ),
+    Attempt(
+        "pp-gpipe",
+        "wrong-stage",
+        "stage 0 runs Forward of a stage 1, which does not exist",
+        "return [kind(k, stage) for kind in (Forward, Backward) for k in range(micro_batches)]",
+    ),
     Attempt("pp-gpipe", "no-list", "must return a list of actions", "return None"),
     Attempt(
         "pp-gpipe",
