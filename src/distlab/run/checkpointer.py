@@ -1,6 +1,6 @@
 """A run's checkpoints: which one it resumes from, what they contain, and when they are written."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -69,7 +69,8 @@ class Checkpointer:
             restore(self.resumed, self.state.parameters, self.state.optimizer, self._rank, self._settings.layout)
         if self.state.outer is not None:
             saved, own = tensors_in(self.resumed.folder), self.state.outer.state()
-            is_same = _of_a_replica(self.resumed.layout) == _of_a_replica(self._settings.layout)
+            before = _of_a_replica(self.resumed.layout, self.resumed.record["settings"])
+            is_same = before == _of_a_replica(self._settings.layout, as_json(self._settings))
             own = {name: tensor for name, tensor in own.items() if is_same and name in saved}
             read_into(own, self.resumed)
             self.state.outer.load_state(own)
@@ -125,9 +126,11 @@ class Checkpointer:
             say(remark)
 
 
-def _of_a_replica(layout: Layout) -> Layout:
-    """How a layout divides the model."""
-    return {name: size for name, size in layout.items() if name != "dp" and size > 1}
+def _of_a_replica(layout: Layout, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """What decides which part of the model each rank of a replica holds, and in what order."""
+    sizes = {name: size for name, size in layout.items() if name != "dp" and size > 1}
+    stages = ("schedule", "chunks_per_stage", "layers_per_stage") if "pp" in sizes else ()
+    return sizes | {name: settings.get(name) for name in stages}
 
 
 def prepare_checkpoints(settings: ResumableSettings, out: Path, data_identity: dict[str, Any] | None) -> dict[str, str]:
