@@ -140,7 +140,10 @@ def test_is_the_run_of_a_one_process_reference(ranks: int, flags: str, tmp_path:
     ("layout", "flags"),
     [
         ("--dp 3 --pp 2", "--sync-every 4 --fragments 2 --overlap-steps 1 --steps 11 --lr 0.2"),
-        ("--dp 2 --pp 2 --schedule zb-v", "--n-layers 4 --sync-every 2 --steps 6 --lr 0.2"),
+        (
+            "--dp 2 --pp 2 --schedule zb-v",
+            "--n-layers 4 --sync-every 4 --fragments 2 --overlap-steps 1 --steps 9 --lr 0.2",
+        ),
     ],
 )
 def test_replicas_may_be_pipelines(layout: str, flags: str, tmp_path: Path) -> None:
@@ -149,7 +152,9 @@ def test_replicas_may_be_pipelines(layout: str, flags: str, tmp_path: Path) -> N
     [expected] = run_ranks(1, reference, args)
     ranks = args.layout["dp"] * args.layout["pp"]
     own, _, losses = train_on(ranks, HYBRID, tmp_path, *given.split())
+    start = initial_weights("--n-layers", str(args.n_layers))
     for rank, weights in enumerate(own):
+        assert all((weights[name] - start[name]).abs().max() > 1e-5 for name in weights), "all weights were trained"
         replica = expected[rank // args.layout["pp"]]
         assert_equal(weights, {name: replica[name] for name in weights})
     for pipeline in (own[: args.layout["pp"]], own[args.layout["pp"] : 2 * args.layout["pp"]]):
