@@ -206,7 +206,8 @@ def try_layout(script: Path, exercise: Exercise, trial: Trial, folder: Path, pat
         hasty = next((report for report in reports if report.facts["not_waited_for"]), None)
         if hasty is not None:
             told = f"{describe(hasty.rank)} did not wait for {hasty.facts['not_waited_for']} of its all-reduces"
-            found = "not-waited-for", [f"{told}: call .wait() on what traffic.all_reduce returns", *found[1]]
+            way = "call .wait() on what traffic.all_reduce returns, or finish() of the GradientBuckets that began it"
+            found = "not-waited-for", [f"{told}: {way}", *found[1]]
         return verdict.fails(*found, printed=reports)
     kinds = "losses, weights" if exercise.weights_only else "losses, gradients, weights"
     verdict.passes(f"the run of one process: {kinds} of {STEPS} steps")

@@ -160,7 +160,7 @@ ATTEMPTS = [
         "was not averaged",
         changes=(('return traffic.all_reduce(bucket.flat, str(bucket), kind="gradients")', "return None"),),
     ),
-    Attempt("hybrid", "not-averaged", "pipeline", changes=(("        buckets.finish()\n", ""),)),
+    Attempt("hybrid", "not-waited-for", "finish()", changes=(("        buckets.finish()\n", ""),)),
     Attempt(
         "hybrid",
         "deadlock",
