@@ -78,6 +78,8 @@ class Run(Generic[SettingsT]):
         self.device = traffic.device = devices.pick_device(places, self.rank)
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
+        else:
+            devices.keep_freed_memory()
         computing = self.local_ranks // (self.grid.pp if self.settings.one_stage_at_a_time else 1)
         torch.set_num_threads(devices.threads_per_rank(max(1, computing)))
 
