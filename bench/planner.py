@@ -14,6 +14,7 @@ What was measured is kept in the file of --measured, and not measured again. Pre
 
 import functools
 import importlib.util
+import itertools
 import json
 import multiprocessing
 import os
@@ -23,7 +24,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -34,6 +35,7 @@ import torch
 import tyro
 from torch import Tensor
 
+from distlab.comm.devices import keep_freed_memory
 from distlab.comm.processes import end_with_parent
 from distlab.pipeline.actions import KINDS, Action
 from distlab.planner.costs import Costs
@@ -127,7 +129,7 @@ class Record:
     steps: list[float] = field(default_factory=list)
     waited: list[float] = field(default_factory=list)  # of these, by rank 0
     in_collectives: list[float] = field(default_factory=list)  # of these
-    reference: list[float] = field(default_factory=list)
+    reference: list[float] = field(default_factory=list)  # the mean of before and after
     held_bytes: int = 0  # by the rank that holds most
     process_bytes: int = 0  # at the peak, of rank 0
 
@@ -177,8 +179,9 @@ def script() -> ModuleType:
     return module
 
 
-def sizes_of(model: str) -> Sizes:
-    settings = parse(script().DEFAULTS, "", [*flags_of(f"{model} 1.1.1 1"), "0"])
+def sizes_of(flags: str) -> Sizes:
+    """The sizes of a model, given by its flags."""
+    settings = parse(script().DEFAULTS, "", [*flags.split(), "--dp", "1", "--pp", "1", "--tp", "1", "0"])
     heads, vocab_size = settings.num_heads, SPTokenizer().vocab_size
     return Sizes(settings.dmodel, heads, heads, 4 * settings.dmodel, settings.seq_len, vocab_size)
 
@@ -252,6 +255,7 @@ def run_reference(pipe: Connection, sizes: Sizes) -> None:
     """On one core: passes of blocks, as often as the pipe says, and the mean of their seconds."""
     end_with_parent(signal.SIGKILL)
     torch.set_num_threads(1)
+    keep_freed_memory()  # as ranks do
     passes = Passes(build(LLamaStage, sizes, BLOCKS, 1, torch.device("cpu")), sizes, 1, sizes.vocab_size)
     passes.run("FB")
     while True:
@@ -309,75 +313,99 @@ def expected_reference(machine: Machine, sizes: Sizes) -> float:
     return BLOCKS * (block.F[0] + block.B[0]) * machine.slowdown_of(machine.cores_per_host)
 
 
-def measure(name: str, machine: Machine, machine_file: Path, turns: int, port: int) -> Record:
-    """Run a layout, in turns with the reference."""
-    costs, record = costs_of(name, machine, machine_file), Record(name)
-    sizes = costs.model.sizes
-    is_asleep = name.startswith("asleep")
+@dataclass(frozen=True)
+class Case:
+    """A layout that is to be measured."""
+
+    name: str
+    flags: list[str]  # of the hybrid
+    ranks: int
+    asleep: Costs | None = None  # what its actions take instead of computing
+
+
+def measure(cases: Sequence[Case], machine: Machine, sizes: Sizes, turns: int, port: int) -> list[Record]:
+    """Run layouts of one model, in turns with each other, if there are several, and with the reference."""
+    records = [Record(case.name) for case in cases]
     steps = WARM_UP + turns * IN_A_ROW
-    ranks, references = Children(), Children()
+    references, running = Children(), list[Children]()
     with tempfile.TemporaryDirectory() as folder:
         try:
             count = 0
-            if not is_asleep:
+            if any(case.asleep is None for case in cases):
                 count = max(1, round(REFERENCE_SECONDS / expected_reference(machine, sizes)))
                 for _ in range(machine.cores_per_host):
                     references.add(run_reference, sizes)
-            flags = [*flags_of(name), "--steps", str(steps), "--master-port", str(port)]
-            for rank in range(costs.layout.ranks):
-                ranks.add(run_rank, rank, flags, costs if is_asleep else None, folder)
-            for _ in range(turns):
-                ranks.answers(name)
-                record.reference.append(reference_seconds(references, count, name))
+            for number, case in enumerate(cases):
+                ranks, own = Children(), Path(folder, str(number))
+                running.append(ranks)
+                own.mkdir()
+                flags = [*case.flags, "--steps", str(steps), "--master-port", str(port + number)]
+                for rank in range(case.ranks):
+                    ranks.add(run_rank, rank, flags, case.asleep, str(own))
+                ranks.answers(case.name)  # when they have warmed up
+            before = reference_seconds(references, count, "the reference")
+            in_turn = list(zip(cases, records, running, strict=True))
+            for turn, (case, record, ranks) in itertools.product(range(turns), in_turn):
                 ranks.tell(None)
-            times, *_ = ranks.answers(name)
-            ranks.join()
-            record.reference.append(reference_seconds(references, count, name))
-            record.held_bytes = sum(read_largest(Path(folder)))
-            last = json.loads(Path(folder, "metrics.jsonl").read_text().splitlines()[-1])
+                answers = ranks.answers(case.name)
+                after = reference_seconds(references, count, "the reference")
+                record.reference.append((before + after) / 2)
+                before = after
+                if turn == turns - 1:
+                    keep_times(record, answers[0])
+            for number, (record, ranks) in enumerate(zip(records, running, strict=True)):
+                ranks.join()
+                record.held_bytes = sum(read_largest(Path(folder, str(number))))
+                last = json.loads(Path(folder, str(number), "metrics.jsonl").read_text().splitlines()[-1])
+                record.process_bytes = last["peak_memory_bytes"]
         finally:
-            ranks.end()
-            references.end()
-    for first in range(WARM_UP, steps, IN_A_ROW):
+            for children in (*running, references):
+                children.end()
+    return records
+
+
+def keep_times(record: Record, times: Sequence[tuple[float, ...]]) -> None:
+    """Keep the mean of each turn's steps."""
+    for first in range(WARM_UP, len(times), IN_A_ROW):
         columns = zip(*times[first : first + IN_A_ROW], strict=True)
-        own = record.steps, record.waited, record.in_collectives
-        for values, column in zip(own, columns, strict=True):
+        for values, column in zip((record.steps, record.waited, record.in_collectives), columns, strict=True):
             values.append(statistics.fmean(column))
-    record.process_bytes = last["peak_memory_bytes"]
-    return record
 
 
-def reference_seconds(references: Children, count: int, name: str) -> float:
+def reference_seconds(references: Children, count: int, what: str) -> float:
     """The mean over all cores; 0 without a reference. It begins when no thread of the ranks spins any more."""
     if not count:
         return 0.0
     time.sleep(SECONDS_TO_SETTLE)
     references.tell(count)
-    return statistics.fmean(references.answers(name))
+    return statistics.fmean(references.answers(what))
+
+
+def undisturbed(record: Record, machine: Machine, sizes: Sizes) -> list[float]:
+    """Seconds of a step in each turn, divided by how slow the reference was."""
+    if not any(record.reference):
+        return record.steps
+    usual = expected_reference(machine, sizes)
+    return [step * usual / other for step, other in zip(record.steps, record.reference, strict=True)]
 
 
 def compare(record: Record, machine: Machine, machine_file: Path) -> Compared:
     costs = costs_of(record.name, machine, machine_file)
-    seconds = record.steps
-    if any(record.reference):
-        usual = expected_reference(machine, costs.model.sizes)
-        around = [statistics.fmean(pair) for pair in zip(record.reference, record.reference[1:], strict=False)]
-        seconds = [step * usual / other for step, other in zip(record.steps, around, strict=True)]
+    seconds = undisturbed(record, machine, costs.model.sizes)
     optimizer = "sgd" if record.name.startswith("asleep") else "adam"
     most = max(held(costs, worker, optimizer).total for worker in range(costs.layout.pp))
     return Compared(record, costs.layout, predict(costs, worker=0), statistics.median(seconds), most)
 
 
-def machine_of(settings: Settings) -> Machine:
-    """The machine's file, with the passes of the models."""
-    path, known = settings.machine, list[Sizes]()
-    for model in ("small", "large"):
+def machine_of(path: Path, models: Mapping[str, str]) -> Machine:
+    """The machine's file, with the passes of some models, given by their flags."""
+    for model, flags in models.items():
         known = [entry.sizes for entry in read_machine(path).measured] if path.exists() else []
-        if sizes_of(model) not in known:
+        if sizes_of(flags) not in known:
             path.parent.mkdir(exist_ok=True, parents=True)
-            pairs = zip(MODELS[model].split()[::2], MODELS[model].split()[1::2], strict=True)
-            flags = [part for flag, value in pairs if flag != "--n-layers" for part in (flag, value)]
-            command = [sys.executable, "-m", "distlab.calibrate", str(path), *flags, "--device", "cpu"]
+            pairs = zip(flags.split()[::2], flags.split()[1::2], strict=True)
+            sizes = [part for flag, value in pairs if flag != "--n-layers" for part in (flag, value)]
+            command = [sys.executable, "-m", "distlab.calibrate", str(path), *sizes, "--device", "cpu"]
             print(f"# measuring this machine for the {model} model", flush=True)
             environment = {key: value for key, value in os.environ.items() if key != "OMP_NUM_THREADS"}
             done = subprocess.run(command, capture_output=True, text=True, env=environment)
@@ -454,7 +482,8 @@ def main(settings: Settings) -> None:
     chosen = [name for name in names() if not settings.quick or name in quick]
     chosen = [name for name in chosen if not settings.only or name.startswith(settings.only)]
     require(bool(chosen), f"--only {' '.join(settings.only)}: there is no such layout")
-    machine, records = machine_of(settings), dict[str, Record]()
+    computing = {model: flags for model, flags in MODELS.items() if model != "asleep"}
+    machine, records = machine_of(settings.machine, computing), dict[str, Record]()
     kept = settings.measured
     if kept is not None and kept.exists():
         read = [Record(**json.loads(line)) for line in kept.read_text().splitlines()]
@@ -462,7 +491,9 @@ def main(settings: Settings) -> None:
     missing = [name for name in chosen if name not in records][: settings.at_most]
     for number, name in enumerate(each(missing, "layouts")):
         port = 21_000 + (os.getpid() + number) % 4000
-        records[name] = measure(name, machine, settings.machine, settings.turns, port)
+        costs = costs_of(name, machine, settings.machine)
+        case = Case(name, flags_of(name), costs.layout.ranks, costs if name.startswith("asleep") else None)
+        [records[name]] = measure([case], machine, costs.model.sizes, settings.turns, port)
         if kept is not None:
             with kept.open("a") as file:
                 file.write(json.dumps(vars(records[name])) + "\n")

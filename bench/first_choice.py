@@ -1,0 +1,109 @@
+"""Whether the planner's first choice is the fastest layout: real runs of it, in turns with others.
+
+python bench/first_choice.py --machine runs/machine.json
+
+For each model and number of ranks, the planner's first choice runs in turns with its best layout of each other division
+into replicas, stages and slices, all at the same time: while one takes two steps, the others wait.
+"""
+
+import itertools
+import os
+import statistics
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import tyro
+from planner import BATCH, MODELS, Case, machine_of, measure, sizes_of, undisturbed
+
+from distlab.planner.layouts import Choices, Layout
+from distlab.planner.machine import Machine
+from distlab.planner.model import Model
+from distlab.planner.search import find_layouts
+from distlab.planner.table import Row
+from distlab.run.progress import each
+from simplellm import command_line
+from simplellm.errors import require
+
+FLAGS = {
+    "small": MODELS["small"],
+    "large": MODELS["large"],
+    "deep": "--dmodel 64 --num-heads 4 --n-layers 12 --seq-len 48",
+}
+SLOWEST = 1.5  # layouts predicted to take this many times the first choice's time are not measured
+
+
+@dataclass
+class Settings:
+    """What to measure."""
+
+    machine: Path = Path("runs/machine.json")
+    """the machine, as distlab.calibrate writes it; what it has not got of the models is measured"""
+    ranks: Annotated[tuple[int, ...], tyro.conf.arg(metavar="N ...")] = (2, 3, 4, 6)
+    """numbers of ranks"""
+    models: Annotated[tuple[str, ...], tyro.conf.arg(metavar="NAME ...")] = tuple(FLAGS)
+    """of these models"""
+    turns: int = 7
+    """turns of each layout, of two steps each; the median counts"""
+
+
+def model_of(name: str) -> Model:
+    words = FLAGS[name].split()
+    return Model(sizes_of(FLAGS[name]), int(words[words.index("--n-layers") + 1]))
+
+
+def best_of_each_division(model: Model, machine: Machine, ranks: int) -> list[Row]:
+    """The planner's first choice, and its best layout of each other division that may be as fast."""
+    found = []
+    for pp, tp in itertools.product(range(1, ranks + 1), repeat=2):
+        if ranks % (pp * tp) == 0:
+            choices = Choices(dp=(ranks // pp // tp,), pp=(pp,), tp=(tp,))
+            found += find_layouts(model, machine, ranks, BATCH, float("inf"), choices=choices, top=1).rows
+    found.sort(key=lambda row: row.step.seconds)
+    return [row for row in found if row.step.seconds <= SLOWEST * found[0].step.seconds]
+
+
+def described(layout: Layout, model: Model) -> str:
+    """Its flags, without the batch, which the number of replicas decides."""
+    words = layout.flags(model).split()
+    at = words.index("--batch-size")
+    return " ".join(words[:at] + words[at + 2 :])
+
+
+def row_of(name: str, ranks: int, settings: Settings, machine: Machine, port: int) -> str:
+    """A row of the table: the first choice, and the layout that was the fastest."""
+    model = model_of(name)
+    machine = machine.with_room_for(ranks, str(settings.machine))
+    rows = best_of_each_division(model, machine, ranks)
+    every = f"{FLAGS[name]} --data sample --device cpu".split()
+    cases = [Case(str(row.layout), [*every, *row.layout.flags(model).split()], ranks) for row in rows]
+    records = measure(cases, machine, model.sizes, settings.turns, port)
+    times = [undisturbed(record, machine, model.sizes) for record in records]
+    medians = [statistics.median(of_one) for of_one in times]
+    best = medians.index(min(medians))
+    ratio = statistics.median(first / other for first, other in zip(times[0], times[best], strict=True))
+    layouts = [f"`{described(rows[number].layout, model)}`" for number in (0, best)]
+    shown = [f"{rows[number].step.seconds * 1e3:,.0f} / {medians[number] * 1e3:,.0f}" for number in (0, best)]
+    cells = f"{layouts[0]} | {shown[0]} | {layouts[1] if best else 'the same'} | {shown[1] if best else ''}"
+    return f"| {name} | {ranks} | {len(rows)} | {cells} | {ratio:.2f} |"
+
+
+def main(settings: Settings) -> None:
+    os.environ.pop("OMP_NUM_THREADS", None)  # or a rank that is alone would compute with one thread
+    torch.set_num_threads(1)  # forks have no threads
+    require(settings.turns > 0, f"--turns {settings.turns}: give 1 or more")
+    for name in settings.models:
+        require(name in FLAGS, f"--models {name}: there are {', '.join(FLAGS)}")
+    machine = machine_of(settings.machine, {name: FLAGS[name] for name in settings.models})
+    heads = ["model", "ranks", "layouts", "first choice", "ms, predicted / measured"]
+    heads += ["fastest measured", "ms, predicted / measured", "first ÷ fastest"]
+    table = [f"| {' | '.join(heads)} |", "|---|---:|---:|---|---:|---|---:|---:|"]
+    for number, (name, ranks) in enumerate(each(list(itertools.product(settings.models, settings.ranks)), "cells")):
+        port = 21_000 + (os.getpid() + 20 * number) % 4000
+        table.append(row_of(name, ranks, settings, machine, port))
+    print("\n".join(table))
+
+
+if __name__ == "__main__":
+    command_line.run(main, Settings, __doc__ or "")
