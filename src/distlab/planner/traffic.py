@@ -3,9 +3,11 @@
 A collective is a ring (Patarasuk and Yuan, 2009): an all-reduce among n ranks is 2 (n - 1) messages in a row of an n-th
 of the tensor. On its way, a number passes the links of the ring one after another, and each link carries 2 (n - 1)
 messages; whichever takes longer is what the ring takes. Where all links are equal, both are 2 (n - 1) (latency + size /
-n / bandwidth), the simulated world's time.
+n / bandwidth), the simulated world's time. Ranks that share memory sum inside each host first, and then in a ring of
+hosts (`distlab.comm.hosts`).
 """
 
+import math
 from dataclasses import dataclass
 
 from distlab.planner.layouts import Layout
@@ -84,16 +86,34 @@ class Placement:
                 if seconds is not None:
                     # Measured while all of the group's ranks were busy with it.
                     return Collective(seconds / self.machine.slowdown_of(group.size), overlaps=kind == "gloo")
-        return Collective(self._ring(group, size_bytes, rounds=2), overlaps=True)
+        seconds = self._host_by_host(group, size_bytes) if transport == "shared" else None
+        return Collective(self._ring(group, size_bytes, rounds=2) if seconds is None else seconds, overlaps=True)
 
     def half(self, group: Group, size_bytes: float, transport: Transport = "gloo") -> Collective:
         """A reduce-scatter or an all-gather of a tensor of so many bytes.
 
         In a ring it is half of an all-reduce. In shared memory it carries half as much, but its ranks meet as often.
         """
+        if not self.is_inside(group):
+            return Collective(self._ring(group, size_bytes, rounds=1), overlaps=True)
         whole = self.all_reduce(group, size_bytes, transport)
         meeting = 0.0 if whole.overlaps else self.all_reduce(group, SMALLEST_SHARED_BYTES, transport).seconds
         return Collective((whole.seconds + min(meeting, whole.seconds)) / 2, whole.overlaps)
+
+    def _host_by_host(self, group: Group, size_bytes: float) -> float | None:
+        """Seconds of an all-reduce in the memory of each host, with a ring of the hosts' first ranks in between.
+
+        None where a run would not do it: with one rank on each host, or where ranks do not share memory.
+        """
+        on_host = self.members_per_host(group)
+        if on_host == 1 or size_bytes < SMALLEST_SHARED_BYTES:
+            return None
+        inside = measured_all_reduce(self.machine, on_host, size_bytes, "shared")
+        if inside is None:
+            return None
+        hosts = math.ceil(group.size / on_host)
+        groups = max(1, self.per_host // on_host)  # that leave each host, over one card
+        return inside + 2 * (hosts - 1) * self.machine.between.seconds(size_bytes / hosts * groups)
 
     def _ring(self, group: Group, size_bytes: float, rounds: int) -> float:
         messages, part = rounds * (group.size - 1), size_bytes / group.size

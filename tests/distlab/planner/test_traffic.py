@@ -68,3 +68,22 @@ def test_the_ranks_of_a_host_stand_for_each_other() -> None:
     two_hosts = placement(4, 2, pp=2, tp=2)
     assert [two_hosts.host_of(worker) for worker in (0, 1)] == [0, 1]
     assert two_hosts.message(0, 1, 1e6) == SLOW.seconds(2e6)
+
+
+def test_ranks_that_share_the_memory_of_their_hosts_send_a_tensor_once_from_each_host() -> None:
+    shared = (AllReduce(2, "shared", (1e6, 4e6), (1e-3, 4e-3)),)
+    four = placement(4, 2, all_reduces=shared)
+    whole = four.all_reduce(Group(4, 1), 4e6, "shared")
+    assert whole.overlaps
+    assert whole.seconds == pytest.approx(4e-3 + 2 * SLOW.seconds(2e6))
+    assert four.all_reduce(Group(4, 1), 4e6).seconds == pytest.approx(
+        placement(4, 2).all_reduce(Group(4, 1), 4e6).seconds
+    )
+    # A reduce-scatter or an all-gather is a ring of all ranks, and small tensors stay with gloo.
+    assert four.half(Group(4, 1), 4e6, "shared").seconds == pytest.approx(four.half(Group(4, 1), 4e6).seconds)
+    assert four.all_reduce(Group(4, 1), 1e3, "shared").seconds == four.all_reduce(Group(4, 1), 1e3).seconds
+    # With two slices, each on both hosts, nothing can be summed inside; with two groups on a host, they share its card.
+    slices = placement(4, 2, tp=2, all_reduces=shared)
+    assert slices.all_reduce(slices.replicas, 4e6, "shared").seconds == slices.all_reduce(slices.replicas, 4e6).seconds
+    eight = placement(8, 4, tp=2, all_reduces=shared)
+    assert eight.all_reduce(eight.replicas, 4e6, "shared").seconds == pytest.approx(4e-3 + 2 * SLOW.seconds(4e6))
