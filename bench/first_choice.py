@@ -16,6 +16,7 @@ from typing import Annotated
 import torch
 import tyro
 from planner import BATCH, MODELS, Case, machine_of, measure, sizes_of, undisturbed
+from turns import quartiles_of_ratios
 
 from distlab.planner.layouts import Choices, Layout
 from distlab.planner.machine import Machine
@@ -31,7 +32,7 @@ FLAGS = {
     "large": MODELS["large"],
     "deep": "--dmodel 64 --num-heads 4 --n-layers 12 --seq-len 48",
 }
-SLOWEST = 1.5  # layouts predicted to take this many times the first choice's time are not measured
+SLOWEST = 1.5  # layouts predicted to take this many times the first choice's time are not measured, if there are others
 
 
 @dataclass
@@ -61,7 +62,9 @@ def best_of_each_division(model: Model, machine: Machine, ranks: int) -> list[Ro
             choices = Choices(dp=(ranks // pp // tp,), pp=(pp,), tp=(tp,))
             found += find_layouts(model, machine, ranks, BATCH, float("inf"), choices=choices, top=1).rows
     found.sort(key=lambda row: row.step.seconds)
-    return [row for row in found if row.step.seconds <= SLOWEST * found[0].step.seconds]
+    require(len(found) > 1, f"{ranks} ranks: there is only one layout")
+    slowest = max(found[1].step.seconds, SLOWEST * found[0].step.seconds)
+    return [row for row in found if row.step.seconds <= slowest]
 
 
 def described(layout: Layout, model: Model) -> str:
@@ -72,7 +75,7 @@ def described(layout: Layout, model: Model) -> str:
 
 
 def row_of(name: str, ranks: int, settings: Settings, machine: Machine, port: int) -> str:
-    """A row of the table: the first choice, and the layout that was the fastest."""
+    """A row of the table: the first choice, and the fastest of the others."""
     model = model_of(name)
     machine = machine.with_room_for(ranks, str(settings.machine))
     rows = best_of_each_division(model, machine, ranks)
@@ -81,23 +84,24 @@ def row_of(name: str, ranks: int, settings: Settings, machine: Machine, port: in
     records = measure(cases, machine, model.sizes, settings.turns, port)
     times = [undisturbed(record, machine, model.sizes) for record in records]
     medians = [statistics.median(of_one) for of_one in times]
-    best = medians.index(min(medians))
-    ratio = statistics.median(first / other for first, other in zip(times[0], times[best], strict=True))
-    layouts = [f"`{described(rows[number].layout, model)}`" for number in (0, best)]
-    shown = [f"{rows[number].step.seconds * 1e3:,.0f} / {medians[number] * 1e3:,.0f}" for number in (0, best)]
-    cells = f"{layouts[0]} | {shown[0]} | {layouts[1] if best else 'the same'} | {shown[1] if best else ''}"
-    return f"| {name} | {ranks} | {len(rows)} | {cells} | {ratio:.2f} |"
+    shown = [
+        f"`{described(row.layout, model)}` | {row.step.seconds * 1e3:,.0f} / {median * 1e3:,.0f}"
+        for row, median in zip(rows, medians, strict=True)
+    ]
+    other = 1 + medians[1:].index(min(medians[1:]))
+    low, ratio, high = quartiles_of_ratios(times[0], times[other])
+    return f"| {name} | {ranks} | {len(rows)} | {shown[0]} | {shown[other]} | {ratio:.2f} ({low:.2f} to {high:.2f}) |"
 
 
 def main(settings: Settings) -> None:
     os.environ.pop("OMP_NUM_THREADS", None)  # or a rank that is alone would compute with one thread
     torch.set_num_threads(1)  # forks have no threads
-    require(settings.turns > 0, f"--turns {settings.turns}: give 1 or more")
+    require(settings.turns > 1, f"--turns {settings.turns}: give 2 or more")
     for name in settings.models:
         require(name in FLAGS, f"--models {name}: there are {', '.join(FLAGS)}")
     machine = machine_of(settings.machine, {name: FLAGS[name] for name in settings.models})
     heads = ["model", "ranks", "layouts", "first choice", "ms, predicted / measured"]
-    heads += ["fastest measured", "ms, predicted / measured", "first ÷ fastest"]
+    heads += ["fastest other", "ms, predicted / measured", "first ÷ other (quartiles)"]
     table = [f"| {' | '.join(heads)} |", "|---|---:|---:|---|---:|---|---:|---:|"]
     for number, (name, ranks) in enumerate(each(list(itertools.product(settings.models, settings.ranks)), "cells")):
         port = 21_000 + (os.getpid() + 20 * number) % 4000

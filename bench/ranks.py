@@ -5,7 +5,7 @@ from contextlib import nullcontext
 import torch
 import torch.distributed as dist
 
-from distlab.comm.devices import keep_to_loopback, patient_threads
+from distlab.comm.devices import keep_freed_memory, keep_to_loopback, patient_threads
 from distlab.rendezvous.ranks import open_store
 
 
@@ -16,9 +16,11 @@ def join(rank: int, world_size: int, port: int, patient: bool = True) -> None:
         rank: of this process.
         world_size: number of ranks, all on this computer.
         port: where rank 0 listens.
-        patient: whether gloo's threads are patient (`patient_threads`), as in the lab's runs.
+        patient: whether gloo's threads are patient (`patient_threads`) and freed memory is kept, as in the lab's runs.
     """
     keep_to_loopback()
+    if patient:
+        keep_freed_memory()
     torch.set_num_threads(1)
     store = open_store(rank, "localhost", port, timeout_seconds=300, say=lambda _: None)
     with patient_threads() if patient else nullcontext():
