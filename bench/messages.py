@@ -148,9 +148,7 @@ def compare_memory(rank: int, settings: Settings) -> None:
         return torch.mm(weight, weight)
 
     if rank == 0:
-        print(
-            "| message | over gloo, ms | through shared memory, ms | 4 B, ms | gloo ÷ shared (quartiles) |"
-        )
+        print("| message | over gloo, ms | through shared memory, ms | 4 B, ms | gloo ÷ shared (quartiles) |")
         print("|---|---|---|---|---|", flush=True)
     tags = itertools.count(1)  # receives that are posted and not used stay behind
     for kilobytes in settings.kilobytes:

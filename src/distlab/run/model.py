@@ -24,6 +24,14 @@ def own_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
     return module.own_parameters() if isinstance(module, ShardedDP) else dict(module.named_parameters())
 
 
+def _llama_part(model: nn.Module) -> LLamaPart:
+    """The part of the lab's Llama that a model is, or that it wraps."""
+    for module in model.modules():
+        if isinstance(module, LLamaPart):
+            return module
+    raise TypeError(f"run.track needs the lab's Llama or a stage of it; {type(model).__name__} has none")
+
+
 @dataclass(frozen=True)
 class ModelParts:
     """The stages of the lab's Llama that this rank holds, and the loss function."""
@@ -42,12 +50,13 @@ class ModelParts:
         owners: Sequence[int] | None = None,
         loss: Loss | None = None,
     ) -> "ModelParts":
-        """From a model or one of its stages, wrapped or not; or from several stages by index, with `owners` given."""
+        """From a model or one of its stages, wrapped or not; or from several stages by index, with `owners` given.
+
+        Raises:
+            TypeError: for a model that is not the lab's Llama.
+        """
         parts = model if isinstance(model, Mapping) else {grid.stage: model}
-        stages = {
-            stage: next(module for module in part.modules() if isinstance(module, LLamaPart))
-            for stage, part in parts.items()
-        }
+        stages = {stage: _llama_part(part) for stage, part in parts.items()}
         vocab_size = next(iter(stages.values())).options["vocab_size"]
         loss = loss or partial(causalLLMLoss, vocab_size=vocab_size)
         sharded = {stage: part for stage, part in parts.items() if isinstance(part, ShardedDP)}
