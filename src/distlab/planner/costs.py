@@ -136,8 +136,8 @@ class Costs:
         parts = sum(self.parts(stage).values()) if shard == "weights" else max(1, size_bytes // SHARDED_BUCKET_BYTES)
         half = parts * self.placement.half(replicas, size_bytes / parts, "shared").seconds
         seconds = half * (shard == "weights") + half * (kind != "F")
-        is_hidden = self.machine.device == "cuda" or not self.placement.is_inside(replicas)  # behind the computation
-        return max(0.0, seconds - self._pass(kind, stage, 1)) if is_hidden else seconds
+        # Behind the computation on GPUs only: on CPUs, sending needs the cores.
+        return max(0.0, seconds - self._pass(kind, stage, 1)) if self.machine.device == "cuda" else seconds
 
     def kept_bytes(self, action: Action) -> int:
         """Bytes of activations that an action adds to those kept on its worker; negative if it frees them.
