@@ -14,11 +14,12 @@ Key = tuple[str, int, bool]  # letter, stage, whether the micro-batch has an act
 
 @dataclass(frozen=True)
 class Move:
-    """An action in the order in which they can run: its worker, its kind, and what it waits for of other workers."""
+    """An action in the order in which they can run, and its messages."""
 
     worker: int
     kind: int  # in `Graph.examples`
-    needs: tuple[tuple[int, int], ...]  # (index of the action that computes it, its worker)
+    needs: tuple[tuple[int, int], ...]  # what it waits for: (index of the other worker's action that sends it, worker)
+    receivers: tuple[int, ...]  # workers that its results are sent to
 
 
 @dataclass(frozen=True)
@@ -52,7 +53,7 @@ def _graph(schedule: str, workers: int, micro_batches: int, recompute: bool) -> 
                 kind_of[key] = len(examples)
                 examples.append(action)
             kinds[worker].append(kind_of[key])
-    sent = set(find_takers(programs))
+    sent = find_takers(programs)
     moves: list[Move] = []
     given: dict[object, tuple[int, int]] = {}  # by result that another stage needs: its action's index and worker
     done = [0] * len(programs)
@@ -66,6 +67,9 @@ def _graph(schedule: str, workers: int, micro_batches: int, recompute: bool) -> 
                 for result in action.results:
                     if result in sent:
                         given[result] = len(moves), worker
-                moves.append(Move(worker, kinds[worker][done[worker]], tuple(given[result] for result in needed)))
+                takers = [owners[sent[result].stage] for result in action.results if result in sent]
+                receivers = tuple(taker for taker in takers if taker != worker)
+                needs = tuple(given[result] for result in needed)
+                moves.append(Move(worker, kinds[worker][done[worker]], needs, receivers))
                 done[worker] += 1
     return Graph(owners, examples, kinds, [Counter(line) for line in kinds], moves)

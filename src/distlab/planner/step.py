@@ -67,18 +67,26 @@ class Hosts:
 
 
 def play(
-    works: Sequence[Sequence[Work]], hosts: Hosts, message: Callable[[int, int, Result], float], owners: dict[int, int]
+    works: Sequence[Sequence[Work]],
+    hosts: Hosts,
+    message: Callable[[int, int, Result], float],
+    owners: dict[int, int],
+    carrying: Callable[[int, int], float] = lambda *_: 0.0,
 ) -> Played:
     """Run every worker's works in order; one starts when what it needs has arrived.
 
     Args:
-        message: (sender, receiver, result) -> seconds; an action's results set out when it ends.
+        message: (sender, receiver, result) -> seconds; an action's results set out when it ends, and after those that
+            the sender has sent to the same receiver before.
         owners: by stage, its worker.
+        carrying: (sender, receiver) -> seconds after which the next message between them can set out.
     """
     count = len(works)
     starts: list[list[float]] = [[] for _ in works]
     ends: list[list[float]] = [[] for _ in works]
-    given: dict[Result, float] = {}  # when it was computed
+    receivers = {need: worker for worker, line in enumerate(works) for work in line for need in work.needs}
+    given: dict[Result, float] = {}  # when it was computed, or, if another worker needs it, when it set out
+    free: dict[tuple[int, int], float] = {}  # by sender and receiver, when the next message can set out
     waiting: dict[Result, list[int]] = {}  # workers that cannot start without it
     # Of the workers, and then of the threads that each has besides its own, which spin after they have computed.
     left = [0.0] * 2 * count  # of what a worker does: seconds if it were alone
@@ -152,7 +160,10 @@ def play(
             if work.threads > 1 and hosts.spin_seconds:
                 begin(count + worker, hosts.spin_seconds, work.threads - 1, now)
             for result in work.action.results if work.action else ():
-                given[result] = now
+                receiver, given[result] = receivers.get(result, worker), now
+                if receiver != worker:
+                    given[result] = max(now, free.get((worker, receiver), 0.0))
+                    free[worker, receiver] = given[result] + carrying(worker, receiver)
                 for other in waiting.pop(result, ()):
                     heapq.heappush(events, (now, other, version[other], False))
         if len(starts[worker]) < len(works[worker]) and not threads[worker]:
@@ -166,25 +177,31 @@ def play_undisturbed(
     before: Sequence[float],
     after: Sequence[float],
     message: Callable[[int, int], float],
+    carrying: Callable[[int, int], float],
 ) -> Played:
     """What `play` comes to where no rank slows another: as each action's time is then known, one pass is enough.
 
     Args:
         seconds: of each kind of action in `graph.examples`.
         before: of what each worker does before its actions; `after`: after them.
-        message: (sender, receiver) -> seconds.
+        message, carrying: (sender, receiver) -> seconds, as in `play`.
     """
     starts, ends = [[0.0] for _ in before], [[first] for first in before]
-    free, at = list(before), list[float]()  # when each worker is free; when each action has ended
+    free, sent = list(before), list[float]()  # when each worker is free; when each action's message set out
     links = {(sender, move.worker) for move in graph.moves for _, sender in move.needs}
-    transfer = {link: message(*link) for link in links}
+    transfer, carried = ({link: seconds_of(*link) for link in links} for seconds_of in (message, carrying))
+    next_one = dict.fromkeys(links, 0.0)  # when the next message can set out
     for move in graph.moves:
         worker = move.worker
         start = free[worker]
         for index, sender in move.needs:
-            start = max(start, at[index] + transfer[sender, worker])
-        free[worker] = end = start + seconds[move.kind]
-        at.append(end)
+            start = max(start, sent[index] + transfer[sender, worker])
+        free[worker] = end = set_out = start + seconds[move.kind]
+        for receiver in move.receivers:
+            link = worker, receiver
+            set_out = max(end, next_one[link])
+            next_one[link] = set_out + carried[link]
+        sent.append(set_out)
         starts[worker].append(start)
         ends[worker].append(end)
     for worker, last in enumerate(after):
@@ -233,6 +250,9 @@ def predict(costs: Costs, worker: int | None = None) -> Step:
     def message(sender: int, receiver: int) -> float:
         return placement.message(sender, receiver, costs.message_bytes)
 
+    def carrying(sender: int, receiver: int) -> float:
+        return placement.carrying(sender, receiver, costs.message_bytes)
+
     def taken(action: Action) -> float:
         own = machine.message_seconds * _messages(action, graph.owners)
         return costs.seconds(action, threads.get(action, 1)) + own
@@ -258,10 +278,10 @@ def predict(costs: Costs, worker: int | None = None) -> Step:
             is_crowded = hosts.load[hosts.of[receiver]] >= machine.cores_per_host
             return message(sender, receiver) + machine.crowded_seconds * is_crowded
 
-        played = play(works, hosts, message_now, graph.owners)
+        played = play(works, hosts, message_now, graph.owners, carrying)
         alone = [sum(work.seconds for work in line) for line in works]
     else:
-        played = play_undisturbed(graph, list(map(taken, graph.examples)), first, after, message)
+        played = play_undisturbed(graph, list(map(taken, graph.examples)), first, after, message, carrying)
         alone = [sum(map(operator.sub, *line)) for line in zip(played.ends, played.starts, strict=True)]
     ends = [
         _averaged(costs, program, whole, started[-2], ended[-2]) if whole.overlaps else ended[-1]

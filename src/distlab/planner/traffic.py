@@ -10,6 +10,7 @@ hosts (`distlab.comm.hosts`).
 import math
 from dataclasses import dataclass
 
+from distlab.comm.link import Link
 from distlab.planner.layouts import Layout
 from distlab.planner.machine import Machine, Transport, interpolate
 
@@ -63,9 +64,16 @@ class Placement:
 
     def message(self, sender: int, receiver: int, size_bytes: float) -> float:
         """Seconds of a message between two workers; those of ranks alike share the card of their host."""
-        if self.host_of(sender) == self.host_of(receiver):
-            return self.machine.inside.seconds(size_bytes)
-        return self.machine.between.seconds(size_bytes * self.alike(sender))
+        return self._link(sender, receiver).latency_seconds + self.carrying(sender, receiver, size_bytes)
+
+    def carrying(self, sender: int, receiver: int, size_bytes: float) -> float:
+        """Seconds of these for which the next message between the two workers has to wait."""
+        ranks = 1 if self.host_of(sender) == self.host_of(receiver) else self.alike(sender)
+        return size_bytes * ranks / self._link(sender, receiver).bytes_per_second
+
+    def _link(self, sender: int, receiver: int) -> Link:
+        is_inside = self.host_of(sender) == self.host_of(receiver)
+        return self.machine.inside if is_inside else self.machine.between
 
     def members_per_host(self, group: Group) -> int:
         """How many ranks of a group a host has."""

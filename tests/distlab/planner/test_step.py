@@ -105,6 +105,21 @@ def test_a_message_costs_its_ends_time_and_more_where_all_cores_compute() -> Non
     )
 
 
+def test_a_message_waits_for_the_one_that_was_sent_before_it() -> None:
+    """A message keeps the link busy for 3 of the 5 seconds that it takes; the second is computed after 2 seconds."""
+    hosts = Hosts([0, 1], [1, 1], lambda busy: 1.0)
+    works = [
+        [Work(1.0, 1, action, tuple(action.needs(2))) for action in (Forward(stage, 0), Forward(stage, 1))]
+        for stage in (0, 1)
+    ]
+    played = play(works, hosts, lambda *_: 5.0, {0: 0, 1: 1}, carrying=lambda *_: 3.0)
+    assert played.ends == [[1.0, 2.0], [7.0, 10.0]]
+    # Where messages take much longer than passes, a step of GPipe takes what the link carries: all activations, and
+    # then all their gradients.
+    slow = Costs(cluster(inside=Link(0.0, 1e3)), MODEL, layout("gpipe", micro_batches=4))
+    assert predict(slow).seconds == pytest.approx(2 * 4 * slow.message_bytes / 1e3, rel=0.01)
+
+
 def test_threads_that_slow_each_other_are_not_slowed_twice() -> None:
     passes = PassSeconds((1.0,), (2.0,), (1.0,), (1.0,))
     none = PassSeconds((0.0,), (0.0,), (0.0,), (0.0,))
