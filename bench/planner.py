@@ -97,6 +97,7 @@ IN_A_ROW = 2  # steps of a turn; the reference runs before and after them
 SLEEP = 8e-3  # seconds of a block's forward pass over a sequence
 SECONDS_TO_SETTLE = 0.03
 REFERENCE_SECONDS = 0.08  # about as long does the reference run at a time
+REFERENCE_ROWS = 8  # sequences of its passes: what slows small products is not what slows large ones
 DEADLINE = 60  # seconds that ranks may take for what is asked of them
 SCRIPT = "hybrid/intro_hybrid.py"
 
@@ -256,7 +257,8 @@ def run_reference(pipe: Connection, sizes: Sizes) -> None:
     end_with_parent(signal.SIGKILL)
     torch.set_num_threads(1)
     keep_freed_memory()  # as ranks do
-    passes = Passes(build(LLamaStage, sizes, BLOCKS, 1, torch.device("cpu")), sizes, 1, sizes.vocab_size)
+    net = build(LLamaStage, sizes, BLOCKS, 1, torch.device("cpu"))
+    passes = Passes(net, sizes, REFERENCE_ROWS, sizes.vocab_size)
     passes.run("FB")
     while True:
         count, started = pipe.recv(), time.perf_counter()
@@ -309,8 +311,9 @@ class Children:
 
 def expected_reference(machine: Machine, sizes: Sizes) -> float:
     """What the reference takes by the machine's file."""
-    block = next(entry for entry in machine.measured if (entry.sizes, entry.tp, entry.threads) == (sizes, 1, 1)).block
-    return BLOCKS * (block.F[0] + block.B[0]) * machine.slowdown_of(machine.cores_per_host)
+    known = next(entry for entry in machine.measured if (entry.sizes, entry.tp, entry.threads) == (sizes, 1, 1))
+    seconds = sum(known.seconds("block", kind, REFERENCE_ROWS) for kind in ("F", "B"))
+    return BLOCKS * seconds * machine.slowdown_of(machine.cores_per_host)
 
 
 @dataclass(frozen=True)
