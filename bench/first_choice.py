@@ -62,7 +62,7 @@ def best_of_each_division(model: Model, machine: Machine, ranks: int) -> list[Ro
             choices = Choices(dp=(ranks // pp // tp,), pp=(pp,), tp=(tp,))
             found += find_layouts(model, machine, ranks, BATCH, float("inf"), choices=choices, top=1).rows
     found.sort(key=lambda row: row.step.seconds)
-    require(len(found) > 1, f"{ranks} ranks: there is only one layout")
+    require(len(found) > 1, f"--ranks {ranks}: {BATCH} sequences allow fewer than two divisions")
     slowest = max(found[1].step.seconds, SLOWEST * found[0].step.seconds)
     return [row for row in found if row.step.seconds <= slowest]
 

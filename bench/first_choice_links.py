@@ -24,6 +24,7 @@ from distlab.planner.model import Model
 from distlab.planner.search import find_layouts
 from distlab.planner.step import predict
 from simplellm import command_line
+from simplellm.errors import require
 
 FLAGS = " ".join(MODEL[: MODEL.index("--optimizer")])
 N_LAYERS = int(MODEL[MODEL.index("--n-layers") + 1])
@@ -83,6 +84,10 @@ def table(grid: network.Grid, chosen: dict[tuple[float, float, int], str]) -> It
 
 
 def main(settings: Settings) -> None:
+    require(min(settings.mbit, default=0) > 0, "--mbit: give bandwidths above 0")
+    require(min(settings.latency_ms, default=-1) >= 0, "--latency-ms: give latencies of 0 or more")
+    reason = network.why_not()
+    require(not reason, str(reason))
     machine = machine_of(settings.machine, {"network": FLAGS})
     model = Model(sizes_of(FLAGS), N_LAYERS)
     chosen: dict[tuple[float, float, int], str] = {}

@@ -18,6 +18,7 @@ import itertools
 import json
 import multiprocessing
 import os
+import shutil
 import signal
 import statistics
 import subprocess
@@ -40,7 +41,7 @@ from distlab.comm.processes import end_with_parent
 from distlab.pipeline.actions import KINDS, Action
 from distlab.planner.costs import Costs
 from distlab.planner.layouts import Layout
-from distlab.planner.machine import Machine, Measured, PassSeconds, read_machine
+from distlab.planner.machine import Machine, Measured, PassSeconds, read_machine, write_machine
 from distlab.planner.measuring import BLOCKS, Passes, build
 from distlab.planner.memory import held
 from distlab.planner.model import Sizes
@@ -93,6 +94,7 @@ QUICK = (
     "small 2.2.1 3 dapple; large 2.1.1 1; large 1.2.1 4 dapple; asleep 1.4.1 12 dapple; asleep 2.2.1 3 dapple"
 )
 WARM_UP = 2  # steps
+CALIBRATIONS = 3  # how slow the computer is at the moment is in one minute's measurements
 IN_A_ROW = 2  # steps of a turn; the reference runs before and after them
 SLEEP = 8e-3  # seconds of a block's forward pass over a sequence
 SECONDS_TO_SETTLE = 0.03
@@ -107,7 +109,7 @@ class Settings:
     """What to measure."""
 
     machine: Path = Path("runs/machine.json")
-    """the machine, as distlab.calibrate writes it; what it has not got of the models is measured"""
+    """the machine, as distlab.calibrate writes it; what it has not got of the models is measured, three times"""
     measured: Path | None = None
     """JSON lines with what was measured, to be read and continued"""
     turns: int = 5
@@ -400,20 +402,44 @@ def compare(record: Record, machine: Machine, machine_file: Path) -> Compared:
     return Compared(record, costs.layout, predict(costs, worker=0), statistics.median(seconds), most)
 
 
-def machine_of(path: Path, models: Mapping[str, str]) -> Machine:
-    """The machine's file, with the passes of some models, given by their flags."""
-    for model, flags in models.items():
-        known = [entry.sizes for entry in read_machine(path).measured] if path.exists() else []
-        if sizes_of(flags) not in known:
-            path.parent.mkdir(exist_ok=True, parents=True)
-            pairs = zip(flags.split()[::2], flags.split()[1::2], strict=True)
-            sizes = [part for flag, value in pairs if flag != "--n-layers" for part in (flag, value)]
-            command = [sys.executable, "-m", "distlab.calibrate", str(path), *sizes, "--device", "cpu"]
-            print(f"# measuring this machine for the {model} model", flush=True)
-            environment = {key: value for key, value in os.environ.items() if key != "OMP_NUM_THREADS"}
-            done = subprocess.run(command, capture_output=True, text=True, env=environment)
-            require(done.returncode == 0, f"{path}: measuring has failed: {done.stderr.strip()[-300:]}")
+def machine_of(path: Path, models: Mapping[str, str], calibrations: int = CALIBRATIONS) -> Machine:
+    """The machine's file, with the passes of some models, given by their flags.
+
+    What is not there is measured, several times in turns; the medians count.
+    """
+    known = {entry.sizes for entry in read_machine(path).measured} if path.exists() else set()
+    missing = {model: flags for model, flags in models.items() if sizes_of(flags) not in known}
+    if missing:
+        path.parent.mkdir(exist_ok=True, parents=True)
+        with tempfile.TemporaryDirectory() as folder:
+            files = [Path(folder, f"{number}.json") for number in range(calibrations)]
+            for file in files if path.exists() else ():
+                shutil.copy(path, file)  # so that it keeps the models that it has
+            for file, model in each(list(itertools.product(files, missing)), "measurements of the machine"):
+                calibrate(file, missing[model])
+            path.write_text(json.dumps(medians([json.loads(file.read_text()) for file in files])))
+        write_machine(read_machine(path), path)
     return read_machine(path)
+
+
+def calibrate(file: Path, flags: str) -> None:
+    """Measure this machine for the model of these flags."""
+    pairs = zip(flags.split()[::2], flags.split()[1::2], strict=True)
+    sizes = [part for flag, value in pairs if flag != "--n-layers" for part in (flag, value)]
+    command = [sys.executable, "-m", "distlab.calibrate", str(file), *sizes, "--device", "cpu"]
+    environment = {key: value for key, value in os.environ.items() if key != "OMP_NUM_THREADS"}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    require(done.returncode == 0, f"{file}: measuring has failed: {done.stderr.strip()[-300:]}")
+
+
+def medians(values: Sequence[Any]) -> Any:
+    """Several measurements of one machine, as in its file, as one: every number is the median of theirs."""
+    first = values[0]
+    if isinstance(first, dict):
+        return {key: medians([value[key] for value in values]) for key in first}
+    if isinstance(first, list):
+        return [medians(of_one) for of_one in zip(*values, strict=True)]
+    return statistics.median(values) if isinstance(first, float) else first
 
 
 def kinds(compared: Sequence[Compared]) -> dict[str, list[Compared]]:
@@ -486,7 +512,8 @@ def main(settings: Settings) -> None:
     chosen = [name for name in chosen if not settings.only or name.startswith(settings.only)]
     require(bool(chosen), f"--only {' '.join(settings.only)}: there is no such layout")
     computing = {model: flags for model, flags in MODELS.items() if model != "asleep"}
-    machine, records = machine_of(settings.machine, computing), dict[str, Record]()
+    machine = machine_of(settings.machine, computing, 1 if settings.quick else CALIBRATIONS)
+    records = dict[str, Record]()
     kept = settings.measured
     if kept is not None and kept.exists():
         read = [Record(**json.loads(line)) for line in kept.read_text().splitlines()]

@@ -1,0 +1,28 @@
+"""What bench/planner.py computes of its measurements."""
+
+import json
+import sys
+from dataclasses import asdict, replace
+from pathlib import Path
+
+from chapters import load
+from planner_machines import cluster
+from processes import LAB
+
+from distlab.planner.machine import AllReduce, read_machine
+
+
+def test_of_several_measurements_of_a_machine_every_number_is_the_median(tmp_path: Path) -> None:
+    sys.path.append(str(LAB / "bench"))
+    planner = load("bench/planner.py")
+    measured = [
+        cluster(
+            step_seconds=seconds,
+            slowdown=(1.0, 3 - seconds),
+            all_reduces=(AllReduce(2, "shared", (1e5,), (seconds / 10,)),),
+        )
+        for seconds in (0.5, 0.25, 1.0)
+    ]
+    file = tmp_path / "machine.json"
+    file.write_text(json.dumps(planner.medians([asdict(machine) for machine in measured])))
+    assert read_machine(file) == replace(measured[0], slowdown=(1.0, 2.5))
