@@ -43,7 +43,7 @@ from distlab.planner.costs import Costs
 from distlab.planner.layouts import Layout
 from distlab.planner.machine import Machine, Measured, PassSeconds, read_machine, write_machine
 from distlab.planner.measuring import BLOCKS, Passes, build
-from distlab.planner.memory import held
+from distlab.planner.memory import held, process_bytes
 from distlab.planner.model import Sizes
 from distlab.planner.step import Step, predict
 from distlab.reports.memory import read_largest
@@ -146,6 +146,7 @@ class Compared:
     step: Step
     seconds: float
     held_bytes: int
+    process_bytes: float
 
     @property
     def error(self) -> float:
@@ -154,6 +155,10 @@ class Compared:
     @property
     def memory_error(self) -> float:
         return self.held_bytes / self.record.held_bytes - 1
+
+    @property
+    def process_error(self) -> float:
+        return self.process_bytes / self.record.process_bytes - 1
 
 
 def names() -> list[str]:
@@ -398,8 +403,10 @@ def compare(record: Record, machine: Machine, machine_file: Path) -> Compared:
     costs = costs_of(record.name, machine, machine_file)
     seconds = undisturbed(record, machine, costs.model.sizes)
     optimizer = "sgd" if record.name.startswith("asleep") else "adam"
-    most = max(held(costs, worker, optimizer).total for worker in range(costs.layout.pp))
-    return Compared(record, costs.layout, predict(costs, worker=0), statistics.median(seconds), most)
+    holds = [held(costs, worker, optimizer) for worker in range(costs.layout.pp)]
+    most = max(of_worker.total for of_worker in holds)
+    process = process_bytes(costs, 0, holds[0])
+    return Compared(record, costs.layout, predict(costs, worker=0), statistics.median(seconds), most, process)
 
 
 def machine_of(path: Path, models: Mapping[str, str], calibrations: int = CALIBRATIONS) -> Machine:
@@ -452,19 +459,21 @@ def kinds(compared: Sequence[Compared]) -> dict[str, list[Compared]]:
 
 def report(compared: Sequence[Compared]) -> Iterator[str]:
     """The table, the worst first, and what its errors come to."""
-    heads = ["layout", "predicted, ms", "measured, ms", "error", "most of it", "waited", "memory, error"]
-    yield f"| {' | '.join(heads)} |"
-    yield f"|---|{'---:|' * 3}---|{'---:|' * 2}"
+    heads = "layout | predicted, ms | measured, ms | error | most of it | waited | memory, error | of the process"
+    yield f"| {heads} |"
+    yield f"|---|{'---:|' * 3}---|{'---:|' * 3}"
     for one in sorted(compared, key=lambda one: -abs(one.error)):
         share = statistics.fmean(one.record.waited) / statistics.fmean(one.record.steps)
         times = f"{one.step.seconds * 1e3:,.0f} | {one.seconds * 1e3:,.0f} | {one.error:+.1%}"
-        yield f"| {one.record.name} | {times} | {one.step.bound} | {share:.0%} | {one.memory_error:+.1%} |"
+        memory = f"{one.memory_error:+.1%} | {one.process_error:+.1%}"
+        yield f"| {one.record.name} | {times} | {one.step.bound} | {share:.0%} | {memory} |"
     for kind, several in kinds(compared).items():
         errors = sorted(abs(one.error) for one in several)
         within = sum(error <= 0.2 for error in errors) / len(errors)
         yield (
             f"# {kind}: {len(several)} layouts, median error {statistics.median(errors):.1%}, worst {errors[-1]:.1%}; "
-            f"{within:.0%} within 20%; memory off by at most {max(abs(one.memory_error) for one in several):.1%}"
+            f"{within:.0%} within 20%; memory off by at most {max(abs(one.memory_error) for one in several):.1%}, "
+            f"the process's by {max(abs(one.process_error) for one in several):.1%}"
         )
 
 

@@ -1,4 +1,4 @@
-"""What a rank of a layout holds, by the kinds of `distlab.reports.memory`: the counts that a run's table has."""
+"""What a rank of a layout holds, as the table of `distlab.reports.memory` counts it, and what its process needs."""
 
 import itertools
 from collections.abc import Sequence
@@ -10,6 +10,8 @@ from distlab.planner.graph import graph_of
 from distlab.planner.model import ID_BYTES, NUMBER_BYTES, PARTS, share
 
 MOMENTS = {"adam": 2, "adamw": 2, "sgd": 0}  # tensors of the optimizer for each weight
+# What an allocator keeps of freed memory, for each byte that is held: measured by bench/planner.py on CPUs only.
+KEPT_OF_FREED = {"cpu": 0.25, "cuda": 0.0}
 
 
 @dataclass(frozen=True)
@@ -50,6 +52,15 @@ def held(costs: Costs, worker: int, optimizer: str = "adam") -> Held:
         gathered=_gathered(costs, stages, weights),
         activations=max(*after, *within) + ids + tables,
     )
+
+
+def process_bytes(costs: Costs, worker: int, holds: Held) -> float:
+    """What the process of such a rank needs at the peak, or takes of its GPU's memory."""
+    layout, sizes, machine = costs.layout, costs.model.sizes, costs.machine
+    gradient_of_logits = 0
+    if any(costs.parts(stage)["head"] for stage in stages_of(layout.programs()[worker])):
+        gradient_of_logits = layout.rows * sizes.seq_len * share(sizes.vocab_size, layout.tp) * NUMBER_BYTES
+    return machine.process_bytes + (holds.total + gradient_of_logits) * (1 + KEPT_OF_FREED[machine.device])
 
 
 def _gathered(costs: Costs, stages: Sequence[int], weights_bytes: int) -> int:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from distlab.planner.costs import Costs
 from distlab.planner.layouts import Choices, layouts
 from distlab.planner.machine import Machine
-from distlab.planner.memory import held
+from distlab.planner.memory import held, process_bytes
 from distlab.planner.model import Model
 from distlab.planner.step import least_seconds, predict
 from distlab.planner.table import Row
@@ -54,14 +54,14 @@ def find_layouts(
         if len(best) == top and least >= -best[0][0]:
             found.too_slow = len(queue) + 1
             break
-        most = max(held(costs, worker, optimizer).total for worker in range(costs.layout.pp))
-        needed = most + machine.process_bytes
+        holds = [held(costs, worker, optimizer) for worker in range(costs.layout.pp)]
+        needed = max(process_bytes(costs, worker, of_worker) for worker, of_worker in enumerate(holds))
         if needed > most_bytes:
             found.too_large += 1
             found.least_bytes = min(found.least_bytes, needed)
             continue
         step = predict(costs)
-        entry = (-step.seconds, -number, Row(costs.layout, step, most, machine.process_bytes))
+        entry = (-step.seconds, -number, Row(costs.layout, step, max(of_worker.total for of_worker in holds), needed))
         (heapq.heappush if len(best) < top else heapq.heappushpop)(best, entry)
     found.rows = [row for *_, row in sorted(best, reverse=True)]
     return found

@@ -17,7 +17,7 @@ class Row:
     layout: Layout
     step: Step
     held_bytes: int  # by the rank that holds most: weights, gradients, optimizer state, activations
-    process_bytes: float  # besides
+    process_bytes: float  # that the process of the rank that needs most takes
 
     def cells(self, number: int, tokens: int) -> list[str]:
         """The cells of the table, for a global batch of so many tokens."""
@@ -32,7 +32,7 @@ class Row:
             milliseconds(step.seconds),
             f"{tokens / step.seconds:,.0f}",
             f"{step.bubble:.0%}" if layout.pp > 1 else "-",
-            f"{(self.held_bytes + self.process_bytes) / 1e6:,.0f}",
+            f"{self.process_bytes / 1e6:,.0f}",
             f"{step.sent_bytes / 1e6:,.1f}",
             step.bound,
         ]

@@ -5,13 +5,13 @@ from functools import partial
 
 import pytest
 import torch
-from planner_machines import CLUSTER, MODEL, SIZES
+from planner_machines import CLUSTER, MODEL, SIZES, cluster
 
 from distlab.pipeline.activations import SavedActivations, Stage
 from distlab.pipeline.stages import build_stage
 from distlab.planner.costs import Costs
 from distlab.planner.layouts import Layout, default_split
-from distlab.planner.memory import held
+from distlab.planner.memory import held, process_bytes
 from simplellm.losses import causalLLMLoss
 
 ROWS, MICRO_BATCHES = 2, 3
@@ -62,3 +62,15 @@ def test_weights_are_those_of_the_model() -> None:
     counts = held(Costs(CLUSTER, MODEL, layout), 0)
     assert counts.parameters == counts.gradients == sum(p.nbytes for p in net.parameters())
     assert counts.optimizer_state == 2 * counts.parameters
+
+
+def test_a_process_needs_what_it_holds_the_gradient_of_the_logits_and_what_its_allocator_keeps() -> None:
+    layout = Layout(1, 2, 1, ROWS * MICRO_BATCHES, MICRO_BATCHES, "dapple", "none", "none", default_split(MODEL, 2))
+    gpus, cpus = cluster(process_bytes=1e9), cluster(process_bytes=1e9, device="cpu")
+    gradient = torch.zeros(ROWS, SIZES.seq_len, SIZES.vocab_size).nbytes
+    for worker, more in enumerate((0, gradient)):
+        costs = Costs(gpus, MODEL, layout)
+        holds = held(costs, worker)
+        assert process_bytes(costs, worker, holds) == 1e9 + holds.total + more
+        on_a_cpu = process_bytes(Costs(cpus, MODEL, layout), worker, holds)
+        assert on_a_cpu == pytest.approx(1e9 + 1.25 * (holds.total + more))
