@@ -1,12 +1,10 @@
 """What bench/first_choice.py and bench/first_choice_links.py run."""
 
-import sys
 from types import ModuleType
 
 import pytest
 from chapters import load
 from planner_machines import MODEL, cluster
-from processes import LAB
 
 from distlab.comm.link import Link
 from distlab.planner.machine import AllReduce, Machine
@@ -17,7 +15,6 @@ COMPUTER = cluster(device="cpu", hosts=1, cores_per_host=2, slowdown=(1.0, 1.25,
 
 @pytest.fixture(scope="module")
 def first_choice() -> ModuleType:
-    sys.path.append(str(LAB / "bench"))
     return load("bench/first_choice.py")
 
 

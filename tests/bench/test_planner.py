@@ -1,19 +1,16 @@
 """What bench/planner.py computes of its measurements."""
 
 import json
-import sys
 from dataclasses import asdict, replace
 from pathlib import Path
 
 from chapters import load
 from planner_machines import cluster
-from processes import LAB
 
 from distlab.planner.machine import AllReduce, read_machine
 
 
 def test_of_several_measurements_of_a_machine_every_number_is_the_median(tmp_path: Path) -> None:
-    sys.path.append(str(LAB / "bench"))
     planner = load("bench/planner.py")
     measured = [
         cluster(
