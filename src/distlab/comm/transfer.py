@@ -143,8 +143,8 @@ class Transfer:
         ended = self._work.get_future()
 
         def finish(_: "torch.futures.Future[Tensor]") -> Tensor:
-            ended.value()  # raises if it has failed; it then stays in `library_waits`
-            self._waits.library_waits.pop(id(self), None)
+            ended.value()  # raises if it has failed; it then stays in `waits_in_libraries`
+            self._waits.waits_in_libraries.pop(id(self), None)
             if self._is_on_stream:
                 self._ended_on_stream(self._posted if is_waited_for else None)
             else:
@@ -152,7 +152,7 @@ class Transfer:
                 self._finish()
             return self._tensor if self._carried is self._tensor else self._tensor.copy_(self._carried)
 
-        self._waits.library_waits[id(self)] = (self._wait, self._started)
+        self._waits.waits_in_libraries[id(self)] = (self._wait, self._started)
         ended.add_done_callback(lambda _: queued.set_result(self._tensor))
         return queued.then(finish)
 

@@ -94,7 +94,7 @@ class NamedWaits:
         self.ledger = Ledger()
         self.timeout_seconds = 120.0
         self.describe: Callable[[int], str] = "rank {}".format  # as in "rank 4 (stage 1 of replica 1)"
-        self.library_waits: dict[int, tuple[Wait, float]] = {}  # each with its start time, oldest first
+        self.waits_in_libraries: dict[int, tuple[Wait, float]] = {}  # each with its start time, oldest first
         self.stream_waits = StreamWaits()
         self._waiting: tuple[Wait, float] | None = None
         self._is_watched = False
@@ -152,14 +152,14 @@ class NamedWaits:
         return under_way[0]
 
     def _under_way(self) -> tuple[Wait, float] | None:
-        in_library = next(iter(list(self.library_waits.values())), None)
+        in_library = next(iter(list(self.waits_in_libraries.values())), None)
         all_kinds = self._waiting, in_library, self.stream_waits.under_way()
         return min((wait for wait in all_kinds if wait is not None), key=lambda wait: wait[1], default=None)
 
     def failure_of(self, error: Exception) -> TrafficError | None:
         """The failed wait behind an error that a library raised; None if the error has another cause."""
-        if isinstance(error, RuntimeError) and self.library_waits and (is_lost_peer(error) or is_timeout(error)):
-            return self._failed(*next(iter(self.library_waits.values())), error)
+        if isinstance(error, RuntimeError) and self.waits_in_libraries and (is_lost_peer(error) or is_timeout(error)):
+            return self._failed(*next(iter(self.waits_in_libraries.values())), error)
         if is_lost_peer(error):
             return TrafficError(f"{self.describe(rank())} lost its connection: {reason(error)}", error)
         return None
