@@ -15,7 +15,9 @@ from typing import Annotated
 
 import torch
 import tyro
-from planner import BATCH, MODELS, Case, machine_of, measure, sizes_of, undisturbed
+from calibrations import machine_of, sizes_of
+from layout_runs import Case, measure, undisturbed
+from planner import BATCH, MODELS
 from turns import quartiles_of_ratios
 
 from distlab.planner.layouts import Choices, Layout

@@ -12,9 +12,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import network
+from calibrations import machine_of, sizes_of
 from first_choice import described
 from network import EXACT, MODEL, SEQUENCES, Wire
-from planner import machine_of, sizes_of
 
 from distlab.comm.link import Link
 from distlab.planner.costs import Costs

@@ -1,4 +1,4 @@
-"""What bench/planner.py computes of its measurements."""
+"""What bench/calibrations.py computes of its measurements."""
 
 import json
 from dataclasses import asdict, replace
@@ -11,7 +11,7 @@ from distlab.planner.machine import AllReduce, read_machine
 
 
 def test_of_several_measurements_of_a_machine_every_number_is_the_median(tmp_path: Path) -> None:
-    planner = load("bench/planner.py")
+    calibrations = load("bench/calibrations.py")
     measured = [
         cluster(
             step_seconds=seconds,
@@ -21,5 +21,5 @@ def test_of_several_measurements_of_a_machine_every_number_is_the_median(tmp_pat
         for seconds in (0.5, 0.25, 1.0)
     ]
     file = tmp_path / "machine.json"
-    file.write_text(json.dumps(planner.medians([asdict(machine) for machine in measured])))
+    file.write_text(json.dumps(calibrations.medians([asdict(machine) for machine in measured])))
     assert read_machine(file) == replace(measured[0], slowdown=(1.0, 2.5))
