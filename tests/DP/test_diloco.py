@@ -192,6 +192,8 @@ def test_pipelines_go_on_bit_for_bit_while_a_fragment_is_under_way(tmp_path: Pat
         parse(load(HYBRID).DEFAULTS, "", [*resumed, "--dp", "2", "--pp", "1"])
     with pytest.raises(InputError, match="trained with --schedule dapple, not gpipe"):
         parse(load(HYBRID).DEFAULTS, "", [*resumed, "--dp", "2", "--pp", "2", "--schedule", "gpipe"])
+    with pytest.raises(InputError, match="trained with --neighbors stages, not replicas"):
+        parse(load(HYBRID).DEFAULTS, "", [*resumed, "--dp", "2", "--pp", "2", "--neighbors", "replicas"])
 
 
 def test_pipelines_with_other_stages_begin_at_the_outer_weights(tmp_path: Path) -> None:

@@ -95,6 +95,7 @@ def test_recomputation_gives_the_same_run_bit_for_bit(flags: str, tmp_path: Path
         (2, 2, 1, ""),
         (2, 1, 2, "--recompute all"),
         (2, 2, 2, "--schedule zb-h1 --recompute all --transport shared"),
+        (2, 2, 2, "--neighbors replicas"),
         (1, 3, 2, ""),
         (1, 2, 3, "--recompute blocks"),
     ],
@@ -110,7 +111,8 @@ def test_three_dimensions_are_the_run_of_one_process(
         for place in range(tp):
             mine = slices(expected, "megatron", place, tp)
             for replica in range(dp):
-                stages = [own[(replica * pp + stage) * tp + place] for stage in range(pp)]
+                at = [stage * dp + replica if "replicas" in more else replica * pp + stage for stage in range(pp)]
+                stages = [own[number * tp + place] for number in at]
                 together = {name: tensor for stage in stages for name, tensor in stage.items()}
                 assert len(together) == sum(map(len, stages)), "no parameter belongs to two stages"
                 assert_equal(together, mine, ROUNDING)

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from distlab.comm.devices import patient_threads
-from distlab.comm.layout import Layout, name_stages
+from distlab.comm.layout import Layout, Neighbors, name_stages, neighbors_of, pipelines_on_host
 from distlab.comm.traffic import traffic
 
 
@@ -17,7 +17,9 @@ class Grid:
     """A rank's position among `dp` replicas of a pipeline of `pp` stages, each split over `tp` ranks.
 
     Ranks that communicate most have neighboring numbers, so that most messages stay on one machine: first the ranks
-    that share each layer, then the stages (a message per micro-batch), then the replicas (once per step).
+    that share each layer, then the stages (a message per micro-batch), then the replicas (once per step). With
+    `neighbors` "replicas", the replicas come before the stages. Then only activations cross the link between two
+    machines, which are often fewer bytes than the gradients of all weights.
     """
 
     rank: int
@@ -25,19 +27,21 @@ class Grid:
     pp: int
     tp: int = 1
     held: Sequence[Sequence[int]] = ()  # by pipeline worker, the stages of the model on it, if these are several
+    neighbors: Neighbors = "stages"
 
     @classmethod
     def of(cls, rank: int, layout: Layout, held: Sequence[Sequence[int]] = ()) -> "Grid":
         """A rank's position in a run's layout; a kind of parallelism that the layout does not name has size 1."""
-        return cls(rank, layout.get("dp", 1), layout.get("pp", 1), layout.get("tp", 1), held)
+        dp, pp, tp = (layout.get(kind, 1) for kind in ("dp", "pp", "tp"))
+        return cls(rank, dp, pp, tp, held, neighbors_of(layout))
 
     @property
     def replica(self) -> int:
-        return self.rank // (self.pp * self.tp)
+        return self.rank // self.tp % self.dp if self.neighbors == "replicas" else self.rank // (self.pp * self.tp)
 
     @property
     def stage(self) -> int:
-        return self.rank // self.tp % self.pp
+        return self.rank // self._stride % self.pp
 
     @property
     def is_last_stage(self) -> bool:
@@ -45,7 +49,16 @@ class Grid:
 
     def rank_of(self, stage: int) -> int:
         """The rank with the same slice of another stage, in the same replica."""
-        return self.rank + (stage - self.stage) * self.tp
+        return self.rank + (stage - self.stage) * self._stride
+
+    @property
+    def _stride(self) -> int:
+        """The difference between the ranks of neighboring stages."""
+        return self.dp * self.tp if self.neighbors == "replicas" else self.tp
+
+    def pipelines_on_host(self, ranks: int) -> int:
+        """Of how many pipelines a host with so many ranks runs workers, each slice of a stage counting as one."""
+        return pipelines_on_host(ranks, self.pp, self.dp * self.tp, self.neighbors)
 
     def describe(self, rank: int) -> str:
         """The name of a rank in messages: "rank 4 (stage 1 of replica 1)", "rank 0 (stages 0 and 3)"."""
@@ -66,7 +79,11 @@ class Grid:
         Raises:
             TrafficError: a rank does not join the creation of the groups.
         """
-        ranks = torch.arange(self.dp * self.pp * self.tp).view(self.dp, self.pp, self.tp)
+        ranks = torch.arange(self.dp * self.pp * self.tp)
+        if self.neighbors == "replicas":
+            ranks = ranks.view(self.pp, self.dp, self.tp).movedim(0, 1)
+        else:
+            ranks = ranks.view(self.dp, self.pp, self.tp)
         timeout = traffic.group_timeout
         by_dim = [ranks.movedim(dim, -1).flatten(0, 1).tolist() for dim in range(3)]
         with traffic.named("all ranks to create the groups of replicas, stages and slices"), patient_threads():

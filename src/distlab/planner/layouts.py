@@ -4,9 +4,10 @@ import functools
 import itertools
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
+from distlab.comm.layout import Neighbors
 from distlab.parallel.division import check_division
 from distlab.pipeline.actions import Programs
 from distlab.pipeline.schedules import (
@@ -42,6 +43,7 @@ class Layout:
     recompute: Recompute
     shard: Shard
     split: Split  # layers of each stage
+    neighbors: Neighbors = "stages"
 
     @property
     def ranks(self) -> int:
@@ -60,6 +62,7 @@ class Layout:
         """For `./launch.sh hybrid`, without what is the default."""
         flags = f"--dp {self.dp} --pp {self.pp} --tp {self.tp} --batch-size {self.batch_size}"
         flags += f" --micro-batches {self.micro_batches}"
+        flags += f" --neighbors {self.neighbors}" * (self.neighbors != "stages")
         if self.pp > 1:
             flags += f" --schedule {self.schedule}"
             if self.split != default_split(model, len(self.split)):
@@ -70,7 +73,7 @@ class Layout:
     def __str__(self) -> str:
         """In a table."""
         words = [f"{size} {kind}" for kind, size in (("dp", self.dp), ("pp", self.pp), ("tp", self.tp)) if size > 1]
-        return " x ".join(words) or "one rank"
+        return (" x ".join(words) or "one rank") + ", replicas together" * (self.neighbors == "replicas")
 
 
 @dataclass(frozen=True)
@@ -86,9 +89,12 @@ class Choices:
     shard: Sequence[Shard] = ()
 
 
-def layouts(model: Model, ranks: int, global_batch: int, choices: Choices | None = None) -> Iterator[Layout]:
+def layouts(
+    model: Model, ranks: int, global_batch: int, choices: Choices | None = None, ranks_per_host: int | None = None
+) -> Iterator[Layout]:
     """All layouts of so many ranks that `./launch.sh hybrid` accepts.
 
+    Replicas of a stage are neighbors only where that divides the pipelines between hosts, but not the replicas.
     Left out are the schedule `auto`, whose order is found when the run begins, and what another layout says, too: with
     one micro-batch, or without a pipeline, some schedules are the same.
     """
@@ -109,7 +115,10 @@ def layouts(model: Model, ranks: int, global_batch: int, choices: Choices | None
                 split = _split(model, pp * stages_per_worker(name))
                 for recompute, shard in itertools.product(among.recompute or RECOMPUTE, among.shard or SHARDS):
                     if split and (shard == "none" or dp > 1) and (shard != "weights" or pp == 1):
-                        yield Layout(dp, pp, tp, global_batch // dp, micro_batches, name, recompute, shard, split)
+                        one = Layout(dp, pp, tp, global_batch // dp, micro_batches, name, recompute, shard, split)
+                        yield one
+                        if ranks_per_host and dp > 1 and ranks > ranks_per_host and ranks_per_host % (dp * tp) == 0:
+                            yield replace(one, neighbors="replicas")
 
 
 @functools.lru_cache(maxsize=64)

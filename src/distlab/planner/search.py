@@ -42,7 +42,7 @@ def find_layouts(
     """
     found, best = Found(), list[tuple[float, int, Row]]()  # a heap with the slowest of the best first
     queue = []
-    for number, layout in enumerate(layouts(model, ranks, global_batch, choices)):
+    for number, layout in enumerate(layouts(model, ranks, global_batch, choices, machine.ranks_per_host)):
         costs = Costs(machine, model, layout, threads)
         if layout.pp > 1:
             costs = replace(costs, layout=replace(layout, split=costs.balanced_split()))

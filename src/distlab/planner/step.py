@@ -319,10 +319,10 @@ def action_threads(costs: Costs, programs: Programs) -> dict[Action, int]:
 
     That is what `OMP_NUM_THREADS` says, else what the executor gives it: its share of the cores of its pipeline.
     """
-    machine, pp = costs.machine, costs.layout.pp
+    machine = costs.machine
     if costs.threads is not None:
         return {action: costs.threads for program in programs for action in program} if costs.threads > 1 else {}
-    cores = machine.cores_per_host // max(1, costs.placement.per_host // pp)
+    cores = machine.cores_per_host // costs.placement.pipelines
     if machine.device == "cuda" or cores <= 1:
         return {}
     return {action: max(1, cores // busy) for action, busy in busy_workers(simulate(programs)).items()}
@@ -387,7 +387,7 @@ def least_seconds(costs: Costs) -> float:
     pp, micro_batches, stages = layout.pp, layout.micro_batches, len(layout.split)
     most, again = costs.threads or 1, layout.recompute == "blocks"
     if machine.device == "cpu" and costs.threads is None:
-        most = max(1, machine.cores_per_host // max(1, costs.placement.per_host // pp))
+        most = max(1, machine.cores_per_host // placement.pipelines)
     is_split = layout.schedule.startswith(("zb", "dualpipe"))  # may have its backward passes in two parts
     alike: dict[tuple[int, ...], list[int]] = {}
     for stage in range(stages):

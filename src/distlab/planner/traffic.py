@@ -10,6 +10,7 @@ hosts (`distlab.comm.hosts`).
 import math
 from dataclasses import dataclass
 
+from distlab.comm.layout import pipelines_on_host
 from distlab.comm.link import Link
 from distlab.planner.layouts import Layout
 from distlab.planner.machine import Machine, Transport, interpolate
@@ -47,7 +48,8 @@ class Placement:
 
     @property
     def replicas(self) -> Group:
-        return Group(self.layout.dp, self.layout.pp * self.layout.tp)
+        layout = self.layout
+        return Group(layout.dp, layout.tp if layout.neighbors == "replicas" else layout.pp * layout.tp)
 
     @property
     def slices(self) -> Group:
@@ -55,12 +57,23 @@ class Placement:
 
     def host_of(self, worker: int) -> int:
         """The host of a worker of the first replica: that of its first rank."""
-        return worker * self.layout.tp // self.per_host
+        layout = self.layout
+        stride = layout.dp * layout.tp if layout.neighbors == "replicas" else layout.tp
+        return worker * stride // self.per_host
 
     def alike(self, worker: int) -> int:
         """How many ranks of a worker's host do what it does at the same time: its slices, and its replicas there."""
-        whole = self.per_host // (self.layout.pp * self.layout.tp)
-        return self.layout.tp * whole if whole else min(self.layout.tp, self.per_host)
+        layout = self.layout
+        if layout.neighbors == "replicas":
+            return min(layout.dp * layout.tp, self.per_host)
+        whole = self.per_host // (layout.pp * layout.tp)
+        return layout.tp * whole if whole else min(layout.tp, self.per_host)
+
+    @property
+    def pipelines(self) -> int:
+        """Of how many pipelines a host runs workers, as `Grid.pipelines_on_host` counts them."""
+        layout = self.layout
+        return pipelines_on_host(self.per_host, layout.pp, layout.dp * layout.tp, layout.neighbors)
 
     def message(self, sender: int, receiver: int, size_bytes: float) -> float:
         """Seconds of a message between two workers; those of ranks alike share the card of their host."""

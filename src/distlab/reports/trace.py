@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from distlab.comm.grid import Grid
+from distlab.comm.layout import Neighbors
 from distlab.comm.recorder import COMPUTE, MESSAGE, STEP, WAIT, Event
 from distlab.pipeline.actions import KINDS, ActionCosts, Program, Programs, labels, stages_of
 from distlab.pipeline.plan import Plan, in_a_row, simulate
@@ -54,6 +55,7 @@ class Trace:
     programs: Programs | None = None  # the pipeline's schedule
     tp: int = 1  # ranks of each worker
     run_on: bool = False  # no rank waited at the end of a step
+    neighbors: Neighbors = "stages"  # what neighboring ranks hold
 
     def steps(self) -> list[list[Event]]:
         """By step, the event that each rank recorded; without the first step, which also sets up connections."""
@@ -72,7 +74,7 @@ class Trace:
 
     def place(self, rank: int) -> Grid:
         held = [stages_of(program) for program in self.programs or ()]
-        return Grid(rank, self.dp, self.pp, self.tp, held)
+        return Grid(rank, self.dp, self.pp, self.tp, held, self.neighbors)
 
     def costs(self) -> ActionCosts:
         """The mean time of each kind of action on each stage."""
@@ -124,7 +126,13 @@ class Trace:
 
 
 def merge(
-    recorded: Sequence[dict[str, Any]], dp: int, pp: int, programs: Programs | None, tp: int = 1, run_on: bool = False
+    recorded: Sequence[dict[str, Any]],
+    dp: int,
+    pp: int,
+    programs: Programs | None,
+    tp: int = 1,
+    run_on: bool = False,
+    neighbors: Neighbors = "stages",
 ) -> Trace:
     """A trace from the records of all ranks, as `Recorder.as_json` returns them."""
     origin = min((event[2] for rank in recorded for event in rank["events"]), default=0.0)
@@ -132,7 +140,7 @@ def merge(
     for rank in recorded:
         events = [Event(kind, name, start - origin, end - origin) for kind, name, start, end in rank["events"]]
         ranks.append(RankTrace(events, [(seconds - origin, kept) for seconds, kept in rank["kept_bytes"]]))
-    return Trace(ranks, dp, pp, programs, tp, run_on)
+    return Trace(ranks, dp, pp, programs, tp, run_on, neighbors)
 
 
 def write_chrome(trace: Trace, path: Path) -> None:
@@ -154,7 +162,7 @@ def write_chrome(trace: Trace, path: Path) -> None:
             events.append({"ph": "C", **place, **counter})
     programs: Any = trace.programs and [[(a.letter, a.stage, a.micro_batch) for a in line] for line in trace.programs]
     about = {"dp": trace.dp, "pp": trace.pp, "tp": trace.tp, "ranks": len(trace.ranks), "programs": programs}
-    about["run_on"] = trace.run_on
+    about |= {"run_on": trace.run_on, "neighbors": trace.neighbors}
     path.write_text(json.dumps({"traceEvents": events, "otherData": about}) + "\n")
 
 
@@ -173,7 +181,8 @@ def read_chrome(path: Path) -> Trace:
                 rank.kept_bytes.append((event["ts"] / MICROSECONDS, event["args"]["bytes"]))
         lines = about["programs"]
         programs = lines and [_program(line, worker) for worker, line in enumerate(lines)]
-        trace = Trace(ranks, about["dp"], about["pp"], programs, about.get("tp", 1), about.get("run_on", False))
+        since = [about.get(name, usual) for name, usual in (("tp", 1), ("run_on", False), ("neighbors", "stages"))]
+        trace = Trace(ranks, about["dp"], about["pp"], programs, *since)  # older traces do not have these
         trace.typical_step()
     except (OSError, ValueError, LookupError, TypeError) as error:
         raise InputError(f"{path}: this is not the trace of a run; --trace records one") from error

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from distlab.comm.layout import neighbors_of
 from distlab.comm.threads import asked_threads
 from distlab.pipeline.schedules import AUTO, DEFAULT_CHUNKS
 from distlab.planner.costs import Costs
@@ -102,4 +103,5 @@ def layout_of(args: TrainSettings, vocab_size: int, flag: str) -> Layout:
         recompute=args.recompute,
         shard=getattr(args, "shard", "none"),
         split=args.split(vocab_size) if isinstance(args, StageSettings) else (args.n_layers,),
+        neighbors=neighbors_of(args.layout),
     )

@@ -80,13 +80,15 @@ class Run(Generic[SettingsT]):
             torch.cuda.set_device(self.device)
         else:
             devices.keep_freed_memory()
-        computing = self.local_ranks // (self.grid.pp if self.settings.one_stage_at_a_time else 1)
-        torch.set_num_threads(devices.threads_per_rank(max(1, computing)))
+        pipelines = self.grid.pipelines_on_host(self.local_ranks)
+        computing = pipelines if self.settings.one_stage_at_a_time else self.local_ranks
+        torch.set_num_threads(devices.threads_per_rank(computing))
 
     @property
     def shared_cores(self) -> int | None:
         """Cores of this host for each of the pipelines that it runs; None if the number of threads must not change."""
-        return None if self.device.type == "cuda" else devices.cores_to_share(max(1, self.local_ranks // self.grid.pp))
+        pipelines = self.grid.pipelines_on_host(self.local_ranks)
+        return None if self.device.type == "cuda" else devices.cores_to_share(pipelines)
 
     def _begin_alone(self, script: Path) -> dict[str, Any]:
         self._take_place([devices.own_place(self._device_type, self.settings.master_addr)])
@@ -284,7 +286,8 @@ class Run(Generic[SettingsT]):
         from distlab.reports.timeline import draw, measured_panel
         from distlab.reports.trace import merge, write_chrome
 
-        trace = merge(recorded, self.grid.dp, self.grid.pp, recorder.programs, self.grid.tp, bool(self.running_on))
+        grid, programs = self.grid, recorder.programs
+        trace = merge(recorded, grid.dp, grid.pp, programs, grid.tp, bool(self.running_on), grid.neighbors)
         write_chrome(trace, self.out / "trace.json")
         for line in trace.report():
             say(line)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import tyro
 
 from distlab.checkpoints.format import LLAMA, Checkpoint
-from distlab.comm.layout import Layout, layout_flags, layout_size
+from distlab.comm.layout import Layout, Neighbors, layout_flags, layout_size
 from distlab.parallel.division import Compression, Sharded, check_division
 from distlab.pipeline.actions import stages_of
 from distlab.pipeline.auto import Limit, read_limit
@@ -446,6 +446,9 @@ class HybridSettings(OuterSettings, ScheduleSettings):
     """stages of each pipeline"""
     tp: int = 1
     """ranks that share each stage; each has a slice of every layer"""
+    neighbors: Annotated[Neighbors, ResumePolicy.SAME_LAYOUT] = "stages"
+    """what ranks with neighboring numbers hold: the stages of a pipeline, or the replicas of a stage, so that pipelines
+    and not their averages cross a slow link between hosts"""
     shard: Literal["none", "optimizer", "gradients", "weights"] = "none"
     """what the replicas shard, as in dp-zero; weights only with --pp 1; gradients saves memory only with schedules that
     do not delay weight gradients"""
@@ -456,7 +459,8 @@ class HybridSettings(OuterSettings, ScheduleSettings):
 
     @property
     def layout(self) -> Layout:
-        return {"dp": self.dp, "pp": self.pp, "tp": self.tp}
+        sizes = {"dp": self.dp, "pp": self.pp, "tp": self.tp}
+        return sizes if self.neighbors == "stages" else {kind: sizes[kind] for kind in ("pp", "dp", "tp")}
 
     @property
     def per_rank_optimizer_state(self) -> bool:
@@ -498,7 +502,9 @@ class HybridSettings(OuterSettings, ScheduleSettings):
         super().check_checkpoint(checkpoint)
         saved = checkpoint.record["settings"]
         if self.outer == saved.get("outer") == "diloco" and self.layout == checkpoint.layout:
-            for name in ("schedule", "chunks_per_stage", "layers_per_stage"):  # or a rank would hold other layers
+            saved = {"neighbors": "stages"} | saved  # older checkpoints do not have it
+            # Or a rank would hold other layers.
+            for name in ("schedule", "chunks_per_stage", "layers_per_stage", "neighbors"):
                 resume.require_same(
                     f"--resume {self.resume}: it was trained with", name, saved[name], getattr(self, name)
                 )

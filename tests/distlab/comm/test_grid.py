@@ -9,6 +9,7 @@ import torch.distributed as dist
 from processes import free_port, process_group, run_ranks
 
 from distlab.comm.grid import Grid
+from distlab.comm.layout import layout_flags, layout_size
 from distlab.comm.traffic import traffic
 from distlab.comm.waits import TrafficError
 from distlab.rendezvous.ranks import open_store
@@ -25,11 +26,21 @@ def test_ranks_that_share_a_stage_are_neighbors() -> None:
     assert Grid.of(0, {"dp": 2, "tp": 2}).describe(3) == "rank 3 (replica 1)"
 
 
-def groups_of(rank: int, sizes: tuple[int, int, int], port: int) -> tuple[list[int], ...]:
-    dp, pp, tp = sizes
-    with process_group(rank, dp * pp * tp, port):
+def test_replicas_of_a_stage_can_be_neighbors() -> None:
+    layout = {"pp": 2, "dp": 3, "tp": 2}
+    places = [Grid.of(rank, layout) for rank in range(12)]
+    assert [place.replica for place in places] == [0, 0, 1, 1, 2, 2] * 2
+    assert [place.stage for place in places] == [0] * 6 + [1] * 6
+    assert [place.rank_of(0) for place in places] == [*range(6)] * 2
+    assert places[0].describe(9) == "rank 9 (stage 1 of replica 1)"
+    assert [places[0].pipelines_on_host(ranks) for ranks in (12, 6, 2)] == [6, 6, 2]
+    assert layout_flags(layout) == "--dp 3 --pp 2 --tp 2 --neighbors replicas"
+
+
+def groups_of(rank: int, layout: dict[str, int], port: int) -> tuple[list[int], ...]:
+    with process_group(rank, layout_size(layout), port):
         traffic.timeout_seconds = 77
-        mesh = Grid(rank, dp, pp, tp).mesh()
+        mesh = Grid.of(rank, layout).mesh()
         groups = [mesh.get_group(name) for name in ("dp", "pp", "tp")]
         for group in groups:
             gloo = group._get_backend(torch.device("cpu"))
@@ -38,11 +49,15 @@ def groups_of(rank: int, sizes: tuple[int, int, int], port: int) -> tuple[list[i
 
 
 def test_groups_are_those_of_the_layout_and_have_the_runs_deadline() -> None:
-    assert run_ranks(8, groups_of, (2, 2, 2), free_port()) == [
+    assert run_ranks(8, groups_of, {"dp": 2, "pp": 2, "tp": 2}, free_port()) == [
         ([0, 4], [0, 2], [0, 1]), ([1, 5], [1, 3], [0, 1]), ([2, 6], [0, 2], [2, 3]), ([3, 7], [1, 3], [2, 3]),
         ([0, 4], [4, 6], [4, 5]), ([1, 5], [5, 7], [4, 5]), ([2, 6], [4, 6], [6, 7]), ([3, 7], [5, 7], [6, 7]),
     ]  # fmt: skip
-    assert run_ranks(3, groups_of, (3, 1, 1), free_port()) == [([0, 1, 2], [rank], [rank]) for rank in range(3)]
+    assert run_ranks(6, groups_of, {"pp": 3, "dp": 2, "tp": 1}, free_port()) == [
+        ([0, 1], [0, 2, 4], [0]), ([0, 1], [1, 3, 5], [1]), ([2, 3], [0, 2, 4], [2]),
+        ([2, 3], [1, 3, 5], [3]), ([4, 5], [0, 2, 4], [4]), ([4, 5], [1, 3, 5], [5]),
+    ]  # fmt: skip
+    assert run_ranks(3, groups_of, {"dp": 3}, free_port()) == [([0, 1, 2], [rank], [rank]) for rank in range(3)]
 
 
 def make_groups_without_rank_1(rank: int, port: int) -> tuple[str, float]:

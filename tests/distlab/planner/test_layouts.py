@@ -2,10 +2,13 @@ import itertools
 from dataclasses import replace
 
 import pytest
-from planner_machines import MODEL
+from planner_machines import MODEL, cluster
 
+from distlab.comm.link import Link
 from distlab.planner.layouts import Choices, Layout, default_split, divisors, layouts
 from distlab.planner.model import Model, Sizes
+from distlab.planner.search import find_layouts
+from distlab.run.prediction import layout_of
 from distlab.run.train_settings import HybridSettings
 from simplellm.errors import InputError
 from simplellm.tokenizers import SPTokenizer
@@ -26,6 +29,7 @@ def settings(layout: Layout) -> HybridSettings:
         recompute=layout.recompute,
         shard=layout.shard,
         layers_per_stage=",".join(map(str, layout.split)),
+        neighbors=layout.neighbors,
         data="tinystories",  # nothing is read
     )
 
@@ -55,6 +59,32 @@ def test_choices_narrow_the_layouts() -> None:
     found = list(layouts(MODEL, 4, 8, Choices(dp=(2,), schedules=("gpipe",), recompute=("all",), shard=("none",))))
     assert {(layout.dp, layout.recompute, layout.shard) for layout in found} == {(2, "all", "none")}
     assert {layout.schedule for layout in found if layout.pp > 1} == {"gpipe"}
+
+
+def test_replicas_are_neighbors_where_that_divides_the_pipelines_between_hosts_but_not_the_replicas() -> None:
+    few = Choices(micro_batches=(1,), schedules=("dapple",), recompute=("none",), shard=("none",))
+    found = [layout for layout in layouts(SMALL, 8, 8, few, ranks_per_host=4) if layout.neighbors == "replicas"]
+    assert {(layout.dp, layout.pp, layout.tp) for layout in found} == {(2, 4, 1), (4, 2, 1), (2, 2, 2)}
+    for layout in found:
+        assert " --neighbors replicas " in layout.flags(SMALL)
+        asked = settings(layout)
+        asked.check()
+        assert (list(asked.layout), layout_of(asked, SIZES.vocab_size, "").neighbors) == (
+            ["pp", "dp", "tp"],
+            "replicas",
+        )
+    for per_host in (None, 8, 3):
+        assert all(layout.neighbors == "stages" for layout in layouts(SMALL, 8, 8, few, per_host))
+
+
+def test_a_slow_link_divides_pipelines_and_a_fast_one_replicas() -> None:
+    def first(between: Link) -> Layout:
+        machine = cluster(hosts=2, ranks_per_host=2, between=between)
+        choices = Choices(dp=(2,), pp=(2,), micro_batches=(4,), schedules=("dapple",))
+        return find_layouts(MODEL, machine, 4, 8, float("inf"), choices=choices, top=1).rows[0].layout
+
+    assert first(Link(0, 1e6)).neighbors == "replicas"
+    assert first(Link(1e-3, 1e11)).neighbors == "stages"
 
 
 def test_flags_leave_out_what_is_the_default() -> None:

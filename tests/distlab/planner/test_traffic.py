@@ -70,6 +70,15 @@ def test_the_ranks_of_a_host_stand_for_each_other() -> None:
     assert two_hosts.message(0, 1, 1e6) == SLOW.seconds(2e6)
 
 
+def test_pipelines_divided_between_hosts_average_inside_each() -> None:
+    layout = Layout(2, 2, 1, 1, 1, "dapple", "none", "none", (2, 2), "replicas")
+    two_hosts = Placement(cluster(hosts=2, ranks_per_host=2, inside=FAST, between=SLOW), layout)
+    assert [two_hosts.host_of(worker) for worker in (0, 1)] == [0, 1]
+    assert (two_hosts.alike(0), two_hosts.pipelines) == (2, 2)
+    assert two_hosts.message(0, 1, 1e6) == SLOW.seconds(2e6)  # both pipelines use the link
+    assert two_hosts.all_reduce(two_hosts.replicas, 4e9).seconds == pytest.approx(2 * FAST.seconds(2e9))
+
+
 def test_ranks_that_share_the_memory_of_their_hosts_send_a_tensor_once_from_each_host() -> None:
     shared = (AllReduce(2, "shared", (1e6, 4e6), (1e-3, 4e-3)),)
     four = placement(4, 2, all_reduces=shared)
