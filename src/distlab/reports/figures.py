@@ -14,6 +14,7 @@ import tyro
 from distlab.collectives.algorithms import ALL_REDUCES, broadcast_naive, broadcast_ring, broadcast_tree
 from distlab.collectives.simulation import SimulatedWorld
 from distlab.comm.grid import Grid
+from distlab.comm.layout import Neighbors
 from distlab.comm.link import Link
 from distlab.pipeline.actions import ActionCosts
 from distlab.pipeline.auto import Limit
@@ -145,18 +146,19 @@ def holdings(png: Png, runs: NamedRuns, /) -> None:
     style.save(figure, png)
 
 
-def layout(png: Png, /, dp: int = 2, pp: int = 3) -> None:
+def layout(png: Png, /, dp: int = 2, pp: int = 3, neighbors: Neighbors = "stages") -> None:
     """Which rank holds which stage of which replica, and which ranks communicate.
 
     Args:
         dp: replicas of the pipeline.
         pp: stages of each pipeline.
+        neighbors: what ranks with neighboring numbers hold: the stages of a pipeline, or the replicas of a stage.
     """
     for flag, count in (("--dp", dp), ("--pp", pp)):
         require(1 <= count <= 32, f"{flag} {count}: give 1 to 32")
     figure, axes = style.subplots(0.6 + 1.2 * dp, width=style.WIDTH * max(1.0, pp / 5))
     for rank in range(dp * pp):
-        grid = Grid(rank, dp, pp)
+        grid = Grid(rank, dp, pp, neighbors=neighbors)
         x, y = 2.4 * grid.stage, -1.4 * grid.replica
         axes.add_patch(style.rectangle(x, y, 1.6, 0.8, style.PALE))
         axes.text(x + 0.8, y + 0.4, f"rank {rank}\nstage {grid.stage}", ha="center", va="center")
