@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-import torch
 import tyro
 from calibrations import machine_of, sizes_of
 from layout_runs import Case, measure, undisturbed
@@ -97,7 +96,6 @@ def row_of(name: str, ranks: int, settings: Settings, machine: Machine, port: in
 
 def main(settings: Settings) -> None:
     os.environ.pop("OMP_NUM_THREADS", None)  # or a rank that is alone would compute with one thread
-    torch.set_num_threads(1)  # forks have no threads
     require(settings.turns > 1, f"--turns {settings.turns}: give 2 or more")
     for name in settings.models:
         require(name in FLAGS, f"--models {name}: there are {', '.join(FLAGS)}")

@@ -24,6 +24,9 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import distlab  # noqa: F401  # before torch, as in launched runs: it sets how long threads wait in a loop
+
+# isort: split
 import torch
 from torch import Tensor
 
@@ -200,6 +203,7 @@ def expected_reference(machine: Machine, sizes: Sizes) -> float:
 
 def measure(cases: Sequence[Case], machine: Machine, sizes: Sizes, turns: int, port: int) -> list[Record]:
     """Run layouts of one model, in turns with each other, if there are several, and with the reference."""
+    torch.set_num_threads(1)  # forks have no threads
     records = [Record(case.name) for case in cases]
     steps = WARM_UP + turns * IN_A_ROW
     references, running = Children(), list[Children]()

@@ -15,7 +15,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated
 
-import torch
 import tyro
 from calibrations import CALIBRATIONS, machine_of
 from layout_runs import Case, Record, hybrid_script, measure, undisturbed
@@ -222,7 +221,6 @@ def draw(png: Path, compared: Sequence[Compared]) -> None:
 
 def main(settings: Settings) -> None:
     os.environ.pop("OMP_NUM_THREADS", None)  # or a rank that is alone would compute with one thread
-    torch.set_num_threads(1)  # forks have no threads
     require(settings.turns > 0, f"--turns {settings.turns}: give 1 or more")
     quick = {" ".join(name.split()) for name in QUICK.split(";")}
     chosen = [name for name in names() if not settings.quick or name in quick]

@@ -53,3 +53,8 @@ def test_two_hosts_have_half_the_cores_and_no_memory_in_common(links: ModuleType
     assert [entry.transport for entry in hosts.all_reduces] == ["gloo"]
     # Two ranks of a host compute while two of the other do: as four on one computer, beside two.
     assert hosts.slowdown == (1.0, 2.0)
+
+
+def test_of_several_runs_over_a_link_the_fastest_counts(links: ModuleType) -> None:
+    grids = [{(10, 0): {"a": (2.0, 1.0), "b": (3.0, 1.0)}}, {(10, 0): {"a": (4.0, 1.0), "b": (1.0, 1.0)}}]
+    assert links.fastest(grids) == {(10, 0): {"a": (2.0, 1.0), "b": (1.0, 1.0)}}

@@ -18,6 +18,7 @@ from torch.torch_version import TorchVersion
 from distlab.comm.devices import (
     Place,
     check_transport,
+    cores,
     local_ranks,
     patient_threads,
     pick_backend,
@@ -218,3 +219,14 @@ def test_freed_memory_is_used_again_without_page_faults(monkeypatch: pytest.Monk
     if without < 50:
         pytest.skip("this system returns no memory, or gives it in huge pages")
     assert kept < without / 10
+
+
+@pytest.mark.skipif(cores() < 2 or sys.platform != "linux", reason="needs a second core, and GNU's OpenMP")
+def test_threads_that_have_computed_leave_their_cores_to_other_ranks() -> None:
+    """And soon: by default they would use them for 15 times as long, waiting in a loop."""
+    code = "import distlab; from distlab.planner.measuring import measure_spinning; print(measure_spinning(2))"
+    usual, default = (
+        float(run(sys.executable, "-c", code, OMP_NUM_THREADS="2", **environment).out)
+        for environment in ({}, {"GOMP_SPINCOUNT": "300000"})
+    )
+    assert usual < default / 3
