@@ -46,7 +46,7 @@ class Settings:
     """numbers of ranks"""
     models: Annotated[tuple[str, ...], tyro.conf.arg(metavar="NAME ...")] = tuple(FLAGS)
     """of these models"""
-    turns: int = 7
+    turns: int = 15
     """turns of each layout, of two steps each; the median counts"""
 
 
