@@ -29,7 +29,7 @@ from distlab.reports.trace import Trace, merge, write_chrome
 from distlab.run.progress import each
 from simplellm import command_line
 from simplellm.errors import require
-from simplellm.weight_gradients import WeightGradients, deferred_to
+from simplellm.weight_gradients import DeferredWeightGradients, applied
 
 NAMES = [name for name in SCHEDULES if name != "naive"]
 WIDTH, SEQ = 16, 8
@@ -58,6 +58,9 @@ class Settings:
     """folder for the traces of the --steps"""
 
 
+Later = DeferredWeightGradients | None
+
+
 class SleepingStage(nn.Module):
     """Takes as long as a stage, but hardly any processor time."""
 
@@ -69,11 +72,12 @@ class SleepingStage(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if x.dim() == 2:  # token ids (batch, seq)
             x = torch.zeros(*x.shape, WIDTH, requires_grad=True)
-        later = deferred_to()
+        now = applied()
+        later = now if isinstance(now, DeferredWeightGradients) else None
         y: Tensor = _Sleep.apply(x, self.weight if later is None else self.weight.detach(), self, later)
         return y
 
-    def gradient(self, _: Tensor, grad: Tensor) -> Tensor:
+    def gradient(self, weight: Tensor, x: Tensor, grad: Tensor) -> Tensor:
         """The gradient of the weight, from that of the outputs (batch, seq, width)."""
         time.sleep(self.seconds)
         return grad.sum((0, 1))
@@ -83,7 +87,7 @@ class _Sleep(torch.autograd.Function):
     """Activations (batch, seq, width) plus a weight (width,)."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, stage: SleepingStage, later: WeightGradients | None) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, stage: SleepingStage, later: Later) -> Tensor:
         ctx.save_for_backward(x)
         ctx.stage, ctx.later = stage, later
         time.sleep(stage.seconds)
@@ -94,7 +98,7 @@ class _Sleep(torch.autograd.Function):
         (x,) = ctx.saved_tensors
         time.sleep(ctx.stage.seconds)
         if ctx.later is None:
-            return grad, ctx.stage.gradient(x, grad), None, None
+            return grad, ctx.stage.gradient(ctx.stage.weight, x, grad), None, None
         ctx.later.add(ctx.stage.weight, ctx.stage.gradient, x, grad)
         return grad, None, None, None
 

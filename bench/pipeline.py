@@ -35,7 +35,7 @@ from distlab.comm.processes import leave
 from distlab.pipeline.actions import stages_of
 from distlab.pipeline.executor import Pipeline
 from distlab.pipeline.schedules import all_stages, stages_per_worker
-from distlab.pipeline.split import balance
+from distlab.pipeline.split import balance, estimated_costs
 from distlab.pipeline.stages import build_stages
 from simplellm.llama import LLamaPart
 from simplellm.losses import causalLLMLoss
@@ -75,7 +75,10 @@ class Settings:
 def one_thread(schedule: str, nets: Nets, grid: Grid, micro_batches: int, cores: int | None = None) -> Step:
     loss = partial(causalLLMLoss, vocab_size=VOCAB_SIZE)
     programs = all_stages(schedule, grid.pp, micro_batches)
-    pipeline = Pipeline(nets, programs, grid, loss, width=DMODEL, cores=cores)
+    sequence = next(iter(nets.values())).ctx_size
+    sizes = {"vocab_size": VOCAB_SIZE, "dmodel": DMODEL, "seq_len": sequence}
+    costs = estimated_costs(balance(N_LAYERS, grid.pp * stages_per_worker(schedule), **sizes), **sizes)
+    pipeline = Pipeline(nets, programs, grid, loss, DMODEL, cores, costs)
     return lambda x: pipeline.step(x.chunk(micro_batches))
 
 

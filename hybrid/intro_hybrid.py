@@ -63,7 +63,8 @@ def train(run: TrainingRun[HybridSettings]) -> None:
     if args.shard != "none":
         sharded = {stage: ShardedDP(net, args.shard, dp_group, args.micro_batches) for stage, net in nets.items()}
     optimizer = run.optimizer(sharded or nets)
-    pipeline = Pipeline(nets, programs, run.grid, loss, args.dmodel, cores=run.shared_cores, run_on=args.run_on)
+    costs = args.pass_costs(tokenizer.vocab_size)  # by which an action uses the cores of idle stages
+    pipeline = Pipeline(nets, programs, run.grid, loss, args.dmodel, run.shared_cores, costs, args.run_on)
     outer: OuterOptimizer | None = None
     if args.outer == "diloco":
         weights = flatten_weights(nn.ModuleList(nets.values()), dp_group)

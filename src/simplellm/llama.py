@@ -10,7 +10,7 @@ statistics of the norms and the logits are float32; everything between a norm an
 """
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, ClassVar, TypeVar
 
@@ -20,11 +20,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from simplellm.autograd import accumulates
 from simplellm.errors import InputError
 from simplellm.initial_weights import initialize
+from simplellm.mixed_precision import widen
 from simplellm.options import Recompute, check_heads
 from simplellm.recomputation import Recomputed
-from simplellm.weight_gradients import Product, deferred_to
+from simplellm.weight_gradients import DeferredWeightGradients, applied, gradient_of, is_written_in_place
 
 
 class Linear(nn.Linear):
@@ -34,57 +36,44 @@ class Linear(nn.Linear):
         """Do nothing: `initialize` sets the weight, and the global random generator must not be used."""
 
     def forward(self, x: Tensor) -> Tensor:
-        weight_gradients = deferred_to() if self.weight.requires_grad and x.requires_grad else None
-        if weight_gradients is not None:
-            return _Linear.apply(x, self.weight.detach(), partial(weight_gradients.add, self.weight))
-        return F.linear(x, self.weight) if x.dtype == self.weight.dtype else _Linear.apply(x, self.weight, None)
+        in_place = torch.is_grad_enabled() and is_written_in_place(self.weight)
+        weight_gradients = applied() if in_place and x.requires_grad else None
+        if isinstance(weight_gradients, DeferredWeightGradients):
+            defer = partial(weight_gradients.add, self.weight, gradient_of)
+            return _Linear.apply(x, self.weight.detach(), defer, False)
+        if in_place or x.dtype != self.weight.dtype:
+            return _Linear.apply(x, self.weight, None, in_place)
+        return F.linear(x, self.weight)
 
 
 class _Linear(torch.autograd.Function):
     """A linear map with a float32 weight; for a bfloat16 input, the weight is cast once for forward and backward.
 
-    With `defer`, the weight is detached, and the backward pass passes the factors of its gradient to `defer`.
+    With `defer`, the weight is detached, and the backward pass passes the factors of its gradient to `defer`. With
+    `in_place`, the gradient is written where it belongs (see `gradient_of`).
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, defer: Callable[[Product, Tensor, Tensor], None] | None) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, defer: Callable[[Tensor, Tensor], None] | None, in_place: bool
+    ) -> Tensor:
+        ctx.leaf, ctx.defer, ctx.in_place = weight, defer, in_place
         weight = weight.to(x.dtype)
         ctx.save_for_backward(x, weight)
-        ctx.defer = defer
-        return F.linear(_widen(x), _widen(weight)).to(x.dtype)
+        return F.linear(widen(x), widen(weight)).to(x.dtype)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
         x, weight = ctx.saved_tensors
-        grad_x = (_widen(grad) @ _widen(weight)).to(x.dtype)
-        if ctx.defer is None:
-            return grad_x, _gradient_of_weight(x, grad), None
-        ctx.defer(_gradient_of_weight, x, grad)
-        return grad_x, None, None
-
-
-def _gradient_of_weight(x: Tensor, grad: Tensor) -> Tensor:
-    """For x (..., inputs) and its output's gradient (..., outputs): (outputs, inputs), float32."""
-    return (_widen(grad).flatten(0, -2).T @ _widen(x).flatten(0, -2)).float()
-
-
-def _widen(x: Tensor) -> Tensor:
-    """`x` in float32 if it is bfloat16 on a CPU without bfloat16 instructions, else `x` itself.
-
-    A bfloat16 matrix product has bfloat16 factors, is summed in float32 and rounded at the end. A CPU without such
-    instructions computes the same from float32 factors, about five times faster than by emulation.
-    """
-    if x.dtype == torch.bfloat16 and x.device.type == "cpu" and not _cpu_multiplies_bfloat16():
-        return x.float()
-    return x
-
-
-@functools.cache
-def _cpu_multiplies_bfloat16() -> bool:
-    # torch 2.11 does not report capabilities; float32, which is always correct, is then used on every CPU.
-    capabilities: Mapping[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()
-    return any(capabilities.get(name, False) for name in ("avx512_bf16", "amx_bf16", "bf16"))
+        grad_x = (widen(grad) @ widen(weight)).to(x.dtype) if ctx.needs_input_grad[0] else None
+        if ctx.defer is not None:
+            ctx.defer(x, grad)
+        grad_weight = None
+        if ctx.needs_input_grad[1]:
+            in_place = ctx.in_place and accumulates(ctx.next_functions[1][0])
+            grad_weight = gradient_of(ctx.leaf, x, grad, in_place)
+        return grad_x, grad_weight, None, None
 
 
 class RMSNorm(nn.Module):
@@ -210,7 +199,7 @@ class Attention(nn.Module):
         q = _Rotate.apply(self.q_proj(x).view(batch, seq, -1, self.head_dim), cos, sin)
         k = _Rotate.apply(self.k_proj(x).view(batch, seq, -1, self.head_dim), cos, sin)
         v = self.v_proj(x).view(batch, seq, -1, self.head_dim)
-        q, k, v = (_widen(heads).transpose(1, 2) for heads in (q, k, v))
+        q, k, v = (widen(heads).transpose(1, 2) for heads in (q, k, v))
         past, mask = 0, None
         if cache is not None:
             past = cache.length

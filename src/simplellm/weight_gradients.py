@@ -1,21 +1,53 @@
-"""A backward pass in two parts: first the gradients of activations, later those of the weights of linear layers.
+"""The gradients of linear layers' weights: where they are written, and when they are computed.
 
-Other pipeline stages wait for the former; no stage waits for the latter before the end of the step (Qi et al., "Zero
-Bubble Pipeline Parallelism", arXiv 2401.10241, §2).
+Autograd computes a weight's gradient as a tensor of its own, and then adds it to `weight.grad` or copies it to where it
+is sent from. Here the matrix product itself writes to that place, or adds to what is there, which saves a pass over the
+memory of all weights for each micro-batch (in Megatron-LM: "gradient accumulation fusion").
+
+The product can also wait. Other pipeline stages wait for the gradients of activations; no stage waits for those of
+weights before the end of the step (Qi et al., "Zero Bubble Pipeline Parallelism", arXiv 2401.10241, §2).
 """
 
 import contextlib
 from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
-from simplellm.autograd import backward
+from simplellm.autograd import has_hooks
+from simplellm.mixed_precision import widen
 
-Product = Callable[[Tensor, Tensor], Tensor]  # (a layer's input, its output's gradient) -> its weight's gradient
+# (a weight, its layer's input, the gradient of the layer's output) -> the weight's gradient, for autograd to accumulate
+Product = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+class Place(Protocol):
+    """Where a weight's first gradient is to be written; `weight.gradient_place`, if it has one."""
+
+    def take(self) -> Tensor | None:
+        """The tensor to write to, of the weight's shape; None if it is in use."""
 
 
 class WeightGradients:
+    """How layers that are called inside `applied` treat the gradients of their weights.
+
+    Here: the backward pass adds them to `weight.grad` in the matrix product itself.
+    """
+
+    @contextlib.contextmanager
+    def applied(self) -> Iterator[None]:
+        global _applied
+        outer, _applied = _applied, self
+        try:
+            yield
+        finally:
+            _applied = outer
+
+
+class DeferredWeightGradients(WeightGradients):
     """The weight gradients that a backward pass has deferred, in its order.
 
     Args:
@@ -27,16 +59,6 @@ class WeightGradients:
         # By weight, the factors of its products; more than one if layers share the weight: they give one gradient.
         self._factors: dict[Tensor, list[tuple[Product, Tensor, Tensor, object]]] = {}
 
-    @contextlib.contextmanager
-    def deferred(self) -> Iterator[None]:
-        """Layers called inside defer their weight gradients to this object in the backward pass."""
-        global _deferred_to
-        outer, _deferred_to = _deferred_to, self
-        try:
-            yield
-        finally:
-            _deferred_to = outer
-
     def add(self, weight: Tensor, product: Product, x: Tensor, grad: Tensor) -> None:
         """Defer a product; called by a layer's backward pass."""
         self._factors.setdefault(weight, []).append((product, x, grad, (self._keep(x), self._keep(grad))))
@@ -45,13 +67,63 @@ class WeightGradients:
         """Compute all gradients, in order, add them to `weight.grad`, and release their factors."""
         while self._factors:
             weight = next(iter(self._factors))
-            gradients = [product(x, grad) for product, x, grad, _ in self._factors.pop(weight)]
-            backward(weight, torch.stack(gradients).sum(0) if gradients[1:] else gradients[0])
+            with torch.enable_grad():
+                start = _Accumulated.apply(weight, partial(self._gradient, weight))
+            start.backward()
+
+    def _gradient(self, weight: Tensor) -> Tensor:
+        first, *others = (product(weight, x, grad) for product, x, grad, _ in self._factors.pop(weight))
+        return sum(others, first)
 
 
-_deferred_to: WeightGradients | None = None
+class _Accumulated(torch.autograd.Function):
+    """The start of a backward pass that gives a weight the gradient that a function returns, and runs its hooks."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, gradient: Callable[[], Tensor]) -> Tensor:
+        ctx.gradient = gradient
+        return weight.new_zeros(())
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, _: Tensor) -> tuple[Tensor, None]:
+        return ctx.gradient(), None
 
 
-def deferred_to() -> WeightGradients | None:
-    """Where a layer that is called now defers its weight gradient; None if its backward pass computes it."""
-    return _deferred_to
+_applied: WeightGradients | None = None
+
+
+def applied() -> WeightGradients | None:
+    """How a layer that is called now treats the gradient of its weight; None: as autograd does."""
+    return _applied
+
+
+def is_written_in_place(weight: Tensor) -> bool:
+    """Whether the backward pass of a layer that is called now writes its weight's gradient in place."""
+    return weight.requires_grad and (_applied is not None or _place_of(weight) is not None)
+
+
+def gradient_of(weight: Tensor, x: Tensor, grad: Tensor, in_place: bool = True) -> Tensor:
+    """The gradient (outputs, inputs) that a backward pass is to return for the weight of a linear layer.
+
+    With `in_place`, the result is where it belongs: the sum with `weight.grad`, which is then None, so that autograd
+    takes the sum for the first gradient and keeps it as it is; or in the weight's place. Not so in bfloat16, whose
+    products are rounded before they are added, and where hooks of the weight are to see this gradient alone.
+
+    Args:
+        x: the layer's input (..., inputs).
+        grad: its output's gradient (..., outputs).
+    """
+    x, grad = widen(x).flatten(0, -2), widen(grad).flatten(0, -2).T
+    if not in_place or x.dtype != weight.dtype or has_hooks(weight):
+        return (grad @ x).float()
+    total, place = weight.grad, _place_of(weight)
+    if total is not None:
+        weight.grad = None
+        return total.addmm_(grad, x).detach()
+    free = place.take() if place is not None else None
+    return grad @ x if free is None else torch.mm(grad, x, out=free).detach()
+
+
+def _place_of(weight: Tensor) -> Place | None:
+    return getattr(weight, "gradient_place", None)

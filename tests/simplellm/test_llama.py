@@ -10,7 +10,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from simplellm import llama
+from simplellm import llama, mixed_precision
 from simplellm.errors import InputError
 from simplellm.llama import CausalLLama, LLama, LLamaFirstStage, LLamaLastStage, LLamaStage
 from simplellm.losses import causalLLMLoss
@@ -303,7 +303,7 @@ def test_the_padding_token_is_not_trained() -> None:
 
 @pytest.mark.parametrize("native", [True, False], ids=["native", "widened"])
 def test_bfloat16_is_mixed_precision(native: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(llama, "_cpu_multiplies_bfloat16", lambda: native)
+    monkeypatch.setattr(mixed_precision, "cpu_multiplies_bfloat16", lambda: native)
     exact, mixed = whole(num_kv_heads=2), whole(num_kv_heads=2, dtype=torch.bfloat16)
     ids = tokens()
     seen = set()
@@ -355,7 +355,7 @@ def test_with_a_cache_the_logits_are_the_same(parts: list[int], num_kv_heads: in
 @torch.no_grad()
 @pytest.mark.parametrize("native", [True, False], ids=["native", "widened"])
 def test_the_cache_in_bfloat16(native: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(llama, "_cpu_multiplies_bfloat16", lambda: native)
+    monkeypatch.setattr(mixed_precision, "cpu_multiplies_bfloat16", lambda: native)
     model = whole(num_kv_heads=2, dtype=torch.bfloat16)
     ids, cache = tokens(), model.new_cache()
     logits = torch.cat([model(part, cache) for part in ids.split([6, 1, 4], dim=1)], dim=1)

@@ -13,7 +13,7 @@ from simplellm.llama import CausalLLama, LLama
 from simplellm.losses import causalLLMLoss
 from simplellm.options import Recompute
 from simplellm.recomputation import Recomputed
-from simplellm.weight_gradients import WeightGradients
+from simplellm.weight_gradients import DeferredWeightGradients
 
 VOCAB = 11
 IDS = torch.randint(VOCAB, (4, 7), generator=torch.Generator().manual_seed(1))
@@ -98,8 +98,8 @@ def test_hooks_see_each_gradient_once_and_buckets_are_filled_as_usual() -> None:
 def test_gradients_of_weights_that_are_left_for_later_come_from_what_was_computed_again() -> None:
     results = []
     for kind in ("none", "blocks", "all"):
-        net, later = model(kind), WeightGradients()  # type: ignore[arg-type]
-        with later.deferred():
+        net, later = model(kind), DeferredWeightGradients()  # type: ignore[arg-type]
+        with later.applied():
             loss = causalLLMLoss(net(IDS), IDS, VOCAB)
         loss.backward()
         assert all(parameter.grad is None for name, parameter in net.named_parameters() if "proj" in name)

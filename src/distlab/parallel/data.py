@@ -47,6 +47,21 @@ class Bucket:
         """Make ready for a gradient to be written; called before the first one of a parameter."""
 
 
+class BucketPlace:
+    """A parameter's place in a bucket, where the backward pass of a linear layer writes its gradient."""
+
+    def __init__(self, bucket: Bucket, view: Tensor) -> None:
+        self._bucket, self._view, self.is_free = bucket, view, True
+
+    def take(self) -> Tensor | None:
+        """The place, if no gradient has been written to it since the parameter's last one was collected."""
+        if not self.is_free:
+            return None
+        self.is_free = False
+        self._bucket.prepare()
+        return self._view
+
+
 OnFull = Callable[[Bucket], Pending | None]
 
 
@@ -90,7 +105,9 @@ class GradientBuckets:
         self._buckets = buckets
         for bucket in self._buckets:
             for parameter, view in zip(bucket.parameters, bucket.views, strict=True):
-                parameter.register_post_accumulate_grad_hook(self._collector(bucket, view))
+                place = BucketPlace(bucket, view)
+                parameter.gradient_place = place  # type: ignore[attr-defined]
+                parameter.register_post_accumulate_grad_hook(self._collector(bucket, view, place))
         self.restart()
 
     def __iter__(self) -> Iterator[Bucket]:
@@ -121,15 +138,16 @@ class GradientBuckets:
         bucket.expect(self._backward_passes)
         self._transfers.append(self._on_full(bucket))
 
-    def _collector(self, bucket: Bucket, view: Tensor) -> Callable[[Tensor], None]:
+    def _collector(self, bucket: Bucket, view: Tensor, place: BucketPlace) -> Callable[[Tensor], None]:
         """The hook that runs when a parameter's gradient has been accumulated."""
 
         def collect(parameter: Tensor) -> None:
-            if parameter.grad is not view:  # the first gradient after zero_grad() is a tensor of its own
-                assert parameter.grad is not None
+            assert parameter.grad is not None
+            if parameter.grad.data_ptr() != view.data_ptr():  # the first one after zero_grad(), not in its place
                 bucket.prepare()
                 view.copy_(parameter.grad)
                 parameter.grad = view
+            place.is_free = True
             bucket.expected[parameter] -= 1
             bucket.missing -= bucket.expected[parameter] == 0
             # Report in order: if a rank fills bucket 1 first, it waits for bucket 0, so that all ranks' messages match.

@@ -13,7 +13,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from simplellm.autograd import backward
 from simplellm.recomputation import Observer, Recomputed, observers
-from simplellm.weight_gradients import WeightGradients
+from simplellm.weight_gradients import DeferredWeightGradients, WeightGradients
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 
@@ -110,12 +110,13 @@ class Stage:
         self.losses: dict[int, Tensor] = {}  # on the last stage, by micro-batch: its share of the mean loss
         self.live: dict[int, tuple[Any, ...]] = {}  # by micro-batch: what is kept for later actions
         self.recomputed: dict[int, Recomputed] = {}  # by micro-batch: its forward pass, to be computed again
-        self.deferred: dict[int, WeightGradients] = {}  # by micro-batch: weight gradients still to compute
+        self.deferred: dict[int, DeferredWeightGradients] = {}  # by micro-batch: weight gradients still to compute
+        self._weight_gradients = WeightGradients()  # of micro-batches that are not deferred
         self._holds: dict[int, object] = {}  # by micro-batch: keeps the output in the count
 
     def defer(self, micro_batch: int) -> None:
         """Make a micro-batch's backward pass leave the weight gradients of linear layers in `deferred`."""
-        self.deferred[micro_batch] = WeightGradients(self._count)
+        self.deferred[micro_batch] = DeferredWeightGradients(self._count)
 
     def _count(self, tensor: Tensor) -> object:
         return [observer.keep(tensor) for observer in self._observers()]
@@ -134,8 +135,7 @@ class Stage:
         with contextlib.ExitStack() as contexts:
             if self._kept is not None:
                 contexts.enter_context(self._kept.counting())
-            if micro_batch in self.deferred:
-                contexts.enter_context(self.deferred[micro_batch].deferred())
+            contexts.enter_context(self.deferred.get(micro_batch, self._weight_gradients).applied())
             y = output(x)
         if self._loss is not None:
             self.losses[micro_batch] = y.detach()

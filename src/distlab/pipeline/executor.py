@@ -19,9 +19,9 @@ from distlab.comm.endpoint import is_over_nccl
 from distlab.comm.grid import Grid
 from distlab.comm.recorder import COMPUTE, recorder
 from distlab.comm.traffic import Transfer, traffic
-from distlab.pipeline.actions import Action, Programs, Result, stages_of
+from distlab.pipeline.actions import Action, ActionCosts, Programs, Result, stages_of
 from distlab.pipeline.activations import Loss, SavedActivations, Stage
-from distlab.pipeline.plan import Link, Plan, busy_workers, simulate
+from distlab.pipeline.plan import Link, Plan, simulate, threads_by_plan
 from simplellm.errors import require
 
 POSTED_AHEAD = 2  # receives posted per link: the one needed next, and one more in transit
@@ -51,6 +51,7 @@ class Pipeline:
         width: width of the activations between stages: (batch, seq, `width`), float32.
         cores: number of cores that this pipeline's workers share: an action also uses the cores of workers that the
             plan shows idle at the same time. None leaves the number of threads unchanged.
+        costs: of the actions, for that plan; only their ratios matter. By default all stages cost the same.
         run_on: leave the last sends of a step to complete during the next one. A collective of all ranks has to follow
             the last step.
 
@@ -66,6 +67,7 @@ class Pipeline:
         loss: Loss,
         width: int,
         cores: int | None = None,
+        costs: ActionCosts | None = None,
         run_on: bool = False,
     ) -> None:
         plan, workers = simulate(programs), len(programs)
@@ -85,7 +87,7 @@ class Pipeline:
         parameters = [parameter for net in self.stages.values() for parameter in net.parameters()]
         self.kept = SavedActivations(parameters) if recorder.enabled else None  # counted only for a trace
         self._stages = {s: Stage(net, loss if s == last else None, self.kept) for s, net in self.stages.items()}
-        self._threads = {action: max(1, cores // busy) for action, busy in busy_workers(plan).items()} if cores else {}
+        self._threads = threads_by_plan(programs, cores, costs) if cores else {}
         self._prepared = [self._prepare(action) for action in self.program]
         self._incoming = {link: results for link, results in plan.messages.items() if link[1] == self._worker}
         self._acknowledged = _acknowledged(programs, plan, self._worker)

@@ -118,6 +118,18 @@ def busy_workers(plan: Plan) -> dict[Action, int]:
     return {own.action: max((busy[time] for time in busy if own.start <= time < own.end), default=1) for own in spans}
 
 
+def threads_by_plan(programs: Programs, cores: int, costs: ActionCosts | None = None) -> dict[Action, int]:
+    """By action, the threads that it computes with: its share of the cores, of which idle workers leave theirs.
+
+    An action whose threads compete with other workers takes several times as long, so a worker leaves its core only if
+    the plan has it idle for all of the action's time. Workers that outnumber the cores take turns on them, at times
+    that `costs` do not tell; only the beginning and the end of a step are then certain, as in the plan for equal
+    stages. The number of threads depends on the plan alone, not on what happens in a run: every run computes the same.
+    """
+    busy = busy_workers(simulate(programs, costs if len(programs) <= cores else None))
+    return {action: max(1, cores // workers) for action, workers in busy.items()}
+
+
 def ideal_bubble(stages: int, micro_batches: int) -> float:
     """The idle fraction of GPipe and DAPPLE with equal stages and free messages: (p - 1) / (m + p - 1)."""
     return (stages - 1) / (micro_batches + stages - 1)

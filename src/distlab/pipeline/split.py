@@ -1,5 +1,8 @@
 """Dividing the layers of a model among the stages of a pipeline."""
 
+from typing import Any, NamedTuple
+
+from distlab.pipeline.actions import ActionCosts
 from simplellm.errors import InputError, require
 
 Split = tuple[int, ...]  # layers of each stage
@@ -21,32 +24,51 @@ def read_split(text: str, n_layers: int, stages: int) -> Split:
     return split
 
 
-def balance(
-    n_layers: int,
-    stages: int,
-    *,
-    vocab_size: int,
-    dmodel: int,
-    seq_len: int,
-    hidden_dim: int | None = None,
-    kv_width: int | None = None,
-) -> Split:
-    """The layers of each stage, chosen so that the slowest stage is as fast as possible.
+class PartCosts(NamedTuple):
+    """What the parts of a model cost."""
 
-    Costs are estimated in multiply-adds per token of a forward pass; a backward pass takes twice as many in every
-    stage. The embedding is a look-up, which costs almost nothing compared with a layer. `hidden_dim` is the width of
-    the feed-forward layers, by default 4 * dmodel; `kv_width` is the total width of all key heads, by default dmodel.
-    `InputError` if there are too many stages for the model.
+    layer: float
+    embedding: float
+    head: float
+
+    def of_stages(self, split: Split) -> list[float]:
+        """What each stage costs."""
+        costs = [count * self.layer for count in split]
+        costs[0] += self.embedding
+        costs[-1] += self.head
+        return costs
+
+
+def multiply_adds(
+    *, vocab_size: int, dmodel: int, seq_len: int, hidden_dim: int | None = None, kv_width: int | None = None
+) -> PartCosts:
+    """Of a forward pass over one token; a backward pass takes twice as many, in every part.
+
+    The embedding is a look-up, which costs almost nothing compared with a layer. `hidden_dim` is the width of the
+    feed-forward layers, by default 4 * dmodel; `kv_width` is the total width of all key heads, by default dmodel.
     """
     projections = 2 * dmodel**2 + 2 * dmodel * (kv_width or dmodel)
     feed_forward = 3 * dmodel * (hidden_dim or 4 * dmodel)
     layer = projections + feed_forward + dmodel * seq_len  # the last term: causal attention
-    embedding, head = dmodel, dmodel * vocab_size
-
-    return divide(n_layers, stages, layer=layer, embedding=embedding, head=head)
+    return PartCosts(layer, embedding=dmodel, head=dmodel * vocab_size)
 
 
-def divide(n_layers: int, stages: int, *, layer: float, embedding: float, head: float) -> Split:
+def estimated_costs(split: Split, **sizes: Any) -> ActionCosts:
+    """What the passes of each stage cost, in multiply-adds per token; `sizes` are those of `multiply_adds`."""
+    forward = multiply_adds(**sizes).of_stages(split)
+    return ActionCosts(forward, [2 * cost for cost in forward])
+
+
+def balance(n_layers: int, stages: int, **sizes: Any) -> Split:
+    """The layers of each stage, chosen so that the slowest stage is as fast as possible.
+
+    Costs are estimated by `multiply_adds`, whose arguments are the `sizes`. `InputError` if there are too many stages
+    for the model.
+    """
+    return divide(n_layers, stages, multiply_adds(**sizes))
+
+
+def divide(n_layers: int, stages: int, parts: PartCosts) -> Split:
     """The layers of each stage such that the slowest stage is as fast as possible, given what the parts cost.
 
     `InputError` if there are too many stages for the model.
@@ -57,9 +79,7 @@ def divide(n_layers: int, stages: int, *, layer: float, embedding: float, head: 
     for last in range(1 if stages == 1 else 0, n_layers + 1):
         share, more = divmod(n_layers - last, max(1, stages - 1))
         split = ((share,) * (stages - 1 - more) + (share + 1,) * more + (last,))[-stages:]
-        costs = [count * layer for count in split]
-        costs[0] += embedding
-        costs[-1] += head
+        costs = parts.of_stages(split)
         if sum(split) == n_layers and 0 not in split[1:-1]:
             found.append((max(costs), sum(cost**2 for cost in costs), split))
     what = f"{stages} stages for --n-layers {n_layers}: every stage except the first and the last needs a layer"

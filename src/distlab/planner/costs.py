@@ -4,11 +4,11 @@ import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from distlab.pipeline.actions import Action
-from distlab.pipeline.split import Split, divide
+from distlab.pipeline.actions import Action, ActionCosts
+from distlab.pipeline.split import PartCosts, Split, divide, estimated_costs
 from distlab.planner.layouts import Layout
 from distlab.planner.machine import Machine, Measured, PassKind
-from distlab.planner.model import NUMBER_BYTES, PARTS, Model, Part
+from distlab.planner.model import NUMBER_BYTES, Model, Part
 from distlab.planner.traffic import Placement
 
 SHARDED_BUCKET_BYTES = 5_000_000  # `BUCKET_BYTES // 5` of `distlab.parallel.sharded`
@@ -196,12 +196,18 @@ class Costs:
     def balanced_split(self) -> Split:
         """The layers of each stage, such that the slowest stage is as fast as possible on this machine."""
         seconds = {part: sum(self._of_part(part, kind, 1) for kind in ("F", "B")) for part in self.parts(0)}
-        return _divide(self.model.n_layers, len(self.layout.split), *(seconds[part] for part in PARTS))
+        parts = PartCosts(seconds["block"], seconds["embedding"], seconds["head"])
+        return _divide(self.model.n_layers, len(self.layout.split), parts)
+
+    @property
+    def estimated(self) -> ActionCosts:
+        """The estimates by which a run gives its actions threads."""
+        return estimated_costs(self.layout.split, **self.model.sizes.of_split())
 
 
 @functools.lru_cache(maxsize=4096)
-def _divide(n_layers: int, stages: int, embedding: float, layer: float, head: float) -> Split:
-    return divide(n_layers, stages, layer=layer, embedding=embedding, head=head)
+def _divide(n_layers: int, stages: int, parts: PartCosts) -> Split:
+    return divide(n_layers, stages, parts)
 
 
 def _kind(letter: str) -> PassKind:

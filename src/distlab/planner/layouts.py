@@ -137,16 +137,7 @@ def divisors(number: int) -> list[int]:
 @functools.lru_cache(maxsize=1024)
 def default_split(model: Model, stages: int) -> Split:
     """The layers of each stage that a run takes without `--layers-per-stage`."""
-    sizes = model.sizes
-    return balance(
-        model.n_layers,
-        stages,
-        vocab_size=sizes.vocab_size,
-        dmodel=sizes.dmodel,
-        seq_len=sizes.seq_len,
-        hidden_dim=sizes.hidden_dim,
-        kv_width=sizes.kv_width,
-    )
+    return balance(model.n_layers, stages, **model.sizes.of_split())
 
 
 def _divides(model: Model, tp: int) -> bool:

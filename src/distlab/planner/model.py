@@ -33,6 +33,11 @@ class Sizes:
         """Of all keys together, and of all values."""
         return self.head_dim * self.num_kv_heads
 
+    def of_split(self) -> dict[str, int]:
+        """Those by which layers are divided among stages, as `distlab.pipeline.split.multiply_adds` takes them."""
+        names = "vocab_size", "dmodel", "seq_len", "hidden_dim", "kv_width"
+        return {name: getattr(self, name) for name in names}
+
     def matrices(self, part: Part, tp: int = 1) -> int:
         """Elements of the weights that a rank multiplies with, of one part."""
         if part == "block":

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from distlab.pipeline.actions import Action, Programs, Result, stages_of
-from distlab.pipeline.plan import busy_workers, simulate
+from distlab.pipeline.plan import threads_by_plan
 from distlab.planner.costs import Costs
 from distlab.planner.graph import Graph, graph_of
 from distlab.planner.layouts import Layout
@@ -325,7 +325,7 @@ def action_threads(costs: Costs, programs: Programs) -> dict[Action, int]:
     cores = machine.cores_per_host // costs.placement.pipelines
     if machine.device == "cuda" or cores <= 1:
         return {}
-    return {action: max(1, cores // busy) for action, busy in busy_workers(simulate(programs)).items()}
+    return threads_by_plan(programs, cores, costs.estimated)
 
 
 def _around_passes(costs: Costs, program: Sequence[Action]) -> tuple[float, Collective]:

@@ -12,10 +12,10 @@ import tyro
 from distlab.checkpoints.format import LLAMA, Checkpoint
 from distlab.comm.layout import Layout, Neighbors, layout_flags, layout_size
 from distlab.parallel.division import Compression, Sharded, check_division
-from distlab.pipeline.actions import stages_of
+from distlab.pipeline.actions import ActionCosts, stages_of
 from distlab.pipeline.auto import Limit, read_limit
 from distlab.pipeline.schedules import DEFAULT_CHUNKS, all_stages, check_schedule, schedule_names, stages_per_worker
-from distlab.pipeline.split import Split, balance, read_split
+from distlab.pipeline.split import Split, balance, estimated_costs, read_split
 from distlab.run import resume
 from distlab.run.learning_rate import LRSchedule, learning_rate
 from distlab.run.resume import ResumePolicy
@@ -364,9 +364,16 @@ class StageSettings(TrainSettings):
         stages = self.stages
         if self.layers_per_stage is not None:
             return read_split(self.layers_per_stage, self.n_layers, stages)
+        return balance(self.n_layers, stages, **self._sizes(vocab_size))
+
+    def pass_costs(self, vocab_size: int) -> ActionCosts:
+        """Estimates of what the passes of each stage cost, relative to each other."""
+        return estimated_costs(self.split(vocab_size), **self._sizes(vocab_size))
+
+    def _sizes(self, vocab_size: int) -> dict[str, int | None]:
         sizes = {"vocab_size": vocab_size, "dmodel": self.dmodel, "seq_len": self.seq_len}
-        sizes["kv_width"] = self.dmodel // self.num_heads * (self.num_kv_heads or self.num_heads)
-        return balance(self.n_layers, stages, **sizes, hidden_dim=self.hidden_dim)
+        kv_width = self.dmodel // self.num_heads * (self.num_kv_heads or self.num_heads)
+        return {**sizes, "kv_width": kv_width, "hidden_dim": self.hidden_dim}
 
 
 @dataclass

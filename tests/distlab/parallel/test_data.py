@@ -20,6 +20,7 @@ from distlab.parallel.data import (
     flatten_weights,
     through_traffic,
 )
+from simplellm.llama import Linear
 
 pytestmark = pytest.mark.quick
 
@@ -391,3 +392,27 @@ def test_parameters_become_views_of_the_flat_weights() -> None:
     flat += 1
     for name, parameter in model.named_parameters():
         assert torch.equal(parameter, expected[name] + 1)
+
+
+def test_linear_layers_of_simplellm_write_their_gradients_into_the_buckets() -> None:
+    model = nn.Sequential(Linear(3, 4, bias=False), Linear(4, 2, bias=False))
+    for parameter in model.parameters():
+        nn.init.normal_(parameter)
+    plain, where = copy.deepcopy(model), list[int]()
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(lambda p: where.append(p.grad.data_ptr()))  # before the buckets'
+    buckets = GradientBuckets(model.parameters(), on_full=lambda _: None, backward_passes=2)
+    (bucket,) = buckets
+    for _ in range(2):
+        model.zero_grad()
+        plain.zero_grad()
+        for number in range(2):
+            x = torch.randn(5, 3, generator=torch.Generator().manual_seed(number), requires_grad=True)
+            for net in (model, plain):
+                net(x).square().sum().backward()
+        buckets.finish()
+        for own, other in zip(model.parameters(), plain.parameters(), strict=True):
+            assert other.grad is not None
+            assert other.grad.abs().max() > 0
+            torch.testing.assert_close(own.grad, other.grad)
+    assert where == [view.data_ptr() for view in bucket.views] * 4

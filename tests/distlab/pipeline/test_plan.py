@@ -20,7 +20,7 @@ from distlab.pipeline.actions import (
     Program,
     Result,
 )
-from distlab.pipeline.plan import ScheduleError, busy_workers, ideal_bubble, simulate
+from distlab.pipeline.plan import ScheduleError, busy_workers, ideal_bubble, simulate, threads_by_plan
 from distlab.pipeline.schedules import all_stages
 
 pytestmark = pytest.mark.quick
@@ -88,6 +88,23 @@ def test_unequal_stages_and_a_slow_link_by_hand() -> None:
     assert plan.messages == {(0, 1, ACTIVATIONS): results(0, "F0 F1"), (1, 0, GRADIENTS): results(1, "B0 B1")}
     busy = [{str(span.action): busy_workers(plan)[span.action] for span in line} for line in plan.spans]
     assert busy == [{"F0": 1, "F1": 1, "B0": 2, "B1": 1}, {"F0": 1, "F1": 1, "B0": 1, "B1": 2}]
+
+
+def test_an_action_gets_the_cores_of_workers_that_are_idle_by_the_costs_if_there_are_enough_cores() -> None:
+    programs = all_stages("gpipe", 2, 2)
+    heavy_end = ActionCosts(forward=[1.0, 3.0], backward=[2.0, 6.0])
+
+    def threads(cores: int, costs: ActionCosts | None) -> list[dict[str, int]]:
+        found = threads_by_plan(programs, cores, costs)
+        return [{str(action): found[action] for action in program} for program in programs]
+
+    first = {"F0": 4, "F1": 2, "B0": 2, "B1": 4}
+    assert threads(4, None) == [first, {"F0": 2, "F1": 4, "B0": 4, "B1": 2}]
+    assert threads(4, heavy_end) == [first, {"F0": 2, "F1": 4, "B0": 4, "B1": 2}]
+    # Stage 0 ends B0 long before stage 1 ends B1; with five micro-batches, most of stage 1's passes are alone.
+    programs = all_stages("gpipe", 2, 5)
+    assert sum(threads(4, heavy_end)[1].values()) > sum(threads(4, None)[1].values())
+    assert threads(1, heavy_end) == threads(1, None) == [dict.fromkeys(of_one, 1) for of_one in threads(1, None)]
 
 
 def test_two_stages_per_worker_halve_the_bubble() -> None:
