@@ -17,7 +17,7 @@ import torch.nn.functional as F
 import tyro
 from ranks import join
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, loss_parallel, parallelize_module
 from torch.distributed.tensor.parallel.style import ParallelStyle
@@ -54,8 +54,9 @@ def build() -> CausalLLama:
     return LLama(CausalLLama, VOCAB_SIZE)
 
 
-def backward(loss_of: Step) -> Step:
+def backward(net: nn.Module, loss_of: Step) -> Step:
     def step(x: Tensor) -> Tensor:
+        net.zero_grad()
         loss = loss_of(x)
         loss.backward()
         return loss.detach()
@@ -66,7 +67,7 @@ def backward(loss_of: Step) -> Step:
 def ours(_: int) -> Step:
     net = build()
     shard(net, "megatron")
-    return backward(lambda x: vocabulary_parallel_loss(net(x), x, VOCAB_SIZE))
+    return backward(net, lambda x: vocabulary_parallel_loss(net(x), x, VOCAB_SIZE))
 
 
 def no_communication(ranks: int) -> Step:
@@ -80,8 +81,11 @@ def no_communication(ranks: int) -> Step:
     return alone
 
 
-def by_torch(ranks: int, logits: ColwiseParallel) -> nn.Module:
-    """The lab's model, split by `parallelize_module` in the same pairs."""
+def by_torch(ranks: int, logits: ColwiseParallel, patient: bool = True) -> nn.Module:
+    """The lab's model, split by `parallelize_module` in the same pairs.
+
+    If not `patient`, over connections whose threads are as torch has them, unlike those of `join`.
+    """
     net = build()
     plan: dict[str, ParallelStyle] = {
         "model.embed_tokens": RowwiseParallel(input_layouts=Replicate()),
@@ -91,25 +95,28 @@ def by_torch(ranks: int, logits: ColwiseParallel) -> nn.Module:
         plan[f"model.layers.*.{name}"] = ColwiseParallel()
     for name in ("self_attn.o_proj", "mlp.down_proj"):
         plan[f"model.layers.*.{name}"] = RowwiseParallel()
-    return parallelize_module(net, init_device_mesh("cpu", (ranks,)), plan)
+    mesh = init_device_mesh("cpu", (ranks,)) if patient else DeviceMesh.from_group(dist.new_group(), "cpu")
+    return parallelize_module(net, mesh, plan)
 
 
-def torch_whole_logits(ranks: int) -> Step:
-    net = by_torch(ranks, ColwiseParallel(output_layouts=Replicate()))
-    return backward(lambda x: causalLLMLoss(net(x), x, VOCAB_SIZE))
+def torch_whole_logits(ranks: int, patient: bool = True) -> Step:
+    net = by_torch(ranks, ColwiseParallel(output_layouts=Replicate()), patient)
+    return backward(net, lambda x: causalLLMLoss(net(x), x, VOCAB_SIZE))
 
 
-def torch_loss_parallel(ranks: int) -> Step:
+def torch_loss_parallel(ranks: int, patient: bool = True) -> Step:
     """Also computes the loss from slices of the logits, with torch's own context."""
-    net = by_torch(ranks, ColwiseParallel(output_layouts=Shard(-1), use_local_output=False))
+    net = by_torch(ranks, ColwiseParallel(output_layouts=Shard(-1), use_local_output=False), patient)
 
-    step = backward(lambda x: F.cross_entropy(net(x)[:, :-1].flatten(0, 1), x[:, 1:].flatten()))
+    step = backward(net, lambda x: F.cross_entropy(net(x)[:, :-1].flatten(0, 1), x[:, 1:].flatten()))
     return loss_parallel()(step)
 
 
-VARIANTS = {
+VARIANTS: dict[str, Callable[[int], Step]] = {
     "torch, whole logits": torch_whole_logits,
     "torch, loss_parallel": torch_loss_parallel,
+    "torch, whole logits, without patient threads": partial(torch_whole_logits, patient=False),
+    "torch, loss_parallel, without patient threads": partial(torch_loss_parallel, patient=False),
     "ours": ours,
     "no communication": no_communication,
 }

@@ -38,19 +38,22 @@ class _NextTokenLoss(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, target: Tensor) -> Tensor:
-        log_probabilities = logits.log_softmax(dim=-1)
+        probabilities = logits.softmax(dim=-1)
+        # The log of the sum of exp(logits). The greatest probability is never 0, as that of the next token may be.
+        log_sum = logits.amax(-1, keepdim=True) - probabilities.amax(-1, keepdim=True).log()
         # The last position, whose next token would wrap around to the first, is excluded from the result. Cutting it
         # off the logits would copy them.
         next_token = target.roll(-1, dims=1).unsqueeze(-1)
-        ctx.save_for_backward(log_probabilities, next_token)
-        return -log_probabilities.gather(-1, next_token)[:, :-1].mean()
+        ctx.save_for_backward(probabilities, next_token)
+        return (log_sum - logits.gather(-1, next_token))[:, :-1].mean()
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_loss: Tensor) -> tuple[Tensor, None]:
-        log_probabilities, next_token = ctx.saved_tensors
+        probabilities, next_token = ctx.saved_tensors
         # The derivative of a prediction's cross-entropy is softmax(logits) - one_hot(next token).
-        grad = log_probabilities.exp()
-        grad.scatter_(-1, next_token, grad.gather(-1, next_token) - 1)
+        share = grad_loss / next_token[:, 1:].numel()
+        grad = probabilities * share
+        grad.scatter_add_(-1, next_token, -share.expand(next_token.shape))
         grad[:, -1] = 0
-        return grad.mul_(grad_loss / next_token[:, 1:].numel()), None
+        return grad, None

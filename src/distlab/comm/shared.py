@@ -1,7 +1,7 @@
 """Memory that the ranks of a host share: a mapping in which each rank of a group has a part, and its all-reduce.
 
-The data never leaves memory. The signals "my part is there" and "my share is done" are messages of one byte over the
-process group, so a wait ends as any other does: with the message, at the deadline, or when the other rank dies.
+The data never leaves memory. The signals "my part is there" and "my share is done" are bytes in pipes, so a wait ends
+as any other does: with the signal, at the deadline, or when the other rank dies.
 
 The mapping is an anonymous file of rank 0 (`memfd_create`) that the others open through /proc: it has no name in any
 folder, only its user may open it, and the kernel frees it when the last of the processes has ended, however it ended.
@@ -22,10 +22,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ReduceOp
 
+from distlab.comm.signals import Channel, Pipes, Signal, open_channel
+
 CHUNK_BYTES = 256 * 1024  # added up at a time, so that a chunk is written back to all parts while it is in the caches
 ALIGNED_BYTES = 4096  # parts begin at pages
-READY, DONE = 7001, 7002  # tags of the signals; the lab's other messages have tag 0
-SECONDS_MORE = 0.5  # that the first rank waits: when its wait fails, gloo closes connections that the others wait for
+READY, DONE = 1, 2  # signals
 NOT_REACHED = -1  # in place of an error number: another host, user or container
 COMBINE: dict[ReduceOp.RedOpType, Callable[..., Tensor]] = {
     ReduceOp.SUM: torch.add,
@@ -55,69 +56,45 @@ class Mapping(mmap.mmap):
         return torch.frombuffer(self, dtype=like.dtype, count=like.numel(), offset=at)
 
 
+class Offer:
+    """What rank 0 offers to the others: an anonymous file for all parts, and pipes if the group has none yet.
+
+    Attributes:
+        numbers: where the others find it: process, descriptor, token, bytes of a part; and each rank's ends of the
+            pipes. In place of a process and a descriptor, 0 and an error's number.
+        channels: this rank's ends of the pipes.
+    """
+
+    def __init__(self, part_bytes: int, ranks: int, with_pipes: bool) -> None:
+        self.channels: list[Channel] = []
+        self._pipes, self._descriptor = Pipes(), -1
+        token = secrets.randbits(62)
+        try:
+            self._descriptor = os.memfd_create(_name(token), os.MFD_CLOEXEC)
+            os.fchmod(self._descriptor, 0o600)
+            with suppress(OSError):  # a limit on the size of files; then it has no room for the parts
+                os.ftruncate(self._descriptor, part_bytes * ranks)
+            if with_pipes:
+                self.channels = self._pipes.make(ranks - 1)
+        except (OSError, AttributeError) as error:  # no such call outside of Linux
+            self.numbers = [0, getattr(error, "errno", None) or NOT_REACHED, 0, part_bytes, *[0] * (2 * ranks)]
+            return
+        ends = [0, 0, *self._pipes.far_ends] if with_pipes else [0] * (2 * ranks)
+        self.numbers = [os.getpid(), self._descriptor, token, part_bytes, *ends]
+
+    def withdraw(self) -> None:
+        """Close what the others have opened meanwhile."""
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+        self._pipes.hand_over()
+
+
 class NotShared(Exception):
     """The ranks of a group cannot share memory; all of them raise it. `is_expected` if they are on several hosts."""
 
     def __init__(self, sentence: str, is_expected: bool) -> None:
         super().__init__(sentence)
         self.is_expected = is_expected
-
-
-class Signal:
-    """A signal that all ranks of a group send again and again, counted: messages of one byte.
-
-    Two ranks send it to each other. More send it to the first, which passes it on when it has come from all: two
-    messages in a row, but fewer in total, and where ranks share cores every message takes a core from another rank.
-
-    A receive is posted before its message is sent wherever that is possible: gloo then sends at once, without asking.
-    """
-
-    def __init__(self, group: dist.ProcessGroup, tag: int) -> None:
-        self._group, self._tag = group, tag
-        self._passes_on = group.rank() == 0 and group.size() > 2
-        others = [peer for peer in range(group.size()) if peer != group.rank()]
-        self._peers = others if self._passes_on or len(others) < 2 else [0]
-        self._byte, self._received_bytes = (
-            torch.zeros(1, dtype=torch.uint8),
-            torch.zeros(group.size(), dtype=torch.uint8),
-        )
-        self._receives: deque[list[dist.Work]] = deque()  # of one signal, from all others
-        self._sends: deque[list[dist.Work]] = deque()
-        self._expected = self._received = self._sent = 0
-        self.expect(1)
-
-    def expect(self, times: int) -> None:
-        """Be ready to receive it so many times, counted from the beginning."""
-        while self._expected < times:
-            into = [(self._received_bytes[peer : peer + 1], peer) for peer in self._peers]
-            self._receives.append([self._group.recv([byte], peer, self._tag) for byte, peer in into])
-            self._expected += 1
-
-    def send(self) -> None:
-        """Send it; the first rank passes it on when it has come from the others."""
-        if not self._passes_on:
-            self._send()
-
-    def _send(self) -> None:
-        self._sends.append([self._group.send([self._byte], peer, self._tag) for peer in self._peers])
-
-    def wait(self, times: int, deadline: float) -> None:
-        """Return when all others have sent it so many times; `RuntimeError` of gloo's at the deadline."""
-        while self._received < times:
-            for receive in self._receives[0]:
-                receive.wait(_until(deadline + SECONDS_MORE * self._passes_on))
-            self._receives.popleft()
-            self._received += 1
-            if self._passes_on:
-                self._send()
-
-    def wait_for_sends(self, times: int, deadline: float) -> None:
-        """Return when this rank's own have arrived so many times: a send that is dropped before may never arrive."""
-        while self._sent < times:
-            for send in self._sends[0]:
-                send.wait(_until(deadline))
-            self._sends.popleft()
-            self._sent += 1
 
 
 class SharedMemory:
@@ -129,10 +106,10 @@ class SharedMemory:
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group, self.rank, self.size = group, group.rank(), group.size()
-        self.ready, self.done = Signal(group, READY), Signal(group, DONE)
         self.begun = 0  # collectives
         self.not_combined: deque[SharedCollective] = deque()  # this rank's part is there, its share is not done
         self._mappings: weakref.WeakSet[Mapping] = weakref.WeakSet()  # one goes with the last tensor in it
+        self._has_channels = False  # to other ranks, by which they signal; made with the first mapping
 
     def allocate(self, elements: int, dtype: torch.dtype, timeout: timedelta) -> Tensor:
         """Zeros (elements,) in this rank's part of a new mapping; all ranks of the group call it together.
@@ -142,36 +119,31 @@ class SharedMemory:
             RuntimeError: of gloo's; a rank did not take part.
         """
         part_bytes = -(-elements * dtype.itemsize // ALIGNED_BYTES) * ALIGNED_BYTES
-        descriptor, offer = self._offer(part_bytes) if self.rank == 0 else (-1, torch.zeros(4, dtype=torch.int64))
+        offer = Offer(part_bytes, self.size, with_pipes=not self._has_channels) if self.rank == 0 else None
+        opened = offer.channels if offer else []
         try:
-            self.group.broadcast([offer], from_rank_0(timeout)).wait()
-            problem, mapping = self._accept(offer, part_bytes)
+            numbers = torch.tensor(offer.numbers if offer else [0] * (4 + 2 * self.size))
+            self.group.broadcast([numbers], from_rank_0(timeout)).wait()
+            problem, mapping = self._accept(numbers.tolist(), part_bytes, opened)
             verdicts = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
             self.group.allgather([verdicts], [torch.tensor([problem])]).wait(timeout)
         finally:
-            if descriptor >= 0:
-                os.close(descriptor)
+            if offer is not None:
+                offer.withdraw()
         found = next(((rank, int(code)) for rank, code in enumerate(verdicts) if code), None)
         if found is not None or mapping is None:
+            for channel in opened:
+                channel.close()
             raise _not_shared(*(found or (self.rank, problem)), part_bytes * self.size)
+        if not self._has_channels:
+            passes_on, self._has_channels = self.rank == 0 and self.size > 2, True
+            self.ready, self.done = (Signal(signal, opened, passes_on) for signal in (READY, DONE))
         self._mappings.add(mapping)
         return mapping.part(self.rank, torch.empty(elements, dtype=dtype, device="meta"))
 
-    def _offer(self, part_bytes: int) -> tuple[int, Tensor]:
-        """A new anonymous file, and where the others find it: (process, descriptor, token, bytes of a part)."""
-        token = secrets.randbits(62)
-        try:
-            descriptor = os.memfd_create(_name(token), os.MFD_CLOEXEC)
-        except (OSError, AttributeError) as error:  # no such call outside of Linux
-            return -1, torch.tensor([0, getattr(error, "errno", None) or NOT_REACHED, 0, part_bytes])
-        os.fchmod(descriptor, 0o600)
-        with suppress(OSError):  # a limit on the size of files; then it has no room for the parts
-            os.ftruncate(descriptor, part_bytes * self.size)
-        return descriptor, torch.tensor([os.getpid(), descriptor, token, part_bytes])
-
-    def _accept(self, offer: Tensor, part_bytes: int) -> tuple[int, Mapping | None]:
-        """Open and map what rank 0 offers; 0 or an error's number, and the mapping."""
-        process, number, token, offered_bytes = map(int, offer)
+    def _accept(self, numbers: list[int], part_bytes: int, opened: list[Channel]) -> tuple[int, Mapping | None]:
+        """Open and map what rank 0 offers; 0 or an error's number, and the mapping. Adds a new channel to `opened`."""
+        process, number, token, offered_bytes, *ends = numbers
         assert offered_bytes == part_bytes, f"shared memory of {offered_bytes} bytes on rank 0, {part_bytes} here"
         if not process:
             return number, None
@@ -182,6 +154,8 @@ class SharedMemory:
             own = os.open(path, os.O_RDWR | os.O_CLOEXEC)
             # What is not reserved would end the process at its first use (SIGBUS) if there were no memory left.
             os.posix_fallocate(own, self.rank * part_bytes, part_bytes)
+            if self.rank > 0 and not self._has_channels:
+                opened.append(open_channel(process, *ends[2 * self.rank : 2 * self.rank + 2]))
             return 0, Mapping.of(own, part_bytes, self.size)
         except (FileNotFoundError, PermissionError):
             return NOT_REACHED, None
@@ -211,8 +185,6 @@ class SharedCollective:
         self._memory = memory
         memory.begun += 1
         self._number, self._is_combined = memory.begun, False  # each signal is sent once in each collective
-        for signal in (memory.ready, memory.done):
-            signal.expect(self._number + 1)
         memory.ready.send()
         memory.not_combined.append(self)
 
@@ -228,12 +200,10 @@ class SharedCollective:
             first._is_combined = True
 
     def wait(self, timeout: timedelta) -> None:
-        """Return when all shares are done; `RuntimeError` of gloo's if another rank fails."""
+        """Return when all shares are done; `RuntimeError` as of `Channel.wait` if another rank fails."""
         deadline = time.perf_counter() + timeout.total_seconds()
         self.combine(deadline)
         self._memory.done.wait(self._number, deadline)
-        for signal in (self._memory.ready, self._memory.done):
-            signal.wait_for_sends(self._number, deadline)
 
     def _do_share(self) -> None:
         """What this rank has to do when the others' parts are there."""
@@ -337,10 +307,6 @@ def add_in_order(rows: Sequence[Tensor], total: Tensor) -> None:
 
 def _name(token: int) -> str:
     return f"lab-{token:016x}"
-
-
-def _until(deadline: float) -> timedelta:
-    return timedelta(seconds=max(0.001, deadline - time.perf_counter()))
 
 
 def from_rank_0(timeout: timedelta) -> dist.BroadcastOptions:

@@ -59,8 +59,8 @@ class Traffic(NamedWaits):
         self.device = torch.device("cpu")  # of this rank
         self.transport: Transport = "auto"  # for tensors in host memory, over gloo's process groups
         self.hosts: Hosts | None = None  # where the ranks are; None: all are taken to be on one host
-        self.smallest_shared_bytes = 250_000  # with "auto"; gloo is as fast for less
-        self.smallest_copied_bytes = 400_000  # the same for what has to be copied into a buffer and out of it
+        self.smallest_shared_bytes = 1_000  # with "auto"; less is not worth a mapping
+        self.smallest_of_hosts_bytes = 250_000  # the same for ranks on several hosts: gloo is as fast for less
         self.remark: Callable[[str], object] = lambda sentence: print(f"# {sentence}", flush=True)
         # By group; kept to the end of the process, because a group that is collected may hang (see Run.close).
         self._shared: dict[dist.ProcessGroup, SharedMemory | MemoryOfHosts] = {}
@@ -90,7 +90,7 @@ class Traffic(NamedWaits):
         """
         ranks, plain = members(group), partial(like.new_zeros, elements)
         timeout = timedelta(seconds=self.timeout_seconds)
-        if not self._may_share(elements * like.element_size(), self.smallest_shared_bytes, like, group):
+        if not self._may_share(elements * like.element_size(), like, group):
             return plain()
         key = group or dist.group.WORLD
         assert key is not None
@@ -115,12 +115,14 @@ class Traffic(NamedWaits):
         same = [memory for memory in self._shared.values() if getattr(memory, "ranks", None) == tuple(ranks)]
         return MemoryOfHosts(self.hosts, ranks, rank(), f"{group_key(ranks)}/{len(same)}", timeout)
 
-    def _may_share(self, size_bytes: int, least: int, like: Tensor, group: Group) -> bool:
+    def _may_share(self, size_bytes: int, like: Tensor, group: Group) -> bool:
         """Whether a group's ranks are to share memory for a tensor of this size; the same on all of them."""
-        is_worth_it = self.transport == "shared" or size_bytes >= least
-        if self.transport == "gloo" or not is_worth_it or not like.is_cpu or is_over_nccl():
+        if self.transport == "gloo" or not like.is_cpu or is_over_nccl() or len(members(group)) == 1:
             return False
-        return len(members(group)) > 1 and (group or dist.group.WORLD) not in self._without_more
+        is_on_one_host = self.hosts is None or len(self.hosts.split(members(group))) == 1
+        least = self.smallest_shared_bytes if is_on_one_host else self.smallest_of_hosts_bytes
+        is_worth_it = self.transport == "shared" or size_bytes >= least
+        return is_worth_it and (group or dist.group.WORLD) not in self._without_more
 
     @property
     def shares_memory(self) -> bool:
@@ -203,7 +205,7 @@ class Traffic(NamedWaits):
 
     def _copied_through(self, tensor: Tensor, group: Group) -> Tensor | None:
         """A part, with `tensor`'s shape, of the group's buffer in shared memory; None if it has or needs none."""
-        if not self._may_share(tensor.nbytes, self.smallest_copied_bytes, tensor, group):
+        if not self._may_share(tensor.nbytes, tensor, group):
             return None
         key = group, tensor.dtype
         buffer = self._buffers.get(key)

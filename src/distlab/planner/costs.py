@@ -111,7 +111,7 @@ class Costs:
     @functools.cached_property
     def _all_reduce_activations(self) -> float:
         """Seconds in which the slices of a stage add up activations, or their gradients."""
-        return self.placement.all_reduce(self.placement.slices, self.message_bytes).seconds
+        return self.placement.all_reduce(self.placement.slices, self.message_bytes, "shared").seconds
 
     def _exchanges(self, kind: PassKind, stage: int, again: bool) -> int:
         if self.layout.tp == 1 or kind == "W":
@@ -123,7 +123,7 @@ class Costs:
         seconds = self._exchanges(kind, stage, again) * self._all_reduce_activations
         if kind == "F" and self.parts(stage)["head"]:  # the loss: the largest logit of each token; two sums
             sizes = (self.tokens * NUMBER_BYTES, 2 * self.tokens * NUMBER_BYTES)
-            seconds += sum(self.placement.all_reduce(self.placement.slices, size).seconds for size in sizes)
+            seconds += sum(self.placement.all_reduce(self.placement.slices, size, "shared").seconds for size in sizes)
         return seconds + self._gathered(kind, stage)
 
     def _gathered(self, kind: PassKind, stage: int) -> float:

@@ -15,7 +15,8 @@ from distlab.comm.link import Link
 from distlab.planner.layouts import Layout
 from distlab.planner.machine import Machine, Transport, interpolate
 
-SMALLEST_SHARED_BYTES = 250_000  # `distlab.comm.traffic.Traffic.smallest_shared_bytes`
+SMALLEST_SHARED_BYTES = 1_000  # `smallest_shared_bytes` and `smallest_of_hosts_bytes` of `distlab.comm.traffic.Traffic`
+SMALLEST_OF_HOSTS_BYTES = 250_000
 
 
 @dataclass(frozen=True)
@@ -127,7 +128,7 @@ class Placement:
         None where a run would not do it: with one rank on each host, or where ranks do not share memory.
         """
         on_host = self.members_per_host(group)
-        if on_host == 1 or size_bytes < SMALLEST_SHARED_BYTES:
+        if on_host == 1 or size_bytes < SMALLEST_OF_HOSTS_BYTES:
             return None
         inside = measured_all_reduce(self.machine, on_host, size_bytes, "shared")
         if inside is None:

@@ -1,0 +1,127 @@
+"""Signals between the ranks of a host: single bytes in pipes.
+
+A signal costs two calls of the kernel and wakes up the thread that waits for it; a message over gloo also has to wake
+up gloo's threads at both ends. A wait ends as over gloo: with the signal, at the deadline, or when the other rank dies,
+as the kernel then closes its end.
+
+The first rank makes the pipes, which have no name. The others open their ends of them through /proc, as the same user.
+"""
+
+import math
+import os
+import select
+import time
+from collections import Counter
+from collections.abc import Sequence
+
+SECONDS_MORE = 0.5  # that the first rank waits: the others wait for it, and are to see the deadline, not its end
+LOST = "Connection closed by peer"  # as gloo says it
+
+
+class Channel:
+    """This rank's ends of two pipes between it and another rank."""
+
+    def __init__(self, reads: int, writes: int) -> None:
+        self._reads, self._writes = reads, writes  # descriptors
+        self._poll = select.poll()
+        self._poll.register(reads, select.POLLIN)
+        self._received: Counter[int] = Counter()  # by signal
+
+    def send(self, signal: int) -> None:
+        """Send a signal, a number below 256; `RuntimeError` if the other rank has exited."""
+        try:
+            os.write(self._writes, bytes([signal]))
+        except BrokenPipeError:
+            raise RuntimeError(LOST) from None
+
+    def wait(self, signal: int, times: int, deadline: float) -> None:
+        """Return when the other rank has sent a signal so many times.
+
+        Raises:
+            RuntimeError: at the deadline, by `time.perf_counter`, or if the other rank has exited.
+        """
+        while self._received[signal] < times:
+            if not self._poll.poll(max(1, math.ceil(1000 * (deadline - time.perf_counter())))):
+                raise RuntimeError("Timed out waiting for a signal")
+            signals = os.read(self._reads, 4096)
+            if not signals:
+                raise RuntimeError(LOST)
+            self._received.update(signals)
+
+    def close(self) -> None:
+        os.close(self._reads)
+        os.close(self._writes)
+
+
+class Pipes:
+    """The pipes between the first rank and each of the others, made by the first."""
+
+    def __init__(self) -> None:
+        self.far_ends: list[int] = []  # the others' descriptors: for each of them one to read and one to write
+
+    def make(self, others: int) -> list[Channel]:
+        """The first rank's ends; `OSError` if there are too many open files."""
+        channels: list[Channel] = []
+        try:
+            for _ in range(others):
+                others_read, writes = os.pipe()
+                self.far_ends.append(others_read)
+                reads, others_write = os.pipe()
+                self.far_ends.append(others_write)
+                channels.append(Channel(reads, writes))
+        except OSError:
+            for channel in channels:
+                channel.close()
+            raise
+        return channels
+
+    def hand_over(self) -> None:
+        """Close the others' ends, which they have opened: only then does their exit close the pipes."""
+        for end in self.far_ends:
+            os.close(end)
+        self.far_ends = []
+
+
+def open_channel(process: int, reads: int, writes: int) -> Channel:
+    """Another rank's ends of the pipes that the first rank, a process, has made; `OSError` if they cannot be opened."""
+    own = os.open(f"/proc/{process}/fd/{reads}", os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        return Channel(own, os.open(f"/proc/{process}/fd/{writes}", os.O_WRONLY | os.O_CLOEXEC))
+    except OSError:
+        os.close(own)
+        raise
+
+
+class Signal:
+    """A signal that all ranks of a group send again and again, counted.
+
+    Two ranks send it to each other. More send it to the first, which passes it on when it has come from all: two
+    signals in a row, but fewer in total, and where ranks share cores every signal takes a core from another rank.
+
+    Args:
+        signal: its number.
+        channels: to the first rank, or, on the first rank, to all others.
+        passes_on: whether this is the first of more than two ranks.
+    """
+
+    def __init__(self, signal: int, channels: Sequence[Channel], passes_on: bool) -> None:
+        self._signal, self._channels, self._passes_on = signal, channels, passes_on
+        self._received = 0
+
+    def send(self) -> None:
+        """Send it; the first rank passes it on when it has come from the others."""
+        if not self._passes_on:
+            self._send()
+
+    def _send(self) -> None:
+        for channel in self._channels:
+            channel.send(self._signal)
+
+    def wait(self, times: int, deadline: float) -> None:
+        """Return when all others have sent it so many times; `RuntimeError` as of `Channel.wait`."""
+        while self._received < times:
+            for channel in self._channels:
+                channel.wait(self._signal, self._received + 1, deadline + SECONDS_MORE * self._passes_on)
+            self._received += 1
+            if self._passes_on:
+                self._send()
