@@ -2,7 +2,7 @@
 
 python bench/pipeline.py
 python bench/pipeline.py --stages 3 --micro-batches 6 12 --rounds 20
-python bench/pipeline.py --schedules interleaved zb-h1 zb-v --stages 2 --micro-batches 6 12
+python bench/pipeline.py --schedules interleaved zb-h1 zb-v
 """
 
 import itertools
@@ -34,9 +34,10 @@ from distlab.comm.grid import Grid
 from distlab.comm.processes import leave
 from distlab.pipeline.actions import stages_of
 from distlab.pipeline.executor import Pipeline
-from distlab.pipeline.schedules import all_stages, stages_per_worker
+from distlab.pipeline.schedules import DEFAULT_CHUNKS, all_stages, check_schedule, stages_per_worker
 from distlab.pipeline.split import balance, estimated_costs
 from distlab.pipeline.stages import build_stages
+from simplellm.errors import InputError
 from simplellm.llama import LLamaPart
 from simplellm.losses import causalLLMLoss
 
@@ -116,6 +117,8 @@ def measure(rank: int, workers: int, settings: Settings) -> None:
     join(rank, workers, settings.port)
     grid = Grid(rank, dp=1, pp=workers)
     for micro_batches, schedule in itertools.product(settings.micro_batches, settings.schedules):
+        if not is_possible(schedule, workers, micro_batches):
+            continue
         count = workers * stages_per_worker(schedule)
         split = balance(N_LAYERS, count, vocab_size=VOCAB_SIZE, dmodel=DMODEL, seq_len=settings.seq_len)
         held = stages_of(all_stages(schedule, workers, micro_batches)[rank])
@@ -127,6 +130,15 @@ def measure(rank: int, workers: int, settings: Settings) -> None:
         if rank == 0:
             report(f"| {workers} | {micro_batches} | {schedule} ", micro_batches * settings.seq_len, seconds)
     leave(0)
+
+
+def is_possible(schedule: str, workers: int, micro_batches: int) -> bool:
+    """Whether the schedule can do so many micro-batches: `interleaved`, multiples of the workers only."""
+    try:
+        check_schedule(schedule, workers, micro_batches, DEFAULT_CHUNKS)
+    except InputError:
+        return False
+    return True
 
 
 def check_gradients(nets: Nets, steps: Mapping[Build, Step], batch: Tensor) -> None:
