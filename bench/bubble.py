@@ -29,7 +29,7 @@ from distlab.reports.trace import Trace, merge, write_chrome
 from distlab.run.progress import each
 from simplellm import command_line
 from simplellm.errors import require
-from simplellm.weight_gradients import DeferredWeightGradients, applied
+from simplellm.weight_gradients import DeferredWeightGradients, current
 
 NAMES = [name for name in SCHEDULES if name != "naive"]
 WIDTH, SEQ = 16, 8
@@ -72,7 +72,7 @@ class SleepingStage(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if x.dim() == 2:  # token ids (batch, seq)
             x = torch.zeros(*x.shape, WIDTH, requires_grad=True)
-        now = applied()
+        now = current()
         later = now if isinstance(now, DeferredWeightGradients) else None
         y: Tensor = _Sleep.apply(x, self.weight if later is None else self.weight.detach(), self, later)
         return y

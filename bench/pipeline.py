@@ -78,8 +78,8 @@ def one_thread(schedule: str, nets: Nets, grid: Grid, micro_batches: int, cores:
     programs = all_stages(schedule, grid.pp, micro_batches)
     sequence = next(iter(nets.values())).ctx_size
     sizes = {"vocab_size": VOCAB_SIZE, "dmodel": DMODEL, "seq_len": sequence}
-    costs = estimated_costs(balance(N_LAYERS, grid.pp * stages_per_worker(schedule), **sizes), **sizes)
-    pipeline = Pipeline(nets, programs, grid, loss, DMODEL, cores, costs)
+    costs = estimated_costs(balance(N_LAYERS, grid.pp * stages_per_worker(schedule), **sizes), False, **sizes)
+    pipeline = Pipeline(nets, programs, grid, loss, DMODEL, cores=cores, costs=costs)
     return lambda x: pipeline.step(x.chunk(micro_batches))
 
 

@@ -120,7 +120,7 @@ VARIANTS: dict[str, Callable[[int], Step]] = {
     "ours": ours,
     "no communication": no_communication,
 }
-TORCHS = ("torch, whole logits", "torch, loss_parallel")
+TORCHS = [name for name in VARIANTS if name.startswith("torch")]
 
 
 def measure(rank: int, settings: Settings) -> None:

@@ -64,7 +64,9 @@ def train(run: TrainingRun[HybridSettings]) -> None:
         sharded = {stage: ShardedDP(net, args.shard, dp_group, args.micro_batches) for stage, net in nets.items()}
     optimizer = run.optimizer(sharded or nets)
     costs = args.pass_costs(tokenizer.vocab_size)  # by which an action uses the cores of idle stages
-    pipeline = Pipeline(nets, programs, run.grid, loss, args.dmodel, run.shared_cores, costs, args.run_on)
+    pipeline = Pipeline(
+        nets, programs, run.grid, loss, args.dmodel, cores=run.shared_cores, costs=costs, run_on=args.run_on
+    )
     outer: OuterOptimizer | None = None
     if args.outer == "diloco":
         weights = flatten_weights(nn.ModuleList(nets.values()), dp_group)

@@ -1,5 +1,7 @@
 """What the lab uses of torch's autograd without a public interface for it."""
 
+from typing import Literal
+
 import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node, _engine_run_backward
@@ -20,12 +22,12 @@ def has_hooks(tensor: Tensor) -> bool:
     return bool(tensor._backward_hooks)
 
 
-def accumulates(node: Node | None) -> bool:
-    """Whether the running backward pass adds to a leaf's `grad`, given the leaf's node (of `ctx.next_functions`).
+def use_of_gradient(node: Node | None) -> Literal["accumulated", "returned", "none"]:
+    """What the running backward pass does with the gradient of a leaf, given its node (of `ctx.next_functions`).
 
-    It does not if the gradients are returned by `torch.autograd.grad`, or if the leaf is not among its `inputs`.
+    It adds it to the leaf's `grad`; or `torch.autograd.grad` returns it; or the leaf is not among the `inputs`.
     """
     try:
-        return node is not None and torch._C._will_engine_execute_node(node)
+        return "accumulated" if node is not None and torch._C._will_engine_execute_node(node) else "none"
     except RuntimeError:  # torch.autograd.grad, for this leaf
-        return False
+        return "returned"

@@ -20,13 +20,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from simplellm.autograd import accumulates
+from simplellm.autograd import use_of_gradient
 from simplellm.errors import InputError
 from simplellm.initial_weights import initialize
 from simplellm.mixed_precision import widen
 from simplellm.options import Recompute, check_heads
 from simplellm.recomputation import Recomputed
-from simplellm.weight_gradients import DeferredWeightGradients, applied, gradient_of, is_written_in_place
+from simplellm.weight_gradients import DeferredWeightGradients, current, gradient_of, is_by_hand
 
 
 class Linear(nn.Linear):
@@ -36,8 +36,8 @@ class Linear(nn.Linear):
         """Do nothing: `initialize` sets the weight, and the global random generator must not be used."""
 
     def forward(self, x: Tensor) -> Tensor:
-        in_place = torch.is_grad_enabled() and is_written_in_place(self.weight)
-        weight_gradients = applied() if in_place and x.requires_grad else None
+        in_place = torch.is_grad_enabled() and is_by_hand(self.weight)
+        weight_gradients = current() if in_place and x.requires_grad else None
         if isinstance(weight_gradients, DeferredWeightGradients):
             defer = partial(weight_gradients.add, self.weight, gradient_of)
             return _Linear.apply(x, self.weight.detach(), defer, False)
@@ -69,10 +69,9 @@ class _Linear(torch.autograd.Function):
         grad_x = (widen(grad) @ widen(weight)).to(x.dtype) if ctx.needs_input_grad[0] else None
         if ctx.defer is not None:
             ctx.defer(x, grad)
-        grad_weight = None
-        if ctx.needs_input_grad[1]:
-            in_place = ctx.in_place and accumulates(ctx.next_functions[1][0])
-            grad_weight = gradient_of(ctx.leaf, x, grad, in_place)
+        grad_weight, use = None, use_of_gradient(ctx.next_functions[1][0])
+        if use != "none":
+            grad_weight = gradient_of(ctx.leaf, x, grad, in_place=ctx.in_place and use == "accumulated")
         return grad_x, grad_weight, None, None
 
 

@@ -39,13 +39,14 @@ class _NextTokenLoss(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits: Tensor, target: Tensor) -> Tensor:
         probabilities = logits.softmax(dim=-1)
-        # The log of the sum of exp(logits). The greatest probability is never 0, as that of the next token may be.
-        log_sum = logits.amax(-1, keepdim=True) - probabilities.amax(-1, keepdim=True).log()
         # The last position, whose next token would wrap around to the first, is excluded from the result. Cutting it
         # off the logits would copy them.
         next_token = target.roll(-1, dims=1).unsqueeze(-1)
         ctx.save_for_backward(probabilities, next_token)
-        return (log_sum - logits.gather(-1, next_token))[:, :-1].mean()
+        # The log of the greatest probability, which is never 0, as that of the next token may be; and the distance from
+        # it. Logits are subtracted from each other first, because they may be large.
+        distance = logits.amax(-1, keepdim=True) - logits.gather(-1, next_token)
+        return (distance - probabilities.amax(-1, keepdim=True).log())[:, :-1].mean()
 
     @staticmethod
     @once_differentiable

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from simplellm.weight_gradients import applied
+from simplellm.weight_gradients import current
 
 
 class Observer(Protocol):
@@ -64,7 +64,7 @@ class Recomputed:
         self._inputs = [x.detach().requires_grad_(x.requires_grad) for x in inputs]
         self._gpus = {x.device for x in inputs if x.is_cuda}
         self._random_states = torch.get_rng_state(), [torch.cuda.get_rng_state(gpu) for gpu in self._gpus]
-        self._observers, self._weight_gradients = list(observers), applied()
+        self._observers, self._weight_gradients = list(observers), current()
         self._observed = [observer.keep_again(x) for x in inputs for observer in self._observers]
         with saved_tensors_hooks(self._number, self._take), _inside():
             return self._function(*inputs)

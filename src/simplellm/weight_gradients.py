@@ -21,30 +21,32 @@ from simplellm.autograd import has_hooks
 from simplellm.mixed_precision import widen
 
 # (a weight, its layer's input, the gradient of the layer's output) -> the weight's gradient, for autograd to accumulate
+# What is in `weight.grad` may become part of it.
 Product = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 class Place(Protocol):
-    """Where a weight's first gradient is to be written; `weight.gradient_place`, if it has one."""
+    """Where a weight's gradient is to be; `weight.gradient_place`, if it has one."""
 
     def take(self) -> Tensor | None:
-        """The tensor to write to, of the weight's shape; None if it is in use."""
+        """The tensor to write to, of the weight's shape; None from then on, until this gradient has been collected."""
 
 
 class WeightGradients:
     """How layers that are called inside `applied` treat the gradients of their weights.
 
-    Here: the backward pass adds them to `weight.grad` in the matrix product itself.
+    Here: the backward pass adds them to `weight.grad` in the matrix product itself. If the pass raises an error,
+    `weight.grad` is undefined, and may be None.
     """
 
     @contextlib.contextmanager
     def applied(self) -> Iterator[None]:
-        global _applied
-        outer, _applied = _applied, self
+        global _current
+        outer, _current = _current, self
         try:
             yield
         finally:
-            _applied = outer
+            _current = outer
 
 
 class DeferredWeightGradients(WeightGradients):
@@ -90,38 +92,41 @@ class _Accumulated(torch.autograd.Function):
         return ctx.gradient(), None
 
 
-_applied: WeightGradients | None = None
+_current: WeightGradients | None = None
 
 
-def applied() -> WeightGradients | None:
+def current() -> WeightGradients | None:
     """How a layer that is called now treats the gradient of its weight; None: as autograd does."""
-    return _applied
+    return _current
 
 
-def is_written_in_place(weight: Tensor) -> bool:
-    """Whether the backward pass of a layer that is called now writes its weight's gradient in place."""
-    return weight.requires_grad and (_applied is not None or _place_of(weight) is not None)
+def is_by_hand(weight: Tensor) -> bool:
+    """Whether a layer that is called now is to compute its weight's gradient with `gradient_of`, now or later."""
+    is_wanted = _current is not None or _place_of(weight) is not None
+    return is_wanted and weight.requires_grad and weight.is_leaf
 
 
 def gradient_of(weight: Tensor, x: Tensor, grad: Tensor, in_place: bool = True) -> Tensor:
     """The gradient (outputs, inputs) that a backward pass is to return for the weight of a linear layer.
 
     With `in_place`, the result is where it belongs: the sum with `weight.grad`, which is then None, so that autograd
-    takes the sum for the first gradient and keeps it as it is; or in the weight's place. Not so in bfloat16, whose
-    products are rounded before they are added, and where hooks of the weight are to see this gradient alone.
+    takes the sum for the first gradient and keeps it as it is; or in the weight's place. Not so if the product is
+    rounded to bfloat16 before it is added, or if hooks of the weight are to see this gradient alone.
 
     Args:
         x: the layer's input (..., inputs).
         grad: its output's gradient (..., outputs).
     """
-    x, grad = widen(x).flatten(0, -2), widen(grad).flatten(0, -2).T
+    x, grad = widen(x).reshape(-1, x.shape[-1]), widen(grad).reshape(-1, grad.shape[-1]).T
     if not in_place or x.dtype != weight.dtype or has_hooks(weight):
         return (grad @ x).float()
     total, place = weight.grad, _place_of(weight)
+    free = (
+        place.take() if place is not None else None
+    )  # also for a sum, which a second use of the weight must not change
     if total is not None:
         weight.grad = None
         return total.addmm_(grad, x).detach()
-    free = place.take() if place is not None else None
     return grad @ x if free is None else torch.mm(grad, x, out=free).detach()
 
 

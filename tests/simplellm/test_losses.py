@@ -60,6 +60,32 @@ def test_far_fetched_logits_stay_finite() -> None:
     assert logits.grad[0, 0, [4, 5]].tolist() == [1, -1]
 
 
+@pytest.mark.parametrize("offset", [1e3, 1e6])
+def test_what_all_logits_have_in_common_costs_no_precision(offset: float) -> None:
+    logits, target = random_pair(2, 5)
+    moved = logits.detach().round() + offset  # exact in float32
+    torch.testing.assert_close(
+        causalLLMLoss(moved, target, VOCAB_SIZE), expected_loss(logits.detach().round(), target), rtol=1e-6, atol=0
+    )
+
+
+def test_a_confident_prediction_keeps_its_small_loss() -> None:
+    logits = torch.zeros(1, 2, VOCAB_SIZE)
+    logits[0, 0, 5] = 14.0
+    loss = causalLLMLoss(logits, torch.tensor([[0, 5]]), VOCAB_SIZE)
+    exact = torch.tensor(1 + (VOCAB_SIZE - 1) * 2.718281828459045**-14, dtype=torch.float64).log()
+    assert 1e-5 < exact.item() < 2e-5
+    assert abs(loss.item() - exact.item()) < 1e-7
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+def test_logits_that_are_not_finite_give_a_loss_that_is_not(bad: float) -> None:
+    logits, target = random_pair(2, 5)
+    with torch.no_grad():
+        logits[1, 2, 3] = bad
+    assert not causalLLMLoss(logits, target, VOCAB_SIZE).isfinite()
+
+
 def test_logits_in_another_memory_order() -> None:
     logits, target = random_pair(3, 7)
     transposed = logits.detach().transpose(0, 1).contiguous().transpose(0, 1).requires_grad_()

@@ -1,14 +1,16 @@
 """Weight gradients that the matrix product writes where they belong, against those that autograd adds up."""
 
+import contextlib
 from collections.abc import Callable
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+from simplellm import llama
 from simplellm.llama import CausalLLama, Linear, LLama
 from simplellm.losses import causalLLMLoss
-from simplellm.weight_gradients import WeightGradients, is_written_in_place
+from simplellm.weight_gradients import DeferredWeightGradients, WeightGradients, is_by_hand
 
 pytestmark = pytest.mark.quick
 
@@ -32,15 +34,20 @@ def grad(tensor: Tensor) -> Tensor:
 
 
 class Place:
-    """A place in a larger buffer, which counts how often it is written to."""
+    """A place in a larger buffer, free again when the gradient has been collected."""
 
-    def __init__(self, shape: torch.Size) -> None:
-        self.buffer, self.taken = torch.full((1 + shape.numel(),), torch.nan), 0
-        self.view = self.buffer[1:].view(shape)
+    def __init__(self, weight: Tensor) -> None:
+        self.buffer, self.is_free = torch.full((1 + weight.numel(),), torch.nan), True
+        self.view = self.buffer[1:].view_as(weight)
+        weight.gradient_place = self  # type: ignore[attr-defined]
+        weight.register_post_accumulate_grad_hook(self.collect)
 
     def take(self) -> Tensor | None:
-        self.taken += 1
-        return self.view if self.taken == 1 else None
+        was_free, self.is_free = self.is_free, False
+        return self.view if was_free else None
+
+    def collect(self, weight: Tensor) -> None:
+        self.is_free = True
 
 
 def test_micro_batches_are_added_up_in_one_tensor_to_the_gradients_of_autograd() -> None:
@@ -61,25 +68,53 @@ def test_micro_batches_are_added_up_in_one_tensor_to_the_gradients_of_autograd()
 
 def test_a_first_gradient_is_written_to_its_place_without_a_copy() -> None:
     linear, plain = layer(), layer()
-    place = Place(linear.weight.shape)
-    linear.weight.gradient_place = place  # type: ignore[attr-defined]
+    place = Place(linear.weight)
     for number in range(2):
         linear(inputs(number)).square().sum().backward()
         plain(inputs(number)).square().sum().backward()
         assert grad(linear.weight).data_ptr() == place.view.data_ptr()
         torch.testing.assert_close(place.view, grad(plain.weight))
-    assert place.taken == 1, "the second gradient is added to the first"
     assert place.buffer[0].isnan()
 
 
-def test_a_weight_that_is_used_twice_in_a_pass_gets_the_sum_of_both() -> None:
+@pytest.mark.parametrize("is_deferred", [False, True])
+def test_a_weight_that_is_used_twice_in_a_pass_gets_the_sum_of_both(is_deferred: bool) -> None:
     linear, plain = layer(), layer()
-    linear.weight.gradient_place = Place(linear.weight.shape)  # type: ignore[attr-defined]
-    for number in range(2):
+    Place(linear.weight)
+    for number in range(3):
+        if number == 2:  # zeros in the place, to which the next gradient is added
+            grad(linear.weight).zero_()
+            grad(plain.weight).zero_()
+        later = DeferredWeightGradients()
         for net in (linear, plain):
             x = inputs(number)
-            (net(x).square().sum() + net(2 * x).sum()).backward()
+            with later.applied() if net is linear and is_deferred else contextlib.nullcontext():
+                loss = net(x).square().sum() + net(2 * x).sum()
+            loss.backward()
+        later.compute()
         torch.testing.assert_close(grad(linear.weight), grad(plain.weight))
+
+
+def test_what_is_not_asked_for_is_not_computed(monkeypatch: pytest.MonkeyPatch) -> None:
+    linear, x, calls = layer(), inputs(0), list[bool]()
+    real = llama.gradient_of
+    monkeypatch.setattr(llama, "gradient_of", lambda *args, in_place: calls.append(in_place) or real(*args, in_place))
+    with WeightGradients().applied():
+        y = linear(x).square().sum()
+    torch.autograd.grad(y, x, retain_graph=True)
+    assert calls == []
+    torch.autograd.grad(y, linear.weight, retain_graph=True)
+    y.backward()
+    assert calls == [False, True]
+
+
+def test_inputs_of_one_dimension() -> None:
+    linear, plain, x = layer(), layer(), torch.ones(5, requires_grad=True)
+    with WeightGradients().applied():
+        y = linear(x).square().sum()
+    y.backward()
+    plain(x).square().sum().backward()
+    torch.testing.assert_close(grad(linear.weight), grad(plain.weight))
 
 
 @pytest.mark.parametrize("of_weight", [True, False])
@@ -136,11 +171,11 @@ def test_hooks_of_a_weight_see_the_gradient_of_their_pass_alone() -> None:
 
 def test_only_trained_weights_are_written_to_and_only_where_it_was_asked_for() -> None:
     linear = layer()
-    assert not is_written_in_place(linear.weight)
+    assert not is_by_hand(linear.weight)
     with WeightGradients().applied():
-        assert is_written_in_place(linear.weight)
+        assert is_by_hand(linear.weight)
         linear.weight.requires_grad_(False)
-        assert not is_written_in_place(linear.weight)
+        assert not is_by_hand(linear.weight)
         x = inputs(0)
         linear(x).sum().backward()
     assert linear.weight.grad is None

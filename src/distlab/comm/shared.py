@@ -14,7 +14,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from datetime import timedelta
 
 import torch
@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ReduceOp
 
-from distlab.comm.signals import Channel, Pipes, Signal, open_channel
+from distlab.comm.signals import Channel, Pipes, Signal, close_all, open_channel
 
 CHUNK_BYTES = 256 * 1024  # added up at a time, so that a chunk is written back to all parts while it is in the caches
 ALIGNED_BYTES = 4096  # parts begin at pages
@@ -121,20 +121,21 @@ class SharedMemory:
         part_bytes = -(-elements * dtype.itemsize // ALIGNED_BYTES) * ALIGNED_BYTES
         offer = Offer(part_bytes, self.size, with_pipes=not self._has_channels) if self.rank == 0 else None
         opened = offer.channels if offer else []
-        try:
-            numbers = torch.tensor(offer.numbers if offer else [0] * (4 + 2 * self.size))
-            self.group.broadcast([numbers], from_rank_0(timeout)).wait()
-            problem, mapping = self._accept(numbers.tolist(), part_bytes, opened)
-            verdicts = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
-            self.group.allgather([verdicts], [torch.tensor([problem])]).wait(timeout)
-        finally:
-            if offer is not None:
-                offer.withdraw()
-        found = next(((rank, int(code)) for rank, code in enumerate(verdicts) if code), None)
-        if found is not None or mapping is None:
-            for channel in opened:
-                channel.close()
-            raise _not_shared(*(found or (self.rank, problem)), part_bytes * self.size)
+        with ExitStack() as if_it_fails:
+            if_it_fails.callback(close_all, opened)
+            try:
+                numbers = torch.tensor(offer.numbers if offer else [0] * (4 + 2 * self.size))
+                self.group.broadcast([numbers], from_rank_0(timeout)).wait()
+                problem, mapping = self._accept(numbers.tolist(), part_bytes, opened)
+                verdicts = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
+                self.group.allgather([verdicts], [torch.tensor([problem])]).wait(timeout)
+            finally:
+                if offer is not None:
+                    offer.withdraw()
+            found = next(((rank, int(code)) for rank, code in enumerate(verdicts) if code), None)
+            if found is not None or mapping is None:
+                raise _not_shared(*(found or (self.rank, problem)), part_bytes * self.size)
+            if_it_fails.pop_all()
         if not self._has_channels:
             passes_on, self._has_channels = self.rank == 0 and self.size > 2, True
             self.ready, self.done = (Signal(signal, opened, passes_on) for signal in (READY, DONE))

@@ -5,8 +5,10 @@ up gloo's threads at both ends. A wait ends as over gloo: with the signal, at th
 as the kernel then closes its end.
 
 The first rank makes the pipes, which have no name. The others open their ends of them through /proc, as the same user.
+A process that a rank forks keeps the rank's ends open, as it does with gloo's connections.
 """
 
+import contextlib
 import math
 import os
 import select
@@ -53,6 +55,11 @@ class Channel:
         os.close(self._writes)
 
 
+def close_all(channels: Sequence[Channel]) -> None:
+    for channel in channels:
+        channel.close()
+
+
 class Pipes:
     """The pipes between the first rank and each of the others, made by the first."""
 
@@ -60,26 +67,25 @@ class Pipes:
         self.far_ends: list[int] = []  # the others' descriptors: for each of them one to read and one to write
 
     def make(self, others: int) -> list[Channel]:
-        """The first rank's ends; `OSError` if there are too many open files."""
-        channels: list[Channel] = []
-        try:
-            for _ in range(others):
-                others_read, writes = os.pipe()
-                self.far_ends.append(others_read)
-                reads, others_write = os.pipe()
-                self.far_ends.append(others_write)
-                channels.append(Channel(reads, writes))
-        except OSError:
-            for channel in channels:
-                channel.close()
-            raise
-        return channels
+        """The first rank's ends; `OSError`, and no pipe is left, if there are too many open files."""
+        with contextlib.ExitStack() as made:  # closes all ends if one cannot be made
+            pairs = [(_pipe(made), _pipe(made)) for _ in range(others)]
+            made.pop_all()
+        self.far_ends = [end for (read, _), (_, write) in pairs for end in (read, write)]
+        return [Channel(read, write) for (_, write), (read, _) in pairs]
 
     def hand_over(self) -> None:
         """Close the others' ends, which they have opened: only then does their exit close the pipes."""
-        for end in self.far_ends:
-            os.close(end)
-        self.far_ends = []
+        while self.far_ends:
+            os.close(self.far_ends.pop())
+
+
+def _pipe(made: contextlib.ExitStack) -> tuple[int, int]:
+    """The ends of a new pipe, to read and to write."""
+    ends = os.pipe()
+    for end in ends:
+        made.callback(os.close, end)
+    return ends
 
 
 def open_channel(process: int, reads: int, writes: int) -> Channel:

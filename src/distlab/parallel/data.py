@@ -53,8 +53,11 @@ class BucketPlace:
     def __init__(self, bucket: Bucket, view: Tensor) -> None:
         self._bucket, self._view, self.is_free = bucket, view, True
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(None), ()  # a saved parameter has no bucket
+
     def take(self) -> Tensor | None:
-        """The place, if no gradient has been written to it since the parameter's last one was collected."""
+        """The place, once between the collections of two gradients of the parameter."""
         if not self.is_free:
             return None
         self.is_free = False

@@ -66,6 +66,7 @@ class Pipeline:
         grid: Grid,
         loss: Loss,
         width: int,
+        *,
         cores: int | None = None,
         costs: ActionCosts | None = None,
         run_on: bool = False,

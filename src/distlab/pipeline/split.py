@@ -53,10 +53,15 @@ def multiply_adds(
     return PartCosts(layer, embedding=dmodel, head=dmodel * vocab_size)
 
 
-def estimated_costs(split: Split, **sizes: Any) -> ActionCosts:
-    """What the passes of each stage cost, in multiply-adds per token; `sizes` are those of `multiply_adds`."""
-    forward = multiply_adds(**sizes).of_stages(split)
-    return ActionCosts(forward, [2 * cost for cost in forward])
+def estimated_costs(split: Split, blocks_again: bool, **sizes: Any) -> ActionCosts:
+    """What the passes of each stage cost, in multiply-adds per token; `sizes` are those of `multiply_adds`.
+
+    With `blocks_again`, backward passes recompute the blocks.
+    """
+    parts = multiply_adds(**sizes)
+    forward = parts.of_stages(split)
+    again = [blocks_again * count * parts.layer for count in split]
+    return ActionCosts(forward, [2 * cost + more for cost, more in zip(forward, again, strict=True)])
 
 
 def balance(n_layers: int, stages: int, **sizes: Any) -> Split:

@@ -202,7 +202,7 @@ class Costs:
     @property
     def estimated(self) -> ActionCosts:
         """The estimates by which a run gives its actions threads."""
-        return estimated_costs(self.layout.split, **self.model.sizes.of_split())
+        return estimated_costs(self.layout.split, self.layout.recompute == "blocks", **self.model.sizes.of_split())
 
 
 @functools.lru_cache(maxsize=4096)

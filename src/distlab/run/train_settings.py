@@ -368,7 +368,7 @@ class StageSettings(TrainSettings):
 
     def pass_costs(self, vocab_size: int) -> ActionCosts:
         """Estimates of what the passes of each stage cost, relative to each other."""
-        return estimated_costs(self.split(vocab_size), **self._sizes(vocab_size))
+        return estimated_costs(self.split(vocab_size), self.recompute == "blocks", **self._sizes(vocab_size))
 
     def _sizes(self, vocab_size: int) -> dict[str, int | None]:
         sizes = {"vocab_size": vocab_size, "dmodel": self.dmodel, "seq_len": self.seq_len}

@@ -1,6 +1,7 @@
 """MyDP, gradient buckets and the weights' check: tied, frozen and idle parameters, any world."""
 
 import copy
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -416,3 +417,32 @@ def test_linear_layers_of_simplellm_write_their_gradients_into_the_buckets() -> 
             assert other.grad.abs().max() > 0
             torch.testing.assert_close(own.grad, other.grad)
     assert where == [view.data_ptr() for view in bucket.views] * 4
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_a_linear_layer_that_is_used_twice_in_a_pass(set_to_none: bool) -> None:
+    model = Linear(4, 4, bias=False)
+    nn.init.normal_(model.weight)
+    plain = copy.deepcopy(model)
+    buckets = GradientBuckets(model.parameters(), on_full=lambda _: None, backward_passes=2)
+    for _ in range(2):
+        model.zero_grad(set_to_none)
+        plain.zero_grad()
+        for number in range(2):
+            x = torch.randn(5, 4, generator=torch.Generator().manual_seed(number), requires_grad=True)
+            for net in (model, plain):
+                net(net(x)).square().sum().backward()
+        buckets.finish()
+        assert plain.weight.grad is not None
+        torch.testing.assert_close(model.weight.grad, plain.weight.grad)
+
+
+def test_a_saved_parameter_has_no_bucket(tmp_path: Path) -> None:
+    model = Linear(3, 2, bias=False)
+    nn.init.normal_(model.weight)
+    GradientBuckets(model.parameters(), on_full=lambda _: None)
+    torch.save(model, tmp_path / "model.pt")
+    loaded = torch.load(tmp_path / "model.pt", weights_only=False)
+    for number in range(2):
+        loaded(torch.full((1, 3), float(number), requires_grad=True)).sum().backward()
+    assert torch.equal(loaded.weight.grad, torch.ones(2, 3))

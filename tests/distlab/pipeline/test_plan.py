@@ -22,6 +22,7 @@ from distlab.pipeline.actions import (
 )
 from distlab.pipeline.plan import ScheduleError, busy_workers, ideal_bubble, simulate, threads_by_plan
 from distlab.pipeline.schedules import all_stages
+from distlab.pipeline.split import estimated_costs
 
 pytestmark = pytest.mark.quick
 
@@ -90,21 +91,28 @@ def test_unequal_stages_and_a_slow_link_by_hand() -> None:
     assert busy == [{"F0": 1, "F1": 1, "B0": 2, "B1": 1}, {"F0": 1, "F1": 1, "B0": 1, "B1": 2}]
 
 
+def threads(workers: int, cores: int, costs: ActionCosts | None) -> list[str]:
+    """The actions of GPipe with 5 micro-batches that have more than one thread, by worker."""
+    programs = all_stages("gpipe", workers, 5)
+    found = threads_by_plan(programs, cores, costs)
+    return [" ".join(str(action) for action in program if found[action] > 1) for program in programs]
+
+
 def test_an_action_gets_the_cores_of_workers_that_are_idle_by_the_costs_if_there_are_enough_cores() -> None:
-    programs = all_stages("gpipe", 2, 2)
-    heavy_end = ActionCosts(forward=[1.0, 3.0], backward=[2.0, 6.0])
+    heavy = ActionCosts(forward=[1.0, 3.0], backward=[2.0, 6.0])
+    assert threads(2, 2, None) == ["F0 B4", "F4 B0"]
+    assert threads(2, 2, heavy) == ["F0 B4", "F2 F3 F4 B0"]
+    heavy = ActionCosts(forward=[1.0, 1.0, 3.0], backward=[2.0, 2.0, 6.0])
+    assert threads(3, 2, heavy) == threads(3, 2, None) != threads(3, 3, heavy)
 
-    def threads(cores: int, costs: ActionCosts | None) -> list[dict[str, int]]:
-        found = threads_by_plan(programs, cores, costs)
-        return [{str(action): found[action] for action in program} for program in programs]
 
-    first = {"F0": 4, "F1": 2, "B0": 2, "B1": 4}
-    assert threads(4, None) == [first, {"F0": 2, "F1": 4, "B0": 4, "B1": 2}]
-    assert threads(4, heavy_end) == [first, {"F0": 2, "F1": 4, "B0": 4, "B1": 2}]
-    # Stage 0 ends B0 long before stage 1 ends B1; with five micro-batches, most of stage 1's passes are alone.
-    programs = all_stages("gpipe", 2, 5)
-    assert sum(threads(4, heavy_end)[1].values()) > sum(threads(4, None)[1].values())
-    assert threads(1, heavy_end) == threads(1, None) == [dict.fromkeys(of_one, 1) for of_one in threads(1, None)]
+def test_estimated_costs_are_those_of_layers_embedding_and_head_and_of_blocks_computed_again() -> None:
+    sizes = {"vocab_size": 100, "dmodel": 4, "seq_len": 8, "hidden_dim": 10, "kv_width": 2}
+    layer = 2 * 4 * 4 + 2 * 4 * 2 + 3 * 4 * 10 + 4 * 8
+    costs = estimated_costs((2, 1), False, **sizes)
+    assert (costs.forward, costs.backward) == ([2 * layer + 4, layer + 400], [4 * layer + 8, 2 * layer + 800])
+    again = estimated_costs((2, 1), True, **sizes)
+    assert (again.forward, again.backward) == (costs.forward, [6 * layer + 8, 3 * layer + 800])
 
 
 def test_two_stages_per_worker_halve_the_bubble() -> None:

@@ -10,9 +10,10 @@ from distlab.collectives.costs import CostModel, predict
 from distlab.collectives.ring import allreduce_ring
 from distlab.collectives.simulation import SimulatedWorld
 from distlab.comm.link import Link
+from distlab.comm.traffic import Traffic
 from distlab.planner.layouts import Layout
 from distlab.planner.machine import AllReduce
-from distlab.planner.traffic import Group, Placement
+from distlab.planner.traffic import SMALLEST_OF_HOSTS_BYTES, SMALLEST_SHARED_BYTES, Group, Placement
 
 SLOW, FAST = Link(5e-5, 1e9), Link(1e-6, 1e11)
 
@@ -96,3 +97,9 @@ def test_ranks_that_share_the_memory_of_their_hosts_send_a_tensor_once_from_each
     assert slices.all_reduce(slices.replicas, 4e6, "shared").seconds == slices.all_reduce(slices.replicas, 4e6).seconds
     eight = placement(8, 4, tp=2, all_reduces=shared)
     assert eight.all_reduce(eight.replicas, 4e6, "shared").seconds == pytest.approx(4e-3 + 2 * SLOW.seconds(4e6))
+
+
+def test_the_planner_shares_memory_where_runs_do() -> None:
+    traffic = Traffic()
+    assert traffic.smallest_shared_bytes == SMALLEST_SHARED_BYTES
+    assert traffic.smallest_of_hosts_bytes == SMALLEST_OF_HOSTS_BYTES

@@ -1,0 +1,163 @@
+"""Signals in pipes: counted, with a deadline, and with the end of a rank noticed."""
+
+import errno
+import os
+import signal
+import time
+from collections.abc import Iterator
+
+import pytest
+import torch
+from processes import free_port, process_group, run_ranks
+
+from distlab.comm.signals import Channel, Pipes, open_channel
+from distlab.comm.traffic import traffic
+from distlab.comm.waits import TrafficError, is_lost_peer, is_timeout
+
+pytestmark = pytest.mark.quick
+
+
+def soon() -> float:
+    return time.perf_counter() + 0.1
+
+
+@pytest.fixture
+def ends() -> Iterator[tuple[Channel, Channel]]:
+    """Both ends of a channel in one process."""
+    before = open_descriptors()
+    pipes = Pipes()
+    [first] = pipes.make(1)
+    other = open_channel(os.getpid(), *pipes.far_ends)
+    pipes.hand_over()
+    yield first, other
+    first.close()
+    other.close()
+    assert open_descriptors() == before
+
+
+def open_descriptors() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+def test_signals_are_counted_by_kind_whatever_their_order(ends: tuple[Channel, Channel]) -> None:
+    first, other = ends
+    for kind in (1, 2, 1, 1):
+        first.send(kind)
+    other.wait(2, 1, soon())
+    other.wait(1, 3, soon())
+    with pytest.raises(RuntimeError) as caught:
+        other.wait(2, 2, soon())
+    assert is_timeout(caught.value)
+    other.send(2)
+    first.wait(2, 1, soon())
+
+
+def test_a_signal_arrives_though_its_rank_has_ended_since_and_then_its_end_is_noticed() -> None:
+    pipes = Pipes()
+    [first] = pipes.make(1)
+    other = open_channel(os.getpid(), *pipes.far_ends)
+    pipes.hand_over()
+    other.send(1)
+    other.close()
+    first.wait(1, 1, soon())
+    for call in (lambda: first.wait(1, 2, time.perf_counter() + 60), lambda: first.send(1)):
+        with pytest.raises(RuntimeError) as caught:
+            call()
+        assert is_lost_peer(caught.value)
+    first.close()
+
+
+@pytest.mark.parametrize("made", range(6))
+def test_no_pipe_is_left_if_one_cannot_be_made(made: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    before, pipe, calls = open_descriptors(), os.pipe, iter(range(6))
+
+    def refuse() -> tuple[int, int]:
+        if next(calls) == made:
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+        return pipe()
+
+    pipes = Pipes()
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "pipe", refuse)
+        with pytest.raises(OSError, match="Too many open files"):
+            pipes.make(3)
+    pipes.hand_over()
+    assert open_descriptors() == before
+
+
+def refuse_a_pipe(rank: int, port: int, on_rank_0: bool) -> tuple[float, int]:
+    """An average without shared memory, and how many descriptors it left open."""
+    with process_group(rank, 3, port), pytest.MonkeyPatch.context() as monkeypatch:
+        traffic.remark = lambda _: None
+        open_file = os.open
+
+        def refuse(*args: object) -> int:
+            if (args and not str(args[0]).startswith("/proc")) or (len(args) > 1 and int(str(args[1])) & os.O_RDWR):
+                return open_file(*args)  # type: ignore[arg-type]
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+        if on_rank_0 and rank == 0:
+            monkeypatch.setattr(os, "pipe", refuse)
+        elif not on_rank_0 and rank == 2:
+            monkeypatch.setattr(os, "open", refuse)
+        before = open_descriptors()
+        buffer = traffic.new_buffer(1000, torch.empty(0))
+        left = open_descriptors() - before
+        assert not traffic.is_shared(buffer)
+        buffer[:] = rank
+        traffic.all_reduce(buffer, "the average", kind="gradients").wait()
+        return buffer[-1].item(), left
+
+
+@pytest.mark.parametrize("on_rank_0", [True, False])
+def test_without_pipes_ranks_use_gloo_and_leave_nothing_open(on_rank_0: bool) -> None:
+    assert run_ranks(3, refuse_a_pipe, free_port(), on_rank_0) == [(1.0, 0)] * 3
+
+
+def wait_for_a_silent_rank(rank: int, port: int, silent: int) -> tuple[str, float]:
+    """What a rank says of another that does not answer, and after how long."""
+    with process_group(rank, 2, port):
+        buffer = traffic.new_buffer(1000, torch.empty(0))
+        traffic.all_reduce(buffer, "a sum", kind="gradients").wait()
+        traffic.timeout_seconds = 1
+        if rank == silent:
+            time.sleep(3)
+            return "", 0.0
+        started = time.monotonic()
+        with pytest.raises(TrafficError) as caught:
+            traffic.all_reduce(buffer, "a sum", kind="gradients").wait()
+        return str(caught.value), time.monotonic() - started
+
+
+@pytest.mark.parametrize("silent", [0, 1])
+def test_of_two_ranks_each_names_the_other_when_it_does_not_answer(silent: int) -> None:
+    sentence, seconds = run_ranks(2, wait_for_a_silent_rank, free_port(), silent)[1 - silent]
+    assert f"for a sum from rank {silent}: no answer" in sentence
+    assert seconds < 2.5
+
+
+@pytest.mark.parametrize("killed_is_first", [True, False])
+def test_a_rank_that_is_killed_is_noticed_at_once(killed_is_first: bool) -> None:
+    pipes = Pipes()
+    [first] = pipes.make(1)
+    other = open_channel(os.getpid(), *pipes.far_ends)
+    pipes.hand_over()
+    theirs, own = (first, other) if killed_is_first else (other, first)
+    child = os.fork()
+    if child == 0:
+        try:
+            own.close()
+            theirs.send(1)
+            time.sleep(30)
+        finally:
+            os._exit(0)
+    theirs.close()
+    own.wait(1, 1, time.perf_counter() + 10)
+    os.kill(child, signal.SIGKILL)
+    started = time.monotonic()
+    with pytest.raises(RuntimeError) as caught:
+        own.wait(1, 2, time.perf_counter() + 20)
+    os.waitpid(child, 0)
+    own.close()
+    assert is_lost_peer(caught.value)
+    assert time.monotonic() - started < 5
