@@ -61,7 +61,7 @@ class Settings:
     topologies: tuple[str, ...] = tuple(TOPOLOGIES)
     """which of the topologies, with their flags"""
     transport: Literal["auto", "shared", "gloo"] = "auto"
-    """of all runs; auto is gloo for models as small as these"""
+    """of all runs"""
 
 
 @dataclass

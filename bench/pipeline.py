@@ -35,7 +35,7 @@ from distlab.comm.processes import leave
 from distlab.pipeline.actions import stages_of
 from distlab.pipeline.executor import Pipeline
 from distlab.pipeline.schedules import DEFAULT_CHUNKS, all_stages, check_schedule, stages_per_worker
-from distlab.pipeline.split import balance, estimated_costs
+from distlab.pipeline.split import PartCosts, balance, estimated_costs, multiply_adds
 from distlab.pipeline.stages import build_stages
 from simplellm.errors import InputError
 from simplellm.llama import LLamaPart
@@ -76,9 +76,8 @@ class Settings:
 def one_thread(schedule: str, nets: Nets, grid: Grid, micro_batches: int, cores: int | None = None) -> Step:
     loss = partial(causalLLMLoss, vocab_size=VOCAB_SIZE)
     programs = all_stages(schedule, grid.pp, micro_batches)
-    sequence = next(iter(nets.values())).ctx_size
-    sizes = {"vocab_size": VOCAB_SIZE, "dmodel": DMODEL, "seq_len": sequence}
-    costs = estimated_costs(balance(N_LAYERS, grid.pp * stages_per_worker(schedule), **sizes), False, **sizes)
+    parts = parts_of(next(iter(nets.values())).ctx_size)
+    costs = estimated_costs(balance(N_LAYERS, grid.pp * stages_per_worker(schedule), parts), parts)
     pipeline = Pipeline(nets, programs, grid, loss, DMODEL, cores=cores, costs=costs)
     return lambda x: pipeline.step(x.chunk(micro_batches))
 
@@ -120,7 +119,7 @@ def measure(rank: int, workers: int, settings: Settings) -> None:
         if not is_possible(schedule, workers, micro_batches):
             continue
         count = workers * stages_per_worker(schedule)
-        split = balance(N_LAYERS, count, vocab_size=VOCAB_SIZE, dmodel=DMODEL, seq_len=settings.seq_len)
+        split = balance(N_LAYERS, count, parts_of(settings.seq_len))
         held = stages_of(all_stages(schedule, workers, micro_batches)[rank])
         nets = build_stages(held, split, VOCAB_SIZE, ctx_size=settings.seq_len)
         steps = {build: with_fresh_gradients(nets, build(schedule, nets, grid, micro_batches)) for build in VARIANTS}
@@ -130,6 +129,10 @@ def measure(rank: int, workers: int, settings: Settings) -> None:
         if rank == 0:
             report(f"| {workers} | {micro_batches} | {schedule} ", micro_batches * settings.seq_len, seconds)
     leave(0)
+
+
+def parts_of(seq_len: int) -> PartCosts:
+    return multiply_adds(vocab_size=VOCAB_SIZE, dmodel=DMODEL, seq_len=seq_len)
 
 
 def is_possible(schedule: str, workers: int, micro_batches: int) -> bool:

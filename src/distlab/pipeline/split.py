@@ -1,6 +1,6 @@
 """Dividing the layers of a model among the stages of a pipeline."""
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from distlab.pipeline.actions import ActionCosts
 from simplellm.errors import InputError, require
@@ -53,27 +53,14 @@ def multiply_adds(
     return PartCosts(layer, embedding=dmodel, head=dmodel * vocab_size)
 
 
-def estimated_costs(split: Split, blocks_again: bool, **sizes: Any) -> ActionCosts:
-    """What the passes of each stage cost, in multiply-adds per token; `sizes` are those of `multiply_adds`.
-
-    With `blocks_again`, backward passes recompute the blocks.
-    """
-    parts = multiply_adds(**sizes)
+def estimated_costs(split: Split, parts: PartCosts, blocks_again: bool = False) -> ActionCosts:
+    """What the passes of each stage cost, relative to each other; with `blocks_again`, B and I recompute the blocks."""
     forward = parts.of_stages(split)
     again = [blocks_again * count * parts.layer for count in split]
     return ActionCosts(forward, [2 * cost + more for cost, more in zip(forward, again, strict=True)])
 
 
-def balance(n_layers: int, stages: int, **sizes: Any) -> Split:
-    """The layers of each stage, chosen so that the slowest stage is as fast as possible.
-
-    Costs are estimated by `multiply_adds`, whose arguments are the `sizes`. `InputError` if there are too many stages
-    for the model.
-    """
-    return divide(n_layers, stages, multiply_adds(**sizes))
-
-
-def divide(n_layers: int, stages: int, parts: PartCosts) -> Split:
+def balance(n_layers: int, stages: int, parts: PartCosts) -> Split:
     """The layers of each stage such that the slowest stage is as fast as possible, given what the parts cost.
 
     `InputError` if there are too many stages for the model.

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from distlab.pipeline.actions import Action, ActionCosts
-from distlab.pipeline.split import PartCosts, Split, divide, estimated_costs
+from distlab.pipeline.split import PartCosts, Split, balance, estimated_costs
 from distlab.planner.layouts import Layout
 from distlab.planner.machine import Machine, Measured, PassKind
 from distlab.planner.model import NUMBER_BYTES, Model, Part
@@ -197,17 +197,17 @@ class Costs:
         """The layers of each stage, such that the slowest stage is as fast as possible on this machine."""
         seconds = {part: sum(self._of_part(part, kind, 1) for kind in ("F", "B")) for part in self.parts(0)}
         parts = PartCosts(seconds["block"], seconds["embedding"], seconds["head"])
-        return _divide(self.model.n_layers, len(self.layout.split), parts)
+        return _balance(self.model.n_layers, len(self.layout.split), parts)
 
     @property
     def estimated(self) -> ActionCosts:
         """The estimates by which a run gives its actions threads."""
-        return estimated_costs(self.layout.split, self.layout.recompute == "blocks", **self.model.sizes.of_split())
+        return estimated_costs(self.layout.split, self.model.sizes.parts, self.layout.recompute == "blocks")
 
 
 @functools.lru_cache(maxsize=4096)
-def _divide(n_layers: int, stages: int, parts: PartCosts) -> Split:
-    return divide(n_layers, stages, parts)
+def _balance(n_layers: int, stages: int, parts: PartCosts) -> Split:
+    return balance(n_layers, stages, parts)
 
 
 def _kind(letter: str) -> PassKind:

@@ -137,7 +137,7 @@ def divisors(number: int) -> list[int]:
 @functools.lru_cache(maxsize=1024)
 def default_split(model: Model, stages: int) -> Split:
     """The layers of each stage that a run takes without `--layers-per-stage`."""
-    return balance(model.n_layers, stages, **model.sizes.of_split())
+    return balance(model.n_layers, stages, model.sizes.parts)
 
 
 def _divides(model: Model, tp: int) -> bool:

@@ -6,6 +6,8 @@ A rank of a tensor-parallel group has the largest shard here; the others have as
 from dataclasses import dataclass
 from typing import Literal
 
+from distlab.pipeline.split import PartCosts
+
 NUMBER_BYTES = 4  # float32
 ID_BYTES = 8  # a token's number
 FLAG_BYTES = 1
@@ -33,10 +35,10 @@ class Sizes:
         """Of all keys together, and of all values."""
         return self.head_dim * self.num_kv_heads
 
-    def of_split(self) -> dict[str, int]:
-        """Those by which layers are divided among stages, as `distlab.pipeline.split.multiply_adds` takes them."""
-        names = "vocab_size", "dmodel", "seq_len", "hidden_dim", "kv_width"
-        return {name: getattr(self, name) for name in names}
+    @property
+    def parts(self) -> PartCosts:
+        """Multiply-adds, by which a run divides the layers among stages."""
+        return PartCosts(*(self.multiply_adds(part) for part in ("block", "embedding", "head")))
 
     def matrices(self, part: Part, tp: int = 1) -> int:
         """Elements of the weights that a rank multiplies with, of one part."""

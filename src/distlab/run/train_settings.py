@@ -15,7 +15,7 @@ from distlab.parallel.division import Compression, Sharded, check_division
 from distlab.pipeline.actions import ActionCosts, stages_of
 from distlab.pipeline.auto import Limit, read_limit
 from distlab.pipeline.schedules import DEFAULT_CHUNKS, all_stages, check_schedule, schedule_names, stages_per_worker
-from distlab.pipeline.split import Split, balance, estimated_costs, read_split
+from distlab.pipeline.split import PartCosts, Split, balance, estimated_costs, multiply_adds, read_split
 from distlab.run import resume
 from distlab.run.learning_rate import LRSchedule, learning_rate
 from distlab.run.resume import ResumePolicy
@@ -364,16 +364,20 @@ class StageSettings(TrainSettings):
         stages = self.stages
         if self.layers_per_stage is not None:
             return read_split(self.layers_per_stage, self.n_layers, stages)
-        return balance(self.n_layers, stages, **self._sizes(vocab_size))
+        return balance(self.n_layers, stages, self._parts(vocab_size))
 
     def pass_costs(self, vocab_size: int) -> ActionCosts:
         """Estimates of what the passes of each stage cost, relative to each other."""
-        return estimated_costs(self.split(vocab_size), self.recompute == "blocks", **self._sizes(vocab_size))
+        return estimated_costs(self.split(vocab_size), self._parts(vocab_size), self.recompute == "blocks")
 
-    def _sizes(self, vocab_size: int) -> dict[str, int | None]:
-        sizes = {"vocab_size": vocab_size, "dmodel": self.dmodel, "seq_len": self.seq_len}
-        kv_width = self.dmodel // self.num_heads * (self.num_kv_heads or self.num_heads)
-        return {**sizes, "kv_width": kv_width, "hidden_dim": self.hidden_dim}
+    def _parts(self, vocab_size: int) -> PartCosts:
+        return multiply_adds(
+            vocab_size=vocab_size,
+            dmodel=self.dmodel,
+            seq_len=self.seq_len,
+            hidden_dim=self.hidden_dim,
+            kv_width=self.dmodel // self.num_heads * (self.num_kv_heads or self.num_heads),
+        )
 
 
 @dataclass

@@ -22,7 +22,7 @@ from distlab.pipeline.actions import (
 )
 from distlab.pipeline.plan import ScheduleError, busy_workers, ideal_bubble, simulate, threads_by_plan
 from distlab.pipeline.schedules import all_stages
-from distlab.pipeline.split import estimated_costs
+from distlab.pipeline.split import estimated_costs, multiply_adds
 
 pytestmark = pytest.mark.quick
 
@@ -107,11 +107,11 @@ def test_an_action_gets_the_cores_of_workers_that_are_idle_by_the_costs_if_there
 
 
 def test_estimated_costs_are_those_of_layers_embedding_and_head_and_of_blocks_computed_again() -> None:
-    sizes = {"vocab_size": 100, "dmodel": 4, "seq_len": 8, "hidden_dim": 10, "kv_width": 2}
+    parts = multiply_adds(vocab_size=100, dmodel=4, seq_len=8, hidden_dim=10, kv_width=2)
     layer = 2 * 4 * 4 + 2 * 4 * 2 + 3 * 4 * 10 + 4 * 8
-    costs = estimated_costs((2, 1), False, **sizes)
+    costs = estimated_costs((2, 1), parts)
     assert (costs.forward, costs.backward) == ([2 * layer + 4, layer + 400], [4 * layer + 8, 2 * layer + 800])
-    again = estimated_costs((2, 1), True, **sizes)
+    again = estimated_costs((2, 1), parts, blocks_again=True)
     assert (again.forward, again.backward) == (costs.forward, [6 * layer + 8, 3 * layer + 800])
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from distlab.pipeline.split import Split, balance, read_split
+from distlab.pipeline.split import Split, balance, multiply_adds, read_split
 from distlab.pipeline.stages import build_stage
 from distlab.run.settings import parse
 from distlab.run.train_settings import PipelineSettings
@@ -22,18 +22,18 @@ SIZES: dict[str, Any] = {"dmodel": 12, "num_heads": 2, "ctx_size": 8, "hidden_di
 
 
 def test_the_default_model_on_three_stages() -> None:
-    assert balance(6, 3, vocab_size=4096, dmodel=288, seq_len=256) == (2, 2, 2)
+    assert balance(6, 3, multiply_adds(vocab_size=4096, dmodel=288, seq_len=256)) == (2, 2, 2)
 
 
 def test_a_dear_head_takes_layers_from_its_stage() -> None:
-    assert balance(4, 2, vocab_size=10**6, dmodel=288, seq_len=256) == (4, 0)
+    assert balance(4, 2, multiply_adds(vocab_size=10**6, dmodel=288, seq_len=256)) == (4, 0)
 
 
 @pytest.mark.parametrize("vocab_size", [10, 3000, 10**5])
 def test_all_layers_are_shared_out_and_no_middle_stage_is_empty(vocab_size: int) -> None:
     for n_layers in range(1, 13):
         for stages in range(1, n_layers + 3):
-            split = balance(n_layers, stages, vocab_size=vocab_size, dmodel=32, seq_len=64)
+            split = balance(n_layers, stages, multiply_adds(vocab_size=vocab_size, dmodel=32, seq_len=64))
             assert (len(split), sum(split)) == (stages, n_layers)
             assert min(split[1:-1], default=1) > 0
             assert read_split(",".join(map(str, split)), n_layers, stages) == split
@@ -56,7 +56,7 @@ def test_no_other_split_has_a_faster_slowest_stage(vocab_size: int) -> None:
         splits = [s for s in itertools.product(range(n_layers + 1), repeat=stages) if sum(s) == n_layers]
         allowed = [slowest(s) for s in splits if 0 not in s[1:-1]]
         if allowed:
-            split = balance(n_layers, stages, vocab_size=vocab_size, dmodel=12, seq_len=8, hidden_dim=20)
+            split = balance(n_layers, stages, multiply_adds(vocab_size=vocab_size, dmodel=12, seq_len=8, hidden_dim=20))
             assert slowest(split) == min(allowed)
 
 
@@ -66,7 +66,7 @@ def test_too_many_stages() -> None:
         "give at most 4 stages, or more layers"
     )
     with pytest.raises(InputError, match=f"^{re.escape(sentence)}$"):
-        balance(2, 5, vocab_size=10, dmodel=8, seq_len=8)
+        balance(2, 5, multiply_adds(vocab_size=10, dmodel=8, seq_len=8))
 
 
 @pytest.mark.parametrize(("text", "split"), [("3,2,1", (3, 2, 1)), ("0, 6,0", (0, 6, 0)), ("6", (6,))])
@@ -127,8 +127,8 @@ def test_keys_and_values_that_heads_share_make_layers_cheaper() -> None:
         of_a_layer = {"dmodel": 64, "seq_len": 8, "hidden_dim": 8, "kv_width": 64 * num_kv_heads // 8}
         # A head that costs as much as three layers leaves its stage without any.
         vocab_size = 3 * (matrices + 64 * 8) // 64
-        assert balance(4, 2, vocab_size=vocab_size - 8, **of_a_layer) == (3, 1)
-        assert balance(4, 2, vocab_size=vocab_size + 8, **of_a_layer) == (4, 0)
+        assert balance(4, 2, multiply_adds(vocab_size=vocab_size - 8, **of_a_layer)) == (3, 1)
+        assert balance(4, 2, multiply_adds(vocab_size=vocab_size + 8, **of_a_layer)) == (4, 0)
     settings = parse(PipelineSettings(), "", "0 --dmodel 64 --num-heads 8 --n-layers 4 --world-size 2".split())
     assert settings.split(3700) == (3, 1)
     settings.hidden_dim = 8  # a layer costs a fifth
@@ -138,6 +138,6 @@ def test_keys_and_values_that_heads_share_make_layers_cheaper() -> None:
 
 def test_a_thousand_layers_on_hundreds_of_stages() -> None:
     started = time.monotonic()
-    split = balance(1000, 300, vocab_size=4096, dmodel=288, seq_len=256)
+    split = balance(1000, 300, multiply_adds(vocab_size=4096, dmodel=288, seq_len=256))
     assert (len(split), sum(split)) == (300, 1000)
     assert time.monotonic() - started < 2
