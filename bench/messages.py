@@ -4,13 +4,11 @@ python bench/messages.py
 python bench/messages.py --shared    activations between two stages: over gloo, and through shared memory
 """
 
-import itertools
 import statistics
 import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from datetime import timedelta
 from multiprocessing.queues import SimpleQueue
 
 import torch
@@ -23,8 +21,11 @@ from turns import quartiles_of_ratios, seconds_in_turn
 
 from distlab.collectives.algorithms import shift
 from distlab.comm.processes import leave
-from distlab.comm.shared import SharedMemory
+from distlab.comm.queues import SharedQueue
+from distlab.comm.traffic import Transfer, traffic
 from distlab.run.progress import each
+
+SLOTS = 4  # messages that have not been taken yet
 
 
 @dataclass
@@ -62,78 +63,25 @@ def measure(rank: int, world_size: int, patient: bool, settings: Settings, resul
     leave(0)
 
 
-class OverGloo:
-    """Messages to the other one of two ranks, and from it."""
+def exchange(data: Tensor, compute: Callable[[], object], is_shared: bool) -> Callable[[object], None]:
+    """A turn of a stage: compute, send the result, take what the other rank has sent, for which a receive is posted."""
+    own, group = dist.get_rank(), dist.new_group()  # of its own, as receives that are not used stay behind
+    other = 1 - own
+    queues: dict[int, SharedQueue | None] = {own: None, other: None}  # by sender
+    for sender in (0, 1) if is_shared else ():
+        queues[sender] = traffic.new_queue(sender, 1 - sender, SLOTS, data.numel(), data)
+        assert queues[sender] is not None
 
-    def __init__(self, elements: int, tag: int) -> None:
-        self.peer, self.elements, self.tag = 1 - dist.get_rank(), elements, tag
+    def post() -> Transfer:
+        return traffic.receive(torch.empty_like(data), "a message", source=other, group=group, queue=queues[other])
 
-    def post(self) -> tuple[Tensor, dist.Work]:
-        """A receive, and where its tensor (elements,) will be."""
-        received = torch.empty(self.elements)
-        return received, self._work(dist.irecv(received, self.peer, tag=self.tag))
-
-    def send(self, tensor: Tensor) -> dist.Work:
-        return self._work(dist.isend(tensor, self.peer, tag=self.tag))
-
-    def take(self, received: Tensor, work: dist.Work) -> Tensor:
-        """The tensor of a message, when it has come."""
-        work.wait()
-        return received
-
-    @staticmethod
-    def _work(work: dist.Work | None) -> dist.Work:
-        assert work is not None
-        return work
-
-
-class ThroughMemory(OverGloo):
-    """The same with the data in memory that both ranks share, and a message of one byte that says that it is there."""
-
-    SLOTS = 4  # messages that have not been taken yet
-
-    def __init__(self, elements: int, tag: int) -> None:
-        super().__init__(1, tag)
-        world = dist.group.WORLD
-        assert world is not None
-        memory = SharedMemory(world)
-        own = memory.allocate(self.SLOTS * elements, torch.float32, timedelta(seconds=60))
-        parts = memory.parts_like(own)
-        assert parts is not None
-        self.sent, self.received = (
-            itertools.cycle(parts[rank].view(self.SLOTS, elements)) for rank in (1 - self.peer, self.peer)
-        )
-        self.said = torch.zeros(1)
-
-    def send(self, tensor: Tensor) -> dist.Work:
-        next(self.sent).copy_(tensor)
-        return super().send(self.said)
-
-    def take(self, received: Tensor, work: dist.Work) -> Tensor:
-        super().take(received, work)
-        return next(self.received).clone()
-
-
-class Word(OverGloo):
-    """A message of one number only."""
-
-    def __init__(self, elements: int, tag: int) -> None:
-        super().__init__(1, tag)
-        self.said = torch.zeros(1)
-
-    def send(self, tensor: Tensor) -> dist.Work:
-        return super().send(self.said)
-
-
-def exchange(way: OverGloo, data: Tensor, compute: Callable[[], object]) -> Callable[[object], None]:
-    """A turn of a stage: compute, send the result, take what the other rank has sent."""
-    posted = deque([way.post(), way.post()])
+    posted = deque([post(), post()])
 
     def turn(_: object) -> None:
         compute()
-        sent = way.send(data)
-        posted.append(way.post())
-        way.take(*posted.popleft())
+        sent = traffic.send(data, "a message", to=other, kind="messages", group=group, queue=queues[own])
+        posted.append(post())
+        posted.popleft().wait()
         sent.wait()
 
     return turn
@@ -148,17 +96,15 @@ def compare_memory(rank: int, settings: Settings) -> None:
         return torch.mm(weight, weight)
 
     if rank == 0:
-        print("| message | over gloo, ms | through shared memory, ms | 4 B, ms | gloo ÷ shared (quartiles) |")
-        print("|---|---|---|---|---|", flush=True)
-    tags = itertools.count(1)  # receives that are posted and not used stay behind
+        print("| message | over gloo, ms | through shared memory, ms | gloo ÷ shared (quartiles) |")
+        print("|---|---|---|---|", flush=True)
     for kilobytes in settings.kilobytes:
         data = torch.ones(kilobytes * 250)
-        ways = [kind(data.numel(), next(tags)) for kind in (OverGloo, ThroughMemory, Word)]
-        turns = {type(way).__name__: exchange(way, data, compute) for way in ways}
+        turns = {name: exchange(data, compute, name == "shared") for name in ("gloo", "shared")}
         seconds = seconds_in_turn({"none": lambda _: compute(), **turns}, lambda _: None, settings.in_a_row)
         alone = statistics.median(seconds["none"])
         medians = [1e3 * (statistics.median(seconds[name]) - alone) for name in turns]
-        low, ratio, high = quartiles_of_ratios(seconds["OverGloo"], seconds["ThroughMemory"])
+        low, ratio, high = quartiles_of_ratios(seconds["gloo"], seconds["shared"])
         if rank == 0:
             cells = " | ".join(f"{milliseconds:.2f}" for milliseconds in medians)
             print(f"| {kilobytes} kB | {cells} | {ratio:.2f} ({low:.2f} to {high:.2f}) |", flush=True)

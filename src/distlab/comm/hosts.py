@@ -16,7 +16,8 @@ from torch import Tensor
 from torch.distributed import ReduceOp
 
 from distlab.comm.devices import patient_threads
-from distlab.comm.shared import NotShared, SharedBroadcast, SharedMemory, SharedReduce, from_rank_0
+from distlab.comm.mappings import NotShared
+from distlab.comm.shared import SharedBroadcast, SharedMemory, SharedReduce, from_rank_0
 from distlab.comm.signals import SECONDS_MORE
 
 

@@ -1,20 +1,14 @@
-"""Memory that the ranks of a host share: a mapping in which each rank of a group has a part, and its all-reduce.
+"""Memory that the ranks of a group share, in which each of them has a part, and the collectives on it.
 
 The data never leaves memory. The signals "my part is there" and "my share is done" are bytes in pipes, so a wait ends
 as any other does: with the signal, at the deadline, or when the other rank dies.
-
-The mapping is an anonymous file of rank 0 (`memfd_create`) that the others open through /proc: it has no name in any
-folder, only its user may open it, and the kernel frees it when the last of the processes has ended, however it ended.
 """
 
-import mmap
-import os
-import secrets
 import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from datetime import timedelta
 
 import torch
@@ -22,12 +16,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ReduceOp
 
-from distlab.comm.signals import Channel, Pipes, Signal, close_all, open_channel
+from distlab.comm.mappings import Mapping, Offer, accept, no_offer, not_shared, part_bytes_of
+from distlab.comm.signals import Signal, close_all
 
 CHUNK_BYTES = 256 * 1024  # added up at a time, so that a chunk is written back to all parts while it is in the caches
-ALIGNED_BYTES = 4096  # parts begin at pages
 READY, DONE = 1, 2  # signals
-NOT_REACHED = -1  # in place of an error number: another host, user or container
 COMBINE: dict[ReduceOp.RedOpType, Callable[..., Tensor]] = {
     ReduceOp.SUM: torch.add,
     ReduceOp.AVG: torch.add,
@@ -35,66 +28,6 @@ COMBINE: dict[ReduceOp.RedOpType, Callable[..., Tensor]] = {
     ReduceOp.MAX: torch.maximum,
     ReduceOp.MIN: torch.minimum,
 }
-
-
-class Mapping(mmap.mmap):
-    """Shared memory with a part for each rank of a group, all of one size."""
-
-    part_bytes: int
-    address: int
-
-    @classmethod
-    def of(cls, descriptor: int, part_bytes: int, ranks: int) -> "Mapping":
-        mapping = cls(descriptor, part_bytes * ranks)
-        mapping.part_bytes = part_bytes
-        mapping.address = torch.frombuffer(mapping, dtype=torch.uint8).data_ptr()
-        return mapping
-
-    def part(self, rank: int, like: Tensor, offset_bytes: int = 0) -> Tensor:
-        """What lies in a rank's part at an offset, with the size and dtype of `like`: (elements,)."""
-        at = rank * self.part_bytes + offset_bytes
-        return torch.frombuffer(self, dtype=like.dtype, count=like.numel(), offset=at)
-
-
-class Offer:
-    """What rank 0 offers to the others: an anonymous file for all parts, and pipes if the group has none yet.
-
-    Attributes:
-        numbers: where the others find it: process, descriptor, token, bytes of a part; and each rank's ends of the
-            pipes. In place of a process and a descriptor, 0 and an error's number.
-        channels: this rank's ends of the pipes.
-    """
-
-    def __init__(self, part_bytes: int, ranks: int, with_pipes: bool) -> None:
-        self.channels: list[Channel] = []
-        self._pipes, self._descriptor = Pipes(), -1
-        token = secrets.randbits(62)
-        try:
-            self._descriptor = os.memfd_create(_name(token), os.MFD_CLOEXEC)
-            os.fchmod(self._descriptor, 0o600)
-            with suppress(OSError):  # a limit on the size of files; then it has no room for the parts
-                os.ftruncate(self._descriptor, part_bytes * ranks)
-            if with_pipes:
-                self.channels = self._pipes.make(ranks - 1)
-        except (OSError, AttributeError) as error:  # no such call outside of Linux
-            self.numbers = [0, getattr(error, "errno", None) or NOT_REACHED, 0, part_bytes, *[0] * (2 * ranks)]
-            return
-        ends = [0, 0, *self._pipes.far_ends] if with_pipes else [0] * (2 * ranks)
-        self.numbers = [os.getpid(), self._descriptor, token, part_bytes, *ends]
-
-    def withdraw(self) -> None:
-        """Close what the others have opened meanwhile."""
-        if self._descriptor >= 0:
-            os.close(self._descriptor)
-        self._pipes.hand_over()
-
-
-class NotShared(Exception):
-    """The ranks of a group cannot share memory; all of them raise it. `is_expected` if they are on several hosts."""
-
-    def __init__(self, sentence: str, is_expected: bool) -> None:
-        super().__init__(sentence)
-        self.is_expected = is_expected
 
 
 class SharedMemory:
@@ -118,53 +51,31 @@ class SharedMemory:
             NotShared: on all ranks, if one of them cannot have it.
             RuntimeError: of gloo's; a rank did not take part.
         """
-        part_bytes = -(-elements * dtype.itemsize // ALIGNED_BYTES) * ALIGNED_BYTES
-        offer = Offer(part_bytes, self.size, with_pipes=not self._has_channels) if self.rank == 0 else None
+        pipes_to = 0 if self._has_channels else self.size - 1
+        offer = Offer(part_bytes_of(elements, dtype), self.size, pipes_to) if self.rank == 0 else None
         opened = offer.channels if offer else []
         with ExitStack() as if_it_fails:
             if_it_fails.callback(close_all, opened)
             try:
-                numbers = torch.tensor(offer.numbers if offer else [0] * (4 + 2 * self.size))
+                numbers = torch.tensor(offer.numbers if offer else no_offer(pipes_to))
                 self.group.broadcast([numbers], from_rank_0(timeout)).wait()
-                problem, mapping = self._accept(numbers.tolist(), part_bytes, opened)
+                pipes = self.rank - 1 if pipes_to and self.rank else None
+                problem, mapping, channels = accept(numbers.tolist(), range(self.rank, self.rank + 1), pipes)
+                opened += channels
                 verdicts = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
                 self.group.allgather([verdicts], [torch.tensor([problem])]).wait(timeout)
             finally:
                 if offer is not None:
                     offer.withdraw()
-            found = next(((rank, int(code)) for rank, code in enumerate(verdicts) if code), None)
-            if found is not None or mapping is None:
-                raise _not_shared(*(found or (self.rank, problem)), part_bytes * self.size)
+            found = next((int(code) for code in verdicts if code), problem)
+            if found or mapping is None:
+                raise not_shared(found, self.size * part_bytes_of(elements, dtype))
             if_it_fails.pop_all()
         if not self._has_channels:
             passes_on, self._has_channels = self.rank == 0 and self.size > 2, True
             self.ready, self.done = (Signal(signal, opened, passes_on) for signal in (READY, DONE))
         self._mappings.add(mapping)
         return mapping.part(self.rank, torch.empty(elements, dtype=dtype, device="meta"))
-
-    def _accept(self, numbers: list[int], part_bytes: int, opened: list[Channel]) -> tuple[int, Mapping | None]:
-        """Open and map what rank 0 offers; 0 or an error's number, and the mapping. Adds a new channel to `opened`."""
-        process, number, token, offered_bytes, *ends = numbers
-        assert offered_bytes == part_bytes, f"shared memory of {offered_bytes} bytes on rank 0, {part_bytes} here"
-        if not process:
-            return number, None
-        path, own = f"/proc/{process}/fd/{number}", -1
-        try:
-            if os.readlink(path) != f"/memfd:{_name(token)} (deleted)":  # another host's process of that number
-                return NOT_REACHED, None
-            own = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-            # What is not reserved would end the process at its first use (SIGBUS) if there were no memory left.
-            os.posix_fallocate(own, self.rank * part_bytes, part_bytes)
-            if self.rank > 0 and not self._has_channels:
-                opened.append(open_channel(process, *ends[2 * self.rank : 2 * self.rank + 2]))
-            return 0, Mapping.of(own, part_bytes, self.size)
-        except (FileNotFoundError, PermissionError):
-            return NOT_REACHED, None
-        except OSError as error:
-            return error.errno or NOT_REACHED, None
-        finally:
-            if own >= 0:
-                os.close(own)
 
     def parts_like(self, tensor: Tensor) -> list[Tensor] | None:
         """If a tensor (any shape) is in this rank's part, what is there in each rank's: (elements,) each; else None."""
@@ -176,7 +87,15 @@ class SharedMemory:
         return None
 
 
-class SharedCollective:
+class SharedWork:
+    """Something in shared memory that has begun, and is done by the thread that waits for it."""
+
+    def wait(self, timeout: timedelta) -> None:
+        """Return when it is done; `RuntimeError` as of `Channel.wait` if another rank fails."""
+        raise NotImplementedError
+
+
+class SharedCollective(SharedWork):
     """A collective of what lies in each rank's part; it has begun when it is made.
 
     All of it is done in `combine` and `wait`, by the thread that calls them: a thread beside it would need a core.
@@ -201,7 +120,6 @@ class SharedCollective:
             first._is_combined = True
 
     def wait(self, timeout: timedelta) -> None:
-        """Return when all shares are done; `RuntimeError` as of `Channel.wait` if another rank fails."""
         deadline = time.perf_counter() + timeout.total_seconds()
         self.combine(deadline)
         self._memory.done.wait(self._number, deadline)
@@ -306,17 +224,7 @@ def add_in_order(rows: Sequence[Tensor], total: Tensor) -> None:
         into.copy_(in_progress)
 
 
-def _name(token: int) -> str:
-    return f"lab-{token:016x}"
-
-
 def from_rank_0(timeout: timedelta) -> dist.BroadcastOptions:
     options = dist.BroadcastOptions()
     options.rootRank, options.timeout = 0, timeout
     return options
-
-
-def _not_shared(rank: int, code: int, total_bytes: int) -> NotShared:
-    if code == NOT_REACHED:
-        return NotShared(f"rank {rank} cannot open memory of the first rank", is_expected=True)
-    return NotShared(f"no {total_bytes / 1e6:,.1f} MB of shared memory: {os.strerror(code)}", is_expected=False)

@@ -23,8 +23,9 @@ from torch.distributed import ReduceOp
 
 from distlab.comm.endpoint import CountingEndpoint, Endpoint, is_over_nccl, members, process_group, rank
 from distlab.comm.hosts import Hosts, MemoryOfHosts
+from distlab.comm.mappings import NotShared, part_bytes_of
+from distlab.comm.queues import SharedQueue, accepted_queue, offered_queue
 from distlab.comm.shared import (
-    NotShared,
     SharedAllGather,
     SharedAllReduce,
     SharedMemory,
@@ -59,13 +60,15 @@ class Traffic(NamedWaits):
         self.device = torch.device("cpu")  # of this rank
         self.transport: Transport = "auto"  # for tensors in host memory, over gloo's process groups
         self.hosts: Hosts | None = None  # where the ranks are; None: all are taken to be on one host
-        self.smallest_shared_bytes = 1_000  # with "auto"; less is not worth a mapping
+        self.smallest_shared_bytes = 1_000  # of collectives, with "auto"; less is not worth a mapping
         self.smallest_of_hosts_bytes = 250_000  # the same for ranks on several hosts: gloo is as fast for less
         self.remark: Callable[[str], object] = lambda sentence: print(f"# {sentence}", flush=True)
+        self.shares_memory = False  # whether this rank shares memory with other ranks
         # By group; kept to the end of the process, because a group that is collected may hang (see Run.close).
         self._shared: dict[dist.ProcessGroup, SharedMemory | MemoryOfHosts] = {}
         self._buffers: dict[tuple[Group, torch.dtype], Tensor] = {}  # that tensors of a group are copied through
         self._without_more: set[dist.ProcessGroup] = set()  # groups whose ranks get no more shared memory
+        self._remarks: set[str] = set()  # that have been made
         self._thread: ThreadPoolExecutor | None = None
 
     def connect(self, group: Group = None) -> None:
@@ -90,44 +93,85 @@ class Traffic(NamedWaits):
         """
         ranks, plain = members(group), partial(like.new_zeros, elements)
         timeout = timedelta(seconds=self.timeout_seconds)
-        if not self._may_share(elements * like.element_size(), like, group):
-            return plain()
         key = group or dist.group.WORLD
-        assert key is not None
+        if key is None or key in self._without_more or not self._is_to_share(elements * like.itemsize, like, ranks):
+            return plain()
         try:
             with self.named(Wait("shared memory", "other", tuple(r for r in ranks if r != rank()))):
                 memory = self._shared[key] if key in self._shared else self._memory_of(key, ranks, timeout)
-                self._shared[key] = memory
+                self._shared[key], self.shares_memory = memory, True
                 return memory.allocate(elements, like.dtype, timeout)
         except NotShared as error:
-            if self.transport == "shared":
-                raise InputError(f"--transport shared: {error}; use --transport gloo") from None
-            if memory.rank == 0 and not error.is_expected:
-                self.remark(f"{error}; what these ranks cannot share goes over gloo instead")
+            self._share_less(error, is_first=memory.rank == 0)
             self._without_more.add(key)  # what has been allocated stays shared
             return plain()
 
     def _memory_of(
         self, group: dist.ProcessGroup, ranks: Sequence[int], timeout: timedelta
     ) -> SharedMemory | MemoryOfHosts:
-        if self.hosts is None or len(self.hosts.split(ranks)) == 1:
+        if self.hosts is None or self._are_on_one_host(ranks):
             return SharedMemory(group)
         same = [memory for memory in self._shared.values() if getattr(memory, "ranks", None) == tuple(ranks)]
         return MemoryOfHosts(self.hosts, ranks, rank(), f"{group_key(ranks)}/{len(same)}", timeout)
 
-    def _may_share(self, size_bytes: int, like: Tensor, group: Group) -> bool:
-        """Whether a group's ranks are to share memory for a tensor of this size; the same on all of them."""
-        if self.transport == "gloo" or not like.is_cpu or is_over_nccl() or len(members(group)) == 1:
-            return False
-        is_on_one_host = self.hosts is None or len(self.hosts.split(members(group))) == 1
-        least = self.smallest_shared_bytes if is_on_one_host else self.smallest_of_hosts_bytes
-        is_worth_it = self.transport == "shared" or size_bytes >= least
-        return is_worth_it and (group or dist.group.WORLD) not in self._without_more
+    def new_queue(
+        self, sender: int, receiver: int, slots: int, elements: int, like: Tensor, group: Group = None
+    ) -> SharedQueue | None:
+        """This rank's end of a queue, in memory that two ranks share, for messages from one to the other.
 
-    @property
-    def shares_memory(self) -> bool:
-        """Whether this rank shares memory with other ranks."""
-        return bool(self._shared)
+        None where they are to be sent over the process group: on several hosts, or as `transport` says. Both ranks
+        call this, and neither is to wait for the other elsewhere meanwhile.
+
+        Args:
+            slots: how many messages can be there at a time: the sender waits before it sends another one.
+            elements: of the largest message, which has `like`'s dtype and device.
+            group: where they meet.
+
+        Raises:
+            InputError: the transport is "shared", and these ranks cannot share memory.
+            TrafficError: the other rank does not take part.
+        """
+        ranks = [sender, receiver]
+        if not self._may_share(like, ranks) or not self._are_on_one_host(ranks):
+            return None
+        is_sender, what = rank() == sender, "shared memory"
+        other = receiver if is_sender else sender
+
+        def tell(tensor: Tensor) -> None:
+            self.send(tensor, what, to=other, kind="control", group=group).wait()
+
+        def ask(tensor: Tensor) -> None:
+            self.receive(tensor, what, source=other, group=group).wait()
+
+        try:
+            part_bytes = part_bytes_of(elements, like.dtype)
+            queue = offered_queue(part_bytes, slots, tell, ask) if is_sender else accepted_queue(tell, ask)
+        except NotShared as error:
+            self._share_less(error, is_first=is_sender)
+            return None
+        self.shares_memory = True
+        return queue
+
+    def _share_less(self, error: NotShared, is_first: bool) -> None:
+        """Raise `InputError` if the transport is "shared"; else go on over gloo, with a remark of the first rank's."""
+        if self.transport == "shared":
+            raise InputError(f"--transport shared: {error}; use --transport gloo") from None
+        remark = f"{error}; what these ranks cannot share goes over gloo instead"
+        if is_first and not error.is_expected and remark not in self._remarks:
+            self._remarks.add(remark)
+            self.remark(remark)
+
+    def _are_on_one_host(self, ranks: Sequence[int]) -> bool:
+        return self.hosts is None or len(self.hosts.split(ranks)) == 1
+
+    def _may_share(self, like: Tensor, ranks: Sequence[int]) -> bool:
+        """Whether these ranks may share memory for a tensor like this one; the same on all of them."""
+        return self.transport != "gloo" and like.is_cpu and not is_over_nccl() and len(ranks) > 1
+
+    def _is_to_share(self, size_bytes: int, like: Tensor, ranks: Sequence[int]) -> bool:
+        """Whether they are to share it for collectives of so many bytes."""
+        least = self.smallest_shared_bytes if self._are_on_one_host(ranks) else self.smallest_of_hosts_bytes
+        return self._may_share(like, ranks) and (self.transport == "shared" or size_bytes >= least)
 
     def is_shared(self, tensor: Tensor, group: Group = None) -> bool:
         """Whether a tensor lies in memory that all of a group's ranks share, as what `new_buffer` returns may."""
@@ -205,7 +249,7 @@ class Traffic(NamedWaits):
 
     def _copied_through(self, tensor: Tensor, group: Group) -> Tensor | None:
         """A part, with `tensor`'s shape, of the group's buffer in shared memory; None if it has or needs none."""
-        if not self._may_share(tensor.nbytes, tensor, group):
+        if not self._is_to_share(tensor.nbytes, tensor, members(group)):
             return None
         key = group, tensor.dtype
         buffer = self._buffers.get(key)
@@ -277,21 +321,30 @@ class Traffic(NamedWaits):
         begin = partial(dist.broadcast, carried, src=src, group=group, async_op=True)
         return self._start(wait, begin, tensor, carried)
 
-    def send(self, tensor: Tensor, what: str, *, to: int, kind: str, group: Group = None) -> Transfer:
+    def send(
+        self, tensor: Tensor, what: str, *, to: int, kind: str, group: Group = None, queue: SharedQueue | None = None
+    ) -> Transfer:
         """Start to send `tensor` (any shape) to another rank. Messages between two ranks arrive in order.
 
         Keep the transfer until its `wait` has returned: gloo drops the message of a transfer that is garbage-collected.
-        `group` is the channel; NCCL runs the messages of a channel one after another, both directions together.
+        `group` is the channel; NCCL runs the messages of a channel one after another, both directions together. With
+        `queue`, of `new_queue`, the message goes through that; the tensor may be changed at once.
         """
         self.ledger.count(kind, tensor.nbytes)
         carried = staged(tensor)
-        begin = partial(dist.isend, carried, dst=to, group=group)
+        begin: Callable[[], Work | None] = partial(dist.isend, carried, dst=to, group=group)
+        if queue is not None:
+            begin = partial(queue.send, tensor, timedelta(seconds=self.timeout_seconds))
         return self._start(Wait(what, "send", (to,)), begin, carried, carried)
 
-    def receive(self, tensor: Tensor, what: str, *, source: int, group: Group = None) -> Transfer:
-        """Start to receive the next message of rank `source` in `group` into `tensor` (any shape)."""
+    def receive(
+        self, tensor: Tensor, what: str, *, source: int, group: Group = None, queue: SharedQueue | None = None
+    ) -> Transfer:
+        """Start to receive the next message of rank `source` in `group`, or in a queue, into `tensor` (any shape)."""
         carried = host_buffer(tensor)
-        begin = partial(dist.irecv, carried, src=source, group=group)
+        begin: Callable[[], Work | None] = partial(dist.irecv, carried, src=source, group=group)
+        if queue is not None:
+            begin = partial(queue.receive, tensor)
         return self._start(Wait(what, "receive", (source,)), begin, tensor, carried)
 
     def _around_ring(

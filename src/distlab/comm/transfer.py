@@ -12,17 +12,17 @@ from torch import Tensor
 
 from distlab.comm.endpoint import is_over_nccl
 from distlab.comm.recorder import MESSAGE, WAIT, recorder
-from distlab.comm.shared import SharedCollective
+from distlab.comm.shared import SharedCollective, SharedWork
 from distlab.comm.streams import passed
 from distlab.comm.waits import NamedWaits, StreamWait, Wait
 
-Work = dist.Work | Future[None] | SharedCollective
+Work = dist.Work | Future[None] | SharedWork
 
 
 class Transfer:
     """A message or collective in progress. The caller may use the tensor again after `wait`.
 
-    `work` is torch's handle, the thread of a handwritten collective, or a collective in shared memory; None if there is
+    `work` is torch's handle, the thread of a handwritten collective, or work in shared memory; None if there is
     nothing to wait for. It sends or fills `carried`, which is `tensor` itself or its `host_buffer`. `finish` makes
     the content of `carried` from what `work` has brought.
     """
@@ -76,7 +76,7 @@ class Transfer:
 
     def has_arrived(self) -> bool:
         """Whether `wait` would return, or raise, at once; not known over NCCL and in shared memory."""
-        if self._is_on_stream or self._work is None or isinstance(self._work, SharedCollective):
+        if self._is_on_stream or self._work is None or isinstance(self._work, SharedWork):
             return self._work is None
         return self._work.done() if isinstance(self._work, Future) else self._work.is_completed()
 
@@ -99,7 +99,7 @@ class Transfer:
 
     def _wait_on_stream(self, work: Work) -> None:
         """Order what follows on the current stream after `work`."""
-        assert not isinstance(work, Future | SharedCollective), "a collective of another kind goes over gloo"
+        assert not isinstance(work, Future | SharedWork), "a collective of another kind goes over gloo"
         reached = passed()
         with self._waits.named(self._wait):
             work.wait()  # with a deadline, it would keep this thread until the message is there
@@ -139,7 +139,7 @@ class Transfer:
         if self._work is None:
             queued.set_result(self._tensor)
             return queued
-        assert not isinstance(self._work, Future | SharedCollective), "a collective of another kind has wait() only"
+        assert not isinstance(self._work, Future | SharedWork), "a collective of another kind has wait() only"
         ended = self._work.get_future()
 
         def finish(_: "torch.futures.Future[Tensor]") -> Tensor:

@@ -1,8 +1,9 @@
 """Runs one worker of a pipeline: executes its actions in order, and exchanges activations and gradients between stages.
 
 Receives are posted ahead of their use and sends complete in the background, so sender and receiver compute while a
-message is in transit. Messages of one kind arrive in the order in which they were sent; `plan.simulate` checks that
-both ends expect the same order. Two stages of one worker exchange tensors directly, without a message or a copy.
+message is in transit. Between ranks that share memory, a message has arrived when it is sent. Messages of one kind
+arrive in the order in which they were sent; `plan.simulate` checks that both ends expect the same order. Two stages of
+one worker exchange tensors directly, without a message or a copy.
 """
 
 import itertools
@@ -17,11 +18,12 @@ from torch import Tensor, nn
 from distlab.comm.devices import patient_threads
 from distlab.comm.endpoint import is_over_nccl
 from distlab.comm.grid import Grid
+from distlab.comm.queues import SharedQueue
 from distlab.comm.recorder import COMPUTE, recorder
 from distlab.comm.traffic import Transfer, traffic
 from distlab.pipeline.actions import Action, ActionCosts, Programs, Result, stages_of
 from distlab.pipeline.activations import Loss, SavedActivations, Stage
-from distlab.pipeline.plan import Link, Plan, simulate, threads_by_plan
+from distlab.pipeline.plan import Link, acknowledged, most_on_the_way, simulate, threads_by_plan
 from simplellm.errors import require
 
 POSTED_AHEAD = 2  # receives posted per link: the one needed next, and one more in transit
@@ -75,7 +77,7 @@ class Pipeline:
         require(workers == grid.pp, f"the schedule is for {workers} workers but the pipeline has {grid.pp}")
         self.grid, self.width, self._plan, self._worker, self._run_on = grid, width, plan, grid.stage, run_on
         self.owners = [plan.owners[stage] for stage in sorted(plan.owners)]  # by stage, the worker that holds it
-        self.program = programs[grid.stage]  # this worker's actions
+        self._programs, self.program = programs, programs[grid.stage]  # all workers' actions, and this one's
         held = stages_of(self.program)
         self.stages = dict.fromkeys(held[:1], stages) if isinstance(stages, nn.Module) else dict(stages)
         given = sorted(self.stages)
@@ -91,8 +93,10 @@ class Pipeline:
         self._threads = threads_by_plan(programs, cores, costs) if cores else {}
         self._prepared = [self._prepare(action) for action in self.program]
         self._incoming = {link: results for link, results in plan.messages.items() if link[1] == self._worker}
-        self._acknowledged = _acknowledged(programs, plan, self._worker)
+        self._acknowledged = acknowledged(programs, plan, self._worker)
         self._channels = _channels(plan.messages)
+        self._queues: dict[Link, SharedQueue] = {}  # of the links whose ends share memory
+        self._queued_elements = 0  # for which they have room
         self._is_cold = is_over_nccl()  # until the first step is complete
         self._connect()
         self._posted: dict[Result, tuple[Tensor, Transfer]] = {}
@@ -125,6 +129,7 @@ class Pipeline:
         for action in self.program:
             action.prepare(self._stages[action.stage])
         self._micro_batches, usual_threads = micro_batches, torch.get_num_threads()
+        self._share_memory(micro_batches)
         self._expected = {link: iter(results) for link, results in self._incoming.items()}
         if self._is_cold:
             self._warm_up(micro_batches[0])
@@ -167,8 +172,9 @@ class Pipeline:
         if worker == self._worker:
             self._handed_over[result] = tensor
         else:
-            to, group = self.grid.rank_of(worker), self._channels[self._worker, worker, result.kind]
-            self._sent[result] = traffic.send(tensor, str(result), to=to, kind=result.kind, group=group)
+            to, link = self.grid.rank_of(worker), (self._worker, worker, result.kind)
+            group, queue = self._channels[link], self._queues.get(link)
+            self._sent[result] = traffic.send(tensor, str(result), to=to, kind=result.kind, group=group, queue=queue)
 
     def _take(self, result: Result) -> Tensor:
         """A result of another stage; waits until it has arrived."""
@@ -196,8 +202,24 @@ class Pipeline:
         if result is not None:
             x = self._micro_batches[result.micro_batch]
             tensor, source = torch.empty(*x.shape, self.width, device=x.device), self.grid.rank_of(link[0])
-            transfer = traffic.receive(tensor, str(result), source=source, group=self._channels[link])
+            group, queue = self._channels[link], self._queues.get(link)
+            transfer = traffic.receive(tensor, str(result), source=source, group=group, queue=queue)
             self._posted[result] = tensor, transfer
+
+    def _share_memory(self, micro_batches: Sequence[Tensor]) -> None:
+        """Before the first step and before one with larger micro-batches, make queues for this worker's links."""
+        elements = max(x.numel() for x in micro_batches) * self.width
+        if elements <= self._queued_elements:
+            return
+        slots, self._queued_elements = most_on_the_way(self._programs), elements
+        like = torch.empty(0, device=micro_batches[0].device)
+        for link, group in self._channels.items():  # in the same order on all workers
+            sender, receiver, _ = link
+            if self._worker in (sender, receiver):
+                ends = self.grid.rank_of(sender), self.grid.rank_of(receiver)
+                queue = traffic.new_queue(*ends, slots[link], elements, like, group)
+                if queue is not None:
+                    self._queues[link] = queue
 
     def _warm_up(self, ids: Tensor) -> None:
         """Over NCCL, before the first receive is posted, run a forward and a backward pass of each stage on zeros.
@@ -221,19 +243,6 @@ class Pipeline:
                 traffic.send(tensor, what, to=self.grid.rank_of(receiver), kind="control", group=group).wait()
             elif self._worker == receiver:
                 traffic.receive(tensor, what, source=self.grid.rank_of(sender), group=group).wait()
-
-
-def _acknowledged(programs: Programs, plan: Plan, worker: int) -> dict[Result, list[Result]]:
-    """By message that a worker receives: the messages of its own that the sender had used before it sent that one."""
-    received = {result for link, results in plan.messages.items() if link[1] == worker for result in results}
-    acknowledged: dict[Result, list[Result]] = {}
-    for program in programs:
-        used: list[Result] = []
-        for action in program:
-            used += [result for result in action.needs(len(plan.owners)) if plan.owners[result.stage] == worker]
-            for result in received.intersection(action.results):
-                acknowledged[result], used = used, []
-    return acknowledged
 
 
 def _channels(links: Iterable[Link]) -> "dict[Link, dist.ProcessGroup | None]":

@@ -5,7 +5,7 @@ arrived, and a send never blocks the sender. What an action needs, computes, cos
 """
 
 import itertools
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
@@ -128,6 +128,38 @@ def threads_by_plan(programs: Programs, cores: int, costs: ActionCosts | None = 
     """
     busy = busy_workers(simulate(programs, costs if len(programs) <= cores else None))
     return {action: max(1, cores // workers) for action, workers in busy.items()}
+
+
+def acknowledged(programs: Programs, plan: Plan, worker: int) -> dict[Result, list[Result]]:
+    """By message that a worker receives: the messages of its own that the sender had used before it sent that one."""
+    received = {result for link, results in plan.messages.items() if link[1] == worker for result in results}
+    acknowledged: dict[Result, list[Result]] = {}
+    for program in programs:
+        used: list[Result] = []
+        for action in program:
+            used += [result for result in action.needs(len(plan.owners)) if plan.owners[result.stage] == worker]
+            for result in received.intersection(action.results):
+                acknowledged[result], used = used, []
+    return acknowledged
+
+
+def most_on_the_way(programs: Programs) -> dict[Link, int]:
+    """By link, the most messages that its sender has sent, and does not know to be received, in steps in a row.
+
+    With room for so many, no sender ever has to wait until its receiver has taken a message.
+    """
+    programs = in_a_row(programs, 2)  # at the end of a step, some may not be acknowledged
+    plan = simulate(programs)
+    links = {result: link for link, results in plan.messages.items() for result in results}
+    most = dict.fromkeys(plan.messages, 0)
+    for worker, program in enumerate(programs):
+        by_message, on_the_way = acknowledged(programs, plan, worker), Counter[Link]()
+        for action in program:
+            taken = [result for need in action.needs(len(plan.owners)) for result in by_message.get(need, ())]
+            on_the_way.subtract(links[result] for result in taken)
+            on_the_way.update(links[result] for result in action.results if result in links)
+            most.update((link, max(most[link], count)) for link, count in on_the_way.items())
+    return most
 
 
 def ideal_bubble(stages: int, micro_batches: int) -> float:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from distlab.comm.grid import Grid
 from distlab.comm.recorder import recorder
-from distlab.comm.traffic import Transfer, traffic
+from distlab.comm.traffic import Transfer, Transport, traffic
 from distlab.pipeline.actions import Action, ActionCosts, Backward, BackwardWeight, Forward, Programs, stages_of
 from distlab.pipeline.executor import Pipeline, _channels
 from distlab.pipeline.plan import simulate
@@ -30,7 +30,9 @@ def compare_with_one_process(rank: int, port: int, stages: int, split: tuple[int
     compared = 0
     with process_group(rank, stages, port):
         for schedule in schedules:
-            for micro_batches in MICRO_BATCHES:
+            transports: list[Transport] = ["auto", "gloo"] * 2
+            for micro_batches, transport in zip(MICRO_BATCHES, transports, strict=True):
+                traffic.transport = transport
                 net = louder(build_stage(rank, split, VOCAB, **OPTIONS))
                 whole = louder(LLama(CausalLLama, VOCAB, n_layers=sum(split), **OPTIONS))
                 before = {name: p.detach().clone() for name, p in net.named_parameters()}
@@ -315,7 +317,7 @@ def count_sends(rank: int, port: int, schedule: str) -> tuple[int, int, int]:
     with process_group(rank, 3, port), pytest.MonkeyPatch.context() as monkeypatch:
         net = build_stage(rank, (1, 1, 1), VOCAB, **OPTIONS)
         pipeline = Pipeline(net, all_stages(schedule, 3, 12), Grid(rank, dp=1, pp=3), LOSS, WIDTH)
-        sends = CountedSends(monkeypatch)
+        traffic.transport, sends = "gloo", CountedSends(monkeypatch)
         pipeline.step(batch(0, rows=12).chunk(12))
         return sends.total, sends.peak, sends.now
 
@@ -335,6 +337,7 @@ def leave_sends_open(rank: int, port: int) -> list[tuple[bool, bool]]:
     with process_group(rank, 2, port), pytest.MonkeyPatch.context() as monkeypatch:
         net = build_stage(rank, (1, 1), VOCAB, **OPTIONS)
         grid, sends = Grid(rank, dp=1, pp=2), CountedSends(monkeypatch)
+        traffic.transport = "gloo"
         pipeline = Pipeline(net, all_stages("zb-h2", 2, 4), grid, LOSS, WIDTH, run_on=True)
         usual = Pipeline(net, all_stages("zb-h2", 2, 4), grid, LOSS, WIDTH)
         found = []
@@ -354,7 +357,7 @@ def test_steps_that_run_on_leave_their_last_sends_to_the_next_one() -> None:
     assert run_ranks(2, leave_sends_open, free_port()) == [[(True, False)] * 3, [(True, True)] * 3]
 
 
-def run_ahead(rank: int, port: int) -> float:
+def run_ahead(rank: int, port: int, transport: Transport) -> float:
     """Stage 1 begins a second late; the seconds that stage 0 took for its forward passes, 8 MB of activations each."""
     width, micro_batches = 4096, 6
 
@@ -373,17 +376,22 @@ def run_ahead(rank: int, port: int) -> float:
         net = Timed()
         programs = all_stages("gpipe", 2, micro_batches)
         pipeline = Pipeline(net, programs, Grid(rank, dp=1, pp=2), lambda y, _: y.mean(), width)
+        batch = torch.zeros(micro_batches, 512, dtype=torch.int64).chunk(micro_batches)
+        traffic.transport = transport
+        pipeline.step(batch)  # in which the stages agree on the memory that they share
+        assert bool(pipeline._queues) == (transport == "auto")
         torch.distributed.barrier()
         started = time.monotonic()
         time.sleep(float(rank))
-        pipeline.step(torch.zeros(micro_batches, 512, dtype=torch.int64).chunk(micro_batches))
+        pipeline.step(batch)
         assert net.weight.grad is not None
         return net.ended - started
 
 
 @pytest.mark.alone
-def test_sends_do_not_hold_up_the_stage_that_sends() -> None:
-    first, second = run_ranks(2, run_ahead, free_port())
+@pytest.mark.parametrize("transport", ["auto", "gloo"])
+def test_sends_do_not_hold_up_the_stage_that_sends(transport: Transport) -> None:
+    first, second = run_ranks(2, run_ahead, free_port(), transport)
     assert first < 0.8 < 1.0 < second
 
 

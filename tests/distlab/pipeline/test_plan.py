@@ -1,6 +1,7 @@
 """Simulated schedules: times, bubbles and bytes by formula and by hand; broken schedules, each with its sentence."""
 
 import re
+from collections import Counter
 from collections.abc import Callable
 from random import Random
 
@@ -20,7 +21,16 @@ from distlab.pipeline.actions import (
     Program,
     Result,
 )
-from distlab.pipeline.plan import ScheduleError, busy_workers, ideal_bubble, simulate, threads_by_plan
+from distlab.pipeline.plan import (
+    Link,
+    ScheduleError,
+    busy_workers,
+    ideal_bubble,
+    in_a_row,
+    most_on_the_way,
+    simulate,
+    threads_by_plan,
+)
 from distlab.pipeline.schedules import all_stages
 from distlab.pipeline.split import estimated_costs, multiply_adds
 
@@ -295,3 +305,43 @@ def test_what_stays_on_its_stage_cannot_be_needed_elsewhere() -> None:
     programs = [passes(0, "F0 B0"), [Forward(1, 0), Peek(1, 0), Backward(1, 0)]]
     with pytest.raises(ScheduleError, match="P0 of stage 1 needs the graph of micro-batch 0, which stays on stage 0"):
         simulate(programs)
+
+
+def play_at_random(programs: list[Program], random: Random) -> Counter[Link]:
+    """Run three steps in a random order that the schedule allows; by link, the most messages sent and not taken."""
+    programs = in_a_row(programs, 3)
+    plan = simulate(programs)
+    link_of = {result: link for link, results in plan.messages.items() for result in results}
+    done: set[Result] = set()
+    on_the_way, most, places = Counter[Link](), Counter[Link](), [0] * len(programs)
+    order = list(range(len(programs)))
+    while unfinished := [worker for worker in order if places[worker] < len(programs[worker])]:
+        if random.random() < 0.05:
+            random.shuffle(order)  # the first ones run as far as they can, so that the others are far behind
+        for worker in unfinished:
+            action = programs[worker][places[worker]]
+            needs = action.needs(len(plan.owners))
+            if done.issuperset(needs):
+                on_the_way.subtract(link_of[result] for result in needs if result in link_of)
+                on_the_way.update(link_of[result] for result in action.results if result in link_of)
+                most |= on_the_way
+                done.update(action.results)
+                places[worker] += 1
+                break
+    return most
+
+
+@pytest.mark.parametrize("name", ["gpipe", "dapple", "interleaved", "zb-h2", "zb-v"])
+@pytest.mark.parametrize(("workers", "micro_batches"), [(2, 4), (3, 6), (4, 8)])
+def test_no_more_messages_are_ever_on_the_way_than_there_is_room_for(
+    name: str, workers: int, micro_batches: int
+) -> None:
+    programs = all_stages(name, workers, micro_batches)
+    room, most = most_on_the_way(programs), Counter[Link]()
+    for seed in range(60):
+        most |= play_at_random(programs, Random(seed))
+    assert set(most) == set(room)
+    assert all(most[link] <= room[link] for link in room)
+    # Some more, as a sender does not count what it knows from a third worker.
+    assert sum(room.values()) <= 1.7 * sum(most.values())
+    assert max(room.values()) <= {"gpipe": micro_batches}.get(name, 3 * workers)

@@ -1,0 +1,137 @@
+"""Memory that ranks of a host share: an anonymous file that one of them makes (`memfd_create`) and the others open.
+
+They open it through /proc: it has no name in any folder, only its user may open it, and the kernel frees it when the
+last of the processes has ended, however it ended.
+"""
+
+import mmap
+import os
+import secrets
+from collections.abc import Sequence
+from contextlib import suppress
+
+import torch
+from torch import Tensor
+
+from distlab.comm.signals import Channel, Pipes, open_channel
+
+ALIGNED_BYTES = 4096  # parts begin at pages
+NOT_REACHED = -1  # in place of an error number: another host, user or container
+
+
+class Mapping(mmap.mmap):
+    """Shared memory in parts, all of one size."""
+
+    part_bytes: int
+    address: int
+
+    @classmethod
+    def of(cls, descriptor: int, part_bytes: int, parts: int) -> "Mapping":
+        mapping = cls(descriptor, part_bytes * parts)
+        mapping.part_bytes = part_bytes
+        mapping.address = torch.frombuffer(mapping, dtype=torch.uint8).data_ptr()
+        return mapping
+
+    def part(self, number: int, like: Tensor, offset_bytes: int = 0) -> Tensor:
+        """What lies in a part at an offset, with the size and dtype of `like`: (elements,)."""
+        at = number * self.part_bytes + offset_bytes
+        return torch.frombuffer(self, dtype=like.dtype, count=like.numel(), offset=at)
+
+
+class Offer:
+    """What a rank offers to others: an anonymous file with room for so many parts, and two pipes to each of them.
+
+    Args:
+        part_bytes: see `part_bytes_of`.
+        pipes_to: how many ranks get pipes; 0 if these have some already.
+
+    Attributes:
+        numbers: where the others find it: process, descriptor, token, bytes of a part, parts; and the ends of the
+            pipes, two for each rank. In place of a process and a descriptor, 0 and an error's number.
+        channels: this rank's ends of the pipes, by rank.
+    """
+
+    def __init__(self, part_bytes: int, parts: int, pipes_to: int) -> None:
+        self.channels: list[Channel] = []
+        self._pipes, self._descriptor = Pipes(), -1
+        token = secrets.randbits(62)
+        try:
+            self._descriptor = os.memfd_create(_name(token), os.MFD_CLOEXEC)
+            os.fchmod(self._descriptor, 0o600)
+            with suppress(OSError):  # a limit on the size of files; then it has no room for the parts
+                os.ftruncate(self._descriptor, part_bytes * parts)
+            self.channels = self._pipes.make(pipes_to)
+        except (OSError, AttributeError) as error:  # no such call outside of Linux
+            failure = getattr(error, "errno", None) or NOT_REACHED
+            self.numbers = [0, failure, 0, part_bytes, parts, *[0] * (2 * pipes_to)]
+            return
+        self.numbers = [os.getpid(), self._descriptor, token, part_bytes, parts, *self._pipes.far_ends]
+
+    def withdraw(self) -> None:
+        """Close what the others have opened meanwhile."""
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+        self._pipes.hand_over()
+
+
+def no_offer(pipes_to: int) -> list[int]:
+    """What the numbers of an `Offer` are received in."""
+    return [0] * (5 + 2 * pipes_to)
+
+
+class NotShared(Exception):
+    """Ranks that cannot share memory; all of them raise it. `is_expected` if they are on several hosts."""
+
+    def __init__(self, sentence: str, is_expected: bool) -> None:
+        super().__init__(sentence)
+        self.is_expected = is_expected
+
+
+def accept(numbers: Sequence[int], reserved: range, pipes: int | None) -> tuple[int, Mapping | None, list[Channel]]:
+    """Open and map what a rank offers; the rank itself does so, too.
+
+    Args:
+        numbers: of the offer.
+        reserved: the parts that this rank reserves.
+        pipes: which of the offer's pairs of pipes to open, if any.
+
+    Returns:
+        0 or an error's number, the mapping, and the pipes opened, if any; without an error, the mapping is there.
+    """
+    process, number, token, part_bytes, parts, *ends = numbers
+    if not process:
+        return number, None, []
+    path, own = f"/proc/{process}/fd/{number}", -1
+    try:
+        if os.readlink(path) != f"/memfd:{_name(token)} (deleted)":  # another host's process of that number
+            return NOT_REACHED, None, []
+        own = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        # What is not reserved would end the process at its first use (SIGBUS) if there were no memory left.
+        if reserved:
+            os.posix_fallocate(own, reserved.start * part_bytes, len(reserved) * part_bytes)
+        mapping = Mapping.of(own, part_bytes, parts)
+        channels = [] if pipes is None else [open_channel(process, *ends[2 * pipes : 2 * pipes + 2])]
+        return 0, mapping, channels
+    except (FileNotFoundError, PermissionError):
+        return NOT_REACHED, None, []
+    except OSError as error:
+        return error.errno or NOT_REACHED, None, []
+    finally:
+        if own >= 0:
+            os.close(own)
+
+
+def part_bytes_of(elements: int, dtype: torch.dtype) -> int:
+    """The bytes of a part with room for so many elements."""
+    return -(-elements * dtype.itemsize // ALIGNED_BYTES) * ALIGNED_BYTES
+
+
+def _name(token: int) -> str:
+    return f"lab-{token:016x}"
+
+
+def not_shared(code: int, total_bytes: int) -> NotShared:
+    """What the ranks raise if one of them has an error of this number."""
+    if code == NOT_REACHED:
+        return NotShared("a rank cannot open the memory of another", is_expected=True)
+    return NotShared(f"no {total_bytes / 1e6:,.1f} MB of shared memory: {os.strerror(code)}", is_expected=False)
