@@ -68,9 +68,9 @@ def exchange(data: Tensor, compute: Callable[[], object], is_shared: bool) -> Ca
     own, group = dist.get_rank(), dist.new_group()  # of its own, as receives that are not used stay behind
     other = 1 - own
     queues: dict[int, SharedQueue | None] = {own: None, other: None}  # by sender
-    for sender in (0, 1) if is_shared else ():
-        queues[sender] = traffic.new_queue(sender, 1 - sender, SLOTS, data.numel(), data)
-        assert queues[sender] is not None
+    if is_shared:
+        queues = traffic.new_queues((0, 1), SLOTS, data.numel(), data)
+        assert None not in queues.values()
 
     def post() -> Transfer:
         return traffic.receive(torch.empty_like(data), "a message", source=other, group=group, queue=queues[other])

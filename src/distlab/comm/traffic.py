@@ -152,6 +152,16 @@ class Traffic(NamedWaits):
         self.shares_memory = True
         return queue
 
+    def new_queues(
+        self, ranks: Sequence[int], slots: int, elements: int, like: Tensor, group: Group = None
+    ) -> dict[int, SharedQueue | None]:
+        """The queues between two ranks, by sender; both ranks call this, as `new_queue`."""
+        one, other = ranks
+        return {
+            sender: self.new_queue(sender, receiver, slots, elements, like, group)
+            for sender, receiver in ((one, other), (other, one))
+        }
+
     def _share_less(self, error: NotShared, is_first: bool) -> None:
         """Raise `InputError` if the transport is "shared"; else go on over gloo, with a remark of the first rank's."""
         if self.transport == "shared":

@@ -3,7 +3,7 @@
 import itertools
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from distlab.collectives.calibration import seconds_in_turn
 from distlab.comm.devices import patient_threads
 from distlab.comm.link import Link
+from distlab.comm.queues import SharedQueue
 from distlab.comm.traffic import Group, traffic
 from distlab.parallel.tp_group import shard_sizes
 from distlab.pipeline.actions import KINDS
@@ -43,10 +44,11 @@ MESSAGE_BYTES = 4, 1_000_000
 GLOO_BYTES = 4, 65_536, 1_048_576, 4_194_304
 SHARED_BYTES = 4_096, 262_144, 4_194_304, 16_777_216
 ROUNDS = 8
+ROUNDS_IN_A_CROWD = 60
 IN_A_ROW = 4  # collectives
 PRODUCTS = 2  # of matrices before each, some milliseconds
 PAUSE = 2e-3  # seconds
-SECONDS_OF_A_CROWD = 0.3
+SECONDS_OF_A_CROWD = 1.0
 SECONDS_OF_SPINNING = 0.1  # at most
 CROWD = 128  # rows of a matrix
 
@@ -216,8 +218,10 @@ def measure_messages(rank: int, peers: tuple[int, int], crowd: Sequence[int], de
     seconds, own = [0.0, 0.0, 0.0], 0.0
     small, large = (torch.zeros(size_bytes // 4, device=device) for size_bytes in MESSAGE_BYTES)
     meet("ranks to send messages", device)
+    queues = traffic.new_queues(peers, 1, large.numel(), large) if rank in peers else {}
+    exchange = partial(_exchange, rank, peers, queues)
     if rank in peers:
-        times, calls = zip(*(_exchange(rank, peers, (small, large), device) for _ in range(2 * ROUNDS)), strict=True)
+        times, calls = zip(*(exchange([small, large]) for _ in range(2 * ROUNDS)), strict=True)
         seconds[:2] = (statistics.median(column) for column in zip(*times, strict=True))
         own = statistics.median(calls)
     meet("ranks to send messages", device)
@@ -227,7 +231,7 @@ def measure_messages(rank: int, peers: tuple[int, int], crowd: Sequence[int], de
             torch.ones(CROWD, CROWD).mm(torch.ones(CROWD, CROWD))
     elif crowd and rank in peers:
         time.sleep(2 * PAUSE)  # until all of them are busy
-        seconds[2] = statistics.median(_exchange(rank, peers, [small], device)[0][0] for _ in range(2 * ROUNDS))
+        seconds[2] = statistics.median(exchange([small])[0][0] for _ in range(ROUNDS_IN_A_CROWD))
     told = torch.tensor([*seconds, own], dtype=torch.float64, device=device)
     traffic.broadcast(told, "what messages take", kind="control", src=peers[0]).wait()
     latency, whole, crowded, own = told.tolist()
@@ -237,23 +241,23 @@ def measure_messages(rank: int, peers: tuple[int, int], crowd: Sequence[int], de
 
 
 def _exchange(
-    rank: int, peers: tuple[int, int], tensors: Sequence[Tensor], device: torch.device
+    rank: int, peers: tuple[int, int], queues: Mapping[int, SharedQueue | None], tensors: Sequence[Tensor]
 ) -> tuple[list[float], float]:
     """Seconds of a message of each tensor between two ranks, one way; and of the call that sends the first."""
     times, calls = [], []
     other, what = peers[1 - peers.index(rank)], "a message of the calibration"
     for tensor in tensors:
-        started = now(device)
+        started = now(tensor.device)
         for sender in peers:
             if rank == sender:
                 time.sleep(PAUSE)
                 called = time.perf_counter()
-                transfer = traffic.send(tensor, what, to=other, kind="control")
+                transfer = traffic.send(tensor, what, to=other, kind="control", queue=queues[rank])
                 calls.append(time.perf_counter() - called)
                 transfer.wait()
             else:
-                traffic.receive(tensor, what, source=other).wait()
-        times.append((now(device) - started) / 2 - PAUSE)
+                traffic.receive(tensor, what, source=other, queue=queues[other]).wait()
+        times.append((now(tensor.device) - started) / 2 - PAUSE)
     return times, calls[0]
 
 

@@ -144,15 +144,17 @@ def _rehearse(
 def _exchange(grid: Grid, first: int, tensor: Tensor) -> float:
     """Seconds that a message takes from one worker to the next, or back."""
     is_first = grid.stage == first
-    other, what = grid.rank_of(first + is_first), "a message of the rehearsal"
+    ranks, what = [grid.rank_of(first), grid.rank_of(first + 1)], "a message of the rehearsal"
+    own, other = ranks[not is_first], ranks[is_first]
+    queues = traffic.new_queues(ranks, 1, tensor.numel(), tensor)
     seconds = []
     for _ in range(1 + REHEARSALS):
         start = _now(tensor.device)
         if is_first:
-            traffic.send(tensor, what, to=other, kind="control").wait()
-        traffic.receive(tensor, what, source=other).wait()
+            traffic.send(tensor, what, to=other, kind="control", queue=queues[own]).wait()
+        traffic.receive(tensor, what, source=other, queue=queues[other]).wait()
         if not is_first:
-            traffic.send(tensor, what, to=other, kind="control").wait()
+            traffic.send(tensor, what, to=other, kind="control", queue=queues[own]).wait()
         seconds.append(_now(tensor.device) - start)
     return min(seconds[1:]) / 2
 
