@@ -42,6 +42,8 @@ class Settings:
     """how often the ranks are started, with threads of either kind"""
     shared: bool = False
     """compare messages over gloo with messages through shared memory, between two ranks that compute meanwhile"""
+    crowds: list[int] = field(default_factory=lambda: [0, 2])
+    """with --shared: numbers of further ranks, which compute all the time"""
     port: int = 29557
     """where rank 0 listens"""
 
@@ -65,8 +67,9 @@ def measure(rank: int, world_size: int, patient: bool, settings: Settings, resul
 
 def exchange(data: Tensor, compute: Callable[[], object], is_shared: bool) -> Callable[[object], None]:
     """A turn of a stage: compute, send the result, take what the other rank has sent, for which a receive is posted."""
-    own, group = dist.get_rank(), dist.new_group()  # of its own, as receives that are not used stay behind
+    own = dist.get_rank()
     other = 1 - own
+    group = dist.new_group([0, 1], use_local_synchronization=True)  # in which receives that are not used stay behind
     queues: dict[int, SharedQueue | None] = {own: None, other: None}  # by sender
     if is_shared:
         queues = traffic.new_queues((0, 1), SLOTS, data.numel(), data)
@@ -87,18 +90,21 @@ def exchange(data: Tensor, compute: Callable[[], object], is_shared: bool) -> Ca
     return turn
 
 
-def compare_memory(rank: int, settings: Settings) -> None:
-    """One of two ranks: messages over gloo and through shared memory, in turn; rank 0 prints the table."""
-    join(rank, 2, settings.port)
+def compare_memory(rank: int, crowd: int, settings: Settings) -> None:
+    """One of two ranks: messages over gloo and through shared memory, in turn; rank 0 prints lines of the table.
+
+    Or one of the crowd, which computes until the others have ended.
+    """
+    join(rank, 2 + crowd, settings.port)
     weight = torch.randn(400, 400)
 
     def compute() -> object:
         return torch.mm(weight, weight)
 
-    if rank == 0:
-        print("| message | over gloo, ms | through shared memory, ms | gloo ÷ shared (quartiles) |")
-        print("|---|---|---|---|", flush=True)
-    for kilobytes in settings.kilobytes:
+    end = dist.barrier(async_op=True) if rank > 1 else None
+    while end is not None and not end.is_completed():
+        compute()
+    for kilobytes in settings.kilobytes if rank < 2 else ():
         data = torch.ones(kilobytes * 250)
         turns = {name: exchange(data, compute, name == "shared") for name in ("gloo", "shared")}
         seconds = seconds_in_turn({"none": lambda _: compute(), **turns}, lambda _: None, settings.in_a_row)
@@ -107,15 +113,19 @@ def compare_memory(rank: int, settings: Settings) -> None:
         low, ratio, high = quartiles_of_ratios(seconds["gloo"], seconds["shared"])
         if rank == 0:
             cells = " | ".join(f"{milliseconds:.2f}" for milliseconds in medians)
-            print(f"| {kilobytes} kB | {cells} | {ratio:.2f} ({low:.2f} to {high:.2f}) |", flush=True)
-    dist.barrier()
+            print(f"| {crowd} | {kilobytes} kB | {cells} | {ratio:.2f} ({low:.2f} to {high:.2f}) |", flush=True)
+    if rank < 2:
+        dist.barrier()
     leave(0)
 
 
 def main() -> None:
     settings = tyro.cli(Settings, description=__doc__)
     if settings.shared:
-        mp.spawn(compare_memory, args=(settings,), nprocs=2)
+        print("| ranks besides | message | over gloo, ms | through shared memory, ms | gloo ÷ shared (quartiles) |")
+        print("|---|---|---|---|---|", flush=True)
+        for crowd in settings.crowds:
+            mp.spawn(compare_memory, args=(crowd, settings), nprocs=2 + crowd)
         return
     print("| ranks | message | usual threads, µs | patient ones | times as fast (median) | range |")
     print("|---|---|---|---|---|---|", flush=True)

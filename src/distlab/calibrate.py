@@ -97,9 +97,7 @@ def calibrate(run: Run[CalibrateSettings]) -> None:
     sizes, local = args.sizes, run.local_ranks
     slowdown = measuring.measure_slowdown(sizes, run.rank, local, device, min(0.1, args.seconds / 50))
     peers = [peer for peer in dict.fromkeys((1, local)) if peer < run.world_size]  # on this host and on the next one
-    cores = devices.cores() if device.type == "cpu" else 0
-    crowd = range(2, 2 + cores) if 0 < cores <= local - 2 else ()
-    messages = [measuring.measure_messages(run.rank, (0, peer), crowd, device) for peer in peers]
+    messages = [measuring.measure_messages(run.rank, (0, peer), device) for peer in peers]
     reductions = measuring.measure_all_reduces(run.rank, local, device)
     if run.rank > 0:
         return  # and wait for rank 0 at the end of the run, without computing
@@ -124,7 +122,7 @@ def calibrate(run: Run[CalibrateSettings]) -> None:
         pass_seconds=measured[0].embedding.F[0],
         optimizer_seconds=update,
         message_seconds=messages[0].own_seconds,
-        crowded_seconds=messages[0].crowded_seconds,
+        waking_seconds=measuring.measure_waking(sizes) if is_cpu else 0.0,
         spin_seconds=spinning,
         slowdown=slowdown,
         measured=tuple(measured),

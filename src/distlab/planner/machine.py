@@ -76,7 +76,7 @@ class Machine:
     step_seconds: float = 0.0  # of each step, besides
     optimizer_seconds: float = 0.0  # to update one weight
     message_seconds: float = 0.0  # for which a message keeps its sender, and its receiver, from computing
-    crowded_seconds: float = 0.0  # more that a message takes while all cores of its receiver's host compute
+    waking_seconds: float = 0.0  # that a pass takes longer if its rank has waited before it
     spin_seconds: float = 0.0  # for which the further threads of a rank keep a core after they have computed
     process_bytes: float = 0.0  # of a rank that holds nothing
     # What each of 1, 2, … ranks that compute at once takes, as a multiple of what one takes alone. Beyond these, and

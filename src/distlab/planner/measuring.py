@@ -44,11 +44,10 @@ MESSAGE_BYTES = 4, 1_000_000
 GLOO_BYTES = 4, 65_536, 1_048_576, 4_194_304
 SHARED_BYTES = 4_096, 262_144, 4_194_304, 16_777_216
 ROUNDS = 8
-ROUNDS_IN_A_CROWD = 60
 IN_A_ROW = 4  # collectives
 PRODUCTS = 2  # of matrices before each, some milliseconds
 PAUSE = 2e-3  # seconds
-SECONDS_OF_A_CROWD = 1.0
+TURNS_WITH_PAUSES = 30
 SECONDS_OF_SPINNING = 0.1  # at most
 CROWD = 128  # rows of a matrix
 
@@ -65,19 +64,22 @@ class Passes:
         self._stage.micro_batches, self._stage.shares = [ids], [1.0]
         self._shape = rows, sizes.seq_len, sizes.dmodel
 
-    def run(self, letters: str) -> list[float]:
-        """Seconds of each of the actions, which follow on each other: "FB" or "FIW"."""
+    def run(self, letters: str, pause: float = 0.0) -> list[float]:
+        """Seconds of each of the actions, which follow on each other, or on a pause: "FB" or "FIW"."""
         actions = [KINDS[letter](self._index, 0) for letter in letters]
         for action in actions:
             action.prepare(self._stage)
         activations = [] if self._index == 0 else [torch.zeros(*self._shape, device=self._device)]
         gradients = [] if self._stage._loss is not None else [torch.ones(*self._shape, device=self._device)]
-        marks = [now(self._device)]
+        seconds = []
         for action in actions:
             received = {"F": activations, "B": gradients, "I": gradients}.get(action.letter, [])
+            if pause:
+                time.sleep(pause)
+            started = now(self._device)
             action.run(self._stage, *received)
-            marks.append(now(self._device))
-        return [end - start for start, end in itertools.pairwise(marks)]
+            seconds.append(now(self._device) - started)
+        return seconds
 
     def turn(self) -> dict[str, float]:
         """Seconds of each kind of pass; gradients are added to those that are there, as with several micro-batches."""
@@ -198,46 +200,41 @@ def measure_spinning(threads: int) -> float:
     return statistics.median(times)
 
 
+def measure_waking(sizes: Sizes) -> float:
+    """Seconds that a pass takes longer if its rank has slept before it, as ranks do that wait for a message."""
+    passes = Passes(build(LLamaStage, sizes, BLOCKS, 1, torch.device("cpu")), sizes, 1, sizes.vocab_size)
+    seconds: dict[float, list[float]] = {0.0: [], PAUSE: []}
+    for pause in [*seconds] * TURNS_WITH_PAUSES:
+        seconds[pause].append(statistics.fmean(passes.run("FB", pause)))
+    at_once, after_a_pause = map(statistics.median, seconds.values())
+    return max(0.0, after_a_pause - at_once)
+
+
 @dataclass(frozen=True)
 class Messages:
     """What messages between two ranks take."""
 
     link: Link
     own_seconds: float  # for which a message keeps a rank from computing
-    crowded_seconds: float  # more while other ranks compute on all cores
 
 
-def measure_messages(rank: int, peers: tuple[int, int], crowd: Sequence[int], device: torch.device) -> Messages:
+def measure_messages(rank: int, peers: tuple[int, int], device: torch.device) -> Messages:
     """Messages between two ranks; all ranks must call it, and all have the result.
 
     A rank pauses before it sends, so that the other is asleep when the message comes, as ranks are that wait for one.
-
-    Args:
-        crowd: ranks that compute meanwhile, for `crowded_seconds`; none if there are not as many as cores.
     """
-    seconds, own = [0.0, 0.0, 0.0], 0.0
-    small, large = (torch.zeros(size_bytes // 4, device=device) for size_bytes in MESSAGE_BYTES)
+    told = torch.zeros(3, dtype=torch.float64, device=device)
     meet("ranks to send messages", device)
-    queues = traffic.new_queues(peers, 1, large.numel(), large) if rank in peers else {}
-    exchange = partial(_exchange, rank, peers, queues)
     if rank in peers:
-        times, calls = zip(*(exchange([small, large]) for _ in range(2 * ROUNDS)), strict=True)
-        seconds[:2] = (statistics.median(column) for column in zip(*times, strict=True))
-        own = statistics.median(calls)
-    meet("ranks to send messages", device)
-    if crowd and rank in crowd:
-        until = time.perf_counter() + SECONDS_OF_A_CROWD
-        while time.perf_counter() < until:
-            torch.ones(CROWD, CROWD).mm(torch.ones(CROWD, CROWD))
-    elif crowd and rank in peers:
-        time.sleep(2 * PAUSE)  # until all of them are busy
-        seconds[2] = statistics.median(exchange([small])[0][0] for _ in range(ROUNDS_IN_A_CROWD))
-    told = torch.tensor([*seconds, own], dtype=torch.float64, device=device)
+        tensors = [torch.zeros(size_bytes // 4, device=device) for size_bytes in MESSAGE_BYTES]
+        queues = traffic.new_queues(peers, 1, tensors[-1].numel(), tensors[-1])
+        times, calls = zip(*(_exchange(rank, peers, queues, tensors) for _ in range(2 * ROUNDS)), strict=True)
+        told[:2] = torch.tensor([statistics.median(column) for column in zip(*times, strict=True)])
+        told[2] = statistics.median(calls)
     traffic.broadcast(told, "what messages take", kind="control", src=peers[0]).wait()
-    latency, whole, crowded, own = told.tolist()
+    latency, whole, own = told.tolist()
     own = min(own, latency)
-    link = Link(latency - own, MESSAGE_BYTES[1] / max(1e-9, whole - latency))
-    return Messages(link, own, max(0.0, crowded - latency) if crowd else 0.0)
+    return Messages(Link(latency - own, MESSAGE_BYTES[1] / max(1e-9, whole - latency)), own)
 
 
 def _exchange(

@@ -53,6 +53,7 @@ class Hosts:
     slowdown: Callable[[float], float]  # busy ranks of a host -> what each takes, as a multiple
     cores: int = 1
     spin_seconds: float = 0.0  # that the further threads of a rank use a core after they have computed
+    waking_seconds: float = 0.0  # that work takes longer if its rank has waited before it
     load: Counter[int] = field(default_factory=Counter)  # by host, ranks and threads that compute now
 
     def multiple(self, host: int, threads: int) -> float:
@@ -69,14 +70,14 @@ class Hosts:
 def play(
     works: Sequence[Sequence[Work]],
     hosts: Hosts,
-    message: Callable[[int, int, Result], float],
+    message: Callable[[int, int], float],
     owners: dict[int, int],
     carrying: Callable[[int, int], float] = lambda *_: 0.0,
 ) -> Played:
     """Run every worker's works in order; one starts when what it needs has arrived.
 
     Args:
-        message: (sender, receiver, result) -> seconds; an action's results set out when it ends, and after those that
+        message: (sender, receiver) -> seconds; an action's results set out when it ends, and after those that
             the sender has sent to the same receiver before.
         owners: by stage, its worker.
         carrying: (sender, receiver) -> seconds after which the next message between them can set out.
@@ -137,14 +138,15 @@ def play(
                 waiting.setdefault(result, []).append(worker)
                 return
             sender = owners[result.stage]
-            ready = max(ready, given[result] + (message(sender, worker, result) if sender != worker else 0.0))
+            ready = max(ready, given[result] + (message(sender, worker) if sender != worker else 0.0))
         if ready > now:
             heapq.heappush(events, (ready, worker, version[worker], False))
             return
         starts[worker].append(now)
         if work.threads > 1 and threads[count + worker]:  # they spin no longer
             end(count + worker, hosts.spin_seconds, now)
-        begin(worker, work.seconds, work.threads, now)
+        has_waited = bool(ends[worker]) and now > ends[worker][-1]
+        begin(worker, work.seconds + hosts.waking_seconds * has_waited, work.threads, now)
 
     while events:
         now, worker, of_version, is_end = heapq.heappop(events)
@@ -178,6 +180,7 @@ def play_undisturbed(
     after: Sequence[float],
     message: Callable[[int, int], float],
     carrying: Callable[[int, int], float],
+    waking_seconds: float = 0.0,
 ) -> Played:
     """What `play` comes to where no rank slows another: as each action's time is then known, one pass is enough.
 
@@ -185,6 +188,7 @@ def play_undisturbed(
         seconds: of each kind of action in `graph.examples`.
         before: of what each worker does before its actions; `after`: after them.
         message, carrying: (sender, receiver) -> seconds, as in `play`.
+        waking_seconds: as of `Hosts`.
     """
     starts, ends = [[0.0] for _ in before], [[first] for first in before]
     free, sent = list(before), list[float]()  # when each worker is free; when each action's message set out
@@ -196,7 +200,7 @@ def play_undisturbed(
         start = free[worker]
         for index, sender in move.needs:
             start = max(start, sent[index] + transfer[sender, worker])
-        free[worker] = end = set_out = start + seconds[move.kind]
+        free[worker] = end = set_out = start + seconds[move.kind] + waking_seconds * (start > free[worker])
         for receiver in move.receivers:
             link = worker, receiver
             set_out = max(end, next_one[link])
@@ -272,16 +276,14 @@ def predict(costs: Costs, worker: int | None = None) -> Step:
             machine.slowdown_of,
             machine.cores_per_host,
             machine.spin_seconds,
+            machine.waking_seconds,
         )
-
-        def message_now(sender: int, receiver: int, _: Result) -> float:
-            is_crowded = hosts.load[hosts.of[receiver]] >= machine.cores_per_host
-            return message(sender, receiver) + machine.crowded_seconds * is_crowded
-
-        played = play(works, hosts, message_now, graph.owners, carrying)
+        played = play(works, hosts, message, graph.owners, carrying)
         alone = [sum(work.seconds for work in line) for line in works]
     else:
-        played = play_undisturbed(graph, list(map(taken, graph.examples)), first, after, message, carrying)
+        played = play_undisturbed(
+            graph, list(map(taken, graph.examples)), first, after, message, carrying, machine.waking_seconds
+        )
         alone = [sum(map(operator.sub, *line)) for line in zip(played.ends, played.starts, strict=True)]
     ends = [
         _averaged(costs, program, whole, started[-2], ended[-2]) if whole.overlaps else ended[-1]
