@@ -34,6 +34,7 @@ class Mapping(mmap.mmap):
 
     def part(self, number: int, like: Tensor, offset_bytes: int = 0) -> Tensor:
         """What lies in a part at an offset, with the size and dtype of `like`: (elements,)."""
+        assert offset_bytes + like.nbytes <= self.part_bytes, f"{like.nbytes} bytes in a part of {self.part_bytes}"
         at = number * self.part_bytes + offset_bytes
         return torch.frombuffer(self, dtype=like.dtype, count=like.numel(), offset=at)
 
@@ -42,7 +43,7 @@ class Offer:
     """What a rank offers to others: an anonymous file with room for so many parts, and two pipes to each of them.
 
     Args:
-        part_bytes: see `part_bytes_of`.
+        room_bytes: the least size of a part.
         pipes_to: how many ranks get pipes; 0 if these have some already.
 
     Attributes:
@@ -51,7 +52,8 @@ class Offer:
         channels: this rank's ends of the pipes, by rank.
     """
 
-    def __init__(self, part_bytes: int, parts: int, pipes_to: int) -> None:
+    def __init__(self, room_bytes: int, parts: int, pipes_to: int) -> None:
+        part_bytes = -(-room_bytes // ALIGNED_BYTES) * ALIGNED_BYTES
         self.channels: list[Channel] = []
         self._pipes, self._descriptor = Pipes(), -1
         token = secrets.randbits(62)
@@ -119,11 +121,6 @@ def accept(numbers: Sequence[int], reserved: range, pipes: int | None) -> tuple[
     finally:
         if own >= 0:
             os.close(own)
-
-
-def part_bytes_of(elements: int, dtype: torch.dtype) -> int:
-    """The bytes of a part with room for so many elements."""
-    return -(-elements * dtype.itemsize // ALIGNED_BYTES) * ALIGNED_BYTES
 
 
 def _name(token: int) -> str:

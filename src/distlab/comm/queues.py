@@ -6,7 +6,9 @@ signals, so a wait ends as any other does: with the signal, at the deadline, or 
 """
 
 import time
+import weakref
 from collections.abc import Callable
+from contextlib import ExitStack, suppress
 from datetime import timedelta
 
 import torch
@@ -16,84 +18,99 @@ from distlab.comm.mappings import Mapping, Offer, accept, no_offer, not_shared
 from distlab.comm.shared import SharedWork
 from distlab.comm.signals import Channel, close_all
 
-Exchange = Callable[[Tensor], object]  # brings a tensor to the other rank, or fills it with the other rank's
 THERE, FREE = 1, 2  # signals
+HEADER_BYTES = 64  # of a slot: the size of the message in it, and then nothing, so that messages are aligned
+Bring = Callable[[Tensor], object]  # sends a tensor to the other rank, or fills it with what that has sent
 
 
 class SharedQueue:
-    """One end of a queue; messages are received in the order in which they were sent.
+    """One end of a queue, the sender's or the receiver's; messages are received in the order in which they were sent.
 
     Args:
-        slots: a part for each message that can be there at a time.
+        slots: a part for each message that can be there at a time, of `slot_bytes`.
         channel: to the other end.
     """
 
     def __init__(self, slots: Mapping, channel: Channel) -> None:
-        self._mapping, self._channel = slots, channel
-        self._slots = len(slots) // slots.part_bytes
-        self._begun = 0  # messages that this end has sent or begun to receive
-        self._received = 0
+        self._slots, self._channel = slots, channel
+        self._slot_count = len(slots) // slots.part_bytes
+        self._begun = 0  # messages that this end has begun to send, or to receive
+        self._done = 0  # of these, that it has sent or received
+        weakref.finalize(self, channel.close)
 
-    def send(self, tensor: Tensor, timeout: timedelta) -> None:
-        """Copy a message, a tensor of any shape, into the next slot as soon as the message before has left it.
-
-        Raises:
-            RuntimeError: as of `Channel.wait` and `Channel.send`.
-        """
-        self._channel.wait(FREE, 1 + self._begun - self._slots, time.perf_counter() + timeout.total_seconds())
-        self._slot(self._begun, tensor).copy_(tensor.view(-1))
+    def send(self, tensor: Tensor) -> "QueuedMessage":
+        """Begin to send a contiguous tensor of any shape, which its `wait` does."""
         self._begun += 1
-        self._channel.send(THERE)
+        return QueuedMessage(self._put, self._begun, tensor)
 
     def receive(self, tensor: Tensor) -> "QueuedMessage":
         """Begin to receive the next message into a contiguous tensor of its size."""
         self._begun += 1
-        return QueuedMessage(self, self._begun, tensor)
+        return QueuedMessage(self._take, self._begun, tensor)
 
-    def take(self, number: int, tensor: Tensor, deadline: float) -> None:
-        """Wait for a message, counted from 1, and copy it; `RuntimeError` as of `Channel.wait`."""
-        assert number == self._received + 1, "messages of a queue are waited for in their order"
+    def _put(self, number: int, tensor: Tensor, deadline: float) -> None:
+        """Copy a message into the next slot, when the message before has left it."""
+        self._channel.wait(FREE, number - self._slot_count, deadline)
+        size, slot = self._slot(number, tensor)
+        size.fill_(tensor.nbytes)
+        slot.copy_(tensor.view(-1))
+        self._channel.send(THERE)
+        self._done = number
+
+    def _take(self, number: int, tensor: Tensor, deadline: float) -> None:
+        """Copy a message out of its slot, when it is there."""
+        assert number == self._done + 1, "messages of a queue are waited for in their order"
         self._channel.wait(THERE, number, deadline)
-        tensor.view(-1).copy_(self._slot(number - 1, tensor))
-        self._received = number
-        self._channel.send(FREE)
+        size, slot = self._slot(number, tensor)
+        if size != tensor.nbytes:
+            raise RuntimeError(f"a message of {int(size):,} bytes has come, not of {tensor.nbytes:,}")
+        tensor.view(-1).copy_(slot)
+        self._done = number
+        with suppress(RuntimeError):  # a sender that has exited needs no slot
+            self._channel.send(FREE)
 
-    def _slot(self, message: int, like: Tensor) -> Tensor:
-        return self._mapping.part(message % self._slots, like)
+    def _slot(self, message: int, like: Tensor) -> tuple[Tensor, Tensor]:
+        """Where a message, counted from 1, has its size, (1,), and its content, (elements,)."""
+        slot = (message - 1) % self._slot_count
+        return self._slots.part(slot, torch.empty(1, dtype=torch.int64)), self._slots.part(slot, like, HEADER_BYTES)
 
 
 class QueuedMessage(SharedWork):
-    """A message that is to be received."""
+    """A message that an end of a queue has begun to send or to receive."""
 
-    def __init__(self, queue: SharedQueue, number: int, tensor: Tensor) -> None:
-        self._queue, self._number, self._tensor = queue, number, tensor
+    def __init__(self, move: Callable[[int, Tensor, float], None], number: int, tensor: Tensor) -> None:
+        self._move, self._number, self._tensor = move, number, tensor
 
     def wait(self, timeout: timedelta) -> None:
-        self._queue.take(self._number, self._tensor, time.perf_counter() + timeout.total_seconds())
+        self._move(self._number, self._tensor, time.perf_counter() + timeout.total_seconds())
 
 
-def offered_queue(slot_bytes: int, slots: int, send: Exchange, receive: Exchange) -> SharedQueue:
+def offered_queue(message_bytes: int, slots: int, send: Bring, receive: Bring) -> SharedQueue:
     """The sender's end of a new queue; the receiver calls `accepted_queue`. Both raise `NotShared` if one has to."""
-    offer, verdict = Offer(slot_bytes, slots, pipes_to=1), torch.zeros(1, dtype=torch.int64)
-    problem, mapping, _ = accept(offer.numbers, reserved=range(slots), pipes=None)
-    try:
-        send(torch.tensor([0, problem, *offer.numbers[2:]] if problem else offer.numbers))
-        receive(verdict)
-    finally:
-        offer.withdraw()
-    if mapping is None or verdict:
-        close_all(offer.channels)
-        raise not_shared(problem or int(verdict), slots * slot_bytes)
+    offer, verdict = Offer(HEADER_BYTES + message_bytes, slots, pipes_to=1), torch.zeros(1, dtype=torch.int64)
+    with ExitStack() as if_it_fails:
+        if_it_fails.callback(close_all, offer.channels)
+        problem, mapping, _ = accept(offer.numbers, reserved=range(slots), pipes=None)
+        try:
+            send(torch.tensor([0, problem, *offer.numbers[2:]] if problem else offer.numbers))
+            receive(verdict)
+        finally:
+            offer.withdraw()
+        if mapping is None or verdict:
+            raise not_shared(problem or int(verdict), slots * message_bytes)
+        if_it_fails.pop_all()
     return SharedQueue(mapping, offer.channels[0])
 
 
-def accepted_queue(send: Exchange, receive: Exchange) -> SharedQueue:
+def accepted_queue(message_bytes: int, slots: int, send: Bring, receive: Bring) -> SharedQueue:
     """The receiver's end of the queue that the sender offers."""
     numbers = torch.tensor(no_offer(pipes_to=1))
     receive(numbers)
     problem, mapping, channels = accept(numbers.tolist(), reserved=range(0), pipes=0)
-    send(torch.tensor([problem]))
-    if mapping is None:
-        part_bytes, parts = numbers[3:5].tolist()
-        raise not_shared(problem, part_bytes * parts)
+    with ExitStack() as if_it_fails:
+        if_it_fails.callback(close_all, channels)
+        send(torch.tensor([problem]))
+        if mapping is None:
+            raise not_shared(problem, slots * message_bytes)
+        if_it_fails.pop_all()
     return SharedQueue(mapping, channels[0])

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ReduceOp
 
-from distlab.comm.mappings import Mapping, Offer, accept, no_offer, not_shared, part_bytes_of
+from distlab.comm.mappings import Mapping, Offer, accept, no_offer, not_shared
 from distlab.comm.signals import Signal, close_all
 
 CHUNK_BYTES = 256 * 1024  # added up at a time, so that a chunk is written back to all parts while it is in the caches
@@ -52,7 +52,8 @@ class SharedMemory:
             RuntimeError: of gloo's; a rank did not take part.
         """
         pipes_to = 0 if self._has_channels else self.size - 1
-        offer = Offer(part_bytes_of(elements, dtype), self.size, pipes_to) if self.rank == 0 else None
+        room_bytes = elements * dtype.itemsize
+        offer = Offer(room_bytes, self.size, pipes_to) if self.rank == 0 else None
         opened = offer.channels if offer else []
         with ExitStack() as if_it_fails:
             if_it_fails.callback(close_all, opened)
@@ -69,7 +70,7 @@ class SharedMemory:
                     offer.withdraw()
             found = next((int(code) for code in verdicts if code), problem)
             if found or mapping is None:
-                raise not_shared(found, self.size * part_bytes_of(elements, dtype))
+                raise not_shared(found, self.size * room_bytes)
             if_it_fails.pop_all()
         if not self._has_channels:
             passes_on, self._has_channels = self.rank == 0 and self.size > 2, True

@@ -23,7 +23,7 @@ from torch.distributed import ReduceOp
 
 from distlab.comm.endpoint import CountingEndpoint, Endpoint, is_over_nccl, members, process_group, rank
 from distlab.comm.hosts import Hosts, MemoryOfHosts
-from distlab.comm.mappings import NotShared, part_bytes_of
+from distlab.comm.mappings import NotShared
 from distlab.comm.queues import SharedQueue, accepted_queue, offered_queue
 from distlab.comm.shared import (
     SharedAllGather,
@@ -68,7 +68,7 @@ class Traffic(NamedWaits):
         self._shared: dict[dist.ProcessGroup, SharedMemory | MemoryOfHosts] = {}
         self._buffers: dict[tuple[Group, torch.dtype], Tensor] = {}  # that tensors of a group are copied through
         self._without_more: set[dist.ProcessGroup] = set()  # groups whose ranks get no more shared memory
-        self._remarks: set[str] = set()  # that have been made
+        self._has_remarked = False  # that memory cannot be shared
         self._thread: ThreadPoolExecutor | None = None
 
     def connect(self, group: Group = None) -> None:
@@ -144,8 +144,7 @@ class Traffic(NamedWaits):
             self.receive(tensor, what, source=other, group=group).wait()
 
         try:
-            part_bytes = part_bytes_of(elements, like.dtype)
-            queue = offered_queue(part_bytes, slots, tell, ask) if is_sender else accepted_queue(tell, ask)
+            queue = (offered_queue if is_sender else accepted_queue)(elements * like.itemsize, slots, tell, ask)
         except NotShared as error:
             self._share_less(error, is_first=is_sender)
             return None
@@ -166,10 +165,9 @@ class Traffic(NamedWaits):
         """Raise `InputError` if the transport is "shared"; else go on over gloo, with a remark of the first rank's."""
         if self.transport == "shared":
             raise InputError(f"--transport shared: {error}; use --transport gloo") from None
-        remark = f"{error}; what these ranks cannot share goes over gloo instead"
-        if is_first and not error.is_expected and remark not in self._remarks:
-            self._remarks.add(remark)
-            self.remark(remark)
+        if is_first and not error.is_expected and not self._has_remarked:
+            self._has_remarked = True
+            self.remark(f"{error}; what these ranks cannot share goes over gloo instead")
 
     def _are_on_one_host(self, ranks: Sequence[int]) -> bool:
         return self.hosts is None or len(self.hosts.split(ranks)) == 1
@@ -338,23 +336,33 @@ class Traffic(NamedWaits):
 
         Keep the transfer until its `wait` has returned: gloo drops the message of a transfer that is garbage-collected.
         `group` is the channel; NCCL runs the messages of a channel one after another, both directions together. With
-        `queue`, of `new_queue`, the message goes through that; the tensor may be changed at once.
+        `queue`, of `new_queue`, the message goes through that: it is there, and the tensor may be changed, when this
+        method returns, which waits for a free slot.
+
+        Raises:
+            TrafficError: as `Transfer.wait`, with `queue`.
         """
         self.ledger.count(kind, tensor.nbytes)
         carried = staged(tensor)
         begin: Callable[[], Work | None] = partial(dist.isend, carried, dst=to, group=group)
         if queue is not None:
-            begin = partial(queue.send, tensor, timedelta(seconds=self.timeout_seconds))
-        return self._start(Wait(what, "send", (to,)), begin, carried, carried)
+            begin = partial(queue.send, carried)
+        transfer = self._start(Wait(what, "send", (to,)), begin, carried, carried)
+        if queue is not None:
+            transfer.wait()
+        return transfer
 
     def receive(
         self, tensor: Tensor, what: str, *, source: int, group: Group = None, queue: SharedQueue | None = None
     ) -> Transfer:
-        """Start to receive the next message of rank `source` in `group`, or in a queue, into `tensor` (any shape)."""
+        """Start to receive the next message of rank `source` in `group` into `tensor` (any shape).
+
+        With `queue`, of `new_queue`, it is the next message of that, and messages are waited for in their order.
+        """
         carried = host_buffer(tensor)
         begin: Callable[[], Work | None] = partial(dist.irecv, carried, src=source, group=group)
         if queue is not None:
-            begin = partial(queue.receive, tensor)
+            begin = partial(queue.receive, carried)
         return self._start(Wait(what, "receive", (source,)), begin, tensor, carried)
 
     def _around_ring(

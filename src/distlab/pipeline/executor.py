@@ -1,9 +1,9 @@
 """Runs one worker of a pipeline: executes its actions in order, and exchanges activations and gradients between stages.
 
 Receives are posted ahead of their use and sends complete in the background, so sender and receiver compute while a
-message is in transit. Between ranks that share memory, a message has arrived when it is sent. Messages of one kind
-arrive in the order in which they were sent; `plan.simulate` checks that both ends expect the same order. Two stages of
-one worker exchange tensors directly, without a message or a copy.
+message is in transit. Between ranks that share memory, a message is there when the sender has copied it into a queue.
+Messages of one kind arrive in the order in which they were sent; `plan.simulate` checks that both ends expect the same
+order. Two stages of one worker exchange tensors directly, without a message or a copy.
 """
 
 import itertools
@@ -77,7 +77,7 @@ class Pipeline:
         require(workers == grid.pp, f"the schedule is for {workers} workers but the pipeline has {grid.pp}")
         self.grid, self.width, self._plan, self._worker, self._run_on = grid, width, plan, grid.stage, run_on
         self.owners = [plan.owners[stage] for stage in sorted(plan.owners)]  # by stage, the worker that holds it
-        self._programs, self.program = programs, programs[grid.stage]  # all workers' actions, and this one's
+        self.program = programs[grid.stage]  # this worker's actions
         held = stages_of(self.program)
         self.stages = dict.fromkeys(held[:1], stages) if isinstance(stages, nn.Module) else dict(stages)
         given = sorted(self.stages)
@@ -95,8 +95,8 @@ class Pipeline:
         self._incoming = {link: results for link, results in plan.messages.items() if link[1] == self._worker}
         self._acknowledged = acknowledged(programs, plan, self._worker)
         self._channels = _channels(plan.messages)
-        self._queues: dict[Link, SharedQueue] = {}  # of the links whose ends share memory
-        self._queued_elements = 0  # for which they have room
+        self._queues: dict[Link, SharedQueue | None] = {}  # None where the ends of a link do not share memory
+        self._slots, self._queued_elements = most_on_the_way(programs), 0  # by link; what a slot has room for
         self._is_cold = is_over_nccl()  # until the first step is complete
         self._connect()
         self._posted: dict[Result, tuple[Tensor, Transfer]] = {}
@@ -117,7 +117,8 @@ class Pipeline:
             targets. On other ranks, [].
 
         Raises:
-            InputError: the schedule is for a different number of micro-batches.
+            InputError: the schedule is for a different number of micro-batches; or the transport is "shared", and the
+                ranks cannot share memory.
             TrafficError: another rank exited, or did not answer within the deadline.
         """
         planned = 1 + max(action.micro_batch for action in self.program)
@@ -211,15 +212,14 @@ class Pipeline:
         elements = max(x.numel() for x in micro_batches) * self.width
         if elements <= self._queued_elements:
             return
-        slots, self._queued_elements = most_on_the_way(self._programs), elements
+        self._queued_elements = elements
         like = torch.empty(0, device=micro_batches[0].device)
         for link, group in self._channels.items():  # in the same order on all workers
             sender, receiver, _ = link
             if self._worker in (sender, receiver):
                 ends = self.grid.rank_of(sender), self.grid.rank_of(receiver)
-                queue = traffic.new_queue(*ends, slots[link], elements, like, group)
-                if queue is not None:
-                    self._queues[link] = queue
+                self._queues.pop(link, None)  # all of whose messages have been received
+                self._queues[link] = traffic.new_queue(*ends, self._slots[link], elements, like, group)
 
     def _warm_up(self, ids: Tensor) -> None:
         """Over NCCL, before the first receive is posted, run a forward and a backward pass of each stage on zeros.

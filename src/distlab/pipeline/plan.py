@@ -144,9 +144,9 @@ def acknowledged(programs: Programs, plan: Plan, worker: int) -> dict[Result, li
 
 
 def most_on_the_way(programs: Programs) -> dict[Link, int]:
-    """By link, the most messages that its sender has sent, and does not know to be received, in steps in a row.
+    """By link, the most messages, in steps in a row, that its sender has sent and not yet seen to be received.
 
-    With room for so many, no sender ever has to wait until its receiver has taken a message.
+    It sees that from what the receiver has sent later. With room for so many messages, no sender ever has to wait.
     """
     programs = in_a_row(programs, 2)  # at the end of a step, some may not be acknowledged
     plan = simulate(programs)

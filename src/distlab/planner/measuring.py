@@ -215,7 +215,7 @@ class Messages:
     """What messages between two ranks take."""
 
     link: Link
-    own_seconds: float  # for which a message keeps a rank from computing
+    own_seconds: float  # for which a small message keeps a rank from computing; that large ones are copied is neglected
 
 
 def measure_messages(rank: int, peers: tuple[int, int], device: torch.device) -> Messages:

@@ -145,7 +145,7 @@ def _exchange(grid: Grid, first: int, tensor: Tensor) -> float:
     """Seconds that a message takes from one worker to the next, or back."""
     is_first = grid.stage == first
     ranks, what = [grid.rank_of(first), grid.rank_of(first + 1)], "a message of the rehearsal"
-    own, other = ranks[not is_first], ranks[is_first]
+    own, other = grid.rank, ranks[is_first]
     queues = traffic.new_queues(ranks, 1, tensor.numel(), tensor)
     seconds = []
     for _ in range(1 + REHEARSALS):

@@ -1,7 +1,9 @@
 """Queues of messages in shared memory: order, room, and what happens when memory is refused or a rank fails."""
 
 import errno
+import gc
 import os
+import re
 import time
 from collections.abc import Callable
 from typing import Any
@@ -119,6 +121,88 @@ def test_a_wait_ends_with_the_usual_sentence(waits: int, is_silent: bool) -> Non
     assert sentence.startswith(f"rank {waits} waited ")
     assert f" s for {what}: {why}" in sentence
     assert seconds < 5
+
+
+def meet_alone(rank: int, port: int, waits: int, is_silent: bool) -> tuple[str, int]:
+    """What a rank says, and how many descriptors it leaves open, if the other one does not come to the meeting."""
+    store = open_store(rank, "localhost", port, 30, lambda _: None)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
+    dist.barrier()
+    if rank != waits:
+        time.sleep(3 if is_silent else 0.5)
+        return "", 0
+    traffic.timeout_seconds = 1 if is_silent else 30
+    opened = set(os.listdir("/proc/self/fd"))
+    with pytest.raises(TrafficError) as caught:
+        traffic.new_queue(0, 1, 1, 5, torch.empty(0))
+    sentence = str(caught.value)
+    del caught  # its traceback holds the mapping
+    gc.collect()
+    left = [os.readlink(f"/proc/self/fd/{fd}") for fd in set(os.listdir("/proc/self/fd")) - opened if is_silent]
+    return sentence, sum("pipe" in name or "memfd" in name for name in left)
+
+
+@pytest.mark.parametrize("is_silent", [True, False])
+@pytest.mark.parametrize("waits", [0, 1])
+def test_a_rank_that_does_not_come_is_named(waits: int, is_silent: bool) -> None:
+    sentence, left = run_ranks(2, meet_alone, free_port(), waits, is_silent)[waits]
+    what = ["(rank 1 to receive shared memory|shared memory from rank 1)", "shared memory from rank 0"][waits]
+    why = "no answer" if is_silent else "a rank has exited"
+    assert re.match(rf"rank {waits} waited \d+\.\d s for {what}: {why}", sentence), sentence
+    assert left == 0
+
+
+def misuse(rank: int, port: int) -> list[str]:
+    """What the receiver says to messages of another size, and to waits in another order; and the sender to too much."""
+    said = []
+    with process_group(rank, 2, port):
+        queue = traffic.new_queue(0, 1, 4, 1000, torch.empty(0))
+        assert queue is not None
+        if rank == 0:
+            for tensor in (torch.zeros(10), torch.zeros(10, dtype=torch.bfloat16), torch.zeros(2000)):
+                try:
+                    traffic.send(tensor, "a message", to=1, kind="messages", queue=queue)
+                except AssertionError as error:
+                    said.append(str(error))
+        dist.barrier()
+        if rank == 1:
+            first, second = (traffic.receive(torch.zeros(10), "a message", source=0, queue=queue) for _ in range(2))
+            for transfer in (second, first, second):
+                try:
+                    transfer.wait()
+                except (AssertionError, RuntimeError) as error:
+                    said.append(str(error))
+        dist.barrier()
+    return said
+
+
+def test_messages_of_another_size_or_in_another_order_are_refused() -> None:
+    sender, receiver = run_ranks(2, misuse, free_port())
+    assert sender == ["8000 bytes in a part of 4096"]
+    assert receiver == [
+        "messages of a queue are waited for in their order",
+        "a message of 20 bytes has come, not of 40",
+    ]
+
+
+def send_and_exit(rank: int, port: int) -> list[float]:
+    """What rank 1 receives, of which it takes nothing before rank 0 has exited; then what it says."""
+    store = open_store(rank, "localhost", port, 30, lambda _: None)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
+    queue = traffic.new_queue(0, 1, 3, 5, torch.empty(0))
+    assert queue is not None
+    received = torch.zeros(3, 5)
+    for number in range(3):
+        if rank == 0:
+            traffic.send(torch.full((5,), float(number)), "a message", to=1, kind="messages", queue=queue).wait()
+        else:
+            time.sleep(0.5 * (number == 0))
+            traffic.receive(received[number], "a message", source=0, queue=queue).wait()
+    return received[:, 4].tolist()
+
+
+def test_what_was_sent_arrives_though_its_sender_has_exited() -> None:
+    assert run_ranks(2, send_and_exit, free_port())[1] == [0, 1, 2]
 
 
 def refuse(error: int) -> Callable[..., Any]:

@@ -1,7 +1,10 @@
 """The executor: gradients of one process for every schedule, what it keeps, whom it never holds up."""
 
+import errno
 import itertools
+import os
 import time
+from random import Random
 from statistics import fmean
 from typing import Any
 
@@ -12,6 +15,7 @@ from processes import free_port, process_group, run_ranks
 from torch import Tensor, nn
 
 from distlab.comm.grid import Grid
+from distlab.comm.queues import FREE, SharedQueue
 from distlab.comm.recorder import recorder
 from distlab.comm.traffic import Transfer, Transport, traffic
 from distlab.pipeline.actions import Action, ActionCosts, Backward, BackwardWeight, Forward, Programs, stages_of
@@ -29,10 +33,10 @@ def compare_with_one_process(rank: int, port: int, stages: int, split: tuple[int
     """Train with every schedule and number of micro-batches, next to the whole model; the number of comparisons."""
     compared = 0
     with process_group(rank, stages, port):
+        transports: itertools.cycle[Transport] = itertools.cycle(["auto", "gloo", "gloo", "auto", "auto"])
         for schedule in schedules:
-            transports: list[Transport] = ["auto", "gloo"] * 2
-            for micro_batches, transport in zip(MICRO_BATCHES, transports, strict=True):
-                traffic.transport = transport
+            for micro_batches in MICRO_BATCHES:
+                traffic.transport = next(transports)
                 net = louder(build_stage(rank, split, VOCAB, **OPTIONS))
                 whole = louder(LLama(CausalLLama, VOCAB, n_layers=sum(split), **OPTIONS))
                 before = {name: p.detach().clone() for name, p in net.named_parameters()}
@@ -79,11 +83,18 @@ PipelineRun = tuple[str, int, int, int]  # schedule, chunks, micro-batches, step
 
 
 def gradients(
-    rank: int, workers: int, port: int, runs: list[PipelineRun], dtype: torch.dtype, recompute: bool = False
+    rank: int,
+    workers: int,
+    port: int,
+    runs: list[PipelineRun],
+    dtype: torch.dtype,
+    transport: Transport,
+    recompute: bool = False,
 ) -> list[tuple[float, dict[str, Tensor]]]:
     """For each run, the sum of this rank's losses of the last step, and its gradients, added up over the steps."""
     results = []
     with process_group(rank, workers, port):
+        traffic.transport = transport
         for name, chunks, micro_batches, steps in runs:
             programs: Programs = all_stages(name, workers, micro_batches, chunks)
             if recompute:
@@ -103,17 +114,20 @@ def gradients(
 
 
 @pytest.mark.parametrize(
-    ("workers", "dtype", "recompute"),
+    ("workers", "dtype", "recompute", "transport"),
     [
-        *((workers, torch.float32, False) for workers in (1, 2, 3, 4)),
-        (2, torch.bfloat16, False),
-        (2, torch.bfloat16, True),
-        (3, torch.float32, True),
+        (1, torch.float32, False, "auto"),
+        (2, torch.float32, False, "auto"),
+        (3, torch.float32, False, "gloo"),
+        (4, torch.float32, False, "auto"),
+        (2, torch.bfloat16, False, "gloo"),
+        (2, torch.bfloat16, True, "auto"),
+        (3, torch.float32, True, "auto"),
     ],
     ids=str,
 )
 def test_newer_schedules_give_the_gradients_of_gpipe_bit_for_bit(
-    workers: int, dtype: torch.dtype, recompute: bool
+    workers: int, dtype: torch.dtype, recompute: bool, transport: Transport
 ) -> None:
     """With as many stages in one process, which are the gradients of the whole model; also with recomputation.
 
@@ -127,7 +141,7 @@ def test_newer_schedules_give_the_gradients_of_gpipe_bit_for_bit(
         sizes = {workers: 1, 2 * workers - 1: 1, 2 * workers: 2} | ({12: 1} if workers == 2 else {})
     runs = [(*run, m, steps) for run in newer for m, steps in sizes.items() if SCHEDULES[run[0]].fits(workers, m)]
     assert {run[:2] for run in runs if run[3] == max(sizes.values())} == set(newer)
-    by_rank = run_ranks(workers, gradients, workers, free_port(), runs, dtype, recompute, deadline=240)
+    by_rank = run_ranks(workers, gradients, workers, free_port(), runs, dtype, transport, recompute, deadline=240)
     same = [(IN_ONE_PROCESS, workers * stages_per_worker(*run[:2]), *run[2:]) for run in runs]
     in_one = list(dict.fromkeys(same))
     expected = dict(zip(in_one, run_ranks(1, gradients_of_one_process, free_port(), in_one, dtype)[0], strict=True))
@@ -157,7 +171,7 @@ def gradients_of_one_process(
         return [forward + [Backward(stage, k) for k in range(micro_batches) for stage in reversed(range(chunks))]]
 
     SCHEDULES[IN_ONE_PROCESS] = Schedule(one_worker, 0, lambda *_: True, "")
-    return gradients(rank, 1, port, runs, dtype)
+    return gradients(rank, 1, port, runs, dtype, "auto")
 
 
 def compare_in_bfloat16(rank: int, port: int) -> bool:
@@ -332,12 +346,11 @@ def test_messages_are_let_go_as_soon_as_they_are_known_to_have_arrived() -> None
         assert (total >= 12, peak <= 2, after) == (True, True, 0)
 
 
-def leave_sends_open(rank: int, port: int) -> list[tuple[bool, bool]]:
+def leave_sends_open(rank: int, port: int, transport: Transport) -> list[tuple[bool, bool]]:
     """Three steps that run on: are the gradients the usual ones, and is a send of the step still open?"""
     with process_group(rank, 2, port), pytest.MonkeyPatch.context() as monkeypatch:
         net = build_stage(rank, (1, 1), VOCAB, **OPTIONS)
-        grid, sends = Grid(rank, dp=1, pp=2), CountedSends(monkeypatch)
-        traffic.transport = "gloo"
+        grid, sends, traffic.transport = Grid(rank, dp=1, pp=2), CountedSends(monkeypatch), transport
         pipeline = Pipeline(net, all_stages("zb-h2", 2, 4), grid, LOSS, WIDTH, run_on=True)
         usual = Pipeline(net, all_stages("zb-h2", 2, 4), grid, LOSS, WIDTH)
         found = []
@@ -352,9 +365,53 @@ def leave_sends_open(rank: int, port: int) -> list[tuple[bool, bool]]:
         return found
 
 
-def test_steps_that_run_on_leave_their_last_sends_to_the_next_one() -> None:
+@pytest.mark.parametrize("transport", ["gloo", "auto"])
+def test_steps_that_run_on_leave_their_last_sends_to_the_next_one(transport: Transport) -> None:
     """Stage 0 leaves none: each of its activations is known to have arrived when its gradient has come back."""
-    assert run_ranks(2, leave_sends_open, free_port()) == [[(True, False)] * 3, [(True, True)] * 3]
+    assert run_ranks(2, leave_sends_open, free_port(), transport) == [[(True, False)] * 3, [(True, True)] * 3]
+
+
+def step_with_delays(rank: int, port: int, schedule: str) -> tuple[int, int]:
+    """Steps that run on, in which workers are late at random: messages sent through queues, and waits for a slot."""
+    waits, sent, random = 0, 0, Random(rank)
+    put = SharedQueue._put
+
+    def counted_put(queue: SharedQueue, number: int, tensor: Tensor, deadline: float) -> None:
+        nonlocal waits, sent
+        sent += 1
+        try:
+            queue._channel.wait(FREE, number - queue._slot_count, time.perf_counter())
+        except RuntimeError:
+            waits += 1
+        put(queue, number, tensor, deadline)
+
+    class Late(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(WIDTH))
+
+        def forward(self, x: Tensor) -> Tensor:
+            time.sleep(random.choice([0, 0, 0, 0.03]))
+            return self.weight.expand(*x.shape[:2], WIDTH) * 1.0 if x.dim() == 2 else x * self.weight
+
+    with process_group(rank, 3, port), pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(SharedQueue, "_put", counted_put)
+        programs = all_stages(schedule, 3, 6)
+        nets = {stage: Late() for stage in stages_of(programs[rank])}
+        pipeline = Pipeline(nets, programs, Grid(rank, dp=1, pp=3), lambda y, _: y.mean(), WIDTH, run_on=True)
+        for step in range(4):
+            time.sleep(0.2 * (step % 3 == rank))
+            pipeline.step(batch(step, 12).chunk(6))
+        torch.distributed.barrier()
+    return sent, waits
+
+
+@pytest.mark.alone
+@pytest.mark.parametrize("schedule", ["interleaved", "zb-h2", "zb-v"])
+def test_no_worker_waits_for_a_slot(schedule: str) -> None:
+    for sent, waits in run_ranks(3, step_with_delays, free_port(), schedule):
+        assert sent >= 4 * 6
+        assert waits == 0
 
 
 def run_ahead(rank: int, port: int, transport: Transport) -> float:
@@ -379,7 +436,7 @@ def run_ahead(rank: int, port: int, transport: Transport) -> float:
         batch = torch.zeros(micro_batches, 512, dtype=torch.int64).chunk(micro_batches)
         traffic.transport = transport
         pipeline.step(batch)  # in which the stages agree on the memory that they share
-        assert bool(pipeline._queues) == (transport == "auto")
+        assert [queue is not None for queue in pipeline._queues.values()] == [transport == "auto"] * 2
         torch.distributed.barrier()
         started = time.monotonic()
         time.sleep(float(rank))
@@ -393,6 +450,42 @@ def run_ahead(rank: int, port: int, transport: Transport) -> float:
 def test_sends_do_not_hold_up_the_stage_that_sends(transport: Transport) -> None:
     first, second = run_ranks(2, run_ahead, free_port(), transport)
     assert first < 0.8 < 1.0 < second
+
+
+def grow(rank: int, port: int) -> list[list[bool]]:
+    """Steps of which each has larger micro-batches: are gradients those of one process, and is memory shared?
+
+    From the third step on, stage 0 is refused memory.
+    """
+    shared = []
+    with process_group(rank, 2, port), pytest.MonkeyPatch.context() as monkeypatch:
+        net = louder(build_stage(rank, (1, 1), VOCAB, **OPTIONS))
+        whole = louder(LLama(CausalLLama, VOCAB, n_layers=2, **OPTIONS))
+        traffic.remark = lambda _: None
+        pipeline = Pipeline(net, all_stages("dapple", 2, 4), Grid(rank, dp=1, pp=2), LOSS, WIDTH)
+        for step in range(4):
+            if step == 2 and rank == 0:
+                monkeypatch.setattr(os, "memfd_create", refuse_memory)
+            rows = batch(step, rows=4 * (step + 1))
+            net.zero_grad()
+            whole.zero_grad()
+            pipeline.step(rows.chunk(4))
+            LOSS(whole(rows), rows).backward()
+            of_whole = dict(whole.named_parameters())
+            for name, parameter in net.named_parameters():
+                assert_near(parameter.grad, of_whole[name].grad, name)
+            shared.append([queue is not None for queue in pipeline._queues.values()])
+    return shared
+
+
+def refuse_memory(*_: object) -> int:
+    raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
+
+
+def test_micro_batches_may_grow_from_step_to_step() -> None:
+    to_last, to_first = [True, True, False, False], [True] * 4
+    for shared in run_ranks(2, grow, free_port()):
+        assert [sorted(now) for now in shared] == [sorted(both) for both in zip(to_last, to_first, strict=True)]
 
 
 def count_threads(rank: int, port: int) -> list[int]:
