@@ -20,6 +20,7 @@ from torch import Tensor
 from turns import quartiles_of_ratios, seconds_in_turn
 
 from distlab.collectives.algorithms import shift
+from distlab.comm.devices import patient_threads
 from distlab.comm.processes import leave
 from distlab.comm.queues import SharedQueue
 from distlab.comm.traffic import Transfer, traffic
@@ -69,7 +70,8 @@ def exchange(data: Tensor, compute: Callable[[], object], is_shared: bool) -> Ca
     """A turn of a stage: compute, send the result, take what the other rank has sent, for which a receive is posted."""
     own = dist.get_rank()
     other = 1 - own
-    group = dist.new_group([0, 1], use_local_synchronization=True)  # in which receives that are not used stay behind
+    with patient_threads():  # as pipelines make their groups; receives that are not used stay behind in this one
+        group = dist.new_group([0, 1], use_local_synchronization=True)
     queues: dict[int, SharedQueue | None] = {own: None, other: None}  # by sender
     if is_shared:
         queues = traffic.new_queues((0, 1), SLOTS, data.numel(), data)
@@ -122,7 +124,7 @@ def compare_memory(rank: int, crowd: int, settings: Settings) -> None:
 def main() -> None:
     settings = tyro.cli(Settings, description=__doc__)
     if settings.shared:
-        print("| ranks besides | message | over gloo, ms | through shared memory, ms | gloo ÷ shared (quartiles) |")
+        print("| other ranks | message | over gloo, ms | through shared memory, ms | gloo ÷ shared (quartiles) |")
         print("|---|---|---|---|---|", flush=True)
         for crowd in settings.crowds:
             mp.spawn(compare_memory, args=(crowd, settings), nprocs=2 + crowd)

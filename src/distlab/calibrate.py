@@ -98,6 +98,8 @@ def calibrate(run: Run[CalibrateSettings]) -> None:
     slowdown = measuring.measure_slowdown(sizes, run.rank, local, device, min(0.1, args.seconds / 50))
     peers = [peer for peer in dict.fromkeys((1, local)) if peer < run.world_size]  # on this host and on the next one
     messages = [measuring.measure_messages(run.rank, (0, peer), device) for peer in peers]
+    own_seconds = min(messages[0].own_seconds, messages[-1].link.latency_seconds)
+    links = [replace(m.link, latency_seconds=m.link.latency_seconds - own_seconds) for m in messages]
     reductions = measuring.measure_all_reduces(run.rank, local, device)
     if run.rank > 0:
         return  # and wait for rank 0 at the end of the run, without computing
@@ -116,12 +118,12 @@ def calibrate(run: Run[CalibrateSettings]) -> None:
         ranks_per_host=local,
         cores_per_host=at_once,
         memory_bytes_per_host=memory_bytes(device),
-        inside=messages[0].link,
-        between=messages[-1].link,
+        inside=links[0],
+        between=links[-1],
         multiply_adds_per_second=args.rows[0] * sizes.seq_len * sizes.multiply_adds("block") / measured[0].block.F[0],
         pass_seconds=measured[0].embedding.F[0],
         optimizer_seconds=update,
-        message_seconds=messages[0].own_seconds,
+        message_seconds=own_seconds,
         waking_seconds=measuring.measure_waking(sizes) if is_cpu else 0.0,
         spin_seconds=spinning,
         slowdown=slowdown,

@@ -5,6 +5,7 @@ often, and threads of gloo's have to wake up at both ends. That a message is the
 signals, so a wait ends as any other does: with the signal, at the deadline, or when the other rank dies.
 """
 
+import struct
 import time
 import weakref
 from collections.abc import Callable
@@ -19,7 +20,8 @@ from distlab.comm.shared import SharedWork
 from distlab.comm.signals import Channel, close_all
 
 THERE, FREE = 1, 2  # signals
-HEADER_BYTES = 64  # of a slot: the size of the message in it, and then nothing, so that messages are aligned
+SIZE = struct.Struct("q")  # of the message in a slot, at its beginning
+HEADER_BYTES = 64  # from there to the message, which is aligned
 Bring = Callable[[Tensor], object]  # sends a tensor to the other rank, or fills it with what that has sent
 
 
@@ -27,7 +29,7 @@ class SharedQueue:
     """One end of a queue, the sender's or the receiver's; messages are received in the order in which they were sent.
 
     Args:
-        slots: a part for each message that can be there at a time, of `slot_bytes`.
+        slots: memory with a part for each message that can be there at a time.
         channel: to the other end.
     """
 
@@ -35,7 +37,7 @@ class SharedQueue:
         self._slots, self._channel = slots, channel
         self._slot_count = len(slots) // slots.part_bytes
         self._begun = 0  # messages that this end has begun to send, or to receive
-        self._done = 0  # of these, that it has sent or received
+        self._waited_for = 0  # of these
         weakref.finalize(self, channel.close)
 
     def send(self, tensor: Tensor) -> "QueuedMessage":
@@ -50,29 +52,28 @@ class SharedQueue:
 
     def _put(self, number: int, tensor: Tensor, deadline: float) -> None:
         """Copy a message into the next slot, when the message before has left it."""
-        self._channel.wait(FREE, number - self._slot_count, deadline)
-        size, slot = self._slot(number, tensor)
-        size.fill_(tensor.nbytes)
-        slot.copy_(tensor.view(-1))
+        self._wait_for(FREE, number - self._slot_count, number, deadline)
+        slot = (number - 1) % self._slot_count
+        SIZE.pack_into(self._slots, slot * self._slots.part_bytes, tensor.nbytes)
+        self._slots.part(slot, tensor, HEADER_BYTES).copy_(tensor.view(-1))
         self._channel.send(THERE)
-        self._done = number
 
     def _take(self, number: int, tensor: Tensor, deadline: float) -> None:
         """Copy a message out of its slot, when it is there."""
-        assert number == self._done + 1, "messages of a queue are waited for in their order"
-        self._channel.wait(THERE, number, deadline)
-        size, slot = self._slot(number, tensor)
-        if size != tensor.nbytes:
-            raise RuntimeError(f"a message of {int(size):,} bytes has come, not of {tensor.nbytes:,}")
-        tensor.view(-1).copy_(slot)
-        self._done = number
+        self._wait_for(THERE, number, number, deadline)
+        slot = (number - 1) % self._slot_count
+        [size_bytes] = SIZE.unpack_from(self._slots, slot * self._slots.part_bytes)
+        if size_bytes != tensor.nbytes:
+            raise RuntimeError(f"a message of {size_bytes:,} bytes has come, not of {tensor.nbytes:,}")
+        tensor.view(-1).copy_(self._slots.part(slot, tensor, HEADER_BYTES))
         with suppress(RuntimeError):  # a sender that has exited needs no slot
             self._channel.send(FREE)
 
-    def _slot(self, message: int, like: Tensor) -> tuple[Tensor, Tensor]:
-        """Where a message, counted from 1, has its size, (1,), and its content, (elements,)."""
-        slot = (message - 1) % self._slot_count
-        return self._slots.part(slot, torch.empty(1, dtype=torch.int64)), self._slots.part(slot, like, HEADER_BYTES)
+    def _wait_for(self, signal: int, times: int, number: int, deadline: float) -> None:
+        """Wait for a signal that has to come so many times before a message can be sent or received."""
+        assert number == self._waited_for + 1, "messages of a queue are waited for in their order"
+        self._channel.wait(signal, times, deadline)
+        self._waited_for = number
 
 
 class QueuedMessage(SharedWork):
@@ -90,8 +91,8 @@ def offered_queue(message_bytes: int, slots: int, send: Bring, receive: Bring) -
     offer, verdict = Offer(HEADER_BYTES + message_bytes, slots, pipes_to=1), torch.zeros(1, dtype=torch.int64)
     with ExitStack() as if_it_fails:
         if_it_fails.callback(close_all, offer.channels)
-        problem, mapping, _ = accept(offer.numbers, reserved=range(slots), pipes=None)
         try:
+            problem, mapping, _ = accept(offer.numbers, reserved=range(slots), pipes=None)
             send(torch.tensor([0, problem, *offer.numbers[2:]] if problem else offer.numbers))
             receive(verdict)
         finally:

@@ -32,7 +32,7 @@ class Ledger:
         self.messages[kind] += 1
 
     def waited(self, seconds: float, in_collective: bool) -> None:
-        """Add a wait for other ranks."""
+        """Add a wait for other ranks, with the copying that is done at its end, of a message in shared memory."""
         self.waited_seconds += seconds
         self.collective_seconds += seconds * in_collective
 

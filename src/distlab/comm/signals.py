@@ -4,7 +4,8 @@ A signal costs two calls of the kernel and wakes up the thread that waits for it
 up gloo's threads at both ends. A wait ends as over gloo: with the signal, at the deadline, or when the other rank dies,
 as the kernel then closes its end.
 
-The first rank makes the pipes, which have no name. The others open their ends of them through /proc, as the same user.
+One rank makes the pipes, the first of a group or the sender of a queue. They have no name; the others open their ends
+of them through /proc, as the same user.
 A process that a rank forks keeps the rank's ends open, as it does with gloo's connections.
 """
 
@@ -61,13 +62,13 @@ def close_all(channels: Sequence[Channel]) -> None:
 
 
 class Pipes:
-    """The pipes between the first rank and each of the others, made by the first."""
+    """The pipes between a rank and each of some others, made by that rank."""
 
     def __init__(self) -> None:
         self.far_ends: list[int] = []  # the others' descriptors: for each of them one to read and one to write
 
     def make(self, others: int) -> list[Channel]:
-        """The first rank's ends; `OSError`, and no pipe is left, if there are too many open files."""
+        """Its own ends; `OSError`, and no pipe is left, if there are too many open files."""
         with contextlib.ExitStack() as made:  # closes all ends if one cannot be made
             pairs = [(_pipe(made), _pipe(made)) for _ in range(others)]
             made.pop_all()
@@ -89,7 +90,7 @@ def _pipe(made: contextlib.ExitStack) -> tuple[int, int]:
 
 
 def open_channel(process: int, reads: int, writes: int) -> Channel:
-    """Another rank's ends of the pipes that the first rank, a process, has made; `OSError` if they cannot be opened."""
+    """This rank's ends of the pipes that another one, a process, has made; `OSError` if they cannot be opened."""
     own = os.open(f"/proc/{process}/fd/{reads}", os.O_RDONLY | os.O_CLOEXEC)
     try:
         return Channel(own, os.open(f"/proc/{process}/fd/{writes}", os.O_WRONLY | os.O_CLOEXEC))

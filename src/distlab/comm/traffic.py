@@ -99,8 +99,10 @@ class Traffic(NamedWaits):
         try:
             with self.named(Wait("shared memory", "other", tuple(r for r in ranks if r != rank()))):
                 memory = self._shared[key] if key in self._shared else self._memory_of(key, ranks, timeout)
-                self._shared[key], self.shares_memory = memory, True
-                return memory.allocate(elements, like.dtype, timeout)
+                self._shared[key] = memory
+                buffer = memory.allocate(elements, like.dtype, timeout)
+                self.shares_memory = True
+                return buffer
         except NotShared as error:
             self._share_less(error, is_first=memory.rank == 0)
             self._without_more.add(key)  # what has been allocated stays shared
@@ -134,13 +136,19 @@ class Traffic(NamedWaits):
         ranks = [sender, receiver]
         if not self._may_share(like, ranks) or not self._are_on_one_host(ranks):
             return None
-        is_sender, what = rank() == sender, "shared memory"
-        other = receiver if is_sender else sender
+        is_sender = rank() == sender
+        other, offer, answer = (
+            receiver if is_sender else sender,
+            "the offer of shared memory",
+            "the answer to the offer of shared memory",
+        )
 
         def tell(tensor: Tensor) -> None:
+            what = offer if is_sender else answer
             self.send(tensor, what, to=other, kind="control", group=group).wait()
 
         def ask(tensor: Tensor) -> None:
+            what = answer if is_sender else offer
             self.receive(tensor, what, source=other, group=group).wait()
 
         try:

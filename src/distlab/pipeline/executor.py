@@ -175,7 +175,9 @@ class Pipeline:
         else:
             to, link = self.grid.rank_of(worker), (self._worker, worker, result.kind)
             group, queue = self._channels[link], self._queues.get(link)
-            self._sent[result] = traffic.send(tensor, str(result), to=to, kind=result.kind, group=group, queue=queue)
+            transfer = traffic.send(tensor, str(result), to=to, kind=result.kind, group=group, queue=queue)
+            if not transfer.was_waited_for():
+                self._sent[result] = transfer
 
     def _take(self, result: Result) -> Tensor:
         """A result of another stage; waits until it has arrived."""

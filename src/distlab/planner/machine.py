@@ -184,7 +184,8 @@ def _read(kind: type[KindT], value: Any, where: str) -> KindT:
         kinds = typing.get_type_hints(kind)
         inner = where if where.endswith(": ") else f"{where}."
         unknown = next((key for key in value if key not in kinds), None)
-        require(unknown is None, f"{inner}{unknown} is not a key; there are {', '.join(_names(kind))}")
+        others = f"remove it, or calibrate into a new file; there are {', '.join(_names(kind))}"
+        require(unknown is None, f"{inner}{unknown} is not a key; {others}")
         needed = [field.name for field in fields(kind) if field.default is MISSING]
         missing = next((name for name in needed if name not in value), None)
         require(missing is None, f"{inner}{missing} is missing")

@@ -49,7 +49,7 @@ PRODUCTS = 2  # of matrices before each, some milliseconds
 PAUSE = 2e-3  # seconds
 TURNS_WITH_PAUSES = 30
 SECONDS_OF_SPINNING = 0.1  # at most
-CROWD = 128  # rows of a matrix
+MATRIX_ROWS = 256
 
 
 class Passes:
@@ -188,7 +188,7 @@ def passes_per_second(passes: Passes, seconds: float) -> float:
 
 def measure_spinning(threads: int) -> float:
     """Seconds for which each further thread of this rank keeps a core busy after they have computed together."""
-    usual_threads, matrix = torch.get_num_threads(), torch.ones(2 * CROWD, 2 * CROWD)
+    usual_threads, matrix = torch.get_num_threads(), torch.ones(MATRIX_ROWS, MATRIX_ROWS)
     torch.set_num_threads(threads)
     times = []
     for _ in range(ROUNDS):
@@ -215,7 +215,7 @@ class Messages:
     """What messages between two ranks take."""
 
     link: Link
-    own_seconds: float  # for which a small message keeps a rank from computing; that large ones are copied is neglected
+    own_seconds: float  # of the latency: the call that sends; the time to copy large messages is neglected
 
 
 def measure_messages(rank: int, peers: tuple[int, int], device: torch.device) -> Messages:
@@ -233,8 +233,7 @@ def measure_messages(rank: int, peers: tuple[int, int], device: torch.device) ->
         told[2] = statistics.median(calls)
     traffic.broadcast(told, "what messages take", kind="control", src=peers[0]).wait()
     latency, whole, own = told.tolist()
-    own = min(own, latency)
-    return Messages(Link(latency - own, MESSAGE_BYTES[1] / max(1e-9, whole - latency)), own)
+    return Messages(Link(latency, MESSAGE_BYTES[1] / max(1e-9, whole - latency)), min(own, latency))
 
 
 def _exchange(
@@ -267,7 +266,7 @@ def measure_all_reduces(rank: int, ranks: int, device: torch.device) -> tuple[Al
     works: dict[str, Callable[[], object]] = {}
     keys: dict[tuple[int, Transport], dict[int, str]] = {}  # by ranks and transport: by size, the work's name
     kinds: tuple[tuple[Transport, Sequence[int]], ...] = (("gloo", GLOO_BYTES), ("shared", SHARED_BYTES))
-    matrix = torch.ones(2 * CROWD, 2 * CROWD, device=device)
+    matrix = torch.ones(MATRIX_ROWS, MATRIX_ROWS, device=device)
 
     def compute() -> None:
         for _ in range(PRODUCTS):

@@ -38,6 +38,7 @@ class Played:
 
     ends: list[list[float]]  # of each piece of work
     starts: list[list[float]]
+    alone: list[float]  # what all of it would take if no other rank computed
 
     @property
     def makespan(self) -> float:
@@ -77,20 +78,22 @@ def play(
     """Run every worker's works in order; one starts when what it needs has arrived.
 
     Args:
-        message: (sender, receiver) -> seconds; an action's results set out when it ends, and after those that
-            the sender has sent to the same receiver before.
+        message: (sender, receiver) -> seconds; an action's results set out when it ends, and after those that the
+            sender has sent to the same receiver before.
         owners: by stage, its worker.
         carrying: (sender, receiver) -> seconds after which the next message between them can set out.
     """
     count = len(works)
     starts: list[list[float]] = [[] for _ in works]
     ends: list[list[float]] = [[] for _ in works]
+    alone = [0.0] * count
     receivers = {need: worker for worker, line in enumerate(works) for work in line for need in work.needs}
     given: dict[Result, float] = {}  # when it was computed, or, if another worker needs it, when it set out
     free: dict[tuple[int, int], float] = {}  # by sender and receiver, when the next message can set out
     waiting: dict[Result, list[int]] = {}  # workers that cannot start without it
     # Of the workers, and then of the threads that each has besides its own, which spin after they have computed.
-    left = [0.0] * 2 * count  # of what a worker does: seconds if it were alone
+    begun = [0.0] * 2 * count  # what a worker does: seconds if it were alone
+    left = [0.0] * 2 * count  # of these
     since = [0.0] * 2 * count  # when that was so
     pace = [1.0] * 2 * count  # seconds for each of these
     version = [0] * 2 * count  # of its expected end
@@ -119,15 +122,16 @@ def play(
 
     def begin(one: int, seconds: float, used: int, now: float) -> None:
         """What a worker or its further threads do from now on."""
-        left[one], since[one], pace[one], threads[one] = seconds, now, 1.0, used
+        begun[one] = left[one] = seconds
+        since[one], pace[one], threads[one] = now, 1.0, used
         change_load(one, used if seconds else 0, now)
         if pace[one] == 1.0:
             expect(one)
 
-    def end(one: int, seconds: float, now: float) -> None:
+    def end(one: int, now: float) -> None:
         used, threads[one] = threads[one], 0
         version[one] += 1
-        change_load(one, -used if seconds else 0, now)
+        change_load(one, -used if begun[one] else 0, now)
 
     def start(worker: int, now: float) -> None:
         """Begin a worker's next work if it can, else wait for what it needs."""
@@ -144,21 +148,22 @@ def play(
             return
         starts[worker].append(now)
         if work.threads > 1 and threads[count + worker]:  # they spin no longer
-            end(count + worker, hosts.spin_seconds, now)
+            end(count + worker, now)
         has_waited = bool(ends[worker]) and now > ends[worker][-1]
         begin(worker, work.seconds + hosts.waking_seconds * has_waited, work.threads, now)
+        alone[worker] += begun[worker]
 
     while events:
         now, worker, of_version, is_end = heapq.heappop(events)
         if of_version != version[worker]:
             continue
         if worker >= count:
-            end(worker, hosts.spin_seconds, now)
+            end(worker, now)
             continue
         if is_end:
             work = works[worker][len(ends[worker])]
             ends[worker].append(now)
-            end(worker, work.seconds, now)
+            end(worker, now)
             if work.threads > 1 and hosts.spin_seconds:
                 begin(count + worker, hosts.spin_seconds, work.threads - 1, now)
             for result in work.action.results if work.action else ():
@@ -170,7 +175,7 @@ def play(
                     heapq.heappush(events, (now, other, version[other], False))
         if len(starts[worker]) < len(works[worker]) and not threads[worker]:
             start(worker, now)
-    return Played(ends, starts)
+    return Played(ends, starts, alone)
 
 
 def play_undisturbed(
@@ -211,7 +216,7 @@ def play_undisturbed(
     for worker, last in enumerate(after):
         starts[worker].append(free[worker])
         ends[worker].append(free[worker] + last)
-    return Played(ends, starts)
+    return Played(ends, starts, [sum(map(operator.sub, *line)) for line in zip(ends, starts, strict=True)])
 
 
 @dataclass(frozen=True)
@@ -279,12 +284,10 @@ def predict(costs: Costs, worker: int | None = None) -> Step:
             machine.waking_seconds,
         )
         played = play(works, hosts, message, graph.owners, carrying)
-        alone = [sum(work.seconds for work in line) for line in works]
     else:
         played = play_undisturbed(
             graph, list(map(taken, graph.examples)), first, after, message, carrying, machine.waking_seconds
         )
-        alone = [sum(map(operator.sub, *line)) for line in zip(played.ends, played.starts, strict=True)]
     ends = [
         _averaged(costs, program, whole, started[-2], ended[-2]) if whole.overlaps else ended[-1]
         for program, whole, started, ended in zip(programs, last, played.starts, played.ends, strict=True)
@@ -295,7 +298,7 @@ def predict(costs: Costs, worker: int | None = None) -> Step:
     seen = max(workers, key=lambda worker: busy[worker]) if worker is None else worker
     counts = graph.counts[seen]
     exchanging = sum(count * costs.exchanged(graph.examples[kind]) for kind, count in counts.items())
-    passes = alone[seen] - first[seen] - after[seen]
+    passes = played.alone[seen] - first[seen] - after[seen]
     idle = [_idle_share(s[1:-1], e[1:-1], played) for s, e in zip(played.starts, played.ends, strict=True)]
     return Step(
         seconds=total,
@@ -303,7 +306,7 @@ def predict(costs: Costs, worker: int | None = None) -> Step:
         exchanging=exchanging,
         averaging=after[seen] + max(0.0, ends[seen] - played.ends[seen][-1]),
         updating=first[seen],
-        sharing=busy[seen] - alone[seen],
+        sharing=busy[seen] - played.alone[seen],
         idle=total - busy[seen] - max(0.0, ends[seen] - played.ends[seen][-1]),
         bubble=sum(idle) / len(idle),
         sent_bytes=max(sent_bytes(costs)),

@@ -42,7 +42,7 @@ class RunSettings:
     backend: Literal["auto", "gloo", "nccl"] = "auto"
     """how ranks communicate; auto: NCCL if every rank has a GPU of its own, else gloo"""
     transport: Literal["auto", "shared", "gloo"] = "auto"
-    """how tensors travel between CPUs; auto: through shared memory within a host where that is faster, else gloo"""
+    """how tensors travel between ranks on the CPU; auto: in shared memory within a host if that is faster, else gloo"""
     timeout: float = 120
     """seconds that any wait for another rank may take"""
     master_addr: str = "localhost"

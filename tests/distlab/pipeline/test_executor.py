@@ -33,10 +33,10 @@ def compare_with_one_process(rank: int, port: int, stages: int, split: tuple[int
     """Train with every schedule and number of micro-batches, next to the whole model; the number of comparisons."""
     compared = 0
     with process_group(rank, stages, port):
-        transports: itertools.cycle[Transport] = itertools.cycle(["auto", "gloo", "gloo", "auto", "auto"])
-        for schedule in schedules:
+        transports: list[Transport] = ["auto", "gloo"]
+        for number, schedule in enumerate(schedules):
             for micro_batches in MICRO_BATCHES:
-                traffic.transport = next(transports)
+                traffic.transport = transports[(number + stages + micro_batches // 2) % 2]
                 net = louder(build_stage(rank, split, VOCAB, **OPTIONS))
                 whole = louder(LLama(CausalLLama, VOCAB, n_layers=sum(split), **OPTIONS))
                 before = {name: p.detach().clone() for name, p in net.named_parameters()}
@@ -313,7 +313,8 @@ class CountedSends:
 
         def counted_send(*args: Any, **options: Any) -> Transfer:
             transfer = send(*args, **options)
-            open_sends.add(id(transfer))
+            if not transfer.was_waited_for():
+                open_sends.add(id(transfer))
             self.now, self.peak, self.total = len(open_sends), max(self.peak, len(open_sends)), self.total + 1
             return transfer
 
@@ -367,8 +368,12 @@ def leave_sends_open(rank: int, port: int, transport: Transport) -> list[tuple[b
 
 @pytest.mark.parametrize("transport", ["gloo", "auto"])
 def test_steps_that_run_on_leave_their_last_sends_to_the_next_one(transport: Transport) -> None:
-    """Stage 0 leaves none: each of its activations is known to have arrived when its gradient has come back."""
-    assert run_ranks(2, leave_sends_open, free_port(), transport) == [[(True, False)] * 3, [(True, True)] * 3]
+    """Stage 0 leaves none: each of its activations is known to have arrived when its gradient has come back.
+
+    Nor does a stage that shares memory: a message is copied when it is sent.
+    """
+    found = run_ranks(2, leave_sends_open, free_port(), transport)
+    assert found == [[(True, False)] * 3, [(True, transport == "gloo")] * 3]
 
 
 def step_with_delays(rank: int, port: int, schedule: str) -> tuple[int, int]:

@@ -38,7 +38,7 @@ def test_a_machine_without_measurements_is_a_short_file(tmp_path: Path) -> None:
         (["between", "bytes_per_second"], 0, "between.bytes_per_second is 0; give a number greater than 0"),
         (["hosts"], 1.5, "hosts is 1.5; give a whole number from 1 up"),
         (["device"], "tpu", 'device is "tpu"; give one of cpu, cuda'),
-        (["speed"], 1, "speed is not a key; there are name, device, "),
+        (["speed"], 1, "speed is not a key; remove it, or calibrate into a new file; there are name, device, "),
         (["measured", 0, "block", "F", 1], None, "measured[0].block.F[1] is null; give a number that is not negative"),
         (["measured", 0, "rows"], [2, 1], "measured: rows: give numbers in ascending order, at least one"),
         (["measured", 0, "rows"], [1], "measured: give each pass a number for each of its rows"),

@@ -100,10 +100,12 @@ def test_a_pass_takes_longer_if_its_rank_has_waited(slowdown: tuple[float, ...])
     """Four of six passes follow a wait: not the first one, and not the backward pass of the last stage."""
     machine = cluster(slowdown=slowdown, cores_per_host=8)
     at_once, later = (
-        predict(Costs(replace(machine, waking_seconds=seconds), MODEL, layout("naive", pp=3, micro_batches=1))).seconds
+        predict(Costs(replace(machine, waking_seconds=seconds), MODEL, layout("naive", pp=3, micro_batches=1)), 1)
         for seconds in (0.0, 1.0)
     )
-    assert later - at_once == pytest.approx(4)
+    assert later.seconds - at_once.seconds == pytest.approx(4)
+    assert later.computing - at_once.computing == pytest.approx(2), "of the stage in the middle"
+    assert later.sharing == pytest.approx(at_once.sharing)
 
 
 def test_a_message_waits_for_the_one_that_was_sent_before_it() -> None:
