@@ -106,7 +106,6 @@ class _Sleep(torch.autograd.Function):
 def measure(rank: int, workers: int, micro_batches: int, settings: Settings) -> None:
     """One rank: each schedule; rank 0 prints the rows of the table."""
     join(rank, workers, settings.port)
-    recorder.enabled = True
     for name in settings.schedules:
         programs = all_stages(name, workers, micro_batches)
         held = stages_of(programs[rank])
@@ -128,13 +127,14 @@ def traced_steps(rank: int, nets: dict[int, SleepingStage], programs: Programs, 
     pipeline = Pipeline(nets, programs, Grid(rank, 1, workers), lambda y, _: y.mean(), WIDTH, run_on=run_on)
     batch = torch.zeros(micro_batches, SEQ, dtype=torch.int64).split(1)
     recorder.events.clear()
-    recorder.kept_bytes.clear()
+    recorder.enabled = True  # from here on, as a pipeline made before does not count what it keeps
     for step in range(1 + steps):
         if step < 2 or not run_on:
             dist.barrier()
         with recorder.span(STEP, f"step {step}"):
             pipeline.step(batch)
     recorded: list[Any] = [None] * workers
+    recorder.enabled = False
     dist.all_gather_object(recorded, recorder.as_json())
     return merge(recorded, 1, workers, programs, run_on=run_on)
 

@@ -134,7 +134,7 @@ class Pipeline:
         self._expected = {link: iter(results) for link, results in self._incoming.items()}
         if self._is_cold:
             self._warm_up(micro_batches[0])
-        for link in [] if self._is_cold else [*self._incoming] * POSTED_AHEAD:
+        for link in [*filter(self._posts_ahead, self._incoming)] * POSTED_AHEAD:
             self._post_next(link)
         try:
             for prepared in self._prepared:
@@ -188,7 +188,7 @@ class Pipeline:
             self._post_next(link)
         tensor, transfer = self._posted.pop(result)
         transfer.wait()
-        if not self._is_cold:
+        if self._posts_ahead(link):
             self._post_next(link)
         self._settle(self._acknowledged[result])
         return tensor
@@ -198,6 +198,10 @@ class Pipeline:
         for result in results:
             if result in self._sent:
                 self._sent.pop(result).wait()
+
+    def _posts_ahead(self, link: Link) -> bool:
+        """Whether the receives of a link are posted before they are needed; a queue needs no posting."""
+        return not self._is_cold and self._queues.get(link) is None
 
     def _post_next(self, link: Link) -> None:
         """Post the receive of a link's next message, if there is one."""
