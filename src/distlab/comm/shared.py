@@ -6,6 +6,7 @@ as any other does: with the signal, at the deadline, or when the other rank dies
 
 import time
 import weakref
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -88,12 +89,12 @@ class SharedMemory:
         return None
 
 
-class SharedWork:
+class SharedWork(ABC):
     """Something in shared memory that has begun, and is done by the thread that waits for it."""
 
+    @abstractmethod
     def wait(self, timeout: timedelta) -> None:
         """Return when it is done; `RuntimeError` as of `Channel.wait` if another rank fails."""
-        raise NotImplementedError
 
 
 class SharedCollective(SharedWork):
@@ -125,9 +126,9 @@ class SharedCollective(SharedWork):
         self.combine(deadline)
         self._memory.done.wait(self._number, deadline)
 
+    @abstractmethod
     def _do_share(self) -> None:
         """What this rank has to do when the others' parts are there."""
-        raise NotImplementedError
 
 
 class SharedReduce(SharedCollective):

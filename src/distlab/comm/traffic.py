@@ -137,11 +137,8 @@ class Traffic(NamedWaits):
         if not self._may_share(like, ranks) or not self._are_on_one_host(ranks):
             return None
         is_sender = rank() == sender
-        other, offer, answer = (
-            receiver if is_sender else sender,
-            "the offer of shared memory",
-            "the answer to the offer of shared memory",
-        )
+        other, offer = receiver if is_sender else sender, "the offer of shared memory"
+        answer = f"the answer to {offer}"
 
         def tell(tensor: Tensor) -> None:
             what = offer if is_sender else answer
