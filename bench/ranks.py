@@ -1,11 +1,13 @@
 """How a rank of a benchmark joins the others."""
 
+import signal
 from contextlib import nullcontext
 
 import torch
 import torch.distributed as dist
 
 from distlab.comm.devices import keep_freed_memory, keep_to_loopback, patient_threads
+from distlab.comm.processes import end_with_parent
 from distlab.rendezvous.ranks import open_store
 
 
@@ -18,6 +20,7 @@ def join(rank: int, world_size: int, port: int, patient: bool = True) -> None:
         port: where rank 0 listens.
         patient: whether gloo's threads are patient (`patient_threads`) and freed memory is kept, as in the lab's runs.
     """
+    end_with_parent(signal.SIGKILL)  # torch's SIGINT does not reach what a script started in the background
     keep_to_loopback()
     if patient:
         keep_freed_memory()

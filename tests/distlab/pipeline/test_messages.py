@@ -1,0 +1,247 @@
+"""The executor's messages: none is kept for longer than needed, and no stage waits for the one it sends to."""
+
+import errno
+import os
+import time
+from random import Random
+from typing import Any
+
+import pytest
+import torch
+from pipeline_models import LOSS, OPTIONS, VOCAB, WIDTH, assert_near, batch, louder
+from processes import free_port, process_group, run_ranks
+from torch import Tensor, nn
+
+from distlab.comm.grid import Grid
+from distlab.comm.queues import FREE, SharedQueue
+from distlab.comm.traffic import Transfer, Transport, traffic
+from distlab.pipeline.actions import stages_of
+from distlab.pipeline.executor import Pipeline, _channels
+from distlab.pipeline.plan import simulate
+from distlab.pipeline.schedules import all_stages
+from distlab.pipeline.stages import build_stage
+from simplellm.llama import CausalLLama, LLama
+
+
+class CountedSends:
+    """The sends that have been started and not been waited for: what the executor keeps."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = self.peak = self.total = 0
+        send, wait = traffic.send, Transfer.wait
+        open_sends: set[int] = set()
+
+        def counted_send(*args: Any, **options: Any) -> Transfer:
+            transfer = send(*args, **options)
+            if not transfer.was_waited_for():
+                open_sends.add(id(transfer))
+            self.now, self.peak, self.total = len(open_sends), max(self.peak, len(open_sends)), self.total + 1
+            return transfer
+
+        def counted_wait(transfer: Transfer) -> None:
+            wait(transfer)
+            open_sends.discard(id(transfer))
+            self.now = len(open_sends)
+
+        monkeypatch.setattr(traffic, "send", counted_send)
+        monkeypatch.setattr(Transfer, "wait", counted_wait)
+
+
+def count_sends(rank: int, port: int, schedule: str) -> tuple[int, int, int]:
+    """Sends of a stage's steps: at all, the most kept at a time, and kept after a step."""
+    with process_group(rank, 3, port), pytest.MonkeyPatch.context() as monkeypatch:
+        net = build_stage(rank, (1, 1, 1), VOCAB, **OPTIONS)
+        pipeline = Pipeline(net, all_stages(schedule, 3, 12), Grid(rank, dp=1, pp=3), LOSS, WIDTH)
+        traffic.transport, sends = "gloo", CountedSends(monkeypatch)
+        pipeline.step(batch(0, rows=12).chunk(12))
+        return sends.total, sends.peak, sends.now
+
+
+def test_messages_are_let_go_as_soon_as_they_are_known_to_have_arrived() -> None:
+    """A stage that runs a few micro-batches ahead keeps as many messages, not those of the whole step."""
+    for stage, (total, peak, after) in enumerate(run_ranks(3, count_sends, free_port(), "dapple")):
+        assert total == 12 * ((stage > 0) + (stage < 2))
+        assert 0 < peak <= 5, f"stage {stage} kept {peak} of {total} messages"
+        assert after == 0, "a step waits for its sends"
+    for total, peak, after in run_ranks(3, count_sends, free_port(), "naive"):
+        assert (total >= 12, peak <= 2, after) == (True, True, 0)
+
+
+def leave_sends_open(rank: int, port: int, transport: Transport) -> list[tuple[bool, bool]]:
+    """Three steps that run on: are the gradients the usual ones, and is a send of the step still open?"""
+    with process_group(rank, 2, port), pytest.MonkeyPatch.context() as monkeypatch:
+        net = build_stage(rank, (1, 1), VOCAB, **OPTIONS)
+        grid, sends, traffic.transport = Grid(rank, dp=1, pp=2), CountedSends(monkeypatch), transport
+        pipeline = Pipeline(net, all_stages("zb-h2", 2, 4), grid, LOSS, WIDTH, run_on=True)
+        usual = Pipeline(net, all_stages("zb-h2", 2, 4), grid, LOSS, WIDTH)
+        found = []
+        for step in range(3):
+            net.zero_grad()
+            pipeline.step(batch(step).chunk(4))
+            left, own = sends.now, [p.grad.clone() for p in net.parameters() if p.grad is not None]
+            assert left <= 4, "those of the step before are settled"
+            net.zero_grad()
+            usual.step(batch(step).chunk(4))
+            found.append((all(map(torch.equal, own, [p.grad for p in net.parameters()])), left > 0))
+        return found
+
+
+@pytest.mark.parametrize("transport", ["gloo", "auto"])
+def test_steps_that_run_on_leave_their_last_sends_to_the_next_one(transport: Transport) -> None:
+    """Stage 0 leaves none: each of its activations is known to have arrived when its gradient has come back.
+
+    Nor does a stage that shares memory: a message is copied when it is sent.
+    """
+    found = run_ranks(2, leave_sends_open, free_port(), transport)
+    assert found == [[(True, False)] * 3, [(True, transport == "gloo")] * 3]
+
+
+def step_with_delays(rank: int, port: int, schedule: str) -> tuple[int, int]:
+    """Steps that run on, in which workers are late at random: messages sent through queues, and waits for a slot."""
+    waits, sent, random = 0, 0, Random(rank)
+    put = SharedQueue._put
+
+    def counted_put(queue: SharedQueue, number: int, tensor: Tensor, deadline: float) -> None:
+        nonlocal waits, sent
+        sent += 1
+        try:
+            queue._channel.wait(FREE, number - queue._slot_count, time.perf_counter())
+        except RuntimeError:
+            waits += 1
+        put(queue, number, tensor, deadline)
+
+    class Late(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(WIDTH))
+
+        def forward(self, x: Tensor) -> Tensor:
+            time.sleep(random.choice([0, 0, 0, 0.03]))
+            return self.weight.expand(*x.shape[:2], WIDTH) * 1.0 if x.dim() == 2 else x * self.weight
+
+    with process_group(rank, 3, port), pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(SharedQueue, "_put", counted_put)
+        programs = all_stages(schedule, 3, 6)
+        nets = {stage: Late() for stage in stages_of(programs[rank])}
+        pipeline = Pipeline(nets, programs, Grid(rank, dp=1, pp=3), lambda y, _: y.mean(), WIDTH, run_on=True)
+        for step in range(4):
+            time.sleep(0.2 * (step % 3 == rank))
+            pipeline.step(batch(step, 12).chunk(6))
+        torch.distributed.barrier()
+    return sent, waits
+
+
+@pytest.mark.alone
+@pytest.mark.parametrize("schedule", ["interleaved", "zb-h2", "zb-v"])
+def test_no_worker_waits_for_a_slot(schedule: str) -> None:
+    for sent, waits in run_ranks(3, step_with_delays, free_port(), schedule):
+        assert sent >= 4 * 6
+        assert waits == 0
+
+
+def run_ahead(rank: int, port: int, transport: Transport) -> float:
+    """Stage 1 begins a second late; the seconds that stage 0 took for its forward passes, 8 MB of activations each."""
+    width, micro_batches = 4096, 6
+
+    class Timed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(width))
+            self.ended = 0.0
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.weight.expand(*x.shape[:2], width) if x.dim() == 2 else x * self.weight
+            self.ended = time.monotonic()
+            return y * 1.0
+
+    with process_group(rank, 2, port):
+        net = Timed()
+        programs = all_stages("gpipe", 2, micro_batches)
+        pipeline = Pipeline(net, programs, Grid(rank, dp=1, pp=2), lambda y, _: y.mean(), width)
+        batch = torch.zeros(micro_batches, 512, dtype=torch.int64).chunk(micro_batches)
+        traffic.transport = transport
+        pipeline.step(batch)  # in which the stages agree on the memory that they share
+        assert [queue is not None for queue in pipeline._queues.values()] == [transport == "auto"] * 2
+        torch.distributed.barrier()
+        started = time.monotonic()
+        time.sleep(float(rank))
+        pipeline.step(batch)
+        assert net.weight.grad is not None
+        return net.ended - started
+
+
+@pytest.mark.alone
+@pytest.mark.parametrize("transport", ["auto", "gloo"])
+def test_sends_do_not_hold_up_the_stage_that_sends(transport: Transport) -> None:
+    first, second = run_ranks(2, run_ahead, free_port(), transport)
+    assert first < 0.8 < 1.0 < second
+
+
+def grow(rank: int, port: int) -> list[list[bool]]:
+    """Steps of which each has larger micro-batches: are gradients those of one process, and is memory shared?
+
+    From the third step on, stage 0 is refused memory.
+    """
+    shared = []
+    with process_group(rank, 2, port), pytest.MonkeyPatch.context() as monkeypatch:
+        net = louder(build_stage(rank, (1, 1), VOCAB, **OPTIONS))
+        whole = louder(LLama(CausalLLama, VOCAB, n_layers=2, **OPTIONS))
+        traffic.remark = lambda _: None
+        pipeline = Pipeline(net, all_stages("dapple", 2, 4), Grid(rank, dp=1, pp=2), LOSS, WIDTH)
+        for step in range(4):
+            if step == 2 and rank == 0:
+                monkeypatch.setattr(os, "memfd_create", refuse_memory)
+            rows = batch(step, rows=4 * (step + 1))
+            net.zero_grad()
+            whole.zero_grad()
+            pipeline.step(rows.chunk(4))
+            LOSS(whole(rows), rows).backward()
+            of_whole = dict(whole.named_parameters())
+            for name, parameter in net.named_parameters():
+                assert_near(parameter.grad, of_whole[name].grad, name)
+            shared.append([queue is not None for queue in pipeline._queues.values()])
+    return shared
+
+
+def refuse_memory(*_: object) -> int:
+    raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
+
+
+def test_micro_batches_may_grow_from_step_to_step() -> None:
+    to_last, to_first = [True, True, False, False], [True] * 4
+    for shared in run_ranks(2, grow, free_port()):
+        assert [sorted(now) for now in shared] == [sorted(both) for both in zip(to_last, to_first, strict=True)]
+
+
+def make_groups(rank: int, port: int, backend: str, schedule: str, two_ways: bool) -> list[int | None]:
+    """By link, in order, the number of the process group that its messages take; None is the default one."""
+    made: list[object] = []
+
+    def new_group(**_: Any) -> object:
+        made.append(object())
+        return made[-1]
+
+    with process_group(rank, 3, port), pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(torch.distributed, "get_backend", lambda: backend)
+        monkeypatch.setattr(torch.distributed, "new_group", new_group)
+        links = dict(simulate(all_stages(schedule, 3, 2)).messages)
+        if two_ways:  # as with two stages a worker: activations also go back, gradients also on
+            links |= {(receiver, sender, kind): [] for sender, receiver, kind in links}
+        groups = _channels(links)
+        return [made.index(group) if group is not None else None for _, group in sorted(groups.items())]
+
+
+@pytest.mark.parametrize(
+    ("backend", "two_ways", "groups"),
+    [
+        ("gloo", False, [None, None, None, None]),
+        ("gloo", True, [None, 0] * 4),
+        ("nccl", False, [None, 0, None, 0]),
+        ("nccl", True, [None, 1, 0, 2, None, 1, 0, 2]),
+    ],
+)
+def test_messages_that_could_pass_each_other_have_channels_of_their_own(
+    backend: str, two_ways: bool, groups: list[int | None]
+) -> None:
+    """Links are (0, 1), (1, 0), (1, 2), (2, 1), each with activations, gradients, or both."""
+    assert run_ranks(3, make_groups, free_port(), backend, "dapple", two_ways) == [groups] * 3
