@@ -36,18 +36,20 @@ class Linear(nn.Linear):
         """Do nothing: `initialize` sets the weight, and the global random generator must not be used."""
 
     def forward(self, x: Tensor) -> Tensor:
-        in_place = torch.is_grad_enabled() and is_by_hand(self.weight)
-        weight_gradients = current() if in_place and x.requires_grad else None
+        by_hand = torch.is_grad_enabled() and is_by_hand(self.weight)
+        weight_gradients = current() if by_hand and x.requires_grad else None
         if isinstance(weight_gradients, DeferredWeightGradients):
             defer = partial(weight_gradients.add, self.weight, gradient_of)
             return _Linear.apply(x, self.weight.detach(), defer, False)
-        if in_place or x.dtype != self.weight.dtype:
-            return _Linear.apply(x, self.weight, None, in_place)
+        if by_hand or x.dtype != self.weight.dtype:
+            return _Linear.apply(x, self.weight, None, by_hand)
         return F.linear(x, self.weight)
 
 
 class _Linear(torch.autograd.Function):
-    """A linear map with a float32 weight; for a bfloat16 input, the weight is cast once for forward and backward.
+    """A linear map with a float32 weight, which is cast for a bfloat16 input.
+
+    Each pass casts it anew: a copy for the backward pass would be kept for each micro-batch under way.
 
     With `defer`, the weight is detached, and the backward pass passes the factors of its gradient to `defer`. With
     `in_place`, the gradient is written where it belongs (see `gradient_of`).
@@ -58,15 +60,14 @@ class _Linear(torch.autograd.Function):
         ctx: Any, x: Tensor, weight: Tensor, defer: Callable[[Tensor, Tensor], None] | None, in_place: bool
     ) -> Tensor:
         ctx.leaf, ctx.defer, ctx.in_place = weight, defer, in_place
-        weight = weight.to(x.dtype)
         ctx.save_for_backward(x, weight)
-        return F.linear(widen(x), widen(weight)).to(x.dtype)
+        return F.linear(widen(x), widen(weight.to(x.dtype))).to(x.dtype)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
         x, weight = ctx.saved_tensors
-        grad_x = (widen(grad) @ widen(weight)).to(x.dtype) if ctx.needs_input_grad[0] else None
+        grad_x = (widen(grad) @ widen(weight.to(x.dtype))).to(x.dtype) if ctx.needs_input_grad[0] else None
         if ctx.defer is not None:
             ctx.defer(x, grad)
         grad_weight, use = None, use_of_gradient(ctx.next_functions[1][0])

@@ -121,9 +121,8 @@ def gradient_of(weight: Tensor, x: Tensor, grad: Tensor, in_place: bool = True) 
     if not in_place or x.dtype != weight.dtype or has_hooks(weight):
         return (grad @ x).float()
     total, place = weight.grad, _place_of(weight)
-    free = (
-        place.take() if place is not None else None
-    )  # also for a sum, which a second use of the weight must not change
+    # Taken also for a sum, so that a second use of the weight does not write over it.
+    free = place.take() if place is not None else None
     if total is not None:
         weight.grad = None
         return total.addmm_(grad, x).detach()

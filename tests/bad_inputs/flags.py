@@ -135,6 +135,7 @@ COMBINATIONS = [  # of flags that are right one by one
     ("pp-zb", "--keep-at-most 3", "--keep-at-most"),
     ("hybrid", "--schedule auto --keep-at-most 0.9", "--keep-at-most"),
     ("hybrid", "--schedule auto --chunks-per-stage 3", "--chunks-per-stage"),
+    ("pp-interleaved", "--chunks-per-stage 1000000000", "--n-layers"),
     ("hybrid", "--dp 0", "--dp"),
     ("hybrid", "--dp 2 --pp -3", "--pp"),
     ("ddp", "--backend nccl --device cpu", "--backend"),

@@ -50,6 +50,7 @@ class ActionCosts:
     weight_bytes_share: PerStage = 0.5  # fraction of a micro-batch's activation bytes kept for `BackwardWeight`
     measured: Mapping[tuple[str, int], float] = field(default_factory=dict)  # seconds by (letter, stage), where known
     input_bytes_share: PerStage = 0.0  # of a micro-batch's activation bytes, what `ForwardKeepingInput` keeps
+    blocks: PerStage | None = None  # seconds of a forward pass through a stage's blocks only; by default, `forward`
 
     def seconds(self, action: "Action") -> float:
         """Compute time of an action."""
@@ -65,9 +66,9 @@ class Action(ABC):
     """One stage's work on one micro-batch; each subclass is a kind of action."""
 
     letter: ClassVar[str]  # printed before the micro-batch's number: "F2"
-    color: ClassVar[str] = "#cc79a7"  # in figures; the colors here are from the palette in `distlab.reports.style`
+    color: ClassVar[str] = "#999999"  # in figures; the colors here are from the palette in `distlab.reports.style`
     gives: ClassVar[tuple[str, ...]] = ()  # kinds of results that it computes
-    keeps: ClassVar[float] = 0.0  # share of a micro-batch's activations that it adds to those kept; negative if freed
+    keeps: ClassVar[float] = 0.0  # see `kept_share`
 
     stage: int
     micro_batch: int
@@ -98,7 +99,7 @@ class Action(ABC):
         """Compute time."""
 
     def kept_share(self, costs: ActionCosts) -> float:
-        """`keeps`, unless the costs have a more exact value."""
+        """The share of a micro-batch's activations that it adds to those kept; negative if it frees them."""
         return self.keeps
 
     def prepare(self, stage: "Stage") -> None:  # noqa: B027  # most kinds need no preparation
@@ -133,7 +134,7 @@ class Forward(Action):
 class ForwardKeepingInput(Forward):
     """A forward pass that keeps only its input; what else the backward pass needs is computed again by `Recompute`."""
 
-    letter, gives, keeps = "f", (ACTIVATIONS, INPUT), 0.0
+    letter, gives = "f", (ACTIVATIONS, INPUT)
 
     def kept_share(self, costs: ActionCosts) -> float:
         return of_stage(costs.input_bytes_share, self.stage)
@@ -148,7 +149,7 @@ class ForwardKeepingInput(Forward):
 class Recompute(Action):
     """The forward pass again, this time for its activations; it need not wait for gradients from the stage after."""
 
-    letter, color, gives, keeps = "R", "#cc79a7", (GRAPH,), 1.0
+    letter, color, gives = "R", "#cc79a7", (GRAPH,)
 
     def needs(self, stages: int) -> list[Result]:
         return [self.result(INPUT)]
@@ -188,7 +189,7 @@ class BackwardInput(Backward):
     Pipeline Parallelism", arXiv 2401.10241).
     """
 
-    letter, color, gives, keeps = "I", "#f0e442", (GRADIENTS, FACTORS), -0.5
+    letter, color, gives = "I", "#f0e442", (GRADIENTS, FACTORS)
 
     def seconds(self, costs: ActionCosts) -> float:
         return of_stage(costs.backward, self.stage) * (1 - of_stage(costs.weight_share, self.stage))
@@ -197,10 +198,28 @@ class BackwardInput(Backward):
         return of_stage(costs.weight_bytes_share, self.stage) - 1
 
 
+class RecomputingBackward(Backward):
+    """A backward pass right after its forward pass, within which each block computes its inside again."""
+
+    letter = "b"
+
+    def seconds(self, costs: ActionCosts) -> float:
+        return costs.seconds(Backward(self.stage, self.micro_batch)) + _blocks_again(self, costs)
+
+
+class RecomputingBackwardInput(BackwardInput):
+    """The same, without the gradients of linear weights."""
+
+    letter = "i"
+
+    def seconds(self, costs: ActionCosts) -> float:
+        return costs.seconds(BackwardInput(self.stage, self.micro_batch)) + _blocks_again(self, costs)
+
+
 class BackwardWeight(Action):
     """The part that no stage waits for until the end of the step: the gradients of the weights of linear layers."""
 
-    letter, color, gives, keeps = "W", "#009e73", (WEIGHT_GRADIENTS,), -0.5
+    letter, color, gives = "W", "#009e73", (WEIGHT_GRADIENTS,)
 
     def needs(self, stages: int) -> list[Result]:
         return [self.result(FACTORS)]
@@ -217,6 +236,13 @@ class BackwardWeight(Action):
     def run(self, stage: "Stage", *received: "Tensor") -> "dict[str, Tensor]":
         stage.deferred.pop(self.micro_batch).compute()
         return {}
+
+
+def _blocks_again(action: Action, costs: ActionCosts) -> float:
+    """Seconds in which the blocks of a stage compute their insides again."""
+    if costs.blocks is None:
+        return costs.seconds(Recompute(action.stage, action.micro_batch))
+    return of_stage(costs.blocks, action.stage)
 
 
 def of_stage(value: PerStage, stage: int) -> float:

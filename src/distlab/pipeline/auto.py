@@ -69,7 +69,7 @@ def keeps_at_most(limit: Limit, programs: Programs, costs: ActionCosts) -> bool:
     held = [stages_of(program) for program in programs]
     sizes = _Sizes.of(costs, sum(map(len, held)), keeps_inputs=False)
     kept = simulate(programs, replace(costs, activation_bytes=sizes.bytes_of)).peak_bytes
-    return all(peak <= sizes.limit(limit, own) * (1 + ROUNDING) for peak, own in zip(kept, held, strict=True))
+    return all(peak <= sizes.amount(limit, own) * (1 + ROUNDING) for peak, own in zip(kept, held, strict=True))
 
 
 def find_programs(
@@ -98,7 +98,9 @@ def find_programs(
     held, stages, limit = placement(workers, chunks), workers * chunks, limit or Limit(workers)
     owners = {stage: worker for worker, own in enumerate(held) for stage in own}
     sizes = _Sizes.of(costs, stages, recompute and limit.is_bytes)
-    limits = [sizes.limit(limit, own) for own in held]
+    for own in held:
+        sizes.check(limit, own)
+    limits = [sizes.amount(limit, own) for own in held]
     right = {(letter, stage): costs.seconds(KINDS[letter](stage, 0)) for letter in "FIW" for stage in range(stages)}
     again = [costs.seconds(KINDS["R"](stage, 0)) if recompute else 0.0 for stage in range(stages)]
     right |= {("I", stage): right["I", stage] + again[stage] for stage in range(stages)}
@@ -168,14 +170,15 @@ class _Sizes:
         further = self.first[own[-1]] if stage != own[-1] else 0.0
         return self.first[stage] + further + max(map(self.again, own))
 
-    def limit(self, limit: Limit, stages: Sequence[int]) -> float:
+    def amount(self, limit: Limit, stages: Sequence[int]) -> float:
         """The limit of the worker that holds these stages, in the units of the sizes."""
-        if not limit.is_bytes:
-            return limit.amount * sum(self.whole[stage] for stage in stages)
+        return limit.amount if limit.is_bytes else limit.amount * sum(self.whole[stage] for stage in stages)
+
+    def check(self, limit: Limit, stages: Sequence[int]) -> None:
+        """Raise `InputError` unless the worker that holds these stages has room for one micro-batch."""
         one = self.room("F", stages[0], stages)
         least = f"one micro-batch takes {one / 1e6:.4g} MB on stage {' and '.join(map(str, stages))}"
-        require(limit.amount >= one, f"--keep-at-most {limit}: {least}; give more")
-        return limit.amount
+        require(not limit.is_bytes or limit.amount >= one, f"--keep-at-most {limit}: {least}; give more")
 
 
 class _Clock:

@@ -113,9 +113,14 @@ def find_takers(programs: Programs) -> dict[Result, Action]:
 
 def busy_workers(plan: Plan) -> dict[Action, int]:
     """By action, the maximum number of workers that compute at the same time, including its own."""
-    spans = [span for line in plan.spans for span in line]
-    busy = {time: sum(span.start <= time < span.end for span in spans) for time in {span.start for span in spans}}
-    return {own.action: max((busy[time] for time in busy if own.start <= time < own.end), default=1) for own in spans}
+    spans = [span for line in plan.spans for span in line if span.end > span.start]
+    changes = Counter(span.start for span in spans)
+    changes.subtract(span.end for span in spans)
+    times = sorted(changes)
+    busy = list(itertools.accumulate(changes[time] for time in times))  # from each of the times to the next one
+    place = {time: index for index, time in enumerate(times)}
+    most = {own.action: max(busy[place[own.start] : place[own.end]]) for own in spans}
+    return {span.action: most.get(span.action, 1) for line in plan.spans for span in line}
 
 
 def threads_by_plan(programs: Programs, cores: int, costs: ActionCosts | None = None) -> dict[Action, int]:
@@ -209,9 +214,9 @@ def _check_complete(programs: Programs) -> tuple[dict[int, int], dict[Result, Ac
     for stage, micro_batch in itertools.product(range(1 + max(owners)), micro_batches):
         if (result := Result(WEIGHT_GRADIENTS, stage, micro_batch)) not in producers:
             raise ScheduleError(f"stage {stage} never computes {result}")
-    kept: dict[tuple[int, int], float] = defaultdict(float)
+    kept, neutral = defaultdict[tuple[int, int], float](float), ActionCosts()
     for action in order:
-        kept[action.stage, action.micro_batch] += action.keeps
+        kept[action.stage, action.micro_batch] += action.kept_share(neutral)
     for (stage, micro_batch), share in kept.items():
         if abs(share) > ROUNDING:
             what = f"stage {stage} still keeps {share:g} of the activations of micro-batch {micro_batch} after a step"
@@ -269,10 +274,10 @@ def _run(
 
 def _live(program: Iterable[Action]) -> Iterator[int]:
     """After each action, the number of micro-batches whose activations are kept."""
-    shares: dict[tuple[int, int], float] = defaultdict(float)
+    shares, neutral = defaultdict[tuple[int, int], float](float), ActionCosts()
     for action in program:
         key = action.stage, action.micro_batch
-        shares[key] += action.keeps
+        shares[key] += action.kept_share(neutral)
         if shares[key] < ROUNDING:
             del shares[key]
         yield len(shares)

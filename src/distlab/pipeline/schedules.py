@@ -5,6 +5,9 @@ are printed and drawn (`distlab.show_schedule`), checked and simulated (`plan`),
 schedule, write its function and decorate it with `@schedule`. Only the lists of `auto` are not written here: a search
 finds them (`auto.py`), unless a written schedule is faster. `with_recomputation` turns any schedule into one that keeps
 less.
+
+In the drawings, a forward pass and each part of a backward pass take one tick. A prime marks a worker's second stage, a
+dot an idle tick.
 """
 
 import itertools
@@ -25,6 +28,8 @@ from distlab.pipeline.actions import (
     Program,
     Programs,
     Recompute,
+    RecomputingBackward,
+    RecomputingBackwardInput,
 )
 from distlab.pipeline.auto import Limit, find_programs, keeps_at_most
 from distlab.pipeline.plan import simulate
@@ -124,7 +129,7 @@ def with_recomputation(programs: Programs) -> list[list[Action]]:
     """A schedule whose stages keep only their inputs, and compute the rest again before the backward pass.
 
     Before means that a stage can do so while it waits for the gradient. Where a backward pass follows its forward pass
-    at once, nothing is kept in between, and the two stay as they are.
+    at once, it has nothing to wait for; there the blocks compute their insides again one by one, within it.
     """
     return [list(_recomputing(program)) for program in programs]
 
@@ -137,10 +142,12 @@ def _recomputing(program: Program) -> Iterator[Action]:
         if isinstance(action, Forward) and not is_followed:
             recomputed.add(place)
             yield ForwardKeepingInput(*place)
-            continue
-        if isinstance(action, Backward) and place in recomputed:
-            yield Recompute(*place)
-        yield action
+        elif isinstance(action, Backward) and place in recomputed:
+            yield from (Recompute(*place), action)
+        elif isinstance(action, Backward):
+            yield RecomputingBackwardInput(*place) if isinstance(action, BackwardInput) else RecomputingBackward(*place)
+        else:
+            yield action
 
 
 def _sizes(workers: int) -> dict[str, int]:
@@ -149,7 +156,11 @@ def _sizes(workers: int) -> dict[str, int]:
 
 @schedule()
 def naive(stage: int, stages: int, micro_batches: int) -> list[Action]:
-    """Each micro-batch passes forward and backward through all stages before the next one starts."""
+    """Each micro-batch passes forward and backward through all stages before the next one starts.
+
+    worker 0   F0  .  .  . B0  - F1  .  .  . B1  -
+    worker 1    . F0 B0  -  .  .  . F1 B1  -  .  .
+    """
     return [action for k in range(micro_batches) for action in (Forward(stage, k), Backward(stage, k))]
 
 
@@ -159,6 +170,10 @@ def gpipe(stage: int, stages: int, micro_batches: int) -> list[Action]:
 
     The paper runs the backward passes from the last micro-batch to the first. This function runs them from the first
     to the last, which takes as long, and adds up the gradients in the same order as one process.
+
+        worker 0   F0 F1 F2  .  .  .  .  .  . B0  - B1  - B2  -
+        worker 1    . F0 F1 F2  .  .  . B0  - B1  - B2  -  .  .
+        worker 2    .  . F0 F1 F2 B0  - B1  - B2  -  .  .  .  .
     """
     return [kind(stage, k) for kind in (Forward, Backward) for k in range(micro_batches)]
 
@@ -169,6 +184,10 @@ def dapple(stage: int, stages: int, micro_batches: int) -> list[Action]:
 
     A stage runs ahead only until its first gradient arrives, so stage s of p keeps the activations of at most p - s
     micro-batches.
+
+        worker 0   F0 F1 F2  .  .  .  . B0  -  . B1  -  . B2  -
+        worker 1    . F0 F1  .  . B0  - F2 B1  -  . B2  -  .  .
+        worker 2    .  . F0 B0  - F1 B1  - F2 B2  -  .  .  .  .
     """
     passes = gpipe(stage, stages, micro_batches)
     forwards, backwards = passes[:micro_batches], passes[micro_batches:]
@@ -187,6 +206,9 @@ def interleaved(worker: int, workers: int, micro_batches: int, chunks: int) -> l
 
     Groups of `workers` micro-batches pass the worker's first stage, then its second, and so on; backward in reverse
     order. There are about `chunks` times as many messages (Narayanan et al., arXiv 2104.04473, §2.2).
+
+        worker 0    F0  F1 F0' F1'   .   . B0'   -   . B1'   -  B0   -  B1   -
+        worker 1     .  F0  F1 F0' B0'   - F1' B1'   -  B0   -  B1   -   .   .
     """
     passes = range(micro_batches * chunks)
 
@@ -206,6 +228,10 @@ def zb_h1(stage: int, stages: int, micro_batches: int) -> list[Action]:
     """DAPPLE, but workers compute weight gradients when they would be idle (Qi et al., arXiv 2401.10241, §2.1).
 
     No stage keeps more activations than DAPPLE's first stage.
+
+        worker 0   F0 F1 F2  .  . I0 W0 F3 I1 W1 I2 W2 I3 W3
+        worker 1    . F0 F1  . I0 F2 I1 W0 F3 I2 W1 I3 W2 W3
+        worker 2    .  . F0 I0 F1 I1 F2 I2 W0 F3 I3 W1 W2 W3
     """
     p, r, m = stages, stage, micro_batches
     phases = ("F", p - 1 - r), ("F I", r), ("F I W", m - p + 1), ("I W", p - 1 - r), ("W", r)
@@ -221,6 +247,10 @@ def zb_h2(stage: int, stages: int, micro_batches: int) -> list[Action]:
 
     If the next step started without waiting, there would be no idle time at all (the same paper, §2.2). The first stage
     keeps the activations of 2 `stages` - 1 micro-batches.
+
+        worker 0   F0 F1 F2 F3 F4 I0 W0 I1 W1 I2 W2 I3 W3 I4 W4  .  .
+        worker 1    . F0 F1 F2 I0 F3 I1 F4 I2 W0 I3 W1 I4 W2 W3 W4  .
+        worker 2    .  . F0 I0 F1 I1 F2 I2 F3 I3 F4 I4 W0 W1 W2 W3 W4
     """
     p, r, m = stages, stage, micro_batches
     ahead = 2 * (p - r) - 1
@@ -232,6 +262,9 @@ def zb_v(worker: int, workers: int, micro_batches: int) -> list[Action]:
     """Worker r holds the stages r and 2p - 1 - r. Micro-batches pass the workers in a V, and the loss is on worker 0.
 
     Every worker keeps the activations of p micro-batches (the same paper, §6; arXiv 2405.15362).
+
+        worker 0    F0  F1  F2 F0' I0' W0' F1' I1' W1'  F3  I0  W0 F2' I2' W2'  I1  W1 F3' I3' W3'  I2  W2  I3  W3   .
+        worker 1     .  F0 F0'  F1 F1' I0' W0'  F2  I0  W0 F2' I1' W1'  F3  I1  W1 F3' I2' W2'  I2 I3'  I3  W2 W3'  W3
     """
     p, r, m = workers, worker, max(2 * workers - 1, micro_batches)
     letters = ["F0"] * (2 * (p - r) - 1) + ["F1", "F0"] * r + ["F1", "I1", "W1"] * (p - r)
@@ -252,7 +285,11 @@ def zb_v(worker: int, workers: int, micro_batches: int) -> list[Action]:
     needs="{twice} or more",
 )
 def dualpipe_v(worker: int, workers: int, micro_batches: int) -> list[Action]:
-    """The same V, with whole backward passes where no stage waits for the gradient (DeepSeek-V3, arXiv 2412.19437)."""
+    """The same V, with whole backward passes where no stage waits for the gradient (DeepSeek-V3, arXiv 2412.19437).
+
+    worker 0    F0  F1  F2 F0' I0' W0' F1'  F3 B1'   - F2'  B0   - B2'   - F3'   .  B1   - B3'   -  I2  W2  I3  W3
+    worker 1     .  F0 F0'  F1 F1'  F2 B0'   - F2'  B0   -  F3 B1'   - F3'  B1   - B2'   -  B2   - I3'  I3 W3'  W3
+    """
     p, r, m = workers, worker, micro_batches
     back = ["B1", "B0"] * (r + 1)
     back = back[: r + 1] + [letter.replace("B", "I") for letter in back[r + 1 :]]

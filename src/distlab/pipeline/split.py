@@ -54,10 +54,13 @@ def multiply_adds(
 
 
 def estimated_costs(split: Split, parts: PartCosts, blocks_again: bool = False) -> ActionCosts:
-    """What the passes of each stage cost, relative to each other; with `blocks_again`, B and I recompute the blocks."""
-    forward = parts.of_stages(split)
-    again = [blocks_again * count * parts.layer for count in split]
-    return ActionCosts(forward, [2 * cost + more for cost, more in zip(forward, again, strict=True)])
+    """What the passes of each stage cost, relative to each other.
+
+    With `blocks_again`, every backward pass computes the blocks again.
+    """
+    forward, blocks = parts.of_stages(split), [count * parts.layer for count in split]
+    backward = [2 * cost + blocks_again * again for cost, again in zip(forward, blocks, strict=True)]
+    return ActionCosts(forward, backward, blocks=blocks)
 
 
 def balance(n_layers: int, stages: int, parts: PartCosts) -> Split:
@@ -65,6 +68,8 @@ def balance(n_layers: int, stages: int, parts: PartCosts) -> Split:
 
     `InputError` if there are too many stages for the model.
     """
+    what = f"{stages} stages for --n-layers {n_layers}: every stage except the first and the last needs a layer"
+    require(stages <= n_layers + 2, f"{what}; give at most {n_layers + 2} stages, or more layers")
     # Besides layers, only the last stage holds something that can cost as much as a layer: the head. Try each number of
     # layers for that stage, and divide the other layers evenly; the first stage gets none of the remainder.
     found: list[tuple[float, float, Split]] = []  # cost of the slowest stage, sum of squared costs, split
@@ -74,6 +79,4 @@ def balance(n_layers: int, stages: int, parts: PartCosts) -> Split:
         costs = parts.of_stages(split)
         if sum(split) == n_layers and 0 not in split[1:-1]:
             found.append((max(costs), sum(cost**2 for cost in costs), split))
-    what = f"{stages} stages for --n-layers {n_layers}: every stage except the first and the last needs a layer"
-    require(bool(found), f"{what}; give at most {n_layers + 2} stages, or more layers")
     return min(found)[2]

@@ -12,6 +12,7 @@ from distlab.planner.model import NUMBER_BYTES, Model, Part
 from distlab.planner.traffic import Placement
 
 SHARDED_BUCKET_BYTES = 5_000_000  # `BUCKET_BYTES // 5` of `distlab.parallel.sharded`
+KIND_OF: dict[str, PassKind] = {"f": "F", "R": "F", "b": "B", "i": "I"}
 SHARE_OF = {"F": 1.0, "B": 2.0, "I": 1.0, "W": 1.0}  # of a forward pass's multiply-adds
 
 
@@ -89,8 +90,7 @@ class Costs:
 
         Their last product, which only the output needs, is left out; what is saved by that goes into the bookkeeping.
         """
-        is_done = (action.stage, action.micro_batch) in self._recomputed
-        return action.letter in "BI" and self.layout.recompute != "none" and not is_done
+        return action.letter in "bi" or (action.letter in "BI" and self.layout.recompute == "blocks")
 
     def _pass(self, kind: PassKind, stage: int, threads: int) -> float:
         own = sum(count * self._of_part(part, kind, threads) for part, count in self.parts(stage).items() if count)
@@ -148,15 +148,12 @@ class Costs:
         kept = self._kept(stage)
         if letter in "FfRW":
             return {"F": kept.by_forward, "f": kept.input, "R": kept.all - kept.input, "W": -kept.factors}[letter]
-        before = kept.all if (stage, action.micro_batch) in self._recomputed else kept.by_forward
-        return (kept.factors if letter == "I" else 0) - before
+        before = kept.all if self._follows_recompute(action) else kept.by_forward
+        return (kept.factors if letter in "Ii" else 0) - before
 
-    @functools.cached_property
-    def _recomputed(self) -> set[tuple[int, int]]:
-        """Stages and micro-batches whose activations are computed again by an action of their own."""
-        if self.layout.recompute != "all":
-            return set()
-        return {(a.stage, a.micro_batch) for line in self.layout.programs() for a in line if a.letter == "R"}
+    def _follows_recompute(self, action: Action) -> bool:
+        """Whether a backward pass finds activations that an action of their own has computed again."""
+        return action.letter in "BI" and self.layout.recompute == "all"
 
     @functools.cached_property
     def _kept(self) -> "Callable[[int], Kept]":
@@ -181,15 +178,16 @@ class Costs:
     def recomputed_bytes(self, action: Action) -> int:
         """Bytes more than before it that a backward pass keeps meanwhile, where activations are computed again."""
         blocks, has_head = self.parts(action.stage)["block"], self.parts(action.stage)["head"]
-        if action.letter == "I" and (action.stage, action.micro_batch) in self._recomputed and not has_head:
+        if action.letter == "I" and self._follows_recompute(action) and not has_head:
             return self.message_bytes  # the gradient of the output, a factor; the output itself is not kept
         if not self._computes_blocks_again(action) or not blocks:
             return 0
         sizes, tokens, tp = self.model.sizes, self.tokens, self.layout.tp
-        factors, kept = [sizes.factor_bytes(part, tokens, tp) * (action.letter == "I") for part in ("block", "head")], 0
+        is_split, kept = action.letter in "Ii", 0
+        factors = [sizes.factor_bytes(part, tokens, tp) * is_split for part in ("block", "head")]
         for done in (0, blocks - 1):
             others = (blocks - done) * self.message_bytes + done * factors[0]
-            others += self.message_bytes * (action.letter == "I")  # the gradient of the block's output, a factor
+            others += self.message_bytes * is_split  # the gradient of the block's output, a factor
             kept = max(kept, others + self._inside_block_bytes + factors[1] * has_head)
         return max(0, kept - self._kept(action.stage).by_forward)
 
@@ -212,4 +210,4 @@ def _balance(n_layers: int, stages: int, parts: PartCosts) -> Split:
 
 def _kind(letter: str) -> PassKind:
     """The pass that an action is, as far as its time goes."""
-    return "F" if letter in "fR" else letter  # type: ignore[return-value]
+    return KIND_OF.get(letter, letter)  # type: ignore[arg-type]

@@ -9,7 +9,7 @@ from distlab.pipeline.actions import Action, stages_of
 from distlab.pipeline.plan import find_takers
 from distlab.planner.layouts import Layout, programs_of
 
-Key = tuple[str, int, bool]  # letter, stage, whether the micro-batch has an action that computes activations again
+Key = tuple[str, int]  # letter, stage
 
 
 @dataclass(frozen=True)
@@ -42,13 +42,12 @@ def graph_of(layout: Layout) -> Graph:
 def _graph(schedule: str, workers: int, micro_batches: int, recompute: bool) -> Graph:
     programs = programs_of(schedule, workers, micro_batches, recompute)
     owners = {stage: worker for worker, program in enumerate(programs) for stage in stages_of(program)}
-    again = {(a.stage, a.micro_batch) for program in programs for a in program if a.letter == "R"}
     kind_of: dict[Key, int] = {}
     examples: list[Action] = []
     kinds: list[list[int]] = [[] for _ in programs]
     for worker, program in enumerate(programs):
         for action in program:
-            key = action.letter, action.stage, (action.stage, action.micro_batch) in again
+            key = action.letter, action.stage
             if key not in kind_of:
                 kind_of[key] = len(examples)
                 examples.append(action)

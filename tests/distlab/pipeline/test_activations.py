@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from distlab.pipeline.activations import SavedActivations, Stage
+from simplellm.llama import CausalLLama, LLama
 
 pytestmark = pytest.mark.quick
 
@@ -102,3 +103,15 @@ def test_a_rehearsal_leaves_no_trace() -> None:
     assert all(parameter.grad is None for parameter in net.parameters())
     assert not stage.losses
     assert not stage.live
+
+
+def test_mixed_precision_keeps_no_copies_of_weights() -> None:
+    """Only the residual stream, the norms and the logits are as large as in float32."""
+    kept = {}
+    for dtype in (torch.float32, torch.bfloat16):
+        net = LLama(CausalLLama, 256, dmodel=64, num_heads=4, n_layers=2, ctx_size=32, dtype=dtype)
+        counted = SavedActivations(net.parameters())
+        with counted.counting():
+            net(torch.zeros(1, 32, dtype=torch.int64))
+        kept[dtype] = counted.now_bytes
+    assert kept[torch.bfloat16] < 0.6 * kept[torch.float32]

@@ -67,6 +67,13 @@ def test_messages_are_let_go_as_soon_as_they_are_known_to_have_arrived() -> None
         assert (total >= 12, peak <= 2, after) == (True, True, 0)
 
 
+def gradients(net: nn.Module) -> dict[str, Tensor]:
+    """Copies of all gradients, none of which is missing or zero."""
+    found = {name: torch.as_tensor(parameter.grad).clone() for name, parameter in net.named_parameters()}
+    assert all(grad.abs().max() > 0 for grad in found.values())
+    return found
+
+
 def leave_sends_open(rank: int, port: int, transport: Transport) -> list[tuple[bool, bool]]:
     """Three steps that run on: are the gradients the usual ones, and is a send of the step still open?"""
     with process_group(rank, 2, port), pytest.MonkeyPatch.context() as monkeypatch:
@@ -78,11 +85,11 @@ def leave_sends_open(rank: int, port: int, transport: Transport) -> list[tuple[b
         for step in range(3):
             net.zero_grad()
             pipeline.step(batch(step).chunk(4))
-            left, own = sends.now, [p.grad.clone() for p in net.parameters() if p.grad is not None]
+            left, own = sends.now, gradients(net)
             assert left <= 4, "those of the step before are settled"
             net.zero_grad()
             usual.step(batch(step).chunk(4))
-            found.append((all(map(torch.equal, own, [p.grad for p in net.parameters()])), left > 0))
+            found.append((all(torch.equal(own[name], grad) for name, grad in gradients(net).items()), left > 0))
         return found
 
 

@@ -1,8 +1,20 @@
 """The schedules' lists: literal ones, the order on every link, and a new schedule."""
 
+import re
+
 import pytest
 
-from distlab.pipeline.actions import Action, ActionCosts, Backward, Forward, Recompute, stages_of
+from distlab.pipeline import schedules
+from distlab.pipeline.actions import (
+    GRADIENTS,
+    WEIGHT_GRADIENTS,
+    Action,
+    ActionCosts,
+    Backward,
+    Forward,
+    Recompute,
+    stages_of,
+)
 from distlab.pipeline.plan import in_a_row, simulate
 from distlab.pipeline.schedules import (
     ALIASES,
@@ -14,6 +26,7 @@ from distlab.pipeline.schedules import (
     stages_per_worker,
     with_recomputation,
 )
+from distlab.show_schedule import table
 from simplellm.errors import InputError
 
 pytestmark = pytest.mark.quick
@@ -46,10 +59,10 @@ def test_lists(name: str, micro_batches: int, lists: list[str]) -> None:
 @pytest.mark.parametrize(
     ("name", "lists"),
     [
-        ("naive", ["F0 B0 F1 B1 F2 B2"] * 2),
+        ("naive", ["F0 b0 F1 b1 F2 b2"] * 2),
         ("gpipe", ["f0 f1 f2 R0 B0 R1 B1 R2 B2"] * 2),
-        ("dapple", ["f0 f1 R0 B0 f2 R1 B1 R2 B2", "F0 B0 F1 B1 F2 B2"]),
-        ("zb-h1", ["f0 f1 R0 I0 W0 f2 R1 I1 W1 R2 I2 W2", "F0 I0 F1 I1 W0 F2 I2 W1 W2"]),
+        ("dapple", ["f0 f1 R0 B0 f2 R1 B1 R2 B2", "F0 b0 F1 b1 F2 b2"]),
+        ("zb-h1", ["f0 f1 R0 I0 W0 f2 R1 I1 W1 R2 I2 W2", "F0 i0 F1 i1 W0 F2 i2 W1 W2"]),
     ],
 )
 def test_lists_with_recomputation(name: str, lists: list[str]) -> None:
@@ -69,6 +82,54 @@ def test_with_recomputation_one_micro_batch_of_a_stage_is_kept_at_a_time_and_all
         for own, before in zip(programs, usual, strict=True):
             kept = [action for action in own if not isinstance(action, Recompute)]
             assert [str(action).upper() for action in kept] == [str(action) for action in before]
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_recomputation_takes_a_forward_pass_for_each_micro_batch(name: str) -> None:
+    """In an action of its own, or within the backward pass; of the stage's blocks only, where they are known."""
+    workers, micro_batches = 3, 6
+    usual = all_stages(name, workers, micro_batches)
+    stages = len(simulate(usual).owners)
+    costs = ActionCosts(forward=[1.0 + stage for stage in range(stages)], backward=4.0, blocks=0.5)
+    for before, own in zip(usual, with_recomputation(usual), strict=True):
+        more = sum(map(costs.seconds, own)) - sum(map(costs.seconds, before))
+        again = [a.stage for a in own if isinstance(a, Recompute)]
+        assert len(again) + sum(a.letter in "bi" for a in own) == micro_batches * len(stages_of(own))
+        within = micro_batches * len(stages_of(own)) - len(again)
+        assert more == pytest.approx(sum(1.0 + stage for stage in again) + 0.5 * within)
+
+
+def test_where_no_worker_waits_recomputation_is_not_free() -> None:
+    """The last stage of `dapple` always has a backward pass to do, and computes its blocks again within it."""
+    assert simulate(all_stages("dapple", 3, 3)).makespan == 15
+    assert simulate(all_stages("dapple", 3, 3, recompute=True)).makespan == 18
+
+
+@pytest.mark.parametrize("name", [name for name in SCHEDULES if name != "auto"])
+def test_the_drawing_in_its_docstring_is_that_of_the_schedule(name: str) -> None:
+    text = getattr(schedules, name.replace("-", "_")).__doc__
+    drawn = [line.split()[2:] for line in text.splitlines() if line.strip().startswith("worker ")]
+    micro_batches = 1 + max(int(number) for number in re.findall(r"\bF(\d+)", text))
+    assert len(drawn) >= 2
+    _, *rows = table(simulate(all_stages(name, len(drawn), micro_batches)))
+    assert [row.split()[-len(drawn[0]) :] for row in rows] == drawn
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_gradients_are_added_up_in_the_order_of_one_process(name: str) -> None:
+    """On every stage, in the order of the micro-batches: so their sums are the same bit for bit."""
+    checked = 0
+    for workers, micro_batches in SIZES:
+        for chunks in {"interleaved": (1, 2, 3), "auto": (1, 2)}.get(name, (2,)):
+            if not SCHEDULES[name].fits(workers, micro_batches):
+                continue
+            for program in all_stages(name, workers, micro_batches, chunks):
+                for stage in stages_of(program):
+                    for kind in (GRADIENTS, WEIGHT_GRADIENTS):  # of norms and embedding; of linear layers
+                        order = [a.micro_batch for a in program if a.stage == stage and kind in a.gives]
+                        assert order == list(range(micro_batches))
+                        checked += 1
+    assert checked >= 100
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
