@@ -58,7 +58,7 @@ TOPOLOGIES = {  # a script, and flags that are placed before the user's own
     "mpi": "mpi/mpi-test.py",
     "deadlock": "PP/deadlock/intro_deadlock.py",
 }
-QUICKSTART = "Start here: dp-ga with a small model, about five minutes on two cores; then the model tells a story."
+QUICKSTART = "Start here: dp-ga with a small model, some minutes on two cores; then the model tells a story."
 
 
 def launch(args: list[str]) -> int:

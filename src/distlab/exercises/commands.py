@@ -16,7 +16,7 @@ from simplellm.errors import InputError, require
 
 ABOUT = {
     "exercise": "list the exercises, or write the file of one: exercise NAME FOLDER",
-    "hint": "a hint on an exercise, each time the next one: hint NAME [NUMBER]",
+    "hint": "a hint on an exercise, by default the first one: hint NAME [NUMBER]",
     "check": "compare a solved exercise with one process: check FILE",
 }
 
