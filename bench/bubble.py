@@ -24,14 +24,14 @@ from distlab.comm.recorder import STEP, recorder
 from distlab.pipeline.actions import ActionCosts, Programs, stages_of
 from distlab.pipeline.executor import Pipeline
 from distlab.pipeline.plan import in_a_row, simulate
-from distlab.pipeline.schedules import SCHEDULES, all_stages
+from distlab.pipeline.schedules import AUTO, SCHEDULES, all_stages
 from distlab.reports.trace import Trace, merge, write_chrome
 from distlab.run.progress import each
 from simplellm import command_line
 from simplellm.errors import require
 from simplellm.weight_gradients import DeferredWeightGradients, current
 
-NAMES = [name for name in SCHEDULES if name != "naive"]
+NAMES = [name for name in SCHEDULES if name not in ("naive", AUTO)]  # `auto` is for costs that differ
 WIDTH, SEQ = 16, 8
 FREE_MESSAGES = ActionCosts()  # a backward pass takes twice as long as a forward pass, half of it for W
 

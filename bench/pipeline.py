@@ -73,7 +73,7 @@ class Settings:
     """where rank 0 listens"""
 
 
-def one_thread(schedule: str, nets: Nets, grid: Grid, micro_batches: int, cores: int | None = None) -> Step:
+def by_lab(schedule: str, nets: Nets, grid: Grid, micro_batches: int, cores: int | None) -> Step:
     loss = partial(causalLLMLoss, vocab_size=VOCAB_SIZE)
     programs = all_stages(schedule, grid.pp, micro_batches)
     parts = parts_of(next(iter(nets.values())).ctx_size)
@@ -82,8 +82,12 @@ def one_thread(schedule: str, nets: Nets, grid: Grid, micro_batches: int, cores:
     return lambda x: pipeline.step(x.chunk(micro_batches))
 
 
+def one_thread(schedule: str, nets: Nets, grid: Grid, micro_batches: int) -> Step:
+    return by_lab(schedule, nets, grid, micro_batches, cores=None)
+
+
 def ours(schedule: str, nets: Nets, grid: Grid, micro_batches: int) -> Step:
-    return one_thread(schedule, nets, grid, micro_batches, cores=cores_to_share(1))
+    return by_lab(schedule, nets, grid, micro_batches, cores=cores_to_share(1))
 
 
 def torch_one_thread(schedule: str, nets: Nets, grid: Grid, micro_batches: int) -> Step:

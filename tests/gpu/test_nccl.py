@@ -15,6 +15,7 @@ tp --world-size 2 --batch-size 6
 tp --world-size 2 --batch-size 6 --sequence-parallel
 hybrid --dp 1 --pp 2 --batch-size 6 --schedule gpipe
 pp-1f1b --world-size 2 --batch-size 6
+pp-zbv --world-size 2 --batch-size 6 --micro-batches 6
 ddp --world-size 2 --batch-size 3
 mydp --world-size 2 --batch-size 3
 dp-wa --world-size 2 --batch-size 3

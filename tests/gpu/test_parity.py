@@ -22,6 +22,9 @@ pp-1f1b --world-size 3 --batch-size 6
 pp-gpipe --world-size 3 --batch-size 6
 hybrid --dp 2 --pp 3 --batch-size 3 --schedule gpipe
 hybrid --dp 1 --pp 2 --tp 3 --batch-size 6 --micro-batches 2 --schedule naive
+pp-zb --world-size 3 --batch-size 6
+pp-zbv --world-size 2 --batch-size 6 --micro-batches 6
+pp-interleaved --world-size 2 --batch-size 6 --micro-batches 6
 """
 BFLOAT16 = """
 primer --batch-size 6
