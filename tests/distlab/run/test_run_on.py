@@ -2,7 +2,9 @@
 
 import json
 import math
+import re
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +12,9 @@ import pytest
 import torch
 from chapters import losses, train, train_on
 from processes import free_port, run_ranks
-from torch import nn
+from torch import Tensor, nn
 
+from distlab.pipeline.executor import Pipeline
 from distlab.run.not_finite import NotFiniteError
 from distlab.run.run_on import LossSum, RunningOn
 from distlab.run.training import TrainingRun
@@ -128,6 +131,33 @@ def test_a_loss_that_is_no_number_is_found_in_its_step_from_its_weights(tmp_path
     assert len(found) > 1
     assert set(sentences) == {sentences[0]}
     assert sentences[0].startswith(f"the loss of step {len(found)} is nan: the first non-finite tensor is the ")
+
+
+def diverge_in_step_2(rank: int, flags: list[str]) -> str:
+    """A run in which a gradient of the last rank is infinite in step 2, also when that step is taken again."""
+    step_of: dict[tuple[int, ...], int] = {}  # by the ids of its batch
+    step = Pipeline.step
+
+    def broken(pipeline: Pipeline, micro_batches: Sequence[Tensor]) -> list[Tensor]:
+        loss = step(pipeline, micro_batches)
+        number = step_of.setdefault(tuple(micro_batches[0].flatten().tolist()), len(step_of))
+        if (rank, number) == (1, 2):
+            stage = next(iter(pipeline.stages.values()))
+            torch.as_tensor(next(stage.parameters()).grad).fill_(math.inf)
+        return loss
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Pipeline, "step", broken)
+        return diverge(rank, flags)
+
+
+def test_gradients_that_are_not_finite_are_found_in_their_step() -> None:
+    sentences = []
+    for more in [], ["--run-on"]:
+        flags = [*ZB_V, *ADAM, "--clip-norm", "1", *more, "--master-port", str(free_port())]
+        sentences += run_ranks(2, diverge_in_step_2, flags)
+    assert set(sentences) == {sentences[0]}
+    assert re.match(r"the norm of the gradients of step 2 is inf: .* gradient of ", sentences[0]), sentences[0]
 
 
 class Arrives:
