@@ -135,7 +135,10 @@ def read_machine(path: Path) -> Machine:
         many = [len(getattr(getattr(entry, part), kind)) for part in PARTS for kind in "FBIW"]
         require({len(entry.rows)} == set(many), f"{path}: measured: give each pass a number for each of its rows")
         _require_ascending(entry.rows, f"{path}: measured: rows")
-    for one in machine.all_reduces:
+    for place, multiple in enumerate(machine.slowdown):
+        require(multiple >= 1, f"{path}: slowdown[{place}] is {multiple:g}; give a number from 1 up")
+    for place, one in enumerate(machine.all_reduces):
+        require(one.ranks >= 2, f"{path}: all_reduces[{place}].ranks is {one.ranks}; give a whole number from 2 up")
         is_paired = len(one.size_bytes) == len(one.seconds)
         require(is_paired, f"{path}: all_reduces: give each of size_bytes a number in seconds")
         _require_ascending(one.size_bytes, f"{path}: all_reduces: size_bytes")
@@ -186,7 +189,8 @@ def _read(kind: type[KindT], value: Any, where: str) -> KindT:
         unknown = next((key for key in value if key not in kinds), None)
         others = f"remove it, or calibrate into a new file; there are {', '.join(_names(kind))}"
         require(unknown is None, f"{inner}{unknown} is not a key; {others}")
-        needed = [field.name for field in fields(kind) if field.default is MISSING]
+        # A link without one of its numbers would be endlessly fast; elsewhere a default says "not measured".
+        needed = [field.name for field in fields(kind) if field.default is MISSING or kind is Link]
         missing = next((name for name in needed if name not in value), None)
         require(missing is None, f"{inner}{missing} is missing")
         return kind(**{key: _read(kinds[key], held, f"{inner}{key}") for key, held in value.items()})

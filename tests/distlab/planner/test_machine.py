@@ -1,4 +1,5 @@
 import json
+from dataclasses import MISSING, replace
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,10 @@ def test_a_machine_without_measurements_is_a_short_file(tmp_path: Path) -> None:
         (["inside", "latency_seconds"], "fast", 'inside.latency_seconds is "fast"; give a number that is not negative'),
         (["inside", "latency_seconds"], -1, "inside.latency_seconds is -1; give a number that is not negative"),
         (["between", "bytes_per_second"], 0, "between.bytes_per_second is 0; give a number greater than 0"),
+        (["inside", "bytes_per_second"], MISSING, "inside.bytes_per_second is missing"),
+        (["between", "latency_seconds"], MISSING, "between.latency_seconds is missing"),
+        (["slowdown"], [0, 1], "slowdown[0] is 0; give a number from 1 up"),
+        (["all_reduces", 0, "ranks"], 1, "all_reduces[0].ranks is 1; give a whole number from 2 up"),
         (["hosts"], 1.5, "hosts is 1.5; give a whole number from 1 up"),
         (["device"], "tpu", 'device is "tpu"; give one of cpu, cuda'),
         (["speed"], 1, "speed is not a key; remove it, or calibrate into a new file; there are name, device, "),
@@ -53,6 +58,8 @@ def test_a_wrong_value_is_named_by_its_key(tmp_path: Path, keys: list[Any], valu
     for key in keys[:-1]:
         inner = inner[key]
     inner[keys[-1]] = value
+    if value is MISSING:
+        del inner[keys[-1]]
     path.write_text(json.dumps(content))
     with pytest.raises(InputError) as error:
         read_machine(path)
