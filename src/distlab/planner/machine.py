@@ -8,7 +8,7 @@ import itertools
 import json
 import math
 import typing
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import MISSING, asdict, dataclass, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -74,7 +74,8 @@ class Machine:
     multiply_adds_per_second: float  # of one rank, as it reaches in a forward pass
     pass_seconds: float = 0.0  # of each pass of a stage that was not measured, besides
     step_seconds: float = 0.0  # of each step, besides
-    optimizer_seconds: float = 0.0  # to update one weight
+    optimizer_seconds: float = 0.0  # to update one weight with Adam
+    sgd_seconds: float = 0.0  # the same with SGD; 0: not measured, taken to be as many
     message_seconds: float = 0.0  # for which a message keeps its sender, and its receiver, from computing
     waking_seconds: float = 0.0  # that a pass takes longer if its rank has waited before it
     spin_seconds: float = 0.0  # for which the further threads of a rank keep a core after they have computed
@@ -100,6 +101,18 @@ class Machine:
     def has_sizes(self, sizes: Sizes) -> bool:
         """Whether passes of a model of these sizes were measured."""
         return any(entry.sizes == sizes for entry in self.measured)
+
+    def update_seconds(self, optimizer: str) -> float:
+        """What updating one weight takes."""
+        return (self.sgd_seconds if optimizer == "sgd" else 0.0) or self.optimizer_seconds
+
+    def measured_for(self, sizes: Sizes, tp: int) -> list[Measured]:
+        """Passes of one of `tp` slices of a model of these sizes."""
+        return [entry for entry in self.measured if (entry.sizes, entry.tp) == (sizes, tp)]
+
+    def unmeasured_tp(self, sizes: Sizes, tps: Iterable[int]) -> list[int]:
+        """Of these numbers of slices, those of which no passes of a model of these sizes were measured."""
+        return [tp for tp in dict.fromkeys(tps) if not self.measured_for(sizes, tp)]
 
     def with_room_for(self, ranks: int, name: str) -> "Machine":
         """The machine as a run of so many ranks uses it; `InputError`, which begins with `name`, if it is too small."""

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 from planner_machines import CLUSTER, SIZES, cluster
 
+from distlab.calibrate import threads_of_ranks, with_earlier
 from distlab.planner.machine import AllReduce, Measured, PassSeconds, interpolate, read_machine, write_machine
 from simplellm.errors import InputError
 
@@ -89,3 +90,50 @@ def test_ranks_slow_each_other_as_measured_and_share_cores_beyond() -> None:
     machine = cluster(cores_per_host=2, slowdown=(1.0, 1.25))
     assert [machine.slowdown_of(busy) for busy in (1, 2, 4, 8)] == [1, 1.25, 2.5, 5]
     assert [cluster(cores_per_host=4).slowdown_of(busy) for busy in (1, 4, 8)] == [1, 1, 2]
+
+
+def test_which_slices_were_not_measured() -> None:
+    assert MACHINE.unmeasured_tp(SIZES, [1, 2, 4, 2]) == [2, 4]
+    assert MACHINE.unmeasured_tp(replace(SIZES, dmodel=64), [1]) == [1]
+
+
+def test_a_file_without_the_update_of_sgd_takes_that_of_adam() -> None:
+    machine = cluster(optimizer_seconds=3e-9)
+    assert [machine.update_seconds(name) for name in ("adam", "adamw", "sgd")] == [3e-9] * 3
+    assert replace(machine, sgd_seconds=1e-9).update_seconds("sgd") == 1e-9
+    assert replace(machine, sgd_seconds=1e-9).update_seconds("adamw") == 3e-9
+
+
+def test_numbers_of_threads_that_ranks_may_have() -> None:
+    assert threads_of_ranks(2, 1, 4) == [1, 2]
+    assert threads_of_ranks(2, 2, 4) == threads_of_ranks(2, 3, 4) == [1]
+    assert threads_of_ranks(8, 1, 4) == [1, 2, 4, 8]
+    assert threads_of_ranks(8, 2, 4) == [1, 2, 4]
+    assert threads_of_ranks(12, 1, 5) == [1, 2, 3, 4, 6, 12]
+
+
+def test_measuring_again_with_fewer_ranks_keeps_what_more_of_them_took(tmp_path: Path) -> None:
+    of_four = AllReduce(4, "shared", (1e6,), (2e-3,))
+    slices = replace(MACHINE.measured[0], tp=2)
+    earlier = replace(
+        MACHINE,
+        slowdown=(1.0, 1.5, 2.0, 3.0),
+        all_reduces=(*MACHINE.all_reduces, of_four),
+        measured=(*MACHINE.measured, slices),
+    )
+    path = tmp_path / "machine.json"
+    assert with_earlier(MACHINE, path) == MACHINE
+    write_machine(earlier, path)
+    now = replace(MACHINE, all_reduces=(AllReduce(2, "shared", (1e6,), (9e-3,)),))
+    again = with_earlier(now, path)
+    assert again.slowdown == (1.0, 1.25, 2.0, 3.0)
+    assert again.all_reduces == (*now.all_reduces, of_four)
+    assert again.measured == (*MACHINE.measured, slices)
+
+
+@pytest.mark.parametrize("other", [{"device": "cpu"}, {"cores_per_host": 2}], ids=["device", "cores"])
+def test_measuring_another_machine_keeps_nothing(tmp_path: Path, other: dict[str, Any]) -> None:
+    write_machine(replace(MACHINE, slowdown=(1.0, 1.5, 2.0), **other), tmp_path / "machine.json")
+    wider = (replace(MACHINE.measured[0], sizes=replace(SIZES, dmodel=64)),)
+    now = replace(MACHINE, measured=wider)
+    assert with_earlier(now, tmp_path / "machine.json") == now
