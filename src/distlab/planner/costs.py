@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from distlab.pipeline.actions import Action, ActionCosts
 from distlab.pipeline.split import PartCosts, Split, balance, estimated_costs
 from distlab.planner.layouts import Layout
-from distlab.planner.machine import Machine, Measured, PassKind
+from distlab.planner.machine import Machine, Measured, PassKind, interpolate
 from distlab.planner.model import NUMBER_BYTES, Model, Part
 from distlab.planner.traffic import Placement
 
@@ -94,19 +94,25 @@ class Costs:
 
     def _pass(self, kind: PassKind, stage: int, threads: int) -> float:
         own = sum(count * self._of_part(part, kind, threads) for part, count in self.parts(stage).items() if count)
-        return own if self._measured(threads) else own + self.machine.pass_seconds
+        return own if self._measured else own + self.machine.pass_seconds
 
     def _of_part(self, part: Part, kind: PassKind, threads: int) -> float:
-        measured = self._measured(threads)
-        if measured is not None:  # while its threads slowed each other, as ranks do
-            return measured.seconds(part, kind, self.layout.rows) / self.machine.slowdown_of(measured.threads)
+        if self._measured:
+            # Linear in each thread's share of the work; more threads than were measured divide it further.
+            shares = [1 / entry.threads for entry in self._measured]
+            each = [entry.seconds(part, kind, self.layout.rows) for entry in self._measured]
+            share = 1 / threads
+            seconds = interpolate(share, shares, each) if share > shares[0] else each[0] * share / shares[0]
+            # Measured while these threads slowed each other, as ranks do.
+            return seconds / self.machine.slowdown_of(min(threads, self.machine.cores_per_host))
         products = self.tokens * self.model.sizes.multiply_adds(part, self.layout.tp) * SHARE_OF[kind]
         return products / self.machine.multiply_adds_per_second / threads
 
-    def _measured(self, threads: int) -> Measured | None:
-        sizes, tp = self.model.sizes, self.layout.tp
-        known = [m for m in self.machine.measured if (m.sizes, m.tp) == (sizes, tp) and m.threads <= threads]
-        return max(known, key=lambda m: m.threads, default=None)
+    @functools.cached_property
+    def _measured(self) -> list[Measured]:
+        """Of this model and these slices, with numbers of threads in descending order."""
+        found = self.machine.measured_for(self.model.sizes, self.layout.tp)
+        return sorted({entry.threads: entry for entry in found}.values(), key=lambda entry: -entry.threads)
 
     @functools.cached_property
     def _all_reduce_activations(self) -> float:

@@ -325,10 +325,12 @@ def action_threads(costs: Costs, programs: Programs) -> dict[Action, int]:
     That is what `OMP_NUM_THREADS` says, else what the executor gives it: its share of the cores of its pipeline.
     """
     machine = costs.machine
+    if machine.device == "cuda":
+        return {}
     if costs.threads is not None:
         return {action: costs.threads for program in programs for action in program} if costs.threads > 1 else {}
     cores = machine.cores_per_host // costs.placement.pipelines
-    if machine.device == "cuda" or cores <= 1:
+    if cores <= 1:
         return {}
     return threads_by_plan(programs, cores, costs.estimated)
 
@@ -390,16 +392,19 @@ def least_seconds(costs: Costs) -> float:
     """
     layout, machine, placement = costs.layout, costs.machine, costs.placement
     pp, micro_batches, stages = layout.pp, layout.micro_batches, len(layout.split)
-    most, again = costs.threads or 1, layout.recompute == "blocks"
-    if machine.device == "cpu" and costs.threads is None:
-        most = max(1, machine.cores_per_host // placement.pipelines)
+    most, again = 1, layout.recompute == "blocks"
+    if machine.device == "cpu":
+        most = costs.threads or max(1, machine.cores_per_host // placement.pipelines)
     is_split = layout.schedule.startswith(("zb", "dualpipe"))  # may have its backward passes in two parts
     alike: dict[tuple[int, ...], list[int]] = {}
     for stage in range(stages):
         alike.setdefault(tuple(costs.parts(stage).values()), []).append(stage)
 
+    # An action has the cores that other workers leave it. As measured, it need not be fastest with most of them.
+    counts = {most} if costs.threads else {max(1, most // busy) for busy in range(1, pp + 1)}
+
     def seconds(kind: str, stage: int) -> float:
-        return costs.pass_seconds(kind, stage, most, again and kind in "BI")
+        return min(costs.pass_seconds(kind, stage, threads, again and kind in "BI") for threads in counts)
 
     forward, input_, whole, weights = ([0.0] * stages for _ in range(4))
     for same in alike.values():
