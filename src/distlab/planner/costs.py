@@ -36,6 +36,7 @@ class Costs:
     model: Model
     layout: Layout
     threads: int | None = None  # of every rank, by `OMP_NUM_THREADS`; by default, its share of the cores
+    optimizer: str = "adam"  # or "adamw", "sgd"
 
     @functools.cached_property
     def placement(self) -> Placement:
@@ -117,7 +118,7 @@ class Costs:
     @functools.cached_property
     def _all_reduce_activations(self) -> float:
         """Seconds in which the slices of a stage add up activations, or their gradients."""
-        return self.placement.all_reduce(self.placement.slices, self.message_bytes, "shared").seconds
+        return self.placement.all_reduce(self.placement.slices, self.message_bytes, "shared").alone
 
     def _exchanges(self, kind: PassKind, stage: int, again: bool) -> int:
         if self.layout.tp == 1 or kind == "W":
@@ -129,7 +130,7 @@ class Costs:
         seconds = self._exchanges(kind, stage, again) * self._all_reduce_activations
         if kind == "F" and self.parts(stage)["head"]:  # the loss: the largest logit of each token; two sums
             sizes = (self.tokens * NUMBER_BYTES, 2 * self.tokens * NUMBER_BYTES)
-            seconds += sum(self.placement.all_reduce(self.placement.slices, size, "shared").seconds for size in sizes)
+            seconds += sum(self.placement.all_reduce(self.placement.slices, size, "shared").alone for size in sizes)
         return seconds + self._gathered(kind, stage)
 
     def _gathered(self, kind: PassKind, stage: int) -> float:
@@ -140,7 +141,7 @@ class Costs:
         size_bytes, replicas = self.weights(stage) * NUMBER_BYTES, self.placement.replicas
         # With shared-out weights, each part of the model has collectives of its own.
         parts = sum(self.parts(stage).values()) if shard == "weights" else max(1, size_bytes // SHARDED_BUCKET_BYTES)
-        half = parts * self.placement.half(replicas, size_bytes / parts, "shared").seconds
+        half = parts * self.placement.half(replicas, size_bytes / parts, "shared").alone
         seconds = half * (shard == "weights") + half * (kind != "F")
         # Behind the computation on GPUs only: on CPUs, sending needs the cores.
         return max(0.0, seconds - self._pass(kind, stage, 1)) if self.machine.device == "cuda" else seconds
