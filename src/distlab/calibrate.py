@@ -105,12 +105,14 @@ def calibrate(run: Run[CalibrateSettings]) -> None:
         return  # and wait for rank 0 at the end of the run, without computing
     is_cpu = device.type == "cpu"
     at_once = devices.cores() if is_cpu else torch.cuda.device_count()
-    kinds = [measuring.Kind(tp, 1) for tp in divisors(sizes.num_kv_heads) if tp <= run.world_size]
-    kinds += [measuring.Kind(1, at_once)] if is_cpu and at_once > 1 else []
+    tps = [tp for tp in divisors(sizes.num_kv_heads) if tp <= run.world_size]
+    kinds = [measuring.Kind(tp, n) for tp in tps for n in (threads_of_ranks(at_once, tp, local) if is_cpu else [1])]
     measured = measuring.measure_passes(sizes, kinds, args.rows, device, args.seconds)
     net = measuring.build(LLamaStage, sizes, measuring.BLOCKS, 1, device)
     spinning = measuring.measure_spinning(at_once) if is_cpu and at_once > 1 else 0.0
-    update = measuring.measure_optimizer(build_optimizer("adam", net.parameters(), 1e-3), device)
+    update, with_sgd = (
+        measuring.measure_optimizer(build_optimizer(name, net.parameters(), 1e-3), device) for name in ("adam", "sgd")
+    )
     machine = Machine(
         name=f"{platform.node()}, {at_once} {'cores' if is_cpu else 'GPUs'}",
         device="cpu" if is_cpu else "cuda",
@@ -123,6 +125,7 @@ def calibrate(run: Run[CalibrateSettings]) -> None:
         multiply_adds_per_second=args.rows[0] * sizes.seq_len * sizes.multiply_adds("block") / measured[0].block.F[0],
         pass_seconds=measured[0].embedding.F[0],
         optimizer_seconds=update,
+        sgd_seconds=with_sgd,
         message_seconds=own_seconds,
         waking_seconds=measuring.measure_waking(sizes) if is_cpu else 0.0,
         spin_seconds=spinning,
@@ -134,6 +137,14 @@ def calibrate(run: Run[CalibrateSettings]) -> None:
     write_machine(with_earlier(machine, args.machine_file), args.machine_file)
     speed = f"{machine.multiply_adds_per_second / 1e9:.1f} billion multiply-adds/s on each rank"
     say(f"{args.machine_file}: {machine.name}, {speed}")
+
+
+def threads_of_ranks(cores: int, tp: int, ranks: int) -> list[int]:
+    """Numbers of threads that a rank of a host may have, of which each layer is on `tp`; in ascending order, from 1.
+
+    The cores are shared by as many ranks as compute at once: at least those of a layer, at most all.
+    """
+    return sorted({1, *(cores // busy for busy in range(tp, ranks + 1) if busy <= cores)})
 
 
 def with_tiny_run(machine: Machine, device: torch.device) -> Machine:
@@ -150,7 +161,7 @@ def with_tiny_run(machine: Machine, device: torch.device) -> Machine:
     [rank] = trace.ranks
     besides = [step.seconds - sum(one.seconds for one in rank.within(step, COMPUTE)) for [step] in trace.steps()]
     process_bytes = float(json.loads(last)["peak_memory_bytes"])
-    return replace(machine, step_seconds=measuring.usual(besides), process_bytes=process_bytes)
+    return replace(machine, step_seconds=measuring.lower_quartile(besides), process_bytes=process_bytes)
 
 
 def memory_bytes(device: torch.device) -> float:
@@ -162,12 +173,22 @@ def memory_bytes(device: torch.device) -> float:
 
 
 def with_earlier(machine: Machine, path: Path) -> Machine:
-    """A machine with the passes of other models that its file already has."""
+    """A machine with what its file has that was not measured now: passes, and what more ranks took."""
     if not path.exists():
         return machine
-    sizes = machine.measured[0].sizes
-    earlier = read_machine(path).measured
-    return replace(machine, measured=(*machine.measured, *(entry for entry in earlier if entry.sizes != sizes)))
+    earlier = read_machine(path)
+    if (earlier.device, earlier.cores_per_host) != (machine.device, machine.cores_per_host):
+        return machine
+    passes = {(entry.sizes, entry.tp, entry.threads) for entry in machine.measured}
+    reductions = {(entry.ranks, entry.transport) for entry in machine.all_reduces}
+    others = [entry for entry in earlier.measured if (entry.sizes, entry.tp, entry.threads) not in passes]
+    larger = [entry for entry in earlier.all_reduces if (entry.ranks, entry.transport) not in reductions]
+    return replace(
+        machine,
+        measured=(*machine.measured, *others),
+        all_reduces=(*machine.all_reduces, *larger),
+        slowdown=(*machine.slowdown, *earlier.slowdown[len(machine.slowdown) :]),
+    )
 
 
 def start() -> NoReturn:

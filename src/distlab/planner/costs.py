@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from distlab.pipeline.actions import Action, ActionCosts
 from distlab.pipeline.split import PartCosts, Split, balance, estimated_costs
 from distlab.planner.layouts import Layout
-from distlab.planner.machine import Machine, Measured, PassKind
+from distlab.planner.machine import Machine, Measured, PassKind, interpolate
 from distlab.planner.model import NUMBER_BYTES, Model, Part
 from distlab.planner.traffic import Placement
 
@@ -37,6 +37,7 @@ class Costs:
     model: Model
     layout: Layout
     threads: int | None = None  # of every rank, by `OMP_NUM_THREADS`; by default, its share of the cores
+    optimizer: str = "adam"  # or "adamw", "sgd"
 
     @functools.cached_property
     def placement(self) -> Placement:
@@ -94,24 +95,30 @@ class Costs:
 
     def _pass(self, kind: PassKind, stage: int, threads: int) -> float:
         own = sum(count * self._of_part(part, kind, threads) for part, count in self.parts(stage).items() if count)
-        return own if self._measured(threads) else own + self.machine.pass_seconds
+        return own if self._measured else own + self.machine.pass_seconds
 
     def _of_part(self, part: Part, kind: PassKind, threads: int) -> float:
-        measured = self._measured(threads)
-        if measured is not None:  # while its threads slowed each other, as ranks do
-            return measured.seconds(part, kind, self.layout.rows) / self.machine.slowdown_of(measured.threads)
+        if self._measured:
+            # Linear in each thread's share of the work; more threads than were measured divide it further.
+            shares = [1 / entry.threads for entry in self._measured]
+            each = [entry.seconds(part, kind, self.layout.rows) for entry in self._measured]
+            share = 1 / threads
+            seconds = interpolate(share, shares, each) if share > shares[0] else each[0] * share / shares[0]
+            # Measured while these threads slowed each other, as ranks do.
+            return seconds / self.machine.slowdown_of(min(threads, self.machine.cores_per_host))
         products = self.tokens * self.model.sizes.multiply_adds(part, self.layout.tp) * SHARE_OF[kind]
         return products / self.machine.multiply_adds_per_second / threads
 
-    def _measured(self, threads: int) -> Measured | None:
-        sizes, tp = self.model.sizes, self.layout.tp
-        known = [m for m in self.machine.measured if (m.sizes, m.tp) == (sizes, tp) and m.threads <= threads]
-        return max(known, key=lambda m: m.threads, default=None)
+    @functools.cached_property
+    def _measured(self) -> list[Measured]:
+        """Of this model and these slices, with numbers of threads in descending order."""
+        found = self.machine.measured_for(self.model.sizes, self.layout.tp)
+        return sorted({entry.threads: entry for entry in found}.values(), key=lambda entry: -entry.threads)
 
     @functools.cached_property
     def _all_reduce_activations(self) -> float:
         """Seconds in which the slices of a stage add up activations, or their gradients."""
-        return self.placement.all_reduce(self.placement.slices, self.message_bytes, "shared").seconds
+        return self.placement.all_reduce(self.placement.slices, self.message_bytes, "shared").alone
 
     def _exchanges(self, kind: PassKind, stage: int, again: bool) -> int:
         if self.layout.tp == 1 or kind == "W":
@@ -123,7 +130,7 @@ class Costs:
         seconds = self._exchanges(kind, stage, again) * self._all_reduce_activations
         if kind == "F" and self.parts(stage)["head"]:  # the loss: the largest logit of each token; two sums
             sizes = (self.tokens * NUMBER_BYTES, 2 * self.tokens * NUMBER_BYTES)
-            seconds += sum(self.placement.all_reduce(self.placement.slices, size, "shared").seconds for size in sizes)
+            seconds += sum(self.placement.all_reduce(self.placement.slices, size, "shared").alone for size in sizes)
         return seconds + self._gathered(kind, stage)
 
     def _gathered(self, kind: PassKind, stage: int) -> float:
@@ -134,7 +141,7 @@ class Costs:
         size_bytes, replicas = self.weights(stage) * NUMBER_BYTES, self.placement.replicas
         # With shared-out weights, each part of the model has collectives of its own.
         parts = sum(self.parts(stage).values()) if shard == "weights" else max(1, size_bytes // SHARDED_BUCKET_BYTES)
-        half = parts * self.placement.half(replicas, size_bytes / parts, "shared").seconds
+        half = parts * self.placement.half(replicas, size_bytes / parts, "shared").alone
         seconds = half * (shard == "weights") + half * (kind != "F")
         # Behind the computation on GPUs only: on CPUs, sending needs the cores.
         return max(0.0, seconds - self._pass(kind, stage, 1)) if self.machine.device == "cuda" else seconds

@@ -8,7 +8,7 @@ import itertools
 import json
 import math
 import typing
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import MISSING, asdict, dataclass, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -74,7 +74,8 @@ class Machine:
     multiply_adds_per_second: float  # of one rank, as it reaches in a forward pass
     pass_seconds: float = 0.0  # of each pass of a stage that was not measured, besides
     step_seconds: float = 0.0  # of each step, besides
-    optimizer_seconds: float = 0.0  # to update one weight
+    optimizer_seconds: float = 0.0  # to update one weight with Adam
+    sgd_seconds: float = 0.0  # the same with SGD; 0: not measured, taken to be as many
     message_seconds: float = 0.0  # for which a message keeps its sender, and its receiver, from computing
     waking_seconds: float = 0.0  # that a pass takes longer if its rank has waited before it
     spin_seconds: float = 0.0  # for which the further threads of a rank keep a core after they have computed
@@ -100,6 +101,18 @@ class Machine:
     def has_sizes(self, sizes: Sizes) -> bool:
         """Whether passes of a model of these sizes were measured."""
         return any(entry.sizes == sizes for entry in self.measured)
+
+    def update_seconds(self, optimizer: str) -> float:
+        """What updating one weight takes."""
+        return (self.sgd_seconds if optimizer == "sgd" else 0.0) or self.optimizer_seconds
+
+    def measured_for(self, sizes: Sizes, tp: int) -> list[Measured]:
+        """Passes of one of `tp` slices of a model of these sizes."""
+        return [entry for entry in self.measured if (entry.sizes, entry.tp) == (sizes, tp)]
+
+    def unmeasured_tp(self, sizes: Sizes, tps: Iterable[int]) -> list[int]:
+        """Of these numbers of slices, those of which no passes of a model of these sizes were measured."""
+        return [tp for tp in dict.fromkeys(tps) if not self.measured_for(sizes, tp)]
 
     def with_room_for(self, ranks: int, name: str) -> "Machine":
         """The machine as a run of so many ranks uses it; `InputError`, which begins with `name`, if it is too small."""
@@ -135,7 +148,10 @@ def read_machine(path: Path) -> Machine:
         many = [len(getattr(getattr(entry, part), kind)) for part in PARTS for kind in "FBIW"]
         require({len(entry.rows)} == set(many), f"{path}: measured: give each pass a number for each of its rows")
         _require_ascending(entry.rows, f"{path}: measured: rows")
-    for one in machine.all_reduces:
+    for place, multiple in enumerate(machine.slowdown):
+        require(multiple >= 1, f"{path}: slowdown[{place}] is {multiple:g}; give a number from 1 up")
+    for place, one in enumerate(machine.all_reduces):
+        require(one.ranks >= 2, f"{path}: all_reduces[{place}].ranks is {one.ranks}; give a whole number from 2 up")
         is_paired = len(one.size_bytes) == len(one.seconds)
         require(is_paired, f"{path}: all_reduces: give each of size_bytes a number in seconds")
         _require_ascending(one.size_bytes, f"{path}: all_reduces: size_bytes")
@@ -186,7 +202,8 @@ def _read(kind: type[KindT], value: Any, where: str) -> KindT:
         unknown = next((key for key in value if key not in kinds), None)
         others = f"remove it, or calibrate into a new file; there are {', '.join(_names(kind))}"
         require(unknown is None, f"{inner}{unknown} is not a key; {others}")
-        needed = [field.name for field in fields(kind) if field.default is MISSING]
+        # A link without one of its numbers would be endlessly fast; elsewhere a default says "not measured".
+        needed = [field.name for field in fields(kind) if field.default is MISSING or kind is Link]
         missing = next((name for name in needed if name not in value), None)
         require(missing is None, f"{inner}{missing} is missing")
         return kind(**{key: _read(kinds[key], held, f"{inner}{key}") for key, held in value.items()})

@@ -321,11 +321,11 @@ def measure_optimizer(optimizer: torch.optim.Optimizer, device: torch.device) ->
         started = now(device)
         optimizer.step()
         times.append(now(device) - started)
-    return usual(times[1:]) / sum(parameter.numel() for parameter in parameters)
+    return lower_quartile(times[1:]) / sum(parameter.numel() for parameter in parameters)
 
 
-def usual(times: Sequence[float]) -> float:
-    """The lower quartile, which other load on the computer changes less than the median."""
+def lower_quartile(times: Sequence[float]) -> float:
+    """Which other load on the computer changes less than the median."""
     return statistics.quantiles(times, method="inclusive")[0]
 
 

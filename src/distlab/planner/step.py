@@ -226,8 +226,8 @@ class Step:
     seconds: float
     computing: float  # of its passes, if no other rank computed
     exchanging: float  # in tensor-parallel collectives and those of shared-out weights, likewise
-    averaging: float  # the gradients, after the last pass
-    updating: float  # the weights, and what else a step does
+    averaging: float  # gradients and the loss, after the last pass; gathering weights that replicas have updated
+    updating: float  # the weights, and what else a step does by itself
     sharing: float  # that all of these take longer because ranks share cores and memory
     idle: float
     bubble: float  # mean share of the workers' time between their first and last pass in which they are idle
@@ -253,8 +253,9 @@ def predict(costs: Costs, worker: int | None = None) -> Step:
     programs = layout.programs()
     graph = graph_of(layout)
     threads = action_threads(costs, programs)
-    first, last = zip(*(_around_passes(costs, program) for program in programs), strict=True)
-    workers, after = range(len(programs)), [0.0 if one.overlaps else one.seconds for one in last]
+    updates, gathers, last = zip(*(_around_passes(costs, program) for program in programs), strict=True)
+    first = list(map(operator.add, updates, gathers))
+    workers, after = range(len(programs)), [0.0 if one.overlaps else one.alone for one in last]
 
     def message(sender: int, receiver: int) -> float:
         return placement.message(sender, receiver, costs.message_bytes)
@@ -299,15 +300,16 @@ def predict(costs: Costs, worker: int | None = None) -> Step:
     counts = graph.counts[seen]
     exchanging = sum(count * costs.exchanged(graph.examples[kind]) for kind, count in counts.items())
     passes = played.alone[seen] - first[seen] - after[seen]
+    behind = max(0.0, ends[seen] - played.ends[seen][-1]) + loss  # collectives that are not played
     idle = [_idle_share(s[1:-1], e[1:-1], played) for s, e in zip(played.starts, played.ends, strict=True)]
     return Step(
         seconds=total,
         computing=passes - exchanging,
         exchanging=exchanging,
-        averaging=after[seen] + max(0.0, ends[seen] - played.ends[seen][-1]),
-        updating=first[seen],
+        averaging=gathers[seen] + after[seen] + behind,
+        updating=updates[seen],
         sharing=busy[seen] - played.alone[seen],
-        idle=total - busy[seen] - max(0.0, ends[seen] - played.ends[seen][-1]),
+        idle=total - busy[seen] - behind,
         bubble=sum(idle) / len(idle),
         sent_bytes=max(sent_bytes(costs)),
     )
@@ -325,27 +327,28 @@ def action_threads(costs: Costs, programs: Programs) -> dict[Action, int]:
     That is what `OMP_NUM_THREADS` says, else what the executor gives it: its share of the cores of its pipeline.
     """
     machine = costs.machine
+    if machine.device == "cuda":
+        return {}
     if costs.threads is not None:
         return {action: costs.threads for program in programs for action in program} if costs.threads > 1 else {}
     cores = machine.cores_per_host // costs.placement.pipelines
-    if machine.device == "cuda" or cores <= 1:
+    if cores <= 1:
         return {}
     return threads_by_plan(programs, cores, costs.estimated)
 
 
-def _around_passes(costs: Costs, program: Sequence[Action]) -> tuple[float, Collective]:
-    """Seconds of a worker's update and of what else a step does, and the average of its gradients."""
+def _around_passes(costs: Costs, program: Sequence[Action]) -> tuple[float, float, Collective]:
+    """Of a worker: seconds of its update and of what else a step does; of gathering weights; its gradients' average."""
     layout, machine, placement = costs.layout, costs.machine, costs.placement
     weights = sum(costs.weights(stage) for stage in stages_of(program))
     own = weights / (layout.dp if layout.shard != "none" else 1)
-    before = machine.step_seconds + machine.optimizer_seconds * own
+    update = machine.step_seconds + machine.update_seconds(costs.optimizer) * own
     size_bytes = weights * NUMBER_BYTES
     if layout.shard == "none":
-        return before, placement.all_reduce(placement.replicas, size_bytes, "shared")
+        return update, 0.0, placement.all_reduce(placement.replicas, size_bytes, "shared")
     half = placement.half(placement.replicas, size_bytes, "shared")
-    if layout.shard != "weights":
-        before += half.seconds  # the new weights
-    return before, half if layout.shard == "optimizer" else Collective(0.0, False)
+    gather = half.alone if layout.shard != "weights" else 0.0
+    return update, gather, half if layout.shard == "optimizer" else Collective(0.0, 0.0, False)
 
 
 def _averaged(costs: Costs, program: Sequence[Action], whole: Collective, started: float, ended: float) -> float:
@@ -390,16 +393,19 @@ def least_seconds(costs: Costs) -> float:
     """
     layout, machine, placement = costs.layout, costs.machine, costs.placement
     pp, micro_batches, stages = layout.pp, layout.micro_batches, len(layout.split)
-    most, again = costs.threads or 1, layout.recompute == "blocks"
-    if machine.device == "cpu" and costs.threads is None:
-        most = max(1, machine.cores_per_host // placement.pipelines)
+    most, again = 1, layout.recompute == "blocks"
+    if machine.device == "cpu":
+        most = costs.threads or max(1, machine.cores_per_host // placement.pipelines)
     is_split = layout.schedule.startswith(("zb", "dualpipe"))  # may have its backward passes in two parts
     alike: dict[tuple[int, ...], list[int]] = {}
     for stage in range(stages):
         alike.setdefault(tuple(costs.parts(stage).values()), []).append(stage)
 
+    # An action has the cores that other workers leave it. As measured, it need not be fastest with most of them.
+    counts = {most} if costs.threads else {max(1, most // busy) for busy in range(1, pp + 1)}
+
     def seconds(kind: str, stage: int) -> float:
-        return costs.pass_seconds(kind, stage, most, again and kind in "BI")
+        return min(costs.pass_seconds(kind, stage, threads, again and kind in "BI") for threads in counts)
 
     forward, input_, whole, weights = ([0.0] * stages for _ in range(4))
     for same in alike.values():
@@ -418,12 +424,14 @@ def least_seconds(costs: Costs) -> float:
     found = micro_batches * sum(work) / pp
     begins = ends = 0.0  # of the stages before
     for worker in range(pp):
-        average = placement.all_reduce(placement.replicas, held[worker] * NUMBER_BYTES, "shared").seconds
-        shown = max(0.0, average - work[worker]) if layout.shard == "none" else 0.0  # the rest, behind the last pass
+        average = placement.all_reduce(placement.replicas, held[worker] * NUMBER_BYTES, "shared")
+        taken = average.seconds if average.overlaps else average.alone
+        shown = max(0.0, taken - work[worker]) if layout.shard == "none" else 0.0  # the rest, behind the last pass
         found = max(found, begins + micro_batches * work[worker] + shown, begins + micro_batches * path[worker] + ends)
         begins, ends = begins + forward[worker], ends + input_[worker]
     share = layout.dp if layout.shard != "none" else 1
-    return machine.step_seconds + max(found, micro_batches * min(work) + machine.optimizer_seconds * min(held) / share)
+    update = machine.update_seconds(costs.optimizer) * min(held) / share
+    return machine.step_seconds + max(found, micro_batches * min(work) + update)
 
 
 def _worker(stage: int, layout: Layout) -> int:

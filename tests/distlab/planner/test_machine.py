@@ -1,10 +1,12 @@
 import json
+from dataclasses import MISSING, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from planner_machines import CLUSTER, SIZES, cluster
 
+from distlab.calibrate import threads_of_ranks, with_earlier
 from distlab.planner.machine import AllReduce, Measured, PassSeconds, interpolate, read_machine, write_machine
 from simplellm.errors import InputError
 
@@ -36,6 +38,10 @@ def test_a_machine_without_measurements_is_a_short_file(tmp_path: Path) -> None:
         (["inside", "latency_seconds"], "fast", 'inside.latency_seconds is "fast"; give a number that is not negative'),
         (["inside", "latency_seconds"], -1, "inside.latency_seconds is -1; give a number that is not negative"),
         (["between", "bytes_per_second"], 0, "between.bytes_per_second is 0; give a number greater than 0"),
+        (["inside", "bytes_per_second"], MISSING, "inside.bytes_per_second is missing"),
+        (["between", "latency_seconds"], MISSING, "between.latency_seconds is missing"),
+        (["slowdown"], [0, 1], "slowdown[0] is 0; give a number from 1 up"),
+        (["all_reduces", 0, "ranks"], 1, "all_reduces[0].ranks is 1; give a whole number from 2 up"),
         (["hosts"], 1.5, "hosts is 1.5; give a whole number from 1 up"),
         (["device"], "tpu", 'device is "tpu"; give one of cpu, cuda'),
         (["speed"], 1, "speed is not a key; remove it, or calibrate into a new file; there are name, device, "),
@@ -53,6 +59,8 @@ def test_a_wrong_value_is_named_by_its_key(tmp_path: Path, keys: list[Any], valu
     for key in keys[:-1]:
         inner = inner[key]
     inner[keys[-1]] = value
+    if value is MISSING:
+        del inner[keys[-1]]
     path.write_text(json.dumps(content))
     with pytest.raises(InputError) as error:
         read_machine(path)
@@ -82,3 +90,50 @@ def test_ranks_slow_each_other_as_measured_and_share_cores_beyond() -> None:
     machine = cluster(cores_per_host=2, slowdown=(1.0, 1.25))
     assert [machine.slowdown_of(busy) for busy in (1, 2, 4, 8)] == [1, 1.25, 2.5, 5]
     assert [cluster(cores_per_host=4).slowdown_of(busy) for busy in (1, 4, 8)] == [1, 1, 2]
+
+
+def test_which_slices_were_not_measured() -> None:
+    assert MACHINE.unmeasured_tp(SIZES, [1, 2, 4, 2]) == [2, 4]
+    assert MACHINE.unmeasured_tp(replace(SIZES, dmodel=64), [1]) == [1]
+
+
+def test_a_file_without_the_update_of_sgd_takes_that_of_adam() -> None:
+    machine = cluster(optimizer_seconds=3e-9)
+    assert [machine.update_seconds(name) for name in ("adam", "adamw", "sgd")] == [3e-9] * 3
+    assert replace(machine, sgd_seconds=1e-9).update_seconds("sgd") == 1e-9
+    assert replace(machine, sgd_seconds=1e-9).update_seconds("adamw") == 3e-9
+
+
+def test_numbers_of_threads_that_ranks_may_have() -> None:
+    assert threads_of_ranks(2, 1, 4) == [1, 2]
+    assert threads_of_ranks(2, 2, 4) == threads_of_ranks(2, 3, 4) == [1]
+    assert threads_of_ranks(8, 1, 4) == [1, 2, 4, 8]
+    assert threads_of_ranks(8, 2, 4) == [1, 2, 4]
+    assert threads_of_ranks(12, 1, 5) == [1, 2, 3, 4, 6, 12]
+
+
+def test_measuring_again_with_fewer_ranks_keeps_what_more_of_them_took(tmp_path: Path) -> None:
+    of_four = AllReduce(4, "shared", (1e6,), (2e-3,))
+    slices = replace(MACHINE.measured[0], tp=2)
+    earlier = replace(
+        MACHINE,
+        slowdown=(1.0, 1.5, 2.0, 3.0),
+        all_reduces=(*MACHINE.all_reduces, of_four),
+        measured=(*MACHINE.measured, slices),
+    )
+    path = tmp_path / "machine.json"
+    assert with_earlier(MACHINE, path) == MACHINE
+    write_machine(earlier, path)
+    now = replace(MACHINE, all_reduces=(AllReduce(2, "shared", (1e6,), (9e-3,)),))
+    again = with_earlier(now, path)
+    assert again.slowdown == (1.0, 1.25, 2.0, 3.0)
+    assert again.all_reduces == (*now.all_reduces, of_four)
+    assert again.measured == (*MACHINE.measured, slices)
+
+
+@pytest.mark.parametrize("other", [{"device": "cpu"}, {"cores_per_host": 2}], ids=["device", "cores"])
+def test_measuring_another_machine_keeps_nothing(tmp_path: Path, other: dict[str, Any]) -> None:
+    write_machine(replace(MACHINE, slowdown=(1.0, 1.5, 2.0), **other), tmp_path / "machine.json")
+    wider = (replace(MACHINE.measured[0], sizes=replace(SIZES, dmodel=64)),)
+    now = replace(MACHINE, measured=wider)
+    assert with_earlier(now, tmp_path / "machine.json") == now

@@ -13,7 +13,7 @@ from distlab.comm.link import Link
 from distlab.comm.traffic import Traffic
 from distlab.planner.layouts import Layout
 from distlab.planner.machine import AllReduce
-from distlab.planner.traffic import SMALLEST_OF_HOSTS_BYTES, SMALLEST_SHARED_BYTES, Group, Placement
+from distlab.planner.traffic import SMALLEST_OF_HOSTS_BYTES, SMALLEST_SHARED_BYTES, Collective, Group, Placement, Spread
 
 SLOW, FAST = Link(5e-5, 1e9), Link(1e-6, 1e11)
 
@@ -49,13 +49,48 @@ def test_rings_that_leave_a_host_together_share_its_card() -> None:
     assert of_slices.all_reduce(of_slices.replicas, 4e9).seconds == pytest.approx(alone * 4 / 3, rel=1e-3)
 
 
+def test_the_worst_group_decides_where_some_begin_on_one_host_and_end_on_the_next() -> None:
+    """Hosts of 8 ranks: ranks 6 to 8 share layers, and so do 15 to 17. Host 1 sends for both."""
+    slices = placement(24, 8, tp=3)
+    assert not slices.is_inside(slices.slices)
+    assert slices.spread(slices.slices) == Spread(on_host=3, hosts=2, leaving=2)
+    assert slices.all_reduce(slices.slices, 3e6).seconds == pytest.approx(SLOW.seconds(4 * 2 * 1e6))  # 4 messages
+    even = placement(24, 6, tp=3)
+    assert even.is_inside(even.slices)
+    assert even.all_reduce(even.slices, 3e6).seconds == pytest.approx(4 * FAST.seconds(1e6))
+    # Replicas of three ranks: all that share a stage are on several hosts; a host has at most three of them.
+    assert slices.spread(slices.replicas) == Spread(on_host=3, hosts=3, leaving=3)
+
+
+@pytest.mark.parametrize(("ranks", "per_host"), [(3, 2), (5, 2), (7, 4)])
+def test_a_ring_whose_hosts_have_unequal_numbers_of_ranks_is_that_of_the_simulated_world(
+    ranks: int, per_host: int
+) -> None:
+    links = {(r, s): SLOW for r in range(ranks) for s in range(ranks) if r // per_host != s // per_host}
+    tensor = torch.empty(ranks * 200_000, device="meta")
+    world = SimulatedWorld(ranks, FAST, links, one_card=True)
+    world.run(lambda endpoint: allreduce_ring(tensor.clone(), endpoint=endpoint))
+    seconds = placement(ranks, per_host).all_reduce(Group(ranks, 1), tensor.nbytes).seconds
+    assert seconds == pytest.approx(world.makespan, rel=0.1)
+
+
+def test_the_replica_whose_messages_cross_the_network_decides() -> None:
+    """Pipelines of three on hosts of four: of the second one, the first stage is on the first host."""
+    two = placement(6, 4, pp=3)
+    assert two.message(0, 1, 1e6) == SLOW.seconds(1e6)
+    assert two.message(1, 0, 1e6) == SLOW.seconds(1e6)
+    assert two.message(1, 2, 1e6) == FAST.seconds(1e6)
+    assert [two.alike(worker) for worker in range(3)] == [2, 1, 1], "the first host has two first stages"
+    assert placement(24, 8, tp=3).alike(0) == 8
+
+
 def test_what_was_measured_inside_a_host_replaces_the_formula() -> None:
     entries = (AllReduce(2, "gloo", (1e5, 1e6), (1e-3, 2e-3)), AllReduce(2, "shared", (1e6, 2e6), (1e-3, 2e-3)))
     machine = {"all_reduces": entries, "slowdown": (1.0, 1.25)}
     inside = placement(4, 4, **machine)
-    assert inside.all_reduce(Group(2, 1), 1e6).seconds == pytest.approx(2e-3 / 1.25)
+    assert inside.all_reduce(Group(2, 1), 1e6) == Collective(pytest.approx(2e-3), pytest.approx(2e-3 / 1.25), True)
     shared = inside.all_reduce(Group(2, 1), 1e6, "shared")
-    assert (shared.seconds, shared.overlaps) == (pytest.approx(1e-3 / 1.25), False)
+    assert shared == Collective(pytest.approx(1e-3), pytest.approx(1e-3 / 1.25), False)
     across = placement(4, 1, **machine).all_reduce(Group(2, 1), 1e6, "shared")
     assert across.overlaps
     assert across.seconds == pytest.approx(2 * SLOW.seconds(5e5))
