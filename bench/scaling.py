@@ -64,7 +64,7 @@ def tensor_parallel(name: str) -> Curve:
 
 
 def data_parallel(name: str, is_weak: bool) -> Curve:
-    """Replicas of 8 slices: the speed of each, beside that of one alone; with a batch that grows with them or does not."""
+    """Replicas of 8 slices: the speed of each beside that of one alone; the batch grows with them or does not."""
     machine = read_machine(MACHINES / f"{name}.json")
     found = []
     for dp in REPLICAS:

@@ -199,7 +199,7 @@ class TrainSettings(ResumableSettings):
         advice = f"the batch must divide into equal micro-batches; give a multiple of {parts}"
         require(rows % parts == 0, f"--batch-size {rows} with --micro-batches {parts}: {advice}")
         SPTokenizer(self.tokenizer)
-        _ = self.prediction
+        _ = self.prediction  # raises `InputError` for what the planner does not know
         if self.data not in ("auto", "tinystories"):
             for split in ("train", "validation") if self.eval_every else ("train",):
                 next(open_source(self.data, split, self.seed).documents(0))
