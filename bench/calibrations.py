@@ -18,16 +18,13 @@ from distlab.run.progress import each
 from distlab.run.settings import parse
 from distlab.run.train_settings import TrainSettings
 from simplellm.errors import require
-from simplellm.tokenizers import SPTokenizer
 
 CALIBRATIONS = 3  # how slow the computer is at the moment is in one minute's measurements
 
 
 def sizes_of(flags: str) -> Sizes:
     """The sizes of a model, given by its flags."""
-    settings = parse(TrainSettings(), "", flags.split())
-    heads, vocab_size = settings.num_heads, SPTokenizer().vocab_size
-    return Sizes(settings.dmodel, heads, heads, 4 * settings.dmodel, settings.seq_len, vocab_size)
+    return Sizes.of(parse(TrainSettings(), "", flags.split()))
 
 
 def machine_of(path: Path, models: Mapping[str, str], calibrations: int = CALIBRATIONS) -> Machine:

@@ -12,8 +12,9 @@ from pathlib import Path
 from distlab.planner.costs import Costs
 from distlab.planner.layouts import Layout
 from distlab.planner.machine import Machine, read_machine
-from distlab.planner.model import Model, Sizes
-from distlab.planner.step import Step, predict
+from distlab.planner.model import NUMBER_BYTES, Model, Sizes
+from distlab.planner.step import LOSS_BYTES, predict
+from distlab.planner.traffic import Group
 from simplellm import command_line
 
 MACHINES = Path(__file__).resolve().parents[1] / "docs/machines"
@@ -36,57 +37,67 @@ class Settings:
 
 @dataclass(frozen=True)
 class Curve:
-    """Shares of the speed that ranks would have if they only computed."""
+    """Shares of the speed that the ranks would have if each of them, or each replica, were as fast as alone."""
 
     name: str
     x: Sequence[int]
     efficiency: Sequence[float]
 
 
-def step_of(machine: Machine, dp: int, tp: int, batch_size: int) -> Step:
-    """The step of `dp` replicas of `tp` ranks, with so many sequences for each replica, of at most `ROWS` at a time."""
+def costs_of(machine: Machine, dp: int, tp: int, batch_size: int) -> Costs:
+    """Those of `dp` replicas of `tp` ranks, with so many sequences for each replica, of at most `ROWS` at a time."""
     parts = max(1, batch_size // ROWS)
     layout = Layout(dp, 1, tp, batch_size, parts, "dapple", "none", "none", (MODEL.n_layers,))
     wide = replace(machine, hosts=max(machine.hosts, -(-layout.ranks // machine.ranks_per_host)))
-    return predict(Costs(wide, MODEL, layout))
+    return Costs(wide, MODEL, layout)
+
+
+def step_seconds(machine: Machine, dp: int, tp: int, batch_size: int) -> float:
+    return predict(costs_of(machine, dp, tp, batch_size)).seconds
 
 
 def tensor_parallel(name: str) -> Curve:
     """One replica: its speed for each rank, beside that of one rank alone."""
     machine = read_machine(MACHINES / f"{name}.json")
-    alone = step_of(machine, 1, 1, ROWS).seconds
-    return Curve(name, SLICES, [alone / tp / step_of(machine, 1, tp, ROWS).seconds for tp in SLICES])
+    alone = step_seconds(machine, 1, 1, ROWS)
+    return Curve(name, SLICES, [alone / tp / step_seconds(machine, 1, tp, ROWS) for tp in SLICES])
 
 
 def data_parallel(name: str, is_weak: bool) -> Curve:
-    """Replicas of 8 slices: the speed of each, beside that of one; with a batch that grows with them or does not."""
+    """Replicas of 8 slices: the speed of each beside that of one alone; the batch grows with them or does not."""
     machine = read_machine(MACHINES / f"{name}.json")
     found = []
     for dp in REPLICAS:
         rows = ROWS if is_weak else BATCH // dp
-        alone = step_of(machine, 1, 8, rows if is_weak else BATCH).seconds / (1 if is_weak else dp)
-        found.append(alone / step_of(machine, dp, 8, rows).seconds)
+        alone = step_seconds(machine, 1, 8, rows if is_weak else BATCH) / (1 if is_weak else dp)
+        found.append(alone / step_seconds(machine, dp, 8, rows))
     return Curve(f"{name}, {'each replica' if is_weak else 'all'} {ROWS if is_weak else BATCH}", REPLICAS, found)
 
 
 def local_sgd(bandwidth: float) -> Curve:
-    """Two replicas of 8 slices at two sites: the share of time in which they do not average."""
+    """Two replicas of 8 slices at two sites: the speed of each, beside that of one alone.
+
+    The weights are averaged after an update, and nothing is computed meanwhile. The loss is summed only then, too, as
+    with `--report-every H`.
+    """
     machine = read_machine(MACHINES / "two-sites.json")
     link = replace(machine.between, bytes_per_second=bandwidth)
     machine = replace(machine, between=link, hosts=2, ranks_per_host=8)
-    step = step_of(machine, 2, 8, ROWS)
-    alone = step.seconds - step.averaging
-    found = [alone / (alone + step.averaging / every) for every in EVERY]
+    alone, costs = step_seconds(machine, 1, 8, ROWS), costs_of(machine, 2, 8, ROWS)
+    placement, weights_bytes = costs.placement, costs.weights(0) * NUMBER_BYTES
+    average = placement.all_reduce(placement.replicas, weights_bytes).seconds
+    loss = placement.all_reduce(Group(costs.layout.ranks, 1), LOSS_BYTES).seconds
+    found = [alone / (alone + (average + loss) / every) for every in EVERY]
     return Curve(f"{bandwidth * 8 / 1e9:g} Gbit/s", EVERY, found)
 
 
 def panels() -> Iterator[tuple[str, str, list[Curve]]]:
     """Titles, what x is, and curves."""
-    yield "tensor parallelism", "ranks that share a layer", [tensor_parallel(name) for name in NAMES]
+    yield "tensor parallelism, beside one rank", "ranks that share a layer", [tensor_parallel(name) for name in NAMES]
     both = [data_parallel(name, is_weak) for name in NAMES for is_weak in (True, False)]
-    yield "data parallelism", "replicas of 8 ranks", both
+    yield "data parallelism, beside one replica", "replicas of 8 ranks", both
     curves = [local_sgd(gigabits / 8 * 1e9) for gigabits in (1, 10, 100)]
-    yield "local SGD, two sites", "steps between averages (H)", curves
+    yield "local SGD, beside one of two sites", "steps between averages (H)", curves
 
 
 def main(settings: Settings) -> None:
@@ -108,12 +119,12 @@ def draw(png: Path, found: Sequence[tuple[str, str, list[Curve]]]) -> None:
     for panel, (title, label, curves) in zip(axes, found, strict=True):
         for curve, color in zip(curves, SERIES, strict=False):
             panel.plot(curve.x, curve.efficiency, "o-", color=color, label=curve.name)
-        panel.set(xscale="log", title=title, xlabel=label, ylim=(0, 1.05))
+        panel.set(xscale="log", title=title.replace(", ", "\n"), xlabel=label, ylim=(0, 1.05))
         panel.set_xticks(curves[0].x[::2] if len(curves[0].x) > 6 else curves[0].x)
         panel.xaxis.set_major_formatter(lambda x, _: f"{x:g}")
         panel.minorticks_off()
-        panel.legend(fontsize=8, loc="lower right" if "SGD" in title else "lower left")
-    axes[0].set_ylabel("share of the speed without messages")
+        panel.legend(fontsize=8, handlelength=1.2, loc="upper left" if "SGD" in title else "lower left")
+    axes[0].set_ylabel("share of the speed of each alone")
     axes[0].yaxis.set_major_formatter(lambda share, _: f"{share:.0%}")
     save(figure, png)
 

@@ -1,35 +1,36 @@
 """./launch.sh plan: which layout is fastest on a machine, what it takes, and the commands to start it."""
 
 import json
-import re
+import math
 import shlex
 import statistics
 import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Annotated, Literal
 
 import tyro
 
 from distlab.comm.threads import asked_threads
-from distlab.pipeline.schedules import schedule_names
+from distlab.pipeline.auto import read_limit
+from distlab.pipeline.schedules import AUTO, schedule_names
 from distlab.planner.layouts import Choices, Shard
 from distlab.planner.machine import Machine, read_machine
+from distlab.planner.memory import share_of_rank
 from distlab.planner.model import Model, Sizes
 from distlab.planner.search import find_layouts
 from distlab.planner.table import Row, milliseconds, table
-from distlab.run.settings import require_positive, shown_as
+from distlab.run.settings import as_flag, require_positive, shown_as
 from simplellm import command_line
 from simplellm.errors import InputError, require
 from simplellm.options import Recompute, check_heads
-from simplellm.tokenizers import SPTokenizer
 
 MEASURED = Path("runs/machine.json")  # without --machine
 MOST_MEASURED = 4  # ranks that calibrate starts by itself
-BYTES = {"MB": 1e6, "GB": 1e9, "TB": 1e12}
+MODEL = "dmodel num_heads num_kv_heads hidden_dim n_layers seq_len optimizer tokenizer".split()  # flags of a run, too
 WARM_UP = 3  # steps of a run to verify that do not count
 
 
@@ -84,9 +85,7 @@ class Request:
 
     @property
     def model(self) -> Model:
-        heads, hidden = self.num_kv_heads or self.num_heads, self.hidden_dim or 4 * self.dmodel
-        vocab_size = SPTokenizer(self.tokenizer).vocab_size
-        return Model(Sizes(self.dmodel, self.num_heads, heads, hidden, self.seq_len, vocab_size), self.n_layers)
+        return Model(Sizes.of(self), self.n_layers)
 
     @property
     def choices(self) -> Choices:
@@ -101,25 +100,20 @@ class Request:
         require(self.verify >= 0, f"--verify {self.verify}: give 0 or more")
         least = f"--steps {self.steps}: the first {WARM_UP} do not count; give {WARM_UP + 2} or more"
         require(self.steps >= WARM_UP + 2, least)
+        for name in ("dp", "pp", "tp", "micro_batches"):
+            for number in getattr(self, name):
+                require(number > 0, f"{as_flag(name)} {number}: must be greater than 0")
+        known = [name for name in schedule_names() if name != AUTO]
         for name in self.schedule:
-            require(name in schedule_names(), f"--schedule {name}: give some of {', '.join(schedule_names())}")
+            why = "its order is not known before the run; " * (name == AUTO)
+            require(name in known, f"--schedule {name}: {why}give some of {', '.join(known)}")
 
     def model_flags(self) -> list[str]:
-        """The flags that differ from a script's defaults."""
-        given: dict[str, object] = {
-            "dmodel": 288,
-            "num_heads": 6,
-            "num_kv_heads": None,
-            "hidden_dim": None,
-            "n_layers": 6,
-            "seq_len": 256,
-        }
-        given |= {"optimizer": "adam", "tokenizer": None}
-        flags: list[str] = []
-        for name, default in given.items():
-            value = getattr(self, name)
-            flags += [f"--{name.replace('_', '-')}", str(value)] if value != default else []
-        return flags
+        """The flags of the model that differ from their defaults, which are those of a run."""
+        defaults = {field.name: field.default for field in fields(self)}
+        values = {name: getattr(self, name) for name in MODEL}
+        changed = [(as_flag(name), str(value)) for name, value in values.items() if value != defaults[name]]
+        return [word for pair in changed for word in pair]
 
 
 def plan(request: Request) -> None:
@@ -127,8 +121,9 @@ def plan(request: Request) -> None:
     request.check()
     model = request.model
     machine = machine_for(request, model.sizes)
-    share = machine.memory_bytes_per_host / min(request.ranks, machine.ranks_per_host)
-    most_bytes = share if request.memory is None else read_size(request.memory)
+    if request.verify:
+        check_computer(machine, request)
+    most_bytes = share_of_rank(machine, request.ranks) if request.memory is None else read_size(request.memory)
     found = find_layouts(
         model,
         machine,
@@ -155,15 +150,30 @@ def plan(request: Request) -> None:
     for line in table(found.rows, tokens):
         print(line)
     print()
+    on_hosts = host_flags(request.ranks, machine)
     for number, row in enumerate(found.rows, start=1):
-        print(f"{number:<3} {shlex.join(['./launch.sh', *command_of(row, request, model)])}")
+        print(f"{number:<3} {shlex.join(['./launch.sh', *command_of(row, request, model), *on_hosts])}")
+    if on_hosts:
+        print("\non each host, with its own --node-rank, from 0, and with the address of host 0 as --master-addr")
     if request.verify:
-        verify(found.rows[: request.verify], request, model)
+        verify(found.rows[: request.verify], request, model, machine)
 
 
 def command_of(row: Row, request: Request, model: Model) -> list[str]:
     """The arguments of launch.sh for a layout."""
     return ["hybrid", *request.model_flags(), *row.layout.flags(model).split()]
+
+
+def host_flags(ranks: int, machine: Machine) -> list[str]:
+    """The flags that place ranks on hosts as the planner does, which fills one host after another."""
+    per_host = min(ranks, machine.ranks_per_host)
+    hosts = math.ceil(ranks / per_host)
+    if hosts == 1:
+        return []
+    on_last = ranks - (hosts - 1) * per_host
+    shares = [per_host] * (hosts - 1) + [on_last]
+    uneven = ["--ranks-per-node", ",".join(map(str, shares))] if on_last < per_host else []
+    return ["--nnodes", str(hosts), *uneven]
 
 
 def machine_for(request: Request, sizes: Sizes) -> Machine:
@@ -173,9 +183,9 @@ def machine_for(request: Request, sizes: Sizes) -> Machine:
         path.parent.mkdir(exist_ok=True)
         print(f"# measuring this machine, once: {path}", flush=True)
         ranks = max(2, min(request.ranks, MOST_MEASURED))
-        flags = [f for f in request.model_flags() if f]
         asked = [sys.executable, "-m", "distlab.calibrate", str(path), "--world-size", str(ranks)]
-        done = subprocess.run([*asked, *only_sizes(flags)], check=False, capture_output=True, text=True)
+        asked += only_sizes(request.model_flags())
+        done = subprocess.run(asked, check=False, capture_output=True, text=True)
         require(done.returncode == 0, f"{path}: measuring has failed: {done.stderr.strip()[-300:]}")
     machine = read_machine(path)
     if not machine.has_sizes(sizes):
@@ -191,13 +201,28 @@ def only_sizes(flags: Sequence[str]) -> list[str]:
 
 def read_size(text: str) -> float:
     """The bytes of "8GB"; `InputError` for what is none."""
-    found = re.fullmatch(rf"(\d+\.?\d*)({'|'.join(BYTES)})", text)
-    if found is None or not float(found[1]):
-        raise InputError(f"--memory {text}: give a size like 8GB or 500MB")
-    return float(found[1]) * BYTES[found[2]]
+    sentence = f"--memory {text}: give a size like 8GB or 500MB"
+    try:
+        limit = read_limit(text)
+    except InputError:
+        raise InputError(sentence) from None
+    require(limit.is_bytes, sentence)
+    return limit.amount
 
 
-def verify(rows: Sequence[Row], request: Request, model: Model) -> None:
+def check_computer(machine: Machine, request: Request) -> None:
+    """Raise `InputError` if this computer cannot be the machine on which layouts are to run."""
+    given = f"--verify {request.verify} with --ranks {request.ranks}: by {request.machine or MEASURED}, the ranks"
+    hosts = math.ceil(request.ranks / machine.ranks_per_host)
+    require(hosts == 1, f"{given} are on {hosts} hosts, and this is one computer; leave --verify out")
+    if machine.device == "cuda":
+        import torch  # which a plan alone does not need
+
+        needed, there = min(request.ranks, machine.cores_per_host), torch.cuda.device_count()
+        require(there >= needed, f"{given} have {needed} GPUs, and torch sees {there} here; leave --verify out")
+
+
+def verify(rows: Sequence[Row], request: Request, model: Model, machine: Machine) -> None:
     """Run layouts, and print what was measured beside what was predicted."""
     from distlab.reports.memory import read_largest  # imports torch, which a plan alone does not need
 
@@ -206,7 +231,7 @@ def verify(rows: Sequence[Row], request: Request, model: Model) -> None:
     for number, row in enumerate(rows, start=1):
         with tempfile.TemporaryDirectory() as folder:
             command = [sys.executable, "-m", "distlab.launch", *command_of(row, request, model)]
-            command += ["--steps", str(request.steps), "--data", "sample", "--out", folder]
+            command += ["--steps", str(request.steps), "--data", "sample", "--out", folder, "--device", machine.device]
             done = subprocess.run(command, check=False, capture_output=True, text=True)
             require(done.returncode == 0, f"{shlex.join(command[2:])} failed: {done.stderr.strip()[-300:]}")
             records = [json.loads(line) for line in (Path(folder) / "metrics.jsonl").read_text().splitlines()]

@@ -3,16 +3,26 @@
 import re
 import shlex
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from planner_machines import MODEL as SMALL_MODEL
+from planner_machines import cluster
 from processes import LAB, run
 from terminals import fork_launcher, fork_python
 
 from distlab import plan
 from distlab.launch import find_script, launch, read_settings
+from distlab.planner import search
+from distlab.planner.costs import Costs
+from distlab.planner.layouts import Choices, layouts
 from distlab.planner.machine import read_machine
+from distlab.planner.memory import held, process_bytes, share_of_rank
+from distlab.planner.step import Step, predict
+from distlab.planner.table import milliseconds
+from distlab.rendezvous.launcher_flags import assign_ranks, read_flags
 from distlab.run.train_settings import HybridSettings
 from simplellm.errors import InputError
 
@@ -47,12 +57,128 @@ def test_the_commands_of_a_plan_are_those_of_runs(capsys: pytest.CaptureFixture[
         ("--memory 1MB --ranks 2", "no layout fits into 1 MB a rank; the smallest needs 1,0"),
         ("--ranks 7 --global-batch 3 --tp 7", "no layout divides the batch, the heads and the layers"),
         ("--schedule fast", "--schedule fast: give some of naive, "),
+        ("--schedule auto", "--schedule auto: its order is not known before the run; give some of naive, "),
+        ("--micro-batches 0", "--micro-batches 0: must be greater than 0"),
+        ("--micro-batches 4 -2", "--micro-batches -2: must be greater than 0"),
+        ("--tp 0", "--tp 0: must be greater than 0"),
         ("--verify -1", "--verify -1: give 0 or more"),
+        (
+            "--verify 1 --ranks 9",
+            "--verify 1 with --ranks 9: by {}, the ranks are on 2 hosts, and this is one computer",
+        ),
+        ("--verify 1 --ranks 8", "--verify 1 with --ranks 8: by {}, the ranks have 8 GPUs, and torch sees 0 here"),
     ],
 )
 def test_what_cannot_be_planned_is_said(flags: str, sentence: str) -> None:
     with pytest.raises(InputError, match=re.escape(sentence.format(CLUSTER))):
         plan.main([*SMALL, "--machine", CLUSTER, *flags.split()])
+
+
+@pytest.fixture(autouse=True)
+def no_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
+
+
+@pytest.mark.parametrize(("ranks", "shares"), [(8, (8,)), (12, (8, 4)), (16, (8, 8)), (20, (8, 8, 4))])
+def test_the_commands_place_ranks_as_the_planner_does(
+    ranks: int, shares: tuple[int, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = ["--ranks", str(ranks), "--global-batch", str(ranks), "--top", "1", "--dp", str(ranks)]
+    plan.main([*SMALL, *flags, "--machine", CLUSTER])
+    lines = capsys.readouterr().out.splitlines()
+    [command] = [line.split(maxsplit=3)[3] for line in lines if "./launch.sh" in line]
+    own, rest = read_flags([*shlex.split(command), "--node-rank", "0"])
+    assert own.nnodes == len(shares)
+    assert assign_ranks(own, read_settings(find_script("hybrid")[0], rest, "").layout, "192.0.2.1").ranks_of == shares
+    assert ("--node-rank" in lines[-1]) == (len(shares) > 1)
+
+
+def test_the_flags_of_a_model_are_those_that_a_run_needs() -> None:
+    run_of = HybridSettings()
+    for name in plan.MODEL:
+        assert getattr(plan.Request(), name) == getattr(run_of, name), name
+    assert plan.Request().model_flags() == []
+    changed = plan.Request(num_kv_heads=2, n_layers=3, optimizer="sgd").model_flags()
+    assert changed == "--num-kv-heads 2 --n-layers 3 --optimizer sgd".split()
+
+
+def test_a_rank_has_the_memory_of_its_gpu_or_its_share_of_the_hosts(capsys: pytest.CaptureFixture[str]) -> None:
+    gpus = cluster()
+    assert [share_of_rank(gpus, ranks) / 1e9 for ranks in (1, 2, 8, 32)] == [80] * 4
+    crowded = cluster(ranks_per_host=16)
+    assert [share_of_rank(crowded, ranks) / 1e9 for ranks in (8, 9, 16)] == [80, 40, 40]
+    cpus = cluster(device="cpu")
+    assert [share_of_rank(cpus, ranks) / 1e9 for ranks in (1, 2, 32)] == [640, 320, 80]
+    plan.main([*SMALL, "--ranks", "2", "--machine", CLUSTER, "--top", "1"])
+    assert "2 ranks on 128 hosts with 8 devices; 80,000 MB for each" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [
+        (0.0, "0.000 ms"),
+        (4.2e-5, "0.042 ms"),
+        (8.47e-4, "0.847 ms"),
+        (1e-3, "1.00 ms"),
+        (0.0413, "41.3 ms"),
+        (7.282, "7,282 ms"),
+    ],
+)
+def test_milliseconds_have_three_digits(seconds: float, text: str) -> None:
+    assert milliseconds(seconds) == text
+
+
+FEW = Choices(micro_batches=(1, 2, 4), schedules=("gpipe", "dapple", "zb-h1"), recompute=("none",))
+RANKS, SEQUENCES = 8, 16
+
+
+@pytest.mark.parametrize("top", [1, 5, 20])
+def test_a_search_finds_what_playing_all_layouts_finds(top: int) -> None:
+    machine = cluster(ranks_per_host=4, pass_seconds=1e-4)
+    seconds = []
+    for layout in layouts(SMALL_MODEL, RANKS, SEQUENCES, FEW, machine.ranks_per_host):
+        costs = Costs(machine, SMALL_MODEL, layout)
+        seconds.append(predict(replace(costs, layout=replace(layout, split=costs.balanced_split()))).seconds)
+    found = search.find_layouts(SMALL_MODEL, machine, RANKS, SEQUENCES, float("inf"), choices=FEW, top=top)
+    assert [row.step.seconds for row in found.rows] == pytest.approx(sorted(seconds)[:top])
+    assert (found.layouts, found.too_large) == (len(seconds), 0)
+    assert found.too_slow > 0
+
+
+def test_layouts_that_do_not_fit_are_counted_as_far_as_the_search_goes() -> None:
+    machine = cluster(process_bytes=1e6)
+    needed = []
+    for layout in layouts(SMALL_MODEL, RANKS, SEQUENCES, FEW, machine.ranks_per_host):
+        costs = Costs(machine, SMALL_MODEL, layout)
+        costs = replace(costs, layout=replace(layout, split=costs.balanced_split()))
+        workers = range(layout.pp)
+        needed.append(max(process_bytes(costs, worker, held(costs, worker)) for worker in workers))
+    most_bytes = sorted(needed)[len(needed) // 2]
+    too_large = sum(size > most_bytes for size in needed)
+
+    def search_for(top: int) -> search.Found:
+        return search.find_layouts(SMALL_MODEL, machine, RANKS, SEQUENCES, most_bytes, choices=FEW, top=top)
+
+    every = search_for(len(needed))
+    assert (len(every.rows), every.too_large, every.too_slow) == (len(needed) - too_large, too_large, 0)
+    assert every.least_bytes == min(size for size in needed if size > most_bytes)
+    first = search_for(1)
+    assert first.rows[0].step.seconds == every.rows[0].step.seconds
+    assert 0 < first.too_large < too_large
+    assert first.too_slow > 0
+
+
+def test_few_layouts_of_a_large_plan_are_played(monkeypatch: pytest.MonkeyPatch) -> None:
+    played = []
+
+    def predict_and_count(costs: Costs) -> Step:
+        played.append(costs.layout)
+        return predict(costs)
+
+    monkeypatch.setattr(search, "predict", predict_and_count)
+    request = plan.Request(dmodel=8192, num_heads=64, n_layers=16, seq_len=4096)
+    found = search.find_layouts(request.model, read_machine(Path(CLUSTER)), 64, 64, 80e9)
+    assert len(played) < found.layouts / 10, f"{len(played)} of {found.layouts}"
 
 
 def test_a_plan_starts_without_torch() -> None:

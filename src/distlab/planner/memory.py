@@ -1,12 +1,14 @@
 """What a rank of a layout holds, as the table of `distlab.reports.memory` counts it, and what its process needs."""
 
 import itertools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from distlab.pipeline.actions import stages_of
 from distlab.planner.costs import SHARDED_BUCKET_BYTES, Costs
 from distlab.planner.graph import graph_of
+from distlab.planner.machine import Machine
 from distlab.planner.model import ID_BYTES, NUMBER_BYTES, PARTS, share
 
 MOMENTS = {"adam": 2, "adamw": 2, "sgd": 0}  # tensors of the optimizer for each weight
@@ -61,6 +63,15 @@ def process_bytes(costs: Costs, worker: int, holds: Held) -> float:
     if any(costs.parts(stage)["head"] for stage in stages_of(layout.programs()[worker])):
         gradient_of_logits = layout.rows * sizes.seq_len * share(sizes.vocab_size, layout.tp) * NUMBER_BYTES
     return machine.process_bytes + (holds.total + gradient_of_logits) * (1 + KEPT_OF_FREED[machine.device])
+
+
+def share_of_rank(machine: Machine, ranks: int) -> float:
+    """Bytes of memory that there are for each of so many ranks: of its host's, or of its GPU's."""
+    on_host = min(ranks, machine.ranks_per_host)
+    if machine.device == "cpu":
+        return machine.memory_bytes_per_host / on_host
+    gpus = machine.cores_per_host  # which the ranks of a host get in turn
+    return machine.memory_bytes_per_host / gpus / math.ceil(on_host / gpus)
 
 
 def _gathered(costs: Costs, stages: Sequence[int], weights_bytes: int) -> int:

@@ -4,15 +4,28 @@ A rank of a tensor-parallel group has the largest shard here; the others have as
 """
 
 from dataclasses import dataclass
-from typing import Literal
+from pathlib import Path
+from typing import Literal, Protocol
 
 from distlab.pipeline.split import PartCosts
+from simplellm.tokenizers import SPTokenizer
 
 NUMBER_BYTES = 4  # float32
 ID_BYTES = 8  # a token's number
 FLAG_BYTES = 1
 Part = Literal["embedding", "block", "head"]
 PARTS: tuple[Part, ...] = ("embedding", "block", "head")
+
+
+class ModelSettings(Protocol):
+    """The settings that say a model's sizes."""
+
+    dmodel: int
+    num_heads: int
+    num_kv_heads: int | None
+    hidden_dim: int | None
+    seq_len: int
+    tokenizer: Path | None
 
 
 @dataclass(frozen=True)
@@ -25,6 +38,13 @@ class Sizes:
     hidden_dim: int
     seq_len: int
     vocab_size: int
+
+    @classmethod
+    def of(cls, settings: ModelSettings) -> "Sizes":
+        """Those of the model that settings ask for."""
+        heads, hidden = settings.num_kv_heads or settings.num_heads, settings.hidden_dim or 4 * settings.dmodel
+        vocab_size = SPTokenizer(settings.tokenizer).vocab_size
+        return cls(settings.dmodel, settings.num_heads, heads, hidden, settings.seq_len, vocab_size)
 
     @property
     def head_dim(self) -> int:

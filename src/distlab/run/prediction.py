@@ -3,7 +3,7 @@
 import functools
 import statistics
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 
 from distlab.comm.layout import neighbors_of
@@ -11,16 +11,33 @@ from distlab.comm.threads import asked_threads
 from distlab.pipeline.schedules import AUTO, DEFAULT_CHUNKS
 from distlab.planner.costs import Costs
 from distlab.planner.layouts import Layout
-from distlab.planner.machine import read_machine
+from distlab.planner.machine import Machine, read_machine
 from distlab.planner.model import Model, Sizes
 from distlab.planner.step import Step, predict
 from distlab.planner.table import milliseconds
 from distlab.run.logs import StepTime
-from distlab.run.train_settings import StageSettings, TrainSettings
+from distlab.run.settings import as_flag
+from distlab.run.train_settings import (
+    ByHandSettings,
+    DataParallelSettings,
+    LocalStepsSettings,
+    ShardedSettings,
+    StageSettings,
+    TrainSettings,
+)
 from simplellm.errors import require
-from simplellm.tokenizers import SPTokenizer
 
 WARM_UP = 3  # steps at the beginning of a run that do not count
+# The planner counts these settings, or they are compared with the machine's file.
+COUNTED = (
+    "batch_size micro_batches seq_len dmodel num_heads num_kv_heads hidden_dim n_layers tokenizer recompute world_size "
+    "dp pp tp neighbors layers_per_stage schedule chunks_per_stage shard device backend transport"
+).split()
+# These change nothing in a step that it would count. (An update by another rule than adam's is a little shorter.)
+WITHOUT_EFFECT = (
+    "rank seed timeout master_addr master_port out save_every keep resume steps lr optimizer betas weight_decay "
+    "warmup_steps lr_schedule min_lr data eval_every eval_sequences machine trace tensorboard"
+).split()
 
 
 @dataclass(frozen=True)
@@ -33,12 +50,22 @@ class Prediction:
     @classmethod
     def of(cls, args: TrainSettings, machine_file: Path) -> "Prediction":
         """The prediction for the run of these settings; `InputError` for what the planner does not know."""
-        machine, vocab_size = read_machine(machine_file), SPTokenizer(args.tokenizer).vocab_size
-        heads, hidden = args.num_kv_heads or args.num_heads, args.hidden_dim or 4 * args.dmodel
-        model = Model(Sizes(args.dmodel, args.num_heads, heads, hidden, args.seq_len, vocab_size), args.n_layers)
-        layout = layout_of(args, vocab_size, f"--machine {machine_file}")
+        machine, model, flag = read_machine(machine_file), Model(Sizes.of(args), args.n_layers), _flag(machine_file)
+        layout = layout_of(args, model.sizes.vocab_size, flag)
+        _check_communication(args, machine, flag)
         room = machine.with_room_for(layout.ranks, str(machine_file))
-        return cls(Costs(room, model, layout, asked_threads()), machine_file)
+        prediction = cls(Costs(room, model, layout, asked_threads()), machine_file)
+        if args.device != "auto":
+            prediction.check_device(args.device)
+        return prediction
+
+    def check_device(self, device: str) -> None:
+        """Raise `InputError` if the run computes on another kind of device than the machine's ranks."""
+        own, flag = self.costs.machine.device, _flag(self.machine_file)
+        sentence = (
+            f"{flag}: its ranks compute on {own}, and those of this run on {device}; give another file or --device"
+        )
+        require(device == own, sentence)
 
     @functools.cached_property
     def step(self) -> Step:
@@ -84,17 +111,27 @@ class Prediction:
 
 
 def layout_of(args: TrainSettings, vocab_size: int, flag: str) -> Layout:
-    """The layout of a run in the planner's terms; `InputError`, which begins with `flag`, for what it does not know."""
+    """The layout of a run in the planner's terms; `InputError`, which begins with `flag`, for what it does not know.
+
+    A setting that the planner does not know has to have its default.
+    """
     sizes = {"dp": 1, "pp": 1, "tp": 1} | args.layout
     schedule, chunks = getattr(args, "schedule", "naive"), getattr(args, "chunks_per_stage", DEFAULT_CHUNKS)
-    averages = getattr(args, "outer", "") == "none"  # a hybrid that averages gradients
-    sync_every = 1 if averages else getattr(args, "sync_every", 1)
-    require(args.dtype == "float32", f"{flag} with --dtype {args.dtype}: the planner knows float32 only")
     require(schedule != AUTO, f"{flag} with --schedule {AUTO}: its order is not known before the run")
     is_known = schedule != "interleaved" or chunks == DEFAULT_CHUNKS
     require(is_known, f"{flag} with --chunks-per-stage {chunks}: the planner knows {DEFAULT_CHUNKS} only")
-    every = f"{flag} with --sync-every {sync_every}: the planner knows runs that average in every step"
-    require(sync_every == 1, every)
+    for field in fields(args):
+        value = getattr(args, field.name)
+        given = as_flag(field.name) + f" {value}" * (value is not True)
+        is_known = field.name in (*COUNTED, *WITHOUT_EFFECT) or value == field.default
+        require(is_known, f"{flag} with {given}: the planner does not know such runs; leave one of the two out")
+    averages_weights = isinstance(args, LocalStepsSettings)
+    require(not averages_weights, f"{flag}: the planner knows runs that average gradients, not weights; leave it out")
+    # DistributedDataParallel and MyDP, whose loops are that of one process.
+    in_each_pass = isinstance(args, DataParallelSettings) and not isinstance(args, ByHandSettings | ShardedSettings)
+    often = f"{flag} with --micro-batches {args.micro_batches}: these replicas average in every backward pass, and the "
+    is_known = not in_each_pass or args.micro_batches == 1
+    require(is_known, f"{often}planner knows averages once a step; leave one of the two out")
     return Layout(
         **sizes,
         batch_size=args.batch_size,
@@ -105,3 +142,20 @@ def layout_of(args: TrainSettings, vocab_size: int, flag: str) -> Layout:
         split=args.split(vocab_size) if isinstance(args, StageSettings) else (args.n_layers,),
         neighbors=neighbors_of(args.layout),
     )
+
+
+def _flag(machine_file: Path) -> str:
+    return f"--machine {machine_file}"
+
+
+def _check_communication(args: TrainSettings, machine: Machine, flag: str) -> None:
+    """Raise `InputError` if the run's ranks communicate in another way than those of the machine were measured to."""
+    backend = "gloo" if machine.device == "cpu" else "nccl"
+    is_usual = args.backend in ("auto", backend)
+    sentence = f"ranks on {machine.device} were measured over {backend}; leave one of the two out"
+    require(is_usual, f"{flag} with --backend {args.backend}: {sentence}")
+    has_shared = any(entry.transport == "shared" for entry in machine.all_reduces)
+    is_measured = args.transport == "auto" or (args.transport == "shared") == has_shared
+    asked = f"--transport {args.transport}"
+    sentence = f"it was measured {'in' if has_shared else 'without'} shared memory; calibrate another file with {asked}"
+    require(is_measured, f"{flag} with {asked}: {sentence}")

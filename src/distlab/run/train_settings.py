@@ -1,5 +1,6 @@
 """The settings of runs that train the lab's Llama, in each kind of layout."""
 
+import functools
 import math
 import os
 from collections.abc import Sequence
@@ -110,19 +111,25 @@ class TrainSettings(ResumableSettings):
 
     def decide(self) -> dict[str, Any]:
         source, why = choose_source(self.data)
+        if self.prediction is not None:
+            from distlab.comm.devices import pick_device_type  # imports torch, which settings alone do not need
+
+            self.prediction.check_device(pick_device_type(self.device))
         return {"data": source, "data_because": why, "data_identity": replace(self, data=source).data_identity}
 
     def remarks(self, decided: dict[str, Any]) -> list[str]:
-        prediction = self.prediction()
-        predicted = [prediction.sentence] if prediction else []
+        predicted = [self.prediction.sentence] if self.prediction else []
         return [f"stories from {decided['data_because']}", *self._lr_remarks(), *predicted]
 
     def remarks_at_the_end(self, times: "Sequence[StepTime]") -> list[str]:
-        prediction = self.prediction() if times else None
-        return list(prediction.beside(times)) if prediction else []
+        return list(self.prediction.beside(times)) if self.prediction and times else []
 
+    @functools.cached_property
     def prediction(self) -> "Prediction | None":
-        """With `--machine`, what a step should take; `InputError` if the planner cannot know it."""
+        """With `--machine`, what a step should take; `InputError` if the planner cannot know it.
+
+        The file is read once: when the run ends, hours later, it may have changed.
+        """
         if self.machine is None:
             return None
         sentence = f"--machine {self.machine}: there is no such file; python -m distlab.calibrate FILE writes one"
@@ -192,7 +199,7 @@ class TrainSettings(ResumableSettings):
         advice = f"the batch must divide into equal micro-batches; give a multiple of {parts}"
         require(rows % parts == 0, f"--batch-size {rows} with --micro-batches {parts}: {advice}")
         SPTokenizer(self.tokenizer)
-        self.prediction()
+        _ = self.prediction  # raises `InputError` for what the planner does not know
         if self.data not in ("auto", "tinystories"):
             for split in ("train", "validation") if self.eval_every else ("train",):
                 next(open_source(self.data, split, self.seed).documents(0))
