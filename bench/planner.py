@@ -149,8 +149,7 @@ def costs_of(name: str, machine: Machine, machine_file: Path) -> Costs:
 def compare(record: Record, machine: Machine, machine_file: Path) -> Compared:
     costs = costs_of(record.name, machine, machine_file)
     seconds = undisturbed(record, machine, costs.model.sizes)
-    optimizer = "sgd" if record.name.startswith("asleep") else "adam"
-    holds = [held(costs, worker, optimizer) for worker in range(costs.layout.pp)]
+    holds = [held(costs, worker) for worker in range(costs.layout.pp)]
     most = max(of_worker.total for of_worker in holds)
     process = process_bytes(costs, 0, holds[0])
     return Compared(record, costs.layout, predict(costs, worker=0), statistics.median(seconds), most, process)

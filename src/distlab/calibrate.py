@@ -38,7 +38,6 @@ from simplellm import command_line
 from simplellm.errors import require
 from simplellm.llama import LLamaStage
 from simplellm.options import check_heads
-from simplellm.tokenizers import SPTokenizer
 
 TINY = "--dmodel 8 --num-heads 1 --n-layers 1 --seq-len 8 --batch-size 1 --micro-batches 1 --dp 1 --pp 1 --steps 50"
 
@@ -72,9 +71,7 @@ class CalibrateSettings(WorldSize, RunSettings):
 
     @property
     def sizes(self) -> Sizes:
-        heads, hidden = self.num_kv_heads or self.num_heads, self.hidden_dim or 4 * self.dmodel
-        vocab_size = SPTokenizer(self.tokenizer).vocab_size
-        return Sizes(self.dmodel, self.num_heads, heads, hidden, self.seq_len, vocab_size)
+        return Sizes.of(self)
 
     def check(self) -> None:
         super().check()

@@ -155,6 +155,10 @@ def plan(request: Request) -> None:
         print(f"{number:<3} {shlex.join(['./launch.sh', *command_of(row, request, model), *on_hosts])}")
     if on_hosts:
         print("\non each host, with its own --node-rank, from 0, and with the address of host 0 as --master-addr")
+    slices = machine.unmeasured_tp(model.sizes, (row.layout.tp for row in found.rows))
+    if slices and machine.has_sizes(model.sizes):
+        path, named = request.machine or MEASURED, " or ".join(map(str, slices))
+        print(f"\n# {path} has no times of passes with layers in {named} slices; they are estimated")
     if request.verify:
         verify(found.rows[: request.verify], request, model, machine)
 

@@ -18,13 +18,15 @@ from distlab.launch import find_script, launch, read_settings
 from distlab.planner import search
 from distlab.planner.costs import Costs
 from distlab.planner.layouts import Choices, layouts
-from distlab.planner.machine import read_machine
+from distlab.planner.machine import Measured, PassSeconds, read_machine, write_machine
 from distlab.planner.memory import held, process_bytes, share_of_rank
+from distlab.planner.model import Sizes
 from distlab.planner.step import Step, predict
 from distlab.planner.table import milliseconds
 from distlab.rendezvous.launcher_flags import assign_ranks, read_flags
 from distlab.run.train_settings import HybridSettings
 from simplellm.errors import InputError
+from simplellm.tokenizers import SPTokenizer
 
 CLUSTER = str(LAB / "docs/machines/cluster.json")
 SMALL = "--dmodel 32 --num-heads 4 --n-layers 3 --seq-len 16 --global-batch 8".split()
@@ -91,6 +93,18 @@ def test_the_commands_place_ranks_as_the_planner_does(
     assert own.nnodes == len(shares)
     assert assign_ranks(own, read_settings(find_script("hybrid")[0], rest, "").layout, "192.0.2.1").ranks_of == shares
     assert ("--node-rank" in lines[-1]) == (len(shares) > 1)
+
+
+def test_a_plan_says_which_slices_were_not_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file, times = tmp_path / "machine.json", PassSeconds((1e-4,), (2e-4,), (1e-4,), (1e-4,))
+    sizes = Sizes(32, 4, 4, 128, 16, SPTokenizer(None).vocab_size)
+    passes = Measured(sizes, tp=1, threads=1, rows=(1,), embedding=times, block=times, head=times)
+    write_machine(cluster(measured=(passes,)), file)
+    remarks = []
+    for tp in "1", "2":
+        plan.main([*SMALL, "--ranks", "2", "--tp", tp, "--top", "1", "--machine", str(file)])
+        remarks += [line for line in capsys.readouterr().out.splitlines() if line.startswith("#")]
+    assert remarks == [f"# {file} has no times of passes with layers in 2 slices; they are estimated"]
 
 
 def test_the_flags_of_a_model_are_those_that_a_run_needs() -> None:

@@ -31,7 +31,7 @@ class Held:
         return self.parameters + self.gradients + self.optimizer_state + self.gathered + self.activations
 
 
-def held(costs: Costs, worker: int, optimizer: str = "adam") -> Held:
+def held(costs: Costs, worker: int) -> Held:
     """What the first rank of a worker of the first replica holds."""
     layout, program = costs.layout, costs.layout.programs()[worker]
     stages = stages_of(program)
@@ -50,7 +50,7 @@ def held(costs: Costs, worker: int, optimizer: str = "adam") -> Held:
     return Held(
         parameters=own if layout.shard == "weights" else weights,
         gradients=own if layout.shard in ("gradients", "weights") else weights,
-        optimizer_state=own * MOMENTS[optimizer],
+        optimizer_state=own * MOMENTS[costs.optimizer],
         gathered=_gathered(costs, stages, weights),
         activations=max(*after, *within) + ids + tables,
     )

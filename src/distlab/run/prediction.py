@@ -31,11 +31,11 @@ WARM_UP = 3  # steps at the beginning of a run that do not count
 # The planner counts these settings, or they are compared with the machine's file.
 COUNTED = (
     "batch_size micro_batches seq_len dmodel num_heads num_kv_heads hidden_dim n_layers tokenizer recompute world_size "
-    "dp pp tp neighbors layers_per_stage schedule chunks_per_stage shard device backend transport"
+    "dp pp tp neighbors layers_per_stage schedule chunks_per_stage shard optimizer device backend transport"
 ).split()
-# These change nothing in a step that it would count. (An update by another rule than adam's is a little shorter.)
+# These change nothing in a step that it would count.
 WITHOUT_EFFECT = (
-    "rank seed timeout master_addr master_port out save_every keep resume steps lr optimizer betas weight_decay "
+    "rank seed timeout master_addr master_port out save_every keep resume steps lr betas weight_decay "
     "warmup_steps lr_schedule min_lr data eval_every eval_sequences machine trace tensorboard"
 ).split()
 
@@ -54,7 +54,7 @@ class Prediction:
         layout = layout_of(args, model.sizes.vocab_size, flag)
         _check_communication(args, machine, flag)
         room = machine.with_room_for(layout.ranks, str(machine_file))
-        prediction = cls(Costs(room, model, layout, asked_threads()), machine_file)
+        prediction = cls(Costs(room, model, layout, asked_threads(), args.optimizer), machine_file)
         if args.device != "auto":
             prediction.check_device(args.device)
         return prediction
@@ -86,8 +86,8 @@ class Prediction:
     @property
     def sentence(self) -> str:
         """What a step should take."""
-        named = self.costs.machine.has_sizes(self.costs.model.sizes)
-        estimated = "" if named else " (passes of this model were not measured there, but estimated)"
+        is_measured = self.costs.machine.measured_for(self.costs.model.sizes, self.costs.layout.tp)
+        estimated = "" if is_measured else " (passes of this model were not measured there, but estimated)"
         shown = ", ".join(f"{milliseconds(seconds)} {what}" for what, seconds in self.parts.items() if seconds)
         return f"by {self.machine_file}{estimated}, a step should take {milliseconds(self.step.seconds)}: {shown}"
 

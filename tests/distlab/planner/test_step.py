@@ -224,9 +224,9 @@ MEASURED = [  # ranks, flags
 @pytest.mark.parametrize(("ranks", "flags"), MEASURED)
 def test_bytes_are_those_that_the_ledger_of_a_run_counts(ranks: int, flags: str, tmp_path: Path) -> None:
     script, machine_file = "hybrid/intro_hybrid.py", tmp_path / "machine.json"
-    write_machine(CLUSTER, machine_file)
+    write_machine(cluster(device="cpu"), machine_file)
     arguments = [*SMALL, "--data", "sample", *flags.split(), "--machine", str(machine_file)]
-    prediction = parse(load(script).DEFAULTS, "", ["0", *arguments]).prediction()
+    prediction = parse(load(script).DEFAULTS, "", ["0", *arguments]).prediction
     train_on(ranks, script, tmp_path, *flags.split())
     *_, last = map(json.loads, (tmp_path / "metrics.jsonl").read_text().splitlines())
     counted = {kind: size for kind, size in last["sent_bytes"].items() if kind not in ("loss", "control")}
