@@ -73,7 +73,7 @@ def draw(png: Path, panels: Sequence[Panel]) -> None:
         _draw_panel(axes, panel)
     drawn = {_kind(bar.label) for panel in panels for bar in panel.bars}
     kinds = [kind for kind in (*KINDS, *COLORS) if kind in drawn]
-    style.legend(figure, {_explain(kind): style.swatch(_color(kind)) for kind in kinds})
+    style.legend(figure, _explain(kinds))
     style.save(figure, png)
 
 
@@ -114,7 +114,7 @@ def draw_schedules(png: Path, traces: Sequence[tuple[str, Trace]]) -> None:
         axes.grid(visible=False, axis="y")
     has_several = any(len(stages_of(program)) > 1 for _, trace in traces for program in trace.programs or ())
     grid[-1, 0].set(xlabel="ms" + "; the second stage of a worker is lighter" * has_several, xlim=0)
-    style.legend(figure, {_explain(kind): style.swatch(action_color(kind)) for kind in KINDS if kind in kinds})
+    style.legend(figure, _explain([kind for kind in KINDS if kind in kinds]))
     style.save(figure, png)
 
 
@@ -150,6 +150,14 @@ def _kind(label: str) -> str:
     return label.rstrip("'0123456789")
 
 
-def _explain(kind: str) -> str:
-    """The legend's text for a kind: "F: forward"."""
-    return f"{kind}: {re.sub(r'(?<!^)(?=[A-Z])', ' ', KINDS[kind].__name__).lower()}" if kind in KINDS else kind
+def _explain(kinds: Sequence[str]) -> dict[str, Any]:
+    """The legend's entries: "I, i: backward input" and its color, for all kinds of this color."""
+    alike: dict[Any, list[str]] = {}
+    for kind in kinds:
+        alike.setdefault(_color(kind), []).append(kind)
+    return {
+        f"{', '.join(own)}: {re.sub(r'(?<!^)(?=[A-Z])', ' ', KINDS[own[0]].__name__).lower()}"
+        if own[0] in KINDS
+        else own[0]: style.swatch(color)
+        for color, own in alike.items()
+    }
