@@ -1,20 +1,20 @@
-"""Run all benchmarks in a quick form, about ten minutes on two cores, and compare their ratios with bench/README.md.
+"""Run benchmarks in a quick form, about ten minutes on two cores, and compare their ratios with bench/README.md.
 
-    python -m bench                                 run all, and compare
+    python -m bench                                 run all that have a quick form, and compare
     python -m bench pipeline tensor_parallel        only these
     python -m bench --write tensor_parallel         in full, as quoted in bench/README.md, and write its tables there
 
 A ratio has moved if it is outside of the quartiles in bench/README.md, and the recorded ratio outside of the new
 quartiles; then the exit status is 1. The quick form measures some of the rows, with fewer rounds. It leaves out
-benchmarks that take long or have special needs: whole runs (`checkpoints`, `revisions`), campaigns (`kills`), simulated
-links (`network`, `slow_training`), a machine that has been measured (`planner`), a GPU (`gpu`).
+benchmarks that take long or have special needs: whole runs (`checkpoints`, `revisions`, `starting`), campaigns
+(`kills`), simulated links (`network`, `slow_training`), a machine that has been measured (`planner`), a GPU (`gpu`).
 """
 
 import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated
@@ -23,11 +23,11 @@ import tyro
 
 from distlab.run.progress import each
 from simplellm import command_line
-from simplellm.errors import require
+from simplellm.errors import InputError, require
 
 LAB = Path(__file__).resolve().parents[1]
 PAGE = LAB / "bench" / "README.md"
-QUICK = {  # flags that are appended to the page's command
+QUICK = {  # flags that are appended to the page's commands
     "single": "--steps 5",
     "data_parallel": "--rounds 8",
     "pipeline": "--micro-batches 6 --rounds 4",
@@ -38,11 +38,17 @@ QUICK = {  # flags that are appended to the page's command
     "sharded": "--worlds 2 --rounds 6",
     "generation": "--stories 1",
 }
+NOT_QUICK = (  # commands on the page of these programs
+    "python bench/pipeline.py --micro-batches 6 --rounds 6",  # the quick form of the one before
+    "python bench/collectives.py --worlds --starts 2",  # 64 predictions, which have no quartiles
+)
 NOISE = 0.05  # relative tolerance of a ratio without quartiles
 NOISE_POINTS = 1.5  # tolerance of a percentage, in percentage points
 RANGE = r"([\d.]+) to ([\d.]+)"
 RATIO = re.compile(rf"([\d.]+)(?: \({RANGE}\))?")
 MEASURED = re.compile(r"\b(ms|µs|MB|seconds|tokens/s|measured|in theory|theory)\b")  # in a column's heading
+
+Ratios = dict[tuple[str, ...], tuple[float, float, float]]  # with the quartiles, by the labels of row and column
 
 
 @dataclass
@@ -62,10 +68,10 @@ class Table:
     headings: list[str]
     rows: list[list[str]] = field(default_factory=list)
 
-    def ratios(self) -> dict[tuple[str, ...], tuple[float, float, float]]:
-        """The ratios with their lower and upper quartiles, by the labels of row and column."""
+    def ratios(self) -> Ratios:
+        """The ratios with their lower and upper quartiles."""
         measured = next(iter(i for i, heading in enumerate(self.headings) if MEASURED.search(heading)), None)
-        found = {}
+        found: Ratios = {}
         for row in self.rows:
             for index, heading in enumerate(self.headings):
                 # Two columns may have the same heading; the heading to their left distinguishes them.
@@ -97,14 +103,18 @@ def read_ratio(heading: str, cell: str, beside: str) -> tuple[float, float, floa
 
 @dataclass
 class Section:
-    """A command of the page, and the line numbers of the tables that it printed: first line, one after the last."""
+    """Commands of the page, and the line numbers of the tables that they printed: first line, one after the last."""
 
-    command: str
+    commands: list[str]
     tables: list[tuple[int, int]]
 
     @property
     def name(self) -> str:
-        return Path(shlex.split(self.command)[1]).stem
+        return Path(shlex.split(self.commands[0])[1]).stem
+
+    @property
+    def is_quick(self) -> bool:
+        return self.name in QUICK and not set(self.commands) & set(NOT_QUICK)
 
 
 def read_tables(lines: list[str]) -> list[tuple[int, int]]:
@@ -125,18 +135,32 @@ def parse(lines: list[str]) -> Table:
 
 
 def sections(lines: list[str]) -> Iterator[Section]:
-    """The page's commands that run one program of bench/, each with the tables up to the next command or heading."""
+    """The page's blocks of nothing but programs of bench/, each with the tables up to the next block or heading."""
     tables, open_section = read_tables(lines), None
     for number, line in enumerate(lines):
         if line.startswith(("#", "```sh")) and open_section is not None:
             yield open_section
             open_section = None
-        if line == "```sh" and lines[number + 2] == "```" and lines[number + 1].startswith("python bench/"):
-            open_section = Section(lines[number + 1], [])
+        if line == "```sh":
+            commands = lines[number + 1 : lines.index("```", number)]
+            if all(command.startswith("python bench/") for command in commands):
+                open_section = Section(commands, [])
         if open_section is not None:
             open_section.tables += [span for span in tables if span[0] == number]
     if open_section is not None:
         yield open_section
+
+
+def by_hand(lines: list[str]) -> list[str]:
+    """The headings, below the page's own, of tables that no program of bench/ writes."""
+    heading, found = "", dict[str, None]()
+    others = set(read_tables(lines)).difference(*(section.tables for section in sections(lines)))
+    for number, line in enumerate(lines):
+        if line.startswith("##"):
+            heading = line.lstrip("# ")
+        if heading and any(first == number for first, _ in others):
+            found[heading] = None
+    return list(found)
 
 
 def run(command: str) -> list[str]:
@@ -147,56 +171,84 @@ def run(command: str) -> list[str]:
     return ended.stdout.decode().splitlines()
 
 
-def compare(section: Section, page: list[str], printed: list[str]) -> Iterator[tuple[str, bool]]:
+def compare(name: str, recorded: Ratios, printed: Ratios) -> Iterator[tuple[str, bool]]:
     """A row for each ratio that is both recorded and printed, and whether it has moved."""
-    recorded: dict[tuple[str, ...], tuple[float, float, float]] = {}
-    for first, end in section.tables:
-        recorded |= parse(page[first:end]).ratios()
-    for first, end in read_tables(printed):
-        for about, (now, low, high) in parse(printed[first:end]).ratios().items():
-            if about in recorded:
-                before, lower, upper = recorded[about]
-                has_moved = not lower <= now <= upper and not low <= before <= high
-                yield (
-                    (
-                        f"| {section.name} | {', '.join(about)} | {before:.3g} ({lower:.3g} to {upper:.3g}) | "
-                        f"{now:.3g} ({low:.3g} to {high:.3g}) | {'moved' if has_moved else ''} |"
-                    ),
-                    has_moved,
-                )
+    for about in [about for about in printed if about in recorded]:
+        (before, lower, upper), (now, low, high) = recorded[about], printed[about]
+        has_moved = not lower <= now <= upper and not low <= before <= high
+        yield (
+            (
+                f"| {name} | {', '.join(about)} | {before:.3g} ({lower:.3g} to {upper:.3g}) | "
+                f"{now:.3g} ({low:.3g} to {high:.3g}) | {'moved' if has_moved else ''} |"
+            ),
+            has_moved,
+        )
 
 
-def replace(page: list[str], section: Section, printed: list[str]) -> list[str]:
-    """The page, with the tables of a section replaced by the printed ones."""
-    new = [printed[first:end] for first, end in read_tables(printed)]
-    counts = f"{section.command} printed {len(new)} tables, but {PAGE.name} has {len(section.tables)}"
+def joined(printed: Iterable[list[str]]) -> list[list[str]]:
+    """The tables that several commands printed; what has the head of an earlier command's table goes on with it."""
+    tables: list[list[str]] = []
+    for lines in printed:
+        earlier = {table[0]: table for table in tables}
+        for first, end in read_tables(lines):
+            if lines[first] in earlier:
+                earlier[lines[first]] += lines[first + 2 : end]
+            else:
+                tables.append(lines[first:end])
+    return tables
+
+
+def replace(page: list[str], section: Section, new: list[list[str]]) -> list[str]:
+    """The page, with the tables of a section replaced by new ones."""
+    counts = f"{'; '.join(section.commands)} printed {len(new)} tables, but {PAGE.name} has {len(section.tables)}"
     require(len(new) == len(section.tables), f"{counts}; insert them by hand, once")
     for (first, end), table in reversed(list(zip(section.tables, new, strict=True))):
         page = page[:first] + table + page[end:]
     return page
 
 
+def write(chosen: list[Section]) -> None:
+    """Run the sections in full and write their tables; what cannot be written does not keep back the others.
+
+    Raises:
+        InputError: of some, nothing has been written.
+    """
+    failures = []
+    for section in chosen:
+        try:
+            new, page = joined(map(run, section.commands)), PAGE.read_text().splitlines()
+            current = next(other for other in sections(page) if other.commands == section.commands)  # lines have moved
+            PAGE.write_text("\n".join(replace(page, current, new)) + "\n")
+        except InputError as error:
+            failures.append(str(error))
+    print(f"# tables that no program of bench/ writes: {', '.join(by_hand(PAGE.read_text().splitlines()))}")
+    require(not failures, f"not written: {'; '.join(failures)}")
+
+
 def main(request: Request) -> None:
     found = list(sections(PAGE.read_text().splitlines()))
-    known = {section.name for section in found} if request.write else QUICK.keys()
+    known = {section.name for section in found if request.write or section.is_quick}
     for name in request.names:
         what = f"a command in {PAGE.relative_to(LAB)}" if request.write else "a quick form"
         require(name in known, f"{name}: no benchmark with {what}; there are {', '.join(sorted(known))}")
     require(bool(request.names) or not request.write, "--write: give the names of the benchmarks to run")
     chosen = [section for section in found if section.name in (request.names or known)]
     if request.write:
-        for section in chosen:
-            printed, page = run(section.command), PAGE.read_text().splitlines()
-            current = next(other for other in sections(page) if other.command == section.command)  # lines have moved
-            PAGE.write_text("\n".join(replace(page, current, printed)) + "\n")
+        write(chosen)
         return
-    page, moved, rows = PAGE.read_text().splitlines(), 0, list[str]()
-    for section in each(chosen, "benchmarks"):
-        for row, has_moved in compare(section, page, run(f"{section.command} {QUICK[section.name]}")):
-            rows.append(row)
-            moved += has_moved
+    page, moved, rows, silent = PAGE.read_text().splitlines(), 0, list[str](), list[str]()
+    for section in each([section for section in chosen if section.is_quick], "benchmarks"):
+        tables = joined(run(f"{command} {QUICK[section.name]}") for command in section.commands)
+        printed = {about: ratio for table in tables for about, ratio in parse(table).ratios().items()}
+        for first, end in section.tables:
+            compared = list(compare(section.name, parse(page[first:end]).ratios(), printed))
+            rows += [row for row, _ in compared]
+            moved += sum(has_moved for _, has_moved in compared)
+            if not compared:
+                silent.append(f"{section.name}: {page[first]}")
     print("| benchmark | ratio | recorded | now | |", "|---|---|---|---|---|", *rows, sep="\n")
     print(f"# {moved} of {len(rows)} ratios moved by more than noise")
+    require(not silent, f"in {PAGE.name}, but no ratio of it is printed: {'; '.join(silent)}")
     if moved:
         print("# other load changes ratios too: run these benchmarks again while nothing else runs")
         raise SystemExit(1)

@@ -158,18 +158,27 @@ def compare_with_prediction(
     leave(0)
 
 
-def show_predictions(settings: Settings) -> None:
-    """A line for each operation, topology and size: the medians over the starts, of the ratios, too."""
+def measure_predictions(settings: Settings) -> dict[Cell, list[Comparison]]:
+    """Of each operation, topology and size, a comparison of each start."""
     comparisons: dict[Cell, list[Comparison]] = defaultdict(list)
     for cell, comparison in results_of(compare_with_prediction, settings.predicted_world, settings):
         comparisons[cell].append(comparison)
-    print("\n| operation | topology | size | predicted, ms | measured, ms | ratio |\n|---|---|---|---|---|---|")
+    return comparisons
+
+
+def show_predictions(comparisons: dict[Cell, list[Comparison]]) -> None:
+    """A line for each operation and topology. By size, medians over the starts: predicted, measured: their ratio."""
     ratios: list[float] = []
+    rows: dict[tuple[str, str], dict[int, str]] = defaultdict(dict)
     for (operation, topology, megabytes), of_starts in comparisons.items():
         ratios.append(statistics.median(measured / predicted for predicted, measured in of_starts))
         predicted, measured = (1e3 * statistics.median(seconds) for seconds in zip(*of_starts, strict=True))
-        cell = f"| {operation} | {topology} | {megabytes} MB "
-        print(f"{cell}| {predicted:.2f} | {measured:.2f} | {ratios[-1]:.2f} |", flush=True)
+        rows[operation, topology][megabytes] = f"{predicted:.2f}, {measured:.2f}: {ratios[-1]:.2f}"
+    sizes = dict.fromkeys(megabytes for *_, megabytes in comparisons)
+    print(f"\n| operation | topology | {' | '.join(f'{size} MB' for size in sizes)} |")
+    print("|---|---" + "|---" * len(sizes) + "|")
+    for names, cells in rows.items():
+        print(f"| {' | '.join([*names, *(cells[size] for size in sizes)])} |")
     within = sum(abs(1 / ratio - 1) <= 0.3 for ratio in ratios)
     print(f"\n{within} of {len(ratios)} predictions are within 30 % of what was measured")
 
@@ -184,17 +193,19 @@ def main() -> None:
         raise SystemExit(f"--predicted-world {settings.predicted_world}: in a world of one there is nothing to send")
     if min([*settings.megabytes, *settings.predicted_megabytes], default=1) < 1:
         raise SystemExit("--megabytes and --predicted-megabytes: give at least 1")
-    print("| ranks | size | library, ms | our ring, ms | speed of ours to the library's (median) | quartiles |")
-    print("|---|---|---|---|---|---|", flush=True)
-    measured = []
+    measured: list[tuple[str, dict[str, list[float]]]] = []
     for world_size in settings.worlds:
         for cell, seconds in measure_all_reduces(world_size, settings):
+            if not measured:
+                to_library = "speed of ours to the library's (median)"
+                print(f"| ranks | size | library, ms | our ring, ms | {to_library} | quartiles |")
+                print("|---|---|---|---|---|---|", flush=True)
             show_ring(cell, seconds)
             measured.append((cell, seconds))
     if measured and settings.patient:  # what is sent beside shared memory is too little for gloo's threads to matter
         show_all_shared(measured)
     if settings.predicted_megabytes:
-        show_predictions(settings)
+        show_predictions(measure_predictions(settings))
 
 
 if __name__ == "__main__":

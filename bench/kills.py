@@ -2,11 +2,12 @@
 
     python bench/kills.py                       60 kills, all topologies
     python bench/kills.py --transport shared    the same in shared memory
-    python bench/kills.py --kills 5 --seed 7 --topologies hybrid tp
+    python bench/kills.py --kills 5 --seed 7 --topologies hybrid "tp --world-size 2"
 
 Each run saves checkpoints. One of its ranks gets SIGKILL: while the ranks start, after some step, or while they save.
 The run must then end by itself, with a status other than 0 and a last line that names the rank. No process may be left
-behind, and no complete checkpoint may be lost. When the run is resumed (or restarted, if there was no checkpoint yet),
+behind, no process on the machine may still have any of the memory that the ranks shared, and no complete checkpoint may
+be lost. When the run is resumed (or restarted, if there was no checkpoint yet),
 its losses must equal those of an undisturbed run.
 """
 
@@ -14,39 +15,42 @@ import contextlib
 import json
 import os
 import random
+import re
 import signal
 import statistics
 import subprocess
-import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-import tyro
-
 from distlab.checkpoints.format import Checkpoint, candidates
+from distlab.comm.layout import layout_size
+from distlab.launch import find_script, read_settings
 from distlab.run.progress import each
+from simplellm import command_line
 
 LAB = Path(__file__).resolve().parents[1]
 SHAPE = "--data sample --device cpu --dmodel 32 --num-heads 2 --n-layers 3 --seq-len 24".split()
 STEPS, SAVE_EVERY = 40, 8
 RUN = [*SHAPE, *f"--steps {STEPS} --save-every {SAVE_EVERY} --keep 99".split()]
-TOPOLOGIES = {  # and the number of ranks
-    "primer": 1,
-    "dp-ga": 3,
-    "dp-wa": 3,
-    "ddp": 3,
-    "mydp": 3,
-    "pp-1f1b": 3,
-    "pp-gpipe --world-size 2": 2,
-    "pp-dapple": 3,
-    "tp --world-size 2": 2,
-    "hybrid": 6,
-    "hybrid --dp 1 --pp 2 --tp 2": 4,
-}
+TOPOLOGIES = (
+    "primer",
+    "dp-ga",
+    "dp-wa",
+    "ddp",
+    "mydp",
+    "pp-1f1b",
+    "pp-gpipe --world-size 2",
+    "pp-dapple",
+    "pp-zb",
+    "pp-zbv --world-size 2",
+    "tp --world-size 2",
+    "hybrid",
+    "hybrid --dp 1 --pp 2 --tp 2",
+)
 SECONDS_TO_END = 10.0  # maximum time of a correct end
 SECONDS_TO_RUN = 120.0  # after this time, a run is considered to hang
 MARK = "LAB_KILLS_RUN"  # in the environment of all processes of a run
@@ -58,8 +62,8 @@ class Settings:
     """how many"""
     seed: int = 0
     """of all that is random"""
-    topologies: tuple[str, ...] = tuple(TOPOLOGIES)
-    """which of the topologies, with their flags"""
+    topologies: tuple[str, ...] = TOPOLOGIES
+    """names that launch.sh knows, with flags"""
     transport: Literal["auto", "shared", "gloo"] = "auto"
     """of all runs"""
 
@@ -75,6 +79,8 @@ class Outcome:
     seconds: float = 0.0
     last_line: str = ""
     orphans: int = 0
+    shared: int = 0  # pieces of memory that the ranks shared before the kill
+    kept: int = 0  # those of them that some process still has afterwards
     lost: int = 0
     goes_on: bool = False
 
@@ -86,7 +92,14 @@ class Outcome:
     def is_good(self) -> bool:
         """All that a kill may be asked to come to."""
         in_time = self.seconds < SECONDS_TO_END
-        return self.is_clean and in_time and self.goes_on and not self.orphans and not self.lost
+        return self.is_clean and in_time and self.goes_on and not (self.orphans or self.kept or self.lost)
+
+
+def ranks_of(topology: str) -> int:
+    """The number of ranks of a topology; `InputError` if launch.sh refuses its flags."""
+    name, *own = topology.split()
+    script, flags = find_script(name)
+    return layout_size(read_settings(script, [*flags, *RUN, *own], name).layout)
 
 
 def launch(topology: str, out: Path, mark: str, *flags: str) -> "subprocess.Popen[str]":
@@ -105,6 +118,19 @@ def processes(mark: str) -> Iterator[tuple[int, int | None]]:
             if f"{MARK}={mark}".encode() in environment:
                 name = (folder / "comm").read_text().split()  # ranks are forks, with the environment of their launcher
                 yield int(folder.name), int(name[1]) if name[0] == "rank" else None
+
+
+def shared_memory(pids: Iterable[int]) -> set[str]:
+    """The names, of which no two are alike, of memory that ranks share and that these processes map or hold open."""
+    found: set[str] = set()
+    for folder in (Path(f"/proc/{pid}") for pid in pids):
+        with contextlib.suppress(OSError):  # it has ended, or is another user's
+            texts = [(folder / "maps").read_text()]
+            for descriptor in (folder / "fd").iterdir():
+                with contextlib.suppress(OSError):
+                    texts.append(os.readlink(descriptor))
+            found.update(*(re.findall(r"/memfd:(lab-\w+)", text) for text in texts))
+    return found
 
 
 def losses(out: Path) -> list[float]:
@@ -162,15 +188,17 @@ def end(process: "subprocess.Popen[str]", seconds: float) -> tuple[int, str]:
     return process.returncode, err
 
 
-def kill_one(topology: str, folder: Path, mark: str, expected: list[float], random_numbers: random.Random) -> Outcome:
+def kill_one(
+    topology: str, ranks: int, folder: Path, mark: str, expected: list[float], random_numbers: random.Random
+) -> Outcome:
     moment = random_numbers.choice(["starting", "training", "training", "saving"])
-    outcome = Outcome(topology, moment, random_numbers.randrange(TOPOLOGIES[topology]))
+    outcome = Outcome(topology, moment, random_numbers.randrange(ranks))
     while True:  # until the kill comes before the end
         out = folder / mark / str(random_numbers.random())
         process = launch(topology, out, mark)
         await_moment(moment, out, process, random_numbers)
         pid = await_rank(outcome.rank, mark, process)
-        before = whole_checkpoints(out)
+        before, shared = whole_checkpoints(out), shared_memory(pid for pid, _ in processes(mark))
         if pid is not None and len(losses(out)) < STEPS:
             send_kill(pid)
         killed = time.monotonic()
@@ -181,7 +209,8 @@ def kill_one(topology: str, folder: Path, mark: str, expected: list[float], rand
     outcome.last_line = (err.strip().splitlines() or [""])[-1]
     time.sleep(0.2)
     left = [pid for pid, _ in processes(mark)]
-    outcome.orphans = len(left)
+    outcome.orphans, outcome.shared = len(left), len(shared)
+    outcome.kept = len(shared & shared_memory(int(process.name) for process in Path("/proc").glob("[0-9]*")))
     for pid in left:
         send_kill(pid)
     outcome.lost = len(before - whole_checkpoints(out))
@@ -196,21 +225,23 @@ def kill_one(topology: str, folder: Path, mark: str, expected: list[float], rand
     return outcome
 
 
-def main(settings: Settings) -> int:
+def main(settings: Settings) -> None:
     random_numbers = random.Random(settings.seed)
+    RUN.extend(["--transport", settings.transport])
+    ranks = {topology: ranks_of(topology) for topology in settings.topologies}
     outcomes: list[Outcome] = []
     # Ctrl-C: then the table is of the kills so far.
     with contextlib.suppress(KeyboardInterrupt), tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as name:
         folder = Path(name)
         expected: dict[str, list[float]] = {}
-        RUN.extend(["--transport", settings.transport])
         for number in each(range(settings.kills), "kills"):
             topology = settings.topologies[number % len(settings.topologies)]
             if topology not in expected:
                 status, err = end(launch(topology, folder / topology, "undisturbed"), SECONDS_TO_RUN)
                 expected[topology] = losses(folder / topology)
                 assert status == 0, f"{topology} does not run: {err}"
-            outcome = kill_one(topology, folder, f"kill {number}", expected[topology], random_numbers)
+            mark = f"kill {number}"
+            outcome = kill_one(topology, ranks[topology], folder, mark, expected[topology], random_numbers)
             outcomes.append(outcome)
             if not outcome.is_good:
                 print(f"# look at kill {number}: {outcome}", flush=True)
@@ -226,8 +257,13 @@ def main(settings: Settings) -> int:
             )
             times = f"{statistics.median(seconds):.1f}, {max(seconds):.1f}"
             print(f"| {topology} | {len(mine)} | {good} | {clean} | {times} | {orphans} | {lost} | {equal} |")
-    return 0 if all(outcome.is_good for outcome in outcomes) else 1
+    shared, kept = (sum(getattr(outcome, kind) for outcome in outcomes) for kind in ("shared", "kept"))
+    print(
+        f"# the ranks shared {shared} pieces of memory before the kills; processes still had {kept} of them afterwards"
+    )
+    if not all(outcome.is_good for outcome in outcomes):
+        raise SystemExit(1)
 
 
 if __name__ == "__main__":
-    sys.exit(main(tyro.cli(Settings, description=__doc__)))
+    command_line.run(main, Settings, __doc__)

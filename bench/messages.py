@@ -124,7 +124,8 @@ def compare_memory(rank: int, crowd: int, settings: Settings) -> None:
 def main() -> None:
     settings = tyro.cli(Settings, description=__doc__)
     if settings.shared:
-        print("| other ranks | message | over gloo, ms | through shared memory, ms | gloo ÷ shared (quartiles) |")
+        ratio = "gloo ÷ shared: median (quartiles)"
+        print(f"| other ranks | message | over gloo, ms | through shared memory, ms | {ratio} |")
         print("|---|---|---|---|---|", flush=True)
         for crowd in settings.crowds:
             mp.spawn(compare_memory, args=(crowd, settings), nprocs=2 + crowd)

@@ -1,6 +1,7 @@
 """./launch.sh <topology> [flags]: starts all ranks of a script through torchrun, and ends all of them when one fails.
 
-A script that imports mpi4py is started through mpirun, which does the same.
+A script that imports mpi4py is started through mpirun, which does the same. What not every command needs is imported
+where it is used, so that the list of topologies and the refusal of a wrong flag are there at once.
 """
 
 import argparse
@@ -13,9 +14,8 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
-from distlab import plan
 from distlab.checkpoints.format import has_checkpoints
 from distlab.comm.processes import leave
 from distlab.exercises.commands import ABOUT as EXERCISE_COMMANDS
@@ -23,12 +23,11 @@ from distlab.exercises.commands import command as exercise_command
 from distlab.rendezvous.launcher_flags import FLAGS, assign_ranks, read_flags
 from distlab.run.commands import LAB, TEMPERATURE
 from distlab.run.folders import new_folder
-from distlab.run.script_defaults import read_defaults
-from distlab.run.settings import RunSettings, parse
-from distlab.run.train_settings import TrainSettings
 from simplellm.errors import InputError, require
-from simplellm.generation import prompt_ids
-from simplellm.tokenizers import SPTokenizer
+
+if TYPE_CHECKING:
+    from distlab.run.settings import RunSettings
+    from distlab.run.train_settings import TrainSettings
 
 TOPOLOGIES = {  # a script, and flags that are placed before the user's own
     "quickstart": "DP/gradient_aggr/intro_DP_GA.py --world-size 2 --batch-size 2 --dmodel 128 --num-heads 4 "
@@ -83,6 +82,8 @@ def launch(args: list[str]) -> int:
     if args[0] in EXERCISE_COMMANDS:
         return exercise_command(args[0], args[1:])
     if args[0] == "plan":
+        from distlab import plan
+
         plan.main(args[1:])
         return 0
     script, flags = find_script(args[0])
@@ -130,14 +131,21 @@ def find_script(name: str) -> tuple[Path, list[str]]:
     return Path(name), []
 
 
-def read_settings(script: Path, args: list[str], prog: str) -> RunSettings:
+def read_settings(script: Path, args: list[str], prog: str) -> "RunSettings":
     """A script's settings for `args`; a wrong flag is reported here, before any rank starts."""
+    from distlab.run.script_defaults import read_defaults
+    from distlab.run.settings import parse
+
     defaults, description = read_defaults(script)
     return parse(defaults, description or script.stem, args, prog=prog)
 
 
-def check_story(prompt: str, settings: RunSettings | None, script: str) -> TrainSettings:
+def check_story(prompt: str, settings: "RunSettings | None", script: str) -> "TrainSettings":
     """Return the settings of a run whose model can tell a story; `InputError` if it cannot, or not from this prompt."""
+    from distlab.run.train_settings import TrainSettings
+    from simplellm.generation import prompt_ids
+    from simplellm.tokenizers import SPTokenizer
+
     if not isinstance(settings, TrainSettings):
         raise InputError(f"--tell: {script} does not train a Llama, which could tell a story; leave --tell out")
     if settings.resume is None:  # otherwise the model may read more tokens than --seq-len

@@ -1,4 +1,4 @@
-"""python -m bench: compares with the page's tables, and writes them."""
+"""python -m bench: compares with the page's tables, and writes them. And the tables that the programs print."""
 
 import importlib.util
 import sys
@@ -6,6 +6,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+from chapters import load as load_program
 from processes import LAB
 
 from simplellm.errors import InputError
@@ -37,9 +38,25 @@ python bench/other.py
 python bench/steps.py
 ```
 
+| ranks | variant | ms a step (median) | time over torch (median) | quartiles |
+|---|---|---|---|---|
+| 3 | torch | 250 | 1.000 | 1.000 to 1.000 |
+
+## By hand
+
+```sh
+git worktree add ../before 3eebf85
+python bench/steps.py
+```
+
 | ranks | times as fast (median) |
 |---|---|
 | 2 | 2.0 |
+"""
+OTHER = """
+print("| ranks | variant | ms a step (median) | time over torch (median) | quartiles |")
+print("|---|---|---|---|---|")
+print("| 9 | torch | 1 | 1.000 | 1.000 to 1.000 |")
 """
 PROGRAM = """
 print("# about to measure")
@@ -106,7 +123,39 @@ def test_the_tables_of_the_page_are_written_by_the_program(bench: ModuleType) ->
     assert "| 2 | ours | 145 | 0.9 | 0.85 to 0.95 |\n\nSome words.\n" in page
     assert "| 2 | torch |" not in page
     assert "| another | 700 | 1.07 (1.00 to 1.10) |\n\n## Another\n" in page
-    assert page.endswith("| 2 | 2.0 |\n"), "a table of several commands is left alone"
+    assert "| 3 | torch | 250 | 1.000 | 1.000 to 1.000 |\n\n## By hand\n" in page, "another program's"
+    assert page.endswith("| 2 | 2.0 |\n")
+
+
+def test_the_tables_of_several_commands_are_joined(bench: ModuleType) -> None:
+    measured(bench, 0.9, 0.85, 0.95)
+    (bench.LAB / "bench" / "other.py").write_text(OTHER)
+    page = bench.PAGE.read_text().splitlines()
+    (section,) = [section for section in bench.sections(page) if section.name == "other"]
+    section.tables *= 2  # the second one is that of steps.py
+    [first, second] = bench.joined(map(bench.run, section.commands))
+    assert first[2:] == ["| 9 | torch | 1 | 1.000 | 1.000 to 1.000 |", "| 2 | ours | 145 | 0.9 | 0.85 to 0.95 |"]
+    assert second[2:] == ["| another | 700 | 1.07 (1.00 to 1.10) |"]
+
+
+def test_what_cannot_be_written_is_named_and_keeps_nothing_back(
+    bench: ModuleType, capsys: pytest.CaptureFixture[str]
+) -> None:
+    measured(bench, 0.9, 0.85, 0.95)
+    (bench.LAB / "bench" / "other.py").write_text(OTHER)
+    refused = "not written: python bench/other.py; python bench/steps.py printed 2 tables, but README.md has 1"
+    with pytest.raises(InputError, match=refused):
+        bench.main(bench.Request(names=("other", "steps"), write=True))
+    assert "| 2 | ours | 145 | 0.9 | 0.85 to 0.95 |\n\nSome words.\n" in bench.PAGE.read_text()
+    assert "# tables that no program of bench/ writes: By hand\n" in capsys.readouterr().out
+
+
+def test_a_table_without_any_ratio_in_common_is_an_error(bench: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
+    text = PROGRAM.format(ratio=1.02, low=0.97, high=1.05)
+    (bench.LAB / "bench" / "steps.py").write_text(text.replace("this one: median (quartiles)", "this one"))
+    with pytest.raises(InputError, match=r"no ratio of it is printed: steps: \| words \| step, ms \|"):
+        bench.main(bench.Request())
+    assert "# 0 of 1 ratios moved" in capsys.readouterr().out, "what was measured is there"
 
 
 def test_what_cannot_be_run(bench: ModuleType) -> None:
@@ -119,10 +168,67 @@ def test_what_cannot_be_run(bench: ModuleType) -> None:
         bench.main(bench.Request())
 
 
-def test_every_quick_form_has_its_command_and_ratios_on_the_page() -> None:
+def test_every_section_with_a_quick_form_has_ratios_on_the_page() -> None:
     bench = load()
-    page, ratios = bench.PAGE.read_text().splitlines(), dict.fromkeys(bench.QUICK, 0)
-    for section in bench.sections(page):
-        if section.name in ratios:
-            ratios[section.name] += sum(len(bench.parse(page[first:end]).ratios()) for first, end in section.tables)
-    assert all(ratios.values()), ratios
+    page = bench.PAGE.read_text().splitlines()
+    quick = [section for section in bench.sections(page) if section.is_quick]
+    assert {section.name for section in quick} == bench.QUICK.keys()
+    without = [
+        page[first] for section in quick for first, end in section.tables if not bench.parse(page[first:end]).ratios()
+    ]
+    assert not without
+    assert all(section.tables for section in quick)
+
+
+def test_what_has_no_quick_form_is_on_the_page() -> None:
+    bench = load()
+    commands = [
+        command for section in bench.sections(bench.PAGE.read_text().splitlines()) for command in section.commands
+    ]
+    assert set(bench.NOT_QUICK) <= set(commands)
+
+
+def page_heads(command: str) -> list[str]:
+    """The heads of the tables below a command of the page."""
+    bench = load()
+    page = bench.PAGE.read_text().splitlines()
+    (section,) = [section for section in bench.sections(page) if section.commands == [command]]
+    return [page[first] for first, _ in section.tables]
+
+
+def printed_heads(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], command: str) -> list[str]:
+    """The heads of the tables that a program prints."""
+    _, script, *flags = command.split()
+    monkeypatch.setattr(sys, "argv", [script, *flags])
+    load_program(script).main()
+    bench, lines = load(), capsys.readouterr().out.splitlines()
+    return [lines[first] for first, _ in bench.read_tables(lines)]
+
+
+def test_messages_through_shared_memory_have_the_head_that_is_on_the_page(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    printed = printed_heads(monkeypatch, capsys, "python bench/messages.py --shared --crowds")
+    assert printed == page_heads("python bench/messages.py --shared --kilobytes 74 295 1180 8389")
+
+
+def test_all_reduces_that_are_not_measured_have_no_table(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert printed_heads(monkeypatch, capsys, "python bench/collectives.py --worlds --predicted-megabytes") == []
+
+
+def test_predictions_are_printed_as_the_page_has_them(capsys: pytest.CaptureFixture[str]) -> None:
+    program = load_program("bench/collectives.py")
+    comparisons = {
+        (operation, topology, megabytes): [(2e-3 * megabytes, 1.6e-3 * megabytes), (2e-3 * megabytes, 2e-3 * megabytes)]
+        for operation, topologies in {"broadcast": ("naive", "tree"), "gather": ("naive",)}.items()
+        for megabytes in (1, 4, 16, 64)
+        for topology in topologies
+    }
+    program.show_predictions(comparisons)
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[1:2] == page_heads("python bench/collectives.py --worlds --starts 2")
+    row = "2.00, 1.80: 0.90 | 8.00, 7.20: 0.90 | 32.00, 28.80: 0.90 | 128.00, 115.20: 0.90 |"
+    assert lines[3:6] == [f"| {names} | {row}" for names in ("broadcast | naive", "broadcast | tree", "gather | naive")]
+    assert lines[-1] == "12 of 12 predictions are within 30 % of what was measured"

@@ -40,6 +40,13 @@ def test_without_arguments_it_lists_the_topologies_with_a_line_each() -> None:
         assert len(line.split()) > 5
 
 
+def test_it_starts_without_torch_the_planner_and_the_settings_of_training() -> None:
+    late = ["torch", "distlab.plan", "distlab.run.train_settings"]
+    code = f"import sys, distlab.launch; print(*sys.modules.keys() & set({late}))"
+    ended = run(sys.executable, "-c", code)
+    assert (ended.status, ended.out) == (0, "\n"), ended.err
+
+
 def test_a_run_prints_a_line_a_step_and_leaves_its_records(tmp_path: Path) -> None:
     ended = launch("dp-ga", *TINY, "--steps", "3", "--world-size", "2", "--transport", "shared", "--out", tmp_path)
     assert ended.status == 0, ended.err
