@@ -9,18 +9,21 @@ import sysconfig
 from collections.abc import Iterator
 from importlib.metadata import distributions
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from distlab.checkpoints.format import LLAMA
 from distlab.comm.layout import layout_size
 from distlab.rendezvous.torchrun import started_by_torchrun
-from distlab.run.settings import ResumableSettings
+
+if TYPE_CHECKING:
+    from distlab.run.settings import ResumableSettings
 
 LAB = Path(__file__).resolve().parents[3]
 TEMPERATURE = 0.5  # small models write readable stories at this temperature
 LAUNCHED_AS = "LAB_LAUNCHED_AS"  # environment variable of ranks under launch.sh: the arguments of launch.sh
 
 
-def next_commands(settings: ResumableSettings, out: Path, saved: int | None) -> Iterator[str]:
+def next_commands(settings: "ResumableSettings", out: Path, saved: int | None) -> Iterator[str]:
     """Lines that suggest what to do with a run that has taken steps: a phrase, a colon, a command.
 
     Args:
