@@ -53,7 +53,7 @@ def two_hosts(machine: Machine, ranks_per_host: int, wire: Wire) -> Machine:
         hosts=2,
         ranks_per_host=ranks_per_host,
         cores_per_host=max(1, machine.cores_per_host // 2),
-        between=Link(machine.inside.latency_seconds + wire.latency_seconds, wire.bytes_per_second),  # and what any message takes
+        between=Link(machine.inside.latency_seconds + wire.latency_seconds, wire.bytes_per_second),
         slowdown=tuple(machine.slowdown_of(2 * here) / machine.slowdown_of(2) for here in ranks),
         all_reduces=tuple(entry for entry in machine.all_reduces if entry.transport == "gloo"),
     )
