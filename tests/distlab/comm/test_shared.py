@@ -215,8 +215,8 @@ def test_without_memory_a_run_that_asks_for_it_ends_on_all_ranks() -> None:
         )
 
 
-def fail(rank: int, port: int, collective: str, is_silent: bool, is_begun: bool) -> tuple[str, float]:
-    """What ranks 0 and 1 say, and after how long, when rank 2 gives its part or not, and is then silent, or ends."""
+def fail(rank: int, port: int, failing: int, collective: str, is_silent: bool, is_begun: bool) -> tuple[str, float]:
+    """What the others say, and after how long, when a rank gives its part or not, and is then silent, or ends."""
     store = open_store(rank, "localhost", port, 30, lambda _: None)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=3)
     parts = traffic.new_buffer(300_000, torch.empty(0)).view(3, -1)
@@ -228,9 +228,9 @@ def fail(rank: int, port: int, collective: str, is_silent: bool, is_begun: bool)
     if is_silent:
         traffic.timeout_seconds = 1
     transfers = []
-    if rank < 2 or is_begun:
+    if rank != failing or is_begun:
         transfers.append(begin[collective]("the gradients of bucket 7", kind="gradients"))
-    if rank == 2:
+    if rank == failing:
         time.sleep(3 if is_silent else 0.5)
         return "", 0.0  # and the process ends
     started = time.monotonic()
@@ -240,22 +240,48 @@ def fail(rank: int, port: int, collective: str, is_silent: bool, is_begun: bool)
 
 
 @pytest.mark.parametrize(
-    ("collective", "is_begun", "is_silent", "why"),
+    ("failing", "collective", "is_begun", "is_silent"),
     [
-        ("all-reduce", False, True, "no answer"),
-        ("all-gather", True, True, "no answer"),
-        ("reduce-scatter", False, False, "a rank has exited"),
-        ("all-gather", False, False, "a rank has exited"),
-        ("all-reduce", True, False, "a rank has exited"),
+        (0, "all-reduce", False, True),
+        (1, "all-reduce", False, True),
+        (2, "all-gather", True, True),
+        (0, "reduce-scatter", False, False),
+        (1, "reduce-scatter", False, False),
+        (2, "all-gather", False, False),
+        (0, "all-reduce", True, False),
+        (1, "all-reduce", True, False),
+        (2, "all-reduce", True, False),
     ],
 )
-def test_a_wait_ends_with_the_usual_sentence(collective: str, is_begun: bool, is_silent: bool, why: str) -> None:
-    *others, _ = run_ranks(3, fail, free_port(), collective, is_silent, is_begun)
-    for rank, (sentence, seconds) in enumerate(others):
-        peers = f"ranks {1 - rank} and 2"
-        assert sentence.startswith(f"rank {rank} waited ")
-        assert f" s for the gradients of bucket 7 from {peers}: {why}" in sentence
-        assert seconds < 5
+def test_a_wait_ends_with_the_usual_sentence(failing: int, collective: str, is_begun: bool, is_silent: bool) -> None:
+    why = "no answer" if is_silent else "a rank has exited"
+    for rank, (sentence, seconds) in enumerate(
+        run_ranks(3, fail, free_port(), failing, collective, is_silent, is_begun)
+    ):
+        if rank != failing:
+            peers = " and ".join(str(peer) for peer in range(3) if peer != rank)
+            assert sentence.startswith(f"rank {rank} waited ")
+            assert f" s for the gradients of bucket 7 from ranks {peers}: {why}" in sentence
+            assert seconds < 5
+
+
+def lose_one_while_another_is_late(rank: int, port: int, lost: int) -> float:
+    """After how long rank 0 notices that one of two ranks has exited, while the other one computes."""
+    store = open_store(rank, "localhost", port, 30, lambda _: None)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=3)
+    buffer = traffic.new_buffer(1000, torch.empty(0))
+    if rank > 0:
+        time.sleep(0.2 if rank == lost else 6)
+        return 0.0  # and the process ends
+    started = time.monotonic()
+    with pytest.raises(TrafficError, match="a rank has exited"):
+        traffic.all_reduce(buffer, "a sum", kind="gradients").wait()
+    return time.monotonic() - started
+
+
+@pytest.mark.parametrize("lost", [1, 2])
+def test_the_end_of_a_rank_is_noticed_though_another_one_is_late(lost: int) -> None:
+    assert run_ranks(3, lose_one_while_another_is_late, free_port(), lost)[0] < 4
 
 
 def train_over(rank: int, port: int, transport: Transport) -> tuple[Tensor, dict[str, int], bool]:
