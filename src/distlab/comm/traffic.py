@@ -121,8 +121,9 @@ class Traffic(NamedWaits):
     ) -> SharedQueue | None:
         """This rank's end of a queue, in memory that two ranks share, for messages from one to the other.
 
-        None where they are to be sent over the process group: on several hosts, or as `transport` says. Both ranks
-        call this, and neither is to wait for the other elsewhere meanwhile.
+        None where they are to be sent over the process group: on several hosts, as `transport` says, or, after a
+        remark, where the ranks cannot share memory. Both ranks call this, and neither is to wait for the other
+        elsewhere meanwhile.
 
         Args:
             slots: how many messages can be there at a time: the sender waits before it sends another one.
@@ -170,7 +171,7 @@ class Traffic(NamedWaits):
         """Raise `InputError` if the transport is "shared"; else go on over gloo, with a remark of the first rank's."""
         if self.transport == "shared":
             raise InputError(f"--transport shared: {error}; use --transport gloo") from None
-        if is_first and not error.is_expected and not self._has_remarked:
+        if is_first and not self._has_remarked:
             self._has_remarked = True
             self.remark(f"{error}; what these ranks cannot share goes over gloo instead")
 

@@ -8,12 +8,12 @@ import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from processes import free_port, process_group, run_ranks
+from refusals import refuse
 from torch import Tensor
 from torch.distributed import ReduceOp
 
@@ -167,13 +167,6 @@ def test_the_mapping_has_no_name_is_its_users_own_and_goes_with_its_last_tensor(
         assert not is_named
 
 
-def refuse(error: int) -> Callable[..., Any]:
-    def raise_error(*_: object) -> None:
-        raise OSError(error, os.strerror(error))
-
-    return raise_error
-
-
 def do_without(rank: int, port: int, call: str, error: int, transport: Transport) -> tuple[float, list[str], str]:
     """The average of two ranks of which one is refused memory, what was remarked, and an error."""
     with process_group(rank, 2, port), pytest.MonkeyPatch.context() as monkeypatch:
@@ -196,15 +189,14 @@ def do_without(rank: int, port: int, call: str, error: int, transport: Transport
 @pytest.mark.parametrize(
     ("call", "error", "why"),
     [
-        ("posix_fallocate", errno.ENOSPC, "No space left on device"),
-        ("memfd_create", errno.EMFILE, "Too many open files"),
-        ("readlink", errno.EACCES, ""),  # as of a rank on another host, or in another container
+        ("posix_fallocate", errno.ENOSPC, "no 0.8 MB of shared memory: No space left on device"),
+        ("memfd_create", errno.EMFILE, "no 0.8 MB of shared memory: Too many open files"),
+        ("readlink", errno.EACCES, "a rank cannot open the memory of another, of a different user or container"),
     ],
 )
 def test_without_memory_it_goes_over_gloo_and_says_so(call: str, error: int, why: str) -> None:
     first, second = run_ranks(2, do_without, free_port(), call, error, "auto")
-    remark = f"no 0.8 MB of shared memory: {why}; what these ranks cannot share goes over gloo instead"
-    assert first == (0.5, [remark] if why else [], "")
+    assert first == (0.5, [f"{why}; what these ranks cannot share goes over gloo instead"], "")
     assert second == (0.5, [], "")
 
 
