@@ -19,6 +19,7 @@ from torch.distributed import ReduceOp
 
 from distlab.comm.mappings import Mapping, Offer, accept, no_offer, not_shared
 from distlab.comm.signals import Channel, Signal, close_all
+from distlab.comm.waits import Wait
 
 CHUNK_BYTES = 256 * 1024  # added up at a time, so that a chunk is written back to all parts while it is in the caches
 READY, DONE = 1, 2  # signals
@@ -40,6 +41,7 @@ class SharedMemory:
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group, self.rank, self.size = group, group.rank(), group.size()
         self.begun = 0  # collectives
+        self.asked_for = 0  # of these: this rank has done its share up to here, or is about to
         self.not_combined: deque[SharedCollective] = deque()  # this rank's part is there, its share is not done
         self._mappings: weakref.WeakSet[Mapping] = weakref.WeakSet()  # one goes with the last tensor in it
         self._channels: list[Channel] = []  # to other ranks, by which they signal; made with the first mapping
@@ -103,7 +105,12 @@ class SharedCollective(SharedWork):
     """A collective of what lies in each rank's part; it has begun when it is made.
 
     All of it is done in `combine` and `wait`, by the thread that calls them: a thread beside it would need a core.
+
+    Attributes:
+        named: what its transfer is called, if it has one.
     """
+
+    named: Wait | None = None
 
     def __init__(self, memory: SharedMemory) -> None:
         self._memory = memory
@@ -112,9 +119,15 @@ class SharedCollective(SharedWork):
         memory.ready.send()
         memory.not_combined.append(self)
 
+    @property
+    def is_held_back(self) -> bool:
+        """Whether this rank has not yet come to where it does its share, without which no rank gets the result."""
+        return self._number > self._memory.asked_for
+
     def combine(self, deadline: float) -> None:
         """Wait for the others' parts, and do this rank's share, after those of what has begun before."""
         memory = self._memory
+        memory.asked_for = max(memory.asked_for, self._number)
         while not self._is_combined:
             first = memory.not_combined[0]
             memory.ready.wait(first._number, deadline)
