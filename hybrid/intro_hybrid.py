@@ -8,10 +8,11 @@
     ./launch.sh hybrid --outer diloco --sync-every 50                   pipelines far apart, as in chapter 16
 
 Within a pipeline, neighboring stages exchange activations and gradients for each micro-batch. Across pipelines, the
-ranks that hold the same stage average its gradients once per step, bucket by bucket, during the backward pass of the
-last micro-batch. With `--tp`, neighboring ranks share a stage, and exchange activations within every layer. With
-`--shard`, the replicas of a stage shard its optimizer's state, and more, as in DP/zero/intro_DP_ZeRO.py. With
-`--outer diloco`, each pipeline trains on its own for many steps, as the ranks of DP/diloco/intro_DP_DiLoCo.py do.
+ranks that hold the same stage average its gradients once per step, bucket by bucket. A bucket starts during the
+backward pass of the last micro-batch; over gloo or NCCL it is averaged meanwhile, in shared memory after the pass.
+With `--tp`, neighboring ranks share a stage, and exchange activations within every layer. With `--shard`, the replicas
+of a stage shard its optimizer's state, and more, as in DP/zero/intro_DP_ZeRO.py. With `--outer diloco`, each pipeline
+trains on its own for many steps, as the ranks of DP/diloco/intro_DP_DiLoCo.py do.
 """
 
 from functools import partial

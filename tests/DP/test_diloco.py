@@ -104,6 +104,7 @@ def reference(_: int, args: Settings) -> list[State]:
     ("ranks", "flags"),
     [
         pytest.param(2, "--sync-every 2 --steps 6", marks=pytest.mark.quick),
+        (2, "--sync-every 2 --steps 6 --transport gloo"),
         (3, "--sync-every 4 --steps 12 --outer-lr 0.5 --optimizer adamw --lr 1e-3 --compress bf16"),
         (3, "--sync-every 4 --fragments 2 --overlap-steps 1 --steps 11 --lr 0.2"),
         (2, "--sync-every 6 --fragments 3 --overlap-steps 1 --steps 13 --merge-alpha 0.25 --compress int4 --lr 0.1"),

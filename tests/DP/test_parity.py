@@ -21,12 +21,20 @@ def many_processes(
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize("world_size", [1, 2, 3, 5])
+@pytest.mark.parametrize(
+    ("world_size", "transport"), [(1, "auto"), (2, "gloo"), (3, "gloo"), (3, "shared"), (5, "auto")]
+)
 @pytest.mark.parametrize("script", SCRIPTS)
-def test_is_the_run_of_one_process(script: str, world_size: int, one_process: OneProcess, tmp_path: Path) -> None:
+def test_is_the_run_of_one_process(
+    script: str, world_size: int, transport: str, one_process: OneProcess, tmp_path: Path
+) -> None:
     batch_size = 2
     expected_parameters, expected_gradients, expected_losses = one_process(world_size * batch_size)
-    parameters, gradients, own_losses = many_processes(script, tmp_path, world_size, "--batch-size", str(batch_size))
+    flags = ["--batch-size", str(batch_size), "--transport", transport]
+    parameters, gradients, own_losses = many_processes(script, tmp_path, world_size, *flags)
+    assert json.loads((tmp_path / "config.json").read_text())["settings"]["transport"] == transport
+    changed_nothing = "--transport shared changed nothing" in (tmp_path / "rank0.log").read_text()
+    assert changed_nothing == (transport == "shared" and "DDP" in script), "torch's wrapper has buckets of its own"
 
     assert own_losses == pytest.approx(expected_losses, rel=1e-6)
     for rank in range(world_size):

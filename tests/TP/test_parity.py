@@ -48,17 +48,31 @@ def assert_sent(out: Path, forward: int, backward: int) -> None:
         assert f"{kind}: {expected:,} bytes per layer and step; the formula gives {expected:,}\n" in said
 
 
+def assert_carried_by(transport: str, out: Path) -> None:
+    """The run was asked for this transport, and does not say that it made no difference."""
+    assert json.loads((out / "config.json").read_text())["settings"]["transport"] == transport
+    assert "--transport shared changed nothing" not in (out / "rank0.log").read_text()
+
+
+STYLES = "--tp-style naive", "--tp-style megatron", "--sequence-parallel"
+
+
 @pytest.mark.parametrize(
-    ("ranks", "flags"),
+    ("ranks", "flags", "transport"),
     [
-        *itertools.product([1, 2, 3], ["--tp-style naive", "--tp-style megatron", "--sequence-parallel"]),
-        (6, "--tp-style naive"),
-        (6, "--sequence-parallel"),
+        *itertools.product([1], STYLES, ["auto"]),
+        *itertools.product([2, 3], STYLES[:2], ["gloo", "shared"]),
+        (2, "--sequence-parallel", "shared"),
+        (3, "--sequence-parallel", "auto"),
+        (6, "--tp-style naive", "shared"),
+        (6, "--tp-style megatron", "gloo"),
+        (6, "--sequence-parallel", "auto"),
     ],
 )
-def test_is_the_run_of_one_process(ranks: int, flags: str, one_process: OneProcess, tmp_path: Path) -> None:
+def test_is_the_run_of_one_process(
+    ranks: int, flags: str, transport: str, one_process: OneProcess, tmp_path: Path
+) -> None:
     expected_parameters, expected_gradients, expected_losses = one_process(2, *MODEL)
-    transport = "shared" if ranks == 3 else "auto"  # which is gloo for so little
     all_flags = f"--world-size {ranks} --batch-size 2 --transport {transport} {flags}".split()
     parameters, gradients, own_losses = train_on(ranks, SCRIPT, tmp_path, *all_flags, *MODEL)
     style = style_of(flags)
@@ -67,6 +81,7 @@ def test_is_the_run_of_one_process(ranks: int, flags: str, one_process: OneProce
         assert_equal(parameters[place], slices(expected_parameters, style, place, ranks), ROUNDING)
         assert_equal(gradients[place], slices(expected_gradients, style, place, ranks), ROUNDING)
     assert_sent(tmp_path, *bytes_per_layer(style, ranks, 2, 25, 48, 4, "sequence" in flags))
+    assert_carried_by(transport, tmp_path)
 
 
 @pytest.mark.quick
@@ -90,22 +105,26 @@ def test_recomputation_gives_the_same_run_bit_for_bit(flags: str, tmp_path: Path
 
 
 @pytest.mark.parametrize(
-    ("dp", "pp", "tp", "more"),
+    ("dp", "pp", "tp", "more", "transport"),
     [
-        (2, 2, 1, ""),
-        (2, 1, 2, "--recompute all"),
-        (2, 2, 2, "--schedule zb-h1 --recompute all --transport shared"),
-        (2, 2, 2, "--neighbors replicas"),
-        (1, 3, 2, ""),
-        (1, 2, 3, "--recompute blocks"),
+        (2, 2, 1, "", "gloo"),
+        (2, 1, 2, "--recompute all", "gloo"),
+        (2, 1, 2, "--recompute all", "shared"),
+        (2, 2, 2, "--schedule zb-h1 --recompute all", "shared"),
+        (2, 2, 2, "--schedule zb-h1 --recompute all", "gloo"),
+        (2, 2, 2, "--neighbors replicas", "auto"),
+        (1, 3, 2, "", "gloo"),
+        (1, 2, 3, "--recompute blocks", "shared"),
     ],
 )
 def test_three_dimensions_are_the_run_of_one_process(
-    dp: int, pp: int, tp: int, more: str, one_process: OneProcess, tmp_path: Path
+    dp: int, pp: int, tp: int, more: str, transport: str, one_process: OneProcess, tmp_path: Path
 ) -> None:
     expected_parameters, expected_gradients, expected_losses = one_process(3 * dp, *MODEL)
-    ranks, flags = dp * pp * tp, f"--dp {dp} --pp {pp} --tp {tp} --batch-size 3 --micro-batches 3 {more}".split()
+    layout = f"--dp {dp} --pp {pp} --tp {tp} --batch-size 3 --micro-batches 3 --transport {transport}"
+    ranks, flags = dp * pp * tp, [*layout.split(), *more.split()]
     parameters, gradients, own_losses = train_on(ranks, "hybrid/intro_hybrid.py", tmp_path, *MODEL, *flags)
+    assert_carried_by(transport, tmp_path)
     assert own_losses == pytest.approx(expected_losses, rel=1e-6)
     for own, expected in ((parameters, expected_parameters), (gradients, expected_gradients)):
         for place in range(tp):

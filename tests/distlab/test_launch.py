@@ -139,13 +139,16 @@ def test_a_failed_rank_ends_all_and_is_named_in_the_last_line(failure: str, last
     assert not any(alive(pid) for pid in ranks)
 
 
-@pytest.mark.parametrize("topology", ["ddp", "dp-ga --transport shared"])
-def test_a_killed_rank_is_named_whoever_carries_the_gradients(topology: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "topology", ["ddp", "dp-ga --transport shared", "pp-dapple --transport shared", "pp-dapple --transport gloo"]
+)
+def test_a_killed_rank_is_named_whatever_carries_the_messages(topology: str, tmp_path: Path) -> None:
     launcher = fork_launcher(*topology.split(), *TINY, "--steps", "1000000", "--out", tmp_path)
     assert wait_for(lambda: steps_taken(tmp_path) > 0), "training began"
     os.kill(process_of(1, children(launcher.pid)), signal.SIGKILL)
     ended = launcher.finish(30)
-    assert ended.err.splitlines()[-1] == "# rank 1 failed: it was terminated by SIGKILL"
+    stage = " (stage 1)" * topology.startswith("pp-")
+    assert ended.err.splitlines()[-1] == f"# rank 1{stage} failed: it was terminated by SIGKILL"
     assert "Traceback" not in ended.err
 
 

@@ -9,13 +9,9 @@ import torch
 from torch import Tensor
 from torch.distributed import ReduceOp
 
+from distlab.comm.shared import COMBINE
+
 Op = ReduceOp.RedOpType
-COMBINE: dict[Op, Callable[..., Tensor]] = {
-    ReduceOp.SUM: torch.add,
-    ReduceOp.PRODUCT: torch.mul,
-    ReduceOp.MAX: torch.maximum,
-    ReduceOp.MIN: torch.minimum,
-}
 KEPT_BYTES = 64_000_000
 
 

@@ -5,10 +5,11 @@ where in a ring of all ranks each of its ranks would send (Jia et al., "Highly s
 with mixed-precision", 2018).
 """
 
+import time
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
-from typing import NamedTuple, cast
+from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -21,16 +22,24 @@ from distlab.comm.shared import SharedBroadcast, SharedMemory, SharedReduce, fro
 from distlab.comm.signals import SECONDS_MORE
 
 
-class Hosts(NamedTuple):
-    """Where the ranks are, and the store in which they can meet."""
+class Hosts:
+    """Where the ranks are, and the store in which they can meet.
 
-    of_ranks: Sequence[str]  # the host's name, by rank
-    store: dist.Store
+    Args:
+        of_ranks: the host's name, by rank.
+    """
+
+    def __init__(self, of_ranks: Sequence[str], store: dist.Store) -> None:
+        self.of_ranks, self.store = of_ranks, store
+        self._split: dict[tuple[int, ...], list[list[int]]] = {}  # asked for at every sum of tensor parallelism
 
     def split(self, ranks: Sequence[int]) -> list[list[int]]:
         """The ranks on each host, hosts in the order of their first ranks."""
-        names = dict.fromkeys(self.of_ranks[rank] for rank in ranks)
-        return [[rank for rank in ranks if self.of_ranks[rank] == name] for name in names]
+        key = tuple(ranks)
+        if key not in self._split:
+            names = dict.fromkeys(self.of_ranks[rank] for rank in ranks)
+            self._split[key] = [[rank for rank in ranks if self.of_ranks[rank] == name] for name in names]
+        return self._split[key]
 
 
 class MemoryOfHosts:
@@ -70,22 +79,26 @@ class MemoryOfHosts:
         return self.rank == 0
 
     def allocate(self, elements: int, dtype: torch.dtype, timeout: timedelta) -> Tensor:
-        """Zeros (elements,) in this rank's part of a new mapping of its host.
+        """Zeros (elements,) in this rank's part of a new mapping of its host, after what was started before.
 
         Raises:
             NotShared: on all ranks, if those of one host cannot have it.
             RuntimeError: of gloo's; a rank did not take part.
         """
+        return self._thread.submit(self._allocate, elements, dtype, timeout).result()
+
+    def _allocate(self, elements: int, dtype: torch.dtype, timeout: timedelta) -> Tensor:
+        deadline = time.perf_counter() + timeout.total_seconds()
         problem: NotShared | None = None
         try:
             buffer = self.memory.allocate(elements, dtype, timeout)
         except NotShared as error:
             problem = error
         failed = torch.tensor([int(problem is not None)])
-        self._reduce_between(failed, ReduceOp.MAX, timeout)
-        self.memory.group.broadcast([failed], from_rank_0(timeout)).wait()
+        self._reduce_between(failed, ReduceOp.MAX, deadline)
+        self.memory.group.broadcast([failed], from_rank_0(_until(deadline))).wait()
         if failed:
-            raise problem or NotShared("the ranks of another host cannot share memory", is_expected=True)
+            raise problem or NotShared("the ranks of another host cannot share memory")
         return buffer
 
     def all_reduce(self, parts: list[Tensor], op: ReduceOp.RedOpType, timeout: timedelta) -> Future[None]:
@@ -98,20 +111,26 @@ class MemoryOfHosts:
         return self._thread.submit(self._combine, parts, op, timeout)
 
     def _combine(self, parts: list[Tensor], op: ReduceOp.RedOpType, timeout: timedelta) -> None:
+        deadline = time.perf_counter() + timeout.total_seconds()  # of all three parts: the caller waits for them as one
         plain = ReduceOp.SUM if op == ReduceOp.AVG else op
-        SharedReduce(self.memory, parts, plain).wait(timeout)
-        self._reduce_between(parts[0], plain, timeout)
+        SharedReduce(self.memory, parts, plain).wait(_until(deadline))
+        self._reduce_between(parts[0], plain, deadline)
         if self.is_first and op == ReduceOp.AVG:
             parts[0].div_(len(self.ranks))
-        SharedBroadcast(self.memory, parts).wait(timeout)
+        SharedBroadcast(self.memory, parts).wait(_until(deadline))
 
-    def _reduce_between(self, tensor: Tensor, op: ReduceOp.RedOpType, timeout: timedelta) -> None:
+    def _reduce_between(self, tensor: Tensor, op: ReduceOp.RedOpType, deadline: float) -> None:
         """Combine the tensors of the hosts' first ranks; on other ranks, nothing."""
         if self._between is not None:
             options = dist.AllreduceOptions()
-            options.reduceOp, options.timeout = ReduceOp(op), timeout + timedelta(seconds=2 * SECONDS_MORE)
+            options.reduceOp, options.timeout = ReduceOp(op), _until(deadline + 2 * SECONDS_MORE)
             self._between.allreduce([tensor], options).wait(options.timeout)
 
     def parts_like(self, tensor: Tensor) -> list[Tensor] | None:
         """As `SharedMemory.parts_like`: the parts of this host's ranks."""
         return self.memory.parts_like(tensor)
+
+
+def _until(deadline: float) -> timedelta:
+    """The time that is left; never none, which would mean no deadline to torch."""
+    return timedelta(seconds=max(0.001, deadline - time.perf_counter()))

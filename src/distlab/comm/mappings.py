@@ -4,6 +4,7 @@ They open it through /proc: it has no name in any folder, only its user may open
 last of the processes has ended, however it ended.
 """
 
+import errno
 import mmap
 import os
 import secrets
@@ -64,7 +65,7 @@ class Offer:
                 os.ftruncate(self._descriptor, part_bytes * parts)
             self.channels = self._pipes.make(pipes_to)
         except (OSError, AttributeError) as error:  # no such call outside of Linux
-            failure = getattr(error, "errno", None) or NOT_REACHED
+            failure = getattr(error, "errno", None) or errno.ENOSYS
             self.numbers = [0, failure, 0, part_bytes, parts, *[0] * (2 * pipes_to)]
             return
         self.numbers = [os.getpid(), self._descriptor, token, part_bytes, parts, *self._pipes.far_ends]
@@ -82,11 +83,7 @@ def no_offer(pipes_to: int) -> list[int]:
 
 
 class NotShared(Exception):
-    """Ranks that cannot share memory; all of them raise it. `is_expected` if they are on several hosts."""
-
-    def __init__(self, sentence: str, is_expected: bool) -> None:
-        super().__init__(sentence)
-        self.is_expected = is_expected
+    """Ranks that cannot share memory; all of them raise it."""
 
 
 def accept(numbers: Sequence[int], reserved: range, pipes: int | None) -> tuple[int, Mapping | None, list[Channel]]:
@@ -130,5 +127,5 @@ def _name(token: int) -> str:
 def not_shared(code: int, total_bytes: int) -> NotShared:
     """What the ranks raise if one of them has an error of this number."""
     if code == NOT_REACHED:
-        return NotShared("a rank cannot open the memory of another", is_expected=True)
-    return NotShared(f"no {total_bytes / 1e6:,.1f} MB of shared memory: {os.strerror(code)}", is_expected=False)
+        return NotShared("a rank cannot open the memory of another, of a different user or container")
+    return NotShared(f"no {total_bytes / 1e6:,.1f} MB of shared memory: {os.strerror(code)}")

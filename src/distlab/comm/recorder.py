@@ -21,7 +21,7 @@ class Ledger:
 
     sent_bytes: Counter[str] = field(default_factory=Counter)
     messages: Counter[str] = field(default_factory=Counter)  # messages and collectives started
-    waited_seconds: float = 0.0  # waiting for other ranks
+    waited_seconds: float = 0.0  # waiting for other ranks, and moving data in shared memory
     collective_seconds: float = 0.0  # of these, in collectives
     _counted_as: str | None = None
 
@@ -32,7 +32,11 @@ class Ledger:
         self.messages[kind] += 1
 
     def waited(self, seconds: float, in_collective: bool) -> None:
-        """Add a wait for other ranks, with the copying that is done at its end, of a message in shared memory."""
+        """Add a wait for other ranks.
+
+        In shared memory, what this rank's own thread does in it counts, too: its additions, its copy of a message. So
+        the seconds are those that a transfer takes from a step, as over gloo, and as a prediction has them.
+        """
         self.waited_seconds += seconds
         self.collective_seconds += seconds * in_collective
 

@@ -18,13 +18,13 @@ from torch import Tensor
 from torch.distributed import ReduceOp
 
 from distlab.comm.mappings import Mapping, Offer, accept, no_offer, not_shared
-from distlab.comm.signals import Signal, close_all
+from distlab.comm.signals import Channel, Signal, close_all
+from distlab.comm.waits import Wait
 
 CHUNK_BYTES = 256 * 1024  # added up at a time, so that a chunk is written back to all parts while it is in the caches
 READY, DONE = 1, 2  # signals
 COMBINE: dict[ReduceOp.RedOpType, Callable[..., Tensor]] = {
     ReduceOp.SUM: torch.add,
-    ReduceOp.AVG: torch.add,
     ReduceOp.PRODUCT: torch.mul,
     ReduceOp.MAX: torch.maximum,
     ReduceOp.MIN: torch.minimum,
@@ -41,9 +41,12 @@ class SharedMemory:
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group, self.rank, self.size = group, group.rank(), group.size()
         self.begun = 0  # collectives
+        self.asked_for = 0  # of these: this rank has done its share up to here, or is about to
         self.not_combined: deque[SharedCollective] = deque()  # this rank's part is there, its share is not done
         self._mappings: weakref.WeakSet[Mapping] = weakref.WeakSet()  # one goes with the last tensor in it
-        self._has_channels = False  # to other ranks, by which they signal; made with the first mapping
+        self._channels: list[Channel] = []  # to other ranks, by which they signal; made with the first mapping
+        passes_on = self.rank == 0 and self.size > 2
+        self.ready, self.done = (Signal(signal, self._channels, passes_on) for signal in (READY, DONE))
 
     def allocate(self, elements: int, dtype: torch.dtype, timeout: timedelta) -> Tensor:
         """Zeros (elements,) in this rank's part of a new mapping; all ranks of the group call it together.
@@ -52,7 +55,7 @@ class SharedMemory:
             NotShared: on all ranks, if one of them cannot have it.
             RuntimeError: of gloo's; a rank did not take part.
         """
-        pipes_to = 0 if self._has_channels else self.size - 1
+        pipes_to = 0 if self._channels else self.size - 1
         room_bytes = elements * dtype.itemsize
         offer = Offer(room_bytes, self.size, pipes_to) if self.rank == 0 else None
         opened = offer.channels if offer else []
@@ -73,14 +76,15 @@ class SharedMemory:
             if found or mapping is None:
                 raise not_shared(found, self.size * room_bytes)
             if_it_fails.pop_all()
-        if not self._has_channels:
-            passes_on, self._has_channels = self.rank == 0 and self.size > 2, True
-            self.ready, self.done = (Signal(signal, opened, passes_on) for signal in (READY, DONE))
+        self._channels += opened
         self._mappings.add(mapping)
         return mapping.part(self.rank, torch.empty(elements, dtype=dtype, device="meta"))
 
     def parts_like(self, tensor: Tensor) -> list[Tensor] | None:
-        """If a tensor (any shape) is in this rank's part, what is there in each rank's: (elements,) each; else None."""
+        """If a tensor (any shape, contiguous) is in this rank's part, what is there in each rank's; else None.
+
+        That is (elements,) each.
+        """
         at = tensor.data_ptr()
         for mapping in self._mappings:
             offset = at - mapping.address - self.rank * mapping.part_bytes
@@ -101,7 +105,12 @@ class SharedCollective(SharedWork):
     """A collective of what lies in each rank's part; it has begun when it is made.
 
     All of it is done in `combine` and `wait`, by the thread that calls them: a thread beside it would need a core.
+
+    Attributes:
+        named: what its transfer is called, if it has one.
     """
+
+    named: Wait | None = None
 
     def __init__(self, memory: SharedMemory) -> None:
         self._memory = memory
@@ -110,9 +119,15 @@ class SharedCollective(SharedWork):
         memory.ready.send()
         memory.not_combined.append(self)
 
+    @property
+    def is_held_back(self) -> bool:
+        """Whether this rank has not yet come to where it does its share, without which no rank gets the result."""
+        return self._number > self._memory.asked_for
+
     def combine(self, deadline: float) -> None:
         """Wait for the others' parts, and do this rank's share, after those of what has begun before."""
         memory = self._memory
+        memory.asked_for = max(memory.asked_for, self._number)
         while not self._is_combined:
             first = memory.not_combined[0]
             memory.ready.wait(first._number, deadline)
@@ -147,7 +162,7 @@ class SharedReduce(SharedCollective):
         super().__init__(memory)
 
     def _do_share(self) -> None:
-        combine = COMBINE[self._op]
+        combine = COMBINE[ReduceOp.SUM if self._op == ReduceOp.AVG else self._op]
         in_a_chunk = max(1, CHUNK_BYTES // self._share[0].element_size())
         for result, *others in zip(*(share.split(in_a_chunk) for share in self._share), strict=True):
             for other in others:

@@ -25,7 +25,7 @@ class Channel:
     """This rank's ends of two pipes between it and another rank."""
 
     def __init__(self, reads: int, writes: int) -> None:
-        self._reads, self._writes = reads, writes  # descriptors
+        self.reads, self._writes = reads, writes  # descriptors
         self._poll = select.poll()
         self._poll.register(reads, select.POLLIN)
         self._received: Counter[int] = Counter()  # by signal
@@ -43,17 +43,54 @@ class Channel:
         Raises:
             RuntimeError: at the deadline, by `time.perf_counter`, or if the other rank has exited.
         """
-        while self._received[signal] < times:
-            if not self._poll.poll(max(1, math.ceil(1000 * (deadline - time.perf_counter())))):
-                raise RuntimeError("Timed out waiting for a signal")
-            signals = os.read(self._reads, 4096)
-            if not signals:
-                raise RuntimeError(LOST)
-            self._received.update(signals)
+        while not self.has(signal, times):
+            _poll(self._poll, deadline)
+            self.read()
+
+    def has(self, signal: int, times: int) -> bool:
+        """Whether a signal that was read has come so many times."""
+        return self._received[signal] >= times
+
+    def read(self) -> None:
+        """Read what has come, at least one signal; `RuntimeError` if the other rank has exited."""
+        signals = os.read(self.reads, 4096)
+        if not signals:
+            raise RuntimeError(LOST)
+        self._received.update(signals)
 
     def close(self) -> None:
-        os.close(self._reads)
+        os.close(self.reads)
         os.close(self._writes)
+
+
+def wait_for_all(channels: Sequence[Channel], signal: int, times: int, deadline: float) -> None:
+    """Return when all the other ranks have sent a signal so many times; `RuntimeError` as of `Channel.wait`.
+
+    Whichever of those exits first is noticed, whatever the others do.
+    """
+    missing = {channel.reads: channel for channel in channels if not channel.has(signal, times)}
+    if len(missing) == 1:
+        [channel] = missing.values()
+        channel.wait(signal, times, deadline)
+        return
+    poll = select.poll()
+    for descriptor in missing:
+        poll.register(descriptor, select.POLLIN)
+    while missing:
+        for descriptor in _poll(poll, deadline):
+            channel = missing[descriptor]
+            channel.read()
+            if channel.has(signal, times):
+                poll.unregister(descriptor)
+                del missing[descriptor]
+
+
+def _poll(poll: select.poll, deadline: float) -> list[int]:
+    """The descriptors that can be read, one at least; `RuntimeError` at the deadline."""
+    ready = poll.poll(max(1, math.ceil(1000 * (deadline - time.perf_counter()))))
+    if not ready:
+        raise RuntimeError("Timed out waiting for a signal")
+    return [descriptor for descriptor, _ in ready]
 
 
 def close_all(channels: Sequence[Channel]) -> None:
@@ -127,8 +164,8 @@ class Signal:
     def wait(self, times: int, deadline: float) -> None:
         """Return when all others have sent it so many times; `RuntimeError` as of `Channel.wait`."""
         while self._received < times:
-            for channel in self._channels:
-                channel.wait(self._signal, self._received + 1, deadline + SECONDS_MORE * self._passes_on)
+            later = deadline + SECONDS_MORE * self._passes_on
+            wait_for_all(self._channels, self._signal, self._received + 1, later)
             self._received += 1
             if self._passes_on:
                 self._send()

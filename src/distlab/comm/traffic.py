@@ -28,6 +28,7 @@ from distlab.comm.queues import SharedQueue, accepted_queue, offered_queue
 from distlab.comm.shared import (
     SharedAllGather,
     SharedAllReduce,
+    SharedCollective,
     SharedMemory,
     SharedReduceScatter,
     add_in_order,
@@ -80,12 +81,13 @@ class Traffic(NamedWaits):
         if is_over_nccl():
             self.all_reduce(torch.zeros(1, device=self.device), "a first message", kind="control", group=group).wait()
 
-    def new_buffer(self, elements: int, like: Tensor, group: Group = None) -> Tensor:
+    def new_buffer(self, elements: int, like: Tensor, group: Group = None, *, goes_on_alone: bool = False) -> Tensor:
         """Zeros (elements,), of `like`'s dtype and device, to be combined over a group's ranks again and again.
 
         They are in memory that these ranks share, where `transport` allows it and it pays; collectives then need no
         copy first, and no message but signals of a byte. Ranks on several hosts share it on each host, and use it for
-        all-reduces only. All ranks of the group must call this in the same order.
+        all-reduces only. All ranks of the group must call this in the same order. With `goes_on_alone`, an all-reduce
+        has to go on while its ranks compute, so the memory of one host is not used.
 
         Raises:
             InputError: the transport is "shared", and these ranks cannot share memory.
@@ -95,6 +97,8 @@ class Traffic(NamedWaits):
         timeout = timedelta(seconds=self.timeout_seconds)
         key = group or dist.group.WORLD
         if key is None or key in self._without_more or not self._is_to_share(elements * like.itemsize, like, ranks):
+            return plain()
+        if goes_on_alone and self._are_on_one_host(ranks):
             return plain()
         try:
             with self.named(Wait("shared memory", "other", tuple(r for r in ranks if r != rank()))):
@@ -121,8 +125,9 @@ class Traffic(NamedWaits):
     ) -> SharedQueue | None:
         """This rank's end of a queue, in memory that two ranks share, for messages from one to the other.
 
-        None where they are to be sent over the process group: on several hosts, or as `transport` says. Both ranks
-        call this, and neither is to wait for the other elsewhere meanwhile.
+        None where they are to be sent over the process group: on several hosts, as `transport` says, or, after a
+        remark, where the ranks cannot share memory. Both ranks call this, and neither is to wait for the other
+        elsewhere meanwhile.
 
         Args:
             slots: how many messages can be there at a time: the sender waits before it sends another one.
@@ -170,7 +175,7 @@ class Traffic(NamedWaits):
         """Raise `InputError` if the transport is "shared"; else go on over gloo, with a remark of the first rank's."""
         if self.transport == "shared":
             raise InputError(f"--transport shared: {error}; use --transport gloo") from None
-        if is_first and not error.is_expected and not self._has_remarked:
+        if is_first and not self._has_remarked:
             self._has_remarked = True
             self.remark(f"{error}; what these ranks cannot share goes over gloo instead")
 
@@ -214,6 +219,10 @@ class Traffic(NamedWaits):
         by_hand: AllReduce | None = None,
     ) -> Transfer:
         """Start to combine `tensor` (any shape, changed in place) over all ranks; by default, average it.
+
+        Over gloo and NCCL, and over several hosts, it goes on while this rank computes. In the shared memory of one
+        host, a rank does its share when it waits, as a thread beside it would need a core: no rank has the result
+        before all of them wait, and none of it is hidden behind computation.
 
         With `by_hand`, one of `distlab.collectives.ALL_REDUCES`, the ledger counts the bytes that it actually sends.
         """
@@ -407,7 +416,23 @@ class Traffic(NamedWaits):
         finish: Callable[[], object] = lambda: None,
     ) -> Transfer:
         with self.named(wait):
-            return Transfer(self, wait, begin(), tensor, carried, finish)
+            work = begin()
+            if isinstance(work, SharedCollective):
+                work.named = wait
+            return Transfer(self, wait, work, tensor, carried, finish)
+
+    def held_back(self) -> dict[str, list[int]]:
+        """The collectives in shared memory of which this rank has yet to do its share: their numbers, by their ranks.
+
+        Another thread may ask.
+        """
+        numbers: dict[str, list[int]] = {}
+        for memory in list(self._shared.values()):
+            for collective in list(memory.not_combined) if isinstance(memory, SharedMemory) else []:
+                if collective.is_held_back and collective.named is not None:
+                    key = group_key([rank(), *collective.named.peers])
+                    numbers.setdefault(key, []).append(collective.named.number)
+        return numbers
 
     def _complete(self, tensor: Tensor, what: str) -> Transfer:
         """The transfer of a collective that involves no other rank."""

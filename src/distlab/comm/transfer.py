@@ -178,7 +178,15 @@ def future_of(tensor: Tensor) -> "torch.futures.Future[Tensor]":
 
 
 def host_buffer(tensor: Tensor) -> Tensor:
-    """The tensor itself if the backend can send it; for a CUDA tensor over gloo, pinned host memory of its size."""
+    """The tensor itself if the backend can send it; for a CUDA tensor over gloo, pinned host memory of its size.
+
+    Raises:
+        ValueError: its elements do not lie side by side. gloo would combine what lies there instead.
+    """
+    if not tensor.is_contiguous():
+        raise ValueError(
+            f"a tensor {tuple(tensor.shape)} with strides {tensor.stride()}: only contiguous ones are sent"
+        )
     if tensor.is_cpu or is_over_nccl():
         return tensor
     return torch.empty_like(tensor, device="cpu", pin_memory=True)

@@ -1,7 +1,8 @@
 """Waits for other ranks: their names, their deadlines, and how a failed wait is reported.
 
-Over gloo, the rank's thread waits, and gloo enforces the deadline. Over NCCL the GPU's stream waits while the thread
-queues further work: CUDA events show when the stream waits, and `NamedWaits.watch` enforces the deadline.
+Over gloo, the rank's thread waits, and gloo enforces the deadline. In shared memory, it waits for signals in pipes, and
+signals.py enforces it. Over NCCL the GPU's stream waits while the thread queues further work: CUDA events show when the
+stream waits, and `NamedWaits.watch` enforces the deadline.
 """
 
 import contextlib

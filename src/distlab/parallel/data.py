@@ -2,8 +2,8 @@
 
 Averaging the gradients over the ranks gives the gradients of the whole batch. Buckets, and their overlap with the
 backward pass, follow Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel Training", VLDB 2020,
-arXiv 2006.15704. Averaging the weights every few steps instead is local SGD or federated averaging (McMahan et al.,
-arXiv 1602.05629).
+arXiv 2006.15704. (Buckets in memory that the ranks of one host share do not overlap with it: see `Traffic.all_reduce`.)
+Averaging the weights every few steps instead is local SGD or federated averaging (McMahan et al., arXiv 1602.05629).
 """
 
 import zlib
@@ -191,8 +191,9 @@ class MyDP(nn.Module):
     """Wraps a model so that its backward pass averages the gradients over all ranks, as DistributedDataParallel does.
 
     All ranks start from rank 0's weights and buffers. `loss.backward()` starts to average each bucket as soon as it is
-    full, and returns when all averages have arrived, so the training loop of one process needs no change. Every
-    backward pass averages: m micro-batches send m times as much as one average at the end of the step.
+    full, and returns when all averages have arrived, so the training loop of one process needs no change. In memory
+    that the ranks of one host share, they are averaged at the end of the pass, not during it. Every backward pass
+    averages: m micro-batches send m times as much as one average at the end of the step.
     """
 
     def __init__(self, model: nn.Module, bucket_bytes: int = BUCKET_BYTES) -> None:

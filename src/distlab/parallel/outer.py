@@ -84,7 +84,9 @@ class OuterOptimizer:
         ends = [len(weights) * number // schedule.fragments for number in range(schedule.fragments + 1)]
         self._parts = [slice(*pair) for pair in itertools.pairwise(ends)]
         most = max(part.stop - part.start for part in self._parts)
-        gradient = traffic.new_buffer(most, weights, group) if compress == "none" else weights.new_zeros(most)
+        gradient = weights.new_zeros(most)
+        if compress == "none":
+            gradient = traffic.new_buffer(most, weights, group, goes_on_alone=schedule.overlap_steps > 0)
         self._mean = CompressedMean(gradient, compress, group)
         self._is_under_way = False
         first = members(group)[0]  # the names of what the ranks of a group have in common

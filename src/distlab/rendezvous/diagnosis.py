@@ -22,6 +22,7 @@ class Notice:
     begun: dict[str, int] = field(default_factory=dict)  # collectives that it has started, by their ranks ("0,1,2")
     failure_number: int = 0  # position of its failed wait among all failed waits, from 1; 0 if it has not failed
     lost_a_peer: bool = False  # its wait failed because a connection was closed
+    held_back: dict[str, list[int]] = field(default_factory=dict)  # of `begun`: without its share, by their ranks
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))
@@ -123,7 +124,8 @@ def _held_up_by(rank: int, wait: Wait, waits: Mapping[int, Wait], notices: Mappi
             own = waits[peer]
             elsewhere = own.way == "collective" and own.number == wait.number and own.what != wait.what
             same_ranks = group_key([peer, *own.peers]) == group
-            if notices[peer].begun.get(group, 0) > wait.number and not (same_ranks and elsewhere):
+            is_held_back = wait.number in notices[peer].held_back.get(group, ())
+            if notices[peer].begun.get(group, 0) > wait.number and not (same_ranks and elsewhere) and not is_held_back:
                 continue
         yield peer
 

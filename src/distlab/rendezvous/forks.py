@@ -92,7 +92,8 @@ def _become(script: Sequence[str], environment: Mapping[str, str]) -> NoReturn:
             with contextlib.suppress(OSError, ValueError):  # SIGKILL and SIGSTOP have no handler
                 signal.signal(number, signal.SIG_DFL)
         signal.signal(signal.SIGINT, signal.default_int_handler)
-        signal.signal(signal.SIGPIPE, signal.SIG_IGN)  # as Python has it
+        for number in (signal.SIGPIPE, signal.SIGXFSZ):  # as Python has them
+            signal.signal(number, signal.SIG_IGN)
         logging.disable(logging.NOTSET)
         sys.stdout, sys.stderr = (os.fdopen(number, "w", buffering=1, closefd=False) for number in (1, 2))
         sys.argv, sys.path[0] = [*script], str(Path(script[0]).resolve().parent)

@@ -56,7 +56,8 @@ class NoticeBoard:
         if self._store is None or error.wait is None:
             return None
         self._has_failed = True
-        own = Notice(self._rank, error.wait, dict(self._traffic.begun), lost_a_peer=error.lost_a_peer)
+        own = self._notice(error.wait)
+        own.lost_a_peer = error.lost_a_peer
         try:
             notices, ended = self._collect(own, self._store)
         except StoreError as lost:
@@ -81,6 +82,9 @@ class NoticeBoard:
         """On rank 0, keep the store open until the others have read what they need."""
         if self._store is not None and self._is_rank_0s and self._rank == 0:
             self._store.keep_open([f"informed/{rank}" for rank in self._ranks[1:]], SECONDS_FOR_READERS)
+
+    def _notice(self, wait: Wait | None) -> Notice:
+        return Notice(self._rank, wait, dict(self._traffic.begun), held_back=self._traffic.held_back())
 
     def _without_store(self, state: str, wait: Wait) -> Diagnosis | None:
         """A partial diagnosis if the notices cannot be read, because the process that holds them exited or stopped."""
@@ -128,7 +132,7 @@ class NoticeBoard:
             while not store.has("asked"):
                 time.sleep(min(SECONDS_BETWEEN_LOOKS, long_seconds / 2))
             while not self._has_failed:  # from then on, `explain` publishes the notice
-                notice = Notice(self._rank, self._traffic.waits_for(long_seconds), dict(self._traffic.begun))
+                notice = self._notice(self._traffic.waits_for(long_seconds))
                 if notice != told:
                     store.set(f"answers/{self._rank}", notice.to_json())
                     told = notice

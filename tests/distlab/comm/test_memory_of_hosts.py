@@ -4,11 +4,13 @@ import errno
 import os
 import time
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from processes import free_port, run_ranks
+from refusals import refuse
 from torch import Tensor
 from torch.distributed import ReduceOp
 
@@ -139,11 +141,8 @@ def do_without(rank: int, port: int) -> tuple[float, list[str]]:
     remarks: list[str] = []
     traffic.remark = remarks.append
 
-    def refuse(*_: object) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
     if rank == 3:
-        os.posix_fallocate = refuse
+        os.posix_fallocate = refuse(errno.ENOSPC)
     buffer = traffic.new_buffer(100_000, torch.empty(0))
     buffer[:] = rank
     traffic.all_reduce(buffer, "the average", kind="gradients").wait()
@@ -151,9 +150,58 @@ def do_without(rank: int, port: int) -> tuple[float, list[str]]:
     return buffer[-1].item(), remarks
 
 
-def test_without_memory_on_one_host_all_of_them_use_gloo_and_that_host_says_why() -> None:
-    remark = "no 0.8 MB of shared memory: No space left on device; what these ranks cannot share goes over gloo instead"
-    assert run_ranks(4, do_without, free_port()) == [(1.5, [remark] * (rank == 2)) for rank in range(4)]
+def test_without_memory_on_one_host_all_of_them_use_gloo_and_say_why() -> None:
+    why = {0: "the ranks of another host cannot share memory", 2: "no 0.8 MB of shared memory: No space left on device"}
+    instead = "what these ranks cannot share goes over gloo instead"
+    remarks = [[f"{why[rank]}; {instead}"] if rank in why else [] for rank in range(4)]
+    assert run_ranks(4, do_without, free_port()) == [(1.5, remarks[rank]) for rank in range(4)]
+
+
+def allocate_meanwhile(rank: int, port: int) -> list[float]:
+    """The sums of two hosts, on one of which an all-reduce is late while the next buffer is made."""
+    join(rank, "AB", port)
+    combine = MemoryOfHosts._combine
+
+    def combine_late(*args: Any) -> None:
+        time.sleep(0.5 * rank)
+        combine(*args)
+
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(MemoryOfHosts, "_combine", combine_late)
+        first = traffic.new_buffer(70_000, torch.empty(0))
+        first[:] = 1 + rank
+        begun = traffic.all_reduce(first, "the sums", kind="gradients", op=ReduceOp.SUM)
+        second = traffic.new_buffer(70_000, torch.empty(0))
+        begun.wait()
+        second[:] = first
+        traffic.all_reduce(second, "the sums", kind="gradients", op=ReduceOp.SUM).wait()
+    dist.barrier()
+    return [first[-1].item(), second[-1].item()]
+
+
+def test_a_buffer_is_made_after_what_was_started_before_it_on_all_hosts() -> None:
+    assert run_ranks(2, allocate_meanwhile, free_port()) == [[3, 6]] * 2
+
+
+def wait_in_parts(rank: int, port: int) -> float:
+    """How long rank 0 waits if a rank of its host is late, but not too late, and the other host never comes."""
+    join(rank, "AAB", port)
+    buffer = traffic.new_buffer(70_000, torch.empty(0))
+    traffic.timeout_seconds = 3
+    if rank == 2:
+        time.sleep(8)
+        return 0.0
+    time.sleep(2.5 * rank)
+    started = time.monotonic()
+    with pytest.raises(TrafficError):
+        traffic.all_reduce(buffer, "the gradients of bucket 7", kind="gradients").wait()
+    seconds = time.monotonic() - started
+    time.sleep(4 * rank)  # rank 0 does not lose it meanwhile
+    return seconds
+
+
+def test_all_parts_of_an_all_reduce_have_one_deadline() -> None:
+    assert 3 < run_ranks(3, wait_in_parts, free_port())[0] < 5.5
 
 
 def fail(rank: int, port: int, failing: int, is_silent: bool) -> tuple[str, float]:

@@ -5,14 +5,13 @@ import gc
 import os
 import re
 import time
-from collections.abc import Callable
 from contextlib import suppress
-from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from processes import free_port, process_group, run_ranks
+from refusals import refuse
 from torch import Tensor
 
 from distlab.comm.hosts import Hosts
@@ -211,13 +210,6 @@ def test_what_was_sent_arrives_though_its_sender_has_exited() -> None:
     assert run_ranks(2, send_and_exit, free_port())[1] == [0, 1, 2]
 
 
-def refuse(error: int) -> Callable[..., Any]:
-    def raise_error(*_: object) -> None:
-        raise OSError(error, os.strerror(error))
-
-    return raise_error
-
-
 def do_without(rank: int, port: int, who: int, call: str, error: int, transport: Transport) -> tuple[list[str], str]:
     """What was remarked, and an error, when a rank is refused memory and the other one is not."""
     with process_group(rank, 2, port), pytest.MonkeyPatch.context() as monkeypatch:
@@ -238,17 +230,16 @@ def do_without(rank: int, port: int, who: int, call: str, error: int, transport:
 @pytest.mark.parametrize(
     ("who", "call", "error", "why"),
     [
-        (0, "posix_fallocate", errno.ENOSPC, "No space left on device"),
-        (0, "memfd_create", errno.EMFILE, "Too many open files"),
-        (0, "pipe", errno.EMFILE, "Too many open files"),
-        (1, "open", errno.EMFILE, "Too many open files"),
-        (1, "readlink", errno.EACCES, ""),  # as of a rank on another host, or in another container
+        (0, "posix_fallocate", errno.ENOSPC, "no 0.8 MB of shared memory: No space left on device"),
+        (0, "memfd_create", errno.EMFILE, "no 0.8 MB of shared memory: Too many open files"),
+        (0, "pipe", errno.EMFILE, "no 0.8 MB of shared memory: Too many open files"),
+        (1, "open", errno.EMFILE, "no 0.8 MB of shared memory: Too many open files"),
+        (1, "readlink", errno.EACCES, "a rank cannot open the memory of another, of a different user or container"),
     ],
 )
 def test_without_memory_messages_go_over_gloo_and_the_sender_says_so(who: int, call: str, error: int, why: str) -> None:
     first, second = run_ranks(2, do_without, free_port(), who, call, error, "auto")
-    remark = f"no 0.8 MB of shared memory: {why}; what these ranks cannot share goes over gloo instead"
-    assert first == ([remark] if why else [], ""), "one remark, not two"
+    assert first == ([f"{why}; what these ranks cannot share goes over gloo instead"], ""), "one remark, not two"
     assert second == ([], "")
 
 

@@ -7,16 +7,19 @@ import stat
 import time
 from collections.abc import Callable
 from functools import partial
+from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from processes import free_port, process_group, run_ranks
+from processes import before_forks, collect_before_a_fork, free_port, process_group, run_ranks, wait_for
+from refusals import refuse
 from torch import Tensor
 from torch.distributed import ReduceOp
 
+from distlab.comm.forked import forked
+from distlab.comm.mappings import Offer, accept
 from distlab.comm.traffic import Transport, traffic
 from distlab.comm.transfer import Transfer, wait_for_all
 from distlab.comm.waits import TrafficError
@@ -27,7 +30,7 @@ from simplellm.errors import InputError
 pytestmark = pytest.mark.alone
 SIZES = [1, 7, 1001, 300_007]  # of the last, a share has several chunks
 DTYPES = [torch.float32, torch.bfloat16, torch.float64]
-OPS = [ReduceOp.SUM, ReduceOp.AVG, ReduceOp.MAX]
+OPS = [ReduceOp.SUM, ReduceOp.AVG, ReduceOp.MAX, ReduceOp.MIN, ReduceOp.PRODUCT]
 
 
 def operand(rank: int, elements: int, dtype: torch.dtype) -> Tensor:
@@ -39,7 +42,12 @@ def combined(world_size: int, elements: int, dtype: torch.dtype, op: ReduceOp.Re
     result = operand(0, elements, dtype)
     for rank in range(1, world_size):
         other = operand(rank, elements, dtype)
-        result = torch.maximum(result, other) if op == ReduceOp.MAX else result + other
+        if op == ReduceOp.PRODUCT:
+            result = result * other
+        elif op in (ReduceOp.MAX, ReduceOp.MIN):
+            result = (torch.maximum if op == ReduceOp.MAX else torch.minimum)(result, other)
+        else:
+            result = result + other
     return result / world_size if op == ReduceOp.AVG else result
 
 
@@ -133,8 +141,31 @@ def test_parts_of_buffers_groups_and_any_order_of_waits() -> None:
         assert parts == [10 * rank, 30, 30, 30, 10 * rank] + [1] * (rank != 1)
 
 
-def look_at_the_mapping(rank: int, port: int) -> tuple[list[str], set[int], int, list[str], bool]:
-    """The mapping's lines in /proc, its modes and bytes; the lines without its tensor; whether a name is left."""
+def send_with_gaps(rank: int, port: int) -> None:
+    """Columns, which have gaps between their elements, in shared memory and outside."""
+    with process_group(rank, 2, port):
+        shared = traffic.new_buffer(6000, torch.empty(0)).view(-1, 2)
+        assert traffic.is_shared(shared)
+        for matrix in (shared, torch.empty(3000, 2)):
+            column, whole = matrix.fill_(rank)[:, 0], torch.empty(2, 3000)
+            for begin in (
+                partial(traffic.all_reduce, column),
+                partial(traffic.broadcast, column),
+                partial(traffic.all_gather, whole, column),
+                partial(traffic.reduce_scatter, column, whole),
+                partial(traffic.send, column, to=1 - rank),
+            ):
+                with pytest.raises(ValueError, match=r"\(3000,\) with strides \(2,\): only contiguous ones are sent"):
+                    begin(what="a sum", kind="gradients").wait()
+            assert (matrix == rank).all()
+
+
+def test_a_tensor_with_gaps_is_refused() -> None:
+    run_ranks(2, send_with_gaps, free_port())
+
+
+def look_at_the_mapping(rank: int, port: int) -> tuple[list[str], set[int], int, list[str]]:
+    """The mapping's lines in /proc, its modes and bytes; the lines without its tensor."""
     modes = set()
     reserve = os.posix_fallocate
 
@@ -148,30 +179,89 @@ def look_at_the_mapping(rank: int, port: int) -> tuple[list[str], set[int], int,
 
     with process_group(rank, 2, port), pytest.MonkeyPatch.context() as monkeypatch:
         monkeypatch.setattr(os, "posix_fallocate", reserve_and_look)
-        before = set(os.listdir("/dev/shm"))
         buffer = traffic.new_buffer(100_000, torch.empty(0))
         lines = mapped()
         begin, end = (int(address, 16) for address in lines[0].split()[0].split("-"))
-        is_named = bool(set(os.listdir("/dev/shm")) - before)
         del buffer
-        return lines, modes, end - begin, mapped(), is_named
+        return lines, modes, end - begin, mapped()
 
 
 def test_the_mapping_has_no_name_is_its_users_own_and_goes_with_its_last_tensor() -> None:
-    for lines, modes, size_bytes, afterwards, is_named in run_ranks(2, look_at_the_mapping, free_port()):
+    for lines, modes, size_bytes, afterwards in run_ranks(2, look_at_the_mapping, free_port()):
         assert len(lines) == 1
         assert lines[0].endswith("(deleted)")
         assert {stat.S_IMODE(mode) for mode in modes} == {0o600}
         assert size_bytes == 2 * 401_408, "two parts, each of whole pages"
         assert afterwards == []
-        assert not is_named
 
 
-def refuse(error: int) -> Callable[..., Any]:
-    def raise_error(*_: object) -> None:
-        raise OSError(error, os.strerror(error))
+NOBODY = 65534
 
-    return raise_error
+
+def opened_by(user: int, offer: Offer, descriptor: int) -> tuple[bool, bool]:
+    """Whether a process of this user can accept an offer, and open the offered memory by a path that it may look up."""
+    reads, writes = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            os.setgroups([])
+            os.setresgid(user, user, user)
+            os.setresuid(user, user, user)
+            _, mapping, _ = accept(offer.numbers, range(0), None)
+            try:
+                os.open(f"/proc/self/fd/{descriptor}", os.O_RDONLY)  # the fork has inherited the descriptor
+                is_open = True
+            except PermissionError:
+                is_open = False
+            os.write(writes, bytes([mapping is not None, is_open]))
+        finally:
+            os._exit(0)
+    os.close(writes)
+    answer = os.read(reads, 2)
+    os.close(reads)
+    os.waitpid(child, 0)
+    accepted, is_open = map(bool, answer)
+    return accepted, is_open
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
+def test_another_user_cannot_open_the_memory() -> None:
+    offer = Offer(1000, 2, pipes_to=0)
+    try:
+        assert opened_by(0, offer, offer.numbers[1]) == (True, True)
+        assert opened_by(NOBODY, offer, offer.numbers[1]) == (False, False)
+    finally:
+        offer.withdraw()
+
+
+def shared_bytes() -> int:
+    """The memory of this host that is shared, as the kernel counts it."""
+    [line] = [line for line in Path("/proc/meminfo").read_text().splitlines() if line.startswith("Shmem:")]
+    return 1024 * int(line.split()[1])
+
+
+def hold(port: int, rank: int, pipe: Connection) -> None:
+    """Fill this rank's part of shared memory, say so, and wait to be killed."""
+    with process_group(rank, 2, port):
+        buffer = traffic.new_buffer(HELD_BYTES // 8, torch.ones(0))
+        assert traffic.is_shared(buffer.fill_(rank))
+        pipe.send(True)
+        time.sleep(60)
+
+
+HELD_BYTES = 400_000_000  # more than anything else on the machine takes or gives back meanwhile
+
+
+def test_nothing_is_left_of_the_memory_when_all_ranks_have_been_killed() -> None:
+    before_forks()
+    collect_before_a_fork()
+    before = shared_bytes()
+    with forked(2, partial(hold, free_port())) as pipes:
+        for pipe in pipes:
+            assert pipe.poll(30)
+            assert pipe.recv()
+        assert shared_bytes() > before + HELD_BYTES * 3 // 4
+    assert wait_for(lambda: shared_bytes() < before + HELD_BYTES // 4, 10)
 
 
 def do_without(rank: int, port: int, call: str, error: int, transport: Transport) -> tuple[float, list[str], str]:
@@ -196,15 +286,14 @@ def do_without(rank: int, port: int, call: str, error: int, transport: Transport
 @pytest.mark.parametrize(
     ("call", "error", "why"),
     [
-        ("posix_fallocate", errno.ENOSPC, "No space left on device"),
-        ("memfd_create", errno.EMFILE, "Too many open files"),
-        ("readlink", errno.EACCES, ""),  # as of a rank on another host, or in another container
+        ("posix_fallocate", errno.ENOSPC, "no 0.8 MB of shared memory: No space left on device"),
+        ("memfd_create", errno.EMFILE, "no 0.8 MB of shared memory: Too many open files"),
+        ("readlink", errno.EACCES, "a rank cannot open the memory of another, of a different user or container"),
     ],
 )
 def test_without_memory_it_goes_over_gloo_and_says_so(call: str, error: int, why: str) -> None:
     first, second = run_ranks(2, do_without, free_port(), call, error, "auto")
-    remark = f"no 0.8 MB of shared memory: {why}; what these ranks cannot share goes over gloo instead"
-    assert first == (0.5, [remark] if why else [], "")
+    assert first == (0.5, [f"{why}; what these ranks cannot share goes over gloo instead"], "")
     assert second == (0.5, [], "")
 
 
@@ -215,8 +304,8 @@ def test_without_memory_a_run_that_asks_for_it_ends_on_all_ranks() -> None:
         )
 
 
-def fail(rank: int, port: int, collective: str, is_silent: bool, is_begun: bool) -> tuple[str, float]:
-    """What ranks 0 and 1 say, and after how long, when rank 2 gives its part or not, and is then silent, or ends."""
+def fail(rank: int, port: int, failing: int, collective: str, is_silent: bool, is_begun: bool) -> tuple[str, float]:
+    """What the others say, and after how long, when a rank gives its part or not, and is then silent, or ends."""
     store = open_store(rank, "localhost", port, 30, lambda _: None)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=3)
     parts = traffic.new_buffer(300_000, torch.empty(0)).view(3, -1)
@@ -228,9 +317,9 @@ def fail(rank: int, port: int, collective: str, is_silent: bool, is_begun: bool)
     if is_silent:
         traffic.timeout_seconds = 1
     transfers = []
-    if rank < 2 or is_begun:
+    if rank != failing or is_begun:
         transfers.append(begin[collective]("the gradients of bucket 7", kind="gradients"))
-    if rank == 2:
+    if rank == failing:
         time.sleep(3 if is_silent else 0.5)
         return "", 0.0  # and the process ends
     started = time.monotonic()
@@ -240,22 +329,48 @@ def fail(rank: int, port: int, collective: str, is_silent: bool, is_begun: bool)
 
 
 @pytest.mark.parametrize(
-    ("collective", "is_begun", "is_silent", "why"),
+    ("failing", "collective", "is_begun", "is_silent"),
     [
-        ("all-reduce", False, True, "no answer"),
-        ("all-gather", True, True, "no answer"),
-        ("reduce-scatter", False, False, "a rank has exited"),
-        ("all-gather", False, False, "a rank has exited"),
-        ("all-reduce", True, False, "a rank has exited"),
+        (0, "all-reduce", False, True),
+        (1, "all-reduce", False, True),
+        (2, "all-gather", True, True),
+        (0, "reduce-scatter", False, False),
+        (1, "reduce-scatter", False, False),
+        (2, "all-gather", False, False),
+        (0, "all-reduce", True, False),
+        (1, "all-reduce", True, False),
+        (2, "all-reduce", True, False),
     ],
 )
-def test_a_wait_ends_with_the_usual_sentence(collective: str, is_begun: bool, is_silent: bool, why: str) -> None:
-    *others, _ = run_ranks(3, fail, free_port(), collective, is_silent, is_begun)
-    for rank, (sentence, seconds) in enumerate(others):
-        peers = f"ranks {1 - rank} and 2"
-        assert sentence.startswith(f"rank {rank} waited ")
-        assert f" s for the gradients of bucket 7 from {peers}: {why}" in sentence
-        assert seconds < 5
+def test_a_wait_ends_with_the_usual_sentence(failing: int, collective: str, is_begun: bool, is_silent: bool) -> None:
+    why = "no answer" if is_silent else "a rank has exited"
+    for rank, (sentence, seconds) in enumerate(
+        run_ranks(3, fail, free_port(), failing, collective, is_silent, is_begun)
+    ):
+        if rank != failing:
+            peers = " and ".join(str(peer) for peer in range(3) if peer != rank)
+            assert sentence.startswith(f"rank {rank} waited ")
+            assert f" s for the gradients of bucket 7 from ranks {peers}: {why}" in sentence
+            assert seconds < 5
+
+
+def lose_one_while_another_is_late(rank: int, port: int, lost: int) -> float:
+    """After how long rank 0 notices that one of two ranks has exited, while the other one computes."""
+    store = open_store(rank, "localhost", port, 30, lambda _: None)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=3)
+    buffer = traffic.new_buffer(1000, torch.empty(0))
+    if rank > 0:
+        time.sleep(0.2 if rank == lost else 6)
+        return 0.0  # and the process ends
+    started = time.monotonic()
+    with pytest.raises(TrafficError, match="a rank has exited"):
+        traffic.all_reduce(buffer, "a sum", kind="gradients").wait()
+    return time.monotonic() - started
+
+
+@pytest.mark.parametrize("lost", [1, 2])
+def test_the_end_of_a_rank_is_noticed_though_another_one_is_late(lost: int) -> None:
+    assert run_ranks(3, lose_one_while_another_is_late, free_port(), lost)[0] < 4
 
 
 def train_over(rank: int, port: int, transport: Transport) -> tuple[Tensor, dict[str, int], bool]:

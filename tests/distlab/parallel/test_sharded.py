@@ -72,7 +72,7 @@ def batch(rank: int, micro_batch: int, shard: Sharded) -> Tensor:
 
 def train_sharded(rank: int, world_size: int, port: int) -> dict[tuple[Sharded, str], Run]:
     ended: dict[tuple[Sharded, str], Run] = {}
-    traffic.transport = "shared" if world_size == 3 else "auto"  # which is gloo for so little
+    traffic.transport = "shared" if world_size == 3 else "gloo"
     with process_group(rank, world_size, port):
         for shard in SHARDED:
             for name, optimizer_of in OPTIMIZERS.items():

@@ -132,6 +132,14 @@ def test_a_rank_that_has_begun_a_later_collective_has_done_its_part() -> None:
     assert "  rank 0  waits for bucket 0  -> rank 2" in found.picture
 
 
+def test_a_rank_that_has_begun_a_collective_and_not_done_its_share_is_waited_for() -> None:
+    late = Notice(1, Wait("the result", "receive", (0,)), {"0,1,2": 9}, held_back={"0,1,2": [7]})
+    others = collective(0, "bucket 0", 7, 8), collective(2, "bucket 0", 7, 8)
+    assert explain(others[0], late, others[1]).sentence == "deadlock: rank 0 waits for rank 1, which waits for rank 0"
+    late.held_back = {"0,1,2": [8], "0,1": [7]}
+    assert not is_deadlock(explain(others[0], late, others[1]))
+
+
 def test_where_all_do_their_part_it_is_the_network() -> None:
     found = explain(*(collective(rank, "the loss", 7, 8) for rank in ALL))
     assert "the network" in found.sentence

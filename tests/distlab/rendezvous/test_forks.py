@@ -3,6 +3,7 @@
 import gc
 import logging
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -34,6 +35,27 @@ def test_ends_as_an_interpreter_does(end: str, status: int, tmp_path: Path, capf
     assert err.splitlines()[-1:] == {"sys.exit('no')": ["no"], "1 / 0": ["ZeroDivisionError: division by zero"]}.get(
         end, []
     )
+
+
+def test_has_the_signals_of_an_interpreter(tmp_path: Path) -> None:
+    text = "import signal; open({!r}, 'w').write(repr([(n, signal.getsignal(n)) for n in sorted(signal.Signals)]))"
+    by_fork, by_interpreter = tmp_path / "fork", tmp_path / "interpreter"
+    assert fork(tmp_path, text.format(str(by_fork))).wait(20) == 0
+    subprocess.run([sys.executable, "-c", text.format(str(by_interpreter))], check=True, timeout=20)
+    fork_has, interpreter_has = (re.sub(" at 0x[0-9a-f]+", "", path.read_text()) for path in (by_fork, by_interpreter))
+    assert fork_has == interpreter_has
+
+
+def test_a_limit_on_the_size_of_files_is_an_error_as_in_an_interpreter(tmp_path: Path) -> None:
+    text = """
+import errno, os, resource
+resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))
+try:
+    os.ftruncate(os.memfd_create("memory"), 2000)
+except OSError as error:
+    raise SystemExit(error.errno == errno.EFBIG and 5)
+"""
+    assert fork(tmp_path, text).wait(20) == 5
 
 
 def test_is_a_main_module_with_arguments_an_environment_and_a_folder(tmp_path: Path) -> None:

@@ -1,0 +1,34 @@
+"""The outer optimizer's exchange between replicas, which goes on while they take inner steps."""
+
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+from processes import free_port, process_group, run_ranks
+
+from distlab.comm.traffic import traffic
+from distlab.parallel.outer import FragmentSchedule, OuterOptimizer
+
+pytestmark = pytest.mark.alone
+
+
+def merge_early(rank: int, port: int) -> tuple[float, list[float]]:
+    """How long the merge of a fragment takes on rank 0, while rank 1 is at its inner step for long, and the weights."""
+    with process_group(rank, 2, port):
+        traffic.transport = "shared"
+        weights = torch.full((5000,), float(rank))
+        outer = OuterOptimizer(weights, FragmentSchedule(4, overlap_steps=2), lr=1, momentum=0, merge_alpha=0)
+        outer._outer.zero_()
+        dist.barrier()
+        outer.send(0)
+        time.sleep(0.3 + 3 * rank)  # the inner steps
+        started = time.monotonic()
+        outer.merge(0)
+        return time.monotonic() - started, weights[::4999].tolist()
+
+
+def test_a_replica_that_is_early_does_not_wait_for_the_others_inner_steps() -> None:
+    (early_seconds, first), (_, second) = run_ranks(2, merge_early, free_port())
+    assert early_seconds < 1.5
+    assert first == second == [0.5, 0.5]
