@@ -2,6 +2,7 @@
 
     python bench/single.py --steps 20 --threads 1
     python bench/single.py --recompute               the lab's model with --recompute none, blocks and all instead
+    python bench/single.py --profile                 where the time of a step goes, in both models
 
 Both models start from the same weights and take the same batches and the same Adam, in turns within one run, so that
 whatever else the machine does falls on both; the ratio of each pair of steps is taken before the median. Times are
@@ -126,12 +127,34 @@ def compare_recomputation(warm_up: int, measured: int) -> None:
         print(row + f"| {statistics.median(seconds[mode]) * 1e3:.0f} | {middle:.2f} ({low:.2f} to {high:.2f}) |")
 
 
+def profile(steps: dict[str, Step], warm_up: int, measured: int) -> None:
+    """A Markdown table: where the time of a step goes, by what torch's profiler counts."""
+    print()
+    print("| model | products, ms | attention | update | all else | products and attention, without the update |")
+    print("|---|---:|---:|---:|---:|---:|")
+    for name, step in steps.items():
+        for turn in range(warm_up):
+            step(tokens(turn))
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as recorded:
+            for turn in range(measured):
+                step(tokens(turn))
+        events = recorded.key_averages()
+        products = sum(e.self_cpu_time_total for e in events if e.key in ("aten::mm", "aten::addmm", "aten::bmm"))
+        attention = sum(e.self_cpu_time_total for e in events if "scaled_dot_product" in e.key)
+        update = sum(e.cpu_time_total for e in events if e.key.startswith("Optimizer.step"))
+        rest = sum(e.self_cpu_time_total for e in events) - products - attention - update
+        cells = [f"{microseconds / 1e3 / measured:.0f}" for microseconds in (products, attention, update, rest)]
+        share = (products + attention) / (products + attention + rest)
+        print(f"| {name} | {' | '.join(cells)} | {share:.0%} |")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=20, help="measured steps of each model, at least 2")
     parser.add_argument("--warm-up", type=int, default=3, help="steps before the measured ones")
     parser.add_argument("--threads", type=int, default=1, help="threads of torch")
     parser.add_argument("--recompute", action="store_true", help="compare the values of the lab's --recompute")
+    parser.add_argument("--profile", action="store_true", help="show where the time of a step goes")
     arguments = parser.parse_args()
     if arguments.steps < 2:
         parser.error(f"--steps {arguments.steps} gives no quartiles: it must be at least 2")
@@ -144,6 +167,9 @@ def main() -> None:
         compare_recomputation(arguments.warm_up, arguments.steps)
         return
     float32 = {"ours": ours(torch.float32), "transformers": theirs(torch.float32, autocast=False)}
+    if arguments.profile:
+        profile(float32, arguments.warm_up, arguments.steps)
+        return
     print_table("float32", compare(float32, arguments.warm_up, arguments.steps))
     bfloat16 = {
         "ours, mixed": ours(torch.bfloat16),
