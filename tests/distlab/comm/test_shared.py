@@ -3,6 +3,7 @@
 import errno
 import gc
 import os
+import signal
 import stat
 import time
 from collections.abc import Callable
@@ -204,6 +205,7 @@ def opened_by(user: int, offer: Offer, descriptor: int) -> tuple[bool, bool]:
     child = os.fork()
     if child == 0:
         try:
+            signal.alarm(20)  # the deadline
             os.setgroups([])
             os.setresgid(user, user, user)
             os.setresuid(user, user, user)
