@@ -213,7 +213,7 @@ def _watch(rank: int, script: str, patience: Patience, tell: Callable[[Report], 
                 is_still = False
         if not is_still and time.monotonic() - since > patience.still:
             is_still = True
-            notice = Notice(rank, traffic.waits_for(), dict(traffic.begun))
+            notice = Notice(rank, traffic.waits_for(), dict(traffic.begun), held_back=traffic.held_back())
             tell(Report(rank, "stuck", "waits", own, notice.to_json()))
     after = f"had not finished after {time.monotonic() - started:.0f} s"
     tell(Report(rank, "stuck", after, own, Notice(rank, None).to_json()))
