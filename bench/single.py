@@ -17,7 +17,6 @@ from typing import Any, get_args
 import torch
 from torch import Tensor, nn
 from torch.optim import Adam
-from transformers import LlamaConfig, LlamaForCausalLM
 from turns import quartiles_of_ratios, seconds_in_turn
 
 from distlab.pipeline.activations import SavedActivations
@@ -50,6 +49,10 @@ def ours(dtype: torch.dtype, recompute: Recompute = "none") -> Step:
 
 
 def theirs(parameters: torch.dtype, autocast: bool) -> Step:
+    try:
+        from transformers import LlamaConfig, LlamaForCausalLM
+    except ModuleNotFoundError:
+        raise SystemExit("transformers is missing: pip install -r requirements-dev.txt") from None
     settings: dict[str, Any] = {
         "vocab_size": VOCAB_SIZE,
         "hidden_size": DMODEL,
