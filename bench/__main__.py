@@ -39,7 +39,7 @@ QUICK = {  # flags that are appended to the page's commands
     "generation": "--stories 1",
 }
 NOT_QUICK = (  # commands on the page of these programs
-    "python bench/pipeline.py --micro-batches 6 --rounds 6",  # the quick form of the one before
+    "python bench/single.py --profile --steps 8",  # shares, which are not ratios of two
     "python bench/collectives.py --worlds --starts 2",  # 64 predictions, which have no quartiles
 )
 NOISE = 0.05  # relative tolerance of a ratio without quartiles

@@ -85,7 +85,7 @@ def main(settings: Settings) -> None:
     print("| command | seconds: median | range |\n|---|---:|---:|")
     for command, of_all in seconds.items():
         counted = of_all[WARM_UP_ROUNDS:]
-        print(f"| `{command}` | {statistics.median(counted):.2f} | {min(counted):.2f} to {max(counted):.2f} |")
+        print(f"| {command} | {statistics.median(counted):.2f} | {min(counted):.2f} to {max(counted):.2f} |")
 
 
 if __name__ == "__main__":

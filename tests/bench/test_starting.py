@@ -82,4 +82,4 @@ def test_the_table(starting: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys
     starting.main(starting.Settings(rounds=1))
     head, _, *rows = capsys.readouterr().out.splitlines()
     assert head == "| command | seconds: median | range |"
-    assert [row.split(" | ")[0] for row in rows] == ["| `./launch.sh`", "| `./launch.sh dp-ga --no-such-flag`"]
+    assert [row.split(" | ")[0] for row in rows] == ["| ./launch.sh", "| ./launch.sh dp-ga --no-such-flag"]
