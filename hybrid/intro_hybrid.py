@@ -32,7 +32,7 @@ from distlab.pipeline.schedules import all_stages
 from distlab.pipeline.stages import build_stages
 from distlab.run.auto_schedule import find_schedule
 from distlab.run.main import main
-from distlab.run.train_settings import HybridSettings
+from distlab.run.stage_settings import HybridSettings
 from distlab.run.training import TrainingRun
 from simplellm.dataloaders import TinyStories
 from simplellm.losses import causalLLMLoss

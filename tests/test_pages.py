@@ -10,7 +10,8 @@ from quoted_commands import FENCE, OURS, check, commands
 
 from distlab.launch import TOPOLOGIES
 from distlab.run.settings import WorldSize
-from distlab.run.train_settings import HybridSettings, TrainSettings
+from distlab.run.stage_settings import HybridSettings
+from distlab.run.train_settings import TrainSettings
 from distlab.show_schedule import Request, show
 from simplellm.errors import InputError
 

@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from distlab.comm.traffic import traffic
 from distlab.parallel.data import through_traffic
 from distlab.run.main import main
-from distlab.run.train_settings import DataParallelSettings
+from distlab.run.replica_settings import DataParallelSettings
 from distlab.run.training import TrainingRun
 from simplellm.dataloaders import TinyStories
 from simplellm.llama import CausalLLama, LLama

@@ -13,7 +13,7 @@ while the next steps are computed, in few bits. `OuterOptimizer` is in src/distl
 from distlab.parallel.data import flatten_weights
 from distlab.parallel.outer import FragmentSchedule, OuterOptimizer
 from distlab.run.main import main
-from distlab.run.train_settings import DiLoCoSettings
+from distlab.run.replica_settings import DiLoCoSettings
 from distlab.run.training import TrainingRun
 from simplellm.dataloaders import TinyStories
 from simplellm.llama import CausalLLama, LLama

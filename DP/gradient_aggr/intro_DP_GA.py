@@ -15,7 +15,7 @@ from distlab.comm.transfer import Pending
 from distlab.parallel.data import Bucket, GradientBuckets
 from distlab.parallel.gradient_compression import PowerSGD, TopK
 from distlab.run.main import main
-from distlab.run.train_settings import ByHandSettings
+from distlab.run.replica_settings import ByHandSettings
 from distlab.run.training import TrainingRun
 from simplellm.dataloaders import TinyStories
 from simplellm.llama import CausalLLama, LLama

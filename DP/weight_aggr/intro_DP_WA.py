@@ -15,7 +15,7 @@ from distlab.comm.traffic import traffic
 from distlab.parallel.data import flatten_weights
 from distlab.run.logs import say
 from distlab.run.main import main
-from distlab.run.train_settings import LocalStepsSettings
+from distlab.run.replica_settings import LocalStepsSettings
 from distlab.run.training import TrainingRun
 from simplellm.dataloaders import TinyStories
 from simplellm.errors import InputError

@@ -10,7 +10,7 @@ together send what the all-reduce of `intro_DP_GA.py` does. `ShardedDP` is in sr
 
 from distlab.parallel.sharded import ShardedDP
 from distlab.run.main import main
-from distlab.run.train_settings import ShardedSettings
+from distlab.run.replica_settings import ShardedSettings
 from distlab.run.training import TrainingRun
 from simplellm.dataloaders import TinyStories
 from simplellm.llama import CausalLLama, LLama

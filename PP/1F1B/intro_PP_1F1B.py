@@ -14,7 +14,7 @@ import torch
 from distlab.comm.traffic import traffic
 from distlab.pipeline.stages import build_stage
 from distlab.run.main import main
-from distlab.run.train_settings import PipelineSettings
+from distlab.run.stage_settings import PipelineSettings
 from distlab.run.training import TrainingRun
 from simplellm.dataloaders import TinyStories
 from simplellm.losses import causalLLMLoss

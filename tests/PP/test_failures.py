@@ -110,7 +110,7 @@ import sys, time
 from pathlib import Path
 import torch
 from distlab.run.main import main
-from distlab.run.train_settings import DataParallelSettings
+from distlab.run.replica_settings import DataParallelSettings
 from distlab.comm.traffic import traffic
 DEFAULTS = DataParallelSettings()
 def train(run):

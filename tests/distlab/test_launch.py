@@ -105,7 +105,7 @@ FAILING = """
 '''A script whose rank 1 fails.'''
 import os, signal, sys
 from distlab.run.main import main
-from distlab.run.train_settings import DataParallelSettings
+from distlab.run.replica_settings import DataParallelSettings
 DEFAULTS = DataParallelSettings()
 def train(run):
     open(__file__ + f".{{run.rank}}.pid", "w").write(str(os.getpid()))

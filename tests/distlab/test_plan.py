@@ -24,7 +24,7 @@ from distlab.planner.model import Sizes
 from distlab.planner.step import Step, predict
 from distlab.planner.table import milliseconds
 from distlab.rendezvous.launcher_flags import assign_ranks, read_flags
-from distlab.run.train_settings import HybridSettings
+from distlab.run.stage_settings import HybridSettings
 from simplellm.errors import InputError
 from simplellm.tokenizers import SPTokenizer
 

@@ -16,15 +16,10 @@ from distlab.planner.model import Model, Sizes
 from distlab.planner.step import Step, predict
 from distlab.planner.table import milliseconds
 from distlab.run.logs import StepTime
+from distlab.run.replica_settings import ByHandSettings, DataParallelSettings, LocalStepsSettings, ShardedSettings
 from distlab.run.settings import as_flag
-from distlab.run.train_settings import (
-    ByHandSettings,
-    DataParallelSettings,
-    LocalStepsSettings,
-    ShardedSettings,
-    StageSettings,
-    TrainSettings,
-)
+from distlab.run.stage_settings import StageSettings
+from distlab.run.train_settings import TrainSettings
 from simplellm.errors import require
 
 WARM_UP = 3  # steps at the beginning of a run that do not count

@@ -20,8 +20,10 @@ from distlab.checkpoints import saving
 from distlab.checkpoints.format import latest_valid
 from distlab.checkpoints.models import SavedModel, read_model, write_model
 from distlab.checkpoints.saving import restore
+from distlab.run.replica_settings import DataParallelSettings
 from distlab.run.settings import parse
-from distlab.run.train_settings import DataParallelSettings, HybridSettings, TrainSettings
+from distlab.run.stage_settings import HybridSettings
+from distlab.run.train_settings import TrainSettings
 from distlab.run.training import TrainingRun
 from simplellm.errors import InputError
 from simplellm.llama import CausalLLama, LLama

@@ -9,7 +9,7 @@ from distlab.planner.layouts import Choices, Layout, default_split, divisors, la
 from distlab.planner.model import Model, Sizes
 from distlab.planner.search import find_layouts
 from distlab.run.prediction import layout_of
-from distlab.run.train_settings import HybridSettings
+from distlab.run.stage_settings import HybridSettings
 from simplellm.errors import InputError
 from simplellm.tokenizers import SPTokenizer
 

@@ -11,14 +11,10 @@ from distlab.launch import find_script, read_settings
 from distlab.pipeline.schedules import all_stages
 from distlab.planner.machine import AllReduce, write_machine
 from distlab.run.logs import StepTime
+from distlab.run.replica_settings import ByHandSettings, ShardedSettings
 from distlab.run.settings import parse
-from distlab.run.train_settings import (
-    ByHandSettings,
-    HybridSettings,
-    PipelineSettings,
-    ShardedSettings,
-    TrainSettings,
-)
+from distlab.run.stage_settings import HybridSettings, PipelineSettings
+from distlab.run.train_settings import TrainSettings
 from simplellm.errors import InputError
 
 SMALL = [*MODEL, "--data", "sample"]

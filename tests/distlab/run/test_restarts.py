@@ -66,7 +66,7 @@ FAILING = """
 '''A script whose rank 0 fails.'''
 from distlab.run.main import main
 from distlab.run.not_finite import NotFiniteError
-from distlab.run.train_settings import DataParallelSettings
+from distlab.run.replica_settings import DataParallelSettings
 from simplellm.errors import InputError
 DEFAULTS = DataParallelSettings()
 def train(run):

@@ -16,9 +16,11 @@ from distlab.checkpoints.format import latest_valid
 from distlab.checkpoints.models import write_model
 from distlab.run.checkpointer import Checkpointer
 from distlab.run.logs import RunLog
+from distlab.run.replica_settings import DataParallelSettings
 from distlab.run.resume import ResumePolicy, marked
 from distlab.run.settings import parse
-from distlab.run.train_settings import DataParallelSettings, HybridSettings, TrainSettings
+from distlab.run.stage_settings import HybridSettings
+from distlab.run.train_settings import TrainSettings
 from simplellm.dataloaders import TinyStories
 from simplellm.errors import InputError
 from simplellm.losses import causalLLMLoss

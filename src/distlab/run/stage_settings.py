@@ -1,0 +1,210 @@
+"""The settings of runs whose ranks share the layers of the Llama: pipelines, and the hybrid."""
+
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import tyro
+
+from distlab.checkpoints.format import Checkpoint
+from distlab.comm.layout import Layout, Neighbors
+from distlab.parallel.division import check_division
+from distlab.pipeline.actions import ActionCosts, stages_of
+from distlab.pipeline.auto import Limit, read_limit
+from distlab.pipeline.schedules import DEFAULT_CHUNKS, all_stages, check_schedule, schedule_names, stages_per_worker
+from distlab.pipeline.split import PartCosts, Split, balance, estimated_costs, multiply_adds, read_split
+from distlab.run import resume
+from distlab.run.resume import ResumePolicy
+from distlab.run.settings import WorldSize, as_flag, require_positive, shown_as
+from simplellm.errors import InputError, require
+from simplellm.tokenizers import SPTokenizer
+
+if TYPE_CHECKING:
+    pass
+
+from distlab.run.replica_settings import OuterSettings, check_no_clipping
+from distlab.run.train_settings import TrainSettings
+
+
+@dataclass
+class StageSettings(TrainSettings):
+    """A training run whose model is divided into stages, each with some of the layers."""
+
+    layers_per_stage: Annotated[str | None, ResumePolicy.SAME_LAYOUT, shown_as("N,N,...", "default: balanced")] = None
+    """layers of each stage, e.g. 3,2,1"""
+    run_on: bool = False
+    """ranks do not wait for each other at the end of a step; its loss is printed a step later"""
+
+    def check(self) -> None:
+        super().check()
+        self.split(SPTokenizer(self.tokenizer).vocab_size)
+
+    def decide(self) -> dict[str, Any]:
+        return {**super().decide(), "layers_per_stage": self.split(SPTokenizer(self.tokenizer).vocab_size)}
+
+    def remarks(self, decided: dict[str, Any]) -> list[str]:
+        layers = ", ".join(map(str, decided["layers_per_stage"]))
+        return [*super().remarks(decided), f"layers of each stage: {layers}"]
+
+    @property
+    def stages(self) -> int:
+        """Number of stages of the model."""
+        return self.layout["pp"]
+
+    def split(self, vocab_size: int) -> Split:
+        """The layers of each stage: those of `--layers-per-stage`, or balanced."""
+        stages = self.stages
+        if self.layers_per_stage is not None:
+            return read_split(self.layers_per_stage, self.n_layers, stages)
+        return balance(self.n_layers, stages, self._parts(vocab_size))
+
+    def pass_costs(self, vocab_size: int) -> ActionCosts:
+        """Estimates of what the passes of each stage cost, relative to each other."""
+        return estimated_costs(self.split(vocab_size), self._parts(vocab_size), self.recompute == "blocks")
+
+    def _parts(self, vocab_size: int) -> PartCosts:
+        return multiply_adds(
+            vocab_size=vocab_size,
+            dmodel=self.dmodel,
+            seq_len=self.seq_len,
+            hidden_dim=self.hidden_dim,
+            kv_width=self.dmodel // self.num_heads * (self.num_kv_heads or self.num_heads),
+        )
+
+
+@dataclass
+class StagePerRank(WorldSize):
+    """The layout of a single pipeline, in which every rank is a stage."""
+
+    world_size: int = 3
+    """ranks, each a stage of the model"""
+
+    @property
+    def layout(self) -> Layout:
+        return {"pp": self.world_size}
+
+
+@dataclass
+class PipelineSettings(StagePerRank, StageSettings):
+    """A run of one pipeline in which each batch completes its forward and backward pass before the next one starts."""
+
+    one_stage_at_a_time = True
+
+
+@dataclass
+class ScheduleSettings(StageSettings):
+    """A run whose stages follow a pipeline schedule."""
+
+    schedule: Annotated[str, ResumePolicy.SAME_LAYOUT, tyro.conf.arg(metavar="|".join(schedule_names()))] = "dapple"
+    """order of the forward and backward passes"""
+    chunks_per_stage: Annotated[int, ResumePolicy.SAME_LAYOUT] = DEFAULT_CHUNKS
+    """with --schedule interleaved or auto: stages that each rank holds; auto: 1 or 2"""
+    keep_at_most: Annotated[
+        str | None, ResumePolicy.SAME_LAYOUT, shown_as("N|SIZE", "default: as many micro-batches as workers")
+    ] = None
+    """with --schedule auto: activations that a rank keeps at most, in micro-batches (6) or bytes (200MB)"""
+    micro_batches: int = 3
+    """parts that the batch is split into"""
+
+    def check(self) -> None:
+        names = schedule_names()
+        require(self.schedule in names, f"--schedule {self.schedule}: give one of {', '.join(names)}")
+        require_positive(self, "chunks_per_stage")
+        super().check()
+        check_schedule(self.schedule, self.layout["pp"], self.micro_batches, self.chunks_per_stage, self.limit)
+
+    @property
+    def limit(self) -> Limit | None:
+        """What `--keep-at-most` asks for."""
+        return None if self.keep_at_most is None else read_limit(self.keep_at_most)
+
+    @property
+    def stages(self) -> int:
+        return self.layout["pp"] * stages_per_worker(self.schedule, self.chunks_per_stage)
+
+    @property
+    def held(self) -> list[list[int]]:
+        workers = all_stages(self.schedule, self.layout["pp"], self.micro_batches, self.chunks_per_stage)
+        return [stages_of(program) for program in workers]
+
+
+@dataclass
+class ScheduledPipelineSettings(StagePerRank, ScheduleSettings):
+    """A run of one pipeline that follows a schedule."""
+
+
+@dataclass
+class HybridSettings(OuterSettings, ScheduleSettings):
+    """A run of several equal pipelines, with `--batch-size` sequences each."""
+
+    dp: int = 2
+    """replicas of the pipeline"""
+    pp: int = 3
+    """stages of each pipeline"""
+    tp: int = 1
+    """ranks that share each stage; each has a slice of every layer"""
+    neighbors: Annotated[Neighbors, ResumePolicy.SAME_LAYOUT] = "stages"
+    """what ranks with neighboring numbers hold: the stages of a pipeline, or the replicas of a stage, so that pipelines
+    and not their averages cross a slow link between hosts"""
+    shard: Literal["none", "optimizer", "gradients", "weights"] = "none"
+    """what the replicas shard, as in dp-zero; weights only with --pp 1; gradients saves memory only with schedules that
+    do not delay weight gradients"""
+    outer: Annotated[Literal["none", "diloco"], ResumePolicy.DEFAULT] = "none"
+    """diloco: the pipelines train on their own, and an outer optimizer takes steps with what they have learned"""
+    report_every: int = 1
+    """print the loss every N steps; in the others, pipelines do not tell each other their losses"""
+
+    @property
+    def layout(self) -> Layout:
+        sizes = {"dp": self.dp, "pp": self.pp, "tp": self.tp}
+        return sizes if self.neighbors == "stages" else {kind: sizes[kind] for kind in ("pp", "dp", "tp")}
+
+    @property
+    def per_rank_optimizer_state(self) -> bool:
+        return self.outer == "diloco" and self.optimizer != "sgd" and self.dp > 1
+
+    def check(self) -> None:
+        super().check()
+        self._check_outer()
+        check_division(self.num_heads, self.num_kv_heads, self.tp)
+        given = f"--shard {self.shard}"
+        single = f"{given} with --dp 1: a single replica has no others to share with; give --dp 2 or more"
+        require(self.shard == "none" or self.dp > 1, single)
+        gathers = f"{given} with --pp {self.pp}: each stage would be gathered again for every micro-batch"
+        require(self.shard != "weights" or self.pp == 1, f"{gathers}; use --shard optimizer, or --pp 1 with --tp")
+
+    def _check_outer(self) -> None:
+        require_positive(self, "report_every")
+        late = f"--report-every {self.report_every} with --run-on: a step that ran on is checked when its loss arrives"
+        require(self.report_every == 1 or not self.run_on, f"{late}; leave one of them out")
+        if self.outer == "none":
+            changed = [field.name for field in fields(OuterSettings) if getattr(self, field.name) != field.default]
+            if changed and self.resume is None:  # a checkpoint of another script may have these settings
+                given = f"{as_flag(changed[0])} {getattr(self, changed[0])}"
+                raise InputError(f"{given}: pipelines that average gradients have no outer steps; add --outer diloco")
+            return
+        self.check_exchanges(self.steps)
+        check_no_clipping(self.clip_norm)
+        given, advice = "--outer diloco", "leave one of them out"
+        require(self.shard == "none", f"{given} with --shard {self.shard}: the replicas' weights differ; {advice}")
+        sentence = "a step that ran on could not be undone after an outer step"
+        require(not self.run_on, f"{given} with --run-on: {sentence}; {advice}")
+        if self.compress in ("int8", "int4"):
+            differ = (
+                f"--compress {self.compress} with --tp {self.tp}: blocks of integers would round what all ranks of a "
+            )
+            require(self.tp == 1, f"{differ}stage hold differently on each; give --compress bf16, or --tp 1")
+
+    def check_checkpoint(self, checkpoint: Checkpoint) -> None:
+        super().check_checkpoint(checkpoint)
+        saved = checkpoint.record["settings"]
+        if self.outer == saved.get("outer") == "diloco" and self.layout == checkpoint.layout:
+            saved = {"neighbors": "stages"} | saved  # older checkpoints do not have it
+            # Or a rank would hold other layers.
+            for name in ("schedule", "chunks_per_stage", "layers_per_stage", "neighbors"):
+                resume.require_same(
+                    f"--resume {self.resume}: it was trained with", name, saved[name], getattr(self, name)
+                )
+
+    def remarks(self, decided: dict[str, Any]) -> list[str]:
+        outer = self.remarks_on_exchanges(self.steps, self.optimizer) if self.outer != "none" else []
+        return [*super().remarks(decided), *outer]
