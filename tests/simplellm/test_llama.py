@@ -10,7 +10,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from simplellm import llama, mixed_precision
+from simplellm import layers, llama, mixed_precision
 from simplellm.errors import InputError
 from simplellm.llama import CausalLLama, LLama, LLamaFirstStage, LLamaLastStage, LLamaStage
 from simplellm.losses import causalLLMLoss
@@ -222,17 +222,17 @@ def test_attention_over_some_of_the_heads() -> None:
     """Narrower projections in place of the full ones compute those heads' share of the output."""
     attention = whole(num_kv_heads=2).get_submodule("model.layers.1.self_attn")
     x = torch.randn(2, 9, 24, generator=torch.Generator().manual_seed(1))
-    cos, sin = llama.rotary_tables(9, 6, 1e4, x.device)
+    cos, sin = layers.rotary_tables(9, 6, 1e4, x.device)
     expected = attention(x, cos, sin)
     weights = attention.state_dict()
     parts = []
     for half in range(2):
         for name in ("q_proj", "k_proj", "v_proj"):
             rows = weights[f"{name}.weight"].chunk(2)[half]
-            projection = llama.Linear(24, len(rows), bias=False)
+            projection = layers.Linear(24, len(rows), bias=False)
             projection.load_state_dict({"weight": rows})
             setattr(attention, name, projection)
-        attention.o_proj = llama.Linear(12, 24, bias=False)
+        attention.o_proj = layers.Linear(12, 24, bias=False)
         attention.o_proj.load_state_dict({"weight": weights["o_proj.weight"].chunk(2, dim=1)[half]})
         parts.append(attention(x, cos, sin))
     assert parts[0].std() > 0.01
@@ -328,7 +328,7 @@ def test_bfloat16_is_mixed_precision(native: bool, monkeypatch: pytest.MonkeyPat
 
 
 def test_training_after_generating_without_gradients() -> None:
-    llama.rotary_tables.cache_clear()
+    layers.rotary_tables.cache_clear()
     model = whole()
     with torch.inference_mode():
         model(tokens())

@@ -7,8 +7,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from simplellm import llama
-from simplellm.llama import CausalLLama, Linear, LLama
+from simplellm import layers
+from simplellm.layers import Linear
+from simplellm.llama import CausalLLama, LLama
 from simplellm.losses import causalLLMLoss
 from simplellm.weight_gradients import DeferredWeightGradients, WeightGradients, is_by_hand
 
@@ -97,8 +98,8 @@ def test_a_weight_that_is_used_twice_in_a_pass_gets_the_sum_of_both(is_deferred:
 
 def test_what_is_not_asked_for_is_not_computed(monkeypatch: pytest.MonkeyPatch) -> None:
     linear, x, calls = layer(), inputs(0), list[bool]()
-    real = llama.gradient_of
-    monkeypatch.setattr(llama, "gradient_of", lambda *args, in_place: calls.append(in_place) or real(*args, in_place))
+    real = layers.gradient_of
+    monkeypatch.setattr(layers, "gradient_of", lambda *args, in_place: calls.append(in_place) or real(*args, in_place))
     with WeightGradients().applied():
         y = linear(x).square().sum()
     torch.autograd.grad(y, x, retain_graph=True)

@@ -19,7 +19,8 @@ from distlab.parallel.division import Style, check_division
 from distlab.parallel.tp_group import BACKWARD, LAYERS, NORMS, SEQUENCE, VOCABULARY, TPGroup, shard_sizes
 from distlab.parallel.vocabulary import VocabularyParallelEmbedding
 from simplellm.errors import InputError, require
-from simplellm.llama import MLP, Attention, Linear
+from simplellm.layers import Linear
+from simplellm.llama import MLP, Attention
 
 Exchange = Callable[[Tensor, TPGroup], Tensor]
 

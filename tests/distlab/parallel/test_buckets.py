@@ -14,7 +14,7 @@ from distlab.parallel.data import (
     Bucket,
     GradientBuckets,
 )
-from simplellm.llama import Linear
+from simplellm.layers import Linear
 
 pytestmark = pytest.mark.quick
 

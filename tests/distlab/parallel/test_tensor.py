@@ -17,7 +17,8 @@ from distlab.parallel.vocabulary import vocabulary_parallel_loss
 from distlab.run.optimizers import build_optimizer
 from simplellm.errors import InputError
 from simplellm.initial_weights import initialize
-from simplellm.llama import Block, CausalLLama, Linear, LLama, LLamaFirstStage, rotary_tables
+from simplellm.layers import Linear, rotary_tables
+from simplellm.llama import Block, CausalLLama, LLama, LLamaFirstStage
 from simplellm.losses import causalLLMLoss
 
 STYLES = {"naive": False, "megatron": False, "sequence": True}

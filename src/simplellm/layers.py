@@ -1,0 +1,139 @@
+"""The layers that a Llama is made of, each with a backward pass by hand: linear maps, norms, rotary positions."""
+
+import functools
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from simplellm.autograd import use_of_gradient
+from simplellm.mixed_precision import widen
+from simplellm.weight_gradients import DeferredWeightGradients, current, gradient_of, is_by_hand
+
+
+class Linear(nn.Linear):
+    """x @ weight.T in the dtype of `x`; the weight is float32."""
+
+    def reset_parameters(self) -> None:
+        """Do nothing: `initialize` sets the weight, and the global random generator must not be used."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        by_hand = torch.is_grad_enabled() and is_by_hand(self.weight)
+        weight_gradients = current() if by_hand and x.requires_grad else None
+        if isinstance(weight_gradients, DeferredWeightGradients):
+            defer = partial(weight_gradients.add, self.weight, gradient_of)
+            return _Linear.apply(x, self.weight.detach(), defer, False)
+        if by_hand or x.dtype != self.weight.dtype:
+            return _Linear.apply(x, self.weight, None, by_hand)
+        return F.linear(x, self.weight)
+
+
+class _Linear(torch.autograd.Function):
+    """A linear map with a float32 weight, which is cast for a bfloat16 input.
+
+    Each pass casts it anew: a copy for the backward pass would be kept for each micro-batch under way.
+
+    With `defer`, the weight is detached, and the backward pass passes the factors of its gradient to `defer`. With
+    `in_place`, the gradient is written where it belongs (see `gradient_of`).
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, defer: Callable[[Tensor, Tensor], None] | None, in_place: bool
+    ) -> Tensor:
+        ctx.leaf, ctx.defer, ctx.in_place = weight, defer, in_place
+        ctx.save_for_backward(x, weight)
+        return F.linear(widen(x), widen(weight.to(x.dtype))).to(x.dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
+        x, weight = ctx.saved_tensors
+        grad_x = (widen(grad) @ widen(weight.to(x.dtype))).to(x.dtype) if ctx.needs_input_grad[0] else None
+        if ctx.defer is not None:
+            ctx.defer(x, grad)
+        grad_weight, use = None, use_of_gradient(ctx.next_functions[1][0])
+        if use != "none":
+            grad_weight = gradient_of(ctx.leaf, x, grad, in_place=ctx.in_place and use == "accumulated")
+        return grad_x, grad_weight, None, None
+
+
+class RMSNorm(nn.Module):
+    """x / rms(x) * weight over the last dimension (Zhang and Sennrich, arXiv 1910.07467).
+
+    Takes the float32 residual stream and returns `dtype`.
+    """
+
+    def __init__(self, dmodel: int, eps: float, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(dmodel))
+        self.eps = eps
+        self.dtype = dtype
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = _RMSNormFunction.apply(x, self.weight, self.eps)
+        return y.to(self.dtype)
+
+
+class _RMSNormFunction(torch.autograd.Function):
+    """Handwritten, because autograd's own derivative passes over the activations twice as often."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        mean_square = torch.linalg.vector_norm(x, dim=-1, keepdim=True).square_().div_(x.shape[-1])
+        inverse_rms = mean_square.add_(eps).rsqrt_()
+        ctx.save_for_backward(x, weight, inverse_rms)
+        return (x * inverse_rms).mul_(weight)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+        # With r = 1 / rms(x) and n = dmodel: dr/dx = -r^3 x / n. Both sums are matrix-vector products of grad * x.
+        x, weight, inverse_rms = ctx.saved_tensors
+        products = (grad * x).flatten(0, -2)
+        grad_weight = products.T @ inverse_rms.flatten()
+        dot = (products @ weight).view_as(inverse_rms)
+        grad_x = (grad * weight).mul_(inverse_rms)
+        return grad_x.addcmul_(x, dot * inverse_rms.pow(3), value=-1 / x.shape[-1]), grad_weight, None
+
+
+@functools.lru_cache(maxsize=8)
+def rotary_tables(ctx_size: int, head_dim: int, theta: float, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Cosine (ctx, 1, head_dim) and sine (ctx, 1, head_dim / 2) of each position's angles, in float32.
+
+    Pair i of a head rotates by theta^(-2i / head_dim) per position (Su et al., arXiv 2104.09864). The cosine is
+    repeated for both halves of the head.
+    """
+    with torch.inference_mode(False):  # a table created while generating text must also work in training
+        frequencies = theta ** (-torch.arange(0, head_dim, 2, dtype=torch.float32, device=device) / head_dim)
+        angles = torch.outer(torch.arange(ctx_size, dtype=torch.float32, device=device), frequencies).unsqueeze(1)
+        return angles.cos().repeat(1, 1, 2), angles.sin()
+
+
+class Rotate(torch.autograd.Function):
+    """Rotary positions on x (batch, seq, heads, head_dim); the derivative is the opposite rotation."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        ctx.save_for_backward(cos, sin)
+        return _rotate(x, cos, sin, 1)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        cos, sin = ctx.saved_tensors
+        return _rotate(grad, cos, sin, -1), None, None
+
+
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor, direction: int) -> Tensor:
+    # A head's halves are the two coordinates ("rotate-half"). Views of them save the usual concatenation and negation.
+    y = x * cos
+    first, second = x.chunk(2, dim=-1)
+    y_first, y_second = y.chunk(2, dim=-1)
+    y_first.addcmul_(second, sin, value=-direction)
+    y_second.addcmul_(first, sin, value=direction)
+    return y.to(x.dtype)
