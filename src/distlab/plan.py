@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 import shlex
 import statistics
 import subprocess
@@ -15,7 +16,6 @@ from typing import Annotated, Literal
 import tyro
 
 from distlab.comm.threads import asked_threads
-from distlab.pipeline.auto import read_limit
 from distlab.pipeline.schedules import AUTO, schedule_names
 from distlab.planner.layouts import Choices, Shard
 from distlab.planner.machine import Machine, read_machine
@@ -31,6 +31,7 @@ from simplellm.options import Recompute, check_heads
 MEASURED = Path("runs/machine.json")  # without --machine
 MOST_MEASURED = 4  # ranks that calibrate starts by itself
 MODEL = "dmodel num_heads num_kv_heads hidden_dim n_layers seq_len optimizer tokenizer".split()  # flags of a run, too
+BYTES = {"MB": 1e6, "GB": 1e9, "TB": 1e12}
 WARM_UP = 3  # steps of a run to verify that do not count
 
 
@@ -205,13 +206,10 @@ def only_sizes(flags: Sequence[str]) -> list[str]:
 
 def read_size(text: str) -> float:
     """The bytes of "8GB"; `InputError` for what is none."""
-    sentence = f"--memory {text}: give a size like 8GB or 500MB"
-    try:
-        limit = read_limit(text)
-    except InputError:
-        raise InputError(sentence) from None
-    require(limit.is_bytes, sentence)
-    return limit.amount
+    found = re.fullmatch(rf"(\d+\.?\d*)({'|'.join(BYTES)})", text)
+    if found is None or not float(found[1]):
+        raise InputError(f"--memory {text}: give a size like 8GB or 500MB")
+    return float(found[1]) * BYTES[found[2]]
 
 
 def check_computer(machine: Machine, request: Request) -> None:

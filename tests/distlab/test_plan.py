@@ -107,6 +107,10 @@ def test_a_plan_says_which_slices_were_not_measured(tmp_path: Path, capsys: pyte
     assert remarks == [f"# {file} has no times of passes with layers in 2 slices; they are estimated"]
 
 
+def test_sizes_of_memory() -> None:
+    assert [plan.read_size(text) for text in ("500MB", "8GB", "1.5TB")] == [500e6, 8e9, 1.5e12]
+
+
 def test_the_flags_of_a_model_are_those_that_a_run_needs() -> None:
     run_of = HybridSettings()
     for name in plan.MODEL:

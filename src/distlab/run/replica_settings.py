@@ -1,17 +1,13 @@
 """The settings of runs whose replicas train the whole Llama: data parallelism, in each form."""
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 
 from distlab.parallel.division import Compression, Sharded
 from distlab.run.resume import ResumePolicy
 from distlab.run.settings import WorldSize, require_positive
-from simplellm.errors import require
-
-if TYPE_CHECKING:
-    pass
-
 from distlab.run.train_settings import TrainSettings
+from simplellm.errors import require
 
 
 @dataclass

@@ -1,7 +1,7 @@
 """The settings of runs whose ranks share the layers of the Llama: pipelines, and the hybrid."""
 
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 
 import tyro
 
@@ -13,16 +13,12 @@ from distlab.pipeline.auto import Limit, read_limit
 from distlab.pipeline.schedules import DEFAULT_CHUNKS, all_stages, check_schedule, schedule_names, stages_per_worker
 from distlab.pipeline.split import PartCosts, Split, balance, estimated_costs, multiply_adds, read_split
 from distlab.run import resume
+from distlab.run.replica_settings import OuterSettings, check_no_clipping
 from distlab.run.resume import ResumePolicy
 from distlab.run.settings import WorldSize, as_flag, require_positive, shown_as
+from distlab.run.train_settings import TrainSettings
 from simplellm.errors import InputError, require
 from simplellm.tokenizers import SPTokenizer
-
-if TYPE_CHECKING:
-    pass
-
-from distlab.run.replica_settings import OuterSettings, check_no_clipping
-from distlab.run.train_settings import TrainSettings
 
 
 @dataclass
