@@ -38,6 +38,7 @@ class SharedQueue:
         self._slot_count = len(slots) // slots.part_bytes
         self._begun = 0  # messages that this end has begun to send, or to receive
         self._waited_for = 0  # of these
+        self._contents: dict[int, Tensor] = {}  # by slot: the last message in it, as a tensor of its shape and dtype
         weakref.finalize(self, channel.close)
 
     def send(self, tensor: Tensor) -> "QueuedMessage":
@@ -55,7 +56,7 @@ class SharedQueue:
         self._wait_for(FREE, number - self._slot_count, number, deadline)
         slot = (number - 1) % self._slot_count
         SIZE.pack_into(self._slots, slot * self._slots.part_bytes, tensor.nbytes)
-        self._slots.part(slot, tensor, HEADER_BYTES).copy_(tensor.view(-1))
+        self._content(slot, tensor).copy_(tensor)
         self._channel.send(THERE)
 
     def _take(self, number: int, tensor: Tensor, deadline: float) -> None:
@@ -65,9 +66,16 @@ class SharedQueue:
         [size_bytes] = SIZE.unpack_from(self._slots, slot * self._slots.part_bytes)
         if size_bytes != tensor.nbytes:
             raise RuntimeError(f"a message of {size_bytes:,} bytes has come, not of {tensor.nbytes:,}")
-        tensor.view(-1).copy_(self._slots.part(slot, tensor, HEADER_BYTES))
+        tensor.copy_(self._content(slot, tensor))
         with suppress(RuntimeError):  # a sender that has exited needs no slot
             self._channel.send(FREE)
+
+    def _content(self, slot: int, like: Tensor) -> Tensor:
+        """A slot's memory for a message, with the shape and dtype of `like`; kept, as most messages have one shape."""
+        content = self._contents.get(slot)
+        if content is None or content.shape != like.shape or content.dtype != like.dtype:
+            content = self._contents[slot] = self._slots.part(slot, like, HEADER_BYTES).view_as(like)
+        return content
 
     def _wait_for(self, signal: int, times: int, number: int, deadline: float) -> None:
         """Wait for a signal that has to come so many times before a message can be sent or received."""

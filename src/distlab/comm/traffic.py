@@ -358,13 +358,12 @@ class Traffic(NamedWaits):
         """
         self.ledger.count(kind, tensor.nbytes)
         carried = staged(tensor)
-        begin: Callable[[], Work | None] = partial(dist.isend, carried, dst=to, group=group)
+        wait = Wait(what, "send", (to,))
         if queue is not None:
-            begin = partial(queue.send, carried)
-        transfer = self._start(Wait(what, "send", (to,)), begin, carried, carried)
-        if queue is not None:
+            transfer = Transfer(self, wait, queue.send(carried), carried, carried)
             transfer.wait()
-        return transfer
+            return transfer
+        return self._start(wait, partial(dist.isend, carried, dst=to, group=group), carried, carried)
 
     def receive(
         self, tensor: Tensor, what: str, *, source: int, group: Group = None, queue: SharedQueue | None = None
@@ -374,10 +373,10 @@ class Traffic(NamedWaits):
         With `queue`, of `new_queue`, it is the next message of that, and messages are waited for in their order.
         """
         carried = host_buffer(tensor)
-        begin: Callable[[], Work | None] = partial(dist.irecv, carried, src=source, group=group)
+        wait = Wait(what, "receive", (source,))
         if queue is not None:
-            begin = partial(queue.receive, carried)
-        return self._start(Wait(what, "receive", (source,)), begin, tensor, carried)
+            return Transfer(self, wait, queue.receive(carried), tensor, carried)
+        return self._start(wait, partial(dist.irecv, carried, src=source, group=group), tensor, carried)
 
     def _around_ring(
         self,
