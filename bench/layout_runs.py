@@ -9,7 +9,6 @@ until it has taken what it should.
 import functools
 import importlib.util
 import itertools
-import json
 import multiprocessing
 import os
 import signal
@@ -38,6 +37,7 @@ from distlab.planner.machine import Machine
 from distlab.planner.measuring import BLOCKS, Passes, build
 from distlab.planner.model import Sizes
 from distlab.reports.memory import read_largest
+from distlab.run.logs import peak_memory_bytes
 from distlab.run.settings import RunSettings, parse
 from distlab.run.training import TrainingRun
 from simplellm.dataloaders import TinyStories
@@ -76,7 +76,7 @@ class Record:
     in_collectives: list[float] = field(default_factory=list)  # of these
     reference: list[float] = field(default_factory=list)  # the mean of before and after
     held_bytes: int = 0  # by the rank that holds most
-    process_bytes: int = 0  # at the peak, of rank 0
+    process_bytes: list[int] = field(default_factory=list)  # at the peak, by rank
 
 
 def hybrid_script() -> ModuleType:
@@ -120,7 +120,7 @@ def run_rank(pipe: Connection, rank: int, flags: Sequence[str], costs: Costs | N
     run: TrainingRun[Any] = TrainingRun(settings, script_path)
     module.train(run)
     run.close()
-    pipe.send([tuple(times) for times in run.records.times])
+    pipe.send(([tuple(times) for times in run.records.times], peak_memory_bytes(run.device)))
     os._exit(0)
 
 
@@ -231,12 +231,12 @@ def measure(cases: Sequence[Case], machine: Machine, sizes: Sizes, turns: int, p
                 record.reference.append((before + after) / 2)
                 before = after
                 if turn == turns - 1:
-                    keep_times(record, answers[0])
+                    (times, _), *_ = answers
+                    keep_times(record, times)
+                    record.process_bytes = [peak for _, peak in answers]
             for number, (record, ranks) in enumerate(zip(records, running, strict=True)):
                 ranks.join()
                 record.held_bytes = sum(read_largest(Path(folder, str(number))))
-                last = json.loads(Path(folder, str(number), "metrics.jsonl").read_text().splitlines()[-1])
-                record.process_bytes = last["peak_memory_bytes"]
         finally:
             for children in (*running, references):
                 children.end()

@@ -97,7 +97,7 @@ class Compared:
     step: Step
     seconds: float
     held_bytes: int
-    process_bytes: float
+    process_bytes: list[float]  # by worker
 
     @property
     def error(self) -> float:
@@ -109,7 +109,10 @@ class Compared:
 
     @property
     def process_error(self) -> float:
-        return self.process_bytes / self.record.process_bytes - 1
+        """Of the worker's first rank for which it is largest."""
+        ranks = [self.layout.first_rank(worker) for worker in range(self.layout.pp)]
+        measured = [self.record.process_bytes[rank] for rank in ranks]
+        return max((p / m - 1 for p, m in zip(self.process_bytes, measured, strict=True)), key=abs)
 
 
 def names() -> list[str]:
@@ -151,7 +154,7 @@ def compare(record: Record, machine: Machine, machine_file: Path) -> Compared:
     seconds = undisturbed(record, machine, costs.model.sizes)
     holds = [held(costs, worker) for worker in range(costs.layout.pp)]
     most = max(of_worker.total for of_worker in holds)
-    process = process_bytes(costs, 0, holds[0])
+    process = [process_bytes(costs, worker, holds[worker]) for worker in range(costs.layout.pp)]
     return Compared(record, costs.layout, predict(costs, worker=0), statistics.median(seconds), most, process)
 
 

@@ -94,9 +94,12 @@ def calibrate(run: Run[CalibrateSettings]) -> None:
     sizes, local = args.sizes, run.local_ranks
     slowdown = measuring.measure_slowdown(sizes, run.rank, local, device, min(0.1, args.seconds / 50))
     peers = [peer for peer in dict.fromkeys((1, local)) if peer < run.world_size]  # on this host and on the next one
-    messages = [measuring.measure_messages(run.rank, (0, peer), device) for peer in peers]
-    own_seconds = min(messages[0].own_seconds, messages[-1].link.latency_seconds)
-    links = [replace(m.link, latency_seconds=m.link.latency_seconds - own_seconds) for m in messages]
+    neighbors = [(rank, rank + 1) for rank in range(0, local - 1, 2)]
+    together = [neighbors[:count] for count in range(2, len(neighbors) + 1)]
+    pairs = [*([(0, peer)] for peer in peers), *together]
+    messages = [measuring.measure_messages(run.rank, at_once, device) for at_once in pairs]
+    own_seconds = min(messages[0].own_seconds, *(one.link.latency_seconds for one in messages))
+    links = [replace(one.link, latency_seconds=one.link.latency_seconds - own_seconds) for one in messages]
     reductions = measuring.measure_all_reduces(run.rank, local, device)
     if run.rank > 0:
         return  # and wait for rank 0 at the end of the run, without computing
@@ -118,7 +121,7 @@ def calibrate(run: Run[CalibrateSettings]) -> None:
         cores_per_host=at_once,
         memory_bytes_per_host=memory_bytes(device),
         inside=links[0],
-        between=links[-1],
+        between=links[len(peers) - 1],
         multiply_adds_per_second=args.rows[0] * sizes.seq_len * sizes.multiply_adds("block") / measured[0].block.F[0],
         pass_seconds=measured[0].embedding.F[0],
         optimizer_seconds=update,
@@ -127,6 +130,7 @@ def calibrate(run: Run[CalibrateSettings]) -> None:
         waking_seconds=measuring.measure_waking(sizes) if is_cpu else 0.0,
         spin_seconds=spinning,
         slowdown=slowdown,
+        inside_together=tuple(links[len(peers) :]),
         measured=tuple(measured),
         all_reduces=reductions,
     )
@@ -185,6 +189,7 @@ def with_earlier(machine: Machine, path: Path) -> Machine:
         measured=(*machine.measured, *others),
         all_reduces=(*machine.all_reduces, *larger),
         slowdown=(*machine.slowdown, *earlier.slowdown[len(machine.slowdown) :]),
+        inside_together=(*machine.inside_together, *earlier.inside_together[len(machine.inside_together) :]),
     )
 
 

@@ -54,6 +54,10 @@ class Layout:
         """Sequences of a micro-batch."""
         return self.batch_size // self.micro_batches
 
+    def first_rank(self, worker: int) -> int:
+        """Of a worker of the first replica."""
+        return worker * (self.dp * self.tp if self.neighbors == "replicas" else self.tp)
+
     def programs(self) -> Programs:
         """Every worker's actions, in order."""
         return programs_of(self.schedule, self.pp, self.micro_batches, self.recompute == "all")

@@ -83,8 +83,15 @@ class Machine:
     # What each of 1, 2, … ranks that compute at once takes, as a multiple of what one takes alone. Beyond these, and
     # beyond the cores, ranks share them.
     slowdown: tuple[float, ...] = ()
+    # `inside` while 2, 3, … pairs of ranks of a host send each other messages at once.
+    inside_together: tuple[Link, ...] = ()
     measured: tuple[Measured, ...] = ()
     all_reduces: tuple[AllReduce, ...] = ()
+
+    def inside_of(self, pairs: int) -> Link:
+        """A message between two ranks of a host while so many pairs send some at once, as far as that was measured."""
+        known = self.inside, *self.inside_together
+        return known[min(pairs, len(known)) - 1]
 
     def slowdown_of(self, busy: float) -> float:
         """What each of so many busy ranks of a host takes, as a multiple of what one takes alone."""

@@ -38,6 +38,7 @@ NETS: tuple[tuple[Part, type[LLamaPart], int], ...] = (
     ("block", LLamaStage, BLOCKS),
     ("head", LLamaLastStage, 0),
 )
+AT_A_TIME = 4  # micro-batches
 LEAST_TURNS = 2
 TURNS_TOGETHER = 9
 MESSAGE_BYTES = 4, 1_000_000
@@ -61,30 +62,40 @@ class Passes:
         self._index = 0 if net.has_embedding else 1
         self._stage, self._device = Stage(net, loss, None), device
         ids = torch.zeros(rows, sizes.seq_len, dtype=torch.int64, device=device)
-        self._stage.micro_batches, self._stage.shares = [ids], [1.0]
+        self._stage.micro_batches, self._stage.shares = [ids] * AT_A_TIME, [1.0] * AT_A_TIME
         self._shape = rows, sizes.seq_len, sizes.dmodel
 
-    def run(self, letters: str, pause: float = 0.0) -> list[float]:
-        """Seconds of each of the actions, which follow on each other, or on a pause: "FB" or "FIW"."""
-        actions = [KINDS[letter](self._index, 0) for letter in letters]
-        for action in actions:
+    def run(self, letters: str, pause: float = 0.0, micro_batches: int = 1) -> list[float]:
+        """Seconds of each of the actions, "FB" or "FIW": the first on all micro-batches, then the next; the means.
+
+        Each follows on the one before, or on a pause.
+        """
+        programs = [[KINDS[letter](self._index, number) for number in range(micro_batches)] for letter in letters]
+        for action in itertools.chain.from_iterable(programs):
             action.prepare(self._stage)
         activations = [] if self._index == 0 else [torch.zeros(*self._shape, device=self._device)]
         gradients = [] if self._stage._loss is not None else [torch.ones(*self._shape, device=self._device)]
         seconds = []
-        for action in actions:
-            received = {"F": activations, "B": gradients, "I": gradients}.get(action.letter, [])
-            if pause:
-                time.sleep(pause)
-            started = now(self._device)
-            action.run(self._stage, *received)
-            seconds.append(now(self._device) - started)
+        for actions in programs:
+            received = {"F": activations, "B": gradients, "I": gradients}.get(actions[0].letter, [])
+            taken = 0.0
+            for action in actions:
+                if pause:
+                    time.sleep(pause)
+                tensors = [tensor.clone() for tensor in received]
+                started = now(self._device)
+                action.run(self._stage, *tensors)
+                taken += now(self._device) - started
+            seconds.append(taken / micro_batches)
         return seconds
 
     def turn(self) -> dict[str, float]:
-        """Seconds of each kind of pass; gradients are added to those that are there, as with several micro-batches."""
-        forward, backward = self.run("FB")
-        again, of_input, of_weights = self.run("FIW")
+        """Seconds of each kind of pass; gradients are added to those that are there, as with several micro-batches.
+
+        Several micro-batches are on their way, as in a run: what a pass left in the caches, others have overwritten.
+        """
+        forward, backward = self.run("FB", micro_batches=AT_A_TIME)
+        again, of_input, of_weights = self.run("FIW", micro_batches=AT_A_TIME)
         return {"F": (forward + again) / 2, "B": backward, "I": of_input, "W": of_weights}
 
 
@@ -218,20 +229,20 @@ class Messages:
     own_seconds: float  # of the latency: the call that sends; the time to copy large messages is neglected
 
 
-def measure_messages(rank: int, peers: tuple[int, int], device: torch.device) -> Messages:
-    """Messages between two ranks; all ranks must call it, and all have the result.
+def measure_messages(rank: int, pairs: Sequence[tuple[int, int]], device: torch.device) -> Messages:
+    """Messages between the ranks of each pair, at once, as the first pair has them; called by all ranks, which have the result.
 
     A rank pauses before it sends, so that the other is asleep when the message comes, as ranks are that wait for one.
     """
     told = torch.zeros(3, dtype=torch.float64, device=device)
     meet("ranks to send messages", device)
-    if rank in peers:
+    for peers in (pair for pair in pairs if rank in pair):
         tensors = [torch.zeros(size_bytes // 4, device=device) for size_bytes in MESSAGE_BYTES]
         queues = traffic.new_queues(peers, 1, tensors[-1].numel(), tensors[-1])
         times, calls = zip(*(_exchange(rank, peers, queues, tensors) for _ in range(2 * ROUNDS)), strict=True)
         told[:2] = torch.tensor([statistics.median(column) for column in zip(*times, strict=True)])
         told[2] = statistics.median(calls)
-    traffic.broadcast(told, "what messages take", kind="control", src=peers[0]).wait()
+    traffic.broadcast(told, "what messages take", kind="control", src=pairs[0][0]).wait()
     latency, whole, own = told.tolist()
     return Messages(Link(latency, MESSAGE_BYTES[1] / max(1e-9, whole - latency)), min(own, latency))
 

@@ -13,6 +13,7 @@ import math
 from collections import Counter
 from dataclasses import dataclass
 
+from distlab.comm.link import Link
 from distlab.comm.layout import Neighbors, pipelines_on_host
 from distlab.planner.layouts import Layout
 from distlab.planner.machine import Machine, Transport, interpolate
@@ -70,9 +71,7 @@ class Placement:
 
     def host_of(self, worker: int) -> int:
         """The host of a worker of the first replica: that of its first rank."""
-        layout = self.layout
-        stride = layout.dp * layout.tp if layout.neighbors == "replicas" else layout.tp
-        return worker * stride // self.per_host
+        return self.layout.first_rank(worker) // self.per_host
 
     def alike(self, worker: int) -> int:
         """How many ranks of a worker's host do what it does at the same time: its slices, and its replicas there."""
@@ -91,16 +90,19 @@ class Placement:
     def message(self, sender: int, receiver: int, size_bytes: float) -> float:
         """Seconds of a message between two workers of the replica for which it takes longest.
 
-        Messages of other replicas and slices that leave the same host share its card.
+        Messages of other replicas and slices that leave the same host share its card; those inside are sent together.
         """
-        link = self.machine.between if self._leaving(sender, receiver) else self.machine.inside
-        return link.latency_seconds + self.carrying(sender, receiver, size_bytes)
+        return self._link(sender, receiver).latency_seconds + self.carrying(sender, receiver, size_bytes)
 
     def carrying(self, sender: int, receiver: int, size_bytes: float) -> float:
         """Seconds of these for which the next message between the two workers has to wait."""
-        ranks = self._leaving(sender, receiver)
-        link = self.machine.between if ranks else self.machine.inside
-        return size_bytes * max(1, ranks) / link.bytes_per_second
+        sharing = max(1, self._leaving(sender, receiver))
+        return size_bytes * sharing / self._link(sender, receiver).bytes_per_second
+
+    def _link(self, sender: int, receiver: int) -> Link:
+        if self._leaving(sender, receiver):
+            return self.machine.between
+        return self.machine.inside_of(self.alike(sender))
 
     def _leaving(self, sender: int, receiver: int) -> int:
         layout = self.layout

@@ -7,11 +7,13 @@ import pytest
 from planner_machines import CLUSTER, SIZES, cluster
 
 from distlab.calibrate import threads_of_ranks, with_earlier
+from distlab.comm.link import Link
 from distlab.planner.machine import AllReduce, Measured, PassSeconds, interpolate, read_machine, write_machine
 from simplellm.errors import InputError
 
 PASSES = PassSeconds((1.0, 2.0), (2.0, 4.0), (1.0, 2.0), (1.0, 2.0))
 MACHINE = cluster(
+    inside_together=(Link(2e-5, 5e10),),
     slowdown=(1.0, 1.25),
     measured=(Measured(SIZES, 1, 1, (1, 2), PASSES, PASSES, PASSES),),
     all_reduces=(AllReduce(2, "shared", (1e6, 4e6), (1e-3, 3e-3)),),
@@ -118,15 +120,20 @@ def test_measuring_again_with_fewer_ranks_keeps_what_more_of_them_took(tmp_path:
     earlier = replace(
         MACHINE,
         slowdown=(1.0, 1.5, 2.0, 3.0),
+        inside_together=(Link(1e-5, 5e10), Link(1e-5, 3e10)),
         all_reduces=(*MACHINE.all_reduces, of_four),
         measured=(*MACHINE.measured, slices),
     )
     path = tmp_path / "machine.json"
     assert with_earlier(MACHINE, path) == MACHINE
     write_machine(earlier, path)
-    now = replace(MACHINE, all_reduces=(AllReduce(2, "shared", (1e6,), (9e-3,)),))
+    of_two_pairs = Link(3e-5, 4e10)
+    now = replace(
+        MACHINE, all_reduces=(AllReduce(2, "shared", (1e6,), (9e-3,)),), inside_together=(of_two_pairs,)
+    )
     again = with_earlier(now, path)
     assert again.slowdown == (1.0, 1.25, 2.0, 3.0)
+    assert again.inside_together == (of_two_pairs, Link(1e-5, 3e10))
     assert again.all_reduces == (*now.all_reduces, of_four)
     assert again.measured == (*MACHINE.measured, slices)
 

@@ -96,6 +96,16 @@ def test_what_was_measured_inside_a_host_replaces_the_formula() -> None:
     assert across.seconds == pytest.approx(2 * SLOW.seconds(5e5))
 
 
+def test_messages_of_several_replicas_of_a_host_take_what_so_many_took_at_once() -> None:
+    together = Link(2e-5, 5e9), Link(3e-5, 4e9)
+    links = {1: FAST, 2: together[0], 3: together[1], 4: together[1]}  # of more, what the most that were measured took
+    for replicas, link in links.items():
+        one_host = placement(2 * replicas, 8, pp=2, inside_together=together)
+        assert one_host.message(0, 1, 1e6) == link.seconds(1e6)
+        assert one_host.carrying(0, 1, 1e6) == 1e6 / link.bytes_per_second
+    assert placement(4, 2, pp=2, tp=2, inside_together=together).message(0, 1, 1e6) == SLOW.seconds(2e6)
+
+
 def test_the_ranks_of_a_host_stand_for_each_other() -> None:
     one_host = placement(8, 8, pp=2, tp=2)
     assert [one_host.host_of(worker) for worker in (0, 1)] == [0, 0]
