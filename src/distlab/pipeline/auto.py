@@ -59,9 +59,14 @@ def read_limit(text: str) -> Limit:
     return limit
 
 
+def stages_in_v(worker: int, workers: int) -> list[int]:
+    """A worker's two stages where micro-batches pass the workers to the last and back, so the first has the loss."""
+    return [worker, 2 * workers - 1 - worker]
+
+
 def placement(workers: int, chunks: int) -> list[list[int]]:
-    """The stages of each worker: one; or two that form a V, so that the first worker also has the last stage."""
-    return [[worker, 2 * workers - 1 - worker][:chunks] for worker in range(workers)]
+    """The stages of each worker: one, or two in a V."""
+    return [stages_in_v(worker, workers)[:chunks] for worker in range(workers)]
 
 
 def keeps_at_most(limit: Limit, programs: Programs, costs: ActionCosts) -> bool:

@@ -31,7 +31,7 @@ from distlab.pipeline.actions import (
     RecomputingBackward,
     RecomputingBackwardInput,
 )
-from distlab.pipeline.auto import Limit, find_programs, keeps_at_most
+from distlab.pipeline.auto import Limit, find_programs, keeps_at_most, stages_in_v
 from distlab.pipeline.plan import simulate
 from simplellm.errors import require
 
@@ -275,7 +275,7 @@ def zb_v(worker: int, workers: int, micro_batches: int) -> list[Action]:
         done.update(turn)
     letters += ["I0", "I1"] * r + ["I0", "W0"] * (p - r)
     letters += [letter for letter in ("W1", "W0") for _ in range(m - letters.count(letter))]
-    actions = _write_out([(letter, 1) for letter in letters], [r, 2 * p - 1 - r])
+    actions = _write_out([(letter, 1) for letter in letters], stages_in_v(worker, workers))
     return [action for action in actions if action.micro_batch < micro_batches]
 
 
@@ -295,7 +295,7 @@ def dualpipe_v(worker: int, workers: int, micro_batches: int) -> list[Action]:
     back = back[: r + 1] + [letter.replace("B", "I") for letter in back[r + 1 :]]
     phases = [("F0", 2 * (p - r - 1)), ("F0 F1", r + 1), ("I1 W F1", p - r - 1), ("F0 B1 F1 B0", m - 2 * p + r + 1)]
     phases += [("B1 F1 B0", p - r - 1), (" ".join(back), 1), ("W I0", p - r - 1), ("W", r + 1)]
-    return _write_out(phases, [r, 2 * p - 1 - r])
+    return _write_out(phases, stages_in_v(worker, workers))
 
 
 def auto(

@@ -9,7 +9,7 @@ from typing import Literal
 
 from distlab.comm.layout import Neighbors
 from distlab.parallel.division import check_division
-from distlab.pipeline.actions import Programs
+from distlab.pipeline.actions import BackwardInput, Programs, stages_of
 from distlab.pipeline.schedules import (
     AUTO,
     DEFAULT_CHUNKS,
@@ -130,6 +130,24 @@ def programs_of(schedule: str, workers: int, micro_batches: int, recompute: bool
     """Every worker's actions in a schedule, with or without recomputation as actions of their own."""
     programs = all_stages(schedule, workers, micro_batches)
     return with_recomputation(programs) if recompute else programs
+
+
+@dataclass(frozen=True)
+class Outline:
+    """What is the same of a schedule for any number of micro-batches."""
+
+    owners: dict[int, int]  # by stage, its worker
+    splits_backward: bool  # some of its backward passes are in two parts
+
+
+@functools.cache
+def outline_of(schedule: str, workers: int) -> Outline:
+    fits = SCHEDULES[schedule].fits
+    fewest = next(count for count in itertools.count(1) if fits(workers, count))
+    programs = all_stages(schedule, workers, fewest)
+    owners = {stage: worker for worker, program in enumerate(programs) for stage in stages_of(program)}
+    kinds = set(map(type, itertools.chain.from_iterable(programs)))
+    return Outline(owners, BackwardInput in kinds)
 
 
 def divisors(number: int) -> list[int]:

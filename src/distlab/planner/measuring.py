@@ -230,7 +230,7 @@ class Messages:
 
 
 def measure_messages(rank: int, pairs: Sequence[tuple[int, int]], device: torch.device) -> Messages:
-    """Messages between the ranks of each pair, at once, as the first pair has them; called by all ranks, which have the result.
+    """Messages between the ranks of each pair, at once; all ranks call it, and have what the first pair measured.
 
     A rank pauses before it sends, so that the other is asleep when the message comes, as ranks are that wait for one.
     """

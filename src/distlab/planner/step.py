@@ -14,7 +14,7 @@ from distlab.pipeline.actions import Action, Programs, Result, stages_of
 from distlab.pipeline.plan import threads_by_plan
 from distlab.planner.costs import Costs
 from distlab.planner.graph import Graph, graph_of
-from distlab.planner.layouts import Layout
+from distlab.planner.layouts import outline_of
 from distlab.planner.model import NUMBER_BYTES
 from distlab.planner.traffic import Collective, Group
 
@@ -396,7 +396,7 @@ def least_seconds(costs: Costs) -> float:
     most, again = 1, layout.recompute == "blocks"
     if machine.device == "cpu":
         most = costs.threads or max(1, machine.cores_per_host // placement.pipelines)
-    is_split = layout.schedule.startswith(("zb", "dualpipe"))  # may have its backward passes in two parts
+    outline = outline_of(layout.schedule, pp)
     alike: dict[tuple[int, ...], list[int]] = {}
     for stage in range(stages):
         alike.setdefault(tuple(costs.parts(stage).values()), []).append(stage)
@@ -413,11 +413,11 @@ def least_seconds(costs: Costs) -> float:
         times = seconds("F", stage), seconds("B", stage), seconds("I", stage), seconds("W", stage)
         for other in same:
             forward[other], weights[other] = times[0], costs.weights(stage)
-            input_[other] = min(times[1], times[2]) if is_split else times[1]
-            whole[other] = min(times[1], times[2] + times[3]) if is_split else times[1]
+            input_[other] = min(times[1], times[2]) if outline.splits_backward else times[1]
+            whole[other] = min(times[1], times[2] + times[3]) if outline.splits_backward else times[1]
     work, path, held = ([0.0] * pp for _ in range(3))  # of each worker: for a micro-batch; weights
     for stage in range(stages):
-        worker = _worker(stage, layout)
+        worker = outline.owners[stage]
         work[worker] += forward[stage] + whole[stage]
         path[worker] += forward[stage] + input_[stage]
         held[worker] += weights[stage]
@@ -432,9 +432,3 @@ def least_seconds(costs: Costs) -> float:
     share = layout.dp if layout.shard != "none" else 1
     update = machine.update_seconds(costs.optimizer) * min(held) / share
     return machine.step_seconds + max(found, micro_batches * min(work) + update)
-
-
-def _worker(stage: int, layout: Layout) -> int:
-    """Which worker holds a stage: in turn, or in a V."""
-    is_v = layout.schedule in ("zb-v", "dualpipe-v") and stage >= layout.pp
-    return 2 * layout.pp - 1 - stage if is_v else stage % layout.pp

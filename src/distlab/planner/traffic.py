@@ -13,8 +13,8 @@ import math
 from collections import Counter
 from dataclasses import dataclass
 
-from distlab.comm.link import Link
 from distlab.comm.layout import Neighbors, pipelines_on_host
+from distlab.comm.link import Link
 from distlab.planner.layouts import Layout
 from distlab.planner.machine import Machine, Transport, interpolate
 

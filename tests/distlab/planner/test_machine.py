@@ -128,9 +128,7 @@ def test_measuring_again_with_fewer_ranks_keeps_what_more_of_them_took(tmp_path:
     assert with_earlier(MACHINE, path) == MACHINE
     write_machine(earlier, path)
     of_two_pairs = Link(3e-5, 4e10)
-    now = replace(
-        MACHINE, all_reduces=(AllReduce(2, "shared", (1e6,), (9e-3,)),), inside_together=(of_two_pairs,)
-    )
+    now = replace(MACHINE, all_reduces=(AllReduce(2, "shared", (1e6,), (9e-3,)),), inside_together=(of_two_pairs,))
     again = with_earlier(now, path)
     assert again.slowdown == (1.0, 1.25, 2.0, 3.0)
     assert again.inside_together == (of_two_pairs, Link(1e-5, 3e10))
