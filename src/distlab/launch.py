@@ -196,6 +196,8 @@ def main() -> NoReturn:
     except InputError as error:
         print(f"# {error}", file=sys.stderr)
         status = 2
+    except BrokenPipeError:  # the reader of the output has exited, as `head` does
+        status = 1
     leave(status)  # a thread of `distlab.rendezvous.nodes` may still be in a call to the store
 
 

@@ -210,6 +210,12 @@ def forked(command: list[str], **_: object) -> SimpleNamespace:
     return SimpleNamespace(returncode=ended.status, stderr=ended.err)
 
 
+def test_a_plan_ends_quietly_when_its_reader_does() -> None:
+    command = shlex.join([sys.executable, "-m", "distlab.launch", "plan", *SMALL, "--ranks", "4", "--machine", CLUSTER])
+    ended = run("bash", "-c", f"{command} | true; exit ${{PIPESTATUS[0]}}", PYTHONPATH=str(LAB / "src"))
+    assert (ended.status, ended.err) == (1, "")
+
+
 def test_a_machine_is_measured_and_a_plan_verified(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
