@@ -9,6 +9,7 @@ others' tensors, and writes the result to them. Where it is part of one over sev
 send each other is counted as a kind of its own, "gradients between hosts".
 """
 
+import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -264,21 +265,32 @@ class Traffic(NamedWaits):
         For what changes its place from call to call, as activations do: it is copied into a buffer of the group's and
         out of it again, if that is in shared memory. All ranks of the group call this with tensors of one size.
         """
-        buffer = self._copied_through(tensor, group)
+        buffer = self._copied_through(tensor.shape, tensor, group)
         combined = tensor.clone(memory_format=torch.contiguous_format) if buffer is None else buffer.copy_(tensor)
         self.all_reduce(combined, what, kind=kind, op=op, group=group).wait()
         return combined if buffer is None else buffer.clone()
 
-    def _copied_through(self, tensor: Tensor, group: Group) -> Tensor | None:
-        """A part, with `tensor`'s shape, of the group's buffer in shared memory; None if it has or needs none."""
-        if not self._is_to_share(tensor.nbytes, tensor, members(group)):
+    def scratch(self, shape: Sequence[int], like: Tensor, group: Group = None) -> Tensor:
+        """A tensor of this shape, of `like`'s dtype and device, for an all-gather or a reduce-scatter; not initialized.
+
+        It is in the buffer that `all_reduced` copies through, if the ranks of the group are on one host and that is in
+        shared memory. So the next call of either uses it again: the collective must have ended by then, and the result
+        been copied. All ranks of the group call this with shapes of one size.
+        """
+        buffer = self._copied_through(shape, like, group) if self._are_on_one_host(members(group)) else None
+        return like.new_empty(shape) if buffer is None else buffer
+
+    def _copied_through(self, shape: Sequence[int], like: Tensor, group: Group) -> Tensor | None:
+        """A part, with this shape, of the group's buffer in shared memory; None if it has or needs none."""
+        elements = math.prod(shape)
+        if not self._is_to_share(elements * like.itemsize, like, members(group)):
             return None
-        key = group, tensor.dtype
+        key = group, like.dtype
         buffer = self._buffers.get(key)
-        if buffer is None or len(buffer) < tensor.numel():
-            buffer = self._buffers[key] = self.new_buffer(tensor.numel(), tensor, group)
+        if buffer is None or len(buffer) < elements:
+            buffer = self._buffers[key] = self.new_buffer(elements, like, group)
         is_shared = self._parts_here(buffer, group)[1] is not None
-        return buffer[: tensor.numel()].view(tensor.shape) if is_shared else None
+        return buffer[:elements].view(torch.Size(shape)) if is_shared else None
 
     def all_gather(self, parts: Tensor, own: Tensor, what: str, *, kind: str, group: Group = None) -> Transfer:
         """Start to collect every rank's `own` (any shape) in `parts` (ranks, *own.shape); `own` may be a row of it."""

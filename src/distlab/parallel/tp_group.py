@@ -62,18 +62,27 @@ class TPGroup:
     def all_gather(self, x: Tensor, what: str, dim: int, length: int) -> Tensor:
         """The ranks' shards, of `shard_sizes(length, size)` along `dim`, concatenated."""
         sizes = shard_sizes(length, self.size)
-        own = _pad(x, dim, sizes[0])
-        parts = own.new_empty(self.size, *own.shape)
+        parts = self._parts_like(x, dim, sizes[0])
+        own = parts[self.group_rank]
+        own.narrow(dim, 0, x.shape[dim]).copy_(x)
         traffic.all_gather(parts, own, self._name(what), kind=f"{self.kind} {what}", group=self.group).wait()
         return torch.cat([part.narrow(dim, 0, size) for part, size in zip(parts, sizes, strict=True)], dim)
 
     def reduce_scatter(self, x: Tensor, what: str, dim: int) -> Tensor:
         """This rank's shard along `dim` of the sum of the ranks' `x`."""
         sizes = shard_sizes(x.shape[dim], self.size)
-        parts = torch.stack([_pad(part, dim, sizes[0]) for part in x.split(sizes, dim)])
+        parts = self._parts_like(x, dim, sizes[0])
+        for part, shard in zip(parts, x.split(sizes, dim), strict=True):
+            part.narrow(dim, 0, shard.shape[dim]).copy_(shard)
         own = torch.empty_like(parts[0])
         traffic.reduce_scatter(own, parts, self._name(what), kind=f"{self.kind} {what}", group=self.group).wait()
         return own.narrow(dim, 0, sizes[self.group_rank])
+
+    def _parts_like(self, x: Tensor, dim: int, length: int) -> Tensor:
+        """Space for a part of each rank, (ranks, *x.shape) but `length` along `dim`: the parts must have one size."""
+        shape = list(x.shape)
+        shape[dim] = length
+        return traffic.scratch([self.size, *shape], x, self.group)
 
     def own_shard(self, x: Tensor, dim: int) -> Tensor:
         """This rank's shard of `x` along `dim`; a view."""
@@ -90,12 +99,6 @@ class TPGroup:
 
     def _name(self, what: str) -> str:
         return f"the {what} of {self.module}"
-
-
-def _pad(x: Tensor, dim: int, length: int) -> Tensor:
-    """`x`, contiguous and padded with zeros to `length`, because the parts of a collective must have equal sizes."""
-    missing, later_dims = length - x.shape[dim], x.dim() - 1 - dim % x.dim()
-    return nn.functional.pad(x, [0, 0] * later_dims + [0, missing]) if missing else x.contiguous()
 
 
 class _LinearMap(torch.autograd.Function):

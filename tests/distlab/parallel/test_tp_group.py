@@ -7,7 +7,7 @@ import torch
 from processes import free_port, process_group, run_ranks
 from torch import Tensor
 
-from distlab.comm.traffic import traffic
+from distlab.comm.traffic import Transport, traffic
 from distlab.parallel.tp_group import (
     LAYERS,
     TPGroup,
@@ -57,9 +57,14 @@ def test_a_rank_alone_gathers_and_scatters_at_once() -> None:
     assert dict(traffic.ledger.messages) == before
 
 
-def exchange(rank: int, ranks: int, port: int) -> None:
-    """Each function on slices of 7 rows, against what one process would compute from all ranks' inputs."""
+def exchange(rank: int, ranks: int, port: int, transport: Transport) -> tuple[list[Tensor], dict[str, int]]:
+    """Each function on slices of 7 rows, against what one process would compute from all ranks' inputs.
+
+    Returns what each function gives forward and backward, and the bytes sent.
+    """
     with process_group(rank, ranks, port):
+        traffic.transport = transport
+        results: list[Tensor] = []
         tp_group, length = TPGroup("a layer", LAYERS), 7
         generator = torch.Generator().manual_seed(0)
         wholes = torch.randn(ranks, 2, length, 4, generator=generator)  # what each rank has before the function
@@ -70,11 +75,11 @@ def exchange(rank: int, ranks: int, port: int) -> None:
         whole, factor = wholes[rank], factors[rank]
         cases: list[tuple[Callable[[Tensor], Tensor], Tensor, Tensor, Tensor, Tensor]] = [
             # the function, its input and what it gives; the gradient of that and what it gives
-            (lambda x: copy_to(x, tp_group), whole, whole, factor, total_factor),
-            (lambda x: reduce_from(x, tp_group), whole, total, factor, factor),
             (lambda x: gather(x, tp_group, length, dim=1), wholes[0][mine], wholes[0], factors[0], factors[0][mine]),
             (lambda x: gather_to(x, tp_group, length), wholes[0][mine], wholes[0], factor, total_factor[mine]),
             (lambda x: reduce_scatter(x, tp_group), whole, total[mine], factors[0][mine], factors[0]),
+            (lambda x: copy_to(x, tp_group), whole, whole, factor, total_factor),
+            (lambda x: reduce_from(x, tp_group), whole, total, factor, factor),
         ]
         for function, x, y, grad_y, grad_x in cases:
             own, grad = x.clone().requires_grad_(), grad_y.clone()
@@ -84,8 +89,16 @@ def exchange(rank: int, ranks: int, port: int) -> None:
             torch.testing.assert_close(own.grad, grad_x)
             assert torch.equal(own, x), "the input is unchanged"
             assert torch.equal(grad, grad_y), "the gradient is unchanged"
+            assert own.grad is not None
+            results += [result.detach(), own.grad]
+        assert traffic.shares_memory == (transport == "shared" and ranks > 1)
+        return results, dict(traffic.ledger.sent_bytes)
 
 
-@pytest.mark.parametrize("ranks", [1, 3])
-def test_functions_forward_and_backward(ranks: int) -> None:
-    run_ranks(ranks, exchange, ranks, free_port())
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_functions_forward_and_backward_over_gloo_and_in_shared_memory(ranks: int) -> None:
+    over_gloo, shared = (run_ranks(ranks, exchange, ranks, free_port(), transport) for transport in ("gloo", "shared"))
+    for (results, sent_bytes), (same, same_bytes) in zip(over_gloo, shared, strict=True):
+        for result, other in zip(results[:-4], same[:-4], strict=True):  # all but the all-reduces'
+            torch.testing.assert_close(result, other, rtol=0, atol=0)
+        assert sent_bytes == same_bytes
