@@ -187,15 +187,15 @@ class SharedAllReduce(SharedReduce):
 
 
 class SharedBroadcast(SharedCollective):
-    """Every rank copies what lies in the first part, (elements,), into its own."""
+    """Every rank copies what lies in the part of one rank of the group, (elements,), into its own."""
 
-    def __init__(self, memory: SharedMemory, parts: list[Tensor]) -> None:
-        self._first, self._own = parts[0], parts[memory.rank]
+    def __init__(self, memory: SharedMemory, parts: list[Tensor], source: int = 0) -> None:
+        self._source, self._own = parts[source], parts[memory.rank]
         super().__init__(memory)
 
     def _do_share(self) -> None:
-        if self._memory.rank > 0:
-            self._own.copy_(self._first)
+        if self._own is not self._source:
+            self._own.copy_(self._source)
 
 
 class SharedReduceScatter(SharedCollective):

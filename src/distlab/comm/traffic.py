@@ -29,6 +29,7 @@ from distlab.comm.queues import SharedQueue, accepted_queue, offered_queue
 from distlab.comm.shared import (
     SharedAllGather,
     SharedAllReduce,
+    SharedBroadcast,
     SharedCollective,
     SharedMemory,
     SharedReduceScatter,
@@ -344,7 +345,10 @@ class Traffic(NamedWaits):
     def broadcast(
         self, tensor: Tensor, what: str, *, kind: str, src: int | None = None, group: Group = None
     ) -> Transfer:
-        """Start to copy rank `src`'s `tensor` (any shape) into every rank's; by default, the group's first rank's."""
+        """Start to copy rank `src`'s `tensor` (any shape) into every rank's; by default, the group's first rank's.
+
+        In shared memory, no rank has it before all of them wait, as with `all_reduce`.
+        """
         ranks = members(group)
         if len(ranks) == 1:
             return self._complete(tensor, what)
@@ -352,7 +356,10 @@ class Traffic(NamedWaits):
         self.ledger.count(kind, tensor.nbytes if rank() == src else 0)
         carried = staged(tensor)
         wait = self._collective(f"{what} of {self.describe(src)}", ranks)
-        begin = partial(dist.broadcast, carried, src=src, group=group, async_op=True)
+        begin: Callable[[], Work | None] = partial(dist.broadcast, carried, src=src, group=group, async_op=True)
+        shared = self._shared_parts(carried, group)
+        if shared is not None:
+            begin = partial(SharedBroadcast, *shared, ranks.index(src))
         return self._start(wait, begin, tensor, carried)
 
     def send(

@@ -83,8 +83,8 @@ def test_all_ranks_have_the_sums_in_the_order_of_the_ranks(world_size: int) -> N
             torch.testing.assert_close(own, promised, rtol=0, atol=0)
 
 
-def scatter_and_gather(rank: int, world_size: int, port: int) -> None:
-    """Reduce-scatters and all-gathers, of and into shared memory or not, have the bits that are promised."""
+def pass_on(rank: int, world_size: int, port: int) -> None:
+    """Reduce-scatters, all-gathers and broadcasts, in shared memory or not, have the bits that are promised."""
     ranks = range(world_size)
     with process_group(rank, world_size, port):
         traffic.transport = "shared"
@@ -106,13 +106,19 @@ def scatter_and_gather(rank: int, world_size: int, port: int) -> None:
                         own.copy_(rows[rank][0])
                         traffic.all_gather(parts, own, "the rows", kind="weights").wait()
                         assert torch.equal(parts, torch.stack([rows[sender][0] for sender in ranks]))
+                for own in (source, torch.empty(elements, dtype=dtype)):
+                    for sender in ranks:
+                        own.copy_(rows[rank][0])
+                        traffic.broadcast(own, "a row", kind="a row of each", src=sender).wait()
+                        assert torch.equal(own, rows[sender][0])
         sent_bytes = traffic.ledger.sent_bytes
         assert sent_bytes["gradients"] * 3 == sent_bytes["weights"] * 2 or world_size == 1, "four and six of each"
+        assert sent_bytes["a row of each"] * 3 * (world_size - 1) == sent_bytes["weights"], "two of each rank"
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 5])
-def test_reduce_scatter_and_all_gather_are_those_over_gloo_to_the_last_bit(world_size: int) -> None:
-    run_ranks(world_size, scatter_and_gather, world_size, free_port())
+def test_reduce_scatter_all_gather_and_broadcast_are_those_over_gloo_to_the_last_bit(world_size: int) -> None:
+    run_ranks(world_size, pass_on, world_size, free_port())
 
 
 def reduce_in_another_order(rank: int, port: int) -> list[float]:
@@ -131,6 +137,8 @@ def reduce_in_another_order(rank: int, port: int) -> list[float]:
             third[:] = rank
             traffic.all_reduce(third, "a sum", kind="gradients", group=pair).wait()
             result.append(third[2].item())
+            traffic.broadcast(third.fill_(rank), "a number", kind="weights", src=2, group=pair).wait()
+            assert third.tolist() == [2, 2, 2]
         assert traffic.ledger.messages["gradients"] == 2 + (rank != 1)
         return result
 
@@ -315,6 +323,7 @@ def fail(rank: int, port: int, failing: int, collective: str, is_silent: bool, i
         "all-reduce": partial(traffic.all_reduce, parts),
         "reduce-scatter": partial(traffic.reduce_scatter, parts[rank], parts),
         "all-gather": partial(traffic.all_gather, parts, parts[rank]),
+        "broadcast of rank 1": partial(traffic.broadcast, parts, src=1),
     }
     if is_silent:
         traffic.timeout_seconds = 1
@@ -342,17 +351,21 @@ def fail(rank: int, port: int, failing: int, collective: str, is_silent: bool, i
         (0, "all-reduce", True, False),
         (1, "all-reduce", True, False),
         (2, "all-reduce", True, False),
+        (0, "broadcast of rank 1", True, True),
+        (1, "broadcast of rank 1", False, False),
+        (2, "broadcast of rank 1", True, False),
     ],
 )
 def test_a_wait_ends_with_the_usual_sentence(failing: int, collective: str, is_begun: bool, is_silent: bool) -> None:
     why = "no answer" if is_silent else "a rank has exited"
+    whose = collective.removeprefix("broadcast") if collective.startswith("broadcast") else ""
     for rank, (sentence, seconds) in enumerate(
         run_ranks(3, fail, free_port(), failing, collective, is_silent, is_begun)
     ):
         if rank != failing:
             peers = " and ".join(str(peer) for peer in range(3) if peer != rank)
             assert sentence.startswith(f"rank {rank} waited ")
-            assert f" s for the gradients of bucket 7 from ranks {peers}: {why}" in sentence
+            assert f" s for the gradients of bucket 7{whose} from ranks {peers}: {why}" in sentence
             assert seconds < 5
 
 
