@@ -34,7 +34,7 @@ from distlab.comm.processes import end_with_parent
 from distlab.pipeline.actions import KINDS, Action
 from distlab.planner.costs import Costs
 from distlab.planner.machine import Machine
-from distlab.planner.measuring import BLOCKS, Passes, build
+from distlab.planner.measuring import AT_A_TIME, BLOCKS, Passes, build
 from distlab.planner.model import Sizes
 from distlab.reports.memory import read_largest
 from distlab.run.logs import peak_memory_bytes
@@ -144,12 +144,12 @@ def run_reference(pipe: Connection, sizes: Sizes) -> None:
     keep_freed_memory()  # as ranks do
     net = build(LLamaStage, sizes, BLOCKS, 1, torch.device("cpu"))
     passes = Passes(net, sizes, REFERENCE_ROWS, sizes.vocab_size)
-    passes.run("FB")
+    passes.run("FB", micro_batches=AT_A_TIME)
     while True:
         count, started = pipe.recv(), time.perf_counter()
         for _ in range(count):
-            passes.run("FB")
-        pipe.send((time.perf_counter() - started) / count)
+            passes.run("FB", micro_batches=AT_A_TIME)
+        pipe.send((time.perf_counter() - started) / count / AT_A_TIME)
 
 
 class Children:
@@ -211,7 +211,7 @@ def measure(cases: Sequence[Case], machine: Machine, sizes: Sizes, turns: int, p
         try:
             count = 0
             if any(case.asleep is None for case in cases):
-                count = max(1, round(REFERENCE_SECONDS / expected_reference(machine, sizes)))
+                count = max(1, round(REFERENCE_SECONDS / AT_A_TIME / expected_reference(machine, sizes)))
                 for _ in range(machine.cores_per_host):
                     references.add(run_reference, sizes)
             for number, case in enumerate(cases):
