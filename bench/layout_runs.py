@@ -2,8 +2,8 @@
 
 The ranks are forks that run the chapter's own script, on random tokens. Between its steps the reference runs: passes of
 blocks on all cores at once, whose time the machine's file says. Both are slow when the computer is, and measured times
-are divided by how slow the reference was. In the layouts "asleep" an action computes next to nothing, and then sleeps
-until it has taken what it should.
+are divided by how slow the reference was. What each of them does first in a turn, with cold caches, does not count. In
+the layouts "asleep" an action computes next to nothing, and then sleeps until it has taken what it should.
 """
 
 import functools
@@ -49,7 +49,7 @@ LAB = Path(__file__).resolve().parents[1]
 SCRIPT = "hybrid/intro_hybrid.py"
 
 WARM_UP = 2  # steps
-IN_A_ROW = 2  # steps of a turn; the reference runs before and after them
+IN_A_ROW = 3  # steps of a turn; the reference runs before and after them. The first finds cold caches, and is left out
 SECONDS_TO_SETTLE = 0.03
 REFERENCE_SECONDS = 0.08  # about as long does the reference run at a time
 REFERENCE_ROWS = 8  # sequences of its passes: what slows small products is not what slows large ones
@@ -146,7 +146,9 @@ def run_reference(pipe: Connection, sizes: Sizes) -> None:
     passes = Passes(net, sizes, REFERENCE_ROWS, sizes.vocab_size)
     passes.run("FB", micro_batches=AT_A_TIME)
     while True:
-        count, started = pipe.recv(), time.perf_counter()
+        count = pipe.recv()
+        passes.run("FB", micro_batches=AT_A_TIME)
+        started = time.perf_counter()
         for _ in range(count):
             passes.run("FB", micro_batches=AT_A_TIME)
         pipe.send((time.perf_counter() - started) / count / AT_A_TIME)
@@ -244,9 +246,9 @@ def measure(cases: Sequence[Case], machine: Machine, sizes: Sizes, turns: int, p
 
 
 def keep_times(record: Record, times: Sequence[tuple[float, ...]]) -> None:
-    """Keep the mean of each turn's steps."""
+    """Keep the mean of each turn's steps but the first."""
     for first in range(WARM_UP, len(times), IN_A_ROW):
-        columns = zip(*times[first : first + IN_A_ROW], strict=True)
+        columns = zip(*times[first + 1 : first + IN_A_ROW], strict=True)
         for values, column in zip((record.steps, record.waited, record.in_collectives), columns, strict=True):
             values.append(statistics.fmean(column))
 
