@@ -14,6 +14,9 @@ from distlab.planner.model import ID_BYTES, NUMBER_BYTES, PARTS, share
 MOMENTS = {"adam": 2, "adamw": 2, "sgd": 0}  # tensors of the optimizer for each weight
 # What an allocator keeps of freed memory, for each byte that is held: measured by bench/planner.py on CPUs only.
 KEPT_OF_FREED = {"cpu": 0.25, "cuda": 0.0}
+# Buffers of the logits' size besides those that a backward pass needs: their gradient, and on CPUs the logits, which
+# are freed before, but smaller tensors then lie in their place.
+OF_LOGITS = {"cpu": 2, "cuda": 1}
 
 
 @dataclass(frozen=True)
@@ -59,10 +62,11 @@ def held(costs: Costs, worker: int) -> Held:
 def process_bytes(costs: Costs, worker: int, holds: Held) -> float:
     """What the process of such a rank needs at the peak, or takes of its GPU's memory."""
     layout, sizes, machine = costs.layout, costs.model.sizes, costs.machine
-    gradient_of_logits = 0
+    of_logits = 0
     if any(costs.parts(stage)["head"] for stage in stages_of(layout.programs()[worker])):
-        gradient_of_logits = layout.rows * sizes.seq_len * share(sizes.vocab_size, layout.tp) * NUMBER_BYTES
-    return machine.process_bytes + (holds.total + gradient_of_logits) * (1 + KEPT_OF_FREED[machine.device])
+        logits_bytes = layout.rows * sizes.seq_len * share(sizes.vocab_size, layout.tp) * NUMBER_BYTES
+        of_logits = OF_LOGITS[machine.device] * logits_bytes
+    return machine.process_bytes + (holds.total + of_logits) * (1 + KEPT_OF_FREED[machine.device])
 
 
 def share_of_rank(machine: Machine, ranks: int) -> float:
