@@ -77,7 +77,7 @@ class Machine:
     optimizer_seconds: float = 0.0  # to update one weight with Adam
     sgd_seconds: float = 0.0  # the same with SGD; 0: not measured, taken to be as many
     message_seconds: float = 0.0  # for which a message keeps its sender, and its receiver, from computing
-    waking_seconds: float = 0.0  # that a pass takes longer if its rank has waited before it
+    waking_seconds: float = 0.0  # that a pass takes longer after a wait or a message
     spin_seconds: float = 0.0  # for which the further threads of a rank keep a core after they have computed
     process_bytes: float = 0.0  # of a rank that holds nothing
     # What each of 1, 2, … ranks that compute at once takes, as a multiple of what one takes alone. Beyond these, and

@@ -49,6 +49,7 @@ IN_A_ROW = 4  # collectives
 PRODUCTS = 2  # of matrices before each, some milliseconds
 PAUSE = 2e-3  # seconds
 TURNS_WITH_PAUSES = 30
+BYTES_OF_OTHERS = 4_000_000  # used by messages, other stages and other ranks between two passes; more than an L2 cache
 SECONDS_OF_SPINNING = 0.1  # at most
 MATRIX_ROWS = 256
 
@@ -65,10 +66,10 @@ class Passes:
         self._stage.micro_batches, self._stage.shares = [ids] * AT_A_TIME, [1.0] * AT_A_TIME
         self._shape = rows, sizes.seq_len, sizes.dmodel
 
-    def run(self, letters: str, pause: float = 0.0, micro_batches: int = 1) -> list[float]:
+    def run(self, letters: str, before: Callable[[], object] = lambda: None, micro_batches: int = 1) -> list[float]:
         """Seconds of each of the actions, "FB" or "FIW": the first on all micro-batches, then the next; the means.
 
-        Each follows on the one before, or on a pause.
+        `before` is called before each of them, and not timed.
         """
         programs = [[KINDS[letter](self._index, number) for number in range(micro_batches)] for letter in letters]
         for action in itertools.chain.from_iterable(programs):
@@ -80,8 +81,7 @@ class Passes:
             received = {"F": activations, "B": gradients, "I": gradients}.get(actions[0].letter, [])
             taken = 0.0
             for action in actions:
-                if pause:
-                    time.sleep(pause)
+                before()
                 tensors = [tensor.clone() for tensor in received]
                 started = now(self._device)
                 action.run(self._stage, *tensors)
@@ -212,13 +212,19 @@ def measure_spinning(threads: int) -> float:
 
 
 def measure_waking(sizes: Sizes) -> float:
-    """Seconds that a pass takes longer if its rank has slept before it, as ranks do that wait for a message."""
+    """Seconds that a pass takes longer after a message: its rank has slept, and its caches hold other things."""
     passes = Passes(build(LLamaStage, sizes, BLOCKS, 1, torch.device("cpu")), sizes, 1, sizes.vocab_size)
-    seconds: dict[float, list[float]] = {0.0: [], PAUSE: []}
-    for pause in [*seconds] * TURNS_WITH_PAUSES:
-        seconds[pause].append(statistics.fmean(passes.run("FB", pause)))
-    at_once, after_a_pause = map(statistics.median, seconds.values())
-    return max(0.0, after_a_pause - at_once)
+    others = torch.zeros(BYTES_OF_OTHERS // 4)
+
+    def wait() -> None:
+        time.sleep(PAUSE)
+        others.add_(1)
+
+    at_once, after_a_wait = list[float](), list[float]()
+    for _ in range(TURNS_WITH_PAUSES):
+        at_once.append(statistics.fmean(passes.run("FB")))
+        after_a_wait.append(statistics.fmean(passes.run("FB", wait)))
+    return max(0.0, statistics.median(after_a_wait) - statistics.median(at_once))
 
 
 @dataclass(frozen=True)

@@ -54,7 +54,7 @@ class Hosts:
     slowdown: Callable[[float], float]  # busy ranks of a host -> what each takes, as a multiple
     cores: int = 1
     spin_seconds: float = 0.0  # that the further threads of a rank use a core after they have computed
-    waking_seconds: float = 0.0  # that work takes longer if its rank has waited before it
+    waking_seconds: float = 0.0  # that work takes longer after a wait or a message
     load: Counter[int] = field(default_factory=Counter)  # by host, ranks and threads that compute now
 
     def multiple(self, host: int, threads: int) -> float:
@@ -150,7 +150,8 @@ def play(
         if work.threads > 1 and threads[count + worker]:  # they spin no longer
             end(count + worker, now)
         has_waited = bool(ends[worker]) and now > ends[worker][-1]
-        begin(worker, work.seconds + hosts.waking_seconds * has_waited, work.threads, now)
+        has_message = any(owners[result.stage] != worker for result in work.needs)
+        begin(worker, work.seconds + hosts.waking_seconds * (has_waited or has_message), work.threads, now)
         alone[worker] += begun[worker]
 
     while events:
@@ -205,7 +206,9 @@ def play_undisturbed(
         start = free[worker]
         for index, sender in move.needs:
             start = max(start, sent[index] + transfer[sender, worker])
-        free[worker] = end = set_out = start + seconds[move.kind] + waking_seconds * (start > free[worker])
+        free[worker] = end = set_out = (
+            start + seconds[move.kind] + waking_seconds * (start > free[worker] or bool(move.needs))
+        )
         for receiver in move.receivers:
             link = worker, receiver
             set_out = max(end, next_one[link])

@@ -117,6 +117,16 @@ def test_a_pass_takes_longer_if_its_rank_has_waited(slowdown: tuple[float, ...])
     assert later.sharing == pytest.approx(at_once.sharing)
 
 
+def test_a_pass_takes_longer_after_a_message_that_was_there_before() -> None:
+    hosts = Hosts([0, 1], [1, 1], lambda busy: 1.0, waking_seconds=1.0)
+    works = [
+        [Work(seconds, 1, action, tuple(action.needs(2))) for action in (Forward(stage, 0), Forward(stage, 1))]
+        for stage, seconds in enumerate((1.0, 3.0))
+    ]
+    played = play(works, hosts, lambda *_: 0.0, {0: 0, 1: 1})
+    assert played.ends == [[1, 2], [5, 9]]
+
+
 def test_a_message_waits_for_the_one_that_was_sent_before_it() -> None:
     """A message keeps the link busy for 3 of the 5 seconds that it takes; the second is computed after 2 seconds."""
     hosts = Hosts([0, 1], [1, 1], lambda busy: 1.0)
