@@ -38,8 +38,8 @@ def test_ends_as_an_interpreter_does(end: str, status: int, tmp_path: Path, capf
 
 
 def as_in_a_terminal() -> None:
-    """A shell ignores these in what it starts in the background, and all that this starts ignores them too."""
-    for number in (signal.SIGINT, signal.SIGQUIT):
+    """A shell ignores these in what it starts in the background, nohup the last, and all that this starts does, too."""
+    for number in (signal.SIGINT, signal.SIGQUIT, signal.SIGHUP):
         signal.signal(number, signal.SIG_DFL)
 
 
