@@ -173,6 +173,20 @@ def test_ending_the_launcher_leaves_no_process_behind(sent: signal.Signals, to_a
             os.killpg(launcher.pid, signal.SIGKILL)
 
 
+def test_a_run_under_nohup_outlives_its_terminal(tmp_path: Path) -> None:
+    steps = 600
+    launcher = start("nohup", "./launch.sh", "dp-ga", *TINY, "--steps", str(steps), "--out", tmp_path)
+    try:
+        assert wait_for(lambda: steps_taken(tmp_path) > 0), "training began"
+        os.killpg(launcher.pid, signal.SIGHUP)  # what a terminal does that closes
+        assert steps_taken(tmp_path) < steps
+        assert finish(launcher, 60).status == 0
+        assert steps_taken(tmp_path) == steps
+    finally:
+        if launcher.poll() is None:
+            os.killpg(launcher.pid, signal.SIGKILL)
+
+
 @pytest.mark.parametrize(
     ("command", "sentence"),
     [

@@ -6,6 +6,8 @@ from typing import Any, Protocol
 import torch.distributed as dist
 from torch import Tensor
 
+Group = dist.ProcessGroup | None  # None: all ranks
+
 
 class Endpoint(Protocol):
     """One rank's connection to all ranks. The module `torch.distributed` itself is an endpoint for its process group.
@@ -75,6 +77,6 @@ def rank() -> int:
     return dist.get_rank() if dist.is_initialized() else 0
 
 
-def members(group: dist.ProcessGroup | None) -> Sequence[int]:
+def members(group: Group) -> Sequence[int]:
     """The ranks of `group`. With None: all ranks, or only rank 0 if there is no process group."""
     return range(world_size()) if group is None else dist.get_process_group_ranks(group)

@@ -89,9 +89,11 @@ def _become(script: Sequence[str], environment: Mapping[str, str]) -> NoReturn:
         if "RANK" in environment:
             Path("/proc/self/comm").write_text(f"rank {environment['RANK']}")  # for ps -o comm, top, py-spy
         for number in signal.Signals:
-            with contextlib.suppress(OSError, ValueError):  # SIGKILL and SIGSTOP have no handler
-                signal.signal(number, signal.SIG_DFL)
-        signal.signal(signal.SIGINT, signal.default_int_handler)
+            if signal.getsignal(number) is not signal.SIG_IGN:  # what nohup ignores stays so
+                with contextlib.suppress(OSError, ValueError):  # SIGKILL and SIGSTOP have no handler
+                    signal.signal(number, signal.SIG_DFL)
+        if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
         for number in (signal.SIGPIPE, signal.SIGXFSZ):  # as Python has them
             signal.signal(number, signal.SIG_IGN)
         logging.disable(logging.NOTSET)

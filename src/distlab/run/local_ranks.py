@@ -27,7 +27,8 @@ from distlab.run.settings import RunSettings
 from simplellm.errors import InputError
 
 DEFAULT_PORT = 29500  # where node 0 listens, when there are several machines
-ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # signals that ask a launcher to end
+ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGQUIT, signal.SIGHUP)  # signals that ask a launcher to end
+AGENT_HANDLES = "TORCHELASTIC_SIGNALS_TO_HANDLE"  # read by torchrun's agent when it starts the ranks
 SECONDS_TO_END = 4  # after SIGTERM, when a rank has failed; a stopped process does not react to it
 
 
@@ -39,14 +40,17 @@ def run_ranks(script: Path, args: list[str], settings: RunSettings, nodes: Nodes
     why.
     """
     logging.disable()  # torchrun's agent logs many lines for what is one line here
-    os.environ |= {"LAB_LAUNCHER": str(os.getpid()), LAUNCHED_AS: shlex.join(sys.argv[1:])}
+    # nohup ignores the signal of a terminal that closes, for what it starts; torchrun's agent would handle it.
+    ending = [sent for sent in ENDING if sent is not signal.SIGHUP or signal.getsignal(sent) is not signal.SIG_IGN]
+    handled = ",".join(sent.name for sent in ending)
+    os.environ |= {"LAB_LAUNCHER": str(os.getpid()), LAUNCHED_AS: shlex.join(sys.argv[1:]), AGENT_HANDLES: handled}
     take_over_output(0, has_terminal=True)  # so that it prints above a status line that a rank may have left
     port = settings.master_port or (0 if len(nodes.ranks_of) == 1 else DEFAULT_PORT)
     rendezvous: NodeRendezvous | None = None  # None until this launcher has found that of node 0
     status, sentence, cause = 0, "", ""  # the cause is reported to the other machines
     with tempfile.TemporaryDirectory() as errors:
         try:
-            for sent in ENDING:  # torchrun's agent does the same, but only after it has started the ranks
+            for sent in ending:  # torchrun's agent does the same, but only after it has started the ranks
                 signal.signal(sent, raise_signal)
             rendezvous = NodeRendezvous(nodes, settings.master_addr, port, settings.timeout, max_restarts, say)
             spec = WorkerSpec(
@@ -61,7 +65,7 @@ def run_ranks(script: Path, args: list[str], settings: RunSettings, nodes: Nodes
             try:
                 failures = Agent(spec, errors, SECONDS_TO_END, forks=can_fork(settings.device)).run().failures
             finally:
-                for sent in ENDING:  # the ranks have ended: a signal may now end the wait for the other machines
+                for sent in ending:  # the ranks have ended: a signal may now end the wait for the other machines
                     signal.signal(sent, signal.SIG_DFL)
             if failures:
                 status, sentence, is_cause = root_cause(failures, Grid.of(0, settings.layout, settings.held))

@@ -2,7 +2,6 @@
 
 import itertools
 import json
-from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,7 +19,7 @@ from distlab.planner.costs import Costs
 from distlab.planner.layouts import RECOMPUTE, SHARDS, Layout, default_split
 from distlab.planner.machine import AllReduce, Machine, Measured, PassSeconds, write_machine
 from distlab.planner.model import Model
-from distlab.planner.step import BUCKET_BYTES, LOSS_BYTES, Hosts, Step, Work, least_seconds, play, predict, sent_bytes
+from distlab.planner.step import BUCKET_BYTES, LOSS_BYTES, Step, least_seconds, predict, sent_bytes
 from distlab.run.settings import parse
 
 NAMES = [name for name in SCHEDULES if name != "auto"]
@@ -60,29 +59,6 @@ def test_ranks_beyond_the_cores_share_them() -> None:
     assert predict(Costs(two_cores, MODEL, layout(pp=1, dp=2))).sharing == pytest.approx(0)
 
 
-def test_speed_changes_when_another_rank_begins_and_ends() -> None:
-    """Worker 0 works alone for a second, then beside worker 1, then alone again."""
-    hosts = Hosts([0, 0], [1, 1], lambda busy: max(1.0, busy))
-    played = play([[Work(4.0)], [Work(1.0)]], hosts, lambda *_: 0.0, {})
-    assert [line[0] for line in played.ends] == [5.0, 2.0]
-    apart = play([[Work(4.0)], [Work(1.0)]], replace(hosts, of=[0, 1]), lambda *_: 0.0, {})
-    assert [line[0] for line in apart.ends] == [4.0, 1.0]
-
-
-def test_threads_that_spin_slow_the_threads_of_the_next_rank() -> None:
-    """Two ranks take turns on two cores, with two threads each."""
-    hosts = Hosts([0, 0], [1, 1], lambda busy: max(1.0, busy / 2), cores=2, spin_seconds=0.5)
-    ends = play([[Work(4.0, threads=2)], [Work(0.0), *[Work(4.0, threads=2)]]], hosts, lambda *_: 0.0, {}).ends
-    assert max(line[-1] for line in ends) == 8.0  # at the same time: each has half of the cores
-    first, second = Forward(0, 0), Forward(1, 0)
-    works = [[Work(4.0, 2, first)], [Work(4.0, 2, second, tuple(second.needs(2)))]]
-    after = play(works, replace(hosts, load=Counter()), lambda *_: 0.0, {0: 0, 1: 1})
-    # Three threads on two cores: spinning takes 1.5 times as long, while the second rank computes at half its speed.
-    assert [line[-1] for line in after.ends] == [4.0, pytest.approx(8.0 + 0.5 * 1.5 / 2)]
-    again = [[Work(4.0, 2, first), Work(4.0, 2)], [Work(0.0)]]
-    assert play(again, replace(hosts, load=Counter()), lambda *_: 0.0, {0: 0, 1: 1}).makespan == 8.0
-
-
 def test_threads_that_were_asked_for_are_those_of_every_action() -> None:
     machine = cluster(cores_per_host=2, device="cpu")
     alone = Costs(machine, MODEL, layout(pp=1))
@@ -117,27 +93,8 @@ def test_a_pass_takes_longer_if_its_rank_has_waited(slowdown: tuple[float, ...])
     assert later.sharing == pytest.approx(at_once.sharing)
 
 
-def test_a_pass_takes_longer_after_a_message_that_was_there_before() -> None:
-    hosts = Hosts([0, 1], [1, 1], lambda busy: 1.0, waking_seconds=1.0)
-    works = [
-        [Work(seconds, 1, action, tuple(action.needs(2))) for action in (Forward(stage, 0), Forward(stage, 1))]
-        for stage, seconds in enumerate((1.0, 3.0))
-    ]
-    played = play(works, hosts, lambda *_: 0.0, {0: 0, 1: 1})
-    assert played.ends == [[1, 2], [5, 9]]
-
-
-def test_a_message_waits_for_the_one_that_was_sent_before_it() -> None:
-    """A message keeps the link busy for 3 of the 5 seconds that it takes; the second is computed after 2 seconds."""
-    hosts = Hosts([0, 1], [1, 1], lambda busy: 1.0)
-    works = [
-        [Work(1.0, 1, action, tuple(action.needs(2))) for action in (Forward(stage, 0), Forward(stage, 1))]
-        for stage in (0, 1)
-    ]
-    played = play(works, hosts, lambda *_: 5.0, {0: 0, 1: 1}, carrying=lambda *_: 3.0)
-    assert played.ends == [[1.0, 2.0], [7.0, 10.0]]
-    # Where messages take much longer than passes, a step of GPipe takes what the link carries: all activations, and
-    # then all their gradients.
+def test_a_slow_link_decides_what_a_step_takes() -> None:
+    """A step of GPipe takes what the link carries: all activations, and then all their gradients."""
     slow = Costs(cluster(inside=Link(0.0, 1e3)), MODEL, layout("gpipe", micro_batches=4))
     assert predict(slow).seconds == pytest.approx(2 * 4 * slow.message_bytes / 1e3, rel=0.01)
 

@@ -37,18 +37,20 @@ def test_ends_as_an_interpreter_does(end: str, status: int, tmp_path: Path, capf
     )
 
 
-def as_in_a_terminal() -> None:
-    """A shell ignores these in what it starts in the background, nohup the last, and all that this starts does, too."""
-    for number in (signal.SIGINT, signal.SIGQUIT, signal.SIGHUP):
-        signal.signal(number, signal.SIG_DFL)
-
-
-def test_has_the_signals_of_an_interpreter(tmp_path: Path) -> None:
+@pytest.mark.parametrize("handler", [signal.SIG_DFL, signal.SIG_IGN])
+def test_has_the_signals_of_an_interpreter(handler: signal.Handlers, tmp_path: Path) -> None:
+    """A shell ignores some in what it starts in the background, and nohup ignores another; forks ignore them, too."""
     text = "import signal; open({!r}, 'w').write(repr([(n, signal.getsignal(n)) for n in sorted(signal.Signals)]))"
     by_fork, by_interpreter = tmp_path / "fork", tmp_path / "interpreter"
-    assert fork(tmp_path, text.format(str(by_fork))).wait(20) == 0
     asked = [sys.executable, "-c", text.format(str(by_interpreter))]
-    subprocess.run(asked, check=True, timeout=20, preexec_fn=as_in_a_terminal)
+    of_shells = (signal.SIGINT, signal.SIGQUIT, signal.SIGHUP)
+    before = [signal.signal(number, handler) for number in of_shells]
+    try:
+        assert fork(tmp_path, text.format(str(by_fork))).wait(20) == 0
+        subprocess.run(asked, check=True, timeout=20)
+    finally:
+        for number, own in zip(of_shells, before, strict=True):
+            signal.signal(number, own)
     fork_has, interpreter_has = (re.sub(" at 0x[0-9a-f]+", "", path.read_text()) for path in (by_fork, by_interpreter))
     assert fork_has == interpreter_has
 
