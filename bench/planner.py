@@ -144,7 +144,7 @@ def costs_of(name: str, machine: Machine, machine_file: Path) -> Costs:
     ranks = costs.layout.ranks
     free = Machine(
         **{**vars(costs.machine), "cores_per_host": 1, "slowdown": (1.0,) * ranks, "measured": (passes,)}
-        | {"waking_seconds": 0.0, "optimizer_seconds": 0.0, "sgd_seconds": 0.0}
+        | {"waking": (), "optimizer_seconds": 0.0, "sgd_seconds": 0.0}
     )
     return replace(costs, machine=free)
 

@@ -127,7 +127,7 @@ def calibrate(run: Run[CalibrateSettings]) -> None:
         optimizer_seconds=update,
         sgd_seconds=with_sgd,
         message_seconds=own_seconds,
-        waking_seconds=measuring.measure_waking(sizes) if is_cpu else 0.0,
+        waking=measuring.measure_waking(sizes) if is_cpu else (),
         spin_seconds=spinning,
         slowdown=slowdown,
         inside_together=tuple(links[len(peers) :]),

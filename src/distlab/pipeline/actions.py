@@ -4,6 +4,7 @@ An action states what it needs, what it computes, how long it takes and which ac
 `plan` uses these. The executor runs it. Tables and figures show its letter.
 """
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -51,6 +52,7 @@ class ActionCosts:
     measured: Mapping[tuple[str, int], float] = field(default_factory=dict)  # seconds by (letter, stage), where known
     input_bytes_share: PerStage = 0.0  # of a micro-batch's activation bytes, what `ForwardKeepingInput` keeps
     blocks: PerStage | None = None  # seconds of a forward pass through a stage's blocks only; by default, `forward`
+    layer_multiply_adds: float = math.inf  # of a layer's forward pass over a micro-batch, on one rank
 
     def seconds(self, action: "Action") -> float:
         """Compute time of an action."""

@@ -25,6 +25,8 @@ from distlab.pipeline.actions import (
 from simplellm.errors import InputError
 
 ROUNDING = 1e-9  # of sums of shares
+# Of a layer's forward pass: with fewer, another thread slows two stages on two cores down, as measured there.
+MULTIPLY_ADDS_OF_A_THREAD = 4e7
 Link = tuple[int, int, str]  # sender, receiver (workers), kind of message
 
 
@@ -129,10 +131,20 @@ def threads_by_plan(programs: Programs, cores: int, costs: ActionCosts | None = 
     An action whose threads compete with other workers takes several times as long, so a worker leaves its core only if
     the plan has it idle for all of the action's time. Workers that outnumber the cores take turns on them, at times
     that `costs` do not tell; only the beginning and the end of a step are then certain, as in the plan for equal
-    stages. The number of threads depends on the plan alone, not on what happens in a run: every run computes the same.
+    stages. And a worker that is not the only one takes no more threads than have enough to do: when an action ends, its
+    threads wait in a loop, for a while, on a core that the next worker needs. The number of threads depends on the plan
+    alone, not on what happens in a run: every run computes the same.
     """
     busy = busy_workers(simulate(programs, costs if len(programs) <= cores else None))
-    return {action: max(1, cores // workers) for action, workers in busy.items()}
+    most = most_threads(len(programs), cores, costs)
+    return {action: min(most, max(1, cores // workers)) for action, workers in busy.items()}
+
+
+def most_threads(workers: int, cores: int, costs: ActionCosts | None) -> int:
+    """The threads that have enough to do in an action of one of so many workers."""
+    if costs is None or workers == 1:
+        return cores
+    return max(1, int(min(cores, costs.layer_multiply_adds / MULTIPLY_ADDS_OF_A_THREAD)))
 
 
 def acknowledged(programs: Programs, plan: Plan, worker: int) -> dict[Result, list[Result]]:

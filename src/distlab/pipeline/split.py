@@ -1,5 +1,6 @@
 """Dividing the layers of a model among the stages of a pipeline."""
 
+import math
 from typing import NamedTuple
 
 from distlab.pipeline.actions import ActionCosts
@@ -53,14 +54,20 @@ def multiply_adds(
     return PartCosts(layer, embedding=dmodel, head=dmodel * vocab_size)
 
 
-def estimated_costs(split: Split, parts: PartCosts, blocks_again: bool = False) -> ActionCosts:
+def estimated_costs(
+    split: Split, parts: PartCosts, blocks_again: bool = False, tokens: float = math.inf
+) -> ActionCosts:
     """What the passes of each stage cost, relative to each other.
 
-    With `blocks_again`, every backward pass computes the blocks again.
+    Args:
+        split: the layers of each stage.
+        parts: what the parts of the model cost: multiply-adds per token.
+        blocks_again: every backward pass computes the blocks again.
+        tokens: of a micro-batch, for each of the ranks that share a layer. By default, so many that threads always pay.
     """
     forward, blocks = parts.of_stages(split), [count * parts.layer for count in split]
     backward = [2 * cost + blocks_again * again for cost, again in zip(forward, blocks, strict=True)]
-    return ActionCosts(forward, backward, blocks=blocks)
+    return ActionCosts(forward, backward, blocks=blocks, layer_multiply_adds=tokens * parts.layer)
 
 
 def balance(n_layers: int, stages: int, parts: PartCosts) -> Split:

@@ -75,7 +75,7 @@ class Costs:
         kind = _kind(letter)
         seconds = self._pass(kind, stage, threads) + self._exchanged(kind, stage, again)
         if again:
-            seconds += self.parts(stage)["block"] * self._of_part("block", "F", threads)
+            seconds += self.parts(stage)["block"] * self._block_again(threads)
         return seconds
 
     def exchanged(self, action: Action) -> float:
@@ -99,15 +99,26 @@ class Costs:
 
     def _of_part(self, part: Part, kind: PassKind, threads: int) -> float:
         if self._measured:
-            # Linear in each thread's share of the work; more threads than were measured divide it further.
-            shares = [1 / entry.threads for entry in self._measured]
-            each = [entry.seconds(part, kind, self.layout.rows) for entry in self._measured]
-            share = 1 / threads
-            seconds = interpolate(share, shares, each) if share > shares[0] else each[0] * share / shares[0]
-            # Measured while these threads slowed each other, as ranks do.
-            return seconds / self.machine.slowdown_of(min(threads, self.machine.cores_per_host))
+            return self._with_threads(threads, lambda entry: entry.seconds(part, kind, self.layout.rows))
         products = self.tokens * self.model.sizes.multiply_adds(part, self.layout.tp) * SHARE_OF[kind]
         return products / self.machine.multiply_adds_per_second / threads
+
+    def _block_again(self, threads: int) -> float:
+        """What a backward pass takes longer if it computes a block again."""
+        if self._measured:
+            return self._with_threads(threads, lambda entry: entry.again_seconds(self.layout.rows))
+        return self._of_part("block", "F", threads)
+
+    def _with_threads(self, threads: int, seconds_of: Callable[[Measured], float]) -> float:
+        """What was measured, as it is with so many threads.
+
+        Linear in each thread's share of the work; more threads than were measured divide it further.
+        """
+        shares, each = [1 / entry.threads for entry in self._measured], [seconds_of(entry) for entry in self._measured]
+        share = 1 / threads
+        seconds = interpolate(share, shares, each) if share > shares[0] else each[0] * share / shares[0]
+        # Measured while these threads slowed each other, as ranks do.
+        return seconds / self.machine.slowdown_of(min(threads, self.machine.cores_per_host))
 
     @functools.cached_property
     def _measured(self) -> list[Measured]:
@@ -207,7 +218,8 @@ class Costs:
     @property
     def estimated(self) -> ActionCosts:
         """The estimates by which a run gives its actions threads."""
-        return estimated_costs(self.layout.split, self.model.sizes.parts, self.layout.recompute == "blocks")
+        parts, again = self.model.sizes.parts, self.layout.recompute == "blocks"
+        return estimated_costs(self.layout.split, parts, again, self.tokens / self.layout.tp)
 
 
 @functools.lru_cache(maxsize=4096)

@@ -42,6 +42,11 @@ class Measured:
     embedding: PassSeconds
     block: PassSeconds
     head: PassSeconds
+    again: tuple[float, ...] = ()  # that a backward pass takes longer for each block that it computes again
+
+    def again_seconds(self, rows: float) -> float:
+        """As `seconds`; what a forward pass takes, where it was not measured."""
+        return interpolate(rows, self.rows, self.again or self.block.F)
 
     def seconds(self, part: Part, kind: PassKind, rows: float) -> float:
         """Linear between the numbers of sequences that were measured, and beyond the last."""
@@ -57,6 +62,14 @@ class AllReduce:
     transport: Transport
     size_bytes: tuple[float, ...]
     seconds: tuple[float, ...]
+
+
+@dataclass(frozen=True)
+class Waking:
+    """How much longer a pass takes after its rank has waited for a message so long."""
+
+    idle_seconds: float
+    seconds: float
 
 
 @dataclass(frozen=True)
@@ -77,12 +90,14 @@ class Machine:
     optimizer_seconds: float = 0.0  # to update one weight with Adam
     sgd_seconds: float = 0.0  # the same with SGD; 0: not measured, taken to be as many
     message_seconds: float = 0.0  # for which a message keeps its sender, and its receiver, from computing
-    waking_seconds: float = 0.0  # that a pass takes longer after a wait or a message
     spin_seconds: float = 0.0  # for which the further threads of a rank keep a core after they have computed
     process_bytes: float = 0.0  # of a rank that holds nothing
     # What each of 1, 2, … ranks that compute at once takes, as a multiple of what one takes alone. Beyond these, and
     # beyond the cores, ranks share them.
     slowdown: tuple[float, ...] = ()
+    # That a pass takes longer after a message: a core that has been idle is slow at first, and its caches hold other
+    # things. By how long the rank has waited, from 0, where the message was there.
+    waking: tuple[Waking, ...] = ()
     # `inside` while 2, 3, … pairs of ranks of a host send each other messages at once.
     inside_together: tuple[Link, ...] = ()
     measured: tuple[Measured, ...] = ()
@@ -99,6 +114,13 @@ class Machine:
         if busy <= len(known):
             return interpolate(max(1.0, busy), range(1, len(known) + 1), known)
         return known[-1] * max(1.0, busy / max(len(known), self.cores_per_host))
+
+    def waking_seconds(self, idle_seconds: float) -> float:
+        """That a pass takes longer after a message for which its rank has waited so long; most that was measured."""
+        if len(self.waking) < 2:
+            return self.waking[0].seconds if self.waking else 0.0
+        at = [one.idle_seconds for one in self.waking]
+        return interpolate(min(idle_seconds, at[-1]), at, [one.seconds for one in self.waking])
 
     @property
     def ranks(self) -> int:
@@ -155,6 +177,10 @@ def read_machine(path: Path) -> Machine:
         many = [len(getattr(getattr(entry, part), kind)) for part in PARTS for kind in "FBIW"]
         require({len(entry.rows)} == set(many), f"{path}: measured: give each pass a number for each of its rows")
         _require_ascending(entry.rows, f"{path}: measured: rows")
+        has_again = len(entry.again) in (0, len(entry.rows))
+        require(has_again, f"{path}: measured: again: give a number for each of its rows, or none")
+    if machine.waking:
+        _require_ascending([one.idle_seconds for one in machine.waking], f"{path}: waking: idle_seconds")
     for place, multiple in enumerate(machine.slowdown):
         require(multiple >= 1, f"{path}: slowdown[{place}] is {multiple:g}; give a number from 1 up")
     for place, one in enumerate(machine.all_reduces):

@@ -19,7 +19,7 @@ from distlab.comm.traffic import Group, traffic
 from distlab.parallel.tp_group import shard_sizes
 from distlab.pipeline.actions import KINDS
 from distlab.pipeline.activations import Stage
-from distlab.planner.machine import AllReduce, Measured, PassSeconds, Transport
+from distlab.planner.machine import AllReduce, Measured, PassSeconds, Transport, Waking
 from distlab.planner.model import PARTS, Part, Sizes
 from simplellm.llama import (
     MLP,
@@ -48,7 +48,8 @@ ROUNDS = 8
 IN_A_ROW = 4  # collectives
 PRODUCTS = 2  # of matrices before each, some milliseconds
 PAUSE = 2e-3  # seconds
-TURNS_WITH_PAUSES = 30
+PAUSES = 0.0, 2e-3, 8e-3, 24e-3  # before passes
+TURNS_WITH_PAUSES = 15
 BYTES_OF_OTHERS = 4_000_000  # used by messages, other stages and other ranks between two passes; more than an L2 cache
 SECONDS_OF_SPINNING = 0.1  # at most
 MATRIX_ROWS = 256
@@ -61,7 +62,7 @@ class Passes:
         device = next(net.parameters()).device
         loss = partial(causalLLMLoss, vocab_size=vocab_size) if net.has_head else None
         self._index = 0 if net.has_embedding else 1
-        self._stage, self._device = Stage(net, loss, None), device
+        self._net, self._stage, self._device = net, Stage(net, loss, None), device
         ids = torch.zeros(rows, sizes.seq_len, dtype=torch.int64, device=device)
         self._stage.micro_batches, self._stage.shares = [ids] * AT_A_TIME, [1.0] * AT_A_TIME
         self._shape = rows, sizes.seq_len, sizes.dmodel
@@ -90,13 +91,20 @@ class Passes:
         return seconds
 
     def turn(self) -> dict[str, float]:
-        """Seconds of each kind of pass; gradients are added to those that are there, as with several micro-batches.
+        """Seconds of each kind of pass, and of what "again" adds to a backward pass: all blocks, computed again.
 
-        Several micro-batches are on their way, as in a run: what a pass left in the caches, others have overwritten.
+        Gradients are added to those that are there, as with several micro-batches. Several are on their way, as in a
+        run: what a pass left in the caches, others have overwritten.
         """
         forward, backward = self.run("FB", micro_batches=AT_A_TIME)
-        again, of_input, of_weights = self.run("FIW", micro_batches=AT_A_TIME)
-        return {"F": (forward + again) / 2, "B": backward, "I": of_input, "W": of_weights}
+        other, of_input, of_weights = self.run("FIW", micro_batches=AT_A_TIME)
+        seconds = {"F": (forward + other) / 2, "B": backward, "I": of_input, "W": of_weights}
+        if self._net.model.layers:
+            self._net.recompute = "blocks"
+            _, recomputing = self.run("FB", micro_batches=AT_A_TIME)
+            self._net.recompute = "none"
+            seconds["again"] = max(0.0, recomputing - backward)
+        return seconds
 
 
 def now(device: torch.device) -> float:
@@ -161,11 +169,17 @@ def measure_passes(
         return statistics.median(turn[letter] for turn in later) / blocks
 
     def part_of(kind: Kind, part: Part) -> PassSeconds:
-        return PassSeconds(*(ascending([typical(kind, part, n, letter) for n in rows]) for letter in "FBIW"))
+        return PassSeconds(*(times_of(kind, part, letter) for letter in "FBIW"))
 
-    return [
-        Measured(sizes, kind.tp, kind.threads, tuple(rows), *(part_of(kind, part) for part in PARTS)) for kind in kinds
-    ]
+    def times_of(kind: Kind, part: Part, letter: str) -> tuple[float, ...]:
+        return ascending([typical(kind, part, count, letter) for count in rows])
+
+    def measured(kind: Kind) -> Measured:
+        embedding, block, head = (part_of(kind, part) for part in PARTS)
+        again = times_of(kind, "block", "again")
+        return Measured(sizes, kind.tp, kind.threads, tuple(rows), embedding, block, head, again)
+
+    return list(map(measured, kinds))
 
 
 def measure_slowdown(sizes: Sizes, rank: int, ranks: int, device: torch.device, seconds: float) -> tuple[float, ...]:
@@ -211,20 +225,23 @@ def measure_spinning(threads: int) -> float:
     return statistics.median(times)
 
 
-def measure_waking(sizes: Sizes) -> float:
-    """Seconds that a pass takes longer after a message: its rank has slept, and its caches hold other things."""
+def measure_waking(sizes: Sizes) -> tuple[Waking, ...]:
+    """That a pass takes longer after a message: its core has been idle, and its caches hold other things."""
     passes = Passes(build(LLamaStage, sizes, BLOCKS, 1, torch.device("cpu")), sizes, 1, sizes.vocab_size)
     others = torch.zeros(BYTES_OF_OTHERS // 4)
 
-    def wait() -> None:
-        time.sleep(PAUSE)
+    def wait(pause: float) -> None:
+        time.sleep(pause)
         others.add_(1)
 
-    at_once, after_a_wait = list[float](), list[float]()
+    at_once, after = list[float](), {pause: list[float]() for pause in PAUSES}
     for _ in range(TURNS_WITH_PAUSES):
-        at_once.append(statistics.fmean(passes.run("FB")))
-        after_a_wait.append(statistics.fmean(passes.run("FB", wait)))
-    return max(0.0, statistics.median(after_a_wait) - statistics.median(at_once))
+        for pause, times in after.items():
+            at_once.append(statistics.fmean(passes.run("FB", micro_batches=AT_A_TIME)))
+            times.append(statistics.fmean(passes.run("FB", partial(wait, pause), micro_batches=AT_A_TIME)))
+    usual = statistics.median(at_once)
+    seconds = ascending([max(0.0, statistics.median(times) - usual) for times in after.values()])
+    return tuple(map(Waking, PAUSES, seconds))
 
 
 @dataclass(frozen=True)

@@ -45,7 +45,7 @@ class Hosts:
     slowdown: Callable[[float], float]  # busy ranks of a host -> what each takes, as a multiple
     cores: int = 1
     spin_seconds: float = 0.0  # that the further threads of a rank use a core after they have computed
-    waking_seconds: float = 0.0  # that work takes longer after a wait or a message
+    waking: Callable[[float], float] = lambda _: 0.0  # seconds of waiting for a message -> that work takes longer
     load: Counter[int] = field(default_factory=Counter)  # by host, ranks and threads that compute now
 
     def multiple(self, host: int, threads: int) -> float:
@@ -140,9 +140,10 @@ def play(
         starts[worker].append(now)
         if work.threads > 1 and threads[count + worker]:  # they spin no longer
             end(count + worker, now)
-        has_waited = bool(ends[worker]) and now > ends[worker][-1]
-        has_message = any(owners[result.stage] != worker for result in work.needs)
-        begin(worker, work.seconds + hosts.waking_seconds * (has_waited or has_message), work.threads, now)
+        waking = 0.0
+        if any(owners[result.stage] != worker for result in work.needs):
+            waking = hosts.waking(now - (ends[worker][-1] if ends[worker] else 0.0))
+        begin(worker, work.seconds + waking, work.threads, now)
         alone[worker] += begun[worker]
 
     while events:
@@ -177,7 +178,7 @@ def play_undisturbed(
     after: Sequence[float],
     message: Callable[[int, int], float],
     carrying: Callable[[int, int], float],
-    waking_seconds: float = 0.0,
+    waking: Callable[[float], float] = lambda _: 0.0,
 ) -> Played:
     """What `play` comes to where no rank slows another: as each action's time is then known, one pass is enough.
 
@@ -185,7 +186,7 @@ def play_undisturbed(
         seconds: of each kind of action in `graph.examples`.
         before: of what each worker does before its actions; `after`: after them.
         message, carrying: (sender, receiver) -> seconds, as in `play`.
-        waking_seconds: as of `Hosts`.
+        waking: as of `Hosts`.
     """
     starts, ends = [[0.0] for _ in before], [[first] for first in before]
     free, sent = list(before), list[float]()  # when each worker is free; when each action's message set out
@@ -197,9 +198,8 @@ def play_undisturbed(
         start = free[worker]
         for index, sender in move.needs:
             start = max(start, sent[index] + transfer[sender, worker])
-        free[worker] = end = set_out = (
-            start + seconds[move.kind] + waking_seconds * (start > free[worker] or bool(move.needs))
-        )
+        waked = waking(start - free[worker]) if move.needs else 0.0
+        free[worker] = end = set_out = start + seconds[move.kind] + waked
         for receiver in move.receivers:
             link = worker, receiver
             set_out = max(end, next_one[link])

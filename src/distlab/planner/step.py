@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from distlab.pipeline.actions import Action, Programs, stages_of
-from distlab.pipeline.plan import threads_by_plan
+from distlab.pipeline.plan import most_threads, threads_by_plan
 from distlab.planner.costs import Costs
 from distlab.planner.graph import graph_of
 from distlab.planner.layouts import outline_of
@@ -204,7 +204,8 @@ def least_seconds(costs: Costs) -> float:
         alike.setdefault(tuple(costs.parts(stage).values()), []).append(stage)
 
     # An action has the cores that other workers leave it. As measured, it need not be fastest with most of them.
-    counts = {most} if costs.threads else {max(1, most // busy) for busy in range(1, pp + 1)}
+    enough = most_threads(pp, most, costs.estimated)
+    counts = {most} if costs.threads else {min(enough, max(1, most // busy)) for busy in range(1, pp + 1)}
 
     def seconds(kind: str, stage: int) -> float:
         return min(costs.pass_seconds(kind, stage, threads, again and kind in "BI") for threads in counts)

@@ -55,7 +55,8 @@ class StageSettings(TrainSettings):
 
     def pass_costs(self, vocab_size: int) -> ActionCosts:
         """Estimates of what the passes of each stage cost, relative to each other."""
-        return estimated_costs(self.split(vocab_size), self._parts(vocab_size), self.recompute == "blocks")
+        tokens = self.batch_size / self.micro_batches * self.seq_len / self.layout.get("tp", 1)
+        return estimated_costs(self.split(vocab_size), self._parts(vocab_size), self.recompute == "blocks", tokens)
 
     def _parts(self, vocab_size: int) -> PartCosts:
         return multiply_adds(

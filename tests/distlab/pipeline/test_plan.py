@@ -1,5 +1,6 @@
 """Simulated schedules: times, bubbles and bytes by formula and by hand; broken schedules, each with its sentence."""
 
+import math
 import re
 from collections import Counter
 from collections.abc import Callable
@@ -22,6 +23,7 @@ from distlab.pipeline.actions import (
     Result,
 )
 from distlab.pipeline.plan import (
+    MULTIPLY_ADDS_OF_A_THREAD,
     Link,
     ScheduleError,
     busy_workers,
@@ -116,11 +118,22 @@ def test_an_action_gets_the_cores_of_workers_that_are_idle_by_the_costs_if_there
     assert threads(3, 2, heavy) == threads(3, 2, None) != threads(3, 3, heavy)
 
 
+@pytest.mark.parametrize(("work", "most"), [(0.5, 1), (1.9, 1), (2, 2), (3.5, 3), (math.inf, 8)])
+def test_a_worker_takes_no_more_threads_than_have_enough_to_do_unless_it_is_alone(work: float, most: int) -> None:
+    costs = ActionCosts(layer_multiply_adds=work * MULTIPLY_ADDS_OF_A_THREAD)
+    assert max(threads_by_plan(all_stages("gpipe", 2, 5), 8, costs).values()) == most
+    assert set(threads_by_plan(all_stages("gpipe", 1, 5), 8, costs).values()) == {8}
+
+
 def test_estimated_costs_are_those_of_layers_embedding_and_head_and_of_blocks_computed_again() -> None:
     parts = multiply_adds(vocab_size=100, dmodel=4, seq_len=8, hidden_dim=10, kv_width=2)
     layer = 2 * 4 * 4 + 2 * 4 * 2 + 3 * 4 * 10 + 4 * 8
     costs = estimated_costs((2, 1), parts)
     assert (costs.forward, costs.backward) == ([2 * layer + 4, layer + 400], [4 * layer + 8, 2 * layer + 800])
+    assert (costs.layer_multiply_adds, estimated_costs((2, 1), parts, tokens=5).layer_multiply_adds) == (
+        math.inf,
+        5 * layer,
+    )
     again = estimated_costs((2, 1), parts, blocks_again=True)
     assert (again.forward, again.backward) == (costs.forward, [6 * layer + 8, 3 * layer + 800])
 

@@ -8,14 +8,15 @@ from planner_machines import CLUSTER, SIZES, cluster
 
 from distlab.calibrate import threads_of_ranks, with_earlier
 from distlab.comm.link import Link
-from distlab.planner.machine import AllReduce, Measured, PassSeconds, interpolate, read_machine, write_machine
+from distlab.planner.machine import AllReduce, Measured, PassSeconds, Waking, interpolate, read_machine, write_machine
 from simplellm.errors import InputError
 
 PASSES = PassSeconds((1.0, 2.0), (2.0, 4.0), (1.0, 2.0), (1.0, 2.0))
 MACHINE = cluster(
     inside_together=(Link(2e-5, 5e10),),
     slowdown=(1.0, 1.25),
-    measured=(Measured(SIZES, 1, 1, (1, 2), PASSES, PASSES, PASSES),),
+    waking=(Waking(0.0, 1e-4), Waking(2e-3, 5e-4)),
+    measured=(Measured(SIZES, 1, 1, (1, 2), PASSES, PASSES, PASSES, (3.0, 4.0)),),
     all_reduces=(AllReduce(2, "shared", (1e6, 4e6), (1e-3, 3e-3)),),
 )
 
@@ -28,7 +29,7 @@ def test_a_machine_survives_its_file(tmp_path: Path) -> None:
 def test_a_machine_without_measurements_is_a_short_file(tmp_path: Path) -> None:
     write_machine(CLUSTER, path := tmp_path / "machine.json")
     content = json.loads(path.read_text())
-    for name in ("measured", "all_reduces", "slowdown", "process_bytes", "optimizer_seconds"):
+    for name in ("measured", "all_reduces", "slowdown", "waking", "process_bytes", "optimizer_seconds"):
         del content[name]
     path.write_text(json.dumps(content))
     assert read_machine(path) == CLUSTER
@@ -50,7 +51,10 @@ def test_a_machine_without_measurements_is_a_short_file(tmp_path: Path) -> None:
         (["measured", 0, "block", "F", 1], None, "measured[0].block.F[1] is null; give a number that is not negative"),
         (["measured", 0, "rows"], [2, 1], "measured: rows: give numbers in ascending order, at least one"),
         (["measured", 0, "rows"], [1], "measured: give each pass a number for each of its rows"),
+        (["measured", 0, "again"], [1], "measured: again: give a number for each of its rows, or none"),
         (["measured"], 3, "measured is 3; give a list"),
+        (["waking", 0, "idle_seconds"], 1, "waking: idle_seconds: give numbers in ascending order, at least one"),
+        (["waking", 1, "seconds"], -1, "waking[1].seconds is -1; give a number that is not negative"),
         (["inside"], [], "inside is []; give an object with the keys latency_seconds, bytes_per_second"),
         (["all_reduces", 0, "seconds"], [1], "all_reduces: give each of size_bytes a number in seconds"),
     ],
@@ -92,6 +96,18 @@ def test_ranks_slow_each_other_as_measured_and_share_cores_beyond() -> None:
     machine = cluster(cores_per_host=2, slowdown=(1.0, 1.25))
     assert [machine.slowdown_of(busy) for busy in (1, 2, 4, 8)] == [1, 1.25, 2.5, 5]
     assert [cluster(cores_per_host=4).slowdown_of(busy) for busy in (1, 4, 8)] == [1, 1, 2]
+
+
+def test_a_pass_takes_longer_the_longer_its_rank_has_waited_up_to_what_was_measured() -> None:
+    assert [MACHINE.waking_seconds(idle) for idle in (0.0, 1e-3, 2e-3, 1.0)] == pytest.approx([1e-4, 3e-4, 5e-4, 5e-4])
+    assert [replace(MACHINE, waking=(Waking(0.0, 1e-4),)).waking_seconds(idle) for idle in (0.0, 1.0)] == [1e-4, 1e-4]
+    assert replace(MACHINE, waking=()).waking_seconds(1.0) == 0
+
+
+def test_a_block_that_is_computed_again_takes_what_a_forward_pass_takes_unless_it_was_measured() -> None:
+    [measured] = MACHINE.measured
+    assert [measured.again_seconds(rows) for rows in (1, 1.5, 2)] == [3.0, 3.5, 4.0]
+    assert replace(measured, again=()).again_seconds(2) == 2.0
 
 
 def test_which_slices_were_not_measured() -> None:

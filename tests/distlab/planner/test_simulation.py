@@ -32,14 +32,15 @@ def test_threads_that_spin_slow_the_threads_of_the_next_rank() -> None:
     assert play(again, replace(hosts, load=Counter()), lambda *_: 0.0, {0: 0, 1: 1}).makespan == 8.0
 
 
-def test_a_pass_takes_longer_after_a_message_that_was_there_before() -> None:
-    hosts = Hosts([0, 1], [1, 1], lambda busy: 1.0, waking_seconds=1.0)
+def test_a_pass_takes_longer_after_a_message_and_longer_still_after_a_wait() -> None:
+    """Stage 1 waits a second for the first micro-batch; the second is there before the first pass has ended."""
+    hosts = Hosts([0, 1], [1, 1], lambda busy: 1.0, waking=lambda idle: 1.0 + idle)
     works = [
         [Work(seconds, 1, action, tuple(action.needs(2))) for action in (Forward(stage, 0), Forward(stage, 1))]
         for stage, seconds in enumerate((1.0, 3.0))
     ]
     played = play(works, hosts, lambda *_: 0.0, {0: 0, 1: 1})
-    assert played.ends == [[1, 2], [5, 9]]
+    assert played.ends == [[1, 2], [6, 10]]
 
 
 def test_a_message_waits_for_the_one_that_was_sent_before_it() -> None:

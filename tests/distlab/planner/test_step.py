@@ -17,7 +17,7 @@ from distlab.pipeline.plan import simulate
 from distlab.pipeline.schedules import SCHEDULES, stages_per_worker
 from distlab.planner.costs import Costs
 from distlab.planner.layouts import RECOMPUTE, SHARDS, Layout, default_split
-from distlab.planner.machine import AllReduce, Machine, Measured, PassSeconds, write_machine
+from distlab.planner.machine import AllReduce, Machine, Measured, PassSeconds, Waking, write_machine
 from distlab.planner.model import Model
 from distlab.planner.step import BUCKET_BYTES, LOSS_BYTES, Step, least_seconds, predict, sent_bytes
 from distlab.run.settings import parse
@@ -85,8 +85,8 @@ def test_a_pass_takes_longer_if_its_rank_has_waited(slowdown: tuple[float, ...])
     """Four of six passes follow a wait: not the first one, and not the backward pass of the last stage."""
     machine = cluster(slowdown=slowdown, cores_per_host=8)
     at_once, later = (
-        predict(Costs(replace(machine, waking_seconds=seconds), MODEL, layout("naive", pp=3, micro_batches=1)), 1)
-        for seconds in (0.0, 1.0)
+        predict(Costs(replace(machine, waking=waking), MODEL, layout("naive", pp=3, micro_batches=1)), 1)
+        for waking in ((), (Waking(0.0, 1.0),))
     )
     assert later.seconds - at_once.seconds == pytest.approx(4)
     assert later.computing - at_once.computing == pytest.approx(2), "of the stage in the middle"
@@ -207,7 +207,12 @@ def measured_machine() -> Machine:
     kinds = [(1, 1, passes), (1, 2, slow), (2, 1, passes)]
     measured = tuple(Measured(SIZES, tp, threads, (1, 2), one, one, one) for tp, threads, one in kinds)
     reductions = AllReduce(2, "gloo", (8.0, 1e5), (1e-4, 2e-3)), AllReduce(2, "shared", (8.0, 1e5), (1e-4, 1e-3))
-    more = {"spin_seconds": 5e-4, "waking_seconds": 1e-4, "message_seconds": 2e-5, "optimizer_seconds": 1e-8}
+    more = {
+        "spin_seconds": 5e-4,
+        "waking": (Waking(0.0, 1e-4), Waking(1e-3, 2e-4)),
+        "message_seconds": 2e-5,
+        "optimizer_seconds": 1e-8,
+    }
     return cluster(
         device="cpu", cores_per_host=2, slowdown=(1.0, 1.3, 2.0), measured=measured, all_reduces=reductions, **more
     )
