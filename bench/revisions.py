@@ -31,6 +31,10 @@ RUNS = {
     "dp-ga, 3 ranks": "dp-ga --world-size 3 --batch-size 1 --steps 12",
     "pp-dapple, 2 stages": "pp-dapple --world-size 2 --batch-size 4 --micro-batches 4 --steps 8",
     "hybrid, 2 pipelines of 3 stages": "hybrid --steps 8",
+    "a small model, 2 stages, gpipe": "pp-gpipe --world-size 2 --batch-size 12 --micro-batches 4 --dmodel 96 "
+    "--num-heads 4 --seq-len 64 --steps 60",
+    "a small model, 2 stages, dapple": "pp-dapple --world-size 2 --batch-size 12 --micro-batches 12 --dmodel 96 "
+    "--num-heads 4 --seq-len 64 --steps 60",
     "tp, 2 ranks": "tp --world-size 2 --batch-size 2 --steps 8",
 }
 WARM_UP_STEPS = 2

@@ -152,7 +152,13 @@ def test_a_killed_rank_is_named_whatever_carries_the_messages(topology: str, tmp
     assert "Traceback" not in ended.err
 
 
-@pytest.mark.parametrize(("sent", "to_all"), [(signal.SIGINT, True), (signal.SIGTERM, False), (signal.SIGKILL, False)])
+@pytest.mark.parametrize(
+    ("sent", "to_all"),
+    [
+        (signal.SIGINT, True),
+        *((sent, False) for sent in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGKILL)),
+    ],
+)
 def test_ending_the_launcher_leaves_no_process_behind(sent: signal.Signals, to_all: bool, tmp_path: Path) -> None:
     flags = [*TINY, "--steps", "1000000", "--out", tmp_path]
     launcher = start("./launch.sh", "dp-ga", *flags) if to_all else fork_launcher("dp-ga", *flags)

@@ -19,6 +19,7 @@ from distlab.planner import search
 from distlab.planner.costs import Costs
 from distlab.planner.layouts import Choices, layouts
 from distlab.planner.machine import Measured, PassSeconds, read_machine, write_machine
+from distlab.planner.measuring import PAUSES
 from distlab.planner.memory import held, process_bytes, share_of_rank
 from distlab.planner.model import Sizes
 from distlab.planner.step import Step, predict
@@ -229,6 +230,11 @@ def test_a_machine_is_measured_and_a_plan_verified(
     assert {(entry.tp, entry.threads) for entry in machine.measured} >= {(1, 1), (2, 1)}
     assert {(entry.ranks, entry.transport) for entry in machine.all_reduces} >= {(2, "gloo")}
     assert len(machine.slowdown) == 2
+    assert [one.idle_seconds for one in machine.waking] == list(PAUSES)
+    assert machine.waking[-1].seconds > 0
+    one = machine.measured[0]
+    assert len(one.again) == len(one.rows)
+    assert 0.3 * one.block.F[-1] < one.again[-1] < 3 * one.block.F[-1]
     assert machine.step_seconds > 0
     assert machine.process_bytes > 50e6
     monkeypatch.setattr("distlab.plan.subprocess.run", forked)

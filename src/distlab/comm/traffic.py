@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.distributed import ReduceOp
 
 from distlab.comm.endpoint import CountingEndpoint, Endpoint, Group, is_over_nccl, members, process_group, rank
+from distlab.comm.group_memory import GroupMemory, Transport
 from distlab.comm.hosts import MemoryOfHosts
 from distlab.comm.mappings import NotShared
 from distlab.comm.queues import SharedQueue, accepted_queue, offered_queue
@@ -33,7 +34,6 @@ from distlab.comm.shared import (
     SharedReduceScatter,
     add_in_order,
 )
-from distlab.comm.sharing import SharingMemory, Transport
 from distlab.comm.transfer import Transfer, Work, host_buffer, staged
 from distlab.comm.waits import TrafficError, Wait, group_key
 
@@ -44,7 +44,7 @@ AllReduce = Callable[[Tensor, Op, Endpoint], None]  # a handwritten one
 Begin = Callable[[Tensor, Tensor], Work | None]  # starts a collective that fills a tensor from another
 
 
-class Traffic(SharingMemory):
+class Traffic(GroupMemory):
     """Messages and collectives with a ledger, names and deadlines, over `torch.distributed`'s process group.
 
     `what` names the content in the error message of a failed wait, e.g. "the gradients of bucket 2"; `kind` is the

@@ -52,7 +52,8 @@ class ActionCosts:
     measured: Mapping[tuple[str, int], float] = field(default_factory=dict)  # seconds by (letter, stage), where known
     input_bytes_share: PerStage = 0.0  # of a micro-batch's activation bytes, what `ForwardKeepingInput` keeps
     blocks: PerStage | None = None  # seconds of a forward pass through a stage's blocks only; by default, `forward`
-    layer_multiply_adds: float = math.inf  # of a layer's forward pass over a micro-batch, on one rank
+    # Of a layer's forward pass over a micro-batch, on one rank; a number that says how many threads have enough to do.
+    layer_multiply_adds: float = math.inf
 
     def seconds(self, action: "Action") -> float:
         """Compute time of an action."""

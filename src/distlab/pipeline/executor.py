@@ -53,7 +53,8 @@ class Pipeline:
         width: width of the activations between stages: (batch, seq, `width`), float32.
         cores: number of cores that this pipeline's workers share: an action also uses the cores of workers that the
             plan shows idle at the same time. None leaves the number of threads unchanged.
-        costs: of the actions, for that plan; only their ratios matter. By default all stages cost the same.
+        costs: of the actions, for that plan, of which only the ratios matter; and the multiply-adds of a layer, which
+            decide how many threads have enough to do. By default all stages cost the same, and threads always pay.
         run_on: leave the last sends of a step to complete during the next one. A collective of all ranks has to follow
             the last step.
 

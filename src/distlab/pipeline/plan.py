@@ -25,7 +25,8 @@ from distlab.pipeline.actions import (
 from simplellm.errors import InputError
 
 ROUNDING = 1e-9  # of sums of shares
-# Of a layer's forward pass: with fewer, another thread slows two stages on two cores down, as measured there.
+# Of a layer's forward pass. With fewer, further threads make a pipeline slower: bench/README.md, "Threads that have
+# computed".
 MULTIPLY_ADDS_OF_A_THREAD = 4e7
 Link = tuple[int, int, str]  # sender, receiver (workers), kind of message
 
@@ -137,14 +138,22 @@ def threads_by_plan(programs: Programs, cores: int, costs: ActionCosts | None = 
     """
     busy = busy_workers(simulate(programs, costs if len(programs) <= cores else None))
     most = most_threads(len(programs), cores, costs)
-    return {action: min(most, max(1, cores // workers)) for action, workers in busy.items()}
+    return {action: share_of_cores(cores, workers, most) for action, workers in busy.items()}
 
 
 def most_threads(workers: int, cores: int, costs: ActionCosts | None) -> int:
-    """The threads that have enough to do in an action of one of so many workers."""
+    """The most threads worth giving an action, in a pipeline of so many workers.
+
+    What a layer computes decides, also for a stage whose main work is the head.
+    """
     if costs is None or workers == 1:
         return cores
     return max(1, int(min(cores, costs.layer_multiply_adds / MULTIPLY_ADDS_OF_A_THREAD)))
+
+
+def share_of_cores(cores: int, busy: int, most: int) -> int:
+    """The threads of an action, while so many workers compute."""
+    return min(most, max(1, cores // busy))
 
 
 def acknowledged(programs: Programs, plan: Plan, worker: int) -> dict[Result, list[Result]]:

@@ -55,19 +55,20 @@ def multiply_adds(
 
 
 def estimated_costs(
-    split: Split, parts: PartCosts, blocks_again: bool = False, tokens: float = math.inf
+    split: Split, parts: PartCosts, blocks_again: bool = False, tokens: float = math.inf, tp: int = 1
 ) -> ActionCosts:
-    """What the passes of each stage cost, relative to each other.
+    """What the passes of each stage cost, relative to each other; and the multiply-adds of a layer.
 
     Args:
         split: the layers of each stage.
         parts: what the parts of the model cost: multiply-adds per token.
         blocks_again: every backward pass computes the blocks again.
-        tokens: of a micro-batch, for each of the ranks that share a layer. By default, so many that threads always pay.
+        tokens: of a micro-batch; by default so many that further threads always pay.
+        tp: ranks that share each layer.
     """
     forward, blocks = parts.of_stages(split), [count * parts.layer for count in split]
     backward = [2 * cost + blocks_again * again for cost, again in zip(forward, blocks, strict=True)]
-    return ActionCosts(forward, backward, blocks=blocks, layer_multiply_adds=tokens * parts.layer)
+    return ActionCosts(forward, backward, blocks=blocks, layer_multiply_adds=tokens * parts.layer / tp)
 
 
 def balance(n_layers: int, stages: int, parts: PartCosts) -> Split:

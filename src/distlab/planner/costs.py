@@ -215,11 +215,11 @@ class Costs:
         parts = PartCosts(seconds["block"], seconds["embedding"], seconds["head"])
         return _balance(self.model.n_layers, len(self.layout.split), parts)
 
-    @property
+    @functools.cached_property
     def estimated(self) -> ActionCosts:
         """The estimates by which a run gives its actions threads."""
         parts, again = self.model.sizes.parts, self.layout.recompute == "blocks"
-        return estimated_costs(self.layout.split, parts, again, self.tokens / self.layout.tp)
+        return estimated_costs(self.layout.split, parts, again, self.tokens, self.layout.tp)
 
 
 @functools.lru_cache(maxsize=4096)

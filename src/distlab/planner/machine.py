@@ -66,7 +66,7 @@ class AllReduce:
 
 @dataclass(frozen=True)
 class Waking:
-    """How much longer a pass takes after its rank has waited for a message so long."""
+    """How much longer a pass takes after its rank has waited this long for a message."""
 
     idle_seconds: float
     seconds: float
@@ -116,7 +116,10 @@ class Machine:
         return known[-1] * max(1.0, busy / max(len(known), self.cores_per_host))
 
     def waking_seconds(self, idle_seconds: float) -> float:
-        """That a pass takes longer after a message for which its rank has waited so long; most that was measured."""
+        """That a pass takes longer after its rank has waited this long for a message.
+
+        Beyond the longest wait that was measured, it is as after that one.
+        """
         if len(self.waking) < 2:
             return self.waking[0].seconds if self.waking else 0.0
         at = [one.idle_seconds for one in self.waking]
@@ -180,7 +183,9 @@ def read_machine(path: Path) -> Machine:
         has_again = len(entry.again) in (0, len(entry.rows))
         require(has_again, f"{path}: measured: again: give a number for each of its rows, or none")
     if machine.waking:
-        _require_ascending([one.idle_seconds for one in machine.waking], f"{path}: waking: idle_seconds")
+        waits = [one.idle_seconds for one in machine.waking]
+        require(waits[0] == 0, f"{path}: waking[0].idle_seconds is {waits[0]:g}; give 0: a message that was there")
+        _require_ascending(waits, f"{path}: waking: idle_seconds")
     for place, multiple in enumerate(machine.slowdown):
         require(multiple >= 1, f"{path}: slowdown[{place}] is {multiple:g}; give a number from 1 up")
     for place, one in enumerate(machine.all_reduces):
@@ -233,7 +238,7 @@ def _read(kind: type[KindT], value: Any, where: str) -> KindT:
         kinds = typing.get_type_hints(kind)
         inner = where if where.endswith(": ") else f"{where}."
         unknown = next((key for key in value if key not in kinds), None)
-        others = f"remove it, or calibrate into a new file; there are {', '.join(_names(kind))}"
+        others = f"remove it, or the file, and calibrate again; there are {', '.join(_names(kind))}"
         require(unknown is None, f"{inner}{unknown} is not a key; {others}")
         # A link without one of its numbers would be endlessly fast; elsewhere a default says "not measured".
         needed = [field.name for field in fields(kind) if field.default is MISSING or kind is Link]

@@ -91,17 +91,17 @@ class Passes:
         return seconds
 
     def turn(self) -> dict[str, float]:
-        """Seconds of each kind of pass, and of what "again" adds to a backward pass: all blocks, computed again.
+        """Seconds of each kind of pass; and, as "again", how much longer a backward pass is that computes blocks again.
 
-        Gradients are added to those that are there, as with several micro-batches. Several are on their way, as in a
-        run: what a pass left in the caches, others have overwritten.
+        Gradients are added to those that are there, as with several micro-batches. Several micro-batches are on their
+        way, as in a run: what a pass left in the caches, others have overwritten.
         """
         forward, backward = self.run("FB", micro_batches=AT_A_TIME)
         other, of_input, of_weights = self.run("FIW", micro_batches=AT_A_TIME)
         seconds = {"F": (forward + other) / 2, "B": backward, "I": of_input, "W": of_weights}
         if self._net.model.layers:
             self._net.recompute = "blocks"
-            _, recomputing = self.run("FB", micro_batches=AT_A_TIME)
+            _, recomputing = self.run("FB", micro_batches=AT_A_TIME // 2)
             self._net.recompute = "none"
             seconds["again"] = max(0.0, recomputing - backward)
         return seconds
@@ -231,14 +231,15 @@ def measure_waking(sizes: Sizes) -> tuple[Waking, ...]:
     others = torch.zeros(BYTES_OF_OTHERS // 4)
 
     def wait(pause: float) -> None:
-        time.sleep(pause)
         others.add_(1)
+        time.sleep(pause)
 
     at_once, after = list[float](), {pause: list[float]() for pause in PAUSES}
     for _ in range(TURNS_WITH_PAUSES):
+        passes.run("FB")
+        at_once.append(statistics.fmean(passes.run("FB")))
         for pause, times in after.items():
-            at_once.append(statistics.fmean(passes.run("FB", micro_batches=AT_A_TIME)))
-            times.append(statistics.fmean(passes.run("FB", partial(wait, pause), micro_batches=AT_A_TIME)))
+            times.append(statistics.fmean(passes.run("FB", partial(wait, pause))))
     usual = statistics.median(at_once)
     seconds = ascending([max(0.0, statistics.median(times) - usual) for times in after.values()])
     return tuple(map(Waking, PAUSES, seconds))

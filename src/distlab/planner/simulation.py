@@ -198,8 +198,8 @@ def play_undisturbed(
         start = free[worker]
         for index, sender in move.needs:
             start = max(start, sent[index] + transfer[sender, worker])
-        waked = waking(start - free[worker]) if move.needs else 0.0
-        free[worker] = end = set_out = start + seconds[move.kind] + waked
+        longer = waking(start - free[worker]) if move.needs else 0.0
+        free[worker] = end = set_out = start + seconds[move.kind] + longer
         for receiver in move.receivers:
             link = worker, receiver
             set_out = max(end, next_one[link])

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from distlab.pipeline.actions import Action, Programs, stages_of
-from distlab.pipeline.plan import most_threads, threads_by_plan
+from distlab.pipeline.plan import most_threads, share_of_cores, threads_by_plan
 from distlab.planner.costs import Costs
 from distlab.planner.graph import graph_of
 from distlab.planner.layouts import outline_of
@@ -195,17 +195,20 @@ def least_seconds(costs: Costs) -> float:
     """
     layout, machine, placement = costs.layout, costs.machine, costs.placement
     pp, micro_batches, stages = layout.pp, layout.micro_batches, len(layout.split)
-    most, again = 1, layout.recompute == "blocks"
-    if machine.device == "cpu":
-        most = costs.threads or max(1, machine.cores_per_host // placement.pipelines)
+    again = layout.recompute == "blocks"
     outline = outline_of(layout.schedule, pp)
     alike: dict[tuple[int, ...], list[int]] = {}
     for stage in range(stages):
         alike.setdefault(tuple(costs.parts(stage).values()), []).append(stage)
 
     # An action has the cores that other workers leave it. As measured, it need not be fastest with most of them.
-    enough = most_threads(pp, most, costs.estimated)
-    counts = {most} if costs.threads else {min(enough, max(1, most // busy)) for busy in range(1, pp + 1)}
+    counts = {costs.threads or 1}
+    if machine.device == "cuda":
+        counts = {1}
+    elif costs.threads is None:
+        cores = max(1, machine.cores_per_host // placement.pipelines)
+        most = most_threads(pp, cores, costs.estimated)
+        counts = {share_of_cores(cores, busy, most) for busy in range(1, pp + 1)}
 
     def seconds(kind: str, stage: int) -> float:
         return min(costs.pass_seconds(kind, stage, threads, again and kind in "BI") for threads in counts)

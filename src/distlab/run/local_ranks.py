@@ -40,7 +40,7 @@ def run_ranks(script: Path, args: list[str], settings: RunSettings, nodes: Nodes
     why.
     """
     logging.disable()  # torchrun's agent logs many lines for what is one line here
-    # nohup ignores the signal of a terminal that closes, for what it starts; torchrun's agent would handle it.
+    # Under nohup, SIGHUP is ignored and must stay so; torchrun's agent would install a handler.
     ending = [sent for sent in ENDING if sent is not signal.SIGHUP or signal.getsignal(sent) is not signal.SIG_IGN]
     handled = ",".join(sent.name for sent in ending)
     os.environ |= {"LAB_LAUNCHER": str(os.getpid()), LAUNCHED_AS: shlex.join(sys.argv[1:]), AGENT_HANDLES: handled}

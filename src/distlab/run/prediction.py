@@ -49,7 +49,10 @@ class Prediction:
         layout = layout_of(args, model.sizes.vocab_size, flag)
         _check_communication(args, machine, flag)
         room = machine.with_room_for(layout.ranks, str(machine_file))
-        prediction = cls(Costs(room, model, layout, asked_threads(), args.optimizer), machine_file)
+        threads = asked_threads()
+        if threads is None and args.one_stage_at_a_time:  # it has all cores, whatever it computes
+            threads = machine.cores_per_host
+        prediction = cls(Costs(room, model, layout, threads, args.optimizer), machine_file)
         if args.device != "auto":
             prediction.check_device(args.device)
         return prediction

@@ -54,9 +54,10 @@ class StageSettings(TrainSettings):
         return balance(self.n_layers, stages, self._parts(vocab_size))
 
     def pass_costs(self, vocab_size: int) -> ActionCosts:
-        """Estimates of what the passes of each stage cost, relative to each other."""
-        tokens = self.batch_size / self.micro_batches * self.seq_len / self.layout.get("tp", 1)
-        return estimated_costs(self.split(vocab_size), self._parts(vocab_size), self.recompute == "blocks", tokens)
+        """Estimates of what the passes of each stage cost, as of `estimated_costs`."""
+        split, again, tp = self.split(vocab_size), self.recompute == "blocks", self.layout.get("tp", 1)
+        tokens = self.batch_size // self.micro_batches * self.seq_len
+        return estimated_costs(split, self._parts(vocab_size), again, tokens, tp)
 
     def _parts(self, vocab_size: int) -> PartCosts:
         return multiply_adds(

@@ -12,6 +12,7 @@ from planner_machines import CLUSTER, MODEL, SIZES, cluster
 
 from distlab.comm.link import Link
 from distlab.parallel import data
+from distlab.pipeline import plan
 from distlab.pipeline.actions import ActionCosts, Backward, Forward
 from distlab.pipeline.plan import simulate
 from distlab.pipeline.schedules import SCHEDULES, stages_per_worker
@@ -35,18 +36,19 @@ def test_with_cores_for_all_it_is_the_simulation_of_the_schedule(name: str) -> N
     costs = Costs(cluster(pass_seconds=1e-6, inside=Link(3e-6)), MODEL, layout(name))
     programs = costs.layout.programs()
     known = {(a.letter, a.stage): costs.seconds(a) for program in programs for a in program}
-    plan = simulate(programs, ActionCosts(measured=known, transfer=3e-6))
+    simulated = simulate(programs, ActionCosts(measured=known, transfer=3e-6))
     step = predict(costs)
     loss = costs.placement.all_reduce(costs.placement.slices, 8).seconds + 2 * 3e-6
-    assert step.seconds == pytest.approx(plan.makespan + loss)
-    assert step.bubble == pytest.approx(sum(plan.bubble) / 2)
+    assert step.seconds == pytest.approx(simulated.makespan + loss)
+    assert step.bubble == pytest.approx(sum(simulated.bubble) / 2)
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_playing_with_and_without_disturbance_is_the_same_where_there_is_none(name: str) -> None:
     for recompute in ("none", "all"):
         own = replace(layout(name, tp=2, dp=2), recompute=recompute)  # type: ignore[arg-type]
-        machine = cluster(pass_seconds=1e-6, optimizer_seconds=1e-9, inside=Link(3e-6, 1e9))
+        waking = Waking(0.0, 1e-6), Waking(1e-5, 5e-6)
+        machine = cluster(pass_seconds=1e-6, optimizer_seconds=1e-9, inside=Link(3e-6, 1e9), waking=waking)
         quick, slow = (predict(Costs(one, MODEL, own)) for one in (machine, replace(machine, slowdown=(1.0,))))
         assert vars(quick) == pytest.approx(vars(slow), abs=1e-12)
 
@@ -230,7 +232,11 @@ MACHINES = {
 
 @pytest.mark.parametrize("machine", MACHINES.values(), ids=MACHINES)
 @pytest.mark.parametrize("name", NAMES)
-def test_no_step_is_shorter_than_the_least(name: str, machine: Machine) -> None:
+@pytest.mark.parametrize("enough", [1.0, plan.MULTIPLY_ADDS_OF_A_THREAD], ids=["further threads", "one thread"])
+def test_no_step_is_shorter_than_the_least(
+    name: str, machine: Machine, enough: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(plan, "MULTIPLY_ADDS_OF_A_THREAD", enough)
     ratios = []
     for dp, tp, shard, recompute in itertools.product((1, 2), (1, 2), SHARDS, RECOMPUTE):
         if shard != "none" and dp == 1:

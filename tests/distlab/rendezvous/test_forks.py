@@ -9,11 +9,13 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from processes import wait_for
 
 from distlab.rendezvous.forks import ForkedScript
+from distlab.run.local_ranks import raise_signal
 
 pytestmark = pytest.mark.quick
 
@@ -37,19 +39,22 @@ def test_ends_as_an_interpreter_does(end: str, status: int, tmp_path: Path, capf
     )
 
 
-@pytest.mark.parametrize("handler", [signal.SIG_DFL, signal.SIG_IGN])
-def test_has_the_signals_of_an_interpreter(handler: signal.Handlers, tmp_path: Path) -> None:
-    """A shell ignores some in what it starts in the background, and nohup ignores another; forks ignore them, too."""
+@pytest.mark.parametrize("handler", [signal.SIG_DFL, signal.SIG_IGN, raise_signal])
+def test_has_the_signals_of_an_interpreter(handler: Any, tmp_path: Path) -> None:
+    """A shell ignores some in what it starts in the background, and nohup ignores another; forks ignore them, too.
+
+    But the handlers that the launcher has for them are its own.
+    """
     text = "import signal; open({!r}, 'w').write(repr([(n, signal.getsignal(n)) for n in sorted(signal.Signals)]))"
     by_fork, by_interpreter = tmp_path / "fork", tmp_path / "interpreter"
     asked = [sys.executable, "-c", text.format(str(by_interpreter))]
-    of_shells = (signal.SIGINT, signal.SIGQUIT, signal.SIGHUP)
-    before = [signal.signal(number, handler) for number in of_shells]
+    changed = (signal.SIGINT, signal.SIGQUIT, signal.SIGHUP, signal.SIGTERM)
+    before = [signal.signal(number, handler) for number in changed]
     try:
         assert fork(tmp_path, text.format(str(by_fork))).wait(20) == 0
         subprocess.run(asked, check=True, timeout=20)
     finally:
-        for number, own in zip(of_shells, before, strict=True):
+        for number, own in zip(changed, before, strict=True):
             signal.signal(number, own)
     fork_has, interpreter_has = (re.sub(" at 0x[0-9a-f]+", "", path.read_text()) for path in (by_fork, by_interpreter))
     assert fork_has == interpreter_has

@@ -13,7 +13,7 @@ from distlab.planner.machine import AllReduce, write_machine
 from distlab.run.logs import StepTime
 from distlab.run.replica_settings import ByHandSettings, ShardedSettings
 from distlab.run.settings import parse
-from distlab.run.stage_settings import HybridSettings, PipelineSettings
+from distlab.run.stage_settings import HybridSettings, PipelineSettings, StageSettings
 from distlab.run.train_settings import TrainSettings
 from simplellm.errors import InputError
 
@@ -105,6 +105,29 @@ def test_the_part_that_was_off_is_named(machine: Path) -> None:
 )
 def test_what_the_chapters_run_is_predicted(command: str, machine: Path) -> None:
     assert settings_of(command, machine).prediction is not None
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "pp-gpipe --world-size 2 --batch-size 4 --micro-batches 2",
+        "pp-dapple --world-size 2 --num-heads 4 --num-kv-heads 2 --hidden-dim 40 --layers-per-stage 1,2 --n-layers 3",
+        "hybrid --dp 2 --pp 2 --tp 2 --batch-size 6 --micro-batches 3 --recompute blocks",
+        "hybrid --dp 1 --pp 2 --n-layers 4 --batch-size 4 --micro-batches 4 --schedule interleaved --recompute all",
+    ],
+)
+def test_the_planner_gives_actions_the_threads_of_the_run(flags: str, machine: Path) -> None:
+    settings = settings_of(flags, machine)
+    assert isinstance(settings, StageSettings)
+    assert settings.prediction is not None
+    costs = settings.prediction.costs
+    assert settings.pass_costs(costs.model.sizes.vocab_size) == costs.estimated
+
+
+def test_one_stage_at_a_time_has_all_cores_however_small_the_model_is(machine: Path) -> None:
+    prediction = settings_of("pp-1f1b --world-size 2", machine).prediction
+    assert prediction is not None
+    assert prediction.costs.threads == prediction.costs.machine.cores_per_host > 1
 
 
 @pytest.mark.parametrize(

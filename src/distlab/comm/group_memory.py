@@ -20,7 +20,7 @@ from simplellm.errors import InputError
 Transport = Literal["auto", "shared", "gloo"]
 
 
-class SharingMemory(NamedWaits):
+class GroupMemory(NamedWaits):
     """Tensors in memory that the ranks of a group share, on one host or on several; waits for these have names."""
 
     def __init__(self) -> None:
@@ -79,9 +79,9 @@ class SharingMemory(NamedWaits):
     def scratch(self, shape: Sequence[int], like: Tensor, group: Group = None) -> Tensor:
         """A tensor of this shape, of `like`'s dtype and device, for an all-gather or a reduce-scatter; not initialized.
 
-        It is in the buffer that `all_reduced` copies through, if the ranks of the group are on one host and that is in
-        shared memory. So the next call of either uses it again: the collective must have ended by then, and the result
-        been copied. All ranks of the group call this with shapes of one size.
+        It is in the buffer that `Traffic.all_reduced` copies through, if the ranks of the group are on one host and
+        that is in shared memory. So the next call of either uses it again: the collective must have ended by then, and
+        the result been copied. All ranks of the group call this with shapes of one size.
         """
         buffer = self._copied_through(shape, like, group) if self._are_on_one_host(members(group)) else None
         return like.new_empty(shape) if buffer is None else buffer
