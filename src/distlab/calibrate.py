@@ -62,7 +62,7 @@ class CalibrateSettings(WorldSize, RunSettings):
     """tokens per sequence"""
     rows: tuple[int, ...] = (1, 2, 8)
     """sequences of a micro-batch"""
-    seconds: float = 25
+    seconds: float = 20
     """how long to measure passes"""
     timeout: float = 600
     """seconds that any wait may take; ranks wait while one of them computes alone"""

@@ -101,7 +101,7 @@ class Passes:
         seconds = {"F": (forward + other) / 2, "B": backward, "I": of_input, "W": of_weights}
         if self._net.model.layers:
             self._net.recompute = "blocks"
-            _, recomputing = self.run("FB", micro_batches=AT_A_TIME // 2)
+            _, recomputing = self.run("FB")
             self._net.recompute = "none"
             seconds["again"] = max(0.0, recomputing - backward)
         return seconds
@@ -153,9 +153,11 @@ def measure_passes(
             passes[kind, part, count] = Passes(net, sizes, count, shard_sizes(sizes.vocab_size, kind.tp)[0])
     turns: dict[tuple[Kind, Part, int], list[dict[str, float]]] = {key: [] for key in passes}
     begun, spent = time.perf_counter(), dict.fromkeys(passes, 0.0)
-    while (elapsed := time.perf_counter() - begun) < seconds or min(map(len, turns.values())) < 1 + LEAST_TURNS:
+    for one in passes.values():
+        one.run("FB", micro_batches=AT_A_TIME)  # the first loads and allocates
+    while (elapsed := time.perf_counter() - begun) < seconds or min(map(len, turns.values())) < LEAST_TURNS:
         for key, one in passes.items():
-            if len(turns[key]) > LEAST_TURNS and spent[key] > elapsed / len(passes):
+            if len(turns[key]) >= LEAST_TURNS and spent[key] > elapsed / len(passes):
                 continue
             torch.set_num_threads(key[0].threads)
             started = time.perf_counter()
@@ -165,8 +167,7 @@ def measure_passes(
 
     def typical(kind: Kind, part: Part, count: int, letter: str) -> float:
         blocks = BLOCKS if part == "block" else 1
-        later = turns[kind, part, count][1:]  # the first loads and allocates
-        return statistics.median(turn[letter] for turn in later) / blocks
+        return statistics.median(turn[letter] for turn in turns[kind, part, count]) / blocks
 
     def part_of(kind: Kind, part: Part) -> PassSeconds:
         return PassSeconds(*(times_of(kind, part, letter) for letter in "FBIW"))
