@@ -124,7 +124,10 @@ def test_the_planner_gives_actions_the_threads_of_the_run(flags: str, machine: P
     assert settings.pass_costs(costs.model.sizes.vocab_size) == costs.estimated
 
 
-def test_one_stage_at_a_time_has_all_cores_however_small_the_model_is(machine: Path) -> None:
+def test_one_stage_at_a_time_has_all_cores_however_small_the_model_is(
+    machine: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     prediction = settings_of("pp-1f1b --world-size 2", machine).prediction
     assert prediction is not None
     assert prediction.costs.threads == prediction.costs.machine.cores_per_host > 1
