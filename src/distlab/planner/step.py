@@ -202,10 +202,8 @@ def least_seconds(costs: Costs) -> float:
         alike.setdefault(tuple(costs.parts(stage).values()), []).append(stage)
 
     # An action has the cores that other workers leave it. As measured, it need not be fastest with most of them.
-    counts = {costs.threads or 1}
-    if machine.device == "cuda":
-        counts = {1}
-    elif costs.threads is None:
+    counts = {1 if machine.device == "cuda" else costs.threads or 1}
+    if machine.device == "cpu" and costs.threads is None:
         cores = max(1, machine.cores_per_host // placement.pipelines)
         most = most_threads(pp, cores, costs.estimated)
         counts = {share_of_cores(cores, busy, most) for busy in range(1, pp + 1)}
