@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from distlab.comm.devices import cores
 from distlab.comm.endpoint import Group, is_over_nccl, members, rank
 from distlab.comm.hosts import Hosts, MemoryOfHosts
 from distlab.comm.mappings import NotShared
@@ -72,9 +73,14 @@ class GroupMemory(NamedWaits):
         self, group: dist.ProcessGroup, ranks: Sequence[int], timeout: timedelta
     ) -> SharedMemory | MemoryOfHosts:
         if self.hosts is None or self._are_on_one_host(ranks):
-            return SharedMemory(group)
+            return SharedMemory(group, self._has_own_core())
         same = [memory for memory in self._shared.values() if getattr(memory, "ranks", None) == tuple(ranks)]
         return MemoryOfHosts(self.hosts, ranks, rank(), f"{group_key(ranks)}/{len(same)}", timeout)
+
+    def _has_own_core(self) -> bool:
+        """Whether this host has a core for each thread of its ranks, if all have as many as this one."""
+        here = dist.get_world_size() if self.hosts is None else self.hosts.of_ranks.count(self.hosts.of_ranks[rank()])
+        return here * torch.get_num_threads() <= cores()
 
     def scratch(self, shape: Sequence[int], like: Tensor, group: Group = None) -> Tensor:
         """A tensor of this shape, of `like`'s dtype and device, for an all-gather or a reduce-scatter; not initialized.

@@ -69,7 +69,7 @@ class MemoryOfHosts:
             return cast(dist.ProcessGroup, dist.ProcessGroupGloo(store, those.index(rank), len(those), timeout))
 
         with patient_threads():
-            self.memory = SharedMemory(meet(own))
+            self.memory = SharedMemory(meet(own), has_own_core=False)
             self._between = meet([here[0] for here in by_host]) if self.is_first else None
         self._thread = ThreadPoolExecutor(1)
 

@@ -23,6 +23,9 @@ from distlab.comm.waits import Wait
 
 CHUNK_BYTES = 256 * 1024  # added up at a time, so that a chunk is written back to all parts while it is in the caches
 READY, DONE = 1, 2  # signals
+# Tensor-parallel ranks wait for each other every few milliseconds. Waking a thread up takes a tenth of one, and a core
+# that has been idle is slow at first.
+SPIN_SECONDS = 5e-4
 COMBINE: dict[ReduceOp.RedOpType, Callable[..., Tensor]] = {
     ReduceOp.SUM: torch.add,
     ReduceOp.PRODUCT: torch.mul,
@@ -36,9 +39,10 @@ class SharedMemory:
 
     Args:
         group: its ranks are on one host, or `allocate` raises.
+        has_own_core: whether no other rank needs the core of one that waits, so that it may spin.
     """
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
+    def __init__(self, group: dist.ProcessGroup, has_own_core: bool) -> None:
         self.group, self.rank, self.size = group, group.rank(), group.size()
         self.begun = 0  # collectives
         self.asked_for = 0  # of these: this rank has done its share up to here, or is about to
@@ -46,7 +50,8 @@ class SharedMemory:
         self._mappings: weakref.WeakSet[Mapping] = weakref.WeakSet()  # one goes with the last tensor in it
         self._channels: list[Channel] = []  # to other ranks, by which they signal; made with the first mapping
         passes_on = self.rank == 0 and self.size > 2
-        self.ready, self.done = (Signal(signal, self._channels, passes_on) for signal in (READY, DONE))
+        spin_seconds = SPIN_SECONDS if has_own_core else 0.0
+        self.ready, self.done = (Signal(signal, self._channels, passes_on, spin_seconds) for signal in (READY, DONE))
 
     def allocate(self, elements: int, dtype: torch.dtype, timeout: timedelta) -> Tensor:
         """Zeros (elements,) in this rank's part of a new mapping; all ranks of the group call it together.

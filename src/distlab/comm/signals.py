@@ -37,14 +37,18 @@ class Channel:
         except BrokenPipeError:
             raise RuntimeError(LOST) from None
 
-    def wait(self, signal: int, times: int, deadline: float) -> None:
+    def wait(self, signal: int, times: int, deadline: float, spin_seconds: float = 0.0) -> None:
         """Return when the other rank has sent a signal so many times.
 
+        Args:
+            deadline: by `time.perf_counter`.
+            spin_seconds: for which this thread keeps its core before it sleeps.
+
         Raises:
-            RuntimeError: at the deadline, by `time.perf_counter`, or if the other rank has exited.
+            RuntimeError: at the deadline, or if the other rank has exited.
         """
         while not self.has(signal, times):
-            _poll(self._poll, deadline)
+            _poll(self._poll, deadline, spin_seconds)
             self.read()
 
     def has(self, signal: int, times: int) -> bool:
@@ -63,7 +67,9 @@ class Channel:
         os.close(self._writes)
 
 
-def wait_for_all(channels: Sequence[Channel], signal: int, times: int, deadline: float) -> None:
+def wait_for_all(
+    channels: Sequence[Channel], signal: int, times: int, deadline: float, spin_seconds: float = 0.0
+) -> None:
     """Return when all the other ranks have sent a signal so many times; `RuntimeError` as of `Channel.wait`.
 
     Whichever of those exits first is noticed, whatever the others do.
@@ -71,13 +77,13 @@ def wait_for_all(channels: Sequence[Channel], signal: int, times: int, deadline:
     missing = {channel.reads: channel for channel in channels if not channel.has(signal, times)}
     if len(missing) == 1:
         [channel] = missing.values()
-        channel.wait(signal, times, deadline)
+        channel.wait(signal, times, deadline, spin_seconds)
         return
     poll = select.poll()
     for descriptor in missing:
         poll.register(descriptor, select.POLLIN)
     while missing:
-        for descriptor in _poll(poll, deadline):
+        for descriptor in _poll(poll, deadline, spin_seconds):
             channel = missing[descriptor]
             channel.read()
             if channel.has(signal, times):
@@ -85,9 +91,13 @@ def wait_for_all(channels: Sequence[Channel], signal: int, times: int, deadline:
                 del missing[descriptor]
 
 
-def _poll(poll: select.poll, deadline: float) -> list[int]:
+def _poll(poll: select.poll, deadline: float, spin_seconds: float) -> list[int]:
     """The descriptors that can be read, one at least; `RuntimeError` at the deadline."""
-    ready = poll.poll(max(1, math.ceil(1000 * (deadline - time.perf_counter()))))
+    ready: list[tuple[int, int]] = []
+    sleeps_at = min(time.perf_counter() + spin_seconds, deadline)
+    while not ready and time.perf_counter() < sleeps_at:
+        ready = poll.poll(0)
+    ready = ready or poll.poll(max(1, math.ceil(1000 * (deadline - time.perf_counter()))))
     if not ready:
         raise RuntimeError("Timed out waiting for a signal")
     return [descriptor for descriptor, _ in ready]
@@ -146,10 +156,12 @@ class Signal:
         signal: its number.
         channels: to the first rank, or, on the first rank, to all others.
         passes_on: whether this is the first of more than two ranks.
+        spin_seconds: for which a wait keeps its core before it sleeps.
     """
 
-    def __init__(self, signal: int, channels: Sequence[Channel], passes_on: bool) -> None:
+    def __init__(self, signal: int, channels: Sequence[Channel], passes_on: bool, spin_seconds: float) -> None:
         self._signal, self._channels, self._passes_on = signal, channels, passes_on
+        self._spin_seconds = spin_seconds
         self._received = 0
 
     def send(self) -> None:
@@ -165,7 +177,7 @@ class Signal:
         """Return when all others have sent it so many times; `RuntimeError` as of `Channel.wait`."""
         while self._received < times:
             later = deadline + SECONDS_MORE * self._passes_on
-            wait_for_all(self._channels, self._signal, self._received + 1, later)
+            wait_for_all(self._channels, self._signal, self._received + 1, later, self._spin_seconds)
             self._received += 1
             if self._passes_on:
                 self._send()

@@ -52,6 +52,39 @@ def test_signals_are_counted_by_kind_whatever_their_order(ends: tuple[Channel, C
     first.wait(2, 1, soon())
 
 
+@pytest.mark.parametrize(("spin_seconds", "least", "most"), [(0.0, 0.0, 0.05), (0.1, 0.06, 0.2), (5.0, 0.2, 0.5)])
+def test_a_wait_keeps_its_core_for_so_long_then_sleeps_and_ends_at_its_deadline(
+    ends: tuple[Channel, Channel], spin_seconds: float, least: float, most: float
+) -> None:
+    before, started = time.thread_time(), time.perf_counter()
+    with pytest.raises(RuntimeError) as caught:
+        ends[0].wait(1, 1, started + 0.4, spin_seconds)
+    assert is_timeout(caught.value)
+    assert 0.4 <= time.perf_counter() - started < 1
+    assert least <= time.thread_time() - before <= most
+
+
+def wait_beside_others(rank: int, port: int, cores: int) -> float:
+    """Seconds of computing time that a rank spends on a wait of 0.5 s, with so many cores."""
+    with process_group(rank, 2, port), pytest.MonkeyPatch.context() as monkeypatch:
+        torch.set_num_threads(1)
+        monkeypatch.setattr("distlab.comm.group_memory.cores", lambda: cores)
+        monkeypatch.setattr("distlab.comm.shared.SPIN_SECONDS", 0.2)
+        buffer = traffic.new_buffer(1000, torch.empty(0))
+        transfer = traffic.all_reduce(buffer, "a sum", kind="gradients")
+        if rank == 1:
+            time.sleep(0.5)
+        before = time.thread_time()
+        transfer.wait()
+        return time.thread_time() - before
+
+
+def test_ranks_that_share_cores_do_not_spin() -> None:
+    port = free_port()
+    assert run_ranks(2, wait_beside_others, port, 2)[0] > 0.1
+    assert run_ranks(2, wait_beside_others, port, 1)[0] < 0.05
+
+
 def test_a_signal_arrives_though_its_rank_has_ended_since_and_then_its_end_is_noticed() -> None:
     pipes = Pipes()
     [first] = pipes.make(1)
