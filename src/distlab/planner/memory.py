@@ -12,11 +12,12 @@ from distlab.planner.machine import Machine
 from distlab.planner.model import ID_BYTES, NUMBER_BYTES, PARTS, share
 
 MOMENTS = {"adam": 2, "adamw": 2, "sgd": 0}  # tensors of the optimizer for each weight
-# What an allocator keeps of freed memory, for each byte that is held: measured by bench/planner.py on CPUs only.
-KEPT_OF_FREED = {"cpu": 0.25, "cuda": 0.0}
+# What an allocator keeps of freed memory, for each byte that is held: fitted to bench/planner.py, on CPUs only. glibc
+# does not merge freed tensors whose neighbors in memory are small objects that live on.
+KEPT_OF_FREED = {"cpu": 0.3, "cuda": 0.0}
 # Buffers of the logits' size besides those that a backward pass needs: their gradient, and on CPUs the logits, which
-# are freed before, but smaller tensors then lie in their place.
-OF_LOGITS = {"cpu": 2, "cuda": 1}
+# are freed before, but smaller tensors then lie in their place; more than once in some runs, so this is fitted, too.
+OF_LOGITS = {"cpu": 2.5, "cuda": 1}
 
 
 @dataclass(frozen=True)
@@ -62,7 +63,7 @@ def held(costs: Costs, worker: int) -> Held:
 def process_bytes(costs: Costs, worker: int, holds: Held) -> float:
     """What the process of such a rank needs at the peak, or takes of its GPU's memory."""
     layout, sizes, machine = costs.layout, costs.model.sizes, costs.machine
-    of_logits = 0
+    of_logits = 0.0
     if any(costs.parts(stage)["head"] for stage in stages_of(layout.programs()[worker])):
         logits_bytes = layout.rows * sizes.seq_len * share(sizes.vocab_size, layout.tp) * NUMBER_BYTES
         of_logits = OF_LOGITS[machine.device] * logits_bytes
