@@ -80,7 +80,6 @@ class Recomputed:
                 raise _CompleteError
 
         with contextlib.ExitStack() as contexts:
-            contexts.enter_context(contextlib.suppress(_CompleteError))
             contexts.enter_context(torch.random.fork_rng(self._gpus))
             self._restore_random_states()
             contexts.enter_context(torch.enable_grad())
@@ -88,7 +87,10 @@ class Recomputed:
             contexts.enter_context(_inside())
             if self._weight_gradients is not None:  # by which layers save other tensors
                 contexts.enter_context(self._weight_gradients.applied())
-            self._function(*self._inputs)
+            # In here: in Python 3.10, an exception that leaves a generator's context is part of a reference cycle, which
+            # would keep the tensors of all its frames.
+            with contextlib.suppress(_CompleteError):
+                self._function(*self._inputs)
 
     def _restore_random_states(self) -> None:
         of_cpu, of_gpus = self._random_states
