@@ -91,7 +91,9 @@ DEFAULTS = CalibrateSettings()
 def calibrate(run: Run[CalibrateSettings]) -> None:
     """Measure, and write the file on rank 0."""
     args, device = run.settings, run.device
-    sizes, local = args.sizes, run.local_ranks
+    sizes, local, counts = args.sizes, run.local_ranks, run.ranks_of_hosts
+    number = "give each host the same number"
+    require(len(set(counts)) == 1, f"the hosts have {' and '.join(map(str, counts))} ranks: {number}")
     slowdown = measuring.measure_slowdown(sizes, run.rank, local, device, min(0.1, args.seconds / 50))
     peers = [peer for peer in dict.fromkeys((1, local)) if peer < run.world_size]  # on this host and on the next one
     neighbors = [(rank, rank + 1) for rank in range(0, local - 1, 2)]

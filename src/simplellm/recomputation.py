@@ -87,8 +87,8 @@ class Recomputed:
             contexts.enter_context(_inside())
             if self._weight_gradients is not None:  # by which layers save other tensors
                 contexts.enter_context(self._weight_gradients.applied())
-            # In here: in Python 3.10, an exception that leaves a generator's context is part of a reference cycle, which
-            # would keep the tensors of all its frames.
+            # In here: in Python 3.10, an exception that leaves a generator's context becomes part of a reference cycle,
+            # and the cycle keeps the tensors of all its frames.
             with contextlib.suppress(_CompleteError):
                 self._function(*self._inputs)
 

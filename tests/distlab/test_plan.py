@@ -6,6 +6,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from planner_machines import MODEL as SMALL_MODEL
@@ -13,7 +14,7 @@ from planner_machines import cluster
 from processes import LAB, run
 from terminals import fork_launcher, fork_python
 
-from distlab import plan
+from distlab import calibrate, plan
 from distlab.launch import find_script, launch, read_settings
 from distlab.planner import search
 from distlab.planner.costs import Costs
@@ -75,6 +76,21 @@ def test_the_commands_of_a_plan_are_those_of_runs(capsys: pytest.CaptureFixture[
 def test_what_cannot_be_planned_is_said(flags: str, sentence: str) -> None:
     with pytest.raises(InputError, match=re.escape(sentence.format(CLUSTER))):
         plan.main([*SMALL, "--machine", CLUSTER, *flags.split()])
+
+
+def test_another_name_of_a_schedule_gives_the_same_plan(capsys: pytest.CaptureFixture[str]) -> None:
+    plans = []
+    for name in ("dapple", "1f1b"):
+        plan.main([*SMALL, "--machine", CLUSTER, "--pp", "3", "--schedule", name])
+        plans.append(re.sub(rf"{name} *", "", capsys.readouterr().out))
+    assert plans[0] == plans[1]
+    assert "3 pp" in plans[0]
+
+
+def test_hosts_with_different_numbers_of_ranks_are_not_calibrated() -> None:
+    run: Any = SimpleNamespace(settings=calibrate.DEFAULTS, device=None, local_ranks=2, ranks_of_hosts=[2, 1])
+    with pytest.raises(InputError, match="the hosts have 2 and 1 ranks: give each host the same number"):
+        calibrate.calibrate(run)
 
 
 @pytest.fixture(autouse=True)

@@ -30,6 +30,7 @@ class GroupMemory(NamedWaits):
         self.hosts: Hosts | None = None  # where the ranks are; None: all are taken to be on one host
         self.smallest_shared_bytes = 1_000  # of collectives, with "auto"; less is not worth a mapping
         self.smallest_of_hosts_bytes = 250_000  # the same for ranks on several hosts: gloo is as fast for less
+        self.threads: int | None = None  # that a rank usually computes with; None: as many as it has now
         self.remark: Callable[[str], object] = lambda sentence: print(f"# {sentence}", flush=True)
         self.shares_memory = False  # whether this rank shares memory with other ranks
         # By group; kept to the end of the process, because a group that is collected may hang (see Run.close).
@@ -78,9 +79,9 @@ class GroupMemory(NamedWaits):
         return MemoryOfHosts(self.hosts, ranks, rank(), f"{group_key(ranks)}/{len(same)}", timeout)
 
     def _has_own_core(self) -> bool:
-        """Whether this host has a core for each thread of its ranks, if all have as many as this one."""
+        """Whether this host has a core for each thread of its ranks, which all have as many."""
         here = dist.get_world_size() if self.hosts is None else self.hosts.of_ranks.count(self.hosts.of_ranks[rank()])
-        return here * torch.get_num_threads() <= cores()
+        return here * (self.threads or torch.get_num_threads()) <= cores()
 
     def scratch(self, shape: Sequence[int], like: Tensor, group: Group = None) -> Tensor:
         """A tensor of this shape, of `like`'s dtype and device, for an all-gather or a reduce-scatter; not initialized.
@@ -125,6 +126,8 @@ class GroupMemory(NamedWaits):
 
     def _is_to_share(self, size_bytes: int, like: Tensor, ranks: Sequence[int]) -> bool:
         """Whether they are to share it for collectives of so many bytes."""
+        if self.hosts is not None and len(ranks) == len(self.hosts.split(ranks)):  # each is on a host of its own
+            return False
         least = self.smallest_shared_bytes if self._are_on_one_host(ranks) else self.smallest_of_hosts_bytes
         return self._may_share(like, ranks) and (self.transport == "shared" or size_bytes >= least)
 

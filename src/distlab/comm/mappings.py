@@ -9,7 +9,6 @@ import mmap
 import os
 import secrets
 from collections.abc import Sequence
-from contextlib import suppress
 
 import torch
 from torch import Tensor
@@ -61,10 +60,9 @@ class Offer:
         try:
             self._descriptor = os.memfd_create(_name(token), os.MFD_CLOEXEC)
             os.fchmod(self._descriptor, 0o600)
-            with suppress(OSError):  # a limit on the size of files; then it has no room for the parts
-                os.ftruncate(self._descriptor, part_bytes * parts)
+            os.ftruncate(self._descriptor, part_bytes * parts)
             self.channels = self._pipes.make(pipes_to)
-        except (OSError, AttributeError) as error:  # no such call outside of Linux
+        except (OSError, AttributeError) as error:  # a limit, as on the size of files; no such call outside of Linux
             failure = getattr(error, "errno", None) or errno.ENOSYS
             self.numbers = [0, failure, 0, part_bytes, parts, *[0] * (2 * pipes_to)]
             return

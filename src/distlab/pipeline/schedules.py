@@ -76,16 +76,21 @@ def schedule_names() -> list[str]:
     return [*SCHEDULES, *ALIASES]
 
 
+def find_schedule(name: str) -> Schedule:
+    """The schedule of a name, one of `schedule_names()`."""
+    return SCHEDULES[ALIASES.get(name, name)]
+
+
 def stages_per_worker(name: str, chunks: int = DEFAULT_CHUNKS) -> int:
     """How many stages each worker of a schedule holds; `chunks` if the schedule lets the run choose."""
-    return SCHEDULES[ALIASES.get(name, name)].stages_per_worker or chunks
+    return find_schedule(name).stages_per_worker or chunks
 
 
 def check_schedule(
     name: str, workers: int, micro_batches: int, chunks: int = DEFAULT_CHUNKS, limit: Limit | None = None
 ) -> Schedule:
     """The schedule `name`, one of `schedule_names()`, if it can do what is asked for; else raises `InputError`."""
-    found = SCHEDULES[ALIASES.get(name, name)]
+    found = find_schedule(name)
     what = f"--schedule {name} on {workers} workers, with --micro-batches {micro_batches}"
     require(found.fits(workers, micro_batches), f"{what}: give {found.needs.format(**_sizes(workers))}")
     has_limit = name == AUTO or limit is None

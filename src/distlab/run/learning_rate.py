@@ -18,6 +18,6 @@ def learning_rate(
         return lr * (step + 1) / warmup_steps
     if schedule == "constant":
         return lr
-    done = (step - warmup_steps) / (steps - warmup_steps)
+    done = (step - warmup_steps) / max(1, steps - warmup_steps)
     left = (1 + math.cos(math.pi * done)) / 2 if schedule == "cosine" else 1 - done
     return min_lr + (lr - min_lr) * left

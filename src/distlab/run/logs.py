@@ -282,5 +282,6 @@ def peak_memory_bytes(device: torch.device) -> int:
 
 def human_bytes(count: int) -> str:
     """A number of bytes in decimal units, such as 12.3 MB."""
+    count = int(float(f"{count:.3g}"))  # before its unit is chosen: 999,999 bytes are 1 MB
     power = min(max(len(str(count)) - 1, 0) // 3, 4)
     return f"{count / 1000**power:.3g} {('B', 'kB', 'MB', 'GB', 'TB')[power]}"

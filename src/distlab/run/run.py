@@ -4,6 +4,7 @@ import json
 import math
 import os
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Generic, NoReturn, TypeVar
@@ -82,7 +83,13 @@ class Run(Generic[SettingsT]):
             devices.keep_freed_memory()
         pipelines = self.grid.pipelines_on_host(self.local_ranks)
         computing = pipelines if self.settings.one_stage_at_a_time else self.local_ranks
-        torch.set_num_threads(devices.threads_per_rank(computing))
+        traffic.threads = devices.threads_per_rank(computing)
+        torch.set_num_threads(traffic.threads)
+
+    @property
+    def ranks_of_hosts(self) -> list[int]:
+        """How many ranks each host has."""
+        return list(Counter(place.host for place in self._places).values())
 
     @property
     def shared_cores(self) -> int | None:

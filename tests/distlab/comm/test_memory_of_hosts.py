@@ -60,6 +60,18 @@ def promised(hosts: str, elements: int, dtype: torch.dtype, op: ReduceOp.RedOpTy
     return result / len(hosts) if op == ReduceOp.AVG else result
 
 
+def reduce_alone(rank: int, port: int) -> tuple[bool, float, set[str]]:
+    """Whether a buffer of ranks that are on a host each is shared, its sum, and what it was counted as."""
+    join(rank, "ab", port)
+    buffer = traffic.new_buffer(SIZES[0], torch.empty(0)).fill_(rank + 1)
+    traffic.all_reduce(buffer, "the sums", kind="gradients", op=ReduceOp.SUM).wait()
+    return bool(traffic._shared), buffer[-1].item(), set(traffic.ledger.sent_bytes)
+
+
+def test_ranks_on_a_host_each_share_nothing() -> None:
+    assert run_ranks(2, reduce_alone, free_port()) == [(False, 3.0, {"gradients"})] * 2
+
+
 def reduce_all(rank: int, hosts: str, port: int) -> tuple[list[Tensor], dict[str, int]]:
     """All-reduces of all sizes, types and operations, and what was sent for the last type and operation."""
     join(rank, hosts, port)

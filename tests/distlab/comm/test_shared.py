@@ -3,6 +3,7 @@
 import errno
 import gc
 import os
+import resource
 import signal
 import stat
 import time
@@ -148,6 +149,17 @@ def test_parts_of_buffers_groups_and_any_order_of_waits() -> None:
     for rank, (summed, *parts) in enumerate(results):
         assert summed == 3
         assert parts == [10 * rank, 30, 30, 30, 10 * rank] + [1] * (rank != 1)
+
+
+def test_a_limit_on_the_size_of_files_between_one_part_and_all_of_them_offers_nothing() -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1_500_000, hard))
+    try:
+        offer = Offer(1_000_000, 2, pipes_to=0)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert accept(offer.numbers, reserved=range(1), pipes=None) == (errno.EFBIG, None, [])
+    offer.withdraw()
 
 
 def send_with_gaps(rank: int, port: int) -> None:

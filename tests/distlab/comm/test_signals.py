@@ -52,6 +52,7 @@ def test_signals_are_counted_by_kind_whatever_their_order(ends: tuple[Channel, C
     first.wait(2, 1, soon())
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize(("spin_seconds", "least", "most"), [(0.0, 0.0, 0.05), (0.1, 0.06, 0.2), (5.0, 0.2, 0.5)])
 def test_a_wait_keeps_its_core_for_so_long_then_sleeps_and_ends_at_its_deadline(
     ends: tuple[Channel, Channel], spin_seconds: float, least: float, most: float
@@ -64,10 +65,10 @@ def test_a_wait_keeps_its_core_for_so_long_then_sleeps_and_ends_at_its_deadline(
     assert least <= time.thread_time() - before <= most
 
 
-def wait_beside_others(rank: int, port: int, cores: int) -> float:
-    """Seconds of computing time that a rank spends on a wait of 0.5 s, with so many cores."""
+def wait_beside_others(rank: int, port: int, cores: int, threads: int) -> float:
+    """Seconds of computing time that a rank spends on a wait of 0.5 s, with so many cores and usual threads."""
     with process_group(rank, 2, port), pytest.MonkeyPatch.context() as monkeypatch:
-        torch.set_num_threads(1)
+        traffic.threads = threads
         monkeypatch.setattr("distlab.comm.group_memory.cores", lambda: cores)
         monkeypatch.setattr("distlab.comm.shared.SPIN_SECONDS", 0.2)
         buffer = traffic.new_buffer(1000, torch.empty(0))
@@ -79,10 +80,11 @@ def wait_beside_others(rank: int, port: int, cores: int) -> float:
         return time.thread_time() - before
 
 
-def test_ranks_that_share_cores_do_not_spin() -> None:
-    port = free_port()
-    assert run_ranks(2, wait_beside_others, port, 2)[0] > 0.1
-    assert run_ranks(2, wait_beside_others, port, 1)[0] < 0.05
+@pytest.mark.alone
+@pytest.mark.parametrize(("cores", "threads", "spins"), [(2, 1, True), (1, 1, False), (4, 2, True), (3, 2, False)])
+def test_ranks_that_share_cores_do_not_spin(cores: int, threads: int, spins: bool) -> None:
+    seconds, _ = run_ranks(2, wait_beside_others, free_port(), cores, threads)
+    assert seconds > 0.1 if spins else seconds < 0.05
 
 
 def test_a_signal_arrives_though_its_rank_has_ended_since_and_then_its_end_is_noticed() -> None:

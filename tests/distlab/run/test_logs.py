@@ -58,7 +58,16 @@ def test_a_loss_that_is_no_number_is_null(loss: float, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("count", "text"), [(0, "0 B"), (999, "999 B"), (1500, "1.5 kB"), (16_500_000_000, "16.5 GB"), (10**16, "1e+04 TB")]
+    ("count", "text"),
+    [
+        (0, "0 B"),
+        (999, "999 B"),
+        (1500, "1.5 kB"),
+        (999_499, "999 kB"),
+        (999_999, "1 MB"),
+        (16_500_000_000, "16.5 GB"),
+        (10**16, "1e+04 TB"),
+    ],
 )
 def test_human_bytes(count: int, text: str) -> None:
     assert human_bytes(count) == text

@@ -86,7 +86,7 @@ def test_the_learning_rate_is_that_of_torchs_schedulers(schedule: LRSchedule, wa
 
 
 def test_a_warm_up_as_long_as_the_run() -> None:
-    assert [learning_rate(step, 4, 1.0, 4, "cosine") for step in range(4)] == [0.25, 0.5, 0.75, 1.0]
+    assert [learning_rate(step, 4, 1.0, 4, "cosine") for step in range(5)] == [0.25, 0.5, 0.75, 1.0, 1.0]
 
 
 def test_training_does_not_import_torchs_compiler(tmp_path: Path) -> None:
