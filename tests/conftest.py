@@ -1,6 +1,7 @@
 """One thread for the tests' own process, and no GPU: forked ranks (see processes.py) can inherit neither."""
 
 import os
+import signal
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -53,6 +54,14 @@ def _threads_end() -> Iterator[None]:
     yield
     for thread in set(threading.enumerate()) - before:
         thread.join(0.5 if thread.daemon else 5)  # some daemons never end, such as TensorBoard's
+
+
+@pytest.fixture
+def no_nohup() -> Iterator[None]:
+    """What the test starts does not ignore SIGHUP, even if the tests run under nohup."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)
 
 
 @pytest.fixture(scope="session")

@@ -152,6 +152,7 @@ def test_a_killed_rank_is_named_whatever_carries_the_messages(topology: str, tmp
     assert "Traceback" not in ended.err
 
 
+@pytest.mark.usefixtures("no_nohup")
 @pytest.mark.parametrize(
     ("sent", "to_all"),
     [
