@@ -6,6 +6,7 @@ python -m distlab.show_schedule zb-h2 --stages 4 --micro-batches 8 --steps 10 --
 python -m distlab.show_schedule auto --chunks-per-stage 1 --cost-per-stage 1,1,2 --keep-at-most 4
 """
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -79,6 +80,10 @@ def show(request: Request) -> Iterator[str]:
     title += ", recomputed" * request.recompute
     programs, costs = _programs_and_costs(request)
     plan = simulate(in_a_row(programs, steps), costs)
+    times = [time for spans in plan.spans for span in spans for time in (span.start, span.end)]
+    parts = f"--backward {request.backward} with --weight-share {request.weight_share}"
+    is_whole = all(math.isclose(time, round(time), abs_tol=1e-6) for time in times)
+    require(is_whole, f"{parts}: both parts of a backward pass must take whole ticks")
     yield f"# {title}; ticks: forward {request.forward}, backward {request.backward}, message {request.transfer}"
     yield from table(plan)
     for name, bubble, kept in zip(plan.rows, plan.bubble, plan.peak_bytes, strict=True):

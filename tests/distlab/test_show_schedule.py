@@ -107,6 +107,10 @@ def test_columns_are_aligned(name_of_schedule: str, stages: int, micro_batches: 
         (Request("gpipe", forward=0), "--forward 0: must be at least 1"),
         (Request("gpipe", backward=0), "--backward 0: must be at least 1"),
         (Request("gpipe", transfer=-1), "--transfer -1: must be at least 0"),
+        (
+            Request("zb-h1", backward=1),
+            "--backward 1 with --weight-share 0.5: both parts of a backward pass must take whole ticks",
+        ),
         (Request("zb-h1", weight_share=1.0), "--weight-share 1.0: must be between 0 and 1"),
         (
             Request("gpipe", cost_per_stage="1,2"),

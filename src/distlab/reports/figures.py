@@ -3,6 +3,7 @@
 import itertools
 import json
 import math
+from collections import Counter
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -73,14 +74,12 @@ def losses(
         color = style.SERIES[index % len(style.SERIES)]
         records = read_metrics(run)
         where = places(records, against, run)
-        if of == "loss":  # with --report-every, not all steps have one; without any, `_column` says so
-            reported = [(x, r) for x, r in zip(where, records, strict=True) if r.get("loss") is not None]
-            drawn = [x for x, _ in reported] or where
-            means = moving_average(_column([r for _, r in reported] or records, of, run), smooth)
-        else:
-            drawn, means = where, moving_average(_column(records, of, run), smooth)
+        values = _column(records, of, run)
+        reported = [step for step, value in enumerate(values) if not math.isnan(value)]  # with --report-every, not all
+        require(bool(reported), f"{run / 'metrics.jsonl'}: none of its steps has a {of}")
+        means = moving_average([values[step] for step in reported], smooth)
         width, dashes = max(1.6, 6 - 3 * index), "--" if index == 2 else "-"
-        axes.plot(drawn, means, label=name, color=color, linewidth=width, linestyle=dashes)
+        axes.plot([where[step] for step in reported], means, label=name, color=color, linewidth=width, linestyle=dashes)
         dotted = [(x, r) for x, r in zip(where, records, strict=True) if of == "loss" and "validation_loss" in r]
         validated = [(x, record["validation_loss"]) for x, record in dotted]
         if validated:
@@ -113,15 +112,18 @@ def memory(png: Png, runs: NamedTraces, /) -> None:
     traces = [(name, _read_trace(run)) for name, run in _named(runs)]
     figure, grid = style.subplots(3.6, 1, len(traces), squeeze=False, sharey=True)
     curves: dict[str, Any] = {}
+    has_kept = False
     for axes, (name, trace) in zip(grid[0], traces, strict=True):
         for rank, (recorded, step) in enumerate(zip(trace.ranks, trace.typical_step(), strict=True)):
             kept = [(t, size) for t, size in recorded.kept_bytes if step.start <= t <= step.end]
             times = [0.0, *((t - step.start) * 1e3 for t, _ in kept)]
             sizes = [0.0, *(size / 1e6 for _, size in kept)]
+            has_kept = has_kept or bool(kept)
             stage = trace.place(rank).stage
             color = style.SERIES[stage % len(style.SERIES)]
             [curves[f"stage {stage}"]] = axes.step(times, sizes, where="post", color=color)
         axes.set(title=name, xlabel="ms since the step began")
+    require(has_kept, "these traces have no stages that keep activations: give those of pipelines")
     grid[0, 0].set_ylabel("activations kept, MB")
     style.legend(figure, curves)
     style.save(figure, png)
@@ -137,9 +139,10 @@ def holdings(png: Png, runs: NamedRuns, /) -> None:
         heights = [size / 1e6 for size in sizes]
         if kind in ONLY_SOME and not any(heights):
             continue
-        kinds[kind] = axes.bar(names, heights, 0.6, below, color=color, edgecolor=style.BACKGROUND)
+        kinds[kind] = axes.bar(range(len(names)), heights, 0.6, below, color=color, edgecolor=style.BACKGROUND)
         below = [low + height for low, height in zip(below, heights, strict=True)]
     axes.bar_label(kinds[kind], [f"{total:.0f}" for total in below], padding=2)
+    axes.set_xticks(range(len(names)), names)
     axes.set(ylabel="memory of the fullest rank, MB")
     axes.grid(visible=False, axis="x")
     style.legend(figure, kinds)
@@ -176,9 +179,18 @@ def layout(png: Png, /, dp: int = 2, pp: int = 3, neighbors: Neighbors = "stages
 
 
 def _named(runs: list[str]) -> list[tuple[str, Path]]:
-    """The name and folder of each run, from "NAME=RUN", or from a folder whose name is then the run's name."""
-    pairs = (run.partition("=") for run in runs)
-    return [(name, Path(run)) if equals else (Path(name).name, Path(name)) for name, equals, run in pairs]
+    """The name and folder of each run, from "NAME=RUN", or from a folder whose name is then the run's name.
+
+    Folders of one name have their paths as names. Raises `InputError` if there is no run.
+    """
+    require(bool(runs), "give one or more runs, each as NAME=RUN with a run's folder")
+    pairs: list[tuple[str, Path]] = []
+    for run in runs:
+        name, equals, folder = run.partition("=")
+        is_named = equals and not Path(run).exists()  # a folder's name may have "=" in it
+        pairs.append((name, Path(folder)) if is_named else ("", Path(run)))
+    uses = Counter(path.name for name, path in pairs if not name)
+    return [(name or (path.name if uses[path.name] == 1 else str(path)), path) for name, path in pairs]
 
 
 def _read_trace(run: Path) -> Trace:

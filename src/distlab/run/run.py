@@ -264,8 +264,10 @@ class Run(Generic[SettingsT]):
             traffic.all_reduce(torch.zeros((), device=self.device), "the end of the run", kind="control").wait()
             if self.device.type == "cuda":
                 torch.cuda.synchronize(self.device)  # NCCL's wait() only orders the stream
-        if traces:
+        if any(event[0] == STEP for trace in traces for event in trace["events"]):
             self._keep_trace(traces)
+        elif traces:
+            say("--trace recorded nothing: this run took no steps")
         if held and self.rank == 0:
             memory.keep(self.out / "memory.json", held)
             for line in memory.as_table(held):

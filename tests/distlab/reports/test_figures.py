@@ -3,6 +3,7 @@
 import json
 import math
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from distlab.comm.recorder import COMPUTE, STEP, Event
 from distlab.pipeline.schedules import all_stages
 from distlab.reports.figures import (
     collectives,
+    holdings,
     layout,
     losses,
     memory,
@@ -21,11 +23,12 @@ from distlab.reports.figures import (
     timelines,
     topologies,
 )
+from distlab.reports.memory import KINDS
 from distlab.reports.trace import RankTrace, Trace, write_chrome
 from simplellm.errors import InputError
 
 
-def record(run_folder: Path, values: list[float]) -> Path:
+def record(run_folder: Path, values: Sequence[float | None]) -> Path:
     run_folder.mkdir()
     lines = (json.dumps({"step": step, "loss": loss}) for step, loss in enumerate(values))
     (run_folder / "metrics.jsonl").write_text("\n".join(lines))
@@ -111,6 +114,37 @@ def test_figures_of_traces_and_of_the_layout(tmp_path: Path) -> None:
     assert all(picture.startswith(b"\x89PNG") for picture in pictures)
     with pytest.raises(InputError, match="this is not the trace of a run; --trace records one"):
         memory(tmp_path / "d.png", [f"run={tmp_path / 'nothing'}"])
+    ranks[0].kept_bytes.clear()
+    write_chrome(Trace(ranks[:1], 1, 1, None), tmp_path / "alone.json")
+    with pytest.raises(InputError, match="these traces have no stages"):
+        memory(tmp_path / "d.png", [f"run={tmp_path / 'alone.json'}"])
+
+
+def test_losses_that_were_not_reported_leave_no_gaps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn = []
+    monkeypatch.setattr("distlab.reports.style.save", lambda figure, _: drawn.append(figure))
+    some = record(tmp_path / "some", [4.0, None, 3.0, None, 2.0])
+    losses(tmp_path / "a.png", [str(some)], smooth=2)
+    [curve] = drawn[0].axes[0].lines
+    assert [list(curve.get_xdata()), list(curve.get_ydata())] == [[1, 3, 5], [4.0, 3.5, 2.5]]
+    with pytest.raises(InputError, match="none of its steps has a loss"):
+        losses(tmp_path / "a.png", [str(record(tmp_path / "none", [None]))])
+
+
+def test_runs_are_told_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn = []
+    monkeypatch.setattr("distlab.reports.style.save", lambda figure, _: drawn.append(figure))
+    folders = [tmp_path / "a" / "lr=1", tmp_path / "b" / "lr=1", tmp_path / "c"]
+    for index, folder in enumerate(folders):
+        folder.mkdir(parents=True)
+        counts = [dict.fromkeys(KINDS, (index + 1) * 10**6)]
+        (folder / "memory.json").write_text(json.dumps(counts))
+    holdings(tmp_path / "a.png", [str(folder) for folder in folders])
+    labels = [label.get_text() for label in drawn[0].axes[0].get_xticklabels()]
+    assert labels == [str(folders[0]), str(folders[1]), "c"]
+    for figure in (losses, holdings, timelines, memory):
+        with pytest.raises(InputError, match="give one or more runs"):
+            figure(tmp_path / "a.png", [])
 
 
 def test_topologies_are_drawn_from_a_simulated_world(tmp_path: Path) -> None:
