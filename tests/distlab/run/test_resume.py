@@ -159,6 +159,13 @@ def test_only_the_last_ones_are_kept(tmp_path: Path) -> None:
     assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["step-00000003", "step-00000004"]
 
 
+def test_a_complete_run_keeps_its_trace_when_it_is_resumed(tmp_path: Path) -> None:
+    run("dp-ga", tmp_path, "--trace", "--save-every", str(STEPS))
+    trace = (tmp_path / "trace.json").read_bytes()
+    run("dp-ga", tmp_path, "--trace", "--resume", tmp_path)
+    assert (tmp_path / "trace.json").read_bytes() == trace
+
+
 def test_moments_of_replicas_that_differ_stay_theirs(tmp_path: Path) -> None:
     script, flags = (
         "DP/weight_aggr/intro_DP_WA.py",
