@@ -5,6 +5,7 @@ python bench/bubble.py --sizes 4x8 --in-a-row 0 --trace-to runs/bubble
 """
 
 import itertools
+import re
 import statistics
 import time
 from collections.abc import Sequence
@@ -154,6 +155,11 @@ def row(name: str, micro_batches: int, programs: Programs, traces: Sequence[Trac
 def main(settings: Settings) -> None:
     for name in settings.schedules:
         require(name in SCHEDULES, f"--schedules {name}: there are {', '.join(SCHEDULES)}")
+    for size in settings.sizes:
+        require(
+            re.fullmatch(r"[1-9]\d*x[1-9]\d*", size) is not None,
+            f"--sizes {size}: give workers x micro-batches, like 4x8",
+        )
     sizes = [tuple(map(int, size.split("x"))) for size in settings.sizes]
     for (workers, micro_batches), name in itertools.product(sizes, settings.schedules):
         all_stages(name, workers, micro_batches)  # raises InputError for an impossible combination

@@ -44,6 +44,8 @@ def seconds_of_next(tokens: Iterator[int]) -> float:
 
 
 def main(settings: Settings) -> None:
+    if settings.stories < 1:
+        raise SystemExit(f"--stories {settings.stories}: give at least 1")
     torch.set_num_threads(settings.threads)
     tokenizer = SPTokenizer()
     net = LLama(CausalLLama, tokenizer.vocab_size, device="cpu")

@@ -123,6 +123,8 @@ def compare_memory(rank: int, crowd: int, settings: Settings) -> None:
 
 def main() -> None:
     settings = tyro.cli(Settings, description=__doc__)
+    if settings.starts < 1:
+        raise SystemExit(f"--starts {settings.starts}: give at least 1")
     if settings.shared:
         ratio = "gloo ÷ shared: median (quartiles)"
         print(f"| other ranks | message | over gloo, ms | through shared memory, ms | {ratio} |")
