@@ -221,6 +221,7 @@ def test_freed_memory_is_used_again_without_page_faults(monkeypatch: pytest.Monk
     assert kept < without / 10
 
 
+@pytest.mark.alone
 @pytest.mark.skipif(cores() < 2 or sys.platform != "linux", reason="needs a second core, and GNU's OpenMP")
 def test_threads_that_have_computed_leave_their_cores_to_other_ranks() -> None:
     """And soon: by default they would use them for 15 times as long, waiting in a loop."""
