@@ -78,7 +78,7 @@ def test_a_wait_keeps_its_core_for_so_long_then_sleeps_and_ends_at_its_deadline(
     assert timeout >= 1
     assert [timeout for _, timeout in spinning] == [0] * len(spinning)
     assert bool(spinning) == bool(spin_seconds)
-    assert all(asked_at - started < spin_seconds for asked_at, _ in spinning[:-1])
+    assert all(asked_at - started < spin_seconds + 0.1 for asked_at, _ in spinning[:-1])
 
 
 def wait_beside_others(rank: int, port: int, cores: int, threads: int) -> float:
