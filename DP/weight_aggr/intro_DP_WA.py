@@ -29,11 +29,14 @@ class WeightAggregationSettings(LocalStepsSettings):
     def check(self) -> None:
         super().check()
         for name, every in (("--save-every", self.save_every), ("--eval-every", self.eval_every)):
-            if every and every % self.sync_every:
+            if every and every < self.steps and every % self.sync_every:
                 raise InputError(
                     f"{name} {every} with --sync-every {self.sync_every}: between two averages there is no one model; "
                     f"give a multiple of {self.sync_every}"
                 )
+
+    def every_few_steps(self, steps: int) -> int:
+        return -(-super().every_few_steps(steps) // self.sync_every) * self.sync_every
 
 
 DEFAULTS = WeightAggregationSettings(batch_size=1)

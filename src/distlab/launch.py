@@ -142,23 +142,26 @@ def read_settings(script: Path, args: list[str], prog: str) -> "RunSettings":
 
 def check_story(prompt: str, settings: "RunSettings | None", script: str) -> "TrainSettings":
     """Return the settings of a run whose model can tell a story; `InputError` if it cannot, or not from this prompt."""
+    from distlab.checkpoints.format import latest_valid
     from distlab.run.train_settings import TrainSettings
     from simplellm.generation import prompt_ids
     from simplellm.tokenizers import SPTokenizer
 
     if not isinstance(settings, TrainSettings):
         raise InputError(f"--tell: {script} does not train a Llama, which could tell a story; leave --tell out")
-    if settings.resume is None:  # otherwise the model may read more tokens than --seq-len
-        try:
-            prompt_ids(prompt, SPTokenizer(settings.tokenizer), settings.seq_len)
-        except InputError as error:
-            raise InputError(str(error).replace("--prompt", "--tell")) from None
+    most = settings.seq_len
+    if settings.resume is not None:  # its model may read more tokens
+        most = latest_valid(settings.resume, at_a_glance=True).record["model"]["ctx_size"]
+    try:
+        prompt_ids(prompt, SPTokenizer(settings.tokenizer), most)
+    except InputError as error:
+        raise InputError(str(error).replace("--prompt", "--tell")) from None
     return settings
 
 
 def tell_story(run: Path, prompt: str, device: str) -> int:
     """Print a story told by a run's saved model, in lines that begin with `#`; returns the exit status."""
-    teller = [sys.executable, str(LAB / "primer/tell_story.py"), str(run), "--prompt", prompt, "--device", device]
+    teller = [sys.executable, str(LAB / "primer/tell_story.py"), str(run), f"--prompt={prompt}", "--device", device]
     teller += ["--temperature", str(TEMPERATURE)]
     with subprocess.Popen(teller, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
@@ -198,6 +201,8 @@ def main() -> NoReturn:
         status = 2
     except BrokenPipeError:  # the reader of the output has exited, as `head` does
         status = 1
+    except KeyboardInterrupt:
+        status = 130
     leave(status)  # a thread of `distlab.rendezvous.nodes` may still be in a call to the store
 
 

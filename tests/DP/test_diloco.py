@@ -277,6 +277,16 @@ def test_pipelines_refuse_it_too(flags: str, sentence: str) -> None:
         parse(load(HYBRID).DEFAULTS, "", ["0", *flags.split()])
 
 
+def test_a_resumed_run_refuses_it_too_and_has_compressions_of_its_own(tmp_path: Path) -> None:
+    flags = [*MODEL, *TRAINING, "--steps", "2", "--save-every", "2"]
+    train_on(2, "DP/gradient_aggr/intro_DP_GA.py", tmp_path, *flags, "--world-size", "2", "--compress", "topk")
+    resume = ["0", "--resume", str(tmp_path), "--steps", "4"]
+    with pytest.raises(InputError, match=r"--sync-every 10: .* add --outer diloco"):
+        parse(load(HYBRID).DEFAULTS, "", [*resume, "--dp", "2", "--pp", "1", "--sync-every", "10"])
+    settings = parse(load(SCRIPT).DEFAULTS, "", [*resume, "--world-size", "2", "--sync-every", "2"])
+    assert settings.compress == "none"
+
+
 @pytest.mark.parametrize("kind", ["bf16", "int8", "int4"])
 @pytest.mark.parametrize("elements", [1, 255, 256, 1001])
 def test_a_message_has_its_size_and_rounds_to_half_a_step(kind: Compression, elements: int) -> None:

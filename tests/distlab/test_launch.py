@@ -180,6 +180,16 @@ def test_ending_the_launcher_leaves_no_process_behind(sent: signal.Signals, to_a
             os.killpg(launcher.pid, signal.SIGKILL)
 
 
+@pytest.mark.parametrize("after", [0.3, 1.0, 1.7])
+def test_ctrl_c_while_it_starts_prints_no_traceback(after: float, tmp_path: Path) -> None:
+    launcher = start("./launch.sh", "dp-ga", *TINY, "--steps", "1000000", "--out", tmp_path)
+    time.sleep(after)
+    os.killpg(launcher.pid, signal.SIGINT)
+    ended = finish(launcher, 30)
+    assert ended.status == 130
+    assert "Traceback" not in ended.err
+
+
 def test_a_run_under_nohup_outlives_its_terminal(tmp_path: Path) -> None:
     steps = 600
     launcher = start("nohup", "./launch.sh", "dp-ga", *TINY, "--steps", str(steps), "--out", tmp_path)

@@ -43,7 +43,8 @@ def next_commands(settings: "ResumableSettings", out: Path, saved: int | None) -
         where = " (each rank likewise)"
     (flag, length), steps = settings.length[0].split(), settings.length[1]
     if saved is None:
-        again = [*_started_as(), "--save-every", str(max(1, steps // 5))]
+        every = settings.every_few_steps(min(steps, settings.save_every or steps))  # it may have ended before the first
+        again = [*_started_as("--save-every"), "--save-every", str(every)]
         yield f"save the model next time{where}: {_shown(*again)}"
     elif saved < steps:
         yield f"resume{where}: {_shown(*_started_as('--resume'), '--resume', out)}"

@@ -8,12 +8,12 @@ import time
 import traceback
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NoReturn
+from typing import ClassVar, NoReturn
 
 import torch
 
 from distlab.comm.processes import leave
-from distlab.comm.traffic import rank, traffic
+from distlab.comm.traffic import traffic
 from distlab.comm.waits import TrafficError
 from distlab.rendezvous.notices import notices
 from distlab.rendezvous.torchrun import started_by_torchrun
@@ -34,6 +34,7 @@ class Failure:
     lost_a_peer: bool = False  # it is the consequence of another rank's exit
     recurs_on_restart: bool = False  # the same step would fail again, so launch.sh does not restart the ranks
     is_diagnosed: bool = False  # the ranks have found out together which rank waits for which
+    rank: ClassVar[int] = 0  # of this process, from the moment when it is known
     grace_period: bool = False  # wait a second for other ranks' messages: torchrun ends all ranks when one fails
 
     @classmethod
@@ -53,7 +54,7 @@ class Failure:
         if cause is None:
             traceback.print_exception(error)
             cause = f"{type(error).__name__}: {error}".splitlines()[0]
-        return cls(f"{traffic.describe(rank())} failed: {cause}", cause=cause, names_rank=True)
+        return cls(f"{traffic.describe(cls.rank)} failed: {cause}", cause=cause, names_rank=True)
 
     @classmethod
     def _of_wait(cls, error: TrafficError) -> "Failure":

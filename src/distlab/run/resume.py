@@ -52,6 +52,11 @@ def fits(value: Any, hint: Any) -> bool:
     return type(value) in kinds
 
 
+def is_choice(value: Any, hint: Any) -> bool:
+    """Whether a value is one of those that a field may have, if these are listed."""
+    return get_origin(hint) is not Literal or value in get_args(hint)
+
+
 def require_same(what: str, name: str, saved: Any, own: Any) -> None:
     """Raise `InputError` unless a setting has the checkpoint's value; `what` is the beginning of the message."""
     require(saved == own, f"{what} --{name.replace('_', '-')} {saved}, not {own}; leave that flag out")

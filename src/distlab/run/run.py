@@ -48,6 +48,7 @@ class Run(Generic[SettingsT]):
     def __init__(self, settings: SettingsT, script: Path) -> None:
         self.settings = settings
         self.rank, self.world_size = identity(settings)
+        Failure.rank = self.rank
         self.grid = Grid.of(self.rank, settings.layout, settings.held)
         traffic.describe = self.grid.describe
         self.has_terminal = self.rank == 0 or not started_by_torchrun()  # of its own, or as the first rank

@@ -127,6 +127,10 @@ class ResumableSettings(RunSettings):
         """The flag that sets the length of the run, as the user wrote it, and the number of steps that it gives."""
         raise NotImplementedError(f"{type(self).__name__} must define the length of its run")
 
+    def every_few_steps(self, steps: int) -> int:
+        """A value of `--save-every` to suggest for so many steps."""
+        return max(1, steps // 5)
+
     @property
     def tokenizer_model(self) -> Path | None:
         """The SentencePiece model; None if the data is not text."""
@@ -154,9 +158,12 @@ class ResumableSettings(RunSettings):
         self._check_architecture(checkpoint)
         model, saved, layout = checkpoint.record["model"], checkpoint.record["settings"], checkpoint.layout
         values = {name: model[name] for name in resume.marked(self, ResumePolicy.MODEL) if name in model}
-        policies = [ResumePolicy.FIXED, ResumePolicy.DEFAULT]
+        policies, kinds = [ResumePolicy.FIXED, ResumePolicy.DEFAULT], get_type_hints(type(self))
         if layout == self.layout:
-            policies += [ResumePolicy.SAME_LAYOUT, ResumePolicy.PER_REPLICA]
+            policies.append(ResumePolicy.PER_REPLICA)
+            # Another script may have a setting of this name with other choices.
+            same = [name for name in resume.marked(self, ResumePolicy.SAME_LAYOUT) if name in saved]
+            values |= {name: saved[name] for name in same if resume.is_choice(saved[name], kinds[name])}
         values |= {name: saved[name] for name in resume.marked(self, *policies) if name in saved}
         replicas = max(1, self.layout.get("dp", 1))  # the layout has not been checked yet
         for name, total in resume.per_step(checkpoint, self).items():
@@ -164,7 +171,6 @@ class ResumableSettings(RunSettings):
                 values[name] = total // replicas
         if checkpoint.record.get("data") and hasattr(self, "data"):
             values["data"] = checkpoint.record["data"]["source"]
-        kinds = get_type_hints(type(self))
         for name, value in values.items():
             sentence = f"{checkpoint.folder}: its record has {value!r:.50} for {as_flag(name)}"
             require(resume.fits(value, kinds[name]), sentence)
@@ -201,7 +207,7 @@ class ResumableSettings(RunSettings):
         if self.resume is not None:
             resumed = latest_valid(self.resume, at_a_glance=True)
             self.check_checkpoint(resumed)
-        if self.save_every and out is not None and has_checkpoints(out):
+        if out is not None and has_checkpoints(out):
             is_own = resumed is not None and resumed.is_of_run(out)
             require(is_own, f"--out {out}: has checkpoints of another run; give another folder, or --resume {out}")
 

@@ -17,7 +17,7 @@ from distlab.run.replica_settings import OuterSettings, check_no_clipping
 from distlab.run.resume import ResumePolicy
 from distlab.run.settings import WorldSize, as_flag, require_positive, shown_as
 from distlab.run.train_settings import TrainSettings
-from simplellm.errors import InputError, require
+from simplellm.errors import require
 from simplellm.tokenizers import SPTokenizer
 
 
@@ -175,10 +175,8 @@ class HybridSettings(OuterSettings, ScheduleSettings):
         late = f"--report-every {self.report_every} with --run-on: a step that ran on is checked when its loss arrives"
         require(self.report_every == 1 or not self.run_on, f"{late}; leave one of them out")
         if self.outer == "none":
-            changed = [field.name for field in fields(OuterSettings) if getattr(self, field.name) != field.default]
-            if changed and self.resume is None:  # a checkpoint of another script may have these settings
-                given = f"{as_flag(changed[0])} {getattr(self, changed[0])}"
-                raise InputError(f"{given}: pipelines that average gradients have no outer steps; add --outer diloco")
+            if self.resume is None:  # a checkpoint of another script may have these settings
+                self._refuse_outer_steps({})
             return
         self.check_exchanges(self.steps)
         check_no_clipping(self.clip_norm)
@@ -192,9 +190,19 @@ class HybridSettings(OuterSettings, ScheduleSettings):
             )
             require(self.tp == 1, f"{differ}stage hold differently on each; give --compress bf16, or --tp 1")
 
+    def _refuse_outer_steps(self, saved: dict[str, Any]) -> None:
+        """Raise `InputError` for a setting of outer steps that has neither its default nor the value of `saved`."""
+        for field in fields(OuterSettings):
+            value = getattr(self, field.name)
+            given = f"{as_flag(field.name)} {value}"
+            is_usual = value in (field.default, saved.get(field.name))
+            require(is_usual, f"{given}: pipelines that average gradients have no outer steps; add --outer diloco")
+
     def check_checkpoint(self, checkpoint: Checkpoint) -> None:
         super().check_checkpoint(checkpoint)
         saved = checkpoint.record["settings"]
+        if self.outer == "none":
+            self._refuse_outer_steps(saved)
         if self.outer == saved.get("outer") == "diloco" and self.layout == checkpoint.layout:
             saved = {"neighbors": "stages"} | saved  # older checkpoints do not have it
             # Or a rank would hold other layers.

@@ -169,16 +169,17 @@ def test_a_file_of_stories_may_move_but_not_change(tmp_path: Path) -> None:
 
 
 def test_a_folder_with_another_runs_checkpoints_is_not_written_to(run: Path) -> None:
-    with pytest.raises(InputError, match=f"^--out {run}: has checkpoints of another run"):
-        parse(TrainSettings(), "", ["--save-every", "2", "--out", str(run)])
-    parse(TrainSettings(), "", ["--save-every", "2", "--out", str(run), "--resume", str(run)])
-    parse(TrainSettings(), "", ["--out", str(run)])
+    for flags in ([], ["--save-every", "2"]):  # its metrics would be written over, too
+        with pytest.raises(InputError, match=f"^--out {run}: has checkpoints of another run"):
+            parse(TrainSettings(), "", [*flags, "--out", str(run)])
+        parse(TrainSettings(), "", [*flags, "--out", str(run), "--resume", str(run)])
 
 
 def test_a_checkpoint_comes_with_an_average_of_the_weights() -> None:
     defaults = load("DP/weight_aggr/intro_DP_WA.py").DEFAULTS
     with pytest.raises(InputError, match=r"--save-every 3 with --sync-every 2: .* give a multiple of 2"):
         parse(defaults, "", "0 --save-every 3 --sync-every 2".split())
+    parse(defaults, "", "0 --save-every 3 --sync-every 2 --steps 3".split())  # after the last step, which averages
     with pytest.raises(InputError, match=r"--eval-every 3 with --sync-every 2: .* give a multiple of 2"):
         parse(defaults, "", "0 --eval-every 3 --sync-every 2".split())
 

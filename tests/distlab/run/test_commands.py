@@ -101,6 +101,14 @@ def flags_of(command: str, script: str) -> str:
             "train longer",
             "--save-every 100 --lr 1e-3 --resume runs/a --steps 600",
         ),
+        (
+            "DP/weight_aggr/intro_DP_WA.py",
+            "0 --steps 30 --sync-every 4",
+            None,
+            "save the model next time (each rank likewise)",
+            "0 --steps 30 --sync-every 4 --save-every 8",
+        ),
+        ("primer/intro.py", "--save-every 100", None, "save the model next time", "--save-every 20"),
         ("primer/intro.py", "--save-every 100", 200, "resume", "--save-every 100 --resume runs/a"),
         (
             "primer/intro.py",

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from chapters import MODEL, losses, train_on
+from chapters import MODEL, load, losses, train_on
 from processes import LAB, run
 from small_models import saved_model
 from terminals import fork_python, terminals
@@ -15,9 +15,12 @@ from terminals import fork_python, terminals
 from distlab.checkpoints.format import latest_valid
 from distlab.checkpoints.models import write_model
 from distlab.run.checkpointer import Checkpointer
+from distlab.run.failure import Failure
+from distlab.run.folders import new_folder
 from distlab.run.logs import RunLog
 from distlab.run.replica_settings import DataParallelSettings
 from distlab.run.resume import ResumePolicy, marked
+from distlab.run.run import Run
 from distlab.run.settings import parse
 from distlab.run.stage_settings import HybridSettings
 from distlab.run.train_settings import TrainSettings
@@ -178,6 +181,29 @@ def test_a_step_without_a_loss_has_none_on_record(tmp_path: Path) -> None:
                 log.loss = loss
         log.record(0)
     assert [json.loads(line)["loss"] for line in (tmp_path / "metrics.jsonl").read_text().splitlines()] == [2.5, None]
+
+
+def test_a_folder_that_cannot_be_created(tmp_path: Path) -> None:
+    for number, parent in enumerate((tmp_path / "dangling", tmp_path / "file", tmp_path / "file" / "inside")):
+        if number == 0:
+            parent.symlink_to(tmp_path / "nothing")
+        elif number == 1:
+            parent.write_text("")
+        with pytest.raises(InputError, match=f"{parent}: no folder can be created there .*; give --out"):
+            new_folder(parent)
+    assert len({new_folder(tmp_path / "runs") for _ in range(3)}) == 3
+
+
+def test_a_rank_that_fails_before_it_has_met_the_others_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(settings: Any, script: Path) -> None:
+        raise RuntimeError("CUDA error: CUDA-capable device(s) is/are busy or unavailable")
+
+    monkeypatch.setattr(Run, "_join", fail)
+    monkeypatch.setattr(Failure, "rank", 0)
+    settings = parse(load("DP/gradient_aggr/intro_DP_GA.py").DEFAULTS, "", ["2"])
+    with pytest.raises(RuntimeError) as caught:
+        Run(settings, Path("script.py"))
+    assert Failure.of(caught.value).sentence.startswith("rank 2 failed: ")
 
 
 def test_a_run_imports_what_only_some_runs_use_when_they_use_it() -> None:
