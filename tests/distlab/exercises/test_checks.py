@@ -299,6 +299,27 @@ ATTEMPTS = [
         only="MLP",
     ),
     Attempt(
+        "mlp",
+        "",
+        "in each step, the gradient of this batch",
+        changes=(
+            ("_, loss = model(points, labels)\n        opt", "_, loss = model(points, targets=labels)\n        opt"),
+        ),
+        only="train",
+    ),
+    Attempt(
+        "mlp",
+        "",
+        "in each step, the gradient of this batch",
+        changes=(
+            (
+                "_, loss = model(points, labels)\n        opt",
+                "logits, _ = model(points)\n        loss = F.cross_entropy(logits, labels)\n        opt",
+            ),
+        ),
+        only="train",
+    ),
+    Attempt(
         "checkpoint",
         "collision",
         "optimizer.0.step is another tensor than what a rank before has written",
