@@ -55,40 +55,54 @@ class Communicator:
         same = [(k, rank) for (c, k), rank in zip(given.tolist(), self.ranks, strict=True) if c == color]
         return Communicator(self._endpoint, [rank for _, rank in sorted(same)])
 
-    def Allgather(self, src: Array, dst: Array) -> None:
-        own, parts = torch.from_numpy(_flat(src)), torch.empty(len(self.ranks), src.size, dtype=torch.float64)
+    # The parameters have mpi4py's names, as a solution may give them by name.
+
+    def Allgather(self, sendbuf: Array, recvbuf: Array) -> None:
+        own, parts = torch.from_numpy(_flat(sendbuf)), torch.empty(len(self.ranks), sendbuf.size, dtype=torch.float64)
         if len(self.ranks) == 1:
             parts[0] = own
         else:
             allgather_ring(own, parts, self)  # type: ignore[arg-type]
-        dst[...] = parts.numpy().reshape(dst.shape)
+        recvbuf[...] = parts.numpy().reshape(recvbuf.shape)
 
-    def Reduce_scatter(self, src: Array, dst: Array, op: object = None) -> None:
-        blocks = torch.from_numpy(_flat(src)).view(len(self.ranks), -1)
+    def Reduce_scatter(self, sendbuf: Array, recvbuf: Array, recvcounts: object = None, op: object = None) -> None:
+        blocks = torch.from_numpy(_flat(sendbuf)).view(len(self.ranks), -1)
         own = torch.empty(blocks.shape[1], dtype=torch.float64)
         reducescatter_ring(blocks, own, endpoint=self)  # type: ignore[arg-type]
-        dst[...] = own.numpy().reshape(dst.shape)
+        recvbuf[...] = own.numpy().reshape(recvbuf.shape)
 
-    def Allreduce(self, src: Array, dst: Array, op: object = None) -> None:
-        parts = np.empty((len(self.ranks), *src.shape))
-        self.Allgather(src, parts)
-        dst[...] = parts.sum(0)
+    def Allreduce(self, sendbuf: Array, recvbuf: Array, op: object = None) -> None:
+        parts = np.empty((len(self.ranks), *sendbuf.shape))
+        self.Allgather(sendbuf, parts)
+        recvbuf[...] = parts.sum(0)
 
-    def Send(self, array: Array, dest: int, tag: int = 0) -> None:
-        self.Isend(array, dest, tag).Wait()
+    def Send(self, buf: Array, dest: int, tag: int = 0) -> None:
+        self.Isend(buf, dest, tag).Wait()
 
-    def Recv(self, array: Array, source: int, tag: int = 0) -> None:
-        self.Irecv(array, source, tag).Wait()
+    def Recv(self, buf: Array, source: int, tag: int = 0) -> None:
+        self.Irecv(buf, source, tag).Wait()
 
-    def Sendrecv(self, out: Array, dest: int, tag: int, into: Array, source: int, tag_of_it: int) -> None:
-        for request in (self.Irecv(into, source, tag_of_it), self.Isend(out, dest, tag)):
+    def Sendrecv(
+        self,
+        sendbuf: Array,
+        dest: int,
+        sendtag: int = 0,
+        recvbuf: Array | None = None,
+        source: int | None = None,
+        recvtag: int | None = None,
+    ) -> None:
+        require(recvbuf is not None and source is not None, "Sendrecv: give recvbuf, and source, the rank it is from")
+        assert recvbuf is not None
+        assert source is not None
+        tag = sendtag if recvtag is None else recvtag  # mpi4py takes any; the ranks send with the same
+        for request in (self.Irecv(recvbuf, source, tag), self.Isend(sendbuf, dest, sendtag)):
             request.Wait()
 
-    def Isend(self, array: Array, dest: int, tag: int = 0) -> "Request":
-        return Request(self._endpoint.isend(_tensor(array), self.ranks[dest], tag))
+    def Isend(self, buf: Array, dest: int, tag: int = 0) -> "Request":
+        return Request(self._endpoint.isend(_tensor(buf), self.ranks[dest], tag))
 
-    def Irecv(self, array: Array, source: int, tag: int = 0) -> "Request":
-        return Request(self._endpoint.irecv(_tensor(array), self.ranks[source], tag))
+    def Irecv(self, buf: Array, source: int, tag: int = 0) -> "Request":
+        return Request(self._endpoint.irecv(_tensor(buf), self.ranks[source], tag))
 
 
 class Request:

@@ -373,6 +373,28 @@ allreduce_naive(tensor, op, endpoint)""",
         only="myAlltoall",
     ),
     Attempt(
+        "mpi-collectives",
+        "",
+        "right on every rank",
+        changes=(
+            (
+                "self.comm.Sendrecv(out, (rank + 1) % size, TAG, arriving, (rank - 1) % size, TAG)",
+                "self.comm.Sendrecv(sendbuf=out, dest=(rank + 1) % size, recvbuf=arriving, source=(rank - 1) % size)",
+            ),
+        ),
+        only="ringAllreduce",
+    ),
+    Attempt(
+        "mpi-collectives",
+        "",
+        "right on every rank",
+        changes=(
+            ("self.comm.Irecv(into[other], other, TAG)", "self.comm.Irecv(buf=into[other], source=other, tag=TAG)"),
+            ("self.comm.Isend(out[other], other, TAG)", "self.comm.Isend(buf=out[other], dest=other, tag=TAG)"),
+        ),
+        only="myAlltoall",
+    ),
+    Attempt(
         "mpi",
         "wrong-result",
         "mp_size 2, dp_size 2: rank 0 returned other numbers than its own slice of the sum over the ranks",
