@@ -395,6 +395,18 @@ allreduce_naive(tensor, op, endpoint)""",
         only="myAlltoall",
     ),
     Attempt(
+        "mpi-collectives",
+        "ignores-op",
+        "2 ranks, 24 elements, MAX of int32: rank 0 has the sum of all ranks' arrays, and should have their maximum",
+        changes=(
+            (
+                "        combine = reduce_function(op)\n        with buffers",
+                "        combine = np.add\n        with buffers",
+            ),
+        ),
+        only="myAllreduce",
+    ),
+    Attempt(
         "mpi",
         "wrong-result",
         "mp_size 2, dp_size 2: rank 0 returned other numbers than its own slice of the sum over the ranks",
@@ -469,6 +481,13 @@ allreduce_naive(tensor, op, endpoint)""",
             ),
         ),
         only="reduce_tree",
+    ),
+    Attempt(
+        "reduce",
+        "ignores-op",
+        "2 ranks, root 1, MAX: rank 1 has the sum of rank 0's, rank 1's, and should have the maximum of all",
+        changes=(("            combine(data, received, out=data)", "            data += received"),),
+        only="reduce_naive",
     ),
     Attempt(
         "gather",
