@@ -50,19 +50,23 @@ def _try_size(
     if kind == "reducescatter":
         inputs = [torch.stack([x * (block + 1) for block in range(size)]) for x in inputs]
     link = Link(latency_seconds=0.05, bytes_per_second=inputs[0].nbytes)
-    world = SimulatedWorld(size, link)
+    world, given = SimulatedWorld(size, link), [x.clone() for x in inputs]
     try:
-        results = world.run(partial(_call, own, kind, inputs, root, op))
+        results = world.run(partial(_call, own, kind, given, root, op))
     except Deadlock as error:
         return "deadlock", str(error)
     except HalfMessage as error:
         return "half-message", str(error)
     best = SimulatedWorld(size, link)
     for rank, (result, right) in enumerate(
-        zip(results, best.run(partial(_call, library, kind, inputs, root, op)), strict=True)
+        zip(results, best.run(partial(_call, library, kind, [x.clone() for x in inputs], root, op)), strict=True)
     ):
         if result is not None and not torch.allclose(result, right, rtol=1e-4, atol=1e-4):
             return _name(kind, rank, result, right, inputs, root, op)
+    if kind == "reducescatter":
+        for rank, (tensor, before) in enumerate(zip(given, inputs, strict=True)):
+            if not torch.equal(tensor, before):
+                return "changed", f"rank {rank} no longer has its own `tensor`, which must not be changed"
     if world.makespan > 1.1 * best.makespan:
         messages = max(count.sends + count.receives for count in world.counts)
         needed = max(count.sends + count.receives for count in best.counts)
@@ -72,11 +76,11 @@ def _try_size(
 
 
 def _call(
-    collective: Collective, kind: str, inputs: list[Tensor], root: int | None, op: Any, endpoint: SimulatedEndpoint
+    collective: Collective, kind: str, given: list[Tensor], root: int | None, op: Any, endpoint: SimulatedEndpoint
 ) -> Any:
-    """One rank's part; returns what it has then."""
+    """One rank's part, with its tensor of `given`; returns what it has then."""
     rank, size = endpoint.get_rank(), endpoint.get_world_size()
-    tensor, options = inputs[rank].clone(), {"endpoint": endpoint}
+    tensor, options = given[rank], {"endpoint": endpoint}
     if kind == "broadcast":
         collective(tensor, root, **options)
         return tensor

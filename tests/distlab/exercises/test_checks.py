@@ -490,6 +490,13 @@ allreduce_naive(tensor, op, endpoint)""",
         only="reduce_naive",
     ),
     Attempt(
+        "reduce",
+        "changed",
+        "2 ranks: rank 0 no longer has its own `tensor`",
+        changes=(("scratch_buffer(tensor, 1).copy_(tensor) if rank == 0 else tensor", "tensor"),),
+        only="reducescatter_naive",
+    ),
+    Attempt(
         "gather",
         "wrong-row",
         "where rank",
