@@ -77,6 +77,8 @@ ALL_PARTS = """mine[: own.numel()] = own.detach()
 traffic.all_gather(flat.view(run.world_size, rows), mine, "weights", kind="weights").wait()
 weights.copy_(flat[: weights.numel()])"""
 
+EVERY_SECOND_STEP = next(trial for trial in EXERCISES["dp-wa"].trials if trial.sync_every > 1)
+
 ATTEMPTS = [
     Attempt("dp-ga", "divided-twice", "1/2 of what it should be", AVERAGE.replace("op=ReduceOp.SUM", "")),
     Attempt(
@@ -145,6 +147,21 @@ ATTEMPTS = [
             ),
         ),
     ),
+    Attempt(
+        "dp-wa",
+        "sync-every",
+        "after step 0 of 3: rank 0 sends weights",
+        changes=(("if (step + 1) % args.sync_every == 0 or step + 1 == args.steps:", "if True:"),),
+        trial=EVERY_SECOND_STEP,
+    ),
+    Attempt(
+        "dp-wa",
+        "sync-every",
+        "after step 2 of 3: rank 0 sends nothing",
+        changes=(("args.sync_every == 0 or step + 1 == args.steps:", "args.sync_every == 0:"),),
+        trial=EVERY_SECOND_STEP,
+    ),
+    Attempt("dp-wa", "", "weights are averaged after every 2 steps", trial=EVERY_SECOND_STEP),
     Attempt(
         "mydp",
         "combined-again",

@@ -21,11 +21,17 @@ class Trial:
     def replicas(self) -> int:
         return self.layout.get("dp", 1)
 
+    @property
+    def sync_every(self) -> int:
+        """Steps of each replica between two averages of the weights."""
+        return int(self.settings.get("sync_every", 1))
+
     def __str__(self) -> str:
         sizes = ", ".join(
             f"{size} {WORDS[name] if size > 1 else WORDS[name][:-1]}" for name, size in self.layout.items()
         )
-        return f"{sizes}, {self.micro_batches} micro-batch{'es' * (self.micro_batches > 1)}"
+        often = f", an average every {self.sync_every} steps" if self.sync_every > 1 else ""
+        return f"{sizes}, {self.micro_batches} micro-batch{'es' * (self.micro_batches > 1)}{often}"
 
 
 @dataclass(frozen=True)
