@@ -90,6 +90,17 @@ def test_a_folder_of_submissions_is_graded_by_one_command(tmp_path: Path, capsys
     assert lines[-1] == "# passed"
 
 
+def test_files_of_a_folder_that_do_not_say_their_exercise_are_of_the_one_that_is_given(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "broadcast.py"
+    path.write_text(write_out(EXERCISES["broadcast"], path, solved=True).partition('\n"""\n')[2])
+    (tmp_path / "notes.py").write_text("print('not an exercise')\n")
+    assert launch(["check", "--json", "--exercise", "broadcast", str(tmp_path)]) == 0
+    (checked,) = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert (checked["file"], checked["exercise"]) == (str(path), "broadcast")
+
+
 def test_exercises_are_written_without_torch() -> None:
     code = "import sys; from distlab.launch import launch; launch(['exercise']); sys.exit('torch' in sys.modules)"
     environment = {"PYTHONPATH": str(LAB / "src"), "PATH": ""}
