@@ -139,7 +139,7 @@ def _find(name: str) -> Exercise:
 
 
 def _files(paths: Sequence[Path], wanted: Exercise | None) -> "list[Path]":
-    """The files among paths; of a folder, those below it that say which exercise they solve, or have `wanted`'s name."""
+    """The files among paths; of a folder, those below it that say which exercise they solve, or are named as `wanted`."""
     found: list[Path] = []
     for path in paths:
         require(path.exists(), f"{path}: does not exist")

@@ -1,7 +1,9 @@
 """The commands on exercises as a student and a teacher meet them."""
 
+import ast
 import json
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -33,6 +35,16 @@ def test_from_the_list_to_the_last_hint(tmp_path: Path, capsys: pytest.CaptureFi
             hints.append(capsys.readouterr().out)
         assert "the next one" in hints[0]
         assert "the next one" not in hints[-1]
+
+
+@pytest.mark.parametrize("folder", ["my work", r"C:\new\users", 'three""" quotes', "it's"])
+def test_the_commands_of_a_file_can_be_copied_whatever_its_folder_is_called(folder: str) -> None:
+    path = Path(folder) / "intro_DP_GA.py"
+    task = ast.get_docstring(ast.parse(write_out(EXERCISES["dp-ga"], path))) or ""
+    for command in (["./launch.sh", "check", str(path)], ["./launch.sh", str(path)]):
+        assert command in [
+            shlex.split(line)[2:] for line in task.splitlines()[-6:] if line.startswith(("    check", "    run"))
+        ]
 
 
 @pytest.mark.parametrize(
