@@ -139,7 +139,7 @@ def _find(name: str) -> Exercise:
 
 
 def _files(paths: Sequence[Path], wanted: Exercise | None) -> "list[Path]":
-    """The files among paths; of a folder, those below it that say which exercise they solve, or are named as `wanted`."""
+    """The files among paths; of a folder, those below it that are submissions: of `wanted`, if it is given."""
     found: list[Path] = []
     for path in paths:
         require(path.exists(), f"{path}: does not exist")
