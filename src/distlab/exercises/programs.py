@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from distlab.comm.traffic import traffic
+from distlab.comm.transfer import Transfer
 from distlab.exercises.loading import load, settings_for
 from distlab.exercises.ranks import Facts, Patience, free_port, run_ranks, trouble
 from distlab.exercises.shares import fit
@@ -98,12 +99,27 @@ def try_case(name: str, script: Path, folder: Path, patience: Patience) -> Verdi
         if report.facts["sent"] < needed:
             told = f"rank {rank} sends {report.facts['sent']:,} bytes instead of {needed:,}"
             return verdict.fails("left-out", [f"{told}: a cure must not leave out what is to be exchanged"])
+        if name == "both_send" and (others := set(report.facts["contents"]) - {rank}):
+            told = (
+                f"rank {rank} sends a tensor of {others.pop():g}, such as it has received, instead of {rank}, its own"
+            )
+            return verdict.fails("not-its-own", [f"{told}: neighbors exchange their own tensors"])
     return verdict.passes("all ranks finish, and exchange all that they should")
 
 
 def _exchange(rank: int, script: Path, values: dict[str, Any]) -> Facts:
     module = load(script)
     run: Run[Any] = Run(settings_for(rank, module.DEFAULTS, RunSettings, values), script)
+    contents: set[float] = set()  # numbers in what is sent
+    send = traffic.send
+
+    def send_and_keep(tensor: Tensor, *args: Any, **options: Any) -> Transfer:
+        if tensor.numel() > 1:  # no mere sign to the other rank
+            contents.update(tensor.unique().tolist())
+        return send(tensor, *args, **options)
+
+    traffic.send = send_and_keep  # type: ignore[method-assign]
     module.try_case(run)
     run.close()
-    return {"sent": sum(count for kind, count in traffic.ledger.sent_bytes.items() if kind != "control")}
+    sent = sum(count for kind, count in traffic.ledger.sent_bytes.items() if kind != "control")
+    return {"sent": sent, "contents": sorted(contents)}

@@ -345,6 +345,13 @@ ATTEMPTS = [
     ),
     Attempt(
         "checkpoint",
+        "random",
+        "random.0.cpu is not the state of torch's generator",
+        changes=(("torch.get_rng_state()", "torch.zeros(1)"),),
+        only="state_of",
+    ),
+    Attempt(
+        "checkpoint",
         "wrong-place",
         "rows 0 to 2 of (7, 4) are put elsewhere",
         changes=(("b.offsets[dim] + start", "b.offsets[dim] + start + 1"),),
@@ -585,6 +592,17 @@ allreduce_naive(tensor, op, endpoint)""",
         "slow",
         "times as long",
         changes=(("    broadcast_tree(tensor, 0, endpoint)", "    broadcast_naive(tensor, 0, endpoint)"),),
+    ),
+    Attempt(
+        "deadlock",
+        "not-its-own",
+        "rank 1 sends a tensor of 0",
+        changes=(
+            (
+                '            traffic.send(mine, "the tensor", to=other, kind="tensors").wait()\n        else:',
+                '            traffic.send(theirs, "the tensor", to=other, kind="tensors").wait()\n        else:',
+            ),
+        ),
     ),
     Attempt(
         "deadlock",
