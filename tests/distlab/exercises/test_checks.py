@@ -337,6 +337,42 @@ ATTEMPTS = [
         only="train",
     ),
     Attempt(
+        "matmul",
+        "no-share",
+        "rank 1 sends 0 bytes",
+        changes=(
+            (
+                '    part = scatter(A, 1, "A") @ scatter(B, 0, "B")\n',
+                '    C = A @ B\n    traffic.broadcast(C, "C", kind="C").wait()\n    return C\n    part = C\n',
+            ),
+        ),
+        only="by_reduction",
+    ),
+    Attempt(
+        "matmul",
+        "no-share",
+        "rank 1 sends 0 bytes",
+        changes=(
+            (
+                '    return gather_rows(rows_of_A @ B, len(A), "C")',
+                "    return A @ B if rank() == 0 else None",
+            ),
+        ),
+        only="by_row",
+    ),
+    Attempt(
+        "tp-loss",
+        "logits-sent",
+        "numbers of each token; 3 are enough",
+        changes=(
+            (
+                '    tp_group = TPGroup("the loss", VOCABULARY, group)\n',
+                '    tp_group = TPGroup("the loss", VOCABULARY, group)\n'
+                "    tp_group.all_gather(logits.detach(), FORWARD, 2, vocab_size)\n",
+            ),
+        ),
+    ),
+    Attempt(
         "checkpoint",
         "collision",
         "optimizer.0.step is another tensor than what a rank before has written",

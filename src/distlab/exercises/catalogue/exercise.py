@@ -57,6 +57,7 @@ class Exercise:
     trials: tuple[Trial, ...] = field(default_factory=tuple)
     weights_only: bool = False  # compare no gradients: those of the ranks are their own
     shares_out: bool = False  # each rank's optimizer updates its part of the weights
+    loss_numbers: int = 0  # that the ranks need to combine of each token for its loss; 0: they may send more
     ranks_start_apart: bool = False  # try it with ranks whose weights differ from rank 0's at first
 
     @property
