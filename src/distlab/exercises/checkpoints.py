@@ -69,6 +69,7 @@ def _wrong_state(state_of: Any) -> Wrong:
     truth = _truth()
     written: dict[str, Tensor] = {}
     for number, (parameters, optimizer) in enumerate(_ranks(*WRITTEN)):
+        generator = torch.get_rng_state()
         state = state_of(parameters, optimizer, number, False)
         if not isinstance(state, Mapping):
             return "no-dictionary", f"returned {type(state).__name__}, and should return tensors by name"
@@ -77,6 +78,9 @@ def _wrong_state(state_of: Any) -> Wrong:
                 return found
         if f"random.{number}.cpu" not in state:
             return "missing", f"rank {number} does not write the state of its random generator, random.{number}.cpu"
+        own = state[f"random.{number}.cpu"]
+        if own.dtype != generator.dtype or not torch.equal(own, generator):
+            return "random", f"random.{number}.cpu is not the state of torch's generator, which set_rng_state could get"
     if (found := _compare(written, truth)) is not None:
         return found
     for layout in READ:

@@ -1,6 +1,7 @@
 """Tries the classifier of linear layers, and the loop that trains it, on one process."""
 
 import itertools
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -94,10 +95,15 @@ def _name_logits(logits: Tensor, right: Tensor, weights: list[Tensor], data: Ten
 
 def _wrong_steps(student: Any, settings: Any, script: Path) -> Wrong:
     run: Run[Any] = Run(settings, script)
-    batches: list[tuple[Tensor, ...]] = []
+    rows: list[Any] = []  # of each step's batch
     gradients: list[list[Tensor]] = []
     before: list[list[Tensor]] = []
-    track = run.track
+    track, count_steps = run.track, run.count_steps
+
+    def count_and_keep(*args: Any, **options: Any) -> Iterator[tuple[int, Any]]:
+        for step, batch in count_steps(*args, **options):
+            rows.append(batch)
+            yield step, batch
 
     def track_and_watch(model: nn.Module, optimizer: torch.optim.Optimizer, *args: Any) -> None:
         parameters = list(model.parameters())
@@ -111,26 +117,21 @@ def _wrong_steps(student: Any, settings: Any, script: Path) -> Wrong:
             gradients.append(copies([parameter.grad for parameter in parameters]))
             before.append(copies(parameters))
 
-        def keep_batch(_: nn.Module, given: tuple[Tensor, ...]) -> None:
-            if torch.is_grad_enabled():
-                batches.append(given)
-
-        model.register_forward_pre_hook(keep_batch)
         optimizer.register_step_pre_hook(before_update)
         track(model, optimizer, *args)
 
-    run.track = track_and_watch  # type: ignore[method-assign]
+    run.track, run.count_steps = track_and_watch, count_and_keep  # type: ignore[method-assign]
+    train_set, _ = student.gen_dataset(settings)
     student.train(run)
     run.close()
     if len(gradients) != STEPS:
         return "steps", f"the weights were updated {len(gradients)} times in {STEPS} steps: once in each step is right"
-    if len(batches) != STEPS or any(len(batch) != 2 for batch in batches):
-        return "batches", f"the model was called {len(batches)} times in {STEPS} steps: once with points and labels"
     earlier: list[Tensor] = []
     previous: tuple[list[Tensor], list[Tensor]] = [], []
-    for step, (batch, weights, own) in enumerate(zip(batches, before, gradients, strict=True)):
+    for step, (batch, weights, own) in enumerate(zip(rows, before, gradients, strict=True)):
+        points, labels = train_set[batch]
         leaves = [weight.clone().requires_grad_() for weight in weights]
-        right = torch.autograd.grad(functional.cross_entropy(_logits(leaves, batch[0]), batch[1]), leaves)
+        right = torch.autograd.grad(functional.cross_entropy(_logits(leaves, points), labels), leaves)
         if any(differs(a, b) for a, b in zip(own, right, strict=True)):
             return _name_gradients(step, own, right, earlier)
         earlier = [a + b for a, b in zip(earlier or [torch.zeros_like(x) for x in right], right, strict=True)]

@@ -31,35 +31,42 @@ def try_collective(rank: int, script: Path, module: str, name: str) -> Facts:
     for size in SIZES:
         has_root = {"src", "dst"} & set(inspect.signature(library).parameters)
         roots = [0, size // 2, size - 1] if has_root else [None]
-        for elements, root in [(ELEMENTS, root) for root in roots] + [(ODD, roots[-1])]:
-            found = _try_size(own, library, name, size, root, elements)
+        trials = [(ELEMENTS, root, ReduceOp.SUM) for root in roots] + [(ODD, roots[-1], ReduceOp.SUM)]
+        if name.partition("_")[0] in REDUCTIONS:
+            trials.append((ELEMENTS, roots[-1], ReduceOp.MAX))
+        for elements, root, op in trials:
+            found = _try_size(own, library, name, size, root, elements, op)
             if found is not None:
-                where = f"{size} ranks{f', root {root}' if root is not None else ''}"
+                where = f"{size} ranks{f', root {root}' if root is not None else ''}{', MAX' * (op == ReduceOp.MAX)}"
                 return verdict.fails(found[0], [f"{where}: {found[1]}"]).to_json()
     return verdict.passes("right on every rank, with no more messages and bytes than needed").to_json()
 
 
 def _try_size(
-    own: Collective, library: Collective, name: str, size: int, root: int | None, elements: int
+    own: Collective, library: Collective, name: str, size: int, root: int | None, elements: int, op: Any
 ) -> tuple[str, str] | None:
     kind = name.partition("_")[0]
     inputs = [torch.randn(elements, generator=torch.Generator().manual_seed(rank)) for rank in range(size)]
     if kind == "reducescatter":
         inputs = [torch.stack([x * (block + 1) for block in range(size)]) for x in inputs]
     link = Link(latency_seconds=0.05, bytes_per_second=inputs[0].nbytes)
-    world = SimulatedWorld(size, link)
+    world, given = SimulatedWorld(size, link), [x.clone() for x in inputs]
     try:
-        results = world.run(partial(_call, own, kind, inputs, root))
+        results = world.run(partial(_call, own, kind, given, root, op))
     except Deadlock as error:
         return "deadlock", str(error)
     except HalfMessage as error:
         return "half-message", str(error)
     best = SimulatedWorld(size, link)
     for rank, (result, right) in enumerate(
-        zip(results, best.run(partial(_call, library, kind, inputs, root)), strict=True)
+        zip(results, best.run(partial(_call, library, kind, [x.clone() for x in inputs], root, op)), strict=True)
     ):
         if result is not None and not torch.allclose(result, right, rtol=1e-4, atol=1e-4):
-            return _name(kind, rank, result, right, inputs, root)
+            return _name(kind, rank, result, right, inputs, root, op)
+    if kind == "reducescatter":
+        for rank, (tensor, before) in enumerate(zip(given, inputs, strict=True)):
+            if not torch.equal(tensor, before):
+                return "changed", f"rank {rank} no longer has its own `tensor`, which must not be changed"
     if world.makespan > 1.1 * best.makespan:
         messages = max(count.sends + count.receives for count in world.counts)
         needed = max(count.sends + count.receives for count in best.counts)
@@ -69,20 +76,23 @@ def _try_size(
 
 
 def _call(
-    collective: Collective, kind: str, inputs: list[Tensor], root: int | None, endpoint: SimulatedEndpoint
+    collective: Collective, kind: str, given: list[Tensor], root: int | None, op: Any, endpoint: SimulatedEndpoint
 ) -> Any:
-    """One rank's part; returns what it has then."""
+    """One rank's part, with its tensor of `given`; returns what it has then."""
     rank, size = endpoint.get_rank(), endpoint.get_world_size()
-    tensor, options = inputs[rank].clone(), {"endpoint": endpoint}
-    if kind in ("broadcast", "reduce"):
+    tensor, options = given[rank], {"endpoint": endpoint}
+    if kind == "broadcast":
         collective(tensor, root, **options)
         return tensor
+    if kind == "reduce":
+        collective(tensor, root, op, **options)
+        return tensor
     if kind == "allreduce":
-        collective(tensor, ReduceOp.SUM, **options)
+        collective(tensor, op, **options)
         return tensor
     if kind == "reducescatter":
         scattered = torch.zeros_like(tensor[0])
-        collective(tensor, scattered, ReduceOp.SUM, **options)
+        collective(tensor, scattered, op, **options)
         return scattered
     gathered = torch.zeros(size, *tensor.shape)
     if kind == "gather":
@@ -93,7 +103,7 @@ def _call(
 
 
 def _name(
-    kind: str, rank: int, result: Tensor, right: Tensor, inputs: list[Tensor], root: int | None
+    kind: str, rank: int, result: Tensor, right: Tensor, inputs: list[Tensor], root: int | None, op: Any
 ) -> tuple[str, str]:
     """What a rank has instead of the right result."""
     own = f"rank {rank}"
@@ -107,6 +117,8 @@ def _name(
     told = _whose(result, inputs)
     if kind == "broadcast":
         return "wrong-tensor", f"{own} {told}, and should have rank {root}'s"
+    if op == ReduceOp.MAX:
+        return "ignores-op", f"{own} {told}, and should have the maximum of all: `op` says how to combine"
     return "wrong-sum", f"{own} {told}, and should have the sum of all"
 
 

@@ -84,8 +84,9 @@ def check(args: list[str]) -> int:
     parser.add_argument("--exercise", help="exercise that the files solve (default: what their first lines say)")
     parser.add_argument("--json", action="store_true", help="print one JSON object for each file, and nothing else")
     given = parser.parse_args(args)
-    files = list(_files(given.files))
-    exercises = [_find(given.exercise) if given.exercise else _exercise_of(path) for path in files]
+    asked = _find(given.exercise) if given.exercise else None
+    files = _files(given.files, asked)
+    exercises = [asked or _exercise_of(path) for path in files]
     from distlab.exercises.checker import prepare  # torch: seconds, after the arguments have been checked
 
     if not given.json:
@@ -137,13 +138,13 @@ def _find(name: str) -> Exercise:
     return EXERCISES[name]
 
 
-def _files(paths: Sequence[Path]) -> "list[Path]":
-    """The files among paths; of a folder, those below it that say which exercise they solve."""
+def _files(paths: Sequence[Path], wanted: Exercise | None) -> "list[Path]":
+    """The files among paths; of a folder, those below it that are submissions: of `wanted`, if it is given."""
     found: list[Path] = []
     for path in paths:
         require(path.exists(), f"{path}: does not exist")
         if path.is_dir():
-            inside = [file for file in sorted(path.rglob("*.py")) if _is_submission(file)]
+            inside = [file for file in sorted(path.rglob("*.py")) if _is_submission(file, wanted)]
             require(bool(inside), f"{path}: has no file of an exercise; ./launch.sh exercise writes them")
             found += inside
         else:
@@ -151,14 +152,17 @@ def _files(paths: Sequence[Path]) -> "list[Path]":
     return found
 
 
-def _is_submission(path: Path) -> bool:
-    """Whether a file below a folder says which exercise it solves; one that only looks like it is not passed over."""
+def _is_submission(path: Path, wanted: Exercise | None) -> bool:
+    """Whether a file below a folder says which exercise it solves; one that only looks like it is not passed over.
+
+    A file that does not say it is one if it has the name of `wanted`'s, the exercise that was asked for.
+    """
     try:
         name = name_of(_read(path))
     except InputError as error:
         print(f"# skipped {error}", file=sys.stderr)
         return False
-    if name in EXERCISES:
+    if name in EXERCISES or (name is None and wanted is not None and path.name == wanted.file_name):
         return True
     if name is not None:
         print(f"# skipped {path}: {name}: no such exercise", file=sys.stderr)

@@ -212,6 +212,20 @@ class Comparison:
                 return "not-shared-out", [f"{told} of {size:,}; its share is {share:,}"]
         return None
 
+    def sends_logits(self, numbers: int, describe: Callable[[int], str]) -> tuple[str, list[str]] | None:
+        """Whether a rank sends more than twice as many `numbers` of each token as the loss needs."""
+        trial, slices = self.trial, self.trial.layout["tp"]
+        around = 2 * trial.batch_size * self.facts["sequence_bytes"]  # after the embedding, and back from the head
+        for report in self.reports:
+            before, after = report.facts["sent"][-2:]
+            kinds = [kind for kind in after if not kind.startswith("layer ") and kind not in ("loss", "control")]
+            in_a_ring = sum(after[kind] - before.get(kind, 0) for kind in kinds) * slices / (2 * (slices - 1))
+            own = (in_a_ring - around) / 4 / (trial.batch_size * self.facts["seq_len"])
+            if own > 2 * numbers:
+                told = f"{describe(report.rank)} sends {own:.0f} numbers of each token; {numbers} are enough"
+                return "logits-sent", [f"the loss is right, but for it {told}"]
+        return None
+
     def sent(self) -> dict[str, tuple[int, int]]:
         """By what was sent: the bytes of all ranks in the last step, and those that are needed.
 

@@ -55,40 +55,54 @@ class Communicator:
         same = [(k, rank) for (c, k), rank in zip(given.tolist(), self.ranks, strict=True) if c == color]
         return Communicator(self._endpoint, [rank for _, rank in sorted(same)])
 
-    def Allgather(self, src: Array, dst: Array) -> None:
-        own, parts = torch.from_numpy(_flat(src)), torch.empty(len(self.ranks), src.size, dtype=torch.float64)
+    # The parameters have mpi4py's names, as a solution may give them by name.
+
+    def Allgather(self, sendbuf: Array, recvbuf: Array) -> None:
+        own, parts = torch.from_numpy(_flat(sendbuf)), torch.empty(len(self.ranks), sendbuf.size, dtype=torch.float64)
         if len(self.ranks) == 1:
             parts[0] = own
         else:
             allgather_ring(own, parts, self)  # type: ignore[arg-type]
-        dst[...] = parts.numpy().reshape(dst.shape)
+        recvbuf[...] = parts.numpy().reshape(recvbuf.shape)
 
-    def Reduce_scatter(self, src: Array, dst: Array, op: object = None) -> None:
-        blocks = torch.from_numpy(_flat(src)).view(len(self.ranks), -1)
+    def Reduce_scatter(self, sendbuf: Array, recvbuf: Array, recvcounts: object = None, op: object = None) -> None:
+        blocks = torch.from_numpy(_flat(sendbuf)).view(len(self.ranks), -1)
         own = torch.empty(blocks.shape[1], dtype=torch.float64)
         reducescatter_ring(blocks, own, endpoint=self)  # type: ignore[arg-type]
-        dst[...] = own.numpy().reshape(dst.shape)
+        recvbuf[...] = own.numpy().reshape(recvbuf.shape)
 
-    def Allreduce(self, src: Array, dst: Array, op: object = None) -> None:
-        parts = np.empty((len(self.ranks), *src.shape))
-        self.Allgather(src, parts)
-        dst[...] = parts.sum(0)
+    def Allreduce(self, sendbuf: Array, recvbuf: Array, op: object = None) -> None:
+        parts = np.empty((len(self.ranks), *sendbuf.shape))
+        self.Allgather(sendbuf, parts)
+        recvbuf[...] = parts.sum(0)
 
-    def Send(self, array: Array, dest: int, tag: int = 0) -> None:
-        self.Isend(array, dest, tag).Wait()
+    def Send(self, buf: Array, dest: int, tag: int = 0) -> None:
+        self.Isend(buf, dest, tag).Wait()
 
-    def Recv(self, array: Array, source: int, tag: int = 0) -> None:
-        self.Irecv(array, source, tag).Wait()
+    def Recv(self, buf: Array, source: int, tag: int = 0) -> None:
+        self.Irecv(buf, source, tag).Wait()
 
-    def Sendrecv(self, out: Array, dest: int, tag: int, into: Array, source: int, tag_of_it: int) -> None:
-        for request in (self.Irecv(into, source, tag_of_it), self.Isend(out, dest, tag)):
+    def Sendrecv(
+        self,
+        sendbuf: Array,
+        dest: int,
+        sendtag: int = 0,
+        recvbuf: Array | None = None,
+        source: int | None = None,
+        recvtag: int | None = None,
+    ) -> None:
+        require(recvbuf is not None and source is not None, "Sendrecv: give recvbuf, and source, the rank it is from")
+        assert recvbuf is not None
+        assert source is not None
+        tag = sendtag if recvtag is None else recvtag  # mpi4py takes any; the ranks send with the same
+        for request in (self.Irecv(recvbuf, source, tag), self.Isend(sendbuf, dest, sendtag)):
             request.Wait()
 
-    def Isend(self, array: Array, dest: int, tag: int = 0) -> "Request":
-        return Request(self._endpoint.isend(_tensor(array), self.ranks[dest], tag))
+    def Isend(self, buf: Array, dest: int, tag: int = 0) -> "Request":
+        return Request(self._endpoint.isend(_tensor(buf), self.ranks[dest], tag))
 
-    def Irecv(self, array: Array, source: int, tag: int = 0) -> "Request":
-        return Request(self._endpoint.irecv(_tensor(array), self.ranks[source], tag))
+    def Irecv(self, buf: Array, source: int, tag: int = 0) -> "Request":
+        return Request(self._endpoint.irecv(_tensor(buf), self.ranks[source], tag))
 
 
 class Request:
@@ -157,11 +171,13 @@ def try_method(rank: int, script: Path, module: str, name: str) -> Facts:
     operations = {operation: getattr(student.MPI, operation) for operation in ("SUM", "PROD", "MAX", "MIN")}
     student.MPI = SimpleNamespace(Request=Request, **operations)
     verdict = Verdict(f"{name}: 1 to {SIZES[-1]} ranks")
+    trials = [(24, "SUM")] if name == "myAlltoall" else [*((elements, "SUM") for elements in ELEMENTS), (24, "MAX")]
     for size in SIZES:
-        for elements in (24,) if name == "myAlltoall" else ELEMENTS:
+        for elements, op in trials:
             world, where = SimulatedWorld(size), f"{size} rank{'s' * (size > 1)}, {elements} elements"
+            where += ", MAX of int32" * (op == "MAX")
             try:
-                wrong = world.run(functools.partial(_call_method, student, name, elements))
+                wrong = world.run(functools.partial(_call_method, student, name, elements, op))
             except Deadlock as error:
                 return verdict.fails("deadlock", [f"{where}: {error}"]).to_json()
             except HalfMessage as error:
@@ -174,7 +190,7 @@ def try_method(rank: int, script: Path, module: str, name: str) -> Facts:
                 if int(counted) != moved:
                     told = f"rank {number} counts {int(counted):,} bytes, and has sent and received {moved:,}"
                     return verdict.fails("count", [f"{where}: {told}"]).to_json()
-            needed = {"ringAllreduce": 4 * (size - 1) * -(-elements // size) * 8}
+            needed = {"ringAllreduce": 4 * (size - 1) * -(-elements // size) * (8 if op == "SUM" else 4)}
             most = max(counts.sent_bytes + counts.received_bytes for counts in world.counts)
             if name in needed and most > needed[name]:
                 told = f"a rank sends and receives {most:,} bytes; around a ring, {needed[name]:,} are enough"
@@ -182,13 +198,14 @@ def try_method(rank: int, script: Path, module: str, name: str) -> Facts:
     return verdict.passes("right on every rank, and the bytes that were moved are counted").to_json()
 
 
-def _call_method(student: Any, name: str, elements: int, endpoint: SimulatedEndpoint) -> tuple[str, str]:
+def _call_method(student: Any, name: str, elements: int, op: str, endpoint: SimulatedEndpoint) -> tuple[str, str]:
     """The mistake and what is wrong on a rank; or no mistake, and the bytes that it has counted."""
     rank, size = endpoint.get_rank(), endpoint.get_world_size()
-    given = [np.random.default_rng(r).integers(-9, 10, elements).astype(float) for r in range(size)]
-    own, result = given[rank].copy(), np.full(elements, np.nan)
+    dtype, combine, what = (float, np.sum, "sum") if op == "SUM" else (np.int32, np.max, "maximum")
+    given = [np.random.default_rng(r).integers(-9, 10, elements).astype(dtype) for r in range(size)]
+    own, result = given[rank].copy(), np.full(elements, -77, dtype)  # which is no result
     world = student.Communicator(Communicator(endpoint))
-    getattr(world, name)(own, result)
+    getattr(world, name)(own, result, *([getattr(student.MPI, op)] if op != "SUM" else []))  # by default, SUM
     if not np.array_equal(own, given[rank]):
         return "changed", "has another `src` than before"
     if name == "myAlltoall":
@@ -197,11 +214,13 @@ def _call_method(student: Any, name: str, elements: int, endpoint: SimulatedEndp
             parts = zip(np.split(result, size), np.split(expected, size), strict=True)
             wrong = next(r for r, (part, right) in enumerate(parts) if not np.array_equal(part, right))
             return "wrong-result", f"has something else than rank {wrong}'s segment {rank} at segment {wrong}"
-    elif not np.array_equal(result, np.sum(given, axis=0)):
+    elif not np.array_equal(result, combine(given, axis=0)):
+        if op != "SUM" and np.array_equal(result, np.sum(given, axis=0)):
+            return "ignores-op", f"has the sum of all ranks' arrays, and should have their {what}: `op` is MPI.{op}"
         if any(np.array_equal(result, array) for array in given):
             other = next(r for r in range(size) if np.array_equal(result, given[r]))
-            return "wrong-result", f"has rank {other}'s array, and should have the sum of all"
-        return "wrong-result", "has something else than the sum of all ranks' arrays"
+            return "wrong-result", f"has rank {other}'s array, and should have the {what} of all"
+        return "wrong-result", f"has something else than the {what} of all ranks' arrays"
     return "", str(world.total_bytes_transferred)
 
 

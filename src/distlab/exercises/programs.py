@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from distlab.comm.traffic import traffic
+from distlab.comm.transfer import Transfer
 from distlab.exercises.loading import load, settings_for
 from distlab.exercises.ranks import Facts, Patience, free_port, run_ranks, trouble
 from distlab.exercises.shares import fit
@@ -29,8 +30,9 @@ def try_product(name: str, script: Path, folder: Path, patience: Patience) -> Ve
     for number, shape in enumerate(SHAPES):
         A, B = _matrices(shape)
         for report in reports:
-            product = report.facts["products"][number]
-            if wrong := _name_product(name, report.rank, product, A, B):
+            product, sent = report.facts["products"][number], report.facts["sent"][number]
+            wrong = _name_product(name, report.rank, product, A, B) or _name_share(name, report.rank, sent, shape)
+            if wrong is not None:
                 given = "A ({0}, {1}) times B ({1}, {2})".format(*shape)
                 return verdict.fails(wrong[0], [f"{given}: rank {report.rank} {wrong[1]}"], printed=reports)
     return verdict.passes(
@@ -52,13 +54,32 @@ def _matrices(shape: tuple[int, int, int]) -> tuple[Tensor, Tensor]:
 def _multiply(rank: int, script: Path, name: str, values: dict[str, Any]) -> Facts:
     module = load(script)
     run: Run[Any] = Run(settings_for(rank, module.DEFAULTS, RunSettings, values), script)
-    products = []
+    products, sent = [], []
     for shape in SHAPES:
         A, B = _matrices(shape) if rank == 0 else (None, None)
+        before = _sent_bytes()
         product = getattr(module, name)(A, B)
+        sent.append(_sent_bytes() - before)
         products.append(product.tolist() if isinstance(product, Tensor) else None)
     run.close()
-    return {"products": products}
+    return {"products": products, "sent": sent}
+
+
+def _sent_bytes() -> int:
+    """Of matrices, so far."""
+    return sum(count for kind, count in traffic.ledger.sent_bytes.items() if kind not in ("control", "shapes"))
+
+
+def _name_share(name: str, rank: int, sent: int, shape: tuple[int, int, int]) -> tuple[str, str] | None:
+    """Whether a rank sends less than its share of the product, as where rank 0 computes it alone."""
+    m, k, n = shape
+    by_row = name == "par_matmul_by_row"
+    pieces = [len(piece) for piece in torch.arange(m if by_row else k).tensor_split(RANKS)]
+    needed = 4 * n * (pieces[rank] if by_row else m * (pieces[rank] > 0))
+    if rank == 0 or sent >= needed:
+        return None
+    share = "its rows of the product" if by_row else "its product, a term of the sum,"
+    return "no-share", f"sends {sent} bytes by `traffic`, and {share} has {needed}: each rank computes a share"
 
 
 def _name_product(
@@ -98,12 +119,27 @@ def try_case(name: str, script: Path, folder: Path, patience: Patience) -> Verdi
         if report.facts["sent"] < needed:
             told = f"rank {rank} sends {report.facts['sent']:,} bytes instead of {needed:,}"
             return verdict.fails("left-out", [f"{told}: a cure must not leave out what is to be exchanged"])
+        if name == "both_send" and (others := set(report.facts["contents"]) - {rank}):
+            told = (
+                f"rank {rank} sends a tensor of {others.pop():g}, such as it has received, instead of {rank}, its own"
+            )
+            return verdict.fails("not-its-own", [f"{told}: neighbors exchange their own tensors"])
     return verdict.passes("all ranks finish, and exchange all that they should")
 
 
 def _exchange(rank: int, script: Path, values: dict[str, Any]) -> Facts:
     module = load(script)
     run: Run[Any] = Run(settings_for(rank, module.DEFAULTS, RunSettings, values), script)
+    contents: set[float] = set()  # numbers in what is sent
+    send = traffic.send
+
+    def send_and_keep(tensor: Tensor, *args: Any, **options: Any) -> Transfer:
+        if tensor.numel() > 1:  # no mere sign to the other rank
+            contents.update(tensor.unique().tolist())
+        return send(tensor, *args, **options)
+
+    traffic.send = send_and_keep  # type: ignore[method-assign]
     module.try_case(run)
     run.close()
-    return {"sent": sum(count for kind, count in traffic.ledger.sent_bytes.items() if kind != "control")}
+    sent = sum(count for kind, count in traffic.ledger.sent_bytes.items() if kind != "control")
+    return {"sent": sent, "contents": sorted(contents)}

@@ -6,6 +6,7 @@ need no mark: they are found by their names. So a skeleton cannot differ from th
 
 import ast
 import re
+import shlex
 import textwrap
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -180,9 +181,10 @@ def _with_docstring(text: str, exercise: Exercise, path: Path) -> str:
         textwrap.fill(" ".join(part.split()), WIDTH, break_on_hyphens=False)
         for part in exercise.task.strip().split("\n\n")
     )
-    ends = [f"check it    ./launch.sh check {path}", f"get a hint  ./launch.sh hint {exercise.name}"]
+    file = shlex.quote(str(path)).replace("\\", "\\\\").replace('"""', r"\"\"\"")  # for a shell, in a docstring
+    ends = [f"check it    ./launch.sh check {file}", f"get a hint  ./launch.sh hint {exercise.name}"]
     if exercise.script and "DEFAULTS" in text:
-        ends.append(f"run it      ./launch.sh {path}")
+        ends.append(f"run it      ./launch.sh {file}")
     ends.append(f"read        {exercise.chapter}")
     commands = "\n".join(f"    {line}" for line in ends)
     return (

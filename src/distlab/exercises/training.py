@@ -1,9 +1,10 @@
 """Tries a training script on several ranks, and one process beside it."""
 
 import functools
+import itertools
 import json
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from distlab.comm.transfer import Transfer
 from distlab.exercises.catalogue import Exercise, Trial
 from distlab.exercises.comparison import Comparison
 from distlab.exercises.loading import load, settings_for
-from distlab.exercises.ranks import Facts, Patience, free_port, run_ranks, trouble
+from distlab.exercises.ranks import Facts, Patience, Report, free_port, run_ranks, trouble
 from distlab.exercises.verdict import Verdict
 from distlab.parallel.sharded import ShardedDP
 from distlab.run.train_settings import TrainSettings
@@ -98,6 +99,7 @@ def train(rank: int, script: Path, folder: Path, values: dict[str, Any], start_a
     run.track = track_and_watch  # type: ignore[method-assign]
     traffic.all_reduce = watched  # type: ignore[method-assign]
     work(run)
+    sent_at_end = dict(traffic.ledger.sent_bytes)
     for part in recorder.wrapped:
         if isinstance(part, ShardedDP):
             part.wait_for_weights()
@@ -106,7 +108,7 @@ def train(rank: int, script: Path, folder: Path, values: dict[str, Any], start_a
     recorder.keep_weights()
     save_file(recorder.tensors, folder / f"rank{rank}.safetensors")
     specs = {name: p.shard_spec for name, p in recorder.parameters.items() if hasattr(p, "shard_spec")}
-    counts = {"updates": recorder.updates, "updated": recorder.updated}
+    counts: Facts = {"sent_at_end": sent_at_end, "updates": recorder.updates, "updated": recorder.updated}
     counts["not_waited_for"] = sum(not transfer.was_waited_for() for transfer in recorder.all_reduces)
     return counts | {"sent": recorder.sent, "slices": specs, "overlaps": recorder.overlaps}
 
@@ -168,7 +170,8 @@ def one_process(rank: int, file: Path, batch_size: int, n: int, m: int) -> Facts
         kept[f"weights|{STEPS}|{name}"] = parameter.detach().clone()
     save_file(kept, file)
     sequence_bytes = args.seq_len * args.dmodel * 4  # of the activations of a sequence between two blocks
-    return {"losses": losses, "names": list(names), "sequence_bytes": sequence_bytes, "blocks": args.n_layers}
+    sizes = {"seq_len": args.seq_len, "sequence_bytes": sequence_bytes, "blocks": args.n_layers}
+    return {"losses": losses, "names": list(names), **sizes}
 
 
 def try_layout(script: Path, exercise: Exercise, trial: Trial, folder: Path, patience: Patience) -> Verdict:
@@ -199,9 +202,17 @@ def try_layout(script: Path, exercise: Exercise, trial: Trial, folder: Path, pat
     losses = [json.loads(line)["loss"] for line in records]
     expected = expected_of(trial.batch_size, trial.replicas, trial.micro_batches)
     compare = Comparison(trial, *expected, LR, reports, folder)
-    found = compare.first_difference(losses, exercise.weights_only, describe)
+    if trial.sync_every > 1:  # the ranks differ from one process in between
+        found = _averages_elsewhere(reports, trial.sync_every, describe)
+        right = f"weights are averaged after every {trial.sync_every} steps, and after the last one"
+    else:
+        found = compare.first_difference(losses, exercise.weights_only, describe)
+        kinds = "losses, weights" if exercise.weights_only else "losses, gradients, weights"
+        right = f"the run of one process: {kinds} of {STEPS} steps"
     if found is None and exercise.shares_out:
         found = compare.not_shared_out(describe)
+    if found is None and exercise.loss_numbers:
+        found = compare.sends_logits(exercise.loss_numbers, describe)
     if found:
         hasty = next((report for report in reports if report.facts["not_waited_for"]), None)
         if hasty is not None:
@@ -209,11 +220,26 @@ def try_layout(script: Path, exercise: Exercise, trial: Trial, folder: Path, pat
             way = "call .wait() on what traffic.all_reduce returns, or finish() of the GradientBuckets that began it"
             found = "not-waited-for", [f"{told}: {way}", *found[1]]
         return verdict.fails(*found, printed=reports)
-    kinds = "losses, weights" if exercise.weights_only else "losses, gradients, weights"
-    verdict.passes(f"the run of one process: {kinds} of {STEPS} steps")
+    verdict.passes(right)
     verdict.sent = compare.sent()
     verdict.remarks += compare.remarks(verdict.sent)
     return verdict
+
+
+def _averages_elsewhere(
+    reports: list[Report], every: int, describe: Callable[[int], str]
+) -> tuple[str, list[str]] | None:
+    """The first step after which a rank sends weights although it should not, or does not although it should."""
+    for report in reports:
+        counts = [*report.facts["sent"], report.facts["sent_at_end"]]  # before each update, and at the end
+        sent = [sum(n for kind, n in count.items() if kind not in ("loss", "control")) for count in counts]
+        for step, (before, after) in enumerate(itertools.pairwise(sent)):
+            is_due = (step + 1) % every == 0 or step + 1 == STEPS
+            if (after > before) != is_due:
+                told = "sends nothing" if is_due else "sends weights"
+                rule = f"average after every `args.sync_every` steps, here {every}, and after the last one"
+                return "sync-every", [f"after step {step} of {STEPS}: {describe(report.rank)} {told}; {rule}"]
+    return None
 
 
 def prepare() -> None:

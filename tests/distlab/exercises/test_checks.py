@@ -77,6 +77,8 @@ ALL_PARTS = """mine[: own.numel()] = own.detach()
 traffic.all_gather(flat.view(run.world_size, rows), mine, "weights", kind="weights").wait()
 weights.copy_(flat[: weights.numel()])"""
 
+EVERY_SECOND_STEP = next(trial for trial in EXERCISES["dp-wa"].trials if trial.sync_every > 1)
+
 ATTEMPTS = [
     Attempt("dp-ga", "divided-twice", "1/2 of what it should be", AVERAGE.replace("op=ReduceOp.SUM", "")),
     Attempt(
@@ -145,6 +147,21 @@ ATTEMPTS = [
             ),
         ),
     ),
+    Attempt(
+        "dp-wa",
+        "sync-every",
+        "after step 0 of 3: rank 0 sends weights",
+        changes=(("if (step + 1) % args.sync_every == 0 or step + 1 == args.steps:", "if True:"),),
+        trial=EVERY_SECOND_STEP,
+    ),
+    Attempt(
+        "dp-wa",
+        "sync-every",
+        "after step 2 of 3: rank 0 sends nothing",
+        changes=(("args.sync_every == 0 or step + 1 == args.steps:", "args.sync_every == 0:"),),
+        trial=EVERY_SECOND_STEP,
+    ),
+    Attempt("dp-wa", "", "weights are averaged after every 2 steps", trial=EVERY_SECOND_STEP),
     Attempt(
         "mydp",
         "combined-again",
@@ -299,10 +316,74 @@ ATTEMPTS = [
         only="MLP",
     ),
     Attempt(
+        "mlp",
+        "",
+        "in each step, the gradient of this batch",
+        changes=(
+            ("_, loss = model(points, labels)\n        opt", "_, loss = model(points, targets=labels)\n        opt"),
+        ),
+        only="train",
+    ),
+    Attempt(
+        "mlp",
+        "",
+        "in each step, the gradient of this batch",
+        changes=(
+            (
+                "_, loss = model(points, labels)\n        opt",
+                "logits, _ = model(points)\n        loss = F.cross_entropy(logits, labels)\n        opt",
+            ),
+        ),
+        only="train",
+    ),
+    Attempt(
+        "matmul",
+        "no-share",
+        "rank 1 sends 0 bytes",
+        changes=(
+            (
+                '    part = scatter(A, 1, "A") @ scatter(B, 0, "B")\n',
+                '    C = A @ B\n    traffic.broadcast(C, "C", kind="C").wait()\n    return C\n    part = C\n',
+            ),
+        ),
+        only="by_reduction",
+    ),
+    Attempt(
+        "matmul",
+        "no-share",
+        "rank 1 sends 0 bytes",
+        changes=(
+            (
+                '    return gather_rows(rows_of_A @ B, len(A), "C")',
+                "    return A @ B if rank() == 0 else None",
+            ),
+        ),
+        only="by_row",
+    ),
+    Attempt(
+        "tp-loss",
+        "logits-sent",
+        "numbers of each token; 3 are enough",
+        changes=(
+            (
+                '    tp_group = TPGroup("the loss", VOCABULARY, group)\n',
+                '    tp_group = TPGroup("the loss", VOCABULARY, group)\n'
+                "    tp_group.all_gather(logits.detach(), FORWARD, 2, vocab_size)\n",
+            ),
+        ),
+    ),
+    Attempt(
         "checkpoint",
         "collision",
         "optimizer.0.step is another tensor than what a rank before has written",
         changes=(('f"{prefix}{name}.{key}"', 'f"{prefix}{list(parameters).index(name)}.{key}"'),),
+        only="state_of",
+    ),
+    Attempt(
+        "checkpoint",
+        "random",
+        "random.0.cpu is not the state of torch's generator",
+        changes=(("torch.get_rng_state()", "torch.zeros(1)"),),
         only="state_of",
     ),
     Attempt(
@@ -350,6 +431,40 @@ allreduce_naive(tensor, op, endpoint)""",
             ),
         ),
         only="myAlltoall",
+    ),
+    Attempt(
+        "mpi-collectives",
+        "",
+        "right on every rank",
+        changes=(
+            (
+                "self.comm.Sendrecv(out, (rank + 1) % size, TAG, arriving, (rank - 1) % size, TAG)",
+                "self.comm.Sendrecv(sendbuf=out, dest=(rank + 1) % size, recvbuf=arriving, source=(rank - 1) % size)",
+            ),
+        ),
+        only="ringAllreduce",
+    ),
+    Attempt(
+        "mpi-collectives",
+        "",
+        "right on every rank",
+        changes=(
+            ("self.comm.Irecv(into[other], other, TAG)", "self.comm.Irecv(buf=into[other], source=other, tag=TAG)"),
+            ("self.comm.Isend(out[other], other, TAG)", "self.comm.Isend(buf=out[other], dest=other, tag=TAG)"),
+        ),
+        only="myAlltoall",
+    ),
+    Attempt(
+        "mpi-collectives",
+        "ignores-op",
+        "2 ranks, 24 elements, MAX of int32: rank 0 has the sum of all ranks' arrays, and should have their maximum",
+        changes=(
+            (
+                "        combine = reduce_function(op)\n        with buffers",
+                "        combine = np.add\n        with buffers",
+            ),
+        ),
+        only="myAllreduce",
     ),
     Attempt(
         "mpi",
@@ -428,6 +543,20 @@ allreduce_naive(tensor, op, endpoint)""",
         only="reduce_tree",
     ),
     Attempt(
+        "reduce",
+        "ignores-op",
+        "2 ranks, root 1, MAX: rank 1 has the sum of rank 0's, rank 1's, and should have the maximum of all",
+        changes=(("            combine(data, received, out=data)", "            data += received"),),
+        only="reduce_naive",
+    ),
+    Attempt(
+        "reduce",
+        "changed",
+        "2 ranks: rank 0 no longer has its own `tensor`",
+        changes=(("scratch_buffer(tensor, 1).copy_(tensor) if rank == 0 else tensor", "tensor"),),
+        only="reducescatter_naive",
+    ),
+    Attempt(
         "gather",
         "wrong-row",
         "where rank",
@@ -499,6 +628,17 @@ allreduce_naive(tensor, op, endpoint)""",
         "slow",
         "times as long",
         changes=(("    broadcast_tree(tensor, 0, endpoint)", "    broadcast_naive(tensor, 0, endpoint)"),),
+    ),
+    Attempt(
+        "deadlock",
+        "not-its-own",
+        "rank 1 sends a tensor of 0",
+        changes=(
+            (
+                '            traffic.send(mine, "the tensor", to=other, kind="tensors").wait()\n        else:',
+                '            traffic.send(theirs, "the tensor", to=other, kind="tensors").wait()\n        else:',
+            ),
+        ),
     ),
     Attempt(
         "deadlock",

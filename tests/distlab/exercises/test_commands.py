@@ -1,7 +1,9 @@
 """The commands on exercises as a student and a teacher meet them."""
 
+import ast
 import json
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -33,6 +35,16 @@ def test_from_the_list_to_the_last_hint(tmp_path: Path, capsys: pytest.CaptureFi
             hints.append(capsys.readouterr().out)
         assert "the next one" in hints[0]
         assert "the next one" not in hints[-1]
+
+
+@pytest.mark.parametrize("folder", ["my work", r"C:\new\users", 'three""" quotes', "it's"])
+def test_the_commands_of_a_file_can_be_copied_whatever_its_folder_is_called(folder: str) -> None:
+    path = Path(folder) / "intro_DP_GA.py"
+    task = ast.get_docstring(ast.parse(write_out(EXERCISES["dp-ga"], path))) or ""
+    for command in (["./launch.sh", "check", str(path)], ["./launch.sh", str(path)]):
+        assert command in [
+            shlex.split(line)[2:] for line in task.splitlines()[-6:] if line.startswith(("    check", "    run"))
+        ]
 
 
 @pytest.mark.parametrize(
@@ -88,6 +100,17 @@ def test_a_folder_of_submissions_is_graded_by_one_command(tmp_path: Path, capsys
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in lines if "2 to 8 ranks" in line] == ["right"] * 3
     assert lines[-1] == "# passed"
+
+
+def test_files_of_a_folder_that_do_not_say_their_exercise_are_of_the_one_that_is_given(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "broadcast.py"
+    path.write_text(write_out(EXERCISES["broadcast"], path, solved=True).partition('\n"""\n')[2])
+    (tmp_path / "notes.py").write_text("print('not an exercise')\n")
+    assert launch(["check", "--json", "--exercise", "broadcast", str(tmp_path)]) == 0
+    (checked,) = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert (checked["file"], checked["exercise"]) == (str(path), "broadcast")
 
 
 def test_exercises_are_written_without_torch() -> None:

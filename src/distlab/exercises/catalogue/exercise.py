@@ -21,11 +21,17 @@ class Trial:
     def replicas(self) -> int:
         return self.layout.get("dp", 1)
 
+    @property
+    def sync_every(self) -> int:
+        """Steps of each replica between two averages of the weights."""
+        return int(self.settings.get("sync_every", 1))
+
     def __str__(self) -> str:
         sizes = ", ".join(
             f"{size} {WORDS[name] if size > 1 else WORDS[name][:-1]}" for name, size in self.layout.items()
         )
-        return f"{sizes}, {self.micro_batches} micro-batch{'es' * (self.micro_batches > 1)}"
+        often = f", an average every {self.sync_every} steps" if self.sync_every > 1 else ""
+        return f"{sizes}, {self.micro_batches} micro-batch{'es' * (self.micro_batches > 1)}{often}"
 
 
 @dataclass(frozen=True)
@@ -51,6 +57,7 @@ class Exercise:
     trials: tuple[Trial, ...] = field(default_factory=tuple)
     weights_only: bool = False  # compare no gradients: those of the ranks are their own
     shares_out: bool = False  # each rank's optimizer updates its part of the weights
+    loss_numbers: int = 0  # that the ranks need to combine of each token for its loss; 0: they may send more
     ranks_start_apart: bool = False  # try it with ranks whose weights differ from rank 0's at first
 
     @property

@@ -140,5 +140,6 @@ EXERCISES = [
             "from distlab.parallel.tp_group import FORWARD",
         ),
         trials=(_slices(2, 2, 2),),
+        loss_numbers=3,
     ),
 ]

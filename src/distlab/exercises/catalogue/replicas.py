@@ -48,7 +48,8 @@ EXERCISES = [
 
         Given: `weights`, a flat tensor that holds all parameters; they are views of it, so what changes `weights`
         in place changes the model. `traffic.all_reduce(tensor, "what it is", kind="weights")` starts an average
-        over the ranks, in place; `.wait()` waits for it. `args.sync_every` says after how many steps to average.""",
+        over the ranks, in place; `.wait()` waits for it. `args.sync_every` says after how many steps to average;
+        after the last step, average in any case.""",
         hints=(
             "Before or after `optimizer.step()`? And is it enough to compute the mean, or must the model hold it?",
             "One all-reduce of `weights` itself, not of a copy, after the update; and wait for it.",
@@ -56,7 +57,7 @@ EXERCISES = [
             "different weights.",
         ),
         script="DP/weight_aggr/intro_DP_WA.py",
-        trials=(_data_parallel(3, 2),),
+        trials=(_data_parallel(3, 2), Trial({"dp": 2}, {"world_size": 2, "sync_every": 2}, 1)),
         weights_only=True,
     ),
     Exercise(
