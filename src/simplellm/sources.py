@@ -359,5 +359,7 @@ def _parquet(path: Path) -> Iterator[Any]:
             if "text" not in columns:
                 raise InputError(f'--data {path}: has no column "text", only {", ".join(columns)}; {wanted}')
             yield file
+    except UnicodeDecodeError:
+        raise InputError(f'--data {path}: the column "text" is not UTF-8; give a file in UTF-8') from None
     except (ArrowException, OSError) as error:
         raise InputError(f"--data {path}: is broken or no Parquet file ({_line(error)}); {wanted}") from error

@@ -51,6 +51,7 @@ def data(chance: random.Random, count: int, folder: Path) -> Iterator[BadInput]:
         "column.parquet": table(folder / "column", {"story": [STORY]}),
         "numbers.parquet": table(folder / "numbers", {"text": [1, 2, 3]}),
         "nulls.parquet": table(folder / "nulls", {"text": pyarrow.array([None, None], pyarrow.string())}),
+        "latin1.parquet": table(folder / "latin1", {"text": pyarrow.array([b"caf\xe9"]).view(pyarrow.string())}),
         "rowless.parquet": table(folder / "rowless", {"text": pyarrow.array([], pyarrow.string())}),
         "story.md": STORY,
         "story": STORY,

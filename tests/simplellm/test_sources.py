@@ -410,6 +410,14 @@ def test_parquet_files_with_other_columns(tmp_path: Path, table: dict[str, objec
     assert str(error.value) == f"--data {path}: {sentence}"
 
 
+def test_a_parquet_file_whose_text_is_not_utf8(tmp_path: Path) -> None:
+    path = tmp_path / "latin.parquet"
+    pq.write_table(pa.table({"text": pa.array([b"One.", b"caf\xe9"]).view(pa.string())}), path)
+    with pytest.raises(InputError) as error:
+        next(documents(path))
+    assert str(error.value) == f'--data {path}: the column "text" is not UTF-8; give a file in UTF-8'
+
+
 def test_a_parquet_file_that_is_damaged_inside(tmp_path: Path) -> None:
     path = write(tmp_path, "parquet")
     content = bytearray(path.read_bytes())
