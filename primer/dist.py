@@ -28,12 +28,13 @@ from distlab.run.logs import human_bytes, say
 from distlab.run.main import main
 from distlab.run.run import Run
 from distlab.run.settings import RunSettings, WorldSize, require_positive
-from simplellm.errors import InputError
+from simplellm.errors import InputError, require
 
 Matrix = Tensor | None  # None where only rank 0 has it
 Product = Callable[[Matrix, Matrix], Matrix]
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 DTYPES += [torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64]
+MOST_NUMBERS = 2**30  # in a matrix; more are taken for a typing error
 
 
 @dataclass
@@ -55,6 +56,9 @@ class MatmulSettings(WorldSize, RunSettings):
         for shape in self.shapes.split(","):
             if not re.fullmatch(r"[1-9]\d*x[1-9]\d*x[1-9]\d*", shape):
                 raise InputError(f"--shapes {shape}: give rows of A, columns of A and columns of B, like 512x256x128")
+            m, k, n = map(float, shape.split("x"))  # not `int`, which refuses thousands of digits
+            fits = max(m * k, k * n, m * n) <= MOST_NUMBERS
+            require(fits, f"--shapes {shape}: give matrices of at most {MOST_NUMBERS:,} numbers each")
 
 
 DEFAULTS = MatmulSettings()

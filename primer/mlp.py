@@ -139,11 +139,11 @@ def report(step: int, model: nn.Module, train_set: TensorDataset, test_set: Tens
 def train(run: Run[MLPSettings]) -> None:
     config = run.settings
     say(str({field.name: getattr(config, field.name) for field in fields(ModelConfig)}))
-    train_set, test_set = gen_dataset(config, device=run.device)
+    train_set, test_set = gen_dataset(config, config.seed, run.device)
     model = MLP(config).to(run.device)
     optimizer = torch.optim.SGD(model.parameters(), lr=config.lr)
 
-    sampler = BatchSampler(len(train_set), config.batch_size)
+    sampler = BatchSampler(len(train_set), config.batch_size, config.seed)
     run.track(model, optimizer)
     for step, rows in run.count_steps(sampler, config.niters, config.batch_size, "inputs"):
         points, labels = train_set[rows]

@@ -1,6 +1,7 @@
 """What cannot work ends with one sentence: a sample of `bad_input.py`, and every flag of every script."""
 
 import dataclasses
+import os
 import random
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -42,3 +43,10 @@ def test_bad_input_ends_with_a_sentence(tmp_path: Path) -> None:
         outcomes = list(pool.map(lambda bad: run(bad, tmp_path), inputs))
     for outcome in outcomes:
         assert not outcome.problems, ([shown(command) for command in outcome.bad.commands], outcome.problems)
+
+
+@pytest.mark.parametrize("flag", ["--out", "--data", "--master-addr"])
+def test_a_name_that_is_not_utf8_is_refused(flag: str) -> None:
+    name = os.fsdecode(b"/tmp/s\xff")  # as Python reads it from a command line
+    with pytest.raises(InputError, match=f"^{flag} is no valid text in the terminal's encoding; give UTF-8$"):
+        parse(dataclasses.replace(defaults_of("primer/intro.py")), "", [flag, name])

@@ -34,13 +34,13 @@ DEFAULTS = ParallelMLPSettings()
 
 def train(run: Run[ParallelMLPSettings]) -> None:
     config = run.settings
-    train_set, test_set = gen_dataset(config, device=run.device)
+    train_set, test_set = gen_dataset(config, config.seed, run.device)
     net = MLP(config).to(run.device)
     model = MyDP(net)
     optimizer = torch.optim.SGD(model.parameters(), lr=config.lr)
 
     global_batch = run.world_size * config.batch_size
-    sampler = BatchSampler(len(train_set), global_batch)
+    sampler = BatchSampler(len(train_set), global_batch, config.seed)
     run.track(net, optimizer)
     for step, rows in run.count_steps(sampler, config.niters, global_batch, "inputs"):
         points, labels = train_set[rows.chunk(run.world_size)[run.rank]]

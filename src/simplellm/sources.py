@@ -8,6 +8,7 @@ import threading
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import cached_property
 from itertools import chain, count, islice
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -61,27 +62,29 @@ class Source(ABC):
         """Number of documents."""
         return sum(1 for _ in self.read(0))
 
+    @cached_property
+    def has_text(self) -> bool:
+        """Whether any document is not blank. Reads no further than the first that is not."""
+        return any(document.strip() for document in self.read(0))
+
     def why_empty(self) -> str:
-        """The error message for a source without documents."""
+        """The error message for a source without text."""
         return "there is no document to read"
 
     def documents(self, start: int) -> Iterator[str]:
         """The documents from number `start` on, endlessly: the first follows the last.
 
         Raises:
-            InputError: there are no documents.
+            InputError: there are no documents, or all are blank.
         """
+        if not self.has_text:
+            raise InputError(self.why_empty())
         while True:
             past_the_end = True
             for document in self.read(start):
                 past_the_end = False
                 yield document
-            if not past_the_end:
-                start = 0
-            elif total := self.count():
-                start %= total
-            else:
-                raise InputError(self.why_empty())
+            start = start % self.count() if past_the_end else 0
 
 
 def open_source(data: str, split: str, seed: int) -> Source:
@@ -130,6 +133,7 @@ class Part(Source):
     def __init__(self, file: Source, path: Path, split: str) -> None:
         self._file = file
         self._path = path
+        self._split = split
         self._validates = split == "validation"
 
     def read(self, start: int) -> Iterator[str]:
@@ -146,6 +150,8 @@ class Part(Source):
         total = self._file.count()
         if not total:
             return f"--data {self._path}: the file holds no document; give one with text in it"
+        if self.count():
+            return f"--data {self._path}: every {self._split} document is blank; give a file with text in it"
         why = f"validation takes every 20th document and there are only {total}"
         return f"--data {self._path}: {why}; {self._file.advice}"
 
@@ -353,5 +359,7 @@ def _parquet(path: Path) -> Iterator[Any]:
             if "text" not in columns:
                 raise InputError(f'--data {path}: has no column "text", only {", ".join(columns)}; {wanted}')
             yield file
+    except UnicodeDecodeError:
+        raise InputError(f'--data {path}: the column "text" is not UTF-8; give a file in UTF-8') from None
     except (ArrowException, OSError) as error:
         raise InputError(f"--data {path}: is broken or no Parquet file ({_line(error)}); {wanted}") from error

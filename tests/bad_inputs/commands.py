@@ -142,6 +142,7 @@ def rendezvous(chance: random.Random, count: int, folder: Path) -> Iterator[BadI
         yield [[str(LAB / "launch.sh"), "hybrid", *TINY, "--master-port", str(p)]], f"--master-port {p}"
         yield [rank(ga, 1, p, *two, "--timeout", "3")], f"--master-port {p}"
         yield [rank(ga, 0, 80, *two, "--master-addr", "198.51.100.7")], "--master-addr"
+        yield [rank(ga, 1, 80, *two, "--master-addr", "a..b")], "--master-addr"
 
     for commands, name in itertools.islice(itertools.cycle(cases()), count):
         yield BadInput("rendezvous", commands, (name,) if isinstance(name, str) else name)

@@ -166,3 +166,7 @@ def test_the_script_times_checks_and_counts(tmp_path: Path) -> None:
 def test_a_shape_that_is_none_is_refused() -> None:
     with pytest.raises(InputError, match="--shapes 8x0x8: "):
         MatmulSettings(shapes="8x8x8,8x0x8").check()
+    for shape in ("99999999999999999999x1x1", f"1x{'9' * 5000}x1", "32769x1x32768"):
+        with pytest.raises(InputError, match=f"^--shapes {shape}: give matrices of at most 1,073,741,824 numbers each"):
+            MatmulSettings(shapes=shape).check()
+    MatmulSettings(shapes="32768x32768x1").check()

@@ -7,6 +7,7 @@ import re
 import sys
 import time
 from collections.abc import Iterable
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +17,12 @@ from chapters import load
 from processes import LAB, free_port, run_ranks
 from terminals import fork_python, terminals
 from torch import Tensor
+from torch.nn.modules.module import register_module_forward_pre_hook
 
 from distlab.run.run import Run
 from distlab.run.settings import parse
 from simplellm.errors import InputError
+from simplellm.samplers import BatchSampler
 
 sys.path.append(str(LAB))
 from DP.ddp.mlp_ddp import ParallelMLPSettings
@@ -94,6 +97,34 @@ def test_a_step_lasts_until_its_loss_is_there(script: str, tmp_path: Path) -> No
     [out] = run_ranks(1, with_late_losses, script, flags)
     assert [step for step, _, _ in reports(out)] == ["0"]
     assert 50 <= float(re.findall(r"step time (.+)ms", out)[0]) < 1000
+
+
+def last_batch(rank: int, script: str, flags: list[str]) -> tuple[Tensor, Tensor]:
+    """The points and labels of a script's last step."""
+    module = load(script)
+    run: Run[Any] = Run(parse(module.DEFAULTS, "", [str(rank), *flags]), LAB / script)
+    batches: list[tuple[Tensor, Tensor]] = []
+
+    def keep(model: torch.nn.Module, given: tuple[Tensor, Tensor]) -> None:
+        if isinstance(model, module.MLP) and torch.is_grad_enabled():
+            batches.append(given)
+
+    hook = register_module_forward_pre_hook(keep)
+    module.train(run)
+    hook.remove()
+    return batches[-1]
+
+
+@pytest.mark.parametrize("script", ["primer/mlp.py", "DP/ddp/mlp_ddp.py", "DP/mydp/mlp_mydp.py"])
+@pytest.mark.parametrize("seed", [0, 5])
+def test_the_seed_is_that_of_the_points_and_of_their_order(script: str, seed: int, tmp_path: Path) -> None:
+    flags = [*SMALL, "--niters", "2", "--seed", str(seed), "--out", str(tmp_path)]
+    flags += ["--world-size", "1", "--master-port", str(free_port())] if "DP" in script else []
+    [(points, labels)] = run_ranks(1, last_batch, script, flags)
+    train_set, _ = gen_dataset(ModelConfig(d_in=16, n_classes=4, train_size=500), seed)
+    _, rows = islice(BatchSampler(500, 64, seed), 2)
+    assert torch.equal(labels, train_set[rows][1])
+    assert torch.allclose(points, train_set[rows][0], atol=1e-5)  # products of matrices, with as many threads or not
 
 
 def test_logits_and_loss() -> None:

@@ -127,6 +127,14 @@ def test_json_lines_may_be_blank_and_texts_empty(tmp_path: Path) -> None:
     assert list(islice(documents(path), 4)) == ["a", "", "é", "a"]
 
 
+def test_validation_documents_without_text(tmp_path: Path) -> None:
+    path = write(tmp_path, "jsonl", ["One."] * 19 + [""])
+    assert next(documents(path)) == "One."
+    for start in (0, 5):
+        with pytest.raises(InputError, match="every validation document is blank; give a file"):
+            next(documents(path, "validation", start))
+
+
 # -------------------------------------------------------------------------------------------------------------- the hub
 
 
@@ -299,6 +307,12 @@ WANTED = r"give sample, tinystories, or the path of a \.txt, \.jsonl or \.parque
         ("marks.txt", b"<|endoftext|>\n<|endoftext|>\n", "the file holds no document; "),
         ("empty.jsonl", b"", "the file holds no document; "),
         ("blank.jsonl", b"\n\n", "the file holds no document; "),
+        (
+            "textless.jsonl",
+            b'{"text": ""}\n{"text": " "}\n',
+            "every train document is blank; give a file with text in it$",
+        ),
+        ("wide.txt", "\u3000\n\n\u3000\n".encode(), "every train document is blank; "),
         ("latin.txt", b"one\nstill\ncaf\xe9\n", r"line 3 \(byte 13\) is not UTF-8; give a file in UTF-8$"),
         ("latin.jsonl", b'\n{"text": "caf\xe9"}\n', r"line 2 \(byte 14\) is not UTF-8; give a file in UTF-8$"),
         ("utf16.txt", "Once".encode("utf-16"), r"line 1 \(byte 0\) is not UTF-8; "),
@@ -384,6 +398,7 @@ def test_too_few_documents_for_validation(tmp_path: Path, ending: str) -> None:
         ({"text": [1]}, 'the column "text" holds 1; it is to hold text'),
         ({"text": ["a", None]}, 'the column "text" holds None; it is to hold text'),
         ({"text": []}, "the file holds no document; give one with text in it"),
+        ({"text": ["", "\n"]}, "every train document is blank; give a file with text in it"),
     ],
 )
 def test_parquet_files_with_other_columns(tmp_path: Path, table: dict[str, object], sentence: str) -> None:
@@ -393,6 +408,14 @@ def test_parquet_files_with_other_columns(tmp_path: Path, table: dict[str, objec
     with pytest.raises(InputError) as error:
         list(islice(documents(path), 2))
     assert str(error.value) == f"--data {path}: {sentence}"
+
+
+def test_a_parquet_file_whose_text_is_not_utf8(tmp_path: Path) -> None:
+    path = tmp_path / "latin.parquet"
+    pq.write_table(pa.table({"text": pa.array([b"One.", b"caf\xe9"]).view(pa.string())}), path)
+    with pytest.raises(InputError) as error:
+        next(documents(path))
+    assert str(error.value) == f'--data {path}: the column "text" is not UTF-8; give a file in UTF-8'
 
 
 def test_a_parquet_file_that_is_damaged_inside(tmp_path: Path) -> None:

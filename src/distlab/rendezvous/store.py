@@ -70,8 +70,9 @@ class SharedStore:
         """Connect to the store at an address, waiting until its holder has opened it.
 
         Raises:
-            InputError: no process listens there in time, or the one that listens is not a store.
+            InputError: there is no such host, no process listens there in time, or the one that does is not a store.
         """
+        resolve(address, port)  # a host name that leads nowhere would be retried until the timeout
         where, timeout = f"{address}:{port}", self.timeout_seconds
 
         def connect() -> dist.Store:

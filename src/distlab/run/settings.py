@@ -86,6 +86,8 @@ class RunSettings:
             choices = get_args(kinds[field.name]) if get_origin(kinds[field.name]) is Literal else (value,)
             # A checkpoint's values become defaults, so the value may be anything.
             require(value in choices, f"{as_flag(field.name)} {value}: give one of {', '.join(map(str, choices))}")
+            is_text = not any("\ud800" <= character <= "\udfff" for character in str(value))
+            require(is_text, f"{as_flag(field.name)} is no valid text in the terminal's encoding; give UTF-8")
             for number in value if isinstance(value, list) else [value]:
                 bits = 63 if field.name == "seed" else 31
                 fits = not isinstance(number, int) or -(2**bits) <= number < 2**bits

@@ -3,6 +3,7 @@
 import contextlib
 import multiprocessing
 import os
+import re
 import signal
 import threading
 import time
@@ -78,6 +79,14 @@ def test_a_rank_that_never_comes_is_named() -> None:
     outcomes = join_all([{"steps": 3}] * 2, size=[3, 3])
     assert outcomes[0] == "waited 3 s for rank 2 to join: is it running? --timeout sets how long"
     assert time.monotonic() - started < 7, "rank 0 does not wait for rank 1, which has waited for as long"
+
+
+@pytest.mark.parametrize("address", ["no.such.host.invalid", "", "a..b", "a" * 70])
+def test_a_host_that_does_not_exist_is_not_waited_for(address: str) -> None:
+    started = time.monotonic()
+    with pytest.raises(InputError, match=f"^--master-addr {re.escape(address)}: no such host "):
+        open_store(1, address, free_port(), 60, lambda _: None)
+    assert time.monotonic() - started < 30
 
 
 @pytest.mark.waits
