@@ -57,11 +57,13 @@ def _threads_end() -> Iterator[None]:
 
 
 @pytest.fixture
-def no_nohup() -> Iterator[None]:
-    """What the test starts does not ignore SIGHUP, even if the tests run under nohup."""
-    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+def in_the_foreground() -> Iterator[None]:
+    """What the test starts ignores no signals, even if the tests run under nohup or in the background."""
+    usual = {signal.SIGHUP: signal.SIG_DFL, signal.SIGINT: signal.default_int_handler}
+    before = {sent: signal.signal(sent, handler) for sent, handler in usual.items()}
     yield
-    signal.signal(signal.SIGHUP, before)
+    for sent, handler in before.items():
+        signal.signal(sent, handler)
 
 
 @pytest.fixture(scope="session")

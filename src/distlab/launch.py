@@ -16,7 +16,6 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
-from distlab.checkpoints.format import has_checkpoints
 from distlab.comm.processes import leave
 from distlab.exercises.commands import ABOUT as EXERCISE_COMMANDS
 from distlab.exercises.commands import command as exercise_command
@@ -99,19 +98,13 @@ def launch(args: list[str]) -> int:
             settings = read_settings(script, args, prog)
     require(settings.rank < 0, f"rank {settings.rank}: launch.sh starts all ranks; leave the rank out")
     nodes = assign_ranks(own_flags, settings.layout, settings.master_addr)
-    out, resume = settings.out, getattr(settings, "resume", None)
+    out = settings.out
     reader = "--max-restarts" if own_flags.max_restarts else "--tell" if own_flags.tell is not None else None
     if reader and out is None:  # restarted ranks and the story teller must find what was saved
         several = f"{reader} on several machines: give --out, a folder that all of them share"
         require(len(nodes.ranks_of) == 1, several)
         out = new_folder(Path("runs") / script.stem)
         args = [*args, "--out", str(out)]
-    elif own_flags.max_restarts and out is not None and has_checkpoints(out):
-        require(
-            resume is not None and Path(resume).resolve().is_relative_to(out.resolve()),
-            f"--max-restarts with --out {out}: has checkpoints of another run, from which the ranks would resume; give "
-            f"another folder, or --resume {out}",
-        )
     from distlab.run.local_ranks import run_ranks  # torch: seconds, after the flags have been checked
 
     status = run_ranks(script, args, settings, nodes, own_flags.max_restarts)

@@ -152,7 +152,7 @@ def test_a_killed_rank_is_named_whatever_carries_the_messages(topology: str, tmp
     assert "Traceback" not in ended.err
 
 
-@pytest.mark.usefixtures("no_nohup")
+@pytest.mark.usefixtures("in_the_foreground")
 @pytest.mark.parametrize(
     ("sent", "to_all"),
     [
@@ -180,6 +180,7 @@ def test_ending_the_launcher_leaves_no_process_behind(sent: signal.Signals, to_a
             os.killpg(launcher.pid, signal.SIGKILL)
 
 
+@pytest.mark.usefixtures("in_the_foreground")
 @pytest.mark.parametrize("after", [0.3, 1.0, 1.7])
 def test_ctrl_c_while_it_starts_prints_no_traceback(after: float, tmp_path: Path) -> None:
     launcher = start("./launch.sh", "dp-ga", *TINY, "--steps", "1000000", "--out", tmp_path)

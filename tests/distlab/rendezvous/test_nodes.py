@@ -201,7 +201,7 @@ def test_rank_0_says_who_is_where(hosts: str, tp: int, said: list[str]) -> None:
     assert lines == said
 
 
-@pytest.mark.usefixtures("no_nohup")
+@pytest.mark.usefixtures("in_the_foreground")
 @pytest.mark.parametrize(("node", "sent"), [(0, signal.SIGTERM), (0, signal.SIGINT), (1, signal.SIGHUP)])
 def test_a_launcher_that_waits_for_the_others_ends_with_a_sentence(
     node: int, sent: signal.Signals, tmp_path: Path

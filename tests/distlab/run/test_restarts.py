@@ -103,7 +103,7 @@ def test_checkpoints_of_another_run_are_none_to_go_on_from(tmp_path: Path) -> No
     again = [*LAUNCH, "--max-restarts", "1", "--out", tmp_path]
     refused = fork_launcher(*again).finish()
     assert refused.status == 2
-    assert refused.err.splitlines()[-1].startswith(f"# --max-restarts with --out {tmp_path}: has checkpoints of anoth")
+    assert refused.err.splitlines()[-1].startswith(f"# --out {tmp_path}: has checkpoints of another run; ")
     gone_on = fork_launcher(*again, "--steps", "3", "--resume", tmp_path).finish()
     assert gone_on.status == 0, gone_on.err
 
