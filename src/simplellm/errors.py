@@ -13,3 +13,9 @@ def require(condition: bool, sentence: str) -> None:
     """Raise `InputError` with the sentence unless the condition holds."""
     if not condition:
         raise InputError(sentence)
+
+
+def require_text(text: str, flag: str) -> None:
+    """Raise `InputError` for the value of a flag that is not text in the terminal's encoding."""
+    is_text = not any("\ud800" <= character <= "\udfff" for character in text)  # what Python has for other bytes
+    require(is_text, f"{flag} is no valid text in the terminal's encoding; give UTF-8")

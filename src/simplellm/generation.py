@@ -1,6 +1,6 @@
 """Helpers for text generation: the tokens of a prompt, and text from tokens that arrive one by one."""
 
-from simplellm.errors import InputError
+from simplellm.errors import InputError, require_text
 from simplellm.tokenizers import SPTokenizer
 
 
@@ -10,8 +10,7 @@ def prompt_ids(prompt: str, tokenizer: SPTokenizer, ctx_size: int) -> list[int]:
     Raises:
         InputError: there are none, or so many that the model could say nothing after them.
     """
-    if any("\ud800" <= character <= "\udfff" for character in prompt):
-        raise InputError("--prompt is no valid text in the terminal's encoding; give UTF-8")
+    require_text(prompt, "--prompt")
     ids = tokenizer.encode(prompt) or [id for id in (tokenizer.eos_id, tokenizer.bos_id) if id >= 0][:1]
     if not ids:
         raise InputError("--prompt is empty, and the tokenizer marks no end of a document: give at least a word")

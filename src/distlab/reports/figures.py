@@ -1,33 +1,22 @@
-"""Figures drawn from runs, schedules and layouts; `python -m distlab.figures` is the command."""
+"""Figures drawn from runs; `python -m distlab.figures` is the command, also of `distlab.reports.diagrams`."""
 
 import itertools
 import json
 import math
 from collections import Counter
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-import torch
 import tyro
 
-from distlab.collectives.algorithms import ALL_REDUCES, broadcast_naive, broadcast_ring, broadcast_tree
-from distlab.collectives.simulation import SimulatedWorld
-from distlab.comm.grid import Grid
-from distlab.comm.layout import Neighbors
-from distlab.comm.link import Link
-from distlab.pipeline.actions import ActionCosts
-from distlab.pipeline.auto import Limit
-from distlab.pipeline.plan import simulate
-from distlab.pipeline.schedules import AUTO, SCHEDULES, all_stages, stages_per_worker
 from distlab.reports import style
+from distlab.reports.diagrams import Png, layout, schedules, splits, topologies
 from distlab.reports.memory import KINDS, ONLY_SOME, read_largest
 from distlab.reports.timeline import draw, draw_schedules, measured_panel
 from distlab.reports.trace import Trace, read_chrome
 from simplellm.errors import InputError, require
 
-Png = Annotated[Path, tyro.conf.Positional, tyro.conf.arg(help="file to write")]
 HELP = "name and folder of each run"
 NAMED_RUNS = partial(tyro.conf.arg, metavar="[NAME=]RUN [[NAME=]RUN ...]")
 NamedRuns = Annotated[tyro.conf.Positional[list[str]], NAMED_RUNS(help=HELP)]
@@ -149,35 +138,6 @@ def holdings(png: Png, runs: NamedRuns, /) -> None:
     style.save(figure, png)
 
 
-def layout(png: Png, /, dp: int = 2, pp: int = 3, neighbors: Neighbors = "stages") -> None:
-    """Which rank holds which stage of which replica, and which ranks communicate.
-
-    Args:
-        dp: replicas of the pipeline.
-        pp: stages of each pipeline.
-        neighbors: what ranks with neighboring numbers hold: the stages of a pipeline, or the replicas of a stage.
-    """
-    for flag, count in (("--dp", dp), ("--pp", pp)):
-        require(1 <= count <= 32, f"{flag} {count}: give 1 to 32")
-    figure, axes = style.subplots(0.6 + 1.2 * dp, width=style.WIDTH * max(1.0, pp / 5))
-    for rank in range(dp * pp):
-        grid = Grid(rank, dp, pp, neighbors=neighbors)
-        x, y = 2.4 * grid.stage, -1.4 * grid.replica
-        axes.add_patch(style.rectangle(x, y, 1.6, 0.8, style.PALE))
-        axes.text(x + 0.8, y + 0.4, f"rank {rank}\nstage {grid.stage}", ha="center", va="center")
-        if grid.stage == 0:
-            axes.text(x - 0.2, y + 0.4, f"replica {grid.replica}", ha="right", va="center")
-        if not grid.is_last_stage:
-            axes.add_patch(style.arrow((x + 1.65, y + 0.4), (x + 2.35, y + 0.4), style.SKY, heads="<|-|>"))
-        if grid.replica < dp - 1:
-            axes.add_patch(style.arrow((x + 0.8, y - 0.05), (x + 0.8, y - 0.55), style.ORANGE, heads="<|-|>"))
-    axes.set(xlim=(-1.4, 2.4 * pp - 0.7), ylim=(-1.4 * (dp - 1) - 0.1, 0.9), aspect="equal")
-    axes.axis("off")
-    messages = {"activations and their gradients": style.SKY, "gradients of weights, averaged": style.ORANGE}
-    style.legend(figure, {name: style.swatch(color) for name, color in messages.items()})
-    style.save(figure, png)
-
-
 def _named(runs: list[str]) -> list[tuple[str, Path]]:
     """The name and folder of each run, from "NAME=RUN", or from a folder whose name is then the run's name.
 
@@ -230,45 +190,6 @@ def _column(records: list[dict[str, Any]], name: Recorded, run: Path) -> list[fl
         raise InputError(f"{run / 'metrics.jsonl'}: its records have no {name}, which --of asks for{needed}") from error
 
 
-def splits(png: Png, /, ranks: int = 3) -> None:
-    """The two ways to split a matrix product over ranks, and what the ranks have to exchange; each rank has a color.
-
-    Args:
-        ranks: number of ranks that share the product.
-    """
-    require(2 <= ranks <= len(style.SERIES), f"--ranks {ranks}: give 2 to {len(style.SERIES)}")
-    figure, grid = style.subplots(4.0, 2)
-
-    def matrix(axes: Any, x: float, width: float, height: float, name: str, cut: str) -> None:
-        """A rectangle, whole or with a part for each rank: by "columns", by "rows", or as "terms" of a sum."""
-        for rank in range(ranks if cut else 1):
-            left, bottom, part_width, part_height = {
-                "": (x, -height / 2, width, height),
-                "columns": (x + rank * width / ranks, -height / 2, width / ranks, height),
-                "rows": (x, height / 2 - (rank + 1) * height / ranks, width, height / ranks),
-                "terms": (x + rank * 0.28, -height / 2 - rank * 0.14, width, height),
-            }[cut]
-            color = style.SERIES[rank] if cut else style.PALE
-            axes.add_patch(style.rectangle(left, bottom, part_width, part_height, color))
-        axes.text(x + width / 2, height / 2 + 0.12, name, ha="center", va="bottom")
-
-    ways = (
-        ("by outputs", "slices: gathered, or\nthe next product's inputs", ("", "columns", "columns")),
-        ("by inputs", "terms of a sum:\nadded up (all-reduce)", ("columns", "rows", "terms")),
-    )
-    for axes, (title, exchange, cuts) in zip(grid, ways, strict=True):
-        matrix(axes, 0, 2, 1.2, "input (tokens, in)", cuts[0])
-        matrix(axes, 2.7, 2, 2, "weight (in, out)", cuts[1])
-        matrix(axes, 5.4, 2, 1.2, "output (tokens, out)", cuts[2])
-        for x, sign in ((2.35, "\N{MULTIPLICATION SIGN}"), (5.05, "=")):
-            axes.text(x, 0, sign, ha="center", va="center", size=style.TITLE)
-        axes.text(-0.3, 0, title, ha="right", va="center", size=style.TITLE)
-        axes.text(8.1, 0, exchange, ha="left", va="center")
-        axes.set(xlim=(-1.8, 11.4), ylim=(-1.2, 1.5), aspect="equal")
-        axes.axis("off")
-    style.save(figure, png)
-
-
 def sharding(png: Png, runs: NamedRuns, /) -> None:
     """The bytes per weight that a rank of `dp-zero` holds with Adam; runs are named like "optimizer-2"."""
     stages = {"optimizer": (8, 8), "gradients": (4, 12), "weights": (0, 16)}  # a + b / n
@@ -295,101 +216,6 @@ def sharding(png: Png, runs: NamedRuns, /) -> None:
     axes.set(xlabel="ranks (n)", ylabel="bytes per weight on a rank", ylim=(0, None), xticks=range(1, most + 1))
     style.legend(figure, legend)
     style.save(figure, png)
-
-
-def schedules(png: Png, /, stages: int = 4, micro_batches: int = 8) -> None:
-    """What each schedule keeps and how long its workers idle, by the plan, beside what `auto` finds for each limit.
-
-    Twice: with F = I = W, and with I = 1.2 and W = 0.8. Messages are free.
-
-    Args:
-        stages: workers of the pipeline.
-        micro_batches: parts that the batch is split into.
-    """
-    require(2 <= stages <= 8, f"--stages {stages}: give 2 to 8")
-    require(stages <= micro_batches <= 32, f"--micro-batches {micro_batches}: give {stages} to 32")
-    figure, grid = style.subplots(4.2, 1, 2, sharey=True)
-    curves: dict[str, Any] = {}
-    for axes, (title, weight_share) in zip(
-        grid, {"F = I = W": 0.5, "F = 1, I = 1.2, W = 0.8": 0.4}.items(), strict=True
-    ):
-
-        def planned(
-            name: str, chunks: int, limit: Limit | None = None, share: float = weight_share
-        ) -> tuple[float, float]:
-            """Micro-batches that a worker keeps, percent that it idles."""
-            costs = ActionCosts(1 / chunks, 2 / chunks, activation_bytes=1 / chunks, weight_share=share)
-            plan = simulate(all_stages(name, stages, micro_batches, chunks, costs, limit), costs)
-            return max(plan.peak_bytes), 100 * sum(plan.bubble) / stages
-
-        for chunks, color in ((1, style.BLUE), (2, style.VERMILLION)):
-            limits = [half / 2 for half in range(4, 2 * micro_batches + 1)]
-            idle = [planned(AUTO, chunks, Limit(limit))[1] for limit in limits]
-            least = list(itertools.accumulate(idle, min))  # a list that keeps less will do for a larger limit, too
-            name = f"auto, {chunks} stage{'s' * (chunks > 1)} a worker"
-            [curves[name]] = axes.step(limits, least, where="post", color=color)
-        for name, schedule in SCHEDULES.items():
-            if name not in ("naive", AUTO) and schedule.fits(stages, micro_batches):
-                kept, idle_percent = planned(name, stages_per_worker(name))
-                color = style.BLUE if stages_per_worker(name) == 1 else style.VERMILLION
-                axes.plot(kept, idle_percent, "o", color=color, markersize=6)
-                place: dict[str, Any] = {"xytext": (-6, -12), "ha": "right"} if name == "zb-v" else {"xytext": (6, 5)}
-                axes.annotate(name, (kept, idle_percent), **place, textcoords="offset points", size=style.SMALL)
-        axes.set(title=title, xlim=(1.5, micro_batches + 1.5), ylim=(0, None), xlabel="micro-batches kept at most")
-    grid[0].set_ylabel("idle share of a step, %")
-    style.legend(figure, curves)
-    style.save(figure, png)
-
-
-def topologies(png: Png, /, world_size: int = 8) -> None:
-    """The messages of broadcasts and all-reduces over time, in a simulated world.
-
-    The latency of a message is a tenth of the time to send the whole tensor; chunks take less, and are drawn thinner.
-    The ring all-reduce is drawn twice: beside the others, and enlarged.
-
-    Args:
-        world_size: number of ranks.
-    """
-    require(2 <= world_size <= 32, f"--world-size {world_size}: give 2 to 32 ranks")
-    tensor = torch.empty(840, device="meta")  # has a size but no content
-    link = Link(latency_seconds=0.1, bytes_per_second=tensor.nbytes)
-
-    def simulated(collective: Callable[..., None]) -> SimulatedWorld:
-        world = SimulatedWorld(world_size, link, keep_messages=True)
-        world.run(lambda endpoint: collective(tensor, endpoint=endpoint))
-        return world
-
-    broadcasts = {"naive": broadcast_naive, "tree": broadcast_tree, "ring": broadcast_ring}
-    rows = [
-        {f"broadcast\n{name}": simulated(partial(broadcast, src=0)) for name, broadcast in broadcasts.items()},
-        {f"all-reduce\n{name}": simulated(all_reduce) for name, all_reduce in ALL_REDUCES.items()},
-    ]
-    longest = [max(world.makespan for world in row.values()) for row in rows]
-    figure, grid = style.subplots(7.4, 2, 4, height_ratios=longest)
-    for line, row, seconds in zip(grid, rows, longest, strict=True):
-        for axes, (title, world) in zip(line, row.items(), strict=False):
-            _draw_messages(axes, title, world, tensor.nbytes, seconds)
-    _draw_messages(grid[0, 3], f"{title}, enlarged", world, tensor.nbytes, world.makespan)
-    figure.supylabel("time, in transmissions of the whole tensor")
-    style.save(figure, png)
-
-
-def _draw_messages(axes: Any, title: str, world: SimulatedWorld, tensor_bytes: int, seconds: float) -> None:
-    """Draw messages with time running downwards; those between a ring's first and last rank cross the edges."""
-    thinner = min(1.0, 8 / world.size)
-    for sender, receiver, size_bytes, start, end in world.messages:
-        ways = [(sender, receiver)]
-        if "ring" in title and abs(sender - receiver) == world.size - 1 > 1:
-            step = 1 if sender else -1
-            ways = [(sender, sender + step), (receiver - step, receiver)]
-        for x, to_x in ways:
-            width = thinner * (0.6 + size_bytes / tensor_bytes)
-            axes.add_patch(style.arrow((x, start), (to_x, end), style.SERIES[x > to_x], width))
-    for rank, finished in enumerate(world.seconds):
-        axes.plot([rank, rank], [0, finished], color=style.PALE, linewidth=3 * thinner, zorder=0)
-    ranks = range(0, world.size, max(1, world.size // 4))
-    axes.set(title=title, xlabel="rank", xticks=ranks, xlim=(-0.6, world.size - 0.4), ylim=(seconds, 0))
-    axes.grid(visible=False)
 
 
 def collectives(png: Png, run: Annotated[Path, tyro.conf.Positional], /) -> None:

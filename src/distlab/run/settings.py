@@ -15,7 +15,7 @@ from distlab.comm.layout import Layout, layout_flags, layout_size
 from distlab.run import resume
 from distlab.run.resume import ResumePolicy
 from simplellm import command_line
-from simplellm.errors import InputError, require
+from simplellm.errors import InputError, require, require_text
 from simplellm.tokenizers import SHIPPED_MODEL
 
 if TYPE_CHECKING:
@@ -86,8 +86,7 @@ class RunSettings:
             choices = get_args(kinds[field.name]) if get_origin(kinds[field.name]) is Literal else (value,)
             # A checkpoint's values become defaults, so the value may be anything.
             require(value in choices, f"{as_flag(field.name)} {value}: give one of {', '.join(map(str, choices))}")
-            is_text = not any("\ud800" <= character <= "\udfff" for character in str(value))
-            require(is_text, f"{as_flag(field.name)} is no valid text in the terminal's encoding; give UTF-8")
+            require_text(str(value), as_flag(field.name))
             for number in value if isinstance(value, list) else [value]:
                 bits = 63 if field.name == "seed" else 31
                 fits = not isinstance(number, int) or -(2**bits) <= number < 2**bits

@@ -11,17 +11,16 @@ from processes import run
 
 from distlab.comm.recorder import COMPUTE, STEP, Event
 from distlab.pipeline.schedules import all_stages
+from distlab.reports.diagrams import layout, topologies
 from distlab.reports.figures import (
     collectives,
     holdings,
-    layout,
     losses,
     memory,
     moving_average,
     places,
     read_metrics,
     timelines,
-    topologies,
 )
 from distlab.reports.memory import KINDS
 from distlab.reports.trace import RankTrace, Trace, write_chrome
