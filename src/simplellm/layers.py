@@ -1,7 +1,7 @@
 """The layers that a Llama is made of, each with a backward pass by hand: linear maps, norms, rotary positions."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -14,9 +14,18 @@ from simplellm.autograd import use_of_gradient
 from simplellm.mixed_precision import widen
 from simplellm.weight_gradients import DeferredWeightGradients, current, gradient_of, is_by_hand
 
+OutputPlace = Callable[[Sequence[int], Tensor], Tensor | None]
+
 
 class Linear(nn.Linear):
-    """x @ weight.T in the dtype of `x`; the weight is float32."""
+    """x @ weight.T in the dtype of `x`; the weight is float32.
+
+    Attributes:
+        output_place: given a shape and a tensor of the dtype and device, where to write the output, if anywhere. What
+            is there may be overwritten as soon as the caller has passed it on.
+    """
+
+    output_place: OutputPlace | None = None
 
     def reset_parameters(self) -> None:
         """Do nothing: `initialize` sets the weight, and the global random generator must not be used."""
@@ -26,9 +35,9 @@ class Linear(nn.Linear):
         weight_gradients = current() if by_hand and x.requires_grad else None
         if isinstance(weight_gradients, DeferredWeightGradients):
             defer = partial(weight_gradients.add, self.weight, gradient_of)
-            return _Linear.apply(x, self.weight.detach(), defer, False)
-        if by_hand or x.dtype != self.weight.dtype:
-            return _Linear.apply(x, self.weight, None, by_hand)
+            return _Linear.apply(x, self.weight.detach(), defer, False, self.output_place)
+        if by_hand or self.output_place is not None or x.dtype != self.weight.dtype:
+            return _Linear.apply(x, self.weight, None, by_hand, self.output_place)
         return F.linear(x, self.weight)
 
 
@@ -43,15 +52,25 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, defer: Callable[[Tensor, Tensor], None] | None, in_place: bool
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        defer: Callable[[Tensor, Tensor], None] | None,
+        in_place: bool,
+        output_place: OutputPlace | None,
     ) -> Tensor:
         ctx.leaf, ctx.defer, ctx.in_place = weight, defer, in_place
         ctx.save_for_backward(x, weight)
+        if output_place is not None and x.dtype == weight.dtype:
+            output = output_place((*x.shape[:-1], len(weight)), x)
+            if output is not None:
+                torch.mm(x.flatten(0, -2), weight.T, out=output.flatten(0, -2))
+                return output
         return F.linear(widen(x), widen(weight.to(x.dtype))).to(x.dtype)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None]:
         x, weight = ctx.saved_tensors
         grad_x = (widen(grad) @ widen(weight.to(x.dtype))).to(x.dtype) if ctx.needs_input_grad[0] else None
         if ctx.defer is not None:
@@ -59,7 +78,7 @@ class _Linear(torch.autograd.Function):
         grad_weight, use = None, use_of_gradient(ctx.next_functions[1][0])
         if use != "none":
             grad_weight = gradient_of(ctx.leaf, x, grad, in_place=ctx.in_place and use == "accumulated")
-        return grad_x, grad_weight, None, None
+        return grad_x, grad_weight, None, None, None
 
 
 class RMSNorm(nn.Module):

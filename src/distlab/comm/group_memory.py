@@ -1,10 +1,11 @@
 """The memory that this rank shares with others: who may share it, and the tensors in it, by group."""
 
 import math
+from collections import Counter
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -21,6 +22,14 @@ from simplellm.errors import InputError
 Transport = Literal["auto", "shared", "gloo"]
 
 
+class Term(NamedTuple):
+    """A place in shared memory for a term of a sum over the ranks."""
+
+    own: Tensor  # in its shape
+    memory: SharedMemory
+    parts: list[Tensor]  # every rank's, (elements,) each
+
+
 class GroupMemory(NamedWaits):
     """Tensors in memory that the ranks of a group share, on one host or on several; waits for these have names."""
 
@@ -35,7 +44,9 @@ class GroupMemory(NamedWaits):
         self.shares_memory = False  # whether this rank shares memory with other ranks
         # By group; kept to the end of the process, because a group that is collected may hang (see Run.close).
         self._shared: dict[dist.ProcessGroup, SharedMemory | MemoryOfHosts] = {}
-        self._buffers: dict[tuple[Group, torch.dtype], Tensor] = {}  # that tensors of a group are copied through
+        self._buffers: dict[tuple[str, Group, torch.dtype], Tensor] = {}  # by use, for tensors that change their place
+        self._terms: dict[tuple[Group, torch.dtype, int, tuple[int, ...]], Term] = {}  # by turn and shape
+        self._sums: Counter[tuple[Group, torch.dtype]] = Counter()  # of terms, so far
         self._without_more: set[dist.ProcessGroup] = set()  # groups whose ranks get no more shared memory
         self._has_remarked = False  # that memory cannot be shared
 
@@ -86,26 +97,48 @@ class GroupMemory(NamedWaits):
     def scratch(self, shape: Sequence[int], like: Tensor, group: Group = None) -> Tensor:
         """A tensor of this shape, of `like`'s dtype and device, for an all-gather or a reduce-scatter; not initialized.
 
-        It is in the buffer that `Traffic.all_reduced` copies through, if the ranks of the group are on one host and
-        that is in shared memory. So the next call of either uses it again: the collective must have ended by then, and
-        the result been copied. All ranks of the group call this with shapes of one size.
+        It is in shared memory, if the ranks of the group are on one host and have it, and the next call uses it again:
+        the collective must have ended by then, and the result been copied. All ranks of the group call this with shapes
+        of one size.
         """
-        buffer = self._copied_through(shape, like, group) if self._are_on_one_host(members(group)) else None
-        return like.new_empty(shape) if buffer is None else buffer
+        kept = self._kept_buffer("scratch", shape, like, group) if self._are_on_one_host(members(group)) else None
+        return like.new_empty(shape) if kept is None else kept
+
+    def next_term(self, shape: Sequence[int], like: Tensor, group: Group = None) -> Tensor | None:
+        """Where the next `Traffic.all_reduced` of the group takes a tensor of this shape from; None if it has no place.
+
+        What is written there needs no copy. Two places are used in turn, as other ranks may still read the last one.
+        """
+        term = self._next_term(shape, like, group)
+        return None if term is None else term.own
+
+    def _next_term(self, shape: Sequence[int], like: Tensor, group: Group) -> Term | None:
+        members_of = group or dist.group.WORLD
+        turn = self._sums[members_of, like.dtype] % 2
+        key = members_of, like.dtype, turn, tuple(shape)
+        if key not in self._terms:
+            is_here = self._are_on_one_host(members(group))
+            kept = self._kept_buffer(f"term {turn}", shape, like, group) if is_here else None
+            shared = None if kept is None else self._shared_parts(kept, group)
+            if kept is None or shared is None:
+                return None
+            self._terms[key] = Term(kept, *shared)
+        return self._terms[key]
 
     def is_shared(self, tensor: Tensor, group: Group = None) -> bool:
         """Whether a tensor lies in memory that all of a group's ranks share, as what `new_buffer` returns may."""
         return self._shared_parts(tensor, group) is not None
 
-    def _copied_through(self, shape: Sequence[int], like: Tensor, group: Group) -> Tensor | None:
-        """A part, with this shape, of the group's buffer in shared memory; None if it has or needs none."""
+    def _kept_buffer(self, use: str, shape: Sequence[int], like: Tensor, group: Group) -> Tensor | None:
+        """A part, with this shape, of the group's buffer in shared memory for a use; None if it has or needs none."""
         elements = math.prod(shape)
         if not self._is_to_share(elements * like.itemsize, like, members(group)):
             return None
-        key = group, like.dtype
+        key = use, group, like.dtype
         buffer = self._buffers.get(key)
         if buffer is None or len(buffer) < elements:
             buffer = self._buffers[key] = self.new_buffer(elements, like, group)
+            self._terms.clear()  # some are in the buffer before
         is_shared = self._parts_here(buffer, group)[1] is not None
         return buffer[:elements].view(torch.Size(shape)) if is_shared else None
 

@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from datetime import timedelta
+from typing import ClassVar
 
 import torch
 import torch.distributed as dist
@@ -44,7 +45,8 @@ class SharedMemory:
 
     def __init__(self, group: dist.ProcessGroup, has_own_core: bool) -> None:
         self.group, self.rank, self.size = group, group.rank(), group.size()
-        self.begun = 0  # collectives
+        self.begun = 0  # collectives: as often, each rank has said that its part is there
+        self.shared_out = 0  # of these: as often, each rank says that it has done a share that the others need
         self.asked_for = 0  # of these: this rank has done its share up to here, or is about to
         self.not_combined: deque[SharedCollective] = deque()  # this rank's part is there, its share is not done
         self._mappings: weakref.WeakSet[Mapping] = weakref.WeakSet()  # one goes with the last tensor in it
@@ -112,15 +114,18 @@ class SharedCollective(SharedWork):
     All of it is done in `combine` and `wait`, by the thread that calls them: a thread beside it would need a core.
 
     Attributes:
+        needs_others: whether a rank has the result only when the others have done their shares, and so waits twice.
         named: what its transfer is called, if it has one.
     """
 
+    needs_others: ClassVar[bool] = True
     named: Wait | None = None
 
     def __init__(self, memory: SharedMemory) -> None:
         self._memory = memory
         memory.begun += 1
-        self._number, self._is_combined = memory.begun, False  # each signal is sent once in each collective
+        memory.shared_out += self.needs_others
+        self._number, self._times_done, self._is_combined = memory.begun, memory.shared_out, False
         memory.ready.send()
         memory.not_combined.append(self)
 
@@ -137,18 +142,45 @@ class SharedCollective(SharedWork):
             first = memory.not_combined[0]
             memory.ready.wait(first._number, deadline)
             first._do_share()
-            memory.done.send()
+            if first.needs_others:
+                memory.done.send()
             memory.not_combined.popleft()
             first._is_combined = True
 
     def wait(self, timeout: timedelta) -> None:
         deadline = time.perf_counter() + timeout.total_seconds()
         self.combine(deadline)
-        self._memory.done.wait(self._number, deadline)
+        if self.needs_others:
+            self._memory.done.wait(self._times_done, deadline)
 
     @abstractmethod
     def _do_share(self) -> None:
         """What this rank has to do when the others' parts are there."""
+
+
+class SharedCombination(SharedCollective):
+    """A combination of what lies at the same place in each rank's part, of which every rank does all.
+
+    That takes more of it than a share would, but no rank waits for the others a second time. So another rank may still
+    read a part when this one has the result; it has read it when the next collective has ended.
+
+    The order is that of the ranks, ((x0 + x1) + x2) + …; `result`, (elements,) in any shape, is not in the parts.
+    """
+
+    needs_others = False
+
+    def __init__(self, memory: SharedMemory, parts: list[Tensor], op: ReduceOp.RedOpType, result: Tensor) -> None:
+        self._parts, self._op, self._result = parts, op, result.view(-1)
+        super().__init__(memory)
+
+    def _do_share(self) -> None:
+        operands = [self._result, *self._parts]
+        in_a_chunk = max(1, CHUNK_BYTES // self._result.element_size())
+        chunks = [operands] if len(self._parts) == 2 else zip(*(x.split(in_a_chunk) for x in operands), strict=True)
+        for result, *parts in chunks:
+            combine_in_order(parts, self._op, result)
+            if self._op == ReduceOp.AVG:
+                result.div_(self._memory.size)
 
 
 class SharedReduce(SharedCollective):
@@ -167,11 +199,10 @@ class SharedReduce(SharedCollective):
         super().__init__(memory)
 
     def _do_share(self) -> None:
-        combine = COMBINE[ReduceOp.SUM if self._op == ReduceOp.AVG else self._op]
         in_a_chunk = max(1, CHUNK_BYTES // self._share[0].element_size())
-        for result, *others in zip(*(share.split(in_a_chunk) for share in self._share), strict=True):
-            for other in others:
-                combine(result, other, out=result)
+        for parts in zip(*(share.split(in_a_chunk) for share in self._share), strict=True):
+            result, *others = parts
+            combine_in_order(parts, self._op, result)
             self._take(result, others)
 
     def _take(self, result: Tensor, others: list[Tensor]) -> None:
@@ -229,6 +260,18 @@ class SharedAllGather(SharedCollective):
         for row, source in zip(self._parts, self._sources, strict=True):
             if row.data_ptr() != source.data_ptr():
                 row.copy_(source)
+
+
+def combine_in_order(parts: Sequence[Tensor], op: ReduceOp.RedOpType, result: Tensor) -> None:
+    """Combine two or more of one shape and dtype, ((x0 + x1) + x2) + …; an average is not yet divided.
+
+    `result` may be the first of them.
+    """
+    combine = COMBINE[ReduceOp.SUM if op == ReduceOp.AVG else op]
+    first, *others = parts
+    for other in others:
+        combine(first, other, out=result)
+        first = result
 
 
 def add_in_order(rows: Sequence[Tensor], total: Tensor) -> None:

@@ -5,7 +5,8 @@ weights, loss, …), gives every wait a name and a deadline, and copies CUDA ten
 backend is gloo. The bytes counted are those that a bandwidth-optimal algorithm sends from this rank (a ring for
 all-reduce, all-gather and reduce-scatter: Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of
 workstations", 2009). The all-reduce in shared memory moves the same number of bytes: a rank reads its share of the
-others' tensors, and writes the result to them. Where it is part of one over several hosts, what the hosts' first ranks
+others' tensors, and writes the result to them. (A sum of activations is counted in the same way, although each rank
+reads all of the others' tensors.) Where it is part of one over several hosts, what the hosts' first ranks
 send each other is counted as a kind of its own, "gradients between hosts".
 """
 
@@ -30,6 +31,7 @@ from distlab.comm.shared import (
     SharedAllReduce,
     SharedBroadcast,
     SharedCollective,
+    SharedCombination,
     SharedMemory,
     SharedReduceScatter,
     add_in_order,
@@ -172,13 +174,24 @@ class Traffic(GroupMemory):
     def all_reduced(self, tensor: Tensor, what: str, *, kind: str, op: Op, group: Group = None) -> Tensor:
         """Wait for the combination of `tensor` (any shape) over all ranks, and return it; `tensor` is not changed.
 
-        For what changes its place from call to call, as activations do: it is copied into a buffer of the group's and
-        out of it again, if that is in shared memory. All ranks of the group call this with tensors of one size.
+        For what changes its place from call to call, as activations do. In shared memory, each rank combines all of it,
+        in a tensor of its own; `tensor` is copied first, unless it is in the place that `next_term` gives. All ranks of
+        the group call this with tensors of one size.
         """
-        buffer = self._copied_through(tensor.shape, tensor, group)
-        combined = tensor.clone(memory_format=torch.contiguous_format) if buffer is None else buffer.copy_(tensor)
-        self.all_reduce(combined, what, kind=kind, op=op, group=group).wait()
-        return combined if buffer is None else buffer.clone()
+        term = self._next_term(tensor.shape, tensor, group)
+        if term is None:
+            whole = self._kept_buffer("whole", tensor.shape, tensor, group)  # of ranks on several hosts
+            combined = torch.empty_like(tensor, memory_format=torch.contiguous_format) if whole is None else whole
+            self.all_reduce(combined.copy_(tensor), what, kind=kind, op=op, group=group).wait()
+            return combined if whole is None else combined.clone()
+        self._sums[group or dist.group.WORLD, tensor.dtype] += 1
+        if tensor.data_ptr() != term.own.data_ptr():
+            term.own.copy_(tensor)
+        combined, ranks = torch.empty_like(term.own), members(group)
+        self._count_all_reduce(kind, tensor, len(ranks))
+        begin = partial(SharedCombination, term.memory, term.parts, op, combined)
+        self._start(self._collective(what, ranks), begin, combined, combined).wait()
+        return combined
 
     def all_gather(self, parts: Tensor, own: Tensor, what: str, *, kind: str, group: Group = None) -> Transfer:
         """Start to collect every rank's `own` (any shape) in `parts` (ranks, *own.shape); `own` may be a row of it."""

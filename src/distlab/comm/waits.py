@@ -125,8 +125,7 @@ class NamedWaits:
 
         Inside, `waits_for` returns this wait. Errors that do not concern other ranks are raised unchanged.
         """
-        others = (other for other in range(world_size()) if other != rank())  # evaluated only if needed
-        wait = name if isinstance(name, Wait) else Wait(name, "other", tuple(others))
+        wait = name if isinstance(name, Wait) else Wait(name, "other", tuple(set(range(world_size())) - {rank()}))
         started = time.perf_counter()
         outer, self._waiting = self._waiting, (wait, started)
         try:

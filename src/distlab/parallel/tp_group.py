@@ -10,7 +10,7 @@ Each collective is a linear map, so its backward pass is the transposed map:
     reduce_scatter      reduce-scatter   all-gather
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -58,6 +58,10 @@ class TPGroup:
     def all_reduce(self, x: Tensor, what: str, op: "ReduceOp.RedOpType" = ReduceOp.SUM) -> Tensor:
         """The `x` (any shape) of all ranks, combined by `op`."""
         return traffic.all_reduced(x, self._name(what), kind=f"{self.kind} {what}", op=op, group=self.group)
+
+    def next_term(self, shape: Sequence[int], like: Tensor) -> Tensor | None:
+        """Where the next `all_reduce` of a tensor of this shape needs no copy of it; see `Traffic.next_term`."""
+        return traffic.next_term(shape, like, self.group)
 
     def all_gather(self, x: Tensor, what: str, dim: int, length: int) -> Tensor:
         """The ranks' shards, of `shard_sizes(length, size)` along `dim`, concatenated."""

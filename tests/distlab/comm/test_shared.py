@@ -22,6 +22,7 @@ from torch.distributed import ReduceOp
 
 from distlab.comm.forked import forked
 from distlab.comm.mappings import Offer, accept
+from distlab.comm.shared import SharedCombination
 from distlab.comm.traffic import Transport, traffic
 from distlab.comm.transfer import Transfer, wait_for_all
 from distlab.comm.waits import TrafficError
@@ -82,6 +83,35 @@ def test_all_ranks_have_the_sums_in_the_order_of_the_ranks(world_size: int) -> N
     for results in run_ranks(world_size, reduce_all, world_size, free_port()):
         for own, promised in zip(results, expected, strict=True):
             torch.testing.assert_close(own, promised, rtol=0, atol=0)
+
+
+def run_ahead(rank: int, port: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sums of which one rank is late to read the terms, as another rank already writes its next one."""
+    combine = SharedCombination._do_share
+
+    def late(self: SharedCombination) -> None:
+        time.sleep(0.02)
+        combine(self)
+
+    if rank == 1:
+        monkeypatch.setattr(SharedCombination, "_do_share", late)
+    with process_group(rank, 3, port):
+        traffic.transport = "shared"
+        places = set()
+        for number in range(12):
+            dtype, shape = (torch.float32, torch.float64)[number % 3 == 2], (2, 50 + number % 2)
+            own = torch.full(shape, rank + 10.0 * number, dtype=dtype)
+            term = traffic.next_term(shape, own) if number < 8 else None
+            if term is not None:
+                places.add(term.data_ptr())
+                own = term.copy_(own)
+            total = traffic.all_reduced(own, "a sum", kind="activations", op=ReduceOp.SUM)
+            assert torch.equal(total, torch.full(shape, 3 + 30.0 * number, dtype=dtype))
+        assert len(places) == 4, "two for each type"
+
+
+def test_a_rank_that_runs_ahead_does_not_overwrite_what_others_still_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    run_ranks(3, run_ahead, free_port(), monkeypatch)
 
 
 def pass_on(rank: int, world_size: int, port: int) -> None:
