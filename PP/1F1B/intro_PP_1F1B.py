@@ -31,6 +31,9 @@ def train(run: TrainingRun[PipelineSettings]) -> None:
     stories = TinyStories(tokenizer, **run.data_options())  # inputs of the first stage, targets of the last
     optimizer = run.optimizer(net)
     run.track(net, optimizer)
+    rows = -(-args.batch_size // args.micro_batches)  # of the largest micro-batch
+    largest = torch.empty(rows, args.seq_len, args.dmodel, device=run.device)
+    traffic.open_queues(range(run.world_size), largest, both_ways=True)  # messages go through memory, not sockets
 
     for step, batch in run.steps(stories):
         optimizer.zero_grad()

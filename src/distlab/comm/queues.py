@@ -5,6 +5,7 @@ often, and threads of gloo's have to wake up at both ends. That a message is the
 signals, so a wait ends as any other does: with the signal, at the deadline, or when the other rank dies.
 """
 
+import ctypes
 import struct
 import time
 import weakref
@@ -38,8 +39,12 @@ class SharedQueue:
         self._slot_count = len(slots) // slots.part_bytes
         self._begun = 0  # messages that this end has begun to send, or to receive
         self._waited_for = 0  # of these
-        self._contents: dict[int, Tensor] = {}  # by slot: the last message in it, as a tensor of its shape and dtype
         weakref.finalize(self, channel.close)
+
+    @property
+    def message_bytes(self) -> int:
+        """What a slot has room for."""
+        return self._slots.part_bytes - HEADER_BYTES
 
     def send(self, tensor: Tensor) -> "QueuedMessage":
         """Begin to send a contiguous tensor of any shape, which its `wait` does."""
@@ -56,7 +61,7 @@ class SharedQueue:
         self._wait_for(FREE, number - self._slot_count, number, deadline)
         slot = (number - 1) % self._slot_count
         SIZE.pack_into(self._slots, slot * self._slots.part_bytes, tensor.nbytes)
-        self._content(slot, tensor).copy_(tensor)
+        ctypes.memmove(self._content(slot, tensor), tensor.data_ptr(), tensor.nbytes)
         self._channel.send(THERE)
 
     def _take(self, number: int, tensor: Tensor, deadline: float) -> None:
@@ -66,16 +71,18 @@ class SharedQueue:
         [size_bytes] = SIZE.unpack_from(self._slots, slot * self._slots.part_bytes)
         if size_bytes != tensor.nbytes:
             raise RuntimeError(f"a message of {size_bytes:,} bytes has come, not of {tensor.nbytes:,}")
-        tensor.copy_(self._content(slot, tensor))
+        ctypes.memmove(tensor.data_ptr(), self._content(slot, tensor), tensor.nbytes)
         with suppress(RuntimeError):  # a sender that has exited needs no slot
             self._channel.send(FREE)
 
-    def _content(self, slot: int, like: Tensor) -> Tensor:
-        """A slot's memory for a message, with the shape and dtype of `like`; kept, as most messages have one shape."""
-        content = self._contents.get(slot)
-        if content is None or content.shape != like.shape or content.dtype != like.dtype:
-            content = self._contents[slot] = self._slots.part(slot, like, HEADER_BYTES).view_as(like)
-        return content
+    def _content(self, slot: int, message: Tensor) -> int:
+        """The address of a slot's memory for a message.
+
+        It is copied by one thread: torch would split the copy among all threads of this rank, and threads that have
+        computed stay busy for a while (`GOMP_SPINCOUNT`), when the cores are about to be the other rank's.
+        """
+        assert message.nbytes <= self.message_bytes, f"{message.nbytes} bytes in a slot of {self.message_bytes}"
+        return self._slots.address + slot * self._slots.part_bytes + HEADER_BYTES
 
     def _wait_for(self, signal: int, times: int, number: int, deadline: float) -> None:
         """Wait for a signal that has to come so many times before a message can be sent or received."""

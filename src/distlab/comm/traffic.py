@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
 from functools import partial
+from itertools import pairwise
 
 import torch
 import torch.distributed as dist
@@ -60,6 +61,7 @@ class Traffic(GroupMemory):
         self.begun: Counter[str] = Counter()  # collectives that this rank has started, by their ranks ("0,1,2")
         self.device = torch.device("cpu")  # of this rank
         self._thread: ThreadPoolExecutor | None = None
+        self._open_queues: dict[tuple[int, int], SharedQueue | None] = {}  # by sender and receiver
 
     def connect(self, group: Group = None) -> None:
         """Over NCCL, connect the ranks of a group now rather than in the first step.
@@ -120,6 +122,32 @@ class Traffic(GroupMemory):
             sender: self.new_queue(sender, receiver, slots, elements, like, group)
             for sender, receiver in ((one, other), (other, one))
         }
+
+    def open_queues(self, row: Sequence[int], largest: Tensor, *, both_ways: bool = False) -> None:
+        """From now on, send messages from each rank of a row to the next through a queue, where they can share memory.
+
+        All of these ranks call this together. A queue has room for one message: a second `send` waits until the first
+        message has been received, and receives are waited for in their order. Messages that are larger than `largest`,
+        and those of a group, still go over the process group.
+
+        Args:
+            largest: like the largest message in size, dtype and device.
+            both_ways: also from each rank to the one before.
+
+        Raises:
+            InputError, TrafficError: as `new_queue`.
+        """
+        links = {(sender, receiver) for sender, receiver in pairwise(row) if sender != receiver}
+        for link in sorted(links | ({link[::-1] for link in links} if both_ways else set())):  # as on all ranks
+            known = self._open_queues.get(link)
+            has_room = known is not None and known.message_bytes >= largest.nbytes
+            if rank() in link and not has_room:
+                self._open_queues[link] = self.new_queue(*link, 1, largest.numel(), largest)
+
+    def _open_queue(self, sender: int, receiver: int, message: Tensor, group: Group) -> SharedQueue | None:
+        """The open queue that a message between two ranks goes through, if any; the same at both ends."""
+        queue = self._open_queues.get((sender, receiver)) if group is None else None
+        return queue if queue is not None and message.nbytes <= queue.message_bytes else None
 
     def all_reduce(
         self,
@@ -269,15 +297,16 @@ class Traffic(GroupMemory):
 
         Keep the transfer until its `wait` has returned: gloo drops the message of a transfer that is garbage-collected.
         `group` is the channel; NCCL runs the messages of a channel one after another, both directions together. With
-        `queue`, of `new_queue`, the message goes through that: it is there, and the tensor may be changed, when this
-        method returns, which waits for a free slot.
+        `queue`, of `new_queue`, or where one is open (`open_queues`), the message goes through that: it is there, and
+        the tensor may be changed, when this method returns, which waits for a free slot.
 
         Raises:
-            TrafficError: as `Transfer.wait`, with `queue`.
+            TrafficError: as `Transfer.wait`, through a queue.
         """
         self.ledger.count(kind, tensor.nbytes)
         carried = staged(tensor)
         wait = Wait(what, "send", (to,))
+        queue = queue or self._open_queue(rank(), to, carried, group)
         if queue is not None:
             transfer = Transfer(self, wait, queue.send(carried), carried, carried)
             transfer.wait()
@@ -289,10 +318,11 @@ class Traffic(GroupMemory):
     ) -> Transfer:
         """Start to receive the next message of rank `source` in `group` into `tensor` (any shape).
 
-        With `queue`, of `new_queue`, it is the next message of that, and messages are waited for in their order.
+        Through a queue, as with `send`, it is the next message of that, and messages are waited for in their order.
         """
         carried = host_buffer(tensor)
         wait = Wait(what, "receive", (source,))
+        queue = queue or self._open_queue(source, rank(), carried, group)
         if queue is not None:
             return Transfer(self, wait, queue.receive(carried), tensor, carried)
         return self._start(wait, partial(dist.irecv, carried, src=source, group=group), tensor, carried)

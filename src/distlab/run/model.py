@@ -104,6 +104,9 @@ class ModelParts:
         device = next(iter(self.parameters().values())).device
         total = torch.zeros((), dtype=torch.float64, device=device)
         sent: list[Transfer] = []
+        most = max((ids.numel() for ids in batches), default=0)
+        largest = torch.empty(most, self.options["dmodel"], device=device)
+        traffic.open_queues([self.grid.rank_of(owner) for owner in self.owners], largest)
         for number, ids in enumerate(batches):
             x = ids
             for stage, owner in enumerate(self.owners):

@@ -15,7 +15,7 @@ from refusals import refuse
 from torch import Tensor
 
 from distlab.comm.hosts import Hosts
-from distlab.comm.queues import SharedQueue
+from distlab.comm.queues import QueuedMessage, SharedQueue
 from distlab.comm.traffic import Transport, traffic
 from distlab.comm.waits import TrafficError
 from distlab.rendezvous.ranks import open_store
@@ -183,7 +183,7 @@ def misuse(rank: int, port: int) -> list[str]:
 
 def test_messages_of_another_size_or_in_another_order_are_refused() -> None:
     sender, receiver = run_ranks(2, misuse, free_port())
-    assert sender == ["8000 bytes in a part of 4096"]
+    assert sender == ["8000 bytes in a slot of 4032"]
     assert receiver == [
         "messages of a queue are waited for in their order",
         "a message of 20 bytes has come, not of 40",
@@ -208,6 +208,50 @@ def send_and_exit(rank: int, port: int) -> list[float]:
 
 def test_what_was_sent_arrives_though_its_sender_has_exited() -> None:
     assert run_ranks(2, send_and_exit, free_port())[1] == [0, 1, 2]
+
+
+def pass_along(rank: int, port: int) -> list[list[int]]:
+    """Messages from each of three ranks to the next and back; the elements of those that this rank sends by queue."""
+    by_queue: list[int] = []
+    put = SharedQueue.send
+
+    def counted(queue: SharedQueue, tensor: Tensor) -> QueuedMessage:
+        by_queue.append(tensor.numel())
+        return put(queue, tensor)
+
+    def there_and_back(elements: int) -> None:
+        received = torch.zeros(elements)
+        if rank:
+            traffic.receive(received, "a message", source=rank - 1).wait()
+        if rank < 2:
+            traffic.send(torch.full_like(received, rank + 1.0), "a message", to=rank + 1, kind="messages").wait()
+            traffic.receive(received, "an answer", source=rank + 1).wait()
+        if rank:
+            traffic.send(torch.full_like(received, rank - 1.0), "an answer", to=rank - 1, kind="messages").wait()
+        assert received.unique().tolist() == [rank]
+
+    used = []
+    with process_group(rank, 3, port), pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(SharedQueue, "send", counted)
+        for row, most, both_ways in (([0, 1, 2, 0, 1, 2], 1000, False), (range(3), 5, True), (range(3), 20_000, True)):
+            traffic.open_queues(row, torch.empty(most), both_ways=both_ways)
+            by_queue.clear()
+            for elements in (1, 1000, 20_000, 30_000, 7):
+                there_and_back(elements)
+            used.append(sorted(by_queue))
+        sent_bytes = traffic.ledger.sent_bytes["messages"]
+        assert sent_bytes == 3 * [1, 2, 1][rank] * 4 * (1 + 1000 + 20_000 + 30_000 + 7)
+    return used
+
+
+def test_open_queues_carry_the_messages_that_they_have_room_for() -> None:
+    one_way, all_but_one = [1, 7, 1000], [1, 7, 1000, 20_000]
+    one_page = one_way  # 4096 bytes, what the smallest queue has room for
+    first, middle, last = run_ranks(3, pass_along, free_port())
+    # The first row has a link from rank 2 to rank 0, which is not used, and none back; the second makes these alone.
+    assert first == [one_way, one_way, all_but_one]
+    assert middle == [one_way, sorted([*one_way, *one_page]), sorted(2 * all_but_one)]
+    assert last == [[], one_page, all_but_one]
 
 
 def do_without(rank: int, port: int, who: int, call: str, error: int, transport: Transport) -> tuple[list[str], str]:
