@@ -85,6 +85,13 @@ class ModelParts:
         for part in self.sharded.values():
             part.gather_weights()
 
+    def open_queues(self, batches: Sequence[Tensor]) -> None:
+        """Before `forward_passes` of batches of these sizes, make queues for them (`Traffic.open_queues`)."""
+        most = max((ids.numel() for ids in batches), default=0)
+        device = next(iter(self.parameters().values())).device
+        largest = torch.empty(most, self.options["dmodel"], device=device)
+        traffic.open_queues([self.grid.rank_of(owner) for owner in self.owners], largest)
+
     @torch.no_grad()
     def forward_passes(self, batches: Sequence[Tensor], what: Callable[[int], str], kind: str) -> Tensor:
         """Pass batches through the whole model, without gradients.
@@ -104,9 +111,6 @@ class ModelParts:
         device = next(iter(self.parameters().values())).device
         total = torch.zeros((), dtype=torch.float64, device=device)
         sent: list[Transfer] = []
-        most = max((ids.numel() for ids in batches), default=0)
-        largest = torch.empty(most, self.options["dmodel"], device=device)
-        traffic.open_queues([self.grid.rank_of(owner) for owner in self.owners], largest)
         for number, ids in enumerate(batches):
             x = ids
             for stage, owner in enumerate(self.owners):

@@ -29,6 +29,7 @@ class Validator:
         """The mean loss over all sequences after a step, on every rank; all ranks must call this method."""
         name = f"the activations of validation batch {{}} after step {step}".format
         with traffic.ledger.counted_as("validation"):
+            self._parts.open_queues([*self._batches, *self._not_counted])
             total = self._parts.forward_passes(self._batches, name, kind="validation")
             self._parts.forward_passes(self._not_counted, name, kind="validation")
             what = f"the validation loss after step {step}"
