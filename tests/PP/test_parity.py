@@ -25,7 +25,8 @@ def together(stages: list[State]) -> State:
     ("script", "flags"),
     [
         (NAIVE, "--world-size 1"),
-        (NAIVE, "--world-size 2 --micro-batches 3"),
+        (NAIVE, "--world-size 2 --micro-batches 3 --transport shared"),
+        (NAIVE, "--world-size 3 --micro-batches 6 --transport gloo"),
         (NAIVE, "--world-size 3 --recompute blocks"),
         (NAIVE, "--world-size 3 --layers-per-stage 0,2,0"),
         (MICRO_BATCHES, "--world-size 1 --schedule gpipe"),
@@ -42,6 +43,7 @@ def test_a_pipeline_is_the_run_of_one_process(script: str, flags: str, one_proce
     expected_parameters, expected_gradients, expected_losses = one_process(6)
     world_size = int(flags.split()[1])
     parameters, gradients, own_losses = train_on(world_size, script, tmp_path, "--batch-size", "6", *flags.split())
+    assert "changed nothing" not in (tmp_path / "rank0.log").read_text(), "with --transport shared"
     assert own_losses == pytest.approx(expected_losses, rel=1e-6)
     assert_equal(together(parameters), expected_parameters)
     assert_equal(together(gradients), expected_gradients)

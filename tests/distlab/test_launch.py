@@ -140,7 +140,14 @@ def test_a_failed_rank_ends_all_and_is_named_in_the_last_line(failure: str, last
 
 
 @pytest.mark.parametrize(
-    "topology", ["ddp", "dp-ga --transport shared", "pp-dapple --transport shared", "pp-dapple --transport gloo"]
+    "topology",
+    [
+        "ddp",
+        "dp-ga --transport shared",
+        "pp-1f1b --transport shared",
+        "pp-dapple --transport shared",
+        "pp-dapple --transport gloo",
+    ],
 )
 def test_a_killed_rank_is_named_whatever_carries_the_messages(topology: str, tmp_path: Path) -> None:
     launcher = fork_launcher(*topology.split(), *TINY, "--steps", "1000000", "--out", tmp_path)
