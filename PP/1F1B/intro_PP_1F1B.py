@@ -31,9 +31,9 @@ def train(run: TrainingRun[PipelineSettings]) -> None:
     stories = TinyStories(tokenizer, **run.data_options())  # inputs of the first stage, targets of the last
     optimizer = run.optimizer(net)
     run.track(net, optimizer)
-    rows = -(-args.batch_size // args.micro_batches)  # of the largest micro-batch
-    largest = torch.empty(rows, args.seq_len, args.dmodel, device=run.device)
-    traffic.open_queues(range(run.world_size), largest, both_ways=True)  # messages go through memory, not sockets
+    # On one computer, messages between neighbors go through memory that both share, instead of sockets.
+    elements = args.batch_size // args.micro_batches * args.seq_len * args.dmodel
+    traffic.open_queues(range(run.world_size), elements, torch.empty(0, device=run.device), both_ways=True)
 
     for step, batch in run.steps(stories):
         optimizer.zero_grad()

@@ -21,8 +21,8 @@ class Linear(nn.Linear):
     """x @ weight.T in the dtype of `x`; the weight is float32.
 
     Attributes:
-        output_place: given a shape and a tensor of the dtype and device, where to write the output, if anywhere. What
-            is there may be overwritten as soon as the caller has passed it on.
+        output_place: given a shape and a tensor of the dtype and device, where to write the output, if anywhere. It
+            gives a new tensor each time; what is in it is to be used before the next call.
     """
 
     output_place: OutputPlace | None = None

@@ -45,7 +45,7 @@ class GroupMemory(NamedWaits):
         # By group; kept to the end of the process, because a group that is collected may hang (see Run.close).
         self._shared: dict[dist.ProcessGroup, SharedMemory | MemoryOfHosts] = {}
         self._buffers: dict[tuple[str, Group, torch.dtype], Tensor] = {}  # by use, for tensors that change their place
-        self._terms: dict[tuple[Group, torch.dtype, int, tuple[int, ...]], Term] = {}  # by turn and shape
+        self._terms: dict[tuple[Group, torch.device, torch.dtype, int, tuple[int, ...]], Term] = {}  # by turn and shape
         self._sums: Counter[tuple[Group, torch.dtype]] = Counter()  # of terms, so far
         self._without_more: set[dist.ProcessGroup] = set()  # groups whose ranks get no more shared memory
         self._has_remarked = False  # that memory cannot be shared
@@ -110,12 +110,11 @@ class GroupMemory(NamedWaits):
         What is written there needs no copy. Two places are used in turn, as other ranks may still read the last one.
         """
         term = self._next_term(shape, like, group)
-        return None if term is None else term.own
+        return None if term is None else term.own.detach()  # a tensor that autograd has not seen
 
     def _next_term(self, shape: Sequence[int], like: Tensor, group: Group) -> Term | None:
-        members_of = group or dist.group.WORLD
-        turn = self._sums[members_of, like.dtype] % 2
-        key = members_of, like.dtype, turn, tuple(shape)
+        turn = self._sums[group, like.dtype] % 2
+        key = group, like.device, like.dtype, turn, tuple(shape)
         if key not in self._terms:
             is_here = self._are_on_one_host(members(group))
             kept = self._kept_buffer(f"term {turn}", shape, like, group) if is_here else None

@@ -29,6 +29,9 @@ Bring = Callable[[Tensor], object]  # sends a tensor to the other rank, or fills
 class SharedQueue:
     """One end of a queue, the sender's or the receiver's; messages are received in the order in which they were sent.
 
+    One thread copies a message. torch would use all threads of the rank, which then look for more work for a while
+    (`GOMP_SPINCOUNT`) on cores that the other rank needs.
+
     Args:
         slots: memory with a part for each message that can be there at a time.
         channel: to the other end.
@@ -76,11 +79,7 @@ class SharedQueue:
             self._channel.send(FREE)
 
     def _content(self, slot: int, message: Tensor) -> int:
-        """The address of a slot's memory for a message.
-
-        It is copied by one thread: torch would split the copy among all threads of this rank, and threads that have
-        computed stay busy for a while (`GOMP_SPINCOUNT`), when the cores are about to be the other rank's.
-        """
+        """The address of a slot's memory for a message."""
         assert message.nbytes <= self.message_bytes, f"{message.nbytes} bytes in a slot of {self.message_bytes}"
         return self._slots.address + slot * self._slots.part_bytes + HEADER_BYTES
 

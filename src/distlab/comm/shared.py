@@ -45,8 +45,8 @@ class SharedMemory:
 
     def __init__(self, group: dist.ProcessGroup, has_own_core: bool) -> None:
         self.group, self.rank, self.size = group, group.rank(), group.size()
-        self.begun = 0  # collectives: as often, each rank has said that its part is there
-        self.shared_out = 0  # of these: as often, each rank says that it has done a share that the others need
+        self.begun = 0  # collectives; each rank sends READY once for each
+        self.divided = 0  # of these, those of which each rank does a share, and sends DONE
         self.asked_for = 0  # of these: this rank has done its share up to here, or is about to
         self.not_combined: deque[SharedCollective] = deque()  # this rank's part is there, its share is not done
         self._mappings: weakref.WeakSet[Mapping] = weakref.WeakSet()  # one goes with the last tensor in it
@@ -124,8 +124,8 @@ class SharedCollective(SharedWork):
     def __init__(self, memory: SharedMemory) -> None:
         self._memory = memory
         memory.begun += 1
-        memory.shared_out += self.needs_others
-        self._number, self._times_done, self._is_combined = memory.begun, memory.shared_out, False
+        memory.divided += self.needs_others
+        self._number, self._times_done, self._is_combined = memory.begun, memory.divided, False
         memory.ready.send()
         memory.not_combined.append(self)
 
@@ -164,7 +164,8 @@ class SharedCombination(SharedCollective):
     That takes more of it than a share would, but no rank waits for the others a second time. So another rank may still
     read a part when this one has the result; it has read it when the next collective has ended.
 
-    The order is that of the ranks, ((x0 + x1) + x2) + …; `result`, (elements,) in any shape, is not in the parts.
+    The order is that of the ranks, ((x0 + x1) + x2) + …. `result`, of any shape, has as many elements as a part, and
+    does not lie in one.
     """
 
     needs_others = False
@@ -176,6 +177,7 @@ class SharedCombination(SharedCollective):
     def _do_share(self) -> None:
         operands = [self._result, *self._parts]
         in_a_chunk = max(1, CHUNK_BYTES // self._result.element_size())
+        # Of two parts nothing is read again, so nothing needs to stay in the caches.
         chunks = [operands] if len(self._parts) == 2 else zip(*(x.split(in_a_chunk) for x in operands), strict=True)
         for result, *parts in chunks:
             combine_in_order(parts, self._op, result)

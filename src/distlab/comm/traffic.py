@@ -62,6 +62,7 @@ class Traffic(GroupMemory):
         self.device = torch.device("cpu")  # of this rank
         self._thread: ThreadPoolExecutor | None = None
         self._open_queues: dict[tuple[int, int], SharedQueue | None] = {}  # by sender and receiver
+        self._without_queue: set[tuple[int, int]] = set()  # senders and receivers that could not share memory
 
     def connect(self, group: Group = None) -> None:
         """Over NCCL, connect the ranks of a group now rather than in the first step.
@@ -109,6 +110,7 @@ class Traffic(GroupMemory):
             queue = (offered_queue if is_sender else accepted_queue)(elements * like.itemsize, slots, tell, ask)
         except NotShared as error:
             self._share_less(error, is_first=is_sender)
+            self._without_queue.add((sender, receiver))
             return None
         self.shares_memory = True
         return queue
@@ -123,15 +125,15 @@ class Traffic(GroupMemory):
             for sender, receiver in ((one, other), (other, one))
         }
 
-    def open_queues(self, row: Sequence[int], largest: Tensor, *, both_ways: bool = False) -> None:
+    def open_queues(self, row: Sequence[int], elements: int, like: Tensor, *, both_ways: bool = False) -> None:
         """From now on, send messages from each rank of a row to the next through a queue, where they can share memory.
 
         All of these ranks call this together. A queue has room for one message: a second `send` waits until the first
-        message has been received, and receives are waited for in their order. Messages that are larger than `largest`,
-        and those of a group, still go over the process group.
+        message has been received, and receives are waited for in their order. Larger messages, those of a group, and
+        those between two ranks for which `new_queue` has failed go over the process group.
 
         Args:
-            largest: like the largest message in size, dtype and device.
+            elements: of the largest message, which has `like`'s dtype and device.
             both_ways: also from each rank to the one before.
 
         Raises:
@@ -140,9 +142,9 @@ class Traffic(GroupMemory):
         links = {(sender, receiver) for sender, receiver in pairwise(row) if sender != receiver}
         for link in sorted(links | ({link[::-1] for link in links} if both_ways else set())):  # as on all ranks
             known = self._open_queues.get(link)
-            has_room = known is not None and known.message_bytes >= largest.nbytes
-            if rank() in link and not has_room:
-                self._open_queues[link] = self.new_queue(*link, 1, largest.numel(), largest)
+            has_room = known is not None and known.message_bytes >= elements * like.itemsize
+            if rank() in link and not has_room and link not in self._without_queue:
+                self._open_queues[link] = self.new_queue(*link, 1, elements, like)
 
     def _open_queue(self, sender: int, receiver: int, message: Tensor, group: Group) -> SharedQueue | None:
         """The open queue that a message between two ranks goes through, if any; the same at both ends."""
@@ -204,16 +206,17 @@ class Traffic(GroupMemory):
 
         For what changes its place from call to call, as activations do. In shared memory, each rank combines all of it,
         in a tensor of its own; `tensor` is copied first, unless it is in the place that `next_term` gives. All ranks of
-        the group call this with tensors of one size.
+        the group call this with tensors of one size. Gradients do not pass through it.
         """
+        tensor = tensor.detach()
         term = self._next_term(tensor.shape, tensor, group)
         if term is None:
             whole = self._kept_buffer("whole", tensor.shape, tensor, group)  # of ranks on several hosts
             combined = torch.empty_like(tensor, memory_format=torch.contiguous_format) if whole is None else whole
             self.all_reduce(combined.copy_(tensor), what, kind=kind, op=op, group=group).wait()
             return combined if whole is None else combined.clone()
-        self._sums[group or dist.group.WORLD, tensor.dtype] += 1
-        if tensor.data_ptr() != term.own.data_ptr():
+        self._sums[group, tensor.dtype] += 1
+        if not tensor.is_set_to(term.own):
             term.own.copy_(tensor)
         combined, ranks = torch.empty_like(term.own), members(group)
         self._count_all_reduce(kind, tensor, len(ranks))

@@ -125,7 +125,7 @@ class NamedWaits:
 
         Inside, `waits_for` returns this wait. Errors that do not concern other ranks are raised unchanged.
         """
-        wait = name if isinstance(name, Wait) else Wait(name, "other", tuple(set(range(world_size())) - {rank()}))
+        wait = name if isinstance(name, Wait) else self._for_all_others(name)
         started = time.perf_counter()
         outer, self._waiting = self._waiting, (wait, started)
         try:
@@ -138,6 +138,10 @@ class NamedWaits:
             raise
         finally:
             self._waiting = outer
+
+    @staticmethod
+    def _for_all_others(what: str) -> Wait:
+        return Wait(what, "other", tuple(r for r in range(world_size()) if r != rank()))
 
     def waited_so_far(self) -> float:
         """Seconds that this rank has waited for others: its thread, and its stream up to where it is now."""

@@ -87,10 +87,9 @@ class ModelParts:
 
     def open_queues(self, batches: Sequence[Tensor]) -> None:
         """Before `forward_passes` of batches of these sizes, make queues for them (`Traffic.open_queues`)."""
-        most = max((ids.numel() for ids in batches), default=0)
-        device = next(iter(self.parameters().values())).device
-        largest = torch.empty(most, self.options["dmodel"], device=device)
-        traffic.open_queues([self.grid.rank_of(owner) for owner in self.owners], largest)
+        most = max((ids.numel() for ids in batches), default=0) * self.options["dmodel"]
+        like = torch.empty(0, device=traffic.device)
+        traffic.open_queues([self.grid.rank_of(owner) for owner in self.owners], most, like)
 
     @torch.no_grad()
     def forward_passes(self, batches: Sequence[Tensor], what: Callable[[int], str], kind: str) -> Tensor:

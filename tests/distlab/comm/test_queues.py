@@ -234,7 +234,7 @@ def pass_along(rank: int, port: int) -> list[list[int]]:
     with process_group(rank, 3, port), pytest.MonkeyPatch.context() as monkeypatch:
         monkeypatch.setattr(SharedQueue, "send", counted)
         for row, most, both_ways in (([0, 1, 2, 0, 1, 2], 1000, False), (range(3), 5, True), (range(3), 20_000, True)):
-            traffic.open_queues(row, torch.empty(most), both_ways=both_ways)
+            traffic.open_queues(row, most, torch.empty(0), both_ways=both_ways)
             by_queue.clear()
             for elements in (1, 1000, 20_000, 30_000, 7):
                 there_and_back(elements)

@@ -99,7 +99,7 @@ def run_ahead(rank: int, port: int, monkeypatch: pytest.MonkeyPatch) -> None:
         traffic.transport = "shared"
         places = set()
         for number in range(12):
-            dtype, shape = (torch.float32, torch.float64)[number % 3 == 2], (2, 50 + number % 2)
+            dtype, shape = (torch.float32, torch.float64)[number % 3 == 2], (2, 51 - number % 2)
             own = torch.full(shape, rank + 10.0 * number, dtype=dtype)
             term = traffic.next_term(shape, own) if number < 8 else None
             if term is not None:

@@ -275,6 +275,34 @@ def refused(rank: int, port: int) -> None:
             shard(split)
 
 
+def train_without_first_block(rank: int, port: int) -> None:
+    """Two steps in which the first layers are frozen, so that their outputs need no gradient; and a sum of its own."""
+    with process_group(rank, 2, port):
+        traffic.transport = "shared"
+        whole, sliced = twins("megatron")
+        for net in (whole, sliced):
+            for name, parameter in net.named_parameters():
+                parameter.requires_grad_("embed_tokens" not in name and "layers.0" not in name)
+        for step in range(2):
+            ids = torch.randint(PADDING, (2, 9), generator=torch.Generator().manual_seed(step))
+            causalLLMLoss(whole(ids), ids, VOCAB).backward()
+            vocabulary_parallel_loss(sliced(ids), ids, VOCAB).backward()
+            term = traffic.next_term((2, 9, 48), torch.empty(0))
+            assert term is not None
+            assert not term.requires_grad, "autograd keeps nothing of the step"
+        for (name, own), expected in zip(sliced.named_parameters(), whole.parameters(), strict=True):
+            if own.requires_grad:
+                assert expected.grad is not None
+                assert_same(own.grad, split_like(own, expected.grad, rank, 2), name)
+        x = torch.ones(2, 9, 48, requires_grad=True)
+        total = traffic.all_reduced(x, "a sum", kind="activations", op=dist.ReduceOp.SUM)
+        assert total.unique().tolist() == [2]
+
+
+def test_frozen_layers_before_others() -> None:
+    run_ranks(2, train_without_first_block, free_port())
+
+
 def test_what_is_refused_stays_whole() -> None:
     run_ranks(3, refused, free_port())
 
