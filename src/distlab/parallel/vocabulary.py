@@ -69,18 +69,19 @@ class _VocabularyParallelLoss(torch.autograd.Function):
         greatest = tp_group.all_reduce(logits.amax(-1, keepdim=True), FORWARD, ReduceOp.MAX)
         shifted = logits - greatest  # no logit is above 0, so that exp() cannot overflow
         own_logit = shifted.gather(-1, next_token).masked_fill(elsewhere, 0)
-        probabilities = shifted.exp_()
-        sums = torch.stack([probabilities.sum(-1, keepdim=True), own_logit])
+        exponentials = shifted.exp_()
+        sums = torch.stack([exponentials.sum(-1, keepdim=True), own_logit])
         total, logit = tp_group.all_reduce(sums, FORWARD)
-        ctx.save_for_backward(probabilities.div_(total), next_token, elsewhere)
+        ctx.save_for_backward(exponentials, total, next_token, elsewhere)
         # As in causalLLMLoss, the last position has no next token.
         return (total.log() - logit)[:, :-1].mean()
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_loss: Tensor) -> tuple[Tensor, None, None, None]:
-        probabilities, next_token, elsewhere = ctx.saved_tensors
-        own = (~elsewhere).to(probabilities.dtype)
-        grad = probabilities.scatter_add(-1, next_token, -own)  # softmax - one_hot, this rank's shard of both
+        exponentials, total, next_token, elsewhere = ctx.saved_tensors
+        share = grad_loss / next_token[:, 1:].numel()  # of each token in the loss
+        grad = exponentials * (share / total)  # softmax - one_hot, this rank's shard of both: one pass for the softmax
+        grad.scatter_add_(-1, next_token, (~elsewhere).to(grad.dtype) * -share)
         grad[:, -1] = 0
-        return grad.mul_(grad_loss / next_token[:, 1:].numel()), None, None, None
+        return grad, None, None, None

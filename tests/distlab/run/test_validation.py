@@ -3,15 +3,19 @@
 import functools
 import json
 import time
+from collections import Counter
 from pathlib import Path
 
 import pytest
 import torch
 from chapters import LAYOUTS, STEPS, train_on
 from terminals import fork_python
-from torch import nn
+from torch import Tensor, nn
 
+from distlab.comm.endpoint import rank
 from distlab.comm.grid import Grid
+from distlab.comm.queues import QueuedMessage, SharedQueue
+from distlab.comm.traffic import traffic
 from distlab.run.model import ModelParts
 from distlab.run.validation import Validator, perplexity
 from simplellm.dataloaders import TinyStories
@@ -88,6 +92,26 @@ def test_changes_nothing_and_is_counted_apart(tmp_path: Path) -> None:
     for record, other in zip(ours, plain, strict=True):
         assert record["sent_bytes"].pop("validation") > 0  # type: ignore[attr-defined]
         assert record["sent_bytes"] == other["sent_bytes"]
+
+
+@pytest.mark.parametrize(
+    ("layout", "messages"),
+    [("pp-1f1b", {"0": 2}), ("pp-zbv", {"0": 4, "1": 4})],  # 7 sequences, 6 or 2 at a time; in a V, there and back
+)
+def test_goes_through_shared_memory(
+    layout: str, messages: dict[str, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    send, sent = SharedQueue.send, tmp_path / "sent"
+
+    def noted(queue: SharedQueue, tensor: Tensor) -> QueuedMessage:
+        if traffic.ledger._counted_as == "validation" and tensor.dim() == 3:  # (batch, seq, dmodel)
+            with sent.open("a") as file:
+                file.write(f"{rank()}\n")
+        return send(queue, tensor)
+
+    monkeypatch.setattr(SharedQueue, "send", noted)
+    evaluations = len(validate(layout, tmp_path / "run"))
+    assert Counter(sent.read_text().splitlines()) == {who: evaluations * each for who, each in messages.items()}
 
 
 @pytest.mark.alone
