@@ -9,7 +9,7 @@ from processes import free_port, process_group, run_ranks
 from torch import Tensor, nn
 
 from distlab.comm.grid import Grid
-from distlab.comm.traffic import traffic
+from distlab.comm.traffic import Traffic, traffic
 from distlab.parallel.division import Style
 from distlab.parallel.tensor import bytes_per_layer, shard
 from distlab.parallel.tp_group import LAYERS, TPGroup
@@ -277,7 +277,15 @@ def refused(rank: int, port: int) -> None:
 
 def train_without_first_block(rank: int, port: int) -> None:
     """Two steps in which the first layers are frozen, so that their outputs need no gradient; and a sum of its own."""
-    with process_group(rank, 2, port):
+    reduce, in_place = Traffic.all_reduced, []
+
+    def noted(self: Traffic, tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        term = self.next_term(tensor.shape, tensor)
+        in_place.append(term is not None and tensor.is_set_to(term))
+        return reduce(self, tensor, *args, **kwargs)
+
+    with process_group(rank, 2, port), pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(Traffic, "all_reduced", noted)
         traffic.transport = "shared"
         whole, sliced = twins("megatron")
         for net in (whole, sliced):
@@ -294,6 +302,7 @@ def train_without_first_block(rank: int, port: int) -> None:
             if own.requires_grad:
                 assert expected.grad is not None
                 assert_same(own.grad, split_like(own, expected.grad, rank, 2), name)
+        assert sum(in_place) == 8, "attention and MLP of two layers in two steps: no copy"
         x = torch.ones(2, 9, 48, requires_grad=True)
         total = traffic.all_reduced(x, "a sum", kind="activations", op=dist.ReduceOp.SUM)
         assert total.unique().tolist() == [2]
