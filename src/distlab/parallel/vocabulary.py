@@ -80,8 +80,7 @@ class _VocabularyParallelLoss(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_loss: Tensor) -> tuple[Tensor, None, None, None]:
         exponentials, total, next_token, elsewhere = ctx.saved_tensors
-        share = grad_loss / next_token[:, 1:].numel()  # of each token in the loss
-        grad = exponentials * (share / total)  # softmax - one_hot, this rank's shard of both: one pass for the softmax
-        grad.scatter_add_(-1, next_token, (~elsewhere).to(grad.dtype) * -share)
+        grad = exponentials / total
+        grad.scatter_add_(-1, next_token, -(~elsewhere).to(grad.dtype))  # softmax - one_hot, this rank's shard of both
         grad[:, -1] = 0
-        return grad, None, None, None
+        return grad.mul_(grad_loss / next_token[:, 1:].numel()), None, None, None
