@@ -20,6 +20,7 @@ from distlab.comm.waits import NamedWaits, Wait, group_key
 from simplellm.errors import InputError
 
 Transport = Literal["auto", "shared", "gloo"]
+MOST_THAT_READ_ALL = 3  # ranks; if more of them each add up all terms, that takes longer than to wait a second time
 
 
 class Term(NamedTuple):
@@ -116,8 +117,9 @@ class GroupMemory(NamedWaits):
         turn = self._sums[group, like.dtype] % 2
         key = group, like.device, like.dtype, turn, tuple(shape)
         if key not in self._terms:
-            is_here = self._are_on_one_host(members(group))
-            kept = self._kept_buffer(f"term {turn}", shape, like, group) if is_here else None
+            ranks = members(group)
+            has_places = len(ranks) <= MOST_THAT_READ_ALL and self._are_on_one_host(ranks)
+            kept = self._kept_buffer(f"term {turn}", shape, like, group) if has_places else None
             shared = None if kept is None else self._shared_parts(kept, group)
             if kept is None or shared is None:
                 return None

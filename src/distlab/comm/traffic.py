@@ -204,14 +204,14 @@ class Traffic(GroupMemory):
     def all_reduced(self, tensor: Tensor, what: str, *, kind: str, op: Op, group: Group = None) -> Tensor:
         """Wait for the combination of `tensor` (any shape) over all ranks, and return it; `tensor` is not changed.
 
-        For what changes its place from call to call, as activations do. In shared memory, each rank combines all of it,
-        in a tensor of its own; `tensor` is copied first, unless it is in the place that `next_term` gives. All ranks of
-        the group call this with tensors of one size. Gradients do not pass through it.
+        For what changes its place from call to call, as activations do. In shared memory, each of up to three ranks
+        combines all of it, in a tensor of its own; `tensor` is copied first, unless it is in the place that `next_term`
+        gives. All ranks of the group call this with tensors of one size. Gradients do not pass through it.
         """
         tensor = tensor.detach()
         term = self._next_term(tensor.shape, tensor, group)
         if term is None:
-            whole = self._kept_buffer("whole", tensor.shape, tensor, group)  # of ranks on several hosts
+            whole = self._kept_buffer("whole", tensor.shape, tensor, group)  # of many ranks, or on several hosts
             combined = torch.empty_like(tensor, memory_format=torch.contiguous_format) if whole is None else whole
             self.all_reduce(combined.copy_(tensor), what, kind=kind, op=op, group=group).wait()
             return combined if whole is None else combined.clone()
