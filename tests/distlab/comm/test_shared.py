@@ -1,34 +1,22 @@
-"""Memory that ranks share: sums, the mapping, and what happens when it cannot be had or a rank fails."""
+"""Collectives in memory that ranks share: sums to the last bit, order, and what happens when a rank fails."""
 
-import errno
-import gc
-import os
-import resource
-import signal
-import stat
 import time
 from collections.abc import Callable
 from functools import partial
-from multiprocessing.connection import Connection
-from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
-from processes import before_forks, collect_before_a_fork, free_port, process_group, run_ranks, wait_for
-from refusals import refuse
+from processes import free_port, process_group, run_ranks
 from torch import Tensor
 from torch.distributed import ReduceOp
 
-from distlab.comm.forked import forked
-from distlab.comm.mappings import Offer, accept
 from distlab.comm.shared import SharedCombination
 from distlab.comm.traffic import Transport, traffic
 from distlab.comm.transfer import Transfer, wait_for_all
 from distlab.comm.waits import TrafficError
 from distlab.parallel.data import MyDP
 from distlab.rendezvous.ranks import open_store
-from simplellm.errors import InputError
 
 pytestmark = pytest.mark.alone
 SIZES = [1, 7, 1001, 300_007]  # of the last, a share has several chunks
@@ -181,17 +169,6 @@ def test_parts_of_buffers_groups_and_any_order_of_waits() -> None:
         assert parts == [10 * rank, 30, 30, 30, 10 * rank] + [1] * (rank != 1)
 
 
-def test_a_limit_on_the_size_of_files_between_one_part_and_all_of_them_offers_nothing() -> None:
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (1_500_000, hard))
-    try:
-        offer = Offer(1_000_000, 2, pipes_to=0)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    assert accept(offer.numbers, reserved=range(1), pipes=None) == (errno.EFBIG, None, [])
-    offer.withdraw()
-
-
 def send_with_gaps(rank: int, port: int) -> None:
     """Columns, which have gaps between their elements, in shared memory and outside."""
     with process_group(rank, 2, port):
@@ -213,147 +190,6 @@ def send_with_gaps(rank: int, port: int) -> None:
 
 def test_a_tensor_with_gaps_is_refused() -> None:
     run_ranks(2, send_with_gaps, free_port())
-
-
-def look_at_the_mapping(rank: int, port: int) -> tuple[list[str], set[int], int, list[str]]:
-    """The mapping's lines in /proc, its modes and bytes; the lines without its tensor."""
-    modes = set()
-    reserve = os.posix_fallocate
-
-    def reserve_and_look(descriptor: int, offset: int, length: int) -> None:
-        modes.add(os.fstat(descriptor).st_mode)
-        reserve(descriptor, offset, length)
-
-    def mapped() -> list[str]:
-        gc.collect()
-        return [line for line in Path("/proc/self/maps").read_text().splitlines() if "memfd" in line]
-
-    with process_group(rank, 2, port), pytest.MonkeyPatch.context() as monkeypatch:
-        monkeypatch.setattr(os, "posix_fallocate", reserve_and_look)
-        buffer = traffic.new_buffer(100_000, torch.empty(0))
-        lines = mapped()
-        begin, end = (int(address, 16) for address in lines[0].split()[0].split("-"))
-        del buffer
-        return lines, modes, end - begin, mapped()
-
-
-def test_the_mapping_has_no_name_is_its_users_own_and_goes_with_its_last_tensor() -> None:
-    for lines, modes, size_bytes, afterwards in run_ranks(2, look_at_the_mapping, free_port()):
-        assert len(lines) == 1
-        assert lines[0].endswith("(deleted)")
-        assert {stat.S_IMODE(mode) for mode in modes} == {0o600}
-        assert size_bytes == 2 * 401_408, "two parts, each of whole pages"
-        assert afterwards == []
-
-
-NOBODY = 65534
-
-
-def opened_by(user: int, offer: Offer, descriptor: int) -> tuple[bool, bool]:
-    """Whether a process of this user can accept an offer, and open the offered memory by a path that it may look up."""
-    reads, writes = os.pipe()
-    child = os.fork()
-    if child == 0:
-        try:
-            signal.alarm(20)  # the deadline
-            os.setgroups([])
-            os.setresgid(user, user, user)
-            os.setresuid(user, user, user)
-            _, mapping, _ = accept(offer.numbers, range(0), None)
-            try:
-                os.open(f"/proc/self/fd/{descriptor}", os.O_RDONLY)  # the fork has inherited the descriptor
-                is_open = True
-            except PermissionError:
-                is_open = False
-            os.write(writes, bytes([mapping is not None, is_open]))
-        finally:
-            os._exit(0)
-    os.close(writes)
-    answer = os.read(reads, 2)
-    os.close(reads)
-    os.waitpid(child, 0)
-    accepted, is_open = map(bool, answer)
-    return accepted, is_open
-
-
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
-def test_another_user_cannot_open_the_memory() -> None:
-    offer = Offer(1000, 2, pipes_to=0)
-    try:
-        assert opened_by(0, offer, offer.numbers[1]) == (True, True)
-        assert opened_by(NOBODY, offer, offer.numbers[1]) == (False, False)
-    finally:
-        offer.withdraw()
-
-
-def shared_bytes() -> int:
-    """The memory of this host that is shared, as the kernel counts it."""
-    [line] = [line for line in Path("/proc/meminfo").read_text().splitlines() if line.startswith("Shmem:")]
-    return 1024 * int(line.split()[1])
-
-
-def hold(port: int, rank: int, pipe: Connection) -> None:
-    """Fill this rank's part of shared memory, say so, and wait to be killed."""
-    with process_group(rank, 2, port):
-        buffer = traffic.new_buffer(HELD_BYTES // 8, torch.ones(0))
-        assert traffic.is_shared(buffer.fill_(rank))
-        pipe.send(True)
-        time.sleep(60)
-
-
-HELD_BYTES = 400_000_000  # more than anything else on the machine takes or gives back meanwhile
-
-
-def test_nothing_is_left_of_the_memory_when_all_ranks_have_been_killed() -> None:
-    before_forks()
-    collect_before_a_fork()
-    before = shared_bytes()
-    with forked(2, partial(hold, free_port())) as pipes:
-        for pipe in pipes:
-            assert pipe.poll(30)
-            assert pipe.recv()
-        assert shared_bytes() > before + HELD_BYTES * 3 // 4
-    assert wait_for(lambda: shared_bytes() < before + HELD_BYTES // 4, 10)
-
-
-def do_without(rank: int, port: int, call: str, error: int, transport: Transport) -> tuple[float, list[str], str]:
-    """The average of two ranks of which one is refused memory, what was remarked, and an error."""
-    with process_group(rank, 2, port), pytest.MonkeyPatch.context() as monkeypatch:
-        remarks: list[str] = []
-        traffic.transport, traffic.remark = transport, remarks.append
-        before = [traffic.new_buffer(100_000, torch.empty(0))] if call == "posix_fallocate" else []
-        monkeypatch.setattr(os, call, refuse(error) if rank == (call != "memfd_create") else getattr(os, call))
-        try:
-            buffer = traffic.new_buffer(100_000, torch.empty(0))
-        except InputError as refusal:
-            return 0, remarks, str(refusal)
-        assert [traffic.is_shared(b) for b in (*before, buffer)] == [True] * len(before) + [False]
-        for b in (*before, buffer, traffic.new_buffer(100_000, torch.empty(0))):  # one remark, not two
-            b[:] = rank
-            traffic.all_reduce(b, "the average", kind="gradients").wait()
-            assert b[-1] == 0.5
-        return buffer[-1].item(), remarks, ""
-
-
-@pytest.mark.parametrize(
-    ("call", "error", "why"),
-    [
-        ("posix_fallocate", errno.ENOSPC, "no 0.8 MB of shared memory: No space left on device"),
-        ("memfd_create", errno.EMFILE, "no 0.8 MB of shared memory: Too many open files"),
-        ("readlink", errno.EACCES, "a rank cannot open the memory of another, of a different user or container"),
-    ],
-)
-def test_without_memory_it_goes_over_gloo_and_says_so(call: str, error: int, why: str) -> None:
-    first, second = run_ranks(2, do_without, free_port(), call, error, "auto")
-    assert first == (0.5, [f"{why}; what these ranks cannot share goes over gloo instead"], "")
-    assert second == (0.5, [], "")
-
-
-def test_without_memory_a_run_that_asks_for_it_ends_on_all_ranks() -> None:
-    for ended in run_ranks(2, do_without, free_port(), "posix_fallocate", errno.ENOMEM, "shared"):
-        assert ended[2] == (
-            "--transport shared: no 0.8 MB of shared memory: Cannot allocate memory; use --transport gloo"
-        )
 
 
 def fail(rank: int, port: int, failing: int, collective: str, is_silent: bool, is_begun: bool) -> tuple[str, float]:
