@@ -115,7 +115,7 @@ SIZES = {
     "tiny": Size(dmodel=32, num_heads=2, n_layers=2, hidden_dim=96, seq_len=64, batch_size=6),
     "10M": Size(dmodel=288, num_heads=6, n_layers=6, hidden_dim=1152, seq_len=1024, batch_size=48),  # the lab's default
     "100M": Size(dmodel=768, num_heads=12, n_layers=10, hidden_dim=3072, seq_len=2048, batch_size=12),
-    "1B": Size(dmodel=2048, num_heads=16, n_layers=20, hidden_dim=5504, seq_len=2048, batch_size=9),
+    "1B": Size(dmodel=2048, num_heads=16, n_layers=20, hidden_dim=5504, seq_len=2048, batch_size=6),
 }
 TOO_LARGE_TO_SHARE = ("1B",)  # its gradients, 4 GB, would go through main memory in each step
 

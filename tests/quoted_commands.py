@@ -90,7 +90,7 @@ def check_one(words: list[str], folder: Path) -> None:
     program, *args = words
     if program == "./launch.sh":
         launched(args)
-    elif program in ("./test.sh", ".ci/run"):
+    elif program in ("./test.sh", ".ci/run", "tests/gpu/everything.sh"):
         paths_exist(args, folder)
     elif program == "torchrun":
         options = torch.distributed.run.get_args_parser().parse_args(args)

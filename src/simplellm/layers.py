@@ -94,12 +94,15 @@ class RMSNorm(nn.Module):
         self.dtype = dtype
 
     def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = _RMSNormFunction.apply(x, self.weight, self.eps)
+        if x.is_cuda:  # torch has one kernel for each direction there
+            y = F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+        else:
+            y = _RMSNormFunction.apply(x, self.weight, self.eps)
         return y.to(self.dtype)
 
 
 class _RMSNormFunction(torch.autograd.Function):
-    """Handwritten, because autograd's own derivative passes over the activations twice as often."""
+    """Handwritten, because torch's derivative on the CPU passes over the activations twice as often."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -70,10 +70,10 @@ def test_a_line_of_the_table(bench: ModuleType) -> None:
     size = bench.SIZES["1B"]
     seconds = {"ours": [0.5, 0.4, 0.5], "another": [1.0, 1.2, 1.0]}
     first, second = bench.speed_rows("1B", size, seconds, peak=1000.0)
-    flops = 9 * 2048 * (6 * (20 * (4 * 2048**2 + 3 * 2048 * 5504) + 4096 * 2048) + 6 * 20 * 2048 * 2048)
-    assert first == f"| 1B | ours | 500.0 | 36,864 | {flops / 0.5 / 1e15:.1%} |  |".replace("%", " %")
-    assert second.endswith("| 18,432 | 12.2 % | 2.00 (2.00 to 2.50) |")
-    assert bench.speed_rows("1B", size, seconds, peak=None)[0] == "| 1B | ours | 500.0 | 36,864 |  |  |"
+    flops = 6 * 2048 * (6 * (20 * (4 * 2048**2 + 3 * 2048 * 5504) + 4096 * 2048) + 6 * 20 * 2048 * 2048)
+    assert first == f"| 1B | ours | 500.0 | 24,576 | {flops / 0.5 / 1e15:.1%} |  |".replace("%", " %")
+    assert second.endswith("| 12,288 | 8.1 % | 2.00 (2.00 to 2.50) |")
+    assert bench.speed_rows("1B", size, seconds, peak=None)[0] == "| 1B | ours | 500.0 | 24,576 |  |  |"
     assert bench.memory_row("1B", [1 * 10**9, 10**9, 2 * 10**9, 10**9], 6 * 10**9) == (
         "| 1B | 1.00 | 1.00 | 2.00 | 1.00 | 5.00 | 6.00 | 1.20 |"
     )

@@ -33,6 +33,25 @@ def test_a_world_of_one_trains_and_saves(reference: GPURun, tmp_path: Path) -> N
     assert_trained_alike(saved, reference)
 
 
+ALONE = """
+dp-ga
+dp-wa
+mydp
+dp-zero --shard optimizer
+dp-zero --shard gradients
+dp-zero --shard weights
+pp-dapple --micro-batches 6
+tp
+tp --sequence-parallel
+"""
+
+
+@pytest.mark.parametrize("line", ALONE.strip().splitlines())
+def test_every_topology_runs_alone(line: str, reference: GPURun, tmp_path: Path) -> None:
+    own = train(f"{line} --world-size 1 --batch-size 6 --backend {NCCL}", tmp_path)
+    assert_trained_alike(own, reference)
+
+
 @pytest.mark.skipif(REHEARSAL > 0, reason="is about NCCL itself")
 def test_ranks_that_share_a_gpu_are_refused(tmp_path: Path) -> None:
     ended = run(*command(f"ddp --world-size {GPUS + 1} --backend nccl --data sample", "--out", tmp_path))

@@ -25,6 +25,14 @@ hybrid --dp 1 --pp 2 --tp 3 --batch-size 6 --micro-batches 2 --schedule naive
 pp-zb --world-size 3 --batch-size 6
 pp-zbv --world-size 2 --batch-size 6 --micro-batches 6
 pp-interleaved --world-size 2 --batch-size 6 --micro-batches 6
+dp-zero --world-size 3 --batch-size 2
+dp-zero --world-size 3 --batch-size 2 --shard gradients
+dp-zero --world-size 3 --batch-size 2 --shard weights
+hybrid --dp 2 --pp 2 --batch-size 3 --shard optimizer --recompute blocks
+hybrid --dp 1 --pp 2 --batch-size 6 --micro-batches 6 --schedule dualpipe-v
+hybrid --dp 1 --pp 3 --batch-size 6 --micro-batches 6 --schedule zb-h2 --run-on
+hybrid --dp 1 --pp 2 --batch-size 6 --micro-batches 6 --schedule auto
+primer --batch-size 6 --recompute all
 """
 BFLOAT16 = """
 primer --batch-size 6
@@ -47,6 +55,19 @@ def test_bfloat16_stays_near_it(line: str, reference: GPURun, tmp_path: Path) ->
     own = train(f"{line} --dtype bfloat16", tmp_path)
     assert_trained_alike(own, reference, NEAR)
     assert own.losses != pytest.approx(reference.losses, rel=SAME), "it did compute in bfloat16"
+
+
+OWN_RUNS = """
+diloco --world-size 3 --batch-size 2 --sync-every 2
+diloco --world-size 2 --batch-size 3 --sync-every 4 --fragments 2 --overlap-steps 1 --compress int8
+hybrid --dp 2 --pp 2 --batch-size 3 --outer diloco --sync-every 3
+dp-ga --world-size 3 --batch-size 2 --compress powersgd
+"""
+
+
+@pytest.mark.parametrize("line", lines(OWN_RUNS))
+def test_what_is_no_run_of_one_process_is_that_of_the_same_ranks_on_the_cpu(line: str, tmp_path: Path) -> None:
+    assert_trained_alike(train(line, tmp_path / "gpu"), train(line, tmp_path / "cpu", device="cpu"))
 
 
 CLASSIFIERS = {  # by the run of one process on the CPU
