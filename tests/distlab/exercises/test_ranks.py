@@ -79,7 +79,8 @@ def wait_without_a_name(rank: int, port: int) -> Facts:
 
 
 def test_ranks_that_wait_for_each_other_say_where(tmp_path: Path) -> None:
-    reports = run_ranks(2, wait_without_a_name, free_port(), script=Path(__file__), folder=tmp_path, patience=PATIENCE)
+    patience = Patience(still=2, longest=20)  # meeting, too, is a wait
+    reports = run_ranks(2, wait_without_a_name, free_port(), script=Path(__file__), folder=tmp_path, patience=patience)
     found = trouble(reports)
     assert found is not None
     assert found[1][1:] == [f"rank {rank} waits, in {reports[rank].line}" for rank in range(2)]
