@@ -98,8 +98,21 @@ def open_source(data: str, split: str, seed: int) -> Source:
     if data == "tinystories":
         files = cached_files(split)
         return Parquet(files) if files else Hub(split)
+    return Part(open_file(data, "sample, tinystories, or the path of "), Path(os.path.expanduser(data)), split)
+
+
+def open_file(data: str, others: str = "") -> Source:
+    """All documents of a file.
+
+    Args:
+        data: its path.
+        others: what else could have been given, for the message of an error.
+
+    Raises:
+        InputError: it cannot be read.
+    """
     path = Path(os.path.expanduser(data))
-    wanted = "give sample, tinystories, or the path of a .txt, .jsonl or .parquet file"
+    wanted = f"give {others}a .txt, .jsonl or .parquet file"
     if os.path.isdir(path):
         raise InputError(f"--data {data}: is a folder; {wanted}")
     if not os.path.exists(path):
@@ -108,11 +121,11 @@ def open_source(data: str, split: str, seed: int) -> Source:
         raise InputError(f"--data {data}: is a pipe or a device; {wanted}")
     ending = path.suffix.lower()
     if ending == ".txt":
-        return Part(Text(path), path, split)
+        return Text(path)
     if ending == ".jsonl":
-        return Part(JsonLines(path), path, split)
+        return JsonLines(path)
     if ending == ".parquet":
-        return Part(Parquet([path]), path, split)
+        return Parquet([path])
     raise InputError(f"--data {data}: its name does not tell its format; {wanted}")
 
 

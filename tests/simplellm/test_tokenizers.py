@@ -13,7 +13,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sentencepiece import SentencePieceProcessor, SentencePieceTrainer
 
-from simplellm import train_tokenizer
 from simplellm.errors import InputError
 from simplellm.stories import story
 from simplellm.tokenizers import SHIPPED_MODEL, SPTokenizer
@@ -117,22 +116,6 @@ def test_a_space_before_the_text_is_not_put_into_its_middle(tmp_path: Path) -> N
     model = SentencePieceProcessor(model_file=str(path))
     for text in TRICKY:
         assert SPTokenizer(path).encode(text) == model.encode(text)
-
-
-def test_training_is_deterministic(tmp_path: Path) -> None:
-    text = tmp_path / "stories.jsonl"
-    lines = [
-        f'{{"text": "Number {index} met {index * index} cats. They said hello.\\n\\nThe end."}}\n'
-        for index in range(300)
-    ]
-    text.write_text("".join(lines), encoding="utf-8")
-    first, second = (train_tokenizer.train(train_tokenizer.training_text(text)) for _ in range(2))
-    assert first == second
-    (tmp_path / "new.model").write_bytes(first)
-    tokenizer = SPTokenizer(tmp_path / "new.model")
-    assert tokenizer.vocab_size == 4096
-    for tricky in TRICKY:
-        assert tokenizer.decode(tokenizer.encode(tricky)) == tricky
 
 
 @pytest.mark.parametrize("content", [b"", b"{}", b"hello\n", b"\x00" * 100, b"\x08\x01", bytes(range(256))])
