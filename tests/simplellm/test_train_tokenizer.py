@@ -38,9 +38,15 @@ def test_the_same_text_gives_the_same_file(
         assert tokenizer.decode(tokenizer.encode(text)) == text
 
 
-def test_a_text_of_ones_own_gets_pieces_of_its_own(stories: Path, tmp_path: Path) -> None:
+def test_the_words_of_a_text_are_its_pieces(stories: Path, tmp_path: Path) -> None:
     write(Settings(str(stories), tmp_path / "own.model", vocab_size=410))
-    assert len(SPTokenizer(tmp_path / "own.model").encode("They said hello.")) <= 3
+    tokenizer = SPTokenizer(tmp_path / "own.model")
+    assert [tokenizer.decode([piece]) for piece in tokenizer.encode("They said hello.")] == [
+        "They",
+        " said",
+        " hello",
+        ".",
+    ]
 
 
 def refusal(settings: Settings) -> str:
