@@ -4,10 +4,17 @@ A script that imports mpi4py is started through mpirun, which does the same. Wha
 where it is used, so that the list of topologies and the refusal of a wrong flag are there at once.
 """
 
+import os
+import signal
+
+# Until there are ranks, Ctrl-C has nothing to end but this process. A KeyboardInterrupt would print a traceback during
+# the imports below, and would be lost in torch's, which goes on if that of numpy fails.
+if __name__ == "__main__" and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+    signal.signal(signal.SIGINT, lambda *_: os._exit(130))
+
 import argparse
 import ast
 import importlib.util
-import os
 import re
 import shlex
 import shutil
@@ -79,10 +86,12 @@ def launch(args: list[str]) -> int:
         print(f"\nflags of launch.sh itself:\n{FLAGS}", end="")
         return 0
     if args[0] in EXERCISE_COMMANDS:
+        raise_interrupts()
         return exercise_command(args[0], args[1:])
     if args[0] == "plan":
         from distlab import plan
 
+        raise_interrupts()
         plan.main(args[1:])
         return 0
     script, flags = find_script(args[0])
@@ -184,6 +193,12 @@ def become_mpirun(script: Path, args: list[str]) -> NoReturn:
     if mpirun is None or importlib.util.find_spec("mpi4py") is None:
         raise InputError(f"{script.name} needs MPI, with mpirun on the PATH: pip install mpi4py mpich")
     os.execv(mpirun, [mpirun, "-n", str(ours.world_size), sys.executable, str(script), *flags])
+
+
+def raise_interrupts() -> None:
+    """Let Ctrl-C raise KeyboardInterrupt again, for a command that ends processes of its own."""
+    if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:  # as it is in the background of a script
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def main() -> NoReturn:

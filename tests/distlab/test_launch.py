@@ -188,14 +188,26 @@ def test_ending_the_launcher_leaves_no_process_behind(sent: signal.Signals, to_a
 
 
 @pytest.mark.usefixtures("in_the_foreground")
-@pytest.mark.parametrize("after", [0.3, 1.0, 1.7])
-def test_ctrl_c_while_it_starts_prints_no_traceback(after: float, tmp_path: Path) -> None:
+@pytest.mark.parametrize("after", [0.1, 0.2, 0.25, 0.3, 0.35, 0.4, 1.0, 1.7])
+def test_ctrl_c_while_it_starts_prints_no_traceback_and_is_not_lost(after: float, tmp_path: Path) -> None:
+    """In launch.py's imports, in those of torch, in numpy's, which torch can do without, and while ranks start."""
     launcher = start("./launch.sh", "dp-ga", *TINY, "--steps", "1000000", "--out", tmp_path)
+    command_line = Path(f"/proc/{launcher.pid}/cmdline")
+    assert wait_for(lambda: "distlab.launch" in command_line.read_text()), "bash has become Python"
     time.sleep(after)
     os.killpg(launcher.pid, signal.SIGINT)
     ended = finish(launcher, 30)
     assert ended.status == 130
     assert "Traceback" not in ended.err
+
+
+@pytest.mark.usefixtures("in_the_foreground")
+@pytest.mark.parametrize("after", [0.0, 0.02, 0.04, 0.06])
+def test_ctrl_c_while_an_interpreter_is_looked_for_is_not_lost(after: float, tmp_path: Path) -> None:
+    launcher = start("./launch.sh", "dp-ga", *TINY, "--steps", "1000000", "--out", tmp_path)
+    time.sleep(after)
+    os.killpg(launcher.pid, signal.SIGINT)
+    assert finish(launcher, 30).status in (130, -signal.SIGINT)
 
 
 def test_a_run_under_nohup_outlives_its_terminal(tmp_path: Path) -> None:

@@ -233,6 +233,7 @@ def test_a_plan_ends_quietly_when_its_reader_does() -> None:
     assert (ended.status, ended.err) == (1, "")
 
 
+@pytest.mark.alone  # another test's load slows a pass as much as a core that has been idle
 def test_a_machine_is_measured_and_a_plan_verified(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
