@@ -153,9 +153,10 @@ class Rotate(torch.autograd.Function):
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor, direction: int) -> Tensor:
     # A head's halves are the two coordinates ("rotate-half"). Views of them save the usual concatenation and negation.
-    y = x * cos
-    first, second = x.chunk(2, dim=-1)
-    y_first, y_second = y.chunk(2, dim=-1)
-    y_first.addcmul_(second, sin, value=-direction)
-    y_second.addcmul_(first, sin, value=direction)
-    return y.to(x.dtype)
+    y = x * cos  # float32
+    rotated = torch.empty_like(x) if x.is_cuda else y  # CUDA's kernels round as they write; a CPU's would copy first
+    (first, second), (y_first, y_second) = x.chunk(2, dim=-1), y.chunk(2, dim=-1)
+    rotated_first, rotated_second = rotated.chunk(2, dim=-1)
+    torch.addcmul(y_first, second, sin, value=-direction, out=rotated_first)
+    torch.addcmul(y_second, first, sin, value=direction, out=rotated_second)
+    return rotated.to(x.dtype)
