@@ -4,6 +4,7 @@ import json
 import math
 import os
 import sys
+import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
@@ -80,6 +81,8 @@ class Run(Generic[SettingsT]):
         self.device = traffic.device = devices.pick_device(places, self.rank)
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
+            # autograd's thread may begin with a matrix product; torch warns of what it then does itself
+            warnings.filterwarnings("ignore", "Attempting to run cuBLAS, but there was no current CUDA context")
         else:
             devices.keep_freed_memory()
         pipelines = self.grid.pipelines_on_host(self.local_ranks)
