@@ -4,7 +4,8 @@
 # On Linux, LAB_TORCH=cpu or LAB_TORCH=cuda chooses torch's build for .venv/; otherwise it depends on the machine, see
 # install_torch. LAB_TORCH_INDEX is the address of another copy of PyTorch's index of CPU builds.
 
-trap 'exit 130' INT  # also where a program that is being looked for, such as a shim, ends in its own way
+# Ctrl-C ends the script even if the program that it runs, such as pyenv's python3, catches the signal and goes on.
+trap 'exit 130' INT
 
 lab=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 

@@ -8,9 +8,10 @@ import os
 import signal
 
 # Until there are ranks, Ctrl-C has nothing to end but this process. A KeyboardInterrupt would print a traceback during
-# the imports below, and would be lost in torch's, which goes on if that of numpy fails.
+# the imports below, and would be lost in torch's, which goes on if that of numpy fails. (The interpreter's own start,
+# some milliseconds before this line, is not covered.)
 if __name__ == "__main__" and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-    signal.signal(signal.SIGINT, lambda *_: os._exit(130))
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 import argparse
 import ast

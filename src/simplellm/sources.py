@@ -98,21 +98,21 @@ def open_source(data: str, split: str, seed: int) -> Source:
     if data == "tinystories":
         files = cached_files(split)
         return Parquet(files) if files else Hub(split)
-    return Part(open_file(data, "sample, tinystories, or the path of "), Path(os.path.expanduser(data)), split)
+    wanted = "give sample, tinystories, or the path of a .txt, .jsonl or .parquet file"
+    return Part(open_file(data, wanted), Path(os.path.expanduser(data)), split)
 
 
-def open_file(data: str, others: str = "") -> Source:
+def open_file(data: str, wanted: str = "give a .txt, .jsonl or .parquet file") -> Source:
     """All documents of a file.
 
     Args:
         data: its path.
-        others: what else could have been given, for the message of an error.
+        wanted: what an error message is to advise.
 
     Raises:
         InputError: it cannot be read.
     """
     path = Path(os.path.expanduser(data))
-    wanted = f"give {others}a .txt, .jsonl or .parquet file"
     if os.path.isdir(path):
         raise InputError(f"--data {data}: is a folder; {wanted}")
     if not os.path.exists(path):

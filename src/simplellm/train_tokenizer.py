@@ -1,4 +1,4 @@
-"""Train a tokenizer, for --tokenizer: a SentencePiece model of a text of your own.
+"""Train a tokenizer on a text of your own: a SentencePiece model, to be given as --tokenizer.
 
     python -m simplellm.train_tokenizer --data stories.txt --out stories.model
     python -m simplellm.train_tokenizer --data tinystories.jsonl --out tokenizer.model --generated    the shipped one
@@ -9,6 +9,7 @@ is generated stories and half is real TinyStories (Eldan and Li, arXiv 2305.0775
 """
 
 import io
+import os
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -21,6 +22,9 @@ from simplellm.stories import story
 
 # Every character of a keyboard gets a piece of its own, whether or not the text uses it.
 KEYBOARD = "".join(map(chr, range(ord("!"), ord("~") + 1))) + "\n\t"
+BYTES = 256  # each has a piece
+LARGEST_VOCABULARY = 1 << 20
+LONGEST_TEXT = 1 << 20  # bytes; SentencePiece skips what is longer
 
 
 @dataclass
@@ -49,7 +53,7 @@ def train(documents: Iterable[str], vocab_size: int) -> bytes:
     try:
         SentencePieceTrainer.train(
             # From memory to memory, because the model would record the names of the files that it was trained from.
-            sentence_iterator=iter(documents),
+            sentence_iterator=(part for document in documents for part in parts_of(document)),
             model_writer=model,
             model_type="bpe",
             vocab_size=vocab_size,
@@ -64,9 +68,9 @@ def train(documents: Iterable[str], vocab_size: int) -> bytes:
             bos_id=1,
             eos_id=2,
             pad_id=3,
-            max_sentence_length=1 << 20,  # a story is one "sentence": line breaks are part of it
+            max_sentence_length=LONGEST_TEXT,  # a story is one "sentence": line breaks are part of it
             num_threads=1,
-            minloglevel=1,
+            minloglevel=2,  # errors only
         )
     except RuntimeError as error:
         raise InputError(f"--vocab-size {vocab_size}: {_reason(str(error))}") from None
@@ -79,7 +83,23 @@ def _reason(message: str) -> str:
         return f"bytes and the characters of the text need at least {least[1]} pieces"
     if most := re.search(r"Vocabulary size too high.* <= (\d+)", message):
         return f"this text gives at most {most[1]} pieces"
-    return message.rpartition("] ")[2].strip()
+    return message
+
+
+def parts_of(document: str, longest: int = LONGEST_TEXT) -> list[str]:
+    """The document if it has at most so many bytes; otherwise parts that do, which end with lines where they can."""
+    if len(document.encode()) <= longest:
+        return [document]
+    width = longest // 4  # characters, of at most four bytes each
+    lines = document.splitlines(keepends=True)
+    parts, size_bytes = list[list[str]]([[]]), 0
+    for piece in (line[start : start + width] for line in lines for start in range(0, len(line), width)):
+        size_bytes += len(piece.encode())
+        if size_bytes > longest:
+            parts.append([])
+            size_bytes = len(piece.encode())
+        parts[-1].append(piece)
+    return ["".join(part) for part in parts]
 
 
 def training_text(data: str, generated: bool) -> Iterator[str]:
@@ -91,17 +111,25 @@ def training_text(data: str, generated: bool) -> Iterator[str]:
 
 
 def write(settings: Settings) -> None:
-    data, out = settings.data, settings.out
-    require(settings.vocab_size > 0, f"--vocab-size {settings.vocab_size}: must be at least 1")
+    data, out, vocab_size = settings.data, settings.out.expanduser(), settings.vocab_size
+    sizes = f"as every byte has a piece, give more than {BYTES}, and at most {LARGEST_VOCABULARY:,}"
+    require(BYTES < vocab_size <= LARGEST_VOCABULARY, f"--vocab-size {vocab_size}: {sizes}")
+    source = open_file(data)
     require(out.parent.is_dir(), f"--out {out}: there is no folder {out.parent}")
-    documents = sum(bool(text.strip()) for text in open_file(data).read(0))  # of all, to find an error before training
-    require(documents > 0, f"--data {data}: the file has no text; give one that has")
-    model = train(training_text(data, settings.generated), settings.vocab_size)
+    require(not out.exists() or out.is_file(), f"--out {out}: is no file, and would be replaced by one")
+    require(not out.exists() or not out.samefile(Path(data).expanduser()), f"--out {out}: would replace the text")
+    # Reads every document, so that an error in the last one is found before training.
+    documents = sum(bool(text.strip()) for text in source.read(0))
+    require(documents > 0, f"--data {data}: the file holds no document; give one with text in it")
+    model = train(training_text(data, settings.generated), vocab_size)
+    unfinished = out.with_name(f"{out.name}.unfinished")
     try:
-        out.write_bytes(model)
+        unfinished.write_bytes(model)
+        os.replace(unfinished, out)
     except OSError as error:
+        unfinished.unlink(missing_ok=True)
         raise InputError(f"--out {out}: cannot be written ({error.strerror})") from None
-    print(f"{out}: {settings.vocab_size} pieces, {len(model)} bytes")
+    print(f"{out}: {vocab_size} pieces, {len(model)} bytes")
 
 
 if __name__ == "__main__":

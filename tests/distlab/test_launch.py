@@ -197,17 +197,20 @@ def test_ctrl_c_while_it_starts_prints_no_traceback_and_is_not_lost(after: float
     time.sleep(after)
     os.killpg(launcher.pid, signal.SIGINT)
     ended = finish(launcher, 30)
-    assert ended.status == 130
+    assert ended.status in (130, -signal.SIGINT), "a shell shows both as 130"
     assert "Traceback" not in ended.err
 
 
 @pytest.mark.usefixtures("in_the_foreground")
-@pytest.mark.parametrize("after", [0.0, 0.02, 0.04, 0.06])
-def test_ctrl_c_while_an_interpreter_is_looked_for_is_not_lost(after: float, tmp_path: Path) -> None:
-    launcher = start("./launch.sh", "dp-ga", *TINY, "--steps", "1000000", "--out", tmp_path)
-    time.sleep(after)
+def test_ctrl_c_is_not_lost_in_a_program_that_catches_it(tmp_path: Path) -> None:
+    """Such as pyenv's python3, which launch.sh asks first whether it has what the lab needs."""
+    begun, shim = tmp_path / "begun", tmp_path / "python3"
+    shim.write_text(f"#!/usr/bin/env bash\ntrap 'exit 1' INT\ntouch {begun}\nsleep 0.5\nexit 1\n")
+    shim.chmod(0o755)
+    launcher = start("./launch.sh", "--help", PATH=f"{tmp_path}:{os.environ['PATH']}")
+    assert wait_for(begun.exists)
     os.killpg(launcher.pid, signal.SIGINT)
-    assert finish(launcher, 30).status in (130, -signal.SIGINT)
+    assert finish(launcher, 30).status == 130
 
 
 def test_a_run_under_nohup_outlives_its_terminal(tmp_path: Path) -> None:

@@ -8,9 +8,7 @@ import pytest
 
 from simplellm.errors import InputError
 from simplellm.tokenizers import SPTokenizer
-from simplellm.train_tokenizer import Settings, write
-
-TRICKY = ["", "  two  spaces ", "\u2581", "before\x00after", "caf\u00e9 \U0001f408", "line\nbreaks\n\n", "\ta tab"]
+from simplellm.train_tokenizer import LONGEST_TEXT, Settings, parts_of, write
 
 
 @pytest.fixture
@@ -34,8 +32,8 @@ def test_the_same_text_gives_the_same_file(
     tokenizer = SPTokenizer(tmp_path / "first.model")
     assert tokenizer.vocab_size == vocab_size
     assert (tokenizer.bos_id, tokenizer.eos_id, tokenizer.pad_id) == (1, 2, 3)
-    for text in TRICKY:
-        assert tokenizer.decode(tokenizer.encode(text)) == text
+    text = "  two  spaces, \u2581, \x00, caf\u00e9 \U0001f408\n\n\ta tab "
+    assert tokenizer.decode(tokenizer.encode(text)) == text
 
 
 def test_the_words_of_a_text_are_its_pieces(stories: Path, tmp_path: Path) -> None:
@@ -49,29 +47,59 @@ def test_the_words_of_a_text_are_its_pieces(stories: Path, tmp_path: Path) -> No
     ]
 
 
+def test_a_document_that_sentencepiece_would_skip_is_read_in_parts(tmp_path: Path) -> None:
+    text = tmp_path / "long.txt"
+    text.write_text("She found an umbrella.\n" * (LONGEST_TEXT // 20), encoding="utf-8")
+    write(Settings(str(text), tmp_path / "own.model", vocab_size=380))
+    tokenizer = SPTokenizer(tmp_path / "own.model")
+    assert [tokenizer.decode([piece]) for piece in tokenizer.encode("She found")] == ["She", " found"]
+
+
+@pytest.mark.parametrize(
+    "document", ["", "one line", "ab\ncd\n\nefghijk\n", "x" * 50, "\U0001f408" * 30 + "\nend", "a\r\nb\u2028c"]
+)
+def test_parts_are_short_and_together_the_document(document: str) -> None:
+    parts = parts_of(document, longest=8)
+    assert "".join(parts) == document
+    assert all(len(part.encode()) <= 8 for part in parts)
+    assert parts_of(document) == [document]
+
+
 def refusal(settings: Settings) -> str:
+    before = {path: path.read_bytes() for path in settings.out.parent.glob("*") if path.is_file()}
     with pytest.raises(InputError) as error:
         write(settings)
-    assert not settings.out.is_file()
+    assert {path: path.read_bytes() for path in settings.out.parent.glob("*") if path.is_file()} == before
     return str(error.value)
 
 
-def test_what_cannot_work_is_refused(stories: Path, tmp_path: Path) -> None:
-    out, bad, empty = tmp_path / "out.model", tmp_path / "bad.jsonl", tmp_path / "empty.txt"
-    bad.write_text('{"text": "a"}\n{"txt": 3}\n')
-    empty.write_text(" \n")
-    least = re.fullmatch(
-        r"--vocab-size 100: bytes and the characters of the text need at least (\d+) pieces",
-        refusal(Settings(str(stories), out, 100)),
-    )
+def test_sizes_that_do_not_fit_the_text_are_refused(stories: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out.model"
+    too_few = r"--vocab-size 300: bytes and the characters of the text need at least (\d+) pieces"
+    least = re.fullmatch(too_few, refusal(Settings(str(stories), out, 300)))
     assert least
     assert f"at least {least[1]} pieces" in refusal(Settings(str(stories), out, int(least[1]) - 1))
     too_many = refusal(Settings(str(stories), out, 100_000))
     assert re.fullmatch(r"--vocab-size 100000: this text gives at most \d+ pieces", too_many)
-    assert refusal(Settings(str(stories), out, 0)) == "--vocab-size 0: must be at least 1"
+
+
+@pytest.mark.parametrize("vocab_size", [-1, 0, 3, 256, 2**20 + 1, 2**31])
+def test_sizes_that_no_text_can_have_are_refused(vocab_size: int, stories: Path, tmp_path: Path) -> None:
+    sizes = "as every byte has a piece, give more than 256, and at most 1,048,576"
+    assert refusal(Settings(str(stories), tmp_path / "out.model", vocab_size)) == f"--vocab-size {vocab_size}: {sizes}"
+
+
+def test_files_that_cannot_work_are_refused(stories: Path, tmp_path: Path) -> None:
+    out, bad, empty = tmp_path / "out.model", tmp_path / "bad.jsonl", tmp_path / "empty.txt"
+    out.write_text("an earlier one")
+    bad.write_text('{"text": "a"}\n{"txt": 3}\n')
+    empty.write_text(" \n")
     assert f"{bad}: line 2 is no JSON object" in refusal(Settings(str(bad), out))
-    assert refusal(Settings(str(empty), out)) == f"--data {empty}: the file has no text; give one that has"
+    no_text = f"--data {empty}: the file holds no document; give one with text in it"
+    assert refusal(Settings(str(empty), out)) == no_text
     missing = f"--data {tmp_path}/no.txt: there is no such file; give a .txt, .jsonl or .parquet file"
     assert refusal(Settings(f"{tmp_path}/no.txt", out)) == missing
     assert refusal(Settings(str(stories), Path("/no/x.model"))) == "--out /no/x.model: there is no folder /no"
-    assert refusal(Settings(str(stories), tmp_path, 400)) == f"--out {tmp_path}: cannot be written (Is a directory)"
+    for place in (tmp_path, Path("/dev/null")):
+        assert refusal(Settings(str(stories), place)) == f"--out {place}: is no file, and would be replaced by one"
+    assert refusal(Settings(str(stories), stories)) == f"--out {stories}: would replace the text"
