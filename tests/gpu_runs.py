@@ -112,6 +112,7 @@ def assert_trained_alike(own: GPURun, expected: GPURun, tolerance: float = SAME)
     """
     assert own.losses == pytest.approx(expected.losses, rel=tolerance)
     weights, expected_weights = own.weights, expected.weights
+    assert weights.keys() == expected_weights.keys()
     for name, fresh in initial_weights(*MODEL.split()).items():
         learned = (expected_weights[name] - fresh).norm()
         assert learned > 0, name

@@ -164,6 +164,9 @@ def finish(process: Started, deadline: float = 60) -> Ended:
         os.killpg(process.pid, signal.SIGKILL)
         out, err = process.communicate()
         raise AssertionError(f"did not end within {deadline} s:\n{out}\n{err}") from None
+    except KeyboardInterrupt:  # the tests are to end
+        os.killpg(process.pid, signal.SIGKILL)
+        raise
     assert process.returncode is not None
     return Ended(process.returncode, out, err)
 

@@ -154,7 +154,8 @@ class Rotate(torch.autograd.Function):
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor, direction: int) -> Tensor:
     # A head's halves are the two coordinates ("rotate-half"). Views of them save the usual concatenation and negation.
     y = x * cos  # float32
-    rotated = torch.empty_like(x) if x.is_cuda else y  # CUDA's kernels round as they write; a CPU's would copy first
+    # CUDA's kernels round to bfloat16 as they write; a CPU's would copy first.
+    rotated = torch.empty_like(x) if x.is_cuda and x.dtype != y.dtype else y
     (first, second), (y_first, y_second) = x.chunk(2, dim=-1), y.chunk(2, dim=-1)
     rotated_first, rotated_second = rotated.chunk(2, dim=-1)
     torch.addcmul(y_first, second, sin, value=-direction, out=rotated_first)

@@ -18,6 +18,19 @@ torch.set_float32_matmul_precision("highest")
 def pytest_configure(config: pytest.Config) -> None:
     if not config.getoption("gpu"):  # this folder was named
         raise pytest.UsageError("the tests in tests/gpu need --gpu")
+    config.pluginmanager.register(_AtOnce(config))
+
+
+class _AtOnce:
+    """Prints why a test has failed as soon as it has: the time on the machine may end before the tests do."""
+
+    def __init__(self, config: pytest.Config) -> None:
+        self._config = config
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        terminal = self._config.pluginmanager.get_plugin("terminalreporter")
+        if report.failed and terminal is not None and not hasattr(self._config, "workerinput"):
+            terminal.write_line(f"\n{report.nodeid}:\n{report.longreprtext}")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -59,7 +59,7 @@ def test_bfloat16_stays_near_it(line: str, reference: GPURun, tmp_path: Path) ->
 
 OWN_RUNS = """
 diloco --world-size 3 --batch-size 2 --sync-every 2
-diloco --world-size 2 --batch-size 3 --sync-every 4 --fragments 2 --overlap-steps 1 --compress int8
+diloco --world-size 2 --batch-size 3 --sync-every 4 --fragments 2 --overlap-steps 1 --compress bf16
 hybrid --dp 2 --pp 2 --batch-size 3 --outer diloco --sync-every 3
 dp-ga --world-size 3 --batch-size 2 --compress powersgd
 """
