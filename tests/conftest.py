@@ -39,6 +39,34 @@ def pytest_cmdline_main(config: pytest.Config) -> int | None:
 def pytest_configure(config: pytest.Config) -> None:
     if not config.getoption("gpu"):  # before anything can initialize CUDA; commands that tests start inherit it
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    elif not hasattr(config, "workerinput"):  # of several processes, the one that prints
+        config.pluginmanager.register(GPUReport(config))
+
+
+class GPUReport:
+    """Prints why a test has failed as soon as it has, as the time on a rented GPU may end before the tests do.
+
+    And, as the last line, what all this was seen on.
+    """
+
+    def __init__(self, config: pytest.Config) -> None:
+        self._config = config
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.failed:
+            terminal = self._config.pluginmanager.get_plugin("terminalreporter")
+            terminal.write_line(f"\n{report.nodeid}:\n{report.longreprtext}")
+
+    def pytest_unconfigure(self) -> None:
+        from gpu_runs import GPUS, HERE, REHEARSAL
+
+        if REHEARSAL:
+            print(f"# a rehearsal on the CPU, as with {HERE} (LAB_GPU_REHEARSAL): nothing is proven about a GPU")
+            return
+        names = sorted({torch.cuda.get_device_name(gpu) for gpu in range(GPUS)})
+        nccl = ".".join(map(str, torch.cuda.nccl.version()))
+        versions = f"torch {torch.__version__}, CUDA {torch.version.cuda}, NCCL {nccl}"
+        print(f"# this was on {HERE} ({' and '.join(names)}), {versions}")
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:

@@ -5,7 +5,7 @@ import time
 
 import pytest
 import torch
-from gpu_runs import GPUS, HERE, REHEARSAL, GPURun, train
+from gpu_runs import GPURun, train
 
 ORDER = "test_parity test_nccl test_checkpoints test_failures test_reports test_model".split()
 STARTED = time.monotonic()
@@ -18,19 +18,6 @@ torch.set_float32_matmul_precision("highest")
 def pytest_configure(config: pytest.Config) -> None:
     if not config.getoption("gpu"):  # this folder was named
         raise pytest.UsageError("the tests in tests/gpu need --gpu")
-    config.pluginmanager.register(_AtOnce(config))
-
-
-class _AtOnce:
-    """Prints why a test has failed as soon as it has: the time on the machine may end before the tests do."""
-
-    def __init__(self, config: pytest.Config) -> None:
-        self._config = config
-
-    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        terminal = self._config.pluginmanager.get_plugin("terminalreporter")
-        if report.failed and terminal is not None and not hasattr(self._config, "workerinput"):
-            terminal.write_line(f"\n{report.nodeid}:\n{report.longreprtext}")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -51,16 +38,3 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> GPURun:
     run = train("primer --batch-size 6 --eval-every 3", tmp_path_factory.mktemp("reference"), device="cpu")
     assert run.losses[0] - run.losses[-1] > 0.5, "it learns, so that a wrong gradient shows in the losses"
     return run
-
-
-def pytest_unconfigure(config: pytest.Config) -> None:
-    """The last line: what all this was seen on."""
-    if not config.getoption("gpu"):
-        return
-    if REHEARSAL:
-        print(f"# a rehearsal on the CPU, as with {HERE} (LAB_GPU_REHEARSAL): nothing is proven about a GPU")
-    else:
-        names = sorted({torch.cuda.get_device_name(gpu) for gpu in range(GPUS)})
-        nccl = ".".join(map(str, torch.cuda.nccl.version()))
-        versions = f"torch {torch.__version__}, CUDA {torch.version.cuda}, NCCL {nccl}"
-        print(f"# this was on {HERE} ({' and '.join(names)}), {versions}")
