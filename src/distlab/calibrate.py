@@ -82,7 +82,10 @@ class CalibrateSettings(WorldSize, RunSettings):
         is_ascending = bool(self.rows) and self.rows[0] >= 1 and sorted(set(self.rows)) == list(self.rows)
         require(is_ascending, f"--rows {rows}: give one or more numbers of sequences, in ascending order")
         require(self.world_size > 1, "--world-size 1: messages need 2 ranks or more")
-        require(self.machine_file.parent.is_dir(), f"{self.machine_file}: there is no such folder")
+        folder, is_there = self.machine_file.parent, self.machine_file.exists()
+        require(folder.is_dir(), f"{self.machine_file}: there is no such folder")
+        can_write = os.access(self.machine_file if is_there else folder, os.W_OK)
+        require(can_write, f"{self.machine_file}: cannot write there; give another path")
 
 
 DEFAULTS = CalibrateSettings()

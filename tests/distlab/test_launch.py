@@ -236,7 +236,7 @@ def test_a_run_under_nohup_outlives_its_terminal(tmp_path: Path) -> None:
         ("dp-ga --seq-len 1", "--seq-len 1: predicting the next token needs at least 2"),
         ("dp-ga --num-heads 5", "--num-heads 5 does not divide --dmodel 288"),
         ("dp-ga --seed 99999999999999999999", "--seed 99999999999999999999: give a number of at most 63 bits"),
-        ("dp-ga --lr inf", "--lr inf: must be greater than 0"),
+        ("dp-ga --lr inf", "--lr inf: must be finite"),
         ("dp-ga --timeout inf", "--timeout inf: give seconds"),
         ("dp-ga --batch-size 3 --micro-batches 2", "--batch-size 3 with --micro-batches 2"),
         ("dp-ga --stepz 3", "Unrecognized options: --stepz, 3"),

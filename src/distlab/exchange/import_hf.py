@@ -4,6 +4,7 @@ python -m simplellm.import_hf DIR OUT
 ./launch.sh hybrid --resume OUT
 """
 
+import shlex
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -32,7 +33,7 @@ def main(request: Request) -> None:
     model = read_llama(request.folder)
     say(f"{request.folder}: {model.parameter_count:,} parameters; writing them to {request.out}")
     write_model(request.out, model)
-    say(f"{request.out}: {model.parameter_count:,} parameters; resume it with --resume {request.out}")
+    say(f"{request.out}: {model.parameter_count:,} parameters; resume it with --resume {shlex.quote(str(request.out))}")
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """`./launch.sh exercise`, `hint` and `check`. Without torch until a file is checked."""
 
 import argparse
+import contextlib
 import json
 import shlex
 import sys
@@ -54,6 +55,8 @@ def exercise(args: list[str]) -> int:
         folder.mkdir(parents=True, exist_ok=True)
         path.write_text(write_out(wanted, path))
     except OSError as error:
+        with contextlib.suppress(OSError):
+            path.unlink()  # or it would be taken for someone's work
         raise InputError(f"{path}: cannot write there ({error.strerror}); give another folder") from error
     print(f"# wrote {path}: the task is at its top")
     print(f"# check it: ./launch.sh check {shlex.quote(str(path))}")
@@ -172,6 +175,7 @@ def _is_submission(path: Path, wanted: Exercise | None) -> bool:
 
 
 def _read(path: Path) -> str:
+    require(not path.exists() or path.is_file() or path.is_dir(), f"{path}: is no file; give a Python file")
     try:
         return path.read_text()
     except (OSError, UnicodeDecodeError) as error:

@@ -173,8 +173,10 @@ def read_machine(path: Path) -> Machine:
     try:
         content = json.loads(path.read_text())
     except (OSError, ValueError) as error:
-        sentence = f"{path}: cannot be read as JSON ({error})"
-        raise InputError(f"{sentence}; python -m distlab.calibrate {path} writes one for this computer") from None
+        reason = error.strerror if isinstance(error, OSError) else f"it is no JSON: {error}"
+        raise InputError(
+            f"{path}: cannot be read ({reason}); python -m distlab.calibrate {path} writes one for this computer"
+        ) from None
     machine = _read(Machine, content, f"{path}: ")
     for entry in machine.measured:
         many = [len(getattr(getattr(entry, part), kind)) for part in PARTS for kind in "FBIW"]

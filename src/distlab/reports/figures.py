@@ -168,7 +168,8 @@ def read_metrics(run: Path) -> list[dict[str, Any]]:
         require(bool(records), "no step has been recorded")
         return records
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise InputError(f"{path}: these are not the metrics of a run; give NAME=RUN with a run's folder") from error
+        what = "there is no such file" if isinstance(error, FileNotFoundError) else "these are not the metrics of a run"
+        raise InputError(f"{path}: {what}; give NAME=RUN with a run's folder") from error
 
 
 def places(records: list[dict[str, Any]], against: Against, run: Path) -> list[float]:

@@ -85,16 +85,16 @@ def _parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
 
 
 def as_table(by_rank: Sequence[Sequence[int]]) -> list[str]:
-    """A header and a line for each rank; ranks with equal counts share a line."""
+    """A header and a line for each rank; ranks whose line would be the same share it."""
     columns = (*KINDS, "without --recompute") if _has_recomputation(by_rank) else KINDS
     shown = [i for i, kind in enumerate(columns) if kind not in ONLY_SOME or any(counts[i] for counts in by_rank)]
     lines = [f"{'memory, MB':<14}" + "".join(f"{columns[index]:>{_width(columns[index])}}" for index in shown)]
-    ranks: dict[tuple[int, ...], list[int]] = {}
+    ranks: dict[str, list[int]] = {}
     for rank, counts in enumerate(by_rank):
-        ranks.setdefault(tuple(counts[: len(columns)]), []).append(rank)
-    for counts, same in ranks.items():
-        who = f"rank{'s' * (len(same) > 1)} {', '.join(map(str, same))}"
         shares = "".join(f"{counts[index] / 1e6:>{_width(columns[index])}.2f}" for index in shown)
+        ranks.setdefault(shares, []).append(rank)
+    for shares, same in ranks.items():
+        who = f"rank{'s' * (len(same) > 1)} {', '.join(map(str, same))}"
         lines.append(f"{who:<14}{shares}")
     return lines
 

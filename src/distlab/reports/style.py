@@ -106,5 +106,7 @@ def save(figure: Any, png: Path) -> None:
         if png.suffix == ".png":
             with Image.open(png) as image:
                 image.convert("RGB").quantize().save(png, optimize=True)  # with 256 colors, a third of the bytes
-    except (OSError, ValueError) as error:
+    except OSError as error:
+        raise InputError(f"{png}: cannot be written ({error.strerror or error})") from error
+    except ValueError as error:
         raise InputError(f"{png}: cannot be drawn ({error}); give the path of a .png file") from error

@@ -1,5 +1,6 @@
 """Failure handling: every exception becomes a `Failure`, which informs the user, the other ranks and the launcher."""
 
+import errno
 import json
 import os
 import re
@@ -47,6 +48,11 @@ class Failure:
         if isinstance(error, NotFiniteError):  # all ranks raise it
             return cls(str(error), names_rank=True, recurs_on_restart=True, grace_period=True)
         # A library that communicates with other ranks itself raises its own errors when a wait fails.
+        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+            sentence = (
+                f"--out: a file of the run cannot be written ({error.strerror}); make room, or give another folder"
+            )
+            return cls(sentence, status=2, cause=sentence)
         wait = error if isinstance(error, TrafficError) else traffic.failure_of(error)
         if wait is not None:
             return cls._of_wait(wait)

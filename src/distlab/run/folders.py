@@ -2,10 +2,45 @@
 
 import contextlib
 import itertools
+import os
+import time
 from datetime import datetime
 from pathlib import Path
 
 from simplellm.errors import InputError
+
+SECONDS_TO_LEAVE = 2.0  # that a run which was killed may still need
+
+_claims: dict[Path, int] = {}  # the folders of this process, with descriptors that hold their locks until it ends
+
+
+def claim(out: Path) -> None:
+    """Have a run's folder for this process alone until it ends; without effect where folders cannot be locked.
+
+    Raises:
+        InputError: another run is using it, or it cannot be made.
+    """
+    if out in _claims:
+        return
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(out, os.O_RDONLY)
+    except OSError as error:
+        raise InputError(f"--out {out}: cannot write there ({error.strerror}); give another folder") from error
+    deadline = time.monotonic() + SECONDS_TO_LEAVE
+    while out not in _claims:
+        try:
+            import fcntl
+
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() > deadline:
+                raise InputError(f"--out {out}: another run is writing there; give another folder") from None
+            time.sleep(0.1)
+            continue
+        except (OSError, ImportError):  # a network's file system, or Windows
+            pass
+        _claims[out] = descriptor
 
 
 def new_folder(parent: Path) -> Path:

@@ -45,8 +45,12 @@ class RankOutput(io.TextIOBase):
         self._file = file
 
     def keep(self, text: str) -> None:
-        """Write to the log only."""
-        self._file.write(text)
+        """Write to the log only; no more once that fails, as the reason is still to be seen on the terminal."""
+        try:
+            self._file.write(text)
+            self._file.flush()
+        except OSError:
+            self._file = io.StringIO()
 
     def write(self, text: str) -> int:
         if text.startswith("\r"):  # a progress bar of a library, such as a download's; redrawn often, so not logged
@@ -61,7 +65,6 @@ class RankOutput(io.TextIOBase):
             self.terminal.write(self._erase + "\n".join([*lines, status]))
             self._erase = self._erase_before_line
             self.terminal.flush()
-            self._file.flush()
         return len(text)
 
     def flush(self) -> None:
@@ -69,7 +72,6 @@ class RankOutput(io.TextIOBase):
             self.terminal.write(f"{self._erase}{self._rest}")
             self._rest = self._erase = ""
         self.terminal.flush()
-        self._file.flush()
 
     def isatty(self) -> bool:
         return self.terminal.isatty()

@@ -30,7 +30,7 @@ from distlab.reports import memory
 from distlab.run.checkpointer import Batches, Checkpointer, TrainingState, prepare_checkpoints
 from distlab.run.commands import next_commands
 from distlab.run.failure import Failure
-from distlab.run.folders import new_folder
+from distlab.run.folders import claim, new_folder
 from distlab.run.logs import RankOutput, RunLog, say, take_over_output
 from distlab.run.not_finite import NotFiniteError
 from distlab.run.progress import Progress, status_line
@@ -336,6 +336,7 @@ def decide(settings: RunSettings, script: Path) -> dict[str, Any]:
     """What rank 0 decides for all ranks: the run's folder, its data, the checkpoint to resume from."""
     out = (settings.out or new_folder(Path("runs") / script.stem)).absolute()
     decided = {"out": str(out), **settings.decide()}
+    claim(out)  # before its checkpoints are touched
     if isinstance(settings, ResumableSettings):
         decided |= prepare_checkpoints(settings, out, decided["data_identity"])
     return decided
@@ -351,7 +352,7 @@ def identity(settings: RunSettings) -> tuple[int, int]:
         require(settings.rank in (-1, rank), sentence)
         return rank, size
     rank = 0 if settings.rank < 0 and asked == 1 else settings.rank
-    given = "no rank given" if rank < 0 else f"rank {rank}"
+    given = "no rank given" if rank == -1 else f"rank {rank}"  # -1 is the default
     advice = "give each process its own rank as the first argument, or start all of them with launch.sh"
     require(0 <= rank < asked, f"{given}: {flags} has the ranks 0 to {asked - 1}; {advice}")
     return rank, asked

@@ -226,10 +226,11 @@ class WorldSize:
 
 
 def require_positive(settings: Any, *names: str) -> None:
-    """Raise `InputError` unless each named field is greater than zero, or None."""
+    """Raise `InputError` unless each named field is finite and greater than zero, or None."""
     for name in names:
         value = getattr(settings, name)
-        require(value is None or 0 < value < math.inf, f"{as_flag(name)} {value}: must be greater than 0")
+        require(value is None or value > 0, f"{as_flag(name)} {value}: must be greater than 0")
+        require(value is None or value < math.inf, f"{as_flag(name)} {value}: must be finite")
 
 
 def as_flag(name: str) -> str:

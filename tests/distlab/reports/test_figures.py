@@ -163,7 +163,7 @@ def test_moving_average() -> None:
 
 
 def test_a_folder_that_holds_no_run_is_named(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="these are not the metrics of a run"):
+    with pytest.raises(InputError, match="there is no such file; give NAME=RUN with a run's folder"):
         read_metrics(tmp_path)
     (tmp_path / "metrics.jsonl").write_text("{not json")
     ended = run(sys.executable, "-m", "distlab.figures", "losses", tmp_path / "x.png", f"a={tmp_path}")

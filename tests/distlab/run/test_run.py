@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from chapters import MODEL, load, losses, train_on
-from processes import LAB, run
+from processes import LAB, run, wait_for
 from small_models import saved_model
 from terminals import fork_python, terminals
 
@@ -32,6 +32,7 @@ from simplellm.tokenizers import SPTokenizer
 pytestmark = pytest.mark.quick
 
 BUILDS_OPTIMIZER = "    optimizer = run.optimizer("  # in a pipeline's script
+PRIMER = "primer/intro.py"
 SHAPE = [*MODEL, "--data", "sample", "--lr", "0.1", "--optimizer", "sgd"]
 
 
@@ -192,6 +193,32 @@ def test_a_folder_that_cannot_be_created(tmp_path: Path) -> None:
         with pytest.raises(InputError, match=f"{parent}: no folder can be created there .*; give --out"):
             new_folder(parent)
     assert len({new_folder(tmp_path / "runs") for _ in range(3)}) == 3
+
+
+def test_a_second_run_in_the_same_folder_is_refused_while_the_first_is_there(tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    command = PRIMER, *SHAPE, "--out", out, "--steps"
+    first = fork_python(*command, "1000000")
+    try:
+        assert wait_for((out / "metrics.jsonl").exists)
+        second = fork_python(*command, "10").finish()
+        assert second.status == 2
+        assert second.err == f"# --out {out}: another run is writing there; give another folder\n"
+    finally:
+        first.kill()
+    assert fork_python(*command, "10").finish().status == 0, "a run that has ended is in nobody's way"
+    assert len(losses(out)) == 10
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "config.json", "rank0.log"])
+def test_a_full_disk_is_told_in_one_sentence(name: str, tmp_path: Path) -> None:
+    (tmp_path / name).symlink_to("/dev/full")
+    ended = fork_python(PRIMER, *SHAPE, "--steps", "3", "--out", tmp_path).finish()
+    if name == "rank0.log":  # what it would say is on the terminal
+        assert (ended.status, len(losses(tmp_path))) == (0, 3), ended.err
+        return
+    reason = "a file of the run cannot be written (No space left on device); make room, or give another folder"
+    assert (ended.status, ended.err) == (2, f"# --out: {reason}\n")
 
 
 def test_a_rank_that_fails_before_it_has_met_the_others_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
