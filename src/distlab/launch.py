@@ -30,7 +30,7 @@ from distlab.exercises.commands import command as exercise_command
 from distlab.rendezvous.launcher_flags import FLAGS, assign_ranks, read_flags
 from distlab.run.commands import LAB, TEMPERATURE
 from distlab.run.folders import new_folder
-from simplellm.errors import InputError, require
+from simplellm.errors import InputError, is_full_disk, require
 
 if TYPE_CHECKING:
     from distlab.run.settings import RunSettings
@@ -205,11 +205,17 @@ def raise_interrupts() -> None:
 def main() -> NoReturn:
     try:
         status = launch(sys.argv[1:])
+        sys.stdout.flush()
     except InputError as error:
         print(f"# {error}", file=sys.stderr)
         status = 2
     except BrokenPipeError:  # the reader of the output has exited, as `head` does
         status = 1
+    except OSError as error:
+        if not is_full_disk(error):
+            raise
+        print(f"# cannot write {error.filename or 'the output'} ({error.strerror})", file=sys.stderr)
+        status = 2
     except KeyboardInterrupt:
         status = 130
     leave(status)  # a thread of `distlab.rendezvous.nodes` may still be in a call to the store

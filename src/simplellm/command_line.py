@@ -14,7 +14,7 @@ from typing import NoReturn, TypeVar
 
 import tyro
 
-from simplellm.errors import InputError
+from simplellm.errors import InputError, is_full_disk
 
 RequestT = TypeVar("RequestT")
 
@@ -22,8 +22,8 @@ RequestT = TypeVar("RequestT")
 def run(work: Callable[[RequestT], None], request: type[RequestT], description: str | None) -> NoReturn:
     """Read the command line as a `request`, do the work, and exit.
 
-    The exit status is 0 for success, 2 for an error that the user can correct (the message says how), 130 for Ctrl-C,
-    and 1 if the reader of the output has exited, as `head` does.
+    The exit status is 0 for success, 2 for an error that the user can correct (the message says how), such as a full
+    disk, 130 for Ctrl-C, and 1 if the reader of the output has exited, as `head` does.
     """
     guard(lambda: work(read(lambda: tyro.cli(request, description=description))))
 
@@ -39,9 +39,13 @@ def guard(command: Callable[[], object]) -> NoReturn:
     except KeyboardInterrupt:
         print(file=sys.stderr)  # so that the shell's prompt starts on a new line
         raise SystemExit(130) from None
-    except BrokenPipeError:
+    except OSError as error:
+        if not isinstance(error, BrokenPipeError) and not is_full_disk(error):
+            raise
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes once more as it ends
-        raise SystemExit(1) from None
+        if is_full_disk(error):
+            print(f"# cannot write {error.filename or 'the output'} ({error.strerror})", file=sys.stderr)
+        raise SystemExit(2 if is_full_disk(error) else 1) from None
     raise SystemExit(0)
 
 

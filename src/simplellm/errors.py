@@ -1,5 +1,7 @@
 """The exception for errors that the user can correct."""
 
+import errno
+
 
 class InputError(ValueError):
     """A value that the user gave cannot work.
@@ -13,6 +15,11 @@ def require(condition: bool, sentence: str) -> None:
     """Raise `InputError` with the sentence unless the condition holds."""
     if not condition:
         raise InputError(sentence)
+
+
+def is_full_disk(error: OSError) -> bool:
+    """Whether something could not be written because the disk, or the user's share of it, is full."""
+    return error.errno in (errno.ENOSPC, errno.EDQUOT)
 
 
 def require_text(text: str, flag: str) -> None:

@@ -227,6 +227,15 @@ def forked(command: list[str], **_: object) -> SimpleNamespace:
     return SimpleNamespace(returncode=ended.status, stderr=ended.err)
 
 
+@pytest.mark.parametrize(
+    "command", ["distlab.launch", f"distlab.launch plan --machine {CLUSTER}", "distlab.show_schedule dapple"]
+)
+def test_output_to_a_full_disk_is_one_sentence(command: str) -> None:
+    full = shlex.join([sys.executable, "-m", *command.split()]) + " > /dev/full"
+    ended = run("bash", "-c", full, PYTHONPATH=str(LAB / "src"))
+    assert (ended.status, ended.err) == (2, "# cannot write the output (No space left on device)\n")
+
+
 def test_a_plan_ends_quietly_when_its_reader_does() -> None:
     command = shlex.join([sys.executable, "-m", "distlab.launch", "plan", *SMALL, "--ranks", "4", "--machine", CLUSTER])
     ended = run("bash", "-c", f"{command} | true; exit ${{PIPESTATUS[0]}}", PYTHONPATH=str(LAB / "src"))

@@ -1,6 +1,5 @@
 """Failure handling: every exception becomes a `Failure`, which informs the user, the other ranks and the launcher."""
 
-import errno
 import json
 import os
 import re
@@ -21,7 +20,7 @@ from distlab.rendezvous.torchrun import started_by_torchrun
 from distlab.run.logs import RankOutput, human_bytes, say
 from distlab.run.not_finite import NotFiniteError
 from distlab.run.progress import status_line
-from simplellm.errors import InputError
+from simplellm.errors import InputError, is_full_disk
 
 
 @dataclass(frozen=True)
@@ -48,7 +47,7 @@ class Failure:
         if isinstance(error, NotFiniteError):  # all ranks raise it
             return cls(str(error), names_rank=True, recurs_on_restart=True, grace_period=True)
         # A library that communicates with other ranks itself raises its own errors when a wait fails.
-        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+        if isinstance(error, OSError) and is_full_disk(error):
             sentence = (
                 f"--out: a file of the run cannot be written ({error.strerror}); make room, or give another folder"
             )

@@ -17,7 +17,7 @@ import torch
 
 from distlab.comm.traffic import traffic
 from distlab.run.progress import ERASE_LINE, can_erase, status_line
-from simplellm.errors import InputError
+from simplellm.errors import InputError, is_full_disk
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
@@ -62,10 +62,18 @@ class RankOutput(io.TextIOBase):
             if self.prefix:
                 lines = [f"{self.prefix}{line.removeprefix('# ')}" for line in lines]
             status = status_line.text if self._erase_before_line else ""
-            self.terminal.write(self._erase + "\n".join([*lines, status]))
+            self._show(self._erase + "\n".join([*lines, status]))
             self._erase = self._erase_before_line
-            self.terminal.flush()
         return len(text)
+
+    def _show(self, text: str) -> None:
+        try:
+            self.terminal.write(text)
+            self.terminal.flush()
+        except OSError as error:
+            if is_full_disk(error):
+                raise InputError(f"cannot write the output ({error.strerror})") from error
+            raise
 
     def flush(self) -> None:
         if self._rest and not self.prefix:  # an incomplete line, which may be a prompt
