@@ -10,7 +10,6 @@ The exit status is 0 only if every result is right. Lines that hold no results b
 import contextlib
 import io
 import os
-import re
 import signal
 import sys
 import time
@@ -26,6 +25,7 @@ from mpi_wrapper import Communicator
 from numpy.random import Generator, default_rng
 from numpy.typing import NDArray
 
+from simplellm.command_line import one_sentence
 from simplellm.errors import InputError
 
 Array = NDArray[Any]
@@ -230,8 +230,7 @@ def read_command_line(rank: int) -> Request:
     except SystemExit as end:
         if end.code in (0, None):  # --help
             raise
-        text = " ".join(re.findall(r"[^\s│╭╮╰╯─]+", errors.getvalue().partition("\n")[2]))  # without tyro's frame
-        raise InputError(re.split(" (?:For full|Argument) helptext", text)[0]) from None
+        raise InputError(one_sentence(errors.getvalue())) from None
     if request.test_case not in ("all", *CASES):
         raise InputError(f"--test_case {request.test_case}: give one of all, {', '.join(CASES)}")
     if request.seed < 0:

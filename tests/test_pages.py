@@ -134,7 +134,7 @@ def refusals(_: int, blocks: list[str]) -> list[str]:
         ("python bench/bubble.py --stage 4", "--stage"),
         ("python bench/single.py --stepz 4", "--stepz"),
         ("python -m distlab.figures loss x.png runs/a", "loss"),
-        ("python -m distlab.show_schedule", "required"),
+        ("python -m distlab.show_schedule", "missing"),
         ("torchrun --nproc-per-node 3 DP/gradient_aggr/intro_DP_GA.py --stepz 3", "--stepz"),
         ("cd mpi; mpirun -n 8 python mpi-tests.py", "no such script"),
         ("./test.sh tests/none", "tests/none"),

@@ -69,4 +69,13 @@ def one_sentence(panel: str) -> str:
     """The text of tyro's panel as one sentence, without title and frame (which is made of "-" in a plain terminal)."""
     lines = [line.strip("│╭╮╰╯─ ") for line in panel.splitlines()]
     text = " ".join([line for line in lines if line.strip("-")][1:])
-    return re.split(r" ?(?:For full helptext|Argument helptext:)", text)[0] + " (--help lists the flags)"
+    text = re.split(r" ?(?:For full helptext|Argument helptext:)", text)[0]
+    if missing := re.fullmatch(r"Missing from [^:]*: (.*) \(required\)", text):
+        named = (re.fullmatch(r"(--\S+ \S+|\S+) (.*)", each) for each in missing[1].split(" (required) "))
+        text = f"missing: {', '.join(f'{each[1]} ({each[2]})' for each in named if each)}"
+    for of_python, plain in (
+        (r"invalid literal for int\(\) with base 10: (.*)", r"\1 is no whole number"),
+        (r"could not convert string to float: (.*)", r"\1 is no number"),
+    ):
+        text = re.sub(of_python, plain, text)
+    return f"{text} (--help lists the flags)"

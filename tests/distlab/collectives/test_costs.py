@@ -103,7 +103,7 @@ def test_the_table(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixtur
         ("4 --gigabytes-per-second 0", "# --gigabytes-per-second 0: must be greater than 0"),
         ("4 --kilobytes 1 0", "# --kilobytes 1 0: give one or more sizes, from 1 up"),
         ("4 --no-such-flag 1", "# Unrecognized options: --no-such-flag"),
-        ("", "# Missing from command: INT number of computers"),
+        ("", "# missing: INT (number of computers, with one rank each)"),
     ],
 )
 def test_a_wrong_flag_ends_the_table_with_a_sentence(
