@@ -187,6 +187,7 @@ def recorded_nccl(rank: int, size: int) -> Iterator[RecordedNCCL]:
         patch("distlab.comm.devices.pick_device", lambda *_: GPU)
         patch("distlab.rendezvous.ranks.open_store", lambda *_: None)
         patch("distlab.rendezvous.ranks.agree", lambda store, rank, size, place, same, decide, *_: decide())
+        patch("distlab.run.run.claim", lambda _: None)  # each rank decides alone, about one folder
         patch("distlab.rendezvous.ranks.read_places", lambda *_: [Place("here", (f"GPU-{r}",)) for r in range(size)])
         patch("distlab.rendezvous.notices.notices.open", lambda *_, **__: None)
         yield nccl

@@ -1,6 +1,7 @@
 """Signals in pipes: counted, with a deadline, and with the end of a rank noticed."""
 
 import errno
+import gc
 import os
 import signal
 import time
@@ -24,6 +25,7 @@ def soon() -> float:
 @pytest.fixture
 def ends() -> Iterator[tuple[Channel, Channel]]:
     """Both ends of a channel in one process."""
+    gc.collect()  # what other tests have left would close its descriptors at any time
     before = open_descriptors()
     pipes = Pipes()
     [first] = pipes.make(1)
