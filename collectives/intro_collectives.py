@@ -106,7 +106,6 @@ def compare(run: Run[CollectivesSettings]) -> None:
             rows += measured
             if run.rank == 0:
                 show(measured, run.world_size, fitted)
-    traffic.ledger.sent_bytes.pop("sums", None)  # the summary would tell of one topology only; the table has all
     if run.rank == 0:
         from distlab.reports.figures import collectives as draw
 
@@ -120,7 +119,7 @@ def in_shared_memory(size_bytes: int) -> dict[str, Work]:
     tensor = traffic.new_buffer(size_bytes // NUMBER_BYTES, torch.empty(0))
 
     def all_reduce() -> None:
-        traffic.all_reduce(tensor, "the sum", kind="sums", op=ReduceOp.SUM).wait()
+        traffic.all_reduce(tensor, "the sum", kind="sums in shared memory", op=ReduceOp.SUM).wait()
 
     return {SHARED: all_reduce} if traffic.is_shared(tensor) else {}
 

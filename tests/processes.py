@@ -165,7 +165,8 @@ def finish(process: Started, deadline: float = 60) -> Ended:
         out, err = process.communicate()
         raise AssertionError(f"did not end within {deadline} s:\n{out}\n{err}") from None
     except KeyboardInterrupt:  # the tests are to end
-        os.killpg(process.pid, signal.SIGKILL)
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
         raise
     assert process.returncode is not None
     return Ended(process.returncode, out, err)

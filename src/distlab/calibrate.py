@@ -84,6 +84,7 @@ class CalibrateSettings(WorldSize, RunSettings):
         require(self.world_size > 1, "--world-size 1: messages need 2 ranks or more")
         folder, is_there = self.machine_file.parent, self.machine_file.exists()
         require(folder.is_dir(), f"{self.machine_file}: there is no such folder")
+        require(not self.machine_file.is_dir(), f"{self.machine_file}: is a folder; give the path of a file")
         can_write = os.access(self.machine_file if is_there else folder, os.W_OK)
         require(can_write, f"{self.machine_file}: cannot write there; give another path")
 

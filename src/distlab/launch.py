@@ -30,7 +30,7 @@ from distlab.exercises.commands import command as exercise_command
 from distlab.rendezvous.launcher_flags import FLAGS, assign_ranks, read_flags
 from distlab.run.commands import LAB, TEMPERATURE
 from distlab.run.folders import new_folder
-from simplellm.errors import InputError, is_full_disk, require
+from simplellm.errors import InputError, about_full_disk, require, tell
 
 if TYPE_CHECKING:
     from distlab.run.settings import RunSettings
@@ -207,14 +207,15 @@ def main() -> NoReturn:
         status = launch(sys.argv[1:])
         sys.stdout.flush()
     except InputError as error:
-        print(f"# {error}", file=sys.stderr)
+        tell(str(error))
         status = 2
     except BrokenPipeError:  # the reader of the output has exited, as `head` does
         status = 1
     except OSError as error:
-        if not is_full_disk(error):
+        told = about_full_disk(error)
+        if told is None:
             raise
-        print(f"# cannot write {error.filename or 'the output'} ({error.strerror})", file=sys.stderr)
+        tell(told)
         status = 2
     except KeyboardInterrupt:
         status = 130

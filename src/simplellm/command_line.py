@@ -14,7 +14,7 @@ from typing import NoReturn, TypeVar
 
 import tyro
 
-from simplellm.errors import InputError, is_full_disk
+from simplellm.errors import InputError, about_full_disk, tell
 
 RequestT = TypeVar("RequestT")
 
@@ -34,18 +34,20 @@ def guard(command: Callable[[], object]) -> NoReturn:
         command()
         sys.stdout.flush()
     except InputError as error:
-        print(f"# {error}", file=sys.stderr)
+        tell(str(error))
         raise SystemExit(2) from None
     except KeyboardInterrupt:
         print(file=sys.stderr)  # so that the shell's prompt starts on a new line
         raise SystemExit(130) from None
     except OSError as error:
-        if not isinstance(error, BrokenPipeError) and not is_full_disk(error):
+        told = about_full_disk(error)
+        if told is None and not isinstance(error, BrokenPipeError):
             raise
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes once more as it ends
-        if is_full_disk(error):
-            print(f"# cannot write {error.filename or 'the output'} ({error.strerror})", file=sys.stderr)
-        raise SystemExit(2 if is_full_disk(error) else 1) from None
+        if told is None:
+            raise SystemExit(1) from None
+        tell(told)
+        raise SystemExit(2) from None
     raise SystemExit(0)
 
 
@@ -71,8 +73,10 @@ def one_sentence(panel: str) -> str:
     text = " ".join([line for line in lines if line.strip("-")][1:])
     text = re.split(r" ?(?:For full helptext|Argument helptext:)", text)[0]
     if missing := re.fullmatch(r"Missing from [^:]*: (.*) \(required\)", text):
-        named = (re.fullmatch(r"(--\S+ \S+|\S+) (.*)", each) for each in missing[1].split(" (required) "))
-        text = f"missing: {', '.join(f'{each[1]} ({each[2]})' for each in named if each)}"
+        entries = [re.fullmatch(r"(--\S+ [A-Z]+|[\w|-]+) (.*)", each) for each in missing[1].split(" (required) ")]
+        named = [f"{entry[1]} ({entry[2]})" for entry in entries if entry]
+        if len(named) == len(entries):
+            text = f"missing: {', '.join(named)}"
     for of_python, plain in (
         (r"invalid literal for int\(\) with base 10: (.*)", r"\1 is no whole number"),
         (r"could not convert string to float: (.*)", r"\1 is no number"),

@@ -1,6 +1,8 @@
-"""The exception for errors that the user can correct."""
+"""The exception for errors that the user can correct, and how they are told."""
 
+import contextlib
 import errno
+import sys
 
 
 class InputError(ValueError):
@@ -17,9 +19,17 @@ def require(condition: bool, sentence: str) -> None:
         raise InputError(sentence)
 
 
-def is_full_disk(error: OSError) -> bool:
-    """Whether something could not be written because the disk, or the user's share of it, is full."""
-    return error.errno in (errno.ENOSPC, errno.EDQUOT)
+def tell(sentence: str) -> None:
+    """Print the message of an error, unless that cannot be written either."""
+    with contextlib.suppress(OSError):
+        print(f"# {sentence}", file=sys.stderr, flush=True)
+
+
+def about_full_disk(error: BaseException) -> str | None:
+    """The message for a disk that is full, or of which the user has used up their share; None for other errors."""
+    if not isinstance(error, OSError) or error.errno not in (errno.ENOSPC, errno.EDQUOT):
+        return None
+    return f"cannot write {error.filename or 'the output or a file'} ({error.strerror}); make room"
 
 
 def require_text(text: str, flag: str) -> None:

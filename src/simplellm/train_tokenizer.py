@@ -8,6 +8,7 @@ except that no space is put before a text. The same text gives the same file. Ha
 is generated stories and half is real TinyStories (Eldan and Li, arXiv 2305.07759), so that the pieces suit both.
 """
 
+import contextlib
 import io
 import os
 import re
@@ -116,7 +117,7 @@ def write(settings: Settings) -> None:
     require(BYTES < vocab_size <= LARGEST_VOCABULARY, f"--vocab-size {vocab_size}: {sizes}")
     source = open_file(data)
     require(out.parent.is_dir(), f"--out {out}: there is no folder {out.parent}")
-    require(not out.exists() or out.is_file(), f"--out {out}: is no file, and would be replaced by one")
+    require(not out.exists() or out.is_file(), f"--out {out}: is a folder or a device; give the path of a file")
     require(not out.exists() or not out.samefile(Path(data).expanduser()), f"--out {out}: would replace the text")
     # Reads every document, so that an error in the last one is found before training.
     documents = sum(bool(text.strip()) for text in source.read(0))
@@ -127,7 +128,8 @@ def write(settings: Settings) -> None:
         unfinished.write_bytes(model)
         os.replace(unfinished, out)
     except OSError as error:
-        unfinished.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            unfinished.unlink()
         raise InputError(f"--out {out}: cannot be written ({error.strerror})") from None
     print(f"{out}: {vocab_size} pieces, {len(model)} bytes")
 

@@ -33,7 +33,7 @@ part machine 20 30 nvidia-smi
 part compute-mode 20 3 bash -c "nvidia-smi -q -d COMPUTE; env | grep TF32; true"
 part lazy-loading 20 1 "$python" -c "$loading"
 part eager-loading 20 1 env CUDA_MODULE_LOADING=EAGER "$python" -c "$loading"
-# No test begins after 4 minutes, and none takes more than 2: so all of them end in time.
+# No test begins after 4 minutes, so that most of those under way can end.
 part tests 375 40 "$python" -m pytest --gpu --minutes 4 $at_a_time -vv -rsf --durations 0 --show-capture no
 part one-process 30 8 $launch primer $training --batch-size 6
 part timeline 30 8 $launch pp-dapple $training --world-size 3 --batch-size 6 --micro-batches 6 --trace --out "$out/timeline"

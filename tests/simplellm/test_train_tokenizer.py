@@ -56,13 +56,14 @@ def test_a_document_that_sentencepiece_would_skip_is_read_in_parts(tmp_path: Pat
 
 
 @pytest.mark.parametrize(
-    "document", ["", "one line", "ab\ncd\n\nefghijk\n", "x" * 50, "\U0001f408" * 30 + "\nend", "a\r\nb\u2028c"]
+    "document", ["", "one line", "ab\ncd\n\nefghijk\n", "x" * 50, "\U0001f408" * 30 + "\nend", "a\r\nb\u2028cdef"]
 )
 def test_parts_are_short_and_together_the_document(document: str) -> None:
     parts = parts_of(document, longest=8)
     assert "".join(parts) == document
     assert all(len(part.encode()) <= 8 for part in parts)
     assert parts_of(document) == [document]
+    assert parts_of("ab\ncd\n\ne\nf\ng\n", longest=8) == ["ab\ncd\n\n", "e\nf\ng\n"]
 
 
 def refusal(settings: Settings) -> str:
@@ -101,5 +102,7 @@ def test_files_that_cannot_work_are_refused(stories: Path, tmp_path: Path) -> No
     assert refusal(Settings(f"{tmp_path}/no.txt", out)) == missing
     assert refusal(Settings(str(stories), Path("/no/x.model"))) == "--out /no/x.model: there is no folder /no"
     for place in (tmp_path, Path("/dev/null")):
-        assert refusal(Settings(str(stories), place)) == f"--out {place}: is no file, and would be replaced by one"
+        assert (
+            refusal(Settings(str(stories), place)) == f"--out {place}: is a folder or a device; give the path of a file"
+        )
     assert refusal(Settings(str(stories), stories)) == f"--out {stories}: would replace the text"

@@ -20,7 +20,7 @@ from distlab.rendezvous.torchrun import started_by_torchrun
 from distlab.run.logs import RankOutput, human_bytes, say
 from distlab.run.not_finite import NotFiniteError
 from distlab.run.progress import status_line
-from simplellm.errors import InputError, is_full_disk
+from simplellm.errors import InputError, about_full_disk, tell
 
 
 @dataclass(frozen=True)
@@ -46,12 +46,9 @@ class Failure:
             return cls("interrupted", status=130, cause="interrupted")
         if isinstance(error, NotFiniteError):  # all ranks raise it
             return cls(str(error), names_rank=True, recurs_on_restart=True, grace_period=True)
+        if told := about_full_disk(error):
+            return cls.of(InputError(told))
         # A library that communicates with other ranks itself raises its own errors when a wait fails.
-        if isinstance(error, OSError) and is_full_disk(error):
-            sentence = (
-                f"--out: a file of the run cannot be written ({error.strerror}); make room, or give another folder"
-            )
-            return cls(sentence, status=2, cause=sentence)
         wait = error if isinstance(error, TrafficError) else traffic.failure_of(error)
         if wait is not None:
             return cls._of_wait(wait)
@@ -86,7 +83,7 @@ class Failure:
         if is_printed_last and isinstance(sys.stderr, RankOutput):
             sys.stderr.keep(f"# {self.sentence}\n")
         else:
-            print(f"# {self.sentence}", file=sys.stderr)
+            tell(self.sentence)
         if error_file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
             names = "status", "names_rank", "lost_a_peer", "recurs_on_restart"
             record = {"message": self.sentence, "timestamp": int(time.time())}

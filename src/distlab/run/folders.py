@@ -1,6 +1,7 @@
 """The folders that runs keep their files in."""
 
 import contextlib
+import fcntl
 import itertools
 import os
 import time
@@ -15,7 +16,9 @@ _claims: dict[Path, int] = {}  # the folders of this process, with descriptors t
 
 
 def claim(out: Path) -> None:
-    """Have a run's folder for this process alone until it ends; without effect where folders cannot be locked.
+    """Have a run's folder for this process alone, among those of this computer, until it ends.
+
+    Without effect where folders cannot be locked.
 
     Raises:
         InputError: another run is using it, or it cannot be made.
@@ -28,19 +31,23 @@ def claim(out: Path) -> None:
     except OSError as error:
         raise InputError(f"--out {out}: cannot write there ({error.strerror}); give another folder") from error
     deadline = time.monotonic() + SECONDS_TO_LEAVE
-    while out not in _claims:
-        try:
-            import fcntl
+    while not _lock(descriptor):
+        if time.monotonic() > deadline:
+            os.close(descriptor)
+            raise InputError(f"--out {out}: another run is writing there; give another folder")
+        time.sleep(0.1)
+    _claims[out] = descriptor
 
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            if time.monotonic() > deadline:
-                raise InputError(f"--out {out}: another run is writing there; give another folder") from None
-            time.sleep(0.1)
-            continue
-        except (OSError, ImportError):  # a network's file system, or Windows
-            pass
-        _claims[out] = descriptor
+
+def _lock(descriptor: int) -> bool:
+    """Whether a folder is this process's now, or cannot be locked, as on some network file systems."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        pass
+    return True
 
 
 def new_folder(parent: Path) -> Path:

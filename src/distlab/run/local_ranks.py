@@ -24,7 +24,7 @@ from distlab.rendezvous.store import StoreError
 from distlab.run.commands import LAUNCHED_AS
 from distlab.run.logs import say, take_over_output
 from distlab.run.settings import RunSettings
-from simplellm.errors import InputError
+from simplellm.errors import InputError, tell
 
 DEFAULT_PORT = 29500  # where node 0 listens, when there are several machines
 ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGQUIT, signal.SIGHUP)  # signals that ask a launcher to end
@@ -83,7 +83,7 @@ def run_ranks(script: Path, args: list[str], settings: RunSettings, nodes: Nodes
         except StoreError as error:
             status, sentence = 1, LOST_NODE_0 if rendezvous else str(error)
     if sentence:
-        print(f"# {sentence}", file=sys.stderr, flush=True)
+        tell(sentence)
     if rendezvous:
         rendezvous.leave(cause)
     return status

@@ -17,7 +17,7 @@ import torch
 
 from distlab.comm.traffic import traffic
 from distlab.run.progress import ERASE_LINE, can_erase, status_line
-from simplellm.errors import InputError, is_full_disk
+from simplellm.errors import InputError
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
@@ -35,22 +35,27 @@ class RankOutput(io.TextIOBase):
     def __init__(self, terminal: TextIO, prefix: str = "", erase: str = "") -> None:
         self.terminal, self.prefix = terminal, prefix
         self._file: TextIO = io.StringIO()  # until the run's folder is known
+        self._keeps = True
         self._rest = ""  # the incomplete last line
         self._erase = self._erase_before_line = erase  # _erase is "" while the terminal shows an incomplete line
 
     def keep_in(self, file: TextIO) -> None:
         """From now on write to `file`, starting with everything written so far."""
         assert isinstance(self._file, io.StringIO)
-        file.write(self._file.getvalue())
-        self._file = file
+        earlier, self._file = self._file.getvalue(), file
+        self.keep(earlier)
 
     def keep(self, text: str) -> None:
-        """Write to the log only; no more once that fails, as the reason is still to be seen on the terminal."""
+        """Write to the log only. If that fails, say so on the terminal, which then has the rest alone."""
+        if not self._keeps:
+            return
         try:
             self._file.write(text)
             self._file.flush()
-        except OSError:
-            self._file = io.StringIO()
+        except OSError as error:
+            self._keeps = False
+            what = f"{self._file.name}: cannot be written ({error.strerror}); what follows is on the terminal only"
+            self.terminal.write(f"{self._erase}{self.prefix or '# '}{what}\n")
 
     def write(self, text: str) -> int:
         if text.startswith("\r"):  # a progress bar of a library, such as a download's; redrawn often, so not logged
@@ -62,18 +67,10 @@ class RankOutput(io.TextIOBase):
             if self.prefix:
                 lines = [f"{self.prefix}{line.removeprefix('# ')}" for line in lines]
             status = status_line.text if self._erase_before_line else ""
-            self._show(self._erase + "\n".join([*lines, status]))
+            self.terminal.write(self._erase + "\n".join([*lines, status]))
             self._erase = self._erase_before_line
-        return len(text)
-
-    def _show(self, text: str) -> None:
-        try:
-            self.terminal.write(text)
             self.terminal.flush()
-        except OSError as error:
-            if is_full_disk(error):
-                raise InputError(f"cannot write the output ({error.strerror})") from error
-            raise
+        return len(text)
 
     def flush(self) -> None:
         if self._rest and not self.prefix:  # an incomplete line, which may be a prompt
@@ -221,8 +218,11 @@ class RunLog:
 
     def _write(self, record: dict[str, Any]) -> None:
         assert self._metrics is not None
-        self._metrics.write(json.dumps(record) + "\n")
-        self._metrics.flush()
+        try:
+            self._metrics.write(json.dumps(record) + "\n")
+            self._metrics.flush()
+        except OSError as error:
+            raise InputError(f"--out {self._out}: cannot write there ({error.strerror}); make room") from error
         if self._tensorboard is not None:
             for name in ("loss", "lr", "grad_norm", "validation_loss", f"{self.unit}_per_second", "peak_memory_bytes"):
                 if record.get(name) is not None:

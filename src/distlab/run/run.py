@@ -143,15 +143,18 @@ class Run(Generic[SettingsT]):
         try:
             self.out.mkdir(parents=True, exist_ok=True)
             log = (self.out / f"rank{self.rank}.log").open("a" if self._continues else "w", buffering=1)
+            if self.rank == 0:
+                self._write_config()
         except OSError as error:
             raise InputError(f"--out {self.out}: cannot write there ({error.strerror}); give another folder") from error
         for stream in (sys.stdout, sys.stderr):
             assert isinstance(stream, RankOutput)
             stream.keep_in(log)
-        if self.rank == 0:
-            config = {"settings": as_json(self.settings), "layout": self.settings.layout, "world_size": self.world_size}
-            config |= {name: value for name, value in self.decided.items() if name != "out"}
-            (self.out / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+
+    def _write_config(self) -> None:
+        config = {"settings": as_json(self.settings), "layout": self.settings.layout, "world_size": self.world_size}
+        config |= {name: value for name, value in self.decided.items() if name != "out"}
+        (self.out / "config.json").write_text(json.dumps(config, indent=2) + "\n")
 
     def _introduce(self, script: Path) -> None:
         ranks, threads = "one process", torch.get_num_threads()
@@ -338,6 +341,7 @@ def decide(settings: RunSettings, script: Path) -> dict[str, Any]:
     decided = {"out": str(out), **settings.decide()}
     claim(out)  # before its checkpoints are touched
     if isinstance(settings, ResumableSettings):
+        settings.check_folders()  # again: the run that had the folder may have left checkpoints
         decided |= prepare_checkpoints(settings, out, decided["data_identity"])
     return decided
 
@@ -351,7 +355,7 @@ def identity(settings: RunSettings) -> tuple[int, int]:
         sentence = f"rank {settings.rank}: torchrun made this process rank {rank}; leave the rank out"
         require(settings.rank in (-1, rank), sentence)
         return rank, size
-    rank = 0 if settings.rank < 0 and asked == 1 else settings.rank
+    rank = 0 if settings.rank == -1 and asked == 1 else settings.rank
     given = "no rank given" if rank == -1 else f"rank {rank}"  # -1 is the default
     advice = "give each process its own rank as the first argument, or start all of them with launch.sh"
     require(0 <= rank < asked, f"{given}: {flags} has the ranks 0 to {asked - 1}; {advice}")

@@ -206,6 +206,7 @@ def test_a_second_run_in_the_same_folder_is_refused_while_the_first_is_there(tmp
         assert second.err == f"# --out {out}: another run is writing there; give another folder\n"
     finally:
         first.kill()
+        first.wait()
     assert fork_python(*command, "10").finish().status == 0, "a run that has ended is in nobody's way"
     assert len(losses(out)) == 10
 
@@ -214,11 +215,14 @@ def test_a_second_run_in_the_same_folder_is_refused_while_the_first_is_there(tmp
 def test_a_full_disk_is_told_in_one_sentence(name: str, tmp_path: Path) -> None:
     (tmp_path / name).symlink_to("/dev/full")
     ended = fork_python(PRIMER, *SHAPE, "--steps", "3", "--out", tmp_path).finish()
-    if name == "rank0.log":  # what it would say is on the terminal
-        assert (ended.status, len(losses(tmp_path))) == (0, 3), ended.err
+    if name == "rank0.log":
+        lost = f"# {tmp_path / name}: cannot be written (No space left on device); what follows is on the terminal only"
+        assert (ended.status, ended.err, len(losses(tmp_path))) == (0, "", 3)
+        assert ended.out.splitlines()[0] == lost
         return
-    reason = "a file of the run cannot be written (No space left on device); make room, or give another folder"
-    assert (ended.status, ended.err) == (2, f"# --out: {reason}\n")
+    advice = {"metrics.jsonl": "make room", "config.json": "give another folder"}[name]
+    sentence = f"--out {tmp_path}: cannot write there (No space left on device); {advice}"
+    assert (ended.status, ended.err) == (2, f"# {sentence}\n")
 
 
 def test_a_rank_that_fails_before_it_has_met_the_others_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
