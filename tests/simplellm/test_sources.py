@@ -1,15 +1,8 @@
-"""Where stories come from: files of three formats, the hub or its cache, the choice among them, and bad files."""
+"""Stories from files of three formats, and bad files."""
 
 import json
-import os
 import re
-import socket
-import subprocess
-import sys
-import threading
-import time
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, HTTPServer
 from itertools import islice
 from pathlib import Path
 
@@ -21,22 +14,13 @@ import torch
 from simplellm import sources
 from simplellm.dataloaders import TinyStories
 from simplellm.errors import InputError
-from simplellm.sources import choose_source
 from simplellm.tokenizers import SPTokenizer
-
-pytestmark = pytest.mark.waits
 
 TOKENIZER = SPTokenizer()
 
 
 def documents(path: Path, split: str = "train", start: int = 0) -> Iterator[str]:
     return sources.open_source(str(path), split, seed=0).documents(start)
-
-
-@pytest.fixture
-def unreachable_hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
 
 
 # -------------------------------------------------------------------------------------------------------------- files
@@ -133,161 +117,6 @@ def test_validation_documents_without_text(tmp_path: Path) -> None:
     for start in (0, 5):
         with pytest.raises(InputError, match="every validation document is blank; give a file"):
             next(documents(path, "validation", start))
-
-
-# -------------------------------------------------------------------------------------------------------------- the hub
-
-
-@pytest.fixture
-def local_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder laid out like the hub's data set, read by the same code."""
-    folder = tmp_path / "TinyStories"
-    (folder / "data").mkdir(parents=True)
-    for name, texts in (("train-00000-of-00002", TEXTS[:20]), ("train-00001-of-00002", TEXTS[20:40])):
-        pq.write_table(pa.table({"text": texts}), folder / "data" / f"{name}-0123456789abcdef.parquet")
-    pq.write_table(
-        pa.table({"text": TEXTS[40:]}), folder / "data" / "validation-00000-of-00001-0123456789abcdef.parquet"
-    )
-    monkeypatch.setattr(sources, "HUB_REPOSITORY", str(folder))
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "datasets"))
-    return folder
-
-
-def test_streaming_from_the_hub(local_hub: Path) -> None:
-    source = sources.open_source("tinystories", "train", seed=0)
-    assert isinstance(source, sources.Hub)
-    assert list(islice(source.documents(0), 90)) == (TEXTS[:40] * 3)[:90]
-    assert list(islice(source.documents(33), 10)) == (TEXTS[:40] * 2)[33:43]
-    assert list(islice(source.documents(85), 3)) == TEXTS[5:8]
-    data = TinyStories(TOKENIZER, data="tinystories", split="validation", batch_size=2, seq_l=40)
-    stream = [token for text in TEXTS[40:] * 3 for token in [*TOKENIZER.encode(text), TOKENIZER.eos_id]]
-    assert next(data).flatten().tolist() == stream[:80]
-    position = data.state_dict()
-    following = next(data)
-    data.load_state_dict(position)
-    assert torch.equal(next(data), following)
-
-
-def test_a_hub_without_the_split(local_hub: Path) -> None:
-    for file in local_hub.glob("data/validation*"):
-        file.unlink()
-    with pytest.raises(InputError, match=r"^--data tinystories: .* cannot be read \(.*validation.*\); give sample, or"):
-        sources.open_source("tinystories", "validation", seed=0)
-
-
-def test_a_hub_that_breaks_off(local_hub: Path) -> None:
-    for file in local_hub.glob("data/train-00000*"):
-        file.write_bytes(b"PAR1 nonsense PAR1")
-    with pytest.raises(
-        InputError, match=r"^--data tinystories: .* cannot be read \(.+\); give sample, or the path of a"
-    ):
-        TinyStories(TOKENIZER, data="tinystories")
-
-
-def test_the_local_cache_serves_without_a_network(
-    local_hub: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, unreachable_hub: None
-) -> None:
-    monkeypatch.setattr(sources, "HUB_REPOSITORY", "roneneldan/TinyStories")
-    snapshot = (
-        tmp_path
-        / "cache"
-        / "datasets--roneneldan--TinyStories"
-        / "snapshots"
-        / "f54c09fd23315a6f9c86f9dc80f725de7d8f9c64"
-    )
-    snapshot.mkdir(parents=True)
-    (local_hub / "data").rename(snapshot / "data")
-    assert choose_source("auto") == ("tinystories", "the hub's TinyStories: it is in the local cache")
-    source = sources.open_source("tinystories", "train", seed=0)
-    assert list(islice(source.documents(18), 30)) == (TEXTS[:40] * 2)[18:48]
-    assert next(sources.open_source("tinystories", "validation", seed=0).documents(7)) == TEXTS[42]
-
-    next(snapshot.glob("data/train-00001*")).unlink()  # half of the files are not the data set
-    assert choose_source("auto")[0] == "sample"
-
-
-def test_choices_that_need_no_thought() -> None:
-    assert choose_source("sample") == ("sample", "the generator, as --data asks")
-    assert choose_source("tinystories") == ("tinystories", "the hub's TinyStories, as --data asks")
-    assert choose_source("no/such.txt") == ("no/such.txt", "no/such.txt, as --data asks")
-
-
-class Answering(BaseHTTPRequestHandler):
-    def do_GET(self) -> None:
-        body = json.dumps({"id": "roneneldan/TinyStories", "_id": "1", "tags": [], "siblings": []}).encode()
-        self.send_response(200)
-        self.send_header("Content-Type", "application/json")
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
-
-    def log_message(self, *arguments: object) -> None:
-        pass
-
-
-def chosen(tmp_path: Path, **environment: str) -> tuple[str, str, float]:
-    """What "auto" chooses in a fresh process, why, and in how many seconds; it must not import datasets for that."""
-    code = (
-        "import time, sys, json; from simplellm.sources import choose_source; started = time.perf_counter();"
-        "answer = choose_source('auto'); seconds = time.perf_counter() - started;"
-        "assert 'datasets' not in sys.modules; print(json.dumps([*answer, seconds]))"
-    )
-    clean = {
-        name: value for name, value in os.environ.items() if not name.upper().startswith(("HF_", "HTTP", "ALL_PROXY"))
-    }
-    result = subprocess.run(
-        [sys.executable, "-c", code],
-        env={**clean, "HF_HOME": str(tmp_path), **environment},
-        capture_output=True,
-        text=True,
-        check=True,
-        timeout=30,
-    )
-    source, why, seconds = json.loads(result.stdout)
-    return source, why, seconds
-
-
-def test_auto_takes_the_hub_if_it_answers(tmp_path: Path) -> None:
-    server = HTTPServer(("127.0.0.1", 0), Answering)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    source, why, _ = chosen(tmp_path, HF_ENDPOINT=f"http://127.0.0.1:{server.server_port}")
-    server.shutdown()
-    assert (source, why) == ("tinystories", "the hub's TinyStories: the hub answers")
-
-
-def test_auto_takes_the_generator_if_the_hub_hangs(tmp_path: Path) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as silent:  # takes the connection and never says a word
-        source, why, seconds = chosen(tmp_path, HF_ENDPOINT=f"http://127.0.0.1:{silent.getsockname()[1]}")
-    assert source == "sample"
-    assert why.startswith("the generator: the hub's TinyStories cannot be reached (")
-    assert seconds < 3
-
-
-def test_auto_takes_the_generator_if_names_cannot_be_looked_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
-    monkeypatch.setattr("socket.getaddrinfo", lambda *arguments, **options: time.sleep(10))
-    started = time.perf_counter()
-    problem = sources.hub_problem(seconds=0.5)
-    assert time.perf_counter() - started < 1
-    assert problem == "no answer within 0.5 seconds"
-
-
-def test_auto_takes_the_generator_at_once_if_offline(tmp_path: Path) -> None:
-    source, why, seconds = chosen(tmp_path, HF_HUB_OFFLINE="1")
-    assert source == "sample"
-    assert why == "the generator: the hub's TinyStories cannot be reached (HF_HUB_OFFLINE is set)"
-    assert seconds < 0.5
-
-
-def test_without_hub_and_cache_tinystories_ends_and_auto_goes_on(unreachable_hub: None) -> None:
-    with pytest.raises(InputError) as error:
-        TinyStories(TOKENIZER, data="tinystories")
-    assert str(error.value) == (
-        "--data tinystories: roneneldan/TinyStories cannot be read (the hub cannot be reached and nothing is cached: "
-        "HF_HUB_OFFLINE is set); give sample, or the path of a .txt, .jsonl or .parquet file"
-    )
-    assert torch.equal(next(TinyStories(TOKENIZER)), next(TinyStories(TOKENIZER, data="sample")))
 
 
 # ------------------------------------------------------------------------------------------------------------ bad input

@@ -1,0 +1,8 @@
+"""Attempts at each exercise: typical mistakes with what the checker calls them, and other right solutions.
+
+Each file has those of the catalogue's file of the same name.
+"""
+
+from attempts import collectives, layers, pipelines, replicas
+
+ATTEMPTS = [*replicas.ATTEMPTS, *pipelines.ATTEMPTS, *layers.ATTEMPTS, *collectives.ATTEMPTS]

@@ -1,0 +1,147 @@
+"""Attempts at the exercises on collectives, by hand and over MPI."""
+
+from exercises_attempts import Attempt
+
+ATTEMPTS = [
+    Attempt(
+        "all-reduce-ring",
+        "slow",
+        "times as long",
+        """from distlab.collectives.algorithms import allreduce_naive
+
+allreduce_naive(tensor, op, endpoint)""",
+    ),
+    Attempt(
+        "mpi-collectives",
+        "deadlock",
+        "rank 0 waits to send to rank 1",
+        changes=(
+            (
+                "self.comm.Sendrecv(out, (rank + 1) % size, TAG, arriving, (rank - 1) % size, TAG)",
+                "self.comm.Send(out, (rank + 1) % size, TAG); self.comm.Recv(arriving, (rank - 1) % size, TAG)",
+            ),
+        ),
+        only="ringAllreduce",
+    ),
+    Attempt(
+        "mpi-collectives",
+        "count",
+        "rank 0 counts 288 bytes, and has sent and received 192",
+        changes=(
+            (
+                "self._count(2 * segment * src.itemsize)\n\n    def _segment",
+                "self._count(3 * segment * src.itemsize)\n\n    def _segment",
+            ),
+        ),
+        only="myAlltoall",
+    ),
+    Attempt(
+        "mpi-collectives",
+        "",
+        "right on every rank",
+        changes=(
+            (
+                "self.comm.Sendrecv(out, (rank + 1) % size, TAG, arriving, (rank - 1) % size, TAG)",
+                "self.comm.Sendrecv(sendbuf=out, dest=(rank + 1) % size, recvbuf=arriving, source=(rank - 1) % size)",
+            ),
+        ),
+        only="ringAllreduce",
+    ),
+    Attempt(
+        "mpi-collectives",
+        "",
+        "right on every rank",
+        changes=(
+            ("self.comm.Irecv(into[other], other, TAG)", "self.comm.Irecv(buf=into[other], source=other, tag=TAG)"),
+            ("self.comm.Isend(out[other], other, TAG)", "self.comm.Isend(buf=out[other], dest=other, tag=TAG)"),
+        ),
+        only="myAlltoall",
+    ),
+    Attempt(
+        "mpi-collectives",
+        "ignores-op",
+        "2 ranks, 24 elements, MAX of int32: rank 0 has the sum of all ranks' arrays, and should have their maximum",
+        changes=(
+            (
+                "        combine = reduce_function(op)\n        with buffers",
+                "        combine = np.add\n        with buffers",
+            ),
+        ),
+        only="myAllreduce",
+    ),
+    Attempt(
+        "mpi",
+        "wrong-result",
+        "mp_size 2, dp_size 2: rank 0 returned other numbers than its own slice of the sum over the ranks",
+        changes=(("    mp_comm.Reduce_scatter(terms, mine, op=MPI.SUM)\n", "    mine[...] = terms[0]\n"),),
+    ),
+    Attempt(
+        "broadcast",
+        "wrong-tensor",
+        "has rank",
+        changes=(
+            (
+                "elif distance <= relative_rank < 2 * distance:\n                endpoint.recv(data, "
+                "rank_at(relative_rank - distance))",
+                "elif distance <= relative_rank < 2 * distance:\n                endpoint.recv(data.clone(), "
+                "rank_at(relative_rank - distance))",
+            ),
+        ),
+        only="broadcast_tree",
+    ),
+    Attempt(
+        "reduce",
+        "changed",
+        "no longer has its own tensor",
+        changes=(
+            ("torch.empty_like(data) if partial is data and relative_rank > 0 else partial", "partial"),
+            (
+                "in_place(tensor, is_changed=relative_rank == 0) as data:\n        partial = data",
+                "in_place(tensor) as data:\n        partial = data",
+            ),
+        ),
+        only="reduce_tree",
+    ),
+    Attempt(
+        "reduce",
+        "ignores-op",
+        "2 ranks, root 1, MAX: rank 1 has the sum of rank 0's, rank 1's, and should have the maximum of all",
+        changes=(("            combine(data, received, out=data)", "            data += received"),),
+        only="reduce_naive",
+    ),
+    Attempt(
+        "reduce",
+        "changed",
+        "2 ranks: rank 0 no longer has its own `tensor`",
+        changes=(("scratch_buffer(tensor, 1).copy_(tensor) if rank == 0 else tensor", "tensor"),),
+        only="reducescatter_naive",
+    ),
+    Attempt(
+        "gather",
+        "wrong-row",
+        "where rank",
+        changes=(
+            (
+                "            whole[dst:], whole[:dst] = parts[: size - dst], parts[size - dst :]",
+                "            whole[:] = parts",
+            ),
+        ),
+        only="gather_tree",
+    ),
+    Attempt(
+        "ring", "wrong-sum", "rank", changes=(("tensor[(rank - turn - 2) % size]", "tensor[(rank - turn - 1) % size]"),)
+    ),
+    Attempt("all-reduce", "deadlock", "rank 0 waits to send to rank 1", changes=(("if rank < partner:", "if True:"),)),
+    Attempt(
+        "all-reduce",
+        "wrong-sum",
+        "has rank 0's tensor, and should have the sum of all",
+        changes=(("reduce_tree(tensor, 0, op, endpoint)", "pass"),),
+    ),
+    Attempt(
+        "all-reduce",
+        "slow",
+        "times as long",
+        changes=(("    broadcast_tree(tensor, 0, endpoint)", "    broadcast_naive(tensor, 0, endpoint)"),),
+    ),
+]

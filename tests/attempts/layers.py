@@ -1,0 +1,139 @@
+"""Attempts at the exercises on matrices and layers, whole and in slices."""
+
+from exercises_attempts import Attempt
+
+ATTEMPTS = [
+    Attempt(
+        "tp",
+        "g-adds-again",
+        "(g)",
+        changes=(
+            (
+                "return _linear_map(x, partial(tp_group.all_reduce, what=FORWARD), _unchanged)",
+                "return _linear_map(x, partial(tp_group.all_reduce, what=FORWARD), partial(tp_group.all_reduce, "
+                "what=BACKWARD))",
+            ),
+        ),
+    ),
+    Attempt(
+        "tp",
+        "loss",
+        "the forward pass computes something else",
+        changes=(("return _linear_map(x, partial(tp_group.all_reduce, what=FORWARD), _unchanged)", "return x"),),
+    ),
+    Attempt(
+        "tp-layers",
+        "wrong-slice",
+        "rank 0: linear.weight is the slice of rank 1",
+        changes=(("chunk(pcomm.tp_degree, dim)[pcomm.tp_rank]", "chunk(pcomm.tp_degree, dim)[-1 - pcomm.tp_rank]"),),
+        only="ColWiseLinear",
+    ),
+    Attempt(
+        "tp-layers",
+        "f-missing",
+        "the gradient of the input is not the sum",
+        changes=(("self.linear(pcomm.Duplication.apply(x))", "self.linear(x)"),),
+        only="ColWiseLinear",
+    ),
+    Attempt(
+        "tp-layers",
+        "output",
+        "the output is not the sum of the ranks' terms (g)",
+        changes=(
+            (
+                "pcomm.AllReduce.apply(super().forward(pcomm.Duplication.apply(x)))\n        return y\n\n\nFeed",
+                "super().forward(pcomm.Duplication.apply(x))\n        return y\n\n\nFeed",
+            ),
+        ),
+        only="ColRowLinearPair",
+    ),
+    Attempt(
+        "tp-layers",
+        "shape",
+        "mod.weight is (5, 4), and its slice is (10, 2)",
+        changes=(("keep_shard(self.mod, 1)", "keep_shard(self.mod, 0)"),),
+        only="Embedding",
+    ),
+    Attempt(
+        "mlp",
+        "not-cleared",
+        "step 1: the gradients of the steps before",
+        changes=(("        optimizer.zero_grad()\n", ""),),
+        only="train",
+    ),
+    Attempt(
+        "mlp",
+        "logits",
+        "tanh after the last layer",
+        changes=(("logits = last(data)", "logits = torch.tanh(last(data))"),),
+        only="MLP",
+    ),
+    Attempt(
+        "mlp",
+        "",
+        "in each step, the gradient of this batch",
+        changes=(
+            ("_, loss = model(points, labels)\n        opt", "_, loss = model(points, targets=labels)\n        opt"),
+        ),
+        only="train",
+    ),
+    Attempt(
+        "mlp",
+        "",
+        "in each step, the gradient of this batch",
+        changes=(
+            (
+                "_, loss = model(points, labels)\n        opt",
+                "logits, _ = model(points)\n        loss = F.cross_entropy(logits, labels)\n        opt",
+            ),
+        ),
+        only="train",
+    ),
+    Attempt(
+        "matmul",
+        "no-share",
+        "rank 1 sends 0 bytes",
+        changes=(
+            (
+                '    part = scatter(A, 1, "A") @ scatter(B, 0, "B")\n',
+                '    C = A @ B\n    traffic.broadcast(C, "C", kind="C").wait()\n    return C\n    part = C\n',
+            ),
+        ),
+        only="by_reduction",
+    ),
+    Attempt(
+        "matmul",
+        "no-share",
+        "rank 1 sends 0 bytes",
+        changes=(
+            (
+                '    return gather_rows(rows_of_A @ B, len(A), "C")',
+                "    return A @ B if rank() == 0 else None",
+            ),
+        ),
+        only="by_row",
+    ),
+    Attempt(
+        "tp-loss",
+        "logits-sent",
+        "numbers of each token; 3 are enough",
+        changes=(
+            (
+                '    tp_group = TPGroup("the loss", VOCABULARY, group)\n',
+                '    tp_group = TPGroup("the loss", VOCABULARY, group)\n'
+                "    tp_group.all_gather(logits.detach(), FORWARD, 2, vocab_size)\n",
+            ),
+        ),
+    ),
+    Attempt(
+        "tp",
+        "f-missing",
+        "(f)",
+        changes=(
+            (
+                "return _linear_map(x, _unchanged, partial(tp_group.all_reduce, what=BACKWARD))",
+                "return _linear_map(x, _unchanged, _unchanged)",
+            ),
+        ),
+    ),
+]

@@ -1,0 +1,156 @@
+"""Attempts at the exercises on pipelines, hybrids of them and deadlocks."""
+
+from exercises_attempts import Attempt
+
+PLAIN_EXECUTOR = """for stage in self._stages.values():
+    stage.micro_batches, stage.losses = micro_batches, {}
+    stage.shares = [1 / len(micro_batches)] * len(micro_batches)
+for prepared in self._prepared:
+    prepared.action.prepare(prepared.stage)
+here, sent = {}, []
+for action, stage, _, needs, gives, _ in self._prepared:
+    received = []
+    for result in needs:
+        if (source := self.owners[result.stage]) == self._worker:
+            received.append(here.pop(result))
+            continue
+        tensor = torch.empty(*micro_batches[result.micro_batch].shape, self.width)
+        channel = self._channels[source, self._worker, result.kind]
+        traffic.receive(tensor, str(result), source=self.grid.rank_of(source), group=channel).wait()
+        received.append(tensor)
+    computed = action.run(stage, *received)
+    for result in gives:
+        if (to := self.owners[self._plan.takers[result].stage]) == self._worker:
+            here[result] = computed[result.kind]
+            continue
+        channel, told = self._channels[self._worker, to, result.kind], {"kind": result.kind}
+        sent.append(traffic.send(computed[result.kind], str(result), to=self.grid.rank_of(to), group=channel, **told))
+for transfer in sent:
+    transfer.wait()
+return [loss for stage in self._stages.values() for _, loss in sorted(stage.losses.items())]"""
+
+ATTEMPTS = [
+    Attempt(
+        "hybrid",
+        "summed",
+        "added up over the 2 pipelines",
+        changes=(
+            ('kind="gradients", group=dp_group\n', 'kind="gradients", group=dp_group, op=traffic_sum\n'),
+            ("DEFAULTS = ", "from torch.distributed import ReduceOp\n\ntraffic_sum = ReduceOp.SUM\nDEFAULTS = "),
+        ),
+    ),
+    Attempt("hybrid", "not-waited-for", "finish()", changes=(("        buckets.finish()\n", ""),)),
+    Attempt(
+        "hybrid",
+        "deadlock",
+        "waits",
+        "for parameter in parameters:\n    traffic.all_reduce(parameter.grad, 'a gradient', kind='gradients', "
+        "group=dp_group if run.rank else None).wait()",
+    ),
+    Attempt(
+        "hybrid",
+        "rank-missing",
+        "pipeline 1's share was lost",
+        changes=(
+            (
+                "        buckets.finish()\n",
+                "        for p in parameters * run.grid.replica:\n            p.grad.zero_()\n        "
+                "buckets.finish()\n",
+            ),
+            ("on_full=average, backward", "on_full=lambda _: None, backward"),
+            (
+                "        run.log(step, losses)\n",
+                "        for bucket in buckets:\n            average(bucket).wait()\n        run.log(step, losses)\n",
+            ),
+        ),
+    ),
+    Attempt(
+        "pp-1f1b",
+        "last-micro-batch",
+        "the last micro-batch alone",
+        changes=(("            inputs = x\n", "            optimizer.zero_grad()\n            inputs = x\n"),),
+    ),
+    Attempt(
+        "pp-1f1b",
+        "loss",
+        "or a stage gets activations that are not final",
+        changes=(
+            (
+                "            outputs = net(inputs)\n            if stage < last:\n"
+                "                traffic.send(outputs.detach(),",
+                "            ahead = torch.zeros(*x.shape, args.dmodel)\n            outputs = net(inputs)\n"
+                "            if stage < last:\n                traffic.send(ahead,",
+            ),
+        ),
+    ),
+    Attempt("pp-executor", "", "the run of one process", PLAIN_EXECUTOR),
+    Attempt(
+        "pp-zb",
+        "keeps-too-much",
+        "keeps the activations of",
+        "return [kind(stage, k) for kinds in ((Forward,), (BackwardInput, BackwardWeight)) for k in "
+        "range(micro_batches) for kind in kinds]",
+    ),
+    Attempt(
+        "pp-gpipe",
+        "not-gpipe",
+        "stage 0 runs B0 before F1",
+        "return [kind(stage, k) for k in range(micro_batches) for kind in (Forward, Backward)]",
+    ),
+    Attempt(
+        "pp-gpipe",
+        "wrong-order",
+        "runs B0 before F0",
+        "return [kind(stage, k) for kind in (Backward, Forward) for k in range(micro_batches)]",
+    ),
+    Attempt(
+        "pp-gpipe",
+        "wrong-order",
+        "never computes",
+        "return [kind(stage, k) for kind in (Forward, Backward) for k in range(micro_batches - stage)]",
+    ),
+    Attempt(
+        "pp-gpipe",
+        "wrong-stage",
+        "stage 0 runs Forward of a stage 1, which does not exist",
+        "return [kind(k, stage) for kind in (Forward, Backward) for k in range(micro_batches)]",
+    ),
+    Attempt("pp-gpipe", "no-list", "must return a list of actions", "return None"),
+    Attempt(
+        "pp-gpipe",
+        "wrong-order",
+        "is run by workers 0 and 1",
+        "return [kind(0, k) for kind in (Forward, Backward) for k in range(micro_batches)]",
+    ),
+    Attempt(
+        "pp-dapple",
+        "keeps-too-much",
+        "keeps the activations of 3 micro-batches at a time, and needs to keep 1",
+        "return gpipe(stage, stages, micro_batches)",
+    ),
+    Attempt(
+        "pp-dapple", "wrong-order", "runs B0 before F0", changes=(("min(stages - stage,", "min(stages - stage - 1,"),)
+    ),
+    Attempt(
+        "pp-dapple", "keeps-too-much", "needs to keep 1 at most", changes=(("min(stages - stage,", "min(stages,"),)
+    ),
+    Attempt("pp-dapple", "slow", "is idle for too long", changes=(("min(stages - stage, micro_batches)", "1"),)),
+    Attempt("pp-dapple", "wrong-order", "never computes", changes=((" + backwards[micro_batches - ahead :]", ""),)),
+    Attempt(
+        "deadlock",
+        "not-its-own",
+        "rank 1 sends a tensor of 0",
+        changes=(
+            (
+                '            traffic.send(mine, "the tensor", to=other, kind="tensors").wait()\n        else:',
+                '            traffic.send(theirs, "the tensor", to=other, kind="tensors").wait()\n        else:',
+            ),
+        ),
+    ),
+    Attempt(
+        "deadlock",
+        "left-out",
+        "a cure must not leave out",
+        changes=(("for lower in range(run.world_size - 1):", "for lower in range(0):"),),
+    ),
+]
