@@ -34,8 +34,7 @@ from distlab.run.main import main
 from distlab.run.optimizers import build_optimizer
 from distlab.run.run import Run
 from distlab.run.settings import RunSettings, WorldSize, require_positive
-from simplellm import command_line
-from simplellm.errors import require
+from simplellm.errors import require, status_of
 from simplellm.llama import LLamaStage
 from simplellm.options import check_heads
 
@@ -204,16 +203,14 @@ def start() -> NoReturn:
     if started_by_torchrun():
         main(calibrate, DEFAULTS, __doc__)
 
-    def launch_all() -> None:
+    def launch_all() -> int:
         file, *flags = sys.argv[1:] or ["--help"]
         given = [file] if file in ("-h", "--help") else ["--machine-file", file]
         if not file.startswith("-") and Path(file).exists():
             read_machine(Path(file))  # it would be written over
-        status = launch([__file__, *given, *flags])
-        if status:
-            raise SystemExit(status)
+        return launch([__file__, *given, *flags])
 
-    command_line.guard(launch_all)
+    raise SystemExit(status_of(launch_all))
 
 
 if __name__ == "__main__":

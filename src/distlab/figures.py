@@ -16,9 +16,10 @@ python -m distlab.figures shared_memory imgs/shared_memory.png runs/intro_collec
 import tyro
 
 from distlab.reports.figures import FIGURES
-from simplellm import command_line
+from simplellm.command_line import read
+from simplellm.errors import status_of
 
 if __name__ == "__main__":
     figures = {figure.__name__: figure for figure in FIGURES}
     cli = tyro.extras.subcommand_cli_from_dict
-    command_line.guard(lambda: command_line.read(lambda: cli(figures, description=__doc__)))
+    raise SystemExit(status_of(lambda: read(lambda: cli(figures, description=__doc__))))

@@ -30,7 +30,7 @@ from distlab.exercises.commands import command as exercise_command
 from distlab.rendezvous.launcher_flags import FLAGS, assign_ranks, read_flags
 from distlab.run.commands import LAB, TEMPERATURE
 from distlab.run.folders import new_folder
-from simplellm.errors import InputError, about_full_disk, require, tell
+from simplellm.errors import InputError, require, status_of
 
 if TYPE_CHECKING:
     from distlab.run.settings import RunSettings
@@ -203,23 +203,8 @@ def raise_interrupts() -> None:
 
 
 def main() -> NoReturn:
-    try:
-        status = launch(sys.argv[1:])
-        sys.stdout.flush()
-    except InputError as error:
-        tell(str(error))
-        status = 2
-    except BrokenPipeError:  # the reader of the output has exited, as `head` does
-        status = 1
-    except OSError as error:
-        told = about_full_disk(error)
-        if told is None:
-            raise
-        tell(told)
-        status = 2
-    except KeyboardInterrupt:
-        status = 130
-    leave(status)  # a thread of `distlab.rendezvous.nodes` may still be in a call to the store
+    # A thread of `distlab.rendezvous.nodes` may still be in a call to the store.
+    leave(status_of(lambda: launch(sys.argv[1:])))
 
 
 if __name__ == "__main__":

@@ -6,49 +6,20 @@ if __name__ == "__main__":
 
 import contextlib
 import io
-import os
 import re
-import sys
 from collections.abc import Callable
 from typing import NoReturn, TypeVar
 
 import tyro
 
-from simplellm.errors import InputError, about_full_disk, tell
+from simplellm.errors import InputError, status_of
 
 RequestT = TypeVar("RequestT")
 
 
 def run(work: Callable[[RequestT], None], request: type[RequestT], description: str | None) -> NoReturn:
-    """Read the command line as a `request`, do the work, and exit.
-
-    The exit status is 0 for success, 2 for an error that the user can correct (the message says how), such as a full
-    disk, 130 for Ctrl-C, and 1 if the reader of the output has exited, as `head` does.
-    """
-    guard(lambda: work(read(lambda: tyro.cli(request, description=description))))
-
-
-def guard(command: Callable[[], object]) -> NoReturn:
-    """Run a command, and exit as `run` does."""
-    try:
-        command()
-        sys.stdout.flush()
-    except InputError as error:
-        tell(str(error))
-        raise SystemExit(2) from None
-    except KeyboardInterrupt:
-        print(file=sys.stderr)  # so that the shell's prompt starts on a new line
-        raise SystemExit(130) from None
-    except OSError as error:
-        told = about_full_disk(error)
-        if told is None and not isinstance(error, BrokenPipeError):
-            raise
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes once more as it ends
-        if told is None:
-            raise SystemExit(1) from None
-        tell(told)
-        raise SystemExit(2) from None
-    raise SystemExit(0)
+    """Read the command line as a `request`, do the work, and exit with the status of `status_of`."""
+    raise SystemExit(status_of(lambda: work(read(lambda: tyro.cli(request, description=description)))))
 
 
 def read(cli: Callable[[], RequestT]) -> RequestT:

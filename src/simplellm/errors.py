@@ -2,7 +2,9 @@
 
 import contextlib
 import errno
+import os
 import sys
+from collections.abc import Callable
 
 
 class InputError(ValueError):
@@ -30,6 +32,33 @@ def about_full_disk(error: BaseException) -> str | None:
     if not isinstance(error, OSError) or error.errno not in (errno.ENOSPC, errno.EDQUOT):
         return None
     return f"cannot write {error.filename or 'the output or a file'} ({error.strerror}); make room"
+
+
+def status_of(command: Callable[[], int | None]) -> int:
+    """Run a command, and return its exit status: its own, 0 if it has none, or that of what has ended it.
+
+    That is 2 for an error that the user can correct (the message says how), such as a full disk, 130 for Ctrl-C, and 1
+    if the reader of the output has exited, as `head` does.
+    """
+    try:
+        status = command() or 0
+        sys.stdout.flush()
+        return status
+    except InputError as error:
+        tell(str(error))
+        return 2
+    except KeyboardInterrupt:
+        print(file=sys.stderr)  # so that the shell's prompt starts on a new line
+        return 130
+    except OSError as error:
+        told = about_full_disk(error)
+        if told is None and not isinstance(error, BrokenPipeError):
+            raise
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes once more as it ends
+    if told is None:
+        return 1
+    tell(told)
+    return 2
 
 
 def require_text(text: str, flag: str) -> None:
