@@ -30,7 +30,12 @@ from distlab.run.settings import parse
 from distlab.run.train_settings import TrainSettings
 
 LAB = Path(__file__).resolve().parents[1]
-PORTS = range(10_000, 29_000)  # below those that the kernel hands out, and --master-port's default
+# Below those that the kernel hands out, and --master-port's default; each of pytest's workers has its own.
+PORTS = range(
+    10_000 + int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw")),
+    29_000,
+    int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")),
+)
 _next_ports = itertools.islice(itertools.cycle(PORTS), random.SystemRandom().randrange(len(PORTS)), None)
 
 
