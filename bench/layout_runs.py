@@ -29,7 +29,7 @@ import distlab  # noqa: F401  # before torch, as in launched runs: it sets how l
 import torch
 from torch import Tensor
 
-from distlab.comm.devices import keep_freed_memory
+from distlab.comm.heap import set_up_heap
 from distlab.comm.processes import end_with_parent
 from distlab.pipeline.actions import KINDS, Action
 from distlab.planner.costs import Costs
@@ -141,7 +141,7 @@ def run_reference(pipe: Connection, sizes: Sizes) -> None:
     """On one core: passes of blocks, as often as the pipe says, and the mean of their seconds."""
     end_with_parent(signal.SIGKILL)
     torch.set_num_threads(1)
-    keep_freed_memory()  # as ranks do
+    set_up_heap()  # as ranks do
     net = build(LLamaStage, sizes, BLOCKS, 1, torch.device("cpu"))
     passes = Passes(net, sizes, REFERENCE_ROWS, sizes.vocab_size)
     passes.run("FB", micro_batches=AT_A_TIME)

@@ -1,7 +1,6 @@
 """A rank's device, backend, network interface and number of threads."""
 
 import array
-import ctypes
 import ipaddress
 import os
 import socket
@@ -118,26 +117,6 @@ def cores_to_share(parties: int) -> int | None:
 def cores() -> int:
     """Cores of this host that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of malloc.h
-LARGEST_MMAP_THRESHOLD = 1 << 25  # glibc refuses more
-KEPT_BYTES = 1 << 30
-
-
-def keep_freed_memory() -> None:
-    """Have glibc keep freed memory for this process instead of returning it to the system.
-
-    The activations of a step are freed by its end. glibc returns the top of the heap when it is free, and the next
-    step takes a page fault for each page that it writes to. Blocks above 32 MB are returned as before. Does nothing
-    without glibc, or where the environment sets glibc's thresholds.
-    """
-    if any(name in os.environ for name in ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES")):
-        return
-    with suppress(OSError, AttributeError, TypeError):  # another C library
-        mallopt = ctypes.CDLL(None).mallopt
-        mallopt(M_MMAP_THRESHOLD, LARGEST_MMAP_THRESHOLD)  # setting either fixes both
-        mallopt(M_TRIM_THRESHOLD, KEPT_BYTES)
 
 
 @contextmanager

@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 
 from distlab.comm import devices
 from distlab.comm.grid import Grid
+from distlab.comm.heap import set_up_heap
 from distlab.comm.hosts import Hosts
 from distlab.comm.layout import layout_flags, layout_size
 from distlab.comm.processes import leave
@@ -84,7 +85,7 @@ class Run(Generic[SettingsT]):
             # autograd's thread may begin with a matrix product; torch warns of what it then does itself
             warnings.filterwarnings("ignore", "Attempting to run cuBLAS, but there was no current CUDA context")
         else:
-            devices.keep_freed_memory()
+            set_up_heap()
         pipelines = self.grid.pipelines_on_host(self.local_ranks)
         computing = pipelines if self.settings.one_stage_at_a_time else self.local_ranks
         traffic.threads = devices.threads_per_rank(computing)

@@ -1,7 +1,6 @@
 """Which backend and how many threads, without the hardware."""
 
 import os
-import subprocess
 import sys
 import threading
 import time
@@ -186,39 +185,6 @@ def test_gloos_threads_are_patient_in_a_run_and_the_one_that_computes_is_not(tmp
     for of_gloo, own in run_ranks(2, policies_in_a_run, tmp_path, free_port()):
         assert own == os.SCHED_OTHER
         assert of_gloo == [os.SCHED_BATCH] * 4, "of the run's group, and of the one along each dimension"
-
-
-PAGE_FAULTS = """
-import resource, torch
-from distlab.comm.devices import keep_freed_memory
-torch.set_num_threads(1)
-{keep}
-def step(megabytes):
-    activations = [torch.ones(megabytes << 18) for _ in range(100 // megabytes)]
-def faults():
-    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-taken = 0
-for megabytes in range(1, 30, 7):
-    for _ in range(5):
-        step(megabytes)
-    before = faults()
-    for _ in range(2):
-        step(megabytes)
-    taken += faults() - before
-print(taken)
-"""
-
-
-def test_freed_memory_is_used_again_without_page_faults(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES"):
-        monkeypatch.delenv(name, raising=False)
-    without, kept = (
-        int(subprocess.check_output([sys.executable, "-c", PAGE_FAULTS.format(keep=keep)], timeout=60))
-        for keep in ("", "keep_freed_memory()")
-    )
-    if without < 50:
-        pytest.skip("this system returns no memory, or gives it in huge pages")
-    assert kept < without / 10
 
 
 @pytest.mark.alone
