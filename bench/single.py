@@ -81,9 +81,9 @@ def build(dtype: torch.dtype, recompute: Recompute = "none") -> CausalLLama:
     return LLama(CausalLLama, VOCAB_SIZE, **sizes, device="cpu", dtype=dtype, recompute=recompute)
 
 
-def tokens(turn: int) -> Tensor:
+def tokens(turn: int, batch_size: int = BATCH_SIZE) -> Tensor:
     """Token ids (batch, seq)."""
-    return torch.randint(VOCAB_SIZE, (BATCH_SIZE, SEQ_LEN), generator=torch.Generator().manual_seed(turn))
+    return torch.randint(VOCAB_SIZE, (batch_size, SEQ_LEN), generator=torch.Generator().manual_seed(turn))
 
 
 def compare(steps: dict[str, Step], warm_up: int, measured: int) -> dict[str, list[float]]:
