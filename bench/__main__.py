@@ -29,6 +29,7 @@ LAB = Path(__file__).resolve().parents[1]
 PAGE = LAB / "bench" / "README.md"
 QUICK = {  # flags that are appended to the page's commands
     "single": "--steps 5",
+    "heap": "--steps 5",
     "data_parallel": "--rounds 8",
     "pipeline": "--micro-batches 6 --rounds 4",
     "bubble": "--sizes 4x8 --schedules dapple zb-h2 zb-v",

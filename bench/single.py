@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.optim import Adam
 from turns import quartiles_of_ratios, seconds_in_turn
 
+from distlab.comm.heap import set_up_heap
 from distlab.pipeline.activations import SavedActivations
 from simplellm.llama import CausalLLama, LLama
 from simplellm.losses import causalLLMLoss
@@ -162,6 +163,7 @@ def main() -> None:
     if arguments.steps < 2:
         parser.error(f"--steps {arguments.steps} gives no quartiles: it must be at least 2")
     torch.set_num_threads(arguments.threads)
+    set_up_heap()  # as in the lab's runs, here for all models
     print(
         f"Batch {BATCH_SIZE}, sequence {SEQ_LEN}, vocabulary {VOCAB_SIZE}, dmodel {DMODEL}, {NUM_HEADS} heads, "
         f"{N_LAYERS} layers, {arguments.threads} thread(s), {arguments.steps} steps, torch {torch.__version__}"
