@@ -8,7 +8,6 @@ Each heap is that of a process of its own. The processes take turns; only one co
 
 import multiprocessing
 import os
-import resource
 import signal
 import statistics
 from collections.abc import Callable
@@ -21,13 +20,14 @@ import torch
 from single import ours, tokens
 from turns import quartiles_of_ratios, seconds_in_turn
 
-from distlab.comm.heap import SETTINGS, set_up_heap
+from distlab.comm.heap import HEAP_VARIABLES, set_up_heap
 from distlab.comm.processes import end_with_parent
+from distlab.run.logs import peak_memory_bytes
 from simplellm import command_line
 from simplellm.errors import require
 
 HEAPS = {  # environment variables, with which `set_up_heap` does nothing
-    "glibc as it is": {"GLIBC_TUNABLES": ""},
+    "glibc as it is": {"GLIBC_TUNABLES": "glibc.malloc.perturb=0"},  # its default
     "glibc keeps what is freed": {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(1 << 40)},
     "glibc requests huge pages": {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"},
     "both": {"GLIBC_TUNABLES": f"glibc.malloc.hugetlb=1:glibc.malloc.mmap_max=0:glibc.malloc.trim_threshold={1 << 40}"},
@@ -54,13 +54,13 @@ def train(pipe: Connection, batch_size: int) -> None:
     with suppress(EOFError):  # the other process has ended
         while True:
             step(tokens(pipe.recv(), batch_size))
-            pipe.send(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e3)
+            pipe.send(peak_memory_bytes(torch.device("cpu")) / 1e6)
 
 
 def start(environment: dict[str, str], batch_size: int) -> Callable[[int], float]:
     """Start a process with these variables; returns a function that has it take a step and gives its peak memory."""
     here, there = multiprocessing.Pipe()
-    others = {name: value for name, value in os.environ.items() if name not in SETTINGS}
+    others = {name: value for name, value in os.environ.items() if name not in (*HEAP_VARIABLES, "GLIBC_TUNABLES")}
     with patch.dict(os.environ, {**others, **environment}, clear=True):
         multiprocessing.get_context("spawn").Process(target=train, args=(there, batch_size), daemon=True).start()
     there.close()

@@ -9,7 +9,13 @@ from pathlib import Path
 M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # of malloc.h
 MOST_RESERVED_BYTES = 16 << 30
 OVERCOMMIT = Path("/proc/sys/vm/overcommit_memory")
-SETTINGS = "GLIBC_TUNABLES MALLOC_TRIM_THRESHOLD_ MALLOC_MMAP_THRESHOLD_ MALLOC_MMAP_MAX_ MALLOC_TOP_PAD_".split()
+HEAP_VARIABLES = (
+    "MALLOC_TRIM_THRESHOLD_",
+    "MALLOC_MMAP_THRESHOLD_",
+    "MALLOC_MMAP_MAX_",
+    "MALLOC_TOP_PAD_",
+    "MALLOC_PERTURB_",  # fills what is freed, and so would write to all that is reserved
+)
 
 
 def set_up_heap() -> None:
@@ -17,18 +23,21 @@ def set_up_heap() -> None:
 
     The activations of a step are freed by its end. By default, glibc returns them if they are large or at the top of
     the heap, and the next step takes a page fault for each page that it writes to. In pages of 2 MB instead of 4 kB,
-    the processor also finds what it reads and writes with far fewer look-ups in page tables (Linux, "Transparent
-    Hugepage Support"). Linux gives them where they are requested, unless it has been set to always or never.
+    the processor also finds what it reads and writes with far fewer look-ups in page tables. Linux may be set to give
+    huge pages always, on request, or never (its documentation, "Transparent Hugepage Support").
 
     The heap grows by small amounts, and each of them would have to request huge pages anew. Hence address space is
-    reserved for it in advance. Memory is used only for what is written to.
+    reserved for it in advance. Memory is used only for what is written to, but from then on: a process holds what it
+    needed at its peak.
 
-    Does nothing without glibc, or where the environment sets up glibc's heap.
+    Call it in the main thread; glibc gives other threads heaps of their own. Does nothing without glibc, or where
+    environment variables set up its heap.
     """
-    if any(name in os.environ for name in SETTINGS):
+    tunables = os.environ.get("GLIBC_TUNABLES", "")
+    if "glibc.malloc." in tunables or any(name in os.environ for name in HEAP_VARIABLES):
         return
     with suppress(OSError, AttributeError, TypeError):  # another C library, or another system
-        libc = ctypes.CDLL(None)
+        libc = ctypes.CDLL("libc.so.6")  # not what LD_PRELOAD may put in the place of its functions
         libc.mallopt(M_TRIM_THRESHOLD, -1)  # the top of the heap is never returned
         libc.mallopt(M_MMAP_MAX, 0)  # large blocks are in the heap, too
         if OVERCOMMIT.read_text().strip() != "2":  # there, what one process reserves is lost to the others
@@ -36,7 +45,12 @@ def set_up_heap() -> None:
 
 
 def _reserve(libc: ctypes.CDLL, size: int) -> None:
-    """Grow the heap by `size` bytes of address space, if allowed, and request huge pages for it."""
+    """Grow the heap by `size` bytes of address space, and request huge pages for it.
+
+    Raises:
+        OSError: so much is not allowed. (If `malloc` found this out, glibc would change over to another heap.)
+    """
+    mmap.mmap(-1, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS).close()
     libc.malloc.argtypes, libc.malloc.restype = [ctypes.c_size_t], ctypes.c_void_p
     libc.free.argtypes = [ctypes.c_void_p]
     libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
