@@ -9,6 +9,7 @@ import mmap
 import os
 import secrets
 from collections.abc import Sequence
+from contextlib import suppress
 
 import torch
 from torch import Tensor
@@ -16,27 +17,68 @@ from torch import Tensor
 from distlab.comm.signals import Channel, Pipes, open_channel
 
 ALIGNED_BYTES = 4096  # parts begin at pages
+HUGE_BYTES = 2 << 20  # of a huge page on x86
+SMALLEST_HUGE_BYTES = HUGE_BYTES // 4  # what takes less is not worth one
+MADV_COLLAPSE = 25  # of Linux 6.1
 NOT_REACHED = -1  # in place of an error number: another host, user or container
 
 
 class Mapping(mmap.mmap):
-    """Shared memory in parts, all of one size."""
+    """Shared memory in parts, all of one size.
+
+    Linux can give huge pages only where an address and a place in the file are the same distance from a multiple of a
+    huge page. As the address is known last, the file has room for one more of them on both sides of such parts.
+    """
 
     part_bytes: int
-    address: int
+    parts: int
+    start: int  # of the first part, from the beginning of the mapping
+    address: int  # of the first part
 
     @classmethod
     def of(cls, descriptor: int, part_bytes: int, parts: int) -> "Mapping":
-        mapping = cls(descriptor, part_bytes * parts)
-        mapping.part_bytes = part_bytes
-        mapping.address = torch.frombuffer(mapping, dtype=torch.uint8).data_ptr()
+        first, size = first_part(part_bytes), part_bytes * parts
+        mapping, offset = cls(descriptor, first + size), 0
+        if first:
+            offset = mapping._begin() % HUGE_BYTES
+            mapping.close()
+            mapping = cls(descriptor, first + size, offset=offset)  # has the same address now, if it is free
+        mapping.part_bytes, mapping.parts, mapping.start = part_bytes, parts, first - offset
+        mapping.address = mapping._begin() + mapping.start
         return mapping
+
+    def _begin(self) -> int:
+        return torch.frombuffer(self, dtype=torch.uint8).data_ptr()
+
+    def place_of(self, number: int) -> int:
+        """Where a part begins, from the beginning of the mapping."""
+        return self.start + number * self.part_bytes
 
     def part(self, number: int, like: Tensor, offset_bytes: int = 0) -> Tensor:
         """What lies in a part at an offset, with the size and dtype of `like`: (elements,)."""
         assert offset_bytes + like.nbytes <= self.part_bytes, f"{like.nbytes} bytes in a part of {self.part_bytes}"
-        at = number * self.part_bytes + offset_bytes
-        return torch.frombuffer(self, dtype=like.dtype, count=like.numel(), offset=at)
+        return torch.frombuffer(self, dtype=like.dtype, count=like.numel(), offset=self.place_of(number) + offset_bytes)
+
+    def reserve(self, descriptor: int, parts: range) -> None:
+        """Have memory for these parts of the file, in huge pages if they begin at them; `OSError` if none is left.
+
+        What is not reserved would end the process at its first use (SIGBUS) if there were no memory left.
+        """
+        if not parts:
+            return
+        first, length = first_part(self.part_bytes), len(parts) * self.part_bytes
+        begin = first + parts.start * self.part_bytes
+        if first:
+            for page in range(begin, begin + length, HUGE_BYTES):  # pages are collapsed only where there are some
+                os.posix_fallocate(descriptor, page, 1)
+            with suppress(OSError):  # an earlier Linux, or no huge page is left
+                self.madvise(MADV_COLLAPSE, self.place_of(parts.start), length)
+        os.posix_fallocate(descriptor, begin, length)
+
+
+def first_part(part_bytes: int) -> int:
+    """Where parts of this size begin in a file."""
+    return 0 if part_bytes % HUGE_BYTES else HUGE_BYTES
 
 
 class Offer:
@@ -45,6 +87,7 @@ class Offer:
     Args:
         room_bytes: the least size of a part.
         pipes_to: how many ranks get pipes; 0 if these have some already.
+        huge: whether parts are to begin at huge pages, unless they are small.
 
     Attributes:
         numbers: where the others find it: process, descriptor, token, bytes of a part, parts; and the ends of the
@@ -52,15 +95,16 @@ class Offer:
         channels: this rank's ends of the pipes, by rank.
     """
 
-    def __init__(self, room_bytes: int, parts: int, pipes_to: int) -> None:
-        part_bytes = -(-room_bytes // ALIGNED_BYTES) * ALIGNED_BYTES
+    def __init__(self, room_bytes: int, parts: int, pipes_to: int, huge: bool = False) -> None:
+        aligned_bytes = HUGE_BYTES if huge and room_bytes >= SMALLEST_HUGE_BYTES else ALIGNED_BYTES
+        part_bytes = -(-room_bytes // aligned_bytes) * aligned_bytes
         self.channels: list[Channel] = []
         self._pipes, self._descriptor = Pipes(), -1
         token = secrets.randbits(62)
         try:
             self._descriptor = os.memfd_create(_name(token), os.MFD_CLOEXEC)
             os.fchmod(self._descriptor, 0o600)
-            os.ftruncate(self._descriptor, part_bytes * parts)
+            os.ftruncate(self._descriptor, part_bytes * parts + 2 * first_part(part_bytes))
             self.channels = self._pipes.make(pipes_to)
         except (OSError, AttributeError) as error:  # a limit, as on the size of files; no such call outside of Linux
             failure = getattr(error, "errno", None) or errno.ENOSYS
@@ -103,10 +147,8 @@ def accept(numbers: Sequence[int], reserved: range, pipes: int | None) -> tuple[
         if os.readlink(path) != f"/memfd:{_name(token)} (deleted)":  # another host's process of that number
             return NOT_REACHED, None, []
         own = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-        # What is not reserved would end the process at its first use (SIGBUS) if there were no memory left.
-        if reserved:
-            os.posix_fallocate(own, reserved.start * part_bytes, len(reserved) * part_bytes)
         mapping = Mapping.of(own, part_bytes, parts)
+        mapping.reserve(own, reserved)
         channels = [] if pipes is None else [open_channel(process, *ends[2 * pipes : 2 * pipes + 2])]
         return 0, mapping, channels
     except (FileNotFoundError, PermissionError):

@@ -39,7 +39,7 @@ class SharedQueue:
 
     def __init__(self, slots: Mapping, channel: Channel) -> None:
         self._slots, self._channel = slots, channel
-        self._slot_count = len(slots) // slots.part_bytes
+        self._slot_count = slots.parts
         self._begun = 0  # messages that this end has begun to send, or to receive
         self._waited_for = 0  # of these
         weakref.finalize(self, channel.close)
@@ -63,7 +63,7 @@ class SharedQueue:
         """Copy a message into the next slot, when the message before has left it."""
         self._wait_for(FREE, number - self._slot_count, number, deadline)
         slot = (number - 1) % self._slot_count
-        SIZE.pack_into(self._slots, slot * self._slots.part_bytes, tensor.nbytes)
+        SIZE.pack_into(self._slots, self._slots.place_of(slot), tensor.nbytes)
         ctypes.memmove(self._content(slot, tensor), tensor.data_ptr(), tensor.nbytes)
         self._channel.send(THERE)
 
@@ -71,7 +71,7 @@ class SharedQueue:
         """Copy a message out of its slot, when it is there."""
         self._wait_for(THERE, number, number, deadline)
         slot = (number - 1) % self._slot_count
-        [size_bytes] = SIZE.unpack_from(self._slots, slot * self._slots.part_bytes)
+        [size_bytes] = SIZE.unpack_from(self._slots, self._slots.place_of(slot))
         if size_bytes != tensor.nbytes:
             raise RuntimeError(f"a message of {size_bytes:,} bytes has come, not of {tensor.nbytes:,}")
         ctypes.memmove(tensor.data_ptr(), self._content(slot, tensor), tensor.nbytes)

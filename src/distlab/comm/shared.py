@@ -64,7 +64,7 @@ class SharedMemory:
         """
         pipes_to = 0 if self._channels else self.size - 1
         room_bytes = elements * dtype.itemsize
-        offer = Offer(room_bytes, self.size, pipes_to) if self.rank == 0 else None
+        offer = Offer(room_bytes, self.size, pipes_to, huge=True) if self.rank == 0 else None
         opened = offer.channels if offer else []
         with ExitStack() as if_it_fails:
             if_it_fails.callback(close_all, opened)

@@ -2,7 +2,10 @@
 
 import errno
 import gc
+import mmap
 import os
+import platform
+import re
 import resource
 import signal
 import stat
@@ -17,7 +20,7 @@ from processes import before_forks, collect_before_a_fork, free_port, process_gr
 from refusals import refuse
 
 from distlab.comm.forked import forked
-from distlab.comm.mappings import Offer, accept
+from distlab.comm.mappings import HUGE_BYTES, Mapping, Offer, accept
 from distlab.comm.traffic import Transport, traffic
 from simplellm.errors import InputError
 
@@ -64,6 +67,51 @@ def test_the_mapping_has_no_name_is_its_users_own_and_goes_with_its_last_tensor(
         assert {stat.S_IMODE(mode) for mode in modes} == {0o600}
         assert size_bytes == 2 * 401_408, "two parts, each of whole pages"
         assert afterwards == []
+
+
+def both_ends(parts: int, room_bytes: int) -> tuple[Mapping, Mapping]:
+    """What a rank offers, mapped twice, as by two ranks of which each reserves a part."""
+    offer = Offer(room_bytes, parts, pipes_to=0, huge=True)
+    ends = [accept(offer.numbers, range(rank, rank + 1), pipes=None)[1] for rank in range(2)]
+    offer.withdraw()
+    assert ends[0] is not None
+    assert ends[1] is not None
+    return ends[0], ends[1]
+
+
+def huge_megabytes() -> int:
+    return int(re.findall(r"ShmemPmdMapped: *([0-9]+) kB", Path("/proc/self/smaps_rollup").read_text())[0]) >> 10
+
+
+@pytest.mark.skipif(
+    tuple(map(int, re.findall(r"\d+", platform.release())[:2])) < (6, 1) or platform.machine() != "x86_64",
+    reason="needs Linux 6.1, and huge pages of 2 MB",
+)
+def test_parts_that_are_not_small_lie_in_huge_pages_of_both_ranks() -> None:
+    elements, before = torch.empty(1_500_000), huge_megabytes()
+    one, other = both_ends(2, elements.nbytes)
+    assert one.address % HUGE_BYTES == other.address % HUGE_BYTES == 0
+    for part in range(2):
+        one.part(part, elements).fill_(part + 1)
+        assert other.part(part, elements).unique().tolist() == [part + 1]
+    assert huge_megabytes() - before == 2 * 2 * 6, "two parts of three pages, in two mappings"
+
+
+def test_a_mapping_that_finds_its_address_taken_is_right_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    taken = []
+
+    def close(mapping: mmap.mmap) -> None:
+        mmap.mmap.close(mapping)
+        taken.append(mmap.mmap(-1, mmap.PAGESIZE))
+
+    monkeypatch.setattr(Mapping, "close", close)
+    elements = torch.empty(1_500_000)
+    one, other = both_ends(2, elements.nbytes)
+    assert len(taken) == 2
+    assert one.address % HUGE_BYTES != 0, "it has found its address free"
+    for part in range(2):
+        one.part(part, elements).copy_(torch.arange(1_500_000) + part)
+        assert torch.equal(other.part(part, elements), torch.arange(1_500_000.0) + part)
 
 
 NOBODY = 65534
