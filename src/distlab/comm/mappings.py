@@ -17,7 +17,7 @@ from torch import Tensor
 from distlab.comm.signals import Channel, Pipes, open_channel
 
 ALIGNED_BYTES = 4096  # parts begin at pages
-HUGE_BYTES = 2 << 20  # of a huge page on x86
+HUGE_BYTES = 2 << 20  # of a huge page, where pages have 4 kB
 SMALLEST_HUGE_BYTES = HUGE_BYTES // 4  # what takes less is not worth one
 MADV_COLLAPSE = 25  # of Linux 6.1
 NOT_REACHED = -1  # in place of an error number: another host, user or container
@@ -26,8 +26,9 @@ NOT_REACHED = -1  # in place of an error number: another host, user or container
 class Mapping(mmap.mmap):
     """Shared memory in parts, all of one size.
 
-    Linux can give huge pages only where an address and a place in the file are the same distance from a multiple of a
-    huge page. As the address is known last, the file has room for one more of them on both sides of such parts.
+    Parts of whole huge pages lie in such pages, if Linux has some. That needs addresses that are as far from a multiple
+    of a huge page as their places in the file. As the address is known last, the file has a huge page of unused space
+    before and after the parts, for which no memory is reserved.
     """
 
     part_bytes: int
@@ -71,7 +72,7 @@ class Mapping(mmap.mmap):
         if first:
             for page in range(begin, begin + length, HUGE_BYTES):  # pages are collapsed only where there are some
                 os.posix_fallocate(descriptor, page, 1)
-            with suppress(OSError):  # an earlier Linux, or no huge page is left
+            with suppress(OSError):  # an earlier Linux, or one that denies them, or no huge page is left
                 self.madvise(MADV_COLLAPSE, self.place_of(parts.start), length)
         os.posix_fallocate(descriptor, begin, length)
 
@@ -87,7 +88,7 @@ class Offer:
     Args:
         room_bytes: the least size of a part.
         pipes_to: how many ranks get pipes; 0 if these have some already.
-        huge: whether parts are to begin at huge pages, unless they are small.
+        huge: whether parts that are not small are made whole huge pages.
 
     Attributes:
         numbers: where the others find it: process, descriptor, token, bytes of a part, parts; and the ends of the

@@ -10,6 +10,7 @@ import re
 import resource
 import signal
 import stat
+import struct
 import time
 from functools import partial
 from multiprocessing.connection import Connection
@@ -70,9 +71,9 @@ def test_the_mapping_has_no_name_is_its_users_own_and_goes_with_its_last_tensor(
         assert afterwards == []
 
 
-def both_ends(parts: int, room_bytes: int) -> tuple[Mapping, Mapping]:
+def both_ends(room_bytes: int, huge: bool = True) -> tuple[Mapping, Mapping]:
     """What a rank offers, mapped twice, as by two ranks of which each reserves a part."""
-    offer = Offer(room_bytes, parts, pipes_to=0, huge=True)
+    offer = Offer(room_bytes, 2, pipes_to=0, huge=huge)
     ends = [accept(offer.numbers, range(rank, rank + 1), pipes=None)[1] for rank in range(2)]
     offer.withdraw()
     assert ends[0] is not None
@@ -81,36 +82,51 @@ def both_ends(parts: int, room_bytes: int) -> tuple[Mapping, Mapping]:
 
 
 def huge_megabytes() -> int:
+    gc.collect()  # other tests' mappings
     return int(re.findall(r"ShmemPmdMapped: *([0-9]+) kB", Path("/proc/self/smaps_rollup").read_text())[0]) >> 10
 
 
-@pytest.mark.skipif(
-    tuple(map(int, re.findall(r"\d+", platform.release())[:2])) < (6, 1) or platform.machine() != "x86_64",
-    reason="needs Linux 6.1, and huge pages of 2 MB",
-)
-def test_parts_that_are_not_small_lie_in_huge_pages_of_both_ranks() -> None:
-    elements, before = torch.empty(1_500_000), huge_megabytes()
-    one, other = both_ends(2, elements.nbytes)
-    assert one.address % HUGE_BYTES == other.address % HUGE_BYTES == 0
+def is_written_by_one_and_read_by_the_other(one: Mapping, other: Mapping, elements: int) -> bool:
     for part in range(2):
-        one.part(part, elements).fill_(part + 1)
-        assert other.part(part, elements).unique().tolist() == [part + 1]
-    assert huge_megabytes() - before == 2 * 2 * 6, "two parts of three pages, in two mappings"
+        one.part(part, torch.empty(elements)).copy_(torch.arange(elements) + part)
+    parts = [other.part(part, torch.empty(elements)) for part in range(2)]
+    firsts = [struct.unpack_from("f", other, other.place_of(part)) for part in range(2)]
+    return firsts == [(0.0,), (1.0,)] and all(torch.equal(parts[p], torch.arange(elements) + p) for p in range(2))
 
 
-def test_a_mapping_at_another_address_than_hoped_for_is_right_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("huge", [False, True])
+@pytest.mark.parametrize("elements", [1000, 131_072, 524_288, 1_500_000])  # of 4 bytes
+def test_both_ends_of_a_mapping_find_the_same_in_its_parts(elements: int, huge: bool) -> None:
+    assert is_written_by_one_and_read_by_the_other(*both_ends(4 * elements, huge), elements)
+
+
+def test_a_mapping_at_another_address_than_hoped_for_has_the_same_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     begin, calls = Mapping._begin, itertools.count()
 
     def a_page_further_at_first(mapping: Mapping) -> int:
         return begin(mapping) + (mmap.PAGESIZE if next(calls) % 2 == 0 else 0)
 
     monkeypatch.setattr(Mapping, "_begin", a_page_further_at_first)
-    elements = torch.empty(1_500_000)
-    one, other = both_ends(2, elements.nbytes)
-    assert one.address % HUGE_BYTES == HUGE_BYTES - mmap.PAGESIZE
-    for part in range(2):
-        one.part(part, elements).copy_(torch.arange(1_500_000) + part)
-        assert torch.equal(other.part(part, elements), torch.arange(1_500_000.0) + part)
+    assert is_written_by_one_and_read_by_the_other(*both_ends(6_000_000), 1_500_000)
+    assert next(calls) == 4
+
+
+SHARED_HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled")
+
+
+@pytest.mark.skipif(
+    not SHARED_HUGE_PAGES.exists()
+    or "[deny]" in SHARED_HUGE_PAGES.read_text()
+    or tuple(map(int, re.findall(r"\d+", platform.release())[:2])) < (6, 1)
+    or platform.machine() != "x86_64",
+    reason="needs Linux 6.1, with huge pages of 2 MB that are not denied",
+)
+def test_parts_that_are_not_small_lie_in_huge_pages_of_both_ranks() -> None:
+    before = huge_megabytes()
+    one, other = both_ends(6_000_000)
+    assert one.address % HUGE_BYTES == other.address % HUGE_BYTES == 0
+    assert is_written_by_one_and_read_by_the_other(one, other, 1_500_000)
+    assert huge_megabytes() - before == 2 * 2 * 6, "two parts of three pages, in two mappings"
 
 
 NOBODY = 65534
