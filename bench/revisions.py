@@ -30,6 +30,7 @@ RUNS = {
     "dp-ga, 2 ranks": "dp-ga --world-size 2 --batch-size 1 --steps 12",
     "dp-ga, 3 ranks": "dp-ga --world-size 3 --batch-size 1 --steps 12",
     "pp-dapple, 2 stages": "pp-dapple --world-size 2 --batch-size 4 --micro-batches 4 --steps 8",
+    "pp-dapple, 3 stages": "pp-dapple --world-size 3 --batch-size 6 --micro-batches 6 --steps 8",
     "hybrid, 2 pipelines of 3 stages": "hybrid --steps 8",
     "a small model, 2 stages, gpipe": "pp-gpipe --world-size 2 --batch-size 12 --micro-batches 4 --dmodel 96 "
     "--num-heads 4 --seq-len 64 --steps 60",
