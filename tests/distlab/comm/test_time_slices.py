@@ -1,56 +1,120 @@
 """Time slices, as Linux reports them."""
 
 import os
+import platform
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from pipeline_models import LOSS, OPTIONS, VOCAB, WIDTH, batch
+from torch import Tensor, nn
+
+from distlab.comm.grid import Grid
+from distlab.comm.time_slices import SCHED_SETATTR, SLICE_SECONDS, long_time_slices
+from distlab.pipeline.executor import Pipeline
+from distlab.pipeline.schedules import all_stages
+from distlab.pipeline.stages import build_stage
 
 pytestmark = pytest.mark.quick
 
-REPORT = Path("/proc/self/sched")
-ASK = """
-import os
-from pathlib import Path
-from distlab.comm.time_slices import long_time_slices
-
-def report():
-    [line] = [line for line in Path("/proc/self/sched").read_text().splitlines() if line.startswith("se.slice ")]
-    print(int(line.split(":")[1]), os.sched_getscheduler(0), os.getpriority(os.PRIO_PROCESS, 0))
-
-os.nice(3)
-{prepare}
-report()
-with long_time_slices():
-    report()
-report()
-"""
+LONG = int(SLICE_SECONDS * 1e9)
 
 
-def reports(prepare: str = "") -> list[list[int]]:
-    """Slice in nanoseconds, policy and nice value: before, within and after the context."""
-    result = subprocess.run(
-        [sys.executable, "-c", ASK.format(prepare=prepare)], capture_output=True, text=True, timeout=60, check=True
-    )
-    return [[int(number) for number in line.split()] for line in result.stdout.splitlines()]
+def own_slice() -> int:
+    """Of this thread, in nanoseconds; 0 if Linux does not report it."""
+    report = Path("/proc/thread-self/sched")
+    lines = report.read_text().splitlines() if report.exists() else []
+    return next((int(line.split(":")[1]) for line in lines if line.startswith("se.slice ")), 0)
 
 
 def has_slices() -> bool:
-    version = tuple(int(number) for number in os.uname().release.split(".")[:2]) if sys.platform == "linux" else (0, 0)
-    return version >= (6, 12) and REPORT.exists() and "se.slice " in REPORT.read_text()
+    if sys.platform != "linux" or platform.machine() not in SCHED_SETATTR:
+        return False
+    version = tuple(int(number) for number in os.uname().release.split(".")[:2])
+    return version >= (6, 12) and 0 < own_slice() < LONG
 
 
-@pytest.mark.skipif(not has_slices(), reason="Linux gives threads no slice of their own, or does not report it")
-def test_a_thread_has_a_long_slice_in_the_context_only_and_nothing_else_changes() -> None:
-    before, within, after = reports()
-    assert before[0] < within[0] == 10_000_000
-    assert before[1:] == within[1:] == [os.SCHED_OTHER, 3]
-    assert after == before
+needs_slices = pytest.mark.skipif(not has_slices(), reason="Linux gives no thread a slice of its own, or not shorter")
 
 
-@pytest.mark.skipif(not has_slices(), reason="Linux gives threads no slice of their own, or does not report it")
-def test_a_policy_of_the_users_is_left_alone() -> None:
-    before, within, after = reports("os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))")
-    assert before == within == after
-    assert before[1:] == [os.SCHED_BATCH, 3]
+@contextmanager
+def policy(number: int) -> Iterator[None]:
+    """In this context, this thread has a scheduling policy."""
+    before = os.sched_getscheduler(0)
+    os.sched_setscheduler(0, number, os.sched_param(0))
+    try:
+        yield
+    finally:
+        os.sched_setscheduler(0, before, os.sched_param(0))
+
+
+@needs_slices
+def test_a_thread_has_a_long_slice_in_the_context_only() -> None:
+    before = own_slice()
+    within = []
+
+    def fail() -> None:
+        with long_time_slices():
+            within.append(own_slice())
+            raise ValueError("within")
+
+    with policy(os.SCHED_OTHER), pytest.raises(ValueError, match="within"):
+        fail()
+    assert within == [LONG]
+    assert own_slice() == before
+
+
+@needs_slices
+def test_a_users_policy_and_nice_value_are_left_alone() -> None:
+    code = """
+import os
+from distlab.comm.time_slices import long_time_slices
+
+nice = os.nice(1)
+for policy in os.SCHED_OTHER, os.SCHED_BATCH:
+    os.sched_setscheduler(0, policy, os.sched_param(0))
+    with long_time_slices():
+        assert (os.sched_getscheduler(0), os.getpriority(os.PRIO_PROCESS, 0)) == (policy, nice)
+    assert (os.sched_getscheduler(0), os.getpriority(os.PRIO_PROCESS, 0)) == (policy, nice)
+"""
+    subprocess.run([sys.executable, "-c", code], timeout=60, check=True)
+    with policy(os.SCHED_BATCH):
+        before = own_slice()
+        with long_time_slices():
+            assert own_slice() == before
+
+
+def test_a_system_that_does_not_tell_its_policy_keeps_its_slices(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(_: int) -> int:
+        raise PermissionError
+
+    monkeypatch.setattr(os, "sched_getscheduler", refuse, raising=False)
+    before = own_slice()
+    with long_time_slices():
+        assert own_slice() == before
+
+
+@needs_slices
+def test_a_stage_has_long_slices_during_its_actions() -> None:
+    seen: list[int] = []
+
+    class Watched(nn.Module):
+        def __init__(self, net: nn.Module) -> None:
+            super().__init__()
+            self.net = net
+
+        def forward(self, x: Tensor) -> Tensor:
+            seen.append(own_slice())
+            y: Tensor = self.net(x)
+            return y
+
+    net = Watched(build_stage(0, (1,), VOCAB, **OPTIONS))
+    pipeline = Pipeline(net, all_stages("gpipe", 1, 2), Grid(0, dp=1, pp=1), LOSS, WIDTH)
+    before = own_slice()
+    with policy(os.SCHED_OTHER):
+        pipeline.step(batch(0).chunk(2))
+    assert seen == [LONG, LONG]
+    assert own_slice() == before
