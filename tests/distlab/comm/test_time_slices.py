@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 from pipeline_models import LOSS, OPTIONS, VOCAB, WIDTH, batch
-from torch import Tensor, nn
 
 from distlab.comm.grid import Grid
 from distlab.comm.time_slices import SCHED_SETATTR, SLICE_SECONDS, long_time_slices
@@ -100,18 +99,8 @@ def test_a_system_that_does_not_tell_its_policy_keeps_its_slices(monkeypatch: py
 @needs_slices
 def test_a_stage_has_long_slices_during_its_actions() -> None:
     seen: list[int] = []
-
-    class Watched(nn.Module):
-        def __init__(self, net: nn.Module) -> None:
-            super().__init__()
-            self.net = net
-
-        def forward(self, x: Tensor) -> Tensor:
-            seen.append(own_slice())
-            y: Tensor = self.net(x)
-            return y
-
-    net = Watched(build_stage(0, (1,), VOCAB, **OPTIONS))
+    net = build_stage(0, (1,), VOCAB, **OPTIONS)
+    net.register_forward_pre_hook(lambda *_: seen.append(own_slice()))
     pipeline = Pipeline(net, all_stages("gpipe", 1, 2), Grid(0, dp=1, pp=1), LOSS, WIDTH)
     before = own_slice()
     with policy(os.SCHED_OTHER):
