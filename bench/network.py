@@ -44,7 +44,7 @@ from simplellm.tokenizers import SPTokenizer
 LAB = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(LAB / "tests"))
 
-from hosts import Host, Link, two_hosts_with_a_link, why_not  # noqa: E402
+from support.hosts import Host, Link, two_hosts_with_a_link, why_not  # noqa: E402
 
 SEQUENCES, SEQ_LEN = 8, 64  # of the global batch, in all layouts
 # With SGD, an average of weights after every step is that of the gradients.

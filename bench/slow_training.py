@@ -31,7 +31,7 @@ from distlab.run.progress import each
 
 sys.path.insert(0, str(LAB / "tests"))
 
-from hosts import two_hosts_with_a_link, why_not
+from support.hosts import two_hosts_with_a_link, why_not
 
 SEQUENCES, SEQ_LEN = 4, 64  # of the global batch
 MODEL = (

@@ -20,12 +20,12 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from bad_inputs.commands import figures, launcher, mpi, rendezvous
-from bad_inputs.flags import combinations, flags
-from bad_inputs.inputs import BadInput
-from bad_inputs.models import checkpoints, models
-from bad_inputs.texts import data, tokenizers
-from bad_inputs.trials import Outcome, run, shown
+from support.bad_inputs.commands import figures, launcher, mpi, rendezvous
+from support.bad_inputs.flags import combinations, flags
+from support.bad_inputs.inputs import BadInput
+from support.bad_inputs.models import checkpoints, models
+from support.bad_inputs.texts import data, tokenizers
+from support.bad_inputs.trials import Outcome, run, shown
 
 from distlab.run.progress import each
 

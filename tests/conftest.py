@@ -10,7 +10,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
 import torch
-from chapters import OneProcess, train_alone
+from support.chapters import OneProcess, train_alone
 
 torch.set_num_threads(1)
 
@@ -27,7 +27,7 @@ def pytest_cmdline_main(config: pytest.Config) -> int | None:
     """`--gpu` where there is no GPU: one sentence, and no summary that could be taken for success."""
     if not config.getoption("gpu"):
         return None
-    from gpu_runs import GPUS, why_no_gpu
+    from support.gpu_runs import GPUS, why_no_gpu
 
     if GPUS:
         return None
@@ -58,7 +58,7 @@ class GPUReport:
             terminal.write_line(f"\n{report.nodeid}:\n{report.longreprtext}")
 
     def pytest_unconfigure(self) -> None:
-        from gpu_runs import GPUS, HERE, REHEARSAL
+        from support.gpu_runs import GPUS, HERE, REHEARSAL
 
         if REHEARSAL:
             print(f"# a rehearsal on the CPU, as with {HERE} (LAB_GPU_REHEARSAL): nothing is proven about a GPU")

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 from bad_input import generate
-from bad_inputs.flags import LATER, flag_cases
-from bad_inputs.inputs import SCRIPTS, defaults_of
-from bad_inputs.trials import run, shown
+from support.bad_inputs.flags import LATER, flag_cases
+from support.bad_inputs.inputs import SCRIPTS, defaults_of
+from support.bad_inputs.trials import run, shown
 
 from distlab.run.settings import parse
 from simplellm.errors import InputError

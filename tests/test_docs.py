@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator
 
 import pytest
-from processes import LAB
+from support.processes import LAB
 
 pytestmark = pytest.mark.quick
 

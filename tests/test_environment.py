@@ -18,7 +18,7 @@ from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
-from processes import LAB, Ended, finish, start
+from support.processes import LAB, Ended, finish, start
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("pip") is None, reason="needs pip")
 

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from gpu_runs import why_no_gpu
-from processes import Ended, run
+from support.gpu_runs import why_no_gpu
+from support.processes import Ended, run
 
 
 def gpu_tests(*flags: str, **environment: str) -> Ended:

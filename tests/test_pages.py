@@ -5,8 +5,8 @@ import re
 from pathlib import Path
 
 import pytest
-from processes import LAB, run_ranks
-from quoted_commands import FENCE, OURS, check, commands
+from support.processes import LAB, run_ranks
+from support.quoted_commands import FENCE, OURS, check, commands
 
 from distlab.launch import TOPOLOGIES
 from distlab.run.settings import WorldSize

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from chapters import OneProcess, assert_equal, load, train_on
+from support.chapters import OneProcess, assert_equal, load, train_on
 
 from distlab.run.settings import parse
 from simplellm.errors import InputError

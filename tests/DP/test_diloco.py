@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from chapters import MODEL, TRAINING, State, assert_equal, initial_weights, load, train_on
-from processes import run_ranks
+from support.chapters import MODEL, TRAINING, State, assert_equal, initial_weights, load, train_on
+from support.processes import run_ranks
 from torch import Tensor, nn
 
 from distlab.parallel.compression import decode, encode, encoded_bytes

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from chapters import OneProcess, State, assert_equal, train_on
+from support.chapters import OneProcess, State, assert_equal, train_on
 
 from distlab.collectives.algorithms import ALL_REDUCES
 

@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
-from chapters import MODEL, STEPS, OneProcess, assert_equal, train_on
+from support.chapters import MODEL, STEPS, OneProcess, assert_equal, train_on
 
 from distlab.parallel.sharded import Sharded
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from processes import LAB, Ended, free_port, process_group, run_ranks
-from terminals import fork_launcher, terminals
+from support.processes import LAB, Ended, free_port, process_group, run_ranks
+from support.terminals import fork_launcher, terminals
 
 from simplellm.errors import InputError
 

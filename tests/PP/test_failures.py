@@ -12,8 +12,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from processes import Ended, Started, children, finish, process_of, start, steps_taken, wait_for
-from terminals import Fork, fork_launcher, terminals
+from support.processes import Ended, Started, children, finish, process_of, start, steps_taken, wait_for
+from support.terminals import Fork, fork_launcher, terminals
 
 from distlab.rendezvous.notices import SECONDS_BETWEEN_LOOKS
 

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from chapters import OneProcess, State, assert_equal, train_on
+from support.chapters import OneProcess, State, assert_equal, train_on
 
 pytestmark = pytest.mark.quick
 

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from chapters import load
-from processes import LAB, Ended, free_port, run_ranks
-from terminals import fork_launcher
+from support.chapters import load
+from support.processes import LAB, Ended, free_port, run_ranks
+from support.terminals import fork_launcher
 
 from distlab.reports.trace import read_chrome
 

@@ -5,7 +5,7 @@ import json
 from pathlib import Path
 
 import pytest
-from chapters import OneProcess, State, assert_equal, load, train_on
+from support.chapters import OneProcess, State, assert_equal, load, train_on
 
 from distlab.parallel.division import Style
 from distlab.parallel.tensor import bytes_per_layer

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from processes import free_port, process_group, run_ranks
-from sentiment_ranks import load, on_ranks
+from support.processes import free_port, process_group, run_ranks
+from support.sentiment_ranks import load, on_ranks
 
 from distlab.comm.traffic import traffic
 from distlab.comm.waits import TrafficError

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from sentiment_ranks import in_a_fork, load
+from support.sentiment_ranks import in_a_fork, load
 
 from simplellm.errors import InputError
 from simplellm.samplers import BatchSampler

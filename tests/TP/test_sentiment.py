@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from processes import free_port, run_ranks
-from sentiment_ranks import in_a_fork, load, split_dim
-from terminals import fork_launcher
+from support.processes import free_port, run_ranks
+from support.sentiment_ranks import in_a_fork, load, split_dim
+from support.terminals import fork_launcher
 from torch import Tensor, nn
 
 from distlab.run.run import Run

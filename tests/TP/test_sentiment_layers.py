@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from sentiment_ranks import load, on_ranks, split_dim
+from support.sentiment_ranks import load, on_ranks, split_dim
 from torch import Tensor, nn
 
 from distlab.run.optimizers import build_optimizer

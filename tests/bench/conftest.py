@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 import pytest
-from processes import LAB
+from support.processes import LAB
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -6,8 +6,8 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
-from chapters import load as load_program
-from processes import LAB
+from support.chapters import load as load_program
+from support.processes import LAB
 
 from simplellm.errors import InputError
 

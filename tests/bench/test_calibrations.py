@@ -4,8 +4,8 @@ import json
 from dataclasses import asdict, replace
 from pathlib import Path
 
-from chapters import load
-from planner_machines import cluster
+from support.chapters import load
+from support.planner_machines import cluster
 
 from distlab.planner.machine import AllReduce, read_machine
 

@@ -3,8 +3,8 @@
 from types import ModuleType
 
 import pytest
-from chapters import load
-from planner_machines import MODEL, cluster
+from support.chapters import load
+from support.planner_machines import MODEL, cluster
 
 from distlab.comm.link import Link
 from distlab.planner.machine import AllReduce, Machine

@@ -7,9 +7,9 @@ from types import ModuleType
 
 import pytest
 import torch
-from chapters import load
-from processes import LAB, free_port
-from terminals import fork_python
+from support.chapters import load
+from support.processes import LAB, free_port
+from support.terminals import fork_python
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 

@@ -5,7 +5,7 @@ import os
 from types import ModuleType
 
 import pytest
-from chapters import load
+from support.chapters import load
 
 from distlab.comm.mappings import Offer, accept
 from simplellm.errors import InputError

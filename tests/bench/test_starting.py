@@ -5,8 +5,8 @@ from pathlib import Path
 from types import FrameType, ModuleType
 
 import pytest
-from chapters import load
-from processes import wait_for
+from support.chapters import load
+from support.processes import wait_for
 
 from simplellm.errors import InputError
 

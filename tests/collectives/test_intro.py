@@ -4,8 +4,8 @@ import json
 from pathlib import Path
 
 import pytest
-from chapters import load
-from terminals import fork_launcher, fork_python
+from support.chapters import load
+from support.terminals import fork_launcher, fork_python
 
 from distlab.run.settings import parse
 from simplellm.errors import InputError

@@ -10,8 +10,8 @@ import time
 from pathlib import Path
 
 import pytest
-from processes import LAB, Ended, children, finish, free_port, process_of, run, start, steps_taken, wait_for
-from terminals import fork_launcher, fork_python
+from support.processes import LAB, Ended, children, finish, free_port, process_of, run, start, steps_taken, wait_for
+from support.terminals import fork_launcher, fork_python
 
 from distlab.launch import TOPOLOGIES
 from distlab.launch import launch as launch_command

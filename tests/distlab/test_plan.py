@@ -9,10 +9,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from planner_machines import MODEL as SMALL_MODEL
-from planner_machines import cluster
-from processes import LAB, run
-from terminals import fork_launcher, fork_python
+from support.planner_machines import MODEL as SMALL_MODEL
+from support.planner_machines import cluster
+from support.processes import LAB, run
+from support.terminals import fork_launcher, fork_python
 
 from distlab import calibrate, plan
 from distlab.launch import find_script, launch, read_settings

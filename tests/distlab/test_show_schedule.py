@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from processes import run
+from support.processes import run
 
 from distlab.pipeline.schedules import SCHEDULES, stages_per_worker
 from distlab.show_schedule import Request, show

@@ -5,7 +5,7 @@ import time
 
 import pytest
 import torch
-from gpu_runs import GPURun, train
+from support.gpu_runs import GPURun, train
 
 ORDER = "test_parity test_nccl test_checkpoints test_failures test_reports test_model".split()
 STARTED = time.monotonic()

@@ -3,8 +3,8 @@
 from pathlib import Path
 
 import pytest
-from gpu_runs import DEVICE, NEAR, SAME, launch, train
 from safetensors.torch import load_file
+from support.gpu_runs import DEVICE, NEAR, SAME, launch, train
 
 ADAM = "--optimizer adam --lr 1e-3 --num-kv-heads 2"  # with moments to save, and grouped-query attention
 SENTIMENT = "sentiment --samples 128 --epochs 2 --bsz 32 --optimizer sgd --lr 0.1"

@@ -6,8 +6,8 @@ import signal
 from pathlib import Path
 
 import pytest
-from gpu_runs import DEADLINE, NCCL, PATIENCE, TRAINING, command, needs
-from processes import children, environment, finish, process_of, run, start, steps_taken, wait_for
+from support.gpu_runs import DEADLINE, NCCL, PATIENCE, TRAINING, command, needs
+from support.processes import children, environment, finish, process_of, run, start, steps_taken, wait_for
 
 
 def test_a_loss_that_is_not_finite_names_its_cause(tmp_path: Path) -> None:

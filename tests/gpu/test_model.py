@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from gpu_runs import DEVICE, launch
+from support.gpu_runs import DEVICE, launch
 
 from simplellm.llama import CausalLLama, LLama
 from simplellm.losses import causalLLMLoss

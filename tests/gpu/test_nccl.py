@@ -4,8 +4,8 @@ import re
 from pathlib import Path
 
 import pytest
-from gpu_runs import GPUS, NCCL, REHEARSAL, SAME, GPURun, assert_trained_alike, command, needs, train
-from processes import run
+from support.gpu_runs import GPUS, NCCL, REHEARSAL, SAME, GPURun, assert_trained_alike, command, needs, train
+from support.processes import run
 
 SEVERAL = {  # GPUs, and what to run on them; six sequences to a step
     2: """

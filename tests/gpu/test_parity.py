@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from gpu_runs import NEAR, SAME, GPURun, assert_trained_alike, launch, train
+from support.gpu_runs import NEAR, SAME, GPURun, assert_trained_alike, launch, train
 
 FLOAT32 = """
 primer --batch-size 6

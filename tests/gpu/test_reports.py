@@ -4,7 +4,7 @@ import itertools
 from pathlib import Path
 
 import pytest
-from gpu_runs import DEVICE, NCCL, SAME, GPURun, assert_trained_alike, needs, train
+from support.gpu_runs import DEVICE, NCCL, SAME, GPURun, assert_trained_alike, needs, train
 
 from distlab.reports.trace import read_chrome
 

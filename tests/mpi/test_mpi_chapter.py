@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
-from processes import LAB, Ended, finish, start
+from support.processes import LAB, Ended, finish, start
 
 from distlab.launch import launch as launch_command
 from simplellm.errors import InputError

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from processes import LAB, free_port, process_group, run_ranks
-from terminals import fork_launcher
+from support.processes import LAB, free_port, process_group, run_ranks
+from support.terminals import fork_launcher
 from torch import Tensor
 
 from distlab.comm.traffic import traffic

@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 import torch
-from chapters import load
-from processes import LAB, free_port, run_ranks
-from terminals import fork_python, terminals
+from support.chapters import load
+from support.processes import LAB, free_port, run_ranks
+from support.terminals import fork_python, terminals
 from torch import Tensor
 from torch.nn.modules.module import register_module_forward_pre_hook
 

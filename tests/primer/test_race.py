@@ -12,7 +12,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from processes import LAB, run_ranks, run_script, start
+from support.processes import LAB, run_ranks, run_script, start
 
 from simplellm.errors import InputError
 

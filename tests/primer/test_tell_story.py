@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 import torch
-from processes import LAB, finish, start
-from small_models import saved_model, status_of
-from terminals import fork_python
+from support.processes import LAB, finish, start
+from support.small_models import saved_model, status_of
+from support.terminals import fork_python
 
 from distlab.checkpoints.models import write_model
 from simplellm.export import export

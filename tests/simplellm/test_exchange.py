@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from small_models import SIZES, saved_model, status_of
-from terminals import fork_python
+from support.small_models import SIZES, saved_model, status_of
+from support.terminals import fork_python
 from torch import Tensor
 
 from distlab.checkpoints.models import read_model, write_model

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from sentencepiece import SentencePieceTrainer
-from small_models import saved_model
+from support.small_models import saved_model
 
 from simplellm.errors import InputError
 from simplellm.generation import TextStream, prompt_ids

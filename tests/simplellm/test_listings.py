@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from processes import free_port, run_ranks
+from support.processes import free_port, run_ranks
 from torch import Tensor, nn
 from torch.optim import Adam
 

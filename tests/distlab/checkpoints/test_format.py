@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 import torch
-from chapters import MODEL, TRAINING, load, train
-from processes import free_port, process_group, run_ranks
-from terminals import fork_launcher, fork_python
+from support.chapters import MODEL, TRAINING, load, train
+from support.processes import free_port, process_group, run_ranks
+from support.terminals import fork_launcher, fork_python
 
 from distlab.checkpoints import saving
 from distlab.checkpoints.format import latest_valid
@@ -364,7 +364,7 @@ def test_half_a_checkpoint_is_not_declared_whole(tmp_path: Path) -> None:
 # Rank 1 dies as it has written its file of the second checkpoint, which is not on the disk yet.
 DIES_AS_IT_SAVES = """
 import os, signal
-from chapters import load
+from support.chapters import load
 from distlab.run.main import main
 
 script = load("DP/gradient_aggr/intro_DP_GA.py")

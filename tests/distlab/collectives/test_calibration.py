@@ -6,7 +6,7 @@ from functools import partial
 
 import pytest
 import torch.distributed as dist
-from processes import free_port, process_group, run_ranks
+from support.processes import free_port, process_group, run_ranks
 
 from distlab.collectives.calibration import (
     ADDED_BYTES,

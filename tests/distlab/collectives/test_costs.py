@@ -3,8 +3,8 @@
 import math
 
 import pytest
-from small_models import status_of
-from terminals import fork_python
+from support.small_models import status_of
+from support.terminals import fork_python
 
 from distlab.collective_costs import Request, table
 from distlab.collectives.costs import CostModel, bytes_of_a_message, predict, whole_numbers

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import pytest
 import torch
 import torch.distributed as dist
-from processes import free_port, process_group, run_ranks
+from support.processes import free_port, process_group, run_ranks
 
 from distlab.collectives.ring import AHEAD, Turn, _route, allreduce_ring
 

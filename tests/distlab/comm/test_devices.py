@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from chapters import MODEL, STEPS, TRAINING, load
-from processes import LAB, free_port, run, run_ranks, steps_taken
+from support.chapters import MODEL, STEPS, TRAINING, load
+from support.processes import LAB, free_port, run, run_ranks, steps_taken
 from torch.torch_version import TorchVersion
 
 from distlab.comm.devices import (

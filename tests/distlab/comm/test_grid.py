@@ -6,7 +6,7 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
-from processes import free_port, process_group, run_ranks
+from support.processes import free_port, process_group, run_ranks
 
 from distlab.comm.grid import Grid
 from distlab.comm.layout import layout_flags, layout_size

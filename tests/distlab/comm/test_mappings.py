@@ -18,8 +18,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from processes import before_forks, collect_before_a_fork, free_port, process_group, run_ranks, wait_for
-from refusals import refuse
+from support.processes import before_forks, collect_before_a_fork, free_port, process_group, run_ranks, wait_for
+from support.refusals import refuse
 
 from distlab.comm.forked import forked
 from distlab.comm.mappings import HUGE_BYTES, Mapping, Offer, accept

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from processes import free_port, run_ranks
-from refusals import refuse
+from support.processes import free_port, run_ranks
+from support.refusals import refuse
 from torch import Tensor
 from torch.distributed import ReduceOp
 

@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from processes import run_ranks
-from recorded_nccl import Call, run_alone
+from support.processes import run_ranks
+from support.recorded_nccl import Call, run_alone
 
 from distlab.pipeline.executor import Pipeline
 

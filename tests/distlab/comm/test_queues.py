@@ -10,8 +10,8 @@ from contextlib import suppress
 import pytest
 import torch
 import torch.distributed as dist
-from processes import free_port, process_group, run_ranks
-from refusals import refuse
+from support.processes import free_port, process_group, run_ranks
+from support.refusals import refuse
 from torch import Tensor
 
 from distlab.comm.hosts import Hosts

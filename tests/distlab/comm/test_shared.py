@@ -7,7 +7,7 @@ from functools import partial
 import pytest
 import torch
 import torch.distributed as dist
-from processes import free_port, process_group, run_ranks
+from support.processes import free_port, process_group, run_ranks
 from torch import Tensor
 from torch.distributed import ReduceOp
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from processes import free_port, process_group, run_ranks
+from support.processes import free_port, process_group, run_ranks
 
 from distlab.comm.signals import Channel, Pipes, open_channel
 from distlab.comm.traffic import traffic

@@ -5,7 +5,7 @@ import time
 
 import pytest
 import torch
-from processes import wait_for
+from support.processes import wait_for
 
 from distlab.comm.recorder import COMPUTE, STEP, WAIT, Ledger, Recorder
 from distlab.comm.traffic import Traffic

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from pipeline_models import LOSS, OPTIONS, VOCAB, WIDTH, batch
+from support.pipeline_models import LOSS, OPTIONS, VOCAB, WIDTH, batch
 
 from distlab.comm.grid import Grid
 from distlab.comm.time_slices import SCHED_SETATTR, SLICE_SECONDS, long_time_slices

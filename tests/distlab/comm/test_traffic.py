@@ -5,7 +5,7 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
-from processes import free_port, process_group, run_ranks
+from support.processes import free_port, process_group, run_ranks
 
 from distlab.collectives.algorithms import allreduce_ring, broadcast_naive
 from distlab.comm.endpoint import CountingEndpoint

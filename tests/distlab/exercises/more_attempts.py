@@ -6,7 +6,7 @@ python -m pytest tests/distlab/exercises/more_attempts.py
 from pathlib import Path
 
 import pytest
-from exercises_attempts import AVERAGE, EACH, PATIENCE, Attempt, judge
+from support.exercises_attempts import AVERAGE, EACH, PATIENCE, Attempt, judge
 
 from distlab.exercises.catalogue import EXERCISES
 from distlab.exercises.checker import check, prepare

@@ -4,8 +4,8 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from attempts import ATTEMPTS
-from exercises_attempts import PATIENCE, SHORT_PATIENCE, Attempt, judge, smallest
+from support.attempts import ATTEMPTS
+from support.exercises_attempts import PATIENCE, SHORT_PATIENCE, Attempt, judge, smallest
 
 from distlab.exercises.catalogue import EXERCISES
 from distlab.exercises.checker import check, prepare

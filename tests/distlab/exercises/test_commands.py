@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from processes import LAB
+from support.processes import LAB
 
 from distlab.exercises.catalogue import EXERCISES
 from distlab.exercises.skeleton import write_out

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from processes import wait_for
+from support.processes import wait_for
 
 from distlab.exercises.ranks import Facts, Patience, free_port, run_ranks, trouble
 from distlab.exercises.shares import name_loss, name_ratios, name_weights

@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from processes import free_port, process_group, run_ranks
+from support.processes import free_port, process_group, run_ranks
 from torch import Tensor, nn
 
 from distlab.comm.traffic import traffic

@@ -3,7 +3,7 @@
 from typing import Any
 
 import torch
-from processes import free_port, process_group, run_ranks
+from support.processes import free_port, process_group, run_ranks
 from torch import Tensor
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from processes import free_port, process_group, run_ranks
+from support.processes import free_port, process_group, run_ranks
 from torch import Tensor, nn
 
 from distlab.comm.traffic import Transport, traffic

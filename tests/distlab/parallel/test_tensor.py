@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from processes import free_port, process_group, run_ranks
+from support.processes import free_port, process_group, run_ranks
 from torch import Tensor, nn
 
 from distlab.comm.grid import Grid

@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from processes import free_port, process_group, run_ranks
+from support.processes import free_port, process_group, run_ranks
 from torch import Tensor
 
 from distlab.comm.traffic import Transport, traffic

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from processes import free_port, process_group, run_ranks
+from support.processes import free_port, process_group, run_ranks
 from torch import nn
 
 from distlab.comm.traffic import traffic

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from pipeline_models import LOSS, OPTIONS, VOCAB, WIDTH, assert_near, batch, louder
-from processes import free_port, process_group, run_ranks
+from support.pipeline_models import LOSS, OPTIONS, VOCAB, WIDTH, assert_near, batch, louder
+from support.processes import free_port, process_group, run_ranks
 from torch import Tensor, nn
 
 from distlab.comm.grid import Grid

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from pipeline_models import LOSS, OPTIONS, VOCAB, WIDTH, assert_near, batch, louder, update
-from processes import free_port, process_group, run_ranks
+from support.pipeline_models import LOSS, OPTIONS, VOCAB, WIDTH, assert_near, batch, louder, update
+from support.processes import free_port, process_group, run_ranks
 from torch import Tensor
 
 from distlab.comm.grid import Grid

@@ -2,7 +2,7 @@ import itertools
 from dataclasses import replace
 
 import pytest
-from planner_machines import MODEL, cluster
+from support.planner_machines import MODEL, cluster
 
 from distlab.comm.link import Link
 from distlab.planner.layouts import Choices, Layout, default_split, divisors, layouts

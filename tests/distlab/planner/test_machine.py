@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from planner_machines import CLUSTER, SIZES, cluster
+from support.planner_machines import CLUSTER, SIZES, cluster
 
 from distlab.calibrate import threads_of_ranks, with_earlier
 from distlab.comm.link import Link

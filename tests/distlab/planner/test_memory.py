@@ -5,7 +5,7 @@ from functools import partial
 
 import pytest
 import torch
-from planner_machines import CLUSTER, MODEL, SIZES, cluster
+from support.planner_machines import CLUSTER, MODEL, SIZES, cluster
 
 from distlab.pipeline.activations import SavedActivations, Stage
 from distlab.pipeline.stages import build_stage

@@ -6,9 +6,9 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from chapters import MODEL as SMALL
-from chapters import load, train_on
-from planner_machines import CLUSTER, MODEL, SIZES, cluster
+from support.chapters import MODEL as SMALL
+from support.chapters import load, train_on
+from support.planner_machines import CLUSTER, MODEL, SIZES, cluster
 
 from distlab.comm.link import Link
 from distlab.parallel import data

@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from planner_machines import MODEL, cluster
+from support.planner_machines import MODEL, cluster
 
 from distlab.collectives.costs import CostModel, predict
 from distlab.collectives.ring import allreduce_ring

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from processes import wait_for
+from support.processes import wait_for
 
 from distlab.rendezvous.forks import ForkedScript
 from distlab.run.local_ranks import raise_signal

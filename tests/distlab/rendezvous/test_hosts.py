@@ -10,10 +10,10 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
-from chapters import losses, train_on
-from hosts import Host, two_hosts, two_hosts_with_a_link, why_no_tun, why_not
-from processes import LAB, Ended, Started, finish, parent, process_of, start, steps_taken, wait_for
-from terminals import fork_launcher
+from support.chapters import losses, train_on
+from support.hosts import Host, two_hosts, two_hosts_with_a_link, why_no_tun, why_not
+from support.processes import LAB, Ended, Started, finish, parent, process_of, start, steps_taken, wait_for
+from support.terminals import fork_launcher
 
 from distlab.rendezvous.nodes import SECONDS_OF_SILENCE
 

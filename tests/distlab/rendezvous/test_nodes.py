@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch.distributed as dist
-from processes import free_port, wait_for
+from support.processes import free_port, wait_for
 
 from distlab.comm.devices import Place, interface_of, own_address
 from distlab.launch import launch

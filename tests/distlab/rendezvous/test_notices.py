@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.distributed as dist
-from processes import free_port, run_ranks
+from support.processes import free_port, run_ranks
 
 from distlab.comm.traffic import Transport, traffic
 from distlab.comm.waits import TrafficError

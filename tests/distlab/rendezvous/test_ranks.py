@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
-from processes import free_port, run_ranks
+from support.processes import free_port, run_ranks
 
 from distlab.comm.devices import Place
 from distlab.comm.waits import TrafficError

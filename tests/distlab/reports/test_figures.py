@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from processes import run
+from support.processes import run
 
 from distlab.comm.recorder import COMPUTE, STEP, Event
 from distlab.pipeline.schedules import all_stages

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from chapters import train_on
+from support.chapters import train_on
 
 from distlab.pipeline.activations import SavedActivations
 from distlab.reports import memory

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import pytest
-from chapters import load
 from PIL import Image
-from processes import LAB
+from support.chapters import load
+from support.processes import LAB
 
 from distlab.comm.recorder import COMPUTE, STEP, WAIT, Event
 from distlab.pipeline.actions import ActionCosts, Backward, BackwardInput, BackwardWeight, Forward, Recompute

@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 import torch
-from pipeline_models import LOSS, OPTIONS, SEQ, VOCAB, WIDTH, batch
-from processes import free_port, process_group, run_ranks
+from support.pipeline_models import LOSS, OPTIONS, SEQ, VOCAB, WIDTH, batch
+from support.processes import free_port, process_group, run_ranks
 
 from distlab.comm.grid import Grid
 from distlab.comm.recorder import recorder

@@ -6,8 +6,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from chapters import load
-from processes import LAB, Ended, run
+from support.chapters import load
+from support.processes import LAB, Ended, run
 
 from distlab.run import commands
 from distlab.run.commands import next_commands

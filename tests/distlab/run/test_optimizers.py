@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from processes import run
+from support.processes import run
 from torch import nn
 from torch.optim import lr_scheduler
 

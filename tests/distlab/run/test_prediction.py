@@ -4,8 +4,8 @@ import re
 from pathlib import Path
 
 import pytest
-from chapters import MODEL, train_on
-from planner_machines import cluster
+from support.chapters import MODEL, train_on
+from support.planner_machines import cluster
 
 from distlab.launch import find_script, read_settings
 from distlab.pipeline.schedules import all_stages

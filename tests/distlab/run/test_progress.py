@@ -17,8 +17,8 @@ from pathlib import Path
 from subprocess import DEVNULL, Popen
 
 import pytest
-from processes import LAB
-from terminals import fork_python
+from support.processes import LAB
+from support.terminals import fork_python
 
 from distlab.run import progress
 from distlab.run.logs import RankOutput

@@ -6,9 +6,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from chapters import losses, train_on
-from processes import Started, children, finish, process_of, steps_taken, wait_for
-from terminals import fork_launcher
+from support.chapters import losses, train_on
+from support.processes import Started, children, finish, process_of, steps_taken, wait_for
+from support.terminals import fork_launcher
 
 SHAPE = "--data sample --dmodel 32 --num-heads 2 --n-layers 2 --seq-len 24 --steps 150".split()
 FLAGS = ["--world-size", "2", *SHAPE, "--optimizer", "adam", "--lr", "1e-3"]

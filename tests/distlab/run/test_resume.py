@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 import torch
-from chapters import BATCH, LAYOUTS, MODEL, State, assert_equal, losses, train_on
-from processes import children, steps_taken, wait_for
-from terminals import fork_launcher
+from support.chapters import BATCH, LAYOUTS, MODEL, State, assert_equal, losses, train_on
+from support.processes import children, steps_taken, wait_for
+from support.terminals import fork_launcher
 
 from distlab.checkpoints.format import latest_valid
 from distlab.run.learning_rate import learning_rate

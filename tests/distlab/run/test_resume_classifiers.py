@@ -10,15 +10,14 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-import chapters
 import pytest
-import sentiment_ranks
-from bad_inputs.files import forge
-from chapters import losses
-from processes import LAB, children, free_port, process_of, run_ranks, steps_taken, wait_for
 from safetensors.torch import load_file
-from small_models import saved_model
-from terminals import fork_launcher, fork_python
+from support import chapters, sentiment_ranks
+from support.bad_inputs.files import forge
+from support.chapters import losses
+from support.processes import LAB, children, free_port, process_of, run_ranks, steps_taken, wait_for
+from support.small_models import saved_model
+from support.terminals import fork_launcher, fork_python
 
 from distlab.checkpoints.format import latest_valid
 from distlab.checkpoints.models import read_model, write_model

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from chapters import MODEL, load, losses, train_on
-from processes import LAB, run, wait_for
-from small_models import saved_model
-from terminals import fork_python, terminals
+from support.chapters import MODEL, load, losses, train_on
+from support.processes import LAB, run, wait_for
+from support.small_models import saved_model
+from support.terminals import fork_python, terminals
 
 from distlab.checkpoints.format import latest_valid
 from distlab.checkpoints.models import write_model

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from chapters import losses, train, train_on
-from processes import free_port, run_ranks
+from support.chapters import losses, train, train_on
+from support.processes import free_port, run_ranks
 from torch import Tensor, nn
 
 from distlab.pipeline.executor import Pipeline

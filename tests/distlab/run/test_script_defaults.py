@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from processes import LAB
+from support.processes import LAB
 
 from distlab.launch import TOPOLOGIES
 from distlab.run.script_defaults import read_defaults, statements_for

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from chapters import train_on
+from support.chapters import train_on
 
 from distlab.run.logs import RunLog, tensorboard_writer
 from simplellm.errors import InputError

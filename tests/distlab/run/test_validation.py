@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from chapters import LAYOUTS, STEPS, train_on
-from terminals import fork_python
+from support.chapters import LAYOUTS, STEPS, train_on
+from support.terminals import fork_python
 from torch import Tensor, nn
 
 from distlab.comm.endpoint import rank

@@ -6,10 +6,9 @@ import socket
 from collections.abc import Iterator
 from pathlib import Path
 
-from processes import LAB, free_port
-
-from bad_inputs.files import noise, write
-from bad_inputs.inputs import PYTHON, SCRIPTS, TINY, BadInput
+from support.bad_inputs.files import noise, write
+from support.bad_inputs.inputs import PYTHON, SCRIPTS, TINY, BadInput
+from support.processes import LAB, free_port
 
 _held: list[socket.socket] = []  # ports in use
 

@@ -1,6 +1,6 @@
 """Attempts at the exercises on collectives, by hand and over MPI."""
 
-from exercises_attempts import Attempt
+from support.exercises_attempts import Attempt
 
 ATTEMPTS = [
     Attempt(

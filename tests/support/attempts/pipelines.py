@@ -1,6 +1,6 @@
 """Attempts at the exercises on pipelines, hybrids of them and deadlocks."""
 
-from exercises_attempts import Attempt
+from support.exercises_attempts import Attempt
 
 PLAIN_EXECUTOR = """for stage in self._stages.values():
     stage.micro_batches, stage.losses = micro_batches, {}

@@ -18,14 +18,14 @@ from unittest import mock
 
 import torch.distributed.run
 import tyro
-from chapters import load
-from processes import LAB
-from small_models import saved_model
 
 from distlab import launch
 from distlab.checkpoints.models import write_model
 from distlab.reports import figures
 from simplellm.errors import InputError, require
+from support.chapters import load
+from support.processes import LAB
+from support.small_models import saved_model
 
 FENCE = re.compile(r"^( *)```(\w*)\n(.*?)^\1```$", re.MULTILINE | re.DOTALL)
 OURS = re.compile(r"(\w+=\S+ )*((\./launch\.sh|\./test\.sh|\.ci/run)( |$)|(python3?|torchrun|mpirun|sbatch) )")

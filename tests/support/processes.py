@@ -29,7 +29,7 @@ from distlab.rendezvous.ranks import open_store
 from distlab.run.settings import parse
 from distlab.run.train_settings import TrainSettings
 
-LAB = Path(__file__).resolve().parents[1]
+LAB = Path(__file__).resolve().parents[2]
 # Below those that the kernel hands out, and --master-port's default; each of pytest's workers has its own.
 PORTS = range(
     10_000 + int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw")),

@@ -18,11 +18,10 @@ from pathlib import Path
 from types import FrameType
 from typing import IO
 
-from processes import LAB, Ended, before_forks, collect_before_a_fork, finish, free_port
-
 from distlab import launch as launcher
 from distlab.comm.torch_patches import silence_torch_warnings
 from distlab.rendezvous.forks import Forked
+from support.processes import LAB, Ended, before_forks, collect_before_a_fork, finish, free_port
 
 
 class Fork(Forked):

@@ -1,6 +1,6 @@
 """Attempts at the exercises on matrices and layers, whole and in slices."""
 
-from exercises_attempts import Attempt
+from support.exercises_attempts import Attempt
 
 ATTEMPTS = [
     Attempt(

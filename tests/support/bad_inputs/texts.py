@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pyarrow
 import sentencepiece
-from processes import LAB
 
-from bad_inputs.files import STORY, cut, noise, special, table, write
-from bad_inputs.inputs import PRIMER, PYTHON, TINY, BadInput, command_of
 from simplellm.tokenizers import SHIPPED_MODEL
+from support.bad_inputs.files import STORY, cut, noise, special, table, write
+from support.bad_inputs.inputs import PRIMER, PYTHON, TINY, BadInput, command_of
+from support.processes import LAB
 
 
 def data(chance: random.Random, count: int, folder: Path) -> Iterator[BadInput]:

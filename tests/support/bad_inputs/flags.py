@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from processes import LAB
 
-from bad_inputs.files import OVERLONG
-from bad_inputs.inputs import PYTHON, SCRIPTS, BadInput, command_of, defaults_of
 from distlab.run.settings import RunSettings
+from support.bad_inputs.files import OVERLONG
+from support.bad_inputs.inputs import PYTHON, SCRIPTS, BadInput, command_of, defaults_of
+from support.processes import LAB
 
 MAY_BE_ZERO = {
     *("seed", "dropout", "betas", "weight_decay", "warmup_steps", "min_lr"),

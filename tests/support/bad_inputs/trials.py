@@ -11,9 +11,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from processes import LAB
-
-from bad_inputs.inputs import PYTHON, BadInput
+from support.bad_inputs.inputs import PYTHON, BadInput
+from support.processes import LAB
 
 SECONDS = 15.0  # within which each has to end
 MEMORY_BYTES = 12 * 2**30  # of address space for each process, so that a value taken seriously spares this machine

@@ -1,8 +1,7 @@
 """Attempts at the exercises on replicas of the whole model, and their checkpoints."""
 
-from exercises_attempts import AVERAGE, ONE_MICRO_BATCH, Attempt
-
 from distlab.exercises.catalogue import EXERCISES
+from support.exercises_attempts import AVERAGE, ONE_MICRO_BATCH, Attempt
 
 IMPORTS = ("import traffic\n", "import traffic\nimport torch\nfrom torch import nn\n")
 OWN_PART = """rows = -(-weights.numel() // run.world_size)

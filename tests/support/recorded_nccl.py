@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
-from chapters import load
 from torch import Tensor, nn
 
 from distlab.comm.devices import Place
@@ -22,6 +21,7 @@ from distlab.run.settings import parse
 from distlab.run.train_settings import TrainSettings
 from distlab.run.training import TrainingRun
 from simplellm.llama import LLamaPart
+from support.chapters import load
 
 GPU = torch.device("meta")
 PlainSGD = without_compiler(torch.optim.SGD)  # the lab's optimizers are fused, which meta tensors cannot be

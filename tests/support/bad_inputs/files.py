@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow
-from processes import LAB
 from pyarrow import parquet
 
-from bad_inputs.inputs import PRIMER, PYTHON, TINY
+from support.bad_inputs.inputs import PRIMER, PYTHON, TINY
+from support.processes import LAB
 
 OVERLONG = "a" * 5000
 STORY = "Once upon a time there was a rank that waited."

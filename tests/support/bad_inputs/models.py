@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from processes import LAB
 from safetensors.torch import load_file, save_file
 
-from bad_inputs.files import SHARD, STEP, damage, forge, make_run
-from bad_inputs.inputs import PRIMER, PYTHON, SCRIPTS, BadInput, command_of
+from support.bad_inputs.files import SHARD, STEP, damage, forge, make_run
+from support.bad_inputs.inputs import PRIMER, PYTHON, SCRIPTS, BadInput, command_of
+from support.processes import LAB
 
 
 def put(*keys_and_value: Any) -> Callable[[dict[str, Any]], None]:

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from processes import LAB, free_port, process_group, run_ranks
+from support.processes import LAB, free_port, process_group, run_ranks
 
 SLICED_BY_ROWS = re.compile(r"(\.|^)(q|k|v|first_linear)\.weight")
 SLICED_BY_COLUMNS = re.compile(r"(\.|^)(output|second_linear)\.weight|embedding\.weight")

@@ -6,10 +6,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import chapters
-from processes import LAB
-
 from distlab.launch import TOPOLOGIES
+from support import chapters
+from support.processes import LAB
 
 PYTHON = sys.executable
 PRIMER = "primer/intro.py"

@@ -19,10 +19,10 @@ from typing import Any
 
 import pytest
 import torch
-from chapters import State, initial_weights
-from processes import Ended, run
 
 from distlab.checkpoints.models import read_model
+from support.chapters import State, initial_weights
+from support.processes import Ended, run
 
 REHEARSAL = int(os.environ.get("LAB_GPU_REHEARSAL", "0"))  # how many GPUs to pretend
 DEVICE = "cpu" if REHEARSAL else "cuda"

@@ -10,7 +10,6 @@ from types import ModuleType
 from typing import Any
 
 import torch
-from processes import LAB, free_port, run_ranks
 from torch import Tensor, nn
 
 from distlab.parallel.sharded import ShardedDP
@@ -19,6 +18,7 @@ from distlab.run.train_settings import TrainSettings
 from distlab.run.training import TrainingRun
 from simplellm.llama import CausalLLama, LLama
 from simplellm.tokenizers import SPTokenizer
+from support.processes import LAB, free_port, run_ranks
 
 STEPS = 4
 MODEL = "--dmodel 32 --num-heads 2 --n-layers 2 --seq-len 24 --device cpu".split()
