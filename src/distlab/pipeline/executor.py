@@ -20,7 +20,6 @@ from distlab.comm.endpoint import is_over_nccl
 from distlab.comm.grid import Grid
 from distlab.comm.queues import SharedQueue
 from distlab.comm.recorder import COMPUTE, recorder
-from distlab.comm.time_slices import long_time_slices
 from distlab.comm.traffic import Transfer, traffic
 from distlab.pipeline.actions import Action, ActionCosts, Programs, Result, stages_of
 from distlab.pipeline.activations import Loss, SavedActivations, Stage
@@ -139,9 +138,8 @@ class Pipeline:
         for link in [*filter(self._posts_ahead, self._incoming)] * POSTED_AHEAD:
             self._post_next(link)
         try:
-            with long_time_slices():
-                for prepared in self._prepared:
-                    self._run(prepared)
+            for prepared in self._prepared:
+                self._run(prepared)
         finally:
             torch.set_num_threads(usual_threads)
         if self._run_on:
