@@ -1,4 +1,4 @@
-"""The pages: links lead somewhere, commands parse, figures exist, tables name what there is, chapters are complete."""
+"""The pages: links lead somewhere, commands parse, figures and paths exist, tables name the topologies and flags."""
 
 import functools
 import re
@@ -24,7 +24,6 @@ PAGES = sorted(
     if not any(part.startswith(".") or part in HIDDEN for part in page.relative_to(LAB).parts)
 )
 README = Path("README.md")
-CHAPTERS = range(1, 19)
 IMAGE = re.compile(r"!\[[^\]]*\]\(([^)]+)\)|srcset=\"([^\"]+)\"|src=\"([^\"]+)\"")
 each_page = pytest.mark.parametrize("page", PAGES, ids=str)
 
@@ -59,7 +58,6 @@ def target(page: Path, link: str) -> Path:
 @each_page
 def test_every_link_leads_somewhere(page: Path) -> None:
     links = re.findall(r"\]\(([^)\s]+)\)", prose(page))
-    assert links, "each page leads on"
     for link in links:
         if link.startswith("https://"):
             continue
@@ -153,42 +151,9 @@ def rows(heading: str) -> list[list[str]]:
     return [[cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]] for line in lines[2:]]
 
 
-def test_the_readme_is_short() -> None:
-    assert len(text(README).splitlines()) <= 250
-
-
-def test_the_table_of_chapters_has_all_chapters_and_topologies() -> None:
-    table = rows("Chapters")
-    assert [row[0] for row in table] == [str(number) for number in CHAPTERS]
-    names = [name for row in table for name in re.findall(r"`(\w[\w-]*)`", row[2])]
+def test_the_table_of_chapters_has_all_topologies() -> None:
+    names = [name for row in rows("Chapters") for name in re.findall(r"`(\w[\w-]*)`", row[2])]
     assert sorted(names) == sorted(TOPOLOGIES.keys() - {"quickstart"})
-
-
-@functools.cache
-def chapter(number: int) -> tuple[Path, str]:
-    """The page of a chapter, and its part of the page: to the next heading of the same level."""
-    link = re.findall(r"\(([^)]+)\)", rows("Chapters")[number - 1][1])[0]
-    page = Path(link.partition("#")[0])
-    found = re.search(rf"^(#+) {number}\. [^\n]+\n(.*?)(?=^\1 \d+\. |\Z)", text(page) + "\n", re.MULTILINE | re.DOTALL)
-    assert found, f"{page} has no heading of chapter {number}"
-    return page, found[2]
-
-
-@pytest.mark.parametrize("number", CHAPTERS)
-def test_each_chapter_is_complete(number: int) -> None:
-    page, content = chapter(number)
-    question = " ".join(content.strip().partition("\n\n")[0].split())
-    assert re.fullmatch(r"\*.+\?\*", question), question
-    assert list(commands(content))
-    assert IMAGE.search(content) or "\n|---" in content or "```text" in content or "```console" in content
-    assert "**What to remember.**" in content
-    if number + 1 in CHAPTERS:
-        next_page, _ = chapter(number + 1)
-        last = content.strip().splitlines()[-1]
-        [link] = re.fullmatch(rf"Next: \[{number + 1}\. .+\]\((\S+)\)", last).groups()  # type: ignore[union-attr]
-        path, _, anchor = link.partition("#")
-        assert target(page, path) == next_page
-        assert anchor.startswith(str(number + 1)) or text(next_page).startswith(f"# {number + 1}. ")
 
 
 def test_the_table_of_flags_is_complete_and_its_defaults_are_right() -> None:
@@ -206,18 +171,6 @@ def test_the_table_of_flags_is_complete_and_its_defaults_are_right() -> None:
     assert named >= vars(TrainSettings()).keys() - {"rank"}
 
 
-def test_what_is_said_to_be_in_a_folder_is_there() -> None:
-    """Every room of the library has its line in "Where things are", and the modules named there exist."""
-    linked: set[str] = set()
-    for _, where in rows("Where things are"):
-        folders = [Path(link) for link in re.findall(r"\(([^)]+)\)", where)]
-        linked.update(map(str, folders))
-        for module in re.findall(r"`([\w.]+\.py|\w+/)`", where):
-            assert any((LAB / folder / module).exists() or folder.name == module for folder in folders), module
-    rooms = {path.parent.relative_to(LAB) for path in (LAB / "src/distlab").glob("*/__init__.py")}
-    assert set(map(str, rooms)) <= linked
-
-
 @pytest.mark.parametrize(
     ("schedule", "flags"), [("gpipe", ""), ("dapple", ""), ("zb-h1", ""), ("dapple", " --recompute")]
 )
@@ -227,14 +180,3 @@ def test_the_tables_of_ticks_are_those_of_the_schedules(schedule: str, flags: st
     assert shown.splitlines() == [
         line for line in show(Request(schedule, recompute=bool(flags))) if not line.startswith("#")
     ]
-
-
-def test_terms_are_in_order_lead_on_and_are_led_to() -> None:
-    glossary = Path("docs/glossary.md")
-    _, *parts = re.split(r"^### (.+)$", text(glossary), flags=re.MULTILINE)
-    terms, definitions = parts[::2], parts[1::2]
-    assert terms == sorted(terms, key=str.lower)
-    elsewhere = "".join(text(page) for page in PAGES if page != glossary)
-    for term, definition in zip(terms, definitions, strict=True):
-        assert re.search(r"\]\((https://|\.\./|[\w-]+\.md)", definition), term
-        assert f"glossary.md#{re.sub(r'[^a-z0-9]+', '-', term.lower())})" in elsewhere, term

@@ -1,138 +1,180 @@
 """Figures of runs: losses, timelines, memory, and the layout of a hybrid."""
 
+import itertools
 import json
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
-from support.processes import run
+from support.chapters import load
+from support.processes import LAB, run
 
 from distlab.comm.recorder import COMPUTE, STEP, Event
+from distlab.pipeline.actions import ActionCosts
+from distlab.pipeline.plan import simulate
 from distlab.pipeline.schedules import all_stages
-from distlab.reports.diagrams import layout, topologies
-from distlab.reports.figures import (
-    collectives,
-    holdings,
-    losses,
-    memory,
-    moving_average,
-    places,
-    read_metrics,
-    timelines,
-)
+from distlab.reports import figures
+from distlab.reports.diagrams import topologies
+from distlab.reports.figures import collectives, holdings, losses, moving_average, read_metrics
 from distlab.reports.memory import KINDS
+from distlab.reports.timeline import draw, planned_panel
 from distlab.reports.trace import RankTrace, Trace, write_chrome
 from simplellm.errors import InputError
 
 
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with all that a figure is drawn from: metrics, a trace of a pipeline, counts of memory, collectives."""
+    folder = tmp_path_factory.mktemp("run")
+    metrics = [{"step": s, "loss": 8 / (1 + s), "tokens": 1536 * (1 + s), "seconds": 1.5} for s in range(600)]
+    for number, record in enumerate(metrics):
+        record.update({"validation_loss": record["loss"]} if number % 100 == 99 else {})
+    lines(folder / "metrics.jsonl", metrics)
+    programs = all_stages("dapple", 4, 8)
+    plan = simulate(programs, ActionCosts(0.03, 0.06))
+    ranks = [
+        RankTrace(
+            [
+                Event(STEP, "step 0", 0.0, plan.makespan),
+                *(Event(COMPUTE, plan.labels[s.action], s.start, s.end) for s in spans),
+            ],
+            [(s.end, 10**6) for s in spans],
+        )
+        for spans in plan.spans
+    ]
+    write_chrome(Trace(ranks, 1, 4, programs), folder / "trace.json")
+    (folder / "memory.json").write_text(json.dumps([dict.fromkeys(KINDS, 10**7)]))
+    columns = itertools.product(
+        ("broadcast", "reduce", "all-reduce"), ("naive", "tree", "ring", "library", "shared"), (10**3, 10**7)
+    )
+    keys = ("operation", "topology", "size_bytes", "measured_seconds", "predicted_seconds")
+    lines(
+        folder / "collectives.jsonl",
+        [dict(zip(keys, (*row, row[-1] / 1e8, row[-1] / 2e8), strict=True)) for row in columns],
+    )
+    return folder
+
+
+def lines(path: Path, records: list[dict[str, Any]]) -> None:
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+
+
+def draw_network(png: Path) -> None:
+    sys.path.append(str(LAB / "bench"))
+    bench = load("bench/network.py")
+    names = [layout.name for layout in bench.LAYOUTS]
+    bench.draw(png, bench.read(LAB / "bench/network.jsonl", names), names)
+
+
+def draw_slow_training(png: Path) -> None:
+    sys.path.append(str(LAB / "bench"))
+    bench = load("bench/slow_training.py")
+    bench.draw(png, bench.read(LAB / "bench/slow_training.jsonl"), "10 Mbit/s and 50 ms")
+
+
+DRAWN: dict[str, Callable[[Path, Path], None]] = {
+    "losses": lambda png, run: figures.losses(png, [f"one process={run}", f"three ranks={run}"], against="tokens"),
+    "timelines": lambda png, run: figures.timelines(png, [f"GPipe={run}", f"DAPPLE={run}"]),
+    "timelines, compact": lambda png, run: figures.timelines(png, [f"DAPPLE={run}", f"again={run}"], compact=True),
+    "memory": lambda png, run: figures.memory(png, [f"GPipe={run}", f"DAPPLE={run}"]),
+    "holdings": lambda png, run: figures.holdings(png, [f"tp {n}={run}" for n in (1, 2, 3, 6)]),
+    "sharding": lambda png, run: figures.sharding(png, [f"{kind}-8={run}" for kind in ("optimizer", "weights")]),
+    "schedules": lambda png, run: figures.schedules(png, stages=2, micro_batches=4),
+    "layout": lambda png, run: figures.layout(png),
+    "splits": lambda png, run: figures.splits(png),
+    "topologies": lambda png, run: figures.topologies(png),
+    "collectives": lambda png, run: figures.collectives(png, run),
+    "shared_memory": lambda png, run: figures.shared_memory(png, run),
+    "show_schedule": lambda png, run: draw(png, [planned_panel("dapple", simulate(all_stages("dapple", 4, 8)))]),
+    "network": lambda png, run: draw_network(png),
+    "slow_training": lambda png, run: draw_slow_training(png),
+}
+
+
+def test_every_figure_of_the_command_is_drawn_below() -> None:
+    assert {figure.__name__ for figure in figures.FIGURES} < DRAWN.keys()
+
+
+@pytest.mark.parametrize("name", DRAWN)
+def test_each_figure_is_drawn(name: str, recorded: Path, tmp_path: Path) -> None:
+    DRAWN[name](tmp_path / "a.png", recorded)
+    assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
+
+
 def record(run_folder: Path, values: Sequence[float | None]) -> Path:
     run_folder.mkdir()
-    lines = (json.dumps({"step": step, "loss": loss}) for step, loss in enumerate(values))
-    (run_folder / "metrics.jsonl").write_text("\n".join(lines))
+    lines(run_folder / "metrics.jsonl", [{"step": step, "loss": loss} for step, loss in enumerate(values)])
     return run_folder
 
 
-def test_draws_a_png_that_depends_on_the_runs(tmp_path: Path) -> None:
-    falling = record(tmp_path / "a", [4.0, 3.0, 2.0])
-    flat = record(tmp_path / "b", [4.0, 4.0, 4.0])
-    pictures = []
-    for name, runs in {"both": [f"a={falling}", f"b={flat}"], "one": [f"a={falling}"]}.items():
-        losses(tmp_path / f"{name}.png", runs)
-        pictures.append((tmp_path / f"{name}.png").read_bytes())
-        assert pictures[-1].startswith(b"\x89PNG")
-    assert pictures[0] != pictures[1]
+@pytest.fixture
+def drawn(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The figures of a test, which are not written to files."""
+    kept: list[Any] = []
+    monkeypatch.setattr("distlab.reports.style.save", lambda figure, _: kept.append(figure))
+    return kept
 
 
-def test_curves_run_over_steps_tokens_or_seconds(tmp_path: Path) -> None:
+def curves(figure: Any) -> list[tuple[list[float], list[float]]]:
+    return [(list(line.get_xdata()), list(line.get_ydata())) for line in figure.axes[0].lines]
+
+
+def test_curves_run_over_steps_tokens_or_seconds(tmp_path: Path, drawn: list[Any]) -> None:
     """From where the run began, which may be a checkpoint, and with the validation loss where there is one."""
-    keys = ("step", "loss", "tokens", "seconds")
-    rows: list[dict[str, object]] = [
-        dict(zip(keys, row, strict=True)) for row in ((20, 4.0, 900, 0.5), (21, 3.0, 1000, 0.25), (22, None, 1100, 1))
-    ]
-    run_folder = tmp_path / "run"
-    run_folder.mkdir()
-    (run_folder / "metrics.jsonl").write_text("\n".join(json.dumps(row) for row in rows))
-    records = read_metrics(run_folder)
+    keys = ("step", "loss", "tokens", "seconds", "lr")
+    values = ((20, 4.0, 900, 0.5, 0.1), (21, 3.0, 1000, 0.25, 0.2), (22, None, 1100, 1, 0.1))
+    rows = [dict(zip(keys, row, strict=True)) for row in values]
+    metrics = tmp_path / "metrics.jsonl"
+    lines(metrics, rows)
+    records = read_metrics(tmp_path)
     assert [record["loss"] for record in records[:2]] == [4.0, 3.0]
     assert math.isnan(records[2]["loss"])
-    assert places(records, "steps", run_folder) == [21, 22, 23]
-    assert places(records, "tokens", run_folder) == [900, 1000, 1100]
-    assert places(records, "seconds", run_folder) == [0.5, 0.75, 1.75]
-    pictures = set()
-    for against in ("steps", "tokens", "seconds"):
-        losses(tmp_path / "a.png", [str(run_folder)], against=against)
-        pictures.add((tmp_path / "a.png").read_bytes())
-    for row, lr in zip(rows, (0.1, 0.2, 0.1), strict=True):
-        row["lr"] = lr
-    (run_folder / "metrics.jsonl").write_text("\n".join(json.dumps(row) for row in rows))
-    losses(tmp_path / "a.png", [str(run_folder)], of="lr")
-    pictures.add((tmp_path / "a.png").read_bytes())
-    assert len(pictures) == 4
+    for against, where in {"steps": [21, 22], "tokens": [900, 1000], "seconds": [0.5, 0.75]}.items():
+        losses(tmp_path / "a.png", [str(tmp_path)], against=against, smooth=1)
+        assert curves(drawn[-1]) == [(where, [4.0, 3.0])]
+    losses(tmp_path / "a.png", [str(tmp_path)], of="lr")
+    assert curves(drawn[-1]) == [([21, 22, 23], [0.1, 0.2, 0.1])]
     with pytest.raises(
         InputError, match="its records have no grad_norm, which --of asks for; the run needs --clip-norm"
     ):
-        losses(tmp_path / "a.png", [str(run_folder)], of="grad_norm")
+        losses(tmp_path / "a.png", [str(tmp_path)], of="grad_norm")
     rows[1]["validation_loss"] = 3.5
-    (run_folder / "metrics.jsonl").write_text("\n".join(json.dumps(row) for row in rows))
-    losses(tmp_path / "a.png", [str(run_folder)])
-    pictures.add((tmp_path / "a.png").read_bytes())
-    assert len(pictures) == 5
+    lines(metrics, rows)
+    losses(tmp_path / "a.png", [str(tmp_path)])
+    assert ([22], [3.5]) in curves(drawn[-1])
     rows[0]["validation_loss"] = None  # as that of a run that has diverged
-    (run_folder / "metrics.jsonl").write_text("\n".join(json.dumps(row) for row in rows))
-    assert math.isnan(read_metrics(run_folder)[0]["validation_loss"])
-    losses(tmp_path / "a.png", [str(run_folder)])
+    lines(metrics, rows)
+    assert math.isnan(read_metrics(tmp_path)[0]["validation_loss"])
+    losses(tmp_path / "a.png", [str(tmp_path)])
     for no_number in ("low", [1.0]):
         rows[0]["validation_loss"] = no_number
-        (run_folder / "metrics.jsonl").write_text("\n".join(json.dumps(row) for row in rows))
+        lines(metrics, rows)
         with pytest.raises(InputError, match="these are not the metrics of a run"):
-            losses(tmp_path / "a.png", [str(run_folder)])
+            losses(tmp_path / "a.png", [str(tmp_path)])
     with pytest.raises(InputError, match="its records have no tokens, which --against asks for"):
         losses(tmp_path / "a.png", [str(record(tmp_path / "b", [1.0]))], against="tokens")
 
 
-def test_figures_of_traces_and_of_the_layout(tmp_path: Path) -> None:
-    ranks = [
-        RankTrace(
-            [
-                Event(STEP, "step 0", 0, 4),
-                Event(COMPUTE, "F0", stage, stage + 1),
-                Event(COMPUTE, "B0", 3 - stage, 4 - stage),
-            ],
-            [(stage + 1, 100), (4 - stage, 0)],
-        )
-        for stage in (0, 1)
-    ]
-    write_chrome(Trace(ranks, 1, 2, all_stages("gpipe", 2, 1)), tmp_path / "trace.json")
-    timelines(tmp_path / "a.png", [f"run={tmp_path}"])
-    memory(tmp_path / "b.png", [f"run={tmp_path / 'trace.json'}"])
-    layout(tmp_path / "c.png", dp=2, pp=2)
-    pictures = {(tmp_path / name).read_bytes() for name in ("a.png", "b.png", "c.png")}
-    assert len(pictures) == 3
-    assert all(picture.startswith(b"\x89PNG") for picture in pictures)
+def test_memory_over_time_needs_a_trace_with_stages(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="this is not the trace of a run; --trace records one"):
-        memory(tmp_path / "d.png", [f"run={tmp_path / 'nothing'}"])
-    ranks[0].kept_bytes.clear()
-    write_chrome(Trace(ranks[:1], 1, 1, None), tmp_path / "alone.json")
+        figures.memory(tmp_path / "d.png", [f"run={tmp_path / 'nothing'}"])
+    write_chrome(Trace([RankTrace([Event(STEP, "step 0", 0, 4)], [])], 1, 1, None), tmp_path / "alone.json")
     with pytest.raises(InputError, match="these traces have no stages"):
-        memory(tmp_path / "d.png", [f"run={tmp_path / 'alone.json'}"])
+        figures.memory(tmp_path / "d.png", [f"run={tmp_path / 'alone.json'}"])
 
 
-def test_losses_that_were_not_reported_leave_no_gaps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    drawn = []
-    monkeypatch.setattr("distlab.reports.style.save", lambda figure, _: drawn.append(figure))
+def test_losses_that_were_not_reported_leave_no_gaps(tmp_path: Path, drawn: list[Any]) -> None:
     some = record(tmp_path / "some", [4.0, None, 3.0, None, 2.0])
     losses(tmp_path / "a.png", [str(some)], smooth=2)
-    [curve] = drawn[0].axes[0].lines
-    assert [list(curve.get_xdata()), list(curve.get_ydata())] == [[1, 3, 5], [4.0, 3.5, 2.5]]
+    assert curves(drawn[0]) == [([1, 3, 5], [4.0, 3.5, 2.5])]
     with pytest.raises(InputError, match="none of its steps has a loss"):
         losses(tmp_path / "a.png", [str(record(tmp_path / "none", [None]))])
 
 
-def test_runs_are_told_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    drawn = []
-    monkeypatch.setattr("distlab.reports.style.save", lambda figure, _: drawn.append(figure))
+def test_runs_are_told_apart(tmp_path: Path, drawn: list[Any]) -> None:
     folders = [tmp_path / "a" / "lr=1", tmp_path / "b" / "lr=1", tmp_path / "c"]
     for index, folder in enumerate(folders):
         folder.mkdir(parents=True)
@@ -141,16 +183,12 @@ def test_runs_are_told_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     holdings(tmp_path / "a.png", [str(folder) for folder in folders])
     labels = [label.get_text() for label in drawn[0].axes[0].get_xticklabels()]
     assert labels == [str(folders[0]), str(folders[1]), "c"]
-    for figure in (losses, holdings, timelines, memory):
+    for figure in (losses, holdings, figures.timelines, figures.memory):
         with pytest.raises(InputError, match="give one or more runs"):
             figure(tmp_path / "a.png", [])
 
 
-def test_topologies_are_drawn_from_a_simulated_world(tmp_path: Path) -> None:
-    topologies(tmp_path / "five.png", world_size=5)
-    topologies(tmp_path / "two.png", world_size=2)
-    assert (tmp_path / "five.png").read_bytes().startswith(b"\x89PNG")
-    assert (tmp_path / "five.png").read_bytes() != (tmp_path / "two.png").read_bytes()
+def test_figures_of_collectives_need_several_ranks_or_a_table(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="--world-size 1: give 2 to 32 ranks"):
         topologies(tmp_path / "one.png", world_size=1)
     with pytest.raises(InputError, match="there is no table of collectives"):

@@ -9,7 +9,7 @@ import pytest
 
 from distlab.comm.recorder import COMPUTE, MESSAGE, STEP, WAIT, Event
 from distlab.pipeline.schedules import all_stages
-from distlab.reports.timeline import draw, measured_panel
+from distlab.reports.timeline import measured_panel
 from distlab.reports.trace import RankTrace, Trace, merge, read_chrome, write_chrome
 from simplellm.errors import InputError
 
@@ -212,12 +212,3 @@ def test_the_measured_panel_lays_the_plan_over_the_typical_step(pipelines: Trace
     last = [(bar.label, bar.start, bar.end) for bar in panel.bars if bar.row == 3 and bar.label == "B1"]
     assert last == [("B1", 500 + 7 * 250, 500 + 10 * 250), ("B1", 6 * 250, 9 * 250)], "measured, planned"
     assert min(bar.start for bar in panel.bars) == 0
-
-
-def test_figures_with_and_without_a_pipeline(pipelines: Trace, replicas: Trace, tmp_path: Path) -> None:
-    pictures = []
-    for number, trace in enumerate((pipelines, replicas)):
-        draw(tmp_path / f"{number}.png", [measured_panel("run", trace)])
-        pictures.append((tmp_path / f"{number}.png").read_bytes())
-        assert pictures[-1].startswith(b"\x89PNG")
-    assert pictures[0] != pictures[1]
