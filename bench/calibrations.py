@@ -12,11 +12,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from distlab.planner.machine import Machine, read_machine, write_machine
-from distlab.planner.model import Sizes
 from distlab.run.progress import each
 from distlab.run.settings import parse
 from distlab.run.train_settings import TrainSettings
+from distlab_planner.machine import Machine, read_machine, write_machine
+from distlab_planner.model import Sizes
 from simplellm.errors import require
 
 CALIBRATIONS = 3  # how slow the computer is at the moment is in one minute's measurements

@@ -21,12 +21,12 @@ from torch import Tensor
 from torch.distributed import ReduceOp
 from turns import quartiles_of_ratios
 
-from distlab.collectives.calibration import Probes, seconds_in_turn
-from distlab.collectives.costs import LIBRARY, bytes_of_a_message, operations, predict, whole_numbers
 from distlab.collectives.ring import allreduce_ring
 from distlab.comm.processes import leave
 from distlab.comm.traffic import traffic
 from distlab.run.progress import each
+from distlab_planner.collective_model import LIBRARY, bytes_of_a_message, operations, predict, whole_numbers
+from distlab_planner.collective_probes import Probes, seconds_in_turn
 
 Cell = tuple[str, str, int]  # operation, topology, megabytes
 Comparison = tuple[float, float]  # the predicted and the measured seconds

@@ -19,12 +19,12 @@ from layout_runs import Case, measure, undisturbed
 from planner import BATCH, MODELS
 from turns import quartiles_of_ratios
 
-from distlab.planner.layouts import Choices, Layout
-from distlab.planner.machine import Machine
-from distlab.planner.model import Model
-from distlab.planner.search import find_layouts
-from distlab.planner.table import Row
 from distlab.run.progress import each
+from distlab_planner.layouts import Choices, Layout
+from distlab_planner.machine import Machine
+from distlab_planner.model import Model
+from distlab_planner.search import find_layouts
+from distlab_planner.table import Row
 from simplellm import command_line
 from simplellm.errors import require
 

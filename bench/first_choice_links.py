@@ -17,12 +17,12 @@ from first_choice import described
 from network import EXACT, MODEL, SEQUENCES, Wire
 
 from distlab.comm.link import Link
-from distlab.planner.costs import Costs
-from distlab.planner.layouts import Layout
-from distlab.planner.machine import Machine
-from distlab.planner.model import Model
-from distlab.planner.search import find_layouts
-from distlab.planner.step import predict
+from distlab_planner.costs import Costs
+from distlab_planner.layouts import Layout
+from distlab_planner.machine import Machine
+from distlab_planner.model import Model
+from distlab_planner.search import find_layouts
+from distlab_planner.step import predict
 from simplellm import command_line
 from simplellm.errors import require
 

@@ -32,14 +32,14 @@ from torch import Tensor
 from distlab.comm.heap import set_up_heap
 from distlab.comm.processes import end_with_parent
 from distlab.pipeline.actions import KINDS, Action
-from distlab.planner.costs import Costs
-from distlab.planner.machine import Machine
-from distlab.planner.measuring import AT_A_TIME, BLOCKS, Passes, build
-from distlab.planner.model import Sizes
 from distlab.reports.memory import read_largest
 from distlab.run.logs import peak_memory_bytes
 from distlab.run.settings import RunSettings, parse
 from distlab.run.training import TrainingRun
+from distlab_planner.costs import Costs
+from distlab_planner.machine import Machine
+from distlab_planner.measuring import AT_A_TIME, BLOCKS, Passes, build
+from distlab_planner.model import Sizes
 from simplellm.dataloaders import TinyStories
 from simplellm.errors import require
 from simplellm.llama import LLamaStage

@@ -19,14 +19,14 @@ import tyro
 from calibrations import CALIBRATIONS, machine_of
 from layout_runs import Case, Record, hybrid_script, measure, undisturbed
 
-from distlab.planner.costs import Costs
-from distlab.planner.layouts import Layout
-from distlab.planner.machine import Machine, Measured, PassSeconds
-from distlab.planner.memory import held, process_bytes
-from distlab.planner.step import Step, predict
-from distlab.run.prediction import Prediction
 from distlab.run.progress import each
 from distlab.run.settings import parse
+from distlab_planner.costs import Costs
+from distlab_planner.layouts import Layout
+from distlab_planner.machine import Machine, Measured, PassSeconds
+from distlab_planner.memory import held, process_bytes
+from distlab_planner.prediction import Prediction
+from distlab_planner.step import Step, predict
 from simplellm import command_line
 from simplellm.errors import require
 

@@ -9,12 +9,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from distlab.planner.costs import Costs
-from distlab.planner.layouts import Layout
-from distlab.planner.machine import Machine, read_machine
-from distlab.planner.model import NUMBER_BYTES, Model, Sizes
-from distlab.planner.step import LOSS_BYTES, predict
-from distlab.planner.traffic import Group
+from distlab_planner.costs import Costs
+from distlab_planner.layouts import Layout
+from distlab_planner.machine import Machine, read_machine
+from distlab_planner.model import NUMBER_BYTES, Model, Sizes
+from distlab_planner.step import LOSS_BYTES, predict
+from distlab_planner.traffic import Group
 from simplellm import command_line
 
 MACHINES = Path(__file__).resolve().parents[1] / "docs/machines"

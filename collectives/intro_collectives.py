@@ -14,8 +14,12 @@ from dataclasses import asdict, dataclass, field
 import torch
 from torch.distributed import ReduceOp
 
-from distlab.collectives.calibration import costs_for, fit_costs, measure
-from distlab.collectives.costs import (
+from distlab.comm.traffic import traffic
+from distlab.run.logs import human_bytes, say
+from distlab.run.main import main
+from distlab.run.run import Run
+from distlab.run.settings import RunSettings, WorldSize, require_positive
+from distlab_planner.collective_model import (
     LIBRARY,
     NUMBER_BYTES,
     CostModel,
@@ -25,11 +29,7 @@ from distlab.collectives.costs import (
     predict,
     whole_numbers,
 )
-from distlab.comm.traffic import traffic
-from distlab.run.logs import human_bytes, say
-from distlab.run.main import main
-from distlab.run.run import Run
-from distlab.run.settings import RunSettings, WorldSize, require_positive
+from distlab_planner.collective_probes import costs_for, fit_costs, measure
 from simplellm.errors import InputError
 
 SHARED = "shared"  # memory: no topology, as every rank reads and writes what all the others have

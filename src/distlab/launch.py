@@ -25,11 +25,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from distlab.comm.processes import leave
-from distlab.exercises.commands import ABOUT as EXERCISE_COMMANDS
-from distlab.exercises.commands import command as exercise_command
 from distlab.rendezvous.launcher_flags import FLAGS, assign_ranks, read_flags
 from distlab.run.commands import LAB, TEMPERATURE
 from distlab.run.folders import new_folder
+from distlab_exercises.commands import ABOUT as EXERCISE_COMMANDS
+from distlab_exercises.commands import command as exercise_command
 from simplellm.errors import InputError, require, status_of
 
 if TYPE_CHECKING:
@@ -90,7 +90,7 @@ def launch(args: list[str]) -> int:
         raise_interrupts()
         return exercise_command(args[0], args[1:])
     if args[0] == "plan":
-        from distlab import plan
+        from distlab_planner import plan
 
         raise_interrupts()
         plan.main(args[1:])

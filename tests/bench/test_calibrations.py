@@ -7,7 +7,7 @@ from pathlib import Path
 from support.chapters import load
 from support.planner_machines import cluster
 
-from distlab.planner.machine import AllReduce, read_machine
+from distlab_planner.machine import AllReduce, read_machine
 
 
 def test_of_several_measurements_of_a_machine_every_number_is_the_median(tmp_path: Path) -> None:

@@ -7,8 +7,8 @@ from support.chapters import load
 from support.planner_machines import MODEL, cluster
 
 from distlab.comm.link import Link
-from distlab.planner.machine import AllReduce, Machine
-from distlab.planner.search import find_layouts
+from distlab_planner.machine import AllReduce, Machine
+from distlab_planner.search import find_layouts
 
 COMPUTER = cluster(device="cpu", hosts=1, cores_per_host=2, slowdown=(1.0, 1.25, 2.0, 2.5))
 

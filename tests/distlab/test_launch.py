@@ -41,7 +41,7 @@ def test_without_arguments_it_lists_the_topologies_with_a_line_each() -> None:
 
 
 def test_it_starts_without_what_only_runs_and_plans_need() -> None:
-    late = ["torch", "tyro", "sentencepiece", "distlab.plan", "distlab.run.train_settings"]
+    late = ["torch", "tyro", "sentencepiece", "distlab_planner.plan", "distlab.run.train_settings"]
     code = f"import sys, distlab.launch; print(*sys.modules.keys() & set({late}))"
     ended = run(sys.executable, "-c", code)
     assert (ended.status, ended.out) == (0, "\n"), ended.err

@@ -5,10 +5,10 @@ import re
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from distlab.exercises.catalogue import EXERCISES, Exercise, Trial
-from distlab.exercises.checker import check
-from distlab.exercises.ranks import Patience
-from distlab.exercises.skeleton import write_out
+from distlab_exercises.catalogue import EXERCISES, Exercise, Trial
+from distlab_exercises.checker import check
+from distlab_exercises.ranks import Patience
+from distlab_exercises.skeleton import write_out
 
 PATIENCE, SHORT_PATIENCE = Patience(still=8, longest=20), Patience(still=0.5, longest=20)  # the latter for deadlocks
 TWO_REPLICAS = Trial({"dp": 2}, {"world_size": 2}, 3, 3)  # the fewest ranks and micro-batches that mistakes can tell

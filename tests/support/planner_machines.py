@@ -4,8 +4,8 @@ from dataclasses import replace
 from typing import Any
 
 from distlab.comm.link import Link
-from distlab.planner.machine import Machine
-from distlab.planner.model import Model, Sizes
+from distlab_planner.machine import Machine
+from distlab_planner.model import Model, Sizes
 
 CLUSTER = Machine(
     name="hosts with eight devices",

@@ -113,7 +113,7 @@ def check_one(words: list[str], folder: Path) -> None:
         elif args[:2] == ["-m", "distlab.launch"]:
             launched(args[2:])
         elif args[:2] == ["-m", "distlab.calibrate"]:
-            launched([str(LAB / "src/distlab/calibrate.py"), "--machine-file", *args[2:]])
+            launched([str(LAB / "src/distlab_planner/calibrate.py"), "--machine-file", *args[2:]])
             if not args[2].startswith("-"):  # later commands may read it
                 shutil.copy(LAB / "docs/machines/cluster.json", args[2])
         elif args[0] == "-m":
@@ -146,9 +146,9 @@ def launched(args: list[str]) -> None:
             mock.patch("distlab.run.local_ranks.run_ranks", return_value=0),
             mock.patch.object(launch, "tell_story", return_value=0),
             mock.patch.object(launch, "become_mpirun", mpirun),
-            mock.patch("distlab.exercises.checker.prepare"),
-            mock.patch("distlab.exercises.commands._check", return_value=True),
-            mock.patch("distlab.plan.plan", lambda request: request.check()),
+            mock.patch("distlab_exercises.checker.prepare"),
+            mock.patch("distlab_exercises.commands._check", return_value=True),
+            mock.patch("distlab_planner.plan.plan", lambda request: request.check()),
         ):
             launch.launch(args)
     except SystemExit as end:

@@ -26,7 +26,7 @@ from simplellm.tokenizers import SHIPPED_MODEL, SPTokenizer
 
 if TYPE_CHECKING:
     from distlab.run.logs import StepTime
-    from distlab.run.prediction import Prediction
+    from distlab_planner.prediction import Prediction
 
 BETAS = (0.9, 0.999)  # torch's default
 MOST_LAYERS, MOST_TOKENS = 1000, 2**24  # larger numbers are taken for typing errors, as with `MOST_RANKS`
@@ -132,7 +132,7 @@ class TrainSettings(ResumableSettings):
             return None
         sentence = f"--machine {self.machine}: there is no such file; python -m distlab.calibrate FILE writes one"
         require(os.path.isfile(self.machine), sentence)
-        from distlab.run.prediction import Prediction
+        from distlab_planner.prediction import Prediction
 
         return Prediction.of(self, self.machine)
 

@@ -240,7 +240,7 @@ def test_a_rank_that_fails_before_it_has_met_the_others_is_named(monkeypatch: py
 def test_a_run_imports_what_only_some_runs_use_when_they_use_it() -> None:
     """All ranks import at the same time, often on few cores."""
     late = "torch._dynamo torch.distributed.checkpoint torch.distributed.elastic.agent torch.utils.tensorboard".split()
-    late += "datasets matplotlib pyarrow sympy distlab.collectives.costs distlab.reports.timeline".split()
+    late += "datasets matplotlib pyarrow sympy distlab_planner.collective_model distlab.reports.timeline".split()
     program = f"""
 import sys, torch
 import distlab.run.main

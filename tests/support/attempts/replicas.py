@@ -1,6 +1,6 @@
 """Attempts at the exercises on replicas of the whole model, and their checkpoints."""
 
-from distlab.exercises.catalogue import EXERCISES
+from distlab_exercises.catalogue import EXERCISES
 from support.exercises_attempts import AVERAGE, ONE_MICRO_BATCH, Attempt
 
 IMPORTS = ("import traffic\n", "import traffic\nimport torch\nfrom torch import nn\n")

@@ -1,0 +1,14 @@
+"""The exercises: what one learns, what is taken out of which script, hints, and how a solution is tried.
+
+To add one, mark the part in the chapter's script (or name the function), and add it to one of these modules; tests do
+the rest. Needs no torch.
+"""
+
+from distlab_exercises.catalogue import collectives, layers, pipelines, replicas
+from distlab_exercises.catalogue.exercise import Exercise, Trial
+
+EXERCISES: dict[str, Exercise] = {
+    exercise.name: exercise for module in (replicas, pipelines, collectives, layers) for exercise in module.EXERCISES
+}
+
+__all__ = ["EXERCISES", "Exercise", "Trial"]

@@ -1,0 +1,70 @@
+"""What an exercise is, and the layouts in which a training script is tried."""
+
+from dataclasses import dataclass, field
+
+from distlab.comm.layout import Layout
+
+WORDS = {"dp": "replicas", "pp": "stages", "tp": "slices"}
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A layout in which a training script is tried beside one process."""
+
+    layout: Layout
+    settings: dict[str, int | str]  # flags of the script, by their names
+    batch_size: int = 2  # sequences of each replica
+    micro_batches: int = 1
+    stages_of_each: int = 1  # rank in a pipeline
+
+    @property
+    def replicas(self) -> int:
+        return self.layout.get("dp", 1)
+
+    @property
+    def sync_every(self) -> int:
+        """Steps of each replica between two averages of the weights."""
+        return int(self.settings.get("sync_every", 1))
+
+    def __str__(self) -> str:
+        sizes = ", ".join(
+            f"{size} {WORDS[name] if size > 1 else WORDS[name][:-1]}" for name, size in self.layout.items()
+        )
+        often = f", an average every {self.sync_every} steps" if self.sync_every > 1 else ""
+        return f"{sizes}, {self.micro_batches} micro-batch{'es' * (self.micro_batches > 1)}{often}"
+
+
+@dataclass(frozen=True)
+class Exercise:
+    """An exercise, and how it is checked."""
+
+    name: str
+    title: str  # what one learns, after "Exercise dp-ga: "
+    minutes: int  # how long it takes somebody who has read the chapter
+    chapter: str  # the page to read first
+    task: str  # paragraphs, divided by blank lines
+    hints: tuple[str, ...]  # from a nudge to nearly the solution
+    script: str = ""  # the chapter's script that it is made from; "" for functions alone
+    file: str = ""  # the file's name if there is no script
+    takes: tuple[str, ...] = ()  # functions and classes to write: of the script, or "module:name" of the library
+    given: tuple[tuple[str, str], ...] = ()  # text that is replaced in the skeleton
+    imports: tuple[str, ...] = ()  # that the solution needs, if the script does without
+    keeps: tuple[str, ...] = ()  # methods of these classes that are given
+    extra: str = ""  # a line after the definitions that are taken from the library
+    functions: str = ""  # how those in `takes` are tried one by one: a name in `distlab_exercises.checker`
+    cases: tuple[str, ...] = ()  # functions that are tried, but not taken out
+    unsolved: str = "not-written"  # the mistake of the skeleton
+    trials: tuple[Trial, ...] = field(default_factory=tuple)
+    weights_only: bool = False  # compare no gradients: those of the ranks are their own
+    shares_out: bool = False  # each rank's optimizer updates its part of the weights
+    loss_numbers: int = 0  # that the ranks need to combine of each token for its loss; 0: they may send more
+    ranks_start_apart: bool = False  # try it with ranks whose weights differ from rank 0's at first
+
+    @property
+    def tried(self) -> tuple[str, ...]:
+        """What is tried on its own before the script is trained."""
+        return (self.cases or self.takes) if self.functions else ()
+
+    @property
+    def file_name(self) -> str:
+        return self.file or self.script.rpartition("/")[2]

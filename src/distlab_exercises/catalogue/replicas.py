@@ -1,0 +1,165 @@
+"""The exercises on replicas: they average gradients or weights, and share out what they hold."""
+
+from distlab_exercises.catalogue.exercise import Exercise, Trial
+
+DP = "DP/README.md"
+
+
+def _data_parallel(replicas: int, micro_batches: int) -> Trial:
+    return Trial({"dp": replicas}, {"world_size": replicas}, micro_batches, micro_batches)
+
+
+EXERCISES = [
+    Exercise(
+        name="dp-ga",
+        title="data parallelism, averaging gradients",
+        minutes=20,
+        chapter=f"{DP}, chapter 2",
+        task="""Each rank has the same weights and its own sequences. After the backward passes of all micro-batches,
+        `parameter.grad` holds the gradient of this rank's sequences. See to it that every rank updates its weights with
+        the gradient of the global batch, which is the mean of the ranks' gradients.
+
+        Given: `run.rank` and `run.world_size`; `traffic.all_reduce(tensor, "what it is", kind="gradients",
+        op=ReduceOp.SUM).wait()`, which changes a tensor in place; `net.parameters()`. A loop over the parameters is
+        a right solution. The chapter's own collects gradients in buckets and sends them during the backward pass,
+        with `GradientBuckets`; you may use it, but need not.""",
+        hints=(
+            "The sum over the ranks of what, divided by what, is the gradient of the global batch? Each rank has the "
+            "same number of sequences, so it is a plain mean.",
+            "The average belongs after the last micro-batch's backward pass and before `optimizer.step()`: one "
+            "all-reduce of each `parameter.grad` at that place.",
+            "for parameter in net.parameters(): all-reduce `parameter.grad` with ReduceOp.SUM, and divide it by "
+            "`run.world_size` (or divide the loss by it before the backward pass).",
+        ),
+        script="DP/gradient_aggr/intro_DP_GA.py",
+        given=(
+            ("(loss / run.world_size).backward()  # so that the sum over the ranks is the average", "loss.backward()"),
+        ),
+        trials=(_data_parallel(3, 2), _data_parallel(2, 1)),
+    ),
+    Exercise(
+        name="dp-wa",
+        title="data parallelism, averaging weights",
+        minutes=10,
+        chapter=f"{DP}, chapter 3",
+        task="""Each rank has updated its own copy of the weights with the gradient of its own sequences. See to it that
+        all ranks go on with the mean of the copies. With plain SGD and an average after every step, this is the run of
+        one process: the mean of w - lr * g is w - lr * (mean of g).
+
+        Given: `weights`, a flat tensor that holds all parameters; they are views of it, so what changes `weights`
+        in place changes the model. `traffic.all_reduce(tensor, "what it is", kind="weights")` starts an average
+        over the ranks, in place; `.wait()` waits for it. `args.sync_every` says after how many steps to average;
+        after the last step, average in any case.""",
+        hints=(
+            "Before or after `optimizer.step()`? And is it enough to compute the mean, or must the model hold it?",
+            "One all-reduce of `weights` itself, not of a copy, after the update; and wait for it.",
+            "Average where (step + 1) % args.sync_every == 0, and after the last step, or the ranks end with "
+            "different weights.",
+        ),
+        script="DP/weight_aggr/intro_DP_WA.py",
+        trials=(_data_parallel(3, 2), Trial({"dp": 2}, {"world_size": 2, "sync_every": 2}, 1)),
+        weights_only=True,
+    ),
+    Exercise(
+        name="mydp",
+        title="a wrapper that averages gradients in hooks of the backward pass",
+        minutes=60,
+        chapter=f"{DP}, chapter 4",
+        task="""Write `MyDP`, a wrapper that makes the training loop of one process data-parallel, as torch's
+        DistributedDataParallel does: after `loss.backward()`, every `parameter.grad` holds the mean over the ranks. All
+        ranks start from rank 0's weights, whatever they had before.
+
+        Given: `parameter.register_post_accumulate_grad_hook(hook)` calls `hook(parameter)` when its gradient has been
+        added to `parameter.grad`; `traffic.all_reduce(tensor, "what it is", kind="gradients")` starts an average in
+        place, and `.wait()` waits for it; `torch.autograd.Variable._execution_engine.queue_callback(function)`, called
+        in a hook, calls a function at the end of the backward pass; `broadcast_weights(model)` and `GradientBuckets`
+        are the lab's. All ranks must start their all-reduces in the same order.
+
+        With several micro-batches there are several backward passes in a step. Averages of averages are no problem:
+        the mean of what is the same on all ranks is the same again.""",
+        hints=(
+            "Start simple: a hook for each parameter, which averages `parameter.grad` and waits for it. Backward "
+            "passes of the same model fill gradients in the same order on all ranks.",
+            "Forward only calls the model. The constructor copies rank 0's weights to all ranks, and registers a hook "
+            "with every parameter that requires a gradient.",
+            "def average(parameter): traffic.all_reduce(parameter.grad, 'a gradient', kind='gradients').wait(). For "
+            "overlap, keep the transfers, and wait for them at the end of the backward pass.",
+        ),
+        script="DP/mydp/intro_DP_MyDP.py",
+        takes=("distlab.parallel.data:MyDP",),
+        trials=(_data_parallel(3, 2), _data_parallel(2, 1)),
+        ranks_start_apart=True,
+    ),
+    Exercise(
+        name="dp-zero",
+        title="ZeRO 1: each replica updates its share of the weights",
+        minutes=45,
+        chapter=f"{DP}, chapter 17",
+        task="""Adam keeps two numbers for each weight, on every replica the same. Instead, let rank r own the r-th of n
+        equal parts of the weights, and keep an optimizer for that part alone. So it needs the mean gradient of its own
+        part only; and after the update, all ranks need all parts.
+
+        Given: `weights`, a flat tensor that holds all parameters; they are views of it, so what changes `weights` in
+        place changes the model. `traffic.reduce_scatter(own, parts, "what it is", kind="gradients").wait()` adds up the
+        ranks' `parts` (ranks, elements) and gives rank r row r in `own` (elements,);
+        `traffic.all_gather(parts, own, "what it is", kind="weights").wait()` collects every rank's `own` in `parts`.
+        Rows have equal lengths: the length of `weights` may not divide among the ranks, so the last part needs
+        padding. `parameters_to_vector` of torch.nn.utils makes a flat tensor of many, such as gradients.""",
+        hints=(
+            "What this rank owns is a view of a part of `weights`. As an nn.Parameter, it shares their memory, and an "
+            "optimizer can update it from its `.grad`.",
+            "With rows = ceil(elements / ranks), own = nn.Parameter(weights[run.rank * rows : (run.rank + 1) * rows]) "
+            "and optimizer = run.optimizer(nn.ParameterList([own])). That optimizer does not clear the gradients of "
+            "`net`: net.zero_grad() does.",
+            "Gradients: pad the flat gradients with zeros to (ranks, rows), reduce-scatter, divide by the ranks, and "
+            "put as many elements as `own` has into own.grad. Weights: pad `own.data` to `rows`, all-gather, and "
+            "copy the first weights.numel() elements of the result into `weights`.",
+        ),
+        script="DP/zero/intro_DP_ZeRO.py",
+        given=(
+            (
+                "net = ShardedDP(model, args.shard, backward_passes=args.micro_batches)",
+                "net, weights = model, flatten_weights(model)  # the parameters are views of `weights`",
+            ),
+            (
+                "from distlab.parallel.sharded import ShardedDP\n",
+                "from distlab.comm.traffic import traffic\nfrom distlab.parallel.data import flatten_weights\n",
+            ),
+            ("        optimizer.zero_grad()\n", "        optimizer.zero_grad()\n        net.zero_grad()\n"),
+            ("loss.backward()  # starts the reduce-scatter of each bucket that is full", "loss.backward()"),
+        ),
+        trials=(_data_parallel(2, 2), _data_parallel(3, 1)),
+        weights_only=True,
+        shares_out=True,
+    ),
+    Exercise(
+        name="checkpoint",
+        title="checkpoints by global names, which any layout can read",
+        minutes=40,
+        chapter="docs/checkpoints.md, chapter 13",
+        task="""Ranks that hold different stages and slices write one checkpoint together, and ranks of any other layout
+        read it. So each tensor in it needs a name and a place that do not depend on who holds it. Write `as_held`,
+        which says where in the whole tensor this rank's slice lies, and `state_of`, which names all that a rank holds:
+        its parameters, and what its optimizer keeps of them. The same two functions are used to read: what they
+        return is overwritten in place, so it must be the memory of the model and the optimizer, not a copy.
+
+        Given: a parameter that is a slice has `shard_spec`: (dim, start, length of the whole along dim).
+        `Slice(tensor, whole, [Block(offsets, sizes)])` is a tensor with its place in a whole of the shape `whole`.
+        `optimizer.state.get(parameter, {})` has the optimizer's tensors by name; those of Adam are `exp_avg` and
+        `exp_avg_sq`, sliced like the parameter, and `step`, one number. The optimizer's names in a checkpoint are
+        `optimizer.<parameter>.<name>`. The state of torch's generator, which `set_rng_state` gets, is
+        `random.<rank>.cpu`. You may leave out `flat_range` and `is_per_rank`, and GPUs.""",
+        hints=(
+            "optimizer.state_dict() numbers the parameters of one rank: number 0 of two stages are two parameters. "
+            "Names must come from `parameters`.",
+            "as_held: the whole has the parameter's shape, except along `dim`. A tensor of another shape than the "
+            "parameter, such as `step`, has no slices.",
+            "as_held: whole = list(tensor.shape); whole[dim] = length; offsets = [0] * tensor.dim(); offsets[dim] = "
+            "start. state_of: tensors[name] = as_held(parameter.detach(), parameter), and the same for each value in "
+            "the optimizer's state.",
+        ),
+        file="checkpoint.py",
+        takes=("distlab.checkpoints.slices:as_held", "distlab.checkpoints.saving:state_of"),
+        functions="checkpoint",
+    ),
+]

@@ -1,0 +1,275 @@
+"""All tensors of a run on several ranks beside those of one process: what differs first, and by which mistake."""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from distlab.comm.grid import Grid
+from distlab_exercises import shares
+from distlab_exercises.catalogue import Trial
+from distlab_exercises.ranks import Facts, Report
+from distlab_exercises.shares import Mistake
+
+
+@dataclass(frozen=True)
+class Difference:
+    """A tensor that differs from that of one process."""
+
+    step: int
+    rank: int
+    name: str
+    mistake: Mistake
+
+
+class Comparison:
+    """All ranks' tensors beside those of one process."""
+
+    def __init__(
+        self, trial: Trial, one: dict[str, Tensor], facts: Facts, lr: float, reports: list[Report], folder: Path
+    ) -> None:
+        self.trial, self.one, self.facts, self.lr, self.reports = trial, one, facts, lr, reports
+        self.steps = len(facts["losses"])
+        self.ranks = [load_file(folder / f"rank{report.rank}.safetensors") for report in reports]
+        self.member = "rank" if len(reports) == trial.replicas else "pipeline"
+
+    def first_difference(
+        self, losses: list[float], weights_only: bool, describe: Callable[[int], str]
+    ) -> tuple[str, list[str]] | None:
+        """The first step in which something differs: the mistake's name, and what to say about it."""
+        n, m = self.trial.replicas, self.trial.micro_batches
+        if missing := self._missing(describe):
+            return "parameters", [missing]
+        for name in self.facts["names"]:
+            for rank, tensors in enumerate(self.ranks):
+                own = tensors.get(f"weights|0|{name}")
+                if own is not None and self._is_wrong_at_start(rank, name, own):
+                    start = tensors[f"start|0|{name}"]
+                    if not self._is_wrong_at_start(rank, name, start):
+                        told = f"step 0: something has changed the weights {name} on {describe(rank)}"
+                        return "changed-early", [f"{told} before optimizer.step(), which alone should change them"]
+                    told = f"before step 0: the weights {name} on {describe(rank)} are not those of one process"
+                    others = f"{told}; all ranks must start from rank 0's"
+                    return "not-broadcast" if self.trial.replicas > 1 else "wrong-start", [others if n > 1 else told]
+        for step in range(self.steps):
+            expected = self.facts["losses"][step]
+            if step >= len(losses):
+                return "steps", [f"run.log(step, losses) was called in {len(losses)} of {self.steps} steps"]
+            if abs(losses[step] - expected) > 1e-4 * abs(expected):
+                mistake = shares.name_loss(losses[step], expected, n, m)
+                told = f"{losses[step]:.6f} instead of {expected:.6f}"
+                sentence = mistake.sentence
+                if mistake.name == "loss" and self.trial.layout.get("pp", 1) > 1:
+                    sentence += ", or a stage gets activations that are not final"
+                return mistake.name, [f"the loss of step {step} {sentence} ({told})"]
+            kinds = [] if weights_only else [("gradient", self._gradient_mistake)]
+            for kind, name_mistake in [*kinds, ("weights", self._weights_mistake)]:
+                if found := self._differences(kind, step, name_mistake):
+                    return found[0].mistake.name, self._tell(kind, step, found, describe)
+        return None
+
+    def _missing(self, describe: Callable[[int], str]) -> str:
+        held = {name.split("|")[2] for tensors in self.ranks for name in tensors}
+        lost = [name for name in self.facts["names"] if name not in held]
+        if lost:
+            return f"no rank holds the parameter {lost[0]}"
+        steps = {report.rank: report.facts["updates"] for report in self.reports}
+        wrong = [rank for rank, updates in steps.items() if updates != self.steps]
+        return (
+            f"{describe(wrong[0])} updated its weights {steps[wrong[0]]} times in {self.steps} steps" if wrong else ""
+        )
+
+    def _own(self, rank: int, name: str, whole: Tensor) -> Tensor:
+        """What a rank should hold of a tensor: the slice that its parameter is, or all."""
+        if (spec := self.reports[rank].facts["slices"].get(name)) is None:
+            return whole
+        dim, start, _ = spec
+        return whole.narrow(dim, start, self.ranks[rank][f"weights|0|{name}"].shape[dim])
+
+    def _is_wrong_at_start(self, rank: int, name: str, own: Tensor) -> bool:
+        right = self._own(rank, name, self.one[f"weights|0|{name}"])
+        return own.shape != right.shape or shares.differs(own, right)
+
+    def _shares(self, rank: int, step: int, name: str) -> list[list[Tensor]]:
+        key = f"share|{step}|{name}|{{}}|{{}}".format
+        n, m = self.trial.replicas, self.trial.micro_batches
+        return [[self._own(rank, name, self.one[key(r, k)]) for k in range(m)] for r in range(n)]
+
+    def _gradient(self, rank: int, step: int, name: str) -> Tensor:
+        rows = self._shares(rank, step, name)
+        return torch.stack([share for row in rows for share in row]).mean(0)
+
+    def _replica(self, rank: int, key: str) -> int:
+        """The number of a rank's replica; -1 if all replicas have the same tensor."""
+        replica = Grid.of(rank, self.trial.layout).replica
+        own, ranks_each = self.ranks[rank][key], len(self.ranks) // self.trial.replicas
+        alike = self.ranks[rank % ranks_each :: ranks_each]  # the ranks that hold the same parameters
+        same = all(not shares.differs(tensors.get(key, own), own) for tensors in alike)
+        return -1 if same and self.trial.replicas > 1 else replica
+
+    def _differences(
+        self, kind: str, step: int, name_mistake: Callable[[int, int, str, Tensor], Mistake]
+    ) -> list[Difference]:
+        found = []
+        for rank, tensors in enumerate(self.ranks):
+            at = step if kind == "gradient" else step + 1
+            for name in (key.split("|")[2] for key in tensors if key.startswith(f"{kind}|{at}|")):
+                own = tensors[f"{kind}|{at}|{name}"]
+                right = (
+                    self._gradient(rank, step, name)
+                    if kind == "gradient"
+                    else self._own(rank, name, self.one[f"weights|{at}|{name}"])
+                )
+                if own.shape != right.shape:
+                    mistake = Mistake("shape", f"is {tuple(own.shape)}, and should be {tuple(right.shape)}")
+                    found.append(Difference(step, rank, name, mistake))
+                elif shares.differs(own, right):
+                    found.append(Difference(step, rank, name, name_mistake(rank, step, name, own)))
+        order = {name: index for index, name in enumerate(self.facts["names"])}
+        if kind == "gradient" and found and (same := self._mistake_of_slices(step, found)):
+            found = [replace(difference, mistake=same) for difference in found]
+        return sorted(found, key=lambda difference: (difference.rank, order[difference.name]))
+
+    def _gradient_mistake(self, rank: int, step: int, name: str, own: Tensor) -> Mistake:
+        before = self._gradient(rank, step - 1, name) if step else None
+        replica = self._replica(rank, f"gradient|{step}|{name}")
+        return shares.name_gradient(own, self._shares(rank, step, name), before, replica, self.member)
+
+    def _mistake_of_slices(self, step: int, found: list[Difference]) -> Mistake | None:
+        """The mistake of a tensor-parallel run, if the gradients show which of f and g is at fault."""
+        slices = self.trial.layout.get("tp", 1)
+        if slices == 1:
+            return None
+        for name in self.facts["names"]:
+            key = f"gradient|{step}|{name}"
+            held_whole = all(name not in report.facts["slices"] for report in self.reports)
+            if held_whole and any(shares.differs(tensors[key], self.ranks[0][key]) for tensors in self.ranks[1:]):
+                why = f"the ranks have different gradients of {name}, which all hold whole"
+                return Mistake("f-missing", f"is wrong: {why}; so what came back from the slices was not added up (f)")
+        for mistake in (difference.mistake for difference in found):
+            if mistake.factor is not None and math.isclose(mistake.factor, slices, rel_tol=0.02):
+                why = f"gradients that {slices} ranks have alike were added up; the gradient of a sum is passed on (g)"
+                return Mistake("g-adds-again", f"is wrong: {why}")
+        return None
+
+    def _weights_mistake(self, rank: int, step: int, name: str, own: Tensor) -> Mistake:
+        before = self._own(rank, name, self.one[f"weights|{step}|{name}"])
+        if self._is_elsewhere(step, name, own, before):
+            told = "are those before the update, or some of them are: what another rank has updated did not arrive"
+            return Mistake("not-gathered", told)
+        rows = self._shares(rank, step, name)
+        replica = self._replica(rank, f"weights|{step + 1}|{name}")
+        return shares.name_weights(own, before, rows, self.lr, replica, self.member)
+
+    def _is_elsewhere(self, step: int, name: str, own: Tensor, before: Tensor) -> bool:
+        """Whether each element is right, or as before the update and right on another rank, for replicas that shard."""
+        right = self.one[f"weights|{step + 1}|{name}"]
+        if own.shape != right.shape or not self._near(own, right).logical_or(own == before).all():
+            return False
+        somewhere = torch.zeros_like(own, dtype=torch.bool)
+        for tensors in self.ranks:
+            other = tensors.get(f"weights|{step + 1}|{name}", before)
+            somewhere |= self._near(other, right) if other.shape == right.shape else False
+        return bool(somewhere.all())
+
+    @staticmethod
+    def _near(a: Tensor, b: Tensor) -> Tensor:
+        return torch.isclose(a, b, rtol=1e-5, atol=1e-7)
+
+    def _tell(self, kind: str, step: int, found: list[Difference], describe: Callable[[int], str]) -> list[str]:
+        """One sentence for each kind of mistake, the most frequent first; the first tensor of each is named."""
+        what = "the gradient of" if kind == "gradient" else "the weights"
+        when = f"step {step}" if kind == "gradient" else f"after step {step}"
+        by_sentence: dict[str, list[Difference]] = {}
+        for difference in found:
+            by_sentence.setdefault(difference.mistake.sentence, []).append(difference)
+        sentences = []
+        for sentence, same in sorted(by_sentence.items(), key=lambda item: -len(item[1]))[:2]:
+            first, ranks = same[0], sorted({difference.rank for difference in same})
+            names = {difference.name for difference in same}
+            held = {key.split("|")[2] for rank in ranks for key in self.ranks[rank]}
+            others = f" and {len(names) - 1} other parameter{'s' * (len(names) > 2)}" if len(names) > 1 else ""
+            if names == held:
+                others = ", like every other parameter," if len(names) > 1 else ""
+            on = "on all ranks" if len(ranks) == len(self.ranks) > 1 else f"on {' and '.join(map(describe, ranks))}"
+            sentences.append(f"{when}: {what} {first.name}{others} {on} {sentence}")
+        right = sorted(set(range(len(self.ranks))) - {difference.rank for difference in found})
+        if right:
+            sentences.append(f"{' and '.join(map(describe, right))}: right")
+        return sentences
+
+    def not_shared_out(self, describe: Callable[[int], str]) -> tuple[str, list[str]] | None:
+        """Whether a rank's optimizer updates more than its share of the weights."""
+        size = sum(tensor.numel() for key, tensor in self.one.items() if key.startswith("weights|0|"))
+        share = -(-size // self.trial.replicas)
+        for report in self.reports:
+            if report.facts["updated"] > 1.1 * share:
+                told = f"the optimizer on {describe(report.rank)} updates {report.facts['updated']:,} weights"
+                return "not-shared-out", [f"{told} of {size:,}; its share is {share:,}"]
+        return None
+
+    def sends_logits(self, numbers: int, describe: Callable[[int], str]) -> tuple[str, list[str]] | None:
+        """Whether a rank sends more than twice as many `numbers` of each token as the loss needs."""
+        trial, slices = self.trial, self.trial.layout["tp"]
+        around = 2 * trial.batch_size * self.facts["sequence_bytes"]  # after the embedding, and back from the head
+        for report in self.reports:
+            before, after = report.facts["sent"][-2:]
+            kinds = [kind for kind in after if not kind.startswith("layer ") and kind not in ("loss", "control")]
+            in_a_ring = sum(after[kind] - before.get(kind, 0) for kind in kinds) * slices / (2 * (slices - 1))
+            own = (in_a_ring - around) / 4 / (trial.batch_size * self.facts["seq_len"])
+            if own > 2 * numbers:
+                told = f"{describe(report.rank)} sends {own:.0f} numbers of each token; {numbers} are enough"
+                return "logits-sent", [f"the loss is right, but for it {told}"]
+        return None
+
+    def sent(self) -> dict[str, tuple[int, int]]:
+        """By what was sent: the bytes of all ranks in the last step, and those that are needed.
+
+        Collectives count as around a ring over a network (`traffic.ledger`), also where ranks share memory instead.
+        """
+        trial = self.trial
+        n, stages, slices = (trial.layout.get(name, 1) for name in ("dp", "pp", "tp"))
+        replica = self.reports[: len(self.reports) // n]
+        weights = sum(
+            tensor.nbytes
+            for report in replica
+            for key, tensor in self.ranks[report.rank].items()
+            if key.startswith("weights|0|")
+        )
+        activations = trial.batch_size * self.facts["sequence_bytes"]  # those of a replica between two blocks
+        needed = {}
+        if n > 1:
+            needed["gradients and weights"] = 2 * (n - 1) * weights
+        if stages > 1:
+            needed["activations"] = 2 * n * trial.stages_of_each * (stages - 1) * activations
+        if slices > 1:  # two all-reduces forward and two backward in each block
+            needed["activations of layers"] = n * stages * 8 * (slices - 1) * activations * self.facts["blocks"]
+        kinds = {
+            "gradients and weights": ("gradients", "weights"),
+            "activations": ("activations", "gradients of activations"),
+            "activations of layers": ("layer activations", "layer gradients"),
+        }
+        found = {}
+        for what, least in needed.items():
+            total = 0
+            for report in self.reports:
+                before, after = report.facts["sent"][-2:]
+                total += sum(after.get(kind, 0) - before.get(kind, 0) for kind in kinds[what])
+            found[what] = total, least
+        return found
+
+    def remarks(self, sent: dict[str, tuple[int, int]]) -> list[str]:
+        """What a right solution could do better."""
+        found = [
+            f"{what}: {total / least:.1f} times the bytes that are needed"
+            for what, (total, least) in sent.items()
+            if total > 1.05 * least
+        ]
+        averages = any("gradients" in report.facts["sent"][-1] for report in self.reports)
+        if self.trial.replicas > 1 and averages and not any(report.facts["overlaps"] for report in self.reports):
+            found.append("gradients are sent after the backward pass; sent during it, they take no time of their own")
+        return found

@@ -1,0 +1,199 @@
+"""Writes the file of an exercise: a chapter's script, or functions of the library, without the part that is the lesson.
+
+A part of a script is marked by two comments, `# [dp-ga] Average the gradients.` and `# [end]`. Functions and classes
+need no mark: they are found by their names. So a skeleton cannot differ from the chapter that it was made from.
+"""
+
+import ast
+import re
+import shlex
+import textwrap
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+
+from distlab.run.commands import LAB
+from distlab_exercises.catalogue import Exercise
+
+WIDTH = 112  # of the task's lines
+Definition = ast.FunctionDef | ast.ClassDef
+
+
+def write_out(exercise: Exercise, path: Path, solved: bool = False) -> str:
+    """The text of an exercise's file.
+
+    Args:
+        path: where the file will be; its docstring says how to check it there.
+        solved: leave the solution in, as in the lab itself.
+    """
+    text = (LAB / exercise.script).read_text() if exercise.script else ""
+    own = [name for name in exercise.takes if ":" not in name]
+    if not solved:
+        text = _without_parts(exercise, text)
+        for before, after in exercise.given:
+            assert text.count(before) == 1, (
+                f"{exercise.name}: {exercise.script} has {text.count(before)} times {before}"
+            )
+            text = text.replace(before, after)
+        text = _emptied(text, own, exercise.keeps)
+    for module, names in _by_module(exercise):
+        text = _with_definitions(text, module, names, exercise, solved)
+    return _with_docstring(text, exercise, path)
+
+
+def _by_module(exercise: Exercise) -> Iterator[tuple[str, list[str]]]:
+    """The definitions that are taken from the library, by module."""
+    named = [name.split(":") for name in exercise.takes if ":" in name]
+    for module in dict.fromkeys(module for module, _ in named):
+        yield module, [name for other, name in named if other == module]
+
+
+def _without_parts(exercise: Exercise, text: str) -> str:
+    """A script without what is between the marks of an exercise."""
+    name, optional = re.escape(exercise.name), "if your way needs it."
+    mark = re.compile(rf"^( *)# \[{name}\] (.+)\n(?:.*\n)*?\1# \[end\]\n", re.MULTILINE)
+    count = len(mark.findall(text))
+    numbers = iter(range(1, count + 1))
+
+    def replaced(found: re.Match[str]) -> str:
+        indent, task, number = found[1], found[2], next(numbers)
+        which = f" ({number} of {count})" if count > 1 else ""
+        lines = f"{indent}# Your part{which}: {task}\n"
+        return lines + ("" if task.endswith(optional) else f"{indent}{not_written(task)}\n")
+
+    return mark.sub(replaced, text)
+
+
+def not_written(what: str) -> str:
+    """The statement that stands for what the student is to write."""
+    return f'raise NotImplementedError("{what.rstrip(".")}")'
+
+
+def _definitions(tree: ast.Module) -> dict[str, Definition]:
+    return {node.name: node for node in tree.body if isinstance(node, Definition)}
+
+
+def _emptied(text: str, names: Sequence[str], keeps: Sequence[str] = ()) -> str:
+    """A module without the bodies of some of its functions, and of the methods of some of its classes.
+
+    Docstrings stay. A class keeps `__init__` and its public methods; the others are the solution's own. Methods that
+    `keeps` names stay as they are.
+    """
+    found = _definitions(ast.parse(text))
+    lines = text.split("\n")
+    cuts: list[tuple[int, int, list[str]]] = []  # the first line, the line after the last one, what comes instead
+    for node in (found[name] for name in names):
+        functions = (
+            [n for n in node.body if isinstance(n, ast.FunctionDef)] if isinstance(node, ast.ClassDef) else [node]
+        )
+        for function in (function for function in functions if function.name not in keeps):
+            if function.name.startswith("_") and not function.name.startswith("__") and function is not node:
+                first = min([function.lineno, *(d.lineno for d in function.decorator_list)])
+                cuts.append((first - 2, function.end_lineno or 0, []))  # with the blank line before it
+                continue
+            has_docstring = ast.get_docstring(function) is not None
+            body = function.body[1:] if has_docstring else function.body
+            name = function.name if function is node else f"{node.name}.{function.name}"
+            indent = " " * function.body[0].col_offset
+            after = function.body[0].end_lineno if has_docstring else body[0].lineno - 1
+            cuts.append((after or 0, function.end_lineno or 0, [f"{indent}{not_written(f'write {name}')}"]))
+    for first, end, instead in sorted(cuts, reverse=True):
+        lines[first:end] = instead
+    return "\n".join(lines)
+
+
+def _with_definitions(text: str, module: str, names: list[str], exercise: Exercise, solved: bool) -> str:
+    """A script with definitions of a library module written out in it, instead of imported, and what they import."""
+    source = (LAB / "src" / f"{module.replace('.', '/')}.py").read_text()
+    tree = ast.parse(source)
+    nodes = [_definitions(tree)[name] for name in names]
+    used = _names_in(nodes)
+    if not solved:
+        source = _emptied(source, names, exercise.keeps)
+        nodes = [_definitions(ast.parse(source))[name] for name in names]
+        used = {name for name in used if not name.startswith("_")} | _names_in(nodes)
+    used -= set(names)
+    lines = source.split("\n")
+    code = []
+    for node in nodes:
+        first = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
+        code.append("\n".join(lines[first - 1 : node.end_lineno]))
+
+    script = ast.parse(text)
+    imports = [node for node in script.body if isinstance(node, ast.Import | ast.ImportFrom)]
+    bound = {alias.asname or alias.name for node in imports for alias in node.names}
+    bound |= {name for line in exercise.imports for name in _bindings(ast.parse(line), module)}
+    new = [
+        *exercise.imports,
+        *_together(line for name, line in _bindings(tree, module).items() if name in used - bound),
+    ]
+    lines = text.split("\n")
+    last = max((node.end_lineno or 0 for node in imports), default=0)
+    lines[last:last] = [*new, "", "", "\n\n\n".join([*code, exercise.extra]).rstrip(), ""]
+    for statement in reversed(imports):
+        if isinstance(statement, ast.ImportFrom) and any(alias.name in names for alias in statement.names):
+            kept = [alias for alias in statement.names if alias.name not in names]
+            instead = [ast.unparse(ast.ImportFrom(statement.module, kept, statement.level))] if kept else []
+            lines[statement.lineno - 1 : statement.end_lineno] = instead
+    return re.sub(r"\n{4,}", "\n\n\n", "\n".join(lines)).lstrip("\n")
+
+
+def _names_in(nodes: Iterable[ast.AST]) -> set[str]:
+    return {n.id for node in nodes for n in ast.walk(node) if isinstance(n, ast.Name)}
+
+
+def _together(imports: Iterable[str]) -> Iterator[str]:
+    """Import statements, with the names of one module in one statement."""
+    names: dict[str, list[str]] = {}
+    for line in imports:
+        before, _, name = line.partition(" import ")
+        names.setdefault(before if name else line, []).append(name)
+    for before, of_one in names.items():
+        yield f"{before} import {', '.join(of_one)}" if of_one[0] else before
+
+
+def _bindings(tree: ast.Module, module: str) -> dict[str, str]:
+    """By global name of a module, the statement with which another module imports it."""
+    found: dict[str, str] = {}
+    for node in tree.body:
+        if isinstance(node, ast.Import):
+            found |= {
+                (alias.asname or alias.name.partition(".")[0]): ast.unparse(ast.Import([alias])) for alias in node.names
+            }
+        elif isinstance(node, ast.ImportFrom):
+            for alias in node.names:
+                found[alias.asname or alias.name] = ast.unparse(ast.ImportFrom(node.module, [alias], node.level))
+        elif isinstance(node, Definition):
+            found[node.name] = f"from {module} import {node.name}"
+        elif isinstance(node, ast.Assign | ast.AnnAssign):
+            for target in node.targets if isinstance(node, ast.Assign) else [node.target]:
+                for name in _names_in([target]):
+                    found[name] = f"from {module} import {name}"
+    return found
+
+
+def _with_docstring(text: str, exercise: Exercise, path: Path) -> str:
+    """A module that begins with the task."""
+    tree = ast.parse(text)
+    body = text
+    if ast.get_docstring(tree) is not None:
+        body = "\n".join(text.split("\n")[tree.body[0].end_lineno :])
+    task = "\n\n".join(
+        textwrap.fill(" ".join(part.split()), WIDTH, break_on_hyphens=False)
+        for part in exercise.task.strip().split("\n\n")
+    )
+    file = shlex.quote(str(path)).replace("\\", "\\\\").replace('"""', r"\"\"\"")  # for a shell, in a docstring
+    ends = [f"check it    ./launch.sh check {file}", f"get a hint  ./launch.sh hint {exercise.name}"]
+    if exercise.script and "DEFAULTS" in text:
+        ends.append(f"run it      ./launch.sh {file}")
+    ends.append(f"read        {exercise.chapter}")
+    commands = "\n".join(f"    {line}" for line in ends)
+    return (
+        f'"""Exercise {exercise.name}: {exercise.title}.\n\n{task}\n\n{commands}\n"""\n\n{body.lstrip()}'.rstrip()
+        + "\n"
+    )
+
+
+def name_of(text: str) -> str | None:
+    """The exercise that a file says it is; None if it does not say."""
+    found = re.search(r'^"""Exercise ([\w-]+):', text, re.MULTILINE)
+    return found[1] if found else None

@@ -1,0 +1,247 @@
+"""Tries a training script on several ranks, and one process beside it."""
+
+import functools
+import itertools
+import json
+import tempfile
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from distlab.comm.grid import Grid
+from distlab.comm.torch_patches import running_backward_pass
+from distlab.comm.traffic import traffic
+from distlab.comm.transfer import Transfer
+from distlab.parallel.sharded import ShardedDP
+from distlab.run.train_settings import TrainSettings
+from distlab.run.training import TrainingRun
+from distlab_exercises.catalogue import Exercise, Trial
+from distlab_exercises.comparison import Comparison
+from distlab_exercises.loading import load, settings_for
+from distlab_exercises.ranks import Facts, Patience, Report, free_port, run_ranks, trouble
+from distlab_exercises.verdict import Verdict
+from simplellm.dataloaders import TinyStories
+from simplellm.errors import require
+from simplellm.llama import CausalLLama, LLama, LLamaPart
+from simplellm.losses import causalLLMLoss
+from simplellm.tokenizers import SPTokenizer
+
+STEPS, LR = 3, 0.5
+MODEL = {"dmodel": 16, "num_heads": 4, "n_layers": 2, "seq_len": 16, "device": "cpu"}
+TRAINING = {"steps": STEPS, "optimizer": "sgd", "lr": LR, "data": "sample", "timeout": 60}
+
+
+class Recorder:
+    """Keeps the weights and the gradients of every step of a run, in the file of its rank."""
+
+    def __init__(self) -> None:
+        self.tensors: dict[str, Tensor] = {}
+        self.parameters: dict[str, nn.Parameter] = {}
+        self.wrapped: list[nn.Module] = []
+        self.updates, self.updated = 0, 0  # how often, and how many weights
+        self.sent: list[dict[str, int]] = []  # bytes by kind, in all steps before each update
+        self.all_reduces: list[Transfer] = []
+        self.overlaps = False  # whether it starts to average gradients before a backward pass has ended
+
+    def watch(self, model: nn.Module | Mapping[int, nn.Module], optimizer: Optimizer) -> None:
+        """Record before each update of `optimizer`; `model` is what the script gives to `run.track`."""
+        parts = model.values() if isinstance(model, Mapping) else [model]
+        for part in parts:
+            self.wrapped.append(part)
+            inner = next((module for module in part.modules() if isinstance(module, LLamaPart)), part)
+            self.parameters |= dict(inner.named_parameters())
+        self.updated = sum(parameter.numel() for group in optimizer.param_groups for parameter in group["params"])
+        for name, parameter in self.parameters.items():
+            self.tensors[f"start|0|{name}"] = parameter.detach().clone().contiguous()
+        optimizer.register_step_pre_hook(lambda *_: self.before_update())
+
+    def before_update(self) -> None:
+        for name, parameter in self.parameters.items():
+            gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+            self.tensors[f"gradient|{self.updates}|{name}"] = gradient.detach().clone().contiguous()
+        self.keep_weights()
+        self.sent.append(dict(traffic.ledger.sent_bytes))
+        self.updates += 1
+
+    def keep_weights(self) -> None:
+        for name, parameter in self.parameters.items():
+            self.tensors[f"weights|{self.updates}|{name}"] = parameter.detach().clone().contiguous()
+
+
+def train(rank: int, script: Path, folder: Path, values: dict[str, Any], start_apart: bool = False) -> Facts:
+    """A rank of a student's script; with `start_apart`, its model has other weights than rank 0's at first."""
+    module = load(script)
+    if start_apart and rank > 0:
+        module.LLama = _with_other_weights  # type: ignore[attr-defined]
+    settings = settings_for(rank, getattr(module, "DEFAULTS", None), TrainSettings, MODEL | TRAINING | values)
+    work = getattr(module, "train", None)
+    require(callable(work), "the file needs a function train(run), as in its chapter")
+    assert work is not None
+    run: TrainingRun[Any] = TrainingRun(settings, script)
+    recorder, track = Recorder(), run.track
+
+    def track_and_watch(model: Any, optimizer: Optimizer, *args: Any, **options: Any) -> None:
+        recorder.watch(model, optimizer)
+        track(model, optimizer, *args, **options)
+
+    all_reduce = traffic.all_reduce
+
+    def watched(*args: Any, **options: Any) -> Transfer:
+        recorder.overlaps |= running_backward_pass() is not None
+        recorder.all_reduces.append(all_reduce(*args, **options))
+        return recorder.all_reduces[-1]
+
+    run.track = track_and_watch  # type: ignore[method-assign]
+    traffic.all_reduce = watched  # type: ignore[method-assign]
+    work(run)
+    sent_at_end = dict(traffic.ledger.sent_bytes)
+    for part in recorder.wrapped:
+        if isinstance(part, ShardedDP):
+            part.wait_for_weights()
+    run.close()
+    require(bool(recorder.parameters), "the script must call run.track(model, optimizer), as its chapter does")
+    recorder.keep_weights()
+    save_file(recorder.tensors, folder / f"rank{rank}.safetensors")
+    specs = {name: p.shard_spec for name, p in recorder.parameters.items() if hasattr(p, "shard_spec")}
+    counts: Facts = {"sent_at_end": sent_at_end, "updates": recorder.updates, "updated": recorder.updated}
+    counts["not_waited_for"] = sum(not transfer.was_waited_for() for transfer in recorder.all_reduces)
+    return counts | {"sent": recorder.sent, "slices": specs, "overlaps": recorder.overlaps}
+
+
+@torch.no_grad()
+def _with_other_weights(*args: Any, **options: Any) -> nn.Module:
+    net = LLama(*args, **options)
+    for parameter in net.parameters():
+        parameter += 0.1 * torch.randn_like(parameter)  # each rank's generator has another seed
+    return net
+
+
+@functools.cache
+def expected_of(batch_size: int, replicas: int, micro_batches: int) -> tuple[dict[str, Tensor], Facts]:
+    """What `one_process` keeps, and its losses; computed once for all files that are checked."""
+    with tempfile.TemporaryDirectory(prefix="lab-check-") as name:
+        file, folder = Path(name, "one_process.safetensors"), Path(name)
+        sizes = batch_size, replicas, micro_batches
+        [report] = run_ranks(1, one_process, file, *sizes, script=Path(__file__), folder=folder, patience=Patience())
+        if report.state != "ended":
+            raise RuntimeError(f"one process failed: {report.sentence} {report.line}")
+        return load_file(file), report.facts
+
+
+def one_process(rank: int, file: Path, batch_size: int, n: int, m: int) -> Facts:
+    """The run of one process with the global batch of `n` replicas of `batch_size` sequences, `m` micro-batches each.
+
+    It keeps its weights and, for each replica and micro-batch, its share of every gradient: the gradients of the mean
+    loss over its sequences.
+    """
+    args = settings_for(rank, TrainSettings(), TrainSettings, MODEL | TRAINING)
+    tokenizer = SPTokenizer(args.tokenizer)
+    sizes = {name: getattr(args, name) for name in "dmodel num_heads num_kv_heads hidden_dim n_layers seed".split()}
+    net = LLama(CausalLLama, tokenizer.vocab_size, padding_idx=tokenizer.pad_id, ctx_size=args.seq_len, **sizes)
+    data: dict[str, Any] = {"batch_size": batch_size, "seq_l": args.seq_len, "data": "sample", "seed": args.seed}
+    stories = [TinyStories(tokenizer, **data, rank=replica, num_replicas=n) for replica in range(n)]
+    names, parameters = zip(*net.named_parameters(), strict=True)
+    kept: dict[str, Tensor] = {}
+    losses: list[float] = []
+    for step in range(STEPS):
+        total = 0.0
+        for name, parameter in zip(names, parameters, strict=True):
+            kept[f"weights|{step}|{name}"] = parameter.detach().clone()
+            parameter.grad = torch.zeros_like(parameter)
+        for replica, batches in enumerate(stories):
+            for part, x in enumerate(next(batches).chunk(m)):
+                loss = causalLLMLoss(net(x), x, tokenizer.vocab_size)
+                total += loss.item() / (n * m)
+                gradients = torch.autograd.grad(loss, parameters)
+                for name, parameter, gradient in zip(names, parameters, gradients, strict=True):
+                    kept[f"share|{step}|{name}|{replica}|{part}"] = gradient
+                    parameter.grad += gradient / (n * m)
+        losses.append(total)
+        with torch.no_grad():
+            for parameter in parameters:
+                assert parameter.grad is not None
+                parameter -= LR * parameter.grad
+    for name, parameter in zip(names, parameters, strict=True):
+        kept[f"weights|{STEPS}|{name}"] = parameter.detach().clone()
+    save_file(kept, file)
+    sequence_bytes = args.seq_len * args.dmodel * 4  # of the activations of a sequence between two blocks
+    sizes = {"seq_len": args.seq_len, "sequence_bytes": sequence_bytes, "blocks": args.n_layers}
+    return {"losses": losses, "names": list(names), **sizes}
+
+
+def try_layout(script: Path, exercise: Exercise, trial: Trial, folder: Path, patience: Patience) -> Verdict:
+    """Run a script in a layout and one process beside it, and compare them."""
+    folder.mkdir()
+    world = 1
+    for size in trial.layout.values():
+        world *= size
+    describe = Grid.of(0, trial.layout).describe
+    values: dict[str, Any] = {**trial.settings, "batch_size": trial.batch_size, "micro_batches": trial.micro_batches}
+    values |= {"out": folder / "run", "master_port": free_port()}
+    reports = run_ranks(
+        world,
+        train,
+        script,
+        folder,
+        values,
+        exercise.ranks_start_apart,
+        script=script,
+        folder=folder,
+        patience=patience,
+    )
+    verdict = Verdict(f"train: {trial}")
+    if found := trouble(reports, describe):
+        return verdict.fails(*found, printed=reports)
+    metrics = folder / "run" / "metrics.jsonl"
+    records = metrics.read_text().splitlines() if metrics.exists() else []
+    losses = [json.loads(line)["loss"] for line in records]
+    expected = expected_of(trial.batch_size, trial.replicas, trial.micro_batches)
+    compare = Comparison(trial, *expected, LR, reports, folder)
+    if trial.sync_every > 1:  # the ranks differ from one process in between
+        found = _averages_elsewhere(reports, trial.sync_every, describe)
+        right = f"weights are averaged after every {trial.sync_every} steps, and after the last one"
+    else:
+        found = compare.first_difference(losses, exercise.weights_only, describe)
+        kinds = "losses, weights" if exercise.weights_only else "losses, gradients, weights"
+        right = f"the run of one process: {kinds} of {STEPS} steps"
+    if found is None and exercise.shares_out:
+        found = compare.not_shared_out(describe)
+    if found is None and exercise.loss_numbers:
+        found = compare.sends_logits(exercise.loss_numbers, describe)
+    if found:
+        hasty = next((report for report in reports if report.facts["not_waited_for"]), None)
+        if hasty is not None:
+            told = f"{describe(hasty.rank)} did not wait for {hasty.facts['not_waited_for']} of its all-reduces"
+            way = "call .wait() on what traffic.all_reduce returns, or finish() of the GradientBuckets that began it"
+            found = "not-waited-for", [f"{told}: {way}", *found[1]]
+        return verdict.fails(*found, printed=reports)
+    verdict.passes(right)
+    verdict.sent = compare.sent()
+    verdict.remarks += compare.remarks(verdict.sent)
+    return verdict
+
+
+def _averages_elsewhere(
+    reports: list[Report], every: int, describe: Callable[[int], str]
+) -> tuple[str, list[str]] | None:
+    """The first step after which a rank sends weights although it should not, or does not although it should."""
+    for report in reports:
+        counts = [*report.facts["sent"], report.facts["sent_at_end"]]  # before each update, and at the end
+        sent = [sum(n for kind, n in count.items() if kind not in ("loss", "control")) for count in counts]
+        for step, (before, after) in enumerate(itertools.pairwise(sent)):
+            is_due = (step + 1) % every == 0 or step + 1 == STEPS
+            if (after > before) != is_due:
+                told = "sends nothing" if is_due else "sends weights"
+                rule = f"average after every `args.sync_every` steps, here {every}, and after the last one"
+                return "sync-every", [f"after step {step} of {STEPS}: {describe(report.rank)} {told}; {rule}"]
+    return None
+
+
+def prepare() -> None:
+    """Read the generator's stories once, so that forks need not do it again."""
+    settings_for(0, TrainSettings(), TrainSettings, MODEL | TRAINING)

@@ -1,0 +1,217 @@
+"""Measure this machine for the planner: what passes, messages, collectives and updates take, in at most a minute.
+
+    python -m distlab.calibrate machine.json
+    python -m distlab.calibrate machine.json --dmodel 192 --world-size 2
+    python -m distlab.calibrate machine.json --nnodes 2 --node-rank 0 --master-addr 10.0.0.1    first of two hosts
+
+The file can be read and edited. The times of passes are those of a model's sizes: measure again for another width, and
+the file keeps those of both.
+"""
+
+import json
+import os
+import platform
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import NoReturn
+
+import torch
+
+from distlab.comm import devices
+from distlab.comm.recorder import COMPUTE
+from distlab.launch import launch
+from distlab.rendezvous.torchrun import started_by_torchrun
+from distlab.reports.trace import read_chrome
+from distlab.run.logs import say
+from distlab.run.main import main
+from distlab.run.optimizers import build_optimizer
+from distlab.run.run import Run
+from distlab.run.settings import RunSettings, WorldSize, require_positive
+from distlab_planner import measuring
+from distlab_planner.layouts import divisors
+from distlab_planner.machine import Machine, read_machine, write_machine
+from distlab_planner.model import Sizes
+from simplellm.errors import require, status_of
+from simplellm.llama import LLamaStage
+from simplellm.options import check_heads
+
+TINY = "--dmodel 8 --num-heads 1 --n-layers 1 --seq-len 8 --batch-size 1 --micro-batches 1 --dp 1 --pp 1 --steps 50"
+
+
+@dataclass
+class CalibrateSettings(WorldSize, RunSettings):
+    """What to measure."""
+
+    machine_file: Path = Path("machine.json")
+    """the file to write"""
+    world_size: int = 4
+    """ranks: so many compute and communicate at the same time"""
+    dmodel: int = 288
+    """width of the model"""
+    num_heads: int = 6
+    """attention heads"""
+    num_kv_heads: int | None = None
+    """key and value heads; by default as many as --num-heads"""
+    hidden_dim: int | None = None
+    """width of the feed-forward layers; by default 4 times --dmodel"""
+    seq_len: int = 256
+    """tokens per sequence"""
+    rows: tuple[int, ...] = (1, 2, 8)
+    """sequences of a micro-batch"""
+    seconds: float = 20
+    """how long to measure passes"""
+    timeout: float = 600
+    """seconds that any wait may take; ranks wait while one of them computes alone"""
+    tokenizer: Path | None = None
+    """a SentencePiece model, whose vocabulary the embedding and the head have"""
+
+    @property
+    def sizes(self) -> Sizes:
+        return Sizes.of(self)
+
+    def check(self) -> None:
+        super().check()
+        require_positive(self, *"seconds dmodel num_heads num_kv_heads hidden_dim".split())
+        check_heads(self.dmodel, self.num_heads, self.num_kv_heads)
+        require(self.seq_len > 1, f"--seq-len {self.seq_len}: predicting the next token needs at least 2")
+        rows = " ".join(map(str, self.rows))
+        is_ascending = bool(self.rows) and self.rows[0] >= 1 and sorted(set(self.rows)) == list(self.rows)
+        require(is_ascending, f"--rows {rows}: give one or more numbers of sequences, in ascending order")
+        require(self.world_size > 1, "--world-size 1: messages need 2 ranks or more")
+        folder, is_there = self.machine_file.parent, self.machine_file.exists()
+        require(folder.is_dir(), f"{self.machine_file}: there is no such folder")
+        require(not self.machine_file.is_dir(), f"{self.machine_file}: is a folder; give the path of a file")
+        can_write = os.access(self.machine_file if is_there else folder, os.W_OK)
+        require(can_write, f"{self.machine_file}: cannot write there; give another path")
+
+
+DEFAULTS = CalibrateSettings()
+
+
+def calibrate(run: Run[CalibrateSettings]) -> None:
+    """Measure, and write the file on rank 0."""
+    args, device = run.settings, run.device
+    sizes, local, counts = args.sizes, run.local_ranks, run.ranks_of_hosts
+    number = "give each host the same number"
+    require(len(set(counts)) == 1, f"the hosts have {' and '.join(map(str, counts))} ranks: {number}")
+    slowdown = measuring.measure_slowdown(sizes, run.rank, local, device, min(0.1, args.seconds / 50))
+    peers = [peer for peer in dict.fromkeys((1, local)) if peer < run.world_size]  # on this host and on the next one
+    neighbors = [(rank, rank + 1) for rank in range(0, local - 1, 2)]
+    together = [neighbors[:count] for count in range(2, len(neighbors) + 1)]
+    pairs = [*([(0, peer)] for peer in peers), *together]
+    messages = [measuring.measure_messages(run.rank, at_once, device) for at_once in pairs]
+    own_seconds = min(messages[0].own_seconds, *(one.link.latency_seconds for one in messages))
+    links = [replace(one.link, latency_seconds=one.link.latency_seconds - own_seconds) for one in messages]
+    reductions = measuring.measure_all_reduces(run.rank, local, device)
+    if run.rank > 0:
+        return  # and wait for rank 0 at the end of the run, without computing
+    is_cpu = device.type == "cpu"
+    at_once = devices.cores() if is_cpu else torch.cuda.device_count()
+    tps = [tp for tp in divisors(sizes.num_kv_heads) if tp <= run.world_size]
+    kinds = [measuring.Kind(tp, n) for tp in tps for n in (threads_of_ranks(at_once, tp, local) if is_cpu else [1])]
+    measured = measuring.measure_passes(sizes, kinds, args.rows, device, args.seconds)
+    net = measuring.build(LLamaStage, sizes, measuring.BLOCKS, 1, device)
+    spinning = measuring.measure_spinning(at_once) if is_cpu and at_once > 1 else 0.0
+    update, with_sgd = (
+        measuring.measure_optimizer(build_optimizer(name, net.parameters(), 1e-3), device) for name in ("adam", "sgd")
+    )
+    machine = Machine(
+        name=f"{platform.node()}, {at_once} {'cores' if is_cpu else 'GPUs'}",
+        device="cpu" if is_cpu else "cuda",
+        hosts=run.world_size // local,
+        ranks_per_host=local,
+        cores_per_host=at_once,
+        memory_bytes_per_host=memory_bytes(device),
+        inside=links[0],
+        between=links[len(peers) - 1],
+        multiply_adds_per_second=args.rows[0] * sizes.seq_len * sizes.multiply_adds("block") / measured[0].block.F[0],
+        pass_seconds=measured[0].embedding.F[0],
+        optimizer_seconds=update,
+        sgd_seconds=with_sgd,
+        message_seconds=own_seconds,
+        waking=measuring.measure_waking(sizes) if is_cpu else (),
+        spin_seconds=spinning,
+        slowdown=slowdown,
+        inside_together=tuple(links[len(peers) :]),
+        measured=tuple(measured),
+        all_reduces=reductions,
+    )
+    machine = with_tiny_run(machine, device)
+    write_machine(with_earlier(machine, args.machine_file), args.machine_file)
+    speed = f"{machine.multiply_adds_per_second / 1e9:.1f} billion multiply-adds/s on each rank"
+    say(f"{args.machine_file}: {machine.name}, {speed}")
+
+
+def threads_of_ranks(cores: int, tp: int, ranks: int) -> list[int]:
+    """Numbers of threads that a rank of a host may have, of which each layer is on `tp`; in ascending order, from 1.
+
+    The cores are shared by as many ranks as compute at once: at least those of a layer, at most all.
+    """
+    return sorted({1, *(cores // busy for busy in range(tp, ranks + 1) if busy <= cores)})
+
+
+def with_tiny_run(machine: Machine, device: torch.device) -> Machine:
+    """A machine with what a step takes besides its passes, and a process that holds nothing: those of a tiny run."""
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, "-m", "distlab.launch", "hybrid", *TINY.split(), "--data", "sample", "--trace"]
+        command += ["--device", device.type, "--out", folder]
+        of_this_rank = "TORCHELASTIC", "LAB_"
+        environment = {name: value for name, value in os.environ.items() if not name.startswith(of_this_rank)}
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=False)
+        require(done.returncode == 0, f"the run of a tiny model failed: {done.stderr.strip()[-300:]}")
+        trace = read_chrome(Path(folder) / "trace.json")
+        *_, last = (Path(folder) / "metrics.jsonl").read_text().splitlines()
+    [rank] = trace.ranks
+    besides = [step.seconds - sum(one.seconds for one in rank.within(step, COMPUTE)) for [step] in trace.steps()]
+    process_bytes = float(json.loads(last)["peak_memory_bytes"])
+    return replace(machine, step_seconds=measuring.lower_quartile(besides), process_bytes=process_bytes)
+
+
+def memory_bytes(device: torch.device) -> float:
+    """The memory of this host, or of its GPUs together."""
+    if device.type == "cuda":
+        gpus = range(torch.cuda.device_count())
+        return float(sum(torch.cuda.get_device_properties(gpu).total_memory for gpu in gpus))
+    return float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+
+
+def with_earlier(machine: Machine, path: Path) -> Machine:
+    """A machine with what its file has that was not measured now: passes, and what more ranks took."""
+    if not path.exists():
+        return machine
+    earlier = read_machine(path)
+    if (earlier.device, earlier.cores_per_host) != (machine.device, machine.cores_per_host):
+        return machine
+    passes = {(entry.sizes, entry.tp, entry.threads) for entry in machine.measured}
+    reductions = {(entry.ranks, entry.transport) for entry in machine.all_reduces}
+    others = [entry for entry in earlier.measured if (entry.sizes, entry.tp, entry.threads) not in passes]
+    larger = [entry for entry in earlier.all_reduces if (entry.ranks, entry.transport) not in reductions]
+    return replace(
+        machine,
+        measured=(*machine.measured, *others),
+        all_reduces=(*machine.all_reduces, *larger),
+        slowdown=(*machine.slowdown, *earlier.slowdown[len(machine.slowdown) :]),
+        inside_together=(*machine.inside_together, *earlier.inside_together[len(machine.inside_together) :]),
+    )
+
+
+def start() -> NoReturn:
+    """On the command line, launch the ranks; as one of them, measure."""
+    if started_by_torchrun():
+        main(calibrate, DEFAULTS, __doc__)
+
+    def launch_all() -> int:
+        file, *flags = sys.argv[1:] or ["--help"]
+        given = [file] if file in ("-h", "--help") else ["--machine-file", file]
+        if not file.startswith("-") and Path(file).exists():
+            read_machine(Path(file))  # it would be written over
+        return launch([__file__, *given, *flags])
+
+    raise SystemExit(status_of(launch_all))
+
+
+if __name__ == "__main__":
+    start()

@@ -1,0 +1,232 @@
+"""What each action of a layout costs on a machine: seconds, and bytes of activations."""
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from distlab.pipeline.actions import Action, ActionCosts
+from distlab.pipeline.split import PartCosts, Split, balance, estimated_costs
+from distlab_planner.layouts import Layout
+from distlab_planner.machine import Machine, Measured, PassKind, interpolate
+from distlab_planner.model import NUMBER_BYTES, Model, Part
+from distlab_planner.traffic import Placement
+
+SHARDED_BUCKET_BYTES = 5_000_000  # `BUCKET_BYTES // 5` of `distlab.parallel.sharded`
+KIND_OF: dict[str, PassKind] = {"f": "F", "R": "F", "b": "B", "i": "I"}
+SHARE_OF = {"F": 1.0, "B": 2.0, "I": 1.0, "W": 1.0}  # of a forward pass's multiply-adds
+
+
+@dataclass(frozen=True)
+class Kept:
+    """Bytes that a stage keeps of a micro-batch."""
+
+    all: int  # that a backward pass needs
+    by_forward: int  # by a forward pass: with its output, and without what is computed again
+    input: int  # by a forward pass that keeps its input only
+    factors: int  # between `BackwardInput` and `BackwardWeight`
+
+
+@dataclass(frozen=True)
+class Costs:
+    """The costs of a layout's actions.
+
+    Where replicas share out the weights, the collectives of a pass are part of it.
+    """
+
+    machine: Machine
+    model: Model
+    layout: Layout
+    threads: int | None = None  # of every rank, by `OMP_NUM_THREADS`; by default, its share of the cores
+    optimizer: str = "adam"  # or "adamw", "sgd"
+
+    @functools.cached_property
+    def placement(self) -> Placement:
+        return Placement(self.machine, self.layout)
+
+    @property
+    def tokens(self) -> int:
+        """Of a micro-batch."""
+        return self.layout.rows * self.model.sizes.seq_len
+
+    def parts(self, stage: int) -> dict[Part, int]:
+        """How many of each part of the model a stage holds."""
+        split = self.layout.split
+        return {"embedding": int(stage == 0), "block": split[stage], "head": int(stage == len(split) - 1)}
+
+    def weights(self, stage: int) -> int:
+        """Elements of the weights of a stage, on one rank."""
+        return sum(count * self.model.sizes.weights(part, self.layout.tp) for part, count in self.parts(stage).items())
+
+    @functools.cached_property
+    def message_bytes(self) -> int:
+        """The activations of a micro-batch between two stages."""
+        return self.tokens * self.model.sizes.dmodel * NUMBER_BYTES
+
+    def seconds(self, action: Action, threads: int = 1) -> float:
+        """Of an action that no other rank slows down, with the collectives inside it."""
+        return self.pass_seconds(action.letter, action.stage, threads, self._computes_blocks_again(action))
+
+    @functools.cached_property
+    def pass_seconds(self) -> Callable[[str, int, int, bool], float]:
+        """(letter of an action, stage, threads, whether blocks are computed again) -> its seconds."""
+        return functools.cache(self._pass_seconds)
+
+    def _pass_seconds(self, letter: str, stage: int, threads: int, again: bool) -> float:
+        kind = _kind(letter)
+        seconds = self._pass(kind, stage, threads) + self._exchanged(kind, stage, again)
+        if again:
+            seconds += self.parts(stage)["block"] * self._block_again(threads)
+        return seconds
+
+    def exchanged(self, action: Action) -> float:
+        """Seconds of an action in collectives, if no other rank computes."""
+        return self._exchanged(_kind(action.letter), action.stage, self._computes_blocks_again(action))
+
+    def exchanges(self, action: Action) -> int:
+        """How many tensors of `message_bytes` the slices of a stage add up in an action."""
+        return self._exchanges(_kind(action.letter), action.stage, self._computes_blocks_again(action))
+
+    def _computes_blocks_again(self, action: Action) -> bool:
+        """Whether a backward pass computes blocks again.
+
+        Their last product, which only the output needs, is left out; what is saved by that goes into the bookkeeping.
+        """
+        return action.letter in "bi" or (action.letter in "BI" and self.layout.recompute == "blocks")
+
+    def _pass(self, kind: PassKind, stage: int, threads: int) -> float:
+        own = sum(count * self._of_part(part, kind, threads) for part, count in self.parts(stage).items() if count)
+        return own if self._measured else own + self.machine.pass_seconds
+
+    def _of_part(self, part: Part, kind: PassKind, threads: int) -> float:
+        if self._measured:
+            return self._with_threads(threads, lambda entry: entry.seconds(part, kind, self.layout.rows))
+        products = self.tokens * self.model.sizes.multiply_adds(part, self.layout.tp) * SHARE_OF[kind]
+        return products / self.machine.multiply_adds_per_second / threads
+
+    def _block_again(self, threads: int) -> float:
+        """What a backward pass takes longer if it computes a block again."""
+        if self._measured:
+            return self._with_threads(threads, lambda entry: entry.again_seconds(self.layout.rows))
+        return self._of_part("block", "F", threads)
+
+    def _with_threads(self, threads: int, seconds_of: Callable[[Measured], float]) -> float:
+        """What was measured, as it is with so many threads.
+
+        Linear in each thread's share of the work; more threads than were measured divide it further.
+        """
+        shares, each = [1 / entry.threads for entry in self._measured], [seconds_of(entry) for entry in self._measured]
+        share = 1 / threads
+        seconds = interpolate(share, shares, each) if share > shares[0] else each[0] * share / shares[0]
+        # Measured while these threads slowed each other, as ranks do.
+        return seconds / self.machine.slowdown_of(min(threads, self.machine.cores_per_host))
+
+    @functools.cached_property
+    def _measured(self) -> list[Measured]:
+        """Of this model and these slices, with numbers of threads in descending order."""
+        found = self.machine.measured_for(self.model.sizes, self.layout.tp)
+        return sorted({entry.threads: entry for entry in found}.values(), key=lambda entry: -entry.threads)
+
+    @functools.cached_property
+    def _all_reduce_activations(self) -> float:
+        """Seconds in which the slices of a stage add up activations, or their gradients."""
+        return self.placement.all_reduce(self.placement.slices, self.message_bytes, "shared").alone
+
+    def _exchanges(self, kind: PassKind, stage: int, again: bool) -> int:
+        if self.layout.tp == 1 or kind == "W":
+            return 0
+        parts = self.parts(stage)
+        return (2 + again) * parts["block"] + (parts["embedding"] if kind == "F" else parts["head"])
+
+    def _exchanged(self, kind: PassKind, stage: int, again: bool) -> float:
+        seconds = self._exchanges(kind, stage, again) * self._all_reduce_activations
+        if kind == "F" and self.parts(stage)["head"]:  # the loss: the largest logit of each token; two sums
+            sizes = (self.tokens * NUMBER_BYTES, 2 * self.tokens * NUMBER_BYTES)
+            seconds += sum(self.placement.all_reduce(self.placement.slices, size, "shared").alone for size in sizes)
+        return seconds + self._gathered(kind, stage)
+
+    def _gathered(self, kind: PassKind, stage: int) -> float:
+        """Seconds that shared-out weights and gradients add to a pass."""
+        shard = self.layout.shard
+        if shard not in ("gradients", "weights") or kind == "W":
+            return 0.0
+        size_bytes, replicas = self.weights(stage) * NUMBER_BYTES, self.placement.replicas
+        # With shared-out weights, each part of the model has collectives of its own.
+        parts = sum(self.parts(stage).values()) if shard == "weights" else max(1, size_bytes // SHARDED_BUCKET_BYTES)
+        half = parts * self.placement.half(replicas, size_bytes / parts, "shared").alone
+        seconds = half * (shard == "weights") + half * (kind != "F")
+        # Behind the computation on GPUs only: on CPUs, sending needs the cores.
+        return max(0.0, seconds - self._pass(kind, stage, 1)) if self.machine.device == "cuda" else seconds
+
+    def kept_bytes(self, action: Action) -> int:
+        """Bytes of activations that an action adds to those kept on its worker; negative if it frees them.
+
+        The ids of the batch, and what all blocks of a process share, are not among them.
+        """
+        letter, stage = action.letter, action.stage
+        kept = self._kept(stage)
+        if letter in "FfRW":
+            return {"F": kept.by_forward, "f": kept.input, "R": kept.all - kept.input, "W": -kept.factors}[letter]
+        before = kept.all if self._follows_recompute(action) else kept.by_forward
+        return (kept.factors if letter in "Ii" else 0) - before
+
+    def _follows_recompute(self, action: Action) -> bool:
+        """Whether a backward pass finds activations that an action of their own has computed again."""
+        return action.letter in "BI" and self.layout.recompute == "all"
+
+    @functools.cached_property
+    def _kept(self) -> "Callable[[int], Kept]":
+        return functools.cache(self._kept_of_stage)
+
+    def _kept_of_stage(self, stage: int) -> "Kept":
+        parts, sizes, tp, tokens = self.parts(stage), self.model.sizes, self.layout.tp, self.tokens
+        factors = sum(count * sizes.factor_bytes(part, tokens, tp) for part, count in parts.items())
+        everything = sum(count * sizes.kept_bytes(part, tokens, tp) for part, count in parts.items())
+        by_forward = everything + (0 if parts["head"] else self.message_bytes)  # the output, where the next one begins
+        if self.layout.recompute != "none":
+            by_forward -= parts["block"] * self._inside_block_bytes
+        if self.layout.recompute == "all" and parts["head"]:
+            by_forward -= tokens * NUMBER_BYTES * (sizes.dmodel + 1)  # of the norm, which keeps its input only
+        return Kept(everything, by_forward, 0 if parts["embedding"] else self.message_bytes, factors)
+
+    @property
+    def _inside_block_bytes(self) -> int:
+        """What a block keeps besides its input."""
+        return self.model.sizes.kept_bytes("block", self.tokens, self.layout.tp) - self.message_bytes
+
+    def recomputed_bytes(self, action: Action) -> int:
+        """Bytes more than before it that a backward pass keeps meanwhile, where activations are computed again."""
+        blocks, has_head = self.parts(action.stage)["block"], self.parts(action.stage)["head"]
+        if action.letter == "I" and self._follows_recompute(action) and not has_head:
+            return self.message_bytes  # the gradient of the output, a factor; the output itself is not kept
+        if not self._computes_blocks_again(action) or not blocks:
+            return 0
+        sizes, tokens, tp = self.model.sizes, self.tokens, self.layout.tp
+        is_split, kept = action.letter in "Ii", 0
+        factors = [sizes.factor_bytes(part, tokens, tp) * is_split for part in ("block", "head")]
+        for done in (0, blocks - 1):
+            others = (blocks - done) * self.message_bytes + done * factors[0]
+            others += self.message_bytes * is_split  # the gradient of the block's output, a factor
+            kept = max(kept, others + self._inside_block_bytes + factors[1] * has_head)
+        return max(0, kept - self._kept(action.stage).by_forward)
+
+    def balanced_split(self) -> Split:
+        """The layers of each stage, such that the slowest stage is as fast as possible on this machine."""
+        seconds = {part: sum(self._of_part(part, kind, 1) for kind in ("F", "B")) for part in self.parts(0)}
+        parts = PartCosts(seconds["block"], seconds["embedding"], seconds["head"])
+        return _balance(self.model.n_layers, len(self.layout.split), parts)
+
+    @functools.cached_property
+    def estimated(self) -> ActionCosts:
+        """The estimates by which a run gives its actions threads."""
+        parts, again = self.model.sizes.parts, self.layout.recompute == "blocks"
+        return estimated_costs(self.layout.split, parts, again, self.tokens, self.layout.tp)
+
+
+@functools.lru_cache(maxsize=4096)
+def _balance(n_layers: int, stages: int, parts: PartCosts) -> Split:
+    return balance(n_layers, stages, parts)
+
+
+def _kind(letter: str) -> PassKind:
+    """The pass that an action is, as far as its time goes."""
+    return KIND_OF.get(letter, letter)  # type: ignore[arg-type]

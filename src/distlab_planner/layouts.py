@@ -1,0 +1,188 @@
+"""The layouts of a training run, as the flags of `./launch.sh hybrid` ask for them."""
+
+import functools
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from distlab.comm.layout import Neighbors
+from distlab.parallel.division import check_division
+from distlab.pipeline.actions import BackwardInput, Programs, stages_of
+from distlab.pipeline.schedules import (
+    AUTO,
+    DEFAULT_CHUNKS,
+    SCHEDULES,
+    all_stages,
+    check_schedule,
+    find_schedule,
+    stages_per_worker,
+    with_recomputation,
+)
+from distlab.pipeline.split import Split, balance
+from distlab_planner.model import Model
+from simplellm.errors import InputError, require
+from simplellm.options import Recompute
+
+Shard = Literal["none", "optimizer", "gradients", "weights"]
+SHARDS: tuple[Shard, ...] = ("none", "optimizer", "gradients", "weights")
+RECOMPUTE: tuple[Recompute, ...] = ("none", "blocks", "all")
+SAME_WITH_ONE = ("naive", "gpipe")  # micro-batch, or one worker, as dapple; gpipe with one worker only keeps more
+
+
+@dataclass(frozen=True)
+class Layout:
+    """`dp` replicas of a pipeline of `pp` workers, each of `tp` ranks, and how they share the work of a step."""
+
+    dp: int
+    pp: int
+    tp: int
+    batch_size: int  # sequences per pipeline
+    micro_batches: int
+    schedule: str
+    recompute: Recompute
+    shard: Shard
+    split: Split  # layers of each stage
+    neighbors: Neighbors = "stages"
+
+    @property
+    def ranks(self) -> int:
+        return self.dp * self.pp * self.tp
+
+    @property
+    def rows(self) -> int:
+        """Sequences of a micro-batch."""
+        return self.batch_size // self.micro_batches
+
+    def first_rank(self, worker: int) -> int:
+        """Of a worker of the first replica."""
+        return worker * (self.dp * self.tp if self.neighbors == "replicas" else self.tp)
+
+    def programs(self) -> Programs:
+        """Every worker's actions, in order."""
+        return programs_of(self.schedule, self.pp, self.micro_batches, self.recompute == "all")
+
+    def flags(self, model: Model) -> str:
+        """For `./launch.sh hybrid`, without what is the default."""
+        flags = f"--dp {self.dp} --pp {self.pp} --tp {self.tp} --batch-size {self.batch_size}"
+        flags += f" --micro-batches {self.micro_batches}"
+        flags += f" --neighbors {self.neighbors}" * (self.neighbors != "stages")
+        if self.pp > 1:
+            flags += f" --schedule {self.schedule}"
+            if self.split != default_split(model, len(self.split)):
+                flags += f" --layers-per-stage {','.join(map(str, self.split))}"
+        flags += f" --recompute {self.recompute}" * (self.recompute != "none")
+        return flags + f" --shard {self.shard}" * (self.shard != "none")
+
+    def __str__(self) -> str:
+        """In a table."""
+        words = [f"{size} {kind}" for kind, size in (("dp", self.dp), ("pp", self.pp), ("tp", self.tp)) if size > 1]
+        return (" x ".join(words) or "one rank") + ", replicas together" * (self.neighbors == "replicas")
+
+
+@dataclass(frozen=True)
+class Choices:
+    """What a plan chooses from; empty: all that there is."""
+
+    dp: Sequence[int] = ()
+    pp: Sequence[int] = ()
+    tp: Sequence[int] = ()
+    micro_batches: Sequence[int] = ()
+    schedules: Sequence[str] = ()
+    recompute: Sequence[Recompute] = ()
+    shard: Sequence[Shard] = ()
+
+
+def layouts(
+    model: Model, ranks: int, global_batch: int, choices: Choices | None = None, ranks_per_host: int | None = None
+) -> Iterator[Layout]:
+    """All layouts of so many ranks that `./launch.sh hybrid` accepts.
+
+    Replicas of a stage are neighbors only where that divides the pipelines between hosts, but not the replicas.
+    Left out are the schedule `auto`, whose order is found when the run begins, and what another layout says, too: with
+    one micro-batch, or without a pipeline, some schedules are the same.
+    """
+    among = choices or Choices()
+    names = among.schedules or [name for name in SCHEDULES if name != AUTO]
+    for pp, tp in itertools.product(divisors(ranks), divisors(ranks)):
+        dp = ranks // (pp * tp)
+        is_chosen = all(size in some for size, some in ((dp, among.dp), (pp, among.pp), (tp, among.tp)) if some)
+        if ranks % (pp * tp) or global_batch % dp or not is_chosen or not _divides(model, tp):
+            continue
+        for micro_batches in among.micro_batches or divisors(global_batch // dp):
+            if global_batch // dp % micro_batches:
+                continue
+            for name in names if pp > 1 else ["dapple"]:
+                is_same = micro_batches == 1 and name in SAME_WITH_ONE and "dapple" in names
+                if is_same or not _fits(name, pp, micro_batches):
+                    continue
+                split = _split(model, pp * stages_per_worker(name))
+                for recompute, shard in itertools.product(among.recompute or RECOMPUTE, among.shard or SHARDS):
+                    if split and (shard == "none" or dp > 1) and (shard != "weights" or pp == 1):
+                        one = Layout(dp, pp, tp, global_batch // dp, micro_batches, name, recompute, shard, split)
+                        yield one
+                        if ranks_per_host and dp > 1 and ranks > ranks_per_host and ranks_per_host % (dp * tp) == 0:
+                            yield replace(one, neighbors="replicas")
+
+
+@functools.lru_cache(maxsize=64)
+def programs_of(schedule: str, workers: int, micro_batches: int, recompute: bool) -> Programs:
+    """Every worker's actions in a schedule, with or without recomputation as actions of their own."""
+    programs = all_stages(schedule, workers, micro_batches)
+    return with_recomputation(programs) if recompute else programs
+
+
+@dataclass(frozen=True)
+class Outline:
+    """What is the same of a schedule for any number of micro-batches."""
+
+    owners: dict[int, int]  # by stage, its worker
+    splits_backward: bool  # some of its backward passes are in two parts
+
+
+@functools.cache
+def outline_of(schedule: str, workers: int) -> Outline:
+    fits = find_schedule(schedule).fits
+    fewest = next(count for count in itertools.count(1) if fits(workers, count))
+    programs = all_stages(schedule, workers, fewest)
+    owners = {stage: worker for worker, program in enumerate(programs) for stage in stages_of(program)}
+    kinds = set(map(type, itertools.chain.from_iterable(programs)))
+    return Outline(owners, BackwardInput in kinds)
+
+
+def divisors(number: int) -> list[int]:
+    """All that divide it, in ascending order."""
+    small = [d for d in range(1, math.isqrt(number) + 1) if number % d == 0]
+    return small + [number // d for d in reversed(small) if d * d != number]
+
+
+@functools.lru_cache(maxsize=1024)
+def default_split(model: Model, stages: int) -> Split:
+    """The layers of each stage that a run takes without `--layers-per-stage`."""
+    return balance(model.n_layers, stages, model.sizes.parts)
+
+
+def _divides(model: Model, tp: int) -> bool:
+    try:
+        check_division(model.sizes.num_heads, model.sizes.num_kv_heads, tp)
+        require(model.sizes.vocab_size >= tp, "")
+    except InputError:
+        return False
+    return True
+
+
+def _fits(name: str, workers: int, micro_batches: int) -> bool:
+    try:
+        check_schedule(name, workers, micro_batches, DEFAULT_CHUNKS)
+    except InputError:
+        return False
+    return True
+
+
+@functools.lru_cache(maxsize=1024)
+def _split(model: Model, stages: int) -> Split | None:
+    try:
+        return default_split(model, stages)
+    except InputError:
+        return None

@@ -1,0 +1,275 @@
+"""A machine as a JSON file: measured by `python -m distlab.calibrate`, or written by hand for one that one has not got.
+
+Times are in seconds, sizes in bytes. What is not measured follows from a few numbers: how fast a rank multiplies, what
+a message costs. A file needs only those.
+"""
+
+import itertools
+import json
+import math
+import typing
+from collections.abc import Iterable, Sequence
+from dataclasses import MISSING, asdict, dataclass, fields, is_dataclass, replace
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+from distlab.comm.link import Link
+from distlab_planner.model import PARTS, Part, Sizes
+from simplellm.errors import InputError, require
+
+Transport = Literal["gloo", "shared"]
+PassKind = Literal["F", "B", "I", "W"]  # letters of `distlab.pipeline.actions`
+
+
+@dataclass(frozen=True)
+class PassSeconds:
+    """Measured seconds of a part's passes over micro-batches of `Measured.rows` sequences."""
+
+    F: tuple[float, ...]
+    B: tuple[float, ...]  # the whole backward pass
+    I: tuple[float, ...]  # noqa: E741  # its two halves
+    W: tuple[float, ...]
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What the parts of a model of some sizes take on one rank, while no other rank computes."""
+
+    sizes: Sizes
+    tp: int  # ranks that share each layer; collectives are not in these times
+    threads: int
+    rows: tuple[int, ...]  # sequences of a micro-batch
+    embedding: PassSeconds
+    block: PassSeconds
+    head: PassSeconds
+    again: tuple[float, ...] = ()  # that a backward pass takes longer for each block that it computes again
+
+    def again_seconds(self, rows: float) -> float:
+        """As `seconds`; what a forward pass takes, where it was not measured."""
+        return interpolate(rows, self.rows, self.again or self.block.F)
+
+    def seconds(self, part: Part, kind: PassKind, rows: float) -> float:
+        """Linear between the numbers of sequences that were measured, and beyond the last."""
+        passes: PassSeconds = getattr(self, part)
+        return interpolate(rows, self.rows, getattr(passes, kind))
+
+
+@dataclass(frozen=True)
+class AllReduce:
+    """Measured seconds of an all-reduce among ranks of one host, by the size of the tensor."""
+
+    ranks: int
+    transport: Transport
+    size_bytes: tuple[float, ...]
+    seconds: tuple[float, ...]
+
+
+@dataclass(frozen=True)
+class Waking:
+    """How much longer a pass takes after its rank has waited this long for a message."""
+
+    idle_seconds: float
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Equal hosts, and what ranks take on them."""
+
+    name: str
+    device: Literal["cpu", "cuda"]  # where ranks compute
+    hosts: int
+    ranks_per_host: int  # that one would start on each
+    cores_per_host: int  # ranks or threads that compute at once; GPUs, where a rank has one
+    memory_bytes_per_host: float
+    inside: Link  # between two ranks of a host
+    between: Link  # between two hosts; the ranks of a host share its bandwidth
+    multiply_adds_per_second: float  # of one rank, as it reaches in a forward pass
+    pass_seconds: float = 0.0  # of each pass of a stage that was not measured, besides
+    step_seconds: float = 0.0  # of each step, besides
+    optimizer_seconds: float = 0.0  # to update one weight with Adam
+    sgd_seconds: float = 0.0  # the same with SGD; 0: not measured, taken to be as many
+    message_seconds: float = 0.0  # for which a message keeps its sender, and its receiver, from computing
+    spin_seconds: float = 0.0  # for which the further threads of a rank keep a core after they have computed
+    process_bytes: float = 0.0  # of a rank that holds nothing
+    # What each of 1, 2, … ranks that compute at once takes, as a multiple of what one takes alone. Beyond these, and
+    # beyond the cores, ranks share them.
+    slowdown: tuple[float, ...] = ()
+    # That a pass takes longer after a message: a core that has been idle is slow at first, and its caches hold other
+    # things. By how long the rank has waited, from 0, where the message was there.
+    waking: tuple[Waking, ...] = ()
+    # `inside` while 2, 3, … pairs of ranks of a host send each other messages at once.
+    inside_together: tuple[Link, ...] = ()
+    measured: tuple[Measured, ...] = ()
+    all_reduces: tuple[AllReduce, ...] = ()
+
+    def inside_of(self, pairs: int) -> Link:
+        """A message between two ranks of a host while so many pairs send some at once, as far as that was measured."""
+        known = self.inside, *self.inside_together
+        return known[min(pairs, len(known)) - 1]
+
+    def slowdown_of(self, busy: float) -> float:
+        """What each of so many busy ranks of a host takes, as a multiple of what one takes alone."""
+        known = self.slowdown or (1.0,)
+        if busy <= len(known):
+            return interpolate(max(1.0, busy), range(1, len(known) + 1), known)
+        return known[-1] * max(1.0, busy / max(len(known), self.cores_per_host))
+
+    def waking_seconds(self, idle_seconds: float) -> float:
+        """That a pass takes longer after its rank has waited this long for a message.
+
+        Beyond the longest wait that was measured, it is as after that one.
+        """
+        if len(self.waking) < 2:
+            return self.waking[0].seconds if self.waking else 0.0
+        at = [one.idle_seconds for one in self.waking]
+        return interpolate(min(idle_seconds, at[-1]), at, [one.seconds for one in self.waking])
+
+    @property
+    def ranks(self) -> int:
+        """How many ranks it has room for."""
+        return self.hosts * self.ranks_per_host
+
+    def has_sizes(self, sizes: Sizes) -> bool:
+        """Whether passes of a model of these sizes were measured."""
+        return any(entry.sizes == sizes for entry in self.measured)
+
+    def update_seconds(self, optimizer: str) -> float:
+        """What updating one weight takes."""
+        return (self.sgd_seconds if optimizer == "sgd" else 0.0) or self.optimizer_seconds
+
+    def measured_for(self, sizes: Sizes, tp: int) -> list[Measured]:
+        """Passes of one of `tp` slices of a model of these sizes."""
+        return [entry for entry in self.measured if (entry.sizes, entry.tp) == (sizes, tp)]
+
+    def unmeasured_tp(self, sizes: Sizes, tps: Iterable[int]) -> list[int]:
+        """Of these numbers of slices, those of which no passes of a model of these sizes were measured."""
+        return [tp for tp in dict.fromkeys(tps) if not self.measured_for(sizes, tp)]
+
+    def with_room_for(self, ranks: int, name: str) -> "Machine":
+        """The machine as a run of so many ranks uses it; `InputError`, which begins with `name`, if it is too small."""
+        if self.hosts == 1 and self.device == "cpu":  # any number of ranks may share its cores
+            return replace(self, ranks_per_host=max(ranks, self.ranks_per_host))
+        there = f"{name} has {self.hosts} hosts with {self.ranks_per_host} ranks each"
+        require(ranks <= self.ranks, f"{there}, but the layout has {ranks:,} ranks")
+        return self
+
+
+def interpolate(x: float, at: Sequence[float], values: Sequence[float]) -> float:
+    """The value at `x` of a line through points in ascending order; beyond them, in proportion or along the last."""
+    if len(at) == 1 or x <= at[0]:
+        return values[0] * x / at[0] if len(at) == 1 else max(0.0, _along(x, at, values, 0))
+    segment = next((i for i in range(len(at) - 1) if x <= at[i + 1]), len(at) - 2)
+    return max(0.0, _along(x, at, values, segment))
+
+
+def _along(x: float, at: Sequence[float], values: Sequence[float], segment: int) -> float:
+    (left, right), (low, high) = at[segment : segment + 2], values[segment : segment + 2]
+    return low + (high - low) * (x - left) / (right - left)
+
+
+def read_machine(path: Path) -> Machine:
+    """The machine of a file; `InputError`, which names the key, for what is missing, unknown or of the wrong kind."""
+    try:
+        content = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else f"it is no JSON: {error}"
+        raise InputError(
+            f"{path}: cannot be read ({reason}); python -m distlab.calibrate {path} writes one for this computer"
+        ) from None
+    machine = _read(Machine, content, f"{path}: ")
+    for entry in machine.measured:
+        many = [len(getattr(getattr(entry, part), kind)) for part in PARTS for kind in "FBIW"]
+        require({len(entry.rows)} == set(many), f"{path}: measured: give each pass a number for each of its rows")
+        _require_ascending(entry.rows, f"{path}: measured: rows")
+        has_again = len(entry.again) in (0, len(entry.rows))
+        require(has_again, f"{path}: measured: again: give a number for each of its rows, or none")
+    if machine.waking:
+        waits = [one.idle_seconds for one in machine.waking]
+        require(waits[0] == 0, f"{path}: waking[0].idle_seconds is {waits[0]:g}; give 0: a message that was there")
+        _require_ascending(waits, f"{path}: waking: idle_seconds")
+    for place, multiple in enumerate(machine.slowdown):
+        require(multiple >= 1, f"{path}: slowdown[{place}] is {multiple:g}; give a number from 1 up")
+    for place, one in enumerate(machine.all_reduces):
+        require(one.ranks >= 2, f"{path}: all_reduces[{place}].ranks is {one.ranks}; give a whole number from 2 up")
+        is_paired = len(one.size_bytes) == len(one.seconds)
+        require(is_paired, f"{path}: all_reduces: give each of size_bytes a number in seconds")
+        _require_ascending(one.size_bytes, f"{path}: all_reduces: size_bytes")
+    return machine
+
+
+def _require_ascending(numbers: Sequence[float], what: str) -> None:
+    is_ascending = bool(numbers) and all(a < b for a, b in itertools.pairwise(numbers))
+    require(is_ascending, f"{what}: give numbers in ascending order, at least one")
+
+
+def write_machine(machine: Machine, path: Path) -> None:
+    """Write a machine's file, with the short lists on one line each."""
+    try:
+        path.write_text(_shown(asdict(machine)) + "\n")
+    except OSError as error:
+        raise InputError(f"{path}: cannot write there ({error.strerror})") from error
+
+
+def _shown(value: Any, indent: str = "") -> str:
+    inner = indent + "  "
+    if isinstance(value, dict) and (not indent or any(isinstance(v, dict | list | tuple) for v in value.values())):
+        lines = [f"{inner}{json.dumps(key)}: {_shown(held, inner)}" for key, held in value.items()]
+        return "{\n" + ",\n".join(lines) + f"\n{indent}}}"
+    if isinstance(value, list | tuple) and any(isinstance(held, dict) for held in value):
+        return "[\n" + ",\n".join(inner + _shown(held, inner) for held in value) + f"\n{indent}]"
+    return json.dumps(_rounded(value))
+
+
+def _rounded(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _rounded(held) for key, held in value.items()}
+    if isinstance(value, list | tuple):
+        return [_rounded(held) for held in value]
+    return float(f"{value:.5g}") if isinstance(value, float) else value
+
+
+KindT = TypeVar("KindT")
+
+
+def _read(kind: type[KindT], value: Any, where: str) -> KindT:
+    """A value of JSON as a dataclass, a tuple of values, a name or a number that is not negative."""
+    given = f"{where.rstrip(': ')} is {json.dumps(value):.60}"
+    if is_dataclass(kind):
+        require(isinstance(value, dict), f"{given}; give an object with the keys {', '.join(_names(kind))}")
+        kinds = typing.get_type_hints(kind)
+        inner = where if where.endswith(": ") else f"{where}."
+        unknown = next((key for key in value if key not in kinds), None)
+        others = f"remove it, or the file, and calibrate again; there are {', '.join(_names(kind))}"
+        require(unknown is None, f"{inner}{unknown} is not a key; {others}")
+        # A link without one of its numbers would be endlessly fast; elsewhere a default says "not measured".
+        needed = [field.name for field in fields(kind) if field.default is MISSING or kind is Link]
+        missing = next((name for name in needed if name not in value), None)
+        require(missing is None, f"{inner}{missing} is missing")
+        return kind(**{key: _read(kinds[key], held, f"{inner}{key}") for key, held in value.items()})
+    if typing.get_origin(kind) is tuple:
+        require(isinstance(value, list), f"{given}; give a list")
+        each = typing.get_args(kind)[0]
+        return tuple(_read(each, held, f"{where}[{place}]") for place, held in enumerate(value))  # type: ignore[return-value]
+    if typing.get_origin(kind) is Literal:
+        choices = typing.get_args(kind)
+        require(value in choices, f"{given}; give one of {', '.join(choices)}")
+        return value
+    if kind is str:
+        require(isinstance(value, str), f"{given}; give a text")
+        return value
+    is_number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    if kind is int:
+        require(is_number and value == int(value) and value >= 1, f"{given}; give a whole number from 1 up")
+        return int(value)  # type: ignore[return-value]
+    may_be_0 = not where.endswith("per_second") and not where.endswith("memory_bytes_per_host")
+    require(is_number and (value > 0 or (value == 0 and may_be_0)), f"{given}; give a number {_least(may_be_0)}")
+    return float(value)  # type: ignore[return-value]
+
+
+def _least(may_be_0: bool) -> str:
+    return "that is not negative" if may_be_0 else "greater than 0"
+
+
+def _names(kind: type) -> list[str]:
+    return [field.name for field in fields(kind)]

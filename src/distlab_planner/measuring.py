@@ -1,0 +1,375 @@
+"""Measures the numbers of a machine's file, on all ranks of a process group together; needs torch."""
+
+import itertools
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from distlab.comm.devices import patient_threads
+from distlab.comm.link import Link
+from distlab.comm.queues import SharedQueue
+from distlab.comm.traffic import Group, traffic
+from distlab.parallel.tp_group import shard_sizes
+from distlab.pipeline.actions import KINDS
+from distlab.pipeline.activations import Stage
+from distlab_planner.collective_probes import seconds_in_turn
+from distlab_planner.machine import AllReduce, Measured, PassSeconds, Transport, Waking
+from distlab_planner.model import PARTS, Part, Sizes
+from simplellm.llama import (
+    MLP,
+    Attention,
+    LLama,
+    LLamaFirstStage,
+    LLamaLastStage,
+    LLamaPart,
+    LLamaStage,
+)
+from simplellm.losses import causalLLMLoss
+
+BLOCKS = 2  # of the stage whose passes are measured
+NETS: tuple[tuple[Part, type[LLamaPart], int], ...] = (
+    ("embedding", LLamaFirstStage, 0),
+    ("block", LLamaStage, BLOCKS),
+    ("head", LLamaLastStage, 0),
+)
+AT_A_TIME = 4  # micro-batches
+LEAST_TURNS = 2
+TURNS_TOGETHER = 9
+MESSAGE_BYTES = 4, 1_000_000
+GLOO_BYTES = 4, 65_536, 1_048_576, 4_194_304
+SHARED_BYTES = 4_096, 262_144, 4_194_304, 16_777_216
+ROUNDS = 8
+IN_A_ROW = 4  # collectives
+PRODUCTS = 2  # of matrices before each, some milliseconds
+PAUSE = 2e-3  # seconds
+PAUSES = 0.0, 2e-3, 8e-3, 24e-3  # before passes
+TURNS_WITH_PAUSES = 15
+BYTES_OF_OTHERS = 4_000_000  # used by messages, other stages and other ranks between two passes; more than an L2 cache
+SECONDS_OF_SPINNING = 0.1  # at most
+MATRIX_ROWS = 256
+
+
+class Passes:
+    """A stage's passes over a made-up micro-batch, timed on this rank."""
+
+    def __init__(self, net: LLamaPart, sizes: Sizes, rows: int, vocab_size: int) -> None:
+        device = next(net.parameters()).device
+        loss = partial(causalLLMLoss, vocab_size=vocab_size) if net.has_head else None
+        self._index = 0 if net.has_embedding else 1
+        self._net, self._stage, self._device = net, Stage(net, loss, None), device
+        ids = torch.zeros(rows, sizes.seq_len, dtype=torch.int64, device=device)
+        self._stage.micro_batches, self._stage.shares = [ids] * AT_A_TIME, [1.0] * AT_A_TIME
+        self._shape = rows, sizes.seq_len, sizes.dmodel
+
+    def run(self, letters: str, before: Callable[[], object] = lambda: None, micro_batches: int = 1) -> list[float]:
+        """Seconds of each of the actions, "FB" or "FIW": the first on all micro-batches, then the next; the means.
+
+        `before` is called before each of them, and not timed.
+        """
+        programs = [[KINDS[letter](self._index, number) for number in range(micro_batches)] for letter in letters]
+        for action in itertools.chain.from_iterable(programs):
+            action.prepare(self._stage)
+        activations = [] if self._index == 0 else [torch.zeros(*self._shape, device=self._device)]
+        gradients = [] if self._stage._loss is not None else [torch.ones(*self._shape, device=self._device)]
+        seconds = []
+        for actions in programs:
+            received = {"F": activations, "B": gradients, "I": gradients}.get(actions[0].letter, [])
+            taken = 0.0
+            for action in actions:
+                before()
+                tensors = [tensor.clone() for tensor in received]
+                started = now(self._device)
+                action.run(self._stage, *tensors)
+                taken += now(self._device) - started
+            seconds.append(taken / micro_batches)
+        return seconds
+
+    def turn(self) -> dict[str, float]:
+        """Seconds of each kind of pass; and, as "again", how much longer a backward pass is that computes blocks again.
+
+        Gradients are added to those that are there, as with several micro-batches. Several micro-batches are on their
+        way, as in a run: what a pass left in the caches, others have overwritten.
+        """
+        forward, backward = self.run("FB", micro_batches=AT_A_TIME)
+        other, of_input, of_weights = self.run("FIW", micro_batches=AT_A_TIME)
+        seconds = {"F": (forward + other) / 2, "B": backward, "I": of_input, "W": of_weights}
+        if self._net.model.layers:
+            self._net.recompute = "blocks"
+            _, recomputing = self.run("FB")
+            self._net.recompute = "none"
+            seconds["again"] = max(0.0, recomputing - backward)
+        return seconds
+
+
+def now(device: torch.device) -> float:
+    """The time when all that has begun on a device has ended."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
+
+
+def build(kind: type[LLamaPart], sizes: Sizes, n_layers: int, tp: int, device: torch.device) -> LLamaPart:
+    """A part of the model as one of `tp` ranks has it, without collectives."""
+    vocab_size = shard_sizes(sizes.vocab_size, tp)[0]
+    names = "dmodel", "num_heads", "num_kv_heads", "hidden_dim"
+    options = {name: getattr(sizes, name) for name in names} | {"ctx_size": sizes.seq_len, "device": device}
+    net = LLama(kind, vocab_size, n_layers=n_layers, first_layer=0, **options)
+    for module in net.modules() if tp > 1 else ():
+        if isinstance(module, Attention | MLP):
+            for name, linear in module.named_children():
+                dim = int(name in ("o_proj", "down_proj"))  # the second of a pair is split by its inputs
+                assert isinstance(linear, nn.Linear)
+                linear.weight = nn.Parameter(linear.weight.detach().tensor_split(tp, dim)[0].clone())
+    return net
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What passes are measured with: one of `tp` slices, and so many threads."""
+
+    tp: int
+    threads: int
+
+
+def measure_passes(
+    sizes: Sizes, kinds: Sequence[Kind], rows: Sequence[int], device: torch.device, seconds: float
+) -> list[Measured]:
+    """The parts of a model on this rank alone, for about so many seconds.
+
+    All are measured in turns, so that what disturbs the computer for a while does not spoil one of them, and each for
+    about as long, so that short passes have more turns than long ones. A pass takes the median of its turns.
+    """
+    usual_threads = torch.get_num_threads()
+    passes: dict[tuple[Kind, Part, int], Passes] = {}
+    for kind, (part, net_kind, blocks) in itertools.product(kinds, NETS):
+        net = build(net_kind, sizes, blocks, kind.tp, device)
+        for count in rows:
+            passes[kind, part, count] = Passes(net, sizes, count, shard_sizes(sizes.vocab_size, kind.tp)[0])
+    turns: dict[tuple[Kind, Part, int], list[dict[str, float]]] = {key: [] for key in passes}
+    begun, spent = time.perf_counter(), dict.fromkeys(passes, 0.0)
+    for one in passes.values():
+        one.run("FB", micro_batches=AT_A_TIME)  # the first loads and allocates
+    while (elapsed := time.perf_counter() - begun) < seconds or min(map(len, turns.values())) < LEAST_TURNS:
+        for key, one in passes.items():
+            if len(turns[key]) >= LEAST_TURNS and spent[key] > elapsed / len(passes):
+                continue
+            torch.set_num_threads(key[0].threads)
+            started = time.perf_counter()
+            turns[key].append(one.turn())
+            spent[key] += time.perf_counter() - started
+    torch.set_num_threads(usual_threads)
+
+    def typical(kind: Kind, part: Part, count: int, letter: str) -> float:
+        blocks = BLOCKS if part == "block" else 1
+        return statistics.median(turn[letter] for turn in turns[kind, part, count]) / blocks
+
+    def part_of(kind: Kind, part: Part) -> PassSeconds:
+        return PassSeconds(*(times_of(kind, part, letter) for letter in "FBIW"))
+
+    def times_of(kind: Kind, part: Part, letter: str) -> tuple[float, ...]:
+        return ascending([typical(kind, part, count, letter) for count in rows])
+
+    def measured(kind: Kind) -> Measured:
+        embedding, block, head = (part_of(kind, part) for part in PARTS)
+        again = times_of(kind, "block", "again")
+        return Measured(sizes, kind.tp, kind.threads, tuple(rows), embedding, block, head, again)
+
+    return list(map(measured, kinds))
+
+
+def measure_slowdown(sizes: Sizes, rank: int, ranks: int, device: torch.device, seconds: float) -> tuple[float, ...]:
+    """What passes take while 1, 2, … ranks of this host compute, as multiples of what they take alone; on all ranks.
+
+    They do so for `seconds` at a time, in turns; the medians count.
+    """
+    passes = Passes(build(LLamaStage, sizes, BLOCKS, 1, device), sizes, 1, sizes.vocab_size)
+    passes.run("FB")
+    rates: list[list[float]] = [[] for _ in range(ranks)]  # passes a second, of all that are busy
+    for busy in [*range(1, ranks + 1)] * TURNS_TOGETHER:
+        meet("ranks to compute at the same time", device)
+        own = passes_per_second(passes, seconds) if rank < busy else 0.0
+        rate = torch.tensor(own, dtype=torch.float64, device=device)
+        traffic.all_reduce(rate, "the speed of all ranks", kind="control", op=dist.ReduceOp.SUM).wait()
+        rates[busy - 1].append(rate.item())
+    alone, *_ = usual_rates = [statistics.median(turns) for turns in rates]
+    return tuple(max(1.0, busy * alone / rate) for busy, rate in enumerate(usual_rates, start=1))
+
+
+def passes_per_second(passes: Passes, seconds: float) -> float:
+    """In so many seconds from now; this rank then computes on for a while, until others have counted theirs."""
+    started, ends = time.perf_counter(), list[float]()
+    while not ends or ends[-1] < 1.5 * seconds:
+        passes.run("FB")
+        ends.append(time.perf_counter() - started)
+    before = [end for end in ends if end <= seconds]
+    last, following = before[-1] if before else 0.0, ends[len(before)]
+    return (len(before) + (seconds - last) / (following - last)) / seconds
+
+
+def measure_spinning(threads: int) -> float:
+    """Seconds for which each further thread of this rank keeps a core busy after they have computed together."""
+    usual_threads, matrix = torch.get_num_threads(), torch.ones(MATRIX_ROWS, MATRIX_ROWS)
+    torch.set_num_threads(threads)
+    times = []
+    for _ in range(ROUNDS):
+        matrix.mm(matrix)
+        busy = time.process_time()
+        time.sleep(SECONDS_OF_SPINNING)
+        times.append((time.process_time() - busy) / (threads - 1))
+    torch.set_num_threads(usual_threads)
+    return statistics.median(times)
+
+
+def measure_waking(sizes: Sizes) -> tuple[Waking, ...]:
+    """That a pass takes longer after a message: its core has been idle, and its caches hold other things."""
+    passes = Passes(build(LLamaStage, sizes, BLOCKS, 1, torch.device("cpu")), sizes, 1, sizes.vocab_size)
+    others = torch.zeros(BYTES_OF_OTHERS // 4)
+
+    def wait(pause: float) -> None:
+        others.add_(1)
+        time.sleep(pause)
+
+    at_once, after = list[float](), {pause: list[float]() for pause in PAUSES}
+    for _ in range(TURNS_WITH_PAUSES):
+        passes.run("FB")
+        at_once.append(statistics.fmean(passes.run("FB")))
+        for pause, times in after.items():
+            times.append(statistics.fmean(passes.run("FB", partial(wait, pause))))
+    usual = statistics.median(at_once)
+    seconds = ascending([max(0.0, statistics.median(times) - usual) for times in after.values()])
+    return tuple(map(Waking, PAUSES, seconds))
+
+
+@dataclass(frozen=True)
+class Messages:
+    """What messages between two ranks take."""
+
+    link: Link
+    own_seconds: float  # of the latency: the call that sends; the time to copy large messages is neglected
+
+
+def measure_messages(rank: int, pairs: Sequence[tuple[int, int]], device: torch.device) -> Messages:
+    """Messages between the ranks of each pair, at once; all ranks call it, and have what the first pair measured.
+
+    A rank pauses before it sends, so that the other is asleep when the message comes, as ranks are that wait for one.
+    """
+    told = torch.zeros(3, dtype=torch.float64, device=device)
+    meet("ranks to send messages", device)
+    for peers in (pair for pair in pairs if rank in pair):
+        tensors = [torch.zeros(size_bytes // 4, device=device) for size_bytes in MESSAGE_BYTES]
+        queues = traffic.new_queues(peers, 1, tensors[-1].numel(), tensors[-1])
+        times, calls = zip(*(_exchange(rank, peers, queues, tensors) for _ in range(2 * ROUNDS)), strict=True)
+        told[:2] = torch.tensor([statistics.median(column) for column in zip(*times, strict=True)])
+        told[2] = statistics.median(calls)
+    traffic.broadcast(told, "what messages take", kind="control", src=pairs[0][0]).wait()
+    latency, whole, own = told.tolist()
+    return Messages(Link(latency, MESSAGE_BYTES[1] / max(1e-9, whole - latency)), min(own, latency))
+
+
+def _exchange(
+    rank: int, peers: tuple[int, int], queues: Mapping[int, SharedQueue | None], tensors: Sequence[Tensor]
+) -> tuple[list[float], float]:
+    """Seconds of a message of each tensor between two ranks, one way; and of the call that sends the first."""
+    times, calls = [], []
+    other, what = peers[1 - peers.index(rank)], "a message of the calibration"
+    for tensor in tensors:
+        started = now(tensor.device)
+        for sender in peers:
+            if rank == sender:
+                time.sleep(PAUSE)
+                called = time.perf_counter()
+                transfer = traffic.send(tensor, what, to=other, kind="control", queue=queues[rank])
+                calls.append(time.perf_counter() - called)
+                transfer.wait()
+            else:
+                traffic.receive(tensor, what, source=other, queue=queues[other]).wait()
+        times.append((now(tensor.device) - started) / 2 - PAUSE)
+    return times, calls[0]
+
+
+def measure_all_reduces(rank: int, ranks: int, device: torch.device) -> tuple[AllReduce, ...]:
+    """All-reduces among the first 2, 3, … ranks of this host, over the process group and in shared memory.
+
+    Before each of them, the ranks compute for a while, as in a run, where they begin a collective one after another
+    and cores have other work. What they take without a collective is subtracted.
+    """
+    works: dict[str, Callable[[], object]] = {}
+    keys: dict[tuple[int, Transport], dict[int, str]] = {}  # by ranks and transport: by size, the work's name
+    kinds: tuple[tuple[Transport, Sequence[int]], ...] = (("gloo", GLOO_BYTES), ("shared", SHARED_BYTES))
+    matrix = torch.ones(MATRIX_ROWS, MATRIX_ROWS, device=device)
+
+    def compute() -> None:
+        for _ in range(PRODUCTS):
+            matrix.mm(matrix)
+
+    for size in range(2, ranks + 1):
+        with patient_threads():
+            group, takes_part = dist.new_group(range(size), timeout=traffic.group_timeout), rank < size
+        works[f"{size}"] = compute if takes_part else lambda: None
+        for transport, sizes in kinds:
+            for size_bytes in sizes:
+                tensor = torch.zeros(size_bytes // 4, device=device)
+                if transport == "shared":
+                    tensor = traffic.new_buffer(size_bytes // 4, tensor, group) if takes_part else tensor
+                    if not is_shared_on_all(tensor, group, takes_part, device):
+                        continue
+                name = f"{size} {transport} {size_bytes}"
+                works[name] = partial(combine, tensor, group, compute) if takes_part else lambda: None
+                keys.setdefault((size, transport), {})[size_bytes] = name
+    times = seconds_in_turn(works, ROUNDS, in_a_row=IN_A_ROW)
+    typical = {name: statistics.median(of_one) for name, of_one in times.items()}
+    return tuple(
+        AllReduce(
+            size,
+            transport,
+            tuple(map(float, names)),
+            ascending([max(0.0, typical[name] - typical[f"{size}"]) for name in names.values()]),
+        )
+        for (size, transport), names in keys.items()
+    )
+
+
+def combine(tensor: Tensor, group: Group, before: Callable[[], object]) -> None:
+    before()
+    traffic.all_reduce(tensor, "a tensor of the calibration", kind="control", group=group).wait()
+
+
+def is_shared_on_all(tensor: Tensor, group: Group, takes_part: bool, device: torch.device) -> bool:
+    """Whether the ranks of a group share the memory of a tensor; the same on all ranks."""
+    is_not = torch.tensor(int(takes_part and not traffic.is_shared(tensor, group)), device=device)
+    traffic.all_reduce(is_not, "whether memory is shared", kind="control", op=dist.ReduceOp.MAX).wait()
+    return not is_not.item()
+
+
+def measure_optimizer(optimizer: torch.optim.Optimizer, device: torch.device) -> float:
+    """Seconds to update one weight, on this rank alone."""
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    for parameter in parameters:
+        parameter.grad = torch.ones_like(parameter)
+    times = []
+    for _ in range(1 + ROUNDS):
+        started = now(device)
+        optimizer.step()
+        times.append(now(device) - started)
+    return lower_quartile(times[1:]) / sum(parameter.numel() for parameter in parameters)
+
+
+def lower_quartile(times: Sequence[float]) -> float:
+    """Which other load on the computer changes less than the median."""
+    return statistics.quantiles(times, method="inclusive")[0]
+
+
+def ascending(times: Sequence[float]) -> tuple[float, ...]:
+    """The times of inputs of growing size, where none takes longer than a larger one: then it was disturbed."""
+    return tuple(min(times[place:]) for place in range(len(times)))
+
+
+def meet(what: str, device: torch.device) -> None:
+    """Wait for all ranks."""
+    traffic.all_reduce(torch.zeros(1, device=device), what, kind="control").wait()

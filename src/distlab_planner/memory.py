@@ -1,0 +1,95 @@
+"""What a rank of a layout holds, as the table of `distlab.reports.memory` counts it, and what its process needs."""
+
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from distlab.pipeline.actions import stages_of
+from distlab_planner.costs import SHARDED_BUCKET_BYTES, Costs
+from distlab_planner.graph import graph_of
+from distlab_planner.machine import Machine
+from distlab_planner.model import ID_BYTES, NUMBER_BYTES, PARTS, share
+
+MOMENTS = {"adam": 2, "adamw": 2, "sgd": 0}  # tensors of the optimizer for each weight
+# What an allocator keeps of freed memory, for each byte that is held: fitted to bench/planner.py, on CPUs only. glibc
+# does not merge freed tensors whose neighbors in memory are small objects that live on.
+KEPT_OF_FREED = {"cpu": 0.3, "cuda": 0.0}
+# Buffers of the logits' size besides those that a backward pass needs: their gradient, and on CPUs the logits, which
+# are freed before, but smaller tensors then lie in their place; more than once in some runs, so this is fitted, too.
+OF_LOGITS = {"cpu": 2.5, "cuda": 1}
+
+
+@dataclass(frozen=True)
+class Held:
+    """Bytes that a rank holds at the peak."""
+
+    parameters: int
+    gradients: int
+    optimizer_state: int
+    gathered: int
+    activations: int
+
+    @property
+    def total(self) -> int:
+        return self.parameters + self.gradients + self.optimizer_state + self.gathered + self.activations
+
+
+def held(costs: Costs, worker: int) -> Held:
+    """What the first rank of a worker of the first replica holds."""
+    layout, program = costs.layout, costs.layout.programs()[worker]
+    stages = stages_of(program)
+    weights = sum(costs.weights(stage) for stage in stages) * NUMBER_BYTES
+    shares = layout.dp if layout.shard != "none" else 1
+    own = share(weights, shares)
+    graph = graph_of(layout)
+    kinds = graph.kinds[worker]
+    changes = {kind: costs.kept_bytes(graph.examples[kind]) for kind in graph.counts[worker]}
+    more = {kind: costs.recomputed_bytes(graph.examples[kind]) for kind in graph.counts[worker]}
+    after = list(itertools.accumulate(changes[kind] for kind in kinds))
+    within = [kept + more[kind] for kept, kind in zip([0, *after], kinds, strict=False)]
+    ids = layout.batch_size * costs.model.sizes.seq_len * ID_BYTES if 0 in stages else 0  # of the whole batch, once
+    blocks = sum(costs.parts(stage)["block"] for stage in stages)
+    tables = costs.model.sizes.table_bytes() if blocks else 0
+    return Held(
+        parameters=own if layout.shard == "weights" else weights,
+        gradients=own if layout.shard in ("gradients", "weights") else weights,
+        optimizer_state=own * MOMENTS[costs.optimizer],
+        gathered=_gathered(costs, stages, weights),
+        activations=max(*after, *within) + ids + tables,
+    )
+
+
+def process_bytes(costs: Costs, worker: int, holds: Held) -> float:
+    """What the process of such a rank needs at the peak, or takes of its GPU's memory."""
+    layout, sizes, machine = costs.layout, costs.model.sizes, costs.machine
+    of_logits = 0.0
+    if any(costs.parts(stage)["head"] for stage in stages_of(layout.programs()[worker])):
+        logits_bytes = layout.rows * sizes.seq_len * share(sizes.vocab_size, layout.tp) * NUMBER_BYTES
+        of_logits = OF_LOGITS[machine.device] * logits_bytes
+    return machine.process_bytes + (holds.total + of_logits) * (1 + KEPT_OF_FREED[machine.device])
+
+
+def share_of_rank(machine: Machine, ranks: int) -> float:
+    """Bytes of memory that there are for each of so many ranks: of its host's, or of its GPU's."""
+    on_host = min(ranks, machine.ranks_per_host)
+    if machine.device == "cpu":
+        return machine.memory_bytes_per_host / on_host
+    gpus = machine.cores_per_host  # which the ranks of a host get in turn
+    return machine.memory_bytes_per_host / gpus / math.ceil(on_host / gpus)
+
+
+def _gathered(costs: Costs, stages: Sequence[int], weights_bytes: int) -> int:
+    """Of blocks or buckets that are whole only while they are needed, and of the buffer where they are reduced."""
+    layout, placement = costs.layout, costs.placement
+    has_buffer = costs.machine.device == "cpu" and placement.is_inside(placement.replicas)  # in shared memory
+    if layout.shard == "gradients":
+        bucket = min(weights_bytes, SHARDED_BUCKET_BYTES)
+        return 2 * bucket if has_buffer else min(weights_bytes, 2 * SHARDED_BUCKET_BYTES)
+    if layout.shard != "weights":
+        return 0
+    in_order = [part for stage in stages for part in PARTS for _ in range(costs.parts(stage)[part])]
+    sizes = [costs.model.sizes.weights(part, layout.tp) * NUMBER_BYTES for part in in_order]
+    # In a backward pass, a block, its gradient, and the weights of the block before it.
+    whole = max(2 * size + before for size, before in zip(sizes, [0, *sizes], strict=False))
+    return whole + max(sizes) * has_buffer

@@ -1,0 +1,252 @@
+"""./launch.sh plan: which layout is fastest on a machine, what it takes, and the commands to start it."""
+
+import json
+import math
+import re
+import shlex
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Annotated, Literal
+
+import tyro
+
+from distlab.comm.threads import asked_threads
+from distlab.pipeline.schedules import AUTO, schedule_names
+from distlab.run.settings import as_flag, require_positive, shown_as
+from distlab_planner.layouts import Choices, Shard
+from distlab_planner.machine import Machine, read_machine
+from distlab_planner.memory import share_of_rank
+from distlab_planner.model import Model, Sizes
+from distlab_planner.search import find_layouts
+from distlab_planner.table import Row, milliseconds, table
+from simplellm import command_line
+from simplellm.errors import InputError, require
+from simplellm.options import Recompute, check_heads
+
+MEASURED = Path("runs/machine.json")  # without --machine
+MOST_MEASURED = 4  # ranks that calibrate starts by itself
+MODEL = "dmodel num_heads num_kv_heads hidden_dim n_layers seq_len optimizer tokenizer".split()  # flags of a run, too
+BYTES = {"MB": 1e6, "GB": 1e9, "TB": 1e12}
+WARM_UP = 3  # steps of a run to verify that do not count
+
+
+@dataclass
+class Request:
+    """What to plan for."""
+
+    ranks: int = 3
+    """ranks of the run"""
+    global_batch: int = 24
+    """sequences per step, of all replicas together"""
+    machine: Annotated[Path | None, shown_as("FILE", "default: measured once, in runs/machine.json")] = None
+    """the machine, as python -m distlab.calibrate writes it"""
+    memory: Annotated[str | None, shown_as("SIZE", "default: its share of the machine's")] = None
+    """memory that a rank may need, like 8GB"""
+    dmodel: int = 288
+    """width of the model"""
+    num_heads: int = 6
+    """attention heads"""
+    num_kv_heads: Annotated[int | None, shown_as("INT", "default: as many as --num-heads")] = None
+    """key and value heads"""
+    hidden_dim: Annotated[int | None, shown_as("INT", "default: 4 times --dmodel")] = None
+    """width of the feed-forward layers"""
+    n_layers: int = 6
+    """transformer layers"""
+    seq_len: int = 256
+    """tokens per sequence"""
+    tokenizer: Annotated[Path | None, shown_as("FILE", "default: the shipped one")] = None
+    """a SentencePiece model"""
+    optimizer: Literal["adam", "adamw", "sgd"] = "adam"
+    """update rule"""
+    dp: tuple[int, ...] = ()
+    """replicas to choose from; all by default, as below"""
+    pp: tuple[int, ...] = ()
+    """workers of a pipeline to choose from"""
+    tp: tuple[int, ...] = ()
+    """ranks of a stage to choose from"""
+    micro_batches: tuple[int, ...] = ()
+    """numbers of micro-batches to choose from"""
+    schedule: Annotated[tuple[str, ...], tyro.conf.arg(metavar="NAME ...")] = ()
+    """pipeline schedules to choose from"""
+    recompute: tuple[Recompute, ...] = ()
+    """what to recompute, to choose from"""
+    shard: tuple[Shard, ...] = ()
+    """what replicas share out, to choose from"""
+    top: int = 10
+    """how many layouts to show"""
+    verify: int = 0
+    """run the first N of them, and print what was measured beside what was predicted"""
+    steps: int = 12
+    """with --verify: steps of each run"""
+
+    @property
+    def model(self) -> Model:
+        return Model(Sizes.of(self), self.n_layers)
+
+    @property
+    def choices(self) -> Choices:
+        return Choices(self.dp, self.pp, self.tp, self.micro_batches, self.schedule, self.recompute, self.shard)
+
+    def check(self) -> None:
+        """Raise `InputError` for values that no plan can have."""
+        names = "ranks global_batch dmodel num_heads num_kv_heads hidden_dim n_layers top"
+        require_positive(self, *names.split())
+        check_heads(self.dmodel, self.num_heads, self.num_kv_heads)
+        require(self.seq_len > 1, f"--seq-len {self.seq_len}: predicting the next token needs at least 2")
+        require(self.verify >= 0, f"--verify {self.verify}: give 0 or more")
+        least = f"--steps {self.steps}: the first {WARM_UP} do not count; give {WARM_UP + 2} or more"
+        require(self.steps >= WARM_UP + 2, least)
+        for name in ("dp", "pp", "tp", "micro_batches"):
+            for number in getattr(self, name):
+                require(number > 0, f"{as_flag(name)} {number}: must be greater than 0")
+        known = [name for name in schedule_names() if name != AUTO]
+        for name in self.schedule:
+            why = "its order is not known before the run; " * (name == AUTO)
+            require(name in known, f"--schedule {name}: {why}give some of {', '.join(known)}")
+
+    def model_flags(self) -> list[str]:
+        """The flags of the model that differ from their defaults, which are those of a run."""
+        defaults = {field.name: field.default for field in fields(self)}
+        values = {name: getattr(self, name) for name in MODEL}
+        changed = [(as_flag(name), str(value)) for name, value in values.items() if value != defaults[name]]
+        return [word for pair in changed for word in pair]
+
+
+def plan(request: Request) -> None:
+    """Print the table and the commands; with `--verify`, run the first ones."""
+    request.check()
+    model = request.model
+    machine = machine_for(request, model.sizes)
+    if request.verify:
+        check_computer(machine, request)
+    most_bytes = share_of_rank(machine, request.ranks) if request.memory is None else read_size(request.memory)
+    found = find_layouts(
+        model,
+        machine,
+        request.ranks,
+        request.global_batch,
+        most_bytes,
+        optimizer=request.optimizer,
+        choices=request.choices,
+        top=request.top,
+        threads=asked_threads(),
+    )
+    what = f"--ranks {request.ranks} with --global-batch {request.global_batch}"
+    require(found.layouts > 0, f"{what}: no layout divides the batch, the heads and the layers; change one of them")
+    require(
+        bool(found.rows),
+        f"{what}: no layout fits into {most_bytes / 1e6:,.0f} MB a rank; the smallest needs "
+        f"{found.least_bytes / 1e6:,.0f} MB",
+    )
+    print(f"{request.ranks} ranks on {machine.name}; {most_bytes / 1e6:,.0f} MB for each")
+    left_out = [f"{found.too_large:,} do not fit"] * bool(found.too_large)
+    left_out += [f"{found.too_slow:,} are slower in any case"] * bool(found.too_slow)
+    print(f"{found.layouts:,} layouts{'; ' * bool(left_out)}{', '.join(left_out)}\n")
+    tokens = request.global_batch * request.seq_len
+    for line in table(found.rows, tokens):
+        print(line)
+    print()
+    on_hosts = host_flags(request.ranks, machine)
+    for number, row in enumerate(found.rows, start=1):
+        print(f"{number:<3} {shlex.join(['./launch.sh', *command_of(row, request, model), *on_hosts])}")
+    if on_hosts:
+        print("\non each host, with its own --node-rank, from 0, and with the address of host 0 as --master-addr")
+    slices = machine.unmeasured_tp(model.sizes, (row.layout.tp for row in found.rows))
+    if slices and machine.has_sizes(model.sizes):
+        path, named = request.machine or MEASURED, " or ".join(map(str, slices))
+        print(f"\n# {path} has no times of passes with layers in {named} slices; they are estimated")
+    if request.verify:
+        verify(found.rows[: request.verify], request, model, machine)
+
+
+def command_of(row: Row, request: Request, model: Model) -> list[str]:
+    """The arguments of launch.sh for a layout."""
+    return ["hybrid", *request.model_flags(), *row.layout.flags(model).split()]
+
+
+def host_flags(ranks: int, machine: Machine) -> list[str]:
+    """The flags that place ranks on hosts as the planner does, which fills one host after another."""
+    per_host = min(ranks, machine.ranks_per_host)
+    hosts = math.ceil(ranks / per_host)
+    if hosts == 1:
+        return []
+    on_last = ranks - (hosts - 1) * per_host
+    shares = [per_host] * (hosts - 1) + [on_last]
+    uneven = ["--ranks-per-node", ",".join(map(str, shares))] if on_last < per_host else []
+    return ["--nnodes", str(hosts), *uneven]
+
+
+def machine_for(request: Request, sizes: Sizes) -> Machine:
+    """The machine of `--machine`, or this one, which is measured if it has not been for a model of these sizes."""
+    path = request.machine or MEASURED
+    if request.machine is None and not (path.exists() and read_machine(path).has_sizes(sizes)):
+        path.parent.mkdir(exist_ok=True)
+        print(f"# measuring this machine, once: {path}", flush=True)
+        ranks = max(2, min(request.ranks, MOST_MEASURED))
+        asked = [sys.executable, "-m", "distlab.calibrate", str(path), "--world-size", str(ranks)]
+        asked += only_sizes(request.model_flags())
+        done = subprocess.run(asked, check=False, capture_output=True, text=True)
+        require(done.returncode == 0, f"{path}: measuring has failed: {done.stderr.strip()[-300:]}")
+    machine = read_machine(path)
+    if not machine.has_sizes(sizes):
+        print(f"# {path} has no times of passes of this model; they are estimated from its multiply-adds")
+    return machine.with_room_for(request.ranks, f"--ranks {request.ranks}: {path}")
+
+
+def only_sizes(flags: Sequence[str]) -> list[str]:
+    """The flags of a model that decide what a pass of one of its parts takes."""
+    pairs = zip(flags[::2], flags[1::2], strict=True)
+    return [part for pair in pairs if pair[0] not in ("--n-layers", "--optimizer") for part in pair]
+
+
+def read_size(text: str) -> float:
+    """The bytes of "8GB"; `InputError` for what is none."""
+    found = re.fullmatch(rf"(\d+\.?\d*)({'|'.join(BYTES)})", text)
+    if found is None or not float(found[1]):
+        raise InputError(f"--memory {text}: give a size like 8GB or 500MB")
+    return float(found[1]) * BYTES[found[2]]
+
+
+def check_computer(machine: Machine, request: Request) -> None:
+    """Raise `InputError` if this computer cannot be the machine on which layouts are to run."""
+    given = f"--verify {request.verify} with --ranks {request.ranks}: by {request.machine or MEASURED}, the ranks"
+    hosts = math.ceil(request.ranks / machine.ranks_per_host)
+    require(hosts == 1, f"{given} are on {hosts} hosts, and this is one computer; leave --verify out")
+    if machine.device == "cuda":
+        import torch  # which a plan alone does not need
+
+        needed, there = min(request.ranks, machine.cores_per_host), torch.cuda.device_count()
+        require(there >= needed, f"{given} have {needed} GPUs, and torch sees {there} here; leave --verify out")
+
+
+def verify(rows: Sequence[Row], request: Request, model: Model, machine: Machine) -> None:
+    """Run layouts, and print what was measured beside what was predicted."""
+    from distlab.reports.memory import read_largest  # imports torch, which a plan alone does not need
+
+    memory = f"{'MB, predicted':>14} {'counted':>10} {'off':>6}"
+    print(f"\n{'':<3} {'step, predicted':>16} {'measured':>12} {'off':>6} {memory}")
+    for number, row in enumerate(rows, start=1):
+        with tempfile.TemporaryDirectory() as folder:
+            command = [sys.executable, "-m", "distlab.launch", *command_of(row, request, model)]
+            command += ["--steps", str(request.steps), "--data", "sample", "--out", folder, "--device", machine.device]
+            done = subprocess.run(command, check=False, capture_output=True, text=True)
+            require(done.returncode == 0, f"{shlex.join(command[2:])} failed: {done.stderr.strip()[-300:]}")
+            records = [json.loads(line) for line in (Path(folder) / "metrics.jsonl").read_text().splitlines()]
+            counted = sum(read_largest(Path(folder)))
+        seconds = statistics.median(record["seconds"] for record in records[WARM_UP:])
+        print(
+            f"{number:<3} {milliseconds(row.step.seconds):>16} {milliseconds(seconds):>12} "
+            f"{row.step.seconds / seconds - 1:>+6.0%} {row.held_bytes / 1e6:>14,.1f} {counted / 1e6:>10,.1f} "
+            f"{row.held_bytes / counted - 1:>+6.0%}",
+            flush=True,
+        )
+
+
+def main(args: Sequence[str]) -> None:
+    """Read the flags after `./launch.sh plan`, and plan."""
+    plan(command_line.read(lambda: tyro.cli(Request, args=args, prog="./launch.sh plan", description=__doc__)))

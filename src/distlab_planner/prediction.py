@@ -1,0 +1,159 @@
+"""With `--machine`, what the planner predicts for a step of a run, and which part of it was off."""
+
+import functools
+import statistics
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+
+from distlab.comm.layout import neighbors_of
+from distlab.comm.threads import asked_threads
+from distlab.pipeline.schedules import AUTO, DEFAULT_CHUNKS
+from distlab.run.logs import StepTime
+from distlab.run.replica_settings import ByHandSettings, DataParallelSettings, LocalStepsSettings, ShardedSettings
+from distlab.run.settings import as_flag
+from distlab.run.stage_settings import StageSettings
+from distlab.run.train_settings import TrainSettings
+from distlab_planner.costs import Costs
+from distlab_planner.layouts import Layout
+from distlab_planner.machine import Machine, read_machine
+from distlab_planner.model import Model, Sizes
+from distlab_planner.step import Step, predict
+from distlab_planner.table import milliseconds
+from simplellm.errors import require
+
+WARM_UP = 3  # steps at the beginning of a run that do not count
+# The planner counts these settings, or they are compared with the machine's file.
+COUNTED = (
+    "batch_size micro_batches seq_len dmodel num_heads num_kv_heads hidden_dim n_layers tokenizer recompute world_size "
+    "dp pp tp neighbors layers_per_stage schedule chunks_per_stage shard optimizer device backend transport"
+).split()
+# These change nothing in a step that it would count.
+WITHOUT_EFFECT = (
+    "rank seed timeout master_addr master_port out save_every keep resume steps lr betas weight_decay "
+    "warmup_steps lr_schedule min_lr data eval_every eval_sequences machine trace tensorboard"
+).split()
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """The planner's prediction for a run."""
+
+    costs: Costs
+    machine_file: Path
+
+    @classmethod
+    def of(cls, args: TrainSettings, machine_file: Path) -> "Prediction":
+        """The prediction for the run of these settings; `InputError` for what the planner does not know."""
+        machine, model, flag = read_machine(machine_file), Model(Sizes.of(args), args.n_layers), _flag(machine_file)
+        layout = layout_of(args, model.sizes.vocab_size, flag)
+        _check_communication(args, machine, flag)
+        room = machine.with_room_for(layout.ranks, str(machine_file))
+        threads = asked_threads()
+        if threads is None and args.one_stage_at_a_time:  # it has all cores, whatever it computes
+            threads = machine.cores_per_host
+        prediction = cls(Costs(room, model, layout, threads, args.optimizer), machine_file)
+        if args.device != "auto":
+            prediction.check_device(args.device)
+        return prediction
+
+    def check_device(self, device: str) -> None:
+        """Raise `InputError` if the run computes on another kind of device than the machine's ranks."""
+        own, flag = self.costs.machine.device, _flag(self.machine_file)
+        sentence = (
+            f"{flag}: its ranks compute on {own}, and those of this run on {device}; give another file or --device"
+        )
+        require(device == own, sentence)
+
+    @functools.cached_property
+    def step(self) -> Step:
+        """On rank 0."""
+        return predict(self.costs, worker=0)
+
+    @property
+    def parts(self) -> dict[str, float]:
+        """Seconds of a step on rank 0, by what it does."""
+        step = self.step
+        computing = step.computing + step.updating + step.sharing
+        return {
+            "computing": computing,
+            "collectives": step.exchanging + step.averaging,
+            "waiting for other stages": step.seconds - computing - step.exchanging - step.averaging,
+        }
+
+    @property
+    def sentence(self) -> str:
+        """What a step should take."""
+        is_measured = self.costs.machine.measured_for(self.costs.model.sizes, self.costs.layout.tp)
+        estimated = "" if is_measured else " (passes of this model were not measured there, but estimated)"
+        shown = ", ".join(f"{milliseconds(seconds)} {what}" for what, seconds in self.parts.items() if seconds)
+        return f"by {self.machine_file}{estimated}, a step should take {milliseconds(self.step.seconds)}: {shown}"
+
+    def beside(self, times: Sequence[StepTime]) -> Iterator[str]:
+        """Lines that compare the steps of a run, as rank 0 measured them, with the prediction.
+
+        Parts are means over the steps, without the first ones where there are enough.
+        """
+        counted = times[WARM_UP:] or times
+        seconds, waited, in_collectives = (statistics.fmean(column) for column in zip(*counted, strict=True))
+        predicted = self.parts
+        measured = dict(zip(predicted, (seconds - waited, in_collectives, waited - in_collectives), strict=True))
+        off = {what: measured[what] - predicted[what] for what in predicted}
+        most = max(off, key=lambda what: abs(off[what]))
+        yield (
+            f"a step took {milliseconds(seconds)}; predicted were {milliseconds(self.step.seconds)} "
+            f"({self.step.seconds / seconds - 1:+.0%}); {most} differs most"
+        )
+        for what in predicted:
+            yield f"{what}: predicted {milliseconds(predicted[what])}, measured {milliseconds(measured[what])}"
+
+
+def layout_of(args: TrainSettings, vocab_size: int, flag: str) -> Layout:
+    """The layout of a run in the planner's terms; `InputError`, which begins with `flag`, for what it does not know.
+
+    A setting that the planner does not know has to have its default.
+    """
+    sizes = {"dp": 1, "pp": 1, "tp": 1} | args.layout
+    schedule, chunks = getattr(args, "schedule", "naive"), getattr(args, "chunks_per_stage", DEFAULT_CHUNKS)
+    require(schedule != AUTO, f"{flag} with --schedule {AUTO}: its order is not known before the run")
+    is_known = schedule != "interleaved" or chunks == DEFAULT_CHUNKS
+    require(is_known, f"{flag} with --chunks-per-stage {chunks}: the planner knows {DEFAULT_CHUNKS} only")
+    for field in fields(args):
+        value = getattr(args, field.name)
+        given = as_flag(field.name) + f" {value}" * (value is not True)
+        is_known = field.name in (*COUNTED, *WITHOUT_EFFECT) or value == field.default
+        require(is_known, f"{flag} with {given}: the planner does not know such runs; leave one of the two out")
+    averages_weights = isinstance(args, LocalStepsSettings)
+    require(not averages_weights, f"{flag}: the planner knows runs that average gradients, not weights; leave it out")
+    # DistributedDataParallel and MyDP, whose loops are that of one process.
+    in_each_pass = isinstance(args, DataParallelSettings) and not isinstance(args, ByHandSettings | ShardedSettings)
+    often = f"{flag} with --micro-batches {args.micro_batches}: these replicas average in every backward pass, and the "
+    is_known = not in_each_pass or args.micro_batches == 1
+    require(is_known, f"{often}planner knows averages once a step; leave one of the two out")
+    return Layout(
+        **sizes,
+        batch_size=args.batch_size,
+        micro_batches=args.micro_batches,
+        schedule=schedule,
+        recompute=args.recompute,
+        shard=getattr(args, "shard", "none"),
+        split=args.split(vocab_size) if isinstance(args, StageSettings) else (args.n_layers,),
+        neighbors=neighbors_of(args.layout),
+    )
+
+
+def _flag(machine_file: Path) -> str:
+    return f"--machine {machine_file}"
+
+
+def _check_communication(args: TrainSettings, machine: Machine, flag: str) -> None:
+    """Raise `InputError` if the run's ranks communicate in another way than those of the machine were measured to."""
+    backend = "gloo" if machine.device == "cpu" else "nccl"
+    is_usual = args.backend in ("auto", backend)
+    sentence = f"ranks on {machine.device} were measured over {backend}; leave one of the two out"
+    require(is_usual, f"{flag} with --backend {args.backend}: {sentence}")
+    has_shared = any(entry.transport == "shared" for entry in machine.all_reduces)
+    is_measured = args.transport == "auto" or (args.transport == "shared") == has_shared
+    asked = f"--transport {args.transport}"
+    sentence = f"it was measured {'in' if has_shared else 'without'} shared memory; calibrate another file with {asked}"
+    require(is_measured, f"{flag} with {asked}: {sentence}")

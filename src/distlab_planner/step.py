@@ -1,0 +1,238 @@
+"""The time of a step: its schedule is played, with what a worker does before and after, and collectives at the end.
+
+All replicas, and all ranks that share a stage, do the same at the same time, so that one rank of each worker stands for
+them all.
+"""
+
+import operator
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from distlab.pipeline.actions import Action, Programs, stages_of
+from distlab.pipeline.plan import most_threads, share_of_cores, threads_by_plan
+from distlab_planner.costs import Costs
+from distlab_planner.graph import graph_of
+from distlab_planner.layouts import outline_of
+from distlab_planner.model import NUMBER_BYTES
+from distlab_planner.simulation import Hosts, Played, Work, play, play_undisturbed
+from distlab_planner.traffic import Collective, Group
+
+BUCKET_BYTES = 25_000_000  # of gradients: `distlab.parallel.data.BUCKET_BYTES`
+LOSS_BYTES = 8
+
+
+@dataclass(frozen=True)
+class Step:
+    """A predicted step: seconds, and where those of a worker go."""
+
+    seconds: float
+    computing: float  # of its passes, if no other rank computed
+    exchanging: float  # in tensor-parallel collectives and those of shared-out weights, likewise
+    averaging: float  # gradients and the loss, after the last pass; gathering weights that replicas have updated
+    updating: float  # the weights, and what else a step does by itself
+    sharing: float  # that all of these take longer because ranks share cores and memory
+    idle: float
+    bubble: float  # mean share of the workers' time between their first and last pass in which they are idle
+    sent_bytes: float  # by the rank that sends most, per step
+
+    @property
+    def bound(self) -> str:
+        """What takes most of the step."""
+        parts = {
+            "computing": self.computing,
+            "tensor-parallel collectives": self.exchanging,
+            "averaging gradients": self.averaging,
+            "updating weights": self.updating,
+            "sharing cores": self.sharing,
+            "waiting for other stages": self.idle,
+        }
+        return max(parts, key=lambda name: parts[name])
+
+
+def predict(costs: Costs, worker: int | None = None) -> Step:
+    """The step of a layout once it runs steadily, and where the seconds of a worker go; by default, the busiest's."""
+    layout, machine, placement = costs.layout, costs.machine, costs.placement
+    programs = layout.programs()
+    graph = graph_of(layout)
+    threads = action_threads(costs, programs)
+    updates, gathers, last = zip(*(_around_passes(costs, program) for program in programs), strict=True)
+    first = list(map(operator.add, updates, gathers))
+    workers, after = range(len(programs)), [0.0 if one.overlaps else one.alone for one in last]
+
+    def message(sender: int, receiver: int) -> float:
+        return placement.message(sender, receiver, costs.message_bytes)
+
+    def carrying(sender: int, receiver: int) -> float:
+        return placement.carrying(sender, receiver, costs.message_bytes)
+
+    def taken(action: Action) -> float:
+        own = machine.message_seconds * _messages(action, graph.owners)
+        return costs.seconds(action, threads.get(action, 1)) + own
+
+    if machine.slowdown or placement.per_host > machine.cores_per_host or threads:
+        works = [
+            [
+                Work(first[worker]),
+                *(Work(taken(a), threads.get(a, 1), a, tuple(a.needs(len(graph.owners)))) for a in program),
+                Work(after[worker]),
+            ]
+            for worker, program in enumerate(programs)
+        ]
+        hosts = Hosts(
+            [placement.host_of(worker) for worker in workers],
+            [placement.alike(worker) for worker in workers],
+            machine.slowdown_of,
+            machine.cores_per_host,
+            machine.spin_seconds,
+            machine.waking_seconds,
+        )
+        played = play(works, hosts, message, graph.owners, carrying)
+    else:
+        played = play_undisturbed(
+            graph, list(map(taken, graph.examples)), first, after, message, carrying, machine.waking_seconds
+        )
+    ends = [
+        _averaged(costs, program, whole, started[-2], ended[-2]) if whole.overlaps else ended[-1]
+        for program, whole, started, ended in zip(programs, last, played.starts, played.ends, strict=True)
+    ]
+    loss = placement.all_reduce(Group(layout.ranks, 1), LOSS_BYTES).seconds
+    total = max(ends) + loss
+    busy = [sum(e - s for s, e in zip(*times, strict=True)) for times in zip(played.starts, played.ends, strict=True)]
+    seen = max(workers, key=lambda worker: busy[worker]) if worker is None else worker
+    counts = graph.counts[seen]
+    exchanging = sum(count * costs.exchanged(graph.examples[kind]) for kind, count in counts.items())
+    passes = played.alone[seen] - first[seen] - after[seen]
+    behind = max(0.0, ends[seen] - played.ends[seen][-1]) + loss  # collectives that are not played
+    idle = [_idle_share(s[1:-1], e[1:-1], played) for s, e in zip(played.starts, played.ends, strict=True)]
+    return Step(
+        seconds=total,
+        computing=passes - exchanging,
+        exchanging=exchanging,
+        averaging=gathers[seen] + after[seen] + behind,
+        updating=updates[seen],
+        sharing=busy[seen] - played.alone[seen],
+        idle=total - busy[seen] - behind,
+        bubble=sum(idle) / len(idle),
+        sent_bytes=max(sent_bytes(costs)),
+    )
+
+
+def _messages(action: Action, owners: Mapping[int, int]) -> int:
+    """How many messages an action waits for and sends."""
+    own, neighbours = owners[action.stage], (action.stage - 1, action.stage + 1)
+    return 0 if action.letter in "RW" else sum(owners.get(stage, own) != own for stage in neighbours)
+
+
+def action_threads(costs: Costs, programs: Programs) -> dict[Action, int]:
+    """By action, the threads that it computes with, if more than one.
+
+    That is what `OMP_NUM_THREADS` says, else what the executor gives it: its share of the cores of its pipeline.
+    """
+    machine = costs.machine
+    if machine.device == "cuda":
+        return {}
+    if costs.threads is not None:
+        return {action: costs.threads for program in programs for action in program} if costs.threads > 1 else {}
+    cores = machine.cores_per_host // costs.placement.pipelines
+    if cores <= 1:
+        return {}
+    return threads_by_plan(programs, cores, costs.estimated)
+
+
+def _around_passes(costs: Costs, program: Sequence[Action]) -> tuple[float, float, Collective]:
+    """Of a worker: seconds of its update and of what else a step does; of gathering weights; its gradients' average."""
+    layout, machine, placement = costs.layout, costs.machine, costs.placement
+    weights = sum(costs.weights(stage) for stage in stages_of(program))
+    own = weights / (layout.dp if layout.shard != "none" else 1)
+    update = machine.step_seconds + machine.update_seconds(costs.optimizer) * own
+    size_bytes = weights * NUMBER_BYTES
+    if layout.shard == "none":
+        return update, 0.0, placement.all_reduce(placement.replicas, size_bytes, "shared")
+    half = placement.half(placement.replicas, size_bytes, "shared")
+    gather = half.alone if layout.shard != "weights" else 0.0
+    return update, gather, half if layout.shard == "optimizer" else Collective(0.0, 0.0, False)
+
+
+def _averaged(costs: Costs, program: Sequence[Action], whole: Collective, started: float, ended: float) -> float:
+    """When the gradients have been averaged, bucket after bucket, behind the last pass that computes some."""
+    size_bytes = sum(costs.weights(stage) for stage in stages_of(program)) * NUMBER_BYTES
+    buckets = max(1, round(size_bytes / BUCKET_BYTES))
+    now = 0.0
+    for bucket in range(1, buckets + 1):
+        now = max(now, started + (ended - started) * bucket / buckets) + whole.seconds / buckets
+    return now
+
+
+def _idle_share(starts: Sequence[float], ends: Sequence[float], played: Played) -> float:
+    """Of the time from the first to the last pass of the pipeline."""
+    whole = max(line[-2] for line in played.ends) - min(line[1] for line in played.starts)
+    return 1 - sum(end - start for start, end in zip(starts, ends, strict=True)) / whole if whole else 0.0
+
+
+def sent_bytes(costs: Costs) -> list[float]:
+    """By worker, what a rank sends in a step, as the ledger counts it: the loss and all else that is small left out."""
+    layout, stages, graph = costs.layout, len(costs.layout.split), graph_of(costs.layout)
+    sent, owners = [], graph.owners
+    for worker, counts in enumerate(graph.counts):
+        held = [stage for stage in owners if owners[stage] == worker]
+        messages = sum(s + 1 < stages and owners[s + 1] != worker for s in held)
+        messages += sum(s > 0 and owners[s - 1] != worker for s in held)
+        weight_bytes = sum(costs.weights(stage) for stage in held) * NUMBER_BYTES
+        rounds = {"none": 2, "optimizer": 2, "gradients": 1 + layout.micro_batches, "weights": 3 * layout.micro_batches}
+        replicas = rounds[layout.shard] * (layout.dp - 1) * weight_bytes / layout.dp
+        exchanges = sum(count * costs.exchanges(graph.examples[kind]) for kind, count in counts.items())
+        exchanged_bytes = exchanges * costs.message_bytes
+        slices = exchanged_bytes * 2 * (layout.tp - 1) / layout.tp
+        sent.append(messages * layout.micro_batches * costs.message_bytes + replicas + slices)
+    return sent
+
+
+def least_seconds(costs: Costs) -> float:
+    """A step takes no less than this, which is known without playing its schedule.
+
+    A worker begins after the forward passes of the stages before its first one, and its last backward pass, though not
+    that of weights alone, is followed by theirs.
+    """
+    layout, machine, placement = costs.layout, costs.machine, costs.placement
+    pp, micro_batches, stages = layout.pp, layout.micro_batches, len(layout.split)
+    again = layout.recompute == "blocks"
+    outline = outline_of(layout.schedule, pp)
+    alike: dict[tuple[int, ...], list[int]] = {}
+    for stage in range(stages):
+        alike.setdefault(tuple(costs.parts(stage).values()), []).append(stage)
+
+    # An action has the cores that other workers leave it. As measured, it need not be fastest with most of them.
+    counts = {1 if machine.device == "cuda" else costs.threads or 1}
+    if machine.device == "cpu" and costs.threads is None:
+        cores = max(1, machine.cores_per_host // placement.pipelines)
+        most = most_threads(pp, cores, costs.estimated)
+        counts = {share_of_cores(cores, busy, most) for busy in range(1, pp + 1)}
+
+    def seconds(kind: str, stage: int) -> float:
+        return min(costs.pass_seconds(kind, stage, threads, again and kind in "BI") for threads in counts)
+
+    forward, input_, whole, weights = ([0.0] * stages for _ in range(4))
+    for same in alike.values():
+        stage = same[0]
+        times = seconds("F", stage), seconds("B", stage), seconds("I", stage), seconds("W", stage)
+        for other in same:
+            forward[other], weights[other] = times[0], costs.weights(stage)
+            input_[other] = min(times[1], times[2]) if outline.splits_backward else times[1]
+            whole[other] = min(times[1], times[2] + times[3]) if outline.splits_backward else times[1]
+    work, path, held = ([0.0] * pp for _ in range(3))  # of each worker: for a micro-batch; weights
+    for stage in range(stages):
+        worker = outline.owners[stage]
+        work[worker] += forward[stage] + whole[stage]
+        path[worker] += forward[stage] + input_[stage]
+        held[worker] += weights[stage]
+    found = micro_batches * sum(work) / pp
+    begins = ends = 0.0  # of the stages before
+    for worker in range(pp):
+        average = placement.all_reduce(placement.replicas, held[worker] * NUMBER_BYTES, "shared")
+        taken = average.seconds if average.overlaps else average.alone
+        shown = max(0.0, taken - work[worker]) if layout.shard == "none" else 0.0  # the rest, behind the last pass
+        found = max(found, begins + micro_batches * work[worker] + shown, begins + micro_batches * path[worker] + ends)
+        begins, ends = begins + forward[worker], ends + input_[worker]
+    share = layout.dp if layout.shard != "none" else 1
+    update = machine.update_seconds(costs.optimizer) * min(held) / share
+    return machine.step_seconds + max(found, micro_batches * min(work) + update)

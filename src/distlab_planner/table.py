@@ -1,0 +1,58 @@
+"""The table of a plan: its best layouts, and what is predicted of each."""
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from distlab_planner.layouts import Layout
+from distlab_planner.step import Step
+
+HEADS = "", "layout", "micro-batches", "schedule", "recompute", "shard", "step", "tokens/s", "bubble", "MB", "sent MB"
+LEFT = 6  # columns of words
+
+
+@dataclass(frozen=True)
+class Row:
+    """A layout and what is predicted of it."""
+
+    layout: Layout
+    step: Step
+    held_bytes: int  # by the rank that holds most: weights, gradients, optimizer state, activations
+    process_bytes: float  # that the process of the rank that needs most takes
+
+    def cells(self, number: int, tokens: int) -> list[str]:
+        """The cells of the table, for a global batch of so many tokens."""
+        layout, step = self.layout, self.step
+        return [
+            str(number),
+            str(layout),
+            str(layout.micro_batches),
+            layout.schedule if layout.pp > 1 else "-",
+            layout.recompute if layout.recompute != "none" else "-",
+            layout.shard if layout.shard != "none" else "-",
+            milliseconds(step.seconds),
+            f"{tokens / step.seconds:,.0f}",
+            f"{step.bubble:.0%}" if layout.pp > 1 else "-",
+            f"{self.process_bytes / 1e6:,.0f}",
+            f"{step.sent_bytes / 1e6:,.1f}",
+            step.bound,
+        ]
+
+
+def table(rows: Sequence[Row], tokens: int) -> Iterator[str]:
+    """Its lines: the heads, and a line for each row."""
+    cells = [[*HEADS, "most of a step"], *(row.cells(number, tokens) for number, row in enumerate(rows, start=1))]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    last = len(widths) - 1
+    for line in cells:
+        padded = (
+            cell.ljust(width) if place < LEFT or place == last else cell.rjust(width)
+            for place, (cell, width) in enumerate(zip(line, widths, strict=True))
+        )
+        yield "  ".join(padded).rstrip()
+
+
+def milliseconds(seconds: float) -> str:
+    """With three digits or more, to a microsecond at most: "41.3 ms", "7,282 ms", "0.847 ms"."""
+    before_the_point = 1 + math.floor(math.log10(seconds * 1e3)) if seconds >= 1e-3 else 0
+    return f"{seconds * 1e3:,.{max(0, 3 - before_the_point)}f} ms"

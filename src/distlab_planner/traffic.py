@@ -1,0 +1,211 @@
+"""What messages and collectives between ranks cost on a machine, by closed formula or as measured.
+
+A collective is a ring (Patarasuk and Yuan, 2009): an all-reduce among n ranks is 2 (n - 1) messages in a row of an n-th
+of the tensor. On its way, a number passes the links of the ring one after another, and each link carries 2 (n - 1)
+messages; whichever takes longer is what the ring takes. Where all links are equal, both are 2 (n - 1) (latency + size /
+n / bandwidth), the simulated world's time. Ranks that share memory sum inside each host first, and then in a ring of
+hosts (`distlab.comm.hosts`).
+"""
+
+import functools
+import itertools
+import math
+from collections import Counter
+from dataclasses import dataclass
+
+from distlab.comm.layout import Neighbors, pipelines_on_host
+from distlab.comm.link import Link
+from distlab_planner.layouts import Layout
+from distlab_planner.machine import Machine, Transport, interpolate
+
+SMALLEST_SHARED_BYTES = 1_000  # `smallest_shared_bytes` and `smallest_of_hosts_bytes` of `distlab.comm.traffic.Traffic`
+SMALLEST_OF_HOSTS_BYTES = 250_000
+
+
+@dataclass(frozen=True)
+class Group:
+    """The ranks of a collective: `size` of them, `stride` apart, while all other groups of this kind have theirs."""
+
+    size: int
+    stride: int
+
+
+@dataclass(frozen=True)
+class Spread:
+    """How groups that follow on each other lie on hosts, some of which may begin on one host and end on the next."""
+
+    on_host: int  # ranks of a group on one host, at most
+    hosts: int  # of a group, at most
+    leaving: int  # groups that leave one host, at most: they share its card
+
+
+@dataclass(frozen=True)
+class Collective:
+    """What a collective takes if no other rank computes, and whether its ranks can compute meanwhile."""
+
+    seconds: float  # while all of its ranks are busy with it
+    alone: float  # the same without what its ranks slow each other, for collectives that are played as part of a pass
+    overlaps: bool
+
+
+@dataclass(frozen=True)
+class Placement:
+    """A layout's ranks on a machine's hosts, in their order, as many on each as it has room for."""
+
+    machine: Machine
+    layout: Layout
+
+    @property
+    def per_host(self) -> int:
+        """Ranks on a host."""
+        return min(self.layout.ranks, self.machine.ranks_per_host)
+
+    @property
+    def replicas(self) -> Group:
+        layout = self.layout
+        return Group(layout.dp, layout.tp if layout.neighbors == "replicas" else layout.pp * layout.tp)
+
+    @property
+    def slices(self) -> Group:
+        return Group(self.layout.tp, 1)
+
+    def host_of(self, worker: int) -> int:
+        """The host of a worker of the first replica: that of its first rank."""
+        return self.layout.first_rank(worker) // self.per_host
+
+    def alike(self, worker: int) -> int:
+        """How many ranks of a worker's host do what it does at the same time: its slices, and its replicas there."""
+        layout, first = self.layout, self.host_of(worker) * self.per_host
+        ranks = range(first, min(first + self.per_host, layout.ranks))
+        if layout.neighbors == "replicas":
+            return sum(rank // (layout.dp * layout.tp) == worker for rank in ranks)
+        return sum(rank // layout.tp % layout.pp == worker for rank in ranks)
+
+    @property
+    def pipelines(self) -> int:
+        """Of how many pipelines a host runs workers, as `Grid.pipelines_on_host` counts them."""
+        layout = self.layout
+        return pipelines_on_host(self.per_host, layout.pp, layout.dp * layout.tp, layout.neighbors)
+
+    def message(self, sender: int, receiver: int, size_bytes: float) -> float:
+        """Seconds of a message between two workers of the replica for which it takes longest.
+
+        Messages of other replicas and slices that leave the same host share its card; those inside are sent together.
+        """
+        return self._link(sender, receiver).latency_seconds + self.carrying(sender, receiver, size_bytes)
+
+    def carrying(self, sender: int, receiver: int, size_bytes: float) -> float:
+        """Seconds of these for which the next message between the two workers has to wait."""
+        sharing = max(1, self._leaving(sender, receiver))
+        return size_bytes * sharing / self._link(sender, receiver).bytes_per_second
+
+    def _link(self, sender: int, receiver: int) -> Link:
+        if self._leaving(sender, receiver):
+            return self.machine.between
+        return self.machine.inside_of(self.alike(sender))
+
+    def _leaving(self, sender: int, receiver: int) -> int:
+        layout = self.layout
+        return most_leaving(layout.dp, layout.pp, layout.tp, layout.neighbors, self.per_host, sender, receiver)
+
+    def spread(self, group: Group) -> Spread:
+        return spread_of(self.layout.ranks, self.per_host, group)
+
+    def is_inside(self, group: Group) -> bool:
+        """Whether each group of this kind is on one host."""
+        return self.spread(group).hosts == 1
+
+    def all_reduce(self, group: Group, size_bytes: float, transport: Transport = "gloo") -> Collective:
+        """An all-reduce of a tensor of so many bytes; "shared" is what it is where the ranks can share memory."""
+        if group.size == 1:
+            return Collective(0.0, 0.0, False)
+        if self.is_inside(group):
+            asked = transport if size_bytes >= SMALLEST_SHARED_BYTES else "gloo"
+            for kind in dict.fromkeys((asked, "gloo")):
+                seconds = measured_all_reduce(self.machine, group.size, size_bytes, kind)
+                if seconds is not None:
+                    # Measured while all of the group's ranks were busy with it.
+                    alone = seconds / self.machine.slowdown_of(group.size)
+                    return Collective(seconds, alone, overlaps=kind == "gloo")
+        by_host = self._host_by_host(group, size_bytes) if transport == "shared" else None
+        seconds = self._ring(group, size_bytes, rounds=2) if by_host is None else by_host
+        return Collective(seconds, seconds, overlaps=True)
+
+    def half(self, group: Group, size_bytes: float, transport: Transport = "gloo") -> Collective:
+        """A reduce-scatter or an all-gather of a tensor of so many bytes.
+
+        In a ring it is half of an all-reduce. In shared memory it carries half as much, but its ranks meet as often.
+        """
+        if not self.is_inside(group):
+            seconds = self._ring(group, size_bytes, rounds=1)
+            return Collective(seconds, seconds, overlaps=True)
+        whole = self.all_reduce(group, size_bytes, transport)
+        none = Collective(0.0, 0.0, True)
+        meeting = none if whole.overlaps else self.all_reduce(group, SMALLEST_SHARED_BYTES, transport)
+        seconds = (whole.seconds + min(meeting.seconds, whole.seconds)) / 2
+        alone = (whole.alone + min(meeting.alone, whole.alone)) / 2
+        return Collective(seconds, alone, whole.overlaps)
+
+    def _host_by_host(self, group: Group, size_bytes: float) -> float | None:
+        """Seconds of an all-reduce in the memory of each host, with a ring of the hosts' first ranks in between.
+
+        None where a run would not do it: with one rank on each host, or where ranks do not share memory.
+        """
+        spread = self.spread(group)
+        if spread.on_host == 1 or size_bytes < SMALLEST_OF_HOSTS_BYTES:
+            return None
+        inside = measured_all_reduce(self.machine, spread.on_host, size_bytes, "shared")
+        if inside is None:
+            return None
+        across = self.machine.between.seconds(size_bytes / spread.hosts * spread.leaving)
+        return inside + 2 * (spread.hosts - 1) * across
+
+    def _ring(self, group: Group, size_bytes: float, rounds: int) -> float:
+        messages, part = rounds * (group.size - 1), size_bytes / group.size
+        inside, between, spread = self.machine.inside, self.machine.between, self.spread(group)
+        if spread.hosts == 1:
+            return messages * inside.seconds(part)
+        across = between.seconds(part * spread.leaving)
+        passing = messages * (spread.hosts * across + (group.size - spread.hosts) * inside.seconds(part)) / group.size
+        carrying = between.latency_seconds + messages * part * spread.leaving / between.bytes_per_second
+        return max(passing, carrying)
+
+
+@functools.lru_cache(maxsize=4096)
+def spread_of(ranks: int, per_host: int, group: Group) -> Spread:
+    """How groups of so many ranks lie on hosts; the ranks of a group are in ascending order, as is its ring."""
+    length, group_hosts, on_host = group.size * group.stride, 1, 1
+    rings: Counter[int] = Counter()  # by host, those that leave it
+    repeats = math.lcm(per_host, length)  # then the first ranks of a group and of a host meet again
+    for block, offset in itertools.product(range(0, min(ranks, repeats), length), range(group.stride)):
+        members = Counter(rank // per_host for rank in range(block + offset, block + length, group.stride))
+        group_hosts, on_host = max(group_hosts, len(members)), max(on_host, *members.values())
+        rings.update(members.keys() if len(members) > 1 else ())
+    return Spread(on_host, group_hosts, max(rings.values(), default=0))
+
+
+@functools.lru_cache(maxsize=65536)
+def most_leaving(dp: int, pp: int, tp: int, neighbors: Neighbors, per_host: int, sender: int, receiver: int) -> int:
+    """How many ranks of one host, at most, send to another host when a worker sends to another; 0 if none does."""
+
+    def host(worker: int, replica: int, part: int) -> int:
+        block = worker * dp + replica if neighbors == "replicas" else replica * pp + worker
+        return (block * tp + part) // per_host
+
+    each = itertools.product(range(dp), range(tp))
+    hosts = [(host(sender, *one), host(receiver, *one)) for one in each]
+    return max(Counter(own for own, other in hosts if own != other).values(), default=0)
+
+
+def measured_all_reduce(machine: Machine, ranks: int, size_bytes: float, transport: Transport) -> float | None:
+    """Seconds of an all-reduce among ranks of one host by what was measured; None if it was not.
+
+    Between numbers of ranks that were measured, and beyond, by the number of messages and what each carries.
+    """
+    known = [entry for entry in machine.all_reduces if entry.transport == transport]
+    if not known:
+        return None
+    nearest = min(known, key=lambda entry: abs(entry.ranks - ranks))
+    same_share = size_bytes * nearest.ranks / ranks  # a message carries as much
+    seconds = interpolate(same_share, (0.0, *nearest.size_bytes), (nearest.seconds[0], *nearest.seconds))
+    return seconds * (ranks - 1) / (nearest.ranks - 1)

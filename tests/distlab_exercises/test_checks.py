@@ -1,0 +1,44 @@
+"""Every exercise: its skeleton fails because a part is missing, the solution passes, mistakes are called by name."""
+
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from support.attempts import ATTEMPTS
+from support.exercises_attempts import PATIENCE, SHORT_PATIENCE, Attempt, judge, smallest
+
+from distlab_exercises.catalogue import EXERCISES
+from distlab_exercises.checker import check, prepare
+from distlab_exercises.skeleton import write_out
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _prepared() -> None:
+    prepare()
+
+
+@pytest.mark.parametrize("name", EXERCISES)
+def test_the_skeleton_fails_for_what_is_missing_and_the_solution_passes(name: str, tmp_path: Path) -> None:
+    exercise, path = smallest(EXERCISES[name]), tmp_path / EXERCISES[name].file_name
+    path.write_text(write_out(exercise, path))
+    first = next(iter(check(exercise, path, SHORT_PATIENCE if exercise.unsolved == "deadlock" else PATIENCE)))
+    assert first.mistake == exercise.unsolved
+    assert exercise.unsolved == "deadlock" or first.sentences[0].startswith("not written yet: ")
+    assert "NotImplementedError" not in first.sentences[0]
+    path.write_text(write_out(exercise, path, solved=True))
+    right = list(check(exercise, path, PATIENCE))
+    assert [verdict.sentences for verdict in right if not verdict.passed] == []
+    assert len(right) == len(exercise.trials) + len(exercise.tried)
+
+
+@pytest.mark.parametrize("attempt", ATTEMPTS, ids=lambda attempt: f"{attempt.exercise}-{attempt.mistake or 'right'}")
+def test_an_attempt_is_judged_by_what_it_does(attempt: Attempt, tmp_path: Path) -> None:
+    """More attempts are in more_attempts.py, which takes too long for each run of the tests."""
+    judge(attempt, tmp_path)
+
+
+def test_the_main_exercises_have_four_typical_mistakes_each() -> None:
+    mistakes = Counter(attempt.exercise for attempt in ATTEMPTS if attempt.mistake)
+    mistakes["tp"] += mistakes["tp-layers"]  # layers in slices
+    for name in ("dp-ga", "dp-wa", "mydp", "pp-gpipe", "pp-dapple", "hybrid", "tp"):
+        assert mistakes[name] >= 4, name

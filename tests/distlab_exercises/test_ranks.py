@@ -1,0 +1,124 @@
+"""Forked ranks of a student's code end whatever it does, with all that it has started."""
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from support.processes import wait_for
+
+from distlab_exercises.ranks import Facts, Patience, free_port, run_ranks, trouble
+from distlab_exercises.shares import name_loss, name_ratios, name_weights
+
+PATIENCE = Patience(still=0.5, longest=1)
+
+
+def misbehave(rank: int, folder: str) -> Facts:
+    """Rank 0 never ends, rank 1 dies, rank 2 prints and ends; rank 0 has started a process that leaves its group."""
+    if rank == 0:
+        child = subprocess.Popen(["sleep", "1000"], start_new_session=True)
+        Path(folder, "pid").write_text(str(child.pid))
+        while True:
+            time.perf_counter()
+    if rank == 1:
+        os._exit(3)
+    print("# a line of the lab's\n0 8.3\nseen by rank 2\n" + 1000 * "x")
+    return {"rank": rank}
+
+
+def test_ranks_end_with_what_they_have_started(tmp_path: Path) -> None:
+    started = time.monotonic()
+    reports = run_ranks(3, misbehave, str(tmp_path), script=Path(__file__), folder=tmp_path, patience=PATIENCE)
+    assert time.monotonic() - started < 20
+    assert [report.state for report in reports][1:] == ["died", "ended"]
+    assert reports[2].facts == {"rank": 2}
+    assert reports[2].printed == ["seen by rank 2", 200 * "x"], "no more than that of a line"
+    found = trouble(reports)
+    assert found is not None
+    mistake, [first, second] = found
+    assert (mistake, first) == ("died", "rank 1 ended without a word: it was killed, or called os._exit")
+    assert second.startswith("rank 0 was in line ")
+    child = Path("/proc", (tmp_path / "pid").read_text())
+    assert wait_for(lambda: not child.exists() or "Z" in (child / "stat").read_text().split()[2], 5)
+
+
+def exit_early(_: int) -> Facts:
+    sys.exit()
+
+
+def test_a_file_that_calls_sys_exit_is_told_so(tmp_path: Path) -> None:
+    reports = run_ranks(1, exit_early, script=Path(__file__), folder=tmp_path, patience=PATIENCE)
+    found = trouble(reports)
+    assert found is not None
+    assert found[1][0].startswith("failed: the file called sys.exit() before its work was done (line ")
+
+
+def never_end(_: int) -> Facts:
+    while True:
+        time.perf_counter()
+
+
+def test_an_endless_loop_is_ended_and_its_line_named(tmp_path: Path) -> None:
+    reports = run_ranks(1, never_end, script=Path(__file__), folder=tmp_path, patience=PATIENCE)
+    found = trouble(reports)
+    assert found is not None
+    mistake, sentences = found
+    assert mistake == "deadlock"
+    assert "rank 0 had not finished after 1 s, in line " in sentences[1]
+
+
+def wait_without_a_name(rank: int, port: int) -> Facts:
+    """Both ranks receive first, without the lab's names for waits."""
+    store = dist.TCPStore("localhost", port, is_master=rank == 0)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
+    dist.recv(torch.zeros(1), 1 - rank)
+    return {}
+
+
+def test_ranks_that_wait_for_each_other_say_where(tmp_path: Path) -> None:
+    patience = Patience(still=2, longest=20)  # meeting, too, is a wait
+    reports = run_ranks(2, wait_without_a_name, free_port(), script=Path(__file__), folder=tmp_path, patience=patience)
+    found = trouble(reports)
+    assert found is not None
+    assert found[1][1:] == [f"rank {rank} waits, in {reports[rank].line}" for rank in range(2)]
+    assert reports[0].line.endswith("dist.recv(torch.zeros(1), 1 - rank)")
+
+
+def test_mistakes_by_the_coefficients_of_the_shares() -> None:
+    n, m = 3, 2
+
+    def named(*ratios: list[float], own: int = 0) -> str:
+        return name_ratios(ratios, own).name
+
+    assert named(*[[n] * m] * n) == "summed"
+    assert named(*[[1 / n] * m] * n) == "divided-twice"
+    assert named(*[[m] * m] * n) == "micro-batches-summed"
+    assert named(*[[1 / m] * m] * n) == "micro-batches-divided-twice"
+    assert named(*[[n * m] * m] * n) == "all-summed"
+    assert named(*[[n * n] * m] * n) == "scaled-again"
+    assert "divided by the 3 ranks again and again" in name_ratios([[1 / n**2] * m] * n, 0).sentence
+    assert named(*[[1.37] * m] * n) == "scaled"
+    assert named([n, n], [0, 0], [0, 0]) == "not-averaged"
+    assert named([1, 1], [0, 0], [0, 0]) == "not-added-up"
+    assert named([0, 0], [n, n], [0, 0]) == "one-rank-only"
+    assert named([1, 1], [0, 0], [1, 1]) == "rank-missing"
+    assert named([1, 1], [2, 2], [0.5, 0.5]) == "unequal"
+    assert named([0, m], [0, m], [0, m]) == "last-micro-batch"
+    assert named([m, 0], [m, 0], [m, 0]) == "one-micro-batch"
+    assert named([9, 3], [9, 3], [9, 3]) == "combined-again"
+    assert named([1, 2], [1, 2], [1, 2]) == "unequal-micro-batches"
+    assert named([0, 2 * n], [0, 0], [0, 0]) == "not-averaged"
+    assert named([1, 2], [3, 4], [5, 6]) == "other-weights"
+    before, *shares = torch.randn(4, 50, generator=torch.Generator().manual_seed(0))
+    without_last = before - 0.1 * (shares[0] + shares[1]) / 3
+    lost = name_weights(without_last, before, [[share] for share in shares], lr=0.1, own=-1)
+    assert lost.sentence == "are wrong as if, in the gradient used, rank 2's share was lost"
+    assert [name_loss(8 * k, 8.0, n, m).name for k in (2, 3, 0.5, 1.1)] == [
+        "loss-not-divided",
+        "loss-summed",
+        "loss-divided-twice",
+        "loss",
+    ]

@@ -1,0 +1,161 @@
+import json
+from dataclasses import MISSING, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.planner_machines import CLUSTER, SIZES, cluster
+
+from distlab.comm.link import Link
+from distlab_planner.calibrate import threads_of_ranks, with_earlier
+from distlab_planner.machine import AllReduce, Measured, PassSeconds, Waking, interpolate, read_machine, write_machine
+from simplellm.errors import InputError
+
+PASSES = PassSeconds((1.0, 2.0), (2.0, 4.0), (1.0, 2.0), (1.0, 2.0))
+MACHINE = cluster(
+    inside_together=(Link(2e-5, 5e10),),
+    slowdown=(1.0, 1.25),
+    waking=(Waking(0.0, 1e-4), Waking(2e-3, 5e-4)),
+    measured=(Measured(SIZES, 1, 1, (1, 2), PASSES, PASSES, PASSES, (3.0, 4.0)),),
+    all_reduces=(AllReduce(2, "shared", (1e6, 4e6), (1e-3, 3e-3)),),
+)
+
+
+def test_a_machine_survives_its_file(tmp_path: Path) -> None:
+    write_machine(MACHINE, tmp_path / "machine.json")
+    assert read_machine(tmp_path / "machine.json") == MACHINE
+
+
+def test_a_machine_without_measurements_is_a_short_file(tmp_path: Path) -> None:
+    write_machine(CLUSTER, path := tmp_path / "machine.json")
+    content = json.loads(path.read_text())
+    for name in ("measured", "all_reduces", "slowdown", "waking", "process_bytes", "optimizer_seconds"):
+        del content[name]
+    path.write_text(json.dumps(content))
+    assert read_machine(path) == CLUSTER
+
+
+@pytest.mark.parametrize(
+    ("keys", "value", "sentence"),
+    [
+        (["inside", "latency_seconds"], "fast", 'inside.latency_seconds is "fast"; give a number that is not negative'),
+        (["inside", "latency_seconds"], -1, "inside.latency_seconds is -1; give a number that is not negative"),
+        (["between", "bytes_per_second"], 0, "between.bytes_per_second is 0; give a number greater than 0"),
+        (["inside", "bytes_per_second"], MISSING, "inside.bytes_per_second is missing"),
+        (["between", "latency_seconds"], MISSING, "between.latency_seconds is missing"),
+        (["slowdown"], [0, 1], "slowdown[0] is 0; give a number from 1 up"),
+        (["all_reduces", 0, "ranks"], 1, "all_reduces[0].ranks is 1; give a whole number from 2 up"),
+        (["hosts"], 1.5, "hosts is 1.5; give a whole number from 1 up"),
+        (["device"], "tpu", 'device is "tpu"; give one of cpu, cuda'),
+        (["speed"], 1, "speed is not a key; remove it, or the file, and calibrate again; there are name, device, "),
+        (["measured", 0, "block", "F", 1], None, "measured[0].block.F[1] is null; give a number that is not negative"),
+        (["measured", 0, "rows"], [2, 1], "measured: rows: give numbers in ascending order, at least one"),
+        (["measured", 0, "rows"], [1], "measured: give each pass a number for each of its rows"),
+        (["measured", 0, "again"], [1], "measured: again: give a number for each of its rows, or none"),
+        (["measured"], 3, "measured is 3; give a list"),
+        (["waking", 1, "idle_seconds"], 0, "waking: idle_seconds: give numbers in ascending order, at least one"),
+        (["waking", 0, "idle_seconds"], 1e-3, "waking[0].idle_seconds is 0.001; give 0: a message that was there"),
+        (["waking", 1, "seconds"], -1, "waking[1].seconds is -1; give a number that is not negative"),
+        (["inside"], [], "inside is []; give an object with the keys latency_seconds, bytes_per_second"),
+        (["all_reduces", 0, "seconds"], [1], "all_reduces: give each of size_bytes a number in seconds"),
+    ],
+)
+def test_a_wrong_value_is_named_by_its_key(tmp_path: Path, keys: list[Any], value: Any, sentence: str) -> None:
+    write_machine(MACHINE, path := tmp_path / "machine.json")
+    content = inner = json.loads(path.read_text())
+    for key in keys[:-1]:
+        inner = inner[key]
+    inner[keys[-1]] = value
+    if value is MISSING:
+        del inner[keys[-1]]
+    path.write_text(json.dumps(content))
+    with pytest.raises(InputError) as error:
+        read_machine(path)
+    assert str(error.value).startswith(f"{path}: {sentence}")
+
+
+def test_what_is_missing_or_no_json_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "machine.json"
+    with pytest.raises(InputError, match=r"cannot be read \(No such file or directory\); python -m distlab.calibrate"):
+        read_machine(path)
+    path.write_text('{"name": "a"')
+    with pytest.raises(InputError, match=r"cannot be read \(it is no JSON: .*\); python -m distlab.calibrate"):
+        read_machine(path)
+    path.write_text('{"name": "a"}')
+    with pytest.raises(InputError, match="device is missing"):
+        read_machine(path)
+
+
+def test_numbers_between_and_beyond_those_that_were_measured() -> None:
+    assert interpolate(1.5, (1, 2, 4), (1.0, 3.0, 4.0)) == 2
+    assert interpolate(6, (1, 2, 4), (1.0, 3.0, 4.0)) == 5
+    assert interpolate(0.5, (1, 2, 4), (1.0, 3.0, 4.0)) == 0
+    assert interpolate(3, (2,), (4.0,)) == 6
+
+
+def test_ranks_slow_each_other_as_measured_and_share_cores_beyond() -> None:
+    machine = cluster(cores_per_host=2, slowdown=(1.0, 1.25))
+    assert [machine.slowdown_of(busy) for busy in (1, 2, 4, 8)] == [1, 1.25, 2.5, 5]
+    assert [cluster(cores_per_host=4).slowdown_of(busy) for busy in (1, 4, 8)] == [1, 1, 2]
+
+
+def test_a_pass_takes_longer_the_longer_its_rank_has_waited_up_to_what_was_measured() -> None:
+    assert [MACHINE.waking_seconds(idle) for idle in (0.0, 1e-3, 2e-3, 1.0)] == pytest.approx([1e-4, 3e-4, 5e-4, 5e-4])
+    assert [replace(MACHINE, waking=(Waking(0.0, 1e-4),)).waking_seconds(idle) for idle in (0.0, 1.0)] == [1e-4, 1e-4]
+    assert replace(MACHINE, waking=()).waking_seconds(1.0) == 0
+
+
+def test_a_block_that_is_computed_again_takes_what_a_forward_pass_takes_unless_it_was_measured() -> None:
+    [measured] = MACHINE.measured
+    assert [measured.again_seconds(rows) for rows in (1, 1.5, 2)] == [3.0, 3.5, 4.0]
+    assert replace(measured, again=()).again_seconds(2) == 2.0
+
+
+def test_which_slices_were_not_measured() -> None:
+    assert MACHINE.unmeasured_tp(SIZES, [1, 2, 4, 2]) == [2, 4]
+    assert MACHINE.unmeasured_tp(replace(SIZES, dmodel=64), [1]) == [1]
+
+
+def test_a_file_without_the_update_of_sgd_takes_that_of_adam() -> None:
+    machine = cluster(optimizer_seconds=3e-9)
+    assert [machine.update_seconds(name) for name in ("adam", "adamw", "sgd")] == [3e-9] * 3
+    assert replace(machine, sgd_seconds=1e-9).update_seconds("sgd") == 1e-9
+    assert replace(machine, sgd_seconds=1e-9).update_seconds("adamw") == 3e-9
+
+
+def test_numbers_of_threads_that_ranks_may_have() -> None:
+    assert threads_of_ranks(2, 1, 4) == [1, 2]
+    assert threads_of_ranks(2, 2, 4) == threads_of_ranks(2, 3, 4) == [1]
+    assert threads_of_ranks(8, 1, 4) == [1, 2, 4, 8]
+    assert threads_of_ranks(8, 2, 4) == [1, 2, 4]
+    assert threads_of_ranks(12, 1, 5) == [1, 2, 3, 4, 6, 12]
+
+
+def test_measuring_again_with_fewer_ranks_keeps_what_more_of_them_took(tmp_path: Path) -> None:
+    of_four = AllReduce(4, "shared", (1e6,), (2e-3,))
+    slices = replace(MACHINE.measured[0], tp=2)
+    earlier = replace(
+        MACHINE,
+        slowdown=(1.0, 1.5, 2.0, 3.0),
+        inside_together=(Link(1e-5, 5e10), Link(1e-5, 3e10)),
+        all_reduces=(*MACHINE.all_reduces, of_four),
+        measured=(*MACHINE.measured, slices),
+    )
+    path = tmp_path / "machine.json"
+    assert with_earlier(MACHINE, path) == MACHINE
+    write_machine(earlier, path)
+    of_two_pairs = Link(3e-5, 4e10)
+    now = replace(MACHINE, all_reduces=(AllReduce(2, "shared", (1e6,), (9e-3,)),), inside_together=(of_two_pairs,))
+    again = with_earlier(now, path)
+    assert again.slowdown == (1.0, 1.25, 2.0, 3.0)
+    assert again.inside_together == (of_two_pairs, Link(1e-5, 3e10))
+    assert again.all_reduces == (*now.all_reduces, of_four)
+    assert again.measured == (*MACHINE.measured, slices)
+
+
+@pytest.mark.parametrize("other", [{"device": "cpu"}, {"cores_per_host": 2}], ids=["device", "cores"])
+def test_measuring_another_machine_keeps_nothing(tmp_path: Path, other: dict[str, Any]) -> None:
+    write_machine(replace(MACHINE, slowdown=(1.0, 1.5, 2.0), **other), tmp_path / "machine.json")
+    wider = (replace(MACHINE.measured[0], sizes=replace(SIZES, dmodel=64)),)
+    now = replace(MACHINE, measured=wider)
+    assert with_earlier(now, tmp_path / "machine.json") == now

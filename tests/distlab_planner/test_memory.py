@@ -1,0 +1,76 @@
+"""The planner's counts are those of real stages."""
+
+import itertools
+from functools import partial
+
+import pytest
+import torch
+from support.planner_machines import CLUSTER, MODEL, SIZES, cluster
+
+from distlab.pipeline.activations import SavedActivations, Stage
+from distlab.pipeline.stages import build_stage
+from distlab_planner.costs import Costs
+from distlab_planner.layouts import Layout, default_split
+from distlab_planner.memory import held, process_bytes
+from simplellm.losses import causalLLMLoss
+
+ROWS, MICRO_BATCHES = 2, 3
+
+
+def kept_by_worker(layout: Layout, worker: int) -> int:
+    """Peak bytes of activations of a worker whose stages are run by themselves."""
+    program = layout.programs()[worker]
+    options = {"dmodel": SIZES.dmodel, "num_heads": SIZES.num_heads, "num_kv_heads": SIZES.num_kv_heads}
+    options |= {"hidden_dim": SIZES.hidden_dim, "ctx_size": SIZES.seq_len}
+    nets = {
+        stage: build_stage(stage, layout.split, SIZES.vocab_size, recompute=layout.recompute, **options)
+        for stage in {action.stage for action in program}
+    }
+    kept = SavedActivations(itertools.chain.from_iterable(net.parameters() for net in nets.values()))
+    loss, last = partial(causalLLMLoss, vocab_size=SIZES.vocab_size), len(layout.split) - 1
+    stages = {index: Stage(net, loss if index == last else None, kept) for index, net in nets.items()}
+    batch = torch.zeros(layout.batch_size, SIZES.seq_len, dtype=torch.int64).chunk(layout.micro_batches)
+    for stage in stages.values():
+        stage.micro_batches, stage.shares = batch, [1 / len(batch)] * len(batch)
+    for action in program:
+        action.prepare(stages[action.stage])
+    for action in program:
+        shape = layout.rows, SIZES.seq_len, SIZES.dmodel
+        received = {"F": action.stage > 0, "f": action.stage > 0, "B": action.stage < last, "I": action.stage < last}
+        action.run(stages[action.stage], *([torch.zeros(shape)] if received.get(action.letter) else []))
+    assert not any(stage.live for stage in stages.values())
+    return kept.peak_bytes
+
+
+@pytest.mark.parametrize("recompute", ["none", "blocks", "all"])
+@pytest.mark.parametrize(
+    ("schedule", "workers"), [("dapple", 1), ("gpipe", 2), ("dapple", 3), ("zb-h1", 3), ("zb-v", 2)]
+)
+def test_activations_are_those_that_the_stages_keep(schedule: str, workers: int, recompute: str) -> None:
+    stages = workers * (2 if schedule == "zb-v" else 1)
+    split = default_split(MODEL, stages)
+    layout = Layout(1, workers, 1, ROWS * MICRO_BATCHES, MICRO_BATCHES, schedule, recompute, "none", split)  # type: ignore[arg-type]
+    costs = Costs(CLUSTER, MODEL, layout)
+    for worker in range(workers):
+        counted = kept_by_worker(layout, worker)
+        assert held(costs, worker).activations == pytest.approx(counted, rel=0.02), worker
+
+
+def test_weights_are_those_of_the_model() -> None:
+    net = build_stage(0, (MODEL.n_layers,), SIZES.vocab_size, dmodel=32, num_heads=4, num_kv_heads=2, hidden_dim=96)
+    layout = Layout(1, 1, 1, 1, 1, "dapple", "none", "none", (MODEL.n_layers,))
+    counts = held(Costs(CLUSTER, MODEL, layout), 0)
+    assert counts.parameters == counts.gradients == sum(p.nbytes for p in net.parameters())
+    assert counts.optimizer_state == 2 * counts.parameters
+
+
+def test_a_process_needs_what_it_holds_and_the_gradient_of_the_logits_and_what_its_allocator_keeps() -> None:
+    layout = Layout(1, 2, 1, ROWS * MICRO_BATCHES, MICRO_BATCHES, "dapple", "none", "none", default_split(MODEL, 2))
+    gpus, cpus = cluster(process_bytes=1e9), cluster(process_bytes=1e9, device="cpu")
+    gradient = torch.zeros(ROWS, SIZES.seq_len, SIZES.vocab_size).nbytes
+    for worker, more in enumerate((0, gradient)):
+        costs = Costs(gpus, MODEL, layout)
+        holds = held(costs, worker)
+        assert process_bytes(costs, worker, holds) == 1e9 + holds.total + more
+        on_a_cpu = process_bytes(Costs(cpus, MODEL, layout), worker, holds)
+        assert on_a_cpu == pytest.approx(1e9 + 1.3 * (holds.total + 2.5 * more))  # and the logits

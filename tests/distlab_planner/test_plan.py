@@ -1,0 +1,271 @@
+"""./launch.sh plan, and python -m distlab.calibrate, whose file it reads."""
+
+import re
+import shlex
+import sys
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from support.planner_machines import MODEL as SMALL_MODEL
+from support.planner_machines import cluster
+from support.processes import LAB, run
+from support.terminals import fork_launcher, fork_python
+
+from distlab.launch import find_script, launch, read_settings
+from distlab.rendezvous.launcher_flags import assign_ranks, read_flags
+from distlab.run.stage_settings import HybridSettings
+from distlab_planner import calibrate, plan, search
+from distlab_planner.costs import Costs
+from distlab_planner.layouts import Choices, layouts
+from distlab_planner.machine import Measured, PassSeconds, read_machine, write_machine
+from distlab_planner.measuring import PAUSES
+from distlab_planner.memory import held, process_bytes, share_of_rank
+from distlab_planner.model import Sizes
+from distlab_planner.step import Step, predict
+from distlab_planner.table import milliseconds
+from simplellm.errors import InputError
+from simplellm.tokenizers import SPTokenizer
+
+CLUSTER = str(LAB / "docs/machines/cluster.json")
+SMALL = "--dmodel 32 --num-heads 4 --n-layers 3 --seq-len 16 --global-batch 8".split()
+MODEL = "--dmodel 32 --num-heads 4 --seq-len 16".split()
+
+
+def test_the_commands_of_a_plan_are_those_of_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    assert launch(["plan", *SMALL, "--ranks", "4", "--machine", CLUSTER, "--top", "5"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    commands = [line.split(maxsplit=1)[1] for line in lines if "./launch.sh" in line]
+    assert len(commands) == 5
+    script, _ = find_script("hybrid")
+    for command in commands:
+        _, name, *flags = shlex.split(command)
+        settings = read_settings(script, flags, "")
+        assert name == "hybrid"
+        assert isinstance(settings, HybridSettings)
+        assert settings.dp * settings.pp * settings.tp == 4
+        assert settings.dp * settings.batch_size == 8
+        assert (settings.dmodel, settings.num_heads, settings.n_layers, settings.seq_len) == (32, 4, 3, 16)
+    steps = [float(found[1].replace(",", "")) for line in lines if (found := re.search(r"([\d.,]+) ms", line))]
+    assert steps == sorted(steps)
+
+
+@pytest.mark.parametrize(
+    ("flags", "sentence"),
+    [
+        ("--ranks 2000", "--ranks 2000: {} has 128 hosts with 8 ranks each"),
+        ("--memory 8", "--memory 8: give a size like 8GB or 500MB"),
+        ("--memory 1MB --ranks 2", "no layout fits into 1 MB a rank; the smallest needs 1,0"),
+        ("--ranks 7 --global-batch 3 --tp 7", "no layout divides the batch, the heads and the layers"),
+        ("--schedule fast", "--schedule fast: give some of naive, "),
+        ("--schedule auto", "--schedule auto: its order is not known before the run; give some of naive, "),
+        ("--micro-batches 0", "--micro-batches 0: must be greater than 0"),
+        ("--micro-batches 4 -2", "--micro-batches -2: must be greater than 0"),
+        ("--tp 0", "--tp 0: must be greater than 0"),
+        ("--verify -1", "--verify -1: give 0 or more"),
+        (
+            "--verify 1 --ranks 9",
+            "--verify 1 with --ranks 9: by {}, the ranks are on 2 hosts, and this is one computer",
+        ),
+        ("--verify 1 --ranks 8", "--verify 1 with --ranks 8: by {}, the ranks have 8 GPUs, and torch sees 0 here"),
+    ],
+)
+def test_what_cannot_be_planned_is_said(flags: str, sentence: str) -> None:
+    with pytest.raises(InputError, match=re.escape(sentence.format(CLUSTER))):
+        plan.main([*SMALL, "--machine", CLUSTER, *flags.split()])
+
+
+def test_another_name_of_a_schedule_gives_the_same_plan(capsys: pytest.CaptureFixture[str]) -> None:
+    plans = []
+    for name in ("dapple", "1f1b"):
+        plan.main([*SMALL, "--machine", CLUSTER, "--pp", "3", "--schedule", name])
+        plans.append(re.sub(rf"{name} *", "", capsys.readouterr().out))
+    assert plans[0] == plans[1]
+    assert "3 pp" in plans[0]
+
+
+def test_hosts_with_different_numbers_of_ranks_are_not_calibrated() -> None:
+    run: Any = SimpleNamespace(settings=calibrate.DEFAULTS, device=None, local_ranks=2, ranks_of_hosts=[2, 1])
+    with pytest.raises(InputError, match="the hosts have 2 and 1 ranks: give each host the same number"):
+        calibrate.calibrate(run)
+
+
+@pytest.fixture(autouse=True)
+def no_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
+
+
+@pytest.mark.parametrize(("ranks", "shares"), [(8, (8,)), (12, (8, 4)), (16, (8, 8)), (20, (8, 8, 4))])
+def test_the_commands_place_ranks_as_the_planner_does(
+    ranks: int, shares: tuple[int, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = ["--ranks", str(ranks), "--global-batch", str(ranks), "--top", "1", "--dp", str(ranks)]
+    plan.main([*SMALL, *flags, "--machine", CLUSTER])
+    lines = capsys.readouterr().out.splitlines()
+    [command] = [line.split(maxsplit=3)[3] for line in lines if "./launch.sh" in line]
+    own, rest = read_flags([*shlex.split(command), "--node-rank", "0"])
+    assert own.nnodes == len(shares)
+    assert assign_ranks(own, read_settings(find_script("hybrid")[0], rest, "").layout, "192.0.2.1").ranks_of == shares
+    assert ("--node-rank" in lines[-1]) == (len(shares) > 1)
+
+
+def test_a_plan_says_which_slices_were_not_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file, times = tmp_path / "machine.json", PassSeconds((1e-4,), (2e-4,), (1e-4,), (1e-4,))
+    sizes = Sizes(32, 4, 4, 128, 16, SPTokenizer(None).vocab_size)
+    passes = Measured(sizes, tp=1, threads=1, rows=(1,), embedding=times, block=times, head=times)
+    write_machine(cluster(measured=(passes,)), file)
+    remarks = []
+    for tp in "1", "2":
+        plan.main([*SMALL, "--ranks", "2", "--tp", tp, "--top", "1", "--machine", str(file)])
+        remarks += [line for line in capsys.readouterr().out.splitlines() if line.startswith("#")]
+    assert remarks == [f"# {file} has no times of passes with layers in 2 slices; they are estimated"]
+
+
+def test_sizes_of_memory() -> None:
+    assert [plan.read_size(text) for text in ("500MB", "8GB", "1.5TB")] == [500e6, 8e9, 1.5e12]
+
+
+def test_the_flags_of_a_model_are_those_that_a_run_needs() -> None:
+    run_of = HybridSettings()
+    for name in plan.MODEL:
+        assert getattr(plan.Request(), name) == getattr(run_of, name), name
+    assert plan.Request().model_flags() == []
+    changed = plan.Request(num_kv_heads=2, n_layers=3, optimizer="sgd").model_flags()
+    assert changed == "--num-kv-heads 2 --n-layers 3 --optimizer sgd".split()
+
+
+def test_a_rank_has_the_memory_of_its_gpu_or_its_share_of_the_hosts(capsys: pytest.CaptureFixture[str]) -> None:
+    gpus = cluster()
+    assert [share_of_rank(gpus, ranks) / 1e9 for ranks in (1, 2, 8, 32)] == [80] * 4
+    crowded = cluster(ranks_per_host=16)
+    assert [share_of_rank(crowded, ranks) / 1e9 for ranks in (8, 9, 16)] == [80, 40, 40]
+    cpus = cluster(device="cpu")
+    assert [share_of_rank(cpus, ranks) / 1e9 for ranks in (1, 2, 32)] == [640, 320, 80]
+    plan.main([*SMALL, "--ranks", "2", "--machine", CLUSTER, "--top", "1"])
+    assert "2 ranks on 128 hosts with 8 devices; 80,000 MB for each" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [
+        (0.0, "0.000 ms"),
+        (4.2e-5, "0.042 ms"),
+        (8.47e-4, "0.847 ms"),
+        (1e-3, "1.00 ms"),
+        (0.0413, "41.3 ms"),
+        (7.282, "7,282 ms"),
+    ],
+)
+def test_milliseconds_have_three_digits(seconds: float, text: str) -> None:
+    assert milliseconds(seconds) == text
+
+
+FEW = Choices(micro_batches=(1, 2, 4), schedules=("gpipe", "dapple", "zb-h1"), recompute=("none",))
+RANKS, SEQUENCES = 8, 16
+
+
+@pytest.mark.parametrize("top", [1, 5, 20])
+def test_a_search_finds_what_playing_all_layouts_finds(top: int) -> None:
+    machine = cluster(ranks_per_host=4, pass_seconds=1e-4)
+    seconds = []
+    for layout in layouts(SMALL_MODEL, RANKS, SEQUENCES, FEW, machine.ranks_per_host):
+        costs = Costs(machine, SMALL_MODEL, layout)
+        seconds.append(predict(replace(costs, layout=replace(layout, split=costs.balanced_split()))).seconds)
+    found = search.find_layouts(SMALL_MODEL, machine, RANKS, SEQUENCES, float("inf"), choices=FEW, top=top)
+    assert [row.step.seconds for row in found.rows] == pytest.approx(sorted(seconds)[:top])
+    assert (found.layouts, found.too_large) == (len(seconds), 0)
+    assert found.too_slow > 0
+
+
+def test_layouts_that_do_not_fit_are_counted_as_far_as_the_search_goes() -> None:
+    machine = cluster(process_bytes=1e6)
+    needed = []
+    for layout in layouts(SMALL_MODEL, RANKS, SEQUENCES, FEW, machine.ranks_per_host):
+        costs = Costs(machine, SMALL_MODEL, layout)
+        costs = replace(costs, layout=replace(layout, split=costs.balanced_split()))
+        workers = range(layout.pp)
+        needed.append(max(process_bytes(costs, worker, held(costs, worker)) for worker in workers))
+    most_bytes = sorted(needed)[len(needed) // 2]
+    too_large = sum(size > most_bytes for size in needed)
+
+    def search_for(top: int) -> search.Found:
+        return search.find_layouts(SMALL_MODEL, machine, RANKS, SEQUENCES, most_bytes, choices=FEW, top=top)
+
+    every = search_for(len(needed))
+    assert (len(every.rows), every.too_large, every.too_slow) == (len(needed) - too_large, too_large, 0)
+    assert every.least_bytes == min(size for size in needed if size > most_bytes)
+    first = search_for(1)
+    assert first.rows[0].step.seconds == every.rows[0].step.seconds
+    assert 0 < first.too_large < too_large
+    assert first.too_slow > 0
+
+
+def test_few_layouts_of_a_large_plan_are_played(monkeypatch: pytest.MonkeyPatch) -> None:
+    played = []
+
+    def predict_and_count(costs: Costs) -> Step:
+        played.append(costs.layout)
+        return predict(costs)
+
+    monkeypatch.setattr(search, "predict", predict_and_count)
+    request = plan.Request(dmodel=8192, num_heads=64, n_layers=16, seq_len=4096)
+    found = search.find_layouts(request.model, read_machine(Path(CLUSTER)), 64, 64, 80e9)
+    assert len(played) < found.layouts / 10, f"{len(played)} of {found.layouts}"
+
+
+def test_a_plan_starts_without_torch() -> None:
+    code = "import sys; from distlab_planner import plan; sys.exit('torch' in sys.modules)"
+    assert run(sys.executable, "-c", code, PYTHONPATH=str(LAB / "src")).status == 0
+
+
+def forked(command: list[str], **_: object) -> SimpleNamespace:
+    """What `subprocess.run` returns for `python -m distlab.launch …`."""
+    ended = fork_launcher(*command[3:]).finish()
+    return SimpleNamespace(returncode=ended.status, stderr=ended.err)
+
+
+@pytest.mark.parametrize(
+    "command", ["distlab.launch", f"distlab.launch plan --machine {CLUSTER}", "distlab.show_schedule dapple"]
+)
+def test_output_to_a_full_disk_is_one_sentence(command: str) -> None:
+    full = shlex.join([sys.executable, "-m", *command.split()]) + " > /dev/full"
+    ended = run("bash", "-c", full, PYTHONPATH=str(LAB / "src"))
+    assert ended.err == "# cannot write the output or a file (No space left on device); make room\n"
+    mute = run("bash", "-c", f"{full} 2>&1", PYTHONPATH=str(LAB / "src"))
+    assert (ended.status, mute.status) == (2, 2)
+
+
+def test_a_plan_ends_quietly_when_its_reader_does() -> None:
+    command = shlex.join([sys.executable, "-m", "distlab.launch", "plan", *SMALL, "--ranks", "4", "--machine", CLUSTER])
+    ended = run("bash", "-c", f"{command} | true; exit ${{PIPESTATUS[0]}}", PYTHONPATH=str(LAB / "src"))
+    assert (ended.status, ended.err) == (1, "")
+
+
+@pytest.mark.alone  # another test's load slows a pass as much as a core that has been idle
+def test_a_machine_is_measured_and_a_plan_verified(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The memory that a run counts is what was predicted; the time is, within the mood of a machine that runs tests."""
+    file = tmp_path / "machine.json"
+    flags = [*MODEL, "--world-size", "2", "--seconds", "0.2", "--device", "cpu"]
+    ended = fork_python("-m", "distlab.calibrate", file, *flags).finish(deadline=120)
+    assert ended.status == 0, ended.err
+    machine = read_machine(file)
+    assert (machine.device, machine.hosts, machine.ranks_per_host) == ("cpu", 1, 2)
+    assert {(entry.tp, entry.threads) for entry in machine.measured} >= {(1, 1), (2, 1)}
+    assert {(entry.ranks, entry.transport) for entry in machine.all_reduces} >= {(2, "gloo")}
+    assert len(machine.slowdown) == 2
+    assert [one.idle_seconds for one in machine.waking] == list(PAUSES)
+    assert machine.waking[-1].seconds > 0
+    one = machine.measured[0]
+    assert len(one.again) == len(one.rows)
+    assert 0.3 * one.block.F[-1] < one.again[-1] < 3 * one.block.F[-1]
+    assert machine.step_seconds > 0
+    assert machine.process_bytes > 50e6
+    monkeypatch.setattr("distlab_planner.plan.subprocess.run", forked)
+    plan.main([*SMALL, "--ranks", "2", "--machine", str(file), "--tp", "2", "--verify", "1", "--steps", "6"])
+    predicted, counted, off = capsys.readouterr().out.splitlines()[-1].split()[-3:]
+    assert float(counted) > 0
+    assert abs(int(off.strip("%+"))) <= 5, (predicted, counted)

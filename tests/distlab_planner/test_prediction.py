@@ -1,0 +1,199 @@
+"""A run with `--machine` says what a step should take, and what it took."""
+
+import re
+from pathlib import Path
+
+import pytest
+from support.chapters import MODEL, train_on
+from support.planner_machines import cluster
+
+from distlab.launch import find_script, read_settings
+from distlab.pipeline.schedules import all_stages
+from distlab.run.logs import StepTime
+from distlab.run.replica_settings import ByHandSettings, ShardedSettings
+from distlab.run.settings import parse
+from distlab.run.stage_settings import HybridSettings, PipelineSettings, StageSettings
+from distlab.run.train_settings import TrainSettings
+from distlab_planner.machine import AllReduce, write_machine
+from simplellm.errors import InputError
+
+SMALL = [*MODEL, "--data", "sample"]
+KINDS = [
+    (TrainSettings(), 1, "naive", "none"),
+    (ByHandSettings(world_size=2), 2, "naive", "none"),
+    (ShardedSettings(world_size=2), 2, "naive", "optimizer"),
+    (PipelineSettings(world_size=2), 2, "naive", "none"),
+    (HybridSettings(dp=2, pp=2, tp=2, schedule="zb-v", shard="gradients"), 8, "zb-v", "gradients"),
+]
+
+
+@pytest.fixture
+def machine(tmp_path: Path) -> Path:
+    write_machine(cluster(pass_seconds=1e-4, device="cpu"), path := tmp_path / "machine.json")
+    return path
+
+
+def settings_of(command: str, machine: Path) -> TrainSettings:
+    """Those of `./launch.sh` and such a command, with a machine."""
+    name, *flags = command.split()
+    script, own = find_script(name)
+    settings = read_settings(script, [*own, *SMALL, *flags, "--machine", str(machine)], "")
+    assert isinstance(settings, TrainSettings)
+    return settings
+
+
+@pytest.mark.parametrize(("defaults", "ranks", "schedule", "shard"), KINDS)
+def test_the_layout_is_that_of_the_run(
+    defaults: TrainSettings, ranks: int, schedule: str, shard: str, machine: Path
+) -> None:
+    settings = parse(defaults, "", [*SMALL, "--batch-size", "4", "--micro-batches", "2", "--machine", str(machine)])
+    prediction = settings.prediction
+    assert prediction is not None
+    layout = prediction.costs.layout
+    assert (layout.ranks, layout.schedule, layout.shard, layout.rows) == (ranks, schedule, shard, 2)
+    assert (layout.dp, layout.pp, layout.tp) == tuple(settings.layout.get(kind, 1) for kind in ("dp", "pp", "tp"))
+    assert len(layout.split) == 1 + max(a.stage for line in all_stages(schedule, layout.pp, 2) for a in line)
+    assert sum(prediction.parts.values()) == pytest.approx(prediction.step.seconds)
+
+
+@pytest.mark.parametrize(
+    ("flags", "sentence"),
+    [
+        ("--schedule auto", "--schedule auto: its order is not known before the run"),
+        ("--schedule interleaved --chunks-per-stage 3", "--chunks-per-stage 3: the planner knows 2 only"),
+        ("--dtype bfloat16", "--dtype bfloat16: the planner does not know such runs"),
+        ("--dp 40", " has 4 hosts with 8 ranks each, but the layout has 80 ranks"),
+    ],
+)
+def test_what_the_planner_does_not_know_is_said(flags: str, sentence: str, machine: Path) -> None:
+    given = f"--pp 2 --n-layers 6 --batch-size 2 --micro-batches 2 {flags} --machine {machine}"
+    with pytest.raises(InputError, match=sentence):
+        parse(HybridSettings(), "", [*SMALL, *given.split()])
+
+
+def test_the_part_that_was_off_is_named(machine: Path) -> None:
+    settings = settings_of("dp-ga --world-size 2", machine)
+    prediction = settings.prediction
+    assert prediction is not None
+    computing, collectives = (prediction.parts[part] for part in ("computing", "collectives"))
+    slow = StepTime(computing + 2.0, 2.0, 2.0)
+    first, *parts = prediction.beside([StepTime(100.0, 50.0, 0.0)] * 3 + [slow] * 2)
+    assert "collectives differs most" in first
+    assert [part.partition(":")[0] for part in parts] == list(prediction.parts)
+    assert parts[1].endswith("measured 2,000 ms")
+    assert collectives < 1
+    [step] = settings.remarks_at_the_end([slow])[:1]
+    assert step == first, "the first steps count only if there are no others"
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "primer --optimizer sgd --lr 0.1",
+        "dp-ga --micro-batches 2 --batch-size 2",
+        "mydp",
+        "ddp",
+        "dp-zero --shard weights --micro-batches 2 --batch-size 2",
+        "pp-1f1b --world-size 2",
+        "pp-gpipe --world-size 2",
+        "pp-dapple --world-size 2",
+        "pp-interleaved --world-size 2 --n-layers 4 --batch-size 4 --micro-batches 4",
+        "pp-zb --world-size 2",
+        "tp --world-size 2",
+        "hybrid --pp 2 --backend gloo --save-every 5 --eval-every 5 --trace",
+    ],
+)
+def test_what_the_chapters_run_is_predicted(command: str, machine: Path) -> None:
+    assert settings_of(command, machine).prediction is not None
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "pp-gpipe --world-size 2 --batch-size 4 --micro-batches 2",
+        "pp-dapple --world-size 2 --num-heads 4 --num-kv-heads 2 --hidden-dim 40 --layers-per-stage 1,2 --n-layers 3",
+        "hybrid --dp 2 --pp 2 --tp 2 --batch-size 6 --micro-batches 3 --recompute blocks",
+        "hybrid --dp 1 --pp 2 --n-layers 4 --batch-size 4 --micro-batches 4 --schedule interleaved --recompute all",
+    ],
+)
+def test_the_planner_gives_actions_the_threads_of_the_run(flags: str, machine: Path) -> None:
+    settings = settings_of(flags, machine)
+    assert isinstance(settings, StageSettings)
+    assert settings.prediction is not None
+    costs = settings.prediction.costs
+    assert settings.pass_costs(costs.model.sizes.vocab_size) == costs.estimated
+
+
+def test_one_stage_at_a_time_has_all_cores_however_small_the_model_is(
+    machine: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    prediction = settings_of("pp-1f1b --world-size 2", machine).prediction
+    assert prediction is not None
+    assert prediction.costs.threads == prediction.costs.machine.cores_per_host > 1
+
+
+@pytest.mark.parametrize(
+    ("command", "named"),
+    [
+        ("tp --world-size 2 --tp-style naive", "--tp-style naive"),
+        ("tp --world-size 2 --sequence-parallel", "--sequence-parallel: the planner"),
+        ("dp-ga --all-reduce ring", "--all-reduce ring"),
+        ("dp-ga --compress topk", "--compress topk"),
+        ("dp-ga --report-every 5", "--report-every 5"),
+        ("mydp --batch-size 2 --micro-batches 2", "--micro-batches 2: these replicas average in every backward pass"),
+        ("ddp --batch-size 2 --micro-batches 2", "--micro-batches 2: these replicas average in every backward pass"),
+        ("dp-wa", "the planner knows runs that average gradients, not weights"),
+        ("diloco --sync-every 10", "--sync-every 10"),
+        ("hybrid --pp 2 --outer diloco", "--outer diloco"),
+        ("pp-dapple --world-size 2 --run-on", "--run-on: the planner"),
+        ("primer --clip-norm 1", "--clip-norm 1.0"),
+        ("dp-ga --transport shared", "--transport shared: it was measured without shared memory"),
+        ("dp-ga --device cuda", "its ranks compute on cpu, and those of this run on cuda"),
+    ],
+)
+def test_settings_that_the_planner_does_not_know_are_named(command: str, named: str, machine: Path) -> None:
+    with pytest.raises(InputError, match=f"^--machine {machine}.*{named}"):
+        settings_of(command, machine)
+
+
+def test_ranks_communicate_as_those_of_the_machine_did(tmp_path: Path) -> None:
+    shared = AllReduce(ranks=2, transport="shared", size_bytes=(1e6,), seconds=(1e-3,))
+    write_machine(cluster(device="cpu", all_reduces=(shared,)), path := tmp_path / "machine.json")
+    for flags in ("", "--transport shared"):
+        assert settings_of(f"dp-ga {flags}", path).prediction is not None
+    with pytest.raises(InputError, match="--transport gloo: it was measured in shared memory"):
+        settings_of("dp-ga --transport gloo", path)
+    write_machine(cluster(), path)
+    with pytest.raises(InputError, match="its ranks compute on cuda, and those of this run on cpu"):
+        settings_of("dp-ga", path)
+    with pytest.raises(InputError, match="--backend gloo: ranks on cuda were measured over nccl"):
+        settings_of("dp-ga --device cuda --backend gloo", path)
+
+
+def test_the_device_that_a_run_chooses_is_that_of_the_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_machine(cluster(), path := tmp_path / "machine.json")
+    settings = settings_of("dp-ga --device auto", path)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    with pytest.raises(InputError, match="its ranks compute on cuda, and those of this run on cpu"):
+        settings.decide()
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    assert settings.decide()["data"] == "sample"
+
+
+def test_a_run_ends_well_if_its_machine_has_gone(machine: Path) -> None:
+    settings = settings_of("dp-ga", machine)
+    [predicted] = [line for line in settings.remarks(settings.decide()) if "a step should take" in line]
+    machine.write_text("{}")
+    first, *_ = settings.remarks_at_the_end([StepTime(1.0, 0.5, 0.5)])
+    machine.unlink()
+    assert settings.remarks_at_the_end([StepTime(1.0, 0.5, 0.5)])[0] == first
+    assert re.findall(r"[\d.,]+ ms", predicted)[0] in first
+
+
+def test_a_run_prints_both(machine: Path, tmp_path: Path) -> None:
+    train_on(1, "primer/intro.py", tmp_path / "run", *SMALL, "--steps", "5", "--machine", str(machine))
+    text = (tmp_path / "run/rank0.log").read_text()
+    assert f"# by {machine} (passes of this model were not measured there, but estimated), a step should take " in text
+    assert "# a step took " in text
+    assert "# computing: predicted " in text

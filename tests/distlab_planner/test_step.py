@@ -1,0 +1,269 @@
+"""The step that the planner plays, where it can be compared: with the simulation of a schedule, and by hand."""
+
+import itertools
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from support.chapters import MODEL as SMALL
+from support.chapters import load, train_on
+from support.planner_machines import CLUSTER, MODEL, SIZES, cluster
+
+from distlab.comm.link import Link
+from distlab.parallel import data
+from distlab.pipeline import plan
+from distlab.pipeline.actions import ActionCosts, Backward, Forward
+from distlab.pipeline.plan import simulate
+from distlab.pipeline.schedules import SCHEDULES, stages_per_worker
+from distlab.run.settings import parse
+from distlab_planner.costs import Costs
+from distlab_planner.layouts import RECOMPUTE, SHARDS, Layout, default_split
+from distlab_planner.machine import AllReduce, Machine, Measured, PassSeconds, Waking, write_machine
+from distlab_planner.model import Model
+from distlab_planner.step import BUCKET_BYTES, LOSS_BYTES, Step, least_seconds, predict, sent_bytes
+
+NAMES = [name for name in SCHEDULES if name != "auto"]
+
+
+def layout(schedule: str = "dapple", pp: int = 2, micro_batches: int = 4, dp: int = 1, tp: int = 1) -> Layout:
+    split = default_split(MODEL, pp * stages_per_worker(schedule))
+    return Layout(dp, pp, tp, micro_batches, micro_batches, schedule, "none", "none", split)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_with_cores_for_all_it_is_the_simulation_of_the_schedule(name: str) -> None:
+    costs = Costs(cluster(pass_seconds=1e-6, inside=Link(3e-6)), MODEL, layout(name))
+    programs = costs.layout.programs()
+    known = {(a.letter, a.stage): costs.seconds(a) for program in programs for a in program}
+    simulated = simulate(programs, ActionCosts(measured=known, transfer=3e-6))
+    step = predict(costs)
+    loss = costs.placement.all_reduce(costs.placement.slices, 8).seconds + 2 * 3e-6
+    assert step.seconds == pytest.approx(simulated.makespan + loss)
+    assert step.bubble == pytest.approx(sum(simulated.bubble) / 2)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_playing_with_and_without_disturbance_is_the_same_where_there_is_none(name: str) -> None:
+    for recompute in ("none", "all"):
+        own = replace(layout(name, tp=2, dp=2), recompute=recompute)  # type: ignore[arg-type]
+        waking = Waking(0.0, 1e-6), Waking(1e-5, 5e-6)
+        machine = cluster(pass_seconds=1e-6, optimizer_seconds=1e-9, inside=Link(3e-6, 1e9), waking=waking)
+        quick, slow = (predict(Costs(one, MODEL, own)) for one in (machine, replace(machine, slowdown=(1.0,))))
+        assert vars(quick) == pytest.approx(vars(slow), abs=1e-12)
+
+
+def test_ranks_beyond_the_cores_share_them() -> None:
+    two_cores = cluster(cores_per_host=2, device="cpu")
+    one, two, four = (predict(Costs(two_cores, MODEL, layout(pp=1, dp=dp))).seconds for dp in (1, 2, 4))
+    assert one < two < four
+    assert predict(Costs(two_cores, MODEL, layout(pp=1, dp=4))).sharing > 0
+    assert predict(Costs(two_cores, MODEL, layout(pp=1, dp=2))).sharing == pytest.approx(0)
+
+
+def test_threads_that_were_asked_for_are_those_of_every_action() -> None:
+    machine = cluster(cores_per_host=2, device="cpu")
+    alone = Costs(machine, MODEL, layout(pp=1))
+    one, two = (predict(replace(alone, threads=threads)) for threads in (1, 2))
+    assert one.computing == pytest.approx(2 * two.computing)
+    assert two.seconds == pytest.approx(predict(alone).seconds)
+    assert least_seconds(replace(alone, threads=1)) == pytest.approx(2 * least_seconds(alone), rel=0.1)
+    on_gpus = Costs(CLUSTER, MODEL, layout(pp=1))
+    assert predict(replace(on_gpus, threads=4)) == predict(on_gpus)
+
+
+def test_a_message_costs_its_ends_time() -> None:
+    """Three stages with a micro-batch: the way there and back has four messages, each with two ends."""
+    plain = cluster(slowdown=(1.0,), cores_per_host=8)
+    step, slower = (
+        predict(Costs(replace(plain, message_seconds=seconds), MODEL, layout("naive", pp=3, micro_batches=1))).seconds
+        for seconds in (0.0, 1.0)
+    )
+    assert slower - step == pytest.approx(8)
+
+
+@pytest.mark.parametrize("slowdown", [(), (1.0,)], ids=["undisturbed", "disturbed"])
+def test_a_pass_takes_longer_if_its_rank_has_waited(slowdown: tuple[float, ...]) -> None:
+    """Four of six passes follow a wait: not the first one, and not the backward pass of the last stage."""
+    machine = cluster(slowdown=slowdown, cores_per_host=8)
+    at_once, later = (
+        predict(Costs(replace(machine, waking=waking), MODEL, layout("naive", pp=3, micro_batches=1)), 1)
+        for waking in ((), (Waking(0.0, 1.0),))
+    )
+    assert later.seconds - at_once.seconds == pytest.approx(4)
+    assert later.computing - at_once.computing == pytest.approx(2), "of the stage in the middle"
+    assert later.sharing == pytest.approx(at_once.sharing)
+
+
+def test_a_slow_link_decides_what_a_step_takes() -> None:
+    """A step of GPipe takes what the link carries: all activations, and then all their gradients."""
+    slow = Costs(cluster(inside=Link(0.0, 1e3)), MODEL, layout("gpipe", micro_batches=4))
+    assert predict(slow).seconds == pytest.approx(2 * 4 * slow.message_bytes / 1e3, rel=0.01)
+
+
+def test_threads_that_slow_each_other_are_not_slowed_twice() -> None:
+    passes = PassSeconds((1.0,), (2.0,), (1.0,), (1.0,))
+    none = PassSeconds((0.0,), (0.0,), (0.0,), (0.0,))
+    measured = tuple(Measured(SIZES, 1, threads, (1,), none, passes, none) for threads in (1, 2))
+    machine = cluster(cores_per_host=2, device="cpu", slowdown=(1.0, 1.5), measured=measured)
+    step = predict(Costs(machine, MODEL, layout(pp=1, micro_batches=1)))
+    assert step.seconds == pytest.approx(3.0 * MODEL.n_layers)
+
+
+def test_threads_of_a_rank_that_computes_alone() -> None:
+    machine = cluster(cores_per_host=2, device="cpu")
+    one = predict(Costs(replace(machine, cores_per_host=1), MODEL, layout(pp=1))).computing
+    assert predict(Costs(machine, MODEL, layout(pp=1))).computing == pytest.approx(one / 2)
+    assert predict(Costs(replace(machine, device="cuda"), MODEL, layout(pp=1))).computing == pytest.approx(one)
+
+
+def in_all(step: Step) -> float:
+    """The parts of a step together."""
+    return step.computing + step.exchanging + step.averaging + step.updating + step.sharing + step.idle
+
+
+WIDE = Model(replace(SIZES, dmodel=1024, hidden_dim=4096), n_layers=4)
+
+
+@pytest.mark.parametrize("share", [0.25, 16.0], ids=["fast network", "slow network"])
+def test_gradients_are_averaged_bucket_by_bucket_behind_the_last_backward_pass(share: float) -> None:
+    """The first of k buckets sets out after a k-th of the pass, and the last one when it ends, or later."""
+    machine = cluster(hosts=2, ranks_per_host=1, multiply_adds_per_second=1e11)
+    costs = Costs(machine, WIDE, layout(pp=1, dp=2))
+    last, size_bytes = costs.seconds(Backward(0, 3)), 4 * costs.weights(0)
+    buckets = round(size_bytes / data.BUCKET_BYTES)
+    assert buckets > 4
+    link = Link(0.0, size_bytes / (last * share))  # a ring of two: each sends half, twice
+    step = predict(replace(costs, machine=replace(machine, between=link)))
+    each = last * share / buckets
+    ends = max(last / buckets + last * share, last + each)
+    assert step.averaging == pytest.approx(ends - last + link.seconds(LOSS_BYTES), rel=1e-6)
+    assert (step.bound == "averaging gradients") == (share > 1)
+
+
+def test_buckets_are_those_of_runs() -> None:
+    assert BUCKET_BYTES == data.BUCKET_BYTES
+
+
+def test_the_loss_is_among_the_collectives() -> None:
+    for machine in (CLUSTER, cluster(slowdown=(1.0,))):
+        costs = Costs(replace(machine, inside=Link(1e-3)), MODEL, layout(pp=1, dp=2))
+        step = predict(replace(costs, layout=replace(costs.layout, shard="optimizer")))
+        assert step.idle == pytest.approx(0, abs=1e-12)
+        # In rings of two: two messages for the loss, one for the gradients, and one for the new weights.
+        assert step.averaging == pytest.approx(4e-3, rel=1e-3)
+
+
+@pytest.mark.parametrize("name", ["none", "optimizer", "gradients"])
+def test_the_update_is_of_the_weights_that_a_rank_holds_the_state_of(name: str) -> None:
+    machine = cluster(step_seconds=1e-3, optimizer_seconds=1e-8, sgd_seconds=1e-9, pass_seconds=1e-6)
+    own = replace(layout(dp=2), shard=name)  # type: ignore[arg-type]
+    costs = Costs(machine, MODEL, own)
+    held = costs.weights(0) / (1 if name == "none" else 2)
+    step = predict(costs, worker=0)
+    assert step.updating == pytest.approx(1e-3 + 1e-8 * held), "gathering the new weights is a collective"
+    assert predict(replace(costs, optimizer="sgd"), worker=0).updating == pytest.approx(1e-3 + 1e-9 * held)
+    assert in_all(step) == pytest.approx(step.seconds)
+
+
+def test_a_collective_that_is_not_played_takes_what_was_measured() -> None:
+    """Behind a backward pass, and for the loss: what two busy ranks slow each other is in what was measured."""
+    reductions = (AllReduce(2, "gloo", (8.0, 1e6), (1.0, 1.0)),)
+    machine = cluster(device="cpu", cores_per_host=2, all_reduces=reductions)
+    found = [
+        predict(Costs(replace(machine, slowdown=slowdown), MODEL, layout(pp=1, dp=2))) for slowdown in ((), (1.0, 1.6))
+    ]
+    for step in found:
+        assert step.averaging == pytest.approx(2.0, rel=1e-3)
+        assert in_all(step) == pytest.approx(step.seconds)
+    # Inside a pass it is played, and comes to the same.
+    sliced = predict(Costs(replace(machine, slowdown=(1.0, 1.6)), MODEL, layout(pp=1, tp=2, micro_batches=1)))
+    collectives = 2 * 2 * MODEL.n_layers + 2 + 2  # of blocks, of the embedding and the head, and for the loss
+    assert sliced.seconds == pytest.approx(collectives + 1.0, rel=1e-3)
+
+
+MEASURED = [  # ranks, flags
+    (4, "--dp 2 --pp 2 --schedule dapple --micro-batches 3 --batch-size 3"),
+    (4, "--dp 1 --pp 2 --tp 2 --schedule interleaved --micro-batches 2 --batch-size 6"),
+    (2, "--dp 2 --pp 1 --shard gradients --micro-batches 3 --batch-size 3"),
+    (2, "--dp 2 --pp 1 --shard weights --micro-batches 3 --batch-size 3"),
+]
+
+
+@pytest.mark.parametrize(("ranks", "flags"), MEASURED)
+def test_bytes_are_those_that_the_ledger_of_a_run_counts(ranks: int, flags: str, tmp_path: Path) -> None:
+    script, machine_file = "hybrid/intro_hybrid.py", tmp_path / "machine.json"
+    write_machine(cluster(device="cpu"), machine_file)
+    arguments = [*SMALL, "--data", "sample", *flags.split(), "--machine", str(machine_file)]
+    prediction = parse(load(script).DEFAULTS, "", ["0", *arguments]).prediction
+    train_on(ranks, script, tmp_path, *flags.split())
+    *_, last = map(json.loads, (tmp_path / "metrics.jsonl").read_text().splitlines())
+    counted = {kind: size for kind, size in last["sent_bytes"].items() if kind not in ("loss", "control")}
+    assert sent_bytes(prediction.costs)[0] == pytest.approx(sum(counted.values()), rel=0.01), counted
+
+
+def measured_machine() -> Machine:
+    """Two cores; a rank with two threads is slower than with one."""
+    passes = PassSeconds((1e-3, 2e-3), (2e-3, 4e-3), (1e-3, 2e-3), (1.2e-3, 2e-3))
+    slow = PassSeconds((3e-3, 6e-3), (4e-3, 8e-3), (2e-3, 4e-3), (2e-3, 4e-3))
+    kinds = [(1, 1, passes), (1, 2, slow), (2, 1, passes)]
+    measured = tuple(Measured(SIZES, tp, threads, (1, 2), one, one, one) for tp, threads, one in kinds)
+    reductions = AllReduce(2, "gloo", (8.0, 1e5), (1e-4, 2e-3)), AllReduce(2, "shared", (8.0, 1e5), (1e-4, 1e-3))
+    more = {
+        "spin_seconds": 5e-4,
+        "waking": (Waking(0.0, 1e-4), Waking(1e-3, 2e-4)),
+        "message_seconds": 2e-5,
+        "optimizer_seconds": 1e-8,
+    }
+    return cluster(
+        device="cpu", cores_per_host=2, slowdown=(1.0, 1.3, 2.0), measured=measured, all_reduces=reductions, **more
+    )
+
+
+MACHINES = {
+    "one host": CLUSTER,
+    "two cores": cluster(device="cpu", cores_per_host=2),
+    "passes cost": cluster(pass_seconds=1e-5),
+    "many hosts": cluster(hosts=8, ranks_per_host=3, between=Link(1e-3, 1e8)),
+    "measured": measured_machine(),
+    "measured, many hosts": replace(measured_machine(), hosts=8, ranks_per_host=2, between=Link(1e-3, 1e8)),
+}
+
+
+@pytest.mark.parametrize("machine", MACHINES.values(), ids=MACHINES)
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("enough", [1.0, plan.MULTIPLY_ADDS_OF_A_THREAD], ids=["further threads", "one thread"])
+def test_no_step_is_shorter_than_the_least(
+    name: str, machine: Machine, enough: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(plan, "MULTIPLY_ADDS_OF_A_THREAD", enough)
+    ratios = []
+    for dp, tp, shard, recompute in itertools.product((1, 2), (1, 2), SHARDS, RECOMPUTE):
+        if shard != "none" and dp == 1:
+            continue
+        own = layout(name, pp=1 if shard == "weights" else 2, dp=dp, tp=tp)
+        own = replace(own, recompute=recompute, shard=shard)
+        for threads in (None, 1, 2):
+            costs = Costs(machine, MODEL, own, threads)
+            least, step = least_seconds(costs), predict(costs)
+            assert 0 < least <= step.seconds * (1 + 1e-9), (own, threads)
+            assert in_all(step) == pytest.approx(step.seconds)
+            ratios.append(least / step.seconds)
+    assert max(ratios) > 0.3, "a bound that is far below every step would leave nothing out"
+
+
+def test_threads_between_those_that_were_measured_and_beyond() -> None:
+    passes = [PassSeconds((seconds,), (seconds,), (seconds,), (seconds,)) for seconds in (8.0, 2.0)]
+    none = PassSeconds((0.0,), (0.0,), (0.0,), (0.0,))
+    measured = tuple(
+        Measured(SIZES, 1, threads, (1,), none, of_block, none)
+        for threads, of_block in zip((1, 8), passes, strict=True)
+    )
+    one = Costs(cluster(device="cpu", measured=measured), Model(SIZES, 1), replace(layout(pp=1), split=(1,)))
+    seconds = {threads: one.seconds(Forward(0, 0), threads) for threads in (1, 4, 8, 16)}
+    assert seconds == {1: 8.0, 4: pytest.approx(2 + 6 * (1 / 4 - 1 / 8) / (7 / 8)), 8: 2.0, 16: 1.0}
+    # On eight cores, each of two replicas has four threads; sixteen threads of one rank take turns.
+    two = predict(replace(one, layout=replace(one.layout, dp=2, micro_batches=1, batch_size=1)))
+    assert two.computing == pytest.approx(2 * seconds[4])
+    many = replace(one, layout=replace(one.layout, micro_batches=1, batch_size=1), threads=16)
+    assert predict(many).seconds == pytest.approx(2 * seconds[8], rel=1e-6)

@@ -1,0 +1,150 @@
+"""The closed formulas are what the simulated world takes."""
+
+import math
+
+import pytest
+import torch
+from support.planner_machines import MODEL, cluster
+
+from distlab.collectives.ring import allreduce_ring
+from distlab.collectives.simulation import SimulatedWorld
+from distlab.comm.link import Link
+from distlab.comm.traffic import Traffic
+from distlab_planner.collective_model import CostModel, predict
+from distlab_planner.layouts import Layout
+from distlab_planner.machine import AllReduce
+from distlab_planner.traffic import SMALLEST_OF_HOSTS_BYTES, SMALLEST_SHARED_BYTES, Collective, Group, Placement, Spread
+
+SLOW, FAST = Link(5e-5, 1e9), Link(1e-6, 1e11)
+
+
+def placement(ranks: int, per_host: int, pp: int = 1, tp: int = 1, **machine: object) -> Placement:
+    layout = Layout(ranks // (pp * tp), pp, tp, 1, 1, "dapple", "none", "none", (MODEL.n_layers,))
+    machine = {"inside": FAST, "between": SLOW} | machine
+    return Placement(cluster(hosts=-(-ranks // per_host), ranks_per_host=per_host, **machine), layout)
+
+
+@pytest.mark.parametrize(("ranks", "size_bytes"), [(2, 768), (2, 1_536_000), (3, 768), (8, 1_536_000), (64, 76_800)])
+def test_an_all_reduce_between_equal_hosts_takes_what_the_simulated_world_takes(ranks: int, size_bytes: int) -> None:
+    costs = CostModel(SLOW, math.inf, math.inf, one_card=True)
+    simulated = predict("all-reduce", "ring", size_bytes, ranks, costs).makespan
+    seconds = placement(ranks, 1).all_reduce(Group(ranks, 1), size_bytes).seconds
+    assert seconds == pytest.approx(simulated, rel=1e-6)
+
+
+@pytest.mark.parametrize(("ranks", "per_host"), [(8, 4), (16, 2)])
+def test_the_slowest_link_of_a_ring_decides(ranks: int, per_host: int) -> None:
+    links = {(r, s): SLOW for r in range(ranks) for s in range(ranks) if r // per_host != s // per_host}
+    tensor = torch.empty(ranks * 200_000, device="meta")  # chunks of less than a segment
+    world = SimulatedWorld(ranks, FAST, links, one_card=True)
+    world.run(lambda endpoint: allreduce_ring(tensor.clone(), endpoint=endpoint))
+    seconds = placement(ranks, per_host).all_reduce(Group(ranks, 1), tensor.nbytes).seconds
+    assert seconds == pytest.approx(world.makespan, rel=0.1)
+
+
+def test_rings_that_leave_a_host_together_share_its_card() -> None:
+    alone = placement(4, 2).all_reduce(Group(4, 1), 4e9).seconds
+    of_slices = placement(4, 2, tp=2)
+    assert of_slices.replicas == Group(2, 2)
+    assert of_slices.all_reduce(of_slices.replicas, 4e9).seconds == pytest.approx(alone * 4 / 3, rel=1e-3)
+
+
+def test_the_worst_group_decides_where_some_begin_on_one_host_and_end_on_the_next() -> None:
+    """Hosts of 8 ranks: ranks 6 to 8 share layers, and so do 15 to 17. Host 1 sends for both."""
+    slices = placement(24, 8, tp=3)
+    assert not slices.is_inside(slices.slices)
+    assert slices.spread(slices.slices) == Spread(on_host=3, hosts=2, leaving=2)
+    assert slices.all_reduce(slices.slices, 3e6).seconds == pytest.approx(SLOW.seconds(4 * 2 * 1e6))  # 4 messages
+    even = placement(24, 6, tp=3)
+    assert even.is_inside(even.slices)
+    assert even.all_reduce(even.slices, 3e6).seconds == pytest.approx(4 * FAST.seconds(1e6))
+    # Replicas of three ranks: all that share a stage are on several hosts; a host has at most three of them.
+    assert slices.spread(slices.replicas) == Spread(on_host=3, hosts=3, leaving=3)
+
+
+@pytest.mark.parametrize(("ranks", "per_host"), [(3, 2), (5, 2), (7, 4)])
+def test_a_ring_whose_hosts_have_unequal_numbers_of_ranks_is_that_of_the_simulated_world(
+    ranks: int, per_host: int
+) -> None:
+    links = {(r, s): SLOW for r in range(ranks) for s in range(ranks) if r // per_host != s // per_host}
+    tensor = torch.empty(ranks * 200_000, device="meta")
+    world = SimulatedWorld(ranks, FAST, links, one_card=True)
+    world.run(lambda endpoint: allreduce_ring(tensor.clone(), endpoint=endpoint))
+    seconds = placement(ranks, per_host).all_reduce(Group(ranks, 1), tensor.nbytes).seconds
+    assert seconds == pytest.approx(world.makespan, rel=0.1)
+
+
+def test_the_replica_whose_messages_cross_the_network_decides() -> None:
+    """Pipelines of three on hosts of four: of the second one, the first stage is on the first host."""
+    two = placement(6, 4, pp=3)
+    assert two.message(0, 1, 1e6) == SLOW.seconds(1e6)
+    assert two.message(1, 0, 1e6) == SLOW.seconds(1e6)
+    assert two.message(1, 2, 1e6) == FAST.seconds(1e6)
+    assert [two.alike(worker) for worker in range(3)] == [2, 1, 1], "the first host has two first stages"
+    assert placement(24, 8, tp=3).alike(0) == 8
+
+
+def test_what_was_measured_inside_a_host_replaces_the_formula() -> None:
+    entries = (AllReduce(2, "gloo", (1e5, 1e6), (1e-3, 2e-3)), AllReduce(2, "shared", (1e6, 2e6), (1e-3, 2e-3)))
+    machine = {"all_reduces": entries, "slowdown": (1.0, 1.25)}
+    inside = placement(4, 4, **machine)
+    assert inside.all_reduce(Group(2, 1), 1e6) == Collective(pytest.approx(2e-3), pytest.approx(2e-3 / 1.25), True)
+    shared = inside.all_reduce(Group(2, 1), 1e6, "shared")
+    assert shared == Collective(pytest.approx(1e-3), pytest.approx(1e-3 / 1.25), False)
+    across = placement(4, 1, **machine).all_reduce(Group(2, 1), 1e6, "shared")
+    assert across.overlaps
+    assert across.seconds == pytest.approx(2 * SLOW.seconds(5e5))
+
+
+def test_messages_of_several_replicas_of_a_host_take_what_so_many_took_at_once() -> None:
+    together = Link(2e-5, 5e9), Link(3e-5, 4e9)
+    links = {1: FAST, 2: together[0], 3: together[1], 4: together[1]}  # of more, what the most that were measured took
+    for replicas, link in links.items():
+        one_host = placement(2 * replicas, 8, pp=2, inside_together=together)
+        assert one_host.message(0, 1, 1e6) == link.seconds(1e6)
+        assert one_host.carrying(0, 1, 1e6) == 1e6 / link.bytes_per_second
+    assert placement(4, 2, pp=2, tp=2, inside_together=together).message(0, 1, 1e6) == SLOW.seconds(2e6)
+
+
+def test_the_ranks_of_a_host_stand_for_each_other() -> None:
+    one_host = placement(8, 8, pp=2, tp=2)
+    assert [one_host.host_of(worker) for worker in (0, 1)] == [0, 0]
+    assert one_host.alike(0) == 4  # two replicas of two slices
+    assert one_host.message(0, 1, 1e6) == FAST.seconds(1e6)
+    two_hosts = placement(4, 2, pp=2, tp=2)
+    assert [two_hosts.host_of(worker) for worker in (0, 1)] == [0, 1]
+    assert two_hosts.message(0, 1, 1e6) == SLOW.seconds(2e6)
+
+
+def test_pipelines_divided_between_hosts_average_inside_each() -> None:
+    layout = Layout(2, 2, 1, 1, 1, "dapple", "none", "none", (2, 2), "replicas")
+    two_hosts = Placement(cluster(hosts=2, ranks_per_host=2, inside=FAST, between=SLOW), layout)
+    assert [two_hosts.host_of(worker) for worker in (0, 1)] == [0, 1]
+    assert (two_hosts.alike(0), two_hosts.pipelines) == (2, 2)
+    assert two_hosts.message(0, 1, 1e6) == SLOW.seconds(2e6)  # both pipelines use the link
+    assert two_hosts.all_reduce(two_hosts.replicas, 4e9).seconds == pytest.approx(2 * FAST.seconds(2e9))
+
+
+def test_ranks_that_share_the_memory_of_their_hosts_send_a_tensor_once_from_each_host() -> None:
+    shared = (AllReduce(2, "shared", (1e6, 4e6), (1e-3, 4e-3)),)
+    four = placement(4, 2, all_reduces=shared)
+    whole = four.all_reduce(Group(4, 1), 4e6, "shared")
+    assert whole.overlaps
+    assert whole.seconds == pytest.approx(4e-3 + 2 * SLOW.seconds(2e6))
+    assert four.all_reduce(Group(4, 1), 4e6).seconds == pytest.approx(
+        placement(4, 2).all_reduce(Group(4, 1), 4e6).seconds
+    )
+    # A reduce-scatter or an all-gather is a ring of all ranks, and small tensors stay with gloo.
+    assert four.half(Group(4, 1), 4e6, "shared").seconds == pytest.approx(four.half(Group(4, 1), 4e6).seconds)
+    assert four.all_reduce(Group(4, 1), 1e3, "shared").seconds == four.all_reduce(Group(4, 1), 1e3).seconds
+    # With two slices, each on both hosts, nothing can be summed inside; with two groups on a host, they share its card.
+    slices = placement(4, 2, tp=2, all_reduces=shared)
+    assert slices.all_reduce(slices.replicas, 4e6, "shared").seconds == slices.all_reduce(slices.replicas, 4e6).seconds
+    eight = placement(8, 4, tp=2, all_reduces=shared)
+    assert eight.all_reduce(eight.replicas, 4e6, "shared").seconds == pytest.approx(4e-3 + 2 * SLOW.seconds(4e6))
+
+
+def test_the_planner_shares_memory_where_runs_do() -> None:
+    traffic = Traffic()
+    assert traffic.smallest_shared_bytes == SMALLEST_SHARED_BYTES
+    assert traffic.smallest_of_hosts_bytes == SMALLEST_OF_HOSTS_BYTES
