@@ -1,7 +1,7 @@
 """./launch.sh <topology> [flags]: starts all ranks of a script through torchrun, and ends all of them when one fails.
 
-A script that imports mpi4py is started through mpirun, which does the same. What not every command needs is imported
-where it is used, so that the list of topologies and the refusal of a wrong flag are there at once.
+A script that imports mpi4py is started through mpirun, which does the same. What imports torch, which takes a second or
+more, is imported where it is used, so that the list of topologies is there at once.
 """
 
 import os
@@ -19,22 +19,16 @@ import importlib.util
 import re
 import shlex
 import shutil
-import subprocess
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import NoReturn
 
 from distlab.comm.processes import leave
-from distlab.rendezvous.launcher_flags import FLAGS, assign_ranks, read_flags
-from distlab.run.commands import LAB, TEMPERATURE
-from distlab.run.folders import new_folder
+from distlab.rendezvous.launcher_flags import FLAGS, refuse_to_tell
+from distlab.run.commands import LAB
 from distlab_exercises.commands import ABOUT as EXERCISE_COMMANDS
 from distlab_exercises.commands import command as exercise_command
 from simplellm.errors import InputError, require, status_of
-
-if TYPE_CHECKING:
-    from distlab.run.settings import RunSettings
-    from distlab.run.train_settings import TrainSettings
 
 TOPOLOGIES = {  # a script, and flags that are placed before the user's own
     "quickstart": "DP/gradient_aggr/intro_DP_GA.py --world-size 2 --batch-size 2 --dmodel 128 --num-heads 4 "
@@ -99,29 +93,9 @@ def launch(args: list[str]) -> int:
     prog, args = f"./launch.sh {args[0]}", [*flags, *args[1:]]
     if re.search(r"^(from|import) mpi4py", script.read_text(), re.MULTILINE):
         become_mpirun(script, args)
-    own_flags, args = read_flags(args)
-    settings = read_settings(script, args, prog)
-    if own_flags.tell is not None:
-        trained = check_story(own_flags.tell, settings, script.name)
-        if trained.save_every is None:
-            args = [*args, "--save-every", str(trained.steps)]
-            settings = read_settings(script, args, prog)
-    require(settings.rank < 0, f"rank {settings.rank}: launch.sh starts all ranks; leave the rank out")
-    nodes = assign_ranks(own_flags, settings.layout, settings.master_addr)
-    out = settings.out
-    reader = "--max-restarts" if own_flags.max_restarts else "--tell" if own_flags.tell is not None else None
-    if reader and out is None:  # restarted ranks and the story teller must find what was saved
-        several = f"{reader} on several machines: give --out, a folder that all of them share"
-        require(len(nodes.ranks_of) == 1, several)
-        out = new_folder(Path("runs") / script.stem)
-        args = [*args, "--out", str(out)]
-    from distlab.run.local_ranks import run_ranks  # torch: seconds, after the flags have been checked
+    from distlab.run.start import start  # torch: seconds, which the list of topologies need not wait for
 
-    status = run_ranks(script, args, settings, nodes, own_flags.max_restarts)
-    if status == 0 and own_flags.tell is not None and nodes.rank == 0:
-        assert out is not None
-        return tell_story(out, own_flags.tell, settings.device)
-    return status
+    return start(script, args, prog)
 
 
 def find_script(name: str) -> tuple[Path, list[str]]:
@@ -132,45 +106,6 @@ def find_script(name: str) -> tuple[Path, list[str]]:
     is_script = Path(name).is_file() and name.endswith(".py")
     require(is_script, f"{name}: no such topology or script; there are {', '.join(TOPOLOGIES)}")
     return Path(name), []
-
-
-def read_settings(script: Path, args: list[str], prog: str) -> "RunSettings":
-    """A script's settings for `args`; a wrong flag is reported here, before any rank starts."""
-    from distlab.run.script_defaults import read_defaults
-    from distlab.run.settings import parse
-
-    defaults, description = read_defaults(script)
-    return parse(defaults, description or script.stem, args, prog=prog)
-
-
-def check_story(prompt: str, settings: "RunSettings | None", script: str) -> "TrainSettings":
-    """Return the settings of a run whose model can tell a story; `InputError` if it cannot, or not from this prompt."""
-    from distlab.checkpoints.format import latest_valid
-    from distlab.run.train_settings import TrainSettings
-    from simplellm.generation import prompt_ids
-    from simplellm.tokenizers import SPTokenizer
-
-    if not isinstance(settings, TrainSettings):
-        raise InputError(f"--tell: {script} does not train a Llama, which could tell a story; leave --tell out")
-    most = settings.seq_len
-    if settings.resume is not None:  # its model may read more tokens
-        most = latest_valid(settings.resume, at_a_glance=True).record["model"]["ctx_size"]
-    try:
-        prompt_ids(prompt, SPTokenizer(settings.tokenizer), most)
-    except InputError as error:
-        raise InputError(str(error).replace("--prompt", "--tell")) from None
-    return settings
-
-
-def tell_story(run: Path, prompt: str, device: str) -> int:
-    """Print a story told by a run's saved model, in lines that begin with `#`; returns the exit status."""
-    teller = [sys.executable, str(LAB / "primer/tell_story.py"), str(run), f"--prompt={prompt}", "--device", device]
-    teller += ["--temperature", str(TEMPERATURE)]
-    with subprocess.Popen(teller, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
-        for line in process.stdout:
-            print(line.rstrip() if line.startswith("#") else f"# {line}".rstrip(), flush=True)
-    return process.returncode
 
 
 def become_mpirun(script: Path, args: list[str]) -> NoReturn:
@@ -187,7 +122,7 @@ def become_mpirun(script: Path, args: list[str]) -> NoReturn:
     except argparse.ArgumentError as error:
         raise InputError(str(error)) from error
     if ours.tell is not None:
-        check_story(ours.tell, None, script.name)
+        raise refuse_to_tell(script.name)
     require(ours.world_size >= 1, f"--world-size {ours.world_size}: every size must be at least 1")
     beside_python = str(Path(sys.executable).parent)
     mpirun = shutil.which("mpirun", path=os.pathsep.join([beside_python, os.environ.get("PATH", "")]))

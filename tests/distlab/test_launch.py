@@ -278,7 +278,7 @@ def test_a_wrong_value_is_refused_before_any_rank_starts(
     def no_rank(*_: object) -> int:
         raise AssertionError("ranks were started")
 
-    monkeypatch.setattr("distlab.run.local_ranks.run_ranks", no_rank)
+    monkeypatch.setattr("distlab.run.start.run_ranks", no_rank)
     monkeypatch.chdir(LAB)
     with pytest.raises(InputError, match=re.escape(sentence)) as caught:
         launch_command(command.split())
@@ -293,8 +293,8 @@ def test_a_model_that_tells_a_story_is_saved_at_the_end(
     monkeypatch.chdir(tmp_path)
     ran: list[list[str]] = []
     told: list[tuple[Path, str]] = []
-    monkeypatch.setattr("distlab.run.local_ranks.run_ranks", lambda _, args, *__: ran.append(args) or status)
-    monkeypatch.setattr("distlab.launch.tell_story", lambda run, prompt, device: told.append((run, prompt)) or 0)
+    monkeypatch.setattr("distlab.run.start.run_ranks", lambda _, args, *__: ran.append(args) or status)
+    monkeypatch.setattr("distlab.run.start.tell_story", lambda run, prompt, device: told.append((run, prompt)) or 0)
     address = "--master-addr 10.0.0.1" if "--nnodes" in flags else ""
     command = f"dp-ga --world-size 2 --steps 50 {flags.format(out=tmp_path / 'kept')} {address}".split()
     for status in (0, 1):
@@ -371,7 +371,7 @@ def test_quickstart_is_a_run_whose_model_tells_a_story(monkeypatch: pytest.Monke
     """Its flags, of which the user's own may replace any."""
     monkeypatch.chdir(tmp_path)
     ran: list[object] = []
-    monkeypatch.setattr("distlab.run.local_ranks.run_ranks", lambda _, args, settings, *__: ran.append(settings) or 1)
+    monkeypatch.setattr("distlab.run.start.run_ranks", lambda _, args, settings, *__: ran.append(settings) or 1)
     assert launch_command(["quickstart", "--steps", "9", "--world-size", "3"]) == 1
     (settings,) = ran
     assert (settings.steps, settings.world_size, settings.data, settings.lr) == (9, 3, "sample", 2e-3)

@@ -14,9 +14,10 @@ from support.planner_machines import cluster
 from support.processes import LAB, run
 from support.terminals import fork_launcher, fork_python
 
-from distlab.launch import find_script, launch, read_settings
+from distlab.launch import find_script, launch
 from distlab.rendezvous.launcher_flags import assign_ranks, read_flags
 from distlab.run.stage_settings import HybridSettings
+from distlab.run.start import read_script
 from distlab_planner import calibrate, plan, search
 from distlab_planner.costs import Costs
 from distlab_planner.layouts import Choices, layouts
@@ -42,7 +43,7 @@ def test_the_commands_of_a_plan_are_those_of_runs(capsys: pytest.CaptureFixture[
     script, _ = find_script("hybrid")
     for command in commands:
         _, name, *flags = shlex.split(command)
-        settings = read_settings(script, flags, "")
+        settings = read_script(script).parse(flags, "")
         assert name == "hybrid"
         assert isinstance(settings, HybridSettings)
         assert settings.dp * settings.pp * settings.tp == 4
@@ -107,7 +108,8 @@ def test_the_commands_place_ranks_as_the_planner_does(
     [command] = [line.split(maxsplit=3)[3] for line in lines if "./launch.sh" in line]
     own, rest = read_flags([*shlex.split(command), "--node-rank", "0"])
     assert own.nnodes == len(shares)
-    assert assign_ranks(own, read_settings(find_script("hybrid")[0], rest, "").layout, "192.0.2.1").ranks_of == shares
+    settings = read_script(find_script("hybrid")[0]).parse(rest, "")
+    assert assign_ranks(own, settings.layout, "192.0.2.1").ranks_of == shares
     assert ("--node-rank" in lines[-1]) == (len(shares) > 1)
 
 

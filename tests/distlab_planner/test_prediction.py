@@ -7,12 +7,13 @@ import pytest
 from support.chapters import MODEL, train_on
 from support.planner_machines import cluster
 
-from distlab.launch import find_script, read_settings
+from distlab.launch import find_script
 from distlab.pipeline.schedules import all_stages
 from distlab.run.logs import StepTime
 from distlab.run.replica_settings import ByHandSettings, ShardedSettings
 from distlab.run.settings import parse
 from distlab.run.stage_settings import HybridSettings, PipelineSettings, StageSettings
+from distlab.run.start import read_script
 from distlab.run.train_settings import TrainSettings
 from distlab_planner.machine import AllReduce, write_machine
 from simplellm.errors import InputError
@@ -37,7 +38,7 @@ def settings_of(command: str, machine: Path) -> TrainSettings:
     """Those of `./launch.sh` and such a command, with a machine."""
     name, *flags = command.split()
     script, own = find_script(name)
-    settings = read_settings(script, [*own, *SMALL, *flags, "--machine", str(machine)], "")
+    settings = read_script(script).parse([*own, *SMALL, *flags, "--machine", str(machine)], "")
     assert isinstance(settings, TrainSettings)
     return settings
 

@@ -22,6 +22,7 @@ import tyro
 from distlab import launch
 from distlab.checkpoints.models import write_model
 from distlab.reports import figures
+from distlab.run.start import read_script
 from simplellm.errors import InputError, require
 from support.chapters import load
 from support.processes import LAB
@@ -143,8 +144,8 @@ def launched(args: list[str]) -> None:
     try:
         with (
             contextlib.suppress(ParsedError),
-            mock.patch("distlab.run.local_ranks.run_ranks", return_value=0),
-            mock.patch.object(launch, "tell_story", return_value=0),
+            mock.patch("distlab.run.start.run_ranks", return_value=0),
+            mock.patch("distlab.run.start.tell_story", return_value=0),
             mock.patch.object(launch, "become_mpirun", mpirun),
             mock.patch("distlab_exercises.checker.prepare"),
             mock.patch("distlab_exercises.commands._check", return_value=True),
@@ -166,7 +167,7 @@ def run_script(script: Path, args: list[str]) -> None:
     require(script.is_file(), f"{script}: no such script")
     source = script.read_text()
     if re.search("^DEFAULTS =", source, re.MULTILINE):
-        launch.read_settings(script, args, script.name)
+        read_script(script).parse(args, script.name)
         return
     sys.path.insert(0, str(script.parent))
     if "mpi4py" in source:  # it asks MPI for its rank before it reads the command line

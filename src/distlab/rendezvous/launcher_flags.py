@@ -44,6 +44,11 @@ def read_flags(args: list[str]) -> tuple[argparse.Namespace, list[str]]:
     return flags, rest
 
 
+def refuse_to_tell(script: str) -> InputError:
+    """The error for `--tell` with a script whose model cannot tell a story."""
+    return InputError(f"--tell: {script} does not train a Llama, which could tell a story; leave --tell out")
+
+
 def assign_ranks(flags: argparse.Namespace, layout: Layout, master_addr: str) -> Nodes:
     """Divide the ranks of a layout among the machines given by the launcher's flags.
 

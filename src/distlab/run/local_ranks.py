@@ -1,6 +1,5 @@
 """This machine's ranks of a script, under torchrun's agent: from their start to the end of the run."""
 
-import importlib
 import logging
 import os
 import shlex
@@ -32,7 +31,9 @@ AGENT_HANDLES = "TORCHELASTIC_SIGNALS_TO_HANDLE"  # read by torchrun's agent whe
 SECONDS_TO_END = 4  # after SIGTERM, when a rank has failed; a stopped process does not react to it
 
 
-def run_ranks(script: Path, args: list[str], settings: RunSettings, nodes: Nodes, max_restarts: int) -> int:
+def run_ranks(
+    script: Path, args: list[str], settings: RunSettings, nodes: Nodes, max_restarts: int, may_fork: bool = True
+) -> int:
     """Run this machine's ranks of `script` under torchrun's agent until the run ends; returns the exit status.
 
     When a rank fails, the agent ends all ranks and restarts them, at most `max_restarts` times; they resume from the
@@ -63,7 +64,8 @@ def run_ranks(script: Path, args: list[str], settings: RunSettings, nodes: Nodes
                 monitor_interval=0.1,
             )
             try:
-                failures = Agent(spec, errors, SECONDS_TO_END, forks=can_fork(settings.device)).run().failures
+                forks = may_fork and can_fork(settings.device)
+                failures = Agent(spec, errors, SECONDS_TO_END, forks=forks).run().failures
             finally:
                 for sent in ending:  # the ranks have ended: a signal may now end the wait for the other machines
                     signal.signal(sent, signal.SIG_DFL)
@@ -91,10 +93,15 @@ def run_ranks(script: Path, args: list[str], settings: RunSettings, nodes: Nodes
 
 def can_fork(device: str) -> bool:
     """Whether ranks on this `--device` may be forks: on Linux, and where this process cannot have started CUDA."""
-    if sys.platform != "linux" or (device != "cpu" and torch.backends.cuda.is_built()):
-        return False
-    importlib.import_module("distlab.run.main")  # once, for all ranks
-    return True
+    return sys.platform == "linux" and (device == "cpu" or not torch.backends.cuda.is_built())
+
+
+def count_threads() -> int:
+    """The threads of this process, whether or not Python has started them; 0 where the system does not tell."""
+    try:
+        return len(os.listdir("/proc/self/task"))
+    except OSError:
+        return 0
 
 
 def raise_signal(number: int, _: object) -> NoReturn:

@@ -1,0 +1,107 @@
+"""launch.sh with the name or path of a script: its settings, the start of its ranks, a story at the end."""
+
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+
+from distlab.checkpoints.format import latest_valid
+from distlab.rendezvous.launcher_flags import assign_ranks, read_flags, refuse_to_tell
+from distlab.run.commands import LAB, TEMPERATURE
+from distlab.run.folders import new_folder
+from distlab.run.local_ranks import count_threads, run_ranks
+from distlab.run.settings import RunSettings, parse
+from distlab.run.train_settings import TrainSettings
+from simplellm.errors import InputError, require
+from simplellm.generation import prompt_ids
+from simplellm.tokenizers import SPTokenizer
+
+
+@dataclass(frozen=True)
+class Script:
+    """A script that launch.sh can start."""
+
+    path: Path
+    defaults: RunSettings
+    description: str
+    has_threads: bool  # its import has started threads, which forks of this process would lack
+
+    def parse(self, args: list[str], prog: str) -> RunSettings:
+        """The script's settings for `args`; a wrong flag is reported here, before any rank starts."""
+        return parse(self.defaults, self.description, args, prog=prog)
+
+
+def read_script(path: Path) -> Script:
+    """Run a script as an imported module, for its `DEFAULTS` and whatever else it registers, such as a schedule.
+
+    Ranks that are forks of this process have then imported what the script imports.
+
+    Raises:
+        InputError: the script has no `DEFAULTS`, or they are not `RunSettings`.
+    """
+    module = ModuleType("launched_script")
+    module.__file__ = str(path)
+    sys.modules[module.__name__] = module  # annotations of its settings are looked up there
+    sys.path.insert(0, str(path.parent))  # as Python does for a script
+    threads = count_threads()
+    exec(compile(path.read_bytes(), path, "exec"), module.__dict__)  # noqa: S102  # the user asks for it
+    defaults = getattr(module, "DEFAULTS", None)
+    if not isinstance(defaults, RunSettings):
+        raise InputError(f"{path}: launch.sh needs a script with DEFAULTS, a distlab.run.settings.RunSettings")
+    return Script(path, defaults, module.__doc__ or path.stem, count_threads() > threads)
+
+
+def start(path: Path, args: list[str], prog: str) -> int:
+    """Start all ranks of a script, wait until they end, and return the exit status.
+
+    Raises:
+        InputError: the script cannot be launched, or its flags or those of launch.sh cannot work.
+    """
+    own, args = read_flags(args)
+    script = read_script(path)
+    settings = script.parse(args, prog)
+    if own.tell is not None:
+        trained = check_story(own.tell, settings, path.name)
+        if trained.save_every is None:
+            args = [*args, "--save-every", str(trained.steps)]
+            settings = script.parse(args, prog)
+    require(settings.rank < 0, f"rank {settings.rank}: launch.sh starts all ranks; leave the rank out")
+    nodes = assign_ranks(own, settings.layout, settings.master_addr)
+    out = settings.out
+    reader = "--max-restarts" if own.max_restarts else "--tell" if own.tell is not None else None
+    if reader and out is None:  # restarted ranks and the story teller must find what was saved
+        several = f"{reader} on several machines: give --out, a folder that all of them share"
+        require(len(nodes.ranks_of) == 1, several)
+        out = new_folder(Path("runs") / path.stem)
+        args = [*args, "--out", str(out)]
+    status = run_ranks(path, args, settings, nodes, own.max_restarts, not script.has_threads)
+    if status == 0 and own.tell is not None and nodes.rank == 0:
+        assert out is not None
+        return tell_story(out, own.tell, settings.device)
+    return status
+
+
+def check_story(prompt: str, settings: RunSettings, script: str) -> TrainSettings:
+    """Return the settings of a run whose model can tell a story; `InputError` if it cannot, or not from this prompt."""
+    if not isinstance(settings, TrainSettings):
+        raise refuse_to_tell(script)
+    most = settings.seq_len
+    if settings.resume is not None:  # its model may read more tokens
+        most = latest_valid(settings.resume, at_a_glance=True).record["model"]["ctx_size"]
+    try:
+        prompt_ids(prompt, SPTokenizer(settings.tokenizer), most)
+    except InputError as error:
+        raise InputError(str(error).replace("--prompt", "--tell")) from None
+    return settings
+
+
+def tell_story(run: Path, prompt: str, device: str) -> int:
+    """Print a story told by a run's saved model, in lines that begin with `#`; returns the exit status."""
+    teller = [sys.executable, str(LAB / "primer/tell_story.py"), str(run), f"--prompt={prompt}", "--device", device]
+    teller += ["--temperature", str(TEMPERATURE)]
+    with subprocess.Popen(teller, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        for line in process.stdout:
+            print(line.rstrip() if line.startswith("#") else f"# {line}".rstrip(), flush=True)
+    return process.returncode

@@ -1,0 +1,95 @@
+"""Scripts of a user's own under launch.sh: what their files define is there before any rank starts."""
+
+import sys
+from pathlib import Path
+
+import pytest
+from support.processes import LAB
+from support.terminals import fork_launcher
+
+from distlab.launch import TOPOLOGIES, find_script
+from distlab.run.settings import RunSettings
+from distlab.run.start import read_script
+
+TINY = "--dmodel 16 --num-heads 2 --n-layers 2 --seq-len 16 --data sample --device cpu --world-size 2".split()
+
+PIPELINE = f"""
+'''A pipeline with a schedule of its own.'''
+import sys
+from pathlib import Path
+{{before}}
+sys.path.append({str(LAB / "PP/microbatches")!r})
+from intro_PP_microbatches import train
+from distlab.pipeline.actions import Action, Backward, Forward
+from distlab.pipeline.schedules import schedule
+from distlab.run.main import main
+from distlab.run.stage_settings import ScheduledPipelineSettings
+
+@schedule()
+def mine(worker: int, workers: int, micro_batches: int) -> list[Action]:
+    passes = [(Forward, number) for number in range(micro_batches)]
+    return [kind(worker, number) for kind, number in passes + [(Backward, number) for _, number in passes]]
+
+DEFAULTS = ScheduledPipelineSettings(batch_size=3)
+
+if __name__ == "__main__":
+    main(train, DEFAULTS, __doc__)
+"""
+
+
+@pytest.fixture(autouse=True)
+def own_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "path", sys.path.copy())
+
+
+def test_a_schedule_that_the_script_s_own_file_registers(tmp_path: Path) -> None:
+    script = tmp_path / "mine.py"
+    script.write_text(PIPELINE.format(before=""))
+    ended = fork_launcher(script, "--schedule", "mine", *TINY, "--steps", "2", "--out", tmp_path / "run").finish()
+    assert ended.status == 0, ended.err
+    assert len([line for line in ended.out.splitlines() if not line.startswith("#")]) == 2
+    refused = fork_launcher(script, "--schedule", "yours", *TINY).finish()
+    assert (refused.status, refused.out) == (2, "")
+    assert refused.err.startswith("# --schedule yours: give one of naive, gpipe, ")
+    assert refused.err.endswith(", mine, 1f1b\n")
+
+
+def test_a_script_that_computes_when_it_is_imported(tmp_path: Path) -> None:
+    """With several threads, which a fork of the launcher would wait for without end."""
+    script = tmp_path / "mine.py"
+    computed = "import torch; torch.set_num_threads(2); (torch.ones(500, 500) @ torch.ones(500, 500)).exp().sum()"
+    script.write_text(PIPELINE.format(before=computed))
+    flags = [*TINY, "--steps", "1", "--out", tmp_path / "run"]
+    ended = fork_launcher(script, *flags, OMP_NUM_THREADS="2").finish()
+    assert ended.status == 0, ended.err
+
+
+def test_settings_of_a_script_anywhere(tmp_path: Path) -> None:
+    """With what it imports from its own folder, and annotations of its own."""
+    (tmp_path / "beside_the_script.py").write_text("SECONDS = 7\n")
+    (tmp_path / "script.py").write_text('''"""What it is."""
+from __future__ import annotations
+from dataclasses import dataclass
+from typing import Literal
+from beside_the_script import SECONDS
+from distlab.run.settings import RunSettings
+Kind = Literal["a", "b"]
+@dataclass
+class Settings(RunSettings):
+    kind: Kind = "a"
+DEFAULTS = Settings()
+DEFAULTS.timeout = SECONDS
+''')
+    script = read_script(tmp_path / "script.py")
+    settings = script.parse(["--kind", "b"], "./launch.sh script.py")
+    assert isinstance(settings, RunSettings)
+    assert (settings.timeout, getattr(settings, "kind", None), script.description) == (7, "b", "What it is.")
+
+
+@pytest.mark.parametrize("name", TOPOLOGIES.keys() - {"mpi"})
+def test_the_settings_of_each_script_are_found(name: str) -> None:
+    path, flags = find_script(name)
+    script = read_script(path)
+    assert not script.has_threads, "its ranks may be forks"
+    if "--tell" not in flags:
+        script.parse(flags, name)
