@@ -47,7 +47,7 @@ def generate(count: int, seed: int, folder: Path) -> list[BadInput]:
     """`count` inputs of all kinds, the same for the same seed; their files are to be in `folder`."""
     shares = {kind: max(1, count * share // 100) for kind, share in KINDS.items()}
     shares[flags] += max(0, count - sum(shares.values()))
-    found = []
+    found: list[BadInput] = []
     for kind, share in shares.items():
         chance = random.Random(f"{seed} {kind.__name__}")
         found += itertools.islice(kind(chance, max(share, 9), folder / kind.__name__), share)

@@ -5,6 +5,7 @@ import signal
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
@@ -54,7 +55,7 @@ class GPUReport:
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         if report.failed:
-            terminal = self._config.pluginmanager.get_plugin("terminalreporter")
+            terminal: Any = self._config.pluginmanager.get_plugin("terminalreporter")
             terminal.write_line(f"\n{report.nodeid}:\n{report.longreprtext}")
 
     def pytest_unconfigure(self) -> None:
@@ -87,7 +88,7 @@ def _threads_end() -> Iterator[None]:
 @pytest.fixture
 def in_the_foreground() -> Iterator[None]:
     """What the test starts ignores no signals, even if the tests run under nohup or in the background."""
-    usual = {signal.SIGHUP: signal.SIG_DFL, signal.SIGINT: signal.default_int_handler}
+    usual: dict[int, Any] = {signal.SIGHUP: signal.SIG_DFL, signal.SIGINT: signal.default_int_handler}
     before = {sent: signal.signal(sent, handler) for sent, handler in usual.items()}
     yield
     for sent, handler in before.items():

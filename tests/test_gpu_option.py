@@ -3,6 +3,7 @@
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from support.gpu_runs import why_no_gpu
 from support.processes import Ended, run
 
 
-def gpu_tests(*flags: str, **environment: str) -> Ended:
+def gpu_tests(*flags: str, **environment: Any) -> Ended:
     return run(sys.executable, "-m", "pytest", "--gpu", *flags, CUDA_VISIBLE_DEVICES="", **environment)
 
 

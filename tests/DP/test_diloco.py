@@ -69,7 +69,11 @@ def reference(_: int, args: Settings) -> list[State]:
     weights = flat(nets[0]).clone()
     fragments = fragments_of(args, nets[0])
     outer = [nn.Parameter(weights[fragment]) for fragment in fragments]
-    options = {"lr": args.outer_lr, "momentum": args.outer_momentum, "nesterov": args.outer_momentum > 0}
+    options: dict[str, Any] = {
+        "lr": args.outer_lr,
+        "momentum": args.outer_momentum,
+        "nesterov": args.outer_momentum > 0,
+    }
     sgd = [torch.optim.SGD([fragment], **options) for fragment in outer]
     residuals = [torch.zeros_like(weights) for _ in ranks]
     sent: dict[int, tuple[int, Tensor]] = {}  # by the step in which it is merged: a fragment and its outer gradient

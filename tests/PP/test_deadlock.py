@@ -70,7 +70,7 @@ def test_in_separate_terminals_every_rank_shows_it(case: str, tmp_path: Path) ->
             check(case, rank.finish(TIMEOUT + 20))
 
 
-def to_the_end(rank: int, port: int, case: str) -> bool:
+def to_the_end(rank: int, port: int, case: Any) -> bool:
     settings = lesson.DeadlockSettings(case=case, cure=True)
     run: Any = SimpleNamespace(rank=rank, world_size=3, device=torch.device("cpu"), settings=settings)
     with process_group(rank, 3, port):

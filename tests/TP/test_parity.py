@@ -30,7 +30,7 @@ def slices(whole: State, style: str, place: int, ranks: int) -> State:
     """What one rank has to hold of the one process's tensors."""
     dims = {name: SPLIT[style].get(name.split(".")[-2]) for name in whole}
     return {
-        name: tensor if dims[name] is None else tensor.tensor_split(ranks, dim=dims[name])[place]
+        name: tensor if (dim := dims[name]) is None else tensor.tensor_split(ranks, dim=dim)[place]
         for name, tensor in whole.items()
     }
 

@@ -99,7 +99,7 @@ def test_is_the_run_of_one_process_at_the_same_global_batch(world_size: int, tp:
             dim = split_dim(name_of_twin)
             part = whole if dim is None else whole.chunk(tp, dim)[rank % tp]
             assert whole.abs().max() > 0, name
-            torch.testing.assert_close(own[name], part, rtol=1e-4, atol=1e-6, msg=lambda m, n=name: f"{n}: {m}")
+            torch.testing.assert_close(own[name], part, rtol=1e-4, atol=1e-6, msg=f"{name}: {{}}".format)
 
 
 def test_learns_as_well_whatever_the_ranks_share(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """Each split layer of the sentiment classifier against its one-process twin."""
 
 import re
+from functools import partial
 from typing import Any
 
 import pytest
@@ -20,7 +21,7 @@ def twins(layer: str) -> tuple[nn.Module, nn.Module]:
     """A layer split, and in one process, from the same seed."""
     model, tp_model = load("model"), load("tp_model")
     layers: dict[str, list[Any]] = {  # the split type, its twin's, and the arguments of both
-        "ColWiseLinear": [tp_model.ColWiseLinear, lambda *sizes: nn.Linear(*sizes, bias=False), HIDDEN, 36],
+        "ColWiseLinear": [tp_model.ColWiseLinear, partial(nn.Linear, bias=False), HIDDEN, 36],
         "Embedding": [tp_model.Embedding, nn.Embedding, VOCABULARY, HIDDEN],
         "MultiHeadSelfAttention": [*both("MultiHeadSelfAttention"), HIDDEN, HEADS, 0.3],
         "a mask for each head": [*both("MultiHeadSelfAttention"), HIDDEN, HEADS, 0.3],
@@ -99,11 +100,12 @@ def compare_with_twin(layer: str) -> None:
             weights = torch.randn(y.shape, generator=torch.Generator().manual_seed(round_number))
             (y * weights).sum().backward()
             outputs.append(y.detach().clone())
-        close = {"rtol": 1e-5, "atol": 2e-5}
+        close: dict[str, Any] = {"rtol": 1e-5, "atol": 2e-5}
         torch.testing.assert_close(*outputs, **close)
         assert all(torch.equal(a, b) for a, b in zip(args, copies, strict=True)), "an input was changed"
         for own_input, whole_input in zip(args, copies, strict=True):
             if own_input.requires_grad:
+                assert whole_input.grad is not None
                 assert whole_input.grad.abs().max() > 0
                 torch.testing.assert_close(own_input.grad, whole_input.grad, **close)
         for name, p in twin.named_parameters():

@@ -8,6 +8,7 @@ import socket
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 from support.processes import LAB, Ended, children, finish, free_port, process_of, run, start, steps_taken, wait_for
@@ -293,11 +294,21 @@ def test_a_model_that_tells_a_story_is_saved_at_the_end(
     monkeypatch.chdir(tmp_path)
     ran: list[list[str]] = []
     told: list[tuple[Path, str]] = []
-    monkeypatch.setattr("distlab.run.start.run_ranks", lambda _, args, *__: ran.append(args) or status)
-    monkeypatch.setattr("distlab.run.start.tell_story", lambda run, prompt, device: told.append((run, prompt)) or 0)
+    statuses = [0, 1]
+
+    def ended(_: object, args: list[str], *__: object) -> int:
+        ran.append(args)
+        return statuses[len(ran) - 1]
+
+    def tell(run: Path, prompt: str, device: str) -> int:
+        told.append((run, prompt))
+        return 0
+
+    monkeypatch.setattr("distlab.run.start.run_ranks", ended)
+    monkeypatch.setattr("distlab.run.start.tell_story", tell)
     address = "--master-addr 10.0.0.1" if "--nnodes" in flags else ""
     command = f"dp-ga --world-size 2 --steps 50 {flags.format(out=tmp_path / 'kept')} {address}".split()
-    for status in (0, 1):
+    for status in statuses:
         assert launch_command([*command, "--tell", "Once upon a time"]) == status
     args = ran[0]
     assert args[args.index("--save-every") + 1] == ("7" if "save" in flags else "50")
@@ -370,8 +381,13 @@ def test_the_scripts_of_the_listing_exist() -> None:
 def test_quickstart_is_a_run_whose_model_tells_a_story(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Its flags, of which the user's own may replace any."""
     monkeypatch.chdir(tmp_path)
-    ran: list[object] = []
-    monkeypatch.setattr("distlab.run.start.run_ranks", lambda _, args, settings, *__: ran.append(settings) or 1)
+    ran: list[Any] = []
+
+    def ended(_: object, args: list[str], settings: object, *__: object) -> int:
+        ran.append(settings)
+        return 1
+
+    monkeypatch.setattr("distlab.run.start.run_ranks", ended)
     assert launch_command(["quickstart", "--steps", "9", "--world-size", "3"]) == 1
     (settings,) = ran
     assert (settings.steps, settings.world_size, settings.data, settings.lr) == (9, 3, "sample", 2e-3)

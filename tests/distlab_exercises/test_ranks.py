@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -90,7 +91,7 @@ def test_ranks_that_wait_for_each_other_say_where(tmp_path: Path) -> None:
 def test_mistakes_by_the_coefficients_of_the_shares() -> None:
     n, m = 3, 2
 
-    def named(*ratios: list[float], own: int = 0) -> str:
+    def named(*ratios: Sequence[float], own: int = 0) -> str:
         return name_ratios(ratios, own).name
 
     assert named(*[[n] * m] * n) == "summed"

@@ -82,7 +82,7 @@ def test_what_the_probes_send() -> None:
     counts = {}
     for name in ("tiny", "alone", "together"):
         world = SimulatedWorld(3)
-        world.run(lambda endpoint, name=name: probes.works(endpoint)[name]())
+        world.run(lambda endpoint: probes.works(endpoint)[name]())  # noqa: B023
         counts[name] = [(rank.sends, rank.sent_bytes) for rank in world.counts]
     assert counts == {
         "tiny": [(1, 4), (1, 4), (0, 0)],
@@ -99,7 +99,7 @@ def test_the_costs_of_a_simulated_world_are_found_again(size: int) -> None:
     probes = Probes(message_bytes=1_000_000, tensor_bytes=3_500_000)
     names = SimulatedWorld(size).run(lambda endpoint: list(probes.works(endpoint, "meta")))[0]
     seconds = {
-        name: [simulate(lambda endpoint, name=name: probes.works(endpoint, "meta")[name], size, costs).makespan] * 3
+        name: [simulate(lambda endpoint: probes.works(endpoint, "meta")[name], size, costs).makespan] * 3  # noqa: B023
         for name in names
     }
     found = probes.costs(seconds, size)

@@ -1,5 +1,6 @@
 import itertools
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from support.planner_machines import MODEL, cluster
@@ -19,10 +20,17 @@ RANKS, SEQUENCES = 4, 8
 
 
 def settings(layout: Layout) -> HybridSettings:
-    model = {"dmodel": 24, "num_heads": 6, "num_kv_heads": 2, "hidden_dim": 96, "seq_len": 8, "n_layers": 3}
-    sizes = {"dp": layout.dp, "pp": layout.pp, "tp": layout.tp, "micro_batches": layout.micro_batches}
+    model: dict[str, Any] = {
+        "dmodel": 24,
+        "num_heads": 6,
+        "num_kv_heads": 2,
+        "hidden_dim": 96,
+        "seq_len": 8,
+        "n_layers": 3,
+    }
+    sizes: dict[str, Any] = {"dp": layout.dp, "pp": layout.pp, "tp": layout.tp, "micro_batches": layout.micro_batches}
     return HybridSettings(
-        **model,  # type: ignore[arg-type]
+        **model,
         **sizes,
         batch_size=layout.batch_size,
         schedule=layout.schedule,
@@ -47,8 +55,14 @@ def test_the_layouts_are_those_that_the_lab_accepts() -> None:
         if pp * tp > RANKS or (pp == 1 and name != "dapple"):
             continue
         for shard in ("none", "weights"):
-            sizes = {"dp": dp, "pp": pp, "tp": tp, "batch_size": SEQUENCES // dp, "micro_batches": micro_batches}
-            layout = replace(template, **sizes, schedule=name, shard=shard)  # type: ignore[arg-type]
+            sizes: dict[str, Any] = {
+                "dp": dp,
+                "pp": pp,
+                "tp": tp,
+                "batch_size": SEQUENCES // dp,
+                "micro_batches": micro_batches,
+            }
+            layout = replace(template, **sizes, schedule=name, shard=shard)
             asked = replace(settings(layout), layers_per_stage=None)
             if (dp, pp, tp, micro_batches, name, shard) not in tried:
                 with pytest.raises(InputError):

@@ -46,7 +46,7 @@ def test_with_cores_for_all_it_is_the_simulation_of_the_schedule(name: str) -> N
 @pytest.mark.parametrize("name", NAMES)
 def test_playing_with_and_without_disturbance_is_the_same_where_there_is_none(name: str) -> None:
     for recompute in ("none", "all"):
-        own = replace(layout(name, tp=2, dp=2), recompute=recompute)  # type: ignore[arg-type]
+        own = replace(layout(name, tp=2, dp=2), recompute=recompute)
         waking = Waking(0.0, 1e-6), Waking(1e-5, 5e-6)
         machine = cluster(pass_seconds=1e-6, optimizer_seconds=1e-9, inside=Link(3e-6, 1e9), waking=waking)
         quick, slow = (predict(Costs(one, MODEL, own)) for one in (machine, replace(machine, slowdown=(1.0,))))

@@ -1,6 +1,7 @@
 """The closed formulas are what the simulated world takes."""
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from distlab_planner.layouts import Layout
 from distlab_planner.machine import AllReduce
 from distlab_planner.traffic import SMALLEST_OF_HOSTS_BYTES, SMALLEST_SHARED_BYTES, Collective, Group, Placement, Spread
 
+near: Any = pytest.approx
 SLOW, FAST = Link(5e-5, 1e9), Link(1e-6, 1e11)
 
 
@@ -86,11 +88,11 @@ def test_the_replica_whose_messages_cross_the_network_decides() -> None:
 
 def test_what_was_measured_inside_a_host_replaces_the_formula() -> None:
     entries = (AllReduce(2, "gloo", (1e5, 1e6), (1e-3, 2e-3)), AllReduce(2, "shared", (1e6, 2e6), (1e-3, 2e-3)))
-    machine = {"all_reduces": entries, "slowdown": (1.0, 1.25)}
+    machine: dict[str, Any] = {"all_reduces": entries, "slowdown": (1.0, 1.25)}
     inside = placement(4, 4, **machine)
-    assert inside.all_reduce(Group(2, 1), 1e6) == Collective(pytest.approx(2e-3), pytest.approx(2e-3 / 1.25), True)
+    assert inside.all_reduce(Group(2, 1), 1e6) == Collective(near(2e-3), near(2e-3 / 1.25), True)
     shared = inside.all_reduce(Group(2, 1), 1e6, "shared")
-    assert shared == Collective(pytest.approx(1e-3), pytest.approx(1e-3 / 1.25), False)
+    assert shared == Collective(near(1e-3), near(1e-3 / 1.25), False)
     across = placement(4, 1, **machine).all_reduce(Group(2, 1), 1e6, "shared")
     assert across.overlaps
     assert across.seconds == pytest.approx(2 * SLOW.seconds(5e5))

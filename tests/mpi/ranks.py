@@ -58,7 +58,7 @@ def check(name: str, shape: tuple[int, ...], dtype: Any, expected: Callable[[lis
         same(array, want, f"{name} in place")
 
 
-def refused(sentence: str, call: Callable[[], None]) -> None:
+def refused(sentence: str, call: Callable[[], object]) -> None:
     """Every rank must raise; the barrier holds this rank's end back if another one waits inside the call."""
     before = comm.total_bytes_transferred
     with pytest.raises(ValueError, match=sentence):
@@ -84,8 +84,9 @@ def check_all() -> None:
 
     for name in ("myAllreduce", "ringAllreduce"):
         method, array = getattr(comm, name), np.ones(4, np.int32)
-        refused("combine with SUM, PROD, MAX or MIN", lambda m=method, a=array: m(a, a.copy(), MPI.BAND))
-    for name, op in (
+        refused("combine with SUM, PROD, MAX or MIN", functools.partial(method, array, array.copy(), MPI.BAND))
+    ops: list[MPI.Op]
+    for name, ops in (
         ("Allreduce", [MPI.SUM]),
         ("myAllreduce", []),
         ("ringAllreduce", []),
@@ -95,13 +96,13 @@ def check_all() -> None:
         ("Reduce_scatter", []),
     ):
         method, array = getattr(comm, name), np.ones(SIZE, np.int32)
-        refused("dst has 77 elements", lambda m=method, a=array, op=op: m(a, np.ones(77, np.int32), *op))
+        refused("dst has 77 elements", functools.partial(method, array, np.ones(77, np.int32), *ops))
         size = {"Allgather": SIZE * SIZE, "Reduce_scatter": 1}.get(name, SIZE)
-        refused("of float32", lambda m=method, a=array, s=size: m(a, np.ones(s, np.float32)))
+        refused("of float32", functools.partial(method, array, np.ones(size, np.float32)))
     if SIZE > 1:
         for name in ("Alltoall", "myAlltoall", "Reduce_scatter"):
             method, array = getattr(comm, name), np.ones(SIZE + 1, np.int32)
-            refused(f"do not divide among {SIZE} ranks", lambda m=method, a=array: m(a, a.copy()))
+            refused(f"do not divide among {SIZE} ranks", functools.partial(method, array, array.copy()))
 
     for half in (comm.Split(key=-RANK, color=RANK % 2), comm.Split(-RANK, RANK % 2)):
         assert isinstance(half, Communicator)

@@ -82,8 +82,9 @@ def test_work_that_is_not_done_in_time_ends_the_run(work: Any) -> None:
 
 @pytest.mark.parametrize(("flag", "value"), [("processes", 1), ("repeats", 0)])
 def test_flags_that_cannot_work(flag: str, value: int) -> None:
+    settings: dict[str, Any] = {flag: value}
     with pytest.raises(InputError, match=f"--{flag} {value}: "):
-        lesson.RaceSettings(**{flag: value}).check()
+        lesson.RaceSettings(**settings).check()
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux ends the processes of a parent that was killed")

@@ -137,6 +137,7 @@ def test_the_cache_lets_each_token_through_once(cache: bool) -> None:
 def test_the_greedy_story_is_that_of_transformers(exported: Path) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
+    theirs: Any
     theirs, tokenizer = (kind.from_pretrained(exported) for kind in (AutoModelForCausalLM, AutoTokenizer))
     told = []
     for prompt in PROMPTS:

@@ -91,7 +91,7 @@ def average_gradients(rank: int, port: int) -> tuple[list[float], Tensor]:
         loss.backward()
         dist.barrier()
         parameters = list(model.parameters())
-        total = torch.cat([parameter.grad.view(-1) for parameter in parameters])
+        total = torch.cat([parameter.grad.view(-1) for parameter in parameters if parameter.grad is not None])
         dist.all_reduce(total, op=dist.ReduceOp.SUM)
         for parameter, grad in zip(parameters, total.split([p.numel() for p in parameters]), strict=True):
             parameter.grad = grad.view(parameter.shape) / WORLD_SIZE
@@ -137,6 +137,7 @@ def train_stage(rank: int, number: int, stage: Any, source: Any, average: Callab
             losses.append(loss.item())
             loss.backward()
         if number > 0:
+            assert inputs.grad is not None
             dist.send(inputs.grad, rank - 1)
         average()
         optimizer.step()
@@ -163,6 +164,7 @@ def two_pipelines(rank: int, port: int) -> tuple[str, list[float], dict[str, Ten
 
     def average() -> None:
         for parameter in stage.parameters():
+            assert parameter.grad is not None
             dist.all_reduce(parameter.grad, group=replicas[number])
             parameter.grad /= 2
 

@@ -194,7 +194,7 @@ def test_embed_is_the_first_stage() -> None:
     activations = first.embed(tokens())
     assert activations.shape == (3, 11, 24)
     torch.testing.assert_close(activations, first(tokens()), rtol=0, atol=0)
-    assert not torch.equal(activations, first.model.embed_tokens(tokens()))  # its layers have run
+    assert not torch.equal(activations, first.model.get_submodule("embed_tokens")(tokens()))  # its layers have run
 
 
 def test_by_default_a_stage_holds_the_layers_of_its_rank(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -242,7 +242,8 @@ def test_attention_over_some_of_the_heads() -> None:
 @pytest.mark.parametrize("num_kv_heads", [1, 2, 4])
 def test_heads_repeated_for_float32_on_cuda_are_the_groups(num_kv_heads: int, monkeypatch: pytest.MonkeyPatch) -> None:
     model, ids = whole(num_kv_heads=num_kv_heads), tokens()
-    attend, seen, computed = F.scaled_dot_product_attention, [], []
+    attend: Any = F.scaled_dot_product_attention
+    seen, computed = [], []
 
     def seen_by(q: Tensor, k: Tensor, v: Tensor, *args: Any, enable_gqa: bool, **options: Any) -> Tensor:
         seen.append((k.shape[1], v.shape[1], enable_gqa))
@@ -293,7 +294,9 @@ def test_without_a_padding_token_every_row_is_trained(padding_idx: int | None) -
     ids = torch.full((1, 4), VOCAB_SIZE - 1)
     model = LLama(CausalLLama, VOCAB_SIZE, **SIZES, padding_idx=padding_idx)
     causalLLMLoss(model(ids), ids, VOCAB_SIZE).backward()
-    assert model.get_parameter("model.embed_tokens.weight").grad[-1].abs().sum() > 0
+    gradient = model.get_parameter("model.embed_tokens.weight").grad
+    assert gradient is not None
+    assert gradient[-1].abs().sum() > 0
 
 
 def test_the_padding_token_is_not_trained() -> None:
@@ -365,7 +368,8 @@ def test_the_cache_in_bfloat16(native: bool, monkeypatch: pytest.MonkeyPatch) ->
 
 @torch.no_grad()
 def test_stages_have_caches_of_their_own() -> None:
-    model, stages = whole(), build_stages([1, 0, 3])
+    model = whole()
+    stages: list[Any] = list(build_stages([1, 0, 3]))
     for stage in stages:
         stage.load_state_dict({name: model.state_dict()[name] for name in stage.state_dict()}, strict=True)
     caches = [stage.new_cache() for stage in stages]

@@ -98,7 +98,7 @@ def test_hooks_see_each_gradient_once_and_buckets_are_filled_as_usual() -> None:
 def test_gradients_of_weights_that_are_left_for_later_come_from_what_was_computed_again() -> None:
     results = []
     for kind in ("none", "blocks", "all"):
-        net, later = model(kind), DeferredWeightGradients()  # type: ignore[arg-type]
+        net, later = model(kind), DeferredWeightGradients()
         with later.applied():
             loss = causalLLMLoss(net(IDS), IDS, VOCAB)
         loss.backward()

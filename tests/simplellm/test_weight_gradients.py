@@ -2,6 +2,7 @@
 
 import contextlib
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -64,7 +65,7 @@ def test_micro_batches_are_added_up_in_one_tensor_to_the_gradients_of_autograd()
     assert where[0] == where[1] == where[2], "no new tensor takes the place of the sum"
     for (name, own), other in zip(in_place.named_parameters(), plain.parameters(), strict=True):
         assert grad(other).abs().max() > 1e-4, name
-        torch.testing.assert_close(own.grad, other.grad, msg=lambda text, name=name: f"{name}: {text}")
+        torch.testing.assert_close(own.grad, other.grad, msg=f"{name}: {{}}".format)
 
 
 def test_a_first_gradient_is_written_to_its_place_without_a_copy() -> None:
@@ -98,8 +99,13 @@ def test_a_weight_that_is_used_twice_in_a_pass_gets_the_sum_of_both(is_deferred:
 
 def test_what_is_not_asked_for_is_not_computed(monkeypatch: pytest.MonkeyPatch) -> None:
     linear, x, calls = layer(), inputs(0), list[bool]()
-    real = layers.gradient_of
-    monkeypatch.setattr(layers, "gradient_of", lambda *args, in_place: calls.append(in_place) or real(*args, in_place))
+    real: Any = layers.gradient_of
+
+    def note(*args: Any, in_place: bool) -> Tensor:
+        calls.append(in_place)
+        return real(*args, in_place)
+
+    monkeypatch.setattr(layers, "gradient_of", note)
     with WeightGradients().applied():
         y = linear(x).square().sum()
     torch.autograd.grad(y, x, retain_graph=True)

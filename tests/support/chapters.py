@@ -143,4 +143,4 @@ def initial_weights(*model: str) -> State:
 def assert_equal(own: State, expected: State, rtol: float = 0) -> None:
     assert own.keys() == expected.keys()
     for name, tensor in expected.items():
-        torch.testing.assert_close(own[name], tensor, rtol=rtol, atol=1e-6, msg=lambda m, name=name: f"{name}: {m}")
+        torch.testing.assert_close(own[name], tensor, rtol=rtol, atol=1e-6, msg=f"{name}: {{}}".format)

@@ -30,11 +30,11 @@ class Host:
     namespace: str
     address: str
 
-    def command(self, *command: str | Path) -> list[str]:
+    def command(self, *command: object) -> list[str]:
         """A command line that runs `command` on this host."""
         return ["ip", "netns", "exec", self.namespace, *(str(part) for part in command)]
 
-    def run(self, *command: str | Path) -> str:
+    def run(self, *command: object) -> str:
         """The standard output of a command that ends well on this host."""
         return _run(*self.command(*command))
 

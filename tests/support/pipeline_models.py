@@ -22,15 +22,19 @@ def louder(net: nn.Module) -> nn.Module:
     with torch.no_grad():
         for parameter in net.parameters():
             if parameter.dim() > 1:
-                parameter *= 5
+                parameter.mul_(5)
     return net
 
 
+def grad_of(parameter: nn.Parameter) -> Tensor:
+    assert parameter.grad is not None
+    return parameter.grad
+
+
+@torch.no_grad()
 def update(net: nn.Module) -> None:
-    with torch.no_grad():
-        for parameter in net.parameters():
-            assert parameter.grad is not None
-            parameter -= LEARNING_RATE * parameter.grad
+    for parameter in net.parameters():
+        parameter.sub_(LEARNING_RATE * grad_of(parameter))
 
 
 def assert_near(own: Tensor, expected: Tensor | None, name: str) -> None:

@@ -96,7 +96,7 @@ def run_ranks(world_size: int, work: Callable[..., Any], *args: Any, deadline: f
 
 def _answer(work: Callable[..., Any], args: tuple[Any, ...], rank: int, pipe: Connection) -> None:
     try:
-        ended = None, work(rank, *args)
+        ended: tuple[str | None, Any] = None, work(rank, *args)
     except BaseException:
         ended = traceback.format_exc(), None
     answer = io.BytesIO()
@@ -129,7 +129,7 @@ class Ended:
     err: str
 
 
-def start(*command: str | Path, cwd: Path = LAB, **environment: str) -> "subprocess.Popen[str]":
+def start(*command: object, cwd: Path = LAB, **environment: str) -> "subprocess.Popen[str]":
     """Start a command in a process group of its own."""
     env = {**os.environ, "PYTHONPATH": str(LAB / "src"), "OMP_NUM_THREADS": "1", **environment}
     return subprocess.Popen(
@@ -177,12 +177,12 @@ def finish(process: Started, deadline: float = 60) -> Ended:
     return Ended(process.returncode, out, err)
 
 
-def run(*command: str | Path, deadline: float = 60, **environment: str) -> Ended:
+def run(*command: object, deadline: float = 60, cwd: Path = LAB, **environment: str) -> Ended:
     """Run a command to its end."""
-    return finish(start(*command, **environment), deadline)
+    return finish(start(*command, cwd=cwd, **environment), deadline)
 
 
-def run_script(script: str, *flags: str | Path, deadline: float = 60, **environment: str) -> Ended:
+def run_script(script: str, *flags: object, deadline: float = 60, **environment: Any) -> Ended:
     """Run one of the lab's scripts, in one process, to its end."""
     return run(sys.executable, LAB / script, *flags, deadline=deadline, **environment)
 

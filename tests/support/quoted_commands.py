@@ -201,7 +201,7 @@ def until_parsed(program: Callable[[], object], argv: list[str]) -> None:
 
         return wrapped
 
-    def not_drawn(figure: Callable[..., None]) -> Callable[..., None]:
+    def not_drawn(figure: Any) -> Callable[..., None]:
         return functools.wraps(figure)(lambda *_, **__: None)
 
     parser = argparse.ArgumentParser

@@ -54,7 +54,7 @@ class Fork(Forked):
         return finish(self, deadline)
 
 
-def fork_launcher(*args: str | Path, namespace: str = "", **environment: str) -> Fork:
+def fork_launcher(*args: object, namespace: str = "", **environment: str) -> Fork:
     """`./launch.sh` with these arguments; In a network namespace, if one is named."""
 
     def launch() -> None:
@@ -67,7 +67,7 @@ def fork_launcher(*args: str | Path, namespace: str = "", **environment: str) ->
     return _fork(launch, environment)
 
 
-def fork_python(*command: str | Path, **environment: str) -> Fork:
+def fork_python(*command: object, **environment: str) -> Fork:
     """`python` with one of the lab's scripts, or with -m and a module, and its arguments."""
     return _fork(lambda: _run(*map(str, command)), environment)
 

@@ -241,7 +241,7 @@ def killed_while_saving(_: int, out: Path) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
         written(run, record, *rest)
 
-    saving._complete = die_at_the_second
+    saving._complete = die_at_the_second  # type: ignore[assignment]
     train(0, "primer/intro.py", ["--save-every", "2", "--out", str(out)])
 
 

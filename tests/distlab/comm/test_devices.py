@@ -192,8 +192,8 @@ def test_gloos_threads_are_patient_in_a_run_and_the_one_that_computes_is_not(tmp
 def test_threads_that_have_computed_leave_their_cores_to_other_ranks() -> None:
     """And soon: by default they would use them for 15 times as long, waiting in a loop."""
     code = "import distlab; from distlab_planner.measuring import measure_spinning; print(measure_spinning(2))"
+    spins: tuple[dict[str, Any], ...] = ({}, {"GOMP_SPINCOUNT": "300000"})
     usual, default = (
-        float(run(sys.executable, "-c", code, OMP_NUM_THREADS="2", **environment).out)
-        for environment in ({}, {"GOMP_SPINCOUNT": "300000"})
+        float(run(sys.executable, "-c", code, OMP_NUM_THREADS="2", **environment).out) for environment in spins
     )
     assert usual < default / 3

@@ -78,7 +78,7 @@ def reduce_all(rank: int, hosts: str, port: int) -> tuple[list[Tensor], dict[str
     results = []
     for dtype in DTYPES:
         buffers = [traffic.new_buffer(elements, torch.empty(0, dtype=dtype)) for elements in SIZES]
-        assert isinstance(traffic._shared[dist.group.WORLD], MemoryOfHosts)
+        assert isinstance(traffic._shared[dist.distributed_c10d._get_default_group()], MemoryOfHosts)
         for op in OPS:
             for buffer in buffers:
                 buffer.copy_(operand(rank, len(buffer), dtype))

@@ -92,7 +92,9 @@ def stuck(calls: list[list[Call]]) -> list[int]:
     made = [0] * len(calls)  # how many of its calls each rank's thread has made
     while True:
         made_before = made.copy()
-        arrived = {(rank, communicator(call)) for rank, own in enumerate(calls) for call in own[: made[rank] + 1]}
+        arrived: set[tuple[int, object]] = {
+            (rank, communicator(call)) for rank, own in enumerate(calls) for call in own[: made[rank] + 1]
+        }
         for rank, own in enumerate(calls):
             while made[rank] < len(own) and may_make(rank, own, made[rank], done, arrived):
                 made[rank] += 1

@@ -60,4 +60,4 @@ def test_what_is_found_meanwhile_ends_the_wait() -> None:
 def test_a_call_in_time_gives_its_answer_or_its_error() -> None:
     assert within(5, lambda: "answer") == "answer"
     with pytest.raises(KeyError):
-        within(5, lambda: {}["missing"])
+        within(5, lambda: dict[str, int]()["missing"])

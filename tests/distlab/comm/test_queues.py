@@ -35,9 +35,10 @@ def message(number: int) -> Tensor:
 def both_queues(slots: int) -> tuple[SharedQueue, SharedQueue]:
     """Of two ranks, this one's to the other, and the other way round."""
     queues = [traffic.new_queue(sender, 1 - sender, slots, LARGEST, torch.empty(0)) for sender in (0, 1)]
-    assert queues[0] is not None
-    assert queues[1] is not None
-    return queues[dist.get_rank()], queues[1 - dist.get_rank()]
+    own, other = queues[dist.get_rank()], queues[1 - dist.get_rank()]
+    assert own is not None
+    assert other is not None
+    return own, other
 
 
 def exchange(rank: int, port: int, slots: int) -> dict[str, int]:

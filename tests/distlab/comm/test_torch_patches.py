@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -64,8 +65,9 @@ def test_torch_writes_no_trace_when_it_is_silenced(
 @pytest.mark.parametrize("kind", [Adam, AdamW, SGD])
 def test_optimizers_have_plain_methods_below_torchs_wrappers(kind: type[Optimizer]) -> None:
     """The effect is in tests/distlab/run/test_optimizers.py."""
+    method: Any
     for method in (Optimizer.add_param_group, Optimizer.zero_grad, kind.step):
-        assert callable(method.__wrapped__)  # type: ignore[attr-defined]
+        assert callable(method.__wrapped__)
     assert issubclass(without_compiler(kind), kind)
     assert without_compiler(kind).__name__ == kind.__name__
     assert Optimizer.zero_grad.__wrapped__.__dict__["__dynamo_disable"]  # type: ignore[attr-defined]

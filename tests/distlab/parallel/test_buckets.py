@@ -118,7 +118,8 @@ def average_in_other_orders(rank: int, port: int, by_hand: str | None) -> None:
                 torch.testing.assert_close(weight.grad, expected)
             with torch.no_grad():
                 for weight in layers.parameters():
-                    weight -= 0.5 * weight.grad
+                    assert weight.grad is not None
+                    weight.sub_(0.5 * weight.grad)
 
 
 @pytest.mark.parametrize("by_hand", [None, *ALL_REDUCES])

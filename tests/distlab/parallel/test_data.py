@@ -74,7 +74,7 @@ def test_mydp_trains_as_one_process(world_size: int) -> None:
     for own_initial, own in ended:
         for name, expected in model.state_dict().items():
             assert torch.equal(own_initial[name], initial[name]), f"{name} starts as on rank 0"
-            torch.testing.assert_close(own[name], expected, msg=lambda m, name=name: f"{name}: {m}")
+            torch.testing.assert_close(own[name], expected, msg=f"{name}: {{}}".format)
     assert torch.equal(model.frozen.weight, initial["frozen.weight"])
     for name in ("embed.weight", "sometimes.weight"):
         assert not torch.allclose(model.state_dict()[name], initial[name]), f"{name} was trained"
@@ -185,7 +185,7 @@ def test_mydp_averages_again_after_a_backward_pass_that_raised(bucket_bytes: int
 
 def broadcast_with_strides(rank: int, port: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     with process_group(rank, 3, port):
-        model = nn.Conv2d(2, 3, 2).to(memory_format=torch.channels_last)
+        model = nn.Conv2d(2, 3, 2).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         model.transposed = nn.Parameter(torch.randn(3, 4).t())
         model.register_buffer("every_other", torch.randn(6)[::2])
         strided = [name for name, tensor in model.state_dict().items() if not tensor.is_contiguous()]

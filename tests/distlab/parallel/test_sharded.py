@@ -150,7 +150,9 @@ def train_in_bfloat16(rank: int, port: int) -> list[tuple[Run, dict[str, Tensor]
                         net.gather_weights()
                     saved = {name: p.detach().clone() for name, p in own.items()}
                 run = before, net.whole_parameters(), dict(net.model.named_buffers())
-                ended.append((run, saved, {name: p.flat_range.start for name, p in own.items() if p.requires_grad}))
+                ended.append(
+                    (run, saved, {name: vars(p)["flat_range"].start for name, p in own.items() if p.requires_grad})
+                )
     return ended
 
 

@@ -197,6 +197,9 @@ def test_bytes_per_layer_as_worked_out_by_hand() -> None:
 class Written(nn.Module):
     """A model by hand of the library's blocks, one of them inside another container, and a norm of torch's."""
 
+    tokens: Any
+    rest: Any
+
     def __init__(self, vocab_size: int = VOCAB, num_heads: int = 6) -> None:
         super().__init__()
         self.tokens = nn.ModuleList([nn.Embedding(vocab_size, 48)])
@@ -231,7 +234,9 @@ def train_written(rank: int, style: str, port: int) -> None:
             wholes = dict(whole.named_parameters())
             assert wholes.keys() == dict(sliced.named_parameters()).keys()
             for name, own in sliced.named_parameters():
-                assert_same(own.grad, split_like(own, wholes[name].grad, rank, 3), f"the gradient of {name}")
+                gradient = wholes[name].grad
+                assert gradient is not None
+                assert_same(own.grad, split_like(own, gradient, rank, 3), f"the gradient of {name}")
                 assert_same(own, split_like(own, wholes[name], rank, 3), name)
         if style != "naive":
             assert sliced.tokens[0].weight.shape[0] < VOCAB

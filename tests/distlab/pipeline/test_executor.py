@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.pipeline_models import LOSS, OPTIONS, SEQ, VOCAB, WIDTH, assert_near, batch, louder, update
+from support.pipeline_models import LOSS, OPTIONS, SEQ, VOCAB, WIDTH, assert_near, batch, grad_of, louder, update
 from support.processes import free_port, process_group, run_ranks
 from torch import Tensor, nn
 
@@ -46,7 +46,7 @@ def compare_with_one_process(rank: int, port: int, stages: int, split: tuple[int
                     expected.backward()
                     assert len(losses) == (micro_batches if grid.is_last_stage else 0)
                     if losses:
-                        assert sum(losses).item() == pytest.approx(expected.item(), rel=1e-6)
+                        assert torch.stack(losses).sum().item() == pytest.approx(expected.item(), rel=1e-6)
                     of_whole = dict(whole.named_parameters())
                     for name, parameter in net.named_parameters():
                         assert parameter.grad is not None
@@ -103,8 +103,7 @@ def gradients(
             pipeline = Pipeline(nets, programs, Grid(rank, dp=1, pp=workers), LOSS, WIDTH)
             for step in range(steps):
                 losses = pipeline.step(batch(step, 12).tensor_split(micro_batches))
-            found = {name: p.grad for net in nets.values() for name, p in net.named_parameters()}
-            assert all(grad is not None for grad in found.values())
+            found = {name: grad_of(p) for net in nets.values() for name, p in net.named_parameters()}
             results.append((sum(loss.item() for loss in losses), found))
     return results
 
@@ -204,9 +203,9 @@ def compare_in_bfloat16(rank: int, port: int) -> bool:
         pipeline.step([batch(0)])
         LOSS(whole(batch(0)), batch(0)).backward()
         of_whole = dict(whole.named_parameters())
-        found = {name: p.grad for name, p in net.named_parameters()}
-        assert all(grad is not None and grad.abs().max() > 0 for grad in found.values())
-        return all(torch.equal(grad, of_whole[name].grad) for name, grad in found.items())
+        found = {name: grad_of(p) for name, p in net.named_parameters()}
+        assert all(grad.abs().max() > 0 for grad in found.values())
+        return all(torch.equal(grad, grad_of(of_whole[name])) for name, grad in found.items())
 
 
 def test_mixed_precision() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.pipeline_models import LOSS, OPTIONS, VOCAB, WIDTH, assert_near, batch, louder
+from support.pipeline_models import LOSS, OPTIONS, VOCAB, WIDTH, assert_near, batch, grad_of, louder
 from support.processes import free_port, process_group, run_ranks
 from torch import Tensor, nn
 
@@ -205,7 +205,7 @@ def grow(rank: int, port: int) -> list[list[bool]]:
             LOSS(whole(rows), rows).backward()
             of_whole = dict(whole.named_parameters())
             for name, parameter in net.named_parameters():
-                assert_near(parameter.grad, of_whole[name].grad, name)
+                assert_near(grad_of(parameter), of_whole[name].grad, name)
             shared.append([queue is not None for queue in pipeline._queues.values()])
     return shared
 

@@ -2,6 +2,7 @@
 
 import re
 from collections import Counter
+from collections.abc import Sequence
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -58,13 +59,14 @@ class InputFirst(Backward):
     def run(self, stage: Stage, *received: Tensor) -> dict[str, Tensor]:
         x, y = stage.live[self.micro_batch]
         stage.live[self.micro_batch] = y, *received
-        return {GRADIENTS: torch.autograd.grad(y, x, *received, retain_graph=True)[0]} if self.stage > 0 else {}
+        return {GRADIENTS: torch.autograd.grad(y, x, received or None, retain_graph=True)[0]} if self.stage else {}
 
 
 class WeightLater(InputFirst):
     """Gradients from the stage after, which `InputFirst` has left here -> gradients of this stage's weights."""
 
-    letter, color, gives, keeps = "V", "#2a9d8f", (WEIGHT_GRADIENTS,), -0.75
+    letter, color, keeps = "V", "#2a9d8f", -0.75
+    gives = (WEIGHT_GRADIENTS,)  # type: ignore[assignment]
 
     def needs(self, stages: int) -> list[Result]:
         return [self.result(INPUT_DONE)]
@@ -90,8 +92,8 @@ def v_shape(worker: int, workers: int, micro_batches: int) -> list[Action]:
 def interleaved(worker: int, workers: int, micro_batches: int) -> list[Action]:
     """The stages r and p + r on worker r; all passes forward, then all backward, each after its forward pass again."""
     stages, ks = (worker, workers + worker), range(micro_batches)
-    again = [kind(stage, k) for stage in stages[::-1] for k in ks for kind in (Recompute, Backward)]
-    return [ForwardKeepingInput(stage, k) for stage in stages for k in ks] + again
+    again: list[Action] = [kind(stage, k) for stage in stages[::-1] for k in ks for kind in (Recompute, Backward)]
+    return [*(ForwardKeepingInput(stage, k) for stage in stages for k in ks), *again]
 
 
 SCHEDULES = {"v_shape": v_shape, "interleaved": interleaved}
@@ -125,7 +127,7 @@ def compare_with_one_process(
             expected.backward()
             assert len(losses) == (micro_batches if pipeline.has_last else 0)
             if losses:
-                assert sum(losses).item() == pytest.approx(expected.item(), rel=1e-6)
+                assert torch.stack(losses).sum().item() == pytest.approx(expected.item(), rel=1e-6)
             of_whole = dict(whole.named_parameters())
             own = {name: p for net in nets.values() for name, p in net.named_parameters()}
             for name, parameter in own.items():
@@ -311,8 +313,8 @@ class Mystery(Backward):
     letter, run = "M", Action.run
 
 
-def one_rank(stages: Any, programs: list[Program], pp: int = 1) -> Pipeline:
-    return Pipeline(stages, programs, Grid(0, dp=1, pp=pp), LOSS, WIDTH)
+def one_rank(stages: Any, programs: Sequence[Program], pp: int = 1) -> Pipeline:
+    return Pipeline(stages, list(programs), Grid(0, dp=1, pp=pp), LOSS, WIDTH)
 
 
 def test_a_pipeline_refuses_when_it_is_built_what_it_cannot_run() -> None:
@@ -342,7 +344,7 @@ def test_two_stages_in_one_process_hand_over_without_a_process_group() -> None:
     losses = pipeline.step(batch(0).chunk(2))
     expected = LOSS(whole(batch(0)), batch(0))
     expected.backward()
-    assert sum(losses).item() == pytest.approx(expected.item(), rel=1e-6)
+    assert torch.stack(losses).sum().item() == pytest.approx(expected.item(), rel=1e-6)
     of_whole = dict(whole.named_parameters())
     for name, parameter in [*nets[0].named_parameters(), *nets[1].named_parameters()]:
         assert parameter.grad is not None

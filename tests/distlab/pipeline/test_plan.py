@@ -3,7 +3,7 @@
 import math
 import re
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from random import Random
 
 import pytest
@@ -320,7 +320,7 @@ def test_what_stays_on_its_stage_cannot_be_needed_elsewhere() -> None:
         simulate(programs)
 
 
-def play_at_random(programs: list[Program], random: Random) -> Counter[Link]:
+def play_at_random(programs: Sequence[Program], random: Random) -> Counter[Link]:
     """Run three steps in a random order that the schedule allows; by link, the most messages sent and not taken."""
     programs = in_a_row(programs, 3)
     plan = simulate(programs)

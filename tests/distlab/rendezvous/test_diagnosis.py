@@ -266,7 +266,7 @@ def test_the_first_output_that_is_not_finite_is_named() -> None:
 def test_a_parameter_comes_before_what_it_leads_to() -> None:
     net = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     with torch.no_grad():
-        net[1].bias[1] = torch.nan
+        net.get_parameter("1.bias")[1] = torch.nan
     assert find_in(net) == "the first non-finite tensor is the parameter 1.bias, since the previous update"
 
 

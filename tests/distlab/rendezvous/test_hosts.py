@@ -45,13 +45,13 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
     return train_on(4, "hybrid/intro_hybrid.py", out, *TINY, "--steps", str(STEPS))[-1]
 
 
-def command(node: int, *flags: str | Path, master: str, steps: int = 1_000_000) -> list[str | Path]:
+def command(node: int, *flags: object, master: str, steps: int = 1_000_000) -> list[object]:
     """What follows ./launch.sh on node `node` of a hybrid run on two machines."""
     several = ["--nnodes", "2", "--node-rank", str(node), "--master-addr", master]
     return ["hybrid", *TINY, "--steps", str(steps), *several, *flags]
 
 
-def launch(host: Host, node: int, *flags: str | Path, master: str, steps: int = 1_000_000) -> Started:
+def launch(host: Host, node: int, *flags: object, master: str, steps: int = 1_000_000) -> Started:
     return fork_launcher(*command(node, *flags, master=master, steps=steps), namespace=host.namespace)
 
 

@@ -125,14 +125,20 @@ def test_ctrl_c_ends_a_wait_for_a_rank_0_that_is_stopped() -> None:
     holder.start()
     try:
         store = open_store(1, "localhost", port, 60, lambda _: None)
-        assert holder.pid is not None
-        asked = threading.Timer(1.0, lambda: (os.kill(holder.pid, signal.SIGSTOP), os.kill(os.getpid(), signal.SIGINT)))
+        pid = holder.pid
+        assert pid is not None
+
+        def stop_and_interrupt() -> None:
+            os.kill(pid, signal.SIGSTOP)
+            os.kill(os.getpid(), signal.SIGINT)
+
+        asked = threading.Timer(1.0, stop_and_interrupt)
         asked.start()
         started = time.monotonic()
         with pytest.raises(KeyboardInterrupt):
             agree(store, 1, 2, Place("here"), {}, dict, 60, lambda _: None)
         assert time.monotonic() - started < 10
-        os.kill(holder.pid, signal.SIGCONT)
+        os.kill(pid, signal.SIGCONT)
     finally:
         signal.signal(signal.SIGINT, before)
         holder.kill()

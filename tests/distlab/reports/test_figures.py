@@ -132,6 +132,7 @@ def test_curves_run_over_steps_tokens_or_seconds(tmp_path: Path, drawn: list[Any
     records = read_metrics(tmp_path)
     assert [record["loss"] for record in records[:2]] == [4.0, 3.0]
     assert math.isnan(records[2]["loss"])
+    against: Any
     for against, where in {"steps": [21, 22], "tokens": [900, 1000], "seconds": [0.5, 0.75]}.items():
         losses(tmp_path / "a.png", [str(tmp_path)], against=against, smooth=1)
         assert curves(drawn[-1]) == [(where, [4.0, 3.0])]
@@ -149,6 +150,7 @@ def test_curves_run_over_steps_tokens_or_seconds(tmp_path: Path, drawn: list[Any
     lines(metrics, rows)
     assert math.isnan(read_metrics(tmp_path)[0]["validation_loss"])
     losses(tmp_path / "a.png", [str(tmp_path)])
+    no_number: Any
     for no_number in ("low", [1.0]):
         rows[0]["validation_loss"] = no_number
         lines(metrics, rows)

@@ -21,7 +21,7 @@ def test_updates_as_torchs_own(name: str) -> None:
     ours, torchs = nn.Linear(5, 3), nn.Linear(5, 3)
     torchs.load_state_dict(ours.state_dict())
     initial = ours.weight.detach().clone()
-    not_decayed = [{"params": [torchs.weight]}, {"params": [torchs.bias], "weight_decay": 0.0}]
+    not_decayed: Any = [{"params": [torchs.weight]}, {"params": [torchs.bias], "weight_decay": 0.0}]
     optimizers = [build_optimizer(name, ours.parameters(), 0.1), KINDS[name](not_decayed, lr=0.1)]  # type: ignore[call-arg]
     for step in range(3):
         for model, optimizer in zip((ours, torchs), optimizers, strict=True):
@@ -39,7 +39,7 @@ def test_updates_as_torchs_own(name: str) -> None:
 def test_weight_decay_shrinks_matrices_only(name: str, options: dict[str, Any]) -> None:
     ours, torchs = nn.Linear(5, 3), nn.Linear(5, 3)
     torchs.load_state_dict(ours.state_dict())
-    decayed = [{"params": [torchs.weight], "weight_decay": 0.5}, {"params": [torchs.bias]}]
+    decayed: Any = [{"params": [torchs.weight], "weight_decay": 0.5}, {"params": [torchs.bias]}]
     optimizers = [
         build_optimizer(name, ours.parameters(), 0.1, weight_decay=0.5, **options),
         KINDS[name](decayed, lr=0.1, **{"weight_decay": 0.0, **options}),  # type: ignore[call-arg]

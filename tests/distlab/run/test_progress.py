@@ -190,7 +190,7 @@ def screen(text: str) -> list[str]:
     return lines
 
 
-def on_terminal(*command: str | Path, deadline: float = 180, **environment: str) -> tuple[int, str]:
+def on_terminal(*command: object, deadline: float = 180, **environment: str) -> tuple[int, str]:
     """Run a command on a terminal of its own: its exit status, and all that it wrote there."""
     own, its = pty.openpty()
     fcntl.ioctl(its, termios.TIOCSWINSZ, struct.pack("HHHH", 24, WIDTH, 0, 0))

@@ -15,7 +15,7 @@ from simplellm.errors import InputError
 
 
 def events_in(folder: Path) -> Any:
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator  # type: ignore[import-untyped]
 
     return EventAccumulator(str(folder)).Reload()
 

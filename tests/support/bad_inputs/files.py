@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import pyarrow
+import pyarrow  # type: ignore[import-untyped]
 from pyarrow import parquet
 
 from support.bad_inputs.inputs import PRIMER, PYTHON, TINY

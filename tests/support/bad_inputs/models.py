@@ -100,7 +100,10 @@ def checkpoints(chance: random.Random, count: int, folder: Path) -> Iterator[Bad
         return make
 
     def not_json(text: str) -> Callable[[Path], None]:
-        return lambda run: (run / STEP / "checkpoint.json").write_text(text) and None
+        def make(run: Path) -> None:
+            (run / STEP / "checkpoint.json").write_text(text)
+
+        return make
 
     names = (SHARD, "tokenizer.model", "checkpoint.json")
     makers: list[Callable[[Path], Any]] = [

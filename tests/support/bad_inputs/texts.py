@@ -6,7 +6,7 @@ import random
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import pyarrow
+import pyarrow  # type: ignore[import-untyped]
 import sentencepiece
 
 from simplellm.tokenizers import SHIPPED_MODEL
