@@ -1,6 +1,9 @@
-"""python -m distlab.calibrate: the command is in `distlab_planner.calibrate`."""
+"""`python -m distlab.calibrate`, the earlier name of `distlab calibrate`."""
 
-import runpy
+import sys
+
+from distlab.subcommands import run_subcommand
+from simplellm.errors import status_of
 
 if __name__ == "__main__":
-    runpy.run_module("distlab_planner.calibrate", run_name="__main__", alter_sys=True)
+    raise SystemExit(status_of(lambda: run_subcommand("calibrate", sys.argv[1:])))

@@ -1,6 +1,9 @@
-"""python -m distlab.collective_costs: the command is in `distlab_planner.collective_costs`."""
+"""`python -m distlab.collective_costs`, the earlier name of `distlab collective-costs`."""
 
-import runpy
+import sys
+
+from distlab.subcommands import run_subcommand
+from simplellm.errors import status_of
 
 if __name__ == "__main__":
-    runpy.run_module("distlab_planner.collective_costs", run_name="__main__", alter_sys=True)
+    raise SystemExit(status_of(lambda: run_subcommand("collective-costs", sys.argv[1:])))

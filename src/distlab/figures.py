@@ -13,13 +13,19 @@ python -m distlab.figures collectives imgs/collectives.png runs/intro_collective
 python -m distlab.figures shared_memory imgs/shared_memory.png runs/intro_collectives/a
 """
 
+from collections.abc import Sequence
+
 import tyro
 
-from distlab.reports.figures import FIGURES
+from distlab.reports import figures
 from simplellm.command_line import read
 from simplellm.errors import status_of
 
+
+def command(args: Sequence[str] | None = None, prog: str | None = None) -> None:
+    by_name, cli = {figure.__name__: figure for figure in figures.FIGURES}, tyro.extras.subcommand_cli_from_dict
+    read(lambda: cli(by_name, args=args, prog=prog, description=__doc__))
+
+
 if __name__ == "__main__":
-    figures = {figure.__name__: figure for figure in FIGURES}
-    cli = tyro.extras.subcommand_cli_from_dict
-    raise SystemExit(status_of(lambda: read(lambda: cli(figures, description=__doc__))))
+    raise SystemExit(status_of(command))

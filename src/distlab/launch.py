@@ -1,7 +1,7 @@
-"""./launch.sh <topology> [flags]: starts all ranks of a script through torchrun, and ends all of them when one fails.
+"""`./launch.sh` and `distlab`: start all ranks of a script through torchrun, and end all of them when one fails.
 
-A script that imports mpi4py is started through mpirun, which does the same. What imports torch, which takes a second or
-more, is imported where it is used, so that the list of topologies is there at once.
+Subcommands are looked up in `subcommands`. A script that imports mpi4py is started through mpirun. What imports torch,
+which takes a second or more, is imported where it is used, so that the list of topologies is there at once.
 """
 
 import os
@@ -25,9 +25,8 @@ from typing import NoReturn
 
 from distlab.comm.processes import leave
 from distlab.rendezvous.launcher_flags import FLAGS, refuse_to_tell
-from distlab.run.commands import LAB
-from distlab_exercises.commands import ABOUT as EXERCISE_COMMANDS
-from distlab_exercises.commands import command as exercise_command
+from distlab.run.commands import LAB, LAUNCHER
+from distlab.subcommands import FUNCTIONS, SUBCOMMANDS, run_subcommand
 from simplellm.errors import InputError, require, status_of
 
 TOPOLOGIES = {  # a script, and flags that are placed before the user's own
@@ -62,35 +61,31 @@ QUICKSTART = "Start here: dp-ga with a small model, some minutes on two cores; t
 
 
 def launch(args: list[str]) -> int:
-    """Start the topology named in `args`, wait until it ends, and return the exit status.
+    """Start the topology named in `args`, or run the subcommand, and return the exit status.
 
     Raises:
         InputError: there is no such topology, or its flags cannot work.
     """
+    if args[:1] == ["launch"]:
+        args = args[1:]
     if not args or args[0] in ("-h", "--help"):
-        print("./launch.sh <topology> [flags]   starts all ranks; --help after a topology's name lists its flags\n")
+        print(f"{LAUNCHER} <topology> [flags]   starts all ranks; --help after a topology's name lists its flags\n")
         for name in TOPOLOGIES:
             script, flags = find_script(name)
             first_line = (ast.get_docstring(ast.parse(script.read_text())) or "").partition("\n")[0]
             about = QUICKSTART if name == "quickstart" else " ".join([first_line, *flags])
             print(f"  {name:<12} {about}")
-        print("\nand for exercises:")
-        for name, about in EXERCISE_COMMANDS.items():
-            print(f"  {name:<12} {about}")
-        print("\nand before a run:\n  plan         Predict which layout of hybrid is fastest on a machine.")
-        print(f"\nflags of launch.sh itself:\n{FLAGS}", end="")
+        for when, subcommands in SUBCOMMANDS.items():
+            print(f"\nand {when}:")
+            for name, (_, about) in subcommands.items():
+                print(f"  {name:<16} {about}")
+        print(f"\nflags of {LAUNCHER.removeprefix('./')} itself:\n{FLAGS}", end="")
         return 0
-    if args[0] in EXERCISE_COMMANDS:
+    if args[0] in FUNCTIONS:
         raise_interrupts()
-        return exercise_command(args[0], args[1:])
-    if args[0] == "plan":
-        from distlab_planner import plan
-
-        raise_interrupts()
-        plan.main(args[1:])
-        return 0
+        return run_subcommand(args[0], args[1:])
     script, flags = find_script(args[0])
-    prog, args = f"./launch.sh {args[0]}", [*flags, *args[1:]]
+    prog, args = f"{LAUNCHER} {args[0]}", [*flags, *args[1:]]
     if re.search(r"^(from|import) mpi4py", script.read_text(), re.MULTILINE):
         become_mpirun(script, args)
     from distlab.run.start import start  # torch: seconds, which the list of topologies need not wait for

@@ -1,6 +1,9 @@
-"""python -m distlab.plan: the command is in `distlab_planner.plan`."""
+"""`python -m distlab.plan`, the earlier name of `distlab plan`."""
 
-import runpy
+import sys
+
+from distlab.subcommands import run_subcommand
+from simplellm.errors import status_of
 
 if __name__ == "__main__":
-    runpy.run_module("distlab_planner.plan", run_name="__main__", alter_sys=True)
+    raise SystemExit(status_of(lambda: run_subcommand("plan", sys.argv[1:])))

@@ -149,5 +149,7 @@ def main(request: Request) -> None:
         print(line)
 
 
+command = command_line.as_command(main, Request, __doc__)
+
 if __name__ == "__main__":
     command_line.run(main, Request, __doc__)

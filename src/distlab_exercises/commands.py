@@ -1,4 +1,4 @@
-"""`./launch.sh exercise`, `hint` and `check`. Without torch until a file is checked."""
+"""The subcommands `exercise`, `hint` and `check`. Without torch until a file is checked."""
 
 import argparse
 import contextlib
@@ -11,35 +11,21 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
+from distlab.run.commands import LAUNCHER
 from distlab_exercises.catalogue import EXERCISES, Exercise
 from distlab_exercises.skeleton import name_of, write_out
 from simplellm.errors import InputError, require
 
-ABOUT = {
-    "exercise": "list the exercises, or write the file of one: exercise NAME FOLDER",
-    "hint": "a hint on an exercise, by default the first one: hint NAME [NUMBER]",
-    "check": "compare a solved exercise with one process: check FILE",
-}
 
-
-def command(name: str, args: list[str]) -> int:
-    """Run one of `ABOUT`'s commands; returns the exit status.
-
-    Raises:
-        InputError: the arguments cannot work.
-    """
-    return {"exercise": exercise, "hint": hint, "check": check}[name](args)
-
-
-def exercise(args: list[str]) -> int:
+def exercise(args: Sequence[str], prog: str) -> int:
     """List the exercises, or write the file of one."""
-    parser = _parser("exercise", "Lists the exercises, or writes the file of one.")
+    parser = _parser(prog, "Lists the exercises, or writes the file of one.")
     parser.add_argument("name", nargs="?", help="exercise to write; none lists them all")
     parser.add_argument("folder", nargs="?", type=Path, help="folder for its file, such as my/")
     given = parser.parse_args(args)
     if given.name is None:
         width = max(map(len, EXERCISES))
-        print("./launch.sh exercise NAME FOLDER   writes the file of an exercise into a folder\n")
+        print(f"{prog} NAME FOLDER   writes the file of an exercise into a folder\n")
         for each in EXERCISES.values():
             print(f"  {each.name:<{width}}  {each.minutes:>3} min  {each.title}")
         return 0
@@ -59,14 +45,14 @@ def exercise(args: list[str]) -> int:
             path.unlink()  # or it would be taken for someone's work
         raise InputError(f"{path}: cannot write there ({error.strerror}); give another folder") from error
     print(f"# wrote {path}: the task is at its top")
-    print(f"# check it: ./launch.sh check {shlex.quote(str(path))}")
-    print(f"# get a hint: ./launch.sh hint {wanted.name}")
+    print(f"# check it: {LAUNCHER} check {shlex.quote(str(path))}")
+    print(f"# get a hint: {LAUNCHER} hint {wanted.name}")
     return 0
 
 
-def hint(args: list[str]) -> int:
+def hint(args: Sequence[str], prog: str) -> int:
     """Print one hint of an exercise."""
-    parser = _parser("hint", "Prints a hint on an exercise, from a nudge to nearly the solution.")
+    parser = _parser(prog, "Prints a hint on an exercise, from a nudge to nearly the solution.")
     parser.add_argument("name", help="exercise")
     parser.add_argument("number", nargs="?", type=int, default=1, help="which hint (default: the first)")
     given = parser.parse_args(args)
@@ -74,13 +60,13 @@ def hint(args: list[str]) -> int:
     require(1 <= given.number <= len(hints), f"hint {given.number}: {given.name} has the hints 1 to {len(hints)}")
     print(textwrap.fill(f"{given.number} of {len(hints)}: {hints[given.number - 1]}", 100))
     if given.number < len(hints):
-        print(f"# the next one: ./launch.sh hint {given.name} {given.number + 1}")
+        print(f"# the next one: {prog} {given.name} {given.number + 1}")
     return 0
 
 
-def check(args: list[str]) -> int:
+def check(args: Sequence[str], prog: str) -> int:
     """Check files; the exit status is 0 if all pass, 1 if one does not."""
-    parser = _parser("check", "Compares solved exercises with one process. The file runs as a program of yours.")
+    parser = _parser(prog, "Compares solved exercises with one process. The file runs as a program of yours.")
     parser.add_argument(
         "files", nargs="+", type=Path, metavar="FILE", help="file of an exercise, or folder of such files"
     )
@@ -148,7 +134,7 @@ def _files(paths: Sequence[Path], wanted: Exercise | None) -> "list[Path]":
         require(path.exists(), f"{path}: does not exist")
         if path.is_dir():
             inside = [file for file in sorted(path.rglob("*.py")) if _is_submission(file, wanted)]
-            require(bool(inside), f"{path}: has no file of an exercise; ./launch.sh exercise writes them")
+            require(bool(inside), f"{path}: has no file of an exercise; {LAUNCHER} exercise writes them")
             found += inside
         else:
             found.append(path)
@@ -185,7 +171,7 @@ def _read(path: Path) -> str:
 def _exercise_of(path: Path) -> Exercise:
     """The exercise that a file says it is; else the first that is made from a script of the same name."""
     if (name := name_of(_read(path))) is not None:
-        require(name in EXERCISES, f"{path}: {name}: no such exercise; ./launch.sh exercise lists them")
+        require(name in EXERCISES, f"{path}: {name}: no such exercise; {LAUNCHER} exercise lists them")
         return EXERCISES[name]
     same = [each for each in EXERCISES.values() if each.file_name == path.name]
     require(
@@ -201,5 +187,5 @@ class _Parser(argparse.ArgumentParser):
         raise InputError(f"{self.prog}: {message}")
 
 
-def _parser(name: str, about: str) -> Any:
-    return _Parser(prog=f"./launch.sh {name}", description=about, allow_abbrev=False)
+def _parser(prog: str, about: str) -> Any:
+    return _Parser(prog=prog, description=about, allow_abbrev=False)

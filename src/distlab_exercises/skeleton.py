@@ -11,7 +11,7 @@ import textwrap
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
-from distlab.run.commands import LAB
+from distlab.run.commands import LAB, LAUNCHER
 from distlab_exercises.catalogue import Exercise
 
 WIDTH = 112  # of the task's lines
@@ -103,7 +103,7 @@ def _emptied(text: str, names: Sequence[str], keeps: Sequence[str] = ()) -> str:
 
 def _with_definitions(text: str, module: str, names: list[str], exercise: Exercise, solved: bool) -> str:
     """A script with definitions of a library module written out in it, instead of imported, and what they import."""
-    source = (LAB / "src" / f"{module.replace('.', '/')}.py").read_text()
+    source = (Path(__file__).parents[1] / f"{module.replace('.', '/')}.py").read_text()
     tree = ast.parse(source)
     nodes = [_definitions(tree)[name] for name in names]
     used = _names_in(nodes)
@@ -182,9 +182,9 @@ def _with_docstring(text: str, exercise: Exercise, path: Path) -> str:
         for part in exercise.task.strip().split("\n\n")
     )
     file = shlex.quote(str(path)).replace("\\", "\\\\").replace('"""', r"\"\"\"")  # for a shell, in a docstring
-    ends = [f"check it    ./launch.sh check {file}", f"get a hint  ./launch.sh hint {exercise.name}"]
+    ends = [f"check it    {LAUNCHER} check {file}", f"get a hint  {LAUNCHER} hint {exercise.name}"]
     if exercise.script and "DEFAULTS" in text:
-        ends.append(f"run it      ./launch.sh {file}")
+        ends.append(f"run it      {LAUNCHER} {file}")
     ends.append(f"read        {exercise.chapter}")
     commands = "\n".join(f"    {line}" for line in ends)
     return (

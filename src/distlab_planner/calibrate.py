@@ -14,16 +14,15 @@ import platform
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import NoReturn
 
 import torch
 
 from distlab.comm import devices
 from distlab.comm.recorder import COMPUTE
 from distlab.launch import launch
-from distlab.rendezvous.torchrun import started_by_torchrun
 from distlab.reports.trace import read_chrome
 from distlab.run.logs import say
 from distlab.run.main import main
@@ -34,7 +33,7 @@ from distlab_planner import measuring
 from distlab_planner.layouts import divisors
 from distlab_planner.machine import Machine, read_machine, write_machine
 from distlab_planner.model import Sizes
-from simplellm.errors import require, status_of
+from simplellm.errors import require
 from simplellm.llama import LLamaStage
 from simplellm.options import check_heads
 
@@ -198,20 +197,14 @@ def with_earlier(machine: Machine, path: Path) -> Machine:
     )
 
 
-def start() -> NoReturn:
-    """On the command line, launch the ranks; as one of them, measure."""
-    if started_by_torchrun():
-        main(calibrate, DEFAULTS, __doc__)
-
-    def launch_all() -> int:
-        file, *flags = sys.argv[1:] or ["--help"]
-        given = [file] if file in ("-h", "--help") else ["--machine-file", file]
-        if not file.startswith("-") and Path(file).exists():
-            read_machine(Path(file))  # it would be written over
-        return launch([__file__, *given, *flags])
-
-    raise SystemExit(status_of(launch_all))
+def command(args: Sequence[str], prog: str) -> int:
+    """Launch the ranks, which run this file as a script."""
+    file, *flags = args or ["--help"]
+    given = [file] if file in ("-h", "--help") else ["--machine-file", file]
+    if not file.startswith("-") and Path(file).exists():
+        read_machine(Path(file))  # it would be written over
+    return launch([__file__, *given, *flags])
 
 
 if __name__ == "__main__":
-    start()
+    main(calibrate, DEFAULTS, __doc__)

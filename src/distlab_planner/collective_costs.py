@@ -54,5 +54,7 @@ def table(request: Request) -> None:
             print(f"{operation:<16}{topology:<10}{milliseconds}", flush=True)
 
 
+command = command_line.as_command(table, Request, __doc__)
+
 if __name__ == "__main__":
     command_line.run(table, Request, __doc__)

@@ -1,4 +1,4 @@
-"""./launch.sh plan: which layout is fastest on a machine, what it takes, and the commands to start it."""
+"""Plan a run: which layout is fastest on a machine, what it takes, and the commands to start it."""
 
 import json
 import math
@@ -17,6 +17,7 @@ import tyro
 
 from distlab.comm.threads import asked_threads
 from distlab.pipeline.schedules import AUTO, schedule_names
+from distlab.run.commands import LAUNCHER
 from distlab.run.settings import as_flag, require_positive, shown_as
 from distlab_planner.layouts import Choices, Shard
 from distlab_planner.machine import Machine, read_machine
@@ -153,7 +154,7 @@ def plan(request: Request) -> None:
     print()
     on_hosts = host_flags(request.ranks, machine)
     for number, row in enumerate(found.rows, start=1):
-        print(f"{number:<3} {shlex.join(['./launch.sh', *command_of(row, request, model), *on_hosts])}")
+        print(f"{number:<3} {shlex.join([LAUNCHER, *command_of(row, request, model), *on_hosts])}")
     if on_hosts:
         print("\non each host, with its own --node-rank, from 0, and with the address of host 0 as --master-addr")
     slices = machine.unmeasured_tp(model.sizes, (row.layout.tp for row in found.rows))
@@ -247,6 +248,7 @@ def verify(rows: Sequence[Row], request: Request, model: Model, machine: Machine
         )
 
 
-def main(args: Sequence[str]) -> None:
-    """Read the flags after `./launch.sh plan`, and plan."""
-    plan(command_line.read(lambda: tyro.cli(Request, args=args, prog="./launch.sh plan", description=__doc__)))
+command = command_line.as_command(plan, Request, __doc__)
+
+if __name__ == "__main__":
+    command_line.run(plan, Request, __doc__)

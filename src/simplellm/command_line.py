@@ -1,5 +1,7 @@
 """The frame of every single-process command: its flags, its error messages, its exit status.
 
+command = as_command(tell, Request, __doc__)  # called with the arguments, by a program with subcommands
+
 if __name__ == "__main__":
     run(tell, Request, __doc__)
 """
@@ -7,7 +9,7 @@ if __name__ == "__main__":
 import contextlib
 import io
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NoReturn, TypeVar
 
 import tyro
@@ -19,7 +21,18 @@ RequestT = TypeVar("RequestT")
 
 def run(work: Callable[[RequestT], None], request: type[RequestT], description: str | None) -> NoReturn:
     """Read the command line as a `request`, do the work, and exit with the status of `status_of`."""
-    raise SystemExit(status_of(lambda: work(read(lambda: tyro.cli(request, description=description)))))
+    raise SystemExit(status_of(as_command(work, request, description)))
+
+
+def as_command(
+    work: Callable[[RequestT], None], request: type[RequestT], description: str | None
+) -> Callable[..., None]:
+    """A function that reads arguments as a `request`, and does the work; by default those of this process."""
+
+    def command(args: Sequence[str] | None = None, prog: str | None = None) -> None:
+        work(read(lambda: tyro.cli(request, args=args, prog=prog, description=description)))
+
+    return command
 
 
 def read(cli: Callable[[], RequestT]) -> RequestT:

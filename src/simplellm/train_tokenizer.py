@@ -134,5 +134,7 @@ def write(settings: Settings) -> None:
     print(f"{out}: {vocab_size} pieces, {len(model)} bytes")
 
 
+command = command_line.as_command(write, Settings, __doc__)
+
 if __name__ == "__main__":
     command_line.run(write, Settings, __doc__)

@@ -75,13 +75,13 @@ def test_the_commands_of_a_plan_are_those_of_runs(capsys: pytest.CaptureFixture[
 )
 def test_what_cannot_be_planned_is_said(flags: str, sentence: str) -> None:
     with pytest.raises(InputError, match=re.escape(sentence.format(CLUSTER))):
-        plan.main([*SMALL, "--machine", CLUSTER, *flags.split()])
+        plan.command([*SMALL, "--machine", CLUSTER, *flags.split()])
 
 
 def test_another_name_of_a_schedule_gives_the_same_plan(capsys: pytest.CaptureFixture[str]) -> None:
     plans = []
     for name in ("dapple", "1f1b"):
-        plan.main([*SMALL, "--machine", CLUSTER, "--pp", "3", "--schedule", name])
+        plan.command([*SMALL, "--machine", CLUSTER, "--pp", "3", "--schedule", name])
         plans.append(re.sub(rf"{name} *", "", capsys.readouterr().out))
     assert plans[0] == plans[1]
     assert "3 pp" in plans[0]
@@ -103,7 +103,7 @@ def test_the_commands_place_ranks_as_the_planner_does(
     ranks: int, shares: tuple[int, ...], capsys: pytest.CaptureFixture[str]
 ) -> None:
     flags = ["--ranks", str(ranks), "--global-batch", str(ranks), "--top", "1", "--dp", str(ranks)]
-    plan.main([*SMALL, *flags, "--machine", CLUSTER])
+    plan.command([*SMALL, *flags, "--machine", CLUSTER])
     lines = capsys.readouterr().out.splitlines()
     [command] = [line.split(maxsplit=3)[3] for line in lines if "./launch.sh" in line]
     own, rest = read_flags([*shlex.split(command), "--node-rank", "0"])
@@ -120,7 +120,7 @@ def test_a_plan_says_which_slices_were_not_measured(tmp_path: Path, capsys: pyte
     write_machine(cluster(measured=(passes,)), file)
     remarks = []
     for tp in "1", "2":
-        plan.main([*SMALL, "--ranks", "2", "--tp", tp, "--top", "1", "--machine", str(file)])
+        plan.command([*SMALL, "--ranks", "2", "--tp", tp, "--top", "1", "--machine", str(file)])
         remarks += [line for line in capsys.readouterr().out.splitlines() if line.startswith("#")]
     assert remarks == [f"# {file} has no times of passes with layers in 2 slices; they are estimated"]
 
@@ -145,7 +145,7 @@ def test_a_rank_has_the_memory_of_its_gpu_or_its_share_of_the_hosts(capsys: pyte
     assert [share_of_rank(crowded, ranks) / 1e9 for ranks in (8, 9, 16)] == [80, 40, 40]
     cpus = cluster(device="cpu")
     assert [share_of_rank(cpus, ranks) / 1e9 for ranks in (1, 2, 32)] == [640, 320, 80]
-    plan.main([*SMALL, "--ranks", "2", "--machine", CLUSTER, "--top", "1"])
+    plan.command([*SMALL, "--ranks", "2", "--machine", CLUSTER, "--top", "1"])
     assert "2 ranks on 128 hosts with 8 devices; 80,000 MB for each" in capsys.readouterr().out
 
 
@@ -267,7 +267,7 @@ def test_a_machine_is_measured_and_a_plan_verified(
     assert machine.step_seconds > 0
     assert machine.process_bytes > 50e6
     monkeypatch.setattr("distlab_planner.plan.subprocess.run", forked)
-    plan.main([*SMALL, "--ranks", "2", "--machine", str(file), "--tp", "2", "--verify", "1", "--steps", "6"])
+    plan.command([*SMALL, "--ranks", "2", "--machine", str(file), "--tp", "2", "--verify", "1", "--steps", "6"])
     predicted, counted, off = capsys.readouterr().out.splitlines()[-1].split()[-3:]
     assert float(counted) > 0
     assert abs(int(off.strip("%+"))) <= 5, (predicted, counted)

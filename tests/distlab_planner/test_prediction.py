@@ -16,6 +16,7 @@ from distlab.run.stage_settings import HybridSettings, PipelineSettings, StageSe
 from distlab.run.start import read_script
 from distlab.run.train_settings import TrainSettings
 from distlab_planner.machine import AllReduce, write_machine
+from distlab_planner.prediction import Prediction
 from simplellm.errors import InputError
 
 SMALL = [*MODEL, "--data", "sample"]
@@ -49,7 +50,7 @@ def test_the_layout_is_that_of_the_run(
 ) -> None:
     settings = parse(defaults, "", [*SMALL, "--batch-size", "4", "--micro-batches", "2", "--machine", str(machine)])
     prediction = settings.prediction
-    assert prediction is not None
+    assert isinstance(prediction, Prediction)
     layout = prediction.costs.layout
     assert (layout.ranks, layout.schedule, layout.shard, layout.rows) == (ranks, schedule, shard, 2)
     assert (layout.dp, layout.pp, layout.tp) == tuple(settings.layout.get(kind, 1) for kind in ("dp", "pp", "tp"))
@@ -75,7 +76,7 @@ def test_what_the_planner_does_not_know_is_said(flags: str, sentence: str, machi
 def test_the_part_that_was_off_is_named(machine: Path) -> None:
     settings = settings_of("dp-ga --world-size 2", machine)
     prediction = settings.prediction
-    assert prediction is not None
+    assert isinstance(prediction, Prediction)
     computing, collectives = (prediction.parts[part] for part in ("computing", "collectives"))
     slow = StepTime(computing + 2.0, 2.0, 2.0)
     first, *parts = prediction.beside([StepTime(100.0, 50.0, 0.0)] * 3 + [slow] * 2)
@@ -120,7 +121,7 @@ def test_what_the_chapters_run_is_predicted(command: str, machine: Path) -> None
 def test_the_planner_gives_actions_the_threads_of_the_run(flags: str, machine: Path) -> None:
     settings = settings_of(flags, machine)
     assert isinstance(settings, StageSettings)
-    assert settings.prediction is not None
+    assert isinstance(settings.prediction, Prediction)
     costs = settings.prediction.costs
     assert settings.pass_costs(costs.model.sizes.vocab_size) == costs.estimated
 
@@ -130,7 +131,7 @@ def test_one_stage_at_a_time_has_all_cores_however_small_the_model_is(
 ) -> None:
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     prediction = settings_of("pp-1f1b --world-size 2", machine).prediction
-    assert prediction is not None
+    assert isinstance(prediction, Prediction)
     assert prediction.costs.threads == prediction.costs.machine.cores_per_host > 1
 
 

@@ -23,14 +23,16 @@ from distlab import launch
 from distlab.checkpoints.models import write_model
 from distlab.reports import figures
 from distlab.run.start import read_script
+from distlab.subcommands import FUNCTIONS
 from simplellm.errors import InputError, require
 from support.chapters import load
 from support.processes import LAB
 from support.small_models import saved_model
 
 FENCE = re.compile(r"^( *)```(\w*)\n(.*?)^\1```$", re.MULTILINE | re.DOTALL)
-OURS = re.compile(r"(\w+=\S+ )*((\./launch\.sh|\./test\.sh|\.ci/run)( |$)|(python3?|torchrun|mpirun|sbatch) )")
+OURS = re.compile(r"(\w+=\S+ )*((\./launch\.sh|\./test\.sh|\.ci/run)( |$)|(distlab|python3?|torchrun|mpirun|sbatch) )")
 VALUED = ("-k", "--minutes")  # flags of the tests
+PARSED_BY_TYRO = FUNCTIONS.keys() - {"exercise", "hint", "check", "calibrate"}  # and do their work in this process
 OTHERS = ("git", "source", "tensorboard")  # programs that are not the lab's, and known as such
 
 
@@ -89,7 +91,7 @@ def split(block: str) -> Iterator[list[str]]:
 
 def check_one(words: list[str], folder: Path) -> None:
     program, *args = words
-    if program == "./launch.sh":
+    if program in ("./launch.sh", "distlab"):
         launched(args)
     elif program in ("./test.sh", ".ci/run", "tests/gpu/everything.sh"):
         paths_exist(args, folder)
@@ -114,9 +116,7 @@ def check_one(words: list[str], folder: Path) -> None:
         elif args[:2] == ["-m", "distlab.launch"]:
             launched(args[2:])
         elif args[:2] == ["-m", "distlab.calibrate"]:
-            launched([str(LAB / "src/distlab_planner/calibrate.py"), "--machine-file", *args[2:]])
-            if not args[2].startswith("-"):  # later commands may read it
-                shutil.copy(LAB / "docs/machines/cluster.json", args[2])
+            launched(["calibrate", *args[2:]])
         elif args[0] == "-m":
             run_module(args[1], args[2:])
         else:
@@ -149,12 +149,16 @@ def launched(args: list[str]) -> None:
             mock.patch.object(launch, "become_mpirun", mpirun),
             mock.patch("distlab_exercises.checker.prepare"),
             mock.patch("distlab_exercises.commands._check", return_value=True),
-            mock.patch("distlab_planner.plan.plan", lambda request: request.check()),
         ):
-            launch.launch(args)
+            if args and args[0] in PARSED_BY_TYRO:
+                until_parsed(lambda: launch.launch(args), args)
+            else:
+                launch.launch(args)
     except SystemExit as end:
         require(end.code in (0, None), f"exit status {end.code}")  # 0 after --help
     finally:
+        if args[:1] == ["calibrate"] and not args[1].startswith("-"):  # later commands may read it
+            shutil.copy(LAB / "docs/machines/cluster.json", args[1])
         if resume is not None:
             shutil.rmtree(resume)
 

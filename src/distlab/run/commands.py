@@ -18,7 +18,9 @@ from distlab.rendezvous.torchrun import started_by_torchrun
 if TYPE_CHECKING:
     from distlab.run.settings import ResumableSettings
 
-LAB = Path(__file__).resolve().parents[3]
+_CHAPTERS = Path(__file__).resolve().parents[1] / "chapters"  # in a wheel, see setup.py
+LAB = _CHAPTERS if _CHAPTERS.exists() else Path(__file__).resolve().parents[3]
+LAUNCHER = "./launch.sh" if (LAB / "launch.sh").exists() else "distlab"
 TEMPERATURE = 0.5  # small models write readable stories at this temperature
 LAUNCHED_AS = "LAB_LAUNCHED_AS"  # environment variable of ranks under launch.sh: the arguments of launch.sh
 
@@ -61,7 +63,8 @@ def _started_as(*replaced: str) -> list[str | Path]:
         parser.add_argument(flag, f"--{flag[2:].replace('-', '_')}")
     _, args = parser.parse_known_args(sys.argv[1:] if launched is None else shlex.split(launched))
     if launched is not None:
-        return [os.path.join(".", _short(LAB / "launch.sh")), *args]
+        launcher = os.path.join(".", _short(LAB / "launch.sh")) if LAUNCHER == "./launch.sh" else LAUNCHER
+        return [launcher, *args]
     if started_by_torchrun():
         torchrun = ["torchrun"] if shutil.which("torchrun") else [*_python(), "-m", "torch.distributed.run"]
         return [*torchrun, "--standalone", "--nproc-per-node", os.environ["LOCAL_WORLD_SIZE"], sys.argv[0], *args]

@@ -4,12 +4,13 @@ Those of replicas are in `replica_settings`, those of pipelines and of the hybri
 """
 
 import functools
+import importlib
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Protocol
 
 import tyro
 
@@ -19,17 +20,39 @@ from distlab.run import resume
 from distlab.run.learning_rate import LRSchedule, learning_rate
 from distlab.run.resume import ResumePolicy
 from distlab.run.settings import ResumableSettings, require_positive, shown_as
-from simplellm.errors import require
+from simplellm.errors import InputError, require
 from simplellm.options import Recompute, check_heads
 from simplellm.sources import choose_source, open_source
 from simplellm.tokenizers import SHIPPED_MODEL, SPTokenizer
 
 if TYPE_CHECKING:
     from distlab.run.logs import StepTime
-    from distlab_planner.prediction import Prediction
 
 BETAS = (0.9, 0.999)  # torch's default
 MOST_LAYERS, MOST_TOKENS = 1000, 2**24  # larger numbers are taken for typing errors, as with `MOST_RANKS`
+
+
+class Prediction(Protocol):
+    """What a step of a run should take, as a package that `distlab` does not import predicts it."""
+
+    @property
+    def sentence(self) -> str: ...
+
+    def check_device(self, device: str) -> None:
+        """Raise `InputError` if the prediction is for another kind of device."""
+
+    def beside(self, times: "Sequence[StepTime]") -> Iterable[str]:
+        """Lines that compare what steps took with the prediction."""
+
+
+def planner_prediction() -> Any:
+    """The planner's class `Prediction`; `InputError` without the planner, which is not needed for anything else."""
+    try:
+        return importlib.import_module("distlab_planner.prediction").Prediction
+    except ModuleNotFoundError as error:
+        if error.name != "distlab_planner":
+            raise
+        raise InputError("--machine needs the package distlab_planner, which is not installed") from None
 
 
 @dataclass
@@ -132,9 +155,7 @@ class TrainSettings(ResumableSettings):
             return None
         sentence = f"--machine {self.machine}: there is no such file; python -m distlab.calibrate FILE writes one"
         require(os.path.isfile(self.machine), sentence)
-        from distlab_planner.prediction import Prediction
-
-        return Prediction.of(self, self.machine)
+        return planner_prediction().of(self, self.machine)
 
     def _lr_remarks(self) -> list[str]:
         """Lines to print about a learning rate that changes."""

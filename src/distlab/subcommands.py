@@ -1,0 +1,50 @@
+"""The subcommands of `distlab` and `./launch.sh` that start no topology: a table of functions by their names.
+
+Those of the planner and the exercises are in packages beside `distlab`, which works without them. A module is imported
+when one of its subcommands was asked for.
+"""
+
+import importlib
+from collections.abc import Sequence
+
+from distlab.run.commands import LAUNCHER
+from simplellm.errors import InputError
+
+# By heading, in the order in which they are listed. Each function is called with the arguments and the usage's program.
+SUBCOMMANDS = {
+    "for exercises": {
+        "exercise": ("distlab_exercises.commands:exercise", "List the exercises, or write one: exercise NAME FOLDER"),
+        "hint": ("distlab_exercises.commands:hint", "A hint on an exercise, by default the first: hint NAME [NUMBER]"),
+        "check": ("distlab_exercises.commands:check", "Compare a solved exercise with one process: check FILE"),
+    },
+    "before a run": {
+        "plan": ("distlab_planner.plan:command", "Predict which layout of hybrid is fastest on a machine."),
+        "calibrate": ("distlab_planner.calibrate:command", "Measure this machine for the planner: calibrate FILE"),
+        "show-schedule": ("distlab.show_schedule:command", "Show a pipeline schedule: a table of ticks, its costs."),
+        "collective-costs": ("distlab_planner.collective_costs:command", "Predict collectives between computers."),
+        "tokenizer": ("simplellm.train_tokenizer:command", "Train a tokenizer on a text of yours."),
+        "import": ("distlab.exchange.import_hf:command", "Make a Hugging Face Llama a run to resume: import DIR OUT"),
+    },
+    "after a run": {
+        "figures": ("distlab.figures:command", "Draw a figure of runs, such as their losses."),
+        "export": ("distlab.exchange.export:command", "Write a run's model for Hugging Face: export RUN DIR"),
+    },
+}
+FUNCTIONS = {name: function for group in SUBCOMMANDS.values() for name, (function, _) in group.items()}
+
+
+def run_subcommand(name: str, args: Sequence[str]) -> int:
+    """Run a subcommand, and return its exit status.
+
+    Raises:
+        InputError: the arguments cannot work, or its package is not installed.
+    """
+    module, _, function = FUNCTIONS[name].partition(":")
+    try:
+        found = importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        package = module.partition(".")[0]
+        if error.name != package:
+            raise
+        raise InputError(f"{name} needs the package {package}, which is not installed beside distlab") from None
+    return getattr(found, function)(args, f"{LAUNCHER} {name}") or 0

@@ -1,0 +1,66 @@
+"""The subcommands of `distlab` and `./launch.sh`, and the earlier names of some of them."""
+
+import sys
+from pathlib import Path
+
+import pytest
+from support.terminals import fork_python
+
+from distlab.launch import launch
+from distlab.run.settings import parse
+from distlab.run.train_settings import TrainSettings
+from distlab.subcommands import FUNCTIONS
+from simplellm.errors import InputError
+
+
+class Missing:
+    """Python's look for a package that is not installed."""
+
+    def __init__(self, package: str) -> None:
+        self._package = package
+
+    def find_spec(self, name: str, *_: object) -> None:
+        if name == self._package:
+            raise ModuleNotFoundError(name=name)
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_each_says_how_it_is_called(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        launch([name, "--help"])
+    shown = capsys.readouterr().out
+    assert end.value.code == 0
+    assert shown.startswith(f"usage: ./launch.sh {'' if name == 'calibrate' else name}")
+
+
+def test_a_topology_may_follow_the_word_launch(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        launch(["launch", "primer", "--help"])
+    assert end.value.code == 0
+    assert capsys.readouterr().out.startswith("usage: ./launch.sh primer ")
+
+
+@pytest.mark.parametrize("module", ["plan", "calibrate", "collective_costs"])
+def test_earlier_names_still_work(module: str) -> None:
+    ended = fork_python("-m", f"distlab.{module}", "--help").finish()
+    assert ended.status == 0, ended.err
+    assert ended.out.startswith("usage: ")
+
+
+@pytest.mark.parametrize("package", ["distlab_planner", "distlab_exercises"])
+def test_what_a_missing_package_would_do_is_said_in_a_sentence(
+    package: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in [name for name in sys.modules if name.partition(".")[0] == package]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setattr(sys, "meta_path", [Missing(package), *sys.meta_path])
+    of_package = [name for name, function in FUNCTIONS.items() if function.startswith(f"{package}.")]
+    assert of_package
+    for name in of_package:
+        with pytest.raises(InputError, match=f"{name} needs the package {package}, which is not installed"):
+            launch([name])
+    file = tmp_path / "machine.json"
+    file.touch()
+    if package == "distlab_planner":
+        with pytest.raises(InputError, match=f"--machine needs the package {package}"):
+            parse(TrainSettings(), "", ["--machine", str(file)])
