@@ -18,7 +18,8 @@ import torch
 from distlab.comm.layout import Layout
 from distlab.comm.traffic import traffic
 from distlab.pipeline.actions import Backward, Forward
-from distlab.pipeline.plan import ScheduleError, find_takers, simulate
+from distlab.pipeline.engine import ScheduleError, find_takers
+from distlab.pipeline.plan import simulate
 from distlab.pipeline.schedules import all_stages
 from distlab.run.logs import say
 from distlab.run.main import main

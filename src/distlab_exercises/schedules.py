@@ -6,7 +6,8 @@ from typing import Any
 
 from distlab.pipeline import schedules
 from distlab.pipeline.actions import Action, Backward, Forward
-from distlab.pipeline.plan import Plan, ScheduleError, simulate
+from distlab.pipeline.engine import ScheduleError
+from distlab.pipeline.plan import Plan, simulate
 from distlab_exercises.loading import load
 from distlab_exercises.ranks import Facts
 from distlab_exercises.verdict import Verdict

@@ -6,7 +6,7 @@ from collections import Counter
 from dataclasses import dataclass
 
 from distlab.pipeline.actions import Action, stages_of
-from distlab.pipeline.plan import find_takers
+from distlab.pipeline.engine import find_takers
 from distlab_planner.layouts import Layout, programs_of
 
 Key = tuple[str, int]  # letter, stage

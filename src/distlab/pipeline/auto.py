@@ -1,8 +1,8 @@
 """The schedule `auto`: lists of actions that a search finds for given costs.
 
-The search is greedy list scheduling. It simulates the pipeline: whenever a worker is free, the worker starts the most
-urgent of the actions whose inputs have arrived and for whose activations there is room. A greedy choice may be bad for
-later ones. So the search simulates many times, with several rules of urgency and with times that are slightly wrong on
+The search is greedy list scheduling. It plays the pipeline (`engine`): whenever a worker is free, the worker starts the
+most urgent of the actions whose inputs have arrived and for whose activations there is room. A greedy choice may be bad
+for later ones. So the search plays many times, with several rules of urgency and with times that are slightly wrong on
 purpose, and keeps the lists that are fastest with the correct times. (Qi et al., arXiv 2401.10241, §3, search among
 heuristics in a similar way.)
 """
@@ -10,18 +10,38 @@ heuristics in a similar way.)
 import itertools
 import math
 import re
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from random import Random
 
-from distlab.pipeline.actions import KINDS, Action, ActionCosts, Programs, of_stage, stages_of
+from distlab.pipeline.actions import (
+    ACTIVATIONS,
+    GRADIENTS,
+    Action,
+    ActionCosts,
+    BackwardInput,
+    BackwardWeight,
+    Forward,
+    ForwardKeepingInput,
+    Program,
+    Programs,
+    Recompute,
+    of_stage,
+    stages_of,
+)
+from distlab.pipeline.engine import NEVER, Engine, Graph, InOrder
 from distlab.pipeline.plan import simulate
 from simplellm.errors import InputError, require
 
-Move = tuple[str, int]  # letter and stage of an action on the next micro-batch
-Times = dict[Move, float]  # seconds
-Urgency = Callable[[str, str], int]  # (letter of an action, worker's last letter except W) -> smaller is more urgent
+# What a stage does with a micro-batch: its passes, in order, the forward pass first. A pass is one action, or several
+# in a row that start early enough for the last of them not to wait.
+Passes = Sequence[tuple[type[Action], ...]]
+Times = dict[tuple[int, int], float]  # seconds, by (place in the passes, stage)
+Urgency = Callable[[int, int], int]  # (what a pass sends, what the worker's pass before sent) -> smaller is more urgent
+
+PASSES: Passes = ((Forward,), (BackwardInput,), (BackwardWeight,))
+RECOMPUTING: Passes = ((ForwardKeepingInput,), (Recompute, BackwardInput), (BackwardWeight,))
+SENDS_GRADIENTS, SENDS_ACTIVATIONS, SENDS_NOTHING = range(3)
 
 TRIES = 200  # simulations of a small pipeline
 MOST_ACTIONS = 40_000  # in all simulations together, which take a second or two; but every rule is tried
@@ -30,9 +50,9 @@ ROUNDING = 1e-9
 BYTES = {"kB": 1e3, "MB": 1e6, "GB": 1e9}
 
 RULES: tuple[Urgency, ...] = (
-    lambda letter, last: "IFW".index(letter),  # first the gradients that the previous stage waits for
-    lambda letter, last: 2 if letter == "W" else letter == last,  # alternate F and I, as in DAPPLE
-    lambda letter, last: "FIW".index(letter),  # as many forward passes ahead as there is room for
+    lambda sent, _: sent,  # first the gradients that the previous stage waits for
+    lambda sent, last: sent if sent == SENDS_NOTHING else sent == last,  # alternate F and I, as in DAPPLE
+    lambda sent, _: (1, 0, 2)[sent],  # as many forward passes ahead as there is room for
 )
 
 
@@ -72,9 +92,9 @@ def placement(workers: int, chunks: int) -> list[list[int]]:
 def keeps_at_most(limit: Limit, programs: Programs, costs: ActionCosts) -> bool:
     """Whether every worker of a schedule keeps to the limit."""
     held = [stages_of(program) for program in programs]
-    sizes = _Sizes.of(costs, sum(map(len, held)), keeps_inputs=False)
-    kept = simulate(programs, replace(costs, activation_bytes=sizes.bytes_of)).peak_bytes
-    return all(peak <= sizes.amount(limit, own) * (1 + ROUNDING) for peak, own in zip(kept, held, strict=True))
+    costs = _with_sizes(costs, sum(map(len, held)))
+    kept = simulate(programs, costs).peak_bytes
+    return all(peak <= _most_bytes(limit, own, PASSES, costs) for peak, own in zip(kept, held, strict=True))
 
 
 def find_programs(
@@ -85,6 +105,7 @@ def find_programs(
     limit: Limit | None = None,
     tries: int | None = None,
     recompute: bool = False,
+    passes: Passes = PASSES,
 ) -> list[list[Action]]:
     """The fastest lists of actions that were found, one for each worker; deterministic.
 
@@ -96,45 +117,62 @@ def find_programs(
         recompute: the lists are for `with_recomputation`: a stage keeps its input, and computes the rest again while it
             waits for the gradient. A limit in bytes then counts these; one in micro-batches counts micro-batches of
             which anything is kept.
+        passes: what each stage does with each micro-batch: actions of any kinds.
 
     Raises:
         InputError: a worker has no room for a single micro-batch.
     """
-    held, stages, limit = placement(workers, chunks), workers * chunks, limit or Limit(workers)
-    owners = {stage: worker for worker, own in enumerate(held) for stage in own}
-    sizes = _Sizes.of(costs, stages, recompute and limit.is_bytes)
-    for own in held:
-        sizes.check(limit, own)
-    limits = [sizes.amount(limit, own) for own in held]
-    right = {(letter, stage): costs.seconds(KINDS[letter](stage, 0)) for letter in "FIW" for stage in range(stages)}
-    again = [costs.seconds(KINDS["R"](stage, 0)) if recompute else 0.0 for stage in range(stages)]
-    right |= {("I", stage): right["I", stage] + again[stage] for stage in range(stages)}
+    held, limit = placement(workers, chunks), limit or Limit(workers)
+    counted = RECOMPUTING if recompute and limit.is_bytes else passes
+    passes = RECOMPUTING if recompute else passes
+    pool = _Pool(held, micro_batches, passes)
+    pool.set_room(limit, counted, _with_sizes(costs, workers * chunks))
+    graph, places = pool.graph, range(len(passes))
+    stages = range(workers * chunks)
+    right = {(p, stage): sum(costs.seconds(kind(stage, 0)) for kind in passes[p]) for p in places for stage in stages}
     tries = tries or max(4 * len(RULES), min(TRIES, MOST_ACTIONS // (len(right) * micro_batches)))
     least = max(
-        sum(right["F", stage] + costs.transfer for stage in range(own[0]))
-        + micro_batches * sum(right[letter, stage] for letter in "FIW" for stage in own)
+        sum(right[0, stage] + costs.transfer for stage in range(own[0]))
+        + micro_batches * sum(right[place, stage] for place in places for stage in own)
         for own in held
     )  # a lower bound: each worker computes without a pause once its first input has arrived
-    found: tuple[float, list[Move]] = math.inf, []
+    found: tuple[float, list[list[int]]] = math.inf, []
     for times, transfer, rule in itertools.islice(_guesses(right, costs.transfer), tries):
-        moves = _play(held, micro_batches, _Clock(times, again, transfer, owners), sizes, limits, rule)
-        clock = _Clock(right, again, costs.transfer, owners)
-        for letter, stage in moves:
-            clock.run(letter, stage)
-        found = min(found, (max(clock.free), moves), key=lambda pair: pair[0])
+        guess = Engine(graph, _seconds_by(times, passes, costs), _messages(transfer), _Greedy(pool, rule))
+        lines: list[list[int]] = [[] for _ in held]
+        for index in guess.begun:
+            lines[graph.workers[index]].append(index)
+        played = Engine(graph, costs.seconds, _messages(costs.transfer), InOrder(graph, lines))
+        found = min(found, (played.makespan, lines), key=lambda pair: pair[0])
         if found[0] <= least * (1 + ROUNDING):
             break
-    programs: list[list[Action]] = [[] for _ in held]
-    done = Counter[Move]()
-    for letter, stage in found[1]:
-        programs[owners[stage]].append(KINDS[letter](stage, done[letter, stage]))
-        done[letter, stage] += 1
-    return programs
+    programs = [[graph.actions[index] for index in line] for line in found[1]]
+    return [_without_recomputation(program) for program in programs] if recompute else programs
+
+
+def _without_recomputation(program: Program) -> list[Action]:
+    plain = (Forward(a.stage, a.micro_batch) if isinstance(a, ForwardKeepingInput) else a for a in program)
+    return [action for action in plain if not isinstance(action, Recompute)]
+
+
+def _messages(seconds: float) -> Callable[[int, int], tuple[float, float]]:
+    return lambda *_: (seconds, 0.0)
+
+
+def _seconds_by(times: Times, passes: Passes, costs: ActionCosts) -> Callable[[Action], float]:
+    """The seconds of an action in passes of these times; what is computed again takes its usual time."""
+    seconds: dict[tuple[type[Action], int], float] = {}
+    for (place, stage), total in times.items():
+        *first, last = passes[place]
+        seconds |= {(kind, stage): costs.seconds(kind(stage, 0)) for kind in first}
+        seconds[last, stage] = total - sum(seconds[kind, stage] for kind in first)
+    return lambda action: seconds[type(action), action.stage]
 
 
 def _guesses(right: Times, transfer: float) -> Iterator[tuple[Times, float, Urgency]]:
-    """Times of actions, time of a message, and a rule, for each simulation; the correct times come first."""
-    equal = {(letter, s): sum(right[each, s] for each in "FIW") / 3 for letter, s in right}
+    """Times of passes, time of a message, and a rule, for each simulation; the correct times come first."""
+    count = 1 + max(place for place, _ in right)
+    equal = {(place, stage): sum(right[each, stage] for each in range(count)) / count for place, stage in right}
     bases = [(times, seconds) for times in (right, equal) for seconds in (transfer, 0.0)]
     yield from ((times, seconds, rule) for times, seconds in bases for rule in RULES)
     chance = Random(0)
@@ -143,123 +181,126 @@ def _guesses(right: Times, transfer: float) -> Iterator[tuple[Times, float, Urge
         yield {key: time * chance.uniform(1 - ERROR, 1 + ERROR) for key, time in times.items()}, seconds, rule
 
 
-@dataclass(frozen=True)
-class _Sizes:
-    """How much of a micro-batch each stage keeps: `bytes_of` by the costs, after F, before I, and after I."""
+def _with_sizes(costs: ActionCosts, stages: int) -> ActionCosts:
+    """Costs in which every stage keeps something."""
+    return replace(costs, activation_bytes=[of_stage(costs.activation_bytes, stage) or 1.0 for stage in range(stages)])
 
-    bytes_of: Sequence[float]
-    first: Sequence[float]
-    whole: Sequence[float]
-    factors: Sequence[float]
 
-    @classmethod
-    def of(cls, costs: ActionCosts, stages: int, keeps_inputs: bool) -> "_Sizes":
-        bytes_of = [of_stage(costs.activation_bytes, stage) or 1.0 for stage in range(stages)]
-        factors = [size * of_stage(costs.weight_bytes_share, stage) for stage, size in enumerate(bytes_of)]
-        whole = [max(pair) for pair in zip(bytes_of, factors, strict=True)]
-        inputs = [size * of_stage(costs.input_bytes_share, stage) for stage, size in enumerate(bytes_of)]
-        return cls(bytes_of, inputs if keeps_inputs else whole, whole, factors)
+def _levels(stage: int, passes: Passes, costs: ActionCosts) -> list[tuple[float, float, float]]:
+    """The bytes that a stage keeps of a micro-batch before, at most during, and after each pass."""
+    levels, after = list[tuple[float, float, float]](), 0.0
+    for kinds in passes:
+        before = after
+        during = list(itertools.accumulate((costs.kept_bytes(kind(stage, 0)) for kind in kinds), initial=before))
+        after = during[-1]
+        levels.append((before, max(during), after))
+    return levels
 
-    def again(self, stage: int) -> float:
-        """What is added before I, because it has not been kept."""
-        return self.whole[stage] - self.first[stage]
 
-    def room(self, letter: str, stage: int, own: Sequence[int]) -> float:
-        """What a worker with the stages `own` needs to start an action, so that it can go on in any case.
+def _most_bytes(limit: Limit, stages: Sequence[int], passes: Passes, costs: ActionCosts) -> float:
+    """The bytes that the worker with these stages may keep."""
+    whole = sum(max(most for _, most, _ in _levels(stage, passes, costs)) for stage in stages)
+    return (limit.amount if limit.is_bytes else limit.amount * whole) * (1 + ROUNDING)
 
-        A forward pass also needs room for its micro-batch on the worker's last stage, and for what is computed again
-        before a backward pass.
+
+@dataclass
+class _Queue:
+    """A stage's passes of one kind, which run in the order of the micro-batches."""
+
+    stage: int
+    sends: int
+    passes: list[range]  # the actions of each
+    added: float = 0.0  # bytes, by each pass
+    room: float = 0.0  # bytes that its worker needs to start one, so that it can go on in any case
+
+    def start(self, engine: Engine, number: int) -> float:
+        """When a pass can start, such that its last action need not wait."""
+        actions, before = self.passes[number], 0.0
+        start = engine.ready(actions[0])
+        for index in actions[1:]:
+            before += engine.alone[index - 1]
+            for need in engine.graph.needs[index]:
+                if need not in actions and engine.ends[need] - before > start:
+                    start = engine.ends[need] - before
+        return start
+
+
+class _Pool:
+    """All passes of a pipeline, of which each worker is to run its own in some order."""
+
+    def __init__(self, held: Sequence[Sequence[int]], micro_batches: int, passes: Passes) -> None:
+        self.held, actions, self.queues = held, list[list[Action]](), list[list[_Queue]]()
+        for own in held:
+            actions.append([])
+            self.queues.append([])
+            for stage, kinds in itertools.product(own, passes):
+                first = sum(map(len, actions))
+                actions[-1] += [kind(stage, k) for k in range(micro_batches) for kind in kinds]
+                starts = range(first, sum(map(len, actions)), len(kinds))
+                queue = _Queue(stage, _sent_by(kinds), [range(start, start + len(kinds)) for start in starts])
+                self.queues[-1].append(queue)
+        self.graph = Graph(actions)
+
+    def set_room(self, limit: Limit, passes: Passes, costs: ActionCosts) -> None:
+        """Set the room that passes need, as long as every worker keeps to the limit.
+
+        A forward pass also needs room for its micro-batch on the worker's last stage, and for later passes.
         """
-        if letter != "F":
-            return self.again(stage) if letter == "I" else 0.0
-        further = self.first[own[-1]] if stage != own[-1] else 0.0
-        return self.first[stage] + further + max(map(self.again, own))
-
-    def amount(self, limit: Limit, stages: Sequence[int]) -> float:
-        """The limit of the worker that holds these stages, in the units of the sizes."""
-        return limit.amount if limit.is_bytes else limit.amount * sum(self.whole[stage] for stage in stages)
-
-    def check(self, limit: Limit, stages: Sequence[int]) -> None:
-        """Raise `InputError` unless the worker that holds these stages has room for one micro-batch."""
-        one = self.room("F", stages[0], stages)
-        least = f"one micro-batch takes {one / 1e6:.4g} MB on stage {' and '.join(map(str, stages))}"
-        require(not limit.is_bytes or limit.amount >= one, f"--keep-at-most {limit}: {least}; give more")
-
-
-class _Clock:
-    """Computes when actions run. Each stage runs the actions of a kind in the order of the micro-batches."""
-
-    def __init__(self, times: Times, again: Sequence[float], transfer: float, owners: Mapping[int, int]) -> None:
-        self.times, self._transfer, self._owners, self._last = times, transfer, owners, len(owners) - 1
-        self._again = again  # by stage: the first seconds of I, which do not need the gradient
-        self._ends: dict[Move, list[float]] = {move: [] for move in times}  # by micro-batch
-        self.free = [0.0] * (1 + max(owners.values()))  # by worker: when its last action ends
-
-    def done(self, letter: str, stage: int) -> int:
-        """The number of micro-batches for which a stage has run this action."""
-        return len(self._ends[letter, stage])
-
-    def start(self, letter: str, stage: int) -> float:
-        """When a stage can start its next action of a kind; infinity if an input has not been computed yet."""
-        k = len(self._ends[letter, stage])
-        start = self.free[self._owners[stage]]
-        if letter == "F" and stage > 0:
-            return max(start, self._arrival("F", stage - 1, stage, k))
-        if letter == "I":
-            start = max(start, self._arrival("F", stage, stage, k))
-            if stage == self._last:
-                return start
-            return max(start, self._arrival("I", stage + 1, stage, k) - self._again[stage])
-        return max(start, self._arrival("I", stage, stage, k)) if letter == "W" else start
-
-    def _arrival(self, letter: str, source: int, taker: int, micro_batch: int) -> float:
-        ends = self._ends[letter, source]
-        if micro_batch >= len(ends):
-            return math.inf
-        return ends[micro_batch] + (self._transfer if self._owners[source] != self._owners[taker] else 0.0)
-
-    def run(self, letter: str, stage: int) -> None:
-        end = self.start(letter, stage) + self.times[letter, stage]
-        self._ends[letter, stage].append(end)
-        self.free[self._owners[stage]] = end
+        self.most_bytes = [_most_bytes(limit, own, passes, costs) for own in self.held]
+        for own, queues in zip(self.held, self.queues, strict=True):
+            levels = [level for stage in own for level in _levels(stage, passes, costs)]
+            for queue, (before, most, after) in zip(queues, levels, strict=True):
+                queue.added, queue.room = after - before, most - before
+            forward = queues[:: len(passes)]
+            one = forward[-1].room
+            later = max(queue.room for queue in queues if queue not in forward)
+            for queue in forward:
+                queue.room += later + (one if queue is not forward[-1] else 0.0)
+            least = f"one micro-batch takes {queues[0].room / 1e6:.4g} MB on stage {' and '.join(map(str, own))}"
+            is_enough = not limit.is_bytes or limit.amount >= queues[0].room
+            require(is_enough, f"--keep-at-most {limit}: {least}; give more")
 
 
-def _play(
-    held: Sequence[Sequence[int]],
-    micro_batches: int,
-    clock: _Clock,
-    sizes: _Sizes,
-    limits: Sequence[float],
-    rule: Urgency,
-) -> list[Move]:
-    """All actions, in the order in which they start if each worker chooses the most urgent one by a rule."""
-    kept, last = [0.0] * len(held), [""] * len(held)
+def _sent_by(kinds: Sequence[type[Action]]) -> int:
+    given = {result for kind in kinds for result in kind.gives}
+    return SENDS_GRADIENTS if GRADIENTS in given else SENDS_ACTIVATIONS if ACTIVATIONS in given else SENDS_NOTHING
 
-    def choose(worker: int) -> tuple[float, Move]:
-        """What a worker starts next, and when. Of equally urgent actions, that of the stage nearest to the loss."""
-        ready: list[tuple[float, int, int, Move]] = []
-        for letter, stage in moves[worker]:
-            room = rooms[letter, stage]
-            is_possible = room == 0 or kept[worker] + room <= limits[worker] * (1 + ROUNDING)
-            if is_possible and clock.done(letter, stage) < micro_batches:
-                ready.append((clock.start(letter, stage), rule(letter, last[worker]), -stage, (letter, stage)))
-        first = min((start for start, *_ in ready), default=math.inf)
-        return first, min((choice for choice in ready if choice[0] <= first + ROUNDING), default=(0, 0, 0, ("", 0)))[-1]
 
-    moves = [[(letter, stage) for stage in own for letter in "FIW"] for own in held]
-    rooms = {(letter, stage): sizes.room(letter, stage, own) for own in held for stage in own for letter in "FIW"}
-    owners = {stage: worker for worker, own in enumerate(held) for stage in own}
-    choices = [choose(worker) for worker in range(len(held))]
-    played: list[Move] = []
-    for _ in range(len(owners) * 3 * micro_batches):
-        worker = min(range(len(held)), key=lambda worker: choices[worker][0])
-        letter, stage = choices[worker][1]
-        clock.run(letter, stage)
-        played.append((letter, stage))
-        last[worker] = last[worker] if letter == "W" else letter
-        first, factors = sizes.first[stage], sizes.factors[stage]
-        kept[worker] += {"F": first, "I": factors - first, "W": -factors}[letter]
-        waiting = owners.get(stage + {"F": 1, "I": -1, "W": 0}[letter], worker)
-        for affected in {worker, waiting}:
-            choices[affected] = choose(affected)
-    return played
+class _Greedy:
+    """Each worker runs the most urgent of the passes that can start first, if there is room for what they keep.
+
+    Of equally urgent ones, that of the stage nearest to the loss.
+    """
+
+    def __init__(self, pool: _Pool, rule: Urgency) -> None:
+        self._pool, self._rule = pool, rule
+        self._done = [[0] * len(queues) for queues in pool.queues]  # passes
+        self._kept, self._last = [0.0] * len(pool.queues), [-1] * len(pool.queues)
+        self._chosen, self._rest = [0] * len(pool.queues), [range(0)] * len(pool.queues)  # a queue; of a pass
+
+    def choose(self, engine: Engine, worker: int) -> tuple[float, int]:
+        if self._rest[worker]:  # at once, so that others know when its results will be there
+            return engine.starts[self._rest[worker][0] - 1], self._rest[worker][0]
+        ready: list[tuple[float, int, int, int]] = []
+        left, last = self._pool.most_bytes[worker] - self._kept[worker], self._last[worker]
+        for number, (queue, done) in enumerate(zip(self._pool.queues[worker], self._done[worker], strict=True)):
+            if done < len(queue.passes) and (queue.room <= left or queue.room == 0):
+                ready.append((queue.start(engine, done), self._rule(queue.sends, last), -queue.stage, number))
+        if not ready:
+            return NEVER, -1
+        start, _, _, number = min(ready)
+        self._chosen[worker] = number
+        return start, self._pool.queues[worker][number].passes[self._done[worker][number]][0]
+
+    def begun(self, index: int) -> None:
+        worker = self._pool.graph.workers[index]
+        if self._rest[worker]:
+            self._rest[worker] = self._rest[worker][1:]
+            return
+        number = self._chosen[worker]
+        queue = self._pool.queues[worker][number]
+        self._rest[worker] = queue.passes[self._done[worker][number]][1:]
+        self._done[worker][number] += 1
+        self._kept[worker] += queue.added
+        if queue.sends != SENDS_NOTHING:
+            self._last[worker] = queue.sends

@@ -1,19 +1,15 @@
-"""Simulates a pipeline schedule: whether it is correct, how long it takes, and how many activations it keeps.
+"""A schedule as it would run: whether it is correct, how long it takes, and how many activations it keeps.
 
-The rules are those of the executor: a worker runs its actions in order, an action starts when everything it needs has
-arrived, and a send never blocks the sender. What an action needs, computes, costs and keeps is defined by its class.
+What an action needs, computes, costs and keeps is defined by its class; the times are the engine's.
 """
 
 import itertools
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from distlab.comm.wait_graph import find_cycle
 from distlab.pipeline.actions import (
-    FACTORS,
-    GRAPH,
-    INPUT,
     WEIGHT_GRADIENTS,
     Action,
     ActionCosts,
@@ -22,17 +18,14 @@ from distlab.pipeline.actions import (
     describe_stages,
     labels,
 )
-from simplellm.errors import InputError
+from distlab.pipeline.engine import NEVER, Engine, Graph, ScheduleError
 
 ROUNDING = 1e-9  # of sums of shares
+ADD_UP = "what its actions keep and free must add up to 0"
 # Of a layer's forward pass. With fewer, further threads make a pipeline slower: bench/README.md, "Threads that have
 # computed".
 MULTIPLY_ADDS_OF_A_THREAD = 4e7
 Link = tuple[int, int, str]  # sender, receiver (workers), kind of message
-
-
-class ScheduleError(InputError):
-    """A schedule that cannot run, or whose result would differ from that of one process."""
 
 
 @dataclass(frozen=True)
@@ -68,24 +61,30 @@ def simulate(programs: Programs, costs: ActionCosts | None = None) -> Plan:
         ScheduleError: names what is missing, repeated or out of order, or the stages that wait for each other.
     """
     costs = costs or ActionCosts()
-    owners, producers = _check_complete(programs)
-    takers = find_takers(programs)
-    messages = _check_links(programs, owners, takers)
-    spans = _run(programs, owners, producers, costs)
-    makespan = max(span.end for line in spans for span in line)
+    for worker, program in enumerate(programs):
+        if not program:
+            raise ScheduleError(f"worker {worker} has no actions; give every worker a stage and micro-batches")
+    if not programs:
+        raise ScheduleError("the schedule has no workers; give at least 1 stage")
+    graph = Graph(programs)
+    _check_results(graph)
+    messages = _check_links(programs, graph)
+    played = Engine(graph, costs.seconds, lambda *_: (costs.transfer, 0.0))
+    _check_finished(played)
+    spans = [[Span(graph.actions[i], played.starts[i], played.ends[i]) for i in line] for line in graph.lines]
     sent = [sum(len(sent) for (sender, *_), sent in messages.items() if sender == w) for w in range(len(programs))]
     return Plan(
-        owners=owners,
+        owners=graph.owners,
         rows=[describe_stages(program) for program in programs],
         labels=labels(programs),
         spans=spans,
-        makespan=makespan,
-        bubble=[1 - sum(span.end - span.start for span in line) / makespan for line in spans],
-        peak_live=[max(_live(program)) for program in programs],
+        makespan=played.makespan,
+        bubble=[1 - sum(span.end - span.start for span in line) / played.makespan for line in spans],
+        peak_live=[max(len(kept) for _, kept in _kept(program)) for program in programs],
         peak_bytes=[max(itertools.accumulate(map(costs.kept_bytes, program))) for program in programs],
         sent_bytes=[count * costs.message_bytes for count in sent],
         messages=messages,
-        takers=takers,
+        takers=graph.takers,
     )
 
 
@@ -99,19 +98,6 @@ def in_a_row(programs: Programs, steps: int) -> Programs:
     return [
         [replace(a, micro_batch=a.micro_batch + first) for first in firsts for a in program] for program in programs
     ]
-
-
-def find_takers(programs: Programs) -> dict[Result, Action]:
-    """By result that another stage needs, the action that needs it, in worker order; `ScheduleError` if two need it."""
-    takers: dict[Result, Action] = {}
-    actions = [action for program in programs for action in program]
-    stages = len({action.stage for action in actions})
-    for action in actions:
-        for result in action.needs(stages):
-            if result.stage != action.stage and takers.setdefault(result, action) != action:
-                both = f"{takers[result]} and for {action}"
-                raise ScheduleError(f"stage {action.stage} needs {result} for {both}, but it is sent only once")
-    return takers
 
 
 def busy_workers(plan: Plan) -> dict[Action, int]:
@@ -193,67 +179,32 @@ def ideal_bubble(stages: int, micro_batches: int) -> float:
     return (stages - 1) / (micro_batches + stages - 1)
 
 
-def _check_complete(programs: Programs) -> tuple[dict[int, int], dict[Result, Action]]:
-    """The worker of each stage, and the action that computes each result.
-
-    Checks that every needed result and every weight gradient is computed exactly once, that a stage computes its own
-    results before it needs them, and that it frees all activations that it keeps.
-    """
-    owners: dict[int, int] = {}
-    producers: dict[Result, Action] = {}
-    order: dict[Action, int] = {}
-    if not programs:
-        raise ScheduleError("the schedule has no workers; give at least 1 stage")
-    for worker, program in enumerate(programs):
-        if not program:
-            raise ScheduleError(f"worker {worker} has no actions; give every worker a stage and micro-batches")
-    actions = ((worker, action) for worker, program in enumerate(programs) for action in program)
-    for place, (worker, action) in enumerate(actions):
-        stage = action.stage
-        if stage < 0 or action.micro_batch < 0:
-            raise ScheduleError(f"stage {stage} runs {action}; stages and micro-batches are numbered from 0")
-        if owners.setdefault(stage, worker) != worker:
-            raise ScheduleError(f"stage {stage} is run by workers {owners[stage]} and {worker}; give it to one worker")
-        if order.setdefault(action, place) != place:
-            raise ScheduleError(f"stage {stage} runs {action} twice; every action runs once")
-        for result in action.results:
-            if producers.setdefault(result, action) != action:
-                raise ScheduleError(f"stage {stage} computes {result} twice, in {producers[result]} and in {action}")
-    for action in order:
-        for result in action.needs(len(owners)):
-            if result not in producers:
-                what = f"{result}, which {action} of stage {action.stage} needs"
-                raise ScheduleError(f"stage {result.stage} never computes {what}")
-            if result.stage != action.stage and result.kind in (INPUT, GRAPH, FACTORS, WEIGHT_GRADIENTS):
-                raise ScheduleError(
-                    f"{action} of stage {action.stage} needs {result}, which stays on stage {result.stage}"
-                )
-            source = producers[result]
-            if source.stage == action.stage and order[source] > order[action]:
-                raise ScheduleError(f"stage {action.stage} runs {action} before {source}")
-    micro_batches = range(1 + max(action.micro_batch for action in order))
-    for stage, micro_batch in itertools.product(range(1 + max(owners)), micro_batches):
-        if (result := Result(WEIGHT_GRADIENTS, stage, micro_batch)) not in producers:
+def _check_results(graph: Graph) -> None:
+    """Check that every weight gradient is computed, and that a stage frees all activations that it keeps, not more."""
+    micro_batches = range(1 + max(action.micro_batch for action in graph.actions))
+    for stage, micro_batch in itertools.product(range(1 + max(graph.owners)), micro_batches):
+        if (result := Result(WEIGHT_GRADIENTS, stage, micro_batch)) not in graph.producers:
             raise ScheduleError(f"stage {stage} never computes {result}")
-    kept, neutral = defaultdict[tuple[int, int], float](float), ActionCosts()
-    for action in order:
-        kept[action.stage, action.micro_batch] += action.kept_share(neutral)
+    kept: Mapping[tuple[int, int], float] = {}
+    for action, kept in _kept(graph.actions):
+        share = kept.get((action.stage, action.micro_batch), 0.0)
+        what = f"{-share:g} more of the activations of micro-batch {action.micro_batch} than it keeps"
+        if share < 0:
+            raise ScheduleError(f"stage {action.stage} frees in {action} {what}; {ADD_UP}")
     for (stage, micro_batch), share in kept.items():
-        if abs(share) > ROUNDING:
-            what = f"stage {stage} still keeps {share:g} of the activations of micro-batch {micro_batch} after a step"
-            raise ScheduleError(f"{what}; what its actions keep and free must add up to 0")
-    return owners, producers
+        what = f"stage {stage} still keeps {share:g} of the activations of micro-batch {micro_batch} after a step"
+        raise ScheduleError(f"{what}; {ADD_UP}")
 
 
-def _check_links(programs: Programs, owners: dict[int, int], takers: dict[Result, Action]) -> dict[Link, list[Result]]:
+def _check_links(programs: Programs, graph: Graph) -> dict[Link, list[Result]]:
     """The messages over each link, in order. Messages carry no names, so both ends must expect the same order."""
     messages: dict[Link, list[Result]] = defaultdict(list)
     for worker, program in enumerate(programs):
         for result in itertools.chain.from_iterable(action.results for action in program):
-            receiver = owners[takers[result].stage] if result in takers else worker
+            receiver = graph.owners[graph.takers[result].stage] if result in graph.takers else worker
             if receiver != worker:
                 messages[worker, receiver, result.kind].append(result)
-    needed = {result: place for place, result in enumerate(takers)}  # in the order in which the workers need them
+    needed = {result: place for place, result in enumerate(graph.takers)}  # in the order in which workers need them
     for link, sent in messages.items():
         for given, wanted in zip(sent, sorted(sent, key=needed.__getitem__), strict=True):
             if given != wanted:
@@ -263,42 +214,29 @@ def _check_links(programs: Programs, owners: dict[int, int], takers: dict[Result
     return dict(messages)
 
 
-def _run(
-    programs: Programs, owners: dict[int, int], producers: dict[Result, Action], costs: ActionCosts
-) -> list[list[Span]]:
-    """Run every worker as far as possible, until all have finished or none can continue."""
-    ended: dict[Action, float] = {}
-    spans: list[list[Span]] = [[] for _ in programs]
-    while True:
-        waits: dict[int, tuple[Action, Result]] = {}  # by worker, the action that cannot start, and what it waits for
-        ended_before = len(ended)
-        for worker, program in enumerate(programs):
-            for action in itertools.islice(program, len(spans[worker]), None):
-                needed = action.needs(len(owners))
-                missing = [result for result in needed if producers[result] not in ended]
-                if missing:
-                    waits[worker] = action, missing[0]
-                    break
-                arrivals = [ended[producers[r]] + costs.transfer * (owners[r.stage] != worker) for r in needed]
-                start = max([*arrivals, spans[worker][-1].end if spans[worker] else 0.0])
-                ended[action] = start + costs.seconds(action)
-                spans[worker].append(Span(action, start, ended[action]))
-        if not waits:
-            return spans
-        if len(ended) == ended_before:
-            sentences = []
-            for worker in find_cycle({worker: [owners[result.stage]] for worker, (_, result) in waits.items()}):
-                action, result = waits[worker]
-                sentences.append(f"stage {action.stage}, before {action}, waits for {result} from stage {result.stage}")
-            raise ScheduleError(f"deadlock: {'; '.join(sentences)}")
+def _check_finished(played: Engine) -> None:
+    """Raise `ScheduleError` with the stages that wait for each other, if some have actions that never start."""
+    graph, waits = played.graph, dict[int, tuple[Action, Result]]()  # by worker, what it cannot start, and for what
+    for worker, line in enumerate(graph.lines):
+        index = next((index for index in line if played.starts[index] == NEVER), None)
+        if index is not None:
+            action = graph.actions[index]
+            missing = (r for r in action.needs(len(graph.owners)) if played.starts[graph.producers[r]] == NEVER)
+            waits[worker] = action, next(missing)
+    sentences = []
+    for worker in find_cycle({worker: [graph.owners[result.stage]] for worker, (_, result) in waits.items()}):
+        action, result = waits[worker]
+        sentences.append(f"stage {action.stage}, before {action}, waits for {result} from stage {result.stage}")
+    if sentences:
+        raise ScheduleError(f"deadlock: {'; '.join(sentences)}")
 
 
-def _live(program: Iterable[Action]) -> Iterator[int]:
-    """After each action, the number of micro-batches whose activations are kept."""
-    shares, neutral = defaultdict[tuple[int, int], float](float), ActionCosts()
+def _kept(program: Iterable[Action]) -> Iterator[tuple[Action, Mapping[tuple[int, int], float]]]:
+    """After each action, the shares that are kept of the activations of (stage, micro-batch)."""
+    kept, neutral = defaultdict[tuple[int, int], float](float), ActionCosts()
     for action in program:
         key = action.stage, action.micro_batch
-        shares[key] += action.kept_share(neutral)
-        if shares[key] < ROUNDING:
-            del shares[key]
-        yield len(shares)
+        kept[key] += action.kept_share(neutral)
+        if abs(kept[key]) < ROUNDING:
+            del kept[key]
+        yield action, kept

@@ -31,8 +31,9 @@ from distlab.pipeline.actions import (
     stages_of,
 )
 from distlab.pipeline.activations import Stage
+from distlab.pipeline.engine import ScheduleError
 from distlab.pipeline.executor import Pipeline
-from distlab.pipeline.plan import ScheduleError, simulate
+from distlab.pipeline.plan import simulate
 from distlab.pipeline.stages import build_stage
 from distlab.reports.timeline import action_color, draw, measured_panel, planned_panel
 from distlab.reports.trace import merge, read_chrome, write_chrome
@@ -305,6 +306,18 @@ def test_activations_that_are_never_freed_are_refused() -> None:
     sentence = "stage 1 still keeps 0.25 of the activations of micro-batch 0 after a step"
     with pytest.raises(ScheduleError, match=f"^{re.escape(sentence)}; what its actions keep and free must add up to 0"):
         simulate([actions(0, "F0 J0 V0"), actions(1, "F0 J0 K0")])
+
+
+class Freer(WeightLater):
+    """Frees more than `InputFirst` leaves."""
+
+    letter, keeps = "L", -1.0
+
+
+def test_more_activations_freed_than_kept_are_refused() -> None:
+    sentence = "stage 1 frees in L0 0.25 more of the activations of micro-batch 0 than it keeps"
+    with pytest.raises(ScheduleError, match=f"^{re.escape(sentence)}; what its actions keep and free must add up to 0"):
+        simulate([actions(0, "F0 J0 V0"), actions(1, "F0 J0 L0")])
 
 
 class Mystery(Backward):

@@ -22,10 +22,10 @@ from distlab.pipeline.actions import (
     Program,
     Result,
 )
+from distlab.pipeline.engine import ScheduleError
 from distlab.pipeline.plan import (
     MULTIPLY_ADDS_OF_A_THREAD,
     Link,
-    ScheduleError,
     busy_workers,
     ideal_bubble,
     in_a_row,

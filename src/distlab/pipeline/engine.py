@@ -1,0 +1,322 @@
+"""One simulation of pipelines: workers that run actions, and messages that travel between them.
+
+It asks each action what it needs and what it computes, and its caller what actions and messages cost. Schedules are
+checked and drawn with it (`plan`), searched for (`auto`), and predicted (the planner). The rules are those of the
+executor: a worker runs one action after another, an action starts when everything it needs has arrived, and a send
+never blocks the sender.
+"""
+
+import heapq
+import itertools
+import math
+from collections import Counter, defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from distlab.pipeline.actions import FACTORS, GRAPH, INPUT, WEIGHT_GRADIENTS, Action, Programs, Result
+from simplellm.errors import InputError
+
+NEVER = math.inf
+
+
+class ScheduleError(InputError):
+    """A schedule that cannot run, or whose result would differ from that of one process."""
+
+
+class Graph:
+    """The actions of all workers, numbered, and the numbers of what each needs and sends.
+
+    A need is the number of an action of the same worker, or of a message; messages are numbered after the actions.
+
+    Raises:
+        ScheduleError: a result that is needed is never computed, or by two actions, or too late, or needed twice.
+    """
+
+    def __init__(self, programs: Programs) -> None:
+        self.actions: list[Action] = [action for program in programs for action in program]
+        ends = list(itertools.accumulate(map(len, programs)))
+        self.lines = [range(end - len(program), end) for end, program in zip(ends, programs, strict=True)]
+        self.workers = [worker for worker, line in enumerate(self.lines) for _ in line]  # by action
+        self.owners = self._owners()  # by stage, its worker
+        self.producers = self._producers()  # by result, the number of the action that computes it
+        self.takers = find_takers(programs)
+        self.links: dict[tuple[int, int], int] = {}  # (sender, receiver) -> its number
+        self.needs: list[tuple[int, ...]] = []  # by action
+        self.sends: list[list[tuple[int, int, int]]] = [[] for _ in self.actions]  # (message, link, receiver)
+        messages = itertools.count(len(self.actions))
+        for worker, action in zip(self.workers, self.actions, strict=True):
+            needs = []
+            for result in action.needs(len(self.owners)):
+                source = self.producers[result]
+                sender = self.workers[source]
+                if sender != worker:
+                    link = self.links.setdefault((sender, worker), len(self.links))
+                    message = next(messages)
+                    self.sends[source].append((message, link, worker))
+                    source = message
+                needs.append(source)
+            self.needs.append(tuple(needs))
+        self.size = next(messages)  # actions and messages
+
+    def receives(self, index: int) -> int:
+        """The number of messages that an action waits for."""
+        return sum(need >= len(self.actions) for need in self.needs[index])
+
+    def _owners(self) -> dict[int, int]:
+        owners: dict[int, int] = {}
+        for worker, action in zip(self.workers, self.actions, strict=True):
+            stage = action.stage
+            if stage < 0 or action.micro_batch < 0:
+                raise ScheduleError(f"stage {stage} runs {action}; stages and micro-batches are numbered from 0")
+            if owners.setdefault(stage, worker) != worker:
+                both = f"workers {owners[stage]} and {worker}"
+                raise ScheduleError(f"stage {stage} is run by {both}; give it to one worker")
+        return owners
+
+    def _producers(self) -> dict[Result, int]:
+        numbers: dict[Action, int] = {}
+        producers: dict[Result, int] = {}
+        for index, action in enumerate(self.actions):
+            if numbers.setdefault(action, index) != index:
+                raise ScheduleError(f"stage {action.stage} runs {action} twice; every action runs once")
+            for result in action.results:
+                if producers.setdefault(result, index) != index:
+                    both = f"in {self.actions[producers[result]]} and in {action}"
+                    raise ScheduleError(f"stage {action.stage} computes {result} twice, {both}")
+        for index, action in enumerate(self.actions):
+            for result in action.needs(len(self.owners)):
+                what = f"{action} of stage {action.stage} needs"
+                if result not in producers:
+                    raise ScheduleError(f"stage {result.stage} never computes {result}, which {what}")
+                if result.stage != action.stage and result.kind in (INPUT, GRAPH, FACTORS, WEIGHT_GRADIENTS):
+                    raise ScheduleError(f"{what} {result}, which stays on stage {result.stage}")
+                if result.stage == action.stage and producers[result] > index:
+                    source = self.actions[producers[result]]
+                    raise ScheduleError(f"stage {action.stage} runs {action} before {source}")
+        return producers
+
+
+def find_takers(programs: Programs) -> dict[Result, Action]:
+    """By result that another stage needs, the action that needs it, in worker order; `ScheduleError` if two need it."""
+    takers: dict[Result, Action] = {}
+    actions = [action for program in programs for action in program]
+    stages = len({action.stage for action in actions})
+    for action in actions:
+        for result in action.needs(stages):
+            if result.stage != action.stage and takers.setdefault(result, action) != action:
+                both = f"{takers[result]} and for {action}"
+                raise ScheduleError(f"stage {action.stage} needs {result} for {both}, but it is sent only once")
+    return takers
+
+
+class Order(Protocol):
+    """Decides what each worker runs next."""
+
+    def choose(self, engine: "Engine", worker: int) -> tuple[float, int]:
+        """Which action the worker starts next, and when, as far as known now; `NEVER` if it cannot start any.
+
+        An action that is not ready at that time starts as soon as it is.
+        """
+
+    def begun(self, index: int) -> None:
+        """The action has begun."""
+
+
+class InOrder:
+    """Each worker runs its actions in a given order."""
+
+    def __init__(self, graph: Graph, lines: Sequence[Sequence[int]]) -> None:
+        self._workers, self._left = graph.workers, [[-1, *reversed(line)] for line in lines]
+
+    def choose(self, engine: "Engine", worker: int) -> tuple[float, int]:
+        index = self._left[worker][-1]
+        return (engine.ready(index) if index >= 0 else NEVER), index
+
+    def begun(self, index: int) -> None:
+        self._left[self._workers[index]].pop()
+
+
+@dataclass(frozen=True)
+class Hosts:
+    """How workers that compute at the same time slow each other, by host."""
+
+    of: Sequence[int]  # worker -> its host
+    weight: Sequence[int]  # worker -> number of ranks of that host that do the same
+    slowdown: Callable[[float], float]  # busy ranks of a host -> what each takes, as a multiple
+    threads: Callable[[Action], int] = lambda _: 1  # that an action computes with
+    cores: int = 1
+    spin_seconds: float = 0.0  # that the further threads of a worker use a core after they have computed
+
+    def multiple(self, load: int, threads: int) -> float:
+        """The time of work with so many threads while so many threads compute, as a multiple of its time alone.
+
+        Its threads have equal shares, so it ends when the slowest ends; where there are more busy threads than cores,
+        that is one on a core with most of them.
+        """
+        slowest = -(-load // self.cores) if threads > 1 else 1
+        return max(1.0, self.slowdown(load), slowest)
+
+
+class Engine:
+    """Plays a graph once.
+
+    Args:
+        seconds: of an action, if nothing slows it.
+        message: (sender, receiver) -> seconds until a message has arrived, and until the next one can set out. A
+            message sets out when the action that computes it ends, and after those that its sender sent before it to
+            the same receiver.
+        order: what each worker runs next; by default, its actions in the order of the graph.
+        waking: seconds that a worker has waited for a message -> seconds that its action then takes longer.
+        hosts: where workers slow each other.
+    """
+
+    def __init__(
+        self,
+        graph: Graph,
+        seconds: Callable[[Action], float],
+        message: Callable[[int, int], tuple[float, float]] = lambda *_: (0.0, 0.0),
+        order: Order | None = None,
+        waking: Callable[[float], float] | None = None,
+        hosts: Hosts | None = None,
+    ) -> None:
+        workers = len(graph.lines)
+        self.graph = graph
+        self.alone = list(map(seconds, graph.actions))  # seconds of each action, if nothing slows it
+        self.starts = [NEVER] * len(graph.actions)
+        self.ends = [NEVER] * graph.size  # of actions, and then of messages
+        self.free = [0.0] * workers  # when a worker's last action ends
+        self.begun: list[int] = []  # actions in the order in which they start
+        self._waking, self._order = waking, order or InOrder(graph, graph.lines)
+        self._ways = [message(*link) for link in graph.links]
+        self._last = [-1] * len(graph.links)  # message of each link
+        self._before = [-1] * graph.size  # by message, the one before it on its link
+        self._set_out = [-NEVER] * (graph.size + 1)  # by message; the last entry: there is none
+        self._events: list[
+            tuple[float, int, int]
+        ] = []  # (time, worker, version): its next action starts, or its own ends
+        self._choices, self._versions = [-1] * workers, [0] * 2 * workers
+        self._paces = _Paces(hosts, graph, self._expect) if hosts else None
+        for worker in range(workers):
+            self._choose(worker)
+        self._run()
+
+    @property
+    def makespan(self) -> float:
+        """Seconds until the last worker has finished."""
+        return max(self.free)
+
+    def ready(self, index: int) -> float:
+        """When an action can start: its worker is free, and what it needs is there. `NEVER` if that is not known."""
+        start, ends = self.free[self.graph.workers[index]], self.ends
+        for need in self.graph.needs[index]:
+            if ends[need] > start:
+                start = ends[need]
+        return start
+
+    def _run(self) -> None:
+        while self._events:
+            now, one, version = heapq.heappop(self._events)
+            if version != self._versions[one]:
+                continue
+            if self._paces is not None and self._paces.is_busy(one):
+                self._paces.end(one, now)
+                if one < len(self.free):
+                    self._choose(one)
+            elif one < len(self.free):
+                self._begin(self._choices[one], now)
+
+    def _choose(self, worker: int) -> None:
+        start, self._choices[worker] = self._order.choose(self, worker)
+        self._versions[worker] += 1
+        if start < NEVER:
+            heapq.heappush(self._events, (start, worker, self._versions[worker]))
+
+    def _begin(self, index: int, now: float) -> None:
+        worker, start = self.graph.workers[index], max(now, self.ready(index))
+        if self._waking is not None and self.graph.receives(index):
+            self.alone[index] += self._waking(start - self.free[worker])
+        self.starts[index] = start
+        self.begun.append(index)
+        self._order.begun(index)
+        for message, link, _ in self.graph.sends[index]:
+            self._before[message], self._last[link] = self._last[link], message
+        if self._paces is not None:
+            self._paces.begin(index, self.alone[index], start)
+        else:
+            self._end(index, start + self.alone[index])
+            self._choose(worker)
+
+    def _end(self, index: int, end: float) -> None:
+        """Set when an action that has begun ends, and thus when its messages arrive."""
+        self.ends[index] = self.free[self.graph.workers[index]] = end
+        for message, link, receiver in self.graph.sends[index]:
+            seconds, busy_seconds = self._ways[link]
+            self._set_out[message] = set_out = max(end, self._set_out[self._before[message]] + busy_seconds)
+            self.ends[message] = set_out + seconds
+            if self._paces is None or not self._paces.is_busy(receiver):
+                self._choose(receiver)
+
+    def _expect(self, one: int, end: float) -> None:
+        """A worker's action, or its spinning threads, will end at another time than it seemed."""
+        if one < len(self.free):
+            self._end(self._choices[one], end)
+        self._versions[one] += 1
+        heapq.heappush(self._events, (end, one, self._versions[one]))
+
+
+class _Paces:
+    """What workers of the same hosts compute now, and at which pace. Their further threads are numbered after them.
+
+    Args:
+        expect: called with the number of a worker and the time at which its work ends, when that has changed.
+    """
+
+    def __init__(self, hosts: Hosts, graph: Graph, expect: Callable[[int, float], None]) -> None:
+        self._hosts, self._graph, self._expect = hosts, graph, expect
+        self._workers = len(graph.lines)
+        self._load: Counter[int] = Counter()  # by host, ranks and threads that compute now
+        self._seconds, self._left, self._since = ([0.0] * 2 * self._workers for _ in range(3))
+        self._pace = [1.0] * 2 * self._workers  # seconds for each second that the work takes alone
+        self._threads = [0] * 2 * self._workers  # busy with it
+        self._on_host: dict[int, list[int]] = defaultdict(list)
+        for one in range(2 * self._workers):
+            self._on_host[hosts.of[one % self._workers]].append(one)
+
+    def is_busy(self, one: int) -> bool:
+        return self._threads[one] > 0
+
+    def begin(self, index: int, seconds: float, now: float) -> None:
+        """Begin an action; threads of its worker that spin compute again."""
+        worker, threads = self._graph.workers[index], self._hosts.threads(self._graph.actions[index])
+        if threads > 1 and self.is_busy(self._workers + worker):
+            self.end(self._workers + worker, now)
+        self._begin(worker, seconds, threads, now)
+
+    def end(self, one: int, now: float) -> None:
+        """End a worker's action, whose further threads then spin; or their spinning."""
+        threads, self._threads[one] = self._threads[one], 0
+        self._change_load(one, -threads, now)
+        if one < self._workers and threads > 1 and self._hosts.spin_seconds:
+            self._begin(self._workers + one, self._hosts.spin_seconds, threads - 1, now)
+
+    def _begin(self, one: int, seconds: float, threads: int, now: float) -> None:
+        self._seconds[one] = self._left[one] = seconds
+        self._since[one], self._pace[one], self._threads[one] = now, 1.0, threads
+        self._change_load(one, threads, now)
+        if self._pace[one] == 1.0:
+            self._expect(one, now + seconds)
+
+    def _change_load(self, one: int, change: int, now: float) -> None:
+        """More or fewer threads of a worker compute, so that others of its host continue at another pace."""
+        host = self._hosts.of[one % self._workers]
+        if self._seconds[one]:
+            self._load[host] += self._hosts.weight[one % self._workers] * change
+        for other in self._on_host[host]:
+            if not self._threads[other]:
+                continue
+            multiple = self._hosts.multiple(self._load[host], self._threads[other] if other < self._workers else 1)
+            if multiple != self._pace[other]:
+                self._left[other] -= (now - self._since[other]) / self._pace[other]
+                self._since[other], self._pace[other] = now, multiple
+                self._expect(other, now + self._left[other] * multiple)
