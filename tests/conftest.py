@@ -11,6 +11,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
 import torch
+import torch.distributed as dist
 from support.chapters import OneProcess, train_alone
 
 torch.set_num_threads(1)
@@ -99,3 +100,12 @@ def in_the_foreground() -> Iterator[None]:
 def one_process(tmp_path_factory: pytest.TempPathFactory) -> OneProcess:
     """The run that every topology has to equal, by the size of its batch."""
     return train_alone(tmp_path_factory.mktemp("one"))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _group_of_one() -> Iterator[None]:
+    """The tests' own process is a rank without others; ranks that it forks make groups of their own."""
+    dist.init_process_group("lab", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    if dist.is_initialized():
+        dist.destroy_process_group()

@@ -9,8 +9,7 @@ bucket while the backward pass is still running (Li et al., arXiv 2006.15704). T
 
 from torch.nn.parallel import DistributedDataParallel
 
-from distlab.comm.traffic import traffic
-from distlab.parallel.data import through_traffic
+from distlab.comm.names import named
 from distlab.run.main import main
 from distlab.run.replica_settings import DataParallelSettings
 from distlab.run.training import TrainingRun
@@ -26,9 +25,8 @@ def train(run: TrainingRun[DataParallelSettings]) -> None:
     args = run.settings
     tokenizer = SPTokenizer(args.tokenizer)
     model = LLama(CausalLLama, tokenizer.vocab_size, padding_idx=tokenizer.pad_id, **run.model_options())
-    with traffic.named("all ranks to wrap the model"):  # compares the parameters' shapes, and copies rank 0's values
-        wrapped = DistributedDataParallel(model)
-    net = through_traffic(wrapped)  # the same average, counted in the run's ledger
+    with named("all ranks to wrap the model", "weights"):  # compares parameters' shapes, and copies rank 0's values
+        net = DistributedDataParallel(model)
     stories = TinyStories(tokenizer, **run.data_options(), rank=run.rank, num_replicas=run.world_size)
     optimizer = run.optimizer(net)
     run.track(net, optimizer)
@@ -38,7 +36,8 @@ def train(run: TrainingRun[DataParallelSettings]) -> None:
         losses = []
         for x in batch.chunk(args.micro_batches):
             loss = causalLLMLoss(net(x), x, tokenizer.vocab_size) / args.micro_batches
-            loss.backward()  # returns with averaged gradients
+            with named("the gradients of a bucket", "gradients"):
+                loss.backward()  # returns with averaged gradients
             losses.append(loss)
         run.log(step, losses)
         run.clip(optimizer)

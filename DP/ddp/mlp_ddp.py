@@ -15,8 +15,8 @@ from pathlib import Path
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from distlab.comm.traffic import traffic
-from distlab.parallel.data import check_parameter_closeness, through_traffic
+from distlab.comm.names import named
+from distlab.parallel.data import check_parameter_closeness
 from distlab.run.main import main
 from distlab.run.run import Run
 from distlab.run.settings import WorldSize
@@ -38,9 +38,8 @@ def train(run: Run[ParallelMLPSettings]) -> None:
     config = run.settings
     train_set, test_set = gen_dataset(config, config.seed, run.device)
     net = MLP(config).to(run.device)
-    with traffic.named("all ranks to wrap the model"):
-        wrapped = DistributedDataParallel(net)
-    model = through_traffic(wrapped)  # the same average, counted in the run's ledger
+    with named("all ranks to wrap the model", "weights"):
+        model = DistributedDataParallel(net)
     optimizer = torch.optim.SGD(model.parameters(), lr=config.lr)
 
     global_batch = run.world_size * config.batch_size
@@ -51,7 +50,8 @@ def train(run: Run[ParallelMLPSettings]) -> None:
         started = time.perf_counter()
         _, loss = model(points, labels)
         optimizer.zero_grad()
-        loss.backward()
+        with named("the gradients of a bucket", "gradients"):
+            loss.backward()
         optimizer.step()
         run.global_loss(step, [loss])  # also waits until a GPU has finished the step
         seconds = time.perf_counter() - started

@@ -8,8 +8,12 @@ distlab.show_schedule`), except `data_parallel`, which defines the names that th
 
 import os
 
+from distlab.comm.registration import register
+
 # How long the further threads of a rank wait in a loop for more to compute: half a millisecond instead of ten, as other
 # ranks may need the core. GNU's OpenMP, which PyTorch's wheels bring, reads this when it is loaded, so it has to be set
 # before torch is imported. Ranks that are started one by one import torch first, and keep the ten.
 if "OMP_WAIT_POLICY" not in os.environ:
     os.environ.setdefault("GOMP_SPINCOUNT", "20000")
+
+register()  # dist.init_process_group("lab")

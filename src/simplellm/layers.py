@@ -18,14 +18,7 @@ OutputPlace = Callable[[Sequence[int], Tensor], Tensor | None]
 
 
 class Linear(nn.Linear):
-    """x @ weight.T in the dtype of `x`; the weight is float32.
-
-    Attributes:
-        output_place: given a shape and a tensor of the dtype and device, where to write the output, if anywhere. It
-            gives a new tensor each time; what is in it is to be used before the next call.
-    """
-
-    output_place: OutputPlace | None = None
+    """x @ weight.T in the dtype of `x`; the weight is float32."""
 
     def reset_parameters(self) -> None:
         """Do nothing: `initialize` sets the weight, and the global random generator must not be used."""
@@ -35,9 +28,9 @@ class Linear(nn.Linear):
         weight_gradients = current() if by_hand and x.requires_grad else None
         if isinstance(weight_gradients, DeferredWeightGradients):
             defer = partial(weight_gradients.add, self.weight, gradient_of)
-            return _Linear.apply(x, self.weight.detach(), defer, False, self.output_place)
-        if by_hand or self.output_place is not None or x.dtype != self.weight.dtype:
-            return _Linear.apply(x, self.weight, None, by_hand, self.output_place)
+            return _Linear.apply(x, self.weight.detach(), defer, False)
+        if by_hand or x.dtype != self.weight.dtype:
+            return _Linear.apply(x, self.weight, None, by_hand)
         return F.linear(x, self.weight)
 
 
@@ -57,20 +50,14 @@ class _Linear(torch.autograd.Function):
         weight: Tensor,
         defer: Callable[[Tensor, Tensor], None] | None,
         in_place: bool,
-        output_place: OutputPlace | None,
     ) -> Tensor:
         ctx.leaf, ctx.defer, ctx.in_place = weight, defer, in_place
         ctx.save_for_backward(x, weight)
-        if output_place is not None and x.dtype == weight.dtype:
-            output = output_place((*x.shape[:-1], len(weight)), x)
-            if output is not None:
-                torch.mm(x.flatten(0, -2), weight.T, out=output.flatten(0, -2))
-                return output
         return F.linear(widen(x), widen(weight.to(x.dtype))).to(x.dtype)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
         x, weight = ctx.saved_tensors
         grad_x = (widen(grad) @ widen(weight.to(x.dtype))).to(x.dtype) if ctx.needs_input_grad[0] else None
         if ctx.defer is not None:
@@ -78,7 +65,7 @@ class _Linear(torch.autograd.Function):
         grad_weight, use = None, use_of_gradient(ctx.next_functions[1][0])
         if use != "none":
             grad_weight = gradient_of(ctx.leaf, x, grad, in_place=ctx.in_place and use == "accumulated")
-        return grad_x, grad_weight, None, None, None
+        return grad_x, grad_weight, None, None
 
 
 class RMSNorm(nn.Module):

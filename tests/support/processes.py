@@ -23,7 +23,8 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-from distlab.comm.devices import patient_threads
+from distlab.comm.context import Options
+from distlab.comm.devices import Place
 from distlab.comm.forked import forked
 from distlab.rendezvous.ranks import open_store
 from distlab.run.settings import parse
@@ -96,6 +97,8 @@ def run_ranks(world_size: int, work: Callable[..., Any], *args: Any, deadline: f
 
 def _answer(work: Callable[..., Any], args: tuple[Any, ...], rank: int, pipe: Connection) -> None:
     try:
+        if dist.is_initialized():  # the tests' group of one
+            dist.destroy_process_group()
         ended: tuple[str | None, Any] = None, work(rank, *args)
     except BaseException:
         ended = traceback.format_exc(), None
@@ -105,8 +108,10 @@ def _answer(work: Callable[..., Any], args: tuple[Any, ...], rank: int, pipe: Co
 
 
 @contextmanager
-def process_group(rank: int, world_size: int, port: int, timeout_seconds: float = 30) -> Iterator[None]:
-    """A gloo process group over loopback, in a process of `run_ranks`; the ranks are seeded differently.
+def process_group(
+    rank: int, world_size: int, port: int, timeout_seconds: float = 30, options: Options | None = None
+) -> Iterator[None]:
+    """The lab's process group over loopback, in a process of `run_ranks`; the ranks are seeded differently.
 
     The group is not destroyed, it ends with the process: see `distlab.run.run.Run.close`.
     """
@@ -114,8 +119,9 @@ def process_group(rank: int, world_size: int, port: int, timeout_seconds: float 
     torch.manual_seed(1000 + rank)
     timeout = timedelta(seconds=timeout_seconds)
     store = open_store(rank, "localhost", port, timeout_seconds, say=lambda _: None)
-    with patient_threads():
-        dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timeout)
+    options = options or Options()
+    options.places = options.places or [Place("this host")] * world_size
+    dist.init_process_group("lab", store=store, rank=rank, world_size=world_size, timeout=timeout, pg_options=options)
     yield
     dist.barrier()
 

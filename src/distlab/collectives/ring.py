@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.distributed import ReduceOp
 
 from distlab.collectives.buffers import Op, in_place, reduce_function, scratch_buffer
-from distlab.comm.endpoint import Endpoint, process_group
+from distlab.comm.endpoint import Endpoint
 
 BOTH_WAYS_BYTES = 16_000_000
 SEGMENT_BYTES = 1_000_000
@@ -40,8 +40,6 @@ def allreduce_ring(
     messages would be higher than the gain.
     """
     combine = reduce_function(op, tensor.dtype)
-    if endpoint is dist:
-        endpoint = process_group()
     size = endpoint.get_world_size()
     if size == 1:
         return

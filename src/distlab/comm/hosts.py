@@ -69,9 +69,15 @@ class MemoryOfHosts:
             return cast(dist.ProcessGroup, dist.ProcessGroupGloo(store, those.index(rank), len(those), timeout))
 
         with patient_threads():
-            self.memory = SharedMemory(meet(own), has_own_core=False)
+            here = meet(own)
+            self.memory = SharedMemory(here, own.index(rank), len(own), has_own_core=False)
             self._between = meet([here[0] for here in by_host]) if self.is_first else None
         self._thread = ThreadPoolExecutor(1)
+
+    def close(self) -> None:
+        """Close what this rank has with others, once everything started has ended."""
+        self._thread.shutdown()
+        self.memory.close()
 
     @property
     def is_first(self) -> bool:

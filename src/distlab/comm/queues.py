@@ -9,6 +9,7 @@ import ctypes
 import struct
 import time
 import weakref
+from collections import deque
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from datetime import timedelta
@@ -33,47 +34,52 @@ class SharedQueue:
     (`GOMP_SPINCOUNT`) on cores that the other rank needs.
 
     Args:
-        slots: memory with a part for each message that can be there at a time.
+        memory: with a part, or slot, for each message that can be there at a time.
         channel: to the other end.
     """
 
-    def __init__(self, slots: Mapping, channel: Channel) -> None:
-        self._slots, self._channel = slots, channel
-        self._slot_count = slots.parts
-        self._begun = 0  # messages that this end has begun to send, or to receive
-        self._waited_for = 0  # of these
+    def __init__(self, memory: Mapping, channel: Channel) -> None:
+        self._memory, self._channel = memory, channel
+        self.slots = memory.parts
+        self._moved = 0  # messages that this end has copied
+        self._begun: deque[QueuedMessage] = deque()  # those that it has yet to copy
         weakref.finalize(self, channel.close)
 
     @property
     def message_bytes(self) -> int:
-        """What a slot has room for."""
-        return self._slots.part_bytes - HEADER_BYTES
+        """Room in a slot."""
+        return self._memory.part_bytes - HEADER_BYTES
 
     def send(self, tensor: Tensor) -> "QueuedMessage":
         """Begin to send a contiguous tensor of any shape, which its `wait` does."""
-        self._begun += 1
-        return QueuedMessage(self._put, self._begun, tensor)
+        return QueuedMessage(self, tensor, is_sent=True)
 
     def receive(self, tensor: Tensor) -> "QueuedMessage":
         """Begin to receive the next message into a contiguous tensor of its size."""
-        self._begun += 1
-        return QueuedMessage(self._take, self._begun, tensor)
+        return QueuedMessage(self, tensor, is_sent=False)
 
-    def _put(self, number: int, tensor: Tensor, deadline: float) -> None:
+    def _next(self, deadline: float) -> None:
+        """Copy the next message that this end has begun."""
+        message = self._begun[0]
+        (self._put if message.is_sent else self._take)(message.tensor, deadline)
+        self._moved += 1
+        self._begun.popleft().is_done = True
+
+    def _put(self, tensor: Tensor, deadline: float) -> None:
         """Copy a message into the next slot, when the message before has left it."""
-        self._wait_for(FREE, number - self._slot_count, number, deadline)
-        slot = (number - 1) % self._slot_count
-        SIZE.pack_into(self._slots, self._slots.place_of(slot), tensor.nbytes)
+        self._channel.wait(FREE, self._moved + 1 - self.slots, deadline)
+        slot = self._moved % self.slots
+        SIZE.pack_into(self._memory, self._memory.place_of(slot), tensor.nbytes)
         ctypes.memmove(self._content(slot, tensor), tensor.data_ptr(), tensor.nbytes)
         self._channel.send(THERE)
 
-    def _take(self, number: int, tensor: Tensor, deadline: float) -> None:
+    def _take(self, tensor: Tensor, deadline: float) -> None:
         """Copy a message out of its slot, when it is there."""
-        self._wait_for(THERE, number, number, deadline)
-        slot = (number - 1) % self._slot_count
-        [size_bytes] = SIZE.unpack_from(self._slots, self._slots.place_of(slot))
+        self._channel.wait(THERE, self._moved + 1, deadline)
+        slot = self._moved % self.slots
+        [size_bytes] = SIZE.unpack_from(self._memory, self._memory.place_of(slot))
         if size_bytes != tensor.nbytes:
-            raise RuntimeError(f"a message of {size_bytes:,} bytes has come, not of {tensor.nbytes:,}")
+            raise RuntimeError(f"expected a message of {tensor.nbytes:,} bytes, received {size_bytes:,}")
         ctypes.memmove(tensor.data_ptr(), self._content(slot, tensor), tensor.nbytes)
         with suppress(RuntimeError):  # a sender that has exited needs no slot
             self._channel.send(FREE)
@@ -81,23 +87,20 @@ class SharedQueue:
     def _content(self, slot: int, message: Tensor) -> int:
         """The address of a slot's memory for a message."""
         assert message.nbytes <= self.message_bytes, f"{message.nbytes} bytes in a slot of {self.message_bytes}"
-        return self._slots.address + slot * self._slots.part_bytes + HEADER_BYTES
-
-    def _wait_for(self, signal: int, times: int, number: int, deadline: float) -> None:
-        """Wait for a signal that has to come so many times before a message can be sent or received."""
-        assert number == self._waited_for + 1, "messages of a queue are waited for in their order"
-        self._channel.wait(signal, times, deadline)
-        self._waited_for = number
+        return self._memory.address + slot * self._memory.part_bytes + HEADER_BYTES
 
 
 class QueuedMessage(SharedWork):
-    """A message that an end of a queue has begun to send or to receive."""
+    """A message that an end of a queue has begun to send or to receive; those begun before are moved first."""
 
-    def __init__(self, move: Callable[[int, Tensor, float], None], number: int, tensor: Tensor) -> None:
-        self._move, self._number, self._tensor = move, number, tensor
+    def __init__(self, queue: SharedQueue, tensor: Tensor, is_sent: bool) -> None:
+        self._queue, self.tensor, self.is_sent, self.is_done = queue, tensor, is_sent, False
+        queue._begun.append(self)
 
     def wait(self, timeout: timedelta) -> None:
-        self._move(self._number, self._tensor, time.perf_counter() + timeout.total_seconds())
+        deadline = time.perf_counter() + timeout.total_seconds()
+        while not self.is_done:
+            self._queue._next(deadline)
 
 
 def offered_queue(message_bytes: int, slots: int, send: Bring, receive: Bring) -> SharedQueue:

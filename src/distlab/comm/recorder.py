@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-from distlab.comm.endpoint import is_over_nccl
 from distlab.comm.streams import StreamClock, passed
 
 STEP, COMPUTE, WAIT, MESSAGE = "step", "compute", "wait", "message"
@@ -23,11 +22,9 @@ class Ledger:
     messages: Counter[str] = field(default_factory=Counter)  # messages and collectives started
     waited_seconds: float = 0.0  # waiting for other ranks, and moving data in shared memory
     collective_seconds: float = 0.0  # of these, in collectives
-    _counted_as: str | None = None
 
     def count(self, kind: str, sent_bytes: int) -> None:
         """Add a message or collective."""
-        kind = self._counted_as or kind
         self.sent_bytes[kind] += sent_bytes
         self.messages[kind] += 1
 
@@ -39,15 +36,6 @@ class Ledger:
         """
         self.waited_seconds += seconds
         self.collective_seconds += seconds * in_collective
-
-    @contextlib.contextmanager
-    def counted_as(self, kind: str) -> Iterator[None]:
-        """Inside, count everything that is sent as this kind."""
-        outer, self._counted_as = self._counted_as, kind
-        try:
-            yield
-        finally:
-            self._counted_as = outer
 
 
 class Event(NamedTuple):
@@ -71,6 +59,7 @@ class Recorder:
 
     def __init__(self) -> None:
         self.enabled = False
+        self.is_over_nccl = False  # then times are those of the GPU's stream
         self.events: list[Event] = []
         self.kept_bytes: list[tuple[float, int]] = []  # (seconds, bytes of activations kept at that time)
         self.programs: Sequence[Sequence[Any]] | None = None  # of the pipeline's schedule, if there is one
@@ -86,7 +75,7 @@ class Recorder:
         gloo, messages are waited for by the thread, so the thread also waits for the computation that it launched: then
         both are measured with the same clock.
         """
-        if self.enabled and kind == STEP and is_over_nccl():
+        if self.enabled and kind == STEP and self.is_over_nccl:
             self._clock = StreamClock()
         if self._clock is not None and kind == COMPUTE:
             start = passed()

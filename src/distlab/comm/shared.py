@@ -11,7 +11,6 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from datetime import timedelta
-from typing import ClassVar
 
 import torch
 import torch.distributed as dist
@@ -23,7 +22,8 @@ from distlab.comm.signals import Channel, Signal, close_all
 from distlab.comm.waits import Wait
 
 CHUNK_BYTES = 256 * 1024  # added up at a time, so that a chunk is written back to all parts while it is in the caches
-READY, DONE = 1, 2  # signals
+READY, DONE, TURN = 1, 2, 3  # signals
+SLOT_BYTES = 1 << 20  # of the two that each rank has for tensors that lie elsewhere; it stays in the caches
 # Tensor-parallel ranks wait for each other every few milliseconds. Waking a thread up takes a tenth of one, and a core
 # that has been idle is slow at first.
 SPIN_SECONDS = 5e-4
@@ -39,21 +39,52 @@ class SharedMemory:
     """What the ranks of a process group share: mappings, and the collectives on them, which run in their order.
 
     Args:
-        group: its ranks are on one host, or `allocate` raises.
+        group: torch's, over which they meet; its ranks are on one host, or `allocate` raises.
+        rank: of this one in the group.
+        size: number of ranks.
         has_own_core: whether no other rank needs the core of one that waits, so that it may spin.
     """
 
-    def __init__(self, group: dist.ProcessGroup, has_own_core: bool) -> None:
-        self.group, self.rank, self.size = group, group.rank(), group.size()
-        self.begun = 0  # collectives; each rank sends READY once for each
-        self.divided = 0  # of these, those of which each rank does a share, and sends DONE
-        self.asked_for = 0  # of these: this rank has done its share up to here, or is about to
-        self.not_combined: deque[SharedCollective] = deque()  # this rank's part is there, its share is not done
+    def __init__(self, group: dist.ProcessGroup, rank: int, size: int, has_own_core: bool) -> None:
+        self.group, self.rank, self.size = group, rank, size
+        self.begun = 0  # collectives
+        self.in_place = 0  # of these, those of parts of the memory; each rank sends READY and DONE once for each
+        self.asked_for = 0  # this rank has done its share up to this one, or is about to
+        self.not_done: deque[SharedCollective] = deque()  # this rank's share is not done
         self._mappings: weakref.WeakSet[Mapping] = weakref.WeakSet()  # one goes with the last tensor in it
         self._channels: list[Channel] = []  # to other ranks, by which they signal; made with the first mapping
         passes_on = self.rank == 0 and self.size > 2
         spin_seconds = SPIN_SECONDS if has_own_core else 0.0
-        self.ready, self.done = (Signal(signal, self._channels, passes_on, spin_seconds) for signal in (READY, DONE))
+        self.ready, self.done, self.turn = (
+            Signal(signal, self._channels, passes_on, spin_seconds) for signal in (READY, DONE, TURN)
+        )
+        self.turns = 0  # of passing pieces of tensors through the slots
+        self._slots: list[list[Tensor]] = []  # two, each by rank: (SLOT_BYTES,) uint8
+
+    def has_slots(self) -> bool:
+        return bool(self._slots)
+
+    def make_slots(self, timeout: timedelta) -> None:
+        """Make the slots through which tensors pass that lie elsewhere; all ranks call it together.
+
+        Raises:
+            NotShared, RuntimeError: as `allocate`.
+        """
+        own = self.allocate(2 * SLOT_BYTES, torch.uint8, timeout)
+        parts = self.parts_like(own)
+        assert parts is not None
+        self._slots = [[part[start : start + SLOT_BYTES] for part in parts] for start in (0, SLOT_BYTES)]
+
+    def next_slots(self) -> list[Tensor]:
+        """Every rank's slot for the next turn, (SLOT_BYTES,) uint8 each."""
+        self.turns += 1
+        return self._slots[self.turns % 2]
+
+    def close(self) -> None:
+        """Close the channels; the memory goes with the last tensor in it."""
+        close_all(self._channels)
+        self._channels.clear()
+        self._slots.clear()
 
     def allocate(self, elements: int, dtype: torch.dtype, timeout: timedelta) -> Tensor:
         """Zeros (elements,) in this rank's part of a new mapping; all ranks of the group call it together.
@@ -109,83 +140,99 @@ class SharedWork(ABC):
 
 
 class SharedCollective(SharedWork):
-    """A collective of what lies in each rank's part; it has begun when it is made.
+    """A collective in shared memory; it has begun when it is made.
 
-    All of it is done in `combine` and `wait`, by the thread that calls them: a thread beside it would need a core.
+    All of it is done in `wait`, by the thread that calls it: a thread beside it would need a core. The collectives of a
+    group are done in the order in which they have begun.
 
     Attributes:
-        needs_others: whether a rank has the result only when the others have done their shares, and so waits twice.
-        named: what its transfer is called, if it has one.
+        named: its name, if it has one.
     """
 
-    needs_others: ClassVar[bool] = True
     named: Wait | None = None
 
     def __init__(self, memory: SharedMemory) -> None:
         self._memory = memory
         memory.begun += 1
-        memory.divided += self.needs_others
-        self._number, self._times_done, self._is_combined = memory.begun, memory.divided, False
-        memory.ready.send()
-        memory.not_combined.append(self)
+        self._number = memory.begun
+        memory.not_done.append(self)
 
     @property
     def is_held_back(self) -> bool:
-        """Whether this rank has not yet come to where it does its share, without which no rank gets the result."""
+        """Whether this rank has yet to do its share, without which no rank gets the result."""
         return self._number > self._memory.asked_for
 
-    def combine(self, deadline: float) -> None:
-        """Wait for the others' parts, and do this rank's share, after those of what has begun before."""
-        memory = self._memory
-        memory.asked_for = max(memory.asked_for, self._number)
-        while not self._is_combined:
-            first = memory.not_combined[0]
-            memory.ready.wait(first._number, deadline)
-            first._do_share()
-            if first.needs_others:
-                memory.done.send()
-            memory.not_combined.popleft()
-            first._is_combined = True
-
     def wait(self, timeout: timedelta) -> None:
-        deadline = time.perf_counter() + timeout.total_seconds()
-        self.combine(deadline)
-        if self.needs_others:
-            self._memory.done.wait(self._times_done, deadline)
+        memory, deadline = self._memory, time.perf_counter() + timeout.total_seconds()
+        memory.asked_for = max(memory.asked_for, self._number)
+        while memory.not_done and memory.not_done[0]._number <= self._number:
+            memory.not_done[0]._do_share(deadline)
+            memory.not_done.popleft()
+        self._wait_for_others(deadline)
 
     @abstractmethod
-    def _do_share(self) -> None:
-        """What this rank has to do when the others' parts are there."""
+    def _do_share(self, deadline: float) -> None:
+        """Wait for the others' parts, and do this rank's share."""
+
+    def _wait_for_others(self, deadline: float) -> None:
+        """Wait until the other ranks have done their shares, if this rank needs them."""
 
 
-class SharedCombination(SharedCollective):
-    """A combination of what lies at the same place in each rank's part, of which every rank does all.
+class InPlace(SharedCollective):
+    """A collective of tensors that lie in each rank's part of the memory; nothing is copied but the result."""
 
-    That takes more of it than a share would, but no rank waits for the others a second time. So another rank may still
-    read a part when this one has the result; it has read it when the next collective has ended.
+    def __init__(self, memory: SharedMemory) -> None:
+        super().__init__(memory)
+        memory.in_place += 1
+        self._times = memory.in_place
+        memory.ready.send()
 
-    The order is that of the ranks, ((x0 + x1) + x2) + …. `result`, of any shape, has as many elements as a part, and
-    does not lie in one.
+    def _do_share(self, deadline: float) -> None:
+        self._memory.ready.wait(self._times, deadline)
+        self._combine()
+        self._memory.done.send()
+
+    def _wait_for_others(self, deadline: float) -> None:
+        self._memory.done.wait(self._times, deadline)
+
+    @abstractmethod
+    def _combine(self) -> None:
+        """Compute this rank's share from the parts of all ranks."""
+
+
+class ThroughSlots(SharedCollective):
+    """A collective of tensors that lie anywhere, piece by piece through slots that stay in the caches.
+
+    In each turn, every rank copies a piece of its own into its slot, and reads what it needs from all slots. Two slots
+    take turns: a rank writes to one again when all ranks have come to the turn after, and so have read it.
+
+    Args:
+        turns: number of pieces.
+        put: (turn, own slot) copies a piece of this rank's.
+        take: (turn, all slots) reads what this rank needs, by rank.
     """
 
-    needs_others = False
-
-    def __init__(self, memory: SharedMemory, parts: list[Tensor], op: ReduceOp.RedOpType, result: Tensor) -> None:
-        self._parts, self._op, self._result = parts, op, result.view(-1)
+    def __init__(
+        self,
+        memory: SharedMemory,
+        turns: int,
+        put: Callable[[int, Tensor], object],
+        take: Callable[[int, list[Tensor]], object],
+    ) -> None:
         super().__init__(memory)
+        self._turns, self._put, self._take = turns, put, take
 
-    def _do_share(self) -> None:
-        operands = [self._result, *self._parts]
-        in_a_chunk = max(1, CHUNK_BYTES // self._result.element_size())
-        # Of two parts nothing is read again, so nothing needs to stay in the caches.
-        chunks = [operands] if len(self._parts) == 2 else zip(*(x.split(in_a_chunk) for x in operands), strict=True)
-        for result, *parts in chunks:
-            combine_in_order(parts, self._op, result)
-            if self._op == ReduceOp.AVG:
-                result.div_(self._memory.size)
+    def _do_share(self, deadline: float) -> None:
+        memory = self._memory
+        for turn in range(self._turns):
+            slots = memory.next_slots()
+            self._put(turn, slots[memory.rank])
+            memory.turn.send()
+            memory.turn.wait(memory.turns, deadline)
+            self._take(turn, slots)
 
 
-class SharedReduce(SharedCollective):
+class SharedReduce(InPlace):
     """A combination of what lies at the same place in each rank's part, which the first part gets.
 
     Each rank combines its share of the elements, over the ranks in their order, ((x0 + x1) + x2) + …
@@ -200,7 +247,7 @@ class SharedReduce(SharedCollective):
         self._share = [part[start : start + length] for part in parts]
         super().__init__(memory)
 
-    def _do_share(self) -> None:
+    def _combine(self) -> None:
         in_a_chunk = max(1, CHUNK_BYTES // self._share[0].element_size())
         for parts in zip(*(share.split(in_a_chunk) for share in self._share), strict=True):
             result, *others = parts
@@ -224,19 +271,19 @@ class SharedAllReduce(SharedReduce):
             other.copy_(result)
 
 
-class SharedBroadcast(SharedCollective):
+class SharedBroadcast(InPlace):
     """Every rank copies what lies in the part of one rank of the group, (elements,), into its own."""
 
     def __init__(self, memory: SharedMemory, parts: list[Tensor], source: int = 0) -> None:
         self._source, self._own = parts[source], parts[memory.rank]
         super().__init__(memory)
 
-    def _do_share(self) -> None:
+    def _combine(self) -> None:
         if self._own is not self._source:
             self._own.copy_(self._source)
 
 
-class SharedReduceScatter(SharedCollective):
+class SharedReduceScatter(InPlace):
     """A sum of which each rank gets a row: of what is in the parts, (ranks, elements), r's row is added up by rank r.
 
     The sum is that of `add_in_order` over the ranks.
@@ -247,21 +294,103 @@ class SharedReduceScatter(SharedCollective):
         self._own = own.view(-1)
         super().__init__(memory)
 
-    def _do_share(self) -> None:
+    def _combine(self) -> None:
         add_in_order(self._rows, self._own)
 
 
-class SharedAllGather(SharedCollective):
+class SharedAllGather(InPlace):
     """Every rank copies what the others have: `sources`, (elements,) each, into the rows of `parts`."""
 
     def __init__(self, memory: SharedMemory, sources: list[Tensor], parts: Tensor) -> None:
         self._sources, self._parts = sources, parts.view(memory.size, -1)
         super().__init__(memory)
 
-    def _do_share(self) -> None:
+    def _combine(self) -> None:
         for row, source in zip(self._parts, self._sources, strict=True):
             if row.data_ptr() != source.data_ptr():
                 row.copy_(source)
+
+
+def all_reduce_through_slots(memory: SharedMemory, tensor: Tensor, op: ReduceOp.RedOpType) -> ThroughSlots:
+    """Combine each rank's `tensor` (elements,), in place, over the ranks in their order, ((x0 + x1) + x2) + …"""
+    pieces = tensor.split(SLOT_BYTES // tensor.element_size())
+
+    def put(turn: int, slot: Tensor) -> None:
+        _first(slot, pieces[turn]).copy_(pieces[turn])
+
+    def take(turn: int, slots: list[Tensor]) -> None:
+        piece = pieces[turn]
+        combine_in_order([_first(slot, piece) for slot in slots], op, piece)
+        if op == ReduceOp.AVG:
+            piece.div_(memory.size)
+
+    return ThroughSlots(memory, len(pieces), put, take)
+
+
+def broadcast_through_slots(memory: SharedMemory, tensor: Tensor, source: int) -> ThroughSlots:
+    """Copy the source's `tensor` (elements,) into every rank's."""
+    pieces = tensor.split(SLOT_BYTES // tensor.element_size())
+
+    def put(turn: int, slot: Tensor) -> None:
+        if memory.rank == source:
+            _first(slot, pieces[turn]).copy_(pieces[turn])
+
+    def take(turn: int, slots: list[Tensor]) -> None:
+        if memory.rank != source:
+            pieces[turn].copy_(_first(slots[source], pieces[turn]))
+
+    return ThroughSlots(memory, len(pieces), put, take)
+
+
+def all_gather_through_slots(memory: SharedMemory, parts: Sequence[Tensor], own: Tensor) -> ThroughSlots:
+    """Copy each rank's `own` (elements,) into every rank's `parts`, (elements,) each."""
+    length = SLOT_BYTES // own.element_size()
+    pieces, by_rank = own.split(length), [part.split(length) for part in parts]
+
+    def put(turn: int, slot: Tensor) -> None:
+        _first(slot, pieces[turn]).copy_(pieces[turn])
+
+    def take(turn: int, slots: list[Tensor]) -> None:
+        for of_rank, slot in zip(by_rank, slots, strict=True):
+            of_rank[turn].copy_(_first(slot, of_rank[turn]))
+
+    return ThroughSlots(memory, len(pieces), put, take)
+
+
+def reduce_scatter_through_slots(memory: SharedMemory, own: Tensor, parts: Tensor) -> ThroughSlots:
+    """Add up each rank's `parts` (ranks, elements), of which every rank gets its row in `own`; see `add_in_order`."""
+    columns = SLOT_BYTES // (memory.size * own.element_size())
+    into, pieces = own.split(columns), parts.split(columns, dim=1)
+
+    def put(turn: int, slot: Tensor) -> None:
+        _first(slot, pieces[turn]).view(pieces[turn].shape).copy_(pieces[turn])
+
+    def take(turn: int, slots: list[Tensor]) -> None:
+        shape = pieces[turn].shape
+        add_in_order([_first(slot, pieces[turn]).view(shape)[memory.rank] for slot in slots], into[turn])
+
+    return ThroughSlots(memory, len(pieces), put, take)
+
+
+def all_to_all_through_slots(memory: SharedMemory, parts: Tensor, own: Tensor) -> ThroughSlots:
+    """Give row r of `own` (ranks, elements) to rank r, which gets this rank's in that row of `parts`."""
+    columns = SLOT_BYTES // (memory.size * own.element_size())
+    into, pieces = parts.split(columns, dim=1), own.split(columns, dim=1)
+
+    def put(turn: int, slot: Tensor) -> None:
+        _first(slot, pieces[turn]).view(pieces[turn].shape).copy_(pieces[turn])
+
+    def take(turn: int, slots: list[Tensor]) -> None:
+        shape = pieces[turn].shape
+        for row, slot in zip(into[turn], slots, strict=True):
+            row.copy_(_first(slot, pieces[turn]).view(shape)[memory.rank])
+
+    return ThroughSlots(memory, len(pieces), put, take)
+
+
+def _first(slot: Tensor, like: Tensor) -> Tensor:
+    """The beginning of a slot, with the size and dtype of a piece: (elements,)."""
+    return slot[: like.nbytes].view(like.dtype)
 
 
 def combine_in_order(parts: Sequence[Tensor], op: ReduceOp.RedOpType, result: Tensor) -> None:

@@ -58,6 +58,14 @@ def running_backward_pass() -> int | None:
     return None if number < 0 else number
 
 
+def group_of_one() -> Any:
+    """torch's group of one rank, which needs no store and no thread; torch itself uses it in tests only."""
+    from torch._C import _distributed_c10d
+
+    kind: Any = _distributed_c10d.FakeProcessGroup  # torch's annotations lack its options
+    return kind._create_internal(0, 1, kind.Options())
+
+
 def checkpoint_writer(folder: Path) -> Any:
     """torch's writer of safetensors, of which every rank writes its own files, with room for several parts of a tensor.
 

@@ -12,12 +12,10 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from datetime import timedelta
 from typing import Literal, NamedTuple
 
 import torch
 
-from distlab.comm.endpoint import rank, world_size
 from distlab.comm.recorder import Ledger
 
 SECONDS_FOR_THE_WATCH = 60.0  # time to find out which rank waits for which, before NCCL ends the process
@@ -31,14 +29,17 @@ class Wait:
     way: Literal["send", "receive", "collective", "other"]  # "other" if only the name is known
     peers: tuple[int, ...] = ()  # the other ranks that must take part
     number: int = 0  # of a collective: its index among the collectives of the same ranks
+    line: str = ""  # the line of the script that waits, if nothing better names the wait
+    kind: str = ""  # the ledger's column
 
     def sentence(self, describe: Callable[[int], str]) -> str:
         """The wait in words: "the gradients from ranks 0 and 2", "rank 1 (stage 1) to receive the activations"."""
+        at = f", {self.line}" if self.line else ""
         if self.way == "send":
-            return f"{describe(self.peers[0])} to receive {self.what}"
+            return f"{describe(self.peers[0])} to receive {self.what}{at}"
         if self.way == "receive":
-            return f"{self.what} from {describe(self.peers[0])}"
-        return f"{self.what} from {list_ranks(self.peers)}" if self.way == "collective" else self.what
+            return f"{self.what} from {describe(self.peers[0])}{at}"
+        return f"{self.what} from {list_ranks(self.peers)}{at}" if self.way == "collective" else f"{self.what}{at}"
 
 
 class TrafficError(RuntimeError):
@@ -88,26 +89,25 @@ class StreamWaits:
                 ledger.waited(ended.reached.elapsed_time(ended.done) / 1000, ended.wait.way == "collective")
 
 
-class NamedWaits:
-    """This rank's waits for other ranks, each with a name and a deadline, and the ledger that adds up their seconds."""
+class Waits:
+    """This rank's waits for other ranks, each with a name and a deadline.
 
-    def __init__(self) -> None:
-        self.ledger = Ledger()
+    Args:
+        rank: this one.
+        world_size: number of ranks.
+        ledger: adds up the seconds.
+        describe: the name of a rank, as in "rank 4 (stage 1 of replica 1)".
+    """
+
+    def __init__(self, rank: int, world_size: int, ledger: Ledger, describe: Callable[[int], str]) -> None:
+        self._rank, self._ranks, self._ledger, self._describe = rank, range(world_size), ledger, describe
         self.timeout_seconds = 120.0
-        self.describe: Callable[[int], str] = "rank {}".format  # as in "rank 4 (stage 1 of replica 1)"
-        self.waits_in_libraries: dict[int, tuple[Wait, float]] = {}  # each with its start time, oldest first
-        self.stream_waits = StreamWaits()
+        self.in_libraries: dict[int, tuple[Wait, float]] = {}  # waits of libraries with their starts, oldest first
+        self.of_stream = StreamWaits()
         self._waiting: tuple[Wait, float] | None = None
-        self._is_watched = False
-
-    @property
-    def group_timeout(self) -> timedelta:
-        """The deadline of torch's process groups; later than that of `watch`, because NCCL ends the process at it."""
-        return timedelta(seconds=self.timeout_seconds + (SECONDS_FOR_THE_WATCH if self._is_watched else 0))
 
     def watch(self, fail: Callable[[TrafficError], object]) -> None:
         """Start a thread that calls `fail` if a wait, of the stream or of a thread inside NCCL, passes the deadline."""
-        self._is_watched = True
 
         def look() -> None:
             while True:
@@ -120,12 +120,12 @@ class NamedWaits:
         threading.Thread(target=look, daemon=True).start()
 
     @contextlib.contextmanager
-    def named(self, name: str | Wait) -> Iterator[None]:
+    def during(self, name: str | Wait) -> Iterator[None]:
         """Turn a wait that fails inside into a `TrafficError` that says which rank waited how long for `name`.
 
         Inside, `waits_for` returns this wait. Errors that do not concern other ranks are raised unchanged.
         """
-        wait = name if isinstance(name, Wait) else self._for_all_others(name)
+        wait = name if isinstance(name, Wait) else self.for_all_others(name)
         started = time.perf_counter()
         outer, self._waiting = self._waiting, (wait, started)
         try:
@@ -139,14 +139,13 @@ class NamedWaits:
         finally:
             self._waiting = outer
 
-    @staticmethod
-    def _for_all_others(what: str) -> Wait:
-        return Wait(what, "other", tuple(r for r in range(world_size()) if r != rank()))
+    def for_all_others(self, what: str) -> Wait:
+        return Wait(what, "other", tuple(r for r in self._ranks if r != self._rank))
 
     def waited_so_far(self) -> float:
         """Seconds that this rank has waited for others: its thread, and its stream up to where it is now."""
-        self.stream_waits.collect(self.ledger)
-        return self.ledger.waited_seconds
+        self.of_stream.collect(self._ledger)
+        return self._ledger.waited_seconds
 
     def waits_for(self, at_least_seconds: float = 0.0) -> Wait | None:
         """The current wait of this rank (its thread, a library or its stream); None if there is none that long."""
@@ -156,22 +155,23 @@ class NamedWaits:
         return under_way[0]
 
     def _under_way(self) -> tuple[Wait, float] | None:
-        in_library = next(iter(list(self.waits_in_libraries.values())), None)
-        all_kinds = self._waiting, in_library, self.stream_waits.under_way()
+        in_library = next(iter(list(self.in_libraries.values())), None)
+        all_kinds = self._waiting, in_library, self.of_stream.under_way()
         return min((wait for wait in all_kinds if wait is not None), key=lambda wait: wait[1], default=None)
 
     def failure_of(self, error: Exception) -> TrafficError | None:
         """The failed wait behind an error that a library raised; None if the error has another cause."""
-        if isinstance(error, RuntimeError) and self.waits_in_libraries and (is_lost_peer(error) or is_timeout(error)):
-            return self._failed(*next(iter(self.waits_in_libraries.values())), error)
+        if isinstance(error, RuntimeError) and self.in_libraries and (is_lost_peer(error) or is_timeout(error)):
+            return self._failed(*next(iter(self.in_libraries.values())), error)
         if is_lost_peer(error):
-            return TrafficError(f"{self.describe(rank())} lost its connection: {reason(error)}", error)
+            return TrafficError(f"{self._describe(self._rank)} lost its connection: {reason(error)}", error)
         return None
 
     def _failed(self, wait: Wait, started: float, error: Exception) -> TrafficError:
-        seconds = time.perf_counter() - started
-        name = wait.sentence(self.describe)
-        return TrafficError(f"{self.describe(rank())} waited {seconds:.1f} s for {name}: {reason(error)}", error, wait)
+        seconds, who = time.perf_counter() - started, self._describe(self._rank)
+        return TrafficError(
+            f"{who} waited {seconds:.1f} s for {wait.sentence(self._describe)}: {reason(error)}", error, wait
+        )
 
 
 def group_key(ranks: Sequence[int]) -> str:

@@ -13,10 +13,10 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 
+from distlab.comm.pending import Pending
 from distlab.comm.traffic import Group, traffic
-from distlab.comm.transfer import Pending, Transfer, future_of, wait_for_all
+from distlab.comm.transfer import Transfer, wait_for_all
 
 BUCKET_BYTES = 25_000_000
 
@@ -223,44 +223,6 @@ class MyDP(nn.Module):
     def _finish(self) -> None:
         self._buckets.finish()
         self._in_backward_pass = False
-
-
-def through_traffic(wrapped: DistributedDataParallel) -> DistributedDataParallel:
-    """Make torch's wrapper average gradients through `traffic`, which counts what is sent; returns the wrapper.
-
-    After its first backward pass, the wrapper rearranges its buckets in the order in which the gradients arrived. The
-    rounding of a sum depends on its position in a bucket, so the first step of a resumed run would differ from that of
-    the original run. Therefore an extra backward pass precedes the first step; its gradients are neither sent nor kept.
-    """
-    settling = False
-
-    def average(_: object, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
-        if settling:
-            own = future_of(bucket.buffer())
-            own.set_result(bucket.buffer())
-            return own
-        what = f"the gradients of bucket {bucket.index()}"
-        transfer = traffic.all_reduce(bucket.buffer(), what, kind="gradients")
-        return transfer.future(is_waited_for=bucket.is_last())
-
-    def settle(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        nonlocal settling
-        if settling or not torch.is_grad_enabled() or not wrapped.require_backward_grad_sync:
-            return
-        settling = True
-        try:
-            with torch.random.fork_rng({p.device for p in wrapped.parameters() if p.is_cuda}):
-                result = wrapped(*args, **kwargs)
-            outputs = (result,) if isinstance(result, Tensor) else result
-            next(x for x in outputs if isinstance(x, Tensor) and x.requires_grad).sum().backward()
-            handle.remove()
-        finally:
-            wrapped.zero_grad()
-            settling = False
-
-    wrapped.register_comm_hook(None, average)
-    handle = wrapped.register_forward_pre_hook(settle, with_kwargs=True)
-    return wrapped
 
 
 def broadcast_weights(model: nn.Module, group: Group = None) -> None:

@@ -1,6 +1,6 @@
 """Parameters side by side in flat buffers, of which each rank owns a shard, and the reduction of their gradients."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -194,7 +194,7 @@ class ShardedBucket(Bucket):
         self._flats, self._held = flats, held
         self._parts = self.flat.view(len(ranks), -1)  # (ranks, elements of a shard)
         self.own = self._parts[ranks.index(rank())]
-        self._reduction: Reduction | None = None
+        self._reduction: Transfer | None = None
         self._buffer: Tensor | None = None  # with sharded gradients, where they are reduced, if not in `flat`
 
     def send_from(self, buffer: Tensor) -> None:
@@ -210,7 +210,7 @@ class ShardedBucket(Bucket):
         if not is_whole(self.flat):
             self._held.allocate(self.flat)
 
-    def reduce(self) -> "Reduction":
+    def reduce(self) -> Transfer:
         """Start to add up the ranks' gradients."""
         group = self._flats._group
         for parameter in self.parameters:
@@ -221,7 +221,7 @@ class ShardedBucket(Bucket):
         self._received_bytes = traffic.received_bytes(self._parts, group)
         self._held.hold(self._received_bytes)
         transfer = traffic.reduce_scatter(self.own, self._parts, str(self), kind="gradients", group=group)
-        self._reduction = Reduction(transfer, self._take)
+        self._reduction = transfer.then(self._take)
         return self._reduction
 
     def _take(self) -> None:
@@ -231,18 +231,3 @@ class ShardedBucket(Bucket):
         self._flats.add_gradient(self.own)
         if self._flats._shares_gradients and self._buffer is None:
             self._held.free(self.flat)
-
-
-class Reduction:
-    """A reduce-scatter under way, and what is done at its end."""
-
-    def __init__(self, transfer: Transfer, take: Callable[[], None]) -> None:
-        self._transfer, self._take = transfer, take
-        self._has_ended = False
-        self.do_own_share = transfer.do_own_share
-
-    def wait(self) -> None:
-        if not self._has_ended:
-            self._transfer.wait()
-            self._has_ended = True
-            self._take()

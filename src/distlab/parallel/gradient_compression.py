@@ -12,42 +12,9 @@ from torch import Tensor
 from torch.distributed import ReduceOp
 
 from distlab.comm.endpoint import members, rank
+from distlab.comm.pending import Pending
 from distlab.comm.traffic import Group, Transfer, traffic
-from distlab.comm.transfer import Pending
 from distlab.parallel.data import Bucket
-
-
-class Steps:
-    """A sum that ends with something to compute, and may take a second transfer in between.
-
-    Args:
-        first: the first transfer.
-        finish: called when the last transfer has ended.
-        second: begins the second transfer with what the first has brought; by default, there is none.
-    """
-
-    def __init__(
-        self, first: Transfer, finish: Callable[[], object], second: Callable[[], Transfer] | None = None
-    ) -> None:
-        self._under_way, self._second, self._finish = first, second, finish
-        self._has_ended = False
-
-    def do_own_share(self) -> None:
-        """Begin the second transfer, so that those of all buckets are under way together."""
-        if self._second is None:
-            self._under_way.do_own_share()
-            return
-        begin, self._second = self._second, None
-        self._under_way.wait()
-        self._under_way = begin()
-
-    def wait(self) -> None:
-        if self._second is not None:
-            self.do_own_share()
-        self._under_way.wait()
-        if not self._has_ended:
-            self._has_ended = True
-            self._finish()
 
 
 class Compressor:
@@ -143,7 +110,7 @@ class PowerSGD(Compressor):
                 torch.sub(matrix, total, alpha=1 / len(members(self._group)), out=error)
                 matrix.copy_(total)
 
-        return Steps(self._sum(flat, f"{bucket}, first factors"), finish, start_second)
+        return self._sum(flat, f"{bucket}, first factors").then(start_second).then(finish)
 
     def _is_worth_it(self, gradient: Tensor) -> bool:
         rows = len(gradient) if gradient.dim() else 1
@@ -177,7 +144,7 @@ class TopK(Compressor):
         parts = own.new_empty(len(members(self._group)), *own.shape)
         error[places] = 0
         transfer = traffic.all_gather(parts, own, str(bucket), kind="gradients", group=self._group)
-        return Steps(transfer, partial(self._add_up, flat, parts))
+        return transfer.then(partial(self._add_up, flat, parts))
 
     @staticmethod
     def _add_up(flat: Tensor, parts: Tensor) -> None:

@@ -19,11 +19,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from distlab.comm.pending import Pending
 from distlab.comm.traffic import Group, traffic
-from distlab.comm.transfer import Pending
 from distlab.parallel.data import BUCKET_BYTES, Bucket, GradientBuckets, broadcast_weights, split_into_buckets
 from distlab.parallel.division import Sharded
-from distlab.parallel.flat_parameters import Held, Reduction, ShardedBucket
+from distlab.parallel.flat_parameters import Held, ShardedBucket
 from distlab.parallel.units import Unit, blocks_in, blocks_of, tensors_with_gradient
 
 
@@ -86,7 +86,7 @@ class ShardedDP(nn.Module):
             bucket.index = index
         passes, rounds = (backward_passes, 1) if shard == "optimizer" else (1, backward_passes)
         self._buckets = GradientBuckets([], self._reduce, passes, buckets=filled, rounds=rounds)
-        self._reducing: Reduction | None = None
+        self._reducing: Pending | None = None
         self._hook()
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:

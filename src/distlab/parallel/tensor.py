@@ -116,7 +116,6 @@ def _split_in_pairs(parts: _Parts, group: Group, sequence_parallel: bool) -> Non
         for column in columns:
             _keep_shard(column, tp_group, dim=0)
         _keep_shard(row, tp_group, dim=1)
-        row.output_place = None if sequence_parallel else tp_group.next_term
         _around(pair, tp_group, before=enter, after=leave)
     for name, embedding in parts.embeddings.items():
         tp_group = TPGroup(name, VOCABULARY, group)

@@ -10,7 +10,7 @@ Each collective is a linear map, so its backward pass is the transposed map:
     reduce_scatter      reduce-scatter   all-gather
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -59,10 +59,6 @@ class TPGroup:
         """The `x` (any shape) of all ranks, combined by `op`."""
         return traffic.all_reduced(x, self._name(what), kind=f"{self.kind} {what}", op=op, group=self.group)
 
-    def next_term(self, shape: Sequence[int], like: Tensor) -> Tensor | None:
-        """Where the next `all_reduce` of a tensor of this shape needs no copy of it; see `Traffic.next_term`."""
-        return traffic.next_term(shape, like, self.group)
-
     def all_gather(self, x: Tensor, what: str, dim: int, length: int) -> Tensor:
         """The ranks' shards, of `shard_sizes(length, size)` along `dim`, concatenated."""
         sizes = shard_sizes(length, self.size)
@@ -86,7 +82,7 @@ class TPGroup:
         """Space for a part of each rank, (ranks, *x.shape) but `length` along `dim`: the parts must have one size."""
         shape = list(x.shape)
         shape[dim] = length
-        return traffic.scratch([self.size, *shape], x, self.group)
+        return x.new_empty([self.size, *shape])
 
     def own_shard(self, x: Tensor, dim: int) -> Tensor:
         """This rank's shard of `x` along `dim`; a view."""

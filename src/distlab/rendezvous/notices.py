@@ -12,7 +12,7 @@ import time
 
 import torch.distributed as dist
 
-from distlab.comm.traffic import Traffic
+from distlab.comm.context import Context
 from distlab.comm.waits import TrafficError, Wait, list_ranks
 from distlab.rendezvous.diagnosis import Diagnosis, Notice, diagnose, list_causes
 from distlab.rendezvous.store import SharedStore, StoreError
@@ -34,9 +34,9 @@ class NoticeBoard:
         self._has_failed = False
         self._heard = ""  # why the run has failed, from other ranks' reports
 
-    def open(self, store: dist.Store, rank: int, world_size: int, traffic: Traffic, is_rank_0s: bool) -> None:
-        """Start to watch this rank's waits, those of `traffic`; `is_rank_0s` says whether rank 0 holds the store."""
-        self._rank, self._ranks, self._traffic, self._is_rank_0s = rank, range(world_size), traffic, is_rank_0s
+    def open(self, store: dist.Store, rank: int, world_size: int, context: Context, is_rank_0s: bool) -> None:
+        """Start to watch this rank's waits, those of `context`; `is_rank_0s` says whether rank 0 holds the store."""
+        self._rank, self._ranks, self._context, self._is_rank_0s = rank, range(world_size), context, is_rank_0s
         # A connection of its own, so that calls waiting on the ranks' connection do not block this one.
         own = dist.PrefixStore("notices", store.clone())  # type: ignore[attr-defined]  # torch's annotations lack it
         self._store = SharedStore("the store's process", SECONDS_FOR_THE_STORE, store=own)
@@ -63,7 +63,7 @@ class NoticeBoard:
         except StoreError as lost:
             silent = "does not answer: it is stopped, or its machine or network is down"
             return self._without_store("has exited: see its last line" if lost.lost_a_peer else silent, error.wait)
-        return diagnose(notices, ended, len(self._ranks), self._traffic.describe, self._traffic.timeout_seconds)
+        return diagnose(notices, ended, len(self._ranks), self._context.describe, self._context.waits.timeout_seconds)
 
     def publish_diagnosis(self, diagnosis: Diagnosis) -> None:
         """Publish the diagnosis for ranks that fail later, when the store may have exited with rank 0."""
@@ -84,11 +84,11 @@ class NoticeBoard:
             self._store.keep_open([f"informed/{rank}" for rank in self._ranks[1:]], SECONDS_FOR_READERS)
 
     def _notice(self, wait: Wait | None) -> Notice:
-        return Notice(self._rank, wait, dict(self._traffic.begun), held_back=self._traffic.held_back())
+        return Notice(self._rank, wait, dict(self._context.begun), held_back=self._context.held_back())
 
     def _without_store(self, state: str, wait: Wait) -> Diagnosis | None:
         """A partial diagnosis if the notices cannot be read, because the process that holds them exited or stopped."""
-        describe = self._traffic.describe
+        describe = self._context.describe
         if self._heard:
             return Diagnosis([], self._heard, is_partial=True)
         if self._is_rank_0s and self._rank > 0:
@@ -127,17 +127,17 @@ class NoticeBoard:
     def _watch(self, store: SharedStore) -> None:
         """Answer when a rank asks, answer again when the answer has changed, and note why other ranks exit."""
         told = None
-        long_seconds = min(LONG_SECONDS, self._traffic.timeout_seconds / 2)
+        long_seconds = min(LONG_SECONDS, self._context.waits.timeout_seconds / 2)
         with contextlib.suppress(RuntimeError):  # the store has been closed because the run has ended
             while not store.has("asked"):
                 time.sleep(min(SECONDS_BETWEEN_LOOKS, long_seconds / 2))
             while not self._has_failed:  # from then on, `explain` publishes the notice
-                notice = self._notice(self._traffic.waits_for(long_seconds))
+                notice = self._notice(self._context.waits.waits_for(long_seconds))
                 if notice != told:
                     store.set(f"answers/{self._rank}", notice.to_json())
                     told = notice
                 if not self._heard:
-                    causes = list_causes(self._causes(store), self._traffic.describe)
+                    causes = list_causes(self._causes(store), self._context.describe)
                     self._heard = causes or store.read("diagnosis").get("diagnosis", "")
                     if self._heard:
                         store.set(f"informed/{self._rank}")

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import TextIO, TypeVar
 
-from distlab.comm.traffic import rank
+from distlab.comm.endpoint import rank
 
 SECONDS_TO_ESTIMATE = 2.0  # minimum time of several steps for a first estimate
 SECONDS_OF_ONE = 10.0  # after this time, a single step is enough

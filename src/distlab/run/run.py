@@ -7,8 +7,9 @@ import sys
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from datetime import timedelta
 from pathlib import Path
-from typing import Any, Generic, NoReturn, TypeVar
+from typing import Any, Generic, Literal, NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -16,9 +17,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from distlab.comm import devices
+from distlab.comm.context import Options, context_of
 from distlab.comm.grid import Grid
 from distlab.comm.heap import set_up_heap
-from distlab.comm.hosts import Hosts
 from distlab.comm.layout import layout_flags, layout_size
 from distlab.comm.processes import leave
 from distlab.comm.recorder import STEP, recorder
@@ -51,8 +52,7 @@ class Run(Generic[SettingsT]):
         self.settings = settings
         self.rank, self.world_size = identity(settings)
         Failure.rank = self.rank
-        self.grid = Grid(self.rank, settings.layout, settings.held)
-        traffic.describe = self.grid.describe
+        self.grid = Grid.of(self.rank, settings.layout, settings.held)
         self.has_terminal = self.rank == 0 or not started_by_torchrun()  # of its own, or as the first rank
         take_over_output(self.rank, self.has_terminal)
         self._device_type = devices.pick_device_type(settings.device)
@@ -79,7 +79,7 @@ class Run(Generic[SettingsT]):
     def _take_place(self, places: Sequence[devices.Place]) -> None:
         """Set this rank's device and number of threads, given the places of all ranks."""
         self._places, self.local_ranks = places, len(devices.local_ranks(places, self.rank))
-        self.device = traffic.device = devices.pick_device(places, self.rank)
+        self.device = devices.pick_device(places, self.rank)
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
             # autograd's thread may begin with a matrix product; torch warns of what it then does itself
@@ -88,8 +88,7 @@ class Run(Generic[SettingsT]):
             set_up_heap()
         pipelines = self.grid.pipelines_on_host(self.local_ranks)
         computing = pipelines if self.settings.one_stage_at_a_time else self.local_ranks
-        traffic.threads = devices.threads_per_rank(computing)
-        torch.set_num_threads(traffic.threads)
+        torch.set_num_threads(devices.threads_per_rank(computing))
 
     @property
     def ranks_of_hosts(self) -> list[int]:
@@ -104,7 +103,33 @@ class Run(Generic[SettingsT]):
 
     def _begin_alone(self, script: Path) -> dict[str, Any]:
         self._take_place([devices.own_place(self._device_type, self.settings.master_addr)])
+        self._connect(dist.HashStore(), "gloo")
         return decide(self.settings, script)
+
+    def _connect(self, store: dist.Store, library: Literal["gloo", "nccl"]) -> None:
+        """Make the process group of all ranks."""
+        settings = self.settings
+        options = Options(
+            library=library,
+            transport=settings.transport,
+            timeout_seconds=settings.timeout,
+            threads=torch.get_num_threads(),
+            places=self._places,
+            describe=self.grid.describe,
+            remark=say,
+        )
+        try:
+            dist.init_process_group(
+                "lab",
+                store=store,
+                rank=self.rank,
+                world_size=self.world_size,
+                timeout=timedelta(seconds=settings.timeout),
+                pg_options=options,
+            )
+        except (dist.DistError, RuntimeError) as error:
+            sentence = f"rank {self.rank} could not connect to all other ranks: {reason(error)}"
+            raise TrafficError(sentence, error) from error
 
     def _join(self, script: Path) -> dict[str, Any]:
         """Meet the other ranks, compare settings, and set up the process group; returns what rank 0 decided."""
@@ -124,19 +149,12 @@ class Run(Generic[SettingsT]):
 
         decided = rendezvous.agree(store, rank, size, place, same, decide_all, seconds, say)
         self._take_place(rendezvous.read_places(store, size))
-        backend = decided["backend"]
         devices.keep_to_interface(address, on_one_host=by_torchrun and self.local_ranks == size)
-        traffic.timeout_seconds, traffic.transport, traffic.remark = seconds, settings.transport, say
-        if backend == "nccl":
-            traffic.watch(_end)
-        try:
-            with devices.patient_threads():
-                timeout = traffic.group_timeout
-                dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
-        except (dist.DistError, RuntimeError) as error:
-            raise TrafficError(f"rank {rank} could not connect to all other ranks: {reason(error)}", error) from error
-        traffic.hosts = Hosts([place.host for place in self._places], store)
-        notices.open(store, rank, size, traffic, is_rank_0s=not is_store_in_launcher())
+        self._connect(store, decided["backend"])
+        context = context_of()
+        if context.is_over_nccl:
+            context.waits.watch(_end)
+        notices.open(store, rank, size, context, is_rank_0s=not is_store_in_launcher())
         traffic.connect()
         return decided
 
@@ -159,11 +177,11 @@ class Run(Generic[SettingsT]):
 
     def _introduce(self, script: Path) -> None:
         ranks, threads = "one process", torch.get_num_threads()
-        if dist.is_initialized():
-            ranks = f"{self.world_size} rank{'s' * (self.world_size > 1)} over {dist.get_backend()}"
+        if self.settings.layout:
+            ranks = f"{self.world_size} rank{'s' * (self.world_size > 1)} over {context_of().library}"
         say(f"{script.stem}: {ranks} on {self.device.type}, {threads} thread{'s' * (threads > 1)} each")
-        if dist.is_initialized():
-            rendezvous.say_hosts(self._places, self.grid.axis("tp").size, say)
+        if self.settings.layout:
+            rendezvous.say_hosts(self._places, self.grid.tp, say)
         override = devices.tf32_override() if self.device.type == "cuda" else None
         if override is not None:
             say(f"warning: with {override}, float32 products use TF32, so layouts agree to three digits only")
@@ -250,7 +268,7 @@ class Run(Generic[SettingsT]):
         own = sum((loss.detach().double() for loss in losses), torch.zeros((), dtype=torch.float64, device=self.device))
         total = own.clone()
         transfer = traffic.all_reduce(total, f"the loss of step {step}", kind="loss", op=dist.ReduceOp.SUM)
-        return LossSum(step, own, total, transfer, self.grid.size // self.grid.axis("pp").size)
+        return LossSum(step, own, total, transfer, self.grid.dp * self.grid.tp)
 
     def _first_not_finite(self, own_loss: float) -> str:
         """The first rank whose loss is not finite, for the message; all ranks must call this method."""
@@ -268,10 +286,9 @@ class Run(Generic[SettingsT]):
         copied_bytes = self.running_on.copied_bytes if self.running_on else 0
         held = self.memory.collect(self.rank, self.world_size, self.device, copied_bytes) if self.memory else []
         traces = self._gather_traces() if recorder.enabled else []
-        if dist.is_initialized():
-            traffic.all_reduce(torch.zeros((), device=self.device), "the end of the run", kind="control").wait()
-            if self.device.type == "cuda":
-                torch.cuda.synchronize(self.device)  # NCCL's wait() only orders the stream
+        traffic.all_reduce(torch.zeros((), device=self.device), "the end of the run", kind="control").wait()
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)  # NCCL's wait() only orders the stream
         if any(event[0] == STEP for trace in traces for event in trace["events"]):
             self._keep_trace(traces)
         elif traces:
@@ -303,7 +320,8 @@ class Run(Generic[SettingsT]):
         from distlab.reports.timeline import draw, measured_panel
         from distlab.reports.trace import merge, write_chrome
 
-        trace = merge(recorded, self.grid.layout, recorder.programs, bool(self.running_on))
+        grid, programs = self.grid, recorder.programs
+        trace = merge(recorded, grid.dp, grid.pp, programs, grid.tp, bool(self.running_on), grid.neighbors)
         write_chrome(trace, self.out / "trace.json")
         for line in trace.report():
             say(line)

@@ -114,7 +114,7 @@ class RunningOn:
     def keep_arrived(self) -> None:
         """Record the loss of the open step if it has arrived. For a run that ends early, in which no rank may wait."""
         transfers = [waited.transfer for waited in (self._open, self._open_norm) if waited is not None]
-        if self._open is not None and all(transfer.has_arrived() for transfer in transfers if transfer is not None):
+        if self._open is not None and all(transfer.is_completed() for transfer in transfers if transfer is not None):
             with contextlib.suppress(RuntimeError):  # the transfer failed because another rank has exited
                 self.settle()
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 import torch.distributed as dist
 from torch import Tensor
 
+from distlab.comm.names import counted_as
 from distlab.comm.traffic import traffic
 from distlab.run.model import ModelParts
 
@@ -19,25 +20,22 @@ class Validator:
 
     def __init__(self, parts: ModelParts, sequences: Tensor, rows: int) -> None:
         self._parts, self._count = parts, len(sequences)
-        replicas = parts.grid.axis("dp")
-        own = sequences[replicas.rank :: replicas.size]
+        own = sequences[parts.grid.replica :: parts.grid.dp]
         self._batches: Sequence[Tensor] = own.split(rows) if len(own) else ()
-        most = math.ceil(math.ceil(self._count / replicas.size) / rows)  # passes of the first replica
+        most = math.ceil(math.ceil(self._count / parts.grid.dp) / rows)  # passes of the first replica
         shares_weights = any(part.shard == "weights" for part in parts.sharded.values())
         self._not_counted = [sequences[:1]] * (most - len(self._batches)) if shares_weights else []
 
     def loss(self, step: int) -> float:
         """The mean loss over all sequences after a step, on every rank; all ranks must call this method."""
         name = f"the activations of validation batch {{}} after step {step}".format
-        with traffic.ledger.counted_as("validation"):
+        with counted_as("validation"):
             self._parts.open_queues([*self._batches, *self._not_counted])
             total = self._parts.forward_passes(self._batches, name, kind="validation")
             self._parts.forward_passes(self._not_counted, name, kind="validation")
             what = f"the validation loss after step {step}"
             traffic.all_reduce(total, what, kind="validation", op=dist.ReduceOp.SUM).wait()
-        grid = self._parts.grid
-        counted = grid.size // (grid.axis("pp").size * grid.axis("dp").size)  # times that each sequence is in the sum
-        return total.item() / (self._count * counted)
+        return total.item() / (self._count * self._parts.grid.tp)
 
 
 def perplexity(loss: float) -> float:

@@ -1,0 +1,63 @@
+"""Names of what travels between ranks, for messages and for the ledger.
+
+A `dist.all_reduce` of a script is called after its operation and the line of the script. The library knows more: inside
+`with named("the gradients of bucket 2", kind="gradients"):` that is its name in messages, and its column in the ledger.
+"""
+
+import contextlib
+import sys
+from collections.abc import Iterator
+from contextvars import ContextVar
+from pathlib import Path
+from types import FrameType
+from typing import NamedTuple
+
+import torch
+
+
+class Name(NamedTuple):
+    """The name of a message or collective, and its column in the ledger."""
+
+    what: str
+    kind: str
+
+
+_name: ContextVar[Name | None] = ContextVar("name", default=None)
+_kind: ContextVar[str | None] = ContextVar("kind", default=None)  # replaces all others
+LIBRARIES = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]), "<")
+
+
+@contextlib.contextmanager
+def named(what: str, kind: str) -> Iterator[None]:
+    """Inside, messages and collectives are called `what`, and counted in the column `kind`."""
+    token = _name.set(Name(what, kind))
+    try:
+        yield
+    finally:
+        _name.reset(token)
+
+
+@contextlib.contextmanager
+def counted_as(kind: str) -> Iterator[None]:
+    """Inside, everything that is sent is counted in the column `kind`, whatever its name."""
+    token = _kind.set(kind)
+    try:
+        yield
+    finally:
+        _kind.reset(token)
+
+
+def name_of(operation: str) -> tuple[str, str, str]:
+    """The name, the column, and the calling line of an operation that starts here; no line if the library names it."""
+    name = _name.get()
+    if name is None:
+        return operation, _kind.get() or operation, line_of_script()
+    return name.what, _kind.get() or name.kind, ""
+
+
+def line_of_script() -> str:
+    """The line outside of torch and the lab that called, such as "intro_PP_1F1B.py line 57"; "" if there is none."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code.co_filename.startswith(LIBRARIES):
+        frame = frame.f_back
+    return "" if frame is None else f"{Path(frame.f_code.co_filename).name} line {frame.f_lineno}"

@@ -1,0 +1,169 @@
+"""A message or collective under way: the one type for it, whatever carries it."""
+
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from distlab.comm.recorder import MESSAGE, WAIT
+from distlab.comm.shared import SharedWork
+from distlab.comm.streams import passed
+from distlab.comm.waits import StreamWait, Wait
+
+if TYPE_CHECKING:
+    from distlab.comm.context import Context
+
+Carrier = dist.Work | Future[None] | SharedWork
+ENVIRONMENT = timedelta(0)  # the deadline is that of the group
+
+
+class Pending(dist.Work):
+    """A message or collective under way. The caller may use its tensors again after `wait`.
+
+    Keep it until then: gloo drops the message of a handle that is garbage-collected.
+
+    Args:
+        context: what the groups of this rank share.
+        wait: its name.
+        carrier: torch's handle, work in shared memory, or a thread; None if it is complete already.
+        tensors: what it sends or fills.
+    """
+
+    def __init__(self, context: "Context", wait: Wait, carrier: Carrier | None, tensors: list[Tensor]) -> None:
+        super().__init__()
+        self._context, self._wait, self._carrier, self._tensors = context, wait, carrier, tensors
+        self._finish: list[Callable[[], object]] = []
+        self._started = time.perf_counter()
+        # Over NCCL; gloo carries host memory.
+        self._is_on_stream = isinstance(carrier, dist.Work) and tensors[0].is_cuda and context.is_over_nccl
+        if self._is_on_stream:
+            self._posted = passed()
+
+    def then(self, finish: Callable[[], object]) -> "Pending":
+        """Call `finish` at the end of `wait`, in the order of these calls; returns this object.
+
+        If it returns something that is under way itself, that is waited for too.
+        """
+        self._finish.append(finish)
+        return self
+
+    def wait(self, timeout: timedelta = ENVIRONMENT) -> bool:
+        """Wait until the tensors hold the result or have been sent; over NCCL, only the stream waits for that.
+
+        Args:
+            timeout: replaces the group's deadline.
+
+        Raises:
+            TrafficError: "rank 1 waited 120 s for …", at the deadline or when a peer has exited.
+        """
+        if self._carrier is not None:
+            if self._is_on_stream:
+                self._wait_on_stream(self._carrier)
+            else:
+                self._wait_on_host(self._carrier, timeout)
+            self._carrier = None
+        while self._finish:
+            following = self._finish.pop(0)()
+            if isinstance(following, Pending):
+                following.wait()
+        return True
+
+    def was_waited_for(self) -> bool:
+        """Whether nothing is left for `wait` to do."""
+        return self._carrier is None and not self._finish
+
+    def is_completed(self) -> bool:
+        """Whether `wait` would return, or raise, at once.
+
+        In shared memory, this rank's thread has to do its share first, and so this method waits for the others.
+        """
+        if isinstance(self._carrier, SharedWork):
+            return self.wait()
+        if isinstance(self._carrier, Future):
+            return self._carrier.done()
+        return self._carrier is None or self._carrier.is_completed()
+
+    def is_success(self) -> bool:
+        return self.was_waited_for()
+
+    def result(self) -> list[Tensor]:
+        return self._tensors
+
+    def synchronize(self) -> None:
+        self.wait()
+
+    def get_future(self) -> "torch.futures.Future[list[Tensor]]":
+        """A future of the tensors, for torch's DDP and others that wait themselves.
+
+        What is done by the thread that waits is done now.
+        """
+        tensors = self._tensors
+        future: torch.futures.Future[list[Tensor]]
+        future = torch.futures.Future(devices=[tensors[0].device] if tensors and tensors[0].is_cuda else None)
+        if not isinstance(self._carrier, dist.Work):
+            self.wait()
+            future.set_result(tensors)
+            return future
+        ended = self._carrier.get_future()
+        waits = self._context.waits
+
+        def finish(_: "torch.futures.Future[list[Tensor]]") -> list[Tensor]:
+            ended.value()  # raises if it has failed; it then stays in `waits.in_libraries`
+            waits.in_libraries.pop(id(self), None)
+            if self._is_on_stream:
+                self._ended_on_stream(self._posted)
+            else:
+                self._ended_on_host(None)
+            self._carrier = None
+            self.wait()
+            return tensors
+
+        waits.in_libraries[id(self)] = (self._wait, self._started)
+        ended.add_done_callback(lambda _: future.set_result(tensors))
+        return future.then(finish)
+
+    def _wait_on_host(self, carrier: Carrier, timeout: timedelta) -> None:
+        waits, started = self._context.waits, time.perf_counter()
+        limit = timeout if timeout > ENVIRONMENT else timedelta(seconds=waits.timeout_seconds)
+        try:
+            with waits.during(self._wait):
+                if isinstance(carrier, Future):
+                    carrier.result()  # each of its messages has the group's deadline
+                else:
+                    carrier.wait(limit)
+        finally:
+            self._context.ledger.waited(time.perf_counter() - started, self._wait.way == "collective")
+        self._ended_on_host(started)
+
+    def _wait_on_stream(self, carrier: Carrier) -> None:
+        """Order what follows on the current stream after `carrier`."""
+        assert isinstance(carrier, dist.Work)
+        reached = passed()
+        with self._context.waits.during(self._wait):
+            carrier.wait()  # with a deadline, it would keep this thread until the message is there
+        self._ended_on_stream(reached)
+
+    def _ended_on_host(self, waited_from: float | None) -> None:
+        """Record the completion and, if this thread waited for it, the wait from `waited_from`."""
+        recorder = self._context.recorder
+        if not recorder.enabled:
+            return
+        name = self._wait.sentence(self._context.describe)
+        if waited_from is not None:
+            recorder.add(WAIT, name, waited_from)
+        if self._wait.way != "send":  # the completion of a send does not mean that the message has arrived
+            recorder.add(MESSAGE, name, self._started)
+
+    def _ended_on_stream(self, reached: torch.cuda.Event) -> None:
+        """Record the completion on the stream, and its wait from `reached`."""
+        recorder, done = self._context.recorder, passed()
+        name = self._wait.sentence(self._context.describe) if recorder.enabled else ""
+        self._context.waits.of_stream.add(StreamWait(self._wait, reached, done))
+        recorder.add_on_stream(WAIT, name, reached, done)
+        if self._wait.way != "send":
+            recorder.add_on_stream(MESSAGE, name, self._posted, done)

@@ -1,0 +1,58 @@
+"""Registers the backend "lab" with torch.distributed, now or when torch is imported.
+
+`launch.sh` alone lists the topologies in half a second; the import of torch takes longer. So `import distlab` does not
+import torch. Where torch is not there yet, the registration follows its import.
+"""
+
+import importlib.abc
+import importlib.machinery
+import importlib.util
+import sys
+from collections.abc import Sequence
+from types import ModuleType
+from typing import Any
+
+TORCH = "torch.distributed"
+
+
+def register() -> None:
+    """Make `dist.init_process_group("lab")` return the lab's process group."""
+    if TORCH in sys.modules:
+        _register()
+    else:
+        sys.meta_path.insert(0, _AfterTorch())
+
+
+def _register() -> None:
+    from torch.distributed import Backend
+
+    if not hasattr(Backend, "LAB"):
+        Backend.register_backend("lab", _create, extended_api=True, devices=["cpu", "cuda"])
+
+
+def _create(group: Any, options: Any) -> Any:
+    from distlab.rendezvous.groups import create
+
+    return create(group, options)
+
+
+class _AfterTorch(importlib.abc.MetaPathFinder):
+    """Finds torch.distributed as the other finders do, and registers the backend when it has been executed."""
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        if name != TORCH:
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(name)
+        if spec is None or spec.loader is None:
+            return None
+        execute = spec.loader.exec_module
+
+        def execute_and_register(module: ModuleType) -> None:
+            execute(module)
+            _register()
+
+        spec.loader.exec_module = execute_and_register  # type: ignore[method-assign]
+        return spec

@@ -1,0 +1,59 @@
+"""Makes the process groups of the lab's backend."""
+
+import json
+import os
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from distlab.comm import devices
+from distlab.comm.context import Context, Options
+from distlab.comm.group import LabGroup
+from distlab.comm.hosts import Hosts
+
+SECONDS_FOR_THE_WATCH = 60.0  # time to find out which rank waits for which, before NCCL ends the process
+
+
+def create(made: Any, options: Options | None) -> LabGroup:
+    """The group that torch asks for: the default group, or one of `new_group`, which shares the context of that.
+
+    Args:
+        made: torch's description of the group.
+        options: of `pg_options`.
+    """
+    world = dist.group.WORLD
+    if isinstance(world, LabGroup):
+        context = world.context
+        return LabGroup(context, made.store, made.global_ranks_in_group, group_timeout(context))
+    asked = options or Options()
+    if asked.timeout_seconds is None:
+        asked.timeout_seconds = made.timeout.total_seconds()
+    context = _meet(made.store, made.group_rank, made.group_size, asked)
+    return LabGroup(context, made.store, range(made.group_size), group_timeout(context))
+
+
+def group_timeout(context: Context) -> timedelta:
+    """The deadline of torch's own groups: over NCCL it is late, because NCCL ends the process at it."""
+    return timedelta(seconds=context.waits.timeout_seconds + SECONDS_FOR_THE_WATCH * context.is_over_nccl)
+
+
+def _meet(store: dist.Store, rank: int, world_size: int, options: Options) -> Context:
+    """The context of this rank, which learns from the others where they are if `options` do not say it."""
+    if options.places is None:
+        address = os.environ.get("MASTER_ADDR", "localhost")
+        own = devices.own_place("cuda" if torch.cuda.is_available() else "cpu", address)
+        options.places = exchange_places(store, rank, world_size, own)
+    places = options.places
+    library = devices.pick_backend(options.library, places)
+    hosts = Hosts([place.host for place in places], store)
+    device = devices.pick_device(places, rank)
+    return Context(rank, world_size, options, library, hosts, device)
+
+
+def exchange_places(store: dist.Store, rank: int, world_size: int, own: devices.Place) -> list[devices.Place]:
+    """Every rank's host and GPUs; waits until all have told theirs."""
+    store.set(f"place/{rank}", json.dumps([own.host, own.gpus]))
+    told = store.multi_get([f"place/{other}" for other in range(world_size)])
+    return [devices.Place(host, tuple(gpus)) for host, gpus in map(json.loads, told)]
