@@ -8,7 +8,7 @@ distlab.show_schedule`), except `data_parallel`, which defines the names that th
 
 import os
 
-from distlab.comm.registration import register
+from distlab.registration import register
 
 # How long the further threads of a rank wait in a loop for more to compute: half a millisecond instead of ten, as other
 # ranks may need the core. GNU's OpenMP, which PyTorch's wheels bring, reads this when it is loaded, so it has to be set
