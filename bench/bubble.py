@@ -125,7 +125,7 @@ def measure(rank: int, workers: int, micro_batches: int, settings: Settings) -> 
 def traced_steps(rank: int, nets: dict[int, SleepingStage], programs: Programs, steps: int, run_on: bool) -> Trace:
     """Run a step to warm up and `steps` more, after a barrier each unless `run_on`; rank 0 has the trace."""
     workers, micro_batches = len(programs), 1 + max(action.micro_batch for action in programs[rank])
-    pipeline = Pipeline(nets, programs, Grid(rank, 1, workers), lambda y, _: y.mean(), WIDTH, run_on=run_on)
+    pipeline = Pipeline(nets, programs, Grid(rank, {"pp": workers}), lambda y, _: y.mean(), WIDTH, run_on=run_on)
     batch = torch.zeros(micro_batches, SEQ, dtype=torch.int64).split(1)
     recorder.events.clear()
     recorder.enabled = True  # from here on, as a pipeline made before does not count what it keeps
@@ -137,7 +137,7 @@ def traced_steps(rank: int, nets: dict[int, SleepingStage], programs: Programs, 
     recorded: list[Any] = [None] * workers
     recorder.enabled = False
     dist.all_gather_object(recorded, recorder.as_json())
-    return merge(recorded, 1, workers, programs, run_on=run_on)
+    return merge(recorded, {"pp": workers}, programs, run_on)
 
 
 def row(name: str, micro_batches: int, programs: Programs, traces: Sequence[Trace]) -> str:

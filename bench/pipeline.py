@@ -75,9 +75,9 @@ class Settings:
 
 def by_lab(schedule: str, nets: Nets, grid: Grid, micro_batches: int, cores: int | None) -> Step:
     loss = partial(causalLLMLoss, vocab_size=VOCAB_SIZE)
-    programs = all_stages(schedule, grid.pp, micro_batches)
+    programs = all_stages(schedule, grid.size, micro_batches)
     parts = parts_of(next(iter(nets.values())).ctx_size)
-    costs = estimated_costs(balance(N_LAYERS, grid.pp * stages_per_worker(schedule), parts), parts)
+    costs = estimated_costs(balance(N_LAYERS, grid.size * stages_per_worker(schedule), parts), parts)
     pipeline = Pipeline(nets, programs, grid, loss, DMODEL, cores=cores, costs=costs)
     return lambda x: pipeline.step(x.chunk(micro_batches))
 
@@ -92,7 +92,7 @@ def ours(schedule: str, nets: Nets, grid: Grid, micro_batches: int) -> Step:
 
 def torch_one_thread(schedule: str, nets: Nets, grid: Grid, micro_batches: int) -> Step:
     loss, kind = partial(causalLLMLoss, vocab_size=VOCAB_SIZE), TORCHS[schedule]
-    count = grid.pp * stages_per_worker(schedule)
+    count = grid.size * stages_per_worker(schedule)
     stages = [PipelineStage(net, stage, count, torch.device("cpu")) for stage, net in nets.items()]
     held: Any = stages if issubclass(kind, PipelineScheduleMulti) else stages[0]
     runner = kind(held, n_microbatches=micro_batches, loss_fn=loss)
@@ -118,7 +118,7 @@ VARIANTS: list[Build] = [torch_one_thread, torch_all_cores, one_thread, ours]
 def measure(rank: int, workers: int, settings: Settings) -> None:
     """One rank: the variants in turn, for each number of micro-batches and each schedule."""
     join(rank, workers, settings.port)
-    grid = Grid(rank, dp=1, pp=workers)
+    grid = Grid(rank, {"pp": workers})
     for micro_batches, schedule in itertools.product(settings.micro_batches, settings.schedules):
         if not is_possible(schedule, workers, micro_batches):
             continue

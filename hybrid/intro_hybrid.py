@@ -44,15 +44,16 @@ DEFAULTS = HybridSettings(batch_size=3)
 def train(run: TrainingRun[HybridSettings]) -> None:
     args, tokenizer = run.settings, SPTokenizer(run.settings.tokenizer)
     again = args.recompute == "all"
-    programs = all_stages(args.schedule, run.grid.pp, args.micro_batches, args.chunks_per_stage, recompute=again)
-    program = programs[run.grid.stage]  # this rank's actions
+    stages, replicas = run.grid.axis("pp"), run.grid.axis("dp")
+    programs = all_stages(args.schedule, stages.size, args.micro_batches, args.chunks_per_stage, recompute=again)
+    program = programs[stages.rank]  # this rank's actions
     split = args.split(tokenizer.vocab_size)
     options = {"padding_idx": tokenizer.pad_id, **run.model_options()}
     nets = build_stages(stages_of(program), split, tokenizer.vocab_size, **options)
-    stories = TinyStories(tokenizer, **run.data_options(), rank=run.grid.replica, num_replicas=run.grid.dp)
+    stories = TinyStories(tokenizer, **run.data_options(), rank=replicas.rank, num_replicas=replicas.size)
 
-    mesh = run.grid.mesh()
-    dp_group, tp_group = mesh.get_group("dp"), mesh.get_group("tp")
+    run.grid.make_groups("dp", "tp")
+    dp_group, tp_group = run.grid.axis("dp").group, run.grid.axis("tp").group
     loss = partial(causalLLMLoss, vocab_size=tokenizer.vocab_size)
     if args.tp > 1:
         for net in nets.values():

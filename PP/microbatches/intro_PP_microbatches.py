@@ -29,8 +29,8 @@ DEFAULTS = ScheduledPipelineSettings(batch_size=3)
 def train(run: TrainingRun[ScheduledPipelineSettings]) -> None:
     args, tokenizer = run.settings, SPTokenizer(run.settings.tokenizer)
     again = args.recompute == "all"
-    programs = all_stages(args.schedule, run.grid.pp, args.micro_batches, args.chunks_per_stage, recompute=again)
-    program = programs[run.grid.stage]  # this rank's actions, for example [F0, F1, F2, B0, B1, B2]
+    programs = all_stages(args.schedule, run.world_size, args.micro_batches, args.chunks_per_stage, recompute=again)
+    program = programs[run.rank]  # this rank's actions, for example [F0, F1, F2, B0, B1, B2]
     split = args.split(tokenizer.vocab_size)
     options = {"padding_idx": tokenizer.pad_id, **run.model_options()}
     nets = build_stages(stages_of(program), split, tokenizer.vocab_size, **options)  # one stage in most schedules

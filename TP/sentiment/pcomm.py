@@ -44,8 +44,9 @@ def init(tp: int) -> None:
         raise InputError(f"--tp {tp}: the {ranks} ranks do not divide into groups of {tp}; give a divisor of {ranks}")
     tp_degree, dp_degree = tp, ranks // tp
     dp_rank, tp_rank = divmod(rank(), tp)
-    mesh = Grid(rank(), dp_degree, 1, tp).mesh()
-    dp_grp, tp_grp = mesh.get_group("dp"), mesh.get_group("tp")
+    grid = Grid(rank(), {"dp": dp_degree, "tp": tp})
+    grid.make_groups()
+    dp_grp, tp_grp = grid.axis("dp").group, grid.axis("tp").group
 
 
 class Duplication(torch.autograd.Function):

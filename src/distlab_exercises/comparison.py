@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from distlab.comm.grid import Grid
+from distlab.comm.layout import coordinate
 from distlab_exercises import shares
 from distlab_exercises.catalogue import Trial
 from distlab_exercises.ranks import Facts, Report
@@ -105,7 +105,7 @@ class Comparison:
 
     def _replica(self, rank: int, key: str) -> int:
         """The number of a rank's replica; -1 if all replicas have the same tensor."""
-        replica = Grid.of(rank, self.trial.layout).replica
+        replica = coordinate(self.trial.layout, rank, "dp")
         own, ranks_each = self.ranks[rank][key], len(self.ranks) // self.trial.replicas
         alike = self.ranks[rank % ranks_each :: ranks_each]  # the ranks that hold the same parameters
         same = all(not shares.differs(tensors.get(key, own), own) for tensors in alike)

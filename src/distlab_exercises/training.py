@@ -180,7 +180,7 @@ def try_layout(script: Path, exercise: Exercise, trial: Trial, folder: Path, pat
     world = 1
     for size in trial.layout.values():
         world *= size
-    describe = Grid.of(0, trial.layout).describe
+    describe = Grid(0, trial.layout).describe
     values: dict[str, Any] = {**trial.settings, "batch_size": trial.batch_size, "micro_batches": trial.micro_batches}
     values |= {"out": folder / "run", "master_port": free_port()}
     reports = run_ranks(

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from distlab.comm.layout import Neighbors
+from distlab.comm.layout import Neighbors, layout_size, stride
 from distlab.parallel.division import check_division
 from distlab.pipeline.actions import BackwardInput, Programs, stages_of
 from distlab.pipeline.schedules import (
@@ -47,8 +47,14 @@ class Layout:
     neighbors: Neighbors = "stages"
 
     @property
+    def axes(self) -> dict[str, int]:
+        """The axes and their sizes, in the order in which the ranks are numbered (`distlab.comm.layout`)."""
+        sizes = {"dp": self.dp, "pp": self.pp, "tp": self.tp}
+        return sizes if self.neighbors == "stages" else {name: sizes[name] for name in ("pp", "dp", "tp")}
+
+    @property
     def ranks(self) -> int:
-        return self.dp * self.pp * self.tp
+        return layout_size(self.axes)
 
     @property
     def rows(self) -> int:
@@ -57,7 +63,7 @@ class Layout:
 
     def first_rank(self, worker: int) -> int:
         """Of a worker of the first replica."""
-        return worker * (self.dp * self.tp if self.neighbors == "replicas" else self.tp)
+        return worker * stride(self.axes, "pp")
 
     def programs(self) -> Programs:
         """Every worker's actions, in order."""
@@ -77,7 +83,7 @@ class Layout:
 
     def __str__(self) -> str:
         """In a table."""
-        words = [f"{size} {kind}" for kind, size in (("dp", self.dp), ("pp", self.pp), ("tp", self.tp)) if size > 1]
+        words = [f"{size} {name}" for name, size in sorted(self.axes.items()) if size > 1]
         return (" x ".join(words) or "one rank") + ", replicas together" * (self.neighbors == "replicas")
 
 

@@ -13,7 +13,7 @@ import math
 from collections import Counter
 from dataclasses import dataclass
 
-from distlab.comm.layout import Neighbors, pipelines_on_host
+from distlab.comm.layout import coordinate, pipelines_on_host, ranks_along, stride
 from distlab.comm.link import Link
 from distlab_planner.layouts import Layout
 from distlab_planner.machine import Machine, Transport, interpolate
@@ -63,7 +63,7 @@ class Placement:
     @property
     def replicas(self) -> Group:
         layout = self.layout
-        return Group(layout.dp, layout.tp if layout.neighbors == "replicas" else layout.pp * layout.tp)
+        return Group(layout.dp, stride(layout.axes, "dp"))
 
     @property
     def slices(self) -> Group:
@@ -77,15 +77,12 @@ class Placement:
         """How many ranks of a worker's host do what it does at the same time: its slices, and its replicas there."""
         layout, first = self.layout, self.host_of(worker) * self.per_host
         ranks = range(first, min(first + self.per_host, layout.ranks))
-        if layout.neighbors == "replicas":
-            return sum(rank // (layout.dp * layout.tp) == worker for rank in ranks)
-        return sum(rank // layout.tp % layout.pp == worker for rank in ranks)
+        return sum(coordinate(layout.axes, rank, "pp") == worker for rank in ranks)
 
     @property
     def pipelines(self) -> int:
-        """Of how many pipelines a host runs workers, as `Grid.pipelines_on_host` counts them."""
-        layout = self.layout
-        return pipelines_on_host(self.per_host, layout.pp, layout.dp * layout.tp, layout.neighbors)
+        """Number of pipelines with workers on a host, as a run counts them."""
+        return pipelines_on_host(self.layout.axes, self.per_host)
 
     def message(self, sender: int, receiver: int, size_bytes: float) -> float:
         """Seconds of a message between two workers of the replica for which it takes longest.
@@ -105,8 +102,7 @@ class Placement:
         return self.machine.inside_of(self.alike(sender))
 
     def _leaving(self, sender: int, receiver: int) -> int:
-        layout = self.layout
-        return most_leaving(layout.dp, layout.pp, layout.tp, layout.neighbors, self.per_host, sender, receiver)
+        return most_leaving(tuple(self.layout.axes.items()), self.per_host, sender, receiver)
 
     def spread(self, group: Group) -> Spread:
         return spread_of(self.layout.ranks, self.per_host, group)
@@ -185,15 +181,10 @@ def spread_of(ranks: int, per_host: int, group: Group) -> Spread:
 
 
 @functools.lru_cache(maxsize=65536)
-def most_leaving(dp: int, pp: int, tp: int, neighbors: Neighbors, per_host: int, sender: int, receiver: int) -> int:
+def most_leaving(axes: tuple[tuple[str, int], ...], per_host: int, sender: int, receiver: int) -> int:
     """How many ranks of one host, at most, send to another host when a worker sends to another; 0 if none does."""
-
-    def host(worker: int, replica: int, part: int) -> int:
-        block = worker * dp + replica if neighbors == "replicas" else replica * pp + worker
-        return (block * tp + part) // per_host
-
-    each = itertools.product(range(dp), range(tp))
-    hosts = [(host(sender, *one), host(receiver, *one)) for one in each]
+    pipelines = ranks_along(dict(axes), ["pp"])
+    hosts = [(ranks[sender] // per_host, ranks[receiver] // per_host) for ranks in pipelines]
     return max(Counter(own for own, other in hosts if own != other).values(), default=0)
 
 

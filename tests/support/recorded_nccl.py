@@ -114,7 +114,7 @@ class RecordedNCCL:
     def reduce_scatter(self, own: Tensor, parts: list[Tensor], group: Group | None, async_op: bool) -> Work:
         return self._record("reduce_scatter", group, own, *parts)
 
-    def new_group(self, ranks: Sequence[int] = (), timeout: object = None) -> Group:
+    def new_group(self, ranks: Sequence[int] = (), **_: object) -> Group:
         self._groups += 1
         return Group(tuple(ranks) or self.world.ranks, self._groups)
 
@@ -133,21 +133,6 @@ class RecordedNCCL:
             "get_process_group_ranks": lambda group: list(group.ranks),
             "init_process_group": lambda *_, **__: None,
         }
-
-
-class Mesh:
-    """Stands for a `DeviceMesh`."""
-
-    @classmethod
-    def from_group(cls, groups: list[Group], *_: Any, mesh_dim_names: tuple[str, ...]) -> "Mesh":
-        mesh = cls()
-        mesh.groups = dict(zip(mesh_dim_names, groups, strict=True))
-        return mesh
-
-    groups: dict[str, Group]
-
-    def get_group(self, name: str) -> Group:
-        return self.groups[name]
 
 
 def zeros(read: Callable[[Tensor], Any], calls: list[Call]) -> Callable[[Tensor], Any]:
@@ -181,7 +166,6 @@ def recorded_nccl(rank: int, size: int) -> Iterator[RecordedNCCL]:
         for read in "item", "tolist", "__bool__", "__int__":  # a GPU's tensor, as if it were full of zeros
             patch(f"torch.Tensor.{read}", zeros(getattr(Tensor, read), nccl.calls))
         patch("distlab.run.training.build_optimizer", lambda _, parameters, lr, *others: PlainSGD(parameters, lr))
-        patch("distlab.comm.grid.DeviceMesh", Mesh)
         patch("distlab.comm.devices.pick_device_type", lambda _: "cuda")
         patch("distlab.comm.devices.own_place", lambda *_: None)
         patch("distlab.comm.devices.pick_device", lambda *_: GPU)

@@ -1,94 +1,135 @@
-"""A rank's coordinates in a layout of data, pipeline and tensor parallelism: its replica, stage and slice."""
+"""A rank's coordinates in a layout, and the ranks along each of its axes."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from functools import cached_property
 
-import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh
 
 from distlab.comm.devices import patient_threads
-from distlab.comm.layout import Layout, Neighbors, name_stages, neighbors_of, pipelines_on_host
+from distlab.comm.endpoint import Group, rank, world_size
+from distlab.comm.layout import (
+    STAGES,
+    WORDS,
+    Layout,
+    coordinate,
+    layout_size,
+    name_stages,
+    pipelines_on_host,
+    ranks_along,
+)
 from distlab.comm.traffic import traffic
 
 
-@dataclass(frozen=True)
-class Grid:
-    """A rank's position among `dp` replicas of a pipeline of `pp` stages, each split over `tp` ranks.
+class Axis:
+    """The ranks that differ from this one along some axes of a layout only.
 
-    Ranks that communicate most have neighboring numbers, so that most messages stay on one machine: first the ranks
-    that share each layer, then the stages (a message per micro-batch), then the replicas (once per step). With
-    `neighbors` "replicas", the replicas come before the stages. Then only activations cross the link between two
-    machines, which are often fewer bytes than the gradients of all weights.
+    Attributes:
+        names: the axes, in the order of the layout; without those of size 1.
+        rank: this rank's number among these ranks, from 0.
+        size: number of these ranks.
     """
 
-    rank: int
-    dp: int
-    pp: int
-    tp: int = 1
-    held: Sequence[Sequence[int]] = ()  # by pipeline worker, the stages of the model on it, if these are several
-    neighbors: Neighbors = "stages"
+    def __init__(self, grid: "Grid", names: tuple[str, ...]) -> None:
+        self._grid, self.names = grid, names
+        self._group: Group = None
 
-    @classmethod
-    def of(cls, rank: int, layout: Layout, held: Sequence[Sequence[int]] = ()) -> "Grid":
-        """A rank's position in a run's layout; a kind of parallelism that the layout does not name has size 1."""
-        dp, pp, tp = (layout.get(kind, 1) for kind in ("dp", "pp", "tp"))
-        return cls(rank, dp, pp, tp, held, neighbors_of(layout))
+    @cached_property
+    def ranks(self) -> tuple[int, ...]:
+        """The numbers of these ranks in the whole layout, ascending."""
+        return next(ranks for ranks in ranks_along(self._grid.layout, self.names) if self._grid.rank in ranks)
 
     @property
-    def replica(self) -> int:
-        return self.rank // self.tp % self.dp if self.neighbors == "replicas" else self.rank // (self.pp * self.tp)
+    def rank(self) -> int:
+        return self.ranks.index(self._grid.rank)
 
     @property
-    def stage(self) -> int:
-        return self.rank // self._stride % self.pp
+    def size(self) -> int:
+        return len(self.ranks)
 
     @property
-    def is_last_stage(self) -> bool:
-        return self.stage == self.pp - 1
+    def group(self) -> Group:
+        """The process group of these ranks, as `Grid.make_groups` made it last; None if they are all ranks."""
+        if self._group is None and self.size < self._grid.size:
+            raise RuntimeError(f"there is no group along {self}: all ranks must call Grid.make_groups for it first")
+        return self._group
 
-    def rank_of(self, stage: int) -> int:
-        """The rank with the same slice of another stage, in the same replica."""
-        return self.rank + (stage - self.stage) * self._stride
+    def without(self, *names: str) -> "Axis":
+        """Those of these ranks that do not differ along `names`."""
+        return self._grid.axis(*(name for name in self.names if name not in names))
 
-    @property
-    def _stride(self) -> int:
-        """The difference between the ranks of neighboring stages."""
-        return self.dp * self.tp if self.neighbors == "replicas" else self.tp
+    def make_group(self) -> None:
+        """Make a process group of these ranks, in place of any earlier one; all ranks of the layout must call this."""
+        if self.size == self._grid.size:
+            return
+        with traffic.named(f"all ranks to create the groups along {self}"), patient_threads():
+            if self.size == 1:
+                self._group = dist.new_group([self._grid.rank], use_local_synchronization=True)
+                return
+            # Every rank must take part in creating every group, including those that it is not in.
+            groups = [list(ranks) for ranks in ranks_along(self._grid.layout, self.names)]
+            self._group, _ = dist.new_subgroups_by_enumeration(groups, timeout=traffic.group_timeout)
+        traffic.connect(self._group)
 
-    def pipelines_on_host(self, ranks: int) -> int:
-        """Of how many pipelines a host with so many ranks runs workers, each slice of a stage counting as one."""
-        return pipelines_on_host(ranks, self.pp, self.dp * self.tp, self.neighbors)
+    def __str__(self) -> str:
+        return " x ".join(self.names)
 
-    def describe(self, rank: int) -> str:
-        """The name of a rank in messages: "rank 4 (stage 1 of replica 1)", "rank 0 (stages 0 and 3)"."""
-        place = replace(self, rank=rank)
-        if self.pp == 1:
-            return f"rank {rank} (replica {place.replica})" if self.dp > 1 and self.tp > 1 else f"rank {rank}"
-        replica = f" of replica {place.replica}" if self.dp > 1 else ""
-        stages = self.held[place.stage] if self.held else [place.stage]
-        return f"rank {rank} ({name_stages(stages)}{replica})"
 
-    def mesh(self) -> DeviceMesh:
-        """The ranks as a mesh with the dimensions "dp", "pp" and "tp"; `get_group` gives the group along each.
+class Grid:
+    """A rank's position in a layout.
 
-        The ranks along "dp" hold the same parameters as this one; those along "tp" share its stage. Every rank must
-        call this method, after `init_process_group`. The groups use the deadline of `traffic`; with torch's
-        `init_device_mesh` they would have torch's default of 30 minutes.
+        grid = Grid(rank, {"dp": 2, "pp": 3, "tp": 2})
+        grid.make_groups("dp", "tp")
+        grid.axis("tp").rank, grid.axis("tp").size, grid.axis("tp").group
+
+    The last axis has neighboring ranks, so the axis whose ranks communicate most comes last and most messages stay on
+    one machine: usually the slices of a layer, before them the stages (a message per micro-batch), and first the
+    replicas (once per step). With the stages first, only activations cross the link between two machines, which are
+    often fewer bytes than the gradients of all weights.
+
+    Args:
+        rank: this rank.
+        layout: the axes and their sizes.
+        stages: by pipeline worker, the stages of the model on it, if these are several.
+    """
+
+    def __init__(self, rank: int, layout: Layout, stages: Sequence[Sequence[int]] = ()) -> None:
+        self.rank, self.layout, self._stages = rank, layout, stages
+        self.size = layout_size(layout)
+        self._axes: dict[tuple[str, ...], Axis] = {}
+
+    def axis(self, *names: str) -> Axis:
+        """The ranks along an axis, or along several together; an axis that the layout lacks has this rank only."""
+        known = tuple(name for name, size in self.layout.items() if name in names and size > 1)
+        return self._axes.setdefault(known, Axis(self, known))
+
+    def make_groups(self, *axes: str | tuple[str, ...]) -> None:
+        """Make the process groups along axes, each a name or several; by default, along each axis of the layout.
+
+        Every rank must call this, with the same axes, after `init_process_group`. An axis that has a group gets a new
+        one, also for those who hold the axis. The groups use the deadline of `traffic`.
 
         Raises:
             TrafficError: a rank does not join the creation of the groups.
         """
-        ranks = torch.arange(self.dp * self.pp * self.tp)
-        if self.neighbors == "replicas":
-            ranks = ranks.view(self.pp, self.dp, self.tp).movedim(0, 1)
-        else:
-            ranks = ranks.view(self.dp, self.pp, self.tp)
-        timeout = traffic.group_timeout
-        by_dim = [ranks.movedim(dim, -1).flatten(0, 1).tolist() for dim in range(3)]
-        with traffic.named("all ranks to create the groups of replicas, stages and slices"), patient_threads():
-            # Every rank must take part in creating every group, including those that it is not in.
-            groups = [dist.new_subgroups_by_enumeration(of_dim, timeout=timeout)[0] for of_dim in by_dim]
-        for of_replicas_or_shards in (groups[0], groups[2]):  # neighbors in a pipeline have their own channels
-            traffic.connect(of_replicas_or_shards)
-        return DeviceMesh.from_group(groups, "cpu", ranks, mesh_dim_names=("dp", "pp", "tp"))
+        for names in axes or self.layout:
+            self.axis(*([names] if isinstance(names, str) else names)).make_group()
+
+    def pipelines_on_host(self, ranks: int) -> int:
+        """Number of pipelines with workers on a host of so many ranks; each slice of a pipeline counts as one."""
+        return pipelines_on_host(self.layout, ranks)
+
+    def describe(self, rank: int) -> str:
+        """The name of a rank in messages: "rank 4 (stage 1 of replica 1)", "rank 0 (stages 0 and 3)"."""
+        several = [name for name, size in self.layout.items() if size > 1]
+        words = {name: WORDS[name] for name in WORDS if name in several and WORDS[name]}
+        numbers = {name: f"{word} {coordinate(self.layout, rank, name)}" for name, word in words.items()}
+        if STAGES in numbers and self._stages:
+            numbers[STAGES] = name_stages(self._stages[coordinate(self.layout, rank, STAGES)])
+        if len(several) == 1 and several != [STAGES]:  # along a single axis, a rank's number says it all
+            numbers = {}
+        return f"rank {rank} ({' of '.join(numbers.values())})" if numbers else f"rank {rank}"
+
+
+def all_ranks(name: str) -> Axis:
+    """All ranks of the process group as an axis of this name."""
+    return Grid(rank(), {name: world_size()}).axis(name)

@@ -1,13 +1,18 @@
-"""How many ranks a run has along each kind of parallelism."""
+"""How many ranks a run has along each axis of parallelism, and how they are numbered."""
 
+import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Literal
 
-# Ranks along each kind of parallelism, in this order: first the kind whose ranks are farthest apart. A missing kind
-# means 1.
+# Ranks along each axis, in this order: first the axis whose ranks are farthest apart. A missing axis has size 1.
 Layout = dict[str, int]
 Neighbors = Literal["stages", "replicas"]  # what ranks with neighboring numbers hold, apart from slices of a stage
+
+# The axes of the lab's scripts, each with the word for a rank's number along it in messages, in the order in which
+# messages name them; None for axes that they do not name. An axis that is not here works the same, without a word.
+WORDS: Mapping[str, str | None] = {"pp": "stage", "dp": "replica", "tp": None}
+REPLICAS, STAGES = "dp", "pp"  # the axes whose ranks hold copies of the model, and different layers of it
 
 
 def layout_size(layout: Layout) -> int:
@@ -15,31 +20,46 @@ def layout_size(layout: Layout) -> int:
     return math.prod(layout.values())
 
 
+def stride(layout: Layout, axis: str) -> int:
+    """Difference between the numbers of ranks that are neighbors along an axis."""
+    names = [*layout]
+    return math.prod(layout[name] for name in names[names.index(axis) + 1 :]) if axis in layout else 1
+
+
+def coordinate(layout: Layout, rank: int, axis: str) -> int:
+    """A rank's number along an axis, from 0."""
+    return rank // stride(layout, axis) % layout.get(axis, 1)
+
+
+def ranks_along(layout: Layout, axes: Collection[str]) -> list[tuple[int, ...]]:
+    """All ranks in groups, each of ranks that differ along these axes only; numbers ascend within a group."""
+    groups: dict[tuple[int, ...], list[int]] = {}
+    for rank, place in enumerate(itertools.product(*map(range, layout.values()))):
+        others = tuple(number for name, number in zip(layout, place, strict=True) if name not in axes)
+        groups.setdefault(others, []).append(rank)
+    return [tuple(ranks) for ranks in groups.values()]
+
+
 def neighbors_of(layout: Layout) -> Neighbors:
     """Whether a pipeline's stages are on neighboring ranks, or the replicas of a stage."""
-    kinds = [kind for kind in layout if kind in ("dp", "pp")]
-    return "replicas" if kinds == ["pp", "dp"] else "stages"
+    names = [name for name in layout if name in (REPLICAS, STAGES)]
+    return "replicas" if names == [STAGES, REPLICAS] else "stages"
 
 
-def pipelines_on_host(ranks: int, pp: int, copies: int, neighbors: Neighbors) -> int:
-    """Of how many pipelines a host runs workers; slices of a stage count as pipelines of their own.
-
-    Args:
-        ranks: on the host.
-        pp: workers of a pipeline.
-        copies: ranks that hold a stage or a slice of it: replicas times slices.
-        neighbors: what neighboring ranks hold.
-    """
-    return min(copies, ranks) if neighbors == "replicas" else max(1, ranks // pp)
+def pipelines_on_host(layout: Layout, ranks: int) -> int:
+    """Number of pipelines with workers among the first `ranks` ranks; each slice of a pipeline counts as one."""
+    between = stride(layout, STAGES)  # also the number of pipelines whose ranks are interleaved
+    whole, rest = divmod(ranks, between * layout.get(STAGES, 1))
+    return whole * between + min(rest, between)
 
 
 def layout_flags(layout: Layout) -> str:
     """The flags that request a layout, as a user would write them."""
     if not layout:
         return "one process"
-    if len(layout) == 1 or "pp" not in layout:
+    if len(layout) == 1 or STAGES not in layout:
         return f"--world-size {layout_size(layout)}"
-    flags = " ".join(f"--{name} {layout[name]}" for name in ("dp", "pp", "tp") if name in layout)
+    flags = " ".join(f"--{name} {layout[name]}" for name in sorted(layout))
     return flags + " --neighbors replicas" * (neighbors_of(layout) == "replicas")
 
 

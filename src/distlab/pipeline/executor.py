@@ -48,7 +48,7 @@ class Pipeline:
 
     Args:
         stages: this rank's part of the model; a mapping from stage to module if the rank holds several stages.
-        programs: the schedule: each worker's list of actions; this rank is worker `grid.stage`.
+        programs: the schedule: each worker's list of actions; this rank is worker `grid.axis("pp").rank`.
         grid: this rank's position in the layout; each replica is a separate pipeline.
         loss: (output of the last stage, micro-batch) -> mean loss over the micro-batch's targets.
         width: width of the activations between stages: (batch, seq, `width`), float32.
@@ -76,14 +76,15 @@ class Pipeline:
         run_on: bool = False,
     ) -> None:
         plan, workers = simulate(programs), len(programs)
-        require(workers == grid.pp, f"the schedule is for {workers} workers but the pipeline has {grid.pp}")
-        self.grid, self.width, self._plan, self._worker, self._run_on = grid, width, plan, grid.stage, run_on
+        ranks = grid.axis("pp")  # of the pipeline
+        require(workers == ranks.size, f"the schedule is for {workers} workers but the pipeline has {ranks.size}")
+        self._ranks, self.width, self._plan, self._worker, self._run_on = ranks.ranks, width, plan, ranks.rank, run_on
         self.owners = [plan.owners[stage] for stage in sorted(plan.owners)]  # by stage, the worker that holds it
-        self.program = programs[grid.stage]  # this worker's actions
+        self.program = programs[self._worker]  # this worker's actions
         held = stages_of(self.program)
         self.stages = dict.fromkeys(held[:1], stages) if isinstance(stages, nn.Module) else dict(stages)
         given = sorted(self.stages)
-        require(given == held, f"worker {grid.stage} runs the stages {held} but has modules for {given}")
+        require(given == held, f"worker {self._worker} runs the stages {held} but has modules for {given}")
         for action in itertools.chain.from_iterable(programs):  # of all workers, or the others would wait for one
             what = f"stage {action.stage} cannot run {action}: {type(action).__name__} does not implement run"
             require(type(action).run is not Action.run, what)
@@ -175,7 +176,7 @@ class Pipeline:
         if worker == self._worker:
             self._handed_over[result] = tensor
         else:
-            to, link = self.grid.rank_of(worker), (self._worker, worker, result.kind)
+            to, link = self._ranks[worker], (self._worker, worker, result.kind)
             group, queue = self._channels[link], self._queues.get(link)
             transfer = traffic.send(tensor, str(result), to=to, kind=result.kind, group=group, queue=queue)
             if not transfer.was_waited_for():
@@ -210,7 +211,7 @@ class Pipeline:
         result = next(self._expected[link], None)
         if result is not None:
             x = self._micro_batches[result.micro_batch]
-            tensor, source = torch.empty(*x.shape, self.width, device=x.device), self.grid.rank_of(link[0])
+            tensor, source = torch.empty(*x.shape, self.width, device=x.device), self._ranks[link[0]]
             group, queue = self._channels[link], self._queues.get(link)
             transfer = traffic.receive(tensor, str(result), source=source, group=group, queue=queue)
             self._posted[result] = tensor, transfer
@@ -225,7 +226,7 @@ class Pipeline:
         for link, group in self._channels.items():  # in the same order on all workers
             sender, receiver, _ = link
             if self._worker in (sender, receiver):
-                ends = self.grid.rank_of(sender), self.grid.rank_of(receiver)
+                ends = self._ranks[sender], self._ranks[receiver]
                 self._queues.pop(link, None)  # all of whose messages have been received
                 self._queues[link] = traffic.new_queue(*ends, self._slots[link], elements, like, group)
 
@@ -248,9 +249,9 @@ class Pipeline:
         for (sender, receiver, kind), group in self._channels.items():
             what = f"the first message for {kind}"
             if self._worker == sender:
-                traffic.send(tensor, what, to=self.grid.rank_of(receiver), kind="control", group=group).wait()
+                traffic.send(tensor, what, to=self._ranks[receiver], kind="control", group=group).wait()
             elif self._worker == receiver:
-                traffic.receive(tensor, what, source=self.grid.rank_of(sender), group=group).wait()
+                traffic.receive(tensor, what, source=self._ranks[sender], group=group).wait()
 
 
 def _channels(links: Iterable[Link]) -> "dict[Link, dist.ProcessGroup | None]":

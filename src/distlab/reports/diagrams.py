@@ -11,8 +11,7 @@ import tyro
 
 from distlab.collectives.algorithms import ALL_REDUCES, broadcast_naive, broadcast_ring, broadcast_tree
 from distlab.collectives.simulation import SimulatedWorld
-from distlab.comm.grid import Grid
-from distlab.comm.layout import Neighbors
+from distlab.comm.layout import Neighbors, coordinate
 from distlab.comm.link import Link
 from distlab.pipeline.actions import ActionCosts
 from distlab.pipeline.auto import Limit
@@ -35,16 +34,17 @@ def layout(png: Png, /, dp: int = 2, pp: int = 3, neighbors: Neighbors = "stages
     for flag, count in (("--dp", dp), ("--pp", pp)):
         require(1 <= count <= 32, f"{flag} {count}: give 1 to 32")
     figure, axes = style.subplots(0.6 + 1.2 * dp, width=style.WIDTH * max(1.0, pp / 5))
+    sizes = {"dp": dp, "pp": pp} if neighbors == "stages" else {"pp": pp, "dp": dp}
     for rank in range(dp * pp):
-        grid = Grid(rank, dp, pp, neighbors=neighbors)
-        x, y = 2.4 * grid.stage, -1.4 * grid.replica
+        stage, replica = (coordinate(sizes, rank, axis) for axis in ("pp", "dp"))
+        x, y = 2.4 * stage, -1.4 * replica
         axes.add_patch(style.rectangle(x, y, 1.6, 0.8, style.PALE))
-        axes.text(x + 0.8, y + 0.4, f"rank {rank}\nstage {grid.stage}", ha="center", va="center")
-        if grid.stage == 0:
-            axes.text(x - 0.2, y + 0.4, f"replica {grid.replica}", ha="right", va="center")
-        if not grid.is_last_stage:
+        axes.text(x + 0.8, y + 0.4, f"rank {rank}\nstage {stage}", ha="center", va="center")
+        if stage == 0:
+            axes.text(x - 0.2, y + 0.4, f"replica {replica}", ha="right", va="center")
+        if stage < pp - 1:
             axes.add_patch(style.arrow((x + 1.65, y + 0.4), (x + 2.35, y + 0.4), style.SKY, heads="<|-|>"))
-        if grid.replica < dp - 1:
+        if replica < dp - 1:
             axes.add_patch(style.arrow((x + 0.8, y - 0.05), (x + 0.8, y - 0.55), style.ORANGE, heads="<|-|>"))
     axes.set(xlim=(-1.4, 2.4 * pp - 0.7), ylim=(-1.4 * (dp - 1) - 0.1, 0.9), aspect="equal")
     axes.axis("off")

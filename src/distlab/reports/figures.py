@@ -108,7 +108,7 @@ def memory(png: Png, runs: NamedTraces, /) -> None:
             times = [0.0, *((t - step.start) * 1e3 for t, _ in kept)]
             sizes = [0.0, *(size / 1e6 for _, size in kept)]
             has_kept = has_kept or bool(kept)
-            stage = trace.place(rank).stage
+            stage = trace.worker(rank)
             color = style.SERIES[stage % len(style.SERIES)]
             [curves[f"stage {stage}"]] = axes.step(times, sizes, where="post", color=color)
         axes.set(title=name, xlabel="ms since the step began")

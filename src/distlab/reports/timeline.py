@@ -58,7 +58,7 @@ def measured_panel(title: str, trace: Trace) -> Panel:
             label = "wait" if event.kind == WAIT else event.name
             bars.append(Bar(row, (event.start - origin) * 1e3, (event.end - origin) * 1e3, label, edges))
         if plan is not None:
-            spans = plan.spans[trace.place(row).stage]
+            spans = plan.spans[trace.worker(row)]
             bars += [Bar(row, s.start * 1e3, s.end * 1e3, plan.labels[s.action], PLANNED) for s in spans]
     rows = [trace.describe(rank).replace(" (", "\n(") for rank in range(len(trace.ranks))]
     return Panel(title, rows, bars, "ms")
@@ -95,7 +95,7 @@ def draw_schedules(png: Path, traces: Sequence[tuple[str, Trace]]) -> None:
         origin = min(event.start for own in passes for event in own)
         below = count + 0.25  # where the measured rows begin
         for row in range(count):
-            for span in plan.spans[trace.place(row).stage]:
+            for span in plan.spans[trace.worker(row)]:
                 label, width = plan.labels[span.action], (span.end - span.start) * 1e3
                 axes.barh(row + 0.5, width, 0.96, span.start * 1e3, color=action_color(label), **EDGE)
                 middle, number = span.start * 1e3 + width / 2, span.action.micro_batch

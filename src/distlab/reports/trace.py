@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from distlab.comm.grid import Grid
-from distlab.comm.layout import Neighbors
+from distlab.comm.layout import Layout, coordinate, ranks_along
 from distlab.comm.recorder import COMPUTE, MESSAGE, STEP, WAIT, Event
 from distlab.pipeline.actions import KINDS, ActionCosts, Program, Programs, labels, stages_of
 from distlab.pipeline.plan import Plan, in_a_row, simulate
@@ -50,12 +50,9 @@ class Trace:
     """The records of all ranks of a run."""
 
     ranks: list[RankTrace]
-    dp: int  # replicas
-    pp: int  # workers of each replica's pipeline
+    layout: Layout
     programs: Programs | None = None  # the pipeline's schedule
-    tp: int = 1  # ranks of each worker
     run_on: bool = False  # no rank waited at the end of a step
-    neighbors: Neighbors = "stages"  # what neighboring ranks hold
 
     def steps(self) -> list[list[Event]]:
         """By step, the event that each rank recorded; without the first step, which also sets up connections."""
@@ -70,18 +67,18 @@ class Trace:
 
     def describe(self, rank: int) -> str:
         """The name of a rank: "rank 4 (stage 1 of replica 1)", "rank 0 (stages 0 and 3)"."""
-        return self.place(rank).describe(rank)
+        return Grid(rank, self.layout, [stages_of(program) for program in self.programs or ()]).describe(rank)
 
-    def place(self, rank: int) -> Grid:
-        held = [stages_of(program) for program in self.programs or ()]
-        return Grid(rank, self.dp, self.pp, self.tp, held, self.neighbors)
+    def worker(self, rank: int) -> int:
+        """The number of a rank in its pipeline."""
+        return coordinate(self.layout, rank, "pp")
 
     def costs(self) -> ActionCosts:
         """The mean time of each kind of action on each stage."""
         assert self.programs is not None
         names, seconds = labels(self.programs), defaultdict[tuple[str, int], list[float]](list)
         for rank, recorded in enumerate(self.ranks):
-            keys = {names[action]: (action.letter, action.stage) for action in self.programs[self.place(rank).stage]}
+            keys = {names[action]: (action.letter, action.stage) for action in self.programs[self.worker(rank)]}
             for step in self.steps():
                 for event in recorded.within(step[rank], COMPUTE):
                     seconds[keys[event.name]].append(event.seconds)
@@ -101,8 +98,10 @@ class Trace:
         """
         computed = waited = total = 0.0
         until = -math.inf
-        ranks = [rank] if self.programs is None else range(len(self.ranks))
-        replica = [r for r in ranks if self.place(r).replica == self.place(rank).replica]
+        replica = [rank]
+        if self.programs is not None:
+            others = [axis for axis in self.layout if axis != "dp"]
+            replica = next([*ranks] for ranks in ranks_along(self.layout, others) if rank in ranks)
         for step in steps or self.steps():
             passes = {r: self.ranks[r].within(step[r], COMPUTE) or [step[r]] for r in replica}
             start = min(event.start for own in passes.values() for event in own)
@@ -121,26 +120,18 @@ class Trace:
         plan = self.plan(len(self.steps()) if self.run_on else 1)
         for rank in range(len(self.ranks)):
             busy, waiting = self.busy(rank)
-            theory = f", bubble in theory {plan.bubble[self.place(rank).stage]:.0%}" if plan else ""
+            theory = f", bubble in theory {plan.bubble[self.worker(rank)]:.0%}" if plan else ""
             yield f"{self.describe(rank)}: busy {busy:.0%}, waiting {waiting:.0%}{theory}"
 
 
-def merge(
-    recorded: Sequence[dict[str, Any]],
-    dp: int,
-    pp: int,
-    programs: Programs | None,
-    tp: int = 1,
-    run_on: bool = False,
-    neighbors: Neighbors = "stages",
-) -> Trace:
+def merge(recorded: Sequence[dict[str, Any]], layout: Layout, programs: Programs | None, run_on: bool = False) -> Trace:
     """A trace from the records of all ranks, as `Recorder.as_json` returns them."""
     origin = min((event[2] for rank in recorded for event in rank["events"]), default=0.0)
     ranks = []
     for rank in recorded:
         events = [Event(kind, name, start - origin, end - origin) for kind, name, start, end in rank["events"]]
         ranks.append(RankTrace(events, [(seconds - origin, kept) for seconds, kept in rank["kept_bytes"]]))
-    return Trace(ranks, dp, pp, programs, tp, run_on, neighbors)
+    return Trace(ranks, layout, programs, run_on)
 
 
 def write_chrome(trace: Trace, path: Path) -> None:
@@ -161,8 +152,7 @@ def write_chrome(trace: Trace, path: Path) -> None:
             counter = {"name": "kept activations", "ts": seconds * MICROSECONDS, "args": {"bytes": kept}}
             events.append({"ph": "C", **place, **counter})
     programs: Any = trace.programs and [[(a.letter, a.stage, a.micro_batch) for a in line] for line in trace.programs]
-    about = {"dp": trace.dp, "pp": trace.pp, "tp": trace.tp, "ranks": len(trace.ranks), "programs": programs}
-    about |= {"run_on": trace.run_on, "neighbors": trace.neighbors}
+    about = {"layout": trace.layout, "ranks": len(trace.ranks), "programs": programs, "run_on": trace.run_on}
     path.write_text(json.dumps({"traceEvents": events, "otherData": about}) + "\n")
 
 
@@ -181,12 +171,19 @@ def read_chrome(path: Path) -> Trace:
                 rank.kept_bytes.append((event["ts"] / MICROSECONDS, event["args"]["bytes"]))
         lines = about["programs"]
         programs = lines and [_program(line, worker) for worker, line in enumerate(lines)]
-        since = [about.get(name, usual) for name, usual in (("tp", 1), ("run_on", False), ("neighbors", "stages"))]
-        trace = Trace(ranks, about["dp"], about["pp"], programs, *since)  # older traces do not have these
+        layout = about["layout"] if "layout" in about else _layout_of_older(about)
+        trace = Trace(ranks, layout, programs, about.get("run_on", False))
         trace.typical_step()
     except (OSError, ValueError, LookupError, TypeError) as error:
         raise InputError(f"{path}: this is not the trace of a run; --trace records one") from error
     return trace
+
+
+def _layout_of_older(about: dict[str, Any]) -> Layout:
+    """The layout of a trace that has each size by itself."""
+    sizes = {"dp": about["dp"], "pp": about["pp"], "tp": about.get("tp", 1)}
+    order = ("pp", "dp", "tp") if about.get("neighbors") == "replicas" else sizes
+    return {axis: sizes[axis] for axis in order}
 
 
 def _program(line: list[Any], worker: int) -> Program:

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from distlab.comm.grid import Grid
+from distlab.comm.grid import Axis, Grid
 from distlab.comm.names import counted_as
 from distlab.comm.traffic import traffic
 from distlab.pipeline.actions import KINDS, Action, ActionCosts
@@ -36,7 +36,7 @@ def find_schedule(run: TrainingRun[ScheduleSettingsT], nets: Mapping[int, nn.Mod
     Raises:
         InputError: a stage's activations of one micro-batch exceed `--keep-at-most`.
     """
-    args, workers = run.settings, run.grid.pp
+    args, workers = run.settings, run.grid.axis("pp").size
     shape, again = (args.batch_size // args.micro_batches, args.seq_len), args.recompute == "all"
     costs = measure(nets, args.stages, run.grid, loss, shape, args.dmodel, run.device, again)
     sizes = workers, args.micro_batches, args.chunks_per_stage
@@ -73,23 +73,24 @@ def measure(
         width: width of the activations between stages.
         recompute: stages keep only their inputs.
     """
+    pipeline = grid.axis("pp")
     table = torch.zeros(stages + 1, len(COLUMNS) + 3, dtype=torch.float64)  # a row for each stage; last row: messages
     with counted_as("control"):
-        for worker in range(grid.pp):
+        for worker in range(pipeline.size):
             _meet(f"the rehearsal of worker {worker}", device)
-            if worker == grid.stage:
+            if worker == pipeline.rank:
                 for stage, net in nets.items():
                     own = loss if stage == stages - 1 else None
                     table[stage] = _rehearse(net, stage, own, shape, width, device, recompute)
-        for worker in range(grid.pp - 1):
+        for worker in range(pipeline.size - 1):
             _meet(f"the rehearsal of messages between the workers {worker} and {worker + 1}", device)
-            if grid.stage in (worker, worker + 1):
-                seconds = _exchange(grid, worker, torch.zeros(*shape, width, device=device))
-                table[-1, 0] += seconds / 2 / (grid.pp - 1)  # both ends measure it
+            if pipeline.rank in (worker, worker + 1):
+                seconds = _exchange(pipeline, worker, torch.zeros(*shape, width, device=device))
+                table[-1, 0] += seconds / 2 / (pipeline.size - 1)  # both ends measure it
         table = table.to(device)
         traffic.all_reduce(table, "the times of the rehearsal", kind="control", op=dist.ReduceOp.SUM).wait()
         traffic.broadcast(table, "the times of the rehearsal", kind="control").wait()
-    *rows, (transfer, *_) = (table / (grid.dp * grid.tp)).tolist()
+    *rows, (transfer, *_) = (table / (grid.size // pipeline.size)).tolist()
     forward, again, backward, weight, inputs, whole, factors = zip(*rows, strict=True)
     both = [part + other for part, other in zip(backward, weight, strict=True)]
     return ActionCosts(
@@ -142,11 +143,11 @@ def _rehearse(
     return torch.tensor([*fastest, sizes["F"], peak, sizes["I"]], dtype=torch.float64)
 
 
-def _exchange(grid: Grid, first: int, tensor: Tensor) -> float:
+def _exchange(pipeline: Axis, first: int, tensor: Tensor) -> float:
     """Seconds that a message takes from one worker to the next, or back."""
-    is_first = grid.stage == first
-    ranks, what = [grid.rank_of(first), grid.rank_of(first + 1)], "a message of the rehearsal"
-    own, other = grid.rank, ranks[is_first]
+    is_first = pipeline.rank == first
+    ranks, what = pipeline.ranks[first : first + 2], "a message of the rehearsal"
+    own, other = ranks if is_first else ranks[::-1]
     queues = traffic.new_queues(ranks, 1, tensor.numel(), tensor)
     seconds = []
     for _ in range(1 + REHEARSALS):

@@ -70,7 +70,7 @@ def run_ranks(
                 for sent in ending:  # the ranks have ended: a signal may now end the wait for the other machines
                     signal.signal(sent, signal.SIG_DFL)
             if failures:
-                status, sentence, is_cause = root_cause(failures, Grid.of(0, settings.layout, settings.held))
+                status, sentence, is_cause = root_cause(failures, Grid(0, settings.layout, settings.held))
                 if not is_cause and len(nodes.ranks_of) > 1:
                     rendezvous.await_cause()
                     sentence += "; no report from the other machines"

@@ -55,12 +55,12 @@ class ModelParts:
         Raises:
             TypeError: for a model that is not the lab's Llama.
         """
-        parts = model if isinstance(model, Mapping) else {grid.stage: model}
+        parts = model if isinstance(model, Mapping) else {grid.axis("pp").rank: model}
         stages = {stage: _llama_part(part) for stage, part in parts.items()}
         vocab_size = next(iter(stages.values())).options["vocab_size"]
         loss = loss or partial(causalLLMLoss, vocab_size=vocab_size)
         sharded = {stage: part for stage, part in parts.items() if isinstance(part, ShardedDP)}
-        return cls(stages, range(grid.pp) if owners is None else owners, grid, loss, sharded)
+        return cls(stages, range(grid.axis("pp").size) if owners is None else owners, grid, loss, sharded)
 
     @property
     def options(self) -> dict[str, Any]:
@@ -89,7 +89,7 @@ class ModelParts:
         """Before `forward_passes` of batches of these sizes, make queues for them (`Traffic.open_queues`)."""
         most = max((ids.numel() for ids in batches), default=0) * self.options["dmodel"]
         like = torch.empty(0, device=traffic.device)
-        traffic.open_queues([self.grid.rank_of(owner) for owner in self.owners], most, like)
+        traffic.open_queues([self.grid.axis("pp").ranks[owner] for owner in self.owners], most, like)
 
     @torch.no_grad()
     def forward_passes(self, batches: Sequence[Tensor], what: Callable[[int], str], kind: str) -> Tensor:
@@ -106,7 +106,7 @@ class ModelParts:
             On the rank of the last stage, the sum of the batches' losses, each weighted by its number of rows; on other
             ranks 0; float64.
         """
-        own = self.grid.stage
+        own = self.grid.axis("pp").rank
         device = next(iter(self.parameters().values())).device
         total = torch.zeros((), dtype=torch.float64, device=device)
         sent: list[Transfer] = []
@@ -117,10 +117,10 @@ class ModelParts:
                 if owner == own:
                     if before != owner:
                         x = torch.empty(*ids.shape, self.options["dmodel"], device=device)  # (batch, seq, dmodel)
-                        traffic.receive(x, what(number), source=self.grid.rank_of(before)).wait()
+                        traffic.receive(x, what(number), source=self.grid.axis("pp").ranks[before]).wait()
                     x = self.stages[stage](x)
                 elif before == own and stage:
-                    sent.append(traffic.send(x, what(number), to=self.grid.rank_of(owner), kind=kind))
+                    sent.append(traffic.send(x, what(number), to=self.grid.axis("pp").ranks[owner], kind=kind))
             if self.owners[-1] == own:
                 total += self.loss(x, ids).double() * len(ids)
         for transfer in sent:

@@ -52,7 +52,7 @@ class Run(Generic[SettingsT]):
         self.settings = settings
         self.rank, self.world_size = identity(settings)
         Failure.rank = self.rank
-        self.grid = Grid.of(self.rank, settings.layout, settings.held)
+        self.grid = Grid(self.rank, settings.layout, settings.held)
         self.has_terminal = self.rank == 0 or not started_by_torchrun()  # of its own, or as the first rank
         take_over_output(self.rank, self.has_terminal)
         self._device_type = devices.pick_device_type(settings.device)
@@ -181,7 +181,7 @@ class Run(Generic[SettingsT]):
             ranks = f"{self.world_size} rank{'s' * (self.world_size > 1)} over {context_of().library}"
         say(f"{script.stem}: {ranks} on {self.device.type}, {threads} thread{'s' * (threads > 1)} each")
         if self.settings.layout:
-            rendezvous.say_hosts(self._places, self.grid.tp, say)
+            rendezvous.say_hosts(self._places, self.grid.axis("tp").size, say)
         override = devices.tf32_override() if self.device.type == "cuda" else None
         if override is not None:
             say(f"warning: with {override}, float32 products use TF32, so layouts agree to three digits only")
@@ -268,7 +268,7 @@ class Run(Generic[SettingsT]):
         own = sum((loss.detach().double() for loss in losses), torch.zeros((), dtype=torch.float64, device=self.device))
         total = own.clone()
         transfer = traffic.all_reduce(total, f"the loss of step {step}", kind="loss", op=dist.ReduceOp.SUM)
-        return LossSum(step, own, total, transfer, self.grid.dp * self.grid.tp)
+        return LossSum(step, own, total, transfer, self.grid.size // self.grid.axis("pp").size)
 
     def _first_not_finite(self, own_loss: float) -> str:
         """The first rank whose loss is not finite, for the message; all ranks must call this method."""
@@ -320,8 +320,7 @@ class Run(Generic[SettingsT]):
         from distlab.reports.timeline import draw, measured_panel
         from distlab.reports.trace import merge, write_chrome
 
-        grid, programs = self.grid, recorder.programs
-        trace = merge(recorded, grid.dp, grid.pp, programs, grid.tp, bool(self.running_on), grid.neighbors)
+        trace = merge(recorded, self.grid.layout, recorder.programs, bool(self.running_on))
         write_chrome(trace, self.out / "trace.json")
         for line in trace.report():
             say(line)

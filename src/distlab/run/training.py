@@ -119,7 +119,7 @@ class TrainingRun(Run[TrainSettingsT]):
         for is_asked, flags in ((args.eval_every, "--eval-every"), (changes, "--warmup-steps and --lr-schedule")):
             is_missing = is_asked and not has_tracked
             require(not is_missing, f"{flags} need a script that calls run.track before its first step")
-        tokens = self.grid.dp * args.batch_size * args.seq_len
+        tokens = self.grid.axis("dp").size * args.batch_size * args.seq_len
         for step, batch in self.count_steps(stories, args.steps, tokens, "tokens", after_step=self._validate):
             self.records.values["lr"] = lr = args.learning_rate(step)
             for group in self._optimizer.param_groups if self._optimizer else ():
@@ -193,7 +193,8 @@ class TrainingRun(Run[TrainSettingsT]):
             if parameter.grad is not None:
                 is_slice = hasattr(parameter, "shard_spec")  # see TPGroup.own_parameter
                 is_shard = hasattr(parameter, "flat_range")  # see ShardedDP.own_parameters
-                yield parameter.grad, (1 if is_shard else self.grid.dp) * (1 if is_slice else self.grid.tp)
+                replicas, slices = self.grid.axis("dp").size, self.grid.axis("tp").size
+                yield parameter.grad, (1 if is_shard else replicas) * (1 if is_slice else slices)
 
     def log(self, step: int, losses: Iterable[Tensor]) -> None:
         """Print the loss of the global batch, with `--run-on` a step later; the arguments are those of `global_loss`.

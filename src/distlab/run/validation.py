@@ -20,9 +20,10 @@ class Validator:
 
     def __init__(self, parts: ModelParts, sequences: Tensor, rows: int) -> None:
         self._parts, self._count = parts, len(sequences)
-        own = sequences[parts.grid.replica :: parts.grid.dp]
+        replicas = parts.grid.axis("dp")
+        own = sequences[replicas.rank :: replicas.size]
         self._batches: Sequence[Tensor] = own.split(rows) if len(own) else ()
-        most = math.ceil(math.ceil(self._count / parts.grid.dp) / rows)  # passes of the first replica
+        most = math.ceil(math.ceil(self._count / replicas.size) / rows)  # passes of the first replica
         shares_weights = any(part.shard == "weights" for part in parts.sharded.values())
         self._not_counted = [sequences[:1]] * (most - len(self._batches)) if shares_weights else []
 
@@ -35,7 +36,9 @@ class Validator:
             self._parts.forward_passes(self._not_counted, name, kind="validation")
             what = f"the validation loss after step {step}"
             traffic.all_reduce(total, what, kind="validation", op=dist.ReduceOp.SUM).wait()
-        return total.item() / (self._count * self._parts.grid.tp)
+        grid = self._parts.grid
+        counted = grid.size // (grid.axis("pp").size * grid.axis("dp").size)  # times that each sequence is in the sum
+        return total.item() / (self._count * counted)
 
 
 def perplexity(loss: float) -> float:

@@ -120,7 +120,7 @@ EXERCISES = [
         Given: `self._prepared` has for each action, in order: `action`; `stage`, on which it runs; `needs`, the results
         of other stages that it needs, in the order in which `run` takes them; and `gives`, the results that other
         stages need. `action.run` returns tensors by `result.kind`. `self.owners[stage]` is the worker of a stage,
-        `self._worker` this one, and `self.grid.rank_of(worker)` its rank. A result in `needs` comes from the stage
+        `self._worker` this one, and `self._ranks[worker]` its rank. A result in `needs` comes from the stage
         `result.stage`; one in `gives` goes to that of the action `self._plan.takers[result]`. Two stages may be on one
         worker: hand the tensor over. Messages of one kind between two workers arrive in the order in which they were
         sent; give each its channel, `group=self._channels[sender, receiver, result.kind]`. What is received is
@@ -133,7 +133,7 @@ EXERCISES = [
             "A send must not wait for its receiver here: collect what `traffic.send` returns, and wait at the end. A "
             "receive may simply wait.",
             "For a result of another worker: tensor = torch.empty(*x.shape, self.width), then traffic.receive(tensor, "
-            "str(result), source=self.grid.rank_of(owner), group=self._channels[owner, self._worker, "
+            "str(result), source=self._ranks[owner], group=self._channels[owner, self._worker, "
             "result.kind]).wait()",
             "Keep results for stages of this worker in a dictionary by result, and pop them when they are needed. At "
             "the end, wait for all sends, and return the losses: [loss for stage in self._stages.values() for _, loss "

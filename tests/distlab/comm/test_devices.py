@@ -165,12 +165,12 @@ def test_a_computer_without_policies_or_that_forbids_them_leaves_all_as_it_is(mo
 def policies_in_a_run(rank: int, out: Path, port: int) -> tuple[list[int], int]:
     """Those of gloo's threads, and that of the thread that computes."""
     script = "hybrid/intro_hybrid.py"
-    flags = [*MODEL, *TRAINING, "--dp", "1", "--pp", "1", "--tp", "2", "--out", str(out), "--master-port", str(port)]
+    flags = [*MODEL, *TRAINING, "--dp", "2", "--pp", "1", "--tp", "2", "--out", str(out), "--master-port", str(port)]
     run: TrainingRun[Any] = TrainingRun(parse(load(script).DEFAULTS, "", [str(rank), *flags]), LAB / script)
-    run.grid.mesh()
+    run.grid.make_groups("dp", "tp")
     loops: list[int] = []
     deadline = time.monotonic() + 10
-    while len(loops) < 4 and time.monotonic() < deadline:  # a thread gives itself its name when it first runs
+    while len(loops) < 3 and time.monotonic() < deadline:  # a thread gives itself its name when it first runs
         time.sleep(0.05)
         names = {int(thread.name): (thread / "comm").read_text() for thread in Path("/proc/self/task").iterdir()}
         loops = [thread for thread, name in names.items() if name.strip() == "gloo_tcp_loop"]
@@ -182,9 +182,9 @@ def policies_in_a_run(rank: int, out: Path, port: int) -> tuple[list[int], int]:
 @usual_policy
 @pytest.mark.skipif(TorchVersion(torch.__version__) < "2.13", reason="torch 2.11 gives gloo's threads no name")
 def test_gloos_threads_are_patient_in_a_run_and_the_one_that_computes_is_not(tmp_path: Path) -> None:
-    for of_gloo, own in run_ranks(2, policies_in_a_run, tmp_path, free_port()):
+    for of_gloo, own in run_ranks(4, policies_in_a_run, tmp_path, free_port()):
         assert own == os.SCHED_OTHER
-        assert of_gloo == [os.SCHED_BATCH] * 4, "of the run's group, and of the one along each dimension"
+        assert of_gloo == [os.SCHED_BATCH] * 3, "of the run's group, and of the one along each axis"
 
 
 @pytest.mark.alone

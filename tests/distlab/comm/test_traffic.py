@@ -121,9 +121,10 @@ def test_messages_arrive_in_order_and_are_counted_where_they_are_sent() -> None:
 def average_in_groups(rank: int, port: int) -> tuple[float, int]:
     """Ranks 0 and 2 average, and ranks 1 and 3; the mean and the bytes sent."""
     with process_group(rank, 4, port):
-        group = Grid(rank, dp=2, pp=2).mesh().get_group("dp")
+        grid = Grid(rank, {"dp": 2, "pp": 2})
+        grid.make_groups("dp")
         tensor = torch.full((8,), float(rank))
-        traffic.all_reduce(tensor, "the gradients", kind="gradients", group=group).wait()
+        traffic.all_reduce(tensor, "the gradients", kind="gradients", group=grid.axis("dp").group).wait()
         return tensor[0].item(), traffic.ledger.sent_bytes["gradients"]
 
 

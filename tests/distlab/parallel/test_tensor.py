@@ -141,7 +141,9 @@ def test_no_rank_holds_whole_logits() -> None:
 def two_teams(rank: int, port: int) -> None:
     """Two replicas of two ranks, each with its own sequences: nothing passes from one to the other."""
     with process_group(rank, 4, port):
-        tp_group = Grid(rank, dp=2, pp=1, tp=2).mesh().get_group("tp")
+        grid = Grid(rank, {"dp": 2, "tp": 2})
+        grid.make_groups("tp")
+        tp_group = grid.axis("tp").group
         whole, sliced = twins("megatron", tp_group)
         ids = torch.randint(VOCAB, (2, 11), generator=torch.Generator().manual_seed(rank // 2))
         expected, loss = (

@@ -51,7 +51,7 @@ def count_sends(rank: int, port: int, schedule: str) -> tuple[int, int, int]:
     """Sends of a stage's steps: at all, the most kept at a time, and kept after a step."""
     with process_group(rank, 3, port), pytest.MonkeyPatch.context() as monkeypatch:
         net = build_stage(rank, (1, 1, 1), VOCAB, **OPTIONS)
-        pipeline = Pipeline(net, all_stages(schedule, 3, 12), Grid(rank, dp=1, pp=3), LOSS, WIDTH)
+        pipeline = Pipeline(net, all_stages(schedule, 3, 12), Grid(rank, {"pp": 3}), LOSS, WIDTH)
         traffic.transport, sends = "gloo", CountedSends(monkeypatch)
         pipeline.step(batch(0, rows=12).chunk(12))
         return sends.total, sends.peak, sends.now
@@ -78,7 +78,7 @@ def leave_sends_open(rank: int, port: int, transport: Transport) -> list[tuple[b
     """Three steps that run on: are the gradients the usual ones, and is a send of the step still open?"""
     with process_group(rank, 2, port), pytest.MonkeyPatch.context() as monkeypatch:
         net = build_stage(rank, (1, 1), VOCAB, **OPTIONS)
-        grid, sends, traffic.transport = Grid(rank, dp=1, pp=2), CountedSends(monkeypatch), transport
+        grid, sends, traffic.transport = Grid(rank, {"pp": 2}), CountedSends(monkeypatch), transport
         pipeline = Pipeline(net, all_stages("zb-h2", 2, 4), grid, LOSS, WIDTH, run_on=True)
         usual = Pipeline(net, all_stages("zb-h2", 2, 4), grid, LOSS, WIDTH)
         found = []
@@ -130,7 +130,7 @@ def step_with_delays(rank: int, port: int, schedule: str) -> tuple[int, int]:
         monkeypatch.setattr(SharedQueue, "_put", counted_put)
         programs = all_stages(schedule, 3, 6)
         nets = {stage: Late() for stage in stages_of(programs[rank])}
-        pipeline = Pipeline(nets, programs, Grid(rank, dp=1, pp=3), lambda y, _: y.mean(), WIDTH, run_on=True)
+        pipeline = Pipeline(nets, programs, Grid(rank, {"pp": 3}), lambda y, _: y.mean(), WIDTH, run_on=True)
         for step in range(4):
             time.sleep(0.2 * (step % 3 == rank))
             pipeline.step(batch(step, 12).chunk(6))
@@ -164,7 +164,7 @@ def run_ahead(rank: int, port: int, transport: Transport) -> float:
     with process_group(rank, 2, port):
         net = Timed()
         programs = all_stages("gpipe", 2, micro_batches)
-        pipeline = Pipeline(net, programs, Grid(rank, dp=1, pp=2), lambda y, _: y.mean(), width)
+        pipeline = Pipeline(net, programs, Grid(rank, {"pp": 2}), lambda y, _: y.mean(), width)
         batch = torch.zeros(micro_batches, 512, dtype=torch.int64).chunk(micro_batches)
         traffic.transport = transport
         pipeline.step(batch)  # in which the stages agree on the memory that they share
@@ -194,7 +194,7 @@ def grow(rank: int, port: int) -> list[list[bool]]:
         net = louder(build_stage(rank, (1, 1), VOCAB, **OPTIONS))
         whole = louder(LLama(CausalLLama, VOCAB, n_layers=2, **OPTIONS))
         traffic.remark = lambda _: None
-        pipeline = Pipeline(net, all_stages("dapple", 2, 4), Grid(rank, dp=1, pp=2), LOSS, WIDTH)
+        pipeline = Pipeline(net, all_stages("dapple", 2, 4), Grid(rank, {"pp": 2}), LOSS, WIDTH)
         for step in range(4):
             if step == 2 and rank == 0:
                 monkeypatch.setattr(os, "memfd_create", refuse_memory)

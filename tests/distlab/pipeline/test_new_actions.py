@@ -119,7 +119,7 @@ def compare_with_one_process(
         nets = {stage: louder(build_stage(stage, split, VOCAB, **OPTIONS)) for stage in stages_of(programs[rank])}
         whole = louder(LLama(CausalLLama, VOCAB, n_layers=sum(split), **OPTIONS))
         before = {name: p.detach().clone() for name, p in whole.named_parameters()}
-        pipeline = Pipeline(nets, programs, Grid(rank, dp=1, pp=workers), LOSS, WIDTH)
+        pipeline = Pipeline(nets, programs, Grid(rank, {"pp": workers}), LOSS, WIDTH)
         for step in range(3):
             for net in (whole, *nets.values()):
                 net.zero_grad()
@@ -169,14 +169,14 @@ def trace_two_stages_a_rank(rank: int, port: int, folder: Path) -> None:
     with process_group(rank, 2, port):
         recorder.enabled = True
         nets = {stage: build_stage(stage, split_of(2), VOCAB, **OPTIONS) for stage in stages_of(programs[rank])}
-        pipeline = Pipeline(nets, programs, Grid(rank, dp=1, pp=2), LOSS, WIDTH)
+        pipeline = Pipeline(nets, programs, Grid(rank, {"pp": 2}), LOSS, WIDTH)
         for step in range(3):
             with recorder.span(STEP, f"step {step}"):
                 pipeline.step(batch(step).tensor_split(3))
         recorded: list[Any] = [None, None]
         torch.distributed.all_gather_object(recorded, recorder.as_json())
         if rank == 0:
-            write_chrome(merge(recorded, 1, 2, programs), folder / "trace.json")
+            write_chrome(merge(recorded, {"pp": 2}, programs), folder / "trace.json")
 
 
 def test_the_trace_of_two_stages_a_rank_knows_them_and_is_drawn_under_the_plan(tmp_path: Path) -> None:
@@ -327,7 +327,7 @@ class Mystery(Backward):
 
 
 def one_rank(stages: Any, programs: Sequence[Program], pp: int = 1) -> Pipeline:
-    return Pipeline(stages, list(programs), Grid(0, dp=1, pp=pp), LOSS, WIDTH)
+    return Pipeline(stages, list(programs), Grid(0, {"pp": pp}), LOSS, WIDTH)
 
 
 def test_a_pipeline_refuses_when_it_is_built_what_it_cannot_run() -> None:

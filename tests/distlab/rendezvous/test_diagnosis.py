@@ -245,7 +245,7 @@ LOST = failure(1, 100, "rank 4 has ended", status=1, lost_a_peer=True, names_ran
     ],
 )
 def test_the_launcher_names_the_rank_that_failed_first_with_its_place(failures: Any, sentence: str) -> None:
-    assert root_cause(failures, Grid(0, dp=2, pp=3))[1] == sentence
+    assert root_cause(failures, Grid(0, {"dp": 2, "pp": 3}))[1] == sentence
 
 
 class Overflowing(nn.Module):
@@ -255,7 +255,7 @@ class Overflowing(nn.Module):
 
 def find_in(net: nn.Module) -> str:
     parameters = [(0, *named) for named in net.named_parameters()]
-    return find_cause({0: net}, parameters, lambda: net(torch.full((1, 2), 1e10)), Grid(0, 1, 1), torch.device("cpu"))
+    return find_cause({0: net}, parameters, lambda: net(torch.full((1, 2), 1e10)), Grid(0, {}), torch.device("cpu"))
 
 
 def test_the_first_output_that_is_not_finite_is_named() -> None:

@@ -45,7 +45,7 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
         )
         for spans in plan.spans
     ]
-    write_chrome(Trace(ranks, 1, 4, programs), folder / "trace.json")
+    write_chrome(Trace(ranks, {"pp": 4}, programs), folder / "trace.json")
     (folder / "memory.json").write_text(json.dumps([dict.fromkeys(KINDS, 10**7)]))
     columns = itertools.product(
         ("broadcast", "reduce", "all-reduce"), ("naive", "tree", "ring", "library", "shared"), (10**3, 10**7)
@@ -163,7 +163,7 @@ def test_curves_run_over_steps_tokens_or_seconds(tmp_path: Path, drawn: list[Any
 def test_memory_over_time_needs_a_trace_with_stages(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="this is not the trace of a run; --trace records one"):
         figures.memory(tmp_path / "d.png", [f"run={tmp_path / 'nothing'}"])
-    write_chrome(Trace([RankTrace([Event(STEP, "step 0", 0, 4)], [])], 1, 1, None), tmp_path / "alone.json")
+    write_chrome(Trace([RankTrace([Event(STEP, "step 0", 0, 4)], [])], {}, None), tmp_path / "alone.json")
     with pytest.raises(InputError, match="these traces have no stages"):
         figures.memory(tmp_path / "d.png", [f"run={tmp_path / 'alone.json'}"])
 

@@ -61,14 +61,14 @@ def rank_trace(events: list[tuple[str, str, int, int]], begin: float) -> RankTra
 def pipelines() -> Trace:
     """Two replicas, one later than the other."""
     ranks = [rank_trace(events, begin) for begin in (1.0, 1.5) for events in STAGES]
-    return Trace(ranks, 2, 2, all_stages("gpipe", 2, 2))
+    return Trace(ranks, {"dp": 2, "pp": 2}, all_stages("gpipe", 2, 2))
 
 
 @pytest.fixture
 def replicas() -> Trace:
     """No pipeline: the second rank waits longer."""
     ranks = [[(STEP, "step", 0, 8), (WAIT, "gradients", start, 8)] for start in (6, 3)]
-    return Trace([rank_trace(events, 1.0) for events in ranks], 2, 1)
+    return Trace([rank_trace(events, 1.0) for events in ranks], {"dp": 2})
 
 
 def test_shares_of_a_pipelines_time(pipelines: Trace) -> None:
@@ -112,7 +112,7 @@ def test_steps_that_run_on_overlap_and_the_plan_is_one_of_several_steps() -> Non
         RankTrace([Event(kind, name, n * 6.0 + t, n * 6.0 + u) for n in range(3) for kind, name, t, u in own])
         for own in events
     ]
-    trace = Trace(ranks, 1, 2, all_stages("gpipe", 2, 2), run_on=True)
+    trace = Trace(ranks, {"pp": 2}, all_stages("gpipe", 2, 2), run_on=True)
     assert [trace.busy(rank)[0] for rank in (0, 1)] == pytest.approx([12 / 14, 12 / 14])
     plan = trace.plan(len(trace.steps()))
     assert plan is not None
@@ -141,7 +141,8 @@ def test_the_typical_step_is_the_median_without_the_first(pipelines: Trace) -> N
 def test_chromes_format_gives_the_trace_back_without_its_messages(
     name: str, request: pytest.FixtureRequest, tmp_path: Path
 ) -> None:
-    trace: Trace = replace(request.getfixturevalue(name), neighbors="replicas")
+    trace: Trace = request.getfixturevalue(name)
+    trace = replace(trace, layout=dict(reversed(trace.layout.items())))
     assert trace.describe(1) == ("rank 1 (stage 0 of replica 1)" if name == "pipelines" else "rank 1")
     write_chrome(trace, tmp_path / "trace.json")
     again = read_chrome(tmp_path / "trace.json")
@@ -157,8 +158,8 @@ def test_traces_of_older_versions_name_the_actions_of_one_stage_a_worker(pipelin
     content = json.loads(path.read_text())
     assert content["otherData"]["programs"][1][2] == ["B", 1, 0]
     content["otherData"]["programs"] = [["F0", "F1", "B0", "B1"]] * 2
-    for name in ("tp", "run_on", "neighbors"):
-        del content["otherData"][name]
+    del content["otherData"]["layout"], content["otherData"]["run_on"]
+    content["otherData"] |= {"dp": 2, "pp": 2}
     path.write_text(json.dumps(content))
     assert read_chrome(path).programs == pipelines.programs
     assert list(read_chrome(path).report()) == list(pipelines.report())
@@ -201,7 +202,7 @@ def test_a_file_that_is_no_trace_is_named(content: str | None, tmp_path: Path) -
 def test_merged_ranks_share_an_origin() -> None:
     late = {"events": [[STEP, "step", 12.0, 13.0]], "kept_bytes": [[12.5, 8]]}
     early = {"events": [[WAIT, "w", 10.5, 11.0], [STEP, "step", 10.0, 11.0]], "kept_bytes": []}
-    trace = merge([late, early], 2, 1, None)
+    trace = merge([late, early], {"dp": 2}, None)
     assert trace.ranks[0] == RankTrace([Event(STEP, "step", 2.0, 3.0)], [(2.5, 8)])
     assert trace.ranks[1].events == [Event(WAIT, "w", 0.5, 1.0), Event(STEP, "step", 0.0, 1.0)]
 

@@ -30,7 +30,7 @@ def rehearse_and_run(rank: int, port: int, recompute: bool) -> tuple[ActionCosts
         for stage, net in nets.items():
             if stage == 2:
                 net.register_forward_pre_hook(lambda *_: time.sleep(0.03))
-        grid = Grid(rank, dp=1, pp=WORKERS)
+        grid = Grid(rank, {"pp": WORKERS})
         state = torch.random.get_rng_state()
         costs = measure(nets, 4, grid, LOSS, (ROWS, SEQ), WIDTH, torch.device("cpu"), recompute)
         assert torch.equal(torch.random.get_rng_state(), state)

@@ -74,7 +74,7 @@ def test_is_the_mean_over_other_stories_than_those_trained_on(tmp_path: Path) ->
     sequences, trained_on = next(of_split(split="validation")), next(of_split(split="train"))
     assert not torch.equal(sequences, trained_on)
     loss_of = functools.partial(causalLLMLoss, vocab_size=tokenizer.vocab_size)
-    own = Validator(ModelParts.of(net, Grid(0, 1, 1)), sequences, rows=2).loss(0)
+    own = Validator(ModelParts.of(net, Grid(0, {})), sequences, rows=2).loss(0)
     with torch.no_grad():
         assert own == pytest.approx(loss_of(net(sequences), sequences).item(), rel=1e-6)
     assert all(parameter.grad is None for parameter in net.parameters())
@@ -152,4 +152,4 @@ def test_a_file_without_stories_to_validate_on(tmp_path: Path) -> None:
 
 def test_a_model_that_is_not_the_labs_is_named() -> None:
     with pytest.raises(TypeError, match="needs the lab's Llama or a stage of it; Linear has none"):
-        ModelParts.of(nn.Linear(2, 2), Grid(0, 1, 1))
+        ModelParts.of(nn.Linear(2, 2), Grid(0, {}))

@@ -16,7 +16,7 @@ for action, stage, _, needs, gives, _ in self._prepared:
             continue
         tensor = torch.empty(*micro_batches[result.micro_batch].shape, self.width)
         channel = self._channels[source, self._worker, result.kind]
-        traffic.receive(tensor, str(result), source=self.grid.rank_of(source), group=channel).wait()
+        traffic.receive(tensor, str(result), source=self._ranks[source], group=channel).wait()
         received.append(tensor)
     computed = action.run(stage, *received)
     for result in gives:
@@ -24,7 +24,7 @@ for action, stage, _, needs, gives, _ in self._prepared:
             here[result] = computed[result.kind]
             continue
         channel, told = self._channels[self._worker, to, result.kind], {"kind": result.kind}
-        sent.append(traffic.send(computed[result.kind], str(result), to=self.grid.rank_of(to), group=channel, **told))
+        sent.append(traffic.send(computed[result.kind], str(result), to=self._ranks[to], group=channel, **told))
 for transfer in sent:
     transfer.wait()
 return [loss for stage in self._stages.values() for _, loss in sorted(stage.losses.items())]"""
@@ -54,8 +54,7 @@ ATTEMPTS = [
         changes=(
             (
                 "        buckets.finish()\n",
-                "        for p in parameters * run.grid.replica:\n            p.grad.zero_()\n        "
-                "buckets.finish()\n",
+                "        for p in parameters * replicas.rank:\n            p.grad.zero_()\n        buckets.finish()\n",
             ),
             ("on_full=average, backward", "on_full=lambda _: None, backward"),
             (
