@@ -73,18 +73,18 @@ class Costs:
 
     def _pass_seconds(self, letter: str, stage: int, threads: int, again: bool) -> float:
         kind = _kind(letter)
-        seconds = self._pass(kind, stage, threads) + self._exchanged(kind, stage, again)
+        seconds = self._pass(kind, stage, threads) + self._exchanged(letter, stage, again)
         if again:
             seconds += self.parts(stage)["block"] * self._block_again(threads)
         return seconds
 
     def exchanged(self, action: Action) -> float:
         """Seconds of an action in collectives, if no other rank computes."""
-        return self._exchanged(_kind(action.letter), action.stage, self._computes_blocks_again(action))
+        return self._exchanged(action.letter, action.stage, self._computes_blocks_again(action))
 
     def exchanges(self, action: Action) -> int:
         """How many tensors of `message_bytes` the slices of a stage add up in an action."""
-        return self._exchanges(_kind(action.letter), action.stage, self._computes_blocks_again(action))
+        return self._exchanges(action.letter, action.stage, self._computes_blocks_again(action))
 
     def _computes_blocks_again(self, action: Action) -> bool:
         """Whether a backward pass computes blocks again.
@@ -131,14 +131,17 @@ class Costs:
         """Seconds in which the slices of a stage add up activations, or their gradients."""
         return self.placement.all_reduce(self.placement.slices, self.message_bytes, "shared").alone
 
-    def _exchanges(self, kind: PassKind, stage: int, again: bool) -> int:
+    def _exchanges(self, letter: str, stage: int, again: bool) -> int:
+        kind = _kind(letter)
         if self.layout.tp == 1 or kind == "W":
             return 0
         parts = self.parts(stage)
-        return (2 + again) * parts["block"] + (parts["embedding"] if kind == "F" else parts["head"])
+        needs_no_output = letter == "R" and not parts["head"]  # so the last of them is left out
+        return (2 + again) * parts["block"] + (parts["embedding"] if kind == "F" else parts["head"]) - needs_no_output
 
-    def _exchanged(self, kind: PassKind, stage: int, again: bool) -> float:
-        seconds = self._exchanges(kind, stage, again) * self._all_reduce_activations
+    def _exchanged(self, letter: str, stage: int, again: bool) -> float:
+        kind = _kind(letter)
+        seconds = self._exchanges(letter, stage, again) * self._all_reduce_activations
         if kind == "F" and self.parts(stage)["head"]:  # the loss: the largest logit of each token; two sums
             sizes = (self.tokens * NUMBER_BYTES, 2 * self.tokens * NUMBER_BYTES)
             seconds += sum(self.placement.all_reduce(self.placement.slices, size, "shared").alone for size in sizes)

@@ -36,10 +36,14 @@ def test_is_the_run_of_one_process(shard: Sharded, world_size: int, one_process:
     assert expected_bytes <= sent_bytes <= expected_bytes + filled_up_bytes
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("shard", SHARDED)
-def test_micro_batches_change_nothing(shard: Sharded, one_process: OneProcess, tmp_path: Path) -> None:
-    expected_parameters, expected_gradients, expected_losses = one_process(6)
-    flags = ["--world-size", "2", "--batch-size", "3", "--micro-batches", "3", "--shard", shard]
+def test_micro_batches_change_nothing_and_matrices_decay_in_shards(
+    shard: Sharded, one_process: OneProcess, tmp_path: Path
+) -> None:
+    decay = "--weight-decay", "0.1"
+    expected_parameters, expected_gradients, expected_losses = one_process(6, *decay)
+    flags = ["--world-size", "2", "--batch-size", "3", "--micro-batches", "3", "--shard", shard, *decay]
     parameters, gradients, own_losses = train_on(2, SCRIPT, tmp_path, *flags)
     assert own_losses == pytest.approx(expected_losses, rel=1e-6)
     assert_equal(parameters[1], expected_parameters)

@@ -107,6 +107,7 @@ FAILING = """
 import os, signal, sys
 from distlab.run.main import main
 from distlab.run.replica_settings import DataParallelSettings
+from simplellm.errors import InputError
 DEFAULTS = DataParallelSettings()
 def train(run):
     open(__file__ + f".{{run.rank}}.pid", "w").write(str(os.getpid()))
@@ -119,20 +120,24 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize(
-    ("failure", "last_line"),
+    ("failure", "status", "last_line"),
     [
-        ("raise RuntimeError('the disk is on fire')", "# rank 1 failed: RuntimeError: the disk is on fire"),
-        ("os.kill(os.getpid(), signal.SIGKILL)", "# rank 1 failed: it was terminated by SIGKILL"),
-        ("os._exit(7)", "# rank 1 failed with exit status 7"),
+        ("raise RuntimeError('the disk is on fire')", 1, "# rank 1 failed: RuntimeError: the disk is on fire"),
+        ("os.kill(os.getpid(), signal.SIGKILL)", 1, "# rank 1 failed: it was terminated by SIGKILL"),
+        ("os._exit(7)", 7, "# rank 1 failed with exit status 7"),
+        ("raise InputError('--lr 9: give 1')", 2, "# rank 1 failed: --lr 9: give 1"),
     ],
 )
-def test_a_failed_rank_ends_all_and_is_named_in_the_last_line(failure: str, last_line: str, tmp_path: Path) -> None:
+def test_a_failed_rank_ends_all_and_is_named_in_the_last_line(
+    failure: str, status: int, last_line: str, tmp_path: Path
+) -> None:
     script = tmp_path / "failing.py"
     script.write_text(FAILING.format(failure=failure))
     started = time.monotonic()
     ended = fork_launcher(script, "--data", "sample", "--out", tmp_path / "run").finish()
-    assert ended.status not in (0, 2)
+    assert ended.status == status
     assert ended.err.splitlines()[-1] == last_line
     assert time.monotonic() - started < 40
     ranks = [int(pid.read_text()) for pid in tmp_path.glob("*.pid")]
@@ -318,6 +323,7 @@ def test_a_model_that_tells_a_story_is_saved_at_the_end(
     assert "--tell" not in args
 
 
+@pytest.mark.quick
 def test_a_refusal_is_the_last_line_and_exit_status_2() -> None:
     ended = launch("dp-ga", "--steps", "0")
     assert ended.status == 2

@@ -20,6 +20,7 @@ from distlab.run.settings import parse
 from distlab_planner.costs import Costs
 from distlab_planner.layouts import RECOMPUTE, SHARDS, Layout, default_split
 from distlab_planner.machine import AllReduce, Machine, Measured, PassSeconds, Waking, write_machine
+from distlab_planner.memory import held
 from distlab_planner.model import Model
 from distlab_planner.step import BUCKET_BYTES, LOSS_BYTES, Step, least_seconds, predict, sent_bytes
 
@@ -185,13 +186,16 @@ def test_a_collective_that_is_not_played_takes_what_was_measured() -> None:
 MEASURED = [  # ranks, flags
     (4, "--dp 2 --pp 2 --schedule dapple --micro-batches 3 --batch-size 3"),
     (4, "--dp 1 --pp 2 --tp 2 --schedule interleaved --micro-batches 2 --batch-size 6"),
+    (4, "--dp 1 --pp 2 --tp 2 --recompute blocks --micro-batches 2 --batch-size 6"),
+    (4, "--dp 1 --pp 2 --tp 2 --recompute all --micro-batches 2 --batch-size 6"),
+    (2, "--dp 2 --pp 1 --shard optimizer --micro-batches 3 --batch-size 3"),
     (2, "--dp 2 --pp 1 --shard gradients --micro-batches 3 --batch-size 3"),
     (2, "--dp 2 --pp 1 --shard weights --micro-batches 3 --batch-size 3"),
 ]
 
 
 @pytest.mark.parametrize(("ranks", "flags"), MEASURED)
-def test_bytes_are_those_that_the_ledger_of_a_run_counts(ranks: int, flags: str, tmp_path: Path) -> None:
+def test_bytes_are_those_that_a_run_sends_and_holds(ranks: int, flags: str, tmp_path: Path) -> None:
     script, machine_file = "hybrid/intro_hybrid.py", tmp_path / "machine.json"
     write_machine(cluster(device="cpu"), machine_file)
     arguments = [*SMALL, "--data", "sample", *flags.split(), "--machine", str(machine_file)]
@@ -200,6 +204,10 @@ def test_bytes_are_those_that_the_ledger_of_a_run_counts(ranks: int, flags: str,
     *_, last = map(json.loads, (tmp_path / "metrics.jsonl").read_text().splitlines())
     counted = {kind: size for kind, size in last["sent_bytes"].items() if kind not in ("loss", "control")}
     assert sent_bytes(prediction.costs)[0] == pytest.approx(sum(counted.values()), rel=0.01), counted
+    of_rank_0 = json.loads((tmp_path / "memory.json").read_text())[0]
+    holds = held(prediction.costs, 0)
+    assert holds.parameters == pytest.approx(of_rank_0["parameters"], rel=0.01)
+    assert holds.gradients == pytest.approx(of_rank_0["gradients"], rel=0.01)
 
 
 def measured_machine() -> Machine:

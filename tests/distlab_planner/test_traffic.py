@@ -49,6 +49,8 @@ def test_rings_that_leave_a_host_together_share_its_card() -> None:
     of_slices = placement(4, 2, tp=2)
     assert of_slices.replicas == Group(2, 2)
     assert of_slices.all_reduce(of_slices.replicas, 4e9).seconds == pytest.approx(alone * 4 / 3, rel=1e-3)
+    # Two messages, each of a half; of a small tensor, latency counts as much.
+    assert of_slices.all_reduce(of_slices.replicas, 1e5).seconds == pytest.approx(2 * SLOW.seconds(2 * 5e4))
 
 
 def test_the_worst_group_decides_where_some_begin_on_one_host_and_end_on_the_next() -> None:

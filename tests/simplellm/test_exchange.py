@@ -45,6 +45,9 @@ def test_transformers_loads_an_export(options: dict[str, Any], tmp_path: Path) -
     assert type(theirs).__name__ == "LlamaForCausalLM"
     assert theirs.dtype == torch.float32
     assert_same_logits(saved.build(), theirs)
+    ids = SPTokenizer()
+    generation = theirs.generation_config
+    assert (generation.bos_token_id, generation.eos_token_id) == (ids.bos_id, ids.eos_id), "where stories begin and end"
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "there")
     assert tokenizer(story(3))["input_ids"] == SPTokenizer().encode(story(3))
     modes = {path.name: path.stat().st_mode for path in (tmp_path / "there").iterdir()}

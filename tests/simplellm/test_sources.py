@@ -46,7 +46,7 @@ def test_a_file_is_split_and_starts_again_at_its_end(tmp_path: Path, ending: str
     validation = [TEXTS[19], TEXTS[39]]
     assert list(islice(documents(path), 100)) == (train * 3)[:100]
     assert list(islice(documents(path, "validation"), 7)) == (validation * 4)[:7]
-    for start in (1, 18, 19, 20, 37, 42, 43, 44, 100, 430):
+    for start in (*range(1, 45), 100, 430):
         assert list(islice(documents(path, start=start), 50)) == (train * 13)[start : start + 50], start
     for start in (1, 2, 9):
         assert list(islice(documents(path, "validation", start), 5)) == (validation * 8)[start : start + 5]

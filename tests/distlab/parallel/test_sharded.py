@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from distlab.comm.traffic import Transport, traffic
 from distlab.parallel.sharded import Sharded, ShardedDP
+from distlab.run.optimizers import build_optimizer
 
 SHARDED: list[Sharded] = ["optimizer", "gradients", "weights"]
 
@@ -55,7 +56,7 @@ class Mixed(nn.Module):
 
 ALL_USED = torch.tensor([[0, 1, 2, 3, 4, 5], [6, 1, 0, 2, 2, 2], [3, 3, 0, 1, 5, 6]])
 OPTIMIZERS: dict[str, Any] = {
-    "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.5),
+    "sgd": lambda parameters: build_optimizer("sgd", parameters, lr=0.5, weight_decay=0.1),  # of matrices only
     "adam": lambda parameters: torch.optim.Adam(parameters, lr=0.01, fused=True),
 }
 STEPS, MICRO_BATCHES = 3, 2

@@ -53,15 +53,18 @@ def assert_same(sliced: Tensor | None, whole: Tensor | None, what: str) -> None:
 
 
 def train_both(rank: int, ranks: int, style: str, sizes: dict[str, Any], port: int) -> None:
-    """Three steps of SGD on the whole model and on the slices: losses, gradients and parameters, slice by slice."""
+    """Three steps of SGD on the whole model and on the slices: losses, gradients and parameters, slice by slice.
+
+    Their batches are of several lengths.
+    """
     with process_group(rank, ranks, port):
         whole, sliced = twins(style, **sizes)
         before = {name: weight.detach().clone() for name, weight in whole.named_parameters()}
         loss_of = causalLLMLoss if style == "naive" else vocabulary_parallel_loss
         optimizers = [build_optimizer("sgd", net.parameters(), lr=0.5) for net in (whole, sliced)]
         generator = torch.Generator().manual_seed(0)
-        for _ in range(3):
-            ids = torch.randint(VOCAB, (2, 11), generator=generator)
+        for seq in (11, 7, 10):
+            ids = torch.randint(VOCAB, (2, seq), generator=generator)
             ids[0, 3] = PADDING
             losses = causalLLMLoss(whole(ids), ids, VOCAB), loss_of(sliced(ids), ids, VOCAB)
             torch.testing.assert_close(losses[1], losses[0])

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.chapters import assert_equal, train_on
 from support.processes import run
 from torch import nn
 from torch.optim import lr_scheduler
@@ -87,6 +88,16 @@ def test_the_learning_rate_is_that_of_torchs_schedulers(schedule: LRSchedule, wa
 
 def test_a_warm_up_as_long_as_the_run() -> None:
     assert [learning_rate(step, 4, 1.0, 4, "cosine") for step in range(5)] == [0.25, 0.5, 0.75, 1.0, 1.0]
+
+
+def test_what_decays_follows_the_schedule_too(tmp_path: Path) -> None:
+    """A weight decay of almost nothing puts the matrices into a group of parameters of their own."""
+    flags = "--batch-size 2 --warmup-steps 2 --lr-schedule linear --min-lr 0.1".split()
+    decays = ("0", "1e-12")
+    runs = [train_on(1, "primer/intro.py", tmp_path / d, *flags, "--weight-decay", d) for d in decays]
+    ([one_group], _, losses), ([two_groups], _, same) = runs
+    assert same == pytest.approx(losses, rel=1e-6)
+    assert_equal(two_groups, one_group)
 
 
 def test_training_does_not_import_torchs_compiler(tmp_path: Path) -> None:

@@ -133,8 +133,8 @@ def test_a_loss_that_is_no_number_is_found_in_its_step_from_its_weights(tmp_path
     assert sentences[0].startswith(f"the loss of step {len(found)} is nan: the first non-finite tensor is the ")
 
 
-def diverge_in_step_2(rank: int, flags: list[str]) -> str:
-    """A run in which a gradient of the last rank is infinite in step 2, also when that step is taken again."""
+def diverge_in_step_2(rank: int, value: float, flags: list[str]) -> str:
+    """A run in which a gradient of the last rank is not finite in step 2, also when that step is taken again."""
     step_of: dict[tuple[int, ...], int] = {}  # by the ids of its batch
     step = Pipeline.step
 
@@ -143,7 +143,7 @@ def diverge_in_step_2(rank: int, flags: list[str]) -> str:
         number = step_of.setdefault(tuple(micro_batches[0].flatten().tolist()), len(step_of))
         if (rank, number) == (1, 2):
             stage = next(iter(pipeline.stages.values()))
-            torch.as_tensor(next(stage.parameters()).grad).fill_(math.inf)
+            torch.as_tensor(next(stage.parameters()).grad).fill_(value)
         return loss
 
     with pytest.MonkeyPatch.context() as patch:
@@ -151,13 +151,14 @@ def diverge_in_step_2(rank: int, flags: list[str]) -> str:
         return diverge(rank, flags)
 
 
-def test_gradients_that_are_not_finite_are_found_in_their_step() -> None:
+@pytest.mark.parametrize("value", [math.inf, math.nan])
+def test_gradients_that_are_not_finite_are_found_in_their_step(value: float) -> None:
     sentences = []
     for more in [], ["--run-on"]:
-        flags = [*ZB_V, *ADAM, "--clip-norm", "1", *more, "--master-port", str(free_port())]
-        sentences += run_ranks(2, diverge_in_step_2, flags)
+        flags = [*ZB_V, *ADAM, "--clip-norm", "100", *more, "--master-port", str(free_port())]
+        sentences += run_ranks(2, diverge_in_step_2, value, flags)
     assert set(sentences) == {sentences[0]}
-    assert re.match(r"the norm of the gradients of step 2 is inf: .* gradient of ", sentences[0]), sentences[0]
+    assert re.match(rf"the norm of the gradients of step 2 is {value}: .* gradient of ", sentences[0]), sentences[0]
 
 
 class Arrives:
@@ -166,7 +167,7 @@ class Arrives:
     def __init__(self, arrived: bool, error: str = "") -> None:
         self._arrived, self._error = arrived, error
 
-    def has_arrived(self) -> bool:
+    def is_completed(self) -> bool:
         return self._arrived
 
     def wait(self) -> None:
