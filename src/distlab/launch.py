@@ -97,6 +97,8 @@ def find_script(name: str) -> tuple[Path, list[str]]:
     """The script of a topology and its flags, or any script by its path."""
     if name in TOPOLOGIES:
         script, *flags = shlex.split(TOPOLOGIES[name])
+        is_there = (LAB / script).exists()
+        require(is_there, f"{name}: {script} is not in {LAB}; launch a script by its path, or use the lab's checkout")
         return LAB / script, flags
     is_script = Path(name).is_file() and name.endswith(".py")
     require(is_script, f"{name}: no such topology or script; there are {', '.join(TOPOLOGIES)}")

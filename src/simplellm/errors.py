@@ -5,6 +5,7 @@ import errno
 import os
 import sys
 from collections.abc import Callable
+from importlib.util import find_spec
 
 
 class InputError(ValueError):
@@ -19,6 +20,11 @@ def require(condition: bool, sentence: str) -> None:
     """Raise `InputError` with the sentence unless the condition holds."""
     if not condition:
         raise InputError(sentence)
+
+
+def require_package(name: str, what: str) -> None:
+    """Raise `InputError`, which begins with `what` needs it, unless an optional package is installed."""
+    require(find_spec(name) is not None, f"{what} needs {name}: pip install {name}")
 
 
 def tell(sentence: str) -> None:

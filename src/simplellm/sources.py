@@ -9,11 +9,12 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
+from importlib.util import find_spec
 from itertools import chain, count, islice
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from simplellm.errors import InputError
+from simplellm.errors import InputError, require_package
 from simplellm.stories import story
 
 HUB_REPOSITORY = "roneneldan/TinyStories"  # or a folder with the same files
@@ -37,6 +38,8 @@ def choose_source(data: str) -> tuple[str, str]:
         return data, "the hub's TinyStories, as --data asks"
     if data != "auto":
         return data, f"{data}, as --data asks"
+    if find_spec("datasets") is None:
+        return "sample", "the generator: the hub's TinyStories needs datasets, which is not installed"
     if cached_files("train"):
         return "tinystories", "the hub's TinyStories: it is in the local cache"
     problem = hub_problem()
@@ -96,6 +99,7 @@ def open_source(data: str, split: str, seed: int) -> Source:
     if data == "sample":
         return Generator(split, seed)
     if data == "tinystories":
+        require_package("datasets", "--data tinystories")
         files = cached_files(split)
         return Parquet(files) if files else Hub(split)
     wanted = "give sample, tinystories, or the path of a .txt, .jsonl or .parquet file"
@@ -363,6 +367,7 @@ def _check_text(path: Path) -> None:
 @contextmanager
 def _parquet(path: Path) -> Iterator[Any]:
     """A Parquet file with a column "text"; errors when it is opened or read become an InputError."""
+    require_package("pyarrow", f"--data {path}")
     from pyarrow import ArrowException, parquet  # type: ignore[import-untyped]  # here, because it takes 0.2 s
 
     wanted = 'give a .parquet file with a string column "text"'

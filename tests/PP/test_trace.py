@@ -13,6 +13,8 @@ from support.processes import LAB, Ended, free_port, run_ranks
 from support.terminals import fork_launcher
 
 from distlab.reports.trace import read_chrome
+from distlab.show_schedule import Request, show
+from simplellm.errors import InputError
 
 TINY = "--dmodel 16 --num-heads 2 --n-layers 3 --seq-len 16 --data sample --device cpu --steps 3".split()
 
@@ -83,3 +85,17 @@ def test_the_measured_bubble_is_that_of_theory() -> None:
     assert planned.flatten().tolist() == pytest.approx([11.1, 4.0, 5.9, 2.0])
     assert least.flatten().tolist() == pytest.approx([11.1, 4.0, 5.9, 2.0], abs=2)
     assert least[0, 1] < least[0, 0] - 2, "running on is worth it"
+
+
+def test_without_matplotlib_the_trace_is_kept_and_no_timeline_drawn(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in [name for name in sys.modules if name.partition(".")[0] == "matplotlib"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    ended = launch("primer", "--trace", "--out", tmp_path)
+    assert "# timeline.png was not drawn, which needs matplotlib: pip install matplotlib" in ended.out
+    assert (tmp_path / "trace.json").exists()
+    assert not (tmp_path / "timeline.png").exists()
+    with pytest.raises(InputError, match="a figure needs matplotlib: pip install matplotlib"):
+        list(show(Request("dapple", png=tmp_path / "schedule.png")))

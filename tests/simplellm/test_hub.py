@@ -184,3 +184,11 @@ def test_without_hub_and_cache_tinystories_ends_and_auto_goes_on(unreachable_hub
         "HF_HUB_OFFLINE is set); give sample, or the path of a .txt, .jsonl or .parquet file"
     )
     assert torch.equal(next(TinyStories(TOKENIZER)), next(TinyStories(TOKENIZER, data="sample")))
+
+
+def test_without_datasets_stories_are_generated(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    why = "the generator: the hub's TinyStories needs datasets, which is not installed"
+    assert choose_source("auto") == ("sample", why)
+    with pytest.raises(InputError, match="--data tinystories needs datasets: pip install datasets"):
+        sources.open_source("tinystories", "train", seed=0)

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from simplellm.errors import InputError
+from simplellm.errors import InputError, require_package
 
 BLUE, VERMILLION, GREEN, PURPLE, ORANGE, SKY = "#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9"
 YELLOW = "#f0e442"  # for areas: too light for lines
@@ -48,6 +48,7 @@ SETTINGS: dict[str, Any] = {
 
 def subplots(height: float, rows: int = 1, columns: int = 1, width: float = WIDTH, **options: Any) -> tuple[Any, Any]:
     """A figure, with its size in inches, and its axes as `Figure.subplots` returns them; needs no display."""
+    require_package("matplotlib", "a figure")
     import matplotlib.style
     from matplotlib.figure import Figure
 

@@ -8,6 +8,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import timedelta
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Generic, Literal, NoReturn, TypeVar
 
@@ -325,6 +326,9 @@ class Run(Generic[SettingsT]):
         for line in trace.report():
             say(line)
         title = "A step as measured" if trace.programs is None else "A step as measured, under the plan"
+        if find_spec("matplotlib") is None:
+            say("timeline.png was not drawn, which needs matplotlib: pip install matplotlib")
+            return
         draw(self.out / "timeline.png", [measured_panel(title, trace)])
 
     def summarize(self) -> None:
