@@ -1,9 +1,12 @@
 """The lab's parallel library: one package for each role.
 
 The docstring of each package says what it is for and which other packages it may import; `lint-imports` checks this.
-The layers, from the bottom up: `comm`; `collectives`, `parallel`, `pipeline` and `checkpoints`; `planner`,
-`rendezvous` and `reports`; `run`; `exchange`. The modules next to the packages are commands (`python -m
-distlab.show_schedule`), except `data_parallel`, which defines the names that the exercises import.
+The layers, from the bottom up: `comm`; `collectives`, `parallel`, `pipeline`, `checkpoints` and `rendezvous`;
+`reports`; `run`; `exchange`. `distlab` imports `simplellm`, and neither `distlab_planner` nor `distlab_exercises`.
+These import it; `subcommands` has their commands, and `run.train_settings` the prediction of `--machine`, by name.
+
+The modules next to the packages are commands (`python -m distlab.show_schedule`), except `registration`, which makes
+`dist.init_process_group("lab")` known to torch, and `data_parallel`, which has the names that the exercises import.
 """
 
 import os

@@ -1,4 +1,4 @@
 """Reports on runs: traces, timelines, tables of memory, figures.
 
-May import `distlab.pipeline`, `distlab.collectives` and `distlab.comm`.
+May import all packages except `distlab.run` and `distlab.exchange`.
 """
