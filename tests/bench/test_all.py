@@ -6,7 +6,6 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
-from support.chapters import load as load_program
 from support.processes import LAB
 
 from simplellm.errors import InputError
@@ -178,57 +177,3 @@ def test_every_section_with_a_quick_form_has_ratios_on_the_page() -> None:
     ]
     assert not without
     assert all(section.tables for section in quick)
-
-
-def test_what_has_no_quick_form_is_on_the_page() -> None:
-    bench = load()
-    commands = [
-        command for section in bench.sections(bench.PAGE.read_text().splitlines()) for command in section.commands
-    ]
-    assert set(bench.NOT_QUICK) <= set(commands)
-
-
-def page_heads(command: str) -> list[str]:
-    """The heads of the tables below a command of the page."""
-    bench = load()
-    page = bench.PAGE.read_text().splitlines()
-    (section,) = [section for section in bench.sections(page) if section.commands == [command]]
-    return [page[first] for first, _ in section.tables]
-
-
-def printed_heads(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], command: str) -> list[str]:
-    """The heads of the tables that a program prints."""
-    _, script, *flags = command.split()
-    monkeypatch.setattr(sys, "argv", [script, *flags])
-    load_program(script).main()
-    bench, lines = load(), capsys.readouterr().out.splitlines()
-    return [lines[first] for first, _ in bench.read_tables(lines)]
-
-
-def test_messages_through_shared_memory_have_the_head_that_is_on_the_page(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    printed = printed_heads(monkeypatch, capsys, "python bench/messages.py --shared --crowds")
-    assert printed == page_heads("python bench/messages.py --shared --kilobytes 74 295 1180 8389")
-
-
-def test_all_reduces_that_are_not_measured_have_no_table(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert printed_heads(monkeypatch, capsys, "python bench/collectives.py --worlds --predicted-megabytes") == []
-
-
-def test_predictions_are_printed_as_the_page_has_them(capsys: pytest.CaptureFixture[str]) -> None:
-    program = load_program("bench/collectives.py")
-    comparisons = {
-        (operation, topology, megabytes): [(2e-3 * megabytes, 1.6e-3 * megabytes), (2e-3 * megabytes, 2e-3 * megabytes)]
-        for operation, topologies in {"broadcast": ("naive", "tree"), "gather": ("naive",)}.items()
-        for megabytes in (1, 4, 16, 64)
-        for topology in topologies
-    }
-    program.show_predictions(comparisons)
-    lines = capsys.readouterr().out.splitlines()
-    assert lines[1:2] == page_heads("python bench/collectives.py --worlds --starts 2")
-    row = "2.00, 1.80: 0.90 | 8.00, 7.20: 0.90 | 32.00, 28.80: 0.90 | 128.00, 115.20: 0.90 |"
-    assert lines[3:6] == [f"| {names} | {row}" for names in ("broadcast | naive", "broadcast | tree", "gather | naive")]
-    assert lines[-1] == "12 of 12 predictions are within 30 % of what was measured"

@@ -33,7 +33,6 @@ def test_the_skeleton_fails_for_what_is_missing_and_the_solution_passes(name: st
 
 @pytest.mark.parametrize("attempt", ATTEMPTS, ids=lambda attempt: f"{attempt.exercise}-{attempt.mistake or 'right'}")
 def test_an_attempt_is_judged_by_what_it_does(attempt: Attempt, tmp_path: Path) -> None:
-    """More attempts are in more_attempts.py, which takes too long for each run of the tests."""
     judge(attempt, tmp_path)
 
 

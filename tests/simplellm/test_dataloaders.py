@@ -2,6 +2,7 @@
 
 import json
 import time
+import tracemalloc
 from itertools import islice
 from pathlib import Path
 
@@ -135,11 +136,14 @@ def test_it_starts_at_once() -> None:
 
 
 def test_it_keeps_nothing_that_it_gave() -> None:
-    data = sample(batch_size=2, seq_l=64)
-    for _ in range(200):
-        next(data)
-    assert len(data._tokens) < 1000
-    assert len(data._lengths) < 10
+    data, kept = sample(batch_size=2, seq_l=64), []
+    tracemalloc.start()
+    for _ in range(2):
+        for _ in range(100):
+            next(data)
+        kept.append(tracemalloc.get_traced_memory()[0])
+    tracemalloc.stop()
+    assert kept[1] - kept[0] < 100_000, "the tokens of 100 steps, as a list, would be more"
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,6 @@
 """The model against transformers' Llama, its stages against the whole, and what it refuses."""
 
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -262,15 +261,6 @@ def test_heads_repeated_for_float32_on_cuda_are_the_groups(num_kv_heads: int, mo
     layers, kept = SIZES["n_layers"] * 4, (num_kv_heads, num_kv_heads, num_kv_heads < 4)
     assert seen == [kept] * layers + [(4, 4, False)] * layers
     torch.testing.assert_close(computed[0], computed[1])
-
-
-def test_which_queries_have_a_kernel_for_groups() -> None:
-    def queries(device: str, dtype: torch.dtype) -> Any:
-        return SimpleNamespace(device=torch.device(device), dtype=dtype)
-
-    assert not llama._attends_in_groups(queries("cuda", torch.float32))
-    assert llama._attends_in_groups(queries("cuda", torch.bfloat16))
-    assert llama._attends_in_groups(queries("cpu", torch.float32))
 
 
 # ------------------------------------------------------------------------------------------------- padding, precision

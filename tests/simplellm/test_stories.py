@@ -1,18 +1,16 @@
-"""The generated stories: a pure function, endlessly various, and good English."""
+"""The generated stories: a pure function that stays what it is, and endlessly various."""
 
 import functools
 import hashlib
 import os
-import re
 import subprocess
 import sys
-from itertools import pairwise
 from random import Random
 
 import pytest
 
 from simplellm import stories
-from simplellm.stories import parse, plots, story
+from simplellm.stories import parse, story
 
 pytestmark = pytest.mark.quick
 
@@ -20,10 +18,6 @@ pytestmark = pytest.mark.quick
 @functools.cache
 def sample() -> list[str]:
     return [story(index) for index in range(2000)]
-
-
-def sentences(text: str) -> list[str]:
-    return re.split(r'(?<=[.!?])"? +|\n\n', text)
 
 
 def test_a_story_is_a_pure_function_of_its_arguments() -> None:
@@ -86,129 +80,6 @@ def test_stories_are_many_and_splits_share_none() -> None:
     assert len(set(sample())) == len(sample())
     assert len(validation) == 2000
     assert not validation & set(sample())
-
-
-def test_every_plot_is_told() -> None:
-    told = {stories.pick(list(plots()), Random(f"0/train/{index}").random) for index in range(1000)}
-    assert len(told) == len(plots()) >= 12
-
-
-def test_length_and_paragraphs() -> None:
-    words = sorted(len(text.split()) for text in sample())
-    assert words[0] >= 110
-    assert words[-1] <= 270
-    assert words[len(words) // 100] >= 120
-    assert words[-len(words) // 100] <= 250
-    paragraphs = {text.count("\n\n") + 1 for text in sample()}
-    assert paragraphs <= {3, 4, 5, 6}
-    assert len(paragraphs) >= 3
-
-
-@pytest.mark.parametrize(
-    ("what", "wrong"),
-    [
-        ("unfilled placeholder", r"[{}\[\]|;_¶]"),
-        ("double space", r"  "),
-        ("space before punctuation", r" [.,!?:]"),
-        ("doubled punctuation", r"[.,!?:][.,!?:](?<!\.\.)"),
-        ("space at the end of a line", r"[ \t]\n|\n[ \t]|\A\s|\s\Z"),
-        ("lone line break", r"(?<!\n)\n(?!\n)|\n{3}"),
-        ("doubled word", r"(?i)\b(\w+) \1\b(?<!grew and grew)"),
-        ("small letter at the beginning of a sentence", r"(?:\A|\n\n|[^.][.!?] )\"?[a-z]"),
-        ("capital letter within a sentence", r"[a-z,] (?:The|A|An|She|He|It|They|Her|His|In|On|And|But)\b"),
-    ],
-)
-def test_no_story_has(what: str, wrong: str) -> None:
-    for text in sample():
-        match = re.search(wrong, text)
-        assert not match, f"{what}: ...{text[max(0, match.start() - 40) : match.end() + 40]!r}..."
-
-
-def test_quotation_marks_come_in_pairs_within_each_paragraph() -> None:
-    for text in sample():
-        for paragraph in text.split("\n\n"):
-            assert paragraph.count('"') % 2 == 0, paragraph
-
-
-def test_articles_agree_with_the_sound_that_follows() -> None:
-    seen = set()
-    for text in sample():
-        for given, word in re.findall(r"\b([Aa]n?) (\w+)", text):
-            wanted = "an" if re.match(r"(?i)[aeio]|u(?!n[iî]|s)|hour|honest", word) and word != "one" else "a"
-            assert given.lower() == wanted, f"{given} {word}"
-            seen.add(wanted)
-    assert seen == {"a", "an"}
-
-
-def test_no_sentence_stands_twice_in_a_row() -> None:
-    for text in sample():
-        parts = sentences(text)
-        assert len(parts) > 8
-        for one, other in pairwise(parts):
-            assert one != other, one
-
-
-def test_pronouns_agree_with_the_name() -> None:
-    girls, boys = (set(stories.words()[f"{gender} names"]) for gender in ("girl", "boy"))
-    assert not girls & boys
-    seen = set()
-    for seed in range(200):
-        scene = stories.cast("child", Random(seed).random)
-        for role, prefix in (("hero", ""), ("friend", "friend."), ("other", "other.")):
-            pronouns = tuple(scene[prefix + word] for word in ("kind", "he", "him", "his", "himself"))
-            if scene[role] in girls:
-                assert pronouns == ("girl", "she", "her", "her", "herself")
-            else:
-                assert scene[role] in boys
-                assert pronouns == ("boy", "he", "him", "his", "himself")
-            seen.add(scene[role])
-        assert len({scene["hero"], scene["friend"], scene["other"]}) == 3
-    assert len(seen) > 50
-
-
-def test_fixed_pronouns_are_those_of_passers_by() -> None:
-    """A pronoun for the hero or a friend is a slot; written out, it is right for half of the heroes only."""
-    passers_by = {
-        "the noise in the night",  # the dog and the pony
-        "a rainy day",  # the lion
-        "somebody small needs help",  # the mother bird
-        "the race",  # the judge
-        "the small light",  # a boy on his way home
-        "snow",  # whoever sits in the hat
-        "the sandcastle",  # the new friend
-        "the grumpy neighbor",
-        "the bridge",  # the heron and the frog
-        "the new baby",  # Mom, Dad and Grandma
-    }
-    fixed = re.compile(r"\b(he|him|his|himself|she|her|herself)\b", re.IGNORECASE)
-    with_fixed = {
-        title
-        for title, text in stories.sections("plots").items()
-        if fixed.search(re.sub(r"\{[^}]*\}", "", text.split("\n", 3)[3]))  # below who it is about and the columns
-    }
-    assert with_fixed == passers_by
-
-
-def slots(template: stories.Template) -> set[str]:
-    found: set[str] = set()
-    for part in template:
-        if isinstance(part, stories.Slot):
-            found.add(part.name)
-        elif isinstance(part, stories.Choice):
-            found.update(*map(slots, part.options))
-    return found
-
-
-@pytest.mark.parametrize("title", plots())
-def test_every_slot_of_a_plot_is_known_and_every_column_used(title: str) -> None:
-    plot = plots()[title]
-    people = set(stories.cast(plot.hero, Random(0).random))
-    used = slots(plot.text)
-    assert len(plot.table) >= 6
-    assert used <= people | set(plot.table[0]) | set(stories.phrases())
-    assert set(plot.table[0]) <= used
-    for row in plot.table:
-        assert set().union(*map(slots, row.values())) <= people | set(plot.table[0])
 
 
 def test_notation() -> None:
