@@ -44,7 +44,7 @@ DEFAULTS = HybridSettings(batch_size=3)
 def train(run: TrainingRun[HybridSettings]) -> None:
     args, tokenizer = run.settings, SPTokenizer(run.settings.tokenizer)
     again = args.recompute == "all"
-    stages, replicas = run.grid.axis("pp"), run.grid.axis("dp")
+    stages, replicas, slices = (run.grid.axis(name) for name in ("pp", "dp", "tp"))
     programs = all_stages(args.schedule, stages.size, args.micro_batches, args.chunks_per_stage, recompute=again)
     program = programs[stages.rank]  # this rank's actions
     split = args.split(tokenizer.vocab_size)
@@ -53,17 +53,16 @@ def train(run: TrainingRun[HybridSettings]) -> None:
     stories = TinyStories(tokenizer, **run.data_options(), rank=replicas.rank, num_replicas=replicas.size)
 
     run.grid.make_groups("dp", "tp")
-    dp_group, tp_group = run.grid.axis("dp").group, run.grid.axis("tp").group
     loss = partial(causalLLMLoss, vocab_size=tokenizer.vocab_size)
     if args.tp > 1:
         for net in nets.values():
-            shard(net, group=tp_group)
-        loss = partial(vocabulary_parallel_loss, vocab_size=tokenizer.vocab_size, group=tp_group)
+            shard(net, axis=slices)
+        loss = partial(vocabulary_parallel_loss, vocab_size=tokenizer.vocab_size, axis=slices)
     if args.schedule == "auto":  # the order depends on what the passes take here
         programs = find_schedule(run, nets, loss)
     sharded: dict[int, ShardedDP] = {}
     if args.shard != "none":
-        sharded = {stage: ShardedDP(net, args.shard, dp_group, args.micro_batches) for stage, net in nets.items()}
+        sharded = {stage: ShardedDP(net, args.shard, replicas, args.micro_batches) for stage, net in nets.items()}
     optimizer = run.optimizer(sharded or nets)
     costs = args.pass_costs(tokenizer.vocab_size)  # by which an action uses the cores of idle stages
     pipeline = Pipeline(
@@ -71,10 +70,10 @@ def train(run: TrainingRun[HybridSettings]) -> None:
     )
     outer: OuterOptimizer | None = None
     if args.outer == "diloco":
-        weights = flatten_weights(nn.ModuleList(nets.values()), dp_group)
+        weights = flatten_weights(nn.ModuleList(nets.values()), replicas)
         rounds = FragmentSchedule(args.sync_every, args.fragments, args.overlap_steps)
         momentum, alpha = args.outer_momentum, args.merge_alpha
-        outer = OuterOptimizer(weights, rounds, args.outer_lr, momentum, alpha, args.compress, dp_group)
+        outer = OuterOptimizer(weights, rounds, args.outer_lr, momentum, alpha, args.compress, replicas)
     run.track(sharded or nets, optimizer, loss, owners=pipeline.owners, outer=outer)
 
     averaged = {} if sharded or outer else nets  # whose gradients are averaged after each step's backward passes
@@ -84,10 +83,10 @@ def train(run: TrainingRun[HybridSettings]) -> None:
     def average(bucket: Bucket) -> Transfer:
         """Start to average gradients that are complete, while the backward pass continues to earlier layers."""
         return traffic.all_reduce(
-            bucket.flat, f"{bucket} of {describe_stages(program)}", kind="gradients", group=dp_group
+            bucket.flat, f"{bucket} of {describe_stages(program)}", kind="gradients", group=bucket.axis.group
         )
 
-    buckets = GradientBuckets(parameters, on_full=average, backward_passes=args.micro_batches, group=dp_group)
+    buckets = GradientBuckets(parameters, on_full=average, backward_passes=args.micro_batches, over=replicas)
     # [end]
 
     for step, batch in run.steps(stories):

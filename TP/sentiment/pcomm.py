@@ -26,6 +26,7 @@ tp_grp: dist.ProcessGroup | None = None  # the ranks that share each layer; neig
 tp_rank, tp_degree = 0, 1  # this rank's number in `tp_grp`, and the number of its ranks
 dp_grp: dist.ProcessGroup | None = None  # the ranks that hold the same shards, for other rows of the batch
 dp_rank, dp_degree = 0, 1
+slices = replicas = Grid(0, {}).axis()  # the ranks of the two groups
 
 
 def init(tp: int) -> None:
@@ -38,7 +39,7 @@ def init(tp: int) -> None:
         InputError: the ranks do not divide into such groups.
         TrafficError: a rank does not take part.
     """
-    global tp_grp, tp_rank, tp_degree, dp_grp, dp_rank, dp_degree
+    global replicas, slices, tp_grp, tp_rank, tp_degree, dp_grp, dp_rank, dp_degree
     ranks = world_size()
     if tp < 1 or ranks % tp:
         raise InputError(f"--tp {tp}: the {ranks} ranks do not divide into groups of {tp}; give a divisor of {ranks}")
@@ -46,7 +47,8 @@ def init(tp: int) -> None:
     dp_rank, tp_rank = divmod(rank(), tp)
     grid = Grid(rank(), {"dp": dp_degree, "tp": tp})
     grid.make_groups()
-    dp_grp, tp_grp = grid.axis("dp").group, grid.axis("tp").group
+    replicas, slices = grid.axis("dp"), grid.axis("tp")
+    dp_grp, tp_grp = replicas.group, slices.group
 
 
 class Duplication(torch.autograd.Function):
@@ -91,7 +93,7 @@ class AllGather(torch.autograd.Function):
 
 
 def _tp_group() -> TPGroup:
-    return TPGroup("a layer", "tp", tp_grp)
+    return TPGroup("a layer", "tp", slices)
 
 
 def _sum(x: Tensor, what: str) -> Tensor:

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.modules.dropout import _DropoutNd
 
+from distlab.comm.placement import DimSlice, Placement, place
 from simplellm.errors import InputError
 
 ResNorm = model.ResNorm  # norms and residuals are computed by every rank, in full
@@ -54,11 +55,12 @@ def check_division(count: int, what: str) -> None:
 def keep_shard(layer: nn.Module, dim: int) -> None:
     """Replace a layer's weight by this rank's shard along `dim`: 0 its outputs (columns of W in xW), 1 its inputs.
 
-    `shard_spec` gives its position for checkpoints, as in `TPGroup.own_parameter`.
+    Its placement gives its position in the whole weight, for checkpoints.
     """
     whole = layer.get_parameter("weight").detach()
     layer.weight = own = nn.Parameter(whole.chunk(pcomm.tp_degree, dim)[pcomm.tp_rank].clone())
-    own.shard_spec = dim, pcomm.tp_rank * own.shape[dim], whole.shape[dim]  # type: ignore[attr-defined]
+    where = DimSlice(dim, pcomm.tp_rank * own.shape[dim], whole.shape[dim], pcomm.slices.names)
+    place(own, Placement((where,)))
 
 
 class ColWiseLinear(nn.Module):

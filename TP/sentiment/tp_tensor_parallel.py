@@ -136,7 +136,7 @@ def train(run: Run[SentimentSettings]) -> None:
         """Start to add up gradients that are complete, over the ranks that hold the same slices."""
         return traffic.all_reduce(bucket.flat, str(bucket), kind="gradients", op=ReduceOp.SUM, group=pcomm.dp_grp)
 
-    buckets = GradientBuckets(net.parameters(), on_full=add_up, group=pcomm.dp_grp)
+    buckets = GradientBuckets(net.parameters(), on_full=add_up, over=pcomm.replicas)
     sampler = BatchSampler(len(reviews), args.bsz, args.seed)
     run.track(net, optimizer)
     steps_per_epoch = len(reviews) // args.bsz

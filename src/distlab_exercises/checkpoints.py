@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from distlab.checkpoints.slices import Slice
+from distlab.comm.placement import DimSlice, Placement, place, placement_of
 from distlab_exercises.loading import load
 from distlab_exercises.ranks import Facts
 from distlab_exercises.verdict import Verdict
@@ -191,14 +192,14 @@ def _slices(whole: Tensor, dim: int, count: int) -> list[tuple[int, Tensor]]:
 
 def _sliced(part: Tensor, dim: int, start: int, whole: Tensor) -> nn.Parameter:
     parameter = nn.Parameter(part.clone())
-    parameter.shard_spec = dim, start, whole.shape[dim]  # type: ignore[attr-defined]
+    place(parameter, Placement((DimSlice(dim, start, whole.shape[dim], ("tp",)),)))
     return parameter
 
 
 def _own(whole: Tensor, parameter: nn.Parameter) -> Tensor:
-    if (spec := getattr(parameter, "shard_spec", None)) is None:
-        return whole
-    return whole.narrow(spec[0], spec[1], parameter.shape[spec[0]])
+    for dim, start, *_ in placement_of(parameter).slices:
+        whole = whole.narrow(dim, start, parameter.shape[dim])
+    return whole
 
 
 def _held_by(rank: Rank) -> list[tuple[str, Tensor]]:

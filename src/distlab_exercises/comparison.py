@@ -85,9 +85,9 @@ class Comparison:
 
     def _own(self, rank: int, name: str, whole: Tensor) -> Tensor:
         """What a rank should hold of a tensor: the slice that its parameter is, or all."""
-        if (spec := self.reports[rank].facts["slices"].get(name)) is None:
+        if (own := self.reports[rank].facts["slices"].get(name)) is None:
             return whole
-        dim, start, _ = spec
+        dim, start, *_ = own
         return whole.narrow(dim, start, self.ranks[rank][f"weights|0|{name}"].shape[dim])
 
     def _is_wrong_at_start(self, rank: int, name: str, own: Tensor) -> bool:

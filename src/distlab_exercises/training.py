@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from distlab.comm.grid import Grid
+from distlab.comm.placement import placement_of
 from distlab.comm.torch_patches import running_backward_pass
 from distlab.comm.traffic import traffic
 from distlab.comm.transfer import Transfer
@@ -107,10 +108,10 @@ def train(rank: int, script: Path, folder: Path, values: dict[str, Any], start_a
     require(bool(recorder.parameters), "the script must call run.track(model, optimizer), as its chapter does")
     recorder.keep_weights()
     save_file(recorder.tensors, folder / f"rank{rank}.safetensors")
-    specs = {name: p.shard_spec for name, p in recorder.parameters.items() if hasattr(p, "shard_spec")}
+    slices = {name: one for name, p in recorder.parameters.items() for one in placement_of(p).slices}  # one, if any
     counts: Facts = {"sent_at_end": sent_at_end, "updates": recorder.updates, "updated": recorder.updated}
     counts["not_waited_for"] = sum(not transfer.was_waited_for() for transfer in recorder.all_reduces)
-    return counts | {"sent": recorder.sent, "slices": specs, "overlaps": recorder.overlaps}
+    return counts | {"sent": recorder.sent, "slices": slices, "overlaps": recorder.overlaps}
 
 
 @torch.no_grad()

@@ -121,7 +121,7 @@ def root_of(error: BaseException) -> str:
 def state_of(parameters: Parameters, optimizer: Optimizer, rank: int, is_per_rank: bool) -> dict[str, Any]:
     """This rank's tensors for a checkpoint, by name; to write them, or to read into them.
 
-    `TPGroup.own_parameter` marks slices of parameters. `is_per_rank` says that the optimizer states of replicas differ.
+    `is_per_rank` says that the optimizer states of replicas differ.
     """
     from distlab.checkpoints.slices import as_held
 

@@ -9,6 +9,8 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
+from distlab.comm.placement import placement_of
+
 
 class Block(NamedTuple):
     """A rectangular block of a tensor: where it begins in each dimension, and its length there."""
@@ -61,21 +63,16 @@ class Slice(Tensor):
 
 
 def as_held(tensor: Tensor, parameter: Tensor) -> Tensor:
-    """`tensor`, the parameter or what the optimizer keeps of it: a slice of the whole if the parameter is one.
-
-    Tensor-parallel ranks mark theirs with `shard_spec` (see `TPGroup.own_parameter`), and replicas that shard
-    theirs with `flat_range` (see `ShardedDP.own_parameters`): a part of the parameter, or of its slice.
-    """
-    split, flat_range = getattr(parameter, "shard_spec", None), getattr(parameter, "flat_range", None)
-    if tensor.shape != parameter.shape or (split is None and flat_range is None):
+    """`tensor`, the parameter or what the optimizer keeps of it: a `Slice` if this rank holds a part of it only."""
+    placement, whole = placement_of(parameter), list(parameter.shape)
+    if tensor.shape != parameter.shape or not (placement.slices or placement.flat):
         return tensor
     blocks = [Block((0,) * parameter.dim(), tuple(parameter.shape))]
-    whole = list(parameter.shape)
-    if flat_range is not None:
-        whole, start = list(flat_range.shape), flat_range.start
+    if placement.flat is not None:
+        start, whole = placement.flat.start, list(placement.flat.shape)
         blocks = list(blocks_of_range(whole, start, start + parameter.numel()))
-    if split is not None:
-        dim, start, whole[dim] = split
+    for dim, start, length, _ in placement.slices:
+        whole[dim] = length
         blocks = [Block((*b.offsets[:dim], b.offsets[dim] + start, *b.offsets[dim + 1 :]), b.sizes) for b in blocks]
     return Slice(tensor, whole, blocks)
 

@@ -25,18 +25,19 @@ class Axis:
 
     Attributes:
         names: the axes, in the order of the layout; without those of size 1.
+        layout: all axes and their sizes.
         rank: this rank's number among these ranks, from 0.
         size: number of these ranks.
     """
 
     def __init__(self, grid: "Grid", names: tuple[str, ...]) -> None:
-        self._grid, self.names = grid, names
+        self._grid, self.names, self.layout = grid, names, grid.layout
         self._group: Group = None
 
     @cached_property
     def ranks(self) -> tuple[int, ...]:
         """The numbers of these ranks in the whole layout, ascending."""
-        return next(ranks for ranks in ranks_along(self._grid.layout, self.names) if self._grid.rank in ranks)
+        return next(ranks for ranks in ranks_along(self.layout, self.names) if self._grid.rank in ranks)
 
     @property
     def rank(self) -> int:
@@ -48,7 +49,13 @@ class Axis:
 
     @property
     def group(self) -> Group:
-        """The process group of these ranks, as `Grid.make_groups` made it last; None if they are all ranks."""
+        """The process group of these ranks, as `Grid.make_groups` made it last; None if they are all ranks.
+
+        Raises:
+            RuntimeError: there is none.
+        """
+        if self.size == 1 < self._grid.size and self._group is None:  # which takes no other rank
+            self._group = dist.new_group([self._grid.rank], use_local_synchronization=True)
         if self._group is None and self.size < self._grid.size:
             raise RuntimeError(f"there is no group along {self}: all ranks must call Grid.make_groups for it first")
         return self._group
@@ -59,14 +66,11 @@ class Axis:
 
     def make_group(self) -> None:
         """Make a process group of these ranks, in place of any earlier one; all ranks of the layout must call this."""
-        if self.size == self._grid.size:
+        if self.size in (1, self._grid.size):
             return
         with traffic.named(f"all ranks to create the groups along {self}"), patient_threads():
-            if self.size == 1:
-                self._group = dist.new_group([self._grid.rank], use_local_synchronization=True)
-                return
             # Every rank must take part in creating every group, including those that it is not in.
-            groups = [list(ranks) for ranks in ranks_along(self._grid.layout, self.names)]
+            groups = [list(ranks) for ranks in ranks_along(self.layout, self.names)]
             self._group, _ = dist.new_subgroups_by_enumeration(groups, timeout=traffic.group_timeout)
         traffic.connect(self._group)
 

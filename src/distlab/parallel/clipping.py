@@ -14,11 +14,12 @@ import torch
 from torch import Tensor
 from torch.distributed import ReduceOp
 
-from distlab.comm.traffic import Group, traffic
+from distlab.comm.grid import Grid
+from distlab.comm.placement import holders
+from distlab.comm.traffic import traffic
 from distlab.comm.transfer import Transfer
 
 EPSILON = 1e-6  # as in torch.nn.utils.clip_grad_norm_
-Held = tuple[Tensor, int]  # a gradient (any shape), and the number of ranks of the group that hold it
 
 
 @dataclass(frozen=True)
@@ -35,28 +36,27 @@ class NormSum:
         return math.sqrt(self.squared.item())
 
 
-def sum_norm(gradients: Iterable[Held], what: str, device: torch.device, group: Group = None) -> NormSum:
-    """Start to add up the squared norm of the gradients over the ranks of a group; all of them must call this.
+@torch.no_grad()
+def sum_norm(parameters: Iterable[Tensor], grid: Grid, what: str, device: torch.device) -> NormSum:
+    """Start to add up the squared norm of the gradients over all ranks, which all must call this.
 
     Args:
-        gradients: those of this rank.
+        parameters: those of this rank, or its parts of them, as their placements say.
+        grid: this rank's position among the ranks that hold parts of the model.
         what: name of the wait.
         device: device of the gradients.
-        group: the ranks that hold parts of the model; by default, all ranks.
     """
-    squared = squared_norm(gradients, device)
-    return NormSum(squared, traffic.all_reduce(squared, what, kind="gradient norm", op=ReduceOp.SUM, group=group))
-
-
-@torch.no_grad()
-def squared_norm(gradients: Iterable[Held], device: torch.device) -> Tensor:
-    """This rank's part of the squared norm of all gradients: a scalar, float64."""
-    held = list(gradients)
-    if not held:
-        return torch.zeros((), dtype=torch.float64, device=device)
-    # In float32, the sum of the squares of a whole matrix would have only four or five correct digits.
-    norms = torch.stack([torch.linalg.vector_norm(gradient, dtype=torch.float64) for gradient, _ in held])
-    return (norms.square() / torch.tensor([ranks for _, ranks in held], device=device)).sum()
+    everywhere, squared = grid.axis(*grid.layout), torch.zeros((), dtype=torch.float64, device=device)
+    sizes = {parameter: holders(parameter, everywhere).size for parameter in parameters}
+    is_whole = bool(sizes) and all(size == grid.size for size in sizes.values())
+    if held := [parameter for parameter in sizes if parameter.grad is not None]:
+        # In float32, the sum of the squares of a whole matrix would have only four or five correct digits.
+        norms = torch.stack([torch.linalg.vector_norm(parameter.grad, dtype=torch.float64) for parameter in held])
+        counted = torch.tensor([1 if is_whole else sizes[parameter] for parameter in held], device=device)
+        squared = (norms.square() / counted).sum()
+    if is_whole:
+        return NormSum(squared, None)
+    return NormSum(squared, traffic.all_reduce(squared, what, kind="gradient norm", op=ReduceOp.SUM))
 
 
 def is_too_long(norm: float, most: float) -> bool:

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from distlab.comm.endpoint import members
-from distlab.comm.traffic import Group, Transfer, traffic
+from distlab.comm.grid import Axis
+from distlab.comm.traffic import Transfer, traffic
 from distlab.parallel.division import Compression
 
 BLOCK = 256  # values that share a scale
@@ -59,11 +59,11 @@ class CompressedMean:
     Args:
         result: where the mean goes, float32 (at least as many elements as any vector).
         kind: how vectors are sent.
-        group: the ranks, by default all.
+        axis: the ranks.
     """
 
-    def __init__(self, result: Tensor, kind: Compression = "none", group: Group = None) -> None:
-        self.result, self._kind, self._group = result, kind, group
+    def __init__(self, result: Tensor, kind: Compression, axis: Axis) -> None:
+        self.result, self._kind, self._axis = result, kind, axis
         self._under_way: tuple[Transfer, Tensor, int] | None = None  # the transfer, all ranks' messages, elements
 
     def start(self, values: Tensor, residual: Tensor | None, what: str, kind: str) -> None:
@@ -79,13 +79,13 @@ class CompressedMean:
         assert self._under_way is None, "the last average has not been waited for"
         if self._kind == "none" or residual is None:
             own = self.result[: len(values)].copy_(values)
-            self._under_way = traffic.all_reduce(own, what, kind=kind, group=self._group), own, len(values)
+            self._under_way = traffic.all_reduce(own, what, kind=kind, group=self._axis.group), own, len(values)
             return
         wanted = values + residual
         message = encode(self._kind, wanted)
         torch.sub(wanted, decode(self._kind, message, len(values)), out=residual)
-        messages = message.new_empty(len(members(self._group)), len(message))
-        transfer = traffic.all_gather(messages, message, what, kind=kind, group=self._group)
+        messages = message.new_empty(self._axis.size, len(message))
+        transfer = traffic.all_gather(messages, message, what, kind=kind, group=self._axis.group)
         self._under_way = transfer, messages, len(values)
 
     def wait(self) -> None:

@@ -7,15 +7,17 @@ Averaging the weights every few steps instead is local SGD or federated averagin
 """
 
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from distlab.comm.grid import Axis, all_ranks
 from distlab.comm.pending import Pending
-from distlab.comm.traffic import Group, traffic
+from distlab.comm.placement import holders
+from distlab.comm.traffic import traffic
 from distlab.comm.transfer import Transfer, wait_for_all
 
 BUCKET_BYTES = 25_000_000
@@ -26,12 +28,12 @@ TensorT = TypeVar("TensorT", bound=Tensor)
 class Bucket:
     """The gradients of several parameters in one flat buffer, so that one message carries them all.
 
-    The buffer may be longer than they are.
+    The buffer may be longer than they are. `axis` has the ranks that have gradients of the same parameters.
     """
 
-    def __init__(self, index: int, parameters: Sequence[Tensor], flat: Tensor) -> None:
+    def __init__(self, index: int, parameters: Sequence[Tensor], flat: Tensor, axis: Axis) -> None:
         self.index = index  # in the order in which the backward pass fills the buckets
-        self.parameters, self.flat = parameters, flat  # (elements,)
+        self.parameters, self.flat, self.axis = parameters, flat, axis  # flat: (elements,)
         self.views = views_of(flat, parameters)
         self.expected: dict[Tensor, int] = {}  # gradients of each parameter to come before it is full
         self.missing = 0  # parameters to come before it is full
@@ -74,15 +76,16 @@ class GradientBuckets:
     The backward pass reaches the last layers first, so buckets are filled from the end of the model, and passed to
     `on_full` in that order on every rank. After the backward pass, each `parameter.grad` is a view of its bucket: an
     operation on the flat buffer, such as an average, changes the gradients without a copy back. Tied parameters count
-    once, frozen parameters not at all.
+    once, frozen parameters not at all. A bucket's parameters have the same ranks to be combined over, `bucket.axis`:
+    those along `over` that hold the same part of them.
 
     Args:
         parameters: the model's parameters, in the order of the model.
         on_full: called during the backward pass when a bucket is full; returns the transfer that it starts, if any.
         backward_passes: gradients are accumulated over this many backward passes before a bucket is full.
         bucket_bytes: size at which a bucket is closed; small buckets start early, large ones need fewer messages.
-        group: the ranks over which the buckets are combined, by default all. They must construct their buckets
-            together: if possible, the buckets are in memory that these ranks share (`Traffic.new_buffer`).
+        over: the ranks that have different data, by default all. They must construct their buckets together: if
+            possible, a bucket is in memory that the ranks which combine it share (`Traffic.new_buffer`).
         buckets: used instead of buckets made from the parameters.
         rounds: how often a step fills each bucket.
     """
@@ -93,7 +96,7 @@ class GradientBuckets:
         on_full: OnFull,
         backward_passes: int = 1,
         bucket_bytes: int = BUCKET_BYTES,
-        group: Group = None,
+        over: Axis | None = None,
         *,
         buckets: Sequence[Bucket] | None = None,
         rounds: int = 1,
@@ -101,10 +104,10 @@ class GradientBuckets:
         self._on_full, self._backward_passes, self._rounds = on_full, backward_passes, rounds
         self._transfers: list[Pending | None] = []
         if buckets is None:
-            groups = enumerate(split_into_buckets(list(parameters)[::-1], bucket_bytes))
-            buckets = [
-                Bucket(index, some, traffic.new_buffer(elements_of(some), some[0], group)) for index, some in groups
-            ]
+            buckets = []
+            for some, axis in split_into_buckets(list(parameters)[::-1], over or all_ranks("dp"), bucket_bytes):
+                flat = traffic.new_buffer(elements_of(some), some[0], axis.group)
+                buckets.append(Bucket(len(buckets), some, flat, axis))
         self._buckets = buckets
         for bucket in self._buckets:
             for parameter, view in zip(bucket.parameters, bucket.views, strict=True):
@@ -174,17 +177,24 @@ def views_of(flat: Tensor, parameters: Sequence[Tensor]) -> list[Tensor]:
     return [part.view(p.shape) for p, part in zip(parameters, parts, strict=True)]
 
 
-def split_into_buckets(parameters: Sequence[TensorT], bucket_bytes: int = BUCKET_BYTES) -> Iterator[list[TensorT]]:
-    """Consecutive parameters of one dtype and device, closed at `bucket_bytes`; frozen ones are left out."""
-    group: list[TensorT] = []
-    for parameter in (p for p in parameters if p.requires_grad):
-        is_full = sum(p.nbytes for p in group) >= bucket_bytes
-        if group and (is_full or (parameter.dtype, parameter.device) != (group[0].dtype, group[0].device)):
-            yield group
-            group = []
-        group.append(parameter)
-    if group:
-        yield group
+def split_into_buckets(
+    parameters: Iterable[TensorT], over: Axis, bucket_bytes: int = BUCKET_BYTES
+) -> list[tuple[list[TensorT], Axis]]:
+    """Parameters of one dtype and device, closed at `bucket_bytes`, with the ranks along `over` that hold the same.
+
+    Frozen parameters are left out. The buckets are in the order of their last parameters.
+    """
+    numbers = {parameter: number for number, parameter in enumerate(parameters) if parameter.requires_grad}
+    buckets: list[tuple[list[TensorT], Axis]] = []
+    latest: dict[Hashable, list[TensorT]] = {}  # by what its parameters have in common, the bucket to go on with
+    for parameter in numbers:
+        axis = holders(parameter, over)
+        kind = parameter.dtype, parameter.device, axis.names
+        if kind not in latest or sum(p.nbytes for p in latest[kind]) >= bucket_bytes:
+            latest[kind] = []
+            buckets.append((latest[kind], axis))
+        latest[kind].append(parameter)
+    return sorted(buckets, key=lambda bucket: numbers[bucket[0][-1]])
 
 
 class MyDP(nn.Module):
@@ -213,7 +223,7 @@ class MyDP(nn.Module):
         return self.model(data) if target is None else self.model(data, target)
 
     def _average(self, bucket: Bucket) -> Transfer:
-        return traffic.all_reduce(bucket.flat, str(bucket), kind="gradients")
+        return traffic.all_reduce(bucket.flat, str(bucket), kind="gradients", group=bucket.axis.group)
 
     def _finish_after_this_pass(self, _: Tensor) -> None:
         if not self._in_backward_pass:
@@ -225,11 +235,14 @@ class MyDP(nn.Module):
         self._in_backward_pass = False
 
 
-def broadcast_weights(model: nn.Module, group: Group = None) -> None:
-    """Overwrite every rank's parameters and buffers with those of rank 0, or of a group's first rank."""
+def broadcast_weights(model: nn.Module, over: Axis | None = None) -> None:
+    """Overwrite every rank's parameters and buffers with those of the first rank along `over` that holds the same part.
+
+    By default, `over` are all ranks.
+    """
     transfers = []
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
-        own = tensor.detach()
+        own, group = tensor.detach(), holders(tensor, over or all_ranks("dp")).group
         received = own.contiguous()
         transfers.append(
             (traffic.broadcast(received, f"the weights {name}", kind="weights", group=group), own, received)
@@ -239,13 +252,19 @@ def broadcast_weights(model: nn.Module, group: Group = None) -> None:
         own.copy_(received)  # a no-op if both are the same tensor
 
 
-def flatten_weights(model: nn.Module, group: Group = None) -> Tensor:
+def flatten_weights(model: nn.Module, over: Axis | None = None) -> Tensor:
     """Move a model's parameters into one buffer, make them views of it, and return it: (elements,).
 
-    An operation on the buffer then changes the parameters, and one message carries them all, to the ranks of `group`.
+    An operation on the buffer then changes the parameters, and one message carries them all, to the ranks along `over`,
+    by default all ranks.
+
+    Raises:
+        ValueError: these ranks hold different parts of a parameter.
     """
-    parameters = list(model.parameters())
-    flat = traffic.new_buffer(sum(p.numel() for p in parameters), parameters[0].detach(), group)
+    parameters, axis = list(model.parameters()), over or all_ranks("dp")
+    if any(holders(parameter, axis) is not axis for parameter in parameters):
+        raise ValueError(f"the ranks along {axis} hold different parts of the parameters")
+    flat = traffic.new_buffer(elements_of(parameters), parameters[0].detach(), axis.group)
     torch.cat([p.detach().flatten() for p in parameters], out=flat)
     nn.utils.vector_to_parameters(flat, parameters)
     return flat

@@ -1,14 +1,14 @@
 """Parameters side by side in flat buffers, of which each rank owns a shard, and the reduction of their gradients."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
 
-from distlab.comm.endpoint import members, rank
-from distlab.comm.traffic import Group, traffic
+from distlab.comm.grid import Axis
+from distlab.comm.placement import FlatRange, place, placement_of
+from distlab.comm.traffic import traffic
 from distlab.comm.transfer import Transfer
 from distlab.parallel.data import Bucket, elements_of, views_of
 from distlab.parallel.division import Sharded
@@ -39,14 +39,14 @@ class Held:
         self.hold(-flat.nbytes)
 
 
-def new_flat(parameters: Sequence[Tensor], group: Group, is_kept: bool = True) -> Tensor:
-    """Zeros (elements,) for parameters side by side, filled up to an equal part for each rank of a group.
+def new_flat(parameters: Sequence[Tensor], axis: Axis, is_kept: bool = True) -> Tensor:
+    """Zeros (elements,) for parameters side by side, filled up to an equal part for each rank along an axis.
 
     If the buffer is kept all the time, it is in memory that these ranks share, if they can.
     """
-    ranks, like = len(members(group)), parameters[0].detach()
-    elements = -(-elements_of(parameters) // ranks) * ranks
-    return traffic.new_buffer(elements, like, group) if is_kept else like.new_zeros(elements)
+    like = parameters[0].detach()
+    elements = -(-elements_of(parameters) // axis.size) * axis.size
+    return traffic.new_buffer(elements, like, axis.group) if is_kept else like.new_zeros(elements)
 
 
 def is_whole(flat: Tensor) -> bool:
@@ -55,27 +55,26 @@ def is_whole(flat: Tensor) -> bool:
 
 
 class FlatParameters:
-    """Parameters of one dtype side by side in a flat buffer, of which each rank owns an equal part, its shard.
+    """Parameters of one dtype side by side in a flat buffer, of which each rank along an axis owns an equal part.
 
-    The last parts may be filled up with zeros, which are nobody's.
+    That part is its shard. The last ones may be filled up with zeros, which are nobody's.
     """
 
-    def __init__(self, parameters: Sequence[nn.Parameter], shard: Sharded, group: Group, held: Held) -> None:
-        ranks = members(group)
-        self.parameters, self._group, self._held = parameters, group, held
+    def __init__(self, parameters: Sequence[nn.Parameter], shard: Sharded, axis: Axis, held: Held) -> None:
+        self.parameters, self.axis, self._held = parameters, axis, held
         self._shares_weights, self._shares_gradients = shard == "weights", shard != "optimizer"
-        self.flat = new_flat(parameters, group, is_kept=not self._shares_weights)
+        self.flat = new_flat(parameters, axis, is_kept=not self._shares_weights)
         self._views = views_of(self.flat, parameters)
         for parameter, view in zip(parameters, self._views, strict=True):
             view.copy_(parameter.detach())
             parameter.data = view
-        self.parts = self.flat.view(len(ranks), -1)  # (ranks, elements of a shard)
-        self._in_whole = self.parts[ranks.index(rank())]
-        self._start = ranks.index(rank()) * len(self._in_whole)
+        self.parts = self.flat.view(axis.size, -1)  # (ranks, elements of a shard)
+        self._in_whole = self.parts[axis.rank]
+        self._start = axis.rank * len(self._in_whole)
         is_half, is_trained = self.flat.dtype in HALF, parameters[0].requires_grad
         self._to_send = self._in_whole
         if self._shares_weights:
-            self._to_send = traffic.new_buffer(len(self._in_whole), self.flat, group).copy_(self._in_whole)
+            self._to_send = traffic.new_buffer(len(self._in_whole), self.flat, axis.group).copy_(self._in_whole)
         self.own = self._to_send.float() if is_half and is_trained else self._to_send  # master weights
         self.bucket = ShardedBucket(self, held) if is_trained else None
         self._gradient: Tensor | None = None  # of the shard
@@ -85,7 +84,7 @@ class FlatParameters:
         self._is_first = True  # nothing has been added to the gradient in this step
         self._arriving: Transfer | None = None
         self._own_parameters = [
-            (parameter, _shard_of(parameter, self.own[where.start : where.stop], start))
+            (parameter, self._shard_of(parameter, self.own[where.start : where.stop], start))
             for parameter, where, start in self._own_ranges()
         ]
         self._absent = [p.detach().new_full((1,), torch.nan).expand(p.shape) for p in parameters]
@@ -103,6 +102,12 @@ class FlatParameters:
             stop = max(min(self._start + len(self.own), first + parameter.numel()), start)
             yield parameter, range(start - self._start, stop - self._start) if stop > start else range(0), start - first
             first += parameter.numel()
+
+    def _shard_of(self, parameter: nn.Parameter, own: Tensor, start: int) -> nn.Parameter:
+        """This rank's shard of a parameter, whose elements begin at `start`."""
+        shard = nn.Parameter(own.view(-1, *[1] * (parameter.dim() - 1)), requires_grad=parameter.requires_grad)
+        place(shard, replace(placement_of(parameter), flat=FlatRange(start, parameter.shape, self.axis.names)))
+        return shard
 
     def own_parameters(self) -> list[tuple[nn.Parameter, nn.Parameter]]:
         """Each parameter and this rank's shard of it."""
@@ -136,7 +141,7 @@ class FlatParameters:
             for parameter, view in zip(self.parameters, self._views, strict=True):
                 parameter.data = view
         self.arrive()
-        self._arriving = traffic.all_gather(self.parts, self._to_send, what, kind="weights", group=self._group)
+        self._arriving = traffic.all_gather(self.parts, self._to_send, what, kind="weights", group=self.axis.group)
 
     def arrive(self) -> None:
         """Wait for the weights."""
@@ -169,40 +174,23 @@ class FlatParameters:
                 own.grad = self._gradient[where.start : where.stop].view_as(own)
 
 
-class FlatRange(NamedTuple):
-    """Which elements of a parameter a shard is: from `start`, in the order of memory."""
-
-    shape: torch.Size  # of the parameter
-    start: int
-
-
-def _shard_of(parameter: nn.Parameter, own: Tensor, start: int) -> nn.Parameter:
-    """This rank's shard of a parameter, which is to be known by its place in it, also if this is split itself."""
-    shard = nn.Parameter(own.view(-1, *[1] * (parameter.dim() - 1)), requires_grad=parameter.requires_grad)
-    shard.flat_range = FlatRange(parameter.shape, start)  # type: ignore[attr-defined]
-    if hasattr(parameter, "shard_spec"):  # see TPGroup.own_parameter
-        shard.shard_spec = parameter.shard_spec  # type: ignore[attr-defined]
-    return shard
-
-
 class ShardedBucket(Bucket):
     """The gradients of flat parameters, which the ranks add up so that each gets its shard."""
 
     def __init__(self, flats: FlatParameters, held: Held) -> None:
-        ranks = members(flats._group)
-        super().__init__(0, flats.parameters, new_flat(flats.parameters, flats._group, not flats._shares_gradients))
+        axis = flats.axis
+        super().__init__(0, flats.parameters, new_flat(flats.parameters, axis, not flats._shares_gradients), axis)
         self._flats, self._held = flats, held
-        self._parts = self.flat.view(len(ranks), -1)  # (ranks, elements of a shard)
-        self.own = self._parts[ranks.index(rank())]
+        self._parts = self.flat.view(axis.size, -1)  # (ranks, elements of a shard)
+        self.own = self._parts[axis.rank]
         self._reduction: Transfer | None = None
         self._buffer: Tensor | None = None  # with sharded gradients, where they are reduced, if not in `flat`
 
     def send_from(self, buffer: Tensor) -> None:
         """Copy the gradients to a buffer of several buckets, (elements,), of which one at a time is reduced there."""
-        ranks = members(self._flats._group)
         self._buffer = buffer[: len(self.flat)]
-        self._parts = self._buffer.view(len(ranks), -1)
-        self.own = self._parts[ranks.index(rank())]
+        self._parts = self._buffer.view(self.axis.size, -1)
+        self.own = self._parts[self.axis.rank]
 
     def prepare(self) -> None:
         if self._reduction is not None and self._buffer is None:
@@ -212,7 +200,7 @@ class ShardedBucket(Bucket):
 
     def reduce(self) -> Transfer:
         """Start to add up the ranks' gradients."""
-        group = self._flats._group
+        group = self.axis.group
         for parameter in self.parameters:
             parameter.grad = None  # what follows in the next backward pass is a tensor of its own
         if self._buffer is not None:

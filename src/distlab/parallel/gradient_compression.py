@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 from torch.distributed import ReduceOp
 
-from distlab.comm.endpoint import members, rank
+from distlab.comm.endpoint import rank
 from distlab.comm.pending import Pending
-from distlab.comm.traffic import Group, Transfer, traffic
+from distlab.comm.traffic import Transfer, traffic
 from distlab.parallel.data import Bucket
 
 
@@ -58,12 +58,11 @@ class PowerSGD(Compressor):
     Args:
         width: r.
         seed: of the first Q, the same on all ranks.
-        group: the ranks, by default all.
     """
 
-    def __init__(self, width: int, seed: int = 0, group: Group = None) -> None:
+    def __init__(self, width: int, seed: int = 0) -> None:
         super().__init__(f"powersgd{width}")
-        self._width, self._seed, self._group = width, seed, group
+        self._width, self._seed = width, seed
 
     def start(self, bucket: Bucket) -> Pending:
         """Start to add up a bucket over the ranks."""
@@ -98,7 +97,7 @@ class PowerSGD(Compressor):
                 view.copy_(part.view(view.shape))
             projected = [(matrix.T @ p).flatten() for matrix, p in zip(matrices, ps, strict=True)]
             second.append(torch.cat(projected) if projected else flat.new_empty(0))
-            return self._sum(second[0], f"{bucket}, second factors")
+            return _sum(second[0], bucket, "second factors")
 
         second: list[Tensor] = []
 
@@ -107,17 +106,19 @@ class PowerSGD(Compressor):
             for matrix, error, p, q, part in zip(matrices, errors, ps, qs, parts, strict=True):
                 q.copy_(part.view(q.shape))
                 total = p @ q.T
-                torch.sub(matrix, total, alpha=1 / len(members(self._group)), out=error)
+                torch.sub(matrix, total, alpha=1 / bucket.axis.size, out=error)
                 matrix.copy_(total)
 
-        return self._sum(flat, f"{bucket}, first factors").then(start_second).then(finish)
+        return _sum(flat, bucket, "first factors").then(start_second).then(finish)
 
     def _is_worth_it(self, gradient: Tensor) -> bool:
         rows = len(gradient) if gradient.dim() else 1
         return gradient.dim() > 1 and self._width * (rows + gradient.numel() // rows) < gradient.numel()
 
-    def _sum(self, tensor: Tensor, what: str) -> Transfer:
-        return traffic.all_reduce(tensor, what, kind="gradients", op=ReduceOp.SUM, group=self._group)
+
+def _sum(tensor: Tensor, bucket: Bucket, what: str) -> Transfer:
+    group = bucket.axis.group
+    return traffic.all_reduce(tensor, f"{bucket}, {what}", kind="gradients", op=ReduceOp.SUM, group=group)
 
 
 class TopK(Compressor):
@@ -127,12 +128,11 @@ class TopK(Compressor):
 
     Args:
         share: of the values that are sent, more than 0 and at most 1; at least one value.
-        group: the ranks, by default all.
     """
 
-    def __init__(self, share: float, group: Group = None) -> None:
+    def __init__(self, share: float) -> None:
         super().__init__("topk")
-        self._share, self._group = share, group
+        self._share = share
 
     def start(self, bucket: Bucket) -> Pending:
         """Start to add up a bucket over the ranks."""
@@ -141,9 +141,9 @@ class TopK(Compressor):
         error += flat
         places = error.abs().topk(max(1, int(self._share * len(flat)))).indices
         own = torch.stack([places.int().view(torch.float32), error[places]])  # (2, k); the bits of places
-        parts = own.new_empty(len(members(self._group)), *own.shape)
+        parts = own.new_empty(bucket.axis.size, *own.shape)
         error[places] = 0
-        transfer = traffic.all_gather(parts, own, str(bucket), kind="gradients", group=self._group)
+        transfer = traffic.all_gather(parts, own, str(bucket), kind="gradients", group=bucket.axis.group)
         return transfer.then(partial(self._add_up, flat, parts))
 
     @staticmethod

@@ -14,8 +14,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from distlab.comm.endpoint import members, rank
-from distlab.comm.traffic import Group, traffic
+from distlab.comm.endpoint import rank
+from distlab.comm.grid import Axis, all_ranks
+from distlab.comm.traffic import traffic
 from distlab.parallel.compression import CompressedMean
 from distlab.parallel.division import Compression
 
@@ -63,7 +64,7 @@ class OuterOptimizer:
         merge_alpha: share of a replica's own weights when a fragment arrives that was sent earlier (alpha); the rest
             are the outer weights. 0 without overlap.
         compress: how a replica's outer gradient is sent; with error feedback.
-        group: the ranks that hold the same part of the model, by default all.
+        over: the replicas, which hold the same part of the model; by default all ranks.
     """
 
     def __init__(
@@ -74,9 +75,9 @@ class OuterOptimizer:
         momentum: float = 0.9,
         merge_alpha: float = 0.5,
         compress: Compression = "none",
-        group: Group = None,
+        over: Axis | None = None,
     ) -> None:
-        self.weights, self.schedule = weights, schedule
+        self.weights, self.schedule, axis = weights, schedule, over or all_ranks("dp")
         self._lr, self._momentum = lr, momentum
         self._alpha = merge_alpha if schedule.overlap_steps else 0.0
         self._outer, self._velocity = weights.clone(), torch.zeros_like(weights)
@@ -86,10 +87,10 @@ class OuterOptimizer:
         most = max(part.stop - part.start for part in self._parts)
         gradient = weights.new_zeros(most)
         if compress == "none":
-            gradient = traffic.new_buffer(most, weights, group, goes_on_alone=schedule.overlap_steps > 0)
-        self._mean = CompressedMean(gradient, compress, group)
+            gradient = traffic.new_buffer(most, weights, axis.group, goes_on_alone=schedule.overlap_steps > 0)
+        self._mean = CompressedMean(gradient, compress, axis)
         self._is_under_way = False
-        first = members(group)[0]  # the names of what the ranks of a group have in common
+        first = axis.ranks[0]  # for the names of what the replicas have in common
         self._name = "outer_optimizer" if first == 0 else f"outer_optimizer.of_rank{first}"
 
     def after(self, step: int) -> None:

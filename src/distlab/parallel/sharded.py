@@ -13,14 +13,15 @@ A reduce-scatter over gloo also needs memory for what it receives: as much as is
 Schedules that delay weight gradients keep gradients whole, for most of a step, also where they are sharded.
 """
 
-from collections.abc import Iterable
+from collections.abc import Hashable, Iterable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from distlab.comm.grid import Axis, all_ranks
 from distlab.comm.pending import Pending
-from distlab.comm.traffic import Group, traffic
+from distlab.comm.traffic import traffic
 from distlab.parallel.data import BUCKET_BYTES, Bucket, GradientBuckets, broadcast_weights, split_into_buckets
 from distlab.parallel.division import Sharded
 from distlab.parallel.flat_parameters import Held, ShardedBucket
@@ -28,7 +29,7 @@ from distlab.parallel.units import Unit, blocks_in, blocks_of, tensors_with_grad
 
 
 class ShardedDP(nn.Module):
-    """Wraps a model so that the ranks of a group shard its optimizer state, gradients or weights.
+    """Wraps a model so that its replicas shard its optimizer state, gradients or weights.
 
         model = ShardedDP(model, "weights")
         optimizer = Adam(model.own_parameters().values())
@@ -39,7 +40,7 @@ class ShardedDP(nn.Module):
             optimizer.step()  # of its shard of the weights
             model.gather_weights()
 
-    All ranks start from the weights and buffers of the group's first rank. Gradients are averaged over the ranks. Tied
+    All replicas start from the weights and buffers of the first one. Gradients are averaged over the ranks. Tied
     parameters count once. Frozen ones are sharded with "weights" only, and never updated. The shards of a model in
     bfloat16 or float16 are kept and updated in float32 (master weights: Micikevicius et al., arXiv 1710.03740).
 
@@ -51,7 +52,7 @@ class ShardedDP(nn.Module):
     Args:
         model: computed with as it is; its parameters become views of flat buffers.
         shard: what the ranks shard: "optimizer" its state; "gradients" these, too; "weights" all.
-        group: the replicas; by default, all ranks.
+        over: the replicas, by default all ranks; those that hold the same part of a parameter shard that.
         backward_passes: of a step, each of one micro-batch.
         bucket_bytes: with "optimizer" and "gradients", parameters are sharded and sent in buckets of this size; by
             default that of `GradientBuckets`; a fifth of it for gradients, of which two buckets are whole at a time.
@@ -61,23 +62,24 @@ class ShardedDP(nn.Module):
         self,
         model: nn.Module,
         shard: Sharded,
-        group: Group = None,
+        over: Axis | None = None,
         backward_passes: int = 1,
         bucket_bytes: int | None = None,
     ) -> None:
         super().__init__()
-        self.model, self.shard, self.group = model, shard, group
+        self.model, self.shard = model, shard
+        over = over or all_ranks("dp")
         bucket_bytes = bucket_bytes or (BUCKET_BYTES if shard == "optimizer" else BUCKET_BYTES // 5)
-        broadcast_weights(model, group)
+        broadcast_weights(model, over)
         self.held = Held()
         if shard == "weights":
             self._units = [Unit(modules, parameters) for modules, parameters in blocks_of(model)]
         else:
             trained = [p for p in model.parameters() if p.requires_grad]
-            buckets = split_into_buckets(trained[::-1], bucket_bytes)
-            self._units = [Unit([], parameters) for parameters in buckets][::-1]
+            buckets = split_into_buckets(trained[::-1], over, bucket_bytes)
+            self._units = [Unit([], parameters) for parameters, _ in buckets][::-1]
         for unit in self._units:
-            unit.shard(shard, group, self.held)
+            unit.shard(shard, over, self.held)
         flats = [flat for unit in self._units[::-1] for flat in unit.flats]
         if shard != "optimizer":
             self._share_buffers([flat.bucket for flat in flats if flat.bucket is not None])
@@ -128,7 +130,7 @@ class ShardedDP(nn.Module):
             unit.arrive()
 
     def whole_parameters(self) -> dict[str, Tensor]:
-        """Copies of the weights by name, whole on every rank; all ranks of the group must call it."""
+        """Copies of the weights by name, whole on every rank; all replicas must call it."""
         whole: dict[int, Tensor] = {id(p): p.detach() for p in self.model.parameters()}
         for unit in self._units:
             unit.gather()
@@ -153,18 +155,17 @@ class ShardedDP(nn.Module):
         return weight_bytes, sum(flat.gradient_bytes for flat in flats), self.held.peak_bytes
 
     def _share_buffers(self, buckets: "Iterable[ShardedBucket]") -> None:
-        """Have buckets of one dtype and device take turns with a buffer in shared memory, where there is any."""
-        largest: dict[tuple[torch.dtype, torch.device], ShardedBucket] = {}
-        for bucket in (buckets := list(buckets)):
-            kind = bucket.flat.dtype, bucket.flat.device
-            largest[kind] = max(largest.get(kind, bucket), bucket, key=lambda b: len(b.flat))
-        for kind, longest in largest.items():
-            buffer = traffic.new_buffer(len(longest.flat), longest.flat, self.group)
-            if traffic.is_shared(buffer, self.group):
+        """Have buckets of one dtype, device and axis take turns with a buffer in shared memory, where there is any."""
+        alike: dict[Hashable, list[ShardedBucket]] = {}
+        for bucket in buckets:
+            alike.setdefault((bucket.flat.dtype, bucket.flat.device, bucket.axis.names), []).append(bucket)
+        for some in alike.values():
+            longest = max(some, key=lambda bucket: len(bucket.flat))
+            buffer = traffic.new_buffer(len(longest.flat), longest.flat, longest.axis.group)
+            if traffic.is_shared(buffer, longest.axis.group):
                 self.held.hold(buffer.nbytes)
-                for bucket in buckets:
-                    if (bucket.flat.dtype, bucket.flat.device) == kind:
-                        bucket.send_from(buffer)
+                for bucket in some:
+                    bucket.send_from(buffer)
 
     def _reduce(self, bucket: Bucket) -> Pending:
         """Start to add up a bucket's gradients; with sharded gradients, no more than two are whole at a time."""

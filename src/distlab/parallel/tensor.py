@@ -12,8 +12,8 @@ from functools import partial
 
 from torch import Tensor, nn
 
-from distlab.comm.endpoint import members
-from distlab.comm.traffic import Group
+from distlab.comm.grid import Axis, all_ranks
+from distlab.comm.placement import placement_of
 from distlab.parallel import tp_group as tp
 from distlab.parallel.division import Style, check_division
 from distlab.parallel.tp_group import BACKWARD, LAYERS, NORMS, SEQUENCE, VOCABULARY, TPGroup, shard_sizes
@@ -25,7 +25,7 @@ from simplellm.llama import MLP, Attention
 Exchange = Callable[[Tensor, TPGroup], Tensor]
 
 
-def shard(net: nn.Module, style: Style = "megatron", group: Group = None, sequence_parallel: bool = False) -> None:
+def shard(net: nn.Module, style: Style = "megatron", axis: Axis | None = None, sequence_parallel: bool = False) -> None:
     """Replace the layers of `net`, a whole model that is the same on every rank, by this rank's shards of them.
 
     Weights keep their names, and no random numbers are drawn. The model's code does not change: the collectives are
@@ -43,11 +43,12 @@ def shard(net: nn.Module, style: Style = "megatron", group: Group = None, sequen
     "megatron" and a whole model. Raises `InputError`, and leaves the module unchanged, if it cannot be split this way.
     """
     parts = _Parts(net)
-    parts.check(style, len(members(group)), sequence_parallel)
+    axis = axis or all_ranks("tp")
+    parts.check(style, axis.size, sequence_parallel)
     if style == "naive":
-        _split_naively(parts, group)
+        _split_naively(parts, axis)
     else:
-        _split_in_pairs(parts, group, sequence_parallel)
+        _split_in_pairs(parts, axis, sequence_parallel)
 
 
 class _Parts:
@@ -76,7 +77,7 @@ class _Parts:
                 owners.setdefault(parameter, []).append(name)
         for layer in layers.values():
             names = owners[layer.weight]
-            require(not hasattr(layer.weight, "shard_spec"), f"{names[0]} is already split: give the whole model")
+            require(not placement_of(layer.weight).slices, f"{names[0]} is already split: give the whole model")
             if len(names) > 1:
                 raise InputError(f"{' and '.join(names)} share a weight, which cannot be split: untie them first")
         if style == "naive":
@@ -95,20 +96,20 @@ class _Parts:
                 raise InputError(f"{name}: an embedding with max_norm, scale_grad_by_freq or sparse cannot be split")
 
 
-def _split_naively(parts: _Parts, group: Group) -> None:
+def _split_naively(parts: _Parts, axis: Axis) -> None:
     """Split each linear layer separately, by its outputs: its input and its gathered output are whole."""
     for name, linear in parts.linears.items():
-        tp_group = TPGroup(name, VOCABULARY if name in parts.heads else LAYERS, group)
+        tp_group = TPGroup(name, VOCABULARY if name in parts.heads else LAYERS, axis)
         whole = partial(tp.gather, length=linear.out_features)
         _keep_shard(linear, tp_group, dim=0)
         _around(linear, tp_group, before=tp.copy_to, after=whole)
 
 
-def _split_in_pairs(parts: _Parts, group: Group, sequence_parallel: bool) -> None:
+def _split_in_pairs(parts: _Parts, axis: Axis, sequence_parallel: bool) -> None:
     """In each attention and MLP, split the first layers by their outputs and the last layer by its inputs."""
-    enter, leave = _split_sequence(parts, group) if sequence_parallel else (tp.copy_to, tp.reduce_from)
+    enter, leave = _split_sequence(parts, axis) if sequence_parallel else (tp.copy_to, tp.reduce_from)
     for name, pair in parts.pairs.items():
-        tp_group = TPGroup(name, LAYERS, group)
+        tp_group = TPGroup(name, LAYERS, axis)
         if isinstance(pair, Attention):
             *columns, row = pair.q_proj, pair.k_proj, pair.v_proj, pair.o_proj
         else:
@@ -118,19 +119,19 @@ def _split_in_pairs(parts: _Parts, group: Group, sequence_parallel: bool) -> Non
         _keep_shard(row, tp_group, dim=1)
         _around(pair, tp_group, before=enter, after=leave)
     for name, embedding in parts.embeddings.items():
-        tp_group = TPGroup(name, VOCABULARY, group)
+        tp_group = TPGroup(name, VOCABULARY, axis)
         split = VocabularyParallelEmbedding(embedding, tp_group)
         _around(split, tp_group, after=leave)
         for path, module in list(parts.net.named_modules(remove_duplicate=False)):
             if module is embedding:
                 parts.net.set_submodule(path, split)
     for name, head in parts.heads.items():
-        tp_group = TPGroup(name, VOCABULARY, group)
+        tp_group = TPGroup(name, VOCABULARY, axis)
         _keep_shard(head, tp_group, dim=0)
         _around(head, tp_group, before=enter)
 
 
-def _split_sequence(parts: _Parts, group: Group) -> tuple[Exchange, Exchange]:
+def _split_sequence(parts: _Parts, axis: Axis) -> tuple[Exchange, Exchange]:
     """Shard the sequence between layers; returns the collectives before and after the layers that need all of it.
 
     The gains of the norms are not split. Each rank computes their gradients from its own positions only, so the
@@ -146,7 +147,7 @@ def _split_sequence(parts: _Parts, group: Group) -> tuple[Exchange, Exchange]:
     split = {module.weight for module in (*parts.linears.values(), *parts.embeddings.values())}
     for name, parameter in parts.net.named_parameters():
         if parameter not in split and parameter.requires_grad:
-            tp_group = TPGroup(name.rpartition(".")[0], NORMS, group)
+            tp_group = TPGroup(name.rpartition(".")[0], NORMS, axis)
             parameter.register_hook(partial(tp_group.all_reduce, what=BACKWARD))
     return lambda x, tp_group: tp.gather_to(x, tp_group, seq), tp.reduce_scatter
 

@@ -11,7 +11,7 @@ Each collective is a linear map, so its backward pass is the transposed map:
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -20,8 +20,9 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.distributed import ReduceOp
 
-from distlab.comm.endpoint import members, rank
-from distlab.comm.traffic import Group, traffic
+from distlab.comm.grid import Axis, all_ranks
+from distlab.comm.placement import DimSlice, place, placement_of
+from distlab.comm.traffic import traffic
 
 LAYERS, VOCABULARY, NORMS = "layer", "vocabulary", "norm"  # kinds of modules
 FORWARD, BACKWARD = "activations", "gradients"  # what is sent; the kinds in the ledger are "layer activations", …
@@ -39,62 +40,52 @@ class TPGroup:
 
     module: str  # its name in the model, for the names of waits
     kind: str  # `LAYERS`, `VOCABULARY` or `NORMS`, for the ledger's columns
-    group: Group = None  # None: all ranks
-
-    @property
-    def size(self) -> int:
-        return len(members(self.group))
-
-    @property
-    def group_rank(self) -> int:
-        return members(self.group).index(rank())
+    axis: Axis = field(default_factory=partial(all_ranks, "tp"))
 
     def own_range(self, length: int) -> tuple[int, int]:
         """This rank's shard of `length` rows: its first row, and the row after its last."""
-        sizes = shard_sizes(length, self.size)
-        first = sum(sizes[: self.group_rank])
-        return first, first + sizes[self.group_rank]
+        sizes = shard_sizes(length, self.axis.size)
+        first = sum(sizes[: self.axis.rank])
+        return first, first + sizes[self.axis.rank]
 
     def all_reduce(self, x: Tensor, what: str, op: "ReduceOp.RedOpType" = ReduceOp.SUM) -> Tensor:
         """The `x` (any shape) of all ranks, combined by `op`."""
-        return traffic.all_reduced(x, self._name(what), kind=f"{self.kind} {what}", op=op, group=self.group)
+        return traffic.all_reduced(x, self._name(what), kind=f"{self.kind} {what}", op=op, group=self.axis.group)
 
     def all_gather(self, x: Tensor, what: str, dim: int, length: int) -> Tensor:
         """The ranks' shards, of `shard_sizes(length, size)` along `dim`, concatenated."""
-        sizes = shard_sizes(length, self.size)
+        sizes = shard_sizes(length, self.axis.size)
         parts = self._parts_like(x, dim, sizes[0])
-        own = parts[self.group_rank]
+        own = parts[self.axis.rank]
         own.narrow(dim, 0, x.shape[dim]).copy_(x)
-        traffic.all_gather(parts, own, self._name(what), kind=f"{self.kind} {what}", group=self.group).wait()
+        traffic.all_gather(parts, own, self._name(what), kind=f"{self.kind} {what}", group=self.axis.group).wait()
         return torch.cat([part.narrow(dim, 0, size) for part, size in zip(parts, sizes, strict=True)], dim)
 
     def reduce_scatter(self, x: Tensor, what: str, dim: int) -> Tensor:
         """This rank's shard along `dim` of the sum of the ranks' `x`."""
-        sizes = shard_sizes(x.shape[dim], self.size)
+        sizes = shard_sizes(x.shape[dim], self.axis.size)
         parts = self._parts_like(x, dim, sizes[0])
         for part, shard in zip(parts, x.split(sizes, dim), strict=True):
             part.narrow(dim, 0, shard.shape[dim]).copy_(shard)
         own = torch.empty_like(parts[0])
-        traffic.reduce_scatter(own, parts, self._name(what), kind=f"{self.kind} {what}", group=self.group).wait()
-        return own.narrow(dim, 0, sizes[self.group_rank])
+        traffic.reduce_scatter(own, parts, self._name(what), kind=f"{self.kind} {what}", group=self.axis.group).wait()
+        return own.narrow(dim, 0, sizes[self.axis.rank])
 
     def _parts_like(self, x: Tensor, dim: int, length: int) -> Tensor:
         """Space for a part of each rank, (ranks, *x.shape) but `length` along `dim`: the parts must have one size."""
         shape = list(x.shape)
         shape[dim] = length
-        return x.new_empty([self.size, *shape])
+        return x.new_empty([self.axis.size, *shape])
 
     def own_shard(self, x: Tensor, dim: int) -> Tensor:
         """This rank's shard of `x` along `dim`; a view."""
-        return x.tensor_split(self.size, dim)[self.group_rank]
+        return x.tensor_split(self.axis.size, dim)[self.axis.rank]
 
     def own_parameter(self, whole: Tensor, dim: int) -> nn.Parameter:
-        """This rank's shard of a weight along `dim`; a copy, so that the whole weight can be freed.
-
-        Its attribute `shard_spec` gives its position for checkpoints: (dim, start, length of the whole along dim).
-        """
+        """This rank's shard of a weight along `dim`; a copy, so that the whole weight can be freed."""
         own = nn.Parameter(self.own_shard(whole.detach(), dim).clone(), requires_grad=whole.requires_grad)
-        own.shard_spec = dim, self.own_range(whole.shape[dim])[0], whole.shape[dim]  # type: ignore[attr-defined]
+        where = DimSlice(dim, self.own_range(whole.shape[dim])[0], whole.shape[dim], self.axis.names)
+        place(own, replace(placement_of(whole), slices=(*placement_of(whole).slices, where)))
         return own
 
     def _name(self, what: str) -> str:

@@ -8,8 +8,9 @@ from itertools import groupby
 import torch
 from torch import Tensor, nn
 
+from distlab.comm.grid import Axis
+from distlab.comm.placement import holders
 from distlab.comm.torch_patches import running_backward_pass
-from distlab.comm.traffic import Group
 from distlab.parallel.division import Sharded
 from distlab.parallel.flat_parameters import FlatParameters, Held
 
@@ -25,13 +26,15 @@ class Unit:
         self._left: set[object] = set()  # what the backward pass has still to compute with these parameters
         self._backward_pass: int | None = None  # the one that has begun to compute with them
 
-    def shard(self, shard: Sharded, group: Group, held: Held) -> None:
-        def kind(p: nn.Parameter) -> tuple[bool, str, str]:
-            return p.requires_grad, str(p.dtype), str(p.device)
+    def shard(self, shard: Sharded, over: Axis, held: Held) -> None:
+        """Give each rank along `over` a part of what it holds in common with others of them."""
 
-        self.flats = [
-            FlatParameters([*same], shard, group, held) for _, same in groupby(sorted(self._parameters, key=kind), kind)
-        ]
+        def kind(p: nn.Parameter) -> tuple[bool, str, str, tuple[str, ...]]:
+            return p.requires_grad, str(p.dtype), str(p.device), holders(p, over).names
+
+        for _, alike in groupby(sorted(self._parameters, key=kind), kind):
+            same = [*alike]
+            self.flats.append(FlatParameters(same, shard, holders(same[0], over), held))
 
     def publish(self) -> None:
         for flat in self.flats:

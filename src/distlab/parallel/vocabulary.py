@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.distributed import ReduceOp
 
-from distlab.comm.traffic import Group
+from distlab.comm.grid import Axis, all_ranks
 from distlab.parallel.tp_group import FORWARD, VOCABULARY, TPGroup
 from simplellm.errors import require
 
@@ -46,7 +46,7 @@ class VocabularyParallelEmbedding(nn.Embedding):
         return super().forward(rows).masked_fill(elsewhere.unsqueeze(-1), 0)
 
 
-def vocabulary_parallel_loss(logits: Tensor, target: Tensor, vocab_size: int, group: Group = None) -> Tensor:
+def vocabulary_parallel_loss(logits: Tensor, target: Tensor, vocab_size: int, axis: Axis | None = None) -> Tensor:
     """`causalLLMLoss` of logits that are sharded over the vocabulary; the same result on every rank.
 
     The ranks exchange three numbers per token in the forward pass, and nothing in the backward pass.
@@ -56,7 +56,7 @@ def vocabulary_parallel_loss(logits: Tensor, target: Tensor, vocab_size: int, gr
     """
     seq = target.shape[1]
     require(seq >= 2, f"--seq-len {seq} leaves no token to predict: it must be at least 2")
-    tp_group = TPGroup("the loss", VOCABULARY, group)
+    tp_group = TPGroup("the loss", VOCABULARY, axis or all_ranks("tp"))
     next_token = target.to(logits.device).roll(-1, dims=1).unsqueeze(-1)
     return _VocabularyParallelLoss.apply(logits.float(), *own_rows(next_token, vocab_size, tp_group), tp_group)
 

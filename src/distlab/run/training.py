@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from distlab.parallel.clipping import Held, NormSum, clip, squared_norm, sum_norm
+from distlab.parallel.clipping import clip, sum_norm
 from distlab.parallel.gradient_compression import Compressor
 from distlab.parallel.outer import OuterOptimizer
 from distlab.reports.memory import MemoryReport
@@ -154,16 +154,15 @@ class TrainingRun(Run[TrainSettingsT]):
         forward = partial(parts.forward_passes, micro_batches, name, kind="control")
         return f": {find_cause(parts.stages, parts.by_stage(), forward, self.grid, self.device)}"
 
-    def clip(self, optimizer: Optimizer, gradients: Iterable[Held] | None = None) -> None:
+    def clip(self, optimizer: Optimizer) -> None:
         """With `--clip-norm`, scale the gradients of a step such that their global norm is at most that.
 
         Call it between `log` and `optimizer.step`, on all ranks. With `--run-on`, ranks do not wait for the norm, and
         use the gradients as they are; if they should have been scaled, the step is taken again.
 
         Args:
-            optimizer: of all parameters of this rank.
-            gradients: of its parameters, each with the number of ranks that hold the same; by default, a slice of a
-                layer is on one rank of each replica, and everything else on all ranks that share its stage.
+            optimizer: of all parameters of this rank. Each weight counts once, whichever ranks hold it, as the
+                parameters' placements say.
 
         Raises:
             NotFiniteError: the norm is infinite or no number, on all ranks.
@@ -171,11 +170,8 @@ class TrainingRun(Run[TrainSettingsT]):
         most, step, late = self.settings.clip_norm, self._step, self.running_on
         if most is None or (late is not None and late.must_undo):
             return
-        held = list(self._held(optimizer) if gradients is None else gradients)
-        if gradients is None and all(holders == self.world_size for _, holders in held):
-            under_way = NormSum(squared_norm([(gradient, 1) for gradient, _ in held], self.device), None)
-        else:
-            under_way = sum_norm(held, f"the norm of the gradients of step {step}", self.device)
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        under_way = sum_norm(parameters, self.grid, f"the norm of the gradients of step {step}", self.device)
         if late is not None and self.records.loss_is_late:
             late.leave_norm_open(under_way)
             return
@@ -185,16 +181,7 @@ class TrainingRun(Run[TrainSettingsT]):
         if not math.isfinite(norm):
             cause = find_gradient(self._parts.by_stage(), self.grid, self.device)
             raise NotFiniteError(f"the norm of the gradients of step {step} is {norm}: {cause}{self._lr_hint}")
-        clip([gradient for gradient, _ in held], norm, most)
-
-    def _held(self, optimizer: Optimizer) -> Iterator[Held]:
-        """The gradients of an optimizer's parameters, each with the number of ranks that hold the same."""
-        for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
-            if parameter.grad is not None:
-                is_slice = hasattr(parameter, "shard_spec")  # see TPGroup.own_parameter
-                is_shard = hasattr(parameter, "flat_range")  # see ShardedDP.own_parameters
-                replicas, slices = self.grid.axis("dp").size, self.grid.axis("tp").size
-                yield parameter.grad, (1 if is_shard else replicas) * (1 if is_slice else slices)
+        clip([parameter.grad for parameter in parameters if parameter.grad is not None], norm, most)
 
     def log(self, step: int, losses: Iterable[Tensor]) -> None:
         """Print the loss of the global batch, with `--run-on` a step later; the arguments are those of `global_loss`.

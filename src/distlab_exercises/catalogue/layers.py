@@ -120,11 +120,11 @@ EXERCISES = [
         gathering them: for each token it is log(sum of exp(logits)) minus the logit of the next token. The sum needs
         one number a token of each rank, and a rank has the logit of the next token only if it is in its part.
 
-        Given: `TPGroup("the loss", VOCABULARY, group).all_reduce(tensor, FORWARD, op)` returns the ranks' tensors
-        added up (or with ReduceOp.MAX their maximum), outside of autograd. `own_rows(ids, vocab_size, tp_group)`
-        returns the rows of tokens in this rank's part, and a mask of tokens that are elsewhere. The last position
-        has no next token. The gradient of the logits is softmax - one_hot, this rank's part of both, divided by the
-        number of targets: write a `torch.autograd.Function`.""",
+        Given: `TPGroup("the loss", VOCABULARY, axis or all_ranks("tp"))`, whose `all_reduce(tensor, FORWARD, op)`
+        returns the ranks' tensors added up (or with ReduceOp.MAX their maximum), outside of autograd.
+        `own_rows(ids, vocab_size, tp_group)` returns the rows of tokens in this rank's part, and a mask of tokens that
+        are elsewhere. The last position has no next token. The gradient of the logits is softmax - one_hot, this rank's
+        part of both, divided by the number of targets: write a `torch.autograd.Function`.""",
         hints=(
             "Subtract the greatest logit first, over all ranks, so that exp cannot overflow.",
             "Two sums over the ranks: of exp(logits - greatest), and of the next token's logit, which is 0 where "

@@ -151,16 +151,16 @@ EXERCISES = [
         chapter="hybrid/README.md, chapter 8",
         task="""Several pipelines work side by side, each with its own sequences. The ranks that hold the same stage of
         different pipelines must update it with the same gradient, the mean over the pipelines. Average the gradients of
-        `parameters` over the ranks of `dp_group`, after the last backward pass of the step.
+        `parameters` over the ranks of `replicas.group`, after the last backward pass of the step.
 
-        Given: `traffic.all_reduce(tensor, "what it is", kind="gradients", group=dp_group)` starts an average over
+        Given: `traffic.all_reduce(tensor, "what it is", kind="gradients", group=replicas.group)` starts an average over
         those ranks only; `.wait()` waits for it. A loop over the parameters is right. The chapter's own uses
         `GradientBuckets`, which starts to send while the last backward pass still runs.""",
         hints=(
             "Over which ranks? Those of one pipeline hold different parameters; an average over all ranks would mix "
             "them.",
             "`pipeline.step` runs all backward passes of the step. The average belongs between it and the update.",
-            "for parameter in parameters: traffic.all_reduce(parameter.grad, ..., group=dp_group).wait()",
+            "for parameter in parameters: traffic.all_reduce(parameter.grad, ..., group=replicas.group).wait()",
         ),
         script="hybrid/intro_hybrid.py",
         trials=(Trial({"dp": 2, "pp": 2}, {"dp": 2, "pp": 2}, 3, 3),),

@@ -143,12 +143,13 @@ EXERCISES = [
         its parameters, and what its optimizer keeps of them. The same two functions are used to read: what they
         return is overwritten in place, so it must be the memory of the model and the optimizer, not a copy.
 
-        Given: a parameter that is a slice has `shard_spec`: (dim, start, length of the whole along dim).
-        `Slice(tensor, whole, [Block(offsets, sizes)])` is a tensor with its place in a whole of the shape `whole`.
+        Given: `placement_of(parameter).slices` has (dim, start, length of the whole along dim, axes) for each dimension
+        along which the parameter is a slice; here, at most one. `Slice(tensor, whole, [Block(offsets, sizes)])` is a
+        tensor with its place in a whole of the shape `whole`.
         `optimizer.state.get(parameter, {})` has the optimizer's tensors by name; those of Adam are `exp_avg` and
         `exp_avg_sq`, sliced like the parameter, and `step`, one number. The optimizer's names in a checkpoint are
         `optimizer.<parameter>.<name>`. The state of torch's generator, which `set_rng_state` gets, is
-        `random.<rank>.cpu`. You may leave out `flat_range` and `is_per_rank`, and GPUs.""",
+        `random.<rank>.cpu`. You may leave out `placement.flat` and `is_per_rank`, and GPUs.""",
         hints=(
             "optimizer.state_dict() numbers the parameters of one rank: number 0 of two stages are two parameters. "
             "Names must come from `parameters`.",

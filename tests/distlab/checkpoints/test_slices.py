@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from distlab.checkpoints.slices import as_held, blocks_of_range
+from distlab.comm.placement import DimSlice, FlatRange, Placement, place
 
 
 @pytest.mark.parametrize("shape", [(7,), (3, 5), (3, 2, 4), (4, 1), ()])
@@ -24,17 +25,13 @@ def test_a_matrix_has_at_most_three_blocks() -> None:
 
 
 def test_a_shard_of_a_slice_is_a_part_of_the_whole() -> None:
-    """The third to the ninth element of columns 4 to 7 of a matrix of twelve columns."""
-    whole = torch.arange(48.0).view(4, 12)
-    shard = torch.nn.Parameter(whole[:, 4:8].flatten()[2:9].view(-1, 1))
-    shard.shard_spec, shard.flat_range = (1, 4, 12), _Range(torch.Size([4, 4]), 2)  # type: ignore[attr-defined]
+    """The third to the ninth element of columns 4 to 7, rows 2 to 5, of a matrix of nine rows and twelve columns."""
+    whole = torch.arange(108.0).view(9, 12)
+    shard = torch.nn.Parameter(whole[2:6, 4:8].flatten()[2:9].view(-1, 1))
+    slices = DimSlice(1, 4, 12, ("tp",)), DimSlice(0, 2, 9, ("xp",))
+    place(shard, Placement(slices, FlatRange(2, torch.Size([4, 4]), ("dp",))))
     held = as_held(shard.detach(), shard)
     assert held.size() == whole.shape
     for chunk in held.__create_chunk_list__():  # type: ignore[attr-defined]
         where = tuple(slice(at, at + size) for at, size in zip(chunk.offsets, chunk.sizes, strict=True))
         assert torch.equal(held.views[chunk.offsets], whole[where])  # type: ignore[attr-defined]
-
-
-class _Range:
-    def __init__(self, shape: torch.Size, start: int) -> None:
-        self.shape, self.start = shape, start

@@ -93,6 +93,7 @@ def groups_of(rank: int, layout: dict[str, int], port: int) -> list[list[int]]:
             found.append(dist.get_process_group_ranks(group or dist.group.WORLD))
             if group is not None and group.size() > 1:
                 assert group._get_backend(torch.device("cpu")).options._timeout == timedelta(seconds=77)
+        dist.barrier()  # rank 0 has the store that others may still need
         return found
 
 

@@ -7,6 +7,7 @@ from support.processes import free_port, process_group, run_ranks
 from torch import Tensor
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 
+from distlab.comm.grid import all_ranks
 from distlab.comm.traffic import traffic
 from distlab.parallel.data import Bucket
 from distlab.parallel.gradient_compression import PowerSGD, TopK
@@ -23,7 +24,7 @@ def gradients(rank: int, step: int) -> Tensor:
 
 
 def new_bucket(flat: Tensor) -> Bucket:
-    return Bucket(0, [torch.zeros(shape) for shape in SHAPES], flat)
+    return Bucket(0, [torch.zeros(shape) for shape in SHAPES], flat, all_ranks("dp"))
 
 
 class TorchBucket:

@@ -7,6 +7,7 @@ import torch
 from support.processes import free_port, process_group, run_ranks
 from torch import Tensor, nn
 
+from distlab.comm.placement import placement_of
 from distlab.comm.traffic import Transport, traffic
 from distlab.parallel.sharded import Sharded, ShardedDP
 from distlab.run.optimizers import build_optimizer
@@ -121,6 +122,12 @@ def test_trains_as_one_process(world_size: int) -> None:
 LR = 2.0**-7  # of steps so short that a weight of 16 bits would seldom change
 
 
+def start_of(shard: nn.Parameter) -> int:
+    flat = placement_of(shard).flat
+    assert flat is not None
+    return flat.start
+
+
 def train_in_bfloat16(rank: int, port: int) -> list[tuple[Run, dict[str, Tensor], dict[str, int]]]:
     """For each way to share out, over gloo and in shared memory: the run, this rank's shards, and where they begin.
 
@@ -151,9 +158,7 @@ def train_in_bfloat16(rank: int, port: int) -> list[tuple[Run, dict[str, Tensor]
                         net.gather_weights()
                     saved = {name: p.detach().clone() for name, p in own.items()}
                 run = before, net.whole_parameters(), dict(net.model.named_buffers())
-                ended.append(
-                    (run, saved, {name: vars(p)["flat_range"].start for name, p in own.items() if p.requires_grad})
-                )
+                ended.append((run, saved, {name: start_of(p) for name, p in own.items() if p.requires_grad}))
     return ended
 
 

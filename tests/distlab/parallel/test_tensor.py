@@ -8,7 +8,7 @@ import torch.distributed as dist
 from support.processes import free_port, process_group, run_ranks
 from torch import Tensor, nn
 
-from distlab.comm.grid import Grid
+from distlab.comm.grid import Axis, Grid
 from distlab.comm.traffic import Traffic, traffic
 from distlab.parallel.division import Style
 from distlab.parallel.tensor import bytes_per_layer, shard
@@ -36,11 +36,11 @@ def split_like(own: Tensor, whole: Tensor, place: int, ranks: int) -> Tensor:
     return whole
 
 
-def twins(style: str, group: "dist.ProcessGroup | None" = None, **sizes: Any) -> tuple[CausalLLama, CausalLLama]:
+def twins(style: str, axis: Axis | None = None, **sizes: Any) -> tuple[CausalLLama, CausalLLama]:
     """The whole model, and this rank's slices of it."""
     whole, sliced = (LLama(CausalLLama, VOCAB, **{**SIZES, **sizes}) for _ in range(2))
     states = torch.get_rng_state()
-    shard(sliced, "naive" if style == "naive" else "megatron", group, sequence_parallel=STYLES[style])
+    shard(sliced, "naive" if style == "naive" else "megatron", axis, sequence_parallel=STYLES[style])
     assert torch.equal(torch.get_rng_state(), states), "nothing random happens"
     return whole, sliced
 
@@ -146,12 +146,11 @@ def two_teams(rank: int, port: int) -> None:
     with process_group(rank, 4, port):
         grid = Grid(rank, {"dp": 2, "tp": 2})
         grid.make_groups("tp")
-        tp_group = grid.axis("tp").group
-        whole, sliced = twins("megatron", tp_group)
+        whole, sliced = twins("megatron", grid.axis("tp"))
         ids = torch.randint(VOCAB, (2, 11), generator=torch.Generator().manual_seed(rank // 2))
         expected, loss = (
             causalLLMLoss(whole(ids), ids, VOCAB),
-            vocabulary_parallel_loss(sliced(ids), ids, VOCAB, tp_group),
+            vocabulary_parallel_loss(sliced(ids), ids, VOCAB, grid.axis("tp")),
         )
         expected.backward()
         loss.backward()

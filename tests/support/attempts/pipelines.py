@@ -35,7 +35,7 @@ ATTEMPTS = [
         "summed",
         "added up over the 2 pipelines",
         changes=(
-            ('kind="gradients", group=dp_group\n', 'kind="gradients", group=dp_group, op=traffic_sum\n'),
+            ("group=bucket.axis.group\n", "group=bucket.axis.group, op=traffic_sum\n"),
             ("DEFAULTS = ", "from torch.distributed import ReduceOp\n\ntraffic_sum = ReduceOp.SUM\nDEFAULTS = "),
         ),
     ),
@@ -45,7 +45,7 @@ ATTEMPTS = [
         "deadlock",
         "waits",
         "for parameter in parameters:\n    traffic.all_reduce(parameter.grad, 'a gradient', kind='gradients', "
-        "group=dp_group if run.rank else None).wait()",
+        "group=replicas.group if run.rank else None).wait()",
     ),
     Attempt(
         "hybrid",
