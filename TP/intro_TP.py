@@ -22,9 +22,9 @@ from distlab.comm.traffic import traffic
 from distlab.parallel.division import Style, check_division
 from distlab.parallel.tensor import bytes_per_layer, shard
 from distlab.parallel.vocabulary import vocabulary_parallel_loss
-from distlab.run.logs import say
 from distlab.run.main import main
 from distlab.run.settings import WorldSize
+from distlab.run.terminal import say
 from distlab.run.train_settings import TrainSettings
 from distlab.run.training import TrainingRun
 from simplellm.dataloaders import TinyStories

@@ -15,10 +15,11 @@ import torch
 from torch.distributed import ReduceOp
 
 from distlab.comm.traffic import traffic
-from distlab.run.logs import human_bytes, say
+from distlab.run.logs import human_bytes
 from distlab.run.main import main
 from distlab.run.run import Run
 from distlab.run.settings import RunSettings, WorldSize, require_positive
+from distlab.run.terminal import say
 from distlab_planner.collective_model import (
     LIBRARY,
     NUMBER_BYTES,

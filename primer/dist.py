@@ -24,10 +24,11 @@ from torch import Tensor
 
 from distlab.comm.endpoint import rank, world_size
 from distlab.comm.traffic import traffic
-from distlab.run.logs import human_bytes, say
+from distlab.run.logs import human_bytes
 from distlab.run.main import main
 from distlab.run.run import Run
 from distlab.run.settings import RunSettings, WorldSize, require_positive
+from distlab.run.terminal import say
 from simplellm.errors import InputError, require
 
 Matrix = Tensor | None  # None where only rank 0 has it

@@ -15,11 +15,11 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 from distlab.comm.layout import layout_size
-from distlab.run.logs import say
 from distlab.run.main import main
 from distlab.run.resume import ResumePolicy
 from distlab.run.run import Run
 from distlab.run.settings import ResumableSettings, require_positive
+from distlab.run.terminal import say
 from simplellm.errors import InputError
 from simplellm.samplers import BatchSampler
 

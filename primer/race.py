@@ -20,10 +20,10 @@ from multiprocessing.synchronize import Lock
 from typing import Any
 
 from distlab.comm.processes import end_with_parent
-from distlab.run.logs import say
 from distlab.run.main import main
 from distlab.run.run import Run
 from distlab.run.settings import MOST_RANKS, RunSettings, require_positive
+from distlab.run.terminal import say
 from simplellm.errors import InputError
 
 PROCESSES = multiprocessing.Process, multiprocessing.Barrier

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from distlab.comm.devices import pick_device_type
 from distlab.exchange import read_saved
-from distlab.run.logs import say
+from distlab.run.terminal import say
 from simplellm import command_line
 from simplellm.errors import InputError
 from simplellm.generation import TextStream, prompt_ids

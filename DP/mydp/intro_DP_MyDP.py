@@ -9,9 +9,9 @@ ranks' weights stay the same.
 """
 
 from distlab.parallel.data import MyDP, check_parameter_closeness
-from distlab.run.logs import say
 from distlab.run.main import main
 from distlab.run.replica_settings import DataParallelSettings
+from distlab.run.terminal import say
 from distlab.run.training import TrainingRun
 from simplellm.dataloaders import TinyStories
 from simplellm.llama import CausalLLama, LLama

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 
 from distlab.comm.traffic import traffic
 from distlab.parallel.data import flatten_weights
-from distlab.run.logs import say
 from distlab.run.main import main
 from distlab.run.replica_settings import LocalStepsSettings
+from distlab.run.terminal import say
 from distlab.run.training import TrainingRun
 from simplellm.dataloaders import TinyStories
 from simplellm.errors import InputError

@@ -21,10 +21,10 @@ from distlab.pipeline.actions import Backward, Forward
 from distlab.pipeline.engine import ScheduleError, find_takers
 from distlab.pipeline.plan import simulate
 from distlab.pipeline.schedules import all_stages
-from distlab.run.logs import say
 from distlab.run.main import main
 from distlab.run.run import Run
 from distlab.run.settings import RunSettings, WorldSize
+from distlab.run.terminal import say
 from simplellm.errors import InputError
 
 

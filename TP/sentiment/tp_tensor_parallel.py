@@ -25,12 +25,12 @@ from distlab.comm.layout import Layout
 from distlab.comm.traffic import traffic
 from distlab.comm.transfer import Transfer
 from distlab.parallel.data import Bucket, GradientBuckets
-from distlab.run.logs import say
 from distlab.run.main import main
 from distlab.run.optimizers import build_optimizer
 from distlab.run.resume import ResumePolicy, file_identity
 from distlab.run.run import Run
 from distlab.run.settings import ResumableSettings, WorldSize, require_positive
+from distlab.run.terminal import say
 from distlab.run.train_settings import MOST_LAYERS
 from simplellm.errors import InputError
 from simplellm.samplers import BatchSampler

@@ -24,11 +24,11 @@ from distlab.comm import devices
 from distlab.comm.recorder import COMPUTE
 from distlab.launch import launch
 from distlab.reports.trace import read_chrome
-from distlab.run.logs import say
 from distlab.run.main import main
 from distlab.run.optimizers import build_optimizer
 from distlab.run.run import Run
 from distlab.run.settings import RunSettings, WorldSize, require_positive
+from distlab.run.terminal import say
 from distlab_planner import measuring
 from distlab_planner.layouts import divisors
 from distlab_planner.machine import Machine, read_machine, write_machine
@@ -93,7 +93,7 @@ DEFAULTS = CalibrateSettings()
 def calibrate(run: Run[CalibrateSettings]) -> None:
     """Measure, and write the file on rank 0."""
     args, device = run.settings, run.device
-    sizes, local, counts = args.sizes, run.local_ranks, run.ranks_of_hosts
+    sizes, local, counts = args.sizes, run.joined.local_ranks, run.joined.ranks_of_hosts
     number = "give each host the same number"
     require(len(set(counts)) == 1, f"the hosts have {' and '.join(map(str, counts))} ranks: {number}")
     slowdown = measuring.measure_slowdown(sizes, run.rank, local, device, min(0.1, args.seconds / 50))

@@ -10,7 +10,7 @@ from typing import Annotated
 import tyro
 
 from distlab.exchange import read_saved
-from distlab.run.logs import say
+from distlab.run.terminal import say
 from simplellm import command_line
 from simplellm.export import check_free, export
 

@@ -12,7 +12,7 @@ from typing import Annotated
 import tyro
 
 from distlab.checkpoints.models import write_model
-from distlab.run.logs import say
+from distlab.run.terminal import say
 from simplellm import command_line
 from simplellm.export import check_free
 from simplellm.import_hf import read_llama

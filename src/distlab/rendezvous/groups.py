@@ -12,8 +12,34 @@ from distlab.comm import devices
 from distlab.comm.context import Context, Options
 from distlab.comm.group import LabGroup
 from distlab.comm.hosts import Hosts
+from distlab.rendezvous.notices import NoticeBoard
+from distlab.rendezvous.torchrun import is_store_in_launcher
 
 SECONDS_FOR_THE_WATCH = 60.0  # time to find out which rank waits for which, before NCCL ends the process
+
+
+class WorldGroup(LabGroup):
+    """The default group, of all ranks, which also explains a blocked run.
+
+    Attributes:
+        notices: each rank's waits, as the others can read them; None in a world of one.
+    """
+
+    def __init__(self, context: Context, store: dist.Store) -> None:
+        super().__init__(context, store, range(context.world_size), group_timeout(context))
+        self.notices: NoticeBoard | None = None
+        if context.world_size > 1:
+            self.notices = NoticeBoard(store, context, is_rank_0s=not is_store_in_launcher())
+
+    def shutdown(self) -> None:
+        if self.notices is not None:
+            self.notices.close()
+        super().shutdown()
+
+
+def world_group() -> WorldGroup | None:
+    """The default group, if it is one of this backend."""
+    return dist.group.WORLD if isinstance(dist.group.WORLD, WorldGroup) else None
 
 
 def create(made: Any, options: Options | None) -> LabGroup:
@@ -23,15 +49,13 @@ def create(made: Any, options: Options | None) -> LabGroup:
         made: torch's description of the group.
         options: of `pg_options`.
     """
-    world = dist.group.WORLD
-    if isinstance(world, LabGroup):
-        context = world.context
-        return LabGroup(context, made.store, made.global_ranks_in_group, group_timeout(context))
+    world = world_group()
+    if world is not None:
+        return LabGroup(world.context, made.store, made.global_ranks_in_group, group_timeout(world.context))
     asked = options or Options()
     if asked.timeout_seconds is None:
         asked.timeout_seconds = made.timeout.total_seconds()
-    context = _meet(made.store, made.group_rank, made.group_size, asked)
-    return LabGroup(context, made.store, range(made.group_size), group_timeout(context))
+    return WorldGroup(_meet(made.store, made.group_rank, made.group_size, asked), made.store)
 
 
 def group_timeout(context: Context) -> timedelta:

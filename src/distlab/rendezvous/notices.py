@@ -29,31 +29,35 @@ SECONDS_FOR_READERS = 3.0  # how long rank 0, whose process holds the store, wai
 class NoticeBoard:
     """One rank's access to the notices of all ranks."""
 
-    def __init__(self) -> None:
-        self._store: SharedStore | None = None
-        self._has_failed = False
-        self._heard = ""  # why the run has failed, from other ranks' reports
-
-    def open(self, store: dist.Store, rank: int, world_size: int, context: Context, is_rank_0s: bool) -> None:
+    def __init__(self, store: dist.Store, context: Context, is_rank_0s: bool) -> None:
         """Start to watch this rank's waits, those of `context`; `is_rank_0s` says whether rank 0 holds the store."""
-        self._rank, self._ranks, self._context, self._is_rank_0s = rank, range(world_size), context, is_rank_0s
+        self._rank, self._ranks = context.rank, range(context.world_size)
+        self._context, self._is_rank_0s = context, is_rank_0s
+        self._has_failed = False
+        self._is_closed = threading.Event()
+        self._heard = ""  # why the run has failed, from other ranks' reports
         # A connection of its own, so that calls waiting on the ranks' connection do not block this one.
         own = dist.PrefixStore("notices", store.clone())  # type: ignore[attr-defined]  # torch's annotations lack it
         self._store = SharedStore("the store's process", SECONDS_FOR_THE_STORE, store=own)
         watched = SharedStore("the store's process", math.inf, store=own)  # it may be stopped for a while
-        threading.Thread(target=self._watch, args=(watched,), daemon=True).start()
+        self._thread = threading.Thread(target=self._watch, args=(watched,), daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Stop to watch."""
+        self._is_closed.set()
+        self._thread.join()
 
     def report_exit(self, cause: str) -> None:
         """Tell the other ranks why this rank exits."""
-        if self._store is not None:
-            with contextlib.suppress(StoreError):
-                self._store.set(f"ended/{self._rank}", cause)
-                self._store.set(f"informed/{self._rank}")
-                self._store.set("asked")  # makes them read it
+        with contextlib.suppress(StoreError):
+            self._store.set(f"ended/{self._rank}", cause)
+            self._store.set(f"informed/{self._rank}")
+            self._store.set("asked")  # makes them read it
 
     def explain(self, error: TrafficError) -> Diagnosis | None:
         """Collect all ranks' notices, in a few seconds; None if the failed wait was not for ranks of this run."""
-        if self._store is None or error.wait is None:
+        if error.wait is None:
             return None
         self._has_failed = True
         own = self._notice(error.wait)
@@ -67,20 +71,19 @@ class NoticeBoard:
 
     def publish_diagnosis(self, diagnosis: Diagnosis) -> None:
         """Publish the diagnosis for ranks that fail later, when the store may have exited with rank 0."""
-        if self._store is not None and not diagnosis.is_partial:
+        if not diagnosis.is_partial:
             with contextlib.suppress(StoreError):
                 self._store.set("diagnosis", diagnosis.sentence)
 
     def may_draw(self) -> bool:
         """Whether this rank is the first that asks, among those that share a terminal."""
-        assert self._store is not None
         with contextlib.suppress(StoreError):
             return self._store.add("drawn") == 1
         return True
 
     def keep_store_open(self) -> None:
         """On rank 0, keep the store open until the others have read what they need."""
-        if self._store is not None and self._is_rank_0s and self._rank == 0:
+        if self._is_rank_0s and self._rank == 0:
             self._store.keep_open([f"informed/{rank}" for rank in self._ranks[1:]], SECONDS_FOR_READERS)
 
     def _notice(self, wait: Wait | None) -> Notice:
@@ -130,7 +133,8 @@ class NoticeBoard:
         long_seconds = min(LONG_SECONDS, self._context.waits.timeout_seconds / 2)
         with contextlib.suppress(RuntimeError):  # the store has been closed because the run has ended
             while not store.has("asked"):
-                time.sleep(min(SECONDS_BETWEEN_LOOKS, long_seconds / 2))
+                if self._is_closed.wait(min(SECONDS_BETWEEN_LOOKS, long_seconds / 2)):
+                    return
             while not self._has_failed:  # from then on, `explain` publishes the notice
                 notice = self._notice(self._context.waits.waits_for(long_seconds))
                 if notice != told:
@@ -141,7 +145,5 @@ class NoticeBoard:
                     self._heard = causes or store.read("diagnosis").get("diagnosis", "")
                     if self._heard:
                         store.set(f"informed/{self._rank}")
-                time.sleep(0.1)
-
-
-notices = NoticeBoard()
+                if self._is_closed.wait(0.1):
+                    return

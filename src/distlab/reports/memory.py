@@ -8,8 +8,9 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from distlab.comm.recorder import recorder
-from distlab.comm.traffic import traffic
+from distlab.comm.context import Context
+from distlab.comm.group import CONTROL
+from distlab.comm.names import named
 from distlab.parallel.sharded import ShardedDP
 from distlab.pipeline.activations import SavedActivations
 from simplellm.errors import InputError
@@ -41,15 +42,17 @@ class MemoryReport:
         self._has_counted = True
         return self._saved.counting()
 
-    def collect(self, rank: int, world_size: int, device: torch.device, copied_bytes: int = 0) -> list[list[int]]:
+    def collect(self, context: Context, copied_bytes: int = 0) -> list[list[int]]:
         """The counts of all ranks; all ranks must call this method. `copied_bytes` are this rank's "copy to undo"."""
         if not self._has_counted:  # no step was taken
             return []
-        own = count_bytes(self._optimizer, self._saved.peak_bytes, self._sharded, copied_bytes)
+        saved_bytes = max([self._saved.peak_bytes, *(kept for _, kept in context.recorder.kept_bytes)])
+        own = count_bytes(self._optimizer, saved_bytes, self._sharded, copied_bytes)
         own[KINDS.index("optimizer state")] += self._outer_bytes
-        by_rank = torch.zeros(world_size, len(KINDS) + 1, dtype=torch.int64, device=device)
-        by_rank[rank] = torch.tensor([*own, max(own[-1], self._saved.usual_peak_bytes)])
-        traffic.all_reduce(by_rank, "what each rank holds", kind="control", op=dist.ReduceOp.SUM).wait()
+        by_rank = torch.zeros(context.world_size, len(KINDS) + 1, dtype=torch.int64, device=context.device)
+        by_rank[context.rank] = torch.tensor([*own, max(own[-1], self._saved.usual_peak_bytes)])
+        with named("the memory of each rank", CONTROL):
+            dist.all_reduce(by_rank)
         counts: list[list[int]] = by_rank.tolist()
         return counts
 
@@ -68,16 +71,15 @@ def _has_recomputation(by_rank: Sequence[Sequence[int]]) -> bool:
 def count_bytes(
     optimizer: torch.optim.Optimizer, saved_bytes: int, sharded: Collection[ShardedDP] = (), copied_bytes: int = 0
 ) -> list[int]:
-    """Bytes of each of `KINDS` on this rank; activations are those counted here or, if more, by a traced pipeline."""
+    """Bytes of each of `KINDS` on this rank."""
     parameters = _parameters(optimizer)
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     values = [value for values in optimizer.state.values() for value in values.values() if torch.is_tensor(value)]
     held = [sum(tensor.nbytes for tensor in kind) for kind in (parameters, gradients, values)]
-    activations = max([saved_bytes, *(kept for _, kept in recorder.kept_bytes)])
     if sharded:
         *held[:2], gathered = map(sum, zip(*(part.held_bytes() for part in sharded), strict=True))
-        return [*held, copied_bytes, gathered, activations]
-    return [*held, copied_bytes, 0, activations]
+        return [*held, copied_bytes, gathered, saved_bytes]
+    return [*held, copied_bytes, 0, saved_bytes]
 
 
 def _parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:

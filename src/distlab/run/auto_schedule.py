@@ -15,8 +15,8 @@ from distlab.pipeline.actions import KINDS, Action, ActionCosts
 from distlab.pipeline.activations import Loss, SavedActivations, Stage
 from distlab.pipeline.plan import simulate
 from distlab.pipeline.schedules import all_stages
-from distlab.run.logs import say
 from distlab.run.stage_settings import ScheduleSettings
+from distlab.run.terminal import say
 from distlab.run.training import TrainingRun
 
 REHEARSALS = 3  # measured; the fastest is the time of a pass that nothing disturbs

@@ -15,9 +15,10 @@ from distlab.checkpoints.saving import read_into, restore, save, state_of, super
 from distlab.comm.layout import Layout, layout_size
 from distlab.parallel.gradient_compression import Compressor
 from distlab.parallel.outer import OuterOptimizer
-from distlab.run.logs import RunLog, say
+from distlab.run.logs import RunLog
 from distlab.run.resume import check_data, per_step
 from distlab.run.settings import ResumableSettings, as_flag, as_json
+from distlab.run.terminal import say
 from simplellm.errors import require
 
 BatchT = TypeVar("BatchT", covariant=True)

@@ -8,18 +8,18 @@ import time
 import traceback
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar, NoReturn
+from typing import NoReturn
 
 import torch
 
 from distlab.comm.processes import leave
-from distlab.comm.traffic import traffic
 from distlab.comm.waits import TrafficError
-from distlab.rendezvous.notices import notices
+from distlab.rendezvous.groups import world_group
+from distlab.rendezvous.notices import NoticeBoard
 from distlab.rendezvous.torchrun import started_by_torchrun
-from distlab.run.logs import RankOutput, human_bytes, say
+from distlab.run.logs import human_bytes
 from distlab.run.not_finite import NotFiniteError
-from distlab.run.progress import status_line
+from distlab.run.terminal import RankOutput, say
 from simplellm.errors import InputError, about_full_disk, tell
 
 
@@ -34,12 +34,14 @@ class Failure:
     lost_a_peer: bool = False  # it is the consequence of another rank's exit
     recurs_on_restart: bool = False  # the same step would fail again, so launch.sh does not restart the ranks
     is_diagnosed: bool = False  # the ranks have found out together which rank waits for which
-    rank: ClassVar[int] = 0  # of this process, from the moment when it is known
     grace_period: bool = False  # wait a second for other ranks' messages: torchrun ends all ranks when one fails
 
     @classmethod
-    def of(cls, error: Exception | KeyboardInterrupt) -> "Failure":
-        """The failure for each kind of error. Only a bug of the lab prints a traceback."""
+    def of(cls, error: Exception | KeyboardInterrupt, rank: int = 0) -> "Failure":
+        """The failure for each kind of error. Only a bug of the lab prints a traceback.
+
+        `rank` is the one that fails.
+        """
         if isinstance(error, InputError):
             return cls(str(error), status=2, cause=str(error), recurs_on_restart=True)
         if isinstance(error, KeyboardInterrupt):
@@ -47,22 +49,26 @@ class Failure:
         if isinstance(error, NotFiniteError):  # all ranks raise it
             return cls(str(error), names_rank=True, recurs_on_restart=True, grace_period=True)
         if told := about_full_disk(error):
-            return cls.of(InputError(told))
+            return cls.of(InputError(told), rank)
         # A library that communicates with other ranks itself raises its own errors when a wait fails.
-        wait = error if isinstance(error, TrafficError) else traffic.failure_of(error)
+        world = world_group()
+        wait = error if isinstance(error, TrafficError) else None
+        if wait is None and world is not None:
+            wait = world.context.waits.failure_of(error)
         if wait is not None:
-            return cls._of_wait(wait)
+            return cls._of_wait(wait, world.notices if world else None)
         cause = out_of_memory(error) or refused_by_gpu(error)
         if cause is None:
             traceback.print_exception(error)
             cause = f"{type(error).__name__}: {error}".splitlines()[0]
-        return cls(f"{traffic.describe(cls.rank)} failed: {cause}", cause=cause, names_rank=True)
+        who = world.context.describe(rank) if world else f"rank {rank}"
+        return cls(f"{who} failed: {cause}", cause=cause, names_rank=True)
 
     @classmethod
-    def _of_wait(cls, error: TrafficError) -> "Failure":
+    def _of_wait(cls, error: TrafficError, notices: NoticeBoard | None) -> "Failure":
         """For a failed wait: find out together with the other ranks which waits for which, print it, name the cause."""
-        found = notices.explain(error)
-        if found is None:
+        found = notices.explain(error) if notices else None
+        if found is None or notices is None:
             return cls(str(error), lost_a_peer=error.lost_a_peer, grace_period=True)
         print(f"# {error}", file=sys.stderr)
         if found.picture and (not started_by_torchrun() or notices.may_draw()):
@@ -74,9 +80,11 @@ class Failure:
 
     def end(self) -> NoReturn:
         """Write the sentence to the terminal and to torchrun's error file, and exit."""
-        status_line.clear()
-        if self.cause or self.is_diagnosed:
-            notices.keep_store_open()
+        if isinstance(sys.stdout, RankOutput):
+            sys.stdout.status.clear()
+        world = world_group()
+        if world is not None and world.notices is not None and (self.cause or self.is_diagnosed):
+            world.notices.keep_store_open()
         restarts, allowed = (os.environ.get(f"TORCHELASTIC_{name}") for name in ("RESTART_COUNT", "MAX_RESTARTS"))
         is_restarted = restarts != allowed and not self.recurs_on_restart
         is_printed_last = "LAB_LAUNCHER" in os.environ and not is_restarted and (self.names_rank or self.status == 2)

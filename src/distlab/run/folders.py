@@ -12,31 +12,31 @@ from simplellm.errors import InputError
 
 SECONDS_TO_LEAVE = 2.0  # that a run which was killed may still need
 
-_claims: dict[Path, int] = {}  # the folders of this process, with descriptors that hold their locks until it ends
 
-
-def claim(out: Path) -> None:
-    """Have a run's folder for this process alone, among those of this computer, until it ends.
+class Claim:
+    """A run's folder for this process alone, among those of this computer, until `release` or the process's end.
 
     Without effect where folders cannot be locked.
 
     Raises:
         InputError: another run is using it, or it cannot be made.
     """
-    if out in _claims:
-        return
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(out, os.O_RDONLY)
-    except OSError as error:
-        raise InputError(f"--out {out}: cannot write there ({error.strerror}); give another folder") from error
-    deadline = time.monotonic() + SECONDS_TO_LEAVE
-    while not _lock(descriptor):
-        if time.monotonic() > deadline:
-            os.close(descriptor)
-            raise InputError(f"--out {out}: another run is writing there; give another folder")
-        time.sleep(0.1)
-    _claims[out] = descriptor
+
+    def __init__(self, out: Path) -> None:
+        try:
+            out.mkdir(parents=True, exist_ok=True)
+            self._descriptor = os.open(out, os.O_RDONLY)
+        except OSError as error:
+            raise InputError(f"--out {out}: cannot write there ({error.strerror}); give another folder") from error
+        deadline = time.monotonic() + SECONDS_TO_LEAVE
+        while not _lock(self._descriptor):
+            if time.monotonic() > deadline:
+                os.close(self._descriptor)
+                raise InputError(f"--out {out}: another run is writing there; give another folder")
+            time.sleep(0.1)
+
+    def release(self) -> None:
+        os.close(self._descriptor)
 
 
 def _lock(descriptor: int) -> bool:

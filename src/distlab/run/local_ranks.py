@@ -21,8 +21,8 @@ from distlab.rendezvous.launcher_flags import Nodes
 from distlab.rendezvous.nodes import LOST_NODE_0, ElsewhereError, NodeRendezvous
 from distlab.rendezvous.store import StoreError
 from distlab.run.commands import LAUNCHED_AS
-from distlab.run.logs import say, take_over_output
 from distlab.run.settings import RunSettings
+from distlab.run.terminal import Terminal, say
 from simplellm.errors import InputError, tell
 
 DEFAULT_PORT = 29500  # where node 0 listens, when there are several machines
@@ -45,7 +45,7 @@ def run_ranks(
     ending = [sent for sent in ENDING if sent is not signal.SIGHUP or signal.getsignal(sent) is not signal.SIG_IGN]
     handled = ",".join(sent.name for sent in ending)
     os.environ |= {"LAB_LAUNCHER": str(os.getpid()), LAUNCHED_AS: shlex.join(sys.argv[1:]), AGENT_HANDLES: handled}
-    take_over_output(0, has_terminal=True)  # so that it prints above a status line that a rank may have left
+    Terminal(0, has_own=True)  # so that it prints above a status line that a rank may have left
     port = settings.master_port or (0 if len(nodes.ranks_of) == 1 else DEFAULT_PORT)
     rendezvous: NodeRendezvous | None = None  # None until this launcher has found that of node 0
     status, sentence, cause = 0, "", ""  # the cause is reported to the other machines

@@ -1,10 +1,8 @@
 """What a run prints and records: a line per step, `metrics.jsonl`, each rank's log, the summary at the end."""
 
 import contextlib
-import io
 import json
 import math
-import os
 import statistics
 import sys
 import time
@@ -15,97 +13,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TextIO
 
 import torch
 
-from distlab.comm.traffic import traffic
-from distlab.run.progress import ERASE_LINE, can_erase, status_line
+from distlab.comm.context import Context
+from distlab.run.terminal import StatusLine, say
 from simplellm.errors import InputError
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
 
 SECONDS_TO_MENTION = 10  # work between two steps that takes at least this long gets a line of its own
-
-
-class RankOutput(io.TextIOBase):
-    """A rank's standard output or error, which writes to the terminal and to the rank's log.
-
-    Only whole lines are written, each with `prefix`. `erase` erases the status line, of this rank or of another that
-    shares the terminal, so that lines appear above it.
-    """
-
-    def __init__(self, terminal: TextIO, prefix: str = "", erase: str = "") -> None:
-        self.terminal, self.prefix = terminal, prefix
-        self._file: TextIO = io.StringIO()  # until the run's folder is known
-        self._keeps = True
-        self._rest = ""  # the incomplete last line
-        self._erase = self._erase_before_line = erase  # _erase is "" while the terminal shows an incomplete line
-
-    def keep_in(self, file: TextIO) -> None:
-        """From now on write to `file`, starting with everything written so far."""
-        assert isinstance(self._file, io.StringIO)
-        earlier, self._file = self._file.getvalue(), file
-        self.keep(earlier)
-
-    def keep(self, text: str) -> None:
-        """Write to the log only. If that fails, say so on the terminal, which then has the rest alone."""
-        if not self._keeps:
-            return
-        try:
-            self._file.write(text)
-            self._file.flush()
-        except OSError as error:
-            self._keeps = False
-            what = f"{self._file.name}: cannot be written ({error.strerror}); what follows is on the terminal only"
-            self.terminal.write(f"{self._erase}{self.prefix or '# '}{what}\n")
-
-    def write(self, text: str) -> int:
-        if text.startswith("\r"):  # a progress bar of a library, such as a download's; redrawn often, so not logged
-            self.terminal.write(text)
-            return len(text)
-        self.keep(text)
-        *lines, self._rest = (self._rest + text).split("\n")
-        if lines:
-            if self.prefix:
-                lines = [f"{self.prefix}{line.removeprefix('# ')}" for line in lines]
-            status = status_line.text if self._erase_before_line else ""
-            self.terminal.write(self._erase + "\n".join([*lines, status]))
-            self._erase = self._erase_before_line
-            self.terminal.flush()
-        return len(text)
-
-    def flush(self) -> None:
-        if self._rest and not self.prefix:  # an incomplete line, which may be a prompt
-            self.terminal.write(f"{self._erase}{self._rest}")
-            self._rest = self._erase = ""
-        self.terminal.flush()
-
-    def isatty(self) -> bool:
-        return self.terminal.isatty()
-
-    def fileno(self) -> int:
-        return self.terminal.fileno()
-
-
-def take_over_output(rank: int, has_terminal: bool) -> None:
-    """Redirect this process's output through `RankOutput`; ranks without a terminal of their own prefix their lines.
-
-    Status lines and the progress bars of libraries are shown on terminals only, by one rank per terminal.
-    """
-    has_status_line = can_erase(sys.stdout)
-    if has_terminal and has_status_line:
-        status_line.open(sys.stdout)
-    else:
-        for library in ("HF_HUB", "HF_DATASETS"):  # these libraries read it at import, which happens later
-            os.environ.setdefault(f"{library}_DISABLE_PROGRESS_BARS", "1")
-    prefix = "" if has_terminal else f"# rank {rank}: "
-    sys.stdout, sys.stderr = (
-        RankOutput(stream, prefix, ERASE_LINE if has_status_line and stream.isatty() else "")
-        for stream in (sys.stdout, sys.stderr)
-    )
-
-
-def say(text: str) -> None:
-    """Print a line that is not a step's; these begin with `#`."""
-    print(f"# {text}", flush=True)
 
 
 class StepTime(NamedTuple):
@@ -119,10 +34,13 @@ class StepTime(NamedTuple):
 class RunLog:
     """The records of a run's steps: `metrics.jsonl`, written by rank 0, and the summary at the end."""
 
-    def __init__(self, out: Path, rank: int, device: torch.device, tensorboard: bool = False) -> None:
-        self._out, self._rank, self._device = out, rank, device
+    def __init__(
+        self, out: Path, context: Context, *, tensorboard: bool = False, status: StatusLine | None = None
+    ) -> None:
+        self._out, self._rank, self._device = out, context.rank, context.device
+        self._ledger, self._waits, self._status = context.ledger, context.waits, status or StatusLine(None)
         # A missing TensorBoard is an error now; its file is opened in `begin`.
-        self._new_tensorboard = tensorboard_writer() if tensorboard and rank == 0 else None
+        self._new_tensorboard = tensorboard_writer() if tensorboard and self._rank == 0 else None
         self._tensorboard: SummaryWriter | None = None
         self._metrics: TextIO | None = None
         self.unit, self._per_step, self.count = "", 0, 0  # `count` tokens (or inputs, …) have been consumed so far
@@ -141,7 +59,7 @@ class RunLog:
         A run that is resumed in its own folder, at step `continue_at`, keeps its earlier records.
         """
         self._per_step, self.unit, self.count = per_step, unit, before
-        self._sent_before = traffic.ledger.sent_bytes.copy()
+        self._sent_before = self._ledger.sent_bytes.copy()
         if self._rank == 0:
             path = self._out / "metrics.jsonl"
             if continue_at is not None:
@@ -161,19 +79,19 @@ class RunLog:
     @contextlib.contextmanager
     def timing_a_step(self) -> Iterator[None]:
         """Time the step that runs inside, from its batch to its update."""
-        started, waited = time.perf_counter(), traffic.waited_so_far()
-        in_collectives = traffic.ledger.collective_seconds
+        started, waited = time.perf_counter(), self._waits.waited_so_far()
+        in_collectives = self._ledger.collective_seconds
         self.loss, self.loss_is_late, self.values = math.nan, False, {}
         yield
-        seconds, waited = time.perf_counter() - started, traffic.waited_so_far() - waited
-        self.times.append(StepTime(seconds, waited, traffic.ledger.collective_seconds - in_collectives))
+        seconds, waited = time.perf_counter() - started, self._waits.waited_so_far() - waited
+        self.times.append(StepTime(seconds, waited, self._ledger.collective_seconds - in_collectives))
         self.count += self._per_step
 
     @contextlib.contextmanager
     def timing_apart(self, kind: str, what: str) -> Iterator[None]:
         """Time work outside of a step; `what` describes it in the status line and in the line for long work."""
         started = time.perf_counter()
-        with status_line.instead(what):
+        with self._status.instead(what):
             yield
         seconds = time.perf_counter() - started
         self.seconds_apart[kind] += seconds
@@ -184,7 +102,7 @@ class RunLog:
         """Write the record of the step that was timed last, or keep it until its loss arrives."""
         if self._metrics is None:
             return
-        seconds, sent = self.times[-1].seconds, traffic.ledger.sent_bytes.copy()
+        seconds, sent = self.times[-1].seconds, self._ledger.sent_bytes.copy()
         record: dict[str, Any] = {
             "step": step,
             "loss": _finite(self.loss),
@@ -244,8 +162,8 @@ class RunLog:
             say(f"{steps} steps, {count:,} {self.unit} in {seconds:.1f} s: {count / seconds:,.0f} {self.unit}/s")
             say(f"median step time: {statistics.median(seconds_of_steps):.3g} s")
             say(f"rank {self._rank} computed for {seconds - waited:.1f} s and waited {waited:.1f} s for other ranks")
-        for kind, sent in traffic.ledger.sent_bytes.items():
-            messages = traffic.ledger.messages[kind]
+        for kind, sent in self._ledger.sent_bytes.items():
+            messages = self._ledger.messages[kind]
             say(f"rank {self._rank} sent {human_bytes(sent)} of {kind} in {messages:,} messages")
         say(f"peak memory of rank {self._rank}: {human_bytes(peak_memory_bytes(self._device))}")
 

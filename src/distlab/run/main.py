@@ -11,9 +11,10 @@ from typing import Any, NoReturn
 from distlab.checkpoints.format import has_checkpoints
 from distlab.comm.processes import end_with_parent, leave
 from distlab.comm.torch_patches import silence_torch_warnings
-from distlab.rendezvous.notices import notices
+from distlab.rendezvous.groups import world_group
 from distlab.rendezvous.torchrun import started_by_torchrun
 from distlab.run.failure import Failure
+from distlab.run.joining import identity
 from distlab.run.run import Run
 from distlab.run.settings import RunSettings, WorldSize, parse
 from distlab.run.train_settings import TrainSettings
@@ -25,7 +26,7 @@ def main(work: Callable[[Any], None], defaults: RunSettings, description: str | 
 
     The exit status is 0 for success, 2 for an error that the user can correct, 130 for Ctrl-C, else 1.
     """
-    script = Path(sys.argv[0])
+    script, rank = Path(sys.argv[0]), 0
     run: Run[Any] | None = None
     try:
         end_with_launcher()
@@ -33,15 +34,16 @@ def main(work: Callable[[Any], None], defaults: RunSettings, description: str | 
         if started_by_torchrun() and isinstance(defaults, WorldSize):
             defaults.world_size = int(os.environ["WORLD_SIZE"])
         settings = parse(defaults, description or script.stem, [*sys.argv[1:], *flags_to_resume()])
+        rank, _ = identity(settings)
         run = TrainingRun(settings, script) if isinstance(settings, TrainSettings) else Run(settings, script)
-        work(run)
-        run.close()
+        with run:
+            work(run)
     except BrokenPipeError:
         leave(1)  # the reader of this output has exited, as `head` does
     except (Exception, KeyboardInterrupt) as error:
-        failure = Failure.of(error)
-        if failure.cause:
-            notices.report_exit(failure.cause)
+        failure, world = Failure.of(error, rank), world_group()
+        if failure.cause and world is not None and world.notices is not None:
+            world.notices.report_exit(failure.cause)
         if run is not None and run.running_on is not None:
             run.running_on.keep_arrived()
         if isinstance(error, KeyboardInterrupt) and run is not None:

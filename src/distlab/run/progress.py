@@ -1,73 +1,21 @@
-"""Progress of long work: as plain lines, and in the status line of a terminal."""
+"""Progress of long work: as plain lines, and in a status line."""
 
-import contextlib
-import os
-import shutil
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import TextIO, TypeVar
+from typing import TypeVar
 
-from distlab.comm.endpoint import rank
+import torch.distributed as dist
+
+from distlab.run.terminal import StatusLine
 
 SECONDS_TO_ESTIMATE = 2.0  # minimum time of several steps for a first estimate
 SECONDS_OF_ONE = 10.0  # after this time, a single step is enough
 FEW_STEPS = 20  # up to this number, the rate is that of all steps
 SECONDS_BETWEEN_LINES = 60.0
 SECONDS_BETWEEN_REDRAWS = 0.2
-ERASE_LINE = "\r\x1b[K"  # to the first column, and erase to the end of the line (ECMA-48)
 
 ItemT = TypeVar("ItemT")
-
-
-class StatusLine:
-    """The last line of a terminal, below all output; not shown if the output is a file or a pipe.
-
-    `RankOutput` prints above it.
-    """
-
-    def __init__(self) -> None:
-        self._terminal: TextIO | None = None
-        self.text = ""  # the text on the terminal now
-
-    def open(self, terminal: TextIO) -> None:
-        """From now on show the status line on `terminal`."""
-        self._terminal = terminal
-
-    def show(self, text: str) -> None:
-        """Show `text`, cut to the width of the terminal because only one line can be erased."""
-        if self._terminal is not None:
-            self.text = f"# {text}"[: shutil.get_terminal_size().columns - 1]
-            self._write()
-
-    def clear(self) -> None:
-        """Erase the status line."""
-        if self.text:
-            self.text = ""
-            self._write()
-
-    @contextlib.contextmanager
-    def instead(self, text: str) -> Iterator[None]:
-        """Inside, show `text`; then restore the previous text."""
-        before = self.text
-        self.show(text)
-        yield
-        if self.text:
-            self.text = before
-            self._write()
-
-    def _write(self) -> None:
-        assert self._terminal is not None
-        self._terminal.write(f"{ERASE_LINE}{self.text}")
-        self._terminal.flush()
-
-
-status_line = StatusLine()  # a process has at most one terminal
-
-
-def can_erase(stream: TextIO) -> bool:
-    """Whether a stream is a terminal that can erase a line."""
-    return stream.isatty() and os.environ.get("TERM", "dumb") != "dumb"
 
 
 class Progress:
@@ -86,6 +34,7 @@ class Progress:
         what: str = "steps",
         speed: Callable[[float], str] | None = None,
         warms_up: bool = True,
+        status: StatusLine | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """
@@ -96,13 +45,15 @@ class Progress:
             what: name of the steps.
             speed: (steps per second) -> text for the speed.
             warms_up: ignore the time of the first step, which takes longer than the others.
+            status: shows how far it is; by default, nothing does.
             clock: returns the time in seconds.
         """
         self._total, self._say, self._done, self._what, self._speed, self._clock = total, say, done, what, speed, clock
+        self._status = status or StatusLine(None)
         self._ends = [] if warms_up else [clock()]  # when each step ended
         self._next_line: float | None = None  # when the next line is due; None before the first estimate
         self._next_redraw = 0.0
-        status_line.show(f"{done:,} of {total:,} {what}")
+        self._status.show(f"{done:,} of {total:,} {what}")
 
     def advance(self) -> None:
         """Call at the end of each step, after the validation and checkpoint that follow it."""
@@ -111,7 +62,7 @@ class Progress:
         self._done += 1
         left, timed, seconds = self._total - self._done, len(self._ends) - 1, now - self._ends[0]
         if left <= 0:
-            status_line.clear()
+            self._status.clear()
             return
         if self._next_line is None:
             if timed > 0 and seconds >= (SECONDS_TO_ESTIMATE if timed > 2 else SECONDS_OF_ONE):
@@ -121,7 +72,7 @@ class Progress:
             self._say(self._state())
             self._next_line = now + SECONDS_BETWEEN_LINES
         if now >= self._next_redraw:
-            status_line.show(self._state())
+            self._status.show(self._state())
             self._next_redraw = now + SECONDS_BETWEEN_REDRAWS
 
     def take_back(self) -> None:
@@ -145,7 +96,7 @@ class Progress:
 
 def each(items: Sequence[ItemT], what: str) -> Iterator[ItemT]:
     """Yield the items, and print on stderr (on rank 0 only) how long the remaining ones will take."""
-    say = _say_on_stderr if rank() == 0 else lambda _: None
+    say = _say_on_stderr if not dist.is_initialized() or dist.get_rank() == 0 else lambda _: None
     progress = Progress(len(items), say, what=what, warms_up=False)
     for item in items:
         yield item

@@ -16,12 +16,12 @@ from distlab.parallel.gradient_compression import Compressor
 from distlab.parallel.outer import OuterOptimizer
 from distlab.reports.memory import MemoryReport
 from distlab.run.checkpointer import TrainingState
-from distlab.run.logs import RankOutput, say
 from distlab.run.model import Loss, ModelParts, own_parameters
 from distlab.run.not_finite import NotFiniteError, find_cause, find_gradient
 from distlab.run.optimizers import build_optimizer
 from distlab.run.run import Run
 from distlab.run.run_on import RunningOn
+from distlab.run.terminal import RankOutput, say
 from distlab.run.train_settings import TrainSettings
 from distlab.run.validation import Validator, perplexity
 from simplellm.dataloaders import TinyStories

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from distlab.run.logs import RankOutput, RunLog, human_bytes, keep_records
+from distlab.run.logs import RunLog, human_bytes, keep_records
+from distlab.run.terminal import RankOutput
 
 pytestmark = pytest.mark.quick
 

@@ -21,8 +21,8 @@ from support.processes import LAB
 from support.terminals import fork_python
 
 from distlab.run import progress
-from distlab.run.logs import RankOutput
 from distlab.run.progress import Progress, each, human_time
+from distlab.run.terminal import RankOutput
 
 TINY = "--dmodel 16 --num-heads 2 --n-layers 1 --seq-len 16 --data sample --device cpu".split()
 WIDTH = 60  # of the terminal

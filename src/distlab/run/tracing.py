@@ -1,0 +1,53 @@
+"""With `--trace`: the events of all ranks, collected, written and drawn at the end of a run."""
+
+import json
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from distlab.comm.context import Context
+from distlab.comm.grid import Grid
+from distlab.comm.names import named
+from distlab.comm.recorder import STEP
+from distlab.run.terminal import say
+
+
+def gather_traces(context: Context) -> list[dict[str, Any]]:
+    """The recorded events of all ranks on rank 0; [] on other ranks. Sent as JSON, so that nothing is unpickled."""
+    own = torch.frombuffer(bytearray(json.dumps(context.recorder.as_json()).encode()), dtype=torch.uint8)
+    if context.rank > 0:
+        for part in (torch.tensor(len(own)), own):
+            with named("the trace", "trace"):
+                dist.send(part.to(context.device), 0)
+        return []
+    traces = [own]
+    for rank in range(1, context.world_size):
+        trace = torch.empty((), dtype=torch.int64, device=context.device)
+        for _ in range(2):  # its size, and then itself
+            with named(f"the trace of {context.describe(rank)}", "trace"):
+                dist.recv(trace, rank)
+            trace = trace if trace.dim() else torch.empty(int(trace), dtype=torch.uint8, device=context.device)
+        traces.append(trace.cpu())
+    return [json.loads(trace.numpy().tobytes()) for trace in traces]
+
+
+def keep_trace(recorded: list[dict[str, Any]], out: Path, grid: Grid, programs: Any, runs_on: bool) -> None:
+    """Write and draw the events of all ranks, and print a summary of them."""
+    from distlab.reports.timeline import draw, measured_panel
+    from distlab.reports.trace import merge, write_chrome
+
+    if not any(event[0] == STEP for trace in recorded for event in trace["events"]):
+        say("--trace recorded nothing: this run took no steps")
+        return
+    trace = merge(recorded, grid.layout, programs, runs_on)
+    write_chrome(trace, out / "trace.json")
+    for line in trace.report():
+        say(line)
+    title = "A step as measured" if trace.programs is None else "A step as measured, under the plan"
+    if find_spec("matplotlib") is None:
+        say("timeline.png was not drawn, which needs matplotlib: pip install matplotlib")
+        return
+    draw(out / "timeline.png", [measured_panel(title, trace)])
