@@ -82,9 +82,11 @@ def train(rank: int, script: str, flags: list[str]) -> tuple[State, State]:
     settings = parse(module.DEFAULTS, "", [str(rank), *MODEL, *TRAINING, *flags])
     run: TrainingRun[Any] = TrainingRun(settings, LAB / script)
     module.train(run)
-    run.close()
     if sharded:
-        return whole(sharded)
+        result = whole(sharded)
+        run.close()
+        return result
+    run.close()
     parameters = {name: p for net in built for name, p in net.named_parameters()}
     gradients = {name: p.grad.clone() for name, p in parameters.items() if p.grad is not None}
     return {name: p.detach().clone() for name, p in parameters.items()}, gradients

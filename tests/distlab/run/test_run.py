@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from support.chapters import MODEL, load, losses, train_on
 from support.processes import LAB, run, wait_for
 from support.small_models import saved_model
@@ -14,6 +13,7 @@ from support.terminals import fork_python, terminals
 
 from distlab.checkpoints.format import latest_valid
 from distlab.checkpoints.models import write_model
+from distlab.comm.context import context_of
 from distlab.run.checkpointer import Checkpointer
 from distlab.run.failure import Failure
 from distlab.run.folders import new_folder
@@ -174,7 +174,7 @@ def test_a_wait_of_the_search_for_what_is_not_finite_is_called_what_it_is(tmp_pa
 
 
 def test_a_step_without_a_loss_has_none_on_record(tmp_path: Path) -> None:
-    log = RunLog(tmp_path, 0, torch.device("cpu"))
+    log = RunLog(tmp_path, context_of())
     log.begin(1, "tokens")
     for loss in (2.5, None):
         with log.timing_a_step():
@@ -229,12 +229,11 @@ def test_a_rank_that_fails_before_it_has_met_the_others_is_named(monkeypatch: py
     def fail(settings: Any, script: Path) -> None:
         raise RuntimeError("CUDA error: CUDA-capable device(s) is/are busy or unavailable")
 
-    monkeypatch.setattr(Run, "_join", fail)
-    monkeypatch.setattr(Failure, "rank", 0)
+    monkeypatch.setattr("distlab.run.run.join", fail)
     settings = parse(load("DP/gradient_aggr/intro_DP_GA.py").DEFAULTS, "", ["2"])
     with pytest.raises(RuntimeError) as caught:
         Run(settings, Path("script.py"))
-    assert Failure.of(caught.value).sentence.startswith("rank 2 failed: ")
+    assert Failure.of(caught.value, 2).sentence.startswith("rank 2 failed: ")
 
 
 def test_a_run_imports_what_only_some_runs_use_when_they_use_it() -> None:

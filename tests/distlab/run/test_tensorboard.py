@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from support.chapters import train_on
 
+from distlab.comm.context import context_of
 from distlab.run.logs import RunLog, tensorboard_writer
 from simplellm.errors import InputError
 
@@ -35,7 +35,7 @@ def test_holds_what_the_metrics_hold(tmp_path: Path) -> None:
 
 def test_steps_that_are_taken_again_are_there_once(tmp_path: Path) -> None:
     for first, last, go_on_at in ((0, 6, None), (3, 8, 3)):
-        log = RunLog(tmp_path, 0, torch.device("cpu"), tensorboard=True)
+        log = RunLog(tmp_path, context_of(), tensorboard=True)
         log.begin(10, "tokens", continue_at=go_on_at)
         for step in range(first, last):
             with log.timing_a_step():
