@@ -95,10 +95,15 @@ def run_ranks(world_size: int, work: Callable[..., Any], *args: Any, deadline: f
     return [results[rank] for rank in range(world_size)]
 
 
+def leave_group() -> None:
+    """In a fork of the tests' process, leave that one's group (see conftest.py)."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
 def _answer(work: Callable[..., Any], args: tuple[Any, ...], rank: int, pipe: Connection) -> None:
     try:
-        if dist.is_initialized():  # the tests' group of one
-            dist.destroy_process_group()
+        leave_group()
         ended: tuple[str | None, Any] = None, work(rank, *args)
     except BaseException:
         ended = traceback.format_exc(), None

@@ -21,7 +21,7 @@ from typing import IO
 from distlab import launch as launcher
 from distlab.comm.torch_patches import silence_torch_warnings
 from distlab.rendezvous.forks import Forked
-from support.processes import LAB, Ended, before_forks, collect_before_a_fork, finish, free_port
+from support.processes import LAB, Ended, before_forks, collect_before_a_fork, finish, free_port, leave_group
 
 
 class Fork(Forked):
@@ -116,6 +116,7 @@ def _become(program: Callable[[], object], environment: Mapping[str, str], outpu
     status = 1
     try:
         os.setsid()
+        leave_group()
         for number, output in enumerate(outputs, start=1):
             os.dup2(output, number)
         sys.stdin = open(os.devnull)  # noqa: SIM115

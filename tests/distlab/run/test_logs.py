@@ -5,8 +5,8 @@ import json
 from pathlib import Path
 
 import pytest
-import torch
 
+from distlab.comm.context import context_of
 from distlab.run.logs import RunLog, human_bytes, keep_records
 from distlab.run.terminal import RankOutput
 
@@ -47,7 +47,7 @@ def test_keeps_the_records_of_earlier_steps_and_drops_what_is_none(tmp_path: Pat
 
 @pytest.mark.parametrize("loss", [float("nan"), float("inf")])
 def test_a_loss_that_is_no_number_is_null(loss: float, tmp_path: Path) -> None:
-    log = RunLog(tmp_path, 0, torch.device("cpu"))
+    log = RunLog(tmp_path, context_of())
     log.begin(10, "tokens")
     for log.validation_loss in (loss, None):
         with log.timing_a_step():
