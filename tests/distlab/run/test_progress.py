@@ -17,6 +17,7 @@ from pathlib import Path
 from subprocess import DEVNULL, Popen
 
 import pytest
+import torch.distributed as dist
 from support.processes import LAB
 from support.terminals import fork_python
 
@@ -130,7 +131,7 @@ def test_each_tells_how_many_are_left(monkeypatch: pytest.MonkeyPatch, capsys: p
         "# about 0 s for the remaining 3 letters\n# 4 of 6 letters, about 0 s left\n# 5 of 6 letters, about 0 s left\n"
     )
     assert not out
-    monkeypatch.setattr(progress, "rank", lambda: 1)
+    monkeypatch.setattr(dist, "get_rank", lambda: 1)
     assert list(each("abcdef", "letters")) == list("abcdef")
     assert capsys.readouterr() == ("", ""), "rank 0 says it"
 
