@@ -12,7 +12,8 @@ from distlab_planner.model import NUMBER_BYTES, Model, Part
 from distlab_planner.traffic import Placement
 
 SHARDED_BUCKET_BYTES = 5_000_000  # `BUCKET_BYTES // 5` of `distlab.parallel.sharded`
-KIND_OF: dict[str, PassKind] = {"f": "F", "R": "F", "b": "B", "i": "I"}
+# By an action's letter, the pass that it is, as far as its time goes.
+KIND_OF: dict[str, PassKind] = {"F": "F", "B": "B", "I": "I", "W": "W", "f": "F", "R": "F", "b": "B", "i": "I"}
 SHARE_OF = {"F": 1.0, "B": 2.0, "I": 1.0, "W": 1.0}  # of a forward pass's multiply-adds
 
 
@@ -64,7 +65,30 @@ class Costs:
 
     def seconds(self, action: Action, threads: int = 1) -> float:
         """Of an action that no other rank slows down, with the collectives inside it."""
+        if action.letter not in KIND_OF:
+            return action.seconds(self._action_costs(threads))
         return self.pass_seconds(action.letter, action.stage, threads, self._computes_blocks_again(action))
+
+    @functools.cached_property
+    def _action_costs(self) -> Callable[[int], ActionCosts]:
+        """Threads -> the costs by which actions of other kinds say what they take."""
+        stages, again = range(len(self.layout.split)), self.layout.recompute == "blocks"
+
+        def of_threads(threads: int) -> ActionCosts:
+            forward, whole, inputs, weights = (
+                [self.pass_seconds(kind, stage, threads, again and kind in "BI") for stage in stages] for kind in "FBIW"
+            )
+            kept = [self._kept(stage) for stage in stages]
+            return ActionCosts(
+                forward,
+                whole,
+                activation_bytes=[one.by_forward for one in kept],
+                weight_share=[weight / (weight + other) for weight, other in zip(weights, inputs, strict=True)],
+                weight_bytes_share=[one.factors / one.by_forward for one in kept],
+                input_bytes_share=[one.input / one.by_forward for one in kept],
+            )
+
+        return functools.cache(of_threads)
 
     @functools.cached_property
     def pass_seconds(self) -> Callable[[str, int, int, bool], float]:
@@ -72,14 +96,13 @@ class Costs:
         return functools.cache(self._pass_seconds)
 
     def _pass_seconds(self, letter: str, stage: int, threads: int, again: bool) -> float:
-        kind = _kind(letter)
-        seconds = self._pass(kind, stage, threads) + self._exchanged(letter, stage, again)
+        seconds = self._pass(KIND_OF[letter], stage, threads) + self._exchanged(letter, stage, again)
         if again:
             seconds += self.parts(stage)["block"] * self._block_again(threads)
         return seconds
 
     def exchanged(self, action: Action) -> float:
-        """Seconds of an action in collectives, if no other rank computes."""
+        """Seconds of an action in collectives, if no other rank computes; not known of new kinds of actions."""
         return self._exchanged(action.letter, action.stage, self._computes_blocks_again(action))
 
     def exchanges(self, action: Action) -> int:
@@ -132,15 +155,17 @@ class Costs:
         return self.placement.all_reduce(self.placement.slices, self.message_bytes, "shared").alone
 
     def _exchanges(self, letter: str, stage: int, again: bool) -> int:
-        kind = _kind(letter)
-        if self.layout.tp == 1 or kind == "W":
+        kind = KIND_OF.get(letter)
+        if self.layout.tp == 1 or kind in ("W", None):
             return 0
         parts = self.parts(stage)
         needs_no_output = letter == "R" and not parts["head"]  # so the last of them is left out
         return (2 + again) * parts["block"] + (parts["embedding"] if kind == "F" else parts["head"]) - needs_no_output
 
     def _exchanged(self, letter: str, stage: int, again: bool) -> float:
-        kind = _kind(letter)
+        kind = KIND_OF.get(letter)
+        if kind is None:
+            return 0.0
         seconds = self._exchanges(letter, stage, again) * self._all_reduce_activations
         if kind == "F" and self.parts(stage)["head"]:  # the loss: the largest logit of each token; two sums
             sizes = (self.tokens * NUMBER_BYTES, 2 * self.tokens * NUMBER_BYTES)
@@ -166,6 +191,8 @@ class Costs:
         The ids of the batch, and what all blocks of a process share, are not among them.
         """
         letter, stage = action.letter, action.stage
+        if letter not in KIND_OF:
+            return round(self._action_costs(1).kept_bytes(action))
         kept = self._kept(stage)
         if letter in "FfRW":
             return {"F": kept.by_forward, "f": kept.input, "R": kept.all - kept.input, "W": -kept.factors}[letter]
@@ -228,8 +255,3 @@ class Costs:
 @functools.lru_cache(maxsize=4096)
 def _balance(n_layers: int, stages: int, parts: PartCosts) -> Split:
     return balance(n_layers, stages, parts)
-
-
-def _kind(letter: str) -> PassKind:
-    """The pass that an action is, as far as its time goes."""
-    return KIND_OF.get(letter, letter)  # type: ignore[arg-type]

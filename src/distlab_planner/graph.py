@@ -1,74 +1,61 @@
-"""A schedule in a form that is played quickly, for all layouts that follow it."""
+"""The schedule of a layout in the form in which it is played, the same for all layouts that follow it."""
 
 import functools
-import itertools
 from collections import Counter
 from dataclasses import dataclass
 
-from distlab.pipeline.actions import Action, stages_of
-from distlab.pipeline.engine import find_takers
+from distlab.pipeline.actions import Action, ActionCosts, Program, Result, stages_of
+from distlab.pipeline.engine import Graph
 from distlab_planner.layouts import Layout, programs_of
 
-Key = tuple[str, int]  # letter, stage
+Kind = tuple[str, int]  # letter, stage: actions of a kind cost the same, whatever their micro-batch
+
+
+class BeforePasses(Action):
+    """What a worker does in a step before its passes, as far as others do not wait for it."""
+
+    letter = "<"
+
+    def needs(self, stages: int) -> list[Result]:
+        return []
+
+    def seconds(self, costs: ActionCosts) -> float:
+        return 0.0
+
+
+class AfterPasses(BeforePasses):
+    """What a worker does in a step after its passes."""
+
+    letter = ">"
 
 
 @dataclass(frozen=True)
-class Move:
-    """An action in the order in which they can run, and its messages."""
+class StepGraph:
+    """The actions of a step."""
 
-    worker: int
-    kind: int  # in `Graph.examples`
-    needs: tuple[tuple[int, int], ...]  # what it waits for: (index of the other worker's action that sends it, worker)
-    receivers: tuple[int, ...]  # workers that its results are sent to
-
-
-@dataclass(frozen=True)
-class Graph:
-    """The actions of a schedule. Those of one kind cost the same, whatever their micro-batch."""
-
-    owners: dict[int, int]  # by stage, its worker
-    examples: list[Action]  # one of each kind
-    kinds: list[list[int]]  # of each worker's actions, in order
-    counts: list[Counter[int]]  # by worker, how many it has of each kind
-    moves: list[Move]
+    graph: Graph  # each worker's program, with an action before and one after it
+    kinds: list[list[Kind]]  # of each worker's program, in order
+    counts: list[Counter[Kind]]  # by worker, how many actions it has of each kind
+    examples: dict[Kind, Action]
+    messages: dict[Kind, int]  # that an action of this kind waits for and sends
 
 
-def graph_of(layout: Layout) -> Graph:
-    """The graph of a layout's schedule."""
+def graph_of(layout: Layout) -> StepGraph:
+    """The actions of a step of a layout."""
     return _graph(layout.schedule, layout.pp, layout.micro_batches, layout.recompute == "all")
 
 
 @functools.lru_cache(maxsize=64)
-def _graph(schedule: str, workers: int, micro_batches: int, recompute: bool) -> Graph:
+def _graph(schedule: str, workers: int, micro_batches: int, recompute: bool) -> StepGraph:
     programs = programs_of(schedule, workers, micro_batches, recompute)
-    owners = {stage: worker for worker, program in enumerate(programs) for stage in stages_of(program)}
-    kind_of: dict[Key, int] = {}
-    examples: list[Action] = []
-    kinds: list[list[int]] = [[] for _ in programs]
-    for worker, program in enumerate(programs):
-        for action in program:
-            key = action.letter, action.stage
-            if key not in kind_of:
-                kind_of[key] = len(examples)
-                examples.append(action)
-            kinds[worker].append(kind_of[key])
-    sent = find_takers(programs)
-    moves: list[Move] = []
-    given: dict[object, tuple[int, int]] = {}  # by result that another stage needs: its action's index and worker
-    done = [0] * len(programs)
-    total = sum(map(len, programs))
-    while len(moves) < total:
-        for worker, program in enumerate(programs):
-            for action in itertools.islice(program, done[worker], None):
-                needed = [result for result in action.needs(len(owners)) if owners[result.stage] != worker]
-                if any(result not in given for result in needed):
-                    break
-                for result in action.results:
-                    if result in sent:
-                        given[result] = len(moves), worker
-                takers = [owners[sent[result].stage] for result in action.results if result in sent]
-                receivers = tuple(taker for taker in takers if taker != worker)
-                needs = tuple(given[result] for result in needed)
-                moves.append(Move(worker, kinds[worker][done[worker]], needs, receivers))
-                done[worker] += 1
-    return Graph(owners, examples, kinds, [Counter(line) for line in kinds], moves)
+    graph = Graph([_with_ends(program) for program in programs])
+    kinds = [[(action.letter, action.stage) for action in program] for program in programs]
+    numbers = {(action.letter, action.stage): index for index, action in enumerate(graph.actions)}
+    messages = {kind: graph.receives(index) + len(graph.sends[index]) for kind, index in numbers.items()}
+    examples = {kind: graph.actions[index] for kind, index in numbers.items()}
+    return StepGraph(graph, kinds, [Counter(line) for line in kinds], examples, messages)
+
+
+def _with_ends(program: Program) -> Program:
+    first = stages_of(program)[0]
+    return [BeforePasses(first, 0), *program, AfterPasses(first, 0)]

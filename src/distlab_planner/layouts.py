@@ -9,7 +9,7 @@ from typing import Literal
 
 from distlab.comm.layout import Neighbors, layout_size, stride
 from distlab.parallel.division import check_division
-from distlab.pipeline.actions import BackwardInput, Programs, stages_of
+from distlab.pipeline.actions import Programs, stages_of
 from distlab.pipeline.schedules import (
     AUTO,
     DEFAULT_CHUNKS,
@@ -144,7 +144,7 @@ class Outline:
     """What is the same of a schedule for any number of micro-batches."""
 
     owners: dict[int, int]  # by stage, its worker
-    splits_backward: bool  # some of its backward passes are in two parts
+    letters: frozenset[str]  # of its actions
 
 
 @functools.cache
@@ -153,8 +153,7 @@ def outline_of(schedule: str, workers: int) -> Outline:
     fewest = next(count for count in itertools.count(1) if fits(workers, count))
     programs = all_stages(schedule, workers, fewest)
     owners = {stage: worker for worker, program in enumerate(programs) for stage in stages_of(program)}
-    kinds = set(map(type, itertools.chain.from_iterable(programs)))
-    return Outline(owners, BackwardInput in kinds)
+    return Outline(owners, frozenset(action.letter for program in programs for action in program))
 
 
 def divisors(number: int) -> list[int]:

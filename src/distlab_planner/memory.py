@@ -42,10 +42,10 @@ def held(costs: Costs, worker: int) -> Held:
     weights = sum(costs.weights(stage) for stage in stages) * NUMBER_BYTES
     shares = layout.dp if layout.shard != "none" else 1
     own = share(weights, shares)
-    graph = graph_of(layout)
-    kinds = graph.kinds[worker]
-    changes = {kind: costs.kept_bytes(graph.examples[kind]) for kind in graph.counts[worker]}
-    more = {kind: costs.recomputed_bytes(graph.examples[kind]) for kind in graph.counts[worker]}
+    step = graph_of(layout)
+    kinds = step.kinds[worker]
+    changes = {kind: costs.kept_bytes(step.examples[kind]) for kind in step.counts[worker]}
+    more = {kind: costs.recomputed_bytes(step.examples[kind]) for kind in step.counts[worker]}
     after = list(itertools.accumulate(changes[kind] for kind in kinds))
     within = [kept + more[kind] for kept, kind in zip([0, *after], kinds, strict=False)]
     ids = layout.batch_size * costs.model.sizes.seq_len * ID_BYTES if 0 in stages else 0  # of the whole batch, once

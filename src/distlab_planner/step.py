@@ -5,16 +5,17 @@ them all.
 """
 
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from distlab.pipeline.actions import Action, Programs, stages_of
+from distlab.pipeline.engine import Engine
 from distlab.pipeline.plan import most_threads, share_of_cores, threads_by_plan
-from distlab_planner.costs import Costs
-from distlab_planner.graph import graph_of
+from distlab_planner.costs import KIND_OF, Costs
+from distlab_planner.graph import AfterPasses, BeforePasses, graph_of
+from distlab_planner.hosts import SharedHosts
 from distlab_planner.layouts import outline_of
 from distlab_planner.model import NUMBER_BYTES
-from distlab_planner.simulation import Hosts, Played, Work, play, play_undisturbed
 from distlab_planner.traffic import Collective, Group
 
 BUCKET_BYTES = 25_000_000  # of gradients: `distlab.parallel.data.BUCKET_BYTES`
@@ -52,75 +53,60 @@ class Step:
 def predict(costs: Costs, worker: int | None = None) -> Step:
     """The step of a layout once it runs steadily, and where the seconds of a worker go; by default, the busiest's."""
     layout, machine, placement = costs.layout, costs.machine, costs.placement
-    programs = layout.programs()
-    graph = graph_of(layout)
+    programs, step = layout.programs(), graph_of(layout)
     threads = action_threads(costs, programs)
     updates, gathers, last = zip(*(_around_passes(costs, program) for program in programs), strict=True)
     first = list(map(operator.add, updates, gathers))
     workers, after = range(len(programs)), [0.0 if one.overlaps else one.alone for one in last]
 
-    def message(sender: int, receiver: int) -> float:
-        return placement.message(sender, receiver, costs.message_bytes)
+    def seconds(action: Action) -> float:
+        if isinstance(action, BeforePasses):
+            return (after if isinstance(action, AfterPasses) else first)[step.graph.owners[action.stage]]
+        messages = step.messages[action.letter, action.stage]
+        return costs.seconds(action, threads.get(action, 1)) + machine.message_seconds * messages
 
-    def carrying(sender: int, receiver: int) -> float:
-        return placement.carrying(sender, receiver, costs.message_bytes)
+    def message(sender: int, receiver: int) -> tuple[float, float]:
+        ways = placement.message, placement.carrying
+        return ways[0](sender, receiver, costs.message_bytes), ways[1](sender, receiver, costs.message_bytes)
 
-    def taken(action: Action) -> float:
-        own = machine.message_seconds * _messages(action, graph.owners)
-        return costs.seconds(action, threads.get(action, 1)) + own
-
+    hosts = None
     if machine.slowdown or placement.per_host > machine.cores_per_host or threads:
-        works = [
-            [
-                Work(first[worker]),
-                *(Work(taken(a), threads.get(a, 1), a, tuple(a.needs(len(graph.owners)))) for a in program),
-                Work(after[worker]),
-            ]
-            for worker, program in enumerate(programs)
-        ]
-        hosts = Hosts(
+        hosts = SharedHosts(
             [placement.host_of(worker) for worker in workers],
             [placement.alike(worker) for worker in workers],
             machine.slowdown_of,
+            lambda action: threads.get(action, 1),
             machine.cores_per_host,
             machine.spin_seconds,
-            machine.waking_seconds,
         )
-        played = play(works, hosts, message, graph.owners, carrying)
-    else:
-        played = play_undisturbed(
-            graph, list(map(taken, graph.examples)), first, after, message, carrying, machine.waking_seconds
-        )
-    ends = [
+    played = Engine(step.graph, seconds, message, waking=machine.waking_seconds, hosts=hosts)
+    starts, ends, alone = (
+        [[times[index] for index in line] for line in step.graph.lines]
+        for times in (played.starts, played.ends, played.alone)
+    )
+    averaged = [
         _averaged(costs, program, whole, started[-2], ended[-2]) if whole.overlaps else ended[-1]
-        for program, whole, started, ended in zip(programs, last, played.starts, played.ends, strict=True)
+        for program, whole, started, ended in zip(programs, last, starts, ends, strict=True)
     ]
     loss = placement.all_reduce(Group(layout.ranks, 1), LOSS_BYTES).seconds
-    total = max(ends) + loss
-    busy = [sum(e - s for s, e in zip(*times, strict=True)) for times in zip(played.starts, played.ends, strict=True)]
+    total = max(averaged) + loss
+    busy = [sum(map(operator.sub, *times)) for times in zip(ends, starts, strict=True)]
     seen = max(workers, key=lambda worker: busy[worker]) if worker is None else worker
-    counts = graph.counts[seen]
-    exchanging = sum(count * costs.exchanged(graph.examples[kind]) for kind, count in counts.items())
-    passes = played.alone[seen] - first[seen] - after[seen]
-    behind = max(0.0, ends[seen] - played.ends[seen][-1]) + loss  # collectives that are not played
-    idle = [_idle_share(s[1:-1], e[1:-1], played) for s, e in zip(played.starts, played.ends, strict=True)]
+    exchanging = sum(count * costs.exchanged(step.examples[kind]) for kind, count in step.counts[seen].items())
+    behind = max(0.0, averaged[seen] - ends[seen][-1]) + loss  # collectives that are not played
+    whole = max(line[-2] for line in ends) - min(line[1] for line in starts)  # from the first to the last pass
+    passes = [sum(map(operator.sub, e[1:-1], s[1:-1])) for s, e in zip(starts, ends, strict=True)]
     return Step(
         seconds=total,
-        computing=passes - exchanging,
+        computing=sum(alone[seen][1:-1]) - exchanging,
         exchanging=exchanging,
         averaging=gathers[seen] + after[seen] + behind,
         updating=updates[seen],
-        sharing=busy[seen] - played.alone[seen],
+        sharing=busy[seen] - sum(alone[seen]),
         idle=total - busy[seen] - behind,
-        bubble=sum(idle) / len(idle),
+        bubble=1 - sum(passes) / len(passes) / whole if whole else 0.0,
         sent_bytes=max(sent_bytes(costs)),
     )
-
-
-def _messages(action: Action, owners: Mapping[int, int]) -> int:
-    """How many messages an action waits for and sends."""
-    own, neighbours = owners[action.stage], (action.stage - 1, action.stage + 1)
-    return 0 if action.letter in "RW" else sum(owners.get(stage, own) != own for stage in neighbours)
 
 
 def action_threads(costs: Costs, programs: Programs) -> dict[Action, int]:
@@ -163,27 +149,18 @@ def _averaged(costs: Costs, program: Sequence[Action], whole: Collective, starte
     return now
 
 
-def _idle_share(starts: Sequence[float], ends: Sequence[float], played: Played) -> float:
-    """Of the time from the first to the last pass of the pipeline."""
-    whole = max(line[-2] for line in played.ends) - min(line[1] for line in played.starts)
-    return 1 - sum(end - start for start, end in zip(starts, ends, strict=True)) / whole if whole else 0.0
-
-
 def sent_bytes(costs: Costs) -> list[float]:
     """By worker, what a rank sends in a step, as the ledger counts it: the loss and all else that is small left out."""
-    layout, stages, graph = costs.layout, len(costs.layout.split), graph_of(costs.layout)
-    sent, owners = [], graph.owners
-    for worker, counts in enumerate(graph.counts):
-        held = [stage for stage in owners if owners[stage] == worker]
-        messages = sum(s + 1 < stages and owners[s + 1] != worker for s in held)
-        messages += sum(s > 0 and owners[s - 1] != worker for s in held)
-        weight_bytes = sum(costs.weights(stage) for stage in held) * NUMBER_BYTES
+    layout, step, sent = costs.layout, graph_of(costs.layout), []
+    for worker, program in enumerate(layout.programs()):
+        messages = sum(len(step.graph.sends[index]) for index in step.graph.lines[worker])
+        weight_bytes = sum(costs.weights(stage) for stage in stages_of(program)) * NUMBER_BYTES
         rounds = {"none": 2, "optimizer": 2, "gradients": 1 + layout.micro_batches, "weights": 3 * layout.micro_batches}
         replicas = rounds[layout.shard] * (layout.dp - 1) * weight_bytes / layout.dp
-        exchanges = sum(count * costs.exchanges(graph.examples[kind]) for kind, count in counts.items())
+        exchanges = sum(count * costs.exchanges(step.examples[kind]) for kind, count in step.counts[worker].items())
         exchanged_bytes = exchanges * costs.message_bytes
         slices = exchanged_bytes * 2 * (layout.tp - 1) / layout.tp
-        sent.append(messages * layout.micro_batches * costs.message_bytes + replicas + slices)
+        sent.append(messages * costs.message_bytes + replicas + slices)
     return sent
 
 
@@ -197,6 +174,9 @@ def least_seconds(costs: Costs) -> float:
     pp, micro_batches, stages = layout.pp, layout.micro_batches, len(layout.split)
     again = layout.recompute == "blocks"
     outline = outline_of(layout.schedule, pp)
+    if not outline.letters <= KIND_OF.keys():  # actions of new kinds may take any time
+        return machine.step_seconds
+    splits_backward = "I" in outline.letters
     alike: dict[tuple[int, ...], list[int]] = {}
     for stage in range(stages):
         alike.setdefault(tuple(costs.parts(stage).values()), []).append(stage)
@@ -217,8 +197,8 @@ def least_seconds(costs: Costs) -> float:
         times = seconds("F", stage), seconds("B", stage), seconds("I", stage), seconds("W", stage)
         for other in same:
             forward[other], weights[other] = times[0], costs.weights(stage)
-            input_[other] = min(times[1], times[2]) if outline.splits_backward else times[1]
-            whole[other] = min(times[1], times[2] + times[3]) if outline.splits_backward else times[1]
+            input_[other] = min(times[1], times[2]) if splits_backward else times[1]
+            whole[other] = min(times[1], times[2] + times[3]) if splits_backward else times[1]
     work, path, held = ([0.0] * pp for _ in range(3))  # of each worker: for a micro-batch; weights
     for stage in range(stages):
         worker = outline.owners[stage]

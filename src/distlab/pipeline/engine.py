@@ -9,9 +9,8 @@ never blocks the sender.
 import heapq
 import itertools
 import math
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Protocol
 
 from distlab.pipeline.actions import FACTORS, GRAPH, INPUT, WEIGHT_GRADIENTS, Action, Programs, Result
@@ -137,25 +136,14 @@ class InOrder:
         self._left[self._workers[index]].pop()
 
 
-@dataclass(frozen=True)
-class Hosts:
-    """How workers that compute at the same time slow each other, by host."""
+class Hosts(Protocol):
+    """How actions that run at the same time slow each other."""
 
-    of: Sequence[int]  # worker -> its host
-    weight: Sequence[int]  # worker -> number of ranks of that host that do the same
-    slowdown: Callable[[float], float]  # busy ranks of a host -> what each takes, as a multiple
-    threads: Callable[[Action], int] = lambda _: 1  # that an action computes with
-    cores: int = 1
-    spin_seconds: float = 0.0  # that the further threads of a worker use a core after they have computed
+    def begin(self, engine: "Engine", index: int, now: float) -> None:
+        """An action begins: tell the engine when it is expected to end, now and whenever that changes."""
 
-    def multiple(self, load: int, threads: int) -> float:
-        """The time of work with so many threads while so many threads compute, as a multiple of its time alone.
-
-        Its threads have equal shares, so it ends when the slowest ends; where there are more busy threads than cores,
-        that is one on a core with most of them.
-        """
-        slowest = -(-load // self.cores) if threads > 1 else 1
-        return max(1.0, self.slowdown(load), slowest)
+    def end(self, engine: "Engine", one: int, now: float) -> None:
+        """The expected end has come of a worker's action, or of something that is numbered after the workers."""
 
 
 class Engine:
@@ -168,7 +156,7 @@ class Engine:
             the same receiver.
         order: what each worker runs next; by default, its actions in the order of the graph.
         waking: seconds that a worker has waited for a message -> seconds that its action then takes longer.
-        hosts: where workers slow each other.
+        hosts: where actions slow each other; a new object.
     """
 
     def __init__(
@@ -195,8 +183,10 @@ class Engine:
         self._events: list[
             tuple[float, int, int]
         ] = []  # (time, worker, version): its next action starts, or its own ends
-        self._choices, self._versions = [-1] * workers, [0] * 2 * workers
-        self._paces = _Paces(hosts, graph, self._expect) if hosts else None
+        self._versions = Counter[int]()
+        self._next = [-1] * workers  # the action that a worker starts next
+        self._running = [-1] * workers  # the action that it runs, where hosts decide when that ends
+        self._hosts = hosts
         for worker in range(workers):
             self._choose(worker)
         self._run()
@@ -214,20 +204,28 @@ class Engine:
                 start = ends[need]
         return start
 
+    def expect(self, one: int, end: float) -> None:
+        """What a worker runs, or something else of the hosts computes, ends at that time, as far as known now."""
+        if one < len(self.free):
+            self._end(self._running[one], end)
+        self._versions[one] += 1
+        heapq.heappush(self._events, (end, one, self._versions[one]))
+
     def _run(self) -> None:
         while self._events:
             now, one, version = heapq.heappop(self._events)
             if version != self._versions[one]:
                 continue
-            if self._paces is not None and self._paces.is_busy(one):
-                self._paces.end(one, now)
+            if one < len(self.free) and self._running[one] < 0:
+                self._begin(self._next[one], now)
+            elif self._hosts is not None:
+                self._hosts.end(self, one, now)
                 if one < len(self.free):
+                    self._running[one] = -1
                     self._choose(one)
-            elif one < len(self.free):
-                self._begin(self._choices[one], now)
 
     def _choose(self, worker: int) -> None:
-        start, self._choices[worker] = self._order.choose(self, worker)
+        start, self._next[worker] = self._order.choose(self, worker)
         self._versions[worker] += 1
         if start < NEVER:
             heapq.heappush(self._events, (start, worker, self._versions[worker]))
@@ -241,8 +239,9 @@ class Engine:
         self._order.begun(index)
         for message, link, _ in self.graph.sends[index]:
             self._before[message], self._last[link] = self._last[link], message
-        if self._paces is not None:
-            self._paces.begin(index, self.alone[index], start)
+        if self._hosts is not None:
+            self._running[worker] = index
+            self._hosts.begin(self, index, start)
         else:
             self._end(index, start + self.alone[index])
             self._choose(worker)
@@ -254,69 +253,5 @@ class Engine:
             seconds, busy_seconds = self._ways[link]
             self._set_out[message] = set_out = max(end, self._set_out[self._before[message]] + busy_seconds)
             self.ends[message] = set_out + seconds
-            if self._paces is None or not self._paces.is_busy(receiver):
+            if self._running[receiver] < 0:
                 self._choose(receiver)
-
-    def _expect(self, one: int, end: float) -> None:
-        """A worker's action, or its spinning threads, will end at another time than it seemed."""
-        if one < len(self.free):
-            self._end(self._choices[one], end)
-        self._versions[one] += 1
-        heapq.heappush(self._events, (end, one, self._versions[one]))
-
-
-class _Paces:
-    """What workers of the same hosts compute now, and at which pace. Their further threads are numbered after them.
-
-    Args:
-        expect: called with the number of a worker and the time at which its work ends, when that has changed.
-    """
-
-    def __init__(self, hosts: Hosts, graph: Graph, expect: Callable[[int, float], None]) -> None:
-        self._hosts, self._graph, self._expect = hosts, graph, expect
-        self._workers = len(graph.lines)
-        self._load: Counter[int] = Counter()  # by host, ranks and threads that compute now
-        self._seconds, self._left, self._since = ([0.0] * 2 * self._workers for _ in range(3))
-        self._pace = [1.0] * 2 * self._workers  # seconds for each second that the work takes alone
-        self._threads = [0] * 2 * self._workers  # busy with it
-        self._on_host: dict[int, list[int]] = defaultdict(list)
-        for one in range(2 * self._workers):
-            self._on_host[hosts.of[one % self._workers]].append(one)
-
-    def is_busy(self, one: int) -> bool:
-        return self._threads[one] > 0
-
-    def begin(self, index: int, seconds: float, now: float) -> None:
-        """Begin an action; threads of its worker that spin compute again."""
-        worker, threads = self._graph.workers[index], self._hosts.threads(self._graph.actions[index])
-        if threads > 1 and self.is_busy(self._workers + worker):
-            self.end(self._workers + worker, now)
-        self._begin(worker, seconds, threads, now)
-
-    def end(self, one: int, now: float) -> None:
-        """End a worker's action, whose further threads then spin; or their spinning."""
-        threads, self._threads[one] = self._threads[one], 0
-        self._change_load(one, -threads, now)
-        if one < self._workers and threads > 1 and self._hosts.spin_seconds:
-            self._begin(self._workers + one, self._hosts.spin_seconds, threads - 1, now)
-
-    def _begin(self, one: int, seconds: float, threads: int, now: float) -> None:
-        self._seconds[one] = self._left[one] = seconds
-        self._since[one], self._pace[one], self._threads[one] = now, 1.0, threads
-        self._change_load(one, threads, now)
-        if self._pace[one] == 1.0:
-            self._expect(one, now + seconds)
-
-    def _change_load(self, one: int, change: int, now: float) -> None:
-        """More or fewer threads of a worker compute, so that others of its host continue at another pace."""
-        host = self._hosts.of[one % self._workers]
-        if self._seconds[one]:
-            self._load[host] += self._hosts.weight[one % self._workers] * change
-        for other in self._on_host[host]:
-            if not self._threads[other]:
-                continue
-            multiple = self._hosts.multiple(self._load[host], self._threads[other] if other < self._workers else 1)
-            if multiple != self._pace[other]:
-                self._left[other] -= (now - self._since[other]) / self._pace[other]
-                self._since[other], self._pace[other] = now, multiple
-                self._expect(other, now + self._left[other] * multiple)
