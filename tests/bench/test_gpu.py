@@ -33,33 +33,15 @@ def test_the_formula_counts_what_torch_counts(bench: ModuleType) -> None:
     assert counter.get_total_flops() == size.tokens * (size.flops_per_token + scores_not_needed)
 
 
-@pytest.mark.parametrize(("name", "millions"), [("10M", 10), ("100M", 100), ("1B", 1000)])
-def test_models_have_the_size_that_they_are_called_by(bench: ModuleType, name: str, millions: int) -> None:
-    size = bench.SIZES[name]
-    assert size.parameters == pytest.approx(millions * 1e6, rel=0.05)
-    assert size.batch_size % 3 == 0
-
-
-def test_parameters_are_the_models(bench: ModuleType) -> None:
-    net = bench.SIZES["tiny"].build(torch.device("cpu"))
-    assert bench.SIZES["tiny"].parameters == sum(parameter.numel() for parameter in net.parameters())
-
-
 @pytest.mark.parametrize(
     ("device", "peak"),
     [
-        ("NVIDIA H200", 989),
         ("NVIDIA H100 80GB HBM3", 989),
         ("NVIDIA H100 PCIe", 756),
         ("NVIDIA A100-SXM4-80GB", 312),
-        ("NVIDIA A100 80GB PCIe", 312),
         ("NVIDIA A100-SXM4-40GB MIG 1g.5gb", None),
-        ("NVIDIA L4", 121),
         ("NVIDIA L40S", 362),
-        ("NVIDIA A10G", None),
-        ("NVIDIA GeForce RTX 4090", 165.2),
         ("NVIDIA GeForce RTX 4090 Laptop GPU", None),
-        ("Tesla T4", None),
     ],
 )
 def test_peak_of_a_device(bench: ModuleType, device: str, peak: float | None) -> None:

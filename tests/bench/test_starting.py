@@ -74,12 +74,3 @@ def test_a_run_without_a_loss_is_an_error(
     with pytest.raises(InputError, match="ended with status 3: # 100 steps"):
         starting.seconds_of(command, str(tmp_path))
     assert is_gone(command)
-
-
-def test_the_table(starting: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """The list of topologies and the refusal are real; runs would take too long."""
-    monkeypatch.setattr(starting, "FIRST_LOSS", ())
-    starting.main(starting.Settings(rounds=1))
-    head, _, *rows = capsys.readouterr().out.splitlines()
-    assert head == "| command | seconds: median | range |"
-    assert [row.split(" | ")[0] for row in rows] == ["| ./launch.sh", "| ./launch.sh dp-ga --no-such-flag"]

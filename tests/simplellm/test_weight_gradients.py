@@ -187,27 +187,3 @@ def test_only_trained_weights_are_written_to_and_only_where_it_was_asked_for() -
         linear(x).sum().backward()
     assert linear.weight.grad is None
     torch.testing.assert_close(grad(x), linear.weight.sum(0).expand_as(x))
-
-
-@pytest.mark.parametrize("weight_gradients", [None, WeightGradients, DeferredWeightGradients])
-def test_an_output_is_written_where_it_belongs_and_its_gradients_are_the_same(
-    weight_gradients: type[WeightGradients] | None,
-) -> None:
-    plain, placed = layer(), layer()
-    place = torch.full((1 + 2 * 3 * 4,), torch.nan)[1:].view(2, 3, 4)
-    fits = place.dtype, place.shape
-    placed.output_place = lambda shape, like: place.detach() if (like.dtype, shape) == fits else None
-    x, same_x = inputs(1), inputs(1)
-    plain(x).square().sum().backward()
-    handled = weight_gradients() if weight_gradients else None
-    with handled.applied() if handled else contextlib.nullcontext():
-        output = placed(same_x)
-    assert output.data_ptr() == place.data_ptr()
-    assert torch.equal(output, plain(x))
-    output.square().sum().backward()
-    if isinstance(handled, DeferredWeightGradients):
-        handled.compute()
-    assert torch.equal(grad(same_x), grad(x))
-    assert torch.equal(grad(placed.weight), grad(plain.weight))
-    assert placed(inputs(2).bfloat16()).data_ptr() != place.data_ptr(), "a product that is rounded afterwards"
-    assert placed(inputs(2)[:1]).data_ptr() != place.data_ptr(), "no place for this shape"
