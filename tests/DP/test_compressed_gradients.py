@@ -5,10 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.chapters import OneProcess, assert_equal, load, train_on
-
-from distlab.run.settings import parse
-from simplellm.errors import InputError
+from support.chapters import OneProcess, assert_equal, train_on
 
 SCRIPT = "DP/gradient_aggr/intro_DP_GA.py"
 
@@ -47,16 +44,3 @@ def test_what_was_left_out_is_in_the_checkpoint(compress: str, tmp_path: Path) -
     _, _, others_rest = train_on(2, SCRIPT, tmp_path / "without", *flags, *without)
     assert others_rest[0] == losses[3]
     assert others_rest[1:] != losses[4:]
-
-
-@pytest.mark.parametrize(
-    ("flags", "sentence"),
-    [
-        ("--compress topk --topk-share 2", "--topk-share 2: a share is at most 1"),
-        ("--compress powersgd --powersgd-rank 0", "--powersgd-rank 0: must be greater than 0"),
-        ("--compress powersgd --all-reduce ring", "--compress powersgd with --all-reduce ring"),
-    ],
-)
-def test_what_cannot_work_is_said_before_any_rank_waits(flags: str, sentence: str) -> None:
-    with pytest.raises(InputError, match=sentence):
-        parse(load(SCRIPT).DEFAULTS, "", ["0", *flags.split()])

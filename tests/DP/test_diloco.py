@@ -245,42 +245,6 @@ def test_it_goes_on_bit_for_bit_while_a_fragment_is_under_way(tmp_path: Path) ->
         )
 
 
-@pytest.mark.parametrize(
-    ("flags", "sentence"),
-    [
-        ("--sync-every 0", "--sync-every 0: must be greater than 0"),
-        ("--sync-every 10 --fragments 3", "--fragments 3 with --sync-every 10: .* give a divisor of 10"),
-        ("--sync-every 2 --fragments 4", "give at most 2"),
-        ("--sync-every 8 --fragments 4 --overlap-steps 2", "--overlap-steps 2 .* give 0 to 1"),
-        ("--steps 20", "--steps 20 with --sync-every 50"),
-        ("--merge-alpha 1", "--merge-alpha 1: give a number from 0 to less than 1"),
-        ("--outer-momentum -0.5", "--outer-momentum -0.5"),
-        ("--report-every 0", "--report-every 0"),
-        ("--clip-norm 1", "--clip-norm 1: each rank has gradients of its own"),
-    ],
-)
-def test_what_cannot_work_is_said_before_any_rank_waits(flags: str, sentence: str) -> None:
-    with pytest.raises(InputError, match=sentence):
-        parse(load(SCRIPT).DEFAULTS, "", ["0", *flags.split()])
-
-
-@pytest.mark.parametrize(
-    ("flags", "sentence"),
-    [
-        ("--sync-every 10", "--sync-every 10: .* add --outer diloco"),
-        ("--outer diloco --steps 20", "--steps 20 with --sync-every 50"),
-        ("--outer diloco --clip-norm 1", "--clip-norm 1: each rank has gradients of its own"),
-        ("--outer diloco --shard optimizer", "--outer diloco with --shard optimizer"),
-        ("--outer diloco --run-on", "--outer diloco with --run-on"),
-        ("--run-on --report-every 2", "--report-every 2 with --run-on"),
-        ("--outer diloco --pp 1 --tp 2 --compress int4", "--compress int4 with --tp 2: .* give --compress bf16"),
-    ],
-)
-def test_pipelines_refuse_it_too(flags: str, sentence: str) -> None:
-    with pytest.raises(InputError, match=sentence):
-        parse(load(HYBRID).DEFAULTS, "", ["0", *flags.split()])
-
-
 def test_a_resumed_run_refuses_it_too_and_has_compressions_of_its_own(tmp_path: Path) -> None:
     flags = [*MODEL, *TRAINING, "--steps", "2", "--save-every", "2"]
     train_on(2, "DP/gradient_aggr/intro_DP_GA.py", tmp_path, *flags, "--world-size", "2", "--compress", "topk")

@@ -5,12 +5,10 @@ import json
 from pathlib import Path
 
 import pytest
-from support.chapters import OneProcess, State, assert_equal, load, train_on
+from support.chapters import OneProcess, State, assert_equal, train_on
 
 from distlab.parallel.division import Style
 from distlab.parallel.tensor import bytes_per_layer
-from distlab.run.settings import parse
-from simplellm.errors import InputError
 
 SCRIPT = "TP/intro_TP.py"
 LAYERS = 2
@@ -217,23 +215,3 @@ def test_mixed_precision_stays_near_float32(flags: str, one_process: OneProcess,
     _, _, own_losses = train_on(2, SCRIPT, tmp_path, *shape, *flags.split())
     assert own_losses == pytest.approx(expected_losses, rel=2e-3)
     assert_sent(tmp_path, *bytes_per_layer(style_of(flags), 2, 2, 25, 48, 2, "sequence" in flags))
-
-
-@pytest.mark.parametrize(
-    ("flags", "sentence"),
-    [
-        ("--world-size 4", "--num-heads 6 among 4 tensor-parallel ranks"),
-        ("--world-size 2 --tp-style naive --sequence-parallel", "--sequence-parallel with --tp-style naive"),
-        ("--world-size 2 --num-kv-heads 3", "--num-kv-heads 3 among 2 tensor-parallel ranks"),
-        ("--dp 1 --pp 1 --tp 3 --num-kv-heads 2", "--num-kv-heads 2 among 3 tensor-parallel ranks"),
-        ("--world-size 3 --num-kv-heads 4", "--num-kv-heads 4 does not divide --num-heads 6"),
-        ("--world-size 3 --num-kv-heads 0", "--num-kv-heads 0: must be greater than 0"),
-        ("--world-size 3 --hidden-dim 0", "--hidden-dim 0: must be greater than 0"),
-        ("--dp 1 --pp 1 --tp 5", "--num-heads 6 among 5 tensor-parallel ranks"),
-        ("--tp 0", "--dp 2 --pp 3 --tp 0: every size must be at least 1"),
-    ],
-)
-def test_what_cannot_work_ends_with_a_sentence_before_anyone_waits(flags: str, sentence: str) -> None:
-    script = "hybrid/intro_hybrid.py" if "--tp " in flags else SCRIPT
-    with pytest.raises(InputError, match=f"^{sentence}"):
-        parse(load(script).DEFAULTS, "", ["1", *flags.split()])

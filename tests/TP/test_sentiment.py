@@ -15,32 +15,10 @@ from torch import Tensor, nn
 
 from distlab.run.run import Run
 from distlab.run.settings import parse
-from simplellm.errors import InputError
 from simplellm.tokenizers import SPTokenizer
 
 SAMPLE = "--samples 64 --layers 2 --dim 16 --heads 4 --epochs 2 --bsz 16 --device cpu".split()
 SAYS_ACCURACY = re.compile(r"# epoch \d: validation accuracy 0\.\d+ \((\d+) of \d+ reviews\)")
-
-
-@pytest.mark.parametrize(
-    ("flags", "sentence"),
-    [
-        ("--world-size 4 --tp 3", "--world-size 4 with --tp 3"),
-        ("--world-size 4 --tp 4 --heads 2", "--heads 2 with --tp 4"),
-        ("--dim 66", "--dim 66 with --heads 4"),
-        ("--world-size 4 --tp 1 --bsz 3", "--bsz 3"),
-        ("--tp 0", "--tp 0"),
-        ("--dropout 1", "--dropout 1"),
-        ("--data nowhere", "--data nowhere"),
-    ],
-)
-def test_wrong_flags_are_refused_with_a_sentence(flags: str, sentence: str) -> None:
-    def work() -> str:
-        with pytest.raises(InputError) as refusal:
-            parse(load("tp_tensor_parallel").DEFAULTS, "", flags.split())
-        return str(refusal.value)
-
-    assert sentence in in_a_fork(work)
 
 
 def train(

@@ -3,12 +3,7 @@
 import json
 from pathlib import Path
 
-import pytest
-from support.chapters import load
 from support.terminals import fork_launcher, fork_python
-
-from distlab.run.settings import parse
-from simplellm.errors import InputError
 
 SCRIPT = "collectives/intro_collectives.py"
 
@@ -50,17 +45,3 @@ def test_a_world_of_one_has_nobody_to_talk_to(tmp_path: Path) -> None:
     assert ended.status == 0, ended.err
     assert "# 1 MB at a time: adding at " in ended.out
     assert " µs each" not in ended.out, "nothing is sent"
-
-
-@pytest.mark.parametrize(
-    ("flags", "sentence"),
-    [
-        (["--sizes", "0"], "--sizes 0: give one or more numbers of bytes"),
-        (["--rounds", "0"], "--rounds 0: must be greater than 0"),
-        (["--backend", "nccl"], "--backend nccl with --device cpu"),
-        (["--device", "cuda"], "run on the CPU over gloo"),
-    ],
-)
-def test_bad_flags_are_refused(flags: list[str], sentence: str) -> None:
-    with pytest.raises(InputError, match=sentence):
-        parse(load(SCRIPT).DEFAULTS, "", ["0", *flags])

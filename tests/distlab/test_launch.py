@@ -2,7 +2,6 @@
 
 import json
 import os
-import re
 import signal
 import socket
 import sys
@@ -16,7 +15,6 @@ from support.terminals import fork_launcher, fork_python
 
 from distlab.launch import TOPOLOGIES
 from distlab.launch import launch as launch_command
-from simplellm.errors import InputError
 
 TINY = "--dmodel 16 --num-heads 2 --n-layers 1 --seq-len 16 --data sample --device cpu".split()
 GA = "DP/gradient_aggr/intro_DP_GA.py"
@@ -231,64 +229,6 @@ def test_a_run_under_nohup_outlives_its_terminal(tmp_path: Path) -> None:
     finally:
         if launcher.poll() is None:
             os.killpg(launcher.pid, signal.SIGKILL)
-
-
-@pytest.mark.parametrize(
-    ("command", "sentence"),
-    [
-        ("dp-ga --world-size 0", "--world-size 0: every size must be at least 1"),
-        ("dp-ga --steps 0", "--steps 0: must be greater than 0"),
-        ("dp-ga --lr nan", "--lr nan: must be greater than 0"),
-        ("dp-ga --seq-len 1", "--seq-len 1: predicting the next token needs at least 2"),
-        ("dp-ga --num-heads 5", "--num-heads 5 does not divide --dmodel 288"),
-        ("dp-ga --seed 99999999999999999999", "--seed 99999999999999999999: give a number of at most 63 bits"),
-        ("dp-ga --lr inf", "--lr inf: must be finite"),
-        ("dp-ga --timeout inf", "--timeout inf: give seconds"),
-        ("dp-ga --batch-size 3 --micro-batches 2", "--batch-size 3 with --micro-batches 2"),
-        ("dp-ga --stepz 3", "Unrecognized options: --stepz, 3"),
-        ("dp-ga --steps x", "Error parsing --steps: 'x' is no whole number (--help lists the flags)"),
-        ("dp-ga --lr x", "Error parsing --lr: 'x' is no number (--help lists the flags)"),
-        ("dp-ga --optimizer lion", "invalid choice 'lion' for argument '--optimizer'"),
-        ("dp-ga --data missing.jsonl", "--data missing.jsonl"),
-        ("dp-ga --tokenizer missing.model", "--tokenizer missing.model"),
-        ("dp-ga --tokenizer README.md", "--tokenizer README.md"),
-        ("dp-ga --backend nccl --device cpu", "--backend nccl"),
-        ("dp-ga --out README.md", "--out README.md: "),
-        ("dp-ga --master-port 70000", "--master-port 70000: a port is a number from 1 to 65535"),
-        ("dp-wa --sync-every 0", "--sync-every 0: must be greater than 0"),
-        ("pp-gpipe --schedule zigzag", "--schedule zigzag: give one of naive, gpipe, dapple"),
-        ("pp-dapple --layers-per-stage 3,3", "--layers-per-stage 3,3: 2 numbers for 3 stages"),
-        (
-            "pp-1f1b --layers-per-stage 3,2,2",
-            "--layers-per-stage 3,2,2: the numbers must add up to --n-layers 6, but add up to 7",
-        ),
-        ("pp-1f1b --world-size 9", "9 stages for --n-layers 6"),
-        ("pp-gpipe --batch-size 4", "--batch-size 4 with --micro-batches 3"),
-        ("hybrid --dp 0", "--dp 0 --pp 3 --tp 1: every size must be at least 1"),
-        ("mlp-ddp --d-in 0", "--d-in 0: must be greater than 0"),
-        ("dp-ga 1", "rank 1: launch.sh starts all ranks"),
-        ("dp-ga --tell", "argument --tell: expected one argument"),
-        ("dp-ga --seq-len 4 --tell Once,upon,a,time", "--tell is of 8 tokens: the model reads 4 at most"),
-        ("dp-ga --nnodes 3 --node-rank 0 --master-addr 10.0.0.1 --tell Once", "--tell on several machines: give --out"),
-        ("sentiment --tell Once", "--tell: tp_tensor_parallel.py does not train a Llama, which could tell a story"),
-        ("mlp-ddp --tell Once", "--tell: mlp_ddp.py does not train a Llama"),
-        ("collectives --tell Once", "--tell: intro_collectives.py does not train a Llama"),
-        ("mpi --tell Once", "--tell: mpi-test.py does not train a Llama"),
-        ("dp-gaa", "dp-gaa: no such topology or script"),
-        ("src/distlab/figures.py", "launch.sh needs a script with DEFAULTS"),
-    ],
-)
-def test_a_wrong_value_is_refused_before_any_rank_starts(
-    command: str, sentence: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def no_rank(*_: object) -> int:
-        raise AssertionError("ranks were started")
-
-    monkeypatch.setattr("distlab.run.start.run_ranks", no_rank)
-    monkeypatch.chdir(LAB)
-    with pytest.raises(InputError, match=re.escape(sentence)) as caught:
-        launch_command(command.split())
-    assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize("flags", ["", "--save-every 7", "--out {out}", "--nnodes 2 --node-rank 1 --out {out}"])

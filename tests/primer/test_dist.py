@@ -14,10 +14,9 @@ from torch import Tensor
 
 from distlab.comm.traffic import traffic
 from distlab.comm.waits import TrafficError
-from simplellm.errors import InputError
 
 sys.path.append(str(LAB))
-from primer.dist import DTYPES, MatmulSettings, Matrix, par_matmul_by_reduction, par_matmul_by_row
+from primer.dist import DTYPES, Matrix, par_matmul_by_reduction, par_matmul_by_row
 
 SHAPES = [(7, 5, 3), (3, 16, 5), (1, 1, 1), (2, 1, 9), (1, 6, 1), (64, 33, 17), (0, 3, 2), (3, 0, 2), (3, 2, 0)]
 PRODUCTS = [par_matmul_by_row, par_matmul_by_reduction]
@@ -161,12 +160,3 @@ def test_the_script_times_checks_and_counts(tmp_path: Path) -> None:
     table = [match.groups() for match in map(row.fullmatch, ended.out.splitlines()) if match]
     # 64 bytes of shapes and: half of A, B, half of C; half of A and of B (one of three columns and rows), C twice.
     assert table == [("8x8x8", "576 B", "832 B"), ("70x3x5", "1.24 kB", "3.16 kB")]
-
-
-def test_a_shape_that_is_none_is_refused() -> None:
-    with pytest.raises(InputError, match="--shapes 8x0x8: "):
-        MatmulSettings(shapes="8x8x8,8x0x8").check()
-    for shape in ("99999999999999999999x1x1", f"1x{'9' * 5000}x1", "32769x1x32768"):
-        with pytest.raises(InputError, match=f"^--shapes {shape}: give matrices of at most 1,073,741,824 numbers each"):
-            MatmulSettings(shapes=shape).check()
-    MatmulSettings(shapes="32768x32768x1").check()

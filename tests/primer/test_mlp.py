@@ -21,11 +21,9 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 
 from distlab.run.run import Run
 from distlab.run.settings import parse
-from simplellm.errors import InputError
 from simplellm.samplers import BatchSampler
 
 sys.path.append(str(LAB))
-from DP.ddp.mlp_ddp import ParallelMLPSettings
 from primer.mlp import MLP, ModelConfig, evaluate, gen_dataset
 
 LINE = re.compile(r"step (\d+) \| train_loss (\d+\.\d{4}) \| test_loss (\d+\.\d{4}) \| step time \d+\.\d\dms")
@@ -148,8 +146,3 @@ def test_evaluate_weighs_every_sample_alike() -> None:
     assert evaluate(model, train_set, batch_size=50) == pytest.approx(model(points, labels)[1].item(), rel=1e-5)
     first_two = model(points[:20], labels[:20])[1].item()
     assert evaluate(model, train_set, batch_size=10, max_batches=2) == pytest.approx(first_two, rel=1e-5)
-
-
-def test_too_little_data_for_one_batch_a_rank() -> None:
-    with pytest.raises(InputError, match="--train-size 5: a batch for each of 3 ranks takes 6 inputs"):
-        ParallelMLPSettings(world_size=3, train_size=5, batch_size=2).check()

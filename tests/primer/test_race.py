@@ -80,13 +80,6 @@ def test_work_that_is_not_done_in_time_ends_the_run(work: Any) -> None:
         lesson.side_by_side(lesson.PROCESSES, work, jobs, timeout=0.5)
 
 
-@pytest.mark.parametrize(("flag", "value"), [("processes", 1), ("repeats", 0)])
-def test_flags_that_cannot_work(flag: str, value: int) -> None:
-    settings: dict[str, Any] = {flag: value}
-    with pytest.raises(InputError, match=f"--{flag} {value}: "):
-        lesson.RaceSettings(**settings).check()
-
-
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux ends the processes of a parent that was killed")
 def test_no_process_outlives_the_script() -> None:
     script = start(sys.executable, LAB / "primer/race.py", "--repeats", "1000000000")

@@ -16,7 +16,6 @@ import torch.distributed as dist
 from support.processes import free_port, wait_for
 
 from distlab.comm.devices import Place, interface_of, own_address
-from distlab.launch import launch
 from distlab.rendezvous.launcher_flags import Nodes, assign_ranks, read_flags
 from distlab.rendezvous.nodes import NodeRendezvous
 from distlab.rendezvous.ranks import say_hosts
@@ -44,44 +43,6 @@ def test_ranks_are_shared_among_machines(flags: str, ranks_of: tuple[int, ...]) 
     own, rest = read_flags([*flags.split(), "--steps", "3"])
     assert rest == ["--steps", "3"]
     assert assign_ranks(own, LAYOUT, ELSEWHERE).ranks_of == ranks_of
-
-
-@pytest.mark.parametrize(
-    ("flags", "sentence"),
-    [
-        ("--nnodes 0", "--nnodes 0: give the number of machines, at least 1"),
-        ("--nnodes two", "argument --nnodes: invalid int value: 'two'"),
-        ("--nnodes 2", "--nnodes 2: give each machine its --node-rank, from 0 to 1"),
-        ("--nnodes 2 --node-rank 2", "--node-rank 2: --nnodes 2 has the node ranks 0 to 1"),
-        ("--node-rank 1", "--node-rank 1: --nnodes 1 has the node ranks 0 to 0"),
-        ("--nnodes 2 --node-rank 0", "--master-addr localhost with --nnodes 2: give the address at which"),
-        ("--nnodes 2 --node-rank 0 --master-addr 127.0.0.1", "--master-addr 127.0.0.1 with --nnodes 2: give the"),
-        ("--nnodes 2 --node-rank 0 --master-addr no.such.host.invalid", "--master-addr no.such.host.invalid: no such"),
-        (
-            f"--nnodes 4 --node-rank 0 --master-addr {ELSEWHERE}",
-            "--dp 2 --pp 3 --tp 1 with --nnodes 4: 6 ranks do not divide among 4 machines; change one of the two "
-            "numbers; or give --ranks-per-node, as in 2,2,1,1",
-        ),
-        (
-            f"--nnodes 2 --node-rank 0 --master-addr {ELSEWHERE} --ranks-per-node 4,3",
-            "--ranks-per-node 4,3: --nnodes 2 and --dp 2 --pp 3 --tp 1 need 2 numbers, each at least 1, that add up",
-        ),
-        (
-            f"--nnodes 2 --node-rank 0 --master-addr {ELSEWHERE} --ranks-per-node many",
-            "--ranks-per-node many: give a number for each machine, as in 4,2",
-        ),
-    ],
-)
-def test_what_cannot_work_is_refused_before_any_rank_starts(
-    flags: str, sentence: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def no_rank(*_: object) -> int:
-        raise AssertionError("ranks were started")
-
-    monkeypatch.setattr("distlab.run.start.run_ranks", no_rank)
-    with pytest.raises(InputError, match=re.escape(sentence)) as caught:
-        launch(["hybrid", "--data", "sample", *flags.split()])
-    assert "\n" not in str(caught.value)
 
 
 def test_an_address_of_another_machine_cannot_be_listened_at() -> None:

@@ -5,10 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.chapters import LAYOUTS, State, assert_equal, load, losses, train_on
-
-from distlab.run.settings import parse
-from simplellm.errors import InputError
+from support.chapters import LAYOUTS, State, assert_equal, losses, train_on
 
 ALWAYS, SOMETIMES = "0.3", "0.82"  # the norms of the four steps are about 0.81, 0.81, 0.83 and 1.02
 OTHERS = {
@@ -106,9 +103,3 @@ def test_a_clipped_step_that_ran_on_is_undone_and_taken_again(
         for mine, others in zip(*parts, strict=True):
             assert all(torch.equal(mine[name], others[name]) for name in others)
     assert "# steps that were taken again took" in (tmp_path / "late" / "rank0.log").read_text()
-
-
-def test_averaged_weights_have_no_one_norm() -> None:
-    defaults = load("DP/weight_aggr/intro_DP_WA.py").DEFAULTS
-    with pytest.raises(InputError, match="--clip-norm 1: each rank has gradients of its own"):
-        parse(defaults, "", ["0", "--clip-norm", "1"])

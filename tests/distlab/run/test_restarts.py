@@ -106,8 +106,3 @@ def test_checkpoints_of_another_run_are_none_to_go_on_from(tmp_path: Path) -> No
     assert refused.err.splitlines()[-1].startswith(f"# --out {tmp_path}: has checkpoints of another run; ")
     gone_on = fork_launcher(*again, "--steps", "3", "--resume", tmp_path).finish()
     assert gone_on.status == 0, gone_on.err
-
-
-def test_less_than_none_is_refused() -> None:
-    ended = fork_launcher(*LAUNCH, "--max-restarts", "-1").finish(30)
-    assert (ended.status, ended.err) == (2, "# --max-restarts -1: give 0 or more\n")

@@ -1,0 +1,137 @@
+"""What cannot work is refused before any rank starts, in one sentence: every rule about flags, and pairs of them."""
+
+import re
+
+import pytest
+from support.processes import LAB
+
+from distlab.launch import launch
+from simplellm.errors import InputError
+
+pytestmark = pytest.mark.quick
+
+ELSEWHERE = "198.51.100.7"  # an address that no machine has
+NODES = f"hybrid --nnodes {{}} --node-rank 0 --master-addr {ELSEWHERE}".format
+
+
+@pytest.mark.parametrize(
+    ("command", "sentence"),
+    [
+        # The launcher's own flags, and names.
+        ("dp-gaa", "dp-gaa: no such topology or script"),
+        ("src/distlab/figures.py", "launch.sh needs a script with DEFAULTS"),
+        ("dp-ga 1", "rank 1: launch.sh starts all ranks"),
+        ("dp-ga --tell", "argument --tell: expected one argument"),
+        ("dp-ga --seq-len 4 --tell Once,upon,a,time", "--tell is of 8 tokens: the model reads 4 at most"),
+        ("dp-ga --nnodes 3 --node-rank 0 --master-addr 10.0.0.1 --tell Once", "--tell on several machines: give --out"),
+        ("sentiment --tell Once", "--tell: tp_tensor_parallel.py does not train a Llama, which could tell a story"),
+        ("mlp-ddp --tell Once", "--tell: mlp_ddp.py does not train a Llama"),
+        ("collectives --tell Once", "--tell: intro_collectives.py does not train a Llama"),
+        ("mpi --tell Once", "--tell: mpi-test.py does not train a Llama"),
+        ("dp-ga --max-restarts -1", "--max-restarts -1: give 0 or more"),
+        ("hybrid --nnodes 0", "--nnodes 0: give the number of machines, at least 1"),
+        ("hybrid --nnodes two", "argument --nnodes: invalid int value: 'two'"),
+        ("hybrid --nnodes 2", "--nnodes 2: give each machine its --node-rank, from 0 to 1"),
+        ("hybrid --nnodes 2 --node-rank 2", "--node-rank 2: --nnodes 2 has the node ranks 0 to 1"),
+        ("hybrid --node-rank 1", "--node-rank 1: --nnodes 1 has the node ranks 0 to 0"),
+        ("hybrid --nnodes 2 --node-rank 0", "--master-addr localhost with --nnodes 2: give the address at which"),
+        ("hybrid --nnodes 2 --node-rank 0 --master-addr 127.0.0.1", "--master-addr 127.0.0.1 with --nnodes 2: give"),
+        ("hybrid --nnodes 2 --node-rank 0 --master-addr no.such.host.invalid", "no.such.host.invalid: no such"),
+        (NODES(4), "--dp 2 --pp 3 --tp 1 with --nnodes 4: 6 ranks do not divide among 4 machines"),
+        (
+            NODES(2) + " --ranks-per-node 4,3",
+            "--ranks-per-node 4,3: --nnodes 2 and --dp 2 --pp 3 --tp 1 need 2 numbers",
+        ),
+        (NODES(2) + " --ranks-per-node many", "--ranks-per-node many: give a number for each machine, as in 4,2"),
+        # Values.
+        ("dp-ga --stepz 3", "Unrecognized options: --stepz, 3"),
+        ("dp-ga --steps 0", "--steps 0: must be greater than 0"),
+        ("dp-ga --steps x", "Error parsing --steps: 'x' is no whole number (--help lists the flags)"),
+        ("dp-ga --lr x", "Error parsing --lr: 'x' is no number (--help lists the flags)"),
+        ("dp-ga --lr nan", "--lr nan: must be greater than 0"),
+        ("dp-ga --lr inf", "--lr inf: must be finite"),
+        ("dp-ga --seed 99999999999999999999", "--seed 99999999999999999999: give a number of at most 63 bits"),
+        ("dp-ga --timeout inf", "--timeout inf: give seconds"),
+        ("dp-ga --optimizer lion", "invalid choice 'lion' for argument '--optimizer'"),
+        ("dp-ga --data missing.jsonl", "--data missing.jsonl"),
+        ("dp-ga --tokenizer missing.model", "--tokenizer missing.model"),
+        ("dp-ga --tokenizer README.md", "--tokenizer README.md"),
+        ("dp-ga --out README.md", "--out README.md: "),
+        ("dp-ga --backend nccl --device cpu", "--backend nccl"),
+        ("dp-ga --master-port 70000", "--master-port 70000: a port is a number from 1 to 65535"),
+        # The model and the batch.
+        ("dp-ga --seq-len 1", "--seq-len 1: predicting the next token needs at least 2"),
+        ("dp-ga --num-heads 5", "--num-heads 5 does not divide --dmodel 288"),
+        ("dp-ga --batch-size 3 --micro-batches 2", "--batch-size 3 with --micro-batches 2"),
+        ("tp --num-kv-heads 4", "--num-kv-heads 4 does not divide --num-heads 6"),
+        ("tp --num-kv-heads 0", "--num-kv-heads 0: must be greater than 0"),
+        ("tp --hidden-dim 0", "--hidden-dim 0: must be greater than 0"),
+        ("mlp-ddp --d-in 0", "--d-in 0: must be greater than 0"),
+        # Layouts.
+        ("dp-ga --world-size 0", "--world-size 0: every size must be at least 1"),
+        ("hybrid --dp 0", "--dp 0 --pp 3 --tp 1: every size must be at least 1"),
+        ("hybrid --tp 0", "--dp 2 --pp 3 --tp 0: every size must be at least 1"),
+        ("pp-gpipe --schedule zigzag", "--schedule zigzag: give one of naive, gpipe, dapple"),
+        ("pp-dapple --layers-per-stage 3,3", "--layers-per-stage 3,3: 2 numbers for 3 stages"),
+        ("pp-1f1b --layers-per-stage 3,2,2", "the numbers must add up to --n-layers 6, but add up to 7"),
+        ("pp-1f1b --world-size 9", "9 stages for --n-layers 6"),
+        ("pp-gpipe --batch-size 4", "--batch-size 4 with --micro-batches 3"),
+        ("tp --world-size 4", "--num-heads 6 among 4 tensor-parallel ranks"),
+        ("tp --world-size 2 --num-kv-heads 3", "--num-kv-heads 3 among 2 tensor-parallel ranks"),
+        ("tp --world-size 2 --tp-style naive --sequence-parallel", "--sequence-parallel with --tp-style naive"),
+        ("hybrid --dp 1 --pp 1 --tp 3 --num-kv-heads 2", "--num-kv-heads 2 among 3 tensor-parallel ranks"),
+        ("hybrid --dp 1 --pp 1 --tp 5", "--num-heads 6 among 5 tensor-parallel ranks"),
+        ("deadlock --world-size 1", "--world-size 1: a deadlock needs at least 2 ranks"),
+        # Averages, and what is averaged.
+        ("dp-wa --sync-every 0", "--sync-every 0: must be greater than 0"),
+        ("dp-wa --clip-norm 1", "--clip-norm 1: each rank has gradients of its own"),
+        ("dp-ga --compress topk --topk-share 2", "--topk-share 2: a share is at most 1"),
+        ("dp-ga --compress powersgd --powersgd-rank 0", "--powersgd-rank 0: must be greater than 0"),
+        ("dp-ga --compress powersgd --all-reduce ring", "--compress powersgd with --all-reduce ring"),
+        ("diloco --sync-every 0", "--sync-every 0: must be greater than 0"),
+        ("diloco --sync-every 10 --fragments 3", "--fragments 3 with --sync-every 10: "),
+        ("diloco --sync-every 2 --fragments 4", "give at most 2"),
+        ("diloco --sync-every 8 --fragments 4 --overlap-steps 2", "give 0 to 1"),
+        ("diloco --steps 20", "--steps 20 with --sync-every 50"),
+        ("diloco --merge-alpha 1", "--merge-alpha 1: give a number from 0 to less than 1"),
+        ("diloco --outer-momentum -0.5", "--outer-momentum -0.5"),
+        ("diloco --report-every 0", "--report-every 0"),
+        ("diloco --clip-norm 1", "--clip-norm 1: each rank has gradients of its own"),
+        ("hybrid --sync-every 10", "add --outer diloco"),
+        ("hybrid --outer diloco --steps 20", "--steps 20 with --sync-every 50"),
+        ("hybrid --outer diloco --clip-norm 1", "--clip-norm 1: each rank has gradients of its own"),
+        ("hybrid --outer diloco --shard optimizer", "--outer diloco with --shard optimizer"),
+        ("hybrid --outer diloco --run-on", "--outer diloco with --run-on"),
+        ("hybrid --run-on --report-every 2", "--report-every 2 with --run-on"),
+        ("hybrid --outer diloco --pp 1 --tp 2 --compress int4", "--compress int4 with --tp 2: "),
+        # Scripts that train no Llama.
+        ("dist --shapes 8x8x8,8x0x8", "--shapes 8x0x8: "),
+        ("mlp-ddp --train-size 5 --batch-size 2", "--train-size 5: a batch for each of 3 ranks takes 6 inputs"),
+        ("dist --shapes 32769x1x32768", "give matrices of at most 1,073,741,824 numbers each"),
+        (f"dist --shapes 1x{'9' * 5000}x1", "give matrices of at most 1,073,741,824 numbers each"),
+        ("race --processes 1", "--processes 1: "),
+        ("race --repeats 0", "--repeats 0: "),
+        ("collectives --sizes 0", "--sizes 0: give one or more numbers of bytes"),
+        ("collectives --rounds 0", "--rounds 0: must be greater than 0"),
+        ("collectives --backend nccl", "--backend nccl with --device cpu"),
+        ("collectives --device cuda", "run on the CPU over gloo"),
+        ("sentiment --world-size 4 --tp 3", "--world-size 4 with --tp 3"),
+        ("sentiment --world-size 4 --tp 4 --heads 2", "--heads 2 with --tp 4"),
+        ("sentiment --dim 66", "--dim 66 with --heads 4"),
+        ("sentiment --world-size 4 --tp 1 --bsz 3", "--bsz 3"),
+        ("sentiment --tp 0", "--tp 0"),
+        ("sentiment --dropout 1", "--dropout 1"),
+        ("sentiment --data nowhere", "--data nowhere"),
+    ],
+)
+def test_what_cannot_work_is_refused_before_any_rank_starts(
+    command: str, sentence: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_rank(*_: object) -> int:
+        raise AssertionError("ranks were started")
+
+    monkeypatch.setattr("distlab.run.start.run_ranks", no_rank)
+    monkeypatch.chdir(LAB)
+    with pytest.raises(InputError, match=re.escape(sentence)) as caught:
+        launch(command.split())
+    assert "\n" not in str(caught.value)
