@@ -31,9 +31,14 @@ def _register() -> None:
 
 
 def _create(group: Any, options: Any) -> Any:
-    from distlab.rendezvous.groups import create
+    from distlab.rendezvous.groups import WorldGroup, create
 
-    return create(group, options)
+    made = create(group, options)
+    if options is None and isinstance(made, WorldGroup):  # a run of the lab has options, and looks after itself
+        from distlab.run.programs import look_after
+
+        look_after(made)
+    return made
 
 
 class _AfterTorch(importlib.abc.MetaPathFinder):

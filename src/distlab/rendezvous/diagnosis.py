@@ -75,7 +75,8 @@ def diagnose(
         else:
             to_send = "to send " if waits[rank].way == "send" else "for "
             arrow = f"  -> {list_ranks(edges[rank])}" if edges[rank] else ""
-            state = f"waits {to_send}{waits[rank].what}{arrow}"
+            line = f" ({waits[rank].line})" if waits[rank].line else ""
+            state = f"waits {to_send}{waits[rank].what}{line}{arrow}"
         picture.append(f"  {describe(rank):<{width}}  {state}")
 
     ends = sorted({peer for peers in edges.values() for peer in peers if peer not in waits})

@@ -1,5 +1,6 @@
 """Ranks as forks of their launcher: a fork takes milliseconds; a new interpreter imports torch, which takes seconds."""
 
+import atexit
 import contextlib
 import gc
 import logging
@@ -9,7 +10,6 @@ import signal
 import subprocess
 import sys
 import time
-import traceback
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NoReturn
@@ -105,9 +105,10 @@ def _become(script: Sequence[str], environment: Mapping[str, str]) -> NoReturn:
         status = end.code if isinstance(end.code, int) else int(end.code is not None)
         if isinstance(end.code, str):
             print(end.code, file=sys.stderr)
-    except BaseException:
-        traceback.print_exc()
+    except BaseException as error:
+        sys.excepthook(type(error), error, error.__traceback__)
     finally:
         with contextlib.suppress(OSError, ValueError):
+            atexit._run_exitfuncs()  # as an interpreter does at its end
             sys.stdout.flush()
         os._exit(status)

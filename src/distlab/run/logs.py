@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TextIO
 import torch
 
 from distlab.comm.context import Context
+from distlab.comm.recorder import Ledger
 from distlab.run.terminal import StatusLine, say
 from simplellm.errors import InputError
 
@@ -162,10 +163,15 @@ class RunLog:
             say(f"{steps} steps, {count:,} {self.unit} in {seconds:.1f} s: {count / seconds:,.0f} {self.unit}/s")
             say(f"median step time: {statistics.median(seconds_of_steps):.3g} s")
             say(f"rank {self._rank} computed for {seconds - waited:.1f} s and waited {waited:.1f} s for other ranks")
-        for kind, sent in self._ledger.sent_bytes.items():
-            messages = self._ledger.messages[kind]
-            say(f"rank {self._rank} sent {human_bytes(sent)} of {kind} in {messages:,} messages")
+        for line in sent_by_kind(self._rank, self._ledger):
+            say(line)
         say(f"peak memory of rank {self._rank}: {human_bytes(peak_memory_bytes(self._device))}")
+
+
+def sent_by_kind(rank: int, ledger: Ledger) -> Iterator[str]:
+    """Lines about the bytes and messages that a rank has sent."""
+    for kind, count in ledger.sent_bytes.items():
+        yield f"rank {rank} sent {human_bytes(count)} of {kind} in {ledger.messages[kind]:,} messages"
 
 
 def _finite(value: float) -> float | None:

@@ -1,5 +1,7 @@
 """launch.sh with the name or path of a script: its settings, the start of its ranks, a story at the end."""
 
+import argparse
+import ast
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -11,7 +13,8 @@ from distlab.rendezvous.launcher_flags import assign_ranks, read_flags, refuse_t
 from distlab.run.commands import LAB, TEMPERATURE
 from distlab.run.folders import new_folder
 from distlab.run.local_ranks import count_threads, run_ranks
-from distlab.run.settings import RunSettings, parse
+from distlab.run.programs import ProgramSettings
+from distlab.run.settings import MOST_RANKS, RunSettings, parse
 from distlab.run.train_settings import TrainSettings
 from simplellm.errors import InputError, require
 from simplellm.generation import prompt_ids
@@ -52,6 +55,22 @@ def read_script(path: Path) -> Script:
     return Script(path, defaults, module.__doc__ or path.stem, count_threads() > threads)
 
 
+def has_defaults(path: Path) -> bool:
+    """Whether a file defines `DEFAULTS`; otherwise it is a program that knows nothing of the lab's runs."""
+    tree = ast.parse(path.read_bytes())
+    targets = (target for node in tree.body if isinstance(node, ast.Assign) for target in node.targets)
+    return any(isinstance(target, ast.Name) and target.id == "DEFAULTS" for target in targets)
+
+
+def read_program_flags(args: list[str]) -> tuple[ProgramSettings, list[str]]:
+    """The settings for the ranks of such a program, and the arguments that are the program's."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--world-size", type=int, default=ProgramSettings.world_size)
+    own, rest = parser.parse_known_args(args)
+    require(0 < own.world_size <= MOST_RANKS, f"--world-size {own.world_size}: give 1 to {MOST_RANKS:,} ranks")
+    return ProgramSettings(world_size=own.world_size, device="cpu"), rest
+
+
 def start(path: Path, args: list[str], prog: str) -> int:
     """Start all ranks of a script, wait until they end, and return the exit status.
 
@@ -59,6 +78,10 @@ def start(path: Path, args: list[str], prog: str) -> int:
         InputError: the script cannot be launched, or its flags or those of launch.sh cannot work.
     """
     own, args = read_flags(args)
+    if not has_defaults(path):
+        program, args = read_program_flags(args)
+        nodes = assign_ranks(own, program.layout, program.master_addr)
+        return run_ranks(path, args, program, nodes, own.max_restarts)
     script = read_script(path)
     settings = script.parse(args, prog)
     if own.tell is not None:

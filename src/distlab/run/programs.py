@@ -1,0 +1,52 @@
+"""Programs that know nothing of the lab but its backend: how their ranks end, and what is printed at the end.
+
+    import distlab
+    dist.init_process_group("lab")
+
+A wait that fails becomes a sentence that says who waits for whom, as in a run of the lab, and rank 0 prints what it
+sent.
+"""
+
+import atexit
+import sys
+from dataclasses import dataclass
+from types import TracebackType
+
+from distlab.comm.torch_patches import silence_torch_warnings
+from distlab.rendezvous.groups import WorldGroup
+from distlab.run.failure import Failure
+from distlab.run.logs import sent_by_kind
+from distlab.run.settings import RunSettings, WorldSize
+from distlab.run.terminal import say
+
+
+@dataclass
+class ProgramSettings(WorldSize, RunSettings):
+    """What launch.sh needs to know to start a program that has no `DEFAULTS`."""
+
+    world_size: int = 2
+    """ranks"""
+
+
+def look_after(world: WorldGroup) -> None:
+    """Have an exception of this process end as a failure of a run does, and print a summary when the process exits."""
+    silence_torch_warnings()
+    context, notices = world.context, world.notices
+
+    def end(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        if not isinstance(error, Exception | KeyboardInterrupt):
+            sys.__excepthook__(kind, error, trace)
+            return
+        failure = Failure.of(error, context.rank)
+        if failure.cause and notices is not None:
+            notices.report_exit(failure.cause)
+        failure.end()
+
+    def summarize() -> None:
+        if context.rank == 0:
+            say(f"rank 0 waited {context.waits.waited_so_far():.1f} s for other ranks")
+            for line in sent_by_kind(0, context.ledger):
+                say(line)
+
+    sys.excepthook = end
+    atexit.register(summarize)

@@ -1,0 +1,94 @@
+"""Programs that know nothing of the lab but `dist.init_process_group("lab")`, under launch.sh and under torchrun."""
+
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from support.processes import run
+from support.terminals import fork_launcher
+
+from distlab.run.logs import human_bytes
+
+PLAIN = """
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+import distlab
+
+dist.init_process_group("lab")
+torch.manual_seed(0)
+net = DistributedDataParallel(nn.Linear(64, 256))
+optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+for step in range({steps}):
+    optimizer.zero_grad()
+    net(torch.ones(8, 64) * (1 + dist.get_rank())).square().mean().backward()
+    optimizer.step()
+    if dist.get_rank() == 0:
+        print(step, flush=True)
+weight = net.module.weight.detach().clone()
+dist.all_reduce(weight, dist.ReduceOp.MAX)
+assert torch.equal(weight, net.module.weight), "all ranks have the same weights"
+dist.destroy_process_group()
+"""
+DEADLOCK = """
+import torch, datetime
+import torch.distributed as dist
+import distlab
+dist.init_process_group("lab", timeout=datetime.timedelta(seconds=2))
+x = torch.zeros(10)
+if dist.get_rank() == 0:
+    dist.recv(x, 1)
+else:
+    dist.recv(x, 0)
+"""
+
+
+def written(folder: Path, text: str) -> Path:
+    program = folder / "program.py"
+    program.write_text(text)
+    return program
+
+
+@pytest.mark.quick
+def test_torchs_ddp_is_counted_and_summed_up(tmp_path: Path) -> None:
+    ended = fork_launcher(written(tmp_path, PLAIN.format(steps=4)), "--world-size", "3").finish()
+    assert (ended.status, ended.err) == (0, "")
+    [sent] = [line for line in ended.out.splitlines() if " of all_reduce in " in line]
+    own_bytes = 4 * (4 * 4 * (64 * 256 + 256) // 3) + 4 * 4 * 64 * 256 // 3  # around a ring: four buckets, a weight
+    assert sent == f"# rank 0 sent {human_bytes(own_bytes)} of all_reduce in 5 messages"
+
+
+def test_runs_under_torchrun(tmp_path: Path) -> None:
+    program = written(tmp_path, PLAIN.format(steps=2))
+    ended = run(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", program)
+    assert ended.status == 0, ended.err
+    assert "# rank 0 sent" in ended.out
+
+
+@pytest.mark.waits
+def test_a_killed_rank_is_named(tmp_path: Path) -> None:
+    launcher = fork_launcher(written(tmp_path, PLAIN.format(steps=10**9)))
+    ranks: dict[str, int] = {}
+    deadline = time.monotonic() + 30
+    while "rank 1" not in ranks and time.monotonic() < deadline:
+        time.sleep(0.1)
+        for pid in Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children").read_text().split():
+            ranks[Path(f"/proc/{pid}/comm").read_text().strip()] = int(pid)
+    time.sleep(2)
+    os.kill(ranks["rank 1"], signal.SIGKILL)
+    ended = launcher.finish()
+    assert ended.status != 0
+    assert ended.err.splitlines()[-1] == "# rank 1 failed: it was terminated by SIGKILL"
+
+
+@pytest.mark.waits
+def test_a_deadlock_is_told_with_both_lines(tmp_path: Path) -> None:
+    ended = fork_launcher(written(tmp_path, DEADLOCK)).finish()
+    lines = (ended.out + ended.err).splitlines()
+    assert "#   rank 0  waits for recv (program.py line 8)  -> rank 1" in lines
+    assert "#   rank 1  waits for recv (program.py line 10)  -> rank 0" in lines
+    assert ended.err.splitlines()[-1] == "# deadlock: rank 0 waits for rank 1, which waits for rank 0"
