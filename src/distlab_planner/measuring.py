@@ -3,7 +3,7 @@
 import itertools
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -11,10 +11,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from distlab.comm.devices import patient_threads
+from distlab.comm.context import Options
+from distlab.comm.group import CONTROL, Group, empty, open_queues, shares
 from distlab.comm.link import Link
-from distlab.comm.queues import SharedQueue
-from distlab.comm.traffic import Group, traffic
+from distlab.comm.names import named
 from distlab.parallel.tp_group import shard_sizes
 from distlab.pipeline.actions import KINDS
 from distlab.pipeline.activations import Stage
@@ -195,7 +195,8 @@ def measure_slowdown(sizes: Sizes, rank: int, ranks: int, device: torch.device, 
         meet("ranks to compute at the same time", device)
         own = passes_per_second(passes, seconds) if rank < busy else 0.0
         rate = torch.tensor(own, dtype=torch.float64, device=device)
-        traffic.all_reduce(rate, "the speed of all ranks", kind="control", op=dist.ReduceOp.SUM).wait()
+        with named("the speed of all ranks", CONTROL):
+            dist.all_reduce(rate)
         rates[busy - 1].append(rate.item())
     alone, *_ = usual_rates = [statistics.median(turns) for turns in rates]
     return tuple(max(1.0, busy * alone / rate) for busy, rate in enumerate(usual_rates, start=1))
@@ -263,32 +264,34 @@ def measure_messages(rank: int, pairs: Sequence[tuple[int, int]], device: torch.
     meet("ranks to send messages", device)
     for peers in (pair for pair in pairs if rank in pair):
         tensors = [torch.zeros(size_bytes // 4, device=device) for size_bytes in MESSAGE_BYTES]
-        queues = traffic.new_queues(peers, 1, tensors[-1].numel(), tensors[-1])
-        times, calls = zip(*(_exchange(rank, peers, queues, tensors) for _ in range(2 * ROUNDS)), strict=True)
+        open_queues([*peers, peers[0]], tensors[-1].nbytes, tensors[-1])
+        times, calls = zip(*(_exchange(rank, peers, tensors) for _ in range(2 * ROUNDS)), strict=True)
         told[:2] = torch.tensor([statistics.median(column) for column in zip(*times, strict=True)])
         told[2] = statistics.median(calls)
-    traffic.broadcast(told, "what messages take", kind="control", src=pairs[0][0]).wait()
+    with named("the times of messages", CONTROL):
+        dist.broadcast(told, pairs[0][0])
     latency, whole, own = told.tolist()
     return Messages(Link(latency, MESSAGE_BYTES[1] / max(1e-9, whole - latency)), min(own, latency))
 
 
-def _exchange(
-    rank: int, peers: tuple[int, int], queues: Mapping[int, SharedQueue | None], tensors: Sequence[Tensor]
-) -> tuple[list[float], float]:
+def _exchange(rank: int, peers: tuple[int, int], tensors: Sequence[Tensor]) -> tuple[list[float], float]:
     """Seconds of a message of each tensor between two ranks, one way; and of the call that sends the first."""
     times, calls = [], []
-    other, what = peers[1 - peers.index(rank)], "a message of the calibration"
+    other = peers[1 - peers.index(rank)]
     for tensor in tensors:
         started = now(tensor.device)
         for sender in peers:
             if rank == sender:
                 time.sleep(PAUSE)
                 called = time.perf_counter()
-                transfer = traffic.send(tensor, what, to=other, kind="control", queue=queues[rank])
+                with named("a message of the calibration", CONTROL):
+                    work = dist.isend(tensor, other)
                 calls.append(time.perf_counter() - called)
-                transfer.wait()
+                assert work is not None
+                work.wait()
             else:
-                traffic.receive(tensor, what, source=other, queue=queues[other]).wait()
+                with named("a message of the calibration", CONTROL):
+                    dist.recv(tensor, other)
         times.append((now(tensor.device) - started) / 2 - PAUSE)
     return times, calls[0]
 
@@ -309,14 +312,14 @@ def measure_all_reduces(rank: int, ranks: int, device: torch.device) -> tuple[Al
             matrix.mm(matrix)
 
     for size in range(2, ranks + 1):
-        with patient_threads():
-            group, takes_part = dist.new_group(range(size), timeout=traffic.group_timeout), rank < size
+        takes_part = rank < size
         works[f"{size}"] = compute if takes_part else lambda: None
         for transport, sizes in kinds:
+            group = dist.new_group(range(size), backend="lab", pg_options=Options(transport=transport))
             for size_bytes in sizes:
                 tensor = torch.zeros(size_bytes // 4, device=device)
                 if transport == "shared":
-                    tensor = traffic.new_buffer(size_bytes // 4, tensor, group) if takes_part else tensor
+                    tensor = empty(size_bytes // 4, tensor, group) if takes_part else tensor
                     if not is_shared_on_all(tensor, group, takes_part, device):
                         continue
                 name = f"{size} {transport} {size_bytes}"
@@ -337,13 +340,15 @@ def measure_all_reduces(rank: int, ranks: int, device: torch.device) -> tuple[Al
 
 def combine(tensor: Tensor, group: Group, before: Callable[[], object]) -> None:
     before()
-    traffic.all_reduce(tensor, "a tensor of the calibration", kind="control", group=group).wait()
+    with named("a tensor of the calibration", CONTROL):
+        dist.all_reduce(tensor, dist.ReduceOp.AVG, group)
 
 
 def is_shared_on_all(tensor: Tensor, group: Group, takes_part: bool, device: torch.device) -> bool:
     """Whether the ranks of a group share the memory of a tensor; the same on all ranks."""
-    is_not = torch.tensor(int(takes_part and not traffic.is_shared(tensor, group)), device=device)
-    traffic.all_reduce(is_not, "whether memory is shared", kind="control", op=dist.ReduceOp.MAX).wait()
+    is_not = torch.tensor(int(takes_part and not shares(tensor, group)), device=device)
+    with named("the memory of all ranks", CONTROL):
+        dist.all_reduce(is_not, dist.ReduceOp.MAX)
     return not is_not.item()
 
 
@@ -372,4 +377,5 @@ def ascending(times: Sequence[float]) -> tuple[float, ...]:
 
 def meet(what: str, device: torch.device) -> None:
     """Wait for all ranks."""
-    traffic.all_reduce(torch.zeros(1, device=device), what, kind="control").wait()
+    with named(what, CONTROL):
+        dist.all_reduce(torch.zeros(1, device=device))

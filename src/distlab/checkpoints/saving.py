@@ -19,8 +19,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from distlab.checkpoints.format import FOLDER, RECORD, TOKENIZER, Checkpoint, Record, checksum, checksum_of
+from distlab.comm.names import named
 from distlab.comm.torch_patches import checkpoint_writer
-from distlab.comm.traffic import traffic
 from simplellm.errors import InputError, require
 
 UNFINISHED = ".unfinished"  # suffix of a checkpoint's folder while it is written
@@ -49,7 +49,7 @@ def save(run: Path, tensors: dict[str, Any], record: Record, tokenizer: bytes | 
     try:
         unfinished.mkdir(parents=True, exist_ok=True)
         writer = checkpoint_writer(unfinished)
-        with traffic.named(f"the checkpoint of step {record['step']}"), warnings.catch_warnings():
+        with named(f"the checkpoint of step {record['step']}", "checkpoints"), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # torch's warning that a single process writes
             written = dcp.save(tensors, storage_writer=writer, no_dist=not dist.is_initialized())
         if rank == 0:

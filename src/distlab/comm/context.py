@@ -1,8 +1,9 @@
 """What the process groups of a rank share: the ledger, the trace, the names of waits, and who is on which host."""
 
+import contextlib
 import weakref
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
@@ -67,10 +68,6 @@ class Context:
         return self.library == "nccl"
 
     @property
-    def may_share(self) -> bool:
-        return self.options.transport != "gloo" and not self.is_over_nccl
-
-    @property
     def has_own_core(self) -> bool:
         """Whether this host has a core for each thread of its ranks, which all have as many."""
         here = self.hosts.of_ranks.count(self.hosts.of_ranks[self.rank])
@@ -108,3 +105,10 @@ def context_of(group: dist.ProcessGroup | None = None) -> Context:
     if not isinstance(found, LabGroup):
         raise ValueError('call dist.init_process_group("lab") first')
     return found.context
+
+
+@contextlib.contextmanager
+def during(what: str) -> Iterator[None]:
+    """Inside, all other ranks are waited for, for `what`: a wait that fails in a library says so (`Waits.during`)."""
+    with context_of().waits.during(what):
+        yield

@@ -5,8 +5,8 @@ from functools import cached_property
 
 import torch.distributed as dist
 
-from distlab.comm.devices import patient_threads
-from distlab.comm.endpoint import Group, rank, world_size
+from distlab.comm.context import during
+from distlab.comm.group import Group, connect
 from distlab.comm.layout import (
     STAGES,
     WORDS,
@@ -17,7 +17,6 @@ from distlab.comm.layout import (
     pipelines_on_host,
     ranks_along,
 )
-from distlab.comm.traffic import traffic
 
 
 class Axis:
@@ -68,11 +67,11 @@ class Axis:
         """Make a process group of these ranks, in place of any earlier one; all ranks of the layout must call this."""
         if self.size in (1, self._grid.size):
             return
-        with traffic.named(f"all ranks to create the groups along {self}"), patient_threads():
+        with during(f"all ranks to create the groups along {self}"):
             # Every rank must take part in creating every group, including those that it is not in.
             groups = [list(ranks) for ranks in ranks_along(self.layout, self.names)]
-            self._group, _ = dist.new_subgroups_by_enumeration(groups, timeout=traffic.group_timeout)
-        traffic.connect(self._group)
+            self._group, _ = dist.new_subgroups_by_enumeration(groups)
+        connect(self._group)
 
     def __str__(self) -> str:
         return " x ".join(self.names)
@@ -110,7 +109,7 @@ class Grid:
         """Make the process groups along axes, each a name or several; by default, along each axis of the layout.
 
         Every rank must call this, with the same axes, after `init_process_group`. An axis that has a group gets a new
-        one, also for those who hold the axis. The groups use the deadline of `traffic`.
+        one, also for those who hold the axis.
 
         Raises:
             TrafficError: a rank does not join the creation of the groups.
@@ -136,4 +135,4 @@ class Grid:
 
 def all_ranks(name: str) -> Axis:
     """All ranks of the process group as an axis of this name."""
-    return Grid(rank(), {name: world_size()}).axis(name)
+    return Grid(dist.get_rank(), {name: dist.get_world_size()}).axis(name)

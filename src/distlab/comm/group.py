@@ -31,7 +31,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ReduceOp
 
-from distlab.comm.context import SMALLEST_OF_HOSTS_BYTES, SMALLEST_SHARED_BYTES, Context
+from distlab.comm.context import SMALLEST_OF_HOSTS_BYTES, SMALLEST_SHARED_BYTES, Context, Transport
 from distlab.comm.devices import patient_threads
 from distlab.comm.hosts import MemoryOfHosts
 from distlab.comm.mappings import NotShared
@@ -69,12 +69,23 @@ class LabGroup(dist.ProcessGroup):
         store: where the ranks of the group meet.
         ranks: the group's ranks in the world.
         timeout: of torch's own group.
+        transport: for tensors in host memory.
     """
 
-    def __init__(self, context: Context, store: dist.Store, ranks: Sequence[int], timeout: timedelta) -> None:
+    def __init__(
+        self,
+        context: Context,
+        store: dist.Store,
+        ranks: Sequence[int],
+        timeout: timedelta,
+        transport: Transport | None = None,
+    ) -> None:
         super().__init__(ranks.index(context.rank), len(ranks))  # type: ignore[call-arg]
         self.context, self.ranks, self.key = context, tuple(ranks), group_key(ranks)
         self._store, self._timeout, self._epoch = store, timeout, 0
+        transport = context.options.transport if transport is None else transport
+        self._may_share = transport != "gloo" and not context.is_over_nccl
+        self._shares_all = transport == "shared"
         context.groups.add(self)
         self._open()
 
@@ -169,7 +180,7 @@ class LabGroup(dist.ProcessGroup):
     def _open_queue(self, sender: int, receiver: int, message_bytes: int, like: Tensor, slots: int) -> None:
         self._queues.pop((sender, receiver), None)
         split = self.context.hosts.split((sender, receiver))
-        if not (self.context.may_share and like.is_cpu and len(split) == 1):
+        if not (self._may_share and like.is_cpu and len(split) == 1):
             return
         is_sender = self.context.rank == sender
         other = self.ranks.index(receiver if is_sender else sender)
@@ -530,11 +541,11 @@ class LabGroup(dist.ProcessGroup):
 
     def _is_worth_sharing(self, size_bytes: int, like: Tensor) -> bool:
         """Whether the ranks are to share memory for collectives of so many bytes; the same on all of them."""
-        context, hosts = self.context, len(self.context.hosts.split(self.ranks))
-        if not context.may_share or not like.is_cpu or self.size() == hosts:  # each on a host of its own, or alone
+        hosts = len(self.context.hosts.split(self.ranks))
+        if not self._may_share or not like.is_cpu or self.size() == hosts:  # each on a host of its own, or alone
             return False
         least = SMALLEST_SHARED_BYTES if hosts == 1 else SMALLEST_OF_HOSTS_BYTES
-        return context.options.transport == "shared" or size_bytes >= least
+        return self._shares_all or size_bytes >= least
 
     def _shared(self, use: Callable[[SharedMemory | MemoryOfHosts], Tensor | None]) -> Tensor | None:
         """What `use` makes in the group's memory, which is made first; None if these ranks cannot share memory."""
@@ -579,6 +590,13 @@ def empty(elements: int, like: Tensor, group: Group = None, *, overlaps: bool = 
     """Zeros (elements,) to be communicated in again and again: `LabGroup.empty`, or plain memory in another backend."""
     found = _lab_group(group)
     return like.new_zeros(elements) if found is None else found.empty(elements, like, overlaps=overlaps)
+
+
+def connect(group: Group) -> None:
+    """See `LabGroup.connect`; other backends need nothing."""
+    found = _lab_group(group)
+    if found is not None:
+        found.connect()
 
 
 def shares(tensor: Tensor, group: Group = None) -> bool:

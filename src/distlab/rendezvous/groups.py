@@ -47,11 +47,12 @@ def create(made: Any, options: Options | None) -> LabGroup:
 
     Args:
         made: torch's description of the group.
-        options: of `pg_options`.
+        options: of `pg_options`; of a group of `new_group`, its transport alone.
     """
     world = world_group()
     if world is not None:
-        return LabGroup(world.context, made.store, made.global_ranks_in_group, group_timeout(world.context))
+        timeout, transport = group_timeout(world.context), options.transport if options else None
+        return LabGroup(world.context, made.store, made.global_ranks_in_group, timeout, transport)
     asked = options or Options()
     if asked.timeout_seconds is None:
         asked.timeout_seconds = made.timeout.total_seconds()

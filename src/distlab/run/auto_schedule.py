@@ -9,8 +9,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from distlab.comm.grid import Axis, Grid
-from distlab.comm.names import counted_as
-from distlab.comm.traffic import traffic
+from distlab.comm.group import CONTROL, open_queues
+from distlab.comm.names import counted_as, named
 from distlab.pipeline.actions import KINDS, Action, ActionCosts
 from distlab.pipeline.activations import Loss, SavedActivations, Stage
 from distlab.pipeline.plan import simulate
@@ -88,8 +88,9 @@ def measure(
                 seconds = _exchange(pipeline, worker, torch.zeros(*shape, width, device=device))
                 table[-1, 0] += seconds / 2 / (pipeline.size - 1)  # both ends measure it
         table = table.to(device)
-        traffic.all_reduce(table, "the times of the rehearsal", kind="control", op=dist.ReduceOp.SUM).wait()
-        traffic.broadcast(table, "the times of the rehearsal", kind="control").wait()
+        with named("the times of the rehearsal", CONTROL):
+            dist.all_reduce(table)
+            dist.broadcast(table, 0)
     *rows, (transfer, *_) = (table / (grid.size // pipeline.size)).tolist()
     forward, again, backward, weight, inputs, whole, factors = zip(*rows, strict=True)
     both = [part + other for part, other in zip(backward, weight, strict=True)]
@@ -106,7 +107,8 @@ def measure(
 
 
 def _meet(what: str, device: torch.device) -> None:
-    traffic.all_reduce(torch.zeros(1, device=device), what, kind="control").wait()
+    with named(what, CONTROL):
+        dist.all_reduce(torch.zeros(1, device=device))
 
 
 def _rehearse(
@@ -146,17 +148,18 @@ def _rehearse(
 def _exchange(pipeline: Axis, first: int, tensor: Tensor) -> float:
     """Seconds that a message takes from one worker to the next, or back."""
     is_first = pipeline.rank == first
-    ranks, what = pipeline.ranks[first : first + 2], "a message of the rehearsal"
-    own, other = ranks if is_first else ranks[::-1]
-    queues = traffic.new_queues(ranks, 1, tensor.numel(), tensor)
+    ranks = pipeline.ranks[first : first + 2]
+    other = ranks[1] if is_first else ranks[0]
+    open_queues([*ranks, ranks[0]], tensor.nbytes, tensor)
     seconds = []
     for _ in range(1 + REHEARSALS):
         start = _now(tensor.device)
-        if is_first:
-            traffic.send(tensor, what, to=other, kind="control", queue=queues[own]).wait()
-        traffic.receive(tensor, what, source=other, queue=queues[other]).wait()
-        if not is_first:
-            traffic.send(tensor, what, to=other, kind="control", queue=queues[own]).wait()
+        with named("a message of the rehearsal", CONTROL):
+            if is_first:
+                dist.send(tensor, other)
+            dist.recv(tensor, other)
+            if not is_first:
+                dist.send(tensor, other)
         seconds.append(_now(tensor.device) - start)
     return min(seconds[1:]) / 2
 

@@ -7,11 +7,12 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from distlab.comm.grid import Grid
-from distlab.comm.traffic import traffic
-from distlab.comm.transfer import Transfer
+from distlab.comm.group import open_queues
+from distlab.comm.names import named
 from distlab.parallel.sharded import ShardedDP
 from simplellm.llama import LLamaPart
 from simplellm.losses import causalLLMLoss
@@ -86,10 +87,10 @@ class ModelParts:
             part.gather_weights()
 
     def open_queues(self, batches: Sequence[Tensor]) -> None:
-        """Before `forward_passes` of batches of these sizes, make queues for them (`Traffic.open_queues`)."""
-        most = max((ids.numel() for ids in batches), default=0) * self.options["dmodel"]
-        like = torch.empty(0, device=traffic.device)
-        traffic.open_queues([self.grid.axis("pp").ranks[owner] for owner in self.owners], most, like)
+        """Before `forward_passes` of batches of these sizes, make queues for them (`open_queues`)."""
+        like = next(iter(self.parameters().values())).detach().new_empty(0, dtype=torch.float32)
+        most = max((ids.numel() for ids in batches), default=0) * self.options["dmodel"] * like.itemsize
+        open_queues([self.grid.axis("pp").ranks[owner] for owner in self.owners], most, like)
 
     @torch.no_grad()
     def forward_passes(self, batches: Sequence[Tensor], what: Callable[[int], str], kind: str) -> Tensor:
@@ -109,7 +110,7 @@ class ModelParts:
         own = self.grid.axis("pp").rank
         device = next(iter(self.parameters().values())).device
         total = torch.zeros((), dtype=torch.float64, device=device)
-        sent: list[Transfer] = []
+        sent: list[dist.Work | None] = []
         for number, ids in enumerate(batches):
             x = ids
             for stage, owner in enumerate(self.owners):
@@ -117,12 +118,15 @@ class ModelParts:
                 if owner == own:
                     if before != owner:
                         x = torch.empty(*ids.shape, self.options["dmodel"], device=device)  # (batch, seq, dmodel)
-                        traffic.receive(x, what(number), source=self.grid.axis("pp").ranks[before]).wait()
+                        with named(what(number), kind):
+                            dist.recv(x, self.grid.axis("pp").ranks[before])
                     x = self.stages[stage](x)
                 elif before == own and stage:
-                    sent.append(traffic.send(x, what(number), to=self.grid.axis("pp").ranks[owner], kind=kind))
+                    with named(what(number), kind):
+                        sent.append(dist.isend(x, self.grid.axis("pp").ranks[owner]))
             if self.owners[-1] == own:
                 total += self.loss(x, ids).double() * len(ids)
-        for transfer in sent:
-            transfer.wait()
+        for work in sent:
+            if work is not None:
+                work.wait()
         return total

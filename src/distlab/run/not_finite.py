@@ -5,11 +5,12 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
-from distlab.comm.endpoint import world_size
 from distlab.comm.grid import Grid
-from distlab.comm.traffic import traffic
+from distlab.comm.group import CONTROL
+from distlab.comm.names import named
 
 NAME_BYTES = 200  # what a rank tells the others of its tensor
 STAGE = 6  # of these, the first are the number of its stage
@@ -63,14 +64,15 @@ def _tell_all(found: Sequence[tuple[int, str]], device: torch.device) -> list[st
     """Each rank's first tensor that is not finite, after the number of its stage; "" for a rank that has none."""
     letters = "".join(f"{stage:06}{what}" for stage, what in found[:1]).encode()[:NAME_BYTES]
     own = torch.tensor([*letters.ljust(NAME_BYTES, b"\0")], dtype=torch.uint8, device=device)
-    told = own.new_empty(world_size(), NAME_BYTES)
-    traffic.all_gather(told, own, "the first non-finite tensor of each rank", kind="control").wait()
+    told = own.new_empty(dist.get_world_size(), NAME_BYTES)
+    with named("the first non-finite tensor of each rank", CONTROL):
+        dist.all_gather(list(told.unbind()), own)
     return [bytes(row).rstrip(b"\0").decode(errors="replace") for row in told.tolist()]
 
 
 def _sentence(names: Sequence[str], culprit: int, grid: Grid) -> str:
     text = f"the first non-finite tensor is the {names[culprit][STAGE:]}"
-    return f"{text}, on {grid.describe(culprit)}" if world_size() > 1 else text
+    return f"{text}, on {grid.describe(culprit)}" if dist.get_world_size() > 1 else text
 
 
 def outputs_not_finite(stages: Mapping[int, nn.Module], forward: Callable[[], object]) -> list[tuple[int, str]]:

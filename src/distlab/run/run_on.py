@@ -12,10 +12,10 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
-from distlab.comm.transfer import Transfer
 from distlab.parallel.clipping import NormSum, is_too_long
 
 
@@ -25,13 +25,14 @@ class LossSum:
 
     step: int
     own: Tensor  # this rank's share, a scalar; float64
-    total: Tensor  # the sum over all ranks, once the transfer has completed
-    transfer: Transfer
+    total: Tensor  # the sum over all ranks, once it has arrived
+    transfer: dist.Work | None
     counted: int  # how many times each micro-batch is counted in the sum
 
     def wait(self) -> float:
         """Wait for the loss, which is the same on all ranks."""
-        self.transfer.wait()
+        if self.transfer is not None:
+            self.transfer.wait()
         return self.total.item() / self.counted
 
 
@@ -114,7 +115,7 @@ class RunningOn:
     def keep_arrived(self) -> None:
         """Record the loss of the open step if it has arrived. For a run that ends early, in which no rank may wait."""
         transfers = [waited.transfer for waited in (self._open, self._open_norm) if waited is not None]
-        if self._open is not None and all(transfer.is_completed() for transfer in transfers if transfer is not None):
+        if self._open is not None and all(one.is_completed() for one in transfers if one is not None):
             with contextlib.suppress(RuntimeError):  # the transfer failed because another rank has exited
                 self.settle()
 

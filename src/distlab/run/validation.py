@@ -6,8 +6,7 @@ from collections.abc import Sequence
 import torch.distributed as dist
 from torch import Tensor
 
-from distlab.comm.names import counted_as
-from distlab.comm.traffic import traffic
+from distlab.comm.names import counted_as, named
 from distlab.run.model import ModelParts
 
 
@@ -34,8 +33,8 @@ class Validator:
             self._parts.open_queues([*self._batches, *self._not_counted])
             total = self._parts.forward_passes(self._batches, name, kind="validation")
             self._parts.forward_passes(self._not_counted, name, kind="validation")
-            what = f"the validation loss after step {step}"
-            traffic.all_reduce(total, what, kind="validation", op=dist.ReduceOp.SUM).wait()
+            with named(f"the validation loss after step {step}", "validation"):
+                dist.all_reduce(total)
         grid = self._parts.grid
         counted = grid.size // (grid.axis("pp").size * grid.axis("dp").size)  # times that each sequence is in the sum
         return total.item() / (self._count * counted)
