@@ -16,12 +16,12 @@ from distlab_exercises.collectives import try_collective
 from distlab_exercises.layers import try_layer
 from distlab_exercises.over_mpi import try_method, try_mpi
 from distlab_exercises.programs import try_case, try_product
-from distlab_exercises.ranks import Facts, Patience, run_ranks, trouble
+from distlab_exercises.ranks import Facts, Patience, Submission, trouble
 from distlab_exercises.schedules import try_schedule
 from distlab_exercises.training import try_layout
 from distlab_exercises.verdict import Verdict
 
-FUNCTIONS: dict[str, Callable[..., Facts]] = {
+FUNCTIONS: dict[str, Callable[[Path, str, str], Verdict]] = {
     "schedule": try_schedule,
     "collective": try_collective,
     "checkpoint": try_checkpoint,
@@ -57,7 +57,7 @@ def check(exercise: Exercise, script: Path, patience: Patience | None = None) ->
     with tempfile.TemporaryDirectory(prefix="lab-check-") as name:
         folder, passed = Path(name), True
         for taken in exercise.tried:
-            verdict = _timed(_try_function, exercise.functions, taken, script, folder, patience)
+            verdict = _timed(_try_function, exercise.functions, taken, Submission(script, folder, patience))
             passed = passed and verdict.passed
             if verdict.mistake == "deadlock":  # the result is clear, and others may hang, too
                 most = SECONDS_AFTER_A_DEADLOCK
@@ -66,7 +66,7 @@ def check(exercise: Exercise, script: Path, patience: Patience | None = None) ->
         for number, trial in enumerate(exercise.trials):
             if passed:
                 own = folder / f"trial{number}"
-                verdict = _timed(try_layout, script, exercise, trial, own, patience)
+                verdict = _timed(try_layout, exercise, trial, Submission(script, own, patience))
                 passed = verdict.passed
                 yield verdict
 
@@ -78,12 +78,17 @@ def _timed(trial: Callable[..., Verdict], *args: Any) -> Verdict:
     return verdict
 
 
-def _try_function(kind: str, taken: str, script: Path, folder: Path, patience: Patience) -> Verdict:
+def _try_alone(rank: int, script: Path, kind: str, module: str, name: str) -> Facts:
+    del rank
+    return FUNCTIONS[kind](script, module, name).to_json()
+
+
+def _try_function(kind: str, taken: str, submission: Submission) -> Verdict:
     """Try a function of an exercise."""
     module, _, name = taken.rpartition(":")
     if kind in PROGRAMS:
-        return PROGRAMS[kind](name, script, folder, patience)
-    reports = run_ranks(1, FUNCTIONS[kind], script, module, name, script=script, folder=folder, patience=patience)
+        return PROGRAMS[kind](name, submission)
+    reports = submission.run_ranks(1, _try_alone, kind, module, name)
     if found := trouble(reports):
         return Verdict(name).fails(*found, printed=reports)
     verdict = Verdict(**reports[0].facts)

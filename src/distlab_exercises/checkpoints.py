@@ -13,20 +13,18 @@ from torch import Tensor, nn
 from distlab.checkpoints.slices import Slice
 from distlab.comm.placement import DimSlice, Placement, place, placement_of
 from distlab_exercises.loading import load
-from distlab_exercises.ranks import Facts
-from distlab_exercises.verdict import Verdict
+from distlab_exercises.verdict import Verdict, Wrong
 
 SHAPES = {"embed.weight": (7, 4), "layers.0.up.weight": (6, 4), "layers.1.down.weight": (4, 6), "norm.weight": (4,)}
 SPLIT = {"embed.weight": 0, "layers.0.up.weight": 0, "layers.1.down.weight": 1}  # along which dimension
 WRITTEN, READ = (2, 2), [(1, 1), (1, 3), (4, 1)]  # stages, slices of each
 OPTIMIZER = "optimizer."
 Rank = tuple[dict[str, nn.Parameter], torch.optim.Adam]  # what it holds
-Wrong = tuple[str, str] | None  # the mistake's name, and a sentence
 
 
-def try_checkpoint(rank: int, script: Path, module: str, name: str) -> Facts:
+def try_checkpoint(script: Path, module: str, name: str) -> Verdict:
     """Try `as_held` with single tensors, or `state_of` with a checkpoint that one layout writes and others read."""
-    del rank, module
+    del module
     student = load(script)
     if name == "as_held":
         verdict = Verdict("as_held: slices of rows and of columns")
@@ -34,7 +32,7 @@ def try_checkpoint(rank: int, script: Path, module: str, name: str) -> Facts:
     else:
         verdict = Verdict("state_of: written by 2 stages of 2 slices, read in three other layouts")
         found, right = _wrong_state(student.state_of), "every rank of every layout reads what it should hold"
-    return (verdict.passes(right) if found is None else verdict.fails(found[0], [found[1]])).to_json()
+    return verdict.judged(found, right)
 
 
 def _wrong_place(as_held: Any) -> Wrong:

@@ -12,9 +12,8 @@ from torch.nn import functional
 from distlab.run.run import Run
 from distlab.run.settings import RunSettings
 from distlab_exercises.loading import load, settings_for
-from distlab_exercises.ranks import Facts
 from distlab_exercises.shares import differs
-from distlab_exercises.verdict import Verdict
+from distlab_exercises.verdict import Verdict, Wrong
 
 STEPS, LR = 3, 0.1
 VALUES: dict[str, Any] = {
@@ -28,12 +27,11 @@ VALUES: dict[str, Any] = {
 }
 VALUES |= {"train_size": 60, "device": "cpu", "out": Path("classifier")}
 GAIN = nn.init.calculate_gain("tanh")
-Wrong = tuple[str, str] | None  # the mistake's name, and a sentence
 
 
-def try_classifier(rank: int, script: Path, module: str, name: str) -> Facts:
+def try_classifier(script: Path, module: str, name: str) -> Verdict:
     """Compare the class `MLP` of a student's file with what it should compute, or each step of its `train`."""
-    del rank, module
+    del module
     student = load(script)
     settings: Any = settings_for(0, student.DEFAULTS, RunSettings, VALUES)
     if name == "MLP":
@@ -42,7 +40,7 @@ def try_classifier(rank: int, script: Path, module: str, name: str) -> Facts:
     else:
         verdict, right = Verdict(f"train: {STEPS} steps"), "in each step, the gradient of this batch and one update"
         found = _wrong_steps(student, settings, script)
-    return (verdict.passes(right) if found is None else verdict.fails(found[0], [found[1]])).to_json()
+    return verdict.judged(found, right)
 
 
 def _wrong_model(model: nn.Module, config: Any) -> Wrong:

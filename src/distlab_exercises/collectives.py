@@ -13,9 +13,8 @@ from torch.distributed import ReduceOp
 
 from distlab.collectives.simulation import Deadlock, HalfMessage, Link, SimulatedEndpoint, SimulatedWorld
 from distlab_exercises.loading import load
-from distlab_exercises.ranks import Facts
 from distlab_exercises.shares import fit
-from distlab_exercises.verdict import Verdict
+from distlab_exercises.verdict import Verdict, Wrong
 
 SIZES = [2, 3, 4, 5, 8]
 ELEMENTS, ODD = 840, 13  # the first divide among each of `SIZES`
@@ -23,9 +22,8 @@ REDUCTIONS = "reduce", "allreduce", "reducescatter"
 Collective = Callable[..., None]
 
 
-def try_collective(rank: int, script: Path, module: str, name: str) -> Facts:
+def try_collective(script: Path, module: str, name: str) -> Verdict:
     """Compare a collective of a student's file with what its ranks should have, and with the library's own costs."""
-    del rank
     own, library = getattr(load(script), name), getattr(importlib.import_module(module), name)
     verdict = Verdict(f"{name}: 2 to 8 ranks")
     for size in SIZES:
@@ -38,25 +36,30 @@ def try_collective(rank: int, script: Path, module: str, name: str) -> Facts:
             found = _try_size(own, library, name, size, root, elements, op)
             if found is not None:
                 where = f"{size} ranks{f', root {root}' if root is not None else ''}{', MAX' * (op == ReduceOp.MAX)}"
-                return verdict.fails(found[0], [f"{where}: {found[1]}"]).to_json()
-    return verdict.passes("right on every rank, with no more messages and bytes than needed").to_json()
+                return verdict.fails(found[0], [f"{where}: {found[1]}"])
+    return verdict.passes("right on every rank, with no more messages and bytes than needed")
+
+
+def simulate(world: SimulatedWorld, work: Callable[[SimulatedEndpoint], Any]) -> tuple[list[Any], Wrong]:
+    """What `work` returns on each rank; or why the ranks did not come to an end."""
+    try:
+        return world.run(work), None
+    except (Deadlock, HalfMessage) as error:
+        return [], ("deadlock" if isinstance(error, Deadlock) else "half-message", str(error))
 
 
 def _try_size(
     own: Collective, library: Collective, name: str, size: int, root: int | None, elements: int, op: Any
-) -> tuple[str, str] | None:
+) -> Wrong:
     kind = name.partition("_")[0]
     inputs = [torch.randn(elements, generator=torch.Generator().manual_seed(rank)) for rank in range(size)]
     if kind == "reducescatter":
         inputs = [torch.stack([x * (block + 1) for block in range(size)]) for x in inputs]
     link = Link(latency_seconds=0.05, bytes_per_second=inputs[0].nbytes)
     world, given = SimulatedWorld(size, link), [x.clone() for x in inputs]
-    try:
-        results = world.run(partial(_call, own, kind, given, root, op))
-    except Deadlock as error:
-        return "deadlock", str(error)
-    except HalfMessage as error:
-        return "half-message", str(error)
+    results, wrong = simulate(world, partial(_call, own, kind, given, root, op))
+    if wrong is not None:
+        return wrong
     best = SimulatedWorld(size, link)
     for rank, (result, right) in enumerate(
         zip(results, best.run(partial(_call, library, kind, [x.clone() for x in inputs], root, op)), strict=True)
@@ -79,27 +82,18 @@ def _call(
     collective: Collective, kind: str, given: list[Tensor], root: int | None, op: Any, endpoint: SimulatedEndpoint
 ) -> Any:
     """One rank's part, with its tensor of `given`; returns what it has then."""
-    rank, size = endpoint.get_rank(), endpoint.get_world_size()
-    tensor, options = given[rank], {"endpoint": endpoint}
-    if kind == "broadcast":
-        collective(tensor, root, **options)
-        return tensor
-    if kind == "reduce":
-        collective(tensor, root, op, **options)
-        return tensor
-    if kind == "allreduce":
-        collective(tensor, op, **options)
-        return tensor
-    if kind == "reducescatter":
-        scattered = torch.zeros_like(tensor[0])
-        collective(tensor, scattered, op, **options)
-        return scattered
-    gathered = torch.zeros(size, *tensor.shape)
-    if kind == "gather":
-        collective(tensor, gathered if rank == root else None, root, **options)
-        return gathered if rank == root else None
-    collective(tensor, gathered, **options)
-    return gathered
+    rank, tensor = endpoint.get_rank(), given[endpoint.get_rank()]
+    gathered, is_root = torch.zeros(endpoint.get_world_size(), *tensor.shape), rank == root
+    result, arguments = {
+        "broadcast": (tensor, (tensor, root)),
+        "reduce": (tensor, (tensor, root, op)),
+        "allreduce": (tensor, (tensor, op)),
+        "reducescatter": ((scattered := torch.zeros_like(tensor[0])), (tensor, scattered, op)),
+        "gather": (gathered if is_root else None, (tensor, gathered if is_root else None, root)),
+        "allgather": (gathered, (tensor, gathered)),
+    }[kind]
+    collective(*arguments, endpoint=endpoint)
+    return result
 
 
 def _name(

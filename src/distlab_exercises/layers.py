@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from distlab.run.commands import LAB
 from distlab.run.run import Run
 from distlab.run.settings import RunSettings, WorldSize
-from distlab_exercises.loading import load, settings_for
-from distlab_exercises.ranks import Facts, Patience, free_port, run_ranks, trouble
+from distlab_exercises.loading import load, settings_for, settings_of_world
+from distlab_exercises.ranks import Facts, Submission, trouble
 from distlab_exercises.shares import differs
-from distlab_exercises.verdict import Verdict
+from distlab_exercises.verdict import Verdict, Wrong
 
 RANKS = 2
 BATCH, INPUTS, INNER, OUTPUTS, WORDS = 5, 6, 8, 4, 10
@@ -53,11 +53,10 @@ WHOLE: dict[str, tuple[tuple[int, ...], Callable[[], nn.Module], tuple[int, ...]
 }
 
 
-def try_layer(name: str, script: Path, folder: Path, patience: Patience) -> Verdict:
+def try_layer(name: str, submission: Submission) -> Verdict:
     """Compute with a class of a student's file on two ranks, forward and backward."""
     verdict = Verdict(f"{name}: {RANKS} ranks")
-    values = {"world_size": RANKS, "device": "cpu", "out": folder / name, "master_port": free_port()}
-    reports = run_ranks(RANKS, _compute, script, name, values, script=script, folder=folder, patience=patience)
+    reports = submission.run_ranks(RANKS, _compute, name, settings_of_world(RANKS, submission.folder / name))
     if found := trouble(reports):
         return verdict.fails(*found, printed=reports)
     for report in reports:
@@ -81,7 +80,7 @@ def _compute(rank: int, script: Path, name: str, values: dict[str, Any]) -> Fact
     return {"wrong": wrong}
 
 
-def _wrong_weights(own: nn.Module, whole: nn.Module, dims: tuple[int, ...], rank: int) -> tuple[str, str] | None:
+def _wrong_weights(own: nn.Module, whole: nn.Module, dims: tuple[int, ...], rank: int) -> Wrong:
     weights = list(own.named_parameters())
     if len(weights) != len(dims):
         names = ", ".join(name for name, _ in weights) or "none"
@@ -99,9 +98,7 @@ def _wrong_weights(own: nn.Module, whole: nn.Module, dims: tuple[int, ...], rank
     return None
 
 
-def _wrong_result(
-    own: nn.Module, whole: nn.Module, name: str, dims: tuple[int, ...], rank: int
-) -> tuple[str, str] | None:
+def _wrong_result(own: nn.Module, whole: nn.Module, name: str, dims: tuple[int, ...], rank: int) -> Wrong:
     torch.manual_seed(2)
     is_embedding = name == "Embedding"
     x = torch.randint(WORDS, (BATCH,)) if is_embedding else torch.randn(BATCH, INPUTS)

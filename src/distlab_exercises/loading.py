@@ -10,6 +10,7 @@ from typing import Any, NoReturn, TypeVar
 
 from distlab.run import main
 from distlab.run.settings import RunSettings
+from distlab_exercises.ranks import free_port
 from simplellm.errors import InputError, require
 
 SettingsT = TypeVar("SettingsT", bound=RunSettings)
@@ -34,6 +35,11 @@ def load(script: Path) -> ModuleType:
 
 def _refuse_to_start(work: Callable[[Any], None], defaults: RunSettings, description: str | None) -> NoReturn:
     raise InputError('the file calls main(...) as it is loaded; put that below if __name__ == "__main__":')
+
+
+def settings_of_world(ranks: int, out: Path) -> dict[str, Any]:
+    """Settings with which so many ranks meet, and compute on the CPU."""
+    return {"world_size": ranks, "device": "cpu", "out": out, "master_port": free_port()}
 
 
 def settings_for(rank: int, defaults: object, kind: type[SettingsT], values: dict[str, Any]) -> SettingsT:

@@ -12,9 +12,9 @@ import torch
 from numpy.typing import NDArray
 
 from distlab.collectives.algorithms import allgather_ring, reducescatter_ring
-from distlab.collectives.simulation import Deadlock, HalfMessage, SimulatedEndpoint, SimulatedWorld
+from distlab.collectives.simulation import SimulatedEndpoint, SimulatedWorld
+from distlab_exercises.collectives import simulate
 from distlab_exercises.loading import load
-from distlab_exercises.ranks import Facts
 from distlab_exercises.verdict import Verdict
 from simplellm.errors import require
 
@@ -128,25 +128,22 @@ def _flat(array: Array) -> Array:
     return array.astype(np.float64).ravel()
 
 
-def try_mpi(rank: int, script: Path, module: str, name: str) -> Facts:
+def try_mpi(script: Path, module: str, name: str) -> Verdict:
     """Compare one of the functions of a student's file with what NumPy computes from the whole arrays."""
-    del rank, module
+    del module
     if (student := _load(script)) is None:
         return _no_mpi(name)
     verdict = Verdict(f"{name}: {RANKS} ranks in three grids")
     for mp_size, dp_size in GRIDS:
         world = SimulatedWorld(RANKS)
         grid = f"mp_size {mp_size}, dp_size {dp_size}"
-        try:
-            wrong = world.run(functools.partial(_call, student, name, mp_size, dp_size))
-        except Deadlock as error:
-            return verdict.fails("deadlock", [f"{grid}: {error}"]).to_json()
-        except HalfMessage as error:
-            return verdict.fails("half-message", [f"{grid}: {error}"]).to_json()
-        for number, sentence in enumerate(wrong):
+        told, halted = simulate(world, functools.partial(_call, student, name, mp_size, dp_size))
+        if halted is not None:
+            return verdict.fails(halted[0], [f"{grid}: {halted[1]}"])
+        for number, sentence in enumerate(told):
             if sentence:
-                return verdict.fails("wrong-result", [f"{grid}: rank {number} {sentence}"]).to_json()
-    return verdict.passes("right on every rank of every grid").to_json()
+                return verdict.fails("wrong-result", [f"{grid}: rank {number} {sentence}"])
+    return verdict.passes("right on every rank of every grid")
 
 
 def _load(script: Path) -> Any:
@@ -159,13 +156,13 @@ def _load(script: Path) -> Any:
     return load(script)
 
 
-def _no_mpi(name: str) -> Facts:
-    return Verdict(name).fails("no-mpi", ["this exercise needs mpi4py: pip install mpi4py mpich"]).to_json()
+def _no_mpi(name: str) -> Verdict:
+    return Verdict(name).fails("no-mpi", ["this exercise needs mpi4py: pip install mpi4py mpich"])
 
 
-def try_method(rank: int, script: Path, module: str, name: str) -> Facts:
+def try_method(script: Path, module: str, name: str) -> Verdict:
     """Compare a method of a student's communicator with the right result, and with the bytes that it should count."""
-    del rank, module
+    del module
     if (student := _load(script)) is None:
         return _no_mpi(name)
     operations = {operation: getattr(student.MPI, operation) for operation in ("SUM", "PROD", "MAX", "MIN")}
@@ -176,26 +173,23 @@ def try_method(rank: int, script: Path, module: str, name: str) -> Facts:
         for elements, op in trials:
             world, where = SimulatedWorld(size), f"{size} rank{'s' * (size > 1)}, {elements} elements"
             where += ", MAX of int32" * (op == "MAX")
-            try:
-                wrong = world.run(functools.partial(_call_method, student, name, elements, op))
-            except Deadlock as error:
-                return verdict.fails("deadlock", [f"{where}: {error}"]).to_json()
-            except HalfMessage as error:
-                return verdict.fails("half-message", [f"{where}: {error}"]).to_json()
+            wrong, halted = simulate(world, functools.partial(_call_method, student, name, elements, op))
+            if halted is not None:
+                return verdict.fails(halted[0], [f"{where}: {halted[1]}"])
             for number, (mistake, sentence) in enumerate(wrong):
                 if mistake:
-                    return verdict.fails(mistake, [f"{where}: rank {number} {sentence}"]).to_json()
+                    return verdict.fails(mistake, [f"{where}: rank {number} {sentence}"])
             for number, (counts, (_, counted)) in enumerate(zip(world.counts, wrong, strict=True)):
                 moved = counts.sent_bytes + counts.received_bytes
                 if int(counted) != moved:
                     told = f"rank {number} counts {int(counted):,} bytes, and has sent and received {moved:,}"
-                    return verdict.fails("count", [f"{where}: {told}"]).to_json()
+                    return verdict.fails("count", [f"{where}: {told}"])
             needed = {"ringAllreduce": 4 * (size - 1) * -(-elements // size) * (8 if op == "SUM" else 4)}
             most = max(counts.sent_bytes + counts.received_bytes for counts in world.counts)
             if name in needed and most > needed[name]:
                 told = f"a rank sends and receives {most:,} bytes; around a ring, {needed[name]:,} are enough"
-                return verdict.fails("slow", [f"{where}: {told}"]).to_json()
-    return verdict.passes("right on every rank, and the bytes that were moved are counted").to_json()
+                return verdict.fails("slow", [f"{where}: {told}"])
+    return verdict.passes("right on every rank, and the bytes that were moved are counted")
 
 
 def _call_method(student: Any, name: str, elements: int, op: str, endpoint: SimulatedEndpoint) -> tuple[str, str]:

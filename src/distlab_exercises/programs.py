@@ -10,21 +10,20 @@ from distlab.comm.traffic import traffic
 from distlab.comm.transfer import Transfer
 from distlab.run.run import Run
 from distlab.run.settings import RunSettings
-from distlab_exercises.loading import load, settings_for
-from distlab_exercises.ranks import Facts, Patience, free_port, run_ranks, trouble
+from distlab_exercises.loading import load, settings_for, settings_of_world
+from distlab_exercises.ranks import Facts, Submission, trouble
 from distlab_exercises.shares import fit
-from distlab_exercises.verdict import Verdict
+from distlab_exercises.verdict import Verdict, Wrong
 
 RANKS = 3
 SENT_BYTES = {"both_send": (4000, 8000, 4000), "order": (8000, 16_000, 8000), "skipped": (15_999, 15_999, 19_999)}
 SHAPES = [(6, 9, 5), (7, 4, 3), (2, 5, 4), (5, 2, 4)]  # m, k, n; rows or columns do not always divide among the ranks
 
 
-def try_product(name: str, script: Path, folder: Path, patience: Patience) -> Verdict:
+def try_product(name: str, submission: Submission) -> Verdict:
     """Multiply matrices of rank 0's with a student's function on three ranks."""
     verdict = Verdict(f"{name}: {RANKS} ranks")
-    values = _values(folder / name)
-    reports = run_ranks(RANKS, _multiply, script, name, values, script=script, folder=folder, patience=patience)
+    reports = submission.run_ranks(RANKS, _multiply, name, settings_of_world(RANKS, submission.folder / name))
     if found := trouble(reports):
         return verdict.fails(*found, printed=reports)
     for number, shape in enumerate(SHAPES):
@@ -38,10 +37,6 @@ def try_product(name: str, script: Path, folder: Path, patience: Patience) -> Ve
     return verdict.passes(
         "the product of one process, for matrices whose rows and columns divide among the ranks or not"
     )
-
-
-def _values(out: Path) -> dict[str, Any]:
-    return {"world_size": RANKS, "device": "cpu", "out": out, "master_port": free_port()}
 
 
 def _matrices(shape: tuple[int, int, int]) -> tuple[Tensor, Tensor]:
@@ -70,7 +65,7 @@ def _sent_bytes() -> int:
     return sum(count for kind, count in traffic.ledger.sent_bytes.items() if kind not in ("control", "shapes"))
 
 
-def _name_share(name: str, rank: int, sent: int, shape: tuple[int, int, int]) -> tuple[str, str] | None:
+def _name_share(name: str, rank: int, sent: int, shape: tuple[int, int, int]) -> Wrong:
     """Whether a rank sends less than its share of the product, as where rank 0 computes it alone."""
     m, k, n = shape
     by_row = name == "par_matmul_by_row"
@@ -82,9 +77,7 @@ def _name_share(name: str, rank: int, sent: int, shape: tuple[int, int, int]) ->
     return "no-share", f"sends {sent} bytes by `traffic`, and {share} has {needed}: each rank computes a share"
 
 
-def _name_product(
-    name: str, rank: int, product: list[list[float]] | None, A: Tensor, B: Tensor
-) -> tuple[str, str] | None:
+def _name_product(name: str, rank: int, product: list[list[float]] | None, A: Tensor, B: Tensor) -> Wrong:
     right = A @ B
     if rank > 0 and name == "par_matmul_by_row":
         return None  # whatever it returns: rank 0 has the product
@@ -107,12 +100,12 @@ def _name_product(
     return "wrong-product", "has another matrix than the sum of the ranks' products"
 
 
-def try_case(name: str, script: Path, folder: Path, patience: Patience) -> Verdict:
+def try_case(name: str, submission: Submission) -> Verdict:
     """Run one case of the chapter on deadlocks with the student's cure."""
     verdict = Verdict(f"{name}: {RANKS} ranks")
-    case = name.replace("_", "-")
-    values = {**_values(folder / name), "case": case, "cure": True, "timeout": 60}
-    reports = run_ranks(RANKS, _exchange, script, values, script=script, folder=folder, patience=patience)
+    values = {"case": name.replace("_", "-"), "cure": True, "timeout": 60}
+    values |= settings_of_world(RANKS, submission.folder / name)
+    reports = submission.run_ranks(RANKS, _exchange, values)
     if found := trouble(reports):
         return verdict.fails(*found, printed=reports)
     for rank, (report, needed) in enumerate(zip(reports, SENT_BYTES[name], strict=True)):

@@ -75,6 +75,20 @@ def free_port() -> int:
 Work = Callable[..., Facts]  # (rank, *args): what the rank does
 
 
+@dataclass(frozen=True)
+class Submission:
+    """A student's file, the folder in which its ranks work, and how long they are waited for."""
+
+    script: Path
+    folder: Path
+    patience: Patience
+
+    def run_ranks(self, world_size: int, work: Work, *args: Any) -> list[Report]:
+        """As the function `run_ranks`; `work` is called with (rank, script, *args)."""
+        script, folder, patience = self.script, self.folder, self.patience
+        return run_ranks(world_size, work, script, *args, script=script, folder=folder, patience=patience)
+
+
 def run_ranks(world_size: int, work: Work, *args: Any, script: Path, folder: Path, patience: Patience) -> list[Report]:
     """Run `work(rank, *args)` in a fork for each rank (`forked`); the processes are gone when this returns.
 

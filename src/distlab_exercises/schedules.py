@@ -9,15 +9,14 @@ from distlab.pipeline.actions import Action, Backward, Forward
 from distlab.pipeline.engine import ScheduleError
 from distlab.pipeline.plan import Plan, simulate
 from distlab_exercises.loading import load
-from distlab_exercises.ranks import Facts
 from distlab_exercises.verdict import Verdict
 
 SIZES = [(1, 3), (2, 2), (2, 4), (3, 1), (3, 3), (3, 6), (4, 8)]  # stages, micro-batches
 
 
-def try_schedule(rank: int, script: Path, module: str, name: str) -> Facts:
+def try_schedule(script: Path, module: str, name: str) -> Verdict:
     """Compare the schedule `name` of a student's file with the library's: its order, duration and kept activations."""
-    del rank, module
+    del module
     order: Callable[[int, int, int], object] = getattr(load(script), name)
     fits = schedules.SCHEDULES[name.replace("_", "-")].fits
     verdict = Verdict(f"{name}: its order, for up to 4 stages and 8 micro-batches")
@@ -29,10 +28,10 @@ def try_schedule(rank: int, script: Path, module: str, name: str) -> Facts:
             mistake, sentence, programs = found
             where = f"{stages} stage{'s' * (stages > 1)}, {micro_batches} micro-batch{'es' * (micro_batches > 1)}"
             lines = [f"stage {s}: {' '.join(map(str, program))}" for s, program in enumerate(programs)]
-            return verdict.fails(mistake, [f"{where}: {sentence}", *lines]).to_json()
+            return verdict.fails(mistake, [f"{where}: {sentence}", *lines])
     verdict.passes("complete, without deadlock, as fast and as small as it can be")
     verdict.sentences.append(_peaks(order))
-    return verdict.to_json()
+    return verdict
 
 
 def _peaks(order: Callable[[int, int, int], Any]) -> str:

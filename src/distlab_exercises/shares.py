@@ -99,28 +99,21 @@ def name_ratios(ratios: Sequence[Sequence[float]], own: int, member: str = "rank
 
 def _uniform(k: float, n: int, m: int, member: str) -> Mistake:
     times = _factor(k)
-    if _near(k, 1):
-        return Mistake("imprecise", "differs a little from that of one process: it was rounded, or scaled by nearly 1")
-    if n > 1 and _near(k, n):
-        return Mistake("summed", f"is {times} too large: added up over the {n} {member}s, but not divided by {n}")
-    if n > 1 and _near(k, 1 / n):
-        return Mistake("divided-twice", f"is {times} what it should be: divided by the {n} {member}s twice")
-    if m > 1 and _near(k, m):
-        return Mistake(
-            "micro-batches-summed", f"is {times} too large: the {m} micro-batches' losses are not divided by {m}"
-        )
-    if m > 1 and _near(k, 1 / m):
-        return Mistake(
-            "micro-batches-divided-twice", f"is {times} what it should be: divided by the {m} micro-batches twice"
-        )
-    if n > 1 and m > 1 and _near(k, n * m):
-        return Mistake(
-            "all-summed", f"is {times} too large: divided neither by the {n} {member}s nor the micro-batches"
-        )
+    large, other = f"is {times} too large", f"is {times} what it should be"
+    for factor, name, sentence in (  # with one replica or micro-batch, another line says it before
+        (1, "imprecise", "differs a little from that of one process: it was rounded, or scaled by nearly 1"),
+        (n, "summed", f"{large}: added up over the {n} {member}s, but not divided by {n}"),
+        (1 / n, "divided-twice", f"{other}: divided by the {n} {member}s twice"),
+        (m, "micro-batches-summed", f"{large}: the {m} micro-batches' losses are not divided by {m}"),
+        (1 / m, "micro-batches-divided-twice", f"{other}: divided by the {m} micro-batches twice"),
+        (n * m, "all-summed", f"{large}: divided neither by the {n} {member}s nor the micro-batches"),
+    ):
+        if _near(k, factor):
+            return Mistake(name, sentence)
     if k > 0 and _near(math.log(k, n) if n > 1 else 0.5, round(math.log(k, n)) if n > 1 else 0):
         again = f"added up over the {member}s" if k > 1 else f"divided by the {n} {member}s"
-        return Mistake("scaled-again", f"is {times} what it should be: it was {again} again and again")
-    return Mistake("scaled", f"is {times} what it should be", k)
+        return Mistake("scaled-again", f"{other}: it was {again} again and again")
+    return Mistake("scaled", other, k)
 
 
 def _by_replica(rows: list[float], own: int, n: int, member: str) -> Mistake:
@@ -197,12 +190,13 @@ def name_weights(
 def name_loss(observed: float, expected: float, n: int, m: int) -> Mistake:
     """What is wrong with a printed loss."""
     k = observed / expected if expected else math.inf
-    if m > 1 and _near(k, m):
-        return Mistake("loss-not-divided", f"is {_factor(k)} too large: divide each micro-batch's by their number, {m}")
-    if n > 1 and _near(k, n):
-        return Mistake("loss-summed", f"is {_factor(k)} too large: added up over {n} replicas, not averaged")
-    if m > 1 and _near(k, 1 / m):
-        return Mistake("loss-divided-twice", f"is {_factor(k)} what it should be: divided by {m} micro-batches twice")
+    for factor, name, sentence in (
+        (m, "loss-not-divided", f"too large: divide each micro-batch's by their number, {m}"),
+        (n, "loss-summed", f"too large: added up over {n} replicas, not averaged"),
+        (1 / m, "loss-divided-twice", f"what it should be: divided by {m} micro-batches twice"),
+    ):
+        if factor != 1 and _near(k, factor):
+            return Mistake(name, f"is {_factor(k)} {sentence}")
     return Mistake("loss", "is another one: the forward pass computes something else")
 
 

@@ -24,7 +24,7 @@ from distlab.run.training import TrainingRun
 from distlab_exercises.catalogue import Exercise, Trial
 from distlab_exercises.comparison import Comparison
 from distlab_exercises.loading import load, settings_for
-from distlab_exercises.ranks import Facts, Patience, Report, free_port, run_ranks, trouble
+from distlab_exercises.ranks import Facts, Patience, Report, Submission, free_port, trouble
 from distlab_exercises.verdict import Verdict
 from simplellm.dataloaders import TinyStories
 from simplellm.errors import require
@@ -128,13 +128,13 @@ def expected_of(batch_size: int, replicas: int, micro_batches: int) -> tuple[dic
     with tempfile.TemporaryDirectory(prefix="lab-check-") as name:
         file, folder = Path(name, "one_process.safetensors"), Path(name)
         sizes = batch_size, replicas, micro_batches
-        [report] = run_ranks(1, one_process, file, *sizes, script=Path(__file__), folder=folder, patience=Patience())
+        [report] = Submission(Path(__file__), folder, Patience()).run_ranks(1, one_process, file, *sizes)
         if report.state != "ended":
             raise RuntimeError(f"one process failed: {report.sentence} {report.line}")
         return load_file(file), report.facts
 
 
-def one_process(rank: int, file: Path, batch_size: int, n: int, m: int) -> Facts:
+def one_process(rank: int, _: Path, file: Path, batch_size: int, n: int, m: int) -> Facts:
     """The run of one process with the global batch of `n` replicas of `batch_size` sequences, `m` micro-batches each.
 
     It keeps its weights and, for each replica and micro-batch, its share of every gradient: the gradients of the mean
@@ -175,8 +175,9 @@ def one_process(rank: int, file: Path, batch_size: int, n: int, m: int) -> Facts
     return {"losses": losses, "names": list(names), **sizes}
 
 
-def try_layout(script: Path, exercise: Exercise, trial: Trial, folder: Path, patience: Patience) -> Verdict:
+def try_layout(exercise: Exercise, trial: Trial, submission: Submission) -> Verdict:
     """Run a script in a layout and one process beside it, and compare them."""
+    folder = submission.folder
     folder.mkdir()
     world = 1
     for size in trial.layout.values():
@@ -184,17 +185,7 @@ def try_layout(script: Path, exercise: Exercise, trial: Trial, folder: Path, pat
     describe = Grid(0, trial.layout).describe
     values: dict[str, Any] = {**trial.settings, "batch_size": trial.batch_size, "micro_batches": trial.micro_batches}
     values |= {"out": folder / "run", "master_port": free_port()}
-    reports = run_ranks(
-        world,
-        train,
-        script,
-        folder,
-        values,
-        exercise.ranks_start_apart,
-        script=script,
-        folder=folder,
-        patience=patience,
-    )
+    reports = submission.run_ranks(world, train, folder, values, exercise.ranks_start_apart)
     verdict = Verdict(f"train: {trial}")
     if found := trouble(reports, describe):
         return verdict.fails(*found, printed=reports)

@@ -5,6 +5,8 @@ from typing import Any
 
 from distlab_exercises.ranks import Report
 
+Wrong = tuple[str, str] | None  # the mistake's name, and a sentence
+
 
 @dataclass
 class Verdict:
@@ -28,6 +30,9 @@ class Verdict:
         for report in printed or []:
             self.printed += [f"rank {report.rank}: {line}" for line in report.printed[-5:]]
         return self
+
+    def judged(self, wrong: Wrong, right: str) -> "Verdict":
+        return self.passes(right) if wrong is None else self.fails(wrong[0], [wrong[1]])
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)

@@ -18,7 +18,7 @@ from distlab.comm.link import Link
 from distlab_planner.layouts import Layout
 from distlab_planner.machine import Machine, Transport, interpolate
 
-SMALLEST_SHARED_BYTES = 1_000  # `smallest_shared_bytes` and `smallest_of_hosts_bytes` of `distlab.comm.traffic.Traffic`
+SMALLEST_SHARED_BYTES = 1_000  # as in `distlab.comm.context`, which imports torch
 SMALLEST_OF_HOSTS_BYTES = 250_000
 
 

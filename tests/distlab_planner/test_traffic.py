@@ -9,8 +9,8 @@ from support.planner_machines import MODEL, cluster
 
 from distlab.collectives.ring import allreduce_ring
 from distlab.collectives.simulation import SimulatedWorld
+from distlab.comm import context
 from distlab.comm.link import Link
-from distlab.comm.traffic import Traffic
 from distlab_planner.collective_model import CostModel, predict
 from distlab_planner.layouts import Layout
 from distlab_planner.machine import AllReduce
@@ -149,6 +149,5 @@ def test_ranks_that_share_the_memory_of_their_hosts_send_a_tensor_once_from_each
 
 
 def test_the_planner_shares_memory_where_runs_do() -> None:
-    traffic = Traffic()
-    assert traffic.smallest_shared_bytes == SMALLEST_SHARED_BYTES
-    assert traffic.smallest_of_hosts_bytes == SMALLEST_OF_HOSTS_BYTES
+    assert context.SMALLEST_SHARED_BYTES == SMALLEST_SHARED_BYTES
+    assert context.SMALLEST_OF_HOSTS_BYTES == SMALLEST_OF_HOSTS_BYTES
