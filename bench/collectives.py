@@ -25,7 +25,7 @@ from distlab.collectives.ring import allreduce_ring
 from distlab.comm.processes import leave
 from distlab.comm.traffic import traffic
 from distlab.run.progress import each
-from distlab_planner.collective_model import LIBRARY, bytes_of_a_message, operations, predict, whole_numbers
+from distlab_planner.collective_model import LIBRARY, bytes_of_a_message, operations, predict_collective, whole_numbers
 from distlab_planner.collective_probes import Probes, seconds_in_turn
 
 Cell = tuple[str, str, int]  # operation, topology, megabytes
@@ -152,7 +152,7 @@ def compare_with_prediction(
                 seconds = seconds_in_turn({"work": work, **probes.works()}, rounds, settings.in_a_row)
                 if rank == 0:
                     costs = probes.costs(seconds, world_size)
-                    world = predict(operation, topology, size_bytes, world_size, costs, settings.in_a_row)
+                    world = predict_collective(operation, topology, size_bytes, world_size, costs, settings.in_a_row)
                     comparison = world.makespan / settings.in_a_row, statistics.median(seconds["work"])
                     results.put(((operation, topology, megabytes), comparison))
     leave(0)

@@ -14,7 +14,7 @@ from distlab_planner.layouts import Layout
 from distlab_planner.machine import Machine, read_machine
 from distlab_planner.model import NUMBER_BYTES, Model, Sizes
 from distlab_planner.step import LOSS_BYTES, predict
-from distlab_planner.traffic import Group
+from distlab_planner.traffic import RankGroup
 from simplellm import command_line
 
 MACHINES = Path(__file__).resolve().parents[1] / "docs/machines"
@@ -84,9 +84,9 @@ def local_sgd(bandwidth: float) -> Curve:
     link = replace(machine.between, bytes_per_second=bandwidth)
     machine = replace(machine, between=link, hosts=2, ranks_per_host=8)
     alone, costs = step_seconds(machine, 1, 8, ROWS), costs_of(machine, 2, 8, ROWS)
-    placement, weights_bytes = costs.placement, costs.weights(0) * NUMBER_BYTES
-    average = placement.all_reduce(placement.replicas, weights_bytes).seconds
-    loss = placement.all_reduce(Group(costs.layout.ranks, 1), LOSS_BYTES).seconds
+    on_hosts, weights_bytes = costs.on_hosts, costs.weights(0) * NUMBER_BYTES
+    average = on_hosts.all_reduce(on_hosts.replicas, weights_bytes).seconds
+    loss = on_hosts.all_reduce(RankGroup(costs.layout.ranks, 1), LOSS_BYTES).seconds
     found = [alone / (alone + (average + loss) / every) for every in EVERY]
     return Curve(f"{bandwidth * 8 / 1e9:g} Gbit/s", EVERY, found)
 

@@ -27,7 +27,7 @@ from distlab_planner.collective_model import (
     Work,
     bytes_of_a_message,
     operations,
-    predict,
+    predict_collective,
     whole_numbers,
 )
 from distlab_planner.collective_probes import costs_for, fit_costs, measure
@@ -131,7 +131,7 @@ def show(rows: list[Row], world_size: int, fitted: dict[int, CostModel]) -> None
     for row in rows:
         if row.topology not in (LIBRARY, SHARED):
             what = row.operation, row.topology, row.size_bytes, world_size
-            world = predict(*what, costs_for(bytes_of_a_message(*what), fitted))
+            world = predict_collective(*what, costs_for(bytes_of_a_message(*what), fitted))
             row.predicted_seconds = world.makespan
             row.busiest_messages = max(rank.sends + rank.receives for rank in world.counts)
             row.busiest_bytes = max(rank.sent_bytes + rank.received_bytes for rank in world.counts)

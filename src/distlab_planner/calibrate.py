@@ -110,7 +110,7 @@ def calibrate(run: Run[CalibrateSettings]) -> None:
     is_cpu = device.type == "cpu"
     at_once = devices.cores() if is_cpu else torch.cuda.device_count()
     tps = [tp for tp in divisors(sizes.num_kv_heads) if tp <= run.world_size]
-    kinds = [measuring.Kind(tp, n) for tp in tps for n in (threads_of_ranks(at_once, tp, local) if is_cpu else [1])]
+    kinds = [measuring.Slicing(tp, n) for tp in tps for n in (threads_of_ranks(at_once, tp, local) if is_cpu else [1])]
     measured = measuring.measure_passes(sizes, kinds, args.rows, device, args.seconds)
     net = measuring.build(LLamaStage, sizes, measuring.BLOCKS, 1, device)
     spinning = measuring.measure_spinning(at_once) if is_cpu and at_once > 1 else 0.0

@@ -10,7 +10,7 @@ import tyro
 
 from distlab.collectives.simulation import SimulatedWorld
 from distlab.comm.link import Link
-from distlab_planner.collective_model import CostModel, operations, predict
+from distlab_planner.collective_model import CostModel, operations, predict_collective
 from simplellm import command_line
 from simplellm.errors import require
 
@@ -49,7 +49,10 @@ def table(request: Request) -> None:
     [known] = SimulatedWorld(1).run(lambda endpoint: operations(0, endpoint, device="meta"))
     for operation, topologies in known.items():
         for topology in list(topologies)[:-1]:
-            predicted = (predict(operation, topology, 1000 * kb, request.world_size, costs) for kb in request.kilobytes)
+            predicted = (
+                predict_collective(operation, topology, 1000 * kb, request.world_size, costs)
+                for kb in request.kilobytes
+            )
             milliseconds = "".join(f"{1e3 * world.makespan:>13.2f}" for world in predicted)
             print(f"{operation:<16}{topology:<10}{milliseconds}", flush=True)
 

@@ -78,7 +78,7 @@ def operations(size_bytes: int, endpoint: Endpoint = dist, device: str = "cpu") 
     return works
 
 
-def predict(
+def predict_collective(
     operation: str, topology: str, size_bytes: int, world_size: int, costs: CostModel, in_a_row: int = 1
 ) -> SimulatedWorld:
     """A simulated world in which the operation has run `in_a_row` times; its `makespan` is the predicted time."""
@@ -86,10 +86,10 @@ def predict(
     def work(endpoint: SimulatedEndpoint) -> Work:
         return operations(size_bytes, endpoint, device="meta")[operation][topology]
 
-    return simulate(work, world_size, costs, in_a_row)
+    return simulate_collective(work, world_size, costs, in_a_row)
 
 
-def simulate(
+def simulate_collective(
     work: Callable[[SimulatedEndpoint], Work], world_size: int, costs: CostModel, in_a_row: int = 1
 ) -> SimulatedWorld:
     """A simulated world in which each rank has run the result of `work` `in_a_row` times; tensors are on "meta"."""
@@ -127,6 +127,8 @@ class _Computing(TorchDispatchMode):
 
 def bytes_of_a_message(operation: str, topology: str, size_bytes: int, world_size: int) -> int:
     """Average size of the busiest rank's messages; 0 with a world size of 1."""
-    counts = predict(operation, topology, size_bytes, world_size, CostModel(Link(), math.inf, math.inf)).counts
+    counts = predict_collective(
+        operation, topology, size_bytes, world_size, CostModel(Link(), math.inf, math.inf)
+    ).counts
     busiest = max(counts, key=lambda rank: rank.sent_bytes + rank.received_bytes)
     return (busiest.sent_bytes + busiest.received_bytes) // max(1, busiest.sends + busiest.receives)

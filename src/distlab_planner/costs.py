@@ -9,7 +9,7 @@ from distlab.pipeline.split import PartCosts, Split, balance, estimated_costs
 from distlab_planner.layouts import Layout
 from distlab_planner.machine import Machine, Measured, PassKind, interpolate
 from distlab_planner.model import NUMBER_BYTES, Model, Part
-from distlab_planner.traffic import Placement
+from distlab_planner.traffic import RanksOnHosts
 
 SHARDED_BUCKET_BYTES = 5_000_000  # `BUCKET_BYTES // 5` of `distlab.parallel.sharded`
 # By an action's letter, the pass that it is, as far as its time goes.
@@ -41,8 +41,8 @@ class Costs:
     optimizer: str = "adam"  # or "adamw", "sgd"
 
     @functools.cached_property
-    def placement(self) -> Placement:
-        return Placement(self.machine, self.layout)
+    def on_hosts(self) -> RanksOnHosts:
+        return RanksOnHosts(self.machine, self.layout)
 
     @property
     def tokens(self) -> int:
@@ -152,7 +152,7 @@ class Costs:
     @functools.cached_property
     def _all_reduce_activations(self) -> float:
         """Seconds in which the slices of a stage add up activations, or their gradients."""
-        return self.placement.all_reduce(self.placement.slices, self.message_bytes, "shared").alone
+        return self.on_hosts.all_reduce(self.on_hosts.slices, self.message_bytes, "shared").alone
 
     def _exchanges(self, letter: str, stage: int, again: bool) -> int:
         kind = KIND_OF.get(letter)
@@ -169,7 +169,7 @@ class Costs:
         seconds = self._exchanges(letter, stage, again) * self._all_reduce_activations
         if kind == "F" and self.parts(stage)["head"]:  # the loss: the largest logit of each token; two sums
             sizes = (self.tokens * NUMBER_BYTES, 2 * self.tokens * NUMBER_BYTES)
-            seconds += sum(self.placement.all_reduce(self.placement.slices, size, "shared").alone for size in sizes)
+            seconds += sum(self.on_hosts.all_reduce(self.on_hosts.slices, size, "shared").alone for size in sizes)
         return seconds + self._gathered(kind, stage)
 
     def _gathered(self, kind: PassKind, stage: int) -> float:
@@ -177,10 +177,10 @@ class Costs:
         shard = self.layout.shard
         if shard not in ("gradients", "weights") or kind == "W":
             return 0.0
-        size_bytes, replicas = self.weights(stage) * NUMBER_BYTES, self.placement.replicas
+        size_bytes, replicas = self.weights(stage) * NUMBER_BYTES, self.on_hosts.replicas
         # With shared-out weights, each part of the model has collectives of its own.
         parts = sum(self.parts(stage).values()) if shard == "weights" else max(1, size_bytes // SHARDED_BUCKET_BYTES)
-        half = parts * self.placement.half(replicas, size_bytes / parts, "shared").alone
+        half = parts * self.on_hosts.half(replicas, size_bytes / parts, "shared").alone
         seconds = half * (shard == "weights") + half * (kind != "F")
         # Behind the computation on GPUs only: on CPUs, sending needs the cores.
         return max(0.0, seconds - self._pass(kind, stage, 1)) if self.machine.device == "cuda" else seconds

@@ -130,7 +130,7 @@ def build(kind: type[LLamaPart], sizes: Sizes, n_layers: int, tp: int, device: t
 
 
 @dataclass(frozen=True)
-class Kind:
+class Slicing:
     """What passes are measured with: one of `tp` slices, and so many threads."""
 
     tp: int
@@ -138,7 +138,7 @@ class Kind:
 
 
 def measure_passes(
-    sizes: Sizes, kinds: Sequence[Kind], rows: Sequence[int], device: torch.device, seconds: float
+    sizes: Sizes, kinds: Sequence[Slicing], rows: Sequence[int], device: torch.device, seconds: float
 ) -> list[Measured]:
     """The parts of a model on this rank alone, for about so many seconds.
 
@@ -146,12 +146,12 @@ def measure_passes(
     about as long, so that short passes have more turns than long ones. A pass takes the median of its turns.
     """
     usual_threads = torch.get_num_threads()
-    passes: dict[tuple[Kind, Part, int], Passes] = {}
+    passes: dict[tuple[Slicing, Part, int], Passes] = {}
     for kind, (part, net_kind, blocks) in itertools.product(kinds, NETS):
         net = build(net_kind, sizes, blocks, kind.tp, device)
         for count in rows:
             passes[kind, part, count] = Passes(net, sizes, count, shard_sizes(sizes.vocab_size, kind.tp)[0])
-    turns: dict[tuple[Kind, Part, int], list[dict[str, float]]] = {key: [] for key in passes}
+    turns: dict[tuple[Slicing, Part, int], list[dict[str, float]]] = {key: [] for key in passes}
     begun, spent = time.perf_counter(), dict.fromkeys(passes, 0.0)
     for one in passes.values():
         one.run("FB", micro_batches=AT_A_TIME)  # the first loads and allocates
@@ -165,17 +165,17 @@ def measure_passes(
             spent[key] += time.perf_counter() - started
     torch.set_num_threads(usual_threads)
 
-    def typical(kind: Kind, part: Part, count: int, letter: str) -> float:
+    def typical(kind: Slicing, part: Part, count: int, letter: str) -> float:
         blocks = BLOCKS if part == "block" else 1
         return statistics.median(turn[letter] for turn in turns[kind, part, count]) / blocks
 
-    def part_of(kind: Kind, part: Part) -> PassSeconds:
+    def part_of(kind: Slicing, part: Part) -> PassSeconds:
         return PassSeconds(*(times_of(kind, part, letter) for letter in "FBIW"))
 
-    def times_of(kind: Kind, part: Part, letter: str) -> tuple[float, ...]:
+    def times_of(kind: Slicing, part: Part, letter: str) -> tuple[float, ...]:
         return ascending([typical(kind, part, count, letter) for count in rows])
 
-    def measured(kind: Kind) -> Measured:
+    def measured(kind: Slicing) -> Measured:
         embedding, block, head = (part_of(kind, part) for part in PARTS)
         again = times_of(kind, "block", "again")
         return Measured(sizes, kind.tp, kind.threads, tuple(rows), embedding, block, head, again)

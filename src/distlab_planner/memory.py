@@ -81,8 +81,8 @@ def share_of_rank(machine: Machine, ranks: int) -> float:
 
 def _gathered(costs: Costs, stages: Sequence[int], weights_bytes: int) -> int:
     """Of blocks or buckets that are whole only while they are needed, and of the buffer where they are reduced."""
-    layout, placement = costs.layout, costs.placement
-    has_buffer = costs.machine.device == "cpu" and placement.is_inside(placement.replicas)  # in shared memory
+    layout, on_hosts = costs.layout, costs.on_hosts
+    has_buffer = costs.machine.device == "cpu" and on_hosts.is_inside(on_hosts.replicas)  # in shared memory
     if layout.shard == "gradients":
         bucket = min(weights_bytes, SHARDED_BUCKET_BYTES)
         return 2 * bucket if has_buffer else min(weights_bytes, 2 * SHARDED_BUCKET_BYTES)

@@ -16,7 +16,7 @@ from distlab_planner.graph import AfterPasses, BeforePasses, graph_of
 from distlab_planner.hosts import SharedHosts
 from distlab_planner.layouts import outline_of
 from distlab_planner.model import NUMBER_BYTES
-from distlab_planner.traffic import Collective, Group
+from distlab_planner.traffic import CollectiveSeconds, RankGroup
 
 BUCKET_BYTES = 25_000_000  # of gradients: `distlab.parallel.data.BUCKET_BYTES`
 LOSS_BYTES = 8
@@ -52,7 +52,7 @@ class Step:
 
 def predict(costs: Costs, worker: int | None = None) -> Step:
     """The step of a layout once it runs steadily, and where the seconds of a worker go; by default, the busiest's."""
-    layout, machine, placement = costs.layout, costs.machine, costs.placement
+    layout, machine, on_hosts = costs.layout, costs.machine, costs.on_hosts
     programs, step = layout.programs(), graph_of(layout)
     threads = action_threads(costs, programs)
     updates, gathers, last = zip(*(_around_passes(costs, program) for program in programs), strict=True)
@@ -66,14 +66,14 @@ def predict(costs: Costs, worker: int | None = None) -> Step:
         return costs.seconds(action, threads.get(action, 1)) + machine.message_seconds * messages
 
     def message(sender: int, receiver: int) -> tuple[float, float]:
-        ways = placement.message, placement.carrying
+        ways = on_hosts.message, on_hosts.carrying
         return ways[0](sender, receiver, costs.message_bytes), ways[1](sender, receiver, costs.message_bytes)
 
     hosts = None
-    if machine.slowdown or placement.per_host > machine.cores_per_host or threads:
+    if machine.slowdown or on_hosts.per_host > machine.cores_per_host or threads:
         hosts = SharedHosts(
-            [placement.host_of(worker) for worker in workers],
-            [placement.alike(worker) for worker in workers],
+            [on_hosts.host_of(worker) for worker in workers],
+            [on_hosts.alike(worker) for worker in workers],
             machine.slowdown_of,
             lambda action: threads.get(action, 1),
             machine.cores_per_host,
@@ -88,7 +88,7 @@ def predict(costs: Costs, worker: int | None = None) -> Step:
         _averaged(costs, program, whole, started[-2], ended[-2]) if whole.overlaps else ended[-1]
         for program, whole, started, ended in zip(programs, last, starts, ends, strict=True)
     ]
-    loss = placement.all_reduce(Group(layout.ranks, 1), LOSS_BYTES).seconds
+    loss = on_hosts.all_reduce(RankGroup(layout.ranks, 1), LOSS_BYTES).seconds
     total = max(averaged) + loss
     busy = [sum(map(operator.sub, *times)) for times in zip(ends, starts, strict=True)]
     seen = max(workers, key=lambda worker: busy[worker]) if worker is None else worker
@@ -119,27 +119,27 @@ def action_threads(costs: Costs, programs: Programs) -> dict[Action, int]:
         return {}
     if costs.threads is not None:
         return {action: costs.threads for program in programs for action in program} if costs.threads > 1 else {}
-    cores = machine.cores_per_host // costs.placement.pipelines
+    cores = machine.cores_per_host // costs.on_hosts.pipelines
     if cores <= 1:
         return {}
     return threads_by_plan(programs, cores, costs.estimated)
 
 
-def _around_passes(costs: Costs, program: Sequence[Action]) -> tuple[float, float, Collective]:
+def _around_passes(costs: Costs, program: Sequence[Action]) -> tuple[float, float, CollectiveSeconds]:
     """Of a worker: seconds of its update and of what else a step does; of gathering weights; its gradients' average."""
-    layout, machine, placement = costs.layout, costs.machine, costs.placement
+    layout, machine, on_hosts = costs.layout, costs.machine, costs.on_hosts
     weights = sum(costs.weights(stage) for stage in stages_of(program))
     own = weights / (layout.dp if layout.shard != "none" else 1)
     update = machine.step_seconds + machine.update_seconds(costs.optimizer) * own
     size_bytes = weights * NUMBER_BYTES
     if layout.shard == "none":
-        return update, 0.0, placement.all_reduce(placement.replicas, size_bytes, "shared")
-    half = placement.half(placement.replicas, size_bytes, "shared")
+        return update, 0.0, on_hosts.all_reduce(on_hosts.replicas, size_bytes, "shared")
+    half = on_hosts.half(on_hosts.replicas, size_bytes, "shared")
     gather = half.alone if layout.shard != "weights" else 0.0
-    return update, gather, half if layout.shard == "optimizer" else Collective(0.0, 0.0, False)
+    return update, gather, half if layout.shard == "optimizer" else CollectiveSeconds(0.0, 0.0, False)
 
 
-def _averaged(costs: Costs, program: Sequence[Action], whole: Collective, started: float, ended: float) -> float:
+def _averaged(costs: Costs, program: Sequence[Action], whole: CollectiveSeconds, started: float, ended: float) -> float:
     """When the gradients have been averaged, bucket after bucket, behind the last pass that computes some."""
     size_bytes = sum(costs.weights(stage) for stage in stages_of(program)) * NUMBER_BYTES
     buckets = max(1, round(size_bytes / BUCKET_BYTES))
@@ -170,7 +170,7 @@ def least_seconds(costs: Costs) -> float:
     A worker begins after the forward passes of the stages before its first one, and its last backward pass, though not
     that of weights alone, is followed by theirs.
     """
-    layout, machine, placement = costs.layout, costs.machine, costs.placement
+    layout, machine, on_hosts = costs.layout, costs.machine, costs.on_hosts
     pp, micro_batches, stages = layout.pp, layout.micro_batches, len(layout.split)
     again = layout.recompute == "blocks"
     outline = outline_of(layout.schedule, pp)
@@ -184,7 +184,7 @@ def least_seconds(costs: Costs) -> float:
     # An action has the cores that other workers leave it. As measured, it need not be fastest with most of them.
     counts = {1 if machine.device == "cuda" else costs.threads or 1}
     if machine.device == "cpu" and costs.threads is None:
-        cores = max(1, machine.cores_per_host // placement.pipelines)
+        cores = max(1, machine.cores_per_host // on_hosts.pipelines)
         most = most_threads(pp, cores, costs.estimated)
         counts = {share_of_cores(cores, busy, most) for busy in range(1, pp + 1)}
 
@@ -208,7 +208,7 @@ def least_seconds(costs: Costs) -> float:
     found = micro_batches * sum(work) / pp
     begins = ends = 0.0  # of the stages before
     for worker in range(pp):
-        average = placement.all_reduce(placement.replicas, held[worker] * NUMBER_BYTES, "shared")
+        average = on_hosts.all_reduce(on_hosts.replicas, held[worker] * NUMBER_BYTES, "shared")
         taken = average.seconds if average.overlaps else average.alone
         shown = max(0.0, taken - work[worker]) if layout.shard == "none" else 0.0  # the rest, behind the last pass
         found = max(found, begins + micro_batches * work[worker] + shown, begins + micro_batches * path[worker] + ends)

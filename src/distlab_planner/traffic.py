@@ -23,7 +23,7 @@ SMALLEST_OF_HOSTS_BYTES = 250_000
 
 
 @dataclass(frozen=True)
-class Group:
+class RankGroup:
     """The ranks of a collective: `size` of them, `stride` apart, while all other groups of this kind have theirs."""
 
     size: int
@@ -40,7 +40,7 @@ class Spread:
 
 
 @dataclass(frozen=True)
-class Collective:
+class CollectiveSeconds:
     """What a collective takes if no other rank computes, and whether its ranks can compute meanwhile."""
 
     seconds: float  # while all of its ranks are busy with it
@@ -49,7 +49,7 @@ class Collective:
 
 
 @dataclass(frozen=True)
-class Placement:
+class RanksOnHosts:
     """A layout's ranks on a machine's hosts, in their order, as many on each as it has room for."""
 
     machine: Machine
@@ -61,13 +61,13 @@ class Placement:
         return min(self.layout.ranks, self.machine.ranks_per_host)
 
     @property
-    def replicas(self) -> Group:
+    def replicas(self) -> RankGroup:
         layout = self.layout
-        return Group(layout.dp, stride(layout.axes, "dp"))
+        return RankGroup(layout.dp, stride(layout.axes, "dp"))
 
     @property
-    def slices(self) -> Group:
-        return Group(self.layout.tp, 1)
+    def slices(self) -> RankGroup:
+        return RankGroup(self.layout.tp, 1)
 
     def host_of(self, worker: int) -> int:
         """The host of a worker of the first replica: that of its first rank."""
@@ -104,17 +104,17 @@ class Placement:
     def _leaving(self, sender: int, receiver: int) -> int:
         return most_leaving(tuple(self.layout.axes.items()), self.per_host, sender, receiver)
 
-    def spread(self, group: Group) -> Spread:
+    def spread(self, group: RankGroup) -> Spread:
         return spread_of(self.layout.ranks, self.per_host, group)
 
-    def is_inside(self, group: Group) -> bool:
+    def is_inside(self, group: RankGroup) -> bool:
         """Whether each group of this kind is on one host."""
         return self.spread(group).hosts == 1
 
-    def all_reduce(self, group: Group, size_bytes: float, transport: Transport = "gloo") -> Collective:
+    def all_reduce(self, group: RankGroup, size_bytes: float, transport: Transport = "gloo") -> CollectiveSeconds:
         """An all-reduce of a tensor of so many bytes; "shared" is what it is where the ranks can share memory."""
         if group.size == 1:
-            return Collective(0.0, 0.0, False)
+            return CollectiveSeconds(0.0, 0.0, False)
         if self.is_inside(group):
             asked = transport if size_bytes >= SMALLEST_SHARED_BYTES else "gloo"
             for kind in dict.fromkeys((asked, "gloo")):
@@ -122,27 +122,27 @@ class Placement:
                 if seconds is not None:
                     # Measured while all of the group's ranks were busy with it.
                     alone = seconds / self.machine.slowdown_of(group.size)
-                    return Collective(seconds, alone, overlaps=kind == "gloo")
+                    return CollectiveSeconds(seconds, alone, overlaps=kind == "gloo")
         by_host = self._host_by_host(group, size_bytes) if transport == "shared" else None
         seconds = self._ring(group, size_bytes, rounds=2) if by_host is None else by_host
-        return Collective(seconds, seconds, overlaps=True)
+        return CollectiveSeconds(seconds, seconds, overlaps=True)
 
-    def half(self, group: Group, size_bytes: float, transport: Transport = "gloo") -> Collective:
+    def half(self, group: RankGroup, size_bytes: float, transport: Transport = "gloo") -> CollectiveSeconds:
         """A reduce-scatter or an all-gather of a tensor of so many bytes.
 
         In a ring it is half of an all-reduce. In shared memory it carries half as much, but its ranks meet as often.
         """
         if not self.is_inside(group):
             seconds = self._ring(group, size_bytes, rounds=1)
-            return Collective(seconds, seconds, overlaps=True)
+            return CollectiveSeconds(seconds, seconds, overlaps=True)
         whole = self.all_reduce(group, size_bytes, transport)
-        none = Collective(0.0, 0.0, True)
+        none = CollectiveSeconds(0.0, 0.0, True)
         meeting = none if whole.overlaps else self.all_reduce(group, SMALLEST_SHARED_BYTES, transport)
         seconds = (whole.seconds + min(meeting.seconds, whole.seconds)) / 2
         alone = (whole.alone + min(meeting.alone, whole.alone)) / 2
-        return Collective(seconds, alone, whole.overlaps)
+        return CollectiveSeconds(seconds, alone, whole.overlaps)
 
-    def _host_by_host(self, group: Group, size_bytes: float) -> float | None:
+    def _host_by_host(self, group: RankGroup, size_bytes: float) -> float | None:
         """Seconds of an all-reduce in the memory of each host, with a ring of the hosts' first ranks in between.
 
         None where a run would not do it: with one rank on each host, or where ranks do not share memory.
@@ -156,7 +156,7 @@ class Placement:
         across = self.machine.between.seconds(size_bytes / spread.hosts * spread.leaving)
         return inside + 2 * (spread.hosts - 1) * across
 
-    def _ring(self, group: Group, size_bytes: float, rounds: int) -> float:
+    def _ring(self, group: RankGroup, size_bytes: float, rounds: int) -> float:
         messages, part = rounds * (group.size - 1), size_bytes / group.size
         inside, between, spread = self.machine.inside, self.machine.between, self.spread(group)
         if spread.hosts == 1:
@@ -168,7 +168,7 @@ class Placement:
 
 
 @functools.lru_cache(maxsize=4096)
-def spread_of(ranks: int, per_host: int, group: Group) -> Spread:
+def spread_of(ranks: int, per_host: int, group: RankGroup) -> Spread:
     """How groups of so many ranks lie on hosts; the ranks of a group are in ascending order, as is its ring."""
     length, group_hosts, on_host = group.size * group.stride, 1, 1
     rings: Counter[int] = Counter()  # by host, those that leave it

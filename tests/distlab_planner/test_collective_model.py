@@ -9,7 +9,7 @@ from support.terminals import fork_python
 from distlab.collectives.ring import SEGMENT_BYTES
 from distlab.collectives.simulation import Link
 from distlab_planner.collective_costs import Request, table
-from distlab_planner.collective_model import CostModel, bytes_of_a_message, predict, whole_numbers
+from distlab_planner.collective_model import CostModel, bytes_of_a_message, predict_collective, whole_numbers
 
 pytestmark = pytest.mark.quick
 
@@ -34,17 +34,21 @@ MESSAGE, ADDITION, LATENCY = 0.005, 0.001, 0.001
     ],
 )
 def test_predictions_are_the_formulas(operation: str, topology: str, seconds: float) -> None:
-    assert predict(operation, topology, SIZE_BYTES, 8, COSTS).makespan == pytest.approx(seconds)
+    assert predict_collective(operation, topology, SIZE_BYTES, 8, COSTS).makespan == pytest.approx(seconds)
 
 
 def test_messages_at_the_same_time_share_what_the_computer_moves() -> None:
     shared = CostModel(Link(0, 1e9), 2e9, math.inf)
     # One of 4 MB takes 4 ms alone, and one from each of eight ranks 16 ms: 12 / 7 ms for each further one. The tree's
     # rounds have one, two and four.
-    assert predict("broadcast", "tree", SIZE_BYTES, 8, shared).makespan == pytest.approx(0.012 + (1 + 3) * 0.012 / 7)
-    assert predict("broadcast", "naive", SIZE_BYTES, 8, shared).makespan == pytest.approx(0.004 * 7)
+    assert predict_collective("broadcast", "tree", SIZE_BYTES, 8, shared).makespan == pytest.approx(
+        0.012 + (1 + 3) * 0.012 / 7
+    )
+    assert predict_collective("broadcast", "naive", SIZE_BYTES, 8, shared).makespan == pytest.approx(0.004 * 7)
     latency = CostModel(Link(0.001, 1e9), 2e9, math.inf)
-    assert predict("broadcast", "tree", SIZE_BYTES, 8, latency).makespan == pytest.approx(0.015 + (1 + 3) * 0.015 / 7)
+    assert predict_collective("broadcast", "tree", SIZE_BYTES, 8, latency).makespan == pytest.approx(
+        0.015 + (1 + 3) * 0.015 / 7
+    )
 
 
 @pytest.mark.parametrize(
@@ -63,27 +67,33 @@ def test_what_a_message_carries(operation: str, topology: str, size_bytes: int, 
 
 def test_several_in_a_row_are_predicted_one_after_the_other() -> None:
     costs = CostModel(Link(1e-3, 1e9), math.inf, math.inf)
-    one, three = (predict("broadcast", "naive", SIZE_BYTES, 2, costs, in_a_row=count).makespan for count in (1, 3))
+    one, three = (
+        predict_collective("broadcast", "naive", SIZE_BYTES, 2, costs, in_a_row=count).makespan for count in (1, 3)
+    )
     assert three == pytest.approx(3 * one)
 
 
 def test_four_that_add_at_the_same_time_on_two_cores_take_twice_as_long() -> None:
     of_their_own, shared = CostModel(Link(), math.inf, 1e9), CostModel(Link(), math.inf, 1e9, ranks_at_once=2)
-    seconds = [predict("all-reduce", "ring", SIZE_BYTES, 4, costs).makespan for costs in (of_their_own, shared)]
+    seconds = [
+        predict_collective("all-reduce", "ring", SIZE_BYTES, 4, costs).makespan for costs in (of_their_own, shared)
+    ]
     assert seconds[1] == pytest.approx(2 * seconds[0])
 
 
 def test_a_part_that_is_copied_takes_its_time() -> None:
     costs = CostModel(Link(), math.inf, math.inf, copied_bytes_per_second=1e9)
-    assert predict("gather", "naive", SIZE_BYTES, 4, costs).makespan == pytest.approx(0.001)  # the root's own
-    assert predict("broadcast", "naive", SIZE_BYTES, 4, costs).makespan == 0
-    butterfly = predict("all-reduce", "butterfly", SIZE_BYTES, 4, costs).makespan
+    assert predict_collective("gather", "naive", SIZE_BYTES, 4, costs).makespan == pytest.approx(
+        0.001
+    )  # the root's own
+    assert predict_collective("broadcast", "naive", SIZE_BYTES, 4, costs).makespan == 0
+    butterfly = predict_collective("all-reduce", "butterfly", SIZE_BYTES, 4, costs).makespan
     assert butterfly == pytest.approx(2 * 0.004), "in each round the higher rank sends a copy"
 
 
 def test_sizes_are_rounded_up_to_whole_numbers_for_each_rank() -> None:
     assert [whole_numbers(size, 4) for size in (0, 1, 16, 17, 1000)] == [16, 16, 16, 32, 1008]
-    assert predict("broadcast", "naive", 1, 2, COSTS).counts[0].sent_bytes == 8
+    assert predict_collective("broadcast", "naive", 1, 2, COSTS).counts[0].sent_bytes == 8
 
 
 def test_the_table(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from support.processes import free_port, process_group, run_ranks
 
 from distlab.collectives.simulation import Link, SimulatedWorld
-from distlab_planner.collective_model import LIBRARY, CostModel, operations, simulate
+from distlab_planner.collective_model import LIBRARY, CostModel, operations, simulate_collective
 from distlab_planner.collective_probes import (
     ADDED_BYTES,
     FITTED_BYTES,
@@ -99,7 +99,7 @@ def test_the_costs_of_a_simulated_world_are_found_again(size: int) -> None:
     probes = Probes(message_bytes=1_000_000, tensor_bytes=3_500_000)
     names = SimulatedWorld(size).run(lambda endpoint: list(probes.works(endpoint, "meta")))[0]
     seconds = {
-        name: [simulate(lambda endpoint: probes.works(endpoint, "meta")[name], size, costs).makespan] * 3  # noqa: B023
+        name: [simulate_collective(lambda endpoint: probes.works(endpoint, "meta")[name], size, costs).makespan] * 3  # noqa: B023
         for name in names
     }
     found = probes.costs(seconds, size)

@@ -39,7 +39,7 @@ def test_with_cores_for_all_it_is_the_simulation_of_the_schedule(name: str) -> N
     known = {(a.letter, a.stage): costs.seconds(a) for program in programs for a in program}
     simulated = simulate(programs, ActionCosts(measured=known, transfer=3e-6))
     step = predict(costs)
-    loss = costs.placement.all_reduce(costs.placement.slices, 8).seconds + 2 * 3e-6
+    loss = costs.on_hosts.all_reduce(costs.on_hosts.slices, 8).seconds + 2 * 3e-6
     assert step.seconds == pytest.approx(simulated.makespan + loss)
     assert step.bubble == pytest.approx(sum(simulated.bubble) / 2)
 

@@ -11,26 +11,33 @@ from distlab.collectives.ring import allreduce_ring
 from distlab.collectives.simulation import SimulatedWorld
 from distlab.comm import context
 from distlab.comm.link import Link
-from distlab_planner.collective_model import CostModel, predict
+from distlab_planner.collective_model import CostModel, predict_collective
 from distlab_planner.layouts import Layout
 from distlab_planner.machine import AllReduce
-from distlab_planner.traffic import SMALLEST_OF_HOSTS_BYTES, SMALLEST_SHARED_BYTES, Collective, Group, Placement, Spread
+from distlab_planner.traffic import (
+    SMALLEST_OF_HOSTS_BYTES,
+    SMALLEST_SHARED_BYTES,
+    CollectiveSeconds,
+    RankGroup,
+    RanksOnHosts,
+    Spread,
+)
 
 near: Any = pytest.approx
 SLOW, FAST = Link(5e-5, 1e9), Link(1e-6, 1e11)
 
 
-def placement(ranks: int, per_host: int, pp: int = 1, tp: int = 1, **machine: object) -> Placement:
+def placement(ranks: int, per_host: int, pp: int = 1, tp: int = 1, **machine: object) -> RanksOnHosts:
     layout = Layout(ranks // (pp * tp), pp, tp, 1, 1, "dapple", "none", "none", (MODEL.n_layers,))
     machine = {"inside": FAST, "between": SLOW} | machine
-    return Placement(cluster(hosts=-(-ranks // per_host), ranks_per_host=per_host, **machine), layout)
+    return RanksOnHosts(cluster(hosts=-(-ranks // per_host), ranks_per_host=per_host, **machine), layout)
 
 
 @pytest.mark.parametrize(("ranks", "size_bytes"), [(2, 768), (2, 1_536_000), (3, 768), (8, 1_536_000), (64, 76_800)])
 def test_an_all_reduce_between_equal_hosts_takes_what_the_simulated_world_takes(ranks: int, size_bytes: int) -> None:
     costs = CostModel(SLOW, math.inf, math.inf, one_card=True)
-    simulated = predict("all-reduce", "ring", size_bytes, ranks, costs).makespan
-    seconds = placement(ranks, 1).all_reduce(Group(ranks, 1), size_bytes).seconds
+    simulated = predict_collective("all-reduce", "ring", size_bytes, ranks, costs).makespan
+    seconds = placement(ranks, 1).all_reduce(RankGroup(ranks, 1), size_bytes).seconds
     assert seconds == pytest.approx(simulated, rel=1e-6)
 
 
@@ -40,14 +47,14 @@ def test_the_slowest_link_of_a_ring_decides(ranks: int, per_host: int) -> None:
     tensor = torch.empty(ranks * 200_000, device="meta")  # chunks of less than a segment
     world = SimulatedWorld(ranks, FAST, links, one_card=True)
     world.run(lambda endpoint: allreduce_ring(tensor.clone(), endpoint=endpoint))
-    seconds = placement(ranks, per_host).all_reduce(Group(ranks, 1), tensor.nbytes).seconds
+    seconds = placement(ranks, per_host).all_reduce(RankGroup(ranks, 1), tensor.nbytes).seconds
     assert seconds == pytest.approx(world.makespan, rel=0.1)
 
 
 def test_rings_that_leave_a_host_together_share_its_card() -> None:
-    alone = placement(4, 2).all_reduce(Group(4, 1), 4e9).seconds
+    alone = placement(4, 2).all_reduce(RankGroup(4, 1), 4e9).seconds
     of_slices = placement(4, 2, tp=2)
-    assert of_slices.replicas == Group(2, 2)
+    assert of_slices.replicas == RankGroup(2, 2)
     assert of_slices.all_reduce(of_slices.replicas, 4e9).seconds == pytest.approx(alone * 4 / 3, rel=1e-3)
     # Two messages, each of a half; of a small tensor, latency counts as much.
     assert of_slices.all_reduce(of_slices.replicas, 1e5).seconds == pytest.approx(2 * SLOW.seconds(2 * 5e4))
@@ -74,7 +81,7 @@ def test_a_ring_whose_hosts_have_unequal_numbers_of_ranks_is_that_of_the_simulat
     tensor = torch.empty(ranks * 200_000, device="meta")
     world = SimulatedWorld(ranks, FAST, links, one_card=True)
     world.run(lambda endpoint: allreduce_ring(tensor.clone(), endpoint=endpoint))
-    seconds = placement(ranks, per_host).all_reduce(Group(ranks, 1), tensor.nbytes).seconds
+    seconds = placement(ranks, per_host).all_reduce(RankGroup(ranks, 1), tensor.nbytes).seconds
     assert seconds == pytest.approx(world.makespan, rel=0.1)
 
 
@@ -92,10 +99,10 @@ def test_what_was_measured_inside_a_host_replaces_the_formula() -> None:
     entries = (AllReduce(2, "gloo", (1e5, 1e6), (1e-3, 2e-3)), AllReduce(2, "shared", (1e6, 2e6), (1e-3, 2e-3)))
     machine: dict[str, Any] = {"all_reduces": entries, "slowdown": (1.0, 1.25)}
     inside = placement(4, 4, **machine)
-    assert inside.all_reduce(Group(2, 1), 1e6) == Collective(near(2e-3), near(2e-3 / 1.25), True)
-    shared = inside.all_reduce(Group(2, 1), 1e6, "shared")
-    assert shared == Collective(near(1e-3), near(1e-3 / 1.25), False)
-    across = placement(4, 1, **machine).all_reduce(Group(2, 1), 1e6, "shared")
+    assert inside.all_reduce(RankGroup(2, 1), 1e6) == CollectiveSeconds(near(2e-3), near(2e-3 / 1.25), True)
+    shared = inside.all_reduce(RankGroup(2, 1), 1e6, "shared")
+    assert shared == CollectiveSeconds(near(1e-3), near(1e-3 / 1.25), False)
+    across = placement(4, 1, **machine).all_reduce(RankGroup(2, 1), 1e6, "shared")
     assert across.overlaps
     assert across.seconds == pytest.approx(2 * SLOW.seconds(5e5))
 
@@ -122,7 +129,7 @@ def test_the_ranks_of_a_host_stand_for_each_other() -> None:
 
 def test_pipelines_divided_between_hosts_average_inside_each() -> None:
     layout = Layout(2, 2, 1, 1, 1, "dapple", "none", "none", (2, 2), "replicas")
-    two_hosts = Placement(cluster(hosts=2, ranks_per_host=2, inside=FAST, between=SLOW), layout)
+    two_hosts = RanksOnHosts(cluster(hosts=2, ranks_per_host=2, inside=FAST, between=SLOW), layout)
     assert [two_hosts.host_of(worker) for worker in (0, 1)] == [0, 1]
     assert (two_hosts.alike(0), two_hosts.pipelines) == (2, 2)
     assert two_hosts.message(0, 1, 1e6) == SLOW.seconds(2e6)  # both pipelines use the link
@@ -132,15 +139,15 @@ def test_pipelines_divided_between_hosts_average_inside_each() -> None:
 def test_ranks_that_share_the_memory_of_their_hosts_send_a_tensor_once_from_each_host() -> None:
     shared = (AllReduce(2, "shared", (1e6, 4e6), (1e-3, 4e-3)),)
     four = placement(4, 2, all_reduces=shared)
-    whole = four.all_reduce(Group(4, 1), 4e6, "shared")
+    whole = four.all_reduce(RankGroup(4, 1), 4e6, "shared")
     assert whole.overlaps
     assert whole.seconds == pytest.approx(4e-3 + 2 * SLOW.seconds(2e6))
-    assert four.all_reduce(Group(4, 1), 4e6).seconds == pytest.approx(
-        placement(4, 2).all_reduce(Group(4, 1), 4e6).seconds
+    assert four.all_reduce(RankGroup(4, 1), 4e6).seconds == pytest.approx(
+        placement(4, 2).all_reduce(RankGroup(4, 1), 4e6).seconds
     )
     # A reduce-scatter or an all-gather is a ring of all ranks, and small tensors stay with gloo.
-    assert four.half(Group(4, 1), 4e6, "shared").seconds == pytest.approx(four.half(Group(4, 1), 4e6).seconds)
-    assert four.all_reduce(Group(4, 1), 1e3, "shared").seconds == four.all_reduce(Group(4, 1), 1e3).seconds
+    assert four.half(RankGroup(4, 1), 4e6, "shared").seconds == pytest.approx(four.half(RankGroup(4, 1), 4e6).seconds)
+    assert four.all_reduce(RankGroup(4, 1), 1e3, "shared").seconds == four.all_reduce(RankGroup(4, 1), 1e3).seconds
     # With two slices, each on both hosts, nothing can be summed inside; with two groups on a host, they share its card.
     slices = placement(4, 2, tp=2, all_reduces=shared)
     assert slices.all_reduce(slices.replicas, 4e6, "shared").seconds == slices.all_reduce(slices.replicas, 4e6).seconds
