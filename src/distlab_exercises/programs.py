@@ -133,6 +133,6 @@ def _exchange(rank: int, script: Path, values: dict[str, Any]) -> Facts:
 
     traffic.send = send_and_keep  # type: ignore[method-assign]
     module.try_case(run)
-    run.close()
     sent = sum(count for kind, count in traffic.ledger.sent_bytes.items() if kind != "control")
+    run.close()
     return {"sent": sent, "contents": sorted(contents)}
