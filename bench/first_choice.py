@@ -20,7 +20,7 @@ from planner import BATCH, MODELS
 from turns import quartiles_of_ratios
 
 from distlab.run.progress import each
-from distlab_planner.layouts import Choices, Layout
+from distlab_planner.layouts import Choices, RunLayout
 from distlab_planner.machine import Machine
 from distlab_planner.model import Model
 from distlab_planner.search import find_layouts
@@ -68,7 +68,7 @@ def best_of_each_division(model: Model, machine: Machine, ranks: int) -> list[Ro
     return [row for row in found if row.step.seconds <= slowest]
 
 
-def described(layout: Layout, model: Model) -> str:
+def described(layout: RunLayout, model: Model) -> str:
     """Its flags, without the batch, which the number of replicas decides."""
     words = layout.flags(model).split()
     at = words.index("--batch-size")

@@ -22,7 +22,7 @@ from layout_runs import Case, Record, hybrid_script, measure, undisturbed
 from distlab.run.progress import each
 from distlab.run.settings import parse
 from distlab_planner.costs import Costs
-from distlab_planner.layouts import Layout
+from distlab_planner.layouts import RunLayout
 from distlab_planner.machine import Machine, Measured, PassSeconds
 from distlab_planner.memory import held, process_bytes
 from distlab_planner.prediction import Prediction
@@ -93,7 +93,7 @@ class Compared:
     """A layout's prediction beside what was measured, in seconds of the undisturbed machine."""
 
     record: Record
-    layout: Layout
+    layout: RunLayout
     step: Step
     seconds: float
     held_bytes: int
@@ -186,7 +186,7 @@ def report(compared: Sequence[Compared]) -> Iterator[str]:
         )
 
 
-def layout_kind(layout: Layout) -> str:
+def layout_kind(layout: RunLayout) -> str:
     """What a layout divides, for the figure."""
     sizes = {"replicas": layout.dp, "stages": layout.pp, "slices": layout.tp}
     divided = [name for name, size in sizes.items() if size > 1]

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from distlab_planner.costs import Costs
-from distlab_planner.layouts import Layout
+from distlab_planner.layouts import RunLayout
 from distlab_planner.machine import Machine, read_machine
 from distlab_planner.model import NUMBER_BYTES, Model, Sizes
 from distlab_planner.step import LOSS_BYTES, predict
@@ -47,7 +47,7 @@ class Curve:
 def costs_of(machine: Machine, dp: int, tp: int, batch_size: int) -> Costs:
     """Those of `dp` replicas of `tp` ranks, with so many sequences for each replica, of at most `ROWS` at a time."""
     parts = max(1, batch_size // ROWS)
-    layout = Layout(dp, 1, tp, batch_size, parts, "dapple", "none", "none", (MODEL.n_layers,))
+    layout = RunLayout(dp, 1, tp, batch_size, parts, "dapple", "none", "none", (MODEL.n_layers,))
     wide = replace(machine, hosts=max(machine.hosts, -(-layout.ranks // machine.ranks_per_host)))
     return Costs(wide, MODEL, layout)
 

@@ -24,7 +24,7 @@ from distlab_planner.collective_model import (
     LIBRARY,
     NUMBER_BYTES,
     CostModel,
-    Work,
+    TimedWork,
     bytes_of_a_message,
     operations,
     predict_collective,
@@ -114,7 +114,7 @@ def compare(run: Run[CollectivesSettings]) -> None:
         draw(run.out / "collectives.png", run.out)
 
 
-def in_shared_memory(size_bytes: int) -> dict[str, Work]:
+def in_shared_memory(size_bytes: int) -> dict[str, TimedWork]:
     """The lab's all-reduce in memory that the ranks share; none where they do not."""
     traffic.smallest_shared_bytes = 0
     tensor = traffic.new_buffer(size_bytes // NUMBER_BYTES, torch.empty(0))

@@ -19,7 +19,6 @@ from distlab_exercises.verdict import Verdict, Wrong
 SIZES = [2, 3, 4, 5, 8]
 ELEMENTS, ODD = 840, 13  # the first divide among each of `SIZES`
 REDUCTIONS = "reduce", "allreduce", "reducescatter"
-Collective = Callable[..., None]
 
 
 def try_collective(script: Path, module: str, name: str) -> Verdict:
@@ -49,7 +48,13 @@ def simulate(world: SimulatedWorld, work: Callable[[SimulatedEndpoint], Any]) ->
 
 
 def _try_size(
-    own: Collective, library: Collective, name: str, size: int, root: int | None, elements: int, op: Any
+    own: Callable[..., None],
+    library: Callable[..., None],
+    name: str,
+    size: int,
+    root: int | None,
+    elements: int,
+    op: Any,
 ) -> Wrong:
     kind = name.partition("_")[0]
     inputs = [torch.randn(elements, generator=torch.Generator().manual_seed(rank)) for rank in range(size)]
@@ -79,7 +84,12 @@ def _try_size(
 
 
 def _call(
-    collective: Collective, kind: str, given: list[Tensor], root: int | None, op: Any, endpoint: SimulatedEndpoint
+    collective: Callable[..., None],
+    kind: str,
+    given: list[Tensor],
+    root: int | None,
+    op: Any,
+    endpoint: SimulatedEndpoint,
 ) -> Any:
     """One rank's part, with its tensor of `given`; returns what it has then."""
     rank, tensor = endpoint.get_rank(), given[endpoint.get_rank()]

@@ -98,21 +98,21 @@ class Communicator:
         for request in (self.Irecv(recvbuf, source, tag), self.Isend(sendbuf, dest, sendtag)):
             request.Wait()
 
-    def Isend(self, buf: Array, dest: int, tag: int = 0) -> "Request":
-        return Request(self._endpoint.isend(_tensor(buf), self.ranks[dest], tag))
+    def Isend(self, buf: Array, dest: int, tag: int = 0) -> "Message":
+        return Message(self._endpoint.isend(_tensor(buf), self.ranks[dest], tag))
 
-    def Irecv(self, buf: Array, source: int, tag: int = 0) -> "Request":
-        return Request(self._endpoint.irecv(_tensor(buf), self.ranks[source], tag))
+    def Irecv(self, buf: Array, source: int, tag: int = 0) -> "Message":
+        return Message(self._endpoint.irecv(_tensor(buf), self.ranks[source], tag))
 
 
-class Request:
+class Message:
     """A message that was started, with mpi4py's names for waiting."""
 
     def __init__(self, message: Any) -> None:
         self.Wait = self.wait = message.wait
 
     @staticmethod
-    def Waitall(requests: "list[Request]") -> None:
+    def Waitall(requests: "list[Message]") -> None:
         for request in requests:
             request.Wait()
 
@@ -166,7 +166,7 @@ def try_method(script: Path, module: str, name: str) -> Verdict:
     if (student := _load(script)) is None:
         return _no_mpi(name)
     operations = {operation: getattr(student.MPI, operation) for operation in ("SUM", "PROD", "MAX", "MIN")}
-    student.MPI = SimpleNamespace(Request=Request, **operations)
+    student.MPI = SimpleNamespace(Request=Message, **operations)
     verdict = Verdict(f"{name}: 1 to {SIZES[-1]} ranks")
     trials = [(24, "SUM")] if name == "myAlltoall" else [*((elements, "SUM") for elements in ELEMENTS), (24, "MAX")]
     for size in SIZES:

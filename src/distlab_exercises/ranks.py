@@ -72,7 +72,7 @@ def free_port() -> int:
             return port
 
 
-Work = Callable[..., Facts]  # (rank, *args): what the rank does
+RankWork = Callable[..., Facts]  # (rank, *args): what the rank does
 
 
 @dataclass(frozen=True)
@@ -83,13 +83,15 @@ class Submission:
     folder: Path
     patience: Patience
 
-    def run_ranks(self, world_size: int, work: Work, *args: Any) -> list[Report]:
+    def run_ranks(self, world_size: int, work: RankWork, *args: Any) -> list[Report]:
         """As the function `run_ranks`; `work` is called with (rank, script, *args)."""
         script, folder, patience = self.script, self.folder, self.patience
         return run_ranks(world_size, work, script, *args, script=script, folder=folder, patience=patience)
 
 
-def run_ranks(world_size: int, work: Work, *args: Any, script: Path, folder: Path, patience: Patience) -> list[Report]:
+def run_ranks(
+    world_size: int, work: RankWork, *args: Any, script: Path, folder: Path, patience: Patience
+) -> list[Report]:
     """Run `work(rank, *args)` in a fork for each rank (`forked`); the processes are gone when this returns.
 
     Args:
@@ -156,7 +158,7 @@ def _collect(waiting: dict[Connection, int], patience: Patience) -> list[Report]
 
 
 def _run_rank(
-    script: Path, folder: Path, patience: Patience, work: Work, args: tuple[Any, ...], rank: int, pipe: Connection
+    script: Path, folder: Path, patience: Patience, work: RankWork, args: tuple[Any, ...], rank: int, pipe: Connection
 ) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the checker, which ends the ranks
     sys.dont_write_bytecode = True  # in the student's folder

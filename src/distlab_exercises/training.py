@@ -37,7 +37,7 @@ MODEL = {"dmodel": 16, "num_heads": 4, "n_layers": 2, "seq_len": 16, "device": "
 TRAINING = {"steps": STEPS, "optimizer": "sgd", "lr": LR, "data": "sample", "timeout": 60}
 
 
-class Recorder:
+class TensorKeeper:
     """Keeps the weights and the gradients of every step of a run, in the file of its rank."""
 
     def __init__(self) -> None:
@@ -84,7 +84,7 @@ def train(rank: int, script: Path, folder: Path, values: dict[str, Any], start_a
     require(callable(work), "the file needs a function train(run), as in its chapter")
     assert work is not None
     run: TrainingRun[Any] = TrainingRun(settings, script)
-    recorder, track = Recorder(), run.track
+    recorder, track = TensorKeeper(), run.track
 
     def track_and_watch(model: Any, optimizer: Optimizer, *args: Any, **options: Any) -> None:
         recorder.watch(model, optimizer)

@@ -16,7 +16,7 @@ from simplellm.errors import require
 
 
 @dataclass
-class Request:
+class CollectivesRequest:
     """What to predict."""
 
     world_size: tyro.conf.Positional[int]
@@ -37,7 +37,7 @@ class Request:
         require(min(self.kilobytes, default=0) >= 1, f"--kilobytes {sizes}: give one or more sizes, from 1 up")
 
 
-def table(request: Request) -> None:
+def table(request: CollectivesRequest) -> None:
     """Print the predicted milliseconds of every operation between computers with one network card each.
 
     Every message is simulated, which takes seconds for dozens of computers, and minutes for rings of a thousand.
@@ -57,7 +57,7 @@ def table(request: Request) -> None:
             print(f"{operation:<16}{topology:<10}{milliseconds}", flush=True)
 
 
-command = command_line.as_command(table, Request, __doc__)
+command = command_line.as_command(table, CollectivesRequest, __doc__)
 
 if __name__ == "__main__":
-    command_line.run(table, Request, __doc__)
+    command_line.run(table, CollectivesRequest, __doc__)

@@ -20,7 +20,7 @@ from distlab.collectives.simulation import SimulatedEndpoint, SimulatedWorld
 from distlab.comm.endpoint import Endpoint
 from distlab.comm.link import Link
 
-Work = Callable[[], object]
+TimedWork = Callable[[], object]
 LIBRARY = "library"
 NUMBER_BYTES = 4  # float32
 
@@ -52,7 +52,7 @@ def whole_numbers(size_bytes: int, world_size: int) -> int:
     return max(1, math.ceil(size_bytes / share)) * share
 
 
-def operations(size_bytes: int, endpoint: Endpoint = dist, device: str = "cpu") -> dict[str, dict[str, Work]]:
+def operations(size_bytes: int, endpoint: Endpoint = dist, device: str = "cpu") -> dict[str, dict[str, TimedWork]]:
     """A rank's collectives by operation and topology, with root 0; the library's own use the process group.
 
     `size_bytes`, rounded up by `whole_numbers`, is the size of the tensor that is broadcast or combined, or of all
@@ -62,7 +62,7 @@ def operations(size_bytes: int, endpoint: Endpoint = dist, device: str = "cpu") 
     whole = torch.ones(size, whole_numbers(size_bytes, size) // (NUMBER_BYTES * size), device=device)
     part, parts = whole[0].clone(), list(whole)
     at_root = (whole, parts) if rank == 0 else (None, None)
-    table: list[tuple[str, str, tuple[Any, ...], Work]] = [
+    table: list[tuple[str, str, tuple[Any, ...], TimedWork]] = [
         ("broadcast", "naive tree ring", (whole, 0), lambda: dist.broadcast(whole, 0)),
         ("reduce", "naive tree", (whole, 0), lambda: dist.reduce(whole, 0)),
         ("all-reduce", "naive tree butterfly ring", (whole,), lambda: dist.all_reduce(whole)),
@@ -70,7 +70,7 @@ def operations(size_bytes: int, endpoint: Endpoint = dist, device: str = "cpu") 
         ("all-gather", "naive tree ring", (part, whole), lambda: dist.all_gather(parts, part)),
         ("reduce-scatter", "naive ring", (whole, part), lambda: dist.reduce_scatter(part, parts)),
     ]
-    works: dict[str, dict[str, Work]] = {}
+    works: dict[str, dict[str, TimedWork]] = {}
     for operation, topologies, arguments, library in table:
         functions = {name: getattr(by_hand, f"{operation.replace('-', '')}_{name}") for name in topologies.split()}
         works[operation] = {name: partial(call, *arguments, endpoint=endpoint) for name, call in functions.items()}
@@ -83,14 +83,14 @@ def predict_collective(
 ) -> SimulatedWorld:
     """A simulated world in which the operation has run `in_a_row` times; its `makespan` is the predicted time."""
 
-    def work(endpoint: SimulatedEndpoint) -> Work:
+    def work(endpoint: SimulatedEndpoint) -> TimedWork:
         return operations(size_bytes, endpoint, device="meta")[operation][topology]
 
     return simulate_collective(work, world_size, costs, in_a_row)
 
 
 def simulate_collective(
-    work: Callable[[SimulatedEndpoint], Work], world_size: int, costs: CostModel, in_a_row: int = 1
+    work: Callable[[SimulatedEndpoint], TimedWork], world_size: int, costs: CostModel, in_a_row: int = 1
 ) -> SimulatedWorld:
     """A simulated world in which each rank has run the result of `work` `in_a_row` times; tensors are on "meta"."""
     sharing = costs.shared_bytes_per_second, costs.ranks_at_once, costs.one_card

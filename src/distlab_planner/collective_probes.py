@@ -15,7 +15,7 @@ from torch import Tensor
 from distlab.collectives.algorithms import shift
 from distlab.comm.endpoint import Endpoint
 from distlab.comm.link import Link
-from distlab_planner.collective_model import NUMBER_BYTES, CostModel, Work
+from distlab_planner.collective_model import NUMBER_BYTES, CostModel, TimedWork
 
 FITTED_BYTES = 1_000_000, 4_000_000, 16_000_000
 ADDED_BYTES = 100_000_000  # takes long enough that all ranks add at once, although they leave the barrier one by one
@@ -50,7 +50,7 @@ class Probes:
     def additions(self) -> int:
         return max(1, ADDED_BYTES // self.message_bytes)
 
-    def works(self, endpoint: Endpoint = dist, device: str = "cpu") -> dict[str, Work]:
+    def works(self, endpoint: Endpoint = dist, device: str = "cpu") -> dict[str, TimedWork]:
         """The work of this rank, by name; with a world size of 1 there is nothing to send.
 
         "tiny" and "alone" are ping-pongs of one number and of a large message between ranks 0 and 1. In "together",
@@ -82,12 +82,12 @@ class Probes:
             for part, other in pairs:
                 part.copy_(other)
 
-        computing: dict[str, Work] = {"adding": add, "copying": copy}
+        computing: dict[str, TimedWork] = {"adding": add, "copying": copy}
         if rank > 0:
             computing = dict.fromkeys(computing, lambda: None)
         if size == 1:
             return computing
-        ping_pongs: dict[str, Work] = {"tiny": partial(ping_pong, tiny), "alone": partial(ping_pong, parts[0])}
+        ping_pongs: dict[str, TimedWork] = {"tiny": partial(ping_pong, tiny), "alone": partial(ping_pong, parts[0])}
         return {**ping_pongs, "together": shift_all, "all_adding": add, **computing}
 
     def costs(self, seconds: Mapping[str, list[float]], world_size: int) -> CostModel:
@@ -105,13 +105,13 @@ class Probes:
         return CostModel(link, moved / typical["together"], combined, copied, ranks_at_once)
 
 
-def measure(work: Work, rounds: int) -> float:
+def measure(work: TimedWork, rounds: int) -> float:
     """Seconds until the slowest rank has finished; median of `rounds` rounds."""
     [seconds] = seconds_in_turn({"work": work}, rounds).values()
     return statistics.median(seconds)
 
 
-def seconds_in_turn(works: Mapping[str, Work], rounds: int, in_a_row: int = 1) -> dict[str, list[float]]:
+def seconds_in_turn(works: Mapping[str, TimedWork], rounds: int, in_a_row: int = 1) -> dict[str, list[float]]:
     """Seconds of the slowest rank after a barrier, for each work in each round; the first round is ignored.
 
     In each round all works run one after another, in alternating order, so that other load and changes of the

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 from distlab.pipeline.actions import Action, ActionCosts
 from distlab.pipeline.split import PartCosts, Split, balance, estimated_costs
-from distlab_planner.layouts import Layout
+from distlab_planner.layouts import RunLayout
 from distlab_planner.machine import Machine, Measured, PassKind, interpolate
-from distlab_planner.model import NUMBER_BYTES, Model, Part
+from distlab_planner.model import NUMBER_BYTES, Model, ModelPart
 from distlab_planner.traffic import RanksOnHosts
 
 SHARDED_BUCKET_BYTES = 5_000_000  # `BUCKET_BYTES // 5` of `distlab.parallel.sharded`
@@ -36,7 +36,7 @@ class Costs:
 
     machine: Machine
     model: Model
-    layout: Layout
+    layout: RunLayout
     threads: int | None = None  # of every rank, by `OMP_NUM_THREADS`; by default, its share of the cores
     optimizer: str = "adam"  # or "adamw", "sgd"
 
@@ -49,7 +49,7 @@ class Costs:
         """Of a micro-batch."""
         return self.layout.rows * self.model.sizes.seq_len
 
-    def parts(self, stage: int) -> dict[Part, int]:
+    def parts(self, stage: int) -> dict[ModelPart, int]:
         """How many of each part of the model a stage holds."""
         split = self.layout.split
         return {"embedding": int(stage == 0), "block": split[stage], "head": int(stage == len(split) - 1)}
@@ -120,7 +120,7 @@ class Costs:
         own = sum(count * self._of_part(part, kind, threads) for part, count in self.parts(stage).items() if count)
         return own if self._measured else own + self.machine.pass_seconds
 
-    def _of_part(self, part: Part, kind: PassKind, threads: int) -> float:
+    def _of_part(self, part: ModelPart, kind: PassKind, threads: int) -> float:
         if self._measured:
             return self._with_threads(threads, lambda entry: entry.seconds(part, kind, self.layout.rows))
         products = self.tokens * self.model.sizes.multiply_adds(part, self.layout.tp) * SHARE_OF[kind]

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 from distlab.pipeline.actions import Action, ActionCosts, Program, Result, stages_of
 from distlab.pipeline.engine import Graph
-from distlab_planner.layouts import Layout, programs_of
+from distlab_planner.layouts import RunLayout, programs_of
 
-Kind = tuple[str, int]  # letter, stage: actions of a kind cost the same, whatever their micro-batch
+ActionKind = tuple[str, int]  # letter, stage: actions of a kind cost the same, whatever their micro-batch
 
 
 class BeforePasses(Action):
@@ -34,13 +34,13 @@ class StepGraph:
     """The actions of a step."""
 
     graph: Graph  # each worker's program, with an action before and one after it
-    kinds: list[list[Kind]]  # of each worker's program, in order
-    counts: list[Counter[Kind]]  # by worker, how many actions it has of each kind
-    examples: dict[Kind, Action]
-    messages: dict[Kind, int]  # that an action of this kind waits for and sends
+    kinds: list[list[ActionKind]]  # of each worker's program, in order
+    counts: list[Counter[ActionKind]]  # by worker, how many actions it has of each kind
+    examples: dict[ActionKind, Action]
+    messages: dict[ActionKind, int]  # that an action of this kind waits for and sends
 
 
-def graph_of(layout: Layout) -> StepGraph:
+def graph_of(layout: RunLayout) -> StepGraph:
     """The actions of a step of a layout."""
     return _graph(layout.schedule, layout.pp, layout.micro_batches, layout.recompute == "all")
 

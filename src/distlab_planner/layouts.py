@@ -32,7 +32,7 @@ SAME_WITH_ONE = ("naive", "gpipe")  # micro-batch, or one worker, as dapple; gpi
 
 
 @dataclass(frozen=True)
-class Layout:
+class RunLayout:
     """`dp` replicas of a pipeline of `pp` workers, each of `tp` ranks, and how they share the work of a step."""
 
     dp: int
@@ -102,7 +102,7 @@ class Choices:
 
 def layouts(
     model: Model, ranks: int, global_batch: int, choices: Choices | None = None, ranks_per_host: int | None = None
-) -> Iterator[Layout]:
+) -> Iterator[RunLayout]:
     """All layouts of so many ranks that `./launch.sh hybrid` accepts.
 
     Replicas of a stage are neighbors only where that divides the pipelines between hosts, but not the replicas.
@@ -126,7 +126,7 @@ def layouts(
                 split = _split(model, pp * stages_per_worker(name))
                 for recompute, shard in itertools.product(among.recompute or RECOMPUTE, among.shard or SHARDS):
                     if split and (shard == "none" or dp > 1) and (shard != "weights" or pp == 1):
-                        one = Layout(dp, pp, tp, global_batch // dp, micro_batches, name, recompute, shard, split)
+                        one = RunLayout(dp, pp, tp, global_batch // dp, micro_batches, name, recompute, shard, split)
                         yield one
                         if ranks_per_host and dp > 1 and ranks > ranks_per_host and ranks_per_host % (dp * tp) == 0:
                             yield replace(one, neighbors="replicas")

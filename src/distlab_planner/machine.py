@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from distlab.comm.link import Link
-from distlab_planner.model import PARTS, Part, Sizes
+from distlab_planner.model import PARTS, ModelPart, Sizes
 from simplellm.errors import InputError, require
 
 Transport = Literal["gloo", "shared"]
@@ -48,7 +48,7 @@ class Measured:
         """As `seconds`; what a forward pass takes, where it was not measured."""
         return interpolate(rows, self.rows, self.again or self.block.F)
 
-    def seconds(self, part: Part, kind: PassKind, rows: float) -> float:
+    def seconds(self, part: ModelPart, kind: PassKind, rows: float) -> float:
         """Linear between the numbers of sequences that were measured, and beyond the last."""
         passes: PassSeconds = getattr(self, part)
         return interpolate(rows, self.rows, getattr(passes, kind))

@@ -20,7 +20,7 @@ from distlab.pipeline.actions import KINDS
 from distlab.pipeline.activations import Stage
 from distlab_planner.collective_probes import seconds_in_turn
 from distlab_planner.machine import AllReduce, Measured, PassSeconds, Transport, Waking
-from distlab_planner.model import PARTS, Part, Sizes
+from distlab_planner.model import PARTS, ModelPart, Sizes
 from simplellm.llama import (
     MLP,
     Attention,
@@ -33,7 +33,7 @@ from simplellm.llama import (
 from simplellm.losses import causalLLMLoss
 
 BLOCKS = 2  # of the stage whose passes are measured
-NETS: tuple[tuple[Part, type[LLamaPart], int], ...] = (
+NETS: tuple[tuple[ModelPart, type[LLamaPart], int], ...] = (
     ("embedding", LLamaFirstStage, 0),
     ("block", LLamaStage, BLOCKS),
     ("head", LLamaLastStage, 0),
@@ -146,12 +146,12 @@ def measure_passes(
     about as long, so that short passes have more turns than long ones. A pass takes the median of its turns.
     """
     usual_threads = torch.get_num_threads()
-    passes: dict[tuple[Slicing, Part, int], Passes] = {}
+    passes: dict[tuple[Slicing, ModelPart, int], Passes] = {}
     for kind, (part, net_kind, blocks) in itertools.product(kinds, NETS):
         net = build(net_kind, sizes, blocks, kind.tp, device)
         for count in rows:
             passes[kind, part, count] = Passes(net, sizes, count, shard_sizes(sizes.vocab_size, kind.tp)[0])
-    turns: dict[tuple[Slicing, Part, int], list[dict[str, float]]] = {key: [] for key in passes}
+    turns: dict[tuple[Slicing, ModelPart, int], list[dict[str, float]]] = {key: [] for key in passes}
     begun, spent = time.perf_counter(), dict.fromkeys(passes, 0.0)
     for one in passes.values():
         one.run("FB", micro_batches=AT_A_TIME)  # the first loads and allocates
@@ -165,14 +165,14 @@ def measure_passes(
             spent[key] += time.perf_counter() - started
     torch.set_num_threads(usual_threads)
 
-    def typical(kind: Slicing, part: Part, count: int, letter: str) -> float:
+    def typical(kind: Slicing, part: ModelPart, count: int, letter: str) -> float:
         blocks = BLOCKS if part == "block" else 1
         return statistics.median(turn[letter] for turn in turns[kind, part, count]) / blocks
 
-    def part_of(kind: Slicing, part: Part) -> PassSeconds:
+    def part_of(kind: Slicing, part: ModelPart) -> PassSeconds:
         return PassSeconds(*(times_of(kind, part, letter) for letter in "FBIW"))
 
-    def times_of(kind: Slicing, part: Part, letter: str) -> tuple[float, ...]:
+    def times_of(kind: Slicing, part: ModelPart, letter: str) -> tuple[float, ...]:
         return ascending([typical(kind, part, count, letter) for count in rows])
 
     def measured(kind: Slicing) -> Measured:

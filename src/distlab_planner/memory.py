@@ -21,7 +21,7 @@ OF_LOGITS = {"cpu": 2.5, "cuda": 1}
 
 
 @dataclass(frozen=True)
-class Held:
+class RankMemory:
     """Bytes that a rank holds at the peak."""
 
     parameters: int
@@ -35,7 +35,7 @@ class Held:
         return self.parameters + self.gradients + self.optimizer_state + self.gathered + self.activations
 
 
-def held(costs: Costs, worker: int) -> Held:
+def held(costs: Costs, worker: int) -> RankMemory:
     """What the first rank of a worker of the first replica holds."""
     layout, program = costs.layout, costs.layout.programs()[worker]
     stages = stages_of(program)
@@ -51,7 +51,7 @@ def held(costs: Costs, worker: int) -> Held:
     ids = layout.batch_size * costs.model.sizes.seq_len * ID_BYTES if 0 in stages else 0  # of the whole batch, once
     blocks = sum(costs.parts(stage)["block"] for stage in stages)
     tables = costs.model.sizes.table_bytes() if blocks else 0
-    return Held(
+    return RankMemory(
         parameters=own if layout.shard == "weights" else weights,
         gradients=own if layout.shard in ("gradients", "weights") else weights,
         optimizer_state=own * MOMENTS[costs.optimizer],
@@ -60,7 +60,7 @@ def held(costs: Costs, worker: int) -> Held:
     )
 
 
-def process_bytes(costs: Costs, worker: int, holds: Held) -> float:
+def process_bytes(costs: Costs, worker: int, holds: RankMemory) -> float:
     """What the process of such a rank needs at the peak, or takes of its GPU's memory."""
     layout, sizes, machine = costs.layout, costs.model.sizes, costs.machine
     of_logits = 0.0

@@ -13,8 +13,8 @@ from simplellm.tokenizers import SPTokenizer
 NUMBER_BYTES = 4  # float32
 ID_BYTES = 8  # a token's number
 FLAG_BYTES = 1
-Part = Literal["embedding", "block", "head"]
-PARTS: tuple[Part, ...] = ("embedding", "block", "head")
+ModelPart = Literal["embedding", "block", "head"]
+PARTS: tuple[ModelPart, ...] = ("embedding", "block", "head")
 
 
 class ModelSettings(Protocol):
@@ -60,7 +60,7 @@ class Sizes:
         """Multiply-adds, by which a run divides the layers among stages."""
         return PartCosts(*(self.multiply_adds(part) for part in ("block", "embedding", "head")))
 
-    def matrices(self, part: Part, tp: int = 1) -> int:
+    def matrices(self, part: ModelPart, tp: int = 1) -> int:
         """Elements of the weights that a rank multiplies with, of one part."""
         if part == "block":
             return share(2 * self.dmodel + 2 * self.kv_width, tp) * self.dmodel + 3 * self.dmodel * share(
@@ -68,20 +68,20 @@ class Sizes:
             )
         return share(self.vocab_size, tp) * self.dmodel if part == "head" else 0
 
-    def weights(self, part: Part, tp: int = 1) -> int:
+    def weights(self, part: ModelPart, tp: int = 1) -> int:
         """Elements of a part's weights, on a rank. The gains of the norms are whole on every rank."""
         if part == "embedding":
             return share(self.vocab_size, tp) * self.dmodel
         return self.matrices(part, tp) + (2 if part == "block" else 1) * self.dmodel
 
-    def multiply_adds(self, part: Part, tp: int = 1) -> float:
+    def multiply_adds(self, part: ModelPart, tp: int = 1) -> float:
         """Of a forward pass over one token; a backward pass takes twice as many, half of them for weights."""
         if part == "embedding":
             return self.dmodel  # a look-up
         scores = self.dmodel * self.seq_len / tp if part == "block" else 0.0  # causal scores and mixing
         return self.matrices(part, tp) + scores
 
-    def kept_bytes(self, part: Part, tokens: int, tp: int = 1) -> int:
+    def kept_bytes(self, part: ModelPart, tokens: int, tp: int = 1) -> int:
         """What a forward pass over so many tokens keeps for the backward pass; without recomputation."""
         width, hidden = self.dmodel, share(self.hidden_dim, tp)
         if part == "embedding":  # besides the ids: if the vocabulary is shared, which rows they have here, and a mask
@@ -92,7 +92,7 @@ class Sizes:
         attention = 2 * width + 1 + (2 * width + 2 * self.kv_width + self.num_heads) // tp
         return tokens * NUMBER_BYTES * (attention + 2 * width + 1 + 4 * hidden)
 
-    def factor_bytes(self, part: Part, tokens: int, tp: int = 1) -> int:
+    def factor_bytes(self, part: ModelPart, tokens: int, tp: int = 1) -> int:
         """What is kept of that between `BackwardInput` and `BackwardWeight`: inputs and gradients of linear layers."""
         width, hidden = self.dmodel, share(self.hidden_dim, tp)
         if part == "embedding":

@@ -37,7 +37,7 @@ WARM_UP = 3  # steps of a run to verify that do not count
 
 
 @dataclass
-class Request:
+class PlanRequest:
     """What to plan for."""
 
     ranks: int = 3
@@ -118,7 +118,7 @@ class Request:
         return [word for pair in changed for word in pair]
 
 
-def plan(request: Request) -> None:
+def plan(request: PlanRequest) -> None:
     """Print the table and the commands; with `--verify`, run the first ones."""
     request.check()
     model = request.model
@@ -165,7 +165,7 @@ def plan(request: Request) -> None:
         verify(found.rows[: request.verify], request, model, machine)
 
 
-def command_of(row: Row, request: Request, model: Model) -> list[str]:
+def command_of(row: Row, request: PlanRequest, model: Model) -> list[str]:
     """The arguments of launch.sh for a layout."""
     return ["hybrid", *request.model_flags(), *row.layout.flags(model).split()]
 
@@ -182,7 +182,7 @@ def host_flags(ranks: int, machine: Machine) -> list[str]:
     return ["--nnodes", str(hosts), *uneven]
 
 
-def machine_for(request: Request, sizes: Sizes) -> Machine:
+def machine_for(request: PlanRequest, sizes: Sizes) -> Machine:
     """The machine of `--machine`, or this one, which is measured if it has not been for a model of these sizes."""
     path = request.machine or MEASURED
     if request.machine is None and not (path.exists() and read_machine(path).has_sizes(sizes)):
@@ -213,7 +213,7 @@ def read_size(text: str) -> float:
     return float(found[1]) * BYTES[found[2]]
 
 
-def check_computer(machine: Machine, request: Request) -> None:
+def check_computer(machine: Machine, request: PlanRequest) -> None:
     """Raise `InputError` if this computer cannot be the machine on which layouts are to run."""
     given = f"--verify {request.verify} with --ranks {request.ranks}: by {request.machine or MEASURED}, the ranks"
     hosts = math.ceil(request.ranks / machine.ranks_per_host)
@@ -225,7 +225,7 @@ def check_computer(machine: Machine, request: Request) -> None:
         require(there >= needed, f"{given} have {needed} GPUs, and torch sees {there} here; leave --verify out")
 
 
-def verify(rows: Sequence[Row], request: Request, model: Model, machine: Machine) -> None:
+def verify(rows: Sequence[Row], request: PlanRequest, model: Model, machine: Machine) -> None:
     """Run layouts, and print what was measured beside what was predicted."""
     from distlab.reports.memory import read_largest  # imports torch, which a plan alone does not need
 
@@ -248,7 +248,7 @@ def verify(rows: Sequence[Row], request: Request, model: Model, machine: Machine
         )
 
 
-command = command_line.as_command(plan, Request, __doc__)
+command = command_line.as_command(plan, PlanRequest, __doc__)
 
 if __name__ == "__main__":
-    command_line.run(plan, Request, __doc__)
+    command_line.run(plan, PlanRequest, __doc__)

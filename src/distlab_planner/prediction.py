@@ -15,7 +15,7 @@ from distlab.run.settings import as_flag
 from distlab.run.stage_settings import StageSettings
 from distlab.run.train_settings import TrainSettings
 from distlab_planner.costs import Costs
-from distlab_planner.layouts import Layout
+from distlab_planner.layouts import RunLayout
 from distlab_planner.machine import Machine, read_machine
 from distlab_planner.model import Model, Sizes
 from distlab_planner.step import Step, predict
@@ -108,7 +108,7 @@ class Prediction:
             yield f"{what}: predicted {milliseconds(predicted[what])}, measured {milliseconds(measured[what])}"
 
 
-def layout_of(args: TrainSettings, vocab_size: int, flag: str) -> Layout:
+def layout_of(args: TrainSettings, vocab_size: int, flag: str) -> RunLayout:
     """The layout of a run in the planner's terms; `InputError`, which begins with `flag`, for what it does not know.
 
     A setting that the planner does not know has to have its default.
@@ -130,7 +130,7 @@ def layout_of(args: TrainSettings, vocab_size: int, flag: str) -> Layout:
     often = f"{flag} with --micro-batches {args.micro_batches}: these replicas average in every backward pass, and the "
     is_known = not in_each_pass or args.micro_batches == 1
     require(is_known, f"{often}planner knows averages once a step; leave one of the two out")
-    return Layout(
+    return RunLayout(
         **sizes,
         batch_size=args.batch_size,
         micro_batches=args.micro_batches,

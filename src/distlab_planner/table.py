@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from distlab_planner.layouts import Layout
+from distlab_planner.layouts import RunLayout
 from distlab_planner.step import Step
 
 HEADS = "", "layout", "micro-batches", "schedule", "recompute", "shard", "step", "tokens/s", "bubble", "MB", "sent MB"
@@ -15,7 +15,7 @@ LEFT = 6  # columns of words
 class Row:
     """A layout and what is predicted of it."""
 
-    layout: Layout
+    layout: RunLayout
     step: Step
     held_bytes: int  # by the rank that holds most: weights, gradients, optimizer state, activations
     process_bytes: float  # that the process of the rank that needs most takes

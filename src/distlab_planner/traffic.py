@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from distlab.comm.layout import coordinate, pipelines_on_host, ranks_along, stride
 from distlab.comm.link import Link
-from distlab_planner.layouts import Layout
+from distlab_planner.layouts import RunLayout
 from distlab_planner.machine import Machine, Transport, interpolate
 
 SMALLEST_SHARED_BYTES = 1_000  # as in `distlab.comm.context`, which imports torch
@@ -53,7 +53,7 @@ class RanksOnHosts:
     """A layout's ranks on a machine's hosts, in their order, as many on each as it has room for."""
 
     machine: Machine
-    layout: Layout
+    layout: RunLayout
 
     @property
     def per_host(self) -> int:

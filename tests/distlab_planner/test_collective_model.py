@@ -8,7 +8,7 @@ from support.terminals import fork_python
 
 from distlab.collectives.ring import SEGMENT_BYTES
 from distlab.collectives.simulation import Link
-from distlab_planner.collective_costs import Request, table
+from distlab_planner.collective_costs import CollectivesRequest, table
 from distlab_planner.collective_model import CostModel, bytes_of_a_message, predict_collective, whole_numbers
 
 pytestmark = pytest.mark.quick
@@ -98,7 +98,7 @@ def test_sizes_are_rounded_up_to_whole_numbers_for_each_rank() -> None:
 
 def test_the_table(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     asked = "4 --latency-us 1000 --gigabytes-per-second 1 --kilobytes 4000".split()
-    assert status_of(monkeypatch, table, Request, *asked) == 0
+    assert status_of(monkeypatch, table, CollectivesRequest, *asked) == 0
     head, *rows = capsys.readouterr().out.splitlines()
     assert head.split() == ["ms", "4,000", "kB"]
     assert ["broadcast", "tree", "10.00"] in [row.split() for row in rows]
@@ -119,7 +119,7 @@ def test_the_table(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixtur
 def test_a_wrong_flag_ends_the_table_with_a_sentence(
     flags: str, sentence: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert status_of(monkeypatch, table, Request, *flags.split()) == 2
+    assert status_of(monkeypatch, table, CollectivesRequest, *flags.split()) == 2
     told = capsys.readouterr().err
     assert told.startswith(sentence)
     assert told.count("\n") == 1

@@ -7,7 +7,7 @@ from support.planner_machines import MODEL, cluster
 
 from distlab.comm.link import Link
 from distlab.run.stage_settings import HybridSettings
-from distlab_planner.layouts import Choices, Layout, default_split, divisors, layouts
+from distlab_planner.layouts import Choices, RunLayout, default_split, divisors, layouts
 from distlab_planner.model import Model, Sizes
 from distlab_planner.prediction import layout_of
 from distlab_planner.search import find_layouts
@@ -19,7 +19,7 @@ SMALL = Model(SIZES, n_layers=3)
 RANKS, SEQUENCES = 4, 8
 
 
-def settings(layout: Layout) -> HybridSettings:
+def settings(layout: RunLayout) -> HybridSettings:
     model: dict[str, Any] = {
         "dmodel": 24,
         "num_heads": 6,
@@ -92,7 +92,7 @@ def test_replicas_are_neighbors_where_that_divides_the_pipelines_between_hosts_b
 
 
 def test_a_slow_link_divides_pipelines_and_a_fast_one_replicas() -> None:
-    def first(between: Link) -> Layout:
+    def first(between: Link) -> RunLayout:
         machine = cluster(hosts=2, ranks_per_host=2, between=between)
         choices = Choices(dp=(2,), pp=(2,), micro_batches=(4,), schedules=("dapple",))
         return find_layouts(MODEL, machine, 4, 8, float("inf"), choices=choices, top=1).rows[0].layout
@@ -102,10 +102,10 @@ def test_a_slow_link_divides_pipelines_and_a_fast_one_replicas() -> None:
 
 
 def test_flags_leave_out_what_is_the_default() -> None:
-    layout = Layout(2, 2, 1, 4, 2, "zb-h1", "blocks", "optimizer", (3, 1))
+    layout = RunLayout(2, 2, 1, 4, 2, "zb-h1", "blocks", "optimizer", (3, 1))
     flags = "--dp 2 --pp 2 --tp 1 --batch-size 4 --micro-batches 2 --schedule zb-h1 --layers-per-stage 3,1"
     assert layout.flags(MODEL) == f"{flags} --recompute blocks --shard optimizer"
-    plain = Layout(2, 2, 1, 4, 2, "dapple", "none", "none", default_split(MODEL, 2))
+    plain = RunLayout(2, 2, 1, 4, 2, "dapple", "none", "none", default_split(MODEL, 2))
     assert plain.flags(MODEL) == "--dp 2 --pp 2 --tp 1 --batch-size 4 --micro-batches 2 --schedule dapple"
 
 

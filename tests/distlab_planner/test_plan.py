@@ -132,9 +132,9 @@ def test_sizes_of_memory() -> None:
 def test_the_flags_of_a_model_are_those_that_a_run_needs() -> None:
     run_of = HybridSettings()
     for name in plan.MODEL:
-        assert getattr(plan.Request(), name) == getattr(run_of, name), name
-    assert plan.Request().model_flags() == []
-    changed = plan.Request(num_kv_heads=2, n_layers=3, optimizer="sgd").model_flags()
+        assert getattr(plan.PlanRequest(), name) == getattr(run_of, name), name
+    assert plan.PlanRequest().model_flags() == []
+    changed = plan.PlanRequest(num_kv_heads=2, n_layers=3, optimizer="sgd").model_flags()
     assert changed == "--num-kv-heads 2 --n-layers 3 --optimizer sgd".split()
 
 
@@ -212,7 +212,7 @@ def test_few_layouts_of_a_large_plan_are_played(monkeypatch: pytest.MonkeyPatch)
         return predict(costs)
 
     monkeypatch.setattr(search, "predict", predict_and_count)
-    request = plan.Request(dmodel=8192, num_heads=64, n_layers=16, seq_len=4096)
+    request = plan.PlanRequest(dmodel=8192, num_heads=64, n_layers=16, seq_len=4096)
     found = search.find_layouts(request.model, read_machine(Path(CLUSTER)), 64, 64, 80e9)
     assert len(played) < found.layouts / 10, f"{len(played)} of {found.layouts}"
 

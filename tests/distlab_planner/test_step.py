@@ -18,7 +18,7 @@ from distlab.pipeline.plan import simulate
 from distlab.pipeline.schedules import SCHEDULES, stages_per_worker
 from distlab.run.settings import parse
 from distlab_planner.costs import Costs
-from distlab_planner.layouts import RECOMPUTE, SHARDS, Layout, default_split
+from distlab_planner.layouts import RECOMPUTE, SHARDS, RunLayout, default_split
 from distlab_planner.machine import AllReduce, Machine, Measured, PassSeconds, Waking, write_machine
 from distlab_planner.memory import held
 from distlab_planner.model import Model
@@ -27,9 +27,9 @@ from distlab_planner.step import BUCKET_BYTES, LOSS_BYTES, Step, least_seconds, 
 NAMES = [name for name in SCHEDULES if name != "auto"]
 
 
-def layout(schedule: str = "dapple", pp: int = 2, micro_batches: int = 4, dp: int = 1, tp: int = 1) -> Layout:
+def layout(schedule: str = "dapple", pp: int = 2, micro_batches: int = 4, dp: int = 1, tp: int = 1) -> RunLayout:
     split = default_split(MODEL, pp * stages_per_worker(schedule))
-    return Layout(dp, pp, tp, micro_batches, micro_batches, schedule, "none", "none", split)
+    return RunLayout(dp, pp, tp, micro_batches, micro_batches, schedule, "none", "none", split)
 
 
 @pytest.mark.parametrize("name", NAMES)
