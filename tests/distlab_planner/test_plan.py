@@ -88,7 +88,8 @@ def test_another_name_of_a_schedule_gives_the_same_plan(capsys: pytest.CaptureFi
 
 
 def test_hosts_with_different_numbers_of_ranks_are_not_calibrated() -> None:
-    run: Any = SimpleNamespace(settings=calibrate.DEFAULTS, device=None, local_ranks=2, ranks_of_hosts=[2, 1])
+    joined = SimpleNamespace(local_ranks=2, ranks_of_hosts=[2, 1])
+    run: Any = SimpleNamespace(settings=calibrate.DEFAULTS, device=None, joined=joined)
     with pytest.raises(InputError, match="the hosts have 2 and 1 ranks: give each host the same number"):
         calibrate.calibrate(run)
 
