@@ -59,7 +59,7 @@ def two_hosts(machine: Machine, ranks_per_host: int, wire: Wire) -> Machine:
     )
 
 
-def as_run(model: Model, layout: RunLayout, machine: Machine) -> network.RunLayout:
+def as_run(model: Model, layout: RunLayout, machine: Machine) -> network.Layout:
     """A layout of the planner's as a run between two hosts, with the planner's prediction."""
 
     def link_seconds(wire: Wire, model_bytes: float, message_bytes: float, step_seconds: float) -> float:
@@ -68,7 +68,7 @@ def as_run(model: Model, layout: RunLayout, machine: Machine) -> network.RunLayo
 
     half = layout.ranks // 2
     script = f"hybrid/intro_hybrid.py {layout.flags(model)}"
-    return network.RunLayout(described(layout, model), script, (0,) * half + (1,) * half, link_seconds)
+    return network.Layout(described(layout, model), script, (0,) * half + (1,) * half, link_seconds)
 
 
 def fastest(grids: Sequence[network.Grid]) -> network.Grid:
@@ -99,7 +99,7 @@ def main(settings: Settings) -> None:
     machine = machine_of(settings.machine, {"network": FLAGS})
     model = Model(sizes_of(FLAGS), N_LAYERS)
     chosen: dict[tuple[float, float, int], str] = {}
-    runs: dict[str, network.RunLayout] = {}
+    runs: dict[str, network.Layout] = {}
     for mbit, ms, half in itertools.product(settings.mbit, settings.latency_ms, RANKS_PER_HOST):
         hosts = two_hosts(machine, half, Wire(mbit * 1e6 / 8, ms / 1e3))
         found = find_layouts(model, hosts, 2 * half, SEQUENCES, float("inf"), optimizer="sgd", top=1, threads=1)

@@ -26,9 +26,9 @@ from typing import Any
 
 import torch
 
+from distlab.comm.context import Context, context_of
 from distlab.comm.forked import forked
 from distlab.comm.processes import leaving_no_process
-from distlab.comm.traffic import traffic
 from distlab.comm.waits import TrafficError
 from distlab.rendezvous.diagnosis import Notice, diagnose
 from simplellm.errors import InputError
@@ -197,7 +197,8 @@ def _failed(rank: int, error: BaseException, script: str) -> Report:
         return Report(rank, "missing", what, line.partition(":")[0] if what in line else line)
     wait = error if isinstance(error, TrafficError) else None
     if isinstance(error, Exception) and wait is None:
-        wait = traffic.failure_of(error)
+        context = _context()
+        wait = context.waits.failure_of(error) if context else None
     if wait is not None and wait.lost_a_peer:
         return Report(rank, "lost", str(wait), line)
     if isinstance(error, SystemExit):
@@ -229,10 +230,20 @@ def _watch(rank: int, script: str, patience: Patience, tell: Callable[[Report], 
                 is_still = False
         if not is_still and time.monotonic() - since > patience.still:
             is_still = True
-            notice = Notice(rank, traffic.waits_for(), dict(traffic.begun), held_back=traffic.held_back())
+            notice, context = Notice(rank, None), _context()
+            if context is not None:
+                notice = Notice(rank, context.waits.waits_for(), dict(context.begun), held_back=context.held_back())
             tell(Report(rank, "stuck", "waits", own, notice.to_json()))
     after = f"had not finished after {time.monotonic() - started:.0f} s"
     tell(Report(rank, "stuck", after, own, Notice(rank, None).to_json()))
+
+
+def _context() -> Context | None:
+    """What the lab's groups know of their waits; None where the file has made none of the lab's."""
+    try:
+        return context_of()
+    except ValueError:
+        return None
 
 
 def _seconds_computed_by(thread: int) -> float:
