@@ -1,4 +1,4 @@
-"""`./launch.sh` and `distlab`: start all ranks of a script through torchrun, and end all of them when one fails.
+"""`./launch.sh` and `distlab`: start all ranks of a script, and end all of them when one fails.
 
 Subcommands are looked up in `subcommands`. A script that imports mpi4py is started through mpirun. What imports torch,
 which takes a second or more, is imported where it is used, so that the list of topologies is there at once.

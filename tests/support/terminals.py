@@ -120,7 +120,8 @@ def _become(program: Callable[[], object], environment: Mapping[str, str], outpu
         for number, output in enumerate(outputs, start=1):
             os.dup2(output, number)
         sys.stdin = open(os.devnull)  # noqa: SIM115
-        sys.stdout, sys.stderr = (os.fdopen(number, "w", buffering=1) for number in (1, 2))
+        # As with `sys.__stdout__`, their descriptors stay open when another object takes their place.
+        sys.stdout, sys.stderr = (os.fdopen(number, "w", buffering=1, closefd=False) for number in (1, 2))
         os.environ.clear()
         os.environ.update(environment)
         os.chdir(LAB)

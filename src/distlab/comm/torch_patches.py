@@ -1,4 +1,4 @@
-"""What of torch the lab patches without a public interface for it; `distlab.rendezvous.agent` has the launcher's part.
+"""What of torch the lab patches without a public interface for it.
 
 Tried with torch 2.13.0; tests/distlab/comm/test_torch_patches.py fails when a release changes what is relied on here.
 """

@@ -3,7 +3,6 @@
 import atexit
 import contextlib
 import gc
-import logging
 import os
 import runpy
 import signal
@@ -19,7 +18,7 @@ SECONDS_BETWEEN_LOOKS = 0.01
 
 
 class Forked:
-    """A process that has been forked from this one, with what torchrun's agent uses of `subprocess.Popen`."""
+    """A process that has been forked from this one, with what a supervisor uses of `subprocess.Popen`."""
 
     def __init__(self, pid: int) -> None:
         self.pid = pid
@@ -96,7 +95,6 @@ def _become(script: Sequence[str], environment: Mapping[str, str]) -> NoReturn:
             signal.signal(signal.SIGINT, signal.default_int_handler)
         for number in (signal.SIGPIPE, signal.SIGXFSZ):  # as Python has them
             signal.signal(number, signal.SIG_IGN)
-        logging.disable(logging.NOTSET)
         sys.stdout, sys.stderr = (os.fdopen(number, "w", buffering=1, closefd=False) for number in (1, 2))
         sys.argv, sys.path[0] = [*script], str(Path(script[0]).resolve().parent)
         runpy.run_path(script[0], run_name="__main__")

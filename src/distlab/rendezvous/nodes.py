@@ -1,17 +1,15 @@
 """Several machines, each with its own launcher: how the launchers find each other and report how they exit.
 
-The launcher of node 0 holds a key-value store that listens only at the given address. All launchers join there, under
-torchrun's agent and with the node ranks given to them. They also report failures of their ranks there, because the
-ranks of other machines notice at most that a connection was closed. (torchrun's own rendezvous listen on all
-interfaces; the static one does not restart, and the c10d one assigns the node ranks itself.)
+The launcher of node 0 holds a key-value store that listens only at the given address. All launchers join there, with
+the node ranks given to them. They also report failures of their ranks there, because the ranks of other machines notice
+at most that a connection was closed. (torchrun's own rendezvous listen on all interfaces; the static one does not
+restart, and the c10d one assigns the node ranks itself.)
 """
 
 import contextlib
 import json
+import os
 import time
-
-from torch.distributed.elastic.rendezvous import RendezvousInfo, RendezvousStoreInfo
-from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 
 from distlab.rendezvous.launcher_flags import Nodes
 from distlab.rendezvous.store import Say, SharedStore, StoreError, open_bound_store
@@ -27,8 +25,8 @@ class ElsewhereError(RuntimeError):
     """Another machine's part of the run has ended; the message says why."""
 
 
-class NodeRendezvous(StaticTCPRendezvous):
-    """A rendezvous for torchrun with fixed node ranks, which opens ports only at node 0's address.
+class NodeRendezvous:
+    """A rendezvous of launchers with fixed node ranks, which opens ports only at node 0's address.
 
     For each round, which is one start of all ranks, the ranks get a new store in node 0's launcher. The launchers' own
     store exists for the whole run: each launcher reports there how it ended, and reads how the others ended. So no
@@ -49,9 +47,9 @@ class NodeRendezvous(StaticTCPRendezvous):
             self._shared.store, port = open_bound_store(address, port, timeout_seconds)
         else:
             self._shared.find(address, port)
-        super().__init__(address, port, nodes.rank, len(nodes.ranks_of), "lab", timeout=0)  # opens no store of its own
-        self.ranks_of = nodes.ranks_of
-        self._others = [node for node in range(self.world_size) if node != self.rank]
+        self.address, self.port = address, port
+        self.rank, self._ranks_of = nodes.rank, nodes.ranks_of
+        self._others = [node for node in range(len(nodes.ranks_of)) if node != nodes.rank]
         self._timeout_seconds, self._max_restarts, self._say = timeout_seconds, max_restarts, say
         self._rounds = 0  # rounds started here; the same on all machines as soon as they have joined
         self._compare_flags()  # before it takes a seat: a machine that is refused may try again with other flags
@@ -61,7 +59,7 @@ class NodeRendezvous(StaticTCPRendezvous):
     def _compare_flags(self) -> None:
         """Check, before ranks are numbered, that all machines agree on the division of ranks and on restarts."""
         own = {
-            "--nnodes and --ranks-per-node: node 0 was started with each node's ranks as": [*self.ranks_of],
+            "--nnodes and --ranks-per-node: node 0 was started with each node's ranks as": [*self._ranks_of],
             "--max-restarts: node 0 was started with it as": self._max_restarts,
         }
         if self.rank == 0:
@@ -76,11 +74,15 @@ class NodeRendezvous(StaticTCPRendezvous):
         """How often all ranks have been restarted."""
         return max(0, self._rounds - 1)
 
-    def next_rendezvous(self) -> RendezvousInfo:
+    def next_round(self) -> list[dict[str, str]]:
+        """Wait until all machines start their ranks; returns the environment of each of this machine's, as torchrun's.
+
+        The ranks' store is in node 0's launcher.
+        """
         prefix, self._rounds = f"round/{self._rounds}", self._rounds + 1
-        assert self.restarts <= self._max_restarts, "the agent restarts by this count"
+        assert self.restarts <= self._max_restarts, "launchers restart their ranks by this count"
         if self.rank == 0:
-            self._ranks_store, port = open_bound_store(self.master_addr, 0, self._timeout_seconds)  # until the next
+            self._ranks_store, port = open_bound_store(self.address, 0, self._timeout_seconds)  # until the next
             self._shared.set(f"{prefix}/port", str(port))
         self._shared.set(f"{prefix}/node/{self.rank}")
         for node in self._others:
@@ -89,12 +91,26 @@ class NodeRendezvous(StaticTCPRendezvous):
         if self.restarts:
             self._say(f"a rank has failed: starting all ranks again, {self.restarts} of {self._max_restarts} times")
         (port_of_ranks,) = self._shared.read(f"{prefix}/port").values()
-        where = RendezvousStoreInfo(self.master_addr, int(port_of_ranks))
-        return RendezvousInfo(self._shared.store, self.rank, self.world_size, where)
+        first, local_size = sum(self._ranks_of[: self.rank]), self._ranks_of[self.rank]
+        shared = {
+            "GROUP_RANK": self.rank,
+            "GROUP_WORLD_SIZE": len(self._ranks_of),
+            "WORLD_SIZE": sum(self._ranks_of),
+            "LOCAL_WORLD_SIZE": local_size,
+            "MASTER_ADDR": self.address,
+            "MASTER_PORT": port_of_ranks,
+            "TORCHELASTIC_RUN_ID": "lab",
+            "TORCHELASTIC_RESTART_COUNT": self.restarts,
+            "TORCHELASTIC_MAX_RESTARTS": self._max_restarts,
+            "TORCHELASTIC_USE_AGENT_STORE": True,
+            "TORCH_NCCL_ASYNC_ERROR_HANDLING": os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", 1),
+        }
+        ranks = [shared | {"LOCAL_RANK": local, "RANK": first + local} for local in range(local_size)]
+        return [{name: str(value) for name, value in rank.items()} for rank in ranks]
 
-    def num_nodes_waiting(self) -> int:
-        """How many machines have started the next round because one of their ranks failed; the others follow."""
-        return len(self._shared.read(*(f"round/{self._rounds}/node/{node}" for node in self._others)))
+    def has_next_round(self) -> bool:
+        """Whether a machine has started the next round because one of its ranks failed; the others follow."""
+        return bool(self._shared.read(*(f"round/{self._rounds}/node/{node}" for node in self._others)))
 
     def all_finished(self) -> bool:
         """Report that this machine's ranks have finished; return whether those of all other machines have too."""

@@ -9,5 +9,5 @@ def started_by_torchrun() -> bool:
 
 
 def is_store_in_launcher() -> bool:
-    """Whether torchrun's agent holds the ranks' store; otherwise rank 0 does."""
+    """Whether torchrun's agent, or the launcher of node 0, holds the ranks' store; otherwise rank 0 does."""
     return started_by_torchrun() and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"

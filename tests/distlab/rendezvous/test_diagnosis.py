@@ -1,7 +1,5 @@
 """Who waits for whom: cycles, culprits and pictures, from what ranks publish; and the search for what is not finite."""
 
-import signal
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +11,7 @@ from distlab.comm.traffic import Traffic
 from distlab.comm.wait_graph import find_cycle
 from distlab.comm.waits import TrafficError, Wait, list_ranks
 from distlab.rendezvous.diagnosis import Diagnosis, Notice, diagnose
+from distlab.rendezvous.supervisor import RankFailure
 from distlab.run.failure import out_of_memory, refused_by_gpu
 from distlab.run.local_ranks import root_cause
 from distlab.run.not_finite import find_cause
@@ -221,11 +220,8 @@ def test_a_gpu_that_takes_no_more_processes_is_a_reason() -> None:
     assert refused_by_gpu(RuntimeError("CUDA error: an illegal memory access was encountered")) is None
 
 
-def failure(exitcode: int, timestamp: int, message: str = "", **data: Any) -> SimpleNamespace:
-    name = signal.Signals(-exitcode).name if exitcode < 0 else ""
-    return SimpleNamespace(
-        exitcode=exitcode, timestamp=timestamp, message=message, error_file_data=data, signal_name=lambda: name
-    )
+def failure(exitcode: int, timestamp: int, message: str = "", **record: Any) -> RankFailure:
+    return RankFailure(exitcode, record and {"message": message, **record}, timestamp)
 
 
 LOST = failure(1, 100, "rank 4 has ended", status=1, lost_a_peer=True, names_rank=True)

@@ -15,7 +15,7 @@ import pytest
 from support.processes import wait_for
 
 from distlab.rendezvous.forks import ForkedScript
-from distlab.run.local_ranks import raise_signal
+from distlab.rendezvous.supervisor import raise_signal
 
 pytestmark = pytest.mark.quick
 

@@ -1,13 +1,13 @@
 """Several machines: how ranks are shared among them, and what is refused before anything starts."""
 
 import contextlib
+import itertools
 import multiprocessing
 import os
 import re
 import signal
 import socket
 import sys
-import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -76,33 +76,37 @@ def join(
 
 def test_machines_join_again_in_every_round() -> None:
     first = join(0, (4, 2), 0)
-    second = join(1, (4, 2), first.master_port)
-    for _ in range(2):
+    second = join(1, (4, 2), first.port)
+    for restarts in range(2):
         with ThreadPoolExecutor() as pool:
-            rounds = list(pool.map(NodeRendezvous.next_rendezvous, (first, second)))
-        assert [(info.rank, info.world_size) for info in rounds] == [(0, 2), (1, 2)]
-        rounds[0].store.set("key", "value")
-        assert rounds[1].store.get("key") == b"value"
-        where = [info.bootstrap_store_info for info in rounds]
-        assert where[0] == where[1]
-        assert where[0] is not None
-        ranks_store = dist.TCPStore("127.0.0.1", where[0].master_port, is_master=False, wait_for_workers=False)
+            environments = [*itertools.chain(*pool.map(NodeRendezvous.next_round, (first, second)))]
+        for name, by_rank in {
+            "RANK": "012345",
+            "LOCAL_RANK": "012301",
+            "WORLD_SIZE": "666666",
+            "LOCAL_WORLD_SIZE": "444422",
+            "GROUP_RANK": "000011",
+            "GROUP_WORLD_SIZE": "222222",
+            "TORCHELASTIC_RESTART_COUNT": str(restarts) * 6,
+            "TORCHELASTIC_MAX_RESTARTS": "111111",
+        }.items():
+            assert "".join(environment[name] for environment in environments) == by_rank, name
+        (port,) = {int(environment["MASTER_PORT"]) for environment in environments}
+        ranks_store = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
         assert ranks_store.add("seat", 1) == 1, "the ranks of a round find nothing of the round before"
 
 
 def test_a_failed_machine_is_followed_into_the_next_round() -> None:
     first = join(0, (1, 1), 0)
-    second = join(1, (1, 1), first.master_port)
+    second = join(1, (1, 1), first.port)
     with ThreadPoolExecutor() as pool:
-        list(pool.map(NodeRendezvous.next_rendezvous, (first, second)))
-        assert first.num_nodes_waiting() == second.num_nodes_waiting() == 0
-        restarted = pool.submit(second.next_rendezvous)
-        deadline = time.monotonic() + 5
-        while not first.num_nodes_waiting():
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
-        assert first.next_rendezvous().rank == 0
-        assert restarted.result(5).rank == 1
+        list(pool.map(NodeRendezvous.next_round, (first, second)))
+        assert not first.has_next_round()
+        assert not second.has_next_round()
+        restarted = pool.submit(second.next_round)
+        assert wait_for(first.has_next_round, 5)
+        first.next_round()
+        restarted.result(5)
     assert first.restarts == second.restarts == 1
 
 
@@ -121,20 +125,20 @@ def test_machines_that_do_not_fit_together() -> None:
     with pytest.raises(
         InputError, match=re.escape("each node's ranks as [3, 3], node 1 as [4, 2]; start all machines")
     ):
-        join(1, (4, 2), first.master_port)
+        join(1, (4, 2), first.port)
     with pytest.raises(InputError, match="--max-restarts: node 0 was started with it as 1, node 1 as 2"):
-        join(1, (3, 3), first.master_port, max_restarts=2)
-    join(1, (3, 3), first.master_port)  # with the flags mended
+        join(1, (3, 3), first.port, max_restarts=2)
+    join(1, (3, 3), first.port)  # with the flags mended
     with pytest.raises(InputError, match="--node-rank 1 is taken: give each machine of the run its own"):
-        join(1, (3, 3), first.master_port)
-    port = first.master_port
+        join(1, (3, 3), first.port)
+    port = first.port
     with pytest.raises(InputError, match=f"--master-port {port}: cannot listen at 127.0.0.1:{port}"):
         join(0, (3, 3), port)
 
 
 def test_a_machine_that_never_comes_is_named() -> None:
     with pytest.raises(InputError, match="waited 1 s for node 1: is "):
-        join(0, (3, 3), 0, timeout_seconds=1).next_rendezvous()
+        join(0, (3, 3), 0, timeout_seconds=1).next_round()
     with pytest.raises(InputError, match=r"node 0 did not listen at 127\.0\.0\.1:1 within 1 s: start it there"):
         join(1, (3, 3), 1, timeout_seconds=1)
 
