@@ -28,6 +28,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from turns import quartiles_of_ratios, seconds_in_turn
 
+from distlab.comm.context import context_of
 from distlab.comm.processes import leave
 from distlab.comm.traffic import traffic
 from distlab.comm.transfer import Transfer
@@ -294,7 +295,7 @@ def compare_memory(name: str, size: Size, settings: Settings) -> list[str]:
     report = MemoryReport(optimizer)
     with report.counting():
         step(ids)
-    counts = report.collect(rank=0, world_size=1, device=device)[0][: len(KINDS)]
+    counts = report.collect(context_of())[0][: len(KINDS)]
     if device.type == "cpu":
         return [memory_row(name, counts, None)]
     torch.cuda.reset_peak_memory_stats(device)
@@ -349,6 +350,8 @@ def measure(settings: Settings) -> None:
     """Print the tables, line by line."""
     chosen = settings.chosen()
     import transformers
+
+    dist.init_process_group("lab", store=dist.HashStore(), rank=0, world_size=1)
 
     on_gpu = settings.device == "cuda"
     device = torch.cuda.get_device_name() if on_gpu else "CPU: a rehearsal, not a measurement"

@@ -109,9 +109,10 @@ WAITING = """
 import sys, time
 from pathlib import Path
 import torch
+import torch.distributed as dist
+from distlab.comm.names import named
 from distlab.run.main import main
 from distlab.run.replica_settings import DataParallelSettings
-from distlab.comm.traffic import traffic
 DEFAULTS = DataParallelSettings()
 def train(run):
     x = torch.zeros(1)
@@ -126,12 +127,16 @@ if __name__ == "__main__":
     main(train, DEFAULTS, __doc__)
 """
 CHAIN = """
-    if run.rank < 2:
-        traffic.receive(x, "the chain", source=run.rank + 1).wait()
-    if run.rank > 0:
-        traffic.send(x, "the chain", to=run.rank - 1, kind="check").wait()
+    with named("the chain", "check"):
+        if run.rank < 2:
+            dist.recv(x, run.rank + 1)
+        if run.rank > 0:
+            dist.send(x, run.rank - 1)
 """
-AVERAGE = 'traffic.all_reduce(x, "the average", kind="check").wait()'
+AVERAGE = """
+    with named("the average", "check"):
+        dist.all_reduce(x)
+"""
 
 
 @pytest.mark.waits

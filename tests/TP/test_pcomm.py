@@ -6,12 +6,10 @@ from typing import Any
 
 import pytest
 import torch
-from support.processes import free_port, process_group, run_ranks
+from support.processes import free_port, join, process_group, run_ranks
 from support.sentiment_ranks import load, on_ranks
 
-from distlab.comm.traffic import traffic
 from distlab.comm.waits import TrafficError
-from distlab.rendezvous.ranks import open_store
 from simplellm.errors import InputError
 
 
@@ -70,9 +68,7 @@ def test_a_rank_that_stops_within_a_layer_ends_its_group_at_the_deadline() -> No
     port = free_port()
 
     def work(rank: int) -> str:
-        store = open_store(rank, "localhost", port, 30, lambda _: None)
-        torch.distributed.init_process_group("gloo", store=store, rank=rank, world_size=4)
-        traffic.timeout_seconds = 2
+        join(rank, 4, port).waits.timeout_seconds = 2
         pcomm = load("pcomm")
         pcomm.init(2)
         if rank == 1:

@@ -12,7 +12,6 @@ from support.processes import LAB, free_port, process_group, run_ranks
 from support.terminals import fork_launcher
 from torch import Tensor
 
-from distlab.comm.traffic import traffic
 from distlab.comm.waits import TrafficError
 
 sys.path.append(str(LAB))
@@ -115,11 +114,11 @@ def test_matrices_that_do_not_fit_are_an_error_on_all_ranks(world_size: int) -> 
 
 def count_bytes(rank: int, world_size: int, port: int) -> list[dict[str, int]]:
     counts = []
-    with process_group(rank, world_size, port):
+    with process_group(rank, world_size, port) as context:
         for product in PRODUCTS:
-            traffic.ledger.sent_bytes.clear()
+            context.ledger.sent_bytes.clear()
             product(*(torch.ones(6, 12), torch.ones(12, 3)) if rank == 0 else (None, None))
-            counts.append({kind: sent for kind, sent in traffic.ledger.sent_bytes.items() if sent})
+            counts.append({kind: sent for kind, sent in context.ledger.sent_bytes.items() if sent})
     return counts
 
 
@@ -135,8 +134,8 @@ def test_what_each_rank_sends() -> None:
 def wait_for_an_absent_rank(rank: int, port: int) -> str:
     """Rank 1 meets the others and then takes no part."""
     try:
-        with process_group(rank, 2, port):
-            traffic.timeout_seconds = 0.5
+        with process_group(rank, 2, port) as context:
+            context.waits.timeout_seconds = 0.5
             if rank == 1:
                 time.sleep(1.5)
                 raise TrafficError("absent", RuntimeError())

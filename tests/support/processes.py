@@ -23,7 +23,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-from distlab.comm.context import Options
+from distlab.comm.context import Context, Options, context_of
 from distlab.comm.devices import Place
 from distlab.comm.forked import forked
 from distlab.rendezvous.ranks import open_store
@@ -112,22 +112,37 @@ def _answer(work: Callable[..., Any], args: tuple[Any, ...], rank: int, pipe: Co
     pipe.send_bytes(answer.getvalue())
 
 
-@contextmanager
-def process_group(
-    rank: int, world_size: int, port: int, timeout_seconds: float = 30, options: Options | None = None
-) -> Iterator[None]:
-    """The lab's process group over loopback, in a process of `run_ranks`; the ranks are seeded differently.
+def forget_group_of_one() -> None:
+    """In a fork, leave the process group of the tests' process, so that the fork can make one of its own."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
-    The group is not destroyed, it ends with the process: see `distlab.run.run.Run.close`.
+
+def join(rank: int, world_size: int, port: int, timeout_seconds: float = 30, options: Options | None = None) -> Context:
+    """Make the lab's process group over loopback, in a process of `run_ranks`; the ranks are seeded differently.
+
+    By default, all ranks are on one host.
     """
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.manual_seed(1000 + rank)
+    leave_group()
     timeout = timedelta(seconds=timeout_seconds)
     store = open_store(rank, "localhost", port, timeout_seconds, say=lambda _: None)
     options = options or Options()
     options.places = options.places or [Place("this host")] * world_size
     dist.init_process_group("lab", store=store, rank=rank, world_size=world_size, timeout=timeout, pg_options=options)
-    yield
+    return context_of()
+
+
+@contextmanager
+def process_group(
+    rank: int, world_size: int, port: int, timeout_seconds: float = 30, options: Options | None = None
+) -> Iterator[Context]:
+    """`join`, and at the end wait for the other ranks.
+
+    The group is not destroyed, it ends with the process: see `distlab.run.run.Run.close`.
+    """
+    yield join(rank, world_size, port, timeout_seconds, options)
     dist.barrier()
 
 

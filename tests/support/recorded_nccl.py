@@ -1,7 +1,7 @@
 """One rank of a run over NCCL, without a GPU and without the others: what it would send, in order.
 
-Its tensors are torch's "meta" tensors, which have shapes and no content; they stand for those of a GPU. Calls of
-torch.distributed are recorded and do nothing; as NCCL, they refuse tensors that are on the CPU.
+Its tensors are torch's "meta" tensors, which have shapes and no content; they stand for those of a GPU. What the lab's
+process groups give to NCCL is recorded and goes nowhere; as NCCL, the stand-in refuses tensors that are on the CPU.
 """
 
 import contextlib
@@ -11,11 +11,14 @@ from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
+from distlab.comm.context import Context, context_of
 from distlab.comm.devices import Place
-from distlab.comm.torch_patches import without_compiler
-from distlab.comm.traffic import traffic
+from distlab.comm.group import LabGroup
+from distlab.comm.torch_patches import group_of_one, without_compiler
+from distlab.rendezvous.groups import group_timeout
 from distlab.run.run import Run
 from distlab.run.settings import parse
 from distlab.run.train_settings import TrainSettings
@@ -54,39 +57,66 @@ class Event:
         return 1.0
 
 
-class Group:
-    """Stands for a process group."""
+class Work(dist.Work):
+    """Stands for a collective or message that has begun."""
 
-    def __init__(self, ranks: tuple[int, ...], number: int) -> None:
-        self.ranks, self.number = ranks, number
-
-    def size(self) -> int:
-        return len(self.ranks)
-
-
-class Work:
     def __init__(self, calls: list[Call], call: Call) -> None:
+        super().__init__()
         self._calls, self._call = calls, call
 
-    def wait(self) -> None:
+    def wait(self, *_: object) -> bool:
         self._calls.append(self._call._replace(what="wait"))
+        return True
+
+    def is_completed(self) -> bool:
+        return True
+
+
+class Library:
+    """Stands for `torch.distributed.ProcessGroupNCCL`: the collectives and messages of a group, recorded."""
+
+    def __init__(self, recorded: "RecordedNCCL", ranks: tuple[int, ...], number: int) -> None:
+        self._recorded, self._ranks, self._number = recorded, ranks, number
+
+    def _record(self, what: str, tensors: Iterable[Tensor], peer: int | None = None) -> Work:
+        for tensor in tensors:
+            assert tensor.device == GPU, f"{what}: NCCL moves no tensor that is on {tensor.device}"
+        own = self._recorded.rank
+        ranks = self._ranks if peer is None else tuple(sorted((own, self._ranks[peer])))
+        return self._recorded.begin(what, ranks, self._number)
+
+    def send(self, tensors: list[Tensor], to: int, _: int) -> Work:
+        return self._record("send", tensors, to)
+
+    def recv(self, tensors: list[Tensor], source: int, _: int) -> Work:
+        return self._record("receive", tensors, source)
+
+    def allreduce(self, tensors: list[Tensor], *_: object) -> Work:
+        return self._record("all_reduce", tensors)
+
+    def broadcast(self, tensors: list[Tensor], *_: object) -> Work:
+        return self._record("broadcast", tensors)
+
+    def _allgather_base(self, output: Tensor, own: Tensor, *_: object) -> Work:
+        return self._record("all_gather", [output, own])
+
+    def _reduce_scatter_base(self, own: Tensor, parts: Tensor, *_: object) -> Work:
+        return self._record("reduce_scatter", [own, parts])
 
 
 class RecordedNCCL:
-    """The calls of one rank."""
+    """The calls of one rank, and what stands in for NCCL."""
 
-    def __init__(self, rank: int, size: int) -> None:
+    Options = mock.Mock
+
+    def __init__(self, rank: int) -> None:
         self.rank, self.calls = rank, list[Call]()
         self._groups = self._begun = 0
+        self._ranks: tuple[int, ...] = ()  # of the group that is being made
         self.is_first_step = True
-        self.world = self.new_group(ranks=range(size))
 
-    def _record(self, what: str, group: Group | None, *tensors: Tensor, peer: int | None = None) -> Work:
-        for tensor in tensors:
-            assert tensor.device == GPU, f"{what}: NCCL moves no tensor that is on {tensor.device}"
-        group = group or self.world
-        ranks = group.ranks if peer is None else (min(self.rank, peer), max(self.rank, peer))
-        call = Call(what, ranks, group.number, self._begun)
+    def begin(self, what: str, ranks: tuple[int, ...], group: int) -> Work:
+        call = Call(what, ranks, group, self._begun)
         self._begun += 1
         self.calls.append(call)
         return Work(self.calls, call)
@@ -96,43 +126,23 @@ class RecordedNCCL:
         if isinstance(module, LLamaPart) and self.is_first_step:
             self.calls.append(Call("forward"))
 
-    def isend(self, tensor: Tensor, dst: int, group: Group | None = None) -> Work:
-        return self._record("send", group, tensor, peer=dst)
+    def noting_ranks(self, init: Callable[..., None]) -> Callable[..., None]:
+        """A group's `__init__`."""
 
-    def irecv(self, tensor: Tensor, src: int, group: Group | None = None) -> Work:
-        return self._record("receive", group, tensor, peer=src)
+        def noted(group: LabGroup, context: Context, store: dist.Store, ranks: Sequence[int], *others: object) -> None:
+            self._ranks = tuple(ranks)
+            init(group, context, store, ranks, *others)
 
-    def all_reduce(self, tensor: Tensor, op: Any, group: Group | None, async_op: bool) -> Work:
-        return self._record("all_reduce", group, tensor)
+        return noted
 
-    def broadcast(self, tensor: Tensor, src: int, group: Group | None, async_op: bool) -> Work:
-        return self._record("broadcast", group, tensor)
-
-    def all_gather(self, parts: list[Tensor], own: Tensor, group: Group | None, async_op: bool) -> Work:
-        return self._record("all_gather", group, own, *parts)
-
-    def reduce_scatter(self, own: Tensor, parts: list[Tensor], group: Group | None, async_op: bool) -> Work:
-        return self._record("reduce_scatter", group, own, *parts)
-
-    def new_group(self, ranks: Sequence[int] = (), **_: object) -> Group:
+    def __call__(self, *_: object) -> Library:
         self._groups += 1
-        return Group(tuple(ranks) or self.world.ranks, self._groups)
+        return Library(self, self._ranks, self._groups)
 
-    def new_subgroups_by_enumeration(self, of_dim: list[list[int]], timeout: object) -> tuple[Group, None]:
-        return self.new_group(next(ranks for ranks in of_dim if self.rank in ranks)), None
 
-    def patches(self) -> dict[str, Any]:
-        """What stands in for functions of `torch.distributed`, by name."""
-        names = "isend irecv all_reduce broadcast all_gather reduce_scatter new_group new_subgroups_by_enumeration"
-        stand_ins = {name: getattr(self, name) for name in names.split()}
-        return stand_ins | {
-            "is_initialized": lambda: True,
-            "get_backend": lambda: "nccl",
-            "get_rank": lambda: self.rank,
-            "get_world_size": lambda: self.world.size(),
-            "get_process_group_ranks": lambda group: list(group.ranks),
-            "init_process_group": lambda *_, **__: None,
-        }
+def register(group: LabGroup, device: torch.device, kind: dist.ProcessGroup.BackendType, _: object) -> None:
+    """In place of a `Library`, which torch would not take for a process group."""
+    dist.ProcessGroup._register_backend(group, device, kind, group_of_one())
 
 
 def zeros(read: Callable[[Tensor], Any], calls: list[Call]) -> Callable[[Tensor], Any]:
@@ -150,14 +160,15 @@ def zeros(read: Callable[[Tensor], Any], calls: list[Call]) -> Callable[[Tensor]
 @contextlib.contextmanager
 def recorded_nccl(rank: int, size: int) -> Iterator[RecordedNCCL]:
     """Have this process, which must end after it, be a rank of a run over NCCL."""
-    nccl = RecordedNCCL(rank, size)
+    nccl = RecordedNCCL(rank)
     with contextlib.ExitStack() as patched:
 
         def patch(target: str, stand_in: Any) -> None:
-            patched.enter_context(mock.patch(target, stand_in))
+            patched.enter_context(mock.patch(target, stand_in, create=True))  # torch for the CPU has no NCCL
 
-        for name, stand_in in nccl.patches().items():
-            patch(f"torch.distributed.{name}", stand_in)
+        patch("torch.distributed.ProcessGroupNCCL", nccl)
+        patch("distlab.comm.group.LabGroup.__init__", nccl.noting_ranks(LabGroup.__init__))
+        patch("distlab.comm.group.LabGroup._register_backend", register)
         patch("torch.allclose", lambda *_, **__: True)
         patch("torch.cuda.Event", Event)
         patch("torch.cuda.set_device", lambda _: None)
@@ -169,11 +180,11 @@ def recorded_nccl(rank: int, size: int) -> Iterator[RecordedNCCL]:
         patch("distlab.comm.devices.pick_device_type", lambda _: "cuda")
         patch("distlab.comm.devices.own_place", lambda *_: None)
         patch("distlab.comm.devices.pick_device", lambda *_: GPU)
-        patch("distlab.rendezvous.ranks.open_store", lambda *_: None)
+        patch("distlab.rendezvous.ranks.open_store", lambda *_: dist.HashStore())
         patch("distlab.rendezvous.ranks.agree", lambda store, rank, size, place, same, decide, *_: decide())
         patch("distlab.run.run.claim", lambda _: None)  # each rank decides alone, about one folder
         patch("distlab.rendezvous.ranks.read_places", lambda *_: [Place("here", (f"GPU-{r}",)) for r in range(size)])
-        patch("distlab.rendezvous.notices.notices.open", lambda *_, **__: None)
+        patch("distlab.rendezvous.groups.NoticeBoard", mock.Mock())
         yield nccl
 
 
@@ -183,7 +194,7 @@ def run_alone(rank: int, size: int, script: str, flags: list[str]) -> list[Call]
     with recorded_nccl(rank, size) as nccl:
         settings = parse(module.DEFAULTS, "", [str(rank), *flags])
         run = (TrainingRun if isinstance(settings, TrainSettings) else Run)(settings, Path(script))
-        assert traffic.group_timeout.total_seconds() > settings.timeout, "waits are watched from outside"
+        assert group_timeout(context_of()).total_seconds() > settings.timeout, "waits are watched from outside"
         global_loss = run.global_loss
 
         def end_the_step(step: int, losses: Iterable[Tensor]) -> float:

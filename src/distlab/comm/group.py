@@ -20,7 +20,9 @@ gloo or NCCL uncounted.
 # torch's annotations have overloads that its Python layer does not call.
 # mypy: disable-error-code="override,assignment"
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from contextvars import ContextVar
 from datetime import timedelta
 from functools import partial
 from itertools import pairwise
@@ -51,6 +53,7 @@ from distlab.comm.shared import (
     all_reduce_through_slots,
     all_to_all_through_slots,
     broadcast_through_slots,
+    combine_in_order,
     reduce_scatter_through_slots,
 )
 from distlab.comm.torch_patches import group_of_one
@@ -59,6 +62,20 @@ from distlab.comm.waits import Wait, group_key
 Group = dist.ProcessGroup | None  # None: all ranks
 Start = Callable[[], Carrier | None]
 CONTROL = "control"  # the ledger's column for what is not part of training
+_is_overlapping: ContextVar[bool] = ContextVar("is_overlapping", default=False)
+
+
+@contextlib.contextmanager
+def overlapping() -> Iterator[None]:
+    """Inside, collectives start that have to go on while their ranks compute.
+
+    The memory of one host is not used for them: there, nothing happens before all ranks wait.
+    """
+    token = _is_overlapping.set(True)
+    try:
+        yield
+    finally:
+        _is_overlapping.reset(token)
 
 
 class LabGroup(dist.ProcessGroup):
@@ -137,15 +154,15 @@ class LabGroup(dist.ProcessGroup):
         """Zeros (elements,), of `like`'s dtype and device, to be communicated in again and again.
 
         Where it pays, they are in memory that the ranks of the group share, and collectives of them need no copy.
-        All ranks of the group must call this in the same order. With `overlaps`, a collective has to go on while its
-        ranks compute, so the memory of one host is not used: there, nothing happens before all ranks wait.
+        All ranks of the group must call this in the same order. With `overlaps`, it is for collectives that are started
+        in `overlapping`.
 
         Raises:
             InputError: the transport is "shared", and these ranks cannot share memory.
             TrafficError: a rank does not take part.
         """
         plain = partial(like.new_zeros, elements)
-        if not self._may_have_memory or not self._is_worth_sharing(elements * like.itemsize, like):
+        if not elements or not self._may_have_memory or not self._is_worth_sharing(elements * like.itemsize, like):
             return plain()
         if overlaps and len(self.context.hosts.split(self.ranks)) == 1:
             return plain()
@@ -239,7 +256,7 @@ class LabGroup(dist.ProcessGroup):
         if self.size() == 1:
             return self._complete(wait, [tensor])
         memory, parts = self._parts_of(tensor)
-        is_known = op in COMBINE or op == ReduceOp.AVG
+        is_known = _is_known(op)
         if isinstance(memory, MemoryOfHosts) and parts is not None:
             self._count_all_reduce(wait, tensor, memory.ranks_here)
             if memory.is_first:
@@ -277,6 +294,7 @@ class LabGroup(dist.ProcessGroup):
 
     def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Pending:
         """Collect every rank's `input` in `output`, whose elements are those of all ranks in their order."""
+        _refuse_gaps(output, input)
         wait = self._collective("all_gather")
         if self.size() == 1:
             output.view(-1).copy_(input.reshape(-1))
@@ -301,12 +319,13 @@ class LabGroup(dist.ProcessGroup):
     def allgather(self, output: Sequence[Sequence[Tensor]], input: Sequence[Tensor], opts: Any = None) -> Pending:
         """Collect every rank's `input[0]` in `output[0]`, a tensor for each rank."""
         [rows], [own] = output, input
+        _refuse_gaps(*rows, own)
         wait = self._collective("all_gather")
         if self.size() == 1:
             rows[0].copy_(own)
             return self._complete(wait, list(rows))
         self._count(wait, (self.size() - 1) * own.nbytes)
-        is_even = all(row.is_contiguous() and row.shape == own.shape for row in rows)
+        is_even = all(row.shape == own.shape for row in rows)
         if is_even and (slots := self._slots(own)):
             flat = [row.view(-1) for row in rows]
             return self._start(wait, partial(all_gather_through_slots, slots, flat, own.view(-1)), list(rows))
@@ -328,31 +347,37 @@ class LabGroup(dist.ProcessGroup):
         NCCL has its own order. gloo's own reduce-scatter sends as much as an all-reduce; here each rank sends every
         part to its rank.
         """
+        _refuse_gaps(output, input)
         op = _kind_of((opts or dist.ReduceScatterOptions()).reduceOp)
         wait = self._collective("reduce_scatter")
         if self.size() == 1:
             output.view(-1).copy_(input.view(-1))
             return self._complete(wait, [output])
         self._count(wait, (self.size() - 1) * output.nbytes)
-        if self.context.is_over_nccl or op not in (ReduceOp.SUM, ReduceOp.AVG):
+        if self.context.is_over_nccl or not _is_known(op):
             options = dist.ReduceScatterOptions()
             options.reduceOp, options.timeout = ReduceOp(op), self._timeout
-            start = partial(self._library._reduce_scatter_base, output, input, options)
+            start = partial(self._library._reduce_scatter_base, output.view(-1), input.view(-1), options)
             return self._over_library(wait, start, output, output)
-        pending = self._add_parts(wait, output, input.view(self.size(), -1))
+        pending = self._combine_parts(wait, output, input.view(self.size(), -1), op)
         return pending.then(lambda: output.div_(self.size())) if op == ReduceOp.AVG else pending
 
-    def _add_parts(self, wait: Wait, output: Tensor, parts: Tensor) -> Pending:
+    def _combine_parts(self, wait: Wait, output: Tensor, parts: Tensor, op: ReduceOp.RedOpType) -> Pending:
         memory, sources = self._parts_of(parts)
-        if isinstance(memory, SharedMemory) and sources is not None:
+        is_sum = op in (ReduceOp.SUM, ReduceOp.AVG)
+        if is_sum and isinstance(memory, SharedMemory) and sources is not None:
             return self._start(wait, partial(SharedReduceScatter, memory, sources, output), [output])
-        if slots := self._slots(parts):
+        if is_sum and (slots := self._slots(parts)):
             return self._start(wait, partial(reduce_scatter_through_slots, slots, output.view(-1), parts), [output])
         carried, into = self._staged(parts), self._host_buffer(output)
         received = torch.empty_like(carried)
 
         def add_up() -> None:
-            add_in_order(received.flatten(1).unbind(), into.view(-1))
+            rows = received.flatten(1).unbind()
+            if is_sum:
+                add_in_order(rows, into.view(-1))
+            else:
+                combine_in_order(rows, op, into.view(-1))
             if into is not output:
                 output.copy_(into)
 
@@ -371,6 +396,7 @@ class LabGroup(dist.ProcessGroup):
         opts: Any = None,
     ) -> Pending:
         """Send part r of `input` to rank r, and collect what all ranks send to this one in `output`."""
+        _refuse_gaps(output, input)
         wait = self._collective("all_to_all")
         if self.size() == 1:
             output.copy_(input)
@@ -414,6 +440,7 @@ class LabGroup(dist.ProcessGroup):
 
     def gather(self, output: Sequence[Sequence[Tensor]], input: Sequence[Tensor], opts: Any = None) -> Pending:
         [own], root = input, (opts or dist.GatherOptions()).rootRank
+        _refuse_gaps(own, *(tensor for tensors in output for tensor in tensors))
         wait = self._collective("gather")
         if self.size() == 1:
             output[0][0].copy_(own)
@@ -425,6 +452,7 @@ class LabGroup(dist.ProcessGroup):
 
     def scatter(self, output: Sequence[Tensor], input: Sequence[Sequence[Tensor]], opts: Any = None) -> Pending:
         [own], root = output, (opts or dist.ScatterOptions()).rootRank
+        _refuse_gaps(own, *(tensor for tensors in input for tensor in tensors))
         wait = self._collective("scatter")
         if self.size() == 1:
             own.copy_(input[0][0])
@@ -523,15 +551,14 @@ class LabGroup(dist.ProcessGroup):
 
     def _parts_of(self, tensor: Tensor) -> tuple[SharedMemory | MemoryOfHosts | None, list[Tensor] | None]:
         """The memory of the group and, if a tensor lies in it, that place in each rank's part."""
-        if not tensor.is_contiguous():
-            raise ValueError(f"a tensor {tuple(tensor.shape)} with strides {tensor.stride()} is not contiguous")
+        _refuse_gaps(tensor)
         return self.memory, None if self.memory is None else self.memory.parts_like(tensor)
 
     def _slots(self, tensor: Tensor) -> SharedMemory | None:
         """The group's memory, with slots that a tensor can pass through in pieces; None if it is not to."""
-        if not self._may_have_memory or len(self.context.hosts.split(self.ranks)) > 1:
+        if not self._may_have_memory or _is_overlapping.get() or len(self.context.hosts.split(self.ranks)) > 1:
             return None
-        if not tensor.is_contiguous() or not self._is_worth_sharing(tensor.nbytes, tensor):
+        if not self._is_worth_sharing(tensor.nbytes, tensor):
             return None
         memory = self.memory
         if not isinstance(memory, SharedMemory) or not memory.has_slots():
@@ -558,7 +585,8 @@ class LabGroup(dist.ProcessGroup):
                 self.context.shares_memory = True
                 return made
         except NotShared as error:
-            self.context.share_less(error, is_first=self.rank() == 0)
+            is_first = any(here[0] == self.context.rank for here in self.context.hosts.split(self.ranks))
+            self.context.share_less(error, is_first)
             self._may_have_memory = False  # what has been made stays shared
             return None
 
@@ -571,8 +599,7 @@ class LabGroup(dist.ProcessGroup):
 
     def _host_buffer(self, tensor: Tensor) -> Tensor:
         """The tensor itself if it can be sent; for a CUDA tensor over gloo, pinned host memory of its size."""
-        if not tensor.is_contiguous():
-            raise ValueError(f"a tensor {tuple(tensor.shape)} with strides {tensor.stride()} is not contiguous")
+        _refuse_gaps(tensor)
         if tensor.is_cpu or self.context.is_over_nccl:
             return tensor
         return torch.empty_like(tensor, device="cpu", pin_memory=True)
@@ -621,6 +648,19 @@ def open_queues(row: Sequence[int], message_bytes: int, like: Tensor, group: Gro
 def _lab_group(group: Group) -> LabGroup | None:
     found = dist.group.WORLD if group is None else group
     return found if isinstance(found, LabGroup) else None
+
+
+def _refuse_gaps(*tensors: Tensor) -> None:
+    """Raise `ValueError` for a tensor with gaps between its elements, for which gloo sends what lies in the gaps."""
+    for tensor in tensors:
+        if not tensor.is_contiguous():
+            shape, strides = tuple(tensor.shape), tensor.stride()
+            raise ValueError(f"a tensor {shape} with strides {strides} is not contiguous; call .contiguous() first")
+
+
+def _is_known(op: ReduceOp.RedOpType) -> bool:
+    """Whether the lab combines by it itself; gloo and NCCL know more operations."""
+    return op in COMBINE or op == ReduceOp.AVG
 
 
 def _kind_of(operation: Any) -> ReduceOp.RedOpType:

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from distlab.comm.endpoint import rank
 from distlab.comm.grid import Axis, all_ranks
+from distlab.comm.group import overlapping
 from distlab.comm.traffic import traffic
 from distlab.parallel.compression import CompressedMean
 from distlab.parallel.division import Compression
@@ -106,7 +107,8 @@ class OuterOptimizer:
         part = self._parts[fragment]
         residual = None if self._residual is None else self._residual[part]
         what = f"the outer gradients of fragment {fragment}"
-        self._mean.start(self._outer[part] - self.weights[part], residual, what, "outer gradients")
+        with overlapping() if self.schedule.overlap_steps else contextlib.nullcontext():
+            self._mean.start(self._outer[part] - self.weights[part], residual, what, "outer gradients")
         self._is_under_way = True
 
     @torch.no_grad()

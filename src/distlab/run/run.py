@@ -18,6 +18,7 @@ from distlab.comm.processes import leave
 from distlab.comm.recorder import STEP
 from distlab.comm.waits import TrafficError
 from distlab.rendezvous import ranks as rendezvous
+from distlab.rendezvous.groups import world_group
 from distlab.rendezvous.torchrun import started_by_torchrun
 from distlab.reports import memory
 from distlab.run.checkpointer import Batches, Checkpointer, TrainingState
@@ -51,6 +52,8 @@ class Run(Generic[SettingsT]):
         self.grid, self.device, self.context, self.decided = joined.grid, joined.device, joined.context, joined.decided
         if self.context.is_over_nccl:
             self.context.waits.watch(_end)
+            if (world := world_group()) is not None:
+                world.connect()
         self.out = Path(self.decided["out"])
         self.checkpointer: Checkpointer | None = None  # None if the settings are not resumable
         if isinstance(settings, ResumableSettings):

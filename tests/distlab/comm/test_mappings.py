@@ -18,12 +18,15 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from support.processes import before_forks, collect_before_a_fork, free_port, process_group, run_ranks, wait_for
 from support.refusals import refuse
+from torch.distributed import ReduceOp
 
+from distlab.comm.context import Options, Transport
 from distlab.comm.forked import forked
+from distlab.comm.group import empty, shares
 from distlab.comm.mappings import HUGE_BYTES, Mapping, Offer, accept
-from distlab.comm.traffic import Transport, traffic
 from simplellm.errors import InputError
 
 pytestmark = pytest.mark.alone
@@ -55,7 +58,7 @@ def look_at_the_mapping(rank: int, port: int) -> tuple[list[str], set[int], int,
 
     with process_group(rank, 2, port), pytest.MonkeyPatch.context() as monkeypatch:
         monkeypatch.setattr(os, "posix_fallocate", reserve_and_look)
-        buffer = traffic.new_buffer(100_000, torch.empty(0))
+        buffer = empty(100_000, torch.empty(0))
         lines = mapped()
         begin, end = (int(address, 16) for address in lines[0].split()[0].split("-"))
         del buffer
@@ -178,8 +181,8 @@ def shared_bytes() -> int:
 def hold(port: int, rank: int, pipe: Connection) -> None:
     """Fill this rank's part of shared memory, say so, and wait to be killed."""
     with process_group(rank, 2, port):
-        buffer = traffic.new_buffer(HELD_BYTES // 8, torch.ones(0))
-        assert traffic.is_shared(buffer.fill_(rank))
+        buffer = empty(HELD_BYTES // 8, torch.ones(0))
+        assert shares(buffer.fill_(rank))
         pipe.send(True)
         time.sleep(60)
 
@@ -201,19 +204,19 @@ def test_nothing_is_left_of_the_memory_when_all_ranks_have_been_killed() -> None
 
 def do_without(rank: int, port: int, call: str, error: int, transport: Transport) -> tuple[float, list[str], str]:
     """The average of two ranks of which one is refused memory, what was remarked, and an error."""
-    with process_group(rank, 2, port), pytest.MonkeyPatch.context() as monkeypatch:
-        remarks: list[str] = []
-        traffic.transport, traffic.remark = transport, remarks.append
-        before = [traffic.new_buffer(100_000, torch.empty(0))] if call == "posix_fallocate" else []
+    remarks: list[str] = []
+    options = Options(transport=transport, remark=remarks.append)
+    with process_group(rank, 2, port, options=options), pytest.MonkeyPatch.context() as monkeypatch:
+        before = [empty(100_000, torch.empty(0))] if call == "posix_fallocate" else []
         monkeypatch.setattr(os, call, refuse(error) if rank == (call != "memfd_create") else getattr(os, call))
         try:
-            buffer = traffic.new_buffer(100_000, torch.empty(0))
+            buffer = empty(100_000, torch.empty(0))
         except InputError as refusal:
             return 0, remarks, str(refusal)
-        assert [traffic.is_shared(b) for b in (*before, buffer)] == [True] * len(before) + [False]
-        for b in (*before, buffer, traffic.new_buffer(100_000, torch.empty(0))):  # one remark, not two
+        assert [shares(b) for b in (*before, buffer)] == [True] * len(before) + [False]
+        for b in (*before, buffer, empty(100_000, torch.empty(0))):  # one remark, not two
             b[:] = rank
-            traffic.all_reduce(b, "the average", kind="gradients").wait()
+            dist.all_reduce(b, ReduceOp.AVG)
             assert b[-1] == 0.5
         return buffer[-1].item(), remarks, ""
 

@@ -9,17 +9,16 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from support.processes import free_port, run_ranks
+from support.processes import free_port, join, run_ranks
 from support.refusals import refuse
 from torch import Tensor
 from torch.distributed import ReduceOp
 
-from distlab.comm.devices import patient_threads
-from distlab.comm.hosts import Hosts, MemoryOfHosts
-from distlab.comm.traffic import traffic
-from distlab.comm.transfer import wait_for_all
+from distlab.comm.context import Context, Options, Transport
+from distlab.comm.devices import Place
+from distlab.comm.group import empty, shares
+from distlab.comm.names import named
 from distlab.comm.waits import TrafficError
-from distlab.rendezvous.ranks import open_store
 
 pytestmark = pytest.mark.alone
 SIZES = [100_001, 70_000, 300_007]
@@ -27,14 +26,10 @@ DTYPES = [torch.float32, torch.bfloat16]
 OPS = [ReduceOp.SUM, ReduceOp.AVG, ReduceOp.MAX]
 
 
-def join(rank: int, hosts: str, port: int) -> None:
-    """Set up the process group of ranks that are on hosts of these names."""
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    store = open_store(rank, "localhost", port, 30, lambda _: None)
-    with patient_threads():
-        dist.init_process_group("gloo", store=store, rank=rank, world_size=len(hosts))
-    traffic.hosts = Hosts(hosts, store)
-    traffic.smallest_shared_bytes = traffic.smallest_of_hosts_bytes = 1
+def join_hosts(rank: int, hosts: str, port: int, transport: Transport = "shared", **options: Any) -> Context:
+    """Set up the process group of ranks that are on hosts of these names; with "shared", they share any size."""
+    places = [Place(host) for host in hosts]
+    return join(rank, len(hosts), port, options=Options(transport=transport, places=places, **options))
 
 
 def operand(rank: int, elements: int, dtype: torch.dtype) -> Tensor:
@@ -61,11 +56,12 @@ def promised(hosts: str, elements: int, dtype: torch.dtype, op: ReduceOp.RedOpTy
 
 
 def reduce_alone(rank: int, port: int) -> tuple[bool, float, set[str]]:
-    """Whether a buffer of ranks that are on a host each is shared, its sum, and what it was counted as."""
-    join(rank, "ab", port)
-    buffer = traffic.new_buffer(SIZES[0], torch.empty(0)).fill_(rank + 1)
-    traffic.all_reduce(buffer, "the sums", kind="gradients", op=ReduceOp.SUM).wait()
-    return bool(traffic._shared), buffer[-1].item(), set(traffic.ledger.sent_bytes)
+    """Whether ranks that are on a host each share memory, the sum of a buffer, and what it was counted as."""
+    context = join_hosts(rank, "ab", port)
+    buffer = empty(SIZES[0], torch.empty(0)).fill_(rank + 1)
+    with named("the sums", "gradients"):
+        dist.all_reduce(buffer)
+    return context.shares_memory, buffer[-1].item(), set(context.ledger.sent_bytes)
 
 
 def test_ranks_on_a_host_each_share_nothing() -> None:
@@ -74,29 +70,29 @@ def test_ranks_on_a_host_each_share_nothing() -> None:
 
 def reduce_all(rank: int, hosts: str, port: int) -> tuple[list[Tensor], dict[str, int]]:
     """All-reduces of all sizes, types and operations, and what was sent for the last type and operation."""
-    join(rank, hosts, port)
+    ledger, size = join_hosts(rank, hosts, port).ledger, len(hosts)
     results = []
     for dtype in DTYPES:
-        buffers = [traffic.new_buffer(elements, torch.empty(0, dtype=dtype)) for elements in SIZES]
-        assert isinstance(traffic._shared[dist.distributed_c10d._get_default_group()], MemoryOfHosts)
+        buffers = [empty(elements, torch.empty(0, dtype=dtype)) for elements in SIZES]
         for op in OPS:
             for buffer in buffers:
                 buffer.copy_(operand(rank, len(buffer), dtype))
-            traffic.ledger.sent_bytes.clear()
-            begun = [traffic.all_reduce(b, "the sums", kind="gradients", op=op) for b in buffers]
-            begun[1].wait()  # in another order than that in which they have begun
-            wait_for_all(begun)
+            ledger.sent_bytes.clear()
+            with named("the sums", "gradients"):
+                begun = [dist.all_reduce(b, op, async_op=True) for b in buffers]
+            for number in (1, 0, 2):  # in another order than that in which they have begun
+                begun[number].wait()
             results += [buffer.clone() for buffer in buffers]
-    sent_bytes = dict(traffic.ledger.sent_bytes)
-    own = operand(rank, 100_001, torch.float32)  # is copied in and out
-    results.append(traffic.all_reduced(own, "the sums", kind="activations", op=ReduceOp.SUM))
-    assert traffic._buffers
-    parts = traffic.new_buffer(2 * len(hosts), own).view(len(hosts), 2)
+    sent_bytes = dict(ledger.sent_bytes)
+    own = operand(rank, 100_001, torch.float32)  # of the rank's own memory: over gloo
+    dist.all_reduce(own)
+    results.append(own)
+    parts = empty(2 * size, own).view(size, 2)
     parts[:] = rank
-    traffic.reduce_scatter(parts[rank], parts, "the sums", kind="gradients").wait()
-    assert parts[rank].tolist() == [sum(range(len(hosts)))] * 2
-    traffic.all_gather(parts, parts[rank], "the rows", kind="weights").wait()
-    assert (parts == sum(range(len(hosts)))).all()
+    dist.reduce_scatter_single(parts[rank], parts)
+    assert parts[rank].tolist() == [sum(range(size))] * 2
+    dist.all_gather_single(parts, parts[rank])
+    assert (parts == sum(range(size))).all()
     dist.barrier()
     return results, sent_bytes
 
@@ -104,11 +100,12 @@ def reduce_all(rank: int, hosts: str, port: int) -> tuple[list[Tensor], dict[str
 @pytest.mark.parametrize("hosts", ["AAB", "ABABB", "ABCA"])
 def test_sums_are_those_of_each_hosts_ranks_and_then_of_the_hosts(hosts: str) -> None:
     expected = [promised(hosts, size, dtype, op) for dtype in DTYPES for op in OPS for size in SIZES]
-    expected.append(promised(hosts, 100_001, torch.float32, ReduceOp.SUM))
+    sum_over_gloo = promised(hosts, 100_001, torch.float32, ReduceOp.SUM)
     by_rank = run_ranks(len(hosts), reduce_all, hosts, free_port())
     for rank, (results, sent_bytes) in enumerate(by_rank):
-        for own, rank_0s, those in zip(results, by_rank[0][0], expected, strict=True):
-            assert torch.equal(own, rank_0s)
+        assert all(map(torch.equal, results, by_rank[0][0]))
+        torch.testing.assert_close(results[-1], sum_over_gloo, rtol=1e-5, atol=1e-4)
+        for own, those in zip(results[:-1], expected, strict=True):
             if len(set(hosts)) == 2:
                 assert torch.equal(own, those)
             else:  # gloo adds up three hosts in an order of its own
@@ -120,44 +117,42 @@ def test_sums_are_those_of_each_hosts_ranks_and_then_of_the_hosts(hosts: str) ->
         assert sent_bytes.get("gradients between hosts", 0) == pytest.approx(between * is_first, abs=3)
 
 
-def reduce_in_groups(rank: int, port: int) -> list[tuple[float, str]]:
-    """The sums of groups, some with the same ranks, and what their memory is: none if each rank is on its own host."""
-    hosts = "AABB"
-    join(rank, hosts, port)
-    results = []
+def reduce_in_groups(rank: int, port: int) -> list[tuple[float, bool, bool]]:
+    """The sums of groups, some with the same ranks; is the buffer of one host, did this rank send to another host?"""
+    ledger, results = join_hosts(rank, "AABB", port).ledger, []
     for ranks in ([0, 1, 2], [0, 2], [0, 1], [2, 3], [0, 1, 2]):
         group = dist.new_group(ranks)
         if rank in ranks:
-            buffer = traffic.new_buffer(5, torch.empty(0), group)
+            ledger.sent_bytes.clear()
+            buffer = empty(5, torch.empty(0), group)
             buffer[:] = 10**rank
-            traffic.all_reduce(buffer, "the sums", kind="gradients", op=ReduceOp.SUM, group=group).wait()
-            results.append((buffer[4].item(), type(traffic._shared.get(group)).__name__))
+            with named("the sums", "gradients"):
+                dist.all_reduce(buffer, group=group)
+            results.append((buffer[4].item(), shares(buffer, group), "gradients between hosts" in ledger.sent_bytes))
     dist.barrier()
     return results
 
 
 def test_groups_on_one_host_and_on_several() -> None:
-    several = 111, "MemoryOfHosts"
-    across, first, second = (101, "NoneType"), (11, "SharedMemory"), (1100, "SharedMemory")
+    first_of_host, second_of_host = (111, False, True), (111, False, False)
+    across, first, second = (101, False, False), (11, True, False), (1100, True, False)
     assert run_ranks(4, reduce_in_groups, free_port()) == [
-        [several, across, first, several],
-        [several, first, several],
-        [several, across, second, several],
+        [first_of_host, across, first, first_of_host],
+        [second_of_host, first, second_of_host],
+        [first_of_host, across, second, first_of_host],
         [second],
     ]
 
 
 def do_without(rank: int, port: int) -> tuple[float, list[str]]:
     """The average of ranks on two hosts, on one of which there is no memory, and what was remarked."""
-    join(rank, "AABB", port)
     remarks: list[str] = []
-    traffic.remark = remarks.append
-
+    join_hosts(rank, "AABB", port, "auto", remark=remarks.append)
     if rank == 3:
         os.posix_fallocate = refuse(errno.ENOSPC)
-    buffer = traffic.new_buffer(100_000, torch.empty(0))
+    buffer = empty(100_000, torch.empty(0))
     buffer[:] = rank
-    traffic.all_reduce(buffer, "the average", kind="gradients").wait()
+    dist.all_reduce(buffer, ReduceOp.AVG)
     dist.barrier()
     return buffer[-1].item(), remarks
 
@@ -170,43 +165,36 @@ def test_without_memory_on_one_host_all_of_them_use_gloo_and_say_why() -> None:
 
 
 def allocate_meanwhile(rank: int, port: int) -> list[float]:
-    """The sums of two hosts, on one of which an all-reduce is late while the next buffer is made."""
-    join(rank, "AB", port)
-    combine = MemoryOfHosts._combine
-
-    def combine_late(*args: Any) -> None:
-        time.sleep(0.5 * rank)
-        combine(*args)
-
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        monkeypatch.setattr(MemoryOfHosts, "_combine", combine_late)
-        first = traffic.new_buffer(70_000, torch.empty(0))
-        first[:] = 1 + rank
-        begun = traffic.all_reduce(first, "the sums", kind="gradients", op=ReduceOp.SUM)
-        second = traffic.new_buffer(70_000, torch.empty(0))
-        begun.wait()
-        second[:] = first
-        traffic.all_reduce(second, "the sums", kind="gradients", op=ReduceOp.SUM).wait()
+    """The sums of two hosts, of which one is late for an all-reduce while the other makes the next buffer."""
+    join_hosts(rank, "AAB", port)
+    first = empty(70_000, torch.empty(0))
+    first[:] = 1 + rank
+    time.sleep(0.5 * (rank == 2))
+    begun = dist.all_reduce(first, async_op=True)
+    second = empty(70_000, torch.empty(0))
+    begun.wait()
+    second[:] = first
+    dist.all_reduce(second)
     dist.barrier()
     return [first[-1].item(), second[-1].item()]
 
 
 def test_a_buffer_is_made_after_what_was_started_before_it_on_all_hosts() -> None:
-    assert run_ranks(2, allocate_meanwhile, free_port()) == [[3, 6]] * 2
+    assert run_ranks(3, allocate_meanwhile, free_port()) == [[6, 18]] * 3
 
 
 def wait_in_parts(rank: int, port: int) -> float:
     """How long rank 0 waits if a rank of its host is late, but not too late, and the other host never comes."""
-    join(rank, "AAB", port)
-    buffer = traffic.new_buffer(70_000, torch.empty(0))
-    traffic.timeout_seconds = 3
+    context = join_hosts(rank, "AAB", port)
+    buffer = empty(70_000, torch.empty(0))
+    context.waits.timeout_seconds = 3
     if rank == 2:
         time.sleep(8)
         return 0.0
     time.sleep(2.5 * rank)
     started = time.monotonic()
     with pytest.raises(TrafficError):
-        traffic.all_reduce(buffer, "the gradients of bucket 7", kind="gradients").wait()
+        dist.all_reduce(buffer)
     seconds = time.monotonic() - started
     time.sleep(4 * rank)  # rank 0 does not lose it meanwhile
     return seconds
@@ -218,16 +206,16 @@ def test_all_parts_of_an_all_reduce_have_one_deadline() -> None:
 
 def fail(rank: int, port: int, failing: int, is_silent: bool) -> tuple[str, float]:
     """What the others say, and after how long, when a rank does not give its part: it is silent, or ends."""
-    join(rank, "AAB", port)
-    buffer = traffic.new_buffer(300_000, torch.empty(0))
+    context = join_hosts(rank, "AAB", port)
+    buffer = empty(300_000, torch.empty(0))
     if is_silent:
-        traffic.timeout_seconds = 1
+        context.waits.timeout_seconds = 1
     if rank == failing:
         time.sleep(4 if is_silent else 0.5)
         return "", 0.0  # and the process ends
     started = time.monotonic()
-    with pytest.raises(TrafficError) as caught:
-        traffic.all_reduce(buffer, "the gradients of bucket 7", kind="gradients").wait()
+    with pytest.raises(TrafficError) as caught, named("the gradients of bucket 7", "gradients"):
+        dist.all_reduce(buffer)
     seconds = time.monotonic() - started
     time.sleep(1.5 * is_silent)  # as a rank that finds out why: others do not lose it meanwhile
     return str(caught.value), seconds

@@ -5,20 +5,22 @@ import gc
 import os
 import re
 import time
-from contextlib import suppress
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from support.processes import free_port, process_group, run_ranks
+from support.held import mappings, pipes_and_memory
+from support.processes import free_port, join, process_group, run_ranks
 from support.refusals import refuse
 from torch import Tensor
 
-from distlab.comm.hosts import Hosts
+from distlab.comm.context import Options, Transport
+from distlab.comm.devices import Place
+from distlab.comm.group import open_queues
+from distlab.comm.names import named
 from distlab.comm.queues import QueuedMessage, SharedQueue
-from distlab.comm.traffic import Transport, traffic
 from distlab.comm.waits import TrafficError
-from distlab.rendezvous.ranks import open_store
 from simplellm.errors import InputError
 
 pytestmark = pytest.mark.alone
@@ -32,32 +34,26 @@ def message(number: int) -> Tensor:
     return values.view(2, -1) if elements % 2 == 0 else values
 
 
-def both_queues(slots: int) -> tuple[SharedQueue, SharedQueue]:
-    """Of two ranks, this one's to the other, and the other way round."""
-    queues = [traffic.new_queue(sender, 1 - sender, slots, LARGEST, torch.empty(0)) for sender in (0, 1)]
-    own, other = queues[dist.get_rank()], queues[1 - dist.get_rank()]
-    assert own is not None
-    assert other is not None
-    return own, other
-
-
 def exchange(rank: int, port: int, slots: int) -> dict[str, int]:
     """Each rank sends what the other one receives, with two receives begun ahead; the bytes that were counted."""
-    with process_group(rank, 2, port):
-        to_other, from_other = both_queues(slots)
+    with process_group(rank, 2, port) as context:
+        for row in ((0, 1), (1, 0)):
+            open_queues(row, 4 * LARGEST, torch.empty(0), slots=slots)
+        assert mappings() == 2
         expected = [message(2 * number + 1 - rank) for number in range(40)]
         received = [torch.full_like(tensor, -1) for tensor in expected]
-        begun = []
+        begun: list[Any] = []
         for number in range(40):
             sent = message(2 * number + rank)
-            begun.append(traffic.receive(received[number], "a message", source=1 - rank, queue=from_other))
-            traffic.send(sent, "a message", to=1 - rank, kind="messages", queue=to_other).wait()
+            begun.append(dist.irecv(received[number], 1 - rank))
+            with named("a message", "messages"):
+                dist.send(sent, 1 - rank)
             sent.fill_(-2)  # the sender may change it at once
             if number:
                 begun[number - 1].wait()
         begun[-1].wait()
         assert all(map(torch.equal, received, expected))
-        return dict(traffic.ledger.sent_bytes)
+        return dict(context.ledger.sent_bytes)
 
 
 @pytest.mark.parametrize("slots", [2, 3, 50])
@@ -69,18 +65,17 @@ def test_messages_arrive_in_order_and_unchanged(slots: int) -> None:
 def fill(rank: int, port: int) -> list[float]:
     """When rank 0 has sent each of four messages to rank 1, and when that, a second late, has received them."""
     with process_group(rank, 2, port):
-        queue = traffic.new_queue(0, 1, 2, 5, torch.empty(0))
-        assert queue is not None
+        open_queues((0, 1), 20, torch.empty(0), slots=2)
         dist.barrier()
         ended = []
         for number in range(4):
             if rank == 0:
-                traffic.send(torch.full((5,), float(number)), "a message", to=1, kind="messages", queue=queue).wait()
+                dist.isend(torch.full((5,), float(number)), 1)
             else:
                 time.sleep(number == 0)
                 ended.append(time.monotonic())
                 received = torch.empty(5)
-                traffic.receive(received, "a message", source=0, queue=queue).wait()
+                dist.recv(received, 0)
                 assert received.tolist() == [number] * 5
             ended.append(time.monotonic())
         return ended
@@ -94,21 +89,20 @@ def test_a_sender_waits_for_a_slot_and_no_longer() -> None:
 
 def fail(rank: int, port: int, waits: int, is_silent: bool) -> tuple[str, float]:
     """What a rank says, and after how long, when the other one neither sends nor receives, or has exited."""
-    store = open_store(rank, "localhost", port, 30, lambda _: None)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
-    queue = traffic.new_queue(0, 1, 1, 5, torch.empty(0))
-    assert queue is not None
+    context = join(rank, 2, port)
+    open_queues((0, 1), 20, torch.empty(0))
     if rank != waits:
         time.sleep(3 if is_silent else 0.5)
         return "", 0.0  # and the process ends
-    traffic.timeout_seconds = 1 if is_silent else 30
+    context.waits.timeout_seconds = 1 if is_silent else 30
     started, tensor = time.monotonic(), torch.zeros(5)
     try:
-        if waits == 1:
-            traffic.receive(tensor, "the activations", source=0, queue=queue).wait()
-        else:
-            for _ in range(2):  # there is room for one
-                traffic.send(tensor, "the activations", to=1, kind="activations", queue=queue).wait()
+        with named("the activations", "activations"):
+            if waits == 1:
+                dist.recv(tensor, 0)
+            else:
+                for _ in range(2):  # there is room for one
+                    dist.send(tensor, 1)
     except TrafficError as error:
         return str(error), time.monotonic() - started
     raise AssertionError("the wait has ended without an error")
@@ -127,24 +121,19 @@ def test_a_wait_ends_with_the_usual_sentence(waits: int, is_silent: bool) -> Non
 
 def meet_alone(rank: int, port: int, waits: int, is_silent: bool) -> tuple[str, int]:
     """What a rank says, and how many descriptors it leaves open, if the other one does not come to the meeting."""
-    store = open_store(rank, "localhost", port, 30, lambda _: None)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
+    context = join(rank, 2, port)
     dist.barrier()
     if rank != waits:
         time.sleep(3 if is_silent else 0.5)
         return "", 0
-    traffic.timeout_seconds = 1 if is_silent else 30
-    opened = set(os.listdir("/proc/self/fd"))
+    context.waits.timeout_seconds = 1 if is_silent else 30
+    opened = pipes_and_memory()
     with pytest.raises(TrafficError) as caught:
-        traffic.new_queue(0, 1, 1, 5, torch.empty(0))
+        open_queues((0, 1), 20, torch.empty(0))
     sentence = str(caught.value)
     del caught  # its traceback holds the mapping
     gc.collect()
-    left = []
-    for fd in set(os.listdir("/proc/self/fd")) - opened:
-        with suppress(FileNotFoundError):  # that of the list itself
-            left.append(os.readlink(f"/proc/self/fd/{fd}"))
-    return sentence, sum("pipe" in name or "memfd" in name for name in left)
+    return sentence, pipes_and_memory() - opened
 
 
 @pytest.mark.parametrize("is_silent", [True, False])
@@ -158,52 +147,39 @@ def test_a_rank_that_does_not_come_is_named(waits: int, is_silent: bool) -> None
     assert left == 0
 
 
-def misuse(rank: int, port: int) -> list[str]:
-    """What the receiver says to messages of another size, and to waits in another order; and the sender to too much."""
-    said = []
+def misuse(rank: int, port: int) -> str:
+    """What the receiver says to a message of another size than it expects."""
     with process_group(rank, 2, port):
-        queue = traffic.new_queue(0, 1, 4, 1000, torch.empty(0))
-        assert queue is not None
+        open_queues((0, 1), 4000, torch.empty(0), slots=2)
+        said, first = "", torch.zeros(10)
         if rank == 0:
-            for tensor in (torch.zeros(10), torch.zeros(10, dtype=torch.bfloat16), torch.zeros(2000)):
-                try:
-                    traffic.send(tensor, "a message", to=1, kind="messages", queue=queue)
-                except AssertionError as error:
-                    said.append(str(error))
+            dist.send(torch.ones(10), 1)
+            dist.send(torch.zeros(10, dtype=torch.bfloat16), 1)
         dist.barrier()
         if rank == 1:
-            first, second = (traffic.receive(torch.zeros(10), "a message", source=0, queue=queue) for _ in range(2))
-            for transfer in (second, first, second):
-                try:
-                    transfer.wait()
-                except (AssertionError, RuntimeError) as error:
-                    said.append(str(error))
-        dist.barrier()
+            begun: list[Any] = [dist.irecv(tensor, 0) for tensor in (first, torch.zeros(10))]
+            with pytest.raises(RuntimeError) as caught:
+                begun[1].wait()  # in another order: what was begun before is received first
+            said = str(caught.value)
+            assert first.tolist() == [1] * 10
     return said
 
 
-def test_messages_of_another_size_or_in_another_order_are_refused() -> None:
-    sender, receiver = run_ranks(2, misuse, free_port())
-    assert sender == ["8000 bytes in a slot of 4032"]
-    assert receiver == [
-        "messages of a queue are waited for in their order",
-        "a message of 20 bytes has come, not of 40",
-    ]
+def test_a_message_of_another_size_is_refused() -> None:
+    assert run_ranks(2, misuse, free_port()) == ["", "expected a message of 40 bytes, received 20"]
 
 
 def send_and_exit(rank: int, port: int) -> list[float]:
-    """What rank 1 receives, of which it takes nothing before rank 0 has exited; then what it says."""
-    store = open_store(rank, "localhost", port, 30, lambda _: None)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
-    queue = traffic.new_queue(0, 1, 3, 5, torch.empty(0))
-    assert queue is not None
+    """What rank 1 receives, of which it takes nothing before rank 0 has exited."""
+    join(rank, 2, port)
+    open_queues((0, 1), 20, torch.empty(0), slots=3)
     received = torch.zeros(3, 5)
     for number in range(3):
         if rank == 0:
-            traffic.send(torch.full((5,), float(number)), "a message", to=1, kind="messages", queue=queue).wait()
+            dist.send(torch.full((5,), float(number)), 1)
         else:
             time.sleep(0.5 * (number == 0))
-            traffic.receive(received[number], "a message", source=0, queue=queue).wait()
+            dist.recv(received[number], 0)
     return received[:, 4].tolist()
 
 
@@ -223,25 +199,26 @@ def pass_along(rank: int, port: int) -> list[list[int]]:
     def there_and_back(elements: int) -> None:
         received = torch.zeros(elements)
         if rank:
-            traffic.receive(received, "a message", source=rank - 1).wait()
+            dist.recv(received, rank - 1)
         if rank < 2:
-            traffic.send(torch.full_like(received, rank + 1.0), "a message", to=rank + 1, kind="messages").wait()
-            traffic.receive(received, "an answer", source=rank + 1).wait()
+            dist.send(torch.full_like(received, rank + 1.0), rank + 1)
+            dist.recv(received, rank + 1)
         if rank:
-            traffic.send(torch.full_like(received, rank - 1.0), "an answer", to=rank - 1, kind="messages").wait()
+            dist.send(torch.full_like(received, rank - 1.0), rank - 1)
         assert received.unique().tolist() == [rank]
 
     used = []
-    with process_group(rank, 3, port), pytest.MonkeyPatch.context() as monkeypatch:
+    with process_group(rank, 3, port) as context, pytest.MonkeyPatch.context() as monkeypatch:
         monkeypatch.setattr(SharedQueue, "send", counted)
-        for row, most, both_ways in (([0, 1, 2, 0, 1, 2], 1000, False), (range(3), 5, True), (range(3), 20_000, True)):
-            traffic.open_queues(row, most, torch.empty(0), both_ways=both_ways)
+        there, back = (0, 1, 2), (2, 1, 0)
+        for rows, most in (([(0, 1, 2, 0, 1, 2)], 1000), ([there, back], 5), ([there, back], 20_000)):
+            for row in rows:
+                open_queues(row, 4 * most, torch.empty(0))
             by_queue.clear()
             for elements in (1, 1000, 20_000, 30_000, 7):
                 there_and_back(elements)
             used.append(sorted(by_queue))
-        sent_bytes = traffic.ledger.sent_bytes["messages"]
-        assert sent_bytes == 3 * [1, 2, 1][rank] * 4 * (1 + 1000 + 20_000 + 30_000 + 7)
+        assert context.ledger.sent_bytes["send"] == 3 * [1, 2, 1][rank] * 4 * (1 + 1000 + 20_000 + 30_000 + 7)
     return used
 
 
@@ -257,18 +234,22 @@ def test_open_queues_carry_the_messages_that_they_have_room_for() -> None:
 
 def do_without(rank: int, port: int, who: int, call: str, error: int, transport: Transport) -> tuple[list[str], str]:
     """What was remarked, and an error, when a rank is refused memory and the other one is not."""
-    with process_group(rank, 2, port), pytest.MonkeyPatch.context() as monkeypatch:
-        remarks: list[str] = []
-        traffic.transport, traffic.remark = transport, remarks.append
-        opened = len(os.listdir("/proc/self/fd"))
+    remarks: list[str] = []
+    options = Options(transport=transport, remark=remarks.append)
+    with process_group(rank, 2, port, options=options) as context, pytest.MonkeyPatch.context() as monkeypatch:
+        opened = pipes_and_memory()
         monkeypatch.setattr(os, call, refuse(error) if rank == who else getattr(os, call))
         try:
-            queues = [traffic.new_queue(0, 1, 2, 100_000, torch.empty(0)) for _ in range(2)]
+            for _ in range(2):
+                open_queues((0, 1), 400_000, torch.empty(0), slots=2)
         except InputError as refusal:
             return remarks, str(refusal)
-        assert queues == [None, None]
-        assert len(os.listdir("/proc/self/fd")) == opened, "nothing stays open"
-        assert not traffic.shares_memory
+        assert mappings() == 0
+        assert pipes_and_memory() == opened, "nothing stays open"
+        assert not context.shares_memory
+        tensor = torch.full((100_000,), float(rank))
+        (dist.recv if rank else dist.send)(tensor, 1 - rank)
+        assert tensor[-1] == 0
         return remarks, ""
 
 
@@ -297,19 +278,18 @@ def test_without_memory_a_run_that_asks_for_it_ends_on_both_ranks(who: int) -> N
         )
 
 
-def where_there_are_queues(rank: int, port: int) -> list[bool]:
-    """Whether there is a queue to the next rank, of three on two hosts, and then with `--transport gloo`."""
-    with process_group(rank, 3, port):
-        traffic.hosts = Hosts(["a", "a", "b"], dist.HashStore())  # in which nobody has to meet for queues
+def where_there_are_queues(rank: int, port: int, transport: Transport) -> list[int]:
+    """By link, how many queues this rank has to or from the next rank, of three on two hosts."""
+    options = Options(transport=transport, places=[Place("a"), Place("a"), Place("b")])
+    with process_group(rank, 3, port, options=options):
         found = []
-        transports: list[Transport] = ["auto", "gloo"]
-        for transport in transports:
-            traffic.transport = transport
-            pairs = [pair for pair in ((0, 1), (1, 2), (2, 0)) if rank in pair]
-            found += [traffic.new_queue(*pair, 2, 100, torch.empty(0)) is not None for pair in pairs]
+        for pair in ((0, 1), (1, 2), (2, 0)):
+            before = mappings()
+            open_queues(pair, 400, torch.empty(0), slots=2)
+            found.append(mappings() - before)
         return found
 
 
 def test_only_ranks_of_one_host_have_queues() -> None:
-    found = run_ranks(3, where_there_are_queues, free_port())
-    assert found == [[True, False, False, False], [True, False, False, False], [False] * 4]
+    assert run_ranks(3, where_there_are_queues, free_port(), "auto") == [[1, 0, 0], [1, 0, 0], [0, 0, 0]]
+    assert run_ranks(3, where_there_are_queues, free_port(), "gloo") == [[0, 0, 0]] * 3

@@ -3,23 +3,25 @@
 import time
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from support.processes import free_port, process_group, run_ranks
+from support.processes import free_port, join, process_group, run_ranks
 from torch import Tensor
 from torch.distributed import ReduceOp
 
-from distlab.comm.shared import SharedCombination
-from distlab.comm.traffic import Transport, traffic
-from distlab.comm.transfer import Transfer, wait_for_all
+from distlab.comm import shared
+from distlab.comm.context import Options, Transport
+from distlab.comm.group import empty, shares
+from distlab.comm.names import named
 from distlab.comm.waits import TrafficError
 from distlab.parallel.data import MyDP
-from distlab.rendezvous.ranks import open_store
 
 pytestmark = pytest.mark.alone
 SIZES = [1, 7, 1001, 300_007]  # of the last, a share has several chunks
+SHARED = Options(transport="shared")
 DTYPES = [torch.float32, torch.bfloat16, torch.float64]
 OPS = [ReduceOp.SUM, ReduceOp.AVG, ReduceOp.MAX, ReduceOp.MIN, ReduceOp.PRODUCT]
 
@@ -43,94 +45,85 @@ def combined(world_size: int, elements: int, dtype: torch.dtype, op: ReduceOp.Re
 
 
 def reduce_all(rank: int, world_size: int, port: int) -> list[Tensor]:
-    """All-reduces of all sizes, types and operations, three under way at a time."""
-    with process_group(rank, world_size, port):
-        traffic.transport = "shared"
+    """All-reduces of all sizes, types and operations, several under way at a time."""
+    with process_group(rank, world_size, port, options=SHARED) as context:
         results = []
         for dtype in DTYPES:
-            buffers = [traffic.new_buffer(elements, torch.empty(0, dtype=dtype)) for elements in SIZES]
+            buffers = [empty(elements, torch.empty(0, dtype=dtype)) for elements in SIZES]
+            plain = [buffer.clone() for buffer in buffers]
             for op in OPS:
-                for buffer in buffers:
-                    buffer.copy_(operand(rank, len(buffer), dtype))
-                transfers = [traffic.all_reduce(b, "the sums", kind="gradients", op=op) for b in buffers]
-                wait_for_all(transfers[:3])
-                transfers[3].wait()
-                results += [buffer.clone() for buffer in buffers]
-                for size in SIZES:  # in one buffer, which grows
-                    own = operand(rank, size, dtype)
-                    results.append(traffic.all_reduced(own, "the sums", kind="activations", op=op))
-                    assert torch.equal(own, operand(rank, size, dtype))
-        assert traffic._shared or world_size == 1
+                for tensor in (*buffers, *plain):
+                    tensor.copy_(operand(rank, len(tensor), dtype))
+                begun = [dist.all_reduce(tensor, op, async_op=True) for tensor in (*buffers, *plain)]
+                for pending in begun:
+                    pending.wait()
+                results += [tensor.clone() for tensor in (*buffers, *plain)]
+        assert context.shares_memory == (world_size > 1)
         return results
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 5])
 def test_all_ranks_have_the_sums_in_the_order_of_the_ranks(world_size: int) -> None:
-    sizes = [*SIZES, *SIZES]  # in buffers, and copied through one
+    sizes = [*SIZES, *SIZES]  # in shared memory, and through its slots
     expected = [combined(world_size, size, dtype, op) for dtype in DTYPES for op in OPS for size in sizes]
     for results in run_ranks(world_size, reduce_all, world_size, free_port()):
         for own, promised in zip(results, expected, strict=True):
             torch.testing.assert_close(own, promised, rtol=0, atol=0)
 
 
-def run_ahead(rank: int, port: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sums of which one rank is late to read the terms, as another rank already writes its next one."""
-    combine = SharedCombination._do_share
+def run_ahead(rank: int, port: int) -> None:
+    """Sums of which one rank is late to read the slots, as another rank already has its next pieces."""
+    combine = shared.combine_in_order
 
-    def late(self: SharedCombination) -> None:
+    def late(*args: Any) -> None:
         time.sleep(0.02)
-        combine(self)
+        combine(*args)
 
-    if rank == 1:
-        monkeypatch.setattr(SharedCombination, "_do_share", late)
-    with process_group(rank, 3, port):
-        traffic.transport = "shared"
-        places = set()
+    with process_group(rank, 3, port, options=SHARED), pytest.MonkeyPatch.context() as monkeypatch:
+        if rank == 1:
+            monkeypatch.setattr(shared, "combine_in_order", late)
         for number in range(12):
-            dtype, shape = (torch.float32, torch.float64)[number % 3 == 2], (2, 51 - number % 2)
-            own = torch.full(shape, rank + 10.0 * number, dtype=dtype)
-            term = traffic.next_term(shape, own) if number < 8 else None
-            if term is not None:
-                places.add(term.data_ptr())
-                own = term.copy_(own)
-            total = traffic.all_reduced(own, "a sum", kind="activations", op=ReduceOp.SUM)
+            dtype, shape = (torch.float32, torch.float64)[number % 3 == 2], (2, [25, 350_001][number % 2])
+            total = torch.full(shape, rank + 10.0 * number, dtype=dtype)
+            dist.all_reduce(total)
             assert torch.equal(total, torch.full(shape, 3 + 30.0 * number, dtype=dtype))
-        assert len(places) == 4, "two for each type"
 
 
-def test_a_rank_that_runs_ahead_does_not_overwrite_what_others_still_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    run_ranks(3, run_ahead, free_port(), monkeypatch)
+def test_a_rank_that_runs_ahead_does_not_overwrite_what_others_still_read() -> None:
+    run_ranks(3, run_ahead, free_port())
 
 
 def pass_on(rank: int, world_size: int, port: int) -> None:
     """Reduce-scatters, all-gathers and broadcasts, in shared memory or not, have the bits that are promised."""
     ranks = range(world_size)
-    with process_group(rank, world_size, port):
-        traffic.transport = "shared"
+    with process_group(rank, world_size, port, options=SHARED) as context:
         for dtype in DTYPES:
             exact = torch.float32 if dtype == torch.bfloat16 else dtype
             for elements in (1, 7, 70_001):
                 rows = [[operand(10 * sender + row, elements, dtype) for row in ranks] for sender in ranks]
                 expected = sum((rows[sender][rank].to(exact) for sender in ranks[1:]), rows[0][rank].to(exact))
                 like = torch.empty(world_size, elements, dtype=dtype)
-                shared, source = traffic.new_buffer(like.numel(), like), traffic.new_buffer(elements, like)
-                assert traffic.is_shared(shared) == traffic.is_shared(source[-1:]) == (world_size > 1)
-                for parts in (shared.view_as(like), torch.empty_like(like)):
+                buffer, source = empty(like.numel(), like), empty(elements, like)
+                assert shares(buffer) == shares(source[-1:]) == (world_size > 1)
+                for parts in (buffer.view_as(like), torch.empty_like(like)):
                     for own in (parts[rank], torch.empty(elements, dtype=dtype)):
                         parts.copy_(torch.stack(rows[rank]))
-                        traffic.reduce_scatter(own, parts, "the sums", kind="gradients").wait()
+                        with named("the sums", "gradients"):
+                            dist.reduce_scatter_single(own, parts)
                         assert torch.equal(own, expected.to(dtype))
                     for own in (parts[rank], source, torch.empty(elements, dtype=dtype)):
                         parts.fill_(-1)
                         own.copy_(rows[rank][0])
-                        traffic.all_gather(parts, own, "the rows", kind="weights").wait()
+                        with named("the rows", "weights"):
+                            dist.all_gather_single(parts, own)
                         assert torch.equal(parts, torch.stack([rows[sender][0] for sender in ranks]))
                 for own in (source, torch.empty(elements, dtype=dtype)):
                     for sender in ranks:
                         own.copy_(rows[rank][0])
-                        traffic.broadcast(own, "a row", kind="a row of each", src=sender).wait()
+                        with named("a row", "a row of each"):
+                            dist.broadcast(own, sender)
                         assert torch.equal(own, rows[sender][0])
-        sent_bytes = traffic.ledger.sent_bytes
+        sent_bytes = context.ledger.sent_bytes
         assert sent_bytes["gradients"] * 3 == sent_bytes["weights"] * 2 or world_size == 1, "four and six of each"
         assert sent_bytes["a row of each"] * 3 * (world_size - 1) == sent_bytes["weights"], "two of each rank"
 
@@ -142,23 +135,22 @@ def test_reduce_scatter_all_gather_and_broadcast_are_those_over_gloo_to_the_last
 
 def reduce_in_another_order(rank: int, port: int) -> list[float]:
     """Waits in another order than that in which the all-reduces began, a part of a buffer, and a group of two ranks."""
-    with process_group(rank, 3, port):
-        traffic.transport = "shared"
+    with process_group(rank, 3, port, options=SHARED) as context:
         pair = dist.new_group([0, 2])
-        first, second = (traffic.new_buffer(5, torch.empty(0)) for _ in range(2))
+        first, second = (empty(5, torch.empty(0)) for _ in range(2))
         first[:], second[:] = rank, 10 * rank
-        begun = [traffic.all_reduce(b, "a sum", kind="gradients", op=ReduceOp.SUM) for b in (first, second[1:4])]
+        begun = [dist.all_reduce(tensor, async_op=True) for tensor in (first, second[1:4])]
         begun[1].wait()
         begun[0].wait()
         result = [first[4].item(), *second.tolist()]
         if rank != 1:
-            third = traffic.new_buffer(3, torch.empty(0), pair)
+            third = empty(3, torch.empty(0), pair)
             third[:] = rank
-            traffic.all_reduce(third, "a sum", kind="gradients", group=pair).wait()
+            dist.all_reduce(third, ReduceOp.AVG, pair)
             result.append(third[2].item())
-            traffic.broadcast(third.fill_(rank), "a number", kind="weights", src=2, group=pair).wait()
+            dist.broadcast(third.fill_(rank), 2, pair)
             assert third.tolist() == [2, 2, 2]
-        assert traffic.ledger.messages["gradients"] == 2 + (rank != 1)
+        assert context.ledger.messages["all_reduce"] == 2 + (rank != 1)
         return result
 
 
@@ -171,20 +163,23 @@ def test_parts_of_buffers_groups_and_any_order_of_waits() -> None:
 
 def send_with_gaps(rank: int, port: int) -> None:
     """Columns, which have gaps between their elements, in shared memory and outside."""
-    with process_group(rank, 2, port):
-        shared = traffic.new_buffer(6000, torch.empty(0)).view(-1, 2)
-        assert traffic.is_shared(shared)
-        for matrix in (shared, torch.empty(3000, 2)):
-            column, whole = matrix.fill_(rank)[:, 0], torch.empty(2, 3000)
-            for begin in (
-                partial(traffic.all_reduce, column),
-                partial(traffic.broadcast, column),
-                partial(traffic.all_gather, whole, column),
-                partial(traffic.reduce_scatter, column, whole),
-                partial(traffic.send, column, to=1 - rank),
-            ):
-                with pytest.raises(ValueError, match=r"\(3000,\) with strides \(2,\): only contiguous ones are sent"):
-                    begin(what="a sum", kind="gradients").wait()
+    with process_group(rank, 2, port, options=SHARED):
+        buffer = empty(6000, torch.empty(0)).view(-1, 2)
+        assert shares(buffer)
+        whole = torch.empty(2, 3000)
+        calls: list[Callable[[Tensor], object]] = [
+            dist.all_reduce,
+            lambda column: dist.broadcast(column, 0),
+            lambda column: dist.all_gather_single(whole, column),
+            lambda column: dist.reduce_scatter_single(column, whole),
+            lambda column: dist.send(column, 1 - rank),
+            lambda column: dist.recv(column, 1 - rank),
+        ]
+        for matrix in (buffer, torch.empty(3000, 2)):
+            matrix.fill_(rank)
+            for call in calls:
+                with pytest.raises(ValueError, match=r"\(3000,\) with strides \(2,\) is not contiguous"):
+                    call(matrix[:, 0])
             assert (matrix == rank).all()
 
 
@@ -194,26 +189,28 @@ def test_a_tensor_with_gaps_is_refused() -> None:
 
 def fail(rank: int, port: int, failing: int, collective: str, is_silent: bool, is_begun: bool) -> tuple[str, float]:
     """What the others say, and after how long, when a rank gives its part or not, and is then silent, or ends."""
-    store = open_store(rank, "localhost", port, 30, lambda _: None)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=3)
-    parts = traffic.new_buffer(300_000, torch.empty(0)).view(3, -1)
-    begin: dict[str, Callable[..., Transfer]] = {
-        "all-reduce": partial(traffic.all_reduce, parts),
-        "reduce-scatter": partial(traffic.reduce_scatter, parts[rank], parts),
-        "all-gather": partial(traffic.all_gather, parts, parts[rank]),
-        "broadcast of rank 1": partial(traffic.broadcast, parts, src=1),
+    context = join(rank, 3, port, options=SHARED)
+    parts, plain = empty(300_000, torch.empty(0)).view(3, -1), torch.zeros(3, 1_000_000)
+    dist.broadcast(plain, 0)  # makes the slots
+    begin: dict[str, Callable[[], Any]] = {
+        "all-reduce": partial(dist.all_reduce, parts, async_op=True),
+        "all-reduce through slots": partial(dist.all_reduce, plain, async_op=True),
+        "reduce-scatter": partial(dist.reduce_scatter_single, parts[rank], parts, async_op=True),
+        "all-gather": partial(dist.all_gather_single, parts, parts[rank], async_op=True),
+        "broadcast of rank 1": partial(dist.broadcast, parts, 1, async_op=True),
     }
     if is_silent:
-        traffic.timeout_seconds = 1
-    transfers = []
+        context.waits.timeout_seconds = 1
+    begun = []
     if rank != failing or is_begun:
-        transfers.append(begin[collective]("the gradients of bucket 7", kind="gradients"))
+        with named("the gradients of bucket 7", "gradients"):
+            begun.append(begin[collective]())
     if rank == failing:
         time.sleep(3 if is_silent else 0.5)
         return "", 0.0  # and the process ends
     started = time.monotonic()
     with pytest.raises(TrafficError) as caught:
-        wait_for_all(transfers)
+        begun[0].wait()
     return str(caught.value), time.monotonic() - started
 
 
@@ -232,6 +229,8 @@ def fail(rank: int, port: int, failing: int, collective: str, is_silent: bool, i
         (0, "broadcast of rank 1", True, True),
         (1, "broadcast of rank 1", False, False),
         (2, "broadcast of rank 1", True, False),
+        (0, "all-reduce through slots", False, False),
+        (1, "all-reduce through slots", True, True),
     ],
 )
 def test_a_wait_ends_with_the_usual_sentence(failing: int, collective: str, is_begun: bool, is_silent: bool) -> None:
@@ -249,15 +248,14 @@ def test_a_wait_ends_with_the_usual_sentence(failing: int, collective: str, is_b
 
 def lose_one_while_another_is_late(rank: int, port: int, lost: int) -> float:
     """After how long rank 0 notices that one of two ranks has exited, while the other one computes."""
-    store = open_store(rank, "localhost", port, 30, lambda _: None)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=3)
-    buffer = traffic.new_buffer(1000, torch.empty(0))
+    join(rank, 3, port)
+    buffer = empty(1000, torch.empty(0))
     if rank > 0:
         time.sleep(0.2 if rank == lost else 6)
         return 0.0  # and the process ends
     started = time.monotonic()
     with pytest.raises(TrafficError, match="a rank has exited"):
-        traffic.all_reduce(buffer, "a sum", kind="gradients").wait()
+        dist.all_reduce(buffer)
     return time.monotonic() - started
 
 
@@ -268,8 +266,7 @@ def test_the_end_of_a_rank_is_noticed_though_another_one_is_late(lost: int) -> N
 
 def train_over(rank: int, port: int, transport: Transport) -> tuple[Tensor, dict[str, int], bool]:
     """A model's weights after three steps, the bytes sent, and whether its gradients are in shared memory."""
-    with process_group(rank, 2, port):
-        traffic.transport = transport
+    with process_group(rank, 2, port, options=Options(transport=transport)) as context:
         linear = torch.nn.Linear(200, 400)
         model = MyDP(linear)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -279,8 +276,7 @@ def train_over(rank: int, port: int, transport: Transport) -> tuple[Tensor, dict
             model(torch.randn(4, 200)).square().mean().backward()
             optimizer.step()
         assert not torch.equal(linear.weight, before)
-        is_shared = bool(traffic._shared)
-        return linear.weight.detach(), dict(traffic.ledger.sent_bytes), is_shared
+        return linear.weight.detach(), dict(context.ledger.sent_bytes), context.shares_memory
 
 
 def test_two_ranks_train_the_same_over_gloo_and_in_shared_memory_to_the_last_bit() -> None:

@@ -9,10 +9,15 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from support.processes import free_port, process_group, run_ranks
+import torch.distributed as dist
+from support.held import pipes_and_memory
+from support.processes import free_port, join, process_group, run_ranks
+from torch.distributed import ReduceOp
 
+from distlab.comm.context import Options
+from distlab.comm.group import empty, shares
+from distlab.comm.names import named
 from distlab.comm.signals import Channel, Pipes, open_channel
-from distlab.comm.traffic import traffic
 from distlab.comm.waits import TrafficError, is_lost_peer, is_timeout
 
 pytestmark = pytest.mark.quick
@@ -84,17 +89,17 @@ def test_a_wait_keeps_its_core_for_so_long_then_sleeps_and_ends_at_its_deadline(
 
 
 def wait_beside_others(rank: int, port: int, cores: int, threads: int) -> float:
-    """Seconds of computing time that a rank spends on a wait of 0.5 s, with so many cores and usual threads."""
-    with process_group(rank, 2, port), pytest.MonkeyPatch.context() as monkeypatch:
-        traffic.threads = threads
-        monkeypatch.setattr("distlab.comm.group_memory.cores", lambda: cores)
-        monkeypatch.setattr("distlab.comm.shared.SPIN_SECONDS", 0.2)
-        buffer = traffic.new_buffer(1000, torch.empty(0))
-        transfer = traffic.all_reduce(buffer, "a sum", kind="gradients")
+    """Seconds of computing time that a rank spends on a wait of a second, with so many cores and usual threads."""
+    options = Options(threads=threads)
+    with process_group(rank, 2, port, options=options), pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr("distlab.comm.context.cores", lambda: cores)
+        monkeypatch.setattr("distlab.comm.shared.SPIN_SECONDS", 0.8)
+        buffer = empty(1000, torch.empty(0))
+        begun = dist.all_reduce(buffer, async_op=True)
         if rank == 1:
-            time.sleep(0.5)
+            time.sleep(1)
         before = time.thread_time()
-        transfer.wait()
+        begun.wait()
         return time.thread_time() - before
 
 
@@ -140,8 +145,8 @@ def test_no_pipe_is_left_if_one_cannot_be_made(made: int, monkeypatch: pytest.Mo
 
 def refuse_a_pipe(rank: int, port: int, on_rank_0: bool) -> tuple[float, int]:
     """An average without shared memory, and how many descriptors it left open."""
-    with process_group(rank, 3, port), pytest.MonkeyPatch.context() as monkeypatch:
-        traffic.remark = lambda _: None
+    options = Options(remark=lambda _: None)
+    with process_group(rank, 3, port, options=options), pytest.MonkeyPatch.context() as monkeypatch:
         open_file = os.open
 
         def refuse(*args: object) -> int:
@@ -153,12 +158,12 @@ def refuse_a_pipe(rank: int, port: int, on_rank_0: bool) -> tuple[float, int]:
             monkeypatch.setattr(os, "pipe", refuse)
         elif not on_rank_0 and rank == 2:
             monkeypatch.setattr(os, "open", refuse)
-        before = open_descriptors()
-        buffer = traffic.new_buffer(1000, torch.empty(0))
-        left = open_descriptors() - before
-        assert not traffic.is_shared(buffer)
+        before = pipes_and_memory()
+        buffer = empty(1000, torch.empty(0))
+        left = pipes_and_memory() - before
+        assert not shares(buffer)
         buffer[:] = rank
-        traffic.all_reduce(buffer, "the average", kind="gradients").wait()
+        dist.all_reduce(buffer, ReduceOp.AVG)
         return buffer[-1].item(), left
 
 
@@ -169,17 +174,17 @@ def test_without_pipes_ranks_use_gloo_and_leave_nothing_open(on_rank_0: bool) ->
 
 def wait_for_a_silent_rank(rank: int, port: int, silent: int) -> tuple[str, float]:
     """What a rank says of another that does not answer, and after how long."""
-    with process_group(rank, 2, port):
-        buffer = traffic.new_buffer(1000, torch.empty(0))
-        traffic.all_reduce(buffer, "a sum", kind="gradients").wait()
-        traffic.timeout_seconds = 1
-        if rank == silent:
-            time.sleep(3)
-            return "", 0.0
-        started = time.monotonic()
-        with pytest.raises(TrafficError) as caught:
-            traffic.all_reduce(buffer, "a sum", kind="gradients").wait()
-        return str(caught.value), time.monotonic() - started
+    context = join(rank, 2, port)
+    buffer = empty(1000, torch.empty(0))
+    dist.all_reduce(buffer)
+    context.waits.timeout_seconds = 1
+    if rank == silent:
+        time.sleep(3)
+        return "", 0.0
+    started = time.monotonic()
+    with pytest.raises(TrafficError) as caught, named("a sum", "gradients"):
+        dist.all_reduce(buffer)
+    return str(caught.value), time.monotonic() - started
 
 
 @pytest.mark.parametrize("silent", [0, 1])

@@ -2,17 +2,33 @@
 
 import re
 import time
+from typing import TypeVar
 
 import pytest
 import torch
+import torch.distributed as dist
 from support.processes import wait_for
 
+from distlab.comm.context import Context, Options
+from distlab.comm.hosts import Hosts
+from distlab.comm.pending import Pending
 from distlab.comm.recorder import COMPUTE, STEP, WAIT, Ledger, Recorder
-from distlab.comm.traffic import Traffic
-from distlab.comm.transfer import Transfer
-from distlab.comm.waits import NamedWaits, StreamWait, StreamWaits, TrafficError, Wait
+from distlab.comm.waits import StreamWait, StreamWaits, TrafficError, Wait, Waits
+from distlab.rendezvous.groups import group_timeout
 
 GRADIENTS = Wait("the gradients", "collective", (1,))
+
+
+def waits_of_rank_0() -> Waits:
+    return Waits(0, 2, Ledger(), "rank {}".format)
+
+
+def context_over(library: str) -> Context:
+    """That of rank 0 of two, with a recorder that records."""
+    recorder = Recorder()
+    recorder.enabled = True
+    hosts = Hosts(["here"] * 2, dist.HashStore())
+    return Context(0, 2, Options(), library, hosts, torch.device("cuda", 0), recorder=recorder)
 
 
 class Gpu:
@@ -79,9 +95,9 @@ def test_a_wait_is_under_way_from_when_the_stream_reaches_it(gpu: Gpu) -> None:
 
 
 def test_the_watch_ends_a_wait_at_its_deadline_and_names_it(gpu: Gpu) -> None:
-    waits, failures = NamedWaits(), list[TrafficError]()
+    waits, failures = waits_of_rank_0(), list[TrafficError]()
     waits.timeout_seconds = 0.5
-    waits.stream_waits.add(stream_wait(gpu, reached=1, done=3))
+    waits.of_stream.add(stream_wait(gpu, reached=1, done=3))
     waits.watch(failures.append)
     time.sleep(1)
     assert failures == []  # what is queued before it takes long
@@ -94,29 +110,26 @@ def test_the_watch_ends_a_wait_at_its_deadline_and_names_it(gpu: Gpu) -> None:
 
 
 def test_the_watch_ends_a_wait_of_the_thread_inside_of_nccl() -> None:
-    waits, failures = NamedWaits(), list[TrafficError]()
+    waits, failures = waits_of_rank_0(), list[TrafficError]()
     waits.timeout_seconds = 0.4
     waits.watch(failures.append)
-    with waits.named("its own disk"):  # no other rank takes part in it
+    with waits.during(Wait("its own disk", "other")):  # no other rank takes part in it
         time.sleep(1)
     assert failures == []
-    with waits.named(Wait("the checkpoint of step 3", "other", (1,))):
+    with waits.during(Wait("the checkpoint of step 3", "other", (1,))):
         assert wait_for(lambda: bool(failures))
     assert "s for the checkpoint of step 3: no answer" in str(failures[0])
 
 
 def test_nccl_gets_time_for_the_diagnosis_before_it_ends_the_process() -> None:
-    waits = NamedWaits()
-    waits.timeout_seconds = 3
-    assert waits.group_timeout.total_seconds() == 3
-    waits.watch(lambda _: None)
-    assert waits.group_timeout.total_seconds() > 30
+    over_gloo, over_nccl = context_over("gloo"), context_over("nccl")
+    over_gloo.waits.timeout_seconds = over_nccl.waits.timeout_seconds = 3
+    assert group_timeout(over_gloo).total_seconds() == 3
+    assert group_timeout(over_nccl).total_seconds() > 30
 
 
-def test_what_a_gpu_computes_is_recorded_when_it_computes_it(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
-    recorder = Recorder()
-    recorder.enabled = True
-    monkeypatch.setattr("distlab.comm.recorder.is_over_nccl", lambda: True)
+def test_what_a_gpu_computes_is_recorded_when_it_computes_it(gpu: Gpu) -> None:
+    recorder = context_over("nccl").recorder
     with recorder.span(STEP, "step 0"):  # the clock starts at event 0
         with recorder.span(COMPUTE, "F0"):  # between events 1 and 2
             pass
@@ -128,10 +141,12 @@ def test_what_a_gpu_computes_is_recorded_when_it_computes_it(gpu: Gpu, monkeypat
     assert [first.seconds, second.seconds, second.start - first.end] == pytest.approx([1, 1, 1])
 
 
-class Work:
+class Work(dist.Work):
     """What NCCL returns: a wait that takes no deadline and returns at once, or a future that is done when queued."""
 
-    def wait(self) -> None: ...
+    def wait(self, *timeout: object) -> bool:
+        assert not timeout
+        return True
 
     def get_future(self) -> "torch.futures.Future[object]":
         future: torch.futures.Future[object] = torch.futures.Future()
@@ -139,31 +154,49 @@ class Work:
         return future
 
 
+T = TypeVar("T")
+
+
+class FutureOnHost(torch.futures.Future[T]):
+    """A future that may be asked for devices that are not there."""
+
+    def __init__(self, *, devices: object = None) -> None:
+        super().__init__()
+
+
+class OnGPU(torch.Tensor):
+    """A tensor that says it is on a GPU."""
+
+    is_cuda = True
+
+
+def begin(context: Context) -> tuple[Pending, OnGPU]:
+    tensor = torch.empty(3, device="meta").as_subclass(OnGPU)
+    return Pending(context, GRADIENTS, Work(), [tensor]), tensor
+
+
 @pytest.mark.parametrize("by_library", [False, True])
-def test_a_wait_for_nccl_is_the_streams(by_library: bool, gpu: Gpu) -> None:
-    traffic, tensor = Traffic(), torch.empty(3, device="meta")
-    transfer = Transfer(traffic, GRADIENTS, Work(), tensor, tensor)  # type: ignore[arg-type]
+def test_a_wait_for_nccl_is_the_streams(by_library: bool, gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    context = context_over("nccl")
+    monkeypatch.setattr("torch.futures.Future", FutureOnHost)
+    pending, tensor = begin(context)
     gpu.queued += 4  # computed meanwhile
     if by_library:
-        assert transfer.future(is_waited_for=True).wait() is tensor
+        assert pending.get_future().wait()[0] is tensor
     else:
-        transfer.wait()
-    assert traffic.waited_so_far() == 0
-    assert traffic.waits_for() is (GRADIENTS if by_library else None)  # the stream has come to second 0
+        pending.wait()
+    assert context.waits.waited_so_far() == 0
+    assert context.waits.waits_for() is (GRADIENTS if by_library else None)  # the stream has come to second 0
     gpu.seconds = gpu.queued
-    assert traffic.waited_so_far() == (5 if by_library else 1)
-    assert traffic.waits_for() is None
+    assert context.waits.waited_so_far() == (5 if by_library else 1)
+    assert context.waits.waits_for() is None
 
 
-def test_a_wait_of_the_stream_is_recorded(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
-    recorder = Recorder()
-    recorder.enabled = True
-    monkeypatch.setattr("distlab.comm.transfer.recorder", recorder)
-    tensor = torch.empty(3, device="meta")
-    monkeypatch.setattr("distlab.comm.recorder.is_over_nccl", lambda: True)
-    with recorder.span(STEP, "step 0"):
-        Transfer(Traffic(), GRADIENTS, Work(), tensor, tensor).wait()  # type: ignore[arg-type]
-    events = {event.kind: event for event in recorder.as_json()["events"]}
+def test_a_wait_of_the_stream_is_recorded(gpu: Gpu) -> None:
+    context = context_over("nccl")
+    with context.recorder.span(STEP, "step 0"):
+        begin(context)[0].wait()
+    events = {event.kind: event for event in context.recorder.as_json()["events"]}
     assert events[WAIT].name == "the gradients from rank 1"
     assert events[WAIT].seconds == pytest.approx(1)
     assert events["message"].seconds == pytest.approx(2)

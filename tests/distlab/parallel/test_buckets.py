@@ -5,11 +5,14 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from support.processes import free_port, process_group, run_ranks
 from torch import Tensor, nn
+from torch.distributed import ReduceOp
 
 from distlab.collectives.algorithms import ALL_REDUCES
-from distlab.comm.traffic import Transfer, traffic
+from distlab.comm.names import named
+from distlab.comm.pending import Pending
 from distlab.parallel.data import (
     Bucket,
     GradientBuckets,
@@ -104,9 +107,13 @@ def average_in_other_orders(rank: int, port: int, by_hand: str | None) -> None:
         torch.manual_seed(0)
         layers = nn.ModuleList(nn.Linear(4, 4, bias=False) for _ in range(3))
 
-        def average(bucket: Bucket) -> Transfer:
-            what = str(bucket)
-            return traffic.all_reduce(bucket.flat, what, kind="gradients", by_hand=ALL_REDUCES.get(by_hand or ""))
+        def average(bucket: Bucket) -> Pending | None:
+            with named(str(bucket), "gradients"):
+                if by_hand is None:
+                    return dist.all_reduce(bucket.flat, ReduceOp.AVG, async_op=True)
+                ALL_REDUCES[by_hand](bucket.flat, ReduceOp.SUM)
+                bucket.flat.div_(3)
+                return None
 
         buckets = GradientBuckets(layers.parameters(), on_full=average, bucket_bytes=1)
         for _ in range(2):

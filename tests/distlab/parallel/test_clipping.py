@@ -5,9 +5,9 @@ import torch
 from support.processes import free_port, process_group, run_ranks
 from torch import Tensor, nn
 
+from distlab.comm.context import context_of
 from distlab.comm.grid import Grid
 from distlab.comm.placement import DimSlice, FlatRange, Placement, place
-from distlab.comm.traffic import traffic
 from distlab.parallel.clipping import clip, sum_norm
 
 CPU = torch.device("cpu")
@@ -80,9 +80,9 @@ def sum_over_ranks(rank: int, port: int) -> tuple[list[float], list[int]]:
         parameters.append(with_gradient(everywhere))
         norms, sent = [], []
         for some in (parameters, parameters[-1:]):
-            before = traffic.ledger.sent_bytes["gradient norm"]
+            before = context_of().ledger.sent_bytes["gradient norm"]
             norms.append(sum_norm(some, grid, "the norm", CPU).wait())
-            sent.append(traffic.ledger.sent_bytes["gradient norm"] - before)
+            sent.append(context_of().ledger.sent_bytes["gradient norm"] - before)
         return norms, sent
 
 

@@ -9,13 +9,11 @@ from support.processes import free_port, process_group, run_ranks
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from distlab.comm.traffic import traffic
 from distlab.parallel.data import (
     MyDP,
     broadcast_weights,
     check_parameter_closeness,
     flatten_weights,
-    through_traffic,
 )
 
 pytestmark = pytest.mark.quick
@@ -202,72 +200,6 @@ def test_weights_that_are_not_contiguous_are_broadcast_as_well() -> None:
         for name, rank_0s in ranks[0][0].items():
             assert own is ranks[0][0] or not torch.equal(own[name], rank_0s), f"{name} is another on each rank"
             assert torch.equal(after[name], rank_0s), name
-
-
-class Dropping(nn.Module):
-    """Layers whose gradients come from the last to the first: torch's wrapper rearranges its bucket."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(4, 4, bias=False) for _ in range(3))
-
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        for layer in self.layers:
-            x = nn.functional.dropout(torch.tanh(layer(x)), 0.5)
-        return x, x.square().sum()
-
-
-def train_through_traffic(rank: int, port: int) -> None:
-    with process_group(rank, 2, port):
-        model = Dropping()
-        broadcast_weights(model)
-        plain = copy.deepcopy(model)
-        wrapped = through_traffic(DistributedDataParallel(model))
-        traffic.ledger.messages.clear()
-        with torch.no_grad():
-            wrapped(torch.ones(4))
-        buckets: list[Tensor] = []
-        all_reduce = traffic.all_reduce
-
-        def record(tensor: Tensor, what: str, **options: Any) -> Any:
-            buckets.append(tensor.clone())
-            return all_reduce(tensor, what, **options)
-
-        traffic.all_reduce = record  # type: ignore[method-assign]
-        for step in range(3):
-            results = []
-            for net in (wrapped, plain):
-                torch.manual_seed(rank)
-                results.append(net(torch.linspace(1, 2, 4)))
-            assert torch.equal(results[0][0], results[1][0]), "the pass before the first one changes no random number"
-            results[0][1].backward()
-            results[1][1].backward()
-            assert len(buckets) == traffic.ledger.messages["gradients"] == step + 1, "one bucket a step is sent"
-            own = [weight.grad.flatten() for weight in plain.parameters() if weight.grad is not None]
-            in_order_of_arrival = torch.cat(own[::-1])
-            torch.testing.assert_close(buckets[step], in_order_of_arrival)
-            wrapped.zero_grad()
-            plain.zero_grad()
-
-
-def test_torchs_wrapper_has_the_same_buckets_from_the_first_step_on() -> None:
-    run_ranks(2, train_through_traffic, free_port())
-
-
-def retry_the_first_pass(rank: int, port: int) -> None:
-    with process_group(rank, 2, port):
-        layer = nn.Linear(3, 1, bias=False)
-        wrapped = through_traffic(DistributedDataParallel(layer))
-        with pytest.raises(RuntimeError):
-            wrapped(torch.ones(7))  # of the wrong width: the pass before the first step raises
-        assert layer.weight.grad is None
-        wrapped(torch.full((3,), float(rank))).sum().backward()
-        assert layer.weight.grad is not None
-        assert layer.weight.grad.tolist() == [[0.5] * 3], "the ranks' gradients are averaged all the same"
-
-
-def test_torchs_wrapper_averages_after_a_first_pass_that_raised() -> None:
-    run_ranks(2, retry_the_first_pass, free_port())
 
 
 def test_parameters_become_views_of_the_flat_weights() -> None:

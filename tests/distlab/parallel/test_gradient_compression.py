@@ -7,8 +7,8 @@ from support.processes import free_port, process_group, run_ranks
 from torch import Tensor
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 
+from distlab.comm.context import context_of
 from distlab.comm.grid import all_ranks
-from distlab.comm.traffic import traffic
 from distlab.parallel.data import Bucket
 from distlab.parallel.gradient_compression import PowerSGD, TopK
 
@@ -68,16 +68,16 @@ def compress(rank: int, port: int) -> dict[str, Any]:
                 own.load_state(kept)
         ours, sent = [], []
         for step in range(1, STEPS):
-            bucket, before = new_bucket(gradients(rank, step)), traffic.ledger.sent_bytes["gradients"]
+            bucket, before = new_bucket(gradients(rank, step)), context_of().ledger.sent_bytes["gradients"]
             own.start(bucket).wait()
             ours.append(bucket.flat.clone())
-            sent.append(traffic.ledger.sent_bytes["gradients"] - before)
+            sent.append(context_of().ledger.sent_bytes["gradients"] - before)
         largest, top, top_sent = TopK(0.1), torch.zeros_like(ours[0]), 0
         for step in range(STEPS):
-            bucket, before = new_bucket(gradients(rank, step)), traffic.ledger.sent_bytes["gradients"]
+            bucket, before = new_bucket(gradients(rank, step)), context_of().ledger.sent_bytes["gradients"]
             largest.start(bucket).wait()
             top += bucket.flat
-            top_sent = traffic.ledger.sent_bytes["gradients"] - before
+            top_sent = context_of().ledger.sent_bytes["gradients"] - before
         whole = new_bucket(gradients(rank, 0))
         TopK(1).start(whole).wait()
         return {

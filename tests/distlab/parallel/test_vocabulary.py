@@ -5,7 +5,7 @@ import torch
 from support.processes import free_port, process_group, run_ranks
 from torch import nn
 
-from distlab.comm.traffic import traffic
+from distlab.comm.context import context_of
 from distlab.parallel.tp_group import VOCABULARY, TPGroup
 from distlab.parallel.vocabulary import VocabularyParallelEmbedding, vocabulary_parallel_loss
 from simplellm.errors import InputError
@@ -29,7 +29,7 @@ def slices_of_logits(rank: int, ranks: int, dtype: torch.dtype, port: int) -> in
         assert whole.grad is not None
         rtol = 1e-4 if dtype == torch.float32 else 1e-2  # the gradient is rounded to the dtype of the logits
         torch.testing.assert_close(own.grad, whole.grad.tensor_split(ranks, dim=-1)[rank], rtol=rtol, atol=1e-6)
-        return traffic.ledger.sent_bytes["vocabulary activations"]
+        return context_of().ledger.sent_bytes["vocabulary activations"]
 
 
 @pytest.mark.parametrize(

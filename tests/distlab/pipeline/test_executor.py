@@ -10,9 +10,9 @@ from support.pipeline_models import LOSS, OPTIONS, SEQ, VOCAB, WIDTH, assert_nea
 from support.processes import free_port, process_group, run_ranks
 from torch import Tensor, nn
 
+from distlab.comm.context import Options, Transport
 from distlab.comm.grid import Grid
 from distlab.comm.recorder import recorder
-from distlab.comm.traffic import Transport, traffic
 from distlab.pipeline.actions import Action, ActionCosts, Backward, BackwardWeight, Forward, Programs, stages_of
 from distlab.pipeline.executor import Pipeline
 from distlab.pipeline.plan import simulate
@@ -25,14 +25,16 @@ from simplellm.llama import CausalLLama, LLama
 MICRO_BATCHES = (1, 3, 4, 8)  # fewer than stages, as many, and more; 3 do not divide the rows
 
 
-def compare_with_one_process(rank: int, port: int, stages: int, split: tuple[int, ...], schedules: list[str]) -> int:
-    """Train with every schedule and number of micro-batches, next to the whole model; the number of comparisons."""
-    compared = 0
-    with process_group(rank, stages, port):
-        transports: list[Transport] = ["auto", "gloo"]
+def compare_with_one_process(
+    rank: int, port: int, transport: Transport, split: tuple[int, ...], schedules: list[str]
+) -> int:
+    """Train with half of the schedules and numbers of micro-batches, next to the whole model; the comparisons."""
+    compared, stages = 0, len(split)
+    with process_group(rank, stages, port, options=Options(transport=transport)):
         for number, schedule in enumerate(schedules):
             for micro_batches in MICRO_BATCHES:
-                traffic.transport = transports[(number + stages + micro_batches // 2) % 2]
+                if (number + stages + micro_batches // 2) % 2 == (transport == "auto"):
+                    continue  # the other half, by the other transport
                 net = louder(build_stage(rank, split, VOCAB, **OPTIONS))
                 whole = louder(LLama(CausalLLama, VOCAB, n_layers=sum(split), **OPTIONS))
                 before = {name: p.detach().clone() for name, p in net.named_parameters()}
@@ -65,8 +67,10 @@ ONE_STAGE_A_WORKER = ["naive", "gpipe", "dapple"]  # that are compared with one 
 
 @pytest.mark.parametrize("split", [(3,), (1, 3), (0, 2, 1), (1, 1, 1, 1)], ids=str)
 def test_every_schedule_gives_the_gradients_of_one_process(split: tuple[int, ...]) -> None:
-    stages, names = len(split), ONE_STAGE_A_WORKER
-    compared = run_ranks(stages, compare_with_one_process, free_port(), stages, split, names, deadline=120)
+    names, compared = ONE_STAGE_A_WORKER, [0] * len(split)
+    for transport in ("auto", "gloo"):
+        found = run_ranks(len(split), compare_with_one_process, free_port(), transport, split, names, deadline=120)
+        compared = [sum(counts) for counts in zip(compared, found, strict=True)]
     assert all(count >= len(MICRO_BATCHES) * len(names) for count in compared)
 
 
@@ -89,8 +93,7 @@ def gradients(
 ) -> list[tuple[float, dict[str, Tensor]]]:
     """For each run, the sum of this rank's losses of the last step, and its gradients, added up over the steps."""
     results = []
-    with process_group(rank, workers, port):
-        traffic.transport = transport
+    with process_group(rank, workers, port, options=Options(transport=transport)):
         for name, chunks, micro_batches, steps in runs:
             programs: Programs = all_stages(name, workers, micro_batches, chunks)
             if recompute:

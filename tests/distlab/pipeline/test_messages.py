@@ -8,13 +8,17 @@ from typing import Any
 
 import pytest
 import torch
+from support.held import mappings
 from support.pipeline_models import LOSS, OPTIONS, VOCAB, WIDTH, assert_near, batch, grad_of, louder
 from support.processes import free_port, process_group, run_ranks
 from torch import Tensor, nn
 
+from distlab.comm.context import Context, Options, Transport
 from distlab.comm.grid import Grid
-from distlab.comm.queues import FREE, SharedQueue
-from distlab.comm.traffic import Transfer, Transport, traffic
+from distlab.comm.group import LabGroup
+from distlab.comm.pending import Pending
+from distlab.comm.queues import FREE
+from distlab.comm.signals import Channel
 from distlab.pipeline.actions import stages_of
 from distlab.pipeline.executor import Pipeline, _channels
 from distlab.pipeline.plan import simulate
@@ -28,31 +32,35 @@ class CountedSends:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = self.peak = self.total = 0
-        send, wait = traffic.send, Transfer.wait
+        send, wait = LabGroup.send, Pending.wait
         open_sends: set[int] = set()
 
-        def counted_send(*args: Any, **options: Any) -> Transfer:
-            transfer = send(*args, **options)
-            if not transfer.was_waited_for():
-                open_sends.add(id(transfer))
+        def counted_send(group: LabGroup, *args: Any) -> Pending:
+            pending = send(group, *args)
+            if not pending.was_waited_for():
+                open_sends.add(id(pending))
             self.now, self.peak, self.total = len(open_sends), max(self.peak, len(open_sends)), self.total + 1
-            return transfer
+            return pending
 
-        def counted_wait(transfer: Transfer) -> None:
-            wait(transfer)
-            open_sends.discard(id(transfer))
+        def counted_wait(pending: Pending, *args: Any) -> bool:
+            wait(pending, *args)
+            open_sends.discard(id(pending))
             self.now = len(open_sends)
+            return True
 
-        monkeypatch.setattr(traffic, "send", counted_send)
-        monkeypatch.setattr(Transfer, "wait", counted_wait)
+        monkeypatch.setattr(LabGroup, "send", counted_send)
+        monkeypatch.setattr(Pending, "wait", counted_wait)
+
+
+GLOO = Options(transport="gloo")
 
 
 def count_sends(rank: int, port: int, schedule: str) -> tuple[int, int, int]:
     """Sends of a stage's steps: at all, the most kept at a time, and kept after a step."""
-    with process_group(rank, 3, port), pytest.MonkeyPatch.context() as monkeypatch:
+    with process_group(rank, 3, port, options=GLOO), pytest.MonkeyPatch.context() as monkeypatch:
         net = build_stage(rank, (1, 1, 1), VOCAB, **OPTIONS)
         pipeline = Pipeline(net, all_stages(schedule, 3, 12), Grid(rank, {"pp": 3}), LOSS, WIDTH)
-        traffic.transport, sends = "gloo", CountedSends(monkeypatch)
+        sends = CountedSends(monkeypatch)
         pipeline.step(batch(0, rows=12).chunk(12))
         return sends.total, sends.peak, sends.now
 
@@ -76,9 +84,10 @@ def gradients(net: nn.Module) -> dict[str, Tensor]:
 
 def leave_sends_open(rank: int, port: int, transport: Transport) -> list[tuple[bool, bool]]:
     """Three steps that run on: are the gradients the usual ones, and is a send of the step still open?"""
-    with process_group(rank, 2, port), pytest.MonkeyPatch.context() as monkeypatch:
+    options = Options(transport=transport)
+    with process_group(rank, 2, port, options=options), pytest.MonkeyPatch.context() as monkeypatch:
         net = build_stage(rank, (1, 1), VOCAB, **OPTIONS)
-        grid, sends, traffic.transport = Grid(rank, {"pp": 2}), CountedSends(monkeypatch), transport
+        grid, sends = Grid(rank, {"pp": 2}), CountedSends(monkeypatch)
         pipeline = Pipeline(net, all_stages("zb-h2", 2, 4), grid, LOSS, WIDTH, run_on=True)
         usual = Pipeline(net, all_stages("zb-h2", 2, 4), grid, LOSS, WIDTH)
         found = []
@@ -106,16 +115,17 @@ def test_steps_that_run_on_leave_their_last_sends_to_the_next_one(transport: Tra
 def step_with_delays(rank: int, port: int, schedule: str) -> tuple[int, int]:
     """Steps that run on, in which workers are late at random: messages sent through queues, and waits for a slot."""
     waits, sent, random = 0, 0, Random(rank)
-    put = SharedQueue._put
+    wait = Channel.wait
 
-    def counted_put(queue: SharedQueue, number: int, tensor: Tensor, deadline: float) -> None:
+    def counted_wait(channel: Channel, signal: int, times: int, deadline: float, *others: float) -> None:
         nonlocal waits, sent
-        sent += 1
-        try:
-            queue._channel.wait(FREE, number - queue._slot_count, time.perf_counter())
-        except RuntimeError:
-            waits += 1
-        put(queue, number, tensor, deadline)
+        if signal == FREE:
+            sent += 1
+            try:
+                wait(channel, signal, times, time.perf_counter())
+            except RuntimeError:
+                waits += 1
+        wait(channel, signal, times, deadline, *others)
 
     class Late(nn.Module):
         def __init__(self) -> None:
@@ -127,7 +137,7 @@ def step_with_delays(rank: int, port: int, schedule: str) -> tuple[int, int]:
             return self.weight.expand(*x.shape[:2], WIDTH) * 1.0 if x.dim() == 2 else x * self.weight
 
     with process_group(rank, 3, port), pytest.MonkeyPatch.context() as monkeypatch:
-        monkeypatch.setattr(SharedQueue, "_put", counted_put)
+        monkeypatch.setattr(Channel, "wait", counted_wait)
         programs = all_stages(schedule, 3, 6)
         nets = {stage: Late() for stage in stages_of(programs[rank])}
         pipeline = Pipeline(nets, programs, Grid(rank, {"pp": 3}), lambda y, _: y.mean(), WIDTH, run_on=True)
@@ -161,14 +171,13 @@ def run_ahead(rank: int, port: int, transport: Transport) -> float:
             self.ended = time.monotonic()
             return y * 1.0
 
-    with process_group(rank, 2, port):
+    with process_group(rank, 2, port, options=Options(transport=transport)) as context:
         net = Timed()
         programs = all_stages("gpipe", 2, micro_batches)
         pipeline = Pipeline(net, programs, Grid(rank, {"pp": 2}), lambda y, _: y.mean(), width)
         batch = torch.zeros(micro_batches, 512, dtype=torch.int64).chunk(micro_batches)
-        traffic.transport = transport
         pipeline.step(batch)  # in which the stages agree on the memory that they share
-        assert [queue is not None for queue in pipeline._queues.values()] == [transport == "auto"] * 2
+        assert context.shares_memory == (transport == "auto")
         torch.distributed.barrier()
         started = time.monotonic()
         time.sleep(float(rank))
@@ -184,21 +193,21 @@ def test_sends_do_not_hold_up_the_stage_that_sends(transport: Transport) -> None
     assert first < 0.8 < 1.0 < second
 
 
-def grow(rank: int, port: int) -> list[list[bool]]:
-    """Steps of which each has larger micro-batches: are gradients those of one process, and is memory shared?
+def grow(rank: int, port: int) -> list[int]:
+    """Steps of which each has larger micro-batches: are gradients those of one process, and how many queues are there?
 
     From the third step on, stage 0 is refused memory.
     """
     shared = []
-    with process_group(rank, 2, port), pytest.MonkeyPatch.context() as monkeypatch:
+    options = Options(remark=lambda _: None)
+    with process_group(rank, 2, port, options=options), pytest.MonkeyPatch.context() as monkeypatch:
         net = louder(build_stage(rank, (1, 1), VOCAB, **OPTIONS))
         whole = louder(LLama(CausalLLama, VOCAB, n_layers=2, **OPTIONS))
-        traffic.remark = lambda _: None
         pipeline = Pipeline(net, all_stages("dapple", 2, 4), Grid(rank, {"pp": 2}), LOSS, WIDTH)
         for step in range(4):
             if step == 2 and rank == 0:
                 monkeypatch.setattr(os, "memfd_create", refuse_memory)
-            rows = batch(step, rows=4 * (step + 1))
+            rows = batch(step, rows=4 * (1, 8, 20, 40)[step])  # larger ones need larger queues
             net.zero_grad()
             whole.zero_grad()
             pipeline.step(rows.chunk(4))
@@ -206,7 +215,7 @@ def grow(rank: int, port: int) -> list[list[bool]]:
             of_whole = dict(whole.named_parameters())
             for name, parameter in net.named_parameters():
                 assert_near(grad_of(parameter), of_whole[name].grad, name)
-            shared.append([queue is not None for queue in pipeline._queues.values()])
+            shared.append(mappings())
     return shared
 
 
@@ -215,9 +224,8 @@ def refuse_memory(*_: object) -> int:
 
 
 def test_micro_batches_may_grow_from_step_to_step() -> None:
-    to_last, to_first = [True, True, False, False], [True] * 4
     for shared in run_ranks(2, grow, free_port()):
-        assert [sorted(now) for now in shared] == [sorted(both) for both in zip(to_last, to_first, strict=True)]
+        assert shared == [2, 2, 1, 1], "one each way, then only from the last stage to the first"
 
 
 def make_groups(rank: int, port: int, backend: str, schedule: str, two_ways: bool) -> list[int | None]:
@@ -229,7 +237,7 @@ def make_groups(rank: int, port: int, backend: str, schedule: str, two_ways: boo
         return made[-1]
 
     with process_group(rank, 3, port), pytest.MonkeyPatch.context() as monkeypatch:
-        monkeypatch.setattr(torch.distributed, "get_backend", lambda: backend)
+        monkeypatch.setattr(Context, "is_over_nccl", backend == "nccl")
         monkeypatch.setattr(torch.distributed, "new_group", new_group)
         links = dict(simulate(all_stages(schedule, 3, 2)).messages)
         if two_ways:  # as with two stages a worker: activations also go back, gradients also on

@@ -1,36 +1,38 @@
 """Ranks that hang for real, and what they find out about it from each other's notices."""
 
+from typing import Any
+
 import pytest
 import torch
 import torch.distributed as dist
-from support.processes import free_port, run_ranks
+from support.processes import free_port, join, run_ranks
 
-from distlab.comm.traffic import Transport, traffic
+from distlab.comm.context import Options, Transport
+from distlab.comm.group import empty, shares
 from distlab.comm.waits import TrafficError
-from distlab.rendezvous.notices import notices
-from distlab.rendezvous.ranks import open_store
+from distlab.rendezvous.groups import world_group
 
 pytestmark = pytest.mark.waits
 
 
 def wait_in_another_order(rank: int, port: int, transport: Transport) -> tuple[bool, str]:
     """Rank 0 waits for an all-reduce before it sends; rank 1 receives before it waits for the all-reduce."""
-    store = open_store(rank, "localhost", port, 30, lambda _: None)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
-    traffic.timeout_seconds, traffic.transport = 3, transport
-    notices.open(store, rank, 2, traffic, is_rank_0s=True)
-    buffer, message = traffic.new_buffer(1000, torch.empty(0)), torch.zeros(5)
-    is_shared = traffic.is_shared(buffer)
-    begun = traffic.all_reduce(buffer, "the gradients", kind="gradients")
+    join(rank, 2, port, timeout_seconds=3, options=Options(transport=transport))
+    world = world_group()
+    assert world is not None
+    assert world.notices is not None
+    buffer, message = empty(1000, torch.empty(0)), torch.zeros(5)
+    is_shared = shares(buffer)
+    begun: Any = dist.all_reduce(buffer, async_op=True)
     try:
         if rank == 1:
-            traffic.receive(message, "the result", source=0).wait()
+            dist.recv(message, 0)
         begun.wait()
         if rank == 0:
-            traffic.send(message, "the result", to=1, kind="results").wait()
+            dist.send(message, 1)
     except TrafficError as error:
-        found = notices.explain(error)
-        notices.keep_store_open()
+        found = world.notices.explain(error)
+        world.notices.keep_store_open()
         return is_shared, found.sentence if found else ""
     dist.barrier()
     return is_shared, ""

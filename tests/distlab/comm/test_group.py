@@ -1,0 +1,274 @@
+"""The lab's process group: what it counts, how it names what travels, and waits that end with a sentence."""
+
+import contextlib
+import re
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from support.processes import free_port, join, process_group, run_ranks
+from torch.distributed import ReduceOp
+
+from distlab.collectives.algorithms import allreduce_ring
+from distlab.comm.context import Options, Transport, context_of
+from distlab.comm.grid import Grid
+from distlab.comm.group import empty
+from distlab.comm.names import counted_as, named
+from distlab.comm.waits import TrafficError
+
+pytestmark = pytest.mark.alone
+
+
+def exchange(rank: int, world_size: int, port: int) -> tuple[dict[str, int], dict[str, int]]:
+    with process_group(rank, world_size, port) as context:
+        with named("the gradients", "gradients"):
+            dist.all_reduce(torch.tensor([float(rank), 10.0 * rank]), ReduceOp.AVG)
+        with named("the most", "loss"):
+            dist.all_reduce(torch.tensor(float(rank)), ReduceOp.MAX)
+        with named("the weights", "weights"):
+            dist.broadcast(torch.full((3,), float(rank)), world_size - 1)
+        ledger = context.ledger
+        return dict(ledger.sent_bytes), dict(ledger.messages)
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_messages_and_bytes_are_counted_by_kind(world_size: int) -> None:
+    for rank, (sent_bytes, messages) in enumerate(run_ranks(world_size, exchange, world_size, free_port())):
+        assert messages == {"gradients": 1, "loss": 1, "weights": 1}
+        ring = 2 * (world_size - 1) / world_size
+        assert sent_bytes["gradients"] == int(8 * ring)
+        assert sent_bytes["loss"] == int(4 * ring)
+        assert sent_bytes["weights"] == (12 if rank == world_size - 1 else 0)
+
+
+def test_a_rank_alone_sends_nothing_and_counts_nothing() -> None:
+    before, tensor = dict(context_of().ledger.messages), torch.tensor([1.0, 2.0])
+    dist.all_reduce(tensor, ReduceOp.AVG)
+    dist.broadcast(tensor, 0)
+    dist.barrier()
+    assert tensor.tolist() == [1.0, 2.0]
+    assert dict(context_of().ledger.messages) == before
+
+
+def count_by_hand(rank: int, port: int) -> tuple[dict[str, int], dict[str, int]]:
+    with process_group(rank, 2, port) as context:
+        with named("a", "a"):
+            allreduce_ring(torch.ones(10))
+        with named("b", "b"):
+            sent = dist.isend(torch.ones(3), 1 - rank)
+        received = torch.empty(3)
+        dist.recv(received, 1 - rank)
+        assert sent is not None
+        sent.wait()
+        return dict(context.ledger.sent_bytes), dict(context.ledger.messages)
+
+
+def test_handwritten_collectives_are_counted_message_by_message() -> None:
+    for sent_bytes, messages in run_ranks(2, count_by_hand, free_port()):
+        assert sent_bytes == {"a": 40, "b": 12}
+        assert messages == {"a": 2, "b": 1}
+
+
+def count_apart(rank: int, port: int) -> dict[str, int]:
+    with process_group(rank, 2, port) as context:
+        tensor = torch.ones(4)
+        with counted_as("validation"):
+            with counted_as("check"), named("the loss", "loss"):
+                dist.all_reduce(tensor)
+            with named("the activations", "activations"):
+                dist.all_reduce(tensor)
+        with named("the loss", "loss"):
+            dist.all_reduce(tensor)
+        dist.all_reduce(tensor)
+        return dict(context.ledger.messages)
+
+
+def test_the_kind_to_count_as_is_the_outer_one_again_after_the_inner_one() -> None:
+    assert run_ranks(2, count_apart, free_port()) == [{"check": 1, "validation": 1, "loss": 1, "all_reduce": 1}] * 2
+
+
+def pass_on(rank: int, port: int) -> tuple[list[float], dict[str, int], dict[str, int]]:
+    """Three messages round a ring of three, receives posted before anything is sent."""
+    with process_group(rank, 3, port) as context:
+        received = [torch.empty(2) for _ in range(3)]
+        before, after = (rank - 1) % 3, (rank + 1) % 3
+        begun: list[Any] = [dist.irecv(tensor, before) for tensor in received]
+        with named("a message", "activations"):
+            begun += [dist.isend(torch.full((2,), 10.0 * rank + number), after) for number in range(3)]
+        for pending in begun:
+            pending.wait()
+        ledger = context.ledger
+        return [tensor[1].item() for tensor in received], dict(ledger.sent_bytes), dict(ledger.messages)
+
+
+def test_messages_arrive_in_order_and_are_counted_where_they_are_sent() -> None:
+    for rank, (received, sent_bytes, messages) in enumerate(run_ranks(3, pass_on, free_port())):
+        before = (rank - 1) % 3
+        assert received == [10.0 * before, 10.0 * before + 1, 10.0 * before + 2]
+        assert sent_bytes == {"activations": 24}
+        assert messages == {"activations": 3}
+
+
+def average_in_groups(rank: int, port: int) -> tuple[float, int]:
+    """Ranks 0 and 2 average, and ranks 1 and 3; the mean and the bytes sent."""
+    with process_group(rank, 4, port) as context:
+        grid = Grid(rank, {"dp": 2, "pp": 2})
+        grid.make_groups("dp")
+        tensor = torch.full((8,), float(rank))
+        dist.all_reduce(tensor, ReduceOp.AVG, grid.axis("dp").group)
+        return tensor[0].item(), context.ledger.sent_bytes["all_reduce"]
+
+
+def test_an_average_over_the_replicas_of_a_stage() -> None:
+    assert run_ranks(4, average_in_groups, free_port()) == [(1, 32), (2, 32), (1, 32), (2, 32)]
+
+
+def look_before_it_is_complete(rank: int, port: int, transport: Transport) -> list[bool]:
+    """Whether an all-reduce and a receive are complete before the other rank has begun, and in the end."""
+    with process_group(rank, 2, port, options=Options(transport=transport)):
+        begun: list[Any] = []
+        dist.barrier()
+        if rank == 1:
+            dist.barrier()
+        begun.append(dist.all_reduce(torch.ones(1000), async_op=True))
+        begun.append(dist.isend(torch.ones(1000), 0) if rank else dist.irecv(torch.ones(1000), 1))
+        found = []
+        if rank == 0:
+            found = [begun[0].is_completed(), begun[1].is_completed()] if transport == "gloo" else []
+            dist.barrier()
+        for pending in begun:
+            pending.wait()
+        return [*found, *(pending.is_completed() for pending in begun)]
+
+
+def test_is_completed_says_whether_it_is() -> None:
+    assert run_ranks(2, look_before_it_is_complete, free_port(), "gloo") == [[False, False, True, True], [True, True]]
+    assert run_ranks(2, look_before_it_is_complete, free_port(), "shared") == [[True, True]] * 2
+
+
+def chain(rank: int, port: int, transport: Transport) -> list[float]:
+    """What `then` has called, in order, when an all-reduce has been waited for."""
+    with process_group(rank, 2, port, options=Options(transport=transport)):
+        first, second, order = torch.full((500,), 1.0), torch.full((500,), 2.0), list[float]()
+
+        def follow() -> Any:
+            order.append(first[0].item())
+            return dist.all_reduce(second, async_op=True)
+
+        begun: Any = dist.all_reduce(first, async_op=True)
+        begun.then(follow).then(lambda: order.append(second[0].item())).wait()
+        begun.wait()  # again, which does nothing
+        return order
+
+
+@pytest.mark.parametrize("transport", ["gloo", "shared"])
+def test_then_calls_in_order_and_waits_for_what_it_starts(transport: Transport) -> None:
+    assert run_ranks(2, chain, free_port(), transport) == [[2, 4]] * 2
+
+
+SCRIPT = """
+import torch
+import torch.distributed as dist
+from torch.distributed import ReduceOp
+
+
+def shout(tensor):
+    dist.{call}
+
+
+shout(torch.ones(2000))
+"""
+CALLS = {
+    "recv(tensor, 1)": "recv from rank 1",
+    "all_reduce(tensor)": "all_reduce from ranks 1 and 2",
+    "all_reduce(tensor, group=PAIR)": "all_reduce from rank 1",
+    "broadcast(tensor, 1)": "broadcast of rank 1 from ranks 1 and 2",
+    "reduce(tensor, 0)": "reduce from ranks 1 and 2",
+    "barrier()": "barrier from ranks 1 and 2",
+    "all_gather_object([None] * 3, tensor)": "all_gather from ranks 1 and 2",
+}
+
+
+def run_script(rank: int, port: int, call: str, transport: Transport, name: str) -> tuple[str, float]:
+    """What rank 0 says when it runs a script that waits for ranks which are silent, and after how long."""
+    context = join(rank, 3, port, options=Options(transport=transport))
+    pair = dist.new_group([0, 1])
+    dist.all_reduce(torch.ones(2000))  # which makes shared memory
+    if rank < 2:
+        dist.all_reduce(torch.ones(2000), group=pair)
+    dist.barrier()
+    if rank:
+        time.sleep(2.5)
+        return "", 0.0
+    context.waits.timeout_seconds = 0.5
+    program, started = compile(SCRIPT.format(call=call), "/home/someone/plain.py", "exec"), time.monotonic()
+    with pytest.raises(TrafficError) as caught, named(name, "tensors") if name else contextlib.nullcontext():
+        exec(program, {"PAIR": pair})  # noqa: S102
+    return str(caught.value), time.monotonic() - started
+
+
+@pytest.mark.parametrize(
+    ("call", "transport"),
+    [(call, "gloo") for call in CALLS] + [("all_reduce(tensor)", "shared"), ("broadcast(tensor, 1)", "shared")],
+)
+def test_a_wait_of_a_plain_script_is_named_by_operation_peers_and_line(call: str, transport: Transport) -> None:
+    sentence, seconds = run_ranks(3, run_script, free_port(), call, transport, "")[0]
+    assert re.fullmatch(rf"rank 0 waited \d\.\d s for {CALLS[call]}, plain\.py line 8: no answer .*", sentence), (
+        sentence
+    )
+    assert 0.5 <= seconds < 2.4
+
+
+def test_the_librarys_name_replaces_operation_and_line() -> None:
+    sentence, _ = run_ranks(3, run_script, free_port(), "recv(tensor, 1)", "gloo", "the tensor of chapter 3")[0]
+    assert "s for the tensor of chapter 3 from rank 1: no answer" in sentence
+
+
+def wait_for_a_silent_rank(rank: int, port: int) -> str:
+    context = join(rank, 3, port)
+    context.describe = "rank {} (a worker)".format
+    context.waits.timeout_seconds = 1
+    if rank == 2:
+        time.sleep(3)
+        return ""
+    with pytest.raises(TrafficError) as caught, named("the gradients of bucket 7", "gradients"):
+        dist.all_reduce(torch.zeros(4))
+    return str(caught.value)
+
+
+def test_a_wait_ends_at_the_deadline_and_says_who_waited_for_what() -> None:
+    first, second, _ = run_ranks(3, wait_for_a_silent_rank, free_port())
+    assert first.startswith(
+        "rank 0 (a worker) waited 1.0 s for the gradients of bucket 7 from ranks 1 and 2: no answer"
+    )
+    assert second.startswith("rank 1 (a worker) waited 1.0 s for the gradients of bucket 7 from ranks 0 and 2: no")
+
+
+def lose_a_rank(rank: int, port: int, begin: Callable[[], Any]) -> tuple[str, float]:
+    join(rank, 2, port)
+    dist.barrier()
+    if rank == 1:
+        return "", 0.0  # and the process ends
+    started = time.monotonic()
+    with pytest.raises(TrafficError) as caught, named("the weights", "weights"):
+        begin()
+    return str(caught.value), time.monotonic() - started
+
+
+@pytest.mark.parametrize(
+    "begin",
+    [
+        lambda: dist.all_reduce(torch.zeros(4)),
+        lambda: dist.all_gather_single(torch.zeros(2, 4), torch.zeros(4)),
+        lambda: dist.reduce_scatter_single(torch.zeros(4), torch.zeros(2, 4)),
+        lambda: dist.recv(torch.zeros(4), 1),
+        lambda: empty(100_000, torch.zeros(0)),
+    ],
+)
+def test_a_wait_ends_at_once_when_the_other_rank_is_gone(begin: Callable[[], Any]) -> None:
+    (message, seconds), _ = run_ranks(2, lose_a_rank, free_port(), begin)
+    assert re.search("for (the weights from rank 1|shared memory): a rank has exited", message), message
+    assert seconds < 10
