@@ -14,6 +14,8 @@ import torch
 import torch.distributed as dist
 from support.chapters import OneProcess, train_alone
 
+from distlab.comm.context import Options
+
 torch.set_num_threads(1)
 
 pytest.register_assert_rewrite("gpu_runs")
@@ -105,7 +107,7 @@ def one_process(tmp_path_factory: pytest.TempPathFactory) -> OneProcess:
 @pytest.fixture(scope="session", autouse=True)
 def _group_of_one() -> Iterator[None]:
     """The tests' own process is a rank without others; ranks that it forks make groups of their own."""
-    dist.init_process_group("lab", store=dist.HashStore(), rank=0, world_size=1)
+    dist.init_process_group("lab", store=dist.HashStore(), rank=0, world_size=1, pg_options=Options())
     yield
     if dist.is_initialized():
         dist.destroy_process_group()
