@@ -147,6 +147,13 @@ class RunLog:
                 if record.get(name) is not None:
                     self._tensorboard.add_scalar(name, record[name], record["step"])
 
+    def close(self) -> None:
+        """Close the files."""
+        if self._metrics is not None:
+            self._metrics.close()
+        if self._tensorboard is not None:
+            self._tensorboard.close()
+
     @property
     def steps(self) -> int:
         """Number of steps timed."""

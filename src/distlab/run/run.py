@@ -222,6 +222,7 @@ class Run(Generic[SettingsT]):
             for line in memory.as_table(held):
                 say(line)
         self.summarize()
+        self.records.close()
         dist.destroy_process_group()
         self.terminal.give_back()
         if self.joined.claim is not None:

@@ -79,6 +79,10 @@ class RankOutput(io.TextIOBase):
         earlier, self._file = self._file.getvalue(), file
         self.keep(earlier)
 
+    def close_log(self) -> None:
+        with contextlib.suppress(OSError):  # which `keep` has told of
+            self._file.close()
+
     def keep(self, text: str) -> None:
         """Write to the log only. If that fails, say so on the terminal, which then has the rest alone."""
         if not self._keeps:
@@ -151,3 +155,4 @@ class Terminal:
         for stream in (self.out, self.err):
             stream.flush()
         sys.stdout, sys.stderr = self._streams
+        self.out.close_log()
