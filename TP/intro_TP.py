@@ -17,8 +17,8 @@ from functools import partial
 
 import torch
 
+from distlab.comm.context import context_of
 from distlab.comm.layout import Layout
-from distlab.comm.traffic import traffic
 from distlab.parallel.division import Style, check_division
 from distlab.parallel.tensor import bytes_per_layer, shard
 from distlab.parallel.vocabulary import vocabulary_parallel_loss
@@ -91,8 +91,9 @@ def compare_with_formula(run: TrainingRun[TensorParallelSettings]) -> None:
     widths = (args.num_kv_heads or args.num_heads) * (args.dmodel // args.num_heads), args.hidden_dim
     sizes = run.world_size, *shape, element_bytes, args.sequence_parallel, *widths
     formula = bytes_per_layer(args.tp_style, *sizes, recomputed=args.recompute != "none")
+    ledger = context_of().ledger
     for kind, expected in zip(("layer activations", "layer gradients"), formula, strict=True):
-        sent = traffic.ledger.sent_bytes[kind] / max(1, (args.steps - run.first_step) * args.n_layers)
+        sent = ledger.sent_bytes[kind] / max(1, (args.steps - run.first_step) * args.n_layers)
         if run.rank == 0:
             say(f"{kind}: {sent:,.0f} bytes per layer and step; the formula gives {args.micro_batches * expected:,}")
 

@@ -8,13 +8,18 @@ per byte. The script first measures these costs. Then the algorithms in distlab.
 which predicts their times, and then over gloo, beside the library's own collectives and an all-reduce in shared memory.
 """
 
+import contextlib
 import json
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 
 import torch
-from torch.distributed import ReduceOp
+import torch.distributed as dist
 
-from distlab.comm.traffic import traffic
+from distlab.comm.context import SMALLEST_SHARED_BYTES, during
+from distlab.comm.devices import patient_threads
+from distlab.comm.group import empty, shares
+from distlab.comm.names import named
 from distlab.run.logs import human_bytes
 from distlab.run.main import main
 from distlab.run.run import Run
@@ -83,8 +88,10 @@ class Row:
 def compare(run: Run[CollectivesSettings]) -> None:
     args = run.settings
     sizes = [whole_numbers(size_bytes, run.world_size) for size_bytes in args.sizes]
-    with traffic.named("the calibration"):
+    with waiting_for("the calibration"):
         fitted = fit_costs()
+    with patient_threads():
+        over_gloo = dist.new_group(backend="gloo")  # with its own collectives, and no memory of the lab's
     rows: list[Row] = []
     if run.rank == 0:
         for message_bytes, costs in fitted.items():
@@ -98,11 +105,11 @@ def compare(run: Run[CollectivesSettings]) -> None:
             say(f"{'':21}messages      bytes    predicted    measured  ratio")
         for size_bytes in sizes:
             measured = []
-            works = operations(size_bytes)[operation]
+            works = operations(size_bytes, group=over_gloo)[operation]
             if operation == "all-reduce":
                 works |= in_shared_memory(size_bytes)
             for topology, work in works.items():
-                with traffic.named(f"the {operation} of {human_bytes(size_bytes)} ({topology})"):
+                with waiting_for(f"the {operation} of {human_bytes(size_bytes)} ({topology})"):
                     measured.append(Row(operation, topology, size_bytes, measure(work, args.rounds)))
             rows += measured
             if run.rank == 0:
@@ -114,15 +121,23 @@ def compare(run: Run[CollectivesSettings]) -> None:
         draw(run.out / "collectives.png", run.out)
 
 
+@contextlib.contextmanager
+def waiting_for(what: str) -> Iterator[None]:
+    """Name all that is sent inside; a wait that fails says so."""
+    with during(what), named(what, "collectives by hand"):
+        yield
+
+
 def in_shared_memory(size_bytes: int) -> dict[str, TimedWork]:
     """The lab's all-reduce in memory that the ranks share; none where they do not."""
-    traffic.smallest_shared_bytes = 0
-    tensor = traffic.new_buffer(size_bytes // NUMBER_BYTES, torch.empty(0))
+    memory = empty(max(size_bytes, SMALLEST_SHARED_BYTES) // NUMBER_BYTES, torch.empty(0))
+    tensor = memory[: size_bytes // NUMBER_BYTES]
 
     def all_reduce() -> None:
-        traffic.all_reduce(tensor, "the sum", kind="sums in shared memory", op=ReduceOp.SUM).wait()
+        with named("the sum", "sums in shared memory"):
+            dist.all_reduce(tensor)
 
-    return {SHARED: all_reduce} if traffic.is_shared(tensor) else {}
+    return {SHARED: all_reduce} if shares(tensor) else {}
 
 
 def show(rows: list[Row], world_size: int, fitted: dict[int, CostModel]) -> None:

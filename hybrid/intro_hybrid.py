@@ -17,10 +17,12 @@ trains on its own for many steps, as the ranks of DP/diloco/intro_DP_DiLoCo.py d
 
 from functools import partial
 
+import torch.distributed as dist
 from torch import nn
+from torch.distributed import ReduceOp
 
-from distlab.comm.traffic import traffic
-from distlab.comm.transfer import Transfer
+from distlab.comm.names import named
+from distlab.comm.pending import Pending
 from distlab.parallel.data import Bucket, GradientBuckets, flatten_weights
 from distlab.parallel.outer import FragmentSchedule, OuterOptimizer
 from distlab.parallel.sharded import ShardedDP
@@ -80,11 +82,10 @@ def train(run: TrainingRun[HybridSettings]) -> None:
     parameters = [parameter for net in averaged.values() for parameter in net.parameters()]
 
     # [hybrid] Prepare the average of the gradients over the pipelines, if your way needs it.
-    def average(bucket: Bucket) -> Transfer:
+    def average(bucket: Bucket) -> Pending:
         """Start to average gradients that are complete, while the backward pass continues to earlier layers."""
-        return traffic.all_reduce(
-            bucket.flat, f"{bucket} of {describe_stages(program)}", kind="gradients", group=bucket.axis.group
-        )
+        with named(f"{bucket} of {describe_stages(program)}", "gradients"):
+            return dist.all_reduce(bucket.flat, ReduceOp.AVG, bucket.axis.group, async_op=True)
 
     buckets = GradientBuckets(parameters, on_full=average, backward_passes=args.micro_batches, over=replicas)
     # [end]

@@ -15,15 +15,16 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, Any
 
 import torch
 import torch.distributed as dist
 import tyro
 from torch import Tensor
 
-from distlab.comm.endpoint import rank, world_size
-from distlab.comm.traffic import traffic
+from distlab.comm.context import context_of
+from distlab.comm.group import device_of
+from distlab.comm.names import named
 from distlab.run.logs import human_bytes
 from distlab.run.main import main
 from distlab.run.run import Run
@@ -82,7 +83,8 @@ def par_matmul_by_row(A: Matrix, B: Matrix) -> Matrix:
     A, B = agree_on_shapes(A, B)
     rows_of_A = scatter(A, 0, "A")
     B = B.clone(memory_format=torch.contiguous_format)  # to send from, or to receive into
-    traffic.broadcast(B.view(-1).view(torch.uint8), "B", kind="B").wait()  # as bytes: gloo broadcasts no int16
+    with named("B", "B"):
+        dist.broadcast(B.view(-1).view(torch.uint8), 0)  # as bytes: gloo broadcasts no int16
     return gather_rows(rows_of_A @ B, len(A), "C")
 
 
@@ -103,7 +105,8 @@ def par_matmul_by_reduction(A: Matrix, B: Matrix) -> Tensor:
     A, B = agree_on_shapes(A, B)
     part = scatter(A, 1, "A") @ scatter(B, 0, "B")
     C = part.int() if part.dtype == torch.int16 else part  # gloo adds no int16; the sum's low 16 bits are the same
-    traffic.all_reduce(C, "C", kind="C", op=dist.ReduceOp.SUM).wait()
+    with named("C", "C"):
+        dist.all_reduce(C)
     return C.to(part.dtype)
 
 
@@ -112,8 +115,10 @@ def agree_on_shapes(A: Matrix, B: Matrix) -> tuple[Tensor, Tensor]:
 
     All ranks make the same check on the same values, so either all of them raise or none does, and no rank waits.
     """
-    facts = torch.tensor([facts_of(A), facts_of(B)] if rank() == 0 else [[0] * 4] * 2, device=traffic.device)
-    traffic.broadcast(facts, "the shapes of A and B", kind="shapes").wait()
+    is_first = dist.get_rank() == 0
+    facts = torch.tensor([facts_of(A), facts_of(B)] if is_first else [[0] * 4] * 2, device=device_of())
+    with named("the shapes of A and B", "shapes"):
+        dist.broadcast(facts, 0)
     (m, k, *kind_of_A), (k_of_B, n, *kind_of_B) = facts.tolist()
     if min(m, n) < 0:
         names = ", ".join(str(dtype).removeprefix("torch.") for dtype in DTYPES)
@@ -122,12 +127,12 @@ def agree_on_shapes(A: Matrix, B: Matrix) -> tuple[Tensor, Tensor]:
         raise ValueError(f"A ({m}, {k}) times B ({k_of_B}, {n}): A needs as many columns as B has rows")
     if kind_of_A != kind_of_B:
         raise ValueError("A and B must have the same dtype and be on the same device")
-    if rank() == 0:
+    if is_first:
         assert A is not None
         assert B is not None
         return A, B
     dtype, on_gpu = kind_of_A
-    nothing = torch.zeros((2,), dtype=DTYPES[dtype], device=traffic.device if on_gpu else "cpu")
+    nothing = torch.zeros((2,), dtype=DTYPES[dtype], device="cuda" if on_gpu else "cpu")
     return nothing[0].expand(m, k), nothing[1].expand(k, n)
 
 
@@ -140,13 +145,13 @@ def facts_of(matrix: Matrix) -> list[int]:
 
 def scatter(matrix: Tensor, dim: int, name: str) -> Tensor:
     """This rank's piece of rank 0's matrix, which is split along `dim` into nearly equal pieces, one per rank."""
-    pieces = matrix.tensor_split(world_size(), dim)
-    what = f"a piece of {name}"
-    if rank() > 0:
-        piece = pieces[rank()].contiguous()  # memory to receive into
-        traffic.receive(piece, what, source=0).wait()
-        return piece
-    sends = [traffic.send(pieces[to].contiguous(), what, to=to, kind=name) for to in range(1, world_size())]
+    rank, pieces = dist.get_rank(), matrix.tensor_split(dist.get_world_size(), dim)
+    with named(f"a piece of {name}", name):
+        if rank > 0:
+            piece = pieces[rank].contiguous()  # memory to receive into
+            dist.recv(piece, 0)
+            return piece
+        sends: list[Any] = [dist.isend(pieces[to].contiguous(), to) for to in range(1, len(pieces))]
     for send in sends:
         send.wait()
     return pieces[0]
@@ -154,14 +159,14 @@ def scatter(matrix: Tensor, dim: int, name: str) -> Tensor:
 
 def gather_rows(rows: Tensor, count: int, name: str) -> Matrix:
     """On rank 0, the matrix of `count` rows, from the ranks' pieces as `scatter` splits them; None elsewhere."""
-    what = f"rows of {name}"
-    if rank() > 0:
-        traffic.send(rows, what, to=0, kind=name).wait()
-        return None
-    matrix = rows.new_empty(count, rows.shape[1])
-    first, *others = matrix.tensor_split(world_size())
+    with named(f"rows of {name}", name):
+        if dist.get_rank() > 0:
+            dist.send(rows, 0)
+            return None
+        matrix = rows.new_empty(count, rows.shape[1])
+        first, *others = matrix.tensor_split(dist.get_world_size())
+        arriving: list[Any] = [dist.irecv(piece, source) for source, piece in enumerate(others, start=1)]
     first.copy_(rows)
-    arriving = [traffic.receive(piece, what, source=source) for source, piece in enumerate(others, start=1)]
     for piece in arriving:
         piece.wait()
     return matrix
@@ -195,7 +200,8 @@ def compare(run: Run[MatmulSettings]) -> None:
 
 def measure(run: Run[MatmulSettings], product: Product, A: Matrix, B: Matrix) -> tuple[Matrix, float, int]:
     """The result of `product`, its median milliseconds on this rank, and the bytes that all ranks sent for it."""
-    sent_before = traffic.ledger.sent_bytes.total()
+    sent_bytes = context_of().ledger.sent_bytes
+    sent_before = sent_bytes.total()
     milliseconds = []
     for _ in range(1 + run.settings.rounds):
         started = time.perf_counter()
@@ -203,8 +209,9 @@ def measure(run: Run[MatmulSettings], product: Product, A: Matrix, B: Matrix) ->
         if run.device.type == "cuda":
             torch.cuda.synchronize()
         milliseconds.append(1000 * (time.perf_counter() - started))
-    sent = torch.tensor((traffic.ledger.sent_bytes.total() - sent_before) // len(milliseconds), device=run.device)
-    traffic.all_reduce(sent, "the bytes sent", kind="control", op=dist.ReduceOp.SUM).wait()
+    sent = torch.tensor((sent_bytes.total() - sent_before) // len(milliseconds), device=run.device)
+    with named("the bytes sent", "control"):
+        dist.all_reduce(sent)
     return C, statistics.median(milliseconds[1:]), int(sent)  # the first one warms up
 
 

@@ -7,11 +7,12 @@
 Each rank takes its own sequences; the mean of the ranks' gradients is that of the global batch, so all stay equal.
 """
 
+import torch.distributed as dist
 from torch.distributed import ReduceOp
 
 from distlab.collectives import ALL_REDUCES
-from distlab.comm.traffic import traffic
-from distlab.comm.transfer import Pending
+from distlab.comm.names import named
+from distlab.comm.pending import Pending
 from distlab.parallel.data import Bucket, GradientBuckets
 from distlab.parallel.gradient_compression import PowerSGD, TopK
 from distlab.run.main import main
@@ -39,11 +40,15 @@ def train(run: TrainingRun[ByHandSettings]) -> None:
     # [dp-ga] Prepare the average of the gradients over the ranks, if your way needs it.
     by_hand = ALL_REDUCES.get(args.all_reduce)  # our own; None for the library's
 
-    def add_up(bucket: Bucket) -> Pending:
+    def add_up(bucket: Bucket) -> Pending | None:
         """Start to add up gradients that are complete, while the backward pass continues to earlier layers."""
         if compressor is not None:
             return compressor.start(bucket)
-        return traffic.all_reduce(bucket.flat, str(bucket), kind="gradients", op=ReduceOp.SUM, by_hand=by_hand)
+        with named(str(bucket), "gradients"):  # in messages, and in the ledger
+            if by_hand is None:
+                return dist.all_reduce(bucket.flat, ReduceOp.SUM, async_op=True)
+            by_hand(bucket.flat, ReduceOp.SUM)
+            return None  # it has ended
 
     buckets = GradientBuckets(net.parameters(), on_full=add_up, backward_passes=args.micro_batches)
     # [end]

@@ -11,7 +11,10 @@ known as federated averaging (McMahan et al., arXiv 1602.05629): less traffic, b
 
 from dataclasses import dataclass
 
-from distlab.comm.traffic import traffic
+import torch.distributed as dist
+from torch.distributed import ReduceOp
+
+from distlab.comm.names import named
 from distlab.parallel.data import flatten_weights
 from distlab.run.main import main
 from distlab.run.replica_settings import LocalStepsSettings
@@ -64,7 +67,8 @@ def train(run: TrainingRun[WeightAggregationSettings]) -> None:
         optimizer.step()
         # [dp-wa] Average the weights over the ranks.
         if (step + 1) % args.sync_every == 0 or step + 1 == args.steps:
-            traffic.all_reduce(weights, f"the weights after step {step}", kind="weights").wait()
+            with named(f"the weights after step {step}", "weights"):
+                dist.all_reduce(weights, ReduceOp.AVG)
         # [end]
 
 

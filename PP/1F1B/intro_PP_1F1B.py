@@ -10,8 +10,10 @@ calls DAPPLE. There, `--schedule naive --trace` draws the order of this script.)
 """
 
 import torch
+import torch.distributed as dist
 
-from distlab.comm.traffic import traffic
+from distlab.comm.group import open_queues
+from distlab.comm.names import named
 from distlab.pipeline.stages import build_stage
 from distlab.run.main import main
 from distlab.run.stage_settings import PipelineSettings
@@ -32,8 +34,10 @@ def train(run: TrainingRun[PipelineSettings]) -> None:
     optimizer = run.optimizer(net)
     run.track(net, optimizer)
     # On one computer, messages between neighbors go through memory that both share, instead of sockets.
-    elements = args.batch_size // args.micro_batches * args.seq_len * args.dmodel
-    traffic.open_queues(range(run.world_size), elements, torch.empty(0, device=run.device), both_ways=True)
+    element = torch.empty((), device=run.device)
+    message_bytes = args.batch_size // args.micro_batches * args.seq_len * args.dmodel * element.itemsize
+    for direction in (range(run.world_size), range(run.world_size)[::-1]):
+        open_queues(direction, message_bytes, element)
 
     for step, batch in run.steps(stories):
         optimizer.zero_grad()
@@ -44,11 +48,13 @@ def train(run: TrainingRun[PipelineSettings]) -> None:
             inputs = x
             if stage > 0:
                 inputs = torch.empty(*x.shape, args.dmodel, device=run.device)
-                traffic.receive(inputs, "the activations", source=stage - 1).wait()
+                with named("the activations", "activations"):
+                    dist.recv(inputs, stage - 1)
                 inputs.requires_grad_()  # the previous stage waits for its gradient
             outputs = net(inputs)
             if stage < last:
-                traffic.send(outputs.detach(), "the activations", to=stage + 1, kind="activations").wait()
+                with named("the activations", "activations"):
+                    dist.send(outputs.detach(), stage + 1)
 
             # Backward: it starts from the loss on the last stage, and from the gradient of the outputs on the others.
             if stage == last:
@@ -57,11 +63,13 @@ def train(run: TrainingRun[PipelineSettings]) -> None:
                 losses.append(loss)
             else:
                 gradient = torch.empty_like(outputs)
-                traffic.receive(gradient, "the gradients", source=stage + 1).wait()
+                with named("the gradients", "gradients of activations"):
+                    dist.recv(gradient, stage + 1)
                 outputs.backward(gradient)
             if stage > 0:
                 assert inputs.grad is not None
-                traffic.send(inputs.grad, "the gradients", to=stage - 1, kind="gradients of activations").wait()
+                with named("the gradients", "gradients of activations"):
+                    dist.send(inputs.grad, stage - 1)
             # [end]
         run.log(step, losses)
         run.clip(optimizer)

@@ -11,12 +11,13 @@ a name and a deadline (`--timeout`, which is short here). When it passes, the ra
 """
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
 
 from distlab.comm.layout import Layout
-from distlab.comm.traffic import traffic
+from distlab.comm.names import named
 from distlab.pipeline.actions import Backward, Forward
 from distlab.pipeline.engine import ScheduleError, find_takers
 from distlab.pipeline.plan import simulate
@@ -55,12 +56,13 @@ def both_send(run: Run[DeadlockSettings]) -> None:
         if run.rank not in (lower, lower + 1):
             continue
         other = 2 * lower + 1 - run.rank
-        if run.settings.cure and run.rank == lower + 1:  # one of the two receives first
-            traffic.receive(theirs, "the tensor", source=other).wait()
-            traffic.send(mine, "the tensor", to=other, kind="tensors").wait()
-        else:
-            traffic.send(mine, "the tensor", to=other, kind="tensors").wait()
-            traffic.receive(theirs, "the tensor", source=other).wait()
+        with named("the tensor", "tensors"):
+            if run.settings.cure and run.rank == lower + 1:  # one of the two receives first
+                dist.recv(theirs, other)
+                dist.send(mine, other)
+            else:
+                dist.send(mine, other)
+                dist.recv(theirs, other)
 
 
 def order(run: Run[DeadlockSettings]) -> None:
@@ -74,18 +76,20 @@ def order(run: Run[DeadlockSettings]) -> None:
         if run.rank == 0:
             say(f"checked before the run: {error}")
             say("now the same run without the check:")
-    sent, takers = [], find_takers(programs)  # takers: which action needs the result of another stage
+    takers = find_takers(programs)  # which action needs the result of another stage
+    sent: list[Any] = []
     for action in programs[run.rank]:
         for result in action.needs(run.world_size):
             if result.stage != run.rank:
-                traffic.receive(torch.empty(1000, device=run.device), str(result), source=result.stage).wait()
+                with named(str(result), "messages"):
+                    dist.recv(torch.empty(1000, device=run.device), result.stage)
         for result in action.results:
             if result in takers:
                 to = takers[result].stage
-                value = torch.zeros(1000, device=run.device)
-                sent.append(traffic.send(value, str(result), to=to, kind="messages"))
-    for transfer in sent:
-        transfer.wait()
+                with named(str(result), "messages"):
+                    sent.append(dist.isend(torch.zeros(1000, device=run.device), to))
+    for message in sent:
+        message.wait()
 
 
 def skipped(run: Run[DeadlockSettings]) -> None:
@@ -95,11 +99,13 @@ def skipped(run: Run[DeadlockSettings]) -> None:
     for step in range(steps):
         if step == steps - 1 and run.rank == last and not run.settings.cure:
             continue  # no data, so nothing to average; but the other ranks wait for this one
-        traffic.all_reduce(value, f"the gradients of step {step}", kind="gradients").wait()
-    if run.rank == last:
-        traffic.send(value, "the result", to=0, kind="results").wait()
-    elif run.rank == 0:
-        traffic.receive(value, "the result", source=last).wait()
+        with named(f"the gradients of step {step}", "gradients"):
+            dist.all_reduce(value, dist.ReduceOp.AVG)
+    with named("the result", "results"):
+        if run.rank == last:
+            dist.send(value, 0)
+        elif run.rank == 0:
+            dist.recv(value, last)
 
 
 def try_case(run: Run[DeadlockSettings]) -> None:

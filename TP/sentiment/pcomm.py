@@ -17,9 +17,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from distlab.comm.endpoint import rank, world_size
 from distlab.comm.grid import Grid
-from distlab.parallel.tp_group import BACKWARD, FORWARD, TPGroup
+from distlab.comm.names import named
 from simplellm.errors import InputError
 
 tp_grp: dist.ProcessGroup | None = None  # the ranks that share each layer; neighbors, as they communicate most
@@ -40,12 +39,12 @@ def init(tp: int) -> None:
         TrafficError: a rank does not take part.
     """
     global replicas, slices, tp_grp, tp_rank, tp_degree, dp_grp, dp_rank, dp_degree
-    ranks = world_size()
+    rank, ranks = dist.get_rank(), dist.get_world_size()
     if tp < 1 or ranks % tp:
         raise InputError(f"--tp {tp}: the {ranks} ranks do not divide into groups of {tp}; give a divisor of {ranks}")
     tp_degree, dp_degree = tp, ranks // tp
-    dp_rank, tp_rank = divmod(rank(), tp)
-    grid = Grid(rank(), {"dp": dp_degree, "tp": tp})
+    dp_rank, tp_rank = divmod(rank, tp)
+    grid = Grid(rank, {"dp": dp_degree, "tp": tp})
     grid.make_groups()
     replicas, slices = grid.axis("dp"), grid.axis("tp")
     dp_grp, tp_grp = replicas.group, slices.group
@@ -61,7 +60,7 @@ class Duplication(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> Tensor:
-        return _sum(grad, BACKWARD)
+        return _sum(grad, "gradients")
 
 
 class AllReduce(torch.autograd.Function):
@@ -69,7 +68,7 @@ class AllReduce(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
-        return _sum(x, FORWARD)
+        return _sum(x, "activations")
 
     @staticmethod
     @once_differentiable
@@ -84,7 +83,10 @@ class AllGather(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor) -> Tensor:
         if tp_degree == 1:
             return x.clone()
-        return _tp_group().all_gather(x, FORWARD, dim=-1, length=x.shape[-1] * tp_degree)
+        shards = [torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(tp_degree)]
+        with named("the activations of a layer", "tp activations"):
+            dist.all_gather(shards, x.contiguous(), tp_grp)
+        return torch.cat(shards, dim=-1)
 
     @staticmethod
     @once_differentiable
@@ -92,9 +94,9 @@ class AllGather(torch.autograd.Function):
         return grad.chunk(tp_degree, dim=-1)[tp_rank].contiguous()
 
 
-def _tp_group() -> TPGroup:
-    return TPGroup("a layer", "tp", slices)
-
-
 def _sum(x: Tensor, what: str) -> Tensor:
-    return x.clone() if tp_degree == 1 else _tp_group().all_reduce(x, what)
+    total = x.clone(memory_format=torch.contiguous_format)
+    if tp_degree > 1:
+        with named(f"the {what} of a layer", f"tp {what}"):
+            dist.all_reduce(total, group=tp_grp)
+    return total

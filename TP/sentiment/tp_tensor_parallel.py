@@ -14,6 +14,7 @@ from typing import Annotated, Any, Literal
 
 import pcomm
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 import tyro
 from dataset import Reviews
@@ -22,8 +23,8 @@ from torch.distributed import ReduceOp
 from tp_model import Transformer
 
 from distlab.comm.layout import Layout
-from distlab.comm.traffic import traffic
-from distlab.comm.transfer import Transfer
+from distlab.comm.names import named
+from distlab.comm.pending import Pending
 from distlab.parallel.data import Bucket, GradientBuckets
 from distlab.run.main import main
 from distlab.run.optimizers import build_optimizer
@@ -132,9 +133,10 @@ def train(run: Run[SentimentSettings]) -> None:
     torch.manual_seed(args.seed + pcomm.dp_rank)  # dropout: the same within a group, for it has the same activations
     optimizer = build_optimizer(args.optimizer, net.parameters(), args.lr)
 
-    def add_up(bucket: Bucket) -> Transfer:
+    def add_up(bucket: Bucket) -> Pending:
         """Start to add up gradients that are complete, over the ranks that hold the same slices."""
-        return traffic.all_reduce(bucket.flat, str(bucket), kind="gradients", op=ReduceOp.SUM, group=pcomm.dp_grp)
+        with named(str(bucket), "gradients"):
+            return dist.all_reduce(bucket.flat, ReduceOp.SUM, pcomm.dp_grp, async_op=True)
 
     buckets = GradientBuckets(net.parameters(), on_full=add_up, over=pcomm.replicas)
     sampler = BatchSampler(len(reviews), args.bsz, args.seed)
@@ -170,7 +172,8 @@ def validate(run: Run[SentimentSettings], net: nn.Module, reviews: Reviews, epoc
         with mixed_precision(run):
             right += (net(own.tokens, own.is_padding).argmax(dim=-1) == own.labels).sum()
     net.train()
-    traffic.all_reduce(right, "the right answers", kind="check", op=ReduceOp.SUM, group=pcomm.dp_grp).wait()
+    with named("the right answers", "check"):
+        dist.all_reduce(right, ReduceOp.SUM, pcomm.dp_grp)
     if run.rank == 0:
         accuracy = right.item() / len(reviews)
         say(f"epoch {epoch}: validation accuracy {accuracy:.4f} ({right.item()} of {len(reviews)} reviews)")

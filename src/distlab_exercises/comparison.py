@@ -15,6 +15,9 @@ from distlab_exercises.catalogue import Trial
 from distlab_exercises.ranks import Facts, Report
 from distlab_exercises.shares import Mistake
 
+# The ledger's columns of collectives that have no name, such as those of a loop over the parameters.
+COLLECTIVES = "all_reduce", "reduce_scatter", "all_gather", "broadcast", "reduce", "gather", "scatter", "all_to_all"
+
 
 @dataclass(frozen=True)
 class Difference:
@@ -229,7 +232,7 @@ class Comparison:
     def sent(self) -> dict[str, tuple[int, int]]:
         """By what was sent: the bytes of all ranks in the last step, and those that are needed.
 
-        Collectives count as around a ring over a network (`traffic.ledger`), also where ranks share memory instead.
+        Collectives count as around a ring over a network (`Context.ledger`), also where ranks share memory instead.
         """
         trial = self.trial
         n, stages, slices = (trial.layout.get(name, 1) for name in ("dp", "pp", "tp"))
@@ -248,11 +251,14 @@ class Comparison:
             needed["activations"] = 2 * n * trial.stages_of_each * (stages - 1) * activations
         if slices > 1:  # two all-reduces forward and two backward in each block
             needed["activations of layers"] = n * stages * 8 * (slices - 1) * activations * self.facts["blocks"]
-        kinds = {
+        kinds: dict[str, tuple[str, ...]] = {
             "gradients and weights": ("gradients", "weights"),
             "activations": ("activations", "gradients of activations"),
             "activations of layers": ("layer activations", "layer gradients"),
         }
+        if needed:  # messages without a name are those of the pipeline; collectives are most likely of the replicas
+            kinds["activations" if stages > 1 else next(iter(needed))] += ("send",)
+            kinds["gradients and weights" if n > 1 else list(needed)[-1]] += COLLECTIVES
         found = {}
         for what, least in needed.items():
             total = 0
@@ -269,7 +275,7 @@ class Comparison:
             for what, (total, least) in sent.items()
             if total > 1.05 * least
         ]
-        averages = any("gradients" in report.facts["sent"][-1] for report in self.reports)
+        averages = any({"gradients", *COLLECTIVES} & set(report.facts["sent"][-1]) for report in self.reports)
         if self.trial.replicas > 1 and averages and not any(report.facts["overlaps"] for report in self.reports):
             found.append("gradients are sent after the backward pass; sent during it, they take no time of their own")
         return found

@@ -6,8 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from distlab.comm.traffic import traffic
-from distlab.comm.transfer import Transfer
+from distlab.comm.context import context_of
+from distlab.comm.pending import Pending
 from distlab.run.run import Run
 from distlab.run.settings import RunSettings
 from distlab_exercises.loading import load, settings_for, settings_of_world
@@ -62,7 +62,7 @@ def _multiply(rank: int, script: Path, name: str, values: dict[str, Any]) -> Fac
 
 def _sent_bytes() -> int:
     """Of matrices, so far."""
-    return sum(count for kind, count in traffic.ledger.sent_bytes.items() if kind not in ("control", "shapes"))
+    return sum(count for kind, count in context_of().ledger.sent_bytes.items() if kind not in ("control", "shapes"))
 
 
 def _name_share(name: str, rank: int, sent: int, shape: tuple[int, int, int]) -> Wrong:
@@ -74,7 +74,7 @@ def _name_share(name: str, rank: int, sent: int, shape: tuple[int, int, int]) ->
     if rank == 0 or sent >= needed:
         return None
     share = "its rows of the product" if by_row else "its product, a term of the sum,"
-    return "no-share", f"sends {sent} bytes by `traffic`, and {share} has {needed}: each rank computes a share"
+    return "no-share", f"sends {sent} bytes, and {share} has {needed}: each rank computes a share"
 
 
 def _name_product(name: str, rank: int, product: list[list[float]] | None, A: Tensor, B: Tensor) -> Wrong:
@@ -124,15 +124,15 @@ def _exchange(rank: int, script: Path, values: dict[str, Any]) -> Facts:
     module = load(script)
     run: Run[Any] = Run(settings_for(rank, module.DEFAULTS, RunSettings, values), script)
     contents: set[float] = set()  # numbers in what is sent
-    send = traffic.send
 
-    def send_and_keep(tensor: Tensor, *args: Any, **options: Any) -> Transfer:
-        if tensor.numel() > 1:  # no mere sign to the other rank
-            contents.update(tensor.unique().tolist())
-        return send(tensor, *args, **options)
+    def keep_what_is_sent(pending: Pending) -> None:
+        for tensor in pending.result() if pending.name.way == "send" else []:
+            if tensor.numel() > 1:  # no mere sign to the other rank
+                contents.update(tensor.unique().tolist())
 
-    traffic.send = send_and_keep  # type: ignore[method-assign]
+    context = context_of()
+    context.observers.append(keep_what_is_sent)
     module.try_case(run)
-    sent = sum(count for kind, count in traffic.ledger.sent_bytes.items() if kind != "control")
     run.close()
+    sent = sum(count for kind, count in context.ledger.sent_bytes.items() if kind != "control")
     return {"sent": sent, "contents": sorted(contents)}

@@ -25,6 +25,7 @@ from types import FrameType
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from distlab.comm.context import Context, context_of
 from distlab.comm.forked import forked
@@ -169,6 +170,8 @@ def _run_rank(
     os.chdir(folder)
     faulthandler.enable(_crash_file(folder, rank).open("w"))
     torch.manual_seed(1000 + rank)
+    if dist.is_initialized():  # by the process that forked this one
+        dist.destroy_process_group()
     has_ended, lock = threading.Event(), threading.Lock()
 
     def tell(report: Report) -> None:
@@ -301,7 +304,8 @@ def _hang(reports: list[Report], describe: Callable[[int], str]) -> tuple[str, l
         if report.rank in has_ended:
             sentences.append(f"{describe(report.rank)} has finished")
         elif wait_of is not None:
-            sentences.append(f"{describe(report.rank)} waits for {wait_of.sentence(describe)}{where}")
+            waits_for = replace(wait_of, line="").sentence(describe)  # the report has the line
+            sentences.append(f"{describe(report.rank)} waits for {waits_for}{where}")
         else:
             sentences.append(f"{describe(report.rank)} {report.sentence}{where}")
     return "deadlock", sentences

@@ -13,11 +13,11 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from distlab.comm.context import context_of
 from distlab.comm.grid import Grid
+from distlab.comm.pending import Pending
 from distlab.comm.placement import placement_of
 from distlab.comm.torch_patches import running_backward_pass
-from distlab.comm.traffic import traffic
-from distlab.comm.transfer import Transfer
 from distlab.parallel.sharded import ShardedDP
 from distlab.run.train_settings import TrainSettings
 from distlab.run.training import TrainingRun
@@ -46,8 +46,14 @@ class TensorKeeper:
         self.wrapped: list[nn.Module] = []
         self.updates, self.updated = 0, 0  # how often, and how many weights
         self.sent: list[dict[str, int]] = []  # bytes by kind, in all steps before each update
-        self.all_reduces: list[Transfer] = []
+        self.collectives: list[Pending] = []
         self.overlaps = False  # whether it starts to average gradients before a backward pass has ended
+
+    def observe(self, pending: Pending) -> None:
+        """Keep a collective that starts, to ask at the end whether it was waited for."""
+        if pending.name.way == "collective":
+            self.overlaps |= running_backward_pass() is not None
+            self.collectives.append(pending)
 
     def watch(self, model: nn.Module | Mapping[int, nn.Module], optimizer: Optimizer) -> None:
         """Record before each update of `optimizer`; `model` is what the script gives to `run.track`."""
@@ -66,7 +72,7 @@ class TensorKeeper:
             gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
             self.tensors[f"gradient|{self.updates}|{name}"] = gradient.detach().clone().contiguous()
         self.keep_weights()
-        self.sent.append(dict(traffic.ledger.sent_bytes))
+        self.sent.append(dict(context_of().ledger.sent_bytes))
         self.updates += 1
 
     def keep_weights(self) -> None:
@@ -90,17 +96,10 @@ def train(rank: int, script: Path, folder: Path, values: dict[str, Any], start_a
         recorder.watch(model, optimizer)
         track(model, optimizer, *args, **options)
 
-    all_reduce = traffic.all_reduce
-
-    def watched(*args: Any, **options: Any) -> Transfer:
-        recorder.overlaps |= running_backward_pass() is not None
-        recorder.all_reduces.append(all_reduce(*args, **options))
-        return recorder.all_reduces[-1]
-
     run.track = track_and_watch  # type: ignore[method-assign]
-    traffic.all_reduce = watched  # type: ignore[method-assign]
+    context_of().observers.append(recorder.observe)
     work(run)
-    sent_at_end = dict(traffic.ledger.sent_bytes)
+    sent_at_end = dict(context_of().ledger.sent_bytes)
     for part in recorder.wrapped:
         if isinstance(part, ShardedDP):
             part.wait_for_weights()
@@ -110,7 +109,7 @@ def train(rank: int, script: Path, folder: Path, values: dict[str, Any], start_a
     save_file(recorder.tensors, folder / f"rank{rank}.safetensors")
     slices = {name: one for name, p in recorder.parameters.items() for one in placement_of(p).slices}  # one, if any
     counts: Facts = {"sent_at_end": sent_at_end, "updates": recorder.updates, "updated": recorder.updated}
-    counts["not_waited_for"] = sum(not transfer.was_waited_for() for transfer in recorder.all_reduces)
+    counts["not_waited_for"] = sum(not pending.was_waited_for() for pending in recorder.collectives)
     return counts | {"sent": recorder.sent, "slices": slices, "overlaps": recorder.overlaps}
 
 
@@ -208,8 +207,9 @@ def try_layout(exercise: Exercise, trial: Trial, submission: Submission) -> Verd
     if found:
         hasty = next((report for report in reports if report.facts["not_waited_for"]), None)
         if hasty is not None:
-            told = f"{describe(hasty.rank)} did not wait for {hasty.facts['not_waited_for']} of its all-reduces"
-            way = "call .wait() on what traffic.all_reduce returns, or finish() of the GradientBuckets that began it"
+            told = f"{describe(hasty.rank)} did not wait for {hasty.facts['not_waited_for']} of its collectives"
+            returned = "what dist.all_reduce(…, async_op=True) returns"
+            way = f"call .wait() on {returned}, or finish() of the GradientBuckets that began it"
             found = "not-waited-for", [f"{told}: {way}", *found[1]]
         return verdict.fails(*found, printed=reports)
     verdict.passes(right)

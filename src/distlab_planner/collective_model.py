@@ -52,8 +52,10 @@ def whole_numbers(size_bytes: int, world_size: int) -> int:
     return max(1, math.ceil(size_bytes / share)) * share
 
 
-def operations(size_bytes: int, endpoint: Endpoint = dist, device: str = "cpu") -> dict[str, dict[str, TimedWork]]:
-    """A rank's collectives by operation and topology, with root 0; the library's own use the process group.
+def operations(
+    size_bytes: int, endpoint: Endpoint = dist, device: str = "cpu", group: dist.ProcessGroup | None = None
+) -> dict[str, dict[str, TimedWork]]:
+    """A rank's collectives by operation and topology, with root 0; the library's own use `group`, of all ranks.
 
     `size_bytes`, rounded up by `whole_numbers`, is the size of the tensor that is broadcast or combined, or of all
     parts together that are gathered or scattered. On the device "meta", tensors have no content.
@@ -63,12 +65,12 @@ def operations(size_bytes: int, endpoint: Endpoint = dist, device: str = "cpu") 
     part, parts = whole[0].clone(), list(whole)
     at_root = (whole, parts) if rank == 0 else (None, None)
     table: list[tuple[str, str, tuple[Any, ...], TimedWork]] = [
-        ("broadcast", "naive tree ring", (whole, 0), lambda: dist.broadcast(whole, 0)),
-        ("reduce", "naive tree", (whole, 0), lambda: dist.reduce(whole, 0)),
-        ("all-reduce", "naive tree butterfly ring", (whole,), lambda: dist.all_reduce(whole)),
-        ("gather", "naive tree", (part, at_root[0], 0), lambda: dist.gather(part, at_root[1], 0)),
-        ("all-gather", "naive tree ring", (part, whole), lambda: dist.all_gather(parts, part)),
-        ("reduce-scatter", "naive ring", (whole, part), lambda: dist.reduce_scatter(part, parts)),
+        ("broadcast", "naive tree ring", (whole, 0), lambda: dist.broadcast(whole, 0, group)),
+        ("reduce", "naive tree", (whole, 0), lambda: dist.reduce(whole, 0, group=group)),
+        ("all-reduce", "naive tree butterfly ring", (whole,), lambda: dist.all_reduce(whole, group=group)),
+        ("gather", "naive tree", (part, at_root[0], 0), lambda: dist.gather(part, at_root[1], 0, group)),
+        ("all-gather", "naive tree ring", (part, whole), lambda: dist.all_gather(parts, part, group)),
+        ("reduce-scatter", "naive ring", (whole, part), lambda: dist.reduce_scatter(part, parts, group=group)),
     ]
     works: dict[str, dict[str, TimedWork]] = {}
     for operation, topologies, arguments, library in table:

@@ -15,7 +15,7 @@ TWO_REPLICAS = Trial({"dp": 2}, {"world_size": 2}, 3, 3)  # the fewest ranks and
 ONE_MICRO_BATCH = Trial({"dp": 2}, {"world_size": 2}, 1, 1)
 
 AVERAGE = """for parameter in net.parameters():
-    traffic.all_reduce(parameter.grad, "a gradient", kind="gradients", op=ReduceOp.SUM).wait()
+    dist.all_reduce(parameter.grad, ReduceOp.SUM)
     parameter.grad /= run.world_size"""
 EACH = "for parameter in net.parameters():"
 

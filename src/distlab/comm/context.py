@@ -5,7 +5,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -53,6 +53,7 @@ class Context:
     begun: Counter[str] = field(default_factory=Counter)  # collectives that this rank has started, by ranks ("0,1,2")
     shares_memory: bool = False  # whether this rank shares memory with others
     groups: "weakref.WeakSet[LabGroup]" = field(default_factory=weakref.WeakSet)
+    observers: list[Callable[[Any], object]] = field(default_factory=list)  # called with each `Pending` that starts
     _has_remarked: bool = False  # that memory cannot be shared
 
     def __post_init__(self) -> None:
@@ -109,6 +110,12 @@ def context_of(group: dist.ProcessGroup | None = None) -> Context:
 
 @contextlib.contextmanager
 def during(what: str) -> Iterator[None]:
-    """Inside, all other ranks are waited for, for `what`: a wait that fails in a library says so (`Waits.during`)."""
-    with context_of().waits.during(what):
+    """Inside, all other ranks are waited for, for `what`: a wait that fails in a library says so (`Waits.during`).
+
+    In a group of another backend, waits have no names.
+    """
+    named: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+    with contextlib.suppress(ValueError):
+        named = context_of().waits.during(what)
+    with named:
         yield

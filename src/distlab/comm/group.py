@@ -645,6 +645,14 @@ def open_queues(row: Sequence[int], message_bytes: int, like: Tensor, group: Gro
         found.open_queues(row, message_bytes, like, slots=slots)
 
 
+def device_of(group: Group = None) -> torch.device:
+    """Where a tensor must be to be sent without a copy: this rank's GPU over NCCL, else host memory."""
+    found = _lab_group(group)
+    if found is None:
+        return torch.device("cuda" if "nccl" in dist.get_backend(group) else "cpu")
+    return found.context.device if found.context.is_over_nccl else torch.device("cpu")
+
+
 def _lab_group(group: Group) -> LabGroup | None:
     found = dist.group.WORLD if group is None else group
     return found if isinstance(found, LabGroup) else None

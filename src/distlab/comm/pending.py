@@ -43,6 +43,13 @@ class Pending(dist.Work):
         self._is_on_stream = isinstance(carrier, dist.Work) and tensors[0].is_cuda and context.is_over_nccl
         if self._is_on_stream:
             self._posted = passed()
+        for observe in context.observers:
+            observe(self)
+
+    @property
+    def name(self) -> Wait:
+        """What it is, between which ranks."""
+        return self._wait
 
     def then(self, finish: Callable[[], object]) -> "Pending":
         """Call `finish` at the end of `wait`, in the order of these calls; returns this object.

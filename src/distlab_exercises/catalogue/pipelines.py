@@ -23,9 +23,8 @@ EXERCISES = [
         last has the loss.
 
         Given: `net`, this stage's layers; `stage` and `last`, its number and that of the last one; activations are
-        (*x.shape, args.dmodel); `traffic.receive(tensor, "what", source=rank).wait()` fills a tensor;
-        `traffic.send(tensor, "what", to=rank, kind="activations").wait()`. Put the loss of each micro-batch,
-        divided by `args.micro_batches`, into `losses`.""",
+        (*x.shape, args.dmodel); `dist.recv(tensor, rank)` fills a tensor with what `dist.send(tensor, rank)` sends.
+        Put the loss of each micro-batch, divided by `args.micro_batches`, into `losses`.""",
         hints=(
             "What is received is a new tensor without a history. Its gradient is only computed if it requires one.",
             "`outputs.backward(gradient)` runs the backward pass from a gradient that came from the next stage; the "
@@ -153,14 +152,14 @@ EXERCISES = [
         different pipelines must update it with the same gradient, the mean over the pipelines. Average the gradients of
         `parameters` over the ranks of `replicas.group`, after the last backward pass of the step.
 
-        Given: `traffic.all_reduce(tensor, "what it is", kind="gradients", group=replicas.group)` starts an average over
-        those ranks only; `.wait()` waits for it. A loop over the parameters is right. The chapter's own uses
-        `GradientBuckets`, which starts to send while the last backward pass still runs.""",
+        Given: `dist.all_reduce(tensor, ReduceOp.AVG, replicas.group)` takes the mean over those ranks only, in place. A
+        loop over the parameters is right. The chapter's own uses `GradientBuckets`, which starts to send while the last
+        backward pass still runs.""",
         hints=(
             "Over which ranks? Those of one pipeline hold different parameters; an average over all ranks would mix "
             "them.",
             "`pipeline.step` runs all backward passes of the step. The average belongs between it and the update.",
-            "for parameter in parameters: traffic.all_reduce(parameter.grad, ..., group=replicas.group).wait()",
+            "for parameter in parameters: dist.all_reduce(parameter.grad, ReduceOp.AVG, replicas.group)",
         ),
         script="hybrid/intro_hybrid.py",
         trials=(Trial({"dp": 2, "pp": 2}, {"dp": 2, "pp": 2}, 3, 3),),
@@ -185,15 +184,15 @@ EXERCISES = [
         script="PP/deadlock/intro_deadlock.py",
         given=(
             (
-                """        if run.settings.cure and run.rank == lower + 1:  # one of the two receives first
-            traffic.receive(theirs, "the tensor", source=other).wait()
-            traffic.send(mine, "the tensor", to=other, kind="tensors").wait()
-        else:
-            traffic.send(mine, "the tensor", to=other, kind="tensors").wait()
-            traffic.receive(theirs, "the tensor", source=other).wait()
+                """            if run.settings.cure and run.rank == lower + 1:  # one of the two receives first
+                dist.recv(theirs, other)
+                dist.send(mine, other)
+            else:
+                dist.send(mine, other)
+                dist.recv(theirs, other)
 """,
-                """        traffic.send(mine, "the tensor", to=other, kind="tensors").wait()
-        traffic.receive(theirs, "the tensor", source=other).wait()
+                """            dist.send(mine, other)
+            dist.recv(theirs, other)
 """,
             ),
             (

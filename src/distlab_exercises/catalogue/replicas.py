@@ -19,9 +19,9 @@ EXERCISES = [
         `parameter.grad` holds the gradient of this rank's sequences. See to it that every rank updates its weights with
         the gradient of the global batch, which is the mean of the ranks' gradients.
 
-        Given: `run.rank` and `run.world_size`; `traffic.all_reduce(tensor, "what it is", kind="gradients",
-        op=ReduceOp.SUM).wait()`, which changes a tensor in place; `net.parameters()`. A loop over the parameters is
-        a right solution. The chapter's own collects gradients in buckets and sends them during the backward pass,
+        Given: `run.rank` and `run.world_size`; `dist.all_reduce(tensor, op)`, which changes a tensor in place, with
+        ReduceOp.SUM (which it also takes without `op`) or ReduceOp.AVG; `net.parameters()`. A loop over the parameters
+        is a right solution. The chapter's own collects gradients in buckets and sends them during the backward pass,
         with `GradientBuckets`; you may use it, but need not.""",
         hints=(
             "The sum over the ranks of what, divided by what, is the gradient of the global batch? Each rank has the "
@@ -47,12 +47,11 @@ EXERCISES = [
         one process: the mean of w - lr * g is w - lr * (mean of g).
 
         Given: `weights`, a flat tensor that holds all parameters; they are views of it, so what changes `weights`
-        in place changes the model. `traffic.all_reduce(tensor, "what it is", kind="weights")` starts an average
-        over the ranks, in place; `.wait()` waits for it. `args.sync_every` says after how many steps to average;
-        after the last step, average in any case.""",
+        in place changes the model. `dist.all_reduce(tensor, ReduceOp.AVG)` takes the mean over the ranks, in place.
+        `args.sync_every` says after how many steps to average; after the last step, average in any case.""",
         hints=(
             "Before or after `optimizer.step()`? And is it enough to compute the mean, or must the model hold it?",
-            "One all-reduce of `weights` itself, not of a copy, after the update; and wait for it.",
+            "One all-reduce of `weights` itself, not of a copy, after the update.",
             "Average where (step + 1) % args.sync_every == 0, and after the last step, or the ranks end with "
             "different weights.",
         ),
@@ -70,10 +69,11 @@ EXERCISES = [
         ranks start from rank 0's weights, whatever they had before.
 
         Given: `parameter.register_post_accumulate_grad_hook(hook)` calls `hook(parameter)` when its gradient has been
-        added to `parameter.grad`; `traffic.all_reduce(tensor, "what it is", kind="gradients")` starts an average in
-        place, and `.wait()` waits for it; `torch.autograd.Variable._execution_engine.queue_callback(function)`, called
-        in a hook, calls a function at the end of the backward pass; `broadcast_weights(model)` and `GradientBuckets`
-        are the lab's. All ranks must start their all-reduces in the same order.
+        added to `parameter.grad`; `dist.all_reduce(tensor, ReduceOp.AVG)` takes the mean in place, and with
+        `async_op=True` only starts to, and returns what has a `.wait()`;
+        `torch.autograd.Variable._execution_engine.queue_callback(function)`, called in a hook, calls a function at the
+        end of the backward pass; `broadcast_weights(model)` and `GradientBuckets` are the lab's. All ranks must
+        start their all-reduces in the same order.
 
         With several micro-batches there are several backward passes in a step. Averages of averages are no problem:
         the mean of what is the same on all ranks is the same again.""",
@@ -82,11 +82,12 @@ EXERCISES = [
             "passes of the same model fill gradients in the same order on all ranks.",
             "Forward only calls the model. The constructor copies rank 0's weights to all ranks, and registers a hook "
             "with every parameter that requires a gradient.",
-            "def average(parameter): traffic.all_reduce(parameter.grad, 'a gradient', kind='gradients').wait(). For "
-            "overlap, keep the transfers, and wait for them at the end of the backward pass.",
+            "def average(parameter): dist.all_reduce(parameter.grad, ReduceOp.AVG). For overlap, with async_op=True, "
+            "keep what it returns, and wait for all of it at the end of the backward pass.",
         ),
         script="DP/mydp/intro_DP_MyDP.py",
         takes=("distlab.parallel.data:MyDP",),
+        imports=("import torch.distributed as dist", "from torch.distributed import ReduceOp"),
         trials=(_data_parallel(3, 2), _data_parallel(2, 1)),
         ranks_start_apart=True,
     ),
@@ -100,9 +101,9 @@ EXERCISES = [
         part only; and after the update, all ranks need all parts.
 
         Given: `weights`, a flat tensor that holds all parameters; they are views of it, so what changes `weights` in
-        place changes the model. `traffic.reduce_scatter(own, parts, "what it is", kind="gradients").wait()` adds up the
-        ranks' `parts` (ranks, elements) and gives rank r row r in `own` (elements,);
-        `traffic.all_gather(parts, own, "what it is", kind="weights").wait()` collects every rank's `own` in `parts`.
+        place changes the model. `dist.reduce_scatter(own, list(parts))` adds up the ranks' `parts` (ranks, elements)
+        and gives rank r row r in `own` (elements,); `dist.all_gather(list(parts), own)` collects every rank's `own` in
+        the rows of `parts`.
         Rows have equal lengths: the length of `weights` may not divide among the ranks, so the last part needs
         padding. `parameters_to_vector` of torch.nn.utils makes a flat tensor of many, such as gradients.""",
         hints=(
@@ -123,7 +124,7 @@ EXERCISES = [
             ),
             (
                 "from distlab.parallel.sharded import ShardedDP\n",
-                "from distlab.comm.traffic import traffic\nfrom distlab.parallel.data import flatten_weights\n",
+                "import torch.distributed as dist\n\nfrom distlab.parallel.data import flatten_weights\n",
             ),
             ("        optimizer.zero_grad()\n", "        optimizer.zero_grad()\n        net.zero_grad()\n"),
             ("loss.backward()  # starts the reduce-scatter of each bucket that is full", "loss.backward()"),

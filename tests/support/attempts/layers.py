@@ -96,7 +96,7 @@ ATTEMPTS = [
         changes=(
             (
                 '    part = scatter(A, 1, "A") @ scatter(B, 0, "B")\n',
-                '    C = A @ B\n    traffic.broadcast(C, "C", kind="C").wait()\n    return C\n    part = C\n',
+                "    C = A @ B\n    dist.broadcast(C, 0)\n    return C\n    part = C\n",
             ),
         ),
         only="by_reduction",
@@ -108,7 +108,7 @@ ATTEMPTS = [
         changes=(
             (
                 '    return gather_rows(rows_of_A @ B, len(A), "C")',
-                "    return A @ B if rank() == 0 else None",
+                "    return A @ B if dist.get_rank() == 0 else None",
             ),
         ),
         only="by_row",

@@ -34,18 +34,14 @@ ATTEMPTS = [
         "hybrid",
         "summed",
         "added up over the 2 pipelines",
-        changes=(
-            ("group=bucket.axis.group\n", "group=bucket.axis.group, op=traffic_sum\n"),
-            ("DEFAULTS = ", "from torch.distributed import ReduceOp\n\ntraffic_sum = ReduceOp.SUM\nDEFAULTS = "),
-        ),
+        changes=(("bucket.flat, ReduceOp.AVG", "bucket.flat, ReduceOp.SUM"),),
     ),
     Attempt("hybrid", "not-waited-for", "finish()", changes=(("        buckets.finish()\n", ""),)),
     Attempt(
         "hybrid",
         "deadlock",
         "waits",
-        "for parameter in parameters:\n    traffic.all_reduce(parameter.grad, 'a gradient', kind='gradients', "
-        "group=replicas.group if run.rank else None).wait()",
+        "for parameter in parameters:\n    dist.all_reduce(parameter.grad, group=replicas.group if run.rank else None)",
     ),
     Attempt(
         "hybrid",
@@ -76,9 +72,12 @@ ATTEMPTS = [
         changes=(
             (
                 "            outputs = net(inputs)\n            if stage < last:\n"
-                "                traffic.send(outputs.detach(),",
+                '                with named("the activations", "activations"):\n'
+                "                    dist.send(outputs.detach(),",
                 "            ahead = torch.zeros(*x.shape, args.dmodel)\n            outputs = net(inputs)\n"
-                "            if stage < last:\n                traffic.send(ahead,",
+                "            if stage < last:\n"
+                '                with named("the activations", "activations"):\n'
+                "                    dist.send(ahead,",
             ),
         ),
     ),
@@ -141,8 +140,8 @@ ATTEMPTS = [
         "rank 1 sends a tensor of 0",
         changes=(
             (
-                '            traffic.send(mine, "the tensor", to=other, kind="tensors").wait()\n        else:',
-                '            traffic.send(theirs, "the tensor", to=other, kind="tensors").wait()\n        else:',
+                "                dist.send(mine, other)\n            else:",
+                "                dist.send(theirs, other)\n            else:",
             ),
         ),
     ),

@@ -3,22 +3,22 @@
 from distlab_exercises.catalogue import EXERCISES
 from support.exercises_attempts import AVERAGE, ONE_MICRO_BATCH, Attempt
 
-IMPORTS = ("import traffic\n", "import traffic\nimport torch\nfrom torch import nn\n")
+IMPORTS = ("distributed as dist\n", "distributed as dist\nimport torch\nfrom torch import nn\n")
 OWN_PART = """rows = -(-weights.numel() // run.world_size)
 own = nn.Parameter(weights[run.rank * rows : (run.rank + 1) * rows])
 optimizer = run.optimizer(nn.ParameterList([own]))"""
 OWN_GRADIENT = """flat = torch.zeros(run.world_size * rows)
 flat[: weights.numel()] = nn.utils.parameters_to_vector([p.grad for p in net.parameters()])
 mine = torch.empty(rows)
-traffic.reduce_scatter(mine, flat.view(run.world_size, rows), "gradients", kind="gradients").wait()
+dist.reduce_scatter(mine, list(flat.view(run.world_size, rows)))
 own.grad = mine[: own.numel()] / run.world_size"""
 ALL_PARTS = """mine[: own.numel()] = own.detach()
-traffic.all_gather(flat.view(run.world_size, rows), mine, "weights", kind="weights").wait()
+dist.all_gather(list(flat.view(run.world_size, rows)), mine)
 weights.copy_(flat[: weights.numel()])"""
 EVERY_SECOND_STEP = next(trial for trial in EXERCISES["dp-wa"].trials if trial.sync_every > 1)
 
 ATTEMPTS = [
-    Attempt("dp-ga", "divided-twice", "1/2 of what it should be", AVERAGE.replace("op=ReduceOp.SUM", "")),
+    Attempt("dp-ga", "divided-twice", "1/2 of what it should be", AVERAGE.replace("SUM", "AVG")),
     Attempt("dp-ga", "", "the run of one process", AVERAGE),
     Attempt("dp-ga", "summed", "added up over the 2 ranks, but not divided by 2", AVERAGE.rpartition("\n")[0]),
     Attempt(
@@ -31,16 +31,13 @@ ATTEMPTS = [
         "dp-ga",
         "not-waited-for",  # and divided twice, so that it is wrong even where the transfers end in time
         "rank 0 did not wait for",
-        AVERAGE.replace("op=ReduceOp.SUM", "").replace(".wait()", ""),
+        AVERAGE.replace("ReduceOp.SUM", "ReduceOp.AVG, async_op=True"),
     ),
     Attempt(
         "dp-wa",
         "weights-summed",
         "added up over the ranks",
-        changes=(
-            ('step}", kind="weights")', 'step}", kind="weights", op=traffic_sum)'),
-            ("DEFAULTS = ", "from torch.distributed import ReduceOp\n\ntraffic_sum = ReduceOp.SUM\nDEFAULTS = "),
-        ),
+        changes=(("dist.all_reduce(weights, ReduceOp.AVG)", "dist.all_reduce(weights)"),),
     ),
     Attempt(
         "dp-wa",
@@ -48,8 +45,8 @@ ATTEMPTS = [
         "divided by 2 twice",
         changes=(
             (
-                "            traffic.all_reduce(weights,",
-                "            weights /= run.world_size\n            traffic.all_reduce(weights,",
+                "                dist.all_reduce(weights,",
+                "                weights /= run.world_size\n                dist.all_reduce(weights,",
             ),
         ),
     ),
@@ -125,7 +122,7 @@ ATTEMPTS = [
         "not-shared-out",
         "its share is",
         ("optimizer = run.optimizer(net)", AVERAGE, "pass"),
-        (("import traffic\n", "import traffic\nfrom torch.distributed import ReduceOp\n"),),
+        (("distributed as dist\n", "distributed as dist\nfrom torch.distributed import ReduceOp\n"),),
     ),
     Attempt(
         "dp-zero",
@@ -172,7 +169,7 @@ ATTEMPTS = [
     Attempt(
         "dp-ga",
         "deadlock",
-        "rank 0 waits, in line 5",
+        "rank 0 waits for barrier from rank 1, in line 5",
         f"if run.rank == 0:\n    __import__('torch').distributed.barrier()\n{AVERAGE}",
     ),
     Attempt(
