@@ -138,6 +138,8 @@ def launched(args: list[str]) -> None:
         run_script(script, re.sub(r"--world-size \d+", "", " ".join(args)).split())
         raise ParsedError
 
+    if args and (LAB / args[0]).is_file():  # pages name scripts as seen from the lab's folder
+        args = [str(LAB / args[0]), *args[1:]]
     resume = Path(args[args.index("--resume") + 1]) if "--resume" in args else None
     if resume is not None:
         write_model(resume, saved_model(n_layers=3))  # what the command resumes from

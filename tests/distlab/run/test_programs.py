@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 
 import pytest
-from support.processes import run
+from support.processes import LAB, run
 from support.terminals import fork_launcher
 
 from distlab.run.logs import human_bytes
@@ -62,8 +62,8 @@ def test_torchs_ddp_is_counted_and_summed_up(tmp_path: Path) -> None:
     assert sent == f"# rank 0 sent {human_bytes(own_bytes)} of all_reduce in 5 messages"
 
 
-def test_runs_under_torchrun(tmp_path: Path) -> None:
-    program = written(tmp_path, PLAIN.format(steps=2))
+def test_the_example_runs_under_torchrun() -> None:
+    program = LAB / "examples/plain_ddp.py"
     ended = run(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", program)
     assert ended.status == 0, ended.err
     assert "# rank 0 sent" in ended.out
