@@ -613,6 +613,11 @@ class LabGroup(dist.ProcessGroup):
         return carried
 
 
+# torch 2.11 has these under other names only, which 2.13 warns are deprecated.
+all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
 def empty(elements: int, like: Tensor, group: Group = None, *, overlaps: bool = False) -> Tensor:
     """Zeros (elements,) to be communicated in again and again: `LabGroup.empty`, or plain memory in another backend."""
     found = _lab_group(group)

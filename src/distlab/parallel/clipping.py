@@ -11,13 +11,13 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ReduceOp
 
 from distlab.comm.grid import Grid
+from distlab.comm.names import named
 from distlab.comm.placement import holders
-from distlab.comm.traffic import traffic
-from distlab.comm.transfer import Transfer
 
 EPSILON = 1e-6  # as in torch.nn.utils.clip_grad_norm_
 
@@ -26,8 +26,8 @@ EPSILON = 1e-6  # as in torch.nn.utils.clip_grad_norm_
 class NormSum:
     """The global norm, while the sum of its square over the ranks is in progress."""
 
-    squared: Tensor  # a scalar, float64; the sum over all ranks once the transfer has completed
-    transfer: Transfer | None  # None where every rank holds everything
+    squared: Tensor  # a scalar, float64; the sum over all ranks once `transfer` has been waited for
+    transfer: dist.Work | None  # None where every rank holds everything
 
     def wait(self) -> float:
         """The norm, the same number on all ranks."""
@@ -56,7 +56,8 @@ def sum_norm(parameters: Iterable[Tensor], grid: Grid, what: str, device: torch.
         squared = (norms.square() / counted).sum()
     if is_whole:
         return NormSum(squared, None)
-    return NormSum(squared, traffic.all_reduce(squared, what, kind="gradient norm", op=ReduceOp.SUM))
+    with named(what, "gradient norm"):
+        return NormSum(squared, dist.all_reduce(squared, ReduceOp.SUM, async_op=True))
 
 
 def is_too_long(norm: float, most: float) -> bool:

@@ -7,11 +7,14 @@ Descent", Interspeech 2014; Karimireddy et al., arXiv 1901.09847).
 """
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import ReduceOp
 from torch.nn.functional import pad
 
 from distlab.comm.grid import Axis
-from distlab.comm.traffic import Transfer, traffic
+from distlab.comm.group import all_gather_single
+from distlab.comm.pending import Pending
 from distlab.parallel.division import Compression
 
 BLOCK = 256  # values that share a scale
@@ -49,53 +52,32 @@ def decode(kind: Compression, message: Tensor, elements: int) -> Tensor:
     return (values * scales[:, None]).view(-1)[:elements]
 
 
-class CompressedMean:
-    """The mean of a vector over the ranks of a group, sent compressed, with error feedback.
+def start_mean(result: Tensor, values: Tensor, kind: Compression, residual: Tensor | None, axis: Axis) -> Pending:
+    """Start to average a vector over the ranks along an axis, sent compressed, with error feedback.
 
     Each rank sends its message to all others (an all-gather), and adds up the decoded vectors in float32 and in the
     order of ranks. So all ranks have the same mean to the last bit, and nothing is rounded twice. A rank sends
     (ranks - 1) * `encoded_bytes`. Without compression, an all-reduce averages the vectors.
 
     Args:
-        result: where the mean goes, float32 (at least as many elements as any vector).
-        kind: how vectors are sent.
+        result: (elements,), float32; holds the mean once the returned handle has been waited for.
+        values: this rank's vector, (elements,).
+        kind: how the vectors are sent.
+        residual: what this rank's earlier messages have left out, (elements,); it is added to `values`, and what this
+            message leaves out takes its place. None without compression.
         axis: the ranks.
     """
+    if residual is None:
+        return dist.all_reduce(result.copy_(values), ReduceOp.AVG, axis.group, async_op=True)
+    wanted = values + residual
+    message = encode(kind, wanted)
+    torch.sub(wanted, decode(kind, message, len(values)), out=residual)
+    messages = message.new_empty(axis.size, len(message))
 
-    def __init__(self, result: Tensor, kind: Compression, axis: Axis) -> None:
-        self.result, self._kind, self._axis = result, kind, axis
-        self._under_way: tuple[Transfer, Tensor, int] | None = None  # the transfer, all ranks' messages, elements
+    def add_up() -> None:
+        result.zero_()
+        for one in messages:
+            result.add_(decode(kind, one, len(values)))
+        result.div_(len(messages))
 
-    def start(self, values: Tensor, residual: Tensor | None, what: str, kind: str) -> None:
-        """Start to average `values` (elements,); one average at a time.
-
-        Args:
-            values: this rank's vector.
-            residual: what this rank's earlier messages have left out, (elements,); it is added to `values`, and what
-                this message leaves out takes its place. None without compression.
-            what: names the values in errors.
-            kind: the ledger's column.
-        """
-        assert self._under_way is None, "the last average has not been waited for"
-        if self._kind == "none" or residual is None:
-            own = self.result[: len(values)].copy_(values)
-            self._under_way = traffic.all_reduce(own, what, kind=kind, group=self._axis.group), own, len(values)
-            return
-        wanted = values + residual
-        message = encode(self._kind, wanted)
-        torch.sub(wanted, decode(self._kind, message, len(values)), out=residual)
-        messages = message.new_empty(self._axis.size, len(message))
-        transfer = traffic.all_gather(messages, message, what, kind=kind, group=self._axis.group)
-        self._under_way = transfer, messages, len(values)
-
-    def wait(self) -> None:
-        """Wait until `result` holds the mean that was started last, if any."""
-        if self._under_way is None:
-            return
-        (transfer, messages, elements), self._under_way = self._under_way, None
-        transfer.wait()
-        if messages.dtype == torch.uint8:
-            total = self.result[:elements].zero_()
-            for message in messages:
-                total += decode(self._kind, message, elements)
-            total /= len(messages)
+    return all_gather_single(messages, message, axis.group, async_op=True).then(add_up)

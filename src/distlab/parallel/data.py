@@ -13,12 +13,12 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed import ReduceOp
 
 from distlab.comm.grid import Axis, all_ranks
-from distlab.comm.pending import Pending
+from distlab.comm.group import empty
+from distlab.comm.names import named
 from distlab.comm.placement import holders
-from distlab.comm.traffic import traffic
-from distlab.comm.transfer import Transfer, wait_for_all
 
 BUCKET_BYTES = 25_000_000
 
@@ -67,7 +67,7 @@ class BucketPlace:
         return self._view
 
 
-OnFull = Callable[[Bucket], Pending | None]
+OnFull = Callable[[Bucket], dist.Work | None]
 
 
 class GradientBuckets:
@@ -81,11 +81,11 @@ class GradientBuckets:
 
     Args:
         parameters: the model's parameters, in the order of the model.
-        on_full: called during the backward pass when a bucket is full; returns the transfer that it starts, if any.
+        on_full: called during the backward pass when a bucket is full; returns the collective that it starts, if any.
         backward_passes: gradients are accumulated over this many backward passes before a bucket is full.
         bucket_bytes: size at which a bucket is closed; small buckets start early, large ones need fewer messages.
         over: the ranks that have different data, by default all. They must construct their buckets together: if
-            possible, a bucket is in memory that the ranks which combine it share (`Traffic.new_buffer`).
+            possible, a bucket is in memory that the ranks which combine it share (`distlab.comm.group.empty`).
         buckets: used instead of buckets made from the parameters.
         rounds: how often a step fills each bucket.
     """
@@ -102,11 +102,11 @@ class GradientBuckets:
         rounds: int = 1,
     ) -> None:
         self._on_full, self._backward_passes, self._rounds = on_full, backward_passes, rounds
-        self._transfers: list[Pending | None] = []
+        self._under_way: list[dist.Work] = []
         if buckets is None:
             buckets = []
             for some, axis in split_into_buckets(list(parameters)[::-1], over or all_ranks("dp"), bucket_bytes):
-                flat = traffic.new_buffer(elements_of(some), some[0], axis.group)
+                flat = empty(elements_of(some), some[0], axis.group)
                 buckets.append(Bucket(len(buckets), some, flat, axis))
         self._buckets = buckets
         for bucket in self._buckets:
@@ -120,7 +120,7 @@ class GradientBuckets:
         return iter(self._buckets)
 
     def finish(self) -> None:
-        """End a step: report incomplete buckets, with zeros for unused parameters, and wait for all transfers."""
+        """End a step: report incomplete buckets, with zeros for unused parameters, and wait for all collectives."""
         while self._handed_over < self._rounds * len(self._buckets):
             bucket = self._next_bucket()
             for parameter, view in zip(bucket.parameters, bucket.views, strict=True):
@@ -135,14 +135,16 @@ class GradientBuckets:
         self._handed_over = 0  # buckets in this step, over all rounds
         for bucket in self._buckets:
             bucket.expect(self._backward_passes)
-        transfers, self._transfers = self._transfers, []
-        wait_for_all([transfer for transfer in transfers if transfer is not None])  # or they would overwrite gradients
+        while self._under_way:  # or they would overwrite gradients
+            self._under_way.pop(0).wait()
 
     def _hand_over(self) -> None:
         bucket = self._next_bucket()
         self._handed_over += 1
         bucket.expect(self._backward_passes)
-        self._transfers.append(self._on_full(bucket))
+        started = self._on_full(bucket)
+        if started is not None:
+            self._under_way.append(started)
 
     def _collector(self, bucket: Bucket, view: Tensor, place: BucketPlace) -> Callable[[Tensor], None]:
         """The hook that runs when a parameter's gradient has been accumulated."""
@@ -222,8 +224,9 @@ class MyDP(nn.Module):
             self._buckets.restart()
         return self.model(data) if target is None else self.model(data, target)
 
-    def _average(self, bucket: Bucket) -> Transfer:
-        return traffic.all_reduce(bucket.flat, str(bucket), kind="gradients", group=bucket.axis.group)
+    def _average(self, bucket: Bucket) -> dist.Work | None:
+        with named(str(bucket), "gradients"):
+            return dist.all_reduce(bucket.flat, ReduceOp.AVG, bucket.axis.group, async_op=True)
 
     def _finish_after_this_pass(self, _: Tensor) -> None:
         if not self._in_backward_pass:
@@ -240,15 +243,14 @@ def broadcast_weights(model: nn.Module, over: Axis | None = None) -> None:
 
     By default, `over` are all ranks.
     """
-    transfers = []
+    started = []
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         own, group = tensor.detach(), holders(tensor, over or all_ranks("dp")).group
         received = own.contiguous()
-        transfers.append(
-            (traffic.broadcast(received, f"the weights {name}", kind="weights", group=group), own, received)
-        )
-    for transfer, own, received in transfers:
-        transfer.wait()
+        with named(f"the weights {name}", "weights"):
+            started.append((dist.broadcast(received, group=group, group_src=0, async_op=True), own, received))
+    for work, own, received in started:
+        work.wait()
         own.copy_(received)  # a no-op if both are the same tensor
 
 
@@ -264,7 +266,7 @@ def flatten_weights(model: nn.Module, over: Axis | None = None) -> Tensor:
     parameters, axis = list(model.parameters()), over or all_ranks("dp")
     if any(holders(parameter, axis) is not axis for parameter in parameters):
         raise ValueError(f"the ranks along {axis} hold different parts of the parameters")
-    flat = traffic.new_buffer(elements_of(parameters), parameters[0].detach(), axis.group)
+    flat = empty(elements_of(parameters), parameters[0].detach(), axis.group)
     torch.cat([p.detach().flatten() for p in parameters], out=flat)
     nn.utils.vector_to_parameters(flat, parameters)
     return flat
@@ -275,13 +277,16 @@ def check_parameter_closeness(model: nn.Module) -> bool:
     parameters = list(model.named_parameters())
     shapes = zlib.crc32(repr([(name, parameter.shape, parameter.dtype) for name, parameter in parameters]).encode())
     most = torch.tensor([shapes, -shapes], device=parameters[0][1].device)
-    traffic.all_reduce(most, "the shapes of a model", kind="check", op=dist.ReduceOp.MAX).wait()
+    with named("the shapes of a model", "check"):
+        dist.all_reduce(most, ReduceOp.MAX)
     if most[0] != -most[1]:  # the maximum and the minimum over the ranks
         return False
     is_close = torch.ones_like(most[0])
     for name, parameter in parameters:
         rank_0s = parameter.detach().clone(memory_format=torch.contiguous_format)
-        traffic.broadcast(rank_0s, f"the weights {name}", kind="check").wait()
+        with named(f"the weights {name}", "check"):
+            dist.broadcast(rank_0s, src=0)
         is_close *= torch.allclose(parameter, rank_0s, equal_nan=True)
-    traffic.all_reduce(is_close, "the results of the comparison", kind="check", op=dist.ReduceOp.MIN).wait()
+    with named("the results of the comparison", "check"):
+        dist.all_reduce(is_close, ReduceOp.MIN)
     return bool(is_close)

@@ -1,15 +1,17 @@
-"""Parameters side by side in flat buffers, of which each rank owns a shard, and the reduction of their gradients."""
+"""Parameters side by side in a flat buffer, and their gradients in another; each rank owns a shard of both."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import ReduceOp
 
 from distlab.comm.grid import Axis
+from distlab.comm.group import all_gather_single, empty, received_bytes, reduce_scatter_single
+from distlab.comm.names import named
+from distlab.comm.pending import Pending
 from distlab.comm.placement import FlatRange, place, placement_of
-from distlab.comm.traffic import traffic
-from distlab.comm.transfer import Transfer
 from distlab.parallel.data import Bucket, elements_of, views_of
 from distlab.parallel.division import Sharded
 
@@ -17,13 +19,13 @@ HALF = (torch.bfloat16, torch.float16)  # dtypes whose shards are updated in flo
 
 
 @dataclass
-class Held:
+class Gathered:
     """Counts the bytes of buffers that are whole for a while."""
 
     now_bytes: int = 0
     peak_bytes: int = 0
 
-    def hold(self, more_bytes: int) -> None:
+    def count(self, more_bytes: int) -> None:
         """Count bytes that this rank holds from now on; with a negative number, that it holds no longer."""
         self.now_bytes += more_bytes
         self.peak_bytes = max(self.peak_bytes, self.now_bytes)
@@ -31,22 +33,12 @@ class Held:
     def allocate(self, flat: Tensor) -> None:
         """Give a freed buffer its memory again."""
         flat.untyped_storage().resize_(flat.nbytes)
-        self.hold(flat.nbytes)
+        self.count(flat.nbytes)
 
     def free(self, flat: Tensor) -> None:
         """Free a buffer's memory; its views stay."""
         flat.untyped_storage().resize_(0)
-        self.hold(-flat.nbytes)
-
-
-def new_flat(parameters: Sequence[Tensor], axis: Axis, is_kept: bool = True) -> Tensor:
-    """Zeros (elements,) for parameters side by side, filled up to an equal part for each rank along an axis.
-
-    If the buffer is kept all the time, it is in memory that these ranks share, if they can.
-    """
-    like = parameters[0].detach()
-    elements = -(-elements_of(parameters) // axis.size) * axis.size
-    return traffic.new_buffer(elements, like, axis.group) if is_kept else like.new_zeros(elements)
+        self.count(-flat.nbytes)
 
 
 def is_whole(flat: Tensor) -> bool:
@@ -54,94 +46,89 @@ def is_whole(flat: Tensor) -> bool:
     return flat.untyped_storage().nbytes() > 0
 
 
+def new_flat(parameters: Sequence[Tensor], axis: Axis, is_kept: bool) -> Tensor:
+    """Zeros (elements,) for parameters side by side, filled up to an equal part for each rank along an axis.
+
+    If the buffer is kept all the time, it is in memory that these ranks share, if they can.
+    """
+    like = parameters[0].detach()
+    elements = -(-elements_of(parameters) // axis.size) * axis.size
+    return empty(elements, like, axis.group) if is_kept else like.new_zeros(elements)
+
+
 class FlatParameters:
     """Parameters of one dtype side by side in a flat buffer, of which each rank along an axis owns an equal part.
 
     That part is its shard. The last ones may be filled up with zeros, which are nobody's.
+
+    Attributes:
+        flat: the buffer (elements,), of which the parameters are views.
+        shard: this rank's part, which the optimizer updates; in float32 also for a model in fewer bits.
+        shards: of each parameter, what lies in `shard`: (elements, 1, …), with as many dimensions as the parameter.
+        gradients: of the parameters; None if they are frozen.
     """
 
-    def __init__(self, parameters: Sequence[nn.Parameter], shard: Sharded, axis: Axis, held: Held) -> None:
-        self.parameters, self.axis, self._held = parameters, axis, held
-        self._shares_weights, self._shares_gradients = shard == "weights", shard != "optimizer"
-        self.flat = new_flat(parameters, axis, is_kept=not self._shares_weights)
+    def __init__(self, parameters: Sequence[nn.Parameter], shard: Sharded, axis: Axis, gathered: Gathered) -> None:
+        self.parameters, self.axis, self._gathered = parameters, axis, gathered
+        self._is_freed = shard == "weights"
+        self.flat = new_flat(parameters, axis, is_kept=not self._is_freed)
         self._views = views_of(self.flat, parameters)
         for parameter, view in zip(parameters, self._views, strict=True):
             view.copy_(parameter.detach())
             parameter.data = view
-        self.parts = self.flat.view(axis.size, -1)  # (ranks, elements of a shard)
-        self._in_whole = self.parts[axis.rank]
-        self._start = axis.rank * len(self._in_whole)
-        is_half, is_trained = self.flat.dtype in HALF, parameters[0].requires_grad
-        self._to_send = self._in_whole
-        if self._shares_weights:
-            self._to_send = traffic.new_buffer(len(self._in_whole), self.flat, axis.group).copy_(self._in_whole)
-        self.own = self._to_send.float() if is_half and is_trained else self._to_send  # master weights
-        self.bucket = ShardedBucket(self, held) if is_trained else None
-        self._gradient: Tensor | None = None  # of the shard
-        if self.bucket is not None:
-            in_place = shard == "optimizer" and not is_half
-            self._gradient = self.bucket.own if in_place else torch.zeros_like(self.own)
-        self._is_first = True  # nothing has been added to the gradient in this step
-        self._arriving: Transfer | None = None
-        self._own_parameters = [
-            (parameter, self._shard_of(parameter, self.own[where.start : where.stop], start))
-            for parameter, where, start in self._own_ranges()
-        ]
+        self._parts = self.flat.view(axis.size, -1)  # (ranks, elements of a shard)
+        self._to_send = own = self._parts[axis.rank]
+        if self._is_freed:
+            self._to_send = empty(len(own), own, axis.group).copy_(own)
+        is_trained = parameters[0].requires_grad
+        self.shard = self._to_send.float() if own.dtype in HALF and is_trained else self._to_send  # master weights
+        self._ranges = dict(self._own_ranges())
+        self.shards = {p: self._shard_of(p, *where) for p, where in self._ranges.items()}
+        self.gradients = GradientShard(self, shard, gathered) if is_trained else None
+        self._arriving: Pending | None = None
         self._absent = [p.detach().new_full((1,), torch.nan).expand(p.shape) for p in parameters]
-        if self._shares_weights:
-            self._held.now_bytes += self.flat.nbytes
+        if self._is_freed:
+            gathered.now_bytes += self.flat.nbytes
             self.free()
-        if self.bucket is not None and self._shares_gradients:
-            self.bucket.flat.untyped_storage().resize_(0)
 
-    def _own_ranges(self) -> Iterator[tuple[nn.Parameter, range, int]]:
+    def _own_ranges(self) -> Iterator[tuple[nn.Parameter, tuple[slice, int]]]:
         """For each parameter, where in the shard this rank's part of it lies, and where in the parameter it begins."""
-        first = 0  # of the parameter, in the flat buffer
+        own, first = self.axis.rank * len(self.shard), 0  # where the shard and the parameter begin in the flat buffer
         for parameter in self.parameters:
-            start = min(max(self._start, first), first + parameter.numel())
-            stop = max(min(self._start + len(self.own), first + parameter.numel()), start)
-            yield parameter, range(start - self._start, stop - self._start) if stop > start else range(0), start - first
+            start = min(max(own, first), first + parameter.numel())
+            stop = max(min(own + len(self.shard), first + parameter.numel()), start)
+            where = slice(start - own, stop - own) if stop > start else slice(0)
+            yield parameter, (where, start - first)
             first += parameter.numel()
 
-    def _shard_of(self, parameter: nn.Parameter, own: Tensor, start: int) -> nn.Parameter:
-        """This rank's shard of a parameter, whose elements begin at `start`."""
-        shard = nn.Parameter(own.view(-1, *[1] * (parameter.dim() - 1)), requires_grad=parameter.requires_grad)
+    def _shard_of(self, parameter: nn.Parameter, where: slice, start: int) -> nn.Parameter:
+        own = self.shard[where].view(-1, *[1] * (parameter.dim() - 1))
+        shard = nn.Parameter(own, requires_grad=parameter.requires_grad)
         place(shard, replace(placement_of(parameter), flat=FlatRange(start, parameter.shape, self.axis.names)))
         return shard
-
-    def own_parameters(self) -> list[tuple[nn.Parameter, nn.Parameter]]:
-        """Each parameter and this rank's shard of it."""
-        return self._own_parameters
 
     @property
     def weight_bytes(self) -> int:
         """Held all the time: the shard, or all weights; and the shard's master weights."""
-        weights = self._to_send.nbytes if self._shares_weights else self.flat.nbytes
-        return weights + (0 if self.own is self._to_send else self.own.nbytes)
-
-    @property
-    def gradient_bytes(self) -> int:
-        """Held all the time: the shard's gradient, or the whole one."""
-        if self.bucket is None or self._gradient is None:
-            return 0
-        whole = 0 if self._shares_gradients else self.bucket.flat.nbytes
-        return whole + (0 if self._gradient is self.bucket.own else self._gradient.nbytes)
+        weights = self._to_send.nbytes if self._is_freed else self.flat.nbytes
+        return weights + (0 if self.shard is self._to_send else self.shard.nbytes)
 
     def publish(self) -> None:
         """Round master weights to the model's dtype."""
-        if self.own is not self._to_send:
-            self._to_send.copy_(self.own)
+        if self.shard is not self._to_send:
+            self._to_send.copy_(self.shard)
 
     def gather(self, what: str) -> None:
         """Start to collect all ranks' shards of the weights."""
-        if self._shares_weights:
+        if self._is_freed:
             if is_whole(self.flat):
                 return
-            self._held.allocate(self.flat)
+            self._gathered.allocate(self.flat)
             for parameter, view in zip(self.parameters, self._views, strict=True):
                 parameter.data = view
         self.arrive()
-        self._arriving = traffic.all_gather(self.parts, self._to_send, what, kind="weights", group=self.axis.group)
+        with named(what, "weights"):
+            self._arriving = all_gather_single(self._parts, self._to_send, self.axis.group, async_op=True)
 
     def arrive(self) -> None:
         """Wait for the weights."""
@@ -151,71 +138,85 @@ class FlatParameters:
 
     def free(self) -> None:
         """Free the other ranks' weights, if this rank does not keep them."""
-        if not self._shares_weights or not is_whole(self.flat):
+        if not self._is_freed or not is_whole(self.flat):
             return
         self.arrive()
-        self._held.free(self.flat)
+        self._gathered.free(self.flat)
         for parameter, absent in zip(self.parameters, self._absent, strict=True):
             parameter.data = absent
 
-    @torch.no_grad()
-    def add_gradient(self, mean: Tensor) -> None:
-        """Take what has been reduced in a backward pass: this rank's shard of it."""
-        assert self._gradient is not None
-        if self._gradient is not mean:
-            self._gradient.copy_(mean) if self._is_first else self._gradient.add_(mean)
-        self._is_first = False
-
     def give_gradients(self) -> None:
-        """Have each shard's `grad` be that of this step."""
-        self._is_first = True
-        if self._gradient is not None:
-            for (_, own), (_, where, _) in zip(self._own_parameters, self._own_ranges(), strict=True):
-                own.grad = self._gradient[where.start : where.stop].view_as(own)
+        """Make each shard's `grad` that of this step."""
+        if self.gradients is not None:
+            mean = self.gradients.take()
+            for parameter, (where, _) in self._ranges.items():
+                self.shards[parameter].grad = mean[where].view_as(self.shards[parameter])
 
 
-class ShardedBucket(Bucket):
-    """The gradients of flat parameters, which the ranks add up so that each gets its shard."""
+class GradientShard(Bucket):
+    """The gradients of flat parameters, which the ranks add up so that each gets its shard of the mean."""
 
-    def __init__(self, flats: FlatParameters, held: Held) -> None:
-        axis = flats.axis
-        super().__init__(0, flats.parameters, new_flat(flats.parameters, axis, not flats._shares_gradients), axis)
-        self._flats, self._held = flats, held
-        self._parts = self.flat.view(axis.size, -1)  # (ranks, elements of a shard)
-        self.own = self._parts[axis.rank]
-        self._reduction: Transfer | None = None
-        self._buffer: Tensor | None = None  # with sharded gradients, where they are reduced, if not in `flat`
+    def __init__(self, flats: FlatParameters, shard: Sharded, gathered: Gathered) -> None:
+        axis, self._gathered = flats.axis, gathered
+        self._is_freed = shard != "optimizer"  # between the passes
+        super().__init__(0, flats.parameters, new_flat(flats.parameters, axis, not self._is_freed), axis)
+        self._reduce_in(self.flat)
+        is_in_place = not self._is_freed and flats.shard.dtype == self.flat.dtype
+        self._mean = self._own if is_in_place else torch.zeros_like(flats.shard)
+        self._is_first = True  # nothing has been added to the mean in this step
+        self._reduction: Pending | None = None
+        self._buffer: Tensor | None = None  # where the gradients are reduced, if not in `flat`
+        if self._is_freed:
+            self.flat.untyped_storage().resize_(0)
+
+    def _reduce_in(self, buffer: Tensor) -> None:
+        self._parts = buffer.view(self.axis.size, -1)  # (ranks, elements of a shard)
+        self._own = self._parts[self.axis.rank]
 
     def send_from(self, buffer: Tensor) -> None:
         """Copy the gradients to a buffer of several buckets, (elements,), of which one at a time is reduced there."""
         self._buffer = buffer[: len(self.flat)]
-        self._parts = self._buffer.view(self.axis.size, -1)
-        self.own = self._parts[self.axis.rank]
+        self._reduce_in(self._buffer)
+
+    @property
+    def held_bytes(self) -> int:
+        """Held all the time: the gradient of the shard, or of all parameters."""
+        whole = 0 if self._is_freed else self.flat.nbytes
+        return whole + (0 if self._mean is self._own else self._mean.nbytes)
 
     def prepare(self) -> None:
         if self._reduction is not None and self._buffer is None:
             self._reduction.wait()
         if not is_whole(self.flat):
-            self._held.allocate(self.flat)
+            self._gathered.allocate(self.flat)
 
-    def reduce(self) -> Transfer:
+    def reduce(self) -> Pending:
         """Start to add up the ranks' gradients."""
-        group = self.axis.group
         for parameter in self.parameters:
             parameter.grad = None  # what follows in the next backward pass is a tensor of its own
         if self._buffer is not None:
             self._buffer.copy_(self.flat)
-            self._held.free(self.flat)
-        self._received_bytes = traffic.received_bytes(self._parts, group)
-        self._held.hold(self._received_bytes)
-        transfer = traffic.reduce_scatter(self.own, self._parts, str(self), kind="gradients", group=group)
-        self._reduction = transfer.then(self._take)
+            self._gathered.free(self.flat)
+        received = received_bytes(self._parts, self.axis.group)
+        self._gathered.count(received)
+        with named(str(self), "gradients"):
+            started = reduce_scatter_single(self._own, self._parts, ReduceOp.SUM, self.axis.group, async_op=True)
+        self._reduction = started.then(lambda: self._add(received))
         return self._reduction
 
-    def _take(self) -> None:
+    @torch.no_grad()
+    def _add(self, received: int) -> None:
+        """Add this rank's shard of the mean that has been reduced in a backward pass."""
         self._reduction = None
-        self._held.hold(-self._received_bytes)
-        self.own.div_(len(self._parts))
-        self._flats.add_gradient(self.own)
-        if self._flats._shares_gradients and self._buffer is None:
-            self._held.free(self.flat)
+        self._gathered.count(-received)
+        self._own.div_(self.axis.size)
+        if self._mean is not self._own:
+            self._mean.copy_(self._own) if self._is_first else self._mean.add_(self._own)
+        self._is_first = False
+        if self._is_freed and self._buffer is None:
+            self._gathered.free(self.flat)
+
+    def take(self) -> Tensor:
+        """This step's mean gradient of the shard, (elements,); the next reduction begins another step."""
+        self._is_first = True
+        return self._mean

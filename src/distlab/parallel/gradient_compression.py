@@ -8,12 +8,13 @@ from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ReduceOp
 
-from distlab.comm.endpoint import rank
+from distlab.comm.group import all_gather_single
+from distlab.comm.names import named
 from distlab.comm.pending import Pending
-from distlab.comm.traffic import Transfer, traffic
 from distlab.parallel.data import Bucket
 
 
@@ -25,7 +26,7 @@ class Compressor:
     """
 
     def __init__(self, name: str) -> None:
-        self._common, self._own = f"{name}.", f"rank{rank()}.{name}."  # prefixes: of all ranks, of this one
+        self._common, self._own = f"{name}.", f"rank{dist.get_rank()}.{name}."  # prefixes: of all ranks, of this one
         self._kept: dict[str, Tensor] = {}
 
     def keep(self, name: str, start: Callable[[], Tensor], is_common: bool = False) -> Tensor:
@@ -88,7 +89,7 @@ class PowerSGD(Compressor):
         flat = torch.cat([part.flatten() for part in (*products, *others)])
         ps: list[Tensor] = []
 
-        def start_second() -> Transfer:
+        def start_second() -> Pending:
             sums = flat.split([part.numel() for part in (*products, *others)])
             ps.extend(
                 torch.linalg.qr(part.view(p.shape)).Q for p, part in zip(products, sums[: len(products)], strict=True)
@@ -116,9 +117,9 @@ class PowerSGD(Compressor):
         return gradient.dim() > 1 and self._width * (rows + gradient.numel() // rows) < gradient.numel()
 
 
-def _sum(tensor: Tensor, bucket: Bucket, what: str) -> Transfer:
-    group = bucket.axis.group
-    return traffic.all_reduce(tensor, f"{bucket}, {what}", kind="gradients", op=ReduceOp.SUM, group=group)
+def _sum(tensor: Tensor, bucket: Bucket, what: str) -> Pending:
+    with named(f"{bucket}, {what}", "gradients"):
+        return dist.all_reduce(tensor, ReduceOp.SUM, bucket.axis.group, async_op=True)
 
 
 class TopK(Compressor):
@@ -143,8 +144,9 @@ class TopK(Compressor):
         own = torch.stack([places.int().view(torch.float32), error[places]])  # (2, k); the bits of places
         parts = own.new_empty(bucket.axis.size, *own.shape)
         error[places] = 0
-        transfer = traffic.all_gather(parts, own, str(bucket), kind="gradients", group=bucket.axis.group)
-        return transfer.then(partial(self._add_up, flat, parts))
+        with named(str(bucket), "gradients"):
+            started = all_gather_single(parts, own, bucket.axis.group, async_op=True)
+        return started.then(partial(self._add_up, flat, parts))
 
     @staticmethod
     def _add_up(flat: Tensor, parts: Tensor) -> None:

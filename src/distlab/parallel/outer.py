@@ -12,13 +12,14 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from distlab.comm.endpoint import rank
 from distlab.comm.grid import Axis, all_ranks
-from distlab.comm.group import overlapping
-from distlab.comm.traffic import traffic
-from distlab.parallel.compression import CompressedMean
+from distlab.comm.group import empty, overlapping
+from distlab.comm.names import named
+from distlab.comm.pending import Pending
+from distlab.parallel.compression import start_mean
 from distlab.parallel.division import Compression
 
 
@@ -86,11 +87,12 @@ class OuterOptimizer:
         ends = [len(weights) * number // schedule.fragments for number in range(schedule.fragments + 1)]
         self._parts = [slice(*pair) for pair in itertools.pairwise(ends)]
         most = max(part.stop - part.start for part in self._parts)
-        gradient = weights.new_zeros(most)
+        self._mean = weights.new_zeros(most)  # the outer gradient of the fragment that was sent last
         if compress == "none":
-            gradient = traffic.new_buffer(most, weights, axis.group, goes_on_alone=schedule.overlap_steps > 0)
-        self._mean = CompressedMean(gradient, compress, axis)
-        self._is_under_way = False
+            self._mean = empty(most, weights, axis.group, overlaps=schedule.overlap_steps > 0)
+        self._compress, self._axis = compress, axis
+        self._pending: Pending | None = None
+        self._is_sent = False  # a fragment that has not been merged
         first = axis.ranks[0]  # for the names of what the replicas have in common
         self._name = "outer_optimizer" if first == 0 else f"outer_optimizer.of_rank{first}"
 
@@ -106,31 +108,36 @@ class OuterOptimizer:
         """Start to average the outer gradient of a fragment, (outer weights - own weights), over the replicas."""
         part = self._parts[fragment]
         residual = None if self._residual is None else self._residual[part]
-        what = f"the outer gradients of fragment {fragment}"
-        with overlapping() if self.schedule.overlap_steps else contextlib.nullcontext():
-            self._mean.start(self._outer[part] - self.weights[part], residual, what, "outer gradients")
-        self._is_under_way = True
+        own, mean = self._outer[part] - self.weights[part], self._mean[: part.stop - part.start]
+        with contextlib.ExitStack() as around:
+            around.enter_context(named(f"the outer gradients of fragment {fragment}", "outer gradients"))
+            if self.schedule.overlap_steps:
+                around.enter_context(overlapping())
+            self._pending = start_mean(mean, own, self._compress, residual, self._axis)
+        self._is_sent = True
 
     @torch.no_grad()
     def merge(self, fragment: int) -> None:
         """Take the outer step of the fragment that was sent last, and mix the outer weights into the own ones."""
-        if not self._is_under_way:  # the run resumed from one without fragments
+        if not self._is_sent:  # the run resumed from one without fragments
             return
-        self._is_under_way = False
-        self._mean.wait()
+        self._is_sent = False
+        self.wait()
         part = self._parts[fragment]
-        outer, velocity, gradient = self._outer[part], self._velocity[part], self._mean.result[: part.stop - part.start]
+        outer, velocity, gradient = self._outer[part], self._velocity[part], self._mean[: part.stop - part.start]
         velocity.mul_(self._momentum).add_(gradient)
         outer.sub_(gradient.add(velocity, alpha=self._momentum), alpha=self._lr)
         self.weights[part] = torch.lerp(outer, self.weights[part], self._alpha)
 
     def wait(self) -> None:
         """Wait until nothing is under way; a fragment that has arrived is merged later all the same."""
-        self._mean.wait()
+        if self._pending is not None:
+            self._pending.wait()
+            self._pending = None
 
     def held_bytes(self) -> int:
         """What this rank holds in addition to its own weights."""
-        held = [self._outer, self._velocity, self._mean.result, *([] if self._residual is None else [self._residual])]
+        held = [self._outer, self._velocity, self._mean, *([] if self._residual is None else [self._residual])]
         return sum(tensor.nbytes for tensor in held)
 
     @contextlib.contextmanager
@@ -144,12 +151,12 @@ class OuterOptimizer:
     def state(self) -> dict[str, Tensor]:
         """What a checkpoint needs beside the outer weights, by name; a fragment under way has arrived afterwards."""
         self.wait()
-        prefix = f"rank{rank()}.outer_optimizer"
+        prefix = f"rank{dist.get_rank()}.outer_optimizer"
         state = {f"{self._name}.momentum": self._velocity, f"{prefix}.weights": self.weights.clone()}
         if self._residual is not None:
             state[f"{prefix}.residual"] = self._residual
         if self.schedule.overlap_steps:
-            state[f"{self._name}.fragment"] = self._mean.result
+            state[f"{self._name}.fragment"] = self._mean
         return state
 
     def load_state(self, state: Mapping[str, Tensor]) -> None:
@@ -159,7 +166,7 @@ class OuterOptimizer:
         """
         self._outer.copy_(self.weights)
         own = self.state()
-        own[f"rank{rank()}.outer_optimizer.weights"] = self.weights
+        own[f"rank{dist.get_rank()}.outer_optimizer.weights"] = self.weights
         for name, tensor in state.items():
             own[name].copy_(tensor)
-        self._is_under_way = f"{self._name}.fragment" in state
+        self._is_sent = f"{self._name}.fragment" in state

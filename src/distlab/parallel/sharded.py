@@ -20,11 +20,11 @@ import torch
 from torch import Tensor, nn
 
 from distlab.comm.grid import Axis, all_ranks
+from distlab.comm.group import empty, shares
 from distlab.comm.pending import Pending
-from distlab.comm.traffic import traffic
 from distlab.parallel.data import BUCKET_BYTES, Bucket, GradientBuckets, broadcast_weights, split_into_buckets
 from distlab.parallel.division import Sharded
-from distlab.parallel.flat_parameters import Held, ShardedBucket
+from distlab.parallel.flat_parameters import Gathered, GradientShard
 from distlab.parallel.units import Unit, blocks_in, blocks_of, tensors_with_gradient
 
 
@@ -71,7 +71,7 @@ class ShardedDP(nn.Module):
         over = over or all_ranks("dp")
         bucket_bytes = bucket_bytes or (BUCKET_BYTES if shard == "optimizer" else BUCKET_BYTES // 5)
         broadcast_weights(model, over)
-        self.held = Held()
+        self._gathered = Gathered()
         if shard == "weights":
             self._units = [Unit(modules, parameters) for modules, parameters in blocks_of(model)]
         else:
@@ -79,11 +79,11 @@ class ShardedDP(nn.Module):
             buckets = split_into_buckets(trained[::-1], over, bucket_bytes)
             self._units = [Unit([], parameters) for parameters, _ in buckets][::-1]
         for unit in self._units:
-            unit.shard(shard, over, self.held)
+            unit.shard(shard, over, self._gathered)
         flats = [flat for unit in self._units[::-1] for flat in unit.flats]
         if shard != "optimizer":
-            self._share_buffers([flat.bucket for flat in flats if flat.bucket is not None])
-        filled = [flat.bucket for flat in flats if flat.bucket is not None]  # in the order of the backward pass
+            self._share_buffers([flat.gradients for flat in flats if flat.gradients is not None])
+        filled = [flat.gradients for flat in flats if flat.gradients is not None]  # in the order of the backward pass
         for index, bucket in enumerate(filled):
             bucket.index = index
         passes, rounds = (backward_passes, 1) if shard == "optimizer" else (1, backward_passes)
@@ -100,8 +100,8 @@ class ShardedDP(nn.Module):
         A shard is (elements, 1, …), with as many dimensions as its parameter; that of which this rank owns nothing is
         empty. Frozen parameters that are not sharded are here as they are.
         """
-        shards = {id(p): own for unit in self._units for flat in unit.flats for p, own in flat.own_parameters()}
-        return {name: shards.get(id(p), p) for name, p in self.model.named_parameters()}
+        shards = {p: own for unit in self._units for flat in unit.flats for p, own in flat.shards.items()}
+        return {name: shards.get(p, p) for name, p in self.model.named_parameters()}
 
     def finish_gradients(self) -> None:
         """Wait for the mean gradients: each shard's `grad` is there. To be called after the last backward pass."""
@@ -131,13 +131,13 @@ class ShardedDP(nn.Module):
 
     def whole_parameters(self) -> dict[str, Tensor]:
         """Copies of the weights by name, whole on every rank; all replicas must call it."""
-        whole: dict[int, Tensor] = {id(p): p.detach() for p in self.model.parameters()}
+        whole: dict[Tensor, Tensor] = {p: p.detach() for p in self.model.parameters()}
         for unit in self._units:
             unit.gather()
             unit.arrive()
-            whole |= {id(p): p.detach().clone() for flat in unit.flats for p in flat.parameters}
+            whole |= {p: p.detach().clone() for flat in unit.flats for p in flat.parameters}
             unit.release()
-        return {name: whole[id(p)] for name, p in self.model.named_parameters()}
+        return {name: whole[p] for name, p in self.model.named_parameters()}
 
     def flat_weights(self) -> list[Tensor]:
         """The buffers of which the model's parameters are views."""
@@ -152,24 +152,25 @@ class ShardedDP(nn.Module):
         sharded = {p for flat in flats for p in flat.parameters}
         replicated_bytes = sum(p.nbytes for p in self.model.parameters() if p not in sharded)
         weight_bytes = replicated_bytes + sum(flat.weight_bytes for flat in flats)
-        return weight_bytes, sum(flat.gradient_bytes for flat in flats), self.held.peak_bytes
+        gradient_bytes = sum(flat.gradients.held_bytes for flat in flats if flat.gradients is not None)
+        return weight_bytes, gradient_bytes, self._gathered.peak_bytes
 
-    def _share_buffers(self, buckets: "Iterable[ShardedBucket]") -> None:
+    def _share_buffers(self, buckets: "Iterable[GradientShard]") -> None:
         """Have buckets of one dtype, device and axis take turns with a buffer in shared memory, where there is any."""
-        alike: dict[Hashable, list[ShardedBucket]] = {}
+        alike: dict[Hashable, list[GradientShard]] = {}
         for bucket in buckets:
             alike.setdefault((bucket.flat.dtype, bucket.flat.device, bucket.axis.names), []).append(bucket)
         for some in alike.values():
             longest = max(some, key=lambda bucket: len(bucket.flat))
-            buffer = traffic.new_buffer(len(longest.flat), longest.flat, longest.axis.group)
-            if traffic.is_shared(buffer, longest.axis.group):
-                self.held.hold(buffer.nbytes)
+            buffer = empty(len(longest.flat), longest.flat, longest.axis.group)
+            if shares(buffer, longest.axis.group):
+                self._gathered.count(buffer.nbytes)
                 for bucket in some:
                     bucket.send_from(buffer)
 
     def _reduce(self, bucket: Bucket) -> Pending:
         """Start to add up a bucket's gradients; with sharded gradients, no more than two are whole at a time."""
-        assert isinstance(bucket, ShardedBucket)
+        assert isinstance(bucket, GradientShard)
         if self._reducing is not None and self.shard != "optimizer":
             self._reducing.wait()
         self._reducing = bucket.reduce()

@@ -10,19 +10,22 @@ Each collective is a linear map, so its backward pass is the transposed map:
     reduce_scatter      reduce-scatter   all-gather
 """
 
+import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.distributed import ReduceOp
 
 from distlab.comm.grid import Axis, all_ranks
+from distlab.comm.group import all_gather_single, reduce_scatter_single
+from distlab.comm.names import named
 from distlab.comm.placement import DimSlice, place, placement_of
-from distlab.comm.traffic import traffic
 
 LAYERS, VOCABULARY, NORMS = "layer", "vocabulary", "norm"  # kinds of modules
 FORWARD, BACKWARD = "activations", "gradients"  # what is sent; the kinds in the ledger are "layer activations", …
@@ -50,7 +53,10 @@ class TPGroup:
 
     def all_reduce(self, x: Tensor, what: str, op: "ReduceOp.RedOpType" = ReduceOp.SUM) -> Tensor:
         """The `x` (any shape) of all ranks, combined by `op`."""
-        return traffic.all_reduced(x, self._name(what), kind=f"{self.kind} {what}", op=op, group=self.axis.group)
+        combined = x.detach().clone(memory_format=torch.contiguous_format)
+        with self._named(what):
+            dist.all_reduce(combined, op, self.axis.group)
+        return combined
 
     def all_gather(self, x: Tensor, what: str, dim: int, length: int) -> Tensor:
         """The ranks' shards, of `shard_sizes(length, size)` along `dim`, concatenated."""
@@ -58,7 +64,8 @@ class TPGroup:
         parts = self._parts_like(x, dim, sizes[0])
         own = parts[self.axis.rank]
         own.narrow(dim, 0, x.shape[dim]).copy_(x)
-        traffic.all_gather(parts, own, self._name(what), kind=f"{self.kind} {what}", group=self.axis.group).wait()
+        with self._named(what):
+            all_gather_single(parts, own, self.axis.group)
         return torch.cat([part.narrow(dim, 0, size) for part, size in zip(parts, sizes, strict=True)], dim)
 
     def reduce_scatter(self, x: Tensor, what: str, dim: int) -> Tensor:
@@ -68,7 +75,8 @@ class TPGroup:
         for part, shard in zip(parts, x.split(sizes, dim), strict=True):
             part.narrow(dim, 0, shard.shape[dim]).copy_(shard)
         own = torch.empty_like(parts[0])
-        traffic.reduce_scatter(own, parts, self._name(what), kind=f"{self.kind} {what}", group=self.axis.group).wait()
+        with self._named(what):
+            reduce_scatter_single(own, parts, ReduceOp.SUM, self.axis.group)
         return own.narrow(dim, 0, sizes[self.axis.rank])
 
     def _parts_like(self, x: Tensor, dim: int, length: int) -> Tensor:
@@ -88,8 +96,8 @@ class TPGroup:
         place(own, replace(placement_of(whole), slices=(*placement_of(whole).slices, where)))
         return own
 
-    def _name(self, what: str) -> str:
-        return f"the {what} of {self.module}"
+    def _named(self, what: str) -> contextlib.AbstractContextManager[None]:
+        return named(f"the {what} of {self.module}", f"{self.kind} {what}")
 
 
 class _LinearMap(torch.autograd.Function):

@@ -12,7 +12,7 @@ from distlab.comm.grid import Axis
 from distlab.comm.placement import holders
 from distlab.comm.torch_patches import running_backward_pass
 from distlab.parallel.division import Sharded
-from distlab.parallel.flat_parameters import FlatParameters, Held
+from distlab.parallel.flat_parameters import FlatParameters, Gathered
 
 
 class Unit:
@@ -26,7 +26,7 @@ class Unit:
         self._left: set[object] = set()  # what the backward pass has still to compute with these parameters
         self._backward_pass: int | None = None  # the one that has begun to compute with them
 
-    def shard(self, shard: Sharded, over: Axis, held: Held) -> None:
+    def shard(self, shard: Sharded, over: Axis, gathered: Gathered) -> None:
         """Give each rank along `over` a part of what it holds in common with others of them."""
 
         def kind(p: nn.Parameter) -> tuple[bool, str, str, tuple[str, ...]]:
@@ -34,7 +34,7 @@ class Unit:
 
         for _, alike in groupby(sorted(self._parameters, key=kind), kind):
             same = [*alike]
-            self.flats.append(FlatParameters(same, shard, holders(same[0], over), held))
+            self.flats.append(FlatParameters(same, shard, holders(same[0], over), gathered))
 
     def publish(self) -> None:
         for flat in self.flats:

@@ -81,7 +81,7 @@ ATTEMPTS = [
         "combined-again",
         "combined again",
         changes=(
-            ('str(bucket), kind="gradients")', 'str(bucket), kind="gradients", op=torch.distributed.ReduceOp.SUM)'),
+            ("bucket.flat, ReduceOp.AVG,", "bucket.flat, ReduceOp.SUM,"),
             ("        self._buckets.finish()", "        self._buckets.finish()"),
         ),
     ),
@@ -89,7 +89,9 @@ ATTEMPTS = [
         "mydp",
         "not-averaged",
         "was not averaged",
-        changes=(('return traffic.all_reduce(bucket.flat, str(bucket), kind="gradients")', "return None"),),
+        changes=(
+            ("return dist.all_reduce(bucket.flat, ReduceOp.AVG, bucket.axis.group, async_op=True)", "return None"),
+        ),
     ),
     Attempt(
         "mydp",
@@ -97,8 +99,8 @@ ATTEMPTS = [
         "divided by the 2 ranks twice",
         changes=(
             (
-                "        return traffic.all_reduce(bucket.flat,",
-                "        bucket.flat /= 2\n        return traffic.all_reduce(bucket.flat,",
+                "            return dist.all_reduce(bucket.flat,",
+                "            bucket.flat /= 2\n            return dist.all_reduce(bucket.flat,",
             ),
         ),
         trial=ONE_MICRO_BATCH,
