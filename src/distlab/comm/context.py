@@ -5,7 +5,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -14,11 +14,8 @@ from distlab.comm.devices import Place, cores
 from distlab.comm.hosts import Hosts
 from distlab.comm.mappings import NotShared
 from distlab.comm.recorder import Ledger, Recorder, recorder
-from distlab.comm.waits import Waits
+from distlab.comm.waits import Wait, Waits
 from simplellm.errors import InputError
-
-if TYPE_CHECKING:
-    from distlab.comm.group import LabGroup
 
 Transport = Literal["auto", "shared", "gloo"]
 # What is smaller goes over gloo, with "auto": it is not worth a mapping, and on several hosts gloo is as fast.
@@ -52,7 +49,7 @@ class Context:
     recorder: Recorder = field(default_factory=lambda: recorder)
     begun: Counter[str] = field(default_factory=Counter)  # collectives that this rank has started, by ranks ("0,1,2")
     shares_memory: bool = False  # whether this rank shares memory with others
-    groups: "weakref.WeakSet[LabGroup]" = field(default_factory=weakref.WeakSet)
+    groups: "weakref.WeakSet[ContextGroup]" = field(default_factory=weakref.WeakSet)
     observers: list[Callable[[Any], object]] = field(default_factory=list)  # called with each `Pending` that starts
     _has_remarked: bool = False  # that memory cannot be shared
 
@@ -94,16 +91,25 @@ class Context:
         return numbers
 
 
+class ContextGroup(dist.ProcessGroup):
+    """A process group of this backend, as far as its context knows it; see `distlab.comm.group`."""
+
+    context: Context
+    key: str
+
+    def held_back(self) -> list[Wait]:
+        """The collectives in shared memory of which this rank has yet to do its share."""
+        raise NotImplementedError
+
+
 def context_of(group: dist.ProcessGroup | None = None) -> Context:
     """The context of a group of this backend; by default, of the default group.
 
     Raises:
         ValueError: there is no such group.
     """
-    from distlab.comm.group import LabGroup
-
     found = group if group is not None else dist.group.WORLD
-    if not isinstance(found, LabGroup):
+    if not isinstance(found, ContextGroup):
         raise ValueError('call dist.init_process_group("lab") first')
     return found.context
 

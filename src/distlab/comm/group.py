@@ -33,7 +33,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ReduceOp
 
-from distlab.comm.context import SMALLEST_OF_HOSTS_BYTES, SMALLEST_SHARED_BYTES, Context, Transport
+from distlab.comm.context import SMALLEST_OF_HOSTS_BYTES, SMALLEST_SHARED_BYTES, Context, ContextGroup, Transport
 from distlab.comm.devices import patient_threads
 from distlab.comm.hosts import MemoryOfHosts
 from distlab.comm.mappings import NotShared
@@ -78,7 +78,7 @@ def overlapping() -> Iterator[None]:
         _is_overlapping.reset(token)
 
 
-class LabGroup(dist.ProcessGroup):
+class LabGroup(ContextGroup):
     """Ranks that communicate, by torch's interface; see the module.
 
     Args:
@@ -241,7 +241,6 @@ class LabGroup(dist.ProcessGroup):
         return parts.nbytes if is_sent and self._slots(parts) is None else 0
 
     def held_back(self) -> list[Wait]:
-        """The collectives in shared memory of which this rank has yet to do its share."""
         begun = list(self.memory.not_done) if isinstance(self.memory, SharedMemory) else []
         return [one.named for one in begun if one.is_held_back and one.named is not None]
 
