@@ -22,7 +22,6 @@ from torch import nn
 from torch.distributed import ReduceOp
 
 from distlab.comm.names import named
-from distlab.comm.pending import Pending
 from distlab.parallel.data import Bucket, GradientBuckets, flatten_weights
 from distlab.parallel.outer import FragmentSchedule, OuterOptimizer
 from distlab.parallel.sharded import ShardedDP
@@ -82,7 +81,7 @@ def train(run: TrainingRun[HybridSettings]) -> None:
     parameters = [parameter for net in averaged.values() for parameter in net.parameters()]
 
     # [hybrid] Prepare the average of the gradients over the pipelines, if your way needs it.
-    def average(bucket: Bucket) -> Pending:
+    def average(bucket: Bucket) -> dist.Work | None:
         """Start to average gradients that are complete, while the backward pass continues to earlier layers."""
         with named(f"{bucket} of {describe_stages(program)}", "gradients"):
             return dist.all_reduce(bucket.flat, ReduceOp.AVG, bucket.axis.group, async_op=True)

@@ -12,7 +12,6 @@ from torch.distributed import ReduceOp
 
 from distlab.collectives import ALL_REDUCES
 from distlab.comm.names import named
-from distlab.comm.pending import Pending
 from distlab.parallel.data import Bucket, GradientBuckets
 from distlab.parallel.gradient_compression import PowerSGD, TopK
 from distlab.run.main import main
@@ -40,7 +39,7 @@ def train(run: TrainingRun[ByHandSettings]) -> None:
     # [dp-ga] Prepare the average of the gradients over the ranks, if your way needs it.
     by_hand = ALL_REDUCES.get(args.all_reduce)  # our own; None for the library's
 
-    def add_up(bucket: Bucket) -> Pending | None:
+    def add_up(bucket: Bucket) -> dist.Work | None:
         """Start to add up gradients that are complete, while the backward pass continues to earlier layers."""
         if compressor is not None:
             return compressor.start(bucket)

@@ -24,7 +24,6 @@ from tp_model import Transformer
 
 from distlab.comm.layout import Layout
 from distlab.comm.names import named
-from distlab.comm.pending import Pending
 from distlab.parallel.data import Bucket, GradientBuckets
 from distlab.run.main import main
 from distlab.run.optimizers import build_optimizer
@@ -133,7 +132,7 @@ def train(run: Run[SentimentSettings]) -> None:
     torch.manual_seed(args.seed + pcomm.dp_rank)  # dropout: the same within a group, for it has the same activations
     optimizer = build_optimizer(args.optimizer, net.parameters(), args.lr)
 
-    def add_up(bucket: Bucket) -> Pending:
+    def add_up(bucket: Bucket) -> dist.Work | None:
         """Start to add up gradients that are complete, over the ranks that hold the same slices."""
         with named(str(bucket), "gradients"):
             return dist.all_reduce(bucket.flat, ReduceOp.SUM, pcomm.dp_grp, async_op=True)

@@ -250,7 +250,10 @@ class Comparison:
         if stages > 1:
             needed["activations"] = 2 * n * trial.stages_of_each * (stages - 1) * activations
         if slices > 1:  # two all-reduces forward and two backward in each block
-            needed["activations of layers"] = n * stages * 8 * (slices - 1) * activations * self.facts["blocks"]
+            all_reduces = 4 * self.facts["blocks"]
+            if n == 1 and any(set(COLLECTIVES) & set(report.facts["sent"][-1]) for report in self.reports):
+                all_reduces += 2  # after the embedding and back from the head, which then have no name either
+            needed["activations of layers"] = n * stages * 2 * (slices - 1) * activations * all_reduces
         kinds: dict[str, tuple[str, ...]] = {
             "gradients and weights": ("gradients", "weights"),
             "activations": ("activations", "gradients of activations"),

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 from support.attempts import ATTEMPTS
-from support.exercises_attempts import PATIENCE, SHORT_PATIENCE, Attempt, judge, smallest
+from support.exercises_attempts import AVERAGE, PATIENCE, SHORT_PATIENCE, Attempt, judge, smallest
 
 from distlab_exercises.catalogue import EXERCISES
 from distlab_exercises.checker import check, prepare
@@ -34,6 +34,54 @@ def test_the_skeleton_fails_for_what_is_missing_and_the_solution_passes(name: st
 @pytest.mark.parametrize("attempt", ATTEMPTS, ids=lambda attempt: f"{attempt.exercise}-{attempt.mistake or 'right'}")
 def test_an_attempt_is_judged_by_what_it_does(attempt: Attempt, tmp_path: Path) -> None:
     judge(attempt, tmp_path)
+
+
+SEND_AND_RECEIVE = """inputs = x
+if stage > 0:
+    inputs = torch.empty(*x.shape, args.dmodel)
+    dist.recv(inputs, stage - 1)
+    inputs.requires_grad_()
+outputs = net(inputs)
+if stage < last:
+    dist.send(outputs.detach(), stage + 1)
+    gradient = torch.empty_like(outputs)
+    dist.recv(gradient, stage + 1)
+    outputs.backward(gradient)
+else:
+    losses.append(causalLLMLoss(outputs, x, tokenizer.vocab_size) / args.micro_batches)
+    losses[-1].backward()
+if stage > 0:
+    dist.send(inputs.grad, stage - 1)"""
+MEGATRON = """class Conjugate(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return added_up(x) if {forward} else x.view_as(x)
+    @staticmethod
+    def backward(ctx, grad):
+        return added_up(grad) if not {forward} else grad
+def added_up(x):
+    total = x.contiguous().clone()
+    torch.distributed.all_reduce(total)
+    return total
+return Conjugate.apply(x)"""
+PLAIN = {
+    "dp-ga": AVERAGE,
+    "hybrid": "for parameter in parameters:\n    dist.all_reduce(parameter.grad, ReduceOp.AVG, replicas.group)",
+    "pp-1f1b": SEND_AND_RECEIVE,
+    "tp": (MEGATRON.format(forward=False), MEGATRON.format(forward=True)),
+}
+
+
+@pytest.mark.parametrize("name", PLAIN)
+def test_what_plain_calls_of_torch_send_is_counted_like_the_chapters_own(name: str, tmp_path: Path) -> None:
+    exercise, path = smallest(EXERCISES[name]), tmp_path / EXERCISES[name].file_name
+    path.write_text(Attempt(name, "", "", PLAIN[name]).text(path))
+    [verdict] = check(exercise, path, PATIENCE)
+    assert verdict.passed, verdict.sentences
+    assert verdict.sent
+    for sent, needed in verdict.sent.values():
+        assert needed > 0
+        assert sent == needed
 
 
 def test_the_main_exercises_have_four_typical_mistakes_each() -> None:
