@@ -64,7 +64,7 @@ def added_up(x):
     torch.distributed.all_reduce(total)
     return total
 return Conjugate.apply(x)"""
-PLAIN = {
+PLAIN: dict[str, str | tuple[str, ...]] = {
     "dp-ga": AVERAGE,
     "hybrid": "for parameter in parameters:\n    dist.all_reduce(parameter.grad, ReduceOp.AVG, replicas.group)",
     "pp-1f1b": SEND_AND_RECEIVE,

@@ -264,7 +264,7 @@ class LabGroup(ContextGroup):
         self._count_all_reduce(wait, tensor, self.size())
         if isinstance(memory, SharedMemory) and parts is not None and is_known:
             return self._start(wait, partial(SharedAllReduce, memory, parts, op), [tensor])
-        if is_known and (slots := self._slots(tensor)):
+        if is_known and (slots := self._slots(tensor, wait)):
             return self._start(wait, partial(all_reduce_through_slots, slots, tensor.view(-1), op), [tensor])
         carried = self._staged(tensor)
         options = dist.AllreduceOptions()
@@ -284,7 +284,7 @@ class LabGroup(ContextGroup):
         memory, parts = self._parts_of(tensor)
         if isinstance(memory, SharedMemory) and parts is not None:
             return self._start(wait, partial(SharedBroadcast, memory, parts, source), [tensor])
-        if slots := self._slots(tensor):
+        if slots := self._slots(tensor, wait):
             return self._start(wait, partial(broadcast_through_slots, slots, tensor.view(-1), source), [tensor])
         carried = self._staged(tensor)
         options = dist.BroadcastOptions()
@@ -306,7 +306,7 @@ class LabGroup(ContextGroup):
             if wholes is not None and input.data_ptr() == parts[memory.rank].data_ptr():  # each rank's is its row
                 sources = [whole.view(memory.size, -1)[rank] for rank, whole in enumerate(wholes)]
             return self._start(wait, partial(SharedAllGather, memory, sources, parts), [output])
-        if slots := self._slots(input):
+        if slots := self._slots(input, wait):
             rows = list(parts.unbind())
             return self._start(wait, partial(all_gather_through_slots, slots, rows, input.view(-1)), [output])
         into, carried = self._host_buffer(output), self._staged(input)
@@ -325,7 +325,7 @@ class LabGroup(ContextGroup):
             return self._complete(wait, list(rows))
         self._count(wait, (self.size() - 1) * own.nbytes)
         is_even = all(row.shape == own.shape for row in rows)
-        if is_even and (slots := self._slots(own)):
+        if is_even and (slots := self._slots(own, wait)):
             flat = [row.view(-1) for row in rows]
             return self._start(wait, partial(all_gather_through_slots, slots, flat, own.view(-1)), list(rows))
         into = [self._host_buffer(row) for row in rows]
@@ -366,7 +366,7 @@ class LabGroup(ContextGroup):
         is_sum = op in (ReduceOp.SUM, ReduceOp.AVG)
         if is_sum and isinstance(memory, SharedMemory) and sources is not None:
             return self._start(wait, partial(SharedReduceScatter, memory, sources, output), [output])
-        if is_sum and (slots := self._slots(parts)):
+        if is_sum and (slots := self._slots(parts, wait)):
             return self._start(wait, partial(reduce_scatter_through_slots, slots, output.view(-1), parts), [output])
         carried, into = self._staged(parts), self._host_buffer(output)
         received = torch.empty_like(carried)
@@ -405,7 +405,7 @@ class LabGroup(ContextGroup):
             own = input[: input_split_sizes[self.rank()]].nbytes
         self._count(wait, input.nbytes - own)
         is_even = not output_split_sizes and not input_split_sizes
-        if is_even and (slots := self._slots(input)):
+        if is_even and (slots := self._slots(input, wait)):
             size = self.size()
             start = partial(all_to_all_through_slots, slots, output.view(size, -1), input.view(size, -1))
             return self._start(wait, start, [output])
@@ -553,15 +553,20 @@ class LabGroup(ContextGroup):
         _refuse_gaps(tensor)
         return self.memory, None if self.memory is None else self.memory.parts_like(tensor)
 
-    def _slots(self, tensor: Tensor) -> SharedMemory | None:
-        """The group's memory, with slots that a tensor can pass through in pieces; None if it is not to."""
+    def _slots(self, tensor: Tensor, wait: Wait | None = None) -> SharedMemory | None:
+        """The group's memory, with slots that a tensor can pass through in pieces; None if it is not to.
+
+        Args:
+            tensor: of this rank.
+            wait: the collective; its ranks make the slots together if they have none.
+        """
         if not self._may_have_memory or _is_overlapping.get() or len(self.context.hosts.split(self.ranks)) > 1:
             return None
         if not self._is_worth_sharing(tensor.nbytes, tensor):
             return None
         memory = self.memory
         if not isinstance(memory, SharedMemory) or not memory.has_slots():
-            self._shared(lambda made: made.make_slots(self._limit) if isinstance(made, SharedMemory) else None)
+            self._shared(lambda made: made.make_slots(self._limit) if isinstance(made, SharedMemory) else None, wait)
             memory = self.memory
         return memory if isinstance(memory, SharedMemory) and memory.has_slots() else None
 
@@ -573,11 +578,16 @@ class LabGroup(ContextGroup):
         least = SMALLEST_SHARED_BYTES if hosts == 1 else SMALLEST_OF_HOSTS_BYTES
         return self._shares_all or size_bytes >= least
 
-    def _shared(self, use: Callable[[SharedMemory | MemoryOfHosts], Tensor | None]) -> Tensor | None:
-        """What `use` makes in the group's memory, which is made first; None if these ranks cannot share memory."""
+    def _shared(
+        self, use: Callable[[SharedMemory | MemoryOfHosts], Tensor | None], wait: Wait | None = None
+    ) -> Tensor | None:
+        """What `use` makes in the group's memory, which is made first; None if these ranks cannot share memory.
+
+        All ranks of the group do it together, in the collective `wait` if there is one.
+        """
         peers = tuple(rank for rank in self.ranks if rank != self.context.rank)
         try:
-            with self.context.waits.during(Wait("shared memory", "other", peers)):
+            with self.context.waits.during(wait or Wait("shared memory", "other", peers)):
                 if self.memory is None:
                     self.memory = self._make_memory()
                 made = use(self.memory)
