@@ -19,7 +19,7 @@ import torch.distributed as dist
 from distlab.comm.layout import Layout
 from distlab.comm.names import named
 from distlab.pipeline.actions import Backward, Forward
-from distlab.pipeline.engine import ScheduleError, find_takers
+from distlab.pipeline.engine import Graph, ScheduleError
 from distlab.pipeline.plan import simulate
 from distlab.pipeline.schedules import all_stages
 from distlab.run.main import main
@@ -76,7 +76,7 @@ def order(run: Run[DeadlockSettings]) -> None:
         if run.rank == 0:
             say(f"checked before the run: {error}")
             say("now the same run without the check:")
-    takers = find_takers(programs)  # which action needs the result of another stage
+    takers = Graph(programs).takers  # which action needs the result of another stage
     sent: list[Any] = []
     for action in programs[run.rank]:
         for result in action.needs(run.world_size):

@@ -17,7 +17,7 @@ from distlab.comm.link import Link
 from distlab.comm.names import named
 from distlab.parallel.tp_group import shard_sizes
 from distlab.pipeline.actions import KINDS
-from distlab.pipeline.activations import Stage
+from distlab.pipeline.activations import MicroBatch, Stage
 from distlab_planner.collective_probes import seconds_in_turn
 from distlab_planner.machine import AllReduce, Measured, PassSeconds, Transport, Waking
 from distlab_planner.model import PARTS, ModelPart, Sizes
@@ -64,8 +64,7 @@ class Passes:
         self._index = 0 if net.has_embedding else 1
         self._net, self._stage, self._device = net, Stage(net, loss, None), device
         ids = torch.zeros(rows, sizes.seq_len, dtype=torch.int64, device=device)
-        self._stage.micro_batches, self._stage.shares = [ids] * AT_A_TIME, [1.0] * AT_A_TIME
-        self._shape = rows, sizes.seq_len, sizes.dmodel
+        self._ids, self._shape = ids, (rows, sizes.seq_len, sizes.dmodel)
 
     def run(self, letters: str, before: Callable[[], object] = lambda: None, micro_batches: int = 1) -> list[float]:
         """Seconds of each of the actions, "FB" or "FIW": the first on all micro-batches, then the next; the means.
@@ -73,10 +72,11 @@ class Passes:
         `before` is called before each of them, and not timed.
         """
         programs = [[KINDS[letter](self._index, number) for number in range(micro_batches)] for letter in letters]
+        parts = [MicroBatch(self._stage, self._ids) for _ in range(micro_batches)]
         for action in itertools.chain.from_iterable(programs):
-            action.prepare(self._stage)
+            action.prepare(parts[action.micro_batch])
         activations = [] if self._index == 0 else [torch.zeros(*self._shape, device=self._device)]
-        gradients = [] if self._stage._loss is not None else [torch.ones(*self._shape, device=self._device)]
+        gradients = [] if self._stage.loss is not None else [torch.ones(*self._shape, device=self._device)]
         seconds = []
         for actions in programs:
             received = {"F": activations, "B": gradients, "I": gradients}.get(actions[0].letter, [])
@@ -85,7 +85,7 @@ class Passes:
                 before()
                 tensors = [tensor.clone() for tensor in received]
                 started = now(self._device)
-                action.run(self._stage, *tensors)
+                action.run(parts[action.micro_batch], *tensors)
                 taken += now(self._device) - started
             seconds.append(taken / micro_batches)
         return seconds

@@ -7,7 +7,7 @@ import pytest
 import torch
 from support.planner_machines import CLUSTER, MODEL, SIZES, cluster
 
-from distlab.pipeline.activations import SavedActivations, Stage
+from distlab.pipeline.activations import MicroBatch, SavedActivations, Stage
 from distlab.pipeline.stages import build_stage
 from distlab_planner.costs import Costs
 from distlab_planner.layouts import RunLayout, default_split
@@ -30,15 +30,16 @@ def kept_by_worker(layout: RunLayout, worker: int) -> int:
     loss, last = partial(causalLLMLoss, vocab_size=SIZES.vocab_size), len(layout.split) - 1
     stages = {index: Stage(net, loss if index == last else None, kept) for index, net in nets.items()}
     batch = torch.zeros(layout.batch_size, SIZES.seq_len, dtype=torch.int64).chunk(layout.micro_batches)
-    for stage in stages.values():
-        stage.micro_batches, stage.shares = batch, [1 / len(batch)] * len(batch)
+    parts = {(index, k): MicroBatch(stage, ids) for index, stage in stages.items() for k, ids in enumerate(batch)}
     for action in program:
-        action.prepare(stages[action.stage])
+        action.prepare(parts[action.stage, action.micro_batch])
     for action in program:
         shape = layout.rows, SIZES.seq_len, SIZES.dmodel
         received = {"F": action.stage > 0, "f": action.stage > 0, "B": action.stage < last, "I": action.stage < last}
-        action.run(stages[action.stage], *([torch.zeros(shape)] if received.get(action.letter) else []))
-    assert not any(stage.live for stage in stages.values())
+        action.run(
+            parts[action.stage, action.micro_batch], *([torch.zeros(shape)] if received.get(action.letter) else [])
+        )
+    assert not any(part.kept for part in parts.values())
     return kept.peak_bytes
 
 

@@ -221,6 +221,11 @@ class LabGroup(ContextGroup):
         self._queues[sender, receiver] = made
         self.context.shares_memory = True
 
+    def close_queues(self, row: Sequence[int]) -> None:
+        """Close the queues along a row, all of whose messages have been received or are in a slot."""
+        for link in pairwise(row):
+            self._queues.pop(link, None)
+
     def queue(self, sender: int, receiver: int) -> SharedQueue | None:
         """This rank's end of the open queue from one rank of the world to another, if there is one."""
         return self._queues.get((sender, receiver))
@@ -665,6 +670,19 @@ def device_of(group: Group = None) -> torch.device:
     if found is None:
         return torch.device("cuda" if "nccl" in dist.get_backend(group) else "cpu")
     return found.context.device if found.context.is_over_nccl else torch.device("cpu")
+
+
+def close_queues(row: Sequence[int], group: Group = None) -> None:
+    """See `LabGroup.close_queues`."""
+    found = _lab_group(group)
+    if found is not None:
+        found.close_queues(row)
+
+
+def has_queue(sender: int, receiver: int, group: Group = None) -> bool:
+    """Whether this rank has an end of an open queue from one rank of the world to another."""
+    found = _lab_group(group)
+    return found is not None and found.queue(sender, receiver) is not None
 
 
 def _lab_group(group: Group) -> LabGroup | None:

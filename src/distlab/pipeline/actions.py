@@ -15,7 +15,7 @@ from distlab.comm.layout import name_stages
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from distlab.pipeline.activations import Stage
+    from distlab.pipeline.activations import MicroBatch
 
 ACTIVATIONS, GRADIENTS = "activations", "gradients of activations"  # kinds of results that are sent between stages
 # Kinds never sent:
@@ -105,10 +105,10 @@ class Action(ABC):
         """The share of a micro-batch's activations that it adds to those kept; negative if it frees them."""
         return self.keeps
 
-    def prepare(self, stage: "Stage") -> None:  # noqa: B027  # most kinds need no preparation
-        """Before a step, tell the stage what this action will need from earlier actions."""
+    def prepare(self, here: "MicroBatch") -> None:  # noqa: B027  # most kinds need no preparation
+        """Before a step, state what this action will need from earlier actions."""
 
-    def run(self, stage: "Stage", *received: "Tensor") -> "dict[str, Tensor]":
+    def run(self, here: "MicroBatch", *received: "Tensor") -> "dict[str, Tensor]":
         """Compute from the tensors received; return those that other stages need, by kind: each (batch, seq, width)."""
         raise NotImplementedError
 
@@ -127,10 +127,10 @@ class Forward(Action):
     def seconds(self, costs: ActionCosts) -> float:
         return of_stage(costs.forward, self.stage)
 
-    def run(self, stage: "Stage", *received: "Tensor") -> "dict[str, Tensor]":
-        x = received[0].requires_grad_() if received else stage.micro_batches[self.micro_batch]
-        y = stage.forward(self.micro_batch, x)
-        stage.live[self.micro_batch] = x, y
+    def run(self, here: "MicroBatch", *received: "Tensor") -> "dict[str, Tensor]":
+        x = received[0].requires_grad_() if received else here.ids
+        y = here.forward(x)
+        here.kept = x, y
         return {ACTIVATIONS: y.detach()}
 
 
@@ -142,10 +142,10 @@ class ForwardKeepingInput(Forward):
     def kept_share(self, costs: ActionCosts) -> float:
         return of_stage(costs.input_bytes_share, self.stage)
 
-    def run(self, stage: "Stage", *received: "Tensor") -> "dict[str, Tensor]":
-        x = received[0].requires_grad_() if received else stage.micro_batches[self.micro_batch]
-        y = stage.forward(self.micro_batch, x, keep_input_only=True)
-        stage.keep_graph(self.micro_batch, x, y)
+    def run(self, here: "MicroBatch", *received: "Tensor") -> "dict[str, Tensor]":
+        x = received[0].requires_grad_() if received else here.ids
+        y = here.forward(x, keep_input_only=True)
+        here.keep_graph(x, y)
         return {ACTIVATIONS: y.detach()}
 
 
@@ -163,8 +163,8 @@ class Recompute(Action):
     def kept_share(self, costs: ActionCosts) -> float:
         return 1 - of_stage(costs.input_bytes_share, self.stage)
 
-    def run(self, stage: "Stage", *received: "Tensor") -> "dict[str, Tensor]":
-        stage.recomputed.pop(self.micro_batch).compute()
+    def run(self, here: "MicroBatch", *received: "Tensor") -> "dict[str, Tensor]":
+        here.recompute()
         return {}
 
 
@@ -180,8 +180,8 @@ class Backward(Action):
     def seconds(self, costs: ActionCosts) -> float:
         return of_stage(costs.backward, self.stage)
 
-    def run(self, stage: "Stage", *received: "Tensor") -> "dict[str, Tensor]":
-        x = stage.backward(self.micro_batch, *received)
+    def run(self, here: "MicroBatch", *received: "Tensor") -> "dict[str, Tensor]":
+        x = here.backward(*received)
         return {GRADIENTS: cast("Tensor", x.grad)}  # None for the token ids of the first stage; no stage needs it
 
 
@@ -233,11 +233,11 @@ class BackwardWeight(Action):
     def kept_share(self, costs: ActionCosts) -> float:
         return -of_stage(costs.weight_bytes_share, self.stage)
 
-    def prepare(self, stage: "Stage") -> None:
-        stage.defer(self.micro_batch)
+    def prepare(self, here: "MicroBatch") -> None:
+        here.defer_weight_gradients()
 
-    def run(self, stage: "Stage", *received: "Tensor") -> "dict[str, Tensor]":
-        stage.deferred.pop(self.micro_batch).compute()
+    def run(self, here: "MicroBatch", *received: "Tensor") -> "dict[str, Tensor]":
+        here.compute_weight_gradients()
         return {}
 
 

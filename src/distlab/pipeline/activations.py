@@ -1,8 +1,8 @@
-"""The state that a stage keeps between its actions on a micro-batch, and a count of the bytes that autograd saves."""
+"""A micro-batch on a stage, with what its actions keep for each other, and a count of the bytes that autograd saves."""
 
 import contextlib
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Any, cast
 
@@ -101,54 +101,29 @@ class _Counted:
 
 
 class Stage:
-    """A stage's module, and what its actions keep of each micro-batch for later actions."""
+    """A stage's module.
 
-    def __init__(self, net: nn.Module, loss: Loss | None, kept: SavedActivations | None) -> None:
-        self.net, self._loss, self._kept = net, loss, kept
-        self.micro_batches: Sequence[Tensor] = ()  # of this step: token ids, each (batch, seq)
-        self.shares: Sequence[float] = ()  # of this step: each micro-batch's fraction of all targets
-        self.losses: dict[int, Tensor] = {}  # on the last stage, by micro-batch: its share of the mean loss
-        self.live: dict[int, tuple[Any, ...]] = {}  # by micro-batch: what is kept for later actions
-        self.recomputed: dict[int, Recomputed] = {}  # by micro-batch: its forward pass, to be computed again
-        self.deferred: dict[int, DeferredWeightGradients] = {}  # by micro-batch: weight gradients still to compute
-        self._weight_gradients = WeightGradients()  # of micro-batches that are not deferred
-        self._holds: dict[int, object] = {}  # by micro-batch: keeps the output in the count
+    Args:
+        net: takes token ids (batch, seq) on the first stage, activations (batch, seq, width) on others.
+        loss: on the last stage: (output, token ids) -> mean loss over the micro-batch's targets.
+        saved: counts what is kept for backward passes.
+    """
 
-    def defer(self, micro_batch: int) -> None:
-        """Make a micro-batch's backward pass leave the weight gradients of linear layers in `deferred`."""
-        self.deferred[micro_batch] = DeferredWeightGradients(self._count)
+    def __init__(self, net: nn.Module, loss: Loss | None, saved: SavedActivations | None) -> None:
+        self.net, self.loss, self.saved = net, loss, saved
 
-    def _count(self, tensor: Tensor) -> object:
-        return [observer.keep(tensor) for observer in self._observers()]
-
-    def _observers(self) -> list[Observer]:
-        return [*observers, *([self._kept] if self._kept else [])]
-
-    def forward(self, micro_batch: int, x: Tensor, keep_input_only: bool = False) -> Tensor:
-        """The stage's output for `x`; on the last stage, the micro-batch's share of the loss.
-
-        With `keep_input_only`, the rest that the backward pass needs is left to `recomputed`.
-        """
-        output: Callable[[Tensor], Tensor] = partial(self._output, micro_batch)
-        if keep_input_only:
-            output = self.recomputed[micro_batch] = Recomputed(output)
-        with contextlib.ExitStack() as contexts:
-            if self._kept is not None:
-                contexts.enter_context(self._kept.counting())
-            contexts.enter_context(self.deferred.get(micro_batch, self._weight_gradients).applied())
-            y = output(x)
-        if self._loss is not None:
-            self.losses[micro_batch] = y.detach()
-        if y.requires_grad:
-            holds = [o.leave_out(y) if keep_input_only else o.keep(y) for o in self._observers()]
-            self._holds[micro_batch] = holds
-        return y
-
-    def _output(self, micro_batch: int, x: Tensor) -> Tensor:
+    def output(self, x: Tensor, ids: Tensor, share: float) -> Tensor:
+        """The output for `x`; on the last stage, the micro-batch's share of the loss."""
         y: Tensor = self.net(x)
-        if self._loss is not None:
-            y = self._loss(y, self.micro_batches[micro_batch]) * self.shares[micro_batch]
-        return y
+        return y if self.loss is None else self.loss(y, ids) * share
+
+    def observers(self) -> list[Observer]:
+        """Those that count what is kept now."""
+        return [*observers, *([self.saved] if self.saved else [])]
+
+    def keep(self, tensor: Tensor) -> object:
+        """Count a tensor for as long as the returned object exists."""
+        return [observer.keep(tensor) for observer in self.observers()]
 
     def rehearse(self, ids: Tensor, x: Tensor) -> None:
         """Run a forward and a backward pass that leave no trace: no gradients, and the random state is restored.
@@ -158,28 +133,79 @@ class Stage:
             x: the stage's input.
         """
         with torch.random.fork_rng({p.device for p in self.net.parameters() if p.is_cuda}):
-            y = self.net(x) if self._loss is None else self._loss(self.net(x), ids)
+            y = self.net(x) if self.loss is None else self.loss(self.net(x), ids)
             inputs = [tensor for tensor in (x, *self.net.parameters()) if tensor.requires_grad]
             if inputs:  # not `backward`, which would trigger the hooks that collect gradients
                 torch.autograd.grad(y, inputs, torch.ones_like(y), allow_unused=True)
 
-    def keep_graph(self, micro_batch: int, x: Tensor, y: Tensor) -> None:
-        """Keep a micro-batch's input and the graph of its output, without the output itself."""
-        self.live[micro_batch] = x, get_gradient_edge(y)
 
-    def backward(self, micro_batch: int, *received: Tensor) -> Tensor:
-        """Run a micro-batch's backward pass; returns the input, which now has its gradient.
+class MicroBatch:
+    """A micro-batch on a stage, and what its actions there keep for later ones.
+
+    Args:
+        ids: token ids (batch, seq), the input of the first stage and the targets of the last.
+        share: its fraction of all targets of the step.
+    """
+
+    def __init__(self, stage: Stage, ids: Tensor, share: float = 1.0) -> None:
+        self.stage, self.ids, self.share = stage, ids, share
+        self.loss: Tensor | None = None  # on the last stage: its share of the mean loss
+        self.kept: tuple[Any, ...] = ()  # what an action keeps for a later one
+        self._recomputed: Recomputed | None = None  # its forward pass, to be computed again
+        self._weight_gradients = WeightGradients()
+        self._output: object = None  # keeps the output in the count of what is saved
+
+    def forward(self, x: Tensor, keep_input_only: bool = False) -> Tensor:
+        """The stage's output for `x`; on the last stage, the micro-batch's share of the loss.
+
+        With `keep_input_only`, the rest that the backward pass needs is left to `recompute`.
+        """
+        compute: Callable[[Tensor], Tensor] = partial(self.stage.output, ids=self.ids, share=self.share)
+        if keep_input_only:
+            compute = self._recomputed = Recomputed(compute)
+        with contextlib.ExitStack() as contexts:
+            if self.stage.saved is not None:
+                contexts.enter_context(self.stage.saved.counting())
+            contexts.enter_context(self._weight_gradients.applied())
+            y = compute(x)
+        if self.stage.loss is not None:
+            self.loss = y.detach()
+        if y.requires_grad:
+            self._output = [o.leave_out(y) if keep_input_only else o.keep(y) for o in self.stage.observers()]
+        return y
+
+    def keep_graph(self, x: Tensor, y: Tensor) -> None:
+        """Keep an input and the graph of its output, without the output itself."""
+        self.kept = x, get_gradient_edge(y)
+
+    def recompute(self) -> None:
+        """Compute again what a forward pass that kept its input only has not kept."""
+        recomputed, self._recomputed = self._recomputed, None
+        assert recomputed is not None, "no forward pass has kept its input only"
+        recomputed.compute()
+
+    def backward(self, *received: Tensor) -> Tensor:
+        """Run the backward pass of `kept`, an input and its output; returns the input, which now has its gradient.
 
         `received` is the gradient of the stage's output, from the next stage; the last stage has none.
         """
-        x, y = self.release(micro_batch)
+        x, y = self.release()
         if received:
             backward(y, *received)
         else:
             torch.autograd.backward([y])
         return cast(Tensor, x)
 
-    def release(self, micro_batch: int) -> tuple[Any, ...]:
-        """Remove and return what is kept for a micro-batch."""
-        self._holds.pop(micro_batch, None)
-        return self.live.pop(micro_batch)
+    def release(self) -> tuple[Any, ...]:
+        """Return what is kept, and keep it no longer."""
+        kept, self.kept, self._output = self.kept, (), None
+        return kept
+
+    def defer_weight_gradients(self) -> None:
+        """Make the backward pass leave the weight gradients of linear layers to `compute_weight_gradients`."""
+        self._weight_gradients = DeferredWeightGradients(self.stage.keep)
+
+    def compute_weight_gradients(self) -> None:
+        deferred, self._weight_gradients = self._weight_gradients, WeightGradients()
+        assert isinstance(deferred, DeferredWeightGradients), "no weight gradients have been deferred"
+        deferred.compute()

@@ -28,85 +28,78 @@ class Graph:
 
     A need is the number of an action of the same worker, or of a message; messages are numbered after the actions.
 
+    Attributes:
+        actions: by number: those of worker 0 in order, those of worker 1, …
+        lines: by worker, the numbers of its actions.
+        workers: by action.
+        owners: by stage, its worker.
+        producers: by result, the number of the action that computes it.
+        takers: by result that another stage needs, the action that needs it, in worker order.
+        links: by (sender, receiver), their number.
+        needs: by action.
+        sends: by action, each message with its number, its link and the receiver.
+        size: number of actions and messages.
+
     Raises:
-        ScheduleError: a result that is needed is never computed, or by two actions, or too late, or needed twice.
+        ScheduleError: a result that is needed is never computed, or twice, or too late; or it is needed twice.
     """
 
     def __init__(self, programs: Programs) -> None:
         self.actions: list[Action] = [action for program in programs for action in program]
         ends = list(itertools.accumulate(map(len, programs)))
         self.lines = [range(end - len(program), end) for end, program in zip(ends, programs, strict=True)]
-        self.workers = [worker for worker, line in enumerate(self.lines) for _ in line]  # by action
-        self.owners = self._owners()  # by stage, its worker
-        self.producers = self._producers()  # by result, the number of the action that computes it
-        self.takers = find_takers(programs)
-        self.links: dict[tuple[int, int], int] = {}  # (sender, receiver) -> its number
-        self.needs: list[tuple[int, ...]] = []  # by action
-        self.sends: list[list[tuple[int, int, int]]] = [[] for _ in self.actions]  # (message, link, receiver)
-        messages = itertools.count(len(self.actions))
-        for worker, action in zip(self.workers, self.actions, strict=True):
-            needs = []
-            for result in action.needs(len(self.owners)):
-                source = self.producers[result]
-                sender = self.workers[source]
-                if sender != worker:
-                    link = self.links.setdefault((sender, worker), len(self.links))
-                    message = next(messages)
-                    self.sends[source].append((message, link, worker))
-                    source = message
-                needs.append(source)
-            self.needs.append(tuple(needs))
-        self.size = next(messages)  # actions and messages
+        self.workers = [worker for worker, line in enumerate(self.lines) for _ in line]
+        self.owners: dict[int, int] = {}
+        self.producers: dict[Result, int] = {}
+        self.takers: dict[Result, Action] = {}
+        self.links: dict[tuple[int, int], int] = {}
+        self.needs: list[tuple[int, ...]] = []
+        self.sends: list[list[tuple[int, int, int]]] = [[] for _ in self.actions]
+        self.size = len(self.actions)
+        numbers: dict[Action, int] = {}
+        for index, action in enumerate(self.actions):
+            self._add(index, action, numbers)
+        for index, action in enumerate(self.actions):
+            self.needs.append(tuple(self._source(result, index) for result in action.needs(len(self.owners))))
 
     def receives(self, index: int) -> int:
         """The number of messages that an action waits for."""
         return sum(need >= len(self.actions) for need in self.needs[index])
 
-    def _owners(self) -> dict[int, int]:
-        owners: dict[int, int] = {}
-        for worker, action in zip(self.workers, self.actions, strict=True):
-            stage = action.stage
-            if stage < 0 or action.micro_batch < 0:
-                raise ScheduleError(f"stage {stage} runs {action}; stages and micro-batches are numbered from 0")
-            if owners.setdefault(stage, worker) != worker:
-                both = f"workers {owners[stage]} and {worker}"
-                raise ScheduleError(f"stage {stage} is run by {both}; give it to one worker")
-        return owners
+    def _add(self, index: int, action: Action, numbers: dict[Action, int]) -> None:
+        stage, worker = action.stage, self.workers[index]
+        if stage < 0 or action.micro_batch < 0:
+            raise ScheduleError(f"stage {stage} runs {action}; stages and micro-batches are numbered from 0")
+        if (owner := self.owners.setdefault(stage, worker)) != worker:
+            raise ScheduleError(f"stage {stage} is run by workers {owner} and {worker}; give it to one worker")
+        if numbers.setdefault(action, index) != index:
+            raise ScheduleError(f"stage {stage} runs {action} twice; every action runs once")
+        for result in action.results:
+            if (other := self.producers.setdefault(result, index)) != index:
+                both = f"in {self.actions[other]} and in {action}"
+                raise ScheduleError(f"stage {stage} computes {result} twice, {both}")
 
-    def _producers(self) -> dict[Result, int]:
-        numbers: dict[Action, int] = {}
-        producers: dict[Result, int] = {}
-        for index, action in enumerate(self.actions):
-            if numbers.setdefault(action, index) != index:
-                raise ScheduleError(f"stage {action.stage} runs {action} twice; every action runs once")
-            for result in action.results:
-                if producers.setdefault(result, index) != index:
-                    both = f"in {self.actions[producers[result]]} and in {action}"
-                    raise ScheduleError(f"stage {action.stage} computes {result} twice, {both}")
-        for index, action in enumerate(self.actions):
-            for result in action.needs(len(self.owners)):
-                what = f"{action} of stage {action.stage} needs"
-                if result not in producers:
-                    raise ScheduleError(f"stage {result.stage} never computes {result}, which {what}")
-                if result.stage != action.stage and result.kind in (INPUT, GRAPH, FACTORS, WEIGHT_GRADIENTS):
-                    raise ScheduleError(f"{what} {result}, which stays on stage {result.stage}")
-                if result.stage == action.stage and producers[result] > index:
-                    source = self.actions[producers[result]]
-                    raise ScheduleError(f"stage {action.stage} runs {action} before {source}")
-        return producers
-
-
-def find_takers(programs: Programs) -> dict[Result, Action]:
-    """By result that another stage needs, the action that needs it, in worker order; `ScheduleError` if two need it."""
-    takers: dict[Result, Action] = {}
-    actions = [action for program in programs for action in program]
-    stages = len({action.stage for action in actions})
-    for action in actions:
-        for result in action.needs(stages):
-            if result.stage != action.stage and takers.setdefault(result, action) != action:
-                both = f"{takers[result]} and for {action}"
-                raise ScheduleError(f"stage {action.stage} needs {result} for {both}, but it is sent only once")
-    return takers
+    def _source(self, result: Result, index: int) -> int:
+        """The number of what an action needs for a result: an action of its worker, or a message, which is added."""
+        action, source = self.actions[index], self.producers.get(result)
+        stage, what = action.stage, f"{action} of stage {action.stage} needs"
+        if source is None:
+            raise ScheduleError(f"stage {result.stage} never computes {result}, which {what}")
+        if result.stage == stage:
+            if source > index:
+                raise ScheduleError(f"stage {stage} runs {action} before {self.actions[source]}")
+            return source
+        if result.kind in (INPUT, GRAPH, FACTORS, WEIGHT_GRADIENTS):
+            raise ScheduleError(f"{what} {result}, which stays on stage {result.stage}")
+        if (other := self.takers.setdefault(result, action)) != action:
+            raise ScheduleError(f"stage {stage} needs {result} for {other} and for {action}, but it is sent only once")
+        sender, receiver = self.workers[source], self.workers[index]
+        if sender == receiver:
+            return source
+        link = self.links.setdefault((sender, receiver), len(self.links))
+        self.sends[source].append((self.size, link, receiver))
+        self.size += 1
+        return self.size - 1
 
 
 class Order(Protocol):

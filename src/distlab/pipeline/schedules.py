@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from distlab.pipeline.actions import (
+    GRAPH,
     KINDS,
     Action,
     ActionCosts,
@@ -30,6 +31,7 @@ from distlab.pipeline.actions import (
     Recompute,
     RecomputingBackward,
     RecomputingBackwardInput,
+    Result,
 )
 from distlab.pipeline.auto import Limit, find_programs, keeps_at_most, stages_in_v
 from distlab.pipeline.plan import simulate
@@ -134,25 +136,26 @@ def with_recomputation(programs: Programs) -> list[list[Action]]:
     """A schedule whose stages keep only their inputs, and compute the rest again before the backward pass.
 
     Before means that a stage can do so while it waits for the gradient. Where a backward pass follows its forward pass
-    at once, it has nothing to wait for; there the blocks compute their insides again one by one, within it.
+    at once, it has nothing to wait for; there the blocks compute their insides again one by one, within it. Forward
+    passes of other kinds keep what they keep.
     """
-    return [list(_recomputing(program)) for program in programs]
+    stages = len({action.stage for program in programs for action in program})
+    return [list(_recomputing(program, stages)) for program in programs]
 
 
-def _recomputing(program: Program) -> Iterator[Action]:
-    recomputed: set[tuple[int, int]] = set()  # (stage, micro-batch)
+def _recomputing(program: Program, stages: int) -> Iterator[Action]:
+    recomputed = set[Result]()  # graphs that are not kept
+    again: dict[type, type[Action]] = {Backward: RecomputingBackward, BackwardInput: RecomputingBackwardInput}
     for action, following in itertools.zip_longest(program, program[1:]):
-        place = action.stage, action.micro_batch
-        is_followed = isinstance(following, Backward) and (following.stage, following.micro_batch) == place
-        if isinstance(action, Forward) and not is_followed:
-            recomputed.add(place)
+        place, graph = (action.stage, action.micro_batch), action.result(GRAPH)
+        is_followed = type(following) in again and (following.stage, following.micro_batch) == place
+        if type(action) is Forward and not is_followed:
+            recomputed.add(graph)
             yield ForwardKeepingInput(*place)
-        elif isinstance(action, Backward) and place in recomputed:
+        elif graph in recomputed and graph in action.needs(stages):
             yield from (Recompute(*place), action)
-        elif isinstance(action, Backward):
-            yield RecomputingBackwardInput(*place) if isinstance(action, BackwardInput) else RecomputingBackward(*place)
         else:
-            yield action
+            yield again.get(type(action), type(action))(*place)
 
 
 def _sizes(workers: int) -> dict[str, int]:

@@ -12,7 +12,7 @@ from distlab.comm.grid import Axis, Grid
 from distlab.comm.group import CONTROL, open_queues
 from distlab.comm.names import counted_as, named
 from distlab.pipeline.actions import KINDS, Action, ActionCosts
-from distlab.pipeline.activations import Loss, SavedActivations, Stage
+from distlab.pipeline.activations import Loss, MicroBatch, SavedActivations, Stage
 from distlab.pipeline.plan import simulate
 from distlab.pipeline.schedules import all_stages
 from distlab.run.stage_settings import ScheduleSettings
@@ -122,20 +122,19 @@ def _rehearse(
 ) -> Tensor:
     """Seconds of a stage's F, R, I and W, and the bytes that it keeps after F, at most and after I: (7,)."""
     kept = SavedActivations(net.parameters())
-    stage = Stage(net, loss, kept)
-    stage.micro_batches, stage.shares = [torch.zeros(shape, dtype=torch.int64, device=device)], [1.0]
+    here = MicroBatch(Stage(net, loss, kept), torch.zeros(shape, dtype=torch.int64, device=device))
     letters = dict(zip(COLUMNS, "fRIW", strict=True)) if recompute else {kind: kind for kind in "FIW"}
     passes = {kind: KINDS[letter](index, 0) for kind, letter in letters.items()}
     seconds: dict[str, list[float]] = {kind: [] for kind in passes}
     sizes, peak = dict[str, int](), 0
     with torch.random.fork_rng({p.device for p in net.parameters() if p.is_cuda}):
         for _ in range(1 + REHEARSALS):  # the first one, which loads kernels and allocates memory, does not count
-            passes["W"].prepare(stage)
+            passes["W"].prepare(here)
             activations = [torch.zeros(*shape, width, device=device)] if index else []
             received = {"F": activations, "I": [torch.zeros(*shape, width, device=device)] if loss is None else []}
             for kind, action in passes.items():
                 started = _now(device)
-                action.run(stage, *received.get(kind, []))
+                action.run(here, *received.get(kind, []))
                 seconds[kind].append(_now(device) - started)
                 sizes[kind] = kept.now_bytes
             # What I needs for a moment counts only if it is on top of an input, not of all that F keeps.

@@ -114,33 +114,32 @@ EXERCISES = [
         chapter=f"{PP}, chapter 7",
         task="""Write `Pipeline.step`, which runs this worker's actions over the micro-batches of a step, whatever the
         schedule. For each action, in order: receive what it needs from other workers, call
-        `action.run(stage, *received)`, and send what other workers need of the result.
+        `action.run(part, *received)`, and send what other workers need of the result.
 
-        Given: `self._prepared` has for each action, in order: `action`; `stage`, on which it runs; `needs`, the results
-        of other stages that it needs, in the order in which `run` takes them; and `gives`, the results that other
-        stages need. `action.run` returns tensors by `result.kind`. `self.owners[stage]` is the worker of a stage,
-        `self._worker` this one, and `self._ranks[worker]` its rank. A result in `needs` comes from the stage
-        `result.stage`; one in `gives` goes to that of the action `self._plan.takers[result]`. Two stages may be on one
-        worker: hand the tensor over. Messages of one kind between two workers arrive in the order in which they were
-        sent; give each its channel, `group=self._channels[sender, receiver, result.kind]`. What is received is
-        (*micro_batch.shape, self.width). Keep the transfers of sends, and wait for them before the step ends.
+        Given: `self.program`, this worker's actions in order. `action.needs(len(self.owners))` are the results that an
+        action needs; those of other stages, in their order, are what `run` takes. `action.results` are those that it
+        computes; those in `self._plan.takers` are needed by other stages, and `action.run` returns them by
+        `result.kind`. `way = self.links.ways[result]` is how a result comes from another worker, or goes there: from
+        the rank `way.sender` to the rank `way.receiver`, in `way.group`, so that messages of other kinds do not mix
+        with it. A result that has no way is for another stage of this worker: hand the tensor over. What is received is
+        (*micro_batch.shape, self.width). Keep what `dist.isend` returns, and wait for all of it before the step ends.
 
-        A step begins with what the stages keep during it. For each stage in `self._stages.values()`:
-        stage.micro_batches, stage.losses = micro_batches, {}, and stage.shares = [1 / len(micro_batches)] *
-        len(micro_batches), if all are of one size. Then action.prepare(stage) for each action.""",
+        A step begins with a part for each of this worker's stages and each micro-batch, in which actions keep what
+        later ones need: part = MicroBatch(self._stages[stage], micro_batch, share), with share = 1 /
+        len(micro_batches) if all are of one size. Then action.prepare(part) for each action.""",
         hints=(
-            "A send must not wait for its receiver here: collect what `traffic.send` returns, and wait at the end. A "
+            "A send must not wait for its receiver here: collect what `dist.isend` returns, and wait at the end. A "
             "receive may simply wait.",
-            "For a result of another worker: tensor = torch.empty(*x.shape, self.width), then traffic.receive(tensor, "
-            "str(result), source=self._ranks[owner], group=self._channels[owner, self._worker, "
-            "result.kind]).wait()",
+            "For a result of another worker: tensor = torch.empty(*micro_batch.shape, self.width), then "
+            "dist.recv(tensor, way.sender, way.group).",
             "Keep results for stages of this worker in a dictionary by result, and pop them when they are needed. At "
-            "the end, wait for all sends, and return the losses: [loss for stage in self._stages.values() for _, loss "
-            "in sorted(stage.losses.items())].",
+            "the end, wait for all sends, and return the losses: [part.loss for part in parts if part.loss is not "
+            "None], in the order of the micro-batches.",
         ),
         script=MICRO_BATCHES,
         takes=("distlab.pipeline.executor:Pipeline",),
-        keeps=("__init__", "_connect", "_warm_up", "_prepare"),
+        keeps=("__init__", "follow", "_checked", "_use", "_warm_up"),
+        imports=("import torch.distributed as dist", "from distlab.pipeline.activations import MicroBatch"),
         trials=(_pipeline("dapple", 3, 4), _pipeline("zb-v", 2, 3, stages_of_each=2)),
     ),
     Exercise(

@@ -13,14 +13,15 @@ from support.pipeline_models import LOSS, OPTIONS, VOCAB, WIDTH, assert_near, ba
 from support.processes import free_port, process_group, run_ranks
 from torch import Tensor, nn
 
-from distlab.comm.context import Context, Options, Transport
+from distlab.comm.context import Options, Transport
 from distlab.comm.grid import Grid
 from distlab.comm.group import LabGroup
 from distlab.comm.pending import Pending
 from distlab.comm.queues import FREE
 from distlab.comm.signals import Channel
 from distlab.pipeline.actions import stages_of
-from distlab.pipeline.executor import Pipeline, _channels
+from distlab.pipeline.executor import Pipeline
+from distlab.pipeline.links import channels
 from distlab.pipeline.plan import simulate
 from distlab.pipeline.schedules import all_stages
 from distlab.pipeline.stages import build_stage
@@ -228,35 +229,20 @@ def test_micro_batches_may_grow_from_step_to_step() -> None:
         assert shared == [2, 2, 1, 1], "one each way, then only from the last stage to the first"
 
 
-def make_groups(rank: int, port: int, backend: str, schedule: str, two_ways: bool) -> list[int | None]:
-    """By link, in order, the number of the process group that its messages take; None is the default one."""
-    made: list[object] = []
-
-    def new_group(**_: Any) -> object:
-        made.append(object())
-        return made[-1]
-
-    with process_group(rank, 3, port), pytest.MonkeyPatch.context() as monkeypatch:
-        monkeypatch.setattr(Context, "is_over_nccl", backend == "nccl")
-        monkeypatch.setattr(torch.distributed, "new_group", new_group)
-        links = dict(simulate(all_stages(schedule, 3, 2)).messages)
-        if two_ways:  # as with two stages a worker: activations also go back, gradients also on
-            links |= {(receiver, sender, kind): [] for sender, receiver, kind in links}
-        groups = _channels(links)
-        return [made.index(group) if group is not None else None for _, group in sorted(groups.items())]
-
-
 @pytest.mark.parametrize(
-    ("backend", "two_ways", "groups"),
+    ("over_nccl", "two_ways", "numbers"),
     [
-        ("gloo", False, [None, None, None, None]),
-        ("gloo", True, [None, 0] * 4),
-        ("nccl", False, [None, 0, None, 0]),
-        ("nccl", True, [None, 1, 0, 2, None, 1, 0, 2]),
+        (False, False, [0, 0, 0, 0]),
+        (False, True, [0, 1] * 4),
+        (True, False, [0, 1, 0, 1]),
+        (True, True, [0, 2, 1, 3, 0, 2, 1, 3]),
     ],
 )
-def test_messages_that_could_pass_each_other_have_channels_of_their_own(
-    backend: str, two_ways: bool, groups: list[int | None]
+def test_messages_that_could_pass_each_other_have_groups_of_their_own(
+    over_nccl: bool, two_ways: bool, numbers: list[int]
 ) -> None:
     """Links are (0, 1), (1, 0), (1, 2), (2, 1), each with activations, gradients, or both."""
-    assert run_ranks(3, make_groups, free_port(), backend, "dapple", two_ways) == [groups] * 3
+    links = set(simulate(all_stages("dapple", 3, 2)).messages)
+    if two_ways:  # as with two stages a worker: activations also go back, gradients also on
+        links |= {(receiver, sender, kind) for sender, receiver, kind in links}
+    assert [number for _, number in sorted(channels(links, over_nccl).items())] == numbers

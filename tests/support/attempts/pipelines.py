@@ -2,32 +2,33 @@
 
 from support.exercises_attempts import Attempt
 
-PLAIN_EXECUTOR = """for stage in self._stages.values():
-    stage.micro_batches, stage.losses = micro_batches, {}
-    stage.shares = [1 / len(micro_batches)] * len(micro_batches)
-for prepared in self._prepared:
-    prepared.action.prepare(prepared.stage)
+PLAIN_EXECUTOR = """parts = {
+    (index, k): MicroBatch(stage, micro_batch, 1 / len(micro_batches))
+    for index, stage in self._stages.items() for k, micro_batch in enumerate(micro_batches)
+}
+for action in self.program:
+    action.prepare(parts[action.stage, action.micro_batch])
 here, sent = {}, []
-for action, stage, _, needs, gives, _ in self._prepared:
+for action in self.program:
     received = []
-    for result in needs:
-        if (source := self.owners[result.stage]) == self._worker:
+    for result in action.needs(len(self.owners)):
+        if result.stage == action.stage:
+            continue
+        if result in here:
             received.append(here.pop(result))
             continue
-        tensor = torch.empty(*micro_batches[result.micro_batch].shape, self.width)
-        channel = self._channels[source, self._worker, result.kind]
-        traffic.receive(tensor, str(result), source=self._ranks[source], group=channel).wait()
-        received.append(tensor)
-    computed = action.run(stage, *received)
-    for result in gives:
-        if (to := self.owners[self._plan.takers[result].stage]) == self._worker:
+        received.append(torch.empty(*micro_batches[result.micro_batch].shape, self.width))
+        way = self.links.ways[result]
+        dist.recv(received[-1], way.sender, way.group)
+    computed = action.run(parts[action.stage, action.micro_batch], *received)
+    for result in action.results:
+        if way := self.links.ways.get(result):
+            sent.append(dist.isend(computed[result.kind], way.receiver, way.group))
+        elif result in self._plan.takers:
             here[result] = computed[result.kind]
-            continue
-        channel, told = self._channels[self._worker, to, result.kind], {"kind": result.kind}
-        sent.append(traffic.send(computed[result.kind], str(result), to=self._ranks[to], group=channel, **told))
-for transfer in sent:
-    transfer.wait()
-return [loss for stage in self._stages.values() for _, loss in sorted(stage.losses.items())]"""
+for work in sent:
+    work.wait()
+return [part.loss for part in parts.values() if part.loss is not None]"""
 
 ATTEMPTS = [
     Attempt(

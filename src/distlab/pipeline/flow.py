@@ -1,0 +1,95 @@
+"""What lives for one step of a worker: its micro-batches, and the tensors that are under way between stages."""
+
+from collections.abc import Iterator, Mapping, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from distlab.pipeline.actions import Action, Program, Result
+from distlab.pipeline.activations import MicroBatch, Stage
+from distlab.pipeline.links import Links, Way
+
+POSTED_AHEAD = 2  # receives posted per link: the one needed next, and one more in transit
+
+
+class Flow:
+    """A step of a worker, made for it and thrown away at its end.
+
+    Args:
+        stages: of this worker.
+        program: the actions that it will run.
+        micro_batches: token ids, each (batch, seq).
+        width: of the activations between stages: (batch, seq, `width`).
+        posts_ahead: post receives before they are needed, where there is no queue.
+    """
+
+    def __init__(
+        self,
+        stages: Mapping[int, Stage],
+        links: Links,
+        program: Program,
+        micro_batches: Sequence[Tensor],
+        width: int,
+        posts_ahead: bool,
+    ) -> None:
+        targets = [ids[:, 1:].numel() for ids in micro_batches]
+        shares = [count / sum(targets) for count in targets]
+        self._parts = {
+            (index, k): MicroBatch(stage, ids, share)
+            for index, stage in sorted(stages.items())
+            for k, (ids, share) in enumerate(zip(micro_batches, shares, strict=True))
+        }
+        self._links, self._micro_batches, self._width, self._posts_ahead = links, micro_batches, width, posts_ahead
+        self._here: dict[Result, Tensor] = {}  # results that another stage of this worker needs
+        self._posted: dict[Result, tuple[Tensor, dist.Work]] = {}  # receives
+        self._sent: dict[Result, dist.Work] = {}
+        self._expected: dict[Way, Iterator[Result]] = {way: iter(results) for way, results in links.incoming}
+        for action in program:
+            action.prepare(self.micro_batch(action))
+        for way in [*self._expected] * POSTED_AHEAD:
+            self._post_ahead(way)
+
+    def micro_batch(self, action: Action) -> MicroBatch:
+        """The micro-batch of an action, on its stage."""
+        return self._parts[action.stage, action.micro_batch]
+
+    def take(self, result: Result) -> Tensor:
+        """A result of another stage; waits until it has arrived."""
+        way = self._links.ways.get(result)
+        if way is None:
+            return self._here.pop(result)
+        if result not in self._posted:
+            self._post(way)
+        tensor, work = self._posted.pop(result)
+        work.wait()
+        self._post_ahead(way)
+        for arrived in self._links.confirmed[result]:
+            if arrived in self._sent:  # until it has been waited for, its tensor is kept
+                self._sent.pop(arrived).wait()
+        return tensor
+
+    def give(self, result: Result, tensor: Tensor) -> None:
+        """Pass a result to the stage that needs it."""
+        way = self._links.ways.get(result)
+        if way is None:
+            self._here[result] = tensor
+        elif (work := way.send(result, tensor)) is not None:
+            self._sent[result] = work
+
+    def end(self, run_on: bool) -> list[Tensor]:
+        """End the step; on the worker of the last stage, returns each micro-batch's share of the loss."""
+        self._links.finish(self._sent.values(), run_on)
+        return [part.loss for part in self._parts.values() if part.loss is not None]
+
+    def _post_ahead(self, way: Way) -> None:
+        if self._posts_ahead and not way.is_queue:
+            self._post(way)
+
+    def _post(self, way: Way) -> None:
+        """Post the receive of a link's next message, if there is one."""
+        result = next(self._expected[way], None)
+        if result is not None:
+            ids = self._micro_batches[result.micro_batch]
+            tensor = torch.empty(*ids.shape, self._width, device=ids.device)
+            self._posted[result] = tensor, way.receive(result, tensor)

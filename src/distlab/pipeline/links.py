@@ -1,0 +1,134 @@
+"""The links between this worker of a pipeline and others: they carry messages, and live from step to step.
+
+Messages of one kind arrive in the order in which they were sent. Between ranks that share memory, a message has left
+when the sender has copied it into a queue; otherwise sends and receives are under way while both ends compute.
+"""
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from distlab.comm.context import context_of
+from distlab.comm.group import CONTROL, Group, close_queues, has_queue, open_queues
+from distlab.comm.names import named
+from distlab.pipeline.actions import Programs, Result
+from distlab.pipeline.plan import Link, Plan, acknowledged, most_on_the_way
+
+
+@dataclass(eq=False)
+class Way:
+    """One of this worker's links: the messages of a kind to another worker, or from it."""
+
+    sender: int  # rank
+    receiver: int  # rank
+    group: Group  # in which messages between these two ranks stay in order
+    slots: int  # the most messages that are under way at a time
+    is_queue: bool = False  # messages go through memory that both ranks share
+
+    def send(self, result: Result, tensor: Tensor) -> dist.Work | None:
+        """Start to send a result; None if it has left already. Else, keep the work and the tensor until it has."""
+        with named(str(result), result.kind):
+            work = dist.isend(tensor, self.receiver, self.group)
+        return None if self.is_queue else work
+
+    def receive(self, result: Result, into: Tensor) -> dist.Work:
+        """Start to receive the next message, which is this result."""
+        with named(str(result), CONTROL):
+            work = dist.irecv(into, self.sender, self.group)
+        assert work is not None  # this rank is in the group
+        return work
+
+
+class Links:
+    """The links of a worker.
+
+    Args:
+        ranks: of the pipeline's workers.
+        worker: this one.
+    """
+
+    def __init__(self, ranks: Sequence[int], worker: int) -> None:
+        self._ranks, self._worker = ranks, worker
+        self._ways: dict[Link, Way] = {}
+        self._groups: list[dist.ProcessGroup] = []  # made for these links
+        self._late: list[dist.Work] = []  # sends that a step has left to the next one
+        self._message_bytes = 0  # that the queues have room for
+        self.ways: dict[Result, Way] = {}  # by message that this worker sends or receives
+        self.incoming: list[tuple[Way, Sequence[Result]]] = []  # the messages of a step that it receives, in order
+        self.confirmed: dict[Result, list[Result]] = {}  # by message received, those sent that have thus arrived
+
+    def open(self, programs: Programs, plan: Plan) -> None:
+        """Make what carries the messages of these programs; all ranks call this together."""
+        context, slots = context_of(), most_on_the_way(programs)
+        numbers, groups = channels(plan.messages, context.is_over_nccl), list[Group]([None])
+        if more := max(numbers.values(), default=0):
+            with context.waits.during("all ranks to create the pipeline's channels"):
+                timeout = timedelta(seconds=context.waits.timeout_seconds)
+                self._groups = [dist.new_group(timeout=timeout) for _ in range(more)]
+            groups += self._groups
+        for link, number in numbers.items():
+            if self._worker in link[:2]:
+                sender, receiver = (self._ranks[worker] for worker in link[:2])
+                self._ways[link] = Way(sender, receiver, groups[number], slots[link])
+        self.ways = {result: way for link, way in self._ways.items() for result in plan.messages[link]}
+        self.incoming = [(way, plan.messages[link]) for link, way in self._ways.items() if link[1] == self._worker]
+        self.confirmed = acknowledged(programs, plan, self._worker)
+        if context.is_over_nccl:
+            self._connect(context.rank, torch.zeros(1, device=context.device))
+
+    def close(self) -> None:
+        """Wait for sends that are under way, and give back queues and groups; all ranks call this together."""
+        self.finish([], run_on=False)
+        for way in self._ways.values():
+            close_queues((way.sender, way.receiver), way.group)
+        for group in self._groups:
+            dist.destroy_process_group(group)
+        self._ways, self._groups, self._message_bytes = {}, [], 0
+        self.ways, self.incoming, self.confirmed = {}, [], {}
+
+    def make_room(self, elements: int, like: Tensor) -> None:
+        """Before messages that are larger than all before, make queues that have room for them."""
+        message_bytes = elements * like.itemsize
+        if message_bytes > self._message_bytes:
+            self._message_bytes = message_bytes
+            for way in self._ways.values():  # in the same order on all workers
+                open_queues((way.sender, way.receiver), message_bytes, like, way.group, slots=way.slots)
+                way.is_queue = has_queue(way.sender, way.receiver, way.group)
+
+    def finish(self, sends: Iterable[dist.Work], run_on: bool) -> None:
+        """Wait for the sends of a step, or, if it runs on, for those that the step before has left."""
+        before, self._late = self._late, list(sends)
+        for work in before if run_on else [*before, *self._late]:
+            work.wait()
+        if not run_on:
+            self._late = []
+
+    def _connect(self, rank: int, tensor: Tensor) -> None:
+        """Exchange a message over each link in turn: NCCL connects a link at its first use, which blocks both ends."""
+        for (_, _, kind), way in self._ways.items():
+            with named(f"the first message for {kind}", CONTROL):
+                if rank == way.sender:
+                    dist.send(tensor, way.receiver, way.group)
+                else:
+                    dist.recv(tensor, way.sender, way.group)
+
+
+def channels(links: Iterable[Link], over_nccl: bool) -> dict[Link, int]:
+    """By link, the number of the process group that its messages take; 0 is that of all ranks.
+
+    Within a group, messages between two ranks are ordered: over gloo, those in one direction; over NCCL, those in both.
+    With a single group, gloo would deliver a message of one kind as one of another kind, and with NCCL a receive posted
+    ahead would block a send that the peer needs first. So where links connect the same two ranks, each kind of message
+    gets a group; over NCCL, each direction too.
+    """
+    kinds = {link: (link[2], over_nccl and link[0] > link[1]) for link in links}
+    ends = Counter(tuple(sorted(link[:2])) if over_nccl else link[:2] for link in kinds)
+    if max(ends.values(), default=1) == 1:
+        return dict.fromkeys(kinds, 0)
+    numbers = {kind: number for number, kind in enumerate(sorted(set(kinds.values())))}
+    return {link: numbers[kind] for link, kind in kinds.items()}

@@ -1,0 +1,125 @@
+"""Pipelines that change their schedule between two steps, and links that are closed and opened again."""
+
+import os
+import time
+
+import pytest
+import torch
+from support.held import mappings, threads
+from support.pipeline_models import LOSS, OPTIONS, VOCAB, WIDTH, assert_near, batch, louder, update
+from support.processes import free_port, process_group, run_ranks
+
+from distlab.comm.context import Options, Transport
+from distlab.comm.grid import Grid
+from distlab.pipeline.actions import stages_of
+from distlab.pipeline.executor import Pipeline
+from distlab.pipeline.schedules import all_stages
+from distlab.pipeline.stages import build_stages
+from simplellm.errors import InputError
+from simplellm.llama import CausalLLama, LLama
+
+ONE_STAGE = ["dapple", "zb-h1", "gpipe", "zb-h1"]
+IN_A_V = ["zb-v", "dualpipe-v", "auto", "zb-v"]
+MICRO_BATCHES = {"gpipe": 5, "zb-v": 3}  # others have 6
+
+
+def train(rank: int, port: int, workers: int, names: list[str], transport: Transport, run_on: bool) -> int:
+    """Two steps of each schedule next to the whole model; the number of parameters compared."""
+    with process_group(rank, workers, port, options=Options(transport=transport)):
+        schedules = [all_stages(name, workers, MICRO_BATCHES.get(name, 6)) for name in names]
+        held = stages_of(schedules[0][rank])
+        split = (1,) * (workers * len(held))
+        nets = {stage: louder(net) for stage, net in build_stages(held, split, VOCAB, **OPTIONS).items()}
+        whole = louder(LLama(CausalLLama, VOCAB, n_layers=len(split), **OPTIONS))
+        before = {name: p.detach().clone() for name, p in whole.named_parameters()}
+        pipeline = Pipeline(nets, schedules[0], Grid(rank, {"pp": workers}), LOSS, WIDTH, run_on=run_on)
+        for step in range(2 * len(names)):
+            name = names[step // 2]
+            if step > 0 and step % 2 == 0:
+                pipeline.follow(schedules[step // 2])
+            for net in (whole, *nets.values()):
+                net.zero_grad()
+            losses = pipeline.step(batch(step, 12).tensor_split(MICRO_BATCHES.get(name, 6)))
+            expected = LOSS(whole(batch(step, 12)), batch(step, 12))
+            expected.backward()
+            assert bool(losses) == (len(split) - 1 in held)
+            if losses:
+                assert torch.stack(losses).sum().item() == pytest.approx(expected.item(), rel=1e-6), name
+            for net in (whole, *nets.values()):
+                update(net)
+        pipeline.links.close()
+        of_whole = dict(whole.named_parameters())
+        own = {name: p for net in nets.values() for name, p in net.named_parameters()}
+        for name, parameter in own.items():
+            assert_near(parameter, of_whole[name], name)
+            assert (parameter - before[name]).abs().max() > 1e-4, f"{name} was trained"
+        return len(own)
+
+
+@pytest.mark.parametrize(
+    ("workers", "names", "transport", "run_on"),
+    [
+        (3, ONE_STAGE, "auto", False),
+        (3, ONE_STAGE, "gloo", True),
+        (2, IN_A_V, "auto", True),
+        (3, IN_A_V, "gloo", False),
+    ],
+)
+def test_a_schedule_changes_in_the_middle_of_a_run_and_nothing_else_does(
+    workers: int, names: list[str], transport: Transport, run_on: bool
+) -> None:
+    compared = run_ranks(workers, train, free_port(), workers, names, transport, run_on, deadline=120)
+    assert sum(compared) == 3 + 9 * workers * (1 if names is ONE_STAGE else 2)
+
+
+def follow_what_it_cannot(rank: int, port: int) -> list[float]:
+    """The refusals come on both ranks, before any of them waits for the other; then the pipeline goes on."""
+    with process_group(rank, 2, port):
+        nets = build_stages(stages_of(all_stages("zb-v", 2, 4)[rank]), (1, 1, 1, 1), VOCAB, **OPTIONS)
+        pipeline = Pipeline(nets, all_stages("zb-v", 2, 4), Grid(rank, {"pp": 2}), LOSS, WIDTH)
+        for programs, sentence in (
+            (all_stages("interleaved", 2, 4), "stage 2 is on worker 1; in the schedule to follow, it is on worker 0"),
+            (all_stages("dapple", 2, 4), "stage 2 is on worker 1; in the schedule to follow, it is on no worker"),
+            (all_stages("zb-v", 3, 6), "the schedule is for 3 workers but the pipeline has 2"),
+        ):
+            with pytest.raises(InputError, match=f"^{sentence}$"):
+                pipeline.follow(programs)
+        return [loss.item() for loss in pipeline.step(batch(0).chunk(4))]
+
+
+def test_a_schedule_whose_stages_are_on_other_workers_is_refused() -> None:
+    losses, _ = run_ranks(2, follow_what_it_cannot, free_port())
+    whole = LLama(CausalLLama, VOCAB, n_layers=4, **OPTIONS)
+    assert sum(losses) == pytest.approx(LOSS(whole(batch(0)), batch(0)).item(), rel=1e-6)
+
+
+def holdings() -> tuple[int, int, int]:
+    """Shared mappings, descriptors and threads of this process."""
+    return mappings(), len(os.listdir("/proc/self/fd")), threads()
+
+
+def reopen(rank: int, port: int, transport: Transport) -> list[tuple[int, int, int]]:
+    """What this rank holds after a step, and after as many steps again with 50 changes of the schedule in between."""
+    held = []
+    with process_group(rank, 2, port, options=Options(transport=transport)):
+        schedules = [all_stages(name, 2, 4) for name in ("zb-v", "dualpipe-v")]  # both need a group of their own
+        nets = build_stages(stages_of(schedules[0][rank]), (1, 1, 1, 1), VOCAB, **OPTIONS)
+        pipeline = Pipeline(nets, schedules[0], Grid(rank, {"pp": 2}), LOSS, WIDTH)
+        for number in range(52):
+            pipeline.step(batch(0).chunk(4))
+            if number > 0:
+                held.append(holdings())
+            if number < 51:
+                pipeline.follow(schedules[number % 2])
+        until = time.monotonic() + 5
+        while holdings() > held[0] and time.monotonic() < until:  # a thread of gloo may be about to end
+            time.sleep(0.05)
+        return [held[0], holdings()]
+
+
+@pytest.mark.parametrize("transport", ["auto", "gloo"])
+def test_links_that_are_closed_and_opened_fifty_times_leave_nothing(transport: Transport) -> None:
+    for before, after in run_ranks(2, reopen, free_port(), transport, deadline=120):
+        assert (before[0] > 0) == (transport == "auto")
+        assert after[::2] == before[::2]
+        assert after[1] <= before[1] + 3, "a connection may come late, but not one each time"
