@@ -13,8 +13,8 @@ A collective takes one of these ways:
     hosts                       tensors that `empty` has made for ranks on several hosts
     gloo or NCCL                everything else; gloo carries CUDA tensors through pinned host memory
 
-Functional collectives, which DTensor uses, reach only those methods that torch's C++ interface knows; the others go to
-gloo or NCCL uncounted.
+Functional collectives, which DTensor uses, call the same methods through torch's C++ interface, and for all-gather and
+reduce-scatter the coalesced ones. What this class does not override would go to gloo or NCCL uncounted.
 """
 
 # torch's annotations have overloads that its Python layer does not call.
@@ -320,6 +320,12 @@ class LabGroup(ContextGroup):
         rows = list(into.view(self.size(), *input.shape).unbind())
         return self._over_library(wait, partial(self._library.allgather, [rows], [carried]), output, into)
 
+    def all_gather_single_coalesced(
+        self, output: Sequence[Tensor], input: Sequence[Tensor], opts: Any = None
+    ) -> Pending:
+        """`all_gather_single` of several tensors; functional collectives call it, also for one."""
+        return self._together([self.all_gather_single(*pair) for pair in zip(output, input, strict=True)])
+
     def allgather(self, output: Sequence[Sequence[Tensor]], input: Sequence[Tensor], opts: Any = None) -> Pending:
         """Collect every rank's `input[0]` in `output[0]`, a tensor for each rank."""
         [rows], [own] = output, input
@@ -365,6 +371,12 @@ class LabGroup(ContextGroup):
             return self._over_library(wait, start, output, output)
         pending = self._combine_parts(wait, output, input.view(self.size(), -1), op)
         return pending.then(lambda: output.div_(self.size())) if op == ReduceOp.AVG else pending
+
+    def reduce_scatter_single_coalesced(
+        self, output: Sequence[Tensor], input: Sequence[Tensor], opts: Any = None
+    ) -> Pending:
+        """`reduce_scatter_single` of several tensors; functional collectives call it, also for one."""
+        return self._together([self.reduce_scatter_single(*pair, opts) for pair in zip(output, input, strict=True)])
 
     def _combine_parts(self, wait: Wait, output: Tensor, parts: Tensor, op: ReduceOp.RedOpType) -> Pending:
         memory, sources = self._parts_of(parts)
@@ -475,7 +487,10 @@ class LabGroup(ContextGroup):
             carried = self._staged(tensor)
             return self._over_library(wait, lambda: self._library.allreduce([carried]), tensor, carried)
 
+    # The same by the names of torch 2.11.
     _allgather_base, _reduce_scatter_base, alltoall_base = all_gather_single, reduce_scatter_single, all_to_all_single
+    allgather_into_tensor_coalesced = all_gather_single_coalesced
+    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
 
     # Messages
 

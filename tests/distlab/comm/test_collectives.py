@@ -1,0 +1,236 @@
+"""Every collective and message of `torch.distributed` through the lab's backend, beside sums computed by hand."""
+
+import itertools
+import zlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from support.processes import free_port, process_group, run_ranks
+from torch import Tensor
+from torch.distributed import ReduceOp
+
+from distlab.comm.context import Options, Transport
+from distlab.comm.group import Group, empty
+
+pytestmark = pytest.mark.alone
+SIZES = [0, 1, 3, 1000, 300_001]
+DTYPES = [torch.float32, torch.bfloat16, torch.int64]
+OPS = [ReduceOp.SUM, ReduceOp.MAX, ReduceOp.MIN, ReduceOp.PRODUCT]
+
+
+def operand(rank: int, elements: int, dtype: torch.dtype) -> Tensor:
+    """Small whole numbers, all of whose sums and products every dtype has exactly."""
+    return torch.randint(-3, 4, (elements,), generator=torch.Generator().manual_seed(rank)).to(dtype)
+
+
+def combine(operands: Sequence[Tensor], op: ReduceOp.RedOpType) -> Tensor:
+    stacked = torch.stack(list(operands)).to(torch.int64)
+    if op == ReduceOp.MAX:
+        return stacked.amax(0)
+    if op == ReduceOp.MIN:
+        return stacked.amin(0)
+    return stacked.prod(0) if op == ReduceOp.PRODUCT else stacked.sum(0)
+
+
+class Compared:
+    """One rank of a group, and all the calls that are compared, for one size and dtype.
+
+    Args:
+        group: the group.
+        ranks: its ranks in the world.
+        elements: of each rank's tensor.
+        is_shared: whether the tensors are in the memory of the group, not in plain memory.
+    """
+
+    def __init__(self, group: Group, ranks: Sequence[int], elements: int, dtype: torch.dtype, is_shared: bool) -> None:
+        self.group, self.rank, self.size = group, ranks.index(dist.get_rank()), len(ranks)
+        self.elements, self.dtype = elements, dtype
+        self.all = [operand(rank, elements, dtype) for rank in ranks]
+        self.grid = [  # by sender and receiver
+            [operand(100 * sender + receiver, elements, dtype) for receiver in range(self.size)]
+            for sender in range(self.size)
+        ]
+        like = torch.empty(0, dtype=dtype)
+        make: Callable[[int], Tensor] = like.new_zeros
+        if is_shared:
+            make = lambda length: empty(length, like, group)  # noqa: E731
+        self.own, self.other = make(elements), make(elements)
+        self.whole, self.whole_other = (make(self.size * elements).view(self.size, elements) for _ in range(2))
+        self.found: list[int] = []  # what this rank has at the end of calls that give all ranks the same
+
+    def mine(self) -> Tensor:
+        return self.own.copy_(self.all[self.rank])
+
+    def same(self, tensor: Tensor, expected: Tensor) -> None:
+        assert torch.equal(tensor, expected.to(self.dtype).view(tensor.shape))
+
+    def all_reduce(self) -> None:
+        for op in OPS:
+            dist.all_reduce(self.mine(), op, self.group)
+            self.same(self.own, combine(self.all, op))
+        if self.dtype.is_floating_point:
+            dist.all_reduce(self.mine(), ReduceOp.AVG, self.group)
+            mean = (combine(self.all, ReduceOp.SUM) / self.size).to(self.dtype)
+            torch.testing.assert_close(self.own, mean)
+            self.own.normal_(generator=torch.Generator().manual_seed(self.rank))
+            dist.all_reduce(self.own, group=self.group)
+            self.found.append(zlib.crc32(self.own.view(torch.uint8).numpy().tobytes()))
+
+    def to_and_from_a_root(self) -> None:
+        for root in range(self.size):
+            dist.broadcast(self.mine(), group=self.group, group_src=root)
+            self.same(self.own, self.all[root])
+            for op in OPS[:2]:
+                dist.reduce(self.mine(), op=op, group=self.group, group_dst=root)
+                if self.rank == root:
+                    self.same(self.own, combine(self.all, op))
+            rows = list(self.whole.fill_(-1)) if self.rank == root else None
+            dist.gather(self.mine(), rows, group=self.group, group_dst=root)
+            if rows is not None:
+                self.same(self.whole, torch.stack(self.all))
+            rows = list(self.whole.copy_(torch.stack(self.all))) if self.rank == root else None
+            dist.scatter(self.own.fill_(-1), rows, group=self.group, group_src=root)
+            self.same(self.own, self.all[self.rank])
+
+    def all_gather(self) -> None:
+        dist.all_gather(list(self.whole.fill_(-1)), self.mine(), self.group)
+        self.same(self.whole, torch.stack(self.all))
+        for own in (self.mine(), self.whole[self.rank]):  # also where its row is
+            self.whole.fill_(-1)
+            own.copy_(self.all[self.rank])
+            dist.all_gather_single(self.whole, own, self.group)
+            self.same(self.whole, torch.stack(self.all))
+
+    def reduce_scatter(self) -> None:
+        to_this = [row[self.rank] for row in self.grid]
+        for op in OPS:
+            self.whole.copy_(torch.stack(self.grid[self.rank]))
+            dist.reduce_scatter_single(self.own.fill_(-1), self.whole, op, self.group)
+            self.same(self.own, combine(to_this, op))
+            self.same(self.whole, torch.stack(self.grid[self.rank]))
+        dist.reduce_scatter(self.own.fill_(-1), list(self.whole), group=self.group)
+        self.same(self.own, combine(to_this, ReduceOp.SUM))
+
+    def all_to_all(self) -> None:
+        to_this = torch.stack([row[self.rank] for row in self.grid])
+        self.whole.copy_(torch.stack(self.grid[self.rank]))
+        dist.all_to_all_single(self.whole_other.fill_(-1), self.whole, group=self.group)
+        self.same(self.whole_other, to_this)
+        dist.all_to_all(list(self.whole_other.fill_(-1)), list(self.whole), group=self.group)
+        self.same(self.whole_other, to_this)
+        # The first ranks send and receive less than the last.
+        sizes = [
+            [max(0, self.elements - sender - receiver) for receiver in range(self.size)] for sender in range(self.size)
+        ]
+        sent, received = sizes[self.rank], [row[self.rank] for row in sizes]
+        source = torch.cat([part[:length] for part, length in zip(self.grid[self.rank], sent, strict=True)])
+        into = source.new_full((sum(received),), -1)
+        dist.all_to_all_single(into, source, received, sent, group=self.group)
+        expected = [row[self.rank][:length] for row, length in zip(self.grid, received, strict=True)]
+        self.same(into, torch.cat(expected))
+        parts = [source.new_full((length,), -1) for length in received]
+        dist.all_to_all(parts, list(source.split(sent)), group=self.group)
+        self.same(torch.cat(parts), torch.cat(expected))
+
+    def several_under_way(self) -> None:
+        self.mine()
+        self.other.copy_(self.grid[0][self.rank])
+        self.whole.fill_(-1)
+        third = self.all[self.rank].clone()
+        begun: list[Any] = [
+            dist.all_reduce(self.own, group=self.group, async_op=True),
+            dist.broadcast(self.other, group=self.group, group_src=self.size - 1, async_op=True),
+            dist.all_gather_single(self.whole, third, self.group, async_op=True),
+            dist.barrier(self.group, async_op=True),
+        ]
+        for number in (2, 0, 3, 1):
+            begun[number].wait()
+        self.same(self.own, combine(self.all, ReduceOp.SUM))
+        self.same(self.other, self.grid[0][self.size - 1])
+        self.same(self.whole, torch.stack(self.all))
+
+    def messages(self) -> None:
+        if self.size == 1:
+            return
+        after, before = (self.rank + 1) % self.size, (self.rank - 1) % self.size
+        for sends in (self.rank % 2 == 0, self.rank % 2 == 1):
+            if sends:
+                dist.send(self.mine(), group=self.group, group_dst=after)
+            else:
+                dist.recv(self.other.fill_(-1), group=self.group, group_src=before)
+                self.same(self.other, self.all[before])
+        numbered = [[self.all[rank] + number for number in range(3)] for rank in (before, self.rank)]
+        received = [torch.full_like(tensor, -1) for tensor in numbered[0]]
+        begun: list[Any] = [dist.irecv(tensor, group=self.group, group_src=before) for tensor in received]
+        begun += [dist.isend(tensor, group=self.group, group_dst=after) for tensor in numbered[1]]
+        for number in (4, 1, 5, 3, 0, 2):
+            begun[number].wait()
+        for tensor, expected in zip(received, numbered[0], strict=True):
+            self.same(tensor, expected)
+        calls = [
+            dist.P2POp(dist.irecv, self.other.fill_(-1), group=self.group, group_peer=before),
+            dist.P2POp(dist.isend, self.mine(), group=self.group, group_peer=after),
+        ]
+        for pending in dist.batch_isend_irecv(calls):
+            pending.wait()
+        self.same(self.other, self.all[before])
+
+    def every_call(self) -> list[int]:
+        self.all_reduce()
+        self.to_and_from_a_root()
+        self.all_gather()
+        self.reduce_scatter()
+        self.all_to_all()
+        self.several_under_way()
+        self.messages()
+        return self.found
+
+
+def exchange_objects(group: Group, size: int, rank: int) -> None:
+    """Python objects, which torch sends as bytes."""
+    own, everyone = {"rank": rank}, [{"rank": other} for other in range(size)]
+    collected: list[Any] = [None] * size
+    dist.all_gather_object(collected, own, group)
+    assert collected == everyone
+    given: list[Any] = [own, [rank] * 1000]
+    dist.broadcast_object_list(given, group=group, group_src=size - 1)
+    assert given == [everyone[-1], [size - 1] * 1000]
+    gathered: list[Any] | None = [None] * size if rank == 0 else None
+    dist.gather_object(own, gathered, group=group, group_dst=0)
+    assert gathered == (everyone if rank == 0 else None)
+    scattered: list[Any] = [None]
+    dist.scatter_object_list(scattered, everyone if rank == 0 else None, group=group, group_src=0)
+    assert scattered == [own]
+
+
+def compare(rank: int, world_size: int, port: int, transport: Transport) -> list[list[int]]:
+    """Compare in the group of all ranks and in others; what the ranks of each group have in the end."""
+    found, everyone = [], list(range(world_size))
+    if world_size <= 3:
+        cases = [(everyone, SIZES, DTYPES), (everyone[::2], [0, 1000, 300_001], DTYPES[:1])]
+    else:
+        cases = [(everyone, [3, 300_001], DTYPES[:1]), (everyone[1::2], [0, 1000], DTYPES[1:])]
+    memory = (False, True) if transport == "shared" else (False,)
+    with process_group(rank, world_size, port, options=Options(transport=transport)) as context:
+        for ranks, sizes, dtypes in cases:
+            group = None if ranks == everyone else dist.new_group(ranks)
+            of_group: list[int] = []
+            if rank in ranks:
+                for dtype, elements, is_shared in itertools.product(dtypes, sizes, memory):
+                    of_group += Compared(group, ranks, elements, dtype, is_shared).every_call()
+                exchange_objects(group, len(ranks), ranks.index(rank))
+            found.append(of_group)
+        assert context.shares_memory == (transport == "shared" and world_size > 1)
+    return found
+
+
+@pytest.mark.parametrize("transport", ["gloo", "shared"])
+@pytest.mark.parametrize("world_size", [1, 2, 3, 5])
+def test_every_call_gives_what_is_computed_by_hand(world_size: int, transport: Transport) -> None:
+    by_rank = run_ranks(world_size, compare, world_size, free_port(), transport)
+    assert by_rank[0][0]
+    for results in zip(*by_rank, strict=True):
+        assert len({tuple(found) for found in results if found}) <= 1, "all ranks have the same bits"

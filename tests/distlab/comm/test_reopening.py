@@ -1,0 +1,104 @@
+"""Groups that are closed and made again, in one process: nothing is left of them."""
+
+import os
+import time
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.distributed as dist
+from support.held import mappings, pipes_and_memory, threads
+from support.processes import free_port, join, process_group, run_ranks
+
+from distlab.comm.context import Options, Transport
+from distlab.comm.group import LabGroup, empty, open_queues
+
+pytestmark = pytest.mark.alone
+ROUNDS = 50
+
+
+def held() -> tuple[int, int, int, int]:
+    """This process's descriptors, in total and without connections, its threads, and mappings shared with others."""
+    shared = mappings()
+    return len(os.listdir("/proc/self/fd")), pipes_and_memory(), threads(), shared
+
+
+def use(group: dist.ProcessGroup | None) -> None:
+    """Everything that a group makes when it is asked for: slots, memory, queues, connections."""
+    rank, size = dist.get_rank(group), dist.get_world_size(group)
+    plain, shared = torch.full((1000,), float(rank)), empty(1000, torch.empty(0), group).fill_(rank)
+    for tensor in (plain, shared):
+        dist.all_reduce(tensor, group=group)
+        assert tensor[-1] == sum(range(size))
+    row = dist.get_process_group_ranks(group or dist.group.WORLD)
+    open_queues(row, 4000, plain, group)
+    if rank > 0:
+        dist.recv(plain, group=group, group_src=rank - 1)
+    if rank < size - 1:
+        dist.send(plain.fill_(rank), group=group, group_dst=rank + 1)
+    assert plain[-1] == (rank if rank < size - 1 else rank - 1)
+
+
+def settled() -> tuple[int, int, int, int]:
+    """What is held when gloo's threads have ended, which they do by themselves."""
+    now, before = held(), None
+    while now != before:
+        time.sleep(0.2)
+        now, before = held(), now
+    return now
+
+
+def grow(round_trip: Callable[[int], object], warm_up: int, rounds: int) -> None:
+    """No more is held after all rounds than after the first few."""
+    for number in range(warm_up):
+        round_trip(number)
+    before = settled()
+    for number in range(warm_up, rounds):
+        round_trip(number)
+    assert settled() == before
+
+
+def make_again(rank: int, port: int, transport: Transport) -> None:
+    with process_group(rank, 3, port, options=Options(transport=transport)):
+
+        def round_trip(_: int) -> None:
+            group = dist.new_group([0, 2])
+            if rank != 1:
+                use(group)
+                dist.destroy_process_group(group)
+
+        grow(round_trip, 5, ROUNDS)
+
+
+def reopen(rank: int, port: int, transport: Transport) -> None:
+    with process_group(rank, 3, port, options=Options(transport=transport)):
+        group = dist.new_group([0, 1, 2])
+        assert isinstance(group, LabGroup)
+
+        def round_trip(number: int) -> None:
+            use(group)
+            group.reopen(number + 1)
+
+        grow(round_trip, 5, ROUNDS)
+        use(group)
+
+
+def begin_again(rank: int, ports: list[int], transport: Transport) -> None:
+    def round_trip(number: int) -> None:
+        join(rank, 2, ports[number], options=Options(transport=transport))
+        use(None)
+        dist.barrier()
+        dist.destroy_process_group()
+
+    grow(round_trip, 2, len(ports))
+
+
+@pytest.mark.parametrize("transport", ["gloo", "shared"])
+@pytest.mark.parametrize("work", [make_again, reopen])
+def test_nothing_is_left_of_groups_that_are_closed(work: Callable[..., None], transport: Transport) -> None:
+    run_ranks(3, work, free_port(), transport)
+
+
+@pytest.mark.parametrize("transport", ["gloo", "shared"])
+def test_one_default_group_follows_another(transport: Transport) -> None:
+    run_ranks(2, begin_again, [free_port() for _ in range(5)], transport)
