@@ -16,14 +16,12 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 import tyro
-from ranks import join
-from torch import Tensor
-from torch.distributed import ReduceOp
+from ranks import group_over_gloo, join
 from turns import quartiles_of_ratios
 
 from distlab.collectives.ring import allreduce_ring
+from distlab.comm.group import empty
 from distlab.comm.processes import leave
-from distlab.comm.traffic import traffic
 from distlab.run.progress import each
 from distlab_planner.collective_model import LIBRARY, bytes_of_a_message, operations, predict_collective, whole_numbers
 from distlab_planner.collective_probes import Probes, seconds_in_turn
@@ -67,18 +65,14 @@ def compare_with_library(rank: int, world_size: int, settings: Settings, results
 
     Rank 0 puts the seconds of all turns into `results`.
     """
-    join(rank, world_size, settings.port, settings.patient)
+    join(rank, world_size, settings.port, settings.patient, "lab" if settings.patient else "gloo")
+    library = group_over_gloo(settings.patient)
     for megabytes in settings.megabytes:
         tensor, other = torch.zeros(megabytes * 250_000), torch.zeros(megabytes * 250_000)
-        shared = traffic.new_buffer(len(tensor), tensor)
-
-        def all_reduce_shared(buffer: Tensor) -> None:
-            traffic.all_reduce(buffer, "the sum", kind="sums", op=ReduceOp.SUM).wait()
-
         works = {
-            "library": partial(dist.all_reduce, tensor),
+            "library": partial(dist.all_reduce, tensor, group=library),
             "ring": partial(allreduce_ring, tensor),
-            "shared": partial(all_reduce_shared, shared),
+            "shared": partial(dist.all_reduce, empty(len(tensor), tensor)),
             "copy": partial(other.copy_, tensor),
         }
         seconds = seconds_in_turn(works, settings.rounds, settings.in_a_row)
@@ -135,7 +129,7 @@ def compare_with_prediction(
     rank: int, world_size: int, settings: Settings, results: "SimpleQueue[tuple[Cell, Comparison]]"
 ) -> None:
     """One rank: every operation in every topology, beside what the simulated world says."""
-    join(rank, world_size, settings.port, settings.patient)
+    join(rank, world_size, settings.port, settings.patient, "lab" if settings.patient else "gloo")
     for operation in operations(0):
         for megabytes in settings.predicted_megabytes:
             size_bytes = whole_numbers(megabytes * 1_000_000, world_size)

@@ -15,14 +15,14 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 import tyro
-from ranks import join
+from ranks import group_over_gloo, join
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from turns import quartiles_of_ratios, seconds_in_turn
 
+from distlab.comm.names import named
+from distlab.comm.pending import Pending
 from distlab.comm.processes import leave
-from distlab.comm.traffic import traffic
-from distlab.comm.transfer import Transfer
 from distlab.parallel.data import Bucket, GradientBuckets, MyDP
 from distlab.run.optimizers import build_optimizer
 from simplellm.llama import CausalLLama, LLama
@@ -65,12 +65,16 @@ def no_communication(net: nn.Module) -> Step:
 
 
 def torch_ddp(net: nn.Module) -> Step:
-    return no_communication(DistributedDataParallel(net))
+    return no_communication(DistributedDataParallel(net, process_group=group_over_gloo()))
 
 
 def torch_ddp_as_it_is(net: nn.Module) -> Step:
-    """Over connections whose threads are not patient, unlike those of `join`."""
-    return no_communication(DistributedDataParallel(net, process_group=dist.new_group()))
+    return no_communication(DistributedDataParallel(net, process_group=group_over_gloo(patient=False)))
+
+
+def torch_ddp_through_the_lab(net: nn.Module) -> Step:
+    """As in DP/ddp/intro_DP_DDP.py."""
+    return no_communication(DistributedDataParallel(net))
 
 
 def mydp(net: nn.Module) -> Step:
@@ -81,8 +85,9 @@ def gradient_aggregation(net: nn.Module) -> Step:
     """As in DP/gradient_aggr/intro_DP_GA.py."""
     optimizer = fused_adam(net)
 
-    def average(bucket: Bucket) -> Transfer:
-        return traffic.all_reduce(bucket.flat, str(bucket), kind="gradients")
+    def average(bucket: Bucket) -> Pending:
+        with named(str(bucket), "gradients"):
+            return dist.all_reduce(bucket.flat, dist.ReduceOp.AVG, async_op=True)
 
     buckets = GradientBuckets(net.parameters(), on_full=average)
 
@@ -99,19 +104,19 @@ def document_listing(net: nn.Module) -> Step:
     """The aggregation of the source document: a barrier, one concatenation, one sum, a division a parameter."""
     optimizer = torch.optim.Adam(net.parameters(), lr=8e-4)
     shapes = [p.shape for p in net.parameters()]
-    lengths = [p.numel() for p in net.parameters()]
+    lengths, group = [p.numel() for p in net.parameters()], group_over_gloo()
 
     def step(x: Tensor) -> None:
         optimizer.zero_grad()
         causalLLMLoss(net(x), x, VOCAB_SIZE).backward()
-        dist.barrier()
+        dist.barrier(group)
         gradients = []
         for p in net.parameters():
             assert p.grad is not None
             gradients.append(p.grad.view(-1))
             p.grad = None
         flat = torch.cat(gradients).to("cpu")
-        dist.all_reduce(flat, op=dist.ReduceOp.SUM)
+        dist.all_reduce(flat, op=dist.ReduceOp.SUM, group=group)
         for p, shape, part in zip(net.parameters(), shapes, torch.split(flat, lengths), strict=True):
             p.grad = part.view(shape) / dist.get_world_size()
         optimizer.step()
@@ -122,6 +127,7 @@ def document_listing(net: nn.Module) -> Step:
 VARIANTS: dict[str, Callable[[nn.Module], Step]] = {
     BASELINE: torch_ddp,
     "torch DDP without patient threads": torch_ddp_as_it_is,
+    "torch DDP through the lab's backend": torch_ddp_through_the_lab,
     "gradient aggregation (dp-ga)": gradient_aggregation,
     "MyDP": mydp,
     "the document's listing": document_listing,

@@ -29,9 +29,9 @@ from torch.optim import Optimizer
 from turns import quartiles_of_ratios, seconds_in_turn
 
 from distlab.comm.context import context_of
+from distlab.comm.names import named
+from distlab.comm.pending import Pending
 from distlab.comm.processes import leave
-from distlab.comm.traffic import traffic
-from distlab.comm.transfer import Transfer
 from distlab.parallel.data import Bucket, GradientBuckets
 from distlab.reports.memory import KINDS, MemoryReport
 from distlab.run.optimizers import build_optimizer
@@ -309,8 +309,9 @@ def measure_sharing(rank: int, size: Size, settings: Settings, results: "SimpleQ
     device = torch.device(settings.device)
     net = size.build(device)
 
-    def add_up(bucket: Bucket) -> Transfer:
-        return traffic.all_reduce(bucket.flat, str(bucket), kind="gradients", op=dist.ReduceOp.SUM)
+    def add_up(bucket: Bucket) -> Pending:
+        with named(str(bucket), "gradients"):
+            return dist.all_reduce(bucket.flat, async_op=True)
 
     def share_of_loss(ids: Tensor) -> Tensor:
         return causalLLMLoss(net(ids), ids, VOCAB_SIZE) / settings.ranks

@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from multiprocessing.queues import SimpleQueue
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -20,10 +21,9 @@ from torch import Tensor
 from turns import quartiles_of_ratios, seconds_in_turn
 
 from distlab.collectives.algorithms import shift
-from distlab.comm.devices import patient_threads
+from distlab.comm.context import context_of
+from distlab.comm.group import open_queues
 from distlab.comm.processes import leave
-from distlab.comm.queues import SharedQueue
-from distlab.comm.traffic import Transfer, traffic
 from distlab.run.progress import each
 
 SLOTS = 4  # messages that have not been taken yet
@@ -51,7 +51,7 @@ class Settings:
 
 def measure(rank: int, world_size: int, patient: bool, settings: Settings, results: "SimpleQueue[float]") -> None:
     """One rank: messages round the ring, each rank to the next one; rank 0 puts the seconds of one into `results`."""
-    join(rank, world_size, settings.port, patient)
+    join(rank, world_size, settings.port, patient, backend="gloo")
     for kilobytes in settings.kilobytes:
         data, received = torch.ones(kilobytes * 250), torch.ones(kilobytes * 250)
         for _ in range(10):
@@ -68,23 +68,21 @@ def measure(rank: int, world_size: int, patient: bool, settings: Settings, resul
 
 def exchange(data: Tensor, compute: Callable[[], object], is_shared: bool) -> Callable[[object], None]:
     """A turn of a stage: compute, send the result, take what the other rank has sent, for which a receive is posted."""
-    own = dist.get_rank()
-    other = 1 - own
-    with patient_threads():  # as pipelines make their groups; receives that are not used stay behind in this one
-        group = dist.new_group([0, 1], use_local_synchronization=True)
-    queues: dict[int, SharedQueue | None] = {own: None, other: None}  # by sender
+    other = 1 - dist.get_rank()
+    group = dist.new_group([0, 1], use_local_synchronization=True)  # receives that are not used stay behind in it
     if is_shared:
-        queues = traffic.new_queues((0, 1), SLOTS, data.numel(), data)
-        assert None not in queues.values()
+        for row in ((0, 1), (1, 0)):
+            open_queues(row, data.nbytes, data, group, slots=SLOTS)
+        assert context_of().shares_memory
 
-    def post() -> Transfer:
-        return traffic.receive(torch.empty_like(data), "a message", source=other, group=group, queue=queues[other])
+    def post() -> Any:
+        return dist.irecv(torch.empty_like(data), other, group)
 
     posted = deque([post(), post()])
 
     def turn(_: object) -> None:
         compute()
-        sent = traffic.send(data, "a message", to=other, kind="messages", group=group, queue=queues[own])
+        sent: Any = dist.isend(data, other, group)
         posted.append(post())
         posted.popleft().wait()
         sent.wait()

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 import tyro
-from ranks import join
+from ranks import group_over_gloo, join
 from torch import Tensor
 from torch.distributed.pipelining import (
     PipelineStage,
@@ -90,14 +90,25 @@ def ours(schedule: str, nets: Nets, grid: Grid, micro_batches: int) -> Step:
     return by_lab(schedule, nets, grid, micro_batches, cores=cores_to_share(1))
 
 
-def torch_one_thread(schedule: str, nets: Nets, grid: Grid, micro_batches: int) -> Step:
+def by_torch(
+    schedule: str, nets: Nets, grid: Grid, micro_batches: int, group: "dist.ProcessGroup | None" = None
+) -> Step:
+    """Over the lab's backend, or over the group that is given."""
     loss, kind = partial(causalLLMLoss, vocab_size=VOCAB_SIZE), TORCHS[schedule]
     count = grid.size * stages_per_worker(schedule)
-    stages = [PipelineStage(net, stage, count, torch.device("cpu")) for stage, net in nets.items()]
+    stages = [PipelineStage(net, stage, count, torch.device("cpu"), group=group) for stage, net in nets.items()]
     held: Any = stages if issubclass(kind, PipelineScheduleMulti) else stages[0]
     runner = kind(held, n_microbatches=micro_batches, loss_fn=loss)
     inputs = (lambda x: [x]) if 0 in nets else (lambda x: [])
     return lambda x: runner.step(*inputs(x), target=x if count - 1 in nets else None, return_outputs=False)
+
+
+def torch_one_thread(schedule: str, nets: Nets, grid: Grid, micro_batches: int) -> Step:
+    return by_torch(schedule, nets, grid, micro_batches, group_over_gloo())
+
+
+def torch_through_the_lab(schedule: str, nets: Nets, grid: Grid, micro_batches: int) -> Step:
+    return by_torch(schedule, nets, grid, micro_batches)
 
 
 def torch_all_cores(schedule: str, nets: Nets, grid: Grid, micro_batches: int) -> Step:
@@ -112,7 +123,7 @@ def torch_all_cores(schedule: str, nets: Nets, grid: Grid, micro_batches: int) -
     return with_all_cores
 
 
-VARIANTS: list[Build] = [torch_one_thread, torch_all_cores, one_thread, ours]
+VARIANTS: list[Build] = [torch_one_thread, torch_all_cores, torch_through_the_lab, one_thread, ours]
 
 
 def measure(rank: int, workers: int, settings: Settings) -> None:
@@ -180,7 +191,7 @@ def report(cell: str, token_count: int, seconds: dict[Build, list[float]]) -> No
     torchs = (torch_one_thread, torch_all_cores)
     line = cell + "".join(f"| {token_count / statistics.median(seconds[build]):,.0f} " for build in torchs)
     better = seconds[min(torchs, key=lambda build: statistics.median(seconds[build]))]
-    for build in (one_thread, ours):
+    for build in (one_thread, ours, torch_through_the_lab):
         low, middle, high = quartiles_of_ratios(better, seconds[build])
         line += f"| {token_count / statistics.median(seconds[build]):,.0f} | {middle:.3f} | {low:.3f} to {high:.3f} "
     print(line + "|", flush=True)
@@ -194,7 +205,7 @@ def main() -> None:
     if unknown:
         raise SystemExit(f"--schedules {' '.join(sorted(unknown))}: there are {', '.join(TORCHS)}")
     heads = ["stages", "micro-batches", "schedule", "torch, 1 thread a stage: tokens/s", "torch, all cores"]
-    for name in ("ours, 1 thread a stage", "ours, cores by plan"):
+    for name in ("ours, 1 thread a stage", "ours, cores by plan", "torch through the lab's backend, 1 thread"):
         heads += [name, "to the better torch (median)", "quartiles"]
     print(f"| {' | '.join(heads)} |\n{'|---' * len(heads)}|", flush=True)
     for stages in settings.stages:

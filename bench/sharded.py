@@ -21,14 +21,15 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 import tyro
-from ranks import join
+from ranks import group_over_gloo, join
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from turns import quartiles_of_ratios, seconds_in_turn
 
+from distlab.comm.names import named
+from distlab.comm.pending import Pending
 from distlab.comm.processes import leave
-from distlab.comm.traffic import traffic
-from distlab.parallel.data import GradientBuckets
+from distlab.parallel.data import Bucket, GradientBuckets
 from distlab.parallel.division import Sharded
 from distlab.parallel.sharded import ShardedDP
 from distlab.run.optimizers import build_optimizer
@@ -79,9 +80,12 @@ def state_bytes(optimizer: torch.optim.Optimizer) -> int:
 def gradient_aggregation(net: nn.Module) -> Variant:
     """As in DP/gradient_aggr/intro_DP_GA.py."""
     optimizer = adam(net.parameters())
-    buckets = GradientBuckets(
-        net.parameters(), lambda bucket: traffic.all_reduce(bucket.flat, str(bucket), kind="gradients")
-    )
+
+    def average(bucket: Bucket) -> Pending:
+        with named(str(bucket), "gradients"):
+            return dist.all_reduce(bucket.flat, dist.ReduceOp.AVG, async_op=True)
+
+    buckets = GradientBuckets(net.parameters(), average)
 
     def step(x: Tensor) -> None:
         optimizer.zero_grad()
@@ -110,8 +114,9 @@ def sharded(net: nn.Module, shard: Sharded) -> Variant:
 def zero_redundancy_optimizer(net: nn.Module) -> Variant:
     from torch.distributed.optim import ZeroRedundancyOptimizer
 
-    model = DistributedDataParallel(net, gradient_as_bucket_view=True)
-    optimizer = ZeroRedundancyOptimizer(net.parameters(), torch.optim.Adam, lr=8e-4, fused=True)
+    group = group_over_gloo()
+    model = DistributedDataParallel(net, process_group=group, gradient_as_bucket_view=True)
+    optimizer = ZeroRedundancyOptimizer(net.parameters(), torch.optim.Adam, process_group=group, lr=8e-4, fused=True)
 
     def step(x: Tensor) -> None:
         optimizer.zero_grad()
@@ -121,11 +126,11 @@ def zero_redundancy_optimizer(net: nn.Module) -> Variant:
     return Variant(step, lambda: 2 * sum(p.nbytes for p in net.parameters()) + state_bytes(optimizer.optim))
 
 
-def fully_sharded(net: nn.Module, reshard_after_forward: bool) -> Variant:
-    from torch.distributed.device_mesh import init_device_mesh
+def fully_sharded(net: nn.Module, reshard_after_forward: bool, through_the_lab: bool = False) -> Variant:
+    from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.fsdp import fully_shard
 
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    mesh = DeviceMesh.from_group(dist.new_group() if through_the_lab else group_over_gloo(), "cpu")
     blocks = net.model.layers.values()  # type: ignore[union-attr, operator]
     whole_bytes = sum(p.nbytes for p in net.parameters())
     largest = max(sum(p.nbytes for p in block.parameters()) for block in blocks)
@@ -158,6 +163,10 @@ VARIANTS: dict[str, tuple[Callable[[nn.Module], Variant], list[str]]] = {  # the
     "fully_shard, kept": (partial(fully_sharded, reshard_after_forward=False), []),
     "--shard weights": (partial(sharded, shard="weights"), ["fully_shard"]),
     "fully_shard": (partial(fully_sharded, reshard_after_forward=True), []),
+    "fully_shard through the lab's backend": (
+        partial(fully_sharded, reshard_after_forward=True, through_the_lab=True),
+        ["fully_shard"],
+    ),
 }
 
 

@@ -15,17 +15,17 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 import torch.nn.functional as F
 import tyro
-from ranks import join
+from ranks import group_over_gloo, join
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, loss_parallel, parallelize_module
 from torch.distributed.tensor.parallel.style import ParallelStyle
 from turns import quartiles_of_ratios, seconds_in_turn
 
 from distlab.comm.processes import leave
-from distlab.comm.traffic import traffic
 from distlab.parallel.tensor import shard
+from distlab.parallel.tp_group import TPGroup
 from distlab.parallel.vocabulary import vocabulary_parallel_loss
 from simplellm.llama import CausalLLama, LLama
 from simplellm.losses import causalLLMLoss
@@ -64,28 +64,25 @@ def backward(net: nn.Module, loss_of: Step) -> Step:
     return step
 
 
-def ours(_: int) -> Step:
+def ours() -> Step:
     net = build()
     shard(net, "megatron")
     return backward(net, lambda x: vocabulary_parallel_loss(net(x), x, VOCAB_SIZE))
 
 
-def no_communication(ranks: int) -> Step:
+def no_communication() -> Step:
     """Ours, with each rank's own part in place of every sum: what it would take if messages took no time."""
-    step = ours(ranks)
+    step = ours()
 
     def alone(x: Tensor) -> Tensor:
-        with patch.object(traffic, "all_reduced", lambda tensor, *_, **__: tensor):
+        with patch.object(TPGroup, "all_reduce", lambda _, tensor, *__: tensor):
             return step(x)
 
     return alone
 
 
-def by_torch(ranks: int, logits: ColwiseParallel, patient: bool = True) -> nn.Module:
-    """The lab's model, split by `parallelize_module` in the same pairs.
-
-    If not `patient`, over connections whose threads are as torch has them, unlike those of `join`.
-    """
+def by_torch(logits: ColwiseParallel, group: dist.ProcessGroup) -> nn.Module:
+    """The lab's model, split by `parallelize_module` in the same pairs."""
     net = build()
     plan: dict[str, ParallelStyle] = {
         "model.embed_tokens": RowwiseParallel(input_layouts=Replicate()),
@@ -95,28 +92,29 @@ def by_torch(ranks: int, logits: ColwiseParallel, patient: bool = True) -> nn.Mo
         plan[f"model.layers.*.{name}"] = ColwiseParallel()
     for name in ("self_attn.o_proj", "mlp.down_proj"):
         plan[f"model.layers.*.{name}"] = RowwiseParallel()
-    mesh = init_device_mesh("cpu", (ranks,)) if patient else DeviceMesh.from_group(dist.new_group(), "cpu")
-    return parallelize_module(net, mesh, plan)
+    return parallelize_module(net, DeviceMesh.from_group(group, "cpu"), plan)
 
 
-def torch_whole_logits(ranks: int, patient: bool = True) -> Step:
-    net = by_torch(ranks, ColwiseParallel(output_layouts=Replicate()), patient)
+def torch_whole_logits(group_of: Callable[[], dist.ProcessGroup]) -> Step:
+    net = by_torch(ColwiseParallel(output_layouts=Replicate()), group_of())
     return backward(net, lambda x: causalLLMLoss(net(x), x, VOCAB_SIZE))
 
 
-def torch_loss_parallel(ranks: int, patient: bool = True) -> Step:
+def torch_loss_parallel(group_of: Callable[[], dist.ProcessGroup]) -> Step:
     """Also computes the loss from slices of the logits, with torch's own context."""
-    net = by_torch(ranks, ColwiseParallel(output_layouts=Shard(-1), use_local_output=False), patient)
+    net = by_torch(ColwiseParallel(output_layouts=Shard(-1), use_local_output=False), group_of())
 
     step = backward(net, lambda x: F.cross_entropy(net(x)[:, :-1].flatten(0, 1), x[:, 1:].flatten()))
     return loss_parallel()(step)
 
 
-VARIANTS: dict[str, Callable[[int], Step]] = {
-    "torch, whole logits": torch_whole_logits,
-    "torch, loss_parallel": torch_loss_parallel,
-    "torch, whole logits, without patient threads": partial(torch_whole_logits, patient=False),
-    "torch, loss_parallel, without patient threads": partial(torch_loss_parallel, patient=False),
+impatient = partial(group_over_gloo, patient=False)
+VARIANTS: dict[str, Callable[[], Step]] = {
+    "torch, whole logits": partial(torch_whole_logits, group_over_gloo),
+    "torch, loss_parallel": partial(torch_loss_parallel, group_over_gloo),
+    "torch, whole logits, without patient threads": partial(torch_whole_logits, impatient),
+    "torch, loss_parallel, without patient threads": partial(torch_loss_parallel, impatient),
+    "torch, loss_parallel, through the lab's backend": partial(torch_loss_parallel, dist.new_group),
     "ours": ours,
     "no communication": no_communication,
 }
@@ -126,7 +124,7 @@ TORCHS = [name for name in VARIANTS if name.startswith("torch")]
 def measure(rank: int, settings: Settings) -> None:
     """One rank: the variants in turn."""
     join(rank, settings.ranks, settings.port)
-    steps = {name: build_step(settings.ranks) for name, build_step in VARIANTS.items()}
+    steps = {name: build_step() for name, build_step in VARIANTS.items()}
     compare(steps, settings)
     seconds = seconds_in_turn(steps, partial(tokens, settings), settings.rounds, meet=dist.barrier)
     if rank == 0:

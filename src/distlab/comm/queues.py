@@ -7,12 +7,10 @@ signals, so a wait ends as any other does: with the signal, at the deadline, or 
 
 import ctypes
 import struct
-import time
 import weakref
 from collections import deque
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
-from datetime import timedelta
 
 import torch
 from torch import Tensor
@@ -63,7 +61,7 @@ class SharedQueue:
         message = self._begun[0]
         (self._put if message.is_sent else self._take)(message.tensor, deadline)
         self._moved += 1
-        self._begun.popleft().is_done = True
+        self._begun.popleft().is_moved = True
 
     def _put(self, tensor: Tensor, deadline: float) -> None:
         """Copy a message into the next slot, when the message before has left it."""
@@ -94,12 +92,11 @@ class QueuedMessage(SharedWork):
     """A message that an end of a queue has begun to send or to receive; those begun before are moved first."""
 
     def __init__(self, queue: SharedQueue, tensor: Tensor, is_sent: bool) -> None:
-        self._queue, self.tensor, self.is_sent, self.is_done = queue, tensor, is_sent, False
+        self._queue, self.tensor, self.is_sent, self.is_moved = queue, tensor, is_sent, False
         queue._begun.append(self)
 
-    def wait(self, timeout: timedelta) -> None:
-        deadline = time.perf_counter() + timeout.total_seconds()
-        while not self.is_done:
+    def advance(self, deadline: float) -> None:
+        while not self.is_moved:
             self._queue._next(deadline)
 
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.distributed import ReduceOp
 
 from distlab.comm.mappings import Mapping, Offer, accept, no_offer, not_shared
-from distlab.comm.signals import Channel, Signal, close_all
+from distlab.comm.signals import Channel, Signal, SignalTimeout, close_all
 from distlab.comm.waits import Wait
 
 CHUNK_BYTES = 256 * 1024  # added up at a time, so that a chunk is written back to all parts while it is in the caches
@@ -134,9 +134,21 @@ class SharedMemory:
 class SharedWork(ABC):
     """Something in shared memory that has begun, and is done by the thread that waits for it."""
 
-    @abstractmethod
     def wait(self, timeout: timedelta) -> None:
         """Return when it is done; `RuntimeError` as of `Channel.wait` if another rank fails."""
+        self.advance(time.perf_counter() + timeout.total_seconds())
+
+    def is_done(self) -> bool:
+        """Do what needs no wait for other ranks, and return whether that was all."""
+        try:
+            self.advance(deadline=0.0)
+        except SignalTimeout:
+            return False
+        return True
+
+    @abstractmethod
+    def advance(self, deadline: float) -> None:
+        """Do what is left, or what can be done by the deadline; `RuntimeError` as of `wait`."""
 
 
 class SharedCollective(SharedWork):
@@ -162,8 +174,15 @@ class SharedCollective(SharedWork):
         """Whether this rank has yet to do its share, without which no rank gets the result."""
         return self._number > self._memory.asked_for
 
-    def wait(self, timeout: timedelta) -> None:
-        memory, deadline = self._memory, time.perf_counter() + timeout.total_seconds()
+    def is_done(self) -> bool:
+        asked_for = self._memory.asked_for
+        is_done = super().is_done()
+        if not is_done and self in self._memory.not_done:  # this rank may compute for long before it comes again
+            self._memory.asked_for = asked_for
+        return is_done
+
+    def advance(self, deadline: float) -> None:
+        memory = self._memory
         memory.asked_for = max(memory.asked_for, self._number)
         while memory.not_done and memory.not_done[0]._number <= self._number:
             memory.not_done[0]._do_share(deadline)
@@ -172,7 +191,7 @@ class SharedCollective(SharedWork):
 
     @abstractmethod
     def _do_share(self, deadline: float) -> None:
-        """Wait for the others' parts, and do this rank's share."""
+        """Wait for the others' parts, and do this rank's share; after `SignalTimeout`, the rest of it."""
 
     def _wait_for_others(self, deadline: float) -> None:
         """Wait until the other ranks have done their shares, if this rank needs them."""
@@ -221,15 +240,18 @@ class ThroughSlots(SharedCollective):
     ) -> None:
         super().__init__(memory)
         self._turns, self._put, self._take = turns, put, take
+        self._turn, self._slots = 0, list[Tensor]()  # of the turn, once this rank has put its piece there
 
     def _do_share(self, deadline: float) -> None:
         memory = self._memory
-        for turn in range(self._turns):
-            slots = memory.next_slots()
-            self._put(turn, slots[memory.rank])
-            memory.turn.send()
+        while self._turn < self._turns:
+            if not self._slots:
+                self._slots = memory.next_slots()
+                self._put(self._turn, self._slots[memory.rank])
+                memory.turn.send()
             memory.turn.wait(memory.turns, deadline)
-            self._take(turn, slots)
+            self._take(self._turn, self._slots)
+            self._turn, self._slots = self._turn + 1, []
 
 
 class SharedReduce(InPlace):

@@ -21,6 +21,10 @@ SECONDS_MORE = 0.5  # that the first rank waits: the others wait for it, and are
 LOST = "Connection closed by peer"  # as gloo says it
 
 
+class SignalTimeout(RuntimeError):
+    """A signal has not come by the deadline."""
+
+
 class Channel:
     """This rank's ends of two pipes between it and another rank."""
 
@@ -92,14 +96,14 @@ def wait_for_all(
 
 
 def _poll(poll: select.poll, deadline: float, spin_seconds: float) -> list[int]:
-    """The descriptors that can be read, one at least; `RuntimeError` at the deadline."""
+    """The descriptors that can be read, one at least; `SignalTimeout` at the deadline."""
     ready: list[tuple[int, int]] = []
     sleeps_at = min(time.perf_counter() + spin_seconds, deadline)
     while not ready and time.perf_counter() < sleeps_at:
         ready = poll.poll(0)
     ready = ready or poll.poll(max(1, math.ceil(1000 * (deadline - time.perf_counter()))))
     if not ready:
-        raise RuntimeError("Timed out waiting for a signal")
+        raise SignalTimeout("Timed out waiting for a signal")
     return [descriptor for descriptor, _ in ready]
 
 

@@ -15,7 +15,7 @@ from torch.distributed import ReduceOp
 from distlab.collectives.algorithms import allreduce_ring
 from distlab.comm.context import Options, Transport, context_of
 from distlab.comm.grid import Grid
-from distlab.comm.group import empty
+from distlab.comm.group import empty, open_queues
 from distlab.comm.names import counted_as, named
 from distlab.comm.waits import TrafficError
 
@@ -126,27 +126,34 @@ def test_an_average_over_the_replicas_of_a_stage() -> None:
     assert run_ranks(4, average_in_groups, free_port()) == [(1, 32), (2, 32), (1, 32), (2, 32)]
 
 
-def look_before_it_is_complete(rank: int, port: int, transport: Transport) -> list[bool]:
-    """Whether an all-reduce and a receive are complete before the other rank has begun, and in the end."""
-    with process_group(rank, 2, port, options=Options(transport=transport)):
-        begun: list[Any] = []
-        dist.barrier()
+def poll(rank: int, port: int, transport: Transport) -> list[bool]:
+    """Whether calls are complete while rank 1 waits for a message that rank 0 sends after it has looked; then polls."""
+    with process_group(rank, 3, port, options=Options(transport=transport)):
+        start, large = empty(1000, torch.empty(0)).fill_(rank), torch.full((700_000,), float(rank))
+        open_queues((1, 0), 40, torch.empty(0))
+        begun: list[Any] = [dist.all_reduce(start, async_op=True), dist.all_reduce(large, async_op=True)]
+        if rank == 0 and transport == "shared":
+            begun.append(dist.irecv(torch.empty(10), 1))
+        found: list[bool] = []
         if rank == 1:
-            dist.barrier()
-        begun.append(dist.all_reduce(torch.ones(1000), async_op=True))
-        begun.append(dist.isend(torch.ones(1000), 0) if rank else dist.irecv(torch.ones(1000), 1))
-        found = []
-        if rank == 0:
-            found = [begun[0].is_completed(), begun[1].is_completed()] if transport == "gloo" else []
-            dist.barrier()
+            dist.recv(torch.empty(1), 0)
+            if transport == "shared":
+                dist.send(torch.ones(10), 0)
+        elif rank == 0:
+            found = [pending.is_completed() for pending in begun] if transport == "shared" else []
+            dist.send(torch.ones(1), 1)
+        while not all([pending.is_completed() for pending in begun]):  # each of them does its share
+            time.sleep(0.001)
         for pending in begun:
             pending.wait()
-        return [*found, *(pending.is_completed() for pending in begun)]
+        assert start[-1] == large[-1] == 3
+        return found
 
 
-def test_is_completed_says_whether_it_is() -> None:
-    assert run_ranks(2, look_before_it_is_complete, free_port(), "gloo") == [[False, False, True, True], [True, True]]
-    assert run_ranks(2, look_before_it_is_complete, free_port(), "shared") == [[True, True]] * 2
+@pytest.mark.parametrize("transport", ["gloo", "shared"])
+def test_is_completed_does_not_wait_and_comes_to_be_true(transport: Transport) -> None:
+    looked = [False] * 3 if transport == "shared" else []
+    assert run_ranks(3, poll, free_port(), transport) == [looked, [], []]
 
 
 def chain(rank: int, port: int, transport: Transport) -> list[float]:

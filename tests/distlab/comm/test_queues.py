@@ -244,6 +244,7 @@ def do_without(rank: int, port: int, who: int, call: str, error: int, transport:
                 open_queues((0, 1), 400_000, torch.empty(0), slots=2)
         except InputError as refusal:
             return remarks, str(refusal)
+        monkeypatch.undo()
         assert mappings() == 0
         assert pipes_and_memory() == opened, "nothing stays open"
         assert not context.shares_memory

@@ -107,7 +107,7 @@ def wait_beside_others(rank: int, port: int, cores: int, threads: int) -> float:
 @pytest.mark.parametrize(("cores", "threads", "spins"), [(2, 1, True), (1, 1, False), (4, 2, True), (3, 2, False)])
 def test_ranks_that_share_cores_do_not_spin(cores: int, threads: int, spins: bool) -> None:
     seconds, _ = run_ranks(2, wait_beside_others, free_port(), cores, threads)
-    assert seconds > 0.1 if spins else seconds < 0.05
+    assert (seconds > 0.02) == spins, seconds  # one that does not takes 0.001
 
 
 def test_a_signal_arrives_though_its_rank_has_ended_since_and_then_its_end_is_noticed() -> None:
