@@ -27,6 +27,7 @@ ATTEMPTS = [
         "rank 1's share was lost",
         f"if run.rank == 1:\n    net.zero_grad(set_to_none=False)\n{AVERAGE}",
     ),
+    Attempt("dp-ga", "imprecise", "rounded", f"{AVERAGE}\n    parameter.grad.copy_(parameter.grad.bfloat16())"),
     Attempt(
         "dp-ga",
         "not-waited-for",  # and divided twice, so that it is wrong even where the transfers end in time
