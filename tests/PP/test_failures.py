@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from support.processes import Ended, Started, children, finish, process_of, start, steps_taken, wait_for
+from support.processes import Ended, Started, alive, children, finish, process_of, start, steps_taken, wait_for
 from support.terminals import Fork, fork_launcher, terminals
 
 from distlab.rendezvous.notices import SECONDS_BETWEEN_LOOKS
@@ -232,12 +232,11 @@ def test_a_stopped_rank_ends_with_a_launcher_that_is_killed(tmp_path: Path) -> N
         os.kill(rank, signal.SIGSTOP)
         launcher.kill()
         launcher.wait()
-        for _ in range(100):
-            if not Path(f"/proc/{rank}").exists() or " Z " in Path(f"/proc/{rank}/stat").read_text():
-                return
-            time.sleep(0.05)
-        os.kill(rank, signal.SIGKILL)
-        raise AssertionError("it was left behind")
+        try:
+            assert wait_for(lambda: not alive(rank), 5), "it was left behind"
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(rank, signal.SIGKILL)
 
 
 FIRST = r"the first non-finite tensor is the output of model\.layers\.\d\.\S+ \(\w+\)"

@@ -10,7 +10,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.processes import LAB, Ended, children, finish, free_port, process_of, run, start, steps_taken, wait_for
+from support.processes import (
+    LAB,
+    Ended,
+    alive,
+    children,
+    finish,
+    free_port,
+    process_of,
+    run,
+    start,
+    steps_taken,
+    wait_for,
+)
 from support.terminals import fork_launcher, fork_python
 
 from distlab.launch import TOPOLOGIES
@@ -22,13 +34,6 @@ GA = "DP/gradient_aggr/intro_DP_GA.py"
 
 def launch(*args: str | Path, deadline: float = 60) -> Ended:
     return run("./launch.sh", *args, deadline=deadline)
-
-
-def alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
 
 
 def test_without_arguments_it_lists_the_topologies_with_a_line_each() -> None:

@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
-from support.processes import LAB, Ended, finish, start
+from support.processes import LAB, Ended, alive, finish, start, wait_for
 
 from distlab.launch import launch as launch_command
 from simplellm.errors import InputError
@@ -27,18 +27,8 @@ def mpirun(ranks: int, *command: str | Path, deadline: float = 60) -> Ended:
     return finish(start(MPIRUN, "-n", str(ranks), sys.executable, *command, cwd=MPI), deadline)
 
 
-def alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
-
-
 def end_soon(pids: list[int]) -> bool:
-    deadline = time.monotonic() + 10
-    while any(alive(pid) for pid in pids) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    return not any(alive(pid) for pid in pids)
+    return wait_for(lambda: not any(alive(pid) for pid in pids), 10)
 
 
 @pytest.mark.parametrize(
@@ -154,17 +144,13 @@ Communicator.myAlltoall = fail"""
 
 @pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 def test_ending_the_launcher_leaves_no_rank_behind(sent: signal.Signals, tmp_path: Path) -> None:
-    wait = (
-        "def wait(self, *_):\n    while self.Get_rank() == 0: pass\n    self.Barrier()\nCommunicator.Allreduce = wait"
-    )
+    begun = "open(__file__ + f'.{self.Get_rank()}.begun', 'w')"
+    wait = f"def wait(self, *_):\n    {begun}\n    while self.Get_rank() == 0: pass\n    self.Barrier()\n"
+    wait += "Communicator.Allreduce = wait"
     script = changed(tmp_path, wait, "allreduce")
     launcher = start(sys.executable, "-m", "distlab.launch", script, "--world-size", "3")
-    deadline = time.monotonic() + 30
-    while len(list(tmp_path.glob("*.pid"))) < 3 and time.monotonic() < deadline:
-        time.sleep(0.05)
-    time.sleep(0.5)
+    assert wait_for(lambda: len(list(tmp_path.glob("*.begun"))) == 3, 30)
     ranks = [int(pid.read_text()) for pid in tmp_path.glob("*.pid")]
-    assert len(ranks) == 3
     assert all(alive(pid) for pid in ranks)
     launcher.send_signal(sent)
     assert finish(launcher, 20).status != 0

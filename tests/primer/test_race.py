@@ -12,7 +12,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from support.processes import LAB, run_ranks, run_script, start
+from support.processes import LAB, run_ranks, run_script, start, wait_for
 
 from simplellm.errors import InputError
 
@@ -87,12 +87,7 @@ def test_no_process_outlives_the_script() -> None:
     def processes() -> int:
         return len(subprocess.run(["ps", "-o", "pid=", "-s", str(script.pid)], capture_output=True).stdout.split())
 
-    deadline = time.monotonic() + 30
-    while processes() < 4 and time.monotonic() < deadline:  # itself and three that count
-        time.sleep(0.1)
-    assert processes() >= 4
+    assert wait_for(lambda: processes() >= 4, 30), "itself and three that count"
     os.kill(script.pid, signal.SIGKILL)
     script.wait()
-    while processes() and time.monotonic() < deadline:
-        time.sleep(0.1)
-    assert processes() == 0
+    assert wait_for(lambda: processes() == 0, 30)

@@ -253,6 +253,13 @@ def name(pid: int) -> str:
     return ""
 
 
+def alive(pid: int) -> bool:
+    """Whether a process has yet to end."""
+    with suppress(OSError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    return False
+
+
 def parent(pid: int) -> int:
     """The process that has started another one."""
     return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
