@@ -14,7 +14,10 @@ from distlab.run.commands import next_commands
 from distlab.run.settings import parse
 
 TINY = "--dmodel 16 --num-heads 2 --n-layers 1 --seq-len 32 --data sample --device cpu".split()
-NEXT = ("draw the loss", "tell a story", "train longer", "resume", "save the model next time")
+SAVE, LONGER, EACH = "save the model next time", "train longer", " (each rank likewise)"
+NEXT = ("draw the loss", "tell a story", LONGER, "resume", SAVE)
+GA, WA = "DP/gradient_aggr/intro_DP_GA.py", "DP/weight_aggr/intro_DP_WA.py"
+SENTIMENT = "TP/sentiment/tp_tensor_parallel.py"
 
 
 def told(out: str) -> dict[str, str]:
@@ -92,46 +95,22 @@ def flags_of(command: str, script: str) -> str:
 @pytest.mark.parametrize(
     ("script", "started", "saved", "what", "again"),
     [
-        ("primer/intro.py", "", None, "save the model next time", "--save-every 1000"),
-        ("primer/intro.py", "--steps 3", None, "save the model next time", "--steps 3 --save-every 1"),
+        ("primer/intro.py", "", None, SAVE, "--save-every 1000"),
+        ("primer/intro.py", "--steps 3", None, SAVE, "--steps 3 --save-every 1"),
         (
             "primer/intro.py",
-            "--steps=300 --save-every 100 --lr 1e-3",
+            "--steps=300 --save-every 100",
             300,
-            "train longer",
-            "--save-every 100 --lr 1e-3 --resume runs/a --steps 600",
+            LONGER,
+            "--save-every 100 --resume runs/a --steps 600",
         ),
-        (
-            "DP/weight_aggr/intro_DP_WA.py",
-            "0 --steps 30 --sync-every 4",
-            None,
-            "save the model next time (each rank likewise)",
-            "0 --steps 30 --sync-every 4 --save-every 8",
-        ),
-        ("primer/intro.py", "--save-every 100", None, "save the model next time", "--save-every 20"),
+        (WA, "0 --steps 30 --sync-every 4", None, SAVE + EACH, "0 --steps 30 --sync-every 4 --save-every 8"),
+        ("primer/intro.py", "--save-every 100", None, SAVE, "--save-every 20"),
         ("primer/intro.py", "--save-every 100", 200, "resume", "--save-every 100 --resume runs/a"),
-        (
-            "primer/intro.py",
-            "--save_every 9 --steps 30 --out runs/a",
-            27,
-            "resume",
-            "--save_every 9 --steps 30 --out runs/a --resume runs/a",
-        ),
-        (
-            "DP/gradient_aggr/intro_DP_GA.py",
-            "0 --steps 4 --save-every 2",
-            4,
-            "train longer (each rank likewise)",
-            "0 --save-every 2 --resume runs/a --steps 8",
-        ),
-        ("primer/mlp.py", "--save-every 500", 1000, "train longer", "--save-every 500 --resume runs/a --niters 2000"),
-        (
-            "TP/sentiment/tp_tensor_parallel.py",
-            "0 --epochs 2 --save-every 9",
-            128,
-            "train longer (each rank likewise)",
-            "0 --save-every 9 --resume runs/a --epochs 4",
-        ),
+        ("primer/intro.py", "--save_every 9 --out runs/a", 27, "resume", "--save_every 9 --out runs/a --resume runs/a"),
+        (GA, "0 --steps 4 --save-every 2", 4, LONGER + EACH, "0 --save-every 2 --resume runs/a --steps 8"),
+        ("primer/mlp.py", "--save-every 500", 1000, LONGER, "--save-every 500 --resume runs/a --niters 2000"),
+        (SENTIMENT, "0 --epochs 2 --save-every 9", 128, LONGER + EACH, "0 --save-every 9 --resume runs/a --epochs 4"),
     ],
 )
 def test_the_commands_of_a_run_by_hand(
@@ -185,9 +164,8 @@ def test_launch_sh_and_its_python_are_found_from_elsewhere(tmp_path: Path, monke
 def test_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {"TORCHELASTIC_RUN_ID": "x", "LOCAL_WORLD_SIZE": "2", "GROUP_WORLD_SIZE": "1"}.items():
         monkeypatch.setenv(name, value)
-    script = "DP/gradient_aggr/intro_DP_GA.py"
-    after = of(script, "--world-size 2 --steps 4", None, monkeypatch)
-    expected = f"torchrun --standalone --nproc-per-node 2 {script} --world-size 2 --steps 4 --save-every 1"
+    after = of(GA, "--world-size 2 --steps 4", None, monkeypatch)
+    expected = f"torchrun --standalone --nproc-per-node 2 {GA} --world-size 2 --steps 4 --save-every 1"
     assert after["save the model next time"] == expected
     monkeypatch.setenv("GROUP_WORLD_SIZE", "2")
-    assert list(of(script, "--world-size 2 --steps 4", None, monkeypatch)) == ["draw the loss"]
+    assert list(of(GA, "--world-size 2 --steps 4", None, monkeypatch)) == ["draw the loss"]
