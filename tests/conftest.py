@@ -11,10 +11,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
 import torch
-import torch.distributed as dist
 from support.chapters import OneProcess, train_alone
-
-from distlab.comm.context import Options
+from support.processes import leave_group, make_group_of_one
 
 torch.set_num_threads(1)
 
@@ -107,7 +105,6 @@ def one_process(tmp_path_factory: pytest.TempPathFactory) -> OneProcess:
 @pytest.fixture(scope="session", autouse=True)
 def _group_of_one() -> Iterator[None]:
     """The tests' own process is a rank without others; ranks that it forks make groups of their own."""
-    dist.init_process_group("lab", store=dist.HashStore(), rank=0, world_size=1, pg_options=Options())
+    make_group_of_one()
     yield
-    if dist.is_initialized():
-        dist.destroy_process_group()
+    leave_group()

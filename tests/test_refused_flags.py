@@ -19,7 +19,6 @@ NODES = f"hybrid --nnodes {{}} --node-rank 0 --master-addr {ELSEWHERE}".format
     [
         # The launcher's own flags, and names.
         ("dp-gaa", "dp-gaa: no such topology or script"),
-        ("src/distlab/figures.py", "launch.sh needs a script with DEFAULTS"),
         ("dp-ga 1", "rank 1: launch.sh starts all ranks"),
         ("dp-ga --tell", "argument --tell: expected one argument"),
         ("dp-ga --seq-len 4 --tell Once,upon,a,time", "--tell is of 8 tokens: the model reads 4 at most"),

@@ -95,8 +95,13 @@ def run_ranks(world_size: int, work: Callable[..., Any], *args: Any, deadline: f
     return [results[rank] for rank in range(world_size)]
 
 
+def make_group_of_one() -> None:
+    """Make this process a rank without others, as a run on one rank is."""
+    dist.init_process_group("lab", store=dist.HashStore(), rank=0, world_size=1, pg_options=Options())
+
+
 def leave_group() -> None:
-    """In a fork of the tests' process, leave that one's group (see conftest.py)."""
+    """Leave the group of one, in a fork of the tests' process or for tests of what forks ranks by itself."""
     if dist.is_initialized():
         dist.destroy_process_group()
 
@@ -110,12 +115,6 @@ def _answer(work: Callable[..., Any], args: tuple[Any, ...], rank: int, pipe: Co
     answer = io.BytesIO()
     torch.save(ended, answer)  # whole tensors: what torch sends over a pipe stays in the memory of this process
     pipe.send_bytes(answer.getvalue())
-
-
-def forget_group_of_one() -> None:
-    """In a fork, leave the process group of the tests' process, so that the fork can make one of its own."""
-    if dist.is_initialized():
-        dist.destroy_process_group()
 
 
 def join(rank: int, world_size: int, port: int, timeout_seconds: float = 30, options: Options | None = None) -> Context:
