@@ -1,14 +1,8 @@
-"""The ranks of the process group, and endpoints, through which handwritten collectives send and receive."""
+"""Endpoints, through which handwritten collectives send and receive."""
 
-from collections.abc import Sequence
 from typing import Any, Protocol
 
-import torch.distributed as dist
 from torch import Tensor
-
-from distlab.comm.context import context_of
-
-Group = dist.ProcessGroup | None  # None: all ranks
 
 
 class Endpoint(Protocol):
@@ -24,23 +18,3 @@ class Endpoint(Protocol):
     def isend(self, tensor: Tensor, dst: int, /) -> Any: ...
     def irecv(self, tensor: Tensor, src: int, /) -> Any: ...
     def barrier(self) -> object: ...
-
-
-def is_over_nccl() -> bool:
-    """Whether ranks communicate over NCCL: from GPU to GPU, in the order of CUDA streams."""
-    return dist.is_initialized() and context_of().is_over_nccl
-
-
-def world_size() -> int:
-    """Ranks in the process group; 1 without one."""
-    return dist.get_world_size() if dist.is_initialized() else 1
-
-
-def rank() -> int:
-    """This process's rank; 0 without a process group."""
-    return dist.get_rank() if dist.is_initialized() else 0
-
-
-def members(group: Group) -> Sequence[int]:
-    """The ranks of `group`. With None: all ranks, or only rank 0 if there is no process group."""
-    return range(world_size()) if group is None else dist.get_process_group_ranks(group)

@@ -2,8 +2,9 @@
 
 Averaging the gradients over the ranks gives the gradients of the whole batch. Buckets, and their overlap with the
 backward pass, follow Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel Training", VLDB 2020,
-arXiv 2006.15704. (Buckets in memory that the ranks of one host share do not overlap with it: see `Traffic.all_reduce`.)
-Averaging the weights every few steps instead is local SGD or federated averaging (McMahan et al., arXiv 1602.05629).
+arXiv 2006.15704. (In memory that the ranks of one host share, nothing overlaps with it: a rank does its part when it
+waits.) Averaging the weights every few steps instead is local SGD or federated averaging (McMahan et al., arXiv
+1602.05629).
 """
 
 import zlib

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from support.chapters import LAYOUTS, STEPS, train_on
 from support.terminals import fork_python
 from torch import Tensor, nn
 
-from distlab.comm.endpoint import rank
 from distlab.comm.grid import Grid
 from distlab.comm.names import name_of
 from distlab.comm.queues import QueuedMessage, SharedQueue
@@ -106,7 +106,7 @@ def test_goes_through_shared_memory(
     def noted(queue: SharedQueue, tensor: Tensor) -> QueuedMessage:
         if name_of("send")[1] == "validation" and tensor.dim() == 3:  # (batch, seq, dmodel)
             with sent.open("a") as file:
-                file.write(f"{rank()}\n")
+                file.write(f"{dist.get_rank()}\n")
         return send(queue, tensor)
 
     monkeypatch.setattr(SharedQueue, "send", noted)
