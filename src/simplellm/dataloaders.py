@@ -60,9 +60,9 @@ class TinyStories:
         num_replicas: int = 1,
     ) -> None:
         if batch_size < 1:
-            raise InputError(f"--batch-size {batch_size}: a batch needs at least 1 sequence")
+            raise InputError(f"batch_size {batch_size}: a batch needs at least 1 sequence")
         if seq_l < 2:
-            raise InputError(f"--seq-len {seq_l}: a sequence needs at least 2 tokens, one to read and one to predict")
+            raise InputError(f"seq_l {seq_l}: a sequence needs at least 2 tokens, one to read and one to predict")
         if skip < 0:
             raise InputError(f"skip={skip}: documents to skip are 0 or more")
         if num_replicas < 1:
@@ -72,7 +72,7 @@ class TinyStories:
         if split not in SPLITS:
             raise InputError(f'split="{split}": the splits are {" and ".join(SPLITS)}')
         if tokenizer.eos_id < 0:
-            raise InputError("--tokenizer: the model has no end-of-document piece (eos); give one that has")
+            raise InputError("the tokenizer has no end-of-document piece (eos); give one that has")
         self._tokenizer = tokenizer
         self._batch_size = batch_size
         self._seq_l = seq_l
@@ -123,8 +123,8 @@ class TinyStories:
         self._read_document()  # now, so that bad data ends the run before ranks wait for each other
         if offset >= len(self._tokens):
             raise InputError(
-                f"--resume: token {offset} of document {document} does not exist ({len(self._tokens)} tokens); "
-                "resume with the data and the tokenizer that the run began with"
+                f"token {offset} of document {document} does not exist ({len(self._tokens)} tokens); "
+                "go on with the data and the tokenizer that the position is from"
             )
         del self._tokens[:offset]
 

@@ -11,20 +11,40 @@ from importlib.util import find_spec
 class InputError(ValueError):
     """A value that the user gave cannot work.
 
-    The message is one sentence that names the flag or file, the value, and what would be right; scripts print it
+    The message is one sentence that names the argument or file, the value, and what would be right; scripts print it
     without a traceback. Any other exception is a bug of the lab and keeps its traceback.
+
+    Args:
+        sentence: the message.
+        arguments: names in it of arguments for which a program may have flags, as in "seq_len 1 is too short".
     """
 
+    def __init__(self, sentence: str, *arguments: str) -> None:
+        super().__init__(sentence)
+        self.arguments = arguments
 
-def require(condition: bool, sentence: str) -> None:
+    def with_flags(self) -> str:
+        """The message for a command line whose flags have the names of the arguments."""
+        sentence = str(self)
+        for name in self.arguments:
+            sentence = sentence.replace(name, as_flag(name), 1)
+        return sentence
+
+
+def as_flag(name: str) -> str:
+    """The flag of an argument or a setting."""
+    return f"--{name.replace('_', '-')}"
+
+
+def require(condition: bool, sentence: str, *arguments: str) -> None:
     """Raise `InputError` with the sentence unless the condition holds."""
     if not condition:
-        raise InputError(sentence)
+        raise InputError(sentence, *arguments)
 
 
-def require_package(name: str, what: str) -> None:
+def require_package(name: str, what: str, *arguments: str) -> None:
     """Raise `InputError`, which begins with `what` needs it, unless an optional package is installed."""
-    require(find_spec(name) is not None, f"{what} needs {name}: pip install {name}")
+    require(find_spec(name) is not None, f"{what} needs {name}: pip install {name}", *arguments)
 
 
 def tell(sentence: str) -> None:
@@ -51,7 +71,7 @@ def status_of(command: Callable[[], int | None]) -> int:
         sys.stdout.flush()
         return status
     except InputError as error:
-        tell(str(error))
+        tell(error.with_flags())
         return 2
     except KeyboardInterrupt:
         print(file=sys.stderr)  # so that the shell's prompt starts on a new line
@@ -67,7 +87,7 @@ def status_of(command: Callable[[], int | None]) -> int:
     return 2
 
 
-def require_text(text: str, flag: str) -> None:
-    """Raise `InputError` for the value of a flag that is not text in the terminal's encoding."""
+def require_text(text: str, argument: str) -> None:
+    """Raise `InputError` for the value of an argument that is not text in the terminal's encoding."""
     is_text = not any("\ud800" <= character <= "\udfff" for character in text)  # what Python has for other bytes
-    require(is_text, f"{flag} is no valid text in the terminal's encoding; give UTF-8")
+    require(is_text, f"{argument} is no valid text in the terminal's encoding; give UTF-8", argument)

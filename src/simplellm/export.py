@@ -8,7 +8,6 @@ have the names of that library.
 
 import contextlib
 import json
-import runpy
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -130,5 +129,8 @@ def _write(path: Path, content: dict[str, Any]) -> None:
     path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
-if __name__ == "__main__":  # the command is in distlab, which knows about runs
-    runpy.run_module("distlab.exchange.export", run_name="__main__", alter_sys=True)
+if __name__ == "__main__":  # an earlier name of the command, which is in distlab because it needs runs
+    from distlab.exchange.export import command
+    from simplellm.errors import status_of
+
+    raise SystemExit(status_of(command))

@@ -10,13 +10,15 @@ def prompt_ids(prompt: str, tokenizer: SPTokenizer, ctx_size: int) -> list[int]:
     Raises:
         InputError: there are none, or so many that the model could say nothing after them.
     """
-    require_text(prompt, "--prompt")
+    require_text(prompt, "prompt")
     ids = tokenizer.encode(prompt) or [id for id in (tokenizer.eos_id, tokenizer.bos_id) if id >= 0][:1]
     if not ids:
-        raise InputError("--prompt is empty, and the tokenizer marks no end of a document: give at least a word")
+        sentence = "prompt is empty, and the tokenizer marks no end of a document: give at least a word"
+        raise InputError(sentence, "prompt")
     if len(ids) >= ctx_size:
         raise InputError(
-            f"--prompt is of {len(ids)} tokens: the model reads {ctx_size} at most, story included; give a shorter one"
+            f"prompt is of {len(ids)} tokens: the model reads {ctx_size} at most, story included; give a shorter one",
+            "prompt",
         )
     return ids
 

@@ -7,7 +7,6 @@ program.
 
 import contextlib
 import json
-import runpy
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -261,5 +260,8 @@ def _widened(path: Path, name: str, tensor: Tensor, shape: Shape) -> Tensor:
     return tensor.float()
 
 
-if __name__ == "__main__":  # the command is in distlab, which knows about runs
-    runpy.run_module("distlab.exchange.import_hf", run_name="__main__", alter_sys=True)
+if __name__ == "__main__":  # an earlier name of the command, which is in distlab because it needs runs
+    from distlab.exchange.import_hf import command
+    from simplellm.errors import status_of
+
+    raise SystemExit(status_of(command))

@@ -200,7 +200,7 @@ class LLamaPart(nn.Module):
             _check_vocabulary(vocab_size, padding_idx)
         _check_sizes(dmodel, num_heads, num_kv_heads, hidden_dim, n_layers, ctx_size, dtype)
         if n_layers == 0 and self.has_embedding and self.has_head:
-            raise InputError("--n-layers 0 leaves no model: it must be at least 1")
+            raise InputError("n_layers 0 leaves no model: it must be at least 1")
 
         self.options: dict[str, Any] = {
             "vocab_size": vocab_size,
@@ -256,7 +256,7 @@ class LLamaPart(nn.Module):
         start = cache[0].length if cache else 0
         end = start + x.shape[1]
         if end > self.ctx_size:
-            raise InputError(f"--seq-len {end} is too long for a model built for at most {self.ctx_size} tokens")
+            raise InputError(f"{end} tokens are too many for a model built for at most {self.ctx_size}")
         tables = rotary_tables(self.ctx_size, self.head_dim, self.rope_theta, x.device)
         cos, sin = (table[start:end] for table in tables)
         if self.model.embed_tokens is not None:
@@ -318,25 +318,25 @@ def LLama(model_class: type[Part], vocab_size: int, **options: Any) -> Part:
 
 def _check_vocabulary(vocab_size: int, padding_idx: int | None) -> None:
     if vocab_size < 1:
-        raise InputError(f"--tokenizer has a vocabulary of {vocab_size} tokens: it must have at least 1")
+        raise InputError(f"vocab_size {vocab_size} is too small: it must be at least 1")
     if padding_idx is not None and padding_idx >= vocab_size:
-        raise InputError(f"--tokenizer has the pad id {padding_idx}: it must be below its vocabulary of {vocab_size}")
+        raise InputError(f"padding_idx {padding_idx} is not a token: it must be below vocab_size {vocab_size}")
 
 
 def _check_sizes(
     dmodel: int, num_heads: int, num_kv_heads: int, hidden_dim: int, n_layers: int, ctx_size: int, dtype: torch.dtype
 ) -> None:
     least = {
-        "--dmodel": (dmodel, 1),
-        "--num-heads": (num_heads, 1),
-        "--num-kv-heads": (num_kv_heads, 1),
-        "--hidden-dim": (hidden_dim, 1),
-        "--n-layers": (n_layers, 0),
-        "--seq-len": (ctx_size, 1),
+        "dmodel": (dmodel, 1),
+        "num_heads": (num_heads, 1),
+        "num_kv_heads": (num_kv_heads, 1),
+        "hidden_dim": (hidden_dim, 1),
+        "n_layers": (n_layers, 0),
+        "ctx_size": (ctx_size, 1),
     }
-    for flag, (value, smallest) in least.items():
+    for name, (value, smallest) in least.items():
         if value < smallest:
-            raise InputError(f"{flag} {value} is too small: it must be at least {smallest}")
+            raise InputError(f"{name} {value} is too small: it must be at least {smallest}")
     check_heads(dmodel, num_heads, num_kv_heads)
     if dtype not in (torch.float32, torch.bfloat16):
-        raise InputError(f"--dtype {str(dtype).removeprefix('torch.')} is not supported: use float32 or bfloat16")
+        raise InputError(f"dtype {str(dtype).removeprefix('torch.')} is not supported: use float32 or bfloat16")

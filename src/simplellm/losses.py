@@ -28,7 +28,7 @@ def causalLLMLoss(logits: Tensor, target: Tensor, vocab_size: int) -> Tensor:
     """
     batch, seq = target.shape
     if seq < 2:
-        raise InputError(f"--seq-len {seq} leaves no token to predict: it must be at least 2")
+        raise InputError(f"a sequence of length {seq} has no token to predict: it must be at least 2")
     loss: Tensor = _NextTokenLoss.apply(logits.float().reshape(batch, seq, vocab_size), target.to(logits.device))
     return loss
 

@@ -51,7 +51,7 @@ class BatchSampler:
             InputError: there is no such position in this data.
         """
         if state["offset"] > self._rows:
-            raise InputError(f"--resume: there is no row {state['offset']} in a data set of {self._rows}")
+            raise InputError(f"there is no row {state['offset']} in a data set of {self._rows}")
         self._go_to(state["epoch"], state["offset"])
 
     def _go_to(self, epoch: int, offset: int) -> None:

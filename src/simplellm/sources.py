@@ -22,22 +22,23 @@ SPLITS = ("train", "validation")
 
 
 def choose_source(data: str) -> tuple[str, str]:
-    """The source that `data` stands for, and the reason.
+    """The source that `data` stands for, and a phrase about it.
 
     Args:
         data: as for `TinyStories`.
 
     Returns:
-        "sample", "tinystories" or a path, never "auto"; and a phrase for the log that names the source and the reason.
+        "sample", "tinystories" or a path, never "auto"; and a phrase for the log that names the source and, for "auto",
+        the reason.
         "auto" is the hub's TinyStories if it is cached or can be reached, else the generator; without a network, this
         function takes at most 2 seconds.
     """
     if data == "sample":
-        return data, "the generator, as --data asks"
+        return data, "the generator"
     if data == "tinystories":
-        return data, "the hub's TinyStories, as --data asks"
+        return data, "the hub's TinyStories"
     if data != "auto":
-        return data, f"{data}, as --data asks"
+        return data, data
     if find_spec("datasets") is None:
         return "sample", "the generator: the hub's TinyStories needs datasets, which is not installed"
     if cached_files("train"):
@@ -70,9 +71,9 @@ class Source(ABC):
         """Whether any document is not blank. Reads no further than the first that is not."""
         return any(document.strip() for document in self.read(0))
 
-    def why_empty(self) -> str:
-        """The error message for a source without text."""
-        return "there is no document to read"
+    def no_text(self) -> InputError:
+        """The error for a source without text."""
+        return InputError("there is no document to read")
 
     def documents(self, start: int) -> Iterator[str]:
         """The documents from number `start` on, endlessly: the first follows the last.
@@ -81,7 +82,7 @@ class Source(ABC):
             InputError: there are no documents, or all are blank.
         """
         if not self.has_text:
-            raise InputError(self.why_empty())
+            raise self.no_text()
         while True:
             past_the_end = True
             for document in self.read(start):
@@ -99,7 +100,7 @@ def open_source(data: str, split: str, seed: int) -> Source:
     if data == "sample":
         return Generator(split, seed)
     if data == "tinystories":
-        require_package("datasets", "--data tinystories")
+        require_package("datasets", "data tinystories", "data")
         files = cached_files(split)
         return Parquet(files) if files else Hub(split)
     wanted = "give sample, tinystories, or the path of a .txt, .jsonl or .parquet file"
@@ -118,11 +119,11 @@ def open_file(data: str, wanted: str = "give a .txt, .jsonl or .parquet file") -
     """
     path = Path(os.path.expanduser(data))
     if os.path.isdir(path):
-        raise InputError(f"--data {data}: is a folder; {wanted}")
+        raise _unusable(data, f"is a folder; {wanted}")
     if not os.path.exists(path):
-        raise InputError(f"--data {data}: there is no such file; {wanted}")
+        raise _unusable(data, f"there is no such file; {wanted}")
     if not os.path.isfile(path):  # a pipe can be read only once, and a device may never end
-        raise InputError(f"--data {data}: is a pipe or a device; {wanted}")
+        raise _unusable(data, f"is a pipe or a device; {wanted}")
     ending = path.suffix.lower()
     if ending == ".txt":
         return Text(path)
@@ -130,7 +131,7 @@ def open_file(data: str, wanted: str = "give a .txt, .jsonl or .parquet file") -
         return JsonLines(path)
     if ending == ".parquet":
         return Parquet([path])
-    raise InputError(f"--data {data}: its name does not tell its format; {wanted}")
+    raise _unusable(data, f"its name does not tell its format; {wanted}")
 
 
 class Generator(Source):
@@ -163,14 +164,14 @@ class Part(Source):
         total = self._file.count()
         return total // 20 if self._validates else total - total // 20
 
-    def why_empty(self) -> str:
+    def no_text(self) -> InputError:
         total = self._file.count()
         if not total:
-            return f"--data {self._path}: the file holds no document; give one with text in it"
+            return _unusable(self._path, "the file holds no document; give one with text in it")
         if self.count():
-            return f"--data {self._path}: every {self._split} document is blank; give a file with text in it"
+            return _unusable(self._path, f"every {self._split} document is blank; give a file with text in it")
         why = f"validation takes every 20th document and there are only {total}"
-        return f"--data {self._path}: {why}; {self._file.advice}"
+        return _unusable(self._path, f"{why}; {self._file.advice}")
 
 
 class Text(Source):
@@ -221,9 +222,10 @@ class JsonLines(Source):
             text = json.loads(line)["text"]
             text.encode()  # fails for half of a surrogate pair, which JSON allows but which is not text
         except (ValueError, TypeError, LookupError, AttributeError, RecursionError):
-            raise InputError(
-                f'--data {self._path}: line {line_number} is no JSON object with a string "text"; '
-                'every line is to be like {"text": "Once upon a time, ..."}'
+            raise _unusable(
+                self._path,
+                f'line {line_number} is no JSON object with a string "text"; '
+                'every line is to be like {"text": "Once upon a time, ..."}',
             ) from None
         return str(text)
 
@@ -245,9 +247,7 @@ class Parquet(Source):
                     for batch in file.iter_batches(row_groups=[group], columns=["text"], batch_size=256):
                         for text in batch.column(0)[start:].to_pylist():
                             if not isinstance(text, str):
-                                raise InputError(
-                                    f'--data {path}: the column "text" holds {text!r:.50}; it is to hold text'
-                                )
+                                raise _unusable(path, f'the column "text" holds {text!r:.50}; it is to hold text')
                             yield text
                         start = max(0, start - batch.num_rows)
 
@@ -279,14 +279,12 @@ class Hub(Source):
         except Exception as error:
             raise self._unreadable(_line(error)) from error
 
-    def why_empty(self) -> str:
-        return str(self._unreadable("it holds no document"))
+    def no_text(self) -> InputError:
+        return self._unreadable("it holds no document")
 
     def _unreadable(self, why: str) -> InputError:
-        return InputError(
-            f"--data tinystories: {HUB_REPOSITORY} cannot be read ({why}); "
-            "give sample, or the path of a .txt, .jsonl or .parquet file"
-        )
+        advice = "give sample, or the path of a .txt, .jsonl or .parquet file"
+        return _unusable("tinystories", f"{HUB_REPOSITORY} cannot be read ({why}); {advice}")
 
 
 def cached_files(split: str) -> list[Path]:
@@ -326,6 +324,10 @@ def hub_problem(seconds: float = 2.0) -> str | None:
         return f"no answer within {seconds:g} seconds"
 
 
+def _unusable(data: object, why: str) -> InputError:
+    return InputError(f"data {data}: {why}", "data")
+
+
 def _line(error: Exception) -> str:
     """An exception as one short line."""
     first = str(error).strip().partition("\n")[0]
@@ -336,7 +338,7 @@ def _opened(path: Path) -> BinaryIO:
     try:
         return path.open("rb")
     except OSError as error:
-        raise InputError(f"--data {path}: cannot be read ({error.strerror}); give a file that can") from None
+        raise _unusable(path, f"cannot be read ({error.strerror}); give a file that can") from None
 
 
 def _lines(path: Path) -> Iterator[bytes]:
@@ -359,7 +361,7 @@ def _check_text(path: Path) -> None:
                 place, problem = error.start, "is not UTF-8; give a file in UTF-8"
             if place >= 0:
                 line = lines + block.count(b"\n", 0, place) + 1
-                raise InputError(f"--data {path}: line {line} (byte {offset + place}) {problem}")
+                raise _unusable(path, f"line {line} (byte {offset + place}) {problem}")
             lines += block.count(b"\n")
             offset += len(block)
 
@@ -367,7 +369,7 @@ def _check_text(path: Path) -> None:
 @contextmanager
 def _parquet(path: Path) -> Iterator[Any]:
     """A Parquet file with a column "text"; errors when it is opened or read become an InputError."""
-    require_package("pyarrow", f"--data {path}")
+    require_package("pyarrow", f"data {path}", "data")
     from pyarrow import ArrowException, parquet  # type: ignore[import-untyped]  # here, because it takes 0.2 s
 
     wanted = 'give a .parquet file with a string column "text"'
@@ -375,9 +377,9 @@ def _parquet(path: Path) -> Iterator[Any]:
         with parquet.ParquetFile(path) as file:
             columns = file.schema_arrow.names
             if "text" not in columns:
-                raise InputError(f'--data {path}: has no column "text", only {", ".join(columns)}; {wanted}')
+                raise _unusable(path, f'has no column "text", only {", ".join(columns)}; {wanted}')
             yield file
     except UnicodeDecodeError:
-        raise InputError(f'--data {path}: the column "text" is not UTF-8; give a file in UTF-8') from None
+        raise _unusable(path, 'the column "text" is not UTF-8; give a file in UTF-8') from None
     except (ArrowException, OSError) as error:
-        raise InputError(f"--data {path}: is broken or no Parquet file ({_line(error)}); {wanted}") from error
+        raise _unusable(path, f"is broken or no Parquet file ({_line(error)}); {wanted}") from error

@@ -70,17 +70,17 @@ class SPTokenizer:
 
 
 def _load(path: Path) -> SentencePieceProcessor:
-    wanted = "give the path of a SentencePiece model (.model), or leave the flag out for the shipped one"
+    wanted = "give the path of a SentencePiece model (.model), or leave it out for the shipped one"
     try:
         if path.is_fifo() or path.is_char_device():  # reading it might never end
-            raise InputError(f"--tokenizer {path}: is no file; {wanted}")
+            raise InputError(f"tokenizer {path}: is no file; {wanted}", "tokenizer")
         model = path.read_bytes()
     except FileNotFoundError:
-        raise InputError(f"--tokenizer {path}: there is no such file; {wanted}") from None
+        raise InputError(f"tokenizer {path}: there is no such file; {wanted}", "tokenizer") from None
     except OSError as error:
-        raise InputError(f"--tokenizer {path}: cannot be read ({error.strerror}); {wanted}") from None
+        raise InputError(f"tokenizer {path}: cannot be read ({error.strerror}); {wanted}", "tokenizer") from None
     try:
         # SentencePiece accepts an empty file as a model, and fails later.
         return SentencePieceProcessor(model_proto=model or b"?")
     except RuntimeError:
-        raise InputError(f"--tokenizer {path}: is no SentencePiece model; {wanted}") from None
+        raise InputError(f"tokenizer {path}: is no SentencePiece model; {wanted}", "tokenizer") from None

@@ -1,4 +1,4 @@
-"""Train a tokenizer on a text of your own: a SentencePiece model, to be given as --tokenizer.
+"""Train a tokenizer on a text of your own: a SentencePiece model.
 
     python -m simplellm.train_tokenizer --data stories.txt --out stories.model
     python -m simplellm.train_tokenizer --data tinystories.jsonl --out tokenizer.model --generated    the shipped one
@@ -33,7 +33,7 @@ class Settings:
     """What to train a tokenizer on."""
 
     data: str
-    """text: a .txt, .jsonl or .parquet file, as of a run's --data; all of it is used"""
+    """text: a .txt, .jsonl or .parquet file, all of it is used"""
     out: Path
     """the file to write"""
     vocab_size: int = 4096
@@ -74,7 +74,7 @@ def train(documents: Iterable[str], vocab_size: int) -> bytes:
             minloglevel=2,  # errors only
         )
     except RuntimeError as error:
-        raise InputError(f"--vocab-size {vocab_size}: {_reason(str(error))}") from None
+        raise InputError(f"vocab_size {vocab_size}: {_reason(str(error))}", "vocab_size") from None
     return model.getvalue()
 
 
@@ -114,14 +114,15 @@ def training_text(data: str, generated: bool) -> Iterator[str]:
 def write(settings: Settings) -> None:
     data, out, vocab_size = settings.data, settings.out.expanduser(), settings.vocab_size
     sizes = f"as every byte has a piece, give more than {BYTES}, and at most {LARGEST_VOCABULARY:,}"
-    require(BYTES < vocab_size <= LARGEST_VOCABULARY, f"--vocab-size {vocab_size}: {sizes}")
+    require(BYTES < vocab_size <= LARGEST_VOCABULARY, f"vocab_size {vocab_size}: {sizes}", "vocab_size")
     source = open_file(data)
-    require(out.parent.is_dir(), f"--out {out}: there is no folder {out.parent}")
-    require(not out.exists() or out.is_file(), f"--out {out}: is a folder or a device; give the path of a file")
-    require(not out.exists() or not out.samefile(Path(data).expanduser()), f"--out {out}: would replace the text")
+    require(out.parent.is_dir(), f"out {out}: there is no folder {out.parent}", "out")
+    is_free = not out.exists()
+    require(is_free or out.is_file(), f"out {out}: is a folder or a device; give the path of a file", "out")
+    require(is_free or not out.samefile(Path(data).expanduser()), f"out {out}: would replace the text", "out")
     # Reads every document, so that an error in the last one is found before training.
     documents = sum(bool(text.strip()) for text in source.read(0))
-    require(documents > 0, f"--data {data}: the file holds no document; give one with text in it")
+    require(documents > 0, f"data {data}: the file holds no document; give one with text in it", "data")
     model = train(training_text(data, settings.generated), vocab_size)
     unfinished = out.with_name(f"{out.name}.unfinished")
     try:
@@ -130,7 +131,7 @@ def write(settings: Settings) -> None:
     except OSError as error:
         with contextlib.suppress(OSError):
             unfinished.unlink()
-        raise InputError(f"--out {out}: cannot be written ({error.strerror})") from None
+        raise InputError(f"out {out}: cannot be written ({error.strerror})", "out") from None
     print(f"{out}: {vocab_size} pieces, {len(model)} bytes")
 
 

@@ -149,8 +149,8 @@ def test_it_keeps_nothing_that_it_gave() -> None:
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
-        ({"batch_size": 0}, "--batch-size 0: a batch needs at least 1 sequence"),
-        ({"seq_l": 1}, "--seq-len 1: a sequence needs at least 2 tokens, one to read and one to predict"),
+        ({"batch_size": 0}, "batch_size 0: a batch needs at least 1 sequence"),
+        ({"seq_l": 1}, "seq_l 1: a sequence needs at least 2 tokens, one to read and one to predict"),
         ({"skip": -1}, "skip=-1: documents to skip are 0 or more"),
         ({"num_replicas": 0}, "num_replicas=0: there is at least 1 replica"),
         ({"rank": 3, "num_replicas": 3}, "rank=3: a rank among 3 replicas is from 0 to 2"),
@@ -168,9 +168,7 @@ def test_a_tokenizer_without_an_end_of_document() -> None:
     class Endless(Letters):
         eos_id = -1
 
-    with pytest.raises(
-        InputError, match=r"^--tokenizer: the model has no end-of-document piece \(eos\); give one that has$"
-    ):
+    with pytest.raises(InputError, match=r"^the tokenizer has no end-of-document piece \(eos\); give one that has$"):
         TinyStories(Endless(), data="sample")
 
 
@@ -182,8 +180,8 @@ def test_a_position_that_does_not_exist(tmp_path: Path) -> None:
     with pytest.raises(InputError) as error:
         data.load_state_dict({"document": 1, "offset": 3})
     assert str(error.value) == (
-        "--resume: token 3 of document 1 does not exist (3 tokens); "
-        "resume with the data and the tokenizer that the run began with"
+        "token 3 of document 1 does not exist (3 tokens); "
+        "go on with the data and the tokenizer that the position is from"
     )
 
 

@@ -80,9 +80,9 @@ def test_the_prompt() -> None:
     with pytest.raises(InputError) as error:
         prompt_ids(story(0), SHIPPED, len(ids))
     assert str(error.value) == (
-        f"--prompt is of {len(ids)} tokens: the model reads {len(ids)} at most, story included; give a shorter one"
+        f"prompt is of {len(ids)} tokens: the model reads {len(ids)} at most, story included; give a shorter one"
     )
-    with pytest.raises(InputError, match="--prompt is no valid text in the terminal's encoding; give UTF-8"):
+    with pytest.raises(InputError, match="prompt is no valid text in the terminal's encoding; give UTF-8"):
         prompt_ids("a\udcff", SHIPPED, 10)
 
 

@@ -68,16 +68,14 @@ def test_streaming_from_the_hub(local_hub: Path) -> None:
 def test_a_hub_without_the_split(local_hub: Path) -> None:
     for file in local_hub.glob("data/validation*"):
         file.unlink()
-    with pytest.raises(InputError, match=r"^--data tinystories: .* cannot be read \(.*validation.*\); give sample, or"):
+    with pytest.raises(InputError, match=r"^data tinystories: .* cannot be read \(.*validation.*\); give sample, or"):
         sources.open_source("tinystories", "validation", seed=0)
 
 
 def test_a_hub_that_breaks_off(local_hub: Path) -> None:
     for file in local_hub.glob("data/train-00000*"):
         file.write_bytes(b"PAR1 nonsense PAR1")
-    with pytest.raises(
-        InputError, match=r"^--data tinystories: .* cannot be read \(.+\); give sample, or the path of a"
-    ):
+    with pytest.raises(InputError, match=r"^data tinystories: .* cannot be read \(.+\); give sample, or the path of a"):
         TinyStories(TOKENIZER, data="tinystories")
 
 
@@ -104,9 +102,9 @@ def test_the_local_cache_serves_without_a_network(
 
 
 def test_choices_that_need_no_thought() -> None:
-    assert choose_source("sample") == ("sample", "the generator, as --data asks")
-    assert choose_source("tinystories") == ("tinystories", "the hub's TinyStories, as --data asks")
-    assert choose_source("no/such.txt") == ("no/such.txt", "no/such.txt, as --data asks")
+    assert choose_source("sample") == ("sample", "the generator")
+    assert choose_source("tinystories") == ("tinystories", "the hub's TinyStories")
+    assert choose_source("no/such.txt") == ("no/such.txt", "no/such.txt")
 
 
 class Answering(BaseHTTPRequestHandler):
@@ -180,7 +178,7 @@ def test_without_hub_and_cache_tinystories_ends_and_auto_goes_on(unreachable_hub
     with pytest.raises(InputError) as error:
         TinyStories(TOKENIZER, data="tinystories")
     assert str(error.value) == (
-        "--data tinystories: roneneldan/TinyStories cannot be read (the hub cannot be reached and nothing is cached: "
+        "data tinystories: roneneldan/TinyStories cannot be read (the hub cannot be reached and nothing is cached: "
         "HF_HUB_OFFLINE is set); give sample, or the path of a .txt, .jsonl or .parquet file"
     )
     assert torch.equal(next(TinyStories(TOKENIZER)), next(TinyStories(TOKENIZER, data="sample")))
@@ -190,5 +188,5 @@ def test_without_datasets_stories_are_generated(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setitem(sys.modules, "datasets", None)
     why = "the generator: the hub's TinyStories needs datasets, which is not installed"
     assert choose_source("auto") == ("sample", why)
-    with pytest.raises(InputError, match="--data tinystories needs datasets: pip install datasets"):
+    with pytest.raises(InputError, match="data tinystories needs datasets: pip install datasets"):
         sources.open_source("tinystories", "train", seed=0)

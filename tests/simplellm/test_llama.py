@@ -1,6 +1,5 @@
 """The model against transformers' Llama, its stages against the whole, and what it refuses."""
 
-import re
 from collections.abc import Callable
 from typing import Any
 
@@ -377,7 +376,7 @@ def test_a_cache_holds_no_more_than_the_context() -> None:
     model = whole()
     cache = model.new_cache()
     model(tokens(1, 16), cache)
-    with pytest.raises(InputError, match="--seq-len 17 is too long for a model built for at most 16 tokens"):
+    with pytest.raises(InputError, match="17 tokens are too many for a model built for at most 16"):
         model(tokens(1, 1), cache)
 
 
@@ -387,24 +386,31 @@ def test_a_cache_holds_no_more_than_the_context() -> None:
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
-        ({"num_heads": 5}, "--num-heads 5 does not divide --dmodel 24"),
-        ({"num_heads": 8}, "--num-heads 8 gives heads of width 3 at --dmodel 24: rotary positions need an even width"),
-        ({"num_kv_heads": 3}, "--num-kv-heads 3 does not divide --num-heads 4"),
-        ({"dmodel": 0}, "--dmodel 0 is too small: it must be at least 1"),
-        ({"num_heads": 0}, "--num-heads 0 is too small: it must be at least 1"),
-        ({"num_kv_heads": 0}, "--num-kv-heads 0 is too small: it must be at least 1"),
-        ({"hidden_dim": -4}, "--hidden-dim -4 is too small: it must be at least 1"),
-        ({"n_layers": -1}, "--n-layers -1 is too small: it must be at least 0"),
-        ({"n_layers": 0}, "--n-layers 0 leaves no model: it must be at least 1"),
-        ({"ctx_size": 0}, "--seq-len 0 is too small: it must be at least 1"),
-        ({"vocab_size": 0}, "--tokenizer has a vocabulary of 0 tokens: it must have at least 1"),
-        ({"padding_idx": 50}, "--tokenizer has the pad id 50: it must be below its vocabulary of 50"),
-        ({"dtype": torch.float16}, "--dtype float16 is not supported: use float32 or bfloat16"),
+        ({"num_heads": 5}, "num_heads 5 does not divide dmodel 24: each head must be equally wide"),
+        (
+            {"num_heads": 8},
+            "num_heads 8 gives heads of width 3 at dmodel 24: rotary positions need an even width",
+        ),
+        (
+            {"num_kv_heads": 3},
+            "num_kv_heads 3 does not divide num_heads 4: each must serve as many query heads as the others",
+        ),
+        ({"dmodel": 0}, "dmodel 0 is too small: it must be at least 1"),
+        ({"num_heads": 0}, "num_heads 0 is too small: it must be at least 1"),
+        ({"num_kv_heads": 0}, "num_kv_heads 0 is too small: it must be at least 1"),
+        ({"hidden_dim": -4}, "hidden_dim -4 is too small: it must be at least 1"),
+        ({"n_layers": -1}, "n_layers -1 is too small: it must be at least 0"),
+        ({"n_layers": 0}, "n_layers 0 leaves no model: it must be at least 1"),
+        ({"ctx_size": 0}, "ctx_size 0 is too small: it must be at least 1"),
+        ({"vocab_size": 0}, "vocab_size 0 is too small: it must be at least 1"),
+        ({"padding_idx": 50}, "padding_idx 50 is not a token: it must be below vocab_size 50"),
+        ({"dtype": torch.float16}, "dtype float16 is not supported: use float32 or bfloat16"),
     ],
 )
 def test_wrong_values_are_named(options: dict[str, Any], sentence: str) -> None:
-    with pytest.raises(InputError, match=f"^{re.escape(sentence)}"):
+    with pytest.raises(InputError) as error:
         LLama(CausalLLama, **{"vocab_size": VOCAB_SIZE, **SIZES, **options})
+    assert str(error.value) == sentence
 
 
 @pytest.mark.parametrize("build", [CausalLLama, LLamaFirstStage, LLamaStage, LLamaLastStage])
@@ -413,4 +419,4 @@ def test_too_long_an_input_is_refused(build: Callable[..., nn.Module]) -> None:
     takes_ids = build in (CausalLLama, LLamaFirstStage)
     with pytest.raises(InputError) as error:
         part(tokens(1, 17) if takes_ids else torch.zeros(1, 17, 24))
-    assert str(error.value) == "--seq-len 17 is too long for a model built for at most 16 tokens"
+    assert str(error.value) == "17 tokens are too many for a model built for at most 16"

@@ -97,7 +97,7 @@ def test_a_sequence_of_one_token_is_refused() -> None:
     logits, target = random_pair(3, 1)
     with pytest.raises(InputError) as error:
         causalLLMLoss(logits, target, VOCAB_SIZE)
-    assert str(error.value) == "--seq-len 1 leaves no token to predict: it must be at least 2"
+    assert str(error.value) == "a sequence of length 1 has no token to predict: it must be at least 2"
 
 
 def test_logits_of_another_vocabulary_are_refused() -> None:

@@ -43,5 +43,5 @@ def test_it_goes_on_from_a_position() -> None:
 def test_what_there_is_not() -> None:
     with pytest.raises(InputError, match="the data set has 3 rows, which do not make a batch of 4"):
         BatchSampler(3, 4)
-    with pytest.raises(InputError, match="--resume: there is no row 12 in a data set of 11"):
+    with pytest.raises(InputError, match="there is no row 12 in a data set of 11"):
         BatchSampler(11, 2).load_state_dict({"epoch": 0, "offset": 12})

@@ -98,7 +98,7 @@ def test_a_story_on_each_line_is_one_document_and_the_message_says_what_separate
     with pytest.raises(InputError) as error:
         next(documents(path, "validation"))
     assert str(error.value) == (
-        f"--data {path}: validation takes every 20th document and there are only 1; give a longer file, or put a blank "
+        f"data {path}: validation takes every 20th document and there are only 1; give a longer file, or put a blank "
         'line (or "<|endoftext|>") between its documents'
     )
     path.write_text("\n\n".join(f"Story {index}." for index in range(50)))
@@ -172,12 +172,12 @@ def test_bad_files_are_found_at_the_start(tmp_path: Path, name: str, content: by
     path = tmp_path / name
     if content is not None:
         path.write_bytes(content)
-    with pytest.raises(InputError, match=rf"^--data {re.escape(str(path))}: {sentence}"):
+    with pytest.raises(InputError, match=rf"^data {re.escape(str(path))}: {sentence}"):
         TinyStories(TOKENIZER, data=str(path))
 
 
 def test_a_folder(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match=rf"^--data {re.escape(str(tmp_path))}: is a folder; {WANTED}"):
+    with pytest.raises(InputError, match=rf"^data {re.escape(str(tmp_path))}: is a folder; {WANTED}"):
         TinyStories(TOKENIZER, data=str(tmp_path))
 
 
@@ -188,7 +188,7 @@ def test_a_file_that_may_not_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyP
         raise PermissionError(13, "Permission denied")  # root, who may run the tests, is refused nothing
 
     monkeypatch.setattr(Path, "open", refuse)
-    with pytest.raises(InputError, match=r"^--data \S+: cannot be read \(Permission denied\); give a file that can$"):
+    with pytest.raises(InputError, match=r"^data \S+: cannot be read \(Permission denied\); give a file that can$"):
         TinyStories(TOKENIZER, data=str(path))
 
 
@@ -196,7 +196,7 @@ def test_a_file_that_may_not_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyP
 def test_too_few_documents_for_validation(tmp_path: Path, ending: str) -> None:
     path = write(tmp_path, ending, TEXTS[:19])
     with pytest.raises(
-        InputError, match=r"^--data \S+: validation takes every 20th document and there are only 19; give a"
+        InputError, match=r"^data \S+: validation takes every 20th document and there are only 19; give a"
     ):
         TinyStories(TOKENIZER, data=str(path), split="validation")
     write(tmp_path, ending, TEXTS[:20])
@@ -222,7 +222,7 @@ def test_parquet_files_with_other_columns(tmp_path: Path, table: dict[str, objec
     pq.write_table(pa.table(table, schema), path)
     with pytest.raises(InputError) as error:
         list(islice(documents(path), 2))
-    assert str(error.value).startswith(f"--data {path}: {sentence}")
+    assert str(error.value).startswith(f"data {path}: {sentence}")
 
 
 def test_a_parquet_file_whose_text_is_not_utf8(tmp_path: Path) -> None:
@@ -230,7 +230,7 @@ def test_a_parquet_file_whose_text_is_not_utf8(tmp_path: Path) -> None:
     pq.write_table(pa.table({"text": pa.array([b"One.", b"caf\xe9"]).view(pa.string())}), path)
     with pytest.raises(InputError) as error:
         next(documents(path))
-    assert str(error.value) == f'--data {path}: the column "text" is not UTF-8; give a file in UTF-8'
+    assert str(error.value) == f'data {path}: the column "text" is not UTF-8; give a file in UTF-8'
 
 
 def test_a_parquet_file_that_is_damaged_inside(tmp_path: Path) -> None:
@@ -238,7 +238,7 @@ def test_a_parquet_file_that_is_damaged_inside(tmp_path: Path) -> None:
     content = bytearray(path.read_bytes())
     content[4 : len(content) // 2] = bytes(len(content) // 2 - 4)
     path.write_bytes(content)
-    with pytest.raises(InputError, match=r"^--data \S+: is broken or no Parquet file"):
+    with pytest.raises(InputError, match=r"^data \S+: is broken or no Parquet file"):
         TinyStories(TOKENIZER, data=str(path))
 
 

@@ -125,8 +125,8 @@ def test_a_file_that_is_no_model(tmp_path: Path, content: bytes) -> None:
     with pytest.raises(InputError) as error:
         SPTokenizer(path)
     assert str(error.value) == (
-        f"--tokenizer {path}: is no SentencePiece model; "
-        "give the path of a SentencePiece model (.model), or leave the flag out for the shipped one"
+        f"tokenizer {path}: is no SentencePiece model; "
+        "give the path of a SentencePiece model (.model), or leave it out for the shipped one"
     )
 
 
@@ -138,9 +138,9 @@ def test_a_model_cut_short(tmp_path: Path) -> None:
 
 
 def test_a_path_that_cannot_be_read(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match=r"^--tokenizer \S+/none\.model: there is no such file; give the path of a"):
+    with pytest.raises(InputError, match=r"^tokenizer \S+/none\.model: there is no such file; give the path of a"):
         SPTokenizer(tmp_path / "none.model")
-    with pytest.raises(InputError, match=r"^--tokenizer \S+: cannot be read \(Is a directory\); give the path of a"):
+    with pytest.raises(InputError, match=r"^tokenizer \S+: cannot be read \(Is a directory\); give the path of a"):
         SPTokenizer(str(tmp_path))
     if os.getuid():
         (tmp_path / "secret.model").touch(mode=0)

@@ -71,7 +71,7 @@ def refusal(settings: Settings) -> str:
     with pytest.raises(InputError) as error:
         write(settings)
     assert {path: path.read_bytes() for path in settings.out.parent.glob("*") if path.is_file()} == before
-    return str(error.value)
+    return error.value.with_flags()
 
 
 def test_sizes_that_do_not_fit_the_text_are_refused(stories: Path, tmp_path: Path) -> None:

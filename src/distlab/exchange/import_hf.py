@@ -5,6 +5,7 @@ python -m simplellm.import_hf DIR OUT
 """
 
 import shlex
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -36,7 +37,7 @@ def main(request: Request) -> None:
     say(f"{request.out}: {model.parameter_count:,} parameters; resume it with --resume {shlex.quote(str(request.out))}")
 
 
-command = command_line.as_command(main, Request, __doc__)
+command: Callable[..., None] = command_line.as_command(main, Request, __doc__)
 
 if __name__ == "__main__":
     command_line.run(main, Request, __doc__)

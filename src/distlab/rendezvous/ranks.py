@@ -94,7 +94,7 @@ def agree(
                 _compare(settings, json.loads(shared.wait(f"settings/{other}", f"rank {other} to join")), other)
             verdict["decided"] = decide()
         except InputError as error:
-            verdict["error"] = str(error)
+            verdict["error"] = error.with_flags()
         shared.set("verdict", json.dumps(verdict))
         if "error" in verdict:
             joined = [other for other in range(1, size) if shared.has(f"settings/{other}")]

@@ -19,7 +19,7 @@ from distlab.run.logs import RunLog
 from distlab.run.resume import check_data, per_step
 from distlab.run.settings import ResumableSettings, as_flag, as_json
 from distlab.run.terminal import say
-from simplellm.errors import require
+from simplellm.errors import InputError, require
 
 BatchT = TypeVar("BatchT", covariant=True)
 
@@ -82,7 +82,10 @@ class Checkpointer:
             read_into(kept, self.resumed)
             self.state.compressor.load_state(kept)
         if self.resumed.record.get("position"):
-            batches.load_state_dict(self.resumed.record["position"])
+            try:
+                batches.load_state_dict(self.resumed.record["position"])
+            except InputError as error:
+                raise InputError(f"--resume {self.resumed.folder}: {error.with_flags()}") from error
         return self.resumed.count
 
     def is_due(self, step: int, steps: int) -> bool:

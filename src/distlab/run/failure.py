@@ -43,7 +43,7 @@ class Failure:
         `rank` is the one that fails.
         """
         if isinstance(error, InputError):
-            return cls(str(error), status=2, cause=str(error), recurs_on_restart=True)
+            return cls(error.with_flags(), status=2, cause=error.with_flags(), recurs_on_restart=True)
         if isinstance(error, KeyboardInterrupt):
             return cls("interrupted", status=130, cause="interrupted")
         if isinstance(error, NotFiniteError):  # all ranks raise it

@@ -15,7 +15,7 @@ from distlab.comm.layout import Layout, layout_flags, layout_size
 from distlab.run import resume
 from distlab.run.resume import ResumePolicy
 from simplellm import command_line
-from simplellm.errors import InputError, require, require_text
+from simplellm.errors import InputError, as_flag, require, require_text
 from simplellm.tokenizers import SHIPPED_MODEL
 
 if TYPE_CHECKING:
@@ -86,7 +86,7 @@ class RunSettings:
             choices = get_args(kinds[field.name]) if get_origin(kinds[field.name]) is Literal else (value,)
             # A checkpoint's values become defaults, so the value may be anything.
             require(value in choices, f"{as_flag(field.name)} {value}: give one of {', '.join(map(str, choices))}")
-            require_text(str(value), as_flag(field.name))
+            require_text(str(value), field.name)
             for number in value if isinstance(value, list) else [value]:
                 bits = 63 if field.name == "seed" else 31
                 fits = not isinstance(number, int) or -(2**bits) <= number < 2**bits
@@ -233,11 +233,6 @@ def require_positive(settings: Any, *names: str) -> None:
         require(value is None or value < math.inf, f"{as_flag(name)} {value}: must be finite")
 
 
-def as_flag(name: str) -> str:
-    """The flag of a setting."""
-    return f"--{name.replace('_', '-')}"
-
-
 SettingsT = TypeVar("SettingsT", bound=RunSettings)
 
 
@@ -249,12 +244,15 @@ def parse(defaults: SettingsT, description: str, args: list[str] | None = None, 
         return command_line.read(lambda: tyro.cli(type(defaults), **options))
 
     settings = read(defaults)
-    if isinstance(settings, ResumableSettings) and settings.resume is not None:  # again: its values are defaults
-        checkpoint = latest_valid(settings.resume, at_a_glance=True)
-        settings = read(replace(settings, **settings.saved_values(checkpoint)))
-    settings.check()
-    if isinstance(settings, ResumableSettings):
-        settings.check_folders()
+    try:
+        if isinstance(settings, ResumableSettings) and settings.resume is not None:  # again: its values are defaults
+            checkpoint = latest_valid(settings.resume, at_a_glance=True)
+            settings = read(replace(settings, **settings.saved_values(checkpoint)))
+        settings.check()
+        if isinstance(settings, ResumableSettings):
+            settings.check_folders()
+    except InputError as error:
+        raise InputError(error.with_flags()) from error
     return settings
 
 

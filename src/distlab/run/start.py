@@ -115,7 +115,7 @@ def check_story(prompt: str, settings: RunSettings, script: str) -> TrainSetting
     try:
         prompt_ids(prompt, SPTokenizer(settings.tokenizer), most)
     except InputError as error:
-        raise InputError(str(error).replace("--prompt", "--tell")) from None
+        raise InputError(str(error).replace("prompt", "--tell", 1)) from None
     return settings
 
 

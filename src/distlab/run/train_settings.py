@@ -132,6 +132,7 @@ class TrainSettings(ResumableSettings):
 
     def decide(self) -> dict[str, Any]:
         source, why = choose_source(self.data)
+        why += ", as --data asks" * (self.data != "auto")
         if self.prediction is not None:
             from distlab.comm.devices import pick_device_type  # imports torch, which settings alone do not need
 
@@ -217,7 +218,9 @@ class TrainSettings(ResumableSettings):
         rows, parts = self.batch_size, self.micro_batches
         advice = f"the batch must divide into equal micro-batches; give a multiple of {parts}"
         require(rows % parts == 0, f"--batch-size {rows} with --micro-batches {parts}: {advice}")
-        SPTokenizer(self.tokenizer)
+        has_end = SPTokenizer(self.tokenizer).eos_id >= 0
+        sentence = "the model has no end-of-document piece (eos); give one that has"
+        require(has_end, f"--tokenizer {self.tokenizer}: {sentence}")
         _ = self.prediction  # raises `InputError` for what the planner does not know
         if self.data not in ("auto", "tinystories"):
             for split in ("train", "validation") if self.eval_every else ("train",):

@@ -1,0 +1,42 @@
+"""The model library without the rest of the lab: it needs none of it, and knows no program's flags."""
+
+import subprocess
+import sys
+
+import pytest
+
+from simplellm.errors import InputError, require_text, status_of
+from simplellm.options import check_heads
+from simplellm.sources import open_source
+
+WITHOUT_THE_LAB = """
+import importlib, pkgutil, sys
+
+class OnlySimplellm:
+    def find_spec(self, name, path=None, target=None):
+        assert not name.startswith("distlab"), name
+
+sys.meta_path.insert(0, OnlySimplellm())
+import simplellm
+for module in pkgutil.iter_modules(simplellm.__path__, "simplellm."):
+    importlib.import_module(module.name)
+    print(module.name)
+"""
+
+
+def test_all_modules_can_be_imported_without_the_lab() -> None:
+    program = [sys.executable, "-c", WITHOUT_THE_LAB]
+    ended = subprocess.run(program, capture_output=True, text=True, timeout=120)
+    assert ended.returncode == 0, ended.stderr
+    assert {"simplellm.llama", "simplellm.export"} <= set(ended.stdout.split())
+
+
+def test_an_error_names_arguments_and_on_a_command_line_flags(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(InputError, match=r"^num_kv_heads 3 does not divide num_heads 4: each must") as caught:
+        check_heads(16, 4, 3)
+    assert caught.value.with_flags().startswith("--num-kv-heads 3 does not divide --num-heads 4: each must")
+    with pytest.raises(InputError, match=r"^data data/data.txt: there is no such file") as caught:
+        open_source("data/data.txt", "train", 0)
+    assert caught.value.with_flags().startswith("--data data/data.txt: there is no such file")
+    assert status_of(lambda: require_text("\udcff", "prompt")) == 2
+    assert capsys.readouterr().err.startswith("# --prompt is no valid text")
