@@ -1,6 +1,7 @@
 """A rank's device, backend, network interface and number of threads."""
 
 import array
+import fcntl
 import ipaddress
 import os
 import socket
@@ -182,8 +183,6 @@ def interface_of(address: str) -> str | None:
     if wanted.version == 6:
         lines = Path("/proc/net/if_inet6").read_text().splitlines()
         return next((line.split()[-1] for line in lines if int(line.split()[0], 16) == int(wanted)), None)
-    import fcntl
-
     get_configuration, entry = 0x8912, 40  # SIOCGIFCONF; sizeof(struct ifreq): a name of 16 bytes, a sockaddr
     buffer = array.array("B", bytes(entry * 1024))
     start, capacity = buffer.buffer_info()

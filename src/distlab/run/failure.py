@@ -79,12 +79,15 @@ class Failure:
         return cls(found.sentence, names_rank=True, lost_a_peer=lost_a_peer, is_diagnosed=True, grace_period=True)
 
     def end(self) -> NoReturn:
-        """Write the sentence to the terminal and to torchrun's error file, and exit."""
+        """Report the cause to the other ranks, write the sentence to the terminal and to the error file, and exit."""
+        world = world_group()
+        notices = world.notices if world else None
+        if notices and self.cause:
+            notices.report_exit(self.cause)
         if isinstance(sys.stdout, RankOutput):
             sys.stdout.status.clear()
-        world = world_group()
-        if world is not None and world.notices is not None and (self.cause or self.is_diagnosed):
-            world.notices.keep_store_open()
+        if notices and (self.cause or self.is_diagnosed):
+            notices.keep_store_open()
         restarts, allowed = (os.environ.get(f"TORCHELASTIC_{name}") for name in ("RESTART_COUNT", "MAX_RESTARTS"))
         is_restarted = restarts != allowed and not self.recurs_on_restart
         is_printed_last = "LAB_LAUNCHER" in os.environ and not is_restarted and (self.names_rank or self.status == 2)

@@ -3,6 +3,7 @@
 import contextlib
 import json
 import math
+import resource
 import statistics
 import sys
 import time
@@ -215,8 +216,6 @@ def peak_memory_bytes(device: torch.device) -> int:
     """This process's peak memory: allocated on the GPU for CUDA, else resident in main memory."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
-    import resource
-
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 

@@ -11,7 +11,6 @@ from typing import Any, NoReturn
 from distlab.checkpoints.format import has_checkpoints
 from distlab.comm.processes import end_with_parent, leave
 from distlab.comm.torch_patches import silence_torch_warnings
-from distlab.rendezvous.groups import world_group
 from distlab.rendezvous.torchrun import started_by_torchrun
 from distlab.run.failure import Failure
 from distlab.run.joining import identity
@@ -41,9 +40,7 @@ def main(work: Callable[[Any], None], defaults: RunSettings, description: str | 
     except BrokenPipeError:
         leave(1)  # the reader of this output has exited, as `head` does
     except (Exception, KeyboardInterrupt) as error:
-        failure, world = Failure.of(error, rank), world_group()
-        if failure.cause and world is not None and world.notices is not None:
-            world.notices.report_exit(failure.cause)
+        failure = Failure.of(error, rank)
         if run is not None and run.running_on is not None:
             run.running_on.keep_arrived()
         if isinstance(error, KeyboardInterrupt) and run is not None:

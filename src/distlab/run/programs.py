@@ -31,16 +31,13 @@ class ProgramSettings(WorldSize, RunSettings):
 def look_after(world: WorldGroup) -> None:
     """Have an exception of this process end as a failure of a run does, and print a summary when the process exits."""
     silence_torch_warnings()
-    context, notices = world.context, world.notices
+    context = world.context
 
     def end(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         if not isinstance(error, Exception | KeyboardInterrupt):
             sys.__excepthook__(kind, error, trace)
             return
-        failure = Failure.of(error, context.rank)
-        if failure.cause and notices is not None:
-            notices.report_exit(failure.cause)
-        failure.end()
+        Failure.of(error, context.rank).end()
 
     def summarize() -> None:
         if context.rank == 0:

@@ -10,23 +10,22 @@ import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, Protocol
+from typing import Annotated, Any, Literal, Protocol
 
 import tyro
 
 from distlab.checkpoints.format import LLAMA, Checkpoint
+from distlab.comm.devices import pick_device_type
 from distlab.comm.layout import layout_flags, layout_size
 from distlab.run import resume
-from distlab.run.learning_rate import LRSchedule, learning_rate
+from distlab.run.logs import StepTime
+from distlab.run.optimizers import LRSchedule, learning_rate
 from distlab.run.resume import ResumePolicy
 from distlab.run.settings import ResumableSettings, require_positive, shown_as
 from simplellm.errors import InputError, require
 from simplellm.options import Recompute, check_heads
 from simplellm.sources import choose_source, open_source
 from simplellm.tokenizers import SHIPPED_MODEL, SPTokenizer
-
-if TYPE_CHECKING:
-    from distlab.run.logs import StepTime
 
 BETAS = (0.9, 0.999)  # torch's default
 MOST_LAYERS, MOST_TOKENS = 1000, 2**24  # larger numbers are taken for typing errors, as with `MOST_RANKS`
@@ -41,7 +40,7 @@ class Prediction(Protocol):
     def check_device(self, device: str) -> None:
         """Raise `InputError` if the prediction is for another kind of device."""
 
-    def beside(self, times: "Sequence[StepTime]") -> Iterable[str]:
+    def beside(self, times: Sequence[StepTime]) -> Iterable[str]:
         """Lines that compare what steps took with the prediction."""
 
 
@@ -134,8 +133,6 @@ class TrainSettings(ResumableSettings):
         source, why = choose_source(self.data)
         why += ", as --data asks" * (self.data != "auto")
         if self.prediction is not None:
-            from distlab.comm.devices import pick_device_type  # imports torch, which settings alone do not need
-
             self.prediction.check_device(pick_device_type(self.device))
         return {"data": source, "data_because": why, "data_identity": replace(self, data=source).data_identity}
 
@@ -143,11 +140,11 @@ class TrainSettings(ResumableSettings):
         predicted = [self.prediction.sentence] if self.prediction else []
         return [f"stories from {decided['data_because']}", *self._lr_remarks(), *predicted]
 
-    def remarks_at_the_end(self, times: "Sequence[StepTime]") -> list[str]:
+    def remarks_at_the_end(self, times: Sequence[StepTime]) -> list[str]:
         return list(self.prediction.beside(times)) if self.prediction and times else []
 
     @functools.cached_property
-    def prediction(self) -> "Prediction | None":
+    def prediction(self) -> Prediction | None:
         """With `--machine`, what a step should take; `InputError` if the planner cannot know it.
 
         The file is read once: when the run ends, hours later, it may have changed.

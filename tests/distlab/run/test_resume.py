@@ -15,7 +15,7 @@ from support.processes import children, steps_taken, wait_for
 from support.terminals import fork_launcher
 
 from distlab.checkpoints.format import latest_valid
-from distlab.run.learning_rate import learning_rate
+from distlab.run.optimizers import learning_rate
 from distlab.run.settings import parse
 from distlab.run.train_settings import TrainSettings
 from simplellm.errors import InputError
