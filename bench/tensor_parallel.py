@@ -75,7 +75,7 @@ def no_communication() -> Step:
     step = ours()
 
     def alone(x: Tensor) -> Tensor:
-        with patch.object(TPGroup, "all_reduce", lambda _, tensor, *__: tensor):
+        with patch.object(TPGroup, "all_reduce", lambda _, tensor, *__, **___: tensor):
             return step(x)
 
     return alone
