@@ -19,9 +19,10 @@ import torch.multiprocessing as mp
 from ranks import join
 from torch import Tensor, nn
 
+from distlab.comm.context import context_of
 from distlab.comm.grid import Grid
 from distlab.comm.processes import leave
-from distlab.comm.recorder import STEP, recorder
+from distlab.comm.recorder import STEP
 from distlab.pipeline.actions import ActionCosts, Programs, stages_of
 from distlab.pipeline.executor import Pipeline
 from distlab.pipeline.plan import in_a_row, simulate
@@ -127,16 +128,16 @@ def traced_steps(rank: int, nets: dict[int, SleepingStage], programs: Programs, 
     workers, micro_batches = len(programs), 1 + max(action.micro_batch for action in programs[rank])
     pipeline = Pipeline(nets, programs, Grid(rank, {"pp": workers}), lambda y, _: y.mean(), WIDTH, run_on=run_on)
     batch = torch.zeros(micro_batches, SEQ, dtype=torch.int64).split(1)
-    recorder.events.clear()
-    recorder.enabled = True  # from here on, as a pipeline made before does not count what it keeps
+    context_of().recorder.events.clear()
+    context_of().recorder.enabled = True  # from here on, as a pipeline made before does not count what it keeps
     for step in range(1 + steps):
         if step < 2 or not run_on:
             dist.barrier()
-        with recorder.span(STEP, f"step {step}"):
+        with context_of().recorder.span(STEP, f"step {step}"):
             pipeline.step(batch)
     recorded: list[Any] = [None] * workers
-    recorder.enabled = False
-    dist.all_gather_object(recorded, recorder.as_json())
+    context_of().recorder.enabled = False
+    dist.all_gather_object(recorded, context_of().recorder.as_json())
     return merge(recorded, {"pp": workers}, programs, run_on)
 
 

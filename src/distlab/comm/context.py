@@ -13,7 +13,7 @@ import torch.distributed as dist
 from distlab.comm.devices import Place, cores
 from distlab.comm.hosts import Hosts
 from distlab.comm.mappings import NotShared
-from distlab.comm.recorder import Ledger, Recorder, recorder
+from distlab.comm.recorder import Ledger, Recorder
 from distlab.comm.waits import Wait, Waits
 from simplellm.errors import InputError
 
@@ -46,7 +46,7 @@ class Context:
     hosts: Hosts
     device: torch.device  # of this rank
     ledger: Ledger = field(default_factory=Ledger)
-    recorder: Recorder = field(default_factory=lambda: recorder)
+    recorder: Recorder = field(default_factory=Recorder)
     begun: Counter[str] = field(default_factory=Counter)  # collectives that this rank has started, by ranks ("0,1,2")
     shares_memory: bool = False  # whether this rank shares memory with others
     groups: "weakref.WeakSet[ContextGroup]" = field(default_factory=weakref.WeakSet)

@@ -110,6 +110,3 @@ class Recorder:
             self.events.sort(key=lambda event: event.end)
         self._on_stream = []
         return {"events": self.events, "kept_bytes": self.kept_bytes}
-
-
-recorder = Recorder()

@@ -10,9 +10,8 @@ from support.pipeline_models import LOSS, OPTIONS, SEQ, VOCAB, WIDTH, assert_nea
 from support.processes import free_port, process_group, run_ranks
 from torch import Tensor, nn
 
-from distlab.comm.context import Options, Transport
+from distlab.comm.context import Options, Transport, context_of
 from distlab.comm.grid import Grid
-from distlab.comm.recorder import recorder
 from distlab.pipeline.actions import Action, ActionCosts, Backward, BackwardWeight, Forward, Programs, stages_of
 from distlab.pipeline.executor import Pipeline
 from distlab.pipeline.plan import simulate
@@ -252,7 +251,7 @@ def keep(rank: int, port: int) -> list[int]:
     """The most that a stage keeps with GPipe, with DAPPLE, and with both when it recomputes."""
     peaks = []
     with process_group(rank, 3, port):
-        recorder.enabled = True
+        context_of().recorder.enabled = True
         for recompute, schedule in itertools.product((False, True), ("gpipe", "dapple")):
             options: dict[str, Any] = {**OPTIONS, "recompute": "all" if recompute else "none"}
             net = build_stage(rank, (2, 2, 2), VOCAB, **options)
@@ -291,15 +290,18 @@ def count_kept(
     """For each schedule, the peak, and by stage what F keeps of a micro-batch and what W frees of it, in the mean."""
     found = []
     with process_group(rank, workers, port):
-        recorder.enabled = True
+        context_of().recorder.enabled = True
         for name in KEPT:
             programs = all_stages(name, workers, micro_batches)
             split = (1,) * (workers * stages_per_worker(name))
             nets = build_stages(stages_of(programs[rank]), split, VOCAB, **OPTIONS)
             pipeline = Pipeline(nets, programs, Grid(rank, {"pp": workers}), LOSS, WIDTH)
-            recorder.kept_bytes.clear()
+            context_of().recorder.kept_bytes.clear()
             pipeline.step(batch(0, rows=micro_batches).chunk(micro_batches))
-            kept = [0, *(size for _, size in recorder.kept_bytes[1::2])]  # after each action; before, at most within it
+            kept = [
+                0,
+                *(size for _, size in context_of().recorder.kept_bytes[1::2]),
+            ]  # after each action; before, at most within it
             change = {action: kept[n + 1] - kept[n] for n, action in enumerate(programs[rank])}
             by_stage = {
                 stage: (

@@ -13,8 +13,9 @@ from support.pipeline_models import LOSS, OPTIONS, VOCAB, WIDTH, assert_near, ba
 from support.processes import free_port, process_group, run_ranks
 from torch import Tensor
 
+from distlab.comm.context import context_of
 from distlab.comm.grid import Grid
-from distlab.comm.recorder import STEP, recorder
+from distlab.comm.recorder import STEP
 from distlab.pipeline.actions import (
     ACTIVATIONS,
     GRADIENTS,
@@ -115,7 +116,7 @@ def compare_with_one_process(
     """Train two stages on each rank next to the whole model; the names of the parameters compared."""
     programs, split = programs_of(name, micro_batches, workers), split_of(workers)
     with process_group(rank, workers, port):
-        recorder.enabled = counted
+        context_of().recorder.enabled = counted
         nets = {stage: louder(build_stage(stage, split, VOCAB, **OPTIONS)) for stage in stages_of(programs[rank])}
         whole = louder(LLama(CausalLLama, VOCAB, n_layers=sum(split), **OPTIONS))
         before = {name: p.detach().clone() for name, p in whole.named_parameters()}
@@ -167,14 +168,14 @@ def test_the_definitions_take_forty_lines_at_most() -> None:
 def trace_two_stages_a_rank(rank: int, port: int, folder: Path) -> None:
     programs = programs_of("v_shape", 3)
     with process_group(rank, 2, port):
-        recorder.enabled = True
+        context_of().recorder.enabled = True
         nets = {stage: build_stage(stage, split_of(2), VOCAB, **OPTIONS) for stage in stages_of(programs[rank])}
         pipeline = Pipeline(nets, programs, Grid(rank, {"pp": 2}), LOSS, WIDTH)
         for step in range(3):
-            with recorder.span(STEP, f"step {step}"):
+            with context_of().recorder.span(STEP, f"step {step}"):
                 pipeline.step(batch(step).tensor_split(3))
         recorded: list[Any] = [None, None]
-        torch.distributed.all_gather_object(recorded, recorder.as_json())
+        torch.distributed.all_gather_object(recorded, context_of().recorder.as_json())
         if rank == 0:
             write_chrome(merge(recorded, {"pp": 2}, programs), folder / "trace.json")
 

@@ -8,8 +8,8 @@ import torch
 from support.pipeline_models import LOSS, OPTIONS, SEQ, VOCAB, WIDTH, batch
 from support.processes import free_port, process_group, run_ranks
 
+from distlab.comm.context import context_of
 from distlab.comm.grid import Grid
-from distlab.comm.recorder import recorder
 from distlab.pipeline.actions import ActionCosts
 from distlab.pipeline.auto import Limit, placement
 from distlab.pipeline.executor import Pipeline
@@ -36,7 +36,7 @@ def rehearse_and_run(rank: int, port: int, recompute: bool) -> tuple[ActionCosts
         assert torch.equal(torch.random.get_rng_state(), state)
         assert all(parameter.grad is None for net in nets.values() for parameter in net.parameters())
         programs = all_stages("auto", WORKERS, MICRO_BATCHES, 2, costs, Limit(2.5), recompute)
-        recorder.enabled = True
+        context_of().recorder.enabled = True
         pipeline = Pipeline(nets, programs, grid, LOSS, WIDTH)
         for step in range(2):
             pipeline.step(batch(step, rows=ROWS * MICRO_BATCHES).chunk(MICRO_BATCHES))
