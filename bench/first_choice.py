@@ -60,7 +60,7 @@ def best_of_each_division(model: Model, machine: Machine, ranks: int) -> list[Ro
     found = []
     for pp, tp in itertools.product(range(1, ranks + 1), repeat=2):
         if ranks % (pp * tp) == 0:
-            choices = Choices(dp=(ranks // pp // tp,), pp=(pp,), tp=(tp,))
+            choices = Choices({"dp": (ranks // pp // tp,), "pp": (pp,), "tp": (tp,)})
             found += find_layouts(model, machine, ranks, BATCH, float("inf"), choices=choices, top=1).rows
     found.sort(key=lambda row: row.step.seconds)
     require(len(found) > 1, f"--ranks {ranks}: {BATCH} sequences allow fewer than two divisions")

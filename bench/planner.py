@@ -110,7 +110,7 @@ class Compared:
     @property
     def process_error(self) -> float:
         """Of the worker's first rank for which it is largest."""
-        ranks = [self.layout.first_rank(worker) for worker in range(self.layout.pp)]
+        ranks = [self.layout.first_rank(worker) for worker in range(self.layout.size("pp"))]
         measured = [self.record.process_bytes[rank] for rank in ranks]
         return max((p / m - 1 for p, m in zip(self.process_bytes, measured, strict=True)), key=abs)
 
@@ -152,9 +152,9 @@ def costs_of(name: str, machine: Machine, machine_file: Path) -> Costs:
 def compare(record: Record, machine: Machine, machine_file: Path) -> Compared:
     costs = costs_of(record.name, machine, machine_file)
     seconds = undisturbed(record, machine, costs.model.sizes)
-    holds = [held(costs, worker) for worker in range(costs.layout.pp)]
+    holds = [held(costs, worker) for worker in range(costs.layout.size("pp"))]
     most = max(of_worker.total for of_worker in holds)
-    process = [process_bytes(costs, worker, holds[worker]) for worker in range(costs.layout.pp)]
+    process = [process_bytes(costs, worker, holds[worker]) for worker in range(costs.layout.size("pp"))]
     return Compared(record, costs.layout, predict(costs, worker=0), statistics.median(seconds), most, process)
 
 
@@ -188,7 +188,7 @@ def report(compared: Sequence[Compared]) -> Iterator[str]:
 
 def layout_kind(layout: RunLayout) -> str:
     """What a layout divides, for the figure."""
-    sizes = {"replicas": layout.dp, "stages": layout.pp, "slices": layout.tp}
+    sizes = {"replicas": layout.size("dp"), "stages": layout.size("pp"), "slices": layout.size("tp")}
     divided = [name for name, size in sizes.items() if size > 1]
     return divided[0] if len(divided) == 1 else "several of these" if divided else "one rank"
 

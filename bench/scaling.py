@@ -47,7 +47,7 @@ class Curve:
 def costs_of(machine: Machine, dp: int, tp: int, batch_size: int) -> Costs:
     """Those of `dp` replicas of `tp` ranks, with so many sequences for each replica, of at most `ROWS` at a time."""
     parts = max(1, batch_size // ROWS)
-    layout = RunLayout(dp, 1, tp, batch_size, parts, "dapple", "none", "none", (MODEL.n_layers,))
+    layout = RunLayout({"dp": dp, "tp": tp}, batch_size, parts, "dapple", "none", "none", (MODEL.n_layers,))
     wide = replace(machine, hosts=max(machine.hosts, -(-layout.ranks // machine.ranks_per_host)))
     return Costs(wide, MODEL, layout)
 

@@ -56,7 +56,9 @@ class Costs:
 
     def weights(self, stage: int) -> int:
         """Elements of the weights of a stage, on one rank."""
-        return sum(count * self.model.sizes.weights(part, self.layout.tp) for part, count in self.parts(stage).items())
+        return sum(
+            count * self.model.sizes.weights(part, self.layout.size("tp")) for part, count in self.parts(stage).items()
+        )
 
     @functools.cached_property
     def message_bytes(self) -> int:
@@ -123,7 +125,7 @@ class Costs:
     def _of_part(self, part: ModelPart, kind: PassKind, threads: int) -> float:
         if self._measured:
             return self._with_threads(threads, lambda entry: entry.seconds(part, kind, self.layout.rows))
-        products = self.tokens * self.model.sizes.multiply_adds(part, self.layout.tp) * SHARE_OF[kind]
+        products = self.tokens * self.model.sizes.multiply_adds(part, self.layout.size("tp")) * SHARE_OF[kind]
         return products / self.machine.multiply_adds_per_second / threads
 
     def _block_again(self, threads: int) -> float:
@@ -146,7 +148,7 @@ class Costs:
     @functools.cached_property
     def _measured(self) -> list[Measured]:
         """Of this model and these slices, with numbers of threads in descending order."""
-        found = self.machine.measured_for(self.model.sizes, self.layout.tp)
+        found = self.machine.measured_for(self.model.sizes, self.layout.size("tp"))
         return sorted({entry.threads: entry for entry in found}.values(), key=lambda entry: -entry.threads)
 
     @functools.cached_property
@@ -156,7 +158,7 @@ class Costs:
 
     def _exchanges(self, letter: str, stage: int, again: bool) -> int:
         kind = KIND_OF.get(letter)
-        if self.layout.tp == 1 or kind in ("W", None):
+        if self.layout.size("tp") == 1 or kind in ("W", None):
             return 0
         parts = self.parts(stage)
         needs_no_output = letter == "R" and not parts["head"]  # so the last of them is left out
@@ -208,7 +210,7 @@ class Costs:
         return functools.cache(self._kept_of_stage)
 
     def _kept_of_stage(self, stage: int) -> "Kept":
-        parts, sizes, tp, tokens = self.parts(stage), self.model.sizes, self.layout.tp, self.tokens
+        parts, sizes, tp, tokens = self.parts(stage), self.model.sizes, self.layout.size("tp"), self.tokens
         factors = sum(count * sizes.factor_bytes(part, tokens, tp) for part, count in parts.items())
         everything = sum(count * sizes.kept_bytes(part, tokens, tp) for part, count in parts.items())
         by_forward = everything + (0 if parts["head"] else self.message_bytes)  # the output, where the next one begins
@@ -221,7 +223,7 @@ class Costs:
     @property
     def _inside_block_bytes(self) -> int:
         """What a block keeps besides its input."""
-        return self.model.sizes.kept_bytes("block", self.tokens, self.layout.tp) - self.message_bytes
+        return self.model.sizes.kept_bytes("block", self.tokens, self.layout.size("tp")) - self.message_bytes
 
     def recomputed_bytes(self, action: Action) -> int:
         """Bytes more than before it that a backward pass keeps meanwhile, where activations are computed again."""
@@ -230,7 +232,7 @@ class Costs:
             return self.message_bytes  # the gradient of the output, a factor; the output itself is not kept
         if not self._computes_blocks_again(action) or not blocks:
             return 0
-        sizes, tokens, tp = self.model.sizes, self.tokens, self.layout.tp
+        sizes, tokens, tp = self.model.sizes, self.tokens, self.layout.size("tp")
         is_split, kept = action.letter in "Ii", 0
         factors = [sizes.factor_bytes(part, tokens, tp) * is_split for part in ("block", "head")]
         for done in (0, blocks - 1):
@@ -249,7 +251,7 @@ class Costs:
     def estimated(self) -> ActionCosts:
         """The estimates by which a run gives its actions threads."""
         parts, again = self.model.sizes.parts, self.layout.recompute == "blocks"
-        return estimated_costs(self.layout.split, parts, again, self.tokens, self.layout.tp)
+        return estimated_costs(self.layout.split, parts, again, self.tokens, self.layout.size("tp"))
 
 
 @functools.lru_cache(maxsize=4096)

@@ -42,7 +42,7 @@ class StepGraph:
 
 def graph_of(layout: RunLayout) -> StepGraph:
     """The actions of a step of a layout."""
-    return _graph(layout.schedule, layout.pp, layout.micro_batches, layout.recompute == "all")
+    return _graph(layout.schedule, layout.size("pp"), layout.micro_batches, layout.recompute == "all")
 
 
 @functools.lru_cache(maxsize=64)

@@ -3,11 +3,11 @@
 import functools
 import itertools
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from distlab.comm.layout import Neighbors, layout_size, stride
+from distlab.comm.layout import Layout, layout_size, neighbors_of, stride
 from distlab.parallel.division import check_division
 from distlab.pipeline.actions import Programs, stages_of
 from distlab.pipeline.schedules import (
@@ -33,24 +33,19 @@ SAME_WITH_ONE = ("naive", "gpipe")  # micro-batch, or one worker, as dapple; gpi
 
 @dataclass(frozen=True)
 class RunLayout:
-    """`dp` replicas of a pipeline of `pp` workers, each of `tp` ranks, and how they share the work of a step."""
+    """The ranks of a run along each axis, and how they share the work of a step."""
 
-    dp: int
-    pp: int
-    tp: int
+    axes: Layout = field(hash=False)
     batch_size: int  # sequences per pipeline
     micro_batches: int
     schedule: str
     recompute: Recompute
     shard: Shard
     split: Split  # layers of each stage
-    neighbors: Neighbors = "stages"
 
-    @property
-    def axes(self) -> dict[str, int]:
-        """The axes and their sizes, in the order in which the ranks are numbered (`distlab.comm.layout`)."""
-        sizes = {"dp": self.dp, "pp": self.pp, "tp": self.tp}
-        return sizes if self.neighbors == "stages" else {name: sizes[name] for name in ("pp", "dp", "tp")}
+    def size(self, axis: str) -> int:
+        """Number of ranks along an axis."""
+        return self.axes.get(axis, 1)
 
     @property
     def ranks(self) -> int:
@@ -67,14 +62,14 @@ class RunLayout:
 
     def programs(self) -> Programs:
         """Every worker's actions, in order."""
-        return programs_of(self.schedule, self.pp, self.micro_batches, self.recompute == "all")
+        return programs_of(self.schedule, self.size("pp"), self.micro_batches, self.recompute == "all")
 
     def flags(self, model: Model) -> str:
         """For `./launch.sh hybrid`, without what is the default."""
-        flags = f"--dp {self.dp} --pp {self.pp} --tp {self.tp} --batch-size {self.batch_size}"
-        flags += f" --micro-batches {self.micro_batches}"
-        flags += f" --neighbors {self.neighbors}" * (self.neighbors != "stages")
-        if self.pp > 1:
+        flags = " ".join(f"--{axis} {self.size(axis)}" for axis in ("dp", "pp", "tp"))
+        flags += f" --batch-size {self.batch_size} --micro-batches {self.micro_batches}"
+        flags += " --neighbors replicas" * (neighbors_of(self.axes) == "replicas")
+        if self.size("pp") > 1:
             flags += f" --schedule {self.schedule}"
             if self.split != default_split(model, len(self.split)):
                 flags += f" --layers-per-stage {','.join(map(str, self.split))}"
@@ -84,16 +79,14 @@ class RunLayout:
     def __str__(self) -> str:
         """In a table."""
         words = [f"{size} {name}" for name, size in sorted(self.axes.items()) if size > 1]
-        return (" x ".join(words) or "one rank") + ", replicas together" * (self.neighbors == "replicas")
+        return (" x ".join(words) or "one rank") + ", replicas together" * (neighbors_of(self.axes) == "replicas")
 
 
 @dataclass(frozen=True)
 class Choices:
     """What a plan chooses from; empty: all that there is."""
 
-    dp: Sequence[int] = ()
-    pp: Sequence[int] = ()
-    tp: Sequence[int] = ()
+    axes: Mapping[str, Sequence[int]] = field(default_factory=dict)  # their sizes
     micro_batches: Sequence[int] = ()
     schedules: Sequence[str] = ()
     recompute: Sequence[Recompute] = ()
@@ -113,7 +106,8 @@ def layouts(
     names = among.schedules or [name for name in SCHEDULES if name != AUTO]
     for pp, tp in itertools.product(divisors(ranks), divisors(ranks)):
         dp = ranks // (pp * tp)
-        is_chosen = all(size in some for size, some in ((dp, among.dp), (pp, among.pp), (tp, among.tp)) if some)
+        axes = {"dp": dp, "pp": pp, "tp": tp}
+        is_chosen = all(axes[name] in some for name, some in among.axes.items() if some)
         if ranks % (pp * tp) or global_batch % dp or not is_chosen or not _divides(model, tp):
             continue
         for micro_batches in among.micro_batches or divisors(global_batch // dp):
@@ -126,10 +120,10 @@ def layouts(
                 split = _split(model, pp * stages_per_worker(name))
                 for recompute, shard in itertools.product(among.recompute or RECOMPUTE, among.shard or SHARDS):
                     if split and (shard == "none" or dp > 1) and (shard != "weights" or pp == 1):
-                        one = RunLayout(dp, pp, tp, global_batch // dp, micro_batches, name, recompute, shard, split)
+                        one = RunLayout(axes, global_batch // dp, micro_batches, name, recompute, shard, split)
                         yield one
                         if ranks_per_host and dp > 1 and ranks > ranks_per_host and ranks_per_host % (dp * tp) == 0:
-                            yield replace(one, neighbors="replicas")
+                            yield replace(one, axes={"pp": pp, "dp": dp, "tp": tp})
 
 
 @functools.lru_cache(maxsize=64)

@@ -40,7 +40,7 @@ def held(costs: Costs, worker: int) -> RankMemory:
     layout, program = costs.layout, costs.layout.programs()[worker]
     stages = stages_of(program)
     weights = sum(costs.weights(stage) for stage in stages) * NUMBER_BYTES
-    shares = layout.dp if layout.shard != "none" else 1
+    shares = layout.size("dp") if layout.shard != "none" else 1
     own = share(weights, shares)
     step = graph_of(layout)
     kinds = step.kinds[worker]
@@ -65,7 +65,7 @@ def process_bytes(costs: Costs, worker: int, holds: RankMemory) -> float:
     layout, sizes, machine = costs.layout, costs.model.sizes, costs.machine
     of_logits = 0.0
     if any(costs.parts(stage)["head"] for stage in stages_of(layout.programs()[worker])):
-        logits_bytes = layout.rows * sizes.seq_len * share(sizes.vocab_size, layout.tp) * NUMBER_BYTES
+        logits_bytes = layout.rows * sizes.seq_len * share(sizes.vocab_size, layout.size("tp")) * NUMBER_BYTES
         of_logits = OF_LOGITS[machine.device] * logits_bytes
     return machine.process_bytes + (holds.total + of_logits) * (1 + KEPT_OF_FREED[machine.device])
 
@@ -89,7 +89,7 @@ def _gathered(costs: Costs, stages: Sequence[int], weights_bytes: int) -> int:
     if layout.shard != "weights":
         return 0
     in_order = [part for stage in stages for part in PARTS for _ in range(costs.parts(stage)[part])]
-    sizes = [costs.model.sizes.weights(part, layout.tp) * NUMBER_BYTES for part in in_order]
+    sizes = [costs.model.sizes.weights(part, layout.size("tp")) * NUMBER_BYTES for part in in_order]
     # In a backward pass, a block, its gradient, and the weights of the block before it.
     whole = max(2 * size + before for size, before in zip(sizes, [0, *sizes], strict=False))
     return whole + max(sizes) * has_buffer

@@ -91,7 +91,8 @@ class PlanRequest:
 
     @property
     def choices(self) -> Choices:
-        return Choices(self.dp, self.pp, self.tp, self.micro_batches, self.schedule, self.recompute, self.shard)
+        axes = {"dp": self.dp, "pp": self.pp, "tp": self.tp}
+        return Choices(axes, self.micro_batches, self.schedule, self.recompute, self.shard)
 
     def check(self) -> None:
         """Raise `InputError` for values that no plan can have."""
@@ -157,7 +158,7 @@ def plan(request: PlanRequest) -> None:
         print(f"{number:<3} {shlex.join([LAUNCHER, *command_of(row, request, model), *on_hosts])}")
     if on_hosts:
         print("\non each host, with its own --node-rank, from 0, and with the address of host 0 as --master-addr")
-    slices = machine.unmeasured_tp(model.sizes, (row.layout.tp for row in found.rows))
+    slices = machine.unmeasured_tp(model.sizes, (row.layout.size("tp") for row in found.rows))
     if slices and machine.has_sizes(model.sizes):
         path, named = request.machine or MEASURED, " or ".join(map(str, slices))
         print(f"\n# {path} has no times of passes with layers in {named} slices; they are estimated")

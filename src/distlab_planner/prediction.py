@@ -6,7 +6,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 
-from distlab.comm.layout import neighbors_of
 from distlab.comm.threads import asked_threads
 from distlab.pipeline.schedules import AUTO, DEFAULT_CHUNKS
 from distlab.run.logs import StepTime
@@ -84,7 +83,7 @@ class Prediction:
     @property
     def sentence(self) -> str:
         """What a step should take."""
-        is_measured = self.costs.machine.measured_for(self.costs.model.sizes, self.costs.layout.tp)
+        is_measured = self.costs.machine.measured_for(self.costs.model.sizes, self.costs.layout.size("tp"))
         estimated = "" if is_measured else " (passes of this model were not measured there, but estimated)"
         shown = ", ".join(f"{milliseconds(seconds)} {what}" for what, seconds in self.parts.items() if seconds)
         return f"by {self.machine_file}{estimated}, a step should take {milliseconds(self.step.seconds)}: {shown}"
@@ -113,7 +112,6 @@ def layout_of(args: TrainSettings, vocab_size: int, flag: str) -> RunLayout:
 
     A setting that the planner does not know has to have its default.
     """
-    sizes = {"dp": 1, "pp": 1, "tp": 1} | args.layout
     schedule, chunks = getattr(args, "schedule", "naive"), getattr(args, "chunks_per_stage", DEFAULT_CHUNKS)
     require(schedule != AUTO, f"{flag} with --schedule {AUTO}: its order is not known before the run")
     is_known = schedule != "interleaved" or chunks == DEFAULT_CHUNKS
@@ -131,14 +129,13 @@ def layout_of(args: TrainSettings, vocab_size: int, flag: str) -> RunLayout:
     is_known = not in_each_pass or args.micro_batches == 1
     require(is_known, f"{often}planner knows averages once a step; leave one of the two out")
     return RunLayout(
-        **sizes,
+        args.layout,
         batch_size=args.batch_size,
         micro_batches=args.micro_batches,
         schedule=schedule,
         recompute=args.recompute,
         shard=getattr(args, "shard", "none"),
         split=args.split(vocab_size) if isinstance(args, StageSettings) else (args.n_layers,),
-        neighbors=neighbors_of(args.layout),
     )
 
 

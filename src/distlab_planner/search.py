@@ -44,7 +44,7 @@ def find_layouts(
     queue = []
     for number, layout in enumerate(layouts(model, ranks, global_batch, choices, machine.ranks_per_host)):
         costs = Costs(machine, model, layout, threads, optimizer)
-        if layout.pp > 1:
+        if layout.size("pp") > 1:
             costs = replace(costs, layout=replace(layout, split=costs.balanced_split()))
         queue.append((least_seconds(costs), number, costs))
     found.layouts = len(queue)
@@ -54,7 +54,7 @@ def find_layouts(
         if len(best) == top and least >= -best[0][0]:
             found.too_slow = len(queue) + 1
             break
-        holds = [held(costs, worker) for worker in range(costs.layout.pp)]
+        holds = [held(costs, worker) for worker in range(costs.layout.size("pp"))]
         needed = max(process_bytes(costs, worker, of_worker) for worker, of_worker in enumerate(holds))
         if needed > most_bytes:
             found.too_large += 1

@@ -129,7 +129,7 @@ def _around_passes(costs: Costs, program: Sequence[Action]) -> tuple[float, floa
     """Of a worker: seconds of its update and of what else a step does; of gathering weights; its gradients' average."""
     layout, machine, on_hosts = costs.layout, costs.machine, costs.on_hosts
     weights = sum(costs.weights(stage) for stage in stages_of(program))
-    own = weights / (layout.dp if layout.shard != "none" else 1)
+    own = weights / (layout.size("dp") if layout.shard != "none" else 1)
     update = machine.step_seconds + machine.update_seconds(costs.optimizer) * own
     size_bytes = weights * NUMBER_BYTES
     if layout.shard == "none":
@@ -156,10 +156,10 @@ def sent_bytes(costs: Costs) -> list[float]:
         messages = sum(len(step.graph.sends[index]) for index in step.graph.lines[worker])
         weight_bytes = sum(costs.weights(stage) for stage in stages_of(program)) * NUMBER_BYTES
         rounds = {"none": 2, "optimizer": 2, "gradients": 1 + layout.micro_batches, "weights": 3 * layout.micro_batches}
-        replicas = rounds[layout.shard] * (layout.dp - 1) * weight_bytes / layout.dp
+        replicas = rounds[layout.shard] * (layout.size("dp") - 1) * weight_bytes / layout.size("dp")
         exchanges = sum(count * costs.exchanges(step.examples[kind]) for kind, count in step.counts[worker].items())
         exchanged_bytes = exchanges * costs.message_bytes
-        slices = exchanged_bytes * 2 * (layout.tp - 1) / layout.tp
+        slices = exchanged_bytes * 2 * (layout.size("tp") - 1) / layout.size("tp")
         sent.append(messages * costs.message_bytes + replicas + slices)
     return sent
 
@@ -171,7 +171,7 @@ def least_seconds(costs: Costs) -> float:
     that of weights alone, is followed by theirs.
     """
     layout, machine, on_hosts = costs.layout, costs.machine, costs.on_hosts
-    pp, micro_batches, stages = layout.pp, layout.micro_batches, len(layout.split)
+    pp, micro_batches, stages = layout.size("pp"), layout.micro_batches, len(layout.split)
     again = layout.recompute == "blocks"
     outline = outline_of(layout.schedule, pp)
     if not outline.letters <= KIND_OF.keys():  # actions of new kinds may take any time
@@ -213,6 +213,6 @@ def least_seconds(costs: Costs) -> float:
         shown = max(0.0, taken - work[worker]) if layout.shard == "none" else 0.0  # the rest, behind the last pass
         found = max(found, begins + micro_batches * work[worker] + shown, begins + micro_batches * path[worker] + ends)
         begins, ends = begins + forward[worker], ends + input_[worker]
-    share = layout.dp if layout.shard != "none" else 1
+    share = layout.size("dp") if layout.shard != "none" else 1
     update = machine.update_seconds(costs.optimizer) * min(held) / share
     return machine.step_seconds + max(found, micro_batches * min(work) + update)

@@ -63,11 +63,11 @@ class RanksOnHosts:
     @property
     def replicas(self) -> RankGroup:
         layout = self.layout
-        return RankGroup(layout.dp, stride(layout.axes, "dp"))
+        return RankGroup(layout.size("dp"), stride(layout.axes, "dp"))
 
     @property
     def slices(self) -> RankGroup:
-        return RankGroup(self.layout.tp, 1)
+        return RankGroup(self.layout.size("tp"), 1)
 
     def host_of(self, worker: int) -> int:
         """The host of a worker of the first replica: that of its first rank."""

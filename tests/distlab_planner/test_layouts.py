@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 from support.planner_machines import MODEL, cluster
 
+from distlab.comm.layout import neighbors_of
 from distlab.comm.link import Link
 from distlab.run.stage_settings import HybridSettings
 from distlab_planner.layouts import Choices, RunLayout, default_split, divisors, layouts
@@ -28,16 +29,17 @@ def settings(layout: RunLayout) -> HybridSettings:
         "seq_len": 8,
         "n_layers": 3,
     }
-    sizes: dict[str, Any] = {"dp": layout.dp, "pp": layout.pp, "tp": layout.tp, "micro_batches": layout.micro_batches}
+    sizes: dict[str, Any] = {axis: layout.size(axis) for axis in ("dp", "pp", "tp")}
     return HybridSettings(
         **model,
         **sizes,
         batch_size=layout.batch_size,
+        micro_batches=layout.micro_batches,
         schedule=layout.schedule,
         recompute=layout.recompute,
         shard=layout.shard,
         layers_per_stage=",".join(map(str, layout.split)),
-        neighbors=layout.neighbors,
+        neighbors=neighbors_of(layout.axes),
         data="tinystories",  # nothing is read
     )
 
@@ -47,7 +49,9 @@ def test_the_layouts_are_those_that_the_lab_accepts() -> None:
     assert len(found) == len(set(found))
     for layout in found[::5]:
         settings(layout).check()
-    tried = {(layout.dp, layout.pp, layout.tp, layout.micro_batches, layout.schedule, layout.shard) for layout in found}
+    tried = {
+        (*map(layout.size, ("dp", "pp", "tp")), layout.micro_batches, layout.schedule, layout.shard) for layout in found
+    }
     template = found[0]
     names = "dapple", "interleaved", "zb-h1", "zb-h2", "zb-v", "dualpipe-v"
     for pp, tp, micro_batches, name in itertools.product((1, 2, 4), (1, 2, 4), (1, 3, 4), names):
@@ -55,14 +59,8 @@ def test_the_layouts_are_those_that_the_lab_accepts() -> None:
         if pp * tp > RANKS or (pp == 1 and name != "dapple"):
             continue
         for shard in ("none", "weights"):
-            sizes: dict[str, Any] = {
-                "dp": dp,
-                "pp": pp,
-                "tp": tp,
-                "batch_size": SEQUENCES // dp,
-                "micro_batches": micro_batches,
-            }
-            layout = replace(template, **sizes, schedule=name, shard=shard)
+            sizes: dict[str, Any] = {"batch_size": SEQUENCES // dp, "micro_batches": micro_batches, "shard": shard}
+            layout = replace(template, axes={"dp": dp, "pp": pp, "tp": tp}, schedule=name, **sizes)
             asked = replace(settings(layout), layers_per_stage=None)
             if (dp, pp, tp, micro_batches, name, shard) not in tried:
                 with pytest.raises(InputError):
@@ -70,42 +68,40 @@ def test_the_layouts_are_those_that_the_lab_accepts() -> None:
 
 
 def test_choices_narrow_the_layouts() -> None:
-    found = list(layouts(MODEL, 4, 8, Choices(dp=(2,), schedules=("gpipe",), recompute=("all",), shard=("none",))))
-    assert {(layout.dp, layout.recompute, layout.shard) for layout in found} == {(2, "all", "none")}
-    assert {layout.schedule for layout in found if layout.pp > 1} == {"gpipe"}
+    found = list(layouts(MODEL, 4, 8, Choices({"dp": (2,)}, schedules=("gpipe",), recompute=("all",), shard=("none",))))
+    assert {(layout.size("dp"), layout.recompute, layout.shard) for layout in found} == {(2, "all", "none")}
+    assert {layout.schedule for layout in found if layout.size("pp") > 1} == {"gpipe"}
 
 
 def test_replicas_are_neighbors_where_that_divides_the_pipelines_between_hosts_but_not_the_replicas() -> None:
     few = Choices(micro_batches=(1,), schedules=("dapple",), recompute=("none",), shard=("none",))
-    found = [layout for layout in layouts(SMALL, 8, 8, few, ranks_per_host=4) if layout.neighbors == "replicas"]
-    assert {(layout.dp, layout.pp, layout.tp) for layout in found} == {(2, 4, 1), (4, 2, 1), (2, 2, 2)}
+    found = [layout for layout in layouts(SMALL, 8, 8, few, ranks_per_host=4) if next(iter(layout.axes)) == "pp"]
+    assert {tuple(map(layout.size, ("dp", "pp", "tp"))) for layout in found} == {(2, 4, 1), (4, 2, 1), (2, 2, 2)}
     for layout in found:
         assert " --neighbors replicas " in layout.flags(SMALL)
         asked = settings(layout)
         asked.check()
-        assert (list(asked.layout), layout_of(asked, SIZES.vocab_size, "").neighbors) == (
-            ["pp", "dp", "tp"],
-            "replicas",
-        )
+        assert list(asked.layout.items()) == list(layout_of(asked, SIZES.vocab_size, "").axes.items())
+        assert list(asked.layout) == ["pp", "dp", "tp"]
     for per_host in (None, 8, 3):
-        assert all(layout.neighbors == "stages" for layout in layouts(SMALL, 8, 8, few, per_host))
+        assert all(neighbors_of(layout.axes) == "stages" for layout in layouts(SMALL, 8, 8, few, per_host))
 
 
 def test_a_slow_link_divides_pipelines_and_a_fast_one_replicas() -> None:
     def first(between: Link) -> RunLayout:
         machine = cluster(hosts=2, ranks_per_host=2, between=between)
-        choices = Choices(dp=(2,), pp=(2,), micro_batches=(4,), schedules=("dapple",))
+        choices = Choices({"dp": (2,), "pp": (2,)}, micro_batches=(4,), schedules=("dapple",))
         return find_layouts(MODEL, machine, 4, 8, float("inf"), choices=choices, top=1).rows[0].layout
 
-    assert first(Link(0, 1e6)).neighbors == "replicas"
-    assert first(Link(1e-3, 1e11)).neighbors == "stages"
+    assert neighbors_of(first(Link(0, 1e6)).axes) == "replicas"
+    assert neighbors_of(first(Link(1e-3, 1e11)).axes) == "stages"
 
 
 def test_flags_leave_out_what_is_the_default() -> None:
-    layout = RunLayout(2, 2, 1, 4, 2, "zb-h1", "blocks", "optimizer", (3, 1))
+    layout = RunLayout({"dp": 2, "pp": 2}, 4, 2, "zb-h1", "blocks", "optimizer", (3, 1))
     flags = "--dp 2 --pp 2 --tp 1 --batch-size 4 --micro-batches 2 --schedule zb-h1 --layers-per-stage 3,1"
     assert layout.flags(MODEL) == f"{flags} --recompute blocks --shard optimizer"
-    plain = RunLayout(2, 2, 1, 4, 2, "dapple", "none", "none", default_split(MODEL, 2))
+    plain = RunLayout({"dp": 2, "pp": 2}, 4, 2, "dapple", "none", "none", default_split(MODEL, 2))
     assert plain.flags(MODEL) == "--dp 2 --pp 2 --tp 1 --batch-size 4 --micro-batches 2 --schedule dapple"
 
 

@@ -50,7 +50,7 @@ def kept_by_worker(layout: RunLayout, worker: int) -> int:
 def test_activations_are_those_that_the_stages_keep(schedule: str, workers: int, recompute: str) -> None:
     stages = workers * (2 if schedule == "zb-v" else 1)
     split = default_split(MODEL, stages)
-    layout = RunLayout(1, workers, 1, ROWS * MICRO_BATCHES, MICRO_BATCHES, schedule, recompute, "none", split)  # type: ignore[arg-type]
+    layout = RunLayout({"pp": workers}, ROWS * MICRO_BATCHES, MICRO_BATCHES, schedule, recompute, "none", split)  # type: ignore[arg-type]
     costs = Costs(CLUSTER, MODEL, layout)
     for worker in range(workers):
         counted = kept_by_worker(layout, worker)
@@ -59,14 +59,16 @@ def test_activations_are_those_that_the_stages_keep(schedule: str, workers: int,
 
 def test_weights_are_those_of_the_model() -> None:
     net = build_stage(0, (MODEL.n_layers,), SIZES.vocab_size, dmodel=32, num_heads=4, num_kv_heads=2, hidden_dim=96)
-    layout = RunLayout(1, 1, 1, 1, 1, "dapple", "none", "none", (MODEL.n_layers,))
+    layout = RunLayout({}, 1, 1, "dapple", "none", "none", (MODEL.n_layers,))
     counts = held(Costs(CLUSTER, MODEL, layout), 0)
     assert counts.parameters == counts.gradients == sum(p.nbytes for p in net.parameters())
     assert counts.optimizer_state == 2 * counts.parameters
 
 
 def test_a_process_needs_what_it_holds_and_the_gradient_of_the_logits_and_what_its_allocator_keeps() -> None:
-    layout = RunLayout(1, 2, 1, ROWS * MICRO_BATCHES, MICRO_BATCHES, "dapple", "none", "none", default_split(MODEL, 2))
+    layout = RunLayout(
+        {"pp": 2}, ROWS * MICRO_BATCHES, MICRO_BATCHES, "dapple", "none", "none", default_split(MODEL, 2)
+    )
     gpus, cpus = cluster(process_bytes=1e9), cluster(process_bytes=1e9, device="cpu")
     gradient = torch.zeros(ROWS, SIZES.seq_len, SIZES.vocab_size).nbytes
     for worker, more in enumerate((0, gradient)):

@@ -108,7 +108,7 @@ def test_the_planner_costs_them_by_what_they_say(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setitem(SCHEDULES, "lean", LEAN)
     machine = cluster(pass_seconds=1e-5)
     lean_one, usual = (
-        Costs(machine, MODEL, RunLayout(1, 2, 1, 8, 4, name, "none", "none", default_split(MODEL, 2)))
+        Costs(machine, MODEL, RunLayout({"pp": 2}, 8, 4, name, "none", "none", default_split(MODEL, 2)))
         for name in ("lean", "dapple")
     )
     for stage in (0, 1):
@@ -119,7 +119,7 @@ def test_the_planner_costs_them_by_what_they_say(monkeypatch: pytest.MonkeyPatch
     own = predict(lean_one)
     assert own.computing == pytest.approx(predict(usual).computing * 4 / 3, rel=0.2)
     assert own.seconds > predict(usual).seconds
-    found = find_layouts(MODEL, machine, 2, 8, 1e12, choices=Choices(pp=[2], schedules=["lean", "dapple"]))
+    found = find_layouts(MODEL, machine, 2, 8, 1e12, choices=Choices({"pp": [2]}, schedules=["lean", "dapple"]))
     assert {row.layout.schedule for row in found.rows} == {"lean", "dapple"}
 
 

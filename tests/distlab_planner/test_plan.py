@@ -188,7 +188,7 @@ def test_layouts_that_do_not_fit_are_counted_as_far_as_the_search_goes() -> None
     for layout in layouts(SMALL_MODEL, RANKS, SEQUENCES, FEW, machine.ranks_per_host):
         costs = Costs(machine, SMALL_MODEL, layout)
         costs = replace(costs, layout=replace(layout, split=costs.balanced_split()))
-        workers = range(layout.pp)
+        workers = range(layout.size("pp"))
         needed.append(max(process_bytes(costs, worker, held(costs, worker)) for worker in workers))
     most_bytes = sorted(needed)[len(needed) // 2]
     too_large = sum(size > most_bytes for size in needed)

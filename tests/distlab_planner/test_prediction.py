@@ -53,8 +53,8 @@ def test_the_layout_is_that_of_the_run(
     assert isinstance(prediction, Prediction)
     layout = prediction.costs.layout
     assert (layout.ranks, layout.schedule, layout.shard, layout.rows) == (ranks, schedule, shard, 2)
-    assert (layout.dp, layout.pp, layout.tp) == tuple(settings.layout.get(kind, 1) for kind in ("dp", "pp", "tp"))
-    assert len(layout.split) == 1 + max(a.stage for line in all_stages(schedule, layout.pp, 2) for a in line)
+    assert layout.axes == settings.layout
+    assert len(layout.split) == 1 + max(a.stage for line in all_stages(schedule, layout.size("pp"), 2) for a in line)
     assert sum(prediction.parts.values()) == pytest.approx(prediction.step.seconds)
 
 

@@ -29,7 +29,7 @@ NAMES = [name for name in SCHEDULES if name != "auto"]
 
 def layout(schedule: str = "dapple", pp: int = 2, micro_batches: int = 4, dp: int = 1, tp: int = 1) -> RunLayout:
     split = default_split(MODEL, pp * stages_per_worker(schedule))
-    return RunLayout(dp, pp, tp, micro_batches, micro_batches, schedule, "none", "none", split)
+    return RunLayout({"dp": dp, "pp": pp, "tp": tp}, micro_batches, micro_batches, schedule, "none", "none", split)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -271,7 +271,7 @@ def test_threads_between_those_that_were_measured_and_beyond() -> None:
     seconds = {threads: one.seconds(Forward(0, 0), threads) for threads in (1, 4, 8, 16)}
     assert seconds == {1: 8.0, 4: pytest.approx(2 + 6 * (1 / 4 - 1 / 8) / (7 / 8)), 8: 2.0, 16: 1.0}
     # On eight cores, each of two replicas has four threads; sixteen threads of one rank take turns.
-    two = predict(replace(one, layout=replace(one.layout, dp=2, micro_batches=1, batch_size=1)))
+    two = predict(replace(one, layout=replace(one.layout, axes={"dp": 2}, micro_batches=1, batch_size=1)))
     assert two.computing == pytest.approx(2 * seconds[4])
     many = replace(one, layout=replace(one.layout, micro_batches=1, batch_size=1), threads=16)
     assert predict(many).seconds == pytest.approx(2 * seconds[8], rel=1e-6)

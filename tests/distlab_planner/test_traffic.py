@@ -28,7 +28,9 @@ SLOW, FAST = Link(5e-5, 1e9), Link(1e-6, 1e11)
 
 
 def placement(ranks: int, per_host: int, pp: int = 1, tp: int = 1, **machine: object) -> RanksOnHosts:
-    layout = RunLayout(ranks // (pp * tp), pp, tp, 1, 1, "dapple", "none", "none", (MODEL.n_layers,))
+    layout = RunLayout(
+        {"dp": ranks // (pp * tp), "pp": pp, "tp": tp}, 1, 1, "dapple", "none", "none", (MODEL.n_layers,)
+    )
     machine = {"inside": FAST, "between": SLOW} | machine
     return RanksOnHosts(cluster(hosts=-(-ranks // per_host), ranks_per_host=per_host, **machine), layout)
 
@@ -128,7 +130,7 @@ def test_the_ranks_of_a_host_stand_for_each_other() -> None:
 
 
 def test_pipelines_divided_between_hosts_average_inside_each() -> None:
-    layout = RunLayout(2, 2, 1, 1, 1, "dapple", "none", "none", (2, 2), "replicas")
+    layout = RunLayout({"pp": 2, "dp": 2}, 1, 1, "dapple", "none", "none", (2, 2))
     two_hosts = RanksOnHosts(cluster(hosts=2, ranks_per_host=2, inside=FAST, between=SLOW), layout)
     assert [two_hosts.host_of(worker) for worker in (0, 1)] == [0, 1]
     assert (two_hosts.alike(0), two_hosts.pipelines) == (2, 2)
