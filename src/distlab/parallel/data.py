@@ -7,6 +7,7 @@ waits.) Averaging the weights every few steps instead is local SGD or federated 
 1602.05629).
 """
 
+import weakref
 import zlib
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from typing import Any, TypeVar
@@ -110,11 +111,13 @@ class GradientBuckets:
                 flat = empty(elements_of(some), some[0], axis.group)
                 buckets.append(Bucket(len(buckets), some, flat, axis))
         self._buckets = buckets
+        self._places: dict[Tensor, tuple[Bucket, Tensor, BucketPlace]] = {}  # by parameter
         for bucket in self._buckets:
             for parameter, view in zip(bucket.parameters, bucket.views, strict=True):
                 place = BucketPlace(bucket, view)
                 parameter.gradient_place = place  # type: ignore[attr-defined]
-                parameter.register_post_accumulate_grad_hook(self._collector(bucket, view, place))
+                self._places[parameter] = bucket, view, place
+                parameter.register_post_accumulate_grad_hook(weakly(self._collect))
         self.restart()
 
     def __iter__(self) -> Iterator[Bucket]:
@@ -147,27 +150,40 @@ class GradientBuckets:
         if started is not None:
             self._under_way.append(started)
 
-    def _collector(self, bucket: Bucket, view: Tensor, place: BucketPlace) -> Callable[[Tensor], None]:
-        """The hook that runs when a parameter's gradient has been accumulated."""
-
-        def collect(parameter: Tensor) -> None:
-            assert parameter.grad is not None
-            if parameter.grad.data_ptr() != view.data_ptr():  # the first one after zero_grad(), not in its place
-                bucket.prepare()
-                view.copy_(parameter.grad)
-                parameter.grad = view
-            place.is_free = True
-            bucket.expected[parameter] -= 1
-            bucket.missing -= bucket.expected[parameter] == 0
-            # Report in order: if a rank fills bucket 1 first, it waits for bucket 0, so that all ranks' messages match.
-            all_handed_over = self._rounds * len(self._buckets)
-            while self._handed_over < all_handed_over and self._next_bucket().missing == 0:
-                self._hand_over()
-
-        return collect
+    def _collect(self, parameter: Tensor) -> None:
+        """A parameter's gradient has been accumulated."""
+        bucket, view, place = self._places[parameter]
+        assert parameter.grad is not None
+        if parameter.grad.data_ptr() != view.data_ptr():  # the first one after zero_grad(), not in its place
+            bucket.prepare()
+            view.copy_(parameter.grad)
+            parameter.grad = view
+        place.is_free = True
+        bucket.expected[parameter] -= 1
+        bucket.missing -= bucket.expected[parameter] == 0
+        # Report in order: if a rank fills bucket 1 first, it waits for bucket 0, so that all ranks' messages match.
+        all_handed_over = self._rounds * len(self._buckets)
+        while self._handed_over < all_handed_over and self._next_bucket().missing == 0:
+            self._hand_over()
 
     def _next_bucket(self) -> Bucket:
         return self._buckets[self._handed_over % len(self._buckets)]
+
+
+def weakly(method: Callable[[Tensor], None]) -> Callable[[Tensor], None]:
+    """A hook that calls a method as long as its object is there.
+
+    Python's garbage collector does not see what torch's hooks refer to. If a hook referred to buckets, whose parameters
+    have that hook, neither they nor their memory would ever be freed.
+    """
+    found = weakref.WeakMethod(method)
+
+    def call(parameter: Tensor) -> None:
+        alive = found()
+        if alive is not None:
+            alive(parameter)
+
+    return call
 
 
 def elements_of(parameters: Iterable[Tensor]) -> int:
@@ -215,7 +231,7 @@ class MyDP(nn.Module):
         broadcast_weights(model)
         for parameter in model.parameters():
             if parameter.requires_grad:
-                parameter.register_post_accumulate_grad_hook(self._finish_after_this_pass)
+                parameter.register_post_accumulate_grad_hook(weakly(self._finish_after_this_pass))
         self._buckets = GradientBuckets(model.parameters(), on_full=self._average, bucket_bytes=bucket_bytes)
         self._in_backward_pass = False
 

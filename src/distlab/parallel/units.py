@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from distlab.comm.grid import Axis
 from distlab.comm.placement import holders
 from distlab.comm.torch_patches import running_backward_pass
+from distlab.parallel.data import weakly
 from distlab.parallel.division import Sharded
 from distlab.parallel.flat_parameters import FlatParameters, Gathered
 
@@ -98,7 +99,7 @@ class Unit:
             module.register_forward_pre_hook(start, with_kwargs=True)
             module.register_forward_hook(end)
         for parameter in trained:
-            parameter.register_post_accumulate_grad_hook(self._done)
+            parameter.register_post_accumulate_grad_hook(weakly(self._done))
 
     def _done(self, part: object, _: object = None) -> None:
         """The backward pass has computed a parameter's gradient, or, where some are frozen, an input's."""

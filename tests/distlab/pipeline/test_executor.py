@@ -298,10 +298,8 @@ def count_kept(
             pipeline = Pipeline(nets, programs, Grid(rank, {"pp": workers}), LOSS, WIDTH)
             context_of().recorder.kept_bytes.clear()
             pipeline.step(batch(0, rows=micro_batches).chunk(micro_batches))
-            kept = [
-                0,
-                *(size for _, size in context_of().recorder.kept_bytes[1::2]),
-            ]  # after each action; before, at most within it
+            after_actions = context_of().recorder.kept_bytes[1::2]  # the others are at most within an action
+            kept = [0, *(size for _, size in after_actions)]
             change = {action: kept[n + 1] - kept[n] for n, action in enumerate(programs[rank])}
             by_stage = {
                 stage: (
