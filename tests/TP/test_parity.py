@@ -173,7 +173,7 @@ def test_another_width_of_the_feed_forward_layers(
 
 
 def test_long_sequences_in_three_dimensions(one_process: OneProcess, tmp_path: Path) -> None:
-    model = [*MODEL, *"--hidden-dim 41 --seq-len 2100 --lr 1".split()]
+    model = [*MODEL, *"--hidden-dim 41 --seq-len 2100 --lr 4 --steps 2".split()]
     _, expected_gradients, expected_losses = one_process(2, *model)
     flags = "--dp 1 --pp 2 --tp 2 --batch-size 2 --micro-batches 2".split()
     _, gradients, own_losses = train_on(4, "hybrid/intro_hybrid.py", tmp_path, *model, *flags)
@@ -182,7 +182,7 @@ def test_long_sequences_in_three_dimensions(one_process: OneProcess, tmp_path: P
         together = gradients[place] | gradients[2 + place]
         assert_equal(together, slices(expected_gradients, "megatron", place, 2), ROUNDING)
     tokens = [json.loads(line)["tokens"] for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-    assert tokens == [4200, 8400, 12600, 16800]
+    assert tokens == [4200, 8400]
 
 
 def test_micro_batches_change_nothing(one_process: OneProcess, tmp_path: Path) -> None:
