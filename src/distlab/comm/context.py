@@ -5,6 +5,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from datetime import timedelta
 from typing import Any, Literal
 
 import torch
@@ -14,7 +15,7 @@ from distlab.comm.devices import Place, cores
 from distlab.comm.hosts import Hosts
 from distlab.comm.mappings import NotShared
 from distlab.comm.recorder import Ledger, Recorder
-from distlab.comm.waits import Wait, Waits
+from distlab.comm.waits import SECONDS_FOR_THE_WATCH, Wait, Waits
 from simplellm.errors import InputError
 
 Transport = Literal["auto", "shared", "gloo"]
@@ -64,6 +65,11 @@ class Context:
     def is_over_nccl(self) -> bool:
         """Whether ranks communicate over NCCL: from GPU to GPU, in the order of CUDA streams."""
         return self.library == "nccl"
+
+    @property
+    def group_timeout(self) -> timedelta:
+        """The deadline of torch's own groups: over NCCL it is late, because NCCL ends the process at it."""
+        return timedelta(seconds=self.waits.timeout_seconds + SECONDS_FOR_THE_WATCH * self.is_over_nccl)
 
     @property
     def has_own_core(self) -> bool:
@@ -125,3 +131,9 @@ def during(what: str) -> Iterator[None]:
         named = context_of().waits.during(what)
     with named:
         yield
+
+
+def group_timeout() -> timedelta | None:
+    """The deadline for groups that are made beside the default group; None if that is another backend's."""
+    found = dist.group.WORLD
+    return found.context.group_timeout if isinstance(found, ContextGroup) else None

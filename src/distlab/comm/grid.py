@@ -5,7 +5,7 @@ from functools import cached_property
 
 import torch.distributed as dist
 
-from distlab.comm.context import during
+from distlab.comm.context import during, group_timeout
 from distlab.comm.group import Group, connect
 from distlab.comm.layout import (
     STAGES,
@@ -70,7 +70,7 @@ class Axis:
         with during(f"all ranks to create the groups along {self}"):
             # Every rank must take part in creating every group, including those that it is not in.
             groups = [list(ranks) for ranks in ranks_along(self.layout, self.names)]
-            self._group, _ = dist.new_subgroups_by_enumeration(groups)
+            self._group, _ = dist.new_subgroups_by_enumeration(groups, timeout=group_timeout())
         connect(self._group)
 
     def __str__(self) -> str:

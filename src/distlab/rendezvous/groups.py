@@ -2,7 +2,6 @@
 
 import json
 import os
-from datetime import timedelta
 from typing import Any
 
 import torch
@@ -15,8 +14,6 @@ from distlab.comm.hosts import Hosts
 from distlab.rendezvous.notices import NoticeBoard
 from distlab.rendezvous.torchrun import is_store_in_launcher
 
-SECONDS_FOR_THE_WATCH = 60.0  # time to find out which rank waits for which, before NCCL ends the process
-
 
 class WorldGroup(LabGroup):
     """The default group, of all ranks, which also explains a blocked run.
@@ -26,7 +23,7 @@ class WorldGroup(LabGroup):
     """
 
     def __init__(self, context: Context, store: dist.Store) -> None:
-        super().__init__(context, store, range(context.world_size), group_timeout(context))
+        super().__init__(context, store, range(context.world_size), context.group_timeout)
         self.notices: NoticeBoard | None = None
         if context.world_size > 1:
             self.notices = NoticeBoard(store, context, is_rank_0s=not is_store_in_launcher())
@@ -51,17 +48,12 @@ def create(made: Any, options: Options | None) -> LabGroup:
     """
     world = world_group()
     if world is not None:
-        timeout, transport = group_timeout(world.context), options.transport if options else None
+        timeout, transport = world.context.group_timeout, options.transport if options else None
         return LabGroup(world.context, made.store, made.global_ranks_in_group, timeout, transport)
     asked = options or Options()
     if asked.timeout_seconds is None:
         asked.timeout_seconds = made.timeout.total_seconds()
     return WorldGroup(_meet(made.store, made.group_rank, made.group_size, asked), made.store)
-
-
-def group_timeout(context: Context) -> timedelta:
-    """The deadline of torch's own groups: over NCCL it is late, because NCCL ends the process at it."""
-    return timedelta(seconds=context.waits.timeout_seconds + SECONDS_FOR_THE_WATCH * context.is_over_nccl)
 
 
 def _meet(store: dist.Store, rank: int, world_size: int, options: Options) -> Context:
