@@ -18,7 +18,6 @@ from distlab.comm.context import Context, context_of
 from distlab.comm.devices import Place
 from distlab.comm.group import LabGroup
 from distlab.comm.torch_patches import group_of_one, without_compiler
-from distlab.rendezvous.groups import group_timeout
 from distlab.run.run import Run
 from distlab.run.settings import parse
 from distlab.run.train_settings import TrainSettings
@@ -194,7 +193,7 @@ def run_alone(rank: int, size: int, script: str, flags: list[str]) -> list[Call]
     with recorded_nccl(rank, size) as nccl:
         settings = parse(module.DEFAULTS, "", [str(rank), *flags])
         run = (TrainingRun if isinstance(settings, TrainSettings) else Run)(settings, Path(script))
-        assert group_timeout(context_of()).total_seconds() > settings.timeout, "waits are watched from outside"
+        assert context_of().group_timeout.total_seconds() > settings.timeout, "waits are watched from outside"
         global_loss = run.global_loss
 
         def end_the_step(step: int, losses: Iterable[Tensor]) -> float:

@@ -14,7 +14,6 @@ from distlab.comm.hosts import Hosts
 from distlab.comm.pending import Pending
 from distlab.comm.recorder import COMPUTE, STEP, WAIT, Ledger, Recorder
 from distlab.comm.waits import StreamWait, StreamWaits, TrafficError, Wait, Waits
-from distlab.rendezvous.groups import group_timeout
 
 GRADIENTS = Wait("the gradients", "collective", (1,))
 
@@ -124,8 +123,8 @@ def test_the_watch_ends_a_wait_of_the_thread_inside_of_nccl() -> None:
 def test_nccl_gets_time_for_the_diagnosis_before_it_ends_the_process() -> None:
     over_gloo, over_nccl = context_over("gloo"), context_over("nccl")
     over_gloo.waits.timeout_seconds = over_nccl.waits.timeout_seconds = 3
-    assert group_timeout(over_gloo).total_seconds() == 3
-    assert group_timeout(over_nccl).total_seconds() > 30
+    assert over_gloo.group_timeout.total_seconds() == 3
+    assert over_nccl.group_timeout.total_seconds() > 30
 
 
 def test_what_a_gpu_computes_is_recorded_when_it_computes_it(gpu: Gpu) -> None:
