@@ -181,7 +181,7 @@ def recorded_nccl(rank: int, size: int) -> Iterator[RecordedNCCL]:
         patch("distlab.comm.devices.pick_device", lambda *_: GPU)
         patch("distlab.rendezvous.ranks.open_store", lambda *_: dist.HashStore())
         patch("distlab.rendezvous.ranks.agree", lambda store, rank, size, place, same, decide, *_: decide())
-        patch("distlab.run.run.claim", lambda _: None)  # each rank decides alone, about one folder
+        patch("distlab.run.joining.Claim", mock.Mock())  # each rank decides alone, about one folder
         patch("distlab.rendezvous.ranks.read_places", lambda *_: [Place("here", (f"GPU-{r}",)) for r in range(size)])
         patch("distlab.rendezvous.groups.NoticeBoard", mock.Mock())
         yield nccl
