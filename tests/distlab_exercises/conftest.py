@@ -6,7 +6,7 @@ import pytest
 from support.processes import leave_group, make_group_of_one
 
 
-@pytest.fixture(autouse=True, scope="package")
+@pytest.fixture(autouse=True)
 def _is_no_rank() -> Iterator[None]:
     leave_group()
     yield

@@ -96,6 +96,7 @@ def _become(script: Sequence[str], environment: Mapping[str, str]) -> NoReturn:
         for number in (signal.SIGPIPE, signal.SIGXFSZ):  # as Python has them
             signal.signal(number, signal.SIG_IGN)
         sys.stdout, sys.stderr = (os.fdopen(number, "w", buffering=1, closefd=False) for number in (1, 2))
+        sys.excepthook = sys.__excepthook__
         sys.argv, sys.path[0] = [*script], str(Path(script[0]).resolve().parent)
         runpy.run_path(script[0], run_name="__main__")
         status = 0
