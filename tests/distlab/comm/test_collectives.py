@@ -15,7 +15,6 @@ from torch.distributed import ReduceOp
 from distlab.comm.context import Options, Transport
 from distlab.comm.group import Group, empty
 
-pytestmark = pytest.mark.alone
 SIZES = [0, 1, 3, 1000, 300_001]
 DTYPES = [torch.float32, torch.bfloat16, torch.int64]
 OPS = [ReduceOp.SUM, ReduceOp.MAX, ReduceOp.MIN, ReduceOp.PRODUCT]

@@ -19,7 +19,6 @@ from distlab.comm.context import Context, Options, Transport
 from distlab.comm.names import named
 from distlab.comm.recorder import MESSAGE
 
-pytestmark = pytest.mark.alone
 STEPS, ROWS, LR = 3, 8, 0.1
 
 
