@@ -48,7 +48,9 @@ class Installed:
         [packages] = environment.glob("lib/python*/site-packages")
         # Not as a site folder: its .pth files would name the checkout.
         (packages / "others.pth").write_text(sysconfig.get_path("purelib"))
-        subprocess.run([*pip, "--python", self.python, "install", "--no-deps", "--no-index", wheel], check=True)
+        # "--ignore-installed": the other environment may have the checkout as an editable install of the same version.
+        install = ["install", "--no-deps", "--no-index", "--ignore-installed"]
+        subprocess.run([*pip, "--python", self.python, *install, wheel], check=True)
 
     def run(self, program: str, *args: object, deadline: float = 60) -> Ended:
         command = self.python.parent / program
