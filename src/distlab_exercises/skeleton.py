@@ -1,7 +1,8 @@
 """Writes the file of an exercise: a chapter's script, or functions of the library, without the part that is the lesson.
 
-A part of a script is marked by two comments, `# [dp-ga] Average the gradients.` and `# [end]`. Functions and classes
-need no mark: they are found by their names. So a skeleton cannot differ from the chapter that it was made from.
+The part is a function or class at the top level of the script or of a module, which the catalogue names; it is found by
+its name, so a skeleton cannot differ from the chapter that it was made from. Lines in the middle of a function are
+marked by two comments, `# [dp-ga] Average the gradients.` and `# [end]`.
 """
 
 import ast
@@ -27,6 +28,7 @@ def write_out(exercise: Exercise, path: Path, solved: bool = False) -> str:
     """
     text = (LAB / exercise.script).read_text() if exercise.script else ""
     own = [name for name in exercise.takes if ":" not in name]
+    assert set(own) <= set(_definitions(ast.parse(text))), f"{exercise.name}: {exercise.script} has not all of {own}"
     if not solved:
         text = _without_parts(exercise, text)
         for before, after in exercise.given:
@@ -75,8 +77,8 @@ def _definitions(tree: ast.Module) -> dict[str, Definition]:
 def _emptied(text: str, names: Sequence[str], keeps: Sequence[str] = ()) -> str:
     """A module without the bodies of some of its functions, and of the methods of some of its classes.
 
-    Docstrings stay. A class keeps `__init__` and its public methods; the others are the solution's own. Methods that
-    `keeps` names stay as they are.
+    Docstrings stay, comments go. A class keeps `__init__` and its public methods; the others are the solution's own, as
+    are private definitions of the module that only the solution named. Methods that `keeps` names stay as they are.
     """
     found = _definitions(ast.parse(text))
     lines = text.split("\n")
@@ -87,18 +89,32 @@ def _emptied(text: str, names: Sequence[str], keeps: Sequence[str] = ()) -> str:
         )
         for function in (function for function in functions if function.name not in keeps):
             if function.name.startswith("_") and not function.name.startswith("__") and function is not node:
-                first = min([function.lineno, *(d.lineno for d in function.decorator_list)])
-                cuts.append((first - 2, function.end_lineno or 0, []))  # with the blank line before it
+                cuts.append((_first_line(function) - 2, function.end_lineno or 0, []))  # with the blank line before it
                 continue
-            has_docstring = ast.get_docstring(function) is not None
-            body = function.body[1:] if has_docstring else function.body
             name = function.name if function is node else f"{node.name}.{function.name}"
-            indent = " " * function.body[0].col_offset
-            after = function.body[0].end_lineno if has_docstring else body[0].lineno - 1
-            cuts.append((after or 0, function.end_lineno or 0, [f"{indent}{not_written(f'write {name}')}"]))
-    for first, end, instead in sorted(cuts, reverse=True):
-        lines[first:end] = instead
-    return "\n".join(lines)
+            first, indent = function.body[0], " " * function.body[0].col_offset
+            start = (first.end_lineno if ast.get_docstring(function) is not None else first.lineno - 1) or 0
+            while re.fullmatch(r"\s*(#.*)?", lines[start - 1]):
+                start -= 1
+            cuts.append((start, function.end_lineno or 0, [f"{indent}{not_written(f'write {name}')}"]))
+    for start, end, instead in sorted(cuts, reverse=True):
+        lines[start:end] = instead
+    return _without_unnamed("\n".join(lines))
+
+
+def _without_unnamed(text: str) -> str:
+    """A module without its private functions and classes that nothing else in it names."""
+    tree = ast.parse(text)
+    for name, node in _definitions(tree).items():
+        if name.startswith("_") and name not in _names_in(other for other in tree.body if other is not node):
+            lines = text.split("\n")
+            lines[_first_line(node) - 1 : node.end_lineno] = []
+            return _without_unnamed(re.sub(r"\n{4,}", "\n\n\n", "\n".join(lines)))
+    return text
+
+
+def _first_line(node: Definition) -> int:
+    return min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
 
 
 def _with_definitions(text: str, module: str, names: list[str], exercise: Exercise, solved: bool) -> str:
@@ -115,8 +131,7 @@ def _with_definitions(text: str, module: str, names: list[str], exercise: Exerci
     lines = source.split("\n")
     code = []
     for node in nodes:
-        first = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
-        code.append("\n".join(lines[first - 1 : node.end_lineno]))
+        code.append("\n".join(lines[_first_line(node) - 1 : node.end_lineno]))
 
     script = ast.parse(text)
     imports = [node for node in script.body if isinstance(node, ast.Import | ast.ImportFrom)]
@@ -184,7 +199,9 @@ def _with_docstring(text: str, exercise: Exercise, path: Path) -> str:
     file = shlex.quote(str(path)).replace("\\", "\\\\").replace('"""', r"\"\"\"")  # for a shell, in a docstring
     ends = [f"check it    {LAUNCHER} check {file}", f"get a hint  {LAUNCHER} hint {exercise.name}"]
     if exercise.script and "DEFAULTS" in text:
-        ends.append(f"run it      {LAUNCHER} {file}")
+        settings = exercise.trials[0].settings if exercise.trials else {}
+        flags = "".join(f" --{name} {value}" for name, value in settings.items() if isinstance(value, str))
+        ends.append(f"run it      {LAUNCHER} {file}{flags}")  # such as --schedule gpipe
     ends.append(f"read        {exercise.chapter}")
     commands = "\n".join(f"    {line}" for line in ends)
     return (

@@ -2,6 +2,7 @@
 
 import ast
 import json
+import os
 import re
 import shlex
 import subprocess
@@ -111,6 +112,23 @@ def test_files_of_a_folder_that_do_not_say_their_exercise_are_of_the_one_that_is
     assert launch(["check", "--json", "--exercise", "broadcast", str(tmp_path)]) == 0
     (checked,) = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert (checked["file"], checked["exercise"]) == (str(path), "broadcast")
+
+
+@pytest.mark.parametrize("name", ["pp-gpipe", "pp-zb"])
+def test_the_command_that_runs_a_file_runs_what_is_not_written_yet(name: str, tmp_path: Path) -> None:
+    path = tmp_path / EXERCISES[name].file_name
+    path.write_text(write_out(EXERCISES[name], path))
+    [command] = re.findall(r"^    run it      \./launch\.sh (.+)$", path.read_text(), re.MULTILINE)
+    flags = "--steps 1 --seq-len 16 --dmodel 16 --num-heads 2 --n-layers 3 --data sample --device cpu --micro-batches 3"
+    run = subprocess.run(
+        [sys.executable, "-m", "distlab.launch", *shlex.split(command), *flags.split(), "--out", tmp_path / "run"],
+        env=os.environ | {"PYTHONPATH": str(LAB / "src")},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert run.returncode != 0
+    assert "NotImplementedError: write " in run.stderr
 
 
 def test_exercises_are_written_without_torch() -> None:
