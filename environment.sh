@@ -7,30 +7,54 @@
 # Ctrl-C ends the script even if the program that it runs, such as pyenv's python3, catches the signal and goes on.
 trap 'exit 130' INT
 
+# Messages to a stream that the caller has closed are lost, and end nothing.
+{ : >&2; } 2>/dev/null || exec 2>/dev/null
+{ : >&1; } 2>/dev/null || exec >/dev/null
+{ : <&0; } 2>/dev/null || exec </dev/null
+
+unset CDPATH  # or cd may go elsewhere, and print where
 lab=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
+
+# The current folder is no place for Python's modules: a random.py there would be run in place of Python's own, and the
+# folder may be a stranger's. With -c, -m and - it is the first entry of sys.path; the first argument replaces it.
+own_path='import sys; sys.path[0] = sys.argv.pop(1)'
+run_script="$own_path; exec(sys.stdin.read())"
+run_module="$own_path; import runpy; runpy.run_module(sys.argv.pop(1), run_name='__main__', alter_sys=True)"
 
 # has_all PYTHON FILE...: true if PYTHON is 3.10 or newer and has every distribution that the FILEs name, in a version that
 # pyproject.toml admits (its ranges also cover what GPU machines carry).
 has_all() {
-    "$1" - "${@:2}" <<'PYTHON' 2>/dev/null
+    "$1" -c "$run_script" "$lab/src" "${@:2}" <<'PYTHON' 2>/dev/null
 import re, sys
 from importlib.metadata import version
 from pathlib import Path
 
-assert sys.version_info >= (3, 10)
+def require(holds):  # an assert would not hold under PYTHONOPTIMIZE
+    if not holds:
+        sys.exit(1)
+
+require(sys.version_info >= (3, 10))
 files = [Path(name) for name in sys.argv[1:]]
 least = dict(re.findall(r'^ +"([\w-]+)>=([\d.]+)"', (files[0].parent / "pyproject.toml").read_text(), re.M))
 numbers = lambda text: [int(part) for part in re.findall(r"\d+", text.partition("+")[0])]
 for file in files:
     for name in re.findall(r"^([A-Za-z][\w-]*)==", file.read_text(), re.M):
-        assert numbers(version(name)) >= numbers(least.get(name, "0")), name
+        require(numbers(version(name)) >= numbers(least.get(name, "0")))
 PYTHON
 }
 
 # prepare FILE...: sets $python to an interpreter with what the requirements files list, the last one including the others.
 prepare() {
-    local files=("${@/#/$lab/}") base file
-    export PYTHONPATH=$lab/src${PYTHONPATH:+:$PYTHONPATH}
+    local files=("${@/#/$lab/}") base file path=:${PYTHONPATH:-}:
+    case $lab in
+        *:*)
+            echo "# $lab: Python's path cannot have a folder with a colon in its name; move or rename the lab's folder" >&2
+            return 2
+            ;;
+    esac
+    while [[ $path == *::* ]]; do path=${path//::/:}; done  # an empty entry is the current folder
+    path=${path%:}
+    export PYTHONPATH=$lab/src$path
     case ${LAB_TORCH:-} in
         "" | cpu | cuda) ;;
         *)
@@ -57,7 +81,7 @@ prepare() {
         return 1
     fi
     echo "# preparing $lab/.venv from ${*: -1}: some minutes, once" >&2
-    if ! { "$python" -m pip --version >/dev/null 2>&1 || "$base" -m venv --clear "$lab/.venv"; } >&2; then
+    if ! { run pip --version >/dev/null 2>&1 || python=$base run venv --clear "$lab/.venv"; } >&2; then
         echo "# $base -m venv failed: on Debian and Ubuntu, install python3-venv; then run the command again" >&2
         return 1
     fi
@@ -76,10 +100,13 @@ is_installed() {
     for file in "$@"; do cmp -s "$file" "$lab/.venv/${file##*/}" || return 1; done
 }
 
+# run MODULE ARGUMENT...: python -m without the current folder.
+run() { "$python" -c "$run_module" "$lab/src" "$@"; }
+
 pip_install() {
     local quiet=-qq  # a terminal shows pip's progress
     if [ -t 2 ]; then quiet=; fi
-    "$python" -m pip install $quiet --disable-pip-version-check "$@" >&2
+    run pip install $quiet --disable-pip-version-check "$@" >&2
 }
 
 # install_torch: installs torch's CPU build into .venv where that is the one to have; nothing else comes from PyTorch's index.
@@ -114,13 +141,13 @@ install_torch() {
 
 # is_there NAME==VERSION: true if .venv has that version of a package, in whichever build (2.13.0+cpu is one of 2.13.0).
 is_there() {
-    "$python" -c 'import sys; from importlib.metadata import version
-sys.exit(version(sys.argv[1]).partition("+")[0] != sys.argv[2])' "${1%%==*}" "${1#*==}" 2>/dev/null
+    "$python" -c "$own_path"'; from importlib.metadata import version
+sys.exit(version(sys.argv[1]).partition("+")[0] != sys.argv[2])' "$lab/src" "${1%%==*}" "${1#*==}" 2>/dev/null
 }
 
 # has_indexes: true if the user's pip is configured to look elsewhere than at PyPI, such as at a mirror or in a folder.
 has_indexes() {  # not grep -q: it ends at the first match, and pip may still be writing
-    "$python" -m pip config list 2>/dev/null | grep -E "(index-url|find-links|no-index)='." >/dev/null
+    run pip config list 2>/dev/null | grep -E "(index-url|find-links|no-index)='." >/dev/null
 }
 
 has_driver() {  # in WSL the driver is that of Windows, which puts its library there
@@ -130,7 +157,7 @@ has_driver() {  # in WSL the driver is that of Windows, which puts its library t
 
 # answers URL: true if the page is there within two seconds in all; urlopen's timeout holds for each wait, and not for DNS.
 answers() {
-    "$python" - "$1" <<'PYTHON' 2>/dev/null
+    "$python" -c "$run_script" "$lab/src" "$1" <<'PYTHON' 2>/dev/null
 import os, sys, threading, urllib.request
 
 deadline = threading.Timer(2, os._exit, [1])

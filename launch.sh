@@ -2,7 +2,12 @@
 # ./launch.sh <topology> [flags]: all ranks of a topology, on this machine or, started on each, on several.
 # Without arguments: the list of topologies, and the flags for several machines.
 set -euo pipefail
-source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
+self=${BASH_SOURCE[0]}
+while [ -L "$self" ]; do  # not readlink -f, which older macOS lacks
+    target=$(readlink "$self")
+    case $target in /*) self=$target ;; *) self=$(dirname "$self")/$target ;; esac
+done
+source "$(dirname "$self")/environment.sh"
 prepare requirements.txt
 export TORCH_CPP_LOG_LEVEL=${TORCH_CPP_LOG_LEVEL:-ERROR}  # it warns of every address without a name
-exec "$python" -m distlab.launch "$@"
+exec "$python" -c "$run_module" "$lab/src" distlab.launch "$@"

@@ -6,16 +6,20 @@
 # what needs one process.
 # ./test.sh --gpu [pytest's flags]: the tests of GPUs alone, within ten minutes (docs/gpu.md).
 set -euo pipefail
-source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
+self=${BASH_SOURCE[0]}
+while [ -L "$self" ]; do
+    target=$(readlink "$self")
+    case $target in /*) self=$target ;; *) self=$(dirname "$self")/$target ;; esac
+done
+source "$(dirname "$self")/environment.sh"
+cd "$lab"
 unset PYTHONDONTWRITEBYTECODE  # or each of some hundred processes would compile the lab anew
 if [ "${1:-}" = --gpu ]; then
     prepare requirements.txt
     "$python" -c "import pytest" 2>/dev/null || prepare requirements.txt requirements-dev.txt
-    cd "$lab"
     exec "$python" -m pytest -vv -rs "$@"  # each test's name, and why any was skipped
 fi
 prepare requirements.txt requirements-dev.txt
-cd "$lab"
 if [ "${1:-}" = --quick ]; then exec "$python" -m pytest -m "quick and not waits and not alone" --numprocesses 2 "${@:2}"; fi
 if [ $# -gt 0 ]; then exec "$python" -m pytest "$@"; fi
 having() { grep -rl --include="test_*.py" "mark\.$1" tests; }  # pytest takes seconds to collect the others

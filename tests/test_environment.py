@@ -269,6 +269,14 @@ def test_elsewhere_than_on_linux_pypis_torch_is_taken_without_a_word(lab: Lab, i
     assert not index.requests
 
 
+@pytest.mark.parametrize("level", ["1", "2"])
+def test_an_environment_is_checked_whatever_python_leaves_out(level: str, lab: Lab) -> None:
+    """Under PYTHONOPTIMIZE no assertion holds."""
+    ended = lab.prepare(PYTHONOPTIMIZE=level, LAB_TORCH="cuda")
+    assert ended.status == 0, ended.err
+    assert ended.out.strip() == str(lab.path / ".venv/bin/python")
+
+
 def test_another_choice_is_refused(lab: Lab) -> None:
     ended = lab.prepare(LAB_TORCH="rocm")
     assert ended.status == 2

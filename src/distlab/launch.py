@@ -72,7 +72,7 @@ def launch(args: list[str]) -> int:
         print(f"{LAUNCHER} <topology> [flags]   starts all ranks; --help after a topology's name lists its flags\n")
         for name in TOPOLOGIES:
             script, flags = find_script(name)
-            first_line = (ast.get_docstring(ast.parse(script.read_text())) or "").partition("\n")[0]
+            first_line = (ast.get_docstring(ast.parse(script.read_bytes())) or "").partition("\n")[0]
             about = QUICKSTART if name == "quickstart" else " ".join([first_line, *flags])
             print(f"  {name:<12} {about}")
         for when, subcommands in SUBCOMMANDS.items():
@@ -86,7 +86,7 @@ def launch(args: list[str]) -> int:
         return run_subcommand(args[0], args[1:])
     script, flags = find_script(args[0])
     prog, args = f"{LAUNCHER} {args[0]}", [*flags, *args[1:]]
-    if re.search(r"^(from|import) mpi4py", script.read_text(), re.MULTILINE):
+    if re.search(rb"^(from|import) mpi4py", script.read_bytes(), re.MULTILINE):
         become_mpirun(script, args)
     from distlab.run.start import start  # torch: seconds, which the list of topologies need not wait for
 

@@ -12,7 +12,6 @@ import json
 import os
 import platform
 import subprocess
-import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -24,6 +23,7 @@ from distlab.comm import devices
 from distlab.comm.recorder import COMPUTE
 from distlab.launch import launch
 from distlab.reports.trace import read_chrome
+from distlab.run.commands import lab_command
 from distlab.run.main import main
 from distlab.run.optimizers import build_optimizer
 from distlab.run.run import Run
@@ -155,7 +155,7 @@ def threads_of_ranks(cores: int, tp: int, ranks: int) -> list[int]:
 def with_tiny_run(machine: Machine, device: torch.device) -> Machine:
     """A machine with what a step takes besides its passes, and a process that holds nothing: those of a tiny run."""
     with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, "-m", "distlab.launch", "hybrid", *TINY.split(), "--data", "sample", "--trace"]
+        command = lab_command("hybrid", *TINY.split(), "--data", "sample", "--trace")
         command += ["--device", device.type, "--out", folder]
         of_this_rank = "TORCHELASTIC", "LAB_"
         environment = {name: value for name, value in os.environ.items() if not name.startswith(of_this_rank)}

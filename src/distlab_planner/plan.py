@@ -6,7 +6,6 @@ import re
 import shlex
 import statistics
 import subprocess
-import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
@@ -17,7 +16,7 @@ import tyro
 
 from distlab.comm.threads import asked_threads
 from distlab.pipeline.schedules import AUTO, schedule_names
-from distlab.run.commands import LAUNCHER
+from distlab.run.commands import LAUNCHER, lab_command
 from distlab.run.settings import as_flag, require_positive, shown_as
 from distlab_planner.layouts import Choices, Shard
 from distlab_planner.machine import Machine, read_machine
@@ -190,7 +189,7 @@ def machine_for(request: PlanRequest, sizes: Sizes) -> Machine:
         path.parent.mkdir(exist_ok=True)
         print(f"# measuring this machine, once: {path}", flush=True)
         ranks = max(2, min(request.ranks, MOST_MEASURED))
-        asked = [sys.executable, "-m", "distlab.calibrate", str(path), "--world-size", str(ranks)]
+        asked = lab_command("calibrate", str(path), "--world-size", str(ranks))
         asked += only_sizes(request.model_flags())
         done = subprocess.run(asked, check=False, capture_output=True, text=True)
         require(done.returncode == 0, f"{path}: measuring has failed: {done.stderr.strip()[-300:]}")
@@ -234,10 +233,10 @@ def verify(rows: Sequence[Row], request: PlanRequest, model: Model, machine: Mac
     print(f"\n{'':<3} {'step, predicted':>16} {'measured':>12} {'off':>6} {memory}")
     for number, row in enumerate(rows, start=1):
         with tempfile.TemporaryDirectory() as folder:
-            command = [sys.executable, "-m", "distlab.launch", *command_of(row, request, model)]
-            command += ["--steps", str(request.steps), "--data", "sample", "--out", folder, "--device", machine.device]
-            done = subprocess.run(command, check=False, capture_output=True, text=True)
-            require(done.returncode == 0, f"{shlex.join(command[2:])} failed: {done.stderr.strip()[-300:]}")
+            flags = [*command_of(row, request, model), "--steps", str(request.steps)]
+            flags += ["--data", "sample", "--out", folder, "--device", machine.device]
+            done = subprocess.run(lab_command(*flags), check=False, capture_output=True, text=True)
+            require(done.returncode == 0, f"{shlex.join(flags)} failed: {done.stderr.strip()[-300:]}")
             records = [json.loads(line) for line in (Path(folder) / "metrics.jsonl").read_text().splitlines()]
             counted = sum(read_largest(Path(folder)))
         seconds = statistics.median(record["seconds"] for record in records[WARM_UP:])

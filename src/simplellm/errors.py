@@ -7,6 +7,8 @@ import sys
 from collections.abc import Callable
 from importlib.util import find_spec
 
+from simplellm.streams import open_streams
+
 
 class InputError(ValueError):
     """A value that the user gave cannot work.
@@ -66,6 +68,7 @@ def status_of(command: Callable[[], int | None]) -> int:
     That is 2 for an error that the user can correct (the message says how), such as a full disk, 130 for Ctrl-C, and 1
     if the reader of the output has exited, as `head` does.
     """
+    open_streams()
     try:
         status = command() or 0
         sys.stdout.flush()

@@ -181,7 +181,10 @@ def interface_of(address: str) -> str | None:
         return None
     wanted = ipaddress.ip_address(address)
     if wanted.version == 6:
-        lines = Path("/proc/net/if_inet6").read_text().splitlines()
+        try:
+            lines = Path("/proc/net/if_inet6").read_text().splitlines()
+        except OSError:  # /proc is missing
+            return None
         return next((line.split()[-1] for line in lines if int(line.split()[0], 16) == int(wanted)), None)
     get_configuration, entry = 0x8912, 40  # SIOCGIFCONF; sizeof(struct ifreq): a name of 16 bytes, a sockaddr
     buffer = array.array("B", bytes(entry * 1024))

@@ -7,6 +7,7 @@ can be abandoned, and the process exits without waiting for that thread.
 import contextlib
 import ctypes
 import os
+import resource
 import signal
 import sys
 import threading
@@ -18,6 +19,7 @@ from typing import NoReturn, TypeVar
 
 ResultT = TypeVar("ResultT")
 SECONDS_OF_A_CALL = 0.5  # a call usually takes less; how often to check whether to keep waiting
+MOST_DESCRIPTORS = 65536  # to look at one by one; the limit may be a thousand million
 
 
 def within(
@@ -56,6 +58,29 @@ def end_with_parent(by: signal.Signals) -> None:
     """Ask Linux to send this process a signal when its parent dies."""
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(1, by)  # PR_SET_PDEATHSIG
+
+
+def name_process(name: str) -> None:
+    """Name this process for `ps -o comm`, `top` and `py-spy` on Linux; call it in the main thread."""
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(15, name.encode())  # PR_SET_NAME; /proc may be missing or read-only
+
+
+def open_descriptors() -> list[int]:
+    """The numbers of this process's open files; where /proc is missing, those below the limit."""
+    try:
+        return [int(name) for name in os.listdir("/proc/self/fd")]
+    except OSError:
+        most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        return [number for number in range(min(most % 2**64, MOST_DESCRIPTORS)) if _is_open(number)]
+
+
+def _is_open(descriptor: int) -> bool:
+    try:
+        os.fstat(descriptor)
+    except OSError:
+        return False
+    return True
 
 
 @contextlib.contextmanager

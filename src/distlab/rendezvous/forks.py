@@ -11,7 +11,9 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import NoReturn
+from typing import NoReturn, TextIO
+
+from distlab.comm.processes import name_process, open_descriptors
 
 FIRST_OTHER_DESCRIPTOR = 3  # after stdin, stdout and stderr
 SECONDS_BETWEEN_LOOKS = 0.01
@@ -73,9 +75,19 @@ def _disconnect() -> None:
     that of a log handler, would write into it, or close it when it is collected.
     """
     null = os.open(os.devnull, os.O_RDWR)
-    for descriptor in map(int, os.listdir("/proc/self/fd")):
+    for descriptor in open_descriptors():
         if descriptor >= FIRST_OTHER_DESCRIPTOR and descriptor != null:
-            os.dup2(null, descriptor, inheritable=False)
+            try:
+                os.dup2(null, descriptor, inheritable=False)
+            except OSError:  # above the limit on open files, which may have been lowered since it was opened
+                with contextlib.suppress(OSError):
+                    os.close(descriptor)
+
+
+def _own(stream: TextIO | None, number: int) -> TextIO:
+    """A stream of this process in place of the launcher's, in the same encoding."""
+    encoding = stream.encoding if stream else None
+    return os.fdopen(number, "w", buffering=1, encoding=encoding, errors="backslashreplace", closefd=False)
 
 
 def _become(script: Sequence[str], environment: Mapping[str, str]) -> NoReturn:
@@ -86,7 +98,7 @@ def _become(script: Sequence[str], environment: Mapping[str, str]) -> NoReturn:
         os.environ.clear()
         os.environ.update(environment)
         if "RANK" in environment:
-            Path("/proc/self/comm").write_text(f"rank {environment['RANK']}")  # for ps -o comm, top, py-spy
+            name_process(f"rank {environment['RANK']}")
         for number in signal.Signals:
             if signal.getsignal(number) is not signal.SIG_IGN:  # what nohup ignores stays so
                 with contextlib.suppress(OSError, ValueError):  # SIGKILL and SIGSTOP have no handler
@@ -95,7 +107,9 @@ def _become(script: Sequence[str], environment: Mapping[str, str]) -> NoReturn:
             signal.signal(signal.SIGINT, signal.default_int_handler)
         for number in (signal.SIGPIPE, signal.SIGXFSZ):  # as Python has them
             signal.signal(number, signal.SIG_IGN)
-        sys.stdout, sys.stderr = (os.fdopen(number, "w", buffering=1, closefd=False) for number in (1, 2))
+        sys.stdout, sys.stderr = (
+            _own(stream, number) for number, stream in enumerate((sys.__stdout__, sys.__stderr__), 1)
+        )
         sys.excepthook = sys.__excepthook__
         sys.argv, sys.path[0] = [*script], str(Path(script[0]).resolve().parent)
         runpy.run_path(script[0], run_name="__main__")

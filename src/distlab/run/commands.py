@@ -25,6 +25,19 @@ TEMPERATURE = 0.5  # small models write readable stories at this temperature
 LAUNCHED_AS = "LAB_LAUNCHED_AS"  # environment variable of ranks under launch.sh: the arguments of launch.sh
 
 
+# As `python -m`, but the current folder, which may be a stranger's, is no place for Python's modules.
+_RUN_MODULE = (
+    "import sys; sys.path[0] = sys.argv.pop(1); "
+    "import runpy; runpy.run_module(sys.argv.pop(1), run_name='__main__', alter_sys=True)"
+)
+
+
+def lab_command(*args: str) -> list[str]:
+    """The command for another process of the lab, as `./launch.sh` with these arguments."""
+    beside_python = str(Path(sys.executable).parent)
+    return [sys.executable, "-c", _RUN_MODULE, beside_python, "distlab.launch", *args]
+
+
 def next_commands(settings: "ResumableSettings", out: Path, saved: int | None) -> Iterator[str]:
     """Lines that suggest what to do with a run that has taken steps: a phrase, a colon, a command.
 

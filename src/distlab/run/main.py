@@ -18,6 +18,7 @@ from distlab.run.run import Run
 from distlab.run.settings import RunSettings, WorldSize, parse
 from distlab.run.train_settings import TrainSettings
 from distlab.run.training import TrainingRun
+from simplellm.streams import open_streams
 
 
 def main(work: Callable[[Any], None], defaults: RunSettings, description: str | None) -> NoReturn:
@@ -27,6 +28,7 @@ def main(work: Callable[[Any], None], defaults: RunSettings, description: str | 
     """
     script, rank = Path(sys.argv[0]), 0
     run: Run[Any] | None = None
+    open_streams()
     try:
         end_with_launcher()
         silence_torch_warnings()

@@ -90,7 +90,9 @@ class Run(Generic[SettingsT]):
     def _keep_files(self) -> None:
         try:
             self.out.mkdir(parents=True, exist_ok=True)
-            log = (self.out / f"rank{self.rank}.log").open("a" if self._continues else "w", buffering=1)
+            log = (self.out / f"rank{self.rank}.log").open(
+                "a" if self._continues else "w", buffering=1, encoding="utf-8", errors="backslashreplace"
+            )
             if self.rank == 0:
                 self._write_config()
         except OSError as error:

@@ -2,6 +2,7 @@
 
 import argparse
 import ast
+import os
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -123,7 +124,8 @@ def tell_story(run: Path, prompt: str, device: str) -> int:
     """Print a story told by a run's saved model, in lines that begin with `#`; returns the exit status."""
     teller = [sys.executable, str(LAB / "primer/tell_story.py"), str(run), f"--prompt={prompt}", "--device", device]
     teller += ["--temperature", str(TEMPERATURE)]
-    with subprocess.Popen(teller, stdout=subprocess.PIPE, text=True) as process:
+    environment = {**os.environ, "PYTHONIOENCODING": "utf-8"}  # whatever this process's output can show of it
+    with subprocess.Popen(teller, stdout=subprocess.PIPE, env=environment, encoding="utf-8") as process:
         assert process.stdout is not None
         for line in process.stdout:
             print(line.rstrip() if line.startswith("#") else f"# {line}".rstrip(), flush=True)

@@ -1,11 +1,13 @@
 """What a rank shows: its lines on a terminal and in its log, and a status line below them."""
 
 import contextlib
+import errno
 import io
 import os
 import shutil
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import TextIO
 
 ERASE_LINE = "\r\x1b[K"  # to the first column, and erase to the end of the line (ECMA-48)
@@ -93,11 +95,21 @@ class RankOutput(io.TextIOBase):
         except OSError as error:
             self._keeps = False
             what = f"{self._file.name}: cannot be written ({error.strerror}); what follows is on the terminal only"
-            self.terminal.write(f"{self._erase}{self.prefix or '# '}{what}\n")
+            self._show(f"{self._erase}{self.prefix or '# '}{what}\n")
+
+    def _show(self, text: str) -> None:
+        """Write to the terminal. A run goes on without one that was closed, and its log has the output."""
+        try:
+            self.terminal.write(text)
+            self.terminal.flush()
+        except OSError as error:
+            if error.errno != errno.EIO:  # the reader of a pipe has exited, or the disk is full
+                raise
+            self.terminal = Path(os.devnull).open("w")  # noqa: SIM115
 
     def write(self, text: str) -> int:
         if text.startswith("\r"):  # a progress bar of a library, such as a download's; redrawn often, so not logged
-            self.terminal.write(text)
+            self._show(text)
             return len(text)
         self.keep(text)
         *lines, self._rest = (self._rest + text).split("\n")
@@ -105,16 +117,15 @@ class RankOutput(io.TextIOBase):
             if self.prefix:
                 lines = [f"{self.prefix}{line.removeprefix('# ')}" for line in lines]
             status = self.status.text if self._erase_before_line else ""
-            self.terminal.write(self._erase + "\n".join([*lines, status]))
+            self._show(self._erase + "\n".join([*lines, status]))
             self._erase = self._erase_before_line
-            self.terminal.flush()
         return len(text)
 
     def flush(self) -> None:
         if self._rest and not self.prefix:  # an incomplete line, which may be a prompt
-            self.terminal.write(f"{self._erase}{self._rest}")
+            self._show(f"{self._erase}{self._rest}")
             self._rest = self._erase = ""
-        self.terminal.flush()
+        self._show("")
 
     def isatty(self) -> bool:
         return self.terminal.isatty()

@@ -1,0 +1,145 @@
+"""The lab as it is called: from any folder and through links, with streams closed, on machines that lack something."""
+
+import os
+import resource
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.processes import LAB, Ended, run
+
+LAUNCH = LAB / "launch.sh"
+TINY = "--device cpu --data sample --dmodel 16 --num-heads 2 --n-layers 2 --seq-len 16 --batch-size 1 --steps 2".split()
+TWO = [LAUNCH, "dp-ga", "--world-size", "2", *TINY]
+
+
+def in_shell(command: str, cwd: Path, **environment: Any) -> Ended:
+    return run("bash", "-c", command, cwd=cwd, **environment)
+
+
+def shown(*command: object) -> str:
+    return shlex.join(map(str, command))
+
+
+def can_unshare(*flags: str) -> bool:
+    """Whether this user may have namespaces of their own."""
+    return (
+        shutil.which("unshare") is not None and subprocess.run(["unshare", *flags, "true"], check=False).returncode == 0
+    )
+
+
+@pytest.mark.parametrize("entry", ["", ":", "::/nowhere", "/nowhere:"])
+def test_no_module_of_the_current_folder_is_imported(entry: str, tmp_path: Path) -> None:
+    """Such as a stranger's model folder; an empty entry of PYTHONPATH is the current folder, too."""
+    for name in ("queue", "random", "copy", "numpy", "runpy", "re", "torch", "pip", "venv", "simplellm"):
+        (tmp_path / f"{name}.py").write_text(f"open('ran-{name}', 'w').close(); raise SystemExit(3)")
+    ended = run(*TWO, cwd=tmp_path, PYTHONPATH=entry)
+    assert not list(tmp_path.glob("ran-*"))
+    assert ended.status == 0, ended.err
+    assert not (LAB / ".venv.lock").exists(), "the active environment has all that is needed"
+
+
+@pytest.mark.parametrize("called", ["lab/launch.sh", "./link.sh", "links/further.sh", "linked/launch.sh"])
+def test_launch_sh_is_found_through_links_and_with_cdpath(called: str, tmp_path: Path) -> None:
+    (tmp_path / "lab").symlink_to(LAB)
+    (tmp_path / "linked").symlink_to("lab")
+    (tmp_path / "link.sh").symlink_to(LAUNCH)
+    (tmp_path / "links").mkdir()
+    (tmp_path / "links/further.sh").symlink_to("../link.sh")
+    (tmp_path / "elsewhere/lab").mkdir(parents=True)
+    ended = run(called, cwd=tmp_path, CDPATH=f"{tmp_path / 'elsewhere'}:{tmp_path}")
+    assert ended.status == 0, ended.err
+    assert "dp-ga" in ended.out
+
+
+def test_a_lab_in_a_folder_with_a_colon_is_refused(tmp_path: Path) -> None:
+    folder = tmp_path / "a:b"
+    folder.mkdir()
+    for name in ("launch.sh", "environment.sh"):
+        shutil.copy(LAB / name, folder)
+    ended = run(folder / "launch.sh")
+    assert ended.status == 2
+    assert len(ended.err.splitlines()) == 1
+    assert str(folder) in ended.err
+
+
+def test_text_is_checked_out_with_unix_line_ends(tmp_path: Path) -> None:
+    """Also where git is set to have Windows' in a clone."""
+    if not (LAB / ".git").exists():
+        pytest.skip("needs the repository")
+    options = ["-c", "core.autocrlf=true"]
+    for name in (".gitattributes", "launch.sh", "environment.sh", "requirements.txt"):
+        shutil.copy(LAB / name, tmp_path)
+    for args in (["init", "-q"], ["add", "."], ["checkout-index", "-f", "--prefix=out/", "-a"]):
+        subprocess.run(["git", *options, *args], cwd=tmp_path, check=True, timeout=30, capture_output=True)
+    for path in (tmp_path / "out").iterdir():
+        assert b"\r" not in path.read_bytes(), path.name
+
+
+@pytest.mark.parametrize("how", [">&-", "2>&-", "<&- >&- 2>&-", "1</dev/null"])
+@pytest.mark.parametrize("command", [[LAUNCH], [sys.executable, LAB / "primer/intro.py", *TINY], TWO], ids=len)
+def test_closed_streams_end_nothing(command: list[object], how: str, tmp_path: Path) -> None:
+    if how == "1</dev/null" and command == [LAUNCH]:
+        pytest.skip("closed is enough")
+    out = tmp_path / "out"
+    flags = [] if command == [LAUNCH] else ["--out", out]
+    ended = in_shell(f"{shown(*command, *flags)} {how}", tmp_path)
+    assert ended.status == 0, ended.err
+    assert ended.err == ""
+    if flags:
+        assert (out / "metrics.jsonl").read_text().count("\n") == 2
+        assert (out / "rank0.log").read_text().count("# logs and metrics") == 1
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1", "cp1252", "koi8-r"])
+def test_a_character_that_the_output_lacks_is_escaped(encoding: str, tmp_path: Path) -> None:
+    out = tmp_path / "Märchen “ж”"
+    command = shown(*TWO, "--out", out, "--tell", "Ein Mär “ж”")
+    ended = in_shell(f"{command} > printed", tmp_path, PYTHONIOENCODING=f"{encoding}:strict")
+    assert ended.status == 0, ended.err
+    assert "# Ein M" in (tmp_path / "printed").read_text(encoding)
+    assert str(out) in (out / "rank0.log").read_text(encoding="utf-8")
+
+
+def test_an_old_locale_ends_no_run(tmp_path: Path) -> None:
+    old: dict[str, Any] = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    assert run(LAUNCH, cwd=tmp_path, **old).status == 0
+    ended = run(*TWO, "--tell", "once", cwd=tmp_path, **old)
+    assert ended.status == 0, ended.err
+
+
+@pytest.mark.parametrize("proc", ["mount -o remount,ro,bind /proc", "mount -t tmpfs none /proc"], ids=["ro", "missing"])
+def test_without_proc_ranks_start_all_the_same(proc: str, tmp_path: Path) -> None:
+    if not can_unshare("-m"):
+        pytest.skip("needs a mount namespace")
+    ended = run("unshare", "-m", "bash", "-c", f"{proc}; exec {shown(*TWO)}", cwd=tmp_path)
+    assert ended.status == 0, ended.err
+
+
+@pytest.mark.parametrize("descriptor", [300, 700, 4000])
+def test_an_inherited_file_above_the_limit_ends_no_rank(descriptor: int, tmp_path: Path) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard != resource.RLIM_INFINITY and hard <= descriptor:
+        pytest.skip("so many files may not be open")
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, descriptor + 1), hard))
+    inherited = os.open(os.devnull, os.O_RDONLY)
+    try:
+        os.dup2(inherited, descriptor)
+        done = subprocess.run(
+            ["bash", "-c", f"ulimit -Sn 256; exec {shown(*TWO)}"],
+            check=False,
+            pass_fds=[descriptor],
+            capture_output=True,
+            text=True,
+            timeout=60,
+            cwd=tmp_path,
+        )
+    finally:
+        os.close(inherited)
+        os.close(descriptor)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert done.returncode == 0, done.stderr
