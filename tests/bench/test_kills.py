@@ -7,7 +7,7 @@ from types import ModuleType
 import pytest
 from support.chapters import load
 
-from distlab.comm.mappings import Offer, accept
+from distlab.comm.transports.mappings import Offer, accept
 from simplellm.errors import InputError
 
 pytestmark = pytest.mark.quick

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ReduceOp
 
-from distlab.comm.shared import COMBINE
+from distlab.comm.transports.sums import COMBINE
 
 Op = ReduceOp.RedOpType
 KEPT_BYTES = 64_000_000

@@ -13,7 +13,6 @@ import torch.distributed as dist
 
 from distlab.comm.devices import Place, cores
 from distlab.comm.hosts import Hosts
-from distlab.comm.mappings import NotShared
 from distlab.comm.recorder import Ledger, Recorder
 from distlab.comm.waits import SECONDS_FOR_THE_WATCH, Wait, Waits
 from simplellm.errors import InputError
@@ -21,6 +20,10 @@ from simplellm.errors import InputError
 Transport = Literal["auto", "shared", "gloo"]
 # What is smaller goes over gloo, with "auto": it is not worth a mapping, and on several hosts gloo is as fast.
 SMALLEST_SHARED_BYTES, SMALLEST_OF_HOSTS_BYTES = 1_000, 250_000
+
+
+class NotShared(Exception):
+    """Ranks that cannot share memory; all of them raise it."""
 
 
 @dataclass

@@ -1,6 +1,7 @@
 """A message or collective under way: the one type for it, whatever carries it."""
 
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from concurrent.futures import Future
 from datetime import timedelta
@@ -11,15 +12,30 @@ import torch.distributed as dist
 from torch import Tensor
 
 from distlab.comm.recorder import MESSAGE, WAIT
-from distlab.comm.shared import SharedWork
 from distlab.comm.streams import passed
 from distlab.comm.waits import StreamWait, Wait
 
 if TYPE_CHECKING:
     from distlab.comm.context import Context
 
-Carrier = dist.Work | Future[None] | SharedWork
 ENVIRONMENT = timedelta(0)  # the deadline is that of the group
+
+
+class SharedWork(ABC):
+    """Something in shared memory that has begun, and is done by the thread that waits for it."""
+
+    named: Wait | None = None  # its name, if it has one
+
+    @abstractmethod
+    def wait(self, timeout: timedelta) -> None:
+        """Return when it is done; `RuntimeError` at the deadline, or if another rank has exited."""
+
+    @abstractmethod
+    def is_done(self) -> bool:
+        """Do what needs no wait for other ranks, and return whether that was all."""
+
+
+Carrier = dist.Work | Future[None] | SharedWork
 
 
 class Pending(dist.Work):

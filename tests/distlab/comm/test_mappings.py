@@ -26,7 +26,7 @@ from torch.distributed import ReduceOp
 from distlab.comm.context import Options, Transport
 from distlab.comm.forked import forked
 from distlab.comm.group import empty, shares
-from distlab.comm.mappings import HUGE_BYTES, Mapping, Offer, accept
+from distlab.comm.transports.mappings import HUGE_BYTES, Mapping, Offer, accept
 from simplellm.errors import InputError
 
 pytestmark = pytest.mark.alone

@@ -19,7 +19,7 @@ from distlab.comm.context import Options, Transport
 from distlab.comm.devices import Place
 from distlab.comm.group import open_queues
 from distlab.comm.names import named
-from distlab.comm.queues import QueuedMessage, SharedQueue
+from distlab.comm.transports.queues import QueuedMessage, SharedQueue
 from distlab.comm.waits import TrafficError
 from simplellm.errors import InputError
 

@@ -12,7 +12,7 @@ from support.processes import free_port, join, process_group, run_ranks
 from torch import Tensor
 from torch.distributed import ReduceOp
 
-from distlab.comm import shared
+from distlab.comm.transports import slots
 from distlab.comm.context import Options, Transport
 from distlab.comm.group import empty, shares
 from distlab.comm.names import named
@@ -73,7 +73,7 @@ def test_all_ranks_have_the_sums_in_the_order_of_the_ranks(world_size: int) -> N
 
 def run_ahead(rank: int, port: int) -> None:
     """Sums of which one rank is late to read the slots, as another rank already has its next pieces."""
-    combine = shared.combine_in_order
+    combine = slots.combine_in_order
 
     def late(*args: Any) -> None:
         time.sleep(0.02)
@@ -81,7 +81,7 @@ def run_ahead(rank: int, port: int) -> None:
 
     with process_group(rank, 3, port, options=SHARED), pytest.MonkeyPatch.context() as monkeypatch:
         if rank == 1:
-            monkeypatch.setattr(shared, "combine_in_order", late)
+            monkeypatch.setattr(slots, "combine_in_order", late)
         for number in range(12):
             dtype, shape = (torch.float32, torch.float64)[number % 3 == 2], (2, [25, 350_001][number % 2])
             total = torch.full(shape, rank + 10.0 * number, dtype=dtype)

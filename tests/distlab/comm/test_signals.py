@@ -17,7 +17,7 @@ from torch.distributed import ReduceOp
 from distlab.comm.context import Options
 from distlab.comm.group import empty, shares
 from distlab.comm.names import named
-from distlab.comm.signals import Channel, Pipes, open_channel
+from distlab.comm.transports.signals import Channel, Pipes, open_channel
 from distlab.comm.waits import TrafficError, is_lost_peer, is_timeout
 
 pytestmark = pytest.mark.quick
@@ -93,7 +93,7 @@ def wait_beside_others(rank: int, port: int, cores: int, threads: int) -> float:
     options = Options(threads=threads)
     with process_group(rank, 2, port, options=options), pytest.MonkeyPatch.context() as monkeypatch:
         monkeypatch.setattr("distlab.comm.context.cores", lambda: cores)
-        monkeypatch.setattr("distlab.comm.shared.SPIN_SECONDS", 0.8)
+        monkeypatch.setattr("distlab.comm.transports.memory.SPIN_SECONDS", 0.8)
         buffer = empty(1000, torch.empty(0))
         begun = dist.all_reduce(buffer, async_op=True)
         if rank == 1:

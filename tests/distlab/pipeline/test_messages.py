@@ -17,8 +17,8 @@ from distlab.comm.context import Options, Transport
 from distlab.comm.grid import Grid
 from distlab.comm.group import LabGroup
 from distlab.comm.pending import Pending
-from distlab.comm.queues import FREE
-from distlab.comm.signals import Channel
+from distlab.comm.transports.queues import FREE
+from distlab.comm.transports.signals import Channel
 from distlab.pipeline.actions import stages_of
 from distlab.pipeline.executor import Pipeline
 from distlab.pipeline.links import channels

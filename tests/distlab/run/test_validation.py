@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from distlab.comm.grid import Grid
 from distlab.comm.names import name_of
-from distlab.comm.queues import QueuedMessage, SharedQueue
+from distlab.comm.transports.queues import QueuedMessage, SharedQueue
 from distlab.run.model import ModelParts
 from distlab.run.validation import Validator, perplexity
 from simplellm.dataloaders import TinyStories

@@ -15,14 +15,80 @@ from contextlib import ExitStack, suppress
 import torch
 from torch import Tensor
 
-from distlab.comm.mappings import Mapping, Offer, accept, no_offer, not_shared
-from distlab.comm.shared import SharedWork
-from distlab.comm.signals import Channel, close_all
+from distlab.comm.context import NotShared
+from distlab.comm.transports.mappings import Mapping, Offer, accept, no_offer, not_shared
+from distlab.comm.transports.memory import InMemory
+from distlab.comm.transports.signals import Channel, close_all
+from distlab.comm.transports.transport import Carried, Members, Transport
 
 THERE, FREE = 1, 2  # signals
 SIZE = struct.Struct("q")  # of the message in a slot, at its beginning
 HEADER_BYTES = 64  # from there to the message, which is aligned
+Exchange = Callable[[Tensor, int, str], object]
 Bring = Callable[[Tensor], object]  # sends a tensor to the other rank, or fills it with what that has sent
+
+
+class Queues(Transport):
+    """The queues between ranks of a group. A message for which there is none, or too small a one, goes another way.
+
+    Args:
+        members: the ranks.
+        tell: (tensor, rank of the group, name) sends a tensor, and waits until it is sent.
+        ask: (tensor, rank of the group, name) fills a tensor with the next message.
+    """
+
+    def __init__(self, members: Members, tell: Exchange, ask: Exchange) -> None:
+        self._members, self._tell, self._ask = members, tell, ask
+        self._queues: dict[tuple[int, int], SharedQueue] = {}  # by sender and receiver in the world
+        self._without: set[tuple[int, int]] = set()  # senders and receivers that cannot share memory
+
+    def open(self, link: tuple[int, int], message_bytes: int, like: Tensor, slots: int) -> None:
+        """Make the queue from one rank of the world to another, one of which is this one; both call it together."""
+        context, (sender, receiver) = self._members.context, link
+        known = self._queues.get(link)
+        if link in self._without or (known and known.message_bytes >= message_bytes and known.slots >= slots):
+            return
+        self._queues.pop(link, None)
+        if not like.is_cpu or len(context.hosts.split(link)) > 1:
+            return
+        is_sender = context.rank == sender
+        other = self._members.ranks.index(receiver if is_sender else sender)
+        offer, answer = "the offer of shared memory", "the answer to the offer of shared memory"
+        told, asked = (offer, answer) if is_sender else (answer, offer)
+        try:
+            self._queues[link] = (offered_queue if is_sender else accepted_queue)(
+                message_bytes,
+                slots,
+                lambda tensor: self._tell(tensor, other, told),
+                lambda tensor: self._ask(tensor, other, asked),
+            )
+        except NotShared as error:
+            context.share_less(error, is_first=is_sender)
+            self._without.add(link)
+            return
+        context.shares_memory = True
+
+    def close_queue(self, link: tuple[int, int]) -> None:
+        self._queues.pop(link, None)
+
+    def has(self, sender: int, receiver: int) -> bool:
+        return (sender, receiver) in self._queues
+
+    def send(self, tensor: Tensor, to: int, tag: int) -> Carried | None:
+        queue = self._queues.get((self._members.context.rank, self._members.ranks[to]))
+        if queue is None or tensor.nbytes > queue.message_bytes:
+            return None
+        return Carried(queue.send(tensor.cpu()), at_once=True)
+
+    def recv(self, tensor: Tensor, source: int, tag: int) -> Carried | None:
+        queue = self._queues.get((self._members.ranks[source], self._members.context.rank))
+        if queue is None or tensor.nbytes > queue.message_bytes:
+            return None
+        into = tensor if tensor.is_cpu else torch.empty_like(tensor, device="cpu")
+        return Carried(queue.receive(into), None if into is tensor else lambda: tensor.copy_(into))
+
+    def close(self) -> None:
+        self._queues.clear()
 
 
 class SharedQueue:
@@ -88,7 +154,7 @@ class SharedQueue:
         return self._memory.address + slot * self._memory.part_bytes + HEADER_BYTES
 
 
-class QueuedMessage(SharedWork):
+class QueuedMessage(InMemory):
     """A message that an end of a queue has begun to send or to receive; those begun before are moved first."""
 
     def __init__(self, queue: SharedQueue, tensor: Tensor, is_sent: bool) -> None:

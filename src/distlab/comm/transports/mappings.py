@@ -14,7 +14,8 @@ from contextlib import suppress
 import torch
 from torch import Tensor
 
-from distlab.comm.signals import Channel, Pipes, open_channel
+from distlab.comm.context import NotShared
+from distlab.comm.transports.signals import Channel, Pipes, open_channel
 
 ALIGNED_BYTES = 4096  # parts begin at pages
 HUGE_BYTES = 2 << 20  # of a huge page, where pages have 4 kB
@@ -123,10 +124,6 @@ class Offer:
 def no_offer(pipes_to: int) -> list[int]:
     """What the numbers of an `Offer` are received in."""
     return [0] * (5 + 2 * pipes_to)
-
-
-class NotShared(Exception):
-    """Ranks that cannot share memory; all of them raise it."""
 
 
 def accept(numbers: Sequence[int], reserved: range, pipes: int | None) -> tuple[int, Mapping | None, list[Channel]]:

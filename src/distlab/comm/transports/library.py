@@ -1,0 +1,129 @@
+"""gloo and NCCL: they carry every tensor, so they are asked last.
+
+gloo carries CUDA tensors through pinned host memory. Its own reduce-scatter sends as much as an all-reduce; here each
+rank sends every part to its rank, which adds them up.
+"""
+
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ReduceOp
+
+from distlab.comm.transports.sums import add_in_order, combine_in_order, is_known
+from distlab.comm.transports.transport import Carried, Members, Op, Transport
+
+
+class Library(Transport):
+    """A group of gloo's or NCCL's.
+
+    Args:
+        group: torch's.
+        members: its ranks.
+        timeout: of its collectives; NCCL's are for the group.
+    """
+
+    def __init__(self, group: Any, members: Members, timeout: timedelta) -> None:
+        self._group, self._size, self._timeout = group, members.size, timeout
+        self._is_nccl = members.context.is_over_nccl
+
+    def all_reduce(self, tensor: Tensor, op: Op) -> Carried:
+        options = dist.AllreduceOptions()
+        options.reduceOp, options.timeout = ReduceOp(op), self._timeout
+        carried = self._staged(tensor)
+        return _brought(self._group.allreduce([carried], options), tensor, carried)
+
+    def broadcast(self, tensor: Tensor, source: int) -> Carried:
+        options = dist.BroadcastOptions()
+        options.rootRank, options.timeout = source, self._timeout
+        carried = self._staged(tensor)
+        return _brought(self._group.broadcast([carried], options), tensor, carried)
+
+    def all_gather(self, output: Tensor, own: Tensor) -> Carried:
+        into, carried = self._host_buffer(output), self._staged(own)
+        if self._is_nccl:
+            return Carried(self._group._allgather_base(into, carried))
+        rows = list(into.view(self._size, *own.shape).unbind())
+        return _brought(self._group.allgather([rows], [carried]), output, into)
+
+    def all_gather_list(self, rows: list[Tensor], own: Tensor) -> Carried:
+        into = [self._host_buffer(row) for row in rows]
+
+        def bring() -> None:
+            for row, filled in zip(rows, into, strict=True):
+                if row is not filled:
+                    row.copy_(filled, non_blocking=True)
+
+        return Carried(self._group.allgather([into], [self._staged(own)]), bring)
+
+    def reduce_scatter(self, own: Tensor, parts: Tensor, op: Op) -> Carried:
+        if self._is_nccl or not is_known(op):
+            options = dist.ReduceScatterOptions()
+            options.reduceOp, options.timeout = ReduceOp(op), self._timeout
+            return Carried(self._group._reduce_scatter_base(own.view(-1), parts.view(-1), options))
+        carried, into = self._staged(parts), self._host_buffer(own)
+        received = torch.empty_like(carried)
+
+        def combine() -> None:
+            rows = received.flatten(1).unbind()
+            if op == ReduceOp.SUM:
+                add_in_order(rows, into.view(-1))
+            else:
+                combine_in_order(rows, op, into.view(-1))
+            if into is not own:
+                own.copy_(into)
+
+        return Carried(self._group.alltoall_base(received, carried, [], []), combine)
+
+    def received_bytes(self, parts: Tensor) -> int:
+        return 0 if self._is_nccl else parts.nbytes
+
+    def all_to_all(self, output: Tensor, own: Tensor, output_sizes: Sequence[int], own_sizes: Sequence[int]) -> Carried:
+        into, carried = self._host_buffer(output), self._staged(own)
+        work = self._group.alltoall_base(into, carried, list(output_sizes), list(own_sizes))
+        return _brought(work, output, into)
+
+    def reduce(self, tensor: Tensor, root: int, op: Op) -> Carried:
+        options = dist.ReduceOptions()
+        options.reduceOp, options.rootRank, options.timeout = ReduceOp(op), root, self._timeout
+        carried = self._staged(tensor)
+        return _brought(self._group.reduce([carried], options), tensor, carried)
+
+    def gather(self, output: Sequence[Sequence[Tensor]], own: Tensor, root: int) -> Carried:
+        options = dist.GatherOptions()
+        options.rootRank, options.timeout = root, self._timeout
+        return Carried(self._group.gather(output, [own], options))
+
+    def scatter(self, own: Tensor, input: Sequence[Sequence[Tensor]], root: int) -> Carried:
+        options = dist.ScatterOptions()
+        options.rootRank, options.timeout = root, self._timeout
+        return Carried(self._group.scatter([own], input, options))
+
+    def send(self, tensor: Tensor, to: int, tag: int) -> Carried:
+        return Carried(self._group.send([self._staged(tensor)], to, tag))
+
+    def recv(self, tensor: Tensor, source: int, tag: int) -> Carried:
+        into = self._host_buffer(tensor)
+        return _brought(self._group.recv([into], source, tag), tensor, into)
+
+    def _host_buffer(self, tensor: Tensor) -> Tensor:
+        """The tensor itself if it can be sent; for a CUDA tensor over gloo, pinned host memory of its size."""
+        if tensor.is_cpu or self._is_nccl:
+            return tensor
+        return torch.empty_like(tensor, device="cpu", pin_memory=True)
+
+    def _staged(self, tensor: Tensor) -> Tensor:
+        """The tensor, copied to its `_host_buffer` if it cannot be sent directly."""
+        carried = self._host_buffer(tensor)
+        if carried is not tensor:
+            carried.copy_(tensor, non_blocking=True)
+            torch.cuda.current_stream(tensor.device).synchronize()
+        return carried
+
+
+def _brought(work: dist.Work, tensor: Tensor, carried: Tensor) -> Carried:
+    """What sends or fills `carried`, whose content `tensor` has at the end."""
+    return Carried(work, None if carried is tensor else lambda: tensor.copy_(carried, non_blocking=True))

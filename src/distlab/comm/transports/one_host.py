@@ -1,0 +1,190 @@
+"""Collectives in memory that the ranks of one host share, and who decides which tensors travel there.
+
+Tensors that `OneHost.empty` has made are communicated in where they lie; others pass through slots, piece by piece.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any, Generic, TypeVar
+
+import torch
+from torch import Tensor
+from torch.distributed import ReduceOp
+
+from distlab.comm.context import SMALLEST_SHARED_BYTES, NotShared
+from distlab.comm.transports import in_place, slots
+from distlab.comm.transports.memory import SharedMemory
+from distlab.comm.transports.sums import is_known
+from distlab.comm.transports.transport import Carried, Members, Op, Transport, is_overlapping
+from distlab.comm.waits import Wait
+
+MemoryT = TypeVar("MemoryT")
+MadeT = TypeVar("MadeT")
+
+
+class MemoryTransport(Transport, ABC, Generic[MemoryT]):
+    """A transport that makes memory when it is first asked for some, if the ranks can share it.
+
+    Args:
+        members: the ranks; some of them are on one host.
+        takes_all: whether also tensors that are too small to be worth it travel here.
+    """
+
+    smallest_bytes: int  # what is worth it
+
+    def __init__(self, members: Members, takes_all: bool) -> None:
+        self.members, self._takes_all = members, takes_all
+        self._memory: MemoryT | None = None
+        self._can_make = True
+
+    @abstractmethod
+    def make_memory(self) -> MemoryT:
+        """The memory; all ranks of the group call it together."""
+
+    def together(self, make: Callable[[MemoryT], MadeT]) -> MadeT | None:
+        """What `make` makes in the memory, or None if these ranks cannot share it; all of the group call it together.
+
+        Raises:
+            InputError: the transport is "shared", and these ranks cannot share memory.
+            TrafficError: a rank does not take part.
+        """
+        context = self.members.context
+        if not self._can_make:
+            return None
+        try:
+            with context.waits.during(Wait("shared memory", "other", self.members.others)):
+                if self._memory is None:
+                    self._memory = self.make_memory()
+                made = make(self._memory)
+        except NotShared as error:
+            context.share_less(error, is_first=any(here[0] == context.rank for here in self.members.by_host))
+            self._can_make = False  # what has been made stays shared
+            return None
+        context.shares_memory = True
+        return made
+
+    @property
+    def limit(self) -> timedelta:
+        """How long a wait may take."""
+        return timedelta(seconds=self.members.context.waits.timeout_seconds)
+
+    def is_worth_it(self, size_bytes: int, like: Tensor) -> bool:
+        return like.is_cpu and (self._takes_all or size_bytes >= self.smallest_bytes)
+
+    def empty(self, elements: int, like: Tensor, overlaps: bool) -> Tensor | None:
+        """Zeros (elements,) in memory that the ranks share, or None; see `LabGroup.empty`."""
+        if not self.is_worth_it(elements * like.itemsize, like):
+            return None
+        return self.together(lambda memory: self.allocate(memory, elements, like.dtype))
+
+    def shares(self, tensor: Tensor) -> bool:
+        """Whether a tensor lies in memory of one host, whose ranks are all of the group."""
+        return False
+
+    def held_back(self) -> list[Wait]:
+        """The collectives of which this rank has yet to do its share. Another thread may ask."""
+        return []
+
+    @abstractmethod
+    def allocate(self, memory: MemoryT, elements: int, dtype: torch.dtype) -> Tensor:
+        """Zeros (elements,) in this rank's part of the memory."""
+
+
+class OneHost(MemoryTransport[SharedMemory]):
+    """Ranks that are all on one host.
+
+    Args:
+        library: torch's group of them, over which they meet.
+    """
+
+    smallest_bytes = SMALLEST_SHARED_BYTES
+
+    def __init__(self, members: Members, takes_all: bool, library: Any) -> None:
+        super().__init__(members, takes_all)
+        self._library = library
+
+    def make_memory(self) -> SharedMemory:
+        members = self.members
+        return SharedMemory(self._library, members.rank, members.size, members.context.has_own_core)
+
+    def allocate(self, memory: SharedMemory, elements: int, dtype: torch.dtype) -> Tensor:
+        return memory.allocate(elements, dtype, self.limit)
+
+    def empty(self, elements: int, like: Tensor, overlaps: bool) -> Tensor | None:
+        return None if overlaps else super().empty(elements, like, overlaps)  # nothing happens before all ranks wait
+
+    def close(self) -> None:
+        if self._memory is not None:
+            self._memory.close()
+        self._memory = None
+
+    def shares(self, tensor: Tensor) -> bool:
+        return self.parts_of(tensor) is not None
+
+    def held_back(self) -> list[Wait]:
+        begun = list(self._memory.not_done) if self._memory else []
+        return [one.named for one in begun if one.is_held_back and one.named is not None]
+
+    def parts_of(self, tensor: Tensor) -> list[Tensor] | None:
+        """If a tensor lies in this rank's part of the memory, what is there in each rank's part: (elements,) each."""
+        return None if self._memory is None else self._memory.parts_like(tensor)
+
+    def _slots(self, tensor: Tensor) -> SharedMemory | None:
+        """The memory, with slots that a tensor can pass through in pieces; None if it is not to."""
+        if is_overlapping.get() or not self.is_worth_it(tensor.nbytes, tensor):
+            return None
+        if self._memory is None or not self._memory.has_slots():
+            self.together(lambda memory: memory.make_slots(self.limit))
+        return self._memory if self._memory and self._memory.has_slots() else None
+
+    def all_reduce(self, tensor: Tensor, op: Op) -> Carried | None:
+        if not is_known(op):
+            return None
+        if self._memory and (parts := self.parts_of(tensor)):
+            return Carried(in_place.AllReduce(self._memory, parts, op))
+        if memory := self._slots(tensor):
+            return Carried(slots.all_reduce(memory, tensor.view(-1), op))
+        return None
+
+    def broadcast(self, tensor: Tensor, source: int) -> Carried | None:
+        if self._memory and (parts := self.parts_of(tensor)):
+            return Carried(in_place.Broadcast(self._memory, parts, source))
+        if memory := self._slots(tensor):
+            return Carried(slots.broadcast(memory, tensor.view(-1), source))
+        return None
+
+    def all_gather(self, output: Tensor, own: Tensor) -> Carried | None:
+        rows = output.view(self.members.size, -1)
+        if self._memory and (sources := self.parts_of(own)):
+            wholes = self.parts_of(output)
+            if wholes and own.data_ptr() == rows[self._memory.rank].data_ptr():  # each rank's is its row
+                sources = [whole.view(len(rows), -1)[rank] for rank, whole in enumerate(wholes)]
+            return Carried(in_place.AllGather(self._memory, sources, rows))
+        return self.all_gather_list(list(rows.unbind()), own)
+
+    def all_gather_list(self, rows: list[Tensor], own: Tensor) -> Carried | None:
+        is_even = all(row.numel() == own.numel() for row in rows)
+        if is_even and (memory := self._slots(own)):
+            return Carried(slots.all_gather(memory, [row.view(-1) for row in rows], own.view(-1)))
+        return None
+
+    def reduce_scatter(self, own: Tensor, parts: Tensor, op: Op) -> Carried | None:
+        if op != ReduceOp.SUM:
+            return None
+        if self._memory and (sources := self.parts_of(parts)):
+            return Carried(in_place.ReduceScatter(self._memory, sources, own))
+        if memory := self._slots(parts):
+            return Carried(slots.reduce_scatter(memory, own.view(-1), parts))
+        return None
+
+    def received_bytes(self, parts: Tensor) -> int | None:
+        return 0 if self.parts_of(parts) or self._slots(parts) else None
+
+    def all_to_all(
+        self, output: Tensor, own: Tensor, output_sizes: Sequence[int], own_sizes: Sequence[int]
+    ) -> Carried | None:
+        if not output_sizes and not own_sizes and (memory := self._slots(own)):
+            size = self.members.size
+            return Carried(slots.all_to_all(memory, output.view(size, -1), own.view(size, -1)))
+        return None

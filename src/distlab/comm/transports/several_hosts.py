@@ -1,0 +1,162 @@
+"""The all-reduce of ranks on several hosts: in memory that the ranks of a host share, and over gloo between the hosts.
+
+Only the first rank of each host takes part in the exchange between the hosts, so that each host sends a tensor once,
+where in a ring of all ranks each of its ranks would send (Jia et al., "Highly scalable deep learning training system
+with mixed-precision", 2018). What those send each other has a column of its own, as "gradients between hosts".
+"""
+
+import time
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from datetime import timedelta
+from typing import cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ReduceOp
+
+from distlab.comm.context import SMALLEST_OF_HOSTS_BYTES, NotShared
+from distlab.comm.devices import patient_threads
+from distlab.comm.hosts import Hosts
+from distlab.comm.transports.in_place import Broadcast, Reduce
+from distlab.comm.transports.memory import SharedMemory, from_rank_0
+from distlab.comm.transports.one_host import MemoryTransport
+from distlab.comm.transports.signals import SECONDS_MORE
+from distlab.comm.transports.transport import Carried, Members, Op, ring_bytes
+
+
+class SeveralHosts(MemoryTransport["MemoryOfHosts"]):
+    """Ranks on several hosts, at least one of which has several of them; carries what `empty` has made.
+
+    Args:
+        name: of the group, another one for each.
+    """
+
+    smallest_bytes = SMALLEST_OF_HOSTS_BYTES
+
+    def __init__(self, members: Members, takes_all: bool, name: str) -> None:
+        super().__init__(members, takes_all)
+        self._name = name
+
+    def make_memory(self) -> "MemoryOfHosts":
+        members = self.members
+        return MemoryOfHosts(members.context.hosts, members.ranks, members.context.rank, self._name, self.limit)
+
+    def allocate(self, memory: "MemoryOfHosts", elements: int, dtype: torch.dtype) -> Tensor:
+        return memory.allocate(elements, dtype, self.limit)
+
+    def all_reduce(self, tensor: Tensor, op: Op) -> Carried | None:
+        memory = self._memory
+        parts = memory.parts_like(tensor) if memory else None
+        if memory is None or parts is None:
+            return None
+        sent_bytes = {"": ring_bytes(tensor, memory.ranks_here)}
+        if memory.is_first:
+            sent_bytes[" between hosts"] = ring_bytes(tensor, memory.hosts)
+        return Carried(memory.all_reduce(parts, op, self.limit), sent_bytes=sent_bytes)
+
+    def close(self) -> None:
+        if self._memory is not None:
+            self._memory.close()
+        self._memory = None
+
+
+class MemoryOfHosts:
+    """The memory that the ranks of a group share on each of several hosts, and the groups that they communicate in.
+
+    All ranks of the group must construct it together, and then call its methods in the same order.
+
+    Args:
+        hosts: where the ranks are.
+        ranks: of the group.
+        rank: this one.
+        name: of the group, another one for each.
+        timeout: of the meeting.
+
+    Raises:
+        RuntimeError: of gloo's; a rank did not take part.
+    """
+
+    def __init__(self, hosts: Hosts, ranks: Sequence[int], rank: int, name: str, timeout: timedelta) -> None:
+        by_host = hosts.split(ranks)
+        own = next(here for here in by_host if rank in here)
+        self.ranks, self.hosts, self.ranks_here, self.rank = tuple(ranks), len(by_host), len(own), own.index(rank)
+
+        def meet(those: Sequence[int]) -> dist.ProcessGroup:
+            # Not `dist.new_group`, which all ranks of the world would have to call. A backend has a group's methods.
+            store = dist.PrefixStore(f"hosts/{name}/{','.join(map(str, those))}", hosts.store)
+            return cast(dist.ProcessGroup, dist.ProcessGroupGloo(store, those.index(rank), len(those), timeout))
+
+        with patient_threads():
+            here = meet(own)
+            self.memory = SharedMemory(here, own.index(rank), len(own), has_own_core=False)
+            self._between = meet([here[0] for here in by_host]) if self.is_first else None
+        self._thread = ThreadPoolExecutor(1)
+
+    def close(self) -> None:
+        """Close what this rank has with others, once everything started has ended."""
+        self._thread.shutdown()
+        self.memory.close()
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this rank is the first of its host."""
+        return self.rank == 0
+
+    def allocate(self, elements: int, dtype: torch.dtype, timeout: timedelta) -> Tensor:
+        """Zeros (elements,) in this rank's part of a new mapping of its host, after what was started before.
+
+        Raises:
+            NotShared: on all ranks, if those of one host cannot have it.
+            RuntimeError: of gloo's; a rank did not take part.
+        """
+        return self._thread.submit(self._allocate, elements, dtype, timeout).result()
+
+    def _allocate(self, elements: int, dtype: torch.dtype, timeout: timedelta) -> Tensor:
+        deadline = time.perf_counter() + timeout.total_seconds()
+        problem: NotShared | None = None
+        try:
+            buffer = self.memory.allocate(elements, dtype, timeout)
+        except NotShared as error:
+            problem = error
+        failed = torch.tensor([int(problem is not None)])
+        self._reduce_between(failed, ReduceOp.MAX, deadline)
+        self.memory.group.broadcast([failed], from_rank_0(_until(deadline))).wait()
+        if failed:
+            raise problem or NotShared("the ranks of another host cannot share memory")
+        return buffer
+
+    def all_reduce(self, parts: list[Tensor], op: ReduceOp.RedOpType, timeout: timedelta) -> Future[None]:
+        """Combine what lies at the same place in each rank's part, on all hosts, after what was started before.
+
+        `parts`, (elements,) each, are those of this host's ranks. First those are combined in the order of the ranks,
+        ((x0 + x1) + x2) + …, then the hosts' sums by gloo; every rank gets a copy of the first rank's result. So all
+        ranks have the same sums, in every run. A thread does it, so that the hosts exchange while ranks compute.
+        """
+        return self._thread.submit(self._combine, parts, op, timeout)
+
+    def _combine(self, parts: list[Tensor], op: ReduceOp.RedOpType, timeout: timedelta) -> None:
+        deadline = time.perf_counter() + timeout.total_seconds()  # of all three parts: the caller waits for them as one
+        plain = ReduceOp.SUM if op == ReduceOp.AVG else op
+        Reduce(self.memory, parts, plain).wait(_until(deadline))
+        self._reduce_between(parts[0], plain, deadline)
+        if self.is_first and op == ReduceOp.AVG:
+            parts[0].div_(len(self.ranks))
+        Broadcast(self.memory, parts).wait(_until(deadline))
+
+    def _reduce_between(self, tensor: Tensor, op: ReduceOp.RedOpType, deadline: float) -> None:
+        """Combine the tensors of the hosts' first ranks; on other ranks, nothing."""
+        if self._between is not None:
+            options = dist.AllreduceOptions()
+            options.reduceOp, options.timeout = ReduceOp(op), _until(deadline + 2 * SECONDS_MORE)
+            self._between.allreduce([tensor], options).wait(options.timeout)
+
+    def parts_like(self, tensor: Tensor) -> list[Tensor] | None:
+        """As `SharedMemory.parts_like`: the parts of this host's ranks."""
+        return self.memory.parts_like(tensor)
+
+
+def _until(deadline: float) -> timedelta:
+    """The time that is left; never none, which would mean no deadline to torch."""
+    return timedelta(seconds=max(0.001, deadline - time.perf_counter()))

@@ -1,0 +1,126 @@
+"""Collectives of tensors that lie anywhere, piece by piece through slots in the memory that their ranks share."""
+
+from collections.abc import Callable, Sequence
+
+from torch import Tensor
+from torch.distributed import ReduceOp
+
+from distlab.comm.transports.memory import SLOT_BYTES, SharedCollective, SharedMemory
+from distlab.comm.transports.sums import add_in_order, combine_in_order
+
+
+class ThroughSlots(SharedCollective):
+    """A collective of tensors that lie anywhere, piece by piece through slots that stay in the caches.
+
+    In each turn, every rank copies a piece of its own into its slot, and reads what it needs from all slots. Two slots
+    take turns: a rank writes to one again when all ranks have come to the turn after, and so have read it.
+
+    Args:
+        turns: number of pieces.
+        put: (turn, own slot) copies a piece of this rank's.
+        take: (turn, all slots) reads what this rank needs, by rank.
+    """
+
+    def __init__(
+        self,
+        memory: SharedMemory,
+        turns: int,
+        put: Callable[[int, Tensor], object],
+        take: Callable[[int, list[Tensor]], object],
+    ) -> None:
+        super().__init__(memory)
+        self._turns, self._put, self._take = turns, put, take
+        self._turn, self._slots = 0, list[Tensor]()  # of the turn, once this rank has put its piece there
+
+    def _do_share(self, deadline: float) -> None:
+        memory = self._memory
+        while self._turn < self._turns:
+            if not self._slots:
+                self._slots = memory.next_slots()
+                self._put(self._turn, self._slots[memory.rank])
+                memory.turn.send()
+            memory.turn.wait(memory.turns, deadline)
+            self._take(self._turn, self._slots)
+            self._turn, self._slots = self._turn + 1, []
+
+
+def all_reduce(memory: SharedMemory, tensor: Tensor, op: ReduceOp.RedOpType) -> ThroughSlots:
+    """Combine each rank's `tensor` (elements,), in place, over the ranks in their order, ((x0 + x1) + x2) + …"""
+    pieces = tensor.split(SLOT_BYTES // tensor.element_size())
+
+    def put(turn: int, slot: Tensor) -> None:
+        _first(slot, pieces[turn]).copy_(pieces[turn])
+
+    def take(turn: int, slots: list[Tensor]) -> None:
+        piece = pieces[turn]
+        combine_in_order([_first(slot, piece) for slot in slots], op, piece)
+        if op == ReduceOp.AVG:
+            piece.div_(memory.size)
+
+    return ThroughSlots(memory, len(pieces), put, take)
+
+
+def broadcast(memory: SharedMemory, tensor: Tensor, source: int) -> ThroughSlots:
+    """Copy the source's `tensor` (elements,) into every rank's."""
+    pieces = tensor.split(SLOT_BYTES // tensor.element_size())
+
+    def put(turn: int, slot: Tensor) -> None:
+        if memory.rank == source:
+            _first(slot, pieces[turn]).copy_(pieces[turn])
+
+    def take(turn: int, slots: list[Tensor]) -> None:
+        if memory.rank != source:
+            pieces[turn].copy_(_first(slots[source], pieces[turn]))
+
+    return ThroughSlots(memory, len(pieces), put, take)
+
+
+def all_gather(memory: SharedMemory, parts: Sequence[Tensor], own: Tensor) -> ThroughSlots:
+    """Copy each rank's `own` (elements,) into every rank's `parts`, (elements,) each."""
+    length = SLOT_BYTES // own.element_size()
+    pieces, by_rank = own.split(length), [part.split(length) for part in parts]
+
+    def put(turn: int, slot: Tensor) -> None:
+        _first(slot, pieces[turn]).copy_(pieces[turn])
+
+    def take(turn: int, slots: list[Tensor]) -> None:
+        for of_rank, slot in zip(by_rank, slots, strict=True):
+            of_rank[turn].copy_(_first(slot, of_rank[turn]))
+
+    return ThroughSlots(memory, len(pieces), put, take)
+
+
+def reduce_scatter(memory: SharedMemory, own: Tensor, parts: Tensor) -> ThroughSlots:
+    """Add up each rank's `parts` (ranks, elements), of which every rank gets its row in `own`; see `add_in_order`."""
+    columns = SLOT_BYTES // (memory.size * own.element_size())
+    into, pieces = own.split(columns), parts.split(columns, dim=1)
+
+    def put(turn: int, slot: Tensor) -> None:
+        _first(slot, pieces[turn]).view(pieces[turn].shape).copy_(pieces[turn])
+
+    def take(turn: int, slots: list[Tensor]) -> None:
+        shape = pieces[turn].shape
+        add_in_order([_first(slot, pieces[turn]).view(shape)[memory.rank] for slot in slots], into[turn])
+
+    return ThroughSlots(memory, len(pieces), put, take)
+
+
+def all_to_all(memory: SharedMemory, parts: Tensor, own: Tensor) -> ThroughSlots:
+    """Give row r of `own` (ranks, elements) to rank r, which gets this rank's in that row of `parts`."""
+    columns = SLOT_BYTES // (memory.size * own.element_size())
+    into, pieces = parts.split(columns, dim=1), own.split(columns, dim=1)
+
+    def put(turn: int, slot: Tensor) -> None:
+        _first(slot, pieces[turn]).view(pieces[turn].shape).copy_(pieces[turn])
+
+    def take(turn: int, slots: list[Tensor]) -> None:
+        shape = pieces[turn].shape
+        for row, slot in zip(into[turn], slots, strict=True):
+            row.copy_(_first(slot, pieces[turn]).view(shape)[memory.rank])
+
+    return ThroughSlots(memory, len(pieces), put, take)
+
+
+def _first(slot: Tensor, like: Tensor) -> Tensor:
+    """The beginning of a slot, with the size and dtype of a piece: (elements,)."""
+    return slot[: like.nbytes].view(like.dtype)

@@ -1,0 +1,134 @@
+"""A way in which tensors travel between the ranks of a group: what `distlab.comm.group` asks of each."""
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+from torch import Tensor
+from torch.distributed import ReduceOp
+
+from distlab.comm.context import Context
+from distlab.comm.pending import Carrier
+
+Op = ReduceOp.RedOpType
+is_overlapping: ContextVar[bool] = ContextVar("is_overlapping", default=False)
+
+
+@contextlib.contextmanager
+def overlapping() -> Iterator[None]:
+    """Inside, collectives start that have to go on while their ranks compute.
+
+    The memory of one host is not used for them: there, nothing happens before all ranks wait.
+    """
+    token = is_overlapping.set(True)
+    try:
+        yield
+    finally:
+        is_overlapping.reset(token)
+
+
+@dataclass(frozen=True)
+class Members:
+    """The ranks of a group, as one of them sees them."""
+
+    context: Context
+    ranks: tuple[int, ...]  # numbers in the world
+
+    @cached_property
+    def rank(self) -> int:
+        """This rank's number in the group."""
+        return self.ranks.index(self.context.rank)
+
+    @property
+    def size(self) -> int:
+        return len(self.ranks)
+
+    @property
+    def others(self) -> tuple[int, ...]:
+        return tuple(rank for rank in self.ranks if rank != self.context.rank)
+
+    @property
+    def by_host(self) -> list[list[int]]:
+        """The ranks on each host, hosts in the order of their first ranks."""
+        return self.context.hosts.split(self.ranks)
+
+
+class Carried(NamedTuple):
+    """A collective or message that a transport has begun."""
+
+    by: Carrier | None = None  # None: it is complete
+    finish: Callable[[], object] | None = None  # called when `by` has been waited for
+    sent_bytes: Mapping[str, int] | None = None  # by an addition to the ledger's column, if they are not as usual
+    at_once: bool = False  # whether it ends before its call returns
+
+
+class Transport:
+    """A way in which tensors travel; by default, none travels this way.
+
+    Each method begins a collective or a message of the group, or returns None if its tensors do not travel this way.
+    Tensors are contiguous. The answer is the same on all ranks that take part.
+    """
+
+    def all_reduce(self, tensor: Tensor, op: Op) -> Carried | None:
+        """Combine all ranks' tensors, in place."""
+        return None
+
+    def broadcast(self, tensor: Tensor, source: int) -> Carried | None:
+        """Copy the tensor of a rank of the group into all others'."""
+        return None
+
+    def all_gather(self, output: Tensor, own: Tensor) -> Carried | None:
+        """Collect all ranks' `own` in `output`, one after another."""
+        return None
+
+    def all_gather_list(self, rows: list[Tensor], own: Tensor) -> Carried | None:
+        """Collect the `own` of rank r in `rows[r]`; any sizes."""
+        return None
+
+    def reduce_scatter(self, own: Tensor, parts: Tensor, op: Op) -> Carried | None:
+        """Combine all ranks' `parts` (ranks, elements), of which rank r gets row r in `own`; an average is a sum here.
+
+        Sums are added up in the order of ranks (`sums.add_in_order`), but NCCL's.
+        """
+        return None
+
+    def all_to_all(
+        self, output: Tensor, own: Tensor, output_sizes: Sequence[int], own_sizes: Sequence[int]
+    ) -> Carried | None:
+        """Send part r of `own` to rank r, and collect in `output` what this one gets; empty sizes are even ones."""
+        return None
+
+    def reduce(self, tensor: Tensor, root: int, op: Op) -> Carried | None:
+        """Combine all ranks' tensors on one of them."""
+        return None
+
+    def gather(self, output: Sequence[Sequence[Tensor]], own: Tensor, root: int) -> Carried | None:
+        """Collect all ranks' `own` in `output[0]` of one of them."""
+        return None
+
+    def scatter(self, own: Tensor, input: Sequence[Sequence[Tensor]], root: int) -> Carried | None:
+        """Give each rank its tensor of the root's `input[0]`."""
+        return None
+
+    def send(self, tensor: Tensor, to: int, tag: int) -> Carried | None:
+        """Send a tensor to a rank of the group."""
+        return None
+
+    def recv(self, tensor: Tensor, source: int, tag: int) -> Carried | None:
+        """Receive the next tensor of a rank of the group."""
+        return None
+
+    def received_bytes(self, parts: Tensor) -> int | None:
+        """Bytes of memory that a reduce-scatter of `parts` needs until it has ended; None if it does not come here."""
+        return None
+
+    def close(self) -> None:
+        """End what this rank has with others. Everything started must have been waited for."""
+
+
+def ring_bytes(tensor: Tensor, ranks: int) -> int:
+    """What each of so many ranks sends in an all-reduce around a ring."""
+    return 2 * (ranks - 1) * tensor.nbytes // ranks
