@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from distlab.parallel.data import GradientBuckets
-from distlab.pipeline.activations import SavedActivations
+from distlab.pipeline.saved_activations import SavedActivations
 from simplellm.llama import CausalLLama, LLama
 from simplellm.losses import causalLLMLoss
 from simplellm.options import Recompute

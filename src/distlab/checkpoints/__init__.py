@@ -2,3 +2,5 @@
 
 May import `distlab.comm`.
 """
+
+LLAMA = "llama"  # the architecture of a record that names none; all others are classifiers

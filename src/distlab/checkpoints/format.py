@@ -21,11 +21,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from distlab.checkpoints import LLAMA
 from simplellm.errors import InputError, require
 
 FOLDER, RECORD, TOKENIZER = "checkpoints", "checkpoint.json", "tokenizer.model"
 PER_RANK_OPTIMIZER_STATE = "own_moments"  # the key in the record, unchanged since the first version
-LLAMA = "llama"  # the architecture of a record that names none; all others are classifiers
 # The sizes of a Llama in a record, all at least 1.
 LLAMA_SIZES = ("vocab_size", "dmodel", "num_heads", "num_kv_heads", "hidden_dim", "n_layers", "ctx_size")
 Record = dict[str, Any]
@@ -70,6 +70,11 @@ class Checkpoint:
     @property
     def tokenizer(self) -> Path:
         return self.folder / TOKENIZER
+
+    def has_tokenizer(self, model: Path) -> bool:
+        """Whether it was trained with this SentencePiece model."""
+        file = self.record["files"].get(TOKENIZER)
+        return file is not None and file["sha256"] == checksum(model)
 
     def is_of_run(self, folder: Path) -> bool:
         """Whether the run in this folder wrote it."""

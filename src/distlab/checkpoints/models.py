@@ -7,7 +7,8 @@ from pathlib import Path
 
 import torch
 
-from distlab.checkpoints.format import LLAMA, latest_valid
+from distlab.checkpoints import LLAMA
+from distlab.checkpoints.format import latest_valid
 from distlab.checkpoints.saving import OPTIMIZER, RANDOM, UNFINISHED, place_of, read_into, root_of, save, tensors_in
 from simplellm.errors import InputError, require
 from simplellm.saved_model import SavedModel

@@ -25,10 +25,11 @@ from distlab.comm.pending import Pending
 from distlab.parallel.data import BUCKET_BYTES, Bucket, GradientBuckets, broadcast_weights, split_into_buckets
 from distlab.parallel.division import Sharded
 from distlab.parallel.flat_parameters import Gathered, GradientShard
+from distlab.parallel.shards import ReplicaShards
 from distlab.parallel.units import Unit, blocks_in, blocks_of, tensors_with_gradient
 
 
-class ShardedDP(nn.Module):
+class ShardedDP(ReplicaShards):
     """Wraps a model so that its replicas shard its optimizer state, gradients or weights.
 
         model = ShardedDP(model, "weights")

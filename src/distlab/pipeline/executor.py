@@ -15,10 +15,11 @@ from distlab.comm.group import CONTROL
 from distlab.comm.names import counted_as
 from distlab.comm.recorder import COMPUTE
 from distlab.pipeline.actions import Action, ActionCosts, Programs, stages_of
-from distlab.pipeline.activations import Loss, SavedActivations, Stage
+from distlab.pipeline.activations import Loss, Stage
 from distlab.pipeline.flow import Flow
 from distlab.pipeline.links import Links
 from distlab.pipeline.plan import Plan, simulate, threads_by_plan
+from distlab.pipeline.saved_activations import SavedActivations
 from simplellm.errors import require
 
 Modules = nn.Module | Mapping[int, nn.Module]  # of one stage, or by stage

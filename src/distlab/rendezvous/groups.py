@@ -2,7 +2,7 @@
 
 import json
 import os
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -11,8 +11,10 @@ from distlab.comm import devices
 from distlab.comm.context import Context, Options
 from distlab.comm.group import LabGroup
 from distlab.comm.hosts import Hosts
-from distlab.rendezvous.notices import NoticeBoard
 from distlab.rendezvous.torchrun import is_store_in_launcher
+
+if TYPE_CHECKING:
+    from distlab.rendezvous.notices import NoticeBoard
 
 
 class WorldGroup(LabGroup):
@@ -22,10 +24,13 @@ class WorldGroup(LabGroup):
         notices: each rank's waits, as the others can read them; None in a world of one.
     """
 
+    notices: "NoticeBoard | None" = None
+
     def __init__(self, context: Context, store: dist.Store) -> None:
         super().__init__(context, store, range(context.world_size), context.group_timeout)
-        self.notices: NoticeBoard | None = None
         if context.world_size > 1:
+            from distlab.rendezvous.notices import NoticeBoard
+
             self.notices = NoticeBoard(store, context, is_rank_0s=not is_store_in_launcher())
 
     def shutdown(self) -> None:

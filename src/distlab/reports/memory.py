@@ -11,8 +11,8 @@ import torch.distributed as dist
 from distlab.comm.context import Context
 from distlab.comm.group import CONTROL
 from distlab.comm.names import named
-from distlab.parallel.sharded import ShardedDP
-from distlab.pipeline.activations import SavedActivations
+from distlab.parallel.shards import ReplicaShards
+from distlab.pipeline.saved_activations import SavedActivations
 from simplellm.errors import InputError
 
 KINDS = ("parameters", "gradients", "optimizer state", "copy to undo", "gathered", "activations")
@@ -30,7 +30,7 @@ class MemoryReport:
     """
 
     def __init__(
-        self, optimizer: torch.optim.Optimizer, sharded: Collection[ShardedDP] = (), outer_bytes: int = 0
+        self, optimizer: torch.optim.Optimizer, sharded: Collection[ReplicaShards] = (), outer_bytes: int = 0
     ) -> None:
         self._optimizer, self._sharded, self._has_counted = optimizer, sharded, False
         self._outer_bytes = outer_bytes
@@ -69,7 +69,7 @@ def _has_recomputation(by_rank: Sequence[Sequence[int]]) -> bool:
 
 
 def count_bytes(
-    optimizer: torch.optim.Optimizer, saved_bytes: int, sharded: Collection[ShardedDP] = (), copied_bytes: int = 0
+    optimizer: torch.optim.Optimizer, saved_bytes: int, sharded: Collection[ReplicaShards] = (), copied_bytes: int = 0
 ) -> list[int]:
     """Bytes of each of `KINDS` on this rank."""
     parameters = _parameters(optimizer)

@@ -12,8 +12,9 @@ from distlab.comm.grid import Axis, Grid
 from distlab.comm.group import CONTROL, open_queues
 from distlab.comm.names import counted_as, named
 from distlab.pipeline.actions import KINDS, Action, ActionCosts
-from distlab.pipeline.activations import Loss, MicroBatch, SavedActivations, Stage
+from distlab.pipeline.activations import Loss, MicroBatch, Stage
 from distlab.pipeline.plan import simulate
+from distlab.pipeline.saved_activations import SavedActivations
 from distlab.pipeline.schedules import all_stages
 from distlab.run.stage_settings import ScheduleSettings
 from distlab.run.terminal import say

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import torch
 from torch import nn
@@ -13,13 +13,15 @@ from torch.optim import Optimizer
 from distlab.checkpoints.format import PER_RANK_OPTIMIZER_STATE, latest_valid
 from distlab.checkpoints.saving import read_into, restore, save, state_of, supersede, tensors_in
 from distlab.comm.layout import Layout, layout_size
-from distlab.parallel.gradient_compression import Compressor
-from distlab.parallel.outer import OuterOptimizer
-from distlab.run.logs import RunLog
 from distlab.run.resume import check_data, per_step
 from distlab.run.settings import ResumableSettings, as_flag, as_json
 from distlab.run.terminal import say
 from simplellm.errors import InputError, require
+
+if TYPE_CHECKING:
+    from distlab.parallel.gradient_compression import Compressor
+    from distlab.parallel.outer import OuterOptimizer
+    from distlab.run.logs import RunLog
 
 BatchT = TypeVar("BatchT", covariant=True)
 
@@ -40,12 +42,15 @@ class TrainingState:
     model: dict[str, Any]  # the description of the model in a checkpoint's record
     optimizer: Optimizer  # of all parameters
     changing: Callable[[], AbstractContextManager[object]] = nullcontext  # a context in which parameters are restored
-    outer: OuterOptimizer | None = None  # of replicas that train on their own; the checkpoint's model is the outer one
-    compressor: Compressor | None = None  # of the gradients
+    outer: "OuterOptimizer | None" = None  # of replicas that train on their own; its model is the checkpoint's
+    compressor: "Compressor | None" = None  # of the gradients
 
 
 class Checkpointer:
-    """Restores the checkpoint that a run resumes from, and writes one every `--save-every` steps."""
+    """Restores the checkpoint that a run resumes from, and writes one every `--save-every` steps.
+
+    A run that does neither has none.
+    """
 
     def __init__(self, settings: ResumableSettings, out: Path, rank: int, decided: dict[str, Any]) -> None:
         self._settings, self._out, self._rank = settings, out, rank
@@ -59,11 +64,14 @@ class Checkpointer:
         self._tokenizer = None if tokenizer is None else tokenizer.read_bytes()
         self.state: TrainingState | None = None  # set by the script through `Run.track`
 
+    def register(self, *state: Any) -> None:
+        """What changes during training: the fields of a `TrainingState`."""
+        self.state = TrainingState(*state)
+
     def restore(self, batches: Batches[Any]) -> int:
         """Load the checkpoint's state; returns how many tokens (or inputs, …) its steps consumed, 0 for a new run."""
-        is_needed = self._settings.save_every or self.resumed
         sentence = "--save-every and --resume need a script that calls run.track before its first step"
-        require(not is_needed or self.state is not None, sentence)
+        require(self.state is not None, sentence)
         if self.resumed is None or self.state is None:
             return 0
         with self.state.changing():
@@ -93,7 +101,7 @@ class Checkpointer:
         every = self._settings.save_every
         return every is not None and ((step + 1) % every == 0 or step + 1 == steps)
 
-    def save(self, steps: int, batches: Batches[Any], log: RunLog) -> None:
+    def save(self, steps: int, batches: Batches[Any], log: "RunLog") -> None:
         """Write a checkpoint after `steps` steps; all ranks must call this method."""
         args, state = self._settings, self.state
         assert state is not None
@@ -140,8 +148,7 @@ def _of_a_replica(layout: Layout, settings: Mapping[str, Any]) -> dict[str, Any]
 def prepare_checkpoints(settings: ResumableSettings, out: Path, data_identity: dict[str, Any] | None) -> dict[str, str]:
     """Choose the checkpoint to resume from, if any, and delete unfinished and later checkpoints of the run's folder."""
     if settings.resume is None:
-        if settings.save_every:
-            supersede(out)
+        supersede(out)
         return {}
     checkpoint = latest_valid(settings.resume, say)
     settings.check_checkpoint(checkpoint)

@@ -11,7 +11,7 @@ from importlib.metadata import distributions
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from distlab.checkpoints.format import LLAMA
+from distlab.checkpoints import LLAMA
 from distlab.comm.layout import layout_size
 from distlab.rendezvous.torchrun import started_by_torchrun
 

@@ -8,19 +8,24 @@ import time
 import traceback
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 import torch
 
 from distlab.comm.processes import leave
 from distlab.comm.waits import TrafficError
 from distlab.rendezvous.groups import world_group
-from distlab.rendezvous.notices import NoticeBoard
 from distlab.rendezvous.torchrun import started_by_torchrun
 from distlab.run.logs import human_bytes
-from distlab.run.not_finite import NotFiniteError
 from distlab.run.terminal import RankOutput, say
 from simplellm.errors import InputError, about_full_disk, tell
+
+if TYPE_CHECKING:
+    from distlab.rendezvous.notices import NoticeBoard
+
+
+class NotFiniteError(RuntimeError):
+    """A loss, or a norm of gradients, that is infinite or no number; all ranks raise it, with the same words."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +70,7 @@ class Failure:
         return cls(f"{who} failed: {cause}", cause=cause, names_rank=True)
 
     @classmethod
-    def _of_wait(cls, error: TrafficError, notices: NoticeBoard | None) -> "Failure":
+    def _of_wait(cls, error: TrafficError, notices: "NoticeBoard | None") -> "Failure":
         """For a failed wait: find out together with the other ranks which waits for which, print it, name the cause."""
         found = notices.explain(error) if notices else None
         if found is None or notices is None:

@@ -18,9 +18,7 @@ from distlab.comm.grid import Grid
 from distlab.comm.heap import set_up_heap
 from distlab.comm.layout import layout_flags, layout_size
 from distlab.comm.waits import TrafficError, reason
-from distlab.rendezvous import ranks as rendezvous
 from distlab.rendezvous.torchrun import started_by_torchrun
-from distlab.run.checkpointer import prepare_checkpoints
 from distlab.run.folders import Claim
 from distlab.run.settings import ResumableSettings, RunSettings, as_flag, as_json
 from distlab.run.terminal import say
@@ -84,6 +82,8 @@ def join(settings: RunSettings, script: Path) -> Joined:
         context = _connect(settings, grid, places, dist.HashStore(), "gloo")
         decided, claim = decide(settings, script)
         return Joined(grid, places, decided, claim, context)
+    from distlab.rendezvous import ranks as rendezvous
+
     by_torchrun, seconds = started_by_torchrun(), settings.timeout
     address = os.environ.get("MASTER_ADDR", settings.master_addr) if by_torchrun else settings.master_addr
     store = rendezvous.open_store(rank, settings.master_addr, settings.master_port or 29500, seconds, say)
@@ -117,7 +117,10 @@ def decide(settings: RunSettings, script: Path) -> tuple[dict[str, Any], Claim]:
     claim = Claim(out)  # before its checkpoints are touched
     if isinstance(settings, ResumableSettings):
         settings.check_folders()  # again: the run that had the folder may have left checkpoints
-        decided |= prepare_checkpoints(settings, out, decided["data_identity"])
+        if settings.has_checkpoints:
+            from distlab.run.checkpointer import prepare_checkpoints
+
+            decided |= prepare_checkpoints(settings, out, decided["data_identity"])
     return decided, claim
 
 

@@ -8,7 +8,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
 
-from distlab.checkpoints.format import has_checkpoints
 from distlab.comm.processes import end_with_parent, leave
 from distlab.comm.torch_patches import silence_torch_warnings
 from distlab.rendezvous.torchrun import started_by_torchrun
@@ -57,7 +56,11 @@ def flags_to_resume() -> list[str]:
     parser.add_argument("--out", type=Path)
     out = parser.parse_known_args()[0].out
     restarts = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
-    return ["--resume", str(out)] if restarts and out is not None and has_checkpoints(out) else []
+    if not restarts or out is None:
+        return []
+    from distlab.checkpoints.format import has_checkpoints
+
+    return ["--resume", str(out)] if has_checkpoints(out) else []
 
 
 def end_with_launcher() -> None:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from distlab.comm.grid import Grid
 from distlab.comm.group import open_queues
 from distlab.comm.names import named
-from distlab.parallel.sharded import ShardedDP
+from distlab.parallel.shards import ReplicaShards
 from simplellm.llama import LLamaPart
 from simplellm.losses import causalLLMLoss
 
@@ -22,7 +22,7 @@ Loss = Callable[[Tensor, Tensor], Tensor]  # (logits of the whole model, token i
 
 def own_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
     """What this rank updates of a module, by name: its parameters, or its shards of them."""
-    return module.own_parameters() if isinstance(module, ShardedDP) else dict(module.named_parameters())
+    return module.own_parameters() if isinstance(module, ReplicaShards) else dict(module.named_parameters())
 
 
 def _llama_part(model: nn.Module) -> LLamaPart:
@@ -41,7 +41,7 @@ class ModelParts:
     owners: Sequence[int]  # by stage, the rank in the pipeline that holds it
     grid: Grid  # this rank's position in the layout
     loss: Loss
-    sharded: Mapping[int, ShardedDP] = field(default_factory=dict)  # around stages, where the replicas share them out
+    sharded: Mapping[int, ReplicaShards] = field(default_factory=dict)  # around stages that replicas share out
 
     @classmethod
     def of(
@@ -60,7 +60,7 @@ class ModelParts:
         stages = {stage: _llama_part(part) for stage, part in parts.items()}
         vocab_size = next(iter(stages.values())).options["vocab_size"]
         loss = loss or partial(causalLLMLoss, vocab_size=vocab_size)
-        sharded = {stage: part for stage, part in parts.items() if isinstance(part, ShardedDP)}
+        sharded = {stage: part for stage, part in parts.items() if isinstance(part, ReplicaShards)}
         return cls(stages, range(grid.axis("pp").size) if owners is None else owners, grid, loss, sharded)
 
     @property

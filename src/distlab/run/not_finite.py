@@ -16,10 +16,6 @@ NAME_BYTES = 200  # what a rank tells the others of its tensor
 STAGE = 6  # of these, the first are the number of its stage
 
 
-class NotFiniteError(RuntimeError):
-    """A loss, or a norm of gradients, that is infinite or no number; all ranks raise it, with the same words."""
-
-
 def find_cause(
     stages: Mapping[int, nn.Module],
     parameters: Iterable[tuple[int, str, Tensor]],

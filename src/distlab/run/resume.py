@@ -4,10 +4,12 @@ import hashlib
 from enum import Enum
 from pathlib import Path
 from types import UnionType
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from distlab.checkpoints.format import TOKENIZER, Checkpoint, checksum
 from simplellm.errors import InputError, require
+
+if TYPE_CHECKING:
+    from distlab.checkpoints.format import Checkpoint
 
 
 class ResumePolicy(Enum):
@@ -31,7 +33,7 @@ def marked(settings: object, *policies: ResumePolicy) -> list[str]:
     return [name for name, policy in found.items() if policy in policies]
 
 
-def per_step(checkpoint: Checkpoint, settings: Any) -> dict[str, int]:
+def per_step(checkpoint: "Checkpoint", settings: Any) -> dict[str, int]:
     """What a step of the checkpoint's run consumed on all replicas, by the setting that gives it for one replica."""
     saved = checkpoint.record["settings"]
     counts = {name: saved[name] for name in marked(settings, ResumePolicy.PER_REPLICA) if name in saved}
@@ -62,7 +64,7 @@ def require_same(what: str, name: str, saved: Any, own: Any) -> None:
     require(saved == own, f"{what} --{name.replace('_', '-')} {saved}, not {own}; leave that flag out")
 
 
-def check_data(checkpoint: Checkpoint, own: dict[str, Any] | None) -> None:
+def check_data(checkpoint: "Checkpoint", own: dict[str, Any] | None) -> None:
     """Raise `InputError` if a run's data are known not to be those of the checkpoint."""
     data = checkpoint.record.get("data")
     if data and own and _content(data) != _content(own):
@@ -88,9 +90,3 @@ def file_identity(data: str) -> dict[str, Any]:
 def _content(data: dict[str, Any]) -> dict[str, Any]:
     """The identity of data without the path: a file or folder that was moved is still the same."""
     return {key: value for key, value in data.items() if key != "source" or "bytes" not in data}
-
-
-def has_tokenizer(checkpoint: Checkpoint, model: Path) -> bool:
-    """Whether a checkpoint's tokenizer is this SentencePiece model."""
-    file = checkpoint.record["files"].get(TOKENIZER)
-    return file is not None and file["sha256"] == checksum(model)

@@ -4,7 +4,7 @@ import json
 import math
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any, Generic, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -17,23 +17,23 @@ from distlab.comm.names import named
 from distlab.comm.processes import leave
 from distlab.comm.recorder import STEP
 from distlab.comm.waits import TrafficError
-from distlab.rendezvous import ranks as rendezvous
 from distlab.rendezvous.groups import world_group
 from distlab.rendezvous.torchrun import started_by_torchrun
 from distlab.reports import memory
-from distlab.run.checkpointer import Batches, Checkpointer, TrainingState
 from distlab.run.commands import next_commands
-from distlab.run.failure import Failure
+from distlab.run.failure import Failure, NotFiniteError
 from distlab.run.joining import identity, join
 from distlab.run.logs import RunLog
-from distlab.run.not_finite import NotFiniteError
+from distlab.run.loss_sum import LossSum
 from distlab.run.progress import Progress
 from distlab.run.resume import ResumePolicy, marked
-from distlab.run.run_on import LossSum, RunningOn
 from distlab.run.settings import ResumableSettings, RunSettings, as_json
 from distlab.run.terminal import Terminal, say
-from distlab.run.tracing import gather_traces, keep_trace
 from simplellm.errors import InputError
+
+if TYPE_CHECKING:
+    from distlab.run.checkpointer import Batches, Checkpointer
+    from distlab.run.run_on import RunningOn
 
 SettingsT = TypeVar("SettingsT", bound=RunSettings)
 BatchT = TypeVar("BatchT")
@@ -42,6 +42,8 @@ RunT = TypeVar("RunT", bound="Run[Any]")
 
 class Run(Generic[SettingsT]):
     """One rank's part of a run."""
+
+    checkpointer: "Checkpointer | None" = None  # of a run that saves checkpoints, or resumes from one
 
     def __init__(self, settings: SettingsT, script: Path) -> None:
         self.settings = settings
@@ -55,8 +57,9 @@ class Run(Generic[SettingsT]):
             if (world := world_group()) is not None:
                 world.connect()
         self.out = Path(self.decided["out"])
-        self.checkpointer: Checkpointer | None = None  # None if the settings are not resumable
-        if isinstance(settings, ResumableSettings):
+        if isinstance(settings, ResumableSettings) and settings.has_checkpoints:
+            from distlab.run.checkpointer import Checkpointer
+
             self.checkpointer = Checkpointer(settings, self.out, self.rank, self.decided)
         self.first_step = self.checkpointer.first_step if self.checkpointer else 0
         self._continues = self.checkpointer is not None and self.checkpointer.continues
@@ -110,7 +113,9 @@ class Run(Generic[SettingsT]):
             ranks = f"{self.world_size} rank{'s' * (self.world_size > 1)} over {self.context.library}"
         say(f"{script.stem}: {ranks} on {self.device.type}, {threads} thread{'s' * (threads > 1)} each")
         if self.settings.layout:
-            rendezvous.say_hosts(self.joined.places, self.grid.axis("tp").size, say)
+            from distlab.rendezvous.ranks import say_hosts
+
+            say_hosts(self.joined.places, self.grid.axis("tp").size, say)
         override = devices.tf32_override() if self.device.type == "cuda" else None
         if override is not None:
             say(f"warning: with {override}, float32 products use TF32, so layouts agree to three digits only")
@@ -121,9 +126,9 @@ class Run(Generic[SettingsT]):
 
     def track(self, model: nn.Module, optimizer: Optimizer) -> None:
         """Register what changes during training, for checkpoints; `model` is this rank's part of it, unwrapped."""
-        sizes = {name: getattr(self.settings, name) for name in marked(self.settings, ResumePolicy.MODEL)}
         if self.checkpointer is not None:
-            self.checkpointer.state = TrainingState(dict(model.named_parameters()), sizes, optimizer)
+            sizes = {name: getattr(self.settings, name) for name in marked(self.settings, ResumePolicy.MODEL)}
+            self.checkpointer.register(dict(model.named_parameters()), sizes, optimizer)
 
     def count_steps(
         self,
@@ -212,7 +217,11 @@ class Run(Generic[SettingsT]):
         """Wait until all ranks have finished, print the summary, and close what the run has opened."""
         copied_bytes = self.running_on.copied_bytes if self.running_on else 0
         held = self.memory.collect(self.context, copied_bytes) if self.memory else []
-        traces = gather_traces(self.context) if self.recorder.enabled else []
+        traces = []
+        if self.recorder.enabled:
+            from distlab.run.tracing import gather_traces, keep_trace
+
+            traces = gather_traces(self.context)
         with named("the end of the run", CONTROL):
             dist.all_reduce(torch.zeros((), device=self.device))
         if self.device.type == "cuda":
@@ -242,8 +251,9 @@ class Run(Generic[SettingsT]):
             say(f"logs and metrics are in {self.out}")
             for what, seconds in self.records.seconds_apart.items():
                 say(f"{what} took {seconds:.2f} s (not counted in step times)")
-            if self.checkpointer and isinstance(self.settings, ResumableSettings) and self.records.steps:
-                for command in next_commands(self.settings, self.out, self.checkpointer.saved):
+            if isinstance(self.settings, ResumableSettings) and self.records.steps:
+                saved = self.checkpointer.saved if self.checkpointer else None
+                for command in next_commands(self.settings, self.out, saved):
                     say(command)
 
 

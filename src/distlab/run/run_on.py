@@ -9,31 +9,13 @@ import contextlib
 import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
 from distlab.parallel.clipping import NormSum, is_too_long
-
-
-@dataclass
-class LossSum:
-    """The loss of a step's global batch, while the sum over the ranks is in progress."""
-
-    step: int
-    own: Tensor  # this rank's share, a scalar; float64
-    total: Tensor  # the sum over all ranks, once it has arrived
-    transfer: dist.Work | None
-    counted: int  # how many times each micro-batch is counted in the sum
-
-    def wait(self) -> float:
-        """Wait for the loss, which is the same on all ranks."""
-        if self.transfer is not None:
-            self.transfer.wait()
-        return self.total.item() / self.counted
+from distlab.run.loss_sum import LossSum
 
 
 class RunningOn:

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeVar, ge
 
 import tyro
 
-from distlab.checkpoints.format import Checkpoint, has_checkpoints, latest_valid
 from distlab.comm.layout import Layout, layout_flags, layout_size
 from distlab.run import resume
 from distlab.run.resume import ResumePolicy
@@ -19,6 +18,7 @@ from simplellm.errors import InputError, as_flag, require, require_text
 from simplellm.tokenizers import SHIPPED_MODEL
 
 if TYPE_CHECKING:
+    from distlab.checkpoints.format import Checkpoint
     from distlab.run.logs import StepTime
 
 MOST_RANKS = 1024  # a larger number is taken for a typing error; it would use up all memory
@@ -124,6 +124,11 @@ class ResumableSettings(RunSettings):
     """run or checkpoint to resume; model, data and optimizer settings are taken from it"""
 
     @property
+    def has_checkpoints(self) -> bool:
+        """Whether the run reads or writes checkpoints."""
+        return self.save_every is not None or self.resume is not None
+
+    @property
     def length(self) -> tuple[str, int]:
         """The flag that sets the length of the run, as the user wrote it, and the number of steps that it gives."""
         raise NotImplementedError(f"{type(self).__name__} must define the length of its run")
@@ -154,7 +159,7 @@ class ResumableSettings(RunSettings):
     def decide(self) -> dict[str, Any]:
         return {"data_identity": self.data_identity}
 
-    def saved_values(self, checkpoint: Checkpoint) -> dict[str, Any]:
+    def saved_values(self, checkpoint: "Checkpoint") -> dict[str, Any]:
         """By name, the settings whose defaults come from the checkpoint; `InputError` if a value has the wrong type."""
         self._check_architecture(checkpoint)
         model, saved, layout = checkpoint.record["model"], checkpoint.record["settings"], checkpoint.layout
@@ -177,11 +182,11 @@ class ResumableSettings(RunSettings):
             require(resume.fits(value, kinds[name]), sentence)
         return {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
 
-    def remarks_on_resuming(self, checkpoint: Checkpoint) -> list[str]:
+    def remarks_on_resuming(self, checkpoint: "Checkpoint") -> list[str]:
         """Lines to print about settings that change the course of the resumed run."""
         return []
 
-    def check_checkpoint(self, checkpoint: Checkpoint) -> None:
+    def check_checkpoint(self, checkpoint: "Checkpoint") -> None:
         """Raise `InputError` if a run with these settings would not continue the run that wrote the checkpoint."""
         self._check_architecture(checkpoint)
         flag, record = f"--resume {self.resume}", checkpoint.record
@@ -191,19 +196,23 @@ class ResumableSettings(RunSettings):
             own = getattr(self, name)
             resume.require_same(f"{flag}: it was trained with", name, record["settings"].get(name, own), own)
         tokenizer = self.tokenizer_model
-        is_same = tokenizer is None or resume.has_tokenizer(checkpoint, tokenizer)
+        is_same = tokenizer is None or checkpoint.has_tokenizer(tokenizer)
         given = f"--tokenizer {tokenizer}; leave --tokenizer out"
         given = "the one that comes with the lab" if tokenizer == SHIPPED_MODEL else given
         require(is_same, f"{flag}: it was trained with another tokenizer than {given}")
         resume.check_data(checkpoint, self.data_identity)
 
-    def _check_architecture(self, checkpoint: Checkpoint) -> None:
+    def _check_architecture(self, checkpoint: "Checkpoint") -> None:
         own, its = self.architecture, checkpoint.architecture
         sentence = f"its model is of the architecture {its}, not {own}; give a run of the same model"
         require(own == its, f"--resume {self.resume}: {sentence}")
 
     def check_folders(self) -> None:
         """Raise `InputError` if the run cannot resume from `--resume`, or `--out` has checkpoints of another run."""
+        if self.resume is None and self.out is None:
+            return
+        from distlab.checkpoints.format import has_checkpoints, latest_valid
+
         resumed, out = None, self.out
         if self.resume is not None:
             resumed = latest_valid(self.resume, at_a_glance=True)
@@ -246,6 +255,8 @@ def parse(defaults: SettingsT, description: str, args: list[str] | None = None, 
     settings = read(defaults)
     try:
         if isinstance(settings, ResumableSettings) and settings.resume is not None:  # again: its values are defaults
+            from distlab.checkpoints.format import latest_valid
+
             checkpoint = latest_valid(settings.resume, at_a_glance=True)
             settings = read(replace(settings, **settings.saved_values(checkpoint)))
         settings.check()

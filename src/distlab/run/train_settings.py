@@ -10,11 +10,11 @@ import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Protocol
 
 import tyro
 
-from distlab.checkpoints.format import LLAMA, Checkpoint
+from distlab.checkpoints import LLAMA
 from distlab.comm.devices import pick_device_type
 from distlab.comm.layout import layout_flags, layout_size
 from distlab.run import resume
@@ -26,6 +26,9 @@ from simplellm.errors import InputError, require
 from simplellm.options import Recompute, check_heads
 from simplellm.sources import choose_source, open_source
 from simplellm.tokenizers import SHIPPED_MODEL, SPTokenizer
+
+if TYPE_CHECKING:
+    from distlab.checkpoints.format import Checkpoint
 
 BETAS = (0.9, 0.999)  # torch's default
 MOST_LAYERS, MOST_TOKENS = 1000, 2**24  # larger numbers are taken for typing errors, as with `MOST_RANKS`
@@ -163,7 +166,7 @@ class TrainSettings(ResumableSettings):
             parts.append(f"falls from {self.lr:g} to {self.min_lr:g} along {curve}, until step {self.steps:,}")
         return [f"the learning rate {' and then '.join(parts)}"] if parts else []
 
-    def remarks_on_resuming(self, checkpoint: Checkpoint) -> list[str]:
+    def remarks_on_resuming(self, checkpoint: "Checkpoint") -> list[str]:
         before = checkpoint.record["settings"].get("steps", self.steps)
         if self.lr_schedule == "constant" or before == self.steps:
             return []
@@ -175,17 +178,17 @@ class TrainSettings(ResumableSettings):
         """The learning rate of a step."""
         return learning_rate(step, self.steps, self.lr, self.warmup_steps, self.lr_schedule, self.min_lr)
 
-    def saved_values(self, checkpoint: Checkpoint) -> dict[str, Any]:
+    def saved_values(self, checkpoint: "Checkpoint") -> dict[str, Any]:
         values, model = super().saved_values(checkpoint), checkpoint.record["model"]
         values.setdefault("seq_len", min(self.seq_len, model["ctx_size"]))  # an imported model has no settings
         values["num_kv_heads"] = None if model["num_kv_heads"] == model["num_heads"] else model["num_kv_heads"]
         if values.get("batch_size", 0) % max(1, values.get("micro_batches", self.micro_batches)):
             del values["batch_size"]  # from another layout, with another number of micro-batches
-        if not resume.has_tokenizer(checkpoint, SHIPPED_MODEL):
+        if not checkpoint.has_tokenizer(SHIPPED_MODEL):
             values["tokenizer"] = checkpoint.tokenizer
         return values
 
-    def check_checkpoint(self, checkpoint: Checkpoint) -> None:
+    def check_checkpoint(self, checkpoint: "Checkpoint") -> None:
         super().check_checkpoint(checkpoint)
         flag, model = f"--resume {self.resume}", checkpoint.record["model"]
         num_kv_heads = self.num_kv_heads or self.num_heads

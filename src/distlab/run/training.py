@@ -5,28 +5,27 @@ import math
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from distlab.parallel.clipping import clip, sum_norm
-from distlab.parallel.gradient_compression import Compressor
-from distlab.parallel.outer import OuterOptimizer
 from distlab.reports.memory import MemoryReport
-from distlab.run.checkpointer import TrainingState
+from distlab.run.failure import NotFiniteError
 from distlab.run.model import Loss, ModelParts, own_parameters
-from distlab.run.not_finite import NotFiniteError, find_cause, find_gradient
 from distlab.run.optimizers import build_optimizer
 from distlab.run.run import Run
-from distlab.run.run_on import RunningOn
 from distlab.run.terminal import RankOutput, say
 from distlab.run.train_settings import TrainSettings
-from distlab.run.validation import Validator, perplexity
 from simplellm.dataloaders import TinyStories
 from simplellm.errors import require
 from simplellm.tokenizers import SPTokenizer
+
+if TYPE_CHECKING:
+    from distlab.parallel.gradient_compression import Compressor
+    from distlab.parallel.outer import OuterOptimizer
+    from distlab.run.validation import Validator
 
 TrainSettingsT = TypeVar("TrainSettingsT", bound=TrainSettings)
 
@@ -34,10 +33,10 @@ TrainSettingsT = TypeVar("TrainSettingsT", bound=TrainSettings)
 class TrainingRun(Run[TrainSettingsT]):
     """A run that trains the lab's Llama: options for its model and data, and the components that `track` creates."""
 
-    validator: Validator | None = None  # with `--eval-every`
+    validator: "Validator | None" = None  # with `--eval-every`
     _optimizer: Optimizer | None = None
     _parts: ModelParts
-    _outer: OuterOptimizer | None = None
+    _outer: "OuterOptimizer | None" = None
     _step: int  # the current one
     _batch: Tensor  # its token ids
 
@@ -73,8 +72,8 @@ class TrainingRun(Run[TrainSettingsT]):
         optimizer: Optimizer,
         loss: Loss | None = None,
         owners: Sequence[int] | None = None,
-        outer: OuterOptimizer | None = None,
-        compressor: Compressor | None = None,
+        outer: "OuterOptimizer | None" = None,
+        compressor: "Compressor | None" = None,
     ) -> None:
         """Register the script's model, optimizer and loss: for checkpoints, the learning rate, validation, diagnosis.
 
@@ -91,15 +90,17 @@ class TrainingRun(Run[TrainSettingsT]):
         if self.checkpointer is not None:
             sizes = {**parts.options, "n_layers": args.n_layers}
             parameters = parts.parameters()
-            self.checkpointer.state = TrainingState(
-                parameters, sizes, optimizer, parts.changing_shards, outer, compressor
-            )
+            self.checkpointer.register(parameters, sizes, optimizer, parts.changing_shards, outer, compressor)
         self._optimizer = optimizer
         self.memory = MemoryReport(optimizer, parts.sharded.values(), outer.held_bytes() if outer else 0)
         self.explain_not_finite = partial(self._find_not_finite, parts)
         if getattr(args, "run_on", False):
+            from distlab.run.run_on import RunningOn
+
             self.running_on = RunningOn(optimizer, self._loss_arrived, args.clip_norm, parts.changing_shards)
         if args.eval_every:
+            from distlab.run.validation import Validator
+
             options = {**self.data_options(), "batch_size": args.eval_sequences, "split": "validation"}
             sequences = next(TinyStories(SPTokenizer(args.tokenizer), **options)).to(self.device)
             self.validator = Validator(parts, sequences, rows=max(1, args.batch_size // args.micro_batches))
@@ -149,6 +150,8 @@ class TrainingRun(Run[TrainSettingsT]):
 
     def _find_not_finite(self, parts: ModelParts, step: int) -> str:
         """Repeat the forward pass of a step and check every tensor."""
+        from distlab.run.not_finite import find_cause
+
         name = f"the activations of micro-batch {{}} again, to find what is not finite in step {step}".format
         micro_batches = self._batch.chunk(self.settings.micro_batches)
         forward = partial(parts.forward_passes, micro_batches, name, kind="control")
@@ -170,6 +173,8 @@ class TrainingRun(Run[TrainSettingsT]):
         most, step, late = self.settings.clip_norm, self._step, self.running_on
         if most is None or (late is not None and late.must_undo):
             return
+        from distlab.parallel.clipping import clip, sum_norm
+
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         under_way = sum_norm(parameters, self.grid, f"the norm of the gradients of step {step}", self.device)
         if late is not None and self.records.loss_is_late:
@@ -179,6 +184,8 @@ class TrainingRun(Run[TrainSettingsT]):
         if late is not None:
             late.has_waited(step, norm)
         if not math.isfinite(norm):
+            from distlab.run.not_finite import find_gradient
+
             cause = find_gradient(self._parts.by_stage(), self.grid, self.device)
             raise NotFiniteError(f"the norm of the gradients of step {step} is {norm}: {cause}{self._lr_hint}")
         clip([parameter.grad for parameter in parameters if parameter.grad is not None], norm, most)
@@ -213,3 +220,8 @@ class TrainingRun(Run[TrainSettingsT]):
             print(line, flush=True)
         elif isinstance(sys.stdout, RankOutput):
             sys.stdout.keep(line + "\n")  # on a shared terminal, only rank 0 prints it
+
+
+def perplexity(loss: float) -> float:
+    """exp(loss): the number of equally likely tokens that would give this loss."""
+    return math.exp(min(loss, 700))

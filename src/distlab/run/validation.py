@@ -38,8 +38,3 @@ class Validator:
         grid = self._parts.grid
         counted = grid.size // (grid.axis("pp").size * grid.axis("dp").size)  # times that each sequence is in the sum
         return total.item() / (self._count * counted)
-
-
-def perplexity(loss: float) -> float:
-    """exp(loss): the number of equally likely tokens that would give this loss."""
-    return math.exp(min(loss, 700))

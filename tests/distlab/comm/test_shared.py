@@ -12,10 +12,10 @@ from support.processes import free_port, join, process_group, run_ranks
 from torch import Tensor
 from torch.distributed import ReduceOp
 
-from distlab.comm.transports import slots
 from distlab.comm.context import Options, Transport
 from distlab.comm.group import empty, shares
 from distlab.comm.names import named
+from distlab.comm.transports import slots
 from distlab.comm.waits import TrafficError
 from distlab.parallel.data import MyDP
 

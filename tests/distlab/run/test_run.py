@@ -161,9 +161,9 @@ def test_a_wait_of_the_search_for_what_is_not_finite_is_called_what_it_is(tmp_pa
     script = tmp_path / "broken.py"
     text = (LAB / "PP/microbatches/intro_PP_microbatches.py").read_text()
     lines = (
-        "    import os, torch\n    from distlab.run import training\n    ((stage, net),) = nets.items()\n"
+        "    import os, torch\n    from distlab.run import not_finite\n    ((stage, net),) = nets.items()\n"
         "    if stage:\n        next(net.parameters()).data.fill_(torch.nan)\n"
-        "    else:\n        training.find_cause = lambda *_: os._exit(7)\n"
+        "    else:\n        not_finite.find_cause = lambda *_: os._exit(7)\n"
     )
     script.write_text(text.replace(BUILDS_OPTIMIZER, f"{lines}{BUILDS_OPTIMIZER}"))
     flags = "--world-size 2 --batch-size 1 --micro-batches 1 --steps 2 --timeout 5".split()

@@ -15,7 +15,7 @@ from support.processes import free_port, run_ranks
 from torch import Tensor, nn
 
 from distlab.pipeline.executor import Pipeline
-from distlab.run.not_finite import NotFiniteError
+from distlab.run.failure import NotFiniteError
 from distlab.run.run_on import LossSum, RunningOn
 from distlab.run.training import TrainingRun
 
