@@ -13,9 +13,10 @@ from simplellm.errors import InputError
 # By heading, in the order in which they are listed. Each function is called with the arguments and the usage's program.
 SUBCOMMANDS = {
     "for exercises": {
-        "exercise": ("distlab_exercises.commands:exercise", "List the exercises, or write one: exercise NAME FOLDER"),
+        "exercise": ("distlab_exercises.commands:exercise", "List the exercises, or write one: exercise NAME"),
         "hint": ("distlab_exercises.commands:hint", "A hint on an exercise, by default the first: hint NAME [NUMBER]"),
         "check": ("distlab_exercises.commands:check", "Compare a solved exercise with one process: check FILE"),
+        "grade": ("distlab_exercises.commands:grade", "Check the exercises of all students of a course: grade FOLDER"),
     },
     "before a run": {
         "plan": ("distlab_planner.plan:command", "Predict which layout of hybrid is fastest on a machine."),

@@ -1,7 +1,8 @@
-"""The subcommands `exercise`, `hint` and `check`. Without torch until a file is checked."""
+"""The subcommands `exercise`, `hint`, `check` and `grade`. Without torch until a file is checked."""
 
 import argparse
 import contextlib
+import itertools
 import json
 import shlex
 import sys
@@ -13,33 +14,33 @@ from typing import Any, NoReturn
 
 from distlab.run.commands import LAUNCHER
 from distlab_exercises.catalogue import EXERCISES, Exercise
-from distlab_exercises.skeleton import name_of, write_out
+from distlab_exercises.skeleton import write_out
+from distlab_exercises.submissions import exercise_of, handed_in, name_of, read, taken_from_the_lab
 from simplellm.errors import InputError, require
+
+MY = Path("my")  # which git ignores
 
 
 def exercise(args: Sequence[str], prog: str) -> int:
     """List the exercises, or write the file of one."""
     parser = _parser(prog, "Lists the exercises, or writes the file of one.")
     parser.add_argument("name", nargs="?", help="exercise to write; none lists them all")
-    parser.add_argument("folder", nargs="?", type=Path, help="folder for its file, such as my/")
+    parser.add_argument("folder", nargs="?", type=Path, help="folder for its file (default: my/NAME)")
     given = parser.parse_args(args)
     if given.name is None:
-        width = max(map(len, EXERCISES))
-        print(f"{prog} NAME FOLDER   writes the file of an exercise into a folder\n")
-        for each in EXERCISES.values():
-            print(f"  {each.name:<{width}}  {each.minutes:>3} min  {each.title}")
+        _list_by_chapter(prog)
         return 0
-    wanted, folder = _find(given.name), given.folder
-    require(folder is not None, f"exercise {given.name}: give a folder for its file, such as my/")
+    wanted = _find(given.name)
+    folder: Path = given.folder or MY / wanted.name
     path = folder / wanted.file_name
     require(not folder.exists() or folder.is_dir(), f"{folder}: is not a folder")
     if path.exists():
-        held = name_of(_read(path)) or wanted.name
+        held = name_of(read(path)) or wanted.name
         what = "already exists, and may hold your work" if held == wanted.name else f"holds the exercise {held}"
         raise InputError(f"{path}: {what}; give another folder, such as {folder / wanted.name}")
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        path.write_text(write_out(wanted, path))
+        path.write_text(write_out(wanted, path), encoding="utf-8")
     except OSError as error:
         with contextlib.suppress(OSError):
             path.unlink()  # or it would be taken for someone's work
@@ -48,6 +49,17 @@ def exercise(args: Sequence[str], prog: str) -> int:
     print(f"# check it: {LAUNCHER} check {shlex.quote(str(path))}")
     print(f"# get a hint: {LAUNCHER} hint {wanted.name}")
     return 0
+
+
+def _list_by_chapter(prog: str) -> None:
+    width = max(map(len, EXERCISES))
+    print(f"{prog} NAME [FOLDER]   writes the file of an exercise into a folder, by default {MY}/NAME")
+    by_number = sorted(EXERCISES.values(), key=lambda each: int(each.chapter.rpartition(" ")[2]))
+    for chapter, exercises in itertools.groupby(by_number, key=lambda each: each.chapter):
+        page, _, number = chapter.partition(", ")
+        print(f"\n{number}: {page}")
+        for each in exercises:
+            print(f"  {each.name:<{width}}  {each.minutes:>3} min  {each.title}")
 
 
 def hint(args: Sequence[str], prog: str) -> int:
@@ -75,7 +87,7 @@ def check(args: Sequence[str], prog: str) -> int:
     given = parser.parse_args(args)
     asked = _find(given.exercise) if given.exercise else None
     files = _files(given.files, asked)
-    exercises = [asked or _exercise_of(path) for path in files]
+    exercises = [asked or exercise_of(path) for path in files]
     from distlab_exercises.checker import prepare  # torch: seconds, after the arguments have been checked
 
     if not given.json:
@@ -110,16 +122,49 @@ def _check(path: Path, wanted: Exercise, as_json: bool) -> bool:
         for line in verdict.printed:
             print(f"       | {line}")
     passed, seconds = all(verdict.passed for verdict in verdicts), round(time.monotonic() - started, 2)
+    imports = taken_from_the_lab(wanted, path)
     if as_json:
-        record = {"file": str(path), "exercise": wanted.name, "passed": passed, "seconds": seconds}
+        record = {"file": str(path), "exercise": wanted.name, "passed": passed, "seconds": seconds, "imports": imports}
         print(json.dumps(record | {"trials": [verdict.to_json() for verdict in verdicts]}), flush=True)
     else:
         wrong = next((verdict for verdict in verdicts if not verdict.passed), None)
         last = "passed: it is the same training run" if wanted.trials else "passed"
         if wrong is not None:
             last = f"not yet: {wrong.sentences[0].removeprefix('not written yet: ')}"
+        if imports:
+            print(f"# it imports of the lab, beyond what its exercise gives: {', '.join(imports)}")
         print(f"# {last}", flush=True)
     return passed
+
+
+def grade(args: Sequence[str], prog: str) -> int:
+    """Grade a course; the exit status is 0 if every student has passed every exercise."""
+    about = "Grades the exercises in a folder that has a folder for each student. The files run as programs of yours."
+    parser = _parser(prog, about)
+    parser.add_argument("folder", type=Path, help="folder of the course, with a folder for each student")
+    parser.add_argument("--exercise", action="append", help="exercise of the course (default: all that are found)")
+    parser.add_argument("--csv", type=Path, metavar="FILE", help="write the grades as a table for a spreadsheet, too")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write all that was found as one JSON object, too")
+    parser.add_argument("--at-once", type=int, help="files checked at a time (default: the cores)")
+    given = parser.parse_args(args)
+    require(given.folder.is_dir(), f"{given.folder}: is not a folder; give that of the course")
+    require(given.at_once is None or given.at_once >= 1, f"--at-once {given.at_once}: give at least 1")
+    files = list(handed_in(given.folder))
+    students = sorted(path.name for path in given.folder.iterdir() if path.is_dir() and path.name[0] not in "._")
+    found = {file.exercise.name for file in files if file.exercise is not None}
+    asked = {_find(name).name for name in given.exercise} if given.exercise else found
+    exercises = [each for each in EXERCISES.values() if each.name in asked]
+    require(bool(found), f"{given.folder}: has no file of an exercise; {LAUNCHER} exercise writes them")
+    for path in (path for path in (given.csv, given.json) if path is not None):
+        try:
+            path.touch(exist_ok=False)
+        except OSError as error:
+            raise InputError(f"{path}: cannot be written ({error.strerror}); give another file") from error
+    from distlab.comm.devices import cores  # torch: seconds, after the arguments have been checked
+    from distlab_exercises.grading import grade_course
+
+    at_once = given.at_once or cores()
+    return 0 if grade_course(files, students, exercises, at_once, given.csv, given.json) else 1
 
 
 def _find(name: str) -> Exercise:
@@ -128,56 +173,24 @@ def _find(name: str) -> Exercise:
 
 
 def _files(paths: Sequence[Path], wanted: Exercise | None) -> "list[Path]":
-    """The files among paths; of a folder, those below it that are submissions: of `wanted`, if it is given."""
+    """The files among paths; of a folder, those below it that solve an exercise, or have the file name of `wanted`.
+
+    One that only looks like a solution is not passed over without a word.
+    """
     found: list[Path] = []
     for path in paths:
         require(path.exists(), f"{path}: does not exist")
-        if path.is_dir():
-            inside = [file for file in sorted(path.rglob("*.py")) if _is_submission(file, wanted)]
-            require(bool(inside), f"{path}: has no file of an exercise; {LAUNCHER} exercise writes them")
-            found += inside
-        else:
-            found.append(path)
+        inside = []
+        for file in (file for file in handed_in(path) if path.is_dir() and file.path.suffix == ".py"):
+            if file.exercise is not None or (wanted is not None and file.path.name == wanted.file_name):
+                inside.append(file.path)
+            elif any(file.path.name == each.file_name for each in EXERCISES.values()) or "does not say" not in file.why:
+                print(f"# skipped {file.why}", file=sys.stderr)
+        require(
+            bool(inside) or not path.is_dir(), f"{path}: has no file of an exercise; {LAUNCHER} exercise writes them"
+        )
+        found += inside or [path]
     return found
-
-
-def _is_submission(path: Path, wanted: Exercise | None) -> bool:
-    """Whether a file below a folder says which exercise it solves; one that only looks like it is not passed over.
-
-    A file that does not say it is one if it has the name of `wanted`'s, the exercise that was asked for.
-    """
-    try:
-        name = name_of(_read(path))
-    except InputError as error:
-        print(f"# skipped {error}", file=sys.stderr)
-        return False
-    if name in EXERCISES or (name is None and wanted is not None and path.name == wanted.file_name):
-        return True
-    if name is not None:
-        print(f"# skipped {path}: {name}: no such exercise", file=sys.stderr)
-    elif any(path.name == exercise.file_name for exercise in EXERCISES.values()):
-        print(f"# skipped {path}: does not say which exercise it solves; give it with --exercise", file=sys.stderr)
-    return False
-
-
-def _read(path: Path) -> str:
-    require(not path.exists() or path.is_file() or path.is_dir(), f"{path}: is no file; give a Python file")
-    try:
-        return path.read_text()
-    except (OSError, UnicodeDecodeError) as error:
-        raise InputError(f"{path}: cannot be read ({error}); give a Python file") from error
-
-
-def _exercise_of(path: Path) -> Exercise:
-    """The exercise that a file says it is; else the first that is made from a script of the same name."""
-    if (name := name_of(_read(path))) is not None:
-        require(name in EXERCISES, f"{path}: {name}: no such exercise; {LAUNCHER} exercise lists them")
-        return EXERCISES[name]
-    same = [each for each in EXERCISES.values() if each.file_name == path.name]
-    require(
-        bool(same), f"{path}: does not say which exercise it solves; give --exercise, one of {', '.join(EXERCISES)}"
-    )
-    return same[0]
 
 
 class _Parser(argparse.ArgumentParser):

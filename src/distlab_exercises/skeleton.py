@@ -208,9 +208,3 @@ def _with_docstring(text: str, exercise: Exercise, path: Path) -> str:
         f'"""Exercise {exercise.name}: {exercise.title}.\n\n{task}\n\n{commands}\n"""\n\n{body.lstrip()}'.rstrip()
         + "\n"
     )
-
-
-def name_of(text: str) -> str | None:
-    """The exercise that a file says it is; None if it does not say."""
-    found = re.search(r'^"""Exercise ([\w-]+):', text, re.MULTILINE)
-    return found[1] if found else None

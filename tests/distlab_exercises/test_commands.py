@@ -1,6 +1,7 @@
 """The commands on exercises as a student and a teacher meet them."""
 
 import ast
+import csv
 import json
 import os
 import re
@@ -23,6 +24,8 @@ def test_from_the_list_to_the_last_hint(tmp_path: Path, capsys: pytest.CaptureFi
     listed = capsys.readouterr().out
     for name, exercise in EXERCISES.items():
         assert re.search(rf"^  {name} +{exercise.minutes} min  {re.escape(exercise.title)}$", listed, re.MULTILINE)
+        page, chapter = exercise.chapter.split(", ")
+        assert f"{chapter}: {page}" in listed[: listed.index(f"  {name} ")].split("\n\n")[-1], "listed by chapter"
         assert launch(["exercise", name, str(tmp_path / name)]) == 0
         (path,) = (tmp_path / name).iterdir()
         assert f"./launch.sh check {path}" in capsys.readouterr().out
@@ -52,7 +55,7 @@ def test_the_commands_of_a_file_can_be_copied_whatever_its_folder_is_called(fold
     ("command", "sentence"),
     [
         ("exercise dp-gaa my", "dp-gaa: no such exercise; there are dp-ga, "),
-        ("exercise dp-ga", "give a folder for its file"),
+        ("exercise dp-ga", "my/dp-ga/intro_DP_GA.py: already exists, and may hold your work"),
         ("exercise dp-ga taken", "already exists, and may hold your work"),
         ("exercise pp-zb other", "holds the exercise pp-gpipe; give another folder, such as other/pp-zb"),
         ("exercise dp-ga taken/intro_DP_GA.py", "is not a folder"),
@@ -63,14 +66,21 @@ def test_the_commands_of_a_file_can_be_copied_whatever_its_folder_is_called(fold
         ("check other.py", "does not say which exercise it solves; give --exercise, one of dp-ga"),
         ("check other/intro_DP_GA.py", "other/intro_DP_GA.py: dp-gaa: no such exercise"),
         ("check empty", "has no file of an exercise"),
+        ("grade empty", "has no file of an exercise"),
+        ("grade nothing", "nothing: is not a folder; give that of the course"),
+        ("grade . --at-once 0", "--at-once 0: give at least 1"),
+        ("grade . --exercise dp-gaa", "dp-gaa: no such exercise; there are dp-ga, "),
+        ("grade . --csv other.py", "other.py: cannot be written (File exists); give another file"),
+        ("grade . --json none/grades.json", "none/grades.json: cannot be written (No such file or directory)"),
     ],
 )
 def test_what_cannot_work_is_said_in_a_sentence(
     command: str, sentence: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    for folder in ("taken", "empty", "other"):
-        Path(folder).mkdir()
+    for folder in ("taken", "empty", "other", "my/dp-ga"):
+        Path(folder).mkdir(parents=True)
+    Path("my/dp-ga/intro_DP_GA.py").touch()
     Path("taken/intro_DP_GA.py").touch()
     Path("other.py").touch()
     Path("other/intro_DP_GA.py").write_text('"""Exercise dp-gaa: averages."""\n')
@@ -112,6 +122,93 @@ def test_files_of_a_folder_that_do_not_say_their_exercise_are_of_the_one_that_is
     assert launch(["check", "--json", "--exercise", "broadcast", str(tmp_path)]) == 0
     (checked,) = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert (checked["file"], checked["exercise"]) == (str(path), "broadcast")
+
+
+def test_exercises_are_written_where_git_does_not_look(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("pp-gpipe", "pp-dapple", "pp-zb", "pp-executor"):  # of one script
+        assert launch(["exercise", name]) == 0
+        path = Path("my", name, EXERCISES[name].file_name)
+        assert path.read_text().startswith(f'"""Exercise {name}: ')
+        assert subprocess.run(["git", "check-ignore", "-q", path], cwd=LAB).returncode == 0
+
+
+SOLVED = write_out(EXERCISES["broadcast"], Path("broadcast.py"), solved=True)
+
+
+@pytest.mark.parametrize(
+    "handed_in",
+    [
+        b"\xef\xbb\xbf" + SOLVED.encode(),  # a byte-order mark, as Notepad writes
+        SOLVED.replace("\n", "\r\n").encode(),
+        b"# -*- coding: latin-1 -*-\n# Andr\xe9\n" + SOLVED.encode("latin-1", "replace"),
+        SOLVED.replace('"""Exercise', "'''Exercise", 1).replace('\n"""\n', "\n'''\n", 1).encode(),
+        SOLVED.replace('"""Exercise', 'r"""\nExercise', 1).encode(),
+    ],
+    ids=["byte-order mark", "line ends of Windows", "Latin-1", "other quotes", "first line empty"],
+)
+def test_a_file_says_its_exercise_however_an_editor_has_saved_it(
+    handed_in: bytes, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "mine.py").write_bytes(handed_in)
+    assert launch(["check", "--json", str(tmp_path)]) == 0
+    assert json.loads(capsys.readouterr().out)["exercise"] == "broadcast"
+
+
+def hand_in(path: Path, name: str, solved: bool = True) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(write_out(EXERCISES[name], path, solved))
+    return path
+
+
+def test_a_course_has_a_row_for_each_student_and_exercise(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    course = tmp_path / "course"
+    hand_in(course / "ada/mine.py", "broadcast")  # renamed
+    hand_in(course / "ada/schedules/gpipe.py", "pp-gpipe")
+    hand_in(course / "bob/broadcast.py", "broadcast", solved=False)
+    stolen = hand_in(course / "cem/broadcast.py", "broadcast", solved=False)
+    text = stolen.read_text().replace("import torch", "from distlab.collectives import algorithms\nimport torch", 1)
+    for name in ("naive", "tree", "ring"):
+        own = f'raise NotImplementedError("write broadcast_{name}")'
+        text = text.replace(own, f"algorithms.broadcast_{name}(tensor, src, endpoint)")
+    stolen.write_text(text)
+    kills = hand_in(course / "dan/my/pp-gpipe/intro_PP_microbatches.py", "pp-gpipe")  # its first lines are gone
+    kills.write_text("import os, signal\nos.kill(os.getppid(), signal.SIGKILL)\n")  # the process that checks it
+    (course / "eva").mkdir()
+    (course / "bob/notes.ipynb").touch()
+    (course / "bob/gpipe.py").write_text("def gpipe(): ...\n")
+    (course / "__pycache__").mkdir()
+    table, record = tmp_path / "grades.csv", tmp_path / "grades.json"
+    assert launch(["grade", str(course), "--csv", str(table), "--json", str(record)]) == 1
+    told = capsys.readouterr().out
+    found = json.loads(record.read_text())
+    results = {(grade["student"], grade["exercise"]): (grade["result"], grade["mistake"]) for grade in found["grades"]}
+    missing = {(student, "pp-gpipe"): ("missing", "") for student in ("bob", "cem", "eva")}
+    assert results == missing | {
+        ("ada", "broadcast"): ("passed", ""),
+        ("ada", "pp-gpipe"): ("passed", ""),
+        ("bob", "broadcast"): ("wrong", "not-written"),
+        ("cem", "broadcast"): ("passed", ""),
+        ("dan", "broadcast"): ("missing", ""),
+        ("dan", "pp-gpipe"): ("wrong", "no-answer"),
+        ("eva", "broadcast"): ("missing", ""),
+    }
+    imports = {(grade["student"], grade["exercise"]): grade["imports"] for grade in found["grades"]}
+    assert imports["cem", "broadcast"] == ["distlab.collectives.algorithms"]
+    assert imports["ada", "pp-gpipe"] == imports["bob", "broadcast"] == []
+    assert [sentence.partition(": ")[0] for sentence in found["not_graded"]] == [
+        str(course / "bob" / name) for name in ("gpipe.py", "notes.ipynb")
+    ]
+    assert {(each["exercise"], each["mistake"], each["files"], each["of"]) for each in found["misconceptions"]} == {
+        ("broadcast", "not-written", 1, 3),
+        ("pp-gpipe", "no-answer", 1, 2),
+    }
+    rows = list(csv.DictReader(table.read_text().splitlines()))
+    assert {(row["student"], row["exercise"]): (row["result"], row["mistake"]) for row in rows} == results
+    for (student, name), (result, _) in results.items():
+        assert re.search(rf"^{student} +{name} +{result}", told, re.MULTILINE | re.IGNORECASE)
+    assert f"# not graded: {course}/bob/notes.ipynb: is a notebook; a .py file can be checked" in told
+    assert "# 1 of 3 files of broadcast: not-written: not written yet: write broadcast_naive" in told
 
 
 @pytest.mark.parametrize("name", ["pp-gpipe", "pp-zb"])

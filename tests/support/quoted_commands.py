@@ -32,7 +32,8 @@ from support.small_models import saved_model
 FENCE = re.compile(r"^( *)```(\w*)\n(.*?)^\1```$", re.MULTILINE | re.DOTALL)
 OURS = re.compile(r"(\w+=\S+ )*((\./launch\.sh|\./test\.sh|\.ci/run)( |$)|(distlab|python3?|torchrun|mpirun|sbatch) )")
 VALUED = ("-k", "--minutes")  # flags of the tests
-PARSED_BY_TYRO = FUNCTIONS.keys() - {"exercise", "hint", "check", "calibrate"}  # and do their work in this process
+BY_ARGPARSE = {"exercise", "hint", "check", "grade", "calibrate"}
+PARSED_BY_TYRO = FUNCTIONS.keys() - BY_ARGPARSE  # and do their work in this process
 OTHERS = ("git", "source", "tensorboard")  # programs that are not the lab's, and known as such
 
 
@@ -151,6 +152,7 @@ def launched(args: list[str]) -> None:
             mock.patch.object(launch, "become_mpirun", mpirun),
             mock.patch("distlab_exercises.checker.prepare"),
             mock.patch("distlab_exercises.commands._check", return_value=True),
+            mock.patch("distlab_exercises.grading.grade_course", return_value=True),
         ):
             if args and args[0] in PARSED_BY_TYRO:
                 until_parsed(lambda: launch.launch(args), args)

@@ -1,0 +1,102 @@
+"""Which exercise a file solves, whose it is, and what it takes from the lab; without torch."""
+
+import ast
+import re
+import tokenize
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from distlab.run.commands import LAUNCHER
+from distlab_exercises.catalogue import EXERCISES, Exercise
+from distlab_exercises.skeleton import write_out
+from simplellm.errors import InputError, require
+
+OF_THE_LAB = re.compile(r"(distlab\w*|simplellm)(\.\w+)*")  # a name in one of its packages
+KINDS = {".ipynb": "a notebook", ".zip": "an archive", ".pdf": "a document", ".txt": "a text", ".md": "a text"}
+
+
+@dataclass(frozen=True)
+class HandedIn:
+    """A file in the folder of a course, and the exercise that it solves."""
+
+    path: Path
+    student: str  # the folder below that of the course; "" for a file beside these folders
+    exercise: Exercise | None
+    why: str = ""  # why it is known to solve none
+
+
+def read(path: Path) -> str:
+    """A file's text, in the encoding that it declares, without a byte-order mark; `InputError` if it is no Python."""
+    require(not path.exists() or path.is_file() or path.is_dir(), f"{path}: is no file; give a Python file")
+    try:
+        with tokenize.open(path) as file:
+            return file.read()
+    except (OSError, SyntaxError, UnicodeDecodeError) as error:
+        raise InputError(f"{path}: cannot be read ({error}); give a Python file") from error
+
+
+def name_of(text: str) -> str | None:
+    """The exercise that a file says it is, in its docstring; None if it does not say."""
+    found = re.search(r"""^[rRuU]?(?:'''|\"\"\"|'|")\\?\s*Exercise ([\w-]+):""", text, re.MULTILINE)
+    return found[1] if found else None
+
+
+def exercise_of(path: Path, by_script: bool = True) -> Exercise:
+    """The exercise that a file says it is; else the one after which its folder is called, as in my/dp-ga.
+
+    Args:
+        by_script: else take the first that is made from a script of the same name.
+
+    Raises:
+        InputError: it is none of these, or cannot be read.
+    """
+    if (name := name_of(read(path))) is not None:
+        require(name in EXERCISES, f"{path}: {name}: no such exercise; {LAUNCHER} exercise lists them")
+        return EXERCISES[name]
+    same = [each for each in EXERCISES.values() if each.file_name == path.name]
+    for exercise in same:
+        if exercise.name == path.absolute().parent.name or by_script:
+            return exercise
+    which = f"; give --exercise, one of {', '.join(EXERCISES)}" if by_script else "; give it with --exercise"
+    raise InputError(f"{path}: does not say which exercise it solves{which}")
+
+
+def handed_in(folder: Path) -> Iterator[HandedIn]:
+    """All files of a course, whatever they are; what is hidden, as what Python caches, is none of the students'."""
+    for path in sorted(folder.rglob("*")):
+        parts = path.relative_to(folder).parts
+        if path.is_dir() or any(part.startswith(".") or part == "__pycache__" for part in parts):
+            continue
+        student = parts[0] if len(parts) > 1 else ""
+        if path.suffix != ".py":
+            kind = KINDS.get(path.suffix, "no Python file")
+            yield HandedIn(path, student, None, f"{path}: is {kind}; a .py file can be checked")
+            continue
+        try:
+            yield HandedIn(path, student, exercise_of(path, by_script=False))
+        except InputError as error:
+            yield HandedIn(path, student, None, str(error))
+
+
+def taken_from_the_lab(exercise: Exercise, path: Path) -> list[str]:
+    """What a file imports of the lab that the file of its exercise does not: perhaps the solution."""
+    try:
+        tree = ast.parse(read(path))
+    except (InputError, SyntaxError, ValueError):
+        return []
+    given = {"distlab", "simplellm", *_imported(ast.parse(write_out(exercise, path)))}
+    scripts = {Path(each.script).stem for each in EXERCISES.values()} - {"", "dist", path.stem}
+    more = set(_imported(tree)) - given
+    return sorted(name for name in more if OF_THE_LAB.fullmatch(name) or name.partition(".")[0] in scripts)
+
+
+def _imported(tree: ast.Module) -> Iterator[str]:
+    """What a module imports, as module.name; also each string that names one of the lab, as for importlib."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+        elif isinstance(node, ast.Constant) and OF_THE_LAB.fullmatch(str(node.value)):
+            yield str(node.value)
