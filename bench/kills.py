@@ -30,7 +30,7 @@ from distlab.checkpoints.format import Checkpoint, candidates
 from distlab.comm.layout import layout_size
 from distlab.launch import find_script
 from distlab.run.progress import each
-from distlab.run.start import read_script
+from distlab.run.start import read_script_for
 from simplellm import command_line
 
 LAB = Path(__file__).resolve().parents[1]
@@ -100,7 +100,7 @@ def ranks_of(topology: str) -> int:
     """The number of ranks of a topology; `InputError` if launch.sh refuses its flags."""
     name, *own = topology.split()
     script, flags = find_script(name)
-    return layout_size(read_script(script).parse([*flags, *RUN, *own], name).layout)
+    return layout_size(read_script_for(script, [*flags, *RUN, *own], name)[1].layout)
 
 
 def launch(topology: str, out: Path, mark: str, *flags: str) -> "subprocess.Popen[str]":

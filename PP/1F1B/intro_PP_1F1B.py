@@ -11,6 +11,7 @@ calls DAPPLE. There, `--schedule naive --trace` draws the order of this script.)
 
 import torch
 import torch.distributed as dist
+from torch import Tensor, nn
 
 from distlab.comm.group import open_queues
 from distlab.comm.names import named
@@ -25,11 +26,52 @@ from simplellm.tokenizers import SPTokenizer
 DEFAULTS = PipelineSettings(batch_size=3)
 
 
+def pass_through(net: nn.Module, x: Tensor, width: int, share: float) -> list[Tensor]:
+    """Pass a micro-batch through this stage, forward and back, in exchange with the stages before and after.
+
+    Args:
+        net: this stage's layers.
+        x: token ids (batch, seq): the input of the first stage, the targets of the last.
+        width: of the activations between stages, (batch, seq, width).
+        share: of this micro-batch in the loss of the step.
+
+    Returns:
+        On the last stage, the micro-batch's share of the loss; on other stages, nothing.
+    """
+    stage, last = dist.get_rank(), dist.get_world_size() - 1
+    # Forward: ids at the first stage, activations from there on.
+    inputs = x
+    if stage > 0:
+        inputs = torch.empty(*x.shape, width, device=x.device)
+        with named("the activations", "activations"):
+            dist.recv(inputs, stage - 1)
+        inputs.requires_grad_()  # the previous stage waits for its gradient
+    outputs = net(inputs)
+    if stage < last:
+        with named("the activations", "activations"):
+            dist.send(outputs.detach(), stage + 1)
+
+    # Backward: it starts from the loss on the last stage, and from the gradient of the outputs on the others.
+    losses = []
+    if stage == last:
+        losses.append(causalLLMLoss(outputs, x, outputs.shape[-1]) * share)
+        losses[0].backward()
+    else:
+        gradient = torch.empty_like(outputs)
+        with named("the gradients", "gradients of activations"):
+            dist.recv(gradient, stage + 1)
+        outputs.backward(gradient)
+    if stage > 0:
+        assert inputs.grad is not None
+        with named("the gradients", "gradients of activations"):
+            dist.send(inputs.grad, stage - 1)
+    return losses
+
+
 def train(run: TrainingRun[PipelineSettings]) -> None:
-    args, stage, last = run.settings, run.rank, run.world_size - 1
-    tokenizer = SPTokenizer(args.tokenizer)
+    args, tokenizer = run.settings, SPTokenizer(run.settings.tokenizer)
     split = args.split(tokenizer.vocab_size)
-    net = build_stage(stage, split, tokenizer.vocab_size, padding_idx=tokenizer.pad_id, **run.model_options())
+    net = build_stage(run.rank, split, tokenizer.vocab_size, padding_idx=tokenizer.pad_id, **run.model_options())
     stories = TinyStories(tokenizer, **run.data_options())  # inputs of the first stage, targets of the last
     optimizer = run.optimizer(net)
     run.track(net, optimizer)
@@ -43,34 +85,7 @@ def train(run: TrainingRun[PipelineSettings]) -> None:
         optimizer.zero_grad()
         losses = []
         for x in batch.chunk(args.micro_batches):
-            # [pp-1f1b] One micro-batch forward and backward, in exchange with the stages before and after.
-            # Forward: ids at the first stage, activations (batch, seq, dmodel) from there on.
-            inputs = x
-            if stage > 0:
-                inputs = torch.empty(*x.shape, args.dmodel, device=run.device)
-                with named("the activations", "activations"):
-                    dist.recv(inputs, stage - 1)
-                inputs.requires_grad_()  # the previous stage waits for its gradient
-            outputs = net(inputs)
-            if stage < last:
-                with named("the activations", "activations"):
-                    dist.send(outputs.detach(), stage + 1)
-
-            # Backward: it starts from the loss on the last stage, and from the gradient of the outputs on the others.
-            if stage == last:
-                loss = causalLLMLoss(outputs, x, tokenizer.vocab_size) / args.micro_batches
-                loss.backward()
-                losses.append(loss)
-            else:
-                gradient = torch.empty_like(outputs)
-                with named("the gradients", "gradients of activations"):
-                    dist.recv(gradient, stage + 1)
-                outputs.backward(gradient)
-            if stage > 0:
-                assert inputs.grad is not None
-                with named("the gradients", "gradients of activations"):
-                    dist.send(inputs.grad, stage - 1)
-            # [end]
+            losses += pass_through(net, x, args.dmodel, 1 / args.micro_batches)
         run.log(step, losses)
         run.clip(optimizer)
         optimizer.step()

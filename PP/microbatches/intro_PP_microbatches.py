@@ -1,58 +1,100 @@
 """Pipeline parallelism: the batch is split into micro-batches, so that the stages compute at the same time.
 
     python PP/microbatches/intro_PP_microbatches.py <rank> --schedule gpipe      in three terminals, ranks 0, 1 and 2
-    ./launch.sh pp-gpipe --micro-batches 6 --batch-size 6                        all ranks at once
-    ./launch.sh pp-dapple --micro-batches 6 --batch-size 6 --trace               and draw a timeline of all stages
+    ./launch.sh pp-dapple --micro-batches 6 --batch-size 6                       all ranks at once
 
-While stage 1 computes micro-batch 0, stage 0 already computes micro-batch 1. The schedule is the order in which a stage
-runs its forward and backward passes: a list, which a function in distlab.pipeline.schedules returns and the executor
-follows. `python -m distlab.show_schedule dapple --stages 3 --micro-batches 6` shows it.
+While stage 1 computes micro-batch 0, stage 0 already computes micro-batch 1. The schedule is the order of a stage's
+forward and backward passes: a list, which a function in distlab.pipeline.schedules returns and `run_program` follows.
+`python -m distlab.show_schedule dapple --stages 3 --micro-batches 6` shows it. PP/schedules/intro_PP_schedules.py runs
+schedules with other actions too, on an executor that overlaps; it takes over if a flag asks for that, or for --trace.
 """
 
-from functools import partial
+from collections.abc import Sequence
+from typing import Any
 
-from distlab.pipeline.actions import stages_of
-from distlab.pipeline.executor import Pipeline
-from distlab.pipeline.schedules import all_stages
-from distlab.pipeline.stages import build_stages
-from distlab.run.auto_schedule import find_schedule
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from distlab.comm.names import named
+from distlab.pipeline.actions import Action, Forward
+from distlab.pipeline.stages import build_stage
 from distlab.run.main import main
-from distlab.run.stage_settings import ScheduledPipelineSettings
+from distlab.run.stage_settings import PlainPipelineSettings
 from distlab.run.training import TrainingRun
 from simplellm.dataloaders import TinyStories
 from simplellm.losses import causalLLMLoss
 from simplellm.tokenizers import SPTokenizer
 
-DEFAULTS = ScheduledPipelineSettings(batch_size=3)
+DEFAULTS = PlainPipelineSettings(batch_size=3)
+MORE = "../schedules/intro_PP_schedules.py"
 
 
-def train(run: TrainingRun[ScheduledPipelineSettings]) -> None:
+def run_program(
+    program: Sequence[Action], net: nn.Module, parts: Sequence[Tensor], width: int, ways: Sequence[dist.ProcessGroup]
+) -> list[Tensor]:
+    """Run a stage's program, for example [F0, F1, B0, B1]; returns the shares of the loss, on the last stage.
+
+    Args:
+        parts: the micro-batches, token ids (batch, seq): the input of the first stage, the targets of the last.
+        ways: the groups for activations (batch, seq, width) to the next stage, and for gradients to the previous one.
+    """
+    stage, last, (forward, back) = dist.get_rank(), dist.get_world_size() - 1, ways
+    kept: dict[int, tuple[Tensor, Tensor]] = {}  # from a micro-batch's forward pass to its backward pass
+    losses: list[Tensor] = []
+    # In DAPPLE, neighbors send to each other at the same time. `dist.send` would wait until the other one receives, so
+    # both would wait forever. `dist.isend` only starts to send; the loop at the end waits.
+    sent: list[Any] = []
+    for action in program:
+        k = action.micro_batch
+        if isinstance(action, Forward):
+            inputs = parts[k]
+            if stage > 0:
+                inputs = torch.empty(*parts[k].shape, width, device=parts[k].device)
+                with named(f"the activations of micro-batch {k}", "activations"):
+                    dist.recv(inputs, stage - 1, forward)
+                inputs.requires_grad_()  # the previous stage waits for its gradient
+            outputs = net(inputs)
+            if stage < last:
+                with named(f"the activations of micro-batch {k}", "activations"):
+                    sent.append(dist.isend(outputs.detach(), stage + 1, forward))
+            else:
+                outputs = causalLLMLoss(outputs, parts[k], outputs.shape[-1]) / len(parts)
+                losses.append(outputs)
+            kept[k] = inputs, outputs
+        else:
+            inputs, outputs = kept.pop(k)
+            gradient = torch.empty_like(outputs) if stage < last else None  # the last stage starts from the loss
+            if gradient is not None:
+                with named(f"the gradients of micro-batch {k}", "gradients of activations"):
+                    dist.recv(gradient, stage + 1, back)
+            outputs.backward(gradient)
+            if stage > 0:
+                assert inputs.grad is not None
+                with named(f"the gradients of micro-batch {k}", "gradients of activations"):
+                    sent.append(dist.isend(inputs.grad, stage - 1, back))
+    for work in sent:
+        work.wait()
+    return losses
+
+
+def train(run: TrainingRun[PlainPipelineSettings]) -> None:
     args, tokenizer = run.settings, SPTokenizer(run.settings.tokenizer)
-    again = args.recompute == "all"
-    programs = all_stages(args.schedule, run.world_size, args.micro_batches, args.chunks_per_stage, recompute=again)
-    program = programs[run.rank]  # this rank's actions, for example [F0, F1, F2, B0, B1, B2]
+    program = args.programs()[run.rank]
     split = args.split(tokenizer.vocab_size)
-    options = {"padding_idx": tokenizer.pad_id, **run.model_options()}
-    nets = build_stages(stages_of(program), split, tokenizer.vocab_size, **options)  # one stage in most schedules
-    stories = TinyStories(tokenizer, **run.data_options())  # inputs of the first stage, targets of the last
-    optimizer = run.optimizer(nets)
-
-    loss = partial(causalLLMLoss, vocab_size=tokenizer.vocab_size)
-    if args.schedule == "auto":  # the order depends on what the passes take here
-        programs = find_schedule(run, nets, loss)
-    costs = args.pass_costs(tokenizer.vocab_size)  # by which an action uses the cores of idle stages
-    pipeline = Pipeline(
-        nets, programs, run.grid, loss, args.dmodel, cores=run.shared_cores, costs=costs, run_on=args.run_on
-    )
-    run.track(nets, optimizer, owners=pipeline.owners)
+    net = build_stage(run.rank, split, tokenizer.vocab_size, padding_idx=tokenizer.pad_id, **run.model_options())
+    stories = TinyStories(tokenizer, **run.data_options())  # the same on all ranks
+    optimizer = run.optimizer(net)
+    run.track(net, optimizer)
+    ways = dist.new_group(), dist.new_group()  # NCCL sends a group's messages in order, whatever their direction
 
     for step, batch in run.steps(stories):
         optimizer.zero_grad()
-        losses = pipeline.step(batch.chunk(args.micro_batches))
+        losses = run_program(program, net, batch.chunk(args.micro_batches), args.dmodel, ways)
         run.log(step, losses)
         run.clip(optimizer)
         optimizer.step()
 
 
 if __name__ == "__main__":
-    main(train, DEFAULTS, __doc__)
+    main(train, DEFAULTS, __doc__, MORE)

@@ -2,7 +2,6 @@
 
 import importlib.util
 import sys
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
@@ -33,7 +32,7 @@ def load(script: Path) -> ModuleType:
     return module
 
 
-def _refuse_to_start(work: Callable[[Any], None], defaults: RunSettings, description: str | None) -> NoReturn:
+def _refuse_to_start(*_: Any, **__: Any) -> NoReturn:
     raise InputError('the file calls main(...) as it is loaded; put that below if __name__ == "__main__":')
 
 

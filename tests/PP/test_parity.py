@@ -9,6 +9,7 @@ pytestmark = pytest.mark.quick
 
 NAIVE = "PP/1F1B/intro_PP_1F1B.py"
 MICRO_BATCHES = "PP/microbatches/intro_PP_microbatches.py"
+SCHEDULES = "PP/schedules/intro_PP_schedules.py"
 HYBRID = "hybrid/intro_hybrid.py"
 
 
@@ -34,9 +35,9 @@ def together(stages: list[State]) -> State:
         (MICRO_BATCHES, "--world-size 3 --schedule dapple --micro-batches 2 --layers-per-stage 1,1,0"),
         (MICRO_BATCHES, "--world-size 4 --schedule dapple --micro-batches 6"),
         (MICRO_BATCHES, "--world-size 4 --schedule naive --micro-batches 1"),
-        (MICRO_BATCHES, "--world-size 2 --schedule interleaved --micro-batches 2"),
-        (MICRO_BATCHES, "--world-size 3 --schedule zb-h1 --micro-batches 6"),
-        (MICRO_BATCHES, "--world-size 2 --schedule zb-v --micro-batches 3 --recompute all"),
+        (SCHEDULES, "--world-size 2 --schedule interleaved --micro-batches 2"),
+        (SCHEDULES, "--world-size 3 --schedule zb-h1 --micro-batches 6"),
+        (SCHEDULES, "--world-size 2 --schedule zb-v --micro-batches 3 --recompute all"),
     ],
 )
 def test_a_pipeline_is_the_run_of_one_process(script: str, flags: str, one_process: OneProcess, tmp_path: Path) -> None:

@@ -36,9 +36,9 @@ def test_an_attempt_is_judged_by_what_it_does(attempt: Attempt, tmp_path: Path) 
     judge(attempt, tmp_path)
 
 
-SEND_AND_RECEIVE = """inputs = x
+SEND_AND_RECEIVE = """stage, last, losses, inputs = dist.get_rank(), dist.get_world_size() - 1, [], x
 if stage > 0:
-    inputs = torch.empty(*x.shape, args.dmodel)
+    inputs = torch.empty(*x.shape, width)
     dist.recv(inputs, stage - 1)
     inputs.requires_grad_()
 outputs = net(inputs)
@@ -48,10 +48,11 @@ if stage < last:
     dist.recv(gradient, stage + 1)
     outputs.backward(gradient)
 else:
-    losses.append(causalLLMLoss(outputs, x, tokenizer.vocab_size) / args.micro_batches)
+    losses.append(causalLLMLoss(outputs, x, outputs.shape[-1]) * share)
     losses[-1].backward()
 if stage > 0:
-    dist.send(inputs.grad, stage - 1)"""
+    dist.send(inputs.grad, stage - 1)
+return losses"""
 MEGATRON = """class Conjugate(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x):

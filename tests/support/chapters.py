@@ -33,7 +33,7 @@ LAYOUTS = {  # ranks, script, flags
     "mydp": (3, "DP/mydp/intro_DP_MyDP.py", "--world-size 3 --batch-size 2"),
     "pp-1f1b": (2, "PP/1F1B/intro_PP_1F1B.py", "--world-size 2 --batch-size 6"),
     "pp-dapple": (3, "PP/microbatches/intro_PP_microbatches.py", "--world-size 3 --batch-size 6"),
-    "pp-zbv": (2, "PP/microbatches/intro_PP_microbatches.py", "--world-size 2 --schedule zb-v --batch-size 6"),
+    "pp-zbv": (2, "PP/schedules/intro_PP_schedules.py", "--world-size 2 --schedule zb-v --batch-size 6"),
     "hybrid": (4, "hybrid/intro_hybrid.py", "--dp 2 --pp 2 --batch-size 3"),
     "tp": (2, "TP/intro_TP.py", "--world-size 2 --batch-size 6"),
     "3d": (4, "hybrid/intro_hybrid.py", "--dp 1 --pp 2 --tp 2 --batch-size 6 --micro-batches 2 --schedule interleaved"),

@@ -22,7 +22,7 @@ import tyro
 from distlab import launch
 from distlab.checkpoints.models import write_model
 from distlab.reports import figures
-from distlab.run.start import read_script
+from distlab.run.start import read_script_for
 from distlab.subcommands import FUNCTIONS
 from simplellm.errors import InputError, require
 from support.chapters import load
@@ -175,7 +175,7 @@ def run_script(script: Path, args: list[str]) -> None:
     require(script.is_file(), f"{script}: no such script")
     source = script.read_text()
     if re.search("^DEFAULTS =", source, re.MULTILINE):
-        read_script(script).parse(args, script.name)
+        read_script_for(script, args, script.name)
         return
     sys.path.insert(0, str(script.parent))
     if "mpi4py" in source:  # it asks MPI for its rank before it reads the command line

@@ -2,6 +2,7 @@
 
 import argparse
 import os
+import runpy
 import signal
 import sys
 from collections.abc import Callable
@@ -17,11 +18,17 @@ from distlab.run.run import Run
 from distlab.run.settings import RunSettings, WorldSize, parse
 from distlab.run.train_settings import TrainSettings
 from distlab.run.training import TrainingRun
+from simplellm.errors import InputError
 from simplellm.streams import open_streams
 
 
-def main(work: Callable[[Any], None], defaults: RunSettings, description: str | None) -> NoReturn:
+def main(
+    work: Callable[[Any], None], defaults: RunSettings, description: str | None, more: str | None = None
+) -> NoReturn:
     """Run a script's `work`, which takes a `TrainingRun` if the defaults are `TrainSettings`, else a `Run`; then exit.
+
+    A lesson's script has few flags. `more` is the path, from the script's folder, of one that has those of later
+    chapters too: it runs instead if it is there and the script itself refuses its flags.
 
     The exit status is 0 for success, 2 for an error that the user can correct, 130 for Ctrl-C, else 1.
     """
@@ -33,7 +40,12 @@ def main(work: Callable[[Any], None], defaults: RunSettings, description: str | 
         silence_torch_warnings()
         if started_by_torchrun() and isinstance(defaults, WorldSize):
             defaults.world_size = int(os.environ["WORLD_SIZE"])
-        settings = parse(defaults, description or script.stem, [*sys.argv[1:], *flags_to_resume()])
+        try:
+            settings = parse(defaults, description or script.stem, [*sys.argv[1:], *flags_to_resume()])
+        except InputError:
+            if more is None or not (script.parent / more).exists():
+                raise
+            become(script.parent / more)
         rank, _ = identity(settings)
         run = TrainingRun(settings, script) if isinstance(settings, TrainSettings) else Run(settings, script)
         with run:
@@ -47,6 +59,13 @@ def main(work: Callable[[Any], None], defaults: RunSettings, description: str | 
         if isinstance(error, KeyboardInterrupt) and run is not None:
             run.summarize()
         failure.end()
+    leave(0)
+
+
+def become(script: Path) -> NoReturn:
+    """Run another script instead, with the same flags."""
+    sys.argv[0] = str(script)
+    runpy.run_path(sys.argv[0], run_name="__main__")
     leave(0)
 
 

@@ -8,9 +8,16 @@ import tyro
 from distlab.checkpoints.format import Checkpoint
 from distlab.comm.layout import Layout, Neighbors
 from distlab.parallel.division import check_division
-from distlab.pipeline.actions import ActionCosts, stages_of
+from distlab.pipeline.actions import Action, ActionCosts, Backward, Forward, stages_of
 from distlab.pipeline.auto import Limit, read_limit
-from distlab.pipeline.schedules import DEFAULT_CHUNKS, all_stages, check_schedule, schedule_names, stages_per_worker
+from distlab.pipeline.schedules import (
+    AUTO,
+    DEFAULT_CHUNKS,
+    all_stages,
+    check_schedule,
+    schedule_names,
+    stages_per_worker,
+)
 from distlab.pipeline.split import PartCosts, Split, balance, estimated_costs, multiply_adds, read_split
 from distlab.run import resume
 from distlab.run.replica_settings import OuterSettings, check_no_clipping
@@ -89,40 +96,81 @@ class PipelineSettings(StagePerRank, StageSettings):
 
 
 @dataclass
-class ScheduleSettings(StageSettings):
-    """A run whose stages follow a pipeline schedule."""
+class WrittenScheduleSettings(StageSettings):
+    """A run whose stages follow a written pipeline schedule."""
 
     schedule: Annotated[str, ResumePolicy.SAME_LAYOUT, tyro.conf.arg(metavar="|".join(schedule_names()))] = "dapple"
     """order of the forward and backward passes"""
-    chunks_per_stage: Annotated[int, ResumePolicy.SAME_LAYOUT] = DEFAULT_CHUNKS
-    """with --schedule interleaved or auto: stages that each rank holds; auto: 1 or 2"""
-    keep_at_most: Annotated[
-        str | None, ResumePolicy.SAME_LAYOUT, shown_as("N|SIZE", "default: as many micro-batches as workers")
-    ] = None
-    """with --schedule auto: activations that a rank keeps at most, in micro-batches (6) or bytes (200MB)"""
     micro_batches: int = 3
     """parts that the batch is split into"""
 
     def check(self) -> None:
         names = schedule_names()
         require(self.schedule in names, f"--schedule {self.schedule}: give one of {', '.join(names)}")
-        require_positive(self, "chunks_per_stage")
         super().check()
-        check_schedule(self.schedule, self.layout["pp"], self.micro_batches, self.chunks_per_stage, self.limit)
+        check_schedule(self.schedule, self.layout["pp"], self.micro_batches, self.chunks, self.limit)
+
+    def programs(self) -> list[list[Action]]:
+        """Each worker's actions, in order."""
+        sizes = self.layout["pp"], self.micro_batches, self.chunks
+        return all_stages(self.schedule, *sizes, recompute=self.recompute == "all")
+
+    @property
+    def chunks(self) -> int:
+        """Number of stages that each worker holds, if the schedule leaves it open."""
+        return DEFAULT_CHUNKS
 
     @property
     def limit(self) -> Limit | None:
-        """What `--keep-at-most` asks for."""
-        return None if self.keep_at_most is None else read_limit(self.keep_at_most)
+        """Limit of the activations that a worker keeps, for a search."""
+        return None
 
     @property
     def stages(self) -> int:
-        return self.layout["pp"] * stages_per_worker(self.schedule, self.chunks_per_stage)
+        return self.layout["pp"] * stages_per_worker(self.schedule, self.chunks)
 
     @property
     def held(self) -> list[list[int]]:
-        workers = all_stages(self.schedule, self.layout["pp"], self.micro_batches, self.chunks_per_stage)
-        return [stages_of(program) for program in workers]
+        return [stages_of(program) for program in self.programs()]
+
+
+@dataclass
+class ScheduleSettings(WrittenScheduleSettings):
+    """A run whose stages follow any pipeline schedule, also one that a search finds."""
+
+    chunks_per_stage: Annotated[int, ResumePolicy.SAME_LAYOUT] = DEFAULT_CHUNKS
+    """with --schedule interleaved or auto: stages that each rank holds; auto: 1 or 2"""
+    keep_at_most: Annotated[
+        str | None, ResumePolicy.SAME_LAYOUT, shown_as("N|SIZE", "default: as many micro-batches as workers")
+    ] = None
+    """with --schedule auto: activations that a rank keeps at most, in micro-batches (6) or bytes (200MB)"""
+
+    def check(self) -> None:
+        require_positive(self, "chunks_per_stage")
+        super().check()
+
+    @property
+    def chunks(self) -> int:
+        return self.chunks_per_stage
+
+    @property
+    def limit(self) -> Limit | None:
+        return None if self.keep_at_most is None else read_limit(self.keep_at_most)
+
+
+@dataclass
+class PlainPipelineSettings(StagePerRank, WrittenScheduleSettings):
+    """A run of one pipeline that follows a schedule of whole forward and backward passes."""
+
+    def check(self) -> None:
+        super().check()
+        kinds = {type(action) for program in self.programs() for action in program}
+        recomputed = " with --recompute all" if self.recompute == "all" else ""
+        sentence = "this script runs whole forward and backward passes (F and B) of one stage per rank"
+        is_plain = kinds <= {Forward, Backward} and self.stages == self.world_size
+        require(is_plain, f"--schedule {self.schedule}{recomputed}: {sentence}; give naive, gpipe or dapple")
+        for flag, is_given in (("--trace", self.trace), ("--run-on", self.run_on)):
+            require(not is_given, f"{flag}: only a script with the executor in distlab.pipeline.executor has it")
 
 
 @dataclass
@@ -131,8 +179,8 @@ class ScheduledPipelineSettings(StagePerRank, ScheduleSettings):
 
 
 @dataclass
-class HybridSettings(OuterSettings, ScheduleSettings):
-    """A run of several equal pipelines, with `--batch-size` sequences each."""
+class ThreeAxes:
+    """The layout of several equal pipelines whose stages may be split."""
 
     dp: int = 2
     """replicas of the pipeline"""
@@ -140,6 +188,32 @@ class HybridSettings(OuterSettings, ScheduleSettings):
     """stages of each pipeline"""
     tp: int = 1
     """ranks that share each stage; each has a slice of every layer"""
+
+    @property
+    def layout(self) -> Layout:
+        return {"dp": self.dp, "pp": self.pp, "tp": self.tp}
+
+
+@dataclass
+class ThreeAxesSettings(ThreeAxes, WrittenScheduleSettings):
+    """A run of several equal pipelines, with `--batch-size` sequences each, whose gradients are averaged."""
+
+    def check(self) -> None:
+        super().check()
+        check_division(self.num_heads, self.num_kv_heads, self.tp)
+        require(self.schedule != AUTO, f"--schedule {AUTO}: this script runs written schedules; give another one")
+
+    def check_checkpoint(self, checkpoint: Checkpoint) -> None:
+        super().check_checkpoint(checkpoint)
+        outer = checkpoint.record["settings"].get("outer", "none")
+        sentence = f"it was trained with --outer {outer}, which this script does not have"
+        require(outer == "none", f"--resume {self.resume}: {sentence}; resume it with the script that wrote it")
+
+
+@dataclass
+class HybridSettings(ThreeAxes, OuterSettings, ScheduleSettings):
+    """A run of several equal pipelines, with `--batch-size` sequences each, and everything that they can do."""
+
     neighbors: Annotated[Neighbors, ResumePolicy.SAME_LAYOUT] = "stages"
     """what ranks with neighboring numbers hold: the stages of a pipeline, or the replicas of a stage, so that pipelines
     and not their averages cross a slow link between hosts"""
@@ -153,7 +227,7 @@ class HybridSettings(OuterSettings, ScheduleSettings):
 
     @property
     def layout(self) -> Layout:
-        sizes = {"dp": self.dp, "pp": self.pp, "tp": self.tp}
+        sizes = super().layout
         return sizes if self.neighbors == "stages" else {kind: sizes[kind] for kind in ("pp", "dp", "tp")}
 
     @property

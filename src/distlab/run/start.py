@@ -30,6 +30,7 @@ class Script:
     defaults: RunSettings
     description: str
     has_threads: bool  # its import has started threads, which forks of this process would lack
+    more: Path | None = None  # the script that has the flags of later chapters too; see `distlab.run.main.main`
 
     def parse(self, args: list[str], prog: str) -> RunSettings:
         """The script's settings for `args`; a wrong flag is reported here, before any rank starts."""
@@ -53,7 +54,24 @@ def read_script(path: Path) -> Script:
     defaults = getattr(module, "DEFAULTS", None)
     if not isinstance(defaults, RunSettings):
         raise InputError(f"{path}: launch.sh needs a script with DEFAULTS, a distlab.run.settings.RunSettings")
-    return Script(path, defaults, module.__doc__ or path.stem, count_threads() > threads)
+    more = path.parent / module.MORE if hasattr(module, "MORE") else None
+    return Script(path, defaults, module.__doc__ or path.stem, count_threads() > threads, more)
+
+
+def read_script_for(path: Path, args: list[str], prog: str) -> tuple[Script, RunSettings]:
+    """The script that takes these flags, and its settings: the one of this path, or the one that it names for more.
+
+    Raises:
+        InputError: as `read_script`; or none takes the flags.
+    """
+    script = read_script(path)
+    try:
+        return script, script.parse(args, prog)
+    except InputError:
+        if script.more is None or not script.more.exists():
+            raise
+        script = read_script(script.more)
+        return script, script.parse(args, prog)
 
 
 def has_defaults(path: Path) -> bool:
@@ -83,8 +101,8 @@ def start(path: Path, args: list[str], prog: str) -> int:
         program, args = read_program_flags(args)
         nodes = assign_ranks(own, program.layout, program.master_addr)
         return run_ranks(path, args, program, nodes, own.max_restarts)
-    script = read_script(path)
-    settings = script.parse(args, prog)
+    script, settings = read_script_for(path, args, prog)
+    path = script.path
     if own.tell is not None:
         trained = check_story(own.tell, settings, path.name)
         if trained.save_every is None:

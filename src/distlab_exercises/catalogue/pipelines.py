@@ -3,6 +3,7 @@
 from distlab_exercises.catalogue.exercise import Exercise, Trial
 
 PP, MICRO_BATCHES = "PP/README.md", "PP/microbatches/intro_PP_microbatches.py"
+NEWER = "PP/schedules/intro_PP_schedules.py"
 SCHEDULES = "distlab.pipeline.schedules"
 
 
@@ -17,14 +18,14 @@ EXERCISES = [
         title="a model in stages: activations forward, gradients back",
         minutes=40,
         chapter=f"{PP}, chapter 6",
-        task="""Each rank is a stage: it holds some of the layers. Write what it does with one micro-batch `x`: receive
-        activations from the stage before, compute, send its own on; then receive the gradient of what it has sent, run
-        the backward pass, and send the gradient of what it had received. The first stage computes from token ids; the
-        last has the loss.
+        task="""Each rank is a stage: it holds some of the layers. Write `pass_through`, which does a stage's work on
+        one micro-batch `x`: receive activations from the previous stage, compute, send its own activations on; then
+        receive the gradient of the activations it sent, run the backward pass, and send the gradient of the activations
+        it received. The first stage computes from token ids; the last has the loss.
 
-        Given: `net`, this stage's layers; `stage` and `last`, its number and that of the last one; activations are
-        (*x.shape, args.dmodel); `dist.recv(tensor, rank)` fills a tensor with what `dist.send(tensor, rank)` sends.
-        Put the loss of each micro-batch, divided by `args.micro_batches`, into `losses`.""",
+        Given: `net`, this stage's layers; the stage's number is its rank, `dist.get_rank()`; activations are
+        (*x.shape, width); `dist.recv(tensor, rank)` fills a tensor with what `dist.send(tensor, rank)` sends. The loss
+        is `causalLLMLoss(outputs, x, vocabulary)`, times `share`; the logits are (batch, seq, vocabulary).""",
         hints=(
             "What is received is a new tensor without a history. Its gradient is only computed if it requires one.",
             "`outputs.backward(gradient)` runs the backward pass from a gradient that came from the next stage; the "
@@ -33,6 +34,7 @@ EXERCISES = [
             "`inputs.requires_grad_()` after the receive and before the forward pass.",
         ),
         script="PP/1F1B/intro_PP_1F1B.py",
+        takes=("pass_through",),
         trials=(Trial({"pp": 3}, {"world_size": 3}, 2, 2),),
     ),
     Exercise(
@@ -44,7 +46,8 @@ EXERCISES = [
         of each micro-batch k. Write `gpipe`, which returns the list of one stage: all forward passes, then all backward
         passes.
 
-        Given: the executor receives what an action needs and sends its results; you only decide the order. A stage
+        Given: `run_program` in the script receives what an action needs and sends its results; you only decide the
+        order. A stage
         can run `Forward(s, k)` when stage s - 1 has run `Forward(s - 1, k)`, and `Backward(s, k)` when stage s + 1
         has run its own. Compare with `python -m distlab.show_schedule gpipe --stages 3 --micro-batches 4`.""",
         hints=(
@@ -101,7 +104,7 @@ EXERCISES = [
             "With p stages and m micro-batches, stage r runs: p-1-r times F; r times (F I); m-p+1 times (F I W); "
             "p-1-r times (I W); r times W.",
         ),
-        script=MICRO_BATCHES,
+        script=NEWER,
         takes=(f"{SCHEDULES}:zb_h1",),
         imports=("from distlab.pipeline.actions import Action, BackwardInput, BackwardWeight, Forward",),
         functions="schedule",
@@ -109,38 +112,32 @@ EXERCISES = [
     ),
     Exercise(
         name="pp-executor",
-        title="the executor that follows a schedule",
-        minutes=90,
+        title="the loop that follows a schedule",
+        minutes=45,
         chapter=f"{PP}, chapter 7",
-        task="""Write `Pipeline.step`, which runs this worker's actions over the micro-batches of a step, whatever the
-        schedule. For each action, in order: receive what it needs from other workers, call
-        `action.run(part, *received)`, and send what other workers need of the result.
+        task="""A program is the list of a stage's passes, for example [F0, F1, B0, F2, B1, B2]. Write `run_program`,
+        which runs one, whatever its order. For a forward pass: take the token ids or receive activations, compute, send
+        the result on, and keep what the backward pass needs. For a backward pass: receive the gradient of what was
+        sent, run autograd, and send the gradient of what was received.
 
-        Given: `self.program`, this worker's actions in order. `action.needs(len(self.owners))` are the results that an
-        action needs; those of other stages, in their order, are what `run` takes. `action.results` are those that it
-        computes; those in `self._plan.takers` are needed by other stages, and `action.run` returns them by
-        `result.kind`. `way = self.links.ways[result]` is how a result comes from another worker, or goes there: from
-        the rank `way.sender` to the rank `way.receiver`, in `way.group`, so that messages of other kinds do not mix
-        with it. A result that has no way is for another stage of this worker: hand the tensor over. What is received is
-        (*micro_batch.shape, self.width). Keep what `dist.isend` returns, and wait for all of it before the step ends.
-
-        A step begins with a part for each of this worker's stages and each micro-batch, in which actions keep what
-        later ones need: part = MicroBatch(self._stages[stage], micro_batch, share), with share = 1 /
-        len(micro_batches) if all are of one size. Then action.prepare(part) for each action.""",
+        Given: `action.micro_batch` is the number of an action's micro-batch, and `isinstance(action, Forward)` tells
+        its kind; the stage's number is its rank. Activations are (*x.shape, width). `ways` has two groups: give the
+        first to `dist.isend` and `dist.recv` for activations, the second for gradients, as in `dist.recv(tensor, rank,
+        group)`. The loss of a micro-batch is `causalLLMLoss(outputs, x, vocabulary)`, divided by their number; return
+        the list of them, on the last stage. In the schedule dapple, two neighbors send to each other at the same
+        time.""",
         hints=(
-            "A send must not wait for its receiver here: collect what `dist.isend` returns, and wait at the end. A "
-            "receive may simply wait.",
-            "For a result of another worker: tensor = torch.empty(*micro_batch.shape, self.width), then "
-            "dist.recv(tensor, way.sender, way.group).",
-            "Keep results for stages of this worker in a dictionary by result, and pop them when they are needed. At "
-            "the end, wait for all sends, and return the losses: [part.loss for part in parts if part.loss is not "
-            "None], in the order of the micro-batches.",
+            "`dist.send` waits until the other side receives. If both neighbors wait, neither receives: collect what "
+            "`dist.isend` returns, and wait for all of it at the end. A receive may simply wait.",
+            "Keep a micro-batch's inputs and outputs in a dictionary by its number; the backward pass pops them. "
+            "Received activations need `requires_grad_()` before the forward pass.",
+            "On the last stage, keep the loss as the outputs: `outputs.backward()` then needs no gradient. On others, "
+            "receive into torch.empty_like(outputs), then outputs.backward(gradient). Send outputs.detach() on, and "
+            "inputs.grad back.",
         ),
         script=MICRO_BATCHES,
-        takes=("distlab.pipeline.executor:Pipeline",),
-        keeps=("__init__", "follow", "_checked", "_use", "_warm_up"),
-        imports=("import torch.distributed as dist", "from distlab.pipeline.activations import MicroBatch"),
-        trials=(_pipeline("dapple", 3, 4), _pipeline("zb-v", 2, 3, stages_of_each=2)),
+        takes=("run_program",),
+        trials=(_pipeline("dapple", 3, 4), _pipeline("gpipe", 2, 3)),
     ),
     Exercise(
         name="hybrid",

@@ -12,11 +12,14 @@ from support.recorded_nccl import Call, run_alone
 from distlab.pipeline.executor import Pipeline
 
 LLAMA = "--dmodel 32 --num-heads 2 --n-layers 3 --seq-len 24 --steps 2 --data sample --eval-every 1 --eval-sequences 3"
+SCHEDULES, PLAIN = "PP/schedules/intro_PP_schedules.py", "PP/microbatches/intro_PP_microbatches.py"
 PIPELINES = {
-    "2 stages": (2, "PP/microbatches/intro_PP_microbatches.py", f"{LLAMA} --world-size 2 --batch-size 3"),
-    "3 stages": (3, "PP/microbatches/intro_PP_microbatches.py", f"{LLAMA} --world-size 3 --batch-size 3"),
-    "gpipe": (3, "PP/microbatches/intro_PP_microbatches.py", f"{LLAMA} --world-size 3 --batch-size 3 --schedule gpipe"),
+    "2 stages": (2, SCHEDULES, f"{LLAMA} --world-size 2 --batch-size 3"),
+    "3 stages": (3, SCHEDULES, f"{LLAMA} --world-size 3 --batch-size 3"),
+    "gpipe": (3, SCHEDULES, f"{LLAMA} --world-size 3 --batch-size 3 --schedule gpipe"),
     "naive": (2, "PP/1F1B/intro_PP_1F1B.py", f"{LLAMA} --world-size 2"),
+    "plain dapple": (3, PLAIN, f"{LLAMA} --world-size 3 --batch-size 4 --micro-batches 4"),
+    "plain gpipe": (3, PLAIN, f"{LLAMA} --world-size 3 --batch-size 3 --schedule gpipe"),
     "2 replicas of 2 stages": (4, "hybrid/intro_hybrid.py", f"{LLAMA} --dp 2 --pp 2 --batch-size 3"),
     "2 stages, split over 2 ranks": (4, "hybrid/intro_hybrid.py", f"{LLAMA} --dp 1 --pp 2 --tp 2 --batch-size 3"),
 }
@@ -53,7 +56,9 @@ def test_nccl_gets_only_tensors_of_the_gpu_and_all_ranks_end(
     assert stuck(calls) == []
 
 
-@pytest.mark.parametrize("case", sorted({*PIPELINES} - {"naive"}))  # which posts nothing ahead
+@pytest.mark.parametrize(
+    "case", sorted({*PIPELINES} - {"naive", "plain dapple", "plain gpipe"})
+)  # these post nothing ahead
 def test_communicators_are_set_up_before_the_first_forward_pass(
     case: str, recorded: Callable[[str], list[list[Call]]]
 ) -> None:

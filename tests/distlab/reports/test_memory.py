@@ -42,7 +42,7 @@ def test_ranks_that_hold_the_same_share_a_line() -> None:
 
 
 def test_a_traced_pipeline_counts_the_same(tmp_path: Path) -> None:
-    script, held = "PP/microbatches/intro_PP_microbatches.py", []
+    script, held = "PP/schedules/intro_PP_schedules.py", []
     for flags in ([], ["--trace"]):
         out = tmp_path / f"run{len(flags)}"
         train_on(2, script, out, "--world-size", "2", "--batch-size", "3", *flags)
@@ -59,7 +59,7 @@ def test_with_recomputation_what_would_have_been_kept_has_a_column() -> None:
 
 @pytest.mark.parametrize("flags", ["--schedule gpipe", "--schedule dapple --trace", "--schedule zb-h1"])
 def test_what_would_have_been_kept_is_what_a_run_without_recomputation_keeps(flags: str, tmp_path: Path) -> None:
-    script, counts = "PP/microbatches/intro_PP_microbatches.py", []
+    script, counts = "PP/schedules/intro_PP_schedules.py", []
     for recompute in ("none", "blocks", "all"):
         shape = f"--world-size 2 --batch-size 4 --micro-batches 4 --steps 1 {flags} --recompute {recompute}".split()
         train_on(2, script, tmp_path / recompute, *shape)
@@ -78,7 +78,7 @@ INTERLEAVED = "--world-size 2 --schedule interleaved --micro-batches 2 --batch-s
 @pytest.mark.parametrize(("ranks", "flags"), [(3, ""), (2, "--world-size 2 --schedule zb-v"), (2, INTERLEAVED)])
 def test_a_run_says_what_its_ranks_hold(ranks: int, flags: str, tmp_path: Path) -> None:
     """One stage each, and two; with `--run-on`, a copy of the weights and of the optimizer's state."""
-    script = "PP/microbatches/intro_PP_microbatches.py"
+    script = "PP/schedules/intro_PP_schedules.py"
     parameters, _, _ = train_on(ranks, script, tmp_path, "--batch-size", "3", *flags.split())
     by_rank = json.loads((tmp_path / "memory.json").read_text())
     for rank, own in enumerate(parameters):

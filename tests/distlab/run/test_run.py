@@ -159,7 +159,7 @@ def test_what_is_not_finite_is_named_in_the_order_of_the_model(where: str, name:
 def test_a_wait_of_the_search_for_what_is_not_finite_is_called_what_it_is(tmp_path: Path) -> None:
     """One stage is gone when the others look: the wait that fails is none of a validation."""
     script = tmp_path / "broken.py"
-    text = (LAB / "PP/microbatches/intro_PP_microbatches.py").read_text()
+    text = (LAB / "PP/schedules/intro_PP_schedules.py").read_text()
     lines = (
         "    import os, torch\n    from distlab.run import not_finite\n    ((stage, net),) = nets.items()\n"
         "    if stage:\n        next(net.parameters()).data.fill_(torch.nan)\n"

@@ -19,7 +19,7 @@ from distlab.run.failure import NotFiniteError
 from distlab.run.run_on import LossSum, RunningOn
 from distlab.run.training import TrainingRun
 
-PIPELINE = "PP/microbatches/intro_PP_microbatches.py"
+PIPELINE = "PP/schedules/intro_PP_schedules.py"
 HYBRID = "hybrid/intro_hybrid.py"
 ADAM = "--steps 6 --optimizer adam --lr 0.01 --batch-size 6".split()
 ZB_V = "--world-size 2 --schedule zb-v --micro-batches 3".split()

@@ -1,34 +1,14 @@
 """Attempts at the exercises on pipelines, hybrids of them and deadlocks."""
 
+from distlab_exercises.catalogue import Trial
 from support.exercises_attempts import Attempt
 
-PLAIN_EXECUTOR = """parts = {
-    (index, k): MicroBatch(stage, micro_batch, 1 / len(micro_batches))
-    for index, stage in self._stages.items() for k, micro_batch in enumerate(micro_batches)
-}
-for action in self.program:
-    action.prepare(parts[action.stage, action.micro_batch])
-here, sent = {}, []
-for action in self.program:
-    received = []
-    for result in action.needs(len(self.owners)):
-        if result.stage == action.stage:
-            continue
-        if result in here:
-            received.append(here.pop(result))
-            continue
-        received.append(torch.empty(*micro_batches[result.micro_batch].shape, self.width))
-        way = self.links.ways[result]
-        dist.recv(received[-1], way.sender, way.group)
-    computed = action.run(parts[action.stage, action.micro_batch], *received)
-    for result in action.results:
-        if way := self.links.ways.get(result):
-            sent.append(dist.isend(computed[result.kind], way.receiver, way.group))
-        elif result in self._plan.takers:
-            here[result] = computed[result.kind]
-for work in sent:
-    work.wait()
-return [part.loss for part in parts.values() if part.loss is not None]"""
+DAPPLE = Trial({"pp": 3}, {"world_size": 3, "schedule": "dapple"}, 4, 4)
+
+BLOCKING = tuple(
+    (f"sent.append(dist.isend({tensor}, {to}))", f"dist.send({tensor}, {to})")
+    for tensor, to in (("outputs.detach()", "stage + 1, forward"), ("inputs.grad", "stage - 1, back"))
+)
 
 ATTEMPTS = [
     Attempt(
@@ -64,7 +44,7 @@ ATTEMPTS = [
         "pp-1f1b",
         "last-micro-batch",
         "the last micro-batch alone",
-        changes=(("            inputs = x\n", "            optimizer.zero_grad()\n            inputs = x\n"),),
+        changes=(("    inputs = x\n", "    net.zero_grad()\n    inputs = x\n"),),
     ),
     Attempt(
         "pp-1f1b",
@@ -72,17 +52,28 @@ ATTEMPTS = [
         "or a stage gets activations that are not final",
         changes=(
             (
-                "            outputs = net(inputs)\n            if stage < last:\n"
-                '                with named("the activations", "activations"):\n'
-                "                    dist.send(outputs.detach(),",
-                "            ahead = torch.zeros(*x.shape, args.dmodel)\n            outputs = net(inputs)\n"
-                "            if stage < last:\n"
-                '                with named("the activations", "activations"):\n'
-                "                    dist.send(ahead,",
+                "    outputs = net(inputs)\n    if stage < last:\n"
+                '        with named("the activations", "activations"):\n'
+                "            dist.send(outputs.detach(),",
+                "    ahead = torch.zeros(*x.shape, width)\n    outputs = net(inputs)\n"
+                "    if stage < last:\n"
+                '        with named("the activations", "activations"):\n'
+                "            dist.send(ahead,",
             ),
         ),
     ),
-    Attempt("pp-executor", "", "the run of one process", PLAIN_EXECUTOR),
+    Attempt("pp-executor", "deadlock", "waits for", changes=BLOCKING, trial=DAPPLE),
+    Attempt(
+        "pp-executor",
+        "last-micro-batch",
+        "the last micro-batch alone",
+        changes=(
+            (
+                "            inputs, outputs = kept.pop(k)\n",
+                "            inputs, outputs = kept.pop(k)\n            net.zero_grad()\n",
+            ),
+        ),
+    ),
     Attempt(
         "pp-zb",
         "keeps-too-much",
