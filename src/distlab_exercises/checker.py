@@ -6,7 +6,6 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from distlab_exercises import training
 from distlab_exercises.catalogue import EXERCISES, Exercise
@@ -14,22 +13,25 @@ from distlab_exercises.checkpoints import try_checkpoint
 from distlab_exercises.classifier import try_classifier
 from distlab_exercises.collectives import try_collective
 from distlab_exercises.layers import try_layer
-from distlab_exercises.over_mpi import try_method, try_mpi
+from distlab_exercises.over_mpi import try_function, try_method
 from distlab_exercises.programs import try_case, try_product
-from distlab_exercises.ranks import Facts, Patience, Submission, trouble
+from distlab_exercises.ranks import Patience, RankWork, Submission, raise_trouble
 from distlab_exercises.schedules import try_schedule
-from distlab_exercises.training import try_layout
-from distlab_exercises.verdict import Verdict
+from distlab_exercises.verdict import Verdict, Wrong
 
-FUNCTIONS: dict[str, Callable[[Path, str, str], Verdict]] = {
-    "schedule": try_schedule,
-    "collective": try_collective,
-    "checkpoint": try_checkpoint,
-    "classifier": try_classifier,
-    "mpi": try_mpi,
-    "mpi-collective": try_method,
-}  # in one process
-PROGRAMS = {"product": try_product, "case": try_case, "layer": try_layer}  # on several ranks
+# How functions are tried: on how many ranks, by what, and what is told of it. Each rank raises `Wrong`, or returns what
+# was found right.
+FUNCTIONS: dict[str, tuple[int, RankWork, str]] = {
+    "schedule": (1, try_schedule, "its order, for up to 4 stages and 8 micro-batches"),
+    "collective": (1, try_collective, "2 to 8 ranks"),  # of a simulated world, like MPI's
+    "mpi": (1, try_function, "4 ranks in three grids"),
+    "mpi-collective": (1, try_method, "1 to 4 ranks"),
+    "checkpoint": (1, try_checkpoint, "written and read in four layouts"),
+    "classifier": (1, try_classifier, "three layers, three steps"),
+    "product": (3, try_product, "3 ranks"),
+    "case": (3, try_case, "3 ranks"),
+    "layer": (2, try_layer, "2 ranks"),
+}
 SECONDS_AFTER_A_DEADLOCK = 3.0  # that ranks may stand still, or compute, where another function has ended in one
 
 
@@ -53,44 +55,40 @@ def prepare(exercises: Iterable[Exercise] = EXERCISES.values()) -> None:
 
 def check(exercise: Exercise, script: Path, patience: Patience | None = None) -> Iterator[Verdict]:
     """The verdicts on a file, trial by trial; nothing is trained after a trial has failed."""
-    patience, script = patience or Patience(), script.resolve()
+    patience, passed = patience or Patience(), True
     with tempfile.TemporaryDirectory(prefix="lab-check-") as name:
-        folder, passed = Path(name), True
-        for taken in exercise.tried:
-            verdict = _timed(_try_function, exercise.functions, taken, Submission(script, folder, patience))
+        for number, trial in enumerate([*exercise.tried, *exercise.trials]):
+            folder = Path(name, str(number))
+            folder.mkdir()
+            submission = Submission(script.resolve(), folder, patience)
+            if isinstance(trial, str):
+                ranks, work, about = FUNCTIONS[exercise.functions]
+                function = trial.rpartition(":")[2]
+                verdict = _judge(Verdict(f"{function}: {about}"), _try_function, submission, ranks, work, trial)
+            elif passed:
+                verdict = _judge(Verdict(f"train: {trial}"), training.try_layout, submission, exercise, trial)
+            else:
+                return
             passed = passed and verdict.passed
             if verdict.mistake == "deadlock":  # the result is clear, and others may hang, too
                 most = SECONDS_AFTER_A_DEADLOCK
                 patience = replace(patience, still=min(patience.still, most), work=min(patience.work, most))
             yield verdict
-        for number, trial in enumerate(exercise.trials):
-            if passed:
-                own = folder / f"trial{number}"
-                verdict = _timed(try_layout, exercise, trial, Submission(script, own, patience))
-                passed = verdict.passed
-                yield verdict
 
 
-def _timed(trial: Callable[..., Verdict], *args: Any) -> Verdict:
+def _judge(verdict: Verdict, trial: Callable[..., None], submission: Submission, *args: object) -> Verdict:
     started = time.monotonic()
-    verdict = trial(*args)
+    try:
+        trial(verdict, submission, *args)
+        verdict.passed = True
+    except Wrong as wrong:
+        verdict.mistake, verdict.sentences = wrong.mistake, list(wrong.sentences)
+        verdict.printed = submission.printed()
     verdict.seconds = round(time.monotonic() - started, 2)
     return verdict
 
 
-def _try_alone(rank: int, script: Path, kind: str, module: str, name: str) -> Facts:
-    del rank
-    return FUNCTIONS[kind](script, module, name).to_json()
-
-
-def _try_function(kind: str, taken: str, submission: Submission) -> Verdict:
-    """Try a function of an exercise."""
-    module, _, name = taken.rpartition(":")
-    if kind in PROGRAMS:
-        return PROGRAMS[kind](name, submission)
-    reports = submission.run_ranks(1, _try_alone, kind, module, name)
-    if found := trouble(reports):
-        return Verdict(name).fails(*found, printed=reports)
-    verdict = Verdict(**reports[0].facts)
-    verdict.printed = [] if verdict.passed else reports[0].printed[-10:]
-    return verdict
+def _try_function(verdict: Verdict, submission: Submission, ranks: int, work: RankWork, taken: str) -> None:
+    reports = submission.run_ranks(ranks, work, taken)
+    raise_trouble(reports)
+    verdict.sentences = reports[0].facts["right"]

@@ -1,218 +1,140 @@
-"""Tries the functions that name and place what ranks write to a checkpoint: writes it in a layout, reads it in others.
+"""Tries the functions that name and place what ranks write to a checkpoint, in several layouts.
 
-The ranks take turns in one process, and the checkpoint is a dictionary of whole tensors.
+The ranks take turns in one process, and the checkpoint is a dictionary of whole tensors. The same functions read it, so
+what they return must be the memory of the model and its optimizer.
 """
 
-from collections.abc import Mapping
-from pathlib import Path
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from distlab.checkpoints.slices import Slice
-from distlab.comm.placement import DimSlice, Placement, place, placement_of
+from distlab.comm.placement import DimSlice, Placement, place
 from distlab_exercises.loading import load
-from distlab_exercises.verdict import Verdict, Wrong
+from distlab_exercises.ranks import Facts, Submission
+from distlab_exercises.verdict import Wrong, expect
 
 SHAPES = {"embed.weight": (7, 4), "layers.0.up.weight": (6, 4), "layers.1.down.weight": (4, 6), "norm.weight": (4,)}
 SPLIT = {"embed.weight": 0, "layers.0.up.weight": 0, "layers.1.down.weight": 1}  # along which dimension
-WRITTEN, READ = (2, 2), [(1, 1), (1, 3), (4, 1)]  # stages, slices of each
-OPTIMIZER = "optimizer."
+LAYOUTS = [(2, 2), (1, 1), (1, 3), (4, 1)]  # stages, slices of each
 Rank = tuple[dict[str, nn.Parameter], torch.optim.Adam]  # what it holds
 
 
-def try_checkpoint(script: Path, module: str, name: str) -> Verdict:
-    """Try `as_held` with single tensors, or `state_of` with a checkpoint that one layout writes and others read."""
-    del module
-    student = load(script)
-    if name == "as_held":
-        verdict = Verdict("as_held: slices of rows and of columns")
-        found, right = _wrong_place(student.as_held), "each slice has its place in the whole, and shares its memory"
+def try_checkpoint(rank: int, submission: Submission, taken: str) -> Facts:
+    """Try `as_held` with each tensor of a rank, or `state_of` with all of them."""
+    del rank
+    student = load(submission.script)
+    if taken.endswith("as_held"):
+        right = "each slice has its place in the whole, and shares its memory"
+        plain = nn.Parameter(torch.zeros(2, 2))
+        held = student.as_held(plain.detach(), plain)
+        is_plain = isinstance(held, Tensor) and not isinstance(held, Slice) and held.data_ptr() == plain.data_ptr()
+        expect(is_plain, "no-slice-needed", "a parameter that is no slice is held whole: return it as it is")
     else:
-        verdict = Verdict("state_of: written by 2 stages of 2 slices, read in three other layouts")
-        found, right = _wrong_state(student.state_of), "every rank of every layout reads what it should hold"
-    return verdict.judged(found, right)
+        right = "every rank of every layout reads what it should hold"
+    for layout in LAYOUTS:
+        _try_layout(_state_by(student.as_held) if taken.endswith("as_held") else student.state_of, *layout)
+    return {"right": [right]}
 
 
-def _wrong_place(as_held: Any) -> Wrong:
-    for name, dim in SPLIT.items():
-        whole = _whole(name)
-        for start, part in _slices(whole, dim, 3):
-            parameter, what = _sliced(part, dim, start, whole), f"rows {start} to {start + part.shape[dim] - 1}"
-            what = f"{what if dim == 0 else what.replace('rows', 'columns')} of {tuple(whole.shape)}"
-            held = as_held(parameter.detach(), parameter)
-            if not isinstance(held, Slice):
-                return "no-slice", f"{what}: returned {type(held).__name__}, and should return a Slice"
-            if held.whole != whole.shape:
-                return "whole", f"{what}: the whole is said to be {tuple(held.whole)}"
-            copy = torch.full_like(whole, torch.nan)
-            if (found := _write("it", held, {"it": copy}, what)) is not None:
-                return found
-            right = torch.full_like(whole, torch.nan)
-            right.narrow(dim, start, part.shape[dim]).copy_(part)
-            if not torch.equal(copy.nan_to_num(99), right.nan_to_num(99)):
-                return "wrong-place", f"{what} are put elsewhere in the whole"
-            if all(view.untyped_storage().data_ptr() != parameter.data_ptr() for view in held.views.values()):
-                return "copy", f"{what}: returned a copy; what is read into it would not reach the parameter"
-            step = torch.tensor(3.0)
-            if as_held(step, parameter) is not step:
-                return "step-in-slices", "`step`, one number, belongs to the whole parameter: return it as it is"
-    plain = nn.Parameter(torch.zeros(2, 2))
-    held = as_held(plain.detach(), plain)
-    is_plain = isinstance(held, Tensor) and not isinstance(held, Slice) and held.data_ptr() == plain.data_ptr()
-    return None if is_plain else ("no-slice-needed", "a parameter that is no slice is held whole: return it as it is")
+def _state_by(as_held: Callable[[Tensor, nn.Parameter], Any]) -> Callable[..., dict[str, Any]]:
+    """A right `state_of` with a student's `as_held`."""
+
+    def state_of(parameters: Mapping[str, nn.Parameter], optimizer: Any, rank: int, _: bool) -> dict[str, Any]:
+        held = {name: as_held(tensor, parameter) for name, tensor, parameter in _held_by((dict(parameters), optimizer))}
+        return held | {f"random.{rank}.cpu": torch.get_rng_state()}
+
+    return state_of
 
 
-def _wrong_state(state_of: Any) -> Wrong:
-    truth = _truth()
+def _try_layout(state_of: Callable[..., Any], stages: int, slices: int) -> None:
+    """Let each rank say what it holds, and put it together."""
     written: dict[str, Tensor] = {}
-    for number, (parameters, optimizer) in enumerate(_ranks(*WRITTEN)):
-        generator = torch.get_rng_state()
+    truth = {name: tensor.double() for name, tensor, _ in _held_by(next(_ranks(1, 1)))}  # of one process
+    where = f"{stages} stage{'s' * (stages > 1)} of {slices} slice{'s' * (slices > 1)}"
+    for number, (parameters, optimizer) in enumerate(_ranks(stages, slices)):
+        generator, random = torch.get_rng_state(), f"random.{number}.cpu"
         state = state_of(parameters, optimizer, number, False)
-        if not isinstance(state, Mapping):
-            return "no-dictionary", f"returned {type(state).__name__}, and should return tensors by name"
+        is_mapping = isinstance(state, Mapping)
+        expect(is_mapping, "no-dictionary", f"returned {type(state).__name__}, and should return tensors by name")
         for name, held in state.items():
-            if (found := _write(name, held, written, f"rank {number}'s {name}")) is not None:
-                return found
-        if f"random.{number}.cpu" not in state:
-            return "missing", f"rank {number} does not write the state of its random generator, random.{number}.cpu"
-        own = state[f"random.{number}.cpu"]
-        if own.dtype != generator.dtype or not torch.equal(own, generator):
-            return "random", f"random.{number}.cpu is not the state of torch's generator, which set_rng_state could get"
-    if (found := _compare(written, truth)) is not None:
-        return found
-    for layout in READ:
-        where = f"read by {layout[0]} stage{'s' * (layout[0] > 1)} of {layout[1]} slice{'s' * (layout[1] > 1)}"
-        read: dict[str, Tensor] = {}
-        for number, (parameters, optimizer) in enumerate(ranks := _ranks(*layout)):
-            _forget(parameters, optimizer)
-            for name, held in state_of(parameters, optimizer, number, False).items():
-                if not name.startswith("random."):
-                    _read(held, written[name] if name in written else torch.empty(0))
-            for name, tensor in _held_by(ranks[number]):
-                parameter = parameters[name.removeprefix(OPTIMIZER).rpartition(".")[0] if OPTIMIZER in name else name]
-                own = _own(truth[name], parameter) if tensor.dim() else truth[name]
-                if not torch.equal(tensor, own):
-                    return "not-read", f"{where}: rank {number}'s {name} does not get what was written"
-                read[name] = tensor
-        if lost := [name for name in truth if name not in read]:
-            return "not-read", f"{where}: no rank reads {lost[0]}"
-    return None
+            _write(name, held, written, truth, f"rank {number}'s {name}")
+        told = f"rank {number} does not write the state of its random generator, {random}"
+        expect(random in state, "missing", told)
+        is_state = state[random].dtype == generator.dtype and torch.equal(state[random], generator)
+        expect(is_state, "random", f"{random} is not the state of torch's generator, which set_rng_state could get")
+        for name, tensor, _ in _held_by((parameters, optimizer)):
+            if (held := state.get(name)) is None:
+                continue
+            if isinstance(held, Slice) and tensor.dim() == 0:
+                raise Wrong("step-in-slices", "`step`, one number, belongs to the whole parameter: return it as it is")
+            views = held.views.values() if isinstance(held, Slice) else [held]
+            if any(view.untyped_storage().data_ptr() != tensor.untyped_storage().data_ptr() for view in views):
+                told = f"{where}: rank {number}'s {name} does not get what was written: what is returned is a copy"
+                raise Wrong("not-read", told)
+    others = [other for other in written if other not in truth and not other.startswith("random.")]
+    instead = f"; instead there is {min(others)}" if others else ""
+    for name in truth:
+        expect(name in written, "missing", f"no rank writes {name}{instead}")
+        expect(not written[name].isnan().any(), "missing", f"{where}: a part of {name} is not written by any rank")
 
 
-def _compare(written: Mapping[str, Tensor], truth: Mapping[str, Tensor]) -> Wrong:
-    for name, right in truth.items():
-        if name not in written:
-            others = sorted(other for other in written if other not in truth and not other.startswith("random."))
-            instead = f"; instead there is {others[0]}" if others else ""
-            return "missing", f"no rank writes {name}{instead}"
-        own = written[name]
-        if own.shape != right.shape:
-            return "shape", f"{name} is written as {tuple(own.shape)}, and the whole is {tuple(right.shape)}"
-        if own.isnan().any():
-            return "missing", f"a part of {name} is not written by any rank"
-        if not torch.equal(own, right):
-            return "wrong-place", f"{name} is put together wrongly: a slice is in the place of another"
-    return None
-
-
-def _write(name: str, held: object, written: dict[str, Tensor], what: str) -> Wrong:
+def _write(name: str, held: object, written: dict[str, Tensor], truth: Mapping[str, Tensor], what: str) -> None:
     """Put what a rank holds in its place; NaN is what no rank has written yet."""
     if not isinstance(held, Tensor):
-        return "no-tensor", f"{what}: is {type(held).__name__}, and should be a tensor"
+        raise Wrong("no-tensor", f"{what}: is {type(held).__name__}, and should be a tensor")
     whole, views = (held.whole, held.views) if isinstance(held, Slice) else (held.shape, {(0,) * held.dim(): held})
-    place = written.setdefault(name, torch.full(tuple(whole), torch.nan, dtype=torch.float64))
+    into = written.setdefault(name, torch.full(tuple(whole), torch.nan, dtype=torch.float64))
+    right = truth.get(name)
     for offsets, view in views.items():
-        if place.dim() != view.dim() or any(
-            offset + size > length for offset, size, length in zip(offsets, view.shape, place.shape, strict=True)
-        ):
-            return "outside", f"{what}: a slice {tuple(view.shape)} at {tuple(offsets)} of {tuple(place.shape)}"
-        there = place[tuple(slice(o, o + n) for o, n in zip(offsets, view.shape, strict=True))]
-        is_new = there.isnan()
-        if not torch.equal(there[~is_new], view.double()[~is_new]):
-            told = f"{what} is another tensor than what a rank before has written by this name"
-            return "collision", f"{told}: a name must be that of the whole model, and a slice must have its place"
-        there.copy_(view)
-    return None
-
-
-def _read(held: Any, whole: Tensor) -> None:
-    """Overwrite what a rank holds by the same part of the whole, as far as there is one."""
-    views = held.views if isinstance(held, Slice) else {(0,) * held.dim(): held}
-    for offsets, view in views.items():
-        part = whole[tuple(slice(o, o + n) for o, n in zip(offsets, view.shape, strict=False))]
-        if part.shape == view.shape:
-            view.copy_(part)
+        region = tuple(slice(offset, offset + size) for offset, size in zip(offsets, view.shape, strict=False))
+        told = f"{what}: a slice {tuple(view.shape)} at {tuple(offsets)} of {tuple(into.shape)}"
+        expect(into.dim() == view.dim() and into[region].shape == view.shape, "outside", f"{told} lies outside of it")
+        is_old = ~into[region].isnan()
+        same = f"{what} is another tensor than what a rank before has written by this name"
+        rule = "a name must be that of the whole model, and a slice must have its place"
+        expect(torch.equal(into[region][is_old], view.double()[is_old]), "collision", f"{same}: {rule}")
+        into[region] = view.double()
+        if right is not None:
+            shapes = f"{what}: the whole is said to be {tuple(into.shape)}, and is {tuple(right.shape)}"
+            expect(into.shape == right.shape, "shape", shapes)
+            expect(torch.equal(right[region], view.double()), "wrong-place", f"{told} is put in the place of another")
 
 
 def _whole(name: str) -> Tensor:
     return torch.arange(1.0, 1 + torch.Size(SHAPES[name]).numel()).view(SHAPES[name]) + 100 * list(SHAPES).index(name)
 
 
-def _truth() -> dict[str, Tensor]:
-    """What the checkpoint of one process holds: each moment is a multiple of its parameter."""
-    found: dict[str, Tensor] = {}
-    for number, name in enumerate(SHAPES):
-        whole = _whole(name).double()
-        found[name], found[f"{OPTIMIZER}{name}.step"] = whole, torch.tensor(3.0 + number, dtype=torch.float64)
-        found[f"{OPTIMIZER}{name}.exp_avg"], found[f"{OPTIMIZER}{name}.exp_avg_sq"] = 2 * whole, 3 * whole
-    return found
+def _held_by(rank: Rank) -> Iterator[tuple[str, Tensor, nn.Parameter]]:
+    """What a rank writes, by its global name, and of which parameter it is."""
+    parameters, optimizer = rank
+    for name, parameter in parameters.items():
+        yield name, parameter.detach(), parameter
+        for key, value in optimizer.state[parameter].items():
+            yield f"optimizer.{name}.{key}", value, parameter
 
 
-def _ranks(stages: int, slices: int) -> list[Rank]:
+def _ranks(stages: int, slices: int) -> Iterator[Rank]:
     """What each rank of a layout holds: its stage's parameters, or slices of them, and Adam's state of these."""
-    ranks = []
     for stage in range(stages):
         names = [name for number, name in enumerate(SHAPES) if number * stages // len(SHAPES) == stage]
         for own in range(slices):
-            parameters = {}
-            for name in names:
-                whole, dim = _whole(name), SPLIT.get(name)
-                if dim is None or slices == 1:
-                    parameters[name] = nn.Parameter(whole)
-                else:
-                    start, part = _slices(whole, dim, slices)[own]
-                    parameters[name] = _sliced(part, dim, start, whole)
+            parameters = {name: _parameter(name, own, slices) for name in names}
             optimizer = torch.optim.Adam(parameters.values())
-            for name, parameter in parameters.items():
-                step = torch.tensor(3.0 + list(SHAPES).index(name))
+            for name, parameter in parameters.items():  # each moment is a multiple of its parameter
                 moments = {"exp_avg": 2 * parameter.detach(), "exp_avg_sq": 3 * parameter.detach()}
-                optimizer.state[parameter] = {"step": step, **moments}
-            ranks.append((parameters, optimizer))
-    return ranks
+                optimizer.state[parameter] = {"step": torch.tensor(3.0 + list(SHAPES).index(name)), **moments}
+            yield parameters, optimizer
 
 
-def _slices(whole: Tensor, dim: int, count: int) -> list[tuple[int, Tensor]]:
-    parts = whole.tensor_split(count, dim)
-    return [(sum(part.shape[dim] for part in parts[:number]), part) for number, part in enumerate(parts)]
-
-
-def _sliced(part: Tensor, dim: int, start: int, whole: Tensor) -> nn.Parameter:
-    parameter = nn.Parameter(part.clone())
+def _parameter(name: str, own: int, slices: int) -> nn.Parameter:
+    whole, dim = _whole(name), SPLIT.get(name)
+    if dim is None or slices == 1:
+        return nn.Parameter(whole)
+    parts = whole.tensor_split(slices, dim)
+    parameter = nn.Parameter(parts[own].clone())
+    start = sum(part.shape[dim] for part in parts[:own])
     place(parameter, Placement((DimSlice(dim, start, whole.shape[dim], ("tp",)),)))
     return parameter
-
-
-def _own(whole: Tensor, parameter: nn.Parameter) -> Tensor:
-    for dim, start, *_ in placement_of(parameter).slices:
-        whole = whole.narrow(dim, start, parameter.shape[dim])
-    return whole
-
-
-def _held_by(rank: Rank) -> list[tuple[str, Tensor]]:
-    parameters, optimizer = rank
-    moments = [
-        (f"{OPTIMIZER}{name}.{key}", value.double())
-        for name, parameter in parameters.items()
-        for key, value in optimizer.state[parameter].items()
-    ]
-    return [*((name, parameter.detach().double()) for name, parameter in parameters.items()), *moments]
-
-
-@torch.no_grad()
-def _forget(parameters: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer) -> None:
-    for parameter in parameters.values():
-        parameter.zero_()
-        for value in optimizer.state[parameter].values():
-            value.zero_()

@@ -1,71 +1,65 @@
 """Tries the classifier of linear layers, and the loop that trains it, on one process."""
 
 import itertools
-from collections.abc import Iterator
-from pathlib import Path
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from distlab.run.run import Run
 from distlab.run.settings import RunSettings
-from distlab_exercises.loading import load, settings_for
+from distlab_exercises.loading import join, load
+from distlab_exercises.ranks import Facts, Submission
 from distlab_exercises.shares import differs
-from distlab_exercises.verdict import Verdict, Wrong
+from distlab_exercises.verdict import Wrong, expect
 
 STEPS, LR = 3, 0.1
-VALUES: dict[str, Any] = {
-    "niters": STEPS,
-    "lr": LR,
-    "n_layers": 3,
-    "d_in": 24,
-    "d_hidden": 40,
-    "n_classes": 5,
-    "batch_size": 6,
-}
-VALUES |= {"train_size": 60, "device": "cpu", "out": Path("classifier")}
+MODEL: dict[str, Any] = {"n_layers": 3, "d_in": 24, "d_hidden": 40, "n_classes": 5}
+VALUES = MODEL | {"niters": STEPS, "lr": LR, "batch_size": 6, "train_size": 60}
 GAIN = nn.init.calculate_gain("tanh")
 
 
-def try_classifier(script: Path, module: str, name: str) -> Verdict:
+def try_classifier(rank: int, submission: Submission, name: str) -> Facts:
     """Compare the class `MLP` of a student's file with what it should compute, or each step of its `train`."""
-    del module
-    student = load(script)
-    settings: Any = settings_for(0, student.DEFAULTS, RunSettings, VALUES)
+    student = load(submission.script)
+    run = join(rank, submission, 1, student.DEFAULTS, RunSettings, **VALUES)
     if name == "MLP":
-        verdict, right = Verdict("MLP: three layers"), "its layers, their first weights, the logits and the loss"
-        found = _wrong_model(student.MLP(settings), settings)
-    else:
-        verdict, right = Verdict(f"train: {STEPS} steps"), "in each step, the gradient of this batch and one update"
-        found = _wrong_steps(student, settings, script)
-    return verdict.judged(found, right)
+        _check_model(student.MLP(run.settings), run.settings)
+        return {"right": ["its layers, their first weights, the logits and the loss"]}
+    _check_steps(student, run)
+    return {"right": ["in each step, the gradient of this batch and one update"]}
 
 
-def _wrong_model(model: nn.Module, config: Any) -> Wrong:
+def _check_model(model: nn.Module, config: Any) -> None:
     shapes = [tuple(parameter.shape) for parameter in model.parameters()]
     widths = [config.d_in, *[config.d_hidden] * (config.n_layers - 1), config.n_classes]
     right = [(b, a) for a, b in itertools.pairwise(widths)]
-    if any(len(shape) == 1 for shape in shapes):
-        return "bias", "it has biases, and should have none"
-    if shapes != right:
-        return "layers", f"its parameters are {shapes}, and should be {right}"
+    expect(all(len(shape) > 1 for shape in shapes), "bias", "it has biases, and should have none")
+    expect(shapes == right, "layers", f"its parameters are {shapes}, and should be {right}")
     for number, parameter in enumerate(model.parameters()):
         bound = GAIN * (3 / parameter.shape[1]) ** 0.5
-        if not 0.8 * bound < float(parameter.detach().abs().max()) <= bound:
-            return "first-weights", f"layer {number}: its weights are not kaiming-uniform for tanh, within {bound:.2f}"
+        told = f"layer {number}: its weights are not kaiming-uniform for tanh, within {bound:.2f}"
+        expect(0.8 * bound < float(parameter.detach().abs().max()) <= bound, "first-weights", told)
     data, targets = torch.randn(8, config.d_in), torch.randint(config.n_classes, (8,))
     logits, loss = model(data, targets)
     weights: list[Tensor] = list(model.parameters())
     expected = _logits(weights, data)
-    if logits.shape != expected.shape or differs(logits, expected):
-        return "logits", f"its logits {_name_logits(logits, expected, weights, data)}"
-    if loss is None or differs(loss, functional.cross_entropy(expected, targets)):
-        return "loss", "its loss is not the mean cross-entropy of the logits"
-    if model(data)[1] is not None:
-        return "loss", "without targets, the loss should be None"
-    return None
+    told = f"its logits are {tuple(logits.shape)}, and should be {tuple(expected.shape)}"
+    expect(logits.shape == expected.shape, "logits", told)
+    if differs(logits, expected):
+        variants = {
+            "lack the tanh between the layers": _logits(weights, data, between=False),
+            "went through a tanh after the last layer, too": _logits(weights, data, after_last=True),
+            "are probabilities: they went through a softmax": expected.softmax(-1),
+            "went through a log-softmax": expected.log_softmax(-1),
+        }
+        known = [sentence for sentence, variant in variants.items() if not differs(logits, variant)]
+        others = "are others than those of linear layers with tanh between them"
+        raise Wrong("logits", f"its logits {[*known, others][0]}")
+    is_mean = loss is not None and not differs(loss, functional.cross_entropy(expected, targets))
+    expect(is_mean, "loss", "its loss is not the mean cross-entropy of the logits")
+    expect(model(data)[1] is None, "loss", "without targets, the loss should be None")
 
 
 def _logits(weights: list[Tensor], data: Tensor, after_last: bool = False, between: bool = True) -> Tensor:
@@ -76,26 +70,9 @@ def _logits(weights: list[Tensor], data: Tensor, after_last: bool = False, betwe
     return data
 
 
-def _name_logits(logits: Tensor, right: Tensor, weights: list[Tensor], data: Tensor) -> str:
-    if logits.shape != right.shape:
-        return f"are {tuple(logits.shape)}, and should be {tuple(right.shape)}"
-    variants = {
-        "lack the tanh between the layers": _logits(weights, data, between=False),
-        "went through a tanh after the last layer, too": _logits(weights, data, after_last=True),
-        "are probabilities: they went through a softmax": right.softmax(-1),
-        "went through a log-softmax": right.log_softmax(-1),
-    }
-    for sentence, variant in variants.items():
-        if not differs(logits, variant):
-            return sentence
-    return "are others than those of linear layers with tanh between them"
-
-
-def _wrong_steps(student: Any, settings: Any, script: Path) -> Wrong:
-    run: Run[Any] = Run(settings, script)
+def _check_steps(student: Any, run: Any) -> None:
     rows: list[Any] = []  # of each step's batch
-    gradients: list[list[Tensor]] = []
-    before: list[list[Tensor]] = []
+    seen: list[tuple[list[Tensor], list[Tensor]]] = []  # the weights and their gradients before each update
     track, count_steps = run.track, run.count_steps
 
     def count_and_keep(*args: Any, **options: Any) -> Iterator[tuple[int, Any]]:
@@ -104,44 +81,38 @@ def _wrong_steps(student: Any, settings: Any, script: Path) -> Wrong:
             yield step, batch
 
     def track_and_watch(model: nn.Module, optimizer: torch.optim.Optimizer, *args: Any) -> None:
-        parameters = list(model.parameters())
-
-        def copies(of: list[Any]) -> list[Tensor]:
-            return [
-                torch.zeros_like(p) if x is None else x.detach().clone() for x, p in zip(of, parameters, strict=True)
-            ]
-
         def before_update(*_: object) -> None:
-            gradients.append(copies([parameter.grad for parameter in parameters]))
-            before.append(copies(parameters))
+            weights = [parameter.detach().clone() for parameter in model.parameters()]
+            gradients = [torch.zeros_like(p) if p.grad is None else p.grad.clone() for p in model.parameters()]
+            seen.append((weights, gradients))
 
         optimizer.register_step_pre_hook(before_update)
         track(model, optimizer, *args)
 
-    run.track, run.count_steps = track_and_watch, count_and_keep  # type: ignore[method-assign]
-    train_set, _ = student.gen_dataset(settings)
+    run.track, run.count_steps = track_and_watch, count_and_keep
+    train_set, _ = student.gen_dataset(run.settings)
     student.train(run)
     run.close()
-    if len(gradients) != STEPS:
-        return "steps", f"the weights were updated {len(gradients)} times in {STEPS} steps: once in each step is right"
-    earlier: list[Tensor] = []
-    previous: tuple[list[Tensor], list[Tensor]] = [], []
-    for step, (batch, weights, own) in enumerate(zip(rows, before, gradients, strict=True)):
+    times = f"the weights were updated {len(seen)} times in {STEPS} steps: once in each step is right"
+    expect(len(seen) == STEPS, "steps", times)
+    earlier = [torch.zeros_like(weight) for weight in seen[0][0]]  # the sum of the gradients of the steps before
+    updated = seen[0][0]
+    for step, (batch, (weights, own)) in enumerate(zip(rows, seen, strict=True)):
+        told = f"step {step - 1}: the weights were not updated by -lr times their gradients"
+        expect(not _differ(weights, updated), "update", told)
         points, labels = train_set[batch]
         leaves = [weight.clone().requires_grad_() for weight in weights]
         right = torch.autograd.grad(functional.cross_entropy(_logits(leaves, points), labels), leaves)
-        if any(differs(a, b) for a, b in zip(own, right, strict=True)):
-            return _name_gradients(step, own, right, earlier)
-        earlier = [a + b for a, b in zip(earlier or [torch.zeros_like(x) for x in right], right, strict=True)]
-        if step and any(differs(w, p - LR * g) for w, p, g in zip(weights, *previous, strict=True)):
-            return "update", f"step {step - 1}: the weights were not updated by -lr times their gradients"
-        previous = weights, list(right)
-    return None
+        added = [a + b for a, b in zip(earlier, right, strict=True)]
+        if _differ(own, right):
+            cleared = f"step {step}: the gradients are zero before the update: compute them after they are cleared"
+            expect(any(gradient.any() for gradient in own), "zero", cleared)
+            told = f"step {step}: the gradients of the steps before are still there: set them to zero"
+            expect(_differ(own, added), "not-cleared", told)
+            raise Wrong("gradients", f"step {step}: the gradients before the update are not those of this batch's loss")
+        earlier = added
+        updated = [weight - LR * gradient for weight, gradient in zip(weights, right, strict=True)]
 
 
-def _name_gradients(step: int, own: list[Tensor], right: Any, earlier: list[Tensor]) -> Wrong:
-    if not any(gradient.any() for gradient in own):
-        return "zero", f"step {step}: the gradients are zero before the update: compute them after they are cleared"
-    if earlier and not any(differs(a, b + c) for a, b, c in zip(own, right, earlier, strict=True)):
-        return "not-cleared", f"step {step}: the gradients of the steps before are still there: set them to zero"
-    return "gradients", f"step {step}: the gradients before the update are not those of this batch's loss"
+def _differ(own: Sequence[Tensor], right: Sequence[Tensor]) -> bool:
+    return any(differs(a, b) for a, b in zip(own, right, strict=True))

@@ -4,7 +4,6 @@ import importlib
 import inspect
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,18 +12,20 @@ from torch.distributed import ReduceOp
 
 from distlab.collectives.simulation import Deadlock, HalfMessage, Link, SimulatedEndpoint, SimulatedWorld
 from distlab_exercises.loading import load
+from distlab_exercises.ranks import Facts, Submission
 from distlab_exercises.shares import fit
-from distlab_exercises.verdict import Verdict, Wrong
+from distlab_exercises.verdict import Wrong, expect, where
 
 SIZES = [2, 3, 4, 5, 8]
 ELEMENTS, ODD = 840, 13  # the first divide among each of `SIZES`
 REDUCTIONS = "reduce", "allreduce", "reducescatter"
 
 
-def try_collective(script: Path, module: str, name: str) -> Verdict:
+def try_collective(rank: int, submission: Submission, taken: str) -> Facts:
     """Compare a collective of a student's file with what its ranks should have, and with the library's own costs."""
-    own, library = getattr(load(script), name), getattr(importlib.import_module(module), name)
-    verdict = Verdict(f"{name}: 2 to 8 ranks")
+    del rank
+    module, _, name = taken.rpartition(":")
+    own, library = getattr(load(submission.script), name), getattr(importlib.import_module(module), name)
     for size in SIZES:
         has_root = {"src", "dst"} & set(inspect.signature(library).parameters)
         roots = [0, size // 2, size - 1] if has_root else [None]
@@ -32,55 +33,39 @@ def try_collective(script: Path, module: str, name: str) -> Verdict:
         if name.partition("_")[0] in REDUCTIONS:
             trials.append((ELEMENTS, roots[-1], ReduceOp.MAX))
         for elements, root, op in trials:
-            found = _try_size(own, library, name, size, root, elements, op)
-            if found is not None:
-                where = f"{size} ranks{f', root {root}' if root is not None else ''}{', MAX' * (op == ReduceOp.MAX)}"
-                return verdict.fails(found[0], [f"{where}: {found[1]}"])
-    return verdict.passes("right on every rank, with no more messages and bytes than needed")
+            with where(f"{size} ranks{f', root {root}' if root is not None else ''}{', MAX' * (op == ReduceOp.MAX)}"):
+                _try_size(own, library, size, root, elements, op)
+    return {"right": ["right on every rank, with no more messages and bytes than needed"]}
 
 
-def simulate(world: SimulatedWorld, work: Callable[[SimulatedEndpoint], Any]) -> tuple[list[Any], Wrong]:
-    """What `work` returns on each rank; or why the ranks did not come to an end."""
+def simulate(world: SimulatedWorld, work: Callable[[SimulatedEndpoint], Any]) -> list[Any]:
+    """What `work` returns on each rank; `Wrong` if the ranks do not come to an end."""
     try:
-        return world.run(work), None
+        return world.run(work)
     except (Deadlock, HalfMessage) as error:
-        return [], ("deadlock" if isinstance(error, Deadlock) else "half-message", str(error))
+        raise Wrong("deadlock" if isinstance(error, Deadlock) else "half-message", str(error)) from error
 
 
 def _try_size(
-    own: Callable[..., None],
-    library: Callable[..., None],
-    name: str,
-    size: int,
-    root: int | None,
-    elements: int,
-    op: Any,
-) -> Wrong:
-    kind = name.partition("_")[0]
+    own: Callable[..., None], library: Callable[..., None], size: int, root: int | None, elements: int, op: Any
+) -> None:
+    kind = library.__name__.partition("_")[0]
     inputs = [torch.randn(elements, generator=torch.Generator().manual_seed(rank)) for rank in range(size)]
     if kind == "reducescatter":
         inputs = [torch.stack([x * (block + 1) for block in range(size)]) for x in inputs]
     link = Link(latency_seconds=0.05, bytes_per_second=inputs[0].nbytes)
-    world, given = SimulatedWorld(size, link), [x.clone() for x in inputs]
-    results, wrong = simulate(world, partial(_call, own, kind, given, root, op))
-    if wrong is not None:
-        return wrong
-    best = SimulatedWorld(size, link)
-    for rank, (result, right) in enumerate(
-        zip(results, best.run(partial(_call, library, kind, [x.clone() for x in inputs], root, op)), strict=True)
-    ):
-        if result is not None and not torch.allclose(result, right, rtol=1e-4, atol=1e-4):
-            return _name(kind, rank, result, right, inputs, root, op)
-    if kind == "reducescatter":
-        for rank, (tensor, before) in enumerate(zip(given, inputs, strict=True)):
-            if not torch.equal(tensor, before):
-                return "changed", f"rank {rank} no longer has its own `tensor`, which must not be changed"
-    if world.makespan > 1.1 * best.makespan:
-        messages = max(count.sends + count.receives for count in world.counts)
-        needed = max(count.sends + count.receives for count in best.counts)
-        slow = f"right, but it takes {world.makespan / best.makespan:.1f} times as long as this topology needs"
-        return "slow", f"{slow}: the busiest rank has {messages} messages, and needs {needed}"
-    return None
+    world, best, given = SimulatedWorld(size, link), SimulatedWorld(size, link), [x.clone() for x in inputs]
+    results = simulate(world, partial(_call, own, kind, given, root, op))
+    right = best.run(partial(_call, library, kind, [x.clone() for x in inputs], root, op))
+    for rank in (rank for rank in range(size) if right[rank] is not None):
+        name_difference(kind, rank, results[rank], right[rank], inputs, root, op)
+    for rank, (tensor, before) in enumerate(zip(given, inputs, strict=True)):
+        told = f"rank {rank} no longer has its own `tensor`, which must not be changed"
+        expect(kind != "reducescatter" or torch.equal(tensor, before), "changed", told)
+    messages, needed = (max(count.sends + count.receives for count in each.counts) for each in (world, best))
+    slow = f"right, but it takes {world.makespan / best.makespan:.1f} times as long as this topology needs"
+    told = f"{slow}: the busiest rank has {messages} messages, and needs {needed}"
+    expect(world.makespan <= 1.1 * best.makespan, "slow", told)
 
 
 def _call(
@@ -106,24 +91,26 @@ def _call(
     return result
 
 
-def _name(
+def name_difference(
     kind: str, rank: int, result: Tensor, right: Tensor, inputs: list[Tensor], root: int | None, op: Any
-) -> tuple[str, str]:
-    """What a rank has instead of the right result."""
+) -> None:
+    """Raise `Wrong` with what a rank has instead of the right result, in terms of the ranks' `inputs`."""
+    if torch.allclose(result, right, rtol=1e-4, atol=1e-4):
+        return
     own = f"rank {rank}"
-    if kind == "reducescatter":
+    if kind in ("reducescatter", "alltoall"):
         inputs = [x[rank] for x in inputs]
-    if kind in ("gather", "allgather"):
+    if kind in ("gather", "allgather", "alltoall"):
         row = next(r for r in range(len(inputs)) if not torch.allclose(result[r], right[r], rtol=1e-4, atol=1e-4))
-        return "wrong-row", f"{own}: row {row}, where rank {row}'s tensor should be, {_whose(result[row], inputs)}"
-    if kind == "reduce" and rank != root:
-        return "changed", f"{own}, which is not the root, no longer has its own tensor: it {_whose(result, inputs)}"
-    told = _whose(result, inputs)
-    if kind == "broadcast":
-        return "wrong-tensor", f"{own} {told}, and should have rank {root}'s"
-    if op == ReduceOp.MAX:
-        return "ignores-op", f"{own} {told}, and should have the maximum of all: `op` says how to combine"
-    return "wrong-sum", f"{own} {told}, and should have the sum of all"
+        what = f"rank {row}'s {'segment' if kind == 'alltoall' else 'tensor'}"
+        raise Wrong("wrong-row", f"{own}: row {row}, where {what} should be, {_whose(result[row], inputs)}")
+    told = f"{own} {(whose := _whose(result, inputs))}"
+    changed = f"{own}, which is not the root, no longer has its own tensor: it {whose}"
+    expect(kind != "reduce" or rank == root, "changed", changed)
+    expect(kind != "broadcast", "wrong-tensor", f"{told}, and should have rank {root}'s")
+    ignored = f"{told}, and should have the maximum of all: `op` says how to combine"
+    expect(op != ReduceOp.MAX, "ignores-op", ignored)
+    raise Wrong("wrong-sum", f"{told}, and should have the sum of all")
 
 
 def _whose(result: Tensor, inputs: list[Tensor]) -> str:

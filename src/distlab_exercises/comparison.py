@@ -1,5 +1,6 @@
 """All tensors of a run on several ranks beside those of one process: what differs first, and by which mistake."""
 
+import itertools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -14,6 +15,7 @@ from distlab_exercises import shares
 from distlab_exercises.catalogue import Trial
 from distlab_exercises.ranks import Facts, Report
 from distlab_exercises.shares import Mistake
+from distlab_exercises.verdict import Wrong, expect
 
 # The ledger's columns of collectives that have no name, such as those of a loop over the parameters.
 COLLECTIVES = "all_reduce", "reduce_scatter", "all_gather", "broadcast", "reduce", "gather", "scatter", "all_to_all"
@@ -33,58 +35,66 @@ class Comparison:
     """All ranks' tensors beside those of one process."""
 
     def __init__(
-        self, trial: Trial, one: dict[str, Tensor], facts: Facts, lr: float, reports: list[Report], folder: Path
+        self,
+        trial: Trial,
+        one: dict[str, Tensor],
+        facts: Facts,
+        lr: float,
+        reports: list[Report],
+        folder: Path,
+        describe: Callable[[int], str],
     ) -> None:
         self.trial, self.one, self.facts, self.lr, self.reports = trial, one, facts, lr, reports
-        self.steps = len(facts["losses"])
+        self.steps, self.describe = len(facts["losses"]), describe
         self.ranks = [load_file(folder / f"rank{report.rank}.safetensors") for report in reports]
         self.member = "rank" if len(reports) == trial.replicas else "pipeline"
 
-    def first_difference(
-        self, losses: list[float], weights_only: bool, describe: Callable[[int], str]
-    ) -> tuple[str, list[str]] | None:
-        """The first step in which something differs: the mistake's name, and what to say about it."""
-        n, m = self.trial.replicas, self.trial.micro_batches
-        if missing := self._missing(describe):
-            return "parameters", [missing]
-        for name in self.facts["names"]:
-            for rank, tensors in enumerate(self.ranks):
-                own = tensors.get(f"weights|0|{name}")
-                if own is not None and self._is_wrong_at_start(rank, name, own):
-                    start = tensors[f"start|0|{name}"]
-                    if not self._is_wrong_at_start(rank, name, start):
-                        told = f"step 0: something has changed the weights {name} on {describe(rank)}"
-                        return "changed-early", [f"{told} before optimizer.step(), which alone should change them"]
-                    told = f"before step 0: the weights {name} on {describe(rank)} are not those of one process"
-                    others = f"{told}; all ranks must start from rank 0's"
-                    return "not-broadcast" if self.trial.replicas > 1 else "wrong-start", [others if n > 1 else told]
+    def expect_one_process(self, losses: list[float], weights_only: bool) -> None:
+        """Raise `Wrong` with the first step in which something differs, and what to say about it."""
+        self._expect_all_parameters()
+        self._expect_right_start()
         for step in range(self.steps):
-            expected = self.facts["losses"][step]
-            if step >= len(losses):
-                return "steps", [f"run.log(step, losses) was called in {len(losses)} of {self.steps} steps"]
-            if abs(losses[step] - expected) > 1e-4 * abs(expected):
-                mistake = shares.name_loss(losses[step], expected, n, m)
-                told = f"{losses[step]:.6f} instead of {expected:.6f}"
-                sentence = mistake.sentence
-                if mistake.name == "loss" and self.trial.layout.get("pp", 1) > 1:
-                    sentence += ", or a stage gets activations that are not final"
-                return mistake.name, [f"the loss of step {step} {sentence} ({told})"]
+            self._expect_loss(step, losses)
             kinds = [] if weights_only else [("gradient", self._gradient_mistake)]
             for kind, name_mistake in [*kinds, ("weights", self._weights_mistake)]:
                 if found := self._differences(kind, step, name_mistake):
-                    return found[0].mistake.name, self._tell(kind, step, found, describe)
-        return None
+                    raise Wrong(found[0].mistake.name, *self._tell(kind, step, found))
 
-    def _missing(self, describe: Callable[[int], str]) -> str:
+    def _expect_all_parameters(self) -> None:
         held = {name.split("|")[2] for tensors in self.ranks for name in tensors}
-        lost = [name for name in self.facts["names"] if name not in held]
-        if lost:
-            return f"no rank holds the parameter {lost[0]}"
-        steps = {report.rank: report.facts["updates"] for report in self.reports}
-        wrong = [rank for rank, updates in steps.items() if updates != self.steps]
-        return (
-            f"{describe(wrong[0])} updated its weights {steps[wrong[0]]} times in {self.steps} steps" if wrong else ""
-        )
+        for name in self.facts["names"]:
+            expect(name in held, "parameters", f"no rank holds the parameter {name}")
+        for report in self.reports:
+            times = f"{self.describe(report.rank)} updated its weights {report.facts['updates']} times"
+            expect(report.facts["updates"] == self.steps, "parameters", f"{times} in {self.steps} steps")
+
+    def _expect_right_start(self) -> None:
+        for name in self.facts["names"]:
+            for rank, tensors in enumerate(self.ranks):
+                own = tensors.get(f"weights|0|{name}")
+                if own is None or not self._is_wrong_at_start(rank, name, own):
+                    continue
+                if not self._is_wrong_at_start(rank, name, tensors[f"start|0|{name}"]):
+                    told = f"step 0: something has changed the weights {name} on {self.describe(rank)}"
+                    raise Wrong("changed-early", f"{told} before optimizer.step(), which alone should change them")
+                told = f"before step 0: the weights {name} on {self.describe(rank)} are not those of one process"
+                expect(self.trial.replicas == 1, "not-broadcast", f"{told}; all ranks must start from rank 0's")
+                raise Wrong("wrong-start", told)
+
+    def _expect_loss(self, step: int, losses: list[float]) -> None:
+        n, m, expected = self.trial.replicas, self.trial.micro_batches, self.facts["losses"][step]
+        called = f"run.log(step, losses) was called in {len(losses)} of {self.steps} steps"
+        expect(step < len(losses), "steps", called)
+        given = sum(report.facts["logged"][step] for report in self.reports)
+        told = f"step {step}: no rank gave run.log a loss: put that of each micro-batch into `losses`"
+        expect(given > 0, "no-loss", told)
+        if abs(losses[step] - expected) > 1e-4 * abs(expected):
+            mistake = shares.name_loss(losses[step], expected, n, m)
+            told = f"{losses[step]:.6f} instead of {expected:.6f}"
+            sentence = mistake.sentence
+            if mistake.name == "loss" and self.trial.layout.get("pp", 1) > 1:
+                sentence += ", or a stage gets activations that are not final"
+            raise Wrong(mistake.name, f"the loss of step {step} {sentence} ({told})")
 
     def _own(self, rank: int, name: str, whole: Tensor) -> Tensor:
         """What a rank should hold of a tensor: the slice that its parameter is, or all."""
@@ -183,7 +193,7 @@ class Comparison:
     def _near(a: Tensor, b: Tensor) -> Tensor:
         return torch.isclose(a, b, rtol=1e-5, atol=1e-7)
 
-    def _tell(self, kind: str, step: int, found: list[Difference], describe: Callable[[int], str]) -> list[str]:
+    def _tell(self, kind: str, step: int, found: list[Difference]) -> list[str]:
         """One sentence for each kind of mistake, the most frequent first; the first tensor of each is named."""
         what = "the gradient of" if kind == "gradient" else "the weights"
         when = f"step {step}" if kind == "gradient" else f"after step {step}"
@@ -198,36 +208,56 @@ class Comparison:
             others = f" and {len(names) - 1} other parameter{'s' * (len(names) > 2)}" if len(names) > 1 else ""
             if names == held:
                 others = ", like every other parameter," if len(names) > 1 else ""
-            on = "on all ranks" if len(ranks) == len(self.ranks) > 1 else f"on {' and '.join(map(describe, ranks))}"
+            on = (
+                "on all ranks" if len(ranks) == len(self.ranks) > 1 else f"on {' and '.join(map(self.describe, ranks))}"
+            )
             sentences.append(f"{when}: {what} {first.name}{others} {on} {sentence}")
         right = sorted(set(range(len(self.ranks))) - {difference.rank for difference in found})
         if right:
-            sentences.append(f"{' and '.join(map(describe, right))}: right")
+            sentences.append(f"{' and '.join(map(self.describe, right))}: right")
         return sentences
 
-    def not_shared_out(self, describe: Callable[[int], str]) -> tuple[str, list[str]] | None:
-        """Whether a rank's optimizer updates more than its share of the weights."""
+    def expect_average_when_due(self, steps: int) -> None:
+        """Raise `Wrong` with the first step after which a rank sends weights although it should not, or does not."""
+        every = self.trial.sync_every
+        for report in self.reports:
+            counts = report.facts["sent"]  # before each update, and at the end
+            sent = [sum(n for kind, n in count.items() if kind not in ("loss", "control")) for count in counts]
+            for step, (before, after) in enumerate(itertools.pairwise(sent)):
+                is_due = (step + 1) % every == 0 or step + 1 == steps
+                told = f"{self.describe(report.rank)} sends {'nothing' if is_due else 'weights'}"
+                rule = f"average after every `args.sync_every` steps, here {every}, and after the last one"
+                expect((after > before) == is_due, "sync-every", f"after step {step} of {steps}: {told}; {rule}")
+
+    def expect_shared_out(self) -> None:
+        """Raise `Wrong` if a rank's optimizer updates more than its share of the weights."""
         size = sum(tensor.numel() for key, tensor in self.one.items() if key.startswith("weights|0|"))
         share = -(-size // self.trial.replicas)
         for report in self.reports:
-            if report.facts["updated"] > 1.1 * share:
-                told = f"the optimizer on {describe(report.rank)} updates {report.facts['updated']:,} weights"
-                return "not-shared-out", [f"{told} of {size:,}; its share is {share:,}"]
-        return None
+            told = f"the optimizer on {self.describe(report.rank)} updates {report.facts['updated']:,} weights"
+            is_shared = report.facts["updated"] <= 1.1 * share
+            expect(is_shared, "not-shared-out", f"{told} of {size:,}; its share is {share:,}")
 
-    def sends_logits(self, numbers: int, describe: Callable[[int], str]) -> tuple[str, list[str]] | None:
-        """Whether a rank sends more than twice as many `numbers` of each token as the loss needs."""
+    def expect_no_logits_sent(self, numbers: int) -> None:
+        """Raise `Wrong` if a rank sends more than twice as many `numbers` of each token as the loss needs."""
         trial, slices = self.trial, self.trial.layout["tp"]
         around = 2 * trial.batch_size * self.facts["sequence_bytes"]  # after the embedding, and back from the head
         for report in self.reports:
-            before, after = report.facts["sent"][-2:]
-            kinds = [kind for kind in after if not kind.startswith("layer ") and kind not in ("loss", "control")]
-            in_a_ring = sum(after[kind] - before.get(kind, 0) for kind in kinds) * slices / (2 * (slices - 1))
+            others = sum(
+                sent
+                for kind, sent in self._in_last_step(report).items()
+                if not kind.startswith("layer ") and kind not in ("loss", "control")
+            )
+            in_a_ring = others * slices / (2 * (slices - 1))
             own = (in_a_ring - around) / 4 / (trial.batch_size * self.facts["seq_len"])
-            if own > 2 * numbers:
-                told = f"{describe(report.rank)} sends {own:.0f} numbers of each token; {numbers} are enough"
-                return "logits-sent", [f"the loss is right, but for it {told}"]
-        return None
+            told = f"{self.describe(report.rank)} sends {own:.0f} numbers of each token; {numbers} are enough"
+            expect(own <= 2 * numbers, "logits-sent", f"the loss is right, but for it {told}")
+
+    @staticmethod
+    def _in_last_step(report: Report) -> dict[str, int]:
+        """The bytes by kind that a rank sends from the update before the last one to the last one."""
+        before, after, _ = report.facts["sent"][-3:]
+        return {kind: count - before.get(kind, 0) for kind, count in after.items()}
 
     def sent(self) -> dict[str, tuple[int, int]]:
         """By what was sent: the bytes of all ranks in the last step, and those that are needed.
@@ -251,7 +281,7 @@ class Comparison:
             needed["activations"] = 2 * n * trial.stages_of_each * (stages - 1) * activations
         if slices > 1:  # two all-reduces forward and two backward in each block
             all_reduces = 4 * self.facts["blocks"]
-            if n == 1 and any(set(COLLECTIVES) & set(report.facts["sent"][-1]) for report in self.reports):
+            if n == 1 and any(set(COLLECTIVES) & set(report.facts["sent"][-2]) for report in self.reports):
                 all_reduces += 2  # after the embedding and back from the head, which then have no name either
             needed["activations of layers"] = n * stages * 2 * (slices - 1) * activations * all_reduces
         kinds: dict[str, tuple[str, ...]] = {
@@ -264,11 +294,8 @@ class Comparison:
             kinds["gradients and weights" if n > 1 else list(needed)[-1]] += COLLECTIVES
         found = {}
         for what, least in needed.items():
-            total = 0
-            for report in self.reports:
-                before, after = report.facts["sent"][-2:]
-                total += sum(after.get(kind, 0) - before.get(kind, 0) for kind in kinds[what])
-            found[what] = total, least
+            by_kind = [self._in_last_step(report).get(kind, 0) for report in self.reports for kind in kinds[what]]
+            found[what] = sum(by_kind), least
         return found
 
     def remarks(self, sent: dict[str, tuple[int, int]]) -> list[str]:
@@ -278,7 +305,7 @@ class Comparison:
             for what, (total, least) in sent.items()
             if total > 1.05 * least
         ]
-        averages = any({"gradients", *COLLECTIVES} & set(report.facts["sent"][-1]) for report in self.reports)
+        averages = any({"gradients", *COLLECTIVES} & set(report.facts["sent"][-2]) for report in self.reports)
         if self.trial.replicas > 1 and averages and not any(report.facts["overlaps"] for report in self.reports):
             found.append("gradients are sent after the backward pass; sent during it, they take no time of their own")
         return found

@@ -8,8 +8,9 @@ from types import ModuleType
 from typing import Any, NoReturn, TypeVar
 
 from distlab.run import main
+from distlab.run.run import Run
 from distlab.run.settings import RunSettings
-from distlab_exercises.ranks import free_port
+from distlab_exercises.ranks import Submission
 from simplellm.errors import InputError, require
 
 SettingsT = TypeVar("SettingsT", bound=RunSettings)
@@ -36,9 +37,19 @@ def _refuse_to_start(*_: Any, **__: Any) -> NoReturn:
     raise InputError('the file calls main(...) as it is loaded; put that below if __name__ == "__main__":')
 
 
-def settings_of_world(ranks: int, out: Path) -> dict[str, Any]:
-    """Settings with which so many ranks meet, and compute on the CPU."""
-    return {"world_size": ranks, "device": "cpu", "out": out, "master_port": free_port()}
+def join(
+    rank: int, submission: Submission, ranks: int, defaults: object, kind: type[RunSettings], **values: Any
+) -> Any:
+    """A rank's run, which has met the others and computes on the CPU.
+
+    Args:
+        defaults: the file's, of the class `kind`.
+        values: settings besides those of the world.
+    """
+    world = {"device": "cpu", "out": submission.folder / "run", "master_port": submission.port}
+    if ranks > 1:
+        world["world_size"] = ranks
+    return Run(settings_for(rank, defaults, kind, world | values), submission.script)
 
 
 def settings_for(rank: int, defaults: object, kind: type[SettingsT], values: dict[str, Any]) -> SettingsT:

@@ -1,128 +1,79 @@
-"""Tries functions that work on several ranks over gloo: products of matrices, and exchanges that must not deadlock."""
-
-from pathlib import Path
-from typing import Any
+"""Tries functions that work on several ranks: products of matrices, and exchanges that must not deadlock."""
 
 import torch
 from torch import Tensor
 
 from distlab.comm.context import context_of
 from distlab.comm.pending import Pending
-from distlab.run.run import Run
 from distlab.run.settings import RunSettings
-from distlab_exercises.loading import load, settings_for, settings_of_world
-from distlab_exercises.ranks import Facts, Submission, trouble
+from distlab_exercises.loading import join, load
+from distlab_exercises.ranks import Facts, Submission
 from distlab_exercises.shares import fit
-from distlab_exercises.verdict import Verdict, Wrong
+from distlab_exercises.verdict import Wrong, expect
 
 RANKS = 3
 SENT_BYTES = {"both_send": (4000, 8000, 4000), "order": (8000, 16_000, 8000), "skipped": (15_999, 15_999, 19_999)}
 SHAPES = [(6, 9, 5), (7, 4, 3), (2, 5, 4), (5, 2, 4)]  # m, k, n; rows or columns do not always divide among the ranks
 
 
-def try_product(name: str, submission: Submission) -> Verdict:
-    """Multiply matrices of rank 0's with a student's function on three ranks."""
-    verdict = Verdict(f"{name}: {RANKS} ranks")
-    reports = submission.run_ranks(RANKS, _multiply, name, settings_of_world(RANKS, submission.folder / name))
-    if found := trouble(reports):
-        return verdict.fails(*found, printed=reports)
-    for number, shape in enumerate(SHAPES):
-        A, B = _matrices(shape)
-        for report in reports:
-            product, sent = report.facts["products"][number], report.facts["sent"][number]
-            wrong = _name_product(name, report.rank, product, A, B) or _name_share(name, report.rank, sent, shape)
-            if wrong is not None:
-                given = "A ({0}, {1}) times B ({1}, {2})".format(*shape)
-                return verdict.fails(wrong[0], [f"{given}: rank {report.rank} {wrong[1]}"], printed=reports)
-    return verdict.passes(
-        "the product of one process, for matrices whose rows and columns divide among the ranks or not"
-    )
-
-
-def _matrices(shape: tuple[int, int, int]) -> tuple[Tensor, Tensor]:
-    """Small integers, whose products are exact."""
-    generator = torch.Generator().manual_seed(sum(shape))
-    m, k, n = shape
-    return tuple(torch.randint(-4, 5, size, generator=generator).float() for size in ((m, k), (k, n)))  # type: ignore[return-value]
-
-
-def _multiply(rank: int, script: Path, name: str, values: dict[str, Any]) -> Facts:
-    module = load(script)
-    run: Run[Any] = Run(settings_for(rank, module.DEFAULTS, RunSettings, values), script)
-    products, sent = [], []
-    for shape in SHAPES:
-        A, B = _matrices(shape) if rank == 0 else (None, None)
+def try_product(rank: int, submission: Submission, name: str) -> Facts:
+    """Multiply matrices of rank 0's with a student's function."""
+    module = load(submission.script)
+    run = join(rank, submission, RANKS, module.DEFAULTS, RunSettings)
+    for m, k, n in SHAPES:
+        generator = torch.Generator().manual_seed(m + k + n)  # small integers, whose products are exact
+        A, B = (torch.randint(-4, 5, size, generator=generator).float() for size in ((m, k), (k, n)))
         before = _sent_bytes()
-        product = getattr(module, name)(A, B)
-        sent.append(_sent_bytes() - before)
-        products.append(product.tolist() if isinstance(product, Tensor) else None)
+        product = getattr(module, name)(*((A, B) if rank == 0 else (None, None)))
+        who = f"A ({m}, {k}) times B ({k}, {n}): rank {rank}"
+        _check_product(name, rank, product, A, B, who)
+        _check_share(name, rank, _sent_bytes() - before, (m, k, n), who)
     run.close()
-    return {"products": products, "sent": sent}
+    return {"right": ["the product of one process, for matrices whose rows and columns divide among the ranks or not"]}
 
 
 def _sent_bytes() -> int:
-    """Of matrices, so far."""
+    """Of what is to be exchanged, so far."""
     return sum(count for kind, count in context_of().ledger.sent_bytes.items() if kind not in ("control", "shapes"))
 
 
-def _name_share(name: str, rank: int, sent: int, shape: tuple[int, int, int]) -> Wrong:
-    """Whether a rank sends less than its share of the product, as where rank 0 computes it alone."""
+def _check_share(name: str, rank: int, sent: int, shape: tuple[int, int, int], who: str) -> None:
+    """A rank sends no less than its share of the product, as it would if rank 0 computed it alone."""
     m, k, n = shape
     by_row = name == "par_matmul_by_row"
     pieces = [len(piece) for piece in torch.arange(m if by_row else k).tensor_split(RANKS)]
     needed = 4 * n * (pieces[rank] if by_row else m * (pieces[rank] > 0))
-    if rank == 0 or sent >= needed:
-        return None
     share = "its rows of the product" if by_row else "its product, a term of the sum,"
-    return "no-share", f"sends {sent} bytes, and {share} has {needed}: each rank computes a share"
+    told = f"{who} sends {sent} bytes, and {share} has {needed}: each rank computes a share"
+    expect(rank == 0 or sent >= needed, "no-share", told)
 
 
-def _name_product(name: str, rank: int, product: list[list[float]] | None, A: Tensor, B: Tensor) -> Wrong:
-    right = A @ B
-    if rank > 0 and name == "par_matmul_by_row":
-        return None  # whatever it returns: rank 0 has the product
-    if product is None:
-        return "no-product", "returned no matrix"
-    own = torch.tensor(product)
-    if own.shape != right.shape:
-        return "shape", f"returned {tuple(own.shape)}, and the product is {tuple(right.shape)}"
+def _check_product(name: str, rank: int, own: Tensor | None, A: Tensor, B: Tensor, who: str) -> None:
+    right, by_row = A @ B, name == "par_matmul_by_row"
+    if rank > 0 and by_row:
+        return  # whatever it returns: rank 0 has the product
+    if not isinstance(own, Tensor):
+        raise Wrong("no-product", f"{who} returned no matrix")
+    told = f"{who} returned {tuple(own.shape)}, and the product is {tuple(right.shape)}"
+    expect(own.shape == right.shape, "shape", told)
     if torch.equal(own, right):
-        return None
-    if name == "par_matmul_by_row":
-        rows = [index for index in range(len(right)) if not torch.equal(own[index], right[index])]
-        owners = [r for r, part in enumerate(torch.arange(len(right)).tensor_split(RANKS)) if rows[0] in part]
-        return "wrong-rows", f"has other rows from row {rows[0]} on, which rank {owners[0]} computes"
+        return
+    if by_row:
+        first = next(index for index in range(len(right)) if not torch.equal(own[index], right[index]))
+        owner = next(r for r, part in enumerate(torch.arange(len(right)).tensor_split(RANKS)) if first in part)
+        raise Wrong("wrong-rows", f"{who} has other rows from row {first} on, which rank {owner} computes")
     terms = [a @ b for a, b in zip(A.tensor_split(RANKS, 1), B.tensor_split(RANKS, 0), strict=True)]
     found = fit(own, [term for term in terms if term.any()])
     counts = [round(x) for x in found] if found is not None and len(found) == RANKS else []
-    if 0 in counts:
-        return "term-missing", f"lacks the product of rank {counts.index(0)}"
-    return "wrong-product", "has another matrix than the sum of the ranks' products"
+    expect(0 not in counts, "term-missing", f"{who} lacks the product of rank {counts.index(0) if 0 in counts else ''}")
+    raise Wrong("wrong-product", f"{who} has another matrix than the sum of the ranks' products")
 
 
-def try_case(name: str, submission: Submission) -> Verdict:
+def try_case(rank: int, submission: Submission, name: str) -> Facts:
     """Run one case of the chapter on deadlocks with the student's cure."""
-    verdict = Verdict(f"{name}: {RANKS} ranks")
+    module = load(submission.script)
     values = {"case": name.replace("_", "-"), "cure": True, "timeout": 60}
-    values |= settings_of_world(RANKS, submission.folder / name)
-    reports = submission.run_ranks(RANKS, _exchange, values)
-    if found := trouble(reports):
-        return verdict.fails(*found, printed=reports)
-    for rank, (report, needed) in enumerate(zip(reports, SENT_BYTES[name], strict=True)):
-        if report.facts["sent"] < needed:
-            told = f"rank {rank} sends {report.facts['sent']:,} bytes instead of {needed:,}"
-            return verdict.fails("left-out", [f"{told}: a cure must not leave out what is to be exchanged"])
-        if name == "both_send" and (others := set(report.facts["contents"]) - {rank}):
-            told = (
-                f"rank {rank} sends a tensor of {others.pop():g}, such as it has received, instead of {rank}, its own"
-            )
-            return verdict.fails("not-its-own", [f"{told}: neighbors exchange their own tensors"])
-    return verdict.passes("all ranks finish, and exchange all that they should")
-
-
-def _exchange(rank: int, script: Path, values: dict[str, Any]) -> Facts:
-    module = load(script)
-    run: Run[Any] = Run(settings_for(rank, module.DEFAULTS, RunSettings, values), script)
+    run = join(rank, submission, RANKS, module.DEFAULTS, RunSettings, **values)
     contents: set[float] = set()  # numbers in what is sent
 
     def keep_what_is_sent(pending: Pending) -> None:
@@ -130,9 +81,13 @@ def _exchange(rank: int, script: Path, values: dict[str, Any]) -> Facts:
             if tensor.numel() > 1:  # no mere sign to the other rank
                 contents.update(tensor.unique().tolist())
 
-    context = context_of()
-    context.observers.append(keep_what_is_sent)
+    context_of().observers.append(keep_what_is_sent)
     module.try_case(run)
+    sent, needed = _sent_bytes(), SENT_BYTES[name][rank]
     run.close()
-    sent = sum(count for kind, count in context.ledger.sent_bytes.items() if kind != "control")
-    return {"sent": sent, "contents": sorted(contents)}
+    told = f"rank {rank} sends {sent:,} bytes instead of {needed:,}"
+    expect(sent >= needed, "left-out", f"{told}: a cure must not leave out what is to be exchanged")
+    if name == "both_send" and (others := contents - {rank}):
+        told = f"rank {rank} sends a tensor of {others.pop():g}, such as it has received, instead of {rank}, its own"
+        raise Wrong("not-its-own", f"{told}: neighbors exchange their own tensors")
+    return {"right": ["all ranks finish, and exchange all that they should"]}

@@ -1,10 +1,10 @@
 """Tries a training script on several ranks, and one process beside it."""
 
 import functools
-import itertools
 import json
+import math
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +24,8 @@ from distlab.run.training import TrainingRun
 from distlab_exercises.catalogue import Exercise, Trial
 from distlab_exercises.comparison import Comparison
 from distlab_exercises.loading import load, settings_for
-from distlab_exercises.ranks import Facts, Patience, Report, Submission, free_port, trouble
-from distlab_exercises.verdict import Verdict
+from distlab_exercises.ranks import Facts, Submission, raise_trouble
+from distlab_exercises.verdict import Verdict, Wrong
 from simplellm.dataloaders import TinyStories
 from simplellm.errors import require
 from simplellm.llama import CausalLLama, LLama, LLamaPart
@@ -33,6 +33,7 @@ from simplellm.losses import causalLLMLoss
 from simplellm.tokenizers import SPTokenizer
 
 STEPS, LR = 3, 0.5
+ONE_PROCESS = "one_process.safetensors"
 MODEL = {"dmodel": 16, "num_heads": 4, "n_layers": 2, "seq_len": 16, "device": "cpu"}
 TRAINING = {"steps": STEPS, "optimizer": "sgd", "lr": LR, "data": "sample", "timeout": 60}
 
@@ -80,23 +81,28 @@ class TensorKeeper:
             self.tensors[f"weights|{self.updates}|{name}"] = parameter.detach().clone().contiguous()
 
 
-def train(rank: int, script: Path, folder: Path, values: dict[str, Any], start_apart: bool = False) -> Facts:
+def train(rank: int, submission: Submission, values: dict[str, Any], start_apart: bool = False) -> Facts:
     """A rank of a student's script; with `start_apart`, its model has other weights than rank 0's at first."""
-    module = load(script)
+    module = load(submission.script)
     if start_apart and rank > 0:
         module.LLama = _with_other_weights  # type: ignore[attr-defined]
     settings = settings_for(rank, getattr(module, "DEFAULTS", None), TrainSettings, MODEL | TRAINING | values)
     work = getattr(module, "train", None)
     require(callable(work), "the file needs a function train(run), as in its chapter")
     assert work is not None
-    run: TrainingRun[Any] = TrainingRun(settings, script)
-    recorder, track = TensorKeeper(), run.track
+    run: TrainingRun[Any] = TrainingRun(settings, submission.script)
+    recorder, track, log = TensorKeeper(), run.track, run.log
+    logged: list[int] = []  # losses in each step
 
     def track_and_watch(model: Any, optimizer: Optimizer, *args: Any, **options: Any) -> None:
         recorder.watch(model, optimizer)
         track(model, optimizer, *args, **options)
 
-    run.track = track_and_watch  # type: ignore[method-assign]
+    def log_and_count(step: int, losses: Any, *args: Any, **options: Any) -> None:
+        logged.append(len(losses))
+        log(step, losses, *args, **options)
+
+    run.track, run.log = track_and_watch, log_and_count  # type: ignore[method-assign]
     context_of().observers.append(recorder.observe)
     work(run)
     sent_at_end = dict(context_of().ledger.sent_bytes)
@@ -106,11 +112,17 @@ def train(rank: int, script: Path, folder: Path, values: dict[str, Any], start_a
     run.close()
     require(bool(recorder.parameters), "the script must call run.track(model, optimizer), as its chapter does")
     recorder.keep_weights()
-    save_file(recorder.tensors, folder / f"rank{rank}.safetensors")
+    save_file(recorder.tensors, submission.folder / f"rank{rank}.safetensors")
     slices = {name: one for name, p in recorder.parameters.items() for one in placement_of(p).slices}  # one, if any
-    counts: Facts = {"sent_at_end": sent_at_end, "updates": recorder.updates, "updated": recorder.updated}
-    counts["not_waited_for"] = sum(not pending.was_waited_for() for pending in recorder.collectives)
-    return counts | {"sent": recorder.sent, "slices": slices, "overlaps": recorder.overlaps}
+    return {
+        "updates": recorder.updates,
+        "updated": recorder.updated,
+        "logged": logged,
+        "not_waited_for": sum(not pending.was_waited_for() for pending in recorder.collectives),
+        "sent": [*recorder.sent, sent_at_end],
+        "slices": slices,
+        "overlaps": recorder.overlaps,
+    }
 
 
 @torch.no_grad()
@@ -125,15 +137,14 @@ def _with_other_weights(*args: Any, **options: Any) -> nn.Module:
 def expected_of(batch_size: int, replicas: int, micro_batches: int) -> tuple[dict[str, Tensor], Facts]:
     """What `one_process` keeps, and its losses; computed once for all files that are checked."""
     with tempfile.TemporaryDirectory(prefix="lab-check-") as name:
-        file, folder = Path(name, "one_process.safetensors"), Path(name)
-        sizes = batch_size, replicas, micro_batches
-        [report] = Submission(Path(__file__), folder, Patience()).run_ranks(1, one_process, file, *sizes)
+        submission = Submission(Path(__file__), Path(name))
+        [report] = submission.run_ranks(1, one_process, batch_size, replicas, micro_batches)
         if report.state != "ended":
-            raise RuntimeError(f"one process failed: {report.sentence} {report.line}")
-        return load_file(file), report.facts
+            raise RuntimeError(f"one process failed: {report.sentences} {report.line}")
+        return load_file(Path(name, ONE_PROCESS)), report.facts
 
 
-def one_process(rank: int, _: Path, file: Path, batch_size: int, n: int, m: int) -> Facts:
+def one_process(rank: int, submission: Submission, batch_size: int, n: int, m: int) -> Facts:
     """The run of one process with the global batch of `n` replicas of `batch_size` sequences, `m` micro-batches each.
 
     It keeps its weights and, for each replica and micro-batch, its share of every gradient: the gradients of the mean
@@ -168,70 +179,45 @@ def one_process(rank: int, _: Path, file: Path, batch_size: int, n: int, m: int)
                 parameter -= LR * parameter.grad
     for name, parameter in zip(names, parameters, strict=True):
         kept[f"weights|{STEPS}|{name}"] = parameter.detach().clone()
-    save_file(kept, file)
+    save_file(kept, submission.folder / ONE_PROCESS)
     sequence_bytes = args.seq_len * args.dmodel * 4  # of the activations of a sequence between two blocks
     sizes = {"seq_len": args.seq_len, "sequence_bytes": sequence_bytes, "blocks": args.n_layers}
     return {"losses": losses, "names": list(names), **sizes}
 
 
-def try_layout(exercise: Exercise, trial: Trial, submission: Submission) -> Verdict:
+def try_layout(verdict: Verdict, submission: Submission, exercise: Exercise, trial: Trial) -> None:
     """Run a script in a layout and one process beside it, and compare them."""
-    folder = submission.folder
-    folder.mkdir()
-    world = 1
-    for size in trial.layout.values():
-        world *= size
     describe = Grid(0, trial.layout).describe
     values: dict[str, Any] = {**trial.settings, "batch_size": trial.batch_size, "micro_batches": trial.micro_batches}
-    values |= {"out": folder / "run", "master_port": free_port()}
-    reports = submission.run_ranks(world, train, folder, values, exercise.ranks_start_apart)
-    verdict = Verdict(f"train: {trial}")
-    if found := trouble(reports, describe):
-        return verdict.fails(*found, printed=reports)
-    metrics = folder / "run" / "metrics.jsonl"
-    records = metrics.read_text().splitlines() if metrics.exists() else []
-    losses = [json.loads(line)["loss"] for line in records]
+    values |= {"out": submission.folder / "run", "master_port": submission.port}
+    reports = submission.run_ranks(math.prod(trial.layout.values()), train, values, exercise.ranks_start_apart)
+    raise_trouble(reports, describe)
+    metrics = submission.folder / "run" / "metrics.jsonl"
+    losses = [json.loads(line)["loss"] for line in metrics.read_text().splitlines()] if metrics.exists() else []
     expected = expected_of(trial.batch_size, trial.replicas, trial.micro_batches)
-    compare = Comparison(trial, *expected, LR, reports, folder)
-    if trial.sync_every > 1:  # the ranks differ from one process in between
-        found = _averages_elsewhere(reports, trial.sync_every, describe)
-        right = f"weights are averaged after every {trial.sync_every} steps, and after the last one"
-    else:
-        found = compare.first_difference(losses, exercise.weights_only, describe)
-        kinds = "losses, weights" if exercise.weights_only else "losses, gradients, weights"
-        right = f"the run of one process: {kinds} of {STEPS} steps"
-    if found is None and exercise.shares_out:
-        found = compare.not_shared_out(describe)
-    if found is None and exercise.loss_numbers:
-        found = compare.sends_logits(exercise.loss_numbers, describe)
-    if found:
+    compare = Comparison(trial, *expected, LR, reports, submission.folder, describe)
+    try:
+        if trial.sync_every > 1:  # the ranks differ from one process in between
+            compare.expect_average_when_due(STEPS)
+            verdict.sentences = [f"weights are averaged after every {trial.sync_every} steps, and after the last one"]
+        else:
+            compare.expect_one_process(losses, exercise.weights_only)
+            kinds = "losses, weights" if exercise.weights_only else "losses, gradients, weights"
+            verdict.sentences = [f"the run of one process: {kinds} of {STEPS} steps"]
+        if exercise.shares_out:
+            compare.expect_shared_out()
+        if exercise.loss_numbers:
+            compare.expect_no_logits_sent(exercise.loss_numbers)
+    except Wrong as wrong:
         hasty = next((report for report in reports if report.facts["not_waited_for"]), None)
-        if hasty is not None:
-            told = f"{describe(hasty.rank)} did not wait for {hasty.facts['not_waited_for']} of its collectives"
-            returned = "what dist.all_reduce(…, async_op=True) returns"
-            way = f"call .wait() on {returned}, or finish() of the GradientBuckets that began it"
-            found = "not-waited-for", [f"{told}: {way}", *found[1]]
-        return verdict.fails(*found, printed=reports)
-    verdict.passes(right)
+        if hasty is None:
+            raise
+        told = f"{describe(hasty.rank)} did not wait for {hasty.facts['not_waited_for']} of its collectives"
+        returned = "what dist.all_reduce(…, async_op=True) returns"
+        way = f"call .wait() on {returned}, or finish() of the GradientBuckets that began it"
+        raise Wrong("not-waited-for", f"{told}: {way}") from wrong
     verdict.sent = compare.sent()
-    verdict.remarks += compare.remarks(verdict.sent)
-    return verdict
-
-
-def _averages_elsewhere(
-    reports: list[Report], every: int, describe: Callable[[int], str]
-) -> tuple[str, list[str]] | None:
-    """The first step after which a rank sends weights although it should not, or does not although it should."""
-    for report in reports:
-        counts = [*report.facts["sent"], report.facts["sent_at_end"]]  # before each update, and at the end
-        sent = [sum(n for kind, n in count.items() if kind not in ("loss", "control")) for count in counts]
-        for step, (before, after) in enumerate(itertools.pairwise(sent)):
-            is_due = (step + 1) % every == 0 or step + 1 == STEPS
-            if (after > before) != is_due:
-                told = "sends nothing" if is_due else "sends weights"
-                rule = f"average after every `args.sync_every` steps, here {every}, and after the last one"
-                return "sync-every", [f"after step {step} of {STEPS}: {describe(report.rank)} {told}; {rule}"]
-    return None
+    verdict.remarks = compare.remarks(verdict.sent)
 
 
 def prepare() -> None:

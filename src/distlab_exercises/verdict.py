@@ -1,11 +1,33 @@
 """What a check says about a file."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from distlab_exercises.ranks import Report
 
-Wrong = tuple[str, str] | None  # the mistake's name, and a sentence
+class Wrong(Exception):
+    """A solution is wrong: the mistake's name, for machines, and sentences that say what it is."""
+
+    def __init__(self, mistake: str, *sentences: str) -> None:
+        super().__init__(sentences[0])
+        self.mistake, self.sentences = mistake, sentences
+
+
+def expect(is_right: object, mistake: str, *sentences: str) -> None:
+    """Raise `Wrong` unless something is right."""
+    if not is_right:
+        raise Wrong(mistake, *sentences)
+
+
+@contextmanager
+def where(place: str) -> Iterator[None]:
+    """Begin the sentence about what is wrong inside with the place."""
+    try:
+        yield
+    except Wrong as wrong:
+        first, *others = wrong.sentences
+        raise Wrong(wrong.mistake, f"{place}: {first}", *others) from wrong
 
 
 @dataclass
@@ -20,19 +42,6 @@ class Verdict:
     remarks: list[str] = field(default_factory=list)  # what a right solution could do better
     printed: list[str] = field(default_factory=list)  # by the student's own lines, where the trial fails
     seconds: float = 0.0
-
-    def passes(self, sentence: str) -> "Verdict":
-        self.passed, self.sentences = True, [sentence]
-        return self
-
-    def fails(self, mistake: str, sentences: list[str], printed: list[Report] | None = None) -> "Verdict":
-        self.passed, self.mistake, self.sentences = False, mistake, sentences
-        for report in printed or []:
-            self.printed += [f"rank {report.rank}: {line}" for line in report.printed[-5:]]
-        return self
-
-    def judged(self, wrong: Wrong, right: str) -> "Verdict":
-        return self.passes(right) if wrong is None else self.fails(wrong[0], [wrong[1]])
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)

@@ -57,7 +57,7 @@ def test_the_commands_of_a_file_can_be_copied_whatever_its_folder_is_called(fold
         ("exercise dp-gaa my", "dp-gaa: no such exercise; there are dp-ga, "),
         ("exercise dp-ga", "my/dp-ga/intro_DP_GA.py: already exists, and may hold your work"),
         ("exercise dp-ga taken", "already exists, and may hold your work"),
-        ("exercise pp-zb other", "holds the exercise pp-gpipe; give another folder, such as other/pp-zb"),
+        ("exercise pp-dapple other", "holds the exercise pp-gpipe; give another folder, such as other/pp-dapple"),
         ("exercise dp-ga taken/intro_DP_GA.py", "is not a folder"),
         ("hint dp-ga 9", "dp-ga has the hints 1 to 3"),
         ("hint dp-ga x", "./launch.sh hint: argument number"),

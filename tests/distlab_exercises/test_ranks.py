@@ -7,21 +7,29 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+import pytest
 import torch
 import torch.distributed as dist
 from support.processes import alive, wait_for
 
-from distlab_exercises.ranks import Facts, Patience, free_port, run_ranks, trouble
+from distlab_exercises.ranks import Facts, Patience, Report, Submission, raise_trouble
 from distlab_exercises.shares import name_loss, name_ratios, name_weights
+from distlab_exercises.verdict import Wrong
 
 PATIENCE = Patience(still=0.5, longest=1)
 
 
-def misbehave(rank: int, folder: str) -> Facts:
+def trouble(reports: list[Report]) -> Wrong:
+    with pytest.raises(Wrong) as found:
+        raise_trouble(reports)
+    return found.value
+
+
+def misbehave(rank: int, submission: Submission) -> Facts:
     """Rank 0 never ends, rank 1 dies, rank 2 prints and ends; rank 0 has started a process that leaves its group."""
     if rank == 0:
         child = subprocess.Popen(["sleep", "1000"], start_new_session=True)
-        Path(folder, "pid").write_text(str(child.pid))
+        (submission.folder / "pid").write_text(str(child.pid))
         while True:
             time.perf_counter()
     if rank == 1:
@@ -32,50 +40,45 @@ def misbehave(rank: int, folder: str) -> Facts:
 
 def test_ranks_end_with_what_they_have_started(tmp_path: Path) -> None:
     started = time.monotonic()
-    reports = run_ranks(3, misbehave, str(tmp_path), script=Path(__file__), folder=tmp_path, patience=PATIENCE)
+    submission = Submission(Path(__file__), tmp_path, PATIENCE)
+    reports = submission.run_ranks(3, misbehave)
     assert time.monotonic() - started < 20
     assert [report.state for report in reports][1:] == ["died", "ended"]
     assert reports[2].facts == {"rank": 2}
-    assert reports[2].printed == ["seen by rank 2", 200 * "x"], "no more than that of a line"
-    found = trouble(reports)
-    assert found is not None
-    mistake, [first, second] = found
-    assert (mistake, first) == ("died", "rank 1 ended without a word: it was killed, or called os._exit")
+    assert submission.printed() == ["rank 2: seen by rank 2", f"rank 2: {200 * 'x'}"], "no more than that of a line"
+    first, second = trouble(reports).sentences
+    assert trouble(reports).mistake == "died"
+    assert first == "rank 1 ended without a word: it was killed, or called os._exit"
     assert second.startswith("rank 0 was in line ")
     child = int((tmp_path / "pid").read_text())
     assert wait_for(lambda: not alive(child), 5)
 
 
-def exit_early(_: int) -> Facts:
+def exit_early(rank: int, submission: Submission) -> Facts:
     sys.exit()
 
 
 def test_a_file_that_calls_sys_exit_is_told_so(tmp_path: Path) -> None:
-    reports = run_ranks(1, exit_early, script=Path(__file__), folder=tmp_path, patience=PATIENCE)
-    found = trouble(reports)
-    assert found is not None
-    assert found[1][0].startswith("failed: the file called sys.exit() before its work was done (line ")
+    found = trouble(Submission(Path(__file__), tmp_path, PATIENCE).run_ranks(1, exit_early))
+    assert found.sentences[0].startswith("failed: the file called sys.exit() before its work was done (line ")
 
 
-def never_end(_: int) -> Facts:
+def never_end(rank: int, submission: Submission) -> Facts:
     while True:
         time.perf_counter()
 
 
 def test_an_endless_loop_is_ended_and_its_line_named(tmp_path: Path) -> None:
-    reports = run_ranks(1, never_end, script=Path(__file__), folder=tmp_path, patience=PATIENCE)
-    found = trouble(reports)
-    assert found is not None
-    mistake, sentences = found
-    assert mistake == "deadlock"
-    assert "rank 0 had not finished after 1 s, in line " in sentences[1]
+    found = trouble(Submission(Path(__file__), tmp_path, PATIENCE).run_ranks(1, never_end))
+    assert found.mistake == "deadlock"
+    assert "rank 0 had not finished after 1 s, in line " in found.sentences[1]
 
 
-def wait_without_a_name(rank: int, port: int) -> Facts:
+def wait_without_a_name(rank: int, submission: Submission) -> Facts:
     """Both ranks receive first, without the lab's names for waits."""
     if dist.is_initialized():  # in the process of the tests, of which this is a fork
         dist.destroy_process_group()
-    store = dist.TCPStore("localhost", port, is_master=rank == 0)
+    store = dist.TCPStore("localhost", submission.port, is_master=rank == 0)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
     dist.recv(torch.zeros(1), 1 - rank)
     return {}
@@ -83,10 +86,9 @@ def wait_without_a_name(rank: int, port: int) -> Facts:
 
 def test_ranks_that_wait_for_each_other_say_where(tmp_path: Path) -> None:
     patience = Patience(still=2, longest=20)  # meeting, too, is a wait
-    reports = run_ranks(2, wait_without_a_name, free_port(), script=Path(__file__), folder=tmp_path, patience=patience)
-    found = trouble(reports)
-    assert found is not None
-    assert found[1][1:] == [f"rank {rank} waits, in {reports[rank].line}" for rank in range(2)]
+    reports = Submission(Path(__file__), tmp_path, patience).run_ranks(2, wait_without_a_name)
+    waits = tuple(f"rank {rank} waits, in {reports[rank].line}" for rank in range(2))
+    assert trouble(reports).sentences[1:] == waits
     assert reports[0].line.endswith("dist.recv(torch.zeros(1), 1 - rank)")
 
 

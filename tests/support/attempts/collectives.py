@@ -60,7 +60,7 @@ allreduce_naive(tensor, op, endpoint)""",
     Attempt(
         "mpi-collectives",
         "ignores-op",
-        "2 ranks, 24 elements, MAX of int32: rank 0 has the sum of all ranks' arrays, and should have their maximum",
+        "2 ranks, 24 elements, MAX of int32: rank 0 has the sum of rank 0's, rank 1's, and should have the maximum",
         changes=(
             (
                 "        combine = reduce_function(op)\n        with buffers",
@@ -72,7 +72,7 @@ allreduce_naive(tensor, op, endpoint)""",
     Attempt(
         "mpi",
         "wrong-result",
-        "mp_size 2, dp_size 2: rank 0 returned other numbers than its own slice of the sum over the ranks",
+        "mp_size 2, dp_size 2: rank 2: returned other numbers than its own slice of the sum over the ranks",
         changes=(("    mp_comm.Reduce_scatter(terms, mine, op=MPI.SUM)\n", "    mine[...] = terms[0]\n"),),
     ),
     Attempt(

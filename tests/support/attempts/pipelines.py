@@ -95,9 +95,15 @@ ATTEMPTS = [
     ),
     Attempt(
         "pp-gpipe",
-        "wrong-order",
-        "never computes",
+        "missing",
+        "stage 1 lacks F1 and B1",
         "return [kind(stage, k) for kind in (Forward, Backward) for k in range(micro_batches - stage)]",
+    ),
+    Attempt(
+        "pp-gpipe",
+        "missing",
+        "stage 0 lacks F0 and B0",
+        "return [kind(stage, k) for kind in (Forward, Backward) for k in range(1, micro_batches)]",
     ),
     Attempt(
         "pp-gpipe",
@@ -108,8 +114,8 @@ ATTEMPTS = [
     Attempt("pp-gpipe", "no-list", "must return a list of actions", "return None"),
     Attempt(
         "pp-gpipe",
-        "wrong-order",
-        "is run by workers 0 and 1",
+        "wrong-stage",
+        "stage 1 runs Forward of a stage 0",
         "return [kind(0, k) for kind in (Forward, Backward) for k in range(micro_batches)]",
     ),
     Attempt(
@@ -125,7 +131,7 @@ ATTEMPTS = [
         "pp-dapple", "keeps-too-much", "needs to keep 1 at most", changes=(("min(stages - stage,", "min(stages,"),)
     ),
     Attempt("pp-dapple", "slow", "is idle for too long", changes=(("min(stages - stage, micro_batches)", "1"),)),
-    Attempt("pp-dapple", "wrong-order", "never computes", changes=((" + backwards[micro_batches - ahead :]", ""),)),
+    Attempt("pp-dapple", "missing", "stage 0 lacks B2", changes=((" + backwards[micro_batches - ahead :]", ""),)),
     Attempt(
         "deadlock",
         "not-its-own",

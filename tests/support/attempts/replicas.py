@@ -151,7 +151,7 @@ ATTEMPTS = [
     Attempt(
         "checkpoint",
         "wrong-place",
-        "rows 0 to 2 of (7, 4) are put elsewhere",
+        "a slice (4, 4) at (1, 0) of (7, 4) is put in the place of another",
         changes=(("b.offsets[dim] + start", "b.offsets[dim] + start + 1"),),
         only="as_held",
     ),
