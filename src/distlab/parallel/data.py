@@ -7,6 +7,7 @@ waits.) Averaging the weights every few steps instead is local SGD or federated 
 1602.05629).
 """
 
+import itertools
 import weakref
 import zlib
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
@@ -21,6 +22,7 @@ from distlab.comm.grid import Axis, all_ranks
 from distlab.comm.group import empty
 from distlab.comm.names import named
 from distlab.comm.placement import holders
+from simplellm.errors import InputError
 
 BUCKET_BYTES = 25_000_000
 
@@ -219,10 +221,11 @@ def split_into_buckets(
 class MyDP(nn.Module):
     """Wraps a model so that its backward pass averages the gradients over all ranks, as DistributedDataParallel does.
 
-    All ranks start from rank 0's weights and buffers. `loss.backward()` starts to average each bucket as soon as it is
-    full, and returns when all averages have arrived, so the training loop of one process needs no change. In memory
-    that the ranks of one host share, they are averaged at the end of the pass, not during it. Every backward pass
-    averages: m micro-batches send m times as much as one average at the end of the step.
+    All ranks must have built the same model (`check_same_model`). They start from rank 0's weights and buffers.
+    `loss.backward()` starts to average each bucket as soon as it is full, and returns when all averages have arrived,
+    so the training loop of one process needs no change. In memory that the ranks of one host share, they are averaged
+    at the end of the pass, not during it. Every backward pass averages: m micro-batches send m times as much as one
+    average at the end of the step.
     """
 
     def __init__(self, model: nn.Module, bucket_bytes: int = BUCKET_BYTES) -> None:
@@ -259,7 +262,11 @@ def broadcast_weights(model: nn.Module, over: Axis | None = None) -> None:
     """Overwrite every rank's parameters and buffers with those of the first rank along `over` that holds the same part.
 
     By default, `over` are all ranks.
+
+    Raises:
+        InputError: the ranks have built different models.
     """
+    check_same_model(model, over)
     started = []
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         own, group = tensor.detach(), holders(tensor, over or all_ranks("dp")).group
@@ -271,6 +278,53 @@ def broadcast_weights(model: nn.Module, over: Axis | None = None) -> None:
         own.copy_(received)  # a no-op if both are the same tensor
 
 
+def check_same_model(model: nn.Module, over: Axis | None = None) -> None:
+    """Raise `InputError` on all ranks along `over`, by default all, unless their models have the same parameters.
+
+    That is names, shapes, dtypes, and which are trained; and buffers. What ranks along an axis hold in parts is not
+    compared along that axis.
+    """
+    over, tensors = over or all_ranks("dp"), [*model.named_parameters(), *model.named_buffers()]
+    described = {over.names: (over, list[str]())}  # by the axes of the ranks that hold the same
+    device = tensors[0][1].device if tensors else torch.device("cpu")
+    for name, tensor in tensors:
+        axis = holders(tensor, over)
+        dtype, is_trained = str(tensor.dtype).removeprefix("torch."), "" if tensor.requires_grad else ", not trained"
+        described.setdefault(axis.names, (axis, []))[1].append(f"{name} {dtype} {[*tensor.shape]}{is_trained}")
+    for _, (axis, lines) in sorted(described.items()):
+        if axis.size > 1:
+            _require_same_lines(lines, axis, device)
+
+
+def _require_same_lines(lines: list[str], axis: Axis, device: torch.device) -> None:
+    """Raise `InputError` unless the ranks along an axis describe their parameters in the same lines."""
+    text = "\n".join(lines).encode()
+    if _is_same(zlib.crc32(text), device, axis.group):
+        return
+    lengths = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(axis.size)]
+    with named("the shapes of a model", "check"):
+        dist.all_gather(lengths, torch.tensor([len(text)], device=device), group=axis.group)
+        longest = max(int(length) for length in lengths)
+        texts = [torch.zeros(longest, dtype=torch.uint8, device=device) for _ in range(axis.size)]
+        own = torch.tensor([*text.ljust(longest)], dtype=torch.uint8, device=device)
+        dist.all_gather(texts, own, group=axis.group)
+    first, *others = (bytes(told.tolist()).decode().rstrip(" ").splitlines() for told in texts)
+    for number, told in enumerate(others, 1):
+        for pair in itertools.zip_longest(first, told, fillvalue="nothing more"):
+            if pair[0] != pair[1]:
+                ranks = axis.ranks[0], axis.ranks[number]
+                both = " and ".join(f"{line} on rank {rank}" for line, rank in zip(pair, ranks, strict=True))
+                raise InputError(f"the ranks' models differ: {both}; build the same model on all ranks")
+
+
+def _is_same(number: int, device: torch.device, group: dist.ProcessGroup | None = None) -> bool:
+    """Whether all ranks of a group have the same number; the same answer on each of them."""
+    bounds = torch.tensor([number, -number], device=device)
+    with named("the shapes of a model", "check"):
+        dist.all_reduce(bounds, ReduceOp.MAX, group)
+    return bool(bounds[0] == -bounds[1])  # the maximum and the minimum
+
+
 def flatten_weights(model: nn.Module, over: Axis | None = None) -> Tensor:
     """Move a model's parameters into one buffer, make them views of it, and return it: (elements,).
 
@@ -279,10 +333,12 @@ def flatten_weights(model: nn.Module, over: Axis | None = None) -> Tensor:
 
     Raises:
         ValueError: these ranks hold different parts of a parameter.
+        InputError: the ranks have built different models.
     """
     parameters, axis = list(model.parameters()), over or all_ranks("dp")
     if any(holders(parameter, axis) is not axis for parameter in parameters):
         raise ValueError(f"the ranks along {axis} hold different parts of the parameters")
+    check_same_model(model, axis)
     flat = empty(elements_of(parameters), parameters[0].detach(), axis.group)
     torch.cat([p.detach().flatten() for p in parameters], out=flat)
     nn.utils.vector_to_parameters(flat, parameters)
@@ -293,12 +349,10 @@ def check_parameter_closeness(model: nn.Module) -> bool:
     """Whether all ranks' parameters, including tied and frozen ones, are close to rank 0's; the same on every rank."""
     parameters = list(model.named_parameters())
     shapes = zlib.crc32(repr([(name, parameter.shape, parameter.dtype) for name, parameter in parameters]).encode())
-    most = torch.tensor([shapes, -shapes], device=parameters[0][1].device)
-    with named("the shapes of a model", "check"):
-        dist.all_reduce(most, ReduceOp.MAX)
-    if most[0] != -most[1]:  # the maximum and the minimum over the ranks
+    device = parameters[0][1].device
+    if not _is_same(shapes, device):
         return False
-    is_close = torch.ones_like(most[0])
+    is_close = torch.ones((), dtype=torch.int64, device=device)
     for name, parameter in parameters:
         rank_0s = parameter.detach().clone(memory_format=torch.contiguous_format)
         with named(f"the weights {name}", "check"):

@@ -41,7 +41,8 @@ class ShardedDP(ReplicaShards):
             optimizer.step()  # of its shard of the weights
             model.gather_weights()
 
-    All replicas start from the weights and buffers of the first one. Gradients are averaged over the ranks. Tied
+    All replicas must have built the same model (`check_same_model`). They start from the weights and buffers of the
+    first one. Gradients are averaged over the ranks. Tied
     parameters count once. Frozen ones are sharded with "weights" only, and never updated. The shards of a model in
     bfloat16 or float16 are kept and updated in float32 (master weights: Micikevicius et al., arXiv 1710.03740).
 

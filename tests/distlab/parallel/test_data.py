@@ -1,6 +1,7 @@
 """MyDP, gradient buckets and the weights' check: tied, frozen and idle parameters, any world."""
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -15,6 +16,8 @@ from distlab.parallel.data import (
     check_parameter_closeness,
     flatten_weights,
 )
+from distlab.parallel.sharded import ShardedDP
+from simplellm.errors import InputError
 
 pytestmark = pytest.mark.quick
 
@@ -213,3 +216,42 @@ def test_parameters_become_views_of_the_flat_weights() -> None:
     flat += 1
     for name, parameter in model.named_parameters():
         assert torch.equal(parameter, expected[name] + 1)
+
+
+DIFFERENT: dict[str, tuple[Callable[[], nn.Module], str]] = {
+    "another width": (lambda: nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2)), "0.weight float32 [4, 3]"),
+    "the same size, transposed": (lambda: nn.Sequential(nn.Linear(5, 3), nn.Linear(3, 2)), "0.weight float32 [3, 5]"),
+    "another dtype": (
+        lambda: nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 2).bfloat16()),
+        "1.weight bfloat16 [2, 5]",
+    ),
+    "a layer more": (lambda: nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 2), nn.Linear(2, 2)), "2.weight float32 [2"),
+    "no bias": (lambda: nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 2, bias=False)), "nothing more"),
+    "a frozen layer": (
+        lambda: nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 2).requires_grad_(False)),
+        "1.weight float32 [2, 5], not trained",
+    ),
+    "no parameters": (nn.Identity, "nothing more"),
+}
+
+
+def wrap_different(rank: int, how: str, port: int) -> list[str]:
+    """What each wrapper says of a model that rank 1 has built in another way."""
+    said = []
+    with process_group(rank, 3, port):
+        for wrap in (MyDP, lambda net: ShardedDP(net, "weights"), lambda net: ShardedDP(net, "optimizer")):
+            net = DIFFERENT[how][0]() if rank == 1 else nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 2))
+            with pytest.raises(InputError) as refused:
+                wrap(net)
+            said.append(str(refused.value))
+    return said
+
+
+@pytest.mark.parametrize("how", DIFFERENT)
+def test_ranks_with_different_models_are_told_the_first_parameter_that_differs(how: str) -> None:
+    ended = run_ranks(3, wrap_different, how, free_port())
+    for sentence in [sentence for said in ended for sentence in said]:
+        assert sentence.startswith("the ranks' models differ: "), sentence
+        assert f"{DIFFERENT[how][1]}" in sentence.partition(" on rank 0 and ")[2], sentence
+        assert sentence.endswith(" on rank 1; build the same model on all ranks")
+    assert len({tuple(said) for said in ended}) == 1, "the same on all ranks"
