@@ -3,4 +3,5 @@
 May import `distlab.comm`.
 """
 
+FOLDER = "checkpoints"  # in a run's folder
 LLAMA = "llama"  # the architecture of a record that names none; all others are classifiers

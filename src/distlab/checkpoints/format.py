@@ -16,15 +16,17 @@ earlier checkpoint. Nothing in a checkpoint is unpickled: safetensors and JSON c
 import hashlib
 import json
 import os
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from distlab.checkpoints import LLAMA
+from distlab.checkpoints import FOLDER, LLAMA
 from simplellm.errors import InputError, require
 
-FOLDER, RECORD, TOKENIZER = "checkpoints", "checkpoint.json", "tokenizer.model"
+RECORD, TOKENIZER = "checkpoint.json", "tokenizer.model"
+UNFINISHED = ".unfinished"  # suffix of a checkpoint's folder while it is written or deleted
 PER_RANK_OPTIMIZER_STATE = "own_moments"  # the key in the record, unchanged since the first version
 # The sizes of a Llama in a record, all at least 1.
 LLAMA_SIZES = ("vocab_size", "dmodel", "num_heads", "num_kv_heads", "hidden_dim", "n_layers", "ctx_size")
@@ -112,20 +114,50 @@ def checksum_of(record: Record) -> str:
     return hashlib.sha256(json.dumps(record, sort_keys=True).encode()).hexdigest()
 
 
+def place_of(run: Path, step: int, ending: str = "") -> Path:
+    """The folder of a checkpoint; with `UNFINISHED`, the folder in which it is written."""
+    return run / FOLDER / f"step-{step:08}{ending}"
+
+
+def numbered(parent: Path, ending: str = "") -> dict[int, Path]:
+    """By step, in order, what lies in a folder of checkpoints under a name that `place_of` gives.
+
+    Everything else there belongs to somebody else, whatever it is called: "step-100", "step-00000004-best".
+    """
+    pattern = re.compile(rf"step-(\d{{8}}|[1-9]\d{{8,18}}){re.escape(ending)}", re.ASCII)
+    try:
+        names = os.listdir(parent)
+    except (FileNotFoundError, NotADirectoryError):
+        return {}
+    found = {int(match[1]): parent / match[0] for match in map(pattern.fullmatch, names) if match}
+    return dict(sorted(found.items()))
+
+
+def in_the_way(run: Path, path: Path) -> InputError:
+    """The error for something that lies where a run will write a checkpoint."""
+    return InputError(f"--out {run}: {path} is in the way of its checkpoints; move it, or give another folder")
+
+
 def candidates(path: Path) -> Iterator[Checkpoint | str]:
     """The checkpoints of a run, latest first; for each incomplete or unreadable one, a sentence instead.
 
     `path` is the folder of a run, of its checkpoints, or of one checkpoint.
     """
     parent = path if path.name == FOLDER else path / FOLDER
-    in_run = parent.glob("step-*") if os.path.isdir(parent) else ()
-    for folder in [path] if os.path.exists(path / RECORD) else sorted(in_run, reverse=True):
+    in_run = sorted([*numbered(parent, UNFINISHED).items(), *numbered(parent).items()], reverse=True)
+    for step, folder in [(None, path)] if os.path.exists(path / RECORD) else in_run:
+        if step is not None and folder.suffix == UNFINISHED:
+            yield f"{folder.name} is incomplete: the run ended while it was written"
+            continue
         try:
             record = json.loads((folder / RECORD).read_text())
             require(record.pop("sha256") == checksum_of(record), "its checksum does not match")
             checkpoint = Checkpoint(folder, record)
             _check(checkpoint)
-            yield checkpoint
+            if step in (None, checkpoint.step):
+                yield checkpoint
+            else:
+                yield f"{folder.name} is that of step {checkpoint.step}, under another name"
         except FileNotFoundError:
             yield f"{folder.name} is incomplete: it has no {RECORD}; the run ended while it was written"
         except (OSError, ValueError, LookupError, AttributeError, TypeError, RecursionError) as error:

@@ -8,8 +8,8 @@ from pathlib import Path
 import torch
 
 from distlab.checkpoints import LLAMA
-from distlab.checkpoints.format import latest_valid
-from distlab.checkpoints.saving import OPTIMIZER, RANDOM, UNFINISHED, place_of, read_into, root_of, save, tensors_in
+from distlab.checkpoints.format import UNFINISHED, latest_valid, place_of
+from distlab.checkpoints.saving import OPTIMIZER, RANDOM, read_into, root_of, save, tensors_in
 from simplellm.errors import InputError, require
 from simplellm.saved_model import SavedModel
 

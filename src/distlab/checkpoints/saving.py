@@ -3,8 +3,9 @@
 `distlab.checkpoints.format` describes the contents, and checks that a checkpoint is complete.
 """
 
+import contextlib
+import itertools
 import json
-import math
 import os
 import shutil
 import warnings
@@ -18,12 +19,23 @@ from safetensors import SafetensorError
 from torch import nn
 from torch.optim import Optimizer
 
-from distlab.checkpoints.format import FOLDER, RECORD, TOKENIZER, Checkpoint, Record, checksum, checksum_of
+from distlab.checkpoints import FOLDER
+from distlab.checkpoints.format import (
+    RECORD,
+    TOKENIZER,
+    UNFINISHED,
+    Checkpoint,
+    Record,
+    checksum,
+    checksum_of,
+    in_the_way,
+    numbered,
+    place_of,
+)
 from distlab.comm.names import named
 from distlab.comm.torch_patches import checkpoint_writer
 from simplellm.errors import InputError, require
 
-UNFINISHED = ".unfinished"  # suffix of a checkpoint's folder while it is written
 SUPERSEDED = "superseded"  # folder for later checkpoints when a run resumes from an earlier step
 OPTIMIZER, RANDOM = "optimizer.", "random."
 Parameters = Mapping[str, nn.Parameter]  # of a rank, by their names in the whole model
@@ -60,11 +72,6 @@ def save(run: Path, tensors: dict[str, Any], record: Record, tokenizer: bytes | 
         raise InputError(f"--save-every: cannot write {unfinished} ({root_of(error)})") from error
 
 
-def place_of(run: Path, step: int, ending: str = "") -> Path:
-    """The folder of a checkpoint; with `UNFINISHED`, the folder in which it is written."""
-    return run / FOLDER / f"step-{step:08}{ending}"
-
-
 def _parts(tensors: dict[str, Any]) -> set[tuple[Any, ...]]:
     """Name and offsets of each part of each tensor."""
     return {(name, tuple(part.offsets)) for name, tensor in tensors.items() for part in tensor.chunks}
@@ -83,22 +90,64 @@ def _complete(run: Path, record: Record, tokenizer: bytes | None, keep: int) -> 
         _sync(path)
     unfinished.rename(place)
     _sync(place.parent)
-    whole = sorted(path for path in place.parent.glob("step-*") if path.suffix == "")
-    for path in [*whole[: max(0, len(whole) - keep)], *place.parent.glob(f"step-*{UNFINISHED}")]:
-        shutil.rmtree(path, ignore_errors=True)
+    earlier = [path for step, path in numbered(place.parent).items() if step < record["step"] and _is_complete(path)]
+    for path in earlier[: max(0, len(earlier) - keep + 1)]:
+        _delete(path)
 
 
-def supersede(run: Path, step: float = math.inf) -> None:
-    """Move later checkpoints of a run aside, and delete unfinished ones. Call before any rank writes another."""
-    aside = run / FOLDER / SUPERSEDED
-    for path in (run / FOLDER).glob("step-*"):
-        number = path.name[len("step-") :].partition(".")[0]
-        if not (path / RECORD).exists():
-            shutil.rmtree(path, ignore_errors=True)
-        elif number.isdigit() and int(number) > step:
+def make_room(run: Path, resumed: Checkpoint | None = None) -> None:
+    """Prepare a run's folder for its checkpoints, before any rank writes one.
+
+    Unfinished checkpoints are deleted. Those after the step at which the run resumes are moved aside.
+
+    Args:
+        resumed: the checkpoint of this folder that the run resumes from; None for a new run.
+
+    Raises:
+        InputError: what is there is in the way of a checkpoint, or checkpoints cannot be written there.
+    """
+    folder, first = run / FOLDER, -1 if resumed is None else resumed.step + 1
+
+    def others(ending: str = "") -> list[Path]:
+        """What is in the way of this run's checkpoints, but for the one that it resumes from."""
+        own = resumed.folder.resolve() if resumed else None
+        found = numbered(folder, ending).items()
+        return [path for step, path in found if path.resolve() != own and (step >= first or ending)]
+
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for path in others(UNFINISHED):
+            _delete(path)
+        if resumed is not None and others():
+            aside = folder / SUPERSEDED
             aside.mkdir(exist_ok=True)
-            shutil.rmtree(aside / path.name, ignore_errors=True)
-            path.rename(aside / path.name)
+            for path in others():
+                path.rename(_free_name(aside / path.name))
+    except OSError as error:
+        raise InputError(f"--save-every: cannot write checkpoints in {folder} ({root_of(error)})") from error
+    for path in others() + others(UNFINISHED):
+        raise in_the_way(run, path)
+
+
+def _is_complete(path: Path) -> bool:
+    return (path / RECORD).is_file()
+
+
+def _delete(path: Path) -> None:
+    """Delete a checkpoint, which is unfinished from the first moment on; never what a link leads to."""
+    with contextlib.suppress(OSError):
+        if path.suffix != UNFINISHED:
+            path = path.rename(path.with_name(path.name + UNFINISHED))
+        shutil.rmtree(path)
+
+
+def _free_name(path: Path) -> Path:
+    """A path at which nothing is: this one, or it with a number after it."""
+    numbers = itertools.count(2)
+    place = path
+    while os.path.lexists(place):
+        place = path.with_name(f"{path.name}-{next(numbers)}")
+    return place
 
 
 def _sync(path: Path) -> None:

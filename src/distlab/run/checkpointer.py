@@ -11,7 +11,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from distlab.checkpoints.format import PER_RANK_OPTIMIZER_STATE, latest_valid
-from distlab.checkpoints.saving import read_into, restore, save, state_of, supersede, tensors_in
+from distlab.checkpoints.saving import make_room, read_into, restore, save, state_of, tensors_in
 from distlab.comm.layout import Layout, layout_size
 from distlab.run.resume import check_data, per_step
 from distlab.run.settings import ResumableSettings, as_flag, as_json
@@ -130,6 +130,9 @@ class Checkpointer:
         if self.resumed is None:
             return
         say(f"resuming from {self.resumed.folder}, after {self.resumed.step} steps")
+        data = self.resumed.record.get("data") or {}
+        if "bytes" in data and data["source"] == getattr(self._settings, "data", None):
+            say(f"its data is in {data['source']}, a file of this machine that the checkpoint names")
         for name, before in per_step(self.resumed, self._settings).items():
             now = getattr(self._settings, name) * self._settings.layout.get("dp", 1)
             if now != before:
@@ -148,7 +151,8 @@ def _of_a_replica(layout: Layout, settings: Mapping[str, Any]) -> dict[str, Any]
 def prepare_checkpoints(settings: ResumableSettings, out: Path, data_identity: dict[str, Any] | None) -> dict[str, str]:
     """Choose the checkpoint to resume from, if any, and delete unfinished and later checkpoints of the run's folder."""
     if settings.resume is None:
-        supersede(out)
+        if settings.save_every:
+            make_room(out)
         return {}
     checkpoint = latest_valid(settings.resume, say)
     settings.check_checkpoint(checkpoint)
@@ -156,6 +160,6 @@ def prepare_checkpoints(settings: ResumableSettings, out: Path, data_identity: d
     continues, (asked, steps) = checkpoint.is_of_run(out), settings.length
     sentence = f"{asked}: {checkpoint.folder} has taken {checkpoint.step} steps already; give more"
     require(steps >= checkpoint.step + (not continues), sentence)  # in its own folder, a run may be complete
-    if continues:  # delete them now: after a restart, the run resumes from the latest checkpoint that exists
-        supersede(out, checkpoint.step)
+    if continues or settings.save_every:  # now: after a restart, the run resumes from the latest checkpoint there is
+        make_room(out, checkpoint if continues else None)
     return {"resume": str(checkpoint.folder.absolute())}

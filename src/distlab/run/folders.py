@@ -3,14 +3,44 @@
 import contextlib
 import fcntl
 import itertools
+import json
 import os
 import time
 from datetime import datetime
 from pathlib import Path
 
+from distlab.checkpoints import FOLDER
 from simplellm.errors import InputError
 
+CONFIG = "config.json"  # a run's settings; a model in Hugging Face's format has another file of this name
 SECONDS_TO_LEAVE = 2.0  # that a run which was killed may still need
+
+
+def is_run(folder: Path) -> bool:
+    """Whether a run has been in a folder: its `config.json` has settings and a layout."""
+    try:
+        config = json.loads((folder / CONFIG).read_text())
+        return {"settings", "layout"} <= config.keys()
+    except (OSError, ValueError, AttributeError, RecursionError):
+        return False
+
+
+def check_out(folder: Path) -> None:
+    """Raise `InputError` for a folder with somebody else's files, which a run would replace or mix with its own.
+
+    Hidden files do not count, nor does what is no file, such as a link to a device.
+    """
+    try:
+        if is_run(folder):
+            return
+        others = [name for name in sorted(os.listdir(folder)) if not name.startswith(".") and name != FOLDER]
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        raise InputError(f"--out {folder}: cannot be read ({error.strerror}); give another folder") from error
+    for name in others:
+        if os.path.isfile(folder / name):
+            raise InputError(f"--out {folder}: has files that are not a run's, such as {name}; give a new folder")
 
 
 class Claim:

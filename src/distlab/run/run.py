@@ -22,6 +22,7 @@ from distlab.rendezvous.torchrun import started_by_torchrun
 from distlab.reports import memory
 from distlab.run.commands import next_commands
 from distlab.run.failure import Failure, NotFiniteError
+from distlab.run.folders import CONFIG
 from distlab.run.joining import identity, join
 from distlab.run.logs import RunLog
 from distlab.run.loss_sum import LossSum
@@ -105,7 +106,7 @@ class Run(Generic[SettingsT]):
     def _write_config(self) -> None:
         config = {"settings": as_json(self.settings), "layout": self.settings.layout, "world_size": self.world_size}
         config |= {name: value for name, value in self.decided.items() if name != "out"}
-        (self.out / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+        (self.out / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
 
     def _introduce(self, script: Path) -> None:
         ranks, threads = "one process", torch.get_num_threads()

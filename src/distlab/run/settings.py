@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
@@ -10,8 +11,10 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeVar, ge
 
 import tyro
 
+from distlab.checkpoints import FOLDER
 from distlab.comm.layout import Layout, layout_flags, layout_size
 from distlab.run import resume
+from distlab.run.folders import check_out
 from distlab.run.resume import ResumePolicy
 from simplellm import command_line
 from simplellm.errors import InputError, as_flag, require, require_text
@@ -107,6 +110,7 @@ class RunSettings:
                 raise InputError(f"--out {self.out}: {error.strerror}; give another folder") from None
             can_write = there.is_dir() and os.access(there, os.W_OK)
             require(can_write, f"--out {self.out}: {there} is not a writable folder; give another one")
+            check_out(self.out)
 
 
 @dataclass
@@ -146,6 +150,13 @@ class ResumableSettings(RunSettings):
     def data_identity(self) -> dict[str, Any] | None:
         """A record that identifies the data; None if it is not known before the run or follows from other settings."""
         return None
+
+    @property
+    def files(self) -> dict[str, Path]:
+        """The files and folders that decide what is trained, by the names of the settings that lead to them."""
+        found = {} if self.tokenizer_model is None else {"--tokenizer": self.tokenizer_model}
+        data = self.data_identity or {}
+        return found | ({f"--data {self.data}": Path(data["source"])} if "bytes" in data else {})  # type: ignore[attr-defined]
 
     @property
     def per_rank_optimizer_state(self) -> bool:
@@ -211,7 +222,7 @@ class ResumableSettings(RunSettings):
         """Raise `InputError` if the run cannot resume from `--resume`, or `--out` has checkpoints of another run."""
         if self.resume is None and self.out is None:
             return
-        from distlab.checkpoints.format import has_checkpoints, latest_valid
+        from distlab.checkpoints.format import has_checkpoints, in_the_way, latest_valid, numbered
 
         resumed, out = None, self.out
         if self.resume is not None:
@@ -220,6 +231,9 @@ class ResumableSettings(RunSettings):
         if out is not None and has_checkpoints(out):
             is_own = resumed is not None and resumed.is_of_run(out)
             require(is_own, f"--out {out}: has checkpoints of another run; give another folder, or --resume {out}")
+        elif out is not None and self.save_every:
+            for path in numbered(out / FOLDER).values():
+                raise in_the_way(out, path)
 
 
 @dataclass
@@ -252,6 +266,7 @@ def parse(defaults: SettingsT, description: str, args: list[str] | None = None, 
         options: dict[str, Any] = {"default": defaults, "args": args, "prog": prog, "description": description}
         return command_line.read(lambda: tyro.cli(type(defaults), **options))
 
+    check_values(sys.argv[1:] if args is None else args)
     settings = read(defaults)
     try:
         if isinstance(settings, ResumableSettings) and settings.resume is not None:  # again: its values are defaults
@@ -265,6 +280,14 @@ def parse(defaults: SettingsT, description: str, args: list[str] | None = None, 
     except InputError as error:
         raise InputError(error.with_flags()) from error
     return settings
+
+
+def check_values(args: Sequence[str]) -> None:
+    """Raise `InputError` for a flag whose value is empty; as a path, it would be the current folder."""
+    for flag, value in zip(["", *args], args, strict=False):
+        name, _, given = value.partition("=") if value.startswith("--") else (flag, "", value)
+        is_empty = given == "" and ("=" in value or not value)
+        require(not is_empty, f"{name}{' ' * bool(name)}is given an empty value; is a variable of the shell not set?")
 
 
 def as_json(settings: RunSettings) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from support.processes import free_port, process_group, run_ranks
 from support.terminals import fork_launcher, fork_python
 
 from distlab.checkpoints import saving
-from distlab.checkpoints.format import latest_valid
+from distlab.checkpoints.format import latest_valid, numbered
 from distlab.checkpoints.models import SavedModel, read_model, write_model
 from distlab.checkpoints.saving import restore
 from distlab.run.replica_settings import DataParallelSettings
@@ -160,8 +160,16 @@ def test_a_file_of_stories_may_move_but_not_change(tmp_path: Path) -> None:
     stories.write_text("Once upon a time there was a dog.\n<|endoftext|>\n" * 40)
     flags = ["--data", str(stories), "--save-every", "2", "--out", str(tmp_path / "run")]
     run_ranks(1, train, "primer/intro.py", flags)
+    ended = fork_python(
+        "primer/intro.py", "--resume", tmp_path / "run", "--steps", "5", "--out", tmp_path / "o"
+    ).finish()
+    assert f"# its data is in {stories}, a file of this machine that the checkpoint names\n" in ended.out
     stories.rename(moved)
     resume = ["--resume", str(tmp_path / "run"), "--data", str(moved)]
+    ended = fork_python("primer/intro.py", *resume, "--steps", "5", "--out", tmp_path / "on").finish()
+    assert ended.status == 0, ended.err
+    assert f"# stories from {moved}, as --data asks" in ended.out
+    assert "that the checkpoint names" not in ended.out
     assert parse(TrainSettings(), "", resume).data == str(moved)
     moved.write_text(moved.read_text().replace("dog", "cat"))
     with pytest.raises(InputError, match=f"it was trained on --data {stories}; leave out"):
@@ -306,6 +314,90 @@ def test_from_an_earlier_step_a_run_leaves_later_ones_aside(run: Path) -> None:
     assert run_ranks(1, gone_on, *flags) == [["step-00000003", "superseded"]]
     assert [path.name for path in (run / "checkpoints" / "superseded").iterdir()] == ["step-00000004"]
     assert latest_valid(run).folder == step(run, 3)
+
+
+NOT_OURS = (
+    "step-100 step-00000002-hf step-00000004.best step-best step-0000003 step-+0000001 step-000000003 step-".split()
+)
+
+
+@pytest.mark.parametrize("begins", [False, True])
+def test_names_that_the_lab_does_not_give_are_somebody_elses(begins: bool, run: Path, tmp_path: Path) -> None:
+    """They are neither deleted nor moved nor resumed nor counted, whether the run begins or goes on."""
+    out, resume = (tmp_path / "new", []) if begins else (run, ["--resume", str(run)])
+    for name in NOT_OURS:
+        shutil.copytree(step(run, 2), out / "checkpoints" / name)
+    (out / "checkpoints" / "step-00000007-unfinished").mkdir()
+    before = {path.name for path in (out / "checkpoints").iterdir()} - {"step-00000002", "step-00000004"}
+    if not begins:
+        assert latest_valid(run).folder == step(run, 4)
+    [names] = run_ranks(1, gone_on, *resume, "--steps", "8", "--save-every", "2", "--keep", "2", "--out", str(out))
+    assert set(names) == before | {"step-00000006", "step-00000008"}
+    assert read_model(out / "checkpoints" / "step-best").step == 2, "a checkpoint may have any name if it is given"
+
+
+def test_checkpoints_are_in_the_order_of_their_steps(tmp_path: Path) -> None:
+    names = ["step-00000009", "step-99999999", "step-100000000", "step-1000000000"]
+    for name in (*names, "step-0100000000", "step-00000010.unfinished"):
+        (tmp_path / name).mkdir()
+    assert [path.name for path in numbered(tmp_path).values()] == names
+    assert [path.name for path in numbered(tmp_path, ".unfinished").values()] == ["step-00000010.unfinished"]
+    assert numbered(tmp_path / "none") == {}
+
+
+def test_what_has_just_been_written_is_kept(run: Path) -> None:
+    """Also beside a later one that is damaged, and one that another run has put there."""
+    flip_a_bit(step(run, 4))
+    flags = ["--resume", str(run), "--save-every", "1", "--keep", "1", "--steps", "3", "--out", str(run)]
+    assert run_ranks(1, gone_on, *flags) == [["step-00000003", "superseded"]]
+    shutil.copytree(step(run, 3), step(run, 900))
+    tensors, record = {"weight": torch.ones(3)}, {"step": 5, "tokens": 0, "model": {}, "settings": {}}
+    saving.save(run, tensors, record, b"", keep=1)
+    names = sorted(path.name for path in (run / "checkpoints").iterdir())
+    assert names == ["step-00000005", "step-00000900", "superseded"]
+    shutil.rmtree(step(run, 5))
+    with pytest.raises(InputError, match="step-00000900 is that of step 3, under another name"):
+        latest_valid(run)
+
+
+def test_what_was_put_aside_earlier_stays(run: Path) -> None:
+    flags = ["--resume", str(step(run, 2)), "--steps", "4", "--save-every", "2", "--out", str(run)]
+    for _ in range(2):
+        assert run_ranks(1, gone_on, *flags) == [["step-00000002", "step-00000004", "superseded"]]
+    aside = sorted(path.name for path in (run / "checkpoints" / "superseded").iterdir())
+    assert aside == ["step-00000004", "step-00000004-2"]
+
+
+def with_half_a_record(path: Path) -> None:
+    path.mkdir()
+    (path / "checkpoint.json").write_text('{"broken')
+
+
+IN_THE_WAY: dict[str, Callable[[Path], object]] = {
+    "step-00001000": lambda path: path.mkdir(),
+    "step-00000004": lambda path: path.write_text("a file"),
+    "step-00000002": with_half_a_record,
+    "step-00000004.unfinished": lambda path: path.write_text("a file"),
+    "step-00000002.unfinished": lambda path: path.symlink_to(path.parent, target_is_directory=True),
+}
+
+
+@pytest.mark.parametrize("name", IN_THE_WAY)
+def test_what_is_in_the_way_is_named_before_the_first_step(name: str, tmp_path: Path) -> None:
+    place = tmp_path / "checkpoints" / name
+    place.parent.mkdir()
+    IN_THE_WAY[name](place)
+    [[sentence]] = run_ranks(1, gone_on, "--steps", "4", "--save-every", "2", "--out", str(tmp_path))
+    advice = "is in the way of its checkpoints; move it, or give another folder"
+    assert sentence == f"--out {tmp_path}: {place} {advice}"
+    assert os.path.lexists(place)
+    assert not (tmp_path / "metrics.jsonl").exists()
+
+
+def test_a_file_in_place_of_the_checkpoints_folder(tmp_path: Path) -> None:
+    (tmp_path / "checkpoints").write_text("a file")
+    [[sentence]] = run_ranks(1, gone_on, "--steps", "4", "--save-every", "2", "--out", str(tmp_path))
+    assert sentence == f"--save-every: cannot write checkpoints in {tmp_path / 'checkpoints'} (File exists)"
 
 
 def test_a_run_that_has_taken_its_steps(run: Path, tmp_path: Path) -> None:
