@@ -36,11 +36,13 @@ class TinyStories:
         skip: number of documents to skip at the beginning.
         split: "train" or "validation", which share no document.
         data: "sample" (the generator), "tinystories" (the hub's data set), the path of a .txt, .jsonl or .parquet file,
-            or "auto" (see `choose_source`). Documents of a .txt file are separated by lines "<|endoftext|>" or, if it
-            has none, by blank lines; .jsonl has one per line, .parquet one per row, under the name "text".
+            or "auto" (see `choose_source`). Documents of a .txt file are separated by "<|endoftext|>" or, if no line
+            begins or ends with it, by blank lines; .jsonl has one per line, .parquet one per row, under the name
+            "text".
         seed: the generator's seed; other sources have a fixed order.
         rank: the number of this replica.
         num_replicas: replicas that share each step; each of them reads the whole stream and keeps its own rows.
+        revision: of the hub's data set; by default the newest one, of those in the local cache if there are any.
 
     Raises:
         InputError: an argument is out of its range, or the data cannot be read.
@@ -58,6 +60,7 @@ class TinyStories:
         seed: int = 0,
         rank: int = 0,
         num_replicas: int = 1,
+        revision: str | None = None,
     ) -> None:
         if batch_size < 1:
             raise InputError(f"batch_size {batch_size}: a batch needs at least 1 sequence")
@@ -78,7 +81,7 @@ class TinyStories:
         self._seq_l = seq_l
         self._rank = rank
         self._num_replicas = num_replicas
-        self._source = open_source(choose_source(data)[0], split, seed)
+        self._source = open_source(choose_source(data)[0], split, seed, revision)
         self._go_to(document=skip, offset=0)
 
     def __iter__(self) -> "TinyStories":

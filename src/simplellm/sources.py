@@ -1,6 +1,7 @@
 """Sources of documents: the generator, the hub's TinyStories, or a file; each has a fixed order and two splits."""
 
 import codecs
+import errno
 import json
 import os
 import queue
@@ -41,8 +42,12 @@ def choose_source(data: str) -> tuple[str, str]:
         return data, data
     if find_spec("datasets") is None:
         return "sample", "the generator: the hub's TinyStories needs datasets, which is not installed"
-    if cached_files("train"):
-        return "tinystories", "the hub's TinyStories: it is in the local cache"
+    try:
+        if cached_files("train"):
+            return "tinystories", "the hub's TinyStories: it is in the local cache"
+    except OSError as error:
+        why = f"{error.strerror}: {error.filename}" if error.filename else _line(error)
+        return "sample", f"the generator: the hub's TinyStories in the local cache cannot be read ({why})"
     problem = hub_problem()
     if problem is None:
         return "tinystories", "the hub's TinyStories: the hub answers"
@@ -91,8 +96,11 @@ class Source(ABC):
             start = start % self.count() if past_the_end else 0
 
 
-def open_source(data: str, split: str, seed: int) -> Source:
+def open_source(data: str, split: str, seed: int, revision: str | None = None) -> Source:
     """The documents of a split, from what `choose_source` returned.
+
+    Args:
+        revision: of the hub's data set; by default the newest one, of those in the local cache if there are any.
 
     Raises:
         InputError: `data` cannot be read.
@@ -101,8 +109,11 @@ def open_source(data: str, split: str, seed: int) -> Source:
         return Generator(split, seed)
     if data == "tinystories":
         require_package("datasets", "data tinystories", "data")
-        files = cached_files(split)
-        return Parquet(files) if files else Hub(split)
+        try:
+            files = cached_files(split, revision)
+        except OSError as error:
+            raise _unusable("tinystories", f"the hub's local cache cannot be read ({error}); give sample") from None
+        return Parquet(files) if files else Hub(split, revision)
     wanted = "give sample, tinystories, or the path of a .txt, .jsonl or .parquet file"
     return Part(open_file(data, wanted), Path(os.path.expanduser(data)), split)
 
@@ -175,9 +186,10 @@ class Part(Source):
 
 
 class Text(Source):
-    """A .txt file: documents between lines "<|endoftext|>", or between blank lines if there is no such line.
+    """A .txt file: documents between "<|endoftext|>", or between blank lines.
 
-    A file without either is one document, even if it has a story on each line.
+    The former if there is a line that begins or ends with that marker. A file with neither is one document, even if it
+    has a story on each line.
     """
 
     MARKER = b"<|endoftext|>"
@@ -186,8 +198,8 @@ class Text(Source):
     def __init__(self, path: Path) -> None:
         _check_text(path)
         self._path = path
-        marked = any(self.MARKER in line and line.strip() == self.MARKER for line in _lines(path))
-        self._between = self.MARKER if marked else b""
+        lines = (line.strip() for line in _lines(path) if self.MARKER in line)
+        self._is_marked = any(line.startswith(self.MARKER) or line.endswith(self.MARKER) for line in lines)
 
     def read(self, start: int) -> Iterator[str]:
         for lines in islice(self._blocks(), start, None):
@@ -196,13 +208,25 @@ class Text(Source):
     def _blocks(self) -> Iterator[list[bytes]]:
         """The lines of each document that is not blank."""
         block: list[bytes] = []
-        for line in chain(_lines(self._path), [self._between]):
-            if line.strip() != self._between:
-                block.append(line)
+        for part in chain(self._parts(), [None]):
+            if part is not None:
+                block.append(part)
                 continue
-            if any(not line.isspace() for line in block):
+            if any(line.strip() for line in block):
                 yield block
             block = []
+
+    def _parts(self) -> Iterator[bytes | None]:
+        """Lines, or parts of them; None where a document ends."""
+        for line in _lines(self._path):
+            if not self._is_marked:
+                yield line if line.strip() else None
+                continue
+            first, *others = line.split(self.MARKER)
+            yield first
+            for part in others:
+                yield None
+                yield part
 
 
 class JsonLines(Source):
@@ -262,13 +286,14 @@ class Parquet(Source):
 class Hub(Source):
     """The hub's TinyStories (Eldan and Li, arXiv 2305.07759), streamed over the network."""
 
-    def __init__(self, split: str) -> None:
+    def __init__(self, split: str, revision: str | None = None) -> None:
         if not os.path.isdir(HUB_REPOSITORY) and (problem := hub_problem()):
-            raise self._unreadable(f"the hub cannot be reached and nothing is cached: {problem}")
+            missing = "nothing is cached" if revision is None else f"its revision {revision} is not cached"
+            raise self._unreadable(f"the hub cannot be reached and {missing}: {problem}")
         from datasets import load_dataset  # imported here because it takes seconds
 
         try:
-            self._rows = load_dataset(HUB_REPOSITORY, split=split, streaming=True)
+            self._rows = load_dataset(HUB_REPOSITORY, split=split, streaming=True, revision=revision)
         except Exception as error:  # of many kinds, from several libraries
             raise self._unreadable(_line(error)) from error
 
@@ -287,41 +312,81 @@ class Hub(Source):
         return _unusable("tinystories", f"{HUB_REPOSITORY} cannot be read ({why}); {advice}")
 
 
-def cached_files(split: str) -> list[Path]:
-    """The Parquet files of the hub's TinyStories in the local cache, in order; [] if they are not all there."""
+def cached_files(split: str, revision: str | None = None) -> list[Path]:
+    """The Parquet files of the hub's TinyStories in the local cache, in order; [] if they are not all there.
+
+    Args:
+        split: "train" or "validation".
+        revision: of the data set; by default the one that was cached last.
+
+    Raises:
+        OSError: the cache or one of the files cannot be read, or a file is not a complete Parquet file.
+    """
     from huggingface_hub.constants import HF_HUB_CACHE
 
     snapshots = Path(HF_HUB_CACHE, "datasets--" + HUB_REPOSITORY.replace("/", "--"), "snapshots")
-    for snapshot in sorted(snapshots.glob("*"), key=lambda path: path.stat().st_mtime, reverse=True):
+    try:
+        names = os.listdir(snapshots)
+    except FileNotFoundError:
+        return []
+    found = (snapshots / name for name in names if revision in (None, name))
+    for snapshot in sorted(found, key=lambda path: path.stat().st_mtime, reverse=True):
         files = sorted(snapshot.rglob(f"{split}-*-of-*.parquet"))  # train-00000-of-00004-2d5a1467fff1081b.parquet
         if files and len(files) == int(files[0].name.split("-of-")[1][:5]):
+            for file in files:
+                _check_ends(file)
             return files
     return []
 
 
+def _check_ends(path: Path) -> None:
+    """Raise `OSError` unless a file can be read and begins and ends as a Parquet file does."""
+    mark = b"PAR1"
+    with path.open("rb") as file:
+        beginning = file.read(len(mark))
+        file.seek(-min(len(mark), file.seek(0, os.SEEK_END)), os.SEEK_END)
+        if beginning != mark or file.read() != mark:
+            raise OSError(errno.EINVAL, "not a complete Parquet file", str(path))
+
+
+def hub_revision() -> str | None:
+    """The revision of the hub's TinyStories that `open_source` would read now; None if it cannot be known."""
+    try:
+        files = cached_files("train")
+    except OSError:  # which `open_source` tells of
+        return None
+    if files:
+        return next(path.name for path in files[0].parents if path.parent.name == "snapshots")
+    return _ask_hub(2.0)[1] if not os.path.isdir(HUB_REPOSITORY) else None
+
+
 def hub_problem(seconds: float = 2.0) -> str | None:
     """Why the hub's TinyStories cannot be reached; None if it can. Takes at most `seconds`."""
+    return _ask_hub(seconds)[0]
+
+
+def _ask_hub(seconds: float) -> tuple[str | None, str | None]:
+    """Why the hub cannot be reached, and the newest revision of TinyStories there; either is None."""
     from huggingface_hub.constants import HF_HUB_OFFLINE
 
     if HF_HUB_OFFLINE:
-        return "HF_HUB_OFFLINE is set"
-    answer: queue.SimpleQueue[str | None] = queue.SimpleQueue()
+        return "HF_HUB_OFFLINE is set", None
+    answer: queue.SimpleQueue[tuple[str | None, str | None]] = queue.SimpleQueue()
 
     def ask() -> None:
         try:
             from huggingface_hub import HfApi
 
-            HfApi().dataset_info(HUB_REPOSITORY, timeout=seconds)
-            answer.put(None)
+            answer.put((None, HfApi().dataset_info(HUB_REPOSITORY, timeout=seconds).sha))
         except Exception as error:
-            answer.put(_line(error))
+            answer.put((_line(error), None))
 
     # In a separate thread, because the timeout does not cover everything: a host name look-up can take a minute.
     threading.Thread(target=ask, daemon=True).start()
     try:
         return answer.get(timeout=seconds)
     except queue.Empty:
-        return f"no answer within {seconds:g} seconds"
+        return f"no answer within {seconds:g} seconds", None
 
 
 def _unusable(data: object, why: str) -> InputError:

@@ -2,11 +2,14 @@
 
 import json
 import os
+import shutil
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
+from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from itertools import islice
 from pathlib import Path
@@ -15,6 +18,7 @@ import pyarrow as pa  # type: ignore[import-untyped]
 import pyarrow.parquet as pq  # type: ignore[import-untyped]
 import pytest
 import torch
+from support.processes import run_ranks
 
 from simplellm import sources
 from simplellm.dataloaders import TinyStories
@@ -190,3 +194,99 @@ def test_without_datasets_stories_are_generated(monkeypatch: pytest.MonkeyPatch)
     assert choose_source("auto") == ("sample", why)
     with pytest.raises(InputError, match="data tinystories needs datasets: pip install datasets"):
         sources.open_source("tinystories", "train", seed=0)
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, unreachable_hub: None) -> Path:
+    """The folder of the data set's revisions in the local cache, still empty."""
+    snapshots = tmp_path / "cache" / "datasets--roneneldan--TinyStories" / "snapshots"
+    snapshots.mkdir(parents=True)
+    return snapshots
+
+
+def put_revision(cache: Path, revision: str, texts: list[str]) -> Path:
+    """A revision of one file a split; returns that of the train split."""
+    (cache / revision / "data").mkdir(parents=True)
+    for split in ("train", "validation"):
+        path = cache / revision / "data" / f"{split}-00000-of-00001-0123456789abcdef.parquet"
+        pq.write_table(pa.table({"text": texts}), path)
+    return next((cache / revision / "data").glob("train*"))
+
+
+def cut_short(file: Path) -> None:
+    file.write_bytes(file.read_bytes()[:-10])
+
+
+def replace_by(target: str) -> Callable[[Path], object]:
+    def replace(file: Path) -> None:
+        file.unlink()
+        file.symlink_to(target)
+
+    return replace
+
+
+def replace_by_folder(file: Path) -> None:
+    file.unlink()
+    file.mkdir()
+
+
+def replace_by_file(folder: Path) -> None:
+    shutil.rmtree(folder)
+    folder.touch()
+
+
+def link_to_itself(file: Path) -> None:
+    (file.parents[2] / "loop").symlink_to("loop")
+
+
+BROKEN: dict[str, Callable[[Path], object]] = {
+    "a link that leads nowhere": replace_by("/gone"),
+    "a file cut short": cut_short,
+    "an empty file": lambda file: file.write_bytes(b""),
+    "a folder": replace_by_folder,
+    "a pointer to a large file": lambda file: file.write_text("version https://git-lfs.github.com/spec/v1\n"),
+    "a revision that is a link to itself": link_to_itself,
+    "no folder of revisions": lambda file: replace_by_file(file.parents[2]),
+}
+
+
+@pytest.mark.parametrize("how", BROKEN)
+def test_auto_goes_on_without_a_cache_that_is_broken(how: str, cache: Path) -> None:
+    BROKEN[how](put_revision(cache, "abc", TEXTS))
+    source, why = choose_source("auto")
+    assert source == "sample"
+    assert why.startswith("the generator: the hub's TinyStories in the local cache cannot be read (")
+    assert str(cache) in why
+    with pytest.raises(InputError, match=r"^data tinystories: the hub's local cache cannot be read \("):
+        sources.open_source("tinystories", "train", seed=0)
+
+
+def choose_as_nobody(_: int, cache: str) -> tuple[str, str]:
+    import datasets  # noqa: F401  # before its files cannot be read either
+    from huggingface_hub import constants
+
+    constants.HF_HUB_CACHE = cache
+    os.setuid(65534)
+    return choose_source("auto")
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can become another user")
+def test_auto_goes_on_without_a_cache_that_may_not_be_read() -> None:
+    """As after `docker run -u`, where HOME is root's."""
+    with tempfile.TemporaryDirectory() as home:  # pytest's own folders are closed to others
+        os.chmod(home, 0o755)
+        (Path(home) / "hub").mkdir(mode=0o700)
+        [(source, why)] = run_ranks(1, choose_as_nobody, f"{home}/hub")
+    assert source == "sample"
+    assert f"local cache cannot be read (Permission denied: {home}/hub/datasets--" in why
+
+
+def test_a_revision_is_the_one_that_is_asked_for(cache: Path) -> None:
+    for revision in ("abc", "def"):  # "def" is newer
+        put_revision(cache, revision, [f"{revision} {text}" for text in TEXTS])
+        os.utime(cache / revision, (0, {"abc": 1, "def": 2}[revision]))
+    assert sources.hub_revision() == "def"
+    first = [next(sources.open_source("tinystories", "train", 0, which).documents(0)) for which in (None, "abc", "def")]
+    assert [text[:3] for text in first] == ["def", "abc", "def"]
+    with pytest.raises(InputError, match="its revision fff is not cached: HF_HUB_OFFLINE is set"):
+        sources.open_source("tinystories", "train", 0, "fff")

@@ -77,6 +77,24 @@ def test_text_between_markers_keeps_its_paragraphs(tmp_path: Path) -> None:
     assert list(islice(documents(path), 3)) == ["One.\n\nStill one.", "Two.", "One.\n\nStill one."]
 
 
+@pytest.mark.parametrize(
+    "content",
+    [
+        "One.<|endoftext|>\nTwo.\n\nStill two.<|endoftext|>\nThree.<|endoftext|>\n",
+        "One. <|endoftext|> \r\nTwo.\r\n\r\nStill two.<|endoftext|>\r\nThree.",
+        "<|endoftext|>One.\n<|endoftext|>Two.\n\nStill two.\n<|endoftext|>Three.\n",
+        "One.<|endoftext|>Two.\n\nStill two.<|endoftext|>Three.<|endoftext|>",
+        "One.\n<|endoftext|>\n<|endoftext|>Two.\n\nStill two.<|endoftext|><|endoftext|>\n\nThree.\n\n",
+    ],
+    ids=["end", "end with spaces", "beginning", "several on a line", "mixed"],
+)
+def test_a_marker_ends_a_document_wherever_it_stands_on_a_line(content: str, tmp_path: Path) -> None:
+    path = tmp_path / "marked.txt"
+    path.write_bytes(content.encode())
+    assert [*sources.open_file(str(path)).read(0)] == ["One.", "Two.\n\nStill two.", "Three."]
+    assert [*sources.open_file(str(path)).read(1)] == ["Two.\n\nStill two.", "Three."]
+
+
 @pytest.mark.parametrize("between", ["<|endoftext|>", ""])
 def test_a_byte_order_mark_changes_nothing(tmp_path: Path, between: str) -> None:
     path = tmp_path / "marked.txt"

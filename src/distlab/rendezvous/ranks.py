@@ -8,10 +8,10 @@ mistake in one terminal gives an error message, instead of a run that hangs or t
 import contextlib
 import json
 import os
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 
@@ -20,7 +20,19 @@ from distlab.rendezvous.store import Say, SharedStore, StoreError, open_bound_st
 from distlab.rendezvous.torchrun import is_store_in_launcher, started_by_torchrun
 from simplellm.errors import InputError, require
 
+ResultT = TypeVar("ResultT")
 SECONDS_FOR_READERS = 5.0  # how long rank 0, whose process holds the store, waits for others to read why it exits
+
+
+@dataclass(frozen=True)
+class Identity:
+    """What a setting leads to on a rank, such as the content of a file that it names."""
+
+    place: str  # where it is, for the message
+    sha256: str
+
+    def __str__(self) -> str:
+        return f"{self.place} (SHA-256 {self.sha256[:12]}…)"
 
 
 def open_store(rank: int, address: str, port: int, timeout_seconds: float, say: Say) -> dist.Store:
@@ -57,7 +69,7 @@ def agree(
     rank: int,
     size: int,
     place: Place,
-    settings: dict[str, Any],
+    settings: Mapping[str, Any],
     decide: Callable[[], dict[str, Any]],
     timeout_seconds: float,
     say: Say,
@@ -65,7 +77,7 @@ def agree(
     """Wait for all ranks, compare their settings, and return what rank 0's `decide()` returned.
 
     `place` is where this rank computes. `decide` can read the places of all ranks with `read_places`, and so can every
-    rank afterwards.
+    rank afterwards. A value of `settings` may be an `Identity`, as JSON.
 
     Raises:
         InputError: two processes have the same rank, a rank was started with other settings, or one did not join
@@ -82,7 +94,8 @@ def agree(
     shared.set(f"settings/{rank}", json.dumps(settings))
     if rank > 0:
         try:
-            verdict = json.loads(shared.wait("verdict", "rank 0 to confirm that all have joined"))
+            told = shared.wait("verdict", "rank 0 to confirm that all have joined", busy=busy(0))
+            verdict = json.loads(told)
         finally:  # also if the wait has failed: rank 0 need not wait for this rank
             with contextlib.suppress(StoreError):
                 replace(shared, silence_seconds=min(1, timeout_seconds)).set(f"heard/{rank}")
@@ -91,8 +104,9 @@ def agree(
         verdict = {"settings": settings}
         try:
             for other in range(1, size):
-                _compare(settings, json.loads(shared.wait(f"settings/{other}", f"rank {other} to join")), other)
-            verdict["decided"] = decide()
+                joins = f"settings/{other}", f"rank {other} to join"
+                _compare(settings, json.loads(shared.wait(*joins, busy=busy(other), own_busy=busy(0))), other)
+            verdict["decided"] = shared.work(busy(0), decide)
         except InputError as error:
             verdict["error"] = error.with_flags()
         shared.set("verdict", json.dumps(verdict))
@@ -102,6 +116,16 @@ def agree(
     if "error" in verdict:
         raise InputError(verdict["error"])
     return verdict["decided"]
+
+
+def busy(rank: int) -> str:
+    """The key that counts while a rank works, and others wait for it in `agree`."""
+    return f"busy/{rank}"
+
+
+def working(store: dist.Store, rank: int, work: Callable[[], ResultT]) -> ResultT:
+    """The result of `work()`, which may take longer than the others' patience with a rank that has yet to join."""
+    return ranks_store(_timeout_of(store), store=store).work(busy(rank), work)
 
 
 def read_places(store: dist.Store, size: int) -> list[Place]:
@@ -131,8 +155,14 @@ def say_hosts(places: Sequence[Place], tp: int, say: Say) -> None:
         )
 
 
-def _compare(rank_0: dict[str, Any], other: dict[str, Any], rank: int) -> None:
+def _compare(rank_0: Mapping[str, Any], other: Mapping[str, Any], rank: int) -> None:
     """Raise `InputError` that names the first setting in which a rank differs from rank 0."""
-    for name in rank_0 | other:
-        both = f"{name}: rank 0 was started with {rank_0.get(name)}, rank {rank} with {other.get(name)}"
-        require(rank_0.get(name) == other.get(name), f"{both}; start all ranks with the same flags")
+    for name in {**rank_0, **other}:
+        one, two = rank_0.get(name), other.get(name)
+        if isinstance(one, dict) and isinstance(two, dict):
+            identities = Identity(**one), Identity(**two)
+            both = " and ".join(f"rank {r} has {each}" for r, each in zip((0, rank), identities, strict=True))
+            require(identities[0].sha256 == identities[1].sha256, f"{name}: {both}; give all ranks the same")
+            continue
+        both = f"{name}: rank 0 was started with {one}, rank {rank} with {two}"
+        require(one == two, f"{both}; start all ranks with the same flags")

@@ -7,6 +7,7 @@ return or raise within a time limit.
 
 import contextlib
 import errno
+import math
 import os
 import socket
 import time
@@ -17,13 +18,14 @@ from typing import TypeVar
 
 import torch.distributed as dist
 
-from distlab.comm.processes import within
+from distlab.comm.processes import SECONDS_OF_A_CALL, within
 from distlab.comm.waits import TrafficError
 from distlab.rendezvous.addresses import resolve
 from simplellm.errors import InputError
 
 Say = Callable[[str], None]
 ResultT = TypeVar("ResultT")
+SECONDS_BETWEEN_LOOKS = 0.05
 SECONDS_OF_A_START = 5.0  # other processes usually join within this time; after it, print which one is missing
 
 
@@ -111,26 +113,51 @@ class SharedStore:
         store = self.store
         return self.ask(lambda: {key: store.get(key).decode() for key in keys if store.check([key])}) if keys else {}
 
-    def wait(self, key: str, what: str, hint: str = "", check: Callable[[], None] = lambda: None) -> str:
+    def wait(
+        self,
+        key: str,
+        what: str,
+        hint: str = "",
+        check: Callable[[], None] = lambda: None,
+        busy: str = "",
+        own_busy: str = "",
+    ) -> str:
         """The value of a key, once it is set. Prints what it waits for if that takes longer than a start usually does.
 
         Args:
             what: what the key stands for, e.g. "rank 2 to join".
             hint: advice for the `InputError` that is raised when the time is up.
             check: called repeatedly while waiting; an exception that it raises ends the wait.
+            busy: a key that counts while the other process works (`work`); as long as it does, the time starts again.
+            own_busy: counted too as long as `busy` is, for processes that wait for this one.
         """
-        hint = hint or "is it running? --timeout sets how long"
-
-        def is_set() -> bool:
+        started = deadline = time.monotonic()
+        count, next_look, has_told = None, started, False
+        while True:
             check()
-            return self.has(key, what=what)
-
-        at_first = min(SECONDS_OF_A_START, self.timeout_seconds)
-        if not wait_until(is_set, at_first):
-            self.say(f"waiting for {what}")
-            if not wait_until(is_set, self.timeout_seconds - at_first):
+            if self.has(key, what=what):
+                return self.read(key)[key]
+            now = time.monotonic()
+            if busy and now >= next_look:
+                next_look, before = now + SECONDS_OF_A_CALL, count
+                count = self.read(busy).get(busy)
+                if count != before:
+                    deadline = now
+                    if own_busy:
+                        self.add(own_busy)
+            if now > deadline + self.timeout_seconds:
+                hint = hint or "is it running? --timeout sets how long"
                 raise InputError(f"waited {self.timeout_seconds:g} s for {what}: {hint}")
-        return self.read(key)[key]
+            if not has_told and now > started + min(SECONDS_OF_A_START, self.timeout_seconds):
+                self.say(f"waiting for {what}")
+                has_told = True
+            time.sleep(SECONDS_BETWEEN_LOOKS)
+
+    def work(self, busy: str, work: Callable[[], ResultT]) -> ResultT:
+        """The result of `work()`; as long as that takes, `busy` counts, for processes that wait for this one."""
+        done = within(math.inf, lambda: (work(),), meanwhile=lambda: self.add(busy))
+        assert done is not None
+        return done[0]
 
     def keep_open(self, keys: Sequence[str], seconds: float) -> None:
         """Wait at most `seconds` for all keys to be set; for the holder, until the others have read the store."""
@@ -180,5 +207,5 @@ def wait_until(condition: Callable[[], bool], seconds: float) -> bool:
     while not condition():
         if time.monotonic() > deadline:
             return False
-        time.sleep(0.05)
+        time.sleep(SECONDS_BETWEEN_LOOKS)
     return True

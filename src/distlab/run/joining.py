@@ -1,10 +1,13 @@
 """How a process becomes a rank of a run: its number, its device, its folder, and the process group of all ranks."""
 
+import contextlib
+import hashlib
 import os
+import sys
 import warnings
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal
@@ -12,6 +15,8 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 
+import distlab
+import simplellm
 from distlab.comm import devices
 from distlab.comm.context import Context, Options, context_of
 from distlab.comm.grid import Grid
@@ -19,10 +24,12 @@ from distlab.comm.heap import set_up_heap
 from distlab.comm.layout import layout_flags, layout_size
 from distlab.comm.waits import TrafficError, reason
 from distlab.rendezvous.torchrun import started_by_torchrun
-from distlab.run.folders import Claim
+from distlab.run.commands import LAB
+from distlab.run.folders import Claim, check_out, is_run, new_folder
+from distlab.run.resume import content_of
 from distlab.run.settings import ResumableSettings, RunSettings, as_flag, as_json
 from distlab.run.terminal import say
-from simplellm.errors import require
+from simplellm.errors import InputError, require
 
 
 @dataclass
@@ -89,6 +96,7 @@ def join(settings: RunSettings, script: Path) -> Joined:
     store = rendezvous.open_store(rank, settings.master_addr, settings.master_port or 29500, seconds, say)
     place = devices.own_place(device_type, address)
     same = {"the script": script.name} | {as_flag(name): value for name, value in as_json(settings).items()}
+    same |= rendezvous.working(store, rank, lambda: identities(settings, script))
     claims: list[Claim] = []
 
     def decide_all() -> dict[str, Any]:
@@ -108,19 +116,54 @@ def join(settings: RunSettings, script: Path) -> Joined:
     return Joined(grid, places, decided, claims[0] if claims else None, context)
 
 
+def identities(settings: RunSettings, script: Path) -> dict[str, dict[str, str]]:
+    """What the settings lead to on this rank: the contents of files, and the code that runs.
+
+    Raises:
+        InputError: a file cannot be read.
+    """
+    found: dict[str, dict[str, str]] = {}
+    for name, path in settings.files.items() if isinstance(settings, ResumableSettings) else ():
+        try:
+            found[name] = asdict(rendezvous.Identity(str(path.absolute()), content_of(path)))
+        except OSError as error:
+            raise InputError(f"{name}: {path} cannot be read ({error.strerror})") from error
+    return found | {"the lab's code": asdict(rendezvous.Identity(str(LAB), code_of(script)))}
+
+
+def code_of(script: Path) -> str:
+    """SHA-256 of a script, of the modules beside it that it has imported, and of the lab's packages.
+
+    Of what cannot be read, such as a script within an archive, only the name counts.
+    """
+    digest, roots = hashlib.sha256(), [Path(package).parent for package in (distlab.__file__, simplellm.__file__)]
+    paths = [(file.relative_to(root.parent), file) for root in roots for file in sorted(root.rglob("*.py"))]
+    beside = (getattr(module, "__file__", None) for module in [*sys.modules.values()])
+    own = {script, *(Path(file) for file in beside if file and Path(file).parent == script.parent)}
+    for name, path in [*paths, *sorted((path.name, path) for path in own)]:
+        digest.update(f"{name} ".encode(errors="surrogateescape"))
+        with contextlib.suppress(OSError):
+            digest.update(path.read_bytes())
+    return digest.hexdigest()
+
+
 def decide(settings: RunSettings, script: Path) -> tuple[dict[str, Any], Claim]:
     """What rank 0 decides for all ranks, and its claim to the run's folder."""
-    from distlab.run.folders import new_folder
-
     out = (settings.out or new_folder(Path("runs") / script.stem)).absolute()
     decided = {"out": str(out), **settings.decide()}
     claim = Claim(out)  # before its checkpoints are touched
+    check_out(out)
+    has_earlier = is_run(out)
     if isinstance(settings, ResumableSettings):
         settings.check_folders()  # again: the run that had the folder may have left checkpoints
         if settings.has_checkpoints:
             from distlab.run.checkpointer import prepare_checkpoints
 
             decided |= prepare_checkpoints(settings, out, decided["data_identity"])
+            resumed = decided.get("resume")
+            has_earlier = has_earlier and not (resumed and out.resolve() in Path(resumed).resolve().parents)
+    if has_earlier:
+        say(f"the records of an earlier run in {out} are replaced")
     return decided, claim
 
 

@@ -87,6 +87,16 @@ def file_identity(data: str) -> dict[str, Any]:
     return {"source": str(path.absolute()), "bytes": size_bytes, "sha256_of_first_mib": beginnings.hexdigest()}
 
 
+def content_of(path: Path) -> str:
+    """SHA-256 of a file, or of the names and contents of a folder's files; hexadecimal."""
+    if not path.is_dir():
+        return checksum(path)
+    digest = hashlib.sha256()
+    for file in sorted(file for file in path.rglob("*") if file.is_file()):
+        digest.update(f"{file.relative_to(path)} {checksum(file)} ".encode(errors="surrogateescape"))
+    return digest.hexdigest()
+
+
 def _content(data: dict[str, Any]) -> dict[str, Any]:
     """The identity of data without the path: a file or folder that was moved is still the same."""
     return {key: value for key, value in data.items() if key != "source" or "bytes" not in data}

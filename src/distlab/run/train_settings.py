@@ -24,7 +24,7 @@ from distlab.run.resume import ResumePolicy
 from distlab.run.settings import ResumableSettings, require_positive, shown_as
 from simplellm.errors import InputError, require
 from simplellm.options import Recompute, check_heads
-from simplellm.sources import choose_source, open_source
+from simplellm.sources import choose_source, hub_revision, open_source
 from simplellm.tokenizers import SHIPPED_MODEL, SPTokenizer
 
 if TYPE_CHECKING:
@@ -137,7 +137,8 @@ class TrainSettings(ResumableSettings):
         why += ", as --data asks" * (self.data != "auto")
         if self.prediction is not None:
             self.prediction.check_device(pick_device_type(self.device))
-        return {"data": source, "data_because": why, "data_identity": replace(self, data=source).data_identity}
+        decided = {"data": source, "data_because": why, "data_identity": replace(self, data=source).data_identity}
+        return decided | ({"data_revision": hub_revision()} if source == "tinystories" else {})
 
     def remarks(self, decided: dict[str, Any]) -> list[str]:
         predicted = [self.prediction.sentence] if self.prediction else []

@@ -55,8 +55,14 @@ class TrainingRun(Run[TrainSettingsT]):
 
     def data_options(self) -> dict[str, Any]:
         """Keyword arguments for `simplellm.dataloaders.TinyStories`, from the flags and rank 0's decision."""
-        args = self.settings
-        return {"batch_size": args.batch_size, "seq_l": args.seq_len, "data": self.decided["data"], "seed": args.seed}
+        args, revision = self.settings, self.decided.get("data_revision")
+        options = {
+            "batch_size": args.batch_size,
+            "seq_l": args.seq_len,
+            "data": self.decided["data"],
+            "seed": args.seed,
+        }
+        return options | ({"revision": revision} if revision else {})
 
     def optimizer(self, model: nn.Module | Mapping[int, nn.Module]) -> Optimizer:
         """The optimizer given by the flags, for all parameters of a model or of several stages."""

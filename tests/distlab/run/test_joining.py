@@ -1,0 +1,167 @@
+"""Ranks that would read different files, or run different code, do not begin."""
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa  # type: ignore[import-untyped]
+import pyarrow.parquet as pq  # type: ignore[import-untyped]
+import pytest
+import torch
+from support.chapters import MODEL, load
+from support.processes import LAB, free_port, run_ranks
+
+import distlab
+from distlab.run.joining import code_of, join
+from distlab.run.settings import parse
+from distlab.run.training import TrainingRun
+from simplellm.dataloaders import TinyStories
+from simplellm.errors import InputError
+from simplellm.tokenizers import SHIPPED_MODEL, SPTokenizer
+
+STORY = "Once upon a time there was a dog.\n<|endoftext|>\n"
+DAPPLE = "PP/microbatches/intro_PP_microbatches.py"
+
+
+def text(content: str) -> Callable[[Path], object]:
+    return lambda path: path.write_text(content)
+
+
+def jsonl(word: str) -> Callable[[Path], object]:
+    return lambda path: path.write_text(f'{{"text": "There was a {word}."}}\n' * 40)
+
+
+def parquet(word: str) -> Callable[[Path], object]:
+    return lambda path: pq.write_table(pa.table({"text": [f"There was a {word}."] * 40}), path)
+
+
+def tokenizer(more: bytes) -> Callable[[Path], object]:
+    return lambda path: path.write_bytes(SHIPPED_MODEL.read_bytes() + more)  # a field that means nothing
+
+
+FILES: dict[str, tuple[str, str, Callable[[Path], object], Callable[[Path], object]]] = {
+    "other words": ("--data", "d.txt", text(STORY * 40), text(STORY.replace("dog", "cat") * 40)),
+    "a story more": ("--data", "d.txt", text(STORY * 40), text(STORY * 41)),
+    "other only after a MiB": ("--data", "d.txt", text(STORY * 30_000), text(STORY * 29_999 + STORY.upper())),
+    "objects": ("--data", "d.jsonl", jsonl("dog"), jsonl("cat")),
+    "a table": ("--data", "d.parquet", parquet("dog"), parquet("cat")),
+    "a tokenizer": ("--tokenizer", "t.model", tokenizer(b""), tokenizer(b"\xa0\x06\x00")),
+}
+
+
+def join_in_a_folder_of_ones_own(rank: int, folders: list[Path], out: Path, *flags: str) -> str:
+    """As in terminals with different current folders: the sentence that ends the rank; "" if it could begin."""
+    os.chdir(folders[rank])
+    module = load(DAPPLE)
+    try:
+        TrainingRun(parse(module.DEFAULTS, "", [str(rank), *MODEL, *flags, "--out", str(out)]), LAB / DAPPLE)
+    except InputError as error:
+        return error.with_flags()
+    return ""
+
+
+@pytest.mark.parametrize("what", FILES)
+def test_ranks_that_read_different_files_do_not_begin(what: str, tmp_path: Path) -> None:
+    flag, name, *contents = FILES[what]
+    folders = [tmp_path / "a", tmp_path / "b"]
+    for folder, write in zip(folders, contents, strict=True):
+        folder.mkdir()
+        write(folder / name)
+    flags = [flag, name, *(["--data", "sample"] if flag != "--data" else []), "--world-size", "2"]
+    flags += ["--master-port", str(free_port())]
+    for sentence in run_ranks(2, join_in_a_folder_of_ones_own, folders, tmp_path / "out", *flags):
+        assert sentence.startswith(f"{flag} {name}: " if flag == "--data" else f"{flag}: ")
+        for rank, folder in enumerate(folders):
+            assert f"rank {rank} has {folder / name} (SHA-256 " in sentence
+        assert sentence.endswith("; give all ranks the same")
+    assert not (tmp_path / "out").exists()
+
+
+def test_ranks_that_read_equal_files_begin_wherever_these_are(tmp_path: Path) -> None:
+    folders = [tmp_path / "a", tmp_path / "b"]
+    for folder in folders:
+        folder.mkdir()
+        (folder / "d.txt").write_text(STORY * 40)
+    flags = ["--data", "d.txt", "--world-size", "2", "--master-port", str(free_port())]
+    assert run_ranks(2, join_in_a_folder_of_ones_own, folders, tmp_path / "out", *flags) == ["", ""]
+
+
+def test_ranks_that_run_different_scripts_do_not_begin(tmp_path: Path) -> None:
+    scripts = [tmp_path / str(rank) / "script.py" for rank in range(2)]
+    for script in scripts:
+        script.parent.mkdir()
+        script.write_text("# a script\n")
+    flags = ["--data", "sample", "--world-size", "2", "--master-port", str(free_port()), "--out", str(tmp_path / "out")]
+    assert run_ranks(2, join_as, scripts, *flags) == ["", ""]
+    scripts[1].write_text("# another script\n")
+    flags[flags.index("--master-port") + 1] = str(free_port())
+    for sentence in run_ranks(2, join_as, scripts, *flags):
+        assert sentence.startswith(f"the lab's code: rank 0 has {LAB} (SHA-256 ")
+
+
+def join_as(rank: int, scripts: list[Path], *flags: str) -> str:
+    """Join a run of another script than the other ranks."""
+    try:
+        join(parse(load(DAPPLE).DEFAULTS, "", [str(rank), *MODEL, *flags]), scripts[rank])
+    except InputError as error:
+        return str(error)
+    return ""
+
+
+def test_the_code_is_that_of_the_packages_and_of_what_is_beside_the_script(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script, package = tmp_path / "script.py", tmp_path / "distlab"
+    script.write_text("")
+    (package / "run").mkdir(parents=True)
+    (package / "run" / "steps.py").write_text("STEPS = 1\n")
+    monkeypatch.setattr(distlab, "__file__", str(package / "__init__.py"))
+    seen = {code_of(script)}
+    for change in (
+        lambda: script.write_text("# other\n"),
+        lambda: (package / "run" / "steps.py").write_text("STEPS = 2\n"),
+        lambda: (package / "run" / "steps.py").rename(package / "steps.py"),
+        lambda: (package / "more.py").write_text(""),
+    ):
+        change()
+        seen.add(code_of(script))
+    assert len(seen) == 5
+    (tmp_path / "notes.txt").write_text("not code")
+    (tmp_path / "scratch.py").write_text("not imported")
+    assert code_of(script) in seen
+
+
+def train_from_own_cache(rank: int, caches: list[str], out: Path, *flags: str) -> str:
+    """The first story that a rank reads from a cache of the hub of its own, without a network."""
+    from huggingface_hub import constants
+
+    constants.HF_HUB_CACHE, constants.HF_HUB_OFFLINE = caches[rank], True
+    module = load("DP/gradient_aggr/intro_DP_GA.py")
+    settings = parse(module.DEFAULTS, "", [str(rank), *MODEL, *flags, "--out", str(out)])
+    run: TrainingRun[Any] = TrainingRun(settings, LAB / "intro_DP_GA.py")
+    tokens = SPTokenizer()
+    try:
+        batch: torch.Tensor = next(TinyStories(tokens, **run.data_options()))
+    except InputError as error:
+        return error.with_flags()
+    return tokens.decode(batch[0])[:3]
+
+
+@pytest.mark.parametrize("data", ["tinystories", "auto"])
+def test_all_ranks_read_the_revision_that_rank_0_has(data: str, tmp_path: Path) -> None:
+    caches = []
+    for rank, revisions in enumerate([["abc"], ["abc", "def"], ["def"]]):  # the later is the newer
+        snapshots = tmp_path / str(rank) / "datasets--roneneldan--TinyStories" / "snapshots"
+        for age, revision in enumerate(revisions):
+            (snapshots / revision).mkdir(parents=True)
+            for split in ("train", "validation"):
+                table = pa.table({"text": [f"{revision} is a long story about a dog and a cat and a bird."] * 40})
+                pq.write_table(table, snapshots / revision / f"{split}-00000-of-00001-0.parquet")
+            os.utime(snapshots / revision, (0, age))
+        caches.append(str(tmp_path / str(rank)))
+    flags = ["--data", data, "--world-size", "3", "--master-port", str(free_port())]
+    told = run_ranks(3, train_from_own_cache, caches, tmp_path / "out", *flags)
+    assert told[:2] == ["abc", "abc"]
+    assert told[2].startswith("--data tinystories: ")
+    assert "its revision abc is not cached: HF_HUB_OFFLINE is set" in told[2]
