@@ -145,8 +145,8 @@ def candidates(path: Path) -> Iterator[Checkpoint | str]:
     """
     parent = path if path.name == FOLDER else path / FOLDER
     in_run = sorted([*numbered(parent, UNFINISHED).items(), *numbered(parent).items()], reverse=True)
-    for step, folder in [(None, path)] if os.path.exists(path / RECORD) else in_run:
-        if step is not None and folder.suffix == UNFINISHED:
+    for folder in [path] if os.path.exists(path / RECORD) else [folder for _, folder in in_run]:
+        if folder.suffix == UNFINISHED and folder != path:
             yield f"{folder.name} is incomplete: the run ended while it was written"
             continue
         try:
@@ -154,10 +154,7 @@ def candidates(path: Path) -> Iterator[Checkpoint | str]:
             require(record.pop("sha256") == checksum_of(record), "its checksum does not match")
             checkpoint = Checkpoint(folder, record)
             _check(checkpoint)
-            if step in (None, checkpoint.step):
-                yield checkpoint
-            else:
-                yield f"{folder.name} is that of step {checkpoint.step}, under another name"
+            yield checkpoint
         except FileNotFoundError:
             yield f"{folder.name} is incomplete: it has no {RECORD}; the run ended while it was written"
         except (OSError, ValueError, LookupError, AttributeError, TypeError, RecursionError) as error:

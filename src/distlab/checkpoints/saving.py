@@ -107,25 +107,27 @@ def make_room(run: Path, resumed: Checkpoint | None = None) -> None:
         InputError: what is there is in the way of a checkpoint, or checkpoints cannot be written there.
     """
     folder, first = run / FOLDER, -1 if resumed is None else resumed.step + 1
+    own = None if resumed is None else resumed.folder.resolve()
 
-    def others(ending: str = "") -> list[Path]:
-        """What is in the way of this run's checkpoints, but for the one that it resumes from."""
-        own = resumed.folder.resolve() if resumed else None
-        found = numbered(folder, ending).items()
-        return [path for step, path in found if path.resolve() != own and (step >= first or ending)]
+    def later() -> list[Path]:
+        return [path for step, path in numbered(folder).items() if step >= first]
+
+    def unfinished() -> list[Path]:
+        return [path for path in numbered(folder, UNFINISHED).values() if path.resolve() != own]
 
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        for path in others(UNFINISHED):
+        for path in unfinished():
             _delete(path)
-        if resumed is not None and others():
+        if resumed is not None and later():
             aside = folder / SUPERSEDED
             aside.mkdir(exist_ok=True)
-            for path in others():
-                path.rename(_free_name(aside / path.name))
+            for path in later():
+                if path.resolve() != own:
+                    path.rename(_free_name(aside / path.name))
     except OSError as error:
         raise InputError(f"--save-every: cannot write checkpoints in {folder} ({root_of(error)})") from error
-    for path in others() + others(UNFINISHED):
+    for path in later() + unfinished():  # it may be `resumed`, to which the user has given the name of a later step
         raise in_the_way(run, path)
 
 

@@ -322,7 +322,7 @@ def _is_same(number: int, device: torch.device, group: dist.ProcessGroup | None 
     bounds = torch.tensor([number, -number], device=device)
     with named("the shapes of a model", "check"):
         dist.all_reduce(bounds, ReduceOp.MAX, group)
-    return bool(bounds[0] == -bounds[1])  # the maximum and the minimum
+    return int(bounds.sum()) == 0  # the maximum less the minimum
 
 
 def flatten_weights(model: nn.Module, over: Axis | None = None) -> Tensor:

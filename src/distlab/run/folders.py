@@ -5,6 +5,7 @@ import fcntl
 import itertools
 import json
 import os
+import re
 import time
 from datetime import datetime
 from pathlib import Path
@@ -13,14 +14,15 @@ from distlab.checkpoints import FOLDER
 from simplellm.errors import InputError
 
 CONFIG = "config.json"  # a run's settings; a model in Hugging Face's format has another file of this name
+NOT_IN_THE_WAY = re.compile(rf"\..*|rank\d+\.log|{FOLDER}", re.DOTALL)
 SECONDS_TO_LEAVE = 2.0  # that a run which was killed may still need
 
 
 def is_run(folder: Path) -> bool:
     """Whether a run has been in a folder: its `config.json` has settings and a layout."""
+    path = folder / CONFIG
     try:
-        config = json.loads((folder / CONFIG).read_text())
-        return {"settings", "layout"} <= config.keys()
+        return path.is_file() and {"settings", "layout"} <= json.loads(path.read_text()).keys()
     except (OSError, ValueError, AttributeError, RecursionError):
         return False
 
@@ -28,12 +30,13 @@ def is_run(folder: Path) -> bool:
 def check_out(folder: Path) -> None:
     """Raise `InputError` for a folder with somebody else's files, which a run would replace or mix with its own.
 
-    Hidden files do not count, nor does what is no file, such as a link to a device.
+    Hidden files do not count, nor logs of ranks that ended before there was a `config.json`, nor what is no file, such
+    as a link to a device.
     """
     try:
         if is_run(folder):
             return
-        others = [name for name in sorted(os.listdir(folder)) if not name.startswith(".") and name != FOLDER]
+        others = [name for name in sorted(os.listdir(folder)) if not NOT_IN_THE_WAY.fullmatch(name)]
     except FileNotFoundError:
         return
     except OSError as error:

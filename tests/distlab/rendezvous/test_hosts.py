@@ -296,7 +296,8 @@ def test_a_rank_that_fails_when_the_other_hosts_have_finished(
 ) -> None:
     script = tmp_path / "late.py"
     script.write_text(FAILS_LATE)
-    flags = ["--nnodes", "2", "--master-addr", hosts[0].address, "--max-restarts", str(restarts), "--out", tmp_path]
+    flags = ["--nnodes", "2", "--master-addr", hosts[0].address, "--max-restarts", str(restarts)]
+    flags += ["--out", str(tmp_path / "run")]
     nodes = [
         fork_launcher(script, *flags, "--node-rank", str(node), namespace=host.namespace)
         for node, host in enumerate(hosts)
