@@ -122,13 +122,15 @@ def identities(settings: RunSettings, script: Path) -> dict[str, dict[str, str]]
     Raises:
         InputError: a file cannot be read.
     """
+    from distlab.rendezvous.ranks import Identity
+
     found: dict[str, dict[str, str]] = {}
     for name, path in settings.files.items() if isinstance(settings, ResumableSettings) else ():
         try:
-            found[name] = asdict(rendezvous.Identity(str(path.absolute()), content_of(path)))
+            found[name] = asdict(Identity(str(path.absolute()), content_of(path)))
         except OSError as error:
             raise InputError(f"{name}: {path} cannot be read ({error.strerror})") from error
-    return found | {"the lab's code": asdict(rendezvous.Identity(str(LAB), code_of(script)))}
+    return found | {"the lab's code": asdict(Identity(str(LAB), code_of(script)))}
 
 
 def code_of(script: Path) -> str:

@@ -89,6 +89,8 @@ def file_identity(data: str) -> dict[str, Any]:
 
 def content_of(path: Path) -> str:
     """SHA-256 of a file, or of the names and contents of a folder's files; hexadecimal."""
+    from distlab.checkpoints.format import checksum
+
     if not path.is_dir():
         return checksum(path)
     digest = hashlib.sha256()
