@@ -145,12 +145,12 @@ class SharedStore:
                     deadline = now
                     if own_busy:
                         self.add(own_busy)
-            if now > deadline + self.timeout_seconds:
-                hint = hint or "is it running? --timeout sets how long"
-                raise InputError(f"waited {self.timeout_seconds:g} s for {what}: {hint}")
             if not has_told and now > started + min(SECONDS_OF_A_START, self.timeout_seconds):
                 self.say(f"waiting for {what}")
                 has_told = True
+            if now > deadline + self.timeout_seconds:
+                hint = hint or "is it running? --timeout sets how long"
+                raise InputError(f"waited {self.timeout_seconds:g} s for {what}: {hint}")
             time.sleep(SECONDS_BETWEEN_LOOKS)
 
     def work(self, busy: str, work: Callable[[], ResultT]) -> ResultT:

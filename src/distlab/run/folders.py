@@ -30,8 +30,8 @@ def is_run(folder: Path) -> bool:
 def check_out(folder: Path) -> None:
     """Raise `InputError` for a folder with somebody else's files, which a run would replace or mix with its own.
 
-    Hidden files do not count, nor logs of ranks that ended before there was a `config.json`, nor what is no file, such
-    as a link to a device.
+    Hidden and empty files do not count, nor logs of ranks that ended before there was a `config.json`, nor what is no
+    file, such as a link to a device.
     """
     try:
         if is_run(folder):
@@ -42,7 +42,7 @@ def check_out(folder: Path) -> None:
     except OSError as error:
         raise InputError(f"--out {folder}: cannot be read ({error.strerror}); give another folder") from error
     for name in others:
-        if os.path.isfile(folder / name):
+        if os.path.isfile(folder / name) and os.path.getsize(folder / name):
             raise InputError(f"--out {folder}: has files that are not a run's, such as {name}; give a new folder")
 
 

@@ -15,7 +15,6 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 
-import distlab
 import simplellm
 from distlab.comm import devices
 from distlab.comm.context import Context, Options, context_of
@@ -30,6 +29,8 @@ from distlab.run.resume import content_of
 from distlab.run.settings import ResumableSettings, RunSettings, as_flag, as_json
 from distlab.run.terminal import say
 from simplellm.errors import InputError, require
+
+PACKAGES = Path(__file__).parents[1], Path(simplellm.__file__).parent  # whose code every rank runs
 
 
 @dataclass
@@ -138,8 +139,8 @@ def code_of(script: Path) -> str:
 
     Of what cannot be read, such as a script within an archive, only the name counts.
     """
-    digest, roots = hashlib.sha256(), [Path(package).parent for package in (distlab.__file__, simplellm.__file__)]
-    paths = [(file.relative_to(root.parent), file) for root in roots for file in sorted(root.rglob("*.py"))]
+    digest = hashlib.sha256()
+    paths = [(file.relative_to(root.parent), file) for root in PACKAGES for file in sorted(root.rglob("*.py"))]
     beside = (getattr(module, "__file__", None) for module in [*sys.modules.values()])
     own = {script, *(Path(file) for file in beside if file and Path(file).parent == script.parent)}
     for name, path in [*paths, *sorted((path.name, path) for path in own)]:

@@ -38,14 +38,15 @@ def test_a_folder_with_files_of_somebody_else_is_refused(name: str, tmp_path: Pa
 
 
 def test_the_current_folder_counts_as_any_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "thesis.tex").touch()
+    (tmp_path / "thesis.tex").write_text("Abstract.")
     monkeypatch.chdir(tmp_path)
     with pytest.raises(InputError, match=r"^--out \.: has files that are not a run's, such as thesis\.tex; give"):
         parse(TrainSettings(), "", ["--out", "."])
 
 
-def test_an_empty_folder_is_fine_also_with_what_is_hidden(tmp_path: Path) -> None:
-    (tmp_path / ".gitkeep").touch()
+def test_an_empty_folder_is_fine_also_with_what_is_hidden_or_empty(tmp_path: Path) -> None:
+    (tmp_path / ".notes").write_text("hidden")
+    (tmp_path / "log.txt").touch()  # to which a shell directs the output of the run
     (tmp_path / "lost+found").mkdir()
     parse(TrainSettings(), "", ["--out", str(tmp_path)])
 

@@ -9,10 +9,11 @@ import pyarrow as pa  # type: ignore[import-untyped]
 import pyarrow.parquet as pq  # type: ignore[import-untyped]
 import pytest
 import torch
+import torch.distributed as dist
 from support.chapters import MODEL, load
 from support.processes import LAB, free_port, run_ranks
 
-import distlab
+from distlab.run import joining
 from distlab.run.joining import code_of, join
 from distlab.run.settings import parse
 from distlab.run.training import TrainingRun
@@ -55,7 +56,7 @@ def join_in_a_folder_of_ones_own(rank: int, folders: list[Path], out: Path, *fla
     os.chdir(folders[rank])
     module = load(DAPPLE)
     try:
-        TrainingRun(parse(module.DEFAULTS, "", [str(rank), *MODEL, *flags, "--out", str(out)]), LAB / DAPPLE)
+        TrainingRun(parse(module.DEFAULTS, "", [str(rank), *MODEL, *flags, "--out", str(out)]), LAB / DAPPLE).close()
     except InputError as error:
         return error.with_flags()
     return ""
@@ -104,6 +105,7 @@ def join_as(rank: int, scripts: list[Path], *flags: str) -> str:
     """Join a run of another script than the other ranks."""
     try:
         join(parse(load(DAPPLE).DEFAULTS, "", [str(rank), *MODEL, *flags]), scripts[rank])
+        dist.barrier()
     except InputError as error:
         return str(error)
     return ""
@@ -116,7 +118,7 @@ def test_the_code_is_that_of_the_packages_and_of_what_is_beside_the_script(
     script.write_text("")
     (package / "run").mkdir(parents=True)
     (package / "run" / "steps.py").write_text("STEPS = 1\n")
-    monkeypatch.setattr(distlab, "__file__", str(package / "__init__.py"))
+    monkeypatch.setattr(joining, "PACKAGES", (package,))
     seen = {code_of(script)}
     for change in (
         lambda: script.write_text("# other\n"),
