@@ -147,6 +147,8 @@ def train_from_own_cache(rank: int, caches: list[str], out: Path, *flags: str) -
         batch: torch.Tensor = next(TinyStories(tokens, **run.data_options()))
     except InputError as error:
         return error.with_flags()
+    finally:
+        dist.barrier()  # no rank leaves another that has yet to connect
     return tokens.decode(batch[0])[:3]
 
 
