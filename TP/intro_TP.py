@@ -1,102 +1,100 @@
 """Tensor parallelism: every rank holds a slice of each layer, and all of them work on the same batch.
 
-    python TP/intro_TP.py <rank>                      in three terminals, with the ranks 0, 1 and 2
-    ./launch.sh tp --world-size 2                     all ranks at once
-    ./launch.sh tp --tp-style naive                   every layer split separately
-    ./launch.sh tp --sequence-parallel                norms and residuals on slices of the sequence
+    python TP/intro_TP.py <rank>           in three terminals, with the ranks 0, 1 and 2, or all at once: ./launch.sh tp
 
-The first matrix of a pair is split by its outputs, the second by its inputs. So attention heads, or hidden units, stay
-on one rank between the two, and a single sum over the ranks completes the pair. `shard` in
-src/distlab/parallel/tensor.py does this to the ordinary model. The loss is computed from slices too. It is the same on
-every rank, and so are the gradients of the replicated parameters (the gains of the norms), so nothing has to be
-averaged before the update.
+In attention and in the MLP, the first matrices are split by their outputs and the last one by its inputs. So heads, or
+hidden units, stay on one rank, and one sum over the ranks completes each of the two. All else is whole on every rank.
 """
 
-from dataclasses import dataclass
-from functools import partial
+from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch import Tensor, nn
 
-from distlab.comm.context import context_of
-from distlab.comm.layout import Layout
-from distlab.parallel.division import Style, check_division
-from distlab.parallel.tensor import bytes_per_layer, shard
-from distlab.parallel.vocabulary import vocabulary_parallel_loss
+from distlab.comm.names import named
+from distlab.parallel.tp_group import place_slice
 from distlab.run.main import main
-from distlab.run.settings import WorldSize
-from distlab.run.terminal import say
-from distlab.run.train_settings import TrainSettings
+from distlab.run.stage_settings import TensorParallelSettings
 from distlab.run.training import TrainingRun
 from simplellm.dataloaders import TinyStories
-from simplellm.errors import InputError
 from simplellm.llama import CausalLLama, LLama
 from simplellm.losses import causalLLMLoss
 from simplellm.tokenizers import SPTokenizer
 
-
-@dataclass
-class TensorParallelSettings(WorldSize, TrainSettings):
-    world_size: int = 3
-    """ranks, each with a slice of every layer"""
-    tp_style: Style = "megatron"
-    """megatron: layers split in pairs, one sum for each pair; naive: every layer split by its outputs and gathered"""
-    sequence_parallel: bool = False
-    """give each rank a slice of the sequence for norms and residuals"""
-
-    @property
-    def layout(self) -> Layout:
-        return {"tp": self.world_size}
-
-    def check(self) -> None:
-        super().check()
-        if self.tp_style == "megatron":
-            check_division(self.num_heads, self.num_kv_heads, self.world_size)
-        elif self.sequence_parallel:
-            raise InputError("--sequence-parallel with --tp-style naive: only --tp-style megatron has layers in pairs")
-
-
 DEFAULTS = TensorParallelSettings(batch_size=3)
+MORE = "intro_TP_styles.py"  # has other ways to split
+
+
+class CopyTo(torch.autograd.Function):
+    """Megatron's f: give the input to all ranks' slices. Its gradient is the sum of the gradients from all slices."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        total = grad.clone(memory_format=torch.contiguous_format)
+        with named("the gradients of a layer", "layer gradients"):
+            dist.all_reduce(total)
+        return total
+
+
+class ReduceFrom(torch.autograd.Function):
+    """Megatron's g: add up the outputs of all ranks' slices. The gradient of a sum is that of each of its terms."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        total = x.clone(memory_format=torch.contiguous_format)
+        with named("the activations of a layer", "layer activations"):
+            dist.all_reduce(total)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad
+
+
+class SplitBlock(nn.Module):
+    """A layer of the model with some of its attention heads, and some of the hidden units of its MLP."""
+
+    def __init__(self, whole: Any) -> None:
+        super().__init__()
+        attention, mlp = whole.self_attn, whole.mlp
+        self.input_layernorm, self.self_attn = whole.input_layernorm, attention
+        self.post_attention_layernorm, self.mlp = whole.post_attention_layernorm, mlp
+        first = attention.q_proj, attention.k_proj, attention.v_proj, mlp.gate_proj, mlp.up_proj
+        for linear in (*first, attention.o_proj, mlp.down_proj):
+            dim = 0 if linear in first else 1  # of a weight (outputs, inputs): heads, or hidden units
+            own = linear.weight.detach().tensor_split(dist.get_world_size(), dim)[dist.get_rank()]
+            linear.weight = place_slice(nn.Parameter(own.clone()), linear.weight, dim)  # and tell checkpoints its place
+
+    def forward(self, x: Tensor, *positions: Any) -> Tensor:
+        x = x + ReduceFrom.apply(self.self_attn(CopyTo.apply(self.input_layernorm(x)), *positions))
+        return x + ReduceFrom.apply(self.mlp(CopyTo.apply(self.post_attention_layernorm(x))))
 
 
 def train(run: TrainingRun[TensorParallelSettings]) -> None:
-    args = run.settings
-    tokenizer = SPTokenizer(args.tokenizer)
+    args, tokenizer = run.settings, SPTokenizer(run.settings.tokenizer)
     net = LLama(CausalLLama, tokenizer.vocab_size, padding_idx=tokenizer.pad_id, **run.model_options())
-    shard(net, args.tp_style, sequence_parallel=args.sequence_parallel)
-    loss_of = partial(
-        causalLLMLoss if args.tp_style == "naive" else vocabulary_parallel_loss, vocab_size=tokenizer.vocab_size
-    )
+    for name, block in net.model.layers.items():
+        net.model.layers[name] = SplitBlock(block)
     stories = TinyStories(tokenizer, **run.data_options())  # the same on all ranks
     optimizer = run.optimizer(net)
-    run.track(net, optimizer, loss_of)
+    run.track(net, optimizer)
 
     for step, batch in run.steps(stories):
         optimizer.zero_grad()
         losses = []
         for x in batch.chunk(args.micro_batches):
-            loss = loss_of(net(x), x) / args.micro_batches
+            loss = causalLLMLoss(net(x), x, tokenizer.vocab_size) / args.micro_batches
             loss.backward()
             losses.append(loss)
         run.log(step, losses)
         run.clip(optimizer)
         optimizer.step()
-    compare_with_formula(run)
-
-
-def compare_with_formula(run: TrainingRun[TensorParallelSettings]) -> None:
-    """Print what this rank sent per layer and step, and what the formula gives."""
-    args = run.settings
-    shape = args.batch_size // args.micro_batches, args.seq_len, args.dmodel
-    element_bytes = getattr(torch, args.dtype).itemsize
-    widths = (args.num_kv_heads or args.num_heads) * (args.dmodel // args.num_heads), args.hidden_dim
-    sizes = run.world_size, *shape, element_bytes, args.sequence_parallel, *widths
-    formula = bytes_per_layer(args.tp_style, *sizes, recomputed=args.recompute != "none")
-    ledger = context_of().ledger
-    for kind, expected in zip(("layer activations", "layer gradients"), formula, strict=True):
-        sent = ledger.sent_bytes[kind] / max(1, (args.steps - run.first_step) * args.n_layers)
-        if run.rank == 0:
-            say(f"{kind}: {sent:,.0f} bytes per layer and step; the formula gives {args.micro_batches * expected:,}")
 
 
 if __name__ == "__main__":
-    main(train, DEFAULTS, __doc__)
+    main(train, DEFAULTS, __doc__, MORE)

@@ -27,7 +27,7 @@ from simplellm.losses import causalLLMLoss
 from simplellm.tokenizers import SPTokenizer
 
 DEFAULTS = PlainPipelineSettings(batch_size=3)
-MORE = "../schedules/intro_PP_schedules.py"
+MORE = "../schedules/intro_PP_schedules.py"  # has the other schedules
 
 
 def run_program(

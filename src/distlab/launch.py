@@ -46,6 +46,7 @@ TOPOLOGIES = {  # a script, and flags that are placed before the user's own
     "pp-zb": "PP/schedules/intro_PP_schedules.py --schedule zb-h1",
     "pp-zbv": "PP/schedules/intro_PP_schedules.py --schedule zb-v",
     "tp": "TP/intro_TP.py",
+    "tp-styles": "TP/intro_TP_styles.py",
     "sentiment": "TP/sentiment/tp_tensor_parallel.py",
     "hybrid": "hybrid/intro_hybrid.py",
     "collectives": "collectives/intro_collectives.py",

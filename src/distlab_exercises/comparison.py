@@ -281,7 +281,8 @@ class Comparison:
             needed["activations"] = 2 * n * trial.stages_of_each * (stages - 1) * activations
         if slices > 1:  # two all-reduces forward and two backward in each block
             all_reduces = 4 * self.facts["blocks"]
-            if n == 1 and any(set(COLLECTIVES) & set(report.facts["sent"][-2]) for report in self.reports):
+            are_unnamed = any(set(COLLECTIVES) & set(report.facts["sent"][-2]) for report in self.reports)
+            if n == 1 and are_unnamed and any("embed_tokens" in name for name in self.reports[0].facts["slices"]):
                 all_reduces += 2  # after the embedding and back from the head, which then have no name either
             needed["activations of layers"] = n * stages * 2 * (slices - 1) * activations * all_reduces
         kinds: dict[str, tuple[str, ...]] = {

@@ -10,7 +10,7 @@ from support.chapters import OneProcess, State, assert_equal, train_on
 from distlab.parallel.division import Style
 from distlab.parallel.tensor import bytes_per_layer
 
-SCRIPT = "TP/intro_TP.py"
+LESSON, SCRIPT = "TP/intro_TP.py", "TP/intro_TP_styles.py"
 LAYERS = 2
 # 25 tokens divide among no number of ranks, the vocabulary of 4,096 pieces not among 3 and 6.
 MODEL = f"--dmodel 48 --num-heads 6 --n-layers {LAYERS} --seq-len 25".split()
@@ -22,6 +22,9 @@ SPLIT = {  # the dimension along which a weight is split, by the end of its modu
     },
     "naive": dict.fromkeys("q_proj k_proj v_proj o_proj gate_proj up_proj down_proj lm_head".split(), 0),
 }
+
+
+SPLIT["lesson"] = {name: dim for name, dim in SPLIT["megatron"].items() if name not in ("embed_tokens", "lm_head")}
 
 
 def slices(whole: State, style: str, place: int, ranks: int) -> State:
@@ -183,6 +186,18 @@ def test_long_sequences_in_three_dimensions(one_process: OneProcess, tmp_path: P
         assert_equal(together, slices(expected_gradients, "megatron", place, 2), ROUNDING)
     tokens = [json.loads(line)["tokens"] for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert tokens == [4200, 8400]
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(("ranks", "flags"), [(1, ""), (2, "--micro-batches 2"), (3, "--recompute blocks"), (6, "")])
+def test_the_lesson_is_the_run_of_one_process(ranks: int, flags: str, one_process: OneProcess, tmp_path: Path) -> None:
+    expected_parameters, expected_gradients, expected_losses = one_process(2, *MODEL)
+    all_flags = f"--world-size {ranks} --batch-size 2 {flags}".split()
+    parameters, gradients, own_losses = train_on(ranks, LESSON, tmp_path, *all_flags, *MODEL)
+    assert own_losses == pytest.approx(expected_losses, rel=1e-6)
+    for place in range(ranks):
+        assert_equal(parameters[place], slices(expected_parameters, "lesson", place, ranks), ROUNDING)
+        assert_equal(gradients[place], slices(expected_gradients, "lesson", place, ranks), ROUNDING)
 
 
 def test_micro_batches_change_nothing(one_process: OneProcess, tmp_path: Path) -> None:

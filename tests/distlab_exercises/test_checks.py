@@ -53,23 +53,13 @@ else:
 if stage > 0:
     dist.send(inputs.grad, stage - 1)
 return losses"""
-MEGATRON = """class Conjugate(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        return added_up(x) if {forward} else x.view_as(x)
-    @staticmethod
-    def backward(ctx, grad):
-        return added_up(grad) if not {forward} else grad
-def added_up(x):
-    total = x.contiguous().clone()
-    torch.distributed.all_reduce(total)
-    return total
-return Conjugate.apply(x)"""
+ADDED_UP = "total = {0}.contiguous().clone()\ntorch.distributed.all_reduce(total)\nreturn total"
+MEGATRON = "return x.view_as(x)", ADDED_UP.format("grad"), ADDED_UP.format("x"), "return grad"
 PLAIN: dict[str, str | tuple[str, ...]] = {
     "dp-ga": AVERAGE,
     "hybrid": "for parameter in parameters:\n    dist.all_reduce(parameter.grad, ReduceOp.AVG, replicas.group)",
     "pp-1f1b": SEND_AND_RECEIVE,
-    "tp": (MEGATRON.format(forward=False), MEGATRON.format(forward=True)),
+    "tp": MEGATRON,
 }
 
 

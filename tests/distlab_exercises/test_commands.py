@@ -126,7 +126,7 @@ def test_files_of_a_folder_that_do_not_say_their_exercise_are_of_the_one_that_is
 
 def test_exercises_are_written_where_git_does_not_look(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    for name in ("pp-gpipe", "pp-dapple", "pp-zb", "pp-executor"):  # of one script
+    for name in ("pp-gpipe", "pp-dapple", "pp-executor"):  # of one script
         assert launch(["exercise", name]) == 0
         path = Path("my", name, EXERCISES[name].file_name)
         assert path.read_text().startswith(f'"""Exercise {name}: ')

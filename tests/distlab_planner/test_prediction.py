@@ -13,7 +13,7 @@ from distlab.run.logs import StepTime
 from distlab.run.replica_settings import ByHandSettings, ShardedSettings
 from distlab.run.settings import parse
 from distlab.run.stage_settings import HybridSettings, PipelineSettings, StageSettings
-from distlab.run.start import read_script
+from distlab.run.start import read_script_for
 from distlab.run.train_settings import TrainSettings
 from distlab_planner.machine import AllReduce, write_machine
 from distlab_planner.prediction import Prediction
@@ -39,7 +39,7 @@ def settings_of(command: str, machine: Path) -> TrainSettings:
     """Those of `./launch.sh` and such a command, with a machine."""
     name, *flags = command.split()
     script, own = find_script(name)
-    settings = read_script(script).parse([*own, *SMALL, *flags, "--machine", str(machine)], "")
+    _, settings = read_script_for(script, [*own, *SMALL, *flags, "--machine", str(machine)], "")
     assert isinstance(settings, TrainSettings)
     return settings
 

@@ -37,6 +37,18 @@ def shard_sizes(total: int, ranks: int) -> list[int]:
     return [total // ranks + (r < total % ranks) for r in range(ranks)]
 
 
+def place_slice(own: nn.Parameter, whole: Tensor, dim: int, axis: Axis | None = None) -> nn.Parameter:
+    """Mark a parameter as this rank's slice of `whole` along `dim`, divided as by `torch.tensor_split`; returns it.
+
+    Checkpoints, clipping and averages then know which part it is.
+    """
+    axis, length = axis or all_ranks("tp"), whole.shape[dim]
+    start = sum(shard_sizes(length, axis.size)[: axis.rank])
+    where = DimSlice(dim, start, length, axis.names)
+    place(own, replace(placement_of(whole), slices=(*placement_of(whole).slices, where)))
+    return own
+
+
 @dataclass(frozen=True)
 class TPGroup:
     """The ranks that hold the shards of a module. Its collectives do not change their input."""
@@ -92,9 +104,7 @@ class TPGroup:
     def own_parameter(self, whole: Tensor, dim: int) -> nn.Parameter:
         """This rank's shard of a weight along `dim`; a copy, so that the whole weight can be freed."""
         own = nn.Parameter(self.own_shard(whole.detach(), dim).clone(), requires_grad=whole.requires_grad)
-        where = DimSlice(dim, self.own_range(whole.shape[dim])[0], whole.shape[dim], self.axis.names)
-        place(own, replace(placement_of(whole), slices=(*placement_of(whole).slices, where)))
-        return own
+        return place_slice(own, whole, dim, self.axis)
 
     def _named(self, what: str) -> contextlib.AbstractContextManager[None]:
         return named(f"the {what} of {self.module}", f"{self.kind} {what}")

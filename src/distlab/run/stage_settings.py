@@ -77,6 +77,29 @@ class StageSettings(TrainSettings):
 
 
 @dataclass
+class SlicesPerRank(WorldSize, TrainSettings):
+    """A run whose ranks hold a slice of every layer."""
+
+    world_size: int = 3
+    """ranks, each with a slice of every layer"""
+
+    @property
+    def layout(self) -> Layout:
+        return {"tp": self.world_size}
+
+
+@dataclass
+class TensorParallelSettings(SlicesPerRank):
+    """A run whose ranks hold whole attention heads."""
+
+    def check(self) -> None:
+        super().check()
+        check_division(self.num_heads, self.num_kv_heads, self.world_size)
+        sentence = "the planner knows ranks that split the vocabulary too, which this script does not"
+        require(self.machine is None, f"--machine {self.machine}: {sentence}")
+
+
+@dataclass
 class StagePerRank(WorldSize):
     """The layout of a single pipeline, in which every rank is a stage."""
 

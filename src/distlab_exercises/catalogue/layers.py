@@ -62,26 +62,20 @@ EXERCISES = [
         minutes=30,
         chapter="TP/README.md, chapter 11",
         task="""Each rank holds a slice of every layer: some columns of the first matrix of a pair, and the rows of the
-        second that belong to them. Write the two functions at the ends of a pair. `copy_to` (f in the paper) passes the
-        input on to the slices; `reduce_from` (g) adds up what the slices give. Each is half of the work in the forward
-        pass and half in the backward pass.
+        second that belong to them. Write the two functions at the ends of a pair, each with its forward and its
+        backward pass. `CopyTo` (f in the paper) passes the input on to the slices; `ReduceFrom` (g) adds up the outputs
+        of the slices.
 
-        Given: `tp_group.all_reduce(x, what)` returns the sum of the ranks' `x`; `what` is FORWARD or BACKWARD.
-        `torch.autograd.Function` lets you write both passes. The docstrings say what each function does forward;
-        which gradient follows from that?""",
+        Given: `dist.all_reduce(tensor)` adds up the ranks' tensors, in place: give it a contiguous copy
+        (`x.contiguous().clone()`), as others may still need the tensor. The docstrings say what each function does
+        forward; which gradient follows from that?""",
         hints=(
             "The input goes to all ranks' slices. Its gradient is the sum of what comes back from all of them.",
             "The output is a sum. The gradient of a sum is the gradient of each of its terms.",
-            "Write a torch.autograd.Function whose forward returns x.view_as(x) and whose backward returns the "
-            "all-reduced gradient: that is f. The other way round it is g.",
+            "f: forward returns x.view_as(x), backward returns the all-reduced gradient. g is the other way round.",
         ),
         script="TP/intro_TP.py",
-        takes=("distlab.parallel.tp_group:copy_to", "distlab.parallel.tp_group:reduce_from"),
-        imports=(
-            "from distlab.parallel import tp_group as library",
-            "from distlab.parallel.tp_group import BACKWARD, FORWARD",
-        ),
-        extra="library.copy_to, library.reduce_from = copy_to, reduce_from  # the layers use yours",
+        takes=("CopyTo", "ReduceFrom"),
         trials=(_slices(2, 3, 3), _slices(4, 2, 1)),
     ),
     Exercise(
@@ -132,7 +126,7 @@ EXERCISES = [
             "- one_hot) * grad / number of targets, 0 in the last position; one_hot is only on the rank that has the "
             "token.",
         ),
-        script="TP/intro_TP.py",
+        script="TP/intro_TP_styles.py",
         takes=("distlab.parallel.vocabulary:vocabulary_parallel_loss",),
         imports=(
             "from torch.distributed import ReduceOp",

@@ -103,7 +103,7 @@ def test_bfloat16_goes_on(tmp_path: Path) -> None:
 def test_an_uneven_split_goes_on_whole(tmp_path: Path) -> None:
     """4,096 pieces and six heads over three and six ranks, and back."""
     flags = "--dmodel 48 --num-heads 6 --batch-size 2 --optimizer adam --lr 1e-2".split()
-    script = "TP/intro_TP.py"
+    script = "TP/intro_TP_styles.py"
     saving = [*flags, "--world-size", "3", "--save-every", "2"]
     _, _, expected = train_on(3, script, tmp_path / "three", *saving)
     for ranks, script_after in ((6, script), (1, "primer/intro.py")):

@@ -2,24 +2,22 @@
 
 from support.exercises_attempts import Attempt
 
+ALL_REDUCED = "        grad = grad.contiguous().clone()\n        dist.all_reduce(grad)\n"
+
+
+def left_out(what: str) -> tuple[str, str]:
+    """A change of the lesson: one of its two sums is missing."""
+    sends = f'        with named("the {what} of a layer", "layer {what}"):\n            dist.all_reduce(total)\n'
+    return sends, ""
+
+
 ATTEMPTS = [
-    Attempt(
-        "tp",
-        "g-adds-again",
-        "(g)",
-        changes=(
-            (
-                "return _linear_map(x, partial(tp_group.all_reduce, what=FORWARD), _unchanged)",
-                "return _linear_map(x, partial(tp_group.all_reduce, what=FORWARD), partial(tp_group.all_reduce, "
-                "what=BACKWARD))",
-            ),
-        ),
-    ),
+    Attempt("tp", "g-adds-again", "(g)", changes=(("        return grad\n", f"{ALL_REDUCED}        return grad\n"),)),
     Attempt(
         "tp",
         "loss",
         "the forward pass computes something else",
-        changes=(("return _linear_map(x, partial(tp_group.all_reduce, what=FORWARD), _unchanged)", "return x"),),
+        changes=(left_out("activations"),),
     ),
     Attempt(
         "tp-layers",
@@ -129,11 +127,6 @@ ATTEMPTS = [
         "tp",
         "f-missing",
         "(f)",
-        changes=(
-            (
-                "return _linear_map(x, _unchanged, partial(tp_group.all_reduce, what=BACKWARD))",
-                "return _linear_map(x, _unchanged, _unchanged)",
-            ),
-        ),
+        changes=(left_out("gradients"),),
     ),
 ]
