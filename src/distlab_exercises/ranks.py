@@ -204,7 +204,8 @@ def _failed(rank: int, error: BaseException, script: str) -> Report:
         return Report(rank, "failed", ["the file called sys.exit() before its work was done"], line=line)
     told = (error.msg if isinstance(error, SyntaxError) else str(error)).partition("\n")[0]
     name = "" if isinstance(error, InputError | TrafficError) else f"{type(error).__name__}{': ' * bool(told)}"
-    if "NoneType" in told and (gradient := re.search(r"[\w.]+\.grad\b", line)):
+    is_none = "NoneType" in str(error) or isinstance(error, AssertionError)
+    if is_none and (gradient := re.search(r"\w+\.grad\b", line)):
         name, told = (
             "",
             f"{gradient[0]} is None: only what requires a gradient gets one (requires_grad_), in a backward pass",
@@ -294,7 +295,12 @@ def _who_waits(reports: list[Report], describe: Callable[[int], str]) -> Iterato
     notices = {report.rank: Notice.from_json(report.notice) for report in reports if report.notice}
     if any(notice.wait is not None for notice in notices.values()):
         found = diagnose(notices, {}, len(reports), describe, LONGEST_SECONDS).sentence
-        yield found if found.startswith("deadlock") else "the ranks wait for each other, and none can go on"
+        if found.startswith("deadlock"):
+            yield found
+        elif len({report.line for report in reports}) == 1 and all(report.state == "stuck" for report in reports):
+            yield "all ranks are in the same collective, and it cannot end: have their tensors different sizes?"
+        else:
+            yield "the ranks wait for each other, and none can go on"
     else:
         yield "the ranks do not come to an end"
     for report in reports:

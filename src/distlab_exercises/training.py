@@ -25,7 +25,7 @@ from distlab_exercises.catalogue import Exercise, Trial
 from distlab_exercises.comparison import Comparison
 from distlab_exercises.loading import load, settings_for
 from distlab_exercises.ranks import Facts, Submission, raise_trouble
-from distlab_exercises.verdict import Verdict, Wrong
+from distlab_exercises.verdict import Verdict, Wrong, expect
 from simplellm.dataloaders import TinyStories
 from simplellm.errors import require
 from simplellm.llama import CausalLLama, LLama, LLamaPart
@@ -48,13 +48,16 @@ class TensorKeeper:
         self.updates, self.updated = 0, 0  # how often, and how many weights
         self.sent: list[dict[str, int]] = []  # bytes by kind, in all steps before each update
         self.collectives: list[Pending] = []
+        self.messages: list[Pending] = []  # sent in this step
         self.overlaps = False  # whether it starts to average gradients before a backward pass has ended
 
     def observe(self, pending: Pending) -> None:
-        """Keep a collective that starts, to ask at the end whether it was waited for."""
+        """Keep what starts, to ask later whether it was waited for."""
         if pending.name.way == "collective":
             self.overlaps |= running_backward_pass() is not None
             self.collectives.append(pending)
+        elif pending.name.way == "send":
+            self.messages.append(pending)
 
     def watch(self, model: nn.Module | Mapping[int, nn.Module], optimizer: Optimizer) -> None:
         """Record before each update of `optimizer`; `model` is what the script gives to `run.track`."""
@@ -99,6 +102,10 @@ def train(rank: int, submission: Submission, values: dict[str, Any], start_apart
         track(model, optimizer, *args, **options)
 
     def log_and_count(step: int, losses: Any, *args: Any, **options: Any) -> None:
+        hasty = sum(not pending.was_waited_for() for pending in recorder.messages)
+        told = f"rank {rank} did not wait for {hasty} of its messages: call .wait() on what dist.isend returns"
+        expect(hasty == 0, "not-waited-for", told)
+        recorder.messages.clear()
         logged.append(len(losses))
         log(step, losses, *args, **options)
 

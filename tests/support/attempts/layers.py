@@ -28,6 +28,33 @@ ATTEMPTS = [
     ),
     Attempt(
         "tp-layers",
+        "slice-drawn",
+        "rank 1: linear.weight was drawn as a slice: ranks with one seed draw the same slice",
+        changes=(
+            ("nn.Linear(in_dim, out_dim, bias=False)", "nn.Linear(in_dim, out_dim // pcomm.tp_degree, bias=False)"),
+            ("        keep_shard(self.linear, 0)\n", ""),
+        ),
+        only="ColWiseLinear",
+    ),
+    Attempt(
+        "tp-layers",
+        "slice-drawn",
+        "mod.weight was drawn as a slice",
+        changes=(
+            ("nn.Embedding(vocab_size, hidden_dim)", "nn.Embedding(vocab_size, hidden_dim // pcomm.tp_degree)"),
+            ("        keep_shard(self.mod, 1)\n", ""),
+        ),
+        only="Embedding",
+    ),
+    Attempt(
+        "tp-layers",
+        "dropout",
+        "drops other numbers than in one process: for_shards(module) prepares what is between them",
+        changes=(("self.between[number] = for_shards(module)", "self.between[number] = module"),),
+        only="ColRowLinearPair",
+    ),
+    Attempt(
+        "tp-layers",
         "f-missing",
         "the gradient of the input is not the sum",
         changes=(("self.linear(pcomm.Duplication.apply(x))", "self.linear(x)"),),

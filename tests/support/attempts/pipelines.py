@@ -62,6 +62,39 @@ ATTEMPTS = [
             ),
         ),
     ),
+    Attempt(
+        "pp-1f1b",
+        "no-loss",
+        "step 0: no rank gave run.log a loss",
+        changes=(("        losses.append(", "        loss = ("), ("losses[0].backward()", "loss.backward()")),
+    ),
+    Attempt(
+        "pp-1f1b",
+        "exception",
+        "inputs.grad is None: only what requires a gradient gets one",
+        changes=(
+            ("        inputs.requires_grad_()  # the previous stage waits for its gradient\n", ""),
+            ("        assert inputs.grad is not None\n", ""),
+        ),
+    ),
+    Attempt(
+        "pp-1f1b",
+        "loss-not-divided",
+        "2 times too large: divide each micro-batch's by their number, 2",
+        changes=(("outputs.shape[-1]) * share", "outputs.shape[-1])"),),
+    ),
+    Attempt(
+        "hybrid",
+        "deadlock",
+        "all ranks are in the same collective, and it cannot end: have their tensors different sizes?",
+        "for parameter in parameters:\n    dist.all_reduce(parameter.grad, ReduceOp.AVG)",
+    ),
+    Attempt(
+        "pp-executor",
+        "not-waited-for",
+        "of its messages: call .wait() on what dist.isend returns",
+        changes=(("    for work in sent:\n        work.wait()\n", ""),),
+    ),
     Attempt("pp-executor", "deadlock", "waits for", changes=BLOCKING, trial=DAPPLE),
     Attempt(
         "pp-executor",
