@@ -23,7 +23,7 @@ from turns import quartiles_of_ratios, seconds_in_turn
 from distlab.comm.names import named
 from distlab.comm.pending import Pending
 from distlab.comm.processes import leave
-from distlab.parallel.data import Bucket, GradientBuckets, MyDP
+from distlab.parallel.data import Bucket, GradientBuckets, MyDP, flatten_gradients
 from distlab.run.optimizers import build_optimizer
 from simplellm.llama import CausalLLama, LLama
 from simplellm.losses import causalLLMLoss
@@ -83,6 +83,21 @@ def mydp(net: nn.Module) -> Step:
 
 def gradient_aggregation(net: nn.Module) -> Step:
     """As in DP/gradient_aggr/intro_DP_GA.py."""
+    optimizer, gradients = fused_adam(net), flatten_gradients(net)
+
+    def step(x: Tensor) -> None:
+        gradients.zero_()
+        causalLLMLoss(net(x), x, VOCAB_SIZE).backward()
+        with named("the gradients", "gradients"):
+            dist.all_reduce(gradients, dist.ReduceOp.SUM)
+        gradients.div_(dist.get_world_size())
+        optimizer.step()
+
+    return step
+
+
+def gradients_in_buckets(net: nn.Module) -> Step:
+    """As in DP/buckets/intro_DP_buckets.py."""
     optimizer = fused_adam(net)
 
     def average(bucket: Bucket) -> Pending:
@@ -128,7 +143,8 @@ VARIANTS: dict[str, Callable[[nn.Module], Step]] = {
     BASELINE: torch_ddp,
     "torch DDP without patient threads": torch_ddp_as_it_is,
     "torch DDP through the lab's backend": torch_ddp_through_the_lab,
-    "gradient aggregation (dp-ga)": gradient_aggregation,
+    "one buffer (dp-ga)": gradient_aggregation,
+    "buckets (dp-buckets)": gradients_in_buckets,
     "MyDP": mydp,
     "the document's listing": document_listing,
     "no communication": no_communication,

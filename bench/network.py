@@ -138,7 +138,7 @@ HYBRID = f"hybrid/intro_hybrid.py --dp 2 --pp 2 --batch-size {SEQUENCES // 2} --
 PP = f"PP/schedules/intro_PP_schedules.py --world-size 2 --batch-size {SEQUENCES} --micro-batches {SEQUENCES}"
 WA = f"DP/weight_aggr/intro_DP_WA.py {DP} --sync-every"
 H, FRAGMENTS, OVERLAP = 64, 2, 24
-DILOCO = f"DP/diloco/intro_DP_DiLoCo.py {DP} --sync-every {H} --report-every {8 * H}"
+DILOCO = f"DP/streaming/intro_DP_Streaming.py {DP} --sync-every {H} --report-every {8 * H}"
 STREAMING = f"{DILOCO} --fragments {FRAGMENTS} --overlap-steps {OVERLAP} --compress int4"
 LAYOUTS = [
     Layout("dp-ga", f"DP/gradient_aggr/intro_DP_GA.py {DP}", (0, 1), averaging(1)),

@@ -78,7 +78,7 @@ def state_bytes(optimizer: torch.optim.Optimizer) -> int:
 
 
 def gradient_aggregation(net: nn.Module) -> Variant:
-    """As in DP/gradient_aggr/intro_DP_GA.py."""
+    """As in DP/buckets/intro_DP_buckets.py."""
     optimizer = adam(net.parameters())
 
     def average(bucket: Bucket) -> Pending:
@@ -97,7 +97,7 @@ def gradient_aggregation(net: nn.Module) -> Variant:
 
 
 def sharded(net: nn.Module, shard: Sharded) -> Variant:
-    """As in DP/zero/intro_DP_ZeRO.py."""
+    """As in DP/fsdp/intro_DP_FSDP.py."""
     model = ShardedDP(net, shard)
     optimizer = adam(model.own_parameters().values())
 

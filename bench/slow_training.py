@@ -86,7 +86,7 @@ class Method:
 
 def methods(h: int) -> dict[str, Method]:
     """By name, the methods; all but dp-ga exchange weights every `h` steps."""
-    averaging, diloco = "DP/weight_aggr/intro_DP_WA.py", f"DP/diloco/intro_DP_DiLoCo.py {DP} --sync-every {h}"
+    averaging, diloco = "DP/weight_aggr/intro_DP_WA.py", f"DP/streaming/intro_DP_Streaming.py {DP} --sync-every {h}"
     rarely, streaming = f"--report-every {REPORTS * h}", f"--fragments 2 --overlap-steps {3 * h // 8}"
     never = 10**6
     return {

@@ -11,17 +11,17 @@ from torch.nn.parallel import DistributedDataParallel
 
 from distlab.comm.names import named
 from distlab.run.main import main
-from distlab.run.replica_settings import DataParallelSettings
+from distlab.run.replica_settings import WrappedSettings
 from distlab.run.training import TrainingRun
 from simplellm.dataloaders import TinyStories
 from simplellm.llama import CausalLLama, LLama
 from simplellm.losses import causalLLMLoss
 from simplellm.tokenizers import SPTokenizer
 
-DEFAULTS = DataParallelSettings(batch_size=1)
+DEFAULTS = WrappedSettings(batch_size=1)
 
 
-def train(run: TrainingRun[DataParallelSettings]) -> None:
+def train(run: TrainingRun[WrappedSettings]) -> None:
     args = run.settings
     tokenizer = SPTokenizer(args.tokenizer)
     model = LLama(CausalLLama, tokenizer.vocab_size, padding_idx=tokenizer.pad_id, **run.model_options())

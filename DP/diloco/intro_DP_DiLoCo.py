@@ -2,16 +2,19 @@
 
     python DP/diloco/intro_DP_DiLoCo.py <rank>        in three terminals, with the ranks 0, 1 and 2
     ./launch.sh diloco --sync-every 50                all ranks at once, an outer step after every 50 inner steps
-    ./launch.sh diloco --sync-every 64 --fragments 4 --overlap-steps 8 --compress int4      Streaming DiLoCo
 
-As in `intro_DP_WA.py`, each rank takes many steps with its own gradients. But what its weights have changed since the
-last exchange counts as a gradient: the mean over the ranks is that of an outer SGD with Nesterov momentum (DiLoCo:
-Douillard et al., arXiv 2311.08105). Streaming DiLoCo (arXiv 2501.18512) exchanges a fragment of the weights at a time,
-while the next steps are computed, in few bits. `OuterOptimizer` is in src/distlab/parallel/outer.py.
+As in `intro_DP_WA.py`, each rank takes many steps with its own gradients. But the change of its weights since the last
+exchange counts as a gradient: its mean over the ranks is the gradient of an outer step, by SGD with Nesterov momentum,
+and all ranks continue from the new outer weights (DiLoCo: Douillard et al., arXiv 2311.08105).
 """
 
+import torch
+import torch.distributed as dist
+from torch.distributed import ReduceOp
+
+from distlab.comm.names import named
 from distlab.parallel.data import flatten_weights
-from distlab.parallel.outer import FragmentSchedule, OuterOptimizer
+from distlab.parallel.outer import OuterState
 from distlab.run.main import main
 from distlab.run.replica_settings import DiLoCoSettings
 from distlab.run.training import TrainingRun
@@ -29,10 +32,9 @@ def train(run: TrainingRun[DiLoCoSettings]) -> None:
     net = LLama(CausalLLama, tokenizer.vocab_size, padding_idx=tokenizer.pad_id, **run.model_options())
     stories = TinyStories(tokenizer, **run.data_options(), rank=run.rank, num_replicas=run.world_size)
     optimizer = run.optimizer(net)  # the inner one; its moments stay on this rank
-    schedule = FragmentSchedule(args.sync_every, args.fragments, args.overlap_steps)
-    weights = flatten_weights(net)  # the parameters are views of this buffer
-    outer = OuterOptimizer(weights, schedule, args.outer_lr, args.outer_momentum, args.merge_alpha, args.compress)
-    run.track(net, optimizer, outer=outer)
+    weights = flatten_weights(net)  # this rank's own; the parameters are views of this buffer
+    outer, momentum = weights.clone(), torch.zeros_like(weights)  # the same on all ranks
+    run.track(net, optimizer, outer=OuterState(weights, outer, momentum))
 
     for step, batch in run.steps(stories):
         optimizer.zero_grad()
@@ -43,10 +45,13 @@ def train(run: TrainingRun[DiLoCoSettings]) -> None:
             losses.append(loss)
         run.log(step, losses)
         optimizer.step()
-        # Every H / P steps, start to average (outer weights - own weights) of a fragment; --overlap-steps later, take
-        # the outer step with that mean as its gradient, and continue from the new outer weights.
-        outer.after(step)
-    outer.wait()
+        if (step + 1) % args.sync_every == 0:
+            gradient = outer - weights
+            with named(f"the outer gradients after step {step}", "outer gradients"):
+                dist.all_reduce(gradient, ReduceOp.AVG)
+            momentum.mul_(args.outer_momentum).add_(gradient)
+            outer.sub_(gradient + args.outer_momentum * momentum, alpha=args.outer_lr)  # Nesterov's
+            weights.copy_(outer)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ ranks' weights stay the same.
 
 from distlab.parallel.data import MyDP, check_parameter_closeness
 from distlab.run.main import main
-from distlab.run.replica_settings import DataParallelSettings
+from distlab.run.replica_settings import WrappedSettings
 from distlab.run.terminal import say
 from distlab.run.training import TrainingRun
 from simplellm.dataloaders import TinyStories
@@ -18,10 +18,10 @@ from simplellm.llama import CausalLLama, LLama
 from simplellm.losses import causalLLMLoss
 from simplellm.tokenizers import SPTokenizer
 
-DEFAULTS = DataParallelSettings(batch_size=1)
+DEFAULTS = WrappedSettings(batch_size=1)
 
 
-def train(run: TrainingRun[DataParallelSettings]) -> None:
+def train(run: TrainingRun[WrappedSettings]) -> None:
     args = run.settings
     tokenizer = SPTokenizer(args.tokenizer)
     net = MyDP(LLama(CausalLLama, tokenizer.vocab_size, padding_idx=tokenizer.pad_id, **run.model_options()))

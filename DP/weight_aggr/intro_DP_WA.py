@@ -12,6 +12,7 @@ known as federated averaging (McMahan et al., arXiv 1602.05629): less traffic, b
 from dataclasses import dataclass
 
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed import ReduceOp
 
 from distlab.comm.names import named
@@ -45,6 +46,13 @@ class WeightAggregationSettings(LocalStepsSettings):
 DEFAULTS = WeightAggregationSettings(batch_size=1)
 
 
+def average_if_due(weights: Tensor, step: int, args: WeightAggregationSettings) -> None:
+    """After every `--sync-every` steps, and the last one, replace the weights, (elements,), by the ranks' mean."""
+    if (step + 1) % args.sync_every == 0 or step + 1 == args.steps:
+        with named(f"the weights after step {step}", "weights"):
+            dist.all_reduce(weights, ReduceOp.AVG)
+
+
 def train(run: TrainingRun[WeightAggregationSettings]) -> None:
     args = run.settings
     tokenizer = SPTokenizer(args.tokenizer)
@@ -65,11 +73,7 @@ def train(run: TrainingRun[WeightAggregationSettings]) -> None:
             losses.append(loss)
         run.log(step, losses)
         optimizer.step()
-        # [dp-wa] Average the weights over the ranks.
-        if (step + 1) % args.sync_every == 0 or step + 1 == args.steps:
-            with named(f"the weights after step {step}", "weights"):
-                dist.all_reduce(weights, ReduceOp.AVG)
-        # [end]
+        average_if_due(weights, step, args)
 
 
 if __name__ == "__main__":

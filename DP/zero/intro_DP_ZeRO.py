@@ -1,52 +1,73 @@
-"""Data parallelism: the ranks shard the optimizer's state, the gradients, or all they hold (ZeRO 1, 2, 3; FSDP).
+"""Data parallelism: each rank keeps the optimizer's state of its own range of the weights, and updates that (ZeRO 1).
 
     python DP/zero/intro_DP_ZeRO.py <rank>            in three terminals, with the ranks 0, 1 and 2
-    ./launch.sh dp-zero --shard weights               all ranks at once: optimizer (the default), gradients, weights
+    ./launch.sh dp-zero --world-size 4                all ranks at once
 
-Each rank owns a part of every bucket of weights, its shard, and updates no others. So it needs the mean gradient of its
-shard only: a reduce-scatter gives it that. After the update, an all-gather tells all ranks the new weights. The two
-together send what the all-reduce of `intro_DP_GA.py` does. `ShardedDP` is in src/distlab/parallel/sharded.py.
+Adam keeps two numbers for each weight, the same ones on every replica. Here rank r keeps those of the r-th of n equal
+ranges (Rajbhandari et al., arXiv 1910.02054). So it needs the mean gradient of its own range only: a reduce-scatter.
+After the update, an all-gather gives all ranks the new weights. Both together send what one all-reduce does.
 """
 
-from distlab.parallel.sharded import ShardedDP
+from functools import partial
+
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ReduceOp
+
+from distlab.comm.names import named
+from distlab.parallel.data import flatten_gradients, flatten_weights
+from distlab.parallel.flat_parameters import shards_of
 from distlab.run.main import main
-from distlab.run.replica_settings import ShardedSettings
+from distlab.run.replica_settings import ZeRO1Settings
 from distlab.run.training import TrainingRun
 from simplellm.dataloaders import TinyStories
 from simplellm.llama import CausalLLama, LLama
 from simplellm.losses import causalLLMLoss
 from simplellm.tokenizers import SPTokenizer
 
-DEFAULTS = ShardedSettings(batch_size=1)
+DEFAULTS = ZeRO1Settings(batch_size=1)
 
 
-def train(run: TrainingRun[ShardedSettings]) -> None:
+def own_range(flat: Tensor) -> Tensor:
+    """Return this rank's range of a flat tensor, (elements / ranks,): a view."""
+    return flat.chunk(dist.get_world_size())[dist.get_rank()]
+
+
+def reduce_gradients(gradients: Tensor) -> None:
+    """Replace this rank's range of the gradients, (elements,), by its mean over the ranks."""
+    with named("the gradients", "gradients"):
+        dist.reduce_scatter_tensor(own_range(gradients), gradients, ReduceOp.AVG)
+
+
+def gather_weights(weights: Tensor) -> None:
+    """Replace the other ranks' ranges of the weights, (elements,), by those that these ranks have updated."""
+    with named("the weights", "weights"):
+        dist.all_gather_into_tensor(weights, own_range(weights))
+
+
+def train(run: TrainingRun[ZeRO1Settings]) -> None:
     args = run.settings
     tokenizer = SPTokenizer(args.tokenizer)
-    model = LLama(CausalLLama, tokenizer.vocab_size, padding_idx=tokenizer.pad_id, **run.model_options())
-    net = ShardedDP(model, args.shard, backward_passes=args.micro_batches)
+    net = LLama(CausalLLama, tokenizer.vocab_size, padding_idx=tokenizer.pad_id, **run.model_options())
     stories = TinyStories(tokenizer, **run.data_options(), rank=run.rank, num_replicas=run.world_size)
-    # [dp-zero] Make the optimizer of the part of the weights that this rank owns.
-    optimizer = run.optimizer(net)  # of this rank's shards
-    # [end]
-    run.track(net, optimizer)
+    # The parameters, and their gradients, are views of these buffers, which are filled up to equal ranges.
+    weights, gradients = flatten_weights(net, parts=run.world_size), flatten_gradients(net, parts=run.world_size)
+    shards = shards_of(net, own_range(weights), own_range(gradients))  # by name, the parameters in this rank's range
+    optimizer = run.optimizer(shards)
+    run.track(net, optimizer, shards=shards, gather=partial(gather_weights, weights))
 
     for step, batch in run.steps(stories):
-        optimizer.zero_grad()
+        gradients.zero_()
         losses = []
         for x in batch.chunk(args.micro_batches):
             loss = causalLLMLoss(net(x), x, tokenizer.vocab_size) / args.micro_batches
-            loss.backward()  # starts the reduce-scatter of each bucket that is full
+            loss.backward()
             losses.append(loss)
-        # [dp-zero] Give this rank the mean gradient of its own part.
-        net.finish_gradients()  # now this rank has its shard of the mean gradient
-        # [end]
+        reduce_gradients(gradients)
         run.log(step, losses)
         run.clip(optimizer)
-        optimizer.step()  # of the shard
-        # [dp-zero] Give all ranks the new weights of all parts.
-        net.gather_weights()
-        # [end]
+        optimizer.step()  # of this rank's range
+        gather_weights(weights)
 
 
 if __name__ == "__main__":

@@ -32,13 +32,17 @@ from simplellm.errors import InputError, require, status_of
 TOPOLOGIES = {  # a script, and flags that are placed before the user's own
     "quickstart": "DP/gradient_aggr/intro_DP_GA.py --world-size 2 --batch-size 2 --dmodel 128 --num-heads 4 "
     "--n-layers 4 --lr 2e-3 --steps 2400 --data sample --save-every 800 --tell 'Once upon a time'",
+    "hello": "primer/hello.py",
     "primer": "primer/intro.py",
     "dp-ga": "DP/gradient_aggr/intro_DP_GA.py",
+    "dp-buckets": "DP/buckets/intro_DP_buckets.py",
     "dp-wa": "DP/weight_aggr/intro_DP_WA.py",
     "diloco": "DP/diloco/intro_DP_DiLoCo.py",
+    "streaming-diloco": "DP/streaming/intro_DP_Streaming.py",
     "ddp": "DP/ddp/intro_DP_DDP.py",
     "mydp": "DP/mydp/intro_DP_MyDP.py",
     "dp-zero": "DP/zero/intro_DP_ZeRO.py",
+    "dp-fsdp": "DP/fsdp/intro_DP_FSDP.py",
     "pp-1f1b": "PP/1F1B/intro_PP_1F1B.py",
     "pp-gpipe": "PP/microbatches/intro_PP_microbatches.py --schedule gpipe",
     "pp-dapple": "PP/microbatches/intro_PP_microbatches.py --schedule dapple",
@@ -50,6 +54,7 @@ TOPOLOGIES = {  # a script, and flags that are placed before the user's own
     "sentiment": "TP/sentiment/tp_tensor_parallel.py",
     "hybrid": "hybrid/intro_hybrid.py",
     "collectives": "collectives/intro_collectives.py",
+    "compare-collectives": "collectives/compare_collectives.py",
     "mlp": "primer/mlp.py",
     "mlp-ddp": "DP/ddp/mlp_ddp.py",
     "mlp-mydp": "DP/mydp/mlp_mydp.py",
@@ -75,7 +80,7 @@ def launch(args: list[str]) -> int:
             script, flags = find_script(name)
             first_line = (ast.get_docstring(ast.parse(script.read_bytes())) or "").partition("\n")[0]
             about = QUICKSTART if name == "quickstart" else " ".join([first_line, *flags])
-            print(f"  {name:<12} {about}")
+            print(f"  {name:<19} {about}")
         for when, subcommands in SUBCOMMANDS.items():
             print(f"\nand {when}:")
             for name, (_, about) in subcommands.items():

@@ -9,7 +9,7 @@ from pathlib import Path
 from distlab.comm.threads import asked_threads
 from distlab.pipeline.schedules import AUTO, DEFAULT_CHUNKS
 from distlab.run.logs import StepTime
-from distlab.run.replica_settings import ByHandSettings, DataParallelSettings, LocalStepsSettings, ShardedSettings
+from distlab.run.replica_settings import LocalStepsSettings, WrappedSettings
 from distlab.run.settings import as_flag
 from distlab.run.stage_settings import StageSettings
 from distlab.run.train_settings import TrainSettings
@@ -123,8 +123,7 @@ def layout_of(args: TrainSettings, vocab_size: int, flag: str) -> RunLayout:
         require(is_known, f"{flag} with {given}: the planner does not know such runs; leave one of the two out")
     averages_weights = isinstance(args, LocalStepsSettings)
     require(not averages_weights, f"{flag}: the planner knows runs that average gradients, not weights; leave it out")
-    # DistributedDataParallel and MyDP, whose loops are that of one process.
-    in_each_pass = isinstance(args, DataParallelSettings) and not isinstance(args, ByHandSettings | ShardedSettings)
+    in_each_pass = isinstance(args, WrappedSettings)
     often = f"{flag} with --micro-batches {args.micro_batches}: these replicas average in every backward pass, and the "
     is_known = not in_each_pass or args.micro_batches == 1
     require(is_known, f"{often}planner knows averages once a step; leave one of the two out")

@@ -7,7 +7,7 @@ import pytest
 import torch
 from support.chapters import OneProcess, assert_equal, train_on
 
-SCRIPT = "DP/gradient_aggr/intro_DP_GA.py"
+SCRIPT = "DP/buckets/intro_DP_buckets.py"
 
 
 def test_the_largest_values_are_all_values_with_a_share_of_one(one_process: OneProcess, tmp_path: Path) -> None:

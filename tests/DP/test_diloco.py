@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from distlab.parallel.compression import decode, encode, encoded_bytes
 from distlab.parallel.division import Compression
 from distlab.run.optimizers import build_optimizer
-from distlab.run.replica_settings import DiLoCoSettings
+from distlab.run.replica_settings import StreamingSettings
 from distlab.run.settings import parse
 from distlab.run.stage_settings import HybridSettings
 from simplellm.dataloaders import TinyStories
@@ -23,9 +23,9 @@ from simplellm.llama import CausalLLama, LLama
 from simplellm.losses import causalLLMLoss
 from simplellm.tokenizers import SPTokenizer
 
-SCRIPT = "DP/diloco/intro_DP_DiLoCo.py"
+PLAIN, SCRIPT = "DP/diloco/intro_DP_DiLoCo.py", "DP/streaming/intro_DP_Streaming.py"
 HYBRID = "hybrid/intro_hybrid.py"
-Settings = DiLoCoSettings | HybridSettings
+Settings = StreamingSettings | HybridSettings
 
 
 def settings(script: str, flags: str) -> Settings:
@@ -116,10 +116,26 @@ def reference(_: int, args: Settings) -> list[State]:
     ],
 )
 def test_is_the_run_of_a_one_process_reference(ranks: int, flags: str, tmp_path: Path) -> None:
+    is_run_of_reference(SCRIPT, ranks, flags, tmp_path)
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(
+    ("ranks", "flags"),
+    [
+        (2, "--sync-every 2 --steps 6 --transport gloo"),
+        (3, "--sync-every 4 --steps 13 --outer-lr 0.5 --optimizer adamw --lr 1e-3 --outer-momentum 0.8"),
+    ],
+)
+def test_by_hand_it_is_the_run_of_that_reference(ranks: int, flags: str, tmp_path: Path) -> None:
+    is_run_of_reference(PLAIN, ranks, flags, tmp_path)
+
+
+def is_run_of_reference(script: str, ranks: int, flags: str, tmp_path: Path) -> None:
     flags += f" --world-size {ranks}"
     args = settings(SCRIPT, flags)
     [expected] = run_ranks(1, reference, args)
-    own, _, losses = train_on(ranks, SCRIPT, tmp_path, *flags.split(), "--report-every", "5")
+    own, _, losses = train_on(ranks, script, tmp_path, *flags.split(), "--report-every", "5")
 
     start = initial_weights()
     for weights, reference_weights in zip(own, expected, strict=True):
@@ -247,7 +263,7 @@ def test_it_goes_on_bit_for_bit_while_a_fragment_is_under_way(tmp_path: Path) ->
 
 def test_a_resumed_run_refuses_it_too_and_has_compressions_of_its_own(tmp_path: Path) -> None:
     flags = [*MODEL, *TRAINING, "--steps", "2", "--save-every", "2"]
-    train_on(2, "DP/gradient_aggr/intro_DP_GA.py", tmp_path, *flags, "--world-size", "2", "--compress", "topk")
+    train_on(2, "DP/buckets/intro_DP_buckets.py", tmp_path, *flags, "--world-size", "2", "--compress", "topk")
     resume = ["0", "--resume", str(tmp_path), "--steps", "4"]
     with pytest.raises(InputError, match=r"--sync-every 10: .* add --outer diloco"):
         parse(load(HYBRID).DEFAULTS, "", [*resume, "--dp", "2", "--pp", "1", "--sync-every", "10"])
@@ -268,6 +284,17 @@ def test_a_message_has_its_size_and_rounds_to_half_a_step(kind: Compression, ele
     assert torch.equal(decode(kind, encode(kind, torch.zeros(elements)), elements), torch.zeros(elements))
     values[0] = torch.nan
     assert not decode(kind, encode(kind, values), elements).isfinite().all(), "what is not finite does not disappear"
+
+
+@pytest.mark.parametrize(("before", "after"), [(SCRIPT, PLAIN), (PLAIN, SCRIPT), (PLAIN, PLAIN)])
+def test_both_scripts_resume_each_others_runs(before: str, after: str, tmp_path: Path) -> None:
+    flags = "--world-size 2 --optimizer adamw --lr 1e-2 --steps 8 --sync-every 3".split()
+    expected, _, losses = train_on(2, before, tmp_path / "run", *flags, "--save-every", "4", "--eval-every", "4")
+    checkpoint = tmp_path / "run" / "checkpoints" / "step-00000004"
+    weights, _, rest = train_on(2, after, tmp_path / "again", *flags, "--resume", str(checkpoint))
+    assert rest == pytest.approx(losses[4:], rel=1e-6)
+    for mine, others in zip(weights, expected, strict=True):
+        assert_equal(mine, others)
 
 
 def test_it_continues_a_run_of_one_process(tmp_path: Path) -> None:

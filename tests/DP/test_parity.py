@@ -10,8 +10,9 @@ from support.chapters import OneProcess, State, assert_equal, train_on
 from distlab.collectives.algorithms import ALL_REDUCES
 
 GRADIENT_AGGREGATION = "DP/gradient_aggr/intro_DP_GA.py"
+BUCKETS = "DP/buckets/intro_DP_buckets.py"
 WEIGHT_AGGREGATION = "DP/weight_aggr/intro_DP_WA.py"
-SCRIPTS = [GRADIENT_AGGREGATION, WEIGHT_AGGREGATION, "DP/ddp/intro_DP_DDP.py", "DP/mydp/intro_DP_MyDP.py"]
+SCRIPTS = [GRADIENT_AGGREGATION, BUCKETS, WEIGHT_AGGREGATION, "DP/ddp/intro_DP_DDP.py", "DP/mydp/intro_DP_MyDP.py"]
 
 
 def many_processes(
@@ -57,7 +58,7 @@ def test_micro_batches_and_recomputation_change_nothing(script: str, one_process
     assert_equal(parameters[1], expected_parameters)
 
 
-@pytest.mark.parametrize("script", [GRADIENT_AGGREGATION, WEIGHT_AGGREGATION, "DP/mydp/intro_DP_MyDP.py"])
+@pytest.mark.parametrize("script", [GRADIENT_AGGREGATION, BUCKETS, WEIGHT_AGGREGATION, "DP/mydp/intro_DP_MyDP.py"])
 def test_shared_memory_and_gloo_give_the_same_run(script: str, tmp_path: Path) -> None:
     """With two ranks to the last bit: a sum of two numbers does not depend on their order."""
     shared, _, losses = many_processes(script, tmp_path / "shared", 2, "--batch-size", "3", "--transport", "shared")
@@ -72,7 +73,7 @@ def test_shared_memory_and_gloo_give_the_same_run(script: str, tmp_path: Path) -
 def test_our_own_all_reduce_gives_the_same_run(topology: str, one_process: OneProcess, tmp_path: Path) -> None:
     expected_parameters, expected_gradients, expected_losses = one_process(3)
     flags = ["--batch-size", "1", "--all-reduce", topology]
-    parameters, gradients, own_losses = many_processes(GRADIENT_AGGREGATION, tmp_path, 3, *flags)
+    parameters, gradients, own_losses = many_processes(BUCKETS, tmp_path, 3, *flags)
     assert own_losses == pytest.approx(expected_losses, rel=1e-6)
     for rank in range(3):
         assert_equal(parameters[rank], expected_parameters)

@@ -4,11 +4,13 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 from support.chapters import MODEL, STEPS, OneProcess, assert_equal, train_on
+from torch import nn
 
 from distlab.parallel.sharded import Sharded
 
-SCRIPT = "DP/zero/intro_DP_ZeRO.py"
+PLAIN, SCRIPT = "DP/zero/intro_DP_ZeRO.py", "DP/fsdp/intro_DP_FSDP.py"
 SHARDED: list[Sharded] = ["optimizer", "gradients", "weights"]
 N_LAYERS = int(MODEL[MODEL.index("--n-layers") + 1])
 
@@ -34,6 +36,32 @@ def test_is_the_run_of_one_process(shard: Sharded, world_size: int, one_process:
     # Two ranks divide every bucket. Otherwise the last shards are filled up, by less than an element for each rank.
     filled_up_bytes = 0 if world_size <= 2 else 4 * world_size * 3 * (N_LAYERS + 2)
     assert expected_bytes <= sent_bytes <= expected_bytes + filled_up_bytes
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(
+    ("world_size", "transport", "micro_batches"), [(1, "auto", 1), (2, "gloo", 3), (3, "shared", 1), (5, "auto", 2)]
+)
+def test_by_hand_it_is_the_run_of_one_process(
+    world_size: int, transport: str, micro_batches: int, one_process: OneProcess, tmp_path: Path
+) -> None:
+    decay, batch_size = ("--weight-decay", "0.1"), 2 * micro_batches
+    expected_parameters, expected_gradients, expected_losses = one_process(world_size * batch_size, *decay)
+    flags = f"--world-size {world_size} --batch-size {batch_size} --micro-batches {micro_batches}".split()
+    flags += ["--transport", transport, *decay]
+    parameters, gradients, own_losses = train_on(world_size, PLAIN, tmp_path, *flags)
+    assert own_losses == pytest.approx(expected_losses, rel=1e-6)
+    for rank in range(world_size):
+        assert_equal(parameters[rank], expected_parameters)
+    # A rank has the mean gradient of its own range only.
+    flat = [nn.utils.parameters_to_vector(own.values()) for own in gradients]
+    length = -(-len(flat[0]) // world_size)
+    mean = torch.cat([own[rank * length : (rank + 1) * length] for rank, own in enumerate(flat)])
+    torch.testing.assert_close(mean, nn.utils.parameters_to_vector(expected_gradients.values()), rtol=0, atol=1e-6)
+
+    record = json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[STEPS - 1])
+    sent_bytes = record["sent_bytes"].get("weights", 0) + record["sent_bytes"].get("gradients", 0)
+    assert sent_bytes == 2 * (world_size - 1) * 4 * length, "what one all-reduce sends"
 
 
 @pytest.mark.quick
@@ -100,3 +128,13 @@ def test_memory_is_that_of_the_formulas(one_process: OneProcess, tmp_path: Path)
             assert all_the_time == pytest.approx(per_weight * weights, rel=1e-3)
             least, most = whole[shard]
             assert 4 * least <= held["gathered"] <= 4 * most * (1 + 1e-3)
+
+
+def test_by_hand_a_rank_holds_its_range_of_the_optimizers_state(one_process: OneProcess, tmp_path: Path) -> None:
+    parameters, _, _ = one_process(6)
+    weights = sum(weight.numel() for weight in parameters.values())
+    flags = "--world-size 3 --batch-size 2 --steps 1 --optimizer adam".split()
+    train_on(3, PLAIN, tmp_path, *flags)
+    for held in held_bytes(tmp_path):
+        assert held["parameters"] == held["gradients"] == 4 * weights
+        assert held["optimizer state"] == pytest.approx(8 * weights / 3, rel=1e-3)

@@ -1,16 +1,20 @@
 """The chapter on collectives as a reader runs it."""
 
 import json
+import re
 from pathlib import Path
 
+import pytest
+from support.processes import LAB
 from support.terminals import fork_launcher, fork_python
 
-SCRIPT = "collectives/intro_collectives.py"
+PLAIN = "collectives/intro_collectives.py"
+SCRIPT = "collectives/compare_collectives.py"
 
 
 def test_every_topology_is_counted_predicted_and_measured(tmp_path: Path) -> None:
     flags = "--world-size 3 --sizes 1 300000 --rounds 2".split()
-    ended = fork_launcher("collectives", *flags, "--out", tmp_path).finish(90)
+    ended = fork_launcher("compare-collectives", *flags, "--out", tmp_path).finish(90)
     assert ended.status == 0, ended.err
     assert all(line.startswith("#") for line in ended.out.splitlines())
     rows = [json.loads(line) for line in (tmp_path / "collectives.jsonl").read_text().splitlines()]
@@ -45,3 +49,28 @@ def test_a_world_of_one_has_nobody_to_talk_to(tmp_path: Path) -> None:
     assert ended.status == 0, ended.err
     assert "# 1 MB at a time: adding at " in ended.out
     assert " µs each" not in ended.out, "nothing is sent"
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("ranks", [1, 2, 3, 5])
+def test_a_ring_by_hand_sends_the_bytes_of_the_formula_and_has_the_librarys_sum(ranks: int, tmp_path: Path) -> None:
+    """The script itself compares the sums."""
+    ended = fork_launcher("collectives", "--world-size", ranks, "--elements", 3000, "--out", tmp_path).finish()
+    assert ended.status == 0, ended.err
+    expected = [f"{12_000 / ranks * (ranks - 1) / 1000:.3g} kB"] * 2 if ranks > 1 else []
+    assert [size for size, kind in re.findall(r"rank 0 sent (.*) of (.*) by hand in", ended.out)] == expected
+
+
+def test_a_sum_that_is_wrong_ends_the_run(tmp_path: Path) -> None:
+    script = tmp_path / "ring.py"
+    script.write_text((LAB / PLAIN).read_text().replace("        added_to += received\n", ""))
+    ended = fork_launcher(script, "--world-size", 2, "--out", tmp_path / "run").finish()
+    assert ended.status == 1
+    assert "Tensor-likes are not close" in ended.err + ended.out
+
+
+def test_the_comparisons_flags_start_it_under_the_first_name_too(tmp_path: Path) -> None:
+    flags = "0 --world-size 1 --sizes 1000 --rounds 1".split()
+    ended = fork_python(PLAIN, *flags, "--out", tmp_path).finish()
+    assert ended.status == 0, ended.err
+    assert (tmp_path / "collectives.jsonl").exists()

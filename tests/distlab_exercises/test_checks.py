@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 from support.attempts import ATTEMPTS
-from support.exercises_attempts import AVERAGE, PATIENCE, SHORT_PATIENCE, Attempt, judge, smallest
+from support.exercises_attempts import PATIENCE, SHORT_PATIENCE, Attempt, judge, smallest
 
 from distlab_exercises.catalogue import EXERCISES
 from distlab_exercises.checker import check, prepare
@@ -56,7 +56,7 @@ return losses"""
 ADDED_UP = "total = {0}.contiguous().clone()\ntorch.distributed.all_reduce(total)\nreturn total"
 MEGATRON = "return x.view_as(x)", ADDED_UP.format("grad"), ADDED_UP.format("x"), "return grad"
 PLAIN: dict[str, str | tuple[str, ...]] = {
-    "dp-ga": AVERAGE,
+    "dp-ga": "dist.all_reduce(gradients)\ngradients /= dist.get_world_size()",
     "hybrid": "for parameter in parameters:\n    dist.all_reduce(parameter.grad, ReduceOp.AVG, replicas.group)",
     "pp-1f1b": SEND_AND_RECEIVE,
     "tp": MEGATRON,

@@ -10,7 +10,7 @@ from support.planner_machines import cluster
 from distlab.launch import find_script
 from distlab.pipeline.schedules import all_stages
 from distlab.run.logs import StepTime
-from distlab.run.replica_settings import ByHandSettings, ShardedSettings
+from distlab.run.replica_settings import BucketSettings, ZeRO1Settings
 from distlab.run.settings import parse
 from distlab.run.stage_settings import HybridSettings, PipelineSettings, StageSettings
 from distlab.run.start import read_script_for
@@ -22,8 +22,8 @@ from simplellm.errors import InputError
 SMALL = [*MODEL, "--data", "sample"]
 KINDS = [
     (TrainSettings(), 1, "naive", "none"),
-    (ByHandSettings(world_size=2), 2, "naive", "none"),
-    (ShardedSettings(world_size=2), 2, "naive", "optimizer"),
+    (BucketSettings(world_size=2), 2, "naive", "none"),
+    (ZeRO1Settings(world_size=2), 2, "naive", "optimizer"),
     (PipelineSettings(world_size=2), 2, "naive", "none"),
     (HybridSettings(dp=2, pp=2, tp=2, schedule="zb-v", shard="gradients"), 8, "zb-v", "gradients"),
 ]
@@ -95,7 +95,9 @@ def test_the_part_that_was_off_is_named(machine: Path) -> None:
         "dp-ga --micro-batches 2 --batch-size 2",
         "mydp",
         "ddp",
-        "dp-zero --shard weights --micro-batches 2 --batch-size 2",
+        "dp-buckets --micro-batches 2 --batch-size 2",
+        "dp-zero --micro-batches 2 --batch-size 2",
+        "dp-fsdp --micro-batches 2 --batch-size 2",
         "pp-1f1b --world-size 2",
         "pp-gpipe --world-size 2",
         "pp-dapple --world-size 2",
@@ -140,8 +142,8 @@ def test_one_stage_at_a_time_has_all_cores_however_small_the_model_is(
     [
         ("tp --world-size 2 --tp-style naive", "--tp-style naive"),
         ("tp --world-size 2 --sequence-parallel", "--sequence-parallel: the planner"),
-        ("dp-ga --all-reduce ring", "--all-reduce ring"),
-        ("dp-ga --compress topk", "--compress topk"),
+        ("dp-buckets --all-reduce ring", "--all-reduce ring"),
+        ("dp-buckets --compress topk", "--compress topk"),
         ("dp-ga --report-every 5", "--report-every 5"),
         ("mydp --batch-size 2 --micro-batches 2", "--micro-batches 2: these replicas average in every backward pass"),
         ("ddp --batch-size 2 --micro-batches 2", "--micro-batches 2: these replicas average in every backward pass"),

@@ -37,9 +37,9 @@ ALONE = """
 dp-ga
 dp-wa
 mydp
-dp-zero --shard optimizer
-dp-zero --shard gradients
-dp-zero --shard weights
+dp-fsdp --shard optimizer
+dp-fsdp --shard gradients
+dp-fsdp --shard weights
 pp-dapple --micro-batches 6
 tp
 tp --sequence-parallel

@@ -26,8 +26,8 @@ pp-zb --world-size 3 --batch-size 6
 pp-zbv --world-size 2 --batch-size 6 --micro-batches 6
 pp-interleaved --world-size 2 --batch-size 6 --micro-batches 6
 dp-zero --world-size 3 --batch-size 2
-dp-zero --world-size 3 --batch-size 2 --shard gradients
-dp-zero --world-size 3 --batch-size 2 --shard weights
+dp-fsdp --world-size 3 --batch-size 2 --shard gradients
+dp-fsdp --world-size 3 --batch-size 2 --shard weights
 hybrid --dp 2 --pp 2 --batch-size 3 --shard optimizer --recompute blocks
 hybrid --dp 1 --pp 2 --batch-size 6 --micro-batches 6 --schedule dualpipe-v
 hybrid --dp 1 --pp 3 --batch-size 6 --micro-batches 6 --schedule zb-h2 --run-on

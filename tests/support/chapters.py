@@ -27,7 +27,9 @@ BATCH = 6  # sequences to a step in each of the layouts, of all replicas togethe
 LAYOUTS = {  # ranks, script, flags
     "primer": (1, "primer/intro.py", "--batch-size 6"),
     "dp-ga": (3, "DP/gradient_aggr/intro_DP_GA.py", "--world-size 3 --batch-size 2"),
-    "dp-zero": (3, "DP/zero/intro_DP_ZeRO.py", "--world-size 3 --batch-size 2 --shard weights"),
+    "dp-buckets": (3, "DP/buckets/intro_DP_buckets.py", "--world-size 3 --batch-size 2"),
+    "dp-zero": (3, "DP/zero/intro_DP_ZeRO.py", "--world-size 3 --batch-size 2"),
+    "dp-fsdp": (3, "DP/fsdp/intro_DP_FSDP.py", "--world-size 3 --batch-size 2 --shard weights"),
     "dp-wa": (2, "DP/weight_aggr/intro_DP_WA.py", "--world-size 2 --batch-size 3"),
     "ddp": (3, "DP/ddp/intro_DP_DDP.py", "--world-size 3 --batch-size 2"),
     "mydp": (3, "DP/mydp/intro_DP_MyDP.py", "--world-size 3 --batch-size 2"),

@@ -14,9 +14,6 @@ PATIENCE, SHORT_PATIENCE = Patience(still=8, longest=20), Patience(still=0.5, lo
 TWO_REPLICAS = Trial({"dp": 2}, {"world_size": 2}, 3, 3)  # the fewest ranks and micro-batches that mistakes can tell
 ONE_MICRO_BATCH = Trial({"dp": 2}, {"world_size": 2}, 1, 1)
 
-AVERAGE = """for parameter in net.parameters():
-    dist.all_reduce(parameter.grad, ReduceOp.SUM)
-    parameter.grad /= run.world_size"""
 EACH = "for parameter in net.parameters():"
 
 

@@ -7,6 +7,7 @@ import contextlib
 import ctypes
 import os
 import sys
+import warnings
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -19,8 +20,11 @@ def silence_torch_warnings() -> None:
     """Keep torch's C++ code from printing a trace when a connection is lost; the lab prints a message of its own.
 
     `TORCH_CPP_LOG_LEVEL=ERROR` has the same effect, but torch reads it during its import, before a script can set it.
-    A level that the user has set is kept.
+    A level that the user has set is kept. Also ignored: that torch 2.13 has new names for `reduce_scatter_tensor` and
+    `all_gather_into_tensor`, which 2.11 does not know.
     """
+    old = "`torch.distributed.(reduce_scatter_tensor|all_gather_into_tensor)` is deprecated"
+    warnings.filterwarnings("ignore", old, FutureWarning)
     if "TORCH_CPP_LOG_LEVEL" not in os.environ:
         with contextlib.suppress(OSError, ValueError):
             cpp_log_level().value = 2  # errors only

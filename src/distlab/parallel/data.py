@@ -325,11 +325,11 @@ def _is_same(number: int, device: torch.device, group: dist.ProcessGroup | None 
     return int(bounds.sum()) == 0  # the maximum less the minimum
 
 
-def flatten_weights(model: nn.Module, over: Axis | None = None) -> Tensor:
+def flatten_weights(model: nn.Module, over: Axis | None = None, *, parts: int = 1) -> Tensor:
     """Move a model's parameters into one buffer, make them views of it, and return it: (elements,).
 
     An operation on the buffer then changes the parameters, and one message carries them all, to the ranks along `over`,
-    by default all ranks.
+    by default all ranks. The buffer is filled up with zeros so that it divides into `parts`.
 
     Raises:
         ValueError: these ranks hold different parts of a parameter.
@@ -339,10 +339,42 @@ def flatten_weights(model: nn.Module, over: Axis | None = None) -> Tensor:
     if any(holders(parameter, axis) is not axis for parameter in parameters):
         raise ValueError(f"the ranks along {axis} hold different parts of the parameters")
     check_same_model(model, axis)
-    flat = empty(elements_of(parameters), parameters[0].detach(), axis.group)
-    torch.cat([p.detach().flatten() for p in parameters], out=flat)
-    nn.utils.vector_to_parameters(flat, parameters)
+    flat = empty(_divisible(elements_of(parameters), parts), parameters[0].detach(), axis.group)
+    for parameter, view in zip(parameters, views_of(flat, parameters), strict=True):
+        parameter.data = view.copy_(parameter.detach())
     return flat
+
+
+class AddedInPlace:
+    """Tells the backward pass of a linear layer to add its weight's gradient to `weight.grad` in the matrix product."""
+
+    def take(self) -> None:
+        """There is no other place for it."""
+
+
+def flatten_gradients(model: nn.Module, over: Axis | None = None, *, parts: int = 1) -> Tensor:
+    """Place a model's gradients side by side in one buffer of zeros, and return it: (elements,).
+
+    Each `parameter.grad` is a view of it, to which the backward passes add. So an operation on the buffer changes all
+    gradients: clear them with `zero_()`, since `optimizer.zero_grad()` would replace the views. If possible, the buffer
+    is in memory that the ranks along `over` share, by default all ranks. It is filled up to divide into `parts`.
+
+    Raises:
+        InputError: the ranks' models differ.
+    """
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    elements, axis = _divisible(elements_of(parameters), parts), over or all_ranks("dp")
+    check_same_model(model, axis)
+    flat = empty(elements, parameters[0].detach(), axis.group)
+    for parameter, view in zip(parameters, views_of(flat, parameters), strict=True):
+        parameter.grad = view
+        parameter.gradient_place = AddedInPlace()  # type: ignore[attr-defined]
+    return flat
+
+
+def _divisible(elements: int, parts: int) -> int:
+    """The smallest multiple of `parts` that is at least `elements`."""
+    return -(-elements // parts) * parts
 
 
 def check_parameter_closeness(model: nn.Module) -> bool:

@@ -1,13 +1,14 @@
 """Parameters side by side in a flat buffer, and their gradients in another; each rank owns a shard of both."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.distributed import ReduceOp
 
-from distlab.comm.grid import Axis
+from distlab.comm.grid import Axis, all_ranks
 from distlab.comm.group import all_gather_single, empty, received_bytes, reduce_scatter_single
 from distlab.comm.names import named
 from distlab.comm.pending import Pending
@@ -56,6 +57,55 @@ def new_flat(parameters: Sequence[Tensor], axis: Axis, is_kept: bool) -> Tensor:
     return empty(elements, like, axis.group) if is_kept else like.new_zeros(elements)
 
 
+class Range(NamedTuple):
+    """The part of a parameter that a shard has."""
+
+    of_shard: slice  # where it lies in the shard
+    start: int  # where it begins in the parameter
+
+
+def own_ranges(parameters: Iterable[nn.Parameter], rank: int, length: int) -> Iterator[tuple[nn.Parameter, Range]]:
+    """For each of some parameters side by side, its part in a rank's shard, of `length` elements."""
+    own, first = rank * length, 0  # where the shard and the parameter begin in the flat buffer
+    for parameter in parameters:
+        start = min(max(own, first), first + parameter.numel())
+        stop = max(min(own + length, first + parameter.numel()), start)
+        yield parameter, Range(slice(start - own, stop - own) if stop > start else slice(0), start - first)
+        first += parameter.numel()
+
+
+def _shard(parameter: nn.Parameter, own: Tensor, where: Range, axis: Axis) -> nn.Parameter:
+    part = own[where.of_shard].view(-1, *[1] * (parameter.dim() - 1))
+    shard = nn.Parameter(part, requires_grad=parameter.requires_grad)
+    place(shard, replace(placement_of(parameter), flat=FlatRange(where.start, parameter.shape, axis.names)))
+    return shard
+
+
+def shards_of(model: nn.Module, own_weights: Tensor, own_gradients: Tensor) -> dict[str, nn.Parameter]:
+    """By the names of a model's parameters, what lies of them in this rank's range of all weights: for an optimizer.
+
+    A shard is (elements, 1, …), with as many dimensions as its parameter; that of which this rank has nothing is empty.
+
+    Args:
+        model: its parameters lie side by side (`flatten_weights`), and all are trained.
+        own_weights: this rank's range of the weights, (elements / ranks,), of which the shards become views.
+        own_gradients: that of the gradients (`flatten_gradients`), of which the shards' gradients become views.
+
+    Raises:
+        ValueError: a range is not as long as it should be.
+    """
+    length = -(-elements_of(model.parameters()) // all_ranks("dp").size)
+    for what, own in (("weights", own_weights), ("gradients", own_gradients)):
+        if len(own) != length:
+            raise ValueError(f"a rank's range of the {what} has {length:,} elements, not {len(own):,}")
+    axis, names = all_ranks("dp"), {parameter: name for name, parameter in model.named_parameters()}
+    shards: dict[str, nn.Parameter] = {}
+    for parameter, where in own_ranges(names, axis.rank, len(own_weights)):
+        shards[names[parameter]] = shard = _shard(parameter, own_weights, where, axis)
+        shard.grad = own_gradients[where.of_shard].view_as(shard)
+    return shards
+
+
 class FlatParameters:
     """Parameters of one dtype side by side in a flat buffer, of which each rank along an axis owns an equal part.
 
@@ -82,30 +132,14 @@ class FlatParameters:
             self._to_send = empty(len(own), own, axis.group).copy_(own)
         is_trained = parameters[0].requires_grad
         self.shard = self._to_send.float() if own.dtype in HALF and is_trained else self._to_send  # master weights
-        self._ranges = dict(self._own_ranges())
-        self.shards = {p: self._shard_of(p, *where) for p, where in self._ranges.items()}
+        self._ranges = dict(own_ranges(parameters, axis.rank, len(self.shard)))
+        self.shards = {p: _shard(p, self.shard, where, axis) for p, where in self._ranges.items()}
         self.gradients = GradientShard(self, shard, gathered) if is_trained else None
         self._arriving: Pending | None = None
         self._absent = [p.detach().new_full((1,), torch.nan).expand(p.shape) for p in parameters]
         if self._is_freed:
             gathered.now_bytes += self.flat.nbytes
             self.free()
-
-    def _own_ranges(self) -> Iterator[tuple[nn.Parameter, tuple[slice, int]]]:
-        """For each parameter, where in the shard this rank's part of it lies, and where in the parameter it begins."""
-        own, first = self.axis.rank * len(self.shard), 0  # where the shard and the parameter begin in the flat buffer
-        for parameter in self.parameters:
-            start = min(max(own, first), first + parameter.numel())
-            stop = max(min(own + len(self.shard), first + parameter.numel()), start)
-            where = slice(start - own, stop - own) if stop > start else slice(0)
-            yield parameter, (where, start - first)
-            first += parameter.numel()
-
-    def _shard_of(self, parameter: nn.Parameter, where: slice, start: int) -> nn.Parameter:
-        own = self.shard[where].view(-1, *[1] * (parameter.dim() - 1))
-        shard = nn.Parameter(own, requires_grad=parameter.requires_grad)
-        place(shard, replace(placement_of(parameter), flat=FlatRange(start, parameter.shape, self.axis.names)))
-        return shard
 
     @property
     def weight_bytes(self) -> int:
@@ -149,8 +183,8 @@ class FlatParameters:
         """Make each shard's `grad` that of this step."""
         if self.gradients is not None:
             mean = self.gradients.take()
-            for parameter, (where, _) in self._ranges.items():
-                self.shards[parameter].grad = mean[where].view_as(self.shards[parameter])
+            for parameter, where in self._ranges.items():
+                self.shards[parameter].grad = mean[where.of_shard].view_as(self.shards[parameter])
 
 
 class GradientShard(Bucket):

@@ -52,11 +52,56 @@ class FragmentSchedule:
         return self.sent_after(step - self.overlap_steps)
 
 
-class OuterOptimizer:
-    """The outer weights, which all replicas have in common, and their optimizer, SGD with Nesterov momentum.
+class OuterState:
+    """The outer weights and their momentum, which all replicas have in common to the last bit, beside the own weights.
 
-    The fragments are equal parts of the flat buffer of weights, in the order of the model. All ranks of the group hold
-    the same outer weights and momentum, to the last bit.
+    Args:
+        weights: this replica's own weights, float32 (elements,); the inner optimizer changes them (`flatten_weights`).
+        outer: the outer weights (elements,).
+        momentum: of the outer optimizer (elements,).
+        over: the replicas, which hold the same part of the model; by default all ranks.
+    """
+
+    def __init__(self, weights: Tensor, outer: Tensor, momentum: Tensor, over: Axis | None = None) -> None:
+        self.weights, self.outer, self.momentum, self.axis = weights, outer, momentum, over or all_ranks("dp")
+        first = self.axis.ranks[0]  # for the names of what the replicas have in common
+        self.name = "outer_optimizer" if first == 0 else f"outer_optimizer.of_rank{first}"
+
+    def held_bytes(self) -> int:
+        """Bytes that this rank holds in addition to its own weights."""
+        return self.outer.nbytes + self.momentum.nbytes
+
+    @contextlib.contextmanager
+    def as_model(self) -> Iterator[None]:
+        """Inside, the model's parameters are the outer weights, as for a checkpoint or a validation."""
+        own = self.weights.clone()
+        self.weights.copy_(self.outer)
+        yield
+        self.weights.copy_(own)
+
+    def state(self) -> dict[str, Tensor]:
+        """The tensors, by name, that a checkpoint needs beside the outer weights."""
+        return {
+            f"{self.name}.momentum": self.momentum,
+            f"rank{dist.get_rank()}.outer_optimizer.weights": self.weights.clone(),
+        }
+
+    def load_state(self, state: Mapping[str, Tensor]) -> None:
+        """Resume from what `state` returned; the parameters must hold the outer weights already.
+
+        What a checkpoint lacks starts anew: the outer momentum at zero, the own weights at the outer ones.
+        """
+        self.outer.copy_(self.weights)
+        own = self.state()
+        own[f"rank{dist.get_rank()}.outer_optimizer.weights"] = self.weights
+        for name, tensor in state.items():
+            own[name].copy_(tensor)
+
+
+class OuterOptimizer(OuterState):
+    """The outer weights and their optimizer, SGD with Nesterov momentum.
+
+    The fragments are equal parts of the flat buffer of weights, in the order of the model.
 
     Args:
         weights: this replica's own weights, float32 (elements,); the inner optimizer changes them (`flatten_weights`).
@@ -79,22 +124,19 @@ class OuterOptimizer:
         compress: Compression = "none",
         over: Axis | None = None,
     ) -> None:
-        self.weights, self.schedule, axis = weights, schedule, over or all_ranks("dp")
-        self._lr, self._momentum = lr, momentum
+        super().__init__(weights, weights.clone(), torch.zeros_like(weights), over)
+        self.schedule, self._lr, self._beta = schedule, lr, momentum
         self._alpha = merge_alpha if schedule.overlap_steps else 0.0
-        self._outer, self._velocity = weights.clone(), torch.zeros_like(weights)
         self._residual = None if compress == "none" else torch.zeros_like(weights)
         ends = [len(weights) * number // schedule.fragments for number in range(schedule.fragments + 1)]
         self._parts = [slice(*pair) for pair in itertools.pairwise(ends)]
         most = max(part.stop - part.start for part in self._parts)
         self._mean = weights.new_zeros(most)  # the outer gradient of the fragment that was sent last
         if compress == "none":
-            self._mean = empty(most, weights, axis.group, overlaps=schedule.overlap_steps > 0)
-        self._compress, self._axis = compress, axis
+            self._mean = empty(most, weights, self.axis.group, overlaps=schedule.overlap_steps > 0)
+        self._compress = compress
         self._pending: Pending | None = None
         self._is_sent = False  # a fragment that has not been merged
-        first = axis.ranks[0]  # for the names of what the replicas have in common
-        self._name = "outer_optimizer" if first == 0 else f"outer_optimizer.of_rank{first}"
 
     def after(self, step: int) -> None:
         """After an inner step: send and merge the fragments that are due."""
@@ -108,12 +150,12 @@ class OuterOptimizer:
         """Start to average the outer gradient of a fragment, (outer weights - own weights), over the replicas."""
         part = self._parts[fragment]
         residual = None if self._residual is None else self._residual[part]
-        own, mean = self._outer[part] - self.weights[part], self._mean[: part.stop - part.start]
+        own, mean = self.outer[part] - self.weights[part], self._mean[: part.stop - part.start]
         with contextlib.ExitStack() as around:
             around.enter_context(named(f"the outer gradients of fragment {fragment}", "outer gradients"))
             if self.schedule.overlap_steps:
                 around.enter_context(overlapping())
-            self._pending = start_mean(mean, own, self._compress, residual, self._axis)
+            self._pending = start_mean(mean, own, self._compress, residual, self.axis)
         self._is_sent = True
 
     @torch.no_grad()
@@ -124,9 +166,9 @@ class OuterOptimizer:
         self._is_sent = False
         self.wait()
         part = self._parts[fragment]
-        outer, velocity, gradient = self._outer[part], self._velocity[part], self._mean[: part.stop - part.start]
-        velocity.mul_(self._momentum).add_(gradient)
-        outer.sub_(gradient.add(velocity, alpha=self._momentum), alpha=self._lr)
+        outer, momentum, gradient = self.outer[part], self.momentum[part], self._mean[: part.stop - part.start]
+        momentum.mul_(self._beta).add_(gradient)
+        outer.sub_(gradient.add(momentum, alpha=self._beta), alpha=self._lr)
         self.weights[part] = torch.lerp(outer, self.weights[part], self._alpha)
 
     def wait(self) -> None:
@@ -136,37 +178,18 @@ class OuterOptimizer:
             self._pending = None
 
     def held_bytes(self) -> int:
-        """What this rank holds in addition to its own weights."""
-        held = [self._outer, self._velocity, self._mean, *([] if self._residual is None else [self._residual])]
-        return sum(tensor.nbytes for tensor in held)
-
-    @contextlib.contextmanager
-    def as_model(self) -> Iterator[None]:
-        """Inside, the model's parameters are the outer weights, as for a checkpoint or a validation."""
-        own = self.weights.clone()
-        self.weights.copy_(self._outer)
-        yield
-        self.weights.copy_(own)
+        return super().held_bytes() + self._mean.nbytes + (0 if self._residual is None else self._residual.nbytes)
 
     def state(self) -> dict[str, Tensor]:
-        """What a checkpoint needs beside the outer weights, by name; a fragment under way has arrived afterwards."""
+        """The tensors, by name, that a checkpoint needs; a fragment under way has arrived afterwards."""
         self.wait()
-        prefix = f"rank{dist.get_rank()}.outer_optimizer"
-        state = {f"{self._name}.momentum": self._velocity, f"{prefix}.weights": self.weights.clone()}
+        state = super().state()
         if self._residual is not None:
-            state[f"{prefix}.residual"] = self._residual
+            state[f"rank{dist.get_rank()}.outer_optimizer.residual"] = self._residual
         if self.schedule.overlap_steps:
-            state[f"{self._name}.fragment"] = self._mean
+            state[f"{self.name}.fragment"] = self._mean
         return state
 
     def load_state(self, state: Mapping[str, Tensor]) -> None:
-        """Resume from what `state` returned; the parameters must hold the outer weights already.
-
-        What a checkpoint does not have starts anew: the outer momentum at zero, the own weights at the outer ones.
-        """
-        self._outer.copy_(self.weights)
-        own = self.state()
-        own[f"rank{dist.get_rank()}.outer_optimizer.weights"] = self.weights
-        for name, tensor in state.items():
-            own[name].copy_(tensor)
-        self._is_sent = f"{self._name}.fragment" in state
+        super().load_state(state)
+        self._is_sent = f"{self.name}.fragment" in state

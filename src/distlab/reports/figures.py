@@ -223,7 +223,7 @@ def collectives(png: Png, run: Annotated[Path, tyro.conf.Positional], /) -> None
     """The time of each topology of each collective against the size of the tensor, measured and predicted.
 
     Args:
-        run: folder of a run of `collectives/intro_collectives.py`.
+        run: folder of a run of `collectives/compare_collectives.py`.
     """
     rows = _read_collectives(run)
     operations = dict.fromkeys(row["operation"] for row in rows)
@@ -253,7 +253,7 @@ def shared_memory(png: Png, run: Annotated[Path, tyro.conf.Positional], /) -> No
     """The time of an all-reduce against the size of the tensor: through sockets, and in shared memory.
 
     Args:
-        run: folder of a run of `collectives/intro_collectives.py`.
+        run: folder of a run of `collectives/compare_collectives.py`.
     """
     rows = [row for row in _read_collectives(run) if row["operation"] == "all-reduce"]
     names = {"library": "sockets, the library's", "ring": "sockets, the lab's ring", "shared": "shared memory"}
@@ -271,7 +271,7 @@ def shared_memory(png: Png, run: Annotated[Path, tyro.conf.Positional], /) -> No
 
 
 def _read_collectives(run: Path) -> list[dict[str, Any]]:
-    """The rows that `collectives/intro_collectives.py` has measured; `InputError` if a folder has none."""
+    """The rows that `collectives/compare_collectives.py` has measured; `InputError` if a folder has none."""
     try:
         rows = [json.loads(line) for line in (run / "collectives.jsonl").read_text().splitlines()]
         columns = {"operation", "topology", "size_bytes", "measured_seconds", "predicted_seconds"}

@@ -25,17 +25,22 @@ WITHOUT = "activations without recomputation"  # counted, too, where there is re
 class MemoryReport:
     """Counts what a rank holds, and collects the counts of all ranks. The optimizer must have all its parameters.
 
-    Where replicas shard a model, the optimizer has shards of it, and `sharded` the parts of the model. `outer_bytes`
-    are what an outer optimizer holds; they count as optimizer state.
+    Where replicas shard a model, the optimizer has shards of it, and `sharded` the parts of the model; or `parameters`
+    are those of the model, which each replica holds whole. `outer_bytes` are what an outer optimizer holds; they count
+    as optimizer state.
     """
 
     def __init__(
-        self, optimizer: torch.optim.Optimizer, sharded: Collection[ReplicaShards] = (), outer_bytes: int = 0
+        self,
+        optimizer: torch.optim.Optimizer,
+        sharded: Collection[ReplicaShards] = (),
+        outer_bytes: int = 0,
+        parameters: Collection[torch.Tensor] | None = None,
     ) -> None:
         self._optimizer, self._sharded, self._has_counted = optimizer, sharded, False
-        self._outer_bytes = outer_bytes
+        self._outer_bytes, self._parameters = outer_bytes, parameters
         weights = [flat for part in sharded for flat in part.flat_weights()]
-        self._saved = SavedActivations([*_parameters(optimizer), *weights])
+        self._saved = SavedActivations([*_parameters(optimizer), *weights, *(parameters or ())])
 
     def counting(self) -> contextlib.AbstractContextManager[None]:
         """Inside, count what a step saves for its backward pass."""
@@ -47,7 +52,7 @@ class MemoryReport:
         if not self._has_counted:  # no step was taken
             return []
         saved_bytes = max([self._saved.peak_bytes, *(kept for _, kept in context.recorder.kept_bytes)])
-        own = count_bytes(self._optimizer, saved_bytes, self._sharded, copied_bytes)
+        own = count_bytes(self._optimizer, saved_bytes, self._sharded, copied_bytes, self._parameters)
         own[KINDS.index("optimizer state")] += self._outer_bytes
         by_rank = torch.zeros(context.world_size, len(KINDS) + 1, dtype=torch.int64, device=context.device)
         by_rank[context.rank] = torch.tensor([*own, max(own[-1], self._saved.usual_peak_bytes)])
@@ -69,10 +74,14 @@ def _has_recomputation(by_rank: Sequence[Sequence[int]]) -> bool:
 
 
 def count_bytes(
-    optimizer: torch.optim.Optimizer, saved_bytes: int, sharded: Collection[ReplicaShards] = (), copied_bytes: int = 0
+    optimizer: torch.optim.Optimizer,
+    saved_bytes: int,
+    sharded: Collection[ReplicaShards] = (),
+    copied_bytes: int = 0,
+    parameters: Collection[torch.Tensor] | None = None,
 ) -> list[int]:
-    """Bytes of each of `KINDS` on this rank."""
-    parameters = _parameters(optimizer)
+    """Bytes of each of `KINDS` on this rank; `parameters` are by default those of the optimizer."""
+    parameters = _parameters(optimizer) if parameters is None else parameters
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     values = [value for values in optimizer.state.values() for value in values.values() if torch.is_tensor(value)]
     held = [sum(tensor.nbytes for tensor in kind) for kind in (parameters, gradients, values)]

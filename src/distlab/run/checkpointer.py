@@ -20,7 +20,7 @@ from simplellm.errors import InputError, require
 
 if TYPE_CHECKING:
     from distlab.parallel.gradient_compression import Compressor
-    from distlab.parallel.outer import OuterOptimizer
+    from distlab.parallel.outer import OuterState
     from distlab.run.logs import RunLog
 
 BatchT = TypeVar("BatchT", covariant=True)
@@ -42,7 +42,7 @@ class TrainingState:
     model: dict[str, Any]  # the description of the model in a checkpoint's record
     optimizer: Optimizer  # of all parameters
     changing: Callable[[], AbstractContextManager[object]] = nullcontext  # a context in which parameters are restored
-    outer: "OuterOptimizer | None" = None  # of replicas that train on their own; its model is the checkpoint's
+    outer: "OuterState | None" = None  # of replicas that train on their own; its model is the checkpoint's
     compressor: "Compressor | None" = None  # of the gradients
 
 

@@ -42,6 +42,8 @@ class ModelParts:
     grid: Grid  # this rank's position in the layout
     loss: Loss
     sharded: Mapping[int, ReplicaShards] = field(default_factory=dict)  # around stages that replicas share out
+    shards: Mapping[str, nn.Parameter] = field(default_factory=dict)  # of the parameters, that this rank alone updates
+    gather: Callable[[], object] = lambda: None  # gives all ranks all shards
 
     @classmethod
     def of(
@@ -50,6 +52,8 @@ class ModelParts:
         grid: Grid,
         owners: Sequence[int] | None = None,
         loss: Loss | None = None,
+        shards: Mapping[str, nn.Parameter] | None = None,
+        gather: Callable[[], object] = lambda: None,
     ) -> "ModelParts":
         """From a model or one of its stages, wrapped or not; or from several stages by index, with `owners` given.
 
@@ -61,7 +65,8 @@ class ModelParts:
         vocab_size = next(iter(stages.values())).options["vocab_size"]
         loss = loss or partial(causalLLMLoss, vocab_size=vocab_size)
         sharded = {stage: part for stage, part in parts.items() if isinstance(part, ReplicaShards)}
-        return cls(stages, range(grid.axis("pp").size) if owners is None else owners, grid, loss, sharded)
+        owners = range(grid.axis("pp").size) if owners is None else owners
+        return cls(stages, owners, grid, loss, sharded, shards or {}, gather)
 
     @property
     def options(self) -> dict[str, Any]:
@@ -74,6 +79,8 @@ class ModelParts:
 
     def by_stage(self) -> list[tuple[int, str, nn.Parameter]]:
         """What `parameters` has, with the stage of each."""
+        if self.shards:
+            return [(stage, *named) for stage in self.stages for named in self.shards.items()]
         parts = {**self.stages, **self.sharded}
         return [(stage, *named) for stage, part in parts.items() for named in own_parameters(part).items()]
 
@@ -85,6 +92,7 @@ class ModelParts:
         yield
         for part in self.sharded.values():
             part.gather_weights()
+        self.gather()
 
     def open_queues(self, batches: Sequence[Tensor]) -> None:
         """Before `forward_passes` of batches of these sizes, make queues for them (`open_queues`)."""

@@ -1,7 +1,7 @@
 """The settings of runs whose replicas train the whole Llama: data parallelism, in each form."""
 
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from distlab.parallel.division import Compression, Sharded
 from distlab.run.resume import ResumePolicy
@@ -24,6 +24,11 @@ class DataParallelSettings(WorldSize, TrainSettings):
 
 
 @dataclass
+class WrappedSettings(DataParallelSettings):
+    """A data-parallel training run whose model is wrapped: every backward pass averages the gradients."""
+
+
+@dataclass
 class LocalStepsSettings(DataParallelSettings):
     """A data-parallel training run whose ranks take steps with their own gradients."""
 
@@ -41,39 +46,24 @@ class LocalStepsSettings(DataParallelSettings):
 
 
 @dataclass
-class OuterSettings:
-    """How replicas that train on their own exchange what they have learned: DiLoCo, Streaming DiLoCo."""
+class OuterStepSettings:
+    """The outer steps of replicas that train on their own: DiLoCo."""
 
     sync_every: Annotated[int, ResumePolicy.FIXED] = 50
     """inner steps of each replica between two exchanges of the same weights"""
-    fragments: Annotated[int, ResumePolicy.FIXED] = 1
-    """equal parts of the weights, which are exchanged one after another, evenly over --sync-every steps"""
-    overlap_steps: Annotated[int, ResumePolicy.FIXED] = 0
-    """inner steps that are computed while a fragment is exchanged"""
-    merge_alpha: Annotated[float, ResumePolicy.SAME_LAYOUT] = 0.5
-    """with --overlap-steps: share of a replica's own weights when a fragment arrives; the rest are the outer weights"""
     outer_lr: Annotated[float, ResumePolicy.SAME_LAYOUT] = 0.7
     """learning rate of the outer optimizer, SGD with Nesterov momentum"""
     outer_momentum: Annotated[float, ResumePolicy.SAME_LAYOUT] = 0.9
     """momentum of the outer optimizer"""
-    compress: Annotated[Compression, ResumePolicy.SAME_LAYOUT] = "none"
-    """how outer gradients are sent: as float32, bfloat16, or integers of 8 or 4 bits; with error feedback"""
 
     def check_exchanges(self, steps: int) -> None:
         """Raise `InputError` if a run of so many steps cannot exchange its weights like this."""
-        every, parts, overlap = self.sync_every, self.fragments, self.overlap_steps
-        require_positive(self, "sync_every", "fragments", "outer_lr")
-        given = f"--fragments {parts} with --sync-every {every}"
-        advice = f"give a divisor of {every}" if parts <= every else f"give at most {every}"
-        require(every % parts == 0, f"{given}: a fragment is exchanged every H / P steps; {advice}")
-        interval = every // parts
-        sentence = f"a fragment is exchanged every {interval} steps, and must have arrived before the next is sent"
-        given = f"--overlap-steps {overlap} with --sync-every {every} and --fragments {parts}"
-        require(0 <= overlap < interval, f"{given}: {sentence}; give 0 to {interval - 1}")
-        given = f"--steps {steps} with --sync-every {every}"
-        require(every <= steps, f"{given}: some weights would never be exchanged; give at least {every} steps")
-        for flag, share in (("--merge-alpha", self.merge_alpha), ("--outer-momentum", self.outer_momentum)):
-            require(0 <= share < 1, f"{flag} {share:g}: give a number from 0 to less than 1")
+        require_positive(self, "sync_every", "outer_lr")
+        given = f"--steps {steps} with --sync-every {self.sync_every}"
+        advice = f"some weights would never be exchanged; give at least {self.sync_every} steps"
+        require(self.sync_every <= steps, f"{given}: {advice}")
+        given = f"--outer-momentum {self.outer_momentum:g}"
+        require(0 <= self.outer_momentum < 1, f"{given}: give a number from 0 to less than 1")
 
     def remarks_on_exchanges(self, steps: int, optimizer: str) -> list[str]:
         """Lines to print at the start of such a run."""
@@ -84,7 +74,35 @@ class OuterSettings:
 
 
 @dataclass
-class DiLoCoSettings(OuterSettings, LocalStepsSettings):
+class OuterSettings(OuterStepSettings):
+    """How such replicas exchange their weights: in fragments, while they compute, in few bits: Streaming DiLoCo."""
+
+    fragments: Annotated[int, ResumePolicy.FIXED] = 1
+    """equal parts of the weights, which are exchanged one after another, evenly over --sync-every steps"""
+    overlap_steps: Annotated[int, ResumePolicy.FIXED] = 0
+    """inner steps that are computed while a fragment is exchanged"""
+    merge_alpha: Annotated[float, ResumePolicy.SAME_LAYOUT] = 0.5
+    """with --overlap-steps: share of a replica's own weights when a fragment arrives; the rest are the outer weights"""
+    compress: Annotated[Compression, ResumePolicy.SAME_LAYOUT] = "none"
+    """how outer gradients are sent: as float32, bfloat16, or integers of 8 or 4 bits; with error feedback"""
+
+    def check_exchanges(self, steps: int) -> None:
+        every, parts, overlap = self.sync_every, self.fragments, self.overlap_steps
+        require_positive(self, "sync_every", "fragments")
+        given = f"--fragments {parts} with --sync-every {every}"
+        advice = f"give a divisor of {every}" if parts <= every else f"give at most {every}"
+        require(every % parts == 0, f"{given}: a fragment is exchanged every H / P steps; {advice}")
+        interval = every // parts
+        sentence = f"a fragment is exchanged every {interval} steps, and must have arrived before the next is sent"
+        given = f"--overlap-steps {overlap} with --sync-every {every} and --fragments {parts}"
+        require(0 <= overlap < interval, f"{given}: {sentence}; give 0 to {interval - 1}")
+        given = f"--merge-alpha {self.merge_alpha:g}"
+        require(0 <= self.merge_alpha < 1, f"{given}: give a number from 0 to less than 1")
+        super().check_exchanges(steps)
+
+
+@dataclass
+class DiLoCoSettings(OuterStepSettings, LocalStepsSettings):
     """A data-parallel training run with an outer optimizer."""
 
     def check(self) -> None:
@@ -96,8 +114,13 @@ class DiLoCoSettings(OuterSettings, LocalStepsSettings):
 
 
 @dataclass
-class ByHandSettings(DataParallelSettings):
-    """A data-parallel training run that may average with a handwritten collective."""
+class StreamingSettings(OuterSettings, DiLoCoSettings):
+    """A data-parallel training run with an outer optimizer that exchanges fragments of the weights."""
+
+
+@dataclass
+class BucketSettings(DataParallelSettings):
+    """A data-parallel training run that averages gradients in buckets."""
 
     all_reduce: Literal["library", "naive", "tree", "butterfly", "ring"] = "library"
     """how to average the gradients: by the library, or by the lab's own all-reduce of this topology, over gloo"""
@@ -126,10 +149,17 @@ class ByHandSettings(DataParallelSettings):
 
 
 @dataclass
+class ZeRO1Settings(DataParallelSettings):
+    """A data-parallel training run whose replicas shard the optimizer's state."""
+
+    shard: ClassVar[Sharded] = "optimizer"
+
+
+@dataclass
 class ShardedSettings(DataParallelSettings):
     """A data-parallel training run with sharded replicas."""
 
-    shard: Sharded = "optimizer"
+    shard: Sharded = "weights"
     """what the replicas shard: the optimizer's state; the gradients too; the weights too (ZeRO 1, 2, 3)"""
 
 

@@ -241,7 +241,7 @@ class HybridSettings(ThreeAxes, OuterSettings, ScheduleSettings):
     """what ranks with neighboring numbers hold: the stages of a pipeline, or the replicas of a stage, so that pipelines
     and not their averages cross a slow link between hosts"""
     shard: Literal["none", "optimizer", "gradients", "weights"] = "none"
-    """what the replicas shard, as in dp-zero; weights only with --pp 1; gradients saves memory only with schedules that
+    """what the replicas shard, as in dp-fsdp; weights only with --pp 1; gradients saves memory only with schedules that
     do not delay weight gradients"""
     outer: Annotated[Literal["none", "diloco"], ResumePolicy.DEFAULT] = "none"
     """diloco: the pipelines train on their own, and an outer optimizer takes steps with what they have learned"""

@@ -3,7 +3,7 @@
 import contextlib
 import math
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -24,7 +24,7 @@ from simplellm.tokenizers import SPTokenizer
 
 if TYPE_CHECKING:
     from distlab.parallel.gradient_compression import Compressor
-    from distlab.parallel.outer import OuterOptimizer
+    from distlab.parallel.outer import OuterState
     from distlab.run.validation import Validator
 
 TrainSettingsT = TypeVar("TrainSettingsT", bound=TrainSettings)
@@ -36,7 +36,7 @@ class TrainingRun(Run[TrainSettingsT]):
     validator: "Validator | None" = None  # with `--eval-every`
     _optimizer: Optimizer | None = None
     _parts: ModelParts
-    _outer: "OuterOptimizer | None" = None
+    _outer: "OuterState | None" = None
     _step: int  # the current one
     _batch: Tensor  # its token ids
 
@@ -64,10 +64,14 @@ class TrainingRun(Run[TrainSettingsT]):
         }
         return options | ({"revision": revision} if revision else {})
 
-    def optimizer(self, model: nn.Module | Mapping[int, nn.Module]) -> Optimizer:
-        """The optimizer given by the flags, for all parameters of a model or of several stages."""
-        parts = model.values() if isinstance(model, Mapping) else [model]
-        parameters = [parameter for part in parts for parameter in own_parameters(part).values()]
+    def optimizer(self, model: nn.Module | Mapping[int, nn.Module] | Mapping[str, nn.Parameter]) -> Optimizer:
+        """The optimizer given by the flags, for all parameters of a model or of several stages, or for these."""
+        parts: Iterable[nn.Module | nn.Parameter] = model.values() if isinstance(model, Mapping) else [model]
+        parameters = [
+            parameter
+            for part in parts
+            for parameter in ([part] if isinstance(part, nn.Parameter) else own_parameters(part).values())
+        ]
         args = self.settings
         betas = None if args.optimizer == "sgd" else args.betas
         return build_optimizer(args.optimizer, parameters, args.lr, args.weight_decay, betas)
@@ -78,8 +82,10 @@ class TrainingRun(Run[TrainSettingsT]):
         optimizer: Optimizer,
         loss: Loss | None = None,
         owners: Sequence[int] | None = None,
-        outer: "OuterOptimizer | None" = None,
+        outer: "OuterState | None" = None,
         compressor: "Compressor | None" = None,
+        shards: Mapping[str, nn.Parameter] | None = None,
+        gather: Callable[[], object] = lambda: None,
     ) -> None:
         """Register the script's model, optimizer and loss: for checkpoints, the learning rate, validation, diagnosis.
 
@@ -90,15 +96,18 @@ class TrainingRun(Run[TrainSettingsT]):
             owners: by stage, the rank in the pipeline that holds it; by default, each rank has one stage.
             outer: the outer optimizer of replicas that train on their own; its weights are what is saved and validated.
             compressor: of the gradients; what it keeps from step to step is saved too.
+            shards: if this rank updates no more than a part of the parameters: these parts, by the parameters' names.
+            gather: called when shards have been restored: gives all ranks all of them.
         """
         args, self._outer = self.settings, outer
-        parts = self._parts = ModelParts.of(model, self.grid, owners, loss)
+        parts = self._parts = ModelParts.of(model, self.grid, owners, loss, shards or {}, gather)
         if self.checkpointer is not None:
             sizes = {**parts.options, "n_layers": args.n_layers}
             parameters = parts.parameters()
             self.checkpointer.register(parameters, sizes, optimizer, parts.changing_shards, outer, compressor)
         self._optimizer = optimizer
-        self.memory = MemoryReport(optimizer, parts.sharded.values(), outer.held_bytes() if outer else 0)
+        whole = [p for stage in parts.stages.values() for p in stage.parameters()] if shards else None
+        self.memory = MemoryReport(optimizer, parts.sharded.values(), outer.held_bytes() if outer else 0, whole)
         self.explain_not_finite = partial(self._find_not_finite, parts)
         if getattr(args, "run_on", False):
             from distlab.run.run_on import RunningOn

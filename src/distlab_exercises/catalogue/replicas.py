@@ -16,25 +16,21 @@ EXERCISES = [
         minutes=20,
         chapter=f"{DP}, chapter 2",
         task="""Each rank has the same weights and its own sequences. After the backward passes of all micro-batches,
-        `parameter.grad` holds the gradient of this rank's sequences. See to it that every rank updates its weights with
-        the gradient of the global batch, which is the mean of the ranks' gradients.
+        `gradients` holds the gradient of this rank's sequences: a flat tensor, of which every `parameter.grad` is a
+        view, so what changes `gradients` in place changes them. Write `average`, so that every rank updates its weights
+        with the gradient of the global batch, which is the mean of the ranks' gradients.
 
-        Given: `run.rank` and `run.world_size`; `dist.all_reduce(tensor, op)`, which changes a tensor in place, with
-        ReduceOp.SUM (which it also takes without `op`) or ReduceOp.AVG; `net.parameters()`. A loop over the parameters
-        is a right solution. The chapter's own collects gradients in buckets and sends them during the backward pass,
-        with `GradientBuckets`; you may use it, but need not.""",
+        Given: `dist.get_rank()` and `dist.get_world_size()`; `dist.all_reduce(tensor, op)`, which changes a tensor in
+        place, with ReduceOp.SUM (which it also takes without `op`) or ReduceOp.AVG.""",
         hints=(
             "The sum over the ranks of what, divided by what, is the gradient of the global batch? Each rank has the "
             "same number of sequences, so it is a plain mean.",
-            "The average belongs after the last micro-batch's backward pass and before `optimizer.step()`: one "
-            "all-reduce of each `parameter.grad` at that place.",
-            "for parameter in net.parameters(): all-reduce `parameter.grad` with ReduceOp.SUM, and divide it by "
-            "`run.world_size` (or divide the loss by it before the backward pass).",
+            "`average` is called after the last micro-batch's backward pass and before `optimizer.step()`: one "
+            "all-reduce of `gradients` itself, not of a copy.",
+            "All-reduce `gradients` with ReduceOp.SUM, and divide it by `dist.get_world_size()`, in place.",
         ),
         script="DP/gradient_aggr/intro_DP_GA.py",
-        given=(
-            ("(loss / run.world_size).backward()  # so that the sum over the ranks is the average", "loss.backward()"),
-        ),
+        takes=("average",),
         trials=(_data_parallel(3, 2), _data_parallel(2, 1)),
     ),
     Exercise(
@@ -42,20 +38,21 @@ EXERCISES = [
         title="data parallelism, averaging weights",
         minutes=10,
         chapter=f"{DP}, chapter 3",
-        task="""Each rank has updated its own copy of the weights with the gradient of its own sequences. See to it that
-        all ranks go on with the mean of the copies. With plain SGD and an average after every step, this is the run of
-        one process: the mean of w - lr * g is w - lr * (mean of g).
+        task="""Each rank has updated its own copy of the weights with the gradient of its own sequences. Write
+        `average_if_due`, so that all ranks go on with the mean of the copies. With plain SGD and an average after every
+        step, this is the run of one process: the mean of w - lr * g is w - lr * (mean of g).
 
         Given: `weights`, a flat tensor that holds all parameters; they are views of it, so what changes `weights`
         in place changes the model. `dist.all_reduce(tensor, ReduceOp.AVG)` takes the mean over the ranks, in place.
         `args.sync_every` says after how many steps to average; after the last step, average in any case.""",
         hints=(
-            "Before or after `optimizer.step()`? And is it enough to compute the mean, or must the model hold it?",
-            "One all-reduce of `weights` itself, not of a copy, after the update.",
+            "Is it enough to compute the mean, or must the model hold it?",
+            "One all-reduce of `weights` itself, not of a copy. The call stands after the update already.",
             "Average where (step + 1) % args.sync_every == 0, and after the last step, or the ranks end with "
             "different weights.",
         ),
         script="DP/weight_aggr/intro_DP_WA.py",
+        takes=("average_if_due",),
         trials=(_data_parallel(3, 2), Trial({"dp": 2}, {"world_size": 2, "sync_every": 2}, 1)),
         weights_only=True,
     ),
@@ -63,7 +60,7 @@ EXERCISES = [
         name="mydp",
         title="a wrapper that averages gradients in hooks of the backward pass",
         minutes=60,
-        chapter=f"{DP}, chapter 4",
+        chapter=f"{DP}, chapter 7",
         task="""Write `MyDP`, a wrapper that makes the training loop of one process data-parallel, as torch's
         DistributedDataParallel does: after `loss.backward()`, every `parameter.grad` holds the mean over the ranks. All
         ranks start from rank 0's weights, whatever they had before.
@@ -93,42 +90,27 @@ EXERCISES = [
     ),
     Exercise(
         name="dp-zero",
-        title="ZeRO 1: each replica updates its share of the weights",
+        title="ZeRO 1: each replica updates its range of the weights",
         minutes=45,
-        chapter=f"{DP}, chapter 17",
+        chapter=f"{DP}, chapter 14",
         task="""Adam keeps two numbers for each weight, on every replica the same. Instead, let rank r own the r-th of n
-        equal parts of the weights, and keep an optimizer for that part alone. So it needs the mean gradient of its own
-        part only; and after the update, all ranks need all parts.
+        equal ranges of the weights, and keep an optimizer for that range alone. So it needs the mean gradient of its
+        own range only; and after the update, all ranks need all ranges. Write the three functions.
 
-        Given: `weights`, a flat tensor that holds all parameters; they are views of it, so what changes `weights` in
-        place changes the model. `dist.reduce_scatter(own, list(parts))` adds up the ranks' `parts` (ranks, elements)
-        and gives rank r row r in `own` (elements,); `dist.all_gather(list(parts), own)` collects every rank's `own` in
-        the rows of `parts`.
-        Rows have equal lengths: the length of `weights` may not divide among the ranks, so the last part needs
-        padding. `parameters_to_vector` of torch.nn.utils makes a flat tensor of many, such as gradients.""",
+        Given: `weights` and `gradients`, flat tensors of all parameters and of their gradients, which are views of
+        them; both are filled up with zeros, so that their length divides among the ranks. The optimizer updates what
+        `own_range(weights)` returns, with the gradients in `own_range(gradients)`.
+        `dist.reduce_scatter_tensor(own, parts, op)` combines the ranks' `parts` (elements,) and gives rank r the r-th
+        range in `own` (elements / ranks,), which may be a view of `parts`;
+        `dist.all_gather_into_tensor(parts, own)` collects every rank's `own` in `parts`.""",
         hints=(
-            "What this rank owns is a view of a part of `weights`. As an nn.Parameter, it shares their memory, and an "
-            "optimizer can update it from its `.grad`.",
-            "With rows = ceil(elements / ranks), own = nn.Parameter(weights[run.rank * rows : (run.rank + 1) * rows]) "
-            "and optimizer = run.optimizer(nn.ParameterList([own])). That optimizer does not clear the gradients of "
-            "`net`: net.zero_grad() does.",
-            "Gradients: pad the flat gradients with zeros to (ranks, rows), reduce-scatter, divide by the ranks, and "
-            "put as many elements as `own` has into own.grad. Weights: pad `own.data` to `rows`, all-gather, and "
-            "copy the first weights.numel() elements of the result into `weights`.",
+            "What `own_range` returns must share the memory of the flat tensor: a slice of it, or one of its chunks.",
+            "own_range: flat.chunk(ranks)[rank]. An all-gather may write into the tensor of which it sends a range.",
+            "reduce_gradients: reduce-scatter `gradients` into its own range, with ReduceOp.AVG, or with SUM and a "
+            "division. gather_weights: all-gather the own range of `weights` into `weights`.",
         ),
         script="DP/zero/intro_DP_ZeRO.py",
-        given=(
-            (
-                "net = ShardedDP(model, args.shard, backward_passes=args.micro_batches)",
-                "net, weights = model, flatten_weights(model)  # the parameters are views of `weights`",
-            ),
-            (
-                "from distlab.parallel.sharded import ShardedDP\n",
-                "import torch.distributed as dist\n\nfrom distlab.parallel.data import flatten_weights\n",
-            ),
-            ("        optimizer.zero_grad()\n", "        optimizer.zero_grad()\n        net.zero_grad()\n"),
-            ("loss.backward()  # starts the reduce-scatter of each bucket that is full", "loss.backward()"),
-        ),
+        takes=("own_range", "reduce_gradients", "gather_weights"),
         trials=(_data_parallel(2, 2), _data_parallel(3, 1)),
         weights_only=True,
         shares_out=True,

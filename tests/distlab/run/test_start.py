@@ -86,7 +86,7 @@ DEFAULTS.timeout = SECONDS
     assert (settings.timeout, getattr(settings, "kind", None), script.description) == (7, "b", "What it is.")
 
 
-@pytest.mark.parametrize("name", sorted(TOPOLOGIES.keys() - {"mpi"}))
+@pytest.mark.parametrize("name", sorted(TOPOLOGIES.keys() - {"mpi", "hello"}))
 def test_the_settings_of_each_script_are_found(name: str) -> None:
     path, flags = find_script(name)
     script = read_script(path)

@@ -1,38 +1,32 @@
 """Attempts at the exercises on replicas of the whole model, and their checkpoints."""
 
 from distlab_exercises.catalogue import EXERCISES
-from support.exercises_attempts import AVERAGE, ONE_MICRO_BATCH, Attempt
+from support.exercises_attempts import ONE_MICRO_BATCH, Attempt
 
-IMPORTS = ("distributed as dist\n", "distributed as dist\nimport torch\nfrom torch import nn\n")
-OWN_PART = """rows = -(-weights.numel() // run.world_size)
-own = nn.Parameter(weights[run.rank * rows : (run.rank + 1) * rows])
-optimizer = run.optimizer(nn.ParameterList([own]))"""
-OWN_GRADIENT = """flat = torch.zeros(run.world_size * rows)
-flat[: weights.numel()] = nn.utils.parameters_to_vector([p.grad for p in net.parameters()])
-mine = torch.empty(rows)
-dist.reduce_scatter(mine, list(flat.view(run.world_size, rows)))
-own.grad = mine[: own.numel()] / run.world_size"""
-ALL_PARTS = """mine[: own.numel()] = own.detach()
-dist.all_gather(list(flat.view(run.world_size, rows)), mine)
-weights.copy_(flat[: weights.numel()])"""
+SUM = "dist.all_reduce(gradients, ReduceOp.SUM)"
+MEAN = f"{SUM}\ngradients /= dist.get_world_size()"
+OWN = "return flat.chunk(dist.get_world_size())[dist.get_rank()]"
+REDUCED = "dist.reduce_scatter_tensor(own_range(gradients), gradients, ReduceOp.SUM)"
+OWN_GRADIENT = f"{REDUCED}\ngradients /= dist.get_world_size()"
+ALL_PARTS = "dist.all_gather_into_tensor(weights, own_range(weights))"
 EVERY_SECOND_STEP = next(trial for trial in EXERCISES["dp-wa"].trials if trial.sync_every > 1)
 
 ATTEMPTS = [
-    Attempt("dp-ga", "divided-twice", "1/2 of what it should be", AVERAGE.replace("SUM", "AVG")),
-    Attempt("dp-ga", "", "the run of one process", AVERAGE),
-    Attempt("dp-ga", "summed", "added up over the 2 ranks, but not divided by 2", AVERAGE.rpartition("\n")[0]),
+    Attempt("dp-ga", "divided-twice", "1/2 of what it should be", MEAN.replace("SUM", "AVG")),
+    Attempt("dp-ga", "", "the run of one process", MEAN),
+    Attempt("dp-ga", "summed", "added up over the 2 ranks, but not divided by 2", SUM),
     Attempt(
         "dp-ga",
         "rank-missing",
         "rank 1's share was lost",
-        f"if run.rank == 1:\n    net.zero_grad(set_to_none=False)\n{AVERAGE}",
+        f"if dist.get_rank() == 1:\n    gradients.zero_()\n{MEAN}",
     ),
-    Attempt("dp-ga", "imprecise", "rounded", f"{AVERAGE}\n    parameter.grad.copy_(parameter.grad.bfloat16())"),
+    Attempt("dp-ga", "imprecise", "rounded", f"{MEAN}\ngradients.copy_(gradients.bfloat16())"),
     Attempt(
         "dp-ga",
         "not-waited-for",  # and divided twice, so that it is wrong even where the transfers end in time
         "rank 0 did not wait for",
-        AVERAGE.replace("ReduceOp.SUM", "ReduceOp.AVG, async_op=True"),
+        MEAN.replace("ReduceOp.SUM", "ReduceOp.AVG, async_op=True"),
     ),
     Attempt(
         "dp-wa",
@@ -46,8 +40,8 @@ ATTEMPTS = [
         "divided by 2 twice",
         changes=(
             (
-                "                dist.all_reduce(weights,",
-                "                weights /= run.world_size\n                dist.all_reduce(weights,",
+                "            dist.all_reduce(weights,",
+                "            weights /= dist.get_world_size()\n            dist.all_reduce(weights,",
             ),
         ),
     ),
@@ -106,34 +100,19 @@ ATTEMPTS = [
         ),
         trial=ONE_MICRO_BATCH,
     ),
-    Attempt(
-        "dp-zero",
-        "",
-        "the run of one process: losses, weights of 3 steps",
-        (OWN_PART, OWN_GRADIENT, ALL_PARTS),
-        (IMPORTS,),
-    ),
-    Attempt(
-        "dp-zero",
-        "not-gathered",
-        "are those before the update, or some of them are",
-        (OWN_PART, OWN_GRADIENT, "pass"),
-        (IMPORTS,),
-    ),
+    Attempt("dp-zero", "", "the run of one process: losses, weights of 3 steps", (OWN, OWN_GRADIENT, ALL_PARTS)),
+    Attempt("dp-zero", "not-gathered", "are those before the update, or some of them are", (OWN, OWN_GRADIENT, "pass")),
     Attempt(
         "dp-zero",
         "not-shared-out",
         "its share is",
-        ("optimizer = run.optimizer(net)", AVERAGE, "pass"),
-        (("distributed as dist\n", "distributed as dist\nfrom torch.distributed import ReduceOp\n"),),
+        (OWN, MEAN, "pass"),
+        (
+            ("run.optimizer(shards)", "run.optimizer(net)"),
+            (", shards=shards, gather=partial(gather_weights, weights)", ""),
+        ),
     ),
-    Attempt(
-        "dp-zero",
-        "summed",
-        "added up over the 2 ranks",
-        (OWN_PART, OWN_GRADIENT.replace(" / run.world_size", ""), ALL_PARTS),
-        (IMPORTS,),
-    ),
+    Attempt("dp-zero", "summed", "added up over the 2 ranks", (OWN, REDUCED, ALL_PARTS)),
     Attempt(
         "checkpoint",
         "collision",
@@ -166,14 +145,14 @@ ATTEMPTS = [
         "dp-ga",
         "last-micro-batch",
         "the last micro-batch alone",
-        AVERAGE,
-        (("            loss.backward()\n", "            optimizer.zero_grad()\n            loss.backward()\n"),),
+        MEAN,
+        (("            loss.backward()\n", "            gradients.zero_()\n            loss.backward()\n"),),
     ),
     Attempt(
         "dp-ga",
         "deadlock",
-        "rank 0 waits for barrier from rank 1, in line 5",
-        f"if run.rank == 0:\n    __import__('torch').distributed.barrier()\n{AVERAGE}",
+        "rank 0 waits for barrier from rank 1, in line 37",
+        f"if dist.get_rank() == 0:\n    dist.barrier()\n{MEAN}",
     ),
     Attempt(
         "dp-wa",

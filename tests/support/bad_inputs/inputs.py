@@ -13,9 +13,8 @@ from support.processes import LAB
 PYTHON = sys.executable
 PRIMER = "primer/intro.py"
 TINY = "--device cpu --data sample --dmodel 16 --num-heads 2 --n-layers 2 --seq-len 16 --batch-size 1 --steps 4".split()
-SCRIPTS = {  # by the name of a topology, but for those of mpi and for flags that only choose a schedule
-    name: command.split()[0] for name, command in TOPOLOGIES.items() if name not in ("mpi", "pp-gpipe", "quickstart")
-}
+OTHERS = "mpi", "hello", "pp-gpipe", "quickstart"  # without settings of the lab's, or with flags that choose a schedule
+SCRIPTS = {name: command.split()[0] for name, command in TOPOLOGIES.items() if name not in OTHERS}  # by the topology
 
 
 @dataclass

@@ -1,0 +1,51 @@
+"""Data parallelism over slow links: fragments of the weights are exchanged while the ranks compute, in few bits.
+
+    python DP/streaming/intro_DP_Streaming.py <rank>  in three terminals, with the ranks 0, 1 and 2
+    ./launch.sh streaming-diloco --sync-every 64 --fragments 4 --overlap-steps 8 --compress int4
+
+The outer steps are those of `intro_DP_DiLoCo.py`, of one fragment of the weights after another. A fragment is sent
+while the next inner steps are computed, rounded to few bits (Streaming DiLoCo: Douillard et al., arXiv 2501.18512).
+`OuterOptimizer` is in src/distlab/parallel/outer.py.
+"""
+
+from distlab.parallel.data import flatten_weights
+from distlab.parallel.outer import FragmentSchedule, OuterOptimizer
+from distlab.run.main import main
+from distlab.run.replica_settings import StreamingSettings
+from distlab.run.training import TrainingRun
+from simplellm.dataloaders import TinyStories
+from simplellm.llama import CausalLLama, LLama
+from simplellm.losses import causalLLMLoss
+from simplellm.tokenizers import SPTokenizer
+
+DEFAULTS = StreamingSettings(batch_size=1, optimizer="adamw")
+
+
+def train(run: TrainingRun[StreamingSettings]) -> None:
+    args = run.settings
+    tokenizer = SPTokenizer(args.tokenizer)
+    net = LLama(CausalLLama, tokenizer.vocab_size, padding_idx=tokenizer.pad_id, **run.model_options())
+    stories = TinyStories(tokenizer, **run.data_options(), rank=run.rank, num_replicas=run.world_size)
+    optimizer = run.optimizer(net)  # the inner one; its moments stay on this rank
+    schedule = FragmentSchedule(args.sync_every, args.fragments, args.overlap_steps)
+    weights = flatten_weights(net)  # the parameters are views of this buffer
+    outer = OuterOptimizer(weights, schedule, args.outer_lr, args.outer_momentum, args.merge_alpha, args.compress)
+    run.track(net, optimizer, outer=outer)
+
+    for step, batch in run.steps(stories):
+        optimizer.zero_grad()
+        losses = []
+        for x in batch.chunk(args.micro_batches):
+            loss = causalLLMLoss(net(x), x, tokenizer.vocab_size) / args.micro_batches
+            loss.backward()
+            losses.append(loss)
+        run.log(step, losses)
+        optimizer.step()
+        # Every H / P steps, start to average (outer weights - own weights) of a fragment. --overlap-steps later, take
+        # the outer step with that mean as its gradient, and continue from the new outer weights.
+        outer.after(step)
+    outer.wait()
+
+
+if __name__ == "__main__":
+    main(train, DEFAULTS, __doc__)

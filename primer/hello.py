@@ -1,0 +1,46 @@
+"""Several processes say hello with plain torch.distributed: a group, ranks, a message, a sum, and a deadlock.
+
+    ./launch.sh hello                                 two ranks; --world-size 4 for more
+    ./launch.sh hello --deadlock                      all ranks send first, and none receives: a failure, after 10 s
+    python primer/hello.py <rank>                     in two terminals, with the ranks 0 and 1
+
+`torchrun --nproc-per-node 2 primer/hello.py` works, too. Only the backend, "lab", is not torch's own: see README.md.
+"""
+
+import argparse
+import os
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+import distlab  # noqa: F401  # registers the backend "lab"
+
+parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+parser.add_argument("rank", type=int, nargs="?", help="of this process, 0 or 1; launch.sh and torchrun set it")
+parser.add_argument("--deadlock", action="store_true", help="all ranks send first, and wait for each other")
+args = parser.parse_args()
+if (args.rank is None) != ("RANK" in os.environ):
+    parser.error("give the rank, 0 or 1; under launch.sh and torchrun, leave it out")
+if args.rank is not None:
+    os.environ.update(RANK=str(args.rank), WORLD_SIZE="2", MASTER_ADDR="localhost", MASTER_PORT="29500")
+
+# Waits until all ranks are there. No wait may take longer than the timeout.
+dist.init_process_group("lab", timeout=timedelta(seconds=10 if args.deadlock else 120))
+rank, world_size = dist.get_rank(), dist.get_world_size()
+after, before = (rank + 1) % world_size, (rank - 1) % world_size
+print(f"rank {rank} of {world_size}: hello", flush=True)
+
+numbers = torch.arange(3.0) + 10 * rank
+received = torch.empty(3)
+if rank == 0 or args.deadlock:
+    dist.send(numbers, after)  # may return only when the receiver takes the message
+    dist.recv(received, before)
+else:
+    dist.recv(received, before)
+    dist.send(numbers, after)
+print(f"rank {rank} received {received.tolist()} from rank {before}", flush=True)
+
+dist.all_reduce(numbers)  # the sum over all ranks, in place, on all of them
+print(f"rank {rank} has the sum {numbers.tolist()}", flush=True)
+dist.destroy_process_group()
