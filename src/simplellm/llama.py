@@ -10,6 +10,7 @@ statistics of the norms and the logits are float32; everything between a norm an
 """
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, ClassVar, TypeVar
 
 import torch
@@ -17,6 +18,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from simplellm.attention import Attend, SequencePart, attend_to_earlier
 from simplellm.errors import InputError
 from simplellm.initial_weights import initialize
 from simplellm.layers import Linear, RMSNorm, Rotate, rotary_tables
@@ -52,9 +54,7 @@ class LayerCache:
 class Attention(nn.Module):
     """Causal self-attention with rotary positions.
 
-    With fewer key and value heads than query heads, it is grouped-query attention (Ainslie et al., arXiv 2305.13245).
-    torch computes it block by block, without storing the (seq, seq) scores (FlashAttention: Dao et al., arXiv
-    2205.14135). The number of heads follows from the projections' output, so the projections may hold some heads only.
+    The number of heads follows from the projections' output, so the projections may hold some heads only.
     """
 
     def __init__(self, dmodel: int, num_heads: int, num_kv_heads: int) -> None:
@@ -65,34 +65,28 @@ class Attention(nn.Module):
         self.v_proj = Linear(dmodel, num_kv_heads * self.head_dim, bias=False)
         self.o_proj = Linear(num_heads * self.head_dim, dmodel, bias=False)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, cache: LayerCache | None = None) -> Tensor:
+    def forward(
+        self,
+        x: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        cache: LayerCache | None = None,
+        attend: Attend = attend_to_earlier,
+    ) -> Tensor:
         """(batch, seq, dmodel) -> the same; `cos` and `sin` are the seq rows of the tables for these positions."""
         batch, seq, _ = x.shape
         q = Rotate.apply(self.q_proj(x).view(batch, seq, -1, self.head_dim), cos, sin)
         k = Rotate.apply(self.k_proj(x).view(batch, seq, -1, self.head_dim), cos, sin)
         v = self.v_proj(x).view(batch, seq, -1, self.head_dim)
         q, k, v = (widen(heads).transpose(1, 2) for heads in (q, k, v))
-        past, mask = 0, None
         if cache is not None:
             past = cache.length
             k, v = cache.append(k, v)
             if past and seq > 1:  # each position attends to all earlier ones and itself
                 mask = torch.ones(seq, past + seq, dtype=torch.bool, device=x.device).tril(past)
-        grouped = k.shape[1] != q.shape[1]
-        if grouped and not _attends_in_groups(q):
-            k, v = (heads.repeat_interleave(q.shape[1] // heads.shape[1], dim=1) for heads in (k, v))
-            grouped = False
-        mixed = F.scaled_dot_product_attention(q, k, v, mask, is_causal=past == 0, enable_gqa=grouped)
+                attend = partial(attend_to_earlier, mask=mask)
+        mixed = attend(q, k, v)
         return self.o_proj(mixed.transpose(1, 2).reshape(batch, seq, -1).to(x.dtype))
-
-
-def _attends_in_groups(q: Tensor) -> bool:
-    """Whether torch computes grouped-query attention block by block for such queries.
-
-    On CUDA, its block-wise kernels with groups support only half precision; float32 would use one that stores all
-    (seq, seq) scores. With keys and values repeated for each query head, float32 has a block-wise kernel there too.
-    """
-    return q.device.type != "cuda" or q.dtype != torch.float32
 
 
 class MLP(nn.Module):
@@ -120,8 +114,15 @@ class Block(nn.Module):
         self.post_attention_layernorm = RMSNorm(dmodel, norm_eps, dtype)
         self.mlp = MLP(dmodel, hidden_dim)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, cache: LayerCache | None = None) -> Tensor:
-        x = x + self.self_attn(self.input_layernorm(x), cos, sin, cache)
+    def forward(
+        self,
+        x: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        cache: LayerCache | None = None,
+        attend: Attend = attend_to_earlier,
+    ) -> Tensor:
+        x = x + self.self_attn(self.input_layernorm(x), cos, sin, cache, attend)
         return x + self.mlp(self.post_attention_layernorm(x))
 
 
@@ -248,23 +249,28 @@ class LLamaPart(nn.Module):
             )
         return rank
 
-    def forward(self, x: Tensor, cache: list[LayerCache] | None = None) -> Tensor:
+    def forward(self, x: Tensor, cache: list[LayerCache] | None = None, part: SequencePart | None = None) -> Tensor:
         """Token ids (batch, seq) or float32 activations (batch, seq, dmodel) -> logits or activations, float32.
 
-        With a `cache` (see `new_cache`), `x` continues the inputs of earlier calls with the same cache.
+        With a `cache` (see `new_cache`), `x` continues the inputs of earlier calls with the same cache. With a `part`,
+        the tokens stand and attend as it says.
         """
-        start = cache[0].length if cache else 0
-        end = start + x.shape[1]
-        if end > self.ctx_size:
-            raise InputError(f"{end} tokens are too many for a model built for at most {self.ctx_size}")
         tables = rotary_tables(self.ctx_size, self.head_dim, self.rope_theta, x.device)
-        cos, sin = (table[start:end] for table in tables)
+        attend = attend_to_earlier if part is None else part.attend
+        if part is None:
+            start = cache[0].length if cache else 0
+            end = start + x.shape[1]
+            if end > self.ctx_size:
+                raise InputError(f"{end} tokens are too many for a model built for at most {self.ctx_size}")
+            cos, sin = (table[start:end] for table in tables)
+        else:
+            cos, sin = (table[part.positions] for table in tables)
         if self.model.embed_tokens is not None:
             x = self.model.embed_tokens(x)
         caches: Sequence[LayerCache | None] = cache or [None] * len(self.model.layers)
         for layer, layer_cache in zip(self.model.layers.values(), caches, strict=True):
-            block = layer if self.recompute == "none" else Recomputed(layer)
-            x = block(x, cos, sin) if layer_cache is None else layer(x, cos, sin, layer_cache)
+            block = partial(layer, cache=layer_cache, attend=attend)
+            x = block(x, cos, sin) if self.recompute == "none" else Recomputed(block)(x, cos, sin)
         if self.lm_head is not None:
             head = Recomputed(self._logits) if self.recompute == "all" else self._logits
             x = head(x)

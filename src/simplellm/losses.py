@@ -29,7 +29,27 @@ def causalLLMLoss(logits: Tensor, target: Tensor, vocab_size: int) -> Tensor:
     batch, seq = target.shape
     if seq < 2:
         raise InputError(f"a sequence of length {seq} has no token to predict: it must be at least 2")
-    loss: Tensor = _NextTokenLoss.apply(logits.float().reshape(batch, seq, vocab_size), target.to(logits.device))
+    return next_token_loss(logits.reshape(batch, seq, vocab_size), target.roll(-1, dims=1))
+
+
+def next_token_loss(
+    logits: Tensor, next_tokens: Tensor, ignored: Tensor | None = None, predictions: int | None = None
+) -> Tensor:
+    """Cross-entropy, in nats, of tokens given the logits at the positions before them.
+
+    The general form, for parts of sequences: the token after a part's last one is in another part.
+
+    Args:
+        logits: (batch, seq, vocab), in any floating dtype; the loss is computed in float32.
+        next_tokens: (batch, seq), int64, on any device: what each position predicts.
+        ignored: (batch, seq), bool: positions that predict nothing; by default, the last one of each sequence.
+        predictions: by how many the sum is divided: those of the whole batch, of which this may be a part; by default
+            batch * (seq - 1).
+
+    Returns:
+        A float32 scalar.
+    """
+    loss: Tensor = _NextTokenLoss.apply(logits.float(), next_tokens.to(logits.device), ignored, predictions)
     return loss
 
 
@@ -37,24 +57,30 @@ class _NextTokenLoss(torch.autograd.Function):
     """The same as F.cross_entropy, with two buffers of the logits' size instead of four."""
 
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, target: Tensor) -> Tensor:
-        probabilities = logits.softmax(dim=-1)
-        # The last position, whose next token would wrap around to the first, is excluded from the result. Cutting it
-        # off the logits would copy them.
-        next_token = target.roll(-1, dims=1).unsqueeze(-1)
+    def forward(
+        ctx: Any, logits: Tensor, next_tokens: Tensor, ignored: Tensor | None, predictions: int | None
+    ) -> Tensor:
+        probabilities, next_token = logits.softmax(dim=-1), next_tokens.unsqueeze(-1)
         ctx.save_for_backward(probabilities, next_token)
+        ctx.ignored, ctx.predictions = ignored, predictions or next_tokens[:, 1:].numel()
         # The log of the greatest probability, which is never 0, as that of the next token may be; and the distance from
         # it. Logits are subtracted from each other first, because they may be large.
         distance = logits.amax(-1, keepdim=True) - logits.gather(-1, next_token)
-        return (distance - probabilities.amax(-1, keepdim=True).log())[:, :-1].mean()
+        losses = (distance - probabilities.amax(-1, keepdim=True).log()).squeeze(-1)
+        # Cutting the last position off the logits, rather than off the result, would copy them.
+        losses = losses[:, :-1] if ignored is None else losses.masked_fill(ignored, 0)
+        return losses.sum() / ctx.predictions
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_loss: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Any, grad_loss: Tensor) -> tuple[Tensor, None, None, None]:
         probabilities, next_token = ctx.saved_tensors
         # The derivative of a prediction's cross-entropy is softmax(logits) - one_hot(next token).
-        share = grad_loss / next_token[:, 1:].numel()
+        share = grad_loss / ctx.predictions
         grad = probabilities * share
         grad.scatter_add_(-1, next_token, -share.expand(next_token.shape))
-        grad[:, -1] = 0
-        return grad, None
+        if ctx.ignored is None:
+            grad[:, -1] = 0
+        else:
+            grad.masked_fill_(ctx.ignored.unsqueeze(-1), 0)
+        return grad, None, None, None

@@ -9,7 +9,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from simplellm import layers, llama, mixed_precision
+from simplellm import attention, layers, llama, mixed_precision
 from simplellm.errors import InputError
 from simplellm.llama import CausalLLama, LLama, LLamaFirstStage, LLamaLastStage, LLamaStage
 from simplellm.losses import causalLLMLoss
@@ -250,7 +250,7 @@ def test_heads_repeated_for_float32_on_cuda_are_the_groups(num_kv_heads: int, mo
 
     monkeypatch.setattr(F, "scaled_dot_product_attention", seen_by)
     for in_groups in (True, False):
-        monkeypatch.setattr(llama, "_attends_in_groups", lambda _, answer=in_groups: answer)
+        monkeypatch.setattr(attention, "_attends_in_groups", lambda _, answer=in_groups: answer)
         model.zero_grad()
         logits = model(ids)
         causalLLMLoss(logits, ids, VOCAB_SIZE).backward()

@@ -1,0 +1,82 @@
+"""What the tokens of a sequence attend to, and where they stand.
+
+By default a sequence stands at the positions 0, 1, 2, …, and each token attends to all before it and to itself.
+`within_documents` keeps documents apart that were joined to one sequence. A rank that holds a part of a sequence has
+positions and an attention of its own (`distlab.parallel.context`).
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+# Queries (batch, heads, seq, head_dim), keys and values (batch, key heads, seq, head_dim) -> as the queries.
+Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class SequencePart:
+    """Tokens of one or more sequences.
+
+    Attributes:
+        positions: for the rotary embedding, int64: (seq,), or (batch, seq) where sequences differ.
+        attend: what their queries take from keys and values.
+    """
+
+    positions: Tensor
+    attend: Attend
+
+
+def attend_to_earlier(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
+    """Each query attends to the keys up to its own position; with a mask (batch, 1, queries, keys), to those it has.
+
+    A single query attends to all keys. torch computes it block by block, without storing the (seq, seq) scores
+    (FlashAttention: Dao et al., arXiv 2205.14135). With fewer key heads than query heads, it is grouped-query attention
+    (Ainslie et al., arXiv 2305.13245).
+    """
+    grouped = k.shape[1] != q.shape[1]
+    if grouped and not _attends_in_groups(q):
+        k, v = (heads.repeat_interleave(q.shape[1] // heads.shape[1], dim=1) for heads in (k, v))
+        grouped = False
+    is_causal = mask is None and q.shape[2] == k.shape[2]
+    return F.scaled_dot_product_attention(q, k, v, mask, is_causal=is_causal, enable_gqa=grouped)
+
+
+def _attends_in_groups(q: Tensor) -> bool:
+    """Whether torch computes grouped-query attention block by block for such queries.
+
+    On CUDA, its block-wise kernels with groups support only half precision; float32 would use one that stores all
+    (seq, seq) scores. With keys and values repeated for each query head, float32 has a block-wise kernel there too.
+    """
+    return q.device.type != "cuda" or q.dtype != torch.float32
+
+
+def document_ids(ids: Tensor, end: int) -> Tensor:
+    """The number of each token's document in its sequence, (batch, seq); each document's last token is `end`."""
+    ends = (ids == end).long()
+    return ends.cumsum(-1) - ends
+
+
+def positions_in_documents(documents: Tensor) -> Tensor:
+    """The position of each token in its document, (batch, seq), from the documents' numbers."""
+    places = torch.arange(documents.shape[-1], device=documents.device).expand_as(documents)
+    is_first = torch.ones_like(documents, dtype=torch.bool)
+    is_first[:, 1:] = documents[:, 1:] != documents[:, :-1]
+    return places - places.masked_fill(~is_first, 0).cummax(-1).values
+
+
+def within_documents(ids: Tensor, end: int) -> SequencePart:
+    """Sequences whose tokens attend within their documents only, and whose positions restart with each document.
+
+    The first token of a document is still predicted, from the `end` before it, as without a mask.
+
+    Args:
+        ids: token ids (batch, seq), which begin anywhere in a document.
+        end: the token that ends a document.
+    """
+    documents = document_ids(ids, end)
+    is_same = documents.unsqueeze(-1) == documents.unsqueeze(-2)
+    mask = is_same.tril().unsqueeze(1)  # (batch, 1, queries, keys)
+    return SequencePart(positions_in_documents(documents), lambda q, k, v: attend_to_earlier(q, k, v, mask))
