@@ -2,7 +2,7 @@
 
 By default a sequence stands at the positions 0, 1, 2, …, and each token attends to all before it and to itself.
 `within_documents` keeps documents apart that were joined to one sequence. A rank that holds a part of a sequence has
-positions and an attention of its own (`distlab.parallel.context`).
+positions and an attention of its own (`distlab.parallel.context_parallel`).
 """
 
 from collections.abc import Callable

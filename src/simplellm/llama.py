@@ -18,7 +18,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from simplellm.attention import Attend, SequencePart, attend_to_earlier
+from simplellm.attention import Attend, SequencePart, attend_to_earlier, within_documents
 from simplellm.errors import InputError
 from simplellm.initial_weights import initialize
 from simplellm.layers import Linear, RMSNorm, Rotate, rotary_tables
@@ -157,6 +157,8 @@ class LLamaPart(nn.Module):
             stages hold `n_layers` layers each, one stage a rank in the order of ranks: rank * n_layers where
             torch.distributed is initialised, else 0. In any other layout, such as several pipelines, give it to every
             stage; a first or last stage where the default expects another refuses to be built without it.
+        document_end: the token that ends a document, beyond which no token attends; None if all may. A stage without
+            the embedding needs `part` on each call then, since it does not see the tokens.
         recompute: what the backward pass computes again instead of keeping it: "blocks", the inside of each block, one
             block at a time; "all", the norm before the head, too.
 
@@ -188,6 +190,7 @@ class LLamaPart(nn.Module):
         dtype: torch.dtype = torch.float32,
         seed: int = 0,
         first_layer: int | None = None,
+        document_end: int | None = None,
         recompute: Recompute = "none",
     ) -> None:
         super().__init__()
@@ -218,6 +221,7 @@ class LLamaPart(nn.Module):
         self.ctx_size = ctx_size
         self.head_dim = dmodel // num_heads
         self.rope_theta = rope_theta
+        self.document_end = document_end
         self.recompute = recompute
         device = torch.get_default_device() if device is None else torch.device(device)
         with device:
@@ -255,16 +259,15 @@ class LLamaPart(nn.Module):
         With a `cache` (see `new_cache`), `x` continues the inputs of earlier calls with the same cache. With a `part`,
         the tokens stand and attend as it says.
         """
+        if part is None and cache is None:
+            part = self.part_of(x)
         tables = rotary_tables(self.ctx_size, self.head_dim, self.rope_theta, x.device)
+        start = cache[0].length if cache else 0
+        end = start + x.shape[1]
+        if end > self.ctx_size:
+            raise InputError(f"{end} tokens are too many for a model built for at most {self.ctx_size}")
+        cos, sin = (table[start:end] if part is None else table[part.positions] for table in tables)
         attend = attend_to_earlier if part is None else part.attend
-        if part is None:
-            start = cache[0].length if cache else 0
-            end = start + x.shape[1]
-            if end > self.ctx_size:
-                raise InputError(f"{end} tokens are too many for a model built for at most {self.ctx_size}")
-            cos, sin = (table[start:end] for table in tables)
-        else:
-            cos, sin = (table[part.positions] for table in tables)
         if self.model.embed_tokens is not None:
             x = self.model.embed_tokens(x)
         caches: Sequence[LayerCache | None] = cache or [None] * len(self.model.layers)
@@ -275,6 +278,18 @@ class LLamaPart(nn.Module):
             head = Recomputed(self._logits) if self.recompute == "all" else self._logits
             x = head(x)
         return x.contiguous()
+
+    def part_of(self, ids: Tensor) -> SequencePart | None:
+        """What token ids (batch, seq) attend to where documents end; None if the model pays no attention to that.
+
+        Raises:
+            InputError: `ids` are activations.
+        """
+        if self.document_end is None:
+            return None
+        if ids.is_floating_point():
+            raise InputError("a stage without the embedding needs the part of the sequence (part=) to mask documents")
+        return within_documents(ids, self.document_end)
 
     def _logits(self, x: Tensor) -> Tensor:
         assert self.model.norm is not None

@@ -33,7 +33,7 @@ def causalLLMLoss(logits: Tensor, target: Tensor, vocab_size: int) -> Tensor:
 
 
 def next_token_loss(
-    logits: Tensor, next_tokens: Tensor, ignored: Tensor | None = None, predictions: int | None = None
+    logits: Tensor, next_tokens: Tensor, ignored: Tensor | None = None, predictions: float | None = None
 ) -> Tensor:
     """Cross-entropy, in nats, of tokens given the logits at the positions before them.
 
@@ -58,7 +58,7 @@ class _NextTokenLoss(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, logits: Tensor, next_tokens: Tensor, ignored: Tensor | None, predictions: int | None
+        ctx: Any, logits: Tensor, next_tokens: Tensor, ignored: Tensor | None, predictions: float | None
     ) -> Tensor:
         probabilities, next_token = logits.softmax(dim=-1), next_tokens.unsqueeze(-1)
         ctx.save_for_backward(probabilities, next_token)

@@ -124,7 +124,8 @@ class _LinearMap(torch.autograd.Function):
         return ctx.transposed(grad), None, None
 
 
-def _linear_map(x: Tensor, linear: Callable[[Tensor], Tensor], transposed: Callable[[Tensor], Tensor]) -> Tensor:
+def linear_map(x: Tensor, linear: Callable[[Tensor], Tensor], transposed: Callable[[Tensor], Tensor]) -> Tensor:
+    """`linear(x)`, whose gradient goes through the transposed map."""
     return _LinearMap.apply(x, linear, transposed)
 
 
@@ -134,18 +135,18 @@ def _unchanged(x: Tensor) -> Tensor:
 
 def copy_to(x: Tensor, tp_group: TPGroup) -> Tensor:
     """Pass `x`, the same on all ranks, to a layer's shards; the gradients of `x` are added up over the ranks."""
-    return _linear_map(x, _unchanged, partial(tp_group.all_reduce, what=BACKWARD))
+    return linear_map(x, _unchanged, partial(tp_group.all_reduce, what=BACKWARD))
 
 
 def reduce_from(x: Tensor, tp_group: TPGroup) -> Tensor:
     """Add up the ranks' `x`; the gradient of a sum is the gradient of each of its terms."""
-    return _linear_map(x, partial(tp_group.all_reduce, what=FORWARD), _unchanged)
+    return linear_map(x, partial(tp_group.all_reduce, what=FORWARD), _unchanged)
 
 
 def gather(x: Tensor, tp_group: TPGroup, length: int, dim: int = -1) -> Tensor:
     """Concatenate the ranks' shards to `length` along `dim`. All ranks must compute the same from the result."""
     whole = partial(tp_group.all_gather, what=FORWARD, dim=dim, length=length)
-    return _linear_map(x, whole, partial(tp_group.own_shard, dim=dim))
+    return linear_map(x, whole, partial(tp_group.own_shard, dim=dim))
 
 
 def gather_to(x: Tensor, tp_group: TPGroup, length: int, dim: int = SEQUENCE) -> Tensor:
@@ -154,10 +155,10 @@ def gather_to(x: Tensor, tp_group: TPGroup, length: int, dim: int = SEQUENCE) ->
     The gathered tensor is saved for the backward pass; Korthikanti et al. save the shard and gather it again.
     """
     whole = partial(tp_group.all_gather, what=FORWARD, dim=dim, length=length)
-    return _linear_map(x, whole, partial(tp_group.reduce_scatter, what=BACKWARD, dim=dim))
+    return linear_map(x, whole, partial(tp_group.reduce_scatter, what=BACKWARD, dim=dim))
 
 
 def reduce_scatter(x: Tensor, tp_group: TPGroup, dim: int = SEQUENCE) -> Tensor:
     """Add up the ranks' `x` and keep this rank's shard along `dim`."""
     whole = partial(tp_group.all_gather, what=BACKWARD, dim=dim, length=x.shape[dim])
-    return _linear_map(x, partial(tp_group.reduce_scatter, what=FORWARD, dim=dim), whole)
+    return linear_map(x, partial(tp_group.reduce_scatter, what=FORWARD, dim=dim), whole)

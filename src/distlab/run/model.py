@@ -128,7 +128,7 @@ class ModelParts:
                         x = torch.empty(*ids.shape, self.options["dmodel"], device=device)  # (batch, seq, dmodel)
                         with named(what(number), kind):
                             dist.recv(x, self.grid.axis("pp").ranks[before])
-                    x = self.stages[stage](x)
+                    x = self.stages[stage](x, part=self.stages[stage].part_of(ids))
                 elif before == own and stage:
                     with named(what(number), kind):
                         sent.append(dist.isend(x, self.grid.axis("pp").ranks[owner]))

@@ -103,6 +103,8 @@ class TrainSettings(ResumableSettings):
     """bfloat16 computes in mixed precision"""
     recompute: Recompute = "none"
     """activations that the backward pass computes again: the inside of each block, or all that it can (less memory)"""
+    document_mask: Annotated[bool, ResumePolicy.FIXED] = False
+    """tokens attend within their own document, where several are joined to one sequence"""
     data: Annotated[str, tyro.conf.arg(metavar="auto|sample|tinystories|FILE")] = "auto"
     """stories: the generator (sample), the hub's data set (tinystories), or a .txt, .jsonl or .parquet file"""
     tokenizer: Annotated[Path | None, shown_as("FILE", "default: the shipped one")] = None

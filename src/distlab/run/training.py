@@ -47,6 +47,8 @@ class TrainingRun(Run[TrainSettingsT]):
         options: dict[str, Any] = {name: getattr(args, name) for name in names}
         options |= {"ctx_size": args.seq_len, "device": self.device, "dtype": getattr(torch, args.dtype)}
         options["recompute"] = args.recompute
+        if args.document_mask:
+            options["document_end"] = SPTokenizer(args.tokenizer).eos_id
         resumed = self.checkpointer.resumed if self.checkpointer else None
         if resumed is not None:  # an imported model may have values for which there is no flag
             model = resumed.record["model"]

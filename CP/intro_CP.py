@@ -1,0 +1,90 @@
+"""Context parallelism: every rank holds a part of each sequence, and the whole model.
+
+    python CP/intro_CP.py <rank>                      in two terminals, with the ranks 0 and 1
+    ./launch.sh cp --seq-len 1024 --batch-size 1      all ranks at once
+
+All layers but attention treat each token alone. In attention, a query needs the keys and values of all tokens before
+it: every rank collects those of all ranks (Llama 3: arXiv 2407.21783, section 3.3.2), and keeps its own queries. In the
+backward pass the gradients of keys and values go back to where they came from, and are added up there.
+"""
+
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from distlab.comm.names import named
+from distlab.run.context_settings import ContextSettings
+from distlab.run.main import main
+from distlab.run.training import TrainingRun
+from simplellm.attention import SequencePart, attend_to_earlier
+from simplellm.dataloaders import TinyStories
+from simplellm.llama import CausalLLama, LLama
+from simplellm.losses import next_token_loss
+from simplellm.tokenizers import SPTokenizer
+
+DEFAULTS = ContextSettings(batch_size=1)
+
+
+class GatherAll(torch.autograd.Function):
+    """Keys and values of all ranks, (ranks, …), from those of this one; their gradients go the opposite way."""
+
+    @staticmethod
+    def forward(ctx: Any, own: Tensor) -> Tensor:
+        gathered = own.new_empty(dist.get_world_size(), *own.shape)
+        with named("the keys and values", "keys and values"):  # in messages, and in the ledger
+            dist.all_gather(list(gathered.unbind()), own.contiguous())
+        return gathered
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        own = torch.empty_like(grad[0])
+        with named("the gradients of keys and values", "gradients of keys and values"):
+            dist.reduce_scatter(own, list(grad.unbind()))
+        return own
+
+
+def attend_to_all_ranks(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+    """Own queries (batch, heads, own positions, head_dim) meet the keys and values of all positions."""
+    gathered = GatherAll.apply(torch.stack([k, v]))  # (ranks, 2, batch, heads, own positions, head_dim)
+    k, v = torch.cat(gathered.unbind(), dim=-2)
+    return attend_to_earlier(q, k, v, mask)
+
+
+def train(run: TrainingRun[ContextSettings]) -> None:
+    args, tokenizer = run.settings, SPTokenizer(run.settings.tokenizer)
+    net = LLama(CausalLLama, tokenizer.vocab_size, padding_idx=tokenizer.pad_id, **run.model_options())
+    stories = TinyStories(tokenizer, **run.data_options())  # all ranks read the same sequences
+    optimizer = run.optimizer(net)
+    run.track(net, optimizer)
+
+    own = torch.arange(args.seq_len, device=run.device).chunk(run.world_size)[run.rank]  # this rank's positions
+    everywhere = torch.arange(args.seq_len, device=run.device)
+    mask = (everywhere <= own.unsqueeze(-1)).view(1, 1, len(own), -1)  # which keys each query attends to
+    part = SequencePart(own, partial(attend_to_all_ranks, mask=mask))
+
+    for step, batch in run.steps(stories):
+        optimizer.zero_grad()
+        losses = []
+        for ids in batch.chunk(args.micro_batches):
+            logits = net(ids[:, own], part=part)
+            # What a position predicts may be on the next rank, so it is looked up in the whole sequence. The last
+            # position predicts nothing. The mean over the ranks is the loss of the whole sequences.
+            next_tokens, ignored = ids.roll(-1, dims=1)[:, own], (own == args.seq_len - 1).expand(len(ids), -1)
+            predictions = len(ids) * (args.seq_len - 1) / run.world_size
+            loss = next_token_loss(logits, next_tokens, ignored, predictions) / args.micro_batches
+            loss.backward()
+            losses.append(loss)
+        for name, parameter in net.named_parameters():  # each rank has the gradients of its own positions
+            with named(f"the gradient of {name}", "gradients"):
+                dist.all_reduce(parameter.grad)
+            parameter.grad /= run.world_size
+        run.log(step, losses)
+        run.clip(optimizer)
+        optimizer.step()
+
+
+if __name__ == "__main__":
+    main(train, DEFAULTS, __doc__)

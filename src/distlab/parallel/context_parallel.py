@@ -1,0 +1,264 @@
+"""Context parallelism: ranks share each sequence, and each holds some of its positions.
+
+Everything outside of attention needs its own positions only. In attention, queries need the keys and values of all
+earlier positions, which other ranks hold. Three ways:
+
+    gather   every rank collects all keys and values (Llama 3: arXiv 2407.21783, section 3.3.2)
+    ring     they travel around the ranks, block by block (Liu et al., "Ring Attention", arXiv 2310.01889)
+    heads    all-to-all: each rank gets all positions of some heads (DeepSpeed Ulysses: arXiv 2309.14509)
+
+Position s attends to s + 1 keys, so with contiguous parts the last rank has the most work. Zigzag: the sequence is cut
+into twice as many chunks as there are ranks, and rank r takes the chunks r and 2 * ranks - 1 - r.
+
+Gradients of weights are averaged over these ranks as over replicas: each rank's loss is that of its own predictions,
+scaled so that the mean over the ranks is the loss of the whole sequences.
+"""
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from distlab.comm.grid import Axis
+from distlab.comm.group import all_gather_single, reduce_scatter_single
+from distlab.comm.names import named
+from distlab.parallel.ring_attention import Block, Ring, ring_attention
+from distlab.parallel.tp_group import linear_map
+from simplellm.attention import (
+    Attend,
+    SequencePart,
+    attend_to_earlier,
+    document_ids,
+    positions_in_documents,
+    within_documents,
+)
+from simplellm.errors import require
+from simplellm.losses import next_token_loss
+
+Kind = Literal["gather", "ring", "heads"]
+Order = Literal["zigzag", "contiguous"]
+PADDING = -1  # in place of a document's number
+
+
+@dataclass(frozen=True)
+class Part:
+    """A rank's part of a batch of sequences.
+
+    Attributes:
+        ids: the token ids (batch, positions of this rank).
+        sequence: where they stand, and what they attend to; for the model.
+        next_tokens: what each position predicts, (batch, positions).
+        ignored: the positions that predict nothing, (batch, positions), bool; None for the last one.
+        predictions: those of a whole batch, divided by the ranks; None for those that are here.
+    """
+
+    ids: Tensor
+    sequence: SequencePart
+    next_tokens: Tensor
+    ignored: Tensor | None
+    predictions: float | None
+
+    def loss(self, logits: Tensor) -> Tensor:
+        """This rank's share of the loss, from its logits (batch, positions, vocab): a scalar.
+
+        The mean over the ranks is the loss of the whole batch.
+        """
+        return next_token_loss(logits, self.next_tokens, self.ignored, self.predictions)
+
+
+@dataclass(frozen=True)
+class ContextParallel:
+    """How the ranks along an axis share sequences.
+
+    Attributes:
+        axis: the ranks, which all have the same sequences.
+        kind: how queries get the keys and values of other ranks.
+        order: which positions each rank holds.
+        document_end: the token that ends a document, beyond which no token attends; None if all may.
+    """
+
+    axis: Axis
+    kind: Kind = "ring"
+    order: Order = "zigzag"
+    document_end: int | None = None
+
+    def part(self, ids: Tensor) -> Part:
+        """This rank's part of sequences, token ids (batch, seq) of any length from 2.
+
+        Where the ranks cannot divide them evenly, the last chunks are padded; nothing attends to the padding.
+        """
+        if self.axis.size == 1:
+            positions, part = torch.arange(ids.shape[1], device=ids.device), None
+            if self.document_end is not None:
+                part = within_documents(ids, self.document_end)
+            return Part(ids, part or SequencePart(positions, attend_to_earlier), ids.roll(-1, dims=1), None, None)
+        batch, seq = ids.shape
+        padded = -(-seq // self._chunks) * self._chunks
+        by_rank = [positions_of(rank, self.axis.size, padded, self.order).to(ids.device) for rank in self._all]
+        positions = by_rank[self.axis.rank]
+        is_last, last = positions >= seq - 1, seq - 1
+        places = positions.clamp(max=last)
+        documents = None
+        rotary = places
+        if self.document_end is not None:
+            documents = document_ids(ids, self.document_end)
+            rotary = positions_in_documents(documents)[:, places]
+            documents = torch.nn.functional.pad(documents, (0, padded - seq), value=PADDING)
+        attend = self._attend(by_rank, documents)
+        return Part(
+            ids[:, places],
+            SequencePart(rotary, attend),
+            ids[:, (positions + 1).clamp(max=last)],
+            is_last.expand(batch, -1),
+            batch * (seq - 1) / self.axis.size,
+        )
+
+    @property
+    def _all(self) -> range:
+        return range(self.axis.size)
+
+    @property
+    def _chunks(self) -> int:
+        """Into how many chunks of one length sequences are cut."""
+        return self.axis.size * (2 if self.order == "zigzag" else 1)
+
+    def _attend(self, by_rank: list[Tensor], documents: Tensor | None) -> Attend:
+        """The attention of this rank's positions.
+
+        Args:
+            by_rank: the positions of each rank, (positions,).
+            documents: by position, (batch, seq), padded; None if they do not matter.
+        """
+        if self.kind == "ring":
+            return partial(ring_attention, ring=Ring(self.axis, self._blocks(by_rank, documents)))
+        if self.kind == "gather":
+            keys, queries = torch.cat(by_rank), by_rank[self.axis.rank]
+            return partial(_gathering, axis=self.axis, mask=_mask(queries, keys, documents))
+        order = torch.cat(by_rank).argsort()
+        whole = torch.arange(len(order), device=order.device)
+        mask = None if documents is None else _mask(whole, whole, documents)
+        return partial(_exchanging_heads, axis=self.axis, order=order, mask=mask)
+
+    def _blocks(self, by_rank: list[Tensor], documents: Tensor | None) -> list[Block]:
+        """What this rank computes when the keys of each source are here, in the order in which they arrive."""
+        own, ranks, blocks = self.axis.rank, self.axis.size, []
+        for turn in self._all:
+            source = (own - turn) % ranks
+            seen = visible(own, source, len(by_rank[own]), self.order)
+            if seen is None:
+                blocks.append(Block(source, None))
+                continue
+            queries, keys = seen
+            mask: Tensor | Literal["causal"] | None = "causal" if source == own else None
+            if documents is not None:
+                mask = _mask(by_rank[own][queries], by_rank[source][keys], documents)
+            if isinstance(mask, Tensor) and not mask.any():
+                blocks.append(Block(source, None))
+            else:
+                blocks.append(Block(source, seen, mask))
+        return blocks
+
+
+def positions_of(rank: int, ranks: int, seq: int, order: Order) -> Tensor:
+    """The positions that a rank holds, ascending; `seq` is divisible by the ranks, with "zigzag" by twice as many."""
+    if order == "contiguous":
+        return torch.arange(seq).chunk(ranks)[rank]
+    chunks = torch.arange(seq).chunk(2 * ranks)
+    return torch.cat([chunks[rank], chunks[2 * ranks - 1 - rank]])
+
+
+def visible(own: int, source: int, length: int, order: Order) -> tuple[slice, slice] | None:
+    """Which of a rank's queries attend to which keys of a source, of `length` each; None if to none.
+
+    With zigzag chunks, all queries see a lower rank's first half, and those of the second half see all keys of a higher
+    rank: the same work in each step, for each rank.
+    """
+    everything, half = slice(None), length // 2
+    if source == own:
+        return everything, everything
+    if order == "contiguous":
+        return (everything, everything) if source < own else None
+    return (everything, slice(half)) if source < own else (slice(half, None), everything)
+
+
+def work(ranks: int, order: Order) -> list[list[float]]:
+    """By rank and step of the ring, the query-key pairs that are computed, in parts of the whole causal work."""
+    length = 2  # of a rank's part, in half chunks
+    pairs = []
+    for own in range(ranks):
+        steps = []
+        for turn in range(ranks):
+            source = (own - turn) % ranks
+            seen = visible(own, source, length, order)
+            queries, keys = (len(range(length)[part]) for part in seen) if seen else (0, 0)
+            steps.append(queries * keys * (0.5 if source == own else 1.0))
+        pairs.append(steps)
+    whole = (ranks * length) ** 2 / 2
+    return [[step / whole for step in steps] for steps in pairs]
+
+
+def _mask(queries: Tensor, keys: Tensor, documents: Tensor | None) -> Tensor:
+    """Which positions of the keys each query attends to: (batch or 1, 1, queries, keys), bool."""
+    mask = (keys <= queries.unsqueeze(-1)).expand(1, 1, -1, -1)
+    if documents is not None:
+        is_same = documents[:, queries].unsqueeze(-1) == documents[:, keys].unsqueeze(-2)
+        mask = mask & is_same.unsqueeze(1)
+    return mask
+
+
+def _gathering(q: Tensor, k: Tensor, v: Tensor, axis: Axis, mask: Tensor) -> Tensor:
+    """Attention to the keys and values of all ranks, which every rank collects; their gradients go back."""
+    own = torch.stack([k, v])  # (2, batch, key heads, positions, head_dim)
+
+    def gather(own: Tensor) -> Tensor:
+        gathered = own.new_empty(axis.size, *own.shape)
+        with named("the keys and values", "keys and values"):
+            all_gather_single(gathered, own.contiguous(), axis.group)
+        return gathered
+
+    def scatter(grad: Tensor) -> Tensor:
+        own = grad.new_empty(grad.shape[1:])
+        with named("the gradients of keys and values", "gradients of keys and values"):
+            reduce_scatter_single(own, grad.contiguous(), group=axis.group)
+        return own
+
+    gathered = linear_map(own, gather, scatter)
+    k, v = torch.cat(gathered.unbind(), dim=-2)
+    return attend_to_earlier(q, k, v, mask)
+
+
+def _exchanging_heads(q: Tensor, k: Tensor, v: Tensor, axis: Axis, order: Tensor, mask: Tensor | None) -> Tensor:
+    """Attention of all positions with some heads, to which this rank's positions with all heads are exchanged.
+
+    Args:
+        order: for each position of the sequence, its index among those of all ranks one after another.
+    """
+    heads, key_heads, ranks = q.shape[1], k.shape[1], axis.size
+    require(heads % ranks == 0, f"--cp {ranks} with --cp-kind heads: the ranks must divide the {heads} heads")
+    if key_heads % ranks:  # repeat them until they can be divided
+        k, v = (part.repeat_interleave(heads // key_heads, dim=1) for part in (k, v))
+
+    def to_heads(x: Tensor) -> Tensor:  # (batch, heads, positions, head_dim) -> (batch, heads / ranks, seq, head_dim)
+        parts = _all_to_all(x.unflatten(1, (ranks, -1)).movedim(1, 0), axis)
+        return torch.cat(parts.unbind(), dim=-2)[..., order, :]
+
+    def to_positions(x: Tensor) -> Tensor:  # the inverse, and so also the transposed map
+        in_ranks = torch.empty_like(x)
+        in_ranks[..., order, :] = x
+        parts = _all_to_all(torch.stack(in_ranks.chunk(ranks, dim=-2)), axis)
+        return torch.cat(parts.unbind(), dim=1)
+
+    q, k, v = (linear_map(part, to_heads, to_positions) for part in (q, k, v))
+    return linear_map(attend_to_earlier(q, k, v, mask), to_positions, to_heads)
+
+
+def _all_to_all(parts: Tensor, axis: Axis) -> Tensor:
+    """Send part r to rank r; (ranks, …) -> what all ranks have sent to this one, of the same shape."""
+    parts = parts.contiguous()
+    received = torch.empty_like(parts)
+    with named("the heads", "heads"):
+        dist.all_to_all_single(received, parts, group=axis.group)
+    return received

@@ -1,0 +1,51 @@
+"""The settings of runs whose ranks share each sequence."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from distlab.comm.layout import Layout
+from distlab.run.settings import WorldSize
+from distlab.run.train_settings import TrainSettings
+from simplellm.errors import require
+
+
+@dataclass
+class ContextSettings(WorldSize, TrainSettings):
+    """A run whose ranks hold the whole model, and each a part of every sequence."""
+
+    world_size: int = 2
+    """ranks, each with a part of every sequence"""
+
+    @property
+    def layout(self) -> Layout:
+        return {"cp": self.world_size}
+
+    def check(self) -> None:
+        super().check()
+        require_parts(self.seq_len, self.world_size, "--world-size")
+
+
+@dataclass
+class RingSettings(ContextSettings):
+    """A run whose ranks share sequences in one of several ways."""
+
+    cp_kind: Literal["ring", "gather", "heads"] = "ring"
+    """how queries get the keys and values of other ranks"""
+    cp_order: Literal["zigzag", "contiguous"] = "zigzag"
+    """which positions a rank holds: two chunks that give all ranks the same work, or one"""
+
+    def check(self) -> None:
+        super().check()
+        require_heads(self.cp_kind, self.num_heads, self.world_size, "--world-size")
+
+
+def require_parts(seq_len: int, ranks: int, flag: str) -> None:
+    """Raise `InputError` unless each rank gets a part of a sequence."""
+    least = 2 * ranks
+    require(ranks == 1 or seq_len >= least, f"--seq-len {seq_len} with {flag} {ranks}: give at least {least} tokens")
+
+
+def require_heads(kind: str, heads: int, ranks: int, flag: str) -> None:
+    """Raise `InputError` unless ranks that exchange heads can divide them."""
+    advice = f"each rank gets as many of the {heads} heads as the others; give a divisor, or another --cp-kind"
+    require(kind != "heads" or heads % ranks == 0, f"--cp-kind heads with {flag} {ranks}: {advice}")

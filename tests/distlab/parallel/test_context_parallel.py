@@ -1,0 +1,198 @@
+"""Ranks that share sequences compute what one process computes of the whole ones, forward and backward."""
+
+import itertools
+from typing import get_args
+
+import pytest
+import torch
+import torch.distributed as dist
+from support.processes import free_port, process_group, run_ranks
+from torch import Tensor
+
+from distlab.comm.context import Options, Transport, context_of
+from distlab.comm.grid import Axis, Grid, all_ranks
+from distlab.parallel.context_parallel import ContextParallel, Kind, Order, positions_of, work
+from simplellm.attention import attend_to_earlier, within_documents
+from simplellm.errors import InputError
+from simplellm.llama import CausalLLama, LLama
+from simplellm.losses import causalLLMLoss
+
+END, VOCAB = 7, 50
+KINDS: tuple[Kind, ...] = get_args(Kind)
+ORDERS: tuple[Order, ...] = get_args(Order)
+
+
+def sequences(seq: int, seed: int = 0) -> Tensor:
+    """Token ids (2, seq), of several documents."""
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(VOCAB, (2, seq), generator=generator)
+    ids[torch.rand(ids.shape, generator=generator) < 0.1] = END
+    return ids
+
+
+def model(key_heads: int) -> CausalLLama:
+    return LLama(CausalLLama, VOCAB, dmodel=24, num_heads=12, num_kv_heads=key_heads, n_layers=2, hidden_dim=40)
+
+
+def loss_of(net: CausalLLama, ids: Tensor, end: int | None) -> Tensor:
+    """What one process computes."""
+    part = None if end is None else within_documents(ids, end)
+    return causalLLMLoss(net(ids, part=part), ids, VOCAB)
+
+
+def mean_over(axis: Axis, tensors: list[Tensor]) -> list[Tensor]:
+    for tensor in tensors:
+        dist.all_reduce(tensor)
+    return [tensor / axis.size for tensor in tensors]
+
+
+def train_both(rank: int, ranks: int, transport: Transport, port: int) -> None:
+    """Losses and gradients of the parts beside those of the whole: all ways, with and without documents."""
+    with process_group(rank, ranks, port, options=Options(transport=transport)):
+        torch.manual_seed(rank)
+        axis = all_ranks("cp")
+        for kind, order, end, seq in itertools.product(KINDS, ORDERS, (None, END), (24, 13)):
+            key_heads = 4 if seq == 13 else 12
+            net, ids = model(key_heads), sequences(seq)
+            expected = loss_of(net, ids, end)
+            expected.backward()
+            gradients = [parameter.grad for parameter in net.parameters()]
+            net.zero_grad()
+            part = ContextParallel(axis, kind, order, end).part(ids)
+            own = part.loss(net(part.ids, part=part.sequence))
+            own.backward()
+            loss, *averages = mean_over(axis, [own.detach(), *(p.grad for p in net.parameters() if p.grad is not None)])
+            where = f"{kind}, {order}, documents {end}, {seq} tokens: "
+            torch.testing.assert_close(loss, expected.detach(), rtol=1e-6, atol=1e-6, msg=where)
+            for average, gradient in zip(averages, gradients, strict=True):
+                assert gradient is not None
+                assert gradient.abs().max() > 0
+                torch.testing.assert_close(average, gradient, rtol=1e-4, atol=1e-6, msg=where)
+
+
+@pytest.mark.parametrize("transport", ["auto", "gloo"])
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_losses_and_gradients_are_those_of_one_process(ranks: int, transport: Transport) -> None:
+    run_ranks(ranks, train_both, ranks, transport, free_port(), deadline=120)
+
+
+def attend_exactly(rank: int, ranks: int, port: int) -> None:
+    """Attention in float64, where the order of sums leaves no trace above 1e-13."""
+    with process_group(rank, ranks, port):
+        axis = all_ranks("cp")
+        for kind, order, end in itertools.product(KINDS, ORDERS, (None, END)):
+            ids = sequences(24)
+            generator = torch.Generator().manual_seed(1)
+            whole = [
+                torch.randn(2, heads, 24, 6, generator=generator, dtype=torch.float64, requires_grad=True)
+                for heads in (12, 4, 4)
+            ]
+            attend = attend_to_earlier if end is None else within_documents(ids, end).attend
+            expected = attend(*whole)
+            sent_back = torch.randn(expected.shape, generator=generator, dtype=torch.float64)
+            expected.backward(sent_back)
+            part = ContextParallel(axis, kind, order, end).part(ids)
+            places = positions_of(rank, ranks, 24, order)
+            own = [heads.detach()[:, :, places].requires_grad_() for heads in whole]
+            mixed = part.sequence.attend(*own)
+            mixed.backward(sent_back[:, :, places])
+            torch.testing.assert_close(mixed, expected[:, :, places], rtol=1e-13, atol=1e-13)
+            for ours, theirs in zip(own, whole, strict=True):
+                assert theirs.grad is not None
+                torch.testing.assert_close(ours.grad, theirs.grad[:, :, places], rtol=1e-13, atol=1e-13)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+def test_attention_is_exact(ranks: int) -> None:
+    run_ranks(ranks, attend_exactly, ranks, free_port())
+
+
+def probe(rank: int, ranks: int, port: int) -> None:
+    """Nothing before a changed token changes, nor any other document, not even by a bit."""
+    with process_group(rank, ranks, port), torch.no_grad():
+        net, ids = model(12), sequences(24)
+        changed = ids.clone()
+        changed[:, 9] = (changed[:, 9] + 1) % END  # ends no document, as it did not before
+        ids[:, 9] = (ids[:, 9] + 2) % END
+        ids[:, 15], changed[:, 15] = END, END
+        for kind, order in itertools.product(KINDS, ORDERS):
+            parts = [ContextParallel(all_ranks("cp"), kind, order, END).part(tokens) for tokens in (ids, changed)]
+            one, other = (net(part.ids, part=part.sequence) for part in parts)
+            places = positions_of(rank, ranks, 24, order)
+            apart = (places < 9) | (places > 15)
+            assert torch.equal(one[:, apart], other[:, apart]), (kind, order)
+            assert not torch.equal(one[:, places == 9], other[:, places == 9]) or 9 not in places
+
+
+def test_a_token_changes_nothing_before_it_and_no_other_document() -> None:
+    run_ranks(3, probe, 3, free_port())
+
+
+def count_bytes(rank: int, ranks: int, kind: Kind, port: int) -> dict[str, int]:
+    batch, seq, heads, key_heads, head_dim = 2, 8 * ranks, 12, 4, 6
+    with process_group(rank, ranks, port) as context:
+        part = ContextParallel(all_ranks("cp"), kind).part(torch.zeros(batch, seq, dtype=torch.long))
+        q, k, v = (
+            torch.randn(batch, n, seq // ranks, head_dim, requires_grad=True) for n in (heads, key_heads, key_heads)
+        )
+        before = context.ledger.sent_bytes.copy()
+        part.sequence.attend(q, k, v).sum().backward()
+        return {kind: sent for kind, sent in (context.ledger.sent_bytes - before).items() if kind != "control"}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_bytes_are_those_of_the_formulas(ranks: int, kind: Kind) -> None:
+    batch, seq, heads, key_heads, head_dim, element = 2, 8 * ranks, 12, 4, 6, 4
+    whole = 2 * batch * seq * key_heads * head_dim * element  # all keys and values of a layer
+    once = whole * (ranks - 1) // ranks
+    expected = {
+        "ring": {"keys and values": 2 * once, "gradients of keys and values": once},
+        "gather": {"keys and values": once, "gradients of keys and values": once},
+        "heads": {
+            "heads": 2 * (2 * heads + 2 * key_heads) * batch * seq * head_dim * element * (ranks - 1) // ranks**2
+        },
+    }[kind]
+    assert run_ranks(ranks, count_bytes, ranks, kind, free_port()) == [expected] * ranks
+
+
+def test_zigzag_gives_all_ranks_the_same_work() -> None:
+    most: dict[Order, list[float]] = {"contiguous": [1.5, 1.75], "zigzag": [1, 1]}  # over the mean
+    for order, expected in most.items():
+        for ranks, most_work in zip((2, 4), expected, strict=True):
+            sums = [sum(steps) for steps in work(ranks, order)]
+            assert sum(sums) == pytest.approx(1)
+            assert max(sums) * ranks == pytest.approx(most_work)
+    assert len({step for steps in work(4, "zigzag") for step in steps[1:]}) == 1
+
+
+def test_a_part_predicts_the_token_after_its_last_one() -> None:
+    """Labels that are shifted within the parts, as in verl#5983, are others."""
+    ids = sequences(12)
+    for ranks in (2, 3):
+        parts = [ContextParallel(Grid(rank, {"cp": ranks}).axis("cp"), "gather").part(ids) for rank in range(ranks)]
+        predicted = set()
+        for rank, part in enumerate(parts):
+            assert part.ignored is not None
+            rows = zip(positions_of(rank, ranks, 12, "zigzag"), part.next_tokens[0], part.ignored[0], strict=True)
+            predicted |= {(int(place), int(token)) for place, token, is_ignored in rows if not is_ignored}
+        assert predicted == {(place, int(ids[0, place + 1])) for place in range(11)}
+        shifted = [part.ids.roll(-1, dims=1)[0] for part in parts]
+        assert any(not torch.equal(part.next_tokens[0], wrong) for part, wrong in zip(parts, shifted, strict=True))
+
+
+def divide_heads(rank: int, port: int) -> str:
+    with process_group(rank, 2, port):
+        q = torch.zeros(1, 3, 4, 2)
+        part = ContextParallel(all_ranks("cp"), "heads").part(torch.zeros(1, 8, dtype=torch.long))
+        with pytest.raises(InputError) as refused:
+            part.sequence.attend(q, q, q)
+        assert context_of().world_size == 2
+        return str(refused.value)
+
+
+def test_heads_that_cannot_be_divided_are_refused() -> None:
+    assert (
+        run_ranks(2, divide_heads, free_port())
+        == ["--cp 2 with --cp-kind heads: the ranks must divide the 3 heads"] * 2
+    )
