@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from distlab.comm.names import named
-from distlab.run.context_settings import ContextSettings
+from distlab.run.context_settings import EqualPartsSettings
 from distlab.run.main import main
 from distlab.run.training import TrainingRun
 from simplellm.attention import SequencePart, attend_to_earlier
@@ -25,7 +25,7 @@ from simplellm.llama import CausalLLama, LLama
 from simplellm.losses import next_token_loss
 from simplellm.tokenizers import SPTokenizer
 
-DEFAULTS = ContextSettings(batch_size=1)
+DEFAULTS = EqualPartsSettings(batch_size=1)
 
 
 class GatherAll(torch.autograd.Function):
@@ -53,7 +53,7 @@ def attend_to_all_ranks(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor
     return attend_to_earlier(q, k, v, mask)
 
 
-def train(run: TrainingRun[ContextSettings]) -> None:
+def train(run: TrainingRun[EqualPartsSettings]) -> None:
     args, tokenizer = run.settings, SPTokenizer(run.settings.tokenizer)
     net = LLama(CausalLLama, tokenizer.vocab_size, padding_idx=tokenizer.pad_id, **run.model_options())
     stories = TinyStories(tokenizer, **run.data_options())  # all ranks read the same sequences

@@ -51,6 +51,8 @@ TOPOLOGIES = {  # a script, and flags that are placed before the user's own
     "pp-zbv": "PP/schedules/intro_PP_schedules.py --schedule zb-v",
     "tp": "TP/intro_TP.py",
     "tp-styles": "TP/intro_TP_styles.py",
+    "cp": "CP/intro_CP.py",
+    "cp-ring": "CP/intro_CP_ring.py",
     "sentiment": "TP/sentiment/tp_tensor_parallel.py",
     "hybrid": "hybrid/intro_hybrid.py",
     "collectives": "collectives/intro_collectives.py",

@@ -26,6 +26,19 @@ class ContextSettings(WorldSize, TrainSettings):
 
 
 @dataclass
+class EqualPartsSettings(ContextSettings):
+    """A run whose ranks have parts of the same length, one after another."""
+
+    def check(self) -> None:
+        super().check()
+        seq, ranks = self.seq_len, self.world_size
+        sentence = (
+            f"this script cuts sequences into equal parts; give a multiple of {ranks}, or use cp-ring, which pads"
+        )
+        require(seq % ranks == 0, f"--seq-len {seq} with --world-size {ranks}: {sentence}")
+
+
+@dataclass
 class RingSettings(ContextSettings):
     """A run whose ranks share sequences in one of several ways."""
 

@@ -1,0 +1,97 @@
+"""Context parallelism gives the training run of one process: losses, gradients, parameters, under plain SGD."""
+
+import json
+import signal
+from pathlib import Path
+
+import pytest
+from support.chapters import OneProcess, assert_equal, train_on
+from support.processes import LAB
+from support.terminals import terminals
+
+PLAIN, RING = "CP/intro_CP.py", "CP/intro_CP_ring.py"
+MODEL = (
+    "--lr 0.2 --dmodel 48 --num-heads 12 --num-kv-heads 6 --n-layers 2 --seq-len 25".split()
+)  # no number of ranks divides 25
+ROUNDING = 2e-6  # relative: sums over ranks are added up in another order
+
+
+EVEN, DOCUMENTS = "--seq-len 24", "--seq-len 99 --lr 0.6 --document-mask"  # in some rows a story ends
+
+
+@pytest.mark.parametrize(
+    ("script", "ranks", "model", "flags"),
+    [
+        (PLAIN, 1, "", ""),
+        (PLAIN, 3, EVEN, "--transport gloo"),
+        (PLAIN, 2, EVEN, "--micro-batches 2"),
+        (RING, 2, "", "--micro-batches 2"),
+        (RING, 3, DOCUMENTS, "--transport gloo"),
+        (RING, 4, "", "--cp-order contiguous --transport shared"),
+        (RING, 2, DOCUMENTS, "--recompute all --micro-batches 2"),
+        (RING, 3, DOCUMENTS, "--cp-kind gather"),
+        (RING, 2, DOCUMENTS, "--cp-kind heads"),
+        (RING, 4, "", "--cp-kind heads"),
+    ],
+)
+def test_is_the_run_of_one_process(
+    script: str, ranks: int, model: str, flags: str, one_process: OneProcess, tmp_path: Path
+) -> None:
+    expected_parameters, expected_gradients, expected_losses = one_process(2, *MODEL, *model.split())
+    all_flags = [*MODEL, *model.split(), "--world-size", str(ranks), "--batch-size", "2", *flags.split()]
+    parameters, gradients, own_losses = train_on(ranks, script, tmp_path, *all_flags)
+    assert own_losses == pytest.approx(expected_losses, rel=1e-6)
+    for rank in range(ranks):
+        assert_equal(parameters[rank], expected_parameters, ROUNDING)
+        assert_equal(gradients[rank], expected_gradients, ROUNDING)
+
+
+def test_a_mask_changes_the_losses(one_process: OneProcess) -> None:
+    """Or the tests with documents would show nothing."""
+    masked, usual = DOCUMENTS.split(), DOCUMENTS.split()[:-1]
+    assert one_process(2, *MODEL, *usual)[2] != pytest.approx(one_process(2, *MODEL, *masked)[2], rel=1e-5)
+
+
+def test_one_rank_is_one_process_bit_for_bit(one_process: OneProcess, tmp_path: Path) -> None:
+    _, _, losses = train_on(1, RING, tmp_path, *MODEL, "--world-size", "1", "--batch-size", "2")
+    assert losses == one_process(2, *MODEL)[2]
+
+
+def test_clipping_validation_and_another_number_of_ranks(one_process: OneProcess, tmp_path: Path) -> None:
+    """A run of two ranks goes on with three, and then as one process: the losses are those of an unbroken run."""
+    recipe = [*MODEL, *"--clip-norm 0.3 --eval-every 2 --eval-sequences 3 --batch-size 2".split()]
+    alone = train_on(1, RING, tmp_path / "alone", *recipe, "--world-size", "1")[2]
+    first = train_on(2, RING, tmp_path / "run", *recipe, *"--world-size 2 --steps 2 --save-every 2".split())[2]
+    more = ["--resume", str(tmp_path / "run"), "--steps"]
+    second = train_on(3, RING, tmp_path / "second", *recipe, "--world-size", "3", *more, "3", "--save-every", "1")[2]
+    more[1] = str(tmp_path / "second")
+    third = train_on(1, "primer/intro.py", tmp_path / "third", *recipe, *more, "4")[2]
+    assert [*first, *second, *third] == pytest.approx(alone, rel=1e-6)
+
+    def validated(run: str) -> list[float]:
+        lines = (tmp_path / run / "metrics.jsonl").read_text().splitlines()
+        return [record["validation_loss"] for record in map(json.loads, lines) if "validation_loss" in record]
+
+    assert validated("run") + validated("third") == pytest.approx(validated("alone"), rel=1e-6)
+
+
+@pytest.mark.parametrize("script", [PLAIN, RING])
+def test_a_rank_that_is_killed_in_the_ring_is_named(script: str, tmp_path: Path) -> None:
+    text = (LAB / script).read_text().replace("loss.backward()", DIES.format(rank=1))
+    broken = tmp_path / "broken.py"
+    broken.write_text(text)
+    flags = [
+        *MODEL[:-1],
+        "24",
+        *"--world-size 3 --batch-size 1 --steps 3 --data sample --timeout 20 --device cpu".split(),
+    ]
+    with terminals(broken, 3, tmp_path, *flags) as ranks:
+        ended = [rank.finish(60) for rank in ranks]
+    assert ended[1].status == -signal.SIGKILL
+    for rank in (0, 2):
+        assert ended[rank].status == 1
+        assert "keys" in ended[rank].err
+        assert "rank 1" in ended[rank].err
+
+
+DIES = "import os, signal; step == 1 and run.rank == {rank} and os.kill(os.getpid(), signal.SIGKILL); loss.backward()"
