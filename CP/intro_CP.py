@@ -78,9 +78,10 @@ def train(run: TrainingRun[EqualPartsSettings]) -> None:
             loss.backward()
             losses.append(loss)
         for name, parameter in net.named_parameters():  # each rank has the gradients of its own positions
+            assert parameter.grad is not None
             with named(f"the gradient of {name}", "gradients"):
                 dist.all_reduce(parameter.grad)
-            parameter.grad /= run.world_size
+            parameter.grad.div_(run.world_size)
         run.log(step, losses)
         run.clip(optimizer)
         optimizer.step()

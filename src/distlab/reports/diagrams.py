@@ -4,7 +4,7 @@ import itertools
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, get_args
 
 import torch
 import tyro
@@ -13,6 +13,7 @@ from distlab.collectives.algorithms import ALL_REDUCES, broadcast_naive, broadca
 from distlab.collectives.simulation import SimulatedWorld
 from distlab.comm.layout import Neighbors, coordinate
 from distlab.comm.link import Link
+from distlab.parallel.context_parallel import Order, positions_of, work
 from distlab.pipeline.actions import ActionCosts
 from distlab.pipeline.auto import Limit
 from distlab.pipeline.plan import simulate
@@ -89,6 +90,32 @@ def splits(png: Png, /, ranks: int = 3) -> None:
         axes.text(8.1, 0, exchange, ha="left", va="center")
         axes.set(xlim=(-1.8, 11.4), ylim=(-1.2, 1.5), aspect="equal")
         axes.axis("off")
+    style.save(figure, png)
+
+
+def sequence_parts(png: Png, /, ranks: int = 4) -> None:
+    """Which rank computes which pairs of queries and keys, and in which step of the ring; each rank has a color.
+
+    Args:
+        ranks: number of ranks that share a sequence.
+    """
+    require(2 <= ranks <= len(style.SERIES), f"--ranks {ranks}: give 2 to {len(style.SERIES)}")
+    figure, grid = style.subplots(4.4, 1, 2)
+    chunks = 2 * ranks
+    for axes, order in zip(grid, get_args(Order), strict=True):
+        busiest = max(sum(steps) for steps in work(ranks, order)) * ranks
+        owners = {int(chunk): rank for rank in range(ranks) for chunk in positions_of(rank, ranks, chunks, order)}
+        for query, key in itertools.product(range(chunks), repeat=2):
+            if key > query:
+                continue
+            color = style.lighter(style.SERIES[owners[query]], 0.4 if key == query else 0.75)
+            axes.add_patch(style.rectangle(key, query, 1, 1, color))
+            step = (owners[query] - owners[key]) % ranks
+            axes.text(key + 0.5, query + 0.5, step, ha="center", va="center", size=style.SMALL)
+        title = f"{order}: busiest rank {busiest:.3g} \N{MULTIPLICATION SIGN} the mean"
+        axes.set(title=title, xlabel="keys", xlim=(0, chunks), ylim=(chunks, 0), aspect="equal", xticks=[], yticks=[])
+    grid[0].set_ylabel("queries")
+    style.legend(figure, {f"rank {rank}": style.swatch(style.SERIES[rank]) for rank in range(ranks)})
     style.save(figure, png)
 
 

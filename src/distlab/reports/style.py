@@ -64,7 +64,7 @@ def lighter(color: str, share: float) -> tuple[float, ...]:
     return tuple(1 - (1 - part) * share for part in to_rgb(color))
 
 
-def rectangle(x: float, y: float, width: float, height: float, color: str) -> Any:
+def rectangle(x: float, y: float, width: float, height: float, color: "str | tuple[float, ...]") -> Any:
     """A filled rectangle, to be added to axes."""
     from matplotlib.patches import Rectangle
 
