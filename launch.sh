@@ -10,4 +10,6 @@ done
 source "$(dirname "$self")/environment.sh"
 prepare requirements.txt
 export TORCH_CPP_LOG_LEVEL=${TORCH_CPP_LOG_LEVEL:-ERROR}  # it warns of every address without a name
-exec "$python" -c "$run_module" "$lab/src" distlab.launch "$@"
+# Ctrl-C ends this process at once, without a traceback, until distlab.launch has started ranks.
+quiet="import _signal as s; s.getsignal(2) is s.default_int_handler and s.signal(2, s.SIG_DFL)"
+exec "$python" -c "$quiet; $run_module" "$lab/src" distlab.launch "$@"
