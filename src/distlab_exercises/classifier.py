@@ -1,7 +1,7 @@
 """Tries the classifier of linear layers, and the loop that trains it, on one process."""
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -11,7 +11,7 @@ from torch.nn import functional
 from distlab.run.settings import RunSettings
 from distlab_exercises.loading import join, load
 from distlab_exercises.ranks import Facts, Submission
-from distlab_exercises.shares import differs
+from distlab_exercises.shares import differs, name_gradient
 from distlab_exercises.verdict import Wrong, expect
 
 STEPS, LR = 3, 0.1
@@ -95,24 +95,17 @@ def _check_steps(student: Any, run: Any) -> None:
     run.close()
     times = f"the weights were updated {len(seen)} times in {STEPS} steps: once in each step is right"
     expect(len(seen) == STEPS, "steps", times)
-    earlier = [torch.zeros_like(weight) for weight in seen[0][0]]  # the sum of the gradients of the steps before
+    before: list[Any] = [None] * len(seen[0][0])  # the gradients of the step before
     updated = seen[0][0]
-    for step, (batch, (weights, own)) in enumerate(zip(rows, seen, strict=True)):
+    for step, (batch, (weights, gradients)) in enumerate(zip(rows, seen, strict=True)):
         told = f"step {step - 1}: the weights were not updated by -lr times their gradients"
-        expect(not _differ(weights, updated), "update", told)
+        expect(not any(map(differs, weights, updated)), "update", told)
         points, labels = train_set[batch]
         leaves = [weight.clone().requires_grad_() for weight in weights]
         right = torch.autograd.grad(functional.cross_entropy(_logits(leaves, points), labels), leaves)
-        added = [a + b for a, b in zip(earlier, right, strict=True)]
-        if _differ(own, right):
-            cleared = f"step {step}: the gradients are zero before the update: compute them after they are cleared"
-            expect(any(gradient.any() for gradient in own), "zero", cleared)
-            told = f"step {step}: the gradients of the steps before are still there: set them to zero"
-            expect(_differ(own, added), "not-cleared", told)
-            raise Wrong("gradients", f"step {step}: the gradients before the update are not those of this batch's loss")
-        earlier = added
+        for number, (own, expected) in enumerate(zip(gradients, right, strict=True)):
+            if differs(own, expected):
+                mistake = name_gradient(own, [[expected]], before[number], own=-1)
+                raise Wrong(mistake.name, f"step {step}: the gradient of weight {number} {mistake.sentence}")
+        before = list(right)
         updated = [weight - LR * gradient for weight, gradient in zip(weights, right, strict=True)]
-
-
-def _differ(own: Sequence[Tensor], right: Sequence[Tensor]) -> bool:
-    return any(differs(a, b) for a, b in zip(own, right, strict=True))

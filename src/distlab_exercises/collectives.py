@@ -103,9 +103,9 @@ def name_difference(
     if kind in ("gather", "allgather", "alltoall"):
         row = next(r for r in range(len(inputs)) if not torch.allclose(result[r], right[r], rtol=1e-4, atol=1e-4))
         what = f"rank {row}'s {'segment' if kind == 'alltoall' else 'tensor'}"
-        raise Wrong("wrong-row", f"{own}: row {row}, where {what} should be, {_whose(result[row], inputs)}")
-    told = f"{own} {(whose := _whose(result, inputs))}"
-    changed = f"{own}, which is not the root, no longer has its own tensor: it {whose}"
+        raise Wrong("wrong-row", f"{own}: row {row}, where {what} should be, {whose(result[row], inputs)}")
+    told = f"{own} {whose(result, inputs)}"
+    changed = f"{own}, which is not the root, no longer has its own tensor: it {whose(result, inputs)}"
     expect(kind != "reduce" or rank == root, "changed", changed)
     expect(kind != "broadcast", "wrong-tensor", f"{told}, and should have rank {root}'s")
     ignored = f"{told}, and should have the maximum of all: `op` says how to combine"
@@ -113,16 +113,16 @@ def name_difference(
     raise Wrong("wrong-sum", f"{told}, and should have the sum of all")
 
 
-def _whose(result: Tensor, inputs: list[Tensor]) -> str:
-    """A result in terms of the ranks' tensors, of which it may be a sum."""
+def whose(result: Tensor, inputs: list[Tensor], what: str = "tensor") -> str:
+    """What a rank has, in terms of the ranks' tensors, of which it may be a sum."""
     if not result.any():
         return "has only zeros"
     found = fit(result, inputs) if result.shape == inputs[0].shape and result.numel() > len(inputs) else None
     if found is None:
-        return "has something else than a sum of the ranks' tensors"
+        return f"has something else than a sum of the ranks' {what}s"
     counts = [round(x) for x in found]
     if sum(counts) == max(counts) == 1:
-        return f"has rank {counts.index(1)}'s tensor"
+        return f"has rank {counts.index(1)}'s {what}"
     parts = [f"rank {rank}'s {'' if n == 1 else f'{n} times'}".strip() for rank, n in enumerate(counts) if n]
     lost = [str(rank) for rank, n in enumerate(counts) if not n]
     lacks = f", without rank {' and '.join(lost)}'s" if lost else ""

@@ -19,6 +19,7 @@ from distlab_exercises.submissions import exercise_of, handed_in, name_of, read,
 from simplellm.errors import InputError, require
 
 MY = Path("my")  # which git ignores
+NOTHING = f"has no file of an exercise; {LAUNCHER} exercise writes them"
 
 
 def exercise(args: Sequence[str], prog: str) -> int:
@@ -154,7 +155,7 @@ def grade(args: Sequence[str], prog: str) -> int:
     found = {file.exercise.name for file in files if file.exercise is not None}
     asked = {_find(name).name for name in given.exercise} if given.exercise else found
     exercises = [each for each in EXERCISES.values() if each.name in asked]
-    require(bool(found), f"{given.folder}: has no file of an exercise; {LAUNCHER} exercise writes them")
+    require(bool(found or (asked and students)), f"{given.folder}: {NOTHING}")
     for path in (path for path in (given.csv, given.json) if path is not None):
         try:
             path.touch(exist_ok=False)
@@ -173,23 +174,18 @@ def _find(name: str) -> Exercise:
 
 
 def _files(paths: Sequence[Path], wanted: Exercise | None) -> "list[Path]":
-    """The files among paths; of a folder, those below it that solve an exercise, or have the file name of `wanted`.
-
-    One that only looks like a solution is not passed over without a word.
-    """
+    """The files among paths; of a folder, those below it that solve an exercise, or have the file name of `wanted`."""
     found: list[Path] = []
     for path in paths:
         require(path.exists(), f"{path}: does not exist")
-        inside = []
-        for file in (file for file in handed_in(path) if path.is_dir() and file.path.suffix == ".py"):
+        inside = [] if path.is_dir() else [path]
+        for file in (file for file in handed_in(path) if file.path.suffix == ".py"):
             if file.exercise is not None or (wanted is not None and file.path.name == wanted.file_name):
                 inside.append(file.path)
-            elif any(file.path.name == each.file_name for each in EXERCISES.values()) or "does not say" not in file.why:
+            else:
                 print(f"# skipped {file.why}", file=sys.stderr)
-        require(
-            bool(inside) or not path.is_dir(), f"{path}: has no file of an exercise; {LAUNCHER} exercise writes them"
-        )
-        found += inside or [path]
+        require(bool(inside), f"{path}: {NOTHING}")
+        found += inside
     return found
 
 

@@ -22,7 +22,6 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import torch
@@ -206,10 +205,7 @@ def _failed(rank: int, error: BaseException, script: str) -> Report:
     name = "" if isinstance(error, InputError | TrafficError) else f"{type(error).__name__}{': ' * bool(told)}"
     is_none = "NoneType" in str(error) or isinstance(error, AssertionError)
     if is_none and (gradient := re.search(r"\w+\.grad\b", line)):
-        name, told = (
-            "",
-            f"{gradient[0]} is None: only what requires a gradient gets one (requires_grad_), in a backward pass",
-        )
+        name, told = "", f"{gradient[0]} is None: what requires no gradient (requires_grad_) gets none"
     return Report(rank, "failed", [f"{name}{told}"], line=line)
 
 
@@ -225,7 +221,7 @@ def _watch(rank: int, script: str, patience: Patience, tell: Callable[[Report], 
         frame, now, own = sys._current_frames().get(main), [], ""
         while frame is not None:
             now.append((id(frame.f_code), frame.f_lasti))
-            own = own or _line_of(frame, script)
+            own = own or (_line_at(script, frame.f_lineno) if frame.f_code.co_filename == script else "")
             frame = frame.f_back
         worked = _seconds_computed_by(main)  # a loop may be seen at one place again and again
         if now != before or worked - worked_before > SECONDS_OF_A_WAIT:
@@ -254,10 +250,6 @@ def _context() -> Context | None:
 def _seconds_computed_by(thread: int) -> float:
     """Of the processor's time; 0 where the system does not tell."""
     return time.clock_gettime(time.pthread_getcpuclockid(thread)) if hasattr(time, "pthread_getcpuclockid") else 0.0
-
-
-def _line_of(frame: FrameType, script: str) -> str:
-    return _line_at(script, frame.f_lineno) if frame.f_code.co_filename == script else ""
 
 
 def _line_at(script: str, number: int) -> str:

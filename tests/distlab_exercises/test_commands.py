@@ -100,7 +100,7 @@ def test_a_folder_of_submissions_is_graded_by_one_command(tmp_path: Path, capsys
     assert launch(["check", "--json", str(tmp_path)]) == 1
     written = capsys.readouterr()
     assert [line.partition(": ")[0] for line in written.err.splitlines()] == [
-        f"# skipped {tmp_path / name}" for name in ("bytes.py", "intro_DP_GA.py")
+        f"# skipped {tmp_path / name}" for name in ("bytes.py", "intro_DP_GA.py", "notes.py")
     ]
     ada, bob = [json.loads(line) for line in written.out.splitlines()]
     assert (ada["exercise"], ada["passed"]) == ("broadcast", True)

@@ -82,7 +82,7 @@ ATTEMPTS = [
     Attempt(
         "mlp",
         "not-cleared",
-        "step 1: the gradients of the steps before",
+        "step 1: the gradient of weight 0 still contains the gradient of the step before: it was not set to zero",
         changes=(("        optimizer.zero_grad()\n", ""),),
         only="train",
     ),

@@ -71,7 +71,7 @@ ATTEMPTS = [
     Attempt(
         "pp-1f1b",
         "exception",
-        "inputs.grad is None: only what requires a gradient gets one",
+        "inputs.grad is None: what requires no gradient (requires_grad_) gets none",
         changes=(
             ("        inputs.requires_grad_()  # the previous stage waits for its gradient\n", ""),
             ("        assert inputs.grad is not None\n", ""),
