@@ -1,9 +1,11 @@
 """Exercises made from the chapters' scripts, and a checker that compares what is handed in with one process.
 
-`catalogue` lists the exercises, `skeleton` writes their files, and `commands` has `exercise`, `hint` and `check`.
-These three work without torch. `checker` runs a file: `loading` imports it, and `ranks` forks its ranks.
-`training` tries a script, `comparison` compares it with one process, and `shares` finds out what is wrong with a
-gradient. `schedules`, `collectives`, `programs`, `layers`, `classifier`, `checkpoints` and `over_mpi` try functions.
+`catalogue` lists the exercises, `skeleton` writes their files, `submissions` tells which file solves which, and
+`commands` has `exercise`, `hint`, `check` and `grade`. These work without torch until a file is checked. `checker` runs
+a file, and `grading` those of a course: `loading` imports it, and `ranks` forks its ranks, which raise what is wrong
+(`verdict`). `training` tries a script, `comparison` compares it with one process, and `shares` finds out what is wrong
+with a gradient. `schedules`, `collectives`, `programs`, `layers`, `classifier`, `checkpoints` and `over_mpi` try
+functions.
 
 May import `distlab`, but not `distlab_planner`, and no script of a chapter.
 """

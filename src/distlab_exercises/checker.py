@@ -12,7 +12,7 @@ from distlab_exercises.catalogue import EXERCISES, Exercise
 from distlab_exercises.checkpoints import try_checkpoint
 from distlab_exercises.classifier import try_classifier
 from distlab_exercises.collectives import try_collective
-from distlab_exercises.layers import try_layer
+from distlab_exercises.layers import try_conjugate, try_layer
 from distlab_exercises.over_mpi import try_function, try_method
 from distlab_exercises.programs import try_case, try_product
 from distlab_exercises.ranks import Patience, RankWork, Submission, raise_trouble
@@ -30,6 +30,7 @@ FUNCTIONS: dict[str, tuple[int, RankWork, str]] = {
     "classifier": (1, try_classifier, "three layers, three steps"),
     "product": (3, try_product, "3 ranks"),
     "case": (3, try_case, "3 ranks"),
+    "conjugate": (2, try_conjugate, "2 ranks, forward and backward"),
     "layer": (2, try_layer, "2 ranks"),
 }
 SECONDS_AFTER_A_DEADLOCK = 3.0  # that ranks may stand still, or compute, where another function has ended in one

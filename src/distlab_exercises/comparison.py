@@ -1,9 +1,8 @@
 """All tensors of a run on several ranks beside those of one process: what differs first, and by which mistake."""
 
 import itertools
-import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -143,31 +142,12 @@ class Comparison:
                 elif shares.differs(own, right):
                     found.append(Difference(step, rank, name, name_mistake(rank, step, name, own)))
         order = {name: index for index, name in enumerate(self.facts["names"])}
-        if kind == "gradient" and found and (same := self._mistake_of_slices(step, found)):
-            found = [replace(difference, mistake=same) for difference in found]
         return sorted(found, key=lambda difference: (difference.rank, order[difference.name]))
 
     def _gradient_mistake(self, rank: int, step: int, name: str, own: Tensor) -> Mistake:
         before = self._gradient(rank, step - 1, name) if step else None
         replica = self._replica(rank, f"gradient|{step}|{name}")
         return shares.name_gradient(own, self._shares(rank, step, name), before, replica, self.member)
-
-    def _mistake_of_slices(self, step: int, found: list[Difference]) -> Mistake | None:
-        """The mistake of a tensor-parallel run, if the gradients show which of f and g is at fault."""
-        slices = self.trial.layout.get("tp", 1)
-        if slices == 1:
-            return None
-        for name in self.facts["names"]:
-            key = f"gradient|{step}|{name}"
-            held_whole = all(name not in report.facts["slices"] for report in self.reports)
-            if held_whole and any(shares.differs(tensors[key], self.ranks[0][key]) for tensors in self.ranks[1:]):
-                why = f"the ranks have different gradients of {name}, which all hold whole"
-                return Mistake("f-missing", f"is wrong: {why}; so what came back from the slices was not added up (f)")
-        for mistake in (difference.mistake for difference in found):
-            if mistake.factor is not None and math.isclose(mistake.factor, slices, rel_tol=0.02):
-                why = f"gradients that {slices} ranks have alike were added up; the gradient of a sum is passed on (g)"
-                return Mistake("g-adds-again", f"is wrong: {why}")
-        return None
 
     def _weights_mistake(self, rank: int, step: int, name: str, own: Tensor) -> Mistake:
         before = self._own(rank, name, self.one[f"weights|{step}|{name}"])

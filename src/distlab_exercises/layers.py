@@ -55,6 +55,42 @@ WHOLE: dict[str, tuple[tuple[Any, ...], Callable[[], nn.Module], tuple[int, ...]
 }
 
 
+def try_conjugate(rank: int, submission: Submission, name: str) -> Facts:
+    """Compare f or g of a student's file, an autograd Function, with what each passes on, forward and backward."""
+    student = load(submission.script)
+    run = join(rank, submission, RANKS, Settings(), Settings)
+    generator = torch.Generator().manual_seed(4)
+    xs, grads = (list(torch.randn(RANKS, BATCH, INPUTS, generator=generator)) for _ in range(2))  # by rank
+    is_f = name == "CopyTo"
+    xs, grads = (xs[:1] * RANKS, grads) if is_f else (xs, grads[:1] * RANKS)  # what is the same on all ranks
+    x, grad = xs[rank].clone().requires_grad_(), grads[rank].clone()
+    result = getattr(student, name).apply(x)
+    result.backward(grad)
+    assert x.grad is not None
+    run.close()
+    is_kept = torch.equal(x, xs[rank]) and torch.equal(grad, grads[rank])
+    with where(f"rank {rank}"):
+        expect(is_kept, "in-place", f"{name} changes what it is given")
+        if is_f:
+            expect(torch.equal(result, x), "forward", "forward returns something else than its input")
+            _expect_sum(x.grad, grads, rank, "f", "backward: the gradient")
+        else:
+            _expect_sum(result, xs, rank, "g", "forward: the result")
+            again = "gradients that the ranks have alike were added up; the gradient of a sum is passed on (g)"
+            expect(differs(x.grad, RANKS * grad), "g-adds-again", f"backward: {again}")
+            told = "backward: the gradient is not passed on as it is, as that of a sum is (g)"
+            expect(not differs(x.grad, grad), "g-backward", told)
+    return {"right": ["what it passes on, forward and backward"]}
+
+
+def _expect_sum(found: Tensor, given: list[Tensor], rank: int, letter: str, what: str) -> None:
+    total, own = torch.stack(given).sum(0), f"{what} is the rank's own: the ranks' were not added up ({letter})"
+    expect(differs(found, given[rank]), f"{letter}-missing", own)
+    mean = f"{what} is the mean of the ranks', not their sum ({letter})"
+    expect(differs(RANKS * found, total), f"{letter}-averages", mean)
+    expect(not differs(found, total), f"{letter}-wrong", f"{what} is not the sum of the ranks' ({letter})")
+
+
 def try_layer(rank: int, submission: Submission, name: str) -> Facts:
     """Compute with a class of a student's file, forward and backward."""
     sys.path.insert(0, str(LAB / "TP" / "sentiment"))  # where the chapter's scripts import each other

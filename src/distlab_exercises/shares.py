@@ -24,7 +24,6 @@ class Mistake:
 
     name: str  # for machines: "summed", "rank-missing"
     sentence: str  # goes on after "the gradient of `head.weight` on rank 1 …"
-    factor: float | None = None  # the number of times that it is too large, where that is all
 
 
 def differs(own: Tensor, expected: Tensor) -> bool:
@@ -113,7 +112,7 @@ def _uniform(k: float, n: int, m: int, member: str) -> Mistake:
     if k > 0 and _near(math.log(k, n) if n > 1 else 0.5, round(math.log(k, n)) if n > 1 else 0):
         again = f"added up over the {member}s" if k > 1 else f"divided by the {n} {member}s"
         return Mistake("scaled-again", f"{other}: it was {again} again and again")
-    return Mistake("scaled", other, k)
+    return Mistake("scaled", other)
 
 
 def _by_replica(rows: list[float], own: int, n: int, member: str) -> Mistake:

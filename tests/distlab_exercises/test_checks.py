@@ -67,7 +67,7 @@ PLAIN: dict[str, str | tuple[str, ...]] = {
 def test_what_plain_calls_of_torch_send_is_counted_like_the_chapters_own(name: str, tmp_path: Path) -> None:
     exercise, path = smallest(EXERCISES[name]), tmp_path / EXERCISES[name].file_name
     path.write_text(Attempt(name, "", "", PLAIN[name]).text(path))
-    [verdict] = check(exercise, path, PATIENCE)
+    *_, verdict = check(exercise, path, PATIENCE)
     assert verdict.passed, verdict.sentences
     assert verdict.sent
     for sent, needed in verdict.sent.values():

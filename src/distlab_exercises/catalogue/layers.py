@@ -76,6 +76,7 @@ EXERCISES = [
         ),
         script="TP/intro_TP.py",
         takes=("CopyTo", "ReduceFrom"),
+        functions="conjugate",
         trials=(_slices(2, 3, 3), _slices(4, 2, 1)),
     ),
     Exercise(

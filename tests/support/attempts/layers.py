@@ -15,9 +15,26 @@ ATTEMPTS = [
     Attempt("tp", "g-adds-again", "(g)", changes=(("        return grad\n", f"{ALL_REDUCED}        return grad\n"),)),
     Attempt(
         "tp",
-        "loss",
-        "the forward pass computes something else",
+        "g-missing",
+        "forward: the result is the rank's own: the ranks' were not added up (g)",
         changes=(left_out("activations"),),
+    ),
+    Attempt(
+        "tp",
+        "g-averages",
+        "forward: the result is the mean of the ranks', not their sum (g)",
+        changes=(
+            (
+                'layer activations"):\n            dist.all_reduce(total)\n',
+                'layer activations"):\n            dist.all_reduce(total)\n        total /= dist.get_world_size()\n',
+            ),
+        ),
+    ),
+    Attempt(
+        "tp",
+        "in-place",
+        "CopyTo changes what it is given",
+        changes=(("total = grad.clone(memory_format=torch.contiguous_format)", "total = grad"),),
     ),
     Attempt(
         "tp-layers",
