@@ -67,7 +67,7 @@ def as_run(model: Model, layout: RunLayout, machine: Machine) -> network.Layout:
         return predict(Costs(hosts, model, layout, threads=1)).seconds - step_seconds
 
     half = layout.ranks // 2
-    script = f"hybrid/intro_hybrid.py {layout.flags(model)}"
+    script = f"hybrid/intro_5d.py {layout.flags(model)}"
     return network.Layout(described(layout, model), script, (0,) * half + (1,) * half, link_seconds)
 
 

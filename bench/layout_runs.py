@@ -46,7 +46,7 @@ from simplellm.llama import LLamaStage
 from simplellm.tokenizers import SPTokenizer
 
 LAB = Path(__file__).resolve().parents[1]
-SCRIPT = "hybrid/intro_hybrid.py"
+SCRIPT = "hybrid/intro_5d.py"
 
 WARM_UP = 2  # steps
 IN_A_ROW = 3  # steps of a turn; the reference runs before and after them. The first finds cold caches, and is left out
@@ -81,7 +81,7 @@ class Record:
 
 def hybrid_script() -> ModuleType:
     """The hybrid's script as a module."""
-    spec = importlib.util.spec_from_file_location("intro_hybrid", LAB / SCRIPT)
+    spec = importlib.util.spec_from_file_location("intro_5d", LAB / SCRIPT)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)

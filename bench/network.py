@@ -134,7 +134,7 @@ def streaming_seconds(wire: Wire, model_bytes: float, message_bytes: float, step
 
 
 DP = f"--world-size 2 --batch-size {SEQUENCES // 2}"
-HYBRID = f"hybrid/intro_hybrid.py --dp 2 --pp 2 --batch-size {SEQUENCES // 2} --micro-batches {SEQUENCES // 2}"
+HYBRID = f"hybrid/intro_5d.py --dp 2 --pp 2 --batch-size {SEQUENCES // 2} --micro-batches {SEQUENCES // 2}"
 PP = f"PP/schedules/intro_PP_schedules.py --world-size 2 --batch-size {SEQUENCES} --micro-batches {SEQUENCES}"
 WA = f"DP/weight_aggr/intro_DP_WA.py {DP} --sync-every"
 H, FRAGMENTS, OVERLAP = 64, 2, 24

@@ -4,109 +4,70 @@
     ./launch.sh hybrid                                                  2 pipelines of 3 stages, 3 micro-batches
     ./launch.sh hybrid --dp 3 --pp 2 --micro-batches 4 --batch-size 4   any other layout
     ./launch.sh hybrid --dp 2 --pp 2 --tp 2                             each stage split over 2 ranks
-    ./launch.sh hybrid --shard optimizer                                replicas shard the optimizer's state
-    ./launch.sh hybrid --outer diloco --sync-every 50                   pipelines far apart, as in chapter 16
 
 Within a pipeline, neighboring stages exchange activations and gradients for each micro-batch. Across pipelines, the
-ranks that hold the same stage average its gradients once per step, bucket by bucket. A bucket starts during the
-backward pass of the last micro-batch; over gloo or NCCL it is averaged meanwhile, in shared memory after the pass.
-With `--tp`, neighboring ranks share a stage, and exchange activations within every layer. With `--shard`, the replicas
-of a stage shard its optimizer's state, and more, as in DP/zero/intro_DP_ZeRO.py. With `--outer diloco`, each pipeline
-trains on its own for many steps, as the ranks of DP/diloco/intro_DP_DiLoCo.py do.
+ranks that hold the same stage average its gradients once per step. With `--tp`, neighboring ranks share a stage, and
+exchange activations within every layer. hybrid/intro_5d.py takes over for flags that this script does not have.
 """
 
+from collections.abc import Sequence
 from functools import partial
 
+import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed import ReduceOp
 
+from distlab.comm.grid import Axis
 from distlab.comm.names import named
-from distlab.parallel.data import Bucket, GradientBuckets, flatten_weights
-from distlab.parallel.outer import FragmentSchedule, OuterOptimizer
-from distlab.parallel.sharded import ShardedDP
 from distlab.parallel.tensor import shard
 from distlab.parallel.vocabulary import vocabulary_parallel_loss
-from distlab.pipeline.actions import describe_stages, stages_of
+from distlab.pipeline.actions import stages_of
 from distlab.pipeline.executor import Pipeline
-from distlab.pipeline.schedules import all_stages
 from distlab.pipeline.stages import build_stages
-from distlab.run.auto_schedule import find_schedule
 from distlab.run.main import main
-from distlab.run.stage_settings import HybridSettings
+from distlab.run.stage_settings import ThreeAxesSettings
 from distlab.run.training import TrainingRun
 from simplellm.dataloaders import TinyStories
-from simplellm.losses import causalLLMLoss
 from simplellm.tokenizers import SPTokenizer
 
-DEFAULTS = HybridSettings(batch_size=3)
+DEFAULTS = ThreeAxesSettings(batch_size=3)
+MORE = "intro_5d.py"  # has all axes and options
 
 
-def train(run: TrainingRun[HybridSettings]) -> None:
+def average(parameters: Sequence[nn.Parameter], replicas: Axis) -> None:
+    """Give the ranks that hold the same parameters, one in each pipeline, the mean of their gradients."""
+    gradients = torch.cat([parameter.grad.flatten() for parameter in parameters if parameter.grad is not None])
+    with named("the gradients of this stage", "gradients"):
+        dist.all_reduce(gradients, ReduceOp.AVG, replicas.group)
+    nn.utils.vector_to_parameters(gradients, [p.grad for p in parameters if p.grad is not None])
+
+
+def train(run: TrainingRun[ThreeAxesSettings]) -> None:
     args, tokenizer = run.settings, SPTokenizer(run.settings.tokenizer)
-    again = args.recompute == "all"
     stages, replicas, slices = (run.grid.axis(name) for name in ("pp", "dp", "tp"))
-    programs = all_stages(args.schedule, stages.size, args.micro_batches, args.chunks_per_stage, recompute=again)
-    program = programs[stages.rank]  # this rank's actions
-    split = args.split(tokenizer.vocab_size)
-    options = {"padding_idx": tokenizer.pad_id, **run.model_options()}
-    nets = build_stages(stages_of(program), split, tokenizer.vocab_size, **options)
-    stories = TinyStories(tokenizer, **run.data_options(), rank=replicas.rank, num_replicas=replicas.size)
-
     run.grid.make_groups("dp", "tp")
-    loss = partial(causalLLMLoss, vocab_size=tokenizer.vocab_size)
-    if args.tp > 1:
-        for net in nets.values():
-            shard(net, axis=slices)
-        loss = partial(vocabulary_parallel_loss, vocab_size=tokenizer.vocab_size, axis=slices)
-    if args.schedule == "auto":  # the order depends on what the passes take here
-        programs = find_schedule(run, nets, loss)
-    sharded: dict[int, ShardedDP] = {}
-    if args.shard != "none":
-        sharded = {stage: ShardedDP(net, args.shard, replicas, args.micro_batches) for stage, net in nets.items()}
-    optimizer = run.optimizer(sharded or nets)
+    programs, split = args.programs(), args.split(tokenizer.vocab_size)
+    options = {"padding_idx": tokenizer.pad_id, **run.model_options()}
+    nets = build_stages(stages_of(programs[stages.rank]), split, tokenizer.vocab_size, **options)
+    for net in nets.values():
+        shard(net, axis=slices)  # with --tp 1, a slice is the whole layer
+    loss = partial(vocabulary_parallel_loss, vocab_size=tokenizer.vocab_size, axis=slices)
     costs = args.pass_costs(tokenizer.vocab_size)  # by which an action uses the cores of idle stages
-    pipeline = Pipeline(
-        nets, programs, run.grid, loss, args.dmodel, cores=run.shared_cores, costs=costs, run_on=args.run_on
-    )
-    outer: OuterOptimizer | None = None
-    if args.outer == "diloco":
-        weights = flatten_weights(nn.ModuleList(nets.values()), replicas)
-        rounds = FragmentSchedule(args.sync_every, args.fragments, args.overlap_steps)
-        momentum, alpha = args.outer_momentum, args.merge_alpha
-        outer = OuterOptimizer(weights, rounds, args.outer_lr, momentum, alpha, args.compress, replicas)
-    run.track(sharded or nets, optimizer, loss, owners=pipeline.owners, outer=outer)
-
-    averaged = {} if sharded or outer else nets  # whose gradients are averaged after each step's backward passes
-    parameters = [parameter for net in averaged.values() for parameter in net.parameters()]
-
-    # [hybrid] Prepare the average of the gradients over the pipelines, if your way needs it.
-    def average(bucket: Bucket) -> dist.Work | None:
-        """Start to average gradients that are complete, while the backward pass continues to earlier layers."""
-        with named(f"{bucket} of {describe_stages(program)}", "gradients"):
-            return dist.all_reduce(bucket.flat, ReduceOp.AVG, bucket.axis.group, async_op=True)
-
-    buckets = GradientBuckets(parameters, on_full=average, backward_passes=args.micro_batches, over=replicas)
-    # [end]
+    pipeline = Pipeline(nets, programs, run.grid, loss, args.dmodel, cores=run.shared_cores, costs=costs)
+    stories = TinyStories(tokenizer, **run.data_options(), rank=replicas.rank, num_replicas=replicas.size)
+    optimizer = run.optimizer(nets)
+    run.track(nets, optimizer, loss, owners=pipeline.owners)
+    parameters = [parameter for net in nets.values() for parameter in net.parameters()]
 
     for step, batch in run.steps(stories):
         optimizer.zero_grad()
         losses = pipeline.step(batch.chunk(args.micro_batches))
-        # [hybrid] Give the ranks that hold the same stage the mean of their gradients.
-        buckets.finish()
-        # [end]
-        for part in sharded.values():
-            part.finish_gradients()
+        average(parameters, replicas)
         run.log(step, losses)
         run.clip(optimizer)
         optimizer.step()
-        for part in sharded.values():
-            part.gather_weights()
-        if outer:
-            outer.after(step)
-    if outer:
-        outer.wait()
 
 
 if __name__ == "__main__":
-    main(train, DEFAULTS, __doc__)
+    main(train, DEFAULTS, __doc__, MORE)

@@ -55,6 +55,7 @@ TOPOLOGIES = {  # a script, and flags that are placed before the user's own
     "cp-ring": "CP/intro_CP_ring.py",
     "sentiment": "TP/sentiment/tp_tensor_parallel.py",
     "hybrid": "hybrid/intro_hybrid.py",
+    "5d": "hybrid/intro_5d.py",
     "collectives": "collectives/intro_collectives.py",
     "compare-collectives": "collectives/compare_collectives.py",
     "mlp": "primer/mlp.py",

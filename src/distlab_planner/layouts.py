@@ -1,4 +1,4 @@
-"""The layouts of a training run, as the flags of `./launch.sh hybrid` ask for them."""
+"""The layouts of a training run, as the flags of `./launch.sh 5d` ask for them."""
 
 import functools
 import itertools
@@ -65,7 +65,7 @@ class RunLayout:
         return programs_of(self.schedule, self.size("pp"), self.micro_batches, self.recompute == "all")
 
     def flags(self, model: Model) -> str:
-        """For `./launch.sh hybrid`, without what is the default."""
+        """For `./launch.sh 5d`, without what is the default."""
         flags = " ".join(f"--{axis} {self.size(axis)}" for axis in ("dp", "pp", "tp"))
         flags += f" --batch-size {self.batch_size} --micro-batches {self.micro_batches}"
         flags += " --neighbors replicas" * (neighbors_of(self.axes) == "replicas")
@@ -96,7 +96,7 @@ class Choices:
 def layouts(
     model: Model, ranks: int, global_batch: int, choices: Choices | None = None, ranks_per_host: int | None = None
 ) -> Iterator[RunLayout]:
-    """All layouts of so many ranks that `./launch.sh hybrid` accepts.
+    """All layouts of so many ranks that `./launch.sh 5d` accepts.
 
     Replicas of a stage are neighbors only where that divides the pipelines between hosts, but not the replicas.
     Left out are the schedule `auto`, whose order is found when the run begins, and what another layout says, too: with

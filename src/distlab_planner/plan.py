@@ -167,7 +167,7 @@ def plan(request: PlanRequest) -> None:
 
 def command_of(row: Row, request: PlanRequest, model: Model) -> list[str]:
     """The arguments of launch.sh for a layout."""
-    return ["hybrid", *request.model_flags(), *row.layout.flags(model).split()]
+    return ["5d", *request.model_flags(), *row.layout.flags(model).split()]
 
 
 def host_flags(ranks: int, machine: Machine) -> list[str]:

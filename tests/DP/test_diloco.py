@@ -24,7 +24,7 @@ from simplellm.losses import causalLLMLoss
 from simplellm.tokenizers import SPTokenizer
 
 PLAIN, SCRIPT = "DP/diloco/intro_DP_DiLoCo.py", "DP/streaming/intro_DP_Streaming.py"
-HYBRID = "hybrid/intro_hybrid.py"
+HYBRID = "hybrid/intro_5d.py"
 Settings = StreamingSettings | HybridSettings
 
 

@@ -91,7 +91,7 @@ def test_micro_batches_change_nothing_and_matrices_decay_in_shards(
 def test_replicas_of_each_stage_are_sharded(ranks: int, layout: str, one_process: OneProcess, tmp_path: Path) -> None:
     expected_parameters, expected_gradients, expected_losses = one_process(6)
     flags = ["--batch-size", "3", *layout.split()]
-    parameters, gradients, own_losses = train_on(ranks, "hybrid/intro_hybrid.py", tmp_path, *flags)
+    parameters, gradients, own_losses = train_on(ranks, "hybrid/intro_5d.py", tmp_path, *flags)
     assert own_losses == pytest.approx(expected_losses, rel=1e-6)
     for state, expected in ((parameters, expected_parameters), (gradients, expected_gradients)):
         for own in state:

@@ -10,7 +10,7 @@ pytestmark = pytest.mark.quick
 NAIVE = "PP/1F1B/intro_PP_1F1B.py"
 MICRO_BATCHES = "PP/microbatches/intro_PP_microbatches.py"
 SCHEDULES = "PP/schedules/intro_PP_schedules.py"
-HYBRID = "hybrid/intro_hybrid.py"
+HYBRID, FIVE_AXES = "hybrid/intro_hybrid.py", "hybrid/intro_5d.py"
 
 
 def together(stages: list[State]) -> State:
@@ -51,25 +51,27 @@ def test_a_pipeline_is_the_run_of_one_process(script: str, flags: str, one_proce
 
 
 @pytest.mark.parametrize(
-    ("dp", "pp", "flags"),
+    ("script", "dp", "pp", "flags"),
     [
-        (2, 2, "--micro-batches 3 --recompute all"),
-        (2, 3, "--micro-batches 3 --schedule gpipe"),
-        (2, 3, "--micro-batches 3 --schedule zb-h1 --neighbors replicas"),
-        (3, 2, "--micro-batches 2 --layers-per-stage 2,0"),
-        (3, 1, "--micro-batches 2"),
-        (1, 2, "--micro-batches 6 --schedule naive"),
-        (2, 2, "--micro-batches 6 --schedule dualpipe-v"),
-        (1, 2, "--micro-batches 3 --schedule auto --keep-at-most 100MB --recompute all"),
+        (HYBRID, 2, 2, "--micro-batches 3 --recompute all"),
+        (FIVE_AXES, 2, 2, "--micro-batches 3 --recompute all"),
+        (HYBRID, 2, 3, "--micro-batches 3 --schedule gpipe"),
+        (FIVE_AXES, 2, 3, "--micro-batches 3 --schedule zb-h1 --neighbors replicas"),
+        (HYBRID, 2, 2, "--micro-batches 3 --schedule zb-v"),
+        (HYBRID, 3, 2, "--micro-batches 2 --layers-per-stage 2,0"),
+        (HYBRID, 3, 1, "--micro-batches 2"),
+        (HYBRID, 1, 2, "--micro-batches 6 --schedule naive"),
+        (HYBRID, 2, 2, "--micro-batches 6 --schedule dualpipe-v"),
+        (FIVE_AXES, 1, 2, "--micro-batches 3 --schedule auto --keep-at-most 100MB --recompute all"),
     ],
 )
 def test_a_hybrid_is_the_run_of_one_process(
-    dp: int, pp: int, flags: str, one_process: OneProcess, tmp_path: Path
+    script: str, dp: int, pp: int, flags: str, one_process: OneProcess, tmp_path: Path
 ) -> None:
     expected_parameters, expected_gradients, expected_losses = one_process(dp * 6)
     layout = ["--dp", str(dp), "--pp", str(pp)]
     parameters, gradients, own_losses = train_on(
-        dp * pp, HYBRID, tmp_path, "--batch-size", "6", *layout, *flags.split()
+        dp * pp, script, tmp_path, "--batch-size", "6", *layout, *flags.split()
     )
     assert own_losses == pytest.approx(expected_losses, rel=1e-6)
     for replica in range(dp):

@@ -122,9 +122,10 @@ def test_three_dimensions_are_the_run_of_one_process(
     dp: int, pp: int, tp: int, more: str, transport: str, one_process: OneProcess, tmp_path: Path
 ) -> None:
     expected_parameters, expected_gradients, expected_losses = one_process(3 * dp, *MODEL)
+    script = "hybrid/intro_5d.py" if "neighbors" in more else "hybrid/intro_hybrid.py"
     layout = f"--dp {dp} --pp {pp} --tp {tp} --batch-size 3 --micro-batches 3 --transport {transport}"
     ranks, flags = dp * pp * tp, [*layout.split(), *more.split()]
-    parameters, gradients, own_losses = train_on(ranks, "hybrid/intro_hybrid.py", tmp_path, *MODEL, *flags)
+    parameters, gradients, own_losses = train_on(ranks, script, tmp_path, *MODEL, *flags)
     assert_carried_by(transport, tmp_path)
     assert own_losses == pytest.approx(expected_losses, rel=1e-6)
     for own, expected in ((parameters, expected_parameters), (gradients, expected_gradients)):

@@ -40,11 +40,11 @@ def test_the_commands_of_a_plan_are_those_of_runs(capsys: pytest.CaptureFixture[
     lines = capsys.readouterr().out.splitlines()
     commands = [line.split(maxsplit=1)[1] for line in lines if "./launch.sh" in line]
     assert len(commands) == 5
-    script, _ = find_script("hybrid")
+    script, _ = find_script("5d")
     for command in commands:
         _, name, *flags = shlex.split(command)
         settings = read_script(script).parse(flags, "")
-        assert name == "hybrid"
+        assert name == "5d"
         assert isinstance(settings, HybridSettings)
         assert settings.dp * settings.pp * settings.tp == 4
         assert settings.dp * settings.batch_size == 8
@@ -109,7 +109,7 @@ def test_the_commands_place_ranks_as_the_planner_does(
     [command] = [line.split(maxsplit=3)[3] for line in lines if "./launch.sh" in line]
     own, rest = read_flags([*shlex.split(command), "--node-rank", "0"])
     assert own.nnodes == len(shares)
-    settings = read_script(find_script("hybrid")[0]).parse(rest, "")
+    settings = read_script(find_script("5d")[0]).parse(rest, "")
     assert assign_ranks(own, settings.layout, "192.0.2.1").ranks_of == shares
     assert ("--node-rank" in lines[-1]) == (len(shares) > 1)
 

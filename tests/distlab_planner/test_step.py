@@ -196,7 +196,7 @@ MEASURED = [  # ranks, flags
 
 @pytest.mark.parametrize(("ranks", "flags"), MEASURED)
 def test_bytes_are_those_that_a_run_sends_and_holds(ranks: int, flags: str, tmp_path: Path) -> None:
-    script, machine_file = "hybrid/intro_hybrid.py", tmp_path / "machine.json"
+    script, machine_file = "hybrid/intro_5d.py", tmp_path / "machine.json"
     write_machine(cluster(device="cpu"), machine_file)
     arguments = [*SMALL, "--data", "sample", *flags.split(), "--machine", str(machine_file)]
     prediction = parse(load(script).DEFAULTS, "", ["0", *arguments]).prediction

@@ -45,6 +45,8 @@ def shard(net: nn.Module, style: Style = "megatron", axis: Axis | None = None, s
     parts = _Parts(net)
     axis = axis or all_ranks("tp")
     parts.check(style, axis.size, sequence_parallel)
+    if axis.size == 1:
+        return  # a slice is the whole layer
     if style == "naive":
         _split_naively(parts, axis)
     else:

@@ -10,6 +10,7 @@ from torch.distributed import ReduceOp
 from distlab.comm.grid import Axis, all_ranks
 from distlab.parallel.tp_group import FORWARD, VOCABULARY, TPGroup
 from simplellm.errors import require
+from simplellm.losses import causalLLMLoss
 
 
 def own_rows(ids: Tensor, vocab_size: int, tp_group: TPGroup) -> tuple[Tensor, Tensor]:
@@ -56,7 +57,10 @@ def vocabulary_parallel_loss(logits: Tensor, target: Tensor, vocab_size: int, ax
     """
     seq = target.shape[1]
     require(seq >= 2, f"--seq-len {seq} leaves no token to predict: it must be at least 2")
-    tp_group = TPGroup("the loss", VOCABULARY, axis or all_ranks("tp"))
+    axis = axis or all_ranks("tp")
+    if axis.size == 1:
+        return causalLLMLoss(logits, target, vocab_size)
+    tp_group = TPGroup("the loss", VOCABULARY, axis)
     next_token = target.to(logits.device).roll(-1, dims=1).unsqueeze(-1)
     return _VocabularyParallelLoss.apply(logits.float(), *own_rows(next_token, vocab_size, tp_group), tp_group)
 

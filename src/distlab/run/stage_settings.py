@@ -225,6 +225,7 @@ class ThreeAxesSettings(ThreeAxes, WrittenScheduleSettings):
         super().check()
         check_division(self.num_heads, self.num_kv_heads, self.tp)
         require(self.schedule != AUTO, f"--schedule {AUTO}: this script runs written schedules; give another one")
+        require(not self.run_on, "--run-on: this script's ranks wait for each other at the end of a step; leave it out")
 
     def check_checkpoint(self, checkpoint: Checkpoint) -> None:
         super().check_checkpoint(checkpoint)

@@ -145,19 +145,21 @@ EXERCISES = [
         minutes=30,
         chapter="hybrid/README.md, chapter 8",
         task="""Several pipelines work side by side, each with its own sequences. The ranks that hold the same stage of
-        different pipelines must update it with the same gradient, the mean over the pipelines. Average the gradients of
-        `parameters` over the ranks of `replicas.group`, after the last backward pass of the step.
+        different pipelines must update it with the same gradient, the mean over the pipelines. Write `average`, which
+        is called after the last backward pass of a step, and leaves that mean in each `parameter.grad`.
 
-        Given: `dist.all_reduce(tensor, ReduceOp.AVG, replicas.group)` takes the mean over those ranks only, in place. A
-        loop over the parameters is right. The chapter's own uses `GradientBuckets`, which starts to send while the last
-        backward pass still runs.""",
+        Given: `parameters`, those of this rank; `dist.all_reduce(tensor, ReduceOp.AVG, replicas.group)` takes the mean
+        over the ranks that hold the same stage, in place. A loop over the parameters is right. The chapter's own
+        function puts the gradients side by side, so that one message carries them all.""",
         hints=(
             "Over which ranks? Those of one pipeline hold different parameters; an average over all ranks would mix "
             "them.",
-            "`pipeline.step` runs all backward passes of the step. The average belongs between it and the update.",
+            "Every rank of `replicas.group` calls `average` once in each step, with the same parameters in the same "
+            "order.",
             "for parameter in parameters: dist.all_reduce(parameter.grad, ReduceOp.AVG, replicas.group)",
         ),
         script="hybrid/intro_hybrid.py",
+        takes=("average",),
         trials=(Trial({"dp": 2, "pp": 2}, {"dp": 2, "pp": 2}, 3, 3),),
     ),
     Exercise(

@@ -12,14 +12,14 @@ OTHERS = {
     "2x2x2": (8, "hybrid/intro_hybrid.py", "--dp 2 --pp 2 --tp 2 --batch-size 3"),
     "tp-naive": (2, "TP/intro_TP_styles.py", "--world-size 2 --tp-style naive --batch-size 6"),
     "tp-sequence": (2, "TP/intro_TP_styles.py", "--world-size 2 --sequence-parallel --batch-size 6"),
-    "shards": (8, "hybrid/intro_hybrid.py", "--dp 2 --pp 2 --tp 2 --batch-size 3 --shard optimizer"),
+    "shards": (8, "hybrid/intro_5d.py", "--dp 2 --pp 2 --tp 2 --batch-size 3 --shard optimizer"),
     "zero-1": (3, "DP/fsdp/intro_DP_FSDP.py", "--world-size 3 --batch-size 2 --shard optimizer"),
     "zero-2": (2, "DP/fsdp/intro_DP_FSDP.py", "--world-size 2 --batch-size 3 --micro-batches 3 --shard gradients"),
     "micro-batches": (2, "DP/mydp/intro_DP_MyDP.py", "--world-size 2 --batch-size 3 --micro-batches 3"),
 }
 RUN_ON = {
-    "pp-tp": (4, "hybrid/intro_hybrid.py", "--dp 1 --pp 2 --tp 2 --batch-size 6"),
-    "zero-2x2": (4, "hybrid/intro_hybrid.py", "--dp 2 --pp 2 --batch-size 3 --shard optimizer"),
+    "pp-tp": (4, "hybrid/intro_5d.py", "--dp 1 --pp 2 --tp 2 --batch-size 6"),
+    "zero-2x2": (4, "hybrid/intro_5d.py", "--dp 2 --pp 2 --batch-size 3 --shard optimizer"),
 }
 RUNS = LAYOUTS | OTHERS | RUN_ON
 Run = tuple[list[State], list[State], list[float], list[float]]

@@ -161,8 +161,8 @@ ATTEMPTS = [
         "numbers of each token; 3 are enough",
         changes=(
             (
-                '    tp_group = TPGroup("the loss", VOCABULARY, axis or all_ranks("tp"))\n',
-                '    tp_group = TPGroup("the loss", VOCABULARY, axis or all_ranks("tp"))\n'
+                '    tp_group = TPGroup("the loss", VOCABULARY, axis)\n',
+                '    tp_group = TPGroup("the loss", VOCABULARY, axis)\n'
                 "    tp_group.all_gather(logits.detach(), FORWARD, 2, vocab_size)\n",
             ),
         ),

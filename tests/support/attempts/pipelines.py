@@ -15,30 +15,29 @@ ATTEMPTS = [
         "hybrid",
         "summed",
         "added up over the 2 pipelines",
-        changes=(("bucket.flat, ReduceOp.AVG", "bucket.flat, ReduceOp.SUM"),),
+        changes=(("gradients, ReduceOp.AVG", "gradients, ReduceOp.SUM"),),
     ),
-    Attempt("hybrid", "not-waited-for", "finish()", changes=(("        buckets.finish()\n", ""),)),
+    Attempt(
+        "hybrid",
+        "not-waited-for",
+        "call .wait() on",
+        changes=(
+            ("(gradients, ReduceOp.AVG, replicas.group", "(gradients, ReduceOp.AVG, replicas.group, async_op=True"),
+        ),
+    ),
     Attempt(
         "hybrid",
         "deadlock",
         "waits",
-        "for parameter in parameters:\n    dist.all_reduce(parameter.grad, group=replicas.group if run.rank else None)",
+        "for parameter in parameters:\n"
+        "    dist.all_reduce(parameter.grad, group=replicas.group if dist.get_rank() else None)",
     ),
     Attempt(
         "hybrid",
         "rank-missing",
         "pipeline 1's share was lost",
-        changes=(
-            (
-                "        buckets.finish()\n",
-                "        for p in parameters * replicas.rank:\n            p.grad.zero_()\n        buckets.finish()\n",
-            ),
-            ("on_full=average, backward", "on_full=lambda _: None, backward"),
-            (
-                "        run.log(step, losses)\n",
-                "        for bucket in buckets:\n            average(bucket).wait()\n        run.log(step, losses)\n",
-            ),
-        ),
+        "for parameter in parameters:\n    parameter.grad *= 1 - replicas.rank\n"
+        "    dist.all_reduce(parameter.grad, ReduceOp.AVG, replicas.group)",
     ),
     Attempt(
         "pp-1f1b",

@@ -1,0 +1,104 @@
+"""All axes and options together: layouts of several kinds of parallelism, sharded replicas, outer steps, any schedule.
+
+    python hybrid/intro_5d.py <rank>                                    in six terminals, with the ranks 0 to 5
+    ./launch.sh 5d --shard optimizer                                    replicas shard the optimizer's state
+    ./launch.sh 5d --outer diloco --sync-every 50                       pipelines far apart
+    ./launch.sh 5d --schedule auto --keep-at-most 200MB                 a schedule that is searched for
+    ./launch.sh 5d --schedule zb-h2 --run-on                            no wait at the end of a step
+
+The layout is that of hybrid/intro_hybrid.py, and without flags so is the run. With `--shard`, the replicas of a stage
+shard its optimizer's state, and more. With `--outer diloco`, each pipeline trains on its own for many steps, and an
+outer optimizer takes steps with the differences. Gradients are averaged bucket by bucket: a bucket starts during the
+backward pass of the last micro-batch. Over gloo or NCCL it travels while that pass goes on; in shared memory nothing
+overlaps, as a rank does its part of the average when it waits for it, after the pass.
+"""
+
+from functools import partial
+
+import torch.distributed as dist
+from torch import nn
+from torch.distributed import ReduceOp
+
+from distlab.comm.names import named
+from distlab.parallel.data import Bucket, GradientBuckets, flatten_weights
+from distlab.parallel.outer import FragmentSchedule, OuterOptimizer
+from distlab.parallel.sharded import ShardedDP
+from distlab.parallel.tensor import shard
+from distlab.parallel.vocabulary import vocabulary_parallel_loss
+from distlab.pipeline.actions import describe_stages, stages_of
+from distlab.pipeline.executor import Pipeline
+from distlab.pipeline.stages import build_stages
+from distlab.run.auto_schedule import find_schedule
+from distlab.run.main import main
+from distlab.run.stage_settings import HybridSettings
+from distlab.run.training import TrainingRun
+from simplellm.dataloaders import TinyStories
+from simplellm.losses import causalLLMLoss
+from simplellm.tokenizers import SPTokenizer
+
+DEFAULTS = HybridSettings(batch_size=3)
+
+
+def train(run: TrainingRun[HybridSettings]) -> None:
+    args, tokenizer = run.settings, SPTokenizer(run.settings.tokenizer)
+    stages, replicas, slices = (run.grid.axis(name) for name in ("pp", "dp", "tp"))
+    programs = args.programs()
+    program = programs[stages.rank]  # this rank's actions
+    split = args.split(tokenizer.vocab_size)
+    options = {"padding_idx": tokenizer.pad_id, **run.model_options()}
+    nets = build_stages(stages_of(program), split, tokenizer.vocab_size, **options)
+    stories = TinyStories(tokenizer, **run.data_options(), rank=replicas.rank, num_replicas=replicas.size)
+
+    run.grid.make_groups("dp", "tp")
+    loss = partial(causalLLMLoss, vocab_size=tokenizer.vocab_size)
+    if args.tp > 1:
+        for net in nets.values():
+            shard(net, axis=slices)
+        loss = partial(vocabulary_parallel_loss, vocab_size=tokenizer.vocab_size, axis=slices)
+    if args.schedule == "auto":  # the order depends on what the passes take here
+        programs = find_schedule(run, nets, loss)
+    sharded: dict[int, ShardedDP] = {}
+    if args.shard != "none":
+        sharded = {stage: ShardedDP(net, args.shard, replicas, args.micro_batches) for stage, net in nets.items()}
+    optimizer = run.optimizer(sharded or nets)
+    costs = args.pass_costs(tokenizer.vocab_size)  # by which an action uses the cores of idle stages
+    pipeline = Pipeline(
+        nets, programs, run.grid, loss, args.dmodel, cores=run.shared_cores, costs=costs, run_on=args.run_on
+    )
+    outer: OuterOptimizer | None = None
+    if args.outer == "diloco":
+        weights = flatten_weights(nn.ModuleList(nets.values()), replicas)
+        rounds = FragmentSchedule(args.sync_every, args.fragments, args.overlap_steps)
+        momentum, alpha = args.outer_momentum, args.merge_alpha
+        outer = OuterOptimizer(weights, rounds, args.outer_lr, momentum, alpha, args.compress, replicas)
+    run.track(sharded or nets, optimizer, loss, owners=pipeline.owners, outer=outer)
+
+    averaged = {} if sharded or outer else nets  # whose gradients are averaged after each step's backward passes
+    parameters = [parameter for net in averaged.values() for parameter in net.parameters()]
+
+    def average(bucket: Bucket) -> dist.Work | None:
+        """Start to average gradients that are complete; the backward pass has yet to reach earlier layers."""
+        with named(f"{bucket} of {describe_stages(program)}", "gradients"):
+            return dist.all_reduce(bucket.flat, ReduceOp.AVG, bucket.axis.group, async_op=True)
+
+    buckets = GradientBuckets(parameters, on_full=average, backward_passes=args.micro_batches, over=replicas)
+
+    for step, batch in run.steps(stories):
+        optimizer.zero_grad()
+        losses = pipeline.step(batch.chunk(args.micro_batches))
+        buckets.finish()
+        for part in sharded.values():
+            part.finish_gradients()
+        run.log(step, losses)
+        run.clip(optimizer)
+        optimizer.step()
+        for part in sharded.values():
+            part.gather_weights()
+        if outer:
+            outer.after(step)
+    if outer:
+        outer.wait()
+
+
+if __name__ == "__main__":
+    main(train, DEFAULTS, __doc__)
