@@ -70,8 +70,8 @@ class SplitBlock(nn.Module):
             own = linear.weight.detach().tensor_split(dist.get_world_size(), dim)[dist.get_rank()]
             linear.weight = place_slice(nn.Parameter(own.clone()), linear.weight, dim)  # and tell checkpoints its place
 
-    def forward(self, x: Tensor, *positions: Any) -> Tensor:
-        x = x + ReduceFrom.apply(self.self_attn(CopyTo.apply(self.input_layernorm(x)), *positions))
+    def forward(self, x: Tensor, *positions: Any, **others: Any) -> Tensor:
+        x = x + ReduceFrom.apply(self.self_attn(CopyTo.apply(self.input_layernorm(x)), *positions, **others))
         return x + ReduceFrom.apply(self.mlp(CopyTo.apply(self.post_attention_layernorm(x))))
 
 
