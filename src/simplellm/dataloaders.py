@@ -14,6 +14,7 @@ from torch import Tensor
 
 from simplellm.errors import InputError
 from simplellm.sources import SPLITS, choose_source, open_source
+from simplellm.tokenizers import SPTokenizer
 
 
 class Tokenizer(Protocol):
@@ -91,13 +92,13 @@ class TinyStories:
         rows, seq = self._batch_size, self._seq_l
         step_tokens = self._num_replicas * rows * seq
         while len(self._tokens) < step_tokens:
-            self._read_document()
+            self._read_on()
         first = self._rank * rows * seq
         batch = torch.tensor(self._tokens[first : first + rows * seq], dtype=torch.int64).view(rows, seq)
 
         del self._tokens[:step_tokens]
         self._offset += step_tokens
-        while self._lengths and self._offset >= self._lengths[0]:
+        while self._lengths and self._offset >= self._lengths[0] and (self._is_whole or len(self._lengths) > 1):
             self._offset -= self._lengths.popleft()
             self._document += 1
         return batch
@@ -122,8 +123,11 @@ class TinyStories:
         self._document = document  # the document of the first token in the buffer
         self._offset = offset  # how many of its tokens have been used
         self._tokens: list[int] = []  # tokens that have been read but not used
-        self._lengths: deque[int] = deque()  # lengths of the documents in the buffer, including used tokens
-        self._read_document()  # now, so that bad data ends the run before ranks wait for each other
+        self._lengths: deque[int] = deque()  # tokens of the documents in the buffer, including used ones
+        self._is_whole = True  # the last of these documents is: all of it has been encoded
+        self._read_on()  # now, so that bad data ends the run before ranks wait for each other
+        while offset >= len(self._tokens) and not self._is_whole:
+            self._read_on()
         if offset >= len(self._tokens):
             raise InputError(
                 f"token {offset} of document {document} does not exist ({len(self._tokens)} tokens); "
@@ -131,8 +135,17 @@ class TinyStories:
             )
         del self._tokens[:offset]
 
-    def _read_document(self) -> None:
-        ids = self._tokenizer.encode(next(self._documents))
-        self._tokens += ids
-        self._tokens.append(self._tokenizer.eos_id)
-        self._lengths.append(len(ids) + 1)
+    def _read_on(self) -> None:
+        """Encode the next part of the last document in the buffer, or the first part of the document after it."""
+        if self._is_whole:
+            text, self._is_whole = next(self._documents), False
+            if isinstance(self._tokenizer, SPTokenizer):
+                self._parts = self._tokenizer.encode_in_parts(text)
+            else:
+                self._parts = iter([self._tokenizer.encode(text)])
+            self._lengths.append(0)
+        part = next(self._parts, None)
+        if part is None:
+            self._is_whole, part = True, [self._tokenizer.eos_id]
+        self._tokens += part
+        self._lengths[-1] += len(part)

@@ -4,8 +4,10 @@ The shipped model has 4,096 pieces, trained on stories by byte pair encoding (Se
 1508.07909) with `train_tokenizer`. It encodes characters without a piece as bytes, like Llama's tokenizer.
 """
 
+import functools
 import os
-from collections.abc import Sequence
+import re
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ SHIPPED_MODEL = Path(__file__).with_name("tokenizer.model")
 
 # SentencePiece writes a space as this character, and therefore reads the character itself as a space.
 _META_SPACE = "\u2581"
+PART_CHARACTERS = 1 << 16  # of a long text, encoded at once: some hundredths of a second
 
 
 class SPTokenizer:
@@ -43,6 +46,7 @@ class SPTokenizer:
         self.bos_id: int = self._model.bos_id()
         self.eos_id: int = self._model.eos_id()
         self.pad_id: int = self._model.pad_id()
+        self._adds_space = self._model.encode("a", out_type=str)[0].startswith(_META_SPACE)
         self._meta_space_bytes = self._bytes_of_meta_space()
 
     def encode(self, text: str) -> list[int]:
@@ -52,6 +56,29 @@ class SPTokenizer:
             return ids
         first, *others = (self._model.encode(part) for part in text.split(_META_SPACE))
         return [*first, *(id for part in others for id in (*self._meta_space_bytes, *part))]
+
+    def encode_in_parts(self, text: str) -> Iterator[list[int]]:
+        """The ids of `encode`, part by part, so that a long text need not be encoded, for seconds, before its use.
+
+        A text is cut at spaces between letters or digits, if no piece goes across them: then the ids of one side do not
+        depend on the other side, as both algorithms of SentencePiece only join characters to pieces.
+        """
+        begin = 0
+        while len(text) - begin > PART_CHARACTERS and self._is_cut_at_spaces:
+            cut = re.compile("(?<=[A-Za-z0-9]) (?=[A-Za-z0-9])").search(text, begin + PART_CHARACTERS)
+            if cut is None:
+                break
+            yield self.encode(text[begin : cut.start()])
+            begin = cut.end() if self._adds_space else cut.start()
+        yield self.encode(text[begin:])
+
+    @functools.cached_property
+    def _is_cut_at_spaces(self) -> bool:
+        """Whether no piece has a space behind another character, and a space at the beginning of a text is kept."""
+        if not self._model.encode(" a", out_type=str)[0].startswith(_META_SPACE):
+            return False
+        pieces = map(self._model.id_to_piece, range(self.vocab_size))
+        return not any(_META_SPACE in piece.lstrip(_META_SPACE) for piece in pieces)
 
     def decode(self, ids: Sequence[int] | Any) -> str:
         """The text of ids (a list, or a one-dimensional tensor or array). Beginning, end and padding give no text."""
@@ -65,8 +92,7 @@ class SPTokenizer:
         in parts.
         """
         ids: list[int] = [self._model.piece_to_id(f"<0x{byte:02X}>") for byte in _META_SPACE.encode()]
-        adds_space = self._model.encode("a", out_type=str)[0].startswith(_META_SPACE)
-        return ids if all(map(self._model.is_byte, ids)) and not adds_space else None
+        return ids if all(map(self._model.is_byte, ids)) and not self._adds_space else None
 
 
 def _load(path: Path) -> SentencePieceProcessor:

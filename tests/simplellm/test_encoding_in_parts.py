@@ -1,0 +1,74 @@
+"""A long document is encoded part by part, as it is used: the same ids, with every kind of SentencePiece model."""
+
+import itertools
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import sentencepiece
+
+from simplellm.dataloaders import TinyStories
+from simplellm.stories import story
+from simplellm.tokenizers import PART_CHARACTERS, SPTokenizer
+
+TEXT = " ".join(story(number, 0, "train").replace("\n", " ") for number in range(400))
+MODELS: dict[str, dict[str, Any]] = {  # and those that go across spaces, or lose them: their texts stay whole
+    "unigram": {},
+    "bpe": {"model_type": "bpe", "remove_extra_whitespaces": False},
+    "suffix": {"treat_whitespace_as_suffix": True},
+    "stripped": {"add_dummy_prefix": False},
+    "phrases": {"split_by_whitespace": False},
+    "user": {"user_defined_symbols": ["  ", "the\u2581dog"]},
+    "spaces": {"user_defined_symbols": ["\u2581\u2581\u2581"], "remove_extra_whitespaces": False},
+}
+
+
+def train(folder: Path, **options: Any) -> SPTokenizer:
+    lines = TEXT[:60_000].replace(". ", ".\n").splitlines()
+    given: dict[str, Any] = {
+        "vocab_size": 300,
+        "hard_vocab_limit": False,
+        "minloglevel": 2,
+        "model_prefix": str(folder / "model"),
+    }
+    sentencepiece.SentencePieceTrainer.train(sentence_iterator=iter(lines), **given, **options)
+    return SPTokenizer(folder / "model.model")
+
+
+@pytest.mark.parametrize("name", ["shipped", *MODELS])
+def test_parts_have_the_ids_of_the_whole(name: str, tmp_path: Path) -> None:
+    tokenizer = SPTokenizer() if name == "shipped" else train(tmp_path, **MODELS[name])
+    for text in (TEXT, TEXT.replace(" ", "  "), TEXT.replace("the", "the \u2581 \u00e9 \t"), "x" * len(TEXT), ""):
+        parts = list(tokenizer.encode_in_parts(text))
+        assert list(itertools.chain(*parts)) == tokenizer.encode(text)
+    assert (len(list(tokenizer.encode_in_parts(TEXT))) > 1) == (name in ("shipped", "unigram", "bpe", "spaces"))
+
+
+def test_a_run_goes_on_within_a_long_document(tmp_path: Path) -> None:
+    assert len(TEXT) > 3 * PART_CHARACTERS
+    data = tmp_path / "long.txt"
+    data.write_text(TEXT)
+    ids = [*SPTokenizer().encode(TEXT), SPTokenizer().eos_id]
+    batches = TinyStories(SPTokenizer(), 32, 512, data=str(data))
+    for step in range(2 * len(ids) // 16384):  # the document comes again and again
+        position = batches.state_dict()
+        assert position["document"] == step * 16384 // len(ids)
+        assert position["offset"] == step * 16384 % len(ids)
+        batch = next(batches).flatten().tolist()
+        assert batch == [ids[at % len(ids)] for at in range(step * 16384, (step + 1) * 16384)]
+        resumed = TinyStories(SPTokenizer(), 32, 512, data=str(data))
+        resumed.load_state_dict(position)
+        assert next(resumed).flatten().tolist() == batch
+
+
+@pytest.mark.alone
+def test_the_first_batch_of_a_long_document_comes_at_once(tmp_path: Path) -> None:
+    data = tmp_path / "long.txt"
+    data.write_text((TEXT + " ") * (8 * 2**20 // len(TEXT)))
+    tokenizer, begun = SPTokenizer(), time.monotonic()
+    next(TinyStories(tokenizer, 1, 64, data=str(data)))
+    first = time.monotonic() - begun
+    begun = time.monotonic()
+    tokenizer.encode(data.read_text()[: 2**20])
+    assert first < time.monotonic() - begun, "an eighth of the text takes longer"
