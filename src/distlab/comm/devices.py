@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from distlab.comm.threads import asked_threads
+from distlab.comm.threads import asked_threads, cores
 from simplellm.errors import require
 
 
@@ -113,11 +113,6 @@ def threads_per_rank(local_ranks: int) -> int:
 def cores_to_share(parties: int) -> int | None:
     """Cores of this host for each of `parties`, at least 1; None if OMP_NUM_THREADS sets the number of threads."""
     return None if asked_threads() else max(1, cores() // parties)
-
-
-def cores() -> int:
-    """Cores of this host that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 @contextmanager

@@ -17,8 +17,11 @@ from concurrent import futures
 from pathlib import Path
 from typing import NoReturn, TypeVar
 
+from simplellm.errors import require
+
 ResultT = TypeVar("ResultT")
 SECONDS_OF_A_CALL = 0.5  # a call usually takes less; how often to check whether to keep waiting
+LEAST_OPEN_FILES = 64  # six ranks of hybrid need about 40 each
 MOST_DESCRIPTORS = 65536  # to look at one by one; the limit may be a thousand million
 
 
@@ -58,6 +61,19 @@ def end_with_parent(by: signal.Signals) -> None:
     """Ask Linux to send this process a signal when its parent dies."""
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(1, by)  # PR_SET_PDEATHSIG
+
+
+def require_open_files() -> None:
+    """Raise this process's soft limit on open files to the hard one; `InputError` if that is too low for a rank.
+
+    A rank has several for each other rank of each of its groups, and torch's errors do not name what has run out.
+    """
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.suppress(OSError, ValueError):  # macOS has a lower limit than it says
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    enough = most == resource.RLIM_INFINITY or most >= LEAST_OPEN_FILES
+    require(enough, f"a process may have {most} open files, and a rank needs {LEAST_OPEN_FILES}; raise it (ulimit -n)")
 
 
 def name_process(name: str) -> None:

@@ -1,0 +1,53 @@
+"""The limits of the container or service that this process is in: Linux's control groups, of either version."""
+
+import contextlib
+import math
+from collections.abc import Iterator
+from pathlib import Path
+
+GROUPS = Path("/sys/fs/cgroup")
+OWN = Path("/proc/self/cgroup")  # lines of an ID, controllers ("" in version 2), and a path below those of GROUPS
+KILLS = Path("/proc/vmstat")
+
+
+def cpu_quota() -> float:
+    """Cores' worth of time that this process may use, the least of its groups'; infinite where there is no limit."""
+    return min(map(_quota_of, _folders("cpu")), default=math.inf)
+
+
+def memory_kills() -> int:
+    """How many processes of this group, or of this machine, the system has killed for memory; 0 if it does not tell."""
+    names = "memory.events", "memory.oom_control"  # of version 2 and 1
+    for file in [*(folder / name for folder in _folders("memory") for name in names), KILLS]:
+        with contextlib.suppress(OSError, ValueError):
+            counts = dict(line.split() for line in file.read_text().splitlines())
+            if "oom_kill" in counts:
+                return int(counts["oom_kill"])
+    return 0
+
+
+def _folders(controller: str) -> Iterator[Path]:
+    """The groups of this process for a controller, from its own to the outermost that it sees.
+
+    In a container the path may be the host's: then only its end, or nothing of it, is found below the mount.
+    """
+    lines: list[str] = []
+    with contextlib.suppress(OSError):
+        lines = OWN.read_text().splitlines()
+    for line in lines:
+        _, names, path = line.split(":", 2)
+        if names and controller not in names.split(","):
+            continue
+        inside = Path(path.lstrip("/"))
+        for mount in (GROUPS / controller, GROUPS / names) if names else (GROUPS, GROUPS / "unified"):
+            yield from (mount / part for part in (inside, *inside.parents) if ".." not in part.parts)
+
+
+def _quota_of(folder: Path) -> float:
+    """Cores by the files of one group: `cpu.max` ("150000 100000" or "max 100000"), or version 1's."""
+    for names in (("cpu.max",), ("cpu.cfs_quota_us", "cpu.cfs_period_us")):
+        with contextlib.suppress(OSError, ValueError, ZeroDivisionError):  # ValueError: "max"
+            quota, period = " ".join((folder / name).read_text() for name in names).split()
+            if int(quota) > 0:  # -1 is no limit
+                return int(quota) / int(period)
+    return math.inf
