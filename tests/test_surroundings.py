@@ -14,6 +14,7 @@ from support.processes import LAB, Ended, run
 
 LAUNCH = LAB / "launch.sh"
 TINY = "--device cpu --data sample --dmodel 16 --num-heads 2 --n-layers 2 --seq-len 16 --batch-size 1 --steps 2".split()
+RANK_0 = LAB / "DP/gradient_aggr/intro_DP_GA.py"
 TWO = [LAUNCH, "dp-ga", "--world-size", "2", *TINY]
 
 
@@ -143,3 +144,74 @@ def test_an_inherited_file_above_the_limit_ends_no_rank(descriptor: int, tmp_pat
         os.close(descriptor)
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(
+    "variable", ["OMP_PROC_BIND=true", "OMP_PLACES=cores", "GOMP_CPU_AFFINITY=0", "OMP_PROC_BIND=spread"]
+)
+def test_ranks_are_not_bound_to_one_core(variable: str, tmp_path: Path) -> None:
+    script = tmp_path / "cores.py"
+    script.write_text("import os, torch\nprint(len(os.sched_getaffinity(0)))\n")
+    name, _, value = variable.partition("=")
+    bound: dict[str, Any] = {name: value}
+    ended = run(LAUNCH, script, "--world-size", "2", cwd=tmp_path, **bound)
+    assert ended.status == 0, ended.err
+    assert ended.out.split() == [str(len(os.sched_getaffinity(0)))] * 2
+    assert variable in ended.err
+    free = run(LAUNCH, script, "--world-size", "2", cwd=tmp_path, OMP_PROC_BIND="false")
+    assert (free.status, free.err) == (0, "")
+
+
+@pytest.mark.parametrize(
+    ("limits", "told"),
+    [("-n 20", "ulimit -n"), ("-n 63", "ulimit -n"), ("-f 0", "TMPDIR"), ("-f 1", "File too large")],
+)
+def test_a_limit_that_is_too_low_is_named(limits: str, told: str, tmp_path: Path) -> None:
+    ended = in_shell(f"ulimit {limits}; exec {shown(*TWO, '--out', tmp_path / 'out')}", tmp_path)
+    assert ended.status == 2
+    assert len(ended.err.splitlines()) == 1, ended.err
+    assert told in ended.err
+
+
+def test_a_soft_limit_on_open_files_is_raised(tmp_path: Path) -> None:
+    ended = in_shell(f"ulimit -Sn 30; exec {shown(*TWO)}", tmp_path)
+    assert ended.status == 0, ended.err
+
+
+@pytest.mark.parametrize("command", [[LAUNCH, "primer", *TINY], TWO, [sys.executable, RANK_0, "0", *TINY]], ids=len)
+def test_loopback_that_is_down_is_told_at_once(command: list[object], tmp_path: Path) -> None:
+    if not can_unshare("-n"):
+        pytest.skip("needs a network namespace")
+    ended = run("unshare", "-n", *command, cwd=tmp_path, deadline=20)
+    assert ended.status == 2
+    assert len(ended.err.splitlines()) == 1, ended.err
+    assert "--master-addr localhost" in ended.err
+
+
+@pytest.mark.parametrize("columns", ["1", "4", "0", "-2"])
+@pytest.mark.parametrize("name", ["primer", "figures", "tokenizer"])
+def test_help_ends_in_the_narrowest_terminal(name: str, columns: str, tmp_path: Path) -> None:
+    ended = run(LAUNCH, name, "--help", cwd=tmp_path, COLUMNS=columns, deadline=30)
+    assert ended.status == 0, ended.err
+
+
+def test_a_folder_whose_name_is_not_utf8(tmp_path: Path) -> None:
+    folder = tmp_path / os.fsdecode("Märchen".encode("latin-1"))
+    folder.mkdir()
+    assert run(*TWO, cwd=folder).status == 0
+    ended = run(*TWO, "--save-every", "1", cwd=folder)
+    assert ended.status == 2
+    assert len(ended.err.splitlines()) == 1, ended.err
+    assert "UTF-8" in ended.err
+
+
+def test_a_run_is_resumed_from_within(tmp_path: Path) -> None:
+    assert run(*TWO, "--save-every", "2", "--out", tmp_path / "run", cwd=tmp_path).status == 0
+    checkpoints = tmp_path / "run/checkpoints"
+    more = [LAUNCH, "dp-ga", "--world-size", "2", "--device", "cpu", "--steps", "3", "--resume"]
+    for cwd, resume in ((checkpoints, "."), (checkpoints / "step-00000002", ".."), (tmp_path / "run", "./")):
+        ended = run(*more, resume, cwd=cwd)
+        assert ended.status == 0, ended.err
+        assert [line.split()[0] for line in ended.out.splitlines() if not line.startswith("#")] == [
+            "2"
+        ]  # after steps 0 and 1

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from distlab.comm.processes import leave
+from distlab.comm.threads import BINDING, binding
 from distlab.rendezvous.launcher_flags import FLAGS, refuse_to_tell
 from distlab.run.commands import LAB, LAUNCHER
 from distlab.subcommands import FUNCTIONS, SUBCOMMANDS, run_subcommand
@@ -97,6 +98,7 @@ def launch(args: list[str]) -> int:
     prog, args = f"{LAUNCHER} {args[0]}", [*flags, *args[1:]]
     if re.search(rb"^(from|import) mpi4py", script.read_bytes(), re.MULTILINE):
         become_mpirun(script, args)
+    unbind()
     from distlab.run.start import start  # torch: seconds, which the list of topologies need not wait for
 
     return start(script, args, prog)
@@ -135,6 +137,18 @@ def become_mpirun(script: Path, args: list[str]) -> NoReturn:
     if mpirun is None or importlib.util.find_spec("mpi4py") is None:
         raise InputError(f"{script.name} needs MPI, with mpirun on the PATH: pip install mpi4py mpich")
     os.execv(mpirun, [mpirun, "-n", str(ours.world_size), sys.executable, str(script), *flags])
+
+
+def unbind() -> None:
+    """Take OpenMP's variables that bind threads to cores out of the environment, before torch reads them.
+
+    OpenMP binds each process's threads from the first core on: this one and all its ranks would share one core.
+    """
+    if bound := binding():
+        say = f"# {' and '.join(bound)} left out: all ranks of a machine would be bound to its first cores"
+        print(say, file=sys.stderr, flush=True)
+    for name in BINDING:
+        os.environ.pop(name, None)
 
 
 def raise_interrupts() -> None:

@@ -8,8 +8,10 @@ if __name__ == "__main__":
 
 import contextlib
 import io
+import os
 import re
-from collections.abc import Callable, Sequence
+import shutil
+from collections.abc import Callable, Iterator, Sequence
 from typing import NoReturn, TypeVar
 
 import tyro
@@ -17,6 +19,7 @@ import tyro
 from simplellm.errors import InputError, status_of
 
 RequestT = TypeVar("RequestT")
+LEAST_COLUMNS = 40
 
 
 def run(work: Callable[[RequestT], None], request: type[RequestT], description: str | None) -> NoReturn:
@@ -43,12 +46,26 @@ def read(cli: Callable[[], RequestT]) -> RequestT:
     """
     errors = io.StringIO()
     try:
-        with contextlib.redirect_stderr(errors):
+        with contextlib.redirect_stderr(errors), _wide_enough():
             return cli()
     except SystemExit as end:
         if end.code in (0, None):  # --help
             raise
         raise InputError(one_sentence(errors.getvalue())) from None
+
+
+@contextlib.contextmanager
+def _wide_enough() -> Iterator[None]:
+    """Have a terminal of at least 40 columns: in fewer, tyro's layout of `--help` does not end."""
+    before = os.environ.get("COLUMNS")
+    if shutil.get_terminal_size().columns < LEAST_COLUMNS:
+        os.environ["COLUMNS"] = str(LEAST_COLUMNS)
+    try:
+        yield
+    finally:
+        os.environ.pop("COLUMNS", None)
+        if before is not None:
+            os.environ["COLUMNS"] = before
 
 
 def one_sentence(panel: str) -> str:

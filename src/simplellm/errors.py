@@ -55,11 +55,38 @@ def tell(sentence: str) -> None:
         print(f"# {sentence}", file=sys.stderr, flush=True)
 
 
-def about_full_disk(error: BaseException) -> str | None:
-    """The message for a disk that is full, or of which the user has used up their share; None for other errors."""
-    if not isinstance(error, OSError) or error.errno not in (errno.ENOSPC, errno.EDQUOT):
+_REMEDIES = {  # by what the system refused, for a file
+    **dict.fromkeys((errno.EACCES, errno.EPERM, errno.EROFS), "give a path that this user may use"),
+    **dict.fromkeys((errno.ENAMETOOLONG, errno.ELOOP, errno.ENOTDIR, errno.EISDIR), "give another path"),
+    **dict.fromkeys((errno.EIO, errno.ESTALE), "its disk or its network does not work"),
+}
+_LIMITS = {  # by what a process may not have more of
+    errno.EMFILE: "open files are at their limit: raise it (ulimit -n)",
+    errno.ENFILE: "the open files of this machine are at their limit: close other programs",
+}
+TOO_MANY_PROCESSES = (
+    "processes and threads are at their limit: raise it (ulimit -u, or the container's), or start fewer ranks"
+)
+
+
+def about_system(error: BaseException) -> str | None:
+    """The message for an error that a file, a disk, or a limit of this machine or user has caused; None for others."""
+    if isinstance(error, RuntimeError):  # Python's, or a C++ library's
+        if str(error) in ("can't start new thread", os.strerror(errno.EAGAIN)):
+            return TOO_MANY_PROCESSES
+        return _LIMITS[errno.EMFILE] if os.strerror(errno.EMFILE) in str(error) else None
+    if not isinstance(error, OSError):
         return None
-    return f"cannot write {error.filename or 'the output or a file'} ({error.strerror}); make room"
+    if "No usable temporary directory" in str(error):
+        return "no folder for temporary files can be written to: set TMPDIR to one that can"
+    file = os.fsdecode(error.filename) if isinstance(error.filename, (str, bytes)) else ""
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return f"cannot write {file or 'the output or a file'} ({error.strerror}); make room"
+    if error.errno == errno.EFBIG:
+        return f"cannot write {file or 'a file'}: it would exceed the limit on file sizes; raise it (ulimit -f)"
+    if file and error.errno in _REMEDIES:
+        return f"{file}: {error.strerror}; {_REMEDIES[error.errno]}"
+    return _LIMITS.get(error.errno or 0)
 
 
 def status_of(command: Callable[[], int | None]) -> int:
@@ -79,8 +106,8 @@ def status_of(command: Callable[[], int | None]) -> int:
     except KeyboardInterrupt:
         print(file=sys.stderr)  # so that the shell's prompt starts on a new line
         return 130
-    except OSError as error:
-        told = about_full_disk(error)
+    except (OSError, RuntimeError) as error:
+        told = about_system(error)
         if told is None and not isinstance(error, BrokenPipeError):
             raise
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes once more as it ends

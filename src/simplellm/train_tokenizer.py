@@ -112,14 +112,14 @@ def training_text(data: str, generated: bool) -> Iterator[str]:
 
 
 def write(settings: Settings) -> None:
-    data, out, vocab_size = settings.data, settings.out.expanduser(), settings.vocab_size
+    data, out, vocab_size = settings.data, Path(os.path.expanduser(settings.out)), settings.vocab_size
     sizes = f"as every byte has a piece, give more than {BYTES}, and at most {LARGEST_VOCABULARY:,}"
     require(BYTES < vocab_size <= LARGEST_VOCABULARY, f"vocab_size {vocab_size}: {sizes}", "vocab_size")
     source = open_file(data)
     require(out.parent.is_dir(), f"out {out}: there is no folder {out.parent}", "out")
     is_free = not out.exists()
     require(is_free or out.is_file(), f"out {out}: is a folder or a device; give the path of a file", "out")
-    require(is_free or not out.samefile(Path(data).expanduser()), f"out {out}: would replace the text", "out")
+    require(is_free or not out.samefile(Path(os.path.expanduser(data))), f"out {out}: would replace the text", "out")
     # Reads every document, so that an error in the last one is found before training.
     documents = sum(bool(text.strip()) for text in source.read(0))
     require(documents > 0, f"data {data}: the file holds no document; give one with text in it", "data")

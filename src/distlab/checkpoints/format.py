@@ -143,7 +143,8 @@ def candidates(path: Path) -> Iterator[Checkpoint | str]:
 
     `path` is the folder of a run, of its checkpoints, or of one checkpoint.
     """
-    parent = path if path.name == FOLDER else path / FOLDER
+    is_theirs = os.path.basename(os.path.abspath(path)) == FOLDER  # also "." there, and ".." in one of them
+    parent = path if is_theirs else path / FOLDER
     in_run = sorted([*numbered(parent, UNFINISHED).items(), *numbered(parent).items()], reverse=True)
     for folder in [path] if os.path.exists(path / RECORD) else [folder for _, folder in in_run]:
         if folder.suffix == UNFINISHED and folder != path:

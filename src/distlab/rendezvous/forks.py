@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import NoReturn, TextIO
 
@@ -59,10 +59,14 @@ class ForkedScript(Forked):
             stream.flush()  # or both processes would write what is left
         gc.freeze()  # the collector would write to every object, and so copy the memory that the forks share
         begun, has_session = os.pipe()
-        super().__init__(os.fork())
-        if self.pid == 0:
-            os.setsid()
-            _become(script, environment)
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())  # until the fork has its own handlers
+        try:
+            super().__init__(os.fork())
+            if self.pid == 0:
+                os.setsid()
+                _become(script, environment, before)
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
         os.close(has_session)
         os.read(begun, 1)  # until the fork has closed its end: from now on its process group can be killed
         os.close(begun)
@@ -90,8 +94,8 @@ def _own(stream: TextIO | None, number: int) -> TextIO:
     return os.fdopen(number, "w", buffering=1, encoding=encoding, errors="backslashreplace", closefd=False)
 
 
-def _become(script: Sequence[str], environment: Mapping[str, str]) -> NoReturn:
-    """Run a script in this process, as a new interpreter would, and exit."""
+def _become(script: Sequence[str], environment: Mapping[str, str], signals: Collection[int]) -> NoReturn:
+    """Run a script in this process, as a new interpreter would, with these signals blocked, and exit."""
     status = 1
     try:
         _disconnect()
@@ -107,6 +111,7 @@ def _become(script: Sequence[str], environment: Mapping[str, str]) -> NoReturn:
             signal.signal(signal.SIGINT, signal.default_int_handler)
         for number in (signal.SIGPIPE, signal.SIGXFSZ):  # as Python has them
             signal.signal(number, signal.SIG_IGN)
+        signal.pthread_sigmask(signal.SIG_SETMASK, signals)
         sys.stdout, sys.stderr = (
             _own(stream, number) for number, stream in enumerate((sys.__stdout__, sys.__stderr__), 1)
         )

@@ -20,12 +20,13 @@ import torch.distributed as dist
 
 from distlab.comm.processes import SECONDS_OF_A_CALL, within
 from distlab.comm.waits import TrafficError
-from distlab.rendezvous.addresses import resolve
+from distlab.rendezvous.addresses import is_loopback, resolve
 from simplellm.errors import InputError
 
 Say = Callable[[str], None]
 ResultT = TypeVar("ResultT")
 SECONDS_BETWEEN_LOOKS = 0.05
+OWNER = "owner"  # the key of the user who holds the store: on one machine, several may use the default port
 SECONDS_OF_A_START = 5.0  # other processes usually join within this time; after it, print which one is missing
 
 
@@ -95,10 +96,23 @@ class SharedStore:
                 "--master-addr and --master-port at which this machine reaches it"
             )
         self.store = self.ask(connect, meanwhile=check_that_it_listens)
+        if is_loopback(address):
+            self._check_owner(where, port)
         return self.store
 
+    def _check_owner(self, where: str, port: int) -> None:
+        """Raise `InputError` if the store is another user's, before this process has written anything to it."""
+        sentence = f"--master-port {port}: the process that listens at {where} is not {self.holder} of this run"
+        advice = "give all ranks of yours another port"
+        if not wait_until(lambda: self.has(OWNER), min(SECONDS_OF_A_START, self.timeout_seconds)):
+            raise InputError(f"{sentence}; {advice}")
+        owner, own = self.read(OWNER)[OWNER], str(os.getuid())
+        if owner != own:
+            raise InputError(f"{sentence}, but of a run of the user {owner}, and you are {own}; {advice}")
+
     def set(self, key: str, value: str = "") -> None:
-        self.ask(lambda: self.store.set(key, value))
+        text = value.encode(errors="backslashreplace").decode()  # the name of a file may have bytes that are no UTF-8
+        self.ask(lambda: self.store.set(key, text))
 
     def add(self, key: str) -> int:
         """Increment a key's counter and return it: 1 for the first process that calls this."""
@@ -168,8 +182,20 @@ class SharedStore:
 def open_bound_store(address: str, port: int, timeout_seconds: float) -> tuple[dist.Store, int]:
     """A store held by this process, and its port; see `listen_at` (torch's own would listen at all addresses)."""
     listener = listen_at(address, port)
+    try:  # torch would try until its timeout, in a call that no signal interrupts
+        with socket.socket(listener.family) as probe:
+            probe.settimeout(SECONDS_OF_A_START)
+            probe.connect(listener.getsockname())
+    except OSError as error:
+        sentence = f"--master-addr {address}: this machine does not reach itself there ({error.strerror or error})"
+        raise InputError(f"{sentence}; is the interface up? ip link set lo up starts loopback") from error
     port, timeout = listener.getsockname()[1], timedelta(seconds=timeout_seconds)
-    store = dist.TCPStore(address, port, is_master=True, timeout=timeout, master_listen_fd=listener.detach())
+    try:
+        store = dist.TCPStore(address, port, is_master=True, timeout=timeout, master_listen_fd=listener.detach())
+    except dist.DistError as error:
+        told = f"{error}".partition("\n")[0]
+        raise InputError(f"--master-port {port}: the store of the ranks cannot be opened there ({told})") from error
+    store.set(OWNER, str(os.getuid()))
     return store, port
 
 

@@ -20,6 +20,7 @@ from typing import Any, NoReturn
 
 from distlab.rendezvous.forks import ForkedScript
 from distlab.rendezvous.nodes import NodeRendezvous
+from simplellm.errors import TOO_MANY_PROCESSES, InputError
 
 SECONDS_BETWEEN_LOOKS = 0.1
 SECONDS_TO_END = 4.0  # after SIGTERM, when a rank has failed; a stopped process does not react to it
@@ -114,11 +115,14 @@ class _Ranks:
         for own in environments:
             rank = int(own["RANK"])
             environment = {**os.environ, **own, "TORCHELASTIC_ERROR_FILE": str(self._errors / str(rank))}
-            if forks:
-                self.processes[rank] = ForkedScript(script, environment)
-            else:
-                command = [sys.executable, "-u", *script]
-                self.processes[rank] = subprocess.Popen(command, env=environment, start_new_session=True)
+            try:
+                if forks:
+                    self.processes[rank] = ForkedScript(script, environment)
+                else:
+                    command = [sys.executable, "-u", *script]
+                    self.processes[rank] = subprocess.Popen(command, env=environment, start_new_session=True)
+            except BlockingIOError:
+                raise InputError(f"rank {rank} cannot be started: {TOO_MANY_PROCESSES}") from None
 
     def look(self) -> None:
         """See which processes have exited."""

@@ -18,7 +18,7 @@ from distlab.rendezvous.groups import world_group
 from distlab.rendezvous.torchrun import started_by_torchrun
 from distlab.run.logs import human_bytes
 from distlab.run.terminal import RankOutput, say
-from simplellm.errors import InputError, about_full_disk, tell
+from simplellm.errors import InputError, about_system, tell
 
 if TYPE_CHECKING:
     from distlab.rendezvous.notices import NoticeBoard
@@ -53,7 +53,7 @@ class Failure:
             return cls("interrupted", status=130, cause="interrupted")
         if isinstance(error, NotFiniteError):  # all ranks raise it
             return cls(str(error), names_rank=True, recurs_on_restart=True, grace_period=True)
-        if told := about_full_disk(error):
+        if told := about_system(error):
             return cls.of(InputError(told), rank)
         # A library that communicates with other ranks itself raises its own errors when a wait fails.
         world = world_group()

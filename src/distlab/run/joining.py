@@ -21,6 +21,7 @@ from distlab.comm.context import Context, Options, context_of
 from distlab.comm.grid import Grid
 from distlab.comm.heap import set_up_heap
 from distlab.comm.layout import layout_flags, layout_size
+from distlab.comm.threads import binding
 from distlab.comm.waits import TrafficError, reason
 from distlab.rendezvous.torchrun import started_by_torchrun
 from distlab.run.commands import LAB
@@ -28,7 +29,7 @@ from distlab.run.folders import Claim, check_out, is_run, new_folder
 from distlab.run.resume import content_of
 from distlab.run.settings import ResumableSettings, RunSettings, as_flag, as_json
 from distlab.run.terminal import say
-from simplellm.errors import InputError, require
+from simplellm.errors import InputError, about_system, require
 
 PACKAGES = Path(__file__).parents[1], Path(simplellm.__file__).parent  # whose code every rank runs
 
@@ -179,6 +180,8 @@ def _set_up(grid: Grid, places: Sequence[devices.Place], settings: RunSettings) 
         warnings.filterwarnings("ignore", "Attempting to run cuBLAS, but there was no current CUDA context")
     else:
         set_up_heap()
+        if local_ranks > 1 and (bound := binding()):  # launch.sh leaves them out
+            say(f"{' and '.join(bound)}: binds the threads of every rank to the same cores; unset it")
     computing = grid.pipelines_on_host(local_ranks) if settings.one_stage_at_a_time else local_ranks
     torch.set_num_threads(devices.threads_per_rank(computing))
 
@@ -210,6 +213,8 @@ def _connect(
             pg_options=options,
         )
     except (dist.DistError, RuntimeError) as error:
+        if told := about_system(error):
+            raise InputError(f"rank {grid.rank} could not connect to all other ranks: {told}") from error
         sentence = f"rank {grid.rank} could not connect to all other ranks: {reason(error)}"
         raise TrafficError(sentence, error) from error
     return context_of()

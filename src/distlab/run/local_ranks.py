@@ -10,7 +10,9 @@ from pathlib import Path
 
 import torch
 
+from distlab.comm.cgroups import memory_kills
 from distlab.comm.grid import Grid
+from distlab.comm.processes import require_open_files
 from distlab.rendezvous.launcher_flags import Nodes
 from distlab.rendezvous.nodes import LOST_NODE_0, ElsewhereError, NodeRendezvous
 from distlab.rendezvous.store import StoreError
@@ -32,13 +34,14 @@ def run_ranks(
     When a rank fails, all ranks end and start again, at most `max_restarts` times; they resume from the last checkpoint
     (see `distlab.run.main`). If the status is not 0, the last line on stderr says which rank failed and why.
     """
+    require_open_files()
     # Under nohup, SIGHUP is ignored and must stay so.
     ending = [sent for sent in ENDING if sent is not signal.SIGHUP or signal.getsignal(sent) is not signal.SIG_IGN]
     os.environ |= {"LAB_LAUNCHER": str(os.getpid()), LAUNCHED_AS: shlex.join(sys.argv[1:])}
     Terminal(0, has_own=True)  # so that it prints above a status line that a rank may have left
     port = settings.master_port or (0 if len(nodes.ranks_of) == 1 else DEFAULT_PORT)
     rendezvous: NodeRendezvous | None = None  # None until this launcher has found that of node 0
-    status, sentence, cause = 0, "", ""  # the cause is reported to the other machines
+    kills, (status, sentence, cause) = memory_kills(), (0, "", "")  # the cause is reported to the other machines
     with tempfile.TemporaryDirectory() as errors:
         try:
             for sent in ending:
@@ -52,6 +55,8 @@ def run_ranks(
                     signal.signal(sent, signal.SIG_DFL)
             if failures:
                 status, sentence, is_cause = root_cause(failures, Grid(0, settings.layout, settings.held))
+                if sentence.endswith(signal.SIGKILL.name) and memory_kills() > kills:
+                    sentence += ", for this machine or its container had no memory left"
                 if not is_cause and len(nodes.ranks_of) > 1:
                     rendezvous.await_cause()
                     sentence += "; no report from the other machines"

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
 
-from distlab.comm.processes import end_with_parent, leave
+from distlab.comm.processes import end_with_parent, leave, require_open_files
 from distlab.comm.torch_patches import silence_torch_warnings
 from distlab.rendezvous.torchrun import started_by_torchrun
 from distlab.run.commands import LAB
@@ -42,6 +42,7 @@ def main(
     open_streams()
     try:
         end_with_launcher()
+        require_open_files()
         silence_torch_warnings()
         if started_by_torchrun() and isinstance(defaults, WorldSize):
             defaults.world_size = int(os.environ["WORLD_SIZE"])

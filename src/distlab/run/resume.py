@@ -1,6 +1,7 @@
 """Which settings a resumed run inherits from its checkpoint, and which must match; the layout may change."""
 
 import hashlib
+import os
 from enum import Enum
 from pathlib import Path
 from types import UnionType
@@ -75,7 +76,7 @@ def check_data(checkpoint: "Checkpoint", own: dict[str, Any] | None) -> None:
 
 def file_identity(data: str) -> dict[str, Any]:
     """A record that identifies a file, or a folder of files."""
-    path = Path(data).expanduser()
+    path = Path(os.path.expanduser(data))  # as it is, where there is no home
     files = sorted(file for file in path.rglob("*") if file.is_file()) if path.is_dir() else [path]
     beginnings = hashlib.sha256()
     for part in files:

@@ -166,6 +166,10 @@ class ResumableSettings(RunSettings):
     def check(self) -> None:
         super().check()
         require_positive(self, "keep", "save_every")
+        where = os.path.abspath(self.out or "runs")
+        shown = where.encode(errors="backslashreplace").decode()
+        is_text = self.save_every is None or shown == where
+        require(is_text, f"--out {shown}: checkpoints need a path in UTF-8; give a folder that has one")
 
     def decide(self) -> dict[str, Any]:
         return {"data_identity": self.data_identity}

@@ -109,6 +109,8 @@ def test_ranks_share_the_cores_unless_told_otherwise(monkeypatch: pytest.MonkeyP
     monkeypatch.setenv("OMP_NUM_THREADS", "5")
     assert threads_per_rank(3) == 5
     monkeypatch.setenv("OMP_NUM_THREADS", "4,2")
+    assert threads_per_rank(8) == 4, "the second is of threads within threads"
+    monkeypatch.setenv("OMP_NUM_THREADS", "many")
     assert threads_per_rank(8) == 1
 
 

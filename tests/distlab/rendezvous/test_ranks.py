@@ -181,3 +181,23 @@ def hold_store(port: int) -> None:
     store = open_store(0, "localhost", port, 10, lambda _: None)
     time.sleep(60)
     del store
+
+
+@pytest.mark.parametrize("other", [1, 12345, 65534])
+def test_a_rank_does_not_join_another_users_run(other: int) -> None:
+    if os.getuid() != 0:
+        pytest.skip("needs to become another user")
+
+    def hold(port: int) -> None:
+        os.setuid(other)
+        hold_store(port)
+
+    port = free_port()
+    holder = multiprocessing.get_context("fork").Process(target=hold, args=(port,))
+    holder.start()
+    try:
+        with pytest.raises(InputError, match=rf"^--master-port {port}: .* run of the user {other}, and you are 0; "):
+            open_store(1, "localhost", port, 10, lambda _: None)
+    finally:
+        holder.kill()
+        holder.join()

@@ -93,3 +93,14 @@ def test_the_settings_of_each_script_are_found(name: str) -> None:
     assert not script.has_threads, "its ranks may be forks"
     if "--tell" not in flags:
         script.parse(flags, name)
+
+
+@pytest.mark.parametrize("kills", [0, 1, 3])
+def test_a_rank_killed_for_memory_is_named_as_that(kills: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    script = tmp_path / "killed.py"
+    script.write_text("import os, signal\nos.kill(os.getpid(), signal.SIGKILL)\n")
+    counts = iter([5, 5 + kills])
+    monkeypatch.setattr("distlab.run.local_ranks.memory_kills", lambda: next(counts))
+    ended = fork_launcher(script, "--world-size", "1").finish()
+    assert ended.status == 1
+    assert ended.err.endswith(" had no memory left\n") == (kills > 0), ended.err
