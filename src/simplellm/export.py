@@ -18,6 +18,7 @@ from safetensors.torch import save_file
 from sentencepiece import SentencePieceProcessor
 
 from simplellm.errors import InputError
+from simplellm.hub_tokenizer import HubTokenizer, is_json, original
 from simplellm.saved_model import SavedModel
 from simplellm.tokenizer_json import as_tokenizer_json
 from simplellm.tokenizers import SPTokenizer
@@ -33,7 +34,8 @@ def export(model: SavedModel, folder: Path) -> None:
     Raises:
         InputError: the folder is not empty or cannot be written to, or the tokenizer cannot be exported.
     """
-    tokenizer = as_tokenizer_json(model.tokenizer)
+    content = model.tokenizer.read_bytes()
+    tokenizer = original(content) if is_json(content) else as_tokenizer_json(model.tokenizer)
     ids = token_ids(SPTokenizer(model.tokenizer))
     check_free(folder)
     try:
@@ -42,7 +44,8 @@ def export(model: SavedModel, folder: Path) -> None:
             _write(place / "generation_config.json", {"_from_model_config": True} | ids)
             _write(place / "tokenizer.json", tokenizer)
             _write(place / "tokenizer_config.json", tokenizer_config(model.tokenizer, model.options["ctx_size"]))
-            shutil.copyfile(model.tokenizer, place / "tokenizer.model")
+            if not is_json(content):
+                shutil.copyfile(model.tokenizer, place / "tokenizer.model")
             weights = {name: parameter.contiguous() for name, parameter in model.parameters.items()}
             save_file(weights, place / "model.safetensors", metadata={"format": "pt"})
             # safetensors makes its file unreadable for other users; an export is meant to be shared.
@@ -83,7 +86,8 @@ def _all_or_nothing(folder: Path) -> Iterator[Path]:
 
 def llama_config(options: dict[str, Any]) -> dict[str, Any]:
     """The model's sizes as the fields of transformers' LlamaConfig."""
-    theta = options["rope_theta"]
+    theta, scaling = options["rope_theta"], options.get("rope_scaling")
+    rope = {"rope_type": "llama3" if scaling else "default", **(scaling or {}), "rope_theta": theta}
     return {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
@@ -93,14 +97,15 @@ def llama_config(options: dict[str, Any]) -> dict[str, Any]:
         "num_hidden_layers": options["n_layers"],
         "num_attention_heads": options["num_heads"],
         "num_key_value_heads": options["num_kv_heads"],
-        "head_dim": options["dmodel"] // options["num_heads"],
+        "head_dim": options.get("head_dim") or options["dmodel"] // options["num_heads"],
         "max_position_embeddings": options["ctx_size"],
         "rms_norm_eps": options["norm_eps"],
         "rope_theta": theta,  # where transformers 4 looks
-        "rope_parameters": {"rope_type": "default", "rope_theta": theta},  # and where 5 does
+        **({"rope_scaling": rope} if scaling else {}),
+        "rope_parameters": rope,  # and where 5 does
         "hidden_act": "silu",
-        "attention_bias": False,
-        "mlp_bias": False,
+        "attention_bias": options.get("attention_bias", False),
+        "mlp_bias": options.get("mlp_bias", False),
         "tie_word_embeddings": False,
         "dtype": "float32",
     }
@@ -114,7 +119,10 @@ def token_ids(tokenizer: SPTokenizer) -> dict[str, int | None]:
 
 def tokenizer_config(model: Path, ctx_size: int) -> dict[str, Any]:
     """The configuration with which transformers uses tokenizer.json like `SPTokenizer.encode`."""
-    pieces = SentencePieceProcessor(model_file=str(model))
+    content = model.read_bytes()
+    pieces: Any = (
+        HubTokenizer(content, model.parent) if is_json(content) else SentencePieceProcessor(model_proto=content)
+    )
     names = {"bos": pieces.bos_id(), "eos": pieces.eos_id(), "pad": pieces.pad_id(), "unk": pieces.unk_id()}
     return {
         "tokenizer_class": "PreTrainedTokenizerFast",  # the one that adds nothing of its own to tokenizer.json

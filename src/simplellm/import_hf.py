@@ -1,13 +1,17 @@
 """Read a Llama in Hugging Face's format.
 
-The folder contains config.json, model.safetensors (or its parts and their index) and tokenizer.model. Models with
-features that the lab's Llama does not have are refused. Nothing is unpickled: a pytorch_model.bin may contain any
-program.
+The folder contains config.json, model.safetensors (or its parts and their index) and tokenizer.model, or tokenizer.json
+alone. Models with features that the lab's Llama does not have are refused, and so is a config.json with fields that the
+lab does not know. Nothing is unpickled: a pytorch_model.bin may contain any program.
 """
 
+import atexit
 import contextlib
 import json
+import re
+import shutil
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,9 +21,11 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from simplellm.errors import InputError
+from simplellm.hub_tokenizer import is_json, standalone
 from simplellm.llama import CausalLLama, LLama
+from simplellm.options import RopeScaling
 from simplellm.saved_model import SavedModel
-from simplellm.tokenizers import SPTokenizer
+from simplellm.tokenizers import SPTokenizer, with_unused_pieces
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
@@ -50,14 +56,21 @@ def read_llama(folder: Path) -> SavedModel:
     config = _read_json(path)
     _check_kind(path, config)
     options = _options(path, config)
-    tokenizer = _tokenizer(folder, options["vocab_size"])
-    options["padding_idx"] = tokenizer.pad_id if tokenizer.pad_id >= 0 else None
     stored = _stored(folder)
     _check_sizes(path, options, stored)
+    tokenizer, content = _tokenizer(folder, options["vocab_size"], rows=stored[EMBEDDING][1][0])
+    options["padding_idx"] = tokenizer.pad_id if tokenizer.pad_id >= 0 else None
     empty = LLama(CausalLLama, **options, device="meta")
     shapes = {name: tuple(parameter.shape) for name, parameter in empty.named_parameters()}
-    parameters = _parameters(folder, stored, shapes, tied=config.get("tie_word_embeddings") is True)
-    return SavedModel(options, parameters, folder / "tokenizer.model")
+    # As in transformers 5, a head of its own is used even if the configuration says that there is none.
+    tied = config.get("tie_word_embeddings") is True and HEAD not in stored
+    parameters = _parameters(folder, stored, shapes, tied)
+    if content is None:
+        return SavedModel(options, parameters, folder / "tokenizer.model")
+    temporary = Path(tempfile.mkdtemp())
+    atexit.register(shutil.rmtree, temporary, ignore_errors=True)
+    (temporary / "tokenizer.model").write_bytes(content)
+    return SavedModel(options, parameters, temporary / "tokenizer.model")
 
 
 def _read_json(path: Path) -> dict[str, Any]:
@@ -78,24 +91,66 @@ def _refuse(path: Path, key: str, value: Any, wanted: str) -> InputError:
     return InputError(f"{path}: {key} is {json.dumps(value)}: {wanted}")
 
 
+# Fields that do not change what the model computes, whatever they say.
+WITHOUT_EFFECT = re.compile(
+    r"""_.*|unsloth_.*|transformers_version|transformers\.js_config|architectures|torch_dtype|dtype|use_cache|
+    (bos|eos|pad|sep|decoder_start)_token_id|initializer_range|pretraining_tp|is_llama_config|tokenizer_class|
+    task_specific_params|finetuning_task|problem_type|id2label|label2id|num_labels|(use_)?return_dict|output_.*|
+    max_length|min_length|do_sample|temperature|top_k|top_p|typical_p|repetition_penalty|length_penalty|num_beams|
+    num_beam_groups|diversity_penalty|num_return_sequences|early_stopping|no_repeat_ngram_size""",
+    re.VERBOSE,
+)
+# Fields that are read.
+KNOWN = set(
+    """model_type hidden_act attention_bias mlp_bias attention_dropout tie_word_embeddings quantization_config
+    rope_scaling rope_parameters rope_theta original_max_position_embeddings vocab_size hidden_size head_dim
+    num_attention_heads num_key_value_heads intermediate_size num_hidden_layers max_position_embeddings
+    rms_norm_eps""".split()
+)
+
+
 def _check_kind(path: Path, config: dict[str, Any]) -> None:
-    """Raise `InputError` for features that the lab's Llama does not have."""
+    """Raise `InputError` for features that the lab's Llama does not have, and for fields that are not understood."""
     if config.get("model_type") != "llama":
         raise _refuse(path, "model_type", config.get("model_type"), 'only a "llama" can be imported')
     if config.get("hidden_act", "silu") != "silu":
         raise _refuse(path, "hidden_act", config["hidden_act"], 'the lab\'s Llama computes "silu"')
-    for key in ("attention_bias", "mlp_bias"):
-        if config.get(key):
-            raise _refuse(path, key, config[key], "the lab's Llama has no biases; it must be false")
+    for key in ("attention_bias", "mlp_bias", "tie_word_embeddings"):
+        if config.get(key) not in (None, True, False):
+            raise _refuse(path, key, config[key], "it must be true or false")
+    if config.get("attention_dropout"):
+        raise _refuse(path, "attention_dropout", config["attention_dropout"], "the lab's Llama has none; it must be 0")
     if config.get("quantization_config"):
         raise _refuse(path, "quantization_config", config["quantization_config"], "give a model that is not quantized")
-    for key in ("rope_scaling", "rope_parameters"):
-        rope = config.get(key)
-        if rope is None:
-            continue
-        kind = rope.get("rope_type", rope.get("type", "default")) if isinstance(rope, dict) else None
-        if kind != "default":
-            raise _refuse(path, key, rope, 'the lab\'s Llama does not scale positions; rope_type must be "default"')
+    for key, value in config.items():
+        is_off = value is None or value is False  # what is not there, or not used
+        if key not in KNOWN and not is_off and not WITHOUT_EFFECT.fullmatch(key):
+            wanted = "the lab does not know what it changes; remove it from a copy of the file if that is nothing"
+            raise _refuse(path, key, value, wanted)
+
+
+def _rope(path: Path, config: dict[str, Any]) -> dict[str, Any]:
+    """Theta and scaling of the rotary positions: as transformers reads them, from where versions 4 and 5 have them."""
+    key = next((key for key in ("rope_scaling", "rope_parameters") if config.get(key)), "rope_parameters")
+    rope = config.get(key) or {}
+    kind = rope.get("rope_type", rope.get("type", "default")) if isinstance(rope, dict) else None
+    if kind not in ("default", "llama3") or any(isinstance(value, dict) for value in rope.values()):
+        raise _refuse(
+            path, key, rope, 'the lab scales positions as in Llama 3.1 only; rope_type must be "default" or "llama3"'
+        )
+    if rope.get("partial_rotary_factor", 1) != 1:
+        raise _refuse(path, key, rope, "the lab's Llama rotates whole heads; partial_rotary_factor must be 1")
+    found = {"rope_theta": rope.get("rope_theta", config.get("rope_theta"))}
+    if kind == "llama3":
+        original = "original_max_position_embeddings"
+        length = config.get(original, rope.get(original, config.get("max_position_embeddings", 2048)))
+        try:
+            scaling = RopeScaling.of({**rope, original: length})
+        except InputError as error:
+            raise _refuse(path, key, rope, str(error)) from None
+        assert scaling is not None
+        found["rope_scaling"] = scaling._asdict()
+    return found
 
 
 def _options(path: Path, config: dict[str, Any]) -> dict[str, Any]:
@@ -117,20 +172,25 @@ def _options(path: Path, config: dict[str, Any]) -> dict[str, Any]:
 
     dmodel, num_heads = size("hidden_size"), size("num_attention_heads")
     num_kv_heads = size("num_key_value_heads", num_heads)
-    if dmodel % (2 * num_heads):
+    if config.get("head_dim") is None and dmodel % (2 * num_heads):
         wanted = f"it must divide hidden_size {dmodel} into heads of an even width"
         raise _refuse(path, "num_attention_heads", num_heads, wanted)
     if num_heads % num_kv_heads:
         raise _refuse(path, "num_key_value_heads", num_kv_heads, f"it must divide num_attention_heads {num_heads}")
     head_dim = size("head_dim", dmodel // num_heads)
-    if head_dim != dmodel // num_heads:
-        wanted = f"it must be hidden_size / num_attention_heads = {dmodel // num_heads}"
-        raise _refuse(path, "head_dim", head_dim, wanted)
+    if head_dim % 2:
+        raise _refuse(path, "head_dim", head_dim, "rotary positions need an even width")
     ctx_size = size("max_position_embeddings", 2048)
     if ctx_size > MOST_POSITIONS:
         raise _refuse(path, "max_position_embeddings", ctx_size, f"it must be at most {MOST_POSITIONS:,}")
-    rope_theta = (config.get("rope_parameters") or {}).get("rope_theta", config.get("rope_theta"))
-    return {
+    rope = _rope(path, config)
+    unusual = {
+        "head_dim": None if head_dim * num_heads == dmodel else head_dim,
+        "rope_scaling": rope.get("rope_scaling"),
+        "attention_bias": config.get("attention_bias"),
+        "mlp_bias": config.get("mlp_bias"),
+    }
+    return {name: value for name, value in unusual.items() if value} | {
         "vocab_size": size("vocab_size"),
         "dmodel": dmodel,
         "num_heads": num_heads,
@@ -138,26 +198,56 @@ def _options(path: Path, config: dict[str, Any]) -> dict[str, Any]:
         "hidden_dim": size("intermediate_size"),
         "n_layers": size("num_hidden_layers"),
         "ctx_size": ctx_size,
-        "rope_theta": positive("rope_theta", rope_theta, 1e4),
+        "rope_theta": positive("rope_theta", rope["rope_theta"], 1e4),
         "norm_eps": positive("rms_norm_eps", config.get("rms_norm_eps"), 1e-6),
     }
 
 
-def _tokenizer(folder: Path, vocab_size: int) -> SPTokenizer:
+def _tokenizer(folder: Path, vocab_size: int, rows: int) -> tuple[SPTokenizer, bytes | None]:
+    """The tokenizer in a folder, and the content of a file to keep instead of the one there, if that is not complete.
+
+    A complete one says its special tokens, and has as many tokens as the model, whose vocabulary may be padded: as many
+    as the embedding has rows.
+    """
     path = folder / "tokenizer.model"
     if not path.exists():
+        path = folder / "tokenizer.json"
+    if not path.exists():
         raise InputError(
-            f"{path}: there is no such file; the lab reads SentencePiece models only, and a tokenizer.json cannot be "
-            "turned into one"
+            f"{folder / 'tokenizer.model'}: there is no such file; the lab reads SentencePiece models and, where there "
+            "is none, tokenizer.json"
         )
     try:
         tokenizer = SPTokenizer(path)
-    except InputError:
-        raise InputError(f"{path}: is no SentencePiece model that can be read; copy the file again") from None
-    if tokenizer.vocab_size != vocab_size:
-        wanted = f"it must be the number of pieces of tokenizer.model, {tokenizer.vocab_size}"
+    except InputError as error:
+        if "pip install" in str(error):
+            raise InputError(f"{path}: {error}") from None
+        kind = "SentencePiece model" if path.suffix == ".model" else "tokenizer"
+        raise InputError(f"{path}: is no {kind} that can be read; copy the file again") from None
+    if rows != vocab_size or tokenizer.vocab_size > vocab_size:
+        wanted = f"it must be the number of pieces of {path.name}, {tokenizer.vocab_size}"
+        wanted += "" if rows == tokenizer.vocab_size else f", or more, and {EMBEDDING} has {rows} rows"
         raise _refuse(folder / "config.json", "vocab_size", vocab_size, wanted)
-    return tokenizer
+    content = path.read_bytes()
+    if is_json(content):
+        return tokenizer, standalone(content, folder, vocab_size)
+    missing = vocab_size - tokenizer.vocab_size
+    return tokenizer, with_unused_pieces(content, missing) if missing else None
+
+
+def remarks(folder: Path) -> list[str]:
+    """What of a model's tokenizer the lab does not use, in sentences."""
+    found, path = [], folder / "tokenizer_config.json"
+    config = _read_json(path) if path.exists() else {}
+    has_bos = config.get("add_bos_token", config.get("tokenizer_class") in ("LlamaTokenizer", "LlamaTokenizerFast"))
+    path = folder / "tokenizer.json"
+    if not has_bos and path.exists():
+        has_bos = "TemplateProcessing" in json.dumps(_read_json(path).get("post_processor"))
+    if has_bos:
+        found.append("transformers puts the token of a beginning before each text; the lab does not, in no story")
+    if "chat_template" in config or (folder / "chat_template.jinja").exists():
+        found.append("its chat template is not taken over: the lab trains on plain text")
+    return found
 
 
 def _stored(folder: Path) -> dict[str, tuple[Path, Shape]]:
@@ -208,7 +298,7 @@ def _parameters(
     for path in dict.fromkeys(path for path, _ in stored.values()):
         with _opened(path) as file:
             for name in (name for name, (holder, _) in stored.items() if holder == path):
-                if _is_ours(path, name, shapes, tied):
+                if _is_ours(path, name, shapes):
                     parameters[name] = _widened(path, name, file.get_tensor(name), shapes[name])
     if tied and EMBEDDING in parameters:
         # A separate tensor: in a pipeline, embedding and head are on different ranks.
@@ -240,10 +330,10 @@ def _files_of(folder: Path) -> dict[str, Path]:
     return {name: folder / file_name for name, file_name in weight_map.items()}
 
 
-def _is_ours(path: Path, name: str, shapes: dict[str, Shape], tied: bool) -> bool:
+def _is_ours(path: Path, name: str, shapes: dict[str, Shape]) -> bool:
     """Whether to read a tensor; raises `InputError` for one that would change what the model computes."""
-    if name.endswith(".rotary_emb.inv_freq") or (tied and name == HEAD):
-        return False  # old files contain the frequencies, which follow from rope_theta; a tied head is the embedding
+    if name.endswith(".rotary_emb.inv_freq"):
+        return False  # in old files: the frequencies, which follow from rope_theta
     if name not in shapes:
         raise InputError(f"{path}: has a tensor {name}, for which the lab's Llama has no place")
     return True

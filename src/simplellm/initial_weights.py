@@ -14,7 +14,7 @@ INITIAL_STD = 0.02
 
 
 def initial_weight(seed: int, name: str, shape: Sequence[int]) -> Tensor:
-    """The initial value of one parameter: N(0, 0.02) for a matrix, ones for a vector (the gain of a norm).
+    """The initial value of one parameter: N(0, 0.02) for a matrix, ones for the gain of a norm, zeros for a bias.
 
     Args:
         seed: the run's seed.
@@ -25,7 +25,8 @@ def initial_weight(seed: int, name: str, shape: Sequence[int]) -> Tensor:
         A float32 tensor of that shape on the CPU, the same for every device that the model may run on.
     """
     if len(shape) == 1:
-        return torch.ones(*shape, dtype=torch.float32, device="cpu")
+        fill = torch.zeros if name.endswith(".bias") else torch.ones
+        return fill(*shape, dtype=torch.float32, device="cpu")
     key = f"{seed} {name} {tuple(shape)}".encode()
     generator = torch.Generator("cpu").manual_seed(int.from_bytes(hashlib.sha256(key).digest()[:8], "big"))
     weight = torch.empty(*shape, dtype=torch.float32, device="cpu")

@@ -1,6 +1,7 @@
 """The layers that a Llama is made of, each with a backward pass by hand: linear maps, norms, rotary positions."""
 
 import functools
+import math
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -12,18 +13,25 @@ from torch.autograd.function import once_differentiable
 
 from simplellm.autograd import use_of_gradient
 from simplellm.mixed_precision import widen
+from simplellm.options import RopeScaling
 from simplellm.weight_gradients import DeferredWeightGradients, current, gradient_of, is_by_hand
 
 OutputPlace = Callable[[Sequence[int], Tensor], Tensor | None]
 
 
 class Linear(nn.Linear):
-    """x @ weight.T in the dtype of `x`; the weight is float32."""
+    """x @ weight.T + bias, if there is one, in the dtype of `x`; the parameters are float32."""
+
+    adds_bias = True  # whether the layer does so itself, or the module that it is in
 
     def reset_parameters(self) -> None:
         """Do nothing: `initialize` sets the weight, and the global random generator must not be used."""
 
     def forward(self, x: Tensor) -> Tensor:
+        y = self._product(x)
+        return y if self.bias is None or not self.adds_bias else y + self.bias.to(y.dtype)
+
+    def _product(self, x: Tensor) -> Tensor:
         by_hand = torch.is_grad_enabled() and is_by_hand(self.weight)
         weight_gradients = current() if by_hand and x.requires_grad else None
         if isinstance(weight_gradients, DeferredWeightGradients):
@@ -111,16 +119,32 @@ class _RMSNormFunction(torch.autograd.Function):
 
 
 @functools.lru_cache(maxsize=8)
-def rotary_tables(ctx_size: int, head_dim: int, theta: float, device: torch.device) -> tuple[Tensor, Tensor]:
+def rotary_tables(
+    ctx_size: int, head_dim: int, theta: float, device: torch.device, scaling: RopeScaling | None = None
+) -> tuple[Tensor, Tensor]:
     """Cosine (ctx, 1, head_dim) and sine (ctx, 1, head_dim / 2) of each position's angles, in float32.
 
     Pair i of a head rotates by theta^(-2i / head_dim) per position (Su et al., arXiv 2104.09864). The cosine is
     repeated for both halves of the head.
     """
     with torch.inference_mode(False):  # a table created while generating text must also work in training
-        frequencies = theta ** (-torch.arange(0, head_dim, 2, dtype=torch.float32, device=device) / head_dim)
+        # As transformers rounds it: at the end of a long context, the last digit of a frequency is seen in the logits.
+        frequencies = 1 / theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32, device=device) / head_dim)
+        if scaling is not None:
+            frequencies = _scaled(frequencies, scaling)
         angles = torch.outer(torch.arange(ctx_size, dtype=torch.float32, device=device), frequencies).unsqueeze(1)
         return angles.cos().repeat(1, 1, 2), angles.sin()
+
+
+def _scaled(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
+    """Divide low frequencies by the factor, keep high ones, and go over from one to the other between them.
+
+    As in Llama 3.1 (Grattafiori et al., arXiv 2407.21783) and transformers' rope_type "llama3".
+    """
+    turns = scaling.original_max_position_embeddings * frequencies / (2 * math.pi)  # within the original context
+    low, high = scaling.low_freq_factor, scaling.high_freq_factor
+    kept = ((turns - low) / (high - low)).clamp(0, 1)
+    return frequencies * (kept + (1 - kept) / scaling.factor)
 
 
 class Rotate(torch.autograd.Function):

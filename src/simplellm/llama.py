@@ -1,15 +1,15 @@
 """Llama, whole or as the stages of a pipeline.
 
 The model is that of Touvron et al. (arXiv 2302.13971): pre-norm blocks with RMSNorm, rotary positions, causal
-attention (optionally grouped-query) and SwiGLU, without biases, and with an untied head. Parameters have the names of
-Hugging Face's ``LlamaForCausalLM``. A stage's parameters have the same names as in the whole model: state dicts load in
-both directions, and those of all stages together are that of the whole model.
+attention (optionally grouped-query) and SwiGLU, usually without biases, and with an untied head. Parameters have the
+names of Hugging Face's ``LlamaForCausalLM``. A stage's parameters have the same names as in the whole model: state
+dicts load in both directions, and those of all stages together are that of the whole model.
 
 With `dtype` bfloat16 the model computes in mixed precision: parameters, their gradients, the residual stream, the
 statistics of the norms and the logits are float32; everything between a norm and the next residual sum is bfloat16.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, ClassVar, TypeVar
 
@@ -23,7 +23,7 @@ from simplellm.errors import InputError
 from simplellm.initial_weights import initialize
 from simplellm.layers import Linear, RMSNorm, Rotate, rotary_tables
 from simplellm.mixed_precision import widen
-from simplellm.options import Recompute, check_heads
+from simplellm.options import Recompute, RopeScaling, check_heads
 from simplellm.recomputation import Recomputed
 
 
@@ -57,13 +57,15 @@ class Attention(nn.Module):
     The number of heads follows from the projections' output, so the projections may hold some heads only.
     """
 
-    def __init__(self, dmodel: int, num_heads: int, num_kv_heads: int) -> None:
+    def __init__(
+        self, dmodel: int, num_heads: int, num_kv_heads: int, head_dim: int | None = None, bias: bool = False
+    ) -> None:
         super().__init__()
-        self.head_dim = dmodel // num_heads
-        self.q_proj = Linear(dmodel, num_heads * self.head_dim, bias=False)
-        self.k_proj = Linear(dmodel, num_kv_heads * self.head_dim, bias=False)
-        self.v_proj = Linear(dmodel, num_kv_heads * self.head_dim, bias=False)
-        self.o_proj = Linear(num_heads * self.head_dim, dmodel, bias=False)
+        self.head_dim = head_dim or dmodel // num_heads
+        self.q_proj = Linear(dmodel, num_heads * self.head_dim, bias=bias)
+        self.k_proj = Linear(dmodel, num_kv_heads * self.head_dim, bias=bias)
+        self.v_proj = Linear(dmodel, num_kv_heads * self.head_dim, bias=bias)
+        self.o_proj = Linear(num_heads * self.head_dim, dmodel, bias=bias)
 
     def forward(
         self,
@@ -92,11 +94,11 @@ class Attention(nn.Module):
 class MLP(nn.Module):
     """SwiGLU: down(silu(gate(x)) * up(x)) (Shazeer, arXiv 2002.05202)."""
 
-    def __init__(self, dmodel: int, hidden_dim: int) -> None:
+    def __init__(self, dmodel: int, hidden_dim: int, bias: bool = False) -> None:
         super().__init__()
-        self.gate_proj = Linear(dmodel, hidden_dim, bias=False)
-        self.up_proj = Linear(dmodel, hidden_dim, bias=False)
-        self.down_proj = Linear(hidden_dim, dmodel, bias=False)
+        self.gate_proj = Linear(dmodel, hidden_dim, bias=bias)
+        self.up_proj = Linear(dmodel, hidden_dim, bias=bias)
+        self.down_proj = Linear(hidden_dim, dmodel, bias=bias)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
@@ -106,13 +108,22 @@ class Block(nn.Module):
     """One layer: attention and MLP, each behind a norm and added to the residual stream (batch, seq, dmodel)."""
 
     def __init__(
-        self, dmodel: int, num_heads: int, num_kv_heads: int, hidden_dim: int, norm_eps: float, dtype: torch.dtype
+        self,
+        dmodel: int,
+        num_heads: int,
+        num_kv_heads: int,
+        hidden_dim: int,
+        norm_eps: float,
+        dtype: torch.dtype,
+        head_dim: int | None = None,
+        attention_bias: bool = False,
+        mlp_bias: bool = False,
     ) -> None:
         super().__init__()
         self.input_layernorm = RMSNorm(dmodel, norm_eps, dtype)
-        self.self_attn = Attention(dmodel, num_heads, num_kv_heads)
+        self.self_attn = Attention(dmodel, num_heads, num_kv_heads, head_dim, attention_bias)
         self.post_attention_layernorm = RMSNorm(dmodel, norm_eps, dtype)
-        self.mlp = MLP(dmodel, hidden_dim)
+        self.mlp = MLP(dmodel, hidden_dim, mlp_bias)
 
     def forward(
         self,
@@ -142,7 +153,7 @@ class LLamaPart(nn.Module):
     Args:
         vocab_size: tokens in the vocabulary; a middle stage does not use it.
         dmodel: width of the residual stream.
-        num_heads: attention heads, each of the even width dmodel / num_heads.
+        num_heads: attention heads.
         device: where the parameters live; torch's default device if None.
         n_layers: layers of this part; a stage may have none.
         ctx_size: the longest sequence, in tokens.
@@ -161,6 +172,9 @@ class LLamaPart(nn.Module):
             the embedding needs `part` on each call then, since it does not see the tokens.
         recompute: what the backward pass computes again instead of keeping it: "blocks", the inside of each block, one
             block at a time; "all", the norm before the head, too.
+        head_dim: width of a head, even; dmodel / num_heads if None.
+        rope_scaling: the fields of `RopeScaling`, for rotary positions that are scaled as in Llama 3.1.
+        attention_bias, mlp_bias: whether the linear layers there have biases.
 
     Attributes:
         options: the arguments that make the same model again, but for weights and device.
@@ -192,6 +206,10 @@ class LLamaPart(nn.Module):
         first_layer: int | None = None,
         document_end: int | None = None,
         recompute: Recompute = "none",
+        head_dim: int | None = None,
+        rope_scaling: Mapping[str, Any] | None = None,
+        attention_bias: bool = False,
+        mlp_bias: bool = False,
     ) -> None:
         super().__init__()
         num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
@@ -202,7 +220,7 @@ class LLamaPart(nn.Module):
             padding_idx = None  # SentencePiece's "no such token"; nn.Embedding would count from the end
         if self.has_embedding or self.has_head:
             _check_vocabulary(vocab_size, padding_idx)
-        _check_sizes(dmodel, num_heads, num_kv_heads, hidden_dim, n_layers, ctx_size, dtype)
+        _check_sizes(dmodel, num_heads, num_kv_heads, hidden_dim, n_layers, ctx_size, dtype, head_dim)
         if n_layers == 0 and self.has_embedding and self.has_head:
             raise InputError("n_layers 0 leaves no model: it must be at least 1")
 
@@ -218,16 +236,24 @@ class LLamaPart(nn.Module):
             "rope_theta": rope_theta,
             "norm_eps": norm_eps,
         }
+        scaling = RopeScaling.of(rope_scaling)
+        unusual = {
+            "head_dim": None if head_dim == dmodel / num_heads else head_dim,
+            "rope_scaling": scaling and scaling._asdict(),
+            "attention_bias": attention_bias,
+            "mlp_bias": mlp_bias,
+        }
+        self.options |= {name: value for name, value in unusual.items() if value}
         self.ctx_size = ctx_size
-        self.head_dim = dmodel // num_heads
-        self.rope_theta = rope_theta
+        self.head_dim = head_dim or dmodel // num_heads
+        self.rope_theta, self._rope_scaling = rope_theta, scaling
         self.document_end = document_end
         self.recompute = recompute
         device = torch.get_default_device() if device is None else torch.device(device)
+        sizes = dmodel, num_heads, num_kv_heads, hidden_dim, norm_eps, dtype, head_dim, attention_bias, mlp_bias
         with device:
             layers: dict[str, nn.Module] = {
-                str(index): Block(dmodel, num_heads, num_kv_heads, hidden_dim, norm_eps, dtype)
-                for index in range(first_layer, first_layer + n_layers)
+                str(index): Block(*sizes) for index in range(first_layer, first_layer + n_layers)
             }
             embed_tokens = norm = None
             if self.has_embedding:
@@ -261,7 +287,7 @@ class LLamaPart(nn.Module):
         """
         if part is None and cache is None:
             part = self.part_of(x)
-        tables = rotary_tables(self.ctx_size, self.head_dim, self.rope_theta, x.device)
+        tables = rotary_tables(self.ctx_size, self.head_dim, self.rope_theta, x.device, self._rope_scaling)
         start = cache[0].length if cache else 0
         end = start + x.shape[1]
         if end > self.ctx_size:
@@ -345,7 +371,14 @@ def _check_vocabulary(vocab_size: int, padding_idx: int | None) -> None:
 
 
 def _check_sizes(
-    dmodel: int, num_heads: int, num_kv_heads: int, hidden_dim: int, n_layers: int, ctx_size: int, dtype: torch.dtype
+    dmodel: int,
+    num_heads: int,
+    num_kv_heads: int,
+    hidden_dim: int,
+    n_layers: int,
+    ctx_size: int,
+    dtype: torch.dtype,
+    head_dim: int | None,
 ) -> None:
     least = {
         "dmodel": (dmodel, 1),
@@ -358,6 +391,6 @@ def _check_sizes(
     for name, (value, smallest) in least.items():
         if value < smallest:
             raise InputError(f"{name} {value} is too small: it must be at least {smallest}")
-    check_heads(dmodel, num_heads, num_kv_heads)
+    check_heads(dmodel, num_heads, num_kv_heads, head_dim)
     if dtype not in (torch.float32, torch.bfloat16):
         raise InputError(f"dtype {str(dtype).removeprefix('torch.')} is not supported: use float32 or bfloat16")

@@ -1,18 +1,47 @@
 """Options of a model, and checks of their combinations."""
 
-from typing import Literal
+from collections.abc import Mapping
+from typing import Any, Literal, NamedTuple
 
 from simplellm.errors import InputError
 
 Recompute = Literal["none", "blocks", "all"]
 
 
-def check_heads(dmodel: int, num_heads: int, num_kv_heads: int | None = None) -> None:
+class RopeScaling(NamedTuple):
+    """How Llama 3.1 and later slow down the rotary positions of long wavelengths, in transformers' words."""
+
+    factor: float  # by which wavelengths of more than original / low_freq_factor positions grow
+    low_freq_factor: float
+    high_freq_factor: float  # wavelengths of less than original / high_freq_factor positions stay
+    original_max_position_embeddings: int
+
+    @classmethod
+    def of(cls, values: Mapping[str, Any] | None) -> "RopeScaling | None":
+        """From a dictionary that may have further keys, as in a file; `InputError` if a value cannot be right."""
+        if values is None:
+            return None
+        numbers = [values.get(name) for name in cls._fields]
+        for name, value in zip(cls._fields, numbers, strict=True):
+            if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < float("inf"):
+                raise InputError(f"{name} {value!r:.50} of scaled positions: it must be a number greater than 0")
+        found = cls(*numbers)  # type: ignore[arg-type]
+        if found.low_freq_factor >= found.high_freq_factor:
+            raise InputError(
+                f"low_freq_factor {found.low_freq_factor} of scaled positions: give one below the high one"
+            )
+        return found
+
+
+def check_heads(dmodel: int, num_heads: int, num_kv_heads: int | None = None, head_dim: int | None = None) -> None:
     """Raise `InputError` unless the heads have equal, even widths, and the key heads divide the number of heads."""
-    if dmodel % num_heads:
+    if head_dim is not None:
+        if head_dim < 1 or head_dim % 2:
+            raise InputError(f"head_dim {head_dim}: rotary positions need an even width of at least 2", "head_dim")
+    elif dmodel % num_heads:
         sentence = f"num_heads {num_heads} does not divide dmodel {dmodel}: each head must be equally wide"
         raise InputError(sentence, "num_heads", "dmodel")
-    if dmodel // num_heads % 2:
+    elif dmodel // num_heads % 2:
         raise InputError(
             f"num_heads {num_heads} gives heads of width {dmodel // num_heads} at dmodel {dmodel}: "
             "rotary positions need an even width",

@@ -18,7 +18,7 @@ class SavedModel:
     Attributes:
         options: keyword arguments for the models of `simplellm.llama`, except device, dtype and seed.
         parameters: by name, float32.
-        tokenizer: path of a SentencePiece model.
+        tokenizer: path of its tokenizer, as `SPTokenizer` reads it.
         step: number of steps that it has been trained for; None if unknown.
     """
 

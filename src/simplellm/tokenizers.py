@@ -1,4 +1,4 @@
-"""Text to token ids and back, with a SentencePiece model (Kudo and Richardson, arXiv 1808.06226).
+"""Text to token ids and back, with a SentencePiece model (Kudo and Richardson, arXiv 1808.06226) or a tokenizer.json.
 
 The shipped model has 4,096 pieces, trained on stories by byte pair encoding (Sennrich, Haddow and Birch, arXiv
 1508.07909) with `train_tokenizer`. It encodes characters without a piece as bytes, like Llama's tokenizer.
@@ -14,6 +14,7 @@ from typing import Any
 from sentencepiece import SentencePieceProcessor
 
 from simplellm.errors import InputError
+from simplellm.hub_tokenizer import HubTokenizer, is_json
 
 SHIPPED_MODEL = Path(__file__).with_name("tokenizer.model")
 
@@ -29,7 +30,7 @@ class SPTokenizer:
     the text (Llama's, for example, puts a space before it).
 
     Args:
-        path: a SentencePiece model (.model); None for the shipped one.
+        path: a SentencePiece model (.model), or a tokenizer.json (`simplellm.hub_tokenizer`); None for the shipped one.
 
     Attributes:
         vocab_size: the number of ids, which are 0 to vocab_size - 1.
@@ -37,7 +38,7 @@ class SPTokenizer:
             none. No text encodes to them: "</s>" in a text is treated as four ordinary characters.
 
     Raises:
-        InputError: there is no SentencePiece model at this path.
+        InputError: there is no tokenizer at this path.
     """
 
     def __init__(self, path: str | os.PathLike[str] | None = None) -> None:
@@ -91,11 +92,13 @@ class SPTokenizer:
         It cannot if it has no pieces for bytes, or if it puts a space before a text, so that a text cannot be encoded
         in parts.
         """
+        if isinstance(self._model, HubTokenizer):
+            return None
         ids: list[int] = [self._model.piece_to_id(f"<0x{byte:02X}>") for byte in _META_SPACE.encode()]
         return ids if all(map(self._model.is_byte, ids)) and not self._adds_space else None
 
 
-def _load(path: Path) -> SentencePieceProcessor:
+def _load(path: Path) -> Any:
     wanted = "give the path of a SentencePiece model (.model), or leave it out for the shipped one"
     try:
         if path.is_fifo() or path.is_char_device():  # reading it might never end
@@ -105,8 +108,28 @@ def _load(path: Path) -> SentencePieceProcessor:
         raise InputError(f"tokenizer {path}: there is no such file; {wanted}", "tokenizer") from None
     except OSError as error:
         raise InputError(f"tokenizer {path}: cannot be read ({error.strerror}); {wanted}", "tokenizer") from None
+    if is_json(model):
+        try:
+            return HubTokenizer(model, path.parent)
+        except InputError:
+            raise
+        except (ValueError, LookupError, TypeError, RecursionError):
+            raise InputError(
+                f"tokenizer {path}: is no tokenizer.json that can be read; {wanted}", "tokenizer"
+            ) from None
     try:
         # SentencePiece accepts an empty file as a model, and fails later.
         return SentencePieceProcessor(model_proto=model or b"?")
     except RuntimeError:
         raise InputError(f"tokenizer {path}: is no SentencePiece model; {wanted}", "tokenizer") from None
+
+
+def with_unused_pieces(model: bytes, count: int) -> bytes:
+    """A SentencePiece model with `count` more pieces, which no text encodes to: for a vocabulary that is padded."""
+    # Fields of sentencepiece_model.proto: ModelProto.pieces = 1; SentencePiece.piece = 1, .score = 2, .type = 3.
+    unused = 5
+    for number in range(count):
+        text = f"<padding {number}>".encode()
+        piece = bytes([1 << 3 | 2, len(text)]) + text + bytes([2 << 3 | 5]) + bytes(4) + bytes([3 << 3, unused])
+        model += bytes([1 << 3 | 2, len(piece)]) + piece
+    return model

@@ -201,13 +201,22 @@ def refusal(folder: Path) -> str:
     [
         ({"model_type": "mistral"}, 'model_type is "mistral": only a "llama" can be imported'),
         ({"hidden_act": "gelu"}, 'hidden_act is "gelu": the lab\'s Llama computes "silu"'),
-        ({"attention_bias": True}, "attention_bias is true: the lab's Llama has no biases"),
-        ({"mlp_bias": True}, "mlp_bias is true: the lab's Llama has no biases"),
+        ({"attention_bias": 1.5}, "attention_bias is 1.5: it must be true or false"),
+        ({"tie_word_embeddings": "no"}, 'tie_word_embeddings is "no": it must be true or false'),
+        ({"attention_dropout": 0.1}, "attention_dropout is 0.1: the lab's Llama has none; it must be 0"),
+        ({"sliding_window": 4096}, "sliding_window is 4096: the lab does not know what it changes; remove it from a "),
+        ({"logit_scale": 0.5}, "logit_scale is 0.5: the lab does not know what it changes"),
+        ({"rope_interleaved": True}, "rope_interleaved is true: the lab does not know what it changes"),
+        ({"layer_types": ["full"]}, 'layer_types is ["full"]: the lab does not know what it changes'),
+        ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, 'rope_scaling is {"type": "dynamic", "factor": 2.0}: '),
+        ({"rope_parameters": {"rope_theta": 5e5, "partial_rotary_factor": 0.5}}, "rope_parameters is {"),
+        ({"rope_parameters": {"full_attention": {"rope_theta": 5e5}}}, 'rope_parameters is {"full_attention": '),
+        ({"rope_scaling": "linear"}, 'rope_scaling is "linear": '),
         ({"rope_scaling": {"type": "linear", "factor": 2.0}}, 'rope_scaling is {"type": "linear", "factor": 2.0}: '),
         ({"rope_parameters": {"rope_type": "llama3", "rope_theta": 1e4}}, 'rope_parameters is {"rope_type": "llama3"'),
         ({"quantization_config": {"bits": 4}}, 'quantization_config is {"bits": 4}: give a model that is not'),
-        ({"head_dim": 16}, "head_dim is 16: it must be hidden_size / num_attention_heads = 8"),
-        ({"num_attention_heads": 5}, "num_attention_heads is 5: it must divide hidden_size 32"),
+        ({"head_dim": 9}, "head_dim is 9: rotary positions need an even width"),
+        ({"num_attention_heads": 5, "head_dim": ...}, "num_attention_heads is 5: it must divide hidden_size 32"),
         ({"num_key_value_heads": 3}, "num_key_value_heads is 3: it must divide num_attention_heads 4"),
         ({"num_hidden_layers": "two"}, 'num_hidden_layers is "two": it must be a positive integer'),
         ({"hidden_size": ...}, "has no hidden_size; it must be there, a positive integer"),
@@ -260,6 +269,9 @@ def test_files_that_are_not_there(folder: Path) -> None:
     (folder / "tokenizer.model").write_bytes(b"{}")
     assert refusal(folder) == "DIR/tokenizer.model: is no SentencePiece model that can be read; copy the file again"
     (folder / "tokenizer.model").unlink()
+    (folder / "tokenizer.json").write_text('{"model": "none"}')
+    assert refusal(folder) == "DIR/tokenizer.json: is no tokenizer that can be read; copy the file again"
+    (folder / "tokenizer.json").unlink()
     assert refusal(folder).startswith("DIR/tokenizer.model: there is no such file; the lab reads SentencePiece models")
     shutil.copyfile(SHIPPED_MODEL, folder / "tokenizer.model")
     (folder / "model.safetensors").rename(folder / "pytorch_model.bin")

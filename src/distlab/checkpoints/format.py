@@ -24,6 +24,7 @@ from typing import Any
 
 from distlab.checkpoints import FOLDER, LLAMA
 from simplellm.errors import InputError, require
+from simplellm.options import RopeScaling
 
 RECORD, TOKENIZER = "checkpoint.json", "tokenizer.model"
 UNFINISHED = ".unfinished"  # suffix of a checkpoint's folder while it is written or deleted
@@ -181,6 +182,13 @@ def _check(checkpoint: Checkpoint) -> None:
         check(is_count(model.get(name), least=1), name, model.get(name))
     for name in ("rope_theta", "norm_eps") if is_llama else ():
         check(isinstance(model.get(name), int | float) and model[name] > 0, name, model.get(name))
+    if is_llama:  # an imported model may have what others have not
+        head_dim, scaling = model.get("head_dim"), model.get("rope_scaling")
+        check(head_dim is None or is_count(head_dim, least=1), "head_dim", head_dim)
+        check(scaling is None or isinstance(scaling, dict), "rope_scaling", scaling)
+        RopeScaling.of(scaling)
+        for name in ("attention_bias", "mlp_bias"):
+            check(model.get(name) in (None, True, False), name, model.get(name))
     layout = checkpoint.layout
     check(isinstance(layout, dict) and all(is_count(size, least=1) for size in layout.values()), "layout", layout)
     check(TOKENIZER in files or not is_llama, "list of files", [*files])

@@ -16,7 +16,7 @@ from distlab.checkpoints.models import write_model
 from distlab.run.terminal import say
 from simplellm import command_line
 from simplellm.export import check_free
-from simplellm.import_hf import read_llama
+from simplellm.import_hf import read_llama, remarks
 
 
 @dataclass
@@ -24,7 +24,7 @@ class Request:
     """What to import."""
 
     folder: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="DIR")]
-    """folder with config.json, model.safetensors and tokenizer.model"""
+    """folder with config.json, model.safetensors and tokenizer.model or tokenizer.json"""
     out: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="OUT")]
     """folder to create for the run"""
 
@@ -33,6 +33,8 @@ def main(request: Request) -> None:
     check_free(request.out)
     model = read_llama(request.folder)
     say(f"{request.folder}: {model.parameter_count:,} parameters; writing them to {request.out}")
+    for remark in remarks(request.folder):
+        say(f"{request.folder}: {remark}")
     write_model(request.out, model)
     say(f"{request.out}: {model.parameter_count:,} parameters; resume it with --resume {shlex.quote(str(request.out))}")
 

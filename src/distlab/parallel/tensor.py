@@ -120,6 +120,9 @@ def _split_in_pairs(parts: _Parts, axis: Axis, sequence_parallel: bool) -> None:
             _keep_shard(column, tp_group, dim=0)
         _keep_shard(row, tp_group, dim=1)
         _around(pair, tp_group, before=enter, after=leave)
+        if row.bias is not None:  # it is added to the sum, not to each rank's part of it
+            row.adds_bias = False
+            pair.register_forward_hook(partial(_add_bias, row.bias))
     for name, embedding in parts.embeddings.items():
         tp_group = TPGroup(name, VOCABULARY, axis)
         split = VocabularyParallelEmbedding(embedding, tp_group)
@@ -147,6 +150,8 @@ def _split_sequence(parts: _Parts, axis: Axis) -> tuple[Exchange, Exchange]:
 
     parts.net.register_forward_pre_hook(remember_length)
     split = {module.weight for module in (*parts.linears.values(), *parts.embeddings.values())}
+    rows = {pair.o_proj if isinstance(pair, Attention) else pair.down_proj for pair in parts.pairs.values()}
+    split |= {linear.bias for linear in parts.linears.values() if linear.bias is not None and linear not in rows}
     for name, parameter in parts.net.named_parameters():
         if parameter not in split and parameter.requires_grad:
             tp_group = TPGroup(name.rpartition(".")[0], NORMS, axis)
@@ -155,9 +160,15 @@ def _split_sequence(parts: _Parts, axis: Axis) -> tuple[Exchange, Exchange]:
 
 
 def _keep_shard(linear: Linear, tp_group: TPGroup, dim: int) -> None:
-    """Replace the weight (outputs, inputs) by this rank's shard along `dim`."""
+    """Replace the weight (outputs, inputs) by this rank's shard along `dim`, and a bias by that of its outputs."""
     linear.weight = tp_group.own_parameter(linear.weight, dim)
     linear.out_features, linear.in_features = linear.weight.shape
+    if dim == 0 and linear.bias is not None:
+        linear.bias = tp_group.own_parameter(linear.bias, 0)
+
+
+def _add_bias(bias: Tensor, _module: nn.Module, _args: object, output: Tensor) -> Tensor:
+    return output + bias.to(output.dtype)
 
 
 def _around(module: nn.Module, group: TPGroup, before: Exchange | None = None, after: Exchange | None = None) -> None:

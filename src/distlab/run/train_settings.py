@@ -217,7 +217,8 @@ class TrainSettings(ResumableSettings):
             require(tokens <= MOST_TOKENS, f"{given}: {tokens:,} tokens at a time; give at most {MOST_TOKENS:,}")
         self._check_recipe()
         require(self.seq_len > 1, f"--seq-len {self.seq_len}: predicting the next token needs at least 2")
-        check_heads(self.dmodel, self.num_heads, self.num_kv_heads)
+        if self.resume is None:  # otherwise they are the checkpoint's, whose heads may have a width of their own
+            check_heads(self.dmodel, self.num_heads, self.num_kv_heads)
         rows, parts = self.batch_size, self.micro_batches
         advice = f"the batch must divide into equal micro-batches; give a multiple of {parts}"
         require(rows % parts == 0, f"--batch-size {rows} with --micro-batches {parts}: {advice}")

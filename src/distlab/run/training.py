@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from distlab.parallel.outer import OuterState
     from distlab.run.validation import Validator
 
+OF_IMPORTS = "head_dim", "rope_scaling", "attention_bias", "mlp_bias"  # options of imported models, where they matter
 TrainSettingsT = TypeVar("TrainSettingsT", bound=TrainSettings)
 
 
@@ -52,7 +53,9 @@ class TrainingRun(Run[TrainSettingsT]):
         resumed = self.checkpointer.resumed if self.checkpointer else None
         if resumed is not None:  # an imported model may have values for which there is no flag
             model = resumed.record["model"]
-            options |= {name: model[name] for name in ("ctx_size", "rope_theta", "norm_eps")}
+            options |= {
+                name: model[name] for name in ("ctx_size", "rope_theta", "norm_eps", *OF_IMPORTS) if name in model
+            }
         return options
 
     def data_options(self) -> dict[str, Any]:

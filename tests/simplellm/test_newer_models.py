@@ -1,0 +1,329 @@
+"""Llamas as newer models are: imported, trained in the hybrid, exported, with transformers' own logits at both ends."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from support.chapters import losses
+from support.processes import run_ranks
+from support.small_models import status_of
+from support.terminals import fork_launcher, fork_python
+
+from distlab.checkpoints.models import read_model
+from distlab.exchange import import_hf
+from simplellm.errors import InputError
+from simplellm.export import export
+from simplellm.import_hf import read_llama
+from simplellm.llama import CausalLLama, LLama
+from simplellm.options import RopeScaling
+from simplellm.stories import story
+from simplellm.tokenizers import SHIPPED_MODEL, SPTokenizer
+
+# The configurations of the hub, with fewer layers and tokens, and Llama 3.2's narrower.
+LLAMA_3_2_1B = {
+    "architectures": ["LlamaForCausalLM"],
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+    "head_dim": 8,
+    "hidden_act": "silu",
+    "hidden_size": 64,
+    "initializer_range": 0.02,
+    "intermediate_size": 256,
+    "max_position_embeddings": 131072,
+    "mlp_bias": False,
+    "model_type": "llama",
+    "num_attention_heads": 8,
+    "num_hidden_layers": 4,
+    "num_key_value_heads": 2,
+    "pretraining_tp": 1,
+    "rms_norm_eps": 1e-05,
+    "rope_scaling": {
+        "factor": 32.0,
+        "high_freq_factor": 4.0,
+        "low_freq_factor": 1.0,
+        "original_max_position_embeddings": 8192,
+        "rope_type": "llama3",
+    },
+    "rope_theta": 500000.0,
+    "tie_word_embeddings": True,
+    "torch_dtype": "bfloat16",
+    "transformers_version": "4.45.0.dev0",
+    "use_cache": True,
+    "vocab_size": 330,
+}
+SMOLLM2_135M = {
+    "architectures": ["LlamaForCausalLM"],
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "bos_token_id": 0,
+    "eos_token_id": 0,
+    "hidden_act": "silu",
+    "hidden_size": 576,
+    "initializer_range": 0.041666666666666664,
+    "intermediate_size": 1536,
+    "is_llama_config": True,
+    "max_position_embeddings": 8192,
+    "model_type": "llama",
+    "num_attention_heads": 9,
+    "num_hidden_layers": 3,
+    "num_key_value_heads": 3,
+    "pretraining_tp": 1,
+    "rms_norm_eps": 1e-05,
+    "rope_interleaved": False,
+    "rope_scaling": None,
+    "rope_theta": 100000,
+    "tie_word_embeddings": True,
+    "torch_dtype": "bfloat16",
+    "transformers_version": "4.40.1",
+    "use_cache": True,
+    "vocab_size": 320,
+}
+SMALL = {
+    "model_type": "llama",
+    "hidden_size": 48,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "vocab_size": 320,
+    "rms_norm_eps": 1e-5,
+}
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+SPECIAL = ["<|begin_of_text|>", "<|end_of_text|>", "<|im_start|>"]
+
+
+@pytest.fixture(scope="module")
+def tokenizer_json(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A byte-level tokenizer like those of Llama 3 and SmolLM2, which begins a text with a token of its own."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    options: dict[str, Any] = {"special_tokens": SPECIAL, "initial_alphabet": alphabet, "show_progress": False}
+    trainer = trainers.BpeTrainer(vocab_size=310, **options)
+    tokenizer.train_from_iterator([story(index) for index in range(50)], trainer)
+    begin = f"{SPECIAL[0]} $A"
+    tokenizer.post_processor = processors.TemplateProcessing(single=begin, special_tokens=[(SPECIAL[0], 0)])
+    path = tmp_path_factory.mktemp("tokenizer") / "tokenizer.json"
+    tokenizer.save(str(path))
+    return path
+
+
+def make(folder: Path, config: dict[str, Any], tokenizer_json: Path | None, **tensors: torch.Tensor) -> Path:
+    """A model's folder as in the hub, with random weights; `tensors` are added to its own."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    torch.manual_seed(3)
+    model = LlamaForCausalLM(LlamaConfig.from_pretrained(folder))
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            gain = 3 if parameter.dim() == 2 else 1.2
+            parameter.mul_(gain) if "bias" not in name else parameter.normal_()
+    model.save_pretrained(folder)
+    (folder / "config.json").write_text(json.dumps(config))  # as its author wrote it, not as this version does
+    if tensors:
+        path = folder / "model.safetensors"
+        save_file({**load_file(path), **tensors}, path, metadata={"format": "pt"})
+    if tokenizer_json is None:
+        (folder / "tokenizer.model").write_bytes(SHIPPED_MODEL.read_bytes())
+        return folder
+    (folder / "tokenizer.json").write_bytes(tokenizer_json.read_bytes())
+    names = {"bos_token": SPECIAL[0], "eos_token": {"content": SPECIAL[1], "lstrip": False}}
+    kind = {"tokenizer_class": "PreTrainedTokenizerFast"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(names | kind))
+    return folder
+
+
+@torch.no_grad()
+def largest_difference(ours: torch.nn.Module, folder: Path) -> float:
+    """Of the logits of transformers' model in a folder and of ours, relative to the largest one."""
+    from transformers import AutoModelForCausalLM
+
+    theirs = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    ids = torch.randint(0, theirs.config.vocab_size, (2, 200), generator=torch.Generator().manual_seed(0))
+    expected = theirs(ids).logits
+    assert expected.std() > 0.1
+    return float((ours(ids) - expected).abs().max() / expected.abs().max())
+
+
+@pytest.mark.parametrize("name", ["Llama-3.2-1B", "SmolLM2-135M"])
+def test_it_is_imported_trained_in_the_hybrid_and_exported(name: str, tokenizer_json: Path, tmp_path: Path) -> None:
+    from transformers import AutoTokenizer
+
+    config = LLAMA_3_2_1B if name == "Llama-3.2-1B" else SMOLLM2_135M
+    folder = make(tmp_path / "theirs", config, tokenizer_json)
+    assert largest_difference(read_llama(folder).build(), folder) < 1e-5
+    run, on = tmp_path / "run", tmp_path / "on"
+    ended = fork_python("-m", "simplellm.import_hf", folder, run).finish()
+    assert ended.status == 0, ended.err
+    flags = "--dp 2 --pp 2 --seq-len 48 --batch-size 3 --micro-batches 3 --data sample --device cpu --steps 20".split()
+    flags += ["--lr", "1e-3", "--save-every", "20", "--resume", str(run), "--out", str(on)]
+    ended = fork_launcher("hybrid", *flags).finish(150)
+    assert ended.status == 0, ended.err
+    assert sum(losses(on)[-3:]) < sum(losses(on)[:3]) - 0.5, "it learns"
+    export(read_model(on), tmp_path / "ours")
+    assert largest_difference(read_model(on).build(), tmp_path / "ours") < 1e-5
+    before, after = (load_file(tmp_path / where / "model.safetensors") for where in ("theirs", "ours"))
+    assert all(not torch.equal(tensor, after[each]) for each, tensor in before.items()), "all of it was trained"
+    assert AutoTokenizer.from_pretrained(tmp_path / "ours")(story(9), add_special_tokens=False)["input_ids"] == (
+        SPTokenizer(read_model(on).tokenizer).encode(story(9))
+    )
+    again = json.loads((tmp_path / "ours" / "tokenizer.json").read_text())
+    assert again == json.loads(tokenizer_json.read_text()), "as it came"
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "theta in rope_scaling": {"rope_scaling": {"rope_type": "default", "rope_theta": 5e5}},
+    "theta in both": {"rope_theta": 1e4, "rope_scaling": {"type": "default", "rope_theta": 5e5}},
+    "theta in two dictionaries": {"rope_parameters": {"rope_theta": 99.0}, "rope_scaling": {"rope_theta": 5e5}},
+    "scaled positions": {"rope_theta": 1e4, "rope_scaling": LLAMA3 | {"original_max_position_embeddings": 64}},
+    "scaled, in the words of 5": {"rope_parameters": LLAMA3 | {"rope_theta": 1e3, "factor": 4}},
+    "scaled, the length beside it": {"rope_scaling": LLAMA3, "original_max_position_embeddings": 32},
+    "wide heads": {"head_dim": 32},
+    "narrow heads": {"head_dim": 6, "num_key_value_heads": 1},
+    "biases of attention": {"attention_bias": True},
+    "biases of the MLP": {"mlp_bias": True},
+    "all biases, wide heads": {"attention_bias": True, "mlp_bias": True, "head_dim": 16},
+    "off, or without effect": {"rope_interleaved": False, "sliding_window": None, "pretraining_tp": 2},
+}
+
+
+@pytest.mark.parametrize("what", OPTIONS)
+def test_the_logits_are_those_of_transformers(what: str, tokenizer_json: Path, tmp_path: Path) -> None:
+    folder = make(tmp_path / "theirs", SMALL | OPTIONS[what], tokenizer_json)
+    saved = read_llama(folder)
+    assert largest_difference(saved.build(), folder) < 1e-5
+    export(saved, tmp_path / "ours")
+    assert largest_difference(saved.build(), tmp_path / "ours") < 1e-5
+    assert read_llama(tmp_path / "ours").options == saved.options
+    plain = make(tmp_path / "theirs", SMALL, tokenizer_json)
+    makes_none = "without effect" in what or "heads" in what  # other widths are other tensors
+    assert makes_none or largest_difference(saved.build(), plain) > 1e-3, "it makes a difference"
+
+
+def test_a_head_of_its_own_is_used_where_the_configuration_says_tied(tokenizer_json: Path, tmp_path: Path) -> None:
+    tied = SMALL | {"tie_word_embeddings": True}
+    head = torch.randn(320, 48)
+    folder = make(tmp_path / "own", tied, tokenizer_json, **{"lm_head.weight": head})
+    saved = read_llama(folder)
+    assert torch.equal(saved.parameters["lm_head.weight"], head)
+    assert largest_difference(saved.build(), folder) < 1e-5
+    folder = make(tmp_path / "tied", tied, tokenizer_json)
+    assert largest_difference(read_llama(folder).build(), folder) < 1e-5
+
+
+@pytest.mark.parametrize("padding", [0, 1, 200])
+def test_a_padded_vocabulary_of_a_sentencepiece_model(padding: int, tmp_path: Path) -> None:
+    folder = make(tmp_path / "theirs", SMALL | {"vocab_size": 4096 + padding}, None)
+    saved = read_llama(folder)
+    tokenizer = SPTokenizer(saved.tokenizer)
+    assert tokenizer.vocab_size == 4096 + padding
+    assert [tokenizer.encode(story(index)) for index in range(20)] == [
+        SPTokenizer().encode(story(index)) for index in range(20)
+    ]
+    assert tokenizer.encode("<padding 0>") == SPTokenizer().encode("<padding 0>")
+    assert largest_difference(saved.build(), folder) < 1e-5
+    export(saved, tmp_path / "ours")
+    assert largest_difference(saved.build(), tmp_path / "ours") < 1e-5
+    assert read_llama(tmp_path / "ours").tokenizer.read_bytes() == saved.tokenizer.read_bytes()
+
+
+def test_a_vocabulary_that_is_too_small(tokenizer_json: Path, tmp_path: Path) -> None:
+    folder = make(tmp_path / "theirs", SMALL | {"vocab_size": 300}, tokenizer_json)
+    with pytest.raises(InputError, match=r"vocab_size is 300: it must be the number of pieces of tokenizer\.json, 310"):
+        read_llama(folder)
+
+
+def test_a_tokenizer_json_is_a_tokenizer(tokenizer_json: Path, tmp_path: Path) -> None:
+    folder = make(tmp_path / "theirs", SMALL, tokenizer_json)
+    for path in (folder / "tokenizer.json", read_llama(folder).tokenizer):
+        tokenizer = SPTokenizer(path)
+        assert (tokenizer.bos_id, tokenizer.eos_id, tokenizer.pad_id) == (0, 1, -1)
+        for text in (story(1), "Ünïcödé 🙂 \u2581 text", f"a literal {SPECIAL[1]} here", " spaces  ", ""):
+            ids = tokenizer.encode(text)
+            assert tokenizer.decode(ids) == text
+            assert not {0, 1, 2} & set(ids)
+    assert SPTokenizer(read_llama(folder).tokenizer).vocab_size == 320
+    for content in (b"{}", b'{"model": 3}', b"{", b'{"model": {"type": "Magic"}}'):
+        (tmp_path / "bad.json").write_bytes(content)
+        with pytest.raises(InputError, match=r"tokenizer .*bad.json: is no tokenizer.json that can be read; give the"):
+            SPTokenizer(tmp_path / "bad.json")
+
+
+def test_what_the_lab_does_not_use_is_said(
+    tokenizer_json: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = make(tmp_path / "theirs", SMALL, tokenizer_json)
+    (folder / "chat_template.jinja").write_text("{{ messages }}")
+    assert status_of(monkeypatch, import_hf.main, import_hf.Request, folder, tmp_path / "run") == 0
+    said = capsys.readouterr().out
+    assert f"# {folder}: transformers puts the token of a beginning before each text; the lab does not" in said
+    assert f"# {folder}: its chat template is not taken over" in said
+
+
+def sharded_with_biases(rank: int, port: int, style: str, sequence_parallel: bool) -> dict[str, torch.Tensor]:
+    """The gradients of a rank of a tensor-parallel model with biases, by name."""
+    from support.processes import process_group
+
+    from distlab.parallel.tensor import shard
+
+    with process_group(rank, 2, port):
+        net = biased()
+        shard(net, style, sequence_parallel=sequence_parallel)  # type: ignore[arg-type]
+        logits = net(torch.arange(12).view(2, 6))
+        logits.square().sum().backward()
+        return {name: p.grad for name, p in net.named_parameters() if p.grad is not None}
+
+
+def biased() -> CausalLLama:
+    """A small model whose biases are not zero."""
+    sizes: dict[str, Any] = {"dmodel": 16, "num_heads": 2, "n_layers": 2, "hidden_dim": 24, "head_dim": 12}
+    net = LLama(CausalLLama, 20, **sizes, attention_bias=True, mlp_bias=True)
+    with torch.no_grad():
+        for index, parameter in enumerate(p for name, p in net.named_parameters() if "bias" in name):
+            parameter.copy_(torch.linspace(-1, 1, len(parameter)) * (index + 1) / 9)
+    return net
+
+
+@pytest.mark.parametrize(("style", "sequence_parallel"), [("naive", False), ("megatron", False), ("megatron", True)])
+def test_biases_under_tensor_parallelism(style: str, sequence_parallel: bool) -> None:
+    from support.processes import free_port
+
+    net = biased()
+    net(torch.arange(12).view(2, 6)).square().sum().backward()
+    ended = run_ranks(2, sharded_with_biases, free_port(), style, sequence_parallel)
+    for name, parameter in net.named_parameters():
+        assert parameter.grad is not None
+        own = [gradients[name] for gradients in ended]
+        if own[0].shape == parameter.shape:
+            assert torch.equal(own[0], own[1]), name
+            whole = own[0]
+        else:
+            dim = next(dim for dim in range(parameter.dim()) if own[0].shape[dim] != parameter.shape[dim])
+            whole = torch.cat(own, dim)
+        torch.testing.assert_close(whole, parameter.grad, rtol=1e-4, atol=1e-5, msg=f"{name}: {{}}".format)
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {},
+        {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0},
+        {"factor": 0, "low_freq_factor": 1, "high_freq_factor": 4, "original_max_position_embeddings": 64},
+        {"factor": 8, "low_freq_factor": 4, "high_freq_factor": 4, "original_max_position_embeddings": 64},
+        {"factor": "8", "low_freq_factor": 1, "high_freq_factor": 4, "original_max_position_embeddings": 64},
+    ],
+)
+def test_a_scaling_that_cannot_be_right(values: dict[str, Any]) -> None:
+    with pytest.raises(InputError, match="of scaled positions"):
+        RopeScaling.of(values)
