@@ -4,6 +4,7 @@
 """
 
 import contextlib
+import hashlib
 import itertools
 import json
 import os
@@ -26,14 +27,13 @@ from distlab.checkpoints.format import (
     UNFINISHED,
     Checkpoint,
     Record,
-    checksum,
     checksum_of,
     in_the_way,
     numbered,
     place_of,
 )
+from distlab.checkpoints.together import together
 from distlab.comm.names import named
-from distlab.comm.torch_patches import checkpoint_writer
 from simplellm.errors import InputError, require
 
 SUPERSEDED = "superseded"  # folder for later checkpoints when a run resumes from an earlier step
@@ -56,18 +56,24 @@ def save(run: Path, tensors: dict[str, Any], record: Record, tokenizer: bytes | 
     """
     from torch.distributed import checkpoint as dcp
 
+    from distlab.checkpoints.writer import ShardWriter
+
     rank = dist.get_rank() if dist.is_initialized() else 0
-    unfinished = place_of(run, record["step"], UNFINISHED)
-    try:
-        unfinished.mkdir(parents=True, exist_ok=True)
-        writer = checkpoint_writer(unfinished)
-        with named(f"the checkpoint of step {record['step']}", "checkpoints"), warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # torch's warning that a single process writes
-            written = dcp.save(tensors, storage_writer=writer, no_dist=not dist.is_initialized())
+    unfinished, what = place_of(run, record["step"], UNFINISHED), f"the checkpoint of step {record['step']}"
+    writer = ShardWriter(unfinished, what)
+
+    def complete() -> None:
         if rank == 0:
             is_all = _parts(tensors_in(unfinished)) == _parts(written.state_dict_metadata)
             require(is_all, f"--out {run}: files of some ranks are missing; give a folder that all machines share")
-            _complete(run, record, tokenizer, keep)
+            _complete(run, record, tokenizer, keep, writer.files)
+
+    try:
+        unfinished.mkdir(parents=True, exist_ok=True)
+        with named(what, "checkpoints"), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch's warning that a single process writes
+            written = dcp.save(tensors, storage_writer=writer, no_dist=not dist.is_initialized())
+        together(what, complete)
     except (OSError, dcp.CheckpointException) as error:
         raise InputError(f"--save-every: cannot write {unfinished} ({root_of(error)})") from error
 
@@ -77,19 +83,25 @@ def _parts(tensors: dict[str, Any]) -> set[tuple[Any, ...]]:
     return {(name, tuple(part.offsets)) for name, tensor in tensors.items() for part in tensor.chunks}
 
 
-def _complete(run: Path, record: Record, tokenizer: bytes | None, keep: int) -> None:
-    """Add tokenizer and record to an unfinished checkpoint, rename it, and remove old ones."""
+def _complete(run: Path, record: Record, tokenizer: bytes | None, keep: int, files: dict[str, dict[str, Any]]) -> None:
+    """Add tokenizer and record to an unfinished checkpoint, rename it, and remove old ones.
+
+    `files` are those with the tensors, which are on the disk.
+    """
+    from distlab.checkpoints.writer import sync_path
+
     unfinished, place = (place_of(run, record["step"], ending) for ending in (UNFINISHED, ""))
     if tokenizer is not None:
         (unfinished / TOKENIZER).write_bytes(tokenizer)
-    files = {path.name: {"bytes": path.stat().st_size, "sha256": checksum(path)} for path in unfinished.iterdir()}
+        sync_path(unfinished / TOKENIZER)
+        files = files | {TOKENIZER: {"bytes": len(tokenizer), "sha256": hashlib.sha256(tokenizer).hexdigest()}}
     record = {**record, "files": files}
     record["sha256"] = checksum_of(record)
     (unfinished / RECORD).write_text(json.dumps(record, indent=2) + "\n")
-    for path in (*unfinished.iterdir(), unfinished):
-        _sync(path)
+    for path in (unfinished / RECORD, unfinished):
+        sync_path(path)
     unfinished.rename(place)
-    _sync(place.parent)
+    sync_path(place.parent)
     earlier = [path for step, path in numbered(place.parent).items() if step < record["step"] and _is_complete(path)]
     for path in earlier[: max(0, len(earlier) - keep + 1)]:
         _delete(path)
@@ -150,15 +162,6 @@ def _free_name(path: Path) -> Path:
     while os.path.lexists(place):
         place = path.with_name(f"{path.name}-{next(numbers)}")
     return place
-
-
-def _sync(path: Path) -> None:
-    """Flush a file's contents, or a folder's entries, to the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def root_of(error: BaseException) -> str:

@@ -8,7 +8,6 @@ import ctypes
 import os
 import sys
 import warnings
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -68,23 +67,3 @@ def group_of_one() -> Any:
 
     kind: Any = _distributed_c10d.FakeProcessGroup  # torch's annotations lack its options
     return kind._create_internal(0, 1, kind.Options())
-
-
-def checkpoint_writer(folder: Path) -> Any:
-    """torch's writer of safetensors, of which every rank writes its own files, with room for several parts of a tensor.
-
-    torch writes all of a rank's parts into one file, in which a later part of a tensor would replace an earlier one.
-    Here the first parts of all tensors are in a rank's first file, the second ones in its second, and so on.
-    """
-    from torch.distributed.checkpoint import HuggingFaceStorageWriter
-
-    class PartsWriter(HuggingFaceStorageWriter):
-        def _split_by_storage_plan(self, storage_plan: object, items: list[Any]) -> dict[int, list[Any]]:
-            files: dict[int, list[Any]] = {}
-            parts: Counter[str] = Counter()
-            for item in items:
-                parts[item.index.fqn] += 1
-                files.setdefault(parts[item.index.fqn], []).append(item)
-            return files
-
-    return PartsWriter(str(folder), save_distributed=True)

@@ -1,17 +1,30 @@
 """A run's checkpoints: which one it resumes from, what they contain, and when they are written."""
 
+import contextlib
+import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from distlab.checkpoints.format import PER_RANK_OPTIMIZER_STATE, latest_valid
+from distlab.checkpoints.format import (
+    PER_RANK_OPTIMIZER_STATE,
+    Checkpoint,
+    checksum_of,
+    latest_valid,
+    no_checkpoint,
+    valid,
+)
 from distlab.checkpoints.saving import make_room, read_into, restore, save, state_of, tensors_in
+from distlab.checkpoints.together import texts_of_all, together
+from distlab.comm.context import context_of
 from distlab.comm.layout import Layout, layout_size
 from distlab.run.resume import check_data, per_step
 from distlab.run.settings import ResumableSettings, as_flag, as_json
@@ -23,6 +36,7 @@ if TYPE_CHECKING:
     from distlab.parallel.outer import OuterState
     from distlab.run.logs import RunLog
 
+CANDIDATES = "candidates"  # the key among rank 0's decisions
 BatchT = TypeVar("BatchT", covariant=True)
 
 
@@ -54,9 +68,12 @@ class Checkpointer:
 
     def __init__(self, settings: ResumableSettings, out: Path, rank: int, decided: dict[str, Any]) -> None:
         self._settings, self._out, self._rank = settings, out, rank
-        self._data_identity, folder = decided["data_identity"], decided.get("resume")
+        self._data_identity = decided["data_identity"]
         # The checkpoint to resume from, and whether its run's records, in the same folder, are continued.
-        self.resumed = None if folder is None else latest_valid(Path(folder), at_a_glance=True)
+        self.resumed = None
+        if CANDIDATES in decided:
+            self.resumed = _choose(settings, decided.pop(CANDIDATES), out, self._data_identity)
+            decided["resume"] = str(self.resumed.folder)
         self.continues = self.resumed is not None and self.resumed.is_of_run(out)
         self.first_step = self.resumed.step if self.resumed else 0
         self.saved = self.first_step if self.continues else None  # number of steps at the last checkpoint
@@ -74,20 +91,22 @@ class Checkpointer:
         require(self.state is not None, sentence)
         if self.resumed is None or self.state is None:
             return 0
-        with self.state.changing():
-            restore(self.resumed, self.state.parameters, self.state.optimizer, self._rank, self._settings.layout)
+        resumed, state, layout = self.resumed, self.state, self._settings.layout
+        what = f"all ranks to read the checkpoint of step {resumed.step}"
+        with state.changing():
+            together(what, lambda: restore(resumed, state.parameters, state.optimizer, self._rank, layout))
         if self.state.outer is not None:
             saved, own = tensors_in(self.resumed.folder), self.state.outer.state()
             before = _of_a_replica(self.resumed.layout, self.resumed.record["settings"])
             is_same = before == _of_a_replica(self._settings.layout, as_json(self._settings))
             own = {name: tensor for name, tensor in own.items() if is_same and name in saved}
-            read_into(own, self.resumed)
+            together(what, lambda: read_into(own, resumed))
             self.state.outer.load_state(own)
         if self.state.compressor is not None and self.resumed.layout == self._settings.layout:
             saved, device = tensors_in(self.resumed.folder), next(iter(self.state.parameters.values())).device
             names = self.state.compressor.names_in(saved)
             kept = {name: torch.empty(saved[name].size, device=device) for name in names}
-            read_into(kept, self.resumed)
+            together(what, lambda: read_into(kept, resumed))
             self.state.compressor.load_state(kept)
         if self.resumed.record.get("position"):
             try:
@@ -148,18 +167,85 @@ def _of_a_replica(layout: Layout, settings: Mapping[str, Any]) -> dict[str, Any]
     return sizes | {name: settings.get(name) for name in stages}
 
 
-def prepare_checkpoints(settings: ResumableSettings, out: Path, data_identity: dict[str, Any] | None) -> dict[str, str]:
-    """Choose the checkpoint to resume from, if any, and delete unfinished and later checkpoints of the run's folder."""
+def prepare_checkpoints(settings: ResumableSettings, out: Path) -> dict[str, list[str]]:
+    """On rank 0, find checkpoints to resume from, by their files' sizes, or make room for those of a new run.
+
+    Returns:
+        Their folders under `CANDIDATES`, latest first, for a `Checkpointer` of each rank; nothing for a new run.
+    """
     if settings.resume is None:
         if settings.save_every:
             make_room(out)
         return {}
-    checkpoint = latest_valid(settings.resume, say)
+    found = [latest_valid(settings.resume, say, at_a_glance=True)]
+    found += list(_until_there_is_none(valid(settings.resume, at_a_glance=True)))[1:]
+    if settings.save_every and not found[0].is_of_run(out):
+        make_room(out)
+    return {CANDIDATES: [str(checkpoint.folder.absolute()) for checkpoint in found]}
+
+
+def _until_there_is_none(found: Iterator[Checkpoint]) -> Iterator[Checkpoint]:
+    with contextlib.suppress(InputError):
+        yield from found
+
+
+def _choose(
+    settings: ResumableSettings, folders: list[str], out: Path, data_identity: dict[str, Any] | None
+) -> Checkpoint:
+    """The first of some checkpoints whose files are intact; all ranks call this, and share the work.
+
+    The ranks of each host check all files, as each host may see other ones. A run that goes on in its folder then has
+    no later checkpoints there.
+
+    Raises:
+        InputError: there is none, or it is not one of such a run; on all ranks.
+    """
+    assert settings.resume is not None
+    reasons = []
+    for folder in map(Path, folders):
+        what = f"all ranks to check {folder.name}"
+        told = texts_of_all(together(what, partial(_verdict, folder)), what)
+        problems = [problem for problem in told if problem != told[0] or not _is_intact(problem)]
+        if not problems:
+            checkpoint = latest_valid(folder, at_a_glance=True)
+            _check(settings, checkpoint, out, data_identity)
+            return checkpoint
+        problem = next((problem for problem in problems if not _is_intact(problem)), "its record differs between hosts")
+        reasons.append(f"{folder.name}: {problem}")
+        if not dist.get_rank():
+            say(f"skipped a checkpoint: {reasons[-1]}")
+    raise no_checkpoint(settings.resume, reasons)
+
+
+def _verdict(folder: Path) -> str:
+    """The checksum of a checkpoint's record if this rank's share of the files is intact, else what is wrong with it."""
+    ranks = range(dist.get_world_size())
+    here = next(ranks for ranks in context_of().hosts.split(ranks) if dist.get_rank() in ranks)
+    try:
+        checkpoint = latest_valid(folder, at_a_glance=True)
+    except InputError as error:
+        return str(error)
+    return checkpoint.problem(share=(here.index(dist.get_rank()), len(here))) or checksum_of(checkpoint.record)
+
+
+def _is_intact(verdict: str) -> bool:
+    return re.fullmatch("[0-9a-f]{64}", verdict) is not None
+
+
+def _check(
+    settings: ResumableSettings, checkpoint: Checkpoint, out: Path, data_identity: dict[str, Any] | None
+) -> None:
+    """Raise `InputError` on all ranks if a run cannot resume from a checkpoint, else make room in its folder."""
     settings.check_checkpoint(checkpoint)
     check_data(checkpoint, data_identity)
     continues, (asked, steps) = checkpoint.is_of_run(out), settings.length
     sentence = f"{asked}: {checkpoint.folder} has taken {checkpoint.step} steps already; give more"
     require(steps >= checkpoint.step + (not continues), sentence)  # in its own folder, a run may be complete
-    if continues or settings.save_every:  # now: after a restart, the run resumes from the latest checkpoint there is
-        make_room(out, checkpoint if continues else None)
-    return {"resume": str(checkpoint.folder.absolute())}
+    problem = ""
+    if continues and not dist.get_rank():  # now: after a restart, the run resumes from the latest checkpoint there is
+        try:
+            make_room(out, checkpoint)
+        except InputError as error:
+            problem = str(error)
+    problem = texts_of_all(problem, "rank 0 to make room for checkpoints")[0]
+    require(not problem, problem)

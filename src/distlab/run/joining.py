@@ -163,9 +163,9 @@ def decide(settings: RunSettings, script: Path) -> tuple[dict[str, Any], Claim]:
         if settings.has_checkpoints:
             from distlab.run.checkpointer import prepare_checkpoints
 
-            decided |= prepare_checkpoints(settings, out, decided["data_identity"])
-            resumed = decided.get("resume")
-            has_earlier = has_earlier and not (resumed and out.resolve() in Path(resumed).resolve().parents)
+            decided |= prepare_checkpoints(settings, out)
+            resumed = decided.get("candidates", [])[:1]
+            has_earlier = has_earlier and not any(out.resolve() in Path(each).resolve().parents for each in resumed)
     if has_earlier:
         say(f"the records of an earlier run in {out} are replaced")
     return decided, claim

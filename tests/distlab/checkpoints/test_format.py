@@ -1,11 +1,13 @@
 """What checkpoints hold, and how those are told that are damaged, or not meant for a run."""
 
+import errno
 import os
 import pickle
 import re
 import resource
 import shutil
 import signal
+import stat
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -280,6 +282,34 @@ def test_a_full_disk_is_told_in_a_sentence(tmp_path: Path) -> None:
     [sentence] = run_ranks(1, without_room, tmp_path)
     unfinished = tmp_path / "checkpoints" / "step-00000002.unfinished"
     assert sentence == f"--save-every: cannot write {unfinished} (File too large)"
+
+
+def without_sync(_: int, out: Path, error: int, of_folders: bool) -> str:
+    """A checkpoint in a file system that cannot put folders, or anything, on the disk when it is asked to."""
+    sync = os.fsync
+
+    def refuse(descriptor: int) -> None:
+        if of_folders == stat.S_ISDIR(os.fstat(descriptor).st_mode):
+            raise OSError(error, os.strerror(error))
+        sync(descriptor)
+
+    os.fsync = refuse  # type: ignore[assignment]
+    try:
+        train(0, "primer/intro.py", ["--save-every", "2", "--out", str(out)])
+    except InputError as told:
+        return str(told)
+    return ""
+
+
+@pytest.mark.parametrize("of_folders", [True, False])
+@pytest.mark.parametrize("error", [errno.EINVAL, errno.ENOSYS, errno.ENOTSUP, errno.EIO])
+def test_a_file_system_that_cannot_sync(error: int, of_folders: bool, tmp_path: Path) -> None:
+    [sentence] = run_ranks(1, without_sync, tmp_path, error, of_folders)
+    if error == errno.EIO:  # the disk has failed
+        assert sentence.endswith("step-00000002.unfinished (Input/output error)")
+        return
+    assert sentence == ""
+    assert latest_valid(tmp_path).step == 4
 
 
 @pytest.mark.parametrize("settings", [TrainSettings(), DataParallelSettings(), HybridSettings()])

@@ -1,0 +1,80 @@
+"""Long work that each rank does by itself, such as writing its files, during which the others know that it goes on."""
+
+import threading
+from collections.abc import Callable
+from concurrent import futures
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+
+from distlab.comm.context import Context, context_of
+from distlab.comm.group import CONTROL
+from distlab.comm.names import named
+
+SHORTEST_ROUND, LONGEST_ROUND = 0.01, 1.0  # seconds
+ResultT = TypeVar("ResultT")
+
+
+def together(what: str, work: Callable[[], ResultT]) -> ResultT:
+    """The result of `work()`, or its exception, when all ranks have done theirs; every rank must call it.
+
+    The work is done by a thread of its own. The caller's takes part in rounds, in which each rank says whether it is
+    still at work. So no rank waits for another for longer than a round, however long work takes on one of them; one
+    that has stopped or exited is found as in any other wait. The work may not communicate.
+
+    Args:
+        what: name of the waits.
+    """
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return work()
+    context = _context()
+    device = torch.device("cpu") if context is None else context.device
+    longest = LONGEST_ROUND if context is None else min(LONGEST_ROUND, context.waits.timeout_seconds / 8)
+    answer: futures.Future[ResultT] = futures.Future()
+
+    def do() -> None:
+        try:
+            if device.type == "cuda":
+                torch.cuda.set_device(device)  # each thread has its own
+            answer.set_result(work())
+        except Exception as error:
+            answer.set_exception(error)
+
+    threading.Thread(target=do, daemon=True).start()
+    seconds = min(SHORTEST_ROUND, longest)
+    while True:
+        futures.wait([answer], seconds)
+        seconds = min(2 * seconds, longest)
+        at_work = torch.tensor(int(not answer.done()), device=device)
+        with named(what, CONTROL):
+            dist.all_reduce(at_work)
+        if int(at_work) == 0:
+            return answer.result()
+
+
+def texts_of_all(text: str, what: str) -> list[str]:
+    """Every rank's text, by rank; every rank must call it."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return [text]
+    context, content = _context(), text.encode()
+    device = torch.device("cpu") if context is None else context.device
+    with named(what, CONTROL):
+        lengths = torch.zeros(dist.get_world_size(), dtype=torch.int64, device=device)
+        lengths[dist.get_rank()] = len(content)
+        dist.all_reduce(lengths)
+        longest = int(lengths.max())
+        if longest == 0:
+            return [""] * len(lengths)
+        texts = torch.zeros(len(lengths), longest, dtype=torch.int64, device=device)
+        texts[dist.get_rank(), : len(content)] = torch.tensor([*content], dtype=torch.int64)
+        dist.all_reduce(texts)
+    return [bytes(row[:length]).decode() for row, length in zip(texts.tolist(), lengths.tolist(), strict=True)]
+
+
+def _context() -> Context | None:
+    """What the process groups of this rank share, if they are the lab's."""
+    try:
+        return context_of()
+    except ValueError:
+        return None

@@ -1,0 +1,169 @@
+"""Writes a rank's tensors into safetensors files, for torch.distributed.checkpoint."""
+
+import contextlib
+import dataclasses
+import errno
+import hashlib
+import json
+import os
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
+from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
+from torch.futures import Future
+
+from distlab.checkpoints.together import together
+
+PIECE_BYTES = 1 << 24
+CANNOT_SYNC = errno.EINVAL, errno.ENOSYS, errno.ENOTSUP  # as SMB, WSL1 and VirtualBox say of folders
+DTYPES = {  # in safetensors' words
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+
+
+class ShardWriter(StorageWriter):
+    """Has every rank write files of its own, hash them, and put them on the disk; the others know that it goes on.
+
+    torch's writer first makes a copy of all of a rank's tensors, in which a later part of a tensor would replace an
+    earlier one. Here tensors are written one by one, the first parts of all of them into a rank's first file, the
+    second ones into its second, and so on. torch's reader reads them.
+
+    Args:
+        folder: of the checkpoint.
+        what: its name in waits.
+
+    Attributes:
+        files: on rank 0, at the end, by name the size and checksum of all ranks' files.
+    """
+
+    def __init__(self, folder: Path, what: str) -> None:
+        super().__init__()
+        self._folder, self._what = folder, what
+        self.files: dict[str, dict[str, Any]] = {}
+
+    def reset(self, checkpoint_id: object = None) -> None:
+        pass
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        pass
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        return plan
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        return [dataclasses.replace(plan, storage_data=number) for number, plan in enumerate(plans, 1)]
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> "Future[list[WriteResult]]":
+        future: Future[list[WriteResult]] = Future()
+        future.set_result(together(self._what, lambda: self._write(plan, planner)))
+        return future
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        self.files = dict(result.storage_data for written in results for result in written)
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: object) -> bool:
+        return True
+
+    def _write(self, plan: SavePlan, planner: SavePlanner) -> list[WriteResult]:
+        """This rank's files; the results have the name, size and checksum of each."""
+        files: dict[int, list[WriteItem]] = {}
+        parts: Counter[str] = Counter()
+        for item in plan.items:
+            parts[item.index.fqn] += 1
+            files.setdefault(parts[item.index.fqn], []).append(item)
+        results = []
+        for number, items in files.items():
+            name = f"shard-{plan.storage_data:05}-model-{number:05}-of-00001.safetensors"
+            about = write_safetensors(self._folder / name, items, planner)
+            results.append(WriteResult(items[0].index, about["bytes"], (name, about)))
+        return results
+
+
+def write_safetensors(path: Path, items: Sequence[WriteItem], planner: SavePlanner) -> dict[str, Any]:
+    """Write parts of tensors into a file, and sync it; returns its size and checksum, as for a checkpoint's record.
+
+    The format: https://github.com/huggingface/safetensors#format
+    """
+
+    def size_of(item: WriteItem) -> int:
+        assert item.tensor_data is not None
+        return item.tensor_data.chunk.sizes.numel() * item.tensor_data.properties.dtype.itemsize
+
+    # As the library does, so that each tensor begins at a multiple of its dtype's size.
+    ordered = sorted(items, key=lambda item: (-_data(item).properties.dtype.itemsize, item.index.fqn))
+    parts = {item.index.fqn: {"saved_offsets": [*_data(item).chunk.offsets]} for item in ordered}
+    info = {"DCP_SHARDING_INFO": json.dumps(parts), "DCP_VERSION": "1.0", "format": "pt"}
+    header: dict[str, Any] = {"__metadata__": info}
+    offset = 0
+    for item in ordered:
+        dtype, sizes, end = DTYPES[_data(item).properties.dtype], [*_data(item).chunk.sizes], offset + size_of(item)
+        header[item.index.fqn] = {"dtype": dtype, "shape": sizes, "data_offsets": [offset, end]}
+        offset = end
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    digest, written = hashlib.sha256(), 0
+    with path.open("wb", buffering=0) as file:
+
+        def write(piece: Any) -> None:
+            nonlocal written
+            digest.update(piece)
+            view = memoryview(piece)
+            while view:
+                count = file.write(view)
+                written, view = written + count, view[count:]
+
+        write(len(text).to_bytes(8, "little") + text)
+        for item in ordered:
+            tensor = planner.resolve_data(item)
+            assert isinstance(tensor, Tensor)
+            for piece in _pieces(tensor):
+                write(piece)
+        sync(file.fileno())
+    return {"bytes": written, "sha256": digest.hexdigest()}
+
+
+def _data(item: WriteItem) -> Any:
+    assert item.tensor_data is not None
+    return item.tensor_data
+
+
+def _pieces(tensor: Tensor) -> Iterator[memoryview]:
+    """The bytes of a tensor, a piece at a time."""
+    content: Any = memoryview(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
+    for start in range(0, len(content), PIECE_BYTES):
+        yield content[start : start + PIECE_BYTES]
+
+
+def sync(descriptor: int) -> None:
+    """Put a file, or a folder's entries, on the disk; without effect in file systems that cannot do so."""
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in CANNOT_SYNC:
+            raise
+
+
+def sync_path(path: Path) -> None:
+    """`sync` for a file or a folder; some file systems do not open folders, either."""
+    with contextlib.suppress(IsADirectoryError, PermissionError):
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            sync(descriptor)
+        finally:
+            os.close(descriptor)

@@ -1,0 +1,138 @@
+"""Ranks that write, check or read large files for longer than --timeout: the others know that they are at work."""
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from support.chapters import MODEL, TRAINING, losses, train
+from support.processes import free_port, process_group, run_ranks
+from support.terminals import fork_launcher
+
+from distlab.checkpoints.format import latest_valid
+from distlab.checkpoints.together import texts_of_all, together
+from distlab.comm.waits import TrafficError
+
+pytestmark = pytest.mark.waits
+
+TIMEOUT, LONG = 1.5, 4.0  # seconds
+
+# A run of which one rank is slow: `SLOW` is "<rank> <what it does>".
+SLOW_RANK = f"""
+import os, time
+from distlab.checkpoints import format, saving, writer
+from distlab.run import joining
+from distlab.run.main import main
+from support.chapters import load
+
+script = load("DP/gradient_aggr/intro_DP_GA.py")
+DEFAULTS = script.DEFAULTS
+
+def slow(module, name):
+    before = getattr(module, name)
+
+    def slowly(*args, **options):
+        if name != "checksum" or args[0].suffix == ".safetensors":
+            time.sleep({LONG})
+        return before(*args, **options)
+
+    setattr(module, name, slowly)
+
+if __name__ == "__main__":
+    rank, what = os.environ["SLOW"].split(maxsplit=1)
+    if rank == os.environ["RANK"]:
+        module, name = what.split(".")
+        slow(globals()[module], name)
+    main(script.train, DEFAULTS, "")
+"""
+SAVING = ["0 writer.write_safetensors", "1 writer.write_safetensors", "1 writer.sync", "0 saving._complete"]
+RESUMING = [
+    "0 format.checksum",
+    "1 format.checksum",
+    "0 saving.read_into",
+    "1 saving.read_into",
+    "1 joining.content_of",
+]
+
+
+def run_slowly(slow: str, tmp_path: Path, *flags: object) -> Path:
+    """A run of two ranks, whose folder is returned when it has ended well."""
+    driver, out = tmp_path / "driver.py", tmp_path / slow.replace(" ", "-")
+    driver.write_text(SLOW_RANK)
+    own = ["--world-size", "2", "--timeout", str(TIMEOUT), "--out", out]
+    ended = fork_launcher(driver, *MODEL, *TRAINING, *own, *flags, SLOW=slow).finish(60)
+    assert ended.status == 0, ended.err
+    return out
+
+
+@pytest.mark.parametrize("slow", SAVING)
+def test_a_save_may_take_one_rank_longer_than_the_timeout(slow: str, tmp_path: Path) -> None:
+    started = time.monotonic()
+    out = run_slowly(slow, tmp_path, "--save-every", "4")
+    assert time.monotonic() - started > LONG, "it was slow"
+    assert latest_valid(out).step == 4
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("saved") / "run"
+    port = ["--master-port", str(free_port())]
+    flags = ["--world-size", "2", "--save-every", "2", "--out", str(out), *port]
+    run_ranks(2, train, "DP/gradient_aggr/intro_DP_GA.py", flags)
+    return out
+
+
+@pytest.mark.parametrize("slow", RESUMING)
+def test_a_resume_may_take_one_rank_longer_than_the_timeout(slow: str, saved: Path, tmp_path: Path) -> None:
+    started = time.monotonic()
+    out = run_slowly(slow, tmp_path, "--resume", saved, "--steps", "6")
+    assert time.monotonic() - started > LONG, "it was slow"
+    assert len(losses(out)) == 2
+
+
+def at_work(rank: int, port: int, ends: str) -> str:
+    """Two ranks at work, of which rank 1 ends in some way while rank 0 is far from done."""
+
+    def work() -> str:
+        if rank == 0:
+            time.sleep(3)
+        elif ends == "an error":
+            raise OSError("no room")
+        elif ends != "well":
+            time.sleep(0.5)
+            os.kill(os.getpid(), signal.SIGKILL if ends == "killed" else signal.SIGSTOP)
+        return f"rank {rank} is done"
+
+    with process_group(rank, 2, port, timeout_seconds=1):
+        try:
+            return together("the test's work", work)
+        except OSError as error:
+            return str(error)
+        except TrafficError as error:
+            print(error)
+            os._exit(3 if "the test's work" in str(error) else 4)
+
+
+def test_all_ranks_leave_together_and_an_error_is_its_own_ranks() -> None:
+    assert run_ranks(2, at_work, free_port(), "well") == ["rank 0 is done", "rank 1 is done"]
+    assert run_ranks(2, at_work, free_port(), "an error") == ["rank 0 is done", "no room"]
+
+
+@pytest.mark.parametrize("ends", ["killed", "stopped"])
+def test_a_rank_that_ends_or_stops_is_found_while_others_work(ends: str) -> None:
+    started = time.monotonic()
+    with pytest.raises(AssertionError, match=r"rank \d died"):
+        run_ranks(2, at_work, free_port(), ends)
+    assert time.monotonic() - started < 3 + 5
+
+
+def tell(rank: int, port: int, text_of: Callable[[int], str]) -> list[str]:
+    with process_group(rank, 3, port):
+        return texts_of_all(text_of(rank), "the test's texts")
+
+
+@pytest.mark.parametrize("text_of", [lambda _: "", "from rank {}".format, lambda rank: "ü \0" * rank])
+def test_texts_of_all_ranks(text_of: Callable[[int], str]) -> None:
+    assert run_ranks(3, tell, free_port(), text_of) == [[text_of(rank) for rank in range(3)]] * 3
