@@ -103,8 +103,8 @@ def original(content: bytes) -> dict[str, Any]:
 
 
 def is_json(content: bytes) -> bool:
-    """Whether a tokenizer's file is a tokenizer.json; a SentencePiece model does not begin with a brace."""
-    return content.lstrip()[:1] == b"{"
+    """Whether a tokenizer's file is meant to be a tokenizer.json; a SentencePiece model does not begin with a brace."""
+    return content.lstrip()[:1] == b"{" and b'"model"' in content
 
 
 def _fields_of(path: Path) -> dict[str, Any]:
