@@ -3,36 +3,49 @@
 import contextlib
 from collections.abc import Callable
 from functools import partial
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
 from distlab.pipeline.saved_activations import SavedActivations
+from simplellm.attention import SequencePart
 from simplellm.autograd import backward
 from simplellm.recomputation import Observer, Recomputed, observers
 from simplellm.weight_gradients import DeferredWeightGradients, WeightGradients
 
-Loss = Callable[[Tensor, Tensor], Tensor]
+
+class Part(Protocol):
+    """A micro-batch of which a rank sees a part, or whose tokens do not attend to everything before them."""
+
+    @property
+    def ids(self) -> Tensor: ...
+    @property
+    def sequence(self) -> SequencePart: ...
+
+
+Loss = Callable[[Tensor, Any], Tensor]  # (output of the last stage, token ids or `Part`) -> mean loss
+PartOf = Callable[[Tensor], Part]  # from token ids (batch, seq)
 
 
 class Stage:
     """A stage's module.
 
     Args:
-        net: takes token ids (batch, seq) on the first stage, activations (batch, seq, width) on others.
-        loss: on the last stage: (output, token ids) -> mean loss over the micro-batch's targets.
+        net: takes token ids (batch, seq) on the first stage, activations (batch, seq, width) on others; also `part=`,
+            if micro-batches have parts.
+        loss: on the last stage: the mean loss over the micro-batch's targets.
         saved: counts what is kept for backward passes.
     """
 
     def __init__(self, net: nn.Module, loss: Loss | None, saved: SavedActivations | None) -> None:
         self.net, self.loss, self.saved = net, loss, saved
 
-    def output(self, x: Tensor, ids: Tensor, share: float) -> Tensor:
+    def output(self, x: Tensor, ids: Tensor, part: Part | None, share: float) -> Tensor:
         """The output for `x`; on the last stage, the micro-batch's share of the loss."""
-        y: Tensor = self.net(x)
-        return y if self.loss is None else self.loss(y, ids) * share
+        y: Tensor = self.net(x) if part is None else self.net(x, part=part.sequence)
+        return y if self.loss is None else self.loss(y, part or ids) * share
 
     def observers(self) -> list[Observer]:
         """Those that count what is kept now."""
@@ -42,15 +55,16 @@ class Stage:
         """Count a tensor for as long as the returned object exists."""
         return [observer.keep(tensor) for observer in self.observers()]
 
-    def rehearse(self, ids: Tensor, x: Tensor) -> None:
+    def rehearse(self, ids: Tensor, x: Tensor, part: Part | None = None) -> None:
         """Run a forward and a backward pass that leave no trace: no gradients, and the random state is restored.
 
         Args:
             ids: token ids (batch, seq), the targets on the last stage.
             x: the stage's input.
+            part: as of `MicroBatch`.
         """
         with torch.random.fork_rng({p.device for p in self.net.parameters() if p.is_cuda}):
-            y = self.net(x) if self.loss is None else self.loss(self.net(x), ids)
+            y = self.output(x, ids, part, share=1.0)
             inputs = [tensor for tensor in (x, *self.net.parameters()) if tensor.requires_grad]
             if inputs:  # not `backward`, which would trigger the hooks that collect gradients
                 torch.autograd.grad(y, inputs, torch.ones_like(y), allow_unused=True)
@@ -62,10 +76,11 @@ class MicroBatch:
     Args:
         ids: token ids (batch, seq), the input of the first stage and the targets of the last.
         share: its fraction of all targets of the step.
+        part: what this rank sees of it, if that is not simply `ids`.
     """
 
-    def __init__(self, stage: Stage, ids: Tensor, share: float = 1.0) -> None:
-        self.stage, self.ids, self.share = stage, ids, share
+    def __init__(self, stage: Stage, ids: Tensor, share: float = 1.0, part: Part | None = None) -> None:
+        self.stage, self.ids, self.share, self.part = stage, ids, share, part
         self.loss: Tensor | None = None  # on the last stage: its share of the mean loss
         self.kept: tuple[Any, ...] = ()  # what an action keeps for a later one
         self._recomputed: Recomputed | None = None  # its forward pass, to be computed again
@@ -77,7 +92,7 @@ class MicroBatch:
 
         With `keep_input_only`, the rest that the backward pass needs is left to `recompute`.
         """
-        compute: Callable[[Tensor], Tensor] = partial(self.stage.output, ids=self.ids, share=self.share)
+        compute: Callable[[Tensor], Tensor] = partial(self.stage.output, ids=self.ids, part=self.part, share=self.share)
         if keep_input_only:
             compute = self._recomputed = Recomputed(compute)
         with contextlib.ExitStack() as contexts:

@@ -15,7 +15,7 @@ from distlab.comm.group import CONTROL
 from distlab.comm.names import counted_as
 from distlab.comm.recorder import COMPUTE
 from distlab.pipeline.actions import Action, ActionCosts, Programs, stages_of
-from distlab.pipeline.activations import Loss, Stage
+from distlab.pipeline.activations import Loss, PartOf, Stage
 from distlab.pipeline.flow import Flow
 from distlab.pipeline.links import Links
 from distlab.pipeline.plan import Plan, simulate, threads_by_plan
@@ -38,6 +38,8 @@ class Pipeline:
             plan shows idle at the same time. None leaves the number of threads unchanged.
         costs: of the actions, for that plan, of which only the ratios matter; and the multiply-adds of a layer, which
             decide how many threads have enough to do. By default all stages cost the same, and threads always pay.
+        part_of: what this rank sees of a micro-batch, if that is not all of its token ids: where ranks share sequences,
+            or tokens attend within documents.
         run_on: leave the last sends of a step to complete during the next one. A collective of all ranks has to follow
             the last step.
 
@@ -55,11 +57,13 @@ class Pipeline:
         *,
         cores: int | None = None,
         costs: ActionCosts | None = None,
+        part_of: PartOf | None = None,
         run_on: bool = False,
     ) -> None:
         context, workers = context_of(), grid.axis("pp")
         self._recorder, self._worker, self._workers = context.recorder, workers.rank, workers.size
         self.width, self._cores, self._costs, self._run_on = width, cores, costs, run_on
+        self._part_of = part_of
         self.links = Links(workers.ranks, workers.rank)
         self._is_cold = context.is_over_nccl  # until the first step is complete
         plan = self._checked(programs)
@@ -108,11 +112,10 @@ class Pipeline:
         """
         planned = 1 + max(action.micro_batch for action in self.program)
         require(len(micro_batches) == planned, f"{len(micro_batches)} micro-batches: the schedule is for {planned}")
-        largest = max(ids.numel() for ids in micro_batches) * self.width
-        self.links.make_room(largest, torch.empty(0, device=micro_batches[0].device))
         if self._is_cold:
             self._warm_up(micro_batches[0])
-        flow = Flow(self._stages, self.links, self.program, micro_batches, self.width, posts_ahead=not self._is_cold)
+        inputs = micro_batches, self._part_of, self.width
+        flow = Flow(self._stages, self.links, self.program, *inputs, posts_ahead=not self._is_cold)
         usual_threads = torch.get_num_threads()
         try:
             for action in self.program:
@@ -159,7 +162,9 @@ class Pipeline:
         and the sender may need a result of this rank before it can send: a deadlock. Some kernels, such as those of the
         optimizer, are still loaded during the first step, so no receive is posted ahead in that step either.
         """
+        part = self._part_of(ids) if self._part_of else None
+        ids = ids if part is None else part.ids
         with counted_as(CONTROL):  # of tensor-parallel layers
             for index, stage in self._stages.items():
                 zeros = torch.zeros(*ids.shape, self.width, device=ids.device, requires_grad=True)
-                stage.rehearse(ids, ids if index == 0 else zeros)
+                stage.rehearse(ids, ids if index == 0 else zeros, part)

@@ -7,7 +7,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from distlab.pipeline.actions import Action, Program, Result
-from distlab.pipeline.activations import MicroBatch, Stage
+from distlab.pipeline.activations import MicroBatch, PartOf, Stage
 from distlab.pipeline.links import Links, Way
 
 POSTED_AHEAD = 2  # receives posted per link: the one needed next, and one more in transit
@@ -20,6 +20,7 @@ class Flow:
         stages: of this worker.
         program: the actions that it will run.
         micro_batches: token ids, each (batch, seq).
+        part_of: what this rank sees of them, if that is not all.
         width: of the activations between stages: (batch, seq, `width`).
         posts_ahead: post receives before they are needed, where there is no queue.
     """
@@ -30,17 +31,21 @@ class Flow:
         links: Links,
         program: Program,
         micro_batches: Sequence[Tensor],
+        part_of: PartOf | None,
         width: int,
         posts_ahead: bool,
     ) -> None:
         targets = [ids[:, 1:].numel() for ids in micro_batches]
         shares = [count / sum(targets) for count in targets]
+        parts = [part_of(ids) if part_of else None for ids in micro_batches]
+        own = [ids if part is None else part.ids for ids, part in zip(micro_batches, parts, strict=True)]
         self._parts = {
-            (index, k): MicroBatch(stage, ids, share)
+            (index, k): MicroBatch(stage, *given)
             for index, stage in sorted(stages.items())
-            for k, (ids, share) in enumerate(zip(micro_batches, shares, strict=True))
+            for k, given in enumerate(zip(own, shares, parts, strict=True))
         }
-        self._links, self._micro_batches, self._width, self._posts_ahead = links, micro_batches, width, posts_ahead
+        self._links, self._micro_batches, self._width, self._posts_ahead = links, own, width, posts_ahead
+        links.make_room(max(ids.numel() for ids in own) * width, torch.empty(0, device=own[0].device))
         self._here: dict[Result, Tensor] = {}  # results that another stage of this worker needs
         self._posted: dict[Result, tuple[Tensor, dist.Work]] = {}  # receives
         self._sent: dict[Result, dist.Work] = {}

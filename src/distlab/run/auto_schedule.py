@@ -12,7 +12,7 @@ from distlab.comm.grid import Axis, Grid
 from distlab.comm.group import CONTROL, open_queues
 from distlab.comm.names import counted_as, named
 from distlab.pipeline.actions import KINDS, Action, ActionCosts
-from distlab.pipeline.activations import Loss, MicroBatch, Stage
+from distlab.pipeline.activations import Loss, MicroBatch, Part, PartOf, Stage
 from distlab.pipeline.plan import simulate
 from distlab.pipeline.saved_activations import SavedActivations
 from distlab.pipeline.schedules import all_stages
@@ -25,21 +25,24 @@ COLUMNS = "FRIW"  # the first columns of the table: seconds of each kind of pass
 ScheduleSettingsT = TypeVar("ScheduleSettingsT", bound=ScheduleSettings)
 
 
-def find_schedule(run: TrainingRun[ScheduleSettingsT], nets: Mapping[int, nn.Module], loss: Loss) -> list[list[Action]]:
+def find_schedule(
+    run: TrainingRun[ScheduleSettingsT], nets: Mapping[int, nn.Module], loss: Loss, part_of: PartOf | None = None
+) -> list[list[Action]]:
     """The lists of actions of all workers, the same on all ranks.
 
     All ranks must call this, before any hook is registered that collects gradients.
 
     Args:
         nets: this rank's stages, by index.
-        loss: (output of the last stage, token ids) -> mean loss.
+        loss: of the last stage.
+        part_of: as of `Pipeline`.
 
     Raises:
         InputError: a stage's activations of one micro-batch exceed `--keep-at-most`.
     """
     args, workers = run.settings, run.grid.axis("pp").size
     shape, again = (args.batch_size // args.micro_batches, args.seq_len), args.recompute == "all"
-    costs = measure(nets, args.stages, run.grid, loss, shape, args.dmodel, run.device, again)
+    costs = measure(nets, args.stages, run.grid, loss, shape, args.dmodel, run.device, again, part_of)
     sizes = workers, args.micro_batches, args.chunks_per_stage
     programs = all_stages(args.schedule, *sizes, costs, args.limit, again)
     if run.rank == 0:
@@ -61,6 +64,7 @@ def measure(
     width: int,
     device: torch.device,
     recompute: bool = False,
+    part_of: PartOf | None = None,
 ) -> ActionCosts:
     """The times of passes and messages, and the bytes that stages keep; rank 0's values on every rank.
 
@@ -73,8 +77,11 @@ def measure(
         shape: shape of a micro-batch: (rows, seq).
         width: width of the activations between stages.
         recompute: stages keep only their inputs.
+        part_of: as of `Pipeline`.
     """
-    pipeline = grid.axis("pp")
+    pipeline, ids = grid.axis("pp"), torch.zeros(shape, dtype=torch.int64, device=device)
+    part = None if part_of is None else part_of(ids)
+    ids = ids if part is None else part.ids
     table = torch.zeros(stages + 1, len(COLUMNS) + 3, dtype=torch.float64)  # a row for each stage; last row: messages
     with counted_as("control"):
         for worker in range(pipeline.size):
@@ -82,11 +89,11 @@ def measure(
             if worker == pipeline.rank:
                 for stage, net in nets.items():
                     own = loss if stage == stages - 1 else None
-                    table[stage] = _rehearse(net, stage, own, shape, width, device, recompute)
+                    table[stage] = _rehearse(net, stage, own, ids, part, width, recompute)
         for worker in range(pipeline.size - 1):
             _meet(f"the rehearsal of messages between the workers {worker} and {worker + 1}", device)
             if pipeline.rank in (worker, worker + 1):
-                seconds = _exchange(pipeline, worker, torch.zeros(*shape, width, device=device))
+                seconds = _exchange(pipeline, worker, torch.zeros(*ids.shape, width, device=device))
                 table[-1, 0] += seconds / 2 / (pipeline.size - 1)  # both ends measure it
         table = table.to(device)
         with named("the times of the rehearsal", CONTROL):
@@ -116,14 +123,14 @@ def _rehearse(
     net: nn.Module,
     index: int,
     loss: Loss | None,
-    shape: tuple[int, int],
+    ids: Tensor,
+    part: Part | None,
     width: int,
-    device: torch.device,
     recompute: bool,
 ) -> Tensor:
     """Seconds of a stage's F, R, I and W, and the bytes that it keeps after F, at most and after I: (7,)."""
-    kept = SavedActivations(net.parameters())
-    here = MicroBatch(Stage(net, loss, kept), torch.zeros(shape, dtype=torch.int64, device=device))
+    kept, device, shape = SavedActivations(net.parameters()), ids.device, ids.shape
+    here = MicroBatch(Stage(net, loss, kept), ids, part=part)
     letters = dict(zip(COLUMNS, "fRIW", strict=True)) if recompute else {kind: kind for kind in "FIW"}
     passes = {kind: KINDS[letter](index, 0) for kind, letter in letters.items()}
     seconds: dict[str, list[float]] = {kind: [] for kind in passes}
