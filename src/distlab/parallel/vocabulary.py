@@ -10,7 +10,7 @@ from torch.distributed import ReduceOp
 from distlab.comm.grid import Axis, all_ranks
 from distlab.parallel.tp_group import FORWARD, VOCABULARY, TPGroup
 from simplellm.errors import require
-from simplellm.losses import causalLLMLoss
+from simplellm.losses import next_token_loss
 
 
 def own_rows(ids: Tensor, vocab_size: int, tp_group: TPGroup) -> tuple[Tensor, Tensor]:
@@ -57,19 +57,40 @@ def vocabulary_parallel_loss(logits: Tensor, target: Tensor, vocab_size: int, ax
     """
     seq = target.shape[1]
     require(seq >= 2, f"--seq-len {seq} leaves no token to predict: it must be at least 2")
+    # As in causalLLMLoss, the last position has no next token.
+    return vocabulary_parallel_next_token_loss(logits, target.roll(-1, dims=1), vocab_size, axis)
+
+
+def vocabulary_parallel_next_token_loss(
+    logits: Tensor,
+    next_tokens: Tensor,
+    vocab_size: int,
+    axis: Axis | None = None,
+    ignored: Tensor | None = None,
+    predictions: float | None = None,
+) -> Tensor:
+    """`next_token_loss`, in the same way: its `next_tokens`, `ignored` and `predictions`."""
     axis = axis or all_ranks("tp")
     if axis.size == 1:
-        return causalLLMLoss(logits, target, vocab_size)
+        return next_token_loss(logits, next_tokens, ignored, predictions)
     tp_group = TPGroup("the loss", VOCABULARY, axis)
-    next_token = target.to(logits.device).roll(-1, dims=1).unsqueeze(-1)
-    return _VocabularyParallelLoss.apply(logits.float(), *own_rows(next_token, vocab_size, tp_group), tp_group)
+    rows, elsewhere = own_rows(next_tokens.to(logits.device).unsqueeze(-1), vocab_size, tp_group)
+    return _VocabularyParallelLoss.apply(logits.float(), rows, elsewhere, tp_group, ignored, predictions)
 
 
 class _VocabularyParallelLoss(torch.autograd.Function):
     """Cross-entropy is log(sum of exp(logits)) - the logit of the next token: a maximum and two sums over the ranks."""
 
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, next_token: Tensor, elsewhere: Tensor, tp_group: TPGroup) -> Tensor:
+    def forward(
+        ctx: Any,
+        logits: Tensor,
+        next_token: Tensor,
+        elsewhere: Tensor,
+        tp_group: TPGroup,
+        ignored: Tensor | None,
+        predictions: float | None,
+    ) -> Tensor:
         greatest = tp_group.all_reduce(logits.amax(-1, keepdim=True), FORWARD, ReduceOp.MAX)
         shifted = logits - greatest  # no logit is above 0, so that exp() cannot overflow
         own_logit = shifted.gather(-1, next_token).masked_fill(elsewhere, 0)
@@ -77,14 +98,19 @@ class _VocabularyParallelLoss(torch.autograd.Function):
         sums = torch.stack([exponentials.sum(-1, keepdim=True), own_logit])
         total, logit = tp_group.all_reduce(sums, FORWARD)
         ctx.save_for_backward(exponentials, total, next_token, elsewhere)
-        # As in causalLLMLoss, the last position has no next token.
-        return (total.log() - logit)[:, :-1].mean()
+        ctx.ignored, ctx.predictions = ignored, predictions or next_token[:, 1:].numel()
+        losses = (total.log() - logit).squeeze(-1)
+        losses = losses[:, :-1] if ignored is None else losses.masked_fill(ignored, 0)
+        return losses.sum() / ctx.predictions
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_loss: Tensor) -> tuple[Tensor, None, None, None]:
+    def backward(ctx: Any, grad_loss: Tensor) -> tuple[Tensor, None, None, None, None, None]:
         exponentials, total, next_token, elsewhere = ctx.saved_tensors
         grad = exponentials / total
         grad.scatter_add_(-1, next_token, -(~elsewhere).to(grad.dtype))  # softmax - one_hot, this rank's shard of both
-        grad[:, -1] = 0
-        return grad.mul_(grad_loss / next_token[:, 1:].numel()), None, None, None
+        if ctx.ignored is None:
+            grad[:, -1] = 0
+        else:
+            grad.masked_fill_(ctx.ignored.unsqueeze(-1), 0)
+        return grad.mul_(grad_loss / ctx.predictions), None, None, None, None, None
