@@ -2,15 +2,17 @@
 
     python hybrid/intro_5d.py <rank>                                    in six terminals, with the ranks 0 to 5
     ./launch.sh 5d --shard optimizer                                    replicas shard the optimizer's state
+    ./launch.sh 5d --dp 1 --cp 2 --tp 2 --pp 2                          ranks share sequences, too
     ./launch.sh 5d --outer diloco --sync-every 50                       pipelines far apart
     ./launch.sh 5d --schedule auto --keep-at-most 200MB                 a schedule that is searched for
     ./launch.sh 5d --schedule zb-h2 --run-on                            no wait at the end of a step
 
-The layout is that of hybrid/intro_hybrid.py, and without flags so is the run. With `--shard`, the replicas of a stage
-shard its optimizer's state, and more. With `--outer diloco`, each pipeline trains on its own for many steps, and an
-outer optimizer takes steps with the differences. Gradients are averaged bucket by bucket: a bucket starts during the
-backward pass of the last micro-batch. Over gloo or NCCL it travels while that pass goes on; in shared memory nothing
-overlaps, as a rank does its part of the average when it waits for it, after the pass.
+The layout is that of hybrid/intro_hybrid.py, and without flags so is the run. With `--cp`, ranks share each sequence as
+in CP/intro_CP_ring.py; they hold the same weights, and average their gradients as replicas do. With `--shard`, the
+replicas of a stage shard its optimizer's state, and more. With `--outer diloco`, each pipeline trains on its own for
+many steps, and an outer optimizer takes steps with the differences. Gradients are averaged bucket by bucket: a bucket
+starts during the backward pass of the last micro-batch. Over gloo or NCCL it travels while that pass goes on; in shared
+memory nothing overlaps, as a rank does its part of the average when it waits for it, after the pass.
 """
 
 from functools import partial
@@ -20,6 +22,7 @@ from torch import nn
 from torch.distributed import ReduceOp
 
 from distlab.comm.names import named
+from distlab.parallel.context_parallel import ContextParallel, loss_of_part
 from distlab.parallel.data import Bucket, GradientBuckets, flatten_weights
 from distlab.parallel.outer import FragmentSchedule, OuterOptimizer
 from distlab.parallel.sharded import ShardedDP
@@ -33,7 +36,6 @@ from distlab.run.main import main
 from distlab.run.stage_settings import HybridSettings
 from distlab.run.training import TrainingRun
 from simplellm.dataloaders import TinyStories
-from simplellm.losses import causalLLMLoss
 from simplellm.tokenizers import SPTokenizer
 
 DEFAULTS = HybridSettings(batch_size=3)
@@ -41,7 +43,8 @@ DEFAULTS = HybridSettings(batch_size=3)
 
 def train(run: TrainingRun[HybridSettings]) -> None:
     args, tokenizer = run.settings, SPTokenizer(run.settings.tokenizer)
-    stages, replicas, slices = (run.grid.axis(name) for name in ("pp", "dp", "tp"))
+    stages, replicas, parts, slices = (run.grid.axis(name) for name in ("pp", "dp", "cp", "tp"))
+    same = run.grid.axis("dp", "cp")  # ranks with the same weights, and other tokens
     programs = args.programs()
     program = programs[stages.rank]  # this rank's actions
     split = args.split(tokenizer.vocab_size)
@@ -49,21 +52,25 @@ def train(run: TrainingRun[HybridSettings]) -> None:
     nets = build_stages(stages_of(program), split, tokenizer.vocab_size, **options)
     stories = TinyStories(tokenizer, **run.data_options(), rank=replicas.rank, num_replicas=replicas.size)
 
-    run.grid.make_groups("dp", "tp")
-    loss = partial(causalLLMLoss, vocab_size=tokenizer.vocab_size)
-    if args.tp > 1:
-        for net in nets.values():
-            shard(net, axis=slices)
-        loss = partial(vocabulary_parallel_loss, vocab_size=tokenizer.vocab_size, axis=slices)
+    run.grid.make_groups("dp", "cp", ("dp", "cp"), "tp")
+    for net in nets.values():
+        shard(net, axis=slices)
+    loss = loss_of_whole = partial(vocabulary_parallel_loss, vocab_size=tokenizer.vocab_size, axis=slices)
+    part_of = None  # what this rank sees of a micro-batch; None for all of it
+    if args.cp > 1 or args.document_mask:
+        end = tokenizer.eos_id if args.document_mask else None
+        part_of = ContextParallel(parts, args.cp_kind, args.cp_order, end).part
+        loss = partial(loss_of_part, vocab_size=tokenizer.vocab_size, axis=slices)
     if args.schedule == "auto":  # the order depends on what the passes take here
-        programs = find_schedule(run, nets, loss)
+        programs = find_schedule(run, nets, loss, part_of)
     sharded: dict[int, ShardedDP] = {}
     if args.shard != "none":
-        sharded = {stage: ShardedDP(net, args.shard, replicas, args.micro_batches) for stage, net in nets.items()}
+        sharded = {stage: ShardedDP(net, args.shard, same, args.micro_batches) for stage, net in nets.items()}
     optimizer = run.optimizer(sharded or nets)
     costs = args.pass_costs(tokenizer.vocab_size)  # by which an action uses the cores of idle stages
+    cores, run_on = run.shared_cores, args.run_on
     pipeline = Pipeline(
-        nets, programs, run.grid, loss, args.dmodel, cores=run.shared_cores, costs=costs, run_on=args.run_on
+        nets, programs, run.grid, loss, args.dmodel, cores=cores, costs=costs, part_of=part_of, run_on=run_on
     )
     outer: OuterOptimizer | None = None
     if args.outer == "diloco":
@@ -71,9 +78,10 @@ def train(run: TrainingRun[HybridSettings]) -> None:
         rounds = FragmentSchedule(args.sync_every, args.fragments, args.overlap_steps)
         momentum, alpha = args.outer_momentum, args.merge_alpha
         outer = OuterOptimizer(weights, rounds, args.outer_lr, momentum, alpha, args.compress, replicas)
-    run.track(sharded or nets, optimizer, loss, owners=pipeline.owners, outer=outer)
+    run.track(sharded or nets, optimizer, loss_of_whole, owners=pipeline.owners, outer=outer)
 
-    averaged = {} if sharded or outer else nets  # whose gradients are averaged after each step's backward passes
+    # Whose gradients are averaged after each step's backward passes, and over which ranks.
+    averaged, over = ({} if sharded or (outer and args.cp == 1) else nets), (parts if outer else same)
     parameters = [parameter for net in averaged.values() for parameter in net.parameters()]
 
     def average(bucket: Bucket) -> dist.Work | None:
@@ -81,7 +89,7 @@ def train(run: TrainingRun[HybridSettings]) -> None:
         with named(f"{bucket} of {describe_stages(program)}", "gradients"):
             return dist.all_reduce(bucket.flat, ReduceOp.AVG, bucket.axis.group, async_op=True)
 
-    buckets = GradientBuckets(parameters, on_full=average, backward_passes=args.micro_batches, over=replicas)
+    buckets = GradientBuckets(parameters, on_full=average, backward_passes=args.micro_batches, over=over)
 
     for step, batch in run.steps(stories):
         optimizer.zero_grad()

@@ -114,8 +114,9 @@ class Grid:
         Raises:
             TrafficError: a rank does not join the creation of the groups.
         """
-        for names in axes or self.layout:
-            self.axis(*([names] if isinstance(names, str) else names)).make_group()
+        named = [self.axis(*([names] if isinstance(names, str) else names)) for names in axes or self.layout]
+        for axis in dict.fromkeys(named):  # several may be the same, where a layout lacks axes
+            axis.make_group()
 
     def pipelines_on_host(self, ranks: int) -> int:
         """Number of pipelines with workers on a host of so many ranks; each slice of a pipeline counts as one."""

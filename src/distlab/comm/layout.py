@@ -11,7 +11,7 @@ Neighbors = Literal["stages", "replicas"]  # what ranks with neighboring numbers
 
 # The axes of the lab's scripts, each with the word for a rank's number along it in messages, in the order in which
 # messages name them; None for axes that they do not name. An axis that is not here works the same, without a word.
-WORDS: Mapping[str, str | None] = {"pp": "stage", "dp": "replica", "tp": None}
+WORDS: Mapping[str, str | None] = {"pp": "stage", "cp": "part", "dp": "replica", "tp": None}
 REPLICAS, STAGES = "dp", "pp"  # the axes whose ranks hold copies of the model, and different layers of it
 
 

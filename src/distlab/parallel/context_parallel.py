@@ -27,6 +27,7 @@ from distlab.comm.group import all_gather_single, reduce_scatter_single
 from distlab.comm.names import named
 from distlab.parallel.ring_attention import Block, Ring, ring_attention
 from distlab.parallel.tp_group import linear_map
+from distlab.parallel.vocabulary import vocabulary_parallel_next_token_loss
 from simplellm.attention import (
     Attend,
     SequencePart,
@@ -67,6 +68,13 @@ class Part:
         The mean over the ranks is the loss of the whole batch.
         """
         return next_token_loss(logits, self.next_tokens, self.ignored, self.predictions)
+
+
+def loss_of_part(logits: Tensor, part: Part, vocab_size: int, axis: Axis) -> Tensor:
+    """`Part.loss` of logits whose vocabulary, `vocab_size` wide, is divided among the ranks along an axis."""
+    return vocabulary_parallel_next_token_loss(
+        logits, part.next_tokens, vocab_size, axis, part.ignored, part.predictions
+    )
 
 
 @dataclass(frozen=True)

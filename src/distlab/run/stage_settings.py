@@ -1,7 +1,7 @@
 """The settings of runs whose ranks share the layers of the Llama: pipelines, and the hybrid."""
 
 from dataclasses import dataclass, fields
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import tyro
 
@@ -20,6 +20,7 @@ from distlab.pipeline.schedules import (
 )
 from distlab.pipeline.split import PartCosts, Split, balance, estimated_costs, multiply_adds, read_split
 from distlab.run import resume
+from distlab.run.context_settings import SharedSequences
 from distlab.run.replica_settings import OuterSettings, check_no_clipping
 from distlab.run.resume import ResumePolicy
 from distlab.run.settings import WorldSize, as_flag, require_positive, shown_as
@@ -37,8 +38,13 @@ class StageSettings(TrainSettings):
     run_on: bool = False
     """ranks do not wait for each other at the end of a step; its loss is printed a step later"""
 
+    masks_documents: ClassVar[bool] = False
+    """whether stages are told which tokens they see"""
+
     def check(self) -> None:
         super().check()
+        sentence = "only the first of this script's stages sees the tokens; use 5d, or a script without stages"
+        require(self.masks_documents or not self.document_mask, f"--document-mask: {sentence}")
         self.split(SPTokenizer(self.tokenizer).vocab_size)
 
     def decide(self) -> dict[str, Any]:
@@ -235,9 +241,12 @@ class ThreeAxesSettings(ThreeAxes, WrittenScheduleSettings):
 
 
 @dataclass
-class HybridSettings(ThreeAxes, OuterSettings, ScheduleSettings):
+class HybridSettings(ThreeAxes, SharedSequences, OuterSettings, ScheduleSettings):
     """A run of several equal pipelines, with `--batch-size` sequences each, and everything that they can do."""
 
+    masks_documents = True
+    cp: int = 1
+    """ranks that share each sequence; each has some of its positions"""
     neighbors: Annotated[Neighbors, ResumePolicy.SAME_LAYOUT] = "stages"
     """what ranks with neighboring numbers hold: the stages of a pipeline, or the replicas of a stage, so that pipelines
     and not their averages cross a slow link between hosts"""
@@ -251,8 +260,9 @@ class HybridSettings(ThreeAxes, OuterSettings, ScheduleSettings):
 
     @property
     def layout(self) -> Layout:
-        sizes = super().layout
-        return sizes if self.neighbors == "stages" else {kind: sizes[kind] for kind in ("pp", "dp", "tp")}
+        order = ("dp", "pp", "cp", "tp") if self.neighbors == "stages" else ("pp", "dp", "cp", "tp")
+        sizes = {**super().layout, "cp": self.cp}
+        return {axis: sizes[axis] for axis in order if axis != "cp" or self.cp != 1}
 
     @property
     def per_rank_optimizer_state(self) -> bool:
@@ -264,7 +274,10 @@ class HybridSettings(ThreeAxes, OuterSettings, ScheduleSettings):
         check_division(self.num_heads, self.num_kv_heads, self.tp)
         given = f"--shard {self.shard}"
         single = f"{given} with --dp 1: a single replica has no others to share with; give --dp 2 or more"
-        require(self.shard == "none" or self.dp > 1, single)
+        require(self.shard == "none" or self.dp * self.cp > 1, single)
+        self.check_sequences(self.seq_len, self.num_heads // self.tp, self.cp, "--cp")
+        unknown = f"--machine with --cp {self.cp}: the planner does not know ranks that share sequences"
+        require(self.machine is None or self.cp == 1, f"{unknown}; leave one of them out")
         gathers = f"{given} with --pp {self.pp}: each stage would be gathered again for every micro-batch"
         require(self.shard != "weights" or self.pp == 1, f"{gathers}; use --shard optimizer, or --pp 1 with --tp")
 
