@@ -3,8 +3,9 @@
     python DP/ddp/intro_DP_DDP.py <rank>              in three terminals, with the ranks 0, 1 and 2
     ./launch.sh ddp --world-size 4                    all ranks at once
 
-The wrapper does what `intro_DP_GA.py` spells out: it collects gradients in buckets, and starts the all-reduce of each
-bucket while the backward pass is still running (Li et al., arXiv 2006.15704). The loop is that of one process.
+The wrapper does what `intro_DP_buckets.py` spells out: it collects gradients in buckets, and starts the all-reduce of
+each bucket when it is full (Li et al., arXiv 2006.15704). Over gloo or NCCL, that goes on during the backward pass; in
+shared memory, the wrapper waits for each bucket at once. The loop is that of one process.
 """
 
 from torch.nn.parallel import DistributedDataParallel

@@ -4,7 +4,7 @@
     ./launch.sh mydp --world-size 4                   all ranks at once
 
 `MyDP` (in src/distlab/parallel/data.py) starts all ranks from rank 0's weights and averages the gradients like
-`intro_DP_GA.py`, but in hooks, so that the loop is that of one process. `check_parameter_closeness` shows that the
+`intro_DP_buckets.py`, in hooks, so that the loop is that of one process. `check_parameter_closeness` shows that the
 ranks' weights stay the same.
 """
 
