@@ -2,7 +2,7 @@
 
 from distlab_exercises.catalogue.exercise import Exercise
 
-CHAPTER = "collectives/README.md, chapter 9"
+CHAPTER = "collectives/README.md, chapter 4"
 ALGORITHMS = "distlab.collectives.algorithms"
 MESSAGES = (
     "Messages are `endpoint.send(tensor, rank)` and `endpoint.recv(tensor, rank)`; a send may wait for its receiver."
@@ -151,7 +151,7 @@ EXERCISES = [
         name="mpi",
         title="what naive tensor parallelism exchanges, over MPI",
         minutes=40,
-        chapter="mpi/README.md, chapter 10",
+        chapter="mpi/README.md, chapter 5",
         task="""Ranks that share a model hold parts of each layer. Write who holds which part, and what the ranks
         gather, cut and add up around W_o, forward and backward. The docstrings say what each function returns.
 
@@ -180,7 +180,7 @@ EXERCISES = [
         name="mpi-collectives",
         title="all-reduce and all-to-all by hand, over MPI",
         minutes=45,
-        chapter="mpi/README.md, chapter 10",
+        chapter="mpi/README.md, chapter 5",
         task="""Write three methods of a communicator: `myAllreduce` through rank 0, `ringAllreduce` around a ring, and
         `myAlltoall` with all messages at once. The docstrings say what each does, and which bytes it counts in
         `total_bytes_transferred`: those that this rank has sent and received.

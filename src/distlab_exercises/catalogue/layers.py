@@ -12,7 +12,7 @@ EXERCISES = [
         name="matmul",
         title="one matrix product on several ranks, by row and by reduction",
         minutes=30,
-        chapter="primer/README.md, chapter 5",
+        chapter="primer/README.md, chapter 8",
         task="""Rank 0 has A (m, k) and B (k, n). Write two products. By row: each rank computes some rows of C = A B,
         from these rows of A and all of B, and rank 0 collects them. By reduction: each rank multiplies some columns of
         A by the same rows of B, and C is the sum of these products, which all ranks get.
@@ -35,7 +35,7 @@ EXERCISES = [
         name="mlp",
         title="a classifier of linear layers, and the step that trains it",
         minutes=20,
-        chapter="primer/README.md, chapter 5",
+        chapter="primer/README.md, chapter 8",
         task="""Write the classifier `MLP` and one step of its training, on one process. `DP/ddp/mlp_ddp.py` and
         `DP/mydp/mlp_mydp.py` make the same loop parallel.
 

@@ -17,7 +17,7 @@ EXERCISES = [
         name="pp-1f1b",
         title="a model in stages: activations forward, gradients back",
         minutes=40,
-        chapter=f"{PP}, chapter 6",
+        chapter=f"{PP}, chapter 9",
         task="""Each rank is a stage: it holds some of the layers. Write `pass_through`, which does a stage's work on
         one micro-batch `x`: receive activations from the previous stage, compute, send its own activations on; then
         receive the gradient of the activations it sent, run the backward pass, and send the gradient of the activations
@@ -41,7 +41,7 @@ EXERCISES = [
         name="pp-gpipe",
         title="the order of GPipe",
         minutes=15,
-        chapter=f"{PP}, chapter 7",
+        chapter=f"{PP}, chapter 10",
         task="""A schedule is the list of what a stage computes, in order: `Forward(stage, k)` and `Backward(stage, k)`
         of each micro-batch k. Write `gpipe`, which returns the list of one stage: all forward passes, then all backward
         passes.
@@ -64,7 +64,7 @@ EXERCISES = [
         name="pp-dapple",
         title="the order of DAPPLE (1F1B), which keeps fewer activations",
         minutes=30,
-        chapter=f"{PP}, chapter 7",
+        chapter=f"{PP}, chapter 10",
         task="""GPipe keeps the activations of all micro-batches until the first backward pass. Write `dapple`, which
         takes as long, but in which stage s of p keeps those of at most p - s micro-batches: a few forward passes, then
         one backward and one forward pass alternately, then the backward passes that are left.
@@ -90,7 +90,7 @@ EXERCISES = [
         name="pp-zb",
         title="a zero-bubble schedule, ZB-H1",
         minutes=45,
-        chapter=f"{PP}, chapter 7",
+        chapter=f"{PP}, chapter 10",
         task="""A backward pass has two parts. The stage before waits for one, the gradient of the inputs:
         `BackwardInput(stage, k)`. Nobody waits for the other, the gradient of the weights: `BackwardWeight(stage, k)`,
         which may run at any time after it. Write `zb_h1`, which is DAPPLE with weight gradients where a stage would be
@@ -114,7 +114,7 @@ EXERCISES = [
         name="pp-executor",
         title="the loop that follows a schedule",
         minutes=45,
-        chapter=f"{PP}, chapter 7",
+        chapter=f"{PP}, chapter 10",
         task="""A program is the list of a stage's passes, for example [F0, F1, B0, F2, B1, B2]. Write `run_program`,
         which runs one, whatever its order. For a forward pass: take the token ids or receive activations, compute, send
         the result on, and keep what the backward pass needs. For a backward pass: receive the gradient of what was
@@ -143,7 +143,7 @@ EXERCISES = [
         name="hybrid",
         title="pipelines that average their gradients",
         minutes=30,
-        chapter="hybrid/README.md, chapter 8",
+        chapter="hybrid/README.md, chapter 13",
         task="""Several pipelines work side by side, each with its own sequences. The ranks that hold the same stage of
         different pipelines must update it with the same gradient, the mean over the pipelines. Write `average`, which
         is called after the last backward pass of a step, and leaves that mean in each `parameter.grad`.
@@ -166,7 +166,7 @@ EXERCISES = [
         name="deadlock",
         title="three deadlocks, and how to get out of them",
         minutes=30,
-        chapter=f"{PP}, chapter 14",
+        chapter=f"{PP}, chapter 17",
         task="""Each of the three functions ends in a deadlock. Change them so that with `--cure` all ranks finish, and
         still exchange all that they should. `./launch.sh check` says who waits for whom, and at which line.
 

@@ -119,7 +119,7 @@ EXERCISES = [
         name="checkpoint",
         title="checkpoints by global names, which any layout can read",
         minutes=40,
-        chapter="docs/checkpoints.md, chapter 13",
+        chapter="docs/checkpoints.md, chapter 16",
         task="""Ranks that hold different stages and slices write one checkpoint together, and ranks of any other layout
         read it. So each tensor in it needs a name and a place that do not depend on who holds it. Write `as_held`,
         which says where in the whole tensor this rank's slice lies, and `state_of`, which names all that a rank holds:
