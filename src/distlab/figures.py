@@ -8,6 +8,7 @@ python -m distlab.figures sharding imgs/sharding.png optimizer-2=runs/a weights-
 python -m distlab.figures schedules imgs/schedules_memory.png --stages 4 --micro-batches 8
 python -m distlab.figures layout imgs/hybrid.png --dp 2 --pp 3
 python -m distlab.figures splits imgs/splits.png
+python -m distlab.figures replicas imgs/replicas.png
 python -m distlab.figures sequence_parts imgs/sequence_parts.png
 python -m distlab.figures topologies imgs/topologies.png --world-size 8
 python -m distlab.figures collectives imgs/collectives.png runs/compare_collectives/a

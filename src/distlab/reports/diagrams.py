@@ -119,6 +119,48 @@ def sequence_parts(png: Png, /, ranks: int = 4) -> None:
     style.save(figure, png)
 
 
+def replicas(png: Png, /, ranks: int = 3) -> None:
+    """Which parts of weights, gradients and optimizer state each replica holds, and which messages a step takes.
+
+    Args:
+        ranks: number of replicas; each part has a color.
+    """
+    require(2 <= ranks <= len(style.SERIES), f"--ranks {ranks}: give 2 to {len(style.SERIES)}")
+    figure, axes = style.subplots(5.2)
+    kinds = {"weights": 1, "gradients": 1, "optimizer state": 2}  # by Adam's moments, twice as many numbers
+    ways = (  # what is sharded, and the messages of a step
+        ("averaged gradients\n(dp-ga)", 0, "all-reduce\nof the gradients"),
+        (
+            "optimizer state sharded\n(ZeRO 1, dp-zero)",
+            1,
+            "reduce-scatter of the gradients,\nall-gather of the weights",
+        ),
+        ("gradients too\n(ZeRO 2)", 2, "reduce-scatter of each bucket,\nall-gather of the weights"),
+        (
+            "weights too\n(ZeRO 3, FSDP, dp-fsdp)",
+            3,
+            "reduce-scatter of each layer's gradients,\nall-gather of its weights before each pass",
+        ),
+    )
+    for row, (title, sharded, messages) in enumerate(ways):
+        top = -2.2 * row
+        axes.text(-0.7, top - 0.75, title, ha="right", va="center")
+        axes.text(3.0 * ranks + 0.1, top - 0.75, messages, ha="left", va="center")
+        for rank, (line, (kind, width)) in itertools.product(range(ranks), enumerate(kinds.items())):
+            y = top - 0.5 * (line + 1)
+            for part in range(ranks):
+                is_held = part == rank or line < len(kinds) - sharded
+                color = style.SERIES[part] if is_held else style.PALE
+                axes.add_patch(style.rectangle(3.0 * rank + part * width / ranks, y, width / ranks, 0.4, color))
+            axes.text(3.0 * rank - 0.1, y + 0.2, kind[0].upper(), ha="right", va="center")
+        if row == 0:
+            for rank in range(ranks):
+                axes.text(3.0 * rank, top + 0.15, f"rank {rank}", ha="left", va="bottom", size=style.TITLE)
+    axes.set(xlim=(-4.6, 3.0 * ranks + 5.6), ylim=(-2.2 * len(ways) + 0.4, 0.8))
+    axes.axis("off")
+    style.save(figure, png)
+
+
 def schedules(png: Png, /, stages: int = 4, micro_batches: int = 8) -> None:
     """What each schedule keeps and how long its workers idle, by the plan, beside what `auto` finds for each limit.
 

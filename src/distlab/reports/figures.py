@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 import tyro
 
 from distlab.reports import style
-from distlab.reports.diagrams import Png, layout, schedules, sequence_parts, splits, topologies
+from distlab.reports.diagrams import Png, layout, replicas, schedules, sequence_parts, splits, topologies
 from distlab.reports.memory import KINDS, ONLY_SOME, read_largest
 from distlab.reports.timeline import draw, draw_schedules, measured_panel
 from distlab.reports.trace import Trace, read_chrome
@@ -296,6 +296,7 @@ FIGURES = (
     schedules,
     layout,
     splits,
+    replicas,
     sequence_parts,
     topologies,
     collectives,

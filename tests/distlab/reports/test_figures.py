@@ -85,6 +85,8 @@ DRAWN: dict[str, Callable[[Path, Path], None]] = {
     "schedules": lambda png, run: figures.schedules(png, stages=2, micro_batches=4),
     "layout": lambda png, run: figures.layout(png),
     "splits": lambda png, run: figures.splits(png),
+    "replicas": lambda png, run: figures.replicas(png, ranks=4),
+    "sequence_parts": lambda png, run: figures.sequence_parts(png),
     "topologies": lambda png, run: figures.topologies(png),
     "collectives": lambda png, run: figures.collectives(png, run),
     "shared_memory": lambda png, run: figures.shared_memory(png, run),
