@@ -136,6 +136,15 @@ def report(step: int, model: nn.Module, train_set: TensorDataset, test_set: Tens
     )
 
 
+def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, points: Tensor, labels: Tensor) -> Tensor:
+    """Update the model once, by the gradients of this batch's loss; returns the loss."""
+    _, loss = model(points, labels)
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    return loss
+
+
 def train(run: Run[MLPSettings]) -> None:
     config = run.settings
     say(str({field.name: getattr(config, field.name) for field in fields(ModelConfig)}))
@@ -148,12 +157,7 @@ def train(run: Run[MLPSettings]) -> None:
     for step, rows in run.count_steps(sampler, config.niters, config.batch_size, "inputs"):
         points, labels = train_set[rows]
         started = time.perf_counter()
-        # [mlp] One step: the loss of this batch, its gradients, and the update.
-        _, loss = model(points, labels)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        # [end]
+        loss = train_step(model, optimizer, points, labels)
         run.global_loss(step, [loss])  # also waits until a GPU has finished the step
         seconds = time.perf_counter() - started
         if step % REPORT_EVERY == 0:

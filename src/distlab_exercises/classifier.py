@@ -21,7 +21,7 @@ GAIN = nn.init.calculate_gain("tanh")
 
 
 def try_classifier(rank: int, submission: Submission, name: str) -> Facts:
-    """Compare the class `MLP` of a student's file with what it should compute, or each step of its `train`."""
+    """Compare the class `MLP` of a student's file with what it should compute, or each call of its `train_step`."""
     student = load(submission.script)
     run = join(rank, submission, 1, student.DEFAULTS, RunSettings, **VALUES)
     if name == "MLP":

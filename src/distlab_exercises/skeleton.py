@@ -1,8 +1,7 @@
 """Writes the file of an exercise: a chapter's script, or functions of the library, without the part that is the lesson.
 
 The part is a function or class at the top level of the script or of a module, which the catalogue names; it is found by
-its name, so a skeleton cannot differ from the chapter that it was made from. Lines in the middle of a function are
-marked by two comments, `# [dp-ga] Average the gradients.` and `# [end]`.
+its name, so a skeleton cannot differ from the chapter that it was made from.
 """
 
 import ast
@@ -28,46 +27,15 @@ def write_out(exercise: Exercise, path: Path, solved: bool = False) -> str:
     """
     text = (LAB / exercise.script).read_text() if exercise.script else ""
     own = [name for name in exercise.takes if ":" not in name]
-    assert set(own) <= set(_definitions(ast.parse(text))), f"{exercise.name}: {exercise.script} has not all of {own}"
     if not solved:
-        text = _without_parts(exercise, text)
         for before, after in exercise.given:
-            assert text.count(before) == 1, (
-                f"{exercise.name}: {exercise.script} has {text.count(before)} times {before}"
-            )
+            assert text.count(before) == 1, f"{exercise.name}: {text.count(before)} times {before}"
             text = text.replace(before, after)
         text = _emptied(text, own, exercise.keeps)
-    for module, names in _by_module(exercise):
-        text = _with_definitions(text, module, names, exercise, solved)
-    return _with_docstring(text, exercise, path)
-
-
-def _by_module(exercise: Exercise) -> Iterator[tuple[str, list[str]]]:
-    """The definitions that are taken from the library, by module."""
     named = [name.split(":") for name in exercise.takes if ":" in name]
     for module in dict.fromkeys(module for module, _ in named):
-        yield module, [name for other, name in named if other == module]
-
-
-def _without_parts(exercise: Exercise, text: str) -> str:
-    """A script without what is between the marks of an exercise."""
-    name, optional = re.escape(exercise.name), "if your way needs it."
-    mark = re.compile(rf"^( *)# \[{name}\] (.+)\n(?:.*\n)*?\1# \[end\]\n", re.MULTILINE)
-    count = len(mark.findall(text))
-    numbers = iter(range(1, count + 1))
-
-    def replaced(found: re.Match[str]) -> str:
-        indent, task, number = found[1], found[2], next(numbers)
-        which = f" ({number} of {count})" if count > 1 else ""
-        lines = f"{indent}# Your part{which}: {task}\n"
-        return lines + ("" if task.endswith(optional) else f"{indent}{not_written(task)}\n")
-
-    return mark.sub(replaced, text)
-
-
-def not_written(what: str) -> str:
-    """The statement that stands for what the student is to write."""
-    return f'raise NotImplementedError("{what.rstrip(".")}")'
+        text = _with_definitions(text, module, [name for other, name in named if other == module], exercise, solved)
+    return _with_docstring(text, exercise, path)
 
 
 def _definitions(tree: ast.Module) -> dict[str, Definition]:
@@ -96,7 +64,7 @@ def _emptied(text: str, names: Sequence[str], keeps: Sequence[str] = ()) -> str:
             start = (first.end_lineno if ast.get_docstring(function) is not None else first.lineno - 1) or 0
             while re.fullmatch(r"\s*(#.*)?", lines[start - 1]):
                 start -= 1
-            cuts.append((start, function.end_lineno or 0, [f"{indent}{not_written(f'write {name}')}"]))
+            cuts.append((start, function.end_lineno or 0, [f'{indent}raise NotImplementedError("write {name}")']))
     for start, end, instead in sorted(cuts, reverse=True):
         lines[start:end] = instead
     return _without_unnamed("\n".join(lines))
@@ -143,7 +111,7 @@ def _with_definitions(text: str, module: str, names: list[str], exercise: Exerci
     ]
     lines = text.split("\n")
     last = max((node.end_lineno or 0 for node in imports), default=0)
-    lines[last:last] = [*new, "", "", "\n\n\n".join([*code, exercise.extra]).rstrip(), ""]
+    lines[last:last] = [*new, "", "", "\n\n\n".join(code), ""]
     for statement in reversed(imports):
         if isinstance(statement, ast.ImportFrom) and any(alias.name in names for alias in statement.names):
             kept = [alias for alias in statement.names if alias.name not in names]

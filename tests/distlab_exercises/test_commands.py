@@ -31,7 +31,6 @@ def test_from_the_list_to_the_last_hint(tmp_path: Path, capsys: pytest.CaptureFi
         assert f"./launch.sh check {path}" in capsys.readouterr().out
         text = path.read_text()
         compile(text, str(path), "exec")
-        assert "[end]" not in text
         assert text.count(f"./launch.sh check {path}") == 1
         hints = []
         for number in range(1, len(exercise.hints) + 1):

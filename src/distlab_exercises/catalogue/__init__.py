@@ -1,7 +1,7 @@
 """The exercises: what one learns, what is taken out of which script, hints, and how a solution is tried.
 
-To add one, mark the part in the chapter's script (or name the function), and add it to one of these modules; tests do
-the rest. Needs no torch.
+To add one, name functions or classes of the chapter's script or of the library in one of these modules; tests do the
+rest. Needs no torch.
 """
 
 from distlab_exercises.catalogue import collectives, layers, pipelines, replicas

@@ -50,7 +50,6 @@ class Exercise:
     given: tuple[tuple[str, str], ...] = ()  # text that is replaced in the skeleton
     imports: tuple[str, ...] = ()  # that the solution needs, if the script does without
     keeps: tuple[str, ...] = ()  # methods of these classes that are given
-    extra: str = ""  # a line after the definitions that are taken from the library
     functions: str = ""  # how those in `takes` are tried one by one: a name in `distlab_exercises.checker`
     cases: tuple[str, ...] = ()  # functions that are tried, but not taken out
     unsolved: str = "not-written"  # the mistake of the skeleton

@@ -44,7 +44,7 @@ EXERCISES = [
         are kaiming-uniform for tanh: `nn.init.kaiming_uniform_(parameter, nonlinearity="tanh")`. The model returns
         (logits, loss); the loss is the mean cross-entropy, or None without targets.
 
-        In the loop: compute `loss`, that of this batch, from `points` and `labels`, and update the weights once.""",
+        In `train_step`: compute the loss of this batch, from `points` and `labels`, and update the weights once.""",
         hints=(
             "n_layers layers have n_layers + 1 widths: d_in, n_layers - 1 times d_hidden, n_classes.",
             "Put the layers into an nn.ModuleList, so that their weights are parameters of the model. "
@@ -52,8 +52,7 @@ EXERCISES = [
             "The step: _, loss = model(points, labels); optimizer.zero_grad(); loss.backward(); optimizer.step().",
         ),
         script="primer/mlp.py",
-        takes=("MLP",),
-        cases=("MLP", "train"),
+        takes=("MLP", "train_step"),
         functions="classifier",
     ),
     Exercise(

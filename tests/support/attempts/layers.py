@@ -100,8 +100,8 @@ ATTEMPTS = [
         "mlp",
         "not-cleared",
         "step 1: the gradient of weight 0 still contains the gradient of the step before: it was not set to zero",
-        changes=(("        optimizer.zero_grad()\n", ""),),
-        only="train",
+        changes=(("    optimizer.zero_grad()\n", ""),),
+        only="train_step",
     ),
     Attempt(
         "mlp",
@@ -114,10 +114,8 @@ ATTEMPTS = [
         "mlp",
         "",
         "in each step, the gradient of this batch",
-        changes=(
-            ("_, loss = model(points, labels)\n        opt", "_, loss = model(points, targets=labels)\n        opt"),
-        ),
-        only="train",
+        changes=(("_, loss = model(points, labels)\n    opt", "_, loss = model(points, targets=labels)\n    opt"),),
+        only="train_step",
     ),
     Attempt(
         "mlp",
@@ -125,11 +123,11 @@ ATTEMPTS = [
         "in each step, the gradient of this batch",
         changes=(
             (
-                "_, loss = model(points, labels)\n        opt",
-                "logits, _ = model(points)\n        loss = F.cross_entropy(logits, labels)\n        opt",
+                "_, loss = model(points, labels)\n    opt",
+                "logits, _ = model(points)\n    loss = F.cross_entropy(logits, labels)\n    opt",
             ),
         ),
-        only="train",
+        only="train_step",
     ),
     Attempt(
         "matmul",
