@@ -21,6 +21,7 @@ from distlab.pipeline.schedules import (
     ALIASES,
     DEFAULT_CHUNKS,
     all_stages,
+    read_schedule,
     schedule_names,
     stages_per_worker,
 )
@@ -34,7 +35,7 @@ class Request:
     """What to show."""
 
     schedule: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="|".join(schedule_names()))]
-    """name of the schedule"""
+    """name of the schedule, or a file that defines one"""
     stages: int = 3
     """workers of the pipeline: with most schedules, each has one stage"""
     micro_batches: int = 3
@@ -65,6 +66,7 @@ class Request:
 
 def show(request: Request) -> Iterator[str]:
     """The lines of the table and the costs; also draws the figure. Raises `InputError` for a wrong request."""
+    read_schedule(request.schedule)
     schedules = schedule_names()
     require(request.schedule in schedules, f"{request.schedule}: no such schedule; there are {', '.join(schedules)}")
     ones = dict.fromkeys(("stages", "micro_batches", "forward", "backward", "chunks_per_stage", "steps"), 1)

@@ -65,7 +65,7 @@ def train(rank: int, script: str, flags: list[str]) -> tuple[State, State]:
     """
     module = load(script)
     built: list[nn.Module] = []
-    builder = next(name for name in ("LLama", "build_stages", "build_stage") if hasattr(module, name))
+    builder = next(name for name in ("LLama", "build_stages", "build_stage", "GPT") if hasattr(module, name))
     build = getattr(module, builder)
 
     def build_and_keep(*args: Any, **options: Any) -> nn.Module | dict[int, nn.Module]:

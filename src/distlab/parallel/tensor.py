@@ -73,6 +73,11 @@ class _Parts:
             raise InputError("nothing in this module can be split: it has no simplellm layers and no embeddings inside")
         if sequence_parallel and not (self.heads and embeddings):
             raise InputError("sequence parallelism needs a whole model and the style megatron")
+        known = {module.weight for module in (*self.linears.values(), *self.embeddings.values())}
+        for name, module in self.net.named_modules():
+            if any(parameter.dim() > 1 and parameter not in known for parameter in module.parameters(recurse=False)):
+                what = f"{name or 'the model'} ({type(module).__name__}) is a layer that shard cannot split"
+                raise InputError(f"{what}: it knows simplellm's layers and embeddings; split the model by hand instead")
         owners: dict[Tensor, list[str]] = {}
         for name, module in self.net.named_modules():
             for parameter in module.parameters(recurse=False):

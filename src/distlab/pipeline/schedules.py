@@ -11,6 +11,8 @@ dot an idle tick.
 """
 
 import itertools
+import os
+import runpy
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -35,7 +37,7 @@ from distlab.pipeline.actions import (
 )
 from distlab.pipeline.auto import Limit, find_programs, keeps_at_most, stages_in_v
 from distlab.pipeline.plan import simulate
-from simplellm.errors import require
+from simplellm.errors import InputError, require
 
 DEFAULT_CHUNKS = 2  # of `interleaved` and `auto`
 AUTO = "auto"
@@ -71,6 +73,27 @@ def schedule(
         return order
 
     return register
+
+
+def read_schedule(name: str) -> None:
+    """Make a schedule known by the path of the file that defines it, like `my/order.py`; other names are left alone.
+
+    The file is run as a module. Its last function with `@schedule` counts.
+
+    Raises:
+        InputError: there is no such file, it cannot be run, or it defines no schedule.
+    """
+    if not name.endswith(".py") or name in SCHEDULES:
+        return
+    require(os.path.isfile(name), f"--schedule {name}: there is no such file")
+    before = dict(SCHEDULES)
+    try:
+        runpy.run_path(name)
+    except Exception as error:
+        raise InputError(f"--schedule {name}: the file cannot be run: {type(error).__name__}: {error}") from error
+    own = [found for known, found in SCHEDULES.items() if before.get(known) is not found]
+    require(bool(own), f"--schedule {name}: it defines no schedule: a function with @schedule() before it")
+    SCHEDULES[name] = own[-1]
 
 
 def schedule_names() -> list[str]:

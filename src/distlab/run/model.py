@@ -14,10 +14,15 @@ from distlab.comm.grid import Grid
 from distlab.comm.group import open_queues
 from distlab.comm.names import named
 from distlab.parallel.shards import ReplicaShards
+from simplellm.layers import Linear
 from simplellm.llama import LLamaPart
 from simplellm.losses import causalLLMLoss
 
 Loss = Callable[[Tensor, Tensor], Tensor]  # (logits of the whole model, token ids (batch, seq)) -> mean loss
+
+
+# By wrapper, its attribute with the model.
+_INSIDE = {"MyDP": "model", "ShardedDP": "model", "DistributedDataParallel": "module"}
 
 
 def own_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
@@ -25,19 +30,22 @@ def own_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
     return module.own_parameters() if isinstance(module, ReplicaShards) else dict(module.named_parameters())
 
 
-def _llama_part(model: nn.Module) -> LLamaPart:
-    """The part of the lab's Llama that a model is, or that it wraps."""
+def _without_wrappers(model: nn.Module) -> nn.Module:
+    """The model, or the part of it, that a wrapper of data parallelism may be around: its names are the model's."""
     for module in model.modules():
         if isinstance(module, LLamaPart):
             return module
-    raise TypeError(f"run.track needs the lab's Llama or a stage of it; {type(model).__name__} has none")
+    while isinstance(inner := getattr(model, _INSIDE.get(type(model).__name__, ""), None), nn.Module):
+        model = inner
+    return model
 
 
 @dataclass(frozen=True)
 class ModelParts:
-    """The stages of the lab's Llama that this rank holds, and the loss function."""
+    """The stages of the model that this rank holds, and the loss function."""
 
-    stages: Mapping[int, LLamaPart]  # by their index in the model
+    stages: Mapping[int, nn.Module]  # by their index in the model
+    sizes: Mapping[str, Any]  # of the model: the arguments that build it, but for its number of layers
     owners: Sequence[int]  # by stage, the rank in the pipeline that holds it
     grid: Grid  # this rank's position in the layout
     loss: Loss
@@ -54,24 +62,25 @@ class ModelParts:
         loss: Loss | None = None,
         shards: Mapping[str, nn.Parameter] | None = None,
         gather: Callable[[], object] = lambda: None,
+        sizes: Mapping[str, Any] | None = None,
     ) -> "ModelParts":
         """From a model or one of its stages, wrapped or not; or from several stages by index, with `owners` given.
 
-        Raises:
-            TypeError: for a model that is not the lab's Llama.
+        `sizes` are those of a model that is not the lab's Llama, which knows its own.
         """
         parts = model if isinstance(model, Mapping) else {grid.axis("pp").rank: model}
-        stages = {stage: _llama_part(part) for stage, part in parts.items()}
-        vocab_size = next(iter(stages.values())).options["vocab_size"]
-        loss = loss or partial(causalLLMLoss, vocab_size=vocab_size)
+        stages = {stage: _without_wrappers(part) for stage, part in parts.items()}
+        first = next(iter(stages.values()))
+        sizes = first.options if isinstance(first, LLamaPart) else sizes or {}
+        loss = loss or partial(causalLLMLoss, vocab_size=sizes["vocab_size"])
         sharded = {stage: part for stage, part in parts.items() if isinstance(part, ReplicaShards)}
         owners = range(grid.axis("pp").size) if owners is None else owners
-        return cls(stages, owners, grid, loss, sharded, shards or {}, gather)
+        return cls(stages, sizes, owners, grid, loss, sharded, shards or {}, gather)
 
-    @property
-    def options(self) -> dict[str, Any]:
-        """The arguments that build a model of the same sizes, with the layers of this part."""
-        return next(iter(self.stages.values())).options
+    def undeferred(self) -> list[str]:
+        """The linear layers whose backward pass computes the weight's gradient at once, whatever a schedule asks."""
+        modules = [found for stage in self.stages.values() for found in stage.named_modules()]
+        return [name for name, module in modules if isinstance(module, nn.Linear) and not isinstance(module, Linear)]
 
     def parameters(self) -> dict[str, nn.Parameter]:
         """What this rank updates, by the names in the whole model: parameters, or its shards of them."""
@@ -97,7 +106,7 @@ class ModelParts:
     def open_queues(self, batches: Sequence[Tensor]) -> None:
         """Before `forward_passes` of batches of these sizes, make queues for them (`open_queues`)."""
         like = next(iter(self.parameters().values())).detach().new_empty(0, dtype=torch.float32)
-        most = max((ids.numel() for ids in batches), default=0) * self.options["dmodel"] * like.itemsize
+        most = max((ids.numel() for ids in batches), default=0) * self.sizes["dmodel"] * like.itemsize
         open_queues([self.grid.axis("pp").ranks[owner] for owner in self.owners], most, like)
 
     @torch.no_grad()
@@ -125,10 +134,11 @@ class ModelParts:
                 before = self.owners[stage - 1] if stage else owner
                 if owner == own:
                     if before != owner:
-                        x = torch.empty(*ids.shape, self.options["dmodel"], device=device)  # (batch, seq, dmodel)
+                        x = torch.empty(*ids.shape, self.sizes["dmodel"], device=device)  # (batch, seq, dmodel)
                         with named(what(number), kind):
                             dist.recv(x, self.grid.axis("pp").ranks[before])
-                    x = self.stages[stage](x, part=self.stages[stage].part_of(ids))
+                    net = self.stages[stage]
+                    x = net(x, part=net.part_of(ids)) if isinstance(net, LLamaPart) else net(x)
                 elif before == own and stage:
                     with named(what(number), kind):
                         sent.append(dist.isend(x, self.grid.axis("pp").ranks[owner]))

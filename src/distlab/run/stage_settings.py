@@ -10,11 +10,13 @@ from distlab.comm.layout import Layout, Neighbors
 from distlab.parallel.division import check_division
 from distlab.pipeline.actions import Action, ActionCosts, Backward, Forward, stages_of
 from distlab.pipeline.auto import Limit, read_limit
+from distlab.pipeline.plan import simulate
 from distlab.pipeline.schedules import (
     AUTO,
     DEFAULT_CHUNKS,
     all_stages,
     check_schedule,
+    read_schedule,
     schedule_names,
     stages_per_worker,
 )
@@ -134,10 +136,13 @@ class WrittenScheduleSettings(StageSettings):
     """parts that the batch is split into"""
 
     def check(self) -> None:
+        read_schedule(self.schedule)
         names = schedule_names()
         require(self.schedule in names, f"--schedule {self.schedule}: give one of {', '.join(names)}")
         super().check()
         check_schedule(self.schedule, self.layout["pp"], self.micro_batches, self.chunks, self.limit)
+        if self.schedule != AUTO:
+            simulate(self.programs())  # raises `InputError` for one that cannot run
 
     def programs(self) -> list[list[Action]]:
         """Each worker's actions, in order."""

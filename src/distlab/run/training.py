@@ -105,12 +105,13 @@ class TrainingRun(Run[TrainSettingsT]):
             gather: called when shards have been restored: gives all ranks all of them.
         """
         args, self._outer = self.settings, outer
-        parts = self._parts = ModelParts.of(model, self.grid, owners, loss, shards or {}, gather)
+        parts = self._parts = ModelParts.of(model, self.grid, owners, loss, shards or {}, gather, self._sizes())
         if self.checkpointer is not None:
-            sizes = {**parts.options, "n_layers": args.n_layers}
+            sizes = {**parts.sizes, "n_layers": args.n_layers}
             parameters = parts.parameters()
             self.checkpointer.register(parameters, sizes, optimizer, parts.changing_shards, outer, compressor)
         self._optimizer = optimizer
+        self._remark_on_weight_gradients(parts)
         whole = [p for stage in parts.stages.values() for p in stage.parameters()] if shards else None
         self.memory = MemoryReport(optimizer, parts.sharded.values(), outer.held_bytes() if outer else 0, whole)
         self.explain_not_finite = partial(self._find_not_finite, parts)
@@ -124,6 +125,22 @@ class TrainingRun(Run[TrainSettingsT]):
             options = {**self.data_options(), "batch_size": args.eval_sequences, "split": "validation"}
             sequences = next(TinyStories(SPTokenizer(args.tokenizer), **options)).to(self.device)
             self.validator = Validator(parts, sequences, rows=max(1, args.batch_size // args.micro_batches))
+
+    def _remark_on_weight_gradients(self, parts: ModelParts) -> None:
+        """Say so if a schedule defers weight gradients that the layers compute at once."""
+        actions = [action for program in self.recorder.programs or () for action in program]
+        if self.rank == 0 and any(action.letter == "W" for action in actions) and (names := parts.undeferred()):
+            what = f"{names[0]} and {len(names) - 1} others compute" if len(names) > 1 else f"{names[0]} computes"
+            advice = "use simplellm.layers.Linear, which defers them"
+            say(f"{what} weight gradients in I, which leaves nothing to W; {advice}")
+
+    def _sizes(self) -> dict[str, Any]:
+        """The sizes of a model that is not the lab's Llama, as a checkpoint records them."""
+        args, resumed = self.settings, self.checkpointer.resumed if self.checkpointer else None
+        sizes = {name: getattr(args, name) for name in ("dmodel", "num_heads", "n_layers")}
+        sizes |= {"num_kv_heads": args.num_kv_heads or args.num_heads, "hidden_dim": args.hidden_dim or 4 * args.dmodel}
+        context = resumed.record["model"]["ctx_size"] if resumed else args.seq_len
+        return {**sizes, "vocab_size": SPTokenizer(args.tokenizer).vocab_size, "ctx_size": context}
 
     def steps(self, stories: TinyStories) -> Iterator[tuple[int, Tensor]]:
         """Number the steps and give each its batch of token ids, (batch, seq), on the run's device.

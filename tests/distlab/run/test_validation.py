@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from support.chapters import LAYOUTS, STEPS, train_on
 from support.terminals import fork_python
-from torch import Tensor, nn
+from torch import Tensor
 
 from distlab.comm.grid import Grid
 from distlab.comm.names import name_of
@@ -149,8 +149,3 @@ def test_a_file_without_stories_to_validate_on(tmp_path: Path) -> None:
     ended = fork_python("primer/intro.py", "--data", few, "--eval-every", "2", "--out", tmp_path / "run").finish()
     assert ended.status == 2
     assert ended.err.startswith(f"# --data {few}: ")
-
-
-def test_a_model_that_is_not_the_labs_is_named() -> None:
-    with pytest.raises(TypeError, match="needs the lab's Llama or a stage of it; Linear has none"):
-        ModelParts.of(nn.Linear(2, 2), Grid(0, {}))

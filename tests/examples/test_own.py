@@ -1,0 +1,155 @@
+"""A model and a schedule of one's own: the run of one process in five ways, saved in one and resumed in another."""
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from support.chapters import State, assert_equal, train_on
+from support.processes import LAB, Ended, finish, free_port, run, start
+from support.terminals import fork_launcher
+
+from distlab.parallel.tensor import shard
+from distlab.pipeline.schedules import all_stages, read_schedule
+from distlab.show_schedule import Request, show
+from simplellm.errors import InputError
+
+OWN_SCHEDULE = "examples/own_schedule.py"
+WAYS = {  # ranks, script, flags; six sequences a step in each
+    "one": (1, "examples/gpt_dp.py", "--world-size 1 --batch-size 6"),
+    "dp": (2, "examples/gpt_dp.py", "--world-size 2 --batch-size 3"),
+    "mydp": (2, "examples/gpt_mydp.py", "--world-size 2 --batch-size 3"),
+    "zero": (2, "examples/gpt_zero.py", "--world-size 2 --batch-size 3 --shard weights"),
+    "pp": (2, "examples/gpt_pp.py", "--world-size 2 --batch-size 6"),
+    "pp-own": (2, "examples/gpt_pp.py", f"--world-size 2 --batch-size 6 --schedule {LAB / OWN_SCHEDULE}"),
+    "pp-zb": (2, "examples/gpt_pp.py", "--world-size 2 --batch-size 6 --schedule zb-h1"),
+    "tp": (2, "examples/gpt_tp.py", "--world-size 2 --batch-size 6"),
+}
+
+
+@pytest.fixture(autouse=True)
+def examples_are_importable(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(LAB / "examples"))
+
+
+def trained(way: str, out: Path, *flags: str) -> tuple[list[State], list[float]]:
+    ranks, script, own = WAYS[way]
+    parameters, _, losses = train_on(ranks, script, out, *own.split(), *flags)
+    return parameters, losses
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("way", [way for way in WAYS if way != "one"])
+def test_the_own_gpt_is_trained_as_by_one_process(way: str, tmp_path: Path) -> None:
+    [expected], expected_losses = trained("one", tmp_path / "one")
+    parameters, losses = trained(way, tmp_path / way)
+    assert losses == pytest.approx(expected_losses, rel=1e-6)
+    assert len(set(losses)) == len(losses), "it learns"
+    if way.startswith("pp"):
+        assert not parameters[0].keys() & parameters[1].keys()
+        parameters = [parameters[0] | parameters[1]]
+    for rank, own in enumerate(parameters):
+        if way == "tp":  # compare its slices, along the dimension in which a parameter is smaller
+            for name, tensor in own.items():
+                dims = [d for d, size in enumerate(expected[name].shape) if size != tensor.shape[d]]
+                whole = expected[name].chunk(2, dims[0])[rank] if dims else expected[name]
+                torch.testing.assert_close(tensor, whole, rtol=0, atol=1e-6)
+        else:
+            assert_equal(own, expected)
+
+
+@pytest.mark.parametrize(("before", "after"), [("dp", "pp"), ("pp", "tp"), ("tp", "zero"), ("zero", "mydp")])
+def test_it_is_saved_in_one_layout_and_resumed_in_another(before: str, after: str, tmp_path: Path) -> None:
+    """With validation, a learning rate that changes, and the table of memory."""
+    recipe = "--optimizer adam --lr 1e-2 --warmup-steps 1 --lr-schedule cosine --eval-every 2 --eval-sequences 4"
+    _, expected = trained(before, tmp_path / "before", *recipe.split(), "--save-every", "2")
+    checkpoint = tmp_path / "before" / "checkpoints" / "step-00000002"
+    _, losses = trained(after, tmp_path / "after", *recipe.split(), "--resume", str(checkpoint))
+    assert losses == pytest.approx(expected[2:], rel=1e-5)
+    logs = [(tmp_path / run / "rank0.log").read_text() for run in ("before", "after")]
+    validated = [[line for line in log.splitlines() if "validation after 4 steps" in line] for log in logs]
+    assert [len(lines) for lines in validated] == [1, 1]
+    own, other = (float(lines[0].split("loss ")[1].split(",")[0]) for lines in validated)
+    assert own == pytest.approx(other, rel=1e-5)
+    assert all("# memory, MB" in log for log in logs)
+
+
+def test_another_model_does_not_resume_it(tmp_path: Path) -> None:
+    trained("one", tmp_path / "gpt", "--save-every", "4")
+    ended = fork_launcher("primer", "--resume", tmp_path / "gpt", "--steps", "9").finish()
+    assert ended.status == 2
+    assert "its model is of the architecture gpt, not llama" in ended.err
+
+
+def test_what_the_lab_cannot_know_is_said(tmp_path: Path) -> None:
+    from gpt import GPT  # the example's
+
+    settings = type("Sizes", (), {"seed": 0, "dmodel": 8, "num_heads": 2, "n_layers": 1, "seq_len": 8})()
+    with pytest.raises(InputError, match=r"blocks.0.attention.q \(Linear\) is a layer that shard cannot split"):
+        shard(GPT(16, settings))
+    trained("pp-zb", tmp_path)
+    assert "weight gradients in I, which leaves nothing to W" in (tmp_path / "rank0.log").read_text()
+
+
+TINY = "--dmodel 16 --num-heads 2 --n-layers 3 --seq-len 16 --data sample --device cpu --steps 2".split()
+
+
+def steps_of(ended: Ended) -> list[str]:
+    assert ended.status == 0, ended.err
+    return [" ".join(line.split()[:2]) for line in ended.out.splitlines() if line[:1].isdigit()]
+
+
+def test_an_own_schedule_is_run_drawn_and_listed(tmp_path: Path) -> None:
+    plain = fork_launcher("pp-gpipe", *TINY, "--out", tmp_path / "gpipe").finish()
+    own = fork_launcher("pp-gpipe", "--schedule", LAB / OWN_SCHEDULE, *TINY, "--out", tmp_path / "own").finish()
+    assert [line.split()[0] for line in steps_of(own)] == ["0", "1"]
+    for mine, others in zip(steps_of(own), steps_of(plain), strict=True):
+        assert float(mine.split()[1]) == pytest.approx(float(others.split()[1]), rel=1e-6)
+    traced = fork_launcher(
+        "pp-gpipe", "--schedule", LAB / OWN_SCHEDULE, *TINY, "--trace", "--out", tmp_path / "traced"
+    ).finish()
+    assert steps_of(traced)
+    assert (tmp_path / "traced" / "timeline.png").exists()
+    lines = list(show(Request(str(LAB / OWN_SCHEDULE), stages=3, micro_batches=3)))
+    assert lines[2].split()[2:] == "F0 F1 F2 . . . . . . B2 - B1 - B0 -".split()
+
+
+def test_an_own_schedule_under_torchrun(tmp_path: Path) -> None:
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", free_port()]
+    script = LAB / "PP/microbatches/intro_PP_microbatches.py"
+    started = start(*torchrun, script, "--schedule", LAB / OWN_SCHEDULE, *TINY, "--out", tmp_path)
+    assert len(steps_of(finish(started, deadline=90))) == 2
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        (None, "there is no such file"),
+        ("x = 1", "it defines no schedule"),
+        ("import nothing_like_this", "the file cannot be run: ModuleNotFoundError"),
+    ],
+)
+def test_a_file_without_a_schedule(text: str | None, sentence: str, tmp_path: Path) -> None:
+    path = tmp_path / "mine.py"
+    if text is not None:
+        path.write_text(text)
+    with pytest.raises(InputError, match=f"--schedule {path}: {sentence}"):
+        read_schedule(str(path))
+
+
+def test_a_schedule_that_cannot_run_says_why(tmp_path: Path) -> None:
+    path = tmp_path / "mine.py"
+    text = (LAB / OWN_SCHEDULE).read_text().replace("last_in_first_out", "backward_first")
+    path.write_text(
+        text.replace("return [*forward, *(", "return [*(").replace("(micro_batches)))]", "(micro_batches))), *forward]")
+    )
+    read_schedule(str(path))
+    programs = all_stages(str(path), 2, 2)
+    assert [str(action) for action in programs[0]] == ["B1", "B0", "F0", "F1"]
+    ended = fork_launcher("pp-gpipe", "--schedule", path, *TINY).finish()
+    assert ended.status == 2
+    assert "stage 0 runs B2 before F2" in ended.err
+
+
+def test_plain_ddp_still_runs() -> None:
+    assert run("./launch.sh", "examples/plain_ddp.py", "--world-size", "2", deadline=90).status == 0
