@@ -47,7 +47,7 @@ class SPTokenizer:
         self.bos_id: int = self._model.bos_id()
         self.eos_id: int = self._model.eos_id()
         self.pad_id: int = self._model.pad_id()
-        self._adds_space = self._model.encode("a", out_type=str)[0].startswith(_META_SPACE)
+        self._adds_space = self._keeps_space_before("a")
         self._meta_space_bytes = self._bytes_of_meta_space()
 
     def encode(self, text: str) -> list[int]:
@@ -76,10 +76,15 @@ class SPTokenizer:
     @functools.cached_property
     def _is_cut_at_spaces(self) -> bool:
         """Whether no piece has a space behind another character, and a space at the beginning of a text is kept."""
-        if not self._model.encode(" a", out_type=str)[0].startswith(_META_SPACE):
+        if not self._keeps_space_before(" a"):
             return False
         pieces = map(self._model.id_to_piece, range(self.vocab_size))
         return not any(_META_SPACE in piece.lstrip(_META_SPACE) for piece in pieces)
+
+    def _keeps_space_before(self, text: str) -> bool:
+        """Whether the first piece of a text begins with a space; False for a tokenizer.json."""
+        is_json = isinstance(self._model, HubTokenizer)
+        return not is_json and self._model.encode(text, out_type=str)[0].startswith(_META_SPACE)
 
     def decode(self, ids: Sequence[int] | Any) -> str:
         """The text of ids (a list, or a one-dimensional tensor or array). Beginning, end and padding give no text."""

@@ -6,7 +6,10 @@ import itertools
 import json
 import os
 import re
+import shutil
+import tempfile
 import time
+from collections.abc import Iterator
 from datetime import datetime
 from pathlib import Path
 
@@ -81,6 +84,16 @@ def _lock(descriptor: int) -> bool:
     except OSError:
         pass
     return True
+
+
+@contextlib.contextmanager
+def temporary_folder() -> Iterator[Path]:
+    """A folder that is gone at the end of the context; unlike `TemporaryDirectory`, not by the end of a fork."""
+    folder = tempfile.mkdtemp()
+    try:
+        yield Path(folder)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def new_folder(parent: Path) -> Path:

@@ -4,7 +4,6 @@ import os
 import shlex
 import signal
 import sys
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -18,6 +17,7 @@ from distlab.rendezvous.nodes import LOST_NODE_0, ElsewhereError, NodeRendezvous
 from distlab.rendezvous.store import StoreError
 from distlab.rendezvous.supervisor import SECONDS_TO_END, RankFailure, TerminatedError, raise_signal, supervise
 from distlab.run.commands import LAUNCHED_AS
+from distlab.run.folders import temporary_folder
 from distlab.run.settings import RunSettings
 from distlab.run.terminal import Terminal, say
 from simplellm.errors import InputError, tell
@@ -42,14 +42,14 @@ def run_ranks(
     port = settings.master_port or (0 if len(nodes.ranks_of) == 1 else DEFAULT_PORT)
     rendezvous: NodeRendezvous | None = None  # None until this launcher has found that of node 0
     kills, (status, sentence, cause) = memory_kills(), (0, "", "")  # the cause is reported to the other machines
-    with tempfile.TemporaryDirectory() as errors:
+    with temporary_folder() as errors:
         try:
             for sent in ending:
                 signal.signal(sent, raise_signal)
             rendezvous = NodeRendezvous(nodes, settings.master_addr, port, settings.timeout, max_restarts, say)
             forks = may_fork and can_fork(settings.device)
             try:
-                failures = supervise([str(script), *args], rendezvous, max_restarts, Path(errors), forks)
+                failures = supervise([str(script), *args], rendezvous, max_restarts, errors, forks)
             finally:
                 for sent in ending:  # the ranks have ended: a signal may now end the wait for the other machines
                     signal.signal(sent, signal.SIG_DFL)
