@@ -20,6 +20,7 @@ from simplellm import command_line
 from simplellm.errors import InputError, require
 from simplellm.sources import open_file
 from simplellm.stories import story
+from simplellm.tokenizers import SPTokenizer
 
 # Every character of a keyboard gets a piece of its own, whether or not the text uses it.
 KEYBOARD = "".join(map(chr, range(ord("!"), ord("~") + 1))) + "\n\t"
@@ -111,6 +112,14 @@ def training_text(data: str, generated: bool) -> Iterator[str]:
             yield story(index, seed=1, split="tokenizer")
 
 
+def _is_tokenizer(path: Path) -> bool:
+    """Whether a file may be replaced by a tokenizer: it is one, or is empty."""
+    try:
+        return path.stat().st_size == 0 or bool(SPTokenizer(path))
+    except (InputError, OSError):
+        return False
+
+
 def write(settings: Settings) -> None:
     data, out, vocab_size = settings.data, Path(os.path.expanduser(settings.out)), settings.vocab_size
     sizes = f"as every byte has a piece, give more than {BYTES}, and at most {LARGEST_VOCABULARY:,}"
@@ -123,6 +132,7 @@ def write(settings: Settings) -> None:
     # Reads every document, so that an error in the last one is found before training.
     documents = sum(bool(text.strip()) for text in source.read(0))
     require(documents > 0, f"data {data}: the file holds no document; give one with text in it", "data")
+    require(is_free or _is_tokenizer(out), f"out {out}: is a file that is no tokenizer; give a new path", "out")
     model = train(training_text(data, settings.generated), vocab_size)
     unfinished = out.with_name(f"{out.name}.unfinished")
     try:

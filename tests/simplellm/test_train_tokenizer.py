@@ -106,3 +106,13 @@ def test_files_that_cannot_work_are_refused(stories: Path, tmp_path: Path) -> No
             refusal(Settings(str(stories), place)) == f"--out {place}: is a folder or a device; give the path of a file"
         )
     assert refusal(Settings(str(stories), stories)) == f"--out {stories}: would replace the text"
+
+
+@pytest.mark.parametrize("content", [b"\\documentclass{article}", b'{"my": "own"}', b"\x89PNG\r\n"])
+def test_a_file_that_is_no_tokenizer_is_not_replaced(content: bytes, tmp_path: Path) -> None:
+    out, stories = tmp_path / "out", tmp_path / "stories.txt"
+    stories.write_text("Once upon a time there was a dog. It slept.\n\n" * 20)
+    out.write_bytes(content)
+    sentence = f"--out {out}: is a file that is no tokenizer; give a new path"
+    assert refusal(Settings(str(stories), out, 300)) == sentence
+    assert out.read_bytes() == content
