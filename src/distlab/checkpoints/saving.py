@@ -32,8 +32,8 @@ from distlab.checkpoints.format import (
     numbered,
     place_of,
 )
-from distlab.checkpoints.together import together
 from distlab.comm.names import named
+from distlab.comm.together import together
 from simplellm.errors import InputError, require
 
 SUPERSEDED = "superseded"  # folder for later checkpoints when a run resumes from an earlier step

@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteIte
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
-from distlab.checkpoints.together import together
+from distlab.comm.together import together
 
 PIECE_BYTES = 1 << 24
 CANNOT_SYNC = errno.EINVAL, errno.ENOSYS, errno.ENOTSUP  # as SMB, WSL1 and VirtualBox say of folders

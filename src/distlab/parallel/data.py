@@ -22,6 +22,7 @@ from distlab.comm.grid import Axis, all_ranks
 from distlab.comm.group import empty
 from distlab.comm.names import named
 from distlab.comm.placement import holders
+from distlab.comm.together import texts_of_all
 from simplellm.errors import InputError
 
 BUCKET_BYTES = 25_000_000
@@ -298,17 +299,10 @@ def check_same_model(model: nn.Module, over: Axis | None = None) -> None:
 
 def _require_same_lines(lines: list[str], axis: Axis, device: torch.device) -> None:
     """Raise `InputError` unless the ranks along an axis describe their parameters in the same lines."""
-    text = "\n".join(lines).encode()
-    if _is_same(zlib.crc32(text), device, axis.group):
+    if _is_same(zlib.crc32("\n".join(lines).encode()), device, axis.group):
         return
-    lengths = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(axis.size)]
-    with named("the shapes of a model", "check"):
-        dist.all_gather(lengths, torch.tensor([len(text)], device=device), group=axis.group)
-        longest = max(int(length) for length in lengths)
-        texts = [torch.zeros(longest, dtype=torch.uint8, device=device) for _ in range(axis.size)]
-        own = torch.tensor([*text.ljust(longest)], dtype=torch.uint8, device=device)
-        dist.all_gather(texts, own, group=axis.group)
-    first, *others = (bytes(told.tolist()).decode().rstrip(" ").splitlines() for told in texts)
+    told_by_all = texts_of_all("\n".join(lines), "the shapes of a model", axis.group)
+    first, *others = (told.splitlines() for told in told_by_all)
     for number, told in enumerate(others, 1):
         for pair in itertools.zip_longest(first, told, fillvalue="nothing more"):
             if pair[0] != pair[1]:

@@ -23,9 +23,9 @@ from distlab.checkpoints.format import (
     valid,
 )
 from distlab.checkpoints.saving import make_room, read_into, restore, save, state_of, tensors_in
-from distlab.checkpoints.together import texts_of_all, together
 from distlab.comm.context import context_of
 from distlab.comm.layout import Layout, layout_size
+from distlab.comm.together import texts_of_all, together
 from distlab.run.resume import check_data, per_step
 from distlab.run.settings import ResumableSettings, as_flag, as_json
 from distlab.run.terminal import say

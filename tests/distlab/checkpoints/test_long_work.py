@@ -12,7 +12,7 @@ from support.processes import free_port, process_group, run_ranks
 from support.terminals import fork_launcher
 
 from distlab.checkpoints.format import latest_valid
-from distlab.checkpoints.together import texts_of_all, together
+from distlab.comm.together import texts_of_all, together
 from distlab.comm.waits import TrafficError
 
 pytestmark = pytest.mark.waits

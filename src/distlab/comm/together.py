@@ -53,22 +53,24 @@ def together(what: str, work: Callable[[], ResultT]) -> ResultT:
             return answer.result()
 
 
-def texts_of_all(text: str, what: str) -> list[str]:
-    """Every rank's text, by rank; every rank must call it."""
-    if not dist.is_initialized() or dist.get_world_size() == 1:
+def texts_of_all(text: str, what: str, group: dist.ProcessGroup | None = None) -> list[str]:
+    """Every rank's text, by its rank in the group; every rank of it must call this.
+
+    Args:
+        what: name of the waits.
+        group: by default, all ranks.
+    """
+    if not dist.is_initialized() or dist.get_world_size(group) == 1:
         return [text]
-    context, content = _context(), text.encode()
+    ranks, rank, context, content = dist.get_world_size(group), dist.get_rank(group), _context(), text.encode()
     device = torch.device("cpu") if context is None else context.device
     with named(what, CONTROL):
-        lengths = torch.zeros(dist.get_world_size(), dtype=torch.int64, device=device)
-        lengths[dist.get_rank()] = len(content)
-        dist.all_reduce(lengths)
-        longest = int(lengths.max())
-        if longest == 0:
-            return [""] * len(lengths)
-        texts = torch.zeros(len(lengths), longest, dtype=torch.int64, device=device)
-        texts[dist.get_rank(), : len(content)] = torch.tensor([*content], dtype=torch.int64)
-        dist.all_reduce(texts)
+        lengths = torch.zeros(ranks, dtype=torch.int64, device=device)
+        lengths[rank] = len(content)
+        dist.all_reduce(lengths, group=group)
+        texts = torch.zeros(ranks, max(1, int(lengths.max())), dtype=torch.int64, device=device)
+        texts[rank, : len(content)] = torch.tensor([*content], dtype=torch.int64)
+        dist.all_reduce(texts, group=group)
     return [bytes(row[:length]).decode() for row, length in zip(texts.tolist(), lengths.tolist(), strict=True)]
 
 
