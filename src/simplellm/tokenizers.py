@@ -132,9 +132,9 @@ def _load(path: Path) -> Any:
 def with_unused_pieces(model: bytes, count: int) -> bytes:
     """A SentencePiece model with `count` more pieces, which no text encodes to: for a vocabulary that is padded."""
     # Fields of sentencepiece_model.proto: ModelProto.pieces = 1; SentencePiece.piece = 1, .score = 2, .type = 3.
-    unused = 5
+    parts, unused = [model], 5
     for number in range(count):
         text = f"<padding {number}>".encode()
         piece = bytes([1 << 3 | 2, len(text)]) + text + bytes([2 << 3 | 5]) + bytes(4) + bytes([3 << 3, unused])
-        model += bytes([1 << 3 | 2, len(piece)]) + piece
-    return model
+        parts.append(bytes([1 << 3 | 2, len(piece)]) + piece)
+    return b"".join(parts)
