@@ -25,6 +25,7 @@ from distlab.reports import figures
 from distlab.run.start import read_script_for
 from distlab.subcommands import FUNCTIONS
 from simplellm.errors import InputError, require
+from simplellm.tokenizers import SHIPPED_MODEL
 from support.chapters import load
 from support.processes import LAB
 from support.small_models import saved_model
@@ -91,7 +92,7 @@ def split(block: str) -> Iterator[list[str]]:
 
 
 def check_one(words: list[str], folder: Path) -> None:
-    program, *args = words
+    program, *args = (str(LAB / word) if word.startswith("examples/") else word for word in words)
     if program in ("./launch.sh", "distlab"):
         launched(args)
     elif program in ("./test.sh", ".ci/run", "tests/gpu/everything.sh"):
@@ -120,6 +121,10 @@ def check_one(words: list[str], folder: Path) -> None:
             launched(["calibrate", *args[2:]])
         elif args[0] == "-m":
             run_module(args[1], args[2:])
+            if args[1] == "simplellm.train_tokenizer":  # later commands may read it
+                model = Path(args[args.index("--out") + 1])
+                model.parent.mkdir(exist_ok=True)
+                shutil.copy(SHIPPED_MODEL, model)
         else:
             run_script(folder / args[0], args[1:])
     else:
