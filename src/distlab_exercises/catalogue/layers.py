@@ -110,8 +110,9 @@ EXERCISES = [
         minutes=60,
         chapter="TP/README.md, chapter 11",
         task="""Each rank has the logits of its own part of the vocabulary. Compute the mean cross-entropy of
-        `next_tokens` (batch, seq) in `vocabulary_parallel_next_token_loss`, without gathering the logits: for each token it is log(sum of exp(logits)) minus the logit of the next token. The sum needs
-        one number a token of each rank, and a rank has the logit of the next token only if it is in its part.
+        `next_tokens` (batch, seq) in `vocabulary_parallel_next_token_loss`, without gathering the logits: for each
+        token it is log(sum of exp(logits)) minus the logit of the next token. The sum needs one number a token of each
+        rank, and a rank has the logit of the next token only if it is in its part.
 
         Given: `TPGroup("the loss", VOCABULARY, axis or all_ranks("tp"))`, whose `all_reduce(tensor, FORWARD, op)`
         returns the ranks' tensors added up (or with ReduceOp.MAX their maximum), outside of autograd.
