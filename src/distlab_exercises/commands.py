@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 from distlab.run.commands import LAUNCHER
 from distlab_exercises.catalogue import EXERCISES, Exercise
 from distlab_exercises.skeleton import write_out
-from distlab_exercises.submissions import exercise_of, handed_in, name_of, read, taken_from_the_lab
+from distlab_exercises.submissions import exercise_of, handed_in, name_of, read, shown, taken_from_the_lab
 from simplellm.errors import InputError, require
 
 MY = Path("my")  # which git ignores
@@ -41,7 +41,7 @@ def exercise(args: Sequence[str], prog: str) -> int:
         raise InputError(f"{path}: {what}; give another folder, such as {folder / wanted.name}")
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        path.write_text(write_out(wanted, path), encoding="utf-8")
+        path.write_text(write_out(wanted, path), encoding="utf-8", errors="replace")
     except OSError as error:
         with contextlib.suppress(OSError):
             path.unlink()  # or it would be taken for someone's work
@@ -151,7 +151,7 @@ def grade(args: Sequence[str], prog: str) -> int:
     require(given.folder.is_dir(), f"{given.folder}: is not a folder; give that of the course")
     require(given.at_once is None or given.at_once >= 1, f"--at-once {given.at_once}: give at least 1")
     files = list(handed_in(given.folder))
-    students = sorted(path.name for path in given.folder.iterdir() if path.is_dir() and path.name[0] not in "._")
+    students = sorted(shown(path.name) for path in given.folder.iterdir() if path.is_dir() and path.name[0] not in "._")
     found = {file.exercise.name for file in files if file.exercise is not None}
     asked = {_find(name).name for name in given.exercise} if given.exercise else found
     exercises = [each for each in EXERCISES.values() if each.name in asked]

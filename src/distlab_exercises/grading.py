@@ -17,7 +17,7 @@ from distlab.comm.forked import forked
 from distlab.comm.processes import leaving_no_process
 from distlab_exercises.catalogue import Exercise
 from distlab_exercises.checker import check, prepare
-from distlab_exercises.submissions import HandedIn, taken_from_the_lab
+from distlab_exercises.submissions import HandedIn, shown, taken_from_the_lab
 from distlab_exercises.training import expected_of
 
 SECONDS_OF_A_TRIAL = 30.0  # that a file may take for each of its trials
@@ -58,7 +58,7 @@ def grade_course(
     Returns:
         Whether every student has passed every exercise.
     """
-    rest = [file.why or f"{file.path}: is not asked for" for file in files if file.exercise not in exercises]
+    rest = [file.why or f"{shown(file.path)}: is not asked for" for file in files if file.exercise not in exercises]
     print(f"# trying {len(files) - len(rest)} files, {at_once} at a time", flush=True)
     grades, told = [], time.monotonic()
     for one in _grade(files, students, exercises, at_once):
@@ -114,7 +114,7 @@ def _grade_several(left: list[tuple[HandedIn, Exercise]], at_once: int) -> Itera
                 [pipe] = stack.enter_context(forked(1, partial(_grade_one, file, exercise)))
                 imports = taken_from_the_lab(exercise, file.path)
                 seconds = SECONDS_OF_A_TRIAL * (len(exercise.tried) + len(exercise.trials))
-                began = Grade(file.student, exercise.name, WRONG, file=str(file.path), imports=imports)
+                began = Grade(file.student, exercise.name, WRONG, file=shown(file.path), imports=imports)
                 running[pipe] = began, time.monotonic() + seconds, stack
             wait(list(running), timeout=0.5)
             for pipe, (began, deadline, stack) in list(running.items()):

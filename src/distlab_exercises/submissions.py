@@ -1,6 +1,7 @@
 """Which exercise a file solves, whose it is, and what it takes from the lab; without torch."""
 
 import ast
+import os
 import re
 import tokenize
 from collections.abc import Iterator
@@ -62,21 +63,26 @@ def exercise_of(path: Path, by_script: bool = True) -> Exercise:
     raise InputError(f"{path}: does not say which exercise it solves{which}")
 
 
+def shown(name: str | Path) -> str:
+    """A name, with a mark for what is not in the encoding of names, so that it can be written anywhere."""
+    return os.fsencode(name).decode(errors="replace")
+
+
 def handed_in(folder: Path) -> Iterator[HandedIn]:
     """All files of a course, whatever they are; what is hidden, as what Python caches, is none of the students'."""
     for path in sorted(folder.rglob("*")):
         parts = path.relative_to(folder).parts
         if path.is_dir() or any(part.startswith(".") or part == "__pycache__" for part in parts):
             continue
-        student = parts[0] if len(parts) > 1 else ""
+        student = shown(parts[0]) if len(parts) > 1 else ""
         if path.suffix != ".py":
             kind = KINDS.get(path.suffix, "no Python file")
-            yield HandedIn(path, student, None, f"{path}: is {kind}; a .py file can be checked")
+            yield HandedIn(path, student, None, f"{shown(path)}: is {kind}; a .py file can be checked")
             continue
         try:
             yield HandedIn(path, student, exercise_of(path, by_script=False))
         except InputError as error:
-            yield HandedIn(path, student, None, str(error))
+            yield HandedIn(path, student, None, shown(str(error)))
 
 
 def taken_from_the_lab(exercise: Exercise, path: Path) -> list[str]:
@@ -85,7 +91,7 @@ def taken_from_the_lab(exercise: Exercise, path: Path) -> list[str]:
         tree = ast.parse(read(path))
     except (InputError, SyntaxError, ValueError):
         return []
-    given = {"distlab", "simplellm", *_imported(ast.parse(write_out(exercise, path)))}
+    given = {"distlab", "simplellm", *_imported(ast.parse(write_out(exercise, Path(exercise.file_name))))}
     scripts = {Path(each.script).stem for each in EXERCISES.values()} - {"", "dist", path.stem}
     more = set(_imported(tree)) - given
     return sorted(name for name in more if OF_THE_LAB.fullmatch(name) or name.partition(".")[0] in scripts)

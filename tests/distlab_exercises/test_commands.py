@@ -156,7 +156,7 @@ def test_a_file_says_its_exercise_however_an_editor_has_saved_it(
 
 def hand_in(path: Path, name: str, solved: bool = True) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(write_out(EXERCISES[name], path, solved))
+    path.write_text(write_out(EXERCISES[name], path, solved), errors="replace")
     return path
 
 
@@ -174,6 +174,8 @@ def test_a_course_has_a_row_for_each_student_and_exercise(tmp_path: Path, capsys
     kills = hand_in(course / "dan/my/pp-gpipe/intro_PP_microbatches.py", "pp-gpipe")  # its first lines are gone
     kills.write_text("import os, signal\nos.kill(os.getppid(), signal.SIGKILL)\n")  # the process that checks it
     (course / "eva").mkdir()
+    latin = course / os.fsdecode(b"J\xf6rg")  # a name in another encoding than UTF-8
+    hand_in(latin / "gpipe.py", "pp-gpipe", solved=False)
     (course / "bob/notes.ipynb").touch()
     (course / "bob/gpipe.py").write_text("def gpipe(): ...\n")
     (course / "__pycache__").mkdir()
@@ -191,6 +193,8 @@ def test_a_course_has_a_row_for_each_student_and_exercise(tmp_path: Path, capsys
         ("dan", "broadcast"): ("missing", ""),
         ("dan", "pp-gpipe"): ("wrong", "no-answer"),
         ("eva", "broadcast"): ("missing", ""),
+        ("J\N{REPLACEMENT CHARACTER}rg", "broadcast"): ("missing", ""),
+        ("J\N{REPLACEMENT CHARACTER}rg", "pp-gpipe"): ("wrong", "not-written"),
     }
     imports = {(grade["student"], grade["exercise"]): grade["imports"] for grade in found["grades"]}
     assert imports["cem", "broadcast"] == ["distlab.collectives.algorithms"]
@@ -200,7 +204,8 @@ def test_a_course_has_a_row_for_each_student_and_exercise(tmp_path: Path, capsys
     ]
     assert {(each["exercise"], each["mistake"], each["files"], each["of"]) for each in found["misconceptions"]} == {
         ("broadcast", "not-written", 1, 3),
-        ("pp-gpipe", "no-answer", 1, 2),
+        ("pp-gpipe", "no-answer", 1, 3),
+        ("pp-gpipe", "not-written", 1, 3),
     }
     rows = list(csv.DictReader(table.read_text().splitlines()))
     assert {(row["student"], row["exercise"]): (row["result"], row["mistake"]) for row in rows} == results
