@@ -10,7 +10,7 @@ from torch.distributed import ReduceOp
 from distlab.comm.grid import Axis, all_ranks
 from distlab.parallel.tp_group import FORWARD, VOCABULARY, TPGroup
 from simplellm.errors import require
-from simplellm.losses import next_token_loss
+from simplellm.losses import causalLLMLoss, next_token_loss
 
 
 def own_rows(ids: Tensor, vocab_size: int, tp_group: TPGroup) -> tuple[Tensor, Tensor]:
@@ -57,20 +57,23 @@ def vocabulary_parallel_loss(logits: Tensor, target: Tensor, vocab_size: int, ax
     """
     seq = target.shape[1]
     require(seq >= 2, f"--seq-len {seq} leaves no token to predict: it must be at least 2")
-    # As in causalLLMLoss, the last position has no next token.
-    return vocabulary_parallel_next_token_loss(logits, target.roll(-1, dims=1), vocab_size, axis)
+    axis = axis or all_ranks("tp")
+    if axis.size == 1:
+        return causalLLMLoss(logits, target, vocab_size)
+    tp_group = TPGroup("the loss", VOCABULARY, axis)
+    next_token = target.to(logits.device).roll(-1, dims=1).unsqueeze(-1)  # the last position has none: it is ignored
+    return _VocabularyParallelLoss.apply(logits.float(), *own_rows(next_token, vocab_size, tp_group), tp_group)
 
 
 def vocabulary_parallel_next_token_loss(
     logits: Tensor,
     next_tokens: Tensor,
     vocab_size: int,
-    axis: Axis | None = None,
+    axis: Axis,
     ignored: Tensor | None = None,
     predictions: float | None = None,
 ) -> Tensor:
     """`next_token_loss`, in the same way: its `next_tokens`, `ignored` and `predictions`."""
-    axis = axis or all_ranks("tp")
     if axis.size == 1:
         return next_token_loss(logits, next_tokens, ignored, predictions)
     tp_group = TPGroup("the loss", VOCABULARY, axis)
@@ -88,8 +91,8 @@ class _VocabularyParallelLoss(torch.autograd.Function):
         next_token: Tensor,
         elsewhere: Tensor,
         tp_group: TPGroup,
-        ignored: Tensor | None,
-        predictions: float | None,
+        ignored: Tensor | None = None,
+        predictions: float | None = None,
     ) -> Tensor:
         greatest = tp_group.all_reduce(logits.amax(-1, keepdim=True), FORWARD, ReduceOp.MAX)
         shifted = logits - greatest  # no logit is above 0, so that exp() cannot overflow
