@@ -53,6 +53,19 @@ def attend_to_all_ranks(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor
     return attend_to_earlier(q, k, v, mask)
 
 
+def labels(ids: Tensor, own: Tensor) -> tuple[Tensor, Tensor]:
+    """What this rank's positions predict, and which of them predict nothing: (batch, own positions) each.
+
+    The token after the last own position is on another rank, so labels are looked up in the whole sequences.
+
+    Args:
+        ids: the whole sequences, (batch, seq).
+        own: this rank's positions.
+    """
+    is_last = own == ids.shape[1] - 1
+    return ids.roll(-1, dims=1)[:, own], is_last.expand(len(ids), -1)
+
+
 def train(run: TrainingRun[EqualPartsSettings]) -> None:
     args, tokenizer = run.settings, SPTokenizer(run.settings.tokenizer)
     net = LLama(CausalLLama, tokenizer.vocab_size, padding_idx=tokenizer.pad_id, **run.model_options())
@@ -70,11 +83,8 @@ def train(run: TrainingRun[EqualPartsSettings]) -> None:
         losses = []
         for ids in batch.chunk(args.micro_batches):
             logits = net(ids[:, own], part=part)
-            # What a position predicts may be on the next rank, so it is looked up in the whole sequence. The last
-            # position predicts nothing. The mean over the ranks is the loss of the whole sequences.
-            next_tokens, ignored = ids.roll(-1, dims=1)[:, own], (own == args.seq_len - 1).expand(len(ids), -1)
-            predictions = len(ids) * (args.seq_len - 1) / run.world_size
-            loss = next_token_loss(logits, next_tokens, ignored, predictions) / args.micro_batches
+            predictions = len(ids) * (args.seq_len - 1) / run.world_size  # so that the mean over the ranks is the loss
+            loss = next_token_loss(logits, *labels(ids, own), predictions) / args.micro_batches
             loss.backward()
             losses.append(loss)
         for name, parameter in net.named_parameters():  # each rank has the gradients of its own positions

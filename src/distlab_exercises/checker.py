@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from distlab_exercises import training
+from distlab_exercises.attention import PARTS, try_labels, try_merge, try_ring
 from distlab_exercises.catalogue import EXERCISES, Exercise
 from distlab_exercises.checkpoints import try_checkpoint
 from distlab_exercises.classifier import try_classifier
@@ -32,6 +33,9 @@ FUNCTIONS: dict[str, tuple[int, RankWork, str]] = {
     "case": (3, try_case, "3 ranks"),
     "conjugate": (2, try_conjugate, "2 ranks, forward and backward"),
     "layer": (2, try_layer, "2 ranks"),
+    "labels": (1, try_labels, f"the positions of {PARTS} ranks"),
+    "merge": (1, try_merge, "two blocks of keys, and very large numbers"),
+    "ring": (PARTS, try_ring, f"{PARTS} ranks, with and without documents"),
 }
 SECONDS_AFTER_A_DEADLOCK = 3.0  # that ranks may stand still, or compute, where another function has ended in one
 

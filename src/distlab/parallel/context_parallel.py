@@ -20,6 +20,7 @@ from typing import Literal
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
 
 from distlab.comm.grid import Axis
@@ -98,31 +99,39 @@ class ContextParallel:
 
         Where the ranks cannot divide them evenly, the last chunks are padded; nothing attends to the padding.
         """
-        if self.axis.size == 1:
-            positions, part = torch.arange(ids.shape[1], device=ids.device), None
-            if self.document_end is not None:
-                part = within_documents(ids, self.document_end)
-            return Part(ids, part or SequencePart(positions, attend_to_earlier), ids.roll(-1, dims=1), None, None)
         batch, seq = ids.shape
-        padded = -(-seq // self._chunks) * self._chunks
-        by_rank = [positions_of(rank, self.axis.size, padded, self.order).to(ids.device) for rank in self._all]
-        positions = by_rank[self.axis.rank]
-        is_last, last = positions >= seq - 1, seq - 1
-        places = positions.clamp(max=last)
-        documents = None
-        rotary = places
-        if self.document_end is not None:
-            documents = document_ids(ids, self.document_end)
-            rotary = positions_in_documents(documents)[:, places]
-            documents = torch.nn.functional.pad(documents, (0, padded - seq), value=PADDING)
-        attend = self._attend(by_rank, documents)
+        if self.axis.size == 1:
+            usual = SequencePart(torch.arange(seq, device=ids.device), attend_to_earlier)
+            masked = None if self.document_end is None else within_documents(ids, self.document_end)
+            return Part(ids, masked or usual, ids.roll(-1, dims=1), None, None)
+        by_rank, documents = self._places(ids)
+        positions, last = by_rank[self.axis.rank], seq - 1
+        places = positions.clamp(max=last)  # padding looks like the last token
+        rotary = places if documents is None else positions_in_documents(documents)[:, places]
         return Part(
             ids[:, places],
-            SequencePart(rotary, attend),
+            SequencePart(rotary, self._attend(by_rank, documents)),
             ids[:, (positions + 1).clamp(max=last)],
-            is_last.expand(batch, -1),
-            batch * (seq - 1) / self.axis.size,
+            (positions >= last).expand(batch, -1),
+            batch * last / self.axis.size,
         )
+
+    def ring(self, ids: Tensor) -> Ring:
+        """The ring for sequences, token ids (batch, seq)."""
+        return Ring(self.axis, self._blocks(*self._places(ids)))
+
+    def _places(self, ids: Tensor) -> tuple[list[Tensor], Tensor | None]:
+        """The positions of each rank, (positions,) each, and by position the documents, (batch, seq); both padded.
+
+        None in place of documents that do not matter.
+        """
+        seq = ids.shape[1]
+        padded = -(-seq // self._chunks) * self._chunks
+        by_rank = [positions_of(rank, self.axis.size, padded, self.order).to(ids.device) for rank in self._all]
+        if self.document_end is None:
+            return by_rank, None
+        documents = document_ids(ids, self.document_end)
+        return by_rank, F.pad(documents, (0, padded - seq), value=PADDING)
 
     @property
     def _all(self) -> range:

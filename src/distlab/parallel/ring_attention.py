@@ -79,21 +79,30 @@ def ring_attention(q: Tensor, k: Tensor, v: Tensor, ring: Ring) -> Tensor:
     return mixed
 
 
+def attend_around(q: Tensor, k: Tensor, v: Tensor, ring: Ring) -> tuple[Tensor, Tensor]:
+    """What this rank's queries take from all blocks that they see, and the logarithm of the sum of the exponentials.
+
+    Shapes as of `ring_attention`; results as of `attention_block`, for all queries of this rank.
+    """
+    out, total = torch.empty(0), torch.empty(0)
+    for step, block, visiting in around(ring, torch.stack([k, v])):
+        if block.seen is None:
+            continue
+        queries, keys = block.seen
+        with _span(ring, f"ring step {step}"):
+            k_seen, v_seen = visiting[..., keys, :]
+            taken = attention_block(q[:, :, queries], k_seen, v_seen, block.mask)
+            if step == 0:  # of its own keys, each query sees at least one
+                out, total = taken
+            else:
+                merge(out[:, :, queries], total[:, :, queries], *taken)
+    return out, total
+
+
 class _RingAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, ring: Ring) -> Tensor:
-        out, total = torch.empty(0), torch.empty(0)
-        for step, block, visiting in _around(ring, torch.stack([k, v])):
-            if block.seen is None:
-                continue
-            queries, keys = block.seen
-            with _span(ring, f"ring step {step}"):
-                k_seen, v_seen = visiting[..., keys, :]
-                taken = attention_block(q[:, :, queries], k_seen, v_seen, block.mask)
-                if step == 0:  # of its own keys, each query sees at least one
-                    out, total = taken
-                else:
-                    merge(out[:, :, queries], total[:, :, queries], *taken)
+        out, total = attend_around(q, k, v, ring)
         ctx.save_for_backward(q, k, v, out, total)
         ctx.ring = ring
         return out.to(q.dtype)
@@ -107,7 +116,7 @@ class _RingAttention(torch.autograd.Function):
         own_grads = torch.zeros_like(torch.stack([k, v]), dtype=out.dtype)
         sent: list[dist.Work] = []
         arriving: tuple[Tensor, dist.Work] | None = None
-        for step, block, visiting in _around(ring, torch.stack([k, v])):
+        for step, block, visiting in around(ring, torch.stack([k, v])):
             grads = torch.zeros_like(own_grads) if step else own_grads
             if block.seen is not None:
                 queries, keys = block.seen
@@ -140,8 +149,11 @@ class _RingAttention(torch.autograd.Function):
         return grad_q.to(q.dtype), own_grads[0].to(k.dtype), own_grads[1].to(v.dtype), None
 
 
-def _around(ring: Ring, own: Tensor) -> Iterator[tuple[int, Block, Tensor]]:
-    """Each step of the ring, with the keys and values that are here; the next ones are on their way meanwhile."""
+def around(ring: Ring, own: Tensor) -> Iterator[tuple[int, Block, Tensor]]:
+    """Each step of the ring: its number, what this rank sees, and the keys and values that are here.
+
+    Those are (2, batch, key heads, positions, head_dim). The next ones are on their way meanwhile.
+    """
     visiting, last = own, len(ring.blocks) - 1
     if last:
         ring.open(own.to(torch.promote_types(own.dtype, torch.float32)))

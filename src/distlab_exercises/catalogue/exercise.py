@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 
 from distlab.comm.layout import Layout
 
-WORDS = {"dp": "replicas", "pp": "stages", "tp": "slices"}
+WORDS = {"dp": "replicas", "pp": "stages", "cp": "parts", "tp": "slices"}
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,6 @@
 Each file has those of the catalogue's file of the same name.
 """
 
-from support.attempts import collectives, layers, pipelines, replicas
+from support.attempts import collectives, layers, pipelines, replicas, sequences
 
-ATTEMPTS = [*replicas.ATTEMPTS, *pipelines.ATTEMPTS, *layers.ATTEMPTS, *collectives.ATTEMPTS]
+ATTEMPTS = [*replicas.ATTEMPTS, *pipelines.ATTEMPTS, *layers.ATTEMPTS, *collectives.ATTEMPTS, *sequences.ATTEMPTS]

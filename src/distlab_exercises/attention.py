@@ -1,0 +1,165 @@
+"""Tries attention in blocks: what is put together, and the ring in which blocks travel."""
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from distlab.comm.layout import Layout
+from distlab.parallel.context_parallel import ContextParallel, positions_of
+from distlab.run.settings import RunSettings, WorldSize
+from distlab_exercises.loading import join, load
+from distlab_exercises.ranks import Facts, Submission
+from distlab_exercises.verdict import Wrong, expect, where
+from simplellm.attention import document_ids
+from simplellm.attention_blocks import attention_block
+
+PARTS, SEQ, END = 3, 24, 0
+SHAPE = 2, 4, SEQ, 6  # (batch, heads, positions, head_dim)
+
+
+@dataclass
+class Settings(WorldSize, RunSettings):
+    """Ranks that share sequences, and no training."""
+
+    @property
+    def layout(self) -> Layout:
+        return {"cp": self.world_size}
+
+
+def try_labels(rank: int, submission: Submission, taken: str) -> Facts:
+    """Look up the labels of each rank's positions with a student's function."""
+    del rank, taken
+    labels = load(submission.script).labels
+    ids = torch.arange(2 * SEQ).view(2, SEQ) + 100
+    for part, own in enumerate(torch.arange(SEQ).chunk(PARTS)):
+        next_tokens, ignored = labels(ids, own)
+        first, last, is_end = int(own[0]), int(own[-1]), part == PARTS - 1
+        with where(f"positions {first} to {last} of {SEQ}"):
+            for name, tensor in (("labels", next_tokens), ("what is ignored", ignored)):
+                told = f"{name} should be (batch, own positions), {(2, len(own))}; it is {tuple(tensor.shape)}"
+                expect(tensor.shape == (2, len(own)), "shape", told)
+            told = "the label of position {} is this part's first token, and not the next part's: look it up in `ids`"
+            expect(is_end or next_tokens[0, -1] != ids[0, first], "within-part", told.format(last))
+            told = "position {} predicts its own token; a label is the token after it"
+            expect(next_tokens[0, 0] != ids[0, first], "own-token", told.format(first))
+            told = "position {} predicts nothing, but the sequence goes on"
+            expect(is_end or not ignored.any(), "ignores", told.format(last))
+            told = "position {} has no next token, and must be ignored"
+            expect(not is_end or ignored[:, -1].all(), "counts-the-end", told.format(last))
+            expect(not ignored[:, :-1].any(), "ignores", "positions predict nothing that have a next token")
+            right = ids.roll(-1, dims=1)[:, own]
+            is_right = torch.equal(next_tokens.masked_fill(ignored, 0), right.masked_fill(ignored, 0))
+            expect(is_right, "wrong-labels", "labels are not the tokens that follow")
+    return {"right": ["the token after each position, also where another rank has it"]}
+
+
+def try_merge(rank: int, submission: Submission, taken: str) -> Facts:
+    """Put two blocks together with a student's function."""
+    del rank, taken
+    merge, (q, k, v) = load(submission.script).merge, _random(SHAPE)
+    for scale, what in ((1.0, "two blocks"), (4e3, "two blocks with very large scores")):
+        first, second = (
+            attention_block(scale * q, k[:, :, part], v[:, :, part], None) for part in (slice(15), slice(15, SEQ))
+        )
+        right, right_total = attention_block(scale * q, k, v, None)
+        out, total = (part.clone() for part in first)
+        with where(what):
+            merge(out, total, *(part.clone() for part in second))
+            _expect_merged(out, total, first, second, right, right_total)
+    out, total = (part.clone() for part in first)
+    nothing = torch.zeros_like(out), torch.full_like(total, -math.inf)
+    merge(out, total, *nothing)
+    told = "a block that a query does not see (its total is -inf) changes what the query has"
+    expect(_is_close(out, first[0]) and _is_close(total, first[1]), "unseen", told)
+    return {"right": ["output and log-sum as of all keys at once"]}
+
+
+def _expect_merged(
+    out: Tensor,
+    total: Tensor,
+    first: tuple[Tensor, Tensor],
+    second: tuple[Tensor, Tensor],
+    right: Tensor,
+    right_total: Tensor,
+) -> None:
+    is_unchanged = torch.equal(out, first[0]) and torch.equal(total, first[1])
+    expect(not is_unchanged, "unchanged", "`out` and `total` are as they were: change them in place")
+    is_finite = out.isfinite().all() and total.isfinite().all()
+    told = "a result is infinite or no number: exponentials of totals overflow, their difference is what counts"
+    expect(is_finite, "overflows", told)
+    expect(not _is_close(out, (first[0] + second[0]) / 2), "alike", "both blocks count alike, whatever their totals")
+    late = torch.sigmoid(second[1] - right_total).unsqueeze(-1)
+    told = "`out` was computed with the total that is already updated; its weight needs the old one"
+    expect(not _is_close(out, first[0] - late * (first[0] - second[0])), "new-total", told)
+    expect(_is_close(out, right), "wrong-output", "`out` is not the mean over all keys, weighted by the softmax")
+    told = "`total` is not the logarithm of the sum of the exponentials of all keys"
+    expect(_is_close(total, right_total), "wrong-total", told)
+
+
+def try_ring(rank: int, submission: Submission, taken: str) -> Facts:
+    """Go around a ring with a student's function."""
+    del taken
+    attend_around = load(submission.script).attend_around
+    run = join(rank, submission, PARTS, Settings(), Settings)
+    q, k, v = _random(SHAPE)
+    ids = torch.randint(1, 9, SHAPE[::2], generator=torch.Generator().manual_seed(3))
+    ids[:, 10] = END
+    own = positions_of(rank, PARTS, SEQ, "zigzag")
+    for end, what in ((None, ""), (END, ", with documents")):
+        ring = ContextParallel(run.grid.axis("cp"), document_end=end).ring(ids)
+        found = attend_around(q[:, :, own], k[:, :, own], v[:, :, own], ring)
+        told = "it should return two tensors: the output, and the logarithm of the sum of the exponentials"
+        expect(isinstance(found, tuple) and len(found) == 2, "result", told)
+        with where(f"rank {rank}{what}"):
+            _expect_all_blocks(found, (q, k, v), ids, end, own, rank)
+    run.close()
+    return {"right": ["what the queries take from all positions before them"]}
+
+
+def _expect_all_blocks(
+    found: tuple[Tensor, Tensor],
+    whole: tuple[Tensor, Tensor, Tensor],
+    ids: Tensor,
+    end: int | None,
+    own: Tensor,
+    rank: int,
+) -> None:
+    q, k, v = whole
+    places = torch.arange(SEQ)
+    mask = (places <= own.unsqueeze(-1)).expand(len(ids), 1, -1, -1)
+    if end is not None:
+        documents = document_ids(ids, end)
+        mask = mask & (documents[:, own].unsqueeze(-1) == documents.unsqueeze(-2)).unsqueeze(1)
+    out, total = found
+
+    def without(*ranks: int) -> Tensor:
+        """What the queries would have without the keys of some ranks."""
+        seen = mask.clone()
+        for other in ranks:
+            seen[..., positions_of(other, PARTS, SEQ, "zigzag")] = False
+        return attention_block(q[:, :, own], k, v, seen)[0]
+
+    right, right_total = attention_block(q[:, :, own], k, v, mask)
+    if _is_close(out, right) and _is_close(total, right_total):
+        return
+    told = f"the output is {tuple(out.shape)}, and should be {tuple(right.shape)}: all queries of the rank"
+    expect(out.shape == right.shape, "shape", told)
+    others = [other for other in range(PARTS) if other != rank]
+    expect(not _is_close(out, without(*others)), "own-only", "the queries have met this rank's own keys only")
+    for other in others:
+        told = f"the keys and values of rank {other} are missing"
+        expect(not _is_close(out, without(other)), "block-missing", told)
+    expect(not _is_close(out, right), "wrong-total", "the output is right, but not the logarithm of the sum")
+    raise Wrong("wrong-output", "the output is not that of attention to all positions before each query")
+
+
+def _random(shape: tuple[int, ...]) -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(2)
+    q, k, v = (torch.randn(shape, generator=generator, dtype=torch.float64) for _ in range(3))
+    return q, k, v
+
+
+def _is_close(found: Tensor, right: Tensor) -> bool:
+    return found.shape == right.shape and torch.allclose(found, right, rtol=1e-9, atol=1e-9)

@@ -1,0 +1,83 @@
+"""Attempts at the exercises on sequences that ranks share."""
+
+from support.exercises_attempts import Attempt
+
+MERGED = "merge(out[:, :, queries], total[:, :, queries], *taken)"
+WEIGHT = "F.sigmoid(difference)"
+
+ATTEMPTS = [
+    Attempt("cp-labels", "", "the run of one process"),
+    Attempt(
+        "cp-labels",
+        "within-part",
+        "positions 0 to 7 of 24: the label of position 7 is this part's first token",
+        changes=(("ids.roll(-1, dims=1)[:, own]", "ids[:, own].roll(-1, dims=1)"),),
+    ),
+    Attempt(
+        "cp-labels",
+        "ignores",
+        "position 7 predicts nothing, but the sequence goes on",
+        changes=(("own == ids.shape[1] - 1", "own == own[-1]"),),
+    ),
+    Attempt(
+        "cp-labels",
+        "counts-the-end",
+        "position 23 has no next token",
+        changes=(("own == ids.shape[1] - 1", "own < 0"),),
+    ),
+    Attempt(
+        "cp-merge",
+        "",
+        "output and log-sum as of all keys at once",
+        body=(
+            "both = torch.logaddexp(total, block_total)\n"
+            "out.copy_((total - both).exp()[..., None] * out + (block_total - both).exp()[..., None] * block)\n"
+            "total.copy_(both)"
+        ),
+    ),
+    Attempt("cp-merge", "alike", "count alike", changes=((WEIGHT, "torch.full_like(total, 0.5)"),)),
+    Attempt(
+        "cp-merge",
+        "overflows",
+        "their difference is what counts",
+        body=(
+            "both = total.exp() + block_total.exp()\n"
+            "out.copy_((total.exp()[..., None] * out + block_total.exp()[..., None] * block) / both[..., None])\n"
+            "total.copy_(both.log())"
+        ),
+    ),
+    Attempt(
+        "cp-merge",
+        "new-total",
+        "its weight needs the old one",
+        changes=(
+            (
+                "    difference = ",
+                "    before = total.clone()\n    total.copy_(torch.logaddexp(total, block_total))\n    difference = ",
+            ),
+            ("total -= F.logsigmoid(-difference)", "total.copy_(torch.logaddexp(before, block_total))"),
+        ),
+    ),
+    Attempt("cp-merge", "unchanged", "change them in place", body="out = out + block"),
+    Attempt(
+        "cp-merge",
+        "wrong-total",
+        "logarithm of the sum",
+        changes=(("total -= F.logsigmoid(-difference)", "total += block_total"),),
+    ),
+    Attempt("cp-ring", "", "all positions before them"),
+    Attempt("cp-ring", "own-only", "this rank's own keys only", changes=((MERGED, "pass"),)),
+    Attempt(
+        "cp-ring",
+        "block-missing",
+        "the keys and values of rank 0 are missing",
+        changes=((MERGED, f"{MERGED} if block.source else None"),),
+    ),
+    Attempt(
+        "cp-ring",
+        "wrong-output",
+        "not that of attention to all positions before",
+        changes=(("visiting[..., keys, :]", "visiting.flip(-2)[..., keys, :]"),),
+    ),
+    Attempt("cp-ring", "result", "two tensors", changes=(("return out, total", "return out"),)),
+]
