@@ -49,7 +49,7 @@ class Exercise:
     takes: tuple[str, ...] = ()  # functions and classes to write: of the script, or "module:name" of the library
     given: tuple[tuple[str, str], ...] = ()  # text that is replaced in the skeleton
     imports: tuple[str, ...] = ()  # that the solution needs, if the script does without
-    keeps: tuple[str, ...] = ()  # functions, and methods of classes, of `takes` that are given
+    keeps: tuple[str, ...] = ()  # methods of these classes that are given
     functions: str = ""  # how those in `takes` are tried one by one: a name in `distlab_exercises.checker`
     cases: tuple[str, ...] = ()  # functions that are tried, but not taken out
     unsolved: str = "not-written"  # the mistake of the skeleton
