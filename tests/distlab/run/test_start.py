@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 from support.processes import LAB
-from support.terminals import fork_launcher
+from support.terminals import fork_launcher, fork_python
 
 from distlab.launch import TOPOLOGIES, find_script
 from distlab.run.settings import RunSettings
@@ -104,3 +104,38 @@ def test_a_rank_killed_for_memory_is_named_as_that(kills: int, tmp_path: Path, m
     ended = fork_launcher(script, "--world-size", "1").finish()
     assert ended.status == 1
     assert ended.err.endswith(" had no memory left\n") == (kills > 0), ended.err
+
+
+LESSON = '''
+"""A lesson."""
+from distlab.run.main import main
+from distlab.run.replica_settings import {settings}
+DEFAULTS = {settings}(device="cpu", steps=1, data="sample")
+MORE = "more.py"
+def train(run):
+    print(f"this is {name} of {{run.world_size}}")
+if __name__ == "__main__":
+    main(train, DEFAULTS, __doc__, MORE)
+'''
+
+
+@pytest.mark.parametrize(("flags", "name"), [([], "lesson"), (["--sync-every", "2"], "more")])
+@pytest.mark.parametrize("starts_alone", [False, True])
+def test_a_script_with_more_flags_takes_over(flags: list[str], name: str, starts_alone: bool, tmp_path: Path) -> None:
+    (tmp_path / "lesson.py").write_text(LESSON.format(settings="DataParallelSettings", name="lesson"))
+    (tmp_path / "more.py").write_text(LESSON.format(settings="LocalStepsSettings", name="more"))
+    flags = [*flags, "--world-size", "1", "--out", str(tmp_path / "run")]
+    if starts_alone:
+        ended = fork_python(tmp_path / "lesson.py", "0", *flags).finish()
+    else:
+        ended = fork_launcher(tmp_path / "lesson.py", *flags).finish()
+    assert ended.status == 0, ended.err
+    assert f"this is {name} of 1" in ended.out
+
+
+def test_without_the_other_script_a_lesson_refuses_its_flags(tmp_path: Path) -> None:
+    """As a copy of it in a student's folder."""
+    (tmp_path / "lesson.py").write_text(LESSON.format(settings="DataParallelSettings", name="lesson"))
+    ended = fork_launcher(tmp_path / "lesson.py", "--sync-every", "2").finish()
+    assert ended.status == 2
+    assert "--sync-every" in ended.err
