@@ -3,14 +3,12 @@
 import dataclasses
 import os
 import random
-from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import pytest
-from bad_input import generate
+from bad_input import generate, open_folder, try_all
 from support.bad_inputs.flags import LATER, flag_cases
 from support.bad_inputs.inputs import SCRIPTS, defaults_of
-from support.bad_inputs.trials import run, shown
+from support.bad_inputs.trials import can_be_nobody, shown
 
 from distlab.run.settings import parse
 from simplellm.errors import InputError
@@ -36,13 +34,15 @@ def test_each_flag_refuses_what_it_cannot_be(script: str) -> None:
 
 
 @pytest.mark.alone
-def test_bad_input_ends_with_a_sentence(tmp_path: Path) -> None:
-    inputs = generate(8, seed=3, folder=tmp_path)
-    assert len({bad.kind for bad in inputs}) == 10
-    with ThreadPoolExecutor(2) as pool:
-        outcomes = list(pool.map(lambda bad: run(bad, tmp_path), inputs))
-    for outcome in outcomes:
-        assert not outcome.problems, ([shown(command) for command in outcome.bad.commands], outcome.problems)
+def test_bad_input_ends_with_a_sentence() -> None:
+    """Each of 300, a third of them as a user without rights."""
+    with open_folder() as folder:
+        inputs = generate(300, seed=3, folder=folder)
+        outcomes = try_all(inputs, folder, 2, lambda _, __: None)
+    assert len({bad.kind for bad in inputs}) == 11
+    assert sum(bad.as_nobody for bad in inputs) >= 100 or not can_be_nobody()
+    for bad, outcome in zip(inputs, outcomes, strict=True):
+        assert not outcome.problems, (bad.as_nobody, [shown(command) for command in bad.commands], outcome.problems)
 
 
 @pytest.mark.parametrize("flag", ["--out", "--data", "--master-addr"])

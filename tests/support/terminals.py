@@ -12,7 +12,7 @@ import signal
 import sys
 import tempfile
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
@@ -70,6 +70,20 @@ def fork_launcher(*args: object, namespace: str = "", **environment: str) -> For
 def fork_python(*command: object, **environment: str) -> Fork:
     """`python` with one of the lab's scripts, or with -m and a module, and its arguments."""
     return _fork(lambda: _run(*map(str, command)), environment)
+
+
+def fork_command(command: Sequence[str], before: Callable[[], object], **environment: str) -> Fork:
+    """A command line of launch.sh, or of Python with a script or a module; `before` is called in the fork."""
+
+    def program() -> None:
+        before()
+        if Path(command[0]).name == "launch.sh":
+            silence_torch_warnings()
+            sys.argv = [*command]
+            launcher.main()
+        _run(*command[1:])
+
+    return _fork(program, environment)
 
 
 @contextmanager

@@ -291,7 +291,7 @@ def check_values(args: Sequence[str]) -> None:
     for flag, value in zip(["", *args], args, strict=False):
         name, _, given = value.partition("=") if value.startswith("--") else (flag, "", value)
         is_empty = given == "" and ("=" in value or not value)
-        require(not is_empty, f"{name}{' ' * bool(name)}is given an empty value; is a variable of the shell not set?")
+        require(not is_empty, f"{name or 'rank'} is given an empty value; is a variable of the shell not set?")
 
 
 def as_json(settings: RunSettings) -> dict[str, Any]:

@@ -57,11 +57,9 @@ def figures(chance: random.Random, count: int, folder: Path) -> Iterator[BadInpu
 
 def launcher(chance: random.Random, count: int, folder: Path) -> Iterator[BadInput]:
     letters = "abcdefghijklmnopqrstuvwxyz-_./éж"
-    script = folder / "no_lab_script.py"
     broken = folder / "broken.py"
 
     def prepare() -> None:
-        write(script, "print('hello')\n")
         write(broken, "DEFAULTS = 5\n")
 
     cases = [
@@ -72,7 +70,6 @@ def launcher(chance: random.Random, count: int, folder: Path) -> Iterator[BadInp
         ["README.md"],
         ["primer/ghost.py"],
         [str(LAB)],
-        [str(script)],
         [str(broken)],
         ["hybrid", "--nnodes", chance.choice(["0", "-1", "two", "1.5"])],
         ["hybrid", "--nnodes", "2"],
@@ -138,8 +135,11 @@ def rendezvous(chance: random.Random, count: int, folder: Path) -> Iterator[BadI
         _held.append(holder)
         p = holder.getsockname()[1]
         yield [rank(ga, 0, p, *two)], f"--master-port {p}"
-        yield [[str(LAB / "launch.sh"), "hybrid", *TINY, "--master-port", str(p)]], f"--master-port {p}"
-        yield [rank(ga, 1, p, *two, "--timeout", "3")], f"--master-port {p}"
+        yield (
+            [[str(LAB / "launch.sh"), "hybrid", *TINY, "--micro-batches", "1", "--master-port", str(p)]],
+            f"--master-port {p}",
+        )
+        yield [rank(ga, 1, p, *two, "--timeout", "3")], (f"--master-port {p}", "rank 0 does not answer")
         yield [rank(ga, 0, 80, *two, "--master-addr", "198.51.100.7")], "--master-addr"
         yield [rank(ga, 1, 80, *two, "--master-addr", "a..b")], "--master-addr"
 

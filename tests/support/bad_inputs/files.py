@@ -102,3 +102,11 @@ def forge(step: Path, change: Callable[[dict[str, Any]], object]) -> None:
             record["files"][name] = {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
     record["sha256"] = hashlib.sha256(json.dumps(record, sort_keys=True).encode()).hexdigest()
     path.write_text(json.dumps(record))
+
+
+def export(run: Path, model: Path) -> Path:
+    """A run's model in Hugging Face's format."""
+    env = {**os.environ, "PYTHONPATH": str(LAB / "src"), "OMP_NUM_THREADS": "1"}
+    command = [PYTHON, "-m", "simplellm.export", str(run), str(model)]
+    subprocess.run(command, check=True, env=env, stdout=subprocess.DEVNULL)
+    return model

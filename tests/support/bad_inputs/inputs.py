@@ -26,12 +26,14 @@ class BadInput:
         commands: that are started together; the last one is looked at, the others have to end too.
         names: the sentence has to contain one of them.
         prepare: makes its files.
+        as_nobody: whether a user without rights is to try it.
     """
 
     kind: str
     commands: list[list[str]]
     names: Sequence[str] = ()
     prepare: Callable[[], object] = lambda: None
+    as_nobody: bool = False
 
 
 @functools.cache

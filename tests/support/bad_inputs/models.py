@@ -2,10 +2,8 @@
 
 import itertools
 import json
-import os
 import random
 import shutil
-import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -13,7 +11,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
-from support.bad_inputs.files import SHARD, STEP, damage, forge, make_run
+from support.bad_inputs.files import SHARD, STEP, damage, export, forge, make_run
 from support.bad_inputs.inputs import PRIMER, PYTHON, SCRIPTS, BadInput, command_of
 from support.processes import LAB
 
@@ -140,15 +138,6 @@ def checkpoints(chance: random.Random, count: int, folder: Path) -> Iterator[Bad
         yield BadInput("checkpoints", [command_of(SCRIPTS[name], ["--resume", str(whole)])], ("architecture",))
 
 
-def exported(folder: Path) -> Path:
-    """A model in Hugging Face's format, of a run."""
-    run, model = make_run(folder.parent / "whole"), folder / "model"
-    env = {**os.environ, "PYTHONPATH": str(LAB / "src"), "OMP_NUM_THREADS": "1"}
-    command = [PYTHON, "-m", "simplellm.export", str(run), str(model)]
-    subprocess.run(command, check=True, env=env, cwd=folder, stdout=subprocess.DEVNULL)
-    return model
-
-
 CONFIGURATIONS: dict[str, Any] = {
     "model_type": "gpt2",
     "vocab_size": "many",
@@ -170,7 +159,8 @@ CONFIGURATIONS: dict[str, Any] = {
 
 def models(chance: random.Random, count: int, folder: Path) -> Iterator[BadInput]:
     folder.mkdir(parents=True)
-    whole = exported(folder)
+    run = make_run(folder.parent / "whole")
+    whole = export(run, folder / "model")
     weights = "model.safetensors"
 
     def damaged(name: str, how: str) -> Callable[[Path], None]:
@@ -201,7 +191,7 @@ def models(chance: random.Random, count: int, folder: Path) -> Iterator[BadInput
     makers: list[Callable[[Path], Any]] = [
         *(damaged(weights, how) for how in ("cut", "empty", "noise", "folder", "missing")),
         *(damaged("config.json", how) for how in ("cut", "empty", "noise", "folder", "missing")),
-        *(damaged("tokenizer.model", how) for how in ("empty", "noise", "folder", "missing")),
+        *(damaged("tokenizer.model", how) for how in ("empty", "noise", "folder")),  # tokenizer.json takes its place
         *(configured(**{key: value}) for key, value in CONFIGURATIONS.items()),
         retensored(lambda tensors: {k: v for k, v in tensors.items() if k != norm}),
         retensored(lambda tensors: tensors | {norm: torch.ones(3)}),
@@ -222,16 +212,16 @@ def models(chance: random.Random, count: int, folder: Path) -> Iterator[BadInput
         if chance.random() < 0.4:
             command = [PYTHON, str(LAB / "primer/tell_story.py"), str(model)]
         yield BadInput("models", [command], (str(model), model.name), prepare)
-    run, tell = make_run(folder.parent / "whole"), [PYTHON, str(LAB / "primer/tell_story.py")]
-    export = [PYTHON, "-m", "simplellm.export"]
+    tell = [PYTHON, str(LAB / "primer/tell_story.py")]
+    into = [PYTHON, "-m", "simplellm.export"]
     for command, name in (
         ([*tell, str(folder / "ghost")], "ghost"),
         ([*tell, str(run), "--top-p", chance.choice(["0", "1.5", "nan", "-1"])], "--top-p"),
         ([*tell, str(run), "--temperature", chance.choice(["-1", "nan", "inf", "hot"])], "--temperature"),
         ([*tell, str(run), "--max-tokens", chance.choice(["0", "-3", "many"])], "--max-tokens"),
         ([*tell, str(run), "--prompt", "word " * 200], "--prompt"),
-        ([*export, str(run), str(whole)], str(whole)),
-        ([*export, str(folder / "ghost"), str(folder / "new")], "ghost"),
-        ([*export, str(run), "/dev/null/model"], "/dev/null/model"),
+        ([*into, str(run), str(whole)], str(whole)),
+        ([*into, str(folder / "ghost"), str(folder / "new")], "ghost"),
+        ([*into, str(run), "/dev/null/model"], "/dev/null/model"),
     ):
         yield BadInput("models", [command], (name,))
