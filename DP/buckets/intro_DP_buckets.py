@@ -1,4 +1,4 @@
-"""Data parallelism: gradients in buckets, which are sent while the backward pass continues, in fewer bytes.
+"""Data parallelism: gradients in buckets, which can be sent while the backward pass continues, and in fewer bytes.
 
     python DP/buckets/intro_DP_buckets.py <rank>      in three terminals, with the ranks 0, 1 and 2
     ./launch.sh dp-buckets --transport gloo           all ranks at once; gloo overlaps, shared memory does not
