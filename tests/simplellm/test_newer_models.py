@@ -7,13 +7,14 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from support.chapters import losses
+from support.chapters import load, losses
 from support.processes import run_ranks
 from support.small_models import status_of
 from support.terminals import fork_launcher, fork_python
 
-from distlab.checkpoints.models import read_model
+from distlab.checkpoints.models import read_model, write_model
 from distlab.exchange import import_hf
+from distlab.run.settings import parse
 from simplellm.errors import InputError
 from simplellm.export import export
 from simplellm.import_hf import read_llama
@@ -284,6 +285,14 @@ def sharded_with_biases(rank: int, port: int, style: str, sequence_parallel: boo
         logits = net(torch.arange(12).view(2, 6))
         logits.square().sum().backward()
         return {name: p.grad for name, p in net.named_parameters() if p.grad is not None}
+
+
+def test_the_lesson_of_tensor_parallelism_refuses_biases(tokenizer_json: Path, tmp_path: Path) -> None:
+    write_model(tmp_path / "run", read_llama(make(tmp_path / "theirs", SMALL | {"mlp_bias": True}, tokenizer_json)))
+    flags = ["0", "--resume", str(tmp_path / "run"), "--world-size", "2"]
+    with pytest.raises(InputError, match=r"its model has biases, which this script does not split; resume it with tp-"):
+        parse(load("TP/intro_TP.py").DEFAULTS, "", flags)
+    assert parse(load("TP/intro_TP_styles.py").DEFAULTS, "", flags).num_kv_heads == 2
 
 
 def biased() -> CausalLLama:

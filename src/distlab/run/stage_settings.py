@@ -106,6 +106,12 @@ class TensorParallelSettings(SlicesPerRank):
         sentence = "the planner knows ranks that split the vocabulary too, which this script does not"
         require(self.machine is None, f"--machine {self.machine}: {sentence}")
 
+    def check_checkpoint(self, checkpoint: Checkpoint) -> None:
+        super().check_checkpoint(checkpoint)
+        has_biases = any(checkpoint.record["model"].get(name) for name in ("attention_bias", "mlp_bias"))
+        sentence = "its model has biases, which this script does not split; resume it with tp-styles or hybrid"
+        require(not has_biases, f"--resume {self.resume}: {sentence}")
+
 
 @dataclass
 class StagePerRank(WorldSize):
