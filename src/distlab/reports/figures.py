@@ -68,7 +68,8 @@ def losses(
         require(bool(reported), f"{run / 'metrics.jsonl'}: none of its steps has a {of}")
         means = moving_average([values[step] for step in reported], smooth)
         width, dashes = max(1.6, 6 - 3 * index), "--" if index == 2 else "-"
-        axes.plot([where[step] for step in reported], means, label=name, color=color, linewidth=width, linestyle=dashes)
+        curve = {"label": style.plain(name), "color": color, "linewidth": width, "linestyle": dashes}
+        axes.plot([where[step] for step in reported], means, **curve)
         dotted = [(x, r) for x, r in zip(where, records, strict=True) if of == "loss" and "validation_loss" in r]
         validated = [(x, record["validation_loss"]) for x, record in dotted]
         if validated:
@@ -77,7 +78,7 @@ def losses(
     if has_validation:
         axes.plot([], [], color=style.BACKGROUND, label="validation", **dots)
     label = CURVES[of] if smooth == 1 else f"{of.replace('_', ' ')} (mean of {smooth} steps)"
-    axes.set(title=title or CURVES[of].capitalize(), xlabel=against, ylabel=label)
+    axes.set(title=style.plain(title or CURVES[of].capitalize()), xlabel=against, ylabel=label)
     axes.xaxis.set_major_formatter("{x:,.10g}")
     axes.legend()
     style.save(figure, png)
@@ -111,7 +112,7 @@ def memory(png: Png, runs: NamedTraces, /) -> None:
             stage = trace.worker(rank)
             color = style.SERIES[stage % len(style.SERIES)]
             [curves[f"stage {stage}"]] = axes.step(times, sizes, where="post", color=color)
-        axes.set(title=name, xlabel="ms since the step began")
+        axes.set(title=style.plain(name), xlabel="ms since the step began")
     require(has_kept, "these traces have no stages that keep activations: give those of pipelines")
     grid[0, 0].set_ylabel("activations kept, MB")
     style.legend(figure, curves)

@@ -84,10 +84,15 @@ def swatch(color: Any) -> Any:
     return rectangle(0, 0, 1, 1, color)
 
 
+def plain(name: str) -> str:
+    """A name that matplotlib draws as it is; it leaves `_name` out of legends, and sets `$…$` as a formula."""
+    return f"{' ' * name.startswith('_')}{name}".replace("$", r"\$")
+
+
 def legend(figure: Any, entries: Mapping[str, Any]) -> None:
     """A legend above all axes, from names to drawn objects."""
     place = "outside upper center"
-    figure.legend(entries.values(), entries.keys(), loc=place, ncols=min(len(entries), 7), columnspacing=1.5)
+    figure.legend(entries.values(), map(plain, entries), loc=place, ncols=min(len(entries), 7), columnspacing=1.5)
 
 
 def units(unit: str) -> Any:
