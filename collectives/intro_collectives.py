@@ -39,6 +39,7 @@ class RingSettings(WorldSize, RunSettings):
 
 
 DEFAULTS = RingSettings(device="cpu", backend="gloo")
+MORE = "compare_collectives.py"  # measures other ways, too
 
 
 def reduce_scatter(chunks: Sequence[Tensor]) -> None:
@@ -78,4 +79,4 @@ def compare(run: Run[RingSettings]) -> None:
 
 
 if __name__ == "__main__":
-    main(compare, DEFAULTS, __doc__)
+    main(compare, DEFAULTS, __doc__, MORE)

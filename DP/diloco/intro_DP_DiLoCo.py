@@ -24,6 +24,7 @@ from simplellm.losses import causalLLMLoss
 from simplellm.tokenizers import SPTokenizer
 
 DEFAULTS = DiLoCoSettings(batch_size=1, optimizer="adamw")
+MORE = "../streaming/intro_DP_Streaming.py"  # exchanges fragments of the weights
 
 
 def train(run: TrainingRun[DiLoCoSettings]) -> None:
@@ -55,4 +56,4 @@ def train(run: TrainingRun[DiLoCoSettings]) -> None:
 
 
 if __name__ == "__main__":
-    main(train, DEFAULTS, __doc__)
+    main(train, DEFAULTS, __doc__, MORE)

@@ -14,14 +14,15 @@ from torch.distributed import ReduceOp
 from distlab.comm.names import named
 from distlab.parallel.data import flatten_gradients
 from distlab.run.main import main
-from distlab.run.replica_settings import DataParallelSettings
+from distlab.run.replica_settings import GradientAverageSettings
 from distlab.run.training import TrainingRun
 from simplellm.dataloaders import TinyStories
 from simplellm.llama import CausalLLama, LLama
 from simplellm.losses import causalLLMLoss
 from simplellm.tokenizers import SPTokenizer
 
-DEFAULTS = DataParallelSettings(batch_size=1)
+DEFAULTS = GradientAverageSettings(batch_size=1)
+MORE = "../buckets/intro_DP_buckets.py"  # sends them compressed, or in buckets
 
 
 def average(gradients: Tensor) -> None:
@@ -31,7 +32,7 @@ def average(gradients: Tensor) -> None:
     gradients /= dist.get_world_size()
 
 
-def train(run: TrainingRun[DataParallelSettings]) -> None:
+def train(run: TrainingRun[GradientAverageSettings]) -> None:
     args = run.settings
     tokenizer = SPTokenizer(args.tokenizer)
     net = LLama(CausalLLama, tokenizer.vocab_size, padding_idx=tokenizer.pad_id, **run.model_options())
@@ -54,4 +55,4 @@ def train(run: TrainingRun[DataParallelSettings]) -> None:
 
 
 if __name__ == "__main__":
-    main(train, DEFAULTS, __doc__)
+    main(train, DEFAULTS, __doc__, MORE)

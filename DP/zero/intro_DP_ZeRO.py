@@ -26,6 +26,7 @@ from simplellm.losses import causalLLMLoss
 from simplellm.tokenizers import SPTokenizer
 
 DEFAULTS = ZeRO1Settings(batch_size=1)
+MORE = "../fsdp/intro_DP_FSDP.py"  # shards gradients and weights, too
 
 
 def own_range(flat: Tensor) -> Tensor:
@@ -71,4 +72,4 @@ def train(run: TrainingRun[ZeRO1Settings]) -> None:
 
 
 if __name__ == "__main__":
-    main(train, DEFAULTS, __doc__)
+    main(train, DEFAULTS, __doc__, MORE)

@@ -16,6 +16,7 @@ from simplellm.mixed_precision import widen
 from simplellm.options import RopeScaling
 from simplellm.weight_gradients import DeferredWeightGradients, current, gradient_of, is_by_hand
 
+ROPE_THETA = 1e4  # the base of rotary positions in the models of the lab
 OutputPlace = Callable[[Sequence[int], Tensor], Tensor | None]
 
 
@@ -128,8 +129,10 @@ def rotary_tables(
     repeated for both halves of the head.
     """
     with torch.inference_mode(False):  # a table created while generating text must also work in training
-        # As transformers rounds it: at the end of a long context, the last digit of a frequency is seen in the logits.
-        frequencies = 1 / theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32, device=device) / head_dim)
+        pairs = torch.arange(0, head_dim, 2, dtype=torch.float32, device=device) / head_dim
+        # As transformers rounds it: at the end of a long context, a frequency's last digit is seen in the logits. With
+        # the lab's own base, it is rounded as in earlier revisions, whose runs thus go on bit for bit.
+        frequencies = theta**-pairs if theta == ROPE_THETA else 1 / theta**pairs
         if scaling is not None:
             frequencies = _scaled(frequencies, scaling)
         angles = torch.outer(torch.arange(ctx_size, dtype=torch.float32, device=device), frequencies).unsqueeze(1)

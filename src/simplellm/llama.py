@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from simplellm.attention import Attend, SequencePart, attend_to_earlier, within_documents
 from simplellm.errors import InputError
 from simplellm.initial_weights import initialize
-from simplellm.layers import Linear, RMSNorm, Rotate, rotary_tables
+from simplellm.layers import ROPE_THETA, Linear, RMSNorm, Rotate, rotary_tables
 from simplellm.mixed_precision import widen
 from simplellm.options import Recompute, RopeScaling, check_heads
 from simplellm.recomputation import Recomputed
@@ -199,7 +199,7 @@ class LLamaPart(nn.Module):
         *,
         num_kv_heads: int | None = None,
         hidden_dim: int | None = None,
-        rope_theta: float = 1e4,
+        rope_theta: float = ROPE_THETA,
         norm_eps: float = 1e-6,
         dtype: torch.dtype = torch.float32,
         seed: int = 0,

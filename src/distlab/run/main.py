@@ -12,10 +12,8 @@ from typing import Any, NoReturn
 from distlab.comm.processes import end_with_parent, leave, require_open_files
 from distlab.comm.torch_patches import silence_torch_warnings
 from distlab.rendezvous.torchrun import started_by_torchrun
-from distlab.run.commands import LAB
 from distlab.run.failure import Failure
 from distlab.run.joining import identity
-from distlab.run.moved import second_script
 from distlab.run.run import Run
 from distlab.run.settings import RunSettings, WorldSize, parse
 from distlab.run.train_settings import TrainSettings
@@ -35,9 +33,6 @@ def main(
     The exit status is 0 for success, 2 for an error that the user can correct, 130 for Ctrl-C, else 1.
     """
     script, rank = Path(sys.argv[0]), 0
-    if (second := second_script(script, sys.argv[1:])) is not None:
-        sys.argv[0] = str(LAB / second.script)
-        runpy.run_path(sys.argv[0], run_name="__main__")
     run: Run[Any] | None = None
     open_streams()
     try:

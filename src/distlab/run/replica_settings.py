@@ -1,5 +1,6 @@
 """The settings of runs whose replicas train the whole Llama: data parallelism, in each form."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -21,6 +22,13 @@ class DataParallelSettings(WorldSize, TrainSettings):
     def check(self) -> None:
         super().check()
         require_positive(self, "report_every")
+
+
+@dataclass
+class GradientAverageSettings(DataParallelSettings):
+    """A data-parallel training run whose ranks average whole gradients."""
+
+    lacks: ClassVar[Mapping[str, object]] = {"compress": "none"}
 
 
 @dataclass
@@ -105,6 +113,8 @@ class OuterSettings(OuterStepSettings):
 class DiLoCoSettings(OuterStepSettings, LocalStepsSettings):
     """A data-parallel training run with an outer optimizer."""
 
+    lacks: ClassVar[Mapping[str, object]] = {"fragments": 1, "overlap_steps": 0, "compress": "none"}
+
     def check(self) -> None:
         super().check()
         self.check_exchanges(self.steps)
@@ -116,6 +126,8 @@ class DiLoCoSettings(OuterStepSettings, LocalStepsSettings):
 @dataclass
 class StreamingSettings(OuterSettings, DiLoCoSettings):
     """A data-parallel training run with an outer optimizer that exchanges fragments of the weights."""
+
+    lacks: ClassVar[Mapping[str, object]] = {}
 
 
 @dataclass

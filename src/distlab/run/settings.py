@@ -4,7 +4,7 @@ import json
 import math
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeVar, get_args, get_origin, get_type_hints
@@ -120,6 +120,9 @@ class ResumableSettings(RunSettings):
     architecture: ClassVar[str]
     """name in checkpoints of the model that the script trains"""
 
+    lacks: ClassVar[Mapping[str, object]] = {}
+    """settings of a fuller script, with the values that this one stands for"""
+
     save_every: Annotated[int | None, shown_as("INT", "default: never")] = None
     """write a checkpoint every N steps, and after the last one"""
     keep: int = 3
@@ -210,6 +213,12 @@ class ResumableSettings(RunSettings):
         for name in resume.marked(self, ResumePolicy.FIXED):
             own = getattr(self, name)
             resume.require_same(f"{flag}: it was trained with", name, record["settings"].get(name, own), own)
+        for name, value in self.lacks.items():
+            saved = record["settings"].get(name, value)
+            given = f"{flag}: it was trained with {as_flag(name)} {saved}"
+            require(
+                saved == value, f"{given}, which this script does not have; resume it with the script that wrote it"
+            )
         tokenizer = self.tokenizer_model
         is_same = tokenizer is None or checkpoint.has_tokenizer(tokenizer)
         given = f"--tokenizer {tokenizer}; leave --tokenizer out"

@@ -1,5 +1,6 @@
 """The settings of runs whose ranks share the layers of the Llama: pipelines, and the hybrid."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -238,17 +239,13 @@ class ThreeAxes:
 class ThreeAxesSettings(ThreeAxes, WrittenScheduleSettings):
     """A run of several equal pipelines, with `--batch-size` sequences each, whose gradients are averaged."""
 
+    lacks: ClassVar[Mapping[str, object]] = {"outer": "none"}
+
     def check(self) -> None:
         super().check()
         check_division(self.num_heads, self.num_kv_heads, self.tp)
         require(self.schedule != AUTO, f"--schedule {AUTO}: this script runs written schedules; give another one")
         require(not self.run_on, "--run-on: this script's ranks wait for each other at the end of a step; leave it out")
-
-    def check_checkpoint(self, checkpoint: Checkpoint) -> None:
-        super().check_checkpoint(checkpoint)
-        outer = checkpoint.record["settings"].get("outer", "none")
-        sentence = f"it was trained with --outer {outer}, which this script does not have"
-        require(outer == "none", f"--resume {self.resume}: {sentence}; resume it with the script that wrote it")
 
 
 @dataclass

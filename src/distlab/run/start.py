@@ -11,10 +11,9 @@ from types import ModuleType
 
 from distlab.checkpoints.format import latest_valid
 from distlab.rendezvous.launcher_flags import assign_ranks, read_flags, refuse_to_tell
-from distlab.run.commands import LAB, LAUNCHER, TEMPERATURE
+from distlab.run.commands import LAB, TEMPERATURE
 from distlab.run.folders import new_folder
 from distlab.run.local_ranks import count_threads, run_ranks
-from distlab.run.moved import second_script
 from distlab.run.programs import ProgramSettings
 from distlab.run.settings import MOST_RANKS, RunSettings, parse
 from distlab.run.terminal import say
@@ -73,7 +72,9 @@ def read_script_for(path: Path, args: list[str], prog: str) -> tuple[Script, Run
         if script.more is None or not script.more.exists():
             raise
         script = read_script(script.more)
-        return script, script.parse(args, prog)
+        settings = script.parse(args, prog)
+        say(f"these flags are those of {script.path.name}, which runs now")
+        return script, settings
 
 
 def has_defaults(path: Path) -> bool:
@@ -99,9 +100,6 @@ def start(path: Path, args: list[str], prog: str) -> int:
         InputError: the script cannot be launched, or its flags or those of launch.sh cannot work.
     """
     own, args = read_flags(args)
-    if (second := second_script(path, args)) is not None:
-        say(f"these flags are those of {second.script}, which runs now; next time: {LAUNCHER} {second.name}")
-        path = LAB / second.script
     if not has_defaults(path):
         program, args = read_program_flags(args)
         nodes = assign_ranks(own, program.layout, program.master_addr)
