@@ -73,10 +73,12 @@ def diagnose(
         elif rank not in waits:
             state = "answers, and has published no wait: it is computing"
         else:
-            to_send = "to send " if waits[rank].way == "send" else "for "
             arrow = f"  -> {list_ranks(edges[rank])}" if edges[rank] else ""
-            line = f" ({waits[rank].line})" if waits[rank].line else ""
-            state = f"waits {to_send}{waits[rank].what}{line}{arrow}"
+            wait, line = waits[rank], ""
+            way = "to send" if wait.way == "send" else "for"
+            if wait.line:  # its name is that of the operation
+                way, line = "in", f" ({wait.line})"
+            state = f"waits {way} {wait.what}{line}{arrow}"
         picture.append(f"  {describe(rank):<{width}}  {state}")
 
     ends = sorted({peer for peers in edges.values() for peer in peers if peer not in waits})

@@ -82,19 +82,19 @@ def last_lines(nodes: Sequence[Started]) -> tuple[list[str], list[Ended]]:
 
 
 @pytest.mark.parametrize(
-    ("layout", "sent_as"),
+    ("name", "layout", "sent_as"),
     [
-        ("--dp 2 --pp 3", "gradients"),  # of a stage's two replicas, one is on each host
-        ("--dp 6 --pp 1 --batch-size 1 --micro-batches 1", "gradients between hosts"),  # three are
+        ("hybrid", "--dp 2 --pp 3", "gradients"),  # of a stage's two replicas, one is on each host
+        ("5d", "--dp 6 --pp 1 --batch-size 1 --micro-batches 1", "gradients between hosts"),  # three are
     ],
 )
 def test_two_hosts_give_the_losses_of_one_and_listen_on_their_link_alone(
-    hosts: tuple[Host, Host], layout: str, sent_as: str, tmp_path: Path
+    hosts: tuple[Host, Host], name: str, layout: str, sent_as: str, tmp_path: Path
 ) -> None:
     a, b = hosts
     steps, shape = 6, layout.split()
     flags = [*shape, "--out", tmp_path / "two"]
-    commands = [command(node, *flags, master=a.address, steps=steps) for node in range(2)]
+    commands = [[name, *command(node, *flags, master=a.address, steps=steps)[1:]] for node in range(2)]
     nodes = [start(*host.command(LAB / "launch.sh", *args)) for host, args in zip(hosts, commands, strict=True)]
     listened_at: dict[Host, set[str]] = {a: set(), b: set()}
     while any(node.poll() is None for node in nodes):
@@ -115,7 +115,7 @@ def test_two_hosts_give_the_losses_of_one_and_listen_on_their_link_alone(
     sent = json.loads((tmp_path / "two" / "metrics.jsonl").read_text().splitlines()[-1])["sent_bytes"]
     assert sent[sent_as] > 250_000, "of the embedding: over gloo"
     model = [*MODEL, "--steps", str(steps)]
-    one_host = train_on(6, "hybrid/intro_hybrid.py", tmp_path / "alone", *model, *shape)[-1]
+    one_host = train_on(6, f"hybrid/intro_{name}.py", tmp_path / "alone", *model, *shape)[-1]
     assert own == pytest.approx(one_host, rel=1e-6)
     one_process = train_on(1, "primer/intro.py", tmp_path / "one", *model, "--batch-size", "6")[-1]
     assert own == pytest.approx(one_process, rel=1e-5)

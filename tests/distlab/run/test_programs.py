@@ -89,6 +89,6 @@ def test_a_killed_rank_is_named(tmp_path: Path) -> None:
 def test_a_deadlock_is_told_with_both_lines(tmp_path: Path) -> None:
     ended = fork_launcher(written(tmp_path, DEADLOCK)).finish()
     lines = (ended.out + ended.err).splitlines()
-    assert "#   rank 0  waits for recv (program.py line 8)  -> rank 1" in lines
-    assert "#   rank 1  waits for recv (program.py line 10)  -> rank 0" in lines
+    assert "#   rank 0  waits in recv (program.py line 8)  -> rank 1" in lines
+    assert "#   rank 1  waits in recv (program.py line 10)  -> rank 0" in lines
     assert ended.err.splitlines()[-1] == "# deadlock: rank 0 waits for rank 1, which waits for rank 0"
