@@ -14,6 +14,8 @@ import torch
 from support.chapters import OneProcess, train_alone
 from support.processes import leave_group, make_group_of_one
 
+from distlab.pipeline.schedules import SCHEDULES
+
 torch.set_num_threads(1)
 
 pytest.register_assert_rewrite("gpu_runs")
@@ -108,3 +110,12 @@ def _group_of_one() -> Iterator[None]:
     make_group_of_one()
     yield
     leave_group()
+
+
+@pytest.fixture(autouse=True)
+def _schedules_as_they_were() -> Iterator[None]:
+    """A schedule that a test registers is not there for the next one."""
+    before = dict(SCHEDULES)
+    yield
+    SCHEDULES.clear()
+    SCHEDULES.update(before)

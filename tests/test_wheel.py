@@ -78,7 +78,7 @@ def test_the_planner_and_the_exercises_are_in_it(installed: Installed) -> None:
     machine = LAB / "docs/machines/cluster.json"
     planned = installed.run("distlab", "plan", "--machine", machine, "--ranks", "4", "--top", "2")
     assert planned.status == 0, planned.err
-    assert "\n1   distlab hybrid " in planned.out
+    assert "\n1   distlab 5d " in planned.out
     shown = installed.run("distlab", "show-schedule", "dapple", "--stages", "2")
     assert "F0" in shown.out, shown.err
     written = installed.run("distlab", "exercise", "all-reduce", "my")

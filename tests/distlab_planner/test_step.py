@@ -200,11 +200,12 @@ def test_bytes_are_those_that_a_run_sends_and_holds(ranks: int, flags: str, tmp_
     write_machine(cluster(device="cpu"), machine_file)
     arguments = [*SMALL, "--data", "sample", *flags.split(), "--machine", str(machine_file)]
     prediction = parse(load(script).DEFAULTS, "", ["0", *arguments]).prediction
-    train_on(ranks, script, tmp_path, *flags.split())
-    *_, last = map(json.loads, (tmp_path / "metrics.jsonl").read_text().splitlines())
+    out = tmp_path / "run"
+    train_on(ranks, script, out, *flags.split())
+    *_, last = map(json.loads, (out / "metrics.jsonl").read_text().splitlines())
     counted = {kind: size for kind, size in last["sent_bytes"].items() if kind not in ("loss", "control")}
     assert sent_bytes(prediction.costs)[0] == pytest.approx(sum(counted.values()), rel=0.01), counted
-    of_rank_0 = json.loads((tmp_path / "memory.json").read_text())[0]
+    of_rank_0 = json.loads((out / "memory.json").read_text())[0]
     holds = held(prediction.costs, 0)
     assert holds.parameters == pytest.approx(of_rank_0["parameters"], rel=0.01)
     assert holds.gradients == pytest.approx(of_rank_0["gradients"], rel=0.01)

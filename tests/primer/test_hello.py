@@ -17,7 +17,7 @@ def test_ranks_send_receive_and_add_up(ranks: int) -> None:
         sent = [10.0 * before + number for number in range(3)]
         assert f"rank {rank} received {sent} from rank {before}\n" in ended.out
         assert f"rank {rank} has the sum {total}\n" in ended.out
-    assert "rank 0 sent 12 B of send in 1 messages" in ended.out
+    assert "rank 0 sent 12 B of send in 1 message" in ended.out
 
 
 def test_sends_that_wait_for_each_other_are_told_with_their_lines() -> None:

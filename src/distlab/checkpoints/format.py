@@ -202,7 +202,7 @@ def _check(checkpoint: Checkpoint) -> None:
     for name, about in files.items():
         is_right = Path(name).name == name and isinstance(about, dict) and is_count(about.get("bytes"))
         check(is_right and isinstance(about.get("sha256"), str), f"entry for the file {name}", about)
-    place = "document" if is_llama or "document" in (record.get("position") or ()) else "epoch"
+    place = "document" if checkpoint.unit == "tokens" else "epoch"  # of text, or of what classifiers read
     for name, parts in (("position", (place, "offset")), ("data", ())):
         value = record.get(name)
         is_right = value is None or (isinstance(value, dict) and all(is_count(value.get(part)) for part in parts))

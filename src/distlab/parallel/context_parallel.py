@@ -37,7 +37,6 @@ from simplellm.attention import (
     positions_in_documents,
     within_documents,
 )
-from simplellm.errors import require
 from simplellm.losses import next_token_loss
 
 Kind = Literal["gather", "ring", "heads"]
@@ -201,7 +200,7 @@ def visible(own: int, source: int, length: int, order: Order) -> tuple[slice, sl
     return (everything, slice(half)) if source < own else (slice(half, None), everything)
 
 
-def work(ranks: int, order: Order) -> list[list[float]]:
+def work_shares(ranks: int, order: Order) -> list[list[float]]:
     """By rank and step of the ring, the query-key pairs that are computed, in parts of the whole causal work."""
     length = 2  # of a rank's part, in half chunks
     pairs = []
@@ -254,7 +253,8 @@ def _exchanging_heads(q: Tensor, k: Tensor, v: Tensor, axis: Axis, order: Tensor
         order: for each position of the sequence, its index among those of all ranks one after another.
     """
     heads, key_heads, ranks = q.shape[1], k.shape[1], axis.size
-    require(heads % ranks == 0, f"--cp {ranks} with --cp-kind heads: the ranks must divide the {heads} heads")
+    if heads % ranks:
+        raise ValueError(f"{ranks} ranks cannot exchange {heads} heads: each needs as many as the others")
     if key_heads % ranks:  # repeat them until they can be divided
         k, v = (part.repeat_interleave(heads // key_heads, dim=1) for part in (k, v))
 

@@ -92,13 +92,16 @@ def shards_of(model: nn.Module, own_weights: Tensor, own_gradients: Tensor) -> d
         own_gradients: that of the gradients (`flatten_gradients`), of which the shards' gradients become views.
 
     Raises:
-        ValueError: a range is not as long as it should be.
+        ValueError: a range is not as long as it should be, or a parameter is frozen.
     """
-    length = -(-elements_of(model.parameters()) // all_ranks("dp").size)
+    axis, parameters = all_ranks("dp"), list(model.parameters())
+    if not all(parameter.requires_grad for parameter in parameters):
+        raise ValueError("a frozen parameter has no gradient: ranges of weights and of gradients would differ")
+    length = -(-elements_of(parameters) // axis.size)
     for what, own in (("weights", own_weights), ("gradients", own_gradients)):
         if len(own) != length:
             raise ValueError(f"a rank's range of the {what} has {length:,} elements, not {len(own):,}")
-    axis, names = all_ranks("dp"), {parameter: name for name, parameter in model.named_parameters()}
+    names = {parameter: name for name, parameter in model.named_parameters()}
     shards: dict[str, nn.Parameter] = {}
     for parameter, where in own_ranges(names, axis.rank, len(own_weights)):
         shards[names[parameter]] = shard = _shard(parameter, own_weights, where, axis)

@@ -13,7 +13,7 @@ from distlab.collectives.algorithms import ALL_REDUCES, broadcast_naive, broadca
 from distlab.collectives.simulation import SimulatedWorld
 from distlab.comm.layout import Neighbors, coordinate
 from distlab.comm.link import Link
-from distlab.parallel.context_parallel import Order, positions_of, work
+from distlab.parallel.context_parallel import Order, positions_of, work_shares
 from distlab.pipeline.actions import ActionCosts
 from distlab.pipeline.auto import Limit
 from distlab.pipeline.plan import simulate
@@ -103,7 +103,7 @@ def sequence_parts(png: Png, /, ranks: int = 4) -> None:
     figure, grid = style.subplots(4.4, 1, 2)
     chunks = 2 * ranks
     for axes, order in zip(grid, get_args(Order), strict=True):
-        busiest = max(sum(steps) for steps in work(ranks, order)) * ranks
+        busiest = max(sum(steps) for steps in work_shares(ranks, order)) * ranks
         owners = {int(chunk): rank for rank in range(ranks) for chunk in positions_of(rank, ranks, chunks, order)}
         for query, key in itertools.product(range(chunks), repeat=2):
             if key > query:

@@ -70,7 +70,7 @@ class Checkpointer:
         self._settings, self._out, self._rank = settings, out, rank
         self._data_identity = decided["data_identity"]
         # The checkpoint to resume from, and whether its run's records, in the same folder, are continued.
-        self.resumed = latest_valid(Path(decided["resume"]), at_a_glance=True) if "resume" in decided else None
+        self.resumed: Checkpoint | None = None
         if CANDIDATES in decided:
             self.resumed = _choose(settings, decided.pop(CANDIDATES), out, self._data_identity)
             decided["resume"] = str(self.resumed.folder)

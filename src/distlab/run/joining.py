@@ -6,7 +6,7 @@ import os
 import sys
 import warnings
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -132,19 +132,28 @@ def identities(settings: RunSettings, script: Path) -> dict[str, dict[str, str]]
             found[name] = asdict(Identity(str(path.absolute()), content_of(path)))
         except OSError as error:
             raise InputError(f"{name}: {path} cannot be read ({error.strerror})") from error
-    return found | {"the lab's code": asdict(Identity(str(LAB), code_of(script)))}
+    packages = {file.relative_to(root.parent).as_posix(): file for root in PACKAGES for file in root.rglob("*.py")}
+    own = modules_beside(script)
+    found["the lab's code"] = asdict(Identity(str(LAB), code_of(packages)))
+    found["the script, with the modules beside it"] = asdict(Identity(str(script.absolute()), code_of(own)))
+    return found
 
 
-def code_of(script: Path) -> str:
-    """SHA-256 of a script, of the modules beside it that it has imported, and of the lab's packages.
+def modules_beside(script: Path) -> dict[str, Path]:
+    """A script and the modules beside it that it has imported, by their names."""
+    folder = script.absolute().parent
+    imported = (getattr(module, "__file__", None) for module in [*sys.modules.values()])
+    beside = (Path(file).absolute() for file in imported if file)
+    return {path.name: path for path in (script, *beside) if path.absolute().parent == folder}
 
-    Of what cannot be read, such as a script within an archive, only the name counts.
+
+def code_of(files: Mapping[str, Path]) -> str:
+    """SHA-256 of the names and contents of some files.
+
+    Of a file that cannot be read, such as a script within an archive, only the name counts.
     """
     digest = hashlib.sha256()
-    paths = [(file.relative_to(root.parent), file) for root in PACKAGES for file in sorted(root.rglob("*.py"))]
-    beside = (getattr(module, "__file__", None) for module in [*sys.modules.values()])
-    own = {script, *(Path(file) for file in beside if file and Path(file).parent == script.parent)}
-    for name, path in [*paths, *sorted((path.name, path) for path in own)]:
+    for name, path in sorted(files.items()):
         digest.update(f"{name} ".encode(errors="surrogateescape"))
         with contextlib.suppress(OSError):
             digest.update(path.read_bytes())

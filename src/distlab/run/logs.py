@@ -16,7 +16,7 @@ import torch
 
 from distlab.comm.context import Context
 from distlab.comm.recorder import Ledger
-from distlab.run.terminal import StatusLine, say
+from distlab.run.terminal import StatusLine, counted, say
 from simplellm.errors import InputError
 
 if TYPE_CHECKING:
@@ -168,7 +168,8 @@ class RunLog:
             seconds_of_steps, waits, _ = zip(*self.times, strict=True)
             steps, seconds, waited = len(self.times), sum(seconds_of_steps), sum(waits)
             count = steps * self._per_step
-            say(f"{steps} steps, {count:,} {self.unit} in {seconds:.1f} s: {count / seconds:,.0f} {self.unit}/s")
+            done = f"{counted(steps, 'steps')}, {counted(count, self.unit)} in {seconds:.1f} s"
+            say(f"{done}: {count / seconds:,.0f} {self.unit}/s")
             say(f"median step time: {statistics.median(seconds_of_steps):.3g} s")
             say(f"rank {self._rank} computed for {seconds - waited:.1f} s and waited {waited:.1f} s for other ranks")
         for line in sent_by_kind(self._rank, self._ledger):
@@ -179,7 +180,7 @@ class RunLog:
 def sent_by_kind(rank: int, ledger: Ledger) -> Iterator[str]:
     """Lines about the bytes and messages that a rank has sent."""
     for kind, count in ledger.sent_bytes.items():
-        yield f"rank {rank} sent {human_bytes(count)} of {kind} in {ledger.messages[kind]:,} messages"
+        yield f"rank {rank} sent {human_bytes(count)} of {kind} in {counted(ledger.messages[kind], 'messages')}"
 
 
 def _finite(value: float) -> float | None:

@@ -66,7 +66,8 @@ class Progress:
             return
         if self._next_line is None:
             if timed > 0 and seconds >= (SECONDS_TO_ESTIMATE if timed > 2 else SECONDS_OF_ONE):
-                self._say(f"about {human_time(left / self._rate())} for the remaining {left:,} {self._what}")
+                rest = f"{left:,} {self._what}" if left > 1 else self._what.removesuffix("s")
+                self._say(f"about {human_time(left / self._rate())} for the remaining {rest}")
                 self._next_line = now + SECONDS_BETWEEN_LINES
         elif now >= self._next_line:
             self._say(self._state())

@@ -29,7 +29,7 @@ from distlab.run.loss_sum import LossSum
 from distlab.run.progress import Progress
 from distlab.run.resume import ResumePolicy, marked
 from distlab.run.settings import ResumableSettings, RunSettings, as_json
-from distlab.run.terminal import Terminal, say
+from distlab.run.terminal import Terminal, counted, say
 from simplellm.errors import InputError
 
 if TYPE_CHECKING:
@@ -109,10 +109,10 @@ class Run(Generic[SettingsT]):
         (self.out / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
 
     def _introduce(self, script: Path) -> None:
-        ranks, threads = "one process", torch.get_num_threads()
+        ranks, threads = "one process", counted(torch.get_num_threads(), "threads")
         if self.settings.layout:
-            ranks = f"{self.world_size} rank{'s' * (self.world_size > 1)} over {self.context.library}"
-        say(f"{script.stem}: {ranks} on {self.device.type}, {threads} thread{'s' * (threads > 1)} each")
+            ranks = f"{counted(self.world_size, 'ranks')} over {self.context.library}"
+        say(f"{script.stem}: {ranks} on {self.device.type}, {threads}{' each' * (self.world_size > 1)}")
         if self.settings.layout:
             from distlab.rendezvous.ranks import say_hosts
 
@@ -155,7 +155,8 @@ class Run(Generic[SettingsT]):
         self.records.begin(per_step, unit, count, continue_at=self.first_step if self._continues else None)
         tell = say if self.has_terminal else lambda _: None
         done = f"; {self.first_step:,} of {steps:,} are done" if self.first_step else ""
-        tell(f"{steps - self.first_step:,} steps of {per_step:,} {unit} each{done}")
+        of_each = f" of {counted(per_step, unit)}{' each' * (steps - self.first_step != 1)}"
+        tell(f"{counted(steps - self.first_step, 'steps')}{of_each}{done}")
         speed = self.records.average_speed
         progress = Progress(steps, tell, done=self.first_step, speed=speed, status=self.terminal.status)
         source, step = iter(batches), self.first_step

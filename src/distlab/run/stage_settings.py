@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
+from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
 import tyro
@@ -150,6 +151,11 @@ class WrittenScheduleSettings(StageSettings):
         check_schedule(self.schedule, self.layout["pp"], self.micro_batches, self.chunks, self.limit)
         if self.schedule != AUTO:
             simulate(self.programs())  # raises `InputError` for one that cannot run
+
+    @property
+    def files(self) -> dict[str, Path]:
+        own = {f"--schedule {self.schedule}": Path(self.schedule)} if self.schedule.endswith(".py") else {}
+        return super().files | own
 
     def programs(self) -> list[list[Action]]:
         """Each worker's actions, in order."""

@@ -18,6 +18,11 @@ def say(text: str) -> None:
     print(f"# {text}", flush=True)
 
 
+def counted(number: int, things: str) -> str:
+    """A number of things in words: "1 step", "1,000 steps"; `things` is a regular plural."""
+    return f"{number:,} {things.removesuffix('s') if number == 1 else things}"
+
+
 class StatusLine:
     """The last line of a terminal, below all output; not shown if the output is a file or a pipe.
 

@@ -1,5 +1,6 @@
 """Ranks that would read different files, or run different code, do not begin."""
 
+import importlib
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -14,8 +15,8 @@ from support.chapters import MODEL, load
 from support.processes import LAB, free_port, run_ranks
 
 from distlab.run import joining
-from distlab.run.joining import code_of, join
-from distlab.run.settings import parse
+from distlab.run.joining import identities, join
+from distlab.run.settings import RunSettings, parse
 from distlab.run.training import TrainingRun
 from simplellm.dataloaders import TinyStories
 from simplellm.errors import InputError
@@ -98,7 +99,7 @@ def test_ranks_that_run_different_scripts_do_not_begin(tmp_path: Path) -> None:
     scripts[1].write_text("# another script\n")
     flags[flags.index("--master-port") + 1] = str(free_port())
     for sentence in run_ranks(2, join_as, scripts, *flags):
-        assert sentence.startswith(f"the lab's code: rank 0 has {LAB} (SHA-256 ")
+        assert sentence.startswith(f"the script, with the modules beside it: rank 0 has {scripts[0]} (SHA-256 ")
 
 
 def join_as(rank: int, scripts: list[Path], *flags: str) -> str:
@@ -114,24 +115,48 @@ def join_as(rank: int, scripts: list[Path], *flags: str) -> str:
 def test_the_code_is_that_of_the_packages_and_of_what_is_beside_the_script(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    script, package = tmp_path / "script.py", tmp_path / "distlab"
+    """However the script's path is given, and whatever else is there."""
+    script, beside, package = tmp_path / "script.py", tmp_path / "model_of_mine.py", tmp_path / "distlab"
     script.write_text("")
+    beside.write_text("")
     (package / "run").mkdir(parents=True)
     (package / "run" / "steps.py").write_text("STEPS = 1\n")
     monkeypatch.setattr(joining, "PACKAGES", (package,))
-    seen = {code_of(script)}
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(".")
+    importlib.import_module("model_of_mine")
+
+    def digests(path: Path = script) -> tuple[str, ...]:
+        return tuple(each["sha256"] for each in identities(RunSettings(), path).values())
+
+    seen = {digests()}
     for change in (
         lambda: script.write_text("# other\n"),
+        lambda: beside.write_text("# other\n"),
         lambda: (package / "run" / "steps.py").write_text("STEPS = 2\n"),
         lambda: (package / "run" / "steps.py").rename(package / "steps.py"),
         lambda: (package / "more.py").write_text(""),
     ):
         change()
-        seen.add(code_of(script))
-    assert len(seen) == 5
+        seen.add(digests())
+        assert digests(Path("script.py")) == digests()
+    assert len(seen) == 6
     (tmp_path / "notes.txt").write_text("not code")
     (tmp_path / "scratch.py").write_text("not imported")
-    assert code_of(script) in seen
+    assert digests() in seen
+
+
+def test_a_schedule_of_ones_own_is_compared(tmp_path: Path) -> None:
+    """Or one rank would take the gradients of a micro-batch for those of another."""
+    own = (LAB / "examples/own_schedule.py").read_text()
+    found = []
+    for number, text in enumerate((own, f"{own}# changed\n", own)):
+        path = tmp_path / str(number) / "own_schedule.py"
+        path.parent.mkdir()
+        path.write_text(text)
+        settings = parse(load(DAPPLE).DEFAULTS, "", ["0", *MODEL, "--schedule", str(path), "--data", "sample"])
+        found.append(identities(settings, tmp_path / "script.py")[f"--schedule {path}"]["sha256"])
+    assert found[0] == found[2] != found[1]
 
 
 def train_from_own_cache(rank: int, caches: list[str], out: Path, *flags: str) -> str:

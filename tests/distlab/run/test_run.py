@@ -14,7 +14,7 @@ from support.terminals import fork_python, terminals
 from distlab.checkpoints.format import latest_valid
 from distlab.checkpoints.models import write_model
 from distlab.comm.context import context_of
-from distlab.run.checkpointer import Checkpointer
+from distlab.run.checkpointer import CANDIDATES, Checkpointer
 from distlab.run.failure import Failure
 from distlab.run.folders import new_folder
 from distlab.run.logs import RunLog
@@ -95,7 +95,7 @@ def test_another_layout_keeps_the_global_batch(
     model = "--dmodel 32 --num-heads 2 --n-layers 2 --seq-len 24".split()
     settings = parse(defaults, "", ["0", *model, "--resume", str(run_of_six), *flags.split()])
     assert settings.batch_size == batch_size
-    decided = {"data_identity": None, "resume": str(latest_valid(run_of_six).folder)}
+    decided = {"data_identity": None, CANDIDATES: [str(latest_valid(run_of_six).folder)]}
     Checkpointer(settings, tmp_path, 0, decided).introduce()
     said = capsys.readouterr().out
     assert "resuming from" in said
