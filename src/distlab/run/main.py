@@ -16,6 +16,7 @@ from distlab.run.failure import Failure
 from distlab.run.joining import identity
 from distlab.run.run import Run
 from distlab.run.settings import RunSettings, WorldSize, parse
+from distlab.run.terminal import say
 from distlab.run.train_settings import TrainSettings
 from distlab.run.training import TrainingRun
 from simplellm.errors import InputError
@@ -65,6 +66,8 @@ def main(
 
 def become(script: Path) -> NoReturn:
     """Run another script instead, with the same flags."""
+    if os.environ.get("RANK", "0") == "0":  # without torchrun, each rank has a terminal of its own
+        say(f"these flags are those of {script.name}, which runs now")
     sys.argv[0] = str(script)
     runpy.run_path(sys.argv[0], run_name="__main__")
     leave(0)
