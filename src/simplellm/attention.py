@@ -1,8 +1,8 @@
-"""What the tokens of a sequence attend to, and where they stand.
+"""The attention and the positions of the tokens of a sequence.
 
-By default a sequence stands at the positions 0, 1, 2, …, and each token attends to all before it and to itself.
-`within_documents` keeps documents apart that were joined to one sequence. A rank that holds a part of a sequence has
-positions and an attention of its own (`distlab.parallel.context_parallel`).
+By default a sequence has the positions 0, 1, 2, …, and each token attends to all before it and to itself.
+`within_documents` separates documents that were joined to one sequence. A rank that holds a part of a sequence has its
+own positions and attention (`distlab.parallel.context_parallel`).
 """
 
 from collections.abc import Callable
@@ -22,7 +22,7 @@ class SequencePart:
 
     Attributes:
         positions: for the rotary embedding, int64: (seq,), or (batch, seq) where sequences differ.
-        attend: what their queries take from keys and values.
+        attend: the attention of their queries to keys and values.
     """
 
     positions: Tensor
@@ -30,11 +30,11 @@ class SequencePart:
 
 
 def attend_to_earlier(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
-    """Each query attends to the keys up to its own position; with a mask (batch, 1, queries, keys), to those it has.
+    """Attend, from each query, to the keys up to its own position, or to the keys of a mask (batch, 1, queries, keys).
 
-    A single query attends to all keys. torch computes it block by block, without storing the (seq, seq) scores
-    (FlashAttention: Dao et al., arXiv 2205.14135). With fewer key heads than query heads, it is grouped-query attention
-    (Ainslie et al., arXiv 2305.13245).
+    A single query attends to all keys. torch computes the attention block by block, without storing the (seq, seq)
+    scores (FlashAttention: Dao et al., arXiv 2205.14135). With fewer key heads than query heads, it is grouped-query
+    attention (Ainslie et al., arXiv 2305.13245).
     """
     grouped = k.shape[1] != q.shape[1]
     if grouped and not _attends_in_groups(q):
@@ -45,22 +45,22 @@ def attend_to_earlier(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = Non
 
 
 def _attends_in_groups(q: Tensor) -> bool:
-    """Whether torch computes grouped-query attention block by block for such queries.
+    """Return whether torch computes grouped-query attention block by block for such queries.
 
-    On CUDA, its block-wise kernels with groups support only half precision; float32 would use one that stores all
-    (seq, seq) scores. With keys and values repeated for each query head, float32 has a block-wise kernel there too.
+    On CUDA, its block-wise kernels with groups support only half precision; float32 would use a kernel that stores all
+    (seq, seq) scores. With keys and values repeated for each query head, float32 also has a block-wise kernel there.
     """
     return q.device.type != "cuda" or q.dtype != torch.float32
 
 
 def document_ids(ids: Tensor, end: int) -> Tensor:
-    """The number of each token's document in its sequence, (batch, seq); each document's last token is `end`."""
+    """Return the number of each token's document in its sequence, (batch, seq); each document's last token is `end`."""
     ends = (ids == end).long()
     return ends.cumsum(-1) - ends
 
 
 def positions_in_documents(documents: Tensor) -> Tensor:
-    """The position of each token in its document, (batch, seq), from the documents' numbers."""
+    """Return the position of each token in its document, (batch, seq), from the documents' numbers."""
     places = torch.arange(documents.shape[-1], device=documents.device).expand_as(documents)
     is_first = torch.ones_like(documents, dtype=torch.bool)
     is_first[:, 1:] = documents[:, 1:] != documents[:, :-1]
@@ -68,7 +68,7 @@ def positions_in_documents(documents: Tensor) -> Tensor:
 
 
 def within_documents(ids: Tensor, end: int) -> SequencePart:
-    """Sequences whose tokens attend within their documents only, and whose positions restart with each document.
+    """Return sequences whose tokens attend only within their documents, and whose positions restart with each document.
 
     The first token of a document is still predicted, from the `end` before it, as without a mask.
 

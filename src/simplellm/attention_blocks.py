@@ -1,11 +1,11 @@
-"""Attention of queries to one block of the keys, with what is needed to put blocks together, and its backward pass.
+"""Attention of queries to one block of the keys, in a form that can be merged over blocks, and its backward pass.
 
 A softmax over all keys can be computed from softmaxes over blocks of them, if each block also gives the logarithm of
 the sum of its exponentials (Milakov and Gimelshein, "Online normalizer calculation for softmax", arXiv 1805.02867). The
 backward pass of a block takes the output and the sum over all keys, and so needs no other block.
 
-On the CPU, the kernels behind `F.scaled_dot_product_attention` are called, which torch keeps private; a test compares
-them with `plain_forward` and `plain_backward`, which serve everything else.
+On the CPU, the private kernels behind `F.scaled_dot_product_attention` are called; a test compares them with
+`plain_forward` and `plain_backward`, which serve all other cases.
 """
 
 import math
@@ -20,13 +20,13 @@ _KERNEL = "_scaled_dot_product_flash_attention_for_cpu"
 
 
 def attention_block(q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> tuple[Tensor, Tensor]:
-    """What queries take from a block of keys and values, and the logarithm of the sum of their exponentials.
+    """Return the attention of queries to a block of keys and values, and the logarithms of the sums of exponentials.
 
     Args:
         q: (batch, heads, queries, head_dim).
         k, v: (batch, key heads, keys, head_dim); each key head serves as many heads as the others.
-        mask: which keys a query attends to: (batch or 1, 1, queries, keys), bool; "causal" for those up to its own
-            place among as many keys; None for all.
+        mask: the keys that a query attends to: (batch or 1, 1, queries, keys), bool; "causal" for the keys up to its
+            own place among as many keys; None for all.
 
     Returns:
         (batch, heads, queries, head_dim), and (batch, heads, queries), -inf for queries that attend to no key. Both are
@@ -44,7 +44,7 @@ def attention_block(q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> tuple[Tensor
 def attention_block_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, total: Tensor, mask: Mask
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of q, k and v that come from one block, in their dtype.
+    """Return the gradients of q, k and v that come from one block, in their dtype.
 
     Args:
         grad: of the output, with its shape and the dtype of `q`.
@@ -60,7 +60,7 @@ def attention_block_backward(
 
 
 def plain_forward(q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> tuple[Tensor, Tensor]:
-    """As `attention_block`, in the operations of the formula."""
+    """Compute `attention_block` with the operations of the formula."""
     scores = _scores(q, k, mask)
     total = scores.logsumexp(-1)
     shares = (scores - total.unsqueeze(-1)).exp().nan_to_num()  # 0 for a query without keys
@@ -70,7 +70,7 @@ def plain_forward(q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> tuple[Tensor, 
 def plain_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, total: Tensor, mask: Mask
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """As `attention_block_backward`, in the operations of the formula."""
+    """Compute `attention_block_backward` with the operations of the formula."""
     wide_grad = _wide(grad)
     shares = (_scores(q, k, mask) - total.unsqueeze(-1)).exp()
     grad_shares = wide_grad @ _wide(_for_each_head(v, q)).transpose(-1, -2)
@@ -82,7 +82,7 @@ def plain_backward(
 
 
 def merge(out: Tensor, total: Tensor, block: Tensor, block_total: Tensor) -> None:
-    """Add what queries take from a block to what they have from others, in place; `total` is not -inf.
+    """Add the attention to a block to the attention to other blocks, in place; `total` is not -inf.
 
     Shapes and dtypes as of `attention_block`'s results.
     """
@@ -107,7 +107,7 @@ def _wide(x: Tensor) -> Tensor:
 
 
 def _as_bias(mask: Mask, q: Tensor) -> Tensor | None:
-    """What the kernel adds to the scores."""
+    """Return the bias that the kernel adds to the scores."""
     if not isinstance(mask, Tensor):
         return None
     return torch.zeros(mask.shape, dtype=q.dtype, device=q.device).masked_fill_(~mask, -math.inf)

@@ -23,14 +23,14 @@ LEAST_COLUMNS = 40
 
 
 def run(work: Callable[[RequestT], None], request: type[RequestT], description: str | None) -> NoReturn:
-    """Read the command line as a `request`, do the work, and exit with the status of `status_of`."""
+    """Read the command line as a `request`, do the work, and exit with the status from `status_of`."""
     raise SystemExit(status_of(as_command(work, request, description)))
 
 
 def as_command(
     work: Callable[[RequestT], None], request: type[RequestT], description: str | None
 ) -> Callable[..., None]:
-    """A function that reads arguments as a `request`, and does the work; by default those of this process."""
+    """Return a function that reads arguments as a `request`, and does the work; by default those of this process."""
 
     def command(args: Sequence[str] | None = None, prog: str | None = None) -> None:
         work(read(lambda: tyro.cli(request, args=args, prog=prog, description=description)))
@@ -39,7 +39,7 @@ def as_command(
 
 
 def read(cli: Callable[[], RequestT]) -> RequestT:
-    """The command line as tyro parses it.
+    """Return the command line as tyro parses it.
 
     Raises:
         InputError: the command line is not valid; the message is one sentence instead of tyro's panel.
@@ -56,7 +56,7 @@ def read(cli: Callable[[], RequestT]) -> RequestT:
 
 @contextlib.contextmanager
 def _wide_enough() -> Iterator[None]:
-    """Have a terminal of at least 40 columns: in fewer, tyro's layout of `--help` does not end."""
+    """Set the terminal's width to at least 40 columns: in fewer, tyro's layout of `--help` does not end."""
     before = os.environ.get("COLUMNS")
     if shutil.get_terminal_size().columns < LEAST_COLUMNS:
         os.environ["COLUMNS"] = str(LEAST_COLUMNS)
@@ -69,7 +69,7 @@ def _wide_enough() -> Iterator[None]:
 
 
 def one_sentence(panel: str) -> str:
-    """The text of tyro's panel as one sentence, without title and frame (which is made of "-" in a plain terminal)."""
+    """Return the text of tyro's panel as one sentence, without title and frame ("-" in a plain terminal)."""
     lines = [line.strip("│╭╮╰╯─ ") for line in panel.splitlines()]
     text = " ".join([line for line in lines if line.strip("-")][1:])
     text = re.split(r" ?(?:For full helptext|Argument helptext:)", text)[0]

@@ -43,7 +43,7 @@ class TinyStories:
         seed: the generator's seed; other sources have a fixed order.
         rank: the number of this replica.
         num_replicas: replicas that share each step; each of them reads the whole stream and keeps its own rows.
-        revision: of the hub's data set; by default the newest one, of those in the local cache if there are any.
+        revision: revision of the hub's data set; by default the newest in the local cache, if any, else the newest.
 
     Raises:
         InputError: an argument is out of its range, or the data cannot be read.
@@ -104,7 +104,7 @@ class TinyStories:
         return batch
 
     def state_dict(self) -> dict[str, int]:
-        """The position: the next token is number `offset` of document number `document`.
+        """Return the position: the next token is number `offset` of document number `document`.
 
         It is the same on every rank and does not depend on layout or batch size, so a run may be resumed with others.
         """
@@ -121,11 +121,11 @@ class TinyStories:
     def _go_to(self, document: int, offset: int) -> None:
         self._documents = self._source.documents(document)
         self._document = document  # the document of the first token in the buffer
-        self._offset = offset  # how many of its tokens have been used
+        self._offset = offset  # number of its tokens that have been used
         self._tokens: list[int] = []  # tokens that have been read but not used
         self._lengths: deque[int] = deque()  # tokens of the documents in the buffer, including used ones
-        self._is_whole = True  # the last of these documents is: all of it has been encoded
-        self._read_on()  # now, so that bad data ends the run before ranks wait for each other
+        self._is_whole = True  # whether all of the last of these documents has been encoded
+        self._read_on()  # now, so that invalid data ends the run before ranks wait for each other
         while offset >= len(self._tokens) and not self._is_whole:
             self._read_on()
         if offset >= len(self._tokens):
@@ -136,7 +136,7 @@ class TinyStories:
         del self._tokens[:offset]
 
     def _read_on(self) -> None:
-        """Encode the next part of the last document in the buffer, or the first part of the document after it."""
+        """Encode the next part of the last document in the buffer, or the first part of the next document."""
         if self._is_whole:
             text, self._is_whole = next(self._documents), False
             if isinstance(self._tokenizer, SPTokenizer):

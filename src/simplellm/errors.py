@@ -1,4 +1,4 @@
-"""The exception for errors that the user can correct, and how they are told."""
+"""The exception for errors that the user can correct, and the way in which they are reported."""
 
 import contextlib
 import errno
@@ -11,14 +11,14 @@ from simplellm.streams import open_streams
 
 
 class InputError(ValueError):
-    """A value that the user gave cannot work.
+    """A value from the user cannot work.
 
     The message is one sentence that names the argument or file, the value, and what would be right; scripts print it
     without a traceback. Any other exception is a bug of the lab and keeps its traceback.
 
     Args:
         sentence: the message.
-        arguments: names in it of arguments for which a program may have flags, as in "seq_len 1 is too short".
+        arguments: names of arguments in it for which a program may have flags, as in "seq_len 1 is too short".
     """
 
     def __init__(self, sentence: str, *arguments: str) -> None:
@@ -26,7 +26,7 @@ class InputError(ValueError):
         self.arguments = arguments
 
     def with_flags(self) -> str:
-        """The message for a command line whose flags have the names of the arguments."""
+        """Return the message for a command line whose flags have the names of the arguments."""
         sentence = str(self)
         for name in self.arguments:
             sentence = sentence.replace(name, as_flag(name), 1)
@@ -34,7 +34,7 @@ class InputError(ValueError):
 
 
 def as_flag(name: str) -> str:
-    """The flag of an argument or a setting."""
+    """Return the flag of an argument or a setting."""
     return f"--{name.replace('_', '-')}"
 
 
@@ -50,17 +50,17 @@ def require_package(name: str, what: str, *arguments: str) -> None:
 
 
 def tell(sentence: str) -> None:
-    """Print the message of an error, unless that cannot be written either."""
+    """Print the message of an error; ignore a failure to write it."""
     with contextlib.suppress(OSError):
         print(f"# {sentence}", file=sys.stderr, flush=True)
 
 
-_REMEDIES = {  # by what the system refused, for a file
+_REMEDIES = {  # by the error of the system, for a file
     **dict.fromkeys((errno.EACCES, errno.EPERM, errno.EROFS), "give a path that this user may use"),
     **dict.fromkeys((errno.ENAMETOOLONG, errno.ELOOP, errno.ENOTDIR, errno.EISDIR), "give another path"),
     **dict.fromkeys((errno.EIO, errno.ESTALE), "its disk or its network does not work"),
 }
-_LIMITS = {  # by what a process may not have more of
+_LIMITS = {  # by the resource of a process that is limited
     errno.EMFILE: "open files are at their limit: raise it (ulimit -n)",
     errno.ENFILE: "the open files of this machine are at their limit: close other programs",
 }
@@ -70,7 +70,7 @@ TOO_MANY_PROCESSES = (
 
 
 def about_system(error: BaseException) -> str | None:
-    """The message for an error that a file, a disk, or a limit of this machine or user has caused; None for others."""
+    """Return the message for an error caused by a file, a disk, or a limit of this machine or user; None for others."""
     if isinstance(error, RuntimeError):  # Python's, or a C++ library's
         if str(error) in ("can't start new thread", os.strerror(errno.EAGAIN)):
             return TOO_MANY_PROCESSES
@@ -90,10 +90,10 @@ def about_system(error: BaseException) -> str | None:
 
 
 def status_of(command: Callable[[], int | None]) -> int:
-    """Run a command, and return its exit status: its own, 0 if it has none, or that of what has ended it.
+    """Run a command, and return its exit status: its result, 0 if it is None, or the status of the error that ended it.
 
-    That is 2 for an error that the user can correct (the message says how), such as a full disk, 130 for Ctrl-C, and 1
-    if the reader of the output has exited, as `head` does.
+    The status is 2 for an error that the user can correct (the message says how), such as a full disk, 130 for Ctrl-C,
+    and 1 if the reader of the output has exited, as `head` does.
     """
     open_streams()
     try:
@@ -119,5 +119,5 @@ def status_of(command: Callable[[], int | None]) -> int:
 
 def require_text(text: str, argument: str) -> None:
     """Raise `InputError` for the value of an argument that is not text in the terminal's encoding."""
-    is_text = not any("\ud800" <= character <= "\udfff" for character in text)  # what Python has for other bytes
+    is_text = not any("\ud800" <= character <= "\udfff" for character in text)  # Python's characters for other bytes
     require(is_text, f"{argument} is no valid text in the terminal's encoding; give UTF-8", argument)

@@ -63,7 +63,7 @@ def check_free(folder: Path) -> None:
 
 @contextlib.contextmanager
 def _all_or_nothing(folder: Path) -> Iterator[Path]:
-    """The place to write the files of a folder: another folder, which is renamed when it is complete.
+    """Yield the place to write the files of a folder: a different folder, which is renamed when it is complete.
 
     An empty folder that exists may be a mount point, or the user's working directory, so it is kept and gets the files
     directly. If writing fails, for example because the disk is full, no files remain.
@@ -85,7 +85,7 @@ def _all_or_nothing(folder: Path) -> Iterator[Path]:
 
 
 def llama_config(options: dict[str, Any]) -> dict[str, Any]:
-    """The model's sizes as the fields of transformers' LlamaConfig."""
+    """Return the model's sizes as the fields of transformers' LlamaConfig."""
     theta, scaling = options["rope_theta"], options.get("rope_scaling")
     rope = {"rope_type": "llama3" if scaling else "default", **(scaling or {}), "rope_theta": theta}
     return {
@@ -112,20 +112,20 @@ def llama_config(options: dict[str, Any]) -> dict[str, Any]:
 
 
 def token_ids(tokenizer: SPTokenizer) -> dict[str, int | None]:
-    """The ids of the special tokens; None for one that the tokenizer does not have."""
+    """Return the ids of the special tokens; None for one that the tokenizer does not have."""
     ids = {"bos_token_id": tokenizer.bos_id, "eos_token_id": tokenizer.eos_id, "pad_token_id": tokenizer.pad_id}
     return {name: id if id >= 0 else None for name, id in ids.items()}
 
 
 def tokenizer_config(model: Path, ctx_size: int) -> dict[str, Any]:
-    """The configuration with which transformers uses tokenizer.json like `SPTokenizer.encode`."""
+    """Return the configuration with which transformers uses tokenizer.json like `SPTokenizer.encode`."""
     content = model.read_bytes()
     pieces: Any = (
         HubTokenizer(content, model.parent) if is_json(content) else SentencePieceProcessor(model_proto=content)
     )
     names = {"bos": pieces.bos_id(), "eos": pieces.eos_id(), "pad": pieces.pad_id(), "unk": pieces.unk_id()}
     return {
-        "tokenizer_class": "PreTrainedTokenizerFast",  # the one that adds nothing of its own to tokenizer.json
+        "tokenizer_class": "PreTrainedTokenizerFast",  # the class that adds nothing to tokenizer.json
         "model_max_length": ctx_size,
         "model_input_names": ["input_ids", "attention_mask"],
         "clean_up_tokenization_spaces": False,
@@ -137,7 +137,7 @@ def _write(path: Path, content: dict[str, Any]) -> None:
     path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
-if __name__ == "__main__":  # an earlier name of the command, which is in distlab because it needs runs
+if __name__ == "__main__":  # an earlier name of the command; the command is in distlab because it needs runs
     from distlab.exchange.export import command
     from simplellm.errors import status_of
 

@@ -1,8 +1,8 @@
 """A tokenizer.json of Hugging Face's `tokenizers` library, with the interface of a SentencePiece model.
 
 Newer models, such as Llama 3 and SmolLM2, have no other tokenizer. The file does not say which tokens begin and end a
-document; the other files of a model's folder do. `standalone` writes that into the file, under a key of the lab's, so
-that the file alone is enough in a checkpoint.
+document; other files in a model's folder do. `standalone` adds these tokens to the file, under a key of the lab's, so
+that a checkpoint needs only this file.
 """
 
 import json
@@ -12,20 +12,20 @@ from typing import Any
 
 from simplellm.errors import require_package
 
-KEY = "lab"  # in the file, beside those of the library, which does not accept it
+KEY = "lab"  # in the file, next to the library's keys; the library does not accept it
 SPECIAL = ("bos", "eos", "pad")
 
 
 class HubTokenizer:
-    """What `SPTokenizer` asks of a SentencePiece model.
+    """The methods of a SentencePiece model that `SPTokenizer` uses.
 
     Args:
-        content: the file's, maybe from `standalone`.
-        folder: of the model, for a file that is not.
+        content: content of the file, which `standalone` may have written.
+        folder: folder of the model, for a file that `standalone` has not written.
 
     Raises:
         InputError: the library `tokenizers` is not installed.
-        ValueError: the file is no tokenizer.
+        ValueError: the file is not a tokenizer.
     """
 
     def __init__(self, content: bytes, folder: Path) -> None:
@@ -58,7 +58,7 @@ class HubTokenizer:
         return int(self.added["pad"])
 
     def unk_id(self) -> int:
-        return -1  # if there is one, the file says so itself
+        return -1  # the file names such a token if there is one
 
     def encode(self, text: str) -> list[int]:
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
@@ -73,9 +73,9 @@ class HubTokenizer:
 
 
 def special_ids(folder: Path, id_of: Any) -> dict[str, int]:
-    """The tokens that begin and end a document, and of padding, as the files of a model's folder say; -1 for none.
+    """Return the tokens of beginning, end and padding according to the files of a model's folder; -1 for none.
 
-    `id_of` is the function from a token's text to its id. A token for padding that has another meaning too is none.
+    `id_of` is the function from a token's text to its id. A padding token that has a second meaning counts as none.
     """
     named, config = (_fields_of(folder / name) for name in ("tokenizer_config.json", "config.json"))
     found: dict[str, int] = {}
@@ -90,20 +90,20 @@ def special_ids(folder: Path, id_of: Any) -> dict[str, int]:
 
 
 def standalone(content: bytes, folder: Path, vocab_size: int) -> bytes:
-    """A tokenizer.json that says its special tokens and the size of the vocabulary, which may be padded."""
+    """Return a tokenizer.json that names its special tokens and the size of the vocabulary, which may be padded."""
     added = HubTokenizer(content, folder).added | {"vocab_size": vocab_size}
     return json.dumps({KEY: added, **json.loads(content)}, ensure_ascii=False).encode()
 
 
 def original(content: bytes) -> dict[str, Any]:
-    """The fields of a tokenizer.json without what `standalone` has added."""
+    """Return the fields of a tokenizer.json without the additions of `standalone`."""
     fields: dict[str, Any] = json.loads(content)
     fields.pop(KEY, None)
     return fields
 
 
 def is_json(content: bytes) -> bool:
-    """Whether a tokenizer's file is meant to be a tokenizer.json; a SentencePiece model does not begin with a brace."""
+    """Return whether a file seems to be a tokenizer.json; a SentencePiece model does not begin with a brace."""
     return content.lstrip()[:1] == b"{" and b'"model"' in content
 
 

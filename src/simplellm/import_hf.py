@@ -1,8 +1,8 @@
 """Read a Llama in Hugging Face's format.
 
 The folder contains config.json, model.safetensors (or its parts and their index) and tokenizer.model, or tokenizer.json
-alone. Models with features that the lab's Llama does not have are refused, and so is a config.json with fields that the
-lab does not know. Nothing is unpickled: a pytorch_model.bin may contain any program.
+alone. The lab refuses models with features that its Llama does not have, and a config.json with fields that it does not
+know. Nothing is unpickled: a pytorch_model.bin may contain any program.
 """
 
 import atexit
@@ -36,7 +36,7 @@ Shape = tuple[int, ...]
 
 
 def is_llama(folder: Path) -> bool:
-    """Whether a folder is in Hugging Face's format; a run's config.json does not have a model_type."""
+    """Return whether a folder is in Hugging Face's format; a run's config.json does not have a model_type."""
     if (folder / WEIGHTS).exists() or (folder / INDEX).exists():
         return True
     with contextlib.suppress(InputError):
@@ -45,7 +45,7 @@ def is_llama(folder: Path) -> bool:
 
 
 def read_llama(folder: Path) -> SavedModel:
-    """The model in a folder in Hugging Face's format, in float32 and with an untied head.
+    """Return the model in a folder in Hugging Face's format, in float32 and with an untied head.
 
     Raises:
         InputError: a file is missing or damaged, or the model has features that the lab's Llama does not have.
@@ -62,7 +62,7 @@ def read_llama(folder: Path) -> SavedModel:
     options["padding_idx"] = tokenizer.pad_id if tokenizer.pad_id >= 0 else None
     empty = LLama(CausalLLama, **options, device="meta")
     shapes = {name: tuple(parameter.shape) for name, parameter in empty.named_parameters()}
-    # As in transformers 5, a head of its own is used even if the configuration says that there is none.
+    # As in transformers 5, a separate head is used even if the configuration says that there is none.
     tied = config.get("tie_word_embeddings") is True and HEAD not in stored
     parameters = _parameters(folder, stored, shapes, tied)
     if content is None:
@@ -91,7 +91,7 @@ def _refuse(path: Path, key: str, value: Any, wanted: str) -> InputError:
     return InputError(f"{path}: {key} is {json.dumps(value)}: {wanted}")
 
 
-# Fields that do not change what the model computes, whatever they say.
+# Fields that, whatever their values, do not change the result of the model.
 WITHOUT_EFFECT = re.compile(
     r"""_.*|unsloth_.*|transformers_version|transformers\.js_config|architectures|torch_dtype|dtype|use_cache|
     (bos|eos|pad|sep|decoder_start)_token_id|initializer_range|pretraining_tp|is_llama_config|tokenizer_class|
@@ -123,14 +123,14 @@ def _check_kind(path: Path, config: dict[str, Any]) -> None:
     if config.get("quantization_config"):
         raise _refuse(path, "quantization_config", config["quantization_config"], "give a model that is not quantized")
     for key, value in config.items():
-        is_off = value is None or value is False  # what is not there, or not used
+        is_off = value is None or value is False  # absent, or not used
         if key not in KNOWN and not is_off and not WITHOUT_EFFECT.fullmatch(key):
             wanted = "the lab does not know what it changes; remove it from a copy of the file if that is nothing"
             raise _refuse(path, key, value, wanted)
 
 
 def _rope(path: Path, config: dict[str, Any]) -> dict[str, Any]:
-    """Theta and scaling of the rotary positions: as transformers reads them, from where versions 4 and 5 have them."""
+    """Return theta and scaling of the rotary positions, read like transformers from the fields of versions 4 and 5."""
     key = next((key for key in ("rope_scaling", "rope_parameters") if config.get(key)), "rope_parameters")
     rope = config.get(key) or {}
     kind = rope.get("rope_type", rope.get("type", "default")) if isinstance(rope, dict) else None
@@ -154,7 +154,7 @@ def _rope(path: Path, config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _options(path: Path, config: dict[str, Any]) -> dict[str, Any]:
-    """Keyword arguments for the models of `simplellm.llama`, with transformers' defaults for missing fields."""
+    """Return keyword arguments for the models of `simplellm.llama`, with transformers' defaults for missing fields."""
 
     def size(key: str, default: int | None = None) -> int:
         value = default if config.get(key) is None else config[key]
@@ -204,10 +204,10 @@ def _options(path: Path, config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _tokenizer(folder: Path, vocab_size: int, rows: int) -> tuple[SPTokenizer, bytes | None]:
-    """The tokenizer in a folder, and the content of a file to keep instead of the one there, if that is not complete.
+    """Return the tokenizer in a folder, and the content of a file to keep in its place if it is not complete.
 
-    A complete one says its special tokens, and has as many tokens as the model, whose vocabulary may be padded: as many
-    as the embedding has rows.
+    A complete tokenizer names its special tokens, and has as many tokens as the embedding of the model, whose
+    vocabulary may be padded, has rows.
     """
     path = folder / "tokenizer.model"
     if not path.exists():
@@ -236,7 +236,7 @@ def _tokenizer(folder: Path, vocab_size: int, rows: int) -> tuple[SPTokenizer, b
 
 
 def remarks(folder: Path) -> list[str]:
-    """What of a model's tokenizer the lab does not use, in sentences."""
+    """Return sentences on the features of a model's tokenizer that the lab does not use."""
     found, path = [], folder / "tokenizer_config.json"
     config = _read_json(path) if path.exists() else {}
     has_bos = config.get("add_bos_token", config.get("tokenizer_class") in ("LlamaTokenizer", "LlamaTokenizerFast"))
@@ -251,7 +251,7 @@ def remarks(folder: Path) -> list[str]:
 
 
 def _stored(folder: Path) -> dict[str, tuple[Path, Shape]]:
-    """The file and the shape of each tensor, from the headers of the files; no tensor is read."""
+    """Return the file and the shape of each tensor, from the headers of the files; no tensor is read."""
     where = _files_of(folder)
     stored: dict[str, tuple[Path, Shape]] = {}
     for path in dict.fromkeys(where.values()):
@@ -293,7 +293,7 @@ def _opened(path: Path) -> Iterator[Any]:
 def _parameters(
     folder: Path, stored: dict[str, tuple[Path, Shape]], shapes: dict[str, Shape], tied: bool
 ) -> dict[str, Tensor]:
-    """The tensors of all parameters, read from their files and converted to float32."""
+    """Return the tensors of all parameters, read from their files and converted to float32."""
     parameters: dict[str, Tensor] = {}
     for path in dict.fromkeys(path for path, _ in stored.values()):
         with _opened(path) as file:
@@ -310,7 +310,7 @@ def _parameters(
 
 
 def _files_of(folder: Path) -> dict[str, Path]:
-    """The file of each tensor."""
+    """Return the file of each tensor."""
     path, index = folder / WEIGHTS, folder / INDEX
     if path.exists():
         with _opened(path) as file:
@@ -331,9 +331,9 @@ def _files_of(folder: Path) -> dict[str, Path]:
 
 
 def _is_ours(path: Path, name: str, shapes: dict[str, Shape]) -> bool:
-    """Whether to read a tensor; raises `InputError` for one that would change what the model computes."""
+    """Return whether to read a tensor; raise `InputError` for one that would change the result of the model."""
     if name.endswith(".rotary_emb.inv_freq"):
-        return False  # in old files: the frequencies, which follow from rope_theta
+        return False  # frequencies in old files, which follow from rope_theta
     if name not in shapes:
         raise InputError(f"{path}: has a tensor {name}, for which the lab's Llama has no place")
     return True
@@ -350,7 +350,7 @@ def _widened(path: Path, name: str, tensor: Tensor, shape: Shape) -> Tensor:
     return tensor.float()
 
 
-if __name__ == "__main__":  # an earlier name of the command, which is in distlab because it needs runs
+if __name__ == "__main__":  # an earlier name of the command; the command is in distlab because it needs runs
     from distlab.exchange.import_hf import command
     from simplellm.errors import status_of
 

@@ -1,7 +1,7 @@
 """Initial weights as a function of (seed, parameter's name, full shape).
 
-A pipeline stage, a tensor-parallel shard and the whole model therefore start equal, on every rank and whatever was
-built before: no random generator is shared, and the global generators are not used.
+A pipeline stage, a tensor-parallel shard and the whole model therefore start with equal weights, on every rank and in
+any order of construction: no random generator is shared, and the global generators are not used.
 """
 
 import hashlib
@@ -14,7 +14,7 @@ INITIAL_STD = 0.02
 
 
 def initial_weight(seed: int, name: str, shape: Sequence[int]) -> Tensor:
-    """The initial value of one parameter: N(0, 0.02) for a matrix, ones for the gain of a norm, zeros for a bias.
+    """Return the initial value of one parameter: N(0, 0.02) for a matrix, ones for a norm's gain, zeros for a bias.
 
     Args:
         seed: the run's seed.

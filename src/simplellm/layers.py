@@ -23,7 +23,7 @@ OutputPlace = Callable[[Sequence[int], Tensor], Tensor | None]
 class Linear(nn.Linear):
     """x @ weight.T + bias, if there is one, in the dtype of `x`; the parameters are float32."""
 
-    adds_bias = True  # whether the layer does so itself, or the module that it is in
+    adds_bias = True  # whether the layer adds the bias, or the module that contains it
 
     def reset_parameters(self) -> None:
         """Do nothing: `initialize` sets the weight, and the global random generator must not be used."""
@@ -46,7 +46,7 @@ class Linear(nn.Linear):
 class _Linear(torch.autograd.Function):
     """A linear map with a float32 weight, which is cast for a bfloat16 input.
 
-    Each pass casts it anew: a copy for the backward pass would be kept for each micro-batch under way.
+    Each pass casts it again, because a copy for the backward pass would be kept for each micro-batch in progress.
 
     With `defer`, the weight is detached, and the backward pass passes the factors of its gradient to `defer`. With
     `in_place`, the gradient is written where it belongs (see `gradient_of`).
@@ -123,15 +123,15 @@ class _RMSNormFunction(torch.autograd.Function):
 def rotary_tables(
     ctx_size: int, head_dim: int, theta: float, device: torch.device, scaling: RopeScaling | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Cosine (ctx, 1, head_dim) and sine (ctx, 1, head_dim / 2) of each position's angles, in float32.
+    """Return the cosine (ctx, 1, head_dim) and sine (ctx, 1, head_dim / 2) of each position's angles, in float32.
 
     Pair i of a head rotates by theta^(-2i / head_dim) per position (Su et al., arXiv 2104.09864). The cosine is
     repeated for both halves of the head.
     """
     with torch.inference_mode(False):  # a table created while generating text must also work in training
         pairs = torch.arange(0, head_dim, 2, dtype=torch.float32, device=device) / head_dim
-        # As transformers rounds it: at the end of a long context, a frequency's last digit is seen in the logits. With
-        # the lab's own base, it is rounded as in earlier revisions, whose runs thus go on bit for bit.
+        # Rounded like transformers: at the end of a long context, a frequency's last digit shows in the logits. With
+        # the lab's own base, it is rounded as in earlier revisions, whose runs thus resume bit for bit.
         frequencies = theta**-pairs if theta == ROPE_THETA else 1 / theta**pairs
         if scaling is not None:
             frequencies = _scaled(frequencies, scaling)
@@ -140,7 +140,7 @@ def rotary_tables(
 
 
 def _scaled(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
-    """Divide low frequencies by the factor, keep high ones, and go over from one to the other between them.
+    """Divide low frequencies by the factor, keep high ones, and interpolate between them.
 
     As in Llama 3.1 (Grattafiori et al., arXiv 2407.21783) and transformers' rope_type "llama3".
     """
@@ -166,9 +166,9 @@ class Rotate(torch.autograd.Function):
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor, direction: int) -> Tensor:
-    # A head's halves are the two coordinates ("rotate-half"). Views of them save the usual concatenation and negation.
+    # A head's halves are the two coordinates ("rotate-half"). Views avoid the usual concatenation and negation.
     y = x * cos  # float32
-    # CUDA's kernels round to bfloat16 as they write; a CPU's would copy first.
+    # CUDA's kernels round to bfloat16 while writing; a CPU's would copy first.
     rotated = torch.empty_like(x) if x.is_cuda and x.dtype != y.dtype else y
     (first, second), (y_first, y_second) = x.chunk(2, dim=-1), y.chunk(2, dim=-1)
     rotated_first, rotated_second = rotated.chunk(2, dim=-1)

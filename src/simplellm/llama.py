@@ -3,7 +3,7 @@
 The model is that of Touvron et al. (arXiv 2302.13971): pre-norm blocks with RMSNorm, rotary positions, causal
 attention (optionally grouped-query) and SwiGLU, usually without biases, and with an untied head. Parameters have the
 names of Hugging Face's ``LlamaForCausalLM``. A stage's parameters have the same names as in the whole model: state
-dicts load in both directions, and those of all stages together are that of the whole model.
+dicts load in both directions, and the state dicts of all stages together make up the whole model's.
 
 With `dtype` bfloat16 the model computes in mixed precision: parameters, their gradients, the residual stream, the
 statistics of the norms and the logits are float32; everything between a norm and the next residual sum is bfloat16.
@@ -41,7 +41,7 @@ class LayerCache:
         self._values: Tensor | None = None
 
     def append(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Add those of the next positions, (batch, heads, seq, head_dim); returns those of all positions so far."""
+        """Add the next positions' keys and values, (batch, heads, seq, head_dim); return all positions' so far."""
         if self._keys is None or self._values is None:
             batch, heads, _, head_dim = keys.shape
             self._keys, self._values = keys.new_empty(2, batch, heads, self.ctx_size, head_dim)
@@ -167,17 +167,17 @@ class LLamaPart(nn.Module):
         first_layer: the index in the whole model of this part's first layer. The default is right for a pipeline whose
             stages hold `n_layers` layers each, one stage a rank in the order of ranks: rank * n_layers where
             torch.distributed is initialised, else 0. In any other layout, such as several pipelines, give it to every
-            stage; a first or last stage where the default expects another refuses to be built without it.
+            stage; without it, a first or last stage on an unexpected rank is refused.
         document_end: the token that ends a document, beyond which no token attends; None if all may. A stage without
-            the embedding needs `part` on each call then, since it does not see the tokens.
-        recompute: what the backward pass computes again instead of keeping it: "blocks", the inside of each block, one
-            block at a time; "all", the norm before the head, too.
+            the embedding then needs `part` on each call, because it does not see the tokens.
+        recompute: the activations that the backward pass computes again instead of keeping them: "blocks", the inside
+            of each block, block by block; "all", also the norm before the head.
         head_dim: width of a head, even; dmodel / num_heads if None.
         rope_scaling: the fields of `RopeScaling`, for rotary positions that are scaled as in Llama 3.1.
         attention_bias, mlp_bias: whether the linear layers there have biases.
 
     Attributes:
-        options: the arguments that make the same model again, but for weights and device.
+        options: the arguments that make the same model again, except for weights and device.
 
     Raises:
         InputError: the sizes do not fit together, or the default of `first_layer` does not fit the ranks; on a call,
@@ -266,7 +266,7 @@ class LLamaPart(nn.Module):
         initialize(self, seed)
 
     def _stage_of_rank(self) -> int:
-        """This part's stage in a pipeline of all ranks."""
+        """Return this part's stage in a pipeline of all ranks."""
         is_whole = self.has_embedding and self.has_head
         if is_whole or not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
             return 0
@@ -283,7 +283,7 @@ class LLamaPart(nn.Module):
         """Token ids (batch, seq) or float32 activations (batch, seq, dmodel) -> logits or activations, float32.
 
         With a `cache` (see `new_cache`), `x` continues the inputs of earlier calls with the same cache. With a `part`,
-        the tokens stand and attend as it says.
+        it determines the positions and the attention of the tokens.
         """
         if part is None and cache is None:
             part = self.part_of(x)
@@ -306,7 +306,7 @@ class LLamaPart(nn.Module):
         return x.contiguous()
 
     def part_of(self, ids: Tensor) -> SequencePart | None:
-        """What token ids (batch, seq) attend to where documents end; None if the model pays no attention to that.
+        """Return how token ids (batch, seq) attend within documents; None if the model ignores documents.
 
         Raises:
             InputError: `ids` are activations.
@@ -323,7 +323,7 @@ class LLamaPart(nn.Module):
         return self.lm_head(self.model.norm(x)).float()
 
     def new_cache(self) -> list[LayerCache]:
-        """An empty cache of keys and values for each layer, for generating text without gradients."""
+        """Return an empty cache of keys and values for each layer, for generating text without gradients."""
         return [LayerCache(self.ctx_size) for _ in self.model.layers]
 
 
@@ -340,7 +340,7 @@ class LLamaFirstStage(LLamaPart):
     has_embedding = True
 
     def embed(self, ids: Tensor) -> Tensor:
-        """Calls the stage; this is the name that the pipeline scripts use."""
+        """Call the stage; the pipeline scripts use this name."""
         activations: Tensor = self(ids)
         return activations
 

@@ -10,10 +10,10 @@ from simplellm.errors import InputError
 
 
 def causalLLMLoss(logits: Tensor, target: Tensor, vocab_size: int) -> Tensor:
-    """Mean cross-entropy, in nats, of each token given the tokens before it.
+    """Return the mean cross-entropy, in nats, of each token given the tokens before it.
 
     The function does the shift: position t of `logits` predicts token t + 1 of `target`, so `target` is the same tensor
-    that went into the model.
+    as the model's input.
 
     Args:
         logits: (batch, seq, vocab), in any floating dtype; the loss is computed in float32.
@@ -35,16 +35,16 @@ def causalLLMLoss(logits: Tensor, target: Tensor, vocab_size: int) -> Tensor:
 def next_token_loss(
     logits: Tensor, next_tokens: Tensor, ignored: Tensor | None = None, predictions: float | None = None
 ) -> Tensor:
-    """Cross-entropy, in nats, of tokens given the logits at the positions before them.
+    """Return the cross-entropy, in nats, of tokens given the logits at the positions before them.
 
     The general form, for parts of sequences: the token after a part's last one is in another part.
 
     Args:
         logits: (batch, seq, vocab), in any floating dtype; the loss is computed in float32.
-        next_tokens: (batch, seq), int64, on any device: what each position predicts.
+        next_tokens: (batch, seq), int64, on any device: the token that each position predicts.
         ignored: (batch, seq), bool: positions that predict nothing; by default, the last one of each sequence.
-        predictions: by how many the sum is divided: those of the whole batch, of which this may be a part; by default
-            batch * (seq - 1).
+        predictions: divisor of the sum: the number of predictions of the whole batch, of which this may be a part; by
+            default batch * (seq - 1).
 
     Returns:
         A float32 scalar.
@@ -63,11 +63,11 @@ class _NextTokenLoss(torch.autograd.Function):
         probabilities, next_token = logits.softmax(dim=-1), next_tokens.unsqueeze(-1)
         ctx.save_for_backward(probabilities, next_token)
         ctx.ignored, ctx.predictions = ignored, predictions or next_tokens[:, 1:].numel()
-        # The log of the greatest probability, which is never 0, as that of the next token may be; and the distance from
-        # it. Logits are subtracted from each other first, because they may be large.
+        # The log of the greatest probability, which is never 0 (the next token's may be), and the distance from it.
+        # Logits are subtracted from each other first, because they may be large.
         distance = logits.amax(-1, keepdim=True) - logits.gather(-1, next_token)
         losses = (distance - probabilities.amax(-1, keepdim=True).log()).squeeze(-1)
-        # Cutting the last position off the logits, rather than off the result, would copy them.
+        # To cut the last position off the logits, instead of the result, would copy them.
         losses = losses[:, :-1] if ignored is None else losses.masked_fill(ignored, 0)
         return losses.sum() / ctx.predictions
 

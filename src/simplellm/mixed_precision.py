@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 def widen(x: Tensor) -> Tensor:
-    """`x` in float32 if it is bfloat16 on a CPU without bfloat16 instructions, else `x` itself.
+    """Return `x` in float32 if it is bfloat16 on a CPU without bfloat16 instructions, else `x` itself.
 
     A bfloat16 matrix product has bfloat16 factors, is summed in float32 and rounded at the end. A CPU without such
     instructions computes the same from float32 factors, about five times faster than by emulation.

@@ -9,7 +9,7 @@ Recompute = Literal["none", "blocks", "all"]
 
 
 class RopeScaling(NamedTuple):
-    """How Llama 3.1 and later slow down the rotary positions of long wavelengths, in transformers' words."""
+    """The slower rotary positions of long wavelengths in Llama 3.1 and later, with transformers' names."""
 
     factor: float  # by which wavelengths of more than original / low_freq_factor positions grow
     low_freq_factor: float
@@ -18,7 +18,7 @@ class RopeScaling(NamedTuple):
 
     @classmethod
     def of(cls, values: Mapping[str, Any] | None) -> "RopeScaling | None":
-        """From a dictionary that may have further keys, as in a file; `InputError` if a value cannot be right."""
+        """Read a dictionary, as from a file, which may have further keys; `InputError` if a value cannot be right."""
         if values is None:
             return None
         numbers = [values.get(name) for name in cls._fields]

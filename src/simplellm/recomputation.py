@@ -17,20 +17,20 @@ from simplellm.weight_gradients import current
 
 
 class Observer(Protocol):
-    """Counts activations. The object that a method returns is kept as long as the tensor is, or would be, in memory."""
+    """Counts activations. A method's result is held for as long as the tensor is, or would be, in memory."""
 
     def keep(self, tensor: Tensor) -> object:
-        """A tensor is kept that would also be kept without recomputation."""
+        """Count a tensor that would also be kept without recomputation."""
 
     def keep_again(self, tensor: Tensor) -> object:
-        """A tensor is kept because of recomputation: an input, or a tensor that has been computed again."""
+        """Count a tensor that is kept because of recomputation: an input, or a tensor that has been computed again."""
 
     def leave_out(self, tensor: Tensor) -> object:
-        """A tensor is not kept that would be kept without recomputation."""
+        """Count a tensor that is not kept but would be without recomputation."""
 
 
-observers: list[Observer] = []  # those that count now
-_is_inside = False  # whether a call runs whose activations are recomputed
+observers: list[Observer] = []  # the observers that count now
+_is_inside = False  # whether a call with recomputed activations is running
 
 
 class _CompleteError(Exception):
@@ -38,13 +38,13 @@ class _CompleteError(Exception):
 
 
 class Recomputed:
-    """One call of a function, of which only the inputs are kept.
+    """One call of a function that keeps only its inputs.
 
     Autograd hands over each tensor that the backward pass will need, and gets a number instead. When the backward pass
     asks for the first tensor, the function runs again. The tensors that autograd hands over in this second run, in the
     same order, are kept until the backward pass asks for them. The second run stops after the last of them, because the
     rest, such as the last product of a transformer block, is needed only for the output; its graph is dropped. The
-    gradients pass through the graph of the first run. So their values, their order and all hooks are the same as
+    gradients pass through the graph of the first run, so their values, their order and all hooks are the same as
     without recomputation.
 
     Args:
@@ -70,7 +70,7 @@ class Recomputed:
             return self._function(*inputs)
 
     def compute(self) -> None:
-        """Compute again what the backward pass needs, which calls this itself unless somebody has called it before."""
+        """Compute again the tensors for the backward pass, which calls this method unless it has been called before."""
         numbers = itertools.count()
 
         def keep(tensor: Tensor) -> None:
@@ -85,7 +85,7 @@ class Recomputed:
             contexts.enter_context(torch.enable_grad())
             contexts.enter_context(saved_tensors_hooks(keep, self._take))
             contexts.enter_context(_inside())
-            if self._weight_gradients is not None:  # by which layers save other tensors
+            if self._weight_gradients is not None:  # under which layers save different tensors
                 contexts.enter_context(self._weight_gradients.applied())
             # In here: in Python 3.10, an exception that leaves a generator's context becomes part of a reference cycle,
             # and the cycle keeps the tensors of all its frames.

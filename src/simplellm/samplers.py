@@ -1,4 +1,4 @@
-"""Which rows of a finite data set each step trains on: epoch after epoch, in random order."""
+"""The rows of a finite data set for each step: epoch after epoch, in random order."""
 
 import torch
 from torch import Tensor
@@ -38,7 +38,7 @@ class BatchSampler:
         return batch
 
     def state_dict(self) -> dict[str, int]:
-        """The position: `offset` rows of epoch number `epoch` have been used.
+        """Return the position: `offset` rows of epoch number `epoch` have been used.
 
         It is the same on every rank and does not depend on layout or batch size, so a run may be resumed with others.
         """

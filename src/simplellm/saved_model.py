@@ -18,8 +18,8 @@ class SavedModel:
     Attributes:
         options: keyword arguments for the models of `simplellm.llama`, except device, dtype and seed.
         parameters: by name, float32.
-        tokenizer: path of its tokenizer, as `SPTokenizer` reads it.
-        step: number of steps that it has been trained for; None if unknown.
+        tokenizer: path of the tokenizer, as `SPTokenizer` reads it.
+        step: number of training steps so far; None if unknown.
     """
 
     options: dict[str, Any]
@@ -37,7 +37,7 @@ class SavedModel:
         return sum(parameter.numel() for parameter in self.parameters.values())
 
     def build(self, device: torch.device | str = "cpu") -> CausalLLama:
-        """The whole model with the saved parameters.
+        """Return the whole model with the saved parameters.
 
         Raises:
             InputError: a parameter is not finite, as after a run that has diverged.

@@ -23,14 +23,14 @@ SPLITS = ("train", "validation")
 
 
 def choose_source(data: str) -> tuple[str, str]:
-    """The source that `data` stands for, and a phrase about it.
+    """Return the source that `data` stands for, and a phrase about it.
 
     Args:
         data: as for `TinyStories`.
 
     Returns:
         "sample", "tinystories" or a path, never "auto"; and a phrase for the log that names the source and, for "auto",
-        the reason.
+        the reason for it.
         "auto" is the hub's TinyStories if it is cached or can be reached, else the generator; without a network, this
         function takes at most 2 seconds.
     """
@@ -58,30 +58,30 @@ class Source(ABC):
     """Documents in a fixed order.
 
     Attributes:
-        advice: what to do if there are too few documents.
+        advice: advice to the user if there are too few documents.
     """
 
     advice = "give a longer file"
 
     @abstractmethod
     def read(self, start: int) -> Iterator[str]:
-        """The documents from number `start` to the last; none if there are fewer."""
+        """Return the documents from number `start` to the last; none if `start` is beyond it."""
 
     def count(self) -> int:
-        """Number of documents."""
+        """Return the number of documents."""
         return sum(1 for _ in self.read(0))
 
     @cached_property
     def has_text(self) -> bool:
-        """Whether any document is not blank. Reads no further than the first that is not."""
+        """Whether any document is not blank. Reads only up to the first such document."""
         return any(document.strip() for document in self.read(0))
 
     def no_text(self) -> InputError:
-        """The error for a source without text."""
+        """Return the error for a source without text."""
         return InputError("there is no document to read")
 
     def documents(self, start: int) -> Iterator[str]:
-        """The documents from number `start` on, endlessly: the first follows the last.
+        """Yield the documents from number `start` on, endlessly: after the last comes the first.
 
         Raises:
             InputError: there are no documents, or all are blank.
@@ -97,10 +97,10 @@ class Source(ABC):
 
 
 def open_source(data: str, split: str, seed: int, revision: str | None = None) -> Source:
-    """The documents of a split, from what `choose_source` returned.
+    """Return the documents of a split, from a source that `choose_source` returned.
 
     Args:
-        revision: of the hub's data set; by default the newest one, of those in the local cache if there are any.
+        revision: revision of the hub's data set; by default the newest in the local cache, if any, else the newest.
 
     Raises:
         InputError: `data` cannot be read.
@@ -119,11 +119,11 @@ def open_source(data: str, split: str, seed: int, revision: str | None = None) -
 
 
 def open_file(data: str, wanted: str = "give a .txt, .jsonl or .parquet file") -> Source:
-    """All documents of a file.
+    """Return all documents of a file.
 
     Args:
-        data: its path.
-        wanted: what an error message is to advise.
+        data: path of the file.
+        wanted: the advice in error messages.
 
     Raises:
         InputError: it cannot be read.
@@ -188,8 +188,8 @@ class Part(Source):
 class Text(Source):
     """A .txt file: documents between "<|endoftext|>", or between blank lines.
 
-    The former if there is a line that begins or ends with that marker. A file with neither is one document, even if it
-    has a story on each line.
+    The marker separates if a line begins or ends with it. A file with neither is one document, even if it has a story
+    on each line.
     """
 
     MARKER = b"<|endoftext|>"
@@ -206,7 +206,7 @@ class Text(Source):
             yield b"".join(lines).decode().replace("\r\n", "\n").strip()
 
     def _blocks(self) -> Iterator[list[bytes]]:
-        """The lines of each document that is not blank."""
+        """Yield the lines of each document that is not blank."""
         block: list[bytes] = []
         for part in chain(self._parts(), [None]):
             if part is not None:
@@ -217,7 +217,7 @@ class Text(Source):
             block = []
 
     def _parts(self) -> Iterator[bytes | None]:
-        """Lines, or parts of them; None where a document ends."""
+        """Yield lines, or parts of them, and None where a document ends."""
         for line in _lines(self._path):
             if not self._is_marked:
                 yield line if line.strip() else None
@@ -313,11 +313,11 @@ class Hub(Source):
 
 
 def cached_files(split: str, revision: str | None = None) -> list[Path]:
-    """The Parquet files of the hub's TinyStories in the local cache, in order; [] if they are not all there.
+    """Return the Parquet files of the hub's TinyStories in the local cache, in order; [] if they are not all there.
 
     Args:
         split: "train" or "validation".
-        revision: of the data set; by default the one that was cached last.
+        revision: revision of the data set; by default the one that was cached last.
 
     Raises:
         OSError: the cache or one of the files cannot be read, or a file is not a complete Parquet file.
@@ -350,10 +350,10 @@ def _check_ends(path: Path) -> None:
 
 
 def hub_revision() -> str | None:
-    """The revision of the hub's TinyStories that `open_source` would read now; None if it cannot be known."""
+    """Return the revision of the hub's TinyStories that `open_source` would read now; None if it cannot be known."""
     try:
         files = cached_files("train")
-    except OSError:  # which `open_source` tells of
+    except OSError:  # `open_source` reports it
         return None
     if files:
         return next(path.name for path in files[0].parents if path.parent.name == "snapshots")
@@ -361,12 +361,12 @@ def hub_revision() -> str | None:
 
 
 def hub_problem(seconds: float = 2.0) -> str | None:
-    """Why the hub's TinyStories cannot be reached; None if it can. Takes at most `seconds`."""
+    """Return why the hub's TinyStories cannot be reached; None if it can. Takes at most `seconds`."""
     return _ask_hub(seconds)[0]
 
 
 def _ask_hub(seconds: float) -> tuple[str | None, str | None]:
-    """Why the hub cannot be reached, and the newest revision of TinyStories there; either is None."""
+    """Return why the hub cannot be reached, and its newest revision of TinyStories; one of them is None."""
     from huggingface_hub.constants import HF_HUB_OFFLINE
 
     if HF_HUB_OFFLINE:
@@ -394,7 +394,7 @@ def _unusable(data: object, why: str) -> InputError:
 
 
 def _line(error: Exception) -> str:
-    """An exception as one short line."""
+    """Return an exception as one short line."""
     first = str(error).strip().partition("\n")[0]
     return first[:150] or type(error).__name__
 
@@ -407,7 +407,7 @@ def _opened(path: Path) -> BinaryIO:
 
 
 def _lines(path: Path) -> Iterator[bytes]:
-    """The lines of a file, without the byte-order mark at its beginning, if there is one."""
+    """Yield the lines of a file, without the byte-order mark at its beginning, if there is one."""
     with _opened(path) as file:
         if file.read(len(codecs.BOM_UTF8)) != codecs.BOM_UTF8:
             file.seek(0)
@@ -433,7 +433,7 @@ def _check_text(path: Path) -> None:
 
 @contextmanager
 def _parquet(path: Path) -> Iterator[Any]:
-    """A Parquet file with a column "text"; errors when it is opened or read become an InputError."""
+    """Yield a Parquet file with a column "text"; errors when it is opened or read become an InputError."""
     require_package("pyarrow", f"data {path}", "data")
     from pyarrow import ArrowException, parquet  # type: ignore[import-untyped]  # here, because it takes 0.2 s
 

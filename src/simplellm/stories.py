@@ -42,7 +42,7 @@ class Choice(NamedTuple):
 
 Template = tuple["str | Slot | Choice", ...]
 Row = dict[str, Template]  # one line of a table: column name -> value
-Scene = dict[str, str]  # what the slots stand for in one story
+Scene = dict[str, str]  # the words for the slots in one story
 Chance = Callable[[], float]  # uniform in [0, 1)
 T = TypeVar("T")
 
@@ -61,10 +61,11 @@ NAMES = 3
 
 
 def story(index: int, seed: int = 0, split: str = "train") -> str:
-    """Story number `index` of an endless series: about 200 words in 3 to 6 paragraphs, separated by blank lines.
+    """Return story number `index` of an endless series: some 200 words in 3 to 6 paragraphs, separated by blank lines.
 
-    A pure function of its arguments, the same on every machine and in every version of Python, so any story can be
-    generated without the ones before it. Another `seed` or `split` ("train", "validation") gives other stories.
+    A pure function of its arguments, with the same result on every machine and in every version of Python, so any story
+    can be generated without the ones before it. A different `seed` or `split` ("train", "validation") gives different
+    stories.
     """
     # In the module `random`, only the sequence of random() is guaranteed to stay the same in later versions of Python.
     chance = Random(f"{seed}/{split}/{index}").random
@@ -75,7 +76,7 @@ def story(index: int, seed: int = 0, split: str = "train") -> str:
 
 
 def pick(options: Sequence[T], chance: Chance, power: int = 1) -> T:
-    """One of the options, all equally likely; with a higher power, earlier options are more likely.
+    """Draw one of the options, all equally likely; with a higher power, earlier options are more likely.
 
     Of three options, power 2 gives 58, 24 and 18 percent; of 80, power 3 gives 23 percent to the first and 0.4 to the
     last. Real text is similarly uneven (Zipf's law): a few words are very frequent, and many are rare.
@@ -87,7 +88,7 @@ def pick(options: Sequence[T], chance: Chance, power: int = 1) -> T:
 
 
 def tell(template: Template, scene: Scene, chance: Chance) -> str:
-    """The template in one of its wordings, with the words of the scene in its slots."""
+    """Return the template in one of its wordings, with the words of the scene in its slots."""
     told = []
     for part in template:
         if isinstance(part, str):
@@ -103,7 +104,7 @@ def tell(template: Template, scene: Scene, chance: Chance) -> str:
 
 
 def article(word: str) -> str:
-    """The indefinite article before a word of these stories: "a" or "an"."""
+    """Return the indefinite article before a word of these stories: "a" or "an"."""
     return "an" if word[0] in "aeio" or word.startswith(("um", "un", "up")) else "a"
 
 
@@ -117,10 +118,10 @@ _GENDERS = tuple(_PRONOUNS)
 
 
 def cast(hero: str, chance: Chance) -> Scene:
-    """The words for the characters of a story: the hero, a friend, another character, and a grown-up.
+    """Return the words for the characters of a story: the hero, a friend, another character, and a grown-up.
 
     `{hero}` is the hero's name, and `{he}`, `{him}`, `{his}`, `{himself}`, `{kind}` (girl, rabbit, ...) are the hero's;
-    those of the others carry their role: `{friend}`, `{friend.he}`, `{elder.his}` and so on.
+    the others' words carry their role: `{friend}`, `{friend.he}`, `{elder.his}` and so on.
     """
     if hero == "either":
         hero = pick(("child", "animal"), chance)
@@ -164,7 +165,7 @@ def add_row(scene: Scene, table: Sequence[Row], chance: Chance) -> None:
 
 
 def _another(options: Sequence[str], taken: list[str], chance: Chance, power: int) -> str:
-    """An option that is not in `taken`; adds it to `taken`."""
+    """Draw an option that is not in `taken`, and add it to `taken`."""
     while (option := pick(options, chance, power)) in taken:
         pass
     taken.append(option)
@@ -175,7 +176,7 @@ def _another(options: Sequence[str], taken: list[str], chance: Chance, power: in
 
 
 def parse(text: str) -> Template:
-    """A template from its notation; ValueError if the brackets do not match."""
+    """Return a template from its notation; ValueError if the brackets do not match."""
     text = re.sub(r"\n\s*\n", "¶", text.strip())
     text = re.sub(r"(?<=[\[|])\s*\n\s*|\s*\n\s*(?=[|\]])", "", text)
     tokens = re.findall(r"[\[|\]]|\{[^{}]*\}|[^\[|\]{}]+", re.sub(r"\s+", " ", text))
@@ -186,7 +187,7 @@ def parse(text: str) -> Template:
 
 
 def _options(tokens: Iterator[str]) -> tuple[Template, ...]:
-    """The wordings up to the closing bracket."""
+    """Return the wordings up to the closing bracket."""
     options: list[Template] = []
     parts: list[str | Slot | Choice] = []
     for token in tokens:
@@ -206,23 +207,23 @@ def _options(tokens: Iterator[str]) -> tuple[Template, ...]:
 
 
 def parse_table(text: str) -> tuple[Row, ...]:
-    """The rows of a table whose first line names its columns; a line that begins with a space continues the last."""
+    """Return the rows of a table whose first line names its columns; lines that begin with a space continue a row."""
     header, *lines = (line.split(";") for line in re.sub(r"\n[ \t]+", " ", text.strip()).split("\n"))
     columns = [column.strip() for column in header]
     return tuple(dict(zip(columns, (parse(cell.strip()) for cell in line), strict=True)) for line in lines)
 
 
 def sections(file: str) -> dict[str, str]:
-    """The texts of one of the files in `story_data`, by the headings above them ("== heading"), without comments."""
+    """Return the texts of a file in `story_data`, by the headings above them ("== heading"), without comments."""
     content = (DATA / f"{file}.txt").read_text(encoding="utf-8")
     _, *parts = re.split(r"^== (.+)\n", re.sub(r"^#.*\n", "", content, flags=re.MULTILINE), flags=re.MULTILINE)
     return dict(zip(parts[::2], parts[1::2], strict=True))
 
 
-# Read with the first story, since most commands need none.
+# Read with the first story, because most commands need no stories.
 @functools.cache
 def words() -> dict[str, list[str]]:
-    """The lists of words.txt, by their headings."""
+    """Return the lists of words.txt, by their headings."""
     return {
         heading: [item.strip() for item in re.split("[,\n]", text) if item.strip()]
         for heading, text in sections("words").items()
@@ -231,13 +232,13 @@ def words() -> dict[str, list[str]]:
 
 @functools.cache
 def phrases() -> dict[str, Template]:
-    """The phrases of phrases.txt, by their names."""
+    """Return the phrases of phrases.txt, by their names."""
     return {name: parse(text) for name, text in sections("phrases").items()}
 
 
 @functools.cache
 def plots() -> dict[str, Plot]:
-    """The plots of plots.txt, by their titles."""
+    """Return the plots of plots.txt, by their titles."""
     found = {}
     for title, content in sections("plots").items():
         head, text = content.split("\n---\n")

@@ -1,4 +1,4 @@
-"""A process's standard streams as the system or the user left them: closed, for reading only, in an old encoding."""
+"""A process's standard streams, which may be closed, read-only, or in an old encoding."""
 
 import contextlib
 import fcntl
@@ -10,8 +10,8 @@ def open_streams() -> None:
     """Make the standard streams usable; call it at the start of every program.
 
     A stream that is closed, or cannot be written to, becomes /dev/null: otherwise the next file that this process opens
-    would get its number, and the prints of C libraries would land in it. A character that the output's encoding lacks
-    is printed as an escape sequence, for a story's quotation mark should not end a run.
+    would get its number, and the output of C libraries would go into it. A character that the output's encoding lacks
+    is printed as an escape sequence, so that a quotation mark in a story does not end a run.
     """
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         is_output = number > 0

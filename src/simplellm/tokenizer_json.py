@@ -1,7 +1,7 @@
 """Converts a SentencePiece model to the format of Hugging Face's `tokenizers` library: same text, same ids.
 
-Spaces stay spaces here; SentencePiece writes them as U+2581. So a text that contains that character is not mistaken for
-one with spaces, as with `SPTokenizer`.
+Spaces stay spaces here; SentencePiece writes them as U+2581. So, as with `SPTokenizer`, a text that contains that
+character is not mistaken for a text with spaces.
 
 Some models normalize text (SentencePiece does by default, with "nmt_nfkc"; the shipped model does not). Their
 normalization table is copied. `tokenizers` applies it grapheme by grapheme, so the ids may differ for letters that
@@ -23,10 +23,10 @@ NORMAL, UNKNOWN, CONTROL, USER_DEFINED = 1, 2, 3, 4  # SentencePiece.Type; there
 
 
 def as_tokenizer_json(model: Path) -> dict[str, Any]:
-    """The content of tokenizer.json for a SentencePiece model file.
+    """Return the content of tokenizer.json for a SentencePiece model file.
 
     Raises:
-        InputError: the file is no SentencePiece model, or one whose ids `tokenizers` could not reproduce.
+        InputError: the file is not a SentencePiece model, or `tokenizers` could not reproduce its ids.
     """
     SPTokenizer(model)
     # Field numbers are those of sentencepiece_model.proto.
@@ -69,7 +69,7 @@ Piece = tuple[str, float, int]
 
 
 def _bpe(pieces: list[Piece], byte_fallback: bool) -> dict[str, Any]:
-    """SentencePiece merges the two neighbors that give the piece of the highest score; `tokenizers` needs a list."""
+    """Return the list of merges that `tokenizers` needs; SentencePiece merges the neighbors with the best result."""
     normal = {text for text, _, kind in pieces if kind == NORMAL}
     by_score = sorted((piece for piece in pieces if piece[2] == NORMAL), key=lambda piece: -piece[1])
     merges = [
@@ -116,7 +116,7 @@ def _apart(pieces: list[Piece]) -> dict[str, Any]:
 
 
 def _normalizers(spec: dict[int, list[Any]], space_before: bool, bytes_for_unknown: bool) -> list[dict[str, Any]]:
-    """The steps that SentencePiece applies to a text before it looks for pieces, in order."""
+    """Return the steps that SentencePiece applies to a text before it looks for pieces, in order."""
     steps: list[dict[str, Any]] = []
     if spec.get(2, [b""])[0]:
         steps.append({"type": "Precompiled", "precompiled_charsmap": base64.b64encode(spec[2][0]).decode()})
@@ -138,13 +138,13 @@ def _decoders(space_before: bool) -> list[dict[str, Any]]:
 
 
 def _piece(message: dict[int, list[Any]]) -> Piece:
-    """Text, score (a log probability, or how early BPE made the piece) and kind of a piece."""
+    """Return text, score (a log probability, or how early BPE made the piece) and kind of a piece."""
     score: float = struct.unpack("<f", message[2][0])[0] if 2 in message else 0.0
     return message[1][0].decode().replace(META_SPACE, " "), score, message.get(3, [NORMAL])[0]
 
 
 def _fields(message: bytes) -> dict[int, list[Any]]:
-    """The fields of a protobuf message by their numbers: integers as int, all others as bytes.
+    """Return the fields of a protobuf message by their numbers: integers as int, all others as bytes.
 
     The encoding is explained at https://protobuf.dev/programming-guides/encoding. Parsing it here avoids a dependency.
     """

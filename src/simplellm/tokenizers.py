@@ -51,7 +51,7 @@ class SPTokenizer:
         self._meta_space_bytes = self._bytes_of_meta_space()
 
     def encode(self, text: str) -> list[int]:
-        """The ids of a text, without beginning- or end-of-document tokens."""
+        """Return the ids of a text, without beginning- or end-of-document tokens."""
         if self._meta_space_bytes is None or _META_SPACE not in text:
             ids: list[int] = self._model.encode(text)
             return ids
@@ -59,10 +59,10 @@ class SPTokenizer:
         return [*first, *(id for part in others for id in (*self._meta_space_bytes, *part))]
 
     def encode_in_parts(self, text: str) -> Iterator[list[int]]:
-        """The ids of `encode`, part by part, so that a long text need not be encoded, for seconds, before its use.
+        """Yield the ids of `encode`, part by part, so that the use of a long text need not wait seconds for its end.
 
-        A text is cut at spaces between letters or digits, if no piece goes across them: then the ids of one side do not
-        depend on the other side, as both algorithms of SentencePiece only join characters to pieces.
+        A text is cut at spaces between letters or digits, if no piece crosses such a space: then the ids of one side do
+        not depend on the other side, because both algorithms of SentencePiece only join characters to pieces.
         """
         begin = 0
         while len(text) - begin > PART_CHARACTERS and self._is_cut_at_spaces:
@@ -75,24 +75,24 @@ class SPTokenizer:
 
     @functools.cached_property
     def _is_cut_at_spaces(self) -> bool:
-        """Whether no piece has a space behind another character, and a space at the beginning of a text is kept."""
+        """Whether no piece has a space after another character, and a space at the beginning of a text is kept."""
         if not self._keeps_space_before(" a"):
             return False
         pieces = map(self._model.id_to_piece, range(self.vocab_size))
         return not any(_META_SPACE in piece.lstrip(_META_SPACE) for piece in pieces)
 
     def _keeps_space_before(self, text: str) -> bool:
-        """Whether the first piece of a text begins with a space; False for a tokenizer.json."""
+        """Return whether the first piece of a text begins with a space; False for a tokenizer.json."""
         is_json = isinstance(self._model, HubTokenizer)
         return not is_json and self._model.encode(text, out_type=str)[0].startswith(_META_SPACE)
 
     def decode(self, ids: Sequence[int] | Any) -> str:
-        """The text of ids (a list, or a one-dimensional tensor or array). Beginning, end and padding give no text."""
+        """Return the text of ids (a list, or a one-dimensional tensor or array). Special tokens give no text."""
         text: str = self._model.decode(ids.tolist() if hasattr(ids, "tolist") else list(ids))
         return text
 
     def _bytes_of_meta_space(self) -> list[int] | None:
-        """The ids that encode U+2581 itself, not as a space; None if this model cannot distinguish the two.
+        """Return the ids that encode U+2581 itself, not as a space; None if this model cannot distinguish the two.
 
         It cannot if it has no pieces for bytes, or if it puts a space before a text, so that a text cannot be encoded
         in parts.
@@ -130,7 +130,7 @@ def _load(path: Path) -> Any:
 
 
 def with_unused_pieces(model: bytes, count: int) -> bytes:
-    """A SentencePiece model with `count` more pieces, which no text encodes to: for a vocabulary that is padded."""
+    """Return a SentencePiece model with `count` more pieces, to which no text encodes: for a padded vocabulary."""
     # Fields of sentencepiece_model.proto: ModelProto.pieces = 1; SentencePiece.piece = 1, .score = 2, .type = 3.
     parts, unused = [model], 5
     for number in range(count):

@@ -22,11 +22,11 @@ from simplellm.sources import open_file
 from simplellm.stories import story
 from simplellm.tokenizers import SPTokenizer
 
-# Every character of a keyboard gets a piece of its own, whether or not the text uses it.
+# Every character of a keyboard gets its own piece, whether or not the text uses it.
 KEYBOARD = "".join(map(chr, range(ord("!"), ord("~") + 1))) + "\n\t"
 BYTES = 256  # each has a piece
 LARGEST_VOCABULARY = 1 << 20
-LONGEST_TEXT = 1 << 20  # bytes; SentencePiece skips what is longer
+LONGEST_TEXT = 1 << 20  # bytes; SentencePiece skips longer texts
 
 
 @dataclass
@@ -44,17 +44,17 @@ class Settings:
 
 
 def train(documents: Iterable[str], vocab_size: int) -> bytes:
-    """A SentencePiece model; the ids 0 to 3 are unknown, beginning, end and padding.
+    """Return a SentencePiece model; the ids 0 to 3 are unknown, beginning, end and padding.
 
     Raises:
-        InputError: these documents do not give so many pieces, or more are needed.
+        InputError: these documents do not give this many pieces, or need more.
     """
     from sentencepiece import SentencePieceTrainer
 
     model = io.BytesIO()
     try:
         SentencePieceTrainer.train(
-            # From memory to memory, because the model would record the names of the files that it was trained from.
+            # From memory to memory, because the model would record the names of its training files.
             sentence_iterator=(part for document in documents for part in parts_of(document)),
             model_writer=model,
             model_type="bpe",
@@ -80,7 +80,7 @@ def train(documents: Iterable[str], vocab_size: int) -> bytes:
 
 
 def _reason(message: str) -> str:
-    """What SentencePiece says, in the words of this command where it is known."""
+    """Return SentencePiece's message; known ones in the terms of this command."""
     if least := re.search(r"smaller than required_chars\. \d+ vs (\d+)", message):
         return f"bytes and the characters of the text need at least {least[1]} pieces"
     if most := re.search(r"Vocabulary size too high.* <= (\d+)", message):
@@ -89,7 +89,7 @@ def _reason(message: str) -> str:
 
 
 def parts_of(document: str, longest: int = LONGEST_TEXT) -> list[str]:
-    """The document if it has at most so many bytes; otherwise parts that do, which end with lines where they can."""
+    """Split a document into parts of at most `longest` bytes, at the ends of lines where possible."""
     if len(document.encode()) <= longest:
         return [document]
     width = longest // 4  # characters, of at most four bytes each
@@ -105,7 +105,7 @@ def parts_of(document: str, longest: int = LONGEST_TEXT) -> list[str]:
 
 
 def training_text(data: str, generated: bool) -> Iterator[str]:
-    """The documents of a file, each followed by a generated story if asked for."""
+    """Yield the documents of a file, each followed by a generated story if asked for."""
     for index, document in enumerate(open_file(data).read(0)):
         yield document
         if generated:
@@ -113,7 +113,7 @@ def training_text(data: str, generated: bool) -> Iterator[str]:
 
 
 def _is_tokenizer(path: Path) -> bool:
-    """Whether a file may be replaced by a tokenizer: it is one, or is empty."""
+    """Return whether a file may be replaced by a tokenizer: it is one, or is empty."""
     try:
         return path.stat().st_size == 0 or bool(SPTokenizer(path))
     except (InputError, OSError):

@@ -67,7 +67,7 @@ class Checkpoint:
 
     @property
     def per_rank_optimizer_state(self) -> bool:
-        """Whether each rank kept an optimizer state of its own, which cannot be used in another layout."""
+        """Whether each rank kept a separate optimizer state, which cannot be used in another layout."""
         return bool(self.record.get(PER_RANK_OPTIMIZER_STATE))
 
     @property
@@ -75,16 +75,16 @@ class Checkpoint:
         return self.folder / TOKENIZER
 
     def has_tokenizer(self, model: Path) -> bool:
-        """Whether it was trained with this SentencePiece model."""
+        """Return whether it was trained with this SentencePiece model."""
         file = self.record["files"].get(TOKENIZER)
         return file is not None and file["sha256"] == checksum(model)
 
     def is_of_run(self, folder: Path) -> bool:
-        """Whether the run in this folder wrote it."""
+        """Return whether the run in this folder wrote it."""
         return folder.resolve() in self.folder.resolve().parents
 
     def problem(self, at_a_glance: bool = False, share: tuple[int, int] = (0, 1)) -> str | None:
-        """What is wrong with its files; None if they are intact.
+        """Return the damage of its files in words; None if they are intact.
 
         Args:
             at_a_glance: check sizes only.
@@ -109,7 +109,7 @@ class Checkpoint:
 
 
 def checksum(path: Path) -> str:
-    """SHA-256 of a file, in hexadecimal digits."""
+    """Return the SHA-256 of a file, in hexadecimal digits."""
     digest, piece = hashlib.sha256(), bytearray(1 << 20)
     with path.open("rb", buffering=0) as file:
         while count := file.readinto(piece):
@@ -118,19 +118,19 @@ def checksum(path: Path) -> str:
 
 
 def checksum_of(record: Record) -> str:
-    """SHA-256 of a record without its own checksum."""
+    """Return the SHA-256 of a record without its own checksum."""
     return hashlib.sha256(json.dumps(record, sort_keys=True).encode()).hexdigest()
 
 
 def place_of(run: Path, step: int, ending: str = "") -> Path:
-    """The folder of a checkpoint; with `UNFINISHED`, the folder in which it is written."""
+    """Return the folder of a checkpoint; with `UNFINISHED`, the folder in which it is written."""
     return run / FOLDER / f"step-{step:08}{ending}"
 
 
 def numbered(parent: Path, ending: str = "") -> dict[int, Path]:
-    """By step, in order, what lies in a folder of checkpoints under a name that `place_of` gives.
+    """Return, by step and in order, the paths in a folder of checkpoints whose names could be from `place_of`.
 
-    Everything else there belongs to somebody else, whatever it is called: "step-100", "step-00000004-best".
+    Everything else in the folder, such as "step-100" or "step-00000004-best", belongs to somebody else.
     """
     pattern = re.compile(rf"step-(\d{{8}}|[1-9]\d{{8,18}}){re.escape(ending)}", re.ASCII)
     try:
@@ -142,12 +142,12 @@ def numbered(parent: Path, ending: str = "") -> dict[int, Path]:
 
 
 def in_the_way(run: Path, path: Path) -> InputError:
-    """The error for something that lies where a run will write a checkpoint."""
+    """Return the error for a file or folder that is in the place of a checkpoint that a run will write."""
     return InputError(f"--out {run}: {path} is in the way of its checkpoints; move it, or give another folder")
 
 
 def candidates(path: Path) -> Iterator[Checkpoint | str]:
-    """The checkpoints of a run, latest first; for each incomplete or unreadable one, a sentence instead.
+    """Yield the checkpoints of a run, latest first; for each incomplete or unreadable one, a sentence instead.
 
     `path` is the folder of a run, of its checkpoints, or of one checkpoint.
     """
@@ -189,7 +189,7 @@ def _check(checkpoint: Checkpoint) -> None:
         check(is_count(model.get(name), least=1), name, model.get(name))
     for name in ("rope_theta", "norm_eps") if is_llama else ():
         check(isinstance(model.get(name), int | float) and model[name] > 0, name, model.get(name))
-    if is_llama:  # an imported model may have what others have not
+    if is_llama:  # an imported model may have features that others do not have
         head_dim, scaling = model.get("head_dim"), model.get("rope_scaling")
         check(head_dim is None or is_count(head_dim, least=1), "head_dim", head_dim)
         check(scaling is None or isinstance(scaling, dict), "rope_scaling", scaling)
@@ -212,12 +212,12 @@ def _check(checkpoint: Checkpoint) -> None:
 
 
 def has_checkpoints(run: Path) -> bool:
-    """Whether a run has a checkpoint whose record can be read."""
+    """Return whether a run has a checkpoint whose record can be read."""
     return any(isinstance(found, Checkpoint) for found in candidates(run))
 
 
 def latest_valid(path: Path, say: Callable[[str], None] = lambda _: None, at_a_glance: bool = False) -> Checkpoint:
-    """The latest checkpoint of a run whose files are all intact.
+    """Return the latest checkpoint of a run whose files are all intact.
 
     Args:
         say: called with a line for each checkpoint that is skipped, which says why.
@@ -230,10 +230,10 @@ def latest_valid(path: Path, say: Callable[[str], None] = lambda _: None, at_a_g
 
 
 def valid(path: Path, say: Callable[[str], None] = lambda _: None, at_a_glance: bool = False) -> Iterator[Checkpoint]:
-    """All such checkpoints, latest first; the arguments are those of `latest_valid`, which takes the first.
+    """Yield all intact checkpoints, latest first; the arguments are as for `latest_valid`, which takes the first.
 
     Raises:
-        InputError: no checkpoint is left, for each of the reasons so far.
+        InputError: no checkpoint is left; the message has all reasons so far.
     """
     reasons: list[str] = []
     for found in candidates(path):
@@ -249,7 +249,7 @@ def valid(path: Path, say: Callable[[str], None] = lambda _: None, at_a_glance: 
 
 
 def no_checkpoint(path: Path, reasons: Sequence[str]) -> InputError:
-    """The error for a path without a checkpoint that can be used; `reasons` say why those that are there cannot."""
+    """Return the error for a path without a usable checkpoint; `reasons` say why the existing ones are not usable."""
     sentence = f"{path}: there is no complete checkpoint; a run with --save-every writes them"
     if not os.path.exists(path):
         sentence = f"{path}: there is no such folder; give the folder of a run or of one of its checkpoints"

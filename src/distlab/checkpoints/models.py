@@ -15,7 +15,7 @@ from simplellm.saved_model import SavedModel
 
 
 def read_model(run: Path, say: Callable[[str], None] = lambda _: None) -> SavedModel:
-    """The model of the checkpoint that `latest_valid` finds, from any layout; `InputError` if it is a classifier."""
+    """Read the model of the checkpoint that `latest_valid` finds, from any layout; `InputError` for a classifier."""
     checkpoint = latest_valid(run, say)
     what = f"{checkpoint.folder}: its model is of the architecture {checkpoint.architecture}"
     require(checkpoint.architecture == LLAMA, f"{what}; only a {LLAMA} can tell stories and be exported")

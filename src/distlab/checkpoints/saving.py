@@ -42,7 +42,7 @@ Parameters = Mapping[str, nn.Parameter]  # of a rank, by their names in the whol
 
 
 def save(run: Path, tensors: dict[str, Any], record: Record, tokenizer: bytes | None, keep: int) -> None:
-    """Write a checkpoint of all ranks' tensors; every rank must call it.
+    """Write a checkpoint of all ranks' tensors; every rank must call this function.
 
     Args:
         tensors: this rank's tensors by name, whole or as a `Slice`; tensors that several ranks hold are written once.
@@ -71,7 +71,7 @@ def save(run: Path, tensors: dict[str, Any], record: Record, tokenizer: bytes | 
     try:
         unfinished.mkdir(parents=True, exist_ok=True)
         with named(what, "checkpoints"), warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # torch's warning that a single process writes
+            warnings.simplefilter("ignore")  # torch warns that a single process writes
             written = dcp.save(tensors, storage_writer=writer, no_dist=not dist.is_initialized())
         together(what, complete)
     except (OSError, dcp.CheckpointException) as error:
@@ -79,14 +79,14 @@ def save(run: Path, tensors: dict[str, Any], record: Record, tokenizer: bytes | 
 
 
 def _parts(tensors: dict[str, Any]) -> set[tuple[Any, ...]]:
-    """Name and offsets of each part of each tensor."""
+    """Return the name and the offsets of each part of each tensor."""
     return {(name, tuple(part.offsets)) for name, tensor in tensors.items() for part in tensor.chunks}
 
 
 def _complete(run: Path, record: Record, tokenizer: bytes | None, keep: int, files: dict[str, dict[str, Any]]) -> None:
     """Add tokenizer and record to an unfinished checkpoint, rename it, and remove old ones.
 
-    `files` are those with the tensors, which are on the disk.
+    `files` are the files with the tensors, which are on the disk.
     """
     from distlab.checkpoints.writer import sync_path
 
@@ -110,13 +110,13 @@ def _complete(run: Path, record: Record, tokenizer: bytes | None, keep: int, fil
 def make_room(run: Path, resumed: Checkpoint | None = None) -> None:
     """Prepare a run's folder for its checkpoints, before any rank writes one.
 
-    Unfinished checkpoints are deleted. Those after the step at which the run resumes are moved aside.
+    Unfinished checkpoints are deleted. Checkpoints after the step at which the run resumes are moved aside.
 
     Args:
         resumed: the checkpoint of this folder that the run resumes from; None for a new run.
 
     Raises:
-        InputError: what is there is in the way of a checkpoint, or checkpoints cannot be written there.
+        InputError: a file or folder is in the way of a checkpoint, or checkpoints cannot be written there.
     """
     folder, first = run / FOLDER, -1 if resumed is None else resumed.step + 1
     own = None if resumed is None else resumed.folder.resolve()
@@ -139,7 +139,7 @@ def make_room(run: Path, resumed: Checkpoint | None = None) -> None:
                     path.rename(_free_name(aside / path.name))
     except OSError as error:
         raise InputError(f"--save-every: cannot write checkpoints in {folder} ({root_of(error)})") from error
-    for path in later() + unfinished():  # it may be `resumed`, to which the user has given the name of a later step
+    for path in later() + unfinished():  # one may be `resumed`, which the user has given the name of a later step
         raise in_the_way(run, path)
 
 
@@ -148,7 +148,7 @@ def _is_complete(path: Path) -> bool:
 
 
 def _delete(path: Path) -> None:
-    """Delete a checkpoint, which is unfinished from the first moment on; never what a link leads to."""
+    """Delete a checkpoint, which counts as unfinished from the first moment on; do not follow links."""
     with contextlib.suppress(OSError):
         if path.suffix != UNFINISHED:
             path = path.rename(path.with_name(path.name + UNFINISHED))
@@ -156,7 +156,7 @@ def _delete(path: Path) -> None:
 
 
 def _free_name(path: Path) -> Path:
-    """A path at which nothing is: this one, or it with a number after it."""
+    """Return a free path: this one, or the same with a number after it."""
     numbers = itertools.count(2)
     place = path
     while os.path.lexists(place):
@@ -165,7 +165,7 @@ def _free_name(path: Path) -> Path:
 
 
 def root_of(error: BaseException) -> str:
-    """The message of one rank's error, from the exception in which torch collects the errors of all ranks."""
+    """Return the message of one rank's error, from the exception in which torch collects the errors of all ranks."""
     failures = getattr(error, "failures", None)
     if failures:
         error = next(iter(failures.values()))[0]
@@ -173,7 +173,7 @@ def root_of(error: BaseException) -> str:
 
 
 def state_of(parameters: Parameters, optimizer: Optimizer, rank: int, is_per_rank: bool) -> dict[str, Any]:
-    """This rank's tensors for a checkpoint, by name; to write them, or to read into them.
+    """Return this rank's tensors for a checkpoint, by name, to be written or to be read into.
 
     `is_per_rank` says that the optimizer states of replicas differ.
     """
@@ -199,11 +199,11 @@ def restore(
 ) -> None:
     """Load parameters, optimizer state and, if the layout is the same, the states of the random generators.
 
-    Each rank reads what it needs, whichever rank wrote it: a whole tensor, or its slice of one that was written in
+    Each rank reads the data that it needs, whichever rank wrote them: a whole tensor, or its slice of one written in
     other slices. The optimizer's state is allocated first, because an optimizer has none before its first step.
 
     Args:
-        layout: the layout of this run. In another layout than the checkpoint's, other ranks need the same random
+        layout: the layout of this run. In a layout that differs from the checkpoint's, other ranks need the same random
             numbers, so the states of the generators are not restored.
 
     Raises:
@@ -227,7 +227,7 @@ def restore(
 
 
 def tensors_in(folder: Path) -> dict[str, Any]:
-    """The metadata of each tensor, by name; `InputError` if the tensors cannot be read."""
+    """Return the metadata of each tensor, by name; `InputError` if the tensors cannot be read."""
     from torch.distributed import checkpoint as dcp
 
     try:
@@ -242,7 +242,7 @@ def read_into(tensors: dict[str, Any], checkpoint: Checkpoint) -> None:
 
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # torch's warning that a single process reads
+            warnings.simplefilter("ignore")  # torch warns that a single process reads
             reader = dcp.HuggingFaceStorageReader(str(checkpoint.folder))
             dcp.load(tensors, storage_reader=reader, no_dist=True)
     except (dcp.CheckpointException, SafetensorError) as error:

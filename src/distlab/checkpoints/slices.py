@@ -1,4 +1,4 @@
-"""Slices of parameters for torch.distributed.checkpoint, which by itself supports only those of DTensor."""
+"""Slices of parameters for torch.distributed.checkpoint, which by itself supports only slices of DTensors."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -22,7 +22,7 @@ class Block(NamedTuple):
 class Slice(Tensor):
     """A rank's part of a tensor, which a checkpoint writes and reads as blocks of the whole, like DTensor.
 
-    `part` holds the blocks one after another in memory; it is written from, or read into.
+    `part` holds the blocks one after another in memory; it is the source of a write, or the target of a read.
     """
 
     # Operations on it return plain tensors.
@@ -63,7 +63,7 @@ class Slice(Tensor):
 
 
 def as_held(tensor: Tensor, parameter: Tensor) -> Tensor:
-    """`tensor`, the parameter or what the optimizer keeps of it: a `Slice` if this rank holds a part of it only."""
+    """Return `tensor`, the parameter or its optimizer state, as a `Slice` if this rank holds only a part of it."""
     placement, whole = placement_of(parameter), list(parameter.shape)
     if tensor.shape != parameter.shape or not (placement.slices or placement.flat):
         return tensor
@@ -78,9 +78,9 @@ def as_held(tensor: Tensor, parameter: Tensor) -> Tensor:
 
 
 def blocks_of_range(shape: Sequence[int], start: int, stop: int) -> Iterator[Block]:
-    """The blocks that make up the elements from `start` to `stop` of a tensor, in the order of memory.
+    """Yield the blocks that make up the elements from `start` to `stop` of a tensor, in the order of memory.
 
-    Of a matrix they are, at most: the end of a row, whole rows, the beginning of a row.
+    For a matrix there are at most three: the end of a row, whole rows, the beginning of a row.
     """
     if start >= stop:
         return

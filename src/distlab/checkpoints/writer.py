@@ -21,8 +21,8 @@ from torch.futures import Future
 from distlab.comm.together import together
 
 PIECE_BYTES = 1 << 24
-CANNOT_SYNC = errno.EINVAL, errno.ENOSYS, errno.ENOTSUP  # as SMB, WSL1 and VirtualBox say of folders
-DTYPES = {  # in safetensors' words
+CANNOT_SYNC = errno.EINVAL, errno.ENOSYS, errno.ENOTSUP  # from SMB, WSL1 and VirtualBox, for folders
+DTYPES = {  # by their names in safetensors
     torch.float64: "F64",
     torch.float32: "F32",
     torch.float16: "F16",
@@ -37,18 +37,18 @@ DTYPES = {  # in safetensors' words
 
 
 class ShardWriter(StorageWriter):
-    """Has every rank write files of its own, hash them, and put them on the disk; the others know that it goes on.
+    """Makes every rank write its own files, hash them, and sync them; other ranks see that it is still at work.
 
-    torch's writer first makes a copy of all of a rank's tensors, in which a later part of a tensor would replace an
-    earlier one. Here tensors are written one by one, the first parts of all of them into a rank's first file, the
-    second ones into its second, and so on. torch's reader reads them.
+    torch's writer first copies all of a rank's tensors, and in the copy a later part of a tensor would replace an
+    earlier one. Here tensors are written one by one: the first parts of all tensors into a rank's first file, the
+    second parts into its second file, and so on. torch's reader reads them.
 
     Args:
-        folder: of the checkpoint.
+        folder: folder of the checkpoint.
         what: its name in waits.
 
     Attributes:
-        files: on rank 0, at the end, by name the size and checksum of all ranks' files.
+        files: on rank 0, at the end, the size and checksum of all ranks' files, by name.
     """
 
     def __init__(self, folder: Path, what: str) -> None:
@@ -81,7 +81,7 @@ class ShardWriter(StorageWriter):
         return True
 
     def _write(self, plan: SavePlan, planner: SavePlanner) -> list[WriteResult]:
-        """This rank's files; the results have the name, size and checksum of each."""
+        """Write this rank's files; the results have the name, size and checksum of each."""
         files: dict[int, list[WriteItem]] = {}
         parts: Counter[str] = Counter()
         for item in plan.items:
@@ -96,7 +96,7 @@ class ShardWriter(StorageWriter):
 
 
 def write_safetensors(path: Path, items: Sequence[WriteItem], planner: SavePlanner) -> dict[str, Any]:
-    """Write parts of tensors into a file, and sync it; returns its size and checksum, as for a checkpoint's record.
+    """Write parts of tensors into a file, and sync it; return its size and checksum, as for a checkpoint's record.
 
     The format: https://github.com/huggingface/safetensors#format
     """
@@ -144,14 +144,14 @@ def _data(item: WriteItem) -> Any:
 
 
 def _pieces(tensor: Tensor) -> Iterator[memoryview]:
-    """The bytes of a tensor, a piece at a time."""
+    """Yield the bytes of a tensor, piece by piece."""
     content: Any = memoryview(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
     for start in range(0, len(content), PIECE_BYTES):
         yield content[start : start + PIECE_BYTES]
 
 
 def sync(descriptor: int) -> None:
-    """Put a file, or a folder's entries, on the disk; without effect in file systems that cannot do so."""
+    """Sync a file, or a folder's entries, to the disk; without effect in file systems that cannot do so."""
     try:
         os.fsync(descriptor)
     except OSError as error:
@@ -160,7 +160,7 @@ def sync(descriptor: int) -> None:
 
 
 def sync_path(path: Path) -> None:
-    """`sync` for a file or a folder; some file systems do not open folders, either."""
+    """Sync a file or a folder by its path; some file systems cannot open folders."""
     with contextlib.suppress(IsADirectoryError, PermissionError):
         descriptor = os.open(path, os.O_RDONLY)
         try:

@@ -9,7 +9,7 @@ call. Broadcast, reduce and all-reduce, except for the ring, use only its `send`
 - a call does not change memory that it has sent until the message has certainly arrived, and it does not send memory
   that the next call may change.
 
-For latency and bandwidth of these algorithms see Thakur, Rabenseifner and Gropp, "Optimization of collective
+For the latency and bandwidth of these algorithms see Thakur, Rabenseifner and Gropp, "Optimization of collective
 communication operations in MPICH", 2005.
 """
 
@@ -37,7 +37,7 @@ def broadcast_naive(tensor: Tensor, src: int, endpoint: Endpoint = dist) -> None
 
 
 def broadcast_tree(tensor: Tensor, src: int, endpoint: Endpoint = dist) -> None:
-    """Copy the tensor of rank `src` to all ranks: in each round, every rank that has it sends it to one without."""
+    """Copy the tensor of rank `src` to all ranks: in each round, every rank that has it sends it to one without it."""
     size, relative_rank, rank_at = _ranks_from(src, endpoint)
     with in_place(tensor) as data:
         for distance in _powers_of_two(size):
@@ -58,7 +58,7 @@ def broadcast_ring(tensor: Tensor, src: int, endpoint: Endpoint = dist) -> None:
 
 
 def reduce_naive(tensor: Tensor, dst: int, op: Op = ReduceOp.SUM, endpoint: Endpoint = dist) -> None:
-    """Combine all tensors in that of rank `dst`, which receives one after another. Other ranks' do not change."""
+    """Combine all tensors into rank `dst`'s, which receives one after another. Other ranks' tensors do not change."""
     combine = reduce_function(op, tensor.dtype)
     size, relative_rank, _ = _ranks_from(dst, endpoint)
     with in_place(tensor, is_changed=relative_rank == 0) as data:
@@ -72,7 +72,7 @@ def reduce_naive(tensor: Tensor, dst: int, op: Op = ReduceOp.SUM, endpoint: Endp
 
 
 def reduce_tree(tensor: Tensor, dst: int, op: Op = ReduceOp.SUM, endpoint: Endpoint = dist) -> None:
-    """Combine all tensors in that of rank `dst`: in each round, half of the remaining ranks send to the other half."""
+    """Combine all tensors into rank `dst`'s: in each round, half of the remaining ranks send to the other half."""
     combine = reduce_function(op, tensor.dtype)
     size, relative_rank, rank_at = _ranks_from(dst, endpoint)
     with in_place(tensor, is_changed=relative_rank == 0) as data:
@@ -164,7 +164,7 @@ def gather_tree(tensor: Tensor, gathered: Tensor | None, dst: int, endpoint: End
         collect(scratch_buffer(tensor, count=size - relative_rank))
         return
     with in_place(one_for_each_rank(gathered, tensor, size)) as whole:
-        parts = whole if dst == 0 else scratch_buffer(tensor, count=size)  # for dst 0 the order is right already
+        parts = whole if dst == 0 else scratch_buffer(tensor, count=size)  # for dst 0 the order is already right
         collect(parts)
         if dst > 0:
             whole[dst:], whole[:dst] = parts[: size - dst], parts[size - dst :]
@@ -234,7 +234,7 @@ def shift(data: Tensor, received: Tensor, endpoint: Endpoint = dist) -> None:
 
 
 def _ranks_from(root: int, endpoint: Endpoint) -> tuple[int, int, Callable[[int], int]]:
-    """The world size, this rank's number relative to the root, and a function from relative numbers to ranks.
+    """Return the world size, this rank's number relative to the root, and a function from relative numbers to ranks.
 
     Raises:
         ValueError: there is no such root; raised on every rank, so that none waits.

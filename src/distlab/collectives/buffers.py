@@ -1,4 +1,4 @@
-"""Helpers of the handwritten collectives: contiguous memory, and element-wise operations."""
+"""Helpers for the handwritten collectives: contiguous memory, and element-wise operations."""
 
 import contextlib
 import functools
@@ -17,7 +17,7 @@ KEPT_BYTES = 64_000_000
 
 @contextlib.contextmanager
 def in_place(tensor: Tensor, is_changed: bool = True) -> Iterator[Tensor]:
-    """A detached contiguous view or copy of a tensor; a copy is written back at the end if it `is_changed`."""
+    """Yield a detached contiguous view or copy of a tensor; a copy is written back at the end if it `is_changed`."""
     own = tensor.detach()
     data = own.contiguous().resolve_conj().resolve_neg()  # messages are plain memory, without torch's conjugate flags
     yield data
@@ -26,7 +26,7 @@ def in_place(tensor: Tensor, is_changed: bool = True) -> Iterator[Tensor]:
 
 
 def scratch_buffer(like: Tensor, number: int = 0, count: int | None = None) -> Tensor:
-    """Memory to receive into, with the shape of a tensor or of `count` tensors; each `number` is a separate buffer.
+    """Return memory to receive into, of the shape of a tensor or of `count` tensors; each `number` is another buffer.
 
     The last few buffers are reused by later calls, unless they are very large: the operating system clears fresh memory
     at the first write, which takes as long as a message.
@@ -45,7 +45,7 @@ def _kept_buffer(shape: torch.Size, dtype: torch.dtype, device: torch.device, nu
 
 @functools.cache
 def reduce_function(op: Op, dtype: torch.dtype) -> Callable[..., Tensor]:
-    """The element-wise function of an operation.
+    """Return the element-wise function of an operation.
 
     Raises:
         ValueError: the operation is not in `COMBINE`, or torch does not support it for this type; raised on every rank,
@@ -62,7 +62,7 @@ def reduce_function(op: Op, dtype: torch.dtype) -> Callable[..., Tensor]:
 
 
 def one_for_each_rank(parts: Tensor | None, part: Tensor, world_size: int) -> Tensor:
-    """`parts`, if it holds a tensor of the shape of `part` for each rank.
+    """Return `parts`, if it holds a tensor of the shape of `part` for each rank.
 
     Raises:
         ValueError: it does not; raised before anything is sent.

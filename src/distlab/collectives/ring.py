@@ -1,7 +1,6 @@
 """The handwritten ring all-reduce: chunks travel around a ring of ranks, in messages of about 1 MB.
 
-The algorithm is that of Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations",
-2009.
+The algorithm is from Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations", 2009.
 
 Most of the time is spent in the kernel, copying messages. After each message the caches are cold, and the next call of
 any Python or torch function costs tens of microseconds. So everything that depends only on the sizes is computed once
@@ -22,7 +21,7 @@ from distlab.comm.endpoint import Endpoint
 
 BOTH_WAYS_BYTES = 16_000_000
 SEGMENT_BYTES = 1_000_000
-AHEAD = 3  # how many segments a rank sends ahead of those it receives; a whole chunk would not fit in the caches
+AHEAD = 3  # number of segments that a rank sends ahead of its receives; a whole chunk would not fit in the caches
 
 
 def allreduce_ring(
@@ -54,7 +53,7 @@ def allreduce_ring(
 def _around(
     flat: Tensor, step: int, combine: Callable[..., Tensor], endpoint: Endpoint, segment_bytes: int
 ) -> Iterator[None]:
-    """All-reduce `flat` (elements,) in place around the ring; yields when it has started the messages of a turn.
+    """All-reduce `flat` (elements,) in place around the ring; yield after starting the messages of a turn.
 
     `step` is 1 to send to the next rank, -1 to send to the previous one.
     """
@@ -87,14 +86,14 @@ class Turn(NamedTuple):
 
     outgoing: tuple[int, ...]
     arriving: int
-    is_combined: bool  # with this rank's own segment; otherwise it is part of the result, and replaces that segment
+    is_combined: bool  # with this rank's own segment; otherwise it is part of the result, and replaces the segment
 
 
 @functools.lru_cache(maxsize=64)  # enough for a model's gradient buckets
 def _route(
     elements: int, element_bytes: int, rank: int, size: int, step: int, segment_bytes: int
 ) -> tuple[tuple[int, ...], tuple[Turn, ...]]:
-    """How a tensor travels around the ring: the sizes of its segments, the largest first, and the turns.
+    """Return the way of a tensor around the ring: the sizes of its segments, the largest first, and the turns.
 
     Each chunk travels around the ring nearly twice: first to be combined on every rank, then to be distributed. So a
     rank always sends what it received one chunk earlier. If there are fewer elements than ranks, some segments are
@@ -116,5 +115,5 @@ def _route(
 
 
 def _sizes_of_parts(elements: int, parts: int) -> list[int]:
-    """The sizes of `parts` parts, as equal as possible, the larger ones first."""
+    """Return the sizes of `parts` parts, as equal as possible, the larger ones first."""
     return [elements // parts + (part < elements % parts) for part in range(parts)]

@@ -1,7 +1,8 @@
 """A world simulated in one process: ranks are threads, messages are copies, and time is computed, not measured.
 
 Each rank has an endpoint. A message takes latency + size / bandwidth on a virtual clock, which gives the cost of an
-algorithm for more ranks than one has machines (the postal model; Hockney, "The communication challenge for MPP", 1994).
+algorithm for more ranks than there are machines (the postal model; Hockney, "The communication challenge for MPP",
+1994).
 """
 
 import math
@@ -25,7 +26,7 @@ class Deadlock(RuntimeError):
 
 
 class HalfMessage(RuntimeError):
-    """All ranks have finished, but a message has not: its other end was never started, or no rank waited for it."""
+    """All ranks finished, but a message did not: its other end was never started, or no rank waited for it."""
 
 
 @dataclass(eq=False)
@@ -88,7 +89,7 @@ class Counts:
 
 @dataclass(eq=False)
 class SimulatedWorld:
-    """`size` ranks that run the same function, each in a thread of its own.
+    """`size` ranks that run the same function, each in a separate thread.
 
     A send returns when its receiver has received the message: the strictest behavior that `torch.distributed` allows.
     One thread runs at a time, until it waits. When all threads wait, the clock advances to the next time at which one
@@ -101,7 +102,7 @@ class SimulatedWorld:
     # Total bandwidth if every rank sends a message at the same time, as on one computer; fewer messages slow each other
     # down less. If it is finite, latency counts like bytes, because it also takes time of the shared cores.
     shared_bytes_per_second: float = math.inf
-    ranks_at_once: float = math.inf  # how many ranks can `compute` at full speed at once; more ranks share that speed
+    ranks_at_once: float = math.inf  # ranks that can `compute` at full speed at once; more ranks share that speed
     one_card: bool = False  # a rank's outgoing messages share one link, as do its incoming ones; else one per pair
     keep_messages: bool = False
 
@@ -262,7 +263,7 @@ class SimulatedWorld:
                 self._release(rank)
 
     def _rates(self, flowing: list[Flow]) -> list[float]:
-        """Bytes per second of each message; simultaneous messages share links and the computer's total bandwidth."""
+        """Return the bytes per second of each message; simultaneous ones share links and the total bandwidth."""
         ends = [(flow.send.rank, flow.receive.rank) for flow in flowing]
         pairs, out, into = Counter(ends), Counter(sender for sender, _ in ends), Counter(to for _, to in ends)
         rates = []
@@ -291,7 +292,7 @@ class SimulatedWorld:
                 self._release(message.rank)
 
     def _who_waits(self) -> str:
-        """What each rank of a cycle waits for; without a cycle, what every waiting rank waits for."""
+        """Return in words the wait of each rank of a cycle; without a cycle, the wait of every waiting rank."""
         not_in_barrier = [rank for rank in range(self.size) if rank not in self._in_barrier]
         edges = {rank: not_in_barrier if wait is None else [wait.peer] for rank, wait in self._waiting.items()}
         stuck = find_cycle(edges) or list(self._waiting)
@@ -332,7 +333,7 @@ class SimulatedEndpoint:
 
 @contextmanager
 def _one_core() -> Iterator[None]:
-    """Keep threads that are started inside on one core, where threads that take turns switch twice as fast."""
+    """Keep threads started inside on one core, where threads that take turns switch twice as fast."""
     if not hasattr(os, "sched_setaffinity"):
         yield
         return

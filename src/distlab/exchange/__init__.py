@@ -12,7 +12,7 @@ from simplellm.saved_model import SavedModel
 
 
 def read_saved(path: Path, say: Callable[[str], None] = lambda _: None) -> SavedModel:
-    """The model of a run, a checkpoint, or a folder in Hugging Face's format; `InputError` if there is none.
+    """Read the model of a run, a checkpoint, or a folder in Hugging Face's format; `InputError` if there is none.
 
     `say` is called with a line for each checkpoint that is skipped, which says why.
     """

@@ -50,17 +50,17 @@ class ActionCosts:
     weight_share: PerStage = 0.5  # fraction of a backward pass's seconds that `BackwardWeight` takes
     weight_bytes_share: PerStage = 0.5  # fraction of a micro-batch's activation bytes kept for `BackwardWeight`
     measured: Mapping[tuple[str, int], float] = field(default_factory=dict)  # seconds by (letter, stage), where known
-    input_bytes_share: PerStage = 0.0  # of a micro-batch's activation bytes, what `ForwardKeepingInput` keeps
+    input_bytes_share: PerStage = 0.0  # fraction of a micro-batch's activation bytes that `ForwardKeepingInput` keeps
     blocks: PerStage | None = None  # seconds of a forward pass through a stage's blocks only; by default, `forward`
-    # Of a layer's forward pass over a micro-batch, on one rank; a number that says how many threads have enough to do.
+    # Of a layer's forward pass over a micro-batch, on one rank; this number decides how many threads have enough to do.
     layer_multiply_adds: float = math.inf
 
     def seconds(self, action: "Action") -> float:
-        """Compute time of an action."""
+        """Return the compute time of an action."""
         return self.measured.get((action.letter, action.stage), action.seconds(self))
 
     def kept_bytes(self, action: "Action") -> float:
-        """Bytes of activations that this action adds to those kept; negative if it frees them."""
+        """Return the bytes of activations that this action adds to those kept; negative if it frees them."""
         return action.kept_share(self) * of_stage(self.activation_bytes, action.stage)
 
 
@@ -90,23 +90,23 @@ class Action(ABC):
         return [self.result(kind) for kind in self.gives]
 
     def result(self, kind: str, stage: int | None = None) -> Result:
-        """A result of this micro-batch, by default of this stage."""
+        """Return a result of this micro-batch, by default of this stage."""
         return Result(kind, self.stage if stage is None else stage, self.micro_batch)
 
     @abstractmethod
     def needs(self, stages: int) -> list[Result]:
-        """Results that must exist first, in a pipeline of `stages` stages; each message serves one action."""
+        """Return the results that must exist first, in a pipeline of `stages` stages; a message serves one action."""
 
     @abstractmethod
     def seconds(self, costs: ActionCosts) -> float:
-        """Compute time."""
+        """Return the compute time."""
 
     def kept_share(self, costs: ActionCosts) -> float:
-        """The share of a micro-batch's activations that it adds to those kept; negative if it frees them."""
+        """Return the share of a micro-batch's activations that it adds to those kept; negative if it frees them."""
         return self.keeps
 
     def prepare(self, here: "MicroBatch") -> None:  # noqa: B027  # most kinds need no preparation
-        """Before a step, state what this action will need from earlier actions."""
+        """Before a step, tell the micro-batch what this action will need from earlier actions."""
 
     def run(self, here: "MicroBatch", *received: "Tensor") -> "dict[str, Tensor]":
         """Compute from the tensors received; return those that other stages need, by kind: each (batch, seq, width)."""
@@ -135,7 +135,7 @@ class Forward(Action):
 
 
 class ForwardKeepingInput(Forward):
-    """A forward pass that keeps only its input; what else the backward pass needs is computed again by `Recompute`."""
+    """A forward pass that keeps only its input; `Recompute` computes the rest again for the backward pass."""
 
     letter, gives = "f", (ACTIVATIONS, INPUT)
 
@@ -202,7 +202,7 @@ class BackwardInput(Backward):
 
 
 class RecomputingBackward(Backward):
-    """A backward pass right after its forward pass, within which each block computes its inside again."""
+    """A backward pass right after its forward pass, in which each block computes its inside again."""
 
     letter = "b"
 
@@ -242,7 +242,7 @@ class BackwardWeight(Action):
 
 
 def _blocks_again(action: Action, costs: ActionCosts) -> float:
-    """Seconds in which the blocks of a stage compute their insides again."""
+    """Return the seconds that the blocks of a stage take to compute their insides again."""
     if costs.blocks is None:
         return costs.seconds(Recompute(action.stage, action.micro_batch))
     return of_stage(costs.blocks, action.stage)
@@ -253,12 +253,12 @@ def of_stage(value: PerStage, stage: int) -> float:
 
 
 def stages_of(program: Program) -> list[int]:
-    """The stages that a worker holds, in order."""
+    """Return the stages that a worker holds, in order."""
     return sorted({action.stage for action in program})
 
 
 def describe_stages(program: Program) -> str:
-    """A worker's stages in words: "stage 1", "stages 1 and 4"."""
+    """Return a worker's stages in words: "stage 1", "stages 1 and 4"."""
     return name_stages(stages_of(program))
 
 

@@ -1,4 +1,4 @@
-"""A micro-batch on a stage, with what its actions keep for each other."""
+"""A micro-batch on a stage, with the tensors that its actions keep for each other."""
 
 import contextlib
 from collections.abc import Callable
@@ -17,7 +17,7 @@ from simplellm.weight_gradients import DeferredWeightGradients, WeightGradients
 
 
 class Part(Protocol):
-    """A micro-batch of which a rank sees a part, or whose tokens do not attend to everything before them."""
+    """A micro-batch of which a rank sees only a part, or whose tokens do not attend to everything before them."""
 
     @property
     def ids(self) -> Tensor: ...
@@ -36,19 +36,19 @@ class Stage:
         net: takes token ids (batch, seq) on the first stage, activations (batch, seq, width) on others; also `part=`,
             if micro-batches have parts.
         loss: on the last stage: the mean loss over the micro-batch's targets.
-        saved: counts what is kept for backward passes.
+        saved: counts the tensors kept for backward passes.
     """
 
     def __init__(self, net: nn.Module, loss: Loss | None, saved: SavedActivations | None) -> None:
         self.net, self.loss, self.saved = net, loss, saved
 
     def output(self, x: Tensor, ids: Tensor, part: Part | None, share: float) -> Tensor:
-        """The output for `x`; on the last stage, the micro-batch's share of the loss."""
+        """Return the output for `x`; on the last stage, return the micro-batch's share of the loss."""
         y: Tensor = self.net(x) if part is None else self.net(x, part=part.sequence)
         return y if self.loss is None else self.loss(y, part or ids) * share
 
     def observers(self) -> list[Observer]:
-        """Those that count what is kept now."""
+        """Return the observers that count the tensors kept now."""
         return [*observers, *([self.saved] if self.saved else [])]
 
     def keep(self, tensor: Tensor) -> object:
@@ -71,26 +71,26 @@ class Stage:
 
 
 class MicroBatch:
-    """A micro-batch on a stage, and what its actions there keep for later ones.
+    """A micro-batch on a stage, and the tensors that its actions there keep for later ones.
 
     Args:
         ids: token ids (batch, seq), the input of the first stage and the targets of the last.
         share: its fraction of all targets of the step.
-        part: what this rank sees of it, if that is not simply `ids`.
+        part: the part of it that this rank sees, if that is not simply `ids`.
     """
 
     def __init__(self, stage: Stage, ids: Tensor, share: float = 1.0, part: Part | None = None) -> None:
         self.stage, self.ids, self.share, self.part = stage, ids, share, part
         self.loss: Tensor | None = None  # on the last stage: its share of the mean loss
-        self.kept: tuple[Any, ...] = ()  # what an action keeps for a later one
+        self.kept: tuple[Any, ...] = ()  # tensors that an action keeps for a later one
         self._recomputed: Recomputed | None = None  # its forward pass, to be computed again
         self._weight_gradients = WeightGradients()
-        self._output: object = None  # keeps the output in the count of what is saved
+        self._output: object = None  # keeps the output in the count of saved tensors
 
     def forward(self, x: Tensor, keep_input_only: bool = False) -> Tensor:
-        """The stage's output for `x`; on the last stage, the micro-batch's share of the loss.
+        """Return the stage's output for `x`; on the last stage, the micro-batch's share of the loss.
 
-        With `keep_input_only`, the rest that the backward pass needs is left to `recompute`.
+        With `keep_input_only`, `recompute` has to provide the rest that the backward pass needs.
         """
         compute: Callable[[Tensor], Tensor] = partial(self.stage.output, ids=self.ids, part=self.part, share=self.share)
         if keep_input_only:
@@ -111,7 +111,7 @@ class MicroBatch:
         self.kept = x, get_gradient_edge(y)
 
     def recompute(self) -> None:
-        """Compute again what a forward pass that kept its input only has not kept."""
+        """Compute again the tensors that a forward pass which kept only its input has not kept."""
         recomputed, self._recomputed = self._recomputed, None
         assert recomputed is not None, "no forward pass has kept its input only"
         recomputed.compute()
@@ -129,7 +129,7 @@ class MicroBatch:
         return cast(Tensor, x)
 
     def release(self) -> tuple[Any, ...]:
-        """Return what is kept, and keep it no longer."""
+        """Return the kept tensors, and keep them no longer."""
         kept, self.kept, self._output = self.kept, (), None
         return kept
 

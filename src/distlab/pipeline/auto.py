@@ -2,9 +2,9 @@
 
 The search is greedy list scheduling. It plays the pipeline (`engine`): whenever a worker is free, the worker starts the
 most urgent of the actions whose inputs have arrived and for whose activations there is room. A greedy choice may be bad
-for later ones. So the search plays many times, with several rules of urgency and with times that are slightly wrong on
-purpose, and keeps the lists that are fastest with the correct times. (Qi et al., arXiv 2401.10241, §3, search among
-heuristics in a similar way.)
+for later ones. So the search plays many times, with several rules of urgency and with times that are deliberately
+slightly wrong, and keeps the lists that are fastest with the correct times. (Qi et al., arXiv 2401.10241, §3, search
+among heuristics in a similar way.)
 """
 
 import itertools
@@ -33,11 +33,11 @@ from distlab.pipeline.engine import NEVER, Engine, Graph, InOrder
 from distlab.pipeline.plan import simulate
 from simplellm.errors import InputError, require
 
-# What a stage does with a micro-batch: its passes, in order, the forward pass first. A pass is one action, or several
+# The work of a stage on a micro-batch: its passes, in order, the forward pass first. A pass is one action, or several
 # in a row that start early enough for the last of them not to wait.
 Passes = Sequence[tuple[type[Action], ...]]
 Times = dict[tuple[int, int], float]  # seconds, by (place in the passes, stage)
-Urgency = Callable[[int, int], int]  # (what a pass sends, what the worker's pass before sent) -> smaller is more urgent
+Urgency = Callable[[int, int], int]  # (kind that a pass sends, kind that the worker sent last) -> lower is first
 
 PASSES: Passes = ((Forward,), (BackwardInput,), (BackwardWeight,))
 RECOMPUTING: Passes = ((ForwardKeepingInput,), (Recompute, BackwardInput), (BackwardWeight,))
@@ -45,7 +45,7 @@ SENDS_GRADIENTS, SENDS_ACTIVATIONS, SENDS_NOTHING = range(3)
 
 TRIES = 200  # simulations of a small pipeline
 MOST_ACTIONS = 40_000  # in all simulations together, which take a second or two; but every rule is tried
-ERROR = 0.15  # largest relative error of the times that are wrong on purpose
+ERROR = 0.15  # largest relative error of the deliberately wrong times
 ROUNDING = 1e-9
 BYTES = {"kB": 1e3, "MB": 1e6, "GB": 1e9}
 
@@ -58,7 +58,7 @@ RULES: tuple[Urgency, ...] = (
 
 @dataclass(frozen=True)
 class Limit:
-    """The most activations that each worker may keep: in bytes, or in micro-batches of all its stages."""
+    """The maximum of activations that each worker may keep: in bytes, or in micro-batches of all its stages."""
 
     amount: float
     is_bytes: bool = False
@@ -68,7 +68,7 @@ class Limit:
 
 
 def read_limit(text: str) -> Limit:
-    """The limit in ``--keep-at-most``, such as "6" (micro-batches) or "200MB"; `InputError` for anything else."""
+    """Read ``--keep-at-most``, such as "6" (micro-batches) or "200MB"; `InputError` for anything else."""
     found = re.fullmatch(rf"(\d+\.?\d*)({'|'.join(BYTES)})?", text)
     sentence = f"--keep-at-most {text}: give a number of micro-batches, like 6, or bytes, like 200MB"
     if found is None or not math.isfinite(float(found[1])):
@@ -80,17 +80,17 @@ def read_limit(text: str) -> Limit:
 
 
 def stages_in_v(worker: int, workers: int) -> list[int]:
-    """A worker's two stages where micro-batches pass the workers to the last and back, so the first has the loss."""
+    """Return a worker's two stages in a V: micro-batches go to the last worker and back, so the first has the loss."""
     return [worker, 2 * workers - 1 - worker]
 
 
 def placement(workers: int, chunks: int) -> list[list[int]]:
-    """The stages of each worker: one, or two in a V."""
+    """Return the stages of each worker: one, or two in a V."""
     return [stages_in_v(worker, workers)[:chunks] for worker in range(workers)]
 
 
 def keeps_at_most(limit: Limit, programs: Programs, costs: ActionCosts) -> bool:
-    """Whether every worker of a schedule keeps to the limit."""
+    """Return whether every worker of a schedule keeps to the limit."""
     held = [stages_of(program) for program in programs]
     costs = _with_sizes(costs, sum(map(len, held)))
     kept = simulate(programs, costs).peak_bytes
@@ -107,7 +107,7 @@ def find_programs(
     recompute: bool = False,
     passes: Passes = PASSES,
 ) -> list[list[Action]]:
-    """The fastest lists of actions that were found, one for each worker; deterministic.
+    """Search for the fastest lists of actions, and return one for each worker; deterministic.
 
     Args:
         chunks: stages of each worker, 1 or 2.
@@ -117,7 +117,7 @@ def find_programs(
         recompute: the lists are for `with_recomputation`: a stage keeps its input, and computes the rest again while it
             waits for the gradient. A limit in bytes then counts these; one in micro-batches counts micro-batches of
             which anything is kept.
-        passes: what each stage does with each micro-batch: actions of any kinds.
+        passes: the actions, of any kind, of each stage on each micro-batch.
 
     Raises:
         InputError: a worker has no room for a single micro-batch.
@@ -160,7 +160,7 @@ def _messages(seconds: float) -> Callable[[int, int], tuple[float, float]]:
 
 
 def _seconds_by(times: Times, passes: Passes, costs: ActionCosts) -> Callable[[Action], float]:
-    """The seconds of an action in passes of these times; what is computed again takes its usual time."""
+    """Return the seconds of an action in passes of these times; recomputation takes its usual time."""
     seconds: dict[tuple[type[Action], int], float] = {}
     for (place, stage), total in times.items():
         *first, last = passes[place]
@@ -170,7 +170,7 @@ def _seconds_by(times: Times, passes: Passes, costs: ActionCosts) -> Callable[[A
 
 
 def _guesses(right: Times, transfer: float) -> Iterator[tuple[Times, float, Urgency]]:
-    """Times of passes, time of a message, and a rule, for each simulation; the correct times come first."""
+    """Yield times of passes, time of a message, and a rule, for each simulation; the correct times come first."""
     count = 1 + max(place for place, _ in right)
     equal = {(place, stage): sum(right[each, stage] for each in range(count)) / count for place, stage in right}
     bases = [(times, seconds) for times in (right, equal) for seconds in (transfer, 0.0)]
@@ -182,12 +182,12 @@ def _guesses(right: Times, transfer: float) -> Iterator[tuple[Times, float, Urge
 
 
 def _with_sizes(costs: ActionCosts, stages: int) -> ActionCosts:
-    """Costs in which every stage keeps something."""
+    """Return costs in which every stage keeps something."""
     return replace(costs, activation_bytes=[of_stage(costs.activation_bytes, stage) or 1.0 for stage in range(stages)])
 
 
 def _levels(stage: int, passes: Passes, costs: ActionCosts) -> list[tuple[float, float, float]]:
-    """The bytes that a stage keeps of a micro-batch before, at most during, and after each pass."""
+    """Return the bytes that a stage keeps of a micro-batch before, at most during, and after each pass."""
     levels, after = list[tuple[float, float, float]](), 0.0
     for kinds in passes:
         before = after
@@ -198,7 +198,7 @@ def _levels(stage: int, passes: Passes, costs: ActionCosts) -> list[tuple[float,
 
 
 def _most_bytes(limit: Limit, stages: Sequence[int], passes: Passes, costs: ActionCosts) -> float:
-    """The bytes that the worker with these stages may keep."""
+    """Return the bytes that the worker with these stages may keep."""
     whole = sum(max(most for _, most, _ in _levels(stage, passes, costs)) for stage in stages)
     return (limit.amount if limit.is_bytes else limit.amount * whole) * (1 + ROUNDING)
 
@@ -209,12 +209,12 @@ class _Queue:
 
     stage: int
     sends: int
-    passes: list[range]  # the actions of each
+    passes: list[range]  # the actions of each pass
     added: float = 0.0  # bytes, by each pass
     room: float = 0.0  # bytes that its worker needs to start one, so that it can go on in any case
 
     def start(self, engine: Engine, number: int) -> float:
-        """When a pass can start, such that its last action need not wait."""
+        """Return when a pass can start, such that its last action need not wait."""
         actions, before = self.passes[number], 0.0
         start = engine.ready(actions[0])
         for index in actions[1:]:
@@ -226,7 +226,7 @@ class _Queue:
 
 
 class _Pool:
-    """All passes of a pipeline, of which each worker is to run its own in some order."""
+    """All passes of a pipeline; each worker runs its own in some order."""
 
     def __init__(self, held: Sequence[Sequence[int]], micro_batches: int, passes: Passes) -> None:
         self.held, actions, self.queues = held, list[list[Action]](), list[list[_Queue]]()
@@ -267,9 +267,9 @@ def _sent_by(kinds: Sequence[type[Action]]) -> int:
 
 
 class _Greedy:
-    """Each worker runs the most urgent of the passes that can start first, if there is room for what they keep.
+    """Each worker runs the most urgent of the passes that can start first, if there is room for their activations.
 
-    Of equally urgent ones, that of the stage nearest to the loss.
+    Among equally urgent passes, it runs the one of the stage nearest to the loss.
     """
 
     def __init__(self, pool: _Pool, rule: Urgency) -> None:

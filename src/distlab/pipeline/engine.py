@@ -1,8 +1,8 @@
 """One simulation of pipelines: workers that run actions, and messages that travel between them.
 
-It asks each action what it needs and what it computes, and its caller what actions and messages cost. Schedules are
-checked and drawn with it (`plan`), searched for (`auto`), and predicted (the planner). The rules are those of the
-executor: a worker runs one action after another, an action starts when everything it needs has arrived, and a send
+Each action states its needs and its results; the caller gives the costs of actions and messages. The engine serves to
+check and draw schedules (`plan`), to search for them (`auto`), and to predict them (the planner). The rules are the
+executor's: a worker runs one action after another, an action starts when everything it needs has arrived, and a send
 never blocks the sender.
 """
 
@@ -24,12 +24,12 @@ class ScheduleError(InputError):
 
 
 class Graph:
-    """The actions of all workers, numbered, and the numbers of what each needs and sends.
+    """The actions of all workers, numbered, and the numbers of the inputs and messages of each.
 
     A need is the number of an action of the same worker, or of a message; messages are numbered after the actions.
 
     Attributes:
-        actions: by number: those of worker 0 in order, those of worker 1, …
+        actions: by number: worker 0's in order, worker 1's in order, …
         lines: by worker, the numbers of its actions.
         workers: by action.
         owners: by stage, its worker.
@@ -63,7 +63,7 @@ class Graph:
             self.needs.append(tuple(self._source(result, index) for result in action.needs(len(self.owners))))
 
     def receives(self, index: int) -> int:
-        """The number of messages that an action waits for."""
+        """Return the number of messages that an action waits for."""
         return sum(need >= len(self.actions) for need in self.needs[index])
 
     def _add(self, index: int, action: Action, numbers: dict[Action, int]) -> None:
@@ -80,7 +80,7 @@ class Graph:
                 raise ScheduleError(f"stage {stage} computes {result} twice, {both}")
 
     def _source(self, result: Result, index: int) -> int:
-        """The number of what an action needs for a result: an action of its worker, or a message, which is added."""
+        """Return the number of the source of a result: an action of the same worker, or a message, which is added."""
         action, source = self.actions[index], self.producers.get(result)
         stage, what = action.stage, f"{action} of stage {action.stage} needs"
         if source is None:
@@ -106,13 +106,13 @@ class Order(Protocol):
     """Decides what each worker runs next."""
 
     def choose(self, engine: "Engine", worker: int) -> tuple[float, int]:
-        """Which action the worker starts next, and when, as far as known now; `NEVER` if it cannot start any.
+        """Return when the worker starts its next action, as far as known now, and which; `NEVER` if it cannot start.
 
         An action that is not ready at that time starts as soon as it is.
         """
 
     def begun(self, index: int) -> None:
-        """The action has begun."""
+        """Note that an action has begun."""
 
 
 class InOrder:
@@ -133,23 +133,23 @@ class Hosts(Protocol):
     """How actions that run at the same time slow each other."""
 
     def begin(self, engine: "Engine", index: int, now: float) -> None:
-        """An action begins: tell the engine when it is expected to end, now and whenever that changes."""
+        """Begin an action: set in the engine when it is expected to end, now and whenever that changes."""
 
     def end(self, engine: "Engine", one: int, now: float) -> None:
-        """The expected end has come of a worker's action, or of something that is numbered after the workers."""
+        """End a worker's action, or something that is numbered after the workers, at its expected end."""
 
 
 class Engine:
     """Plays a graph once.
 
     Args:
-        seconds: of an action, if nothing slows it.
+        seconds: seconds of an action, if nothing slows it.
         message: (sender, receiver) -> seconds until a message has arrived, and until the next one can set out. A
             message sets out when the action that computes it ends, and after those that its sender sent before it to
             the same receiver.
-        order: what each worker runs next; by default, its actions in the order of the graph.
-        waking: seconds that a worker has waited for a message -> seconds that its action then takes longer.
-        hosts: where actions slow each other; a new object.
+        order: decides which action each worker runs next; by default, the order of the graph.
+        waking: seconds that a worker has waited for a message -> additional seconds of its next action.
+        hosts: how actions slow each other; a new object.
     """
 
     def __init__(
@@ -190,7 +190,7 @@ class Engine:
         return max(self.free)
 
     def ready(self, index: int) -> float:
-        """When an action can start: its worker is free, and what it needs is there. `NEVER` if that is not known."""
+        """Return when an action can start: its worker is free, and its inputs are there. `NEVER` if this is unknown."""
         start, ends = self.free[self.graph.workers[index]], self.ends
         for need in self.graph.needs[index]:
             if ends[need] > start:
@@ -198,7 +198,7 @@ class Engine:
         return start
 
     def expect(self, one: int, end: float) -> None:
-        """What a worker runs, or something else of the hosts computes, ends at that time, as far as known now."""
+        """Set when a worker's action, or other work on the hosts, ends, as far as known now."""
         if one < len(self.free):
             self._end(self._running[one], end)
         self._versions[one] += 1

@@ -1,6 +1,6 @@
-"""Runs one worker of a pipeline: receives what an action needs, runs it, and sends what other stages need.
+"""Runs one worker of a pipeline: receives the inputs of an action, runs it, and sends its results to other stages.
 
-What lives for a step is its `Flow`; what lives between steps, the `Links` to other workers.
+A `Flow` holds the state of one step; the `Links` to other workers live from step to step.
 """
 
 import itertools
@@ -26,7 +26,7 @@ Modules = nn.Module | Mapping[int, nn.Module]  # of one stage, or by stage
 
 
 class Pipeline:
-    """One rank's stages and their traffic with those of other ranks.
+    """One rank's stages and their traffic with the stages of other ranks.
 
     Args:
         stages: this rank's part of the model; a mapping from stage to module if the rank holds several stages.
@@ -36,10 +36,10 @@ class Pipeline:
         width: width of the activations between stages: (batch, seq, `width`), float32.
         cores: number of cores that this pipeline's workers share: an action also uses the cores of workers that the
             plan shows idle at the same time. None leaves the number of threads unchanged.
-        costs: of the actions, for that plan, of which only the ratios matter; and the multiply-adds of a layer, which
+        costs: costs of the actions for that plan (only their ratios matter), and the multiply-adds of a layer, which
             decide how many threads have enough to do. By default all stages cost the same, and threads always pay.
-        part_of: what this rank sees of a micro-batch, if that is not all of its token ids: where ranks share sequences,
-            or tokens attend within documents.
+        part_of: the part of a micro-batch that this rank sees, if that is not all of its token ids: where ranks share
+            sequences, or tokens attend within documents.
         run_on: leave the last sends of a step to complete during the next one. A collective of all ranks has to follow
             the last step.
 
@@ -79,7 +79,7 @@ class Pipeline:
         self._use(programs, plan)
 
     def follow(self, programs: Programs) -> None:
-        """Run another schedule from the next step on, in which every stage is on the same worker.
+        """From the next step on, run another schedule, in which every stage is on the same worker as before.
 
         All ranks call this together, between two steps.
 
@@ -135,7 +135,7 @@ class Pipeline:
         return flow.end(self._run_on)
 
     def _checked(self, programs: Programs) -> Plan:
-        """The plan of a schedule that this pipeline can run; on all ranks, it can or it cannot."""
+        """Return the plan of a schedule if this pipeline can run it; all ranks come to the same answer."""
         plan, workers = simulate(programs), len(programs)
         require(workers == self._workers, f"the schedule is for {workers} workers but the pipeline has {self._workers}")
         for action in itertools.chain.from_iterable(programs):

@@ -1,4 +1,4 @@
-"""What lives for one step of a worker: its micro-batches, and the tensors that are under way between stages."""
+"""The state of one step of a worker: its micro-batches, and the tensors in transit between stages."""
 
 from collections.abc import Iterator, Mapping, Sequence
 
@@ -14,14 +14,14 @@ POSTED_AHEAD = 2  # receives posted per link: the one needed next, and one more 
 
 
 class Flow:
-    """A step of a worker, made for it and thrown away at its end.
+    """The state of one step of a worker; it is discarded at the end of the step.
 
     Args:
-        stages: of this worker.
+        stages: this worker's stages.
         program: the actions that it will run.
         micro_batches: token ids, each (batch, seq).
-        part_of: what this rank sees of them, if that is not all.
-        width: of the activations between stages: (batch, seq, `width`).
+        part_of: the part of them that this rank sees, if that is not all.
+        width: width of the activations between stages: (batch, seq, `width`).
         posts_ahead: post receives before they are needed, where there is no queue.
     """
 
@@ -56,11 +56,11 @@ class Flow:
             self._post_ahead(way)
 
     def micro_batch(self, action: Action) -> MicroBatch:
-        """The micro-batch of an action, on its stage."""
+        """Return the micro-batch of an action, on its stage."""
         return self._parts[action.stage, action.micro_batch]
 
     def take(self, result: Result) -> Tensor:
-        """A result of another stage; waits until it has arrived."""
+        """Return a result of another stage, after waiting until it has arrived."""
         way = self._links.ways.get(result)
         if way is None:
             return self._here.pop(result)
@@ -83,7 +83,7 @@ class Flow:
             self._sent[result] = work
 
     def end(self, run_on: bool) -> list[Tensor]:
-        """End the step; on the worker of the last stage, returns each micro-batch's share of the loss."""
+        """End the step; on the worker of the last stage, return each micro-batch's share of the loss."""
         self._links.finish(self._sent.values(), run_on)
         return [part.loss for part in self._parts.values() if part.loss is not None]
 

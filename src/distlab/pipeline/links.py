@@ -1,7 +1,7 @@
 """The links between this worker of a pipeline and others: they carry messages, and live from step to step.
 
-Messages of one kind arrive in the order in which they were sent. Between ranks that share memory, a message has left
-when the sender has copied it into a queue; otherwise sends and receives are under way while both ends compute.
+Messages of one kind arrive in the order in which they were sent. Between ranks that share memory, a send is complete
+when the sender has copied the message into a queue; otherwise sends and receives go on while both ends compute.
 """
 
 from collections import Counter
@@ -22,16 +22,16 @@ from distlab.pipeline.plan import Link, Plan, acknowledged, most_on_the_way
 
 @dataclass(eq=False)
 class Way:
-    """One of this worker's links: the messages of a kind to another worker, or from it."""
+    """One of this worker's links: the messages of one kind to or from another worker."""
 
     sender: int  # rank
     receiver: int  # rank
     group: Group  # in which messages between these two ranks stay in order
-    slots: int  # the most messages that are under way at a time
+    slots: int  # maximum number of messages in transit
     is_queue: bool = False  # messages go through memory that both ranks share
 
     def send(self, result: Result, tensor: Tensor) -> dist.Work | None:
-        """Start to send a result; None if it has left already. Else, keep the work and the tensor until it has."""
+        """Start to send a result; None if the send is complete. Otherwise, keep work and tensor until it is."""
         with named(str(result), result.kind):
             work = dist.isend(tensor, self.receiver, self.group)
         return None if self.is_queue else work
@@ -48,22 +48,22 @@ class Links:
     """The links of a worker.
 
     Args:
-        ranks: of the pipeline's workers.
-        worker: this one.
+        ranks: ranks of the pipeline's workers.
+        worker: the number of this worker.
     """
 
     def __init__(self, ranks: Sequence[int], worker: int) -> None:
         self._ranks, self._worker = ranks, worker
         self._ways: dict[Link, Way] = {}
         self._groups: list[dist.ProcessGroup] = []  # made for these links
-        self._late: list[dist.Work] = []  # sends that a step has left to the next one
-        self._message_bytes = 0  # that the queues have room for
+        self._late: list[dist.Work] = []  # sends that a step leaves to the next one
+        self._message_bytes = 0  # size of the messages for which the queues have room
         self.ways: dict[Result, Way] = {}  # by message that this worker sends or receives
         self.incoming: list[tuple[Way, Sequence[Result]]] = []  # the messages of a step that it receives, in order
         self.confirmed: dict[Result, list[Result]] = {}  # by message received, those sent that have thus arrived
 
     def open(self, programs: Programs, plan: Plan) -> None:
-        """Make what carries the messages of these programs; all ranks call this together."""
+        """Make the groups and queues for the messages of these programs; all ranks call this together."""
         context, slots = context_of(), most_on_the_way(programs)
         numbers, groups = channels(plan.messages, context.is_over_nccl), list[Group]([None])
         if more := max(numbers.values(), default=0):
@@ -82,7 +82,7 @@ class Links:
             self._connect(context.rank, torch.zeros(1, device=context.device))
 
     def close(self) -> None:
-        """Wait for sends that are under way, and give back queues and groups; all ranks call this together."""
+        """Wait for sends in progress, and release queues and groups; all ranks call this together."""
         self.finish([], run_on=False)
         for way in self._ways.values():
             close_queues((way.sender, way.receiver), way.group)
@@ -92,7 +92,7 @@ class Links:
         self.ways, self.incoming, self.confirmed = {}, [], {}
 
     def make_room(self, elements: int, like: Tensor) -> None:
-        """Before messages that are larger than all before, make queues that have room for them."""
+        """Make queues that have room for messages larger than all earlier ones."""
         message_bytes = elements * like.itemsize
         if message_bytes > self._message_bytes:
             self._message_bytes = message_bytes
@@ -101,7 +101,7 @@ class Links:
                 way.is_queue = has_queue(way.sender, way.receiver, way.group)
 
     def finish(self, sends: Iterable[dist.Work], run_on: bool) -> None:
-        """Wait for the sends of a step, or, if it runs on, for those that the step before has left."""
+        """Wait for the sends of a step, or, if it runs on, for the sends that the step before has left."""
         before, self._late = self._late, list(sends)
         for work in before if run_on else [*before, *self._late]:
             work.wait()
@@ -119,9 +119,9 @@ class Links:
 
 
 def channels(links: Iterable[Link], over_nccl: bool) -> dict[Link, int]:
-    """By link, the number of the process group that its messages take; 0 is that of all ranks.
+    """Return, by link, the number of the process group that its messages take; 0 is the group of all ranks.
 
-    Within a group, messages between two ranks are ordered: over gloo, those in one direction; over NCCL, those in both.
+    Within a group, messages between two ranks are ordered: over gloo, in each direction; over NCCL, in both together.
     With a single group, gloo would deliver a message of one kind as one of another kind, and with NCCL a receive posted
     ahead would block a send that the peer needs first. So where links connect the same two ranks, each kind of message
     gets a group; over NCCL, each direction too.

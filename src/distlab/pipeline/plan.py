@@ -1,6 +1,6 @@
 """A schedule as it would run: whether it is correct, how long it takes, and how many activations it keeps.
 
-What an action needs, computes, costs and keeps is defined by its class; the times are the engine's.
+The class of an action defines its inputs, results, costs and kept activations; the engine computes the times.
 """
 
 import itertools
@@ -22,7 +22,7 @@ from distlab.pipeline.engine import NEVER, Engine, Graph, ScheduleError
 
 ROUNDING = 1e-9  # of sums of shares
 ADD_UP = "what its actions keep and free must add up to 0"
-# Of a layer's forward pass. With fewer, further threads make a pipeline slower: bench/README.md, "Threads that have
+# Of a layer's forward pass. With fewer, additional threads make a pipeline slower: bench/README.md, "Threads that have
 # computed".
 MULTIPLY_ADDS_OF_A_THREAD = 4e7
 Link = tuple[int, int, str]  # sender, receiver (workers), kind of message
@@ -47,8 +47,8 @@ class Plan:
     spans: list[list[Span]]  # the worker's actions with their times
     makespan: float  # seconds from the start of the first action to the end of the last one
     bubble: list[float]  # the fraction of the makespan in which the worker is idle
-    peak_live: list[int]  # the maximum number of micro-batches whose activations the worker's stages keep at a time
-    peak_bytes: list[float]  # the maximum bytes of activations that the worker keeps at a time
+    peak_live: list[int]  # the maximum number of micro-batches whose activations the worker's stages keep at once
+    peak_bytes: list[float]  # the maximum bytes of activations that the worker keeps at once
     sent_bytes: list[float]  # bytes that the worker sends to other workers
     messages: dict[Link, list[Result]]  # the messages over each link, in order
     takers: dict[Result, Action]  # by result that another stage needs, the action that needs it
@@ -89,7 +89,7 @@ def simulate(programs: Programs, costs: ActionCosts | None = None) -> Plan:
 
 
 def in_a_row(programs: Programs, steps: int) -> Programs:
-    """The lists of several steps in which no worker waits at the end of a step; micro-batch numbers continue.
+    """Return the lists of several steps in which no worker waits at the end of a step; micro-batch numbers continue.
 
     Weight updates are not in the lists: every worker makes its own at the end of its list for a step.
     """
@@ -101,7 +101,7 @@ def in_a_row(programs: Programs, steps: int) -> Programs:
 
 
 def busy_workers(plan: Plan) -> dict[Action, int]:
-    """By action, the maximum number of workers that compute at the same time, including its own."""
+    """Return, by action, the maximum number of workers that compute at the same time, including its own."""
     spans = [span for line in plan.spans for span in line if span.end > span.start]
     changes = Counter(span.start for span in spans)
     changes.subtract(span.end for span in spans)
@@ -113,14 +113,14 @@ def busy_workers(plan: Plan) -> dict[Action, int]:
 
 
 def threads_by_plan(programs: Programs, cores: int, costs: ActionCosts | None = None) -> dict[Action, int]:
-    """By action, the threads that it computes with: its share of the cores, of which idle workers leave theirs.
+    """Return, by action, the number of its threads: its share of the cores, including the cores of idle workers.
 
-    An action whose threads compete with other workers takes several times as long, so a worker leaves its core only if
-    the plan has it idle for all of the action's time. Workers that outnumber the cores take turns on them, at times
-    that `costs` do not tell; only the beginning and the end of a step are then certain, as in the plan for equal
-    stages. And a worker that is not the only one takes no more threads than have enough to do: when an action ends, its
-    threads wait in a loop, for a while, on a core that the next worker needs. The number of threads depends on the plan
-    alone, not on what happens in a run: every run computes the same.
+    An action whose threads compete with other workers takes several times as long, so a worker gives up its core only
+    if the plan shows it idle for all of the action's time. Workers that outnumber the cores take turns on them, at
+    times that do not follow from `costs`; only the beginning and the end of a step are then certain, as in the plan for
+    equal stages. A worker that is not the only one takes no more threads than have enough to do: when an action ends,
+    its threads wait in a loop for a while, on a core that the next worker needs. The number of threads depends only on
+    the plan, not on the course of a run: every run computes the same.
     """
     busy = busy_workers(simulate(programs, costs if len(programs) <= cores else None))
     most = most_threads(len(programs), cores, costs)
@@ -128,9 +128,9 @@ def threads_by_plan(programs: Programs, cores: int, costs: ActionCosts | None = 
 
 
 def most_threads(workers: int, cores: int, costs: ActionCosts | None) -> int:
-    """The most threads worth giving an action, in a pipeline of so many workers.
+    """Return the maximum number of threads worth giving to an action, in a pipeline of `workers` workers.
 
-    What a layer computes decides, also for a stage whose main work is the head.
+    The work of a layer decides, also for a stage whose main work is the head.
     """
     if costs is None or workers == 1:
         return cores
@@ -138,12 +138,12 @@ def most_threads(workers: int, cores: int, costs: ActionCosts | None) -> int:
 
 
 def share_of_cores(cores: int, busy: int, most: int) -> int:
-    """The threads of an action, while so many workers compute."""
+    """Return the number of threads of an action while `busy` workers compute."""
     return min(most, max(1, cores // busy))
 
 
 def acknowledged(programs: Programs, plan: Plan, worker: int) -> dict[Result, list[Result]]:
-    """By message that a worker receives: the messages of its own that the sender had used before it sent that one."""
+    """Return, by message that a worker receives, its own messages that the sender had used before it sent that one."""
     received = {result for link, results in plan.messages.items() if link[1] == worker for result in results}
     acknowledged: dict[Result, list[Result]] = {}
     for program in programs:
@@ -156,9 +156,9 @@ def acknowledged(programs: Programs, plan: Plan, worker: int) -> dict[Result, li
 
 
 def most_on_the_way(programs: Programs) -> dict[Link, int]:
-    """By link, the most messages, in steps in a row, that its sender has sent and not yet seen to be received.
+    """Return, by link, the maximum number of messages, in steps in a row, that were sent but not yet acknowledged.
 
-    It sees that from what the receiver has sent later. With room for so many messages, no sender ever has to wait.
+    A later message from the receiver is the acknowledgement. With room for this number, no sender ever has to wait.
     """
     programs = in_a_row(programs, 2)  # at the end of a step, some may not be acknowledged
     plan = simulate(programs)
@@ -175,7 +175,7 @@ def most_on_the_way(programs: Programs) -> dict[Link, int]:
 
 
 def ideal_bubble(stages: int, micro_batches: int) -> float:
-    """The idle fraction of GPipe and DAPPLE with equal stages and free messages: (p - 1) / (m + p - 1)."""
+    """Return the idle fraction of GPipe and DAPPLE with equal stages and free messages: (p - 1) / (m + p - 1)."""
     return (stages - 1) / (micro_batches + stages - 1)
 
 
@@ -197,7 +197,7 @@ def _check_results(graph: Graph) -> None:
 
 
 def _check_links(programs: Programs, graph: Graph) -> dict[Link, list[Result]]:
-    """The messages over each link, in order. Messages carry no names, so both ends must expect the same order."""
+    """Return the messages over each link, in order. Messages have no names, so both ends must expect the same order."""
     messages: dict[Link, list[Result]] = defaultdict(list)
     for worker, program in enumerate(programs):
         for result in itertools.chain.from_iterable(action.results for action in program):
@@ -216,7 +216,7 @@ def _check_links(programs: Programs, graph: Graph) -> dict[Link, list[Result]]:
 
 def _check_finished(played: Engine) -> None:
     """Raise `ScheduleError` with the stages that wait for each other, if some have actions that never start."""
-    graph, waits = played.graph, dict[int, tuple[Action, Result]]()  # by worker, what it cannot start, and for what
+    graph, waits = played.graph, dict[int, tuple[Action, Result]]()  # by worker, a blocked action and its missing input
     for worker, line in enumerate(graph.lines):
         index = next((index for index in line if played.starts[index] == NEVER), None)
         if index is not None:
@@ -232,7 +232,7 @@ def _check_finished(played: Engine) -> None:
 
 
 def _kept(program: Iterable[Action]) -> Iterator[tuple[Action, Mapping[tuple[int, int], float]]]:
-    """After each action, the shares that are kept of the activations of (stage, micro-batch)."""
+    """Yield, after each action, the shares that are kept of the activations of (stage, micro-batch)."""
     kept, neutral = defaultdict[tuple[int, int], float](float), ActionCosts()
     for action in program:
         key = action.stage, action.micro_batch

@@ -15,7 +15,7 @@ class SavedActivations:
     """Counts the bytes saved for later backward passes: each storage once, parameters not at all."""
 
     def __init__(self, parameters: Iterable[Tensor]) -> None:
-        # By the storage itself: the address changes of one that is freed and filled again (ShardedDP's).
+        # By the storage itself: a storage that is freed and filled again (ShardedDP's) changes its address.
         self._parameters = {p.untyped_storage()._cdata for p in parameters}
         self._kept, self._usually_kept = _Bytes(), _Bytes()
 
@@ -26,22 +26,22 @@ class SavedActivations:
 
     @property
     def peak_bytes(self) -> int:
-        """The most bytes kept at a time so far."""
+        """The maximum of bytes kept so far."""
         return self._kept.peak
 
     @property
     def usual_peak_bytes(self) -> int:
-        """What `peak_bytes` would be without recomputation."""
+        """The value that `peak_bytes` would have without recomputation."""
         return self._usually_kept.peak
 
     def take_recent_peak(self) -> int:
-        """The most bytes kept at a time since the last call."""
+        """Return the maximum of bytes kept since the last call."""
         recent, self._kept.recent_peak = self._kept.recent_peak, self._kept.now
         return recent
 
     @contextlib.contextmanager
     def counting(self) -> Iterator[None]:
-        """Inside, count what forward passes save, and what backward passes recompute or keep for weight gradients."""
+        """Inside, count tensors that forward passes save, and that backward passes recompute or keep for weights."""
         observers.append(self)
         try:
             with torch.autograd.graph.saved_tensors_hooks(_keep_and_count, lambda kept: kept[0]):
@@ -69,15 +69,15 @@ def _keep_and_count(tensor: Tensor) -> tuple[Tensor, object]:
 
 
 class _Bytes:
-    """The size of some storages together, now and at most so far."""
+    """The total size of some storages, now and at its maximum so far."""
 
     def __init__(self) -> None:
-        self.users: Counter[StorageWeakRef] = Counter()  # which keep its address from being used again
+        self.users: Counter[StorageWeakRef] = Counter()  # references that prevent the reuse of its address
         self.now = self.peak = self.recent_peak = 0
 
 
 class _Counted:
-    """Has a storage counted for as long as it exists, be the storage in memory or not."""
+    """Counts a storage for as long as this object exists, whether or not the storage is in memory."""
 
     def __init__(self, storage: torch.UntypedStorage, count: _Bytes) -> None:
         self._storage, self._size, self._count = StorageWeakRef(storage), storage.nbytes(), count

@@ -76,9 +76,9 @@ def schedule(
 
 
 def read_schedule(name: str) -> None:
-    """Make a schedule known by the path of the file that defines it, like `my/order.py`; other names are left alone.
+    """Register the schedule that a file such as `my/order.py` defines, under the file's path; ignore other names.
 
-    The file is run as a module. Its last function with `@schedule` counts.
+    The file is run as a module; its last function with `@schedule` is used.
 
     Raises:
         InputError: there is no such file, it cannot be run, or it defines no schedule.
@@ -97,24 +97,24 @@ def read_schedule(name: str) -> None:
 
 
 def schedule_names() -> list[str]:
-    """All names that `all_stages` accepts."""
+    """Return all names that `all_stages` accepts."""
     return [*SCHEDULES, *ALIASES]
 
 
 def find_schedule(name: str) -> Schedule:
-    """The schedule of a name, one of `schedule_names()`."""
+    """Return the schedule of a name, one of `schedule_names()`."""
     return SCHEDULES[ALIASES.get(name, name)]
 
 
 def stages_per_worker(name: str, chunks: int = DEFAULT_CHUNKS) -> int:
-    """How many stages each worker of a schedule holds; `chunks` if the schedule lets the run choose."""
+    """Return the number of stages of each worker of a schedule; `chunks` if the schedule lets the run choose."""
     return find_schedule(name).stages_per_worker or chunks
 
 
 def check_schedule(
     name: str, workers: int, micro_batches: int, chunks: int = DEFAULT_CHUNKS, limit: Limit | None = None
 ) -> Schedule:
-    """The schedule `name`, one of `schedule_names()`, if it can do what is asked for; else raises `InputError`."""
+    """Return the schedule `name`, one of `schedule_names()`, if it supports these settings; `InputError` otherwise."""
     found = find_schedule(name)
     what = f"--schedule {name} on {workers} workers, with --micro-batches {micro_batches}"
     require(found.fits(workers, micro_batches), f"{what}: give {found.needs.format(**_sizes(workers))}")
@@ -136,12 +136,12 @@ def all_stages(
     limit: Limit | None = None,
     recompute: bool = False,
 ) -> list[list[Action]]:
-    """All workers' lists of the schedule `name`, one of `schedule_names()`.
+    """Return all workers' lists of the schedule `name`, one of `schedule_names()`.
 
     Args:
         chunks: stages of each worker, if the schedule lets the run choose.
-        costs: what `auto` is to be fast with; without costs, it does not search for long.
-        limit: of the activations that `auto` keeps.
+        costs: the costs for which `auto` searches; without costs, its search is short.
+        limit: limit on the activations that `auto` keeps.
         recompute: see `with_recomputation`.
 
     Raises:
@@ -156,11 +156,11 @@ def all_stages(
 
 
 def with_recomputation(programs: Programs) -> list[list[Action]]:
-    """A schedule whose stages keep only their inputs, and compute the rest again before the backward pass.
+    """Return a schedule whose stages keep only their inputs, and compute the rest again before the backward pass.
 
-    Before means that a stage can do so while it waits for the gradient. Where a backward pass follows its forward pass
-    at once, it has nothing to wait for; there the blocks compute their insides again one by one, within it. Forward
-    passes of other kinds keep what they keep.
+    A stage can do so while it waits for the gradient. A backward pass that follows its forward pass at once has nothing
+    to wait for; within such a pass, the blocks compute their insides again one by one. Forward passes of other kinds do
+    not change.
     """
     stages = len({action.stage for program in programs for action in program})
     return [list(_recomputing(program, stages)) for program in programs]
@@ -274,7 +274,7 @@ def zb_h1(stage: int, stages: int, micro_batches: int) -> list[Action]:
     needs="{twice_less_1} or more",
 )
 def zb_h2(stage: int, stages: int, micro_batches: int) -> list[Action]:
-    """Runs more forward passes first, so that workers idle only at the start and the end of a step.
+    """More forward passes at first, so that workers idle only at the start and the end of a step.
 
     If the next step started without waiting, there would be no idle time at all (the same paper, §2.2). The first stage
     keeps the activations of 2 `stages` - 1 micro-batches.
@@ -338,10 +338,10 @@ def auto(
     tries: int | None = None,
     recompute: bool = False,
 ) -> list[list[Action]]:
-    """The fastest of what `find_programs` finds and the written schedules whose workers hold the same stages.
+    """Return the fastest of the result of `find_programs` and the written schedules with the same stages per worker.
 
-    Greedy choices can end up behind a written schedule, most of all in a V with slow messages. Without costs, there is
-    nothing to compare: the lists are those of the first try.
+    Greedy choices can be slower than a written schedule, most of all in a V with slow messages. Without costs, there is
+    nothing to compare: the result is the first try.
     """
     if costs is None:
         return find_programs(workers, micro_batches, chunks, ActionCosts(), limit, 1, recompute)
@@ -361,13 +361,13 @@ SCHEDULES[AUTO] = Schedule(auto, 0, lambda workers, micro_batches: True, "")
 
 
 def _write_out(phases: Iterable[tuple[str, int]], stages: Sequence[int]) -> list[Action]:
-    """Actions from phases like ("F0 I1 W", 3): three times F on the worker's first stage, I on its second, and W.
+    """Return actions from phases: ("F0 I1 W", 3) is three times F on the worker's first stage, I on its second, and W.
 
     Each kind of action takes a stage's micro-batches in order. A "W" without a stage belongs to the oldest pending "I".
     """
     actions: list[Action] = []
     micro_batches: Counter[tuple[type[Action], int]] = Counter()
-    pending: list[Action] = []  # each "I" whose "W" is still to come
+    pending: list[Action] = []  # each "I" whose "W" has not followed yet
     for letter in [letter for phase, times in phases for letter in phase.split() * times]:
         kind = KINDS[letter[0]]
         if kind is BackwardWeight and len(stages) > 1 and len(letter) == 1:

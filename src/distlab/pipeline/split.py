@@ -10,7 +10,7 @@ Split = tuple[int, ...]  # layers of each stage
 
 
 def read_split(text: str, n_layers: int, stages: int) -> Split:
-    """The layers of each stage from ``--layers-per-stage 3,2,1``; raises `InputError` if they do not fit the model."""
+    """Return the layers of each stage from ``--layers-per-stage 3,2,1``; `InputError` if they do not fit the model."""
     flag = f"--layers-per-stage {text}"
     try:
         split = tuple(int(number) for number in text.split(","))
@@ -26,14 +26,14 @@ def read_split(text: str, n_layers: int, stages: int) -> Split:
 
 
 class PartCosts(NamedTuple):
-    """What the parts of a model cost."""
+    """The costs of the parts of a model."""
 
     layer: float
     embedding: float
     head: float
 
     def of_stages(self, split: Split) -> list[float]:
-        """What each stage costs."""
+        """Return the cost of each stage."""
         costs = [count * self.layer for count in split]
         costs[0] += self.embedding
         costs[-1] += self.head
@@ -43,7 +43,7 @@ class PartCosts(NamedTuple):
 def multiply_adds(
     *, vocab_size: int, dmodel: int, seq_len: int, hidden_dim: int | None = None, kv_width: int | None = None
 ) -> PartCosts:
-    """Of a forward pass over one token; a backward pass takes twice as many, in every part.
+    """Return the multiply-adds of a forward pass over one token; a backward pass takes twice as many, in every part.
 
     The embedding is a look-up, which costs almost nothing compared with a layer. `hidden_dim` is the width of the
     feed-forward layers, by default 4 * dmodel; `kv_width` is the total width of all key heads, by default dmodel.
@@ -57,13 +57,13 @@ def multiply_adds(
 def estimated_costs(
     split: Split, parts: PartCosts, blocks_again: bool = False, tokens: float = math.inf, tp: int = 1
 ) -> ActionCosts:
-    """What the passes of each stage cost, relative to each other; and the multiply-adds of a layer.
+    """Return the costs of the passes of each stage, relative to each other, and the multiply-adds of a layer.
 
     Args:
         split: the layers of each stage.
-        parts: what the parts of the model cost: multiply-adds per token.
+        parts: the costs of the parts of the model, in multiply-adds per token.
         blocks_again: every backward pass computes the blocks again.
-        tokens: of a micro-batch; by default so many that further threads always pay.
+        tokens: tokens of a micro-batch; by default, enough for further threads always to pay.
         tp: ranks that share each layer.
     """
     forward, blocks = parts.of_stages(split), [count * parts.layer for count in split]
@@ -72,7 +72,7 @@ def estimated_costs(
 
 
 def balance(n_layers: int, stages: int, parts: PartCosts) -> Split:
-    """The layers of each stage such that the slowest stage is as fast as possible, given what the parts cost.
+    """Return the layers of each stage such that the slowest stage is as fast as possible, given the costs of the parts.
 
     `InputError` if there are too many stages for the model.
     """

@@ -8,7 +8,7 @@ from simplellm.llama import CausalLLama, LLama, LLamaFirstStage, LLamaLastStage,
 
 
 def build_stage(stage: int, split: Split, vocab_size: int, **options: Any) -> LLamaPart:
-    """The part of the model that a stage holds: its layers, and on the first and last stage the embedding and the head.
+    """Build the part of the model that a stage holds: its layers, on the first stage the embedding, on the last a head.
 
     `options` are those of `simplellm.llama.LLamaPart`, except `n_layers` and `first_layer`.
     """
@@ -18,5 +18,5 @@ def build_stage(stage: int, split: Split, vocab_size: int, **options: Any) -> LL
 
 
 def build_stages(stages: Iterable[int], split: Split, vocab_size: int, **options: Any) -> dict[int, LLamaPart]:
-    """The parts of the model that a worker holds, by stage; see `build_stage`."""
+    """Build the parts of the model that a worker holds, by stage; see `build_stage`."""
     return {stage: build_stage(stage, split, vocab_size, **options) for stage in stages}

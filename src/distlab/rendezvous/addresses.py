@@ -1,4 +1,4 @@
-"""Where a host name leads."""
+"""Resolution of host names."""
 
 import ipaddress
 import socket
@@ -8,13 +8,13 @@ from simplellm.errors import InputError
 
 
 def is_loopback(address: str) -> bool:
-    """Whether an address is a loopback address; `InputError` if there is no such host."""
+    """Return whether an address is a loopback address; `InputError` if there is no such host."""
     _, (found, *_) = resolve(address, 0)
     return ipaddress.ip_address(str(found).partition("%")[0]).is_loopback
 
 
 def resolve(address: str, port: int) -> tuple[int, tuple[Any, ...]]:
-    """A host's socket family and socket address; `InputError` if there is no such host."""
+    """Return a host's socket family and socket address; `InputError` if there is no such host."""
     try:
         family, _, _, _, where = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
     except (socket.gaierror, UnicodeError) as error:

@@ -2,7 +2,7 @@
 
 Ranks are the nodes of a graph; an edge leads from a waiting rank to one that it waits for. A cycle is a deadlock (Holt,
 "Some deadlock properties of computer systems", 1972). Without a cycle, all paths end at a rank that waits for no other:
-it is stopped, still computes, or has exited, and it blocks all others.
+it is stopped, is still computing, or has exited, and it blocks all others.
 """
 
 import json
@@ -15,14 +15,14 @@ from distlab.comm.waits import Wait, group_key, list_ranks
 
 @dataclass
 class Notice:
-    """What a rank publishes when another rank asks: that it is alive, and what it waits for."""
+    """A rank's answer when another rank asks: it is alive, and this is its wait."""
 
     rank: int
     wait: Wait | None  # None if it is not in a long wait
     begun: dict[str, int] = field(default_factory=dict)  # collectives that it has started, by their ranks ("0,1,2")
     failure_number: int = 0  # position of its failed wait among all failed waits, from 1; 0 if it has not failed
     lost_a_peer: bool = False  # its wait failed because a connection was closed
-    held_back: dict[str, list[int]] = field(default_factory=dict)  # of `begun`: without its share, by their ranks
+    held_back: dict[str, list[int]] = field(default_factory=dict)  # those of `begun` without its share, by their ranks
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))
@@ -76,7 +76,7 @@ def diagnose(
             arrow = f"  -> {list_ranks(edges[rank])}" if edges[rank] else ""
             wait, line = waits[rank], ""
             way = "to send" if wait.way == "send" else "for"
-            if wait.line:  # its name is that of the operation
+            if wait.line:  # it has the name of the operation
                 way, line = "in", f" ({wait.line})"
             state = f"waits {way} {wait.what}{line}{arrow}"
         picture.append(f"  {describe(rank):<{width}}  {state}")
@@ -103,7 +103,7 @@ def diagnose(
     if first is not None and first.wait is not None and lost_a_peer:
         lost = f"{describe(first.rank)} lost its connection to {list_ranks(first.wait.peers)}"
         return Diagnosis(picture, f"{lost}, though all ranks answer: see their last lines")
-    if cycle:  # none of its ranks can continue, whatever the others do
+    if cycle:  # none of these ranks can continue, whatever the others do
         picture.append(f"  cycle: {' -> '.join(f'rank {rank}' for rank in [*cycle, cycle[0]])}")
         start, *others = cycle
         chain = "".join(f" waits for {describe(rank)}, which" for rank in others)
@@ -118,7 +118,7 @@ def diagnose(
 
 
 def _held_up_by(rank: int, wait: Wait, waits: Mapping[int, Wait], notices: Mapping[int, Notice]) -> Iterator[int]:
-    """The ranks that `rank` waits for: those that have not done their part."""
+    """Yield the ranks that `rank` waits for, which have not done their part."""
     group = group_key([rank, *wait.peers])
     for peer in wait.peers:
         if wait.way == "other" and peer in waits:
@@ -134,5 +134,5 @@ def _held_up_by(rank: int, wait: Wait, waits: Mapping[int, Wait], notices: Mappi
 
 
 def list_causes(ended: Mapping[int, str], describe: Callable[[int], str]) -> str:
-    """Why ranks have exited, in words: "rank 1 failed: out of memory"."""
+    """Return in words why ranks exited: "rank 1 failed: out of memory"."""
     return "; ".join(f"{describe(rank)} failed: {cause}" for rank, cause in ended.items())

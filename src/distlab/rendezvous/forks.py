@@ -20,21 +20,21 @@ SECONDS_BETWEEN_LOOKS = 0.01
 
 
 class Forked:
-    """A process that has been forked from this one, with what a supervisor uses of `subprocess.Popen`."""
+    """A process forked from this one, with the methods of `subprocess.Popen` that a supervisor uses."""
 
     def __init__(self, pid: int) -> None:
         self.pid = pid
         self.returncode: int | None = None
 
     def poll(self) -> int | None:
-        """Its exit status, negative for a signal; None while it runs."""
+        """Return the exit status, negative for a signal; None while the process runs."""
         if self.returncode is None:
             pid, status = os.waitpid(self.pid, os.WNOHANG)
             self.returncode = os.waitstatus_to_exitcode(status) if pid else None
         return self.returncode
 
     def wait(self, timeout: float | None = None) -> int:
-        """Its exit status; `subprocess.TimeoutExpired` if it still runs after so many seconds."""
+        """Return the exit status; `subprocess.TimeoutExpired` if the process still runs after `timeout` seconds."""
         deadline = None if timeout is None else time.monotonic() + timeout
         while self.poll() is None:
             if deadline is not None and time.monotonic() > deadline:
@@ -45,9 +45,9 @@ class Forked:
 
 
 class ForkedScript(Forked):
-    """A script in a session of its own.
+    """A script in a separate session.
 
-    The process that forks must not have started threads that compute, nor CUDA: a fork has neither.
+    The forking process must not have started computing threads or CUDA, because a fork has neither.
 
     Args:
         script: a file, and its arguments.
@@ -56,8 +56,8 @@ class ForkedScript(Forked):
 
     def __init__(self, script: Sequence[str], environment: Mapping[str, str]) -> None:
         for stream in (sys.stdout, sys.stderr):
-            stream.flush()  # or both processes would write what is left
-        gc.freeze()  # the collector would write to every object, and so copy the memory that the forks share
+            stream.flush()  # or both processes would write the rest of the buffer
+        gc.freeze()  # the collector would write to every object, and thus copy the memory shared with the forks
         begun, has_session = os.pipe()
         before = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())  # until the fork has its own handlers
         try:
@@ -68,15 +68,15 @@ class ForkedScript(Forked):
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
         os.close(has_session)
-        os.read(begun, 1)  # until the fork has closed its end: from now on its process group can be killed
+        os.read(begun, 1)  # returns when the fork has closed its end: from now on its process group can be killed
         os.close(begun)
 
 
 def _disconnect() -> None:
     """Put /dev/null in place of the launcher's connections and files.
 
-    If they were closed, what this process opens would get their numbers, and a file object of the launcher's, such as
-    that of a log handler, would write into it, or close it when it is collected.
+    If they were closed, new files of this process would get their numbers, and a file object of the launcher, such as
+    a log handler's, would write into such a file, or close it on garbage collection.
     """
     null = os.open(os.devnull, os.O_RDWR)
     for descriptor in open_descriptors():
@@ -89,7 +89,7 @@ def _disconnect() -> None:
 
 
 def _own(stream: TextIO | None, number: int) -> TextIO:
-    """A stream of this process in place of the launcher's, in the same encoding."""
+    """Return a new stream that replaces the launcher's in this process, in the same encoding."""
     encoding = stream.encoding if stream else None
     return os.fdopen(number, "w", buffering=1, encoding=encoding, errors="backslashreplace", closefd=False)
 
@@ -104,7 +104,7 @@ def _become(script: Sequence[str], environment: Mapping[str, str], signals: Coll
         if "RANK" in environment:
             name_process(f"rank {environment['RANK']}")
         for number in signal.Signals:
-            if signal.getsignal(number) is not signal.SIG_IGN:  # what nohup ignores stays so
+            if signal.getsignal(number) is not signal.SIG_IGN:  # a signal that nohup ignores stays ignored
                 with contextlib.suppress(OSError, ValueError):  # SIGKILL and SIGSTOP have no handler
                     signal.signal(number, signal.SIG_DFL)
         if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:

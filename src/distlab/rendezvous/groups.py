@@ -1,4 +1,4 @@
-"""Makes the process groups of the lab's backend."""
+"""Creates the process groups of the lab's backend."""
 
 import json
 import os
@@ -21,7 +21,7 @@ class WorldGroup(LabGroup):
     """The default group, of all ranks, which also explains a blocked run.
 
     Attributes:
-        notices: each rank's waits, as the others can read them; None in a world of one.
+        notices: each rank's waits, readable by the others; None in a world of one.
     """
 
     notices: "NoticeBoard | None" = None
@@ -40,16 +40,16 @@ class WorldGroup(LabGroup):
 
 
 def world_group() -> WorldGroup | None:
-    """The default group, if it is one of this backend."""
+    """Return the default group, if it belongs to this backend."""
     return dist.group.WORLD if isinstance(dist.group.WORLD, WorldGroup) else None
 
 
 def create(made: Any, options: Options | None) -> LabGroup:
-    """The group that torch asks for: the default group, or one of `new_group`, which shares the context of that.
+    """Return the group that torch asks for: the default group, or a group of `new_group`, which shares its context.
 
     Args:
         made: torch's description of the group.
-        options: of `pg_options`; of a group of `new_group`, its transport alone.
+        options: from `pg_options`; of a group of `new_group`, only the transport.
     """
     world = world_group()
     if world is not None:
@@ -62,7 +62,7 @@ def create(made: Any, options: Options | None) -> LabGroup:
 
 
 def _meet(store: dist.Store, rank: int, world_size: int, options: Options) -> Context:
-    """The context of this rank, which learns from the others where they are if `options` do not say it."""
+    """Return the context of this rank, which asks the others for their places if `options` do not give them."""
     if options.places is None:
         address = os.environ.get("MASTER_ADDR", "localhost")
         own = devices.own_place("cuda" if torch.cuda.is_available() else "cpu", address)
@@ -75,7 +75,7 @@ def _meet(store: dist.Store, rank: int, world_size: int, options: Options) -> Co
 
 
 def exchange_places(store: dist.Store, rank: int, world_size: int, own: devices.Place) -> list[devices.Place]:
-    """Every rank's host and GPUs; waits until all have told theirs."""
+    """Return every rank's host and GPUs, after waiting until all ranks have reported theirs."""
     store.set(f"place/{rank}", json.dumps([own.host, own.gpus]))
     told = store.multi_get([f"place/{other}" for other in range(world_size)])
     return [devices.Place(host, tuple(gpus)) for host, gpus in map(json.loads, told)]

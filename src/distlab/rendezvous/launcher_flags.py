@@ -1,4 +1,4 @@
-"""The flags of launch.sh itself: how many machines, which ranks each of them has, restarts, the story at the end."""
+"""The flags of launch.sh itself: machines, the ranks on each of them, restarts, the story at the end."""
 
 import argparse
 from dataclasses import dataclass
@@ -29,7 +29,7 @@ class Nodes:
 
 
 def read_flags(args: list[str]) -> tuple[argparse.Namespace, list[str]]:
-    """The launcher's own flags, and the remaining ones for the script; `InputError` if a value is not a number."""
+    """Return the launcher's own flags, and the other ones for the script; `InputError` if a value is not a number."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     parser.add_argument("--nnodes", type=int, default=1)
     parser.add_argument("--node-rank", "--node_rank", type=int)
@@ -45,7 +45,7 @@ def read_flags(args: list[str]) -> tuple[argparse.Namespace, list[str]]:
 
 
 def refuse_to_tell(script: str) -> InputError:
-    """The error for `--tell` with a script whose model cannot tell a story."""
+    """Return the error for `--tell` with a script whose model cannot tell a story."""
     return InputError(f"--tell: {script} does not train a Llama, which could tell a story; leave --tell out")
 
 

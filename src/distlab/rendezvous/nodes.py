@@ -1,4 +1,4 @@
-"""Several machines, each with its own launcher: how the launchers find each other and report how they exit.
+"""Several machines, each with a launcher: how the launchers find each other and report how they exit.
 
 The launcher of node 0 holds a key-value store that listens only at the given address. All launchers join there, with
 the node ranks given to them. They also report failures of their ranks there, because the ranks of other machines notice
@@ -15,14 +15,14 @@ from distlab.rendezvous.launcher_flags import Nodes
 from distlab.rendezvous.store import Say, SharedStore, StoreError, open_bound_store
 from simplellm.errors import require
 
-SECONDS_FOR_THE_CAUSE = 6.0  # that a launcher whose ranks have only lost a peer waits for a report of the cause
-SECONDS_OF_SILENCE = 10.0  # after which node 0's launcher counts as lost: it is stopped, or its machine is
-SECONDS_FOR_READERS = 8.0  # that node 0, whose launcher holds the store, waits for the others to have read it
+SECONDS_FOR_THE_CAUSE = 6.0  # wait of a launcher whose ranks have only lost a peer for a report of the cause
+SECONDS_OF_SILENCE = 10.0  # after which node 0's launcher counts as lost: it, or its machine, is stopped
+SECONDS_FOR_READERS = 8.0  # wait of node 0, whose launcher holds the store, until the others have read it
 LOST_NODE_0 = "the launcher of another machine, node 0, has exited or can no longer be reached"
 
 
 class ElsewhereError(RuntimeError):
-    """Another machine's part of the run has ended; the message says why."""
+    """The run has ended on another machine; the message says why."""
 
 
 class NodeRendezvous:
@@ -52,7 +52,7 @@ class NodeRendezvous:
         self._others = [node for node in range(len(nodes.ranks_of)) if node != nodes.rank]
         self._timeout_seconds, self._max_restarts, self._say = timeout_seconds, max_restarts, say
         self._rounds = 0  # rounds started here; the same on all machines as soon as they have joined
-        self._compare_flags()  # before it takes a seat: a machine that is refused may try again with other flags
+        self._compare_flags()  # before it gets its node rank: a machine that is refused may try again with other flags
         is_first = self._shared.add(f"seat/{self.rank}") == 1
         require(is_first, f"--node-rank {self.rank} is taken: give each machine of the run its own")
 
@@ -71,11 +71,11 @@ class NodeRendezvous:
 
     @property
     def restarts(self) -> int:
-        """How often all ranks have been restarted."""
+        """Number of restarts of all ranks."""
         return max(0, self._rounds - 1)
 
     def next_round(self) -> list[dict[str, str]]:
-        """Wait until all machines start their ranks; returns the environment of each of this machine's, as torchrun's.
+        """Wait until all machines start their ranks; return the environment of each of this machine's, like torchrun.
 
         The ranks' store is in node 0's launcher.
         """
@@ -109,11 +109,11 @@ class NodeRendezvous:
         return [{name: str(value) for name, value in rank.items()} for rank in ranks]
 
     def has_next_round(self) -> bool:
-        """Whether a machine has started the next round because one of its ranks failed; the others follow."""
+        """Return whether a machine has started the next round after a failure of its ranks; the others follow."""
         return bool(self._shared.read(*(f"round/{self._rounds}/node/{node}" for node in self._others)))
 
     def all_finished(self) -> bool:
-        """Report that this machine's ranks have finished; return whether those of all other machines have too."""
+        """Report that this machine's ranks have finished; return whether all other machines have reported it."""
         key = f"round/{self._rounds - 1}/finished"
         self._shared.set(f"{key}/{self.rank}")
         return self._shared.has(*(f"{key}/{node}" for node in self._others))
@@ -124,7 +124,7 @@ class NodeRendezvous:
             raise ElsewhereError(f"on another machine, node {key.partition('/')[2]}, {cause}")
 
     def await_cause(self) -> None:
-        """Wait a few seconds for another machine to report why its ranks exited, and raise that."""
+        """Wait a few seconds for another machine to report why its ranks exited, and raise `ElsewhereError` with it."""
         deadline = time.monotonic() + SECONDS_FOR_THE_CAUSE
         while time.monotonic() < deadline:
             self.check_others()

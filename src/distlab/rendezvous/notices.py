@@ -19,24 +19,24 @@ from distlab.rendezvous.store import SharedStore, StoreError
 
 LONG_SECONDS = 1.0  # only waits that have taken at least this long are published
 SECONDS_BETWEEN_LOOKS = 0.5  # how often a rank polls the store for a question
-SECONDS_FOR_OTHERS = 2.0  # how long other ranks have to answer: more than the sum of the two above
+SECONDS_FOR_OTHERS = 2.0  # time for other ranks to answer: more than the sum of the two above
 # Delay before a rank that lost a peer asks. A rank whose deadline passes closes its connections, and must ask first.
 SECONDS_FOR_A_DEADLINE = 0.2
-SECONDS_FOR_THE_STORE = 2.0  # how long the store, whose process may be stopped, has to answer
-SECONDS_FOR_READERS = 3.0  # how long rank 0, whose process holds the store, waits for the others to read it
+SECONDS_FOR_THE_STORE = 2.0  # time for the store, whose process may be stopped, to answer
+SECONDS_FOR_READERS = 3.0  # wait of rank 0, whose process holds the store, for the others to read it
 
 
 class NoticeBoard:
     """One rank's access to the notices of all ranks."""
 
     def __init__(self, store: dist.Store, context: Context, is_rank_0s: bool) -> None:
-        """Start to watch this rank's waits, those of `context`; `is_rank_0s` says whether rank 0 holds the store."""
+        """Start to watch the waits of `context`, this rank's; `is_rank_0s` says whether rank 0 holds the store."""
         self._rank, self._ranks = context.rank, range(context.world_size)
         self._context, self._is_rank_0s = context, is_rank_0s
         self._has_failed = False
         self._is_closed = threading.Event()
-        self._heard = ""  # why the run has failed, from other ranks' reports
-        # A connection of its own, so that calls waiting on the ranks' connection do not block this one.
+        self._heard = ""  # reports of other ranks on why the run failed
+        # A separate connection, so that calls waiting on the ranks' connection do not block this one.
         own = dist.PrefixStore("notices", store.clone())  # type: ignore[attr-defined]  # torch's annotations lack it
         self._store = SharedStore("the store's process", SECONDS_FOR_THE_STORE, store=own)
         watched = SharedStore("the store's process", math.inf, store=own)  # it may be stopped for a while
@@ -44,12 +44,12 @@ class NoticeBoard:
         self._thread.start()
 
     def close(self) -> None:
-        """Stop to watch."""
+        """Stop watching."""
         self._is_closed.set()
         self._thread.join()
 
     def report_exit(self, cause: str) -> None:
-        """Tell the other ranks why this rank exits."""
+        """Report to the other ranks why this rank exits."""
         with contextlib.suppress(StoreError):
             self._store.set(f"ended/{self._rank}", cause)
             self._store.set(f"informed/{self._rank}")
@@ -76,13 +76,13 @@ class NoticeBoard:
                 self._store.set("diagnosis", diagnosis.sentence)
 
     def may_draw(self) -> bool:
-        """Whether this rank is the first that asks, among those that share a terminal."""
+        """Return whether this rank is the first that asks, among those that share a terminal."""
         with contextlib.suppress(StoreError):
             return self._store.add("drawn") == 1
         return True
 
     def keep_store_open(self) -> None:
-        """On rank 0, keep the store open until the others have read what they need."""
+        """On rank 0, keep the store open until the others have finished reading."""
         if self._is_rank_0s and self._rank == 0:
             self._store.keep_open([f"informed/{rank}" for rank in self._ranks[1:]], SECONDS_FOR_READERS)
 
@@ -90,7 +90,7 @@ class NoticeBoard:
         return Notice(self._rank, wait, dict(self._context.begun), held_back=self._context.held_back())
 
     def _without_store(self, state: str, wait: Wait) -> Diagnosis | None:
-        """A partial diagnosis if the notices cannot be read, because the process that holds them exited or stopped."""
+        """Return a partial diagnosis if the notices cannot be read: the process that holds them exited or stopped."""
         describe = self._context.describe
         if self._heard:
             return Diagnosis([], self._heard, is_partial=True)
@@ -102,7 +102,7 @@ class NoticeBoard:
         return Diagnosis([], f"{who} does not answer, nor does the store that the ranks share", is_partial=True)
 
     def _causes(self, store: SharedStore) -> dict[int, str]:
-        """By rank, why it exited, for the ranks that reported it."""
+        """Return, by rank, the reported cause of its exit."""
         ended = {f"ended/{rank}": rank for rank in self._ranks}
         return {ended[key]: cause for key, cause in store.read(*ended).items()}
 
@@ -128,10 +128,10 @@ class NoticeBoard:
             time.sleep(0.05)
 
     def _watch(self, store: SharedStore) -> None:
-        """Answer when a rank asks, answer again when the answer has changed, and note why other ranks exit."""
+        """Answer when a rank asks, answer again when the answer changes, and note why other ranks exit."""
         told = None
         long_seconds = min(LONG_SECONDS, self._context.waits.timeout_seconds / 2)
-        with contextlib.suppress(RuntimeError):  # the store has been closed because the run has ended
+        with contextlib.suppress(RuntimeError):  # the store was closed because the run ended
             while not store.has("asked"):
                 if self._is_closed.wait(min(SECONDS_BETWEEN_LOOKS, long_seconds / 2)):
                     return

@@ -1,8 +1,8 @@
 """How the ranks of a run find each other and agree before they train.
 
-Each process of a run may be started by hand, in a terminal of its own. Before training, all ranks compare their
-settings, and rank 0 tells the others what it decided for all (the source of the stories, the folder of the run). So a
-mistake in one terminal gives an error message, instead of a run that hangs or trains something else.
+Each process of a run may be started by hand, in a separate terminal. Before training, all ranks compare their settings,
+and rank 0 sends the others its decisions for all (the source of the stories, the folder of the run). So a mistake in
+one terminal gives an error message, instead of a run that hangs or trains something else.
 """
 
 import contextlib
@@ -21,12 +21,12 @@ from distlab.rendezvous.torchrun import is_store_in_launcher, started_by_torchru
 from simplellm.errors import InputError, require
 
 ResultT = TypeVar("ResultT")
-SECONDS_FOR_READERS = 5.0  # how long rank 0, whose process holds the store, waits for others to read why it exits
+SECONDS_FOR_READERS = 5.0  # wait of rank 0, whose process holds the store, for others to read why it exits
 
 
 @dataclass(frozen=True)
 class Identity:
-    """What a setting leads to on a rank, such as the content of a file that it names."""
+    """The object of a setting on a rank, such as the content of a file that the setting names."""
 
     place: str  # where it is, for the message
     sha256: str
@@ -36,7 +36,7 @@ class Identity:
 
 
 def open_store(rank: int, address: str, port: int, timeout_seconds: float, say: Say) -> dist.Store:
-    """The key-value store of the ranks: torchrun's if torchrun started this process, else one in rank 0's process.
+    """Return the key-value store of the ranks: torchrun's if torchrun started this process, else rank 0's.
 
     Raises:
         InputError: the port is in use, or rank 0 does not listen within the timeout.
@@ -59,7 +59,7 @@ def open_store(rank: int, address: str, port: int, timeout_seconds: float, say: 
 
 
 def ranks_store(timeout_seconds: float, say: Say = print, store: dist.Store | None = None) -> SharedStore:
-    """The ranks' store, whichever process holds it."""
+    """Return the ranks' store, whichever process holds it."""
     holder = "the launcher" if is_store_in_launcher() else "rank 0"
     return SharedStore(holder, timeout_seconds, say, store=store or dist.Store())
 
@@ -74,7 +74,7 @@ def agree(
     timeout_seconds: float,
     say: Say,
 ) -> dict[str, Any]:
-    """Wait for all ranks, compare their settings, and return what rank 0's `decide()` returned.
+    """Wait for all ranks, compare their settings, and return the result of rank 0's `decide()`.
 
     `place` is where this rank computes. `decide` can read the places of all ranks with `read_places`, and so can every
     rank afterwards. A value of `settings` may be an `Identity`, as JSON.
@@ -119,17 +119,17 @@ def agree(
 
 
 def busy(rank: int) -> str:
-    """The key that counts while a rank works, and others wait for it in `agree`."""
+    """Return the key whose count grows while a rank works, and others wait for it in `agree`."""
     return f"busy/{rank}"
 
 
 def working(store: dist.Store, rank: int, work: Callable[[], ResultT]) -> ResultT:
-    """The result of `work()`, which may take longer than the others' patience with a rank that has yet to join."""
+    """Return the result of `work()`, which may take longer than others wait for a rank that has yet to join."""
     return ranks_store(_timeout_of(store), store=store).work(busy(rank), work)
 
 
 def read_places(store: dist.Store, size: int) -> list[Place]:
-    """The hosts and GPUs of all ranks, by rank; to be called once all have joined."""
+    """Return the hosts and GPUs of all ranks, by rank; call it once all have joined."""
     keys = [f"place/{rank}" for rank in range(size)]
     told = ranks_store(_timeout_of(store), store=store).ask(lambda: store.multi_get(keys))
     return [Place(host, tuple(gpus)) for host, gpus in map(json.loads, told)]
@@ -140,7 +140,7 @@ def _timeout_of(store: dist.Store) -> float:
 
 
 def say_hosts(places: Sequence[Place], tp: int, say: Say) -> None:
-    """If the ranks are on several hosts, print which ranks are on which. `tp` consecutive ranks share a stage."""
+    """Print which ranks are on which host if there are several hosts. `tp` consecutive ranks share a stage."""
     hosts, size = [place.host for place in places], len(places)
     if len(set(hosts)) == 1:
         return

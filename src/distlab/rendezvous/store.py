@@ -51,7 +51,7 @@ class SharedStore:
     def ask(
         self, call: Callable[[], ResultT], what: str = "its answer", meanwhile: Callable[[], object] = lambda: None
     ) -> ResultT:
-        """The result of `call()`, a call to the store. Error messages name `what`; for `meanwhile` see `within`."""
+        """Return the result of `call()`, a call to the store. Errors name `what`; for `meanwhile` see `within`."""
         if self._lost is not None:
             raise self._lost
         seconds = self.silence_seconds or self.timeout_seconds
@@ -75,7 +75,7 @@ class SharedStore:
         Raises:
             InputError: there is no such host, no process listens there in time, or the one that does is not a store.
         """
-        resolve(address, port)  # a host name that leads nowhere would be retried until the timeout
+        resolve(address, port)  # torch would retry an unknown host name until the timeout
         where, timeout = f"{address}:{port}", self.timeout_seconds
 
         def connect() -> dist.Store:
@@ -111,7 +111,7 @@ class SharedStore:
             raise InputError(f"{sentence}, but of a run of the user {owner}, and you are {own}; {advice}")
 
     def set(self, key: str, value: str = "") -> None:
-        text = value.encode(errors="backslashreplace").decode()  # the name of a file may have bytes that are no UTF-8
+        text = value.encode(errors="backslashreplace").decode()  # the name of a file may have bytes that are not UTF-8
         self.ask(lambda: self.store.set(key, text))
 
     def add(self, key: str) -> int:
@@ -119,11 +119,11 @@ class SharedStore:
         return self.ask(lambda: self.store.add(key, 1))
 
     def has(self, *keys: str, what: str = "its answer") -> bool:
-        """Whether all keys are set."""
+        """Return whether all keys are set."""
         return not keys or self.ask(lambda: self.store.check(list(keys)), what)
 
     def read(self, *keys: str) -> dict[str, str]:
-        """The values of the keys that are set."""
+        """Return the values of the keys that are set."""
         store = self.store
         return self.ask(lambda: {key: store.get(key).decode() for key in keys if store.check([key])}) if keys else {}
 
@@ -136,14 +136,14 @@ class SharedStore:
         busy: str = "",
         own_busy: str = "",
     ) -> str:
-        """The value of a key, once it is set. Prints what it waits for if that takes longer than a start usually does.
+        """Wait until a key is set, and return its value; print what is awaited if it takes longer than a usual start.
 
         Args:
-            what: what the key stands for, e.g. "rank 2 to join".
+            what: the event that the key stands for, e.g. "rank 2 to join".
             hint: advice for the `InputError` that is raised when the time is up.
             check: called repeatedly while waiting; an exception that it raises ends the wait.
-            busy: a key that counts while the other process works (`work`); as long as it does, the time starts again.
-            own_busy: counted too as long as `busy` is, for processes that wait for this one.
+            busy: a key whose count grows while the other process works (`work`); as it grows, the time starts again.
+            own_busy: a key that is counted up as long as `busy` grows, for processes that wait for this one.
         """
         started = deadline = time.monotonic()
         count, next_look, has_told = None, started, False
@@ -168,19 +168,19 @@ class SharedStore:
             time.sleep(SECONDS_BETWEEN_LOOKS)
 
     def work(self, busy: str, work: Callable[[], ResultT]) -> ResultT:
-        """The result of `work()`; as long as that takes, `busy` counts, for processes that wait for this one."""
+        """Return the result of `work()`; until then, count up `busy`, for processes that wait for this one."""
         done = within(math.inf, lambda: (work(),), meanwhile=lambda: self.add(busy))
         assert done is not None
         return done[0]
 
     def keep_open(self, keys: Sequence[str], seconds: float) -> None:
-        """Wait at most `seconds` for all keys to be set; for the holder, until the others have read the store."""
+        """Wait at most `seconds` for all keys to be set; the holder calls it so that the others can read the store."""
         with contextlib.suppress(StoreError):
             wait_until(lambda: self.has(*keys), seconds)
 
 
 def open_bound_store(address: str, port: int, timeout_seconds: float) -> tuple[dist.Store, int]:
-    """A store held by this process, and its port; see `listen_at` (torch's own would listen at all addresses)."""
+    """Open a store in this process; return it and its port. See `listen_at`: torch's would listen at all addresses."""
     listener = listen_at(address, port)
     try:  # torch would try until its timeout, in a call that no signal interrupts
         with socket.socket(listener.family) as probe:
@@ -200,7 +200,7 @@ def open_bound_store(address: str, port: int, timeout_seconds: float) -> tuple[d
 
 
 def listen_at(address: str, port: int) -> socket.socket:
-    """A socket that listens at one address of this machine; port 0 asks for a free one.
+    """Return a socket that listens at one address of this machine; port 0 asks for a free port.
 
     Raises:
         InputError: the port is in use, or the address is not this machine's.
@@ -219,7 +219,7 @@ def listen_at(address: str, port: int) -> socket.socket:
 
 
 def listens(address: str, port: int, unless_refused: bool = False) -> bool:
-    """Whether a process listens there; `unless_refused`, also if that is unknown, e.g. because a packet was lost."""
+    """Return whether a process listens there; with `unless_refused`, also if this is unknown (a packet was lost)."""
     try:
         socket.create_connection((address, port), timeout=1).close()
     except OSError as error:
@@ -228,7 +228,7 @@ def listens(address: str, port: int, unless_refused: bool = False) -> bool:
 
 
 def wait_until(condition: Callable[[], bool], seconds: float) -> bool:
-    """Poll a condition; returns whether it became true in time. (torch's own waits cannot be interrupted.)"""
+    """Poll a condition; return whether it became true in time. (torch's own waits cannot be interrupted.)"""
     deadline = time.monotonic() + seconds
     while not condition():
         if time.monotonic() > deadline:

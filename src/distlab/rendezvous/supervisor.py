@@ -1,9 +1,9 @@
-"""This machine's ranks as processes: how they start, fail, start again and end.
+"""This machine's ranks as processes: how they start, fail, restart and end.
 
-The ranks are told what torchrun would tell them. Its agent would have to be changed by overriding private methods:
-there, each machine counts the restarts of its own failures; a machine whose ranks have finished does not notice that a
-rank elsewhere fails later; ranks get 30 seconds to end; and each is a new interpreter, whose import of torch takes
-seconds.
+The ranks get the same environment as from torchrun. To use torchrun's agent, its private methods would have to be
+overridden: each machine counts only the restarts after its own failures; a machine whose ranks have finished does not
+notice a later failure elsewhere; ranks get 30 seconds to end; and each is a new interpreter, whose import of torch
+takes seconds.
 """
 
 import contextlib
@@ -29,7 +29,7 @@ Process = ForkedScript | subprocess.Popen[bytes]
 
 
 class TerminatedError(BaseException):
-    """This process was sent a signal that asks it to end; like KeyboardInterrupt, it is not an ordinary failure."""
+    """This process received a signal that asks it to end; like KeyboardInterrupt, it is not an ordinary failure."""
 
     def __init__(self, by: signal.Signals) -> None:
         super().__init__(f"terminated by {by.name}")
@@ -37,22 +37,22 @@ class TerminatedError(BaseException):
 
 
 def raise_signal(number: int, _: object) -> NoReturn:
-    """A handler for signals."""
+    """Raise `TerminatedError`; a handler for signals."""
     raise TerminatedError(signal.Signals(number))
 
 
 @dataclass(frozen=True)
 class RankFailure:
-    """How a rank has failed."""
+    """The failure of a rank."""
 
     status: int  # exit status; negative for the signal that terminated its process
-    record: Mapping[str, Any]  # what `distlab.run.failure` wrote; {} if the process did not get to it
-    timestamp: int  # seconds since the epoch: of the record, else when the process was found to have exited
+    record: Mapping[str, Any]  # written by `distlab.run.failure`; {} if the process did not get to it
+    timestamp: int  # seconds since the epoch: of the record, or when the exit of the process was noticed
 
     @classmethod
     def of(cls, status: int, file: Path) -> "RankFailure":
         record: dict[str, Any] = {}
-        with contextlib.suppress(OSError, ValueError):  # ValueError: it was killed while writing
+        with contextlib.suppress(OSError, ValueError):  # ValueError: the process was killed while writing
             record = json.loads(file.read_text())
         return cls(status, record, int(record.get("timestamp", time.time())))
 
@@ -60,15 +60,15 @@ class RankFailure:
 def supervise(
     script: Sequence[str], rendezvous: NodeRendezvous, max_restarts: int, errors: Path, forks: bool
 ) -> dict[int, RankFailure]:
-    """Run this machine's ranks until those of all machines have finished, or a rank here has failed for good.
+    """Run this machine's ranks until the ranks of all machines have finished, or a rank here has finally failed.
 
-    A failure on any machine ends all ranks, and they start again, at most `max_restarts` times; not if the record of
-    the failure says `recurs_on_restart`.
+    A failure on any machine ends all ranks, and they restart, at most `max_restarts` times; not if the record of the
+    failure says `recurs_on_restart`.
 
     Args:
         script: its path and its arguments.
         rendezvous: with the other machines; it counts the starts of all ranks.
-        max_restarts: how often to restart the ranks.
+        max_restarts: maximum number of restarts.
         errors: an empty folder, for the records of failures.
         forks: whether ranks are forks of this process instead of new interpreters.
 
@@ -76,7 +76,7 @@ def supervise(
         By rank, the failures of this machine's ranks, in the order in which they were found; {} for success.
 
     Raises:
-        TerminatedError: this process was sent a signal; the ranks have been sent it too, and have ended.
+        TerminatedError: this process received a signal, and sent it to the ranks, which have ended.
         InputError, ElsewhereError, StoreError: raised by the rendezvous; the ranks have ended.
     """
     while True:
@@ -107,7 +107,7 @@ class _Ranks:
 
     def __init__(self, errors: Path) -> None:
         self._errors = errors  # a folder, for the record of each rank
-        self.processes: dict[int, Process] = {}  # that run, by rank
+        self.processes: dict[int, Process] = {}  # running ones, by rank
         self.failures: dict[int, RankFailure] = {}  # by rank, in the order in which they were found
 
     def start(self, script: Sequence[str], environments: Sequence[Mapping[str, str]], forks: bool) -> None:
@@ -125,7 +125,7 @@ class _Ranks:
                 raise InputError(f"rank {rank} cannot be started: {TOO_MANY_PROCESSES}") from None
 
     def look(self) -> None:
-        """See which processes have exited."""
+        """Collect the processes that have exited."""
         for rank, process in list(self.processes.items()):
             status = process.poll()
             if status is not None:
@@ -134,7 +134,7 @@ class _Ranks:
                 self.failures[rank] = RankFailure.of(status, self._errors / str(rank))
 
     def end(self, sent: signal.Signals) -> None:
-        """Send a signal to the ranks that run, and some seconds later SIGKILL to those that have not reacted."""
+        """Send a signal to the running ranks, and some seconds later SIGKILL to the ones that have not reacted."""
         try:
             for process in self.processes.values():
                 _send(sent, process)
@@ -142,7 +142,7 @@ class _Ranks:
             for process in self.processes.values():
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     process.wait(max(0, deadline - time.monotonic()))
-        finally:  # also if a second signal has interrupted this
+        finally:  # also if a second signal interrupts this
             for process in self.processes.values():
                 _send(signal.SIGKILL, process)
                 process.wait()
@@ -150,7 +150,7 @@ class _Ranks:
 
 
 def _send(sent: signal.Signals, process: Process) -> None:
-    """Send a signal to a rank that has not exited, and to what it has started."""
+    """Send a signal to a rank that has not exited, and to the processes that it has started."""
     with contextlib.suppress(ProcessLookupError, PermissionError):  # it is exiting
         if process.poll() is None:
             os.killpg(process.pid, sent)

@@ -64,7 +64,7 @@ def splits(png: Png, /, ranks: int = 3) -> None:
     figure, grid = style.subplots(4.0, 2)
 
     def matrix(axes: Any, x: float, width: float, height: float, name: str, cut: str) -> None:
-        """A rectangle, whole or with a part for each rank: by "columns", by "rows", or as "terms" of a sum."""
+        """Draw a rectangle, whole or with a part for each rank: by "columns", by "rows", or as "terms" of a sum."""
         for rank in range(ranks if cut else 1):
             left, bottom, part_width, part_height = {
                 "": (x, -height / 2, width, height),
@@ -181,7 +181,7 @@ def schedules(png: Png, /, stages: int = 4, micro_batches: int = 8) -> None:
         def planned(
             name: str, chunks: int, limit: Limit | None = None, share: float = weight_share
         ) -> tuple[float, float]:
-            """Micro-batches that a worker keeps, percent that it idles."""
+            """Return the micro-batches that a worker keeps, and the percentage of time that it idles."""
             costs = ActionCosts(1 / chunks, 2 / chunks, activation_bytes=1 / chunks, weight_share=share)
             plan = simulate(all_stages(name, stages, micro_batches, chunks, costs, limit), costs)
             return max(plan.peak_bytes), 100 * sum(plan.bubble) / stages
@@ -189,7 +189,7 @@ def schedules(png: Png, /, stages: int = 4, micro_batches: int = 8) -> None:
         for chunks, color in ((1, style.BLUE), (2, style.VERMILLION)):
             limits = [half / 2 for half in range(4, 2 * micro_batches + 1)]
             idle = [planned(AUTO, chunks, Limit(limit))[1] for limit in limits]
-            least = list(itertools.accumulate(idle, min))  # a list that keeps less will do for a larger limit, too
+            least = list(itertools.accumulate(idle, min))  # a list that keeps less also fits a larger limit
             name = f"auto, {chunks} stage{'s' * (chunks > 1)} a worker"
             [curves[name]] = axes.step(limits, least, where="post", color=color)
         for name, schedule in SCHEDULES.items():

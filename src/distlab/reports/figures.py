@@ -1,4 +1,4 @@
-"""Figures drawn from runs; `python -m distlab.figures` is the command, also of `distlab.reports.diagrams`."""
+"""Figures drawn from runs; the command `python -m distlab.figures` draws these and `distlab.reports.diagrams`."""
 
 import itertools
 import json
@@ -140,15 +140,15 @@ def holdings(png: Png, runs: NamedRuns, /) -> None:
 
 
 def _named(runs: list[str]) -> list[tuple[str, Path]]:
-    """The name and folder of each run, from "NAME=RUN", or from a folder whose name is then the run's name.
+    """Return the name and folder of each run, from "NAME=RUN", or from a folder, whose name the run then has.
 
-    Folders of one name have their paths as names. Raises `InputError` if there is no run.
+    If several folders have the same name, their paths are the names. Raises `InputError` if there is no run.
     """
     require(bool(runs), "give one or more runs, each as NAME=RUN with a run's folder")
     pairs: list[tuple[str, Path]] = []
     for run in runs:
         name, equals, folder = run.partition("=")
-        is_named = equals and not Path(run).exists()  # a folder's name may have "=" in it
+        is_named = equals and not Path(run).exists()  # a folder's name may contain "="
         pairs.append((name, Path(folder)) if is_named else ("", Path(run)))
     uses = Counter(path.name for name, path in pairs if not name)
     return [(name or (path.name if uses[path.name] == 1 else str(path)), path) for name, path in pairs]
@@ -159,7 +159,7 @@ def _read_trace(run: Path) -> Trace:
 
 
 def read_metrics(run: Path) -> list[dict[str, Any]]:
-    """The records of a run, one per step; `InputError` if they cannot be read."""
+    """Return the records of a run, one per step; `InputError` if they cannot be read."""
     path = run / "metrics.jsonl"
     try:
         records = [json.loads(line) for line in path.read_text().splitlines()]
@@ -174,7 +174,7 @@ def read_metrics(run: Path) -> list[dict[str, Any]]:
 
 
 def places(records: list[dict[str, Any]], against: Against, run: Path) -> list[float]:
-    """The position of each record on the x axis, after its step; `InputError` if the records do not have it."""
+    """Return the position of each record on the x axis, after its step; `InputError` if the records do not have it."""
     try:
         if against == "seconds":
             return list(itertools.accumulate(float(record["seconds"]) for record in records))
@@ -184,7 +184,7 @@ def places(records: list[dict[str, Any]], against: Against, run: Path) -> list[f
 
 
 def _column(records: list[dict[str, Any]], name: Recorded, run: Path) -> list[float]:
-    """One value of each record; `InputError` if the records do not have it."""
+    """Return one value of each record; `InputError` if the records do not have it."""
     try:
         return [float(record[name]) for record in records]
     except (KeyError, TypeError, ValueError) as error:
@@ -272,7 +272,7 @@ def shared_memory(png: Png, run: Annotated[Path, tyro.conf.Positional], /) -> No
 
 
 def _read_collectives(run: Path) -> list[dict[str, Any]]:
-    """The rows that `collectives/compare_collectives.py` has measured; `InputError` if a folder has none."""
+    """Return the rows that `collectives/compare_collectives.py` has measured; `InputError` if a folder has none."""
     try:
         rows = [json.loads(line) for line in (run / "collectives.jsonl").read_text().splitlines()]
         columns = {"operation", "topology", "size_bytes", "measured_seconds", "predicted_seconds"}
@@ -283,7 +283,7 @@ def _read_collectives(run: Path) -> list[dict[str, Any]]:
 
 
 def moving_average(values: list[float], width: int) -> list[float]:
-    """The mean of each value and the `width` - 1 values before it."""
+    """Return the mean of each value and the `width` - 1 values before it."""
     windows = (values[max(0, end - width) : end] for end in range(1, len(values) + 1))
     return [sum(window) / len(window) for window in windows]
 

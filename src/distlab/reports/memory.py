@@ -1,4 +1,4 @@
-"""A rank's memory by kind (parameters, gradients, optimizer state, activations), from tensor sizes, not measured."""
+"""A rank's memory by kind (parameters, gradients, optimizer state, activations), computed from tensor sizes."""
 
 import contextlib
 import json
@@ -16,18 +16,18 @@ from distlab.pipeline.saved_activations import SavedActivations
 from simplellm.errors import InputError
 
 KINDS = ("parameters", "gradients", "optimizer state", "copy to undo", "gathered", "activations")
-# Of these, what only some runs have: the copy that `--run-on` keeps; at the peak, blocks that are whole for a while
+# The kinds that only some runs have: the copy that `--run-on` keeps; at the peak, blocks that are temporarily whole
 # (see distlab.parallel.sharded).
 ONLY_SOME = ("copy to undo", "gathered")
-WITHOUT = "activations without recomputation"  # counted, too, where there is recomputation
+WITHOUT = "activations without recomputation"  # counted as well with recomputation
 
 
 class MemoryReport:
-    """Counts what a rank holds, and collects the counts of all ranks. The optimizer must have all its parameters.
+    """Counts the tensors of a rank, and collects the counts of all ranks. The optimizer must have all its parameters.
 
-    Where replicas shard a model, the optimizer has shards of it, and `sharded` the parts of the model; or `parameters`
-    are those of the model, which each replica holds whole. `outer_bytes` are what an outer optimizer holds; they count
-    as optimizer state.
+    If replicas shard a model, the optimizer has shards of it, and either `sharded` has the parts of the model, or
+    `parameters` are the model's, which each replica holds whole. `outer_bytes` are the memory of an outer optimizer;
+    they count as optimizer state.
     """
 
     def __init__(
@@ -43,12 +43,12 @@ class MemoryReport:
         self._saved = SavedActivations([*_parameters(optimizer), *weights, *(parameters or ())])
 
     def counting(self) -> contextlib.AbstractContextManager[None]:
-        """Inside, count what a step saves for its backward pass."""
+        """Inside, count the tensors that a step saves for its backward pass."""
         self._has_counted = True
         return self._saved.counting()
 
     def collect(self, context: Context, copied_bytes: int = 0) -> list[list[int]]:
-        """The counts of all ranks; all ranks must call this method. `copied_bytes` are this rank's "copy to undo"."""
+        """Return the counts of all ranks, which all must call this. `copied_bytes` are this rank's "copy to undo"."""
         if not self._has_counted:  # no step was taken
             return []
         saved_bytes = max([self._saved.peak_bytes, *(kept for _, kept in context.recorder.kept_bytes)])
@@ -69,7 +69,7 @@ def keep(path: Path, by_rank: Sequence[Sequence[int]]) -> None:
 
 
 def _has_recomputation(by_rank: Sequence[Sequence[int]]) -> bool:
-    """Whether activations that would have been kept were not."""
+    """Return whether recomputation has avoided keeping some activations."""
     return any(usual > activations for *_, activations, usual in by_rank)
 
 
@@ -80,7 +80,7 @@ def count_bytes(
     copied_bytes: int = 0,
     parameters: Collection[torch.Tensor] | None = None,
 ) -> list[int]:
-    """Bytes of each of `KINDS` on this rank; `parameters` are by default those of the optimizer."""
+    """Return the bytes of each of `KINDS` on this rank; `parameters` are by default the optimizer's."""
     parameters = _parameters(optimizer) if parameters is None else parameters
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     values = [value for values in optimizer.state.values() for value in values.values() if torch.is_tensor(value)]
@@ -96,7 +96,7 @@ def _parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
 
 
 def as_table(by_rank: Sequence[Sequence[int]]) -> list[str]:
-    """A header and a line for each rank; ranks whose line would be the same share it."""
+    """Return a header and a line for each rank; ranks whose line would be the same share it."""
     columns = (*KINDS, "without --recompute") if _has_recomputation(by_rank) else KINDS
     shown = [i for i, kind in enumerate(columns) if kind not in ONLY_SOME or any(counts[i] for counts in by_rank)]
     lines = [f"{'memory, MB':<14}" + "".join(f"{columns[index]:>{_width(columns[index])}}" for index in shown)]
@@ -115,7 +115,7 @@ def _width(column: str) -> int:
 
 
 def read_largest(run: Path) -> list[int]:
-    """The counts of the rank that holds the most; `InputError` if they cannot be read."""
+    """Return the counts of the rank that holds the most; `InputError` if they cannot be read."""
     try:
         by_rank = json.loads((run / "memory.json").read_text())
         return max(([{**dict.fromkeys(ONLY_SOME, 0), **rank}[kind] for kind in KINDS] for rank in by_rank), key=sum)

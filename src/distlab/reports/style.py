@@ -1,8 +1,8 @@
 """The style of all figures: palette, text sizes, line widths, background, resolution. Colors are defined only here.
 
 A figure is as wide as a README on GitHub, and its text is nearly as large as the page's. The background is light, so
-that the figure is legible in a dark theme too. The palette is that of Okabe and Ito ("Color Universal Design", 2008),
-whose colors color-blind readers can distinguish.
+that the figure is also legible in a dark theme. The palette is by Okabe and Ito ("Color Universal Design", 2008);
+color-blind readers can distinguish its colors.
 """
 
 from collections.abc import Mapping
@@ -47,7 +47,7 @@ SETTINGS: dict[str, Any] = {
 
 
 def subplots(height: float, rows: int = 1, columns: int = 1, width: float = WIDTH, **options: Any) -> tuple[Any, Any]:
-    """A figure, with its size in inches, and its axes as `Figure.subplots` returns them; needs no display."""
+    """Return a figure, sized in inches, and its axes as `Figure.subplots` returns them; needs no display."""
     require_package("matplotlib", "a figure")
     import matplotlib.style
     from matplotlib.figure import Figure
@@ -58,21 +58,21 @@ def subplots(height: float, rows: int = 1, columns: int = 1, width: float = WIDT
 
 
 def lighter(color: str, share: float) -> tuple[float, ...]:
-    """A color mixed with white, with `share` of the color left; red, green, blue from 0 to 1."""
+    """Return a color mixed with white, with `share` of the color left; red, green, blue from 0 to 1."""
     from matplotlib.colors import to_rgb
 
     return tuple(1 - (1 - part) * share for part in to_rgb(color))
 
 
 def rectangle(x: float, y: float, width: float, height: float, color: "str | tuple[float, ...]") -> Any:
-    """A filled rectangle, to be added to axes."""
+    """Return a filled rectangle to add to axes."""
     from matplotlib.patches import Rectangle
 
     return Rectangle((x, y), width, height, facecolor=color, edgecolor=BACKGROUND)
 
 
 def arrow(start: Place, end: Place, color: str, width: float = 1.6, heads: str = "-|>") -> Any:
-    """An arrow between two points of the axes that it is added to, clipped at their edges."""
+    """Return an arrow between two points of the axes that it is added to, clipped at their edges."""
     from matplotlib.patches import FancyArrowPatch
 
     look: dict[str, Any] = {"color": color, "linewidth": width, "mutation_scale": min(2 + 5.5 * width, 12)}
@@ -80,23 +80,23 @@ def arrow(start: Place, end: Place, color: str, width: float = 1.6, heads: str =
 
 
 def swatch(color: Any) -> Any:
-    """A square of a color, for a legend."""
+    """Return a square of a color, for a legend."""
     return rectangle(0, 0, 1, 1, color)
 
 
 def plain(name: str) -> str:
-    """A name that matplotlib draws as it is; it leaves `_name` out of legends, and sets `$…$` as a formula."""
+    """Escape a name for matplotlib, which leaves `_name` out of legends, and sets `$…$` as a formula."""
     return f"{' ' * name.startswith('_')}{name}".replace("$", r"\$")
 
 
 def legend(figure: Any, entries: Mapping[str, Any]) -> None:
-    """A legend above all axes, from names to drawn objects."""
+    """Draw a legend above all axes, from names to drawn objects."""
     place = "outside upper center"
     figure.legend(entries.values(), map(plain, entries), loc=place, ncols=min(len(entries), 7), columnspacing=1.5)
 
 
 def units(unit: str) -> Any:
-    """A formatter for axis labels with SI prefixes: "10 kB", "100 µs"."""
+    """Return a formatter for axis labels with SI prefixes: "10 kB", "100 µs"."""
     from matplotlib.ticker import EngFormatter
 
     return EngFormatter(unit)

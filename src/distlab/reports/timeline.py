@@ -46,7 +46,7 @@ def planned_panel(title: str, plan: Plan, unit: str = "ticks") -> Panel:
 
 
 def measured_panel(title: str, trace: Trace) -> Panel:
-    """The typical step of a run; for a pipeline, with the plan from the measured costs above each rank's bars."""
+    """Return a run's typical step; for a pipeline, with the plan from the measured costs above each rank's bars."""
     plan, by_rank, bars = trace.plan(), [], []
     for step, rank in zip(trace.typical_step(), trace.ranks, strict=True):
         whole = [Event(COMPUTE, "compute", step.start, step.end)] if plan is None else []
@@ -80,7 +80,7 @@ def draw(png: Path, panels: Sequence[Panel]) -> None:
 def draw_schedules(png: Path, traces: Sequence[tuple[str, Trace]]) -> None:
     """Write a figure of a measured step of several schedules, each under its plan, all with one axis of time.
 
-    A bar of the plan has the number of its micro-batch. Raises what `save` does.
+    A bar of the plan has the number of its micro-batch. Raises the same errors as `save`.
     """
     measured = 0.55  # height of a measured row, relative to a planned one
     heights = [sum(PLANNED_ROW_INCHES * (1 + measured) for _ in trace.ranks) + 0.4 for _, trace in traces]
@@ -136,7 +136,7 @@ def _draw_panel(axes: Any, panel: Panel) -> None:
 
 
 def action_color(label: str) -> tuple[float, ...]:
-    """The color of an action's kind, lighter for each further stage of a worker."""
+    """Return the color of an action's kind, lighter for each further stage of a worker."""
     further_stages = len(label) - len(label.rstrip("'"))
     return style.lighter(KINDS[_kind(label)].color, 0.55**further_stages)
 
@@ -146,12 +146,12 @@ def _color(label: str) -> Any:
 
 
 def _kind(label: str) -> str:
-    """The letter of an action's kind, or the label of a bar that is not an action."""
+    """Return the letter of an action's kind, or the label of a bar that is not an action."""
     return label.rstrip("'0123456789")
 
 
 def _explain(kinds: Sequence[str]) -> dict[str, Any]:
-    """The legend's entries: "I, i: backward input" and its color, for all kinds of this color."""
+    """Return the legend's entries: "I, i: backward input" and its color, for all kinds of this color."""
     alike: dict[Any, list[str]] = {}
     for kind in kinds:
         alike.setdefault(_color(kind), []).append(kind)

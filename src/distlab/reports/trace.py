@@ -33,7 +33,7 @@ class RankTrace:
     kept_bytes: list[tuple[float, int]] = field(default_factory=list)  # (seconds, bytes of activations kept), in order
 
     def within(self, step: Event, kind: str) -> list[Event]:
-        """The events of a kind that began during a step."""
+        """Return the events of a kind that began during a step."""
         return self._by_step[step.start, kind]
 
     @functools.cached_property
@@ -55,26 +55,26 @@ class Trace:
     run_on: bool = False  # no rank waited at the end of a step
 
     def steps(self) -> list[list[Event]]:
-        """By step, the event that each rank recorded; without the first step, which also sets up connections."""
+        """Return, by step, each rank's recorded event; the first step, which also sets up connections, is left out."""
         by_rank = [[event for event in rank.events if event.kind == STEP] for rank in self.ranks]
         steps = [list(step) for step in zip(*by_rank, strict=True)]
         return steps[1:] or steps
 
     def typical_step(self) -> list[Event]:
-        """The step of median length."""
+        """Return the step of median length."""
         ordered = sorted(self.steps(), key=lambda step: step[0].seconds)
         return ordered[len(ordered) // 2]
 
     def describe(self, rank: int) -> str:
-        """The name of a rank: "rank 4 (stage 1 of replica 1)", "rank 0 (stages 0 and 3)"."""
+        """Return the name of a rank: "rank 4 (stage 1 of replica 1)", "rank 0 (stages 0 and 3)"."""
         return Grid(rank, self.layout, [stages_of(program) for program in self.programs or ()]).describe(rank)
 
     def worker(self, rank: int) -> int:
-        """The number of a rank in its pipeline."""
+        """Return the number of a rank in its pipeline."""
         return coordinate(self.layout, rank, "pp")
 
     def costs(self) -> ActionCosts:
-        """The mean time of each kind of action on each stage."""
+        """Return the mean time of each kind of action on each stage."""
         assert self.programs is not None
         names, seconds = labels(self.programs), defaultdict[tuple[str, int], list[float]](list)
         for rank, recorded in enumerate(self.ranks):
@@ -85,14 +85,14 @@ class Trace:
         return ActionCosts(measured={key: statistics.fmean(values) for key, values in seconds.items()})
 
     def plan(self, steps: int = 1) -> Plan | None:
-        """The schedule, simulated with the measured costs and free messages; None without a pipeline.
+        """Return the schedule, simulated with the measured costs and free messages; None without a pipeline.
 
         With several `steps`, no worker waits at the end of a step.
         """
         return simulate(in_a_row(self.programs, steps), self.costs()) if self.programs is not None else None
 
     def busy(self, rank: int, steps: Sequence[Sequence[Event]] | None = None) -> tuple[float, float]:
-        """The fractions of time in which a rank computes, and in which it waits for others, in `steps` (default: all).
+        """Return the fractions of time that a rank computes, and that it waits for others, in `steps` (default: all).
 
         In a pipeline, a step lasts from the first to the last pass of the rank's replica.
         """
@@ -116,7 +116,7 @@ class Trace:
         return computed / total, waited / total
 
     def report(self) -> Iterator[str]:
-        """A line for each rank: its busy and waiting time, and the bubble in theory."""
+        """Yield a line for each rank: its busy and waiting time, and the bubble in theory."""
         plan = self.plan(len(self.steps()) if self.run_on else 1)
         for rank in range(len(self.ranks)):
             busy, waiting = self.busy(rank)
@@ -125,7 +125,7 @@ class Trace:
 
 
 def merge(recorded: Sequence[dict[str, Any]], layout: Layout, programs: Programs | None, run_on: bool = False) -> Trace:
-    """A trace from the records of all ranks, as `Recorder.as_json` returns them."""
+    """Build a trace from the records of all ranks, as `Recorder.as_json` returns them."""
     origin = min((event[2] for rank in recorded for event in rank["events"]), default=0.0)
     ranks = []
     for rank in recorded:
@@ -180,13 +180,13 @@ def read_chrome(path: Path) -> Trace:
 
 
 def _layout_of_older(about: dict[str, Any]) -> Layout:
-    """The layout of a trace that has each size by itself."""
+    """Return the layout of an older trace, which stores each size separately."""
     sizes = {"dp": about["dp"], "pp": about["pp"], "tp": about.get("tp", 1)}
     order = ("pp", "dp", "tp") if about.get("neighbors") == "replicas" else sizes
     return {axis: sizes[axis] for axis in order}
 
 
 def _program(line: list[Any], worker: int) -> Program:
-    """A worker's actions; older traces only name them ("F2"), and have one stage per worker."""
+    """Return a worker's actions; older traces only name them ("F2"), and have one stage per worker."""
     places = [(name[0], worker, name[1:]) if isinstance(name, str) else name for name in line]
     return [KINDS[letter](stage, int(micro_batch)) for letter, stage, micro_batch in places]
