@@ -21,9 +21,15 @@ def many_processes(
     return train_on(world_size, script, out, "--world-size", str(world_size), *flags)
 
 
-@pytest.mark.quick
 @pytest.mark.parametrize(
-    ("world_size", "transport"), [(1, "auto"), (2, "gloo"), (3, "gloo"), (3, "shared"), (5, "auto")]
+    ("world_size", "transport"),
+    [
+        (1, "auto"),
+        pytest.param(2, "gloo", marks=pytest.mark.quick),
+        (3, "gloo"),
+        pytest.param(3, "shared", marks=pytest.mark.quick),
+        (5, "auto"),
+    ],
 )
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_is_the_run_of_one_process(
