@@ -117,13 +117,16 @@ class LabGroup(ContextGroup):
 
             self._queues = Queues(members, self._tell, self._ask)
             yield self._queues
-            name = f"{self.group_name}/{self._epoch}"
             is_one = hosts == 1
             self._memory = (
-                OneHost(members, takes_all, self._library) if is_one else SeveralHosts(members, takes_all, name)
+                OneHost(members, takes_all, self._library) if is_one else SeveralHosts(members, takes_all, self._name)
             )
             yield self._memory
         yield Library(self._library, members, self._timeout)
+
+    def _name(self) -> str:
+        """The group's name, which torch gives it when it has been made."""
+        return f"{self.group_name}/{self._epoch}"
 
     def _tell(self, tensor: Tensor, to: int, what: str) -> None:
         with named(what, CONTROL):

@@ -6,7 +6,7 @@ with mixed-precision", 2018). What those send each other has a column of its own
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
 from typing import cast
@@ -30,18 +30,18 @@ class SeveralHosts(MemoryTransport["MemoryOfHosts"]):
     """Ranks on several hosts, at least one of which has several of them; carries what `empty` has made.
 
     Args:
-        name: of the group, another one for each.
+        name: return the group's name, different for each group; called when the memory is made.
     """
 
     smallest_bytes = SMALLEST_OF_HOSTS_BYTES
 
-    def __init__(self, members: Members, takes_all: bool, name: str) -> None:
+    def __init__(self, members: Members, takes_all: bool, name: Callable[[], str]) -> None:
         super().__init__(members, takes_all)
         self._name = name
 
     def make_memory(self) -> "MemoryOfHosts":
         members = self.members
-        return MemoryOfHosts(members.context.hosts, members.ranks, members.context.rank, self._name, self.limit)
+        return MemoryOfHosts(members.context.hosts, members.ranks, members.context.rank, self._name(), self.limit)
 
     def allocate(self, memory: "MemoryOfHosts", elements: int, dtype: torch.dtype) -> Tensor:
         return memory.allocate(elements, dtype, self.limit)
