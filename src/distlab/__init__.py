@@ -1,8 +1,8 @@
 """The lab's parallel library: one package for each role.
 
-The docstring of each package says what it is for and which other packages it may import; `lint-imports` checks this.
+The docstring of each package states its purpose and the other packages that it may import; `lint-imports` checks this.
 The layers, from the bottom up: `comm`; `collectives`, `parallel`, `pipeline`, `checkpoints` and `rendezvous`;
-`reports`; `run`; `exchange`. `distlab` imports `simplellm`, and neither `distlab_planner` nor `distlab_exercises`.
+`reports`; `run`; `exchange`. `distlab` imports `simplellm`, but neither `distlab_planner` nor `distlab_exercises`.
 These import it; `subcommands` has their commands, and `run.train_settings` the prediction of `--machine`, by name.
 
 The modules next to the packages are commands (`python -m distlab.show_schedule`), except `registration`, which makes
@@ -13,9 +13,9 @@ import os
 
 from distlab.registration import register
 
-# How long the further threads of a rank wait in a loop for more to compute: half a millisecond instead of ten, as other
-# ranks may need the core. GNU's OpenMP, which PyTorch's wheels bring, reads this when it is loaded, so it has to be set
-# before torch is imported. Ranks that are started one by one import torch first, and keep the ten.
+# The time for which a rank's additional threads spin for more work: half a millisecond instead of ten, because other
+# ranks may need the core. GNU's OpenMP, which PyTorch's wheels contain, reads this when it is loaded, so it has to be
+# set before torch is imported. Ranks that are started one by one import torch first, and keep the ten.
 if "OMP_WAIT_POLICY" not in os.environ:
     os.environ.setdefault("GOMP_SPINCOUNT", "20000")
 

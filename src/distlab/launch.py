@@ -1,15 +1,15 @@
 """`./launch.sh` and `distlab`: start all ranks of a script, and end all of them when one fails.
 
-Subcommands are looked up in `subcommands`. A script that imports mpi4py is started through mpirun. What imports torch,
-which takes a second or more, is imported where it is used, so that the list of topologies is there at once.
+`subcommands` lists the subcommands. A script that imports mpi4py is started through mpirun. Modules that import torch,
+which takes a second or more, are imported where they are used, so that the list of topologies appears at once.
 """
 
 import os
 import signal
 
-# Until there are ranks, Ctrl-C has nothing to end but this process. A KeyboardInterrupt would print a traceback during
-# the imports below, and would be lost in torch's, which goes on if that of numpy fails. (The interpreter's own start,
-# some milliseconds before this line, is not covered.)
+# Until there are ranks, Ctrl-C only has to end this process. A KeyboardInterrupt would print a traceback during the
+# imports below, and would be lost in the import of torch, which continues if its import of numpy fails. (The start of
+# the interpreter, some milliseconds before this line, is not covered.)
 if __name__ == "__main__" and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
@@ -99,13 +99,13 @@ def launch(args: list[str]) -> int:
     if re.search(rb"^(from|import) mpi4py", script.read_bytes(), re.MULTILINE):
         become_mpirun(script, args)
     unbind()
-    from distlab.run.start import start  # torch: seconds, which the list of topologies need not wait for
+    from distlab.run.start import start  # torch takes seconds; the list of topologies does not need it
 
     return start(script, args, prog)
 
 
 def find_script(name: str) -> tuple[Path, list[str]]:
-    """The script of a topology and its flags, or any script by its path."""
+    """Return the script of a topology and its flags, or any script by its path."""
     if name in TOPOLOGIES:
         script, *flags = shlex.split(TOPOLOGIES[name])
         is_there = (LAB / script).exists()
@@ -140,9 +140,9 @@ def become_mpirun(script: Path, args: list[str]) -> NoReturn:
 
 
 def unbind() -> None:
-    """Take OpenMP's variables that bind threads to cores out of the environment, before torch reads them.
+    """Remove OpenMP's variables that bind threads to cores from the environment, before torch reads them.
 
-    OpenMP binds each process's threads from the first core on: this one and all its ranks would share one core.
+    OpenMP binds each process's threads from the first core on: this process and all its ranks would share one core.
     """
     if bound := binding():
         say = f"# {' and '.join(bound)} left out: all ranks of a machine would be bound to its first cores"
@@ -152,7 +152,7 @@ def unbind() -> None:
 
 
 def raise_interrupts() -> None:
-    """Let Ctrl-C raise KeyboardInterrupt again, for a command that ends processes of its own."""
+    """Let Ctrl-C raise KeyboardInterrupt again, for a command that ends processes it has started."""
     if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:  # as it is in the background of a script
         signal.signal(signal.SIGINT, signal.default_int_handler)
 

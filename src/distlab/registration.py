@@ -1,7 +1,7 @@
 """Registers the backend "lab" with torch.distributed, now or when torch is imported.
 
-`launch.sh` alone lists the topologies in half a second; the import of torch takes longer. So `import distlab` does not
-import torch. Where torch is not there yet, the registration follows its import.
+Without arguments, `launch.sh` lists the topologies in half a second; the import of torch takes longer. So
+`import distlab` does not import torch. If torch is not imported yet, the registration follows its import.
 """
 
 import importlib.abc
@@ -34,7 +34,7 @@ def _create(group: Any, options: Any) -> Any:
     from distlab.rendezvous.groups import WorldGroup, create
 
     made = create(group, options)
-    if options is None and isinstance(made, WorldGroup):  # a run of the lab has options, and looks after itself
+    if options is None and isinstance(made, WorldGroup):  # a run of the lab has options, and handles its failures
         from distlab.run.programs import look_after
 
         look_after(made)
@@ -42,7 +42,7 @@ def _create(group: Any, options: Any) -> Any:
 
 
 class _AfterTorch(importlib.abc.MetaPathFinder):
-    """Finds torch.distributed as the other finders do, and registers the backend when it has been executed."""
+    """Finds torch.distributed like the other finders, and registers the backend after its execution."""
 
     def find_spec(
         self, name: str, path: Sequence[str] | None, target: ModuleType | None = None

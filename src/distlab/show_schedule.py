@@ -65,7 +65,7 @@ class Request:
 
 
 def show(request: Request) -> Iterator[str]:
-    """The lines of the table and the costs; also draws the figure. Raises `InputError` for a wrong request."""
+    """Yield the lines of the table and the costs; also draw the figure. Raises `InputError` for a wrong request."""
     read_schedule(request.schedule)
     schedules = schedule_names()
     require(request.schedule in schedules, f"{request.schedule}: no such schedule; there are {', '.join(schedules)}")
@@ -104,7 +104,7 @@ def show(request: Request) -> Iterator[str]:
 
 
 def _programs_and_costs(request: Request) -> tuple[Programs, ActionCosts]:
-    """The schedule and its costs; activations are counted in micro-batches of all the stages of a worker."""
+    """Return the schedule and its costs; activations are counted in micro-batches of all the stages of a worker."""
     name, workers = request.schedule, request.stages
     held = stages_per_worker(name, request.chunks_per_stage)
     factors = _read_factors(request.cost_per_stage, workers * held)
@@ -123,7 +123,7 @@ def _programs_and_costs(request: Request) -> tuple[Programs, ActionCosts]:
 
 
 def _read_factors(text: str | None, stages: int) -> list[int]:
-    """The factors of `--cost-per-stage`."""
+    """Return the factors of `--cost-per-stage`."""
     if text is None:
         return [1] * stages
     factors = [int(part) if part.isdecimal() else 0 for part in text.split(",")]
@@ -133,7 +133,7 @@ def _read_factors(text: str | None, stages: int) -> list[int]:
 
 
 def table(plan: Plan) -> Iterator[str]:
-    """A row for each worker, a column for each tick; dashes continue a pass that takes several ticks."""
+    """Yield a row for each worker, with a column for each tick; dashes continue a pass that takes several ticks."""
     ticks, rows = round(plan.makespan), plan.rows
     width = 1 + max(len(str(ticks - 1)), *map(len, plan.labels.values()))
     first = max(9, *(1 + len(row) for row in rows))

@@ -1,7 +1,7 @@
 """The subcommands of `distlab` and `./launch.sh` that start no topology: a table of functions by their names.
 
-Those of the planner and the exercises are in packages beside `distlab`, which works without them. A module is imported
-when one of its subcommands was asked for.
+The subcommands of the planner and the exercises are in packages beside `distlab`, which works without them. A module is
+imported only when one of its subcommands is requested.
 """
 
 import importlib

@@ -11,12 +11,12 @@ KILLS = Path("/proc/vmstat")
 
 
 def cpu_quota() -> float:
-    """Cores' worth of time that this process may use, the least of its groups'; infinite where there is no limit."""
+    """Return the cores' worth of time that this process may use, the least of its groups; infinite without a limit."""
     return min(map(_quota_of, _folders("cpu")), default=math.inf)
 
 
 def memory_kills() -> int:
-    """How many processes of this group, or of this machine, the system has killed for memory; 0 if it does not tell."""
+    """Return how many processes of this group, or of this machine, the system has killed for memory; 0 if unknown."""
     names = "memory.events", "memory.oom_control"  # of version 2 and 1
     for file in [*(folder / name for folder in _folders("memory") for name in names), KILLS]:
         with contextlib.suppress(OSError, ValueError):
@@ -27,9 +27,9 @@ def memory_kills() -> int:
 
 
 def _folders(controller: str) -> Iterator[Path]:
-    """The groups of this process for a controller, from its own to the outermost that it sees.
+    """Yield the groups of this process for a controller, from the innermost to the outermost that is visible.
 
-    In a container the path may be the host's: then only its end, or nothing of it, is found below the mount.
+    In a container the path may be the host's: then only its end, or no part of it, exists below the mount.
     """
     lines: list[str] = []
     with contextlib.suppress(OSError):
@@ -44,7 +44,7 @@ def _folders(controller: str) -> Iterator[Path]:
 
 
 def _quota_of(folder: Path) -> float:
-    """Cores by the files of one group: `cpu.max` ("150000 100000" or "max 100000"), or version 1's."""
+    """Return the cores that one group's files allow: `cpu.max` ("150000 100000" or "max 100000"), or version 1's."""
     for names in (("cpu.max",), ("cpu.cfs_quota_us", "cpu.cfs_period_us")):
         with contextlib.suppress(OSError, ValueError, ZeroDivisionError):  # ValueError: "max"
             quota, period = " ".join((folder / name).read_text() for name in names).split()

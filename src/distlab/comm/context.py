@@ -1,4 +1,4 @@
-"""What the process groups of a rank share: the ledger, the trace, the names of waits, and who is on which host."""
+"""The state that a rank's process groups share: the ledger, the trace, the names of waits, the hosts of the ranks."""
 
 import contextlib
 import weakref
@@ -18,30 +18,30 @@ from distlab.comm.waits import SECONDS_FOR_THE_WATCH, Wait, Waits
 from simplellm.errors import InputError
 
 Transport = Literal["auto", "shared", "gloo"]
-# What is smaller goes over gloo, with "auto": it is not worth a mapping, and on several hosts gloo is as fast.
+# With "auto", smaller tensors go over gloo: they are not worth a mapping, and on several hosts gloo is as fast.
 SMALLEST_SHARED_BYTES, SMALLEST_OF_HOSTS_BYTES = 1_000, 250_000
 
 
 class NotShared(Exception):
-    """Ranks that cannot share memory; all of them raise it."""
+    """The ranks cannot share memory; all of them raise this."""
 
 
 @dataclass
 class Options:
-    """What a program may say about its groups: `dist.init_process_group("lab", pg_options=Options(…))`."""
+    """A program's options for its groups: `dist.init_process_group("lab", pg_options=Options(…))`."""
 
-    library: Literal["auto", "gloo", "nccl"] = "auto"  # that carries what shared memory does not
+    library: Literal["auto", "gloo", "nccl"] = "auto"  # carries everything that shared memory does not
     transport: Transport = "auto"  # for tensors in host memory
-    timeout_seconds: float | None = None  # of any wait; None: that of `init_process_group`
-    threads: int | None = None  # that a rank usually computes with; None: as many as it has now
-    places: Sequence[Place] | None = None  # by rank, its host and GPUs; None: the ranks tell each other
+    timeout_seconds: float | None = None  # of any wait; None: as in `init_process_group`
+    threads: int | None = None  # with which a rank usually computes; None: as many as it has now
+    places: Sequence[Place] | None = None  # by rank, its host and GPUs; None: the ranks exchange them
     describe: Callable[[int], str] = "rank {}".format  # as in "rank 4 (stage 1 of replica 1)"
     remark: Callable[[str], object] = lambda sentence: print(f"# {sentence}", flush=True)
 
 
 @dataclass
 class Context:
-    """What the groups that one `init_process_group` made, and `new_group` after it, have in common on this rank."""
+    """The state that the groups made by one `init_process_group`, and by `new_group` after it, share on this rank."""
 
     rank: int
     world_size: int
@@ -66,22 +66,22 @@ class Context:
 
     @property
     def is_over_nccl(self) -> bool:
-        """Whether ranks communicate over NCCL: from GPU to GPU, in the order of CUDA streams."""
+        """True if ranks communicate over NCCL: from GPU to GPU, in the order of CUDA streams."""
         return self.library == "nccl"
 
     @property
     def group_timeout(self) -> timedelta:
-        """The deadline of torch's own groups: over NCCL it is late, because NCCL ends the process at it."""
+        """The deadline of torch's own groups: over NCCL it is later, because NCCL ends the process when it passes."""
         return timedelta(seconds=self.waits.timeout_seconds + SECONDS_FOR_THE_WATCH * self.is_over_nccl)
 
     @property
     def has_own_core(self) -> bool:
-        """Whether this host has a core for each thread of its ranks, which all have as many."""
+        """True if this host has a core for each thread of its ranks, all of which have the same number of threads."""
         here = self.hosts.of_ranks.count(self.hosts.of_ranks[self.rank])
         return here * (self.options.threads or torch.get_num_threads()) <= cores()
 
     def share_less(self, error: NotShared, is_first: bool) -> None:
-        """Raise `InputError` if the transport is "shared"; else go on over gloo, with a remark of the first rank's."""
+        """Raise `InputError` if the transport is "shared"; else continue over gloo: the first rank remarks on it."""
         if self.options.transport == "shared":
             raise InputError(f"--transport shared: {error}; use --transport gloo") from None
         if is_first and not self._has_remarked:
@@ -89,9 +89,9 @@ class Context:
             self.options.remark(f"{error}; what these ranks cannot share goes over gloo instead")
 
     def held_back(self) -> dict[str, list[int]]:
-        """The collectives in shared memory of which this rank has yet to do its share: their numbers, by their ranks.
+        """Return the collectives in shared memory of which this rank has yet to compute its part: numbers, by ranks.
 
-        Another thread may ask.
+        Other threads may call this.
         """
         numbers: dict[str, list[int]] = {}
         for group in list(self.groups):
@@ -101,18 +101,18 @@ class Context:
 
 
 class ContextGroup(dist.ProcessGroup):
-    """A process group of this backend, as far as its context knows it; see `distlab.comm.group`."""
+    """The part of this backend's process group that its context uses; see `distlab.comm.group`."""
 
     context: Context
     key: str
 
     def held_back(self) -> list[Wait]:
-        """The collectives in shared memory of which this rank has yet to do its share."""
+        """Return the collectives in shared memory of which this rank has yet to compute its part."""
         raise NotImplementedError
 
 
 def context_of(group: dist.ProcessGroup | None = None) -> Context:
-    """The context of a group of this backend; by default, of the default group.
+    """Return the context of a group of this backend; by default, of the default group.
 
     Raises:
         ValueError: there is no such group.
@@ -125,7 +125,7 @@ def context_of(group: dist.ProcessGroup | None = None) -> Context:
 
 @contextlib.contextmanager
 def during(what: str) -> Iterator[None]:
-    """Inside, all other ranks are waited for, for `what`: a wait that fails in a library says so (`Waits.during`).
+    """Name the waits inside: each is for all other ranks, for `what`, also if a library waits (`Waits.during`).
 
     In a group of another backend, waits have no names.
     """
@@ -137,6 +137,6 @@ def during(what: str) -> Iterator[None]:
 
 
 def group_timeout() -> timedelta | None:
-    """The deadline for groups that are made beside the default group; None if that is another backend's."""
+    """Return the deadline for groups other than the default group; None if the default group has another backend."""
     found = dist.group.WORLD
     return found.context.group_timeout if isinstance(found, ContextGroup) else None

@@ -27,7 +27,7 @@ class Place:
 
 
 def pick_device_type(name: str) -> str:
-    """The device type, "cpu" or "cuda", for a value of `--device`; `auto` is CUDA if present.
+    """Return the device type, "cpu" or "cuda", for a value of `--device`; `auto` is CUDA if present.
 
     Also sets the environment variables that CUDA reads at its start. With "cpu", this process no longer sees any GPU.
 
@@ -46,28 +46,28 @@ def pick_device_type(name: str) -> str:
 
 
 def own_place(device_type: str, master_addr: str) -> Place:
-    """This rank's host, and the GPUs that it sees."""
+    """Return this rank's host, and the GPUs that it sees."""
     gpus = range(torch.cuda.device_count() if device_type == "cuda" else 0)
     return Place(host_name(master_addr), tuple(str(torch.cuda.get_device_properties(gpu).uuid) for gpu in gpus))
 
 
 def local_ranks(places: Sequence[Place], rank: int) -> list[int]:
-    """All ranks on the host of `rank`, given the places of all ranks."""
+    """Return all ranks on the host of `rank`, given the places of all ranks."""
     return [other for other, place in enumerate(places) if place.host == places[rank].host]
 
 
 def pick_device(places: Sequence[Place], rank: int) -> torch.device:
-    """The device of `rank`: the CPU, or one of the GPUs that it sees."""
+    """Return the device of `rank`: the CPU, or one of the GPUs that it sees."""
     return torch.device("cuda", _gpu_of(places, rank)) if places[rank].gpus else torch.device("cpu")
 
 
 def _gpu_of(places: Sequence[Place], rank: int) -> int:
-    """The index of the GPU that a rank uses: the ranks of a host are assigned to its GPUs in turn."""
+    """Return the index of the GPU that a rank uses: the ranks of a host are assigned to its GPUs in turn."""
     return local_ranks(places, rank).index(rank) % len(places[rank].gpus)
 
 
 def pick_backend(name: str, places: Sequence[Place]) -> str:
-    """The backend for a value of `--backend`; `auto` is NCCL when every rank has a GPU of its own, else gloo.
+    """Return the backend for a value of `--backend`; `auto` is NCCL when every rank has its own GPU, else gloo.
 
     Raises:
         InputError: NCCL was requested but cannot work, for example with two ranks on one GPU; or only some of the ranks
@@ -91,7 +91,7 @@ def pick_backend(name: str, places: Sequence[Place]) -> str:
 
 
 def check_transport(name: str, places: Sequence[Place]) -> None:
-    """Raise `InputError` if `--transport shared` is asked for and the ranks are not on the CPU of one host."""
+    """Raise `InputError` if `--transport shared` is requested and the ranks are not on the CPU of one host."""
     other = next((rank for rank, place in enumerate(places) if place.host != places[0].host), None)
     hosts = "" if other is None else f"ranks 0 and {other} are on {places[0].host} and {places[other].host}"
     require(name != "shared" or other is None, f"--transport shared: {hosts}, which have no memory in common; use auto")
@@ -100,24 +100,24 @@ def check_transport(name: str, places: Sequence[Place]) -> None:
 
 
 def tf32_override() -> str | None:
-    """The environment variable, if set, that makes float32 products use TF32, with 10 bits of fraction; else None."""
+    """Return the environment variable that makes float32 products use TF32 (10 bits of fraction); None if not set."""
     names = "NVIDIA_TF32_OVERRIDE", "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE"
     return next((f"{name}={os.environ[name]}" for name in names if os.environ.get(name) == "1"), None)
 
 
 def threads_per_rank(local_ranks: int) -> int:
-    """Threads for each of the ranks that share this host's cores; OMP_NUM_THREADS overrides it."""
+    """Return the number of threads for each rank that shares this host's cores; OMP_NUM_THREADS overrides it."""
     return asked_threads() or max(1, cores() // local_ranks)
 
 
 def cores_to_share(parties: int) -> int | None:
-    """Cores of this host for each of `parties`, at least 1; None if OMP_NUM_THREADS sets the number of threads."""
+    """Return this host's cores for each of `parties`, at least 1; None if OMP_NUM_THREADS sets the threads."""
     return None if asked_threads() else max(1, cores() // parties)
 
 
 @contextmanager
 def patient_threads() -> Iterator[None]:
-    """Threads started in this context do not preempt a running thread when they wake up (SCHED_BATCH).
+    """Start threads that do not preempt a running thread when they wake up (SCHED_BATCH).
 
     Meant for gloo's thread. While another thread of the rank writes to a connection, gloo's thread spins on its lock.
     Where ranks share cores, gloo's thread often wakes up on the core of the writing thread. If it preempted that thread
@@ -160,7 +160,7 @@ def keep_to_interface(master_addr: str, on_one_host: bool) -> None:
 
 
 def own_address(towards: str) -> str | None:
-    """This host's address on the route to another host, from the routing table; nothing is sent."""
+    """Return this host's address on the route to another host, from the routing table; nothing is sent."""
     try:
         family, kind, _, _, where = socket.getaddrinfo(towards, 1, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind) as probe:
@@ -171,7 +171,7 @@ def own_address(towards: str) -> str | None:
 
 
 def interface_of(address: str) -> str | None:
-    """The name of the interface with this address; None if there is none, or if the system is not Linux."""
+    """Return the name of the interface with this address; None if there is none, or if the system is not Linux."""
     if sys.platform != "linux":
         return None
     wanted = ipaddress.ip_address(address)
@@ -194,5 +194,5 @@ def interface_of(address: str) -> str | None:
 
 
 def host_name(master_addr: str) -> str:
-    """This host's name, and the address from which it reaches the master."""
+    """Return this host's name, and the address from which it reaches the master."""
     return f"{socket.gethostname()} ({own_address(master_addr) or 'no route to the master'})"

@@ -16,7 +16,7 @@ def forked(world_size: int, work: Callable[[int, Connection], object]) -> Iterat
     """Run `work(rank, pipe)` in a fork of this process for each rank.
 
     A fork takes milliseconds; a new interpreter takes seconds to import torch. This process must compute with one
-    thread, as forks inherit no others. At the end of the context all ranks are killed, with what they have started.
+    thread, as forks inherit no others. At the end of the context all ranks are killed, with the processes they started.
 
     Yields:
         The pipes to receive answers from, and the rank of each. A pipe ends when its rank does.
@@ -25,7 +25,7 @@ def forked(world_size: int, work: Callable[[int, Connection], object]) -> Iterat
     pipes = [context.Pipe(duplex=False) for _ in range(world_size)]
     ranks = [context.Process(target=_run, args=(pipes, rank, work)) for rank in range(world_size)]
     for stream in (sys.stdout, sys.stderr):
-        stream.flush()  # or each fork would write what is left
+        stream.flush()  # or each fork would write the rest of the buffer
     try:
         for process in ranks:
             process.start()
@@ -35,7 +35,7 @@ def forked(world_size: int, work: Callable[[int, Connection], object]) -> Iterat
     finally:
         for process in ranks:
             if process.pid is not None:
-                with suppress(OSError):  # it has no group of its own yet, or has left one without processes
+                with suppress(OSError):  # it does not have a process group yet, or its group is empty
                     os.killpg(process.pid, signal.SIGKILL)
                 process.kill()
                 process.join()

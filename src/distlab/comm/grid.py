@@ -23,7 +23,7 @@ class Axis:
     """The ranks that differ from this one along some axes of a layout only.
 
     Attributes:
-        names: the axes, in the order of the layout; without those of size 1.
+        names: the axes, in the order of the layout; axes of size 1 are left out.
         layout: all axes and their sizes.
         rank: this rank's number among these ranks, from 0.
         size: number of these ranks.
@@ -48,19 +48,19 @@ class Axis:
 
     @property
     def group(self) -> Group:
-        """The process group of these ranks, as `Grid.make_groups` made it last; None if they are all ranks.
+        """The process group of these ranks that `Grid.make_groups` made last; None if they are all ranks.
 
         Raises:
-            RuntimeError: there is none.
+            RuntimeError: there is no such group.
         """
-        if self.size == 1 < self._grid.size and self._group is None:  # which takes no other rank
+        if self.size == 1 < self._grid.size and self._group is None:  # no other rank has to take part
             self._group = dist.new_group([self._grid.rank], use_local_synchronization=True)
         if self._group is None and self.size < self._grid.size:
             raise RuntimeError(f"there is no group along {self}: all ranks must call Grid.make_groups for it first")
         return self._group
 
     def without(self, *names: str) -> "Axis":
-        """Those of these ranks that do not differ along `names`."""
+        """Return the ranks among these that do not differ along `names`."""
         return self._grid.axis(*(name for name in self.names if name not in names))
 
     def make_group(self) -> None:
@@ -84,15 +84,15 @@ class Grid:
         grid.make_groups("dp", "tp")
         grid.axis("tp").rank, grid.axis("tp").size, grid.axis("tp").group
 
-    The last axis has neighboring ranks, so the axis whose ranks communicate most comes last and most messages stay on
-    one machine: usually the slices of a layer, before them the stages (a message per micro-batch), and first the
-    replicas (once per step). With the stages first, only activations cross the link between two machines, which are
+    The ranks along the last axis are neighbors, so the axis whose ranks communicate most comes last and most messages
+    stay on one machine: usually the slices of a layer, before them the stages (a message per micro-batch), and first
+    the replicas (once per step). With the stages first, only activations cross the link between two machines; they are
     often fewer bytes than the gradients of all weights.
 
     Args:
         rank: this rank.
         layout: the axes and their sizes.
-        stages: by pipeline worker, the stages of the model on it, if these are several.
+        stages: by pipeline worker, the stages of the model on it, if there are several.
     """
 
     def __init__(self, rank: int, layout: Layout, stages: Sequence[Sequence[int]] = ()) -> None:
@@ -101,7 +101,7 @@ class Grid:
         self._axes: dict[tuple[str, ...], Axis] = {}
 
     def axis(self, *names: str) -> Axis:
-        """The ranks along an axis, or along several together; an axis that the layout lacks has this rank only."""
+        """Return the ranks along one or several axes; an axis that the layout lacks has this rank only."""
         known = tuple(name for name, size in self.layout.items() if name in names and size > 1)
         return self._axes.setdefault(known, Axis(self, known))
 
@@ -109,7 +109,7 @@ class Grid:
         """Make the process groups along axes, each a name or several; by default, along each axis of the layout.
 
         Every rank must call this, with the same axes, after `init_process_group`. An axis that has a group gets a new
-        one, also for those who hold the axis.
+        one, also where the `Axis` is already held.
 
         Raises:
             TrafficError: a rank does not join the creation of the groups.
@@ -119,21 +119,21 @@ class Grid:
             axis.make_group()
 
     def pipelines_on_host(self, ranks: int) -> int:
-        """Number of pipelines with workers on a host of so many ranks; each slice of a pipeline counts as one."""
+        """Return how many pipelines have workers on a host of `ranks` ranks; each slice of a pipeline counts as one."""
         return pipelines_on_host(self.layout, ranks)
 
     def describe(self, rank: int) -> str:
-        """The name of a rank in messages: "rank 4 (stage 1 of replica 1)", "rank 0 (stages 0 and 3)"."""
+        """Return the name of a rank in messages: "rank 4 (stage 1 of replica 1)", "rank 0 (stages 0 and 3)"."""
         several = [name for name, size in self.layout.items() if size > 1]
         words = {name: WORDS[name] for name in WORDS if name in several and WORDS[name]}
         numbers = {name: f"{word} {coordinate(self.layout, rank, name)}" for name, word in words.items()}
         if STAGES in numbers and self._stages:
             numbers[STAGES] = name_stages(self._stages[coordinate(self.layout, rank, STAGES)])
-        if len(several) == 1 and several != [STAGES]:  # along a single axis, a rank's number says it all
+        if len(several) == 1 and several != [STAGES]:  # along a single axis, the rank's number is enough
             numbers = {}
         return f"rank {rank} ({' of '.join(numbers.values())})" if numbers else f"rank {rank}"
 
 
 def all_ranks(name: str) -> Axis:
-    """All ranks of the process group as an axis of this name."""
+    """Return all ranks of the process group as an axis of this name."""
     return Grid(dist.get_rank(), {name: dist.get_world_size()}).axis(name)

@@ -1,20 +1,20 @@
 """The process group of the lab's backend: `dist.init_process_group("lab")`.
 
-It is torch's interface over gloo, NCCL and the memory that ranks of one host share. On the way it counts messages and
-bytes, gives each wait a name and a deadline, and records what `--trace` draws. The bytes counted are those that a
+It is torch's interface over gloo, NCCL and the memory that ranks of one host share. It also counts messages and bytes,
+gives each wait a name and a deadline, and records the events that `--trace` draws. It counts the bytes that a
 bandwidth-optimal algorithm sends from this rank (a ring for all-reduce, all-gather and reduce-scatter: Patarasuk and
 Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations", 2009), also in shared memory, which moves
-as many.
+the same number.
 
-A collective or message goes by the first of these transports that takes it:
+The first of these transports that accepts a collective or message carries it:
 
-    queues         messages, where `open_queues` has made one
+    queues         messages, where `open_queues` has made a queue
     one host       tensors that `empty` has made, in place; others from `SMALLEST_SHARED_BYTES` on, in pieces
     several hosts  all-reduces of tensors that `empty` has made
     library        everything else: gloo or NCCL
 
 Functional collectives, which DTensor uses, call the same methods through torch's C++ interface, and for all-gather and
-reduce-scatter the coalesced ones. What this class does not override would go to gloo or NCCL uncounted.
+reduce-scatter the coalesced ones. A method that this class does not override would go to gloo or NCCL uncounted.
 """
 
 # torch's annotations have overloads that its Python layer does not call.
@@ -47,15 +47,15 @@ if TYPE_CHECKING:
 __all__ = ["CONTROL", "LabGroup", "overlapping"]
 
 Group = dist.ProcessGroup | None  # None: all ranks
-CONTROL = "control"  # the ledger's column for what is not part of training
+CONTROL = "control"  # the ledger's column for messages that are not part of training
 
 
 class LabGroup(ContextGroup):
-    """Ranks that communicate, by torch's interface; see the module.
+    """Ranks that communicate through torch's interface; see the module.
 
     Args:
-        context: what this rank's groups share.
-        store: where the ranks of the group meet.
+        context: the state that this rank's groups share.
+        store: the store in which the ranks of the group meet.
         ranks: the group's ranks in the world.
         timeout: of torch's own group.
         transport: for tensors in host memory.
@@ -78,7 +78,7 @@ class LabGroup(ContextGroup):
         self._open()
 
     def _open(self) -> None:
-        """Meet the other ranks, and prepare the transports; memory and queues are made when they are asked for."""
+        """Meet the other ranks, and prepare the transports; memory and queues are made on request."""
         size, library = len(self.ranks), self.context.library
         store = dist.PrefixStore(f"epoch{self._epoch}", self._store)
         kinds = dist.ProcessGroup.BackendType
@@ -100,7 +100,7 @@ class LabGroup(ContextGroup):
         self._transports = list(self._choose_transports())
 
     def _choose_transports(self) -> Iterator[Transport]:
-        """The transports, in the order in which they are asked. A rank that is alone needs none of the others."""
+        """Yield the transports in the order in which they are asked. A rank that is alone needs only the first."""
         members, takes_all = self._members, self._transport == "shared"
         if members.size == 1:
             from distlab.comm.transports.alone import Alone
@@ -137,14 +137,14 @@ class LabGroup(ContextGroup):
             self.recv([tensor], source, 0).wait()
 
     def shutdown(self) -> None:
-        """End the group; `dist.destroy_process_group` calls it. Everything started must have been waited for."""
+        """End the group; `dist.destroy_process_group` calls it. The caller must have waited for every operation."""
         for transport in self._transports:
             transport.close()
 
     def reopen(self, epoch: int) -> None:
-        """Close everything that carries tensors, and meet again under another epoch of the store.
+        """Close all transports, and meet again under another epoch of the store.
 
-        All ranks of the group call it together. Who holds the group keeps it; memory that it made before is no longer
+        All ranks of the group call it together. The group object stays valid; memory that it made before is no longer
         shared.
         """
         self.shutdown()
@@ -154,11 +154,11 @@ class LabGroup(ContextGroup):
     # Memory and queues
 
     def empty(self, elements: int, like: Tensor, *, overlaps: bool = False) -> Tensor:
-        """Zeros (elements,), of `like`'s dtype and device, to be communicated in again and again.
+        """Return zeros (elements,), of `like`'s dtype and device, for repeated communication.
 
-        Where it pays, they are in memory that the ranks of the group share, and collectives of them need no copy.
-        All ranks of the group must call this in the same order. With `overlaps`, it is for collectives that are started
-        in `overlapping`.
+        Where it pays, they are in memory that the ranks of the group share, and their collectives need no copy.
+        All ranks of the group must call this in the same order. `overlaps` is for collectives that are started in
+        `overlapping`.
 
         Raises:
             InputError: the transport is "shared", and these ranks cannot share memory.
@@ -168,19 +168,19 @@ class LabGroup(ContextGroup):
         return like.new_zeros(elements) if shared is None else shared
 
     def shares(self, tensor: Tensor) -> bool:
-        """Whether a tensor lies in memory of this group on one host, as what `empty` returns may."""
+        """Return whether a tensor lies in memory that this group shares on one host, as a tensor of `empty` may."""
         return self._memory is not None and self._memory.shares(tensor)
 
     def open_queues(self, row: Sequence[int], message_bytes: int, like: Tensor, *, slots: int = 1) -> None:
         """Send messages from each rank of a row to the next through memory that both share, where they can.
 
-        Larger messages, and those for which there is no queue, go over gloo or NCCL. A `send` returns when its message
-        is in one of the `slots`, and so waits for a free one. All ranks of the row call this together.
+        Larger messages, and messages without a queue, go over gloo or NCCL. A `send` returns when its message is in one
+        of the `slots`, and so waits for a free one. All ranks of the row call this together.
 
         Args:
             row: ranks of the world.
-            message_bytes: of the largest message.
-            like: of the messages' device.
+            message_bytes: size of the largest message.
+            like: a tensor on the messages' device.
 
         Raises:
             InputError: the transport is "shared", and these ranks cannot share memory.
@@ -191,13 +191,13 @@ class LabGroup(ContextGroup):
                 self._queues.open(link, message_bytes, like, slots)
 
     def close_queues(self, row: Sequence[int]) -> None:
-        """Close the queues along a row, all of whose messages have been received or are in a slot."""
+        """Close the queues along a row; all their messages must have been received or be in a slot."""
         for link in pairwise(row):
             if self._queues:
                 self._queues.close_queue(link)
 
     def has_queue(self, sender: int, receiver: int) -> bool:
-        """Whether this rank has an end of an open queue from one rank of the world to another."""
+        """Return whether this rank has an end of an open queue from one rank of the world to another."""
         return self._queues is not None and self._queues.has(sender, receiver)
 
     def connect(self) -> None:
@@ -211,7 +211,7 @@ class LabGroup(ContextGroup):
                 self.allreduce([torch.zeros(1, device=self.context.device)]).wait()
 
     def received_bytes(self, parts: Tensor) -> int:
-        """Bytes of memory that a reduce-scatter of `parts` needs until it has ended: what others send over gloo."""
+        """Return the bytes of memory that a reduce-scatter of `parts` needs until it ends: parts received over gloo."""
         answers = (transport.received_bytes(parts) for transport in self._transports)
         return next(answer for answer in answers if answer is not None)
 
@@ -239,7 +239,7 @@ class LabGroup(ContextGroup):
         return self._begin(wait, lambda by: by.broadcast(tensor, source), [tensor], sent_bytes)
 
     def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Pending:
-        """Collect every rank's `input` in `output`, whose elements are those of all ranks in their order."""
+        """Collect every rank's `input` in `output`, in the order of the ranks."""
         _refuse_gaps(output, input)
         wait, sent_bytes = self._collective("all_gather"), (self.size() - 1) * input.nbytes
         return self._begin(wait, lambda by: by.all_gather(output, input), [output], sent_bytes)
@@ -247,7 +247,7 @@ class LabGroup(ContextGroup):
     def all_gather_single_coalesced(
         self, output: Sequence[Tensor], input: Sequence[Tensor], opts: Any = None
     ) -> Pending:
-        """`all_gather_single` of several tensors; functional collectives call it, also for one."""
+        """Call `all_gather_single` for several tensors; functional collectives use this, also for one tensor."""
         return self._together([self.all_gather_single(*pair) for pair in zip(output, input, strict=True)])
 
     def allgather(self, output: Sequence[Sequence[Tensor]], input: Sequence[Tensor], opts: Any = None) -> Pending:
@@ -258,7 +258,7 @@ class LabGroup(ContextGroup):
         return self._begin(wait, lambda by: by.all_gather_list(rows, own), rows, sent_bytes)
 
     def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Pending:
-        """Add up all ranks' `input`, (ranks * elements), of which rank r gets the r-th part in `output`."""
+        """Add up all ranks' `input`, (ranks * elements); rank r gets the r-th part of the sum in `output`."""
         _refuse_gaps(output, input)
         op = _kind_of((opts or dist.ReduceScatterOptions()).reduceOp)
         is_average = op == ReduceOp.AVG and not self.context.is_over_nccl
@@ -270,7 +270,7 @@ class LabGroup(ContextGroup):
     def reduce_scatter_single_coalesced(
         self, output: Sequence[Tensor], input: Sequence[Tensor], opts: Any = None
     ) -> Pending:
-        """`reduce_scatter_single` of several tensors; functional collectives call it, also for one."""
+        """Call `reduce_scatter_single` for several tensors; functional collectives use this, also for one tensor."""
         return self._together([self.reduce_scatter_single(*pair, opts) for pair in zip(output, input, strict=True)])
 
     def reduce_scatter(self, output: Sequence[Tensor], input: Sequence[Sequence[Tensor]], opts: Any = None) -> Pending:
@@ -284,7 +284,7 @@ class LabGroup(ContextGroup):
         input_split_sizes: Sequence[int] = (),
         opts: Any = None,
     ) -> Pending:
-        """Send part r of `input` to rank r, and collect what all ranks send to this one in `output`."""
+        """Send part r of `input` to rank r, and collect in `output` the parts that all ranks send to this one."""
         _refuse_gaps(output, input)
         sizes = output_split_sizes, input_split_sizes
         own_bytes = input.nbytes // self.size()
@@ -294,7 +294,7 @@ class LabGroup(ContextGroup):
         return self._begin(wait, lambda by: by.all_to_all(output, input, *sizes), [output], sent_bytes)
 
     def alltoall(self, output: Sequence[Tensor], input: Sequence[Tensor], opts: Any = None) -> Pending:
-        """Send `input[r]` to rank r, and receive what rank r sends in `output[r]`; any sizes."""
+        """Send `input[r]` to rank r, and receive rank r's tensor in `output[r]`; any sizes."""
         received = torch.cat([tensor.new_empty(tensor.numel()) for tensor in output])
         sent = torch.cat([tensor.reshape(-1) for tensor in input])
         sizes = [tensor.numel() for tensor in output], [tensor.numel() for tensor in input]
@@ -306,7 +306,7 @@ class LabGroup(ContextGroup):
         return self.all_to_all_single(received, sent, *sizes).then(bring)
 
     def reduce(self, tensors: Sequence[Tensor], opts: Any = None) -> Pending:
-        """Combine all ranks' tensor on one of them."""
+        """Combine all ranks' tensors on one of them."""
         [tensor], asked = tensors, opts or dist.ReduceOptions()
         root, op = asked.rootRank, _kind_of(asked.reduceOp)
         _refuse_gaps(tensor)
@@ -331,7 +331,7 @@ class LabGroup(ContextGroup):
             wait = self._collective("barrier")
         return self._begin(wait, lambda by: by.all_reduce(tensor, ReduceOp.SUM), [tensor], None)
 
-    # The same by the names of torch 2.11.
+    # The names of torch 2.11 for the same methods.
     _allgather_base, _reduce_scatter_base, alltoall_base = all_gather_single, reduce_scatter_single, all_to_all_single
     allgather_into_tensor_coalesced = all_gather_single_coalesced
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
@@ -347,7 +347,7 @@ class LabGroup(ContextGroup):
         return self._begin(wait, lambda by: by.send(tensor, dst, tag), [tensor], tensor.nbytes)
 
     def recv(self, tensors: Sequence[Tensor], src: int, tag: int) -> Pending:
-        """Start to receive the next message of a rank of the group. Through a queue, wait in order."""
+        """Start to receive the next message of a rank of the group. Messages of a queue must be waited for in order."""
         [tensor] = tensors
         _refuse_gaps(tensor)
         what, kind, line = name_of("recv")
@@ -357,7 +357,7 @@ class LabGroup(ContextGroup):
     def recv_anysource(self, tensors: Sequence[Tensor], tag: int) -> Any:
         return self._library.recv_anysource(list(tensors), tag)
 
-    # What all of them use
+    # Common to all
 
     def _collective(self, operation: str, of: str = "") -> Wait:
         """Count a collective of this group's ranks, and name the wait for it."""
@@ -373,12 +373,13 @@ class LabGroup(ContextGroup):
         tensors: list[Tensor],
         sent_bytes: int | None,
     ) -> Pending:
-        """Begin what the first transport takes of which `ask` asks.
+        """Start the operation in the first transport that accepts it.
 
         Args:
             wait: the name of the wait for it.
-            tensors: what it sends or fills.
-            sent_bytes: what this rank sends, for the ledger; None for what is not counted.
+            ask: starts the operation in a transport; None if the transport does not accept it.
+            tensors: the tensors that it sends or fills.
+            sent_bytes: the bytes that this rank sends, for the ledger; None if they are not counted.
         """
         with self.context.waits.during(wait):
             carried = next(answer for by in self._transports if (answer := ask(by)) is not None)
@@ -396,52 +397,52 @@ class LabGroup(ContextGroup):
         return pending
 
     def _together(self, pending: Sequence[Pending]) -> Pending:
-        """Several as one."""
+        """Return several operations as one."""
         *others, last = pending
         for one in others:
             last.then(one.wait)
         return last
 
 
-# torch 2.11 has these under other names only, which 2.13 warns are deprecated.
+# torch 2.11 has these under other names only, which are deprecated in 2.13.
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 def empty(elements: int, like: Tensor, group: Group = None, *, overlaps: bool = False) -> Tensor:
-    """Zeros (elements,) to be communicated in again and again: `LabGroup.empty`, or plain memory in another backend."""
+    """Return zeros (elements,) for repeated communication: `LabGroup.empty`, or plain memory in another backend."""
     found = _lab_group(group)
     return like.new_zeros(elements) if found is None else found.empty(elements, like, overlaps=overlaps)
 
 
 def connect(group: Group) -> None:
-    """See `LabGroup.connect`; other backends need nothing."""
+    """Connect the ranks now: `LabGroup.connect`; other backends need nothing."""
     found = _lab_group(group)
     if found is not None:
         found.connect()
 
 
 def shares(tensor: Tensor, group: Group = None) -> bool:
-    """Whether a tensor lies in memory that the ranks of a group share."""
+    """Return whether a tensor lies in memory that the ranks of a group share."""
     found = _lab_group(group)
     return found is not None and found.shares(tensor)
 
 
 def received_bytes(parts: Tensor, group: Group = None) -> int:
-    """Bytes of memory that a reduce-scatter of `parts` needs until it has ended."""
+    """Return the bytes of memory that a reduce-scatter of `parts` needs until it ends."""
     found = _lab_group(group)
     return 0 if found is None else found.received_bytes(parts)
 
 
 def open_queues(row: Sequence[int], message_bytes: int, like: Tensor, group: Group = None, *, slots: int = 1) -> None:
-    """See `LabGroup.open_queues`; in another backend, messages keep their way."""
+    """Open queues along a row: `LabGroup.open_queues`; does nothing in another backend."""
     found = _lab_group(group)
     if found is not None:
         found.open_queues(row, message_bytes, like, slots=slots)
 
 
 def device_of(group: Group = None) -> torch.device:
-    """Where a tensor must be to be sent without a copy: this rank's GPU over NCCL, else host memory."""
+    """Return the device from which a tensor is sent without a copy: this rank's GPU over NCCL, else host memory."""
     found = _lab_group(group)
     if found is None:
         return torch.device("cuda" if "nccl" in dist.get_backend(group) else "cpu")
@@ -449,14 +450,14 @@ def device_of(group: Group = None) -> torch.device:
 
 
 def close_queues(row: Sequence[int], group: Group = None) -> None:
-    """See `LabGroup.close_queues`."""
+    """Close the queues along a row: `LabGroup.close_queues`."""
     found = _lab_group(group)
     if found is not None:
         found.close_queues(row)
 
 
 def has_queue(sender: int, receiver: int, group: Group = None) -> bool:
-    """Whether this rank has an end of an open queue from one rank of the world to another."""
+    """Return whether this rank has an end of an open queue from one rank of the world to another."""
     found = _lab_group(group)
     return found is not None and found.has_queue(sender, receiver)
 
@@ -467,7 +468,7 @@ def _lab_group(group: Group) -> LabGroup | None:
 
 
 def _refuse_gaps(*tensors: Tensor) -> None:
-    """Raise `ValueError` for a tensor with gaps between its elements, for which gloo sends what lies in the gaps."""
+    """Raise `ValueError` for a tensor with gaps between its elements: gloo would send the content of the gaps."""
     for tensor in tensors:
         if not tensor.is_contiguous():
             shape, strides = tuple(tensor.shape), tensor.stride()
@@ -475,5 +476,5 @@ def _refuse_gaps(*tensors: Tensor) -> None:
 
 
 def _kind_of(operation: Any) -> ReduceOp.RedOpType:
-    """torch's options hold a `ReduceOp`, which is equal to its kind but no key of a dictionary."""
+    """Return the kind of an operation: a `ReduceOp` of torch's options equals its kind but is not a dictionary key."""
     return getattr(operation, "op", operation)

@@ -1,4 +1,4 @@
-"""Where the ranks are."""
+"""The hosts of the ranks."""
 
 from collections.abc import Sequence
 
@@ -6,7 +6,7 @@ import torch.distributed as dist
 
 
 class Hosts:
-    """Where the ranks are, and the store in which they can meet.
+    """The hosts of the ranks, and the store in which the ranks can meet.
 
     Args:
         of_ranks: the host's name, by rank.
@@ -14,10 +14,10 @@ class Hosts:
 
     def __init__(self, of_ranks: Sequence[str], store: dist.Store) -> None:
         self.of_ranks, self.store = of_ranks, store
-        self._split: dict[tuple[int, ...], list[list[int]]] = {}  # asked for at every sum of tensor parallelism
+        self._split: dict[tuple[int, ...], list[list[int]]] = {}  # needed at every sum of tensor parallelism
 
     def split(self, ranks: Sequence[int]) -> list[list[int]]:
-        """The ranks on each host, hosts in the order of their first ranks."""
+        """Return the ranks on each host, hosts in the order of their first ranks."""
         key = tuple(ranks)
         if key not in self._split:
             names = dict.fromkeys(self.of_ranks[rank] for rank in ranks)

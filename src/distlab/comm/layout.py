@@ -10,13 +10,13 @@ Layout = dict[str, int]
 Neighbors = Literal["stages", "replicas"]  # what ranks with neighboring numbers hold, apart from slices of a stage
 
 # The axes of the lab's scripts, each with the word for a rank's number along it in messages, in the order in which
-# messages name them; None for axes that they do not name. An axis that is not here works the same, without a word.
+# messages name them; None for axes that messages do not name. Any other axis works the same, without a word.
 WORDS: Mapping[str, str | None] = {"pp": "stage", "cp": "part", "dp": "replica", "tp": None}
 REPLICAS, STAGES = "dp", "pp"  # the axes whose ranks hold copies of the model, and different layers of it
 
 
 def layout_size(layout: Layout) -> int:
-    """Number of ranks of a layout; 1 for one process, whose layout is empty."""
+    """Return the number of ranks of a layout; 1 for one process, whose layout is empty."""
     return math.prod(layout.values())
 
 
@@ -27,12 +27,12 @@ def stride(layout: Layout, axis: str) -> int:
 
 
 def coordinate(layout: Layout, rank: int, axis: str) -> int:
-    """A rank's number along an axis, from 0."""
+    """Return a rank's number along an axis, from 0."""
     return rank // stride(layout, axis) % layout.get(axis, 1)
 
 
 def ranks_along(layout: Layout, axes: Collection[str]) -> list[tuple[int, ...]]:
-    """All ranks in groups, each of ranks that differ along these axes only; numbers ascend within a group."""
+    """Return all ranks in groups; the ranks of a group differ along these axes only, and ascend."""
     groups: dict[tuple[int, ...], list[int]] = {}
     for rank, place in enumerate(itertools.product(*map(range, layout.values()))):
         others = tuple(number for name, number in zip(layout, place, strict=True) if name not in axes)
@@ -41,20 +41,20 @@ def ranks_along(layout: Layout, axes: Collection[str]) -> list[tuple[int, ...]]:
 
 
 def neighbors_of(layout: Layout) -> Neighbors:
-    """Whether a pipeline's stages are on neighboring ranks, or the replicas of a stage."""
+    """Return which ranks are neighbors: the stages of a pipeline, or the replicas of a stage."""
     names = [name for name in layout if name in (REPLICAS, STAGES)]
     return "replicas" if names == [STAGES, REPLICAS] else "stages"
 
 
 def pipelines_on_host(layout: Layout, ranks: int) -> int:
-    """Number of pipelines with workers among the first `ranks` ranks; each slice of a pipeline counts as one."""
+    """Return how many pipelines have workers among the first `ranks` ranks; each slice of a pipeline counts as one."""
     between = stride(layout, STAGES)  # also the number of pipelines whose ranks are interleaved
     whole, rest = divmod(ranks, between * layout.get(STAGES, 1))
     return whole * between + min(rest, between)
 
 
 def layout_flags(layout: Layout) -> str:
-    """The flags that request a layout, as a user would write them."""
+    """Return the flags that request a layout, as a user would write them."""
     if not layout:
         return "one process"
     if len(layout) == 1 or STAGES not in layout:
@@ -64,6 +64,6 @@ def layout_flags(layout: Layout) -> str:
 
 
 def name_stages(stages: Sequence[int]) -> str:
-    """The name of stages in messages: "stage 1", "stages 1 and 4"."""
+    """Return the name of stages in messages: "stage 1", "stages 1 and 4"."""
     *others, last = map(str, stages)
     return f"stages {', '.join(others)} and {last}" if others else f"stage {last}"

@@ -1,4 +1,4 @@
-"""What a message costs."""
+"""The cost of a message."""
 
 import math
 from dataclasses import dataclass
@@ -12,5 +12,5 @@ class Link:
     bytes_per_second: float = math.inf
 
     def seconds(self, size_bytes: float) -> float:
-        """From the start of a message of this size until it has arrived."""
+        """Return the time from the start of a message of this size until its arrival."""
         return self.latency_seconds + size_bytes / self.bytes_per_second

@@ -1,7 +1,7 @@
-"""Names of what travels between ranks, for messages and for the ledger.
+"""Names of messages and collectives, for the output and for the ledger.
 
-A `dist.all_reduce` of a script is called after its operation and the line of the script. The library knows more: inside
-`with named("the gradients of bucket 2", kind="gradients"):` that is its name in messages, and its column in the ledger.
+A `dist.all_reduce` of a script is named after its operation and the line of the script. The library knows more: inside
+`with named("the gradients of bucket 2", kind="gradients"):` the operation has this name, and this column in the ledger.
 """
 
 import contextlib
@@ -29,7 +29,7 @@ LIBRARIES = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]), "
 
 @contextlib.contextmanager
 def named(what: str, kind: str) -> Iterator[None]:
-    """Inside, messages and collectives are called `what`, and counted in the column `kind`."""
+    """Name the messages and collectives inside `what`, and count them in the column `kind`."""
     token = _name.set(Name(what, kind))
     try:
         yield
@@ -39,7 +39,7 @@ def named(what: str, kind: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def counted_as(kind: str) -> Iterator[None]:
-    """Inside, everything that is sent is counted in the column `kind`, whatever its name."""
+    """Count everything that is sent inside in the column `kind`, whatever its name."""
     token = _kind.set(kind)
     try:
         yield
@@ -48,7 +48,7 @@ def counted_as(kind: str) -> Iterator[None]:
 
 
 def name_of(operation: str) -> tuple[str, str, str]:
-    """The name, the column, and the calling line of an operation that starts here; no line if the library names it."""
+    """Return the name, column and calling line of an operation that starts here; no line if the library names it."""
     name = _name.get()
     if name is None:
         return operation, _kind.get() or operation, line_of_script()
@@ -56,7 +56,7 @@ def name_of(operation: str) -> tuple[str, str, str]:
 
 
 def line_of_script() -> str:
-    """The line outside of torch and the lab that called, such as "intro_PP_1F1B.py line 57"; "" if there is none."""
+    """Return the calling line outside of torch and the lab, such as "intro_PP_1F1B.py line 57"; "" if there is none."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_code.co_filename.startswith(LIBRARIES):
         frame = frame.f_back

@@ -1,4 +1,4 @@
-"""A message or collective under way: the one type for it, whatever carries it."""
+"""A message or collective under way: one type, whatever carries it."""
 
 import time
 from abc import ABC, abstractmethod
@@ -22,17 +22,17 @@ ENVIRONMENT = timedelta(0)  # the deadline is that of the group
 
 
 class SharedWork(ABC):
-    """Something in shared memory that has begun, and is done by the thread that waits for it."""
+    """A started operation in shared memory, performed by the thread that waits for it."""
 
     named: Wait | None = None  # its name, if it has one
 
     @abstractmethod
     def wait(self, timeout: timedelta) -> None:
-        """Return when it is done; `RuntimeError` at the deadline, or if another rank has exited."""
+        """Complete it; `RuntimeError` at the deadline, or if another rank has exited."""
 
     @abstractmethod
     def is_done(self) -> bool:
-        """Do what needs no wait for other ranks, and return whether that was all."""
+        """Do the work that needs no wait for other ranks, and return whether nothing is left."""
 
 
 Carrier = dist.Work | Future[None] | SharedWork
@@ -44,10 +44,10 @@ class Pending(dist.Work):
     Keep it until then: gloo drops the message of a handle that is garbage-collected.
 
     Args:
-        context: what the groups of this rank share.
+        context: the state that the groups of this rank share.
         wait: its name.
         carrier: torch's handle, work in shared memory, or a thread; None if it is complete already.
-        tensors: what it sends or fills.
+        tensors: the tensors that it sends or fills.
     """
 
     def __init__(self, context: "Context", wait: Wait, carrier: Carrier | None, tensors: list[Tensor]) -> None:
@@ -64,13 +64,13 @@ class Pending(dist.Work):
 
     @property
     def name(self) -> Wait:
-        """What it is, between which ranks."""
+        """Its name, and the ranks that take part."""
         return self._wait
 
     def then(self, finish: Callable[[], object]) -> "Pending":
         """Call `finish` at the end of `wait`, in the order of these calls; returns this object.
 
-        If it returns something that is under way itself, that is waited for too.
+        If `finish` returns an operation under way, `wait` also waits for that operation.
         """
         self._finish.append(finish)
         return self
@@ -97,14 +97,14 @@ class Pending(dist.Work):
         return True
 
     def was_waited_for(self) -> bool:
-        """Whether nothing is left for `wait` to do."""
+        """True if nothing is left for `wait` to do."""
         return self._carrier is None and not self._finish
 
     def is_completed(self) -> bool:
-        """Whether `wait` would return, or raise, at once.
+        """Return whether `wait` would return, or raise, at once.
 
-        In shared memory, this rank's thread does as much of its share as it can without waiting for others. gloo does
-        not tell of a message.
+        In shared memory, this rank's thread does as much of its part as it can without waiting for others. gloo does
+        not report this for a message.
         """
         if isinstance(self._carrier, SharedWork):
             try:
@@ -125,9 +125,9 @@ class Pending(dist.Work):
         self.wait()
 
     def get_future(self) -> "torch.futures.Future[list[Tensor]]":
-        """A future of the tensors, for torch's DDP and others that wait themselves.
+        """Return a future of the tensors, for torch's DDP and others that wait themselves.
 
-        What is done by the thread that waits is done now.
+        Work that the waiting thread performs is performed now.
         """
         tensors = self._tensors
         future: torch.futures.Future[list[Tensor]]
@@ -168,7 +168,7 @@ class Pending(dist.Work):
         self._ended_on_host(started)
 
     def _wait_on_stream(self, carrier: Carrier) -> None:
-        """Order what follows on the current stream after `carrier`."""
+        """Make the work that follows on the current stream wait for `carrier`."""
         assert isinstance(carrier, dist.Work)
         reached = passed()
         with self._context.waits.during(self._wait):

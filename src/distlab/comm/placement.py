@@ -1,8 +1,8 @@
-"""How a parameter lies on the ranks: which part of it this rank holds, and along which axes ranks hold other parts.
+"""The placement of a parameter: the part that this rank holds, and the axes along which ranks hold other parts.
 
 Each parameter has one placement, which `place` attaches and `placement_of` reads. Averaging, clipping, sharding and
-checkpoints ask it. Ranks that differ only along axes that a placement does not name hold the same values: a parameter
-is replicated along all of these.
+checkpoints use it. Ranks that differ only along axes that a placement does not name hold the same values: a parameter
+is replicated along all of these axes.
 """
 
 from dataclasses import dataclass
@@ -25,7 +25,7 @@ class DimSlice(NamedTuple):
 
 
 class FlatRange(NamedTuple):
-    """Consecutive elements, in the order of memory, of a parameter or of its slice; ranks along `axes` hold the others.
+    """Consecutive elements, in memory order, of a parameter or of its slice; ranks along `axes` hold the others.
 
     The tensor that holds them is (elements, 1, …), with as many dimensions as `shape`.
     """
@@ -41,7 +41,7 @@ class Placement:
 
     Attributes:
         slices: its ranges along dimensions.
-        flat: the elements of these that it holds, if not all.
+        flat: the elements of the slices that it holds, if not all.
         apart: axes whose ranks hold other parameters, as the stages of a pipeline do.
     """
 
@@ -65,12 +65,12 @@ def place(parameter: Tensor, placement: Placement) -> None:
 
 
 def placement_of(parameter: Tensor) -> Placement:
-    """The placement of a parameter; a parameter to which none was attached is whole."""
+    """Return the placement of a parameter; a parameter without an attached placement is whole."""
     return getattr(parameter, "placement", WHOLE)
 
 
 def holders(parameter: Tensor, among: Axis) -> Axis:
-    """The ranks along some axes that hold the same part of a parameter as this rank.
+    """Return the ranks along some axes that hold the same part of a parameter as this rank.
 
     Raises:
         ValueError: the parameter is divided along an axis that is not in the layout.

@@ -22,13 +22,13 @@ from simplellm.errors import require
 ResultT = TypeVar("ResultT")
 SECONDS_OF_A_CALL = 0.5  # a call usually takes less; how often to check whether to keep waiting
 LEAST_OPEN_FILES = 64  # six ranks of hybrid need about 40 each
-MOST_DESCRIPTORS = 65536  # to look at one by one; the limit may be a thousand million
+MOST_DESCRIPTORS = 65536  # checked one by one; the limit may be a thousand million
 
 
 def within(
     seconds: float, call: Callable[[], ResultT], meanwhile: Callable[[], object] = lambda: None
 ) -> ResultT | None:
-    """The result of `call()`, or its exception; None if it has not returned after `seconds` (its thread is abandoned).
+    """Return `call()`, or raise its exception; None if it has not returned after `seconds` (its thread is abandoned).
 
     `meanwhile` is called about every half second during the wait; an exception that it raises ends the wait.
     """
@@ -66,10 +66,10 @@ def end_with_parent(by: signal.Signals) -> None:
 def require_open_files() -> None:
     """Raise this process's soft limit on open files to the hard one; `InputError` if that is too low for a rank.
 
-    A rank has several for each other rank of each of its groups, and torch's errors do not name what has run out.
+    A rank has several for each other rank of each of its groups, and torch's errors do not say which limit is reached.
     """
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    with contextlib.suppress(OSError, ValueError):  # macOS has a lower limit than it says
+    with contextlib.suppress(OSError, ValueError):  # macOS has a lower limit than it reports
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     enough = most == resource.RLIM_INFINITY or most >= LEAST_OPEN_FILES
@@ -83,7 +83,7 @@ def name_process(name: str) -> None:
 
 
 def open_descriptors() -> list[int]:
-    """The numbers of this process's open files; where /proc is missing, those below the limit."""
+    """Return the numbers of this process's open files; where /proc is missing, of those below the limit."""
     try:
         return [int(name) for name in os.listdir("/proc/self/fd")]
     except OSError:
@@ -101,16 +101,16 @@ def _is_open(descriptor: int) -> bool:
 
 @contextlib.contextmanager
 def leaving_no_process() -> Iterator[None]:
-    """Kill at the end what processes that were started in this context have left behind, whatever group they are in.
+    """Kill at the end all processes that the processes started in this context left behind, whatever their group.
 
-    Linux gives them to this process when their own parent dies (PR_SET_CHILD_SUBREAPER); elsewhere nothing is done.
+    Linux gives them to this process when their parent dies (PR_SET_CHILD_SUBREAPER); elsewhere nothing is done.
     """
     before = _children()
     _adopt(True)
     try:
         yield
     finally:
-        while left := _children() - before:  # whose own children appear when they have died
+        while left := _children() - before:  # their children appear when they have died
             for pid in left:
                 with contextlib.suppress(OSError):
                     os.kill(pid, signal.SIGKILL)
@@ -124,9 +124,9 @@ def _adopt(orphans: bool) -> None:
 
 
 def _children() -> set[int]:
-    """The processes whose parent this one is; none where the system does not tell."""
+    """Return this process's child processes; none where the system does not list them."""
     found: set[int] = set()
     for file in Path("/proc/self/task").glob("*/children"):
-        with contextlib.suppress(OSError):  # a thread that has ended
+        with contextlib.suppress(OSError):  # the thread has ended
             found |= {int(pid) for pid in file.read_text().split()}
     return found

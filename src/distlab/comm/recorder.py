@@ -1,4 +1,4 @@
-"""The records of a rank: what it sends and, with `--trace`, when it computes, waits and keeps activations."""
+"""The records of a rank: the messages it sends and, with `--trace`, when it computes, waits and keeps activations."""
 
 import contextlib
 import time
@@ -31,8 +31,8 @@ class Ledger:
     def waited(self, seconds: float, in_collective: bool) -> None:
         """Add a wait for other ranks.
 
-        In shared memory, what this rank's own thread does in it counts, too: its additions, its copy of a message. So
-        the seconds are those that a transfer takes from a step, as over gloo, and as a prediction has them.
+        In shared memory, the work of this rank's thread also counts: its additions, its copy of a message. So the
+        seconds are the time that a transfer takes from a step, as over gloo, and as in a prediction.
         """
         self.waited_seconds += seconds
         self.collective_seconds += seconds * in_collective
@@ -61,7 +61,7 @@ class Recorder:
         self.enabled = False
         self.is_over_nccl = False  # then times are those of the GPU's stream
         self.events: list[Event] = []
-        self.kept_bytes: list[tuple[float, int]] = []  # (seconds, bytes of activations kept at that time)
+        self.kept_bytes: list[tuple[float, int]] = []  # (seconds, bytes of activations kept then)
         self.programs: Sequence[Sequence[Any]] | None = None  # of the pipeline's schedule, if there is one
         self._to_clock = time.time() - time.perf_counter()  # ranks of one host share this clock
         self._on_stream: list[tuple[StreamClock, str, str, torch.cuda.Event, torch.cuda.Event]] = []
@@ -71,9 +71,9 @@ class Recorder:
     def span(self, kind: str, name: str) -> Iterator[None]:
         """Record the code inside as an event.
 
-        On a GPU over NCCL, the times of computation and waits are those at which the GPU's stream reaches them. Over
-        gloo, messages are waited for by the thread, so the thread also waits for the computation that it launched: then
-        both are measured with the same clock.
+        On a GPU over NCCL, the times of computation and waits are the times at which the GPU's stream reaches them.
+        Over gloo, the thread waits for messages, so it also waits for the computation that it launched: then both are
+        measured with the same clock.
         """
         if self.enabled and kind == STEP and self.is_over_nccl:
             self._clock = StreamClock()

@@ -6,7 +6,7 @@ import torch
 
 
 def passed() -> torch.cuda.Event:
-    """A timing event recorded at this point of the current stream."""
+    """Return a timing event recorded at this point of the current stream."""
     event = torch.cuda.Event(enable_timing=True)
     event.record()
     return event
@@ -21,6 +21,6 @@ class StreamClock:
         self._started = time.perf_counter()
 
     def seconds(self, event: torch.cuda.Event) -> float:
-        """When the stream reached an event; waits until it has."""
+        """Return the time at which the stream reached an event; wait until it has."""
         event.synchronize()
         return self._started + self._start.elapsed_time(event) / 1000

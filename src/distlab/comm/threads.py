@@ -1,4 +1,4 @@
-"""The number of threads that a user asks for, and the cores there are; without torch, for a plan needs them too."""
+"""The number of threads that a user requests, and of cores; without torch, because a plan also needs them."""
 
 import os
 
@@ -9,20 +9,20 @@ BINDING = ("OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY", "KMP_AFFINITY")
 
 
 def asked_threads() -> int | None:
-    """The threads of every rank by OMP_NUM_THREADS; None if that is not set, or is no number from 1 up.
+    """Return the threads of every rank by OMP_NUM_THREADS; None if that is not set, or not a number from 1 up.
 
-    Of a list, which is of nested levels of threads, the first counts.
+    In a list, which is for nested levels of threads, the first number counts.
     """
     asked = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
     return int(asked) if asked.isdecimal() and int(asked) > 0 else None
 
 
 def cores() -> int:
-    """Cores of this host that this process may use, a container's quota of time included."""
+    """Return the cores of this host that this process may use, subject to a container's quota of time."""
     there = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, int(min(there, cpu_quota())))
 
 
 def binding() -> list[str]:
-    """The variables that are set, as in "OMP_PROC_BIND=true", and bind threads."""
+    """Return the variables that are set and bind threads, as in "OMP_PROC_BIND=true"."""
     return [f"{name}={os.environ[name]}" for name in BINDING if os.environ.get(name, "false").lower() != "false"]

@@ -1,4 +1,4 @@
-"""Long work that each rank does by itself, such as writing its files, during which the others know that it goes on."""
+"""Long work that each rank does by itself, such as writing its files, while the others know that it continues."""
 
 import threading
 from collections.abc import Callable
@@ -17,11 +17,11 @@ ResultT = TypeVar("ResultT")
 
 
 def together(what: str, work: Callable[[], ResultT]) -> ResultT:
-    """The result of `work()`, or its exception, when all ranks have done theirs; every rank must call it.
+    """Return `work()`, or raise its exception, when all ranks have done theirs; every rank must call it.
 
-    The work is done by a thread of its own. The caller's takes part in rounds, in which each rank says whether it is
-    still at work. So no rank waits for another for longer than a round, however long work takes on one of them; one
-    that has stopped or exited is found as in any other wait. The work may not communicate.
+    A separate thread does the work. The calling thread takes part in rounds, in which each rank reports whether it is
+    still working. So no rank waits for another for longer than a round, however long the work takes on one of them; a
+    rank that has stopped or exited is found as in any other wait. The work may not communicate.
 
     Args:
         what: name of the waits.
@@ -36,7 +36,7 @@ def together(what: str, work: Callable[[], ResultT]) -> ResultT:
     def do() -> None:
         try:
             if device.type == "cuda":
-                torch.cuda.set_device(device)  # each thread has its own
+                torch.cuda.set_device(device)  # each thread has a current device
             answer.set_result(work())
         except BaseException as error:  # also what ends a thread: the other ranks are not to wait for ever
             answer.set_exception(error)
@@ -54,7 +54,7 @@ def together(what: str, work: Callable[[], ResultT]) -> ResultT:
 
 
 def texts_of_all(text: str, what: str, group: dist.ProcessGroup | None = None) -> list[str]:
-    """Every rank's text, by its rank in the group; every rank of it must call this.
+    """Return every rank's text, by its rank in the group; every rank of the group must call this.
 
     Args:
         what: name of the waits.
@@ -75,7 +75,7 @@ def texts_of_all(text: str, what: str, group: dist.ProcessGroup | None = None) -
 
 
 def _context() -> Context | None:
-    """What the process groups of this rank share, if they are the lab's."""
+    """Return the state that the process groups of this rank share, if they are the lab's."""
     try:
         return context_of()
     except ValueError:

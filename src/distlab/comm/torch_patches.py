@@ -1,6 +1,6 @@
-"""What of torch the lab patches without a public interface for it.
+"""The lab's patches of torch that have no public interface.
 
-Tried with torch 2.13.0; tests/distlab/comm/test_torch_patches.py fails when a release changes what is relied on here.
+Tried with torch 2.13.0; tests/distlab/comm/test_torch_patches.py fails when a release changes the internals used here.
 """
 
 import contextlib
@@ -16,11 +16,11 @@ from torch.optim import Optimizer
 
 
 def silence_torch_warnings() -> None:
-    """Keep torch's C++ code from printing a trace when a connection is lost; the lab prints a message of its own.
+    """Keep torch's C++ code from printing a trace when a connection is lost; the lab prints a message instead.
 
     `TORCH_CPP_LOG_LEVEL=ERROR` has the same effect, but torch reads it during its import, before a script can set it.
-    A level that the user has set is kept. Also ignored: that torch 2.13 has new names for `reduce_scatter_tensor` and
-    `all_gather_into_tensor`, which 2.11 does not know.
+    A level that the user has set is kept. Also silences the warnings that torch 2.13 has new names for
+    `reduce_scatter_tensor` and `all_gather_into_tensor`, which 2.11 does not know.
     """
     old = "`torch.distributed.(reduce_scatter_tensor|all_gather_into_tensor)` is deprecated"
     warnings.filterwarnings("ignore", old, FutureWarning)
@@ -30,7 +30,7 @@ def silence_torch_warnings() -> None:
 
 
 def cpp_log_level() -> ctypes.c_int:
-    """The variable that holds the log level of torch's C++ code.
+    """Return the variable that holds the log level of torch's C++ code.
 
     Raises:
         OSError, ValueError: this build of torch has no such library or variable.
@@ -41,7 +41,7 @@ def cpp_log_level() -> ctypes.c_int:
 
 
 def without_compiler(kind: type[Optimizer]) -> type[Optimizer]:
-    """An optimizer class that does not import torch's compiler; that import takes longer than the first training steps.
+    """Return an optimizer class that does not import torch's compiler, which takes longer than the first steps.
 
     torch imports the compiler at the first use of an optimizer, only to exempt the optimizer from compilation. Here the
     methods are already marked as exempt, and `step` is the undecorated method under `no_grad`. If a release of torch
@@ -56,13 +56,13 @@ def without_compiler(kind: type[Optimizer]) -> type[Optimizer]:
 
 
 def running_backward_pass() -> int | None:
-    """A number for the backward pass that runs on this thread, another one for each; None if none does."""
+    """Return the number of the backward pass that runs on this thread, different for each; None if none runs."""
     number = torch._C._current_graph_task_id()
     return None if number < 0 else number
 
 
 def group_of_one() -> Any:
-    """torch's group of one rank, which needs no store and no thread; torch itself uses it in tests only."""
+    """Return torch's group of one rank, which needs no store and no thread; torch itself uses it in tests only."""
     from torch._C import _distributed_c10d
 
     kind: Any = _distributed_c10d.FakeProcessGroup  # torch's annotations lack its options

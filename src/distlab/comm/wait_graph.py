@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 
 
 def find_cycle(edges: Mapping[int, Sequence[int]]) -> list[int]:
-    """A cycle of nodes, each of which waits for the next and the last for the first; [] if there is none.
+    """Return a cycle of nodes, each of which waits for the next and the last for the first; [] if there is none.
 
     The cycle starts with its smallest node.
 

@@ -23,7 +23,7 @@ SECONDS_FOR_THE_WATCH = 60.0  # time to find out which rank waits for which, bef
 
 @dataclass(frozen=True)
 class Wait:
-    """Something that a rank waits for."""
+    """A wait of a rank for other ranks."""
 
     what: str  # e.g. "the activations of micro-batch 2"
     way: Literal["send", "receive", "collective", "other"]  # "other" if only the name is known
@@ -33,7 +33,7 @@ class Wait:
     kind: str = ""  # the ledger's column
 
     def sentence(self, describe: Callable[[int], str]) -> str:
-        """The wait in words: "the gradients from ranks 0 and 2", "rank 1 (stage 1) to receive the activations"."""
+        """Return it in words: "the gradients from ranks 0 and 2", "rank 1 (stage 1) to receive the activations"."""
         at = f", {self.line}" if self.line else ""
         if self.way == "send":
             return f"{describe(self.peers[0])} to receive {self.what}{at}"
@@ -72,7 +72,7 @@ class StreamWaits:
             self._waits.append(wait)
 
     def under_way(self) -> tuple[Wait, float] | None:
-        """The stream's current wait, and its start on `time.perf_counter()`; None if it computes or is idle."""
+        """Return the stream's current wait, and its start on `time.perf_counter()`; None if it computes or is idle."""
         with self._lock:
             first = next((wait for wait in self._waits if not wait.done.query()), None)
             if first is None or not first.reached.query():
@@ -93,7 +93,7 @@ class Waits:
     """This rank's waits for other ranks, each with a name and a deadline.
 
     Args:
-        rank: this one.
+        rank: this rank.
         world_size: number of ranks.
         ledger: adds up the seconds.
         describe: the name of a rank, as in "rank 4 (stage 1 of replica 1)".
@@ -107,7 +107,7 @@ class Waits:
         self._waiting: tuple[Wait, float] | None = None
 
     def watch(self, fail: Callable[[TrafficError], object]) -> None:
-        """Start a thread that calls `fail` if a wait, of the stream or of a thread inside NCCL, passes the deadline."""
+        """Start a thread that calls `fail` if a wait of the stream, or of a thread inside NCCL, passes the deadline."""
 
         def look() -> None:
             while True:
@@ -143,12 +143,12 @@ class Waits:
         return Wait(what, "other", tuple(r for r in self._ranks if r != self._rank))
 
     def waited_so_far(self) -> float:
-        """Seconds that this rank has waited for others: its thread, and its stream up to where it is now."""
+        """Return the seconds that this rank's thread, and its stream so far, have waited for others."""
         self.of_stream.collect(self._ledger)
         return self._ledger.waited_seconds
 
     def waits_for(self, at_least_seconds: float = 0.0) -> Wait | None:
-        """The current wait of this rank (its thread, a library or its stream); None if there is none that long."""
+        """Return this rank's current wait (of its thread, a library or its stream); None if there is none that long."""
         under_way = self._under_way()
         if under_way is None or time.perf_counter() - under_way[1] < at_least_seconds:
             return None
@@ -160,7 +160,7 @@ class Waits:
         return min((wait for wait in all_kinds if wait is not None), key=lambda wait: wait[1], default=None)
 
     def failure_of(self, error: Exception) -> TrafficError | None:
-        """The failed wait behind an error that a library raised; None if the error has another cause."""
+        """Return the failed wait behind an error that a library raised; None if the error has a different cause."""
         if isinstance(error, RuntimeError) and self.in_libraries and (is_lost_peer(error) or is_timeout(error)):
             return self._failed(*next(iter(self.in_libraries.values())), error)
         if is_lost_peer(error):
@@ -175,12 +175,12 @@ class Waits:
 
 
 def group_key(ranks: Sequence[int]) -> str:
-    """The ranks of a collective as a key: "0,1,2"."""
+    """Return the ranks of a collective as a key: "0,1,2"."""
     return ",".join(map(str, sorted(ranks)))
 
 
 def list_ranks(ranks: Sequence[int]) -> str:
-    """Ranks in words: "rank 2", "ranks 0 and 2", "ranks 0, 1 and 3"."""
+    """Return the ranks in words: "rank 2", "ranks 0 and 2", "ranks 0, 1 and 3"."""
     names = [str(rank) for rank in ranks]
     if len(names) < 2:
         return f"rank {''.join(names)}"
@@ -188,7 +188,7 @@ def list_ranks(ranks: Sequence[int]) -> str:
 
 
 def reason(error: Exception) -> str:
-    """The reason in an error from gloo or NCCL, in a few words."""
+    """Return the reason in an error from gloo or NCCL, in a few words."""
     if is_lost_peer(error):
         return "a rank has exited and closed its connection"
     if is_timeout(error):
@@ -201,7 +201,7 @@ def is_timeout(error: Exception) -> bool:
 
 
 def is_lost_peer(error: Exception) -> bool:
-    """Whether an error says that another rank has exited or cannot be reached."""
+    """Return whether an error says that another rank has exited or cannot be reached."""
     signs = (
         r"closed by peer|reset by peer|broken pipe|socket closed|connection.*(closed|refused)|no route to host|"
         r"unreachable|ncclRemoteError|remote process"

@@ -1,9 +1,9 @@
 """Clipping by the global norm: if the norm of all gradients together exceeds a limit, all gradients are scaled down.
 
-(Pascanu et al., "On the difficulty of training recurrent neural networks", arXiv 1211.5063.) The norm is that of the
+(Pascanu et al., "On the difficulty of training recurrent neural networks", arXiv 1211.5063.) It is the norm of the
 whole model's gradient, so each weight counts once, whichever ranks hold it. Each rank adds up the squares of the
-gradients that it holds; of a gradient that several ranks hold, each adds an equal share. The ranks exchange only these
-sums, one number each.
+gradients that it holds; if several ranks hold a gradient, each adds an equal share. The ranks exchange only these sums,
+one number each.
 """
 
 import math
@@ -26,11 +26,11 @@ EPSILON = 1e-6  # as in torch.nn.utils.clip_grad_norm_
 class NormSum:
     """The global norm, while the sum of its square over the ranks is in progress."""
 
-    squared: Tensor  # a scalar, float64; the sum over all ranks once `transfer` has been waited for
+    squared: Tensor  # a scalar, float64; the sum over all ranks after the wait for `transfer`
     transfer: dist.Work | None  # None where every rank holds everything
 
     def wait(self) -> float:
-        """The norm, the same number on all ranks."""
+        """Return the norm, the same number on all ranks."""
         if self.transfer is not None:
             self.transfer.wait()
         return math.sqrt(self.squared.item())
@@ -38,10 +38,10 @@ class NormSum:
 
 @torch.no_grad()
 def sum_norm(parameters: Iterable[Tensor], grid: Grid, what: str, device: torch.device) -> NormSum:
-    """Start to add up the squared norm of the gradients over all ranks, which all must call this.
+    """Start to add up the squared norm of the gradients over all ranks; all of them must call this.
 
     Args:
-        parameters: those of this rank, or its parts of them, as their placements say.
+        parameters: this rank's parameters, or its parts of them according to their placements.
         grid: this rank's position among the ranks that hold parts of the model.
         what: name of the wait.
         device: device of the gradients.
@@ -61,7 +61,7 @@ def sum_norm(parameters: Iterable[Tensor], grid: Grid, what: str, device: torch.
 
 
 def is_too_long(norm: float, most: float) -> bool:
-    """Whether gradients with this global norm have to be clipped to `most`; true if the norm is not a number."""
+    """Return whether gradients with this global norm have to be clipped to `most`; true if the norm is NaN."""
     return not most / (norm + EPSILON) >= 1
 
 

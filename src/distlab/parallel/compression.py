@@ -1,9 +1,9 @@
-"""Vectors in fewer bytes: bfloat16, or integers of eight or four bits in blocks that have a scale each.
+"""Vectors in fewer bytes: bfloat16, or integers of eight or four bits in blocks, each with a scale.
 
 A block of integers has one float32 scale, its largest magnitude divided by the largest integer (block-wise
-quantization: Dettmers et al., "8-bit Optimizers via Block-wise Quantization", arXiv 2110.02861). What rounding leaves
-out is not lost if the sender adds it to its next message: error feedback (Seide et al., "1-Bit Stochastic Gradient
-Descent", Interspeech 2014; Karimireddy et al., arXiv 1901.09847).
+quantization: Dettmers et al., "8-bit Optimizers via Block-wise Quantization", arXiv 2110.02861). The rounding error is
+not lost if the sender adds it to its next message: error feedback (Seide et al., "1-Bit Stochastic Gradient Descent",
+Interspeech 2014; Karimireddy et al., arXiv 1901.09847).
 """
 
 import torch
@@ -22,13 +22,13 @@ LARGEST = {"int8": 127, "int4": 7}  # integers go from minus this to this
 
 
 def encoded_bytes(kind: Compression, elements: int) -> int:
-    """The size of the message that `encode` makes of so many values."""
+    """Return the size of the message that `encode` makes of `elements` values."""
     values = {"none": 4 * elements, "bf16": 2 * elements, "int8": elements, "int4": (elements + 1) // 2}[kind]
     return values + (4 * -(-elements // BLOCK) if kind in LARGEST else 0)
 
 
 def encode(kind: Compression, values: Tensor) -> Tensor:
-    """The message for `values` (elements,), float32: uint8 (encoded_bytes,), first the scales, then the integers."""
+    """Return the message for `values` (elements,), float32: uint8 (encoded_bytes,), the scales, then the integers."""
     if kind not in LARGEST:
         return values.to(torch.bfloat16 if kind == "bf16" else torch.float32).view(torch.uint8)
     blocks = pad(values, (0, -len(values) % BLOCK)).view(-1, BLOCK)
@@ -41,7 +41,7 @@ def encode(kind: Compression, values: Tensor) -> Tensor:
 
 
 def decode(kind: Compression, message: Tensor, elements: int) -> Tensor:
-    """The values (elements,), float32, of a message of `encode`; not finite where the encoded values were not."""
+    """Return the values (elements,), float32, of a message of `encode`; non-finite where the encoded values were."""
     if kind not in LARGEST:
         return message.clone().view(torch.bfloat16 if kind == "bf16" else torch.float32).float()
     scale_bytes = 4 * -(-elements // BLOCK)
@@ -60,11 +60,11 @@ def start_mean(result: Tensor, values: Tensor, kind: Compression, residual: Tens
     (ranks - 1) * `encoded_bytes`. Without compression, an all-reduce averages the vectors.
 
     Args:
-        result: (elements,), float32; holds the mean once the returned handle has been waited for.
+        result: (elements,), float32; holds the mean after the wait for the returned handle.
         values: this rank's vector, (elements,).
         kind: how the vectors are sent.
-        residual: what this rank's earlier messages have left out, (elements,); it is added to `values`, and what this
-            message leaves out takes its place. None without compression.
+        residual: the error of this rank's earlier messages, (elements,); it is added to `values`, and the error of
+            this message replaces it. None without compression.
         axis: the ranks.
     """
     if residual is None:

@@ -1,7 +1,7 @@
 """Context parallelism: ranks share each sequence, and each holds some of its positions.
 
-Everything outside of attention needs its own positions only. In attention, queries need the keys and values of all
-earlier positions, which other ranks hold. Three ways:
+Everything outside of attention needs only a rank's own positions. In attention, queries need the keys and values of all
+earlier positions, which other ranks hold. There are three ways:
 
     gather   every rank collects all keys and values (Llama 3: arXiv 2407.21783, section 3.3.2)
     ring     they travel around the ranks, block by block (Liu et al., "Ring Attention", arXiv 2310.01889)
@@ -10,7 +10,7 @@ earlier positions, which other ranks hold. Three ways:
 Position s attends to s + 1 keys, so with contiguous parts the last rank has the most work. Zigzag: the sequence is cut
 into twice as many chunks as there are ranks, and rank r takes the chunks r and 2 * ranks - 1 - r.
 
-Gradients of weights are averaged over these ranks as over replicas: each rank's loss is that of its own predictions,
+Gradients of weights are averaged over these ranks as over replicas: each rank computes the loss of its own predictions,
 scaled so that the mean over the ranks is the loss of the whole sequences.
 """
 
@@ -50,10 +50,10 @@ class Part:
 
     Attributes:
         ids: the token ids (batch, positions of this rank).
-        sequence: where they stand, and what they attend to; for the model.
-        next_tokens: what each position predicts, (batch, positions).
+        sequence: their positions and their attention, for the model.
+        next_tokens: the token that each position predicts, (batch, positions).
         ignored: the positions that predict nothing, (batch, positions), bool; None for the last one.
-        predictions: those of a whole batch, divided by the ranks; None for those that are here.
+        predictions: number of predictions of a whole batch, divided by the ranks; None: the number of those here.
     """
 
     ids: Tensor
@@ -63,7 +63,7 @@ class Part:
     predictions: float | None
 
     def loss(self, logits: Tensor) -> Tensor:
-        """This rank's share of the loss, from its logits (batch, positions, vocab): a scalar.
+        """Return this rank's share of the loss, from its logits (batch, positions, vocab): a scalar.
 
         The mean over the ranks is the loss of the whole batch.
         """
@@ -71,7 +71,7 @@ class Part:
 
 
 def loss_of_part(logits: Tensor, part: Part, vocab_size: int, axis: Axis) -> Tensor:
-    """`Part.loss` of logits whose vocabulary, `vocab_size` wide, is divided among the ranks along an axis."""
+    """Return `Part.loss` of logits whose vocabulary, `vocab_size` wide, is divided among the ranks along an axis."""
     return vocabulary_parallel_next_token_loss(
         logits, part.next_tokens, vocab_size, axis, part.ignored, part.predictions
     )
@@ -79,13 +79,13 @@ def loss_of_part(logits: Tensor, part: Part, vocab_size: int, axis: Axis) -> Ten
 
 @dataclass(frozen=True)
 class ContextParallel:
-    """How the ranks along an axis share sequences.
+    """The way in which the ranks along an axis share sequences.
 
     Attributes:
         axis: the ranks, which all have the same sequences.
         kind: how queries get the keys and values of other ranks.
         order: which positions each rank holds.
-        document_end: the token that ends a document, beyond which no token attends; None if all may.
+        document_end: the token that ends a document; tokens attend within their document. None: no such limit.
     """
 
     axis: Axis
@@ -94,7 +94,7 @@ class ContextParallel:
     document_end: int | None = None
 
     def part(self, ids: Tensor) -> Part:
-        """This rank's part of sequences, token ids (batch, seq) of any length from 2.
+        """Return this rank's part of sequences, token ids (batch, seq) of any length from 2.
 
         Where the ranks cannot divide them evenly, the last chunks are padded; nothing attends to the padding.
         """
@@ -116,13 +116,13 @@ class ContextParallel:
         )
 
     def ring(self, ids: Tensor) -> Ring:
-        """The ring for sequences, token ids (batch, seq)."""
+        """Return the ring for sequences, token ids (batch, seq)."""
         return Ring(self.axis, self._blocks(*self._places(ids)))
 
     def _places(self, ids: Tensor) -> tuple[list[Tensor], Tensor | None]:
-        """The positions of each rank, (positions,) each, and by position the documents, (batch, seq); both padded.
+        """Return the positions of each rank, (positions,) each, and the document of each position, (batch, seq).
 
-        None in place of documents that do not matter.
+        Both are padded; None in place of documents that do not matter.
         """
         seq = ids.shape[1]
         padded = -(-seq // self._chunks) * self._chunks
@@ -138,11 +138,11 @@ class ContextParallel:
 
     @property
     def _chunks(self) -> int:
-        """Into how many chunks of one length sequences are cut."""
+        """Number of chunks of equal length into which sequences are cut."""
         return self.axis.size * (2 if self.order == "zigzag" else 1)
 
     def _attend(self, by_rank: list[Tensor], documents: Tensor | None) -> Attend:
-        """The attention of this rank's positions.
+        """Return the attention of this rank's positions.
 
         Args:
             by_rank: the positions of each rank, (positions,).
@@ -159,7 +159,7 @@ class ContextParallel:
         return partial(_exchanging_heads, axis=self.axis, order=order, mask=mask)
 
     def _blocks(self, by_rank: list[Tensor], documents: Tensor | None) -> list[Block]:
-        """What this rank computes when the keys of each source are here, in the order in which they arrive."""
+        """Return this rank's work for the keys of each source, in the order in which they arrive."""
         own, ranks, blocks = self.axis.rank, self.axis.size, []
         for turn in self._all:
             source = (own - turn) % ranks
@@ -179,7 +179,7 @@ class ContextParallel:
 
 
 def positions_of(rank: int, ranks: int, seq: int, order: Order) -> Tensor:
-    """The positions that a rank holds, ascending; `seq` is divisible by the ranks, with "zigzag" by twice as many."""
+    """Return the positions of a rank, ascending; `seq` is divisible by `ranks`, with "zigzag" by twice as many."""
     if order == "contiguous":
         return torch.arange(seq).chunk(ranks)[rank]
     chunks = torch.arange(seq).chunk(2 * ranks)
@@ -187,10 +187,10 @@ def positions_of(rank: int, ranks: int, seq: int, order: Order) -> Tensor:
 
 
 def visible(own: int, source: int, length: int, order: Order) -> tuple[slice, slice] | None:
-    """Which of a rank's queries attend to which keys of a source, of `length` each; None if to none.
+    """Return a rank's queries that attend to keys of a source, and these keys, of `length` each; None if none do.
 
-    With zigzag chunks, all queries see a lower rank's first half, and those of the second half see all keys of a higher
-    rank: the same work in each step, for each rank.
+    With zigzag chunks, all queries see a lower rank's first half, and the second half of the queries sees all keys of a
+    higher rank: the same work in each step, for each rank.
     """
     everything, half = slice(None), length // 2
     if source == own:
@@ -201,7 +201,7 @@ def visible(own: int, source: int, length: int, order: Order) -> tuple[slice, sl
 
 
 def work_shares(ranks: int, order: Order) -> list[list[float]]:
-    """By rank and step of the ring, the query-key pairs that are computed, in parts of the whole causal work."""
+    """Return the query-key pairs computed by each rank in each step of the ring, as fractions of all causal work."""
     length = 2  # of a rank's part, in half chunks
     pairs = []
     for own in range(ranks):
@@ -217,7 +217,7 @@ def work_shares(ranks: int, order: Order) -> list[list[float]]:
 
 
 def _mask(queries: Tensor, keys: Tensor, documents: Tensor | None) -> Tensor:
-    """Which positions of the keys each query attends to: (batch or 1, 1, queries, keys), bool."""
+    """Return the mask of the keys to which each query attends: (batch or 1, 1, queries, keys), bool."""
     mask = (keys <= queries.unsqueeze(-1)).expand(1, 1, -1, -1)
     if documents is not None:
         is_same = documents[:, queries].unsqueeze(-1) == documents[:, keys].unsqueeze(-2)
@@ -226,7 +226,7 @@ def _mask(queries: Tensor, keys: Tensor, documents: Tensor | None) -> Tensor:
 
 
 def _gathering(q: Tensor, k: Tensor, v: Tensor, axis: Axis, mask: Tensor) -> Tensor:
-    """Attention to the keys and values of all ranks, which every rank collects; their gradients go back."""
+    """Compute attention to the keys and values of all ranks, which every rank collects; their gradients go back."""
     own = torch.stack([k, v])  # (2, batch, key heads, positions, head_dim)
 
     def gather(own: Tensor) -> Tensor:
@@ -247,10 +247,10 @@ def _gathering(q: Tensor, k: Tensor, v: Tensor, axis: Axis, mask: Tensor) -> Ten
 
 
 def _exchanging_heads(q: Tensor, k: Tensor, v: Tensor, axis: Axis, order: Tensor, mask: Tensor | None) -> Tensor:
-    """Attention of all positions with some heads, to which this rank's positions with all heads are exchanged.
+    """Compute attention after an exchange of this rank's positions with all heads for all positions with some heads.
 
     Args:
-        order: for each position of the sequence, its index among those of all ranks one after another.
+        order: for each position of the sequence, its index in the concatenated positions of all ranks.
     """
     heads, key_heads, ranks = q.shape[1], k.shape[1], axis.size
     if heads % ranks:
@@ -273,7 +273,7 @@ def _exchanging_heads(q: Tensor, k: Tensor, v: Tensor, axis: Axis, order: Tensor
 
 
 def _all_to_all(parts: Tensor, axis: Axis) -> Tensor:
-    """Send part r to rank r; (ranks, …) -> what all ranks have sent to this one, of the same shape."""
+    """Send part r of `parts`, (ranks, …), to rank r; return the parts that all ranks sent to this one, same shape."""
     parts = parts.contiguous()
     received = torch.empty_like(parts)
     with named("the heads", "heads"):

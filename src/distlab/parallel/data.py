@@ -2,7 +2,7 @@
 
 Averaging the gradients over the ranks gives the gradients of the whole batch. Buckets, and their overlap with the
 backward pass, follow Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel Training", VLDB 2020,
-arXiv 2006.15704. (In memory that the ranks of one host share, nothing overlaps with it: a rank does its part when it
+arXiv 2006.15704. (In memory that the ranks of one host share, there is no overlap: a rank computes its part when it
 waits.) Averaging the weights every few steps instead is local SGD or federated averaging (McMahan et al., arXiv
 1602.05629).
 """
@@ -33,25 +33,25 @@ TensorT = TypeVar("TensorT", bound=Tensor)
 class Bucket:
     """The gradients of several parameters in one flat buffer, so that one message carries them all.
 
-    The buffer may be longer than they are. `axis` has the ranks that have gradients of the same parameters.
+    The buffer may be longer than the gradients. `axis` has the ranks that have gradients of the same parameters.
     """
 
     def __init__(self, index: int, parameters: Sequence[Tensor], flat: Tensor, axis: Axis) -> None:
         self.index = index  # in the order in which the backward pass fills the buckets
         self.parameters, self.flat, self.axis = parameters, flat, axis  # flat: (elements,)
         self.views = views_of(flat, parameters)
-        self.expected: dict[Tensor, int] = {}  # gradients of each parameter to come before it is full
-        self.missing = 0  # parameters to come before it is full
+        self.expected: dict[Tensor, int] = {}  # gradients that each parameter lacks until the bucket is full
+        self.missing = 0  # parameters that the bucket lacks until it is full
 
     def __str__(self) -> str:
         return f"the gradients of bucket {self.index}"
 
     def expect(self, backward_passes: int) -> None:
-        """From now on be full when each parameter has been through so many backward passes."""
+        """Set how many backward passes fill the bucket."""
         self.expected, self.missing = dict.fromkeys(self.parameters, backward_passes), len(self.parameters)
 
     def prepare(self) -> None:
-        """Make ready for a gradient to be written; called before the first one of a parameter."""
+        """Prepare for a gradient to be written; called before the first gradient of a parameter."""
 
 
 class BucketPlace:
@@ -64,7 +64,7 @@ class BucketPlace:
         return type(None), ()  # a saved parameter has no bucket
 
     def take(self) -> Tensor | None:
-        """The place, once between the collections of two gradients of the parameter."""
+        """Return the place, once between the collections of two gradients of the parameter."""
         if not self.is_free:
             return None
         self.is_free = False
@@ -81,8 +81,8 @@ class GradientBuckets:
     The backward pass reaches the last layers first, so buckets are filled from the end of the model, and passed to
     `on_full` in that order on every rank. After the backward pass, each `parameter.grad` is a view of its bucket: an
     operation on the flat buffer, such as an average, changes the gradients without a copy back. Tied parameters count
-    once, frozen parameters not at all. A bucket's parameters have the same ranks to be combined over, `bucket.axis`:
-    those along `over` that hold the same part of them.
+    once, frozen parameters not at all. A bucket's parameters are combined over the same ranks, `bucket.axis`: the ranks
+    along `over` that hold the same part of them.
 
     Args:
         parameters: the model's parameters, in the order of the model.
@@ -92,7 +92,7 @@ class GradientBuckets:
         over: the ranks that have different data, by default all. They must construct their buckets together: if
             possible, a bucket is in memory that the ranks which combine it share (`distlab.comm.group.empty`).
         buckets: used instead of buckets made from the parameters.
-        rounds: how often a step fills each bucket.
+        rounds: number of times that a step fills each bucket.
     """
 
     def __init__(
@@ -142,7 +142,7 @@ class GradientBuckets:
         self._handed_over = 0  # buckets in this step, over all rounds
         for bucket in self._buckets:
             bucket.expect(self._backward_passes)
-        while self._under_way:  # or they would overwrite gradients
+        while self._under_way:  # otherwise they would overwrite gradients
             self._under_way.pop(0).wait()
 
     def _hand_over(self) -> None:
@@ -154,10 +154,10 @@ class GradientBuckets:
             self._under_way.append(started)
 
     def _collect(self, parameter: Tensor) -> None:
-        """A parameter's gradient has been accumulated."""
+        """Collect a parameter's gradient after its accumulation."""
         bucket, view, place = self._places[parameter]
         assert parameter.grad is not None
-        if parameter.grad.data_ptr() != view.data_ptr():  # the first one after zero_grad(), not in its place
+        if parameter.grad.data_ptr() != view.data_ptr():  # the first gradient after zero_grad(), not in its place
             bucket.prepare()
             view.copy_(parameter.grad)
             parameter.grad = view
@@ -174,10 +174,10 @@ class GradientBuckets:
 
 
 def weakly(method: Callable[[Tensor], None]) -> Callable[[Tensor], None]:
-    """A hook that calls a method as long as its object is there.
+    """Return a hook that calls a method as long as its object exists.
 
-    Python's garbage collector does not see what torch's hooks refer to. If a hook referred to buckets, whose parameters
-    have that hook, neither they nor their memory would ever be freed.
+    Python's garbage collector does not see the references of torch's hooks. If a hook referred to buckets, whose
+    parameters have that hook, neither the buckets nor their memory would ever be freed.
     """
     found = weakref.WeakMethod(method)
 
@@ -194,7 +194,7 @@ def elements_of(parameters: Iterable[Tensor]) -> int:
 
 
 def views_of(flat: Tensor, parameters: Sequence[Tensor]) -> list[Tensor]:
-    """The view of a flat buffer for each of the parameters that lie in it side by side."""
+    """Return the view of a flat buffer for each of the parameters that lie in it side by side."""
     parts = flat[: elements_of(parameters)].split([p.numel() for p in parameters])
     return [part.view(p.shape) for p, part in zip(parameters, parts, strict=True)]
 
@@ -202,13 +202,13 @@ def views_of(flat: Tensor, parameters: Sequence[Tensor]) -> list[Tensor]:
 def split_into_buckets(
     parameters: Iterable[TensorT], over: Axis, bucket_bytes: int = BUCKET_BYTES
 ) -> list[tuple[list[TensorT], Axis]]:
-    """Parameters of one dtype and device, closed at `bucket_bytes`, with the ranks along `over` that hold the same.
+    """Return buckets of parameters of one dtype and device, with the ranks along `over` that hold the same part.
 
-    Frozen parameters are left out. The buckets are in the order of their last parameters.
+    A bucket is closed at `bucket_bytes`. Frozen parameters are left out. The order is by each bucket's last parameter.
     """
     numbers = {parameter: number for number, parameter in enumerate(parameters) if parameter.requires_grad}
     buckets: list[tuple[list[TensorT], Axis]] = []
-    latest: dict[Hashable, list[TensorT]] = {}  # by what its parameters have in common, the bucket to go on with
+    latest: dict[Hashable, list[TensorT]] = {}  # the open bucket, by the properties that its parameters share
     for parameter in numbers:
         axis = holders(parameter, over)
         kind = parameter.dtype, parameter.device, axis.names
@@ -260,9 +260,9 @@ class MyDP(nn.Module):
 
 
 def broadcast_weights(model: nn.Module, over: Axis | None = None) -> None:
-    """Overwrite every rank's parameters and buffers with those of the first rank along `over` that holds the same part.
+    """Copy parameters and buffers from the first rank along `over` that holds the same part to the others.
 
-    By default, `over` are all ranks.
+    By default, `over` is all ranks.
 
     Raises:
         InputError: the ranks have built different models.
@@ -282,11 +282,11 @@ def broadcast_weights(model: nn.Module, over: Axis | None = None) -> None:
 def check_same_model(model: nn.Module, over: Axis | None = None) -> None:
     """Raise `InputError` on all ranks along `over`, by default all, unless their models have the same parameters.
 
-    That is names, shapes, dtypes, and which are trained; and buffers. What ranks along an axis hold in parts is not
-    compared along that axis.
+    The comparison covers buffers, and the names, shapes, dtypes and `requires_grad` of parameters. Tensors that ranks
+    along an axis hold in parts are not compared along that axis.
     """
     over, tensors = over or all_ranks("dp"), [*model.named_parameters(), *model.named_buffers()]
-    described = {over.names: (over, list[str]())}  # by the axes of the ranks that hold the same
+    described = {over.names: (over, list[str]())}  # by the axes of the ranks that hold the same part
     device = tensors[0][1].device if tensors else torch.device("cpu")
     for name, tensor in tensors:
         axis = holders(tensor, over)
@@ -312,7 +312,7 @@ def _require_same_lines(lines: list[str], axis: Axis, device: torch.device) -> N
 
 
 def _is_same(number: int, device: torch.device, group: dist.ProcessGroup | None = None) -> bool:
-    """Whether all ranks of a group have the same number; the same answer on each of them."""
+    """Return whether all ranks of a group have the same number; the answer is the same on each of them."""
     bounds = torch.tensor([number, -number], device=device)
     with named("the shapes of a model", "check"):
         dist.all_reduce(bounds, ReduceOp.MAX, group)
@@ -322,8 +322,8 @@ def _is_same(number: int, device: torch.device, group: dist.ProcessGroup | None 
 def flatten_weights(model: nn.Module, over: Axis | None = None, *, parts: int = 1) -> Tensor:
     """Move a model's parameters into one buffer, make them views of it, and return it: (elements,).
 
-    An operation on the buffer then changes the parameters, and one message carries them all, to the ranks along `over`,
-    by default all ranks. The buffer is filled up with zeros so that it divides into `parts`.
+    An operation on the buffer then changes the parameters, and one message carries them all to the ranks along `over`,
+    by default all ranks. The buffer is padded with zeros so that it divides into `parts`.
 
     Raises:
         ValueError: these ranks hold different parts of a parameter.
@@ -340,10 +340,10 @@ def flatten_weights(model: nn.Module, over: Axis | None = None, *, parts: int = 
 
 
 class AddedInPlace:
-    """Tells the backward pass of a linear layer to add its weight's gradient to `weight.grad` in the matrix product."""
+    """Makes the backward pass of a linear layer add its weight's gradient to `weight.grad` in the matrix product."""
 
     def take(self) -> None:
-        """There is no other place for it."""
+        """Return None: there is no other place for the gradient."""
 
 
 def flatten_gradients(model: nn.Module, over: Axis | None = None, *, parts: int = 1) -> Tensor:
@@ -351,7 +351,7 @@ def flatten_gradients(model: nn.Module, over: Axis | None = None, *, parts: int 
 
     Each `parameter.grad` is a view of it, to which the backward passes add. So an operation on the buffer changes all
     gradients: clear them with `zero_()`, since `optimizer.zero_grad()` would replace the views. If possible, the buffer
-    is in memory that the ranks along `over` share, by default all ranks. It is filled up to divide into `parts`.
+    is in memory that the ranks along `over` share, by default all ranks. It is padded to divide into `parts`.
 
     Raises:
         InputError: the ranks' models differ.
@@ -367,12 +367,12 @@ def flatten_gradients(model: nn.Module, over: Axis | None = None, *, parts: int 
 
 
 def _divisible(elements: int, parts: int) -> int:
-    """The smallest multiple of `parts` that is at least `elements`."""
+    """Return the smallest multiple of `parts` that is at least `elements`."""
     return -(-elements // parts) * parts
 
 
 def check_parameter_closeness(model: nn.Module) -> bool:
-    """Whether all ranks' parameters, including tied and frozen ones, are close to rank 0's; the same on every rank."""
+    """Return whether all ranks' parameters, also tied and frozen ones, are close to rank 0's; every rank agrees."""
     parameters = list(model.named_parameters())
     shapes = zlib.crc32(repr([(name, parameter.shape, parameter.dtype) for name, parameter in parameters]).encode())
     device = parameters[0][1].device

@@ -21,13 +21,13 @@ HALF = (torch.bfloat16, torch.float16)  # dtypes whose shards are updated in flo
 
 @dataclass
 class Gathered:
-    """Counts the bytes of buffers that are whole for a while."""
+    """Counts the bytes of buffers that are whole temporarily."""
 
     now_bytes: int = 0
     peak_bytes: int = 0
 
     def count(self, more_bytes: int) -> None:
-        """Count bytes that this rank holds from now on; with a negative number, that it holds no longer."""
+        """Count bytes that this rank now holds; a negative number: that it no longer holds."""
         self.now_bytes += more_bytes
         self.peak_bytes = max(self.peak_bytes, self.now_bytes)
 
@@ -43,14 +43,14 @@ class Gathered:
 
 
 def is_whole(flat: Tensor) -> bool:
-    """Whether a buffer has its memory."""
+    """Return whether a buffer has its memory."""
     return flat.untyped_storage().nbytes() > 0
 
 
 def new_flat(parameters: Sequence[Tensor], axis: Axis, is_kept: bool) -> Tensor:
-    """Zeros (elements,) for parameters side by side, filled up to an equal part for each rank along an axis.
+    """Return zeros (elements,) for parameters side by side, padded to equal parts for the ranks along an axis.
 
-    If the buffer is kept all the time, it is in memory that these ranks share, if they can.
+    A buffer that is kept permanently is in memory that these ranks share, if possible.
     """
     like = parameters[0].detach()
     elements = -(-elements_of(parameters) // axis.size) * axis.size
@@ -58,15 +58,15 @@ def new_flat(parameters: Sequence[Tensor], axis: Axis, is_kept: bool) -> Tensor:
 
 
 class Range(NamedTuple):
-    """The part of a parameter that a shard has."""
+    """The part of a parameter in a shard."""
 
-    of_shard: slice  # where it lies in the shard
-    start: int  # where it begins in the parameter
+    of_shard: slice  # its range in the shard
+    start: int  # its beginning in the parameter
 
 
 def own_ranges(parameters: Iterable[nn.Parameter], rank: int, length: int) -> Iterator[tuple[nn.Parameter, Range]]:
-    """For each of some parameters side by side, its part in a rank's shard, of `length` elements."""
-    own, first = rank * length, 0  # where the shard and the parameter begin in the flat buffer
+    """Yield each of the parameters, which lie side by side, with its part in a rank's shard of `length` elements."""
+    own, first = rank * length, 0  # offsets of the shard and the parameter in the flat buffer
     for parameter in parameters:
         start = min(max(own, first), first + parameter.numel())
         stop = max(min(own + length, first + parameter.numel()), start)
@@ -82,17 +82,17 @@ def _shard(parameter: nn.Parameter, own: Tensor, where: Range, axis: Axis) -> nn
 
 
 def shards_of(model: nn.Module, own_weights: Tensor, own_gradients: Tensor) -> dict[str, nn.Parameter]:
-    """By the names of a model's parameters, what lies of them in this rank's range of all weights: for an optimizer.
+    """Return a model's shards in this rank's range of all weights, by the parameters' names: for an optimizer.
 
-    A shard is (elements, 1, …), with as many dimensions as its parameter; that of which this rank has nothing is empty.
+    A shard is (elements, 1, …), with as many dimensions as its parameter; empty if this rank has no part of it.
 
     Args:
         model: its parameters lie side by side (`flatten_weights`), and all are trained.
         own_weights: this rank's range of the weights, (elements / ranks,), of which the shards become views.
-        own_gradients: that of the gradients (`flatten_gradients`), of which the shards' gradients become views.
+        own_gradients: its range of the gradients (`flatten_gradients`), of which the shards' gradients become views.
 
     Raises:
-        ValueError: a range is not as long as it should be, or a parameter is frozen.
+        ValueError: a range has the wrong length, or a parameter is frozen.
     """
     axis, parameters = all_ranks("dp"), list(model.parameters())
     if not all(parameter.requires_grad for parameter in parameters):
@@ -112,12 +112,12 @@ def shards_of(model: nn.Module, own_weights: Tensor, own_gradients: Tensor) -> d
 class FlatParameters:
     """Parameters of one dtype side by side in a flat buffer, of which each rank along an axis owns an equal part.
 
-    That part is its shard. The last ones may be filled up with zeros, which are nobody's.
+    That part is its shard. The last shards may be padded with zeros, which belong to no parameter.
 
     Attributes:
         flat: the buffer (elements,), of which the parameters are views.
         shard: this rank's part, which the optimizer updates; in float32 also for a model in fewer bits.
-        shards: of each parameter, what lies in `shard`: (elements, 1, …), with as many dimensions as the parameter.
+        shards: each parameter's part in `shard`: (elements, 1, …), with as many dimensions as the parameter.
         gradients: of the parameters; None if they are frozen.
     """
 
@@ -146,7 +146,7 @@ class FlatParameters:
 
     @property
     def weight_bytes(self) -> int:
-        """Held all the time: the shard, or all weights; and the shard's master weights."""
+        """Bytes held permanently: the shard, or all weights; and the shard's master weights."""
         weights = self._to_send.nbytes if self._is_freed else self.flat.nbytes
         return weights + (0 if self.shard is self._to_send else self.shard.nbytes)
 
@@ -183,7 +183,7 @@ class FlatParameters:
             parameter.data = absent
 
     def give_gradients(self) -> None:
-        """Make each shard's `grad` that of this step."""
+        """Set each shard's `grad` to this step's gradient."""
         if self.gradients is not None:
             mean = self.gradients.take()
             for parameter, where in self._ranges.items():
@@ -191,7 +191,7 @@ class FlatParameters:
 
 
 class GradientShard(Bucket):
-    """The gradients of flat parameters, which the ranks add up so that each gets its shard of the mean."""
+    """The gradients of flat parameters; the ranks add them up, and each gets its shard of the mean."""
 
     def __init__(self, flats: FlatParameters, shard: Sharded, gathered: Gathered) -> None:
         axis, self._gathered = flats.axis, gathered
@@ -202,7 +202,7 @@ class GradientShard(Bucket):
         self._mean = self._own if is_in_place else torch.zeros_like(flats.shard)
         self._is_first = True  # nothing has been added to the mean in this step
         self._reduction: Pending | None = None
-        self._buffer: Tensor | None = None  # where the gradients are reduced, if not in `flat`
+        self._buffer: Tensor | None = None  # the buffer in which the gradients are reduced, if not in `flat`
         if self._is_freed:
             self.flat.untyped_storage().resize_(0)
 
@@ -211,13 +211,13 @@ class GradientShard(Bucket):
         self._own = self._parts[self.axis.rank]
 
     def send_from(self, buffer: Tensor) -> None:
-        """Copy the gradients to a buffer of several buckets, (elements,), of which one at a time is reduced there."""
+        """Copy the gradients to a buffer of several buckets, (elements,), in which one is reduced after another."""
         self._buffer = buffer[: len(self.flat)]
         self._reduce_in(self._buffer)
 
     @property
     def held_bytes(self) -> int:
-        """Held all the time: the gradient of the shard, or of all parameters."""
+        """Bytes held permanently: the gradient of the shard, or of all parameters."""
         whole = 0 if self._is_freed else self.flat.nbytes
         return whole + (0 if self._mean is self._own else self._mean.nbytes)
 
@@ -230,7 +230,7 @@ class GradientShard(Bucket):
     def reduce(self) -> Pending:
         """Start to add up the ranks' gradients."""
         for parameter in self.parameters:
-            parameter.grad = None  # what follows in the next backward pass is a tensor of its own
+            parameter.grad = None  # the next backward pass makes a new tensor
         if self._buffer is not None:
             self._buffer.copy_(self.flat)
             self._gathered.free(self.flat)
@@ -243,7 +243,7 @@ class GradientShard(Bucket):
 
     @torch.no_grad()
     def _add(self, received: int) -> None:
-        """Add this rank's shard of the mean that has been reduced in a backward pass."""
+        """Add this rank's shard of the mean from the reduction in a backward pass."""
         self._reduction = None
         self._gathered.count(-received)
         self._own.div_(self.axis.size)
@@ -254,6 +254,6 @@ class GradientShard(Bucket):
             self._gathered.free(self.flat)
 
     def take(self) -> Tensor:
-        """This step's mean gradient of the shard, (elements,); the next reduction begins another step."""
+        """Return this step's mean gradient of the shard, (elements,); the next reduction starts a new step."""
         self._is_first = True
         return self._mean

@@ -1,7 +1,7 @@
-"""Sums of gradients in fewer bytes, as hooks on buckets: PowerSGD, and the largest values alone.
+"""Sums of gradients in fewer bytes, as hooks on buckets: PowerSGD, and only the largest values.
 
-Both leave something out, which each rank adds to its next gradients: error feedback (Karimireddy et al., arXiv
-1901.09847). All ranks get the same sums to the last bit.
+Both make an error, which each rank adds to its next gradients: error feedback (Karimireddy et al., arXiv 1901.09847).
+All ranks get the same sums to the last bit.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -19,10 +19,10 @@ from distlab.parallel.data import Bucket
 
 
 class Compressor:
-    """What a hook keeps from one step to the next, by name: for checkpoints.
+    """The state that a hook keeps from one step to the next, by name: for checkpoints.
 
     Args:
-        name: of the method, with what its tensors depend on.
+        name: of the method, with the settings on which its tensors depend.
     """
 
     def __init__(self, name: str) -> None:
@@ -30,22 +30,22 @@ class Compressor:
         self._kept: dict[str, Tensor] = {}
 
     def keep(self, name: str, start: Callable[[], Tensor], is_common: bool = False) -> Tensor:
-        """The tensor that is kept under a name; `start()` at first. `is_common` if all ranks have the same."""
+        """Return the tensor kept under a name; `start()` at first. `is_common` if all ranks have the same tensor."""
         name = f"{self._common if is_common else self._own}{name}"
         if name not in self._kept:
             self._kept[name] = start()
         return self._kept[name]
 
     def state(self) -> dict[str, Tensor]:
-        """What a checkpoint needs: the tensors that are kept, by name."""
+        """Return the state for a checkpoint: the tensors that are kept, by name."""
         return dict(self._kept)
 
     def names_in(self, saved: Iterable[str]) -> list[str]:
-        """Which of a checkpoint's names `state` would have on this rank."""
+        """Return the names of a checkpoint's tensors that `state` would have on this rank."""
         return [name for name in saved if name.startswith((self._common, self._own))]
 
     def load_state(self, state: Mapping[str, Tensor]) -> None:
-        """Continue with what `state` returned, before the first step."""
+        """Restore the result of `state`, before the first step."""
         self._kept = dict(state)
 
 
@@ -54,7 +54,7 @@ class PowerSGD(Compressor):
 
     The sum M (n, m) of the ranks' matrices is approximated by P Qᵀ, with P (n, r) and Q (m, r): P = M Q for the Q of
     the step before, orthogonalized, and then Q = Mᵀ P. Both products are sums over the ranks, so two all-reduces of
-    4 r (n + m) bytes take the place of one of 4 n m. What is not worth it, such as vectors, is added up as it is.
+    4 r (n + m) bytes replace one of 4 n m. Tensors that are not worth it, such as vectors, are added up uncompressed.
 
     Args:
         width: r.
@@ -79,7 +79,7 @@ class PowerSGD(Compressor):
             self.keep(f"{name}.q", partial(first_q, matrix), is_common=True)
             for name, matrix in zip(names, matrices, strict=True)
         ]
-        errors = [  # what this rank's earlier sums have left out
+        errors = [  # the errors of this rank's earlier sums
             self.keep(f"{name}.error", partial(torch.zeros_like, matrix))
             for name, matrix in zip(names, matrices, strict=True)
         ]
@@ -123,7 +123,7 @@ def _sum(tensor: Tensor, bucket: Bucket, what: str) -> Pending:
 
 
 class TopK(Compressor):
-    """Adds up the largest values of each rank's bucket alone (Lin et al., Deep Gradient Compression, arXiv 1712.01887).
+    """Adds up only the largest values of each rank's bucket (Lin et al., Deep Gradient Compression, arXiv 1712.01887).
 
     Each rank sends all others its values with their places, 8 bytes each.
 

@@ -1,4 +1,4 @@
-"""An outer optimizer for replicas that train on their own for many steps: DiLoCo, and Streaming DiLoCo.
+"""An outer optimizer for replicas that train independently for many steps: DiLoCo, and Streaming DiLoCo.
 
 DiLoCo (Douillard et al., arXiv 2311.08105): each replica takes H inner steps; the mean over the replicas of (outer
 weights - own weights) is the gradient of an outer step, by SGD with Nesterov momentum; the replicas continue from the
@@ -25,7 +25,7 @@ from distlab.parallel.division import Compression
 
 @dataclass(frozen=True)
 class FragmentSchedule:
-    """After which inner steps a fragment is sent, and after which it is merged.
+    """The inner steps after which each fragment is sent, and after which it is merged.
 
     Attributes:
         sync_every: inner steps between two exchanges of the same fragment (H).
@@ -43,17 +43,17 @@ class FragmentSchedule:
         return self.sync_every // self.fragments
 
     def sent_after(self, step: int) -> int | None:
-        """The fragment that is sent after a step, numbered from 0; None if none is."""
+        """Return the fragment that is sent after a step, numbered from 0; None if none is."""
         rounds, rest = divmod(step + 1, self.interval)
         return (rounds - 1) % self.fragments if rounds > 0 and rest == 0 else None
 
     def merged_after(self, step: int) -> int | None:
-        """The fragment that is merged after a step: sent `overlap_steps` earlier."""
+        """Return the fragment that is merged after a step: the one sent `overlap_steps` earlier."""
         return self.sent_after(step - self.overlap_steps)
 
 
 class OuterState:
-    """The outer weights and their momentum, which all replicas have in common to the last bit, beside the own weights.
+    """The outer weights and their momentum, equal on all replicas to the last bit, and this replica's own weights.
 
     Args:
         weights: this replica's own weights, float32 (elements,); the inner optimizer changes them (`flatten_weights`).
@@ -64,32 +64,32 @@ class OuterState:
 
     def __init__(self, weights: Tensor, outer: Tensor, momentum: Tensor, over: Axis | None = None) -> None:
         self.weights, self.outer, self.momentum, self.axis = weights, outer, momentum, over or all_ranks("dp")
-        first = self.axis.ranks[0]  # for the names of what the replicas have in common
+        first = self.axis.ranks[0]  # for the names of the tensors that the replicas share
         self.name = "outer_optimizer" if first == 0 else f"outer_optimizer.of_rank{first}"
 
     def held_bytes(self) -> int:
-        """Bytes that this rank holds in addition to its own weights."""
+        """Return the bytes that this rank holds in addition to its own weights."""
         return self.outer.nbytes + self.momentum.nbytes
 
     @contextlib.contextmanager
     def as_model(self) -> Iterator[None]:
-        """Inside, the model's parameters are the outer weights, as for a checkpoint or a validation."""
+        """Make the outer weights the model's parameters inside the context, for a checkpoint or a validation."""
         own = self.weights.clone()
         self.weights.copy_(self.outer)
         yield
         self.weights.copy_(own)
 
     def state(self) -> dict[str, Tensor]:
-        """The tensors, by name, that a checkpoint needs beside the outer weights."""
+        """Return the tensors, by name, that a checkpoint needs in addition to the outer weights."""
         return {
             f"{self.name}.momentum": self.momentum,
             f"rank{dist.get_rank()}.outer_optimizer.weights": self.weights.clone(),
         }
 
     def load_state(self, state: Mapping[str, Tensor]) -> None:
-        """Resume from what `state` returned; the parameters must hold the outer weights already.
+        """Restore the result of `state`; the parameters must hold the outer weights already.
 
-        What a checkpoint lacks starts anew: the outer momentum at zero, the own weights at the outer ones.
+        Tensors that a checkpoint lacks start afresh: the outer momentum at zero, the own weights at the outer weights.
         """
         self.outer.copy_(self.weights)
         own = self.state()
@@ -139,7 +139,7 @@ class OuterOptimizer(OuterState):
         self._is_sent = False  # a fragment that has not been merged
 
     def after(self, step: int) -> None:
-        """After an inner step: send and merge the fragments that are due."""
+        """Send and merge the fragments that are due after an inner step."""
         if (fragment := self.schedule.sent_after(step)) is not None:
             self.send(fragment)
         if (fragment := self.schedule.merged_after(step)) is not None:
@@ -160,7 +160,7 @@ class OuterOptimizer(OuterState):
 
     @torch.no_grad()
     def merge(self, fragment: int) -> None:
-        """Take the outer step of the fragment that was sent last, and mix the outer weights into the own ones."""
+        """Take the outer step of the fragment that was sent last, and mix the outer weights into the own weights."""
         if not self._is_sent:  # the run resumed from one without fragments
             return
         self._is_sent = False
@@ -172,7 +172,7 @@ class OuterOptimizer(OuterState):
         self.weights[part] = torch.lerp(outer, self.weights[part], self._alpha)
 
     def wait(self) -> None:
-        """Wait until nothing is under way; a fragment that has arrived is merged later all the same."""
+        """Wait until no fragment is under way; a fragment that has arrived is still merged later."""
         if self._pending is not None:
             self._pending.wait()
             self._pending = None
@@ -181,7 +181,7 @@ class OuterOptimizer(OuterState):
         return super().held_bytes() + self._mean.nbytes + (0 if self._residual is None else self._residual.nbytes)
 
     def state(self) -> dict[str, Tensor]:
-        """The tensors, by name, that a checkpoint needs; a fragment under way has arrived afterwards."""
+        """Return the tensors, by name, that a checkpoint needs; wait for a fragment under way."""
         self.wait()
         state = super().state()
         if self._residual is not None:

@@ -1,9 +1,9 @@
 """Ring attention: keys and values travel around the ranks that share a sequence, and meet each rank's queries there.
 
-In each step a rank passes on the block that it has, and computes with it meanwhile. What its queries take from the
-blocks is put together by the sums of the exponentials (`simplellm.attention_blocks`). The backward pass sends the
-blocks around once more, with the final output and sums, so that each block's gradients need no other block. Those of
-keys and values travel behind their block, add up on the way, and are home after the last step.
+In each step a rank passes on the block that it has, and computes with it at the same time. The sums of the exponentials
+combine the results of the blocks (`simplellm.attention_blocks`). The backward pass sends the blocks around once more,
+with the final output and sums, so that each block's gradients need no other block. The gradients of keys and values
+travel behind their block, add up on the way, and are home after the last step.
 (Liu et al., arXiv 2310.01889; the zigzag order of `distlab.parallel.context_parallel` keeps all ranks equally busy.)
 """
 
@@ -28,11 +28,11 @@ BLOCKS, GRADIENTS = "keys and values", "gradients of keys and values"  # the led
 
 
 class Block(NamedTuple):
-    """The keys and values of one rank, and what another rank's queries see of them."""
+    """The keys and values of one rank, and the part of them that another rank's queries see."""
 
     source: int  # the rank along the axis
-    seen: tuple[slice, slice] | None  # which queries see which keys; None if none does
-    mask: Mask = None  # of these
+    seen: tuple[slice, slice] | None  # queries, and the keys that they see; None if there are none
+    mask: Mask = None  # of these queries and keys
 
 
 @dataclass(frozen=True)
@@ -41,14 +41,14 @@ class Ring:
 
     Attributes:
         axis: the ranks.
-        blocks: what this rank computes in each step of the ring, first with its own keys.
+        blocks: the block of each step of the ring; first, this rank's own keys.
     """
 
     axis: Axis
     blocks: Sequence[Block]
 
     def open(self, like: Tensor) -> None:
-        """Make queues for messages of this size, where neighbors share memory; all ranks call it together."""
+        """Make queues for messages of the size of `like`, where neighbors share memory; all ranks call it together."""
         row = [*self.axis.ranks, self.axis.ranks[0]]
         open_queues(row, like.nbytes, like, self.axis.group, slots=2)
 
@@ -70,7 +70,7 @@ class Ring:
 
 
 def ring_attention(q: Tensor, k: Tensor, v: Tensor, ring: Ring) -> Tensor:
-    """What this rank's queries take from the keys and values of all ranks that they see.
+    """Compute the attention of this rank's queries to the keys and values of all ranks that they see.
 
     q is (batch, heads, positions, head_dim), k and v (batch, key heads, positions, head_dim), of this rank's positions.
     All ranks of the ring call it together.
@@ -80,9 +80,9 @@ def ring_attention(q: Tensor, k: Tensor, v: Tensor, ring: Ring) -> Tensor:
 
 
 def attend_around(q: Tensor, k: Tensor, v: Tensor, ring: Ring) -> tuple[Tensor, Tensor]:
-    """What this rank's queries take from all blocks that they see, and the logarithm of the sum of the exponentials.
+    """Compute the attention of this rank's queries to all blocks that they see, and the log of the sum of exponentials.
 
-    Shapes as of `ring_attention`; results as of `attention_block`, for all queries of this rank.
+    Shapes as in `ring_attention`; results as in `attention_block`, for all queries of this rank.
     """
     out, total = torch.empty(0), torch.empty(0)
     for step, block, visiting in around(ring, torch.stack([k, v])):
@@ -92,7 +92,7 @@ def attend_around(q: Tensor, k: Tensor, v: Tensor, ring: Ring) -> tuple[Tensor, 
         with _span(ring, f"ring step {step}"):
             k_seen, v_seen = visiting[..., keys, :]
             taken = attention_block(q[:, :, queries], k_seen, v_seen, block.mask)
-            if step == 0:  # of its own keys, each query sees at least one
+            if step == 0:  # each query sees at least one of its own rank's keys
                 out, total = taken
             else:
                 merge(out[:, :, queries], total[:, :, queries], *taken)
@@ -134,10 +134,10 @@ class _RingAttention(torch.autograd.Function):
                     grad_q[:, :, queries] += of_q
                     grads[0][..., keys, :] += of_k
                     grads[1][..., keys, :] += of_v
-            if arriving is not None:  # the sum of those whom the block has visited before
+            if arriving is not None:  # the sum over the ranks that the block has visited before
                 arriving[1].wait()
                 grads += arriving[0]
-            if step:  # the first visitor begins the sum; messages of a link arrive in the order in which they are sent
+            if step:  # the first rank visited starts the sum; messages of a link arrive in the order of sending
                 sent.append(ring.send(grads, f"the gradients of rank {block.source}'s keys", GRADIENTS))
                 source = (block.source - 1) % ring.axis.size
                 arriving = ring.receive(grads, f"the gradients of rank {source}'s keys", GRADIENTS)
@@ -150,9 +150,9 @@ class _RingAttention(torch.autograd.Function):
 
 
 def around(ring: Ring, own: Tensor) -> Iterator[tuple[int, Block, Tensor]]:
-    """Each step of the ring: its number, what this rank sees, and the keys and values that are here.
+    """Yield each step of the ring: its number, its block, and the keys and values of that block.
 
-    Those are (2, batch, key heads, positions, head_dim). The next ones are on their way meanwhile.
+    They are (2, batch, key heads, positions, head_dim). The next ones travel at the same time.
     """
     visiting, last = own, len(ring.blocks) - 1
     if last:

@@ -1,7 +1,7 @@
-"""Data parallelism whose ranks shard what each of them would hold whole: ZeRO 1, 2 and 3.
+"""Data parallelism whose ranks shard the tensors that each would otherwise hold whole: ZeRO 1, 2 and 3.
 
 The ranks of `MyDP` all hold the same weights, gradients and optimizer state. Here each rank owns an equal part of them,
-its shard, and updates that alone (ZeRO: Rajbhandari et al., arXiv 1910.02054; stage 3 is what FSDP does: Zhao et al.,
+its shard, and updates only that (ZeRO: Rajbhandari et al., arXiv 1910.02054; stage 3 corresponds to FSDP: Zhao et al.,
 arXiv 2304.11277). An all-reduce is a reduce-scatter and an all-gather: sharding puts the optimizer's step between them.
 
     sharded        each rank holds for n ranks          sends, of data parallelism's
@@ -9,8 +9,8 @@ arXiv 2304.11277). An all-reduce is a reduce-scatter and an all-gather: sharding
     gradients      W + (G + O) / n, and two buckets     1      (reduced in each backward pass, not only in the last one)
     weights        (W + G + O) / n, and two blocks      1.5    (gathered for the forward, and for the backward pass)
 
-A reduce-scatter over gloo also needs memory for what it receives: as much as is under way, with "optimizer" up to G.
-Schedules that delay weight gradients keep gradients whole, for most of a step, also where they are sharded.
+A reduce-scatter over gloo also needs memory for the parts it receives: as much as is under way, with "optimizer" up to
+G. Schedules that delay weight gradients keep even sharded gradients whole for most of a step.
 """
 
 from collections.abc import Hashable, Iterable
@@ -42,22 +42,22 @@ class ShardedDP(ReplicaShards):
             model.gather_weights()
 
     All replicas must have built the same model (`check_same_model`). They start from the weights and buffers of the
-    first one. Gradients are averaged over the ranks. Tied
-    parameters count once. Frozen ones are sharded with "weights" only, and never updated. The shards of a model in
-    bfloat16 or float16 are kept and updated in float32 (master weights: Micikevicius et al., arXiv 1710.03740).
+    first replica. Gradients are averaged over the ranks. Tied parameters count once. Frozen parameters are sharded only
+    with "weights", and never updated. The shards of a model in bfloat16 or float16 are kept and updated in float32
+    (master weights: Micikevicius et al., arXiv 1710.03740).
 
     With "weights", a block's parameters are whole only around its forward and its backward pass; at other times their
     values are NaN. A block is a module in an outermost `nn.ModuleList`, `nn.ModuleDict` or `nn.Sequential`. The modules
-    outside of them count as blocks, too: neighbours as one. What several blocks use is gathered for the whole pass.
-    A parameter may take no part in a micro-batch, if it takes none in that micro-batch of all ranks.
+    outside of them also count as blocks: neighbours as one. Parameters that several blocks use are gathered for the
+    whole pass. A parameter may take no part in a micro-batch if it takes no part in that micro-batch on all ranks.
 
     Args:
-        model: computed with as it is; its parameters become views of flat buffers.
-        shard: what the ranks shard: "optimizer" its state; "gradients" these, too; "weights" all.
-        over: the replicas, by default all ranks; those that hold the same part of a parameter shard that.
-        backward_passes: of a step, each of one micro-batch.
+        model: used unchanged for computation; its parameters become views of flat buffers.
+        shard: the tensors that the ranks shard: "optimizer": its state; "gradients": also these; "weights": all.
+        over: the replicas, by default all ranks; the ranks that hold the same part of a parameter shard that part.
+        backward_passes: number per step, each of one micro-batch.
         bucket_bytes: with "optimizer" and "gradients", parameters are sharded and sent in buckets of this size; by
-            default that of `GradientBuckets`; a fifth of it for gradients, of which two buckets are whole at a time.
+            default as in `GradientBuckets`; a fifth of it for gradients, of which two buckets are whole at once.
     """
 
     def __init__(
@@ -97,28 +97,28 @@ class ShardedDP(ReplicaShards):
         return self.model(*args, **kwargs)
 
     def own_parameters(self) -> dict[str, nn.Parameter]:
-        """What this rank updates and saves, by the names of the model's parameters.
+        """Return the tensors that this rank updates and saves, by the names of the model's parameters.
 
-        A shard is (elements, 1, …), with as many dimensions as its parameter; that of which this rank owns nothing is
-        empty. Frozen parameters that are not sharded are here as they are.
+        A shard is (elements, 1, …), with as many dimensions as its parameter; empty if this rank owns no part of it.
+        Frozen parameters that are not sharded are included unchanged.
         """
         shards = {p: own for unit in self._units for flat in unit.flats for p, own in flat.shards.items()}
         return {name: shards.get(p, p) for name, p in self.model.named_parameters()}
 
     def finish_gradients(self) -> None:
-        """Wait for the mean gradients: each shard's `grad` is there. To be called after the last backward pass."""
+        """Wait for the mean gradients, and set each shard's `grad`. Call this after the last backward pass."""
         self._buckets.finish()
         self._reducing = None
         for unit in self._units:
-            unit.release()  # of what took no part in the backward pass
+            unit.release()  # of parameters that took no part in the backward pass
             for flat in unit.flats:
                 flat.give_gradients()
 
     def gather_weights(self) -> None:
-        """Start to tell all ranks the shards' new values. To be called when shards have changed.
+        """Start to send the shards' new values to all ranks. Call this when shards have changed.
 
         Until the next forward pass, or `wait_for_weights`, shards may not change again.
-        With "weights" nothing is sent: what is gathered from now on has the new values.
+        With "weights" nothing is sent: weights that are gathered from now on have the new values.
         """
         for unit in self._units:
             unit.release()
@@ -127,12 +127,12 @@ class ShardedDP(ReplicaShards):
                 unit.gather()
 
     def wait_for_weights(self) -> None:
-        """Return when what `gather_weights` has started has ended."""
+        """Wait until the transfers that `gather_weights` has started have ended."""
         for unit in self._units:
             unit.arrive()
 
     def whole_parameters(self) -> dict[str, Tensor]:
-        """Copies of the weights by name, whole on every rank; all replicas must call it."""
+        """Return copies of the weights by name, whole on every rank; all replicas must call it."""
         whole: dict[Tensor, Tensor] = {p: p.detach() for p in self.model.parameters()}
         for unit in self._units:
             unit.gather()
@@ -142,13 +142,13 @@ class ShardedDP(ReplicaShards):
         return {name: whole[p] for name, p in self.model.named_parameters()}
 
     def flat_weights(self) -> list[Tensor]:
-        """The buffers of which the model's parameters are views."""
+        """Return the buffers of which the model's parameters are views."""
         return [flat.flat for unit in self._units for flat in unit.flats]
 
     def held_bytes(self) -> tuple[int, int, int]:
-        """Bytes of the weights and of the gradients that this rank holds, and of those that it held for a while.
+        """Return the bytes of weights and of gradients that this rank holds, and of those that it held temporarily.
 
-        The last are blocks or buckets that are whole while they are needed: at the peak so far.
+        The last number is for blocks or buckets that are whole while they are needed: the peak so far.
         """
         flats = [flat for unit in self._units for flat in unit.flats]
         sharded = {p for flat in flats for p in flat.parameters}
@@ -158,7 +158,7 @@ class ShardedDP(ReplicaShards):
         return weight_bytes, gradient_bytes, self._gathered.peak_bytes
 
     def _share_buffers(self, buckets: "Iterable[GradientShard]") -> None:
-        """Have buckets of one dtype, device and axis take turns with a buffer in shared memory, where there is any."""
+        """Make buckets of one dtype, device and axis take turns with a buffer in shared memory, if there is any."""
         alike: dict[Hashable, list[GradientShard]] = {}
         for bucket in buckets:
             alike.setdefault((bucket.flat.dtype, bucket.flat.device, bucket.axis.names), []).append(bucket)
@@ -171,7 +171,7 @@ class ShardedDP(ReplicaShards):
                     bucket.send_from(buffer)
 
     def _reduce(self, bucket: Bucket) -> Pending:
-        """Start to add up a bucket's gradients; with sharded gradients, no more than two are whole at a time."""
+        """Start to add up a bucket's gradients; if gradients are sharded, at most two buckets are whole at once."""
         assert isinstance(bucket, GradientShard)
         if self._reducing is not None and self.shard != "optimizer":
             self._reducing.wait()
@@ -179,7 +179,7 @@ class ShardedDP(ReplicaShards):
         return self._reducing
 
     def _hook(self) -> None:
-        """Have each module gather its weights, and free them."""
+        """Make each module gather its weights, and free them."""
         if self.shard != "weights":
             unit_of = {p: unit for unit in self._units for flat in unit.flats for p in flat.parameters}
             in_blocks: set[nn.Parameter] = set()

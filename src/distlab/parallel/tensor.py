@@ -1,9 +1,9 @@
-"""Tensor parallelism: every rank holds a shard of each layer, and all of them work on the same batch.
+"""Tensor parallelism: every rank holds a shard of each layer, and all ranks work on the same batch.
 
 Split the first matrix of a pair by its outputs (columns) and the second by its inputs (rows). Each rank then computes
 its attention heads, or hidden units, independently, and only the ranks' results have to be added up (Megatron-LM:
 Shoeybi et al., arXiv 1909.08053). Every rank computes all norms and residuals; with sequence parallelism, each rank
-computes those of its shard of the sequence (Korthikanti et al., arXiv 2205.05198). The collectives are in
+computes them for its shard of the sequence (Korthikanti et al., arXiv 2205.05198). The collectives are in
 `distlab.parallel.tp_group`.
 """
 
@@ -142,7 +142,7 @@ def _split_in_pairs(parts: _Parts, axis: Axis, sequence_parallel: bool) -> None:
 
 
 def _split_sequence(parts: _Parts, axis: Axis) -> tuple[Exchange, Exchange]:
-    """Shard the sequence between layers; returns the collectives before and after the layers that need all of it.
+    """Shard the sequence between layers; return the collectives before and after the layers that need all of it.
 
     The gains of the norms are not split. Each rank computes their gradients from its own positions only, so the
     gradients are added up over the ranks.
@@ -165,7 +165,7 @@ def _split_sequence(parts: _Parts, axis: Axis) -> tuple[Exchange, Exchange]:
 
 
 def _keep_shard(linear: Linear, tp_group: TPGroup, dim: int) -> None:
-    """Replace the weight (outputs, inputs) by this rank's shard along `dim`, and a bias by that of its outputs."""
+    """Replace the weight (outputs, inputs) by this rank's shard along `dim`, and a bias by the part for its outputs."""
     linear.weight = tp_group.own_parameter(linear.weight, dim)
     linear.out_features, linear.in_features = linear.weight.shape
     if dim == 0 and linear.bias is not None:
@@ -196,8 +196,9 @@ def bytes_per_layer(
     hidden_dim: int | None = None,
     recomputed: bool = False,
 ) -> tuple[int, int]:
-    """Bytes that a rank sends for one layer of the lab's Llama, forward and backward; activations (batch, seq, dmodel).
+    """Return the bytes that a rank sends for a layer of the lab's Llama with activations (batch, seq, dmodel).
 
+    The two numbers are for the forward and the backward pass.
     `kv_width` is the width of the keys, by default dmodel (fewer key heads make it smaller); `hidden_dim` is the width
     of the feed-forward layer, by default 4 * dmodel. Neither changes the result for "megatron".
     In a ring, each rank sends 2 (ranks - 1) / ranks times the tensor's bytes in an all-reduce, and (ranks - 1) times

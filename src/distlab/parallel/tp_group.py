@@ -5,7 +5,7 @@ Each collective is a linear map, so its backward pass is the transposed map:
     function            forward          backward
     copy_to             nothing          all-reduce         Megatron's f (Shoeybi et al., arXiv 1909.08053)
     reduce_from         all-reduce       nothing            Megatron's g
-    gather              all-gather       own shard          if all ranks compute the same afterwards
+    gather              all-gather       own shard          if all ranks then compute the same
     gather_to           all-gather       reduce-scatter     if the ranks compute different things, as after f
     reduce_scatter      reduce-scatter   all-gather
 """
@@ -28,17 +28,17 @@ from distlab.comm.names import named
 from distlab.comm.placement import DimSlice, place, placement_of
 
 LAYERS, VOCABULARY, NORMS = "layer", "vocabulary", "norm"  # kinds of modules
-FORWARD, BACKWARD = "activations", "gradients"  # what is sent; the kinds in the ledger are "layer activations", …
+FORWARD, BACKWARD = "activations", "gradients"  # the tensors sent; the kinds in the ledger are "layer activations", …
 SEQUENCE = 1  # the dimension of activations (batch, seq, dmodel)
 
 
 def shard_sizes(total: int, ranks: int) -> list[int]:
-    """Rows of each rank's shard of `total`, divided as by `torch.tensor_split`: the first shards may have one more."""
+    """Return the rows of each rank's shard of `total`, as in `torch.tensor_split`: the first may have one more."""
     return [total // ranks + (r < total % ranks) for r in range(ranks)]
 
 
 def place_slice(own: nn.Parameter, whole: Tensor, dim: int, axis: Axis | None = None) -> nn.Parameter:
-    """Mark a parameter as this rank's slice of `whole` along `dim`, divided as by `torch.tensor_split`; returns it.
+    """Mark a parameter as this rank's slice of `whole` along `dim`, divided as by `torch.tensor_split`; return it.
 
     Checkpoints, clipping and averages then know which part it is.
     """
@@ -58,20 +58,20 @@ class TPGroup:
     axis: Axis = field(default_factory=partial(all_ranks, "tp"))
 
     def own_range(self, length: int) -> tuple[int, int]:
-        """This rank's shard of `length` rows: its first row, and the row after its last."""
+        """Return this rank's shard of `length` rows: its first row, and the row after its last."""
         sizes = shard_sizes(length, self.axis.size)
         first = sum(sizes[: self.axis.rank])
         return first, first + sizes[self.axis.rank]
 
     def all_reduce(self, x: Tensor, what: str, op: "ReduceOp.RedOpType" = ReduceOp.SUM) -> Tensor:
-        """The `x` (any shape) of all ranks, combined by `op`."""
+        """Return the `x` (any shape) of all ranks, combined by `op`."""
         combined = x.detach().clone(memory_format=torch.contiguous_format)
         with self._named(what):
             dist.all_reduce(combined, op, self.axis.group)
         return combined
 
     def all_gather(self, x: Tensor, what: str, dim: int, length: int) -> Tensor:
-        """The ranks' shards, of `shard_sizes(length, size)` along `dim`, concatenated."""
+        """Return the ranks' shards, of `shard_sizes(length, size)` along `dim`, concatenated."""
         sizes = shard_sizes(length, self.axis.size)
         parts = self._parts_like(x, dim, sizes[0])
         own = parts[self.axis.rank]
@@ -81,7 +81,7 @@ class TPGroup:
         return torch.cat([part.narrow(dim, 0, size) for part, size in zip(parts, sizes, strict=True)], dim)
 
     def reduce_scatter(self, x: Tensor, what: str, dim: int) -> Tensor:
-        """This rank's shard along `dim` of the sum of the ranks' `x`."""
+        """Return this rank's shard along `dim` of the sum of the ranks' `x`."""
         sizes = shard_sizes(x.shape[dim], self.axis.size)
         parts = self._parts_like(x, dim, sizes[0])
         for part, shard in zip(parts, x.split(sizes, dim), strict=True):
@@ -92,17 +92,17 @@ class TPGroup:
         return own.narrow(dim, 0, sizes[self.axis.rank])
 
     def _parts_like(self, x: Tensor, dim: int, length: int) -> Tensor:
-        """Space for a part of each rank, (ranks, *x.shape) but `length` along `dim`: the parts must have one size."""
+        """Return space for a part of each rank, (ranks, *x.shape) but `length` along `dim`: parts of equal size."""
         shape = list(x.shape)
         shape[dim] = length
         return x.new_empty([self.axis.size, *shape])
 
     def own_shard(self, x: Tensor, dim: int) -> Tensor:
-        """This rank's shard of `x` along `dim`; a view."""
+        """Return this rank's shard of `x` along `dim`; a view."""
         return x.tensor_split(self.axis.size, dim)[self.axis.rank]
 
     def own_parameter(self, whole: Tensor, dim: int) -> nn.Parameter:
-        """This rank's shard of a weight along `dim`; a copy, so that the whole weight can be freed."""
+        """Return this rank's shard of a weight along `dim`; a copy, so that the whole weight can be freed."""
         own = nn.Parameter(self.own_shard(whole.detach(), dim).clone(), requires_grad=whole.requires_grad)
         return place_slice(own, whole, dim, self.axis)
 
@@ -125,7 +125,7 @@ class _LinearMap(torch.autograd.Function):
 
 
 def linear_map(x: Tensor, linear: Callable[[Tensor], Tensor], transposed: Callable[[Tensor], Tensor]) -> Tensor:
-    """`linear(x)`, whose gradient goes through the transposed map."""
+    """Return `linear(x)`, whose gradient goes through the transposed map."""
     return _LinearMap.apply(x, linear, transposed)
 
 
@@ -150,7 +150,7 @@ def gather(x: Tensor, tp_group: TPGroup, length: int, dim: int = -1) -> Tensor:
 
 
 def gather_to(x: Tensor, tp_group: TPGroup, length: int, dim: int = SEQUENCE) -> Tensor:
-    """Like `gather`, but as input of a layer's shards: the gradients of the result are added up over the ranks.
+    """Concatenate like `gather`, for the input of a layer's shards: the result's gradients are added up over the ranks.
 
     The gathered tensor is saved for the backward pass; Korthikanti et al. save the shard and gather it again.
     """

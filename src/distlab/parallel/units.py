@@ -17,18 +17,18 @@ from distlab.parallel.flat_parameters import FlatParameters, Gathered
 
 
 class Unit:
-    """Parameters that are gathered together: those of a block, or of a bucket."""
+    """Parameters that are gathered together: of a block, or of a bucket."""
 
     def __init__(self, modules: Sequence[nn.Module], parameters: Sequence[nn.Parameter]) -> None:
         self.modules, self._parameters = modules, parameters
         self.flats: list[FlatParameters] = []
         self._name = "the weights"
         self._inputs: list[object] = []  # a token for each input of a forward pass that has a gradient
-        self._left: set[object] = set()  # what the backward pass has still to compute with these parameters
-        self._backward_pass: int | None = None  # the one that has begun to compute with them
+        self._left: set[object] = set()  # the parts that the backward pass has yet to compute with these parameters
+        self._backward_pass: int | None = None  # the pass that has started to compute with them
 
     def shard(self, shard: Sharded, over: Axis, gathered: Gathered) -> None:
-        """Give each rank along `over` a part of what it holds in common with others of them."""
+        """Give each rank along `over` a part of the parameters that it holds in common with others of these ranks."""
 
         def kind(p: nn.Parameter) -> tuple[bool, str, str, tuple[str, ...]]:
             return p.requires_grad, str(p.dtype), str(p.device), holders(p, over).names
@@ -56,7 +56,7 @@ class Unit:
 
     @property
     def _is_computed_again(self) -> bool:
-        """Whether a forward pass is for the activations that the running backward pass of these modules needs."""
+        """Return whether a forward pass recomputes activations for the running backward pass of these modules."""
         return self._backward_pass is not None and self._backward_pass == running_backward_pass()
 
     def hook(self, before: "Unit | None", after: "Unit | None") -> None:
@@ -102,16 +102,16 @@ class Unit:
             parameter.register_post_accumulate_grad_hook(weakly(self._done))
 
     def _done(self, part: object, _: object = None) -> None:
-        """The backward pass has computed a parameter's gradient, or, where some are frozen, an input's."""
+        """Note that the backward pass has computed a parameter's gradient, or, if some are frozen, an input's."""
         self._left.discard(part)
         if self._backward_pass is not None and not self._left:
             self.release()
 
 
 def blocks_of(model: nn.Module) -> list[tuple[list[nn.Module], list[nn.Parameter]]]:
-    """The modules whose parameters are gathered together, in the model's order; first, the model with what it shares.
+    """Return the modules whose parameters are gathered together, in model order; first, the model's shared parameters.
 
-    Those are the parameters that several of the others use, or that belong to a module with modules inside.
+    Shared parameters are used by several of the others, or belong to a module with modules inside.
     """
     groups: list[list[nn.Module]] = [[]]
 
@@ -136,7 +136,7 @@ def blocks_of(model: nn.Module) -> list[tuple[list[nn.Module], list[nn.Parameter
 
 
 def blocks_in(module: nn.Module) -> Iterator[nn.Module]:
-    """The modules in the outermost lists of modules."""
+    """Yield the modules in the outermost lists of modules."""
     for child in module.children():
         if isinstance(module, nn.ModuleList | nn.ModuleDict | nn.Sequential):
             yield child
@@ -145,7 +145,7 @@ def blocks_in(module: nn.Module) -> Iterator[nn.Module]:
 
 
 def tensors_with_gradient(value: object) -> Iterator[Tensor]:
-    """The tensors in nested tuples, lists and dictionaries that a backward pass goes through."""
+    """Yield the tensors in nested tuples, lists and dictionaries that a backward pass goes through."""
     if isinstance(value, Tensor):
         if value.requires_grad:
             yield value

@@ -14,7 +14,7 @@ from simplellm.losses import causalLLMLoss, next_token_loss
 
 
 def own_rows(ids: Tensor, vocab_size: int, tp_group: TPGroup) -> tuple[Tensor, Tensor]:
-    """The rows of the tokens `ids` (any shape) in this rank's shard, and a mask of the tokens of other ranks' shards.
+    """Return the rows of the tokens `ids` (any shape) in this rank's shard, and a mask of other shards' tokens.
 
     Masked tokens get row 0. A token outside the vocabulary gets a row that no shard has, so that torch fails on all
     ranks as it would in the whole model: on the CPU with an exception; on CUDA in the kernel, since checking the ids
@@ -38,7 +38,7 @@ class VocabularyParallelEmbedding(nn.Embedding):
         self.weight = tp_group.own_parameter(whole.weight, dim=0)
 
     def forward(self, ids: Tensor) -> Tensor:
-        """Token ids (batch, seq) -> this rank's term of their embeddings (batch, seq, dmodel).
+        """Return this rank's term of the embeddings (batch, seq, dmodel) of token ids (batch, seq).
 
         Raises:
             IndexError: a token is outside the vocabulary, on the CPU; see `own_rows`.
@@ -48,7 +48,7 @@ class VocabularyParallelEmbedding(nn.Embedding):
 
 
 def vocabulary_parallel_loss(logits: Tensor, target: Tensor, vocab_size: int, axis: Axis | None = None) -> Tensor:
-    """`causalLLMLoss` of logits that are sharded over the vocabulary; the same result on every rank.
+    """Return `causalLLMLoss` of logits that are sharded over the vocabulary; the same result on every rank.
 
     The ranks exchange three numbers per token in the forward pass, and nothing in the backward pass.
 
@@ -73,7 +73,7 @@ def vocabulary_parallel_next_token_loss(
     ignored: Tensor | None = None,
     predictions: float | None = None,
 ) -> Tensor:
-    """`next_token_loss`, in the same way: its `next_tokens`, `ignored` and `predictions`."""
+    """Return `next_token_loss`, in the same way: its `next_tokens`, `ignored` and `predictions`."""
     if axis.size == 1:
         return next_token_loss(logits, next_tokens, ignored, predictions)
     tp_group = TPGroup("the loss", VOCABULARY, axis)

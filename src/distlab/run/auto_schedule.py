@@ -20,7 +20,7 @@ from distlab.run.stage_settings import ScheduleSettings
 from distlab.run.terminal import say
 from distlab.run.training import TrainingRun
 
-REHEARSALS = 3  # measured; the fastest is the time of a pass that nothing disturbs
+REHEARSALS = 3  # measured; the fastest is the time of an undisturbed pass
 COLUMNS = "FRIW"  # the first columns of the table: seconds of each kind of pass; R only with recomputation
 ScheduleSettingsT = TypeVar("ScheduleSettingsT", bound=ScheduleSettings)
 
@@ -28,14 +28,14 @@ ScheduleSettingsT = TypeVar("ScheduleSettingsT", bound=ScheduleSettings)
 def find_schedule(
     run: TrainingRun[ScheduleSettingsT], nets: Mapping[int, nn.Module], loss: Loss, part_of: PartOf | None = None
 ) -> list[list[Action]]:
-    """The lists of actions of all workers, the same on all ranks.
+    """Return the lists of actions of all workers, the same on all ranks.
 
     All ranks must call this, before any hook is registered that collects gradients.
 
     Args:
         nets: this rank's stages, by index.
         loss: of the last stage.
-        part_of: as of `Pipeline`.
+        part_of: as in `Pipeline`.
 
     Raises:
         InputError: a stage's activations of one micro-batch exceed `--keep-at-most`.
@@ -66,7 +66,7 @@ def measure(
     recompute: bool = False,
     part_of: PartOf | None = None,
 ) -> ActionCosts:
-    """The times of passes and messages, and the bytes that stages keep; rank 0's values on every rank.
+    """Measure the times of passes and messages, and the bytes that stages keep; rank 0's values on every rank.
 
     The workers of a pipeline rehearse in turn, so that workers that share a processor do not disturb each other. Each
     stage runs the same actions as in training, on an artificial micro-batch; its gradients are dropped.
@@ -77,7 +77,7 @@ def measure(
         shape: shape of a micro-batch: (rows, seq).
         width: width of the activations between stages.
         recompute: stages keep only their inputs.
-        part_of: as of `Pipeline`.
+        part_of: as in `Pipeline`.
     """
     pipeline, ids = grid.axis("pp"), torch.zeros(shape, dtype=torch.int64, device=device)
     part = None if part_of is None else part_of(ids)
@@ -128,7 +128,7 @@ def _rehearse(
     width: int,
     recompute: bool,
 ) -> Tensor:
-    """Seconds of a stage's F, R, I and W, and the bytes that it keeps after F, at most and after I: (7,)."""
+    """Return the seconds of a stage's F, R, I and W, and the bytes it keeps after F, at most, and after I: (7,)."""
     kept, device, shape = SavedActivations(net.parameters()), ids.device, ids.shape
     here = MicroBatch(Stage(net, loss, kept), ids, part=part)
     letters = dict(zip(COLUMNS, "fRIW", strict=True)) if recompute else {kind: kind for kind in "FIW"}
@@ -145,7 +145,7 @@ def _rehearse(
                 action.run(here, *received.get(kind, []))
                 seconds[kind].append(_now(device) - started)
                 sizes[kind] = kept.now_bytes
-            # What I needs for a moment counts only if it is on top of an input, not of all that F keeps.
+            # The memory that I needs temporarily counts only on top of an input, not of all that F keeps.
             peak = kept.take_recent_peak() if recompute else sizes["F"]
     net.zero_grad(set_to_none=True)
     fastest = [min(seconds[kind][1:]) if kind in seconds else 0.0 for kind in COLUMNS]
@@ -153,7 +153,7 @@ def _rehearse(
 
 
 def _exchange(pipeline: Axis, first: int, tensor: Tensor) -> float:
-    """Seconds that a message takes from one worker to the next, or back."""
+    """Return the seconds that a message takes from one worker to the next, or back."""
     is_first = pipeline.rank == first
     ranks = pipeline.ranks[first : first + 2]
     other = ranks[1] if is_first else ranks[0]

@@ -1,4 +1,4 @@
-"""A run's checkpoints: which one it resumes from, what they contain, and when they are written."""
+"""A run's checkpoints: the one it resumes from, their contents, and when they are written."""
 
 import contextlib
 import re
@@ -52,18 +52,18 @@ class Batches(Protocol[BatchT]):
 class TrainingState:
     """The state that a script registers with `Run.track`: everything that changes during training."""
 
-    parameters: dict[str, nn.Parameter]  # those of this rank, by their names in the whole model
+    parameters: dict[str, nn.Parameter]  # of this rank, by their names in the whole model
     model: dict[str, Any]  # the description of the model in a checkpoint's record
     optimizer: Optimizer  # of all parameters
     changing: Callable[[], AbstractContextManager[object]] = nullcontext  # a context in which parameters are restored
-    outer: "OuterState | None" = None  # of replicas that train on their own; its model is the checkpoint's
+    outer: "OuterState | None" = None  # of replicas that train independently; its model is the checkpoint's
     compressor: "Compressor | None" = None  # of the gradients
 
 
 class Checkpointer:
     """Restores the checkpoint that a run resumes from, and writes one every `--save-every` steps.
 
-    A run that does neither has none.
+    A run that does neither has no checkpointer.
     """
 
     def __init__(self, settings: ResumableSettings, out: Path, rank: int, decided: dict[str, Any]) -> None:
@@ -82,11 +82,11 @@ class Checkpointer:
         self.state: TrainingState | None = None  # set by the script through `Run.track`
 
     def register(self, *state: Any) -> None:
-        """What changes during training: the fields of a `TrainingState`."""
+        """Register the state that changes during training: the fields of a `TrainingState`."""
         self.state = TrainingState(*state)
 
     def restore(self, batches: Batches[Any]) -> int:
-        """Load the checkpoint's state; returns how many tokens (or inputs, …) its steps consumed, 0 for a new run."""
+        """Load the checkpoint's state; return how many tokens (or inputs, …) its steps consumed, 0 for a new run."""
         sentence = "--save-every and --resume need a script that calls run.track before its first step"
         require(self.state is not None, sentence)
         if self.resumed is None or self.state is None:
@@ -116,7 +116,7 @@ class Checkpointer:
         return self.resumed.count
 
     def is_due(self, step: int, steps: int) -> bool:
-        """Whether to save after `step`, in a run of `steps` steps."""
+        """Return whether to save after `step`, in a run of `steps` steps."""
         every = self._settings.save_every
         return every is not None and ((step + 1) % every == 0 or step + 1 == steps)
 
@@ -145,7 +145,7 @@ class Checkpointer:
         self.saved = steps
 
     def introduce(self) -> None:
-        """Print where the run resumes, and whether the global batch has changed."""
+        """Print where the run resumes, and report a changed global batch."""
         if self.resumed is None:
             return
         say(f"resuming from {self.resumed.folder}, after {self.resumed.step} steps")
@@ -161,17 +161,17 @@ class Checkpointer:
 
 
 def _of_a_replica(layout: Layout, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """What decides which part of the model each rank of a replica holds, and in what order."""
+    """Return the facts that decide which part of the model each rank of a replica holds, and in what order."""
     sizes = {name: size for name, size in layout.items() if name != "dp" and size > 1}
     stages = ("schedule", "chunks_per_stage", "layers_per_stage") if "pp" in sizes else ()
     return sizes | {name: settings.get(name) for name in stages}
 
 
 def prepare_checkpoints(settings: ResumableSettings, out: Path) -> dict[str, list[str]]:
-    """On rank 0, find checkpoints to resume from, by their files' sizes, or make room for those of a new run.
+    """On rank 0, find checkpoints to resume from, by the sizes of files, or make room for a new run's checkpoints.
 
     Returns:
-        Their folders under `CANDIDATES`, latest first, for a `Checkpointer` of each rank; nothing for a new run.
+        Their folders under `CANDIDATES`, latest first, for each rank's `Checkpointer`; nothing for a new run.
     """
     if settings.resume is None:
         if settings.save_every:
@@ -192,13 +192,13 @@ def _until_there_is_none(found: Iterator[Checkpoint]) -> Iterator[Checkpoint]:
 def _choose(
     settings: ResumableSettings, folders: list[str], out: Path, data_identity: dict[str, Any] | None
 ) -> Checkpoint:
-    """The first of some checkpoints whose files are intact; all ranks call this, and share the work.
+    """Return the first of some checkpoints whose files are intact; all ranks call this, and share the work.
 
-    The ranks of each host check all files, as each host may see other ones. A run that goes on in its folder then has
-    no later checkpoints there.
+    The ranks of each host check all files, because hosts may see different files. A run that continues in its folder
+    then has no later checkpoints there.
 
     Raises:
-        InputError: there is none, or it is not one of such a run; on all ranks.
+        InputError: there is none, or it belongs to a different kind of run; on all ranks.
     """
     assert settings.resume is not None
     reasons = []
@@ -218,7 +218,7 @@ def _choose(
 
 
 def _verdict(folder: Path) -> str:
-    """The checksum of a checkpoint's record if this rank's share of the files is intact, else what is wrong with it."""
+    """Return the checksum of a checkpoint's record if this rank's share of the files is intact, else the error."""
     ranks = range(dist.get_world_size())
     here = next(ranks for ranks in context_of().hosts.split(ranks) if dist.get_rank() in ranks)
     try:
@@ -242,7 +242,7 @@ def _check(
     sentence = f"{asked}: {checkpoint.folder} has taken {checkpoint.step} steps already; give more"
     require(steps >= checkpoint.step + (not continues), sentence)  # in its own folder, a run may be complete
     problem = ""
-    if continues and not dist.get_rank():  # now: after a restart, the run resumes from the latest checkpoint there is
+    if continues and not dist.get_rank():  # now: after a restart, the run resumes from the latest checkpoint
         try:
             make_room(out, checkpoint)
         except InputError as error:

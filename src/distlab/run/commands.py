@@ -1,4 +1,4 @@
-"""Suggestions for what to do after a run, as commands that work in the folder in which it was started."""
+"""Suggestions of next steps after a run, as commands that work in the folder in which it was started."""
 
 import argparse
 import os
@@ -25,7 +25,7 @@ TEMPERATURE = 0.5  # small models write readable stories at this temperature
 LAUNCHED_AS = "LAB_LAUNCHED_AS"  # environment variable of ranks under launch.sh: the arguments of launch.sh
 
 
-# As `python -m`, but the current folder, which may be a stranger's, is no place for Python's modules.
+# Like `python -m`, but does not import modules from the current folder, which may be a stranger's.
 _RUN_MODULE = (
     "import sys; sys.path[0] = sys.argv.pop(1); "
     "import runpy; runpy.run_module(sys.argv.pop(1), run_name='__main__', alter_sys=True)"
@@ -33,13 +33,13 @@ _RUN_MODULE = (
 
 
 def lab_command(*args: str) -> list[str]:
-    """The command for another process of the lab, as `./launch.sh` with these arguments."""
+    """Return the command for another process of the lab: `./launch.sh` with these arguments."""
     beside_python = str(Path(sys.executable).parent)
     return [sys.executable, "-c", _RUN_MODULE, beside_python, "distlab.launch", *args]
 
 
 def next_commands(settings: "ResumableSettings", out: Path, saved: int | None) -> Iterator[str]:
-    """Lines that suggest what to do with a run that has taken steps: a phrase, a colon, a command.
+    """Yield lines that suggest next steps for a run that has taken steps: a phrase, a colon, a command.
 
     Args:
         settings: the settings of the run.
@@ -69,7 +69,7 @@ def next_commands(settings: "ResumableSettings", out: Path, saved: int | None) -
 
 
 def _started_as(*replaced: str) -> list[str | Path]:
-    """The command that started this run, without the `replaced` flags and their values."""
+    """Return the command that started this run, without the `replaced` flags and their values."""
     launched = os.environ.get(LAUNCHED_AS)
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     for flag in replaced:
@@ -85,7 +85,7 @@ def _started_as(*replaced: str) -> list[str | Path]:
 
 
 def _python() -> list[str | Path]:
-    """The command for this interpreter, such that it finds the lab's modules."""
+    """Return the command for this interpreter, such that it finds the lab's modules."""
     own = Path(sys.executable)
     name = next((name for name in ("python", "python3") if shutil.which(name) == str(own)), own)
     is_installed = any(distributions(name="distributed-llm-lab", path=[sysconfig.get_path("purelib")]))
@@ -99,5 +99,5 @@ def _shown(*command: str | Path) -> str:
 
 
 def _short(path: Path) -> str:
-    """A path, relative to the current folder if it is inside it."""
+    """Return a path, relative to the current folder if it is inside it."""
     return str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path)

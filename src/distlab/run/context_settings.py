@@ -11,7 +11,7 @@ from simplellm.errors import require
 
 @dataclass
 class SharedSequences:
-    """How ranks share sequences."""
+    """The settings by which ranks share sequences."""
 
     cp_kind: Literal["ring", "gather", "heads"] = "ring"
     """how queries get the keys and values of other ranks"""

@@ -25,16 +25,16 @@ if TYPE_CHECKING:
 
 
 class NotFiniteError(RuntimeError):
-    """A loss, or a norm of gradients, that is infinite or no number; all ranks raise it, with the same words."""
+    """A loss, or a norm of gradients, is infinite or NaN; all ranks raise this, with the same words."""
 
 
 @dataclass(frozen=True)
 class Failure:
-    """Why a rank ends."""
+    """The reason why a rank ends."""
 
-    sentence: str  # what went wrong; printed, and written to torchrun's error file
+    sentence: str  # the error in words; printed, and written to torchrun's error file
     status: int = 1  # exit status; errors that the user can correct (2) often occur on all ranks: launch.sh prints one
-    cause: str = ""  # the reason for the other ranks, which may be waiting; "" if they find out themselves
+    cause: str = ""  # the reason for the other ranks, which may be waiting; "" if they notice by themselves
     names_rank: bool = False  # the sentence names the failed rank; launch.sh prints it last, once for all ranks
     lost_a_peer: bool = False  # it is the consequence of another rank's exit
     recurs_on_restart: bool = False  # the same step would fail again, so launch.sh does not restart the ranks
@@ -43,9 +43,9 @@ class Failure:
 
     @classmethod
     def of(cls, error: Exception | KeyboardInterrupt, rank: int = 0) -> "Failure":
-        """The failure for each kind of error. Only a bug of the lab prints a traceback.
+        """Return the failure for an error. Only a bug of the lab prints a traceback.
 
-        `rank` is the one that fails.
+        `rank` is the rank that fails.
         """
         if isinstance(error, InputError):
             return cls(error.with_flags(), status=2, cause=error.with_flags(), recurs_on_restart=True)
@@ -55,7 +55,7 @@ class Failure:
             return cls(str(error), names_rank=True, recurs_on_restart=True, grace_period=True)
         if told := about_system(error):
             return cls.of(InputError(told), rank)
-        # A library that communicates with other ranks itself raises its own errors when a wait fails.
+        # A library that communicates with other ranks raises different errors when a wait fails.
         world = world_group()
         wait = error if isinstance(error, TrafficError) else None
         if wait is None and world is not None:
@@ -71,7 +71,7 @@ class Failure:
 
     @classmethod
     def _of_wait(cls, error: TrafficError, notices: "NoticeBoard | None") -> "Failure":
-        """For a failed wait: find out together with the other ranks which waits for which, print it, name the cause."""
+        """Find out, with the other ranks, which rank waits for which after a failed wait; print it, name the cause."""
         found = notices.explain(error) if notices else None
         if found is None or notices is None:
             return cls(str(error), lost_a_peer=error.lost_a_peer, grace_period=True)
@@ -110,7 +110,7 @@ class Failure:
 
 
 def refused_by_gpu(error: BaseException) -> str | None:
-    """The message for an error of a GPU that accepts no more processes; None for other errors."""
+    """Return the message for an error of a GPU that accepts no more processes; None for other errors."""
     if re.search(r"CUDA-capable device.* busy or unavailable", str(error)) is None:
         return None
     advice = "`nvidia-smi -q -d COMPUTE` shows it; ranks that share a GPU need the mode Default"
@@ -118,7 +118,7 @@ def refused_by_gpu(error: BaseException) -> str | None:
 
 
 def out_of_memory(error: BaseException) -> str | None:
-    """The message for an error of memory that ran out (in Python, in torch on the CPU, on a GPU); None for others."""
+    """Return the message for exhausted memory (in Python, in torch on the CPU, on a GPU); None for other errors."""
     told = str(error).partition("\n")[0]
     if isinstance(error, torch.OutOfMemoryError):
         return f"out of memory on the GPU: {told}"

@@ -1,4 +1,4 @@
-"""The folders that runs keep their files in."""
+"""The folders in which runs keep their files."""
 
 import contextlib
 import fcntl
@@ -18,11 +18,11 @@ from simplellm.errors import InputError
 
 CONFIG = "config.json"  # a run's settings; a model in Hugging Face's format has another file of this name
 NOT_IN_THE_WAY = re.compile(rf"\..*|rank\d+\.log|{FOLDER}", re.DOTALL)
-SECONDS_TO_LEAVE = 2.0  # that a run which was killed may still need
+SECONDS_TO_LEAVE = 2.0  # a killed run may need this long to exit
 
 
 def is_run(folder: Path) -> bool:
-    """Whether a run has been in a folder: its `config.json` has settings and a layout."""
+    """Return whether a folder is a run's: its `config.json` has settings and a layout."""
     path = folder / CONFIG
     try:
         return path.is_file() and {"settings", "layout"} <= json.loads(path.read_text()).keys()
@@ -33,8 +33,8 @@ def is_run(folder: Path) -> bool:
 def check_out(folder: Path) -> None:
     """Raise `InputError` for a folder with somebody else's files, which a run would replace or mix with its own.
 
-    Hidden and empty files do not count, nor logs of ranks that ended before there was a `config.json`, nor what is no
-    file, such as a link to a device.
+    Hidden and empty files do not count, nor do logs of ranks that ended before there was a `config.json`, nor entries
+    that are not files, such as a link to a device.
     """
     try:
         if is_run(folder):
@@ -50,12 +50,12 @@ def check_out(folder: Path) -> None:
 
 
 class Claim:
-    """A run's folder for this process alone, among those of this computer, until `release` or the process's end.
+    """A lock that keeps all other processes of this computer out of a run's folder, until `release` or exit.
 
-    Without effect where folders cannot be locked.
+    Has no effect where folders cannot be locked.
 
     Raises:
-        InputError: another run is using it, or it cannot be made.
+        InputError: another run is using the folder, or it cannot be made.
     """
 
     def __init__(self, out: Path) -> None:
@@ -76,7 +76,7 @@ class Claim:
 
 
 def _lock(descriptor: int) -> bool:
-    """Whether a folder is this process's now, or cannot be locked, as on some network file systems."""
+    """Lock a folder; return whether that succeeded or locks do not exist, as on some network file systems."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -88,7 +88,7 @@ def _lock(descriptor: int) -> bool:
 
 @contextlib.contextmanager
 def temporary_folder() -> Iterator[Path]:
-    """A folder that is gone at the end of the context; unlike `TemporaryDirectory`, not by the end of a fork."""
+    """Make a folder that is deleted at the end of the context; unlike `TemporaryDirectory`, not when a fork ends."""
     folder = tempfile.mkdtemp()
     try:
         yield Path(folder)
@@ -99,7 +99,7 @@ def temporary_folder() -> Iterator[Path]:
 def new_folder(parent: Path) -> Path:
     """Create a folder named after the time, with a number appended if that name exists.
 
-    Raises `InputError` if none can be created there.
+    Raises `InputError` if it cannot be created there.
     """
     name = now = datetime.now().strftime("%Y-%m-%d_%H-%M-%S")
     try:

@@ -1,4 +1,4 @@
-"""How a process becomes a rank of a run: its number, its device, its folder, and the process group of all ranks."""
+"""The start of a process as a rank of a run: its number, its device, its folder, and the process group of all ranks."""
 
 import contextlib
 import hashlib
@@ -31,7 +31,7 @@ from distlab.run.settings import ResumableSettings, RunSettings, as_flag, as_jso
 from distlab.run.terminal import say
 from simplellm.errors import InputError, about_system, require
 
-PACKAGES = Path(__file__).parents[1], Path(simplellm.__file__).parent  # whose code every rank runs
+PACKAGES = Path(__file__).parents[1], Path(simplellm.__file__).parent  # every rank runs their code
 
 
 @dataclass
@@ -60,7 +60,7 @@ class Joined:
 
 
 def identity(settings: RunSettings) -> tuple[int, int]:
-    """This process's rank and the world size, from torchrun or the command line; `InputError` if they disagree."""
+    """Return the rank and the world size, from torchrun or the command line; `InputError` if they disagree."""
     asked, flags = layout_size(settings.layout), layout_flags(settings.layout)
     if started_by_torchrun():
         rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
@@ -79,7 +79,7 @@ def join(settings: RunSettings, script: Path) -> Joined:
     """Meet the other ranks, compare settings with theirs, and make the process group.
 
     Raises:
-        InputError: the ranks do not fit together, or rank 0 cannot begin the run.
+        InputError: the ranks do not fit together, or rank 0 cannot start the run.
         TrafficError: this rank cannot connect to all others.
     """
     rank, size = identity(settings)
@@ -119,7 +119,7 @@ def join(settings: RunSettings, script: Path) -> Joined:
 
 
 def identities(settings: RunSettings, script: Path) -> dict[str, dict[str, str]]:
-    """What the settings lead to on this rank: the contents of files, and the code that runs.
+    """Return the identities of the files and the code to which the settings lead on this rank.
 
     Raises:
         InputError: a file cannot be read.
@@ -140,7 +140,7 @@ def identities(settings: RunSettings, script: Path) -> dict[str, dict[str, str]]
 
 
 def modules_beside(script: Path) -> dict[str, Path]:
-    """A script and the modules beside it that it has imported, by their names."""
+    """Return a script and the modules beside it that it has imported, by their names."""
     folder = script.absolute().parent
     imported = (getattr(module, "__file__", None) for module in [*sys.modules.values()])
     beside = (Path(file).absolute() for file in imported if file)
@@ -148,9 +148,9 @@ def modules_beside(script: Path) -> dict[str, Path]:
 
 
 def code_of(files: Mapping[str, Path]) -> str:
-    """SHA-256 of the names and contents of some files.
+    """Return the SHA-256 of the names and contents of some files.
 
-    Of a file that cannot be read, such as a script within an archive, only the name counts.
+    If a file cannot be read, such as a script within an archive, only its name counts.
     """
     digest = hashlib.sha256()
     for name, path in sorted(files.items()):
@@ -161,7 +161,7 @@ def code_of(files: Mapping[str, Path]) -> str:
 
 
 def decide(settings: RunSettings, script: Path) -> tuple[dict[str, Any], Claim]:
-    """What rank 0 decides for all ranks, and its claim to the run's folder."""
+    """Return rank 0's decisions for all ranks, and its claim to the run's folder."""
     out = (settings.out or new_folder(Path("runs") / script.stem)).absolute()
     decided = {"out": str(out), **settings.decide()}
     claim = Claim(out)  # before its checkpoints are touched
@@ -185,7 +185,7 @@ def _set_up(grid: Grid, places: Sequence[devices.Place], settings: RunSettings) 
     device, local_ranks = devices.pick_device(places, grid.rank), len(devices.local_ranks(places, grid.rank))
     if device.type == "cuda":
         torch.cuda.set_device(device)
-        # autograd's thread may begin with a matrix product; torch warns of what it then does itself
+        # autograd's thread may start with a matrix product; torch warns of a missing context, which it then creates
         warnings.filterwarnings("ignore", "Attempting to run cuBLAS, but there was no current CUDA context")
     else:
         set_up_heap()

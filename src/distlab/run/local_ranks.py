@@ -1,4 +1,4 @@
-"""This machine's ranks of a script, from their start to the end of the run, and the sentence on why they failed."""
+"""This machine's ranks of a script, from their start to the end of the run, and the sentence about a failure."""
 
 import os
 import shlex
@@ -29,7 +29,7 @@ ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGQUIT, signal.SIGHUP)  # signa
 def run_ranks(
     script: Path, args: list[str], settings: RunSettings, nodes: Nodes, max_restarts: int, may_fork: bool = True
 ) -> int:
-    """Run this machine's ranks of `script` until the run ends; returns the exit status.
+    """Run this machine's ranks of `script` until the run ends; return the exit status.
 
     When a rank fails, all ranks end and start again, at most `max_restarts` times; they resume from the last checkpoint
     (see `distlab.run.main`). If the status is not 0, the last line on stderr says which rank failed and why.
@@ -40,7 +40,7 @@ def run_ranks(
     os.environ |= {"LAB_LAUNCHER": str(os.getpid()), LAUNCHED_AS: shlex.join(sys.argv[1:])}
     Terminal(0, has_own=True)  # so that it prints above a status line that a rank may have left
     port = settings.master_port or (0 if len(nodes.ranks_of) == 1 else DEFAULT_PORT)
-    rendezvous: NodeRendezvous | None = None  # None until this launcher has found that of node 0
+    rendezvous: NodeRendezvous | None = None  # None until this launcher has found the one of node 0
     kills, (status, sentence, cause) = memory_kills(), (0, "", "")  # the cause is reported to the other machines
     with temporary_folder() as errors:
         try:
@@ -78,12 +78,12 @@ def run_ranks(
 
 
 def can_fork(device: str) -> bool:
-    """Whether ranks on this `--device` may be forks: on Linux, and where this process cannot have started CUDA."""
+    """Return whether ranks on this `--device` may be forks: on Linux, if this process cannot have started CUDA."""
     return sys.platform == "linux" and (device == "cpu" or not torch.backends.cuda.is_built())
 
 
 def count_threads() -> int:
-    """The threads of this process, whether or not Python has started them; 0 where the system does not tell."""
+    """Return the number of this process's threads, started by Python or not; 0 where the system does not report it."""
     try:
         return len(os.listdir("/proc/self/task"))
     except OSError:
@@ -91,7 +91,7 @@ def count_threads() -> int:
 
 
 def root_cause(failures: Mapping[int, RankFailure], grid: Grid) -> tuple[int, str, bool]:
-    """The exit status and a sentence for the rank that failed first, not counting lost peers and our own SIGTERM.
+    """Return the exit status and a sentence for the rank that failed first, except for lost peers and our own SIGTERM.
 
     The third value says whether such a rank is on this machine; if not, the sentence is about the first rank that lost
     a peer.
@@ -102,7 +102,7 @@ def root_cause(failures: Mapping[int, RankFailure], grid: Grid) -> tuple[int, st
         by_us = failure.status == -signal.SIGKILL and failure.timestamp > first + SECONDS_TO_END / 2  # it was stopped
         return by_us or failure.status == -signal.SIGTERM or bool(failure.record.get("lost_a_peer"))
 
-    # Of failures in the same second, the one that was found first counts: SIGTERM had not been sent before it.
+    # Among failures in the same second, the one found first counts: SIGTERM had not been sent before it.
     rank, failure = min(failures.items(), key=lambda item: (is_consequence(item[1]), item[1].timestamp))
     who = grid.describe(rank)
     is_cause = not is_consequence(failure) or failure.status == -signal.SIGTERM

@@ -1,4 +1,4 @@
-"""What a run prints and records: a line per step, `metrics.jsonl`, each rank's log, the summary at the end."""
+"""The output and records of a run: a line per step, `metrics.jsonl`, each rank's log, the summary at the end."""
 
 import contextlib
 import json
@@ -22,7 +22,7 @@ from simplellm.errors import InputError
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
 
-SECONDS_TO_MENTION = 10  # work between two steps that takes at least this long gets a line of its own
+SECONDS_TO_MENTION = 10  # work between two steps that takes at least this long gets a separate line
 
 
 class StepTime(NamedTuple):
@@ -30,7 +30,7 @@ class StepTime(NamedTuple):
 
     seconds: float
     waited: float  # for other ranks
-    in_collectives: float  # of these; the others are messages from and to other stages
+    in_collectives: float  # part of `waited`; the rest are messages from and to other stages
 
 
 class RunLog:
@@ -71,11 +71,11 @@ class RunLog:
                 self._tensorboard = self._new_tensorboard(self._out, purge_step=continue_at, flush_secs=10)
 
     def average_speed(self, steps_per_second: float) -> str:
-        """A speed in steps per second, as a text in units per second."""
+        """Return a speed, given in steps per second, as a text in units per second."""
         return f"{self._per_step * steps_per_second:,.0f} {self.unit}/s"
 
     def speed(self) -> str:
-        """The end of a step's line: the speed of the previous step, since this step has not ended yet."""
+        """Return the end of a step's line: the speed of the previous step, since this step has not ended yet."""
         return f"  {self.average_speed(1 / self.times[-1].seconds)}" if self.times else ""
 
     @contextlib.contextmanager
@@ -124,13 +124,13 @@ class RunLog:
             self._write(record)
 
     def arrived(self, values: dict[str, float]) -> None:
-        """Complete the record of the last step, by its loss at least."""
+        """Complete the record of the last step, at least by its loss."""
         if self._open is not None:  # this rank keeps records
             self._write({**self._open, **values})
             self._open = None
 
     def take_back(self, steps: int) -> None:
-        """Forget the last steps, which will be repeated; only the last but one has a record, which was not written."""
+        """Drop the last steps, which will be repeated; only the last but one has a record, which was not written."""
         self.seconds_apart["steps that were taken again"] += sum(step.seconds for step in self.times[-steps:])
         del self.times[-steps:]
         self.count -= steps * self._per_step
@@ -161,7 +161,7 @@ class RunLog:
         return len(self.times)
 
     def summary(self) -> None:
-        """Print the run's speed, how its time was spent, what this rank sent by kind, and its peak memory."""
+        """Print the run's speed, its times by activity, the bytes this rank sent by kind, and its peak memory."""
         if self._tensorboard is not None:
             self._tensorboard.flush()
         if self.times:
@@ -178,18 +178,18 @@ class RunLog:
 
 
 def sent_by_kind(rank: int, ledger: Ledger) -> Iterator[str]:
-    """Lines about the bytes and messages that a rank has sent."""
+    """Yield lines about the bytes and messages that a rank has sent."""
     for kind, count in ledger.sent_bytes.items():
         yield f"rank {rank} sent {human_bytes(count)} of {kind} in {counted(ledger.messages[kind], 'messages')}"
 
 
 def _finite(value: float) -> float | None:
-    """The number for a record; None for nan and infinity, which JSON does not have."""
+    """Return the number for a record; None for nan and infinity, which JSON does not have."""
     return value if math.isfinite(value) else None
 
 
 def tensorboard_writer() -> "type[SummaryWriter]":
-    """The class that writes event files for `tensorboard --logdir runs`; `InputError` if it is not installed."""
+    """Return the class that writes event files for `tensorboard --logdir runs`; `InputError` if it is not installed."""
     try:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError as error:
@@ -206,7 +206,7 @@ def keep_records(path: Path, before: int) -> None:
 
 
 def _is_before(line: bytes, step: int) -> bool:
-    """Whether a line is the record of an earlier step; a power cut may leave a line that is not a valid record."""
+    """Return whether a line is the record of an earlier step; a power cut may leave a line that is not a record."""
     try:
         return bool(json.loads(line)["step"] < step)
     except (ValueError, LookupError, TypeError, RecursionError):
@@ -214,7 +214,7 @@ def _is_before(line: bytes, step: int) -> bool:
 
 
 def peak_memory_bytes(device: torch.device) -> int:
-    """This process's peak memory: allocated on the GPU for CUDA, else resident in main memory."""
+    """Return this process's peak memory: allocated on the GPU for CUDA, else resident in main memory."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     unit = 1 if sys.platform == "darwin" else 1024
@@ -222,7 +222,7 @@ def peak_memory_bytes(device: torch.device) -> int:
 
 
 def human_bytes(count: int) -> str:
-    """A number of bytes in decimal units, such as 12.3 MB."""
+    """Return a number of bytes in decimal units, such as 12.3 MB."""
     count = int(float(f"{count:.3g}"))  # before its unit is chosen: 999,999 bytes are 1 MB
     power = min(max(len(str(count)) - 1, 0) // 3, 4)
     return f"{count / 1000**power:.3g} {('B', 'kB', 'MB', 'GB', 'TB')[power]}"

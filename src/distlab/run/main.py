@@ -28,8 +28,8 @@ def main(
 ) -> NoReturn:
     """Run a script's `work`, which takes a `TrainingRun` if the defaults are `TrainSettings`, else a `Run`; then exit.
 
-    A lesson's script has few flags. `more` is the path, from the script's folder, of one that has those of later
-    chapters too: it runs instead if it is there and the script itself refuses its flags.
+    A lesson's script has few flags. `more` is the path, from the script's folder, of a script that also has the flags
+    of later chapters: it runs instead if it exists and the script itself refuses its flags.
 
     The exit status is 0 for success, 2 for an error that the user can correct, 130 for Ctrl-C, else 1.
     """
@@ -74,7 +74,7 @@ def become(script: Path) -> NoReturn:
 
 
 def flags_to_resume() -> list[str]:
-    """`--resume` and the run's folder if torchrun has restarted the ranks and the folder has checkpoints; else []."""
+    """Return `--resume` and the run's folder if torchrun restarted the ranks and there are checkpoints; else []."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--out", type=Path)
     out = parser.parse_known_args()[0].out

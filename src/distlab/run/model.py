@@ -26,12 +26,12 @@ _INSIDE = {"MyDP": "model", "ShardedDP": "model", "DistributedDataParallel": "mo
 
 
 def own_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
-    """What this rank updates of a module, by name: its parameters, or its shards of them."""
+    """Return the tensors of a module that this rank updates, by name: its parameters, or its shards of them."""
     return module.own_parameters() if isinstance(module, ReplicaShards) else dict(module.named_parameters())
 
 
 def _without_wrappers(model: nn.Module) -> nn.Module:
-    """The model, or the part of it, that a wrapper of data parallelism may be around: its names are the model's."""
+    """Return the model, or the part of it, without a wrapper of data parallelism: its names are the model's."""
     for module in model.modules():
         if isinstance(module, LLamaPart):
             return module
@@ -45,12 +45,12 @@ class ModelParts:
     """The stages of the model that this rank holds, and the loss function."""
 
     stages: Mapping[int, nn.Module]  # by their index in the model
-    sizes: Mapping[str, Any]  # of the model: the arguments that build it, but for its number of layers
+    sizes: Mapping[str, Any]  # of the model: the arguments that build it, except its number of layers
     owners: Sequence[int]  # by stage, the rank in the pipeline that holds it
     grid: Grid  # this rank's position in the layout
     loss: Loss
-    sharded: Mapping[int, ReplicaShards] = field(default_factory=dict)  # around stages that replicas share out
-    shards: Mapping[str, nn.Parameter] = field(default_factory=dict)  # of the parameters, that this rank alone updates
+    sharded: Mapping[int, ReplicaShards] = field(default_factory=dict)  # around stages that the replicas shard
+    shards: Mapping[str, nn.Parameter] = field(default_factory=dict)  # of parameters; only this rank updates them
     gather: Callable[[], object] = lambda: None  # gives all ranks all shards
 
     @classmethod
@@ -64,9 +64,9 @@ class ModelParts:
         gather: Callable[[], object] = lambda: None,
         sizes: Mapping[str, Any] | None = None,
     ) -> "ModelParts":
-        """From a model or one of its stages, wrapped or not; or from several stages by index, with `owners` given.
+        """Make it from a model or one of its stages, wrapped or not; or from several stages by index and `owners`.
 
-        `sizes` are those of a model that is not the lab's Llama, which knows its own.
+        `sizes` are for a model that is not the lab's Llama, which has an attribute with its sizes.
         """
         parts = model if isinstance(model, Mapping) else {grid.axis("pp").rank: model}
         stages = {stage: _without_wrappers(part) for stage, part in parts.items()}
@@ -78,16 +78,16 @@ class ModelParts:
         return cls(stages, sizes, owners, grid, loss, sharded, shards or {}, gather)
 
     def undeferred(self) -> list[str]:
-        """The linear layers whose backward pass computes the weight's gradient at once, whatever a schedule asks."""
+        """Return the linear layers that compute the weight's gradient in the backward pass, whatever the schedule."""
         modules = [found for stage in self.stages.values() for found in stage.named_modules()]
         return [name for name, module in modules if isinstance(module, nn.Linear) and not isinstance(module, Linear)]
 
     def parameters(self) -> dict[str, nn.Parameter]:
-        """What this rank updates, by the names in the whole model: parameters, or its shards of them."""
+        """Return the parameters that this rank updates, or its shards of them, by their names in the whole model."""
         return {name: parameter for _, name, parameter in self.by_stage()}
 
     def by_stage(self) -> list[tuple[int, str, nn.Parameter]]:
-        """What `parameters` has, with the stage of each."""
+        """Return the `parameters`, each with its stage and name."""
         if self.shards:
             return [(stage, *named) for stage in self.stages for named in self.shards.items()]
         parts = {**self.stages, **self.sharded}
@@ -95,7 +95,7 @@ class ModelParts:
 
     @contextlib.contextmanager
     def changing_shards(self) -> Iterator[None]:
-        """Inside, parameters may be changed; where replicas share them out, all of them then get the new values."""
+        """Allow changes of parameters inside; where replicas shard them, all replicas then get the new values."""
         for part in self.sharded.values():
             part.wait_for_weights()
         yield
@@ -104,7 +104,7 @@ class ModelParts:
         self.gather()
 
     def open_queues(self, batches: Sequence[Tensor]) -> None:
-        """Before `forward_passes` of batches of these sizes, make queues for them (`open_queues`)."""
+        """Make queues for later `forward_passes` of batches of these sizes (`open_queues`)."""
         like = next(iter(self.parameters().values())).detach().new_empty(0, dtype=torch.float32)
         most = max((ids.numel() for ids in batches), default=0) * self.sizes["dmodel"] * like.itemsize
         open_queues([self.grid.axis("pp").ranks[owner] for owner in self.owners], most, like)

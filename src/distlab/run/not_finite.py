@@ -1,4 +1,4 @@
-"""Where a loss or a norm that is infinite or no number comes from: looked for when it has happened, and only then."""
+"""Finds the source of an infinite or NaN loss or norm, after it has occurred."""
 
 import contextlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -12,8 +12,8 @@ from distlab.comm.grid import Grid
 from distlab.comm.group import CONTROL
 from distlab.comm.names import named
 
-NAME_BYTES = 200  # what a rank tells the others of its tensor
-STAGE = 6  # of these, the first are the number of its stage
+NAME_BYTES = 200  # of the message about a rank's tensor
+STAGE = 6  # the first bytes of it are the number of the stage
 
 
 def find_cause(
@@ -42,9 +42,9 @@ def find_cause(
 
 
 def find_gradient(parameters: Iterable[tuple[int, str, Tensor]], grid: Grid, device: torch.device) -> str:
-    """Name the first gradient that is not finite, in the same words on all ranks, which all must call it.
+    """Name the first gradient that is not finite, in the same words on all ranks; all of them must call this.
 
-    First is what the backward pass reaches first: the last parameter of the last stage, then of the smallest rank.
+    The order is the backward pass's: the last parameter of the last stage first, and among ranks the smallest.
     `parameters` are as for `find_cause`.
     """
     gradients = [(stage, name, parameter.grad) for stage, name, parameter in parameters if parameter.grad is not None]
@@ -57,7 +57,7 @@ def find_gradient(parameters: Iterable[tuple[int, str, Tensor]], grid: Grid, dev
 
 
 def _tell_all(found: Sequence[tuple[int, str]], device: torch.device) -> list[str]:
-    """Each rank's first tensor that is not finite, after the number of its stage; "" for a rank that has none."""
+    """Return each rank's first tensor that is not finite, after the number of its stage; "" for a rank without one."""
     letters = "".join(f"{stage:06}{what}" for stage, what in found[:1]).encode()[:NAME_BYTES]
     own = torch.tensor([*letters.ljust(NAME_BYTES, b"\0")], dtype=torch.uint8, device=device)
     told = own.new_empty(dist.get_world_size(), NAME_BYTES)
@@ -72,7 +72,7 @@ def _sentence(names: Sequence[str], culprit: int, grid: Grid) -> str:
 
 
 def outputs_not_finite(stages: Mapping[int, nn.Module], forward: Callable[[], object]) -> list[tuple[int, str]]:
-    """The modules whose outputs are non-finite in `forward()`, with their stages, in the order of computation."""
+    """Return the modules with non-finite outputs in `forward()`, with their stages, in the order of computation."""
     found: list[tuple[int, str]] = []
 
     def look(stage: int, name: str, module: nn.Module, _: object, output: object) -> None:

@@ -20,7 +20,7 @@ def build_optimizer(
     weight_decay: float | None = None,
     betas: tuple[float, float] | None = None,
 ) -> Optimizer:
-    """An optimizer of `KINDS`, with one fused kernel instead of one for each operation.
+    """Make an optimizer of `KINDS`, with one fused kernel instead of one for each operation.
 
     Args:
         name: one of `KINDS`.
@@ -46,14 +46,14 @@ def build_optimizer(
 
 
 def is_decayed(parameter: Tensor) -> bool:
-    """Whether weight decay applies to a parameter: yes for matrices, no for biases and the gains of norms."""
+    """Return whether weight decay applies to a parameter: yes for matrices, no for biases and the gains of norms."""
     return parameter.dim() >= 2
 
 
 def learning_rate(
     step: int, steps: int, lr: float, warmup_steps: int = 0, schedule: LRSchedule = "constant", min_lr: float = 0.0
 ) -> float:
-    """The learning rate of a step. It depends only on the arguments, so it continues in a resumed run.
+    """Return the learning rate of a step. It depends only on the arguments, so it continues in a resumed run.
 
     It rises linearly to `lr` over the first `warmup_steps` steps. Then it falls from `lr` towards `min_lr`, along half
     a cosine (Loshchilov and Hutter, arXiv 1608.03983) or a line; it would reach `min_lr` right after the last step.

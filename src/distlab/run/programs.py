@@ -1,10 +1,10 @@
-"""Programs that know nothing of the lab but its backend: how their ranks end, and what is printed at the end.
+"""Programs that use only the backend of the lab: how their ranks end, and the summary at the end.
 
     import distlab
     dist.init_process_group("lab")
 
-A wait that fails becomes a sentence that says who waits for whom, as in a run of the lab, and rank 0 prints what it
-sent.
+A wait that fails becomes a sentence that says which rank waits for which, as in a run of the lab, and rank 0 prints the
+bytes and messages that it sent.
 """
 
 import atexit
@@ -22,14 +22,14 @@ from distlab.run.terminal import say
 
 @dataclass
 class ProgramSettings(WorldSize, RunSettings):
-    """What launch.sh needs to know to start a program that has no `DEFAULTS`."""
+    """The settings with which launch.sh starts a program that has no `DEFAULTS`."""
 
     world_size: int = 2
     """ranks"""
 
 
 def look_after(world: WorldGroup) -> None:
-    """Have an exception of this process end as a failure of a run does, and print a summary when the process exits."""
+    """Make an exception of this process end as a failure of a run does, and print a summary when the process exits."""
     silence_torch_warnings()
     context = world.context
 

@@ -11,7 +11,7 @@ from distlab.run.terminal import StatusLine
 
 SECONDS_TO_ESTIMATE = 2.0  # minimum time of several steps for a first estimate
 SECONDS_OF_ONE = 10.0  # after this time, a single step is enough
-FEW_STEPS = 20  # up to this number, the rate is that of all steps
+FEW_STEPS = 20  # up to this number, the rate is over all steps
 SECONDS_BETWEEN_LINES = 60.0
 SECONDS_BETWEEN_REDRAWS = 0.2
 
@@ -45,7 +45,7 @@ class Progress:
             what: name of the steps.
             speed: (steps per second) -> text for the speed.
             warms_up: ignore the time of the first step, which takes longer than the others.
-            status: shows how far it is; by default, nothing does.
+            status: the line that shows the progress; by default, there is none.
             clock: returns the time in seconds.
         """
         self._total, self._say, self._done, self._what, self._speed, self._clock = total, say, done, what, speed, clock
@@ -56,7 +56,7 @@ class Progress:
         self._status.show(f"{done:,} of {total:,} {what}")
 
     def advance(self) -> None:
-        """Call at the end of each step, after the validation and checkpoint that follow it."""
+        """Count a step; call this at its end, after the validation and checkpoint that follow it."""
         now = self._clock()
         self._ends.append(now)
         self._done += 1
@@ -77,11 +77,11 @@ class Progress:
             self._next_redraw = now + SECONDS_BETWEEN_REDRAWS
 
     def take_back(self) -> None:
-        """Have the last step taken again."""
+        """Uncount the last step, which will be repeated."""
         self._done -= 1
 
     def _rate(self) -> float:
-        """Steps per second, over the later half of the steps, or over all if they are few."""
+        """Return the steps per second, over the later half of the steps, or over all if they are few."""
         timed = len(self._ends) - 1
         first = timed // 2 if timed > FEW_STEPS else 0
         return (timed - first) / max(self._ends[-1] - self._ends[first], 1e-9)
@@ -109,7 +109,7 @@ def _say_on_stderr(text: str) -> None:
 
 
 def human_time(seconds: float) -> str:
-    """A duration such as 1 h 52 min."""
+    """Return a duration as text, such as 1 h 52 min."""
     if seconds < 99.5:
         return f"{seconds:.0f} s"
     minutes = round(seconds / 60)

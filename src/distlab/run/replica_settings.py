@@ -55,7 +55,7 @@ class LocalStepsSettings(DataParallelSettings):
 
 @dataclass
 class OuterStepSettings:
-    """The outer steps of replicas that train on their own: DiLoCo."""
+    """The outer steps of replicas that train independently: DiLoCo."""
 
     sync_every: Annotated[int, ResumePolicy.FIXED] = 50
     """inner steps of each replica between two exchanges of the same weights"""
@@ -65,7 +65,7 @@ class OuterStepSettings:
     """momentum of the outer optimizer"""
 
     def check_exchanges(self, steps: int) -> None:
-        """Raise `InputError` if a run of so many steps cannot exchange its weights like this."""
+        """Raise `InputError` if a run of `steps` steps cannot exchange its weights in this way."""
         require_positive(self, "sync_every", "outer_lr")
         given = f"--steps {steps} with --sync-every {self.sync_every}"
         advice = f"some weights would never be exchanged; give at least {self.sync_every} steps"
@@ -74,7 +74,7 @@ class OuterStepSettings:
         require(0 <= self.outer_momentum < 1, f"{given}: give a number from 0 to less than 1")
 
     def remarks_on_exchanges(self, steps: int, optimizer: str) -> list[str]:
-        """Lines to print at the start of such a run."""
+        """Return the lines to print at the start of such a run."""
         own = [f"each rank keeps {optimizer}'s moments of its own gradients"] if optimizer != "sgd" else []
         rest = steps % self.sync_every
         late = f"the model will lack some of what the last {rest} steps learn; --steps {steps - rest} avoids it"
@@ -83,7 +83,7 @@ class OuterStepSettings:
 
 @dataclass
 class OuterSettings(OuterStepSettings):
-    """How such replicas exchange their weights: in fragments, while they compute, in few bits: Streaming DiLoCo."""
+    """The exchange of weights between such replicas in fragments, while they compute, in few bits: Streaming DiLoCo."""
 
     fragments: Annotated[int, ResumePolicy.FIXED] = 1
     """equal parts of the weights, which are exchanged one after another, evenly over --sync-every steps"""
@@ -176,6 +176,6 @@ class ShardedSettings(DataParallelSettings):
 
 
 def check_no_clipping(norm: float | None) -> None:
-    """Raise `InputError` if replicas that train on their own are to clip the norm of all gradients."""
+    """Raise `InputError` if replicas that train independently have to clip the norm of all gradients."""
     advice = "each rank has gradients of its own here, and there is no one norm; leave it out, or average gradients"
     require(norm is None, f"--clip-norm {norm or 0:g}: {advice} (dp-ga)")

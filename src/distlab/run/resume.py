@@ -1,4 +1,4 @@
-"""Which settings a resumed run inherits from its checkpoint, and which must match; the layout may change."""
+"""The settings that a resumed run inherits from its checkpoint, and those that must match; the layout may change."""
 
 import hashlib
 import os
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class ResumePolicy(Enum):
-    """How a resumed run treats a setting: ``lr: Annotated[float, ResumePolicy.DEFAULT] = 8e-4``."""
+    """The treatment of a setting in a resumed run: ``lr: Annotated[float, ResumePolicy.DEFAULT] = 8e-4``."""
 
     MODEL = "a size of the model; must equal the checkpoint's"
     FIXED = "must equal the checkpoint's"
@@ -24,7 +24,7 @@ class ResumePolicy(Enum):
 
 
 def marked(settings: object, *policies: ResumePolicy) -> list[str]:
-    """The names of the fields with one of these policies; a subclass may override a field's default or policy."""
+    """Return the names of the fields with one of these policies; a subclass may override a default or policy."""
     found: dict[str, ResumePolicy] = {}
     for declaring in reversed(type(settings).__mro__):
         for name, hint in get_type_hints(declaring, include_extras=True).items():
@@ -35,7 +35,7 @@ def marked(settings: object, *policies: ResumePolicy) -> list[str]:
 
 
 def per_step(checkpoint: "Checkpoint", settings: Any) -> dict[str, int]:
-    """What a step of the checkpoint's run consumed on all replicas, by the setting that gives it for one replica."""
+    """Return what a step of the checkpoint's run consumed on all replicas, by the setting of one replica's share."""
     saved = checkpoint.record["settings"]
     counts = {name: saved[name] for name in marked(settings, ResumePolicy.PER_REPLICA) if name in saved}
     replicas = checkpoint.layout.get("dp", 1)
@@ -43,7 +43,7 @@ def per_step(checkpoint: "Checkpoint", settings: Any) -> dict[str, int]:
 
 
 def fits(value: Any, hint: Any) -> bool:
-    """Whether a value from a checkpoint's record has the type of a field."""
+    """Return whether a value from a checkpoint's record has the type of a field."""
     if get_origin(hint) is tuple:
         parts = get_args(hint)
         return isinstance(value, list) and len(value) == len(parts) and all(map(fits, value, parts))
@@ -56,7 +56,7 @@ def fits(value: Any, hint: Any) -> bool:
 
 
 def is_choice(value: Any, hint: Any) -> bool:
-    """Whether a value is one of those that a field may have, if these are listed."""
+    """Return whether a value is a choice of a field, if the field lists choices."""
     return get_origin(hint) is not Literal or value in get_args(hint)
 
 
@@ -66,7 +66,7 @@ def require_same(what: str, name: str, saved: Any, own: Any) -> None:
 
 
 def check_data(checkpoint: "Checkpoint", own: dict[str, Any] | None) -> None:
-    """Raise `InputError` if a run's data are known not to be those of the checkpoint."""
+    """Raise `InputError` if a run's data are known to differ from the checkpoint's."""
     data = checkpoint.record.get("data")
     if data and own and _content(data) != _content(own):
         seed = f" and --seed {data['seed']}" if "seed" in data else ""
@@ -75,8 +75,8 @@ def check_data(checkpoint: "Checkpoint", own: dict[str, Any] | None) -> None:
 
 
 def file_identity(data: str) -> dict[str, Any]:
-    """A record that identifies a file, or a folder of files."""
-    path = Path(os.path.expanduser(data))  # as it is, where there is no home
+    """Return a record that identifies a file, or a folder of files."""
+    path = Path(os.path.expanduser(data))  # unchanged where there is no home folder
     files = sorted(file for file in path.rglob("*") if file.is_file()) if path.is_dir() else [path]
     beginnings = hashlib.sha256()
     for part in files:
@@ -89,7 +89,7 @@ def file_identity(data: str) -> dict[str, Any]:
 
 
 def content_of(path: Path) -> str:
-    """SHA-256 of a file, or of the names and contents of a folder's files; hexadecimal."""
+    """Return the SHA-256 of a file, or of the names and contents of a folder's files; hexadecimal."""
     from distlab.checkpoints.format import checksum
 
     if not path.is_dir():
@@ -101,5 +101,5 @@ def content_of(path: Path) -> str:
 
 
 def _content(data: dict[str, Any]) -> dict[str, Any]:
-    """The identity of data without the path: a file or folder that was moved is still the same."""
+    """Return the identity of data without the path: a file or folder that was moved is still the same."""
     return {key: value for key, value in data.items() if key != "source" or "bytes" not in data}

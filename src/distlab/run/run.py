@@ -1,4 +1,4 @@
-"""A rank's part of a run: what it is, its steps, and the components that it owns."""
+"""A rank's part of a run: its identity, its steps, and the components that it owns."""
 
 import json
 import math
@@ -49,7 +49,7 @@ class Run(Generic[SettingsT]):
     def __init__(self, settings: SettingsT, script: Path) -> None:
         self.settings = settings
         self.rank, self.world_size = identity(settings)
-        self.has_terminal = self.rank == 0 or not started_by_torchrun()  # of its own, or as the first rank
+        self.has_terminal = self.rank == 0 or not started_by_torchrun()  # a separate one, or as the first rank
         self.terminal = Terminal(self.rank, self.has_terminal)
         self.joined = joined = join(settings, script)
         self.grid, self.device, self.context, self.decided = joined.grid, joined.device, joined.context, joined.decided
@@ -87,7 +87,7 @@ class Run(Generic[SettingsT]):
 
     @property
     def shared_cores(self) -> int | None:
-        """Cores of this host for each of the pipelines that it runs; None if the number of threads must not change."""
+        """Return this host's cores for each of its pipelines; None if the number of threads must not change."""
         pipelines = self.grid.pipelines_on_host(self.joined.local_ranks)
         return None if self.device.type == "cuda" else devices.cores_to_share(pipelines)
 
@@ -126,7 +126,7 @@ class Run(Generic[SettingsT]):
             say(remark)
 
     def track(self, model: nn.Module, optimizer: Optimizer) -> None:
-        """Register what changes during training, for checkpoints; `model` is this rank's part of it, unwrapped."""
+        """Register the state that changes during training, for checkpoints; `model` is this rank's part, unwrapped."""
         if self.checkpointer is not None:
             sizes = {name: getattr(self.settings, name) for name in marked(self.settings, ResumePolicy.MODEL)}
             self.checkpointer.register(dict(model.named_parameters()), sizes, optimizer)
@@ -197,7 +197,7 @@ class Run(Generic[SettingsT]):
 
     @property
     def _lr_hint(self) -> str:
-        """The end of a sentence about what is not finite."""
+        """Return the end of a sentence about a value that is not finite."""
         return f" (is --lr {self.settings.lr:g} too large?)" if hasattr(self.settings, "lr") else ""
 
     def sum_loss(self, step: int, losses: Iterable[Tensor]) -> LossSum:
@@ -209,14 +209,14 @@ class Run(Generic[SettingsT]):
         return LossSum(step, own, total, pending, self.grid.size // self.grid.axis("pp").size)
 
     def _first_not_finite(self, own_loss: float) -> str:
-        """The first rank whose loss is not finite, for the message; all ranks must call this method."""
+        """Return the first rank whose loss is not finite, for the message; all ranks must call this method."""
         first = torch.tensor(self.world_size if math.isfinite(own_loss) else self.rank, device=self.device)
         with named("the first rank whose loss is not finite", CONTROL):
             dist.all_reduce(first, dist.ReduceOp.MIN)
         return f", first on {self.grid.describe(int(first))}" if first < self.world_size > 1 else ""
 
     def close(self) -> None:
-        """Wait until all ranks have finished, print the summary, and close what the run has opened."""
+        """Wait until all ranks have finished, print the summary, and close everything that the run has opened."""
         copied_bytes = self.running_on.copied_bytes if self.running_on else 0
         held = self.memory.collect(self.context, copied_bytes) if self.memory else []
         traces = []
@@ -242,7 +242,7 @@ class Run(Generic[SettingsT]):
             self.joined.claim.release()
 
     def summarize(self) -> None:
-        """On rank 0, print what the run cost and what can be done with it now."""
+        """On rank 0, print the costs of the run and the commands for next steps."""
         self.terminal.status.clear()
         if self.rank == 0:
             self.records.summary()

@@ -22,7 +22,7 @@ class RunningOn:
     """The step whose loss is still unknown, and a copy of the state before its update.
 
     Args:
-        optimizer: of all parameters of this rank; a copy of them and of its state is kept.
+        optimizer: of all parameters of this rank; a copy of the parameters and of its state is kept.
         arrived: called with a step, its loss, and the norm of its gradients if that is limited, once it is known that
             the step is valid: the loss is finite, and the gradients did not have to be clipped.
         most: the largest norm of gradients that are not clipped; None for no limit.
@@ -54,7 +54,7 @@ class RunningOn:
                 kept.copy_(tensor)
 
     def leave_norm_open(self, norm: NormSum) -> None:
-        """Also leave open the norm of the gradients of that step, which are used without clipping."""
+        """Also leave open the norm of the step's gradients, which are used without clipping."""
         self._open_norm = norm
 
     def settle(self) -> None:
@@ -76,11 +76,11 @@ class RunningOn:
             self._waits_in, self.must_undo = before.step, True
 
     def waits_in(self, step: int) -> bool:
-        """Whether a step has to end with the usual wait: it is repeated, or the previous step was clipped."""
+        """Return whether a step has to end with the usual wait: it is repeated, or the previous step was clipped."""
         return self._waits_in == step
 
     def has_waited(self, step: int, norm: float) -> None:
-        """After a step with the usual wait: if it was clipped, the next one waits too. Clipped steps come in groups."""
+        """Make the next step also wait if this step, which waited, was clipped. Clipped steps come in groups."""
         if self._most is not None and is_too_long(norm, self._most):
             self._waits_in = step + 1
 
@@ -95,7 +95,7 @@ class RunningOn:
         self.must_undo = False
 
     def keep_arrived(self) -> None:
-        """Record the loss of the open step if it has arrived. For a run that ends early, in which no rank may wait."""
+        """Record the loss of the open step if it has arrived: for a run that ends early, when no rank may wait."""
         transfers = [waited.transfer for waited in (self._open, self._open_norm) if waited is not None]
         if self._open is not None and all(one.is_completed() for one in transfers if one is not None):
             with contextlib.suppress(RuntimeError):  # the transfer failed because another rank has exited
@@ -103,7 +103,7 @@ class RunningOn:
 
     @property
     def copied_bytes(self) -> int:
-        """The size of the copy."""
+        """Return the size of the copy."""
         return sum(tensor.nbytes for tensor in self._kept)
 
     def _state(self) -> list[Tensor]:

@@ -28,7 +28,7 @@ MOST_RANKS = 1024  # a larger number is taken for a typing error; it would use u
 
 
 def shown_as(metavar: str, hint: str) -> Any:
-    """How `--help` shows a flag: the kind of its value, and a hint about its default."""
+    """Set how `--help` shows a flag: the kind of its value, and a hint about its default."""
     return tyro.conf.arg(metavar=metavar, help_behavior_hint=f"({hint})")
 
 
@@ -56,28 +56,28 @@ class RunSettings:
     """folder for the run's files"""
 
     one_stage_at_a_time: ClassVar[bool] = False
-    """whether only one stage of a pipeline computes at a time, so that each can use the cores of all"""
+    """whether the stages of a pipeline compute one after another, so that each can use the cores of all"""
 
     @property
     def layout(self) -> Layout:
-        """Ranks along each kind of parallelism, e.g. ``{"dp": 3}``; their product is the world size."""
+        """The ranks along each kind of parallelism, e.g. ``{"dp": 3}``; their product is the world size."""
         return {}
 
     @property
     def held(self) -> Sequence[Sequence[int]]:
-        """By pipeline worker, the stages that it holds; empty if each worker holds one."""
+        """The stages of each pipeline worker; empty if each worker holds one."""
         return ()
 
     def decide(self) -> dict[str, Any]:
-        """What rank 0 decides for all ranks, in addition to the run's folder; it is written to `config.json`."""
+        """Return rank 0's decisions for all ranks, apart from the run's folder; they are written to `config.json`."""
         return {}
 
     def remarks(self, decided: dict[str, Any]) -> list[str]:
-        """Lines about these decisions, to print when the run begins."""
+        """Return lines about these decisions, to print when the run starts."""
         return []
 
     def remarks_at_the_end(self, times: "Sequence[StepTime]") -> list[str]:
-        """Lines about the run's steps, to print when it has ended; `times` are those on rank 0."""
+        """Return lines about the run's steps, to print at its end; `times` are the times of rank 0."""
         return []
 
     def check(self) -> None:
@@ -115,13 +115,13 @@ class RunSettings:
 
 @dataclass
 class ResumableSettings(RunSettings):
-    """A training run that saves checkpoints and can resume; each setting's `ResumePolicy` says how it is restored."""
+    """A training run that saves checkpoints and can resume, each setting by its `ResumePolicy`."""
 
     architecture: ClassVar[str]
-    """name in checkpoints of the model that the script trains"""
+    """name in checkpoints for the model that the script trains"""
 
     lacks: ClassVar[Mapping[str, object]] = {}
-    """settings of a fuller script, with the values that this one stands for"""
+    """settings that only a fuller script has, with the values that correspond to this script"""
 
     save_every: Annotated[int | None, shown_as("INT", "default: never")] = None
     """write a checkpoint every N steps, and after the last one"""
@@ -132,7 +132,7 @@ class ResumableSettings(RunSettings):
 
     @property
     def has_checkpoints(self) -> bool:
-        """Whether the run reads or writes checkpoints."""
+        """True if the run reads or writes checkpoints."""
         return self.save_every is not None or self.resume is not None
 
     @property
@@ -141,7 +141,7 @@ class ResumableSettings(RunSettings):
         raise NotImplementedError(f"{type(self).__name__} must define the length of its run")
 
     def every_few_steps(self, steps: int) -> int:
-        """A value of `--save-every` to suggest for so many steps."""
+        """Return a value of `--save-every` to suggest for `steps` steps."""
         return max(1, steps // 5)
 
     @property
@@ -151,19 +151,19 @@ class ResumableSettings(RunSettings):
 
     @property
     def data_identity(self) -> dict[str, Any] | None:
-        """A record that identifies the data; None if it is not known before the run or follows from other settings."""
+        """Return a record that identifies the data; None if unknown before the run, or given by other settings."""
         return None
 
     @property
     def files(self) -> dict[str, Path]:
-        """The files and folders that decide what is trained, by the names of the settings that lead to them."""
+        """Return the files and folders on which the training depends, by the names of their settings."""
         found = {} if self.tokenizer_model is None else {"--tokenizer": self.tokenizer_model}
         data = self.data_identity or {}
         return found | ({f"--data {self.data}": Path(data["source"])} if "bytes" in data else {})  # type: ignore[attr-defined]
 
     @property
     def per_rank_optimizer_state(self) -> bool:
-        """Whether the optimizer's state differs between replicas."""
+        """True if the optimizer's state differs between replicas."""
         return False
 
     def check(self) -> None:
@@ -178,7 +178,7 @@ class ResumableSettings(RunSettings):
         return {"data_identity": self.data_identity}
 
     def saved_values(self, checkpoint: "Checkpoint") -> dict[str, Any]:
-        """By name, the settings whose defaults come from the checkpoint; `InputError` if a value has the wrong type."""
+        """Return the settings whose defaults come from the checkpoint, by name; `InputError` for a wrong type."""
         self._check_architecture(checkpoint)
         model, saved, layout = checkpoint.record["model"], checkpoint.record["settings"], checkpoint.layout
         values = {name: model[name] for name in resume.marked(self, ResumePolicy.MODEL) if name in model}
@@ -201,7 +201,7 @@ class ResumableSettings(RunSettings):
         return {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
 
     def remarks_on_resuming(self, checkpoint: "Checkpoint") -> list[str]:
-        """Lines to print about settings that change the course of the resumed run."""
+        """Return lines to print about settings that change the course of the resumed run."""
         return []
 
     def check_checkpoint(self, checkpoint: "Checkpoint") -> None:
@@ -304,7 +304,7 @@ def check_values(args: Sequence[str]) -> None:
 
 
 def as_json(settings: RunSettings) -> dict[str, Any]:
-    """All settings except the rank, as JSON values: for `config.json`, and for the comparison between ranks."""
+    """Return all settings except the rank, as JSON values: for `config.json`, and for the comparison between ranks."""
     values: dict[str, Any] = json.loads(json.dumps(asdict(settings), default=str))
     del values["rank"]
     return values

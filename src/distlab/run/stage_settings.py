@@ -64,14 +64,14 @@ class StageSettings(TrainSettings):
         return self.layout["pp"]
 
     def split(self, vocab_size: int) -> Split:
-        """The layers of each stage: those of `--layers-per-stage`, or balanced."""
+        """Return the layers of each stage: by `--layers-per-stage`, or balanced."""
         stages = self.stages
         if self.layers_per_stage is not None:
             return read_split(self.layers_per_stage, self.n_layers, stages)
         return balance(self.n_layers, stages, self._parts(vocab_size))
 
     def pass_costs(self, vocab_size: int) -> ActionCosts:
-        """Estimates of what the passes of each stage cost, as of `estimated_costs`."""
+        """Return estimates of the costs of each stage's passes, from `estimated_costs`."""
         split, again, tp = self.split(vocab_size), self.recompute == "blocks", self.layout.get("tp", 1)
         tokens = self.batch_size // self.micro_batches * self.seq_len
         return estimated_costs(split, self._parts(vocab_size), again, tokens, tp)
@@ -150,7 +150,7 @@ class WrittenScheduleSettings(StageSettings):
         super().check()
         check_schedule(self.schedule, self.layout["pp"], self.micro_batches, self.chunks, self.limit)
         if self.schedule != AUTO:
-            simulate(self.programs())  # raises `InputError` for one that cannot run
+            simulate(self.programs())  # raises `InputError` for a schedule that cannot run
 
     @property
     def files(self) -> dict[str, Path]:
@@ -158,7 +158,7 @@ class WrittenScheduleSettings(StageSettings):
         return super().files | own
 
     def programs(self) -> list[list[Action]]:
-        """Each worker's actions, in order."""
+        """Return each worker's actions, in order."""
         sizes = self.layout["pp"], self.micro_batches, self.chunks
         return all_stages(self.schedule, *sizes, recompute=self.recompute == "all")
 
@@ -183,7 +183,7 @@ class WrittenScheduleSettings(StageSettings):
 
 @dataclass
 class ScheduleSettings(WrittenScheduleSettings):
-    """A run whose stages follow any pipeline schedule, also one that a search finds."""
+    """A run whose stages follow any pipeline schedule, including one found by a search."""
 
     chunks_per_stage: Annotated[int, ResumePolicy.SAME_LAYOUT] = DEFAULT_CHUNKS
     """with --schedule interleaved or auto: stages that each rank holds; auto: 1 or 2"""
@@ -256,7 +256,7 @@ class ThreeAxesSettings(ThreeAxes, WrittenScheduleSettings):
 
 @dataclass
 class HybridSettings(ThreeAxes, SharedSequences, OuterSettings, ScheduleSettings):
-    """A run of several equal pipelines, with `--batch-size` sequences each, and everything that they can do."""
+    """A run of several equal pipelines, with `--batch-size` sequences each, and all options for pipelines."""
 
     masks_documents = True
     cp: int = 1
@@ -300,7 +300,7 @@ class HybridSettings(ThreeAxes, SharedSequences, OuterSettings, ScheduleSettings
         late = f"--report-every {self.report_every} with --run-on: a step that ran on is checked when its loss arrives"
         require(self.report_every == 1 or not self.run_on, f"{late}; leave one of them out")
         if self.outer == "none":
-            if self.resume is None:  # a checkpoint of another script may have these settings
+            if self.resume is None:  # a checkpoint of a different script may have these settings
                 self._refuse_outer_steps({})
             return
         self.check_exchanges(self.steps)
@@ -330,7 +330,7 @@ class HybridSettings(ThreeAxes, SharedSequences, OuterSettings, ScheduleSettings
             self._refuse_outer_steps(saved)
         if self.outer == saved.get("outer") == "diloco" and self.layout == checkpoint.layout:
             saved = {"neighbors": "stages"} | saved  # older checkpoints do not have it
-            # Or a rank would hold other layers.
+            # Otherwise a rank would hold different layers.
             for name in ("schedule", "chunks_per_stage", "layers_per_stage", "neighbors"):
                 resume.require_same(
                     f"--resume {self.resume}: it was trained with", name, saved[name], getattr(self, name)

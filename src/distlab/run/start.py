@@ -31,17 +31,17 @@ class Script:
     defaults: RunSettings
     description: str
     has_threads: bool  # its import has started threads, which forks of this process would lack
-    more: Path | None = None  # the script that has the flags of later chapters too; see `distlab.run.main.main`
+    more: Path | None = None  # the script that also has the flags of later chapters; see `distlab.run.main.main`
 
     def parse(self, args: list[str], prog: str) -> RunSettings:
-        """The script's settings for `args`; a wrong flag is reported here, before any rank starts."""
+        """Return the script's settings for `args`; a wrong flag is reported here, before any rank starts."""
         return parse(self.defaults, self.description, args, prog=prog)
 
 
 def read_script(path: Path) -> Script:
-    """Run a script as an imported module, for its `DEFAULTS` and whatever else it registers, such as a schedule.
+    """Run a script as an imported module, for its `DEFAULTS` and anything else it registers, such as a schedule.
 
-    Ranks that are forks of this process have then imported what the script imports.
+    Ranks that are forks of this process then have the script's imports.
 
     Raises:
         InputError: the script has no `DEFAULTS`, or they are not `RunSettings`.
@@ -60,10 +60,10 @@ def read_script(path: Path) -> Script:
 
 
 def read_script_for(path: Path, args: list[str], prog: str) -> tuple[Script, RunSettings]:
-    """The script that takes these flags, and its settings: the one of this path, or the one that it names for more.
+    """Return the script that accepts these flags, with its settings: the one at this path, or the one it names as more.
 
     Raises:
-        InputError: as `read_script`; or none takes the flags.
+        InputError: as in `read_script`; or no script accepts the flags.
     """
     script = read_script(path)
     try:
@@ -78,14 +78,14 @@ def read_script_for(path: Path, args: list[str], prog: str) -> tuple[Script, Run
 
 
 def has_defaults(path: Path) -> bool:
-    """Whether a file defines `DEFAULTS`; otherwise it is a program that knows nothing of the lab's runs."""
+    """Return whether a file defines `DEFAULTS`; otherwise it is a program that does not use the lab's runs."""
     tree = ast.parse(path.read_bytes())
     targets = (target for node in tree.body if isinstance(node, ast.Assign) for target in node.targets)
     return any(isinstance(target, ast.Name) and target.id == "DEFAULTS" for target in targets)
 
 
 def read_program_flags(args: list[str]) -> tuple[ProgramSettings, list[str]]:
-    """The settings for the ranks of such a program, and the arguments that are the program's."""
+    """Return the settings for the ranks of such a program, and the arguments for the program itself."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--world-size", type=int, default=ProgramSettings.world_size)
     own, rest = parser.parse_known_args(args)
@@ -97,7 +97,7 @@ def start(path: Path, args: list[str], prog: str) -> int:
     """Start all ranks of a script, wait until they end, and return the exit status.
 
     Raises:
-        InputError: the script cannot be launched, or its flags or those of launch.sh cannot work.
+        InputError: the script cannot be launched, or flags of the script or of launch.sh cannot work.
     """
     own, args = read_flags(args)
     if not has_defaults(path):
@@ -115,7 +115,7 @@ def start(path: Path, args: list[str], prog: str) -> int:
     nodes = assign_ranks(own, settings.layout, settings.master_addr)
     out = settings.out
     reader = "--max-restarts" if own.max_restarts else "--tell" if own.tell is not None else None
-    if reader and out is None:  # restarted ranks and the story teller must find what was saved
+    if reader and out is None:  # restarted ranks and the story teller must find the checkpoints
         several = f"{reader} on several machines: give --out, a folder that all of them share"
         require(len(nodes.ranks_of) == 1, several)
         out = new_folder(Path("runs") / path.stem)
@@ -142,10 +142,10 @@ def check_story(prompt: str, settings: RunSettings, script: str) -> TrainSetting
 
 
 def tell_story(run: Path, prompt: str, device: str) -> int:
-    """Print a story told by a run's saved model, in lines that begin with `#`; returns the exit status."""
+    """Print a story told by a run's saved model, in lines that begin with `#`; return the exit status."""
     teller = [sys.executable, str(LAB / "primer/tell_story.py"), str(run), f"--prompt={prompt}", "--device", device]
     teller += ["--temperature", str(TEMPERATURE)]
-    environment = {**os.environ, "PYTHONIOENCODING": "utf-8"}  # whatever this process's output can show of it
+    environment = {**os.environ, "PYTHONIOENCODING": "utf-8"}  # even if this process's output has a different encoding
     with subprocess.Popen(teller, stdout=subprocess.PIPE, env=environment, encoding="utf-8") as process:
         assert process.stdout is not None
         for line in process.stdout:

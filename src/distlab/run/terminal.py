@@ -1,4 +1,4 @@
-"""What a rank shows: its lines on a terminal and in its log, and a status line below them."""
+"""The output of a rank: its lines on a terminal and in its log, and a status line below them."""
 
 import contextlib
 import errno
@@ -47,7 +47,7 @@ class StatusLine:
 
     @contextlib.contextmanager
     def instead(self, text: str) -> Iterator[None]:
-        """Inside, show `text`; then restore the previous text."""
+        """Show `text` inside the context; then restore the previous text."""
         before = self.text
         self.show(text)
         yield
@@ -62,7 +62,7 @@ class StatusLine:
 
 
 def can_erase(stream: TextIO) -> bool:
-    """Whether a stream is a terminal that can erase a line."""
+    """Return whether a stream is a terminal that can erase a line."""
     return stream.isatty() and os.environ.get("TERM", "dumb") != "dumb"
 
 
@@ -81,17 +81,17 @@ class RankOutput(io.TextIOBase):
         self._erase = self._erase_before_line = erase  # _erase is "" while the terminal shows an incomplete line
 
     def keep_in(self, file: TextIO) -> None:
-        """From now on write to `file`, starting with everything written so far."""
+        """Write to `file` from now on, starting with everything written so far."""
         assert isinstance(self._file, io.StringIO)
         earlier, self._file = self._file.getvalue(), file
         self.keep(earlier)
 
     def close_log(self) -> None:
-        with contextlib.suppress(OSError):  # which `keep` has told of
+        with contextlib.suppress(OSError):  # `keep` has reported it
             self._file.close()
 
     def keep(self, text: str) -> None:
-        """Write to the log only. If that fails, say so on the terminal, which then has the rest alone."""
+        """Write to the log only. If that fails, report it on the terminal, which then gets the rest alone."""
         if not self._keeps:
             return
         try:
@@ -103,7 +103,7 @@ class RankOutput(io.TextIOBase):
             self._show(f"{self._erase}{self.prefix or '# '}{what}\n")
 
     def _show(self, text: str) -> None:
-        """Write to the terminal. A run goes on without one that was closed, and its log has the output."""
+        """Write to the terminal. If it was closed, the run continues without it, and its log has the output."""
         try:
             self.terminal.write(text)
             self.terminal.flush()
@@ -142,8 +142,8 @@ class RankOutput(io.TextIOBase):
 class Terminal:
     """This process's standard output and error while it is a rank of a run.
 
-    They go through `RankOutput`; ranks without a terminal of their own prefix their lines. Status lines and the
-    progress bars of libraries are shown on terminals only, by one rank per terminal.
+    They go through `RankOutput`; ranks that share a terminal prefix their lines. Status lines and the progress bars of
+    libraries are shown on terminals only, by one rank per terminal.
     """
 
     def __init__(self, rank: int, has_own: bool) -> None:
@@ -161,7 +161,7 @@ class Terminal:
         sys.stdout, sys.stderr = self.out, self.err
 
     def keep_in(self, log: TextIO) -> None:
-        """From now on also write to the rank's log, starting with everything written so far."""
+        """Also write to the rank's log from now on, starting with everything written so far."""
         self.out.keep_in(log)
         self.err.keep_in(log)
 

@@ -16,7 +16,7 @@ from distlab.run.terminal import say
 
 
 def gather_traces(context: Context) -> list[dict[str, Any]]:
-    """The recorded events of all ranks on rank 0; [] on other ranks. Sent as JSON, so that nothing is unpickled."""
+    """Return the recorded events of all ranks on rank 0; [] on other ranks. Sent as JSON: nothing is unpickled."""
     own = torch.frombuffer(bytearray(json.dumps(context.recorder.as_json()).encode()), dtype=torch.uint8)
     if context.rank > 0:
         for part in (torch.tensor(len(own)), own):
@@ -26,7 +26,7 @@ def gather_traces(context: Context) -> list[dict[str, Any]]:
     traces = [own]
     for rank in range(1, context.world_size):
         trace = torch.empty((), dtype=torch.int64, device=context.device)
-        for _ in range(2):  # its size, and then itself
+        for _ in range(2):  # its size, and then the trace
             with named(f"the trace of {context.describe(rank)}", "trace"):
                 dist.recv(trace, rank)
             trace = trace if trace.dim() else torch.empty(int(trace), dtype=torch.uint8, device=context.device)

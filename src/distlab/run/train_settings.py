@@ -1,6 +1,6 @@
 """The settings of all runs that train the lab's Llama.
 
-Those of replicas are in `replica_settings`, those of pipelines and of the hybrid in `stage_settings`.
+The settings of replicas are in `replica_settings`, of pipelines and of the hybrid in `stage_settings`.
 """
 
 import functools
@@ -35,20 +35,20 @@ MOST_LAYERS, MOST_TOKENS = 1000, 2**24  # larger numbers are taken for typing er
 
 
 class Prediction(Protocol):
-    """What a step of a run should take, as a package that `distlab` does not import predicts it."""
+    """The predicted time of a run's step, from a package that `distlab` does not import."""
 
     @property
     def sentence(self) -> str: ...
 
     def check_device(self, device: str) -> None:
-        """Raise `InputError` if the prediction is for another kind of device."""
+        """Raise `InputError` if the prediction is for a different kind of device."""
 
     def beside(self, times: Sequence[StepTime]) -> Iterable[str]:
-        """Lines that compare what steps took with the prediction."""
+        """Return lines that compare the measured times of steps with the prediction."""
 
 
 def planner_prediction() -> Any:
-    """The planner's class `Prediction`; `InputError` without the planner, which is not needed for anything else."""
+    """Return the planner's class `Prediction`; `InputError` without the planner, which nothing else here needs."""
     try:
         return importlib.import_module("distlab_planner.prediction").Prediction
     except ModuleNotFoundError as error:
@@ -151,7 +151,7 @@ class TrainSettings(ResumableSettings):
 
     @functools.cached_property
     def prediction(self) -> Prediction | None:
-        """With `--machine`, what a step should take; `InputError` if the planner cannot know it.
+        """The predicted time of a step, with `--machine`; `InputError` if the planner cannot predict it.
 
         The file is read once: when the run ends, hours later, it may have changed.
         """
@@ -162,7 +162,7 @@ class TrainSettings(ResumableSettings):
         return planner_prediction().of(self, self.machine)
 
     def _lr_remarks(self) -> list[str]:
-        """Lines to print about a learning rate that changes."""
+        """Return lines to print about a learning rate that changes."""
         parts = [f"rises to {self.lr:g} over {self.warmup_steps:,} steps"] if self.warmup_steps else []
         if self.lr_schedule != "constant":
             curve = "half a cosine" if self.lr_schedule == "cosine" else "a line"
@@ -178,7 +178,7 @@ class TrainSettings(ResumableSettings):
         return [f"{sentence}: it is now {lrs[1]:.3g} instead of {lrs[0]:.3g}; --steps sets it"]
 
     def learning_rate(self, step: int) -> float:
-        """The learning rate of a step."""
+        """Return the learning rate of a step."""
         return learning_rate(step, self.steps, self.lr, self.warmup_steps, self.lr_schedule, self.min_lr)
 
     def saved_values(self, checkpoint: "Checkpoint") -> dict[str, Any]:
@@ -186,7 +186,7 @@ class TrainSettings(ResumableSettings):
         values.setdefault("seq_len", min(self.seq_len, model["ctx_size"]))  # an imported model has no settings
         values["num_kv_heads"] = None if model["num_kv_heads"] == model["num_heads"] else model["num_kv_heads"]
         if values.get("batch_size", 0) % max(1, values.get("micro_batches", self.micro_batches)):
-            del values["batch_size"]  # from another layout, with another number of micro-batches
+            del values["batch_size"]  # from a different layout, with a different number of micro-batches
         if not checkpoint.has_tokenizer(SHIPPED_MODEL):
             values["tokenizer"] = checkpoint.tokenizer
         return values
@@ -217,7 +217,7 @@ class TrainSettings(ResumableSettings):
             require(tokens <= MOST_TOKENS, f"{given}: {tokens:,} tokens at a time; give at most {MOST_TOKENS:,}")
         self._check_recipe()
         require(self.seq_len > 1, f"--seq-len {self.seq_len}: predicting the next token needs at least 2")
-        if self.resume is None:  # otherwise they are the checkpoint's, whose heads may have a width of their own
+        if self.resume is None:  # otherwise they are the checkpoint's, whose heads may have a different width
             check_heads(self.dmodel, self.num_heads, self.num_kv_heads)
         rows, parts = self.batch_size, self.micro_batches
         advice = f"the batch must divide into equal micro-batches; give a multiple of {parts}"
@@ -225,7 +225,7 @@ class TrainSettings(ResumableSettings):
         has_end = SPTokenizer(self.tokenizer).eos_id >= 0
         sentence = "the model has no end-of-document piece (eos); give one that has"
         require(has_end, f"--tokenizer {self.tokenizer}: {sentence}")
-        _ = self.prediction  # raises `InputError` for what the planner does not know
+        _ = self.prediction  # raises `InputError` if the planner cannot predict this run
         if self.data not in ("auto", "tinystories"):
             for split in ("train", "validation") if self.eval_every else ("train",):
                 next(open_source(self.data, split, self.seed).documents(0))

@@ -42,7 +42,7 @@ class TrainingRun(Run[TrainSettingsT]):
     _batch: Tensor  # its token ids
 
     def model_options(self) -> dict[str, Any]:
-        """Keyword arguments for the models of `simplellm.llama`, from the flags or the checkpoint."""
+        """Return keyword arguments for the models of `simplellm.llama`, from the flags or the checkpoint."""
         args = self.settings
         names = "n_layers", "dmodel", "num_heads", "num_kv_heads", "hidden_dim", "seed"
         options: dict[str, Any] = {name: getattr(args, name) for name in names}
@@ -59,7 +59,7 @@ class TrainingRun(Run[TrainSettingsT]):
         return options
 
     def data_options(self) -> dict[str, Any]:
-        """Keyword arguments for `simplellm.dataloaders.TinyStories`, from the flags and rank 0's decision."""
+        """Return keyword arguments for `simplellm.dataloaders.TinyStories`, from the flags and rank 0's decision."""
         args, revision = self.settings, self.decided.get("data_revision")
         options = {
             "batch_size": args.batch_size,
@@ -70,7 +70,7 @@ class TrainingRun(Run[TrainSettingsT]):
         return options | ({"revision": revision} if revision else {})
 
     def optimizer(self, model: nn.Module | Mapping[int, nn.Module] | Mapping[str, nn.Parameter]) -> Optimizer:
-        """The optimizer given by the flags, for all parameters of a model or of several stages, or for these."""
+        """Make the optimizer that the flags give, for all parameters of a model or stages, or for given parameters."""
         parts: Iterable[nn.Module | nn.Parameter] = model.values() if isinstance(model, Mapping) else [model]
         parameters = [
             parameter
@@ -99,10 +99,10 @@ class TrainingRun(Run[TrainSettingsT]):
             optimizer: the optimizer of all its parameters.
             loss: (logits of the whole model, token ids) -> mean loss; by default the usual cross-entropy.
             owners: by stage, the rank in the pipeline that holds it; by default, each rank has one stage.
-            outer: the outer optimizer of replicas that train on their own; its weights are what is saved and validated.
-            compressor: of the gradients; what it keeps from step to step is saved too.
-            shards: if this rank updates no more than a part of the parameters: these parts, by the parameters' names.
-            gather: called when shards have been restored: gives all ranks all of them.
+            outer: the outer optimizer of replicas that train independently; its weights are saved and validated.
+            compressor: of the gradients; the state that it keeps between steps is also saved.
+            shards: if this rank updates only parts of the parameters: these parts, by the parameters' names.
+            gather: called when shards have been restored: gives all ranks all shards.
         """
         args, self._outer = self.settings, outer
         parts = self._parts = ModelParts.of(model, self.grid, owners, loss, shards or {}, gather, self._sizes())
@@ -127,7 +127,7 @@ class TrainingRun(Run[TrainSettingsT]):
             self.validator = Validator(parts, sequences, rows=max(1, args.batch_size // args.micro_batches))
 
     def _remark_on_weight_gradients(self, parts: ModelParts) -> None:
-        """Say so if a schedule defers weight gradients that the layers compute at once."""
+        """Print a remark if a schedule defers weight gradients that the layers compute at once."""
         actions = [action for program in self.recorder.programs or () for action in program]
         if self.rank == 0 and any(action.letter == "W" for action in actions) and (names := parts.undeferred()):
             what = f"{names[0]} and {len(names) - 1} others compute" if len(names) > 1 else f"{names[0]} computes"
@@ -135,7 +135,7 @@ class TrainingRun(Run[TrainSettingsT]):
             say(f"{what} weight gradients in I, which leaves nothing to W; {advice}")
 
     def _sizes(self) -> dict[str, Any]:
-        """The sizes of a model that is not the lab's Llama, as a checkpoint records them."""
+        """Return the sizes of a model that is not the lab's Llama, as a checkpoint records them."""
         args, resumed = self.settings, self.checkpointer.resumed if self.checkpointer else None
         sizes = {name: getattr(args, name) for name in ("dmodel", "num_heads", "n_layers")}
         sizes |= {"num_kv_heads": args.num_kv_heads or args.num_heads, "hidden_dim": args.hidden_dim or 4 * args.dmodel}
@@ -171,7 +171,7 @@ class TrainingRun(Run[TrainSettingsT]):
         return self.validator is not None and (step + 1) % (self.settings.eval_every or 1) == 0
 
     def _waits_after(self, step: int) -> bool:
-        """Whether ranks wait for each other after a step even with `--run-on`."""
+        """Return whether ranks wait for each other after a step even with `--run-on`."""
         steps = self.settings.steps
         is_saved = self.checkpointer is not None and self.checkpointer.is_due(step, steps)
         return step + 1 == steps or is_saved or self._is_validation_due(step)
@@ -201,11 +201,11 @@ class TrainingRun(Run[TrainSettingsT]):
         use the gradients as they are; if they should have been scaled, the step is taken again.
 
         Args:
-            optimizer: of all parameters of this rank. Each weight counts once, whichever ranks hold it, as the
-                parameters' placements say.
+            optimizer: of all parameters of this rank. Each weight counts once, whichever ranks hold it, according to
+                the parameters' placements.
 
         Raises:
-            NotFiniteError: the norm is infinite or no number, on all ranks.
+            NotFiniteError: the norm is infinite or NaN, on all ranks.
         """
         most, step, late = self.settings.clip_norm, self._step, self.running_on
         if most is None or (late is not None and late.must_undo):
@@ -230,8 +230,8 @@ class TrainingRun(Run[TrainSettingsT]):
     def log(self, step: int, losses: Iterable[Tensor]) -> None:
         """Print the loss of the global batch, with `--run-on` a step later; the arguments are those of `global_loss`.
 
-        With `--report-every N`, the ranks add it up after every N-th step only; the records of other steps have
-        no loss. To be called before the update, which a non-finite loss prevents or, with `--run-on`, undoes.
+        With `--report-every N`, the ranks add it up only after every N-th step; the records of other steps have no
+        loss. Call this before the update, which a non-finite loss prevents or, with `--run-on`, undoes.
         """
         if (step + 1) % getattr(self.settings, "report_every", 1) and not self._waits_after(step):
             return
@@ -260,5 +260,5 @@ class TrainingRun(Run[TrainSettingsT]):
 
 
 def perplexity(loss: float) -> float:
-    """exp(loss): the number of equally likely tokens that would give this loss."""
+    """Return exp(loss): the number of equally likely tokens that would give this loss."""
     return math.exp(min(loss, 700))

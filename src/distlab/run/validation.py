@@ -13,8 +13,8 @@ from distlab.run.model import ModelParts
 class Validator:
     """Computes the model's loss on a fixed set of sequences: token ids (sequences, seq), the same on all ranks.
 
-    The sequences are divided among the replicas, and evaluated at most `rows` at a time. Where the replicas shard
-    the weights, each takes as many forward passes as the others, because all of them gather the weights in each pass.
+    The sequences are divided among the replicas, and evaluated in batches of at most `rows`. Where the replicas shard
+    the weights, each does as many forward passes as the others, because all of them gather the weights in each pass.
     """
 
     def __init__(self, parts: ModelParts, sequences: Tensor, rows: int) -> None:
@@ -27,7 +27,7 @@ class Validator:
         self._not_counted = [sequences[:1]] * (most - len(self._batches)) if shares_weights else []
 
     def loss(self, step: int) -> float:
-        """The mean loss over all sequences after a step, on every rank; all ranks must call this method."""
+        """Return the mean loss over all sequences after a step, on every rank; all ranks must call this method."""
         name = f"the activations of validation batch {{}} after step {step}".format
         with counted_as("validation"):
             self._parts.open_queues([*self._batches, *self._not_counted])

@@ -1,4 +1,4 @@
-"""A group of one rank: what it sends to itself."""
+"""The transport of a group of one rank, which sends to itself."""
 
 from collections.abc import Sequence
 

@@ -10,7 +10,7 @@ from distlab.comm.transports.sums import CHUNK_BYTES, add_in_order, combine_in_o
 
 
 class InPlace(SharedCollective):
-    """A collective of tensors that lie in each rank's part of the memory; nothing is copied but the result."""
+    """A collective of tensors that lie in each rank's part of the memory; only the result is copied."""
 
     def __init__(self, memory: SharedMemory) -> None:
         super().__init__(memory)
@@ -28,19 +28,19 @@ class InPlace(SharedCollective):
 
     @abstractmethod
     def _combine(self) -> None:
-        """Compute this rank's share from the parts of all ranks."""
+        """Compute this rank's part of the result from the parts of all ranks."""
 
 
 class Reduce(InPlace):
-    """A combination of what lies at the same place in each rank's part, which the first part gets.
+    """A combination of the tensors at the same place in each rank's part; the first part gets the result.
 
-    Each rank combines its share of the elements, over the ranks in their order, ((x0 + x1) + x2) + …
+    Each rank combines some of the elements, over the ranks in their order, ((x0 + x1) + x2) + …
     """
 
     def __init__(self, memory: SharedMemory, parts: list[Tensor], op: ReduceOp.RedOpType) -> None:
         self._op = op
         elements, item_bytes = parts[0].numel(), parts[0].element_size()
-        line = max(1, 64 // item_bytes)  # elements: ranks that wrote to one line of the caches would slow each other
+        line = max(1, 64 // item_bytes)  # elements: ranks that wrote to the same cache line would slow each other
         length = -(-elements // (memory.size * line)) * line
         start = min(elements, memory.rank * length)
         self._share = [part[start : start + length] for part in parts]
@@ -54,13 +54,13 @@ class Reduce(InPlace):
             self._take(result, others)
 
     def _take(self, result: Tensor, others: list[Tensor]) -> None:
-        """Called for each chunk, with the result, which is in the first part, and the same chunk of the others."""
+        """Use a chunk of the result, which is in the first part, and the same chunk of the others."""
 
 
 class AllReduce(Reduce):
-    """A combination of what lies at the same place in each rank's part, which all parts get.
+    """A combination of the tensors at the same place in each rank's part; all parts get the result.
 
-    So every rank has the same sums, in every run; the average is the sum divided by the ranks.
+    So every rank has the same sums, in every run; the average is the sum divided by the number of ranks.
     """
 
     def _take(self, result: Tensor, others: list[Tensor]) -> None:
@@ -71,7 +71,7 @@ class AllReduce(Reduce):
 
 
 class Broadcast(InPlace):
-    """Every rank copies what lies in the part of one rank of the group, (elements,), into its own."""
+    """Every rank copies the tensor in one rank's part, (elements,), into its own part."""
 
     def __init__(self, memory: SharedMemory, parts: list[Tensor], source: int = 0) -> None:
         self._source, self._own = parts[source], parts[memory.rank]
@@ -83,9 +83,9 @@ class Broadcast(InPlace):
 
 
 class ReduceScatter(InPlace):
-    """A sum of which each rank gets a row: of what is in the parts, (ranks, elements), r's row is added up by rank r.
+    """A sum of which each rank gets a row: rank r adds up row r of the tensors in the parts, (ranks, elements) each.
 
-    The sum is that of `add_in_order` over the ranks.
+    It uses `add_in_order` over the ranks.
     """
 
     def __init__(self, memory: SharedMemory, parts: list[Tensor], own: Tensor) -> None:
@@ -98,7 +98,7 @@ class ReduceScatter(InPlace):
 
 
 class AllGather(InPlace):
-    """Every rank copies what the others have: `sources`, (elements,) each, into the rows of `parts`."""
+    """Every rank copies all ranks' `sources`, (elements,) each, into the rows of `parts`."""
 
     def __init__(self, memory: SharedMemory, sources: list[Tensor], parts: Tensor) -> None:
         self._sources, self._parts = sources, parts.view(memory.size, -1)

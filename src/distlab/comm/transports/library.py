@@ -1,7 +1,7 @@
 """gloo and NCCL: they carry every tensor, so they are asked last.
 
-gloo carries CUDA tensors through pinned host memory. Its own reduce-scatter sends as much as an all-reduce; here each
-rank sends every part to its rank, which adds them up.
+gloo carries CUDA tensors through pinned host memory. Its reduce-scatter sends as much as an all-reduce; here each rank
+sends every part to the rank that adds it up.
 """
 
 from collections.abc import Sequence
@@ -18,12 +18,12 @@ from distlab.comm.transports.transport import Carried, Members, Op, Transport
 
 
 class Library(Transport):
-    """A group of gloo's or NCCL's.
+    """A group of gloo or NCCL.
 
     Args:
-        group: torch's.
+        group: torch's group.
         members: its ranks.
-        timeout: of its collectives; NCCL's are for the group.
+        timeout: of its collectives; NCCL has one for the whole group.
     """
 
     def __init__(self, group: Any, members: Members, timeout: timedelta) -> None:
@@ -110,13 +110,13 @@ class Library(Transport):
         return _brought(self._group.recv([into], source, tag), tensor, into)
 
     def _host_buffer(self, tensor: Tensor) -> Tensor:
-        """The tensor itself if it can be sent; for a CUDA tensor over gloo, pinned host memory of its size."""
+        """Return the tensor if it can be sent; for a CUDA tensor over gloo, pinned host memory of its size."""
         if tensor.is_cpu or self._is_nccl:
             return tensor
         return torch.empty_like(tensor, device="cpu", pin_memory=True)
 
     def _staged(self, tensor: Tensor) -> Tensor:
-        """The tensor, copied to its `_host_buffer` if it cannot be sent directly."""
+        """Return the tensor, copied to its `_host_buffer` if it cannot be sent directly."""
         carried = self._host_buffer(tensor)
         if carried is not tensor:
             carried.copy_(tensor, non_blocking=True)
@@ -125,5 +125,5 @@ class Library(Transport):
 
 
 def _brought(work: dist.Work, tensor: Tensor, carried: Tensor) -> Carried:
-    """What sends or fills `carried`, whose content `tensor` has at the end."""
+    """Return the operation that sends or fills `carried`; at its end `tensor` has the same content."""
     return Carried(work, None if carried is tensor else lambda: tensor.copy_(carried, non_blocking=True))

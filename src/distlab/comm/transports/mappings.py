@@ -1,7 +1,7 @@
 """Memory that ranks of a host share: an anonymous file that one of them makes (`memfd_create`) and the others open.
 
 They open it through /proc: it has no name in any folder, only its user may open it, and the kernel frees it when the
-last of the processes has ended, however it ended.
+last of the processes ends, for whatever reason.
 """
 
 import errno
@@ -19,7 +19,7 @@ from distlab.comm.transports.signals import Channel, Pipes, open_channel
 
 ALIGNED_BYTES = 4096  # parts begin at pages
 HUGE_BYTES = 2 << 20  # of a huge page, where pages have 4 kB
-SMALLEST_HUGE_BYTES = HUGE_BYTES // 4  # what takes less is not worth one
+SMALLEST_HUGE_BYTES = HUGE_BYTES // 4  # a smaller part is not worth one
 MADV_COLLAPSE = 25  # of Linux 6.1
 NOT_REACHED = -1  # in place of an error number: another host, user or container
 
@@ -53,18 +53,18 @@ class Mapping(mmap.mmap):
         return torch.frombuffer(self, dtype=torch.uint8).data_ptr()
 
     def place_of(self, number: int) -> int:
-        """Where a part begins, from the beginning of the mapping."""
+        """Return the offset of a part from the beginning of the mapping."""
         return self.start + number * self.part_bytes
 
     def part(self, number: int, like: Tensor, offset_bytes: int = 0) -> Tensor:
-        """What lies in a part at an offset, with the size and dtype of `like`: (elements,)."""
+        """Return the tensor at an offset of a part, with the size and dtype of `like`: (elements,)."""
         assert offset_bytes + like.nbytes <= self.part_bytes, f"{like.nbytes} bytes in a part of {self.part_bytes}"
         return torch.frombuffer(self, dtype=like.dtype, count=like.numel(), offset=self.place_of(number) + offset_bytes)
 
     def reserve(self, descriptor: int, parts: range) -> None:
-        """Have memory for these parts of the file, in huge pages if they begin at them; `OSError` if none is left.
+        """Reserve memory for these parts of the file, in huge pages if they begin at one; `OSError` if none is left.
 
-        What is not reserved would end the process at its first use (SIGBUS) if there were no memory left.
+        Without the reservation, the first use would end the process (SIGBUS) if no memory were left.
         """
         if not parts:
             return
@@ -73,27 +73,27 @@ class Mapping(mmap.mmap):
         if first:
             for page in range(begin, begin + length, HUGE_BYTES):  # pages are collapsed only where there are some
                 os.posix_fallocate(descriptor, page, 1)
-            with suppress(OSError):  # an earlier Linux, or one that denies them, or no huge page is left
+            with suppress(OSError):  # an earlier Linux, or one that denies huge pages, or none is left
                 self.madvise(MADV_COLLAPSE, self.place_of(parts.start), length)
         os.posix_fallocate(descriptor, begin, length)
 
 
 def first_part(part_bytes: int) -> int:
-    """Where parts of this size begin in a file."""
+    """Return the offset in a file at which parts of this size begin."""
     return 0 if part_bytes % HUGE_BYTES else HUGE_BYTES
 
 
 class Offer:
-    """What a rank offers to others: an anonymous file with room for so many parts, and two pipes to each of them.
+    """A rank's offer to others: an anonymous file with room for all parts, and two pipes to each rank.
 
     Args:
         room_bytes: the least size of a part.
-        pipes_to: how many ranks get pipes; 0 if these have some already.
-        huge: whether parts that are not small are made whole huge pages.
+        pipes_to: number of ranks that get pipes; 0 if they have some already.
+        huge: whether parts that are not small are rounded up to whole huge pages.
 
     Attributes:
-        numbers: where the others find it: process, descriptor, token, bytes of a part, parts; and the ends of the
-            pipes, two for each rank. In place of a process and a descriptor, 0 and an error's number.
+        numbers: the numbers by which the others find it: process, descriptor, token, bytes of a part, parts; and the
+            ends of the pipes, two for each rank. After an error, 0 and its number replace process and descriptor.
         channels: this rank's ends of the pipes, by rank.
     """
 
@@ -108,34 +108,34 @@ class Offer:
             os.fchmod(self._descriptor, 0o600)
             os.ftruncate(self._descriptor, part_bytes * parts + 2 * first_part(part_bytes))
             self.channels = self._pipes.make(pipes_to)
-        except (OSError, AttributeError) as error:  # a limit, as on the size of files; no such call outside of Linux
+        except (OSError, AttributeError) as error:  # a limit, as on the size of files; or a system other than Linux
             failure = getattr(error, "errno", None) or errno.ENOSYS
             self.numbers = [0, failure, 0, part_bytes, parts, *[0] * (2 * pipes_to)]
             return
         self.numbers = [os.getpid(), self._descriptor, token, part_bytes, parts, *self._pipes.far_ends]
 
     def withdraw(self) -> None:
-        """Close what the others have opened meanwhile."""
+        """Close the file and pipe ends that the others have opened by now."""
         if self._descriptor >= 0:
             os.close(self._descriptor)
         self._pipes.hand_over()
 
 
 def no_offer(pipes_to: int) -> list[int]:
-    """What the numbers of an `Offer` are received in."""
+    """Return the zeros in which the numbers of an `Offer` are received."""
     return [0] * (5 + 2 * pipes_to)
 
 
 def accept(numbers: Sequence[int], reserved: range, pipes: int | None) -> tuple[int, Mapping | None, list[Channel]]:
-    """Open and map what a rank offers; the rank itself does so, too.
+    """Open and map a rank's offer; the offering rank also calls this.
 
     Args:
-        numbers: of the offer.
+        numbers: the numbers of the offer.
         reserved: the parts that this rank reserves.
         pipes: which of the offer's pairs of pipes to open, if any.
 
     Returns:
-        0 or an error's number, the mapping, and the pipes opened, if any; without an error, the mapping is there.
+        0 or an error's number, the mapping (None only after an error), and the pipes opened, if any.
     """
     process, number, token, part_bytes, parts, *ends = numbers
     if not process:
@@ -163,7 +163,7 @@ def _name(token: int) -> str:
 
 
 def not_shared(code: int, total_bytes: int) -> NotShared:
-    """What the ranks raise if one of them has an error of this number."""
+    """Return the exception that the ranks raise if one of them has an error of this number."""
     if code == NOT_REACHED:
         return NotShared("a rank cannot open the memory of another, of a different user or container")
     return NotShared(f"no {total_bytes / 1e6:,.1f} MB of shared memory: {os.strerror(code)}")

@@ -1,6 +1,6 @@
 """Memory that the ranks of a group share, in which each of them has a part, and the collectives on it.
 
-The data never leaves memory. The signals "my part is there" and "my share is done" are bytes in pipes, so a wait ends
+The data never leaves memory. The signals "my part is there" and "my work is done" are bytes in pipes, so a wait ends
 as any other does: with the signal, at the deadline, or when the other rank dies.
 """
 
@@ -20,30 +20,30 @@ from distlab.comm.transports.mappings import Mapping, Offer, accept, no_offer, n
 from distlab.comm.transports.signals import Channel, Signal, SignalTimeout, close_all
 
 READY, DONE, TURN = 1, 2, 3  # signals
-SLOT_BYTES = 1 << 20  # of the two that each rank has for tensors that lie elsewhere; it stays in the caches
+SLOT_BYTES = 1 << 20  # of each of a rank's two slots for tensors that lie elsewhere; a slot stays in the caches
 # Tensor-parallel ranks wait for each other every few milliseconds. Waking a thread up takes a tenth of one, and a core
 # that has been idle is slow at first.
 SPIN_SECONDS = 5e-4
 
 
 class SharedMemory:
-    """What the ranks of a process group share: mappings, and the collectives on them, which run in their order.
+    """The mappings that the ranks of a process group share, and the collectives on them, which run in order.
 
     Args:
-        group: torch's, over which they meet; its ranks are on one host, or `allocate` raises.
-        rank: of this one in the group.
+        group: torch's group, over which they meet; its ranks are on one host, or `allocate` raises.
+        rank: this rank's number in the group.
         size: number of ranks.
-        has_own_core: whether no other rank needs the core of one that waits, so that it may spin.
+        has_own_core: whether no other rank needs the core of a waiting rank, so that it may spin.
     """
 
     def __init__(self, group: dist.ProcessGroup, rank: int, size: int, has_own_core: bool) -> None:
         self.group, self.rank, self.size = group, rank, size
         self.begun = 0  # collectives
         self.in_place = 0  # of these, those of parts of the memory; each rank sends READY and DONE once for each
-        self.asked_for = 0  # this rank has done its share up to this one, or is about to
-        self.not_done: deque[SharedCollective] = deque()  # this rank's share is not done
-        self._mappings: weakref.WeakSet[Mapping] = weakref.WeakSet()  # one goes with the last tensor in it
-        self._channels: list[Channel] = []  # to other ranks, by which they signal; made with the first mapping
+        self.asked_for = 0  # this rank has computed its part up to this one, or is about to
+        self.not_done: deque[SharedCollective] = deque()  # this rank's part is not done
+        self._mappings: weakref.WeakSet[Mapping] = weakref.WeakSet()  # a mapping is freed with the last tensor in it
+        self._channels: list[Channel] = []  # to other ranks, for signals; made with the first mapping
         passes_on = self.rank == 0 and self.size > 2
         spin_seconds = SPIN_SECONDS if has_own_core else 0.0
         self.ready, self.done, self.turn = (
@@ -56,10 +56,10 @@ class SharedMemory:
         return bool(self._slots)
 
     def make_slots(self, timeout: timedelta) -> None:
-        """Make the slots through which tensors pass that lie elsewhere; all ranks call it together.
+        """Make the slots for tensors that lie elsewhere; all ranks call it together.
 
         Raises:
-            NotShared, RuntimeError: as `allocate`.
+            NotShared, RuntimeError: as in `allocate`.
         """
         own = self.allocate(2 * SLOT_BYTES, torch.uint8, timeout)
         parts = self.parts_like(own)
@@ -67,22 +67,22 @@ class SharedMemory:
         self._slots = [[part[start : start + SLOT_BYTES] for part in parts] for start in (0, SLOT_BYTES)]
 
     def next_slots(self) -> list[Tensor]:
-        """Every rank's slot for the next turn, (SLOT_BYTES,) uint8 each."""
+        """Return every rank's slot for the next turn, (SLOT_BYTES,) uint8 each."""
         self.turns += 1
         return self._slots[self.turns % 2]
 
     def close(self) -> None:
-        """Close the channels; the memory goes with the last tensor in it."""
+        """Close the channels; the memory is freed with the last tensor in it."""
         close_all(self._channels)
         self._channels.clear()
         self._slots.clear()
 
     def allocate(self, elements: int, dtype: torch.dtype, timeout: timedelta) -> Tensor:
-        """Zeros (elements,) in this rank's part of a new mapping; all ranks of the group call it together.
+        """Return zeros (elements,) in this rank's part of a new mapping; all ranks of the group call it together.
 
         Raises:
-            NotShared: on all ranks, if one of them cannot have it.
-            RuntimeError: of gloo's; a rank did not take part.
+            NotShared: on all ranks, if one of them cannot map it.
+            RuntimeError: raised by gloo; a rank did not take part.
         """
         pipes_to = 0 if self._channels else self.size - 1
         room_bytes = elements * dtype.itemsize
@@ -110,9 +110,9 @@ class SharedMemory:
         return mapping.part(self.rank, torch.empty(elements, dtype=dtype, device="meta"))
 
     def parts_like(self, tensor: Tensor) -> list[Tensor] | None:
-        """If a tensor (any shape, contiguous) is in this rank's part, what is there in each rank's; else None.
+        """Return the tensors at the same place in all ranks' parts, (elements,) each.
 
-        That is (elements,) each.
+        None if `tensor` (any shape, contiguous) is not in this rank's part.
         """
         at = tensor.data_ptr()
         for mapping in self._mappings:
@@ -123,7 +123,7 @@ class SharedMemory:
 
 
 class InMemory(SharedWork):
-    """Something in shared memory whose signals have a deadline."""
+    """An operation in shared memory whose signals have a deadline."""
 
     def wait(self, timeout: timedelta) -> None:
         self.advance(time.perf_counter() + timeout.total_seconds())
@@ -137,14 +137,14 @@ class InMemory(SharedWork):
 
     @abstractmethod
     def advance(self, deadline: float) -> None:
-        """Do what is left, or what can be done by the deadline; `RuntimeError` as of `wait`."""
+        """Do the remaining work, or as much as possible by the deadline; `RuntimeError` as in `wait`."""
 
 
 class SharedCollective(InMemory):
-    """A collective in shared memory; it has begun when it is made.
+    """A collective in shared memory; constructing it starts it.
 
-    All of it is done in `wait`, by the thread that calls it: a thread beside it would need a core. The collectives of a
-    group are done in the order in which they have begun.
+    The thread that calls `wait` does all the work: a second thread would need a core. The collectives of a group are
+    completed in the order in which they started.
     """
 
     def __init__(self, memory: SharedMemory) -> None:
@@ -155,13 +155,13 @@ class SharedCollective(InMemory):
 
     @property
     def is_held_back(self) -> bool:
-        """Whether this rank has yet to do its share, without which no rank gets the result."""
+        """True if this rank has yet to compute its part, without which no rank gets the result."""
         return self._number > self._memory.asked_for
 
     def is_done(self) -> bool:
         asked_for = self._memory.asked_for
         is_done = super().is_done()
-        if not is_done and self in self._memory.not_done:  # this rank may compute for long before it comes again
+        if not is_done and self in self._memory.not_done:  # this rank may compute for long before it returns here
             self._memory.asked_for = asked_for
         return is_done
 
@@ -175,10 +175,10 @@ class SharedCollective(InMemory):
 
     @abstractmethod
     def _do_share(self, deadline: float) -> None:
-        """Wait for the others' parts, and do this rank's share; after `SignalTimeout`, the rest of it."""
+        """Wait for the others' parts, and compute this rank's part; after `SignalTimeout`, the rest of it."""
 
     def _wait_for_others(self, deadline: float) -> None:
-        """Wait until the other ranks have done their shares, if this rank needs them."""
+        """Wait until the other ranks have computed their parts, if this rank needs them."""
 
 
 def from_rank_0(timeout: timedelta) -> dist.BroadcastOptions:

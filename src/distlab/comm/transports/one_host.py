@@ -1,6 +1,6 @@
-"""Collectives in memory that the ranks of one host share, and who decides which tensors travel there.
+"""Collectives in memory that the ranks of one host share, and the choice of the tensors that travel there.
 
-Tensors that `OneHost.empty` has made are communicated in where they lie; others pass through slots, piece by piece.
+Tensors that `OneHost.empty` has made are communicated in place; others pass through slots, piece by piece.
 """
 
 from abc import ABC, abstractmethod
@@ -24,14 +24,14 @@ MadeT = TypeVar("MadeT")
 
 
 class MemoryTransport(Transport, ABC, Generic[MemoryT]):
-    """A transport that makes memory when it is first asked for some, if the ranks can share it.
+    """A transport that makes memory on the first request, if the ranks can share it.
 
     Args:
         members: the ranks; some of them are on one host.
-        takes_all: whether also tensors that are too small to be worth it travel here.
+        takes_all: whether tensors also travel here that are too small to be worth it.
     """
 
-    smallest_bytes: int  # what is worth it
+    smallest_bytes: int  # of tensors that are worth it
 
     def __init__(self, members: Members, takes_all: bool) -> None:
         self.members, self._takes_all = members, takes_all
@@ -40,10 +40,10 @@ class MemoryTransport(Transport, ABC, Generic[MemoryT]):
 
     @abstractmethod
     def make_memory(self) -> MemoryT:
-        """The memory; all ranks of the group call it together."""
+        """Make the memory; all ranks of the group call it together."""
 
     def together(self, make: Callable[[MemoryT], MadeT]) -> MadeT | None:
-        """What `make` makes in the memory, or None if these ranks cannot share it; all of the group call it together.
+        """Call `make` with the memory; None if these ranks cannot share it. All ranks of the group call it together.
 
         Raises:
             InputError: the transport is "shared", and these ranks cannot share memory.
@@ -59,43 +59,43 @@ class MemoryTransport(Transport, ABC, Generic[MemoryT]):
                 made = make(self._memory)
         except NotShared as error:
             context.share_less(error, is_first=any(here[0] == context.rank for here in self.members.by_host))
-            self._can_make = False  # what has been made stays shared
+            self._can_make = False  # memory that was made before stays shared
             return None
         context.shares_memory = True
         return made
 
     @property
     def limit(self) -> timedelta:
-        """How long a wait may take."""
+        """The longest time that a wait may take."""
         return timedelta(seconds=self.members.context.waits.timeout_seconds)
 
     def is_worth_it(self, size_bytes: int, like: Tensor) -> bool:
         return like.is_cpu and (self._takes_all or size_bytes >= self.smallest_bytes)
 
     def empty(self, elements: int, like: Tensor, overlaps: bool) -> Tensor | None:
-        """Zeros (elements,) in memory that the ranks share, or None; see `LabGroup.empty`."""
+        """Return zeros (elements,) in memory that the ranks share, or None; see `LabGroup.empty`."""
         if not self.is_worth_it(elements * like.itemsize, like):
             return None
         return self.together(lambda memory: self.allocate(memory, elements, like.dtype))
 
     def shares(self, tensor: Tensor) -> bool:
-        """Whether a tensor lies in memory of one host, whose ranks are all of the group."""
+        """Return whether a tensor lies in memory of one host that all ranks of the group share."""
         return False
 
     def held_back(self) -> list[Wait]:
-        """The collectives of which this rank has yet to do its share. Another thread may ask."""
+        """Return the collectives of which this rank has yet to compute its part. Other threads may call this."""
         return []
 
     @abstractmethod
     def allocate(self, memory: MemoryT, elements: int, dtype: torch.dtype) -> Tensor:
-        """Zeros (elements,) in this rank's part of the memory."""
+        """Return zeros (elements,) in this rank's part of the memory."""
 
 
 class OneHost(MemoryTransport[SharedMemory]):
     """Ranks that are all on one host.
 
     Args:
-        library: torch's group of them, over which they meet.
+        library: torch's group of the ranks, over which they meet.
     """
 
     smallest_bytes = SMALLEST_SHARED_BYTES
@@ -127,11 +127,11 @@ class OneHost(MemoryTransport[SharedMemory]):
         return [one.named for one in begun if one.is_held_back and one.named is not None]
 
     def parts_of(self, tensor: Tensor) -> list[Tensor] | None:
-        """If a tensor lies in this rank's part of the memory, what is there in each rank's part: (elements,) each."""
+        """Return the tensors at the same place in all ranks' parts, (elements,) each; None if it is not in a part."""
         return None if self._memory is None else self._memory.parts_like(tensor)
 
     def _slots(self, tensor: Tensor) -> SharedMemory | None:
-        """The memory, with slots that a tensor can pass through in pieces; None if it is not to."""
+        """Return the memory, with slots for the pieces of a tensor; None if the tensor does not travel here."""
         if is_overlapping.get() or not self.is_worth_it(tensor.nbytes, tensor):
             return None
         if self._memory is None or not self._memory.has_slots():

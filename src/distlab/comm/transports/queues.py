@@ -1,8 +1,8 @@
-"""Queues of messages from one rank to another of its host, in memory that both share.
+"""Queues of messages from one rank to another on its host, in memory that both share.
 
 A message is copied twice, into a slot by its sender and out of it by its receiver. Over gloo the kernel copies it as
-often, and threads of gloo's have to wake up at both ends. That a message is there, and that its slot is free again, are
-signals, so a wait ends as any other does: with the signal, at the deadline, or when the other rank dies.
+often, and gloo's threads have to wake up at both ends. One signal reports a message, another that its slot is free
+again. So a wait ends as any other does: with the signal, at the deadline, or when the other rank dies.
 """
 
 import ctypes
@@ -23,13 +23,13 @@ from distlab.comm.transports.transport import Carried, Members, Transport
 
 THERE, FREE = 1, 2  # signals
 SIZE = struct.Struct("q")  # of the message in a slot, at its beginning
-HEADER_BYTES = 64  # from there to the message, which is aligned
+HEADER_BYTES = 64  # before the message, which is aligned
 Exchange = Callable[[Tensor, int, str], object]
-Bring = Callable[[Tensor], object]  # sends a tensor to the other rank, or fills it with what that has sent
+Bring = Callable[[Tensor], object]  # sends a tensor to the other rank, or fills it with the other rank's message
 
 
 class Queues(Transport):
-    """The queues between ranks of a group. A message for which there is none, or too small a one, goes another way.
+    """The queues between ranks of a group. A message without a queue, or too large for it, goes over the library.
 
     Args:
         members: the ranks.
@@ -43,7 +43,7 @@ class Queues(Transport):
         self._without: set[tuple[int, int]] = set()  # senders and receivers that cannot share memory
 
     def open(self, link: tuple[int, int], message_bytes: int, like: Tensor, slots: int) -> None:
-        """Make the queue from one rank of the world to another, one of which is this one; both call it together."""
+        """Make the queue from one rank of the world to another; this rank is one of them, and both call it together."""
         context, (sender, receiver) = self._members.context, link
         known = self._queues.get(link)
         if link in self._without or (known and known.message_bytes >= message_bytes and known.slots >= slots):
@@ -98,7 +98,7 @@ class SharedQueue:
     (`GOMP_SPINCOUNT`) on cores that the other rank needs.
 
     Args:
-        memory: with a part, or slot, for each message that can be there at a time.
+        memory: a part, or slot, for each message that the queue can hold.
         channel: to the other end.
     """
 
@@ -106,31 +106,31 @@ class SharedQueue:
         self._memory, self._channel = memory, channel
         self.slots = memory.parts
         self._moved = 0  # messages that this end has copied
-        self._begun: deque[QueuedMessage] = deque()  # those that it has yet to copy
+        self._begun: deque[QueuedMessage] = deque()  # messages that it has yet to copy
         weakref.finalize(self, channel.close)
 
     @property
     def message_bytes(self) -> int:
-        """Room in a slot."""
+        """Room in a slot, in bytes."""
         return self._memory.part_bytes - HEADER_BYTES
 
     def send(self, tensor: Tensor) -> "QueuedMessage":
-        """Begin to send a contiguous tensor of any shape, which its `wait` does."""
+        """Start to send a contiguous tensor of any shape; the `wait` of the result sends it."""
         return QueuedMessage(self, tensor, is_sent=True)
 
     def receive(self, tensor: Tensor) -> "QueuedMessage":
-        """Begin to receive the next message into a contiguous tensor of its size."""
+        """Start to receive the next message into a contiguous tensor of its size."""
         return QueuedMessage(self, tensor, is_sent=False)
 
     def _next(self, deadline: float) -> None:
-        """Copy the next message that this end has begun."""
+        """Copy the next message that this end has started."""
         message = self._begun[0]
         (self._put if message.is_sent else self._take)(message.tensor, deadline)
         self._moved += 1
         self._begun.popleft().is_moved = True
 
     def _put(self, tensor: Tensor, deadline: float) -> None:
-        """Copy a message into the next slot, when the message before has left it."""
+        """Copy a message into the next slot, when the previous message has left it."""
         self._channel.wait(FREE, self._moved + 1 - self.slots, deadline)
         slot = self._moved % self.slots
         SIZE.pack_into(self._memory, self._memory.place_of(slot), tensor.nbytes)
@@ -149,13 +149,13 @@ class SharedQueue:
             self._channel.send(FREE)
 
     def _content(self, slot: int, message: Tensor) -> int:
-        """The address of a slot's memory for a message."""
+        """Return the address of a slot's memory for a message."""
         assert message.nbytes <= self.message_bytes, f"{message.nbytes} bytes in a slot of {self.message_bytes}"
         return self._memory.address + slot * self._memory.part_bytes + HEADER_BYTES
 
 
 class QueuedMessage(InMemory):
-    """A message that an end of a queue has begun to send or to receive; those begun before are moved first."""
+    """A message that an end of a queue has started to send or to receive; earlier messages are moved first."""
 
     def __init__(self, queue: SharedQueue, tensor: Tensor, is_sent: bool) -> None:
         self._queue, self.tensor, self.is_sent, self.is_moved = queue, tensor, is_sent, False
@@ -167,7 +167,7 @@ class QueuedMessage(InMemory):
 
 
 def offered_queue(message_bytes: int, slots: int, send: Bring, receive: Bring) -> SharedQueue:
-    """The sender's end of a new queue; the receiver calls `accepted_queue`. Both raise `NotShared` if one has to."""
+    """Return the sender's end of a new queue; the receiver calls `accepted_queue`. Both raise `NotShared`, or none."""
     offer, verdict = Offer(HEADER_BYTES + message_bytes, slots, pipes_to=1), torch.zeros(1, dtype=torch.int64)
     with ExitStack() as if_it_fails:
         if_it_fails.callback(close_all, offer.channels)
@@ -184,7 +184,7 @@ def offered_queue(message_bytes: int, slots: int, send: Bring, receive: Bring) -
 
 
 def accepted_queue(message_bytes: int, slots: int, send: Bring, receive: Bring) -> SharedQueue:
-    """The receiver's end of the queue that the sender offers."""
+    """Return the receiver's end of the queue that the sender offers."""
     numbers = torch.tensor(no_offer(pipes_to=1))
     receive(numbers)
     problem, mapping, channels = accept(numbers.tolist(), reserved=range(0), pipes=0)

@@ -1,8 +1,8 @@
 """The all-reduce of ranks on several hosts: in memory that the ranks of a host share, and over gloo between the hosts.
 
-Only the first rank of each host takes part in the exchange between the hosts, so that each host sends a tensor once,
-where in a ring of all ranks each of its ranks would send (Jia et al., "Highly scalable deep learning training system
-with mixed-precision", 2018). What those send each other has a column of its own, as "gradients between hosts".
+Only the first rank of each host takes part in the exchange between the hosts, so that each host sends a tensor once;
+in a ring of all ranks, each of its ranks would send it (Jia et al., "Highly scalable deep learning training system
+with mixed-precision", 2018). The messages between hosts have a separate column, such as "gradients between hosts".
 """
 
 import time
@@ -27,7 +27,7 @@ from distlab.comm.transports.transport import Carried, Members, Op, ring_bytes
 
 
 class SeveralHosts(MemoryTransport["MemoryOfHosts"]):
-    """Ranks on several hosts, at least one of which has several of them; carries what `empty` has made.
+    """Ranks on several hosts, at least one of which has several ranks; carries the tensors that `empty` has made.
 
     Args:
         name: return the group's name, different for each group; called when the memory is made.
@@ -68,14 +68,14 @@ class MemoryOfHosts:
     All ranks of the group must construct it together, and then call its methods in the same order.
 
     Args:
-        hosts: where the ranks are.
+        hosts: the hosts of the ranks.
         ranks: of the group.
-        rank: this one.
-        name: of the group, another one for each.
+        rank: this rank.
+        name: of the group, different for each group.
         timeout: of the meeting.
 
     Raises:
-        RuntimeError: of gloo's; a rank did not take part.
+        RuntimeError: raised by gloo; a rank did not take part.
     """
 
     def __init__(self, hosts: Hosts, ranks: Sequence[int], rank: int, name: str, timeout: timedelta) -> None:
@@ -95,21 +95,21 @@ class MemoryOfHosts:
         self._thread = ThreadPoolExecutor(1)
 
     def close(self) -> None:
-        """Close what this rank has with others, once everything started has ended."""
+        """Close this rank's connections to others; every operation must have ended."""
         self._thread.shutdown()
         self.memory.close()
 
     @property
     def is_first(self) -> bool:
-        """Whether this rank is the first of its host."""
+        """True if this rank is the first of its host."""
         return self.rank == 0
 
     def allocate(self, elements: int, dtype: torch.dtype, timeout: timedelta) -> Tensor:
-        """Zeros (elements,) in this rank's part of a new mapping of its host, after what was started before.
+        """Return zeros (elements,) in this rank's part of a new mapping of its host, after all earlier operations.
 
         Raises:
-            NotShared: on all ranks, if those of one host cannot have it.
-            RuntimeError: of gloo's; a rank did not take part.
+            NotShared: on all ranks, if the ranks of one host cannot map it.
+            RuntimeError: raised by gloo; a rank did not take part.
         """
         return self._thread.submit(self._allocate, elements, dtype, timeout).result()
 
@@ -128,11 +128,11 @@ class MemoryOfHosts:
         return buffer
 
     def all_reduce(self, parts: list[Tensor], op: ReduceOp.RedOpType, timeout: timedelta) -> Future[None]:
-        """Combine what lies at the same place in each rank's part, on all hosts, after what was started before.
+        """Combine the tensors at the same place in each rank's part, on all hosts, after all earlier operations.
 
-        `parts`, (elements,) each, are those of this host's ranks. First those are combined in the order of the ranks,
-        ((x0 + x1) + x2) + …, then the hosts' sums by gloo; every rank gets a copy of the first rank's result. So all
-        ranks have the same sums, in every run. A thread does it, so that the hosts exchange while ranks compute.
+        `parts`, (elements,) each, belong to this host's ranks. They are first combined in the order of the ranks,
+        ((x0 + x1) + x2) + …, then gloo combines the hosts' sums; every rank gets a copy of the first rank's result. So
+        all ranks have the same sums, in every run. A thread does this, so that the hosts exchange while ranks compute.
         """
         return self._thread.submit(self._combine, parts, op, timeout)
 
@@ -146,17 +146,17 @@ class MemoryOfHosts:
         Broadcast(self.memory, parts).wait(_until(deadline))
 
     def _reduce_between(self, tensor: Tensor, op: ReduceOp.RedOpType, deadline: float) -> None:
-        """Combine the tensors of the hosts' first ranks; on other ranks, nothing."""
+        """Combine the tensors of the hosts' first ranks; do nothing on other ranks."""
         if self._between is not None:
             options = dist.AllreduceOptions()
             options.reduceOp, options.timeout = ReduceOp(op), _until(deadline + 2 * SECONDS_MORE)
             self._between.allreduce([tensor], options).wait(options.timeout)
 
     def parts_like(self, tensor: Tensor) -> list[Tensor] | None:
-        """As `SharedMemory.parts_like`: the parts of this host's ranks."""
+        """Return the tensors at the same place in the parts of this host's ranks, as `SharedMemory.parts_like` does."""
         return self.memory.parts_like(tensor)
 
 
 def _until(deadline: float) -> timedelta:
-    """The time that is left; never none, which would mean no deadline to torch."""
+    """Return the time that is left; never 0, which would mean no deadline to torch."""
     return timedelta(seconds=max(0.001, deadline - time.perf_counter()))

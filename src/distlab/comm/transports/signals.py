@@ -2,10 +2,10 @@
 
 A signal costs two calls of the kernel and wakes up the thread that waits for it; a message over gloo also has to wake
 up gloo's threads at both ends. A wait ends as over gloo: with the signal, at the deadline, or when the other rank dies,
-as the kernel then closes its end.
+because the kernel then closes its end.
 
 One rank makes the pipes, the first of a group or the sender of a queue. They have no name; the others open their ends
-of them through /proc, as the same user.
+through /proc, as the same user.
 A process that a rank forks keeps the rank's ends open, as it does with gloo's connections.
 """
 
@@ -17,12 +17,12 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 
-SECONDS_MORE = 0.5  # that the first rank waits: the others wait for it, and are to see the deadline, not its end
-LOST = "Connection closed by peer"  # as gloo says it
+SECONDS_MORE = 0.5  # the first rank waits longer: the others wait for it, and must reach the deadline before it exits
+LOST = "Connection closed by peer"  # as in gloo's messages
 
 
 class SignalTimeout(RuntimeError):
-    """A signal has not come by the deadline."""
+    """A signal did not arrive by the deadline."""
 
 
 class Channel:
@@ -42,11 +42,11 @@ class Channel:
             raise RuntimeError(LOST) from None
 
     def wait(self, signal: int, times: int, deadline: float, spin_seconds: float = 0.0) -> None:
-        """Return when the other rank has sent a signal so many times.
+        """Return when the other rank has sent a signal `times` times.
 
         Args:
             deadline: by `time.perf_counter`.
-            spin_seconds: for which this thread keeps its core before it sleeps.
+            spin_seconds: time for which this thread keeps its core before it sleeps.
 
         Raises:
             RuntimeError: at the deadline, or if the other rank has exited.
@@ -56,11 +56,11 @@ class Channel:
             self.read()
 
     def has(self, signal: int, times: int) -> bool:
-        """Whether a signal that was read has come so many times."""
+        """Return whether a signal has been read `times` times."""
         return self._received[signal] >= times
 
     def read(self) -> None:
-        """Read what has come, at least one signal; `RuntimeError` if the other rank has exited."""
+        """Read all signals that have arrived, at least one; `RuntimeError` if the other rank has exited."""
         signals = os.read(self.reads, 4096)
         if not signals:
             raise RuntimeError(LOST)
@@ -74,9 +74,9 @@ class Channel:
 def wait_for_all(
     channels: Sequence[Channel], signal: int, times: int, deadline: float, spin_seconds: float = 0.0
 ) -> None:
-    """Return when all the other ranks have sent a signal so many times; `RuntimeError` as of `Channel.wait`.
+    """Return when all the other ranks have sent a signal `times` times; `RuntimeError` as in `Channel.wait`.
 
-    Whichever of those exits first is noticed, whatever the others do.
+    The first rank that exits is noticed, whatever the others do.
     """
     missing = {channel.reads: channel for channel in channels if not channel.has(signal, times)}
     if len(missing) == 1:
@@ -96,7 +96,7 @@ def wait_for_all(
 
 
 def _poll(poll: select.poll, deadline: float, spin_seconds: float) -> list[int]:
-    """The descriptors that can be read, one at least; `SignalTimeout` at the deadline."""
+    """Return the descriptors that can be read, at least one; `SignalTimeout` at the deadline."""
     ready: list[tuple[int, int]] = []
     sleeps_at = min(time.perf_counter() + spin_seconds, deadline)
     while not ready and time.perf_counter() < sleeps_at:
@@ -116,10 +116,10 @@ class Pipes:
     """The pipes between a rank and each of some others, made by that rank."""
 
     def __init__(self) -> None:
-        self.far_ends: list[int] = []  # the others' descriptors: for each of them one to read and one to write
+        self.far_ends: list[int] = []  # the others' descriptors: for each rank one to read and one to write
 
     def make(self, others: int) -> list[Channel]:
-        """Its own ends; `OSError`, and no pipe is left, if there are too many open files."""
+        """Make the pipes, and return this rank's ends; `OSError`, and no pipe is left, if too many files are open."""
         with contextlib.ExitStack() as made:  # closes all ends if one cannot be made
             pairs = [(_pipe(made), _pipe(made)) for _ in range(others)]
             made.pop_all()
@@ -127,13 +127,13 @@ class Pipes:
         return [Channel(read, write) for (_, write), (read, _) in pairs]
 
     def hand_over(self) -> None:
-        """Close the others' ends, which they have opened: only then does their exit close the pipes."""
+        """Close the others' ends, once they have opened them: only then does their exit close the pipes."""
         while self.far_ends:
             os.close(self.far_ends.pop())
 
 
 def _pipe(made: contextlib.ExitStack) -> tuple[int, int]:
-    """The ends of a new pipe, to read and to write."""
+    """Return the ends of a new pipe, to read and to write."""
     ends = os.pipe()
     for end in ends:
         made.callback(os.close, end)
@@ -141,7 +141,7 @@ def _pipe(made: contextlib.ExitStack) -> tuple[int, int]:
 
 
 def open_channel(process: int, reads: int, writes: int) -> Channel:
-    """This rank's ends of the pipes that another one, a process, has made; `OSError` if they cannot be opened."""
+    """Open this rank's ends of the pipes that another rank's process has made; `OSError` if that is not possible."""
     own = os.open(f"/proc/{process}/fd/{reads}", os.O_RDONLY | os.O_CLOEXEC)
     try:
         return Channel(own, os.open(f"/proc/{process}/fd/{writes}", os.O_WRONLY | os.O_CLOEXEC))
@@ -151,16 +151,16 @@ def open_channel(process: int, reads: int, writes: int) -> Channel:
 
 
 class Signal:
-    """A signal that all ranks of a group send again and again, counted.
+    """A signal that all ranks of a group send repeatedly, with a count.
 
-    Two ranks send it to each other. More send it to the first, which passes it on when it has come from all: two
+    Two ranks send it to each other. More send it to the first, which passes it on when it has arrived from all: two
     signals in a row, but fewer in total, and where ranks share cores every signal takes a core from another rank.
 
     Args:
         signal: its number.
         channels: to the first rank, or, on the first rank, to all others.
         passes_on: whether this is the first of more than two ranks.
-        spin_seconds: for which a wait keeps its core before it sleeps.
+        spin_seconds: time for which a wait keeps its core before it sleeps.
     """
 
     def __init__(self, signal: int, channels: Sequence[Channel], passes_on: bool, spin_seconds: float) -> None:
@@ -169,7 +169,7 @@ class Signal:
         self._received = 0
 
     def send(self) -> None:
-        """Send it; the first rank passes it on when it has come from the others."""
+        """Send it; the first rank passes it on when it has arrived from the others."""
         if not self._passes_on:
             self._send()
 
@@ -178,7 +178,7 @@ class Signal:
             channel.send(self._signal)
 
     def wait(self, times: int, deadline: float) -> None:
-        """Return when all others have sent it so many times; `RuntimeError` as of `Channel.wait`."""
+        """Return when all others have sent it `times` times; `RuntimeError` as in `Channel.wait`."""
         while self._received < times:
             later = deadline + SECONDS_MORE * self._passes_on
             wait_for_all(self._channels, self._signal, self._received + 1, later, self._spin_seconds)

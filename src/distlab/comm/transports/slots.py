@@ -1,4 +1,4 @@
-"""Collectives of tensors that lie anywhere, piece by piece through slots in the memory that their ranks share."""
+"""Collectives of tensors at any address, piece by piece through slots in the memory that their ranks share."""
 
 from collections.abc import Callable, Sequence
 
@@ -10,15 +10,16 @@ from distlab.comm.transports.sums import add_in_order, combine_in_order
 
 
 class ThroughSlots(SharedCollective):
-    """A collective of tensors that lie anywhere, piece by piece through slots that stay in the caches.
+    """A collective of tensors at any address, piece by piece through slots that stay in the caches.
 
-    In each turn, every rank copies a piece of its own into its slot, and reads what it needs from all slots. Two slots
-    take turns: a rank writes to one again when all ranks have come to the turn after, and so have read it.
+    In each turn, every rank copies a piece of its tensor into its slot, and reads the data it needs from all slots.
+    Each rank alternates between two slots: it writes to one again when all ranks have reached the next turn, and so
+    have read it.
 
     Args:
         turns: number of pieces.
-        put: (turn, own slot) copies a piece of this rank's.
-        take: (turn, all slots) reads what this rank needs, by rank.
+        put: (turn, own slot) copies a piece of this rank's tensor.
+        take: (turn, all slots by rank) reads the data that this rank needs.
     """
 
     def __init__(
@@ -91,7 +92,7 @@ def all_gather(memory: SharedMemory, parts: Sequence[Tensor], own: Tensor) -> Th
 
 
 def reduce_scatter(memory: SharedMemory, own: Tensor, parts: Tensor) -> ThroughSlots:
-    """Add up each rank's `parts` (ranks, elements), of which every rank gets its row in `own`; see `add_in_order`."""
+    """Add up each rank's `parts` (ranks, elements); every rank gets its row of the sum in `own`; see `add_in_order`."""
     columns = SLOT_BYTES // (memory.size * own.element_size())
     into, pieces = own.split(columns), parts.split(columns, dim=1)
 
@@ -106,7 +107,7 @@ def reduce_scatter(memory: SharedMemory, own: Tensor, parts: Tensor) -> ThroughS
 
 
 def all_to_all(memory: SharedMemory, parts: Tensor, own: Tensor) -> ThroughSlots:
-    """Give row r of `own` (ranks, elements) to rank r, which gets this rank's in that row of `parts`."""
+    """Send row r of `own` (ranks, elements) to rank r, and receive its row for this rank in row r of `parts`."""
     columns = SLOT_BYTES // (memory.size * own.element_size())
     into, pieces = parts.split(columns, dim=1), own.split(columns, dim=1)
 
@@ -122,5 +123,5 @@ def all_to_all(memory: SharedMemory, parts: Tensor, own: Tensor) -> ThroughSlots
 
 
 def _first(slot: Tensor, like: Tensor) -> Tensor:
-    """The beginning of a slot, with the size and dtype of a piece: (elements,)."""
+    """Return the beginning of a slot, with the size and dtype of a piece: (elements,)."""
     return slot[: like.nbytes].view(like.dtype)

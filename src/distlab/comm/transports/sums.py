@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ReduceOp
 
-CHUNK_BYTES = 256 * 1024  # added up at a time, so that a chunk is written back to all parts while it is in the caches
+CHUNK_BYTES = 256 * 1024  # added up at once, so that a chunk is written back to all parts while it is in the caches
 COMBINE: dict[ReduceOp.RedOpType, Callable[..., Tensor]] = {
     ReduceOp.SUM: torch.add,
     ReduceOp.PRODUCT: torch.mul,
@@ -16,14 +16,14 @@ COMBINE: dict[ReduceOp.RedOpType, Callable[..., Tensor]] = {
 
 
 def is_known(op: ReduceOp.RedOpType) -> bool:
-    """Whether the lab combines by it itself; gloo and NCCL know more operations."""
+    """Return whether the lab combines by this operation itself; gloo and NCCL know more operations."""
     return op in COMBINE or op == ReduceOp.AVG
 
 
 def combine_in_order(parts: Sequence[Tensor], op: ReduceOp.RedOpType, result: Tensor) -> None:
-    """Combine two or more of one shape and dtype, ((x0 + x1) + x2) + …; an average is not yet divided.
+    """Combine two or more tensors of one shape and dtype, ((x0 + x1) + x2) + …; an average is not yet divided.
 
-    `result` may be the first of them.
+    `result` may be the first of `parts`.
     """
     combine = COMBINE[ReduceOp.SUM if op == ReduceOp.AVG else op]
     first, *others = parts
@@ -33,7 +33,7 @@ def combine_in_order(parts: Sequence[Tensor], op: ReduceOp.RedOpType, result: Te
 
 
 def add_in_order(rows: Sequence[Tensor], total: Tensor) -> None:
-    """Add up two rows or more, (elements,) each, in their order: ((x0 + x1) + x2) + …
+    """Add up two or more rows, (elements,) each, in order: ((x0 + x1) + x2) + …
 
     Numbers of 16 bits are added in float32, and the sum is rounded once. `total`, (elements,), may be one of the rows.
     """

@@ -1,4 +1,4 @@
-"""A way in which tensors travel between the ranks of a group: what `distlab.comm.group` asks of each."""
+"""The interface of a transport of tensors between the ranks of a group, as `distlab.comm.group` uses it."""
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -19,9 +19,9 @@ is_overlapping: ContextVar[bool] = ContextVar("is_overlapping", default=False)
 
 @contextlib.contextmanager
 def overlapping() -> Iterator[None]:
-    """Inside, collectives start that have to go on while their ranks compute.
+    """Make the collectives that start inside progress while their ranks compute.
 
-    The memory of one host is not used for them: there, nothing happens before all ranks wait.
+    They do not use the memory of one host: there, nothing happens before all ranks wait.
     """
     token = is_overlapping.set(True)
     try:
@@ -32,7 +32,7 @@ def overlapping() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Members:
-    """The ranks of a group, as one of them sees them."""
+    """The ranks of a group, as seen by one of them."""
 
     context: Context
     ranks: tuple[int, ...]  # numbers in the world
@@ -52,24 +52,24 @@ class Members:
 
     @property
     def by_host(self) -> list[list[int]]:
-        """The ranks on each host, hosts in the order of their first ranks."""
+        """Return the ranks on each host, hosts in the order of their first ranks."""
         return self.context.hosts.split(self.ranks)
 
 
 class Carried(NamedTuple):
-    """A collective or message that a transport has begun."""
+    """A collective or message that a transport has started."""
 
     by: Carrier | None = None  # None: it is complete
-    finish: Callable[[], object] | None = None  # called when `by` has been waited for
-    sent_bytes: Mapping[str, int] | None = None  # by an addition to the ledger's column, if they are not as usual
+    finish: Callable[[], object] | None = None  # called when the wait for `by` has ended
+    sent_bytes: Mapping[str, int] | None = None  # by a suffix of the ledger's column; None: the usual bytes
     at_once: bool = False  # whether it ends before its call returns
 
 
 class Transport:
-    """A way in which tensors travel; by default, none travels this way.
+    """A transport of tensors; by default, it accepts none.
 
-    Each method begins a collective or a message of the group, or returns None if its tensors do not travel this way.
-    Tensors are contiguous. The answer is the same on all ranks that take part.
+    Each method starts a collective or a message of the group, or returns None if the transport does not accept its
+    tensors. Tensors are contiguous. The answer is the same on all ranks that take part.
     """
 
     def all_reduce(self, tensor: Tensor, op: Op) -> Carried | None:
@@ -89,16 +89,16 @@ class Transport:
         return None
 
     def reduce_scatter(self, own: Tensor, parts: Tensor, op: Op) -> Carried | None:
-        """Combine all ranks' `parts` (ranks, elements), of which rank r gets row r in `own`; an average is a sum here.
+        """Combine all ranks' `parts` (ranks, elements); rank r gets row r in `own`. An average is a sum here.
 
-        Sums are added up in the order of ranks (`sums.add_in_order`), but NCCL's.
+        Sums are added up in the order of ranks (`sums.add_in_order`), except over NCCL.
         """
         return None
 
     def all_to_all(
         self, output: Tensor, own: Tensor, output_sizes: Sequence[int], own_sizes: Sequence[int]
     ) -> Carried | None:
-        """Send part r of `own` to rank r, and collect in `output` what this one gets; empty sizes are even ones."""
+        """Send part r of `own` to rank r, and collect the parts for this rank in `output`; no sizes: equal parts."""
         return None
 
     def reduce(self, tensor: Tensor, root: int, op: Op) -> Carried | None:
@@ -106,7 +106,7 @@ class Transport:
         return None
 
     def gather(self, output: Sequence[Sequence[Tensor]], own: Tensor, root: int) -> Carried | None:
-        """Collect all ranks' `own` in `output[0]` of one of them."""
+        """Collect all ranks' `own` in the root's `output[0]`."""
         return None
 
     def scatter(self, own: Tensor, input: Sequence[Sequence[Tensor]], root: int) -> Carried | None:
@@ -122,13 +122,13 @@ class Transport:
         return None
 
     def received_bytes(self, parts: Tensor) -> int | None:
-        """Bytes of memory that a reduce-scatter of `parts` needs until it has ended; None if it does not come here."""
+        """Return the bytes of memory that a reduce-scatter of `parts` needs until it ends; None if not accepted."""
         return None
 
     def close(self) -> None:
-        """End what this rank has with others. Everything started must have been waited for."""
+        """Close this rank's connections to others. The caller must have waited for every operation."""
 
 
 def ring_bytes(tensor: Tensor, ranks: int) -> int:
-    """What each of so many ranks sends in an all-reduce around a ring."""
+    """Return the bytes that each of `ranks` ranks sends in an all-reduce around a ring."""
     return 2 * (ranks - 1) * tensor.nbytes // ranks
