@@ -47,14 +47,14 @@ class GatherAll(torch.autograd.Function):
 
 
 def attend_to_all_ranks(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
-    """Own queries (batch, heads, own positions, head_dim) meet the keys and values of all positions."""
+    """Attend from own queries (batch, heads, own positions, head_dim) to the keys and values of all positions."""
     gathered = GatherAll.apply(torch.stack([k, v]))  # (ranks, 2, batch, heads, own positions, head_dim)
     k, v = torch.cat(gathered.unbind(), dim=-2)
     return attend_to_earlier(q, k, v, mask)
 
 
 def labels(ids: Tensor, own: Tensor) -> tuple[Tensor, Tensor]:
-    """What this rank's positions predict, and which of them predict nothing: (batch, own positions) each.
+    """Return the labels of this rank's positions, and which of them have none: (batch, own positions) each.
 
     The token after the last own position is on another rank, so labels are looked up in the whole sequences.
 

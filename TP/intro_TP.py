@@ -27,7 +27,7 @@ MORE = "intro_TP_styles.py"  # has other ways to split
 
 
 class CopyTo(torch.autograd.Function):
-    """Megatron's f: give the input to all ranks' slices. Its gradient is the sum of the gradients from all slices."""
+    """Megatron's f: give the input to all ranks' slices. Its gradient is the sum of the slices' gradients."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -42,7 +42,7 @@ class CopyTo(torch.autograd.Function):
 
 
 class ReduceFrom(torch.autograd.Function):
-    """Megatron's g: add up the outputs of all ranks' slices. The gradient of a sum is that of each of its terms."""
+    """Megatron's g: add up the outputs of all ranks' slices. The gradient of a sum is the gradient of each term."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -68,7 +68,7 @@ class SplitBlock(nn.Module):
         for linear in (*first, attention.o_proj, mlp.down_proj):
             dim = 0 if linear in first else 1  # of a weight (outputs, inputs): heads, or hidden units
             own = linear.weight.detach().tensor_split(dist.get_world_size(), dim)[dist.get_rank()]
-            linear.weight = place_slice(nn.Parameter(own.clone()), linear.weight, dim)  # and tell checkpoints its place
+            linear.weight = place_slice(nn.Parameter(own.clone()), linear.weight, dim)  # its place, for checkpoints
 
     def forward(self, x: Tensor, *positions: Any, **others: Any) -> Tensor:
         x = x + ReduceFrom.apply(self.self_attn(CopyTo.apply(self.input_layernorm(x)), *positions, **others))

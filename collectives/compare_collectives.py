@@ -38,7 +38,7 @@ from distlab_planner.collective_model import (
 from distlab_planner.collective_probes import costs_for, fit_costs, measure
 from simplellm.errors import InputError
 
-SHARED = "shared"  # memory: no topology, as every rank reads and writes what all the others have
+SHARED = "shared"  # memory: no topology, because every rank reads and writes all the others' memory
 
 
 @dataclass
@@ -123,13 +123,13 @@ def compare(run: Run[CollectivesSettings]) -> None:
 
 @contextlib.contextmanager
 def waiting_for(what: str) -> Iterator[None]:
-    """Name all that is sent inside; a wait that fails says so."""
+    """Name all messages sent inside; a failed wait has the name in its error."""
     with during(what), named(what, "collectives by hand"):
         yield
 
 
 def in_shared_memory(size_bytes: int) -> dict[str, TimedWork]:
-    """The lab's all-reduce in memory that the ranks share; none where they do not."""
+    """Return the lab's all-reduce in memory that the ranks share; {} where they do not share any."""
     memory = empty(max(size_bytes, SMALLEST_SHARED_BYTES) // NUMBER_BYTES, torch.empty(0))
     tensor = memory[: size_bytes // NUMBER_BYTES]
 

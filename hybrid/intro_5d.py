@@ -56,7 +56,7 @@ def train(run: TrainingRun[HybridSettings]) -> None:
     for net in nets.values():
         shard(net, axis=slices)
     loss = loss_of_whole = partial(vocabulary_parallel_loss, vocab_size=tokenizer.vocab_size, axis=slices)
-    part_of = None  # what this rank sees of a micro-batch; None for all of it
+    part_of = None  # the part of a micro-batch that this rank sees; None for all of it
     if args.cp > 1 or args.document_mask:
         end = tokenizer.eos_id if args.document_mask else None
         part_of = ContextParallel(parts, args.cp_kind, args.cp_order, end).part
@@ -80,7 +80,7 @@ def train(run: TrainingRun[HybridSettings]) -> None:
         outer = OuterOptimizer(weights, rounds, args.outer_lr, momentum, alpha, args.compress, replicas)
     run.track(sharded or nets, optimizer, loss_of_whole, owners=pipeline.owners, outer=outer)
 
-    # Whose gradients are averaged after each step's backward passes, and over which ranks.
+    # The stages whose gradients are averaged in each step, and the ranks of the average.
     averaged, over = ({} if sharded or (outer and args.cp == 1) else nets), (parts if outer else same)
     parameters = [parameter for net in averaged.values() for parameter in net.parameters()]
 

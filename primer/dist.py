@@ -68,7 +68,7 @@ DEFAULTS = MatmulSettings()
 
 @torch.no_grad()
 def par_matmul_by_row(A: Matrix, B: Matrix) -> Matrix:
-    """The product of rank 0's matrices; each rank computes some of its rows. No gradients.
+    """Return the product of rank 0's matrices; each rank computes some of its rows. No gradients.
 
     Args:
         A: (m, k) on rank 0; ignored on other ranks.
@@ -90,7 +90,7 @@ def par_matmul_by_row(A: Matrix, B: Matrix) -> Matrix:
 
 @torch.no_grad()
 def par_matmul_by_reduction(A: Matrix, B: Matrix) -> Tensor:
-    """The product of rank 0's matrices as a sum of products, one per rank. No gradients.
+    """Return the product of rank 0's matrices as a sum of products, one per rank. No gradients.
 
     Args:
         A: (m, k) on rank 0; ignored on other ranks.
@@ -111,7 +111,7 @@ def par_matmul_by_reduction(A: Matrix, B: Matrix) -> Tensor:
 
 
 def agree_on_shapes(A: Matrix, B: Matrix) -> tuple[Tensor, Tensor]:
-    """Rank 0's matrices; on other ranks placeholders of the same shape, dtype and kind of device, without memory.
+    """Return rank 0's matrices; on other ranks, placeholders of equal shape, dtype and kind of device, without memory.
 
     All ranks make the same check on the same values, so either all of them raise or none does, and no rank waits.
     """
@@ -137,14 +137,14 @@ def agree_on_shapes(A: Matrix, B: Matrix) -> tuple[Tensor, Tensor]:
 
 
 def facts_of(matrix: Matrix) -> list[int]:
-    """What other ranks must know about a matrix: rows, columns, dtype, whether it is on a GPU; four -1 if invalid."""
+    """Return the facts for other ranks: a matrix's rows, columns, dtype, whether on a GPU; four -1 if invalid."""
     if not isinstance(matrix, Tensor) or matrix.ndim != 2 or matrix.dtype not in DTYPES:
         return [-1] * 4
     return [*matrix.shape, DTYPES.index(matrix.dtype), int(not matrix.is_cpu)]
 
 
 def scatter(matrix: Tensor, dim: int, name: str) -> Tensor:
-    """This rank's piece of rank 0's matrix, which is split along `dim` into nearly equal pieces, one per rank."""
+    """Return this rank's piece of rank 0's matrix, split along `dim` into nearly equal pieces, one per rank."""
     rank, pieces = dist.get_rank(), matrix.tensor_split(dist.get_world_size(), dim)
     with named(f"a piece of {name}", name):
         if rank > 0:
@@ -158,7 +158,7 @@ def scatter(matrix: Tensor, dim: int, name: str) -> Tensor:
 
 
 def gather_rows(rows: Tensor, count: int, name: str) -> Matrix:
-    """On rank 0, the matrix of `count` rows, from the ranks' pieces as `scatter` splits them; None elsewhere."""
+    """Return, on rank 0, the matrix of `count` rows from the ranks' pieces, split as in `scatter`; None elsewhere."""
     with named(f"rows of {name}", name):
         if dist.get_rank() > 0:
             dist.send(rows, 0)
@@ -173,7 +173,7 @@ def gather_rows(rows: Tensor, count: int, name: str) -> Matrix:
 
 
 def matmul_alone(A: Matrix, B: Matrix) -> Matrix:
-    """C, computed by rank 0 alone; None on other ranks."""
+    """Return C, computed by rank 0 alone; None on other ranks."""
     return None if A is None or B is None else A @ B
 
 
@@ -199,7 +199,7 @@ def compare(run: Run[MatmulSettings]) -> None:
 
 
 def measure(run: Run[MatmulSettings], product: Product, A: Matrix, B: Matrix) -> tuple[Matrix, float, int]:
-    """The result of `product`, its median milliseconds on this rank, and the bytes that all ranks sent for it."""
+    """Return the result of `product`, its median milliseconds on this rank, and the bytes sent by all ranks."""
     sent_bytes = context_of().ledger.sent_bytes
     sent_before = sent_bytes.total()
     milliseconds = []

@@ -96,7 +96,7 @@ class MLP(nn.Module):
 def gen_dataset(
     config: ModelConfig, rand_state: int = 0, device: torch.device | str = "cpu"
 ) -> tuple[TensorDataset, TensorDataset]:
-    """A training and a test set of noisy points around one center per class; a function of `rand_state` only.
+    """Make a training and a test set of noisy points around one center per class; a function of `rand_state` only.
 
     The points vary only in a few directions, in which neighboring classes overlap. So a model can learn the classes but
     cannot memorize the points: the test loss stays near the training loss, and both stay above zero.
@@ -116,7 +116,7 @@ def gen_dataset(
 
 @torch.no_grad()
 def evaluate(model: nn.Module, dataset: TensorDataset, batch_size: int = 50, max_batches: int | None = None) -> float:
-    """Mean loss of `model` over `dataset`, or over its first `max_batches` batches."""
+    """Return the mean loss of `model` over `dataset`, or over its first `max_batches` batches."""
     total, count = 0.0, 0
     for index, (points, labels) in enumerate(zip(*(t.split(batch_size) for t in dataset.tensors), strict=True)):
         if index == max_batches:
@@ -137,7 +137,7 @@ def report(step: int, model: nn.Module, train_set: TensorDataset, test_set: Tens
 
 
 def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, points: Tensor, labels: Tensor) -> Tensor:
-    """Update the model once, by the gradients of this batch's loss; returns the loss."""
+    """Update the model once, by the gradients of this batch's loss; return the loss."""
     _, loss = model(points, labels)
     optimizer.zero_grad()
     loss.backward()

@@ -81,7 +81,7 @@ def plus_one(value: int) -> int:
 def side_by_side(
     kind: tuple[Any, Any], work: Callable[..., None], jobs: list[tuple[Any, ...]], timeout: float
 ) -> float:
-    """Seconds for `work(*job)` of all jobs at once, each in a process or thread (`kind`) of its own.
+    """Return the seconds for `work(*job)` of all jobs at once, each in a separate process or thread (`kind`).
 
     Raises:
         InputError: they were not done after `timeout` seconds.
@@ -112,7 +112,7 @@ def side_by_side(
 def work_together(together: threading.Barrier, work: Callable[..., None], *job: Any) -> None:
     if multiprocessing.parent_process() is not None:
         end_with_parent(signal.SIGKILL)
-    with contextlib.suppress(threading.BrokenBarrierError, KeyboardInterrupt):  # `side_by_side` tells of it
+    with contextlib.suppress(threading.BrokenBarrierError, KeyboardInterrupt):  # `side_by_side` reports it
         together.wait()
         work(*job)
         together.wait()
@@ -130,7 +130,7 @@ def race(run: Run[RaceSettings]) -> None:
     say(f"{count} processes or threads add 1, {repeats:,} times each: {meant:,} is meant")
     say(f"{'':<40} {'result':>13} {'lost':>13} {'seconds':>8}")
 
-    for _ in range(3):  # to see that it ends differently each time
+    for _ in range(3):  # to show that the result differs each time
         shared = multiprocessing.RawValue("q")
         seconds = side_by_side(PROCESSES, add, [(shared, repeats)] * count, args.timeout)
         if not report("processes, one number", shared.value, seconds):

@@ -79,7 +79,7 @@ def pick(logits: Tensor, args: Settings, generator: torch.Generator) -> int:
 
 @torch.inference_mode()
 def tell(net: CausalLLama, ids: list[int], args: Settings, end: int, device: torch.device) -> Iterator[int]:
-    """The tokens after `ids`, until the `end` of the document, `--max-tokens`, or the end of the model's context."""
+    """Yield the tokens after `ids`, until the `end` of the document, `--max-tokens`, or the model's context is full."""
     generator = torch.Generator().manual_seed(args.seed)
     room = net.ctx_size - len(ids)
     cache = net.new_cache() if args.cache else None

@@ -47,7 +47,7 @@ DEFAULTS = WeightAggregationSettings(batch_size=1)
 
 
 def average_if_due(weights: Tensor, step: int, args: WeightAggregationSettings) -> None:
-    """After every `--sync-every` steps, and the last one, replace the weights, (elements,), by the ranks' mean."""
+    """Replace the weights, (elements,), by the ranks' mean after every `--sync-every` steps, and the last one."""
     if (step + 1) % args.sync_every == 0 or step + 1 == args.steps:
         with named(f"the weights after step {step}", "weights"):
             dist.all_reduce(weights, ReduceOp.AVG)

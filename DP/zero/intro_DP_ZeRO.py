@@ -41,7 +41,7 @@ def reduce_gradients(gradients: Tensor) -> None:
 
 
 def gather_weights(weights: Tensor) -> None:
-    """Replace the other ranks' ranges of the weights, (elements,), by those that these ranks have updated."""
+    """Replace the other ranks' ranges of the weights, (elements,), by their updated values."""
     with named("the weights", "weights"):
         dist.all_gather_into_tensor(weights, own_range(weights))
 

@@ -27,13 +27,13 @@ DEFAULTS = PipelineSettings(batch_size=3)
 
 
 def pass_through(net: nn.Module, x: Tensor, width: int, share: float) -> list[Tensor]:
-    """Pass a micro-batch through this stage, forward and back, in exchange with the stages before and after.
+    """Pass a micro-batch through this stage, forward and back, with messages from and to its neighbors.
 
     Args:
         net: this stage's layers.
         x: token ids (batch, seq): the input of the first stage, the targets of the last.
-        width: of the activations between stages, (batch, seq, width).
-        share: of this micro-batch in the loss of the step.
+        width: width of the activations between stages, (batch, seq, width).
+        share: share of this micro-batch in the loss of the step.
 
     Returns:
         On the last stage, the micro-batch's share of the loss; on other stages, nothing.

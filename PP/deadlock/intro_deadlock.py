@@ -50,7 +50,7 @@ DEFAULTS = DeadlockSettings(timeout=5, device="cpu")
 
 
 def both_send(run: Run[DeadlockSettings]) -> None:
-    """Neighbors exchange tensors; a send completes only when the other side receives."""
+    """Exchange tensors between neighbors; a send completes only when the other side receives."""
     mine, theirs = torch.full((1000,), float(run.rank), device=run.device), torch.empty(1000, device=run.device)
     for lower in range(run.world_size - 1):
         if run.rank not in (lower, lower + 1):
@@ -66,7 +66,7 @@ def both_send(run: Run[DeadlockSettings]) -> None:
 
 
 def order(run: Run[DeadlockSettings]) -> None:
-    """A pipeline whose first stage waits for a gradient before it has sent what the last stage needs next."""
+    """Run a pipeline whose first stage waits for a gradient before it has sent the next input of the last stage."""
     programs = all_stages("gpipe", run.world_size, micro_batches=2)
     if not run.settings.cure:
         programs[0] = [Forward(0, 0), Backward(0, 0), Forward(0, 1), Backward(0, 1)]  # naive; the others use gpipe
@@ -93,7 +93,7 @@ def order(run: Run[DeadlockSettings]) -> None:
 
 
 def skipped(run: Run[DeadlockSettings]) -> None:
-    """Ranks average at every step, but the last rank runs out of data one step early; then rank 0 receives from it."""
+    """Average at every step, although the last rank runs out of data one step early; then rank 0 receives from it."""
     value, steps = torch.zeros(1000, device=run.device), 3
     last = run.world_size - 1
     for step in range(steps):

@@ -33,7 +33,7 @@ MORE = "../schedules/intro_PP_schedules.py"  # has the other schedules
 def run_program(
     program: Sequence[Action], net: nn.Module, parts: Sequence[Tensor], width: int, ways: Sequence[dist.ProcessGroup]
 ) -> list[Tensor]:
-    """Run a stage's program, for example [F0, F1, B0, B1]; returns the shares of the loss, on the last stage.
+    """Run a stage's program, for example [F0, F1, B0, B1]; return the shares of the loss on the last stage.
 
     Args:
         parts: the micro-batches, token ids (batch, seq): the input of the first stage, the targets of the last.

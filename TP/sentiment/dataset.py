@@ -32,7 +32,7 @@ class Batch:
         return len(self.labels)
 
     def rows_of(self, replica: int, replicas: int) -> "Batch":
-        """One replica's rows: consecutive ones, as evenly as they divide."""
+        """Return one replica's rows: consecutive ones, divided as evenly as possible."""
         parts = (x.tensor_split(replicas)[replica] for x in (self.tokens, self.is_padding, self.labels))
         return Batch(*parts)
 
@@ -44,12 +44,12 @@ class Reviews:
     """One split of the reviews as token ids, the same on every rank.
 
     Args:
-        data: "sample" for the generator, "imdb" for the hub's, or a folder with a data set like the hub's.
+        data: "sample" for the generator, "imdb" for the hub's data set, or a folder with one like it.
         split: "train" or "validation", of which IMDb calls the latter "test".
         samples: number of reviews; all of them if there are fewer.
         tokenizer: encodes the texts.
         seq_len: longer reviews are truncated.
-        seed: of the generator, and of the choice of the hub's reviews.
+        seed: seed of the generator, and of the choice of the hub's reviews.
 
     Raises:
         InputError: the data set cannot be read.
@@ -70,22 +70,22 @@ class Reviews:
         return len(self.ids)
 
     def batch(self, rows: Tensor) -> Batch:
-        """The reviews of these numbers, (rows,)."""
+        """Return the reviews of these numbers, (rows,)."""
         ids = [self.ids[row] for row in rows.tolist()]
         tokens = torch.nn.utils.rnn.pad_sequence(ids, batch_first=True, padding_value=self._pad_id)
         lengths = torch.tensor([len(review_ids) for review_ids in ids])
         return Batch(tokens, torch.arange(tokens.shape[1]) >= lengths[:, None], self.labels[rows])
 
     def evaluation_batches(self, batch_size: int, replica: int, replicas: int) -> Iterator[Batch]:
-        """One replica's part of all reviews; each review is in exactly one part, and the last batch may be smaller."""
+        """Yield one replica's part of the reviews; each review is in exactly one; the last batch may be smaller."""
         for rows in torch.arange(len(self)).tensor_split(replicas)[replica].split(batch_size):
             if len(rows):
                 yield self.batch(rows)
 
 
 def read_hub(repository: str, split: str, samples: int, seed: int) -> list[tuple[str, int]]:
-    """Shuffled texts and labels of a data set on the hub, or of its copy in a folder (IMDb is sorted by label)."""
-    from datasets import load_dataset  # takes seconds: only for those who need it
+    """Return shuffled texts and labels of a data set on the hub, or of a copy in a folder (IMDb is sorted by label)."""
+    from datasets import load_dataset  # takes seconds, so only where needed
 
     try:
         rows = load_dataset(repository, split=HUB_SPLITS[split]).shuffle(seed=seed % 2**32)

@@ -95,7 +95,7 @@ class Block(nn.Module):
         self.feed_forward = ResNorm(pair, hidden_dim, dropout_prob)
 
     def forward(self, x: Tensor, attention_mask: Tensor) -> Tensor:
-        """`x` (batch, seq, hidden) to the same shape; the mask is that of `MultiHeadSelfAttention`."""
+        """`x` (batch, seq, hidden) to the same shape; the mask is as in `MultiHeadSelfAttention`."""
         y: Tensor = self.feed_forward(self.attention(x, attention_mask))
         return y
 

@@ -55,9 +55,9 @@ _DENIED = [parse(f"[was not|was never|was by no means] [{adjectives}]") for adje
 
 
 def review(index: int, seed: int = 0, split: str = "train") -> tuple[str, int]:
-    """Review number `index` of an endless series: some 50 words, and its label; every other one is `POSITIVE`.
+    """Return review number `index` of an endless series: some 50 words, and its label; every other one is `POSITIVE`.
 
-    A pure function of its arguments. Another `seed` or `split` ("train", "validation") gives other reviews.
+    A pure function of its arguments. A different `seed` or `split` ("train", "validation") gives different reviews.
     """
     chance = Random(f"reviews/{seed}/{split}/{index}").random
     label = index % 2
@@ -68,7 +68,7 @@ def review(index: int, seed: int = 0, split: str = "train") -> tuple[str, int]:
 
 
 def opinion(kind: int, chance: Chance) -> str:
-    """A positive (`POSITIVE`) or negative (`NEGATIVE`) sentence."""
+    """Return a positive (`POSITIVE`) or negative (`NEGATIVE`) sentence."""
     if chance() < 0.2:
         return tell(_VERDICTS[kind], {}, chance)
     says = _DENIED[kind] if chance() < DENIED else _AFFIRMED[kind]

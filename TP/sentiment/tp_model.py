@@ -122,7 +122,7 @@ class ShardDropout(nn.Dropout):
 
 
 def for_shards(module: nn.Module) -> nn.Module:
-    """`module`, or a copy with sharded dropout, such that its result for shards along the last dimension is the same.
+    """Return `module`, or a copy with sharded dropout, such that results for shards of the last dimension are the same.
 
     Raises:
         InputError: the module has weights, or uses random numbers in another way.

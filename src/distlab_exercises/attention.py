@@ -135,7 +135,7 @@ def _expect_all_blocks(
     out, total = found
 
     def without(*ranks: int) -> Tensor:
-        """What the queries would have without the keys of some ranks."""
+        """Return the attention of the queries without the keys of some ranks."""
         seen = mask.clone()
         for other in ranks:
             seen[..., positions_of(other, PARTS, SEQ, "zigzag")] = False

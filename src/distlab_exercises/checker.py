@@ -20,8 +20,8 @@ from distlab_exercises.ranks import Patience, RankWork, Submission, raise_troubl
 from distlab_exercises.schedules import try_schedule
 from distlab_exercises.verdict import Verdict, Wrong
 
-# How functions are tried: on how many ranks, by what, and what is told of it. Each rank raises `Wrong`, or returns what
-# was found right.
+# How functions are tried: number of ranks, function that tries them, description. Each rank raises `Wrong`, or returns
+# the correct facts.
 FUNCTIONS: dict[str, tuple[int, RankWork, str]] = {
     "schedule": (1, try_schedule, "its order, for up to 4 stages and 8 micro-batches"),
     "collective": (1, try_collective, "2 to 8 ranks"),  # of a simulated world, like MPI's
@@ -37,29 +37,29 @@ FUNCTIONS: dict[str, tuple[int, RankWork, str]] = {
     "merge": (1, try_merge, "two blocks of keys, and very large numbers"),
     "ring": (PARTS, try_ring, f"{PARTS} ranks, with and without documents"),
 }
-SECONDS_AFTER_A_DEADLOCK = 3.0  # that ranks may stand still, or compute, where another function has ended in one
+SECONDS_AFTER_A_DEADLOCK = 3.0  # for ranks to stand still, or compute, after a deadlock of another function
 
 
 def prepare(exercises: Iterable[Exercise] = EXERCISES.values()) -> None:
-    """Do once what every forked rank would do anew: import what ranks import as they run, read the generator's stories.
+    """Do the common work of all forked ranks once: import the modules that ranks import, read the generator's stories.
 
     This process computes with one thread, as forks inherit no others.
 
     Args:
-        exercises: those that will be checked.
+        exercises: the exercises that will be checked.
     """
     import torch
 
     if any("pp" in trial.layout for exercise in exercises for trial in exercise.trials):
-        import torch._dynamo  # for a stage that is given gradients: seconds
+        import torch._dynamo  # for a stage that gets gradients: takes seconds
     torch.set_num_threads(1)
     training.prepare()
     gc.collect()
-    gc.freeze()  # or the collector would write to every object, and so copy the memory that forks share
+    gc.freeze()  # or the collector would write to every object, and thus copy the memory shared with the forks
 
 
 def check(exercise: Exercise, script: Path, patience: Patience | None = None) -> Iterator[Verdict]:
-    """The verdicts on a file, trial by trial; nothing is trained after a trial has failed."""
+    """Yield the verdicts on a file, trial by trial; nothing is trained after a trial has failed."""
     patience, passed = patience or Patience(), True
     with tempfile.TemporaryDirectory(prefix="lab-check-") as name:
         for number, trial in enumerate([*exercise.tried, *exercise.trials]):
@@ -75,7 +75,7 @@ def check(exercise: Exercise, script: Path, patience: Patience | None = None) ->
             else:
                 return
             passed = passed and verdict.passed
-            if verdict.mistake == "deadlock":  # the result is clear, and others may hang, too
+            if verdict.mistake == "deadlock":  # the result is clear, and other trials may hang as well
                 most = SECONDS_AFTER_A_DEADLOCK
                 patience = replace(patience, still=min(patience.still, most), work=min(patience.work, most))
             yield verdict

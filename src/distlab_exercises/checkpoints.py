@@ -1,7 +1,7 @@
-"""Tries the functions that name and place what ranks write to a checkpoint, in several layouts.
+"""Tries the functions that name and place the tensors of ranks in a checkpoint, in several layouts.
 
 The ranks take turns in one process, and the checkpoint is a dictionary of whole tensors. The same functions read it, so
-what they return must be the memory of the model and its optimizer.
+their results must be the memory of the model and its optimizer.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -19,7 +19,7 @@ from distlab_exercises.verdict import Wrong, expect
 SHAPES = {"embed.weight": (7, 4), "layers.0.up.weight": (6, 4), "layers.1.down.weight": (4, 6), "norm.weight": (4,)}
 SPLIT = {"embed.weight": 0, "layers.0.up.weight": 0, "layers.1.down.weight": 1}  # along which dimension
 LAYOUTS = [(2, 2), (1, 1), (1, 3), (4, 1)]  # stages, slices of each
-Rank = tuple[dict[str, nn.Parameter], torch.optim.Adam]  # what it holds
+Rank = tuple[dict[str, nn.Parameter], torch.optim.Adam]  # its parameters and their optimizer
 
 
 def try_checkpoint(rank: int, submission: Submission, taken: str) -> Facts:
@@ -40,7 +40,7 @@ def try_checkpoint(rank: int, submission: Submission, taken: str) -> Facts:
 
 
 def _state_by(as_held: Callable[[Tensor, nn.Parameter], Any]) -> Callable[..., dict[str, Any]]:
-    """A right `state_of` with a student's `as_held`."""
+    """Return a right `state_of` with a student's `as_held`."""
 
     def state_of(parameters: Mapping[str, nn.Parameter], optimizer: Any, rank: int, _: bool) -> dict[str, Any]:
         held = {name: as_held(tensor, parameter) for name, tensor, parameter in _held_by((dict(parameters), optimizer))}
@@ -50,7 +50,7 @@ def _state_by(as_held: Callable[[Tensor, nn.Parameter], Any]) -> Callable[..., d
 
 
 def _try_layout(state_of: Callable[..., Any], stages: int, slices: int) -> None:
-    """Let each rank say what it holds, and put it together."""
+    """Collect each rank's tensors, and put them together."""
     written: dict[str, Tensor] = {}
     truth = {name: tensor.double() for name, tensor, _ in _held_by(next(_ranks(1, 1)))}  # of one process
     where = f"{stages} stage{'s' * (stages > 1)} of {slices} slice{'s' * (slices > 1)}"
@@ -82,7 +82,7 @@ def _try_layout(state_of: Callable[..., Any], stages: int, slices: int) -> None:
 
 
 def _write(name: str, held: object, written: dict[str, Tensor], truth: Mapping[str, Tensor], what: str) -> None:
-    """Put what a rank holds in its place; NaN is what no rank has written yet."""
+    """Put a rank's tensor in its place; NaN marks elements that no rank has written yet."""
     if not isinstance(held, Tensor):
         raise Wrong("no-tensor", f"{what}: is {type(held).__name__}, and should be a tensor")
     whole, views = (held.whole, held.views) if isinstance(held, Slice) else (held.shape, {(0,) * held.dim(): held})
@@ -108,7 +108,7 @@ def _whole(name: str) -> Tensor:
 
 
 def _held_by(rank: Rank) -> Iterator[tuple[str, Tensor, nn.Parameter]]:
-    """What a rank writes, by its global name, and of which parameter it is."""
+    """Yield global name, tensor and parameter of everything that a rank writes."""
     parameters, optimizer = rank
     for name, parameter in parameters.items():
         yield name, parameter.detach(), parameter
@@ -117,7 +117,7 @@ def _held_by(rank: Rank) -> Iterator[tuple[str, Tensor, nn.Parameter]]:
 
 
 def _ranks(stages: int, slices: int) -> Iterator[Rank]:
-    """What each rank of a layout holds: its stage's parameters, or slices of them, and Adam's state of these."""
+    """Yield each rank of a layout: its stage's parameters, or slices of them, and their Adam state."""
     for stage in range(stages):
         names = [name for number, name in enumerate(SHAPES) if number * stages // len(SHAPES) == stage]
         for own in range(slices):

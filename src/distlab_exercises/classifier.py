@@ -21,7 +21,7 @@ GAIN = nn.init.calculate_gain("tanh")
 
 
 def try_classifier(rank: int, submission: Submission, name: str) -> Facts:
-    """Compare the class `MLP` of a student's file with what it should compute, or each call of its `train_step`."""
+    """Compare the results of a student's class `MLP`, or of each call of its `train_step`, with the right ones."""
     student = load(submission.script)
     run = join(rank, submission, 1, student.DEFAULTS, RunSettings, **VALUES)
     if name == "MLP":

@@ -22,7 +22,7 @@ REDUCTIONS = "reduce", "allreduce", "reducescatter"
 
 
 def try_collective(rank: int, submission: Submission, taken: str) -> Facts:
-    """Compare a collective of a student's file with what its ranks should have, and with the library's own costs."""
+    """Compare a collective of a student's file with the right results, and with the costs of the library's own."""
     del rank
     module, _, name = taken.rpartition(":")
     own, library = getattr(load(submission.script), name), getattr(importlib.import_module(module), name)
@@ -39,7 +39,7 @@ def try_collective(rank: int, submission: Submission, taken: str) -> Facts:
 
 
 def simulate(world: SimulatedWorld, work: Callable[[SimulatedEndpoint], Any]) -> list[Any]:
-    """What `work` returns on each rank; `Wrong` if the ranks do not come to an end."""
+    """Return each rank's result of `work`; `Wrong` if the ranks do not finish."""
     try:
         return world.run(work)
     except (Deadlock, HalfMessage) as error:
@@ -76,7 +76,7 @@ def _call(
     op: Any,
     endpoint: SimulatedEndpoint,
 ) -> Any:
-    """One rank's part, with its tensor of `given`; returns what it has then."""
+    """Run one rank's part, with its tensor of `given`; return its result."""
     rank, tensor = endpoint.get_rank(), given[endpoint.get_rank()]
     gathered, is_root = torch.zeros(endpoint.get_world_size(), *tensor.shape), rank == root
     result, arguments = {
@@ -94,7 +94,7 @@ def _call(
 def name_difference(
     kind: str, rank: int, result: Tensor, right: Tensor, inputs: list[Tensor], root: int | None, op: Any
 ) -> None:
-    """Raise `Wrong` with what a rank has instead of the right result, in terms of the ranks' `inputs`."""
+    """Raise `Wrong`, which describes a rank's wrong result in terms of the ranks' `inputs`."""
     if torch.allclose(result, right, rtol=1e-4, atol=1e-4):
         return
     own = f"rank {rank}"
@@ -114,7 +114,7 @@ def name_difference(
 
 
 def whose(result: Tensor, inputs: list[Tensor], what: str = "tensor") -> str:
-    """What a rank has, in terms of the ranks' tensors, of which it may be a sum."""
+    """Describe a rank's result in terms of the ranks' tensors, of which it may be a sum."""
     if not result.any():
         return "has only zeros"
     found = fit(result, inputs) if result.shape == inputs[0].shape and result.numel() > len(inputs) else None

@@ -1,4 +1,4 @@
-"""The subcommands `exercise`, `hint`, `check` and `grade`. Without torch until a file is checked."""
+"""The subcommands `exercise`, `hint`, `check` and `grade`. They need no torch until a file is checked."""
 
 import argparse
 import contextlib
@@ -44,7 +44,7 @@ def exercise(args: Sequence[str], prog: str) -> int:
         path.write_text(write_out(wanted, path), encoding="utf-8", errors="replace")
     except OSError as error:
         with contextlib.suppress(OSError):
-            path.unlink()  # or it would be taken for someone's work
+            path.unlink()  # or it would be mistaken for someone's work
         raise InputError(f"{path}: cannot write there ({error.strerror}); give another folder") from error
     print(f"# wrote {path}: the task is at its top")
     print(f"# check it: {LAUNCHER} check {shlex.quote(str(path))}")
@@ -174,7 +174,7 @@ def _find(name: str) -> Exercise:
 
 
 def _files(paths: Sequence[Path], wanted: Exercise | None) -> "list[Path]":
-    """The files among paths; of a folder, those below it that solve an exercise, or have the file name of `wanted`."""
+    """Return the files among paths, and the files below folders that solve an exercise or have the name of `wanted`."""
     found: list[Path] = []
     for path in paths:
         require(path.exists(), f"{path}: does not exist")
@@ -190,7 +190,7 @@ def _files(paths: Sequence[Path], wanted: Exercise | None) -> "list[Path]":
 
 
 class _Parser(argparse.ArgumentParser):
-    """A parser whose errors are those of the lab."""
+    """A parser that raises the lab's errors."""
 
     def error(self, message: str) -> NoReturn:
         raise InputError(f"{self.prog}: {message}")

@@ -1,4 +1,4 @@
-"""All tensors of a run on several ranks beside those of one process: what differs first, and by which mistake."""
+"""All tensors of a run on several ranks beside one process's: the first difference, and the mistake behind it."""
 
 import itertools
 from collections.abc import Callable
@@ -22,7 +22,7 @@ COLLECTIVES = "all_reduce", "reduce_scatter", "all_gather", "broadcast", "reduce
 
 @dataclass(frozen=True)
 class Difference:
-    """A tensor that differs from that of one process."""
+    """A tensor that differs from one process's."""
 
     step: int
     rank: int
@@ -31,7 +31,7 @@ class Difference:
 
 
 class Comparison:
-    """All ranks' tensors beside those of one process."""
+    """All ranks' tensors beside one process's."""
 
     def __init__(
         self,
@@ -49,7 +49,7 @@ class Comparison:
         self.member = "rank" if len(reports) == trial.replicas else "pipeline"
 
     def expect_one_process(self, losses: list[float], weights_only: bool) -> None:
-        """Raise `Wrong` with the first step in which something differs, and what to say about it."""
+        """Raise `Wrong` with the first step in which something differs, and a description."""
         self._expect_all_parameters()
         self._expect_right_start()
         for step in range(self.steps):
@@ -96,7 +96,7 @@ class Comparison:
             raise Wrong(mistake.name, f"the loss of step {step} {sentence} ({told})")
 
     def _own(self, rank: int, name: str, whole: Tensor) -> Tensor:
-        """What a rank should hold of a tensor: the slice that its parameter is, or all."""
+        """Return the part of a tensor that a rank should hold: the slice of its parameter, or all."""
         if (own := self.reports[rank].facts["slices"].get(name)) is None:
             return whole
         dim, start, *_ = own
@@ -116,7 +116,7 @@ class Comparison:
         return torch.stack([share for row in rows for share in row]).mean(0)
 
     def _replica(self, rank: int, key: str) -> int:
-        """The number of a rank's replica; -1 if all replicas have the same tensor."""
+        """Return the number of a rank's replica; -1 if all replicas have the same tensor."""
         replica = coordinate(self.trial.layout, rank, "dp")
         own, ranks_each = self.ranks[rank][key], len(self.ranks) // self.trial.replicas
         alike = self.ranks[rank % ranks_each :: ranks_each]  # the ranks that hold the same parameters
@@ -159,7 +159,7 @@ class Comparison:
         return shares.name_weights(own, before, rows, self.lr, replica, self.member)
 
     def _is_elsewhere(self, step: int, name: str, own: Tensor, before: Tensor) -> bool:
-        """Whether each element is right, or as before the update and right on another rank, for replicas that shard."""
+        """Return whether each element is right or not updated, and right on some rank, as with replicas that shard."""
         right = self.one[f"weights|{step + 1}|{name}"]
         if own.shape != right.shape or not self._near(own, right).logical_or(own == before).all():
             return False
@@ -174,7 +174,7 @@ class Comparison:
         return torch.isclose(a, b, rtol=1e-5, atol=1e-7)
 
     def _tell(self, kind: str, step: int, found: list[Difference]) -> list[str]:
-        """One sentence for each kind of mistake, the most frequent first; the first tensor of each is named."""
+        """Return a sentence for each kind of mistake, the most frequent first; the first tensor of each is named."""
         what = "the gradient of" if kind == "gradient" else "the weights"
         when = f"step {step}" if kind == "gradient" else f"after step {step}"
         by_sentence: dict[str, list[Difference]] = {}
@@ -235,12 +235,12 @@ class Comparison:
 
     @staticmethod
     def _in_last_step(report: Report) -> dict[str, int]:
-        """The bytes by kind that a rank sends from the update before the last one to the last one."""
+        """Return the bytes by kind that a rank sends from the update before the last one to the last one."""
         before, after, _ = report.facts["sent"][-3:]
         return {kind: count - before.get(kind, 0) for kind, count in after.items()}
 
     def sent(self) -> dict[str, tuple[int, int]]:
-        """By what was sent: the bytes of all ranks in the last step, and those that are needed.
+        """Return, by kind, the bytes that all ranks sent in the last step, and the bytes needed.
 
         Collectives count as around a ring over a network (`Context.ledger`), also where ranks share memory instead.
         """
@@ -270,7 +270,7 @@ class Comparison:
             "activations": ("activations", "gradients of activations"),
             "activations of layers": ("layer activations", "layer gradients"),
         }
-        if needed:  # messages without a name are those of the pipeline; collectives are most likely of the replicas
+        if needed:  # messages without a name are the pipeline's; collectives are most likely the replicas'
             kinds["activations" if stages > 1 else next(iter(needed))] += ("send",)
             kinds["gradients and weights" if n > 1 else list(needed)[-1]] += COLLECTIVES
         found = {}
@@ -280,7 +280,7 @@ class Comparison:
         return found
 
     def remarks(self, sent: dict[str, tuple[int, int]]) -> list[str]:
-        """What a right solution could do better."""
+        """Return improvements to a right solution."""
         found = [
             f"{what}: {total / least:.1f} times the bytes that are needed"
             for what, (total, least) in sent.items()

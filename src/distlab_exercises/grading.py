@@ -1,4 +1,4 @@
-"""Grades a course: every file of every student in a process of its own, several at a time, and none is lost."""
+"""Grades a course: every file of every student in a separate process, several at a time, and none is lost."""
 
 import csv
 import io
@@ -20,14 +20,14 @@ from distlab_exercises.checker import check, prepare
 from distlab_exercises.submissions import HandedIn, shown, taken_from_the_lab
 from distlab_exercises.training import expected_of
 
-SECONDS_OF_A_TRIAL = 30.0  # that a file may take for each of its trials
-SECONDS_BETWEEN_LINES = 10.0  # of those that tell how far it is
+SECONDS_OF_A_TRIAL = 30.0  # maximum for each trial of a file
+SECONDS_BETWEEN_LINES = 10.0  # that show the progress
 PASSED, WRONG, MISSING = "passed", "wrong", "missing"
 
 
 @dataclass
 class Grade:
-    """What a student has handed in for an exercise, and how it was judged."""
+    """A student's solution of an exercise, and its verdict."""
 
     student: str
     exercise: str
@@ -35,7 +35,7 @@ class Grade:
     mistake: str = ""  # its name, such as "divided-twice"
     sentence: str = ""  # what is wrong
     file: str = ""
-    imports: list[str] = field(default_factory=list)  # what it imports of the lab, and the exercise's file does not
+    imports: list[str] = field(default_factory=list)  # its imports from the lab that are not in the exercise's file
     seconds: float = 0.0
 
 
@@ -47,13 +47,13 @@ def grade_course(
     csv_file: Path | None,
     json_file: Path | None,
 ) -> bool:
-    """Grade all files, print a row for each student and exercise and what the class has misunderstood.
+    """Grade all files, and print a row for each student and exercise, and the misconceptions of the class.
 
     Args:
-        students: all of the course, also those who have handed in nothing.
-        at_once: how many files are checked at a time.
-        csv_file: where to write the rows, too.
-        json_file: where to write all that is printed, too.
+        students: all students of the course, also those who have handed in nothing.
+        at_once: number of files checked at the same time.
+        csv_file: additional output of the rows.
+        json_file: additional output of everything that is printed.
 
     Returns:
         Whether every student has passed every exercise.
@@ -91,10 +91,10 @@ def grade_course(
 def _grade(
     files: Sequence[HandedIn], students: Sequence[str], exercises: Sequence[Exercise], at_once: int
 ) -> Iterator[Grade]:
-    """The grades of files, in the order in which they end; then what is missing."""
+    """Yield the grades of files, in the order in which their checks end; then the missing ones."""
     prepare(exercises)
     for trial in (trial for exercise in exercises for trial in exercise.trials):
-        expected_of(trial.batch_size, trial.replicas, trial.micro_batches)  # what forks would compute anew
+        expected_of(trial.batch_size, trial.replicas, trial.micro_batches)  # or each fork would compute it again
     known = [(file, exercise) for file in files for exercise in exercises if file.exercise is exercise]
     with leaving_no_process():
         yield from _grade_several(known, at_once)
@@ -149,7 +149,7 @@ def _answer(pipe: Connection, began: Grade) -> Grade:
 
 
 def _as_csv(grades: Sequence[Grade]) -> str:
-    """A table for a spreadsheet, a row for each grade."""
+    """Return a table for a spreadsheet, a row for each grade."""
     text = io.StringIO()
     writer = csv.DictWriter(text, [each.name for each in fields(Grade)], lineterminator="\n")
     writer.writeheader()
@@ -158,7 +158,7 @@ def _as_csv(grades: Sequence[Grade]) -> str:
 
 
 def _misconceptions(grades: Sequence[Grade]) -> list[dict[str, Any]]:
-    """The class' mistakes, the most frequent first, each with what was said of one of them."""
+    """Return the class's mistakes, the most frequent first, each with one of its sentences."""
     counts = Counter((each.exercise, each.mistake) for each in grades if each.result == WRONG)
     files = Counter(each.exercise for each in grades if each.result != MISSING)
     said = {(each.exercise, each.mistake): each.sentence for each in reversed(grades)}

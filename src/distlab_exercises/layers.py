@@ -1,4 +1,4 @@
-"""Tries layers of which each rank holds a slice, beside whole ones of torch, forward and backward."""
+"""Tries layers of which each rank holds a slice, beside whole layers of torch, forward and backward."""
 
 import importlib
 import sys
@@ -56,13 +56,13 @@ WHOLE: dict[str, tuple[tuple[Any, ...], Callable[[], nn.Module], tuple[int, ...]
 
 
 def try_conjugate(rank: int, submission: Submission, name: str) -> Facts:
-    """Compare f or g of a student's file, an autograd Function, with what each passes on, forward and backward."""
+    """Compare f or g of a student's file, an autograd Function, with the right results, forward and backward."""
     student = load(submission.script)
     run = join(rank, submission, RANKS, Settings(), Settings)
     generator = torch.Generator().manual_seed(4)
     xs, grads = (list(torch.randn(RANKS, BATCH, INPUTS, generator=generator)) for _ in range(2))  # by rank
     is_f = name == "CopyTo"
-    xs, grads = (xs[:1] * RANKS, grads) if is_f else (xs, grads[:1] * RANKS)  # what is the same on all ranks
+    xs, grads = (xs[:1] * RANKS, grads) if is_f else (xs, grads[:1] * RANKS)  # equal on all ranks
     x, grad = xs[rank].clone().requires_grad_(), grads[rank].clone()
     result = getattr(student, name).apply(x)
     result.backward(grad)

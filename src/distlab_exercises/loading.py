@@ -17,7 +17,7 @@ SettingsT = TypeVar("SettingsT", bound=RunSettings)
 
 
 def load(script: Path) -> ModuleType:
-    """A student's file as a module; `InputError` if it starts its run as it is loaded."""
+    """Load a student's file as a module; `InputError` if it starts its run when it is loaded."""
     sys.path.insert(0, str(script.parent))
     spec = importlib.util.spec_from_file_location(script.stem, script)
     assert spec is not None
@@ -40,7 +40,7 @@ def _refuse_to_start(*_: Any, **__: Any) -> NoReturn:
 def join(
     rank: int, submission: Submission, ranks: int, defaults: object, kind: type[RunSettings], **values: Any
 ) -> Any:
-    """A rank's run, which has met the others and computes on the CPU.
+    """Return a rank's run, which has met the others and computes on the CPU.
 
     Args:
         defaults: the file's, of the class `kind`.
@@ -53,10 +53,10 @@ def join(
 
 
 def settings_for(rank: int, defaults: object, kind: type[SettingsT], values: dict[str, Any]) -> SettingsT:
-    """The settings of a rank, as flags would give them: a command line takes a tenth of a second to be read.
+    """Return the settings of a rank, as flags would give them: a command line takes a tenth of a second to be read.
 
     Raises:
-        InputError: `defaults`, which are the file's, are none of this kind, or a value cannot work.
+        InputError: `defaults`, the file's, are not of this kind, or a value cannot work.
     """
     require(isinstance(defaults, kind), f"the file needs DEFAULTS, of the class {kind.__name__}, as in its chapter")
     assert isinstance(defaults, kind)

@@ -28,7 +28,7 @@ class Communicator:
     """Ranks of a simulated world, with the methods of mpi4py's communicators that the chapter uses.
 
     Args:
-        given: what each rank of the world gives to a collective; one for all of them.
+        given: the input of each rank of the world to a collective; shared by all of them.
     """
 
     def __init__(self, endpoint: SimulatedEndpoint, given: dict[int, Array], ranks: list[int] | None = None) -> None:
@@ -42,7 +42,7 @@ class Communicator:
         return len(self.ranks)
 
     def _gathered(self, array: Array) -> list[Array]:
-        """What the ranks give; all of the world must call a collective, in whatever communicator."""
+        """Return the ranks' inputs; all ranks of the world must call a collective, in any communicator."""
         require(array.flags.c_contiguous, CONTIGUOUS)
         self._given[self._endpoint.get_rank()] = array.copy()
         self._endpoint.barrier()
@@ -112,13 +112,13 @@ CONTIGUOUS = "MPI sends memory, not elements: give a contiguous array (np.ascont
 
 
 def _tensor(array: Array) -> torch.Tensor:
-    """The array's own memory."""
+    """Return the array's own memory."""
     require(array.flags.c_contiguous, CONTIGUOUS)
     return torch.from_numpy(array)
 
 
 def _load(submission: Submission) -> Any:
-    """A student's file, with MPI's constants only."""
+    """Return a student's file, with MPI's constants only."""
     try:
         importlib.import_module("mpi4py").rc.initialize = False
     except ImportError:
@@ -139,7 +139,7 @@ def try_function(rank: int, submission: Submission, name: str) -> Facts:
 def _call(
     student: Any, name: str, mp_size: int, dp_size: int, given: dict[int, Array], endpoint: SimulatedEndpoint
 ) -> None:
-    """Call a function on a rank, and compare what it returns."""
+    """Call a function on a rank, and compare its result."""
     rank, world = endpoint.get_rank(), Communicator(endpoint, given)
     model, copy = rank % mp_size, rank // mp_size
     group = world.Split(color=copy, key=rank)
@@ -205,7 +205,7 @@ def _try_method(student: Any, name: str, size: int, elements: int, op: str) -> N
     given = [np.random.default_rng(r).integers(-9, 10, elements).astype(dtype) for r in range(size)]
 
     def call(endpoint: SimulatedEndpoint) -> int:
-        """What a rank says that it has sent and received."""
+        """Return the bytes that a rank reports as sent and received."""
         rank = endpoint.get_rank()
         own, result = given[rank].copy(), np.full(elements, -77, dtype)  # which is no result
         world = student.Communicator(Communicator(endpoint, {}))

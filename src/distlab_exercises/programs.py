@@ -33,12 +33,12 @@ def try_product(rank: int, submission: Submission, name: str) -> Facts:
 
 
 def _sent_bytes() -> int:
-    """Of what is to be exchanged, so far."""
+    """Return the bytes of exchanges sent so far."""
     return sum(count for kind, count in context_of().ledger.sent_bytes.items() if kind not in ("control", "shapes"))
 
 
 def _check_share(name: str, rank: int, sent: int, shape: tuple[int, int, int], who: str) -> None:
-    """A rank sends no less than its share of the product, as it would if rank 0 computed it alone."""
+    """Check that a rank sends at least its share of the product; it would not if rank 0 computed it alone."""
     m, k, n = shape
     by_row = name == "par_matmul_by_row"
     pieces = [len(piece) for piece in torch.arange(m if by_row else k).tensor_split(RANKS)]
@@ -51,7 +51,7 @@ def _check_share(name: str, rank: int, sent: int, shape: tuple[int, int, int], w
 def _check_product(name: str, rank: int, own: Tensor | None, A: Tensor, B: Tensor, who: str) -> None:
     right, by_row = A @ B, name == "par_matmul_by_row"
     if rank > 0 and by_row:
-        return  # whatever it returns: rank 0 has the product
+        return  # its result does not matter: rank 0 has the product
     if not isinstance(own, Tensor):
         raise Wrong("no-product", f"{who} returned no matrix")
     told = f"{who} returned {tuple(own.shape)}, and the product is {tuple(right.shape)}"

@@ -1,7 +1,7 @@
-"""Runs a student's code in forked ranks: whatever it does, they all end within seconds, and say where they were.
+"""Runs a student's code in forked ranks: whatever it does, they all end within seconds, and report where they were.
 
 Each rank watches itself. If its main thread has stood still for some seconds, it reports the line at which it stands
-and the wait that it is in. From the waits of all ranks follows who waits for whom.
+and its wait. The waits of all ranks show who waits for whom.
 """
 
 import faulthandler
@@ -35,17 +35,17 @@ from distlab.rendezvous.diagnosis import Notice, diagnose
 from distlab_exercises.verdict import Wrong
 from simplellm.errors import InputError
 
-Facts = dict[str, Any]  # what a rank tells of itself; JSON
-SECONDS_FOR_CONSEQUENCES = 1.0  # after a rank has failed, how long others may take to fail too
-LONGEST_SECONDS = 25.0  # of ranks that go on; right ones take a few, where others do not take the processor
-LONGEST_LINE, LAST_LINES = 200, 5  # of what a rank has printed
+Facts = dict[str, Any]  # a rank's report on itself; JSON
+SECONDS_FOR_CONSEQUENCES = 1.0  # time for other ranks to fail after a rank has failed
+LONGEST_SECONDS = 25.0  # of running ranks; right ones take a few on an idle processor
+LONGEST_LINE, LAST_LINES = 200, 5  # of a rank's output
 LONGEST_WORK_SECONDS = 10.0  # of the processor's time: an endless loop's
 SECONDS_OF_A_WAIT = 0.1  # of the processor's time; a thread that waits takes less until it counts as standing still
 
 
 @dataclass(frozen=True)
 class Patience:
-    """How long ranks are waited for."""
+    """Time limits for ranks."""
 
     still: float = 8.0  # seconds that a rank may stand still
     longest: float = LONGEST_SECONDS
@@ -54,7 +54,7 @@ class Patience:
 
 @dataclass
 class Report:
-    """How a rank ended."""
+    """The end of a rank."""
 
     rank: int
     state: str  # "ended", "wrong", "failed", "missing" (not written), "stuck", "lost" (another rank ended), "died"
@@ -66,7 +66,7 @@ class Report:
 
 
 def free_port() -> int:
-    """A port at which nothing listens, below those that the kernel hands out."""
+    """Return a port at which nothing listens, below those that the kernel hands out."""
     while True:
         port = random.SystemRandom().randrange(10_000, 29_000)
         with socket.socket() as probe, suppress(OSError):
@@ -76,7 +76,7 @@ def free_port() -> int:
 
 @dataclass(frozen=True)
 class Submission:
-    """A student's file, the folder in which its ranks work and where they meet, and how long they are waited for."""
+    """A student's file, the folder in which its ranks work and meet, and their time limits."""
 
     script: Path
     folder: Path
@@ -95,7 +95,7 @@ class Submission:
         return reports
 
     def printed(self) -> list[str]:
-        """The last lines of each rank that are no lines of the lab's."""
+        """Return the last lines that each rank printed, without the lab's."""
         found = []
         for file in sorted(self.folder.glob("printed*.txt")):
             lines = [line for line in file.read_text(errors="replace").splitlines() if line.strip()]
@@ -113,7 +113,7 @@ class Submission:
             report.sentences = [f"crashed, {cause}"]
 
     def crash_file(self, rank: int) -> Path:
-        """Where Python writes the stack of a rank that libraries end, e.g. gloo by SIGABRT."""
+        """Return the file for Python's stack of a rank that libraries end, e.g. gloo by SIGABRT."""
         return self.folder / f"crash{rank}.txt"
 
 
@@ -121,7 +121,7 @@ RankWork = Callable[..., Facts]  # (rank, submission, *args): what the rank does
 
 
 def _collect(waiting: dict[Connection, int], patience: Patience) -> list[Report]:
-    """The last word of each rank; ends early when nothing can change any more."""
+    """Return the last word of each rank; ends early when nothing can change any more."""
     deadline = time.monotonic() + patience.longest + 3
     reports: dict[int, Report] = {}
     everybody = sorted(waiting.values())
@@ -142,7 +142,7 @@ def _collect(waiting: dict[Connection, int], patience: Patience) -> list[Report]
             reports[rank] = report
             if report.state != "stuck":  # which may change
                 del waiting[receiver]
-            if report.state in ("wrong", "failed", "died"):  # of a death, the others tell more: what they wait for
+            if report.state in ("wrong", "failed", "died"):  # after a death, the waits of the others say more
                 still = patience.still if report.state == "died" else 0
                 deadline = min(deadline, time.monotonic() + still + SECONDS_FOR_CONSEQUENCES)
         if any(report.state == "missing" for report in reports.values()):
@@ -240,7 +240,7 @@ def _watch(rank: int, script: str, patience: Patience, tell: Callable[[Report], 
 
 
 def _context() -> Context | None:
-    """What the lab's groups know of their waits; None where the file has made none of the lab's."""
+    """Return the context of the lab's groups, which knows their waits; None if the file has made no such group."""
     try:
         return context_of()
     except ValueError:
@@ -248,7 +248,7 @@ def _context() -> Context | None:
 
 
 def _seconds_computed_by(thread: int) -> float:
-    """Of the processor's time; 0 where the system does not tell."""
+    """Return a thread's processor time; 0 where the system does not report it."""
     return time.clock_gettime(time.pthread_getcpuclockid(thread)) if hasattr(time, "pthread_getcpuclockid") else 0.0
 
 
@@ -257,9 +257,9 @@ def _line_at(script: str, number: int) -> str:
 
 
 def raise_trouble(reports: list[Report], describe: Callable[[int], str] = "rank {}".format) -> None:
-    """Raise `Wrong` with what kept ranks from ending, unless all have ended.
+    """Raise `Wrong` with the reason why ranks did not end, unless all have ended.
 
-    Of several reports, those count that are no consequence of others.
+    Of several reports, only those that are not consequences of others count.
     """
     by_state: dict[str, list[Report]] = {}
     for report in reports:
@@ -283,7 +283,7 @@ def raise_trouble(reports: list[Report], describe: Callable[[int], str] = "rank 
 
 
 def _who_waits(reports: list[Report], describe: Callable[[int], str]) -> Iterator[str]:
-    """Who waits for whom, and at which lines."""
+    """Yield sentences on who waits for whom, and at which lines."""
     notices = {report.rank: Notice.from_json(report.notice) for report in reports if report.notice}
     if any(notice.wait is not None for notice in notices.values()):
         found = diagnose(notices, {}, len(reports), describe, LONGEST_SECONDS).sentence

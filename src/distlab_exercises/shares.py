@@ -1,7 +1,7 @@
-"""Finds out what a gradient is made of, and names the mistake.
+"""Finds the parts of a wrong gradient, and names the mistake.
 
 The gradient of the global batch is the mean of shares, one for each replica and micro-batch. A wrong gradient is often
-another combination of the same shares. A least-squares fit finds its coefficients, and they tell the mistake: all are
+a different combination of the same shares. A least-squares fit finds its coefficients, which show the mistake: all are
 n times too large if n ranks' gradients were added up but not divided; one rank's are zero if it was left out.
 """
 
@@ -14,20 +14,20 @@ import torch
 from torch import Tensor
 
 EXPLAINED = 1e-2  # relative error of a fit that counts as an explanation
-LOOKS = "looks as if "  # the beginning of a sentence about what a gradient lacks
+LOOKS = "looks as if "  # the beginning of a sentence about a wrong gradient
 TOLERANCE = 1e-4  # relative error of a right result; float32 in other orders gives about 1e-6
 
 
 @dataclass(frozen=True)
 class Mistake:
-    """A mistake that is known by name."""
+    """A mistake that has a name."""
 
     name: str  # for machines: "summed", "rank-missing"
     sentence: str  # goes on after "the gradient of `head.weight` on rank 1 …"
 
 
 def differs(own: Tensor, expected: Tensor) -> bool:
-    """Whether two tensors of one shape differ by more than rounding."""
+    """Return whether two tensors of one shape differ by more than rounding."""
     if not own.isfinite().all():
         return True
     scale = max(float(expected.norm()), 1e-12)
@@ -35,7 +35,7 @@ def differs(own: Tensor, expected: Tensor) -> bool:
 
 
 def fit(observed: Tensor, columns: Sequence[Tensor]) -> list[float] | None:
-    """Coefficients with which the columns (tensors of one shape) add up to `observed`; None if they do not."""
+    """Return coefficients with which the columns (tensors of one shape) add up to `observed`; None if they do not."""
     if not observed.isfinite().all():
         return None
     matrix = torch.stack([column.flatten().double() for column in columns], 1)
@@ -51,13 +51,13 @@ def fit(observed: Tensor, columns: Sequence[Tensor]) -> list[float] | None:
 def name_gradient(
     observed: Tensor, shares: Sequence[Sequence[Tensor]], before: Tensor | None, own: int, member: str = "rank"
 ) -> Mistake:
-    """What is wrong with a gradient.
+    """Name the mistake in a gradient.
 
     Args:
         shares: by replica and micro-batch, its part of the gradient: tensors whose mean is the right one.
         before: the right gradient of the step before.
         own: the replica that has this gradient; -1 if all replicas have the same.
-        member: what a replica is called: "rank" or "pipeline".
+        member: the word for a replica: "rank" or "pipeline".
     """
     replicas, micro_batches = len(shares), len(shares[0])
     flat = [share for row in shares for share in row]
@@ -78,7 +78,7 @@ def name_gradient(
 
 
 def name_ratios(ratios: Sequence[Sequence[float]], own: int, member: str = "rank") -> Mistake:
-    """The mistake behind coefficients, each relative to the right one: by replica and micro-batch."""
+    """Return the mistake behind coefficients, each relative to the right one: by replica and micro-batch."""
     n, m = len(ratios), len(ratios[0])
     everything = [x for row in ratios for x in row]
     if _same(everything):
@@ -156,7 +156,7 @@ def _by_micro_batch(columns: list[float], n: int, m: int) -> Mistake:
 def name_weights(
     observed: Tensor, before: Tensor, shares: Sequence[Sequence[Tensor]], lr: float, own: int, member: str = "rank"
 ) -> Mistake:
-    """What is wrong with weights after an update; `before` are those before it, which were right."""
+    """Name the mistake in weights after an update; `before` are the weights before it, which were right."""
     n, m = len(shares), len(shares[0])
     flat = [share for row in shares for share in row]
     if not observed.isfinite().all():
@@ -187,7 +187,7 @@ def name_weights(
 
 
 def name_loss(observed: float, expected: float, n: int, m: int) -> Mistake:
-    """What is wrong with a printed loss."""
+    """Name the mistake in a printed loss."""
     k = observed / expected if expected else math.inf
     for factor, name, sentence in (
         (m, "loss-not-divided", f"too large: divide each micro-batch's by their number, {m}"),
@@ -208,7 +208,7 @@ def _same(values: Sequence[float]) -> bool:
 
 
 def _factor(k: float) -> str:
-    """A factor in words: "3 times", "1/3 of", "1.37 times"."""
+    """Return a factor in words: "3 times", "1/3 of", "1.37 times"."""
     if k > 0 and _near(1 / k, round(1 / k)) and round(1 / k) > 1:
         return f"1/{round(1 / k)} of"
     return f"{round(k) if _near(k, round(k)) else f'{k:.3g}'} times"

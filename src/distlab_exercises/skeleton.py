@@ -19,7 +19,7 @@ Definition = ast.FunctionDef | ast.ClassDef
 
 
 def write_out(exercise: Exercise, path: Path, solved: bool = False) -> str:
-    """The text of an exercise's file.
+    """Return the text of an exercise's file.
 
     Args:
         path: where the file will be; its docstring says how to check it there.
@@ -43,14 +43,14 @@ def _definitions(tree: ast.Module) -> dict[str, Definition]:
 
 
 def _emptied(text: str, names: Sequence[str], keeps: Sequence[str] = ()) -> str:
-    """A module without the bodies of some of its functions, and of the methods of some of its classes.
+    """Return a module without the bodies of some of its functions, and of the methods of some of its classes.
 
-    Docstrings stay, comments go. A class keeps `__init__` and its public methods; the others are the solution's own, as
-    are private definitions of the module that only the solution named. Methods that `keeps` names stay as they are.
+    Docstrings stay, comments go. A class keeps `__init__` and its public methods; the others belong to the solution, as
+    do private definitions of the module that only the solution names. Methods in `keeps` stay as they are.
     """
     found = _definitions(ast.parse(text))
     lines = text.split("\n")
-    cuts: list[tuple[int, int, list[str]]] = []  # the first line, the line after the last one, what comes instead
+    cuts: list[tuple[int, int, list[str]]] = []  # the first line, the line after the last one, the replacement
     for node in (found[name] for name in names):
         functions = (
             [n for n in node.body if isinstance(n, ast.FunctionDef)] if isinstance(node, ast.ClassDef) else [node]
@@ -71,7 +71,7 @@ def _emptied(text: str, names: Sequence[str], keeps: Sequence[str] = ()) -> str:
 
 
 def _without_unnamed(text: str) -> str:
-    """A module without its private functions and classes that nothing else in it names."""
+    """Return a module without its private functions and classes that nothing else in it names."""
     tree = ast.parse(text)
     for name, node in _definitions(tree).items():
         if name.startswith("_") and name not in _names_in(other for other in tree.body if other is not node):
@@ -86,7 +86,7 @@ def _first_line(node: Definition) -> int:
 
 
 def _with_definitions(text: str, module: str, names: list[str], exercise: Exercise, solved: bool) -> str:
-    """A script with definitions of a library module written out in it, instead of imported, and what they import."""
+    """Return a script with a library module's definitions written out, not imported, and with their imports."""
     source = (Path(__file__).parents[1] / f"{module.replace('.', '/')}.py").read_text()
     tree = ast.parse(source)
     nodes = [_definitions(tree)[name] for name in names]
@@ -125,7 +125,7 @@ def _names_in(nodes: Iterable[ast.AST]) -> set[str]:
 
 
 def _together(imports: Iterable[str]) -> Iterator[str]:
-    """Import statements, with the names of one module in one statement."""
+    """Yield import statements, with the names of one module in one statement."""
     names: dict[str, list[str]] = {}
     for line in imports:
         before, _, name = line.partition(" import ")
@@ -135,7 +135,7 @@ def _together(imports: Iterable[str]) -> Iterator[str]:
 
 
 def _bindings(tree: ast.Module, module: str) -> dict[str, str]:
-    """By global name of a module, the statement with which another module imports it."""
+    """Return, by global name of a module, the statement with which another module imports it."""
     found: dict[str, str] = {}
     for node in tree.body:
         if isinstance(node, ast.Import):
@@ -155,7 +155,7 @@ def _bindings(tree: ast.Module, module: str) -> dict[str, str]:
 
 
 def _with_docstring(text: str, exercise: Exercise, path: Path) -> str:
-    """A module that begins with the task."""
+    """Return a module that begins with the task."""
     tree = ast.parse(text)
     body = text
     if ast.get_docstring(tree) is not None:

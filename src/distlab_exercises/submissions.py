@@ -1,4 +1,4 @@
-"""Which exercise a file solves, whose it is, and what it takes from the lab; without torch."""
+"""The exercise that a file solves, its student, and its imports from the lab; without torch."""
 
 import ast
 import os
@@ -24,11 +24,11 @@ class HandedIn:
     path: Path
     student: str  # the folder below that of the course; "" for a file beside these folders
     exercise: Exercise | None
-    why: str = ""  # why it is known to solve none
+    why: str = ""  # why it cannot solve any
 
 
 def read(path: Path) -> str:
-    """A file's text, in the encoding that it declares, without a byte-order mark; `InputError` if it is no Python."""
+    """Read a file's text, in its declared encoding, without a byte-order mark; `InputError` if it is not Python."""
     require(not path.exists() or path.is_file() or path.is_dir(), f"{path}: is no file; give a Python file")
     try:
         with tokenize.open(path) as file:
@@ -38,13 +38,13 @@ def read(path: Path) -> str:
 
 
 def name_of(text: str) -> str | None:
-    """The exercise that a file says it is, in its docstring; None if it does not say."""
+    """Return the exercise that a file names in its docstring; None if it names none."""
     found = re.search(r"""^[rRuU]?(?:'''|\"\"\"|'|")\\?\s*Exercise ([\w-]+):""", text, re.MULTILINE)
     return found[1] if found else None
 
 
 def exercise_of(path: Path, by_script: bool = True) -> Exercise:
-    """The exercise that a file says it is; else the one after which its folder is called, as in my/dp-ga.
+    """Return the exercise that a file names; else the one after which its folder is named, as in my/dp-ga.
 
     Args:
         by_script: else take the first that is made from a script of the same name.
@@ -64,12 +64,12 @@ def exercise_of(path: Path, by_script: bool = True) -> Exercise:
 
 
 def shown(name: str | Path) -> str:
-    """A name, with a mark for what is not in the encoding of names, so that it can be written anywhere."""
+    """Return a name, with marks for invalid bytes, so that it can be written anywhere."""
     return os.fsencode(name).decode(errors="replace")
 
 
 def handed_in(folder: Path) -> Iterator[HandedIn]:
-    """All files of a course, whatever they are; what is hidden, as what Python caches, is none of the students'."""
+    """Yield all files of a course, of any kind, except hidden ones and Python's caches."""
     for path in sorted(folder.rglob("*")):
         parts = path.relative_to(folder).parts
         if path.is_dir() or any(part.startswith(".") or part == "__pycache__" for part in parts):
@@ -86,7 +86,7 @@ def handed_in(folder: Path) -> Iterator[HandedIn]:
 
 
 def taken_from_the_lab(exercise: Exercise, path: Path) -> list[str]:
-    """What a file imports of the lab that the file of its exercise does not: perhaps the solution."""
+    """Return a file's imports from the lab that are not in the file of its exercise: perhaps the solution."""
     try:
         tree = ast.parse(read(path))
     except (InputError, SyntaxError, ValueError):
@@ -98,7 +98,7 @@ def taken_from_the_lab(exercise: Exercise, path: Path) -> list[str]:
 
 
 def _imported(tree: ast.Module) -> Iterator[str]:
-    """What a module imports, as module.name; also each string that names one of the lab, as for importlib."""
+    """Yield the imports of a module, as module.name; also each string that names a module of the lab, for importlib."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)

@@ -45,14 +45,14 @@ class TensorKeeper:
         self.tensors: dict[str, Tensor] = {}
         self.parameters: dict[str, nn.Parameter] = {}
         self.wrapped: list[nn.Module] = []
-        self.updates, self.updated = 0, 0  # how often, and how many weights
+        self.updates, self.updated = 0, 0  # number of updates, and of updated weights
         self.sent: list[dict[str, int]] = []  # bytes by kind, in all steps before each update
         self.collectives: list[Pending] = []
         self.messages: list[Pending] = []  # sent in this step
         self.overlaps = False  # whether it starts to average gradients before a backward pass has ended
 
     def observe(self, pending: Pending) -> None:
-        """Keep what starts, to ask later whether it was waited for."""
+        """Keep a message that starts, to find out later whether it was waited for."""
         if pending.name.way == "collective":
             self.overlaps |= running_backward_pass() is not None
             self.collectives.append(pending)
@@ -60,7 +60,7 @@ class TensorKeeper:
             self.messages.append(pending)
 
     def watch(self, model: nn.Module | Mapping[int, nn.Module], optimizer: Optimizer) -> None:
-        """Record before each update of `optimizer`; `model` is what the script gives to `run.track`."""
+        """Record before each update of `optimizer`; `model` is the script's argument to `run.track`."""
         parts = model.values() if isinstance(model, Mapping) else [model]
         for part in parts:
             self.wrapped.append(part)
@@ -85,7 +85,7 @@ class TensorKeeper:
 
 
 def train(rank: int, submission: Submission, values: dict[str, Any], start_apart: bool = False) -> Facts:
-    """A rank of a student's script; with `start_apart`, its model has other weights than rank 0's at first."""
+    """Run a rank of a student's script; with `start_apart`, its initial weights differ from rank 0's."""
     module = load(submission.script)
     if start_apart and rank > 0:
         module.LLama = _with_other_weights  # type: ignore[attr-defined]
@@ -142,7 +142,7 @@ def _with_other_weights(*args: Any, **options: Any) -> nn.Module:
 
 @functools.cache
 def expected_of(batch_size: int, replicas: int, micro_batches: int) -> tuple[dict[str, Tensor], Facts]:
-    """What `one_process` keeps, and its losses; computed once for all files that are checked."""
+    """Return the tensors and losses of `one_process`; computed once for all files that are checked."""
     with tempfile.TemporaryDirectory(prefix="lab-check-") as name:
         submission = Submission(Path(__file__), Path(name))
         [report] = submission.run_ranks(1, one_process, batch_size, replicas, micro_batches)
@@ -152,7 +152,7 @@ def expected_of(batch_size: int, replicas: int, micro_batches: int) -> tuple[dic
 
 
 def one_process(rank: int, submission: Submission, batch_size: int, n: int, m: int) -> Facts:
-    """The run of one process with the global batch of `n` replicas of `batch_size` sequences, `m` micro-batches each.
+    """Run one process with the global batch of `n` replicas of `batch_size` sequences, `m` micro-batches each.
 
     It keeps its weights and, for each replica and micro-batch, its share of every gradient: the gradients of the mean
     loss over its sequences.

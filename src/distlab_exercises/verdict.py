@@ -1,4 +1,4 @@
-"""What a check says about a file."""
+"""The result of a check of a file."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -7,7 +7,7 @@ from typing import Any
 
 
 class Wrong(Exception):
-    """A solution is wrong: the mistake's name, for machines, and sentences that say what it is."""
+    """A solution is wrong: the mistake's name, for machines, and sentences that explain it."""
 
     def __init__(self, mistake: str, *sentences: str) -> None:
         super().__init__(sentences[0])
@@ -22,7 +22,7 @@ def expect(is_right: object, mistake: str, *sentences: str) -> None:
 
 @contextmanager
 def where(place: str) -> Iterator[None]:
-    """Begin the sentence about what is wrong inside with the place."""
+    """Begin the sentence about a mistake inside with the place."""
     try:
         yield
     except Wrong as wrong:
@@ -37,9 +37,9 @@ class Verdict:
     trial: str
     passed: bool = False
     mistake: str = ""  # its name, for machines
-    sentences: list[str] = field(default_factory=list)  # what is wrong, or what was found right
+    sentences: list[str] = field(default_factory=list)  # the mistakes, or the correct results
     sent: dict[str, tuple[int, int]] = field(default_factory=dict)  # bytes in a step over a network, and those needed
-    remarks: list[str] = field(default_factory=list)  # what a right solution could do better
+    remarks: list[str] = field(default_factory=list)  # improvements to a right solution
     printed: list[str] = field(default_factory=list)  # by the student's own lines, where the trial fails
     seconds: float = 0.0
 

@@ -145,7 +145,7 @@ def calibrate(run: Run[CalibrateSettings]) -> None:
 
 
 def threads_of_ranks(cores: int, tp: int, ranks: int) -> list[int]:
-    """Numbers of threads that a rank of a host may have, of which each layer is on `tp`; in ascending order, from 1.
+    """Return the possible numbers of threads of a rank if `tp` ranks share each layer; in ascending order, from 1.
 
     The cores are shared by as many ranks as compute at once: at least those of a layer, at most all.
     """
@@ -153,7 +153,7 @@ def threads_of_ranks(cores: int, tp: int, ranks: int) -> list[int]:
 
 
 def with_tiny_run(machine: Machine, device: torch.device) -> Machine:
-    """A machine with what a step takes besides its passes, and a process that holds nothing: those of a tiny run."""
+    """Return a machine with the costs of a tiny run: a step without its passes, a process that holds nothing."""
     with tempfile.TemporaryDirectory() as folder:
         command = lab_command("hybrid", *TINY.split(), "--data", "sample", "--trace")
         command += ["--device", device.type, "--out", folder]
@@ -170,7 +170,7 @@ def with_tiny_run(machine: Machine, device: torch.device) -> Machine:
 
 
 def memory_bytes(device: torch.device) -> float:
-    """The memory of this host, or of its GPUs together."""
+    """Return the memory of this host, or of its GPUs together."""
     if device.type == "cuda":
         gpus = range(torch.cuda.device_count())
         return float(sum(torch.cuda.get_device_properties(gpu).total_memory for gpu in gpus))
@@ -178,7 +178,7 @@ def memory_bytes(device: torch.device) -> float:
 
 
 def with_earlier(machine: Machine, path: Path) -> Machine:
-    """A machine with what its file has that was not measured now: passes, and what more ranks took."""
+    """Return a machine completed from its file by older measurements: of other passes, and of more ranks."""
     if not path.exists():
         return machine
     earlier = read_machine(path)
@@ -202,7 +202,7 @@ def command(args: Sequence[str], prog: str) -> int:
     file, *flags = args or ["--help"]
     given = [file] if file in ("-h", "--help") else ["--machine-file", file]
     if not file.startswith("-") and Path(file).exists():
-        read_machine(Path(file))  # it would be written over
+        read_machine(Path(file))  # it would be overwritten
     return launch([__file__, *given, *flags])
 
 

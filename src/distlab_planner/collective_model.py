@@ -33,7 +33,7 @@ class CostModel:
     shared_bytes_per_second: float  # of all messages together, if every rank sends at once
     combined_bytes_per_second: float  # adding one tensor to another, on one rank only
     copied_bytes_per_second: float = math.inf  # copying one tensor to another, on one rank only
-    ranks_at_once: float = math.inf  # how many ranks can add at that speed at the same time; more ranks share it
+    ranks_at_once: float = math.inf  # ranks that can add at that speed at the same time; more ranks share it
     one_card: bool = False  # simultaneous messages of a rank share its link, as on a network
 
     def __str__(self) -> str:
@@ -47,7 +47,7 @@ class CostModel:
 
 
 def whole_numbers(size_bytes: int, world_size: int) -> int:
-    """`size_bytes` rounded up so that each rank has the same number of elements, at least one."""
+    """Round `size_bytes` up so that each rank has the same number of elements, at least one."""
     share = NUMBER_BYTES * world_size
     return max(1, math.ceil(size_bytes / share)) * share
 
@@ -55,7 +55,7 @@ def whole_numbers(size_bytes: int, world_size: int) -> int:
 def operations(
     size_bytes: int, endpoint: Endpoint = dist, device: str = "cpu", group: dist.ProcessGroup | None = None
 ) -> dict[str, dict[str, TimedWork]]:
-    """A rank's collectives by operation and topology, with root 0; the library's own use `group`, of all ranks.
+    """Return a rank's collectives by operation and topology, with root 0; the library's own use `group`, of all ranks.
 
     `size_bytes`, rounded up by `whole_numbers`, is the size of the tensor that is broadcast or combined, or of all
     parts together that are gathered or scattered. On the device "meta", tensors have no content.
@@ -83,7 +83,7 @@ def operations(
 def predict_collective(
     operation: str, topology: str, size_bytes: int, world_size: int, costs: CostModel, in_a_row: int = 1
 ) -> SimulatedWorld:
-    """A simulated world in which the operation has run `in_a_row` times; its `makespan` is the predicted time."""
+    """Run an operation `in_a_row` times in a simulated world, and return it; its `makespan` is the prediction."""
 
     def work(endpoint: SimulatedEndpoint) -> TimedWork:
         return operations(size_bytes, endpoint, device="meta")[operation][topology]
@@ -94,7 +94,7 @@ def predict_collective(
 def simulate_collective(
     work: Callable[[SimulatedEndpoint], TimedWork], world_size: int, costs: CostModel, in_a_row: int = 1
 ) -> SimulatedWorld:
-    """A simulated world in which each rank has run the result of `work` `in_a_row` times; tensors are on "meta"."""
+    """Run each rank's result of `work` `in_a_row` times in a simulated world, and return it; tensors are on "meta"."""
     sharing = costs.shared_bytes_per_second, costs.ranks_at_once, costs.one_card
     world = SimulatedWorld(world_size, costs.link, {}, *sharing)
 
@@ -128,7 +128,7 @@ class _Computing(TorchDispatchMode):
 
 
 def bytes_of_a_message(operation: str, topology: str, size_bytes: int, world_size: int) -> int:
-    """Average size of the busiest rank's messages; 0 with a world size of 1."""
+    """Return the average size of the busiest rank's messages; 0 with a world size of 1."""
     counts = predict_collective(
         operation, topology, size_bytes, world_size, CostModel(Link(), math.inf, math.inf)
     ).counts

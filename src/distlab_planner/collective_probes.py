@@ -31,7 +31,7 @@ def fit_costs(rounds: int = 10) -> dict[int, CostModel]:
 
 
 def costs_for(message_bytes: int, fitted: Mapping[int, CostModel]) -> CostModel:
-    """The costs that were measured with messages of the most similar size."""
+    """Return the costs that were measured with messages of the most similar size."""
     return fitted[min(fitted, key=lambda fitted_bytes: abs(math.log(fitted_bytes / max(1, message_bytes))))]
 
 
@@ -51,7 +51,7 @@ class Probes:
         return max(1, ADDED_BYTES // self.message_bytes)
 
     def works(self, endpoint: Endpoint = dist, device: str = "cpu") -> dict[str, TimedWork]:
-        """The work of this rank, by name; with a world size of 1 there is nothing to send.
+        """Return the work of this rank, by name; with a world size of 1 there is nothing to send.
 
         "tiny" and "alone" are ping-pongs of one number and of a large message between ranks 0 and 1. In "together",
         every rank sends its tensor to the next rank, message by message. "adding" and "copying" run only on rank 0,
@@ -91,7 +91,7 @@ class Probes:
         return {**ping_pongs, "together": shift_all, "all_adding": add, **computing}
 
     def costs(self, seconds: Mapping[str, list[float]], world_size: int) -> CostModel:
-        """The model's numbers, from the median `seconds` over the rounds of each work, run by `world_size` ranks."""
+        """Return the model's numbers from the medians of each work's `seconds`, run by `world_size` ranks."""
         typical = {name: statistics.median(of_rounds) for name, of_rounds in seconds.items()}
         combined = self.additions * self.message_bytes / typical["adding"]
         copied = self.messages * self.message_bytes / typical["copying"]
@@ -106,17 +106,17 @@ class Probes:
 
 
 def measure(work: TimedWork, rounds: int) -> float:
-    """Seconds until the slowest rank has finished; median of `rounds` rounds."""
+    """Measure the seconds until the slowest rank has finished; return the median of `rounds` rounds."""
     [seconds] = seconds_in_turn({"work": work}, rounds).values()
     return statistics.median(seconds)
 
 
 def seconds_in_turn(works: Mapping[str, TimedWork], rounds: int, in_a_row: int = 1) -> dict[str, list[float]]:
-    """Seconds of the slowest rank after a barrier, for each work in each round; the first round is ignored.
+    """Return the slowest rank's seconds after a barrier, for each work in each round; the first round is ignored.
 
     In each round all works run one after another, in alternating order, so that other load and changes of the
-    computer's speed affect all of them equally. Each work runs `in_a_row` times per round, and the seconds are those of
-    one run: ranks that share cores leave the barrier one by one, and only the first run has to wait for the last rank.
+    computer's speed affect all of them equally. Each work runs `in_a_row` times per round, and the seconds are for one
+    run: ranks that share cores leave the barrier one by one, and only the first run has to wait for the last rank.
     """
     seconds: dict[str, list[float]] = {name: [] for name in works}
     for turn in range(1 + rounds):

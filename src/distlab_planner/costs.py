@@ -1,4 +1,4 @@
-"""What each action of a layout costs on a machine: seconds, and bytes of activations."""
+"""The costs of each action of a layout on a machine: seconds, and bytes of activations."""
 
 import functools
 from collections.abc import Callable
@@ -12,18 +12,18 @@ from distlab_planner.model import NUMBER_BYTES, Model, ModelPart
 from distlab_planner.traffic import RanksOnHosts
 
 SHARDED_BUCKET_BYTES = 5_000_000  # `BUCKET_BYTES // 5` of `distlab.parallel.sharded`
-# By an action's letter, the pass that it is, as far as its time goes.
+# By an action's letter, the pass whose time it takes.
 KIND_OF: dict[str, PassKind] = {"F": "F", "B": "B", "I": "I", "W": "W", "f": "F", "R": "F", "b": "B", "i": "I"}
 SHARE_OF = {"F": 1.0, "B": 2.0, "I": 1.0, "W": 1.0}  # of a forward pass's multiply-adds
 
 
 @dataclass(frozen=True)
 class Kept:
-    """Bytes that a stage keeps of a micro-batch."""
+    """Bytes of a micro-batch that a stage keeps."""
 
-    all: int  # that a backward pass needs
-    by_forward: int  # by a forward pass: with its output, and without what is computed again
-    input: int  # by a forward pass that keeps its input only
+    all: int  # needed by a backward pass
+    by_forward: int  # kept by a forward pass: with its output, without recomputed tensors
+    input: int  # kept by a forward pass that keeps only its input
     factors: int  # between `BackwardInput` and `BackwardWeight`
 
 
@@ -31,7 +31,7 @@ class Kept:
 class Costs:
     """The costs of a layout's actions.
 
-    Where replicas share out the weights, the collectives of a pass are part of it.
+    If replicas shard the weights, the collectives of a pass are part of it.
     """
 
     machine: Machine
@@ -46,34 +46,34 @@ class Costs:
 
     @property
     def tokens(self) -> int:
-        """Of a micro-batch."""
+        """Tokens of a micro-batch."""
         return self.layout.rows * self.model.sizes.seq_len
 
     def parts(self, stage: int) -> dict[ModelPart, int]:
-        """How many of each part of the model a stage holds."""
+        """Return how many of each part of the model a stage holds."""
         split = self.layout.split
         return {"embedding": int(stage == 0), "block": split[stage], "head": int(stage == len(split) - 1)}
 
     def weights(self, stage: int) -> int:
-        """Elements of the weights of a stage, on one rank."""
+        """Return the number of weights of a stage, on one rank."""
         return sum(
             count * self.model.sizes.weights(part, self.layout.size("tp")) for part, count in self.parts(stage).items()
         )
 
     @functools.cached_property
     def message_bytes(self) -> int:
-        """The activations of a micro-batch between two stages."""
+        """Bytes of a micro-batch's activations between two stages."""
         return self.tokens * self.model.sizes.dmodel * NUMBER_BYTES
 
     def seconds(self, action: Action, threads: int = 1) -> float:
-        """Of an action that no other rank slows down, with the collectives inside it."""
+        """Return the seconds of an action that no other rank slows down, including the collectives inside it."""
         if action.letter not in KIND_OF:
             return action.seconds(self._action_costs(threads))
         return self.pass_seconds(action.letter, action.stage, threads, self._computes_blocks_again(action))
 
     @functools.cached_property
     def _action_costs(self) -> Callable[[int], ActionCosts]:
-        """Threads -> the costs by which actions of other kinds say what they take."""
+        """A function from threads to the costs from which other kinds of actions compute their times."""
         stages, again = range(len(self.layout.split)), self.layout.recompute == "blocks"
 
         def of_threads(threads: int) -> ActionCosts:
@@ -94,7 +94,7 @@ class Costs:
 
     @functools.cached_property
     def pass_seconds(self) -> Callable[[str, int, int, bool], float]:
-        """(letter of an action, stage, threads, whether blocks are computed again) -> its seconds."""
+        """A function (letter of an action, stage, threads, whether blocks are computed again) -> seconds."""
         return functools.cache(self._pass_seconds)
 
     def _pass_seconds(self, letter: str, stage: int, threads: int, again: bool) -> float:
@@ -104,17 +104,17 @@ class Costs:
         return seconds
 
     def exchanged(self, action: Action) -> float:
-        """Seconds of an action in collectives, if no other rank computes; not known of new kinds of actions."""
+        """Return an action's seconds in collectives, if no other rank computes; unknown for new kinds of actions."""
         return self._exchanged(action.letter, action.stage, self._computes_blocks_again(action))
 
     def exchanges(self, action: Action) -> int:
-        """How many tensors of `message_bytes` the slices of a stage add up in an action."""
+        """Return the number of tensors of `message_bytes` that the slices of a stage add up in an action."""
         return self._exchanges(action.letter, action.stage, self._computes_blocks_again(action))
 
     def _computes_blocks_again(self, action: Action) -> bool:
-        """Whether a backward pass computes blocks again.
+        """Return whether a backward pass computes blocks again.
 
-        Their last product, which only the output needs, is left out; what is saved by that goes into the bookkeeping.
+        Their last product, which only the output needs, is left out; the bookkeeping takes up the saved time.
         """
         return action.letter in "bi" or (action.letter in "BI" and self.layout.recompute == "blocks")
 
@@ -129,25 +129,25 @@ class Costs:
         return products / self.machine.multiply_adds_per_second / threads
 
     def _block_again(self, threads: int) -> float:
-        """What a backward pass takes longer if it computes a block again."""
+        """Return the additional seconds of a backward pass that computes a block again."""
         if self._measured:
             return self._with_threads(threads, lambda entry: entry.again_seconds(self.layout.rows))
         return self._of_part("block", "F", threads)
 
     def _with_threads(self, threads: int, seconds_of: Callable[[Measured], float]) -> float:
-        """What was measured, as it is with so many threads.
+        """Return measured seconds, converted to `threads` threads.
 
         Linear in each thread's share of the work; more threads than were measured divide it further.
         """
         shares, each = [1 / entry.threads for entry in self._measured], [seconds_of(entry) for entry in self._measured]
         share = 1 / threads
         seconds = interpolate(share, shares, each) if share > shares[0] else each[0] * share / shares[0]
-        # Measured while these threads slowed each other, as ranks do.
+        # Measured while these threads slowed each other, like ranks.
         return seconds / self.machine.slowdown_of(min(threads, self.machine.cores_per_host))
 
     @functools.cached_property
     def _measured(self) -> list[Measured]:
-        """Of this model and these slices, with numbers of threads in descending order."""
+        """Measurements of this model with these slices, by descending number of threads."""
         found = self.machine.measured_for(self.model.sizes, self.layout.size("tp"))
         return sorted({entry.threads: entry for entry in found}.values(), key=lambda entry: -entry.threads)
 
@@ -175,22 +175,22 @@ class Costs:
         return seconds + self._gathered(kind, stage)
 
     def _gathered(self, kind: PassKind, stage: int) -> float:
-        """Seconds that shared-out weights and gradients add to a pass."""
+        """Return the seconds that sharded weights and gradients add to a pass."""
         shard = self.layout.shard
         if shard not in ("gradients", "weights") or kind == "W":
             return 0.0
         size_bytes, replicas = self.weights(stage) * NUMBER_BYTES, self.on_hosts.replicas
-        # With shared-out weights, each part of the model has collectives of its own.
+        # With sharded weights, each part of the model has its own collectives.
         parts = sum(self.parts(stage).values()) if shard == "weights" else max(1, size_bytes // SHARDED_BUCKET_BYTES)
         half = parts * self.on_hosts.half(replicas, size_bytes / parts, "shared").alone
         seconds = half * (shard == "weights") + half * (kind != "F")
-        # Behind the computation on GPUs only: on CPUs, sending needs the cores.
+        # Hidden behind the computation only on GPUs: on CPUs, sending needs the cores.
         return max(0.0, seconds - self._pass(kind, stage, 1)) if self.machine.device == "cuda" else seconds
 
     def kept_bytes(self, action: Action) -> int:
-        """Bytes of activations that an action adds to those kept on its worker; negative if it frees them.
+        """Return the bytes of activations that an action adds to those kept on its worker; negative if it frees them.
 
-        The ids of the batch, and what all blocks of a process share, are not among them.
+        They do not include the ids of the batch and the tables that all blocks of a process share.
         """
         letter, stage = action.letter, action.stage
         if letter not in KIND_OF:
@@ -202,7 +202,7 @@ class Costs:
         return (kept.factors if letter in "Ii" else 0) - before
 
     def _follows_recompute(self, action: Action) -> bool:
-        """Whether a backward pass finds activations that an action of their own has computed again."""
+        """Return whether a separate action has computed the activations of a backward pass again."""
         return action.letter in "BI" and self.layout.recompute == "all"
 
     @functools.cached_property
@@ -222,11 +222,11 @@ class Costs:
 
     @property
     def _inside_block_bytes(self) -> int:
-        """What a block keeps besides its input."""
+        """Bytes that a block keeps in addition to its input."""
         return self.model.sizes.kept_bytes("block", self.tokens, self.layout.size("tp")) - self.message_bytes
 
     def recomputed_bytes(self, action: Action) -> int:
-        """Bytes more than before it that a backward pass keeps meanwhile, where activations are computed again."""
+        """Return the additional bytes that a backward pass keeps while it runs, if activations are computed again."""
         blocks, has_head = self.parts(action.stage)["block"], self.parts(action.stage)["head"]
         if action.letter == "I" and self._follows_recompute(action) and not has_head:
             return self.message_bytes  # the gradient of the output, a factor; the output itself is not kept
@@ -242,14 +242,14 @@ class Costs:
         return max(0, kept - self._kept(action.stage).by_forward)
 
     def balanced_split(self) -> Split:
-        """The layers of each stage, such that the slowest stage is as fast as possible on this machine."""
+        """Return the layers of each stage, such that the slowest stage is as fast as possible on this machine."""
         seconds = {part: sum(self._of_part(part, kind, 1) for kind in ("F", "B")) for part in self.parts(0)}
         parts = PartCosts(seconds["block"], seconds["embedding"], seconds["head"])
         return _balance(self.model.n_layers, len(self.layout.split), parts)
 
     @functools.cached_property
     def estimated(self) -> ActionCosts:
-        """The estimates by which a run gives its actions threads."""
+        """The estimates from which a run derives the threads of its actions."""
         parts, again = self.model.sizes.parts, self.layout.recompute == "blocks"
         return estimated_costs(self.layout.split, parts, again, self.tokens, self.layout.size("tp"))
 

@@ -1,4 +1,4 @@
-"""The schedule of a layout in the form in which it is played, the same for all layouts that follow it."""
+"""The schedule of a layout in the form for the simulation; layouts with the same schedule share it."""
 
 import functools
 from collections import Counter
@@ -12,7 +12,7 @@ ActionKind = tuple[str, int]  # letter, stage: actions of a kind cost the same, 
 
 
 class BeforePasses(Action):
-    """What a worker does in a step before its passes, as far as others do not wait for it."""
+    """The work of a step before a worker's passes, as far as others do not wait for it."""
 
     letter = "<"
 
@@ -24,7 +24,7 @@ class BeforePasses(Action):
 
 
 class AfterPasses(BeforePasses):
-    """What a worker does in a step after its passes."""
+    """The work of a step after a worker's passes."""
 
     letter = ">"
 
@@ -35,13 +35,13 @@ class StepGraph:
 
     graph: Graph  # each worker's program, with an action before and one after it
     kinds: list[list[ActionKind]]  # of each worker's program, in order
-    counts: list[Counter[ActionKind]]  # by worker, how many actions it has of each kind
+    counts: list[Counter[ActionKind]]  # by worker, the number of its actions of each kind
     examples: dict[ActionKind, Action]
     messages: dict[ActionKind, int]  # that an action of this kind waits for and sends
 
 
 def graph_of(layout: RunLayout) -> StepGraph:
-    """The actions of a step of a layout."""
+    """Return the actions of a step of a layout."""
     return _graph(layout.schedule, layout.size("pp"), layout.micro_batches, layout.recompute == "all")
 
 

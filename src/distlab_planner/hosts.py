@@ -1,4 +1,4 @@
-"""Hosts whose cores and memory ranks share: how much those that compute at the same time slow each other."""
+"""Hosts whose cores and memory ranks share: how much ranks that compute at the same time slow each other."""
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
@@ -8,18 +8,18 @@ from distlab.pipeline.engine import Engine
 
 
 class SharedHosts:
-    """What the workers compute at a time, each at a pace that depends on how many compute on its host.
+    """The current work of the workers, each at a pace that depends on how many compute on its host.
 
-    The further threads of a worker are numbered after the workers. After they have computed, they use a core for a
-    while, in which they look for more work.
+    The additional threads of a worker are numbered after the workers. After computing, they occupy a core for a while,
+    in which they look for more work.
 
     Args:
         of: worker -> its host.
-        weight: worker -> how many ranks of that host do the same.
-        slowdown: busy ranks of a host -> what each takes, as a multiple.
-        threads: of an action.
-        cores: of a host.
-        spin_seconds: that the further threads of a worker use a core after they have computed.
+        weight: worker -> number of ranks of that host that do the same.
+        slowdown: busy ranks of a host -> time of each, as a multiple.
+        threads: action -> its threads.
+        cores: cores of a host.
+        spin_seconds: seconds for which the additional threads of a worker occupy a core after computing.
     """
 
     def __init__(
@@ -34,9 +34,9 @@ class SharedHosts:
         self._of, self._weight, self._slowdown, self._threads_of = [*of, *of], [*weight, *weight], slowdown, threads
         self._cores, self._spin_seconds, self._workers = cores, spin_seconds, len(of)
         self._load: Counter[int] = Counter()  # by host, ranks and threads that compute now
-        self._seconds = [0.0] * 2 * len(of)  # of the work that is under way, if no other rank computed
-        self._left = [0.0] * 2 * len(of)  # of these
-        self._since = [0.0] * 2 * len(of)  # when that was so
+        self._seconds = [0.0] * 2 * len(of)  # of the work in progress, if no other rank computed
+        self._left = [0.0] * 2 * len(of)  # of these, seconds that remain
+        self._since = [0.0] * 2 * len(of)  # the time of `_left`
         self._pace = [1.0] * 2 * len(of)  # seconds for each of these
         self._threads = [0] * 2 * len(of)  # busy with it
         self._on_host: dict[int, list[int]] = defaultdict(list)
@@ -44,14 +44,14 @@ class SharedHosts:
             self._on_host[host].append(one)
 
     def begin(self, engine: Engine, index: int, now: float) -> None:
-        """Begin an action, for which threads of its worker spin no longer."""
+        """Begin an action; threads of its worker stop spinning."""
         worker, threads = engine.graph.workers[index], self._threads_of(engine.graph.actions[index])
         if threads > 1:
             self.end(engine, self._workers + worker, now)
         self._begin(engine, worker, engine.alone[index], threads, now)
 
     def end(self, engine: Engine, one: int, now: float) -> None:
-        """End an action, after which the worker's further threads spin, or end that."""
+        """End an action, after which the worker's additional threads spin, or end the spinning."""
         threads, self._threads[one] = self._threads[one], 0
         if not threads:  # they have not spun, or no longer do
             return
@@ -67,7 +67,7 @@ class SharedHosts:
             engine.expect(one, now + seconds)
 
     def _change_load(self, engine: Engine, one: int, change: int, now: float) -> None:
-        """More or fewer threads of a worker compute, so that others of its host continue at another pace."""
+        """Change the number of a worker's computing threads, and thus the pace of others on its host."""
         host = self._of[one]
         if self._seconds[one]:
             self._load[host] += self._weight[one] * change
@@ -81,7 +81,7 @@ class SharedHosts:
                 engine.expect(other, now + self._left[other] * multiple)
 
     def _multiple(self, load: int, threads: int) -> float:
-        """What work with so many threads takes under a load, as a multiple of what it takes alone.
+        """Return the time of work with `threads` threads under a load, as a multiple of its time alone.
 
         Its threads have equal shares, so it ends when the slowest ends; where there are more busy threads than cores,
         that is one on a core with most of them.

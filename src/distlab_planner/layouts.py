@@ -44,7 +44,7 @@ class RunLayout:
     split: Split  # layers of each stage
 
     def size(self, axis: str) -> int:
-        """Number of ranks along an axis."""
+        """Return the number of ranks along an axis."""
         return self.axes.get(axis, 1)
 
     @property
@@ -57,15 +57,15 @@ class RunLayout:
         return self.batch_size // self.micro_batches
 
     def first_rank(self, worker: int) -> int:
-        """Of a worker of the first replica."""
+        """Return the first rank of a worker of the first replica."""
         return worker * stride(self.axes, "pp")
 
     def programs(self) -> Programs:
-        """Every worker's actions, in order."""
+        """Return every worker's actions, in order."""
         return programs_of(self.schedule, self.size("pp"), self.micro_batches, self.recompute == "all")
 
     def flags(self, model: Model) -> str:
-        """For `./launch.sh 5d`, without what is the default."""
+        """Return the flags for `./launch.sh 5d` that differ from the defaults."""
         flags = " ".join(f"--{axis} {self.size(axis)}" for axis in ("dp", "pp", "tp"))
         flags += f" --batch-size {self.batch_size} --micro-batches {self.micro_batches}"
         flags += " --neighbors replicas" * (neighbors_of(self.axes) == "replicas")
@@ -77,14 +77,14 @@ class RunLayout:
         return flags + f" --shard {self.shard}" * (self.shard != "none")
 
     def __str__(self) -> str:
-        """In a table."""
+        """Return the layout as shown in a table."""
         words = [f"{size} {name}" for name, size in sorted(self.axes.items()) if size > 1]
         return (" x ".join(words) or "one rank") + ", replicas together" * (neighbors_of(self.axes) == "replicas")
 
 
 @dataclass(frozen=True)
 class Choices:
-    """What a plan chooses from; empty: all that there is."""
+    """The options of a plan; an empty one stands for all."""
 
     axes: Mapping[str, Sequence[int]] = field(default_factory=dict)  # their sizes
     micro_batches: Sequence[int] = ()
@@ -96,11 +96,11 @@ class Choices:
 def layouts(
     model: Model, ranks: int, global_batch: int, choices: Choices | None = None, ranks_per_host: int | None = None
 ) -> Iterator[RunLayout]:
-    """All layouts of so many ranks that `./launch.sh 5d` accepts.
+    """Yield all layouts of this number of ranks that `./launch.sh 5d` accepts.
 
     Replicas of a stage are neighbors only where that divides the pipelines between hosts, but not the replicas.
-    Left out are the schedule `auto`, whose order is found when the run begins, and what another layout says, too: with
-    one micro-batch, or without a pipeline, some schedules are the same.
+    The schedule `auto` is left out, because its order is found when the run begins, and so are duplicates: with one
+    micro-batch, or without a pipeline, some schedules are the same.
     """
     among = choices or Choices()
     names = among.schedules or [name for name in SCHEDULES if name != AUTO]
@@ -128,14 +128,14 @@ def layouts(
 
 @functools.lru_cache(maxsize=64)
 def programs_of(schedule: str, workers: int, micro_batches: int, recompute: bool) -> Programs:
-    """Every worker's actions in a schedule, with or without recomputation as actions of their own."""
+    """Return every worker's actions in a schedule, with or without recomputation as actions of their own."""
     programs = all_stages(schedule, workers, micro_batches)
     return with_recomputation(programs) if recompute else programs
 
 
 @dataclass(frozen=True)
 class Outline:
-    """What is the same of a schedule for any number of micro-batches."""
+    """The part of a schedule that does not depend on the number of micro-batches."""
 
     owners: dict[int, int]  # by stage, its worker
     letters: frozenset[str]  # of its actions
@@ -151,14 +151,14 @@ def outline_of(schedule: str, workers: int) -> Outline:
 
 
 def divisors(number: int) -> list[int]:
-    """All that divide it, in ascending order."""
+    """Return all divisors of a number, in ascending order."""
     small = [d for d in range(1, math.isqrt(number) + 1) if number % d == 0]
     return small + [number // d for d in reversed(small) if d * d != number]
 
 
 @functools.lru_cache(maxsize=1024)
 def default_split(model: Model, stages: int) -> Split:
-    """The layers of each stage that a run takes without `--layers-per-stage`."""
+    """Return the layers of each stage that a run takes without `--layers-per-stage`."""
     return balance(model.n_layers, stages, model.sizes.parts)
 
 

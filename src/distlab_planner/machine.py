@@ -1,7 +1,7 @@
-"""A machine as a JSON file: measured by `python -m distlab.calibrate`, or written by hand for one that one has not got.
+"""A machine as a JSON file: measured by `python -m distlab.calibrate`, or written by hand for one you do not have.
 
-Times are in seconds, sizes in bytes. What is not measured follows from a few numbers: how fast a rank multiplies, what
-a message costs. A file needs only those.
+Times are in seconds, sizes in bytes. Times that are not measured follow from a few numbers, such as the speed of a
+rank's multiplications and the cost of a message. A file needs only these numbers.
 """
 
 import itertools
@@ -33,7 +33,7 @@ class PassSeconds:
 
 @dataclass(frozen=True)
 class Measured:
-    """What the parts of a model of some sizes take on one rank, while no other rank computes."""
+    """The times of the parts of a model of some sizes on one rank, while no other rank computes."""
 
     sizes: Sizes
     tp: int  # ranks that share each layer; collectives are not in these times
@@ -42,14 +42,14 @@ class Measured:
     embedding: PassSeconds
     block: PassSeconds
     head: PassSeconds
-    again: tuple[float, ...] = ()  # that a backward pass takes longer for each block that it computes again
+    again: tuple[float, ...] = ()  # additional for each block that a backward pass computes again
 
     def again_seconds(self, rows: float) -> float:
-        """As `seconds`; what a forward pass takes, where it was not measured."""
+        """Return the seconds to compute a block again; where not measured, the seconds of a forward pass."""
         return interpolate(rows, self.rows, self.again or self.block.F)
 
     def seconds(self, part: ModelPart, kind: PassKind, rows: float) -> float:
-        """Linear between the numbers of sequences that were measured, and beyond the last."""
+        """Return the seconds of a pass, linear between the measured numbers of sequences, and beyond the last."""
         passes: PassSeconds = getattr(self, part)
         return interpolate(rows, self.rows, getattr(passes, kind))
 
@@ -66,7 +66,7 @@ class AllReduce:
 
 @dataclass(frozen=True)
 class Waking:
-    """How much longer a pass takes after its rank has waited this long for a message."""
+    """The additional seconds of a pass after its rank has waited this long for a message."""
 
     idle_seconds: float
     seconds: float
@@ -74,29 +74,29 @@ class Waking:
 
 @dataclass(frozen=True)
 class Machine:
-    """Equal hosts, and what ranks take on them."""
+    """Equal hosts, and the times of ranks on them."""
 
     name: str
     device: Literal["cpu", "cuda"]  # where ranks compute
     hosts: int
-    ranks_per_host: int  # that one would start on each
+    ranks_per_host: int  # to start on each host
     cores_per_host: int  # ranks or threads that compute at once; GPUs, where a rank has one
     memory_bytes_per_host: float
     inside: Link  # between two ranks of a host
     between: Link  # between two hosts; the ranks of a host share its bandwidth
-    multiply_adds_per_second: float  # of one rank, as it reaches in a forward pass
-    pass_seconds: float = 0.0  # of each pass of a stage that was not measured, besides
-    step_seconds: float = 0.0  # of each step, besides
+    multiply_adds_per_second: float  # of one rank, as measured in a forward pass
+    pass_seconds: float = 0.0  # additional, of each pass of a stage that was not measured
+    step_seconds: float = 0.0  # additional, of each step
     optimizer_seconds: float = 0.0  # to update one weight with Adam
-    sgd_seconds: float = 0.0  # the same with SGD; 0: not measured, taken to be as many
+    sgd_seconds: float = 0.0  # the same with SGD; 0: not measured, assumed equal
     message_seconds: float = 0.0  # for which a message keeps its sender, and its receiver, from computing
-    spin_seconds: float = 0.0  # for which the further threads of a rank keep a core after they have computed
+    spin_seconds: float = 0.0  # for which the additional threads of a rank keep a core after computing
     process_bytes: float = 0.0  # of a rank that holds nothing
-    # What each of 1, 2, … ranks that compute at once takes, as a multiple of what one takes alone. Beyond these, and
-    # beyond the cores, ranks share them.
+    # The time of each of 1, 2, … ranks that compute at once, as a multiple of the time of one alone. Beyond these
+    # numbers, and beyond the cores, ranks share the cores.
     slowdown: tuple[float, ...] = ()
-    # That a pass takes longer after a message: a core that has been idle is slow at first, and its caches hold other
-    # things. By how long the rank has waited, from 0, where the message was there.
+    # Additional seconds of a pass after a message: a core that was idle is slow at first, and its caches hold other
+    # data. By the wait of the rank, from 0 for a message that had already arrived.
     waking: tuple[Waking, ...] = ()
     # `inside` while 2, 3, … pairs of ranks of a host send each other messages at once.
     inside_together: tuple[Link, ...] = ()
@@ -104,21 +104,21 @@ class Machine:
     all_reduces: tuple[AllReduce, ...] = ()
 
     def inside_of(self, pairs: int) -> Link:
-        """A message between two ranks of a host while so many pairs send some at once, as far as that was measured."""
+        """Return the link between two ranks of a host while `pairs` pairs send at once, as far as this was measured."""
         known = self.inside, *self.inside_together
         return known[min(pairs, len(known)) - 1]
 
     def slowdown_of(self, busy: float) -> float:
-        """What each of so many busy ranks of a host takes, as a multiple of what one takes alone."""
+        """Return the time of each of `busy` busy ranks of a host, as a multiple of the time of one alone."""
         known = self.slowdown or (1.0,)
         if busy <= len(known):
             return interpolate(max(1.0, busy), range(1, len(known) + 1), known)
         return known[-1] * max(1.0, busy / max(len(known), self.cores_per_host))
 
     def waking_seconds(self, idle_seconds: float) -> float:
-        """That a pass takes longer after its rank has waited this long for a message.
+        """Return the additional seconds of a pass after its rank has waited this long for a message.
 
-        Beyond the longest wait that was measured, it is as after that one.
+        Beyond the longest measured wait, they stay constant.
         """
         if len(self.waking) < 2:
             return self.waking[0].seconds if self.waking else 0.0
@@ -127,27 +127,27 @@ class Machine:
 
     @property
     def ranks(self) -> int:
-        """How many ranks it has room for."""
+        """The number of ranks that it has room for."""
         return self.hosts * self.ranks_per_host
 
     def has_sizes(self, sizes: Sizes) -> bool:
-        """Whether passes of a model of these sizes were measured."""
+        """Return whether passes of a model of these sizes were measured."""
         return any(entry.sizes == sizes for entry in self.measured)
 
     def update_seconds(self, optimizer: str) -> float:
-        """What updating one weight takes."""
+        """Return the seconds to update one weight."""
         return (self.sgd_seconds if optimizer == "sgd" else 0.0) or self.optimizer_seconds
 
     def measured_for(self, sizes: Sizes, tp: int) -> list[Measured]:
-        """Passes of one of `tp` slices of a model of these sizes."""
+        """Return the measured passes of one of `tp` slices of a model of these sizes."""
         return [entry for entry in self.measured if (entry.sizes, entry.tp) == (sizes, tp)]
 
     def unmeasured_tp(self, sizes: Sizes, tps: Iterable[int]) -> list[int]:
-        """Of these numbers of slices, those of which no passes of a model of these sizes were measured."""
+        """Return the numbers of slices for which no passes of a model of these sizes were measured."""
         return [tp for tp in dict.fromkeys(tps) if not self.measured_for(sizes, tp)]
 
     def with_room_for(self, ranks: int, name: str) -> "Machine":
-        """The machine as a run of so many ranks uses it; `InputError`, which begins with `name`, if it is too small."""
+        """Return the machine as `ranks` ranks use it; `InputError`, which begins with `name`, if it is too small."""
         if self.hosts == 1 and self.device == "cpu":  # any number of ranks may share its cores
             return replace(self, ranks_per_host=max(ranks, self.ranks_per_host))
         there = f"{name} has {self.hosts} hosts with {self.ranks_per_host} ranks each"
@@ -156,7 +156,7 @@ class Machine:
 
 
 def interpolate(x: float, at: Sequence[float], values: Sequence[float]) -> float:
-    """The value at `x` of a line through points in ascending order; beyond them, in proportion or along the last."""
+    """Interpolate at `x` between points in ascending order; below, in proportion; beyond, along the last segment."""
     if len(at) == 1 or x <= at[0]:
         return values[0] * x / at[0] if len(at) == 1 else max(0.0, _along(x, at, values, 0))
     segment = next((i for i in range(len(at) - 1) if x <= at[i + 1]), len(at) - 2)
@@ -169,7 +169,7 @@ def _along(x: float, at: Sequence[float], values: Sequence[float], segment: int)
 
 
 def read_machine(path: Path) -> Machine:
-    """The machine of a file; `InputError`, which names the key, for what is missing, unknown or of the wrong kind."""
+    """Read the machine of a file; `InputError` for a key that is missing, unknown or of the wrong kind."""
     try:
         content = json.loads(path.read_text())
     except (OSError, ValueError) as error:
@@ -233,7 +233,7 @@ KindT = TypeVar("KindT")
 
 
 def _read(kind: type[KindT], value: Any, where: str) -> KindT:
-    """A value of JSON as a dataclass, a tuple of values, a name or a number that is not negative."""
+    """Read a value of JSON as a dataclass, a tuple of values, a name or a non-negative number."""
     given = f"{where.rstrip(': ')} is {json.dumps(value):.60}"
     if is_dataclass(kind):
         require(isinstance(value, dict), f"{given}; give an object with the keys {', '.join(_names(kind))}")
@@ -242,7 +242,7 @@ def _read(kind: type[KindT], value: Any, where: str) -> KindT:
         unknown = next((key for key in value if key not in kinds), None)
         others = f"remove it, or the file, and calibrate again; there are {', '.join(_names(kind))}"
         require(unknown is None, f"{inner}{unknown} is not a key; {others}")
-        # A link without one of its numbers would be endlessly fast; elsewhere a default says "not measured".
+        # A link without one of its numbers would be infinitely fast; elsewhere a default means "not measured".
         needed = [field.name for field in fields(kind) if field.default is MISSING or kind is Link]
         missing = next((name for name in needed if name not in value), None)
         require(missing is None, f"{inner}{missing} is missing")

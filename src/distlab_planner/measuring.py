@@ -67,7 +67,7 @@ class Passes:
         self._ids, self._shape = ids, (rows, sizes.seq_len, sizes.dmodel)
 
     def run(self, letters: str, before: Callable[[], object] = lambda: None, micro_batches: int = 1) -> list[float]:
-        """Seconds of each of the actions, "FB" or "FIW": the first on all micro-batches, then the next; the means.
+        """Return the mean seconds of each of the actions "FB" or "FIW", one after another on all micro-batches.
 
         `before` is called before each of them, and not timed.
         """
@@ -91,10 +91,10 @@ class Passes:
         return seconds
 
     def turn(self) -> dict[str, float]:
-        """Seconds of each kind of pass; and, as "again", how much longer a backward pass is that computes blocks again.
+        """Return the seconds of each kind of pass; as "again", the additional ones of one with recomputation.
 
-        Gradients are added to those that are there, as with several micro-batches. Several micro-batches are on their
-        way, as in a run: what a pass left in the caches, others have overwritten.
+        Gradients are accumulated, as with several micro-batches. Several micro-batches are in progress, as in a run:
+        other passes have overwritten the data that a pass left in the caches.
         """
         forward, backward = self.run("FB", micro_batches=AT_A_TIME)
         other, of_input, of_weights = self.run("FIW", micro_batches=AT_A_TIME)
@@ -108,14 +108,14 @@ class Passes:
 
 
 def now(device: torch.device) -> float:
-    """The time when all that has begun on a device has ended."""
+    """Return the time after waiting for all work that has begun on a device."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return time.perf_counter()
 
 
 def build(kind: type[LLamaPart], sizes: Sizes, n_layers: int, tp: int, device: torch.device) -> LLamaPart:
-    """A part of the model as one of `tp` ranks has it, without collectives."""
+    """Build a part of the model as on one of `tp` ranks, without collectives."""
     vocab_size = shard_sizes(sizes.vocab_size, tp)[0]
     names = "dmodel", "num_heads", "num_kv_heads", "hidden_dim"
     options = {name: getattr(sizes, name) for name in names} | {"ctx_size": sizes.seq_len, "device": device}
@@ -131,7 +131,7 @@ def build(kind: type[LLamaPart], sizes: Sizes, n_layers: int, tp: int, device: t
 
 @dataclass(frozen=True)
 class Slicing:
-    """What passes are measured with: one of `tp` slices, and so many threads."""
+    """The setting of a measurement: one of `tp` slices, and a number of threads."""
 
     tp: int
     threads: int
@@ -140,10 +140,10 @@ class Slicing:
 def measure_passes(
     sizes: Sizes, kinds: Sequence[Slicing], rows: Sequence[int], device: torch.device, seconds: float
 ) -> list[Measured]:
-    """The parts of a model on this rank alone, for about so many seconds.
+    """Measure the parts of a model on this rank alone, for about `seconds` seconds.
 
-    All are measured in turns, so that what disturbs the computer for a while does not spoil one of them, and each for
-    about as long, so that short passes have more turns than long ones. A pass takes the median of its turns.
+    All are measured in turns, so that a temporary disturbance does not spoil a single one, and each for about the same
+    time, so that short passes have more turns than long ones. The result for a pass is the median of its turns.
     """
     usual_threads = torch.get_num_threads()
     passes: dict[tuple[Slicing, ModelPart, int], Passes] = {}
@@ -184,9 +184,9 @@ def measure_passes(
 
 
 def measure_slowdown(sizes: Sizes, rank: int, ranks: int, device: torch.device, seconds: float) -> tuple[float, ...]:
-    """What passes take while 1, 2, … ranks of this host compute, as multiples of what they take alone; on all ranks.
+    """Return the times of passes while 1, 2, … ranks of this host compute, in multiples of one's alone; on all ranks.
 
-    They do so for `seconds` at a time, in turns; the medians count.
+    Each number of ranks computes for `seconds` per turn; the results are medians.
     """
     passes = Passes(build(LLamaStage, sizes, BLOCKS, 1, device), sizes, 1, sizes.vocab_size)
     passes.run("FB")
@@ -203,7 +203,7 @@ def measure_slowdown(sizes: Sizes, rank: int, ranks: int, device: torch.device, 
 
 
 def passes_per_second(passes: Passes, seconds: float) -> float:
-    """In so many seconds from now; this rank then computes on for a while, until others have counted theirs."""
+    """Count passes for `seconds`; then compute for a while longer, until others have counted theirs."""
     started, ends = time.perf_counter(), list[float]()
     while not ends or ends[-1] < 1.5 * seconds:
         passes.run("FB")
@@ -214,7 +214,7 @@ def passes_per_second(passes: Passes, seconds: float) -> float:
 
 
 def measure_spinning(threads: int) -> float:
-    """Seconds for which each further thread of this rank keeps a core busy after they have computed together."""
+    """Return the seconds for which each additional thread of this rank keeps a core busy after computing."""
     usual_threads, matrix = torch.get_num_threads(), torch.ones(MATRIX_ROWS, MATRIX_ROWS)
     torch.set_num_threads(threads)
     times = []
@@ -228,7 +228,7 @@ def measure_spinning(threads: int) -> float:
 
 
 def measure_waking(sizes: Sizes) -> tuple[Waking, ...]:
-    """That a pass takes longer after a message: its core has been idle, and its caches hold other things."""
+    """Measure how much longer a pass takes after a message: its core was idle, and its caches hold other data."""
     passes = Passes(build(LLamaStage, sizes, BLOCKS, 1, torch.device("cpu")), sizes, 1, sizes.vocab_size)
     others = torch.zeros(BYTES_OF_OTHERS // 4)
 
@@ -249,16 +249,16 @@ def measure_waking(sizes: Sizes) -> tuple[Waking, ...]:
 
 @dataclass(frozen=True)
 class Messages:
-    """What messages between two ranks take."""
+    """The costs of messages between two ranks."""
 
     link: Link
     own_seconds: float  # of the latency: the call that sends; the time to copy large messages is neglected
 
 
 def measure_messages(rank: int, pairs: Sequence[tuple[int, int]], device: torch.device) -> Messages:
-    """Messages between the ranks of each pair, at once; all ranks call it, and have what the first pair measured.
+    """Measure messages between the ranks of all pairs at once; all ranks call this, and get the first pair's result.
 
-    A rank pauses before it sends, so that the other is asleep when the message comes, as ranks are that wait for one.
+    A rank pauses before it sends, so that the other is asleep when the message arrives, like any waiting rank.
     """
     told = torch.zeros(3, dtype=torch.float64, device=device)
     meet("ranks to send messages", device)
@@ -275,7 +275,7 @@ def measure_messages(rank: int, pairs: Sequence[tuple[int, int]], device: torch.
 
 
 def _exchange(rank: int, peers: tuple[int, int], tensors: Sequence[Tensor]) -> tuple[list[float], float]:
-    """Seconds of a message of each tensor between two ranks, one way; and of the call that sends the first."""
+    """Return the seconds of a message of each tensor between two ranks, one way, and of the first call that sends."""
     times, calls = [], []
     other = peers[1 - peers.index(rank)]
     for tensor in tensors:
@@ -297,10 +297,10 @@ def _exchange(rank: int, peers: tuple[int, int], tensors: Sequence[Tensor]) -> t
 
 
 def measure_all_reduces(rank: int, ranks: int, device: torch.device) -> tuple[AllReduce, ...]:
-    """All-reduces among the first 2, 3, … ranks of this host, over the process group and in shared memory.
+    """Measure all-reduces among the first 2, 3, … ranks of this host, over the process group and in shared memory.
 
     Before each of them, the ranks compute for a while, as in a run, where they begin a collective one after another
-    and cores have other work. What they take without a collective is subtracted.
+    and cores have other work. The time of this computation alone is subtracted.
     """
     works: dict[str, Callable[[], object]] = {}
     keys: dict[tuple[int, Transport], dict[int, str]] = {}  # by ranks and transport: by size, the work's name
@@ -345,7 +345,7 @@ def combine(tensor: Tensor, group: Group, before: Callable[[], object]) -> None:
 
 
 def is_shared_on_all(tensor: Tensor, group: Group, takes_part: bool, device: torch.device) -> bool:
-    """Whether the ranks of a group share the memory of a tensor; the same on all ranks."""
+    """Return whether the ranks of a group share the memory of a tensor; the same on all ranks."""
     is_not = torch.tensor(int(takes_part and not shares(tensor, group)), device=device)
     with named("the memory of all ranks", CONTROL):
         dist.all_reduce(is_not, dist.ReduceOp.MAX)
@@ -353,7 +353,7 @@ def is_shared_on_all(tensor: Tensor, group: Group, takes_part: bool, device: tor
 
 
 def measure_optimizer(optimizer: torch.optim.Optimizer, device: torch.device) -> float:
-    """Seconds to update one weight, on this rank alone."""
+    """Return the seconds to update one weight, on this rank alone."""
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     for parameter in parameters:
         parameter.grad = torch.ones_like(parameter)
@@ -366,12 +366,12 @@ def measure_optimizer(optimizer: torch.optim.Optimizer, device: torch.device) ->
 
 
 def lower_quartile(times: Sequence[float]) -> float:
-    """Which other load on the computer changes less than the median."""
+    """Return the lower quartile, which other load on the computer changes less than the median."""
     return statistics.quantiles(times, method="inclusive")[0]
 
 
 def ascending(times: Sequence[float]) -> tuple[float, ...]:
-    """The times of inputs of growing size, where none takes longer than a larger one: then it was disturbed."""
+    """Return the times of inputs of growing size, none above a larger input's: such a measurement was disturbed."""
     return tuple(min(times[place:]) for place in range(len(times)))
 
 

@@ -1,4 +1,4 @@
-"""What a rank of a layout holds, as the table of `distlab.reports.memory` counts it, and what its process needs."""
+"""The memory of a rank of a layout, counted as in `distlab.reports.memory`, and the memory of its process."""
 
 import itertools
 import math
@@ -12,11 +12,11 @@ from distlab_planner.machine import Machine
 from distlab_planner.model import ID_BYTES, NUMBER_BYTES, PARTS, share
 
 MOMENTS = {"adam": 2, "adamw": 2, "sgd": 0}  # tensors of the optimizer for each weight
-# What an allocator keeps of freed memory, for each byte that is held: fitted to bench/planner.py, on CPUs only. glibc
+# Freed memory that an allocator keeps, for each byte that is held: fitted to bench/planner.py, on CPUs only. glibc
 # does not merge freed tensors whose neighbors in memory are small objects that live on.
 KEPT_OF_FREED = {"cpu": 0.3, "cuda": 0.0}
-# Buffers of the logits' size besides those that a backward pass needs: their gradient, and on CPUs the logits, which
-# are freed before, but smaller tensors then lie in their place; more than once in some runs, so this is fitted, too.
+# Additional buffers of the logits' size, not needed by a backward pass: their gradient, and on CPUs the logits, which
+# are freed before, but smaller tensors then take their place; in some runs more than once, so this is fitted as well.
 OF_LOGITS = {"cpu": 2.5, "cuda": 1}
 
 
@@ -36,7 +36,7 @@ class RankMemory:
 
 
 def held(costs: Costs, worker: int) -> RankMemory:
-    """What the first rank of a worker of the first replica holds."""
+    """Return the memory of the first rank of a worker of the first replica."""
     layout, program = costs.layout, costs.layout.programs()[worker]
     stages = stages_of(program)
     weights = sum(costs.weights(stage) for stage in stages) * NUMBER_BYTES
@@ -61,7 +61,7 @@ def held(costs: Costs, worker: int) -> RankMemory:
 
 
 def process_bytes(costs: Costs, worker: int, holds: RankMemory) -> float:
-    """What the process of such a rank needs at the peak, or takes of its GPU's memory."""
+    """Return the peak memory of such a rank's process, or its part of its GPU's memory."""
     layout, sizes, machine = costs.layout, costs.model.sizes, costs.machine
     of_logits = 0.0
     if any(costs.parts(stage)["head"] for stage in stages_of(layout.programs()[worker])):
@@ -71,7 +71,7 @@ def process_bytes(costs: Costs, worker: int, holds: RankMemory) -> float:
 
 
 def share_of_rank(machine: Machine, ranks: int) -> float:
-    """Bytes of memory that there are for each of so many ranks: of its host's, or of its GPU's."""
+    """Return the bytes of its host's or its GPU's memory for each of `ranks` ranks."""
     on_host = min(ranks, machine.ranks_per_host)
     if machine.device == "cpu":
         return machine.memory_bytes_per_host / on_host
@@ -80,7 +80,7 @@ def share_of_rank(machine: Machine, ranks: int) -> float:
 
 
 def _gathered(costs: Costs, stages: Sequence[int], weights_bytes: int) -> int:
-    """Of blocks or buckets that are whole only while they are needed, and of the buffer where they are reduced."""
+    """Return the bytes of blocks or buckets that are temporarily whole, and of the buffer where they are reduced."""
     layout, on_hosts = costs.layout, costs.on_hosts
     has_buffer = costs.machine.device == "cpu" and on_hosts.is_inside(on_hosts.replicas)  # in shared memory
     if layout.shard == "gradients":

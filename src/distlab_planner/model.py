@@ -1,4 +1,4 @@
-"""What the parts of the lab's Llama cost, from its sizes alone: weights, multiply-adds, bytes kept for backward passes.
+"""The costs of the parts of the lab's Llama, from its sizes: weights, multiply-adds, bytes kept for backward passes.
 
 A rank of a tensor-parallel group has the largest shard here; the others have as much, or a little less.
 """
@@ -18,7 +18,7 @@ PARTS: tuple[ModelPart, ...] = ("embedding", "block", "head")
 
 
 class ModelSettings(Protocol):
-    """The settings that say a model's sizes."""
+    """The settings that determine a model's sizes."""
 
     dmodel: int
     num_heads: int
@@ -30,7 +30,7 @@ class ModelSettings(Protocol):
 
 @dataclass(frozen=True)
 class Sizes:
-    """The sizes that decide what a part costs; `vocab_size` matters for the embedding and the head only."""
+    """The sizes that determine the cost of a part; `vocab_size` matters only for the embedding and the head."""
 
     dmodel: int
     num_heads: int
@@ -41,7 +41,7 @@ class Sizes:
 
     @classmethod
     def of(cls, settings: ModelSettings) -> "Sizes":
-        """Those of the model that settings ask for."""
+        """Return the sizes of the model that settings ask for."""
         heads, hidden = settings.num_kv_heads or settings.num_heads, settings.hidden_dim or 4 * settings.dmodel
         vocab_size = SPTokenizer(settings.tokenizer).vocab_size
         return cls(settings.dmodel, settings.num_heads, heads, hidden, settings.seq_len, vocab_size)
@@ -52,16 +52,16 @@ class Sizes:
 
     @property
     def kv_width(self) -> int:
-        """Of all keys together, and of all values."""
+        """Width of all keys together, and of all values."""
         return self.head_dim * self.num_kv_heads
 
     @property
     def parts(self) -> PartCosts:
-        """Multiply-adds, by which a run divides the layers among stages."""
+        """The multiply-adds by which a run divides the layers among stages."""
         return PartCosts(*(self.multiply_adds(part) for part in ("block", "embedding", "head")))
 
     def matrices(self, part: ModelPart, tp: int = 1) -> int:
-        """Elements of the weights that a rank multiplies with, of one part."""
+        """Return the number of one part's weights with which a rank multiplies."""
         if part == "block":
             return share(2 * self.dmodel + 2 * self.kv_width, tp) * self.dmodel + 3 * self.dmodel * share(
                 self.hidden_dim, tp
@@ -69,20 +69,20 @@ class Sizes:
         return share(self.vocab_size, tp) * self.dmodel if part == "head" else 0
 
     def weights(self, part: ModelPart, tp: int = 1) -> int:
-        """Elements of a part's weights, on a rank. The gains of the norms are whole on every rank."""
+        """Return the number of a part's weights on a rank. The gains of the norms are whole on every rank."""
         if part == "embedding":
             return share(self.vocab_size, tp) * self.dmodel
         return self.matrices(part, tp) + (2 if part == "block" else 1) * self.dmodel
 
     def multiply_adds(self, part: ModelPart, tp: int = 1) -> float:
-        """Of a forward pass over one token; a backward pass takes twice as many, half of them for weights."""
+        """Return those of a forward pass over one token; a backward pass takes twice as many, half for weights."""
         if part == "embedding":
             return self.dmodel  # a look-up
         scores = self.dmodel * self.seq_len / tp if part == "block" else 0.0  # causal scores and mixing
         return self.matrices(part, tp) + scores
 
     def kept_bytes(self, part: ModelPart, tokens: int, tp: int = 1) -> int:
-        """What a forward pass over so many tokens keeps for the backward pass; without recomputation."""
+        """Return the bytes that a forward pass over `tokens` keeps for the backward pass, without recomputation."""
         width, hidden = self.dmodel, share(self.hidden_dim, tp)
         if part == "embedding":  # besides the ids: if the vocabulary is shared, which rows they have here, and a mask
             return tokens * (ID_BYTES + FLAG_BYTES) * (tp > 1)
@@ -93,7 +93,7 @@ class Sizes:
         return tokens * NUMBER_BYTES * (attention + 2 * width + 1 + 4 * hidden)
 
     def factor_bytes(self, part: ModelPart, tokens: int, tp: int = 1) -> int:
-        """What is kept of that between `BackwardInput` and `BackwardWeight`: inputs and gradients of linear layers."""
+        """Return the part kept between `BackwardInput` and `BackwardWeight`: inputs and gradients of linear layers."""
         width, hidden = self.dmodel, share(self.hidden_dim, tp)
         if part == "embedding":
             return 0
@@ -103,18 +103,18 @@ class Sizes:
         return tokens * NUMBER_BYTES * (inputs + (width + 2 * self.kv_width) // tp + 2 * width + 2 * hidden)
 
     def table_bytes(self) -> int:
-        """The cosines and sines of rotary positions, which all blocks of a process share."""
+        """Return the bytes of the cosines and sines of rotary positions, which all blocks of a process share."""
         return self.seq_len * (self.head_dim + self.head_dim // 2) * NUMBER_BYTES
 
 
 @dataclass(frozen=True)
 class Model:
-    """The sizes of a model, and how many blocks it has."""
+    """The sizes of a model, and the number of its blocks."""
 
     sizes: Sizes
     n_layers: int
 
 
 def share(total: int, ranks: int) -> int:
-    """The largest of the shares in which `ranks` divide `total`."""
+    """Return the largest of the shares in which `ranks` divide `total`."""
     return -(-total // ranks)

@@ -111,7 +111,7 @@ class PlanRequest:
             require(name in known, f"--schedule {name}: {why}give some of {', '.join(known)}")
 
     def model_flags(self) -> list[str]:
-        """The flags of the model that differ from their defaults, which are those of a run."""
+        """Return the flags of the model that differ from their defaults, which are those of a run."""
         defaults = {field.name: field.default for field in fields(self)}
         values = {name: getattr(self, name) for name in MODEL}
         changed = [(as_flag(name), str(value)) for name, value in values.items() if value != defaults[name]]
@@ -166,12 +166,12 @@ def plan(request: PlanRequest) -> None:
 
 
 def command_of(row: Row, request: PlanRequest, model: Model) -> list[str]:
-    """The arguments of launch.sh for a layout."""
+    """Return the arguments of launch.sh for a layout."""
     return ["5d", *request.model_flags(), *row.layout.flags(model).split()]
 
 
 def host_flags(ranks: int, machine: Machine) -> list[str]:
-    """The flags that place ranks on hosts as the planner does, which fills one host after another."""
+    """Return the flags that place ranks on hosts as the planner does, which fills one host after another."""
     per_host = min(ranks, machine.ranks_per_host)
     hosts = math.ceil(ranks / per_host)
     if hosts == 1:
@@ -183,7 +183,7 @@ def host_flags(ranks: int, machine: Machine) -> list[str]:
 
 
 def machine_for(request: PlanRequest, sizes: Sizes) -> Machine:
-    """The machine of `--machine`, or this one, which is measured if it has not been for a model of these sizes."""
+    """Return the machine of `--machine`, or this one; measure this one if it was not for a model of these sizes."""
     path = request.machine or MEASURED
     if request.machine is None and not (path.exists() and read_machine(path).has_sizes(sizes)):
         path.parent.mkdir(exist_ok=True)
@@ -200,13 +200,13 @@ def machine_for(request: PlanRequest, sizes: Sizes) -> Machine:
 
 
 def only_sizes(flags: Sequence[str]) -> list[str]:
-    """The flags of a model that decide what a pass of one of its parts takes."""
+    """Return the flags of a model that determine the time of a pass of one of its parts."""
     pairs = zip(flags[::2], flags[1::2], strict=True)
     return [part for pair in pairs if pair[0] not in ("--n-layers", "--optimizer") for part in pair]
 
 
 def read_size(text: str) -> float:
-    """The bytes of "8GB"; `InputError` for what is none."""
+    """Return the bytes of a size such as "8GB"; `InputError` for anything else."""
     found = re.fullmatch(rf"(\d+\.?\d*)({'|'.join(BYTES)})", text)
     if found is None or not float(found[1]):
         raise InputError(f"--memory {text}: give a size like 8GB or 500MB")
@@ -226,7 +226,7 @@ def check_computer(machine: Machine, request: PlanRequest) -> None:
 
 
 def verify(rows: Sequence[Row], request: PlanRequest, model: Model, machine: Machine) -> None:
-    """Run layouts, and print what was measured beside what was predicted."""
+    """Run layouts, and print measurements beside predictions."""
     from distlab.reports.memory import read_largest  # imports torch, which a plan alone does not need
 
     memory = f"{'MB, predicted':>14} {'counted':>10} {'off':>6}"

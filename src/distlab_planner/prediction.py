@@ -1,4 +1,4 @@
-"""With `--machine`, what the planner predicts for a step of a run, and which part of it was off."""
+"""With `--machine`, the planner's prediction for a step of a run, and its errors by part."""
 
 import functools
 import statistics
@@ -43,7 +43,7 @@ class Prediction:
 
     @classmethod
     def of(cls, args: TrainSettings, machine_file: Path) -> "Prediction":
-        """The prediction for the run of these settings; `InputError` for what the planner does not know."""
+        """Return the prediction for the run of these settings; `InputError` for settings unknown to the planner."""
         machine, model, flag = read_machine(machine_file), Model(Sizes.of(args), args.n_layers), _flag(machine_file)
         layout = layout_of(args, model.sizes.vocab_size, flag)
         _check_communication(args, machine, flag)
@@ -66,7 +66,7 @@ class Prediction:
 
     @functools.cached_property
     def step(self) -> Step:
-        """On rank 0."""
+        """The predicted step on rank 0."""
         return predict(self.costs, worker=0)
 
     @property
@@ -82,14 +82,14 @@ class Prediction:
 
     @property
     def sentence(self) -> str:
-        """What a step should take."""
+        """Return the predicted time of a step in words."""
         is_measured = self.costs.machine.measured_for(self.costs.model.sizes, self.costs.layout.size("tp"))
         estimated = "" if is_measured else " (passes of this model were not measured there, but estimated)"
         shown = ", ".join(f"{milliseconds(seconds)} {what}" for what, seconds in self.parts.items() if seconds)
         return f"by {self.machine_file}{estimated}, a step should take {milliseconds(self.step.seconds)}: {shown}"
 
     def beside(self, times: Sequence[StepTime]) -> Iterator[str]:
-        """Lines that compare the steps of a run, as rank 0 measured them, with the prediction.
+        """Yield lines that compare the steps of a run, as rank 0 measured them, with the prediction.
 
         Parts are means over the steps, without the first ones where there are enough.
         """
@@ -108,7 +108,7 @@ class Prediction:
 
 
 def layout_of(args: TrainSettings, vocab_size: int, flag: str) -> RunLayout:
-    """The layout of a run in the planner's terms; `InputError`, which begins with `flag`, for what it does not know.
+    """Return a run's layout in the planner's terms; `InputError`, which begins with `flag`, if it does not know one.
 
     A setting that the planner does not know has to have its default.
     """
@@ -143,7 +143,7 @@ def _flag(machine_file: Path) -> str:
 
 
 def _check_communication(args: TrainSettings, machine: Machine, flag: str) -> None:
-    """Raise `InputError` if the run's ranks communicate in another way than those of the machine were measured to."""
+    """Raise `InputError` if the run's ranks do not communicate in the way that was measured on the machine."""
     backend = "gloo" if machine.device == "cpu" else "nccl"
     is_usual = args.backend in ("auto", backend)
     sentence = f"ranks on {machine.device} were measured over {backend}; leave one of the two out"

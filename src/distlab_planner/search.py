@@ -17,10 +17,10 @@ class Found:
     """The result of a search."""
 
     rows: list[Row] = field(default_factory=list)  # the best first
-    layouts: int = 0  # that there are
-    too_large: int = 0  # that need more memory than there is, of those that were looked at
-    least_bytes: float = float("inf")  # that one of those needs
-    too_slow: int = 0  # that cannot be among the best even if no rank waited
+    layouts: int = 0  # their total number
+    too_large: int = 0  # of the layouts examined, those that need more memory than there is
+    least_bytes: float = float("inf")  # least need of one that is too large
+    too_slow: int = 0  # layouts that could not be among the best even if no rank waited
 
 
 def find_layouts(
@@ -35,10 +35,10 @@ def find_layouts(
     top: int = 10,
     threads: int | None = None,
 ) -> Found:
-    """The layouts that take the shortest steps, of those whose ranks hold at most so many bytes.
+    """Return the layouts with the shortest steps whose ranks fit in the given number of bytes.
 
-    Those that might be fast are played first. When no other can be faster than the best so far, even if its ranks never
-    waited, the search ends. `threads` is what OMP_NUM_THREADS gives every rank, if it is set.
+    Promising layouts are simulated first. When no other can be faster than the best so far, even if its ranks never
+    waited, the search ends. `threads` is each rank's number from OMP_NUM_THREADS, if it is set.
     """
     found, best = Found(), list[tuple[float, int, Row]]()  # a heap with the slowest of the best first
     queue = []

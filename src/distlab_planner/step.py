@@ -1,4 +1,4 @@
-"""The time of a step: its schedule is played, with what a worker does before and after, and collectives at the end.
+"""The time of a step: a simulation of its schedule, with each worker's work before and after, and final collectives.
 
 All replicas, and all ranks that share a stage, do the same at the same time, so that one rank of each worker stands for
 them all.
@@ -24,21 +24,21 @@ LOSS_BYTES = 8
 
 @dataclass(frozen=True)
 class Step:
-    """A predicted step: seconds, and where those of a worker go."""
+    """A predicted step: its seconds, and a worker's seconds by activity."""
 
     seconds: float
     computing: float  # of its passes, if no other rank computed
-    exchanging: float  # in tensor-parallel collectives and those of shared-out weights, likewise
+    exchanging: float  # in collectives of tensor parallelism and of sharded weights, likewise
     averaging: float  # gradients and the loss, after the last pass; gathering weights that replicas have updated
-    updating: float  # the weights, and what else a step does by itself
-    sharing: float  # that all of these take longer because ranks share cores and memory
+    updating: float  # the weights, and the other work of a step
+    sharing: float  # additional, because ranks share cores and memory
     idle: float
     bubble: float  # mean share of the workers' time between their first and last pass in which they are idle
     sent_bytes: float  # by the rank that sends most, per step
 
     @property
     def bound(self) -> str:
-        """What takes most of the step."""
+        """The activity that takes most of the step."""
         parts = {
             "computing": self.computing,
             "tensor-parallel collectives": self.exchanging,
@@ -51,7 +51,7 @@ class Step:
 
 
 def predict(costs: Costs, worker: int | None = None) -> Step:
-    """The step of a layout once it runs steadily, and where the seconds of a worker go; by default, the busiest's."""
+    """Predict the step of a layout in steady state, with the activities of a worker; by default, the busiest."""
     layout, machine, on_hosts = costs.layout, costs.machine, costs.on_hosts
     programs, step = layout.programs(), graph_of(layout)
     threads = action_threads(costs, programs)
@@ -93,7 +93,7 @@ def predict(costs: Costs, worker: int | None = None) -> Step:
     busy = [sum(map(operator.sub, *times)) for times in zip(ends, starts, strict=True)]
     seen = max(workers, key=lambda worker: busy[worker]) if worker is None else worker
     exchanging = sum(count * costs.exchanged(step.examples[kind]) for kind, count in step.counts[seen].items())
-    behind = max(0.0, averaged[seen] - ends[seen][-1]) + loss  # collectives that are not played
+    behind = max(0.0, averaged[seen] - ends[seen][-1]) + loss  # collectives that are not simulated
     whole = max(line[-2] for line in ends) - min(line[1] for line in starts)  # from the first to the last pass
     passes = [sum(map(operator.sub, e[1:-1], s[1:-1])) for s, e in zip(starts, ends, strict=True)]
     return Step(
@@ -110,9 +110,9 @@ def predict(costs: Costs, worker: int | None = None) -> Step:
 
 
 def action_threads(costs: Costs, programs: Programs) -> dict[Action, int]:
-    """By action, the threads that it computes with, if more than one.
+    """Return, by action, its number of threads, if more than one.
 
-    That is what `OMP_NUM_THREADS` says, else what the executor gives it: its share of the cores of its pipeline.
+    It is the number in `OMP_NUM_THREADS`, else the executor's: its share of the cores of its pipeline.
     """
     machine = costs.machine
     if machine.device == "cuda":
@@ -126,7 +126,7 @@ def action_threads(costs: Costs, programs: Programs) -> dict[Action, int]:
 
 
 def _around_passes(costs: Costs, program: Sequence[Action]) -> tuple[float, float, CollectiveSeconds]:
-    """Of a worker: seconds of its update and of what else a step does; of gathering weights; its gradients' average."""
+    """Return a worker's seconds of update and other work, of gathering weights, and of averaging its gradients."""
     layout, machine, on_hosts = costs.layout, costs.machine, costs.on_hosts
     weights = sum(costs.weights(stage) for stage in stages_of(program))
     own = weights / (layout.size("dp") if layout.shard != "none" else 1)
@@ -140,7 +140,7 @@ def _around_passes(costs: Costs, program: Sequence[Action]) -> tuple[float, floa
 
 
 def _averaged(costs: Costs, program: Sequence[Action], whole: CollectiveSeconds, started: float, ended: float) -> float:
-    """When the gradients have been averaged, bucket after bucket, behind the last pass that computes some."""
+    """Return when the gradients have been averaged, bucket after bucket, behind the last pass that computes some."""
     size_bytes = sum(costs.weights(stage) for stage in stages_of(program)) * NUMBER_BYTES
     buckets = max(1, round(size_bytes / BUCKET_BYTES))
     now = 0.0
@@ -150,7 +150,7 @@ def _averaged(costs: Costs, program: Sequence[Action], whole: CollectiveSeconds,
 
 
 def sent_bytes(costs: Costs) -> list[float]:
-    """By worker, what a rank sends in a step, as the ledger counts it: the loss and all else that is small left out."""
+    """Return, by worker, the bytes that a rank sends in a step, as in the ledger, without loss and small messages."""
     layout, step, sent = costs.layout, graph_of(costs.layout), []
     for worker, program in enumerate(layout.programs()):
         messages = sum(len(step.graph.sends[index]) for index in step.graph.lines[worker])
@@ -165,10 +165,10 @@ def sent_bytes(costs: Costs) -> list[float]:
 
 
 def least_seconds(costs: Costs) -> float:
-    """A step takes no less than this, which is known without playing its schedule.
+    """Return a lower bound for the seconds of a step, without simulating its schedule.
 
-    A worker begins after the forward passes of the stages before its first one, and its last backward pass, though not
-    that of weights alone, is followed by theirs.
+    A worker begins after the forward passes of the stages before its first one, and their backward passes follow its
+    last one, unless that is for weights alone.
     """
     layout, machine, on_hosts = costs.layout, costs.machine, costs.on_hosts
     pp, micro_batches, stages = layout.size("pp"), layout.micro_batches, len(layout.split)

@@ -1,4 +1,4 @@
-"""The table of a plan: its best layouts, and what is predicted of each."""
+"""The table of a plan: its best layouts, and the prediction for each."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -13,15 +13,15 @@ LEFT = 6  # columns of words
 
 @dataclass(frozen=True)
 class Row:
-    """A layout and what is predicted of it."""
+    """A layout and its prediction."""
 
     layout: RunLayout
     step: Step
-    held_bytes: int  # by the rank that holds most: weights, gradients, optimizer state, activations
-    process_bytes: float  # that the process of the rank that needs most takes
+    held_bytes: int  # of the rank that holds most: weights, gradients, optimizer state, activations
+    process_bytes: float  # of the process of the rank that needs most
 
     def cells(self, number: int, tokens: int) -> list[str]:
-        """The cells of the table, for a global batch of so many tokens."""
+        """Return the cells of the row, for a global batch of `tokens` tokens."""
         layout, step = self.layout, self.step
         return [
             str(number),
@@ -40,7 +40,7 @@ class Row:
 
 
 def table(rows: Sequence[Row], tokens: int) -> Iterator[str]:
-    """Its lines: the heads, and a line for each row."""
+    """Yield the lines of the table: the heads, and a line for each row."""
     cells = [[*HEADS, "most of a step"], *(row.cells(number, tokens) for number, row in enumerate(rows, start=1))]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     last = len(widths) - 1
@@ -53,6 +53,6 @@ def table(rows: Sequence[Row], tokens: int) -> Iterator[str]:
 
 
 def milliseconds(seconds: float) -> str:
-    """With three digits or more, to a microsecond at most: "41.3 ms", "7,282 ms", "0.847 ms"."""
+    """Return milliseconds with three digits or more, to a microsecond at most: "41.3 ms", "7,282 ms", "0.847 ms"."""
     before_the_point = 1 + math.floor(math.log10(seconds * 1e3)) if seconds >= 1e-3 else 0
     return f"{seconds * 1e3:,.{max(0, 3 - before_the_point)}f} ms"

@@ -1,8 +1,8 @@
-"""What messages and collectives between ranks cost on a machine, by closed formula or as measured.
+"""The costs of messages and collectives between ranks on a machine, by closed formula or as measured.
 
 A collective is a ring (Patarasuk and Yuan, 2009): an all-reduce among n ranks is 2 (n - 1) messages in a row of an n-th
 of the tensor. On its way, a number passes the links of the ring one after another, and each link carries 2 (n - 1)
-messages; whichever takes longer is what the ring takes. Where all links are equal, both are 2 (n - 1) (latency + size /
+messages; the ring takes the longer of both times. Where all links are equal, both are 2 (n - 1) (latency + size /
 n / bandwidth), the simulated world's time. Ranks that share memory sum inside each host first, and then in a ring of
 hosts (`distlab.comm.hosts`).
 """
@@ -32,7 +32,7 @@ class RankGroup:
 
 @dataclass(frozen=True)
 class Spread:
-    """How groups that follow on each other lie on hosts, some of which may begin on one host and end on the next."""
+    """The distribution of consecutive groups on hosts; some may begin on one host and end on the next."""
 
     on_host: int  # ranks of a group on one host, at most
     hosts: int  # of a group, at most
@@ -41,7 +41,7 @@ class Spread:
 
 @dataclass(frozen=True)
 class CollectiveSeconds:
-    """What a collective takes if no other rank computes, and whether its ranks can compute meanwhile."""
+    """The seconds of a collective if no other rank computes, and whether its ranks can compute at the same time."""
 
     seconds: float  # while all of its ranks are busy with it
     alone: float  # the same without what its ranks slow each other, for collectives that are played as part of a pass
@@ -50,7 +50,7 @@ class CollectiveSeconds:
 
 @dataclass(frozen=True)
 class RanksOnHosts:
-    """A layout's ranks on a machine's hosts, in their order, as many on each as it has room for."""
+    """A layout's ranks on a machine's hosts, in order, as many on each as it has room for."""
 
     machine: Machine
     layout: RunLayout
@@ -70,11 +70,11 @@ class RanksOnHosts:
         return RankGroup(self.layout.size("tp"), 1)
 
     def host_of(self, worker: int) -> int:
-        """The host of a worker of the first replica: that of its first rank."""
+        """Return the host of a worker of the first replica: that of its first rank."""
         return self.layout.first_rank(worker) // self.per_host
 
     def alike(self, worker: int) -> int:
-        """How many ranks of a worker's host do what it does at the same time: its slices, and its replicas there."""
+        """Return the number of ranks on a worker's host that do the same at once: its slices and replicas there."""
         layout, first = self.layout, self.host_of(worker) * self.per_host
         ranks = range(first, min(first + self.per_host, layout.ranks))
         return sum(coordinate(layout.axes, rank, "pp") == worker for rank in ranks)
@@ -85,14 +85,14 @@ class RanksOnHosts:
         return pipelines_on_host(self.layout.axes, self.per_host)
 
     def message(self, sender: int, receiver: int, size_bytes: float) -> float:
-        """Seconds of a message between two workers of the replica for which it takes longest.
+        """Return the seconds of a message between two workers, in the replica for which it takes longest.
 
         Messages of other replicas and slices that leave the same host share its card; those inside are sent together.
         """
         return self._link(sender, receiver).latency_seconds + self.carrying(sender, receiver, size_bytes)
 
     def carrying(self, sender: int, receiver: int, size_bytes: float) -> float:
-        """Seconds of these for which the next message between the two workers has to wait."""
+        """Return the part of these seconds for which the next message between the two workers has to wait."""
         sharing = max(1, self._leaving(sender, receiver))
         return size_bytes * sharing / self._link(sender, receiver).bytes_per_second
 
@@ -108,11 +108,11 @@ class RanksOnHosts:
         return spread_of(self.layout.ranks, self.per_host, group)
 
     def is_inside(self, group: RankGroup) -> bool:
-        """Whether each group of this kind is on one host."""
+        """Return whether each group of this kind is on one host."""
         return self.spread(group).hosts == 1
 
     def all_reduce(self, group: RankGroup, size_bytes: float, transport: Transport = "gloo") -> CollectiveSeconds:
-        """An all-reduce of a tensor of so many bytes; "shared" is what it is where the ranks can share memory."""
+        """Return the seconds of an all-reduce of `size_bytes`; "shared" is used where the ranks can share memory."""
         if group.size == 1:
             return CollectiveSeconds(0.0, 0.0, False)
         if self.is_inside(group):
@@ -128,7 +128,7 @@ class RanksOnHosts:
         return CollectiveSeconds(seconds, seconds, overlaps=True)
 
     def half(self, group: RankGroup, size_bytes: float, transport: Transport = "gloo") -> CollectiveSeconds:
-        """A reduce-scatter or an all-gather of a tensor of so many bytes.
+        """Return the seconds of a reduce-scatter or an all-gather of a tensor of `size_bytes`.
 
         In a ring it is half of an all-reduce. In shared memory it carries half as much, but its ranks meet as often.
         """
@@ -143,7 +143,7 @@ class RanksOnHosts:
         return CollectiveSeconds(seconds, alone, whole.overlaps)
 
     def _host_by_host(self, group: RankGroup, size_bytes: float) -> float | None:
-        """Seconds of an all-reduce in the memory of each host, with a ring of the hosts' first ranks in between.
+        """Return the seconds of an all-reduce in each host's memory, with a ring of the hosts' first ranks in between.
 
         None where a run would not do it: with one rank on each host, or where ranks do not share memory.
         """
@@ -169,9 +169,9 @@ class RanksOnHosts:
 
 @functools.lru_cache(maxsize=4096)
 def spread_of(ranks: int, per_host: int, group: RankGroup) -> Spread:
-    """How groups of so many ranks lie on hosts; the ranks of a group are in ascending order, as is its ring."""
+    """Return the distribution of groups of ranks on hosts; a group's ranks, and its ring, are in ascending order."""
     length, group_hosts, on_host = group.size * group.stride, 1, 1
-    rings: Counter[int] = Counter()  # by host, those that leave it
+    rings: Counter[int] = Counter()  # by host, the rings that leave it
     repeats = math.lcm(per_host, length)  # then the first ranks of a group and of a host meet again
     for block, offset in itertools.product(range(0, min(ranks, repeats), length), range(group.stride)):
         members = Counter(rank // per_host for rank in range(block + offset, block + length, group.stride))
@@ -182,16 +182,16 @@ def spread_of(ranks: int, per_host: int, group: RankGroup) -> Spread:
 
 @functools.lru_cache(maxsize=65536)
 def most_leaving(axes: tuple[tuple[str, int], ...], per_host: int, sender: int, receiver: int) -> int:
-    """How many ranks of one host, at most, send to another host when a worker sends to another; 0 if none does."""
+    """Return the maximum number of ranks of one host that send to other hosts when a worker sends to another."""
     pipelines = ranks_along(dict(axes), ["pp"])
     hosts = [(ranks[sender] // per_host, ranks[receiver] // per_host) for ranks in pipelines]
     return max(Counter(own for own, other in hosts if own != other).values(), default=0)
 
 
 def measured_all_reduce(machine: Machine, ranks: int, size_bytes: float, transport: Transport) -> float | None:
-    """Seconds of an all-reduce among ranks of one host by what was measured; None if it was not.
+    """Return the seconds of an all-reduce among ranks of one host from measurements; None if there are none.
 
-    Between numbers of ranks that were measured, and beyond, by the number of messages and what each carries.
+    Between the measured numbers of ranks, and beyond, it follows from the number and the size of the messages.
     """
     known = [entry for entry in machine.all_reduces if entry.transport == transport]
     if not known:
