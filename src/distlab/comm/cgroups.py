@@ -11,7 +11,7 @@ KILLS = Path("/proc/vmstat")
 
 
 def cpu_quota() -> float:
-    """Return the cores' worth of time that this process may use, the least of its groups; infinite without a limit."""
+    """Return the cores' worth of time that this process may use, its groups' lowest limit; infinite without one."""
     return min(map(_quota_of, _folders("cpu")), default=math.inf)
 
 

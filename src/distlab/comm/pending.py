@@ -18,7 +18,7 @@ from distlab.comm.waits import StreamWait, Wait
 if TYPE_CHECKING:
     from distlab.comm.context import Context
 
-ENVIRONMENT = timedelta(0)  # the deadline is that of the group
+ENVIRONMENT = timedelta(0)  # the group's deadline
 
 
 class SharedWork(ABC):

@@ -59,7 +59,7 @@ class Recorder:
 
     def __init__(self) -> None:
         self.enabled = False
-        self.is_over_nccl = False  # then times are those of the GPU's stream
+        self.is_over_nccl = False  # then times are measured on the GPU's stream
         self.events: list[Event] = []
         self.kept_bytes: list[tuple[float, int]] = []  # (seconds, bytes of activations kept then)
         self.programs: Sequence[Sequence[Any]] | None = None  # of the pipeline's schedule, if there is one

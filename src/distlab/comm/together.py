@@ -38,7 +38,7 @@ def together(what: str, work: Callable[[], ResultT]) -> ResultT:
             if device.type == "cuda":
                 torch.cuda.set_device(device)  # each thread has a current device
             answer.set_result(work())
-        except BaseException as error:  # also what ends a thread: the other ranks are not to wait for ever
+        except BaseException as error:  # also exceptions that end a thread: the other ranks must not wait for ever
             answer.set_exception(error)
 
     threading.Thread(target=do, daemon=True).start()

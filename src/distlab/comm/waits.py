@@ -123,7 +123,7 @@ class Waits:
     def during(self, name: str | Wait) -> Iterator[None]:
         """Turn a wait that fails inside into a `TrafficError` that says which rank waited how long for `name`.
 
-        Inside, `waits_for` returns this wait. Errors that do not concern other ranks are raised unchanged.
+        In the context, `waits_for` returns this wait. Errors that do not concern other ranks are raised unchanged.
         """
         wait = name if isinstance(name, Wait) else self.for_all_others(name)
         started = time.perf_counter()

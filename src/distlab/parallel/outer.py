@@ -1,7 +1,7 @@
 """An outer optimizer for replicas that train independently for many steps: DiLoCo, and Streaming DiLoCo.
 
 DiLoCo (Douillard et al., arXiv 2311.08105): each replica takes H inner steps; the mean over the replicas of (outer
-weights - own weights) is the gradient of an outer step, by SGD with Nesterov momentum; the replicas continue from the
+weights - own weights) is the gradient of an outer step of SGD with Nesterov momentum; the replicas continue from the
 new outer weights. Streaming DiLoCo (Douillard et al., arXiv 2501.18512) exchanges one fragment of the weights after
 another, while the next inner steps are computed, and in few bits.
 """

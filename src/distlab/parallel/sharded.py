@@ -146,7 +146,7 @@ class ShardedDP(ReplicaShards):
         return [flat.flat for unit in self._units for flat in unit.flats]
 
     def held_bytes(self) -> tuple[int, int, int]:
-        """Return the bytes of weights and of gradients that this rank holds, and of those that it held temporarily.
+        """Return the bytes of weights and of gradients that this rank holds, and the bytes that it held temporarily.
 
         The last number is for blocks or buckets that are whole while they are needed: the peak so far.
         """

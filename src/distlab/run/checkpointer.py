@@ -161,7 +161,7 @@ class Checkpointer:
 
 
 def _of_a_replica(layout: Layout, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the facts that decide which part of the model each rank of a replica holds, and in what order."""
+    """Return the settings that decide which part of the model each rank of a replica holds, and in which order."""
     sizes = {name: size for name, size in layout.items() if name != "dp" and size > 1}
     stages = ("schedule", "chunks_per_stage", "layers_per_stage") if "pp" in sizes else ()
     return sizes | {name: settings.get(name) for name in stages}

@@ -66,7 +66,7 @@ def main(
 
 def become(script: Path) -> NoReturn:
     """Run another script instead, with the same flags."""
-    if os.environ.get("RANK", "0") == "0":  # without torchrun, each rank has a terminal of its own
+    if os.environ.get("RANK", "0") == "0":  # without torchrun, each rank has its own terminal
         say(f"these flags are those of {script.name}, which runs now")
     sys.argv[0] = str(script)
     runpy.run_path(sys.argv[0], run_name="__main__")

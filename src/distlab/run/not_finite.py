@@ -27,8 +27,8 @@ def find_cause(
 
     Parameters come first, because the previous update made them non-finite. Outputs of modules follow in the order in
     which they are computed: by stage, then by rank. `stages` are this rank's parts of the model, whose modules have
-    their names in the whole model, and `parameters` those that it updates, with their stages and names; `forward`
-    repeats the forward pass of this step on all ranks together.
+    their names in the whole model. `parameters` are the parameters that it updates, with their stages and names.
+    `forward` repeats the forward pass of this step on all ranks together.
     """
     broken = [(stage, name) for stage, name, parameter in parameters if not parameter.isfinite().all()]
     found = [(stage, f"parameter {name}, since the previous update") for stage, name in broken]

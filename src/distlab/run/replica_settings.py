@@ -17,7 +17,7 @@ class DataParallelSettings(WorldSize, TrainSettings):
 
     batch_size: int = 1
     report_every: int = 1
-    """print the loss every N steps; in the others, ranks do not tell each other their losses"""
+    """print the loss every N steps; in other steps, ranks do not exchange their losses"""
 
     def check(self) -> None:
         super().check()
@@ -172,7 +172,7 @@ class ShardedSettings(DataParallelSettings):
     """A data-parallel training run with sharded replicas."""
 
     shard: Sharded = "weights"
-    """what the replicas shard: the optimizer's state; the gradients too; the weights too (ZeRO 1, 2, 3)"""
+    """tensors that the replicas shard: the optimizer's state; also the gradients; also the weights (ZeRO 1, 2, 3)"""
 
 
 def check_no_clipping(norm: float | None) -> None:

@@ -1,4 +1,4 @@
-"""The settings that a resumed run inherits from its checkpoint, and those that must match; the layout may change."""
+"""The settings that a resumed run inherits from its checkpoint, and the ones that must match; the layout may change."""
 
 import hashlib
 import os
@@ -35,7 +35,7 @@ def marked(settings: object, *policies: ResumePolicy) -> list[str]:
 
 
 def per_step(checkpoint: "Checkpoint", settings: Any) -> dict[str, int]:
-    """Return what a step of the checkpoint's run consumed on all replicas, by the setting of one replica's share."""
+    """Return the consumption of a step of the checkpoint's run on all replicas, by the setting for one replica."""
     saved = checkpoint.record["settings"]
     counts = {name: saved[name] for name in marked(settings, ResumePolicy.PER_REPLICA) if name in saved}
     replicas = checkpoint.layout.get("dp", 1)

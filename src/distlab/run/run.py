@@ -143,7 +143,7 @@ class Run(Generic[SettingsT]):
 
         Args:
             batches: one for each step; a resumed run continues at the checkpoint's position.
-            steps: total number of steps, including those before the checkpoint that the run resumes from.
+            steps: total number of steps, including the steps before the checkpoint from which the run resumes.
             per_step: size of the global batch, in `unit` ("tokens", "inputs").
             after_step: called with each step's number before it is recorded; its time does not count as step time.
 
@@ -201,7 +201,7 @@ class Run(Generic[SettingsT]):
         return f" (is --lr {self.settings.lr:g} too large?)" if hasattr(self.settings, "lr") else ""
 
     def sum_loss(self, step: int, losses: Iterable[Tensor]) -> LossSum:
-        """Start to add up the loss of the global batch; the arguments are those of `global_loss`."""
+        """Start to add up the loss of the global batch; the arguments are the same as in `global_loss`."""
         own = sum((loss.detach().double() for loss in losses), torch.zeros((), dtype=torch.float64, device=self.device))
         total = own.clone()
         with named(f"the loss of step {step}", "loss"):

@@ -190,7 +190,7 @@ class ScheduleSettings(WrittenScheduleSettings):
     keep_at_most: Annotated[
         str | None, ResumePolicy.SAME_LAYOUT, shown_as("N|SIZE", "default: as many micro-batches as workers")
     ] = None
-    """with --schedule auto: activations that a rank keeps at most, in micro-batches (6) or bytes (200MB)"""
+    """with --schedule auto: the most activations that a rank keeps, in micro-batches (6) or bytes (200MB)"""
 
     def check(self) -> None:
         require_positive(self, "chunks_per_stage")
@@ -268,9 +268,9 @@ class HybridSettings(ThreeAxes, SharedSequences, OuterSettings, ScheduleSettings
     """what the replicas shard, as in dp-fsdp; weights only with --pp 1; gradients saves memory only with schedules that
     do not delay weight gradients"""
     outer: Annotated[Literal["none", "diloco"], ResumePolicy.DEFAULT] = "none"
-    """diloco: the pipelines train on their own, and an outer optimizer takes steps with what they have learned"""
+    """diloco: the pipelines train independently, and an outer optimizer takes steps with their mean change"""
     report_every: int = 1
-    """print the loss every N steps; in the others, pipelines do not tell each other their losses"""
+    """print the loss every N steps; in other steps, pipelines do not exchange their losses"""
 
     @property
     def layout(self) -> Layout:

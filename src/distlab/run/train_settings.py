@@ -114,7 +114,7 @@ class TrainSettings(ResumableSettings):
     eval_sequences: int = 24
     """sequences of the validation split to evaluate on"""
     machine: Annotated[Path | None, shown_as("FILE", "default: no prediction")] = None
-    """machine, as python -m distlab.calibrate writes it: print what a step should take, and at the end what it took"""
+    """file of python -m distlab.calibrate: print the predicted time of a step and, at the end, the measured time"""
     trace: bool = False
     """record the timeline, and draw it at the end of the run"""
     tensorboard: bool = False

@@ -228,7 +228,7 @@ class TrainingRun(Run[TrainSettingsT]):
         clip([parameter.grad for parameter in parameters if parameter.grad is not None], norm, most)
 
     def log(self, step: int, losses: Iterable[Tensor]) -> None:
-        """Print the loss of the global batch, with `--run-on` a step later; the arguments are those of `global_loss`.
+        """Print the loss of the global batch, with `--run-on` a step later; the arguments are as in `global_loss`.
 
         With `--report-every N`, the ranks add it up only after every N-th step; the records of other steps have no
         loss. Call this before the update, which a non-finite loss prevents or, with `--run-on`, undoes.

@@ -39,7 +39,7 @@ class SharedMemory:
     def __init__(self, group: dist.ProcessGroup, rank: int, size: int, has_own_core: bool) -> None:
         self.group, self.rank, self.size = group, rank, size
         self.begun = 0  # collectives
-        self.in_place = 0  # of these, those of parts of the memory; each rank sends READY and DONE once for each
+        self.in_place = 0  # of these, collectives in place; each rank sends READY and DONE once for each
         self.asked_for = 0  # this rank has computed its part up to this one, or is about to
         self.not_done: deque[SharedCollective] = deque()  # this rank's part is not done
         self._mappings: weakref.WeakSet[Mapping] = weakref.WeakSet()  # a mapping is freed with the last tensor in it
