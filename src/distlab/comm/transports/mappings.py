@@ -115,7 +115,7 @@ class Offer:
         self.numbers = [os.getpid(), self._descriptor, token, part_bytes, parts, *self._pipes.far_ends]
 
     def withdraw(self) -> None:
-        """Close the file and pipe ends that the others have opened by now."""
+        """Close the file, and the others' ends of the pipes, all of which the others have opened by now."""
         if self._descriptor >= 0:
             os.close(self._descriptor)
         self._pipes.hand_over()

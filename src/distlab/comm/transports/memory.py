@@ -81,7 +81,7 @@ class SharedMemory:
         """Return zeros (elements,) in this rank's part of a new mapping; all ranks of the group call it together.
 
         Raises:
-            NotShared: on all ranks, if one of them cannot map it.
+            NotShared: on all ranks, if one of them cannot make or map it.
             RuntimeError: raised by gloo; a rank did not take part.
         """
         pipes_to = 0 if self._channels else self.size - 1

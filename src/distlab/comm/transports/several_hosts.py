@@ -108,7 +108,7 @@ class MemoryOfHosts:
         """Return zeros (elements,) in this rank's part of a new mapping of its host, after all earlier operations.
 
         Raises:
-            NotShared: on all ranks, if the ranks of one host cannot map it.
+            NotShared: on all ranks, if the ranks of one host cannot make or map it.
             RuntimeError: raised by gloo; a rank did not take part.
         """
         return self._thread.submit(self._allocate, elements, dtype, timeout).result()
