@@ -3,7 +3,7 @@
     python DP/streaming/intro_DP_Streaming.py <rank>  in three terminals, with the ranks 0, 1 and 2
     ./launch.sh streaming-diloco --sync-every 64 --fragments 4 --overlap-steps 8 --compress int4
 
-The outer steps are those of `intro_DP_DiLoCo.py`, of one fragment of the weights after another. A fragment is sent
+The outer steps are as in `intro_DP_DiLoCo.py`, but for one fragment of the weights after another. A fragment is sent
 while the next inner steps are computed, rounded to few bits (Streaming DiLoCo: Douillard et al., arXiv 2501.18512).
 `OuterOptimizer` is in src/distlab/parallel/outer.py.
 """

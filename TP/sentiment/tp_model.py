@@ -159,7 +159,7 @@ class MultiHeadSelfAttention(model.MultiHeadSelfAttention):
         self.dropout = ShardDropout(dropout_prob, dim=1)
 
     def forward(self, x: Tensor, attention_mask: Tensor) -> Tensor:
-        """`x` (batch, seq, hidden) to the same shape; if a mask has heads, each rank uses those of its own heads."""
+        """`x` (batch, seq, hidden) to the same shape; if a mask has heads, each rank uses its own heads' part."""
         mask: Tensor = pcomm.Duplication.apply(attention_mask)  # which may be trained
         if mask.dim() > 2 and mask.shape[-3] != 1:
             if mask.shape[-3] != self.num_heads:

@@ -1,6 +1,6 @@
 """Predicts the cost of a collective by running it in a simulated world.
 
-The model is that of Thakur, Rabenseifner and Gropp, "Optimization of collective communication operations in MPICH",
+The model is from Thakur, Rabenseifner and Gropp, "Optimization of collective communication operations in MPICH",
 2005: a message costs a latency plus a time per byte, and combining two tensors costs a time per byte. This module adds
 two things: ranks on one computer share its bandwidth and its cores, and copying a tensor also costs a time per byte.
 """

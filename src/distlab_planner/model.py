@@ -75,7 +75,7 @@ class Sizes:
         return self.matrices(part, tp) + (2 if part == "block" else 1) * self.dmodel
 
     def multiply_adds(self, part: ModelPart, tp: int = 1) -> float:
-        """Return those of a forward pass over one token; a backward pass takes twice as many, half for weights."""
+        """Return the number for a forward pass over one token; a backward pass takes twice that, half for weights."""
         if part == "embedding":
             return self.dmodel  # a look-up
         scores = self.dmodel * self.seq_len / tp if part == "block" else 0.0  # causal scores and mixing

@@ -35,6 +35,6 @@ def initial_weight(seed: int, name: str, shape: Sequence[int]) -> Tensor:
 
 @torch.no_grad()
 def initialize(module: nn.Module, seed: int) -> None:
-    """Give every parameter of `module` its initial weight; the names in `module` must be those of the whole model."""
+    """Give every parameter of `module` its initial weight; the names in `module` must be the whole model's."""
     for name, parameter in module.named_parameters():
         parameter.copy_(initial_weight(seed, name, parameter.shape))

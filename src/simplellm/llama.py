@@ -1,6 +1,6 @@
 """Llama, whole or as the stages of a pipeline.
 
-The model is that of Touvron et al. (arXiv 2302.13971): pre-norm blocks with RMSNorm, rotary positions, causal
+The model is from Touvron et al. (arXiv 2302.13971): pre-norm blocks with RMSNorm, rotary positions, causal
 attention (optionally grouped-query) and SwiGLU, usually without biases, and with an untied head. Parameters have the
 names of Hugging Face's ``LlamaForCausalLM``. A stage's parameters have the same names as in the whole model: state
 dicts load in both directions, and the state dicts of all stages together make up the whole model's.
