@@ -56,11 +56,8 @@ def attend_to_all_ranks(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor
 def labels(ids: Tensor, own: Tensor) -> tuple[Tensor, Tensor]:
     """Return the labels of this rank's positions, and which of them have none: (batch, own positions) each.
 
-    The token after the last own position is on another rank, so labels are looked up in the whole sequences.
-
-    Args:
-        ids: the whole sequences, (batch, seq).
-        own: this rank's positions.
+    `ids` are the whole sequences, (batch, seq), and `own` this rank's positions. The token after the last of them is on
+    another rank, so labels are looked up in the whole sequences.
     """
     is_last = own == ids.shape[1] - 1
     return ids.roll(-1, dims=1)[:, own], is_last.expand(len(ids), -1)

@@ -3,7 +3,7 @@
     python TP/intro_TP.py <rank>           in three terminals, with the ranks 0, 1 and 2, or all at once: ./launch.sh tp
 
 In attention and in the MLP, the first matrices are split by their outputs and the last one by its inputs. So heads, or
-hidden units, stay on one rank, and one sum over the ranks completes each of the two. All else is whole on every rank.
+hidden units, stay on one rank, and one sum completes each of the two. TP/intro_TP_styles.py takes over for other ways.
 """
 
 from typing import Any

@@ -4,7 +4,8 @@
     ./launch.sh dp-ga --world-size 4                  all ranks at once
 
 Each rank takes its own sequences. The mean of the ranks' gradients is the gradient of the global batch, so all ranks
-take the step that one process would take, and their weights stay the same. Compare it with primer/intro.py.
+take the step that one process would take, and their weights stay the same. Compare it with primer/intro.py. (With
+`--compress` or `--all-reduce`, DP/buckets/intro_DP_buckets.py takes over.)
 """
 
 import torch.distributed as dist
