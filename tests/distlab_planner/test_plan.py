@@ -261,7 +261,8 @@ def test_a_machine_is_measured_and_a_plan_verified(
     assert {(entry.ranks, entry.transport) for entry in machine.all_reduces} >= {(2, "gloo")}
     assert len(machine.slowdown) == 2
     assert [one.idle_seconds for one in machine.waking] == list(PAUSES)
-    assert machine.waking[-1].seconds > 0
+    waking = [one.seconds for one in machine.waking]
+    assert waking == sorted(waking), "a longer pause never costs less; on some machines, it costs nothing"
     one = machine.measured[0]
     assert len(one.again) == len(one.rows)
     assert 0.3 * one.block.F[-1] < one.again[-1] < 3 * one.block.F[-1]
