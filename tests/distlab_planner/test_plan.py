@@ -224,8 +224,8 @@ def test_a_plan_starts_without_torch() -> None:
 
 
 def forked(command: list[str], **_: object) -> SimpleNamespace:
-    """What `subprocess.run` returns for `python -m distlab.launch …`."""
-    ended = fork_launcher(*command[3:]).finish()
+    """What `subprocess.run` returns for the launcher."""
+    ended = fork_launcher(*command[command.index("distlab.launch") + 1 :]).finish()
     return SimpleNamespace(returncode=ended.status, stderr=ended.err)
 
 
