@@ -1,5 +1,6 @@
 """One input tried: its commands forked from this process, watched to their end, and judged."""
 
+import contextlib
 import ctypes
 import importlib
 import os
@@ -58,9 +59,19 @@ def import_before_forks() -> None:
         "sentencepiece",
     ):
         importlib.import_module(name)
-    ctypes.CDLL(None).prctl(36, 1)  # PR_SET_CHILD_SUBREAPER: what a command leaves behind becomes a child of this one
 
 
+@contextlib.contextmanager
+def adopting() -> Iterator[None]:
+    """Inside, the processes that a command leaves behind become children of this one."""
+    ctypes.CDLL(None).prctl(36, 1)  # PR_SET_CHILD_SUBREAPER
+    try:
+        yield
+    finally:
+        ctypes.CDLL(None).prctl(36, 0)
+
+
+@adopting()
 def run(bad: BadInput, cwd: Path) -> Outcome:
     """Start its commands, wait for their end, and look at the last one's."""
 
