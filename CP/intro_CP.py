@@ -16,9 +16,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from distlab.comm.names import named
-from distlab.run.context_settings import EqualPartsSettings
 from distlab.run.main import main
 from distlab.run.training import TrainingRun
+from distlab.settings.sequences import EqualPartsSettings
 from simplellm.attention import SequencePart, attend_to_earlier
 from simplellm.dataloaders import TinyStories
 from simplellm.llama import CausalLLama, LLama

@@ -16,9 +16,9 @@ from torch.distributed import ReduceOp
 from distlab.comm.names import named
 from distlab.parallel.context_parallel import ContextParallel
 from distlab.parallel.data import Bucket, GradientBuckets
-from distlab.run.context_settings import RingSettings
 from distlab.run.main import main
 from distlab.run.training import TrainingRun
+from distlab.settings.sequences import RingSettings
 from simplellm.dataloaders import TinyStories
 from simplellm.llama import CausalLLama, LLama
 from simplellm.tokenizers import SPTokenizer

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from distlab.comm.names import named
 from distlab.parallel.tp_group import place_slice
 from distlab.run.main import main
-from distlab.run.stage_settings import TensorParallelSettings
 from distlab.run.training import TrainingRun
+from distlab.settings.stages import TensorParallelSettings
 from simplellm.dataloaders import TinyStories
 from simplellm.llama import CausalLLama, LLama
 from simplellm.losses import causalLLMLoss

@@ -18,9 +18,9 @@ from distlab.parallel.division import Style, check_division
 from distlab.parallel.tensor import bytes_per_layer, shard
 from distlab.parallel.vocabulary import vocabulary_parallel_loss
 from distlab.run.main import main
-from distlab.run.stage_settings import SlicesPerRank
 from distlab.run.terminal import say
 from distlab.run.training import TrainingRun
+from distlab.settings.stages import SlicesPerRank
 from simplellm.dataloaders import TinyStories
 from simplellm.errors import InputError
 from simplellm.llama import CausalLLama, LLama

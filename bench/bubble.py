@@ -19,10 +19,10 @@ import torch.multiprocessing as mp
 from ranks import join
 from torch import Tensor, nn
 
+from distlab.axes.grid import Grid
 from distlab.comm.context import context_of
-from distlab.comm.grid import Grid
-from distlab.comm.processes import leave
 from distlab.comm.recorder import STEP
+from distlab.machine.processes import leave
 from distlab.pipeline.actions import ActionCosts, Programs, stages_of
 from distlab.pipeline.executor import Pipeline
 from distlab.pipeline.plan import in_a_row, simulate

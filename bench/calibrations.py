@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from distlab.run.progress import each
-from distlab.run.settings import parse
-from distlab.run.train_settings import TrainSettings
+from distlab.settings.common import parse
+from distlab.settings.training import TrainSettings
 from distlab_planner.machine import Machine, read_machine, write_machine
 from distlab_planner.model import Sizes
 from simplellm.errors import require

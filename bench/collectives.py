@@ -21,7 +21,7 @@ from turns import quartiles_of_ratios
 
 from distlab.collectives.ring import allreduce_ring
 from distlab.comm.group import empty
-from distlab.comm.processes import leave
+from distlab.machine.processes import leave
 from distlab.run.progress import each
 from distlab_planner.collective_model import LIBRARY, bytes_of_a_message, operations, predict_collective, whole_numbers
 from distlab_planner.collective_probes import Probes, seconds_in_turn

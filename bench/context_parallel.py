@@ -18,9 +18,9 @@ from ranks import join
 from torch import Tensor
 from turns import quartiles_of_ratios, seconds_in_turn
 
-from distlab.comm.grid import all_ranks
+from distlab.axes.grid import all_ranks
 from distlab.comm.group import empty
-from distlab.comm.processes import leave
+from distlab.machine.processes import leave
 from distlab.parallel.context_parallel import ContextParallel, Kind, Order
 from distlab.parallel.data import views_of
 from simplellm.llama import CausalLLama, LLama

@@ -22,7 +22,7 @@ from turns import quartiles_of_ratios, seconds_in_turn
 
 from distlab.comm.names import named
 from distlab.comm.pending import Pending
-from distlab.comm.processes import leave
+from distlab.machine.processes import leave
 from distlab.parallel.data import Bucket, GradientBuckets, MyDP, flatten_gradients
 from distlab.run.optimizers import build_optimizer
 from simplellm.llama import CausalLLama, LLama

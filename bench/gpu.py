@@ -31,11 +31,11 @@ from turns import quartiles_of_ratios, seconds_in_turn
 from distlab.comm.context import context_of
 from distlab.comm.names import named
 from distlab.comm.pending import Pending
-from distlab.comm.processes import leave
+from distlab.machine.processes import leave
 from distlab.parallel.data import Bucket, GradientBuckets
 from distlab.reports.memory import KINDS, MemoryReport
 from distlab.run.optimizers import build_optimizer
-from distlab.run.settings import require_positive, shown_as
+from distlab.settings.common import require_positive, shown_as
 from simplellm import command_line
 from simplellm.errors import require
 from simplellm.llama import CausalLLama, LLama

@@ -20,8 +20,8 @@ import torch
 from single import ours, tokens
 from turns import quartiles_of_ratios, seconds_in_turn
 
-from distlab.comm.heap import HEAP_VARIABLES, set_up_heap
-from distlab.comm.processes import end_with_parent
+from distlab.machine.heap import HEAP_VARIABLES, set_up_heap
+from distlab.machine.processes import end_with_parent
 from distlab.run.logs import peak_memory_bytes
 from simplellm import command_line
 from simplellm.errors import require

@@ -26,11 +26,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from distlab.axes.layout import layout_size
 from distlab.checkpoints.format import Checkpoint, candidates
-from distlab.comm.layout import layout_size
 from distlab.launch import find_script
+from distlab.launching.start import read_script_for
 from distlab.run.progress import each
-from distlab.run.start import read_script_for
 from simplellm import command_line
 
 LAB = Path(__file__).resolve().parents[1]

@@ -29,13 +29,13 @@ import distlab  # noqa: F401  # before torch, as in launched runs: it sets how l
 import torch
 from torch import Tensor
 
-from distlab.comm.heap import set_up_heap
-from distlab.comm.processes import end_with_parent
+from distlab.machine.heap import set_up_heap
+from distlab.machine.processes import end_with_parent
 from distlab.pipeline.actions import KINDS, Action
 from distlab.reports.memory import read_largest
 from distlab.run.logs import peak_memory_bytes
-from distlab.run.settings import RunSettings, parse
 from distlab.run.training import TrainingRun
+from distlab.settings.common import RunSettings, parse
 from distlab_planner.costs import Costs
 from distlab_planner.machine import Machine
 from distlab_planner.measuring import AT_A_TIME, BLOCKS, Passes, build

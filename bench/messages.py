@@ -23,7 +23,7 @@ from turns import quartiles_of_ratios, seconds_in_turn
 from distlab.collectives.algorithms import shift
 from distlab.comm.context import context_of
 from distlab.comm.group import open_queues
-from distlab.comm.processes import leave
+from distlab.machine.processes import leave
 from distlab.run.progress import each
 
 SLOTS = 4  # messages that have not been taken yet

@@ -29,9 +29,9 @@ from torch.distributed.pipelining import (
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti, PipelineScheduleSingle
 from turns import quartiles_of_ratios, seconds_in_turn
 
-from distlab.comm.devices import cores_to_share
-from distlab.comm.grid import Grid
-from distlab.comm.processes import leave
+from distlab.axes.grid import Grid
+from distlab.machine.devices import cores_to_share
+from distlab.machine.processes import leave
 from distlab.pipeline.actions import stages_of
 from distlab.pipeline.executor import Pipeline
 from distlab.pipeline.schedules import DEFAULT_CHUNKS, all_stages, check_schedule, stages_per_worker

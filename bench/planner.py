@@ -20,7 +20,7 @@ from calibrations import CALIBRATIONS, machine_of
 from layout_runs import Case, Record, hybrid_script, measure, undisturbed
 
 from distlab.run.progress import each
-from distlab.run.settings import parse
+from distlab.settings.common import parse
 from distlab_planner.costs import Costs
 from distlab_planner.layouts import RunLayout
 from distlab_planner.machine import Machine, Measured, PassSeconds

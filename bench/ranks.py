@@ -9,9 +9,9 @@ import torch
 import torch.distributed as dist
 
 from distlab.comm.context import Options
-from distlab.comm.devices import Place, keep_to_loopback, patient_threads
-from distlab.comm.heap import set_up_heap
-from distlab.comm.processes import end_with_parent
+from distlab.machine.devices import Place, keep_to_loopback, patient_threads
+from distlab.machine.heap import set_up_heap
+from distlab.machine.processes import end_with_parent
 from distlab.rendezvous.ranks import open_store
 
 SECONDS = 300.0  # that any wait may take

@@ -28,7 +28,7 @@ from turns import quartiles_of_ratios, seconds_in_turn
 
 from distlab.comm.names import named
 from distlab.comm.pending import Pending
-from distlab.comm.processes import leave
+from distlab.machine.processes import leave
 from distlab.parallel.data import Bucket, GradientBuckets
 from distlab.parallel.division import Sharded
 from distlab.parallel.sharded import ShardedDP

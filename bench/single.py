@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.optim import Adam
 from turns import quartiles_of_ratios, seconds_in_turn
 
-from distlab.comm.heap import set_up_heap
+from distlab.machine.heap import set_up_heap
 from distlab.pipeline.saved_activations import SavedActivations
 from simplellm.llama import CausalLLama, LLama
 from simplellm.losses import causalLLMLoss

@@ -23,7 +23,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.distributed.tensor.parallel.style import ParallelStyle
 from turns import quartiles_of_ratios, seconds_in_turn
 
-from distlab.comm.processes import leave
+from distlab.machine.processes import leave
 from distlab.parallel.tensor import shard
 from distlab.parallel.tp_group import TPGroup
 from distlab.parallel.vocabulary import vocabulary_parallel_loss

@@ -17,14 +17,14 @@ import torch
 import torch.distributed as dist
 
 from distlab.comm.context import SMALLEST_SHARED_BYTES, during
-from distlab.comm.devices import patient_threads
 from distlab.comm.group import empty, shares
 from distlab.comm.names import named
+from distlab.machine.devices import patient_threads
 from distlab.run.logs import human_bytes
 from distlab.run.main import main
 from distlab.run.run import Run
-from distlab.run.settings import RunSettings, WorldSize, require_positive
 from distlab.run.terminal import say
+from distlab.settings.common import RunSettings, WorldSize, require_positive
 from distlab_planner.collective_model import (
     LIBRARY,
     NUMBER_BYTES,

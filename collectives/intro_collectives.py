@@ -19,8 +19,8 @@ from torch import Tensor
 from distlab.comm.names import named
 from distlab.run.main import main
 from distlab.run.run import Run
-from distlab.run.settings import RunSettings, WorldSize, require_positive
 from distlab.run.terminal import say
+from distlab.settings.common import RunSettings, WorldSize, require_positive
 from simplellm.errors import require
 
 

@@ -15,8 +15,8 @@ from torch.distributed import ReduceOp
 from distlab.comm.names import named
 from distlab.parallel.data import flatten_gradients
 from distlab.run.main import main
-from distlab.run.replica_settings import DataParallelSettings
 from distlab.run.training import TrainingRun
+from distlab.settings.replicas import DataParallelSettings
 from simplellm.dataloaders import TinyStories
 from simplellm.losses import causalLLMLoss
 from simplellm.tokenizers import SPTokenizer

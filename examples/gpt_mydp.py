@@ -9,8 +9,8 @@ from gpt import ARCHITECTURE, GPT
 
 from distlab.data_parallel import MyDP
 from distlab.run.main import main
-from distlab.run.replica_settings import DataParallelSettings
 from distlab.run.training import TrainingRun
+from distlab.settings.replicas import DataParallelSettings
 from simplellm.dataloaders import TinyStories
 from simplellm.losses import causalLLMLoss
 from simplellm.tokenizers import SPTokenizer

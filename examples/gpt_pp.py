@@ -14,8 +14,8 @@ from gpt import ARCHITECTURE, GPT
 
 from distlab.pipeline.executor import Pipeline
 from distlab.run.main import main
-from distlab.run.stage_settings import ScheduledPipelineSettings
 from distlab.run.training import TrainingRun
+from distlab.settings.stages import ScheduledPipelineSettings
 from simplellm.dataloaders import TinyStories
 from simplellm.errors import require
 from simplellm.losses import causalLLMLoss

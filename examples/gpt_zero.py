@@ -9,8 +9,8 @@ from gpt import ARCHITECTURE, GPT
 
 from distlab.parallel.sharded import ShardedDP
 from distlab.run.main import main
-from distlab.run.replica_settings import ShardedSettings
 from distlab.run.training import TrainingRun
+from distlab.settings.replicas import ShardedSettings
 from simplellm.dataloaders import TinyStories
 from simplellm.losses import causalLLMLoss
 from simplellm.tokenizers import SPTokenizer

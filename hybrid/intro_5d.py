@@ -33,8 +33,8 @@ from distlab.pipeline.executor import Pipeline
 from distlab.pipeline.stages import build_stages
 from distlab.run.auto_schedule import find_schedule
 from distlab.run.main import main
-from distlab.run.stage_settings import HybridSettings
 from distlab.run.training import TrainingRun
+from distlab.settings.stages import HybridSettings
 from simplellm.dataloaders import TinyStories
 from simplellm.tokenizers import SPTokenizer
 

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed import ReduceOp
 
-from distlab.comm.grid import Axis
+from distlab.axes.grid import Axis
 from distlab.comm.names import named
 from distlab.parallel.tensor import shard
 from distlab.parallel.vocabulary import vocabulary_parallel_loss
@@ -26,8 +26,8 @@ from distlab.pipeline.actions import stages_of
 from distlab.pipeline.executor import Pipeline
 from distlab.pipeline.stages import build_stages
 from distlab.run.main import main
-from distlab.run.stage_settings import ThreeAxesSettings
 from distlab.run.training import TrainingRun
+from distlab.settings.stages import ThreeAxesSettings
 from simplellm.dataloaders import TinyStories
 from simplellm.tokenizers import SPTokenizer
 

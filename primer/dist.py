@@ -28,8 +28,8 @@ from distlab.comm.names import named
 from distlab.run.logs import human_bytes
 from distlab.run.main import main
 from distlab.run.run import Run
-from distlab.run.settings import RunSettings, WorldSize, require_positive
 from distlab.run.terminal import say
+from distlab.settings.common import RunSettings, WorldSize, require_positive
 from simplellm.errors import InputError, require
 
 Matrix = Tensor | None  # None where only rank 0 has it

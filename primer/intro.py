@@ -7,8 +7,8 @@ This is the run that every other chapter repeats on many ranks: the same weights
 """
 
 from distlab.run.main import main
-from distlab.run.train_settings import TrainSettings
 from distlab.run.training import TrainingRun
+from distlab.settings.training import TrainSettings
 from simplellm.dataloaders import TinyStories
 from simplellm.llama import CausalLLama, LLama
 from simplellm.losses import causalLLMLoss

@@ -14,12 +14,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
-from distlab.comm.layout import layout_size
+from distlab.axes.layout import layout_size
 from distlab.run.main import main
-from distlab.run.resume import ResumePolicy
 from distlab.run.run import Run
-from distlab.run.settings import ResumableSettings, require_positive
 from distlab.run.terminal import say
+from distlab.settings.common import ResumableSettings, require_positive
+from distlab.settings.resume import ResumePolicy
 from simplellm.errors import InputError
 from simplellm.samplers import BatchSampler
 

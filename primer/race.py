@@ -19,11 +19,11 @@ from dataclasses import dataclass
 from multiprocessing.synchronize import Lock
 from typing import Any
 
-from distlab.comm.processes import end_with_parent
+from distlab.machine.processes import end_with_parent
 from distlab.run.main import main
 from distlab.run.run import Run
-from distlab.run.settings import MOST_RANKS, RunSettings, require_positive
 from distlab.run.terminal import say
+from distlab.settings.common import MOST_RANKS, RunSettings, require_positive
 from simplellm.errors import InputError
 
 PROCESSES = multiprocessing.Process, multiprocessing.Barrier

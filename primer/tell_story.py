@@ -17,8 +17,8 @@ import torch
 import tyro
 from torch import Tensor
 
-from distlab.comm.devices import pick_device_type
 from distlab.exchange import read_saved
+from distlab.machine.devices import pick_device_type
 from distlab.run.terminal import say
 from simplellm import command_line
 from simplellm.errors import InputError

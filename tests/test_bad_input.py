@@ -10,7 +10,7 @@ from support.bad_inputs.flags import LATER, flag_cases
 from support.bad_inputs.inputs import SCRIPTS, defaults_of
 from support.bad_inputs.trials import can_be_nobody, shown
 
-from distlab.run.settings import parse
+from distlab.settings.common import parse
 from simplellm.errors import InputError
 
 VALUES = 1  # of each flag of each script that is tried; bad_input.py tries more

@@ -9,9 +9,9 @@ from support.processes import LAB, run_ranks
 from support.quoted_commands import FENCE, OURS, check, commands
 
 from distlab.launch import TOPOLOGIES
-from distlab.run.settings import WorldSize
-from distlab.run.stage_settings import HybridSettings
-from distlab.run.train_settings import TrainSettings
+from distlab.settings.common import WorldSize
+from distlab.settings.stages import HybridSettings
+from distlab.settings.training import TrainSettings
 from distlab.show_schedule import Request, show
 from simplellm.errors import InputError
 

@@ -129,7 +129,7 @@ def test_what_cannot_work_is_refused_before_any_rank_starts(
     def no_rank(*_: object) -> int:
         raise AssertionError("ranks were started")
 
-    monkeypatch.setattr("distlab.run.start.run_ranks", no_rank)
+    monkeypatch.setattr("distlab.launching.start.run_ranks", no_rank)
     monkeypatch.chdir(LAB)
     with pytest.raises(InputError, match=re.escape(sentence)) as caught:
         launch(command.split())

@@ -17,7 +17,7 @@ TINY = "--steps 2 --dmodel 16 --num-heads 2 --n-layers 1 --seq-len 16 --data sam
 USER_SCRIPT = """
 '''A script of a user's own.'''
 from distlab.run.main import main
-from distlab.run.train_settings import TrainSettings
+from distlab.settings.training import TrainSettings
 from distlab.run.training import TrainingRun
 import distlab, distlab_exercises, distlab_planner, simplellm
 DEFAULTS = TrainSettings(steps=1)

@@ -18,8 +18,8 @@ from distlab.comm.names import named
 from distlab.parallel.data import Bucket, GradientBuckets
 from distlab.parallel.gradient_compression import PowerSGD, TopK
 from distlab.run.main import main
-from distlab.run.replica_settings import BucketSettings
 from distlab.run.training import TrainingRun
+from distlab.settings.replicas import BucketSettings
 from simplellm.dataloaders import TinyStories
 from simplellm.llama import CausalLLama, LLama
 from simplellm.losses import causalLLMLoss

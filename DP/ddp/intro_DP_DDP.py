@@ -12,8 +12,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from distlab.comm.names import named
 from distlab.run.main import main
-from distlab.run.replica_settings import WrappedSettings
 from distlab.run.training import TrainingRun
+from distlab.settings.replicas import WrappedSettings
 from simplellm.dataloaders import TinyStories
 from simplellm.llama import CausalLLama, LLama
 from simplellm.losses import causalLLMLoss

@@ -16,8 +16,8 @@ from distlab.comm.names import named
 from distlab.parallel.data import flatten_weights
 from distlab.parallel.outer import OuterState
 from distlab.run.main import main
-from distlab.run.replica_settings import DiLoCoSettings
 from distlab.run.training import TrainingRun
+from distlab.settings.replicas import DiLoCoSettings
 from simplellm.dataloaders import TinyStories
 from simplellm.llama import CausalLLama, LLama
 from simplellm.losses import causalLLMLoss

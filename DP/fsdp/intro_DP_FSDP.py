@@ -11,8 +11,8 @@ weights, or blocks, take the place of the whole buffer. `ShardedDP` is in src/di
 
 from distlab.parallel.sharded import ShardedDP
 from distlab.run.main import main
-from distlab.run.replica_settings import ShardedSettings
 from distlab.run.training import TrainingRun
+from distlab.settings.replicas import ShardedSettings
 from simplellm.dataloaders import TinyStories
 from simplellm.llama import CausalLLama, LLama
 from simplellm.losses import causalLLMLoss

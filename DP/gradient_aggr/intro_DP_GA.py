@@ -15,8 +15,8 @@ from torch.distributed import ReduceOp
 from distlab.comm.names import named
 from distlab.parallel.data import flatten_gradients
 from distlab.run.main import main
-from distlab.run.replica_settings import GradientAverageSettings
 from distlab.run.training import TrainingRun
+from distlab.settings.replicas import GradientAverageSettings
 from simplellm.dataloaders import TinyStories
 from simplellm.llama import CausalLLama, LLama
 from simplellm.losses import causalLLMLoss

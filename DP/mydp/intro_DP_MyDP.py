@@ -10,9 +10,9 @@ ranks' weights stay the same.
 
 from distlab.parallel.data import MyDP, check_parameter_closeness
 from distlab.run.main import main
-from distlab.run.replica_settings import WrappedSettings
 from distlab.run.terminal import say
 from distlab.run.training import TrainingRun
+from distlab.settings.replicas import WrappedSettings
 from simplellm.dataloaders import TinyStories
 from simplellm.llama import CausalLLama, LLama
 from simplellm.losses import causalLLMLoss

@@ -17,7 +17,7 @@ import torch
 from distlab.parallel.data import MyDP, check_parameter_closeness
 from distlab.run.main import main
 from distlab.run.run import Run
-from distlab.run.settings import WorldSize
+from distlab.settings.common import WorldSize
 from simplellm.samplers import BatchSampler
 
 sys.path.append(str(Path(__file__).resolve().parents[2]))

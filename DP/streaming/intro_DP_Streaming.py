@@ -11,8 +11,8 @@ while the next inner steps are computed, rounded to few bits (Streaming DiLoCo: 
 from distlab.parallel.data import flatten_weights
 from distlab.parallel.outer import FragmentSchedule, OuterOptimizer
 from distlab.run.main import main
-from distlab.run.replica_settings import StreamingSettings
 from distlab.run.training import TrainingRun
+from distlab.settings.replicas import StreamingSettings
 from simplellm.dataloaders import TinyStories
 from simplellm.llama import CausalLLama, LLama
 from simplellm.losses import causalLLMLoss

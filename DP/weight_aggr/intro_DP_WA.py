@@ -18,9 +18,9 @@ from torch.distributed import ReduceOp
 from distlab.comm.names import named
 from distlab.parallel.data import flatten_weights
 from distlab.run.main import main
-from distlab.run.replica_settings import LocalStepsSettings
 from distlab.run.terminal import say
 from distlab.run.training import TrainingRun
+from distlab.settings.replicas import LocalStepsSettings
 from simplellm.dataloaders import TinyStories
 from simplellm.errors import InputError
 from simplellm.llama import CausalLLama, LLama

@@ -18,8 +18,8 @@ from distlab.comm.names import named
 from distlab.parallel.data import flatten_gradients, flatten_weights
 from distlab.parallel.flat_parameters import shards_of
 from distlab.run.main import main
-from distlab.run.replica_settings import ZeRO1Settings
 from distlab.run.training import TrainingRun
+from distlab.settings.replicas import ZeRO1Settings
 from simplellm.dataloaders import TinyStories
 from simplellm.llama import CausalLLama, LLama
 from simplellm.losses import causalLLMLoss

@@ -17,8 +17,8 @@ from distlab.comm.group import open_queues
 from distlab.comm.names import named
 from distlab.pipeline.stages import build_stage
 from distlab.run.main import main
-from distlab.run.stage_settings import PipelineSettings
 from distlab.run.training import TrainingRun
+from distlab.settings.stages import PipelineSettings
 from simplellm.dataloaders import TinyStories
 from simplellm.losses import causalLLMLoss
 from simplellm.tokenizers import SPTokenizer

@@ -16,7 +16,7 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 
-from distlab.comm.layout import Layout
+from distlab.axes.layout import Layout
 from distlab.comm.names import named
 from distlab.pipeline.actions import Backward, Forward
 from distlab.pipeline.engine import Graph, ScheduleError
@@ -24,8 +24,8 @@ from distlab.pipeline.plan import simulate
 from distlab.pipeline.schedules import all_stages
 from distlab.run.main import main
 from distlab.run.run import Run
-from distlab.run.settings import RunSettings, WorldSize
 from distlab.run.terminal import say
+from distlab.settings.common import RunSettings, WorldSize
 from simplellm.errors import InputError
 
 

@@ -20,8 +20,8 @@ from distlab.comm.names import named
 from distlab.pipeline.actions import Action, Forward
 from distlab.pipeline.stages import build_stage
 from distlab.run.main import main
-from distlab.run.stage_settings import PlainPipelineSettings
 from distlab.run.training import TrainingRun
+from distlab.settings.stages import PlainPipelineSettings
 from simplellm.dataloaders import TinyStories
 from simplellm.losses import causalLLMLoss
 from simplellm.tokenizers import SPTokenizer

@@ -16,8 +16,8 @@ from distlab.pipeline.executor import Pipeline
 from distlab.pipeline.stages import build_stages
 from distlab.run.auto_schedule import find_schedule
 from distlab.run.main import main
-from distlab.run.stage_settings import ScheduledPipelineSettings
 from distlab.run.training import TrainingRun
+from distlab.settings.stages import ScheduledPipelineSettings
 from simplellm.dataloaders import TinyStories
 from simplellm.losses import causalLLMLoss
 from simplellm.tokenizers import SPTokenizer

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from distlab.comm.grid import Grid
+from distlab.axes.grid import Grid
 from distlab.comm.names import named
 from simplellm.errors import InputError
 

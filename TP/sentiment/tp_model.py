@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.modules.dropout import _DropoutNd
 
-from distlab.comm.placement import DimSlice, Placement, place
+from distlab.axes.placement import DimSlice, Placement, place
 from simplellm.errors import InputError
 
 ResNorm = model.ResNorm  # norms and residuals are computed by every rank, in full

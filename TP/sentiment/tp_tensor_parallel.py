@@ -22,16 +22,16 @@ from torch import nn
 from torch.distributed import ReduceOp
 from tp_model import Transformer
 
-from distlab.comm.layout import Layout
+from distlab.axes.layout import Layout
 from distlab.comm.names import named
 from distlab.parallel.data import Bucket, GradientBuckets
 from distlab.run.main import main
 from distlab.run.optimizers import build_optimizer
-from distlab.run.resume import ResumePolicy, file_identity
 from distlab.run.run import Run
-from distlab.run.settings import ResumableSettings, WorldSize, require_positive
 from distlab.run.terminal import say
-from distlab.run.train_settings import MOST_LAYERS
+from distlab.settings.common import ResumableSettings, WorldSize, require_positive
+from distlab.settings.resume import ResumePolicy, file_identity
+from distlab.settings.training import MOST_LAYERS
 from simplellm.errors import InputError
 from simplellm.samplers import BatchSampler
 from simplellm.tokenizers import SHIPPED_MODEL, SPTokenizer

@@ -23,9 +23,9 @@ import sys
 from pathlib import Path
 from typing import NoReturn
 
-from distlab.comm.processes import leave
-from distlab.comm.threads import BINDING, binding
-from distlab.rendezvous.launcher_flags import FLAGS, refuse_to_tell
+from distlab.launching.launcher_flags import FLAGS, refuse_to_tell
+from distlab.machine.processes import leave
+from distlab.machine.threads import BINDING, binding
 from distlab.run.commands import LAB, LAUNCHER
 from distlab.subcommands import FUNCTIONS, SUBCOMMANDS, run_subcommand
 from simplellm.errors import InputError, require, status_of
@@ -99,7 +99,7 @@ def launch(args: list[str]) -> int:
     if re.search(rb"^(from|import) mpi4py", script.read_bytes(), re.MULTILINE):
         become_mpirun(script, args)
     unbind()
-    from distlab.run.start import start  # torch takes seconds; the list of topologies does not need it
+    from distlab.launching.start import start  # torch takes seconds; the list of topologies does not need it
 
     return start(script, args, prog)
 
@@ -158,7 +158,7 @@ def raise_interrupts() -> None:
 
 
 def main() -> NoReturn:
-    # A thread of `distlab.rendezvous.nodes` may still be in a call to the store.
+    # A thread of `distlab.launching.nodes` may still be in a call to the store.
     leave(status_of(lambda: launch(sys.argv[1:])))
 
 

@@ -35,7 +35,7 @@ def _create(group: Any, options: Any) -> Any:
 
     made = create(group, options)
     if options is None and isinstance(made, WorldGroup):  # a run of the lab has options, and handles its failures
-        from distlab.run.programs import look_after
+        from distlab.launching.programs import look_after
 
         look_after(made)
     return made

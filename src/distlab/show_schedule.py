@@ -25,7 +25,7 @@ from distlab.pipeline.schedules import (
     schedule_names,
     stages_per_worker,
 )
-from distlab.run.settings import shown_as
+from distlab.settings.common import shown_as
 from simplellm import command_line
 from simplellm.errors import require
 

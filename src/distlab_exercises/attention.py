@@ -6,9 +6,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from distlab.comm.layout import Layout
+from distlab.axes.layout import Layout
 from distlab.parallel.context_parallel import ContextParallel, positions_of
-from distlab.run.settings import RunSettings, WorldSize
+from distlab.settings.common import RunSettings, WorldSize
 from distlab_exercises.loading import join, load
 from distlab_exercises.ranks import Facts, Submission
 from distlab_exercises.verdict import Wrong, expect, where

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from distlab.axes.placement import DimSlice, Placement, place
 from distlab.checkpoints.slices import Slice
-from distlab.comm.placement import DimSlice, Placement, place
 from distlab_exercises.loading import load
 from distlab_exercises.ranks import Facts, Submission
 from distlab_exercises.verdict import Wrong, expect

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from distlab.run.settings import RunSettings
+from distlab.settings.common import RunSettings
 from distlab_exercises.loading import join, load
 from distlab_exercises.ranks import Facts, Submission
 from distlab_exercises.shares import differs, name_gradient

@@ -161,7 +161,7 @@ def grade(args: Sequence[str], prog: str) -> int:
             path.touch(exist_ok=False)
         except OSError as error:
             raise InputError(f"{path}: cannot be written ({error.strerror}); give another file") from error
-    from distlab.comm.devices import cores  # torch: seconds, after the arguments have been checked
+    from distlab.machine.devices import cores  # torch: seconds, after the arguments have been checked
     from distlab_exercises.grading import grade_course
 
     at_once = given.at_once or cores()

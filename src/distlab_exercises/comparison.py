@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from distlab.comm.layout import coordinate
+from distlab.axes.layout import coordinate
 from distlab_exercises import shares
 from distlab_exercises.catalogue import Trial
 from distlab_exercises.ranks import Facts, Report

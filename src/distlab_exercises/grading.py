@@ -13,8 +13,8 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
-from distlab.comm.forked import forked
-from distlab.comm.processes import leaving_no_process
+from distlab.machine.forked import forked
+from distlab.machine.processes import leaving_no_process
 from distlab_exercises.catalogue import Exercise
 from distlab_exercises.checker import check, prepare
 from distlab_exercises.submissions import HandedIn, shown, taken_from_the_lab

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from distlab.run.commands import LAB
-from distlab.run.settings import RunSettings, WorldSize
+from distlab.settings.common import RunSettings, WorldSize
 from distlab_exercises.loading import join, load
 from distlab_exercises.ranks import Facts, Submission
 from distlab_exercises.shares import differs

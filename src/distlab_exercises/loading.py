@@ -9,7 +9,7 @@ from typing import Any, NoReturn, TypeVar
 
 from distlab.run import main
 from distlab.run.run import Run
-from distlab.run.settings import RunSettings
+from distlab.settings.common import RunSettings
 from distlab_exercises.ranks import Submission
 from simplellm.errors import InputError, require
 

@@ -5,7 +5,7 @@ from torch import Tensor
 
 from distlab.comm.context import context_of
 from distlab.comm.pending import Pending
-from distlab.run.settings import RunSettings
+from distlab.settings.common import RunSettings
 from distlab_exercises.collectives import whose
 from distlab_exercises.loading import join, load
 from distlab_exercises.ranks import Facts, Submission

@@ -28,9 +28,9 @@ import torch
 import torch.distributed as dist
 
 from distlab.comm.context import Context, context_of
-from distlab.comm.forked import forked
-from distlab.comm.processes import leaving_no_process
 from distlab.comm.waits import TrafficError
+from distlab.machine.forked import forked
+from distlab.machine.processes import leaving_no_process
 from distlab.rendezvous.diagnosis import Notice, diagnose
 from distlab_exercises.verdict import Wrong
 from simplellm.errors import InputError

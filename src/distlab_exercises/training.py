@@ -13,14 +13,14 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from distlab.axes.grid import Grid
+from distlab.axes.placement import placement_of
 from distlab.comm.context import context_of
-from distlab.comm.grid import Grid
 from distlab.comm.pending import Pending
-from distlab.comm.placement import placement_of
-from distlab.comm.torch_patches import running_backward_pass
+from distlab.machine.torch_patches import running_backward_pass
 from distlab.parallel.sharded import ShardedDP
-from distlab.run.train_settings import TrainSettings
 from distlab.run.training import TrainingRun
+from distlab.settings.training import TrainSettings
 from distlab_exercises.catalogue import Exercise, Trial
 from distlab_exercises.comparison import Comparison
 from distlab_exercises.loading import load, settings_for

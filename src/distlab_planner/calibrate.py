@@ -19,16 +19,16 @@ from pathlib import Path
 
 import torch
 
-from distlab.comm import devices
 from distlab.comm.recorder import COMPUTE
 from distlab.launch import launch
+from distlab.machine import devices
 from distlab.reports.trace import read_chrome
 from distlab.run.commands import lab_command
 from distlab.run.main import main
 from distlab.run.optimizers import build_optimizer
 from distlab.run.run import Run
-from distlab.run.settings import RunSettings, WorldSize, require_positive
 from distlab.run.terminal import say
+from distlab.settings.common import RunSettings, WorldSize, require_positive
 from distlab_planner import measuring
 from distlab_planner.layouts import divisors
 from distlab_planner.machine import Machine, read_machine, write_machine

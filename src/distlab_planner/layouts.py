@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from distlab.comm.layout import Layout, layout_size, neighbors_of, stride
+from distlab.axes.layout import Layout, layout_size, neighbors_of, stride
 from distlab.parallel.division import check_division
 from distlab.pipeline.actions import Programs, stages_of
 from distlab.pipeline.schedules import (

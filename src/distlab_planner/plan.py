@@ -14,10 +14,10 @@ from typing import Annotated, Literal
 
 import tyro
 
-from distlab.comm.threads import asked_threads
+from distlab.machine.threads import asked_threads
 from distlab.pipeline.schedules import AUTO, schedule_names
 from distlab.run.commands import LAUNCHER, lab_command
-from distlab.run.settings import as_flag, require_positive, shown_as
+from distlab.settings.common import as_flag, require_positive, shown_as
 from distlab_planner.layouts import Choices, Shard
 from distlab_planner.machine import Machine, read_machine
 from distlab_planner.memory import share_of_rank

@@ -6,13 +6,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 
-from distlab.comm.threads import asked_threads
+from distlab.comm.recorder import StepTime
+from distlab.machine.threads import asked_threads
 from distlab.pipeline.schedules import AUTO, DEFAULT_CHUNKS
-from distlab.run.logs import StepTime
-from distlab.run.replica_settings import LocalStepsSettings, WrappedSettings
-from distlab.run.settings import as_flag
-from distlab.run.stage_settings import StageSettings
-from distlab.run.train_settings import TrainSettings
+from distlab.settings.common import as_flag
+from distlab.settings.replicas import LocalStepsSettings, WrappedSettings
+from distlab.settings.stages import StageSettings
+from distlab.settings.training import TrainSettings
 from distlab_planner.costs import Costs
 from distlab_planner.layouts import RunLayout
 from distlab_planner.machine import Machine, read_machine

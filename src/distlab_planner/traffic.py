@@ -13,7 +13,7 @@ import math
 from collections import Counter
 from dataclasses import dataclass
 
-from distlab.comm.layout import coordinate, pipelines_on_host, ranks_along, stride
+from distlab.axes.layout import coordinate, pipelines_on_host, ranks_along, stride
 from distlab.comm.link import Link
 from distlab_planner.layouts import RunLayout
 from distlab_planner.machine import Machine, Transport, interpolate

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from distlab.parallel.compression import decode, encode, encoded_bytes
 from distlab.parallel.division import Compression
 from distlab.run.optimizers import build_optimizer
-from distlab.run.replica_settings import StreamingSettings
-from distlab.run.settings import parse
-from distlab.run.stage_settings import HybridSettings
+from distlab.settings.common import parse
+from distlab.settings.replicas import StreamingSettings
+from distlab.settings.stages import HybridSettings
 from simplellm.dataloaders import TinyStories
 from simplellm.errors import InputError
 from simplellm.llama import CausalLLama, LLama

@@ -112,7 +112,7 @@ import torch
 import torch.distributed as dist
 from distlab.comm.names import named
 from distlab.run.main import main
-from distlab.run.replica_settings import DataParallelSettings
+from distlab.settings.replicas import DataParallelSettings
 DEFAULTS = DataParallelSettings()
 def train(run):
     x = torch.zeros(1)

@@ -14,7 +14,7 @@ from support.terminals import fork_launcher
 from torch import Tensor, nn
 
 from distlab.run.run import Run
-from distlab.run.settings import parse
+from distlab.settings.common import parse
 from simplellm.tokenizers import SPTokenizer
 
 SAMPLE = "--samples 64 --layers 2 --dim 16 --heads 4 --epochs 2 --bsz 16 --device cpu".split()

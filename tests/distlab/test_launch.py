@@ -45,7 +45,7 @@ def test_without_arguments_it_lists_the_topologies_with_a_line_each() -> None:
 
 
 def test_it_starts_without_what_only_runs_and_plans_need() -> None:
-    late = ["torch", "tyro", "sentencepiece", "distlab_planner.plan", "distlab.run.train_settings"]
+    late = ["torch", "tyro", "sentencepiece", "distlab_planner.plan", "distlab.settings.training"]
     code = f"import sys, distlab.launch; print(*sys.modules.keys() & set({late}))"
     ended = run(sys.executable, "-c", code)
     assert (ended.status, ended.out) == (0, "\n"), ended.err
@@ -109,7 +109,7 @@ FAILING = """
 '''A script whose rank 1 fails.'''
 import os, signal, sys
 from distlab.run.main import main
-from distlab.run.replica_settings import DataParallelSettings
+from distlab.settings.replicas import DataParallelSettings
 from simplellm.errors import InputError
 DEFAULTS = DataParallelSettings()
 def train(run):
@@ -254,8 +254,8 @@ def test_a_model_that_tells_a_story_is_saved_at_the_end(
         told.append((run, prompt))
         return 0
 
-    monkeypatch.setattr("distlab.run.start.run_ranks", ended)
-    monkeypatch.setattr("distlab.run.start.tell_story", tell)
+    monkeypatch.setattr("distlab.launching.start.run_ranks", ended)
+    monkeypatch.setattr("distlab.launching.start.tell_story", tell)
     address = "--master-addr 10.0.0.1" if "--nnodes" in flags else ""
     command = f"dp-ga --world-size 2 --steps 50 {flags.format(out=tmp_path / 'kept')} {address}".split()
     for status in statuses:
@@ -338,7 +338,7 @@ def test_quickstart_is_a_run_whose_model_tells_a_story(monkeypatch: pytest.Monke
         ran.append(settings)
         return 1
 
-    monkeypatch.setattr("distlab.run.start.run_ranks", ended)
+    monkeypatch.setattr("distlab.launching.start.run_ranks", ended)
     assert launch_command(["quickstart", "--steps", "9", "--world-size", "3"]) == 1
     (settings,) = ran
     assert (settings.steps, settings.world_size, settings.data, settings.lr) == (9, 3, "sample", 2e-3)

@@ -7,8 +7,8 @@ import pytest
 from support.terminals import fork_python
 
 from distlab.launch import launch
-from distlab.run.settings import parse
-from distlab.run.train_settings import TrainSettings
+from distlab.settings.common import parse
+from distlab.settings.training import TrainSettings
 from distlab.subcommands import FUNCTIONS
 from simplellm.errors import InputError
 

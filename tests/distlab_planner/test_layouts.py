@@ -5,9 +5,9 @@ from typing import Any
 import pytest
 from support.planner_machines import MODEL, cluster
 
-from distlab.comm.layout import neighbors_of
+from distlab.axes.layout import neighbors_of
 from distlab.comm.link import Link
-from distlab.run.stage_settings import HybridSettings
+from distlab.settings.stages import HybridSettings
 from distlab_planner.layouts import Choices, RunLayout, default_split, divisors, layouts
 from distlab_planner.model import Model, Sizes
 from distlab_planner.prediction import layout_of

@@ -11,7 +11,7 @@ from support.planner_machines import MODEL, cluster
 from support.processes import free_port, process_group, run_ranks
 from torch import Tensor
 
-from distlab.comm.grid import Grid
+from distlab.axes.grid import Grid
 from distlab.pipeline.actions import (
     ACTIVATIONS,
     INPUT,

@@ -7,14 +7,14 @@ import pytest
 from support.chapters import MODEL, train_on
 from support.planner_machines import cluster
 
+from distlab.comm.recorder import StepTime
 from distlab.launch import find_script
+from distlab.launching.start import read_script_for
 from distlab.pipeline.schedules import all_stages
-from distlab.run.logs import StepTime
-from distlab.run.replica_settings import BucketSettings, ZeRO1Settings
-from distlab.run.settings import parse
-from distlab.run.stage_settings import HybridSettings, PipelineSettings, StageSettings
-from distlab.run.start import read_script_for
-from distlab.run.train_settings import TrainSettings
+from distlab.settings.common import parse
+from distlab.settings.replicas import BucketSettings, ZeRO1Settings
+from distlab.settings.stages import HybridSettings, PipelineSettings, StageSettings
+from distlab.settings.training import TrainSettings
 from distlab_planner.machine import AllReduce, write_machine
 from distlab_planner.prediction import Prediction
 from simplellm.errors import InputError

@@ -16,7 +16,7 @@ from distlab.pipeline import plan
 from distlab.pipeline.actions import ActionCosts, Backward, Forward
 from distlab.pipeline.plan import simulate
 from distlab.pipeline.schedules import SCHEDULES, stages_per_worker
-from distlab.run.settings import parse
+from distlab.settings.common import parse
 from distlab_planner.costs import Costs
 from distlab_planner.layouts import RECOMPUTE, SHARDS, RunLayout, default_split
 from distlab_planner.machine import AllReduce, Machine, Measured, PassSeconds, Waking, write_machine

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn.modules.module import register_module_forward_pre_hook
 
 from distlab.run.run import Run
-from distlab.run.settings import parse
+from distlab.settings.common import parse
 from simplellm.samplers import BatchSampler
 
 sys.path.append(str(LAB))

@@ -14,7 +14,7 @@ from support.terminals import fork_launcher, fork_python
 
 from distlab.checkpoints.models import read_model, write_model
 from distlab.exchange import import_hf
-from distlab.run.settings import parse
+from distlab.settings.common import parse
 from simplellm.errors import InputError
 from simplellm.export import export
 from simplellm.import_hf import read_llama

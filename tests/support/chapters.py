@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from distlab.parallel.sharded import ShardedDP
-from distlab.run.settings import parse
-from distlab.run.train_settings import TrainSettings
 from distlab.run.training import TrainingRun
+from distlab.settings.common import parse
+from distlab.settings.training import TrainSettings
 from simplellm.llama import CausalLLama, LLama
 from simplellm.tokenizers import SPTokenizer
 from support.processes import LAB, free_port, run_ranks

@@ -24,11 +24,11 @@ import torch
 import torch.distributed as dist
 
 from distlab.comm.context import Context, Options, context_of
-from distlab.comm.devices import Place
-from distlab.comm.forked import forked
+from distlab.machine.devices import Place
+from distlab.machine.forked import forked
 from distlab.rendezvous.ranks import open_store
-from distlab.run.settings import parse
-from distlab.run.train_settings import TrainSettings
+from distlab.settings.common import parse
+from distlab.settings.training import TrainSettings
 
 LAB = Path(__file__).resolve().parents[2]
 # Below those that the kernel hands out, and --master-port's default; each of pytest's workers has its own.

@@ -21,8 +21,8 @@ import tyro
 
 from distlab import launch
 from distlab.checkpoints.models import write_model
+from distlab.launching.start import read_script_for
 from distlab.reports import figures
-from distlab.run.start import read_script_for
 from distlab.subcommands import FUNCTIONS
 from simplellm.errors import InputError, require
 from simplellm.tokenizers import SHIPPED_MODEL
@@ -152,8 +152,8 @@ def launched(args: list[str]) -> None:
     try:
         with (
             contextlib.suppress(ParsedError),
-            mock.patch("distlab.run.start.run_ranks", return_value=0),
-            mock.patch("distlab.run.start.tell_story", return_value=0),
+            mock.patch("distlab.launching.start.run_ranks", return_value=0),
+            mock.patch("distlab.launching.start.tell_story", return_value=0),
             mock.patch.object(launch, "become_mpirun", mpirun),
             mock.patch("distlab_exercises.checker.prepare"),
             mock.patch("distlab_exercises.commands._check", return_value=True),

@@ -15,13 +15,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from distlab.comm.context import Context, context_of
-from distlab.comm.devices import Place
 from distlab.comm.group import LabGroup
-from distlab.comm.torch_patches import group_of_one, without_compiler
+from distlab.machine.devices import Place
+from distlab.machine.torch_patches import group_of_one, without_compiler
 from distlab.run.run import Run
-from distlab.run.settings import parse
-from distlab.run.train_settings import TrainSettings
 from distlab.run.training import TrainingRun
+from distlab.settings.common import parse
+from distlab.settings.training import TrainSettings
 from simplellm.llama import LLamaPart
 from support.chapters import load
 
@@ -176,9 +176,9 @@ def recorded_nccl(rank: int, size: int) -> Iterator[RecordedNCCL]:
         for read in "item", "tolist", "__bool__", "__int__":  # a GPU's tensor, as if it were full of zeros
             patch(f"torch.Tensor.{read}", zeros(getattr(Tensor, read), nccl.calls))
         patch("distlab.run.training.build_optimizer", lambda _, parameters, lr, *others: PlainSGD(parameters, lr))
-        patch("distlab.comm.devices.pick_device_type", lambda _: "cuda")
-        patch("distlab.comm.devices.own_place", lambda *_: None)
-        patch("distlab.comm.devices.pick_device", lambda *_: GPU)
+        patch("distlab.machine.devices.pick_device_type", lambda _: "cuda")
+        patch("distlab.machine.devices.own_place", lambda *_: None)
+        patch("distlab.machine.devices.pick_device", lambda *_: GPU)
         patch("distlab.rendezvous.ranks.open_store", lambda *_: dist.HashStore())
         patch("distlab.rendezvous.ranks.agree", lambda store, rank, size, place, same, decide, *_: decide())
         patch("distlab.run.joining.Claim", mock.Mock())  # each rank decides alone, about one folder

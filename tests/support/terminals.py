@@ -19,8 +19,8 @@ from types import FrameType
 from typing import IO
 
 from distlab import launch as launcher
-from distlab.comm.torch_patches import silence_torch_warnings
-from distlab.rendezvous.forks import Forked
+from distlab.launching.forks import Forked
+from distlab.machine.torch_patches import silence_torch_warnings
 from support.processes import LAB, Ended, before_forks, collect_before_a_fork, finish, free_port, leave_group
 
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
-from distlab.comm.placement import placement_of
+from distlab.axes.placement import placement_of
 
 
 class Block(NamedTuple):

@@ -11,10 +11,10 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 
-from distlab.comm.devices import Place, cores
 from distlab.comm.hosts import Hosts
 from distlab.comm.recorder import Ledger, Recorder
 from distlab.comm.waits import SECONDS_FOR_THE_WATCH, Wait, Waits
+from distlab.machine.devices import Place, cores
 from simplellm.errors import InputError
 
 Transport = Literal["auto", "shared", "gloo"]

@@ -32,12 +32,12 @@ from torch.distributed import ReduceOp
 
 from distlab.comm.context import Context, ContextGroup
 from distlab.comm.context import Transport as AskedTransport
-from distlab.comm.devices import patient_threads
 from distlab.comm.names import counted_as, name_of, named
 from distlab.comm.pending import Pending, SharedWork
-from distlab.comm.torch_patches import group_of_one
 from distlab.comm.transports.transport import Carried, Members, Transport, overlapping, ring_bytes
 from distlab.comm.waits import Wait, group_key
+from distlab.machine.devices import patient_threads
+from distlab.machine.torch_patches import group_of_one
 
 if TYPE_CHECKING:
     from distlab.comm.transports.one_host import OneHost

@@ -12,8 +12,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from distlab.comm.recorder import MESSAGE, WAIT
-from distlab.comm.streams import passed
 from distlab.comm.waits import StreamWait, Wait
+from distlab.machine.streams import passed
 
 if TYPE_CHECKING:
     from distlab.comm.context import Context

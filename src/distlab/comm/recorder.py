@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from distlab.comm.streams import StreamClock, passed
+from distlab.machine.streams import StreamClock, passed
 
 STEP, COMPUTE, WAIT, MESSAGE = "step", "compute", "wait", "message"
 
@@ -36,6 +36,14 @@ class Ledger:
         """
         self.waited_seconds += seconds
         self.collective_seconds += seconds * in_collective
+
+
+class StepTime(NamedTuple):
+    """Seconds of a step on this rank."""
+
+    seconds: float
+    waited: float  # for other ranks
+    in_collectives: float  # part of `waited`; the rest are messages from and to other stages
 
 
 class Event(NamedTuple):

@@ -15,9 +15,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ReduceOp
 
-from distlab.comm.grid import Grid
+from distlab.axes.grid import Grid
+from distlab.axes.placement import holders
 from distlab.comm.names import named
-from distlab.comm.placement import holders
 
 EPSILON = 1e-6  # as in torch.nn.utils.clip_grad_norm_
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.distributed import ReduceOp
 from torch.nn.functional import pad
 
-from distlab.comm.grid import Axis
+from distlab.axes.grid import Axis
 from distlab.comm.group import all_gather_single
 from distlab.comm.pending import Pending
 from distlab.parallel.division import Compression

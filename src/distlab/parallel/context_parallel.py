@@ -23,7 +23,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from distlab.comm.grid import Axis
+from distlab.axes.grid import Axis
 from distlab.comm.group import all_gather_single, reduce_scatter_single
 from distlab.comm.names import named
 from distlab.parallel.ring_attention import Block, Ring, ring_attention

@@ -18,10 +18,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ReduceOp
 
-from distlab.comm.grid import Axis, all_ranks
+from distlab.axes.grid import Axis, all_ranks
+from distlab.axes.placement import holders
 from distlab.comm.group import empty
 from distlab.comm.names import named
-from distlab.comm.placement import holders
 from distlab.comm.together import texts_of_all
 from simplellm.errors import InputError
 

@@ -8,11 +8,11 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ReduceOp
 
-from distlab.comm.grid import Axis, all_ranks
+from distlab.axes.grid import Axis, all_ranks
+from distlab.axes.placement import FlatRange, place, placement_of
 from distlab.comm.group import all_gather_single, empty, received_bytes, reduce_scatter_single
 from distlab.comm.names import named
 from distlab.comm.pending import Pending
-from distlab.comm.placement import FlatRange, place, placement_of
 from distlab.parallel.data import Bucket, elements_of, views_of
 from distlab.parallel.division import Sharded
 

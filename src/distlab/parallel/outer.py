@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from distlab.comm.grid import Axis, all_ranks
+from distlab.axes.grid import Axis, all_ranks
 from distlab.comm.group import empty, overlapping
 from distlab.comm.names import named
 from distlab.comm.pending import Pending

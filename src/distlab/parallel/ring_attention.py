@@ -17,8 +17,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from distlab.axes.grid import Axis
 from distlab.comm.context import context_of
-from distlab.comm.grid import Axis
 from distlab.comm.group import open_queues
 from distlab.comm.names import named
 from distlab.comm.recorder import COMPUTE

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from distlab.comm.grid import Axis, all_ranks
+from distlab.axes.grid import Axis, all_ranks
 from distlab.comm.group import empty, shares
 from distlab.comm.pending import Pending
 from distlab.parallel.data import BUCKET_BYTES, Bucket, GradientBuckets, broadcast_weights, split_into_buckets

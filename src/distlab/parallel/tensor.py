@@ -12,8 +12,8 @@ from functools import partial
 
 from torch import Tensor, nn
 
-from distlab.comm.grid import Axis, all_ranks
-from distlab.comm.placement import placement_of
+from distlab.axes.grid import Axis, all_ranks
+from distlab.axes.placement import placement_of
 from distlab.parallel import tp_group as tp
 from distlab.parallel.division import Style, check_division
 from distlab.parallel.tp_group import BACKWARD, LAYERS, NORMS, SEQUENCE, VOCABULARY, TPGroup, shard_sizes

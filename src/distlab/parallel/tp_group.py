@@ -22,10 +22,10 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.distributed import ReduceOp
 
-from distlab.comm.grid import Axis, all_ranks
+from distlab.axes.grid import Axis, all_ranks
+from distlab.axes.placement import DimSlice, place, placement_of
 from distlab.comm.group import all_gather_single, reduce_scatter_single
 from distlab.comm.names import named
-from distlab.comm.placement import DimSlice, place, placement_of
 
 LAYERS, VOCABULARY, NORMS = "layer", "vocabulary", "norm"  # kinds of modules
 FORWARD, BACKWARD = "activations", "gradients"  # the tensors sent; the kinds in the ledger are "layer activations", …

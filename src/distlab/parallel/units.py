@@ -8,9 +8,9 @@ from itertools import groupby
 import torch
 from torch import Tensor, nn
 
-from distlab.comm.grid import Axis
-from distlab.comm.placement import holders
-from distlab.comm.torch_patches import running_backward_pass
+from distlab.axes.grid import Axis
+from distlab.axes.placement import holders
+from distlab.machine.torch_patches import running_backward_pass
 from distlab.parallel.data import weakly
 from distlab.parallel.division import Sharded
 from distlab.parallel.flat_parameters import FlatParameters, Gathered

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.distributed import ReduceOp
 
-from distlab.comm.grid import Axis, all_ranks
+from distlab.axes.grid import Axis, all_ranks
 from distlab.parallel.tp_group import FORWARD, VOCABULARY, TPGroup
 from simplellm.errors import require
 from simplellm.losses import causalLLMLoss, next_token_loss

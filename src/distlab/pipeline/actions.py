@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ClassVar, cast
 
-from distlab.comm.layout import name_stages
+from distlab.axes.layout import name_stages
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -9,8 +9,8 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
+from distlab.axes.grid import Grid
 from distlab.comm.context import context_of
-from distlab.comm.grid import Grid
 from distlab.comm.group import CONTROL
 from distlab.comm.names import counted_as
 from distlab.comm.recorder import COMPUTE

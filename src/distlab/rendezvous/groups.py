@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from distlab.comm import devices
 from distlab.comm.context import Context, Options
 from distlab.comm.group import LabGroup
 from distlab.comm.hosts import Hosts
+from distlab.machine import devices
 from distlab.rendezvous.torchrun import is_store_in_launcher
 
 if TYPE_CHECKING:

@@ -18,8 +18,8 @@ from typing import TypeVar
 
 import torch.distributed as dist
 
-from distlab.comm.processes import SECONDS_OF_A_CALL, within
 from distlab.comm.waits import TrafficError
+from distlab.machine.processes import SECONDS_OF_A_CALL, within
 from distlab.rendezvous.addresses import is_loopback, resolve
 from simplellm.errors import InputError
 

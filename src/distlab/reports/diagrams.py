@@ -9,9 +9,9 @@ from typing import Annotated, Any, get_args
 import torch
 import tyro
 
+from distlab.axes.layout import Neighbors, coordinate
 from distlab.collectives.algorithms import ALL_REDUCES, broadcast_naive, broadcast_ring, broadcast_tree
 from distlab.collectives.simulation import SimulatedWorld
-from distlab.comm.layout import Neighbors, coordinate
 from distlab.comm.link import Link
 from distlab.parallel.context_parallel import Order, positions_of, work_shares
 from distlab.pipeline.actions import ActionCosts

@@ -15,8 +15,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from distlab.comm.grid import Grid
-from distlab.comm.layout import Layout, coordinate, ranks_along
+from distlab.axes.grid import Grid
+from distlab.axes.layout import Layout, coordinate, ranks_along
 from distlab.comm.recorder import COMPUTE, MESSAGE, STEP, WAIT, Event
 from distlab.pipeline.actions import KINDS, ActionCosts, Program, Programs, labels, stages_of
 from distlab.pipeline.plan import Plan, in_a_row, simulate

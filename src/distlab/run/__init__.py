@@ -1,4 +1,4 @@
-"""A run from its command line to its exit status: settings, steps, logs, validation, checkpoints, failure.
+"""A run from the join of its ranks to its exit status: steps, logs, validation, checkpoints, failure.
 
-May import all packages except `distlab.exchange`.
+May import all packages except `distlab.exchange` and `distlab.launching`.
 """

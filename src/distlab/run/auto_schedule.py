@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from distlab.comm.grid import Axis, Grid
+from distlab.axes.grid import Axis, Grid
 from distlab.comm.group import CONTROL, open_queues
 from distlab.comm.names import counted_as, named
 from distlab.pipeline.actions import KINDS, Action, ActionCosts
@@ -16,9 +16,9 @@ from distlab.pipeline.activations import Loss, MicroBatch, Part, PartOf, Stage
 from distlab.pipeline.plan import simulate
 from distlab.pipeline.saved_activations import SavedActivations
 from distlab.pipeline.schedules import all_stages
-from distlab.run.stage_settings import ScheduleSettings
 from distlab.run.terminal import say
 from distlab.run.training import TrainingRun
+from distlab.settings.stages import ScheduleSettings
 
 REHEARSALS = 3  # measured; the fastest is the time of an undisturbed pass
 COLUMNS = "FRIW"  # the first columns of the table: seconds of each kind of pass; R only with recomputation

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
+from distlab.axes.layout import Layout, layout_size
 from distlab.checkpoints.format import (
     PER_RANK_OPTIMIZER_STATE,
     Checkpoint,
@@ -24,11 +25,10 @@ from distlab.checkpoints.format import (
 )
 from distlab.checkpoints.saving import make_room, read_into, restore, save, state_of, tensors_in
 from distlab.comm.context import context_of
-from distlab.comm.layout import Layout, layout_size
 from distlab.comm.together import texts_of_all, together
-from distlab.run.resume import check_data, per_step
-from distlab.run.settings import ResumableSettings, as_flag, as_json
 from distlab.run.terminal import say
+from distlab.settings.common import ResumableSettings, as_flag, as_json
+from distlab.settings.resume import check_data, per_step
 from simplellm.errors import InputError, require
 
 if TYPE_CHECKING:

@@ -11,12 +11,12 @@ from importlib.metadata import distributions
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from distlab.axes.layout import layout_size
 from distlab.checkpoints import LLAMA
-from distlab.comm.layout import layout_size
 from distlab.rendezvous.torchrun import started_by_torchrun
 
 if TYPE_CHECKING:
-    from distlab.run.settings import ResumableSettings
+    from distlab.settings.common import ResumableSettings
 
 _CHAPTERS = Path(__file__).resolve().parents[1] / "chapters"  # in a wheel, see setup.py
 LAB = _CHAPTERS if _CHAPTERS.exists() else Path(__file__).resolve().parents[3]

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, NoReturn
 
 import torch
 
-from distlab.comm.processes import leave
 from distlab.comm.waits import TrafficError
+from distlab.machine.processes import leave
 from distlab.rendezvous.groups import world_group
 from distlab.rendezvous.torchrun import started_by_torchrun
 from distlab.run.logs import human_bytes

@@ -16,19 +16,19 @@ import torch
 import torch.distributed as dist
 
 import simplellm
-from distlab.comm import devices
+from distlab.axes.grid import Grid
+from distlab.axes.layout import layout_flags, layout_size
 from distlab.comm.context import Context, Options, context_of
-from distlab.comm.grid import Grid
-from distlab.comm.heap import set_up_heap
-from distlab.comm.layout import layout_flags, layout_size
-from distlab.comm.threads import binding
 from distlab.comm.waits import TrafficError, reason
+from distlab.machine import devices
+from distlab.machine.heap import set_up_heap
+from distlab.machine.threads import binding
 from distlab.rendezvous.torchrun import started_by_torchrun
 from distlab.run.commands import LAB
-from distlab.run.folders import Claim, check_out, is_run, new_folder
-from distlab.run.resume import content_of
-from distlab.run.settings import ResumableSettings, RunSettings, as_flag, as_json
 from distlab.run.terminal import say
+from distlab.settings.common import ResumableSettings, RunSettings, as_flag, as_json
+from distlab.settings.folders import Claim, check_out, is_run, new_folder
+from distlab.settings.resume import content_of
 from simplellm.errors import InputError, about_system, require
 
 PACKAGES = Path(__file__).parents[1], Path(simplellm.__file__).parent  # every rank runs their code

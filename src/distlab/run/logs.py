@@ -10,12 +10,12 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 import torch
 
 from distlab.comm.context import Context
-from distlab.comm.recorder import Ledger
+from distlab.comm.recorder import Ledger, StepTime
 from distlab.run.terminal import StatusLine, counted, say
 from simplellm.errors import InputError
 
@@ -23,14 +23,6 @@ if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
 
 SECONDS_TO_MENTION = 10  # work between two steps that takes at least this long gets a separate line
-
-
-class StepTime(NamedTuple):
-    """Seconds of a step on this rank."""
-
-    seconds: float
-    waited: float  # for other ranks
-    in_collectives: float  # part of `waited`; the rest are messages from and to other stages
 
 
 class RunLog:

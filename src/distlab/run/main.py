@@ -9,16 +9,16 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
 
-from distlab.comm.processes import end_with_parent, leave, require_open_files
-from distlab.comm.torch_patches import silence_torch_warnings
+from distlab.machine.processes import end_with_parent, leave, require_open_files
+from distlab.machine.torch_patches import silence_torch_warnings
 from distlab.rendezvous.torchrun import started_by_torchrun
 from distlab.run.failure import Failure
 from distlab.run.joining import identity
 from distlab.run.run import Run
-from distlab.run.settings import RunSettings, WorldSize, parse
 from distlab.run.terminal import say
-from distlab.run.train_settings import TrainSettings
 from distlab.run.training import TrainingRun
+from distlab.settings.common import RunSettings, WorldSize, parse
+from distlab.settings.training import TrainSettings
 from simplellm.errors import InputError
 from simplellm.streams import open_streams
 

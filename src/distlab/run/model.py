@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from distlab.comm.grid import Grid
+from distlab.axes.grid import Grid
 from distlab.comm.group import open_queues
 from distlab.comm.names import named
 from distlab.parallel.shards import ReplicaShards

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from distlab.comm.grid import Grid
+from distlab.axes.grid import Grid
 from distlab.comm.group import CONTROL
 from distlab.comm.names import named
 

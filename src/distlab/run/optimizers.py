@@ -1,15 +1,13 @@
-"""The optimizers that `--optimizer` names, and the learning rate of each step."""
+"""The optimizers that `--optimizer` names."""
 
-import math
 from collections.abc import Iterable
-from typing import Any, Literal
+from typing import Any
 
 from torch import Tensor
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
-from distlab.comm.torch_patches import without_compiler
+from distlab.machine.torch_patches import without_compiler
 
-LRSchedule = Literal["constant", "cosine", "linear"]
 KINDS: dict[str, type[Optimizer]] = {"adam": Adam, "adamw": AdamW, "sgd": SGD}
 
 
@@ -48,20 +46,3 @@ def build_optimizer(
 def is_decayed(parameter: Tensor) -> bool:
     """Return whether weight decay applies to a parameter: yes for matrices, no for biases and the gains of norms."""
     return parameter.dim() >= 2
-
-
-def learning_rate(
-    step: int, steps: int, lr: float, warmup_steps: int = 0, schedule: LRSchedule = "constant", min_lr: float = 0.0
-) -> float:
-    """Return the learning rate of a step. It depends only on the arguments, so it continues in a resumed run.
-
-    It rises linearly to `lr` over the first `warmup_steps` steps. Then it falls from `lr` towards `min_lr`, along half
-    a cosine (Loshchilov and Hutter, arXiv 1608.03983) or a line; it would reach `min_lr` right after the last step.
-    """
-    if step < warmup_steps:
-        return lr * (step + 1) / warmup_steps
-    if schedule == "constant":
-        return lr
-    done = (step - warmup_steps) / max(1, steps - warmup_steps)
-    left = (1 + math.cos(math.pi * done)) / 2 if schedule == "cosine" else 1 - done
-    return min_lr + (lr - min_lr) * left

@@ -11,25 +11,25 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from distlab.comm import devices
 from distlab.comm.group import CONTROL
 from distlab.comm.names import named
-from distlab.comm.processes import leave
 from distlab.comm.recorder import STEP
 from distlab.comm.waits import TrafficError
+from distlab.machine import devices
+from distlab.machine.processes import leave
 from distlab.rendezvous.groups import world_group
 from distlab.rendezvous.torchrun import started_by_torchrun
 from distlab.reports import memory
 from distlab.run.commands import next_commands
 from distlab.run.failure import Failure, NotFiniteError
-from distlab.run.folders import CONFIG
 from distlab.run.joining import identity, join
 from distlab.run.logs import RunLog
 from distlab.run.loss_sum import LossSum
 from distlab.run.progress import Progress
-from distlab.run.resume import ResumePolicy, marked
-from distlab.run.settings import ResumableSettings, RunSettings, as_json
 from distlab.run.terminal import Terminal, counted, say
+from distlab.settings.common import ResumableSettings, RunSettings, as_json
+from distlab.settings.folders import CONFIG
+from distlab.settings.resume import ResumePolicy, marked
 from simplellm.errors import InputError
 
 if TYPE_CHECKING:

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from distlab.axes.grid import Grid
 from distlab.comm.context import Context
-from distlab.comm.grid import Grid
 from distlab.comm.names import named
 from distlab.comm.recorder import STEP
 from distlab.run.terminal import say

@@ -17,7 +17,7 @@ from distlab.run.model import Loss, ModelParts, own_parameters
 from distlab.run.optimizers import build_optimizer
 from distlab.run.run import Run
 from distlab.run.terminal import RankOutput, say
-from distlab.run.train_settings import TrainSettings
+from distlab.settings.training import TrainSettings
 from simplellm.dataloaders import TinyStories
 from simplellm.errors import require
 from simplellm.tokenizers import SPTokenizer

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from distlab.comm.layout import Layout
+from distlab.axes.layout import Layout
 
 WORDS = {"dp": "replicas", "pp": "stages", "cp": "parts", "tp": "slices"}
 

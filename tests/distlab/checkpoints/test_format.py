@@ -22,11 +22,11 @@ from distlab.checkpoints import saving
 from distlab.checkpoints.format import latest_valid, numbered
 from distlab.checkpoints.models import SavedModel, read_model, write_model
 from distlab.checkpoints.saving import restore
-from distlab.run.replica_settings import DataParallelSettings
-from distlab.run.settings import parse
-from distlab.run.stage_settings import HybridSettings
-from distlab.run.train_settings import TrainSettings
 from distlab.run.training import TrainingRun
+from distlab.settings.common import parse
+from distlab.settings.replicas import DataParallelSettings
+from distlab.settings.stages import HybridSettings
+from distlab.settings.training import TrainSettings
 from simplellm.errors import InputError
 from simplellm.llama import CausalLLama, LLama
 from simplellm.tokenizers import SHIPPED_MODEL

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
+from distlab.axes.placement import DimSlice, FlatRange, Placement, place
 from distlab.checkpoints.slices import as_held, blocks_of_range
-from distlab.comm.placement import DimSlice, FlatRange, Placement, place
 
 
 @pytest.mark.parametrize("shape", [(7,), (3, 5), (3, 2, 4), (4, 1), ()])

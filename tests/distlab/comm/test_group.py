@@ -12,9 +12,9 @@ import torch.distributed as dist
 from support.processes import free_port, join, process_group, run_ranks
 from torch.distributed import ReduceOp
 
+from distlab.axes.grid import Grid
 from distlab.collectives.algorithms import allreduce_ring
 from distlab.comm.context import Options, Transport, context_of
-from distlab.comm.grid import Grid
 from distlab.comm.group import empty, open_queues
 from distlab.comm.names import counted_as, named
 from distlab.comm.waits import TrafficError

@@ -24,9 +24,9 @@ from support.refusals import refuse
 from torch.distributed import ReduceOp
 
 from distlab.comm.context import Options, Transport
-from distlab.comm.forked import forked
 from distlab.comm.group import empty, shares
 from distlab.comm.transports.mappings import HUGE_BYTES, Mapping, Offer, accept
+from distlab.machine.forked import forked
 from simplellm.errors import InputError
 
 pytestmark = pytest.mark.alone

@@ -15,10 +15,10 @@ from torch import Tensor
 from torch.distributed import ReduceOp
 
 from distlab.comm.context import Context, Options, Transport
-from distlab.comm.devices import Place
 from distlab.comm.group import empty, shares
 from distlab.comm.names import named
 from distlab.comm.waits import TrafficError
+from distlab.machine.devices import Place
 
 pytestmark = pytest.mark.alone
 SIZES = [100_001, 70_000, 300_007]

@@ -16,11 +16,11 @@ from support.refusals import refuse
 from torch import Tensor
 
 from distlab.comm.context import Options, Transport
-from distlab.comm.devices import Place
 from distlab.comm.group import open_queues
 from distlab.comm.names import named
 from distlab.comm.transports.queues import QueuedMessage, SharedQueue
 from distlab.comm.waits import TrafficError
+from distlab.machine.devices import Place
 from simplellm.errors import InputError
 
 pytestmark = pytest.mark.alone

@@ -5,9 +5,9 @@ import torch
 from support.processes import free_port, process_group, run_ranks
 from torch import Tensor, nn
 
+from distlab.axes.grid import Grid
+from distlab.axes.placement import DimSlice, FlatRange, Placement, place
 from distlab.comm.context import context_of
-from distlab.comm.grid import Grid
-from distlab.comm.placement import DimSlice, FlatRange, Placement, place
 from distlab.parallel.clipping import clip, sum_norm
 
 CPU = torch.device("cpu")

@@ -9,8 +9,8 @@ import torch.distributed as dist
 from support.processes import free_port, process_group, run_ranks
 from torch import Tensor
 
+from distlab.axes.grid import Axis, Grid, all_ranks
 from distlab.comm.context import Options, Transport, context_of
-from distlab.comm.grid import Axis, Grid, all_ranks
 from distlab.parallel.context_parallel import ContextParallel, Kind, Order, positions_of, work_shares
 from simplellm.attention import attend_to_earlier, within_documents
 from simplellm.llama import CausalLLama, LLama

@@ -7,8 +7,8 @@ from support.processes import free_port, process_group, run_ranks
 from torch import Tensor
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 
+from distlab.axes.grid import all_ranks
 from distlab.comm.context import context_of
-from distlab.comm.grid import all_ranks
 from distlab.parallel.data import Bucket
 from distlab.parallel.gradient_compression import PowerSGD, TopK
 

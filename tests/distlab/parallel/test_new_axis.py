@@ -9,9 +9,9 @@ import torch.distributed as dist
 from support.processes import free_port, process_group, run_ranks
 from torch import nn
 
+from distlab.axes.grid import Grid
+from distlab.axes.placement import DimSlice, Placement, place
 from distlab.checkpoints import format, saving
-from distlab.comm.grid import Grid
-from distlab.comm.placement import DimSlice, Placement, place
 from distlab.parallel.clipping import clip, sum_norm
 from distlab.parallel.data import Bucket, GradientBuckets
 

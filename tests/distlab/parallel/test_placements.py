@@ -7,8 +7,8 @@ from support.processes import free_port, process_group, run_ranks
 from torch import Tensor, nn
 from torch.distributed import ReduceOp
 
-from distlab.comm.grid import Grid
-from distlab.comm.placement import DimSlice, Placement, place
+from distlab.axes.grid import Grid
+from distlab.axes.placement import DimSlice, Placement, place
 from distlab.parallel.clipping import sum_norm
 from distlab.parallel.data import Bucket, GradientBuckets, broadcast_weights, flatten_weights
 from distlab.parallel.division import Sharded

@@ -7,9 +7,9 @@ import torch
 from support.processes import free_port, process_group, run_ranks
 from torch import Tensor, nn
 
+from distlab.axes.placement import placement_of
 from distlab.comm.context import Options, Transport
 from distlab.comm.group import shares
-from distlab.comm.placement import placement_of
 from distlab.parallel.sharded import Sharded, ShardedDP
 from distlab.run.optimizers import build_optimizer
 

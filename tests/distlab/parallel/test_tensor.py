@@ -7,8 +7,8 @@ import torch
 from support.processes import free_port, process_group, run_ranks
 from torch import Tensor, nn
 
+from distlab.axes.grid import Axis, Grid
 from distlab.comm.context import Options, context_of
-from distlab.comm.grid import Axis, Grid
 from distlab.parallel.division import Style
 from distlab.parallel.tensor import bytes_per_layer, shard
 from distlab.parallel.tp_group import LAYERS, TPGroup

@@ -10,8 +10,8 @@ from support.pipeline_models import LOSS, OPTIONS, SEQ, VOCAB, WIDTH, assert_nea
 from support.processes import free_port, process_group, run_ranks
 from torch import Tensor, nn
 
+from distlab.axes.grid import Grid
 from distlab.comm.context import Options, Transport, context_of
-from distlab.comm.grid import Grid
 from distlab.pipeline.actions import Action, ActionCosts, Backward, BackwardWeight, Forward, Programs, stages_of
 from distlab.pipeline.executor import Pipeline
 from distlab.pipeline.plan import simulate

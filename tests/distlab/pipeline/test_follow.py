@@ -9,8 +9,8 @@ from support.held import mappings, threads
 from support.pipeline_models import LOSS, OPTIONS, VOCAB, WIDTH, assert_near, batch, louder, update
 from support.processes import free_port, process_group, run_ranks
 
+from distlab.axes.grid import Grid
 from distlab.comm.context import Options, Transport
-from distlab.comm.grid import Grid
 from distlab.pipeline.actions import stages_of
 from distlab.pipeline.executor import Pipeline
 from distlab.pipeline.schedules import all_stages

@@ -13,8 +13,8 @@ from support.pipeline_models import LOSS, OPTIONS, VOCAB, WIDTH, assert_near, ba
 from support.processes import free_port, process_group, run_ranks
 from torch import Tensor, nn
 
+from distlab.axes.grid import Grid
 from distlab.comm.context import Options, Transport
-from distlab.comm.grid import Grid
 from distlab.comm.group import LabGroup
 from distlab.comm.pending import Pending
 from distlab.comm.transports.queues import FREE

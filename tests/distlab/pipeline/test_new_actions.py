@@ -13,8 +13,8 @@ from support.pipeline_models import LOSS, OPTIONS, VOCAB, WIDTH, assert_near, ba
 from support.processes import free_port, process_group, run_ranks
 from torch import Tensor
 
+from distlab.axes.grid import Grid
 from distlab.comm.context import context_of
-from distlab.comm.grid import Grid
 from distlab.comm.recorder import STEP
 from distlab.pipeline.actions import (
     ACTIVATIONS,

@@ -11,8 +11,8 @@ import torch
 
 from distlab.pipeline.split import Split, balance, multiply_adds, read_split
 from distlab.pipeline.stages import build_stage
-from distlab.run.settings import parse
-from distlab.run.stage_settings import PipelineSettings
+from distlab.settings.common import parse
+from distlab.settings.stages import PipelineSettings
 from simplellm.errors import InputError
 from simplellm.llama import CausalLLama
 

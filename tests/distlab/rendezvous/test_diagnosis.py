@@ -6,14 +6,14 @@ import pytest
 import torch
 from torch import nn
 
-from distlab.comm.grid import Grid
+from distlab.axes.grid import Grid
 from distlab.comm.recorder import Ledger
 from distlab.comm.wait_graph import find_cycle
 from distlab.comm.waits import TrafficError, Wait, Waits, list_ranks
+from distlab.launching.local_ranks import root_cause
+from distlab.launching.supervisor import RankFailure
 from distlab.rendezvous.diagnosis import Diagnosis, Notice, diagnose
-from distlab.rendezvous.supervisor import RankFailure
 from distlab.run.failure import out_of_memory, refused_by_gpu
-from distlab.run.local_ranks import root_cause
 from distlab.run.not_finite import find_cause
 
 pytestmark = pytest.mark.quick

@@ -15,7 +15,7 @@ from support.hosts import Host, two_hosts, two_hosts_with_a_link, why_no_tun, wh
 from support.processes import LAB, Ended, Started, finish, parent, process_of, start, steps_taken, wait_for
 from support.terminals import fork_launcher
 
-from distlab.rendezvous.nodes import SECONDS_OF_SILENCE
+from distlab.launching.nodes import SECONDS_OF_SILENCE
 
 WHY_NOT = why_not()
 pytestmark = [pytest.mark.waits, pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT)]
@@ -266,7 +266,7 @@ def test_a_shaped_link_has_its_latency_and_its_bandwidth() -> None:
 FAILS_LATE = """
 import os, time
 from distlab.run.main import main
-from distlab.run.settings import RunSettings, WorldSize
+from distlab.settings.common import RunSettings, WorldSize
 from dataclasses import dataclass
 
 @dataclass

@@ -14,8 +14,8 @@ import pytest
 import torch.distributed as dist
 from support.processes import free_port, run_ranks
 
-from distlab.comm.devices import Place
 from distlab.comm.waits import TrafficError
+from distlab.machine.devices import Place
 from distlab.rendezvous.ranks import agree, open_store, read_places
 from distlab.rendezvous.store import listen_at
 from simplellm.errors import InputError

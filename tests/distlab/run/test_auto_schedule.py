@@ -8,8 +8,8 @@ import torch
 from support.pipeline_models import LOSS, OPTIONS, SEQ, VOCAB, WIDTH, batch
 from support.processes import free_port, process_group, run_ranks
 
+from distlab.axes.grid import Grid
 from distlab.comm.context import context_of
-from distlab.comm.grid import Grid
 from distlab.pipeline.actions import ActionCosts
 from distlab.pipeline.auto import Limit, placement
 from distlab.pipeline.executor import Pipeline

@@ -11,7 +11,7 @@ from support.processes import LAB, Ended, run
 
 from distlab.run import commands
 from distlab.run.commands import next_commands
-from distlab.run.settings import parse
+from distlab.settings.common import parse
 
 TINY = "--dmodel 16 --num-heads 2 --n-layers 1 --seq-len 32 --data sample --device cpu".split()
 SAVE, LONGER, EACH = "save the model next time", "train longer", " (each rank likewise)"

@@ -16,8 +16,8 @@ from support.processes import LAB, free_port, run_ranks
 
 from distlab.run import joining
 from distlab.run.joining import identities, join
-from distlab.run.settings import RunSettings, parse
 from distlab.run.training import TrainingRun
+from distlab.settings.common import RunSettings, parse
 from simplellm.dataloaders import TinyStories
 from simplellm.errors import InputError
 from simplellm.tokenizers import SHIPPED_MODEL, SPTokenizer

@@ -11,7 +11,8 @@ from support.processes import run
 from torch import nn
 from torch.optim import lr_scheduler
 
-from distlab.run.optimizers import KINDS, LRSchedule, build_optimizer, learning_rate
+from distlab.run.optimizers import KINDS, build_optimizer
+from distlab.settings.learning_rate import LRSchedule, learning_rate
 
 pytestmark = pytest.mark.quick
 

@@ -66,7 +66,7 @@ FAILING = """
 '''A script whose rank 0 fails.'''
 from distlab.run.main import main
 from distlab.run.failure import NotFiniteError
-from distlab.run.replica_settings import DataParallelSettings
+from distlab.settings.replicas import DataParallelSettings
 from simplellm.errors import InputError
 DEFAULTS = DataParallelSettings()
 def train(run):

@@ -23,8 +23,8 @@ from distlab.checkpoints.format import latest_valid
 from distlab.checkpoints.models import read_model, write_model
 from distlab.exchange import export
 from distlab.run.run import Run
-from distlab.run.settings import parse
-from distlab.run.train_settings import TrainSettings
+from distlab.settings.common import parse
+from distlab.settings.training import TrainSettings
 from simplellm.errors import InputError
 
 HALF, STEPS = 7, 20  # of steps; no epoch ends there

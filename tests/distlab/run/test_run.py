@@ -16,14 +16,14 @@ from distlab.checkpoints.models import write_model
 from distlab.comm.context import context_of
 from distlab.run.checkpointer import CANDIDATES, Checkpointer
 from distlab.run.failure import Failure
-from distlab.run.folders import new_folder
 from distlab.run.logs import RunLog
-from distlab.run.replica_settings import DataParallelSettings
-from distlab.run.resume import ResumePolicy, marked
 from distlab.run.run import Run
-from distlab.run.settings import parse
-from distlab.run.stage_settings import HybridSettings
-from distlab.run.train_settings import TrainSettings
+from distlab.settings.common import parse
+from distlab.settings.folders import new_folder
+from distlab.settings.replicas import DataParallelSettings
+from distlab.settings.resume import ResumePolicy, marked
+from distlab.settings.stages import HybridSettings
+from distlab.settings.training import TrainSettings
 from simplellm.dataloaders import TinyStories
 from simplellm.errors import InputError
 from simplellm.losses import causalLLMLoss

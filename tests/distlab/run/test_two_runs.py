@@ -10,8 +10,8 @@ import pytest
 from support.chapters import MODEL, TRAINING, load, losses
 from support.processes import LAB, free_port, run_ranks
 
-from distlab.run.settings import parse
 from distlab.run.training import TrainingRun
+from distlab.settings.common import parse
 
 
 def train_often(rank: int, script: str, flags: list[str], outs: list[Path], ports: list[int]) -> list[dict[str, int]]:

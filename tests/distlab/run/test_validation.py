@@ -13,7 +13,7 @@ from support.chapters import LAYOUTS, STEPS, train_on
 from support.terminals import fork_python
 from torch import Tensor
 
-from distlab.comm.grid import Grid
+from distlab.axes.grid import Grid
 from distlab.comm.names import name_of
 from distlab.comm.transports.queues import QueuedMessage, SharedQueue
 from distlab.run.model import ModelParts

@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 import torch
 
-from distlab.run.settings import RunSettings
+from distlab.settings.common import RunSettings
 from support.bad_inputs.files import OVERLONG
 from support.bad_inputs.inputs import PYTHON, SCRIPTS, BadInput, command_of, defaults_of
 from support.processes import LAB

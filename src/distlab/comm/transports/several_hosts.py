@@ -17,13 +17,13 @@ from torch import Tensor
 from torch.distributed import ReduceOp
 
 from distlab.comm.context import SMALLEST_OF_HOSTS_BYTES, NotShared
-from distlab.comm.devices import patient_threads
 from distlab.comm.hosts import Hosts
 from distlab.comm.transports.in_place import Broadcast, Reduce
 from distlab.comm.transports.memory import SharedMemory, from_rank_0
 from distlab.comm.transports.one_host import MemoryTransport
 from distlab.comm.transports.signals import SECONDS_MORE
 from distlab.comm.transports.transport import Carried, Members, Op, ring_bytes
+from distlab.machine.devices import patient_threads
 
 
 class SeveralHosts(MemoryTransport["MemoryOfHosts"]):

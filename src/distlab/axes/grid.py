@@ -1,0 +1,139 @@
+"""A rank's coordinates in a layout, and the ranks along each of its axes."""
+
+from collections.abc import Sequence
+from functools import cached_property
+
+import torch.distributed as dist
+
+from distlab.axes.layout import (
+    STAGES,
+    WORDS,
+    Layout,
+    coordinate,
+    layout_size,
+    name_stages,
+    pipelines_on_host,
+    ranks_along,
+)
+from distlab.comm.context import during, group_timeout
+from distlab.comm.group import Group, connect
+
+
+class Axis:
+    """The ranks that differ from this one along some axes of a layout only.
+
+    Attributes:
+        names: the axes, in the order of the layout; axes of size 1 are left out.
+        layout: all axes and their sizes.
+        rank: this rank's number among these ranks, from 0.
+        size: number of these ranks.
+    """
+
+    def __init__(self, grid: "Grid", names: tuple[str, ...]) -> None:
+        self._grid, self.names, self.layout = grid, names, grid.layout
+        self._group: Group = None
+
+    @cached_property
+    def ranks(self) -> tuple[int, ...]:
+        """The numbers of these ranks in the whole layout, ascending."""
+        return next(ranks for ranks in ranks_along(self.layout, self.names) if self._grid.rank in ranks)
+
+    @property
+    def rank(self) -> int:
+        return self.ranks.index(self._grid.rank)
+
+    @property
+    def size(self) -> int:
+        return len(self.ranks)
+
+    @property
+    def group(self) -> Group:
+        """The process group of these ranks that `Grid.make_groups` made last; None if they are all ranks.
+
+        Raises:
+            RuntimeError: there is no such group.
+        """
+        if self.size == 1 < self._grid.size and self._group is None:  # no other rank has to take part
+            self._group = dist.new_group([self._grid.rank], use_local_synchronization=True)
+        if self._group is None and self.size < self._grid.size:
+            raise RuntimeError(f"there is no group along {self}: all ranks must call Grid.make_groups for it first")
+        return self._group
+
+    def without(self, *names: str) -> "Axis":
+        """Return the ranks among these that do not differ along `names`."""
+        return self._grid.axis(*(name for name in self.names if name not in names))
+
+    def make_group(self) -> None:
+        """Make a process group of these ranks, in place of any earlier one; all ranks of the layout must call this."""
+        if self.size in (1, self._grid.size):
+            return
+        with during(f"all ranks to create the groups along {self}"):
+            # Every rank must take part in creating every group, including those that it is not in.
+            groups = [list(ranks) for ranks in ranks_along(self.layout, self.names)]
+            self._group, _ = dist.new_subgroups_by_enumeration(groups, timeout=group_timeout())
+        connect(self._group)
+
+    def __str__(self) -> str:
+        return " x ".join(self.names)
+
+
+class Grid:
+    """A rank's position in a layout.
+
+        grid = Grid(rank, {"dp": 2, "pp": 3, "tp": 2})
+        grid.make_groups("dp", "tp")
+        grid.axis("tp").rank, grid.axis("tp").size, grid.axis("tp").group
+
+    The ranks along the last axis are neighbors, so the axis whose ranks communicate most comes last and most messages
+    stay on one machine: usually the slices of a layer, before them the stages (a message per micro-batch), and first
+    the replicas (once per step). With the stages first, only activations cross the link between two machines; they are
+    often fewer bytes than the gradients of all weights.
+
+    Args:
+        rank: this rank.
+        layout: the axes and their sizes.
+        stages: by pipeline worker, the stages of the model on it, if there are several.
+    """
+
+    def __init__(self, rank: int, layout: Layout, stages: Sequence[Sequence[int]] = ()) -> None:
+        self.rank, self.layout, self._stages = rank, layout, stages
+        self.size = layout_size(layout)
+        self._axes: dict[tuple[str, ...], Axis] = {}
+
+    def axis(self, *names: str) -> Axis:
+        """Return the ranks along one or several axes; an axis that the layout lacks has this rank only."""
+        known = tuple(name for name, size in self.layout.items() if name in names and size > 1)
+        return self._axes.setdefault(known, Axis(self, known))
+
+    def make_groups(self, *axes: str | tuple[str, ...]) -> None:
+        """Make the process groups along axes, each a name or several; by default, along each axis of the layout.
+
+        Every rank must call this, with the same axes, after `init_process_group`. An axis that has a group gets a new
+        one, also where the `Axis` is already held.
+
+        Raises:
+            TrafficError: a rank does not join the creation of the groups.
+        """
+        named = [self.axis(*([names] if isinstance(names, str) else names)) for names in axes or self.layout]
+        for axis in dict.fromkeys(named):  # several may be the same, where a layout lacks axes
+            axis.make_group()
+
+    def pipelines_on_host(self, ranks: int) -> int:
+        """Return how many pipelines have workers on a host of `ranks` ranks; each slice of a pipeline counts as one."""
+        return pipelines_on_host(self.layout, ranks)
+
+    def describe(self, rank: int) -> str:
+        """Return the name of a rank in messages: "rank 4 (stage 1 of replica 1)", "rank 0 (stages 0 and 3)"."""
+        several = [name for name, size in self.layout.items() if size > 1]
+        words = {name: WORDS[name] for name in WORDS if name in several and WORDS[name]}
+        numbers = {name: f"{word} {coordinate(self.layout, rank, name)}" for name, word in words.items()}
+        if STAGES in numbers and self._stages:
+            numbers[STAGES] = name_stages(self._stages[coordinate(self.layout, rank, STAGES)])
+        if len(several) == 1 and several != [STAGES]:  # along a single axis, the rank's number is enough
+            numbers = {}
+        return f"rank {rank} ({' of '.join(numbers.values())})" if numbers else f"rank {rank}"
+
+
+def all_ranks(name: str) -> Axis:
+    """Return all ranks of the process group as an axis of this name."""
+    return Grid(dist.get_rank(), {name: dist.get_world_size()}).axis(name)

@@ -1,0 +1,49 @@
+"""Programs that use only the backend of the lab: how their ranks end, and the summary at the end.
+
+    import distlab
+    dist.init_process_group("lab")
+
+A wait that fails becomes a sentence that says which rank waits for which, as in a run of the lab, and rank 0 prints the
+bytes and messages that it sent.
+"""
+
+import atexit
+import sys
+from dataclasses import dataclass
+from types import TracebackType
+
+from distlab.machine.torch_patches import silence_torch_warnings
+from distlab.rendezvous.groups import WorldGroup
+from distlab.run.failure import Failure
+from distlab.run.logs import sent_by_kind
+from distlab.run.terminal import say
+from distlab.settings.common import RunSettings, WorldSize
+
+
+@dataclass
+class ProgramSettings(WorldSize, RunSettings):
+    """The settings with which launch.sh starts a program that has no `DEFAULTS`."""
+
+    world_size: int = 2
+    """ranks"""
+
+
+def look_after(world: WorldGroup) -> None:
+    """Make an exception of this process end as a failure of a run does, and print a summary when the process exits."""
+    silence_torch_warnings()
+    context = world.context
+
+    def end(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        if not isinstance(error, Exception | KeyboardInterrupt):
+            sys.__excepthook__(kind, error, trace)
+            return
+        Failure.of(error, context.rank).end()
+
+    def summarize() -> None:
+        if context.rank == 0:
+            say(f"rank 0 waited {context.waits.waited_so_far():.1f} s for other ranks")
+            for line in sent_by_kind(0, context.ledger):
+                say(line)
+
+    sys.excepthook = end
+    atexit.register(summarize)

@@ -1,0 +1,153 @@
+"""launch.sh with the name or path of a script: its settings, the start of its ranks, a story at the end."""
+
+import argparse
+import ast
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+
+from distlab.checkpoints.format import latest_valid
+from distlab.launching.launcher_flags import assign_ranks, read_flags, refuse_to_tell
+from distlab.launching.local_ranks import count_threads, run_ranks
+from distlab.launching.programs import ProgramSettings
+from distlab.run.commands import LAB, TEMPERATURE
+from distlab.run.terminal import say
+from distlab.settings.common import MOST_RANKS, RunSettings, parse
+from distlab.settings.folders import new_folder
+from distlab.settings.training import TrainSettings
+from simplellm.errors import InputError, require
+from simplellm.generation import prompt_ids
+from simplellm.tokenizers import SPTokenizer
+
+
+@dataclass(frozen=True)
+class Script:
+    """A script that launch.sh can start."""
+
+    path: Path
+    defaults: RunSettings
+    description: str
+    has_threads: bool  # its import has started threads, which forks of this process would lack
+    more: Path | None = None  # the script that also has the flags of later chapters; see `distlab.run.main.main`
+
+    def parse(self, args: list[str], prog: str) -> RunSettings:
+        """Return the script's settings for `args`; a wrong flag is reported here, before any rank starts."""
+        return parse(self.defaults, self.description, args, prog=prog)
+
+
+def read_script(path: Path) -> Script:
+    """Run a script as an imported module, for its `DEFAULTS` and anything else it registers, such as a schedule.
+
+    Ranks that are forks of this process then have the script's imports.
+
+    Raises:
+        InputError: the script has no `DEFAULTS`, or they are not `RunSettings`.
+    """
+    module = ModuleType("launched_script")
+    module.__file__ = str(path)
+    sys.modules[module.__name__] = module  # annotations of its settings are looked up there
+    sys.path.insert(0, str(path.parent))  # as Python does for a script
+    threads = count_threads()
+    exec(compile(path.read_bytes(), path, "exec"), module.__dict__)  # noqa: S102  # the user asks for it
+    defaults = getattr(module, "DEFAULTS", None)
+    if not isinstance(defaults, RunSettings):
+        raise InputError(f"{path}: launch.sh needs a script with DEFAULTS, a distlab.settings.common.RunSettings")
+    more = path.parent / module.MORE if hasattr(module, "MORE") else None
+    return Script(path, defaults, module.__doc__ or path.stem, count_threads() > threads, more)
+
+
+def read_script_for(path: Path, args: list[str], prog: str) -> tuple[Script, RunSettings]:
+    """Return the script that accepts these flags, with its settings: the one at this path, or the one it names as more.
+
+    Raises:
+        InputError: as in `read_script`; or no script accepts the flags.
+    """
+    script = read_script(path)
+    try:
+        return script, script.parse(args, prog)
+    except InputError:
+        if script.more is None or not script.more.exists():
+            raise
+        script = read_script(script.more)
+        settings = script.parse(args, prog)
+        say(f"these flags are those of {script.path.name}, which runs now")
+        return script, settings
+
+
+def has_defaults(path: Path) -> bool:
+    """Return whether a file defines `DEFAULTS`; otherwise it is a program that does not use the lab's runs."""
+    tree = ast.parse(path.read_bytes())
+    targets = (target for node in tree.body if isinstance(node, ast.Assign) for target in node.targets)
+    return any(isinstance(target, ast.Name) and target.id == "DEFAULTS" for target in targets)
+
+
+def read_program_flags(args: list[str]) -> tuple[ProgramSettings, list[str]]:
+    """Return the settings for the ranks of such a program, and the arguments for the program itself."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--world-size", type=int, default=ProgramSettings.world_size)
+    own, rest = parser.parse_known_args(args)
+    require(0 < own.world_size <= MOST_RANKS, f"--world-size {own.world_size}: give 1 to {MOST_RANKS:,} ranks")
+    return ProgramSettings(world_size=own.world_size, device="cpu"), rest
+
+
+def start(path: Path, args: list[str], prog: str) -> int:
+    """Start all ranks of a script, wait until they end, and return the exit status.
+
+    Raises:
+        InputError: the script cannot be launched, or flags of the script or of launch.sh cannot work.
+    """
+    own, args = read_flags(args)
+    if not has_defaults(path):
+        program, args = read_program_flags(args)
+        nodes = assign_ranks(own, program.layout, program.master_addr)
+        return run_ranks(path, args, program, nodes, own.max_restarts)
+    script, settings = read_script_for(path, args, prog)
+    path = script.path
+    if own.tell is not None:
+        trained = check_story(own.tell, settings, path.name)
+        if trained.save_every is None:
+            args = [*args, "--save-every", str(trained.steps)]
+            settings = script.parse(args, prog)
+    require(settings.rank < 0, f"rank {settings.rank}: launch.sh starts all ranks; leave the rank out")
+    nodes = assign_ranks(own, settings.layout, settings.master_addr)
+    out = settings.out
+    reader = "--max-restarts" if own.max_restarts else "--tell" if own.tell is not None else None
+    if reader and out is None:  # restarted ranks and the story teller must find the checkpoints
+        several = f"{reader} on several machines: give --out, a folder that all of them share"
+        require(len(nodes.ranks_of) == 1, several)
+        out = new_folder(Path("runs") / path.stem)
+        args = [*args, "--out", str(out)]
+    status = run_ranks(path, args, settings, nodes, own.max_restarts, not script.has_threads)
+    if status == 0 and own.tell is not None and nodes.rank == 0:
+        assert out is not None
+        return tell_story(out, own.tell, settings.device)
+    return status
+
+
+def check_story(prompt: str, settings: RunSettings, script: str) -> TrainSettings:
+    """Return the settings of a run whose model can tell a story; `InputError` if it cannot, or not from this prompt."""
+    if not isinstance(settings, TrainSettings):
+        raise refuse_to_tell(script)
+    most = settings.seq_len
+    if settings.resume is not None:  # its model may read more tokens
+        most = latest_valid(settings.resume, at_a_glance=True).record["model"]["ctx_size"]
+    try:
+        prompt_ids(prompt, SPTokenizer(settings.tokenizer), most)
+    except InputError as error:
+        raise InputError(str(error).replace("prompt", "--tell", 1)) from None
+    return settings
+
+
+def tell_story(run: Path, prompt: str, device: str) -> int:
+    """Print a story told by a run's saved model, in lines that begin with `#`; return the exit status."""
+    teller = [sys.executable, str(LAB / "primer/tell_story.py"), str(run), f"--prompt={prompt}", "--device", device]
+    teller += ["--temperature", str(TEMPERATURE)]
+    environment = {**os.environ, "PYTHONIOENCODING": "utf-8"}  # even if this process's output has a different encoding
+    with subprocess.Popen(teller, stdout=subprocess.PIPE, env=environment, encoding="utf-8") as process:
+        assert process.stdout is not None
+        for line in process.stdout:
+            print(line.rstrip() if line.startswith("#") else f"# {line}".rstrip(), flush=True)
+    return process.returncode

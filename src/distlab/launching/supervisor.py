@@ -1,0 +1,156 @@
+"""This machine's ranks as processes: how they start, fail, restart and end.
+
+The ranks get the same environment as from torchrun. To use torchrun's agent, its private methods would have to be
+overridden: each machine counts only the restarts after its own failures; a machine whose ranks have finished does not
+notice a later failure elsewhere; ranks get 30 seconds to end; and each is a new interpreter, whose import of torch
+takes seconds.
+"""
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+from distlab.launching.forks import ForkedScript
+from distlab.launching.nodes import NodeRendezvous
+from simplellm.errors import TOO_MANY_PROCESSES, InputError
+
+SECONDS_BETWEEN_LOOKS = 0.1
+SECONDS_TO_END = 4.0  # after SIGTERM, when a rank has failed; a stopped process does not react to it
+
+Process = ForkedScript | subprocess.Popen[bytes]
+
+
+class TerminatedError(BaseException):
+    """This process received a signal that asks it to end; like KeyboardInterrupt, it is not an ordinary failure."""
+
+    def __init__(self, by: signal.Signals) -> None:
+        super().__init__(f"terminated by {by.name}")
+        self.signal = by
+
+
+def raise_signal(number: int, _: object) -> NoReturn:
+    """Raise `TerminatedError`; a handler for signals."""
+    raise TerminatedError(signal.Signals(number))
+
+
+@dataclass(frozen=True)
+class RankFailure:
+    """The failure of a rank."""
+
+    status: int  # exit status; negative for the signal that terminated its process
+    record: Mapping[str, Any]  # written by `distlab.run.failure`; {} if the process did not get to it
+    timestamp: int  # seconds since the epoch: of the record, or when the exit of the process was noticed
+
+    @classmethod
+    def of(cls, status: int, file: Path) -> "RankFailure":
+        record: dict[str, Any] = {}
+        with contextlib.suppress(OSError, ValueError):  # ValueError: the process was killed while writing
+            record = json.loads(file.read_text())
+        return cls(status, record, int(record.get("timestamp", time.time())))
+
+
+def supervise(
+    script: Sequence[str], rendezvous: NodeRendezvous, max_restarts: int, errors: Path, forks: bool
+) -> dict[int, RankFailure]:
+    """Run this machine's ranks until the ranks of all machines have finished, or a rank here has finally failed.
+
+    A failure on any machine ends all ranks, and they restart, at most `max_restarts` times; not if the record of the
+    failure says `recurs_on_restart`.
+
+    Args:
+        script: its path and its arguments.
+        rendezvous: with the other machines; it counts the starts of all ranks.
+        max_restarts: maximum number of restarts.
+        errors: an empty folder, for the records of failures.
+        forks: whether ranks are forks of this process instead of new interpreters.
+
+    Returns:
+        By rank, the failures of this machine's ranks, in the order in which they were found; {} for success.
+
+    Raises:
+        TerminatedError: this process received a signal, and sent it to the ranks, which have ended.
+        InputError, ElsewhereError, StoreError: raised by the rendezvous; the ranks have ended.
+    """
+    while True:
+        environments = rendezvous.next_round()
+        ranks = _Ranks(errors / f"start{rendezvous.restarts}")
+        sent = signal.SIGTERM
+        try:
+            ranks.start(script, environments, forks)
+            while not (ranks.failures or rendezvous.has_next_round()):
+                time.sleep(SECONDS_BETWEEN_LOOKS)
+                ranks.look()
+                if not ranks.processes and not ranks.failures and rendezvous.all_finished():
+                    return {}
+                rendezvous.check_others()
+            has_failed = bool(ranks.failures)
+        except TerminatedError as end:
+            sent = end.signal
+            raise
+        finally:
+            ranks.end(sent)
+        recurs = any(failure.record.get("recurs_on_restart") for failure in ranks.failures.values())
+        if has_failed and (recurs or rendezvous.restarts == max_restarts):
+            return ranks.failures
+
+
+class _Ranks:
+    """The processes of one start of this machine's ranks."""
+
+    def __init__(self, errors: Path) -> None:
+        self._errors = errors  # a folder, for the record of each rank
+        self.processes: dict[int, Process] = {}  # running ones, by rank
+        self.failures: dict[int, RankFailure] = {}  # by rank, in the order in which they were found
+
+    def start(self, script: Sequence[str], environments: Sequence[Mapping[str, str]], forks: bool) -> None:
+        self._errors.mkdir()
+        for own in environments:
+            rank = int(own["RANK"])
+            environment = {**os.environ, **own, "TORCHELASTIC_ERROR_FILE": str(self._errors / str(rank))}
+            try:
+                if forks:
+                    self.processes[rank] = ForkedScript(script, environment)
+                else:
+                    command = [sys.executable, "-u", *script]
+                    self.processes[rank] = subprocess.Popen(command, env=environment, start_new_session=True)
+            except BlockingIOError:
+                raise InputError(f"rank {rank} cannot be started: {TOO_MANY_PROCESSES}") from None
+
+    def look(self) -> None:
+        """Collect the processes that have exited."""
+        for rank, process in list(self.processes.items()):
+            status = process.poll()
+            if status is not None:
+                del self.processes[rank]
+            if status:
+                self.failures[rank] = RankFailure.of(status, self._errors / str(rank))
+
+    def end(self, sent: signal.Signals) -> None:
+        """Send a signal to the running ranks, and some seconds later SIGKILL to the ones that have not reacted."""
+        try:
+            for process in self.processes.values():
+                _send(sent, process)
+            deadline = time.monotonic() + SECONDS_TO_END
+            for process in self.processes.values():
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(max(0, deadline - time.monotonic()))
+        finally:  # also if a second signal interrupts this
+            for process in self.processes.values():
+                _send(signal.SIGKILL, process)
+                process.wait()
+            self.look()
+
+
+def _send(sent: signal.Signals, process: Process) -> None:
+    """Send a signal to a rank that has not exited, and to the processes that it has started."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):  # it is exiting
+        if process.poll() is None:
+            os.killpg(process.pid, sent)

@@ -1,0 +1,181 @@
+"""The settings of runs whose replicas train the whole Llama: data parallelism, in each form."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any, ClassVar, Literal
+
+from distlab.parallel.division import Compression, Sharded
+from distlab.settings.common import WorldSize, require_positive
+from distlab.settings.resume import ResumePolicy
+from distlab.settings.training import TrainSettings
+from simplellm.errors import require
+
+
+@dataclass
+class DataParallelSettings(WorldSize, TrainSettings):
+    """A data-parallel training run: `--batch-size` sequences per rank."""
+
+    batch_size: int = 1
+    report_every: int = 1
+    """print the loss every N steps; in other steps, ranks do not exchange their losses"""
+
+    def check(self) -> None:
+        super().check()
+        require_positive(self, "report_every")
+
+
+@dataclass
+class GradientAverageSettings(DataParallelSettings):
+    """A data-parallel training run whose ranks average whole gradients."""
+
+    lacks: ClassVar[Mapping[str, object]] = {"compress": "none"}
+
+
+@dataclass
+class WrappedSettings(DataParallelSettings):
+    """A data-parallel training run whose model is wrapped: every backward pass averages the gradients."""
+
+
+@dataclass
+class LocalStepsSettings(DataParallelSettings):
+    """A data-parallel training run whose ranks take steps with their own gradients."""
+
+    sync_every: Annotated[int, ResumePolicy.SAME_LAYOUT] = 1
+    """local steps of each rank between two averages of the weights"""
+
+    @property
+    def per_rank_optimizer_state(self) -> bool:
+        return self.optimizer != "sgd" and self.world_size > 1
+
+    def check(self) -> None:
+        super().check()
+        require_positive(self, "sync_every")
+        check_no_clipping(self.clip_norm)
+
+
+@dataclass
+class OuterStepSettings:
+    """The outer steps of replicas that train independently: DiLoCo."""
+
+    sync_every: Annotated[int, ResumePolicy.FIXED] = 50
+    """inner steps of each replica between two exchanges of the same weights"""
+    outer_lr: Annotated[float, ResumePolicy.SAME_LAYOUT] = 0.7
+    """learning rate of the outer optimizer, SGD with Nesterov momentum"""
+    outer_momentum: Annotated[float, ResumePolicy.SAME_LAYOUT] = 0.9
+    """momentum of the outer optimizer"""
+
+    def check_exchanges(self, steps: int) -> None:
+        """Raise `InputError` if a run of `steps` steps cannot exchange its weights in this way."""
+        require_positive(self, "sync_every", "outer_lr")
+        given = f"--steps {steps} with --sync-every {self.sync_every}"
+        advice = f"some weights would never be exchanged; give at least {self.sync_every} steps"
+        require(self.sync_every <= steps, f"{given}: {advice}")
+        given = f"--outer-momentum {self.outer_momentum:g}"
+        require(0 <= self.outer_momentum < 1, f"{given}: give a number from 0 to less than 1")
+
+    def remarks_on_exchanges(self, steps: int, optimizer: str) -> list[str]:
+        """Return the lines to print at the start of such a run."""
+        own = [f"each rank keeps {optimizer}'s moments of its own gradients"] if optimizer != "sgd" else []
+        rest = steps % self.sync_every
+        late = f"the model will lack some of what the last {rest} steps learn; --steps {steps - rest} avoids it"
+        return [*own, *([late] if rest else [])]
+
+
+@dataclass
+class OuterSettings(OuterStepSettings):
+    """The exchange of weights between such replicas in fragments, while they compute, in few bits: Streaming DiLoCo."""
+
+    fragments: Annotated[int, ResumePolicy.FIXED] = 1
+    """equal parts of the weights, which are exchanged one after another, evenly over --sync-every steps"""
+    overlap_steps: Annotated[int, ResumePolicy.FIXED] = 0
+    """inner steps that are computed while a fragment is exchanged"""
+    merge_alpha: Annotated[float, ResumePolicy.SAME_LAYOUT] = 0.5
+    """with --overlap-steps: share of a replica's own weights when a fragment arrives; the rest are the outer weights"""
+    compress: Annotated[Compression, ResumePolicy.SAME_LAYOUT] = "none"
+    """how outer gradients are sent: as float32, bfloat16, or integers of 8 or 4 bits; with error feedback"""
+
+    def check_exchanges(self, steps: int) -> None:
+        every, parts, overlap = self.sync_every, self.fragments, self.overlap_steps
+        require_positive(self, "sync_every", "fragments")
+        given = f"--fragments {parts} with --sync-every {every}"
+        advice = f"give a divisor of {every}" if parts <= every else f"give at most {every}"
+        require(every % parts == 0, f"{given}: a fragment is exchanged every H / P steps; {advice}")
+        interval = every // parts
+        sentence = f"a fragment is exchanged every {interval} steps, and must have arrived before the next is sent"
+        given = f"--overlap-steps {overlap} with --sync-every {every} and --fragments {parts}"
+        require(0 <= overlap < interval, f"{given}: {sentence}; give 0 to {interval - 1}")
+        given = f"--merge-alpha {self.merge_alpha:g}"
+        require(0 <= self.merge_alpha < 1, f"{given}: give a number from 0 to less than 1")
+        super().check_exchanges(steps)
+
+
+@dataclass
+class DiLoCoSettings(OuterStepSettings, LocalStepsSettings):
+    """A data-parallel training run with an outer optimizer."""
+
+    lacks: ClassVar[Mapping[str, object]] = {"fragments": 1, "overlap_steps": 0, "compress": "none"}
+
+    def check(self) -> None:
+        super().check()
+        self.check_exchanges(self.steps)
+
+    def remarks(self, decided: dict[str, Any]) -> list[str]:
+        return [*super().remarks(decided), *self.remarks_on_exchanges(self.steps, self.optimizer)]
+
+
+@dataclass
+class StreamingSettings(OuterSettings, DiLoCoSettings):
+    """A data-parallel training run with an outer optimizer that exchanges fragments of the weights."""
+
+    lacks: ClassVar[Mapping[str, object]] = {}
+
+
+@dataclass
+class BucketSettings(DataParallelSettings):
+    """A data-parallel training run that averages gradients in buckets."""
+
+    all_reduce: Literal["library", "naive", "tree", "butterfly", "ring"] = "library"
+    """how to average the gradients: by the library, or by the lab's own all-reduce of this topology, over gloo"""
+    compress: Annotated[Literal["none", "powersgd", "topk"], ResumePolicy.SAME_LAYOUT] = "none"
+    """how gradients are sent: whole, as products of two thin matrices, or their largest values; with error feedback"""
+    powersgd_rank: Annotated[int, ResumePolicy.SAME_LAYOUT] = 4
+    """with --compress powersgd: width of the thin matrices"""
+    topk_share: Annotated[float, ResumePolicy.SAME_LAYOUT] = 0.01
+    """with --compress topk: share of the gradients that is sent"""
+
+    def check(self) -> None:
+        super().check()
+        if self.all_reduce != "library":
+            is_possible = self.backend != "nccl"
+            require(is_possible, f"--all-reduce {self.all_reduce} with --backend nccl: it works over gloo only")
+            is_possible = self.transport != "shared"
+            sentence = "our own work sends over gloo; leave --transport out"
+            require(is_possible, f"--all-reduce {self.all_reduce} with --transport shared: {sentence}")
+            self.backend = self.transport = "gloo"
+        require_positive(self, "powersgd_rank", "topk_share")
+        require(self.topk_share <= 1, f"--topk-share {self.topk_share:g}: a share is at most 1")
+        if self.compress != "none":
+            given = f"--compress {self.compress}"
+            is_possible = self.all_reduce == "library"
+            require(is_possible, f"{given} with --all-reduce {self.all_reduce}: choose one of the two")
+
+
+@dataclass
+class ZeRO1Settings(DataParallelSettings):
+    """A data-parallel training run whose replicas shard the optimizer's state."""
+
+    shard: ClassVar[Sharded] = "optimizer"
+
+
+@dataclass
+class ShardedSettings(DataParallelSettings):
+    """A data-parallel training run with sharded replicas."""
+
+    shard: Sharded = "weights"
+    """tensors that the replicas shard: the optimizer's state; also the gradients; also the weights (ZeRO 1, 2, 3)"""
+
+
+def check_no_clipping(norm: float | None) -> None:
+    """Raise `InputError` if replicas that train independently have to clip the norm of all gradients."""
+    advice = "each rank has gradients of its own here, and there is no one norm; leave it out, or average gradients"
+    require(norm is None, f"--clip-norm {norm or 0:g}: {advice} (dp-ga)")

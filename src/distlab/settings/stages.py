@@ -1,0 +1,341 @@
+"""The settings of runs whose ranks share the layers of the Llama: pipelines, and the hybrid."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, Literal
+
+import tyro
+
+from distlab.axes.layout import Layout, Neighbors
+from distlab.checkpoints.format import Checkpoint
+from distlab.parallel.division import check_division
+from distlab.pipeline.actions import Action, ActionCosts, Backward, Forward, stages_of
+from distlab.pipeline.auto import Limit, read_limit
+from distlab.pipeline.plan import simulate
+from distlab.pipeline.schedules import (
+    AUTO,
+    DEFAULT_CHUNKS,
+    all_stages,
+    check_schedule,
+    read_schedule,
+    schedule_names,
+    stages_per_worker,
+)
+from distlab.pipeline.split import PartCosts, Split, balance, estimated_costs, multiply_adds, read_split
+from distlab.settings import resume
+from distlab.settings.common import WorldSize, as_flag, require_positive, shown_as
+from distlab.settings.replicas import OuterSettings, check_no_clipping
+from distlab.settings.resume import ResumePolicy
+from distlab.settings.sequences import SharedSequences
+from distlab.settings.training import TrainSettings
+from simplellm.errors import require
+from simplellm.tokenizers import SPTokenizer
+
+
+@dataclass
+class StageSettings(TrainSettings):
+    """A training run whose model is divided into stages, each with some of the layers."""
+
+    layers_per_stage: Annotated[str | None, ResumePolicy.SAME_LAYOUT, shown_as("N,N,...", "default: balanced")] = None
+    """layers of each stage, e.g. 3,2,1"""
+    run_on: bool = False
+    """ranks do not wait for each other at the end of a step; its loss is printed a step later"""
+
+    masks_documents: ClassVar[bool] = False
+    """whether stages are told which tokens they see"""
+
+    def check(self) -> None:
+        super().check()
+        sentence = "only the first of this script's stages sees the tokens; use 5d, or a script without stages"
+        require(self.masks_documents or not self.document_mask, f"--document-mask: {sentence}")
+        self.split(SPTokenizer(self.tokenizer).vocab_size)
+
+    def decide(self) -> dict[str, Any]:
+        return {**super().decide(), "layers_per_stage": self.split(SPTokenizer(self.tokenizer).vocab_size)}
+
+    def remarks(self, decided: dict[str, Any]) -> list[str]:
+        layers = ", ".join(map(str, decided["layers_per_stage"]))
+        return [*super().remarks(decided), f"layers of each stage: {layers}"]
+
+    @property
+    def stages(self) -> int:
+        """Number of stages of the model."""
+        return self.layout["pp"]
+
+    def split(self, vocab_size: int) -> Split:
+        """Return the layers of each stage: by `--layers-per-stage`, or balanced."""
+        stages = self.stages
+        if self.layers_per_stage is not None:
+            return read_split(self.layers_per_stage, self.n_layers, stages)
+        return balance(self.n_layers, stages, self._parts(vocab_size))
+
+    def pass_costs(self, vocab_size: int) -> ActionCosts:
+        """Return estimates of the costs of each stage's passes, from `estimated_costs`."""
+        split, again, tp = self.split(vocab_size), self.recompute == "blocks", self.layout.get("tp", 1)
+        tokens = self.batch_size // self.micro_batches * self.seq_len
+        return estimated_costs(split, self._parts(vocab_size), again, tokens, tp)
+
+    def _parts(self, vocab_size: int) -> PartCosts:
+        return multiply_adds(
+            vocab_size=vocab_size,
+            dmodel=self.dmodel,
+            seq_len=self.seq_len,
+            hidden_dim=self.hidden_dim,
+            kv_width=self.dmodel // self.num_heads * (self.num_kv_heads or self.num_heads),
+        )
+
+
+@dataclass
+class SlicesPerRank(WorldSize, TrainSettings):
+    """A run whose ranks hold a slice of every layer."""
+
+    world_size: int = 3
+    """ranks, each with a slice of every layer"""
+
+    @property
+    def layout(self) -> Layout:
+        return {"tp": self.world_size}
+
+
+@dataclass
+class TensorParallelSettings(SlicesPerRank):
+    """A run whose ranks hold whole attention heads."""
+
+    def check(self) -> None:
+        super().check()
+        check_division(self.num_heads, self.num_kv_heads, self.world_size)
+        sentence = "the planner knows ranks that split the vocabulary too, which this script does not"
+        require(self.machine is None, f"--machine {self.machine}: {sentence}")
+
+    def check_checkpoint(self, checkpoint: Checkpoint) -> None:
+        super().check_checkpoint(checkpoint)
+        has_biases = any(checkpoint.record["model"].get(name) for name in ("attention_bias", "mlp_bias"))
+        sentence = "its model has biases, which this script does not split; resume it with tp-styles or hybrid"
+        require(not has_biases, f"--resume {self.resume}: {sentence}")
+
+
+@dataclass
+class StagePerRank(WorldSize):
+    """The layout of a single pipeline, in which every rank is a stage."""
+
+    world_size: int = 3
+    """ranks, each a stage of the model"""
+
+    @property
+    def layout(self) -> Layout:
+        return {"pp": self.world_size}
+
+
+@dataclass
+class PipelineSettings(StagePerRank, StageSettings):
+    """A run of one pipeline in which each batch completes its forward and backward pass before the next one starts."""
+
+    one_stage_at_a_time = True
+
+
+@dataclass
+class WrittenScheduleSettings(StageSettings):
+    """A run whose stages follow a written pipeline schedule."""
+
+    schedule: Annotated[str, ResumePolicy.SAME_LAYOUT, tyro.conf.arg(metavar="|".join(schedule_names()))] = "dapple"
+    """order of the forward and backward passes"""
+    micro_batches: int = 3
+    """parts that the batch is split into"""
+
+    def check(self) -> None:
+        read_schedule(self.schedule)
+        names = schedule_names()
+        require(self.schedule in names, f"--schedule {self.schedule}: give one of {', '.join(names)}")
+        super().check()
+        check_schedule(self.schedule, self.layout["pp"], self.micro_batches, self.chunks, self.limit)
+        if self.schedule != AUTO:
+            simulate(self.programs())  # raises `InputError` for a schedule that cannot run
+
+    @property
+    def files(self) -> dict[str, Path]:
+        own = {f"--schedule {self.schedule}": Path(self.schedule)} if self.schedule.endswith(".py") else {}
+        return super().files | own
+
+    def programs(self) -> list[list[Action]]:
+        """Return each worker's actions, in order."""
+        sizes = self.layout["pp"], self.micro_batches, self.chunks
+        return all_stages(self.schedule, *sizes, recompute=self.recompute == "all")
+
+    @property
+    def chunks(self) -> int:
+        """Number of stages that each worker holds, if the schedule leaves it open."""
+        return DEFAULT_CHUNKS
+
+    @property
+    def limit(self) -> Limit | None:
+        """Limit of the activations that a worker keeps, for a search."""
+        return None
+
+    @property
+    def stages(self) -> int:
+        return self.layout["pp"] * stages_per_worker(self.schedule, self.chunks)
+
+    @property
+    def held(self) -> list[list[int]]:
+        return [stages_of(program) for program in self.programs()]
+
+
+@dataclass
+class ScheduleSettings(WrittenScheduleSettings):
+    """A run whose stages follow any pipeline schedule, including one found by a search."""
+
+    chunks_per_stage: Annotated[int, ResumePolicy.SAME_LAYOUT] = DEFAULT_CHUNKS
+    """with --schedule interleaved or auto: stages that each rank holds; auto: 1 or 2"""
+    keep_at_most: Annotated[
+        str | None, ResumePolicy.SAME_LAYOUT, shown_as("N|SIZE", "default: as many micro-batches as workers")
+    ] = None
+    """with --schedule auto: the most activations that a rank keeps, in micro-batches (6) or bytes (200MB)"""
+
+    def check(self) -> None:
+        require_positive(self, "chunks_per_stage")
+        super().check()
+
+    @property
+    def chunks(self) -> int:
+        return self.chunks_per_stage
+
+    @property
+    def limit(self) -> Limit | None:
+        return None if self.keep_at_most is None else read_limit(self.keep_at_most)
+
+
+@dataclass
+class PlainPipelineSettings(StagePerRank, WrittenScheduleSettings):
+    """A run of one pipeline that follows a schedule of whole forward and backward passes."""
+
+    def check(self) -> None:
+        super().check()
+        kinds = {type(action) for program in self.programs() for action in program}
+        recomputed = " with --recompute all" if self.recompute == "all" else ""
+        sentence = "this script runs whole forward and backward passes (F and B) of one stage per rank"
+        is_plain = kinds <= {Forward, Backward} and self.stages == self.world_size
+        require(is_plain, f"--schedule {self.schedule}{recomputed}: {sentence}; give naive, gpipe or dapple")
+        for flag, is_given in (("--trace", self.trace), ("--run-on", self.run_on)):
+            require(not is_given, f"{flag}: only a script with the executor in distlab.pipeline.executor has it")
+
+
+@dataclass
+class ScheduledPipelineSettings(StagePerRank, ScheduleSettings):
+    """A run of one pipeline that follows a schedule."""
+
+
+@dataclass
+class ThreeAxes:
+    """The layout of several equal pipelines whose stages may be split."""
+
+    dp: int = 2
+    """replicas of the pipeline"""
+    pp: int = 3
+    """stages of each pipeline"""
+    tp: int = 1
+    """ranks that share each stage; each has a slice of every layer"""
+
+    @property
+    def layout(self) -> Layout:
+        return {"dp": self.dp, "pp": self.pp, "tp": self.tp}
+
+
+@dataclass
+class ThreeAxesSettings(ThreeAxes, WrittenScheduleSettings):
+    """A run of several equal pipelines, with `--batch-size` sequences each, whose gradients are averaged."""
+
+    lacks: ClassVar[Mapping[str, object]] = {"outer": "none"}
+
+    def check(self) -> None:
+        super().check()
+        check_division(self.num_heads, self.num_kv_heads, self.tp)
+        require(self.schedule != AUTO, f"--schedule {AUTO}: this script runs written schedules; give another one")
+        require(not self.run_on, "--run-on: this script's ranks wait for each other at the end of a step; leave it out")
+
+
+@dataclass
+class HybridSettings(ThreeAxes, SharedSequences, OuterSettings, ScheduleSettings):
+    """A run of several equal pipelines, with `--batch-size` sequences each, and all options for pipelines."""
+
+    masks_documents = True
+    cp: int = 1
+    """ranks that share each sequence; each has some of its positions"""
+    neighbors: Annotated[Neighbors, ResumePolicy.SAME_LAYOUT] = "stages"
+    """what ranks with neighboring numbers hold: the stages of a pipeline, or the replicas of a stage, so that pipelines
+    and not their averages cross a slow link between hosts"""
+    shard: Literal["none", "optimizer", "gradients", "weights"] = "none"
+    """what the replicas shard, as in dp-fsdp; weights only with --pp 1; gradients saves memory only with schedules that
+    do not delay weight gradients"""
+    outer: Annotated[Literal["none", "diloco"], ResumePolicy.DEFAULT] = "none"
+    """diloco: the pipelines train independently, and an outer optimizer takes steps with their mean change"""
+    report_every: int = 1
+    """print the loss every N steps; in other steps, pipelines do not exchange their losses"""
+
+    @property
+    def layout(self) -> Layout:
+        order = ("dp", "pp", "cp", "tp") if self.neighbors == "stages" else ("pp", "dp", "cp", "tp")
+        sizes = {**super().layout, "cp": self.cp}
+        return {axis: sizes[axis] for axis in order if axis != "cp" or self.cp != 1}
+
+    @property
+    def per_rank_optimizer_state(self) -> bool:
+        return self.outer == "diloco" and self.optimizer != "sgd" and self.dp > 1
+
+    def check(self) -> None:
+        super().check()
+        self._check_outer()
+        check_division(self.num_heads, self.num_kv_heads, self.tp)
+        given = f"--shard {self.shard}"
+        single = f"{given} with --dp 1: a single replica has no others to share with; give --dp 2 or more"
+        require(self.shard == "none" or self.dp * self.cp > 1, single)
+        self.check_sequences(self.seq_len, self.num_heads // self.tp, self.cp, "--cp")
+        unknown = f"--machine with --cp {self.cp}: the planner does not know ranks that share sequences"
+        require(self.machine is None or self.cp == 1, f"{unknown}; leave one of them out")
+        gathers = f"{given} with --pp {self.pp}: each stage would be gathered again for every micro-batch"
+        require(self.shard != "weights" or self.pp == 1, f"{gathers}; use --shard optimizer, or --pp 1 with --tp")
+
+    def _check_outer(self) -> None:
+        require_positive(self, "report_every")
+        late = f"--report-every {self.report_every} with --run-on: a step that ran on is checked when its loss arrives"
+        require(self.report_every == 1 or not self.run_on, f"{late}; leave one of them out")
+        if self.outer == "none":
+            if self.resume is None:  # a checkpoint of a different script may have these settings
+                self._refuse_outer_steps({})
+            return
+        self.check_exchanges(self.steps)
+        check_no_clipping(self.clip_norm)
+        given, advice = "--outer diloco", "leave one of them out"
+        require(self.shard == "none", f"{given} with --shard {self.shard}: the replicas' weights differ; {advice}")
+        sentence = "a step that ran on could not be undone after an outer step"
+        require(not self.run_on, f"{given} with --run-on: {sentence}; {advice}")
+        if self.compress in ("int8", "int4"):
+            differ = (
+                f"--compress {self.compress} with --tp {self.tp}: blocks of integers would round what all ranks of a "
+            )
+            require(self.tp == 1, f"{differ}stage hold differently on each; give --compress bf16, or --tp 1")
+
+    def _refuse_outer_steps(self, saved: dict[str, Any]) -> None:
+        """Raise `InputError` for a setting of outer steps that has neither its default nor the value of `saved`."""
+        for field in fields(OuterSettings):
+            value = getattr(self, field.name)
+            given = f"{as_flag(field.name)} {value}"
+            is_usual = value in (field.default, saved.get(field.name))
+            require(is_usual, f"{given}: pipelines that average gradients have no outer steps; add --outer diloco")
+
+    def check_checkpoint(self, checkpoint: Checkpoint) -> None:
+        super().check_checkpoint(checkpoint)
+        saved = checkpoint.record["settings"]
+        if self.outer == "none":
+            self._refuse_outer_steps(saved)
+        if self.outer == saved.get("outer") == "diloco" and self.layout == checkpoint.layout:
+            saved = {"neighbors": "stages"} | saved  # older checkpoints do not have it
+            # Otherwise a rank would hold different layers.
+            for name in ("schedule", "chunks_per_stage", "layers_per_stage", "neighbors"):
+                resume.require_same(
+                    f"--resume {self.resume}: it was trained with", name, saved[name], getattr(self, name)
+                )
+
+    def remarks(self, decided: dict[str, Any]) -> list[str]:
+        outer = self.remarks_on_exchanges(self.steps, self.optimizer) if self.outer != "none" else []
+        return [*super().remarks(decided), *outer]

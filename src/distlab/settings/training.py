@@ -1,0 +1,244 @@
+"""The settings of all runs that train the lab's Llama.
+
+The settings of replicas are in `replicas`, of pipelines and of the hybrid in `stages`.
+"""
+
+import functools
+import importlib
+import math
+import os
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Protocol
+
+import tyro
+
+from distlab.axes.layout import layout_flags, layout_size
+from distlab.checkpoints import LLAMA
+from distlab.machine.devices import pick_device_type
+from distlab.settings import resume
+from distlab.settings.common import ResumableSettings, require_positive, shown_as
+from distlab.settings.learning_rate import LRSchedule, learning_rate
+from distlab.settings.resume import ResumePolicy
+from simplellm.errors import InputError, require
+from simplellm.options import Recompute, check_heads
+from simplellm.sources import choose_source, hub_revision, open_source
+from simplellm.tokenizers import SHIPPED_MODEL, SPTokenizer
+
+if TYPE_CHECKING:
+    from distlab.checkpoints.format import Checkpoint
+    from distlab.comm.recorder import StepTime
+
+BETAS = (0.9, 0.999)  # torch's default
+MOST_LAYERS, MOST_TOKENS = 1000, 2**24  # larger numbers are taken for typing errors, as with `MOST_RANKS`
+
+
+class Prediction(Protocol):
+    """The predicted time of a run's step, from a package that `distlab` does not import."""
+
+    @property
+    def sentence(self) -> str: ...
+
+    def check_device(self, device: str) -> None:
+        """Raise `InputError` if the prediction is for a different kind of device."""
+
+    def beside(self, times: "Sequence[StepTime]") -> Iterable[str]:
+        """Return lines that compare the measured times of steps with the prediction."""
+
+
+def planner_prediction() -> Any:
+    """Return the planner's class `Prediction`; `InputError` without the planner, which nothing else here needs."""
+    try:
+        return importlib.import_module("distlab_planner.prediction").Prediction
+    except ModuleNotFoundError as error:
+        if error.name != "distlab_planner":
+            raise
+        raise InputError("--machine needs the package distlab_planner, which is not installed") from None
+
+
+@dataclass
+class TrainSettings(ResumableSettings):
+    """A training run of the lab's Llama."""
+
+    architecture = LLAMA
+
+    seed: Annotated[int, ResumePolicy.DEFAULT] = 0
+    """seed of the initial weights and of the data"""
+    steps: int = 5000
+    """optimizer steps"""
+    batch_size: Annotated[int, ResumePolicy.PER_REPLICA] = 3
+    """sequences per step for one model replica"""
+    micro_batches: Annotated[int, ResumePolicy.SAME_LAYOUT] = 1
+    """parts that the batch is split into"""
+    seq_len: Annotated[int, ResumePolicy.DEFAULT] = 256
+    """tokens per sequence"""
+    dmodel: Annotated[int, ResumePolicy.MODEL] = 288
+    """width of the model"""
+    num_heads: Annotated[int, ResumePolicy.MODEL] = 6
+    """attention heads"""
+    num_kv_heads: Annotated[int | None, shown_as("INT", "default: as many as --num-heads")] = None
+    """key and value heads, each shared by the same number of attention heads (grouped-query attention)"""
+    hidden_dim: Annotated[int | None, ResumePolicy.MODEL, shown_as("INT", "default: 4 times --dmodel")] = None
+    """width of the feed-forward layers"""
+    n_layers: Annotated[int, ResumePolicy.MODEL] = 6
+    """transformer layers"""
+    lr: Annotated[float, ResumePolicy.DEFAULT] = 8e-4
+    """learning rate"""
+    optimizer: Annotated[Literal["adam", "adamw", "sgd"], ResumePolicy.FIXED] = "adam"
+    """update rule"""
+    clip_norm: Annotated[float | None, ResumePolicy.DEFAULT, shown_as("FLOAT", "default: no clipping")] = None
+    """largest norm of all gradients together; if it is larger, all of them are scaled down"""
+    betas: Annotated[tuple[float, float], ResumePolicy.DEFAULT, shown_as("FLOAT FLOAT", "default: 0.9 0.999")] = BETAS
+    """decay rates of adam's and adamw's moving averages of the gradient and of its square"""
+    weight_decay: Annotated[float | None, ResumePolicy.DEFAULT, shown_as("FLOAT", "default: 0; 0.01 with adamw")] = None
+    """weight decay, of matrices only"""
+    warmup_steps: Annotated[int, ResumePolicy.DEFAULT] = 0
+    """steps over which the learning rate rises to --lr"""
+    lr_schedule: Annotated[LRSchedule, ResumePolicy.DEFAULT] = "constant"
+    """how the learning rate falls from --lr to --min-lr between the warm-up and the last step"""
+    min_lr: Annotated[float, ResumePolicy.DEFAULT] = 0.0
+    """learning rate at the end of --lr-schedule cosine or linear"""
+    dtype: Annotated[Literal["float32", "bfloat16"], ResumePolicy.DEFAULT] = "float32"
+    """bfloat16 computes in mixed precision"""
+    recompute: Recompute = "none"
+    """activations that the backward pass computes again: the inside of each block, or all that it can (less memory)"""
+    document_mask: Annotated[bool, ResumePolicy.FIXED] = False
+    """tokens attend within their own document, where several are joined to one sequence"""
+    data: Annotated[str, tyro.conf.arg(metavar="auto|sample|tinystories|FILE")] = "auto"
+    """stories: the generator (sample), the hub's data set (tinystories), or a .txt, .jsonl or .parquet file"""
+    tokenizer: Annotated[Path | None, shown_as("FILE", "default: the shipped one")] = None
+    """a SentencePiece model"""
+    eval_every: Annotated[int | None, shown_as("INT", "default: never")] = None
+    """evaluate on the validation split every N steps"""
+    eval_sequences: int = 24
+    """sequences of the validation split to evaluate on"""
+    machine: Annotated[Path | None, shown_as("FILE", "default: no prediction")] = None
+    """file of python -m distlab.calibrate: print the predicted time of a step and, at the end, the measured time"""
+    trace: bool = False
+    """record the timeline, and draw it at the end of the run"""
+    tensorboard: bool = False
+    """also write the records for TensorBoard, in the run's folder"""
+
+    @property
+    def length(self) -> tuple[str, int]:
+        return f"--steps {self.steps}", self.steps
+
+    @property
+    def tokenizer_model(self) -> Path:
+        return self.tokenizer or SHIPPED_MODEL
+
+    @property
+    def data_identity(self) -> dict[str, Any] | None:
+        if self.data in ("sample", "tinystories"):
+            return {"source": self.data} | ({"seed": self.seed} if self.data == "sample" else {})
+        return None if self.data == "auto" else resume.file_identity(self.data)
+
+    def decide(self) -> dict[str, Any]:
+        source, why = choose_source(self.data)
+        why += ", as --data asks" * (self.data != "auto")
+        if self.prediction is not None:
+            self.prediction.check_device(pick_device_type(self.device))
+        decided = {"data": source, "data_because": why, "data_identity": replace(self, data=source).data_identity}
+        return decided | ({"data_revision": hub_revision()} if source == "tinystories" else {})
+
+    def remarks(self, decided: dict[str, Any]) -> list[str]:
+        predicted = [self.prediction.sentence] if self.prediction else []
+        return [f"stories from {decided['data_because']}", *self._lr_remarks(), *predicted]
+
+    def remarks_at_the_end(self, times: "Sequence[StepTime]") -> list[str]:
+        return list(self.prediction.beside(times)) if self.prediction and times else []
+
+    @functools.cached_property
+    def prediction(self) -> Prediction | None:
+        """The predicted time of a step, with `--machine`; `InputError` if the planner cannot predict it.
+
+        The file is read once: when the run ends, hours later, it may have changed.
+        """
+        if self.machine is None:
+            return None
+        sentence = f"--machine {self.machine}: there is no such file; python -m distlab.calibrate FILE writes one"
+        require(os.path.isfile(self.machine), sentence)
+        return planner_prediction().of(self, self.machine)
+
+    def _lr_remarks(self) -> list[str]:
+        """Return lines to print about a learning rate that changes."""
+        parts = [f"rises to {self.lr:g} over {self.warmup_steps:,} steps"] if self.warmup_steps else []
+        if self.lr_schedule != "constant":
+            curve = "half a cosine" if self.lr_schedule == "cosine" else "a line"
+            parts.append(f"falls from {self.lr:g} to {self.min_lr:g} along {curve}, until step {self.steps:,}")
+        return [f"the learning rate {' and then '.join(parts)}"] if parts else []
+
+    def remarks_on_resuming(self, checkpoint: "Checkpoint") -> list[str]:
+        before = checkpoint.record["settings"].get("steps", self.steps)
+        if self.lr_schedule == "constant" or before == self.steps:
+            return []
+        lrs = [replace(self, steps=steps).learning_rate(checkpoint.step) for steps in (before, self.steps)]
+        sentence = f"the learning rate now falls until step {self.steps:,}, not {before:,}"
+        return [f"{sentence}: it is now {lrs[1]:.3g} instead of {lrs[0]:.3g}; --steps sets it"]
+
+    def learning_rate(self, step: int) -> float:
+        """Return the learning rate of a step."""
+        return learning_rate(step, self.steps, self.lr, self.warmup_steps, self.lr_schedule, self.min_lr)
+
+    def saved_values(self, checkpoint: "Checkpoint") -> dict[str, Any]:
+        values, model = super().saved_values(checkpoint), checkpoint.record["model"]
+        values.setdefault("seq_len", min(self.seq_len, model["ctx_size"]))  # an imported model has no settings
+        values["num_kv_heads"] = None if model["num_kv_heads"] == model["num_heads"] else model["num_kv_heads"]
+        if values.get("batch_size", 0) % max(1, values.get("micro_batches", self.micro_batches)):
+            del values["batch_size"]  # from a different layout, with a different number of micro-batches
+        if not checkpoint.has_tokenizer(SHIPPED_MODEL):
+            values["tokenizer"] = checkpoint.tokenizer
+        return values
+
+    def check_checkpoint(self, checkpoint: "Checkpoint") -> None:
+        super().check_checkpoint(checkpoint)
+        flag, model = f"--resume {self.resume}", checkpoint.record["model"]
+        num_kv_heads = self.num_kv_heads or self.num_heads
+        resume.require_same(f"{flag}: its model has", "num_kv_heads", model["num_kv_heads"], num_kv_heads)
+        most, has, reads = model["ctx_size"], model["vocab_size"], SPTokenizer(self.tokenizer).vocab_size
+        require(self.seq_len <= most, f"{flag}: its model reads {most} tokens at most, not --seq-len {self.seq_len}")
+        require(has == reads, f"{flag}: its model has {has} tokens but its tokenizer has {reads}")
+        same_ranks = self.per_rank_optimizer_state and self.layout == checkpoint.layout
+        ranks, advice = layout_size(checkpoint.layout), f"the same script and {layout_flags(checkpoint.layout)}"
+        sentence = f"each of its {ranks} ranks kept {self.optimizer}'s moments of its own gradients, which cannot "
+        sentence += f"be used in another layout; resume with {advice}"
+        require(same_ranks or not checkpoint.per_rank_optimizer_state, f"{flag}: {sentence}")
+
+    def check(self) -> None:
+        super().check()
+        sizes = "dmodel num_heads num_kv_heads hidden_dim n_layers"
+        require_positive(
+            self, *f"steps batch_size micro_batches {sizes} lr clip_norm eval_every eval_sequences".split()
+        )
+        require(self.n_layers <= MOST_LAYERS, f"--n-layers {self.n_layers}: give at most {MOST_LAYERS:,}")
+        for flag, sequences in (("--batch-size", self.batch_size), ("--eval-sequences", self.eval_sequences)):
+            tokens, given = sequences * self.seq_len, f"{flag} {sequences} with --seq-len {self.seq_len}"
+            require(tokens <= MOST_TOKENS, f"{given}: {tokens:,} tokens at a time; give at most {MOST_TOKENS:,}")
+        self._check_recipe()
+        require(self.seq_len > 1, f"--seq-len {self.seq_len}: predicting the next token needs at least 2")
+        if self.resume is None:  # otherwise they are the checkpoint's, whose heads may have a different width
+            check_heads(self.dmodel, self.num_heads, self.num_kv_heads)
+        rows, parts = self.batch_size, self.micro_batches
+        advice = f"the batch must divide into equal micro-batches; give a multiple of {parts}"
+        require(rows % parts == 0, f"--batch-size {rows} with --micro-batches {parts}: {advice}")
+        has_end = SPTokenizer(self.tokenizer).eos_id >= 0
+        sentence = "the model has no end-of-document piece (eos); give one that has"
+        require(has_end, f"--tokenizer {self.tokenizer}: {sentence}")
+        _ = self.prediction  # raises `InputError` if the planner cannot predict this run
+        if self.data not in ("auto", "tinystories"):
+            for split in ("train", "validation") if self.eval_every else ("train",):
+                next(open_source(self.data, split, self.seed).documents(0))
+
+    def _check_recipe(self) -> None:
+        decay, betas = self.weight_decay, " ".join(map(str, self.betas))
+        require(decay is None or 0 <= decay < math.inf, f"--weight-decay {decay}: give 0 or more")
+        are_shares = all(0 <= beta < 1 for beta in self.betas)
+        require(are_shares, f"--betas {betas}: give two numbers from 0 to less than 1")
+        has_moments = self.optimizer != "sgd" or self.betas == BETAS
+        require(has_moments, f"--betas {betas} with --optimizer sgd: only adam and adamw have moments")
+        warmup, given = self.warmup_steps, f"--warmup-steps {self.warmup_steps}"
+        require(warmup >= 0, f"{given}: give 0 or more")
+        require(warmup <= self.steps, f"{given} with --steps {self.steps}: the warm-up must end within the run")
+        given = f"--min-lr {self.min_lr:g}"
+        require(0 <= self.min_lr <= self.lr, f"{given} with --lr {self.lr:g}: give 0 or more, and at most --lr")

@@ -1,0 +1,198 @@
+"""Several machines: how ranks are shared among them, and what is refused before anything starts."""
+
+import contextlib
+import itertools
+import multiprocessing
+import os
+import re
+import signal
+import socket
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+from support.processes import free_port, wait_for
+
+from distlab.launching.launcher_flags import Nodes, assign_ranks, read_flags
+from distlab.launching.local_ranks import run_ranks
+from distlab.launching.nodes import NodeRendezvous
+from distlab.machine.devices import Place, interface_of, own_address
+from distlab.rendezvous.ranks import say_hosts
+from distlab.rendezvous.store import StoreError, listen_at, listens
+from distlab.settings.common import RunSettings
+from simplellm.errors import InputError
+
+pytestmark = pytest.mark.waits
+
+LAYOUT = {"dp": 2, "pp": 3, "tp": 1}
+ELSEWHERE = "192.0.2.7"  # reserved for documentation (RFC 5737)
+
+
+@pytest.mark.parametrize(
+    ("flags", "ranks_of"),
+    [
+        ("", (6,)),
+        ("--nnodes 2 --node-rank 1", (3, 3)),
+        ("--nnodes=3 --node_rank=0", (2, 2, 2)),
+        ("--nnodes 2 --node-rank 0 --ranks-per-node 4,2", (4, 2)),
+    ],
+)
+def test_ranks_are_shared_among_machines(flags: str, ranks_of: tuple[int, ...]) -> None:
+    own, rest = read_flags([*flags.split(), "--steps", "3"])
+    assert rest == ["--steps", "3"]
+    assert assign_ranks(own, LAYOUT, ELSEWHERE).ranks_of == ranks_of
+
+
+def test_an_address_of_another_machine_cannot_be_listened_at() -> None:
+    with pytest.raises(InputError, match=f"--master-addr {ELSEWHERE}: this machine does not have that address"):
+        listen_at(ELSEWHERE, 0)
+
+
+def test_a_port_in_use_is_named() -> None:
+    with listen_at("127.0.0.1", 0) as listener:
+        address, port = listener.getsockname()
+        assert address == "127.0.0.1"
+        with pytest.raises(InputError, match=f"--master-port {port}: cannot listen at 127.0.0.1:{port}"):
+            listen_at(address, port)
+
+
+def test_the_interface_is_that_of_the_way_to_the_master() -> None:
+    assert own_address("localhost") in ("127.0.0.1", "::1")
+    assert own_address("no.such.host.invalid") is None
+    assert interface_of("127.0.0.1") == "lo"
+    assert interface_of(ELSEWHERE) is None
+    if socket.has_ipv6:
+        assert interface_of("::1") in ("lo", None)
+
+
+def join(
+    rank: int, ranks_of: tuple[int, ...], port: int, timeout_seconds: float = 5, max_restarts: int = 1
+) -> NodeRendezvous:
+    """A launcher's part, at loopback."""
+    return NodeRendezvous(Nodes(rank, ranks_of), "127.0.0.1", port, timeout_seconds, max_restarts, say=lambda _: None)
+
+
+def test_machines_join_again_in_every_round() -> None:
+    first = join(0, (4, 2), 0)
+    second = join(1, (4, 2), first.port)
+    for restarts in range(2):
+        with ThreadPoolExecutor() as pool:
+            environments = [*itertools.chain(*pool.map(NodeRendezvous.next_round, (first, second)))]
+        for name, by_rank in {
+            "RANK": "012345",
+            "LOCAL_RANK": "012301",
+            "WORLD_SIZE": "666666",
+            "LOCAL_WORLD_SIZE": "444422",
+            "GROUP_RANK": "000011",
+            "GROUP_WORLD_SIZE": "222222",
+            "TORCHELASTIC_RESTART_COUNT": str(restarts) * 6,
+            "TORCHELASTIC_MAX_RESTARTS": "111111",
+        }.items():
+            assert "".join(environment[name] for environment in environments) == by_rank, name
+        (port,) = {int(environment["MASTER_PORT"]) for environment in environments}
+        ranks_store = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
+        assert ranks_store.add("seat", 1) == 1, "the ranks of a round find nothing of the round before"
+
+
+def test_a_failed_machine_is_followed_into_the_next_round() -> None:
+    first = join(0, (1, 1), 0)
+    second = join(1, (1, 1), first.port)
+    with ThreadPoolExecutor() as pool:
+        list(pool.map(NodeRendezvous.next_round, (first, second)))
+        assert not first.has_next_round()
+        assert not second.has_next_round()
+        restarted = pool.submit(second.next_round)
+        assert wait_for(first.has_next_round, 5)
+        first.next_round()
+        restarted.result(5)
+    assert first.restarts == second.restarts == 1
+
+
+def test_a_store_that_does_not_answer_is_not_waited_for_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("distlab.launching.nodes.SECONDS_OF_SILENCE", 0.5)
+    with listen_at("127.0.0.1", 0) as silent:  # accepts connections, as the kernel does for a process that is stopped
+        port = silent.getsockname()[1]
+        with pytest.raises(
+            StoreError, match=r"node 0 does not answer: it is stopped, or its machine .*; waited 0\.5 s$"
+        ):
+            join(1, (3, 3), port)
+
+
+def test_machines_that_do_not_fit_together() -> None:
+    first = join(0, (3, 3), 0)
+    with pytest.raises(
+        InputError, match=re.escape("each node's ranks as [3, 3], node 1 as [4, 2]; start all machines")
+    ):
+        join(1, (4, 2), first.port)
+    with pytest.raises(InputError, match="--max-restarts: node 0 was started with it as 1, node 1 as 2"):
+        join(1, (3, 3), first.port, max_restarts=2)
+    join(1, (3, 3), first.port)  # with the flags mended
+    with pytest.raises(InputError, match="--node-rank 1 is taken: give each machine of the run its own"):
+        join(1, (3, 3), first.port)
+    port = first.port
+    with pytest.raises(InputError, match=f"--master-port {port}: cannot listen at 127.0.0.1:{port}"):
+        join(0, (3, 3), port)
+
+
+def test_a_machine_that_never_comes_is_named() -> None:
+    with pytest.raises(InputError, match="waited 1 s for node 1: is "):
+        join(0, (3, 3), 0, timeout_seconds=1).next_round()
+    with pytest.raises(InputError, match=r"node 0 did not listen at 127\.0\.0\.1:1 within 1 s: start it there"):
+        join(1, (3, 3), 1, timeout_seconds=1)
+
+
+@pytest.mark.parametrize(
+    ("hosts", "tp", "said"),
+    [
+        ("aaa", 3, []),
+        ("aabb", 2, ["on a: ranks 0, 1", "on b: ranks 2, 3"]),
+        (
+            "aaab",
+            2,
+            [
+                "on a: ranks 0, 1, 2",
+                "on b: rank 3",
+                "warning: ranks 2 to 3 share the same layers and are on different hosts, so every layer waits for the "
+                "network; give each host a multiple of 2 ranks",
+            ],
+        ),
+    ],
+)
+def test_rank_0_says_who_is_where(hosts: str, tp: int, said: list[str]) -> None:
+    lines: list[str] = []
+    say_hosts([Place(host) for host in hosts], tp, lines.append)
+    assert lines == said
+
+
+@pytest.mark.usefixtures("in_the_foreground")
+@pytest.mark.parametrize(("node", "sent"), [(0, signal.SIGTERM), (0, signal.SIGINT), (1, signal.SIGHUP)])
+def test_a_launcher_that_waits_for_the_others_ends_with_a_sentence(
+    node: int, sent: signal.Signals, tmp_path: Path
+) -> None:
+    port, out = free_port(), tmp_path / "out"
+    launcher = multiprocessing.get_context("fork").Process(target=wait_for_the_others, args=(node, port, out))
+    launcher.start()
+    try:
+        looks = f"looking for node 0 at 127.0.0.1:{port}"
+        assert wait_for(lambda: listens("127.0.0.1", port) if node == 0 else looks in written(out), 30)
+        assert launcher.pid is not None
+        os.kill(launcher.pid, sent)
+        launcher.join(5)
+        assert launcher.exitcode == 128 + sent
+        assert [line for line in written(out).splitlines() if looks not in line] == [f"# terminated by {sent.name}"]
+    finally:
+        launcher.kill()
+        launcher.join()
+
+
+def wait_for_the_others(node: int, port: int, out: Path) -> None:
+    """`./launch.sh` at loopback, which the command line refuses."""
+    with out.open("w", buffering=1) as sys.stdout, contextlib.redirect_stderr(sys.stdout):
+        settings = RunSettings(master_addr="127.0.0.1", master_port=port)
+        sys.exit(run_ranks(Path("never_started.py"), [], settings, Nodes(node, (1, 1)), max_restarts=0))
+
+
+def written(out: Path) -> str:
+    return out.read_text() if out.exists() else ""

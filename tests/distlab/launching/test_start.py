@@ -1,0 +1,141 @@
+"""Scripts of a user's own under launch.sh: what their files define is there before any rank starts."""
+
+import sys
+from pathlib import Path
+
+import pytest
+from support.processes import LAB
+from support.terminals import fork_launcher, fork_python
+
+from distlab.launch import TOPOLOGIES, find_script
+from distlab.launching.start import read_script
+from distlab.settings.common import RunSettings
+
+TINY = "--dmodel 16 --num-heads 2 --n-layers 2 --seq-len 16 --data sample --device cpu --world-size 2".split()
+
+PIPELINE = f"""
+'''A pipeline with a schedule of its own.'''
+import sys
+from pathlib import Path
+{{before}}
+sys.path.append({str(LAB / "PP/microbatches")!r})
+from intro_PP_microbatches import train
+from distlab.pipeline.actions import Action, Backward, Forward
+from distlab.pipeline.schedules import schedule
+from distlab.run.main import main
+from distlab.settings.stages import ScheduledPipelineSettings
+
+@schedule()
+def mine(worker: int, workers: int, micro_batches: int) -> list[Action]:
+    passes = [(Forward, number) for number in range(micro_batches)]
+    return [kind(worker, number) for kind, number in passes + [(Backward, number) for _, number in passes]]
+
+DEFAULTS = ScheduledPipelineSettings(batch_size=3)
+
+if __name__ == "__main__":
+    main(train, DEFAULTS, __doc__)
+"""
+
+
+@pytest.fixture(autouse=True)
+def own_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "path", sys.path.copy())
+
+
+def test_a_schedule_that_the_script_s_own_file_registers(tmp_path: Path) -> None:
+    script = tmp_path / "mine.py"
+    script.write_text(PIPELINE.format(before=""))
+    ended = fork_launcher(script, "--schedule", "mine", *TINY, "--steps", "2", "--out", tmp_path / "run").finish()
+    assert ended.status == 0, ended.err
+    assert len([line for line in ended.out.splitlines() if not line.startswith("#")]) == 2
+    refused = fork_launcher(script, "--schedule", "yours", *TINY).finish()
+    assert (refused.status, refused.out) == (2, "")
+    assert refused.err.startswith("# --schedule yours: give one of naive, gpipe, ")
+    assert refused.err.endswith(", mine, 1f1b\n")
+
+
+def test_a_script_that_computes_when_it_is_imported(tmp_path: Path) -> None:
+    """With several threads, which a fork of the launcher would wait for without end."""
+    script = tmp_path / "mine.py"
+    computed = "import torch; torch.set_num_threads(2); (torch.ones(500, 500) @ torch.ones(500, 500)).exp().sum()"
+    script.write_text(PIPELINE.format(before=computed))
+    flags = [*TINY, "--steps", "1", "--out", tmp_path / "run"]
+    ended = fork_launcher(script, *flags, OMP_NUM_THREADS="2").finish()
+    assert ended.status == 0, ended.err
+
+
+def test_settings_of_a_script_anywhere(tmp_path: Path) -> None:
+    """With what it imports from its own folder, and annotations of its own."""
+    (tmp_path / "beside_the_script.py").write_text("SECONDS = 7\n")
+    (tmp_path / "script.py").write_text('''"""What it is."""
+from __future__ import annotations
+from dataclasses import dataclass
+from typing import Literal
+from beside_the_script import SECONDS
+from distlab.settings.common import RunSettings
+Kind = Literal["a", "b"]
+@dataclass
+class Settings(RunSettings):
+    kind: Kind = "a"
+DEFAULTS = Settings()
+DEFAULTS.timeout = SECONDS
+''')
+    script = read_script(tmp_path / "script.py")
+    settings = script.parse(["--kind", "b"], "./launch.sh script.py")
+    assert isinstance(settings, RunSettings)
+    assert (settings.timeout, getattr(settings, "kind", None), script.description) == (7, "b", "What it is.")
+
+
+@pytest.mark.parametrize("name", sorted(TOPOLOGIES.keys() - {"mpi", "hello"}))
+def test_the_settings_of_each_script_are_found(name: str) -> None:
+    path, flags = find_script(name)
+    script = read_script(path)
+    assert not script.has_threads, "its ranks may be forks"
+    if "--tell" not in flags:
+        script.parse(flags, name)
+
+
+@pytest.mark.parametrize("kills", [0, 1, 3])
+def test_a_rank_killed_for_memory_is_named_as_that(kills: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    script = tmp_path / "killed.py"
+    script.write_text("import os, signal\nos.kill(os.getpid(), signal.SIGKILL)\n")
+    counts = iter([5, 5 + kills])
+    monkeypatch.setattr("distlab.launching.local_ranks.memory_kills", lambda: next(counts))
+    ended = fork_launcher(script, "--world-size", "1").finish()
+    assert ended.status == 1
+    assert ended.err.endswith(" had no memory left\n") == (kills > 0), ended.err
+
+
+LESSON = '''
+"""A lesson."""
+from distlab.run.main import main
+from distlab.settings.replicas import {settings}
+DEFAULTS = {settings}(device="cpu", steps=1, data="sample")
+MORE = "more.py"
+def train(run):
+    print(f"this is {name} of {{run.world_size}}")
+if __name__ == "__main__":
+    main(train, DEFAULTS, __doc__, MORE)
+'''
+
+
+@pytest.mark.parametrize(("flags", "name"), [([], "lesson"), (["--sync-every", "2"], "more")])
+@pytest.mark.parametrize("starts_alone", [False, True])
+def test_a_script_with_more_flags_takes_over(flags: list[str], name: str, starts_alone: bool, tmp_path: Path) -> None:
+    (tmp_path / "lesson.py").write_text(LESSON.format(settings="DataParallelSettings", name="lesson"))
+    (tmp_path / "more.py").write_text(LESSON.format(settings="LocalStepsSettings", name="more"))
+    flags = [*flags, "--world-size", "1", "--out", str(tmp_path / "run")]
+    if starts_alone:
+        ended = fork_python(tmp_path / "lesson.py", "0", *flags).finish()
+    else:
+        ended = fork_launcher(tmp_path / "lesson.py", *flags).finish()
+    assert ended.status == 0, ended.err
+    assert f"this is {name} of 1" in ended.out
+
+
+def test_without_the_other_script_a_lesson_refuses_its_flags(tmp_path: Path) -> None:
+    """As a copy of it in a student's folder."""
+    (tmp_path / "lesson.py").write_text(LESSON.format(settings="DataParallelSettings", name="lesson"))
+    ended = fork_launcher(tmp_path / "lesson.py", "--sync-every", "2").finish()
+    assert ended.status == 2
+    assert "--sync-every" in ended.err

@@ -1,0 +1,150 @@
+"""This machine's ranks as processes: what they are told, how their failures are found, how they end."""
+
+import contextlib
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import cast
+
+import pytest
+from support.processes import wait_for
+
+from distlab.launching.nodes import NodeRendezvous
+from distlab.launching.supervisor import RankFailure, TerminatedError, raise_signal, supervise
+
+
+class Rounds:
+    """A rendezvous of two machines, as the second one sees it; the ranks of the first one have the numbers 0 to 2."""
+
+    def __init__(self) -> None:
+        self.starts = self.asked = 0
+        self.others_failed = lambda: False
+
+    @property
+    def restarts(self) -> int:
+        return self.starts - 1
+
+    def next_round(self) -> list[dict[str, str]]:
+        self.starts += 1
+        return [{"RANK": str(3 + local), "LOCAL_RANK": str(local)} for local in range(2)]
+
+    def has_next_round(self) -> bool:
+        return self.starts == 1 and self.others_failed()
+
+    def all_finished(self) -> bool:
+        self.asked += 1
+        return self.asked > 1
+
+    def check_others(self) -> None:
+        pass
+
+
+def run(
+    program: str, folder: Path, rounds: Rounds, max_restarts: int = 0, forks: bool = True
+) -> dict[int, RankFailure]:
+    """Run a program on two ranks."""
+    script, errors = folder / "program.py", folder / "errors"
+    script.write_text("import json, os, pathlib, signal, sys, time\nfolder = pathlib.Path(sys.argv[1])\n" + program)
+    errors.mkdir()
+    return supervise([str(script), str(folder)], cast(NodeRendezvous, rounds), max_restarts, errors, forks)
+
+
+@pytest.mark.parametrize("forks", [True, False])
+def test_ranks_have_numbers_and_sessions_and_finish_when_all_machines_have(forks: bool, tmp_path: Path) -> None:
+    tells = "(folder / os.environ['RANK']).write_text(os.environ['LOCAL_RANK'] + str(os.getsid(0) == os.getpid()))"
+    rounds = Rounds()
+    assert run(tells, tmp_path, rounds, forks=forks) == {}
+    assert [(tmp_path / rank).read_text() for rank in ("3", "4")] == ["0True", "1True"]
+    assert (rounds.starts, rounds.asked) == (1, 2)
+
+
+FAILS = """
+if os.environ["RANK"] == "4":
+    record = {{"message": "nan", "timestamp": 5, "recurs_on_restart": {recurs}}}
+    pathlib.Path(os.environ["TORCHELASTIC_ERROR_FILE"]).write_text(json.dumps(record))
+    sys.exit(7)
+time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize(("recurs", "starts"), [(False, 3), (True, 1)])
+def test_ranks_start_again_unless_the_failure_would_recur(recurs: bool, starts: int, tmp_path: Path) -> None:
+    rounds = Rounds()
+    failures = run(FAILS.format(recurs=recurs), tmp_path, rounds, max_restarts=2)
+    assert rounds.starts == starts
+    assert [(rank, failure.status) for rank, failure in failures.items()] == [(4, 7), (3, -signal.SIGTERM)]
+    assert (failures[4].timestamp, failures[4].record["message"]) == (5, "nan")
+    assert not failures[3].record
+
+
+def test_a_failure_on_another_machine_starts_ranks_again_that_have_finished(tmp_path: Path) -> None:
+    rounds = Rounds()
+    rounds.others_failed = (tmp_path / "finished").exists
+    program = "(folder / 'finished').touch()\nif os.environ['RANK'] == '3': (folder / 'starts').open('a').write('x')"
+    assert run(program, tmp_path, rounds, max_restarts=1) == {}
+    assert (tmp_path / "starts").read_text() == "xx"
+
+
+def test_half_a_record_is_none(tmp_path: Path) -> None:
+    dies = "open(os.environ['TORCHELASTIC_ERROR_FILE'], 'w').write('{\"message\": ')\nos.kill(os.getpid(), 9)"
+    before = int(time.time())
+    for failure in run(dies, tmp_path, Rounds()).values():
+        assert (failure.status, failure.record) == (-signal.SIGKILL, {})
+        assert failure.timestamp >= before
+
+
+@pytest.mark.alone
+def test_a_rank_that_does_not_react_ends_in_seconds(tmp_path: Path) -> None:
+    ignores = """
+if os.environ["RANK"] == "3":
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    (folder / "ignores").touch()
+    time.sleep(60)
+while not (folder / "ignores").exists():
+    time.sleep(0.05)
+sys.exit(1)
+"""
+    started = time.monotonic()
+    failures = run(ignores, tmp_path, Rounds())
+    assert time.monotonic() - started < 15
+    assert {rank: failure.status for rank, failure in failures.items()} == {3: -signal.SIGKILL, 4: 1}
+
+
+@contextlib.contextmanager
+def handled(sent: signal.Signals) -> Iterator[None]:
+    before = signal.signal(sent, raise_signal)
+    try:
+        yield
+    finally:
+        signal.signal(sent, before)
+
+
+def test_ranks_are_sent_the_signal_that_ends_the_launcher_and_a_second_one_ends_them_at_once(tmp_path: Path) -> None:
+    waits = """
+def note(number, _):
+    (folder / f"{os.environ['RANK']} {number}").touch()
+signal.signal(signal.SIGHUP, note)
+(folder / os.environ["RANK"]).write_text(str(os.getpid()))
+while True:
+    time.sleep(60)
+"""
+    signalled = [tmp_path / f"{rank} {signal.SIGHUP.value}" for rank in (3, 4)]
+
+    def send_two() -> None:
+        for files in ([tmp_path / "3", tmp_path / "4"], signalled):
+            assert wait_for(lambda files=files: all(file.exists() for file in files))  # type: ignore[misc]
+            os.kill(os.getpid(), signal.SIGHUP)
+
+    sender = threading.Thread(target=send_two)
+    started = time.monotonic()
+    sender.start()
+    with handled(signal.SIGHUP), pytest.raises(TerminatedError, match="terminated by SIGHUP"):
+        run(waits, tmp_path, Rounds(), forks=False)
+    sender.join()
+    assert time.monotonic() - started < 30
+    for rank in ("3", "4"):
+        with pytest.raises(ProcessLookupError):
+            os.kill(int((tmp_path / rank).read_text()), 0)

@@ -1,0 +1,201 @@
+"""Which backend and how many threads, without the hardware."""
+
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.chapters import MODEL, STEPS, TRAINING, load
+from support.processes import LAB, free_port, run, run_ranks, steps_taken
+from torch.torch_version import TorchVersion
+
+from distlab.machine.devices import (
+    Place,
+    check_transport,
+    cores,
+    local_ranks,
+    patient_threads,
+    pick_backend,
+    pick_device,
+    pick_device_type,
+    threads_per_rank,
+)
+from distlab.run.training import TrainingRun
+from distlab.settings.common import parse
+from simplellm.errors import InputError
+
+
+def places(*gpus_by_rank: str, hosts: str = "") -> list[Place]:
+    """Ranks that see GPUs, each called by a letter; all on the same host, or each on one that is called by a letter."""
+    return [Place(host, tuple(gpus)) for gpus, host in zip(gpus_by_rank, hosts or "A" * len(gpus_by_rank), strict=True)]
+
+
+@pytest.mark.parametrize(
+    ("asked", "where", "backend"),
+    [
+        ("auto", places("", "", ""), "gloo"),
+        ("auto", places("x", "x", "x"), "gloo"),
+        ("auto", places("xy", "xy"), "nccl"),
+        ("auto", places("x", "y"), "nccl"),  # CUDA_VISIBLE_DEVICES gives each rank one
+        ("auto", places("vw", "xy", "vw", "xy", hosts="ABAB"), "nccl"),
+        ("auto", places("vw", "xy", "vw", "vw", hosts="ABAA"), "gloo"),
+        ("gloo", places("x"), "gloo"),
+        ("nccl", places("x"), "nccl"),
+    ],
+)
+def test_backend(asked: str, where: list[Place], backend: str) -> None:
+    assert pick_backend(asked, where) == backend
+
+
+def test_the_ranks_of_a_host_take_its_gpus_in_turn() -> None:
+    where = places("vw", "xy", "vw", "xy", "vw", hosts="ABABA")
+    taken = [pick_device(where, rank) for rank in range(5)]
+    assert taken == [torch.device("cuda", number) for number in (0, 0, 1, 1, 0)]
+    assert local_ranks(where, 2) == [0, 2, 4]
+    assert pick_device(places("", ""), 1) == torch.device("cpu")
+
+
+def test_nccl_with_two_ranks_on_one_gpu_is_refused() -> None:
+    with pytest.raises(InputError, match="--backend nccl: ranks 1 and 2 share a GPU of B, which NCCL refuses"):
+        pick_backend("nccl", places("x", "y", "y", hosts="ABB"))
+    with pytest.raises(InputError, match="--backend nccl: NCCL moves CUDA tensors only"):
+        pick_backend("nccl", places("", ""))
+
+
+def test_shared_memory_is_for_the_cpus_of_one_host() -> None:
+    check_transport("shared", places("", "", ""))
+    check_transport("auto", places("x", "", hosts="AB"))
+    with pytest.raises(InputError, match="--transport shared: ranks 0 and 2 are on A and B, which have no memory"):
+        check_transport("shared", places("", "", "", hosts="AAB"))
+    with pytest.raises(InputError, match="--transport shared: this run computes on GPUs"):
+        check_transport("shared", places("x", "x"))
+
+
+def test_ranks_on_the_cpu_and_on_gpus_do_not_mix() -> None:
+    with pytest.raises(InputError, match="--device auto: rank 0 would compute on cuda and rank 2 on cpu"):
+        pick_backend("auto", places("x", "y", "", hosts="AAB"))
+    with pytest.raises(InputError, match="--device auto: rank 0 would compute on cpu and rank 1 on cuda"):
+        pick_backend("gloo", places("", "x", hosts="AB"))
+
+
+def test_cuda_that_is_not_there_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert pick_device_type("auto") == "cpu"
+    with pytest.raises(InputError, match="--device cuda"):
+        pick_device_type("cuda")
+
+
+@pytest.mark.parametrize("flags", ["--save-every 1", "--trace"])
+def test_a_run_on_the_cpu_never_opens_a_gpu(flags: str, tmp_path: Path) -> None:
+    """Not even through a library that it calls, on a machine that has one."""
+    open_gpu = "def open_gpu(*_): raise AssertionError('a GPU was opened')"
+    see_gpu = "torch.cuda.is_available = lambda: os.environ.get('CUDA_VISIBLE_DEVICES') != ''"
+    patch = f"{open_gpu}\n{see_gpu}\ntorch.cuda._lazy_init = torch._C._cuda_init = open_gpu"
+    start = f"import os, runpy, torch\n{patch}\nrunpy.run_path({str(LAB / 'primer/intro.py')!r}, run_name='__main__')"
+    ended = run(sys.executable, "-c", start, *MODEL, *TRAINING, *flags.split(), "--out", tmp_path / "out")
+    assert ended.status == 0, ended.err
+    assert steps_taken(tmp_path / "out") == STEPS
+
+
+def test_ranks_share_the_cores_unless_told_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(8)), raising=False)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    assert [threads_per_rank(ranks) for ranks in (1, 3, 8, 20)] == [8, 2, 1, 1]
+    monkeypatch.setenv("OMP_NUM_THREADS", "5")
+    assert threads_per_rank(3) == 5
+    monkeypatch.setenv("OMP_NUM_THREADS", "4,2")
+    assert threads_per_rank(8) == 4, "the second is of threads within threads"
+    monkeypatch.setenv("OMP_NUM_THREADS", "many")
+    assert threads_per_rank(8) == 1
+
+
+usual_policy = pytest.mark.skipif(
+    not hasattr(os, "sched_getscheduler") or os.sched_getscheduler(0) != os.SCHED_OTHER,
+    reason="needs Linux, and a process whose scheduling nobody has changed",
+)
+
+
+def in_a_thread(work: Callable[[], int]) -> int:
+    results: list[int] = []
+    thread = threading.Thread(target=lambda: results.append(work()))
+    thread.start()
+    thread.join()
+    return results[0]
+
+
+@usual_policy
+def test_threads_are_patient_that_start_in_the_context() -> None:
+    def policy() -> int:
+        return os.sched_getscheduler(0)
+
+    def fail() -> None:
+        assert in_a_thread(policy) == os.SCHED_BATCH
+        raise ValueError
+
+    with pytest.raises(ValueError), patient_threads():  # noqa: PT011, it has no message
+        fail()
+    assert policy() == in_a_thread(policy) == os.SCHED_OTHER
+
+
+@usual_policy
+def test_a_policy_that_the_user_has_chosen_stays() -> None:
+    def policy_inside() -> int:
+        os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
+        with patient_threads():
+            return os.sched_getscheduler(0)
+
+    assert in_a_thread(policy_inside) == os.SCHED_IDLE
+
+
+def test_a_computer_without_policies_or_that_forbids_them_leaves_all_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    def forbid(*_: object) -> None:
+        raise PermissionError
+
+    monkeypatch.setattr(os, "sched_setscheduler", forbid, raising=False)
+    with patient_threads():
+        pass
+    monkeypatch.delattr(os, "sched_getscheduler", raising=False)
+    with patient_threads():
+        pass
+
+
+def policies_in_a_run(rank: int, out: Path, port: int) -> tuple[list[int], int]:
+    """Those of gloo's threads, and that of the thread that computes."""
+    script = "hybrid/intro_hybrid.py"
+    flags = [*MODEL, *TRAINING, "--dp", "2", "--pp", "1", "--tp", "2", "--out", str(out), "--master-port", str(port)]
+    run: TrainingRun[Any] = TrainingRun(parse(load(script).DEFAULTS, "", [str(rank), *flags]), LAB / script)
+    run.grid.make_groups("dp", "tp")
+    loops: list[int] = []
+    deadline = time.monotonic() + 10
+    while len(loops) < 3 and time.monotonic() < deadline:  # a thread gives itself its name when it first runs
+        time.sleep(0.05)
+        names = {int(thread.name): (thread / "comm").read_text() for thread in Path("/proc/self/task").iterdir()}
+        loops = [thread for thread, name in names.items() if name.strip() == "gloo_tcp_loop"]
+    policies = [os.sched_getscheduler(loop) for loop in loops], os.sched_getscheduler(0)
+    run.close()
+    return policies
+
+
+@usual_policy
+@pytest.mark.skipif(TorchVersion(torch.__version__) < "2.13", reason="torch 2.11 gives gloo's threads no name")
+def test_gloos_threads_are_patient_in_a_run_and_the_one_that_computes_is_not(tmp_path: Path) -> None:
+    for of_gloo, own in run_ranks(4, policies_in_a_run, tmp_path, free_port()):
+        assert own == os.SCHED_OTHER
+        assert of_gloo == [os.SCHED_BATCH] * 3, "of the run's group, and of the one along each axis"
+
+
+@pytest.mark.alone
+@pytest.mark.skipif(cores() < 2 or sys.platform != "linux", reason="needs a second core, and GNU's OpenMP")
+def test_threads_that_have_computed_leave_their_cores_to_other_ranks() -> None:
+    """And soon: by default they would use them for 15 times as long, waiting in a loop."""
+    code = "import distlab; from distlab_planner.measuring import measure_spinning; print(measure_spinning(2))"
+    spins: tuple[dict[str, Any], ...] = ({}, {"GOMP_SPINCOUNT": "300000"})
+    usual, default = (
+        float(run(sys.executable, "-c", code, OMP_NUM_THREADS="2", **environment).out) for environment in spins
+    )
+    assert usual < default / 3

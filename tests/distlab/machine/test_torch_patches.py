@@ -1,0 +1,76 @@
+"""What the lab relies on inside of torch is still there, and still does what the lab needs."""
+
+import inspect
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+from torch.optim import SGD, Adam, AdamW, Optimizer
+
+from distlab.machine.torch_patches import cpp_log_level, running_backward_pass, without_compiler
+
+# A store's process goes while a connection is in use: torch's C++ code writes a trace about it.
+LOSES_A_STORE = """
+import multiprocessing, torch.distributed as dist
+from distlab.machine.torch_patches import silence_torch_warnings
+from distlab.rendezvous.store import listen_at, open_bound_store
+
+def hold(port):
+    held = open_bound_store("127.0.0.1", port, 5)
+    __import__("time").sleep(60)
+
+with listen_at("127.0.0.1", 0) as listener:
+    port = listener.getsockname()[1]
+holder = multiprocessing.get_context("fork").Process(target=hold, args=(port,))
+holder.start()
+{silence}
+store = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
+holder.kill()
+holder.join()
+try:
+    store.check(["key"])
+except dist.DistError:
+    print("lost")
+"""
+
+
+def test_the_cpp_log_level_is_where_it_was() -> None:
+    assert 0 <= cpp_log_level().value <= 2, "of INFO, WARNING, ERROR"
+
+
+@pytest.mark.parametrize(("silence", "is_quiet"), [("silence_torch_warnings()", True), ("", False)])
+def test_torch_writes_no_trace_when_it_is_silenced(
+    silence: str, is_quiet: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("TORCH_CPP_LOG_LEVEL", raising=False)
+    program = [sys.executable, "-c", LOSES_A_STORE.format(silence=silence)]
+    ended = subprocess.run(program, capture_output=True, text=True, timeout=60)
+    assert (ended.returncode, ended.stdout) == (0, "lost\n"), ended.stderr
+    assert ("frame #" not in ended.stderr) == is_quiet, ended.stderr
+
+
+@pytest.mark.parametrize("kind", [Adam, AdamW, SGD])
+def test_optimizers_have_plain_methods_below_torchs_wrappers(kind: type[Optimizer]) -> None:
+    """The effect is in tests/distlab/run/test_optimizers.py."""
+    method: Any
+    for method in (Optimizer.add_param_group, Optimizer.zero_grad, kind.step):
+        assert callable(method.__wrapped__)
+    assert issubclass(without_compiler(kind), kind)
+    assert without_compiler(kind).__name__ == kind.__name__
+    assert Optimizer.zero_grad.__wrapped__.__dict__["__dynamo_disable"]  # type: ignore[attr-defined]
+    assert "__dynamo_disable" in inspect.getsource(torch._compile._disable_dynamo)
+
+
+def test_each_backward_pass_has_a_number_of_its_own() -> None:
+    seen: list[int | None] = []
+    for _ in range(2):
+        x = torch.ones(2, requires_grad=True)
+        y = x * 2
+        for hooked in (y, x):
+            hooked.register_hook(lambda _: seen.append(running_backward_pass()))
+        y.sum().backward()
+    assert None not in seen
+    assert seen[0] == seen[1] != seen[2] == seen[3]
+    assert running_backward_pass() is None

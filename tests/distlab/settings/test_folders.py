@@ -1,0 +1,77 @@
+"""A run's folder: what a run does not write into, and what it says that it replaces."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from support.chapters import MODEL, TRAINING, train
+from support.processes import run_ranks
+from support.small_models import saved_model
+from support.terminals import fork_python
+
+from distlab.settings.common import parse
+from distlab.settings.training import TrainSettings
+from simplellm.errors import InputError
+from simplellm.export import export
+
+OTHERS: dict[str, Callable[[Path], object]] = {
+    "config.json": lambda folder: export(saved_model(), folder),
+    "my_config.json": lambda folder: (folder / "my_config.json").write_text("{}"),
+    "metrics.jsonl": lambda folder: (folder / "metrics.jsonl").write_text('{"loss": 1}\n'),
+    "package.json": lambda folder: (folder / "package.json").write_text("{}"),
+    "trace.json": lambda folder: (folder / "trace.json").write_text("[]"),
+    "config.json ": lambda folder: (folder / "config.json").write_text("[]"),
+    "config.json  ": lambda folder: (folder / "config.json").write_text('{"settings": {}}'),
+    "thesis.tex": lambda folder: (folder / "thesis.tex").write_text("Abstract."),
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_a_folder_with_files_of_somebody_else_is_refused(name: str, tmp_path: Path) -> None:
+    OTHERS[name](tmp_path)
+    before = {path: path.read_bytes() for path in tmp_path.iterdir() if path.is_file()}
+    sentence = f"--out {tmp_path}: has files that are not a run's, such as {name.strip()}; give a new folder\n"
+    ended = fork_python("primer/intro.py", *MODEL, *TRAINING, "--out", tmp_path).finish()
+    assert (ended.status, ended.out, ended.err) == (2, "", f"# {sentence}")
+    assert {path: path.read_bytes() for path in tmp_path.iterdir() if path.is_file()} == before
+
+
+def test_the_current_folder_counts_as_any_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "thesis.tex").write_text("Abstract.")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(InputError, match=r"^--out \.: has files that are not a run's, such as thesis\.tex; give"):
+        parse(TrainSettings(), "", ["--out", "."])
+
+
+def test_an_empty_folder_is_fine_also_with_what_is_hidden_or_empty(tmp_path: Path) -> None:
+    (tmp_path / ".notes").write_text("hidden")
+    (tmp_path / "log.txt").touch()  # to which a shell directs the output of the run
+    (tmp_path / "lost+found").mkdir()
+    parse(TrainSettings(), "", ["--out", str(tmp_path)])
+
+
+@pytest.mark.parametrize("args", [["--out", ""], ["--out="], ["--resume", ""], ["--data", ""], ["--tokenizer="]])
+def test_a_variable_of_the_shell_that_is_not_set(args: list[str]) -> None:
+    flag = args[0].rstrip("=")
+    with pytest.raises(InputError, match=f"^{flag} is given an empty value; is a variable of the shell not set"):
+        parse(TrainSettings(), "", [*args, "--steps", "3"])
+
+
+def test_an_earlier_runs_records_are_replaced_and_that_is_said(tmp_path: Path) -> None:
+    flags = [*MODEL, *TRAINING, "--out", tmp_path]
+    said = f"# the records of an earlier run in {tmp_path} are replaced\n"
+    assert said not in fork_python("primer/intro.py", *flags).finish().out
+    (tmp_path / "losses.png").write_text("drawn by the user")
+    ended = fork_python("primer/intro.py", *flags, "--steps", "3").finish()
+    assert ended.status == 0, ended.err
+    assert said in ended.out
+    assert json.loads((tmp_path / "config.json").read_text())["settings"]["steps"] == 3
+    assert (tmp_path / "losses.png").exists()
+
+
+def test_a_run_that_goes_on_in_its_folder_replaces_nothing(tmp_path: Path) -> None:
+    run_ranks(1, train, "primer/intro.py", ["--save-every", "2", "--out", str(tmp_path)])
+    ended = fork_python("primer/intro.py", "--resume", tmp_path, "--steps", "6", "--out", tmp_path).finish()
+    assert ended.status == 0, ended.err
+    assert "are replaced" not in ended.out

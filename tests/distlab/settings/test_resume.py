@@ -1,0 +1,219 @@
+"""A run goes on from a checkpoint as if nothing had happened: bit for bit in its layout, to rounding in another."""
+
+import json
+import os
+import shutil
+import signal
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.chapters import BATCH, LAYOUTS, MODEL, State, assert_equal, losses, train_on
+from support.processes import children, steps_taken, wait_for
+from support.terminals import fork_launcher
+
+from distlab.checkpoints.format import latest_valid
+from distlab.settings.common import parse
+from distlab.settings.learning_rate import learning_rate
+from distlab.settings.training import TrainSettings
+from simplellm.errors import InputError
+
+HALF, STEPS = 2, 4
+TRAINING = "--optimizer adam --lr 1e-2 --num-heads 2 --n-layers 2".split()
+# Of the runs that are resumed, which take it from the checkpoint.
+RECIPE = "--warmup-steps 1 --lr-schedule cosine --min-lr 1e-3 --weight-decay 0.1 --betas 0.8 0.95".split()
+
+
+def run(layout: str, out: Path, *flags: str | Path) -> tuple[list[State], list[float]]:
+    """Each rank's parameters after a run of a layout, and the losses."""
+    ranks, script, own = LAYOUTS[layout]
+    parameters, _, its_losses = train_on(
+        ranks, script, out, *TRAINING, "--steps", str(STEPS), *own.split(), *map(str, flags)
+    )
+    return parameters, its_losses
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, list[State], list[float]]]:
+    """Runs by layout, as they are first asked for: the folder with its checkpoints, final parameters, losses."""
+    folder = tmp_path_factory.mktemp("saved")
+
+    class Runs(dict[str, tuple[Path, list[State], list[float]]]):
+        def __missing__(self, layout: str) -> tuple[Path, list[State], list[float]]:
+            self[layout] = (folder / layout, *run(layout, folder / layout, *RECIPE, "--save-every", str(HALF)))
+            return self[layout]
+
+    return Runs()
+
+
+def half_way(run: Path) -> Path:
+    return run / "checkpoints" / f"step-{HALF:08}"
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_same_layout_goes_on_bit_for_bit(layout: str, saved: Any, tmp_path: Path) -> None:
+    folder, expected_parameters, expected_losses = saved[layout]
+    assert len(set(expected_losses)) == STEPS, "it learns something in every step"
+    parameters, own_losses = run(layout, tmp_path, "--resume", half_way(folder))
+    assert own_losses == expected_losses[HALF:]
+    for own, expected in zip(parameters, expected_parameters, strict=True):
+        assert own.keys() == expected.keys()
+        assert all(torch.equal(own[name], expected[name]) for name in own)
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        *((layout, "primer") for layout in LAYOUTS if layout not in ("primer", "dp-wa")),
+        *(("primer", layout) for layout in LAYOUTS if layout not in ("primer", "dp-wa")),
+        ("pp-dapple", "dp-ga"),
+        ("dp-ga", "tp"),
+        ("hybrid", "3d"),
+        ("tp", "hybrid"),
+        ("dp-zero", "hybrid"),
+        ("dp-fsdp", "dp-zero"),
+        ("dp-zero", "dp-fsdp"),
+        ("hybrid", "dp-zero"),
+    ],
+)
+def test_another_layout_goes_on(before: str, after: str, saved: Any, tmp_path: Path) -> None:
+    folder, _, expected = saved[before]
+    _, own = run(after, tmp_path, "--resume", half_way(folder))
+    assert own == pytest.approx(expected[HALF:], rel=1e-5)
+
+
+@pytest.mark.parametrize(("before", "after"), [("primer", "dp-wa"), ("dp-wa", "primer")])
+def test_averaged_weights_go_on_elsewhere(before: str, after: str, tmp_path: Path) -> None:
+    """Where no rank has moments of its own gradients."""
+    flags = ["--optimizer", "sgd", "--lr", "0.5"]
+    _, expected = run(before, tmp_path / "before", *flags, "--save-every", str(HALF))
+    _, own = run(after, tmp_path / "after", *flags, "--resume", half_way(tmp_path / "before"))
+    assert own == pytest.approx(expected[HALF:], rel=1e-5)
+
+
+def test_bfloat16_goes_on(tmp_path: Path) -> None:
+    """Bit for bit in its layout, and in another to what bfloat16 rounds."""
+    _, expected = run("hybrid", tmp_path / "before", "--dtype", "bfloat16", "--save-every", str(HALF))
+    for layout, rel in (("hybrid", 0), ("3d", 1e-3), ("primer", 1e-3)):
+        _, own = run(layout, tmp_path / layout, "--resume", half_way(tmp_path / "before"))
+        assert own == pytest.approx(expected[HALF:], rel=rel, abs=0), layout
+    settings = json.loads((tmp_path / "primer" / "config.json").read_text())["settings"]
+    assert settings["dtype"] == "bfloat16", "as the checkpoint has it"
+
+
+def test_an_uneven_split_goes_on_whole(tmp_path: Path) -> None:
+    """4,096 pieces and six heads over three and six ranks, and back."""
+    flags = "--dmodel 48 --num-heads 6 --batch-size 2 --optimizer adam --lr 1e-2".split()
+    script = "TP/intro_TP_styles.py"
+    saving = [*flags, "--world-size", "3", "--save-every", "2"]
+    _, _, expected = train_on(3, script, tmp_path / "three", *saving)
+    for ranks, script_after in ((6, script), (1, "primer/intro.py")):
+        size = ["--world-size", str(ranks)] if ranks > 1 else []
+        resume = ["--resume", str(half_way(tmp_path / "three"))]
+        _, _, own = train_on(ranks, script_after, tmp_path / str(ranks), *flags, *size, *resume)
+        assert own == pytest.approx(expected[HALF:], rel=1e-5)
+
+
+@pytest.mark.parametrize("shard", ["optimizer", "gradients"])
+def test_shards_go_on_in_others(shard: str, saved: Any, tmp_path: Path) -> None:
+    """From three ranks that share out the weights, to two that share out less, and bit for bit from there."""
+    folder, _, expected = saved["dp-fsdp"]
+    script, again = LAYOUTS["dp-fsdp"][1], tmp_path / "again"
+    flags = [*TRAINING, "--steps", str(STEPS), "--world-size", "2", "--batch-size", "3", "--shard", shard]
+    _, _, own = train_on(2, script, tmp_path / "two", *flags, "--resume", str(half_way(folder)), "--save-every", "1")
+    assert own == pytest.approx(expected[HALF:], rel=1e-5)
+    _, _, last = train_on(2, script, again, *flags, "--resume", str(tmp_path / "two/checkpoints/step-00000003"))
+    assert last == own[-1:]
+
+
+def test_it_goes_on_where_it_was(saved: Any, tmp_path: Path) -> None:
+    """With the run's own folder for --out its records are continued, and what came after the checkpoint replaced."""
+    folder, _, expected = saved["primer"]
+    shutil.copytree(folder, tmp_path / "run")
+    shutil.rmtree(tmp_path / "run" / "checkpoints" / f"step-{STEPS:08}")
+    _, own = run("primer", tmp_path / "run", "--resume", tmp_path / "run", "--save-every", "1")
+    assert own == expected
+    records = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [record["step"] for record in records] == list(range(STEPS))
+    assert [record["lr"] for record in records] == [
+        learning_rate(s, STEPS, 1e-2, 1, "cosine", 1e-3) for s in range(STEPS)
+    ]
+    assert [record["tokens"] for record in records] == [(step + 1) * BATCH * 24 for step in range(STEPS)]
+    assert (tmp_path / "run" / "rank0.log").read_text().count("# intro: one process") == 2
+    kept = sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir())
+    assert kept == [f"step-{step:08}" for step in (2, 3, 4)]
+
+
+def test_a_longer_run_says_how_the_learning_rate_goes_on(saved: Any) -> None:
+    folder, _, _ = saved["primer"]
+    checkpoint = latest_valid(half_way(folder))
+    settings = parse(TrainSettings(), "", ["--resume", str(half_way(folder)), "--steps", str(2 * STEPS)])
+    assert (settings.lr_schedule, settings.betas, settings.weight_decay) == ("cosine", (0.8, 0.95), 0.1)
+    [remark] = settings.remarks_on_resuming(checkpoint)
+    lrs = [f"{learning_rate(HALF, steps, 1e-2, 1, 'cosine', 1e-3):.3g}" for steps in (2 * STEPS, STEPS)]
+    assert "it is now {} instead of {}; --steps sets it".format(*lrs) in remark
+    assert not replace(settings, steps=STEPS).remarks_on_resuming(checkpoint)
+
+
+def test_only_the_last_ones_are_kept(tmp_path: Path) -> None:
+    run("primer", tmp_path, *"--save-every 1 --keep 2".split())
+    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["step-00000003", "step-00000004"]
+
+
+def test_a_complete_run_keeps_its_trace_when_it_is_resumed(tmp_path: Path) -> None:
+    run("dp-ga", tmp_path, "--trace", "--save-every", str(STEPS))
+    trace = (tmp_path / "trace.json").read_bytes()
+    run("dp-ga", tmp_path, "--trace", "--resume", tmp_path)
+    assert (tmp_path / "trace.json").read_bytes() == trace
+
+
+def test_moments_of_replicas_that_differ_stay_theirs(tmp_path: Path) -> None:
+    script, flags = (
+        "DP/weight_aggr/intro_DP_WA.py",
+        [*TRAINING, *"--world-size 2 --batch-size 1 --sync-every 2".split()],
+    )
+    expected_parameters, _, expected = train_on(2, script, tmp_path / "a", *flags, "--save-every", "2")
+    resume = ["--resume", str(half_way(tmp_path / "a"))]
+    parameters, _, own = train_on(2, script, tmp_path / "b", *flags, *resume)
+    assert own == expected[HALF:]
+    for ours, theirs in zip(parameters, expected_parameters, strict=True):
+        assert_equal(ours, theirs, rtol=0)
+    with pytest.raises(InputError, match=r"2 ranks kept adam's moments .* the same script and --world-size 2"):
+        parse(TrainSettings(), "", resume)
+
+
+def test_torchs_wrapper_goes_on_but_for_rounding(tmp_path: Path) -> None:
+    """After its first backward pass, torch's wrapper puts gradients in other places of its buckets.
+
+    A sum's rounding depends on the place, so a resumed run's first step is not that of the whole run to the last bit.
+    """
+    script = "DP/ddp/intro_DP_DDP.py"
+    flags = [*TRAINING, *"--world-size 3 --batch-size 1 --dmodel 96 --num-heads 6 --save-every 2".split()]
+    expected_parameters, _, expected = train_on(3, script, tmp_path / "a", *flags)
+    parameters, _, own = train_on(3, script, tmp_path / "b", *flags, "--resume", str(half_way(tmp_path / "a")))
+    assert own == pytest.approx(expected[HALF:], rel=1e-6)
+    for ours, theirs in zip(parameters, expected_parameters, strict=True):
+        for name in theirs:
+            torch.testing.assert_close(ours[name], theirs[name], rtol=0, atol=1e-5)
+
+
+def test_a_run_that_is_killed_goes_on_bit_for_bit(tmp_path: Path) -> None:
+    """Every rank and the launcher at once, by SIGKILL, whatever step they have come to."""
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    _, _, own = LAYOUTS["hybrid"]
+    launch = ["hybrid", *MODEL, "--data", "sample", *TRAINING, *own.split(), "--save-every", "10"]
+    launcher = fork_launcher(*launch, "--steps", "1000000", "--out", killed)
+    assert wait_for(lambda: steps_taken(killed) >= 15)
+    for pid in [launcher.pid, *children(launcher.pid)]:
+        os.kill(pid, signal.SIGKILL)
+    launcher.wait(10)
+    saved_at = len(losses(killed)) // 10 * 10  # at the latest
+    steps = ["--steps", str(saved_at + 10)]
+    _, expected = run("hybrid", whole, *steps, "--save-every", "10")
+    ended = fork_launcher(*launch, *steps, "--resume", killed, "--out", killed).finish()
+    assert ended.status == 0, ended.err
+    assert losses(killed) == expected
+    _, own_losses = run("primer", tmp_path / "one", *steps, "--resume", whole / "checkpoints" / f"step-{saved_at:08}")
+    assert own_losses == pytest.approx(expected[saved_at:], rel=1e-5)
