@@ -7,6 +7,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 
 from distlab.comm.recorder import StepTime
+from distlab.machine.devices import pick_device_type
 from distlab.machine.threads import asked_threads
 from distlab.pipeline.schedules import AUTO, DEFAULT_CHUNKS
 from distlab.settings.common import as_flag
@@ -58,6 +59,7 @@ class Prediction:
 
     def check_device(self, device: str) -> None:
         """Raise `InputError` if the run computes on another kind of device than the machine's ranks."""
+        device = pick_device_type(device) if device == "auto" else device
         own, flag = self.costs.machine.device, _flag(self.machine_file)
         sentence = (
             f"{flag}: its ranks compute on {own}, and those of this run on {device}; give another file or --device"

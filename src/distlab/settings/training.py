@@ -16,7 +16,6 @@ import tyro
 
 from distlab.axes.layout import layout_flags, layout_size
 from distlab.checkpoints import LLAMA
-from distlab.machine.devices import pick_device_type
 from distlab.settings import resume
 from distlab.settings.common import ResumableSettings, require_positive, shown_as
 from distlab.settings.learning_rate import LRSchedule, learning_rate
@@ -41,7 +40,7 @@ class Prediction(Protocol):
     def sentence(self) -> str: ...
 
     def check_device(self, device: str) -> None:
-        """Raise `InputError` if the prediction is for a different kind of device."""
+        """Raise `InputError` if the prediction is for a different kind of device than a value of `--device`."""
 
     def beside(self, times: "Sequence[StepTime]") -> Iterable[str]:
         """Return lines that compare the measured times of steps with the prediction."""
@@ -138,7 +137,7 @@ class TrainSettings(ResumableSettings):
         source, why = choose_source(self.data)
         why += ", as --data asks" * (self.data != "auto")
         if self.prediction is not None:
-            self.prediction.check_device(pick_device_type(self.device))
+            self.prediction.check_device(self.device)
         decided = {"data": source, "data_because": why, "data_identity": replace(self, data=source).data_identity}
         return decided | ({"data_revision": hub_revision()} if source == "tinystories" else {})
 
