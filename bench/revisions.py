@@ -36,6 +36,8 @@ RUNS = {
     "--num-heads 4 --seq-len 64 --steps 60",
     "a small model, 2 stages, dapple": "pp-dapple --world-size 2 --batch-size 12 --micro-batches 12 --dmodel 96 "
     "--num-heads 4 --seq-len 64 --steps 60",
+    "dp-zero, 2 ranks": "dp-zero --world-size 2 --batch-size 1 --steps 10",
+    "pp-zbv, 2 workers": "pp-zbv --world-size 2 --batch-size 4 --micro-batches 4 --steps 8",
     "tp, 2 ranks": "tp --world-size 2 --batch-size 2 --steps 8",
 }
 WARM_UP_STEPS = 2
